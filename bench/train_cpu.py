@@ -65,11 +65,12 @@ def build_cutaway_step() -> Callable[[int], float]:
             return make_tokens(first // BATCH_SIZE)[:count]
 
     model = ct.build(without_dropout(ct.config("gpt2").model_dump(mode="json")), seed=0).train()
-    optimizer = build_optimizer("adamw", model, **recipe.optimizer.model_dump(exclude={"kind"}))
+    optimizer = build_optimizer(recipe.optimizer, model)
     data: Any = SimpleNamespace(train=RandomTokens())
     runner = TrainStepRunner(
-        recipe,
-        TrainingModule(model, recipe),
+        recipe.training,
+        recipe.schedule,
+        TrainingModule(model),
         optimizer,
         data,
         lambda batch, first: causal_lm(batch),

@@ -52,17 +52,18 @@ def build_cutaway_step(preset: str, batch_size: int, seq_len: int) -> StepFn:
         {
             "data": {"seq_len": seq_len},
             "training": {"batch_size": batch_size, "precision": "bf16"},
-            "optimizer": {"lr": 3e-4},
+            "optimizer": {"lr": 3e-4, "weight_decay": 0.01},
         }
     )
     model = ct.build(config, device="cuda", seed=0).train()
-    optimizer = build_optimizer("adamw", model, lr=3e-4, weight_decay=0.01)
+    optimizer = build_optimizer(recipe.optimizer, model)
     tokens = [torch.randint(config.vocab_size, (batch_size, seq_len + 1)) for _ in range(4)]
     dataset: Any = SimpleNamespace(get_batch=lambda first, count: PackedBatch(tokens[first // batch_size % 4], None))  # type: ignore[arg-type]
     data: Any = SimpleNamespace(train=dataset)
     runner = TrainStepRunner(
-        recipe,
-        TrainingModule(model, recipe),
+        recipe.training,
+        recipe.schedule,
+        TrainingModule(model, precision="bf16"),
         optimizer,
         data,
         lambda batch, first: causal_lm(batch.tokens).to("cuda"),

@@ -224,14 +224,14 @@ def sample_task(count):
 
 
 def smoothed_loss():
-    result = sample_task(64).loss(reverser, label_smoothing=label_smoothing)
+    result = sample_task(64).loss(reverser, objectives.CrossEntropyOptions(label_smoothing=label_smoothing))
     return result.loss / result.weight
 
 
 training_losses = train(reverser, smoothed_loss, 140)
 with torch.no_grad():
     task = sample_task(256)
-    result = task.loss(reverser, label_smoothing=label_smoothing)
+    result = task.loss(reverser, objectives.CrossEntropyOptions(label_smoothing=label_smoothing))
 
 # %%
 correct_prob = 1 - label_smoothing + label_smoothing / V

@@ -7,10 +7,12 @@ from typing import Any
 
 
 def make_callable(module_name: str, function: Callable[..., Any]) -> None:
-    """Make calls of the imported package `module_name` call `function`."""
-    callable_class = type(
-        "CallableModule",
-        (ModuleType,),
-        {"__call__": staticmethod(function), "__doc__": function.__doc__},
-    )
-    sys.modules[module_name].__class__ = callable_class
+    """Make calls of the imported package `module_name` call `function`; `help` shows the function's signature."""
+
+    def signature(module: ModuleType) -> object:
+        import inspect  # imported here: `import cutaway` does not need it
+
+        return inspect.signature(function)
+
+    attributes = {"__call__": staticmethod(function), "__doc__": function.__doc__, "__signature__": property(signature)}
+    sys.modules[module_name].__class__ = type("CallableModule", (ModuleType,), attributes)

@@ -1,15 +1,40 @@
 """Training: recipes, data, objectives, loss, optimizers, the training loop, checkpoints, distributed training."""
 
-from typing import Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cutaway.callable_module import make_callable
 
+if TYPE_CHECKING:  # loading a recipe does not need torch
+    from cutaway.train.checkpoint.run_directory import RunDirectory
+    from cutaway.train.distributed.process_group import DeviceLike
+    from cutaway.train.logging.callbacks import Callback
+    from cutaway.train.recipe.load import RecipeSource
 
-def _train(recipe: Any, directory: Any, **kwargs: Any) -> Any:
-    """Train a recipe (a preset name, a file or a dict) into a new run directory: see `trainer.launch.train`."""
-    from cutaway.train.trainer.launch import train  # imported here: loading a recipe does not need torch
 
-    return train(recipe, directory, **kwargs)
+def _train(
+    recipe: "RecipeSource",
+    directory: str | Path,
+    *,
+    overrides: Sequence[str] = (),
+    texts: Sequence[str | Path] = (),
+    device: "DeviceLike" = None,
+    callback: "Callback | None" = None,
+) -> "RunDirectory":
+    """Train a recipe into a new run directory, and return it.
+
+    Args:
+        recipe: A preset name, a .toml or .json file, a dict or a `Recipe`.
+        directory: Run directory; it must be new or empty.
+        overrides: Changes of single values, 'a.b=value' with a TOML value, e.g. 'training.max_steps=100'.
+        texts: Files or directories that replace the recipe's data sources.
+        device: Default: the GPU if there is one.
+        callback: Functions that are called after steps and evaluations, and with messages.
+    """
+    from cutaway.train.trainer.launch import train
+
+    return train(recipe, directory, overrides=overrides, texts=texts, device=device, callback=callback)
 
 
 make_callable(__name__, _train)

@@ -22,7 +22,7 @@ from cutaway.train.data import documents, memmap, prepare, tokenize
 from cutaway.train.data.datasets import MixtureDataset, PackedBatch, PackedDataset, Seq2SeqDataset
 from cutaway.train.data.documents import Document, SkippedDocuments, TextSource, read_documents
 from cutaway.train.data.prepare import PreparedData, prepare_data
-from cutaway.train.data.shuffle import shuffle_index, shuffle_indices
+from cutaway.train.data.shuffle import shuffle_indices
 from cutaway.train.data.sources import list_source_files
 from cutaway.train.distributed.process_group import rank_positions
 
@@ -77,11 +77,6 @@ def test_shuffle_of_very_large_sizes(size: int) -> None:
     assert np.histogram(shuffled / size, 10, (0, 1))[0].min() > 0.9 * len(indices) / 10
 
 
-def test_shuffle_index_equals_shuffle_indices() -> None:
-    shuffled = shuffle_indices(np.arange(97), 97, 5, 2)
-    assert [shuffle_index(index, 97, 5, 2) for index in range(97)] == shuffled.tolist()
-
-
 def test_epochs_and_seeds_differ() -> None:
     orders = [tuple(shuffle_indices(np.arange(100), 100, seed, epoch)) for seed in range(4) for epoch in range(8)]
     assert len(set(orders)) == len(orders)
@@ -109,7 +104,7 @@ def test_neighbors_are_shuffled_independently(size: int) -> None:
 def test_index_outside_the_size_is_an_error() -> None:
     for index, size in [(5, 5), (-1, 5), (0, 0)]:
         with pytest.raises(InputError, match="outside"):
-            shuffle_index(index, size, 0, 0)
+            shuffle_indices(np.array([index]), size, 0, 0)
 
 
 # Documents
@@ -244,7 +239,7 @@ def test_every_document_is_in_one_split_and_ends_with_eos(texts: Path, tmp_path:
     assert 4 <= len(validation) <= 22
     assert data.train.tokens.dtype == np.uint16
     sizes = [sum(len(text.encode()) for text in split) for split in (train, validation)]
-    assert data.num_bytes == {"train": sizes[0], "validation": sizes[1]}
+    assert [data.train.num_bytes, data.validation.num_bytes] == sizes
     assert not data.skipped.total
 
 
@@ -267,7 +262,7 @@ def test_prepared_data_is_reused(texts: Path, tmp_path: Path, monkeypatch: pytes
     assert reused.skipped == first.skipped
     assert reused.skipped.counts == {"invalid JSON": 1}
     assert np.array_equal(reused.train.tokens, first.train.tokens)
-    assert reused.num_bytes == first.num_bytes
+    assert reused.train.num_bytes == first.train.num_bytes
 
 
 def test_changed_data_has_another_fingerprint_and_directory(texts: Path, tmp_path: Path) -> None:
@@ -321,7 +316,6 @@ def test_large_ids_are_stored_as_uint32(tmp_path: Path, texts: Path) -> None:
         ([b"broken"], 0.1, "1 × invalid JSON"),
         ([{"text": "one"}], 0.001, "none of 1 documents is in the validation split"),
         ([{"text": "one"}], 0.999, "none of 1 documents is in the training split"),
-        ([{"text": "one"}], 1.0, "validation_split is 1.0"),
     ],
 )
 def test_data_without_documents_is_an_error(
@@ -420,8 +414,8 @@ tokenize.CHUNK_DOCUMENTS = 5
 def die(*_): os.kill(os.getpid(), signal.SIGKILL)
 path, directory, when = sys.argv[1:]
 if when == "before-rename": Path.rename = die
-prepare.prepare_data([TextSource(Path(path))], byte_tokenizer(), directory, validation_split=0.2, seed=7,
-                     progress=lambda done, total: die() if done == total and when == "after-read" else None)
+else: prepare.SplitWriter.finalize = die
+prepare.prepare_data([TextSource(Path(path))], byte_tokenizer(), directory, validation_split=0.2, seed=7)
 """
     directory = tmp_path / "data"
     for when in ("after-read", "before-rename"):
@@ -460,20 +454,17 @@ def test_full_disk_is_an_error_and_leaves_no_files(
     assert not list((tmp_path / "data").iterdir())
 
 
-def test_files_that_change_during_reading_are_an_error(texts: Path, tmp_path: Path) -> None:
-    def write(done: int, total: int) -> None:
+def test_files_that_change_during_reading_are_an_error(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_file_and_write(*args: Any) -> Iterator[Document]:
+        yield from documents.read_file(*args)
         with texts.open("a") as file:
             file.write('{"text": "late"}\n')
 
+    monkeypatch.setattr(prepare, "read_file", read_file_and_write)
     with pytest.raises(InputError, match="changed while they were read"):
-        prepare_texts(texts, tmp_path / "data", progress=write)
-
-
-def test_progress_is_monotonic_and_complete(texts: Path, tmp_path: Path) -> None:
-    calls: list[tuple[int, int]] = []
-    prepare_texts(texts, tmp_path / "data", progress=lambda done, total: calls.append((done, total)))
-    assert calls == sorted(calls)
-    assert calls[-1] == (texts.stat().st_size,) * 2
+        prepare_texts(texts, tmp_path / "data")
 
 
 # Datasets
@@ -544,11 +535,9 @@ def test_batch_without_rows_is_empty(split: memmap.TokenSplit) -> None:
 def test_invalid_dataset_arguments_are_errors(split: memmap.TokenSplit) -> None:
     four, five = PackedDataset(split, 4, 0), PackedDataset(split, 5, 0)
     cases: list[tuple[str, Callable[[], Any]]] = [
-        ("pass 1 or more", lambda: PackedDataset(split, 0, 0)),
         ("less than one sequence", lambda: PackedDataset(split, 10**6, 0)),
         ("positions start at 0", lambda: four.get_batch(-1, 2)),
         ("no targets", lambda: Seq2SeqDataset(split, 0, start_id=1)),
-        ("rank is 2", lambda: rank_positions(0, 4, 2, 2)),
         ("must have the same kind", lambda: MixtureDataset([(four, 1.0), (five, 1.0)], 0)),
         ("must have the same kind", lambda: MixtureDataset([], 0)),
         ("must be positive", lambda: MixtureDataset([(four, 0.0)], 0)),
@@ -577,7 +566,7 @@ def test_pairs_are_complete_and_padded(pairs: Path, tmp_path: Path) -> None:
     all_pairs = {(f"Wort {n}", "w" * (n + 1)) for n in range(20)}
     assert len(set(decoded)) == len(decoded)
     assert set(decoded) < all_pairs
-    assert prepared.num_bytes["train"] == sum(len(target) for _, target in decoded)
+    assert prepared.train.num_bytes == sum(len(target) for _, target in decoded)
     with pytest.raises(InputError, match="cannot be packed"):
         PackedDataset(prepared.train, 4, 0)
 

@@ -9,7 +9,6 @@ import cutaway as ct
 from cutaway.model import Transformer
 from cutaway.train.kernels.compile import compile_for_training
 from cutaway.train.objectives import causal_lm
-from cutaway.train.recipe.load import load_recipe
 from cutaway.train.trainer.training_module import TrainingModule
 
 pytestmark = pytest.mark.unchecked
@@ -25,7 +24,7 @@ def gradients(model: Transformer, *, compile_blocks: bool, single_process: bool 
     tokens = torch.randint(model.config.vocab_size, (2, 17), generator=torch.Generator().manual_seed(0))
     model.zero_grad()
     with compile_for_training(model, compile_blocks, single_process=single_process)():
-        loss = TrainingModule(model, load_recipe({}))(causal_lm(tokens))
+        loss = TrainingModule(model)(causal_lm(tokens))
         (loss.loss / loss.weight).backward()
     return {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
 

@@ -9,7 +9,8 @@ import torch
 import cutaway as ct
 from cutaway.model import Transformer
 from cutaway.train.kernels.compile import compile_for_training
-from cutaway.train.loss.chunked_cross_entropy import chunked_cross_entropy_selected, select_targets
+from cutaway.train.loss.chunked_cross_entropy import chunked_cross_entropy, select_targets
+from cutaway.train.loss.cross_entropy import CrossEntropyOptions
 from cutaway.train.objectives import Objective, causal_lm
 from cutaway.train.recipe.load import load_recipe
 from cutaway.train.trainer.launch import prepare_trainer, resume_trainer
@@ -33,8 +34,8 @@ def test_fused_loss_equals_fp32(vocab: int, rows: int, label_smoothing: float, z
         inputs = x.clone().requires_grad_()
         head.zero_grad()
         with torch.autocast("cuda", dtype or torch.bfloat16, enabled=dtype is not None):
-            loss = chunked_cross_entropy_selected(
-                head, inputs, selected, label_smoothing=label_smoothing, z_loss_coef=z_loss_coef, chunk_size=64
+            loss = chunked_cross_entropy(
+                head, inputs, selected, CrossEntropyOptions(label_smoothing, z_loss_coef, chunk_size=64)
             )
         (loss.loss / loss.weight).backward()
         assert inputs.grad is not None
@@ -55,7 +56,7 @@ def build_objective(vocab: int, several_documents: bool) -> Objective:
 
 
 def gradients(model: Transformer, objective: Objective, compiled: bool, precision: str) -> dict[str, torch.Tensor]:
-    training_module = TrainingModule(model, load_recipe({"training": {"precision": precision}}))
+    training_module = TrainingModule(model, precision=precision)
     model.zero_grad()
     with compile_for_training(model, compiled)():
         loss = training_module(objective)

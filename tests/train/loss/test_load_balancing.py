@@ -75,18 +75,18 @@ def test_gradient_equals_the_formula(name: str) -> None:
     routers = [module for module in model.modules() if isinstance(module, Router)]
     assert routers
     objective = build_objective(model)
-    loss = TrainingModule(model, recipe_with_aux_loss(AUX_LOSS_COEF))(objective)
+    loss = TrainingModule(model, recipe_with_aux_loss(AUX_LOSS_COEF).objective)(objective)
     reference = reference_loss(model, objective)
     torch.testing.assert_close(loss.loss, reference, rtol=1e-5, atol=1e-5)
     expected = gradients(model, reference)
     for key, gradient in gradients(model, loss.loss).items():
         torch.testing.assert_close(gradient, expected[key], rtol=1e-4, atol=1e-4)
-    without = TrainingModule(model, recipe_with_aux_loss(0.0))(objective)
+    without = TrainingModule(model, recipe_with_aux_loss(0.0).objective)(objective)
     assert torch.equal(without.cross_entropy, loss.cross_entropy)
     assert loss.loss > without.loss
     assert not any(router._forward_hooks for router in routers)
     with torch.no_grad():
-        loss = TrainingModule(model, recipe_with_aux_loss(AUX_LOSS_COEF))(objective)
+        loss = TrainingModule(model, recipe_with_aux_loss(AUX_LOSS_COEF).objective)(objective)
         assert torch.equal(loss.loss, without.loss)
 
 
@@ -103,7 +103,7 @@ def test_loss_is_1_for_uniform_use_and_grows_with_imbalance() -> None:
 def test_activation_checkpointing_has_the_same_gradient() -> None:
     model: Any = ct.build("tiny-moe", seed=0).train()
     objective = build_objective(model)
-    training_module = TrainingModule(model, recipe_with_aux_loss(AUX_LOSS_COEF))
+    training_module = TrainingModule(model, recipe_with_aux_loss(AUX_LOSS_COEF).objective)
     expected = gradients(model, training_module(objective).loss)
     for mode in ("selective", "full"):
         model.use_activation_checkpointing(mode)

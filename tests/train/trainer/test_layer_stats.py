@@ -100,7 +100,7 @@ def test_every_form_is_analyzed_and_not_changed(name: str) -> None:
     with torch.no_grad():
         before = objective.hidden_states(model)
     kernels = [module.kernel for module in model.modules() if hasattr(module, "build_kernel")]
-    stats = compute_layer_stats(TrainingModule(model, load_recipe({})), objective, None)
+    stats = compute_layer_stats(TrainingModule(model), objective, None)
     assert [module.kernel for module in model.modules() if hasattr(module, "build_kernel")] == kernels
     assert not any(module._forward_hooks for module in model.modules())
     with torch.no_grad():
@@ -127,7 +127,7 @@ def test_entropy_and_residual_norm_equal_known_values() -> None:
         block.attn.f.q.weight.data.zero_()  # uniform attention over visible tokens
         block.attn.f.q.bias.data.zero_()
     tokens = torch.randint(0, 200, (1, 9))
-    stats = compute_layer_stats(TrainingModule(model, load_recipe({})), causal_lm(tokens), None)
+    stats = compute_layer_stats(TrainingModule(model), causal_lm(tokens), None)
     uniform_entropy = sum(math.log2(count) for count in range(2, 9)) / 7
     for bits in stats["attn_entropy"].values():
         assert bits == pytest.approx([uniform_entropy] * len(bits), rel=1e-3)
@@ -138,7 +138,7 @@ def test_entropy_and_residual_norm_equal_known_values() -> None:
     stack = model.stacks["decoder"]
     embeddings: list[torch.Tensor] = []
     handle = stack.embed.register_forward_hook(lambda module, args, output: embeddings.append(output))
-    stats = compute_layer_stats(TrainingModule(model, load_recipe({})), causal_lm(tokens), None)
+    stats = compute_layer_stats(TrainingModule(model), causal_lm(tokens), None)
     handle.remove()
     norm = float(embeddings[0].norm(dim=-1).mean())
     assert list(stats["resid_norm"].values()) == pytest.approx([norm] * 2, rel=1e-3)

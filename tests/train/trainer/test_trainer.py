@@ -1,5 +1,6 @@
 """Trainer: bit-exact resume after stops and kills, gradient accumulation, errors before training, export."""
 
+import inspect
 import json
 import os
 import signal
@@ -17,6 +18,7 @@ from support.tiny_runs import TEXT, run_digest, tiny_recipe, write_texts
 import cutaway as ct
 from cutaway.cli import main
 from cutaway.errors import CutawayError
+from cutaway.train.checkpoint.manifest import TrainerState
 from cutaway.train.logging.callbacks import Callback
 from cutaway.train.recipe.load import list_recipes, load_recipe
 from cutaway.train.trainer.launch import prepare_trainer, resume, resume_trainer, train
@@ -97,6 +99,24 @@ def test_stopped_run_resumes_bit_exactly(texts: Path, tmp_path: Path) -> None:
         ct.load(trainer.run_directory.directory)
     resume(tmp_path / "run", device="cpu")
     assert run_digest(tmp_path / "run") == run_digest(uninterrupted.directory)
+
+
+def test_resume_applies_overrides_of_parallel_and_rejects_others(texts: Path, tmp_path: Path) -> None:
+    prepare_trainer(load_recipe(sampling_recipe(texts)), tmp_path / "run", device="cpu")
+    for override in ("training.max_steps=2", "optimizer.lr=1", "parallels.tp=2"):
+        with pytest.raises(CutawayError, match=rf"override '{override}' cannot be applied to a resumed run.*only"):
+            resume_trainer(tmp_path / "run", overrides=[override], device="cpu")
+    assert resume_trainer(tmp_path / "run", overrides=["parallel.dp_shard=all"], device="cpu").global_step == 0
+    with pytest.raises(CutawayError, match=r"parallel\.tp: input should be greater than or equal to 1"):
+        resume(tmp_path / "run", overrides=["parallel.tp=0"], device="cpu")
+
+
+def test_ct_train_shows_its_signature() -> None:
+    shown, promised = (inspect.signature(each).parameters.values() for each in (ct.train, train))
+    assert [(each.name, each.kind, each.default) for each in shown] == [
+        (each.name, each.kind, each.default) for each in promised
+    ]
+    assert inspect.getdoc(type(ct.train).__call__) == inspect.getdoc(train)
 
 
 @pytest.mark.unchecked
@@ -367,16 +387,7 @@ def test_nonfinite_gradient_is_an_error(texts: Path, tmp_path: Path) -> None:
 def test_checkpoint_without_a_component_is_an_error(texts: Path, tmp_path: Path) -> None:
     trainer = prepare_trainer(load_recipe(sampling_recipe(texts)), tmp_path / "run", device="cpu")
     tensors = {name: group for name, group in trainer.state_tensors().items() if name != "step_policy"}
-    trainer.checkpoint_manager.save(
-        1,
-        tensors,
-        {
-            "step": 1,
-            "best_eval_loss": None,
-            "metrics_bytes": 0,
-            "timings_bytes": 0,
-            "data_fingerprint": trainer.run_directory.data_fingerprint,
-        },
-    )
+    state = TrainerState(step=1, data_fingerprint=trainer.run_directory.data_fingerprint)
+    trainer.checkpoint_manager.save(tensors, state)
     with pytest.raises(CutawayError, match="has no state for step_policy"):
         resume_trainer(tmp_path / "run", device="cpu")

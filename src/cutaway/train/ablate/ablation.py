@@ -3,17 +3,23 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from cutaway.errors import InputError
 from cutaway.train.ablate.budget import BudgetKind
 from cutaway.train.ablate.launcher import ProgressFn, run_jobs
 from cutaway.train.ablate.plan import AblationPlan, build_plan, combine_variations
 from cutaway.train.ablate.plot import plot_results
-from cutaway.train.ablate.results import Results, build_findings, compare_to_first, results_to_dict, write_results
+from cutaway.train.ablate.results import (
+    Results,
+    ResultsTable,
+    build_findings,
+    compare_to_first,
+    results_to_dict,
+    write_results,
+)
 from cutaway.train.ablate.studies import STUDIES, Study
 from cutaway.train.ablate.vary import parse_variation
-from cutaway.train.recipe.load import load_recipe
+from cutaway.train.recipe.load import RecipeSource, load_recipe
 
 DEFAULT_NUM_SEEDS = 3
 
@@ -28,7 +34,7 @@ class Ablation:
 
     def run(
         self, *, num_workers: int | None = None, device: str | None = None, on_progress: ProgressFn = lambda *_: None
-    ) -> dict[str, Any]:
+    ) -> ResultsTable:
         """Run all training runs that are not finished, write results.json and the plots, and return the results."""
         self.output_dir.mkdir(parents=True, exist_ok=True)
         outcomes = run_jobs(self.plan, self.output_dir, num_workers=num_workers, device=device, on_progress=on_progress)
@@ -41,7 +47,7 @@ class Ablation:
 
 
 def build_ablation(
-    source: Any,
+    source: RecipeSource,
     vary: Sequence[str] = (),
     *,
     output_dir: Path | str | None = None,
@@ -53,33 +59,18 @@ def build_ablation(
 
     `overrides` ('a.b=value') apply to all variants.
     """
-    study_name = source if isinstance(source, str) and source in STUDIES else None
-    output_dir = (
-        Path("runs") / f"ablate-{study_name or _source_name(source)}" if output_dir is None else Path(output_dir)
+    study = STUDIES[source]() if isinstance(source, str) and source in STUDIES else None
+    name = Path(source).stem if isinstance(source, str | Path) else "recipe"
+    if study is not None and (vary or match is not None):
+        raise InputError(f"the study '{name}' has its own variants and budget; leave out --vary and --match")
+    output_dir = Path("runs") / f"ablate-{name}" if output_dir is None else Path(output_dir)
+    plan = build_plan(
+        name,
+        load_recipe(source if study is None else study.recipe, overrides),
+        combine_variations([parse_variation(text) for text in vary]) if study is None else study.variants,
+        output_dir,
+        num_seeds=DEFAULT_NUM_SEEDS if num_seeds is None else num_seeds,
+        match=match or ("tokens" if study is None else study.match),
+        measurement=None if study is None else study.measurement,
     )
-    num_seeds = DEFAULT_NUM_SEEDS if num_seeds is None else num_seeds
-    if study_name is not None:
-        if vary or match is not None:
-            raise InputError(
-                f"the study '{study_name}' defines its own variants and budget; remove --vary and --match, or pass a"
-                " recipe"
-            )
-        study = STUDIES[study_name]()
-        plan = build_plan(
-            study_name,
-            load_recipe(study.recipe, overrides),
-            study.variants,
-            output_dir,
-            num_seeds=num_seeds,
-            match=study.match,
-            measurement=study.measurement,
-        )
-        return Ablation(plan, output_dir, study)
-    specs = combine_variations([parse_variation(text) for text in vary])
-    recipe = load_recipe(source, overrides)
-    plan = build_plan(_source_name(source), recipe, specs, output_dir, num_seeds=num_seeds, match=match or "tokens")
-    return Ablation(plan, output_dir)
-
-
-def _source_name(source: Any) -> str:
-    return Path(source).stem if isinstance(source, str | Path) else "recipe"
+    return Ablation(plan, output_dir, study)

@@ -31,7 +31,7 @@ class TrainingCost:
 
 def training_cost(recipe: Recipe) -> TrainingCost:
     config, training = recipe.transformer_config, recipe.training
-    per_step = training.batch_size * flops_per_sequence(config, recipe.data.seq_len)
+    per_step = training.batch_size * _flops_per_sequence(config, recipe.data.seq_len)
     kv_cache_bytes = 0
     if config.form != "encoder":
         kv_cache_bytes = kv_cache_size(config, batch_size=1, context=1, source_len=1, dtype="fp32").bytes_per_token
@@ -44,7 +44,7 @@ def training_cost(recipe: Recipe) -> TrainingCost:
     )
 
 
-def flops_per_sequence(config: Config, seq_len: int) -> int:
+def _flops_per_sequence(config: Config, seq_len: int) -> int:
     """FLOPs of training on one sequence."""
     return size(config, batch_size=1, context=seq_len, mode="train", dtype="fp32").flops.total_visible
 
@@ -87,6 +87,6 @@ def _match_flops(name: str, recipe: Recipe, target: int) -> Recipe:
     steps = round(target * cost.steps / cost.flops)
     if steps < 1:
         raise InputError(
-            f"one step of '{name}' takes more FLOPs than the first variant's whole training; raise training.max_steps"
+            f"a step of '{name}' takes more FLOPs than all of the first variant's; raise training.max_steps"
         )
     return recipe.replace(training=recipe.training.replace(max_steps=steps))

@@ -6,33 +6,36 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from multiprocessing import connection
+from multiprocessing.context import ForkServerContext, SpawnContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from cutaway.device import free_memory
 from cutaway.errors import InputError
 from cutaway.train.ablate.plan import AblationPlan, Variant
-from cutaway.train.ablate.worker import OUTCOME_FILE, Job, run_worker
+from cutaway.train.ablate.worker import OUTCOME_FILE, Job, Outcome, run_worker
 from cutaway.train.checkpoint.run_directory import RUN_FILE, RunDirectory
+from cutaway.train.data.tokenize import num_cores
 from cutaway.train.trainer.memory_check import expected_memory
 
 PROCESS_OVERHEAD_BYTES = 400 << 20
 """Memory of a process before it trains."""
-RunOutcomes = dict[tuple[str, int], dict[str, Any]]
+RunOutcomes = dict[tuple[str, int], Outcome]
 """Outcome of each (variant, seed)."""
 ProgressFn = Callable[[str, int], None]
 """Receives the name of a run and its number of finished steps."""
 
 
 @dataclass
-class RunningJob:
+class _RunningJob:
     """A run and its process."""
 
     name: str
-    process: Any
+    process: BaseProcess
     pipe: "connection.Connection"
     finished: bool | None = None
 
@@ -50,33 +53,27 @@ def run_jobs(
     on_progress: ProgressFn = lambda *_: None,
 ) -> RunOutcomes:
     """Train and measure the runs that are not finished, and return the outcomes of all."""
-    directories = {
-        (variant.name, seed): plan.run_directory(output_dir, variant, seed)
-        for variant in plan.variants
-        for seed in plan.seeds
-    }
-    for variant in plan.variants:
-        for seed in plan.seeds:
-            _check_same_recipe(directories[variant.name, seed], plan, variant, seed)
-    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    pending = [
-        (variant, seed)
-        for seed in plan.seeds
-        for variant in plan.variants
-        if not _is_finished(directories[variant.name, seed])
-    ]
-    for variant in plan.variants:
-        for seed in plan.seeds:
-            if (variant, seed) not in pending:
-                on_progress(f"{variant.name}, seed {seed}", variant.cost.steps)
+    directories: dict[tuple[str, int], Path] = {}
+    pending: list[tuple[Variant, int]] = []
+    for variant, seed in product(plan.variants, plan.seeds):
+        directory = directories[variant.name, seed] = plan.run_directory(output_dir, variant, seed)
+        if (directory / RUN_FILE).exists() and RunDirectory.open(directory).recipe != plan.run_recipe(variant, seed):
+            raise InputError(f"'{directory}' has a run of another recipe; pass another directory with --out")
+        if (directory / OUTCOME_FILE).exists():
+            on_progress(f"{variant.name}, seed {seed}", variant.cost.steps)
+        else:
+            pending.append((variant, seed))
+    pending.sort(key=lambda run: run[1])  # all variants of the first seed, then of the next
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    max_workers = min(num_workers or (num_cores if device == "cpu" else 1), len(directories))
+    max_workers = min(num_workers or (num_cores() if device == "cpu" else 1), len(directories))
     # Independent of pending runs and free memory: a resumed run with another thread count would differ in its bits.
-    num_threads = max(1, num_cores // max_workers)
+    num_threads = max(1, num_cores() // max_workers)
     num_parallel = max_workers if num_workers else min(max_workers, _max_parallel_runs(plan, torch.device(device)))
-    running: list[RunningJob] = []
+    running: list[_RunningJob] = []
     # Forks of a server that has only imported torch start quickly; other platforms spawn a new process.
-    context = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
+    context: ForkServerContext | SpawnContext = multiprocessing.get_context("spawn")
+    if sys.platform == "linux":
+        context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["cutaway.train.ablate.worker", "cutaway.train.ablate.measurements"])
     try:
         while pending or running:
@@ -91,7 +88,11 @@ def run_jobs(
                     device=device,
                     num_threads=num_threads,
                 )
-                running.append(_start_job(context, job, f"{variant.name}, seed {seed}"))
+                receiver, sender = context.Pipe(duplex=False)
+                process = context.Process(target=run_worker, args=(job, dict(os.environ), sender))
+                process.start()
+                sender.close()
+                running.append(_RunningJob(f"{variant.name}, seed {seed}", process, receiver))
             _poll_jobs(running, on_progress)
             for finished_job in [job for job in running if not job.process.is_alive()]:
                 running.remove(finished_job)
@@ -108,21 +109,12 @@ def _max_parallel_runs(plan: AblationPlan, device: torch.device) -> int:
     free = free_memory(device)
     if free is None:
         return len(plan.variants) * len(plan.seeds)
-    largest = max(
-        expected_memory(variant.recipe, variant.recipe.transformer_config, device)[0] for variant in plan.variants
-    )
+    recipes = [variant.recipe for variant in plan.variants]
+    largest = max(expected_memory(recipe, recipe.transformer_config, device)[0] for recipe in recipes)
     return max(1, int(free // (largest + PROCESS_OVERHEAD_BYTES)))
 
 
-def _start_job(context: Any, job: Job, name: str) -> RunningJob:
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=run_worker, args=(job, dict(os.environ), sender))
-    process.start()
-    sender.close()
-    return RunningJob(name, process, receiver)
-
-
-def _poll_jobs(jobs: list[RunningJob], on_progress: ProgressFn) -> None:
+def _poll_jobs(jobs: list[_RunningJob], on_progress: ProgressFn) -> None:
     """Handle messages of the workers; returns after half a second without any, or when a process ends."""
     ready = connection.wait([*(job.pipe for job in jobs), *(job.process.sentinel for job in jobs)], timeout=0.5)
     for job in jobs:
@@ -139,7 +131,7 @@ def _poll_jobs(jobs: list[RunningJob], on_progress: ProgressFn) -> None:
                 job.finished = value
 
 
-def _check_finished(job: RunningJob) -> None:
+def _check_finished(job: _RunningJob) -> None:
     job.process.join()
     if job.finished:
         return
@@ -151,19 +143,9 @@ def _check_finished(job: RunningJob) -> None:
     )
 
 
-def _terminate_jobs(jobs: list[RunningJob]) -> None:
+def _terminate_jobs(jobs: list[_RunningJob]) -> None:
     """Send SIGTERM to each worker: it finishes its current step and saves a checkpoint."""
     for job in jobs:
         job.process.terminate()
     for job in jobs:
         job.process.join()
-
-
-def _is_finished(directory: Path) -> bool:
-    return (directory / OUTCOME_FILE).exists()
-
-
-def _check_same_recipe(directory: Path, plan: AblationPlan, variant: Variant, seed: int) -> None:
-    """Raise InputError if the directory has a run of another recipe."""
-    if (directory / RUN_FILE).exists() and RunDirectory.open(directory).recipe != plan.run_recipe(variant, seed):
-        raise InputError(f"'{directory}' has a run of another recipe; pass another directory with --out")

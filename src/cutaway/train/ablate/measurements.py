@@ -63,13 +63,13 @@ def eval_loss(trainer: Trainer) -> float:
 # Gradients by depth
 
 
-def measure_gradients(trainer: Trainer) -> list[Measurement]:
+def _measure_gradients(trainer: Trainer) -> list[Measurement]:
     """Gradient norm of each block, first to last, with the initial and with the trained weights."""
     seed = trainer.recipe.training.seed
     initial = build(trainer.model.config, device=trainer.model.device, seed=seed)
     measurements = []
     for condition, model in (("initial", initial), ("trained", trainer.model)):
-        norms = block_grad_norms(model, trainer)
+        norms = _block_grad_norms(model, trainer)
         for layer, norm in enumerate(norms):
             measurements.append({"condition": f"{condition}, block {layer}", "grad_norm": norm})
         ratio = norms[0] / max(norms[-1], 1e-30)
@@ -77,7 +77,7 @@ def measure_gradients(trainer: Trainer) -> list[Measurement]:
     return measurements
 
 
-def block_grad_norms(model: Transformer, trainer: Trainer) -> list[float]:
+def _block_grad_norms(model: Transformer, trainer: Trainer) -> list[float]:
     """Gradient norm of each block on one batch of validation data."""
     model.train().zero_grad(set_to_none=True)
     objective = _spread_objective(trainer, trainer.recipe.training.batch_size)
@@ -94,7 +94,7 @@ def block_grad_norms(model: Transformer, trainer: Trainer) -> list[float]:
 # Component removal
 
 
-def measure_component_removal(trainer: Trainer) -> list[Measurement]:
+def _measure_component_removal(trainer: Trainer) -> list[Measurement]:
     """Loss, top-5 accuracy and final residual stream with one component of the trained model removed at a time."""
     model = trainer.model.eval()
     layers, heads = len(model_surgery.decoder_blocks(model)), model_surgery.decoder_blocks(model)[0].attn.f.heads
@@ -102,10 +102,10 @@ def measure_component_removal(trainer: Trainer) -> list[Measurement]:
     evaluate = partial(_evaluate_with, model, _spread_objective(trainer, NUM_SEQUENCES))
     baseline = evaluate(nullcontext())
 
-    def drop(site: str) -> AbstractContextManager[Any]:
+    def drop(site: str) -> AbstractContextManager[object]:
         return edit(model, {site: "drop"}) if supports_structural_edit(model, site, "drop") else nullcontext()
 
-    edits: dict[str, AbstractContextManager[Any]] = {
+    edits: dict[str, AbstractContextManager[object]] = {
         "without the first block": edit(model, {"blocks.0": "skip"}),
         "without a middle block": edit(model, {f"blocks.{middle}": "skip"}),
         "without the last block": edit(model, {f"blocks.{layers - 1}": "skip"}),
@@ -122,9 +122,9 @@ def measure_component_removal(trainer: Trainer) -> list[Measurement]:
     head_edits = [{f"blocks.{middle}.attn.z": {"do": "zero", "heads": [head]}} for head in range(heads)]
     outputs = [evaluate(edit(model, head_edit)) for head_edit in head_edits]
     outputs.sort(key=lambda output: output[0])  # by loss: the least important head first
-    least, most = "least important", "most important"
-    for rank, output in ((least, outputs[0]), (most, outputs[-1])):
-        measurements.append(_removal_measurement(f"without the {rank} head of a middle block", output, baseline))
+    for rank, output in (("least", outputs[0]), ("most", outputs[-1])):
+        condition = f"without the {rank} important head of a middle block"
+        measurements.append(_removal_measurement(condition, output, baseline))
     return measurements
 
 
@@ -133,8 +133,8 @@ EvalOutput = tuple[float, float, Tensor]
 
 
 @torch.no_grad()
-def _evaluate_with(model: Transformer, objective: Objective, edit_context: AbstractContextManager[Any]) -> EvalOutput:
-    with edit_context:
+def _evaluate_with(model: Transformer, objective: Objective, edits: AbstractContextManager[object]) -> EvalOutput:
+    with edits:
         x = objective.hidden_states(model).flatten(0, 1)[objective.weights.flatten() > 0]
         logits = torch.as_tensor(model.head(x))  # type: ignore[operator]
     targets = objective.targets.flatten()[objective.weights.flatten() > 0].to(x.device)
@@ -156,7 +156,7 @@ def _removal_measurement(condition: str, output: EvalOutput, baseline: EvalOutpu
 # Positions
 
 
-def measure_positions(trainer: Trainer) -> list[Measurement]:
+def _measure_positions(trainer: Trainer) -> list[Measurement]:
     """Sensitivity to token order and position offset, and loss beyond the trained length."""
     model, seq_len = trainer.model.eval(), trainer.recipe.data.seq_len
     tokens = _single_document_sequences(trainer, MAX_LENGTH_FACTOR * seq_len)
@@ -169,20 +169,15 @@ def measure_positions(trainer: Trainer) -> list[Measurement]:
         {"condition": f"shifted by {POSITION_SHIFT} positions", "hidden_change": shift_sensitivity(model, short)},
     ]
     long_losses = token_losses(model, tokens)
-    segment_losses = torch.cat([token_losses(model, segment) for segment in _split_segments(tokens, seq_len)], -1)
-    for factor in range(1, MAX_LENGTH_FACTOR + 1):
-        if factor not in (1, 2, MAX_LENGTH_FACTOR):
-            continue
+    # The last target of a segment is the first token of the next, so that every target occurs once.
+    segments = [tokens[:, start : start + seq_len + 1] for start in range(0, tokens.shape[1] - 1, seq_len)]
+    segment_losses = torch.cat([token_losses(model, segment) for segment in segments], -1)
+    for factor in (1, 2, MAX_LENGTH_FACTOR):
         interval = slice((factor - 1) * seq_len, factor * seq_len)
         loss = float(long_losses[:, interval].mean())
         effect = loss - float(segment_losses[:, interval].mean())
         measurements.append({"condition": f"×{factor} the length", "loss": loss, "context_effect": effect})
     return measurements
-
-
-def _split_segments(tokens: Tensor, seq_len: int) -> list[Tensor]:
-    """Segments whose last target is the first token of the next, so that every target occurs once."""
-    return [tokens[:, start : start + seq_len + 1] for start in range(0, tokens.shape[1] - 1, seq_len)]
 
 
 def _single_document_sequences(trainer: Trainer, seq_len: int) -> Tensor:
@@ -212,47 +207,48 @@ def permutation_sensitivity(model: Transformer, tokens: Tensor) -> float:
     """‖f(P·x) − P·f(x)‖ relative to the spread of hidden states: 0 if token order has no effect."""
     generator = torch.Generator().manual_seed(0)
     order = torch.randperm(tokens.shape[1], generator=generator).to(tokens.device)
-    expected, permuted = _hidden_states(model, tokens)[:, order], _hidden_states(model, tokens[:, order])
-    return float((expected - permuted).norm() / (expected - expected.mean((0, 1))).norm())
+    return _relative_change(_hidden_states(model, tokens)[:, order], _hidden_states(model, tokens[:, order]))
 
 
 @torch.no_grad()
 def shift_sensitivity(model: Transformer, tokens: Tensor) -> float:
     """Change of hidden states when all positions are shifted: 0 if only relative positions matter."""
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-    expected = _hidden_states(model, tokens)
-    shifted = _hidden_states(model, tokens, positions=positions + POSITION_SHIFT)
-    return float((expected - shifted).norm() / (expected - expected.mean((0, 1))).norm())
+    return _relative_change(_hidden_states(model, tokens), _hidden_states(model, tokens, positions + POSITION_SHIFT))
 
 
-def _hidden_states(model: Transformer, tokens: Tensor, **forward_kwargs: Any) -> Tensor:
+def _relative_change(expected: Tensor, actual: Tensor) -> float:
+    return float((expected - actual).norm() / (expected - expected.mean((0, 1))).norm())
+
+
+def _hidden_states(model: Transformer, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
     run: Any = model.hidden_states
-    return run(tokens, **forward_kwargs).double()
+    return run(tokens, positions=positions).double()
 
 
 MEASUREMENTS: dict[str, Callable[[Trainer], list[Measurement]]] = {
-    "gradients": measure_gradients,
-    "component removal": measure_component_removal,
-    "positions": measure_positions,
+    "gradients": _measure_gradients,
+    "component removal": _measure_component_removal,
+    "positions": _measure_positions,
 }
 
 
 def step_seconds(trainer: Trainer) -> float:
     """Median time of a step. On a CPU it is process time per thread, so that other processes hardly matter."""
+    on_gpu = trainer.model.device.type == "cuda"
+    clock = time.perf_counter if on_gpu else time.process_time
+
+    def now() -> float:
+        if on_gpu:
+            torch.cuda.synchronize(trainer.model.device)
+        return clock()
+
     times = []
-    device = trainer.model.device
     for step in range(trainer.global_step, trainer.global_step + NUM_TIMED_STEPS):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-            start = time.perf_counter()
-            trainer.train_step(step)
-            torch.cuda.synchronize(device)
-            times.append(time.perf_counter() - start)
-        else:
-            start = time.process_time()
-            trainer.train_step(step)
-            times.append((time.process_time() - start) / torch.get_num_threads())
-    return median(times)
+        start = now()
+        trainer.train_step(step)
+        times.append(now() - start)
+    return median(times) / (1 if on_gpu else torch.get_num_threads())
 
 
 def peak_step_memory(trainer: Trainer) -> int:
@@ -261,15 +257,9 @@ def peak_step_memory(trainer: Trainer) -> int:
         torch.cuda.reset_peak_memory_stats(trainer.model.device)
         trainer.train_step(trainer.global_step)
         return int(torch.cuda.max_memory_allocated(trainer.model.device))
-    persistent = sum(_num_bytes(parameter) for parameter in trainer.model.parameters()) + sum(
-        _num_bytes(tensor) for tensor in trainer.optimizer.state_dict().values()
-    )
+    persistent = [*trainer.model.parameters(), *trainer.optimizer.state_dict().values()]
     trainer.optimizer.zero_grad()
-    return persistent + _cpu_step_memory_growth(trainer)
-
-
-def _num_bytes(tensor: Any) -> int:
-    return int(tensor.numel() * tensor.element_size())
+    return sum(tensor.nbytes for tensor in persistent) + _cpu_step_memory_growth(trainer)
 
 
 def _cpu_step_memory_growth(trainer: Trainer) -> int:

@@ -7,6 +7,8 @@ from typing import Any
 
 from cutaway.train.ablate.confidence_interval import ConfidenceInterval
 
+IntervalTable = dict[str, float | int | None]
+"""Mean, count, and half width or factor of a confidence interval, in results.json."""
 SCIENTIFIC_BELOW = 1e-3
 """Below this, numbers are written in scientific notation."""
 
@@ -25,7 +27,7 @@ class Metric:
         """Value that is averaged: the logarithm of a ratio."""
         return math.log(max(value, 1e-30)) if self.is_ratio else value
 
-    def interval_to_dict(self, interval: ConfidenceInterval) -> dict[str, Any]:
+    def interval_to_dict(self, interval: ConfidenceInterval) -> IntervalTable:
         """Interval as JSON values: mean ± half_width, or for ratios mean ×÷ factor."""
         if not self.is_ratio:
             return {"mean": interval.mean, "half_width": interval.half_width, "count": interval.count}
@@ -57,17 +59,25 @@ class Metric:
         """Sentence about a difference, which claims no more than the interval supports."""
         if self.is_ratio:
             return self._describe_ratio(name, other, difference)
-        unit = f" {self.unit}" if self.unit else ""
+        size, bound = self._format_difference(difference)
         if difference.half_width is None:
-            return f"{name}: {difference.mean:+.4g}{unit} against {other} (one seed, no interval)"
-        digits = _decimal_places(difference.half_width, difference.mean)
-        size, half_width = f"{abs(difference.mean):.{digits}f}", f"{difference.half_width:.{digits}f}"
+            return f"{name}: {size} against {other} (one seed, no interval)"
         if difference.excludes_zero:
-            word = self.higher_word if difference.mean > 0 else self.lower_word
-            return f"{name} is {word} than {other} by {size} ± {half_width}{unit}"
-        bound = f"{difference.max_abs:.{digits}f}"
-        signed = f"{difference.mean:+.{digits}f} ± {half_width}"
-        return f"{name} against {other}: no difference in {self.title} larger than {bound}{unit} ({signed})"
+            return f"{name} is {self._word(difference)} than {other} by {size}"
+        return f"{name} against {other}: no difference in {self.title} larger than {bound}"
+
+    def _word(self, difference: ConfidenceInterval) -> str:
+        return self.higher_word if difference.mean > 0 else self.lower_word
+
+    def _format_difference(self, interval: ConfidenceInterval) -> tuple[str, str]:
+        """Absolute value with its interval (one seed: with its sign), and the bound of a difference around zero."""
+        unit = f" {self.unit}" if self.unit else ""
+        if interval.half_width is None:
+            return f"{interval.mean:+.4g}{unit}", ""
+        digits = _decimal_places(interval.half_width, interval.mean)
+        half_width = f"{interval.half_width:.{digits}f}"
+        bound = f"{interval.max_abs:.{digits}f}{unit} ({interval.mean:+.{digits}f} ± {half_width})"
+        return f"{abs(interval.mean):.{digits}f} ± {half_width}{unit}", bound
 
     def _describe_ratio(self, name: str, other: str, difference: ConfidenceInterval) -> str:
         factor = math.exp(abs(difference.mean))
@@ -76,23 +86,19 @@ class Metric:
             return f"{name}: {self.title} {ratio} times that of {other} (one seed, no interval)"
         low, high = (math.exp(abs(difference.mean) + sign * difference.half_width) for sign in (-1, 1))
         if difference.excludes_zero:
-            word = self.higher_word if difference.mean > 0 else self.lower_word
             by = f"by a factor of {_format_number(factor)} ({_format_number(low)} to {_format_number(high)})"
-            return f"{name}: {self.title} {word} than that of {other} {by}"
+            return f"{name}: {self.title} {self._word(difference)} than that of {other} {by}"
         bound = math.exp(difference.max_abs)
         return f"{name}: {self.title} differs from that of {other} by no more than a factor of {_format_number(bound)}"
 
     def describe_against_zero(self, name: str, interval: ConfidenceInterval) -> str:
         """Sentence about a value that is already a difference."""
-        unit = f" {self.unit}" if self.unit else ""
+        size, bound = self._format_difference(interval)
         if interval.half_width is None:
-            return f"{name}: {interval.mean:+.4g}{unit} (one seed, no interval)"
-        digits = _decimal_places(interval.half_width, interval.mean)
-        size, half_width = f"{abs(interval.mean):.{digits}f}", f"{interval.half_width:.{digits}f}"
+            return f"{name}: {size} (one seed, no interval)"
         if interval.excludes_zero:
-            return f"{name} {self.higher_word if interval.mean > 0 else self.lower_word} {size} ± {half_width}{unit}"
-        signed = f"{interval.mean:+.{digits}f} ± {half_width}"
-        return f"{name}, no {self.title} larger than {interval.max_abs:.{digits}f}{unit} ({signed})"
+            return f"{name} {self._word(interval)} {size}"
+        return f"{name}, no {self.title} larger than {bound}"
 
 
 METRICS = {

@@ -13,7 +13,7 @@ from cutaway.model.attention import LayerContext
 from cutaway.model.block import Block
 
 
-class FFNFirstBlock(Block):
+class _FFNFirstBlock(Block):
     """Block with x + FFN(x) before x + attention(x)."""
 
     def forward(self, x: Float[Tensor, "B T d"], context: LayerContext) -> Float[Tensor, "B T d"]:
@@ -35,7 +35,7 @@ def swap_attention_and_ffn(model: Transformer) -> None:
     for block in decoder_blocks(model):
         if not isinstance(block, Block) or block.cross is not None:
             raise InputError("only blocks with sequential attention and FFN can be swapped; use another placement")
-        block.__class__ = FFNFirstBlock
+        block.__class__ = _FFNFirstBlock
 
 
 def decoder_blocks(model: Transformer) -> Any:

@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 from cutaway.config import to_dict
 from cutaway.errors import ConfigError, InputError
 from cutaway.train.ablate.budget import BudgetKind, TrainingCost, match_budget, training_cost
 from cutaway.train.ablate.vary import Override, Variation, apply_overrides, describe_differences
 from cutaway.train.data.data_loader import build_tokenizer
-from cutaway.train.recipe.schema import BPETokenizerConfig, PretrainedTokenizerConfig, Recipe
+from cutaway.train.recipe.schema import BPETokenizerConfig, PretrainedTokenizerConfig, Recipe, TokenizerConfig
 
 
 @dataclass(frozen=True)
@@ -63,20 +62,14 @@ def combine_variations(variations: Sequence[Variation]) -> list[VariantSpec]:
         raise ConfigError("a key is in --vary twice; pass all of its values at once, as in norm=layernorm,rmsnorm")
     if "training.seed" in keys:
         raise ConfigError("training.seed cannot be varied: every variant is trained with all seeds; use --num-seeds")
-    combinations = [
-        tuple(zip(keys, values, strict=True)) for values in product(*(variation.values for variation in variations))
-    ]
-    names = _short_keys(keys)
-    return [
-        VariantSpec(", ".join(f"{names[key]}={value}" for key, value in overrides), overrides)
-        for overrides in combinations
-    ]
-
-
-def _short_keys(keys: Sequence[str]) -> dict[str, str]:
-    """Last component of each path, if they are distinct."""
-    ends = {key: key.removesuffix(".kind").rpartition(".")[2] for key in keys}
-    return ends if len(set(ends.values())) == len(ends) else {key: key for key in keys}
+    # The last component of each path is its name, if they are distinct.
+    ends = [key.removesuffix(".kind").rpartition(".")[2] for key in keys]
+    names = ends if len(set(ends)) == len(ends) else keys
+    specs = []
+    for values in product(*(variation.values for variation in variations)):
+        name = ", ".join(f"{key}={value}" for key, value in zip(names, values, strict=True))
+        specs.append(VariantSpec(name, tuple(zip(keys, values, strict=True))))
+    return specs
 
 
 def build_plan(
@@ -96,7 +89,7 @@ def build_plan(
         raise InputError(f"num_seeds is {num_seeds}; pass 1 or more, and 3 or more for a confidence interval")
     first_seed = recipe.training.seed
     recipe = recipe.replace(eval=recipe.eval.replace(sample_prompt=None))  # samples are not used
-    tokenizers = TokenizerCache(output_dir)
+    tokenizers = _TokenizerCache(output_dir)
     base = tokenizers.resolve_recipe(recipe)
     variants: list[Variant] = []
     for spec in specs:
@@ -123,12 +116,12 @@ def _describe_changes(base: Recipe, variant: Recipe, surgery: str | None) -> tup
     return (*model, *describe_differences(base, variant), *([f"the built model: {surgery}"] if surgery else []))
 
 
-class TokenizerCache:
+class _TokenizerCache:
     """Trains each tokenizer once, and shares it between the variants that use it."""
 
     def __init__(self, output_dir: Path) -> None:
         self.output_dir = output_dir
-        self._tokenizers: dict[str, tuple[int, Any]] = {}
+        self._tokenizers: dict[str, tuple[int, TokenizerConfig | None]] = {}
 
     def resolve_recipe(self, recipe: Recipe) -> Recipe:
         """Replace the tokenizer by a trained one and set vocab_size of the model."""
@@ -139,15 +132,15 @@ class TokenizerCache:
         model = recipe.transformer_config.replace(vocab_size=size)
         return recipe.replace(model=to_dict(model), data=recipe.data.replace(tokenizer=tokenizer))
 
-    def _prepare_tokenizer(self, recipe: Recipe, key: str) -> tuple[int, Any]:
+    def _prepare_tokenizer(self, recipe: Recipe, key: str) -> tuple[int, TokenizerConfig | None]:
         if not isinstance(recipe.data.tokenizer, BPETokenizerConfig):
-            return build_tokenizer(recipe).vocab_size, recipe.data.tokenizer
+            return build_tokenizer(recipe.data, recipe.objective).vocab_size, recipe.data.tokenizer
         path, temporary = (self.output_dir / "tokenizers" / name for name in (key, f".{key}"))
         if not path.is_dir():
-            build_tokenizer(recipe).save(temporary)
+            build_tokenizer(recipe.data, recipe.objective).save(temporary)
             temporary.replace(path)  # renamed when complete
         config = PretrainedTokenizerConfig(path=str(path.resolve()))
-        return build_tokenizer(recipe.replace(data=recipe.data.replace(tokenizer=config))).vocab_size, config
+        return build_tokenizer(recipe.data.replace(tokenizer=config), recipe.objective).vocab_size, config
 
 
 def _slugify(name: str) -> str:

@@ -1,15 +1,18 @@
 """Plots of ablation results: loss curves, final losses, gradient norms by depth."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import cycle
 from pathlib import Path
-from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from cutaway.size.plot import LINE_COLORS, MATPLOTLIB_STYLE, TEXT_COLOR
 from cutaway.train.ablate.confidence_interval import mean_confidence_interval
 from cutaway.train.ablate.metrics import METRICS
+from cutaway.train.ablate.results import ResultsTable
+from cutaway.train.ablate.worker import Outcome
 
 if TYPE_CHECKING:  # matplotlib is imported only to draw
     from matplotlib.axes import Axes
@@ -20,7 +23,7 @@ CURVE_POINTS = 24
 BAND_LABEL = "{} seeds, seed effect removed, 95 % CI of the mean"
 
 
-def plot_results(data: dict[str, Any], output_dir: Path) -> list[Path]:
+def plot_results(data: ResultsTable, output_dir: Path) -> list[Path]:
     """Write curves.svg and losses.svg, and gradients.svg if gradients were measured."""
     height = 0.36 * len(data["variants"]) + 1.4
     paths = [_save_figure(output_dir / "curves.svg", (7.5, 4.2), lambda axes: _plot_loss_curves(axes, data))]
@@ -30,7 +33,7 @@ def plot_results(data: dict[str, Any], output_dir: Path) -> list[Path]:
     return paths
 
 
-def _save_figure(path: Path, size: tuple[float, float], draw: Any) -> Path:
+def _save_figure(path: Path, size: tuple[float, float], draw: Callable[["Axes"], None]) -> Path:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -41,7 +44,7 @@ def _save_figure(path: Path, size: tuple[float, float], draw: Any) -> Path:
     return path
 
 
-def _variant_styles(data: dict[str, Any]) -> list[tuple[str, str]]:
+def _variant_styles(data: ResultsTable) -> list[tuple[str, str]]:
     """Color and line style of each variant."""
     count = len(data["variants"])
     return [
@@ -50,11 +53,11 @@ def _variant_styles(data: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def _finished_runs(data: dict[str, Any], name: str) -> list[dict[str, Any]]:
+def _finished_runs(data: ResultsTable, name: str) -> list[Outcome]:
     return [run for run in data["runs"] if run["variant"] == name and "failed" not in run]
 
 
-def _plot_loss_curves(axes: "Axes", data: dict[str, Any]) -> None:
+def _plot_loss_curves(axes: "Axes", data: ResultsTable) -> None:
     """Training loss, averaged over a few steps and over seeds; the band is the confidence interval of the mean."""
     runs_by_variant = {row["variant"]: _finished_runs(data, row["variant"]) for row in data["variants"]}
     curves = {name: [_downsample_curve(run["curve"]) for run in runs] for name, runs in runs_by_variant.items()}
@@ -96,16 +99,15 @@ def _remove_seed_effect(
     `values` are [seed][point], `all_values` [variant][seed][point]. If a run failed or the numbers of steps differ,
     the values are returned unchanged.
     """
-    shapes = {(len(runs), len(run)) for runs in all_values for run in runs} | {(len(runs), 0) for runs in all_values}
-    if len({seeds for seeds, _ in shapes}) > 1 or len({points for _, points in shapes if points}) > 1:
+    try:
+        table = np.array(all_values, np.float64)
+    except ValueError:  # of unequal lengths
         return [list(run) for run in values]
-    seeds, points = len(values), len(values[0])
-    seed_means = [[fmean(runs[seed][i] for runs in all_values) for i in range(points)] for seed in range(seeds)]
-    means = [fmean(seed_mean[i] for seed_mean in seed_means) for i in range(points)]
-    return [[values[seed][i] - seed_means[seed][i] + means[i] for i in range(points)] for seed in range(seeds)]
+    seed_means = table.mean(0)  # (seed, point)
+    return (np.array(values) - seed_means + seed_means.mean(0)).tolist()
 
 
-def _plot_final_losses(axes: "Axes", data: dict[str, Any]) -> None:
+def _plot_final_losses(axes: "Axes", data: ResultsTable) -> None:
     """Final loss of each seed as a dot, and the confidence interval of the mean."""
     metric = data["metric"]
     names = [row["variant"] for row in data["variants"]]
@@ -129,7 +131,7 @@ def _plot_final_losses(axes: "Axes", data: dict[str, Any]) -> None:
     _add_grid(axes)
 
 
-def _plot_grad_norms(axes: "Axes", data: dict[str, Any]) -> None:
+def _plot_grad_norms(axes: "Axes", data: ResultsTable) -> None:
     """Gradient norm by block, relative to the last block: initial weights solid, trained weights dashed."""
     from matplotlib.ticker import LogLocator, NullFormatter
 

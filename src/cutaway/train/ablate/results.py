@@ -8,11 +8,13 @@ from typing import Any
 
 from cutaway.train.ablate.confidence_interval import ConfidenceInterval, mean_confidence_interval, paired_difference
 from cutaway.train.ablate.launcher import RunOutcomes
-from cutaway.train.ablate.metrics import METRICS
+from cutaway.train.ablate.metrics import METRICS, IntervalTable
 from cutaway.train.ablate.plan import AblationPlan
 
 RESULTS_FILE = "results.json"
 FORMAT_VERSION = 1
+ResultsTable = dict[str, Any]
+"""Contents of results.json."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +52,9 @@ class Results:
         self.metric = "loss" if len(tokenizers) == 1 else "bits_per_byte"
         """Loss per token is comparable only between models with the same tokenizer."""
 
-    def outcome(self, variant: str, seed: int) -> dict[str, Any]:
-        """Outcome of one run."""
-        return self.outcomes[variant, seed]
-
     def failures(self, variant: str) -> list[str]:
         """Error messages of failed runs."""
-        runs = (self.outcome(variant, seed) for seed in self.plan.seeds)
+        runs = (self.outcomes[variant, seed] for seed in self.plan.seeds)
         return [run["failed"] for run in runs if "failed" in run]
 
     def values_by_seed(self, ref: MetricRef) -> dict[int, float]:
@@ -64,7 +62,7 @@ class Results:
         transform = METRICS[ref.metric].transform
         values: dict[int, float] = {}
         for seed in self.plan.seeds:
-            run = self.outcome(ref.variant, seed)
+            run = self.outcomes[ref.variant, seed]
             rows = [run] if ref.condition is None else run.get("measurements", [])
             for row in rows:
                 if ref.metric in row and (ref.condition is None or row["condition"] == ref.condition):
@@ -95,7 +93,7 @@ class Results:
 
     def peak_memory(self, variant: str) -> int | None:
         """Peak bytes of a step, measured with one seed."""
-        values = [self.outcome(variant, seed).get("peak_memory") for seed in self.plan.seeds]
+        values = [self.outcomes[variant, seed].get("peak_memory") for seed in self.plan.seeds]
         return next((value for value in values if value is not None), None)
 
     def conditions(self) -> list[str]:
@@ -122,7 +120,7 @@ def build_findings(results: Results, comparisons: Iterable[Comparison]) -> list[
     return findings + [sentence for comparison in comparisons if (sentence := results.describe(comparison)) is not None]
 
 
-def results_to_dict(results: Results, findings: Sequence[str]) -> dict[str, Any]:
+def results_to_dict(results: Results, findings: Sequence[str]) -> ResultsTable:
     """Contents of results.json."""
     plan = results.plan
     return {
@@ -138,32 +136,30 @@ def results_to_dict(results: Results, findings: Sequence[str]) -> dict[str, Any]
     }
 
 
-def _variant_row(results: Results, name: str) -> dict[str, Any]:
+def _variant_row(results: Results, name: str) -> dict[str, object]:
     """Row of a variant in the table."""
     variant = results.plan.variants[results.variant_names.index(name)]
     first, metric = results.variant_names[0], results.metric
 
-    def interval(metric: str) -> dict[str, Any] | None:
-        value = results.confidence_interval(MetricRef(name, metric))
+    def interval(metric: str, baseline: MetricRef | None = None) -> IntervalTable | None:
+        value = results.compare(Comparison(MetricRef(name, metric), baseline))
         return None if value is None else METRICS[metric].interval_to_dict(value)
 
-    difference = None
-    if name != first:
-        difference = results.compare(Comparison(MetricRef(name, metric), MetricRef(first, metric)))
+    baseline = MetricRef(first, metric)
     return {
         "variant": name,
         "changes": list(variant.changes),
         **asdict(variant.cost),
         "failed": len(results.failures(name)),
         metric: interval(metric),
-        "difference": None if difference is None else METRICS[metric].interval_to_dict(difference),
+        "difference": None if name == first else interval(metric, baseline),
         "seconds": interval("seconds"),
         "step_seconds": interval("step_seconds"),
         "peak_memory": results.peak_memory(name),
     }
 
 
-def _measurement_rows(results: Results) -> Iterable[dict[str, Any]]:
+def _measurement_rows(results: Results) -> Iterable[dict[str, object]]:
     for name in results.variant_names:
         for condition in results.conditions():
             for key, metric in METRICS.items():
@@ -172,7 +168,7 @@ def _measurement_rows(results: Results) -> Iterable[dict[str, Any]]:
                     yield {"variant": name, "condition": condition, "metric": key, **metric.interval_to_dict(interval)}
 
 
-def write_results(data: dict[str, Any], output_dir: Path) -> Path:
+def write_results(data: ResultsTable, output_dir: Path) -> Path:
     """Write results.json atomically."""
     temporary, path = output_dir / f".{RESULTS_FILE}", output_dir / RESULTS_FILE
     temporary.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")

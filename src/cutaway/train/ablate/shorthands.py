@@ -1,87 +1,65 @@
 """Shorthands for common variations (norm, position, heads, …): edits of every stack of a config."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 from pydantic import ValidationError
 
-from cutaway.config import (
-    Alibi,
-    Attention,
-    Block,
-    Config,
-    Gated,
-    LayerNorm,
-    LearnedPosition,
-    Mlp,
-    Moe,
-    MultiHead,
-    NoNorm,
-    NoPosition,
-    OutputNorm,
-    ParallelResidual,
-    PostNorm,
-    PreNorm,
-    RelativeBias,
-    RMSNorm,
-    Rope,
-    SandwichNorm,
-    SinusoidalPosition,
-    Stack,
-)
+import cutaway.config as cfg
+from cutaway.config import Config, DenseFFN
 from cutaway.config.node import build_config_error
 from cutaway.errors import ConfigError
 
-ConfigEdit = Callable[[Config, str], Config]
+ValueT = TypeVar("ValueT")
+AttentionEdit = Callable[[cfg.MultiHeadBase | cfg.LatentAttention], cfg.MultiHeadBase | cfg.LatentAttention]
 
-NORMS = {"layernorm": LayerNorm(), "rmsnorm": RMSNorm(), "none": NoNorm()}
+NORMS = {"layernorm": cfg.LayerNorm(), "rmsnorm": cfg.RMSNorm(), "none": cfg.NoNorm()}
 PLACEMENTS = {
-    "pre": PreNorm(),
-    "post": PostNorm(),
-    "sandwich": SandwichNorm(),
-    "output": OutputNorm(),
-    "parallel": ParallelResidual(),
+    "pre": cfg.PreNorm(),
+    "post": cfg.PostNorm(),
+    "sandwich": cfg.SandwichNorm(),
+    "output": cfg.OutputNorm(),
+    "parallel": cfg.ParallelResidual(),
 }
-ATTENTION_POSITIONS = {"rope": Rope(), "alibi": Alibi(), "relative-bias": RelativeBias()}
+ATTENTION_POSITIONS = {"rope": cfg.Rope(), "alibi": cfg.Alibi(), "relative-bias": cfg.RelativeBias()}
 GATED_ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu"}
 """Activations of gated FFNs (three matrices), and the activation of the gate."""
 
 
-def map_stacks(config: Config, edit: Callable[[Stack], Stack]) -> Config:
+def _map_stacks(config: Config, edit: Callable[[cfg.Stack], cfg.Stack]) -> Config:
     return config.replace(**{name: edit(stack) for name, stack in config.stacks.items()})
 
 
-def map_blocks(config: Config, edit: Callable[[Any], Any]) -> Config:
+def _map_blocks(config: Config, edit: Callable[[cfg.Block], cfg.Block]) -> Config:
     """Edit every block of every stack."""
-    return map_stacks(
-        config,
-        lambda stack: stack.replace(
-            block=tuple(edit(block) for block in stack.block),
-            leading_blocks=tuple(edit(block) for block in stack.leading_blocks),
-        ),
-    )
+
+    def edit_stack(stack: cfg.Stack) -> cfg.Stack:
+        blocks, leading_blocks = (tuple(map(edit, blocks)) for blocks in (stack.block, stack.leading_blocks))
+        return stack.replace(block=blocks, leading_blocks=leading_blocks)
+
+    return _map_stacks(config, edit_stack)
 
 
-def map_attention(config: Config, edit: Callable[[Any], Any]) -> Config:
+def _map_attention(config: Config, edit: AttentionEdit) -> Config:
     """Edit every self-attention and cross-attention."""
 
-    def edit_block(block: Block) -> Block:
-        cross = {"cross": edit(block.cross)} if hasattr(block, "cross") else {}
-        return block.replace(attention=edit(block.attention), **cross)
+    def edit_block(block: cfg.Block) -> cfg.Block:
+        block = block.replace(attention=edit(block.attention))
+        return block.replace(cross=edit(block.cross)) if isinstance(block, cfg.CrossBlock) else block
 
-    return map_blocks(config, edit_block)
+    return _map_blocks(config, edit_block)
 
 
-def map_ffns(config: Config, edit: Callable[[Any], Any]) -> Config:
+def map_ffns(config: Config, edit: Callable[[DenseFFN], DenseFFN]) -> Config:
     """Edit every dense FFN, and the experts of every mixture."""
 
-    def edit_block(block: Block) -> Block:
-        if not isinstance(block.ffn, Moe):
+    def edit_block(block: cfg.Block) -> cfg.Block:
+        if not isinstance(block.ffn, cfg.Moe):
             return block.replace(ffn=edit(block.ffn))
         shared = None if block.ffn.shared is None else edit(block.ffn.shared)
         return block.replace(ffn=block.ffn.replace(expert=edit(block.ffn.expert), shared=shared))
 
-    return map_blocks(config, edit_block)
+    return _map_blocks(config, edit_block)
 
 
 def _parse_count(name: str, value: str) -> int:
@@ -90,109 +68,99 @@ def _parse_count(name: str, value: str) -> int:
     return int(value)
 
 
-def _parse_choice(name: str, value: str, table: dict[str, Any]) -> Any:
+def _parse_choice(name: str, value: str, table: Mapping[str, ValueT]) -> ValueT:
     if value not in table:
         raise ConfigError(f"{name}={value} is unknown; use values of {', '.join(table)}")
     return table[value]
 
 
-def set_heads(config: Config, value: str) -> Config:
+def _set_heads(config: Config, value: str) -> Config:
     """Set the number of query heads, and of key-value heads where it was the same (MHA)."""
     count = _parse_count("heads", value)
 
-    def edit(attention: Any) -> Any:
-        is_mha = getattr(attention, "kv_heads", None) == attention.heads
-        return attention.replace(heads=count, **({"kv_heads": count} if is_mha else {}))
+    def edit(attention: cfg.MultiHeadBase | cfg.LatentAttention) -> cfg.MultiHeadBase | cfg.LatentAttention:
+        is_mha = isinstance(attention, cfg.MultiHeadBase) and attention.kv_heads == attention.heads
+        return attention.replace(heads=count, kv_heads=count) if is_mha else attention.replace(heads=count)
 
-    return map_attention(config, edit)
+    return _map_attention(config, edit)
 
 
-def set_kv_heads(config: Config, value: str) -> Config:
+def _set_kv_heads(config: Config, value: str) -> Config:
     count = _parse_count("kv-heads", value)
 
-    def edit(attention: Any) -> Any:
-        if not hasattr(attention, "kv_heads"):
+    def edit(attention: cfg.MultiHeadBase | cfg.LatentAttention) -> cfg.MultiHeadBase:
+        if not isinstance(attention, cfg.MultiHeadBase):
             raise ConfigError("kv-heads: latent attention has no KV heads; vary another key, or use multi-head")
         return attention.replace(kv_heads=count)
 
-    return map_attention(config, edit)
+    return _map_attention(config, edit)
 
 
-def set_ffn_width(config: Config, value: str) -> Config:
+def _set_ffn_width(config: Config, value: str) -> Config:
     """Set the hidden width of the FFNs."""
     return map_ffns(config, lambda ffn: ffn.replace(hidden=_parse_count("ffn", value)))
 
 
-def set_depth(config: Config, value: str) -> Config:
-    return map_stacks(config, lambda stack: stack.replace(layers=_parse_count("depth", value)))
+def _set_depth(config: Config, value: str) -> Config:
+    return _map_stacks(config, lambda stack: stack.replace(layers=_parse_count("depth", value)))
 
 
-def set_norm(config: Config, value: str) -> Config:
-    return map_stacks(config, lambda stack: stack.replace(norm=_parse_choice("norm", value, NORMS)))
+def _set_norm(config: Config, value: str) -> Config:
+    return _map_stacks(config, lambda stack: stack.replace(norm=_parse_choice("norm", value, NORMS)))
 
 
-def set_norm_placement(config: Config, value: str) -> Config:
-    return map_stacks(config, lambda stack: stack.replace(placement=_parse_choice("placement", value, PLACEMENTS)))
+def _set_norm_placement(config: Config, value: str) -> Config:
+    return _map_stacks(config, lambda stack: stack.replace(placement=_parse_choice("placement", value, PLACEMENTS)))
 
 
-def set_position(config: Config, value: str) -> Config:
+def _set_position(config: Config, value: str) -> Config:
     """Set the position method, and remove all others from embeddings and attention."""
-    embedding_positions = {
-        "sinusoidal": SinusoidalPosition(),
-        "learned": LearnedPosition(length=config.context or 1024),
-    }
+    learned = cfg.LearnedPosition(length=config.context or 1024)
+    embedding_positions = {"sinusoidal": cfg.SinusoidalPosition(), "learned": learned}
     _parse_choice("position", value, dict.fromkeys((*ATTENTION_POSITIONS, *embedding_positions, "none")))
-    position = embedding_positions.get(value, NoPosition())
+    position = embedding_positions.get(value, cfg.NoPosition())
 
-    def edit_attention(attention: Attention) -> Attention:
-        if isinstance(attention, MultiHead):
-            return attention.replace(position=ATTENTION_POSITIONS.get(value, NoPosition()))
-        if "kv_rank" in type(attention).model_fields:
+    def edit(attention: cfg.MultiHeadBase | cfg.LatentAttention) -> cfg.MultiHeadBase | cfg.LatentAttention:
+        if isinstance(attention, cfg.LatentAttention):
             raise ConfigError("position: latent attention always uses RoPE; vary a model with multi-head attention")
+        if isinstance(attention, cfg.MultiHead):
+            return attention.replace(position=ATTENTION_POSITIONS.get(value, cfg.NoPosition()))
         return attention  # cross-attention has no positions
 
-    edited = map_stacks(config, lambda stack: stack.replace(embedding=stack.embedding.replace(position=position)))
-    return map_attention(edited, edit_attention)
+    edited = _map_stacks(config, lambda stack: stack.replace(embedding=stack.embedding.replace(position=position)))
+    return _map_attention(edited, edit)
 
 
-def set_activation(config: Config, value: str) -> Config:
+def _set_activation(config: Config, value: str) -> Config:
     """Set the activation. swiglu, geglu and reglu have three matrices, others two; the width keeps the size equal."""
-    d_model = config.d_model
 
-    def edit(ffn: Any) -> Any:
-        width, is_gated = ffn.hidden_dim(d_model), not isinstance(ffn, Mlp)
+    def edit(ffn: DenseFFN) -> DenseFFN:
+        width, is_gated = ffn.hidden_dim(config.d_model), not isinstance(ffn, cfg.Mlp)
+        kwargs = {"bias": ffn.bias, "dropout": ffn.dropout}
         if value in GATED_ACTIVATIONS:
-            return Gated(
-                activation=GATED_ACTIVATIONS[value],
-                hidden=width if is_gated else max(1, round(width * 2 / 3)),
-                bias=ffn.bias,
-                dropout=ffn.dropout,
-            )
-        return Mlp(
-            activation=value,
-            hidden=round(width * 3 / 2) if is_gated else width,
-            bias=ffn.bias,
-            dropout=ffn.dropout,
-        )
+            hidden = width if is_gated else max(1, round(width * 2 / 3))
+            return cfg.Gated.model_validate({"activation": GATED_ACTIVATIONS[value], "hidden": hidden, **kwargs})
+        hidden = round(width * 3 / 2) if is_gated else width
+        return cfg.Mlp.model_validate({"activation": value, "hidden": hidden, **kwargs})
 
     return map_ffns(config, edit)
 
 
-SHORTHANDS: dict[str, ConfigEdit] = {
-    "activation": set_activation,
-    "depth": set_depth,
-    "ffn": set_ffn_width,
-    "heads": set_heads,
-    "kv-heads": set_kv_heads,
-    "norm": set_norm,
-    "placement": set_norm_placement,
-    "position": set_position,
+SHORTHANDS: dict[str, Callable[[Config, str], Config]] = {
+    "activation": _set_activation,
+    "depth": _set_depth,
+    "ffn": _set_ffn_width,
+    "heads": _set_heads,
+    "kv-heads": _set_kv_heads,
+    "norm": _set_norm,
+    "placement": _set_norm_placement,
+    "position": _set_position,
 }
 
 
-def apply_shorthand(config: Config, name: str, value: Any) -> Config:
+def apply_shorthand(config: Config, name: str, value: str) -> Config:
     """Apply one shorthand to a config."""
     try:
-        return SHORTHANDS[name](config, str(value))
+        return SHORTHANDS[name](config, value)
     except ValidationError as error:
         raise build_config_error(error, {}, num_tags=0) from None

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from cutaway.train.ablate.budget import BudgetKind
 from cutaway.train.ablate.plan import VariantSpec
 from cutaway.train.ablate.results import Comparison, MetricRef, Results, compare_to_first
+from cutaway.train.recipe.load import Table
 
 Column = tuple[str, str]
 """A condition and one of its metrics."""
@@ -18,7 +19,7 @@ class Study:
     """Variants of a recipe, and the comparisons between them."""
 
     description: str
-    recipe: dict[str, Any]
+    recipe: Table
     variants: tuple[VariantSpec, ...]
     compare: Callable[[Results], list[Comparison]]
     measurement: str | None = None
@@ -29,9 +30,9 @@ class Study:
     """Columns of the second table; if its rows are measurements, only the metrics are used."""
 
 
-def small_recipe(
+def _small_recipe(
     *, layers: int, d_model: int, seq_len: int, max_steps: int, batch_size: int = 8, **stack: Any
-) -> dict[str, Any]:
+) -> Table:
     """A small byte-level decoder on Python's standard library."""
     return {
         "model": {
@@ -61,8 +62,8 @@ NO_WARMUP_DEPTH = 6
 """Depth at which training without warm-up is compared too."""
 
 
-def depth_and_norm_study() -> Study:
-    recipe = small_recipe(layers=2, d_model=64, seq_len=64, max_steps=80)
+def _depth_and_norm_study() -> Study:
+    recipe = _small_recipe(layers=2, d_model=64, seq_len=64, max_steps=80)
     recipe["model"]["init"] = {"kind": "xavier"}
     variants = [
         VariantSpec(f"{placement}, depth {depth}", (("placement", placement), ("depth", str(depth))))
@@ -105,7 +106,7 @@ FULL_MODEL = "full model"
 def component_removal_study() -> Study:
     return Study(
         "effect of removing each component from trained weights, and of training without it",
-        small_recipe(layers=4, d_model=64, seq_len=64, max_steps=300),
+        _small_recipe(layers=4, d_model=64, seq_len=64, max_steps=300),
         (
             VariantSpec(FULL_MODEL),
             VariantSpec("one block fewer", (("depth", "3"),)),
@@ -149,8 +150,8 @@ POSITION_METHODS = ("none", "sinusoidal", "learned", "rope", "alibi", "relative-
 SEQ_LEN = 64
 
 
-def positions_study() -> Study:
-    recipe = small_recipe(layers=3, d_model=64, seq_len=SEQ_LEN, max_steps=250, embedding={"scale": "sqrt_d_model"})
+def _positions_study() -> Study:
+    recipe = _small_recipe(layers=3, d_model=64, seq_len=SEQ_LEN, max_steps=250, embedding={"scale": "sqrt_d_model"})
     # Embeddings with the norm of sinusoidal positions, which would dominate smaller ones
     recipe["model"]["init"] = {"kind": "xavier"}
     recipe["model"]["context"] = 5 * SEQ_LEN  # learned positions need rows for the positions they are not trained on
@@ -189,10 +190,10 @@ def _compare_positions(results: Results) -> list[Comparison]:
 # Components at equal budget (claim 6)
 
 
-def components_study() -> Study:
+def _components_study() -> Study:
     return Study(
         "norms, activations and shared key-value heads at an equal number of parameters",
-        small_recipe(layers=3, d_model=96, seq_len=128, max_steps=200, norm={"kind": "rmsnorm"}),
+        _small_recipe(layers=3, d_model=96, seq_len=128, max_steps=200, norm={"kind": "rmsnorm"}),
         (
             VariantSpec("RMSNorm+SwiGLU+MHA"),
             VariantSpec("LayerNorm", (("norm", "layernorm"),)),
@@ -216,9 +217,9 @@ def _compare_components(results: Results) -> list[Comparison]:
 
 
 STUDIES: dict[str, Callable[[], Study]] = {
-    "depth-and-norm": depth_and_norm_study,
-    "components": components_study,
-    "positions": positions_study,
+    "depth-and-norm": _depth_and_norm_study,
+    "components": _components_study,
+    "positions": _positions_study,
     "component-removal": component_removal_study,
 }
 """Study by name, as in `cutaway ablate NAME`."""

@@ -11,7 +11,7 @@ from cutaway.config import config as read_config
 from cutaway.config.transformer import CONFIG_ADAPTER
 from cutaway.errors import ConfigError
 from cutaway.train.ablate.shorthands import SHORTHANDS, apply_shorthand
-from cutaway.train.recipe.load import apply_override, load_recipe
+from cutaway.train.recipe.load import Table, apply_override, load_recipe
 from cutaway.train.recipe.schema import RECIPE_ADAPTER, Recipe
 
 Override = tuple[str, str]
@@ -56,7 +56,7 @@ def _split_values(text: str) -> Iterator[str]:
 
 def apply_overrides(recipe: Recipe, overrides: Sequence[Override]) -> Recipe:
     """Apply overrides to a recipe; the model of the result is a full config."""
-    data: dict[str, Any] = _non_default_values(recipe) | {"model": _non_default_values(recipe.transformer_config)}
+    data: Table = _non_default_values(recipe) | {"model": _non_default_values(recipe.transformer_config)}
     for key, value in overrides:
         if key in SHORTHANDS:
             data["model"] = _non_default_values(apply_shorthand(read_config(data["model"]), key, value))
@@ -70,9 +70,9 @@ def apply_overrides(recipe: Recipe, overrides: Sequence[Override]) -> Recipe:
     return load_recipe(data | {"model": to_dict(read_config(data["model"]))})
 
 
-def _non_default_values(node: BaseModel) -> dict[str, Any]:
+def _non_default_values(node: BaseModel) -> Table:
     """Values that differ from the defaults, and all tags: what a node of another kind can take over."""
-    tree: dict[str, Any] = {}
+    tree: Table = {}
     for name, field in type(node).model_fields.items():
         value = getattr(node, name)
         is_tag = name in ("kind", "form") or isinstance(value, BaseModel)
@@ -81,13 +81,13 @@ def _non_default_values(node: BaseModel) -> dict[str, Any]:
     return {name: value for name, value in tree.items() if value is not None}
 
 
-def _to_plain(value: Any) -> Any:
+def _to_plain(value: object) -> object:
     if isinstance(value, BaseModel):
         return _non_default_values(value)
     return [_to_plain(item) for item in value] if isinstance(value, tuple) else value
 
 
-def _set_everywhere(data: dict[str, Any], key: str, value: str) -> None:
+def _set_everywhere(data: Table, key: str, value: str) -> None:
     """Set a value at a path, in every block if the path passes through a pattern of several."""
     *parents, last = key.split(".")
     tables = [data]
@@ -99,7 +99,7 @@ def _set_everywhere(data: dict[str, Any], key: str, value: str) -> None:
             _drop_unknown_keys(data, table, CONFIG_ADAPTER if parents[0] == "model" else RECIPE_ADAPTER)
 
 
-def _child_tables(table: dict[str, Any], name: str, key: str) -> list[dict[str, Any]]:
+def _child_tables(table: Table, name: str, key: str) -> list[Table]:
     child = table.setdefault(name, {})
     children = child if isinstance(child, list) else [child]
     if not all(isinstance(each, dict) for each in children):
@@ -107,7 +107,7 @@ def _child_tables(table: dict[str, Any], name: str, key: str) -> list[dict[str, 
     return children
 
 
-def _drop_unknown_keys(data: dict[str, Any], table: dict[str, Any], adapter: TypeAdapter[Any]) -> None:
+def _drop_unknown_keys(data: Table, table: Table, adapter: TypeAdapter[Any]) -> None:
     """After a change of kind, remove from `table` the keys that the new kind does not have."""
     root = data["model"] if adapter is CONFIG_ADAPTER else data
     while True:
@@ -129,18 +129,13 @@ def _drop_unknown_keys(data: dict[str, Any], table: dict[str, Any], adapter: Typ
 
 def describe_differences(before: Config | Recipe, after: Config | Recipe) -> list[str]:
     """Differences as 'path: old → new'; a node of another kind is one difference."""
-    return list(_iter_differences("", _comparable_values(before), _comparable_values(after)))
+    old, new = _non_default_values(before), _non_default_values(after)
+    for recipe in (old, new):
+        recipe.pop("model", None)  # of a recipe: its config is compared separately
+    return list(_iter_differences("", old, new))
 
 
-def _comparable_values(node: Config | Recipe) -> dict[str, Any]:
-    return {
-        name: value
-        for name, value in _non_default_values(node).items()
-        if not (name == "model" and isinstance(node, Recipe))
-    }
-
-
-def _iter_differences(path: str, old: Any, new: Any) -> Iterator[str]:
+def _iter_differences(path: str, old: object, new: object) -> Iterator[str]:
     if isinstance(old, dict) and isinstance(new, dict) and old.get("kind") == new.get("kind"):
         for name in old | new:
             yield from _iter_differences(f"{path}.{name}".lstrip("."), old.get(name), new.get(name))
@@ -152,7 +147,7 @@ def _iter_differences(path: str, old: Any, new: Any) -> Iterator[str]:
         yield f"{path}: {_format_value(old)} → {_format_value(new)}"
 
 
-def _format_value(value: Any) -> str:
+def _format_value(value: object) -> str:
     if isinstance(value, dict):
         scalars = {name: item for name, item in value.items() if name != "kind" and not isinstance(item, dict)}
         details = ", ".join(f"{name} {item}" for name, item in scalars.items())

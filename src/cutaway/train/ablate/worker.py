@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import time
 from dataclasses import dataclass
 from multiprocessing import connection, parent_process
@@ -18,12 +19,15 @@ from cutaway.train.ablate.measurements import MEASUREMENTS, eval_loss, peak_step
 from cutaway.train.ablate.model_surgery import SURGERIES
 from cutaway.train.checkpoint.run_directory import RUN_FILE
 from cutaway.train.logging.callbacks import Callback
-from cutaway.train.recipe.load import load_recipe
+from cutaway.train.logging.metrics_log import Metrics
+from cutaway.train.recipe.load import Table, load_recipe
 from cutaway.train.trainer.launch import prepare_trainer, resume_trainer
 from cutaway.train.trainer.step_policy import TrainingError
 from cutaway.train.trainer.trainer import Trainer
 
 OUTCOME_FILE = "outcome.json"
+Outcome = dict[str, Any]
+"""Losses, time, memory and measurements of a run; or `failed`, the reason for which it failed."""
 PROGRESS_INTERVAL_SECONDS = 0.2
 """Minimum interval between progress messages."""
 
@@ -33,7 +37,7 @@ class Job:
     """Arguments of a worker process; picklable."""
 
     directory: str
-    recipe: dict[str, Any]
+    recipe: Table
     surgery: str | None
     measurement: str | None
     measure_memory: bool
@@ -71,7 +75,7 @@ def _train_and_measure(job: Job, pipe: "connection.Connection") -> bool:
     directory = Path(job.directory)
     last_report = 0.0
 
-    def report_step(metrics: dict[str, Any], timing: dict[str, Any]) -> None:
+    def report_step(metrics: Metrics, timing: Metrics) -> None:
         nonlocal last_report
         if time.monotonic() - last_report > PROGRESS_INTERVAL_SECONDS:
             last_report = time.monotonic()
@@ -91,8 +95,8 @@ def _train_and_measure(job: Job, pipe: "connection.Connection") -> bool:
         return True
     if trainer.global_step < trainer.recipe.training.max_steps:
         return False
-    if job.surgery is not None:
-        _delete_exported_model(trainer)
+    if job.surgery is not None:  # the exported model does not include it, so it would load as another model
+        shutil.rmtree(trainer.run_directory.model_directory, ignore_errors=True)
     pipe.send(("step", trainer.global_step))
     if math.isfinite(eval_loss(trainer)):
         _write_outcome(directory, _collect_outcome(trainer, job))
@@ -101,16 +105,15 @@ def _train_and_measure(job: Job, pipe: "connection.Connection") -> bool:
     return True
 
 
-def _collect_outcome(trainer: Trainer, job: Job) -> dict[str, Any]:
+def _collect_outcome(trainer: Trainer, job: Job) -> Outcome:
     """Losses, time and memory of a trained model, and the plan's measurements."""
     rows = list(trainer.metrics_log)
-    evals = [row for row in rows if "eval_loss" in row]
     loss = eval_loss(trainer)
-    outcome: dict[str, Any] = {
+    outcome: Outcome = {
         "loss": loss,
         "seconds": sum(row["seconds"] for row in trainer.timings_log),
         "curve": [[row["step"], row["loss"]] for row in rows if "loss" in row],
-        "evals": [[row["step"], row["eval_loss"]] for row in evals],
+        "evals": [[row["step"], row["eval_loss"]] for row in rows if "eval_loss" in row],
     }
     if trainer.data.bytes_per_token is not None:
         outcome["bits_per_byte"] = bits_per_byte(loss, trainer.data.bytes_per_token)
@@ -123,14 +126,7 @@ def _collect_outcome(trainer: Trainer, job: Job) -> dict[str, Any]:
     return outcome
 
 
-def _delete_exported_model(trainer: Trainer) -> None:
-    """Delete the exported model: it does not include the surgery, so it would load as another model."""
-    import shutil
-
-    shutil.rmtree(trainer.run_directory.model_directory, ignore_errors=True)
-
-
-def _write_outcome(directory: Path, outcome: dict[str, Any]) -> None:
+def _write_outcome(directory: Path, outcome: Outcome) -> None:
     temporary = directory / f".{OUTCOME_FILE}"
     temporary.write_text(json.dumps(outcome) + "\n", encoding="utf-8")
     temporary.replace(directory / OUTCOME_FILE)  # a run with this file is finished

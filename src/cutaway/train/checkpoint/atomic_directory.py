@@ -71,11 +71,11 @@ def rename_into_place(temporary: Path, target: Path) -> Path | None:
     return replaced
 
 
-def remove_hidden_directory(path: Path, *, recover: Callable[[Path], bool] = lambda path: False) -> list[str]:
+def remove_hidden_directory(path: Path, recover: Callable[[Path], bool] | None = None) -> list[str]:
     """Remove a hidden directory, unless it is recovered or locked by another process; returns error messages."""
     try:
         with _try_lock_directory(path) as locked:
-            if locked and not recover(path):
+            if locked and not (recover is not None and recover(path)):
                 path.unlink() if path.is_symlink() else shutil.rmtree(path)
     except FileNotFoundError:
         return []  # the process that held it has finished

@@ -14,7 +14,7 @@ from cutaway.families.registry import find_family
 from cutaway.generate.generation_config import read_generation_config
 from cutaway.tokenizer import Tokenizer
 from cutaway.tokenizer.formats.marian import MarianTokenizer
-from cutaway.train.recipe.schema import PretrainedModelConfig, Recipe
+from cutaway.train.recipe.schema import ModelSource, PretrainedModelConfig, read_model_config
 
 
 @dataclass(frozen=True)
@@ -47,26 +47,19 @@ class BaseCheckpointInfo:
         if token_id is None:
             token_id = tokenizer.pad_token_id
         if token_id is None:
-            raise InputError(
-                "targets need a decoder start token, and the tokenizer has no bos or pad token; use another tokenizer"
-            )
+            raise InputError("targets need a start token, but the tokenizer has no bos or pad token; use another one")
         return token_id
 
 
-NO_BASE_CHECKPOINT = BaseCheckpointInfo()
+def load_base_checkpoint(source: ModelSource) -> Checkpoint | None:
+    """Load the checkpoint that is fine-tuned, in fp32; None when training from scratch."""
+    return load(source.checkpoint, dtype=torch.float32) if isinstance(source, PretrainedModelConfig) else None
 
 
-def load_base_checkpoint(recipe: Recipe) -> Checkpoint | None:
-    """Load the checkpoint that a recipe fine-tunes, in fp32; None when training from scratch."""
-    if not isinstance(recipe.model, PretrainedModelConfig):
-        return None
-    return load(recipe.model.checkpoint, dtype=torch.float32)
-
-
-def reload_base_checkpoint(recipe: Recipe, base_info: BaseCheckpointInfo) -> Checkpoint | None:
+def reload_base_checkpoint(source: ModelSource, base_info: BaseCheckpointInfo) -> Checkpoint | None:
     """Load the base checkpoint again on resume; None if it is missing or its config has changed."""
     try:
-        base_checkpoint = load_base_checkpoint(recipe)
+        base_checkpoint = load_base_checkpoint(source)
     except CutawayError:
         return None
     if base_checkpoint is None or to_dict(base_checkpoint.config) != base_info.config:
@@ -74,10 +67,10 @@ def reload_base_checkpoint(recipe: Recipe, base_info: BaseCheckpointInfo) -> Che
     return base_checkpoint
 
 
-def resolve_model_config(recipe: Recipe, tokenizer: Tokenizer, base_info: BaseCheckpointInfo) -> Config:
+def resolve_model_config(source: ModelSource, tokenizer: Tokenizer, base_info: BaseCheckpointInfo) -> Config:
     """Config of the model: from scratch with the tokenizer's vocab_size, or the base checkpoint's."""
     if base_info.config is None:
-        return recipe.transformer_config.replace(vocab_size=tokenizer.vocab_size)
+        return read_model_config(source).replace(vocab_size=tokenizer.vocab_size)
     config = read_config(base_info.config)
     if tokenizer.vocab_size > config.vocab_size:
         raise InputError(

@@ -8,12 +8,8 @@ import math
 import re
 import threading
 from collections.abc import Callable, Mapping
-from functools import cache
 from pathlib import Path
-from typing import Any
 
-import torch
-from safetensors.torch import load as parse_safetensors
 from safetensors.torch import save as serialize_safetensors
 from torch import Tensor
 
@@ -39,14 +35,14 @@ from cutaway.train.checkpoint.manifest import (
     LoadedCheckpoint,
     Manifest,
     ManifestEntry,
+    TrainerState,
     checkpoint_name,
-    encode_state,
     find_mismatched_files,
     read_checkpoint,
     read_manifest,
     sha256_hex,
 )
-from cutaway.train.distributed.dtensor import TensorGatherer, TensorGroups, copy_from_full, is_dtensor
+from cutaway.train.distributed.dtensor import TensorGatherer, TensorGroups, copy_from_full, copy_to_cpu, is_dtensor
 from cutaway.train.distributed.process_group import DistributedContext
 
 MAX_FILE_BYTES = 1 << 30
@@ -61,48 +57,31 @@ class CheckpointWriteError(CutawayError):
 
 
 class CheckpointManager:
-    """Checkpoints in a directory; keeps the newest `keep` and the best."""
+    """Checkpoints in a directory; keeps the newest `keep` and the one with the lowest evaluation loss."""
 
     def __init__(self, directory: Path, *, keep: int = 2) -> None:
-        if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
-            raise InputError(f"keep is {keep!r}; a run needs one checkpoint to resume from, so pass 1 or more")
-        self.directory, self.keep = Path(directory), keep
+        self.directory, self.keep = directory, keep
         self._damaged: set[Path] = set()
         self._writer_thread: threading.Thread | None = None
         self._writer_error: BaseException | None = None
 
-    def save(
-        self,
-        step: int,
-        tensors: TensorGroups,
-        state: Mapping[str, Any],
-        *,
-        best_eval_loss: float | None = None,
-        copy_to_cpu: CopyFn | None = None,
-    ) -> Path:
-        """Write a checkpoint; it is on disk when this returns. The one with the lowest `best_eval_loss` is kept.
+    def save(self, tensors: TensorGroups, state: TrainerState, copy_to_cpu: CopyFn = copy_to_cpu) -> Path:
+        """Write a checkpoint; it is on disk when this returns.
 
         `copy_to_cpu` returns a tensor's values on the CPU; it is called for each tensor, by group and name in order.
         """
-        encoded_state = _encode_checked_state(step, tensors, state)
         self._join_writer()
-        return self._write_checkpoint(step, tensors, encoded_state, best_eval_loss, copy_to_cpu or _copy_to_cpu)
+        return self._write_checkpoint(tensors, state, copy_to_cpu)
 
-    def async_save(
-        self, step: int, tensors: TensorGroups, state: Mapping[str, Any], *, best_eval_loss: float | None = None
-    ) -> None:
+    def async_save(self, tensors: TensorGroups, state: TrainerState) -> None:
         """Copy the tensors to the CPU and write them in a thread. Raises the error of the previous save, if any."""
-        encoded_state = _encode_checked_state(step, tensors, state)
         self._join_writer()
-        copies = {
-            group: {name: _copy_to_cpu(tensor) for name, tensor in by_name.items()}
-            for group, by_name in tensors.items()
-        }
+        copies = {group: {name: copy_to_cpu(each) for name, each in named.items()} for group, named in tensors.items()}
         previous_error, self._writer_error = self._writer_error, None
 
         def write() -> None:
             try:
-                self._write_checkpoint(step, copies, encoded_state, best_eval_loss, lambda tensor: tensor)
+                self._write_checkpoint(copies, state, lambda tensor: tensor)
             except BaseException as error:  # raised again by the next call in the main thread
                 self._writer_error = error
 
@@ -135,9 +114,7 @@ class CheckpointManager:
                 problems.append(f"{path.name}: {loaded}")
                 log(f"checkpoint {problems[-1]}; it is skipped")
         except OSError as error:
-            raise InputError(
-                f"cannot read '{self.directory}': {error}; restore it, or pass another directory"
-            ) from None
+            raise InputError(f"cannot read '{self.directory}': {error}; restore it, or pass another") from None
         if problems:
             raise InputError(
                 f"no checkpoint in '{self.directory}' is valid ({' | '.join(problems)}); restore one, or start a new"
@@ -150,10 +127,8 @@ class CheckpointManager:
             self._writer_thread.join()
             self._writer_thread = None
 
-    def _write_checkpoint(
-        self, step: int, tensors: TensorGroups, state: bytes, best_eval_loss: float | None, copy_to_cpu: CopyFn
-    ) -> Path:
-        target = self.directory / checkpoint_name(step)
+    def _write_checkpoint(self, tensors: TensorGroups, state: TrainerState, copy_to_cpu: CopyFn) -> Path:
+        target = self.directory / checkpoint_name(state.step)
         hit_failpoint("before-save")
         try:
             if not self.directory.exists():
@@ -161,7 +136,7 @@ class CheckpointManager:
                 fsync_directory(self.directory.parent)
             problems = self._remove_partial_saves()
             with temporary_directory(target) as temporary:
-                self._write_files(temporary, step, tensors, state, best_eval_loss, copy_to_cpu)
+                self._write_files(temporary, tensors, state, copy_to_cpu)
                 hit_failpoint("before-rename")
                 replaced = rename_into_place(temporary, target)
                 hit_failpoint("after-rename")
@@ -182,15 +157,7 @@ class CheckpointManager:
             )
         return target
 
-    def _write_files(
-        self,
-        temporary: Path,
-        step: int,
-        tensors: TensorGroups,
-        state: bytes,
-        best_eval_loss: float | None,
-        copy_to_cpu: CopyFn,
-    ) -> None:
+    def _write_files(self, temporary: Path, tensors: TensorGroups, state: TrainerState, copy_to_cpu: CopyFn) -> None:
         """Write the files of a checkpoint, the manifest last."""
         files: dict[str, ManifestEntry] = {}
 
@@ -204,14 +171,13 @@ class CheckpointManager:
             for number, names in enumerate(files_of_group, 1):
                 file = f"{group}.safetensors" if len(files_of_group) == 1 else f"{group}-{number:05d}.safetensors"
                 write(file, serialize_safetensors({name: copy_to_cpu(by_name[name]) for name in names}), group)
-        write(STATE_FILE, state)
+        write(STATE_FILE, state.model_dump_json(indent=1).encode())
         hit_failpoint("before-manifest")
         manifests = [read_manifest(path) for path in self._list_checkpoints()]
         serial = 1 + max((each.serial for each in manifests if isinstance(each, Manifest)), default=0)
-        # A loss that is not finite is never the best.
-        if best_eval_loss is not None:
-            best_eval_loss = float(best_eval_loss) if math.isfinite(best_eval_loss) else None
-        manifest = Manifest(step=step, serial=serial, best_eval_loss=best_eval_loss, files=files)
+        best = state.best_eval_loss
+        best = best if best is not None and math.isfinite(best) else None  # a loss that is not finite is never the best
+        manifest = Manifest(step=state.step, serial=serial, best_eval_loss=best, files=files)
         write_file(temporary / MANIFEST_FILE, manifest.to_bytes())
         fsync_directory(temporary)
 
@@ -227,36 +193,23 @@ class CheckpointManager:
 
     def _remove_partial_saves(self) -> list[str]:
         """Remove what killed saves have left, or rename it into place if it is complete; returns error messages."""
-        hidden = [
-            (match, path)
-            for path in list_directory(self.directory)
-            if (match := HIDDEN_NAME_PATTERN.fullmatch(path.name))
-        ]
+        paths = list_directory(self.directory)
         problems = []
         for kind in (SAVING, REPLACED, REMOVED):  # the new checkpoint has priority over the one it replaces
-            for match, path in hidden:
-                if match["kind"] == kind and _is_checkpoint_name(match["name"]) and path.is_dir():
-                    problems += (
-                        remove_hidden_directory(path)
-                        if kind == REMOVED
-                        else remove_hidden_directory(path, recover=_recover_partial_save)
-                    )
+            for path in paths:
+                match = HIDDEN_NAME_PATTERN.fullmatch(path.name)
+                if match and match["kind"] == kind and _is_checkpoint_name(match["name"]) and path.is_dir():
+                    problems += remove_hidden_directory(path, None if kind == REMOVED else _recover_partial_save)
         return problems
 
     def _prune(self) -> list[str]:
         """Remove all but the newest and the best. Damaged checkpoints do not count, and are kept for inspection."""
-        manifests = {
-            path: each for path in self._list_checkpoints() if isinstance(each := read_manifest(path), Manifest)
-        }
-        valid = {path: manifest for path, manifest in manifests.items() if path not in self._damaged}
+        manifests = {path: read_manifest(path) for path in self._list_checkpoints() if path not in self._damaged}
+        valid = {path: each for path, each in manifests.items() if isinstance(each, Manifest)}
         kept = set(list(valid)[: self.keep])
         # Among equals the oldest: the trainer passes the lowest loss so far with every save, so the first had it.
-        with_loss = [
-            (manifest.best_eval_loss, manifest.serial, path)
-            for path, manifest in valid.items()
-            if manifest.best_eval_loss is not None
-        ]
-        kept |= {min(with_loss)[2]} if with_loss else set()
+        losses = [(each.best_eval_loss, each.serial, path) for path, each in valid.items()]
+        kept |= {path for *_, path in sorted(row for row in losses if row[0] is not None)[:1]}
         problems = []
         for path, manifest in valid.items():
             foreign_files = {file.name for file in path.iterdir()} - manifest.files.keys() - {MANIFEST_FILE}
@@ -286,42 +239,6 @@ def _recover_partial_save(path: Path) -> bool:
     return True
 
 
-def _encode_checked_state(step: int, tensors: TensorGroups, state: Mapping[str, Any]) -> bytes:
-    """Encode the state, after checking that step, state and tensors can be written and read back unchanged."""
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise InputError(f"step is {step!r}; pass an integer, 0 or more")
-    for group, by_name in tensors.items():
-        if not re.fullmatch(r"[a-z][a-z0-9_]*", group):
-            raise InputError(
-                f"tensor group {group!r} cannot be a file name; use a lowercase letter followed by a-z, 0-9 and _"
-            )
-        for name, tensor in by_name.items():
-            if (
-                tensor.layout != torch.strided
-                or tensor.is_meta
-                or name == "__metadata__"
-                or not _is_safetensors_dtype(tensor.dtype)
-            ):
-                raise InputError(
-                    f"tensor '{name}' of group {group} ({tensor.dtype}, {tensor.layout}, on {tensor.device}) cannot be"
-                    " stored in safetensors; convert or rename it"
-                )
-    return encode_state(state)
-
-
-@cache
-def _is_safetensors_dtype(dtype: torch.dtype) -> bool:
-    try:
-        return parse_safetensors(serialize_safetensors({"": torch.empty(0, dtype=dtype)}))[""].dtype == dtype
-    except (KeyError, RuntimeError):  # some dtypes can be written but not read, some not even written
-        return False
-
-
-def _copy_to_cpu(tensor: Tensor) -> Tensor:
-    """Contiguous copy on the CPU."""
-    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-
-
 def _split_into_files(tensors: Mapping[str, Tensor]) -> list[list[str]]:
     """Tensor names of each file; at least one file, so that a group without tensors is stored too."""
     files: list[list[str]] = [[]]
@@ -337,23 +254,17 @@ def _split_into_files(tensors: Mapping[str, Tensor]) -> list[list[str]]:
 
 
 def save_state(
-    manager: CheckpointManager,
-    dist_context: DistributedContext,
-    step: int,
-    tensors: TensorGroups,
-    state: Mapping[str, Any],
-    *,
-    best_eval_loss: float | None,
+    manager: CheckpointManager, dist_context: DistributedContext, tensors: TensorGroups, state: TrainerState
 ) -> None:
     """Save from the main process: asynchronously if it has the full state, else gathering shards tensor by tensor."""
     if dist_context.mesh is None:
         if dist_context.is_main_process:
-            manager.async_save(step, tensors, state, best_eval_loss=best_eval_loss)
+            manager.async_save(tensors, state)
         return
     gatherer = TensorGatherer(tensors)
     try:
         if dist_context.is_main_process:
-            manager.save(step, tensors, state, best_eval_loss=best_eval_loss, copy_to_cpu=gatherer.gather_next_to_cpu)
+            manager.save(tensors, state, gatherer.gather_next_to_cpu)
     finally:
         gatherer.gather_remaining()  # also if writing failed, e.g. disk full: the other ranks wait in the collectives
 
@@ -363,7 +274,7 @@ def load_latest_state(
 ) -> LoadedCheckpoint | None:
     """The newest valid checkpoint as chosen by the main process, read by every rank."""
     checkpoint = manager.load_latest(log=log) if dist_context.is_main_process else None
-    step = dist_context.broadcast_int(-1 if checkpoint is None else checkpoint.step)
+    step = dist_context.broadcast_int(-1 if checkpoint is None else checkpoint.state.step)
     if step < 0 or checkpoint is not None:
         return checkpoint
     loaded = read_checkpoint(manager.directory / checkpoint_name(step))

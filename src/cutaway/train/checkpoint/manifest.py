@@ -1,35 +1,39 @@
 """Checkpoint format on disk: safetensors files, state.json, and a manifest with checksums; reading and verifying it."""
 
 import hashlib
-import json
-import math
 import stat
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load as parse_safetensors
 from torch import Tensor
 
-from cutaway.errors import InputError
-
 CHECKPOINT_FORMAT: Literal[1] = 1
 MANIFEST_FILE, STATE_FILE = "manifest.json", "state.json"
-FLOAT_KEY = "$float"
-"""Key for NaN and infinities, which JSON does not have: {"$float": "nan"}."""
+
+
+class TrainerState(BaseModel):
+    """State of a run besides its tensors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")  # JSON has no NaN
+    step: int
+    data_fingerprint: str
+    best_eval_loss: float | None = None
+    metrics_bytes: int = 0
+    """Size of metrics.jsonl at this step; a resumed run truncates it."""
+    timings_bytes: int = 0
 
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
     """A verified checkpoint."""
 
-    step: int
     path: Path
     tensor_groups: dict[str, dict[str, Tensor]]
-    state: dict[str, Any]
+    state: TrainerState
 
 
 class ManifestEntry(BaseModel):
@@ -117,7 +121,7 @@ def read_checkpoint(directory: Path) -> LoadedCheckpoint | str:
     if problems:
         return "; ".join(problems)
     tensors: dict[str, dict[str, Tensor]] = {}
-    state: Any = None
+    state = None
     for name, entry in manifest.files.items():
         try:
             data = (directory / name).read_bytes()
@@ -128,46 +132,11 @@ def read_checkpoint(directory: Path) -> LoadedCheckpoint | str:
             elif entry.group is not None:
                 tensors.setdefault(entry.group, {}).update(parse_safetensors(data))
             elif name == STATE_FILE:
-                state = decode_state(data)
+                state = TrainerState.model_validate_json(data)
         except OSError as error:
             problems.append(f"{name} cannot be read ({error.strerror})")
         except (SafetensorError, ValueError, KeyError) as error:  # intact, but not readable by this version
             problems.append(f"{name} cannot be parsed ({error})")
-    if not problems and not isinstance(state, dict):
-        problems.append(f"{STATE_FILE} is missing")
-    return "; ".join(problems) or LoadedCheckpoint(manifest.step, directory, tensors, state)
-
-
-def encode_state(state: Mapping[str, Any]) -> bytes:
-    """Encode a state as JSON; values that JSON would change are errors."""
-    return (json.dumps(_to_json_value(dict(state), "state"), indent=1) + "\n").encode()
-
-
-def decode_state(data: bytes) -> Any:
-    """Decode the JSON of `encode_state`."""
-
-    def decode_float(entries: dict[str, Any]) -> Any:
-        return float(entries[FLOAT_KEY]) if entries.keys() == {FLOAT_KEY} else entries
-
-    return json.loads(data, object_hook=decode_float)
-
-
-def _to_json_value(value: Any, path: str) -> Any:
-    if isinstance(value, list):
-        return [_to_json_value(item, f"{path}[{index}]") for index, item in enumerate(value)]
-    if isinstance(value, dict):
-        for key in _invalid_keys(value):
-            raise InputError(f"{path} has the key {key!r}, which JSON would not preserve; use another string")
-        return {key: _to_json_value(item, f"{path}.{key}") for key, item in value.items()}
-    if isinstance(value, float) and not math.isfinite(value):
-        return {FLOAT_KEY: repr(float(value))}
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    raise InputError(
-        f"{path} is a {type(value).__name__}, which JSON would not preserve; use a number, a string, a list or a dict,"
-        " or store it as a tensor"
-    )
-
-
-def _invalid_keys(value: dict[Any, Any]) -> Iterator[Any]:
-    return (key for key in value if not isinstance(key, str) or key == FLOAT_KEY)
+    if problems or state is None:
+        return "; ".join(problems) or f"{STATE_FILE} is missing"
+    return LoadedCheckpoint(directory, tensors, state)

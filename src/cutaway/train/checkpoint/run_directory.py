@@ -2,11 +2,10 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 from cutaway.errors import InputError
 from cutaway.families.checkpoint import Checkpoint
-from cutaway.model import build
+from cutaway.model import Transformer, build
 from cutaway.tokenizer import Tokenizer, load_tokenizer
 from cutaway.train.checkpoint.atomic_directory import list_directory
 from cutaway.train.checkpoint.base_checkpoint import BaseCheckpointInfo, resolve_model_config
@@ -49,11 +48,9 @@ class RunDirectory:
         """Open an existing run directory."""
         path = directory / RUN_FILE
         try:
-            metadata: Any = json.loads(path.read_text(encoding="utf-8"))
+            metadata = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
-            raise InputError(
-                f"'{directory}' has no {RUN_FILE}, so it is not a run directory; pass a directory written by training"
-            ) from None
+            raise InputError(f"'{directory}' has no {RUN_FILE}, so it is not a run directory; pass another") from None
         except (OSError, ValueError) as error:
             raise InputError(f"cannot read '{path}': {error}; restore it, or start a new run") from None
         if not isinstance(metadata, dict) or metadata.get("format") != RUN_FORMAT:
@@ -68,6 +65,26 @@ class RunDirectory:
         if tokenizer is None:
             raise InputError(f"'{path}' has no tokenizer; restore it, or start a new run")
         return tokenizer
+
+    def check_data(self, fingerprint: str) -> None:
+        """Raise InputError unless the data has the fingerprint it had when the run started."""
+        if fingerprint != self.data_fingerprint:
+            raise InputError(
+                f"the data has changed since the run '{self.directory}' started, so resuming would not reproduce it;"
+                " restore the files, or start a new run"
+            )
+
+    def build_checkpoint(self, model: Transformer) -> Checkpoint:
+        """A model of this run as a Checkpoint, with its tokenizer and the family of its base checkpoint."""
+        info = self.base_info
+        return Checkpoint(
+            model,
+            model.config,
+            info.family,
+            hf_config=info.hf_config,
+            generation_config=info.generation_config,
+            tokenizer_loader=lambda: self.tokenizer,
+        )
 
     @property
     def checkpoint_directory(self) -> Path:
@@ -90,25 +107,15 @@ def check_new_directory(directory: Path) -> None:
 def load_snapshot(directory: Path, *, device: str | None = None) -> tuple[Checkpoint, int]:
     """Load the model of the newest valid checkpoint, and its step; before the first, the initial weights and 0."""
     run_directory = RunDirectory.open(directory)
-    tokenizer, base_info = run_directory.tokenizer, run_directory.base_info
-    config = resolve_model_config(run_directory.recipe, tokenizer, base_info)
-    model = build(config, device=device, seed=run_directory.recipe.training.seed)
+    recipe, base_info = run_directory.recipe, run_directory.base_info
+    config = resolve_model_config(recipe.model, run_directory.tokenizer, base_info)
+    model = build(config, device=device, seed=recipe.training.seed)
     latest = _read_latest_checkpoint(run_directory.checkpoint_directory)
     if latest is None and base_info.config is not None:
-        raise InputError(
-            f"'{directory}' has no checkpoint yet; wait for its first, or open the base checkpoint it fine-tunes"
-        )
+        raise InputError(f"'{directory}' has no checkpoint yet; wait for its first, or open its base checkpoint")
     if latest is not None:
         model.load_state_dict(latest.tensor_groups["model"])
-    checkpoint = Checkpoint(
-        model.eval(),
-        model.config,
-        base_info.family,
-        hf_config=base_info.hf_config,
-        generation_config=base_info.generation_config,
-        tokenizer_loader=lambda: tokenizer,
-    )
-    return checkpoint, 0 if latest is None else latest.step
+    return run_directory.build_checkpoint(model.eval()), 0 if latest is None else latest.state.step
 
 
 def _read_latest_checkpoint(directory: Path) -> LoadedCheckpoint | None:

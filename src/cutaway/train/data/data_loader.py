@@ -4,39 +4,38 @@ import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from cutaway.errors import InputError
 from cutaway.families.checkpoint import Checkpoint
 from cutaway.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer, train_bpe
 from cutaway.tokenizer.train import DEFAULT_SPECIAL_TOKENS, MASK_TOKEN
-from cutaway.train.checkpoint.base_checkpoint import NO_BASE_CHECKPOINT, BaseCheckpointInfo, base_tokenizer
-from cutaway.train.data import dates, documents, prepare
-from cutaway.train.data.datasets import MixtureDataset, PackedDataset, PositionalDataset, PrefixDataset, Seq2SeqDataset
+from cutaway.train.checkpoint.base_checkpoint import BaseCheckpointInfo, base_tokenizer
+from cutaway.train.data import dates, documents
+from cutaway.train.data.datasets import Dataset, MixtureDataset, PackedDataset, PrefixDataset, Seq2SeqDataset
 from cutaway.train.data.memmap import TokenSplit
+from cutaway.train.data.prepare import prepare_data
 from cutaway.train.data.sources import TextSource
 from cutaway.train.recipe.schema import (
     DATES_PATH,
     STDLIB_PATH,
     BPETokenizerConfig,
     CausalLMConfig,
+    DataConfig,
     MaskedLMConfig,
+    ObjectiveConfig,
     PrefixLMConfig,
     PretrainedTokenizerConfig,
-    Recipe,
     Seq2SeqConfig,
 )
 from cutaway.user_files import user_cache_dir
-
-LogFn = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class TrainingData:
     """Training and validation datasets of a run."""
 
-    train: PositionalDataset[Any, Any]
-    validation: PositionalDataset[Any, Any]
+    train: Dataset
+    validation: Dataset
     num_validation_sequences: int
     """Number of validation sequences."""
     bytes_per_token: float | None
@@ -45,106 +44,92 @@ class TrainingData:
 
 
 def load_training_data(
-    recipe: Recipe, tokenizer: Tokenizer, log: LogFn, base_info: BaseCheckpointInfo = NO_BASE_CHECKPOINT
+    data: DataConfig,
+    objective: ObjectiveConfig,
+    tokenizer: Tokenizer,
+    base_info: BaseCheckpointInfo,
+    seed: int,
+    log: Callable[[str], None],
 ) -> TrainingData:
-    """Prepare the recipe's sources and open them as datasets; skipped documents are logged."""
-    cache_directory = data_cache_directory()
-    sources = resolve_sources(recipe)
-    is_weighted = any(source.weight is not None for source in recipe.data.sources)
+    """Prepare the sources and open them as datasets; skipped documents are logged."""
+    directory, split = _data_cache_directory(), data.validation_split
+    sources = _resolve_sources(data)
+    is_weighted = any(source.weight is not None for source in data.sources)
     groups = [[source] for source in sources] if is_weighted else [sources]
-    seed = recipe.training.seed
-    prepared = [
-        prepare.prepare_data(
-            group, tokenizer, cache_directory, validation_split=recipe.data.validation_split, seed=seed
-        )
-        for group in groups
-    ]
+    prepared = [prepare_data(group, tokenizer, directory, validation_split=split, seed=seed) for group in groups]
     for each in prepared:
         if each.skipped.total:
             log(f"skipped documents: {each.skipped}")
     fingerprint = hashlib.sha256("".join(each.fingerprint for each in prepared).encode()).hexdigest()
-    train = [build_dataset(recipe, tokenizer, base_info, each.train, shuffle=True) for each in prepared]
-    validation = [build_dataset(recipe, tokenizer, base_info, each.validation, shuffle=False) for each in prepared]
+
+    def build_dataset(split: TokenSplit, shuffle: bool) -> PackedDataset | Seq2SeqDataset | PrefixDataset:
+        pad_id, seq_len = tokenizer.pad_token_id or 0, data.seq_len
+        match objective:
+            case Seq2SeqConfig():
+                start_id = base_info.decoder_start_token_id(tokenizer)
+                return Seq2SeqDataset(split, seed, start_id=start_id, pad_id=pad_id, max_len=seq_len, shuffle=shuffle)
+            case PrefixLMConfig():
+                bos_id, eos_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+                return PrefixDataset(split, seq_len, seed, bos_id=bos_id, eos_id=eos_id, pad_id=pad_id, shuffle=shuffle)
+        return PackedDataset(split, seq_len, seed, shuffle=shuffle)
+
+    def mix(datasets: list[PackedDataset | Seq2SeqDataset | PrefixDataset]) -> Dataset:
+        if len(datasets) == 1:
+            return datasets[0]
+        return MixtureDataset([(each, source.weight) for each, source in zip(datasets, sources, strict=True)], seed)
+
+    train = [build_dataset(each.train, True) for each in prepared]
+    validation = [build_dataset(each.validation, False) for each in prepared]
     bytes_per_token = None
-    if isinstance(recipe.objective, CausalLMConfig):
+    if isinstance(objective, CausalLMConfig):
         num_tokens = sum(len(each.validation.tokens) for each in prepared)
         bytes_per_token = sum(each.validation.num_bytes for each in prepared) / num_tokens
-    weights = [source.weight for source in sources]
-    return TrainingData(
-        train[0] if len(train) == 1 else MixtureDataset(list(zip(train, weights, strict=True)), seed),
-        validation[0] if len(validation) == 1 else MixtureDataset(list(zip(validation, weights, strict=True)), seed),
-        sum(dataset.num_sequences for dataset in validation),
-        bytes_per_token,
-        fingerprint,
-    )
+    num_validation = sum(dataset.num_sequences for dataset in validation)
+    return TrainingData(mix(train), mix(validation), num_validation, bytes_per_token, fingerprint)
 
 
-def build_dataset(
-    recipe: Recipe, tokenizer: Tokenizer, base_info: BaseCheckpointInfo, split: TokenSplit, *, shuffle: bool
-) -> PackedDataset | Seq2SeqDataset | PrefixDataset:
-    """Build the dataset of the recipe's objective on a split."""
-    seed, seq_len, pad_id = recipe.training.seed, recipe.data.seq_len, tokenizer.pad_token_id or 0
-    match recipe.objective:
-        case Seq2SeqConfig():
-            start_id = base_info.decoder_start_token_id(tokenizer)
-            return Seq2SeqDataset(split, seed, start_id=start_id, pad_id=pad_id, max_len=seq_len, shuffle=shuffle)
-        case PrefixLMConfig():
-            return PrefixDataset(
-                split,
-                seq_len,
-                seed,
-                bos_id=tokenizer.bos_token_id,
-                eos_id=tokenizer.eos_token_id,
-                pad_id=pad_id,
-                shuffle=shuffle,
-            )
-    return PackedDataset(split, seq_len, seed, shuffle=shuffle)
-
-
-def data_cache_directory() -> Path:
+def _data_cache_directory() -> Path:
     """Cache directory of prepared and generated data."""
     return user_cache_dir() / "data"
 
 
-def resolve_sources(recipe: Recipe) -> list[TextSource]:
+def _resolve_sources(data: DataConfig) -> list[TextSource]:
     """Text sources of a recipe; the dates are generated if they are not in the cache."""
     sources = []
-    for config in recipe.data.sources:
+    for config in data.sources:
         if not config.path:
             columns = "" if config.target_column is None else ", .tsv or .jsonl with a source and a target in each row"
             raise InputError(f"data.sources[].path is empty: the recipe has no text; pass files with --text{columns}")
         path = None if config.path == STDLIB_PATH else Path(config.path).expanduser()
-        path = dates.ensure_dates_file(data_cache_directory()) if config.path == DATES_PATH else path
+        path = dates.ensure_dates_file(_data_cache_directory()) if config.path == DATES_PATH else path
         source = TextSource(path, config.text_column, config.target_column, config.weight or 1.0, config.group_column)
         sources.append(source)
     return sources
 
 
-def build_tokenizer(recipe: Recipe, base_checkpoint: Checkpoint | None = None) -> Tokenizer:
+def build_tokenizer(
+    data: DataConfig, objective: ObjectiveConfig, base_checkpoint: Checkpoint | None = None
+) -> Tokenizer:
     """Build or load the recipe's tokenizer. A new one has a mask token if the objective needs it."""
-    special_tokens = (
-        (*DEFAULT_SPECIAL_TOKENS, MASK_TOKEN)
-        if isinstance(recipe.objective, MaskedLMConfig)
-        else DEFAULT_SPECIAL_TOKENS
-    )
-    match recipe.data.tokenizer:
+    special_tokens: tuple[str, ...] = DEFAULT_SPECIAL_TOKENS
+    if isinstance(objective, MaskedLMConfig):
+        special_tokens = (*special_tokens, MASK_TOKEN)
+    match data.tokenizer:
         case BPETokenizerConfig(vocab_size=size):
-            return train_bpe(iter_texts(recipe), size, special_tokens=special_tokens)
+            return train_bpe(_iter_texts(data), size, special_tokens=special_tokens)
         case PretrainedTokenizerConfig(path=path):
             tokenizer = load_tokenizer(path)
             if tokenizer is None:
-                raise InputError(
-                    f"data.tokenizer.path '{path}' has no tokenizer; pass a directory with a tokenizer.json, or use bpe"
-                )
+                raise InputError(f"data.tokenizer.path '{path}' has no tokenizer; pass one with a tokenizer.json")
             return tokenizer
         case None if base_checkpoint is not None:
             return base_tokenizer(base_checkpoint)
     return byte_tokenizer(special_tokens=special_tokens)
 
 
-def iter_texts(recipe: Recipe) -> Iterator[str]:
+def _iter_texts(data: DataConfig) -> Iterator[str]:
     """Texts and targets of all documents, to train a tokenizer."""
-    for source in resolve_sources(recipe):
+    for source in _resolve_sources(data):
         for document in documents.read_documents(source):
             yield document.text
             if document.target is not None:

@@ -21,7 +21,8 @@ from cutaway.train.data.shuffle import shuffle_indices
 from cutaway.train.seeds import derive_seed
 
 TokenIds = NDArray[np.int64]
-RowT = TypeVar("RowT")
+Row = tuple[TokenIds, TokenIds]
+"""Tokens and document ids of a packed sequence, or source and target of a pair."""
 BatchT = TypeVar("BatchT")
 
 
@@ -49,7 +50,7 @@ class PrefixBatch(NamedTuple):
     prefix_lengths: Int64[Tensor, " B"]
 
 
-class PositionalDataset(ABC, Generic[RowT, BatchT]):
+class PositionalDataset(ABC, Generic[BatchT]):
     """Dataset that returns a row for each position, and a batch for several."""
 
     @property
@@ -58,10 +59,10 @@ class PositionalDataset(ABC, Generic[RowT, BatchT]):
         """Datasets with equal formats can be mixed."""
 
     @abstractmethod
-    def get_rows(self, positions: Sequence[int]) -> list[RowT]: ...
+    def get_rows(self, positions: Sequence[int]) -> list[Row]: ...
 
     @abstractmethod
-    def collate(self, rows: Sequence[RowT]) -> BatchT: ...
+    def collate(self, rows: Sequence[Row]) -> BatchT: ...
 
     def get_batch_at(self, positions: Sequence[int]) -> BatchT:
         return self.collate(self.get_rows(positions))
@@ -70,22 +71,43 @@ class PositionalDataset(ABC, Generic[RowT, BatchT]):
         return self.get_batch_at(range(first, first + count))
 
 
-class PackedDataset(PositionalDataset[tuple[TokenIds, TokenIds], PackedBatch]):
+Dataset = PositionalDataset[Any]
+"""Dataset of any kind of batch, which the objective of the run reads."""
+
+
+class _SplitDataset(PositionalDataset[BatchT]):
+    """Sequences of a split, shuffled per epoch."""
+
+    num_sequences: int
+    """Sequences per epoch."""
+
+    def __init__(self, split: TokenSplit, seed: int, shuffle: bool) -> None:
+        self.split, self.seed, self.shuffle = split, seed, shuffle
+
+    @abstractmethod
+    def _get_row(self, index: int) -> Row: ...
+
+    def get_rows(self, positions: Sequence[int]) -> list[Row]:
+        checked = np.array([_check_position(position) for position in positions], np.int64)
+        epochs, indices = checked // self.num_sequences, checked % self.num_sequences
+        if self.shuffle:
+            for epoch in np.unique(epochs).tolist():
+                in_epoch = epochs == epoch
+                indices[in_epoch] = shuffle_indices(indices[in_epoch], self.num_sequences, self.seed, epoch)
+        return [self._get_row(index) for index in indices.tolist()]
+
+
+class PackedDataset(_SplitDataset[PackedBatch]):
     """Concatenated documents in sequences of `seq_len` + 1 tokens; the last token is also the first of the next.
 
     So in an epoch every token except the first is a target once, up to the remainder at the end.
     """
 
     def __init__(self, split: TokenSplit, seq_len: int, seed: int, *, shuffle: bool = True) -> None:
-        if seq_len < 1:
-            raise InputError(f"seq_len is {seq_len}; it is a number of tokens, so pass 1 or more")
-        self.split, self.seq_len, self.seed, self.shuffle = split, seq_len, seed, shuffle
-        self.num_sequences = (len(split.tokens) - 1) // seq_len
-        """Sequences per epoch"""
+        super().__init__(split, seed, shuffle)
+        self.seq_len, self.num_sequences = seq_len, (len(split.tokens) - 1) // seq_len
         if split.targets is not None:
-            raise InputError(
-                "source-target pairs cannot be packed; use Seq2SeqDataset, or remove target_column from the sources"
-            )
+            raise InputError("source-target pairs cannot be packed; remove target_column from the sources")
         if self.num_sequences < 1:
             raise InputError(
                 f"{len(split.tokens):,} tokens are less than one sequence of {seq_len} and its last target; use more"
@@ -96,28 +118,47 @@ class PackedDataset(PositionalDataset[tuple[TokenIds, TokenIds], PackedBatch]):
     def batch_format(self) -> Hashable:
         return PackedDataset, self.seq_len
 
-    def get_rows(self, positions: Sequence[int]) -> list[tuple[TokenIds, TokenIds]]:
-        return [
-            self._get_row(i * self.seq_len)
-            for i in _sequence_indices(positions, self.num_sequences, self.seed, self.shuffle)
-        ]
-
-    def _get_row(self, start: int) -> tuple[TokenIds, TokenIds]:
-        """Tokens of the sequence that starts at token `start`, and the document index of each."""
-        end = start + self.seq_len
+    def _get_row(self, index: int) -> Row:
+        """Tokens of a sequence, and the document index of each."""
+        start, end = index * self.seq_len, (index + 1) * self.seq_len
         first, last = np.searchsorted(self.split.offsets, [start, end], "right")
         is_document_start = np.zeros(self.seq_len + 1, np.int64)
         is_document_start[self.split.offsets[first:last] - start] = 1
         return self.split.tokens[start : end + 1].astype(np.int64), is_document_start.cumsum()
 
-    def collate(self, rows: Sequence[tuple[TokenIds, TokenIds]]) -> PackedBatch:
+    def collate(self, rows: Sequence[Row]) -> PackedBatch:
         shape = (-1, self.seq_len + 1)  # also for an empty list of rows
         tokens, document_ids = (np.array([row[i] for row in rows], np.int64).reshape(shape) for i in (0, 1))
         return PackedBatch(torch.from_numpy(tokens), torch.from_numpy(document_ids))
 
 
-class Seq2SeqDataset(PositionalDataset[tuple[TokenIds, TokenIds], Seq2SeqBatch]):
-    """Source-target pairs, one pair per row."""
+class _PairDataset(_SplitDataset[BatchT]):
+    """Source-target pairs that are short enough, one pair per row."""
+
+    def __init__(self, split: TokenSplit, seed: int, shuffle: bool, pad_id: int, max_len: int | None) -> None:
+        super().__init__(split, seed, shuffle)
+        if split.targets is None:
+            raise InputError("the documents have no targets; set target_column of the source to their column")
+        self.pad_id, self.targets = pad_id, split.targets
+        self.indices = np.flatnonzero(self._lengths() <= (np.inf if max_len is None else max_len))
+        self.num_sequences = len(self.indices)
+        self.num_skipped = split.num_documents - self.num_sequences
+        if not self.num_sequences:
+            raise InputError(f"all {split.num_documents:,} pairs are longer than {max_len} tokens; raise data.seq_len")
+
+    @abstractmethod
+    def _lengths(self) -> NDArray[np.int64]:
+        """Length of each pair that is compared with `max_len`."""
+
+    def _get_pair(self, index: int) -> Row:
+        index = self.indices[index]
+        first, middle, last = self.split.offsets[index], self.targets[index], self.split.offsets[index + 1]
+        source, target = self.split.tokens[first:middle], self.split.tokens[middle:last]
+        return source.astype(np.int64), target.astype(np.int64)
+
+
+class Seq2SeqDataset(_PairDataset[Seq2SeqBatch]):
+    """Pairs for an encoder-decoder."""
 
     def __init__(
         self,
@@ -130,47 +171,29 @@ class Seq2SeqDataset(PositionalDataset[tuple[TokenIds, TokenIds], Seq2SeqBatch])
         shuffle: bool = True,
     ) -> None:
         """`start_id` starts every target. Pairs whose source or target exceeds `max_len` tokens are skipped."""
-        if split.targets is None:
-            raise InputError(
-                "the documents have no targets; set target_column of the source to the column that has them"
-            )
-        self.split, self.seed, self.start_id, self.pad_id, self.shuffle = split, seed, start_id, pad_id, shuffle
-        lengths = np.maximum(split.targets - split.offsets[:-1], split.offsets[1:] - split.targets)
-        self.indices = np.flatnonzero(lengths <= (np.inf if max_len is None else max_len))
-        self.num_sequences = len(self.indices)
-        """Pairs per epoch"""
-        self.num_skipped = split.num_documents - self.num_sequences
-        if not self.num_sequences:
-            raise InputError(
-                f"all {split.num_documents:,} pairs have a source or target longer than {max_len} tokens; increase it"
-            )
+        super().__init__(split, seed, shuffle, pad_id, max_len)
+        self.start_id = start_id
+
+    def _lengths(self) -> NDArray[np.int64]:
+        return np.maximum(self.targets - self.split.offsets[:-1], self.split.offsets[1:] - self.targets)
 
     @property
     def batch_format(self) -> Hashable:
         return Seq2SeqDataset, self.start_id, self.pad_id
 
-    def get_rows(self, positions: Sequence[int]) -> list[tuple[TokenIds, TokenIds]]:
-        return [
-            self._get_row(int(self.indices[i]))
-            for i in _sequence_indices(positions, self.num_sequences, self.seed, self.shuffle)
-        ]
-
-    def _get_row(self, index: int) -> tuple[TokenIds, TokenIds]:
-        assert self.split.targets is not None
-        first, middle, last = self.split.offsets[index], self.split.targets[index], self.split.offsets[index + 1]
-        source, target = (self.split.tokens[a:b].astype(np.int64) for a, b in ((first, middle), (middle, last)))
+    def _get_row(self, index: int) -> Row:
+        source, target = self._get_pair(index)
         # A tokenizer may have added the start token; a target of one token is only EOS, which may have the same id.
         has_start = len(target) > 1 and target[0] == self.start_id
         return source, target if has_start else np.concatenate([[self.start_id], target])
 
-    def collate(self, rows: Sequence[tuple[TokenIds, TokenIds]]) -> Seq2SeqBatch:
-        return Seq2SeqBatch(
-            *_pad_rows([row[0] for row in rows], self.pad_id), *_pad_rows([row[1] for row in rows], self.pad_id)
-        )
+    def collate(self, rows: Sequence[Row]) -> Seq2SeqBatch:
+        source, target = (_pad_rows([row[i] for row in rows], self.pad_id) for i in (0, 1))
+        return Seq2SeqBatch(*source, *target)
 
 
-class PrefixDataset(PositionalDataset[tuple[TokenIds, TokenIds], PrefixBatch]):
-    """Sources followed by their targets, for a decoder, one pair per row."""
+class PrefixDataset(_PairDataset[PrefixBatch]):
+    """Sources followed by their targets, for a decoder."""
 
     def __init__(
         self,
@@ -184,45 +207,31 @@ class PrefixDataset(PositionalDataset[tuple[TokenIds, TokenIds], PrefixBatch]):
         shuffle: bool = True,
     ) -> None:
         """Pairs longer than `seq_len` inputs and one target are skipped."""
-        if split.targets is None:
-            raise InputError(
-                "the documents have no targets; set target_column of the source to the column that has them"
-            )
-        self.split, self.seq_len, self.seed, self.shuffle = split, seq_len, seed, shuffle
-        self.bos_id, self.eos_id, self.pad_id = bos_id, eos_id, pad_id
-        self.indices = np.flatnonzero(np.diff(split.offsets) <= seq_len + 1)
-        self.num_sequences = len(self.indices)
-        """Pairs per epoch"""
-        if not self.num_sequences:
-            raise InputError(f"all {split.num_documents:,} pairs are longer than {seq_len} tokens; increase seq_len")
+        super().__init__(split, seed, shuffle, pad_id, seq_len + 1)
+        self.bos_id, self.eos_id = bos_id, eos_id
+
+    def _lengths(self) -> NDArray[np.int64]:
+        return np.diff(self.split.offsets)
 
     @property
     def batch_format(self) -> Hashable:
         return PrefixDataset, self.pad_id
 
-    def get_rows(self, positions: Sequence[int]) -> list[tuple[TokenIds, TokenIds]]:
-        return [
-            self._get_row(int(self.indices[i]))
-            for i in _sequence_indices(positions, self.num_sequences, self.seed, self.shuffle)
-        ]
-
-    def _get_row(self, index: int) -> tuple[TokenIds, TokenIds]:
+    def _get_row(self, index: int) -> Row:
         """Source without EOS and target without BOS."""
-        assert self.split.targets is not None
-        first, middle, last = self.split.offsets[index], self.split.targets[index], self.split.offsets[index + 1]
-        source, target = (self.split.tokens[a:b].astype(np.int64) for a, b in ((first, middle), (middle, last)))
+        source, target = self._get_pair(index)
         source = source[:-1] if len(source) > 1 and source[-1] == self.eos_id else source
         return source, target[1:] if len(target) > 1 and target[0] == self.bos_id else target
 
-    def collate(self, rows: Sequence[tuple[TokenIds, TokenIds]]) -> PrefixBatch:
+    def collate(self, rows: Sequence[Row]) -> PrefixBatch:
         tokens, mask = _pad_rows([np.concatenate(row) for row in rows], self.pad_id)
         return PrefixBatch(tokens, mask, torch.tensor([len(source) for source, _ in rows], dtype=torch.int64))
 
 
-class MixtureDataset(PositionalDataset[RowT, BatchT]):
+class MixtureDataset(PositionalDataset[BatchT]):
     """Mixture in proportion to weights: any interval of positions has each dataset's share, to within a few rows."""
 
-    def __init__(self, datasets: Sequence[tuple[PositionalDataset[RowT, BatchT], float]], seed: int) -> None:
+    def __init__(self, datasets: Sequence[tuple[PositionalDataset[BatchT], float]], seed: int) -> None:
         if not datasets or len({data.batch_format for data, _ in datasets}) > 1:
             raise InputError("the datasets of a mixture must have the same kind, seq_len and special ids; align them")
         if not all(math.isfinite(weight) and weight > 0 for _, weight in datasets):
@@ -252,15 +261,15 @@ class MixtureDataset(PositionalDataset[RowT, BatchT]):
             position -= num_before
         raise AssertionError("the last dataset has all remaining positions")
 
-    def get_rows(self, positions: Sequence[int]) -> list[RowT]:
+    def get_rows(self, positions: Sequence[int]) -> list[Row]:
         locations = [self.locate(_check_position(position)) for position in positions]
-        rows: dict[tuple[int, int], RowT] = {}
+        rows: dict[tuple[int, int], Row] = {}
         for index, dataset in enumerate(self.datasets):
             own = [location for location in locations if location[0] == index]
             rows.update(zip(own, dataset.get_rows([position for _, position in own]), strict=True))
         return [rows[location] for location in locations]
 
-    def collate(self, rows: Sequence[RowT]) -> BatchT:
+    def collate(self, rows: Sequence[Row]) -> BatchT:
         return self.datasets[0].collate(rows)
 
 
@@ -270,18 +279,7 @@ def _check_position(position: int) -> int:
     return position
 
 
-def _sequence_indices(positions: Sequence[int], num_sequences: int, seed: int, shuffle: bool) -> list[int]:
-    """Sequence index of each position, shuffled per epoch."""
-    checked = np.array([_check_position(position) for position in positions], np.int64)
-    epochs, indices = checked // num_sequences, checked % num_sequences
-    if shuffle:
-        for epoch in np.unique(epochs).tolist():
-            in_epoch = epochs == epoch
-            indices[in_epoch] = shuffle_indices(indices[in_epoch], num_sequences, seed, epoch)
-    return indices.tolist()
-
-
-def _pad_rows(rows: Sequence[TokenIds], pad_id: int) -> tuple[Any, Any]:
+def _pad_rows(rows: Sequence[TokenIds], pad_id: int) -> tuple[Tensor, Tensor]:
     """Pad rows on the right; returns tokens and mask, both (rows, longest row)."""
     lengths = np.array([len(row) for row in rows], np.int64)
     mask = np.arange(lengths.max(initial=0)) < lengths[:, None]

@@ -35,7 +35,7 @@ FULL_RANGE, COMMON_RANGE = (date(1000, 1, 1), date(2999, 12, 31)), (date(1900, 1
 """Ranges of the dates; every other date is in the common range."""
 
 
-class DateFormat(NamedTuple):
+class _DateFormat(NamedTuple):
     """A locale's date format."""
 
     locale: str
@@ -75,7 +75,7 @@ def _sample_date(index: int) -> date:
     return first + timedelta(days=derive_seed(0, index) % ((last - first).days + 1))
 
 
-def list_date_formats() -> list[DateFormat]:
+def list_date_formats() -> list[_DateFormat]:
     """Each locale's unambiguous formats, and two with English ordinals."""
     babel = _import_babel()
     date_formats = {}
@@ -83,8 +83,8 @@ def list_date_formats() -> list[DateFormat]:
         formats = babel.Locale.parse(locale).date_formats
         for pattern in (formats[style].pattern for style in FORMAT_STYLES):
             if _is_unambiguous(pattern):
-                date_formats[DateFormat(locale, pattern)] = True
-    date_formats |= {DateFormat("en", pattern): True for pattern in ("MMMM {th}, y", "'the' {th} 'of' MMMM y")}
+                date_formats[_DateFormat(locale, pattern)] = True
+    date_formats |= {_DateFormat("en", pattern): True for pattern in ("MMMM {th}, y", "'the' {th} 'of' MMMM y")}
     return list(date_formats)
 
 
@@ -96,7 +96,7 @@ def _is_unambiguous(pattern: str) -> bool:
     return "MMM" in unquoted or unquoted.index("y") < unquoted.index("M") or unquoted.count(".") >= 2
 
 
-def format_date(day: date, date_format: DateFormat) -> str:
+def format_date(day: date, date_format: _DateFormat) -> str:
     """Format a date with plain spaces, as typed, and without marks of writing direction."""
     babel_dates: Any = importlib.import_module("babel.dates")
     pattern = date_format.pattern.replace("{th}", f"'{_format_ordinal(day.day)}'")
@@ -104,7 +104,7 @@ def format_date(day: date, date_format: DateFormat) -> str:
     return re.sub(r"[\u200e\u200f]", "", re.sub(r"\s", " ", text))
 
 
-def _vary_context(text: str, date_format: DateFormat, seed: int) -> str:
+def _vary_context(text: str, date_format: _DateFormat, seed: int) -> str:
     """Sometimes add a preposition, as within a sentence, or capitalize, as at the start of one."""
     if date_format.locale in PREPOSITIONS and seed % 4 == 0:
         text = f"{PREPOSITIONS[date_format.locale]} {text}"
@@ -120,6 +120,4 @@ def _import_babel() -> Any:
     try:
         return importlib.import_module("babel")
     except ImportError:
-        raise InputError(
-            "the dates data needs the package babel, which is not installed; pip install 'cutaway[dates]'"
-        ) from None
+        raise InputError("the dates data needs babel, which is not installed; pip install 'cutaway[dates]'") from None

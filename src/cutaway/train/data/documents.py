@@ -73,7 +73,7 @@ def read_file(
                 if path.suffix == ".jsonl":
                     yield from read_jsonl(str(path), stream, source, skipped)
                 elif path.suffix == ".tsv" and source.target_column is not None:
-                    yield from read_tsv(str(path), stream, source, skipped)
+                    yield from _read_tsv(str(path), stream, source, skipped)
                 else:
                     yield from read_text(str(path), stream, skipped, max_chars or MAX_DOCUMENT_CHARS)
     except OSError as error:
@@ -103,42 +103,46 @@ def read_text(name: str, stream: BinaryIO, skipped: SkippedDocuments, max_chars:
 
 def read_jsonl(name: str, stream: BinaryIO, source: TextSource, skipped: SkippedDocuments) -> Iterator[Document]:
     """Documents of a JSON Lines file."""
-    for number, line in enumerate(stream, 1):
-        if not line.strip():
-            continue
-        location = f"{name} line {number}"
+    for location, line in _iter_lines(name, stream, skipped):
         try:
-            row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-        except UnicodeDecodeError as error:
-            skipped.add("invalid UTF-8", f"{location}: {error.reason} at byte {error.start}")
+            row = json.loads(line)
         except (ValueError, RecursionError) as error:
             skipped.add("invalid JSON", f"{location}: {error}")
         else:
             yield from _parse_row(row, source, location, skipped)
 
 
-def read_tsv(name: str, stream: BinaryIO, source: TextSource, skipped: SkippedDocuments) -> Iterator[Document]:
+def _iter_lines(name: str, stream: BinaryIO, skipped: SkippedDocuments) -> Iterator[tuple[str, str]]:
+    """Location and text of each line that is not blank."""
+    for number, line in enumerate(stream, 1):
+        if not line.strip():
+            continue
+        location = f"{name} line {number}"
+        try:
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError as error:
+            skipped.add("invalid UTF-8", f"{location}: {error.reason} at byte {error.start}")
+        else:
+            yield location, text
+
+
+def _read_tsv(name: str, stream: BinaryIO, source: TextSource, skipped: SkippedDocuments) -> Iterator[Document]:
     """Documents of a TSV file. A first line with all needed names is the header; else columns are in that order."""
     names = list(dict.fromkeys(source.columns))
-    for number, line in enumerate(stream, 1):
-        try:
-            cells = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n").split("\t")
-        except UnicodeDecodeError as error:
-            skipped.add("invalid UTF-8", f"{name} line {number}: {error.reason} at byte {error.start}")
-            continue
-        if number == 1 and set(names) <= set(cells):
+    first_line = f"{name} line 1"
+    for location, line in _iter_lines(name, stream, skipped):
+        cells = line.rstrip("\r\n").split("\t")
+        if location == first_line and set(names) <= set(cells):
             names = cells
-        elif line.strip():
-            yield from _parse_row(dict(zip(names, cells, strict=False)), source, f"{name} line {number}", skipped)
+        else:
+            yield from _parse_row(dict(zip(names, cells, strict=False)), source, location, skipped)
 
 
 def _read_parquet(path: Path, source: TextSource, skipped: SkippedDocuments) -> Iterator[Document]:
     try:
         parquet: Any = importlib.import_module("pyarrow.parquet")
     except ImportError:
-        raise InputError(
-            f"'{path}' is a Parquet file, which needs pyarrow; pip install pyarrow, or convert it to JSON Lines"
-        ) from None
+        raise InputError(f"'{path}' needs pyarrow; pip install pyarrow, or convert it to JSON Lines") from None
     columns = list(dict.fromkeys(source.columns))
     number = 0
     try:

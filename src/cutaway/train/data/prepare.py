@@ -5,7 +5,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -15,8 +15,8 @@ import numpy as np
 
 from cutaway.errors import InputError
 from cutaway.tokenizer import Tokenizer
-from cutaway.train.checkpoint.atomic_directory import fsync_directory
-from cutaway.train.data.documents import MAX_DOCUMENT_CHARS, Document, SkippedDocuments, read_file
+from cutaway.train.checkpoint.atomic_directory import fsync_directory, write_file
+from cutaway.train.data.documents import MAX_DOCUMENT_CHARS, SkippedDocuments, read_file
 from cutaway.train.data.memmap import SplitWriter, TokenSplit
 from cutaway.train.data.sources import SourceFile, TextSource, list_source_files
 from cutaway.train.data.tokenize import chunk_documents, encode_chunks, num_cores
@@ -29,7 +29,6 @@ MIN_DOCUMENTS, MIN_DOCUMENT_CHARS = 64, 256
 """Fewer text files than this are split into about MIN_DOCUMENTS documents of at least MIN_DOCUMENT_CHARS characters."""
 STALE_SECONDS = 3600
 """Seconds without a write after which a temporary directory is considered left by a killed process."""
-ProgressFn = Callable[[int, int], None]
 SourceFiles = list[tuple[TextSource, SourceFile]]
 
 
@@ -45,11 +44,6 @@ class PreparedData:
     skipped: SkippedDocuments
     directory: Path
 
-    @property
-    def num_bytes(self) -> dict[str, int]:
-        """UTF-8 bytes, for bits per byte."""
-        return {"train": self.train.num_bytes, "validation": self.validation.num_bytes}
-
 
 def prepare_data(
     sources: Sequence[TextSource],
@@ -58,42 +52,33 @@ def prepare_data(
     *,
     validation_split: float,
     seed: int,
-    progress: ProgressFn | None = None,
 ) -> PreparedData:
     """Tokenize the sources' documents, one source after the other, into a subdirectory of `directory`.
 
     Source weights are ignored: weighted sources are prepared separately and mixed. Files are read again only if their
-    names, sizes or modification times change; `progress` receives bytes done and total.
+    names, sizes or modification times change.
     """
-    if not 0 <= validation_split < 1:
-        raise InputError(
-            f"validation_split is {validation_split}; it is a fraction of the documents, so pass a number in [0, 1)"
-        )
     if len({source.target_column is None for source in sources}) > 1:
-        raise InputError(
-            "some sources have a target_column and some do not; set it for all, or prepare them separately"
-        )
+        raise InputError("some sources have a target_column and some do not; set it for all, or for none")
     source_files = _list_source_files(sources)
     directory = Path(directory)
     prepared_directory = directory / _cache_key(source_files, tokenizer, validation_split, seed)
-    prepared = open_prepared_data(prepared_directory)
+    prepared = _open_prepared_data(prepared_directory)
     if prepared is None:
         try:
-            _build(sources, source_files, tokenizer, prepared_directory, validation_split, seed, progress)
+            _build(sources, source_files, tokenizer, prepared_directory, validation_split, seed)
         except OSError as error:
             raise InputError(
                 f"cannot write the prepared data to '{directory}' ({error.strerror or error}); free disk space, or use"
                 " another directory"
             ) from error
-        prepared = open_prepared_data(prepared_directory)
+        prepared = _open_prepared_data(prepared_directory)
     if prepared is None:
-        raise InputError(
-            f"'{prepared_directory}' is damaged right after it was written; check the disk, or use another directory"
-        )
+        raise InputError(f"'{prepared_directory}' is damaged right after it was written; check the disk")
     return prepared
 
 
-def open_prepared_data(directory: Path) -> PreparedData | None:
+def _open_prepared_data(directory: Path) -> PreparedData | None:
     """Open prepared data; None if the directory does not exist or is incomplete."""
     try:
         metadata: dict[str, Any] = json.loads((directory / "data.json").read_text(encoding="utf-8"))
@@ -132,25 +117,24 @@ def _build(
     directory: Path,
     validation_split: float,
     seed: int,
-    progress: ProgressFn | None,
 ) -> None:
     """Write to a temporary directory, which is renamed when everything is on disk."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     _remove_stale_directories(directory.parent)
     temporary = Path(tempfile.mkdtemp(prefix=".tmp-", dir=directory.parent))
     try:
-        _write_splits(source_files, tokenizer, temporary, validation_split, seed, progress)
+        _write_splits(source_files, tokenizer, temporary, validation_split, seed)
         if _list_source_files(sources) != source_files:
             raise InputError("source files changed while they were read; run again when nothing writes to them")
-        if (prepared := open_prepared_data(temporary)) is not None:
+        if (prepared := _open_prepared_data(temporary)) is not None:
             _check_split_sizes(prepared, validation_split)
         temporary.chmod(0o777 & ~_current_umask())
-        if directory.exists() and open_prepared_data(directory) is None:
+        if directory.exists() and _open_prepared_data(directory) is None:
             shutil.rmtree(directory)
         try:
             temporary.rename(directory)
         except OSError:
-            if open_prepared_data(directory) is None:  # otherwise another process has written the same data
+            if _open_prepared_data(directory) is None:  # otherwise another process has written the same data
                 raise
         fsync_directory(directory.parent)
     finally:
@@ -158,20 +142,16 @@ def _build(
 
 
 def _write_splits(
-    source_files: SourceFiles,
-    tokenizer: Tokenizer,
-    temporary: Path,
-    validation_split: float,
-    seed: int,
-    progress: ProgressFn | None,
+    source_files: SourceFiles, tokenizer: Tokenizer, temporary: Path, validation_split: float, seed: int
 ) -> None:
     skipped = SkippedDocuments()
     # Separate hashes, so that the fingerprint does not depend on how documents are grouped into chunks
     contents, lengths, ids = sha256(), sha256(), sha256()
     has_targets = any(source.target_column is not None for source, _ in source_files)
     max_token_id = max([tokenizer.vocab_size - 1, *tokenizer.all_special_ids, *tokenizer.backend.get_vocab().values()])
-    num_workers = min(num_cores(), 32) if sum(file.size for _, file in source_files) >= MIN_PARALLEL_BYTES else 1
-    documents = _iter_documents(source_files, skipped, progress)
+    num_workers = min(num_cores(), 32) if _total_size(source_files) >= MIN_PARALLEL_BYTES else 1
+    max_chars = _max_document_chars(source_files)
+    documents = (doc for source, file in source_files for doc in read_file(file, source, skipped, max_chars))
     with (
         SplitWriter(temporary, "train", max_token_id, has_targets) as train,
         SplitWriter(temporary, "validation", max_token_id, has_targets) as validation,
@@ -180,9 +160,8 @@ def _write_splits(
             has_tokens = encoded.lengths[:, : 2 if has_targets else 1].min(1) > 0
             for _ in np.flatnonzero(~has_tokens):
                 skipped.add("no tokens", "a text that the tokenizer encodes to nothing")
-            is_validation = np.array(
-                [is_validation_document(key, seed, validation_split) for key in encoded.split_keys], bool
-            )
+            keys = encoded.split_keys
+            is_validation = np.array([_is_validation_document(key, seed, validation_split) for key in keys], bool)
             train.append(encoded, has_tokens & ~is_validation)
             validation.append(encoded, has_tokens & is_validation)
             contents.update(b"".join(encoded.digests))
@@ -198,41 +177,22 @@ def _write_splits(
             "validation": validation.finalize(),
             "num_files": len(source_files),
         }
-    with (temporary / "data.json").open("w", encoding="utf-8") as file:
-        json.dump(metadata, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
+    write_file(temporary / "data.json", json.dumps(metadata, indent=1).encode())
 
 
-def max_document_chars(source_files: SourceFiles) -> int:
+def _max_document_chars(source_files: SourceFiles) -> int:
     """Maximum document length: a few text files are split into documents, so that some are left for validation."""
-    if len(source_files) >= MIN_DOCUMENTS or any(
-        file.path.suffix in (".jsonl", ".parquet", ".tsv") for _, file in source_files
-    ):
+    has_rows = any(file.path.suffix in (".jsonl", ".parquet", ".tsv") for _, file in source_files)
+    if len(source_files) >= MIN_DOCUMENTS or has_rows:
         return MAX_DOCUMENT_CHARS
-    return min(MAX_DOCUMENT_CHARS, max(MIN_DOCUMENT_CHARS, sum(file.size for _, file in source_files) // MIN_DOCUMENTS))
+    return min(MAX_DOCUMENT_CHARS, max(MIN_DOCUMENT_CHARS, _total_size(source_files) // MIN_DOCUMENTS))
 
 
-def _iter_documents(
-    source_files: SourceFiles, skipped: SkippedDocuments, progress: ProgressFn | None
-) -> Iterator[Document]:
-    """Documents of all files; `progress` is called about a thousand times, not once per document."""
-    done, total, reported = 0, sum(file.size for _, file in source_files), 0
-    max_chars = max_document_chars(source_files)
-    for source, file in source_files:
-        done_in_file = 0
-        for document in read_file(file, source, skipped, max_chars):
-            done_in_file = min(file.size, done_in_file + len(document.text) + len(document.target or ""))
-            if progress is not None and (done + done_in_file - reported) * 1000 >= total:
-                reported = done + done_in_file
-                progress(reported, total)
-            yield document
-        done += file.size
-    if progress is not None:
-        progress(total, total)
+def _total_size(source_files: SourceFiles) -> int:
+    return sum(file.size for _, file in source_files)
 
 
-def is_validation_document(split_key: bytes, seed: int, validation_split: float) -> bool:
+def _is_validation_document(split_key: bytes, seed: int, validation_split: float) -> bool:
     """Whether a document is in the validation split: a function of its split key, independent of other documents."""
     draw = sha256(f"{seed}:".encode() + split_key).digest()[:8]
     return int.from_bytes(draw, "big") < int(validation_split * 2**64)

@@ -14,13 +14,8 @@ from cutaway.train.seeds import derive_seed
 FEISTEL_ROUNDS = 8
 
 
-def shuffle_index(index: int, size: int, seed: int, epoch: int) -> int:
-    """Index of the item at place `index` in an epoch over `size` items."""
-    return int(shuffle_indices(np.array([index]), size, seed, epoch)[0])
-
-
 def shuffle_indices(indices: NDArray[np.int64], size: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """`shuffle_index` of an array of indices."""
+    """Indices of the items at places `indices` in an epoch over `size` items."""
     if size < 1 or (len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < size):
         raise InputError(f"an index to shuffle is outside 0 … {size - 1}; pass indices below size")
     bits = (size - 1).bit_length()

@@ -11,15 +11,8 @@ from typing import NamedTuple
 from cutaway.errors import InputError
 
 EXCLUDED_DIRECTORIES = {
-    "site-packages",
-    "dist-packages",
-    "test",
-    "tests",
-    "idle_test",
-    "pydoc_data",
-    "encodings",
-    "__pycache__",
-}
+    "site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data", "encodings", "__pycache__"
+}  # fmt: skip
 """Directories of the standard library that are excluded: installed packages; tests, which many systems do not ship and
 which are repetitive; pydoc's escaped help texts; code page tables."""
 

@@ -3,16 +3,19 @@
 Imports nothing from torch.distributed at module level: a single process has no DTensors.
 """
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 TensorGroups = Mapping[str, Mapping[str, Tensor]]
 
 
-def is_dtensor(tensor: Any) -> bool:
+def is_dtensor(tensor: Tensor) -> "TypeGuard[DTensor]":
     return hasattr(tensor, "device_mesh")
 
 
@@ -20,31 +23,25 @@ def to_local(tensor: Tensor) -> Tensor:
     """This rank's local shard of a DTensor, sharing its memory; other tensors are returned unchanged."""
     if not is_dtensor(tensor):
         return tensor
-    dtensor: Any = tensor
     with torch.no_grad():
-        return dtensor.to_local().detach()
+        return tensor.to_local().detach()
 
 
-def sharded_dims(dtensor: Any) -> list[tuple[int, int]]:
+def _sharded_dims(dtensor: "DTensor") -> list[tuple[int, int]]:
     """(mesh dimension, tensor dimension sharded along it), outermost sharding first.
 
     Matrices are sharded for tensor parallelism before FSDP shards the parts, so mesh dimensions are in reverse order.
     """
-    dims = [
-        (mesh_dim, placement.dim)
-        for mesh_dim, placement in enumerate(dtensor.placements)
-        if not placement.is_replicate()
-    ]
-    return dims[::-1]
+    placements: list[Any] = list(enumerate(dtensor.placements))  # only sharded ones have a tensor dimension
+    return [(mesh_dim, placement.dim) for mesh_dim, placement in placements if not placement.is_replicate()][::-1]
 
 
 def num_replicas(tensor: Tensor, world_size: int) -> int:
     """Number of ranks that hold the same shard."""
     if not is_dtensor(tensor):
         return world_size
-    dtensor: Any = tensor
-    for mesh_dim, _ in sharded_dims(dtensor):
-        world_size //= dtensor.device_mesh.size(mesh_dim)
+    for mesh_dim, _ in _sharded_dims(tensor):
+        world_size //= tensor.device_mesh.size(mesh_dim)
     return world_size
 
 
@@ -58,10 +55,10 @@ def local_shard(full: Tensor, like: Tensor) -> Tensor:
     """The shard of `full` that this rank has of a tensor sharded like `like`."""
     if not is_dtensor(like):
         return full
-    dtensor: Any = like
-    coordinate = dtensor.device_mesh.get_coordinate()
-    for mesh_dim, dim in sharded_dims(dtensor):
-        size, num_shards = full.shape[dim], dtensor.device_mesh.size(mesh_dim)
+    coordinate = like.device_mesh.get_coordinate()
+    assert coordinate is not None
+    for mesh_dim, dim in _sharded_dims(like):
+        size, num_shards = full.shape[dim], like.device_mesh.size(mesh_dim)
         shard_size = -(-size // num_shards)
         low = min(size, coordinate[mesh_dim] * shard_size)
         full = full.narrow(dim, low, min(shard_size, size - low))
@@ -72,14 +69,10 @@ def as_dtensor_like(local: Tensor, like: Tensor) -> Tensor:
     """Wrap a local shard as a DTensor with the mesh and placements of `like`."""
     if not is_dtensor(like) or local.ndim != like.ndim:
         return local
-    dtensor: Any = like
-    return type(dtensor.data).from_local(
-        local,
-        dtensor.device_mesh,
-        dtensor.placements,
-        run_check=False,
-        shape=dtensor.shape,
-        stride=dtensor.stride(),
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
 
 
@@ -89,39 +82,33 @@ def full_tensor(tensor: Tensor) -> Tensor:
         return tensor
     from torch.distributed.tensor import Replicate
 
-    dtensor: Any = tensor.detach()
+    dtensor = cast("DTensor", tensor.detach())  # `detach` is typed as returning a plain tensor
     placements = list(dtensor.placements)
-    for mesh_dim, _ in reversed(sharded_dims(dtensor)):  # innermost sharding first
+    for mesh_dim, _ in reversed(_sharded_dims(dtensor)):  # innermost sharding first
         placements[mesh_dim] = Replicate()
         dtensor = dtensor.redistribute(placements=placements)
     return dtensor.to_local()
 
 
-def iter_in_checkpoint_order(tensors: TensorGroups) -> Iterator[Tensor]:
-    """All tensors in the order in which a checkpoint is written."""
-    for _, group in sorted(tensors.items()):
-        for _, tensor in sorted(group.items()):
-            yield tensor
+def copy_to_cpu(tensor: Tensor) -> Tensor:
+    """Contiguous copy on the CPU."""
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 class TensorGatherer:
     """Gathers full tensors one after another, in the same order on all ranks, even if writing fails on one."""
 
     def __init__(self, tensors: TensorGroups) -> None:
-        self.remaining = iter_in_checkpoint_order(tensors)
+        groups = [group for _, group in sorted(tensors.items())]
+        self.remaining = (group[name] for group in groups for name in sorted(group))  # as a checkpoint is written
 
     def gather_next_to_cpu(self, tensor: Tensor) -> Tensor:
         """Gather the next tensor and copy it to the CPU."""
         expected = next(self.remaining)
         assert expected is tensor, "tensors are gathered out of order"
-        return full_tensor(tensor).detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        return copy_to_cpu(full_tensor(tensor))
 
     def gather_remaining(self) -> None:
         """Take part in gathering the remaining tensors, and discard them."""
         for tensor in self.remaining:
             full_tensor(tensor)
-
-
-def local_parameter(parameter: nn.Parameter) -> nn.Parameter:
-    """The local shard as a parameter, for elementwise optimizers; other parameters are returned unchanged."""
-    return nn.Parameter(to_local(parameter)) if is_dtensor(parameter) else parameter

@@ -3,10 +3,12 @@
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 
 from cutaway.model import Transformer, build
 from cutaway.model.init import init_weights_with_seed
@@ -26,23 +28,21 @@ def parallelize_module(training_module: "TrainingModule", dist_context: Distribu
     if dist_context.world_size == 1:
         return training_module
     if dist_context.mesh is None:
-        from torch.nn.parallel import DistributedDataParallel
-
-        with warnings.catch_warnings(
-            action="ignore", category=FutureWarning
-        ):  # an argument is renamed in newer versions
+        # An argument is renamed in newer versions.
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):
             return DistributedDataParallel(training_module, broadcast_buffers=False, gradient_as_bucket_view=True)
-    mesh: Any = dist_context.mesh
+    mesh = dist_context.mesh
     if dist_context.tp_size > 1:
         from cutaway.train.distributed.tensor_parallel import TensorParallelGroup, apply_tensor_parallel
 
-        training_module.vocab_shard = apply_tensor_parallel(training_module.model, TensorParallelGroup(mesh["tp"]))
+        vocab_shard = apply_tensor_parallel(training_module.model, TensorParallelGroup(mesh["tp"]))
+        training_module.loss_options = training_module.loss_options._replace(vocab_shard=vocab_shard)
     if dist_context.dp_size > 1:
-        apply_fsdp(training_module, mesh["dp_shard"] if mesh.size(0) == 1 else mesh["dp_replicate", "dp_shard"])
+        _apply_fsdp(training_module, mesh["dp_shard"] if mesh.size(0) == 1 else mesh["dp_replicate", "dp_shard"])
     return training_module
 
 
-def apply_fsdp(training_module: "TrainingModule", mesh: Any) -> None:
+def _apply_fsdp(training_module: "TrainingModule", mesh: DeviceMesh) -> None:
     """Shard each block as a unit, so that one block at a time is gathered; the rest is gathered for the whole step."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -73,14 +73,13 @@ def _iter_full_parameters(model: Transformer, device: torch.device) -> Iterator[
         copy_from_full(parameter, full.detach())
 
 
-def no_sync_until_last(module: nn.Module, is_last: bool) -> AbstractContextManager[Any]:
+def no_sync_until_last(module: nn.Module, is_last: bool) -> AbstractContextManager[None]:
     """Context in which DDP accumulates gradients locally, except for the last micro-batch of a step.
 
     FSDP2 reduces the gradients of each micro-batch: accumulating locally would hold full gradients, and a run with
     shards and micro-batches is short of memory.
     """
-    no_sync: Any = getattr(module, "no_sync", None)
-    return nullcontext() if is_last or no_sync is None else no_sync()
+    return nullcontext() if is_last or not isinstance(module, DistributedDataParallel) else module.no_sync()
 
 
 def gather_full_model(model: Transformer, device: torch.device, *, keep: bool) -> Transformer | None:

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from cutaway.arguments import resolve_device
 from cutaway.errors import CutawayError, InputError
@@ -45,7 +45,7 @@ class DistributedContext:
     """Data-parallel rank and size: ranks with different sequences."""
     tp_size = 1
     """Tensor-parallel size: ranks that split each matrix and process the same sequences."""
-    mesh: Any = None
+    mesh: DeviceMesh | None = None
     """DeviceMesh (dp_replicate, dp_shard, tp) if states or matrices are sharded, else None."""
     is_restart = False
     """Whether torchrun restarted this process after a failure."""
@@ -66,7 +66,7 @@ class DistributedContext:
     def init_mesh(self, parallel: ParallelConfig, device: torch.device) -> None:
         """Set up the device mesh and this rank's coordinates in it."""
 
-    def main_process_first(self) -> AbstractContextManager[Any]:
+    def main_process_first(self) -> AbstractContextManager[None]:
         """Context whose body the main process completes before the other ranks start it."""
         return nullcontext()
 
@@ -99,8 +99,6 @@ SINGLE_PROCESS = DistributedContext()
 
 def rank_positions(first: int, count: int, rank: int, world_size: int) -> range:
     """Positions of one rank's part of a batch; the parts of all ranks are the batch."""
-    if not 0 <= rank < world_size:
-        raise InputError(f"rank is {rank}, and world_size is {world_size}; pass a rank in 0 … {world_size - 1}")
     return range(first + count * rank // world_size, first + count * (rank + 1) // world_size)
 
 
@@ -125,7 +123,7 @@ class MultiProcessContext(DistributedContext):
         return self.dp_shard * self.tp_size
 
     def resolve_device(self, device: DeviceLike) -> torch.device:
-        resolved = resolve_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        resolved = super().resolve_device(device)
         return torch.device("cuda", torch.cuda.current_device()) if resolved.type == "cuda" else resolved
 
     def init_mesh(self, parallel: ParallelConfig, device: torch.device) -> None:
@@ -179,14 +177,12 @@ class MultiProcessContext(DistributedContext):
 
     def sum_over_dp(self, value: NumberT) -> NumberT:
         if isinstance(value, Tensor):
-            total = value.detach().clone()
-            dist.all_reduce(total, group=self.dp_group)
-            return total
-        return float(self.sum_over_dp(torch.tensor(value, dtype=torch.float64)))
+            return self.sum_over_ranks(value, self.dp_group)
+        return float(self.sum_over_ranks(torch.tensor(value, dtype=torch.float64), self.dp_group))
 
-    def sum_over_ranks(self, value: Tensor) -> Tensor:
+    def sum_over_ranks(self, value: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
         total = value.detach().clone()
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=group)
         return total
 
     def is_first_failure(self) -> bool:
@@ -218,7 +214,7 @@ def _join_process_group(device: DeviceLike) -> Iterator[MultiProcessContext]:
 
     seconds = float(os.environ.get(TIMEOUT_ENV, "600"))
     timeout = timedelta(seconds=seconds)
-    on_gpu = resolve_device(device or ("cuda" if torch.cuda.is_available() else "cpu")).type == "cuda"
+    on_gpu = SINGLE_PROCESS.resolve_device(device).type == "cuda"
     if on_gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     store, rank, world_size = next(rendezvous("env://", timeout=timeout))

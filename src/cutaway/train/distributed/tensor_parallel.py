@@ -8,7 +8,6 @@
 computes with its local tensor, by the same kernels as a single process.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,7 +37,7 @@ class TensorParallelGroup:
     mesh: DeviceMesh
 
     @property
-    def group(self) -> Any:
+    def group(self) -> dist.ProcessGroup:
         return self.mesh.get_group()
 
     @property
@@ -54,78 +53,82 @@ class _CopyToTensorParallel(torch.autograd.Function):
     """Identity in the forward pass, all-reduce of the gradient in the backward pass (Megatron's f)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        grad = grad.contiguous().clone()
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
+        return _all_reduce(grad, ctx.group), None
 
 
 class _ReduceFromTensorParallel(torch.autograd.Function):
     """All-reduce in the forward pass, identity in the backward pass (Megatron's g)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        x = x.contiguous().clone()
-        dist.all_reduce(x, group=group)
-        return x
+    def forward(ctx: object, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return _all_reduce(x, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: object, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 
-def copy_to_tensor_parallel(x: Tensor, group: Any) -> Tensor:
+def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    x = x.contiguous().clone()
+    dist.all_reduce(x, group=group)
+    return x
+
+
+def _copy_to_tensor_parallel(x: Tensor, tp_group: TensorParallelGroup) -> Tensor:
     """Identity; the backward pass sums the gradient over the ranks."""
-    return _CopyToTensorParallel.apply(x, group)  # type: ignore[no-untyped-call]
+    return _CopyToTensorParallel.apply(x, tp_group.group)  # type: ignore[no-untyped-call]
 
 
-def reduce_from_tensor_parallel(x: Tensor, group: Any) -> Tensor:
+def _reduce_from_tensor_parallel(x: Tensor, tp_group: TensorParallelGroup) -> Tensor:
     """Sum over the ranks; the backward pass is the identity."""
-    return _ReduceFromTensorParallel.apply(x, group)  # type: ignore[no-untyped-call]
+    return _ReduceFromTensorParallel.apply(x, tp_group.group)  # type: ignore[no-untyped-call]
 
 
-class ShardedModule:
+class _ShardedModule:
     """Module with sharded parameters, which are read as local tensors during a step.
 
     FSDP2 reads them too, after it has sharded them further: it gets the parameters it has stored.
     """
 
     tp_group: TensorParallelGroup
-    _parameters: dict[str, Any]
-    _buffers: dict[str, Any]
+    _parameters: dict[str, Tensor | None]
+    _buffers: dict[str, Tensor | None]
 
-    def local_param(self, name: str) -> Any:
-        parameter: Any = self._parameters.get(name)
+    def local_param(self, name: str) -> Tensor | None:
+        parameter = self._parameters.get(name)
         is_tp_only = isinstance(parameter, DTensor) and parameter.device_mesh.mesh_dim_names == ("tp",)
-        return parameter.to_local() if is_tp_only else parameter
+        return parameter.to_local() if is_tp_only else parameter  # type: ignore[union-attr]
 
 
-class ShardedWeights(ShardedModule):
+class _ShardedWeights(_ShardedModule):
     """Column-parallel linear layer, or output matrix."""
 
     @property
-    def weight(self) -> Any:
-        return self.local_param("weight")
+    def weight(self) -> Tensor:
+        weight = self.local_param("weight")
+        assert weight is not None
+        return weight
 
     @property
-    def bias(self) -> Any:
+    def bias(self) -> Tensor | None:
         return self.local_param("bias")
 
 
-class RowParallel(ShardedWeights):
+class _RowParallel(_ShardedWeights):
     """Row-parallel linear layer. The bias is not sharded, and is added after the reduction."""
 
     def forward(self, x: Tensor) -> Tensor:
-        y = reduce_from_tensor_parallel(F.linear(x, self.weight), self.tp_group.group)
+        y = _reduce_from_tensor_parallel(F.linear(x, self.weight), self.tp_group)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
-class VocabParallel(ShardedWeights):
+class _VocabParallel(_ShardedWeights):
     """Vocabulary-parallel embedding; with tied weights also the output matrix."""
 
     vocab_start: int
@@ -135,43 +138,43 @@ class VocabParallel(ShardedWeights):
         index = tokens - self.vocab_start
         is_remote = (index < 0) | (index >= len(weight))
         x = F.embedding(index.masked_fill(is_remote, 0), weight).masked_fill(is_remote.unsqueeze(-1), 0)
-        return reduce_from_tensor_parallel(x, self.tp_group.group)
+        return _reduce_from_tensor_parallel(x, self.tp_group)
 
 
-class ReplicatedWeights(ShardedModule):
+class _ReplicatedWeights(_ShardedModule):
     """Replicated weights that each rank uses for its own heads only, so that gradients are summed over ranks."""
 
-    def replicated_param(self, name: str) -> Any:
+    def local_param(self, name: str) -> Tensor | None:
         parameter = self._parameters.get(name)
         if parameter is None or isinstance(parameter, DTensor):
             return parameter
-        return copy_to_tensor_parallel(parameter, self.tp_group.group)
+        return _copy_to_tensor_parallel(parameter, self.tp_group)
 
     @property
-    def weight(self) -> Any:
-        return self.replicated_param("weight")
+    def weight(self) -> Tensor | None:
+        return self.local_param("weight")
 
     @property
-    def bias(self) -> Any:
-        return self.replicated_param("bias")
+    def bias(self) -> Tensor | None:
+        return self.local_param("bias")
 
 
-class ShardedSinks(ShardedModule):
+class _ShardedSinks(_ShardedModule):
     """Attention with one sink per head, sharded by heads."""
 
     @property
-    def sink(self) -> Any:
+    def sink(self) -> Tensor | None:
         return self.local_param("sink")
 
 
-class ShardedLogits(ShardedModule):
+class _ShardedLogits(_ShardedModule):
     """Output head with sharded logits. A learned bias is a sharded parameter; a fixed one is a full buffer, sliced."""
 
     vocab_shard: VocabShard
     matrix: nn.Module
 
     @property
-    def bias(self) -> Any:
+    def bias(self) -> Tensor | None:
         fixed_bias = self._buffers.get("bias")
         if fixed_bias is None:
             return self.local_param("bias")
@@ -179,7 +182,7 @@ class ShardedLogits(ShardedModule):
         return fixed_bias[start : start + len(self.matrix.weight)]  # type: ignore[arg-type]
 
 
-class ShardedScoreBias(ScoreBias):
+class _ShardedScoreBias(ScoreBias):
     """Score bias of this rank's heads, which start at `first_head`."""
 
     first_head: int
@@ -198,11 +201,10 @@ class ShardedScoreBias(ScoreBias):
 def apply_tensor_parallel(model: Transformer, tp_group: TensorParallelGroup) -> VocabShard:
     """Shard a model's matrices in place, and return this rank's shard of the vocabulary."""
     for module in list(model.modules()):
-        if isinstance(module, LatentAttention | MixtureOfExperts):
-            name = "latent attention" if isinstance(module, LatentAttention) else "a mixture of experts"
-            raise InputError(
-                f"tensor parallelism does not support {name}; set parallel.tp = 1, and use parallel.dp_shard"
-            )
+        if isinstance(module, LatentAttention):
+            raise _unsupported("latent attention")
+        if isinstance(module, MixtureOfExperts):
+            raise _unsupported("a mixture of experts")
         if isinstance(module, MultiHead):
             _parallelize_attention(module, tp_group)
         elif isinstance(module, MLP | GatedMLP):
@@ -216,16 +218,20 @@ def apply_tensor_parallel(model: Transformer, tp_group: TensorParallelGroup) -> 
     vocab_shard = VocabShard(model.config.vocab_size, _shard_start(model.config.vocab_size, tp_group), tp_group.group)
     if not isinstance(head.matrix, EmbeddingTable):
         _shard_params(head.matrix, tp_group, weight=0)
-        _swap_class(head.matrix, ShardedWeights, tp_group)
+        _swap_class(head.matrix, _ShardedWeights, tp_group)
     if isinstance(head.bias, nn.Parameter):
         _shard_params(head, tp_group, bias=0)
-    _swap_class(head, ShardedLogits, tp_group, vocab_shard=vocab_shard)
+    _swap_class(head, _ShardedLogits, tp_group, vocab_shard=vocab_shard)
     # The head's transform is replicated; the sharded output matrix needs the summed input gradient.
     if head.transform is None:
-        head.register_forward_pre_hook(lambda module, args: (copy_to_tensor_parallel(args[0], tp_group.group),))
+        head.register_forward_pre_hook(lambda module, args: (_copy_to_tensor_parallel(args[0], tp_group),))
     else:
-        head.transform.register_forward_hook(lambda module, args, x: copy_to_tensor_parallel(x, tp_group.group))
+        head.transform.register_forward_hook(lambda module, args, x: _copy_to_tensor_parallel(x, tp_group))
     return vocab_shard
+
+
+def _unsupported(what: str) -> InputError:
+    return InputError(f"tensor parallelism does not support {what}; set parallel.tp = 1, and use parallel.dp_shard")
 
 
 def _parallelize_attention(module: MultiHead, tp_group: TensorParallelGroup) -> None:
@@ -237,63 +243,59 @@ def _parallelize_attention(module: MultiHead, tp_group: TensorParallelGroup) -> 
     for norm in (module.q_norm, module.k_norm):
         if isinstance(norm, QueryKeyNorm):
             if norm.over_all_heads:
-                raise InputError(
-                    "tensor parallelism does not support QK-norm over all heads (over='full'); set parallel.tp = 1, and"
-                    " use parallel.dp_shard"
-                )
+                raise _unsupported("QK-norm over all heads (over='full')")
             per_head = [name for name, each in norm.norm.named_parameters(recurse=False) if each.ndim > 1]
             _shard_params(norm.norm, tp_group, **dict.fromkeys(per_head, 0))
-            _swap_class(norm.norm, ShardedWeights if per_head else ReplicatedWeights, tp_group)
+            _swap_class(norm.norm, _ShardedWeights if per_head else _ReplicatedWeights, tp_group)
     if module.sink is not None:
         _shard_params(module, tp_group, sink=0)
-        _swap_class(module, ShardedSinks, tp_group)
-    module.register_forward_pre_hook(_copy_inputs_hook(tp_group))
+        _swap_class(module, _ShardedSinks, tp_group)
+    _copy_inputs(module, tp_group)
 
 
 def _parallelize_ffn(module: MLP | GatedMLP, tp_group: TensorParallelGroup) -> None:
     _check_divisible("hidden units", module.down.weight.shape[-1], tp_group)  # type: ignore[index, arg-type]
-    for matrix in (module.up, getattr(module, "gate", None)):
-        if matrix is not None:
-            _column_parallel(matrix, tp_group)
+    for matrix in (module.up, module.gate) if isinstance(module, GatedMLP) else (module.up,):
+        _column_parallel(matrix, tp_group)
     _row_parallel(module.down, tp_group)
-    module.register_forward_pre_hook(_copy_inputs_hook(tp_group))
+    _copy_inputs(module, tp_group)
 
 
 def _parallelize_score_bias(module: ScoreBias, tp_group: TensorParallelGroup) -> None:
     _check_divisible("heads", module.heads, tp_group)
     count = module.heads // tp_group.size
-    _swap_class(module, ShardedScoreBias, tp_group, first_head=count * tp_group.rank, num_heads=count)
+    _swap_class(module, _ShardedScoreBias, tp_group, first_head=count * tp_group.rank, num_heads=count)
     if isinstance(module, RelativeBias):
-        _swap_class(module.table, ReplicatedWeights, tp_group)
+        _swap_class(module.table, _ReplicatedWeights, tp_group)
 
 
 def _parallelize_embedding(table: EmbeddingTable, tp_group: TensorParallelGroup) -> None:
-    if isinstance(table, VocabParallel):
+    if isinstance(table, _VocabParallel):
         return  # shared by encoder and decoder
     _shard_params(table, tp_group, weight=0)
-    _swap_class(table, VocabParallel, tp_group, vocab_start=_shard_start(table.num_embeddings, tp_group))
+    _swap_class(table, _VocabParallel, tp_group, vocab_start=_shard_start(table.num_embeddings, tp_group))
 
 
 def _column_parallel(matrix: nn.Module, tp_group: TensorParallelGroup) -> None:
     _shard_params(matrix, tp_group, weight=0, **({} if matrix.bias is None else {"bias": 0}))
-    _swap_class(matrix, ShardedWeights, tp_group)
+    _swap_class(matrix, _ShardedWeights, tp_group)
 
 
 def _row_parallel(matrix: nn.Module, tp_group: TensorParallelGroup) -> None:
     _shard_params(matrix, tp_group, weight=1)
-    _swap_class(matrix, RowParallel, tp_group)
+    _swap_class(matrix, _RowParallel, tp_group)
 
 
-def _copy_inputs_hook(tp_group: TensorParallelGroup) -> Callable[[nn.Module, Any], Any]:
-    """Forward pre-hook that copies the replicated inputs: the residual stream, and the encoder output."""
+def _copy_inputs(module: nn.Module, tp_group: TensorParallelGroup) -> None:
+    """Register a hook that copies the replicated inputs: the residual stream, and the encoder output."""
 
     def hook(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         x, *rest = args
         if rest and rest[0].memory is not None:
-            rest[0] = replace(rest[0], memory=copy_to_tensor_parallel(rest[0].memory, tp_group.group))
-        return copy_to_tensor_parallel(x, tp_group.group), *rest
+            rest[0] = replace(rest[0], memory=_copy_to_tensor_parallel(rest[0].memory, tp_group))
+        return _copy_to_tensor_parallel(x, tp_group), *rest
 
-    return hook
+    module.register_forward_pre_hook(hook)
 
 
 def _shard_params(module: nn.Module, tp_group: TensorParallelGroup, **dims: int) -> None:
@@ -305,7 +307,7 @@ def _shard_params(module: nn.Module, tp_group: TensorParallelGroup, **dims: int)
         module._parameters[name] = nn.Parameter(shard, requires_grad=full.requires_grad)
 
 
-def _swap_class(module: nn.Module, mixin: type, tp_group: TensorParallelGroup, **attributes: Any) -> None:
+def _swap_class(module: nn.Module, mixin: type, tp_group: TensorParallelGroup, **attributes: object) -> None:
     """Add a mixin to a module's class, which changes how it reads its parameters or computes its product."""
     module.__class__ = type(mixin.__name__ + type(module).__name__, (mixin, type(module)), {})
     for name, value in (attributes | {"tp_group": tp_group}).items():

@@ -80,17 +80,9 @@ class LinearGELU(torch.autograd.Function):
         (rows, columns), grad_pre_act = pre_act.shape, torch.empty_like(pre_act)
         grid = (triton.cdiv(rows, GELU_TILE_ROWS), triton.cdiv(columns, GELU_TILE_COLUMNS))
         bias_grad_sums = pre_act.new_empty(grid[0], columns, dtype=torch.float32)  # one partial sum per row of tiles
-        _gelu_backward_kernel[grid](
-            pre_act,
-            grad_output.contiguous(),
-            grad_pre_act,
-            bias_grad_sums,
-            rows,
-            columns,
-            TANH=ctx.tanh,
-            ROWS=GELU_TILE_ROWS,
-            COLUMNS=GELU_TILE_COLUMNS,
-        )
+        tensors = (pre_act, grad_output.contiguous(), grad_pre_act, bias_grad_sums)
+        tile = {"ROWS": GELU_TILE_ROWS, "COLUMNS": GELU_TILE_COLUMNS}
+        _gelu_backward_kernel[grid](*tensors, rows, columns, TANH=ctx.tanh, **tile)
         grad_bias = bias_grad_sums.sum(0).to(pre_act.dtype) if ctx.has_bias else None
         return grad_pre_act @ weight, grad_pre_act.T @ x, grad_bias, None
 

@@ -32,7 +32,7 @@ def compile_for_training(
     """Return a context manager for a step's forward and backward pass. Default of `compile_blocks`: on a GPU."""
     if not (model.device.type == "cuda" if compile_blocks is None else compile_blocks):
         return nullcontext
-    replaced_methods = find_fusible_modules(model)
+    replaced_methods = _find_fusible_modules(model)
     for stack in model.stacks.values():
         if single_process and stack.activation_checkpointing == "none":
             replaced_methods[stack] = {"run_blocks": _compile_stack(stack)}
@@ -77,7 +77,7 @@ def _run_blocks(blocks: list[nn.Module], x: Tensor, contexts: list[LayerContext]
     return x if norm is None else norm(x)
 
 
-def find_fusible_modules(model: nn.Module) -> dict[nn.Module, dict[str, Any]]:
+def _find_fusible_modules(model: nn.Module) -> dict[nn.Module, dict[str, Any]]:
     """Modules whose projections can be fused, with the replacement methods by name."""
     replaced_methods: dict[nn.Module, dict[str, Any]] = {}
     for module in model.modules():

@@ -19,18 +19,9 @@ def logits_to_grad_in_place(
 ) -> None:
     """Overwrite logits (n, ≥ vocab_size) by ∂loss/∂logits and padding columns by 0; write the losses of each row."""
     rows, width = logits.shape
-    shape_and_options = (vocab_size, width, logits.stride(0), label_smoothing, z_loss_coef)
-    _cross_entropy_kernel[(rows,)](
-        logits,
-        targets,
-        weights,
-        losses,
-        cross_entropies,
-        *shape_and_options,
-        SMOOTH=label_smoothing > 0,
-        BLOCK=BLOCK,
-        num_warps=NUM_WARPS,
-    )
+    tensors = (logits, targets, weights, losses, cross_entropies)
+    scalars = (vocab_size, width, logits.stride(0), label_smoothing, z_loss_coef)
+    _cross_entropy_kernel[(rows,)](*tensors, *scalars, SMOOTH=label_smoothing > 0, BLOCK=BLOCK, num_warps=NUM_WARPS)
 
 
 @triton.jit

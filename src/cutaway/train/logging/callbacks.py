@@ -3,13 +3,15 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import ParamSpec
 
 from cutaway.train.checkpoint.run_directory import RunDirectory
 from cutaway.train.logging.loss_plot import plot_losses
-from cutaway.train.logging.metrics_log import MetricsLog
+from cutaway.train.logging.metrics_log import Metrics, MetricsLog
 from cutaway.train.logging.tensorboard import TensorBoardLogger
 
+P = ParamSpec("P")
+TENSORBOARD_FAILURE = "could not write the TensorBoard log"
 MAX_PLOT_TIME_SHARE = 0.05
 """Maximum fraction of the run time spent on the loss plot; it is always drawn at the end."""
 
@@ -18,9 +20,9 @@ MAX_PLOT_TIME_SHARE = 0.05
 class Callback:
     """Functions that the Trainer calls after steps and evaluations, and with messages. The defaults do nothing."""
 
-    on_step_end: Callable[[dict[str, Any], dict[str, Any]], None] = lambda row, timing: None
-    on_evaluate: Callable[[dict[str, Any]], None] = lambda row: None
-    on_layer_stats: Callable[[dict[str, Any]], None] = lambda row: None
+    on_step_end: Callable[[Metrics, Metrics], None] = lambda row, timing: None
+    on_evaluate: Callable[[Metrics], None] = lambda row: None
+    on_layer_stats: Callable[[Metrics], None] = lambda row: None
     on_message: Callable[[str], None] = lambda text: None
 
 
@@ -28,39 +30,32 @@ class CallbackHandler:
     """Dispatches metrics to the callback and TensorBoard, and redraws the loss plot."""
 
     def __init__(
-        self,
-        run_directory: RunDirectory,
-        metrics_log: MetricsLog,
-        callback: Callback,
-        global_step: int = 0,
-        *,
-        enabled: bool = True,
+        self, run_directory: RunDirectory, metrics_log: MetricsLog, callback: Callback, global_step: int, enabled: bool
     ) -> None:
         """`enabled`: false on all ranks except the main process."""
         self.run_directory, self.metrics_log = run_directory, metrics_log
         self.callback, self.enabled = callback, enabled
-        uses_tensorboard = enabled and run_directory.recipe.logging.tensorboard
-        self.tensorboard = (
-            TensorBoardLogger(run_directory.directory / "tensorboard", global_step) if uses_tensorboard else None
-        )
+        self.tensorboard: TensorBoardLogger | None = None
+        if enabled and run_directory.recipe.logging.tensorboard:
+            self.tensorboard = TensorBoardLogger(run_directory.directory / "tensorboard", global_step)
         self.plot_seconds, self.last_plot_time = 0.5, time.perf_counter()
         self.reported_failures: set[str] = set()
 
-    def on_step_end(self, metrics: dict[str, Any], timing: dict[str, Any]) -> None:
+    def on_step_end(self, metrics: Metrics, timing: Metrics) -> None:
         self._log_to_tensorboard(timing | metrics)
         self.callback.on_step_end(metrics, timing)
 
-    def on_evaluate(self, metrics: dict[str, Any]) -> None:
+    def on_evaluate(self, metrics: Metrics) -> None:
         self._log_to_tensorboard(metrics)
         self.callback.on_evaluate(metrics)
 
-    def on_layer_stats(self, metrics: dict[str, Any]) -> None:
+    def on_layer_stats(self, metrics: Metrics) -> None:
         self._log_to_tensorboard(metrics)
         self.callback.on_layer_stats(metrics)
 
-    def _log_to_tensorboard(self, metrics: dict[str, Any]) -> None:
+    def _log_to_tensorboard(self, metrics: Metrics) -> None:
         if self.tensorboard is not None:
-            self._try_or_report("could not write the TensorBoard log", self.tensorboard.log, metrics)
+            self._try_or_report(TENSORBOARD_FAILURE, self.tensorboard.log, metrics)
 
     def update_loss_plot(self, *, final: bool = False) -> None:
         """Redraw loss.svg, unless that would exceed MAX_PLOT_TIME_SHARE."""
@@ -68,28 +63,27 @@ class CallbackHandler:
         if not self.enabled or (not final and start - self.last_plot_time < self.plot_seconds / MAX_PLOT_TIME_SHARE):
             return
         directory = self.run_directory.directory
-        self._try_or_report(
-            "could not draw the loss plot", plot_losses, self.metrics_log, directory / "loss.svg", directory.name
-        )
+        path = directory / "loss.svg"
+        self._try_or_report("could not draw the loss plot", plot_losses, self.metrics_log, path, directory.name)
         self.last_plot_time = time.perf_counter()
         self.plot_seconds = self.last_plot_time - start
 
     def flush(self) -> None:
         if self.tensorboard is not None:
-            self._try_or_report("could not write the TensorBoard log", self.tensorboard.flush)
+            self._try_or_report(TENSORBOARD_FAILURE, self.tensorboard.flush)
 
     def close(self) -> None:
         """Finish plot and log when the run ends, also after an error."""
         self.update_loss_plot(final=True)
         if self.tensorboard is not None:
-            self._try_or_report("could not write the TensorBoard log", self.tensorboard.close)
+            self._try_or_report(TENSORBOARD_FAILURE, self.tensorboard.close)
 
-    def _try_or_report(self, message: str, function: Callable[..., Any], *args: Any) -> None:
+    def _try_or_report(self, message: str, function: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
         """Call a function; an error does not stop training: it is reported once, and the call is not repeated."""
         if message in self.reported_failures:
             return
         try:
-            function(*args)
+            function(*args, **kwargs)
         except Exception as error:
             self.reported_failures.add(message)
             self.callback.on_message(f"{message} ({error}); training continues")

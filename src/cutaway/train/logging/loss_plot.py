@@ -4,9 +4,10 @@ import os
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cutaway.size.plot import LINE_COLORS, MATPLOTLIB_STYLE, TEXT_COLOR
+from cutaway.train.logging.metrics_log import Metrics
 
 if TYPE_CHECKING:  # matplotlib is imported only to draw
     from matplotlib.axes import Axes
@@ -19,7 +20,7 @@ SMOOTHING_SHARE = 0.1
 """Averaging window of the smoothed line, as a fraction of the steps so far."""
 
 
-def plot_losses(rows: Iterable[dict[str, Any]], path: Path, title: str = "") -> Path:
+def plot_losses(rows: Iterable[Metrics], path: Path, title: str = "") -> Path:
     """Plot training and validation loss and the learning rate by step. The file is replaced atomically."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -45,16 +46,9 @@ def plot_losses(rows: Iterable[dict[str, Any]], path: Path, title: str = "") -> 
             axes.plot(x, smoothed, color=LINE_COLORS[0], linewidth=1.6, label="training, smoothed")
         if eval_rows:
             eval_steps, eval_losses = zip(*eval_rows, strict=True)
-            axes.plot(
-                eval_steps, eval_losses, "o-", color=LINE_COLORS[1], markersize=3.5, linewidth=1, label="validation"
-            )
-            axes.annotate(
-                f" {eval_losses[-1]:.3f}",
-                (eval_steps[-1], eval_losses[-1]),
-                color=LINE_COLORS[1],
-                va="center",
-                annotation_clip=False,
-            )
+            color, last = LINE_COLORS[1], (eval_steps[-1], eval_losses[-1])
+            axes.plot(eval_steps, eval_losses, "o-", color=color, markersize=3.5, linewidth=1, label="validation")
+            axes.annotate(f" {last[1]:.3f}", last, color=color, va="center", annotation_clip=False)
         _style_axes(axes, title)
         temporary = path.with_name(f".{os.getpid()}.{path.name}")
         try:
@@ -91,7 +85,7 @@ def _smooth(values: Sequence[float]) -> list[float]:
 
 def _shade_lr(axes: "Axes", steps: Sequence[float], lr: Sequence[float]) -> None:
     """Draw the learning rate as a shaded area in the background, from 0 to its maximum."""
-    lr_axes: Any = axes.twinx()
+    lr_axes = axes.twinx()
     lr_axes.fill_between(steps, lr, color="#EEEEEE", linewidth=0)
     lr_axes.set_ylim(0, 1.15 * max(lr))
     lr_axes.set_yticks([0, max(lr)], ["0", "full"], color="#999999", fontsize=8)

@@ -7,6 +7,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+Metrics = dict[str, Any]
+"""A row of a log: the step, and numbers, text or tables by metric name."""
+
 
 class MetricsLog:
     """Appends rows. On resume, rows written after the checkpoint are truncated."""
@@ -15,12 +18,11 @@ class MetricsLog:
         """`num_bytes`: size stored in the checkpoint on resume; later rows belong to steps that are run again."""
         self.path = path
         path.touch()
-        if num_bytes is not None:
-            if path.stat().st_size < num_bytes:  # rows were lost, e.g. by a failing disk: keep what is there
-                num_bytes = path.stat().st_size
+        # The file is shorter if rows were lost, e.g. by a failing disk: keep what is there.
+        if num_bytes is not None and path.stat().st_size > num_bytes:
             os.truncate(path, num_bytes)
 
-    def append(self, metrics: Mapping[str, Any]) -> None:
+    def append(self, metrics: Metrics) -> None:
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(to_json_value(metrics), allow_nan=False) + "\n")
 
@@ -30,11 +32,11 @@ class MetricsLog:
             os.fsync(file.fileno())
             return file.tell()
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self) -> Iterator[Metrics]:
         return read_metrics_log(self.path)
 
 
-def read_metrics_log(path: Path) -> Iterator[dict[str, Any]]:
+def read_metrics_log(path: Path) -> Iterator[Metrics]:
     """Rows of a log, without an incomplete last line."""
     with path.open(encoding="utf-8") as file:
         for line in file:
@@ -42,7 +44,7 @@ def read_metrics_log(path: Path) -> Iterator[dict[str, Any]]:
                 yield json.loads(line)
 
 
-def to_json_value(value: Any) -> Any:
+def to_json_value(value: object) -> object:
     """Convert to a JSON value; non-finite numbers become null."""
     if isinstance(value, Mapping):
         return {key: to_json_value(item) for key, item in value.items()}
@@ -57,7 +59,7 @@ class NullMetricsLog(MetricsLog):
     def __init__(self) -> None:
         self.path = Path(os.devnull)
 
-    def append(self, metrics: Mapping[str, Any]) -> None:
+    def append(self, metrics: Metrics) -> None:
         """Discard the row."""
 
     def sync(self) -> int:

@@ -2,9 +2,13 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from cutaway.errors import InputError
+from cutaway.train.logging.metrics_log import Metrics
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 SCALAR_TAGS = {
     "loss": "train/loss",
@@ -34,20 +38,20 @@ class TensorBoardLogger:
     """Writes metrics to TensorBoard. On resume, points after the checkpoint are purged, so that none is duplicated."""
 
     def __init__(self, directory: Path, global_step: int) -> None:
-        check_tensorboard_installed()
         self.directory, self.global_step = directory, global_step
-        self.writer: Any = None
+        self.writer: "SummaryWriter | None" = None
 
-    def log(self, metrics: dict[str, Any]) -> None:
+    def log(self, metrics: Metrics) -> None:
         if self.writer is None:  # the event file is created with the first row
             from torch.utils.tensorboard import SummaryWriter
 
-            writer_class: Any = SummaryWriter  # untyped
-            self.writer = writer_class(log_dir=str(self.directory), purge_step=self.global_step + 1)
-        for name, value in iter_scalars(metrics):
+            purge_step = self.global_step + 1
+            self.writer = SummaryWriter(str(self.directory), purge_step=purge_step)
+        for name, value in _iter_scalars(metrics):
             self.writer.add_scalar(name, value, metrics["step"])
         if "sample" in metrics:
-            self.writer.add_text("eval/sample", "    " + metrics["sample"].replace("\n", "\n    "), metrics["step"])
+            text = "    " + metrics["sample"].replace("\n", "\n    ")
+            self.writer.add_text("eval/sample", text, metrics["step"])
 
     def flush(self) -> None:
         """Write pending events to disk, before a checkpoint is saved: a run resumed from it misses none."""
@@ -59,7 +63,7 @@ class TensorBoardLogger:
             self.writer.close()
 
 
-def iter_scalars(metrics: dict[str, Any]) -> Iterator[tuple[str, float]]:
+def _iter_scalars(metrics: Metrics) -> Iterator[tuple[str, float]]:
     """Tags and values of a row; values per head are averaged."""
     for key, name in SCALAR_TAGS.items():
         if metrics.get(key) is not None:

@@ -1,6 +1,7 @@
 """Throughput of a run: model FLOPs utilization (MFU) and peak memory."""
 
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -8,7 +9,7 @@ import torch
 from cutaway.config import Config
 from cutaway.errors import InputError
 from cutaway.size.estimate import size
-from cutaway.size.hardware import Hardware, get_hardware
+from cutaway.size.hardware import get_hardware
 from cutaway.size.measured_hardware import load_measured_hardware
 from cutaway.train.recipe.schema import MaskedLMConfig, Recipe, Seq2SeqConfig
 
@@ -54,34 +55,17 @@ def peak_flops_per_second(device: torch.device, precision: str) -> float | None:
     dtype = precision
     if device.type == "cuda" and precision == "fp32" and torch.get_float32_matmul_precision() != "highest":
         dtype = "tf32"
-    try:
-        return _published_hardware(device).peak_flops(dtype)
-    except InputError:  # not in the table, or no entry for this dtype
-        pass
-    measured = _measured_flops(device)
-    return None if measured is None else measured.get(dtype)
-
-
-def _published_hardware(device: torch.device) -> Hardware:
-    """Hardware table entry of a GPU. Not for CPUs: the name does not tell how many cores the process may use."""
-    if device.type != "cuda":
-        raise InputError(f"{device} is not in the hardware table; run `cutaway bench`")
-    return get_hardware(torch.cuda.get_device_name(device))
-
-
-def _measured_flops(device: torch.device) -> dict[str, float] | None:
-    """Measured FLOP/s by dtype, if they were measured on this device."""
-    try:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    if name is not None:  # a CPU's name does not tell how many cores the process may use
+        with suppress(InputError):  # not in the table, or no entry for this dtype
+            return get_hardware(name).peak_flops(dtype)
+    measured = None
+    with suppress(InputError):  # damaged file; `cutaway size --gpu local` reports it
         measured = load_measured_hardware()
-    except InputError:  # damaged file; `cutaway size --gpu local` reports it
-        return None
     if measured is None:
         return None
-    if device.type == "cuda":
-        is_same_device = measured.device == torch.cuda.get_device_name(device)
-    else:
-        is_same_device = (measured.kind if device.type == "cpu" else measured.device) == "cpu"
-    return measured.flops if is_same_device else None
+    is_same_device = measured.device == name or (device.type == measured.kind == "cpu")
+    return measured.flops.get(dtype) if is_same_device else None
 
 
 def peak_memory_bytes(device: torch.device) -> int | None:

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from cutaway.errors import InputError
 from cutaway.train.loss import linear_cross_entropy
-from cutaway.train.loss.cross_entropy import CrossEntropyOptions, VocabShard, cross_entropy_with_grad
+from cutaway.train.loss.cross_entropy import CrossEntropyOptions, cross_entropy_with_grad
 
 
 class LossSums(NamedTuple):
@@ -41,18 +41,13 @@ class LossTargets(NamedTuple):
     """Row indices of the targets in the hidden states; None if all rows have a target."""
 
     def to(self, device: torch.device | str) -> "LossTargets":
-        return LossTargets(
-            to_device_async(self.targets, device),
-            to_device_async(self.weights, device),
-            to_device_async(self.total_weight, device),
-            None if self.indices is None else to_device_async(self.indices, device),
-        )
+        targets, weights, total_weight = (to_device_async(each, device) for each in self[:3])
+        indices = None if self.indices is None else to_device_async(self.indices, device)
+        return LossTargets(targets, weights, total_weight, indices)
 
 
 def select_targets(targets: Int[Tensor, " N"], weights: Float[Tensor, " N"]) -> LossTargets:
     """Select the targets of nonzero weight. With weights on the CPU, this does not synchronize with the device."""
-    if not weights.is_floating_point():
-        raise InputError(f"weights have dtype {weights.dtype}; they must be floating point: pass weights.float()")
     weight = weights.detach().to(_accumulation_dtype(weights.dtype))
     is_selected = weight != 0
     if bool(is_selected.all()):
@@ -69,52 +64,12 @@ def to_device_async(tensor: Tensor, device: torch.device | str) -> Tensor:
 
 
 def chunked_cross_entropy(
-    head: nn.Module,
-    x: Float[Tensor, "N d"],
-    targets: Int[Tensor, " N"],
-    weights: Float[Tensor, " N"],
-    *,
-    label_smoothing: float = 0.0,
-    z_loss_coef: float = 0.0,
-    chunk_size: int,
+    head: nn.Module, x: Float[Tensor, "N d"], selected: LossTargets, options: CrossEntropyOptions
 ) -> LossSums:
-    """Σ weight · [cross-entropy with label smoothing + z·logsumexp²] in fp32 or wider, `chunk_size` targets at a time.
-
-    Targets of weight 0 are not computed.
-    """
-    if x.ndim != 2 or targets.shape != x.shape[:1] or weights.shape != x.shape[:1]:
-        shapes = f"{tuple(x.shape)}, {tuple(targets.shape)} and {tuple(weights.shape)}"
-        raise InputError(
-            f"x, targets and weights have shapes {shapes}; they must be (N, d), (N,) and (N,): flatten them"
-        )
-    return chunked_cross_entropy_selected(
-        head,
-        x,
-        select_targets(targets, weights).to(x.device),
-        label_smoothing=label_smoothing,
-        z_loss_coef=z_loss_coef,
-        chunk_size=chunk_size,
-    )
-
-
-def chunked_cross_entropy_selected(
-    head: nn.Module,
-    x: Float[Tensor, "N d"],
-    selected: LossTargets,
-    *,
-    label_smoothing: float = 0.0,
-    z_loss_coef: float = 0.0,
-    chunk_size: int,
-    vocab_shard: VocabShard | None = None,
-    buffers: dict[str, Tensor] | None = None,
-) -> LossSums:
-    """`chunked_cross_entropy` of selected targets; `vocab_shard` for a tensor-parallel head, `buffers` are reused.
+    """Σ weight · [cross-entropy with label smoothing + z·logsumexp²] in fp32 or wider, a chunk of targets at a time.
 
     The head's parameters are read during the call: a wrapper that swaps them (FSDP) must keep them gathered around it.
     """
-    options = _validate_options(label_smoothing, z_loss_coef, chunk_size)._replace(
-        vocab_shard=vocab_shard, buffers=buffers
-    )
     # Each parameter must be an input of the autograd function, or a tied embedding would lose this part of its
     # gradient, and hooks of DDP and FSDP would wait for a gradient that is never computed.
     head_params = [parameter for parameter in head.parameters() if parameter.requires_grad]
@@ -146,10 +101,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         ctx.linear_output = None
         if options.vocab_shard is None and linear_cross_entropy.can_use_linear_cross_entropy(head, rows, head_params):
             _check_targets(targets, len(head_params[0]))
-            ctx.linear_output = linear_cross_entropy.linear_cross_entropy(
-                head_params[0], rows, targets, weights, options
-            )
-            output = ctx.linear_output
+            output = linear_cross_entropy.linear_cross_entropy(head_params[0], rows, targets, weights, options)
+            ctx.linear_output = output
             loss, cross_entropy, x_grad, param_grads = output.loss, output.cross_entropy, None, []
         else:
             x_grad_buffer = torch.zeros_like(rows) if x.requires_grad else None
@@ -244,13 +197,3 @@ def _check_targets(targets: Tensor, vocab_size: int) -> None:
 
 def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
-
-
-def _validate_options(label_smoothing: float, z_loss_coef: float, chunk_size: int) -> CrossEntropyOptions:
-    if not 0 <= label_smoothing < 1:
-        raise InputError(f"label_smoothing is {label_smoothing}; it is a probability mass, so pass a number in [0, 1)")
-    if z_loss_coef < 0:
-        raise InputError(f"z_loss_coef is {z_loss_coef}; a negative value would drive logits apart, so pass 0 or more")
-    if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1:
-        raise InputError(f"chunk_size is {chunk_size!r}; it is the number of targets per chunk, so pass 1 or more")
-    return CrossEntropyOptions(label_smoothing, z_loss_coef, chunk_size)

@@ -3,9 +3,10 @@
 The equation is in chunked_cross_entropy.py.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -15,19 +16,17 @@ class VocabShard(NamedTuple):
 
     vocab_size: int
     start: int
-    group: Any
+    group: "dist.ProcessGroup"
 
-    def all_reduce(self, x: Tensor, op: str = "SUM") -> Tensor:
-        """All-reduce over the ranks of the group, in place: SUM or MAX."""
-        import torch.distributed as dist
-
-        dist.all_reduce(x, getattr(dist.ReduceOp, op), group=self.group)
+    def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+        """All-reduce over the ranks of the group, in place."""
+        dist.all_reduce(x, op, group=self.group)
         return x
 
     def log_softmax(self, logits: Tensor, dtype: torch.dtype) -> Tensor:
         """Log-probabilities of this rank's logits, normalized over the full vocabulary."""
         log_p = logits.to(dtype, copy=True)
-        log_p -= self.all_reduce(log_p.amax(-1, keepdim=True), "MAX")
+        log_p -= self.all_reduce(log_p.amax(-1, keepdim=True), dist.ReduceOp.MAX)
         return log_p.sub_(self.all_reduce(log_p.exp().sum(-1, keepdim=True)).log_())
 
     def local_index(self, target: Tensor, shard_size: int) -> tuple[Tensor, Tensor]:
@@ -47,12 +46,14 @@ class VocabShard(NamedTuple):
 
 
 class CrossEntropyOptions(NamedTuple):
-    """Label smoothing, z-loss, chunk size, and the vocabulary shard of a tensor-parallel head."""
+    """Options of the loss."""
 
-    label_smoothing: float
-    z_loss_coef: float
-    chunk_size: int
+    label_smoothing: float = 0.0
+    z_loss_coef: float = 0.0
+    chunk_size: int = 1024
+    """Targets per chunk of logits."""
     vocab_shard: VocabShard | None = None
+    """This rank's part of the vocabulary, if the head is tensor-parallel."""
     buffers: dict[str, Tensor] | None = None
     """Buffers reused by the next call."""
 

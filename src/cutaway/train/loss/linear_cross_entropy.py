@@ -23,7 +23,7 @@ VOCAB_TILE = 128
 """The vocabulary is padded to a multiple of this on a GPU; products of other widths are half as fast."""
 
 
-class LinearCrossEntropyOutput(NamedTuple):
+class _LinearCrossEntropyOutput(NamedTuple):
     """Sums over targets, and their gradients before multiplication by the upstream gradient."""
 
     loss: Tensor
@@ -52,7 +52,7 @@ def can_use_linear_cross_entropy(head: Any, x: Tensor, head_params: Sequence[Ten
 
 def linear_cross_entropy(
     head_weight: Tensor, x: Tensor, targets: Tensor, weights: Tensor, options: CrossEntropyOptions
-) -> LinearCrossEntropyOutput:
+) -> _LinearCrossEntropyOutput:
     """Loss and gradients over all targets, in chunks; on a CPU `options.buffers` are reused."""
     (rows, d_model), vocab, on_gpu = x.shape, len(head_weight), x.is_cuda
     columns = -(-vocab // VOCAB_TILE) * VOCAB_TILE if on_gpu else vocab
@@ -77,29 +77,17 @@ def linear_cross_entropy(
         if on_gpu:
             from cutaway.train.kernels.cross_entropy import logits_to_grad_in_place
 
-            logits_to_grad_in_place(
-                logits[filled],
-                targets[chunk],
-                weights[chunk],
-                losses[chunk],
-                cross_entropies[chunk],
-                vocab,
-                options.label_smoothing,
-                options.z_loss_coef,
-            )
+            tensors = (logits[filled], targets[chunk], weights[chunk], losses[chunk], cross_entropies[chunk])
+            logits_to_grad_in_place(*tensors, vocab, options.label_smoothing, options.z_loss_coef)
         else:
+            target, weight_column, out = targets[chunk, None], weights[chunk, None], logits_grad[filled]
             _, loss, cross_entropy = cross_entropy_with_grad(
-                logits[filled],
-                targets[chunk, None],
-                weights[chunk, None],
-                options,
-                torch.float32,
-                out=logits_grad[filled],
+                logits[filled], target, weight_column, options, torch.float32, out=out
             )
             losses[chunk], cross_entropies[chunk] = loss.squeeze(-1), cross_entropy.squeeze(-1)
         torch.mm(logits_grad[filled], weight, out=x_grad[chunk])
         torch.addmm(weight_grad, logits_grad[filled].T, x_chunk, out=weight_grad, **accumulate_in_fp32)
-    return LinearCrossEntropyOutput(losses.sum(), cross_entropies.sum(), x_grad, weight_grad[:vocab])
+    return _LinearCrossEntropyOutput(losses.sum(), cross_entropies.sum(), x_grad, weight_grad[:vocab])
 
 
 def _get_buffer(buffers: dict[str, Tensor] | None, name: str, allocate: Callable[..., Tensor], *shape: int) -> Tensor:

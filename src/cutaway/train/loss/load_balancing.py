@@ -17,11 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cutaway.config import Config
-from cutaway.config.ffn import Moe
-from cutaway.errors import InputError
 from cutaway.model.moe import Router
-from cutaway.train.recipe.schema import Recipe
 
 RoutingRecords = list[tuple[Router, Tensor, Tensor]]
 """Each router call: the router, its input and the chosen expert ids."""
@@ -73,18 +69,3 @@ def _load_balancing_loss_of_router(
     fractions = counts.to(logits.dtype) / expert_ids.numel()  # (E,)
     probabilities = logits.softmax(-1) if softmax else F.normalize(logits.sigmoid(), p=1, dim=-1)  # (n, E)
     return num_experts * (fractions * probabilities.mean(0)).sum()
-
-
-def check_aux_loss(recipe: Recipe, config: Config) -> None:
-    """Raise InputError if objective.aux_loss_coef is set for a model without experts, or with compiled blocks."""
-    ffns = [block.ffn for stack in config.stacks.values() for block in stack.blocks]
-    if recipe.objective.aux_loss_coef and not any(isinstance(ffn, Moe) for ffn in ffns):
-        raise InputError(
-            f"objective.aux_loss_coef is {recipe.objective.aux_loss_coef:g}, but the model has no experts; remove it,"
-            " or use a model with ffn.kind = 'moe'"
-        )
-    if recipe.objective.aux_loss_coef and recipe.training.compile:
-        raise InputError(
-            "objective.aux_loss_coef records routers with forward hooks, which compiled blocks do not call; remove"
-            " training.compile"
-        )

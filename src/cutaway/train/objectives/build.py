@@ -1,15 +1,24 @@
-"""Build the objective function of a recipe: from a batch to an Objective."""
+"""Check and build the objective function of a recipe: from a batch to an Objective."""
 
 from typing import Any
 
 import torch
 
+from cutaway.config import Config
+from cutaway.config.ffn import Moe
 from cutaway.errors import InputError
-from cutaway.model import Transformer
 from cutaway.tokenizer import Tokenizer
 from cutaway.train.objectives.masking import masked_lm
 from cutaway.train.objectives.objective import Objective, ObjectiveFn, causal_lm, prefix_lm, seq2seq
-from cutaway.train.recipe.schema import CausalLMConfig, MaskedLMConfig, PrefixLMConfig, Recipe, Seq2SeqConfig
+from cutaway.train.recipe.schema import (
+    CausalLMConfig,
+    DataConfig,
+    MaskedLMConfig,
+    ObjectiveConfig,
+    PrefixLMConfig,
+    Seq2SeqConfig,
+    TrainingConfig,
+)
 
 OBJECTIVE_FORMS = {
     CausalLMConfig: "decoder",
@@ -20,43 +29,66 @@ OBJECTIVE_FORMS = {
 """Model form that each objective requires."""
 
 
-def build_objective_fn(recipe: Recipe, tokenizer: Tokenizer, model: Transformer, device: torch.device) -> ObjectiveFn:
+def check_objective(objective: ObjectiveConfig, config: Config, training: TrainingConfig) -> None:
+    """Raise InputError unless the objective can train the model."""
+    form = OBJECTIVE_FORMS[type(objective)]
+    if config.form != form:
+        raise InputError(
+            f"objective {objective.kind} requires a model of form {form}, but model.form is {config.form};"
+            " change one of the two"
+        )
+    if config.head.kind == "none":
+        raise InputError("the model has no output head, so it computes no logits; set model.head.kind = 'lm'")
+    blocks = [block for stack in config.stacks.values() for block in stack.blocks]
+    if objective.aux_loss_coef and not any(isinstance(block.ffn, Moe) for block in blocks):
+        raise InputError(
+            f"objective.aux_loss_coef is {objective.aux_loss_coef:g}, but the model has no experts; remove it, or use"
+            " a model with ffn.kind = 'moe'"
+        )
+    if objective.aux_loss_coef and training.compile:
+        raise InputError(
+            "objective.aux_loss_coef records routers with forward hooks, which compiled blocks do not call; remove"
+            " training.compile"
+        )
+
+
+def build_objective_fn(
+    objective: ObjectiveConfig,
+    data: DataConfig,
+    tokenizer: Tokenizer,
+    vocab_size: int,
+    seed: int,
+    device: torch.device,
+) -> ObjectiveFn:
     """Build the function from a batch and its first position to the recipe's Objective, on `device`."""
-    config = recipe.objective
-    if isinstance(config, CausalLMConfig):
-        use_document_ids = recipe.data.document_mask
-        return lambda batch, first: causal_lm(batch.tokens, batch.document_ids if use_document_ids else None).to(device)
-    if isinstance(config, Seq2SeqConfig):
+    if isinstance(objective, CausalLMConfig):
+        return lambda batch, first: causal_lm(batch.tokens, batch.document_ids if data.document_mask else None).to(
+            device
+        )
+    if isinstance(objective, Seq2SeqConfig):
         return lambda batch, first: seq2seq(*batch).to(device)
-    if isinstance(config, PrefixLMConfig):
+    if isinstance(objective, PrefixLMConfig):
         return lambda batch, first: prefix_lm(
-            batch.tokens, None, batch.prefix_lengths, mask=batch.mask, bidirectional=config.bidirectional_prefix
+            batch.tokens, None, batch.prefix_lengths, mask=batch.mask, bidirectional=objective.bidirectional_prefix
         ).to(device)
     mask_id = tokenizer.mask_token_id
     if mask_id is None:
-        raise InputError(
-            "objective.kind = 'masked-lm' needs a mask token, and the tokenizer has none; use a tokenizer with one"
-        )
-    special_ids = special_token_ids(tokenizer)
+        raise InputError("objective masked-lm needs a mask token, and the tokenizer has none; use another one")
+    special = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, mask_id)
+    special_ids = [token_id for token_id in special if token_id is not None]
 
     def build_masked_lm(batch: Any, first: int) -> Objective:
         tokens = batch.tokens[:, :-1]  # the last token is the first of the next sequence
         return masked_lm(
             tokens,
-            batch.document_ids[:, :-1] if recipe.data.document_mask else None,
+            batch.document_ids[:, :-1] if data.document_mask else None,
             mask_id=mask_id,
-            vocab_size=model.config.vocab_size,
+            vocab_size=vocab_size,
             special_ids=special_ids,
-            mlm_probability=config.mlm_probability,
-            seed=recipe.training.seed,
-            positions=range(first, first + len(batch.tokens)),
-            span_masking=config.span_masking,
+            mlm_probability=objective.mlm_probability,
+            seed=seed,
+            positions=range(first, first + len(tokens)),
+            span_masking=objective.span_masking,
         ).to(device)
 
     return build_masked_lm
-
-
-def special_token_ids(tokenizer: Tokenizer) -> list[int]:
-    """Ids of the BOS, EOS, padding and mask tokens that the tokenizer has."""
-    ids = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.mask_token_id)
-    return [token_id for token_id in ids if token_id is not None]

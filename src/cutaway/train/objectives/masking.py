@@ -95,7 +95,7 @@ class _MaskingNoise:
         its first tokens are masked as often as all others.
         """
         context = MAX_SPAN_LENGTH - 1
-        starts = self.uniform(SELECT_STREAM, context) < span_start_rate(mlm_probability)
+        starts = self.uniform(SELECT_STREAM, context) < _span_start_rate(mlm_probability)
         length_draws = self.uniform(SPAN_LENGTH_STREAM, context)
         replacements = self.uniform(REPLACE_STREAM, context)
         is_masked = torch.zeros_like(starts[:, context:])
@@ -110,7 +110,7 @@ class _MaskingNoise:
 
 
 @lru_cache(maxsize=16)
-def span_start_rate(mlm_probability: float) -> float:
+def _span_start_rate(mlm_probability: float) -> float:
     """Rate q of span starts for which a fraction p of all tokens is in a span: Π over k of (1 − q·(1 − s)^k) = 1 − p.
 
     k is the distance to a start, s = SPAN_STOP_PROBABILITY, and (1 − s)^k the probability that a span reaches k.

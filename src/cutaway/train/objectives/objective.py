@@ -14,11 +14,11 @@ from cutaway.model.masks import number_tokens
 from cutaway.train.loss.chunked_cross_entropy import (
     LossSums,
     LossTargets,
-    chunked_cross_entropy_selected,
+    chunked_cross_entropy,
     select_targets,
     to_device_async,
 )
-from cutaway.train.loss.cross_entropy import VocabShard
+from cutaway.train.loss.cross_entropy import CrossEntropyOptions
 
 
 @dataclass(frozen=True)
@@ -37,32 +37,14 @@ class Objective:
         run: Any = model.encode if isinstance(model, EncoderOnly) else model.hidden_states
         return run(*self.inputs, **self.model_kwargs)
 
-    def loss(
-        self,
-        model: Transformer,
-        *,
-        label_smoothing: float = 0.0,
-        z_loss_coef: float = 0.0,
-        chunk_size: int = 1024,
-        vocab_shard: VocabShard | None = None,
-        buffers: dict[str, Tensor] | None = None,
-    ) -> LossSums:
+    def loss(self, model: Transformer, options: CrossEntropyOptions = CrossEntropyOptions()) -> LossSums:
         """Loss summed over targets."""
         head = model.head
         if not isinstance(head, torch.nn.Module):
             raise InputError("the model has no output head, so it computes no logits; set model.head.kind = 'lm'")
         x = self.hidden_states(model).flatten(0, 1)
         selected = self.loss_targets or select_targets(self.targets.flatten(), self.weights.flatten()).to(x.device)
-        return chunked_cross_entropy_selected(
-            head,
-            x,
-            selected,
-            label_smoothing=label_smoothing,
-            z_loss_coef=z_loss_coef,
-            chunk_size=chunk_size,
-            vocab_shard=vocab_shard,
-            buffers=buffers,
-        )
+        return chunked_cross_entropy(head, x, selected, options)
 
     def to(self, device: torch.device | str) -> "Objective":
         """Copy to a device asynchronously. The weights stay on the CPU, where summing them does not synchronize."""
@@ -140,6 +122,4 @@ def drop_full_mask(mask: Bool[Tensor, "B T"]) -> Bool[Tensor, "B T"] | None:
 
 def _check_token_pairs(name: str, tokens: Tensor) -> None:
     if tokens.ndim != 2 or tokens.shape[-1] < 2:
-        raise InputError(
-            f"{name} has shape {tuple(tokens.shape)}; pass (batch, tokens) with 2 tokens or more, input and target"
-        )
+        raise InputError(f"{name} has shape {tuple(tokens.shape)}; pass (batch, tokens) with 2 tokens or more")

@@ -8,22 +8,14 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer
 
 from cutaway.errors import InputError
-from cutaway.model import Transformer
 from cutaway.model.moe import Router
-from cutaway.train.distributed.dtensor import (
-    as_dtensor_like,
-    is_dtensor,
-    local_parameter,
-    local_shard,
-    num_replicas,
-    to_local,
-)
+from cutaway.train.distributed.dtensor import as_dtensor_like, is_dtensor, local_shard, num_replicas, to_local
 from cutaway.train.distributed.process_group import SINGLE_PROCESS, DistributedContext
 from cutaway.train.optim.mixed_precision import disable_onednn_without_bf16
+from cutaway.train.recipe.schema import AdafactorConfig, AdamWConfig, MuonConfig, OptimizerConfig, SGDConfig
 
 FUSED_DEVICE_TYPES = ("cuda", "cpu", "xpu", "mps")
 """Device types for which PyTorch has fused AdamW and SGD kernels."""
-OPTIMIZER_KINDS = ("adamw", "muon", "adafactor", "sgd")
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -42,9 +34,12 @@ def has_weight_decay(name: str, parameter: Tensor) -> bool:
     return parameter.ndim >= 2 and not is_bias and "norm" not in owner.rpartition(".")[-1]
 
 
-def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Parameter groups of all trainable parameters: with and without weight decay."""
-    return _split_by_weight_decay(trainable_parameters(model), weight_decay)
+def param_groups(parameters: Mapping[str, nn.Parameter], weight_decay: float) -> list[dict[str, object]]:
+    """Parameter groups with and without weight decay; empty groups are left out."""
+    decayed = [each for name, each in parameters.items() if has_weight_decay(name, each)]
+    not_decayed = [each for name, each in parameters.items() if not has_weight_decay(name, each)]
+    groups = ((decayed, weight_decay), (not_decayed, 0.0))
+    return [{"params": params, "weight_decay": decay} for params, decay in groups if params]
 
 
 def muon_parameter_names(model: nn.Module) -> set[str]:
@@ -65,13 +60,12 @@ class OptimizersContainer:
     """One or more PyTorch optimizers as one; the learning rate factor of each step is an argument of `step`."""
 
     def __init__(
-        self, model: nn.Module, optimizers: list[Optimizer], local_parameters: Mapping[str, nn.Parameter] | None = None
+        self, model: nn.Module, optimizers: list[Optimizer], lr: float, local_parameters: Mapping[str, nn.Parameter]
     ) -> None:
-        self.optimizers = optimizers
+        self.optimizers, self.lr = optimizers, lr
         self.parameters = trainable_parameters(model)
-        self.local_parameters = local_parameters or {}
+        self.local_parameters = local_parameters
         """This rank's shards of sharded parameters (DTensor): the optimizers update these."""
-        self.base_lrs = [[float(group["lr"]) for group in optimizer.param_groups] for optimizer in optimizers]
 
     def step(self, lr_factor: float = 1.0, *, grad_divisor: Tensor | None = None, skip: Tensor | None = None) -> None:
         """Update the parameters with `lr_factor` times the learning rate and the gradient divided by `grad_divisor`.
@@ -86,16 +80,15 @@ class OptimizersContainer:
             if bool(skip):
                 return
             skip = None
-        for optimizer, lrs in zip(self.optimizers, self.base_lrs, strict=True):
-            for group, lr in zip(optimizer.param_groups, lrs, strict=True):
-                group["lr"] = lr * lr_factor
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = self.lr * lr_factor
             if _can_skip_on_device(optimizer):
                 _fused_step(optimizer, grad_divisor, skip)
                 continue
+            grads = [each.grad for each in optimizer_parameters(optimizer) if each.grad is not None]
             if grad_divisor is not None:
-                torch._foreach_div_(
-                    [each.grad for each in optimizer_parameters(optimizer) if each.grad is not None], grad_divisor
-                )
+                torch._foreach_div_(grads, grad_divisor)
             optimizer.step()
 
     def zero_grad(self) -> None:
@@ -140,19 +133,14 @@ class OptimizersContainer:
                     f"the optimizer state of '{name}' has shapes {shapes}, but {type(optimizer).__name__} has"
                     f" {expected_shapes}; resume the run with the optimizer it started with"
                 )
-            states[optimizer][parameter] = {
-                state_name: (tensor if state_name == "step" else local_shard(tensor, full_parameter))
-                .detach()
-                .to(
-                    _state_device(state_name, optimizer, parameter),
-                    copy=True,
-                    memory_format=torch.contiguous_format,
-                )
-                for state_name, tensor in loaded[name].items()
-            }
-        for optimizer, state in states.items():
+            state = states[optimizer][parameter] = {}
+            for state_name, tensor in loaded[name].items():
+                local = tensor if state_name == "step" else local_shard(tensor, full_parameter)
+                device = _state_device(state_name, optimizer, parameter)
+                state[state_name] = local.detach().to(device, copy=True, memory_format=torch.contiguous_format)
+        for optimizer, state_of_parameter in states.items():
             optimizer.state.clear()
-            optimizer.state.update(state)
+            optimizer.state.update(state_of_parameter)
 
     def _iter_parameters(self) -> Iterator[tuple[str, nn.Parameter, Optimizer]]:
         """Name, parameter (the local shard of a sharded one) and its optimizer."""
@@ -162,16 +150,7 @@ class OptimizersContainer:
             yield name, local, owner[id(local)]
 
 
-def build_optimizer(
-    kind: str,
-    model: Transformer,
-    *,
-    lr: float,
-    weight_decay: float = 0.0,
-    betas: tuple[float, float] = (0.9, 0.95),
-    eps: float = 1e-8,
-    momentum: float | None = None,
-) -> OptimizersContainer:
+def build_optimizer(config: OptimizerConfig, model: nn.Module) -> OptimizersContainer:
     """Build the optimizer of all trainable parameters of a model.
 
     | kind      | optimizer                                                                                       |
@@ -179,57 +158,40 @@ def build_optimizer(
     | adamw     | AdamW, with a fused kernel where the device has one                                             |
     | muon      | Muon for layer matrices, its update RMS matched to AdamW's so that one lr serves; AdamW for the rest |
     | adafactor | Adafactor: row and column averages of the second moment, no first; `lr` bounds its relative step |
-    | sgd       | SGD with momentum (default 0.9)                                                                 |
+    | sgd       | SGD with momentum                                                                               |
     """
     parameters = trainable_parameters(model)
-    sharded = {name: local_parameter(each) for name, each in parameters.items() if is_dtensor(each)}
-    if sharded and kind not in ("adamw", "sgd"):
+    sharded = {name: nn.Parameter(to_local(each)) for name, each in parameters.items() if is_dtensor(each)}
+    if sharded and config.kind not in ("adamw", "sgd"):
         raise InputError(
-            f"optimizer.kind = '{kind}' needs full matrices, but parallel.dp_shard or parallel.tp shards them; use"
-            " adamw or sgd, or set both to 1"
+            f"optimizer.kind = '{config.kind}' needs full matrices, but parallel.dp_shard or parallel.tp shards them;"
+            " use adamw or sgd, or set both to 1"
         )
     parameters |= sharded
     if not parameters:
         raise InputError("the model has no trainable parameter; set requires_grad on the weights to train")
     fused = all(each.device.type in FUSED_DEVICE_TYPES and each.is_floating_point() for each in parameters.values())
-
-    def build_adamw(parameters: Mapping[str, nn.Parameter]) -> AdamW:
-        return AdamW(
-            _split_by_weight_decay(parameters, weight_decay), lr=lr, betas=(betas[0], betas[1]), eps=eps, fused=fused
-        )
-
-    match kind:
-        case "adamw":
-            return OptimizersContainer(model, [build_adamw(parameters)], sharded)
-        case "muon":
+    lr, weight_decay = config.lr, config.weight_decay
+    optimizers: list[Optimizer] = []
+    match config:
+        case MuonConfig():
             # Muon orthogonalizes matrices in bf16.
             disable_onednn_without_bf16(next(iter(parameters.values())).device)
-            muon_names = muon_parameter_names(model)
-            muon_parameters = {name: each for name, each in parameters.items() if name in muon_names}
-            adamw_parameters = {name: each for name, each in parameters.items() if name not in muon_names}
-            optimizers: list[Optimizer] = []
-            if muon_parameters:
-                muon = Muon(
-                    _split_by_weight_decay(muon_parameters, weight_decay),
-                    lr=lr,
-                    momentum=0.95 if momentum is None else momentum,
-                    adjust_lr_fn="match_rms_adamw",
-                )
-                optimizers.append(muon)
-            if adamw_parameters:
-                optimizers.append(build_adamw(adamw_parameters))
-            return OptimizersContainer(model, optimizers)
-        case "adafactor":
-            return OptimizersContainer(model, [Adafactor(_split_by_weight_decay(parameters, weight_decay), lr=lr)])
-        case "sgd":
-            sgd = SGD(
-                _split_by_weight_decay(parameters, weight_decay),
-                lr=lr,
-                momentum=0.9 if momentum is None else momentum,
-                fused=fused,
-            )
-            return OptimizersContainer(model, [sgd], sharded)
-    raise InputError(f"optimizer.kind '{kind}' is unknown; use one of {', '.join(OPTIMIZER_KINDS)}")
+            names = muon_parameter_names(model) & parameters.keys()
+            matrices = {name: each for name, each in parameters.items() if name in names}
+            parameters = {name: each for name, each in parameters.items() if name not in names}
+            if matrices:
+                groups = param_groups(matrices, weight_decay)
+                optimizers.append(Muon(groups, lr=lr, momentum=config.momentum, adjust_lr_fn="match_rms_adamw"))
+        case AdafactorConfig():
+            optimizers.append(Adafactor(param_groups(parameters, weight_decay), lr=lr))
+        case SGDConfig():
+            groups = param_groups(parameters, weight_decay)
+            optimizers.append(SGD(groups, lr=lr, momentum=config.momentum, fused=fused))
+    if isinstance(config, AdamWConfig | MuonConfig) and parameters:
+        groups = param_groups(parameters, weight_decay)
+        optimizers.append(AdamW(groups, lr=lr, betas=config.betas, eps=config.eps, fused=fused))
+    return OptimizersContainer(model, optimizers, lr, sharded)
 
 
 def _can_skip_on_device(optimizer: Optimizer) -> bool:
@@ -261,14 +223,6 @@ def total_grad_norm(model: nn.Module, dist_context: DistributedContext = SINGLE_
     # A gradient replicated on r ranks would count r times in the sum over ranks.
     replicas = torch.tensor([num_replicas(grad, dist_context.world_size) for grad in grads], device=norms[0].device)
     return dist_context.sum_over_ranks((torch.stack(norms).square() / replicas).sum()).sqrt()
-
-
-def _split_by_weight_decay(parameters: Mapping[str, nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """Parameter groups with and without weight decay; empty groups are left out."""
-    decayed = [each for name, each in parameters.items() if has_weight_decay(name, each)]
-    not_decayed = [each for name, each in parameters.items() if not has_weight_decay(name, each)]
-    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": not_decayed, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
 
 
 def _state_shapes(optimizer: Optimizer, parameter: Tensor) -> dict[str, tuple[int, ...]]:

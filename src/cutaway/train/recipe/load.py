@@ -14,8 +14,14 @@ from cutaway.config.serialization import read_config_file
 from cutaway.errors import ConfigError
 from cutaway.train.recipe.schema import RECIPE_ADAPTER, Recipe
 
+PRESETS = files("cutaway.train.recipe.presets")
+Table = dict[str, Any]
+"""A TOML table: values, lists and tables by key."""
+RecipeSource = Recipe | Mapping[str, object] | str | Path
+"""A recipe, its values as a dict, a preset name, or a .toml or .json file."""
 
-def apply_override(data: dict[str, Any], override: str) -> None:
+
+def apply_override(data: Table, override: str) -> None:
     """Set one value by its dotted path, e.g. 'training.max_steps=100'; list items are indexed from 0."""
     path, equals, value = override.partition("=")
     *parents, last = path.strip().split(".")
@@ -33,7 +39,7 @@ def apply_override(data: dict[str, Any], override: str) -> None:
     node[_list_index(node, last, override) if isinstance(node, list) else last] = parsed
 
 
-def _list_index(items: list[Any], key: str, override: str) -> int:
+def _list_index(items: Sequence[object], key: str, override: str) -> int:
     if not key.isdecimal() or int(key) >= len(items):
         raise ConfigError(
             f"override '{override}': '{key}' is not an index of a list of {len(items)}; indices start at 0, or set"
@@ -42,20 +48,15 @@ def _list_index(items: list[Any], key: str, override: str) -> int:
     return int(key)
 
 
-def override_sources(data: dict[str, Any], texts: Sequence[str | Path]) -> None:
+def _override_sources(data: Table, texts: Sequence[str | Path]) -> None:
     """Replace the recipe's sources by `texts`; the column names of its first source are kept."""
     data_section = data.setdefault("data", {})
-    old_sources = data_section.get("sources")
-    columns = {}
-    if old_sources:
-        keys = ("text_column", "target_column", "group_column")
-        columns = {key: old_sources[0][key] for key in keys if key in old_sources[0]}
+    [first, *_] = data_section.get("sources") or [{}]
+    columns = {key: first[key] for key in ("text_column", "target_column", "group_column") if key in first}
     data_section["sources"] = [{"path": str(text), **columns} for text in texts]
 
 
-def load_recipe(
-    source: Recipe | Mapping[str, Any] | str | Path, overrides: Sequence[str] = (), texts: Sequence[str | Path] = ()
-) -> Recipe:
+def load_recipe(source: RecipeSource, overrides: Sequence[str] = (), texts: Sequence[str | Path] = ()) -> Recipe:
     """Load a recipe from a preset name, a dict, or a .toml or .json file.
 
     Each override is 'a.b=value' with a TOML value; `texts` replace the recipe's data sources.
@@ -67,9 +68,9 @@ def load_recipe(
     elif Path(source).suffix in (".toml", ".json"):
         data = read_config_file(Path(source))
     else:
-        data = read_preset_recipe(str(source))
+        data = _read_preset(str(source))
     if texts:
-        override_sources(data, texts)
+        _override_sources(data, texts)
     for override in overrides:
         apply_override(data, override)
     try:
@@ -80,12 +81,11 @@ def load_recipe(
 
 def list_recipes() -> list[str]:
     """Names of the preset recipes."""
-    return sorted(
-        file.name[:-5] for file in files("cutaway.train.recipe.presets").iterdir() if file.name.endswith(".toml")
-    )
+    names = [file.name for file in PRESETS.iterdir()]
+    return sorted(name.removesuffix(".toml") for name in names if name.endswith(".toml"))
 
 
-def read_preset_recipe(name: str) -> dict[str, Any]:
+def _read_preset(name: str) -> Table:
     if name not in list_recipes():
         raise ConfigError(f"there is no recipe '{name}'; pass a .toml file, or one of {', '.join(list_recipes())}")
-    return tomllib.loads((files("cutaway.train.recipe.presets") / f"{name}.toml").read_text(encoding="utf-8"))
+    return tomllib.loads((PRESETS / f"{name}.toml").read_text(encoding="utf-8"))

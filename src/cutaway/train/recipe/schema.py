@@ -45,6 +45,12 @@ class PretrainedTokenizerConfig(ConfigNode):
     path: str
 
 
+TokenizerConfig = Annotated[
+    Annotated[ByteTokenizerConfig | BPETokenizerConfig | PretrainedTokenizerConfig, KIND_DISCRIMINATOR],
+    default_kind("bytes"),
+]
+
+
 class SourceConfig(ConfigNode):
     """A text source: a file, a directory of files, Python's standard library, or dates in many languages."""
 
@@ -65,13 +71,7 @@ class DataConfig(ConfigNode):
     """Sources, tokenizer, sequence length and validation split."""
 
     sources: Annotated[tuple[SourceConfig, ...], Field(min_length=1)] = (SourceConfig(),)
-    tokenizer: (
-        Annotated[
-            Annotated[ByteTokenizerConfig | BPETokenizerConfig | PretrainedTokenizerConfig, KIND_DISCRIMINATOR],
-            default_kind("bytes"),
-        ]
-        | None
-    ) = None
+    tokenizer: TokenizerConfig | None = None
     """Default: bytes, or the tokenizer of the checkpoint that is fine-tuned."""
     seq_len: PositiveInt = 256
     """Tokens per sequence."""
@@ -184,6 +184,9 @@ class ScheduleConfig(ConfigNode):
     """For 'warmup-stable-decay': fraction of the steps, at the end, over which the factor decays."""
 
 
+Precision = Literal["fp32", "bf16", "fp16"]
+
+
 class TrainingConfig(ConfigNode):
     """Number of steps, batch size, precision, gradient handling."""
 
@@ -194,7 +197,7 @@ class TrainingConfig(ConfigNode):
     """Micro-batches per step, processed one after another: less memory, the same step."""
     grad_clip: PositiveFloat = 1.0
     """Maximum gradient norm."""
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    precision: Precision = "fp32"
     """Dtype of matrix products (autocast); weights stay fp32. fp16 uses loss scaling and skips steps that overflow."""
     ema_decay: Probability | None = None
     """Decay of an exponential moving average of the weights, which is then evaluated and exported."""
@@ -252,7 +255,7 @@ class PretrainedModelConfig(ConfigNode):
     """A directory, a run directory, a .gguf file or a Hugging Face Hub id."""
 
 
-def _model_source_tag(value: Any) -> str:
+def _model_source_tag(value: object) -> str:
     """Discriminator of `ModelSource`. A table with the key `checkpoint` is a `PretrainedModelConfig`."""
     if isinstance(value, str):
         return "preset"
@@ -286,16 +289,21 @@ class Recipe(ConfigNode):
     @property
     def transformer_config(self) -> Config:
         """Config of a model trained from scratch."""
-        if isinstance(self.model, PretrainedModelConfig):
-            raise ConfigError(
-                "model is a checkpoint to fine-tune, which has no config here; set model to a preset or a config table"
-            )
-        return read_config(self.model)
+        return read_model_config(self.model)
+
+
+def read_model_config(source: ModelSource) -> Config:
+    """Config of a model trained from scratch."""
+    if isinstance(source, PretrainedModelConfig):
+        raise ConfigError(
+            "model is a checkpoint to fine-tune, which has no config here; set model to a preset or a config table"
+        )
+    return read_config(source)
 
 
 RECIPE_ADAPTER = TypeAdapter(Recipe)
 
 
-def recipe_json_schema() -> dict[str, Any]:
+def recipe_json_schema() -> dict[str, object]:
     """JSON schema of `Recipe`, for completion and validation in editors."""
     return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | RECIPE_ADAPTER.json_schema()

@@ -6,15 +6,17 @@ rank 0 would allocate and communicate is counted and compared with the estimate 
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -32,13 +34,12 @@ from cutaway.train.distributed.parallelize import parallelize_module
 from cutaway.train.distributed.process_group import SINGLE_PROCESS, DistributedContext, MultiProcessContext
 from cutaway.train.loss.chunked_cross_entropy import LossTargets
 from cutaway.train.objectives.objective import Objective
-from cutaway.train.optim.optimizer import OptimizersContainer, build_optimizer, optimizer_parameters
+from cutaway.train.optim.optimizer import OptimizersContainer, build_optimizer
 from cutaway.train.recipe.schema import BPETokenizerConfig, ByteTokenizerConfig, Recipe, Seq2SeqConfig
-from cutaway.train.trainer.launch import build_training_model
 from cutaway.train.trainer.memory_check import size_step
 from cutaway.train.trainer.step_policy import StepPolicy
 from cutaway.train.trainer.train_step import TrainStepRunner
-from cutaway.train.trainer.training_module import TrainingModule
+from cutaway.train.trainer.training_module import TrainingModule, build_training_model
 
 aten = torch.ops.aten
 CPU_DEVICE = torch.device("cpu")
@@ -66,7 +67,7 @@ class MemoryCommTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live_bytes = self.peak_bytes = 0
-        self.storage_sizes: Any = WeakIdKeyDictionary()
+        self.storage_sizes: MutableMapping[torch.UntypedStorage, list[int]] = WeakIdKeyDictionary()
         self.collective_counts: Counter[str] = Counter()
         """Number of collectives by kind"""
         self.collective_bytes: Counter[str] = Counter()
@@ -74,20 +75,19 @@ class MemoryCommTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.patches = ExitStack()
 
     def __enter__(self) -> "MemoryCommTracker":
-        resize: Callable[..., Any] = torch.UntypedStorage.resize_
-        tracker = self
+        resize = torch.UntypedStorage.resize_
 
-        def resized(storage: torch.UntypedStorage, size: int) -> Any:
+        def resize_and_track(storage: torch.UntypedStorage, size: int) -> object:
             result = resize(storage, size)
-            tracker.track_storage(storage)
+            self.track_storage(storage)
             return result
 
         # FSDP2 frees and reallocates gathered weights by resizing their storages, which dispatches no operation.
-        self.patches.enter_context(patch.object(torch.UntypedStorage, "resize_", resized))
+        self.patches.enter_context(patch.object(torch.UntypedStorage, "resize_", resize_and_track))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         self.patches.close()
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
@@ -113,22 +113,37 @@ class MemoryCommTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.collective_counts.clear()
         self.collective_bytes.clear()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         if any(issubclass(tensor_type, DTensor) for tensor_type in types):
             return NotImplemented  # DTensor dispatches first; this mode then receives its local operations
-        kind = COLLECTIVE_OPS.get(str(func.overloadpacket))
-        result = self.run_op(func, args, kwargs or {})
-        outputs = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
+        inputs = _list_tensors((args, kwargs))
+        if inputs and not any(isinstance(tensor, FakeTensor) for tensor in inputs):
+            with unset_fake_temporarily():  # tensors with values keep them, such as the ranks of a mesh
+                result = func(*args, **(kwargs or {}))
+        elif func is aten._local_scalar_dense.default:  # the value of a fake tensor: 0, 1.0 or False
+            dtype = inputs[0].dtype
+            scalar = False if dtype == torch.bool else 0
+            result = 1.0 if dtype.is_floating_point else scalar
+        else:
+            result = func(*args, **(kwargs or {}))
+        outputs = _list_tensors(result)
         for output in outputs:
             self.track_storage(output.untyped_storage())
+        kind = COLLECTIVE_OPS.get(str(func.overloadpacket))
         if kind is not None:
-            inputs = [each for each in tree_leaves(args) if isinstance(each, Tensor)]
             self.collective_counts[kind] += 1
             self.collective_bytes[kind] += max(tensor.nbytes for tensor in inputs + outputs)
         return result
 
-    def run_op(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        return func(*args, **kwargs)
+
+def _list_tensors(tree: object) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 @dataclass(frozen=True)
@@ -158,46 +173,22 @@ class DryRunReport:
     measured: StepUsage
     predicted: StepUsage
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """JSON-serializable dict."""
-        data: dict[str, Any] = {"world_size": self.world_size, **asdict(self.devices)}
+        data: dict[str, object] = {"world_size": self.world_size, **asdict(self.devices)}
         data["num_parameters"] = self.num_parameters
-        for name in ("weights", "gradients", "optimizer", "transient", "peak"):
-            attribute = "peak_bytes" if name == "peak" else name
-            measured, predicted = getattr(self.measured, attribute), getattr(self.predicted, attribute)
-            data[name] = {
-                "measured_bytes": measured,
-                "predicted_bytes": predicted,
-                "ratio": predicted / measured if measured else None,
-            }
-        kinds = sorted({*self.measured.collectives, *self.predicted.collectives})
-        data["collectives"] = {kind: _compare_collectives(self.measured, self.predicted, kind) for kind in kinds}
-        return data
-
-
-def _compare_collectives(measured: StepUsage, predicted: StepUsage, kind: str) -> dict[str, int]:
-    count, num_bytes = measured.collectives.get(kind, (0, 0))
-    predicted_count, predicted_bytes = predicted.collectives.get(kind, (0, 0))
-    return {
-        "count": count,
-        "bytes": num_bytes,
-        "predicted_count": predicted_count,
-        "predicted_bytes": predicted_bytes,
-    }
-
-
-class FakeTensorTracker(MemoryCommTracker):  # type: ignore[no-untyped-call]
-    """Tracker for fake tensors. Where an operation needs a value, it returns 0, 1.0 or False."""
-
-    def run_op(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if tensors and not any(isinstance(tensor, FakeTensor) for tensor in tensors):
-            with unset_fake_temporarily():  # tensors with values keep them, such as the ranks of a mesh
-                return func(*args, **kwargs)
-        if func is aten._local_scalar_dense.default:
-            dtype = args[0].dtype
-            return False if dtype == torch.bool else 1.0 if dtype.is_floating_point else 0
-        return super().run_op(func, args, kwargs)
+        for name in ("weights", "gradients", "optimizer", "transient", "peak_bytes"):
+            measured, predicted = getattr(self.measured, name), getattr(self.predicted, name)
+            ratio = predicted / measured if measured else None
+            row = {"measured_bytes": measured, "predicted_bytes": predicted, "ratio": ratio}
+            data[name.removesuffix("_bytes")] = row
+        collectives = {}
+        for kind in sorted({*self.measured.collectives, *self.predicted.collectives}):
+            row = dict(zip(("count", "bytes"), self.measured.collectives.get(kind, (0, 0)), strict=True))
+            predicted = self.predicted.collectives.get(kind, (0, 0))
+            row |= dict(zip(("predicted_count", "predicted_bytes"), predicted, strict=True))
+            collectives[kind] = row
+        return data | {"collectives": collectives}
 
 
 def dry_run(recipe: Recipe, world_size: int) -> DryRunReport:
@@ -213,9 +204,9 @@ def dry_run(recipe: Recipe, world_size: int) -> DryRunReport:
                 " set parallel.dp_shard or parallel.tp"
             )
         estimate = size_step(recipe, config, CPU_DEVICE, dist_context)
-        model = build_training_model(recipe, config, torch.device("meta"))
+        model = build_training_model(config, recipe.training, torch.device("meta"))
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
-        with FakeTensorMode(allow_non_fake_inputs=True), FakeTensorTracker() as tracker:
+        with FakeTensorMode(allow_non_fake_inputs=True), MemoryCommTracker() as tracker:
             measured = _run_two_steps(model, recipe, dist_context, tracker)
     predicted = _predict_usage(estimate, recipe, dist_context)
     return DryRunReport(world_size, estimate.options.parallel_dims, num_parameters, measured, predicted)
@@ -226,15 +217,20 @@ def _run_two_steps(
 ) -> StepUsage:
     """Run a step that allocates the optimizer state, then a step that is measured."""
     _materialize_fake_tensors(model)
-    training_module = TrainingModule(model, recipe)
+    training_module = TrainingModule(model, recipe.objective, recipe.training.precision)
     parallelize_module(training_module, dist_context)
     model.train()
-    optimizer_config = recipe.optimizer
-    optimizer = build_optimizer(optimizer_config.kind, model, **optimizer_config.model_dump(exclude={"kind"}))
-    data: Any = FakeData(recipe)
-    policy = StepPolicy(recipe.training.grad_accum_steps, device=CPU_DEVICE)
+    optimizer = build_optimizer(recipe.optimizer, model)
+    data: Any = SimpleNamespace(train=SimpleNamespace(get_batch=lambda first, count: count))
     runner = TrainStepRunner(
-        recipe, training_module, optimizer, data, data.objective, policy, dist_context=dist_context
+        recipe.training,
+        recipe.schedule,
+        training_module,
+        optimizer,
+        data,
+        lambda count, first: _fake_objective(recipe, count),
+        StepPolicy(recipe.training.grad_accum_steps, device=CPU_DEVICE),
+        dist_context=dist_context,
     )
     runner.run(0)
     tracker.reset_peak()
@@ -252,7 +248,7 @@ def _fake_process_group(world_size: int) -> Iterator[DistributedContext]:
 
     if dist.is_initialized():
         raise InputError("this process already has a process group; start the dry run in a process of its own")
-    store: Any = FakeStore()
+    store = FakeStore()
     dist.init_process_group("fake", store=store, rank=0, world_size=world_size)
     try:
         yield MultiProcessContext(store, 0, world_size)
@@ -267,75 +263,47 @@ def _vocab_size(recipe: Recipe) -> int:
             return byte_tokenizer().vocab_size
         case BPETokenizerConfig(vocab_size=size):
             return size
-    return build_tokenizer(recipe).vocab_size
+    return build_tokenizer(recipe.data, recipe.objective).vocab_size
 
 
 def _materialize_fake_tensors(model: Transformer) -> None:
     """Replace meta tensors by fake tensors on the CPU, in place."""
     for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=CPU_DEVICE)
-                module._parameters[name] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=CPU_DEVICE)
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            empty = torch.empty_like(parameter, device=CPU_DEVICE)
+            module._parameters[name] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = torch.empty_like(buffer, device=CPU_DEVICE)
 
 
-class FakeData:
-    """Stands in for TrainingData: any number of sequences of the recipe's length."""
-
-    def __init__(self, recipe: Recipe) -> None:
-        self.recipe, self.train = recipe, self
-
-    def get_batch(self, first: int, count: int) -> int:
-        return count
-
-    def objective(self, count: int, first: int) -> Objective:
-        tokens = torch.zeros((count, self.recipe.data.seq_len), dtype=torch.long)
-        inputs: tuple[Tensor | None, ...] = (tokens,)
-        if isinstance(self.recipe.objective, Seq2SeqConfig):
-            inputs = (tokens, tokens.clone(), None, None)
-        targets, weights = tokens.clone(), torch.ones(tokens.shape)
-        return Objective(
-            inputs,
-            targets,
-            weights,
-            loss_targets=LossTargets(targets.flatten(), weights.flatten(), weights.sum(), None),
-        )
+def _fake_objective(recipe: Recipe, count: int) -> Objective:
+    """Objective of `count` sequences of the recipe's length."""
+    tokens = torch.zeros((count, recipe.data.seq_len), dtype=torch.long)
+    is_seq2seq = isinstance(recipe.objective, Seq2SeqConfig)
+    inputs = (tokens, tokens.clone(), None, None) if is_seq2seq else (tokens,)
+    targets, weights = tokens.clone(), torch.ones(tokens.shape)
+    selected = LossTargets(targets.flatten(), weights.flatten(), weights.sum(), None)
+    return Objective(inputs, targets, weights, loss_targets=selected)
 
 
 def _measure_usage(model: Transformer, optimizer: OptimizersContainer, tracker: MemoryCommTracker) -> StepUsage:
     # By identity: tied weights are counted once.
     model_tensors = {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}.values()
     grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    states = [
-        value
-        for part in optimizer.optimizers
-        for parameter in optimizer_parameters(part)
-        for value in part.state.get(parameter, {}).values()
-    ]
-    weights, gradients, state = (
-        sum(to_local(tensor).nbytes for tensor in tensors) for tensors in (model_tensors, grads, states)
-    )
+    tensor_lists = (model_tensors, grads, optimizer.state_dict().values())
+    weights, gradients, state = (sum(to_local(tensor).nbytes for tensor in tensors) for tensors in tensor_lists)
     collectives = {kind: (count, tracker.collective_bytes[kind]) for kind, count in tracker.collective_counts.items()}
     return StepUsage(weights, gradients, state, tracker.peak_bytes, collectives)
 
 
-def _predict_usage(size: SizeEstimate, recipe: Recipe, dist_context: DistributedContext) -> StepUsage:
+def _predict_usage(estimate: SizeEstimate, recipe: Recipe, dist_context: DistributedContext) -> StepUsage:
     """Usage of the same step as estimated by `size`."""
-    memory = size.training_memory
-    num_micro_batches = len(
-        dist_context.micro_batch_ranges(recipe.training.batch_size, recipe.training.grad_accum_steps)
-    )
-    collectives = {
-        kind: (num_micro_batches * count, num_micro_batches * num_bytes)
-        for kind, (count, num_bytes) in size.collectives.items()
-    }
+    memory = estimate.training_memory
+    training = recipe.training
+    repeats = len(dist_context.micro_batch_ranges(training.batch_size, training.grad_accum_steps))
+    collectives = {kind: (repeats * count, repeats * size) for kind, (count, size) in estimate.collectives.items()}
     if dist_context.world_size > 1:  # plus the sums over ranks of target weights, loss and squared gradient norm
         count, num_bytes = collectives.get("all-reduce", (0, 0))
         collectives["all-reduce"] = count + 3, num_bytes + 8 + 8 + 4
-    components = memory.bytes_by_component
-    return StepUsage(
-        components["weights"], components["gradients"], components["optimizer"], memory.total_bytes, collectives
-    )
+    weights, gradients, state = (memory.bytes_by_component[name] for name in ("weights", "gradients", "optimizer"))
+    return StepUsage(weights, gradients, state, memory.total_bytes, collectives)

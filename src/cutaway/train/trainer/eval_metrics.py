@@ -1,7 +1,5 @@
 """Evaluation metrics beyond the loss: masked-token accuracy, exact match of generated targets, a generated sample."""
 
-from typing import Any
-
 import torch
 
 from cutaway.families.checkpoint import Checkpoint
@@ -9,6 +7,7 @@ from cutaway.generate.api import generate
 from cutaway.generate.fill_mask import fill_mask
 from cutaway.model import EncoderOnly
 from cutaway.train.data.data_loader import TrainingData
+from cutaway.train.logging.metrics_log import Metrics
 from cutaway.train.objectives.objective import ObjectiveFn
 from cutaway.train.recipe.schema import MaskedLMConfig, PrefixLMConfig, Recipe, Seq2SeqConfig
 
@@ -27,21 +26,21 @@ def has_generation_metrics(recipe: Recipe) -> bool:
 
 def compute_eval_metrics(
     checkpoint: Checkpoint, data: TrainingData, objective_fn: ObjectiveFn, recipe: Recipe, *, seed: int
-) -> dict[str, Any]:
+) -> Metrics:
     """Masked-token accuracy or exact match, by the objective, and a sample for `eval.sample_prompt`."""
-    metrics: dict[str, Any] = {}
+    metrics: Metrics = {}
     match recipe.objective:
         case MaskedLMConfig():
-            metrics["accuracy"] = masked_accuracy(checkpoint, data, objective_fn, recipe)
+            metrics["accuracy"] = _masked_accuracy(checkpoint, data, objective_fn, recipe)
         case Seq2SeqConfig() | PrefixLMConfig() if recipe.eval.num_exact_match:
             metrics = exact_match(checkpoint, data, recipe)
     if (prompt := recipe.eval.sample_prompt) is not None:
-        metrics["sample"] = generate_sample(checkpoint, prompt, max_len=recipe.data.seq_len, seed=seed)
+        metrics["sample"] = _generate_sample(checkpoint, prompt, max_len=recipe.data.seq_len, seed=seed)
     return metrics
 
 
 @torch.no_grad()
-def masked_accuracy(checkpoint: Checkpoint, data: TrainingData, objective_fn: ObjectiveFn, recipe: Recipe) -> float:
+def _masked_accuracy(checkpoint: Checkpoint, data: TrainingData, objective_fn: ObjectiveFn, recipe: Recipe) -> float:
     """Fraction of the masked validation tokens whose most likely prediction is right."""
     model = checkpoint.model
     assert isinstance(model, EncoderOnly)
@@ -58,7 +57,7 @@ def masked_accuracy(checkpoint: Checkpoint, data: TrainingData, objective_fn: Ob
     return num_correct / max(1, num_masked)
 
 
-def exact_match(checkpoint: Checkpoint, data: TrainingData, recipe: Recipe) -> dict[str, Any]:
+def exact_match(checkpoint: Checkpoint, data: TrainingData, recipe: Recipe) -> Metrics:
     """Fraction of greedily decoded outputs that equal the target as the tokenizer decodes it; and a few samples."""
     tokenizer = checkpoint.tokenizer
     assert tokenizer is not None
@@ -75,7 +74,7 @@ def exact_match(checkpoint: Checkpoint, data: TrainingData, recipe: Recipe) -> d
     return {"exact_match": num_correct / len(rows), "sample": sample}
 
 
-def generate_sample(checkpoint: Checkpoint, text: str, *, max_len: int, seed: int) -> str:
+def _generate_sample(checkpoint: Checkpoint, text: str, *, max_len: int, seed: int) -> str:
     """Generate from a prompt: a decoder continues it, an encoder fills its masks, an encoder-decoder answers it."""
     model, tokenizer = checkpoint.model, checkpoint.tokenizer
     assert tokenizer is not None
@@ -85,13 +84,8 @@ def generate_sample(checkpoint: Checkpoint, text: str, *, max_len: int, seed: in
     if len(model.stacks) > 1:
         [completion] = generate(checkpoint, text, beams=1, max_new_tokens=SAMPLE_TOKENS, seed=seed)
         return f"{text} → {completion.text or ''}"
+    max_len = max(2, max_len)
     [completion] = generate(
-        checkpoint,
-        text,
-        max_new_tokens=SAMPLE_TOKENS,
-        max_model_len=max(2, max_len),
-        temperature=0.8,
-        top_k=50,
-        seed=seed,
+        checkpoint, text, max_new_tokens=SAMPLE_TOKENS, max_model_len=max_len, temperature=0.8, top_k=50, seed=seed
     )
     return text + (completion.text or "")

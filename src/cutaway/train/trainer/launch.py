@@ -1,18 +1,12 @@
-"""Start-up of training: build a Trainer from a recipe or from a run directory to resume."""
+"""Start-up of training, top to bottom: recipe → devices → model → data → parallelism → optimizer → Trainer."""
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from cutaway.config import Config
-from cutaway.errors import InputError
-from cutaway.families.checkpoint import Checkpoint
-from cutaway.model import Transformer, build
-from cutaway.tokenizer import Tokenizer
+from cutaway.errors import ConfigError, InputError
 from cutaway.train.checkpoint.base_checkpoint import (
-    NO_BASE_CHECKPOINT,
     BaseCheckpointInfo,
     load_base_checkpoint,
     reload_base_checkpoint,
@@ -20,26 +14,24 @@ from cutaway.train.checkpoint.base_checkpoint import (
 )
 from cutaway.train.checkpoint.manager import load_weights
 from cutaway.train.checkpoint.run_directory import RUN_FILE, RunDirectory, check_new_directory
-from cutaway.train.data.data_loader import TrainingData, build_tokenizer, load_training_data
+from cutaway.train.data.data_loader import build_tokenizer, load_training_data
 from cutaway.train.distributed.parallelize import init_sharded_weights, parallelize_module
 from cutaway.train.distributed.process_group import SINGLE_PROCESS, DeviceLike, DistributedContext, init_distributed
 from cutaway.train.logging.callbacks import Callback
 from cutaway.train.logging.tensorboard import check_tensorboard_installed
-from cutaway.train.loss.load_balancing import check_aux_loss
-from cutaway.train.objectives.build import OBJECTIVE_FORMS, build_objective_fn
-from cutaway.train.objectives.objective import ObjectiveFn
+from cutaway.train.objectives.build import build_objective_fn, check_objective
 from cutaway.train.optim.lr_scheduler import check_schedule
 from cutaway.train.optim.optimizer import build_optimizer
-from cutaway.train.recipe.load import load_recipe
+from cutaway.train.recipe.load import RecipeSource, load_recipe
 from cutaway.train.recipe.schema import Recipe
 from cutaway.train.trainer.memory_check import check_memory
 from cutaway.train.trainer.preflight import run_preflight
 from cutaway.train.trainer.trainer import Trainer
-from cutaway.train.trainer.training_module import TrainingModule
+from cutaway.train.trainer.training_module import TrainingModule, build_training_model
 
 
 def train(
-    recipe: Any,
+    recipe: RecipeSource,
     directory: str | Path,
     *,
     overrides: Sequence[str] = (),
@@ -47,18 +39,42 @@ def train(
     device: DeviceLike = None,
     callback: Callback | None = None,
 ) -> RunDirectory:
-    """Train a recipe (a preset name, a file or a dict) into a new run directory; `texts` replace its data sources."""
+    """Train a recipe into a new run directory, and return it.
+
+    Args:
+        recipe: A preset name, a .toml or .json file, a dict or a `Recipe`.
+        directory: Run directory; it must be new or empty.
+        overrides: Changes of single values, 'a.b=value' with a TOML value, e.g. 'training.max_steps=100'.
+        texts: Files or directories that replace the recipe's data sources.
+        device: Default: the GPU if there is one.
+        callback: Functions that are called after steps and evaluations, and with messages.
+    """
     with init_distributed(device) as dist_context:
-        recipe = load_recipe(recipe, overrides, texts)
-        trainer = prepare_trainer(recipe, Path(directory), device=device, callback=callback, dist_context=dist_context)
+        loaded = load_recipe(recipe, overrides, texts)
+        trainer = prepare_trainer(loaded, Path(directory), device=device, callback=callback, dist_context=dist_context)
         trainer.train()
     return trainer.run_directory
 
 
-def resume(directory: str | Path, *, device: DeviceLike = None, callback: Callback | None = None) -> RunDirectory:
-    """Resume a run from its newest checkpoint, with the same result as without the interruption."""
+def resume(
+    directory: str | Path,
+    *,
+    overrides: Sequence[str] = (),
+    device: DeviceLike = None,
+    callback: Callback | None = None,
+) -> RunDirectory:
+    """Resume a run from its newest checkpoint, with the same result as without the interruption.
+
+    Args:
+        directory: Run directory of the interrupted run.
+        overrides: Changes of `parallel`, e.g. 'parallel.dp_shard=2'; other keys of the recipe cannot change.
+        device: Default: the GPU if there is one.
+        callback: Functions that are called after steps and evaluations, and with messages.
+    """
     with init_distributed(device) as dist_context:
-        trainer = resume_trainer(Path(directory), device=device, callback=callback, dist_context=dist_context)
+        trainer = resume_trainer(
+            Path(directory), overrides=overrides, device=device, callback=callback, dist_context=dist_context
+        )
         trainer.train()
     return trainer.run_directory
 
@@ -71,34 +87,10 @@ def prepare_trainer(
     callback: Callback | None = None,
     dist_context: DistributedContext = SINGLE_PROCESS,
 ) -> Trainer:
-    """Build the Trainer of a new run.
-
-    The run directory is created last, after every check has passed; with several ranks, by the main process.
-    """
+    """Build the Trainer of a new run; after a restart by torchrun, of the run that was started before it."""
     if dist_context.is_restart and (directory / RUN_FILE).exists():
         return resume_trainer(directory, device=device, callback=callback, dist_context=dist_context)
-    torch_device, callback = dist_context.resolve_device(device), _callback_for_rank(callback, dist_context)
-    dist_context.init_mesh(recipe.parallel, torch_device)
-    with dist_context.main_process_first():
-        if dist_context.is_main_process:
-            check_new_directory(directory)
-        check_schedule(recipe.schedule, recipe.training.max_steps)
-        if recipe.logging.tensorboard:
-            check_tensorboard_installed()
-        run_directory = None if dist_context.is_main_process else RunDirectory.open(directory)
-        base_checkpoint = load_base_checkpoint(recipe)
-        base_info = BaseCheckpointInfo.from_checkpoint(base_checkpoint)
-        tokenizer = build_tokenizer(recipe, base_checkpoint) if run_directory is None else run_directory.tokenizer
-        model = prepare_model(recipe, tokenizer, torch_device, callback, dist_context, base_info)
-        data = load_training_data(recipe, tokenizer, callback.on_message, base_info)
-        objective_fn = build_objective_fn(recipe, tokenizer, model, torch_device)
-        # With a device mesh the model is on the meta device, without values to check.
-        if run_directory is None and recipe.training.preflight and dist_context.mesh is None:
-            run_preflight(model, recipe.training.seed, callback.on_message)
-        run_directory = run_directory or RunDirectory.create(directory, recipe, tokenizer, data.fingerprint, base_info)
-    return build_trainer(
-        run_directory, data, model, objective_fn, torch_device, callback, dist_context, base_checkpoint
-    )
+    return _build_trainer(recipe, directory, None, device, callback, dist_context)
 
 
 def resume_trainer(
@@ -109,95 +101,88 @@ def resume_trainer(
     callback: Callback | None = None,
     dist_context: DistributedContext = SINGLE_PROCESS,
 ) -> Trainer:
-    """Build the Trainer of an existing run at its newest valid checkpoint. `overrides` apply to `parallel` only."""
+    """Build the Trainer of an existing run at its newest valid checkpoint. Only `parallel` can be overridden."""
+    for override in overrides:
+        if override.partition("=")[0].strip().partition(".")[0] != "parallel":
+            raise ConfigError(
+                f"override '{override}' cannot be applied to a resumed run, which continues with its own recipe; only"
+                " parallel can change: leave the override out, or start a new run"
+            )
     run_directory = RunDirectory.open(directory)
-    recipe, base_info = run_directory.recipe, run_directory.base_info
-    torch_device, callback = dist_context.resolve_device(device), _callback_for_rank(callback, dist_context)
-    dist_context.init_mesh(load_recipe(recipe, overrides).parallel, torch_device)
+    recipe = load_recipe(run_directory.recipe, overrides)
+    return _build_trainer(recipe, directory, run_directory, device, callback, dist_context)
+
+
+def _build_trainer(
+    recipe: Recipe,
+    directory: Path,
+    run_directory: RunDirectory | None,
+    device: DeviceLike,
+    callback: Callback | None,
+    dist_context: DistributedContext,
+) -> Trainer:
+    """Build the Trainer of a run; `run_directory` is None if the run is new.
+
+    The main process creates the directory of a new run, after every check has passed.
+    """
+    # Devices and loggers of this rank
+    device = dist_context.resolve_device(device)
+    dist_context.init_mesh(recipe.parallel, device)
+    is_sharded = dist_context.mesh is not None
+    callback = callback if callback is not None and dist_context.is_main_process else Callback()
+    log = callback.on_message
+    check_schedule(recipe.schedule, recipe.training.max_steps)
+    if recipe.logging.tensorboard:
+        check_tensorboard_installed()
+
     with dist_context.main_process_first():
-        tokenizer = run_directory.tokenizer
-        data = load_training_data(recipe, tokenizer, callback.on_message, base_info)
-    model = prepare_model(recipe, tokenizer, torch_device, callback, dist_context, base_info)
-    objective_fn = build_objective_fn(recipe, tokenizer, model, torch_device)
-    base_checkpoint = reload_base_checkpoint(recipe, base_info)
-    trainer = build_trainer(
-        run_directory, data, model, objective_fn, torch_device, callback, dist_context, base_checkpoint
+        # Tokenizer, and the base checkpoint of a fine-tuning run
+        if run_directory is None and not dist_context.is_main_process:
+            run_directory = RunDirectory.open(directory)  # the main process has created it
+        if run_directory is None:
+            check_new_directory(directory)
+            base_checkpoint = load_base_checkpoint(recipe.model)
+            base_info = BaseCheckpointInfo.from_checkpoint(base_checkpoint)
+            tokenizer = build_tokenizer(recipe.data, recipe.objective, base_checkpoint)
+        else:
+            base_info, tokenizer = run_directory.base_info, run_directory.tokenizer
+            base_checkpoint = reload_base_checkpoint(recipe.model, base_info)
+
+        # Model; on the meta device if it is sharded, without values
+        config = resolve_model_config(recipe.model, tokenizer, base_info)
+        check_objective(recipe.objective, config, recipe.training)
+        check_memory(recipe, config, device, dist_context, log)
+        model = build_training_model(config, recipe.training, torch.device("meta") if is_sharded else device)
+
+        # Data
+        seed = recipe.training.seed
+        data = load_training_data(recipe.data, recipe.objective, tokenizer, base_info, seed, log)
+        objective_fn = build_objective_fn(recipe.objective, recipe.data, tokenizer, config.vocab_size, seed, device)
+
+        # Run directory
+        if run_directory is None:
+            if recipe.training.preflight and not is_sharded:
+                run_preflight(model, seed, log)
+            run_directory = RunDirectory.create(directory, recipe, tokenizer, data.fingerprint, base_info)
+        run_directory.check_data(data.fingerprint)
+
+    # Parallelism, weights, optimizer
+    training_module = TrainingModule(model, recipe.objective, recipe.training.precision)
+    wrapped_module = parallelize_module(training_module, dist_context)
+    if is_sharded:
+        init_sharded_weights(model, device, seed)
+    if base_checkpoint is not None:
+        load_weights(model, base_checkpoint.model.state_dict())
+    optimizer = build_optimizer(recipe.optimizer, model)
+
+    # Trainer at the newest checkpoint, with its logs
+    trainer = Trainer(
+        run_directory, training_module, wrapped_module, optimizer, data, objective_fn, callback, dist_context
     )
+    trainer.restore_checkpoint()
     if trainer.global_step == 0 and base_info.config is not None and base_checkpoint is None:
         raise InputError(
             f"'{directory}' has no checkpoint yet, and the base checkpoint it fine-tunes is missing or has changed;"
             " start a new run"
         )
     return trainer
-
-
-def build_trainer(
-    run_directory: RunDirectory,
-    data: TrainingData,
-    model: Transformer,
-    objective_fn: ObjectiveFn,
-    device: torch.device,
-    callback: Callback,
-    dist_context: DistributedContext,
-    base_checkpoint: Checkpoint | None = None,
-) -> Trainer:
-    """Wrap the model for its parallelism, load its weights, build the optimizer and restore the newest checkpoint."""
-    if data.fingerprint != run_directory.data_fingerprint:
-        raise InputError(
-            f"the data has changed since the run '{run_directory.directory}' started, so resuming would not reproduce"
-            " it; restore the files, or start a new run"
-        )
-    optimizer_config = run_directory.recipe.optimizer
-    training_module = TrainingModule(model, run_directory.recipe)
-    wrapped_module = parallelize_module(training_module, dist_context)
-    if dist_context.mesh is not None:
-        init_sharded_weights(model, device, run_directory.recipe.training.seed)
-    if base_checkpoint is not None:
-        load_weights(model, base_checkpoint.model.state_dict())
-    optimizer = build_optimizer(optimizer_config.kind, model, **optimizer_config.model_dump(exclude={"kind"}))
-    trainer = Trainer(
-        run_directory, training_module, optimizer, data, objective_fn, callback, dist_context, wrapped_module
-    )
-    trainer.restore_checkpoint()
-    return trainer
-
-
-def prepare_model(
-    recipe: Recipe,
-    tokenizer: Tokenizer,
-    device: torch.device,
-    callback: Callback,
-    dist_context: DistributedContext,
-    base_info: BaseCheckpointInfo = NO_BASE_CHECKPOINT,
-) -> Transformer:
-    """Build the recipe's model with initial weights, after checking that it fits the objective and the memory.
-
-    With a device mesh the model is on the meta device; its shards are initialized later.
-    """
-    config = resolve_model_config(recipe, tokenizer, base_info)
-    form = OBJECTIVE_FORMS[type(recipe.objective)]
-    if config.form != form:
-        raise InputError(
-            f"objective {recipe.objective.kind} requires a model of form {form}, but model.form is {config.form};"
-            " change one of the two"
-        )
-    if config.head.kind == "none":
-        raise InputError("the model has no output head, so it computes no logits; set model.head.kind = 'lm'")
-    check_aux_loss(recipe, config)
-    check_memory(recipe, config, device, callback.on_message, dist_context)
-    return build_training_model(recipe, config, device if dist_context.mesh is None else torch.device("meta"))
-
-
-def build_training_model(recipe: Recipe, config: Config, device: torch.device) -> Transformer:
-    """Build the model with the recipe's seed and activation checkpointing; `device` may be meta."""
-    model = build(config, device=device, seed=recipe.training.seed)
-    model.use_activation_checkpointing(recipe.training.activation_checkpointing)
-    pooler = getattr(model, "pooler", None)
-    if pooler is not None:
-        pooler.requires_grad_(False)  # no objective uses it, and DDP would wait for its gradient
-    return model
-
-
-def _callback_for_rank(callback: Callback | None, dist_context: DistributedContext) -> Callback:
-    """Return the callback on the main process, and a no-op callback on the other ranks."""
-    return callback if callback is not None and dist_context.is_main_process else Callback()

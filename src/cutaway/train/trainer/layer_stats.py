@@ -5,13 +5,16 @@ Computed at each evaluation, from the step before it and one validation sequence
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from cutaway.evaluate import functional
 from cutaway.model import Transformer
@@ -138,39 +141,31 @@ def record_activations(model: Transformer) -> Iterator[tuple[dict[str, Tensor], 
 
 def _register_hooks(
     stack: Stack, prefix: str, resid_norms: dict[str, Tensor], attn_entropies: dict[str, Tensor]
-) -> list[Any]:
+) -> list[RemovableHandle]:
     """Register one set of hooks per distinct block; a block shared by several layers counts its calls."""
-    num_calls: dict[nn.Module, int] = {}
+    num_calls: Counter[nn.Module] = Counter()
 
     def layer_name(block: nn.Module) -> str:
         indices = [index for index, other in enumerate(stack.blocks) if other is block]
-        return f"{prefix}blocks.{indices[num_calls.get(block, 0) % len(indices)]}"
+        return f"{prefix}blocks.{indices[num_calls[block] % len(indices)]}"
+
+    def record_resid_norm(block: nn.Module, args: object, output: Tensor) -> None:
+        resid_norms[layer_name(block)] = output.float().norm(dim=-1).mean()
+        num_calls[block] += 1
+
+    def record_entropy(block: nn.Module, suffix: str, _: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
+        bits = attention_entropy(args[0], output)
+        if bits is not None:
+            attn_entropies[layer_name(block) + suffix] = bits
 
     handles = []
     for block in dict.fromkeys(stack.blocks):
-
-        def record_resid_norm(module: nn.Module, args: Any, output: Tensor) -> None:
-            resid_norms[layer_name(module)] = output.float().norm(dim=-1).mean()
-            num_calls[module] = num_calls.get(module, 0) + 1
-
         handles.append(block.register_forward_hook(record_resid_norm))
-        for branch_name in ("attn", "cross"):
+        for branch_name, suffix in (("attn", ""), ("cross", ".cross")):
             branch: Any = getattr(block, branch_name, None)
-            if branch is None:
-                continue
-
-            def record_entropy(
-                module: nn.Module,
-                args: Any,
-                output: Tensor,
-                block: nn.Module = block,
-                is_cross: bool = branch_name == "cross",
-            ) -> None:
-                bits = attention_entropy(args[0], output)
-                if bits is not None:
-                    attn_entropies[layer_name(block) + ".cross" * is_cross] = bits
-
-            handles.append(branch.f.kernel.softmax.register_forward_hook(record_entropy))
+            if branch is not None:
+                hook = partial(record_entropy, block, suffix)
+                handles.append(branch.f.kernel.softmax.register_forward_hook(hook))
     return handles
 
 
@@ -215,6 +210,6 @@ def _sample_values(tensor: Tensor) -> Tensor:
     return values[:: max(1, -(-values.numel() // SAMPLE_SIZE))]
 
 
-def _round_stats(value: Any) -> Any:
+def _round_stats(value: float | list[float]) -> float | list[float]:
     """Round to four significant digits."""
-    return [_round_stats(item) for item in value] if isinstance(value, list) else float(f"{value:.4g}")
+    return [float(f"{item:.4g}") for item in value] if isinstance(value, list) else float(f"{value:.4g}")

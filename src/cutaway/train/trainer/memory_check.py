@@ -71,8 +71,8 @@ def check_memory(
     recipe: Recipe,
     config: Config,
     device: torch.device,
+    dist_context: DistributedContext,
     log: Callable[[str], None],
-    dist_context: DistributedContext = SINGLE_PROCESS,
 ) -> None:
     """Log the estimate; raise InputError if weights, gradients and optimizer state alone exceed the free memory."""
     estimate, lower_bound = expected_memory(recipe, config, device, dist_context)

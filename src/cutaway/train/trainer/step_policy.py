@@ -6,12 +6,13 @@ The running statistics are tensors on the device, so that no step synchronizes; 
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from cutaway.errors import CutawayError
+from cutaway.train.logging.metrics_log import Metrics
 
 MAX_NONFINITE_STEPS = 20
 """Consecutive steps with a non-finite gradient after which training fails; fp16 loss scaling needs some to adapt."""
@@ -24,6 +25,11 @@ MAX_CONSECUTIVE_SPIKES = 5
 EPS = 1e-30
 NORMAL, NONFINITE, SPIKE, NEW_LEVEL = range(4)
 """Verdicts on a step. NEW_LEVEL: far above the mean, but accepted, and the statistics start over from it."""
+
+
+STATE_NAMES = (
+    "log_grad_norm_mean", "log_grad_norm_variance", "num_observed_steps", "consecutive_spikes", "consecutive_nonfinite"
+)  # fmt: skip
 
 
 class TrainingError(CutawayError):
@@ -42,14 +48,7 @@ class StepPolicy:
         log: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.grad_accum_steps, self.on_grad_spike, self.log = grad_accum_steps, on_grad_spike, log
-        names = (
-            "log_grad_norm_mean",
-            "log_grad_norm_variance",
-            "num_observed_steps",
-            "consecutive_spikes",
-            "consecutive_nonfinite",
-        )
-        self.state = {name: torch.zeros((), device=device) for name in names}
+        self.state = {name: torch.zeros((), device=device) for name in STATE_NAMES}
         """Mean, variance and count of the log gradient norm; consecutive spikes and non-finite steps."""
 
     def check_grad_norm(self, grad_norm: Tensor) -> tuple[Tensor, Tensor]:
@@ -58,9 +57,8 @@ class StepPolicy:
         A skipped step leaves weights and statistics unchanged. Restoring a checkpoint would not help: a step is a
         function of its number, so training would reach the same spike again.
         """
-        state, finite = self.state, torch.isfinite(grad_norm)
-        mean, variance = state["log_grad_norm_mean"], state["log_grad_norm_variance"]
-        observed, spikes = state["num_observed_steps"], state["consecutive_spikes"]
+        finite = torch.isfinite(grad_norm)
+        mean, variance, observed, spikes, nonfinite = (self.state[name] for name in STATE_NAMES)
         deviation = torch.where(finite, grad_norm.float().clamp(min=EPS).log() - mean, 0.0)
         is_outlier = (
             finite
@@ -76,19 +74,19 @@ class StepPolicy:
         observed = torch.where(is_new_level, 0.0, observed)
         # Cumulative average at first, exponential moving average after AVERAGING_STEPS steps
         rate = (1 / (observed + 1)).clamp(min=1 / AVERAGING_STEPS)
-        self.state = {
-            "log_grad_norm_mean": torch.where(accepted, mean + rate * deviation, mean),
-            "log_grad_norm_variance": torch.where(
-                accepted, (1 - rate) * (variance + rate * deviation.square()), variance
-            ),
-            "num_observed_steps": torch.where(accepted, (observed + 1).clamp(max=AVERAGING_STEPS), observed),
-            "consecutive_spikes": torch.where(is_spike, spikes + 1, torch.where(finite, 0.0, spikes)),
-            "consecutive_nonfinite": torch.where(finite, 0.0, state["consecutive_nonfinite"] + 1),
-        }
+        nonfinite = torch.where(finite, 0.0, nonfinite + 1)
+        new_values = (
+            torch.where(accepted, mean + rate * deviation, mean),
+            torch.where(accepted, (1 - rate) * (variance + rate * deviation.square()), variance),
+            torch.where(accepted, (observed + 1).clamp(max=AVERAGING_STEPS), observed),
+            torch.where(is_spike, spikes + 1, torch.where(finite, 0.0, spikes)),
+            nonfinite,
+        )
+        self.state = dict(zip(STATE_NAMES, new_values, strict=True))
         verdict = torch.where(finite, SPIKE * is_spike + NEW_LEVEL * is_new_level, NONFINITE).float()
-        return ~accepted, torch.stack((verdict, mean.exp(), self.state["consecutive_nonfinite"]))
+        return ~accepted, torch.stack((verdict, mean.exp(), nonfinite))
 
-    def report_step(self, metrics: dict[str, Any], verdict_values: list[float]) -> None:
+    def report_step(self, metrics: Metrics, verdict_values: list[float]) -> None:
         """Log a skipped step and mark it in `metrics`; raise TrainingError after too many non-finite steps."""
         verdict, mean_norm, consecutive_nonfinite = verdict_values
         step = metrics["step"]
@@ -152,5 +150,5 @@ def raise_on_out_of_memory(what: str) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         raise TrainingError(
-            f"out of memory: {what} does not fit; use a smaller model, an optimizer with less state, or another device"
+            f"out of memory: {what} does not fit; use a smaller model, a smaller optimizer, or another device"
         ) from error

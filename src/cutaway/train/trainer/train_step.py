@@ -1,36 +1,34 @@
 """One training step: a function of the weights, the optimizer state and the step number only."""
 
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from cutaway.train.data.data_loader import TrainingData
-from cutaway.train.data.datasets import PositionalDataset
+from cutaway.train.data.datasets import Dataset
 from cutaway.train.distributed.parallelize import no_sync_until_last
 from cutaway.train.distributed.process_group import SINGLE_PROCESS, DistributedContext
 from cutaway.train.kernels.compile import compile_for_training
+from cutaway.train.logging.metrics_log import Metrics
 from cutaway.train.loss.chunked_cross_entropy import LossSums
 from cutaway.train.objectives.objective import Objective, ObjectiveFn
 from cutaway.train.optim.lr_scheduler import lr_factor
 from cutaway.train.optim.mixed_precision import GradScaler
 from cutaway.train.optim.optimizer import OptimizersContainer, total_grad_norm
-from cutaway.train.recipe.schema import Recipe
+from cutaway.train.recipe.schema import ScheduleConfig, TrainingConfig
 from cutaway.train.seeds import derive_seed
 from cutaway.train.trainer.layer_stats import UpdateStats
 from cutaway.train.trainer.step_policy import StepPolicy, TrainingError, is_out_of_memory, raise_on_out_of_memory
 from cutaway.train.trainer.training_module import TrainingModule
-
-Metrics = dict[str, Any]
-"""Metrics of a step; values may be tensors that the device has not computed yet."""
 
 
 @dataclass
 class TrainStepRunner:
     """Runs training steps. The returned metrics may be device tensors, so a step does not synchronize."""
 
-    recipe: Recipe
+    training: TrainingConfig
+    schedule: ScheduleConfig
     training_module: TrainingModule
     optimizer: OptimizersContainer
     data: TrainingData
@@ -38,47 +36,49 @@ class TrainStepRunner:
     step_policy: StepPolicy
     grad_scaler: GradScaler | None = None
     """Loss scaling, for fp16."""
-    dist_context: DistributedContext = SINGLE_PROCESS
     wrapped_module: nn.Module | None = None
     """Module that is called instead of `training_module`: its DDP or FSDP wrapper."""
+    dist_context: DistributedContext = SINGLE_PROCESS
     update_stats: UpdateStats | None = field(default=None, init=False)
     """Update statistics of the last step, if it recorded them."""
 
     def __post_init__(self) -> None:
         # Tensor-parallel shards are not fused; compiled blocks would not call the router hooks of the auxiliary loss.
-        eager = self.dist_context.tp_size > 1 or bool(self.recipe.objective.aux_loss_coef)
-        compile_blocks = False if eager else self.recipe.training.compile
+        eager = self.dist_context.tp_size > 1 or bool(self.training_module.aux_loss_coef)
+        compile_blocks = False if eager else self.training.compile
         self.compiled_context = compile_for_training(
             self.training_module.model, compile_blocks, single_process=self.dist_context.world_size == 1
         )
 
     def run(self, step: int, *, record_update_stats: bool = False) -> Metrics:
-        """Run step `step`, counted from 0: forward, backward, clip the gradient, update unless the policy skips it."""
-        training = self.recipe.training
+        """Run step `step`, counted from 0: forward, backward, clip the gradient, update unless the policy skips it.
+
+        The returned values may be tensors that the device has not computed yet.
+        """
         cross_entropy, weight = self.forward_backward_with_oom_retry(step)
         grad_norm, scale_metrics = total_grad_norm(self.training_module, self.dist_context), {}
         if self.grad_scaler is not None:
             scale_metrics["loss_scale"] = self.grad_scaler.scale.clone()
             self.grad_scaler.update(~torch.isfinite(grad_norm))
             grad_norm = grad_norm / scale_metrics["loss_scale"]
-        factor = lr_factor(self.recipe.schedule, step, training.max_steps)
+        factor = lr_factor(self.schedule, step, self.training.max_steps)
         skip, verdict = self.step_policy.check_grad_norm(grad_norm)
         self.update_stats = UpdateStats(self.optimizer.parameters) if record_update_stats else None
         with raise_on_out_of_memory("the optimizer state"):
             # Clipping and unscaling in one division: max(1, ‖g‖ / grad_clip) · loss_scale
-            grad_divisor = (grad_norm / training.grad_clip).clamp(min=1.0) * scale_metrics.get("loss_scale", 1.0)
+            grad_divisor = (grad_norm / self.training.grad_clip).clamp(min=1.0) * scale_metrics.get("loss_scale", 1.0)
             self.optimizer.step(factor, grad_divisor=grad_divisor, skip=skip)
         return {
             "step": step + 1,
             "loss": self.dist_context.sum_over_dp(cross_entropy) / weight,
             "grad_norm": grad_norm,
-            "lr": factor * self.recipe.optimizer.lr,
+            "lr": factor * self.optimizer.lr,
             "num_tokens": int(weight),
             "verdict": verdict,
             **scale_metrics,
         }
 
-    def forward_backward_with_oom_retry(self, step: int) -> tuple[Any, float]:
+    def forward_backward_with_oom_retry(self, step: int) -> tuple[Tensor, float]:
         """Run `forward_backward`; if memory does not suffice, retry with more and smaller micro-batches."""
         while True:
             try:
@@ -87,18 +87,17 @@ class TrainStepRunner:
                 is_distributed = self.dist_context.world_size > 1  # the other ranks would wait in a collective
                 if not is_out_of_memory(error) or is_distributed:
                     raise
-                self.step_policy.increase_grad_accum_steps(self.recipe.training.batch_size)
+                self.step_policy.increase_grad_accum_steps(self.training.batch_size)
             self.optimizer.zero_grad()  # outside `except`: the exception kept the activations alive
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
 
-    def forward_backward(self, step: int) -> tuple[Any, float]:
+    def forward_backward(self, step: int) -> tuple[Tensor, float]:
         """Compute the gradient of the mean over all targets of the batch, for any number of micro-batches.
 
         Returns this rank's summed cross-entropy and the total weight over all ranks.
         """
-        training = self.recipe.training
-        batch_size = training.batch_size
+        batch_size = self.training.batch_size
         first = step * batch_size
         micro_batches = [
             build_micro_batch(self.objective_fn, self.data.train, first + low, high - low)
@@ -110,29 +109,27 @@ class TrainStepRunner:
                 f"the batch of step {step + 1} has no target tokens; lower data.validation_split, or use longer texts"
             )
         self.optimizer.zero_grad()
-        cross_entropy: Any = 0.0
+        cross_entropy = torch.zeros((), dtype=torch.float64, device=self.training_module.model.device)
         module = self.training_module if self.wrapped_module is None else self.wrapped_module
         with self.compiled_context():
             for index, micro_batch in enumerate(micro_batches):
                 # Seed of the dropout masks
-                torch.manual_seed(derive_seed(training.seed, step, index, self.dist_context.dp_rank))
+                torch.manual_seed(derive_seed(self.training.seed, step, index, self.dist_context.dp_rank))
                 with no_sync_until_last(module, index == len(micro_batches) - 1):
                     loss: LossSums = module(micro_batch)
                     # DDP and FSDP average gradients over ranks; times dp_size, the average is the sum.
-                    mean: Any = loss.loss * (self.dist_context.dp_size / weight)
-                    (mean if self.grad_scaler is None else mean * self.grad_scaler.scale).backward()
+                    mean = loss.loss * (self.dist_context.dp_size / weight)
+                    torch.autograd.backward(mean if self.grad_scaler is None else mean * self.grad_scaler.scale)
                 cross_entropy = cross_entropy + loss.cross_entropy.double()
         return cross_entropy, weight
 
 
 def metrics_to_python(metrics: Metrics) -> Metrics:
     """Convert tensors to Python numbers; this synchronizes with the device."""
-    return {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in metrics.items()}
+    return {name: value.tolist() if isinstance(value, Tensor) else value for name, value in metrics.items()}
 
 
-def build_micro_batch(
-    objective_fn: ObjectiveFn, dataset: PositionalDataset[Any, Any], first: int, count: int
-) -> Objective:
+def build_micro_batch(objective_fn: ObjectiveFn, dataset: Dataset, first: int, count: int) -> Objective:
     """Build the objective of `count` sequences.
 
     With count 0 it has one sequence of weight 0, so that the rank takes part in the collectives.

@@ -9,8 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -29,12 +28,13 @@ from cutaway.train.checkpoint.manager import (
     load_weights,
     save_state,
 )
+from cutaway.train.checkpoint.manifest import TrainerState
 from cutaway.train.checkpoint.run_directory import RunDirectory
 from cutaway.train.data.data_loader import TrainingData
 from cutaway.train.distributed.parallelize import gather_full_model
-from cutaway.train.distributed.process_group import SINGLE_PROCESS, DistributedContext
+from cutaway.train.distributed.process_group import DistributedContext
 from cutaway.train.logging.callbacks import Callback, CallbackHandler
-from cutaway.train.logging.metrics_log import MetricsLog, NullMetricsLog
+from cutaway.train.logging.metrics_log import Metrics, MetricsLog, NullMetricsLog
 from cutaway.train.logging.throughput import Throughput
 from cutaway.train.objectives.objective import ObjectiveFn
 from cutaway.train.optim.ema import WeightEMA
@@ -42,20 +42,20 @@ from cutaway.train.optim.mixed_precision import GradScaler
 from cutaway.train.optim.optimizer import OptimizersContainer
 from cutaway.train.recipe.schema import Recipe
 from cutaway.train.trainer.eval_metrics import compute_eval_metrics, has_generation_metrics
-from cutaway.train.trainer.layer_stats import compute_layer_stats, layer_warnings
+from cutaway.train.trainer.layer_stats import LayerStats, compute_layer_stats, layer_warnings
 from cutaway.train.trainer.step_policy import StepPolicy
-from cutaway.train.trainer.train_step import Metrics, TrainStepRunner, build_micro_batch, metrics_to_python
+from cutaway.train.trainer.train_step import TrainStepRunner, build_micro_batch, metrics_to_python
 from cutaway.train.trainer.training_module import TrainingModule
 
 
 @contextmanager
-def stop_on_signals(stop_requested: threading.Event) -> Iterator[None]:
+def _stop_on_signals(stop_requested: threading.Event) -> Iterator[None]:
     """On SIGTERM or Ctrl-C, stop after the current step with a checkpoint; on a second Ctrl-C, immediately."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
-    def request_stop(number: int, frame: Any) -> None:
+    def request_stop(number: int, frame: object) -> None:
         if stop_requested.is_set() and number == signal.SIGINT:
             raise KeyboardInterrupt
         stop_requested.set()
@@ -74,19 +74,18 @@ class Trainer:
 
     run_directory: RunDirectory
     training_module: TrainingModule
+    wrapped_module: nn.Module
+    """Module that a step calls: `training_module`, or its DDP or FSDP wrapper."""
     optimizer: OptimizersContainer
     data: TrainingData
     objective_fn: ObjectiveFn
-    callback: Callback = field(default_factory=Callback)
-    dist_context: DistributedContext = SINGLE_PROCESS
-    wrapped_module: nn.Module | None = None
-    """Module that a step calls instead of `training_module`: its DDP or FSDP wrapper."""
+    callback: Callback
+    dist_context: DistributedContext
 
     def __post_init__(self) -> None:
         self.recipe: Recipe = self.run_directory.recipe
-        self.checkpoint_manager = CheckpointManager(
-            self.run_directory.checkpoint_directory, keep=self.recipe.checkpoint.keep
-        )
+        directory = self.run_directory.checkpoint_directory
+        self.checkpoint_manager = CheckpointManager(directory, keep=self.recipe.checkpoint.keep)
         self.global_step = 0
         self.best_eval_loss: float | None = None
         self.metrics_log: MetricsLog
@@ -96,25 +95,23 @@ class Trainer:
         self.step_start_time = time.perf_counter()
         self.model: Transformer = self.training_module.model
         training, device = self.recipe.training, self.model.device
-        self.step_policy = StepPolicy(
-            training.grad_accum_steps, training.on_grad_spike, device=device, log=self.callback.on_message
-        )
+        log = self.callback.on_message
+        self.step_policy = StepPolicy(training.grad_accum_steps, training.on_grad_spike, device=device, log=log)
         self.grad_scaler = GradScaler(device) if training.precision == "fp16" else None
-        self.ema = (
-            None
-            if training.ema_decay is None
-            else WeightEMA(self.model, training.ema_decay, training_module=self.training_module)
-        )
+        self.ema = None
+        if training.ema_decay is not None:
+            self.ema = WeightEMA(self.model, training.ema_decay, training_module=self.training_module)
         self.train_step_runner = TrainStepRunner(
-            self.recipe,
+            training,
+            self.recipe.schedule,
             self.training_module,
             self.optimizer,
             self.data,
             self.objective_fn,
             self.step_policy,
             self.grad_scaler,
-            self.dist_context,
             self.wrapped_module,
+            self.dist_context,
         )
         self.throughput = Throughput.from_recipe(self.recipe, self.model.config, device, self.dist_context.world_size)
         self.callback_handler: CallbackHandler
@@ -126,35 +123,28 @@ class Trainer:
         states = {name: component.state_dict() for name, component in self.stateful_components().items()}
         return {"model": dict(self.model.state_dict()), **states}
 
-    def stateful_components(self) -> dict[str, Any]:
+    def stateful_components(self) -> dict[str, OptimizersContainer | StepPolicy | WeightEMA | GradScaler]:
         """Components with a state dict besides the model; EMA and loss scaling depend on the recipe."""
-        components = {
-            "optimizer": self.optimizer,
-            "step_policy": self.step_policy,
-            "ema": self.ema,
-            "grad_scaler": self.grad_scaler,
-        }
-        return {name: component for name, component in components.items() if component is not None}
+        components = (
+            ("optimizer", self.optimizer),
+            ("step_policy", self.step_policy),
+            ("ema", self.ema),
+            ("grad_scaler", self.grad_scaler),
+        )
+        return {name: component for name, component in components if component is not None}
 
     def save_checkpoint(self) -> None:
         """Save everything that the next step depends on. If the disk is full, report it and continue training."""
         self.callback_handler.flush()
-        state: dict[str, Any] = {
-            "step": self.global_step,
-            "best_eval_loss": self.best_eval_loss,
-            "metrics_bytes": self.metrics_log.sync(),
-            "timings_bytes": self.timings_log.sync(),
-            "data_fingerprint": self.run_directory.data_fingerprint,
-        }
+        state = TrainerState(
+            step=self.global_step,
+            data_fingerprint=self.run_directory.data_fingerprint,
+            best_eval_loss=self.best_eval_loss,
+            metrics_bytes=self.metrics_log.sync(),
+            timings_bytes=self.timings_log.sync(),
+        )
         with self._report_write_errors():
-            save_state(
-                self.checkpoint_manager,
-                self.dist_context,
-                self.global_step,
-                self.state_tensors(),
-                state,
-                best_eval_loss=self.best_eval_loss,
-            )
+            save_state(self.checkpoint_manager, self.dist_context, self.state_tensors(), state)
 
     @contextmanager
     def _report_write_errors(self) -> Iterator[None]:
@@ -169,10 +159,9 @@ class Trainer:
         if restored is None:
             self._open_logs(0, 0)
             return
-        if restored.state["data_fingerprint"] != self.run_directory.data_fingerprint:
-            raise InputError(
-                "the checkpoint was written with other data than the run's; restore the run's own checkpoint files"
-            )
+        state = restored.state
+        if state.data_fingerprint != self.run_directory.data_fingerprint:
+            raise InputError("the checkpoint was written with other data; restore the run's own checkpoint files")
         load_weights(self.model, restored.tensor_groups["model"])
         for name, component in self.stateful_components().items():
             if name not in restored.tensor_groups:
@@ -181,8 +170,8 @@ class Trainer:
                     " weights"
                 )
             component.load_state_dict(restored.tensor_groups[name])
-        self.global_step, self.best_eval_loss = restored.state["step"], restored.state["best_eval_loss"]
-        self._open_logs(restored.state["metrics_bytes"], restored.state["timings_bytes"])
+        self.global_step, self.best_eval_loss = state.step, state.best_eval_loss
+        self._open_logs(state.metrics_bytes, state.timings_bytes)
 
     def _open_logs(self, metrics_bytes: int, timings_bytes: int) -> None:
         """Open the logs, truncated to the sizes stored in the checkpoint. Only the main process writes."""
@@ -205,7 +194,7 @@ class Trainer:
         # The caller's random state is restored, and the last asynchronous save is complete, when this returns.
         with (
             closing(self.callback_handler),
-            stop_on_signals(self.stop_requested),
+            _stop_on_signals(self.stop_requested),
             self._wait_for_async_save(),
             torch.random.fork_rng(cuda_devices),
         ):
@@ -242,9 +231,8 @@ class Trainer:
                 self.checkpoint_manager.wait_for_async_save()
 
     def train_step(self, step: int) -> Metrics:
-        metrics = self.train_step_runner.run(
-            step, record_update_stats=self.dist_context.mesh is None and self.should_evaluate(step + 1)
-        )
+        record_update_stats = self.dist_context.mesh is None and self.should_evaluate(step + 1)
+        metrics = self.train_step_runner.run(step, record_update_stats=record_update_stats)
         if self.ema is not None:
             self.ema.update(step)
         return metrics
@@ -287,61 +275,47 @@ class Trainer:
         layer_stats = self.compute_layer_stats()
         loss = self.dist_context.sum_over_dp(total) / max(1.0, self.dist_context.sum_over_dp(weight))
         self.best_eval_loss = loss if self.best_eval_loss is None else min(self.best_eval_loss, loss)
-        metrics: dict[str, Any] = {"step": self.global_step, "eval_loss": loss}
+        metrics: Metrics = {"step": self.global_step, "eval_loss": loss}
         if self.data.bytes_per_token is not None:
             metrics["bits_per_byte"] = bits_per_byte(loss, self.data.bytes_per_token)
         if has_generation_metrics(self.recipe):
             checkpoint = self.build_checkpoint(self.model.device)
             if checkpoint is not None:
-                metrics |= compute_eval_metrics(
-                    checkpoint, self.data, self.objective_fn, self.recipe, seed=self.global_step
-                )
+                seed = self.global_step
+                metrics |= compute_eval_metrics(checkpoint, self.data, self.objective_fn, self.recipe, seed=seed)
         self.model.train()
         self.metrics_log.append(metrics)
         self.callback_handler.on_evaluate(metrics)
         if layer_stats is not None:
-            self.metrics_log.append({"step": self.global_step, "layer_stats": layer_stats})
-            self.callback_handler.on_layer_stats({"step": self.global_step, "layer_stats": layer_stats})
+            layer_metrics = {"step": self.global_step, "layer_stats": layer_stats}
+            self.metrics_log.append(layer_metrics)
+            self.callback_handler.on_layer_stats(layer_metrics)
         self.callback_handler.update_loss_plot()
         self.step_start_time = time.perf_counter()
 
-    def compute_layer_stats(self) -> dict[str, Any] | None:
+    def compute_layer_stats(self) -> LayerStats | None:
         """Statistics per layer, with warnings; None with a device mesh, where a rank has only shards."""
         if self.dist_context.mesh is not None:
             return None
-        layer_stats = compute_layer_stats(
-            self.training_module,
-            self.objective_fn(self.data.validation.get_batch(0, 1), 0),
-            self.train_step_runner.update_stats,
-        )
+        objective = self.objective_fn(self.data.validation.get_batch(0, 1), 0)
+        layer_stats = compute_layer_stats(self.training_module, objective, self.train_step_runner.update_stats)
         return layer_stats | {"warnings": layer_warnings(layer_stats, self.model.config.d_model)}
 
     def build_checkpoint(self, device: torch.device) -> Checkpoint | None:
         """The full model as a Checkpoint on the main process, None on other ranks. Gathers the shards of a mesh."""
         model: Transformer | None = self.model
+        is_main = self.dist_context.is_main_process
         if self.dist_context.mesh is not None:
-            model = gather_full_model(self.model, device, keep=self.dist_context.is_main_process)
-        if model is None or not self.dist_context.is_main_process:
+            model = gather_full_model(self.model, device, keep=is_main)
+        if model is None or not is_main:
             return None
-        base_info = self.run_directory.base_info
-        return Checkpoint(
-            model,
-            model.config,
-            base_info.family,
-            hf_config=base_info.hf_config,
-            generation_config=base_info.generation_config,
-            tokenizer_loader=lambda: self.run_directory.tokenizer,
-        )
+        return self.run_directory.build_checkpoint(model)
 
     def export_model(self) -> None:
         """Write the model in the Hugging Face format of its family, or in cutaway's own if no family matches."""
         self.model.eval()
         checkpoint = self.build_checkpoint(torch.device("cpu"))
         if checkpoint is not None:
+            directory = self.run_directory.model_directory
             family = resolve_export_family(checkpoint.config, checkpoint.family)
-            save(
-                checkpoint,
-                self.run_directory.model_directory,
-                family=family,
-                overwrite=self.run_directory.model_directory.exists(),
-            )
+            save(checkpoint, directory, family=family, overwrite=directory.exists())

@@ -2,67 +2,62 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
 
-from cutaway.model import Transformer
+from cutaway.config import Config
+from cutaway.model import Transformer, build
 from cutaway.model.inputs import VALUES_CHECKED
 from cutaway.train.loss.chunked_cross_entropy import LossSums
-from cutaway.train.loss.cross_entropy import VocabShard
+from cutaway.train.loss.cross_entropy import CrossEntropyOptions
 from cutaway.train.loss.load_balancing import load_balancing_loss, record_routing
 from cutaway.train.objectives.objective import Objective
 from cutaway.train.optim.mixed_precision import disable_onednn_without_bf16
-from cutaway.train.recipe.schema import Recipe
+from cutaway.train.recipe.schema import CausalLMConfig, ObjectiveConfig, Precision, TrainingConfig
 
 LOSS_CHUNK_SIZE = 1024
 """Targets per chunk of logits."""
 
 
+def build_training_model(config: Config, training: TrainingConfig, device: torch.device) -> Transformer:
+    """Build a model with the run's seed and activation checkpointing; `device` may be meta."""
+    model = build(config, device=device, seed=training.seed)
+    model.use_activation_checkpointing(training.activation_checkpointing)
+    pooler = getattr(model, "pooler", None)
+    if pooler is not None:
+        pooler.requires_grad_(False)  # no objective uses it, and DDP would wait for its gradient
+    return model
+
+
 class TrainingModule(nn.Module):
     """Model and loss in one module: the unit that DDP and FSDP wrap, so that every gradient is computed inside."""
 
-    def __init__(self, model: Transformer, recipe: Recipe) -> None:
+    def __init__(
+        self, model: Transformer, objective: ObjectiveConfig = CausalLMConfig(), precision: Precision = "fp32"
+    ) -> None:
         super().__init__()
-        self.model = model
-        self.label_smoothing: float = getattr(recipe.objective, "label_smoothing", 0.0)
-        self.z_loss_coef, self.precision = recipe.objective.z_loss_coef, recipe.training.precision
-        if self.precision != "fp32":
+        self.model, self.precision = model, precision
+        self.aux_loss_coef = objective.aux_loss_coef
+        label_smoothing: float = getattr(objective, "label_smoothing", 0.0)
+        # The buffers of the loss are reused from step to step.
+        self.loss_options = CrossEntropyOptions(label_smoothing, objective.z_loss_coef, LOSS_CHUNK_SIZE, buffers={})
+        if precision != "fp32":
             disable_onednn_without_bf16(model.device)
-        self.vocab_shard: VocabShard | None = None
-        """This rank's part of the vocabulary, if the output matrix is tensor-parallel."""
-        self.aux_loss_coef = recipe.objective.aux_loss_coef
-        self.loss_buffers: dict[str, Any] = {}
-        """Buffers of the loss, reused from step to step."""
 
     def forward(self, objective: Objective) -> LossSums:
         token = VALUES_CHECKED.set(True)  # skip input validation: the ids come from the tokenizer
         try:
             with self.autocast():
-                return (
-                    self._compute_loss_with_aux(objective)
-                    if self.aux_loss_coef and torch.is_grad_enabled()
-                    else self._compute_loss(objective)
-                )
+                if not (self.aux_loss_coef and torch.is_grad_enabled()):
+                    return objective.loss(self.model, self.loss_options)
+                with record_routing(self.model) as records:
+                    loss = objective.loss(self.model, self.loss_options)
+                # Times the weight of the targets, because the step divides by it
+                aux_loss = self.aux_loss_coef * loss.weight * load_balancing_loss(records)
+                return loss._replace(loss=loss.loss + aux_loss)
         finally:
             VALUES_CHECKED.reset(token)
-
-    def _compute_loss(self, objective: Objective) -> LossSums:
-        return objective.loss(
-            self.model,
-            label_smoothing=self.label_smoothing,
-            z_loss_coef=self.z_loss_coef,
-            chunk_size=LOSS_CHUNK_SIZE,
-            vocab_shard=self.vocab_shard,
-            buffers=self.loss_buffers,
-        )
-
-    def _compute_loss_with_aux(self, objective: Objective) -> LossSums:
-        """Loss plus aux_loss_coef · load-balancing loss, times the weight of the targets: the step divides by it."""
-        with record_routing(self.model) as records:
-            loss = self._compute_loss(objective)
-        return loss._replace(loss=loss.loss + self.aux_loss_coef * loss.weight * load_balancing_loss(records))
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
