@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cutaway.check.checked_model import count_parameters
+from cutaway.check.module_state import MAX_PERTURBED_PARAMS
+
 LARGE_EPS = 0.5
 """An eps that changes the output of any norm."""
 
@@ -22,7 +25,7 @@ def scale_number(value: Any, factor: float) -> Any:
     return None if isinstance(value, bool) or not isinstance(value, int | float) else value * factor
 
 
-def random_state_dict(module: nn.Module, seed: int) -> dict[str, Tensor]:
+def _random_state_dict(module: nn.Module, seed: int) -> dict[str, Tensor]:
     """A random state dict in which every parameter affects the logits: weights of usual size, no zero biases, no unit
     gains. Tied parameters stay tied."""
     generator = torch.Generator().manual_seed(seed)
@@ -44,6 +47,13 @@ def random_state_dict(module: nn.Module, seed: int) -> dict[str, Tensor]:
             drawn[id(tensor)] = value.to(tensor.device, tensor.dtype)
         state[name] = drawn[id(tensor)]
     return state
+
+
+def variant_state_dict(module: nn.Module, seed: int) -> dict[str, Tensor]:
+    """Weights of config variants: random ones in which every parameter affects the logits, if the model is small."""
+    if count_parameters(module) <= MAX_PERTURBED_PARAMS:
+        return _random_state_dict(module, seed)
+    return {name: tensor.detach() for name, tensor in module.state_dict().items()}
 
 
 def validate_same_shapes(module: nn.Module, state_dict: Mapping[str, Tensor]) -> None:

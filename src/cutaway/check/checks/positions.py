@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from cutaway.check.adapters.declared_config import get_config, self_attention_configs
+from cutaway.check.checked_model import require
 from cutaway.check.checks.attention import trace_self_attention, visible_keys
 from cutaway.check.context import CheckContext
 from cutaway.check.numerics import LOW_PRECISION_DTYPES, NOISE_MARGIN, Difference, max_difference, max_finite_abs
@@ -23,7 +24,7 @@ from cutaway.check.probes.rope_probe import (
     trace_rope_layers,
 )
 from cutaway.check.registry import register_check
-from cutaway.check.report.finding import CaseResult, SkipCheckError
+from cutaway.check.report.finding import CaseResult, SkipCheckError, failure, success
 from cutaway.config import DynamicNTK, LongRope
 
 ROPE_NAME_PATTERN = re.compile(r"rope|rotary|inv_freq|freqs|frequenc|cos|sin_?cached")
@@ -31,10 +32,6 @@ ROPE_NAME_PATTERN = re.compile(r"rope|rotary|inv_freq|freqs|frequenc|cos|sin_?ca
 
 MIN_SCORE_ROUNDING = 1e-4
 """Rounding error of angles relative to the largest score."""
-
-
-CLEAR_DIFFERENCE_FACTOR = 100.0
-"""A difference beyond this multiple of the noise needs no noise measurement."""
 
 
 ROW_SUM_TOLERANCE = 1e-3
@@ -54,21 +51,21 @@ ALIBI_SIGN_CAUSE = "the ALiBi bias has the wrong sign"
 ALIBI_SIGN_FIX = "add -slope · (i - j) to the score of query i and key j"
 
 
-def _repeated_token(context: CheckContext) -> Tensor:
+def _repeated_token(ctx: CheckContext) -> Tensor:
     """A sequence (1, T) of one repeated token: without positions, all its positions are identical."""
-    return context.random_tokens(1, 1).expand(-1, min(context.seq_len, 13)).contiguous()
+    return ctx.random_tokens(1, 1).expand(-1, min(ctx.seq_len, 13)).contiguous()
 
 
-def _score_spread(context: CheckContext, attention: AttentionCall) -> tuple[float, float]:
+def _score_spread(ctx: CheckContext, attention: AttentionCall) -> tuple[float, float]:
     """Largest spread of the visible scores of a head, and the rounding error of scores."""
     scores = attention.scores[..., : attention.scores.shape[-2]].float()
     visible = visible_keys(attention)
     high = scores.masked_fill(~visible, -torch.inf).amax((-1, -2))
     low = scores.masked_fill(~visible, torch.inf).amin((-1, -2))
-    return float((high - low).max()), _score_rounding(attention, context)
+    return float((high - low).max()), _score_rounding(attention, ctx)
 
 
-def _score_rounding(attention: AttentionCall, context: CheckContext) -> float:
+def _score_rounding(attention: AttentionCall, ctx: CheckContext) -> float:
     """Estimated rounding error of the scores."""
     scores = attention.scores.float()[..., : attention.scores.shape[-2]][visible_keys(attention)]
     size = max_finite_abs(scores)
@@ -80,27 +77,17 @@ def _score_rounding(attention: AttentionCall, context: CheckContext) -> float:
             * max_finite_abs(attention.k.float().norm(dim=-1)),
         )
     return (
-        max(NOISE_MARGIN * context.noise_ratio, MIN_SCORE_ROUNDING / 10, 8 * torch.finfo(attention.scores.dtype).eps)
-        * size
+        max(NOISE_MARGIN * ctx.noise_ratio, MIN_SCORE_ROUNDING / 10, 8 * torch.finfo(attention.scores.dtype).eps) * size
     )
 
 
-def _compare_positions(context: CheckContext, tokens: Tensor) -> Difference:
+@torch.no_grad()
+def _compare_positions(ctx: CheckContext, tokens: Tensor) -> Difference:
     """Compare the logits of a repeated token at all positions with those at the first."""
-    logits = context.model.logits
-    assert logits is not None
-
-    @torch.no_grad()
-    def compute() -> Difference:
-        num_later = tokens.shape[1] - 1
-        out = logits(tokens)
-        diff = max_difference(out[:, 1:], out[:, :1].expand(-1, num_later, -1))
-        diff.tolerance = NOISE_MARGIN * context.noise_ratio * max_finite_abs(out)
-        if diff.max_abs > CLEAR_DIFFERENCE_FACTOR * diff.tolerance:
-            return diff
-        return context.compare(lambda: logits(tokens)[:, 1:], lambda: logits(tokens)[:, :1].expand(-1, num_later, -1))
-
-    return context.compute_once(f"positions {context.noise_ratio} {tokens.tolist()}", compute)
+    first = ctx.logits(tokens)[:, 1:]
+    return ctx.compare_expecting_difference(
+        lambda: ctx.logits(tokens)[:, 1:], lambda: ctx.logits(tokens)[:, :1].expand_as(first), first_result=first
+    )
 
 
 @register_check(
@@ -111,44 +98,39 @@ def _compare_positions(context: CheckContext, tokens: Tensor) -> Difference:
     "has_positions=False for a model without positions",
     depends_on=("eval-determinism",),
 )
-def position_encoding(context: CheckContext) -> Iterator[CaseResult]:
+def position_encoding(ctx: CheckContext) -> Iterator[CaseResult]:
     """Run a sequence of one repeated token. Without position information, its logits are the same at all positions, and
     so are all scores of every attention call. If the model takes positions, other distances between them must change
     the logits or the scores."""
-    model, tokens = context.model, _repeated_token(context)
+    model, tokens = ctx.model, _repeated_token(ctx)
     if tokens.shape[1] < 3:
         raise SkipCheckError("needs sequences of three tokens")
-    yield from _check_positions_used(context)
-    diff = _compare_positions(context, tokens)
+    yield from _check_positions_used(ctx)
+    diff = _compare_positions(ctx, tokens)
     if not diff.within_tolerance:
         if model.has_positions:
-            message = "the logits of a repeated token change with its position"
-            yield CaseResult("pass", message, diff.max_abs, diff.tolerance)
+            yield diff.success("the logits of a repeated token change with its position")
         else:
-            message = "has_positions is False, but the logits of a repeated token change with its position"
-            yield CaseResult("fail", message, diff.max_abs, diff.tolerance)
+            yield diff.failure("has_positions is False, but the logits of a repeated token change with its position")
         return
     if not model.has_positions:
-        message = "the logits of a repeated token do not change with its position, as expected"
-        yield CaseResult("pass", message, diff.max_abs, diff.tolerance)
+        yield diff.success("the logits of a repeated token do not change with its position, as expected")
         return
-    calls = trace_self_attention(context, tokens)
+    calls = trace_self_attention(ctx, tokens)
     if not any(bool((visible_keys(call).sum(-1) > 1).any()) for call in calls):
         raise SkipCheckError("each token attends only to itself")
-    spread, rounding = max(
-        (_score_spread(context, call) for call in calls), key=lambda pair: pair[0] / max(pair[1], 1e-30)
-    )
+    spread, rounding = max((_score_spread(ctx, call) for call in calls), key=lambda pair: pair[0] / max(pair[1], 1e-30))
     if spread > rounding:
-        yield CaseResult("pass", "the scores change with the distance", spread, rounding)
+        yield success("the scores change with the distance", spread, rounding)
     else:
         message = "there is no position information: neither logits nor scores of a repeated token change"
-        yield CaseResult("fail", message, spread, rounding)
+        yield failure(message, spread, rounding)
 
 
-def _check_positions_used(context: CheckContext) -> Iterator[CaseResult]:
+def _check_positions_used(ctx: CheckContext) -> Iterator[CaseResult]:
     """Whether positions that are passed are used at all."""
-    model = context.model
-    logits_with_positions, tokens = model.logits_with_positions, context.random_tokens()
+    model = ctx.model
+    logits_with_positions, tokens = model.logits_with_positions, ctx.random_tokens()
     if logits_with_positions is None or not model.has_positions or model.window == 1:
         return
     if model.max_seq_len is not None:
@@ -161,7 +143,7 @@ def _check_positions_used(context: CheckContext) -> Iterator[CaseResult]:
         results.append([out, *(call.scores for call in tracer.attentions)])
     if len(results[0]) == len(results[1]) > 1 and all(map(torch.equal, *results)):
         message = "the positions that are passed have no effect: doubling them changes neither logits nor scores"
-        yield CaseResult("fail", message, 0.0, 0.0)
+        yield failure(message, 0.0, 0.0)
 
 
 @register_check(
@@ -171,49 +153,46 @@ def _check_positions_used(context: CheckContext) -> Iterator[CaseResult]:
     fix="rotate q and k with the same function and their true positions; q·k then depends only on i - j",
     depends_on=("causality-tile-edges", "causality", "causality-paths", "batch-isolation"),
 )
-def rope_shift_invariance(context: CheckContext) -> Iterator[CaseResult]:
+def rope_shift_invariance(ctx: CheckContext) -> Iterator[CaseResult]:
     """Run a sequence of one repeated token: the scores must be constant along each diagonal. Then shift all positions
     of a sequence: the logits must not change."""
-    model = context.model
+    model = ctx.model
     if model.relative_positions is False or not model.has_positions:
         raise SkipCheckError("for models with relative positions")
-    tokens = _repeated_token(context)
-    if not _compare_positions(context, tokens).within_tolerance and not (
-        model.relative_positions and _has_attention_sinks(context, tokens)
+    tokens = _repeated_token(ctx)
+    if not _compare_positions(ctx, tokens).within_tolerance and not (
+        model.relative_positions and _has_attention_sinks(ctx, tokens)
     ):
         if model.relative_positions:
-            yield CaseResult(
-                "fail", "relative_positions is True, but the logits of a repeated token change with its position"
-            )
+            yield failure("relative_positions is True, but the logits of a repeated token change with its position")
             return
         raise SkipCheckError("for models with relative positions; this one has absolute positions")
     config = get_config(model)
     positions = None if config is None else [layer.position for layer in self_attention_configs(config)]
-    uses_rope = _uses_rotation(context, tokens) if positions is None else any(p.kind == "rope" for p in positions)
+    uses_rope = _uses_rotation(ctx, tokens) if positions is None else any(p.kind == "rope" for p in positions)
     is_rounded = any(getattr(position, "round_to_bf16", False) for position in positions or ())  # Falcon's ALiBi
     if (model.relative_positions or uses_rope) and not is_rounded:
-        yield _check_score_diagonals(context, tokens, center_rows=not uses_rope)
+        yield _check_score_diagonals(ctx, tokens, center_rows=not uses_rope)
     if model.logits_with_positions is not None and model.relative_positions:
-        yield from _check_shifted_positions(context)
+        yield from _check_shifted_positions(ctx)
 
 
-def _attention_sums_to_one(context: CheckContext, tokens: Tensor) -> bool:
+def _attention_sums_to_one(ctx: CheckContext, tokens: Tensor) -> bool:
     """Whether the attention weights on the tokens sum to one, which they do not with an attention sink."""
     length = tokens.shape[1]
     return all(
         bool(((call.pattern[..., :length].float().sum(-1) - 1).abs() < ROW_SUM_TOLERANCE).all())
-        for call in trace_self_attention(context, tokens)
+        for call in trace_self_attention(ctx, tokens)
     )
 
 
-def _uses_rotation(context: CheckContext, tokens: Tensor) -> bool:
+def _uses_rotation(ctx: CheckContext, tokens: Tensor) -> bool:
     """Whether the model probably uses RoPE: cos or sin is computed, or a name matches."""
-    assert context.model.logits is not None
-    with torch.no_grad(), OpTracer(context.model.module) as tracer:
-        context.model.logits(tokens)
+    with torch.no_grad(), OpTracer(ctx.model.module) as tracer:
+        ctx.logits(tokens)
     if tracer.trig_calls:
         return True
-    module = context.model.module
+    module = ctx.model.module
     names = (
         []
         if module is None
@@ -223,27 +202,27 @@ def _uses_rotation(context: CheckContext, tokens: Tensor) -> bool:
     return any(ROPE_NAME_PATTERN.search(name.lower()) for name in names)
 
 
-def _low_precision_score_error(attention: AttentionCall, context: CheckContext) -> float:
+def _low_precision_score_error(attention: AttentionCall, ctx: CheckContext) -> float:
     """Error of the scores from cos and sin tables in bf16 or fp16."""
-    if context.model.dtype not in LOW_PRECISION_DTYPES or attention.q is None or attention.k is None:
+    if ctx.model.dtype not in LOW_PRECISION_DTYPES or attention.q is None or attention.k is None:
         return 0.0
     scale = attention.scale or attention.q.shape[-1] ** -0.5
     size = scale * max_finite_abs(attention.q.float().norm(dim=-1)) * max_finite_abs(attention.k.float().norm(dim=-1))
-    return 4 * torch.finfo(context.model.dtype).eps * max(size, 1e-30)
+    return 4 * torch.finfo(ctx.model.dtype).eps * max(size, 1e-30)
 
 
-def _has_attention_sinks(context: CheckContext, tokens: Tensor) -> bool:
+def _has_attention_sinks(ctx: CheckContext, tokens: Tensor) -> bool:
     """Whether there are attention sinks, whose weight is larger at positions with few earlier tokens."""
-    config = get_config(context.model)
+    config = get_config(ctx.model)
     if config is not None:
         return any(getattr(layer, "sink", False) for layer in self_attention_configs(config))
-    return not _attention_sums_to_one(context, tokens)
+    return not _attention_sums_to_one(ctx, tokens)
 
 
-def _check_score_diagonals(context: CheckContext, tokens: Tensor, *, center_rows: bool = False) -> CaseResult:
+def _check_score_diagonals(ctx: CheckContext, tokens: Tensor, *, center_rows: bool = False) -> CaseResult:
     """Whether scores are constant along each diagonal; `center_rows` is for ALiBi, which may add a constant per row."""
     worst = Difference(0.0, 0.0, ())
-    for call in trace_self_attention(context, tokens):
+    for call in trace_self_attention(ctx, tokens):
         if call.v is not None and not torch.allclose(
             call.v, call.v[..., :1, :], rtol=1e-3, atol=1e-3 * max_finite_abs(call.v)
         ):
@@ -258,21 +237,19 @@ def _check_score_diagonals(context: CheckContext, tokens: Tensor, *, center_rows
         diff = max_difference(
             scores[..., 1:, 1:].masked_fill(~both, 0.0), scores[..., :-1, :-1].masked_fill(~both, 0.0)
         )
-        diff.tolerance = max(length * _score_rounding(call, context), _low_precision_score_error(call, context))
+        diff.tolerance = max(length * _score_rounding(call, ctx), _low_precision_score_error(call, ctx))
         if not diff.within_tolerance:
             _, head, i, j = diff.index
             message = (
                 f"the score at distance {i - j} differs between query positions {i} and {i + 1} (head {head}), for a "
                 "repeated token"
             )
-            return CaseResult("fail", message, diff.max_abs, diff.tolerance, call.module or None)
+            return diff.failure(message, call.module or None)
         if heads := _count_growing_heads(scores, visible, diff.tolerance):
             message = f"the scores grow linearly with the distance of the key (all {heads} heads)"
-            return CaseResult("fail", message, location=call.module or None, cause=ALIBI_SIGN_CAUSE, fix=ALIBI_SIGN_FIX)
+            return failure(message, location=call.module or None, cause=ALIBI_SIGN_CAUSE, fix=ALIBI_SIGN_FIX)
         worst = max(worst, diff, key=lambda item: item.max_abs)
-    return CaseResult(
-        "pass", "the scores of a repeated token depend only on the distance", worst.max_abs, worst.tolerance
-    )
+    return worst.success("the scores of a repeated token depend only on the distance")
 
 
 def _count_growing_heads(scores: Tensor, visible: Tensor, tolerance: float) -> int:
@@ -285,23 +262,22 @@ def _count_growing_heads(scores: Tensor, visible: Tensor, tolerance: float) -> i
     return len(row) if bool((is_linear & (steps.amin(-1) > 0) & (steps.sum(-1) > 4 * tolerance)).all()) else 0
 
 
-def _check_shifted_positions(context: CheckContext) -> Iterator[CaseResult]:
+def _check_shifted_positions(ctx: CheckContext) -> Iterator[CaseResult]:
     """Compare the logits at positions from 0 with those at shifted positions."""
-    logits_with_positions, tokens = context.model.logits_with_positions, context.random_tokens()
-    assert logits_with_positions is not None
+    logits_with_positions, tokens = require(ctx.model.logits_with_positions), ctx.random_tokens()
     positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
     with torch.no_grad():
         max_logit = max_finite_abs(logits_with_positions(tokens, positions))
     for shift in (1, 37):
-        if context.model.max_seq_len is not None and tokens.shape[1] + shift > context.model.max_seq_len:
+        if ctx.model.max_seq_len is not None and tokens.shape[1] + shift > ctx.model.max_seq_len:
             continue
-        diff = context.compare(
+        diff = ctx.compare(
             lambda: logits_with_positions(tokens, positions), lambda: logits_with_positions(tokens, positions + shift)
         )
         diff.tolerance *= 1 + shift  # the rounding error of an angle grows with the angle
-        if context.model.dtype in LOW_PRECISION_DTYPES:  # cos and sin tables are rounded too
-            diff.tolerance = max(diff.tolerance, 4 * torch.finfo(context.model.dtype).eps * max_logit)
-        yield context.expect_equal(
+        if ctx.model.dtype in LOW_PRECISION_DTYPES:  # cos and sin tables are rounded too
+            diff.tolerance = max(diff.tolerance, 4 * torch.finfo(ctx.model.dtype).eps * max_logit)
+        yield ctx.expect_equal(
             diff,
             passed=f"the logits do not change when all positions are shifted by {shift}",
             failed=f"the logits change when all positions are shifted by {shift}, though positions are relative",
@@ -316,12 +292,11 @@ def _check_shifted_positions(context: CheckContext) -> Iterator[CaseResult]:
     fix="keep frequencies in fp32, compute angles, cos and sin in fp32 without autocast, and cast only cos and sin",
     native_dtype=True,
 )
-def rope_precision(context: CheckContext) -> Iterator[CaseResult]:
+def rope_precision(ctx: CheckContext) -> CaseResult:
     """Trace cos and sin calls in a forward pass in the model's own dtype: large angles must not be in bf16 or fp16."""
-    assert context.model.logits is not None
-    with torch.no_grad(), OpTracer(context.model.module) as tracer:
-        if context.memo.get("uses_trig", True):
-            context.model.logits(context.random_tokens())
+    with torch.no_grad(), OpTracer(ctx.model.module) as tracer:
+        if ctx.uses_trig:
+            ctx.logits(ctx.random_tokens())
     if not tracer.trig_calls:
         raise SkipCheckError("needs cos or sin calls in the forward pass")
     for call in tracer.trig_calls:
@@ -329,11 +304,8 @@ def rope_precision(context: CheckContext) -> Iterator[CaseResult]:
             name = str(call.dtype).removeprefix("torch.")
             message = f"cos or sin is computed of angles up to {call.max_abs:.0f} in {name}"
             error = call.max_abs * torch.finfo(call.dtype).eps / 2
-            yield CaseResult(
-                "fail", f"{message}: their rounding error is up to {error:.2g}", error, 1e-3, call.module or None
-            )
-            return
-    yield CaseResult("pass", f"{len(tracer.trig_calls)} cos and sin calls have fp32 angles")
+            return failure(f"{message}: their rounding error is up to {error:.2g}", error, 1e-3, call.module or None)
+    return success(f"{len(tracer.trig_calls)} cos and sin calls have fp32 angles")
 
 
 MAGNITUDE_TOLERANCE = 5e-3
@@ -384,20 +356,20 @@ def _describe_layout(layouts: set[tuple[str, int, int]]) -> str:
     cause="two layouts are mixed: pairs (j, j + rotary_dim/2) and (2j, 2j + 1), in the code, the tables or the weights",
     fix="build cos and sin for the pairs that are rotated, and permute the q and k weights to change the layout",
 )
-def rope_layout(context: CheckContext) -> Iterator[CaseResult]:
+def rope_layout(ctx: CheckContext) -> Iterator[CaseResult]:
     """Run a sequence of one repeated token: its queries and keys may differ between positions only by a rotation. The
     pairs that keep their norm are the rotated ones; they must be the configured pairs, or at least the same for q and
     k."""
-    ropes = get_rope_configs(context)
+    ropes = get_rope_configs(ctx)
     if ropes is None:
-        yield from _check_layout_without_config(context)
+        yield from _check_layout_without_config(ctx)
         return
     if not any(rope for rope, _ in ropes):
         raise SkipCheckError("for models with RoPE")
-    layers = [layer for layer in trace_rope_layers(context) if layer.rope is not None]
+    layers = [layer for layer in trace_rope_layers(ctx) if layer.rope is not None]
     if not layers:
         raise SkipCheckError("needs queries and keys that can be traced, without other positions in them")
-    tolerance, worst = rotation_tolerance(context), 0.0
+    tolerance, worst = rotation_tolerance(ctx), 0.0
     for layer in layers:
         for name, x in layer.queries_and_keys():
             layout, start = _rotary_layout(layer, x), _rotary_start(layer)
@@ -407,25 +379,25 @@ def rope_layout(context: CheckContext) -> Iterator[CaseResult]:
                 message = f"{name} are not rotated by pairs {LAYOUT_NAMES[layout]} of {layer.rotary_dim} dimensions, "
                 other = find_rotation_layouts(x, tolerance)
                 message += f"but by {_describe_layout(other)}" if other else "nor by any other pairs"
-                yield CaseResult("fail", message, error, tolerance, layer.module_path)
+                yield failure(message, error, tolerance, layer.module_path)
                 return
             frequency, _ = expected_frequencies(layer)
             forward, backward = (
-                _max_angle_error(layer, x, layout, start, sign * frequency, context)[0] for sign in (1, -1)
+                _max_angle_error(layer, x, layout, start, sign * frequency, ctx)[0] for sign in (1, -1)
             )
             if forward > 1 >= backward:
                 message = f"{name} are rotated in the wrong direction: by -position · frequency"
-                yield CaseResult("fail", message, forward, 1.0, layer.module_path)
+                yield failure(message, forward, 1.0, layer.module_path)
                 return
-    yield CaseResult("pass", f"in {len(layers)} layers q and k are rotated by the configured pairs", worst, tolerance)
+    yield success(f"in {len(layers)} layers q and k are rotated by the configured pairs", worst, tolerance)
 
 
-def _check_layout_without_config(context: CheckContext) -> Iterator[CaseResult]:
+def _check_layout_without_config(ctx: CheckContext) -> Iterator[CaseResult]:
     """Without a configuration: q and k must be rotations by the same pairs."""
-    if not context.model.has_positions or not _compare_positions(context, _repeated_token(context)).within_tolerance:
+    if not ctx.model.has_positions or not _compare_positions(ctx, _repeated_token(ctx)).within_tolerance:
         raise SkipCheckError("for models with RoPE only")
-    tolerance, num_checked = rotation_tolerance(context), 0
-    for layer in trace_rope_layers(context):
+    tolerance, num_checked = rotation_tolerance(ctx), 0
+    for layer in trace_rope_layers(ctx):
         (_, q), (_, k) = layer.queries_and_keys()
         if min(max_relative_change(q), max_relative_change(k)) <= tolerance:
             continue
@@ -435,15 +407,14 @@ def _check_layout_without_config(context: CheckContext) -> Iterator[CaseResult]:
         if common and (
             num_pairs := _count_same_angle_pairs(q, max(common, key=lambda candidate: candidate[1]), tolerance)
         ):
-            yield CaseResult(
-                "fail",
+            yield failure(
                 f"all {num_pairs} pairs are rotated by the same angle",
                 location=layer.module_path,
                 cause=SAME_FREQUENCY_CAUSE,
                 fix=SAME_FREQUENCY_FIX,
             )
             return
-        if common or _check_score_diagonals(context, _repeated_token(context)).verdict != "fail":
+        if common or _check_score_diagonals(ctx, _repeated_token(ctx)).verdict != "fail":
             continue
         if q_layouts and k_layouts:
             message = f"queries are rotated by {_describe_layout(q_layouts)}, keys by {_describe_layout(k_layouts)}"
@@ -455,11 +426,11 @@ def _check_layout_without_config(context: CheckContext) -> Iterator[CaseResult]:
             if not layouts
         ]
         worst = max(errors) if errors else None
-        yield CaseResult("fail", message, worst, None if worst is None else tolerance, layer.module_path)
+        yield failure(message, worst, None if worst is None else tolerance, layer.module_path)
         return
     if not num_checked:
         raise SkipCheckError("needs queries and keys that are rotated")
-    yield CaseResult("pass", f"in {num_checked} layers q and k are rotated by the same pairs")
+    yield success(f"in {num_checked} layers q and k are rotated by the same pairs")
 
 
 def _count_same_angle_pairs(x: Tensor, rotation: tuple[str, int, int], tolerance: float) -> int:
@@ -472,7 +443,7 @@ def _count_same_angle_pairs(x: Tensor, rotation: tuple[str, int, int], tolerance
 
 
 def _max_angle_error(
-    layer: RopeLayer, x: Tensor, layout: str, start: int, frequency: Tensor, context: CheckContext
+    layer: RopeLayer, x: Tensor, layout: str, start: int, frequency: Tensor, ctx: CheckContext
 ) -> tuple[float, float, float, int, int]:
     """The worst angle: error relative to its tolerance, error, tolerance, pair and position."""
     z = rotary_pairs(x, layout, layer.rotary_dim, start).cpu()
@@ -484,8 +455,8 @@ def _max_angle_error(
     expected = z[:, :1].to(torch.complex128) * torch.polar(torch.ones_like(angle), angle)
     norm = z[:, :1].abs().double()
     error = (z - expected).abs() / norm.clamp(min=1e-30)
-    rounding = 2**-7 if context.model.dtype in LOW_PRECISION_DTYPES else 2e-6
-    tolerance = rotation_tolerance(context) + angle.abs() * rounding
+    rounding = 2**-7 if ctx.model.dtype in LOW_PRECISION_DTYPES else 2e-6
+    tolerance = rotation_tolerance(ctx) + angle.abs() * rounding
     compared = (tolerance < MAX_ANGLE_UNCERTAINTY) & (norm > 0.02 * float(norm.max()))
     ratio = torch.where(compared, error / tolerance, 0.0)
     worst = int(ratio.argmax())
@@ -500,11 +471,11 @@ def _max_angle_error(
     fix="compute frequencies (and the factor on cos and sin) from the configuration, and test them with the formula",
     depends_on=("position-encoding", "rope-layout"),
 )
-def rope_scaling(context: CheckContext) -> Iterator[CaseResult]:
+def rope_scaling(ctx: CheckContext) -> Iterator[CaseResult]:
     """Run one token at near and far positions and measure the rotation of each pair of q and k: it must be position
     times the frequency of the configured formula. cos and sin must have the configured attention factor. Scalings that
     change beyond the original length are also tested there."""
-    ropes = get_rope_configs(context)
+    ropes = get_rope_configs(ctx)
     if ropes is None:
         raise SkipCheckError("needs rope: theta, and the scaling")
     if not any(rope for rope, _ in ropes):
@@ -513,16 +484,14 @@ def rope_scaling(context: CheckContext) -> Iterator[CaseResult]:
     for rope, _ in ropes:
         if rope is not None and isinstance(rope.scaling, DynamicNTK | LongRope):
             original = rope.scaling.original_length
-            lengths += (
-                [original] if context.model.logits_with_positions is not None or original + 3 <= MAX_SEQ_LEN else []
-            )
+            lengths += [original] if ctx.model.logits_with_positions is not None or original + 3 <= MAX_SEQ_LEN else []
     for length in dict.fromkeys(lengths):
-        yield from _check_angles(context, length)
+        yield from _check_angles(ctx, length)
 
 
-def _check_angles(context: CheckContext, beyond_length: int | None) -> Iterator[CaseResult]:
+def _check_angles(ctx: CheckContext, beyond_length: int | None) -> Iterator[CaseResult]:
     """Compare the angles and the attention factor of each layer with the configured formula."""
-    layers = [layer for layer in trace_rope_layers(context, beyond_length=beyond_length) if layer.rope is not None]
+    layers = [layer for layer in trace_rope_layers(ctx, beyond_length=beyond_length) if layer.rope is not None]
     if not layers:
         raise SkipCheckError("needs queries and keys that can be traced, without other positions in them")
     condition = "" if beyond_length is None else f", beyond the original length of {beyond_length} tokens"
@@ -534,16 +503,16 @@ def _check_angles(context: CheckContext, beyond_length: int | None) -> Iterator[
         rope = f"theta {layer.rope.theta:g}" + ("" if kind == "none" else f" and {kind} scaling")
         for name, x in layer.queries_and_keys():
             ratio, error, tolerance, pair, position = _max_angle_error(
-                layer, x, _rotary_layout(layer, x), _rotary_start(layer), frequency, context
+                layer, x, _rotary_layout(layer, x), _rotary_start(layer), frequency, ctx
             )
             worst = max(worst, (ratio, error, tolerance))
             if ratio > 1:
                 message = f"pair {pair} of the {name} at position {position} has another angle than {rope} gives"
-                yield CaseResult("fail", f"{message}{condition}", error, tolerance, layer.module_path)
+                yield failure(f"{message}{condition}", error, tolerance, layer.module_path)
                 return
         if layer.max_elementwise is not None and abs(layer.max_elementwise / magnitude - 1) > MAGNITUDE_TOLERANCE:
             factor = f"{layer.max_elementwise:.4g}"
             message = f"cos and sin are multiplied by {factor} instead of {magnitude:.4g} ({kind} scaling){condition}"
-            yield CaseResult("fail", message, layer.max_elementwise, magnitude, layer.module_path)
+            yield failure(message, layer.max_elementwise, magnitude, layer.module_path)
             return
-    yield CaseResult("pass", f"in {len(layers)} layers q and k have the configured angles{condition}", *worst[1:])
+    yield success(f"in {len(layers)} layers q and k have the configured angles{condition}", *worst[1:])

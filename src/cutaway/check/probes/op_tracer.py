@@ -6,23 +6,26 @@ name of the module that was running.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
-MATMUL_FUNCTIONS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm}
+from cutaway.check.numerics import Args, Kwargs, TorchFunction
 
-
-BADDBMM_FUNCTIONS = {torch.baddbmm, Tensor.baddbmm}
+_MATMUL_FUNCTIONS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm}
 
 
-BATCHED_MATMUL_FUNCTIONS = MATMUL_FUNCTIONS | BADDBMM_FUNCTIONS | {torch.einsum}
+_BADDBMM_FUNCTIONS = {torch.baddbmm, Tensor.baddbmm}
+
+
+BATCHED_MATMUL_FUNCTIONS = _MATMUL_FUNCTIONS | _BADDBMM_FUNCTIONS | {torch.einsum}
 
 
 class BatchedMatmul(NamedTuple):
@@ -34,9 +37,9 @@ class BatchedMatmul(NamedTuple):
     """The summed axis of the first operand as passed."""
 
 
-def _parse_matmul(func: Any, args: Any, kwargs: Any) -> BatchedMatmul | None:
+def _parse_matmul(func: TorchFunction, args: Args, kwargs: Kwargs) -> BatchedMatmul | None:
     """Bring a batched product by any function to one form; None if it is not one."""
-    if func in BADDBMM_FUNCTIONS:
+    if func in _BADDBMM_FUNCTIONS:
         args = (*args[1:], *(kwargs[name] for name in ("batch1", "batch2") if name in kwargs))
     if func is torch.einsum:
         return _parse_einsum(*args) if len(args) == 3 and isinstance(args[0], str) else None
@@ -85,10 +88,10 @@ MULTI_HEAD_ATTENTION = F.multi_head_attention_forward
 SOFTMAX_FUNCTIONS = {F.softmax, torch.softmax, Tensor.softmax}
 
 
-DROPOUT_FUNCTIONS = {F.dropout, torch.dropout, torch.nn.functional.dropout}
+_DROPOUT_FUNCTIONS = {F.dropout, torch.dropout}
 
 
-TRIG_FUNCTIONS = {torch.cos, Tensor.cos, torch.sin, Tensor.sin}
+_TRIG_FUNCTIONS = {torch.cos, Tensor.cos, torch.sin, Tensor.sin}
 
 
 @dataclass
@@ -143,70 +146,73 @@ class OpTracer(TorchFunctionMode):
         self.trig_calls: list[TrigCall] = []
         self.module_stack: list[str] = [""]
         self.last_matmul: BatchedMatmul | None = None
-        self.hooks: list[Any] = []
+        self._hooks = ExitStack()
 
     def __enter__(self) -> Self:
-        if self.module is not None:
-            for name, submodule in self.module.named_modules():
-                self.hooks.append(submodule.register_forward_pre_hook(self.push_module(name)))
-                self.hooks.append(submodule.register_forward_hook(self.pop_module, always_call=True))
+        for name, submodule in () if self.module is None else self.module.named_modules():
+            self._hooks.enter_context(submodule.register_forward_pre_hook(self._push_module(name)))
+            self._hooks.enter_context(submodule.register_forward_hook(self._pop_module, always_call=True))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        for hook in self.hooks:
-            hook.remove()
-        self.hooks.clear()
+        self._hooks.close()
 
-    def push_module(self, name: str) -> Callable[..., None]:
-        """Forward pre-hook that enters a module."""
+    def _push_module(self, name: str) -> Callable[..., None]:
         return lambda *_: self.module_stack.append(name)
 
-    def pop_module(self, *_: Any) -> None:
-        """Forward hook that leaves a module."""
+    def _pop_module(self, *_: object) -> None:
         if len(self.module_stack) > 1:
             self.module_stack.pop()
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: TorchFunction, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> Any:
         kwargs = kwargs or {}
-        out = self.trace_multi_head_attention(args, kwargs) if func is MULTI_HEAD_ATTENTION else func(*args, **kwargs)
+        if func is MULTI_HEAD_ATTENTION:
+            with self._patch_attention_functions():
+                return func(*args, **kwargs)
+        out = func(*args, **kwargs)
         if func is SDPA:
-            self.attentions.append(attention_from_sdpa(self.module_stack[-1], *args, **kwargs))
-        elif func in SOFTMAX_FUNCTIONS and isinstance(out, Tensor) and out.ndim >= 3:
+            return self.record_sdpa(out, args, kwargs)
+        if func in SOFTMAX_FUNCTIONS and isinstance(out, Tensor) and out.ndim >= 3:
             dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
-            self.record_softmax(args[0] if args else kwargs["input"], out, dim)
-        elif func in BATCHED_MATMUL_FUNCTIONS and (product := _parse_matmul(func, args, kwargs)) is not None:
-            self.record_matmul(product)
-        elif func in DROPOUT_FUNCTIONS:
-            p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
+            return self.record_softmax(out, args[0] if args else kwargs["input"], dim)
+        if func in BATCHED_MATMUL_FUNCTIONS and (product := _parse_matmul(func, args, kwargs)) is not None:
+            self._record_matmul(product)
+        elif func in _DROPOUT_FUNCTIONS:
+            p: Any = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
             training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
             self.dropouts.append(DropoutCall(self.module_stack[-1], float(p), bool(training)))
-        elif func in TRIG_FUNCTIONS and isinstance(args[0], Tensor) and args[0].is_floating_point() and args[0].numel():
+        elif func in _TRIG_FUNCTIONS and args[0].is_floating_point() and args[0].numel():
             self.trig_calls.append(TrigCall(self.module_stack[-1], args[0].dtype, float(args[0].detach().abs().max())))
         return out
 
-    def trace_multi_head_attention(self, args: Any, kwargs: Any) -> Any:
-        """Run nn.MultiheadAttention's function with its softmax and fused kernel patched, so that they are recorded."""
+    @contextmanager
+    def _patch_attention_functions(self) -> Iterator[None]:
+        """Record the softmax and the fused kernel that nn.MultiheadAttention's function calls."""
+        softmax = F.softmax
 
         def traced_softmax(x: Tensor, dim: int | None = None, **kwargs: Any) -> Tensor:
-            out = softmax(x, dim, **kwargs)
-            self.record_softmax(x, out, dim, is_attention=True)
-            return out
+            return self.record_softmax(softmax(x, dim, **kwargs), x, dim, is_attention=True)
 
         def traced_sdpa(*args: Any, **kwargs: Any) -> Tensor:
-            self.attentions.append(attention_from_sdpa(self.module_stack[-1], *args, **kwargs))
-            return SDPA(*args, **kwargs)
+            return self.record_sdpa(SDPA(*args, **kwargs), args, kwargs)
 
-        softmax = F.softmax
-        F.softmax, F.scaled_dot_product_attention = traced_softmax, traced_sdpa  # type: ignore[assignment]
-        try:
-            return MULTI_HEAD_ATTENTION(*args, **kwargs)
-        finally:
-            F.softmax, F.scaled_dot_product_attention = softmax, SDPA
+        with patch.object(F, "softmax", traced_softmax), patch.object(F, "scaled_dot_product_attention", traced_sdpa):
+            yield
 
-    def record_softmax(self, x: Tensor, out: Tensor, dim: int | None, *, is_attention: bool = False) -> None:
-        """Record a softmax as attention if its input is (B, H, T, S), or the result of the preceding product q·kᵀ."""
+    def record_sdpa(self, out: Tensor, args: Args, kwargs: Kwargs) -> Tensor:
+        """Record a fused attention kernel; return its output."""
+        self.attentions.append(attention_from_sdpa(self.module_stack[-1], *args, **kwargs))
+        return out
+
+    def record_softmax(self, out: Tensor, x: Tensor, dim: int | None, *, is_attention: bool = False) -> Tensor:
+        """Record a softmax as attention if its input is (B, H, T, S), or the result of the preceding product q·kᵀ.
+
+        Returns the output of the softmax.
+        """
         axis = (0 if x.ndim == 3 else 1) if dim is None else int(dim)  # PyTorch's implicit dim
         axis = axis - x.ndim if axis >= 0 else axis
         batch_shape, q, k = x.shape[:-2], None, None
@@ -216,15 +222,14 @@ class OpTracer(TorchFunctionMode):
             if rows.shape[-2] == x.shape[-2] and sink in (0, 1) and rows.shape[-1] == columns.shape[-1]:
                 q, k = _reshape_to_heads(rows, batch_shape), _reshape_to_heads(columns, batch_shape)
         if x.ndim != 4 and (q is None or k is None) and not is_attention:
-            return
-        scores = _reshape_to_heads(x.detach(), batch_shape)
-        pattern = _reshape_to_heads(out.detach(), batch_shape)
-        assert scores is not None
-        assert pattern is not None
+            return out
+        scores, pattern = (_reshape_to_heads(y.detach(), batch_shape) for y in (x, out))
+        assert scores is not None and pattern is not None  # noqa: PT018
         self.attentions.append(AttentionCall(self.module_stack[-1], scores, pattern, axis, q, k))
         self.last_matmul = None
+        return out
 
-    def record_matmul(self, matmul: BatchedMatmul) -> None:
+    def _record_matmul(self, matmul: BatchedMatmul) -> None:
         """Record a batched product: pattern·v after a softmax, otherwise probably q·kᵀ."""
         self.last_matmul = matmul
         if not self.attentions or self.attentions[-1].v is not None:
@@ -267,11 +272,3 @@ def attention_from_sdpa(
         shape = (batch_shape[0], batch_shape[1:].numel())
         scores, pattern, q, k, v = (x.reshape(*shape, *x.shape[-2:]) for x in (scores, pattern, q, k, v))
     return AttentionCall(module, scores, pattern, -1, q, k, v, factor, dropout_p)
-
-
-class EagerDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """TorchDispatchMode that does not import torch.compile in eager mode; the import takes seconds."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False

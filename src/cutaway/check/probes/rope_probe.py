@@ -52,11 +52,11 @@ class RopeLayer:
             yield name, x[0].float()
 
 
-def get_rope_configs(context: CheckContext) -> list[tuple[RopeConfig | None, bool]] | None:
+def get_rope_configs(ctx: CheckContext) -> list[tuple[RopeConfig | None, bool]] | None:
     """(RoPE configuration or None, is latent attention) per layer; None if the configuration is unknown."""
-    if context.model.rope is not None:
-        return [(RopeConfig.model_validate({"kind": "rope", **context.model.rope}), False)]
-    config = get_config(context.model)
+    if ctx.model.rope is not None:
+        return [(RopeConfig.model_validate({"kind": "rope", **ctx.model.rope}), False)]
+    config = get_config(ctx.model)
     if config is None:
         return None
     ropes = []
@@ -68,13 +68,12 @@ def get_rope_configs(context: CheckContext) -> list[tuple[RopeConfig | None, boo
     return ropes
 
 
-def trace_rope_layers(context: CheckContext, *, beyond_length: int | None = None) -> list[RopeLayer]:
+def trace_rope_layers(ctx: CheckContext, *, beyond_length: int | None = None) -> list[RopeLayer]:
     """Record the attention calls whose q, k and v differ between positions only by the rotation.
 
     The token is at near and far positions if the model takes positions; with `beyond_length`, also beyond that length.
     """
-    ropes, model = get_rope_configs(context), context.model
-    assert model.logits is not None
+    ropes, model = get_rope_configs(ctx), ctx.model
     limit = model.max_seq_len or (
         MAX_POSITION_WITHOUT_CONFIG if ropes is None or model.rope is not None else MAX_POSITION_WITH_CONFIG
     )
@@ -82,14 +81,14 @@ def trace_rope_layers(context: CheckContext, *, beyond_length: int | None = None
     if beyond_length is not None:
         probed = [*NEAR_POSITIONS, beyond_length + 5, 2 * beyond_length + 7]
     if model.logits_with_positions is None:
-        length = min(context.seq_len, 13) if beyond_length is None else beyond_length + 3
+        length = min(ctx.seq_len, 13) if beyond_length is None else beyond_length + 3
         probed = list(range(length if length != 9 else 8))  # not 9, the source length, so that the two differ
     seq_len = len(probed)
     positions = torch.tensor([probed], device=model.device)
-    tokens = context.random_tokens(1, 1).expand(-1, seq_len).contiguous()
+    tokens = ctx.random_tokens(1, 1).expand(-1, seq_len).contiguous()
     with torch.no_grad(), ScaleTracer(model.module) as tracer:
         if model.logits_with_positions is None:
-            model.logits(tokens)
+            ctx.logits(tokens)
         else:
             model.logits_with_positions(tokens, positions)
     # Self-attention only: (T, T) scores, or (T, T + 1) with an attention sink.
@@ -153,7 +152,7 @@ def expected_frequencies(layer: RopeLayer) -> tuple[Tensor, float]:
     return frequencies.reshape(-1, frequencies.shape[-1])[0], rope.attention_factor
 
 
-def rotation_tolerance(context: CheckContext) -> float:
+def rotation_tolerance(ctx: CheckContext) -> float:
     """Tolerance for rounding errors, including cos and sin tables in bf16 or fp16."""
-    table_error = 2 * torch.finfo(context.model.dtype).eps if context.model.dtype in LOW_PRECISION_DTYPES else 0.0
-    return max(2 * ROUNDING_TOLERANCE, NOISE_MARGIN * context.noise_ratio, table_error)
+    table_error = 2 * torch.finfo(ctx.model.dtype).eps if ctx.model.dtype in LOW_PRECISION_DTYPES else 0.0
+    return max(2 * ROUNDING_TOLERANCE, NOISE_MARGIN * ctx.noise_ratio, table_error)
