@@ -18,7 +18,7 @@ from cutaway.cli.views.check_report import skipped_by_reason
 from cutaway.errors import InputError
 from cutaway.size import count_parameters
 
-pytestmark = pytest.mark.unchecked
+pytestmark = [pytest.mark.unchecked, pytest.mark.usefixtures("frozen_check_clock")]
 
 MODULE = """
 import support.seeded_bugs.causality

@@ -6,7 +6,7 @@ import torch
 import cutaway as ct
 from cutaway.learn.exercises.buggy_models import CORRECT, LETTERS, bug_of_letter, build_buggy_model, check_arguments
 
-pytestmark = pytest.mark.unchecked
+pytestmark = [pytest.mark.unchecked, pytest.mark.usefixtures("frozen_check_clock")]
 CHECK_OF_BUG = {
     "future seen": "causality",
     "cache off by one": "cache-decode",
