@@ -12,7 +12,7 @@ from cutaway.check.adapters.auto import build_checked_model
 from cutaway.check.adapters.user_functions import UserFunctionError
 from cutaway.check.checked_model import count_parameters, require
 from cutaway.check.context import CheckContext
-from cutaway.check.module_state import BufferSnapshot, can_upcast, preserve_state, upcast_to_fp32
+from cutaway.check.module_state import BufferSnapshot, can_upcast, fork_rng, preserve_state, upcast_to_fp32
 from cutaway.check.numerics import LOW_PRECISION_DTYPES
 from cutaway.check.registry import Check, select_checks
 from cutaway.check.report.finding import SEVERITY, CaseResult, Finding, Report, SkipCheckError, skipped, warning
@@ -77,7 +77,7 @@ def _preserve_process_state(num_params: int, seed: int) -> Iterator[None]:
     if num_params < _SINGLE_THREAD_MAX_PARAMS:
         torch.set_num_threads(1)
     try:
-        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        with fork_rng():
             torch.manual_seed(seed)
             yield
     finally:

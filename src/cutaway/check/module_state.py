@@ -67,6 +67,11 @@ def substitute_module(module: nn.Module, replacement: nn.Module) -> Iterator[Non
         module.__dict__, replacement.__dict__ = replacement.__dict__, module.__dict__
 
 
+def fork_rng() -> AbstractContextManager[None]:
+    """Restore the random state of the CPU and of all GPUs on exit."""
+    return torch.random.fork_rng(devices=range(torch.cuda.device_count()))
+
+
 @contextmanager
 def perturb_weights(module: nn.Module, generator: torch.Generator) -> Iterator[None]:
     """Add small random noise to the weights of a small model while the context is active."""

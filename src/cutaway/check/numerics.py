@@ -27,24 +27,10 @@ NOISE_MARGIN = 10.0
 """Tolerance of a comparison as a multiple of the noise."""
 
 
-_PERTURBED_OPS = [
-    "mm",
-    "addmm",
-    "bmm",
-    "baddbmm",
-    "linear",
-    "convolution",
-    "mkldnn_linear",
-    "mv",
-    "addmv",
-    "_softmax",
-    "native_layer_norm",
-    "_fused_rms_norm",
-    "grouped_mm",
-    "_grouped_mm",
-]
-
-
+_PERTURBED_OPS = (
+    "mm", "addmm", "bmm", "baddbmm", "linear", "convolution", "mkldnn_linear", "mv", "addmv", "_softmax",
+    "native_layer_norm", "_fused_rms_norm", "grouped_mm", "_grouped_mm",
+)  # fmt: skip
 _MAX_ULPS = 1.5
 """Largest perturbation of a result, in units of the dtype's eps."""
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from cutaway.check.adapters.config_variants import (
+    TransformersConfig,
     changed_transformers_value,
     find_config_values,
     validate_same_shapes,
@@ -45,8 +46,6 @@ from cutaway.model import EncoderDecoder, EncoderOnly, Transformer
 
 TransformersModel = Any
 """A PreTrainedModel."""
-TransformersConfig = Any
-"""A PreTrainedConfig."""
 _ATTN_IMPLEMENTATIONS = ("eager", "sdpa")
 _MAX_REBUILT_PARAMS = 10**8
 """Largest model, in parameters, that is rebuilt with another attention implementation."""

@@ -13,14 +13,8 @@ from cutaway.errors import InputError
 
 UserFunction = Callable[..., Any]
 _INTEGER_FIELDS = (
-    "vocab_size",
-    "max_seq_len",
-    "window",
-    "num_layers",
-    "source_vocab_size",
-    "pad_token_id",
-    "eos_token_id",
-)
+    "vocab_size", "max_seq_len", "window", "num_layers", "source_vocab_size", "pad_token_id", "eos_token_id",
+)  # fmt: skip
 
 
 class UserFunctionError(Exception):

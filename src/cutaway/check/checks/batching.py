@@ -35,14 +35,13 @@ def batch_isolation(ctx: CheckContext) -> Iterator[CaseResult]:
             other = ctx.replace_tokens(tokens)
             other[row] = tokens[row]
             diff = ctx.compare(lambda: logits(tokens)[row], lambda: logits(other)[row], first_result=base[row])
-            case = ctx.expect_equal(
+            yield ctx.expect_equal(
                 diff,
                 passed=f"the logits of row {row} do not change with other rows",
                 failed=f"the logits of row {row} change with other rows of the batch",
                 location=f"row {row}, position {diff.index[0]}",
             )
-            yield case
-            if case.verdict == "fail":
+            if not diff.within_tolerance:
                 return
     if model.module is not None:
         try:
@@ -123,14 +122,13 @@ def batch_invariance(ctx: CheckContext) -> Iterator[CaseResult]:
         diff = ctx.compare(
             lambda: logits(tokens)[rows], lambda: torch.cat([logits(tokens[row : row + 1]) for row in rows])
         )
-        case = ctx.expect_equal(
+        yield ctx.expect_equal(
             diff,
             passed=f"rows in a batch of {batch_size} give the same logits as alone",
             failed=f"rows in a batch of {batch_size} give other logits than alone",
             location=f"row {rows[diff.index[0]]}, position {diff.index[1]}",
         )
-        yield case
-        if case.verdict == "fail":
+        if not diff.within_tolerance:
             return
     if model.logits_with_mask is not None:
         logits_with_mask = model.logits_with_mask
@@ -176,12 +174,11 @@ def packing(ctx: CheckContext) -> Iterator[CaseResult]:
             lambda: torch.cat([logits(document) for document in torch.split(tokens, lengths, 1)], 1),
         )
         position = diff.index[1] if diff.index else 0
-        case = ctx.expect_equal(
+        yield ctx.expect_equal(
             diff,
             passed=f"packed documents of {', '.join(map(str, lengths))} tokens give the same logits as alone",
             failed=f"a packed document gives other logits than alone, at position {position} of the row",
             location=f"document {int(document_ids[0, position])}, position {position}",
         )
-        yield case
-        if case.verdict == "fail":
+        if not diff.within_tolerance:
             return

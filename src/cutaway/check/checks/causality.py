@@ -14,21 +14,21 @@ from cutaway.check.probes.first_divergence import find_first_divergence
 from cutaway.check.registry import CAUSAL_KINDS, register_check
 from cutaway.check.report.finding import CaseResult, SkipCheckError, failure, success
 
-CAUSE = "the causal mask is missing, shifted by one, transposed, or not applied on this code path"
-FIX = (
+_CAUSE = "the causal mask is missing, shifted by one, transposed, or not applied on this code path"
+_FIX = (
     "mask key j for query i wherever j > i, with -inf before the softmax, on every code path; check a bidirectional "
     "model with kind='encoder'"
 )
-TILE_SIZES = (8, 16, 32, 64)
-ZERO_GRADIENT_RATIO = 1e-12
+_TILE_SIZES = (8, 16, 32, 64)
+_ZERO_GRADIENT_RATIO = 1e-12
 """Gradient of a masked token relative to the largest one: exactly zero, and this is far below any rounding error."""
-PATH_CUTS = (1, 6, 23)
+_PATH_CUTS = (1, 6, 23)
 """Positions from which tokens are replaced on every code path."""
 
 
 def _check_leaks(
     ctx: CheckContext, logits: LogitsFunction, tokens: Tensor, cuts: list[int], path: str = ""
-) -> Iterator[CaseResult]:
+) -> CaseResult:
     """Replace all tokens from each cut on; a change of an earlier logit is a leak."""
     with torch.no_grad():
         base = logits(tokens)
@@ -38,9 +38,8 @@ def _check_leaks(
         diff = ctx.compare(lambda: logits(tokens)[:, :cut], lambda: logits(other)[:, :cut], first_result=base[:, :cut])
         worst = max(worst, diff, key=lambda item: item.max_abs)
         if not diff.within_tolerance:
-            yield _leak_result(ctx, logits, tokens, cut, diff, path)
-            return
-    yield worst.success(f"no logit changes with a later token{path} ({len(cuts)} positions)")
+            return _leak_result(ctx, logits, tokens, cut, diff, path)
+    return worst.success(f"no logit changes with a later token{path} ({len(cuts)} positions)")
 
 
 def _leak_result(
@@ -61,8 +60,8 @@ def _leak_result(
 @register_check(
     "causality",
     catches="a token that attends to later tokens: the training loss falls because the labels leak into the input",
-    cause=CAUSE,
-    fix=FIX,
+    cause=_CAUSE,
+    fix=_FIX,
     kinds=CAUSAL_KINDS,
     preflight=True,
 )
@@ -70,7 +69,7 @@ def causality(ctx: CheckContext) -> Iterator[CaseResult]:
     """For every position, replace all tokens from there on: the earlier logits must not change. Then run prefixes
     alone: each must give the same logits as within the full sequence."""
     logits, tokens = ctx.logits, ctx.random_tokens()
-    yield from _check_leaks(ctx, logits, tokens, list(range(1, tokens.shape[1])))
+    yield _check_leaks(ctx, logits, tokens, list(range(1, tokens.shape[1])))
     with torch.no_grad():
         base = logits(tokens)
     for cut in range(1, tokens.shape[1], 2 if not ctx.is_slow else 5):
@@ -90,22 +89,22 @@ def causality(ctx: CheckContext) -> Iterator[CaseResult]:
     kinds=CAUSAL_KINDS,
     depends_on=("causality",),
 )
-def causality_tile_edges(ctx: CheckContext) -> Iterator[CaseResult]:
+def causality_tile_edges(ctx: CheckContext) -> CaseResult:
     """In a sequence of 67 tokens, replace all tokens from positions just before, at and just after 8, 16, 32 and 64."""
     longest = ctx.model.max_seq_len or 10_000
-    length = min(max(TILE_SIZES) + 3, longest)
+    length = min(max(_TILE_SIZES) + 3, longest)
     offsets = (-1, 0, 1) if not ctx.is_slow else (0,)
-    cuts = [edge + offset for edge in TILE_SIZES for offset in offsets if edge + offset < length]
+    cuts = [edge + offset for edge in _TILE_SIZES for offset in offsets if edge + offset < length]
     if not cuts:
         raise SkipCheckError(f"its maximum length is {longest}, shorter than a tile")
-    yield from _check_leaks(ctx, ctx.logits, ctx.random_tokens(1, length), cuts)
+    return _check_leaks(ctx, ctx.logits, ctx.random_tokens(1, length), cuts)
 
 
 @register_check(
     "causality-gradient",
     catches="a leak too small to change the logits visibly, and tokens that no later position depends on",
-    cause=CAUSE,
-    fix=FIX,
+    cause=_CAUSE,
+    fix=_FIX,
     needs=("logits", "module"),
     kinds=CAUSAL_KINDS,
     depends_on=("causality",),
@@ -113,7 +112,7 @@ def causality_tile_edges(ctx: CheckContext) -> Iterator[CaseResult]:
 def causality_gradient(ctx: CheckContext) -> CaseResult:
     """The Jacobian of the logits with respect to the token embeddings must be exactly zero above the diagonal, and
     nonzero on and below it."""
-    logits, tokens = (ctx.logits, ctx.random_tokens(1, min(12 if not ctx.is_slow else 8, ctx.seq_len)))
+    logits, tokens = ctx.logits, ctx.random_tokens(1, min(8 if ctx.is_slow else 12, ctx.seq_len))
     length = tokens.shape[1]
     norms = torch.zeros(length, length)  # (position, token)
     with torch.enable_grad(), add_embedding_offset(ctx.model.module, logits, tokens) as offsets:
@@ -122,15 +121,14 @@ def causality_gradient(ctx: CheckContext) -> CaseResult:
             raise SkipCheckError("its logits require no gradient")
         weights = torch.randn(out.shape[-1], generator=ctx.generator).to(out)
         for t in range(length):
-            (gradient,) = torch.autograd.grad(
-                (out[0, t] * weights).sum(), offsets[0], retain_graph=t < length - 1, allow_unused=True
-            )
+            value = (out[0, t] * weights).sum()
+            (gradient,) = torch.autograd.grad(value, offsets[0], retain_graph=t < length - 1, allow_unused=True)
             if gradient is not None:
                 norms[t] = gradient[0].float().norm(dim=-1).cpu()
     if not norms.isfinite().all():
         return failure("the gradient of the logits with respect to the token embeddings is not finite")
     above = norms.triu(1)
-    tolerance = ZERO_GRADIENT_RATIO * float(norms.max())
+    tolerance = _ZERO_GRADIENT_RATIO * float(norms.max())
     if float(above.max()) > tolerance:
         position, token = divmod(int(above.argmax()), length)
         message = f"the logits at position {position} have a gradient with respect to token {token}, which comes later"
@@ -151,9 +149,8 @@ def causality_gradient(ctx: CheckContext) -> CaseResult:
         message = f"the logits at position {position} do not depend on token {token}, which should be visible"
         return failure(message, 0.0, 0.0, f"position {position}")
     reach = "" if window == length else f" within {window} tokens"
-    return success(
-        f"the gradient is zero for later tokens and nonzero for earlier ones{reach}", float(above.max()), tolerance
-    )
+    message = f"the gradient is zero for later tokens and nonzero for earlier ones{reach}"
+    return success(message, float(above.max()), tolerance)
 
 
 def _infer_window(zero_pairs: list[tuple[int, int]], seq_len: int) -> int:
@@ -190,28 +187,26 @@ def causality_paths(ctx: CheckContext) -> Iterator[CaseResult]:
     mask, in a batch, and within a chunk after cached tokens. The labels must not change the logits."""
     model, tokens = ctx.model, ctx.random_tokens()
     length = tokens.shape[1]
-    path_cuts = PATH_CUTS if not ctx.is_slow else PATH_CUTS[1:2]
+    path_cuts = _PATH_CUTS if not ctx.is_slow else _PATH_CUTS[1:2]
     cuts = [cut for cut in path_cuts if cut < length] or [length - 1]
-    plain = ctx.logits
     for path, logits in _forward_paths(ctx).items():
-        yield from _check_leaks(ctx, logits, tokens, cuts, f" {path}")
-    if model.logits_with_mask is not None:
+        yield _check_leaks(ctx, logits, tokens, cuts, f" {path}")
+    if (logits_with_mask := model.logits_with_mask) is not None:
         mask = torch.ones_like(tokens, dtype=torch.bool)
-        yield from _check_leaks(ctx, lambda x: model.logits_with_mask(x, mask), tokens, cuts, " with a mask")  # type: ignore[misc]
-    if model.logits_with_cache is not None and length > 6:
+        yield _check_leaks(ctx, lambda x: logits_with_mask(x, mask), tokens, cuts, " with a mask")
+    if (logits_with_cache := model.logits_with_cache) is not None and length > 6:
         prefix = ctx.random_tokens(1, 4)
 
         def logits_after_prefix(chunk: Tensor) -> Tensor:
-            _, cache = model.logits_with_cache(prefix, None)  # type: ignore[misc]
-            return model.logits_with_cache(chunk, cache)[0]  # type: ignore[misc]
+            _, cache = logits_with_cache(prefix, None)
+            return logits_with_cache(chunk, cache)[0]
 
-        chunk = tokens[:, : length - 4]
         chunk_cuts = [cut for cut in cuts if cut < length - 4]
-        yield from _check_leaks(ctx, logits_after_prefix, chunk, chunk_cuts, " within a chunk after cached tokens")
+        path = " within a chunk after cached tokens"
+        yield _check_leaks(ctx, logits_after_prefix, tokens[:, : length - 4], chunk_cuts, path)
     if model.logits_with_labels is not None:
         yield _check_label_leak(ctx, tokens)
-    batch = ctx.random_tokens(3)
-    yield from _check_leaks(ctx, plain, batch, cuts[:2], " in a batch of three")
+    yield _check_leaks(ctx, ctx.logits, ctx.random_tokens(3), cuts[:2], " in a batch of three")
 
 
 def _check_label_leak(ctx: CheckContext, tokens: Tensor) -> CaseResult:
@@ -220,34 +215,25 @@ def _check_label_leak(ctx: CheckContext, tokens: Tensor) -> CaseResult:
     diff = ctx.compare(lambda: logits_with_labels(tokens, tokens), lambda: logits_with_labels(tokens, other))
     if diff.within_tolerance:
         return diff.success("no logit changes with the labels")
-    return diff.failure(
-        "the logits change with the labels that they should predict",
-        cause="the labels are used as input",
-        fix="use labels only in the loss",
-    )
+    message, cause = "the logits change with the labels that they should predict", "the labels are used as input"
+    return diff.failure(message, cause=cause, fix="use labels only in the loss")
 
 
 def _forward_paths(ctx: CheckContext) -> dict[str, LogitsFunction]:
     """Forward passes that code often handles in separate branches: gradients, training mode, each kernel."""
-    model = ctx.model
-    plain = ctx.logits
     paths: dict[str, LogitsFunction] = {}
 
     def with_gradients(tokens: Tensor) -> Tensor:
         with torch.enable_grad():
-            return plain(tokens).detach()
+            return ctx.logits(tokens).detach()
 
-    if not ctx.is_slow or model.module is None:  # training mode also covers it
+    def in_training_mode(tokens: Tensor) -> Tensor:
+        with preserve_state(ctx.module, training=True), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(ctx.seed)
+            return with_gradients(tokens)
+
+    if not ctx.is_slow or ctx.model.module is None:  # training mode also covers it
         paths["with gradients"] = with_gradients
-    if model.module is not None:
-        module = model.module
-
-        def training(tokens: Tensor) -> Tensor:
-            with preserve_state(module, training=True), torch.random.fork_rng(devices=[]):
-                torch.manual_seed(ctx.seed)
-                return with_gradients(tokens)
-
-        paths["in training mode"] = training
-    for name, logits in model.logits_by_kernel.items():
-        paths[f"with the kernel {name}"] = logits
-    return paths
+    if ctx.model.module is not None:
+        paths["in training mode"] = in_training_mode
+    return paths | {f"with the kernel {name}": logits for name, logits in ctx.model.logits_by_kernel.items()}

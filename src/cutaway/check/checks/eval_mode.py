@@ -12,7 +12,7 @@ from torch._ops import OpOverload
 
 from cutaway.check.checked_model import LogitsFunction
 from cutaway.check.context import CheckContext
-from cutaway.check.module_state import require_uncompiled
+from cutaway.check.module_state import fork_rng, require_uncompiled
 from cutaway.check.numerics import Args, EagerDispatchMode, Kwargs, TorchFunction, max_difference, op_name
 from cutaway.check.probes.first_divergence import find_first_divergence
 from cutaway.check.probes.op_tracer import OpTracer
@@ -22,7 +22,7 @@ from cutaway.check.report.finding import CaseResult, failure, success
 
 def _forward_with_seed(logits: LogitsFunction, tokens: Tensor, seed: int) -> Tensor:
     """Run a forward pass with a seeded random state."""
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+    with fork_rng():
         torch.manual_seed(seed)
         return logits(tokens)
 
@@ -96,7 +96,7 @@ def _compare_runs(ctx: CheckContext, tokens: Tensor, first: Tensor, second: Tens
 def _check_mode_preserved(ctx: CheckContext, module: nn.Module) -> CaseResult:
     """Whether a forward pass keeps the training flags; mode-restored checks the same for generation."""
     logits, tokens = ctx.logits, ctx.random_tokens(1, min(4, ctx.seq_len))
-    with torch.no_grad(), torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+    with torch.no_grad(), fork_rng():
         logits(tokens)
     changed = [name for name, submodule in module.named_modules() if submodule.training]
     module.eval()

@@ -1,15 +1,14 @@
 """Padding checks: fully-masked-row, left-padding, right-padding, padding-leak, moe-padding."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
-from cutaway.check.checked_model import require
+from cutaway.check.checked_model import TokensFunction, require
 from cutaway.check.context import CheckContext, compute_once
-from cutaway.check.numerics import Args, Kwargs, TorchFunction
 from cutaway.check.probes.embedding_gradients import add_embedding_offset
+from cutaway.check.probes.op_tracer import OpTracer
 from cutaway.check.probes.padded_batch import (
     choose_lengths,
     choose_pad_token,
@@ -22,15 +21,11 @@ from cutaway.check.probes.padded_batch import (
 from cutaway.check.registry import register_check
 from cutaway.check.report.finding import CaseResult, SkipCheckError, failure, skipped, success, warning
 
-MaskedForward = Callable[[Tensor, Tensor], Tensor]
-MAX_GRADIENT_NUMEL = 1 << 16
+_MAX_GRADIENT_NUMEL = 1 << 16
 """Largest parameter, in elements, whose gradient is inspected."""
-MAX_EXTRA_PADDING = 48
+_MAX_EXTRA_PADDING = 48
 """Maximum number of padding tokens added to a sequence."""
-_ROUTING_FUNCTIONS = {
-    getattr(owner, name) for owner in (torch, Tensor) for name in ("topk", "argmax", "sort", "argsort")
-}
-PREREQUISITES = ("causality", "batch-isolation", "batch-invariance", "mask-polarity", "mask-diagonal")
+_PREREQUISITES = ("causality", "batch-isolation", "batch-invariance", "mask-polarity", "mask-diagonal")
 """Checks whose bugs would fail in every padded batch."""
 
 
@@ -40,7 +35,7 @@ PREREQUISITES = ("causality", "batch-isolation", "batch-invariance", "mask-polar
     cause="softmax over -inf only is 0/0; its output is discarded, but its gradient is not",
     fix="leave fully masked queries one visible key and zero the result, or use a kernel that returns zeros for them",
     needs=("logits", "logits_with_mask"),
-    depends_on=PREREQUISITES,
+    depends_on=_PREREQUISITES,
 )
 def fully_masked_row(ctx: CheckContext) -> Iterator[CaseResult]:
     """Run a batch of a left-padded row (right-padded if left padding is unsupported) and a row of padding only. The
@@ -89,7 +84,7 @@ def fully_masked_row(ctx: CheckContext) -> Iterator[CaseResult]:
 
 
 def _row_gradients(
-    ctx: CheckContext, forward: MaskedForward, tokens: Tensor, mask: Tensor, real_positions: slice
+    ctx: CheckContext, forward: TokensFunction, tokens: Tensor, mask: Tensor, real_positions: slice
 ) -> dict[str, Tensor]:
     """Gradients of the first row's logits with respect to the token embeddings and to small parameters; empty if the
     logits require no gradient."""
@@ -101,15 +96,11 @@ def _row_gradients(
         return {}
     if module is None or not out.requires_grad or not offsets:
         return {}
-    small = {
-        name: param
-        for name, param in module.named_parameters()
-        if param.requires_grad and param.numel() <= MAX_GRADIENT_NUMEL
-    }
-    tensors: dict[str, Tensor] = {"the token embeddings": offsets[0], **small}
-    gradients = torch.autograd.grad(
-        out[:1, real_positions].float().logsumexp(-1).sum(), list(tensors.values()), allow_unused=True
-    )
+    trainable = {name: param for name, param in module.named_parameters() if param.requires_grad}
+    tensors: dict[str, Tensor] = {"the token embeddings": offsets[0]}
+    tensors |= {name: param for name, param in trainable.items() if param.numel() <= _MAX_GRADIENT_NUMEL}
+    value = out[:1, real_positions].float().logsumexp(-1).sum()
+    gradients = torch.autograd.grad(value, list(tensors.values()), allow_unused=True)
     return {name: gradient for name, gradient in zip(tensors, gradients, strict=True) if gradient is not None}
 
 
@@ -163,7 +154,7 @@ def _unsupported_side_reason(ctx: CheckContext, side: str) -> str | None:
     cause="positions start at the first padding token instead of the first real token, or the mask is not applied",
     fix="compute positions as mask.cumsum(-1) - 1, and mask padding for every query",
     needs=("logits", "logits_with_mask"),
-    depends_on=(*PREREQUISITES, "fully-masked-row"),
+    depends_on=(*_PREREQUISITES, "fully-masked-row"),
 )
 def left_padding(ctx: CheckContext) -> Iterator[CaseResult]:
     """Run three rows of different lengths in one left-padded batch: each must give the same logits as alone."""
@@ -176,7 +167,7 @@ def left_padding(ctx: CheckContext) -> Iterator[CaseResult]:
     cause="the mask is not applied, is applied to queries instead of keys, or one row's mask is used for all rows",
     fix="mask padding keys, per row, on every code path: mask[:, None, None, :]",
     needs=("logits", "logits_with_mask"),
-    depends_on=(*PREREQUISITES, "fully-masked-row"),
+    depends_on=(*_PREREQUISITES, "fully-masked-row"),
 )
 def right_padding(ctx: CheckContext) -> Iterator[CaseResult]:
     """Run three rows of different lengths in one right-padded batch: each must give the same logits as alone."""
@@ -189,7 +180,7 @@ def right_padding(ctx: CheckContext) -> Iterator[CaseResult]:
     cause="the padding mask is not applied in some layer, or another op than attention mixes positions",
     fix="mask padding for every query, and zero it where other ops mix positions (convolutions, states, means)",
     needs=("logits", "logits_with_mask"),
-    depends_on=(*PREREQUISITES, "fully-masked-row"),
+    depends_on=(*_PREREQUISITES, "fully-masked-row"),
 )
 @torch.no_grad()
 def padding_leak(ctx: CheckContext) -> Iterator[CaseResult]:
@@ -215,47 +206,31 @@ def padding_leak(ctx: CheckContext) -> Iterator[CaseResult]:
         )
 
 
-class RoutingTracer(TorchFunctionMode):
-    """Function mode that counts top-k, argmax and sort calls, which routers use."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_calls = 0
-
-    def __torch_function__(
-        self, func: TorchFunction, types: object, args: Args = (), kwargs: Kwargs | None = None
-    ) -> object:
-        self.num_calls += func in _ROUTING_FUNCTIONS
-        return func(*args, **(kwargs or {}))
-
-
 @register_check(
     "moe-padding",
     catches="padding that is routed to experts: it uses their capacity, or counts in the load-balancing loss",
     cause="the router and its loss get all tokens of a batch, including padding",
     fix="pass the padding mask to the router: exclude padding from expert capacity and from the load-balancing loss",
     needs=("logits", "logits_with_mask"),
-    depends_on=(*PREREQUISITES, "fully-masked-row", "padding-leak", "left-padding", "right-padding"),
+    depends_on=(*_PREREQUISITES, "fully-masked-row", "padding-leak", "left-padding", "right-padding"),
 )
 @torch.no_grad()
 def moe_padding(ctx: CheckContext) -> Iterator[CaseResult]:
     """For models with a router: many padding tokens, all equal to one real token, must give the same logits as one
     padding token, and the load-balancing loss must not depend on padding."""
     model = ctx.model
-    logits_with_mask, logits = require(model.logits_with_mask), ctx.logits
+    logits_with_mask = require(model.logits_with_mask)
     short_len, seq_len = choose_lengths(ctx)
     row = ctx.random_tokens(1, short_len)
-    with RoutingTracer() as tracer:
-        logits(row)
-    if model.load_balancing_loss is None and not tracer.num_calls:
+    with OpTracer() as tracer:
+        ctx.logits(row)
+    if model.load_balancing_loss is None and not tracer.num_routing_calls:
         raise SkipCheckError("needs a mixture of experts; no routing was recorded")
-    num_pads = min(MAX_EXTRA_PADDING, (model.max_seq_len or MAX_EXTRA_PADDING + seq_len) - short_len)
+    num_pads = min(_MAX_EXTRA_PADDING, (model.max_seq_len or _MAX_EXTRA_PADDING + seq_len) - short_len)
     right_only = model.kind != "decoder" and not model.positions_skip_padding and not model.relative_positions
-    for side in ["right"] if right_only else ["left", "right"]:
+    for side in ["right"] if right_only or model.positions_from_pad_token else ["left", "right"]:
         few, few_mask = pad_rows([row, row], short_len + 1, side, int(row[0, -1]))
         many, many_mask = pad_rows([row, row], short_len + num_pads, side, int(row[0, -1]))
-        if model.positions_from_pad_token and side == "left":
-            continue
         diff = ctx.compare(
             lambda: logits_with_mask(few, few_mask)[few_mask], lambda: logits_with_mask(many, many_mask)[many_mask]
         )

@@ -77,7 +77,7 @@ def low_precision(ctx: CheckContext) -> Iterator[CaseResult]:
 
         with torch.no_grad():
             native, fp32 = run(), run_in_fp32()
-        dtype = _dtype_name(model.dtype)
+        dtype = "bf16" if model.dtype == torch.bfloat16 else "fp16"
         if fp32.isfinite().all() and not native.isfinite().all():
             yield failure(f"the logits are finite in fp32 but not in {dtype}{where}")
             return
@@ -88,7 +88,3 @@ def low_precision(ctx: CheckContext) -> Iterator[CaseResult]:
             failed=f"the difference between {dtype} and fp32 exceeds rounding noise{where}",
             location=None if diff.within_tolerance else find_first_divergence(ctx, run, run_in_fp32),
         )
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, str(dtype).removeprefix("torch."))

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,28 +28,25 @@ from cutaway.check.registry import register_check
 from cutaway.check.report.finding import CaseResult, SkipCheckError, failure, success
 from cutaway.config import DynamicNTK, LongRope
 
-ROPE_NAME_PATTERN = re.compile(r"rope|rotary|inv_freq|freqs|frequenc|cos|sin_?cached")
-
-
-MIN_SCORE_ROUNDING = 1e-4
+_ROPE_NAME_PATTERN = re.compile(r"rope|rotary|inv_freq|freqs|frequenc|cos|sin_?cached")
+_MIN_SCORE_ROUNDING = 1e-5
 """Rounding error of angles relative to the largest score."""
-
-
-ROW_SUM_TOLERANCE = 1e-3
+_ROW_SUM_TOLERANCE = 1e-3
 """Deviation of a row sum from 1, above any rounding error."""
-
-
-ROW_MAX_TOLERANCE = 1e-6
-
-
-MAX_LOW_PRECISION_ANGLE = 2.0
+_ROW_MAX_TOLERANCE = 1e-6
+_MAX_LOW_PRECISION_ANGLE = 2.0
 """Angles up to this value are as exact in bf16 as the vectors that they rotate."""
-
-
-ALIBI_SIGN_CAUSE = "the ALiBi bias has the wrong sign"
-
-
-ALIBI_SIGN_FIX = "add -slope · (i - j) to the score of query i and key j"
+_ALIBI_SIGN_CAUSE = "the ALiBi bias has the wrong sign"
+_ALIBI_SIGN_FIX = "add -slope · (i - j) to the score of query i and key j"
+_MAGNITUDE_TOLERANCE = 5e-3
+"""Relative tolerance of the attention factor on cos and sin."""
+_MAX_SEQ_LEN = 96
+"""Maximum length of a sequence that exceeds the original length of a scaling."""
+_MAX_ANGLE_UNCERTAINTY = 0.3
+"""Radians; angles with a larger possible rounding error are not compared."""
+_SAME_FREQUENCY_CAUSE = "the exponent is the same for all pairs: an integer division, or the pair index is missing"
+_SAME_FREQUENCY_FIX = "use theta ** (-2 j / rotary_dim) for pair j, in floating point"
+_LAYOUT_NAMES = {"half": "(j, j + rotary_dim/2)", "interleaved": "(2j, 2j + 1)"}
 
 
 def _repeated_token(ctx: CheckContext) -> Tensor:
@@ -68,17 +66,16 @@ def _score_spread(ctx: CheckContext, attention: AttentionCall) -> tuple[float, f
 def _score_rounding(attention: AttentionCall, ctx: CheckContext) -> float:
     """Estimated rounding error of the scores."""
     scores = attention.scores.float()[..., : attention.scores.shape[-2]][visible_keys(attention)]
-    size = max_finite_abs(scores)
-    if attention.q is not None and attention.k is not None:  # a small score may be a sum of large products
-        size = max(
-            size,
-            (attention.scale or 0.0)
-            * max_finite_abs(attention.q.float().norm(dim=-1))
-            * max_finite_abs(attention.k.float().norm(dim=-1)),
-        )
-    return (
-        max(NOISE_MARGIN * ctx.noise_ratio, MIN_SCORE_ROUNDING / 10, 8 * torch.finfo(attention.scores.dtype).eps) * size
-    )
+    size = max(max_finite_abs(scores), _qk_size(attention, attention.scale or 0.0))  # a sum of large products
+    eps = torch.finfo(attention.scores.dtype).eps
+    return max(NOISE_MARGIN * ctx.noise_ratio, _MIN_SCORE_ROUNDING, 8 * eps) * size
+
+
+def _qk_size(attention: AttentionCall, scale: float) -> float:
+    """Upper bound of the scaled products q·k; 0 if q and k are unknown."""
+    if attention.q is None or attention.k is None:
+        return 0.0
+    return scale * max_finite_abs(attention.q.float().norm(dim=-1)) * max_finite_abs(attention.k.float().norm(dim=-1))
 
 
 @torch.no_grad()
@@ -98,41 +95,39 @@ def _compare_positions(ctx: CheckContext, tokens: Tensor) -> Difference:
     "has_positions=False for a model without positions",
     depends_on=("eval-determinism",),
 )
-def position_encoding(ctx: CheckContext) -> Iterator[CaseResult]:
+def position_encoding(ctx: CheckContext) -> CaseResult:
     """Run a sequence of one repeated token. Without position information, its logits are the same at all positions, and
     so are all scores of every attention call. If the model takes positions, other distances between them must change
     the logits or the scores."""
     model, tokens = ctx.model, _repeated_token(ctx)
     if tokens.shape[1] < 3:
         raise SkipCheckError("needs sequences of three tokens")
-    yield from _check_positions_used(ctx)
+    if not _uses_positions(ctx):
+        message = "the positions that are passed have no effect: doubling them changes neither logits nor scores"
+        return failure(message, 0.0, 0.0)
     diff = _compare_positions(ctx, tokens)
     if not diff.within_tolerance:
         if model.has_positions:
-            yield diff.success("the logits of a repeated token change with its position")
-        else:
-            yield diff.failure("has_positions is False, but the logits of a repeated token change with its position")
-        return
+            return diff.success("the logits of a repeated token change with its position")
+        return diff.failure("has_positions is False, but the logits of a repeated token change with its position")
     if not model.has_positions:
-        yield diff.success("the logits of a repeated token do not change with its position, as expected")
-        return
+        return diff.success("the logits of a repeated token do not change with its position, as expected")
     calls = trace_self_attention(ctx, tokens)
     if not any(bool((visible_keys(call).sum(-1) > 1).any()) for call in calls):
         raise SkipCheckError("each token attends only to itself")
     spread, rounding = max((_score_spread(ctx, call) for call in calls), key=lambda pair: pair[0] / max(pair[1], 1e-30))
     if spread > rounding:
-        yield success("the scores change with the distance", spread, rounding)
-    else:
-        message = "there is no position information: neither logits nor scores of a repeated token change"
-        yield failure(message, spread, rounding)
+        return success("the scores change with the distance", spread, rounding)
+    message = "there is no position information: neither logits nor scores of a repeated token change"
+    return failure(message, spread, rounding)
 
 
-def _check_positions_used(ctx: CheckContext) -> Iterator[CaseResult]:
-    """Whether positions that are passed are used at all."""
+def _uses_positions(ctx: CheckContext) -> bool:
+    """Whether positions that are passed, if any, have an effect."""
     model = ctx.model
     logits_with_positions, tokens = model.logits_with_positions, ctx.random_tokens()
     if logits_with_positions is None or not model.has_positions or model.window == 1:
-        return
+        return True
     if model.max_seq_len is not None:
         tokens = tokens[:, : model.max_seq_len // 2]
     arange = torch.arange(tokens.shape[1], device=tokens.device)[None]
@@ -141,9 +136,7 @@ def _check_positions_used(ctx: CheckContext) -> Iterator[CaseResult]:
         with torch.no_grad(), OpTracer(model.module) as tracer:
             out = logits_with_positions(tokens, positions)
         results.append([out, *(call.scores for call in tracer.attentions)])
-    if len(results[0]) == len(results[1]) > 1 and all(map(torch.equal, *results)):
-        message = "the positions that are passed have no effect: doubling them changes neither logits nor scores"
-        yield failure(message, 0.0, 0.0)
+    return not (len(results[0]) == len(results[1]) > 1 and all(map(torch.equal, *results)))
 
 
 @register_check(
@@ -177,37 +170,23 @@ def rope_shift_invariance(ctx: CheckContext) -> Iterator[CaseResult]:
         yield from _check_shifted_positions(ctx)
 
 
-def _attention_sums_to_one(ctx: CheckContext, tokens: Tensor) -> bool:
-    """Whether the attention weights on the tokens sum to one, which they do not with an attention sink."""
-    length = tokens.shape[1]
-    return all(
-        bool(((call.pattern[..., :length].float().sum(-1) - 1).abs() < ROW_SUM_TOLERANCE).all())
-        for call in trace_self_attention(ctx, tokens)
-    )
-
-
 def _uses_rotation(ctx: CheckContext, tokens: Tensor) -> bool:
     """Whether the model probably uses RoPE: cos or sin is computed, or a name matches."""
     with torch.no_grad(), OpTracer(ctx.model.module) as tracer:
         ctx.logits(tokens)
     if tracer.trig_calls:
         return True
-    module = ctx.model.module
-    names = (
-        []
-        if module is None
-        else [name for submodule in module.modules() for name in (*vars(submodule), *submodule._buffers)]
-    )
-    names += [] if module is None else [name for name, _ in module.named_modules()]
-    return any(ROPE_NAME_PATTERN.search(name.lower()) for name in names)
+    names: list[str] = []
+    for path, submodule in () if ctx.model.module is None else ctx.module.named_modules():
+        names += [path, *vars(submodule), *submodule._buffers]
+    return any(_ROPE_NAME_PATTERN.search(name.lower()) for name in names)
 
 
 def _low_precision_score_error(attention: AttentionCall, ctx: CheckContext) -> float:
     """Error of the scores from cos and sin tables in bf16 or fp16."""
-    if ctx.model.dtype not in LOW_PRECISION_DTYPES or attention.q is None or attention.k is None:
+    if ctx.model.dtype not in LOW_PRECISION_DTYPES or attention.q is None:
         return 0.0
-    scale = attention.scale or attention.q.shape[-1] ** -0.5
-    size = scale * max_finite_abs(attention.q.float().norm(dim=-1)) * max_finite_abs(attention.k.float().norm(dim=-1))
+    size = _qk_size(attention, attention.scale or attention.q.shape[-1] ** -0.5)
     return 4 * torch.finfo(ctx.model.dtype).eps * max(size, 1e-30)
 
 
@@ -216,38 +195,33 @@ def _has_attention_sinks(ctx: CheckContext, tokens: Tensor) -> bool:
     config = get_config(ctx.model)
     if config is not None:
         return any(getattr(layer, "sink", False) for layer in self_attention_configs(config))
-    return not _attention_sums_to_one(ctx, tokens)
+    sums = [call.pattern[..., : tokens.shape[1]].float().sum(-1) for call in trace_self_attention(ctx, tokens)]
+    return not all(bool(((x - 1).abs() < _ROW_SUM_TOLERANCE).all()) for x in sums)
 
 
 def _check_score_diagonals(ctx: CheckContext, tokens: Tensor, *, center_rows: bool = False) -> CaseResult:
     """Whether scores are constant along each diagonal; `center_rows` is for ALiBi, which may add a constant per row."""
     worst = Difference(0.0, 0.0, ())
     for call in trace_self_attention(ctx, tokens):
-        if call.v is not None and not torch.allclose(
-            call.v, call.v[..., :1, :], rtol=1e-3, atol=1e-3 * max_finite_abs(call.v)
-        ):
+        v = call.v
+        if v is not None and not torch.allclose(v, v[..., :1, :], rtol=1e-3, atol=1e-3 * max_finite_abs(v)):
             continue  # in layers after attention sinks, hidden states differ between positions
         length = call.scores.shape[-2]
         scores, visible = call.scores[..., :length].float(), visible_keys(call)
-        if (
-            center_rows or float(call.scores.amax(-1).abs().max()) < ROW_MAX_TOLERANCE
-        ):  # or the row maximum was subtracted
+        is_max_subtracted = float(call.scores.amax(-1).abs().max()) < _ROW_MAX_TOLERANCE
+        if center_rows or is_max_subtracted:
             scores = scores - scores.diagonal(dim1=-2, dim2=-1)[..., None]
         both = visible[..., 1:, 1:] & visible[..., :-1, :-1]
-        diff = max_difference(
-            scores[..., 1:, 1:].masked_fill(~both, 0.0), scores[..., :-1, :-1].masked_fill(~both, 0.0)
-        )
+        later, earlier = (x.masked_fill(~both, 0.0) for x in (scores[..., 1:, 1:], scores[..., :-1, :-1]))
+        diff = max_difference(later, earlier)
         diff.tolerance = max(length * _score_rounding(call, ctx), _low_precision_score_error(call, ctx))
         if not diff.within_tolerance:
             _, head, i, j = diff.index
-            message = (
-                f"the score at distance {i - j} differs between query positions {i} and {i + 1} (head {head}), for a "
-                "repeated token"
-            )
-            return diff.failure(message, call.module or None)
+            message = f"the score at distance {i - j} differs between query positions {i} and {i + 1} (head {head})"
+            return diff.failure(f"{message}, for a repeated token", call.module or None)
         if heads := _count_growing_heads(scores, visible, diff.tolerance):
             message = f"the scores grow linearly with the distance of the key (all {heads} heads)"
-            return failure(message, location=call.module or None, cause=ALIBI_SIGN_CAUSE, fix=ALIBI_SIGN_FIX)
+            return failure(message, location=call.module or None, cause=_ALIBI_SIGN_CAUSE, fix=_ALIBI_SIGN_FIX)
         worst = max(worst, diff, key=lambda item: item.max_abs)
     return worst.success("the scores of a repeated token depend only on the distance")
 
@@ -281,7 +255,7 @@ def _check_shifted_positions(ctx: CheckContext) -> Iterator[CaseResult]:
             diff,
             passed=f"the logits do not change when all positions are shifted by {shift}",
             failed=f"the logits change when all positions are shifted by {shift}, though positions are relative",
-            location=None if diff.within_tolerance else f"position {diff.index[1]}",
+            location=f"position {diff.index[1]}",
         )
 
 
@@ -300,7 +274,7 @@ def rope_precision(ctx: CheckContext) -> CaseResult:
     if not tracer.trig_calls:
         raise SkipCheckError("needs cos or sin calls in the forward pass")
     for call in tracer.trig_calls:
-        if call.dtype in LOW_PRECISION_DTYPES and call.max_abs > MAX_LOW_PRECISION_ANGLE:
+        if call.dtype in LOW_PRECISION_DTYPES and call.max_abs > _MAX_LOW_PRECISION_ANGLE:
             name = str(call.dtype).removeprefix("torch.")
             message = f"cos or sin is computed of angles up to {call.max_abs:.0f} in {name}"
             error = call.max_abs * torch.finfo(call.dtype).eps / 2
@@ -308,46 +282,23 @@ def rope_precision(ctx: CheckContext) -> CaseResult:
     return success(f"{len(tracer.trig_calls)} cos and sin calls have fp32 angles")
 
 
-MAGNITUDE_TOLERANCE = 5e-3
-"""Relative tolerance of the attention factor on cos and sin."""
-
-
-MAX_SEQ_LEN = 96
-"""Maximum length of a sequence that exceeds the original length of a scaling."""
-
-
-MAX_ANGLE_UNCERTAINTY = 0.3
-"""Radians; angles with a larger possible rounding error are not compared."""
-
-
-SAME_FREQUENCY_CAUSE = "the exponent is the same for all pairs: an integer division, or the pair index is missing"
-
-
-SAME_FREQUENCY_FIX = "use theta ** (-2 j / rotary_dim) for pair j, in floating point"
-
-
-LAYOUT_NAMES = {"half": "(j, j + rotary_dim/2)", "interleaved": "(2j, 2j + 1)"}
-
-
 def _rotary_start(layer: RopeLayer) -> int:
     """The first rotated dimension: in latent attention, the dimensions without RoPE come first."""
-    assert layer.attention.q is not None
-    return layer.attention.q.shape[-1] - layer.rotary_dim if layer.is_latent else 0
+    return layer.head_dim - layer.rotary_dim if layer.is_latent else 0
 
 
 def _rotary_layout(layer: RopeLayer, x: Tensor) -> str:
     """The configured layout; for latent attention the one that fits better, because some libraries permute the pairs
     first, which does not change the scores."""
-    assert layer.rope is not None
     if not layer.is_latent:
-        return layer.rope.layout
-    return min(LAYOUT_NAMES, key=lambda layout: rotation_error(x, layout, layer.rotary_dim, _rotary_start(layer)))
+        return require(layer.rope).layout
+    return min(_LAYOUT_NAMES, key=lambda layout: rotation_error(x, layout, layer.rotary_dim, _rotary_start(layer)))
 
 
 def _describe_layout(layouts: set[tuple[str, int, int]]) -> str:
     """Describe the layout with the largest rotary_dim."""
     layout, rotary_dim, start = max(layouts, key=lambda candidate: candidate[1])
-    return f"pairs {LAYOUT_NAMES[layout]} of {rotary_dim} dimensions from {start} on"
+    return f"pairs {_LAYOUT_NAMES[layout]} of {rotary_dim} dimensions from {start} on"
 
 
 @register_check(
@@ -356,14 +307,13 @@ def _describe_layout(layouts: set[tuple[str, int, int]]) -> str:
     cause="two layouts are mixed: pairs (j, j + rotary_dim/2) and (2j, 2j + 1), in the code, the tables or the weights",
     fix="build cos and sin for the pairs that are rotated, and permute the q and k weights to change the layout",
 )
-def rope_layout(ctx: CheckContext) -> Iterator[CaseResult]:
+def rope_layout(ctx: CheckContext) -> CaseResult:
     """Run a sequence of one repeated token: its queries and keys may differ between positions only by a rotation. The
     pairs that keep their norm are the rotated ones; they must be the configured pairs, or at least the same for q and
     k."""
     ropes = get_rope_configs(ctx)
     if ropes is None:
-        yield from _check_layout_without_config(ctx)
-        return
+        return _check_layout_without_config(ctx)
     if not any(rope for rope, _ in ropes):
         raise SkipCheckError("for models with RoPE")
     layers = [layer for layer in trace_rope_layers(ctx) if layer.rope is not None]
@@ -376,23 +326,19 @@ def rope_layout(ctx: CheckContext) -> Iterator[CaseResult]:
             error = rotation_error(x, layout, layer.rotary_dim, start)
             worst = max(worst, error)
             if error > tolerance:
-                message = f"{name} are not rotated by pairs {LAYOUT_NAMES[layout]} of {layer.rotary_dim} dimensions, "
+                message = f"{name} are not rotated by pairs {_LAYOUT_NAMES[layout]} of {layer.rotary_dim} dimensions, "
                 other = find_rotation_layouts(x, tolerance)
                 message += f"but by {_describe_layout(other)}" if other else "nor by any other pairs"
-                yield failure(message, error, tolerance, layer.module_path)
-                return
+                return failure(message, error, tolerance, layer.module_path)
             frequency, _ = expected_frequencies(layer)
-            forward, backward = (
-                _max_angle_error(layer, x, layout, start, sign * frequency, ctx)[0] for sign in (1, -1)
-            )
-            if forward > 1 >= backward:
+            errors = [_max_angle_error(layer, x, sign * frequency, ctx).ratio for sign in (1, -1)]
+            if errors[0] > 1 >= errors[1]:
                 message = f"{name} are rotated in the wrong direction: by -position · frequency"
-                yield failure(message, forward, 1.0, layer.module_path)
-                return
-    yield success(f"in {len(layers)} layers q and k are rotated by the configured pairs", worst, tolerance)
+                return failure(message, errors[0], 1.0, layer.module_path)
+    return success(f"in {len(layers)} layers q and k are rotated by the configured pairs", worst, tolerance)
 
 
-def _check_layout_without_config(ctx: CheckContext) -> Iterator[CaseResult]:
+def _check_layout_without_config(ctx: CheckContext) -> CaseResult:
     """Without a configuration: q and k must be rotations by the same pairs."""
     if not ctx.model.has_positions or not _compare_positions(ctx, _repeated_token(ctx)).within_tolerance:
         raise SkipCheckError("for models with RoPE only")
@@ -404,33 +350,23 @@ def _check_layout_without_config(ctx: CheckContext) -> Iterator[CaseResult]:
         num_checked += 1
         q_layouts, k_layouts = find_rotation_layouts(q, tolerance), find_rotation_layouts(k, tolerance)
         common = q_layouts & k_layouts
-        if common and (
-            num_pairs := _count_same_angle_pairs(q, max(common, key=lambda candidate: candidate[1]), tolerance)
-        ):
-            yield failure(
-                f"all {num_pairs} pairs are rotated by the same angle",
-                location=layer.module_path,
-                cause=SAME_FREQUENCY_CAUSE,
-                fix=SAME_FREQUENCY_FIX,
-            )
-            return
+        widest = max(common, key=lambda candidate: candidate[1], default=None)
+        if widest is not None and (num_pairs := _count_same_angle_pairs(q, widest, tolerance)):
+            message, cause = f"all {num_pairs} pairs are rotated by the same angle", _SAME_FREQUENCY_CAUSE
+            return failure(message, location=layer.module_path, cause=cause, fix=_SAME_FREQUENCY_FIX)
         if common or _check_score_diagonals(ctx, _repeated_token(ctx)).verdict != "fail":
             continue
         if q_layouts and k_layouts:
             message = f"queries are rotated by {_describe_layout(q_layouts)}, keys by {_describe_layout(k_layouts)}"
         else:
             message = f"{'keys' if q_layouts else 'queries'} are not rotated: their norm changes with the position"
-        errors = [
-            min(rotation_error(x, layout, x.shape[-1], 0) for layout in LAYOUT_NAMES)
-            for x, layouts in ((q, q_layouts), (k, k_layouts))
-            if not layouts
-        ]
-        worst = max(errors) if errors else None
-        yield failure(message, worst, None if worst is None else tolerance, layer.module_path)
-        return
+        not_rotated = [x for x, layouts in ((q, q_layouts), (k, k_layouts)) if not layouts]
+        errors = [min(rotation_error(x, layout, x.shape[-1], 0) for layout in _LAYOUT_NAMES) for x in not_rotated]
+        worst = max(errors, default=None)
+        return failure(message, worst, None if worst is None else tolerance, layer.module_path)
     if not num_checked:
         raise SkipCheckError("needs queries and keys that are rotated")
-    yield success(f"in {num_checked} layers q and k are rotated by the same pairs")
+    return success(f"in {num_checked} layers q and k are rotated by the same pairs")
 
 
 def _count_same_angle_pairs(x: Tensor, rotation: tuple[str, int, int], tolerance: float) -> int:
@@ -442,11 +378,20 @@ def _count_same_angle_pairs(x: Tensor, rotation: tuple[str, int, int], tolerance
     return z.shape[-1] if same and bool(((rotation_factor - 1).abs() > tolerance).all()) else 0
 
 
-def _max_angle_error(
-    layer: RopeLayer, x: Tensor, layout: str, start: int, frequency: Tensor, ctx: CheckContext
-) -> tuple[float, float, float, int, int]:
-    """The worst angle: error relative to its tolerance, error, tolerance, pair and position."""
-    z = rotary_pairs(x, layout, layer.rotary_dim, start).cpu()
+class AngleError(NamedTuple):
+    """The worst angle of a layer."""
+
+    ratio: float
+    """Error relative to its tolerance."""
+    error: float
+    tolerance: float
+    pair: int
+    position: int
+
+
+def _max_angle_error(layer: RopeLayer, x: Tensor, frequency: Tensor, ctx: CheckContext) -> AngleError:
+    """Compare the rotation of each pair at each position with position times frequency."""
+    z = rotary_pairs(x, _rotary_layout(layer, x), layer.rotary_dim, _rotary_start(layer)).cpu()
     first = z[..., 0, :].abs()
     head = first.argmax(0)  # per pair, the head with the largest norm
     z = z[head, :, torch.arange(z.shape[-1])]  # (pairs, T)
@@ -457,11 +402,11 @@ def _max_angle_error(
     error = (z - expected).abs() / norm.clamp(min=1e-30)
     rounding = 2**-7 if ctx.model.dtype in LOW_PRECISION_DTYPES else 2e-6
     tolerance = rotation_tolerance(ctx) + angle.abs() * rounding
-    compared = (tolerance < MAX_ANGLE_UNCERTAINTY) & (norm > 0.02 * float(norm.max()))
+    compared = (tolerance < _MAX_ANGLE_UNCERTAINTY) & (norm > 0.02 * float(norm.max()))
     ratio = torch.where(compared, error / tolerance, 0.0)
-    worst = int(ratio.argmax())
-    pair, n = divmod(worst, ratio.shape[-1])
-    return float(ratio.flatten()[worst]), float(error[pair, n]), float(tolerance[pair, n]), pair, int(positions[n])
+    pair, n = divmod(int(ratio.argmax()), ratio.shape[-1])
+    worst = float(ratio[pair, n]), float(error[pair, n]), float(tolerance[pair, n])
+    return AngleError(*worst, pair, int(positions[n]))
 
 
 @register_check(
@@ -484,35 +429,32 @@ def rope_scaling(ctx: CheckContext) -> Iterator[CaseResult]:
     for rope, _ in ropes:
         if rope is not None and isinstance(rope.scaling, DynamicNTK | LongRope):
             original = rope.scaling.original_length
-            lengths += [original] if ctx.model.logits_with_positions is not None or original + 3 <= MAX_SEQ_LEN else []
+            lengths += [original] if ctx.model.logits_with_positions is not None or original + 3 <= _MAX_SEQ_LEN else []
     for length in dict.fromkeys(lengths):
-        yield from _check_angles(ctx, length)
+        yield _check_angles(ctx, length)
 
 
-def _check_angles(ctx: CheckContext, beyond_length: int | None) -> Iterator[CaseResult]:
+def _check_angles(ctx: CheckContext, beyond_length: int | None) -> CaseResult:
     """Compare the angles and the attention factor of each layer with the configured formula."""
     layers = [layer for layer in trace_rope_layers(ctx, beyond_length=beyond_length) if layer.rope is not None]
     if not layers:
         raise SkipCheckError("needs queries and keys that can be traced, without other positions in them")
     condition = "" if beyond_length is None else f", beyond the original length of {beyond_length} tokens"
-    worst = (0.0, 0.0, 0.0)
+    worst = AngleError(0.0, 0.0, 0.0, 0, 0)
     for layer in layers:
-        assert layer.rope is not None
+        config = require(layer.rope)
         frequency, magnitude = expected_frequencies(layer)
-        kind = layer.rope.scaling.kind
-        rope = f"theta {layer.rope.theta:g}" + ("" if kind == "none" else f" and {kind} scaling")
+        kind = config.scaling.kind
+        rope = f"theta {config.theta:g}" + ("" if kind == "none" else f" and {kind} scaling")
         for name, x in layer.queries_and_keys():
-            ratio, error, tolerance, pair, position = _max_angle_error(
-                layer, x, _rotary_layout(layer, x), _rotary_start(layer), frequency, ctx
-            )
-            worst = max(worst, (ratio, error, tolerance))
-            if ratio > 1:
-                message = f"pair {pair} of the {name} at position {position} has another angle than {rope} gives"
-                yield failure(f"{message}{condition}", error, tolerance, layer.module_path)
-                return
-        if layer.max_elementwise is not None and abs(layer.max_elementwise / magnitude - 1) > MAGNITUDE_TOLERANCE:
+            angle = _max_angle_error(layer, x, frequency, ctx)
+            worst = max(worst, angle)
+            if angle.ratio > 1:
+                message = f"pair {angle.pair} of the {name} at position {angle.position} has another angle than {rope}"
+                return failure(f"{message} gives{condition}", angle.error, angle.tolerance, layer.module_path)
+        if layer.max_elementwise is not None and abs(layer.max_elementwise / magnitude - 1) > _MAGNITUDE_TOLERANCE:
             factor = f"{layer.max_elementwise:.4g}"
             message = f"cos and sin are multiplied by {factor} instead of {magnitude:.4g} ({kind} scaling){condition}"
-            yield failure(message, layer.max_elementwise, magnitude, layer.module_path)
-            return
-    yield success(f"in {len(layers)} layers q and k have the configured angles{condition}", *worst[1:])
+            return failure(message, layer.max_elementwise, magnitude, layer.module_path)
+    message = f"in {len(layers)} layers q and k have the configured angles{condition}"
+    return success(message, worst.error, worst.tolerance)

@@ -3,7 +3,9 @@ activation-checkpointing."""
 
 import math
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -11,26 +13,26 @@ from torch import Tensor, nn
 from cutaway.check.checked_model import require
 from cutaway.check.checks.loss import distinct_logits, model_loss
 from cutaway.check.context import CheckContext, compute_once
-from cutaway.check.module_state import MAX_PERTURBED_PARAMS, add_noise, require_uncompiled, swap_tensors
+from cutaway.check.module_state import MAX_PERTURBED_PARAMS, add_noise, fork_rng, require_uncompiled, swap_tensors
 from cutaway.check.numerics import NOISE_MARGIN
 from cutaway.check.probes.embedding_gradients import check_finite_differences
 from cutaway.check.probes.reference_loss import IGNORE_INDEX, compute_loss
 from cutaway.check.registry import register_check
 from cutaway.check.report.finding import CaseResult, SkipCheckError, failure, skipped, success, warning
 
-MAX_LOSS_ABOVE_UNIFORM, MIN_LOSS_RATIO = 2.0, 0.5
+_MAX_LOSS_ABOVE_UNIFORM, _MIN_LOSS_RATIO = 2.0, 0.5
 """An initial loss is unusual if it exceeds ln V by more nats (logits of σ² = 4 add 2), or is below this share of it."""
 
 
-OVERFIT_LRS, OVERFIT_STEPS, OVERFIT_LOSS_RATIO = (3e-3, 3e-2, 3e-4), 30, 0.9
+_OVERFIT_LRS, _OVERFIT_STEPS, _OVERFIT_LOSS_RATIO = (3e-3, 3e-2, 3e-4), 30, 0.9
 """Learning rates tried one after another, steps per learning rate, and the share that the loss must fall to."""
 
 
-RMS_SAMPLE_SIZE = 1 << 16
+_RMS_SAMPLE_SIZE = 1 << 16
 """Maximum number of sampled elements for the RMS of a gradient."""
 
 
-GRADIENT_SAMPLE_SIZE = 256
+_GRADIENT_SAMPLE_SIZE = 256
 """Number of sampled elements of a gradient that are compared."""
 
 
@@ -38,17 +40,16 @@ _PARAMETER_PERTURBATION = 1e-2
 """Perturbation, relative to a parameter's RMS, that tests whether it affects the loss."""
 
 
-ADAM_LR = 3e-4
+_ADAM_LR = 3e-4
 
 
-MIN_UPDATE_RATIO, MAX_UPDATE_RATIO = 1e-11, 3.0
+_MIN_UPDATE_RATIO, _MAX_UPDATE_RATIO = 1e-11, 3.0
 """Usual range of a first Adam update relative to the RMS of the parameter."""
 
 
 def _trainable_parameters(ctx: CheckContext) -> dict[str, nn.Parameter]:
     """The parameters that require a gradient."""
-    module = ctx.module
-    params = {name: param for name, param in module.named_parameters() if param.requires_grad}
+    params = {name: param for name, param in ctx.module.named_parameters() if param.requires_grad}
     if not params:
         raise SkipCheckError("needs parameters that require a gradient")
     return params
@@ -91,13 +92,13 @@ def _gradient_stats(parameter: nn.Parameter) -> GradientStats:
         return GradientStats(True, False, None)
     total = float(parameter.grad.abs().sum())
     grad, weights = parameter.grad.flatten(), parameter.flatten()
-    stride = max(1, grad.numel() // RMS_SAMPLE_SIZE)
+    stride = max(1, grad.numel() // _RMS_SAMPLE_SIZE)
     sample = grad[::stride].float()
     sample = sample[sample != 0]
     rms = float(weights[::stride].float().square().mean().sqrt())
     ratio = None
     if parameter.ndim >= 2 and rms > 0 and len(sample):  # the first Adam update is lr · g / (|g| + ε)
-        ratio = ADAM_LR * float((sample / (sample.abs() + 1e-8)).square().mean().sqrt()) / rms
+        ratio = _ADAM_LR * float((sample / (sample.abs() + 1e-8)).square().mean().sqrt()) / rms
     return GradientStats(math.isfinite(total), total != 0, ratio)
 
 
@@ -108,13 +109,13 @@ def _clear_gradients(ctx: CheckContext) -> None:
 
 def _sample_gradients(ctx: CheckContext, tokens: Tensor) -> Tensor:
     """The loss and a sample of each parameter's gradient, concatenated."""
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+    with fork_rng():
         torch.manual_seed(ctx.seed)
         loss = _run_backward(ctx, tokens)
     samples = [loss.float().reshape(1)]
     for param in _trainable_parameters(ctx).values():
         grad = (torch.zeros_like(param) if param.grad is None else param.grad).detach().flatten().float()
-        samples.append(grad[:: max(1, grad.numel() // GRADIENT_SAMPLE_SIZE)])
+        samples.append(grad[:: max(1, grad.numel() // _GRADIENT_SAMPLE_SIZE)])
     _clear_gradients(ctx)
     return torch.cat(samples)
 
@@ -138,11 +139,11 @@ def initial_loss(ctx: CheckContext) -> CaseResult:
         raise SkipCheckError("needs an untrained model (the property trained=False)")
     loss, uniform = float(compute_loss(ctx, ctx.random_tokens(2))), math.log(model.vocab_size or 1)
     message = f"the initial loss is {loss:.4g}, and ln V is {uniform:.4g}"
-    if not loss <= uniform + MAX_LOSS_ABOVE_UNIFORM:
-        return warning(message, loss, uniform + MAX_LOSS_ABOVE_UNIFORM)
-    if (model.vocab_size or 0) >= 16 and loss < MIN_LOSS_RATIO * uniform and model.kind != "encoder":
-        return warning(f"{message}: random tokens cannot be predicted", loss, MIN_LOSS_RATIO * uniform)
-    return success(message, loss, uniform + MAX_LOSS_ABOVE_UNIFORM)
+    if not loss <= uniform + _MAX_LOSS_ABOVE_UNIFORM:
+        return warning(message, loss, uniform + _MAX_LOSS_ABOVE_UNIFORM)
+    if (model.vocab_size or 0) >= 16 and loss < _MIN_LOSS_RATIO * uniform and model.kind != "encoder":
+        return warning(f"{message}: random tokens cannot be predicted", loss, _MIN_LOSS_RATIO * uniform)
+    return success(message, loss, uniform + _MAX_LOSS_ABOVE_UNIFORM)
 
 
 def _is_untrained(module: nn.Module, vocab_size: int | None) -> bool:
@@ -227,32 +228,27 @@ def _affects_loss(ctx: CheckContext, tokens: Tensor, parameters: list[nn.Paramet
 def overfit(ctx: CheckContext) -> CaseResult:
     """Train a copy of the weights on one short sequence with 30 AdamW steps per learning rate: the loss must fall by
     10 %."""
-    module = ctx.module
     params = _trainable_parameters(ctx)
-    num_params = sum(param.numel() for param in params.values())
-    if num_params > MAX_PERTURBED_PARAMS or ctx.is_slow:
-        raise SkipCheckError(
-            f"needs a small model (at most {MAX_PERTURBED_PARAMS:,} parameters), because it is trained"
-        )
+    if sum(param.numel() for param in params.values()) > MAX_PERTURBED_PARAMS or ctx.is_slow:
+        limit = f"at most {MAX_PERTURBED_PARAMS:,} parameters"
+        raise SkipCheckError(f"needs a small model ({limit}), because it is trained")
     tokens = ctx.random_tokens(1, min(8, ctx.seq_len))
-    best = math.inf
-    first = math.inf
-    for lr in OVERFIT_LRS:
-        with swap_tensors(module, Tensor.clone), torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+    best = first = math.inf
+    for lr in _OVERFIT_LRS:
+        with swap_tensors(ctx.module, Tensor.clone), fork_rng():
             optimizer = torch.optim.AdamW(params.values(), lr=lr, weight_decay=0.0)
-            for step in range(OVERFIT_STEPS):
+            for step in range(_OVERFIT_STEPS):
                 loss = float(_run_backward(ctx, tokens))
                 first = loss if step == 0 else first
                 best = min(best, loss)
-                if best <= OVERFIT_LOSS_RATIO * first:
-                    break
+                if best <= _OVERFIT_LOSS_RATIO * first:
+                    _clear_gradients(ctx)
+                    message = f"the loss on one sequence falls from {first:.4g} to {best:.4g} in {step} steps"
+                    return success(message, best, _OVERFIT_LOSS_RATIO * first)
                 optimizer.step()
         _clear_gradients(ctx)
-        if best <= OVERFIT_LOSS_RATIO * first:
-            message = f"the loss on one sequence falls from {first:.4g} to {best:.4g} in {step} steps"
-            return success(message, best, OVERFIT_LOSS_RATIO * first)
-    message = f"{OVERFIT_STEPS} AdamW steps on one sequence reduce the loss only from {first:.4g} to {best:.4g}"
-    return failure(message, best, OVERFIT_LOSS_RATIO * first)
+    message = f"{_OVERFIT_STEPS} AdamW steps on one sequence reduce the loss only from {first:.4g} to {best:.4g}"
+    return failure(message, best, _OVERFIT_LOSS_RATIO * first)
 
 
 @register_check(
@@ -270,14 +266,15 @@ def update_ratio(ctx: CheckContext) -> CaseResult:
     if not ratios or not math.isfinite(loss):
         raise SkipCheckError("needs matrices with a gradient")
     low, high = min(ratios, key=ratios.__getitem__), max(ratios, key=ratios.__getitem__)
-    if ratios[high] > MAX_UPDATE_RATIO:
-        message = f"an Adam step at lr {ADAM_LR:g} changes {high} by {ratios[high]:.3g} times its RMS"
-        return warning(message, ratios[high], MAX_UPDATE_RATIO, high)
-    if ratios[low] < MIN_UPDATE_RATIO:
-        message = f"an Adam step at lr {ADAM_LR:g} changes {low} by {ratios[low]:.3g} times its RMS"
-        return warning(message, ratios[low], MIN_UPDATE_RATIO, low)
+    for name, limit, is_unusual in (
+        (high, _MAX_UPDATE_RATIO, ratios[high] > _MAX_UPDATE_RATIO),
+        (low, _MIN_UPDATE_RATIO, ratios[low] < _MIN_UPDATE_RATIO),
+    ):
+        if is_unusual:
+            message = f"an Adam step at lr {_ADAM_LR:g} changes {name} by {ratios[name]:.3g} times its RMS"
+            return warning(message, ratios[name], limit, name)
     median = sorted(ratios.values())[len(ratios) // 2]
-    return success(f"an Adam step at lr {ADAM_LR:g} changes a matrix by {median:.2g} times its RMS (median)", median)
+    return success(f"an Adam step at lr {_ADAM_LR:g} changes a matrix by {median:.2g} times its RMS (median)", median)
 
 
 @register_check(
@@ -289,7 +286,7 @@ def update_ratio(ctx: CheckContext) -> CaseResult:
     depends_on=("batch-isolation", "loss-shift", "loss-reduction", "loss-ignore-index"),
 )
 @torch.no_grad()
-def gradient_accumulation(ctx: CheckContext) -> Iterator[CaseResult]:
+def gradient_accumulation(ctx: CheckContext) -> CaseResult:
     """Split a batch into micro-batches with few and many labels: the accumulated loss must equal the full batch's."""
     accumulated_loss = require(ctx.model.accumulated_loss)
     tokens = ctx.random_tokens(3)
@@ -308,11 +305,9 @@ def gradient_accumulation(ctx: CheckContext) -> Iterator[CaseResult]:
         value = float(accumulate())
     known = {"the mean of the micro-batch means": sum(means) / 2, "the sum of the micro-batch means": sum(means)}
     reason = next((f"; it is {name}" for name, other in known.items() if abs(value - other) <= diff.tolerance), "")
-    yield ctx.expect_equal(
-        diff,
-        passed="the accumulated loss equals that of the full batch",
-        failed=f"the accumulated loss of two micro-batches is {value:.4g}, and that of the full batch {float(full):.4g}"
-        f"{reason}",
+    message = f"the accumulated loss of two micro-batches is {value:.4g}, and that of the full batch {float(full):.4g}"
+    return ctx.expect_equal(
+        diff, passed="the accumulated loss equals that of the full batch", failed=f"{message}{reason}"
     )
 
 
@@ -326,8 +321,7 @@ def gradient_accumulation(ctx: CheckContext) -> Iterator[CaseResult]:
 def activation_checkpointing(ctx: CheckContext) -> Iterator[CaseResult]:
     """In training mode, with one random state: the loss and the gradients with activation checkpointing must equal
     those without, with the model's own dropout and with dropout 0.3."""
-    model = ctx.model
-    module, set_checkpointing = ctx.module, require(model.set_activation_checkpointing)
+    module, set_checkpointing = ctx.module, require(ctx.model.set_activation_checkpointing)
     require_uncompiled(module)
     tokens = ctx.random_tokens(1, min(8, ctx.seq_len))
 
@@ -341,23 +335,19 @@ def activation_checkpointing(ctx: CheckContext) -> Iterator[CaseResult]:
             module.eval()
 
     dropouts = [submodule for submodule in module.modules() if isinstance(submodule, nn.Dropout)]
-    originals = [dropout.p for dropout in dropouts]
-    try:
-        for p in (None, 0.3) if dropouts and not ctx.is_slow else (None,):
+    for p in (None, 0.3) if dropouts and not ctx.is_slow else (None,):
+        with ExitStack() as stack:
             for dropout in dropouts if p is not None else ():
-                dropout.p = p  # type: ignore[assignment]
+                stack.enter_context(patch.object(dropout, "p", p))
             base = gradients(False)
             diff = ctx.compare(lambda: gradients(False), lambda: gradients(True), first_result=base, with_grad=True)
-            condition = "" if p is None else f" with dropout {p:g}"
-            yield ctx.expect_equal(
-                diff,
-                passed=f"loss and gradients are the same with activation checkpointing{condition}",
-                failed=f"activation checkpointing changes the loss or the gradients{condition}",
-                location=None if diff.within_tolerance else _gradient_location(ctx, diff.index[0]),
-            )
-    finally:
-        for dropout, original in zip(dropouts, originals, strict=True):
-            dropout.p = original
+        condition = "" if p is None else f" with dropout {p:g}"
+        yield ctx.expect_equal(
+            diff,
+            passed=f"loss and gradients are the same with activation checkpointing{condition}",
+            failed=f"activation checkpointing changes the loss or the gradients{condition}",
+            location=_gradient_location(ctx, diff.index[0]),
+        )
 
 
 def _gradient_location(ctx: CheckContext, index: int) -> str:
@@ -366,7 +356,7 @@ def _gradient_location(ctx: CheckContext, index: int) -> str:
         return "the loss"
     end = 1
     for name, param in _trainable_parameters(ctx).items():
-        end += len(range(0, param.numel(), max(1, param.numel() // GRADIENT_SAMPLE_SIZE)))
+        end += len(range(0, param.numel(), max(1, param.numel() // _GRADIENT_SAMPLE_SIZE)))
         if index < end:
             return f"the gradient of {name}"
     return ""

@@ -19,13 +19,22 @@ from torch.overrides import TorchFunctionMode
 
 from cutaway.check.numerics import Args, Kwargs, TorchFunction
 
-_MATMUL_FUNCTIONS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm}
+
+def torch_functions(names: str) -> set[TorchFunction]:
+    """All functions of torch, Tensor and torch.nn.functional with these names, separated by spaces."""
+    owners = (torch, Tensor, F)
+    return {getattr(owner, name) for owner in owners for name in names.split() if hasattr(owner, name)}
 
 
-_BADDBMM_FUNCTIONS = {torch.baddbmm, Tensor.baddbmm}
-
-
-BATCHED_MATMUL_FUNCTIONS = _MATMUL_FUNCTIONS | _BADDBMM_FUNCTIONS | {torch.einsum}
+SDPA = F.scaled_dot_product_attention
+MULTI_HEAD_ATTENTION = F.multi_head_attention_forward
+"""The function of nn.MultiheadAttention; a TorchFunctionMode does not intercept the functions it calls."""
+SOFTMAX_FUNCTIONS = torch_functions("softmax")
+_DROPOUT_FUNCTIONS = torch_functions("dropout")
+_ROUTING_FUNCTIONS = torch_functions("topk argmax sort argsort")
+_TRIG_FUNCTIONS = torch_functions("cos sin")
+_BADDBMM_FUNCTIONS = torch_functions("baddbmm")
+BATCHED_MATMUL_FUNCTIONS = torch_functions("matmul __matmul__ bmm baddbmm einsum")
 
 
 class BatchedMatmul(NamedTuple):
@@ -78,22 +87,6 @@ def _reshape_to_heads(x: Tensor, batch_shape: torch.Size) -> Tensor | None:
     return x.reshape(batch_shape[0], heads, *x.shape[-2:])
 
 
-SDPA = F.scaled_dot_product_attention
-
-
-MULTI_HEAD_ATTENTION = F.multi_head_attention_forward
-"""The function of nn.MultiheadAttention; a TorchFunctionMode does not intercept the functions it calls."""
-
-
-SOFTMAX_FUNCTIONS = {F.softmax, torch.softmax, Tensor.softmax}
-
-
-_DROPOUT_FUNCTIONS = {F.dropout, torch.dropout}
-
-
-_TRIG_FUNCTIONS = {torch.cos, Tensor.cos, torch.sin, Tensor.sin}
-
-
 @dataclass
 class AttentionCall:
     """One attention call: a fused kernel, or an explicit softmax between two products."""
@@ -144,6 +137,8 @@ class OpTracer(TorchFunctionMode):
         self.attentions: list[AttentionCall] = []
         self.dropouts: list[DropoutCall] = []
         self.trig_calls: list[TrigCall] = []
+        self.num_routing_calls = 0
+        """Number of top-k, argmax and sort calls, which routers use."""
         self.module_stack: list[str] = [""]
         self.last_matmul: BatchedMatmul | None = None
         self._hooks = ExitStack()
@@ -185,6 +180,8 @@ class OpTracer(TorchFunctionMode):
             p: Any = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
             training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
             self.dropouts.append(DropoutCall(self.module_stack[-1], float(p), bool(training)))
+        elif func in _ROUTING_FUNCTIONS:
+            self.num_routing_calls += 1
         elif func in _TRIG_FUNCTIONS and args[0].is_floating_point() and args[0].numel():
             self.trig_calls.append(TrigCall(self.module_stack[-1], args[0].dtype, float(args[0].detach().abs().max())))
         return out

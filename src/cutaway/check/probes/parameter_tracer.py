@@ -5,11 +5,11 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from cutaway.check.numerics import Args, Kwargs, TorchFunction
+from cutaway.check.probes.op_tracer import torch_functions
 
 _METADATA_FUNCTIONS = {
     "__get__", "__set__", "__repr__", "__len__", "__hash__", "size", "dim", "ndimension", "numel", "nelement", "stride",
@@ -19,13 +19,8 @@ _METADATA_FUNCTIONS = {
 """Functions that use a tensor's metadata, not its values."""
 
 
-_MATMUL_FUNCTIONS = {
-    F.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, torch.addmm, torch.mm, Tensor.mm,
-    torch.einsum, torch.baddbmm, torch.bmm, Tensor.bmm,
-}  # fmt: skip
-
-
-_LOOKUP_FUNCTIONS = {F.embedding, torch.embedding, Tensor.__getitem__, torch.index_select, Tensor.index_select}
+_MATMUL_FUNCTIONS = torch_functions("linear matmul __matmul__ __rmatmul__ addmm mm einsum baddbmm bmm")
+_LOOKUP_FUNCTIONS = torch_functions("embedding index_select") | {Tensor.__getitem__}
 
 
 def _storage_ptr(tensor: Tensor) -> int:

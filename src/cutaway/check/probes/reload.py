@@ -39,10 +39,10 @@ def _reload_model(ctx: CheckContext) -> ReloadedModel | SkipCheckError:
     with perturb_weights(module, ctx.generator):
         try:
             reloaded = model.reload() if model.reload is not None else _rebuild_and_load(model)
-        except (SkipCheckError, OSError) as error:
-            return (
-                error if isinstance(error, SkipCheckError) else SkipCheckError(f"needs disk space to save it ({error})")
-            )
+        except SkipCheckError as error:
+            return error
+        except OSError as error:
+            return SkipCheckError(f"needs disk space to save it ({error})")
         except Exception as error:  # raised by the model's own code: save-load reports it
             return ReloadedModel(module, error=f"{type(error).__name__}: {format_error(error)}")
         reloaded.module.eval()
@@ -55,15 +55,14 @@ def _reload_model(ctx: CheckContext) -> ReloadedModel | SkipCheckError:
             with substitute_module(module, reloaded.module):
                 return logits(tokens)
 
-        if reloaded.reference_logits is not None:
-            reference_logits = reloaded.reference_logits
+        if (reference_logits := reloaded.reference_logits) is not None:
             # `model.to(bfloat16)` rounds RoPE frequencies; the reference has exact ones, as the reloaded model does.
-            own_logits = reloaded_logits if reloaded.rounded_constants else original_logits
-            reloaded.reference_difference = ctx.compare(own_logits, lambda: reference_logits(tokens))
-            if not reloaded.reference_difference.within_tolerance and reloaded.find_divergent_layer is not None:
-                reloaded.divergent_layer = reloaded.find_divergent_layer(
-                    reloaded.module if reloaded.rounded_constants else module, tokens, ctx.noise_ratio
-                )
+            is_rounded = bool(reloaded.rounded_constants)
+            own_logits, own_module = (reloaded_logits, reloaded.module) if is_rounded else (original_logits, module)
+            diff = ctx.compare(own_logits, lambda: reference_logits(tokens))
+            reloaded.reference_difference = diff
+            if not diff.within_tolerance and reloaded.find_divergent_layer is not None:
+                reloaded.divergent_layer = reloaded.find_divergent_layer(own_module, tokens, ctx.noise_ratio)
         _copy_rounded_constants(module, reloaded)
         reloaded.difference = ctx.compare(original_logits, reloaded_logits)
     return reloaded

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from cutaway.check.adapters.declared_config import get_config, self_attention_configs
+from cutaway.check.checked_model import require
 from cutaway.check.context import CheckContext
 from cutaway.check.numerics import LOW_PRECISION_DTYPES, NOISE_MARGIN
 from cutaway.check.probes.op_tracer import AttentionCall
@@ -36,10 +37,13 @@ class RopeLayer:
     max_elementwise: float | None = None
 
     @property
+    def head_dim(self) -> int:
+        return require(self.attention.q).shape[-1]
+
+    @property
     def rotary_dim(self) -> int:
-        assert self.attention.q is not None
-        head_dim = self.attention.q.shape[-1]
-        return head_dim if self.rope is None or self.rope.rotary_dim is None else min(self.rope.rotary_dim, head_dim)
+        rotary_dim = None if self.rope is None else self.rope.rotary_dim
+        return self.head_dim if rotary_dim is None else min(rotary_dim, self.head_dim)
 
     @property
     def module_path(self) -> str | None:
@@ -47,9 +51,8 @@ class RopeLayer:
 
     def queries_and_keys(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the queries and the keys (H, T, D) of the first row."""
-        for name, x in (("queries", self.attention.q), ("keys", self.attention.k)):
-            assert x is not None
-            yield name, x[0].float()
+        yield "queries", require(self.attention.q)[0].float()
+        yield "keys", require(self.attention.k)[0].float()
 
 
 def get_rope_configs(ctx: CheckContext) -> list[tuple[RopeConfig | None, bool]] | None:
@@ -98,7 +101,7 @@ def trace_rope_layers(ctx: CheckContext, *, beyond_length: int | None = None) ->
     layer_ropes = ropes if ropes is not None and len(ropes) == len(calls) else [(None, False)] * len(calls)
     modules = {call.module for call in calls}
     scales = [scale for scale in tracer.attention_scales if scale.is_square and scale.module in modules]
-    maxima = [scale.max_elementwise for scale in scales] if len(scales) == len(calls) else [None] * len(calls)
+    maxima = [scale.scores.max_elementwise for scale in scales] if len(scales) == len(calls) else [None] * len(calls)
     return [
         RopeLayer(call, positions[0], rope, is_latent, max_elementwise)
         for call, (rope, is_latent), max_elementwise in zip(calls, layer_ropes, maxima, strict=True)
@@ -146,8 +149,7 @@ def find_rotation_layouts(x: Tensor, tolerance: float) -> set[tuple[str, int, in
 
 def expected_frequencies(layer: RopeLayer) -> tuple[Tensor, float]:
     """Reference frequency of each pair, and the attention factor on cos and sin."""
-    assert layer.rope is not None
-    rope = Rope(layer.rope, layer.rotary_dim)
+    rope = Rope(require(layer.rope), layer.rotary_dim)
     frequencies = rope.select_frequencies(TokenPositions(layer.positions[None].cpu()))
     return frequencies.reshape(-1, frequencies.shape[-1])[0], rope.attention_factor
 
