@@ -14,6 +14,7 @@ from importlib import import_module
 from io import StringIO
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -169,15 +170,11 @@ def silence_transformers() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _save_and_reload(model: TransformersModel, checked: CheckedModel, seed: int) -> ReloadedModel:
+def _save_and_reload(model: TransformersModel, seed: int) -> ReloadedModel:
     """Save with save_pretrained, load with from_pretrained, and with cutaway if it supports the family."""
-    original = dict(model.config.__dict__)  # save_pretrained writes the dtype and the class into it
     with tempfile.TemporaryDirectory(prefix="cutaway-check-") as directory, silence_transformers():
-        try:
+        with patch.dict(model.config.__dict__):  # save_pretrained writes the dtype and the class into it
             model.save_pretrained(directory)
-        finally:
-            model.config.__dict__.clear()
-            model.config.__dict__.update(original)
         kwargs = {"dtype": model.dtype, "attn_implementation": model.config._attn_implementation}
         if getattr(model.config, "_experts_implementation", None) is not None:
             kwargs["experts_implementation"] = model.config._experts_implementation
@@ -185,31 +182,17 @@ def _save_and_reload(model: TransformersModel, checked: CheckedModel, seed: int)
         module.to(model.device)
         missing = map(str, (*info["missing_keys"], *info.get("mismatched_keys", ())))
         reloaded = ReloadedModel(module, sorted(missing), sorted(map(str, info["unexpected_keys"])))
-        _add_cutaway_reference(reloaded, model, checked, Path(directory), seed)
+        _add_cutaway_reference(reloaded, model, Path(directory), seed)
         copy_parameters(module)
     return reloaded
 
 
-def _add_cutaway_reference(
-    reloaded: ReloadedModel, model: TransformersModel, checked: CheckedModel, directory: Path, seed: int
-) -> None:
+def _add_cutaway_reference(reloaded: ReloadedModel, model: TransformersModel, directory: Path, seed: int) -> None:
     """Set the logits of cutaway's implementation of the saved model, or the reason why there is none."""
-    model_class = type(model)
-    family = families().get(getattr(model.config, "model_type", ""))
-    is_supported = family is not None and model_class.__name__ in (family.architecture, family.base_architecture)
-    alibi_bias_max = getattr(getattr(model.config, "attn_config", None), "alibi_bias_max", 8)
-    if alibi_bias_max != 8:
-        reason = "transformers computes MPT with alibi_bias_max=8, whatever the configuration says; here it is "
-        reloaded.no_reference_reason = f"needs reference_logits ({reason}{alibi_bias_max})"
-        return
-    if not is_supported or not model_class.__module__.startswith("transformers."):
-        reason = f"cutaway has no implementation of {model_class.__name__}"
-        reloaded.no_reference_reason = f"needs reference_logits ({reason})"
-        return
     try:
-        reference = load(directory, device=model.device, dtype=torch.float32).model
+        reference = _load_cutaway_model(model, directory)
     except CutawayError as error:
-        reloaded.no_reference_reason = f"needs reference_logits (cutaway cannot load this model: {error})"
+        reloaded.no_reference_reason = f"needs reference_logits ({error})"
         return
     copy_parameters(reference)
     if isinstance(reference, EncoderDecoder):
@@ -221,6 +204,22 @@ def _add_cutaway_reference(
         logits = reference.encode
     reloaded.reference_logits = logits
     reloaded.find_divergent_layer = partial(_find_divergent_layer, logits, reference)
+
+
+def _load_cutaway_model(model: TransformersModel, directory: Path) -> Transformer:
+    """Load the saved model with cutaway; raise CutawayError if its implementations are not comparable."""
+    name, family = type(model).__name__, families().get(getattr(model.config, "model_type", ""))
+    is_supported = family is not None and name in (family.architecture, family.base_architecture)
+    alibi_bias_max = getattr(getattr(model.config, "attn_config", None), "alibi_bias_max", 8)
+    if alibi_bias_max != 8:
+        reason = "transformers computes MPT with alibi_bias_max=8, whatever the configuration says"
+        raise CutawayError(f"{reason}; here it is {alibi_bias_max}")
+    if not is_supported or not type(model).__module__.startswith("transformers."):
+        raise CutawayError(f"cutaway has no implementation of {name}")
+    try:
+        return load(directory, device=model.device, dtype=torch.float32).model
+    except CutawayError as error:
+        raise CutawayError(f"cutaway cannot load this model: {error}") from error
 
 
 def _find_divergent_layer(
@@ -315,23 +314,14 @@ def _add_generation_functions(checked: CheckedModel, model: TransformersModel, b
     checked.sample = _build_sampler(model, build_inputs)
 
 
-@contextmanager
-def _use_plain_generation_config(model: TransformersModel) -> Iterator[None]:
-    """Ignore the checkpoint's generation config: eos token, forced and suppressed tokens, penalties."""
-    original = model.generation_config
-    try:
-        model.generation_config = type(original)(pad_token_id=0)
-        yield
-    finally:
-        model.generation_config = original
-
-
 def _run_generate(
     model: TransformersModel, max_new_tokens: int, inputs: dict[str, object], **generate_kwargs: object
 ) -> Any:
     """Call the model's `generate`; default greedy decoding."""
     generate_kwargs = {"do_sample": False, "num_beams": 1, "max_new_tokens": max_new_tokens} | generate_kwargs
-    with _use_plain_generation_config(model):
+    # Ignore the checkpoint's generation config: eos token, forced and suppressed tokens, penalties.
+    plain = type(model.generation_config)(pad_token_id=0)
+    with patch.object(model, "generation_config", plain):
         return model.generate(**inputs, **generate_kwargs)
 
 
@@ -380,7 +370,7 @@ def adapt_transformers_model(model: TransformersModel, seed: int) -> CheckedMode
     checked = CheckedModel(name=type(model).__name__, module=model, kind=_infer_kind(model, config))
     checked.device, checked.dtype = model.device, model.dtype
     _set_config_properties(checked, config)
-    checked.reload = lambda: _save_and_reload(model, checked, seed)
+    checked.reload = partial(_save_and_reload, model, seed)
     if getattr(model.config, "model_type", None) in families():
         checked.config_variants = lambda: _build_config_variants(model, seed)
     checked.positions_from_pad_token = any(
@@ -493,13 +483,8 @@ def _random_source_tokens(model: TransformersModel, config: TransformersConfig, 
 
 def _seq2seq_loss(model: TransformersModel, source: Tensor, labels: Tensor) -> Tensor:
     """Training loss of one sequence, for which the model derives decoder_input_ids from the labels."""
-    original = dict(model.config.__dict__)
-    try:
-        model.config.decoder_start_token_id = int(labels[0])
+    with patch.dict(model.config.__dict__, {"decoder_start_token_id": int(labels[0])}):
         return model(input_ids=source, labels=labels[None, 1:], use_cache=False).loss
-    finally:
-        model.config.__dict__.clear()
-        model.config.__dict__.update(original)
 
 
 def _adapt_encoder_decoder(
