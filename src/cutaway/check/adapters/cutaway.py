@@ -100,17 +100,17 @@ _NUM_UNUSED_SLOTS = 5
 """Number of cache slots that stay unused."""
 
 
-ForwardWithCache = Callable[[Tensor, Cache], Tensor]
-DraftModel = Transformer | NgramConfig
+_ForwardWithCache = Callable[[Tensor, Cache], Tensor]
+_DraftModel = Transformer | NgramConfig
 
 
 def _add_cache_functions(
-    checked: CheckedModel, model: Transformer, forward: ForwardWithCache, source: Tensor | None = None
+    checked: CheckedModel, model: Transformer, forward: _ForwardWithCache, source: Tensor | None = None
 ) -> None:
     """Set the cache and generation functions; an encoder-decoder generates from a fixed source."""
     source_row = None if source is None else source[0].tolist()
 
-    def generate(rows: list[list[int]], n: int, draft: DraftModel | None = None) -> Tensor:
+    def generate(rows: list[list[int]], n: int, draft: _DraftModel | None = None) -> Tensor:
         return torch.tensor([_generate_one(model, row, n, source_row, draft) for row in rows], device=model.device)
 
     def step(tokens: Tensor, cache: Cache | None) -> tuple[Tensor, Cache]:
@@ -151,7 +151,11 @@ def _greedy_params(max_new_tokens: int) -> SamplingParams:
 
 
 def _generate_one(
-    model: Transformer, prompt: list[int], max_new_tokens: int, source: list[int] | None, draft_model: DraftModel | None
+    model: Transformer,
+    prompt: list[int],
+    max_new_tokens: int,
+    source: list[int] | None,
+    draft_model: _DraftModel | None,
 ) -> list[int]:
     """Generate from one prompt; for an encoder-decoder, the prompt is the start of the decoder's sequence."""
     has_encoder = isinstance(model, EncoderDecoder)
@@ -206,7 +210,7 @@ def _sample_tokens(
     return sampler.sample(logits.expand(num_samples, -1), sampler.features(1)).tokens
 
 
-def _forward_in_chunks(forward: ForwardWithCache, tokens: Tensor, cache: Cache, chunk_size: int) -> Tensor:
+def _forward_in_chunks(forward: _ForwardWithCache, tokens: Tensor, cache: Cache, chunk_size: int) -> Tensor:
     """Logits of a prefill in chunks of `chunk_size` tokens."""
     return torch.cat(
         [forward(tokens[:, start : start + chunk_size], cache) for start in range(0, tokens.shape[1], chunk_size)], 1
@@ -214,7 +218,7 @@ def _forward_in_chunks(forward: ForwardWithCache, tokens: Tensor, cache: Cache, 
 
 
 def _logits_with_filled_cache(
-    model: Transformer, forward: ForwardWithCache, tokens: Tensor, fill_value: float
+    model: Transformer, forward: _ForwardWithCache, tokens: Tensor, fill_value: float
 ) -> Tensor:
     """Logits of a chunked prefill in a cache filled with `fill_value`.
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from cutaway.check.checked_model import CheckedModel, LogitsFunction, require
 
-ATTENTION_ARG_NAMES = (("q", "k", "v"), ("query", "key", "value"), ("queries", "keys", "values"))
-KERNEL_HEADS, KERNEL_HEAD_DIM, KERNEL_VOCAB_SIZE = 4, 16, 64
+_ATTENTION_ARG_NAMES = (("q", "k", "v"), ("query", "key", "value"), ("queries", "keys", "values"))
+KERNEL_HEADS, KERNEL_HEAD_DIM, _KERNEL_VOCAB_SIZE = 4, 16, 64
 """Sizes of the random inputs of an attention kernel."""
 
 
@@ -31,7 +31,7 @@ def adapt_function(
     if "logits" in overrides or "attention" in overrides:
         return checked
     names = argument_names(signature or function)
-    if tuple(names[:3]) in ATTENTION_ARG_NAMES:
+    if tuple(names[:3]) in _ATTENTION_ARG_NAMES:
         checked.attention = function
         return checked
     if "targets" in names:  # without targets, nanoGPT returns the logits of the last token only
@@ -101,9 +101,9 @@ def adapt_attention_kernel(checked: CheckedModel) -> None:
     """Wrap an attention kernel as a model: each token id has random q, k and v vectors; the output is the logits."""
     attention = require(checked.attention)
     generator = torch.Generator().manual_seed(0)
-    shape = (KERNEL_VOCAB_SIZE, KERNEL_HEADS, KERNEL_HEAD_DIM)
+    shape = (_KERNEL_VOCAB_SIZE, KERNEL_HEADS, KERNEL_HEAD_DIM)
     q, k, v = (torch.randn(shape, generator=generator).to(checked.device) for _ in range(3))
-    checked.vocab_size, checked.has_positions = KERNEL_VOCAB_SIZE, False
+    checked.vocab_size, checked.has_positions = _KERNEL_VOCAB_SIZE, False
 
     def logits(tokens: Tensor) -> Tensor:
         heads = (x.to(checked.dtype or torch.float32)[tokens].transpose(1, 2) for x in (q, k, v))  # (B, H, T, D)

@@ -278,11 +278,11 @@ def _logits_with_config(
     return require(adapt_transformers_model(variant.eval(), seed).logits)
 
 
-InputBuilder = Callable[[Tensor, Tensor | None], dict[str, object]]
+_InputBuilder = Callable[[Tensor, Tensor | None], dict[str, object]]
 """tokens, mask → keyword arguments of `generate`."""
 
 
-def _add_generation_functions(checked: CheckedModel, model: TransformersModel, build_inputs: InputBuilder) -> None:
+def _add_generation_functions(checked: CheckedModel, model: TransformersModel, build_inputs: _InputBuilder) -> None:
     """Set the functions that call the model's `generate`; `build_inputs` builds its arguments from tokens and mask."""
 
     def generate(tokens: Tensor, n: int, mask: Tensor | None = None, **generate_kwargs: int) -> Tensor:
@@ -325,7 +325,7 @@ def _run_generate(
         return model.generate(**inputs, **generate_kwargs)
 
 
-def _build_sampler(model: TransformersModel, build_inputs: InputBuilder) -> Callable[..., Tensor]:
+def _build_sampler(model: TransformersModel, build_inputs: _InputBuilder) -> Callable[..., Tensor]:
     """Sample with the model's `generate`; a logits processor replaces its logits by the given ones."""
 
     def sample(logits: Tensor, n: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> Tensor:

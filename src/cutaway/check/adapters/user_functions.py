@@ -11,7 +11,7 @@ from cutaway.check.checked_model import FUNCTION_FIELDS, ModelKind
 from cutaway.check.numerics import Args
 from cutaway.errors import InputError
 
-UserFunction = Callable[..., Any]
+_UserFunction = Callable[..., Any]
 _INTEGER_FIELDS = (
     "vocab_size", "max_seq_len", "window", "num_layers", "source_vocab_size", "pad_token_id", "eos_token_id",
 )  # fmt: skip
@@ -41,7 +41,7 @@ def validate_override(name: str, value: object) -> object:
     return _wrap(name, value, _VALIDATORS[name]) if name in _VALIDATORS else value
 
 
-def _wrap(name: str, function: UserFunction, validate: Callable[[str, Any, Args], object]) -> UserFunction:
+def _wrap(name: str, function: _UserFunction, validate: Callable[[str, Any, Args], object]) -> _UserFunction:
     """Validate the outputs of a function; a call that does not match its signature is a UserFunctionError too."""
 
     def validated(*args: Any) -> object:

@@ -17,12 +17,12 @@ from cutaway.check.probes.activation_tracer import (
 from cutaway.check.registry import register_check
 from cutaway.check.report.finding import CaseResult, SkipCheckError, failure, success, warning
 
-MIN_VISIBLE_KEYS = 4
+_MIN_VISIBLE_KEYS = 4
 """Queries with fewer visible keys are ignored."""
-FLAT_SPREAD, COLLAPSED_WEIGHT, MAX_LOGIT_SPREAD = 1e-6, 0.995, 500.0
-FP16_MAX, FP16_HEADROOM = 65504.0, 4.0
-MAX_BLOCK_GROWTH, MAX_TOTAL_GROWTH = 1e3, 1e6
-DEAD_RATIO, DEAD_SIGMAS, MAX_DEAD_SHARE, MAX_UNREAD_SHARE = 1e-6, 6.0, 0.3, 0.05
+_FLAT_SPREAD, _COLLAPSED_WEIGHT, _MAX_LOGIT_SPREAD = 1e-6, 0.995, 500.0
+_FP16_MAX, _FP16_HEADROOM = 65504.0, 4.0
+_MAX_BLOCK_GROWTH, _MAX_TOTAL_GROWTH = 1e3, 1e6
+_DEAD_RATIO, _DEAD_SIGMAS, _MAX_DEAD_SHARE, _MAX_UNREAD_SHARE = 1e-6, 6.0, 0.3, 0.05
 
 
 @compute_once
@@ -62,22 +62,22 @@ def attention_entropy(ctx: CheckContext) -> Iterator[CaseResult]:
     1e-6; a layer has collapsed if the mean weight of the top key, other than the first, exceeds 0.995 in all heads."""
     for call in _trace_gated_attentions(ctx):
         spread, num_keys = _score_spread(call)
-        counted = num_keys >= MIN_VISIBLE_KEYS
+        counted = num_keys >= _MIN_VISIBLE_KEYS
         if not bool(counted.any()):
             continue
         head_spread = spread.masked_fill(~counted, 0.0).amax((0, 2))
-        flat = [head for head, value in enumerate(head_spread.tolist()) if value <= FLAT_SPREAD]
+        flat = [head for head, value in enumerate(head_spread.tolist()) if value <= _FLAT_SPREAD]
         if flat:
             message = f"head {flat[0]} has the same weight on every key ({len(flat)} of {len(head_spread)} heads)"
-            yield warning(message, float(head_spread[flat[0]]), FLAT_SPREAD, call.module)
+            yield warning(message, float(head_spread[flat[0]]), _FLAT_SPREAD, call.module)
         top_weight, top_key = call.pattern.max(-1)
         not_first = counted & (top_key > 0)  # weight on the first token is a normal attention sink
         if int(not_first.sum()) * 2 < int(counted.sum()):
             continue
         mean = float(top_weight[not_first].mean())
-        if mean > COLLAPSED_WEIGHT:
+        if mean > _COLLAPSED_WEIGHT:
             message = "all heads attend to a single key: the attention has collapsed"
-            yield warning(message, mean, COLLAPSED_WEIGHT, call.module)
+            yield warning(message, mean, _COLLAPSED_WEIGHT, call.module)
     yield success("attention is neither uniform nor collapsed")
 
 
@@ -92,12 +92,12 @@ def attention_logits(ctx: CheckContext) -> CaseResult:
     resolution of bf16 is 2: a factor of seven in the weights."""
     spreads = [(float(_score_spread(call)[0].max()), call.module) for call in _trace_gated_attentions(ctx)]
     worst, location = max(spreads)
-    if worst > MAX_LOGIT_SPREAD:
-        return warning(f"the attention logits of one query differ by {worst:.0f}", worst, MAX_LOGIT_SPREAD, location)
-    return success(f"the attention logits of one query differ by at most {worst:.1f}", worst, MAX_LOGIT_SPREAD)
+    if worst > _MAX_LOGIT_SPREAD:
+        return warning(f"the attention logits of one query differ by {worst:.0f}", worst, _MAX_LOGIT_SPREAD, location)
+    return success(f"the attention logits of one query differ by at most {worst:.1f}", worst, _MAX_LOGIT_SPREAD)
 
 
-NAN_CAUSE = "weights that were not loaded or have diverged, 0/0 in a norm, or a softmax over a fully masked row"
+_NAN_CAUSE = "weights that were not loaded or have diverged, 0/0 in a norm, or a softmax over a fully masked row"
 
 
 @register_check(
@@ -119,15 +119,15 @@ def fp16_overflow(ctx: CheckContext) -> CaseResult:
         return failure(
             message,
             location=call.module or f"linear layer {nan_index}",
-            cause=NAN_CAUSE,
+            cause=_NAN_CAUSE,
             fix="find the op that first gives NaN, in or before the named module",
         )
     worst, index = max((_max_activation(call), index) for index, call in enumerate(calls))
     location = calls[index].module or f"linear layer {index}"
-    limit = FP16_MAX / FP16_HEADROOM
+    limit = _FP16_MAX / _FP16_HEADROOM
     message = f"activations reach {worst:.3g}; the maximum of fp16 is 65504"
     if ctx.model.dtype == torch.float16 and worst > limit:
-        return CaseResult("fail" if worst > FP16_MAX else "warn", message, worst, limit, location)
+        return CaseResult("fail" if worst > _FP16_MAX else "warn", message, worst, limit, location)
     if worst > limit:
         return success(f"{message}, so keep the model in bf16 or fp32", worst, None, location)
     return success(f"activations reach {worst:.3g}, far below the maximum of fp16", worst, limit)
@@ -162,8 +162,8 @@ def residual_growth(ctx: CheckContext) -> Iterator[CaseResult]:
                 yield failure("the residual stream is not finite", location=name)
                 break
             for ratio, limit, span in (
-                (rms[n + 1] / max(rms[n], 1e-30), MAX_BLOCK_GROWTH, "in one block"),
-                (rms[n + 1] / max(rms[0], 1e-30), MAX_TOTAL_GROWTH, "since the first block"),
+                (rms[n + 1] / max(rms[n], 1e-30), _MAX_BLOCK_GROWTH, "in one block"),
+                (rms[n + 1] / max(rms[0], 1e-30), _MAX_TOTAL_GROWTH, "since the first block"),
             ):
                 if not 1 / limit < ratio < limit:
                     change = "grows" if ratio > 1 else "shrinks"
@@ -201,11 +201,11 @@ def dead_heads(ctx: CheckContext) -> Iterator[CaseResult]:
         return
     for call, importance in zip(attentions, importances, strict=True):
         highest = float(importance.max())
-        threshold = DEAD_RATIO * max(highest, DEAD_RATIO * overall)
+        threshold = _DEAD_RATIO * max(highest, _DEAD_RATIO * overall)
         dead = [head for head, value in enumerate(importance.tolist()) if value <= threshold]
         if dead:
             message = f"head {dead[0]} has no effect ({len(dead)} of {len(importance)} heads)"
-            yield warning(message, float(importance[dead[0]]), DEAD_RATIO * highest, call.module)
+            yield warning(message, float(importance[dead[0]]), _DEAD_RATIO * highest, call.module)
     yield success("every head has an effect")
 
 
@@ -226,14 +226,14 @@ def dead_neurons(ctx: CheckContext) -> Iterator[CaseResult]:
     for (down, pre_activation), unread_neurons in zip(pairs, unread, strict=True):
         x = down.x.float().flatten(0, -2)
         largest = x.abs().amax(0)
-        inactive = largest <= DEAD_RATIO * float(largest.median())
+        inactive = largest <= _DEAD_RATIO * float(largest.median())
         if not bool(inactive.all()):
             inactive = inactive & _never_active(pre_activation, len(largest))
         dead = inactive if zero_init else inactive | unread_neurons
         share, unread_share = float(dead.float().mean()), float(unread_neurons.float().mean())
-        if share >= MAX_DEAD_SHARE or (not zero_init and unread_share >= MAX_UNREAD_SHARE):
+        if share >= _MAX_DEAD_SHARE or (not zero_init and unread_share >= _MAX_UNREAD_SHARE):
             message = f"{int(dead.sum())} of {len(dead)} neurons are dead, such as {int(dead.long().argmax())}"
-            yield warning(message, share, MAX_DEAD_SHARE, down.module or None)
+            yield warning(message, share, _MAX_DEAD_SHARE, down.module or None)
     yield success("no layer has dead neurons")
 
 
@@ -241,7 +241,7 @@ def _never_active(pre_activation: Tensor, num_neurons: int) -> Tensor:
     """The neurons whose pre-activation is far below zero; gate and up projections may be one matrix, half-split or
     interleaved."""
     y = pre_activation.float().flatten(0, -2)
-    inactive = y.mean(0) + DEAD_SIGMAS * y.std(0) <= 0
+    inactive = y.mean(0) + _DEAD_SIGMAS * y.std(0) <= 0
     if len(inactive) == num_neurons:
         return inactive
     return inactive[:num_neurons] | inactive[num_neurons:] | inactive[::2] | inactive[1::2]

@@ -12,7 +12,7 @@ from cutaway.check.probes.padded_batch import choose_lengths, choose_pad_token, 
 from cutaway.check.registry import register_check
 from cutaway.check.report.finding import CaseResult, SkipCheckError, failure, success
 
-MAX_PADDING_WEIGHT = 1 - 1e-4
+_MAX_PADDING_WEIGHT = 1 - 1e-4
 """Above this share of attention on padding, real tokens are effectively masked."""
 
 
@@ -96,9 +96,9 @@ def mask_polarity(ctx: CheckContext) -> Iterator[CaseResult]:
     for call in tracer.attentions:
         if call.pattern.shape[-2:] == (seq_len, seq_len) and call.softmax_dim == -1:
             padding_weight = call.pattern[..., -1, : seq_len - short_len].float().sum(-1)
-            if bool((padding_weight > MAX_PADDING_WEIGHT).all()):
+            if bool((padding_weight > _MAX_PADDING_WEIGHT).all()):
                 message = "the last real token attends only to padding"
-                yield failure(message, float(padding_weight.min()), MAX_PADDING_WEIGHT, call.module or None)
+                yield failure(message, float(padding_weight.min()), _MAX_PADDING_WEIGHT, call.module or None)
                 return
 
 

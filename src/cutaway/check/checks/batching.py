@@ -13,7 +13,7 @@ from cutaway.check.probes.padded_batch import choose_lengths, choose_pad_token, 
 from cutaway.check.registry import register_check
 from cutaway.check.report.finding import CaseResult, SkipCheckError, failure, skipped, success
 
-ZERO_GRADIENT_RATIO = 1e-12
+_ZERO_GRADIENT_RATIO = 1e-12
 """Gradient of other rows relative to the largest one, above which rows are not isolated."""
 
 
@@ -99,7 +99,7 @@ def _gradient_isolation_result(subject: str, gradient: Tensor) -> CaseResult:
     max_abs = gradient.abs().amax((1, 2))  # per row
     if not bool(max_abs.isfinite().all()):
         raise SkipCheckError("its gradients are not finite")
-    other, tolerance = float(torch.maximum(max_abs[0], max_abs[2])), ZERO_GRADIENT_RATIO * float(max_abs[1])
+    other, tolerance = float(torch.maximum(max_abs[0], max_abs[2])), _ZERO_GRADIENT_RATIO * float(max_abs[1])
     if not other <= tolerance:
         return failure(f"the {subject} a gradient with respect to other rows", other, tolerance, "row 1")
     return success(f"the {subject} no gradient with respect to other rows", other, tolerance)

@@ -14,15 +14,15 @@ from cutaway.check.probes.reload import get_reloaded_model, tied_parameters
 from cutaway.check.registry import register_check
 from cutaway.check.report.finding import CaseResult, SkipCheckError, failure, skipped, success
 
-OPTIONAL_MODULES = ("expert", "vision", "visual", "image", "audio", "speech", "pooler")
+_OPTIONAL_MODULES = ("expert", "vision", "visual", "image", "audio", "speech", "pooler")
 """Modules that need not affect the logits: experts without tokens, vision and audio towers, poolers."""
-MAX_LISTED_NAMES = 3
+_MAX_LISTED_NAMES = 3
 """Maximum number of names in a message."""
 
 
 def _format_names(names: list[str]) -> str:
-    more = f" and {len(names) - MAX_LISTED_NAMES} more" if len(names) > MAX_LISTED_NAMES else ""
-    return ", ".join(names[:MAX_LISTED_NAMES]) + more
+    more = f" and {len(names) - _MAX_LISTED_NAMES} more" if len(names) > _MAX_LISTED_NAMES else ""
+    return ", ".join(names[:_MAX_LISTED_NAMES]) + more
 
 
 @register_check(
@@ -167,8 +167,8 @@ def _compare_ties(before: dict[str, frozenset[str]], after: dict[str, frozenset[
     return success(f"{len(set(before.values()))} ties are kept when the model is {operation}")
 
 
-UNREGISTERED_CAUSE = "layers are in a Python list or dict: optimizers, state_dict() and .to() do not include them"
-UNREGISTERED_FIX = "use nn.ModuleList, nn.ModuleDict or nn.ParameterList"
+_UNREGISTERED_CAUSE = "layers are in a Python list or dict: optimizers, state_dict() and .to() do not include them"
+_UNREGISTERED_FIX = "use nn.ModuleList, nn.ModuleDict or nn.ParameterList"
 
 
 @register_check(
@@ -207,12 +207,14 @@ def unused_parameters(ctx: CheckContext) -> Iterator[CaseResult]:
     if tracer.unregistered_shapes:
         shape = tuple(tracer.unregistered_shapes[0])
         message = f"the forward pass reads a parameter of shape {shape} that module.parameters() does not have"
-        yield failure(message, len(set(tracer.unregistered_shapes)), 0, cause=UNREGISTERED_CAUSE, fix=UNREGISTERED_FIX)
+        yield failure(
+            message, len(set(tracer.unregistered_shapes)), 0, cause=_UNREGISTERED_CAUSE, fix=_UNREGISTERED_FIX
+        )
         return
     declared = " ".join(str(getattr(submodule, "_tied_weights_keys", "") or "") for submodule in module.modules())
     unread = [name for name in tracer.unread_parameters if name not in declared]
     optional = [
-        name for name in unread if any(part in name.lower().replace("shared_expert", "") for part in OPTIONAL_MODULES)
+        name for name in unread if any(part in name.lower().replace("shared_expert", "") for part in _OPTIONAL_MODULES)
     ]
     if dead := [name for name in unread if name not in optional]:
         yield failure(f"the forward pass does not read {_format_names(dead)}", len(dead), 0, dead[0])

@@ -107,7 +107,7 @@ def _check_mode_preserved(ctx: CheckContext, module: nn.Module) -> CaseResult:
     return success("a forward pass keeps the mode of every module")
 
 
-class RandomMaskTracer(EagerDispatchMode):
+class _RandomMaskTracer(EagerDispatchMode):
     """Dispatch mode that records random masks; at the dispatcher, so that no caller is missed."""
 
     def __init__(self, op_tracer: OpTracer) -> None:
@@ -133,7 +133,7 @@ class RandomMaskTracer(EagerDispatchMode):
 def eval_dropout(ctx: CheckContext) -> CaseResult:
     """Trace a forward pass in eval mode for dropout: PyTorch's functions, a fused kernel's dropout_p, random masks."""
     model = ctx.model
-    with torch.no_grad(), OpTracer(model.module) as tracer, RandomMaskTracer(tracer) as random_masks:
+    with torch.no_grad(), OpTracer(model.module) as tracer, _RandomMaskTracer(tracer) as random_masks:
         ctx.logits(ctx.random_tokens())
     for dropout in tracer.dropouts:
         if dropout.training and dropout.p > 0:

@@ -21,11 +21,11 @@ from cutaway.check.probes.cached_forward import (
 from cutaway.check.registry import CAUSAL_KINDS, register_check
 from cutaway.check.report.finding import CaseResult, SkipCheckError, failure, skipped, success
 
-LONG_SEQ_LEN, SHORT_SEQ_LEN = 34, 12
+_LONG_SEQ_LEN, _SHORT_SEQ_LEN = 34, 12
 """Length of a sequence longer than a tile of 32, and of one that is split in many ways."""
 MAX_SECONDS = 3.0
 """Time limit for a sequence that exceeds the window."""
-LARGE_VALUE = 1e4
+_LARGE_VALUE = 1e4
 """Large enough to change the logits if a slot is visible; times a weight of 0 it is 0."""
 
 
@@ -44,7 +44,7 @@ def cache_decode(ctx: CheckContext) -> Iterator[CaseResult]:
     """Decode a sequence token by token, and token by token after a prefilled prompt: the logits must equal those of one
     forward pass without a cache."""
     logits = ctx.logits
-    max_len, no_prompt_len, num_decoded = (10, 8, 3) if ctx.is_slow else (LONG_SEQ_LEN, 12, 6)
+    max_len, no_prompt_len, num_decoded = (10, 8, 3) if ctx.is_slow else (_LONG_SEQ_LEN, 12, 6)
     sequence = ctx.random_tokens(2, min(max_len, ctx.model.max_seq_len or max_len))
     prompt_len = max(0, sequence.shape[1] - num_decoded)
     for path, first_chunk in (("token by token", 0), ("token by token after a prompt", prompt_len)):
@@ -76,7 +76,7 @@ def cache_decode(ctx: CheckContext) -> Iterator[CaseResult]:
 def cache_chunked_prefill(ctx: CheckContext) -> Iterator[CaseResult]:
     """Prefill a sequence in two chunks, split at every position (at two, if the model is slow), and in chunks of three:
     the logits must equal those of one forward pass."""
-    tokens, logits = ctx.random_tokens(2, min(SHORT_SEQ_LEN, ctx.seq_len)), ctx.logits
+    tokens, logits = ctx.random_tokens(2, min(_SHORT_SEQ_LEN, ctx.seq_len)), ctx.logits
     length = tokens.shape[1]
     cuts = range(1, length) if not ctx.is_slow else sorted({1, length // 2})
     splits = [(f"split at {cut}", [cut, length - cut]) for cut in cuts]
@@ -125,7 +125,7 @@ def cache_unused_slots(ctx: CheckContext) -> CaseResult:
         return ctx.compare(lambda: logits(tokens), lambda: logits_with_filled_cache(tokens, value), first_result=base)
 
     zero_diff = compare(0.0)
-    for value in (LARGE_VALUE, -LARGE_VALUE):
+    for value in (_LARGE_VALUE, -_LARGE_VALUE):
         diff = compare(value)
         if not diff.within_tolerance:
             content = "even zeros" if not zero_diff.within_tolerance else f"values of {value:g}"

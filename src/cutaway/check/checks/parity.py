@@ -13,7 +13,7 @@ from cutaway.check.probes.reload import get_reloaded_model
 from cutaway.check.registry import register_check
 from cutaway.check.report.finding import CaseResult, SkipCheckError, failure
 
-FAR_POSITION = 1000
+_FAR_POSITION = 1000
 """A position beyond the integers that bf16 represents exactly."""
 
 
@@ -65,7 +65,7 @@ def low_precision(ctx: CheckContext) -> Iterator[CaseResult]:
     runs: dict[str, Callable[[], Tensor]] = {"": lambda: logits(tokens)}
     if model.logits_with_positions is not None and model.relative_positions:
         logits_with_positions = model.logits_with_positions
-        start = min(FAR_POSITION, (model.max_seq_len or 10 * FAR_POSITION) - tokens.shape[1])
+        start = min(_FAR_POSITION, (model.max_seq_len or 10 * _FAR_POSITION) - tokens.shape[1])
         positions = (start + torch.arange(tokens.shape[1], device=tokens.device)).expand_as(tokens)
         if start > 0:
             runs[f" at position {start}"] = lambda: logits_with_positions(tokens, positions)

@@ -378,7 +378,7 @@ def _count_same_angle_pairs(x: Tensor, rotation: tuple[str, int, int], tolerance
     return z.shape[-1] if same and bool(((rotation_factor - 1).abs() > tolerance).all()) else 0
 
 
-class AngleError(NamedTuple):
+class _AngleError(NamedTuple):
     """The worst angle of a layer."""
 
     ratio: float
@@ -389,7 +389,7 @@ class AngleError(NamedTuple):
     position: int
 
 
-def _max_angle_error(layer: RopeLayer, x: Tensor, frequency: Tensor, ctx: CheckContext) -> AngleError:
+def _max_angle_error(layer: RopeLayer, x: Tensor, frequency: Tensor, ctx: CheckContext) -> _AngleError:
     """Compare the rotation of each pair at each position with position times frequency."""
     z = rotary_pairs(x, _rotary_layout(layer, x), layer.rotary_dim, _rotary_start(layer)).cpu()
     first = z[..., 0, :].abs()
@@ -406,7 +406,7 @@ def _max_angle_error(layer: RopeLayer, x: Tensor, frequency: Tensor, ctx: CheckC
     ratio = torch.where(compared, error / tolerance, 0.0)
     pair, n = divmod(int(ratio.argmax()), ratio.shape[-1])
     worst = float(ratio[pair, n]), float(error[pair, n]), float(tolerance[pair, n])
-    return AngleError(*worst, pair, int(positions[n]))
+    return _AngleError(*worst, pair, int(positions[n]))
 
 
 @register_check(
@@ -440,7 +440,7 @@ def _check_angles(ctx: CheckContext, beyond_length: int | None) -> CaseResult:
     if not layers:
         raise SkipCheckError("needs queries and keys that can be traced, without other positions in them")
     condition = "" if beyond_length is None else f", beyond the original length of {beyond_length} tokens"
-    worst = AngleError(0.0, 0.0, 0.0, 0, 0)
+    worst = _AngleError(0.0, 0.0, 0.0, 0, 0)
     for layer in layers:
         config = require(layer.rope)
         frequency, magnitude = expected_frequencies(layer)

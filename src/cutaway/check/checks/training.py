@@ -66,7 +66,7 @@ def _run_backward(ctx: CheckContext, tokens: Tensor) -> Tensor:
 
 
 @dataclass
-class GradientStats:
+class _GradientStats:
     """Statistics of one parameter's gradient."""
 
     is_finite: bool
@@ -76,7 +76,7 @@ class GradientStats:
 
 
 @compute_once
-def _collect_gradient_stats(ctx: CheckContext) -> tuple[Tensor, float, dict[str, GradientStats]]:
+def _collect_gradient_stats(ctx: CheckContext) -> tuple[Tensor, float, dict[str, _GradientStats]]:
     """Tokens, loss, and gradient statistics per parameter; computed once, because it takes a backward pass."""
     tokens = ctx.random_tokens(1, min(12, ctx.seq_len))
     loss = float(_run_backward(ctx, tokens))
@@ -86,10 +86,10 @@ def _collect_gradient_stats(ctx: CheckContext) -> tuple[Tensor, float, dict[str,
 
 
 @torch.no_grad()
-def _gradient_stats(parameter: nn.Parameter) -> GradientStats:
+def _gradient_stats(parameter: nn.Parameter) -> _GradientStats:
     """Statistics of a parameter's gradient, from a sample of its elements."""
     if parameter.grad is None:
-        return GradientStats(True, False, None)
+        return _GradientStats(True, False, None)
     total = float(parameter.grad.abs().sum())
     grad, weights = parameter.grad.flatten(), parameter.flatten()
     stride = max(1, grad.numel() // _RMS_SAMPLE_SIZE)
@@ -99,7 +99,7 @@ def _gradient_stats(parameter: nn.Parameter) -> GradientStats:
     ratio = None
     if parameter.ndim >= 2 and rms > 0 and len(sample):  # the first Adam update is lr · g / (|g| + ε)
         ratio = _ADAM_LR * float((sample / (sample.abs() + 1e-8)).square().mean().sqrt()) / rms
-    return GradientStats(math.isfinite(total), total != 0, ratio)
+    return _GradientStats(math.isfinite(total), total != 0, ratio)
 
 
 def _clear_gradients(ctx: CheckContext) -> None:

@@ -58,11 +58,11 @@ def add_embedding_offset(module: nn.Module | None, forward: LogitsFunction, toke
         yield offsets
 
 
-STEP_SIZES = (1e-2, 2e-3, 5e-4)
+_STEP_SIZES = (1e-2, 2e-3, 5e-4)
 """Finite-difference steps relative to the RMS of the embeddings; each is also tried with half the step."""
 
 
-SMOOTHNESS_TOLERANCE, GRADIENT_TOLERANCE = 0.02, 0.15
+_SMOOTHNESS_TOLERANCE, _GRADIENT_TOLERANCE = 0.02, 0.15
 """Relative difference below which two finite differences agree, and above which the gradient is wrong."""
 
 
@@ -100,15 +100,15 @@ def check_finite_differences(ctx: CheckContext) -> CaseResult:
                 return torch.tensor(slopes)
 
             is_smooth = False
-            for step in STEP_SIZES:  # a shorter step may avoid a kink (ReLU, top-k routing)
+            for step in _STEP_SIZES:  # a shorter step may avoid a kink (ReLU, top-k routing)
                 coarse, numeric = finite_difference(step * rms), finite_difference(step * rms / 2)
                 noise = NOISE_MARGIN * ctx.noise_ratio * max_finite_abs(out) * out.numel() ** 0.5 / (step * rms)
                 scale = max(float(numeric.norm()), float(analytic.norm()))
-                error, tolerance = float((analytic - numeric).norm()), GRADIENT_TOLERANCE * scale + noise
+                error, tolerance = float((analytic - numeric).norm()), _GRADIENT_TOLERANCE * scale + noise
                 if error <= tolerance:
                     message = "the gradient with respect to the token embeddings equals finite differences"
                     return success(message, error, tolerance)
-                is_smooth = is_smooth or float((coarse - numeric).norm()) <= SMOOTHNESS_TOLERANCE * scale
+                is_smooth = is_smooth or float((coarse - numeric).norm()) <= _SMOOTHNESS_TOLERANCE * scale
     if not is_smooth:
         raise SkipCheckError("needs logits that are smooth in the token embeddings")
     message = "the gradient with respect to the token embeddings differs from finite differences: "

@@ -37,7 +37,7 @@ _BADDBMM_FUNCTIONS = torch_functions("baddbmm")
 BATCHED_MATMUL_FUNCTIONS = torch_functions("matmul __matmul__ bmm baddbmm einsum")
 
 
-class BatchedMatmul(NamedTuple):
+class _BatchedMatmul(NamedTuple):
     """left (…, T, D) times right (…, S, D) transposed: the result is (…, T, S)."""
 
     left: Tensor
@@ -46,7 +46,7 @@ class BatchedMatmul(NamedTuple):
     """The summed axis of the first operand as passed."""
 
 
-def _parse_matmul(func: TorchFunction, args: Args, kwargs: Kwargs) -> BatchedMatmul | None:
+def _parse_matmul(func: TorchFunction, args: Args, kwargs: Kwargs) -> _BatchedMatmul | None:
     """Bring a batched product by any function to one form; None if it is not one."""
     if func in _BADDBMM_FUNCTIONS:
         args = (*args[1:], *(kwargs[name] for name in ("batch1", "batch2") if name in kwargs))
@@ -54,10 +54,10 @@ def _parse_matmul(func: TorchFunction, args: Args, kwargs: Kwargs) -> BatchedMat
         return _parse_einsum(*args) if len(args) == 3 and isinstance(args[0], str) else None
     if len(args) < 2 or not all(isinstance(arg, Tensor) and arg.ndim >= 3 for arg in args[:2]):
         return None
-    return BatchedMatmul(args[0].detach(), args[1].detach().transpose(-1, -2), -1)
+    return _BatchedMatmul(args[0].detach(), args[1].detach().transpose(-1, -2), -1)
 
 
-def _parse_einsum(equation: str, left: Tensor, right: Tensor) -> BatchedMatmul | None:
+def _parse_einsum(equation: str, left: Tensor, right: Tensor) -> _BatchedMatmul | None:
     """Parse an einsum with one summed index and one free index per operand; None for other equations."""
     operands, _, out = equation.replace(" ", "").partition("->")
     a, _, b = operands.partition(",")
@@ -71,7 +71,7 @@ def _parse_einsum(equation: str, left: Tensor, right: Tensor) -> BatchedMatmul |
     def permute(x: Tensor, indices: str, free: str) -> Tensor:
         return x.detach().permute([indices.index(index) for index in (*batch, free, inner)])
 
-    return BatchedMatmul(permute(left, a, rows[0]), permute(right, b, columns[0]), a.index(inner) - len(a))
+    return _BatchedMatmul(permute(left, a, rows[0]), permute(right, b, columns[0]), a.index(inner) - len(a))
 
 
 def _reshape_to_heads(x: Tensor, batch_shape: torch.Size) -> Tensor | None:
@@ -140,7 +140,7 @@ class OpTracer(TorchFunctionMode):
         self.num_routing_calls = 0
         """Number of top-k, argmax and sort calls, which routers use."""
         self.module_stack: list[str] = [""]
-        self.last_matmul: BatchedMatmul | None = None
+        self.last_matmul: _BatchedMatmul | None = None
         self._hooks = ExitStack()
 
     def __enter__(self) -> Self:
@@ -226,7 +226,7 @@ class OpTracer(TorchFunctionMode):
         self.last_matmul = None
         return out
 
-    def _record_matmul(self, matmul: BatchedMatmul) -> None:
+    def _record_matmul(self, matmul: _BatchedMatmul) -> None:
         """Record a batched product: pattern·v after a softmax, otherwise probably q·kᵀ."""
         self.last_matmul = matmul
         if not self.attentions or self.attentions[-1].v is not None:

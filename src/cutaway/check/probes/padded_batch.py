@@ -9,16 +9,16 @@ from cutaway.check.context import CheckContext
 from cutaway.check.probes.op_tracer import AttentionCall
 from cutaway.check.report.finding import SkipCheckError
 
-MASKED_SCORE_GAP = -5_000.0
+_MASKED_SCORE_GAP = -5_000.0
 """A score this far below the row's maximum is masked: masks use -1e4, -1e9, the lowest finite number or -inf."""
-MAX_PADDING = 5
+_MAX_PADDING = 5
 """Padding tokens of the shortest row, if the maximum length allows them."""
 
 
 def choose_lengths(ctx: CheckContext) -> tuple[int, int]:
     """Choose the length of a short row and the padded length of the batch."""
     seq_len = min(ctx.seq_len, 16)
-    num_pads = min(MAX_PADDING, seq_len - 2)
+    num_pads = min(_MAX_PADDING, seq_len - 2)
     if num_pads < 1:
         raise SkipCheckError(f"its maximum length is {ctx.model.max_seq_len}, too short for padding")
     return seq_len - num_pads, seq_len
@@ -70,4 +70,4 @@ def masked_positions(attention: AttentionCall) -> Tensor:
     """Masked entries of an attention call, (B, H, T, S); weights that only underflow are not masked."""
     scores = attention.scores.float()
     row_max = scores.amax(-1, keepdim=True).nan_to_num(0.0, 0.0, 0.0)
-    return (attention.pattern == 0) & (scores - row_max < MASKED_SCORE_GAP)
+    return (attention.pattern == 0) & (scores - row_max < _MASKED_SCORE_GAP)

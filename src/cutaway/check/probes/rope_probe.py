@@ -18,11 +18,11 @@ from cutaway.config import Rope as RopeConfig
 from cutaway.model.masks import TokenPositions
 from cutaway.model.rope import Rope
 
-NEAR_POSITIONS = (0, 1, 2, 3, 4, 5, 7, 11)
-FAR_POSITIONS = (29, 59, 113, 251, 509, 1021, 2039, 4093)
-MAX_POSITION_WITH_CONFIG, MAX_POSITION_WITHOUT_CONFIG = 4096, 64
+_NEAR_POSITIONS = (0, 1, 2, 3, 4, 5, 7, 11)
+_FAR_POSITIONS = (29, 59, 113, 251, 509, 1021, 2039, 4093)
+_MAX_POSITION_WITH_CONFIG, _MAX_POSITION_WITHOUT_CONFIG = 4096, 64
 """Limit of the probed positions if `max_seq_len` is unknown, with a configuration and without."""
-ROUNDING_TOLERANCE = 1e-3
+_ROUNDING_TOLERANCE = 1e-3
 """Relative to the largest value; above any rounding error."""
 
 
@@ -78,11 +78,11 @@ def trace_rope_layers(ctx: CheckContext, *, beyond_length: int | None = None) ->
     """
     ropes, model = get_rope_configs(ctx), ctx.model
     limit = model.max_seq_len or (
-        MAX_POSITION_WITHOUT_CONFIG if ropes is None or model.rope is not None else MAX_POSITION_WITH_CONFIG
+        _MAX_POSITION_WITHOUT_CONFIG if ropes is None or model.rope is not None else _MAX_POSITION_WITH_CONFIG
     )
-    probed = [position for position in (*NEAR_POSITIONS, *FAR_POSITIONS) if position < limit]
+    probed = [position for position in (*_NEAR_POSITIONS, *_FAR_POSITIONS) if position < limit]
     if beyond_length is not None:
-        probed = [*NEAR_POSITIONS, beyond_length + 5, 2 * beyond_length + 7]
+        probed = [*_NEAR_POSITIONS, beyond_length + 5, 2 * beyond_length + 7]
     if model.logits_with_positions is None:
         length = min(ctx.seq_len, 13) if beyond_length is None else beyond_length + 3
         probed = list(range(length if length != 9 else 8))  # not 9, the source length, so that the two differ
@@ -111,7 +111,7 @@ def trace_rope_layers(ctx: CheckContext, *, beyond_length: int | None = None) ->
 
 def _has_constant_values(attention: AttentionCall) -> bool:
     """Whether v is the same at all positions, which implies that q and k were too before the rotation."""
-    return attention.v is not None and max_relative_change(attention.v[0].float()) < ROUNDING_TOLERANCE
+    return attention.v is not None and max_relative_change(attention.v[0].float()) < _ROUNDING_TOLERANCE
 
 
 def max_relative_change(x: Tensor) -> float:
@@ -157,4 +157,4 @@ def expected_frequencies(layer: RopeLayer) -> tuple[Tensor, float]:
 def rotation_tolerance(ctx: CheckContext) -> float:
     """Tolerance for rounding errors, including cos and sin tables in bf16 or fp16."""
     table_error = 2 * torch.finfo(ctx.model.dtype).eps if ctx.model.dtype in LOW_PRECISION_DTYPES else 0.0
-    return max(2 * ROUNDING_TOLERANCE, NOISE_MARGIN * ctx.noise_ratio, table_error)
+    return max(2 * _ROUNDING_TOLERANCE, NOISE_MARGIN * ctx.noise_ratio, table_error)

@@ -8,7 +8,7 @@ from cutaway.check.report.finding import Finding, Report
 from cutaway.errors import InputError
 
 
-def format_junit(report: Report) -> str:
+def _format_junit(report: Report) -> str:
     """Format a report as JUnit XML: one test case per check. Warnings pass, with their text in system-out."""
     counts = report.counts()
     figures = {
@@ -59,7 +59,7 @@ def write_junit(report: Report, path: Path) -> None:
     try:
         with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as temp_dir:
             temp_path = Path(temp_dir) / path.name
-            temp_path.write_text(f"<?xml version='1.0' encoding='utf-8'?>\n{format_junit(report)}", encoding="utf-8")
+            temp_path.write_text(f"<?xml version='1.0' encoding='utf-8'?>\n{_format_junit(report)}", encoding="utf-8")
             temp_path.replace(path)
     except OSError as error:
         raise InputError(
