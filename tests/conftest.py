@@ -36,6 +36,14 @@ def _seeded() -> Iterator[None]:
 
 
 @pytest.fixture
+def frozen_check_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`ct.check` measures no time: its results do not depend on how busy the machine is, and no budget is used up."""
+    from cutaway.check.context import CheckContext
+
+    monkeypatch.setattr(CheckContext, "clock", staticmethod(lambda: 0.0))
+
+
+@pytest.fixture
 def run_cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CliRunner:
     from cutaway.cli import main
 

@@ -64,7 +64,7 @@ def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Run:
     def run(*arguments: str, code: int, in_subprocess: bool = False) -> str:
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")]))
         run_pytest = pytester.runpytest_subprocess if in_subprocess else pytester.runpytest_inprocess
-        result = run_pytest("-p", "cutaway.pytest_plugin", "-v", *arguments)
+        result = run_pytest("-p", "cutaway.pytest_plugin", "--cutaway-budget", "3600", "-v", *arguments)
         output = f"{result.stdout}\n{result.stderr}"
         assert result.ret == code, output
         return output

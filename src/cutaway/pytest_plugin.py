@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from _pytest._code.code import TerminalRepr
 
 from cutaway.errors import CutawayError
 
@@ -37,7 +38,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, Any, Any]:
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
     """Collect the models after the project's own tests."""
     report = yield
     if isinstance(collector, pytest.Session) and report.passed:
@@ -56,17 +59,13 @@ def _collect_models(session: pytest.Session) -> list["ModelCollector"]:
 
     collectors = []
     try:
-        names = [
-            check.name
-            for check in select_checks(_split_names(option("--cutaway-only")), _split_names(option("--cutaway-skip")))
-        ]
+        only, skip = _split_names(option("--cutaway-only")), _split_names(option("--cutaway-skip"))
+        names = [check.name for check in select_checks(only, skip)]
         for source in sources:
             factory = import_factory(source, session.config.invocation_params.dir)
             name = "cutaway" if len(sources) == 1 else f"cutaway[{source}]"
-            collector = ModelCollector.from_parent(
-                session, name=name, nodeid=name, source=source, factory=factory, checks=names
-            )
-            collectors.append(collector)
+            kwargs = {"source": source, "factory": factory, "checks": names}
+            collectors.append(ModelCollector.from_parent(session, name=name, nodeid=name, **kwargs))
     except CutawayError as error:
         raise pytest.UsageError(f"--cutaway: {error}") from None
     return collectors
@@ -79,7 +78,7 @@ def _split_names(names: list[str] | None) -> list[str] | None:
 class ModelCollector(pytest.Collector):
     """One model. When its first test runs, the model is built and all selected checks run at once."""
 
-    def __init__(self, *, source: str, factory: Any, checks: list[str], **kwargs: Any) -> None:
+    def __init__(self, *, source: str, factory: object, checks: list[str], **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.source, self.factory, self.checks = source, factory, checks
         self.report: Report | None = None
@@ -127,7 +126,7 @@ class CheckItem(pytest.Item):
         if finding.verdict == "warn":
             warnings.warn(CutawayWarning(str(finding)), stacklevel=1)
 
-    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: object = None) -> str | TerminalRepr:
         """The finding, or the error in the factory, without a traceback."""
         if isinstance(excinfo.value, CheckFailedError | CutawayError):
             return str(excinfo.value)

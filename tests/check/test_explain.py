@@ -14,7 +14,7 @@ from support.seeded_bugs.registry import SEEDED_BUGS
 from cutaway.check import get_checks
 from cutaway.check.report.explain import explain_check, load_known_bugs
 
-pytestmark = pytest.mark.unchecked
+pytestmark = [pytest.mark.unchecked, pytest.mark.usefixtures("frozen_check_clock")]
 
 ROOT = Path(__file__).parents[2]
 DOCS_DIR = ROOT / "docs" / "checks"

@@ -17,7 +17,7 @@ from support.transformers_models import FAMILIES, build_transformers_model, find
 import cutaway as ct
 from cutaway.check import Report
 
-pytestmark = pytest.mark.unchecked
+pytestmark = [pytest.mark.unchecked, pytest.mark.usefixtures("frozen_check_clock")]
 
 warnings.filterwarnings("ignore")
 transformers.logging.set_verbosity_error()

@@ -14,7 +14,7 @@ import cutaway as ct
 from cutaway.check import Report
 from cutaway.errors import InputError
 
-pytestmark = pytest.mark.unchecked
+pytestmark = [pytest.mark.unchecked, pytest.mark.usefixtures("frozen_check_clock")]
 
 VOCAB_SIZE, D_MODEL, HEADS = 53, 32, 4
 

@@ -1,5 +1,7 @@
 """Each seeded bug is caught by its check, and by no unrelated check."""
 
+import itertools
+
 import pytest
 from support.seeded_bugs.all_bugs import BUG_MODULES  # noqa: F401  registers every bug
 from support.seeded_bugs.reference_gpt import ReferenceGPT, check_kwargs
@@ -7,8 +9,9 @@ from support.seeded_bugs.registry import SEEDED_BUGS, SeededBug, check_bug
 
 import cutaway as ct
 from cutaway.check import get_checks
+from cutaway.check.context import CheckContext
 
-pytestmark = pytest.mark.unchecked
+pytestmark = [pytest.mark.unchecked, pytest.mark.usefixtures("frozen_check_clock")]
 
 
 @pytest.mark.parametrize("bug", SEEDED_BUGS.values(), ids=SEEDED_BUGS)
@@ -34,6 +37,22 @@ def test_reference_gpt_passes(model_kwargs: dict[str, object]) -> None:
     report = ct.check(model, **check_kwargs(model), budget=300)
     assert not report.failures, report
     assert not report.warnings, report
+
+
+def test_checks_run_after_those_they_depend_on() -> None:
+    names = list(get_checks())
+    for index, check in enumerate(get_checks().values()):
+        assert set(check.depends_on) <= set(names[:index]), check.name
+
+
+def test_budget_skips_checks_that_have_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a clock that advances by a second at each reading, calibration and a few checks use up the budget."""
+    seconds = itertools.count()
+    monkeypatch.setattr(CheckContext, "clock", staticmethod(lambda: float(next(seconds))))
+    report = ct.check(ReferenceGPT(), only=["eval", "causality"], budget=4.5)
+    verdicts = {finding.check: finding.verdict for finding in report.findings}
+    assert verdicts == {"eval-determinism": "pass", "eval-dropout": "pass", "causality": "skip"}
+    assert report["causality"].message == "skipped: the budget of 4.5 s is used up; pass a larger budget"
 
 
 def test_every_check_has_a_seeded_bug() -> None:

@@ -18,7 +18,7 @@ from cutaway.cli.views.check_report import skipped_by_reason
 from cutaway.errors import InputError
 from cutaway.size import count_parameters
 
-pytestmark = pytest.mark.unchecked
+pytestmark = [pytest.mark.unchecked, pytest.mark.usefixtures("frozen_check_clock")]
 
 MODULE = """
 import support.seeded_bugs.causality
@@ -160,7 +160,7 @@ def test_factory_may_return_a_model_a_dict_or_a_function(run_cli: CliRunner, nam
         (["tiny-gpt", "--junit", "nowhere/report.xml"], "'nowhere' is not a directory"),
         (["tiny-gpt", "--junit", "."], "is a directory"),
         ([], "SOURCE is missing"),
-        (["--explain", "causalty"], "did you mean causality"),
+        (["--explain", "causalty"], "did you mean 'causality'"),
     ],
 )
 def test_errors_have_one_message(run_cli: CliRunner, arguments: list[str], message: str) -> None:

@@ -6,17 +6,32 @@ they are keyword arguments of `ct.check`. Checks whose functions are missing are
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from cutaway.check.numerics import Difference
 
+T = TypeVar("T")
 ModelKind = Literal["decoder", "encoder", "encoder-decoder"]
-
-
 LogitsFunction = Callable[[Tensor], Tensor]
+ConfigVariants = Mapping[str, Callable[[], LogitsFunction]]
+GenerateFunction = Callable[[Tensor, int], Tensor]
+CachedForward = Callable[[Tensor, Any], tuple[Tensor, Any]]
+TokensFunction = Callable[[Tensor, Tensor], Tensor]
+"""tokens and a second tensor (mask, positions, labels …) → logits or loss."""
+
+
+def require(value: T | None) -> T:
+    """A function or property of the model that a check needs; checks without it are skipped."""
+    assert value is not None
+    return value
+
+
+def count_parameters(module: nn.Module) -> int:
+    """Number of parameters."""
+    return sum(param.numel() for param in module.parameters())
 
 
 @dataclass(kw_only=True)
@@ -33,17 +48,17 @@ class CheckedModel:
     # functions
     logits: LogitsFunction | None = None
     """tokens → logits."""
-    logits_with_mask: Callable[[Tensor, Tensor], Tensor] | None = None
+    logits_with_mask: TokensFunction | None = None
     """tokens, mask → logits."""
-    logits_with_mask_only: Callable[[Tensor, Tensor], Tensor] | None = None
+    logits_with_mask_only: TokensFunction | None = None
     """tokens, mask → logits, if `logits_with_mask` passes position ids too: here only the mask excludes padding."""
-    logits_with_positions: Callable[[Tensor, Tensor], Tensor] | None = None
+    logits_with_positions: TokensFunction | None = None
     """tokens, positions (B, T) → logits."""
-    logits_with_documents: Callable[[Tensor, Tensor], Tensor] | None = None
+    logits_with_documents: TokensFunction | None = None
     """tokens, document ids (B, T; 0, 0, 1, 1, 1 …) → logits of packed documents, each as if alone."""
-    logits_with_cache: Callable[[Tensor, Any], tuple[Tensor, Any]] | None = None
+    logits_with_cache: CachedForward | None = None
     """tokens, cache (None at first) → logits of these tokens, updated cache."""
-    generate: Callable[[Tensor, int], Tensor] | None = None
+    generate: GenerateFunction | None = None
     """tokens, n → (B, n) new tokens by greedy decoding."""
     generate_padded: Callable[[Tensor, Tensor, int], Tensor] | None = None
     """tokens, mask, n → (B, n) new tokens by greedy decoding of a left-padded batch."""
@@ -51,27 +66,27 @@ class CheckedModel:
     """tokens (1, T), n, k → the k best continuations (k, n) and their sums of log-probabilities (k,)."""
     sample: Callable[..., Tensor] | None = None
     """logits (V,), n → n samples from softmax(logits); may also take temperature=, top_k= and top_p=."""
-    generate_speculative: Callable[[Tensor, int], Tensor] | None = None
+    generate_speculative: GenerateFunction | None = None
     """tokens, n → (B, n) new tokens by speculative decoding at temperature 0."""
-    loss: Callable[[Tensor, Tensor], Tensor] | None = None
+    loss: TokensFunction | None = None
     """tokens, labels (the same tokens, unshifted; -100 is ignored) → mean training loss."""
-    logits_with_labels: Callable[[Tensor, Tensor], Tensor] | None = None
+    logits_with_labels: TokensFunction | None = None
     """tokens, labels (as for `loss`) → logits of the forward pass that computes the loss."""
     accumulated_loss: Callable[[Sequence[tuple[Tensor, Tensor]]], Tensor] | None = None
     """(tokens, labels) per micro-batch → training loss with gradient accumulation."""
     logits_with_source: Callable[[Tensor, Tensor | None, Tensor], Tensor] | None = None
     """source, source mask or None, tokens → logits."""
-    load_balancing_loss: Callable[[Tensor, Tensor], Tensor] | None = None
+    load_balancing_loss: TokensFunction | None = None
     """tokens, mask → load-balancing loss of a mixture of experts."""
     attention: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
     """q (B, H, T, D), k, v (B, G, T, D) → (B, H, T, D)."""
     logits_with_filled_cache: Callable[[Tensor, float], Tensor] | None = None
     """tokens, value → logits of a cached forward pass whose unused cache slots hold the value."""
-    logits_with_rolling_cache: Callable[[Tensor, int], Tensor] | None = None
+    logits_with_rolling_cache: GenerateFunction | None = None
     """tokens, n → logits of a prefill in chunks of n tokens, with a rolling cache of one sliding window."""
     logits_by_kernel: Mapping[str, LogitsFunction] = field(default_factory=dict)
     """Name of an attention kernel → logits function with that kernel."""
-    config_variants: Callable[[], Mapping[str, Callable[[], LogitsFunction]]] | None = None
+    config_variants: Callable[[], ConfigVariants] | None = None
     """() → name of a config field → function that builds the model with that field changed and the same weights; a
     ValueError means that the value is rejected, which passes. The key "" is the baseline if that is not the model."""
     reload_logits: Callable[[], LogitsFunction] | None = None
@@ -101,7 +116,7 @@ class CheckedModel:
     """Whether the output head shares the embedding matrix."""
     attention_scale: float | None = None
     """Factor on q·k; default 1/sqrt(d_head)."""
-    rope: Mapping[str, Any] | None = None
+    rope: Mapping[str, object] | None = None
     """RoPE parameters with the field names of cutaway's configuration: theta, rotary_dim, layout, scaling."""
     has_positions: bool = True
     """Whether the model has any position encoding."""
@@ -125,23 +140,16 @@ class CheckedModel:
         """Names of the functions that are set."""
         return [name for name in FUNCTION_FIELDS if getattr(self, name) is not None and getattr(self, name) != {}]
 
-    def properties(self) -> dict[str, Any]:
+    def properties(self) -> dict[str, object]:
         """The known properties, as JSON-compatible values."""
         known = {name: getattr(self, name) for name in PROPERTY_FIELDS}
         known = {name: value for name, value in known.items() if value is not None and value != ()}
         return {name: str(value) if name in ("device", "dtype") else value for name, value in known.items()}
 
 
-FUNCTION_FIELDS = [
-    entry.name
-    for entry in fields(CheckedModel)
-    if "Callable" in str(entry.type) or entry.name in ("logits", "logits_by_kernel", "module", "reference_logits")
-]
-
-
-PROPERTY_FIELDS = [
-    entry.name for entry in fields(CheckedModel) if entry.name not in FUNCTION_FIELDS and entry.name != "name"
-]
+_FIELDS = {entry.name: str(entry.type) for entry in fields(CheckedModel)}
+FUNCTION_FIELDS = [name for name, type_name in _FIELDS.items() if "Callable" in type_name or name == "module"]
+PROPERTY_FIELDS = [name for name in _FIELDS if name not in (*FUNCTION_FIELDS, "name")]
 
 
 @dataclass

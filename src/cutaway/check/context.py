@@ -3,64 +3,66 @@
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from functools import wraps
+from typing import TypeVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from cutaway.check.checked_model import CheckedModel
+from cutaway.check.checked_model import CheckedModel, count_parameters, require
 from cutaway.check.numerics import NOISE_MARGIN, Difference, RoundingNoise, max_difference, max_finite_abs
 from cutaway.check.probes.op_tracer import AttentionCall, OpTracer
 from cutaway.check.report.finding import CaseResult, SkipCheckError
 
-DEFAULT_SEQ_LEN, SLOW_MODEL_SEQ_LEN = 16, 8
-"""Sequence length of the random tokens, and the one for slow models."""
-
-
-SLOW_MODEL_PARAMS, SLOW_FORWARD_SECONDS = 3_000_000, 0.1
+_DEFAULT_SEQ_LEN, _SLOW_MODEL_SEQ_LEN, _LOW_PRECISION_SEQ_LEN = 16, 8, 6
+"""Sequence lengths of the random tokens: default, for slow models, and in a model's own low-precision dtype."""
+_SLOW_MODEL_PARAMS, _SLOW_FORWARD_SECONDS = 3_000_000, 0.1
 """A model with more parameters, or more seconds per forward pass, is slow. The parameter count makes the decision
 the same on a busy machine for most models."""
-
-
-SINGLE_NOISE_RUN_SECONDS = 0.3
-"""If a forward pass takes longer, noise is measured in one run."""
-
-
-LOW_PRECISION_SEQ_LEN = 6
-"""Sequence length in a model's own low-precision dtype."""
-
-
-NUM_NOISE_RUNS = 3
-"""Number of runs that measure noise."""
-
-
+_NUM_NOISE_RUNS, _SINGLE_NOISE_RUN_SECONDS = 3, 0.3
+"""Number of runs that measure noise; one run if a forward pass takes longer."""
+_CLEAR_DIFFERENCE_FACTOR = 100.0
+"""A difference that exceeds the tolerance by this factor needs no noise measurement."""
+_MAX_ROUNDING_RATIO = 1e-2
+"""Relative to the largest logit; above any rounding error between two runs of the same forward pass."""
+T = TypeVar("T")
 TensorFunction = Callable[[], Tensor]
 
 
 class CheckContext:
     """The model under test, with random inputs, measured noise and comparison functions."""
 
+    clock = staticmethod(time.monotonic)
+    """Seconds; tests replace it, so that no result depends on how busy the machine is."""
+
     def __init__(self, model: CheckedModel, *, seed: int = 0, budget: float = 30.0) -> None:
         self.model, self.seed, self.budget = model, seed, budget
-        self.start_time = time.monotonic()
+        self.start_time = self.clock()
         self.generator = torch.Generator().manual_seed(seed)
         self.noise_ratio = 0.0
         """The model's rounding noise relative to its largest output, measured by `calibrate`."""
         self.seconds_per_forward = 0.0
         self.is_slow = False
         """Whether checks use fewer and shorter sequences."""
-        assert model.vocab_size is not None
+        self.logits, vocab_size = require(model.logits), require(model.vocab_size)
         special = set(model.special_token_ids)
-        allowed = [token for token in range(min(model.vocab_size, 50_000)) if token not in special]
-        self.allowed_tokens = torch.tensor(allowed or list(range(model.vocab_size)))
-        self.seq_len = min(DEFAULT_SEQ_LEN, model.max_seq_len or DEFAULT_SEQ_LEN)
-        self.memo: dict[str, Any] = {}
-        """Results that several checks share; see `compute_once`."""
+        allowed = [token for token in range(min(vocab_size, 50_000)) if token not in special]
+        self.allowed_tokens = torch.tensor(allowed or list(range(vocab_size)))
+        self.seq_len = min(_DEFAULT_SEQ_LEN, model.max_seq_len or _DEFAULT_SEQ_LEN)
+        self.uses_trig = True
+        """Whether the last traced forward pass computed cos or sin."""
+        self.memo: dict[tuple[object, float], object] = {}
+        """Results of `compute_once`."""
+
+    @property
+    def module(self) -> nn.Module:
+        """The module, for checks that need one."""
+        return require(self.model.module)
 
     @property
     def seconds_left(self) -> float:
         """Remaining seconds of the budget."""
-        return self.budget - (time.monotonic() - self.start_time)
+        return self.budget - (self.clock() - self.start_time)
 
     # inputs
     def random_tokens(self, batch_size: int = 1, seq_len: int | None = None) -> Tensor:
@@ -68,7 +70,7 @@ class CheckContext:
         index = torch.randint(len(self.allowed_tokens), (batch_size, seq_len or self.seq_len), generator=self.generator)
         return self.allowed_tokens[index].to(self.model.device)
 
-    def replace_tokens(self, tokens: Tensor, positions: Any = slice(None)) -> Tensor:
+    def replace_tokens(self, tokens: Tensor, positions: slice = slice(None)) -> Tensor:
         """Replace the tokens at `positions`, each by a different random token."""
         out = tokens.clone()
         index = torch.searchsorted(self.allowed_tokens, out[:, positions].cpu().contiguous())
@@ -78,36 +80,33 @@ class CheckContext:
         return out
 
     # comparisons
-    def switch_to_dtype(self, dtype: torch.dtype | None) -> None:
+    def switch_to_dtype(self, dtype: torch.dtype) -> None:
         """Continue in a low-precision dtype: scale the noise by its eps and shorten sequences (CPUs can be slow)."""
-        assert dtype is not None
         self.noise_ratio *= torch.finfo(dtype).eps / torch.finfo(torch.float32).eps
-        self.seq_len = min(self.seq_len, LOW_PRECISION_SEQ_LEN // 2 if self.is_slow else LOW_PRECISION_SEQ_LEN)
+        self.seq_len = min(self.seq_len, _LOW_PRECISION_SEQ_LEN // 2 if self.is_slow else _LOW_PRECISION_SEQ_LEN)
 
     @torch.no_grad()
     def calibrate(self) -> None:
         """Measure the rounding noise and the time of a forward pass on one sequence of the default length."""
-        assert self.model.logits is not None
         tokens = self.random_tokens()
         for _ in range(2):  # the first forward pass may include one-time setup
-            start = time.monotonic()
-            base = self.model.logits(tokens)
-            self.seconds_per_forward = time.monotonic() - start
-            if self.seconds_per_forward > SINGLE_NOISE_RUN_SECONDS:
+            start = self.clock()
+            base = self.logits(tokens)
+            self.seconds_per_forward = self.clock() - start
+            if self.seconds_per_forward > _SINGLE_NOISE_RUN_SECONDS:
                 break
-        noise = self.measure_noise(lambda: self.model.logits(tokens), base)  # type: ignore[misc]
+        noise = self.measure_noise(lambda: self.logits(tokens), base)
         self.noise_ratio = noise / max(max_finite_abs(base), 1e-30)
-        module = self.model.module
-        num_params = 0 if module is None else sum(param.numel() for param in module.parameters())
-        self.is_slow = num_params > SLOW_MODEL_PARAMS or self.seconds_per_forward > SLOW_FORWARD_SECONDS
+        num_params = 0 if self.model.module is None else count_parameters(self.module)
+        self.is_slow = num_params > _SLOW_MODEL_PARAMS or self.seconds_per_forward > _SLOW_FORWARD_SECONDS
         if self.is_slow:
-            self.seq_len = min(self.seq_len, SLOW_MODEL_SEQ_LEN)
+            self.seq_len = min(self.seq_len, _SLOW_MODEL_SEQ_LEN)
 
     def measure_noise(self, compute: TensorFunction, reference: Tensor | None = None) -> float:
         """The largest change of a result when it is recomputed with random rounding of each matrix product."""
         reference = compute() if reference is None else reference
         worst = torch.zeros((), device=reference.device)
-        for run in range(NUM_NOISE_RUNS if self.seconds_per_forward < SINGLE_NOISE_RUN_SECONDS else 1):
+        for run in range(_NUM_NOISE_RUNS if self.seconds_per_forward < _SINGLE_NOISE_RUN_SECONDS else 1):
             with RoundingNoise(self.seed + run):
                 perturbed = compute()
             if perturbed.shape == reference.shape:
@@ -138,40 +137,75 @@ class CheckContext:
             if a.numel() == 0:
                 return Difference(0.0, 0.0, ())
             diff = max_difference(a, b)
-            tolerance = NOISE_MARGIN * max(self.noise_ratio * max(max_finite_abs(a), max_finite_abs(b)), 0.0)
-            if diff.max_abs <= tolerance or diff.max_abs == float("inf"):  # rounding does not turn a number into NaN
-                return Difference(diff.max_abs, tolerance, diff.index)
-            tolerance = max(
-                tolerance,
-                NOISE_MARGIN * max(self.measure_noise(compute_first, a), self.measure_noise(compute_second, b)),
-            )
-            return Difference(diff.max_abs, tolerance, diff.index)
+            diff.tolerance = self.rounding_tolerance(a, b)
+            if diff.within_tolerance or diff.max_abs == float("inf"):  # rounding does not turn a number into NaN
+                return diff
+            noise = max(self.measure_noise(compute_first, a), self.measure_noise(compute_second, b))
+            diff.tolerance = max(diff.tolerance, NOISE_MARGIN * noise)
+            return diff
+
+    @torch.no_grad()
+    def compare_expecting_difference(
+        self, compute_first: TensorFunction, compute_second: TensorFunction, *, first_result: Tensor
+    ) -> Difference:
+        """Compare two results that must differ; a difference far beyond the noise skips the noise measurement."""
+        second = compute_second()
+        if first_result.shape != second.shape:
+            return Difference(float("inf"), 0.0, ())
+        if second.isfinite().all() and first_result.isfinite().all():
+            diff = max_difference(first_result, second)
+            diff.tolerance = self.rounding_tolerance(first_result, second)
+            if diff.max_abs > _CLEAR_DIFFERENCE_FACTOR * diff.tolerance:
+                return diff
+        return self.compare(compute_first, compute_second, first_result=first_result)
+
+    def compare_runs(self, first: Tensor, second: Tensor, rerun: TensorFunction) -> Difference:
+        """Compare two runs of one forward pass, which are usually equal bit for bit.
+
+        The noise is limited: randomness and remaining state of the model, which also change the runs that measure the
+        noise, must not count as rounding.
+        """
+        diff = max_difference(first, second)
+        if diff.max_abs > 0.0:
+            noise = NOISE_MARGIN * self.measure_noise(rerun, first)
+            diff.tolerance = min(noise, _MAX_ROUNDING_RATIO * max_finite_abs(first))
+        return diff
+
+    def rounding_tolerance(self, *results: Tensor) -> float:
+        """`NOISE_MARGIN` times the calibrated noise of results of this size."""
+        return NOISE_MARGIN * (self.noise_ratio * max(map(max_finite_abs, results)))
 
     def expect_equal(self, diff: Difference, *, passed: str, failed: str, location: str | None = None) -> CaseResult:
         """Pass if the difference is within its tolerance, otherwise fail."""
         if diff.within_tolerance:
-            return CaseResult("pass", passed, diff.max_abs, diff.tolerance)
-        return CaseResult("fail", failed, diff.max_abs, diff.tolerance, location)
+            return diff.success(passed)
+        return diff.failure(failed, location)
 
     def expect_different(
         self, diff: Difference, *, passed: str, failed: str, location: str | None = None
     ) -> CaseResult:
         """Pass if the difference exceeds its tolerance, otherwise fail."""
         if not diff.within_tolerance:
-            return CaseResult("pass", passed, diff.max_abs, diff.tolerance)
-        return CaseResult("fail", failed, diff.max_abs, diff.tolerance, location)
+            return diff.success(passed)
+        return diff.failure(failed, location)
 
     @torch.no_grad()
     def trace_attention(self, tokens: Tensor) -> list[AttentionCall]:
         """Record every attention call of one forward pass, in order."""
-        assert self.model.logits is not None
         with OpTracer(self.model.module) as tracer:
-            self.model.logits(tokens)
-        self.memo["uses_trig"] = bool(tracer.trig_calls)
+            self.logits(tokens)
+        self.uses_trig = bool(tracer.trig_calls)
         return tracer.attentions
 
-    def compute_once(self, key: str, compute: Callable[[], Any]) -> Any:
-        """Return the result stored under `key`, or compute and store it."""
-        if key not in self.memo:
-            self.memo[key] = compute()
-        return self.memo[key]
+
+def compute_once(compute: Callable[[CheckContext], T]) -> Callable[[CheckContext], T]:
+    """Decorator: compute a result of a model, in one dtype, once for all checks."""
+
+    @wraps(compute)
+    def cached(ctx: CheckContext) -> T:
+        key = (compute, ctx.noise_ratio)
+        if key not in ctx.memo:
+            ctx.memo[key] = compute(ctx)
+        return cast("T", ctx.memo[key])
+
+    return cached

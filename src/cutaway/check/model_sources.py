@@ -3,25 +3,28 @@
 import json
 import re
 import sys
-from collections.abc import Callable
-from contextlib import redirect_stderr
 from importlib import import_module
-from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from cutaway.config import Config, LatentAttention, Moe, MultiHeadBase
+import torch
+from torch import nn
+
+from cutaway.check.adapters.transformers import silence_transformers
+from cutaway.check.checked_model import CheckedModel
+from cutaway.config import FFN, Config, LatentAttention, Moe, MultiHeadBase
+from cutaway.config.stack import Block, CrossBlock
 from cutaway.errors import InputError, format_error, format_raised
 from cutaway.families.load import resolve_checkpoint_path
 
-FACTORY_SPEC = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)")
+_FACTORY_SPEC = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)")
 
 
-ModelAndOverrides = tuple[Any, dict[str, Any]]
+ModelAndOverrides = tuple[object, dict[str, Any]]
 """A model and its keyword arguments for `check`."""
 
 
-FACTORY_RETURNS = "a model, a function tokens → logits, (model, dict of CheckedModel fields), or such a dict"
+_FACTORY_RETURNS = "a model, a function tokens → logits, (model, dict of CheckedModel fields), or such a dict"
 
 
 def is_factory_spec(source: str) -> bool:
@@ -31,7 +34,7 @@ def is_factory_spec(source: str) -> bool:
 
 def import_factory(source: str, folder: Path | None = None) -> Any:
     """Import the object that `module.path:factory` names, from `folder` (default the working directory) or sys.path."""
-    match = FACTORY_SPEC.fullmatch(source)
+    match = _FACTORY_SPEC.fullmatch(source)
     if match is None or match[1].endswith(".py"):
         raise InputError(
             f"'{source}' is not module.path:factory; write the module as in an import, such as models.gpt:make"
@@ -57,39 +60,28 @@ def import_factory(source: str, folder: Path | None = None) -> Any:
     return value
 
 
-def build_from_factory(source: str, factory: Any, *, seed: int = 0) -> ModelAndOverrides:
+def build_from_factory(source: str, factory: object, *, seed: int = 0) -> ModelAndOverrides:
     """Call the factory without arguments, after seeding torch; an object that is already a model is used as it is."""
-    import torch
-    from torch import nn
-
-    from cutaway.check.checked_model import CheckedModel
-
     if not isinstance(factory, nn.Module | CheckedModel | dict | tuple) and callable(factory):
-        factory = _call_factory(source, factory, lambda: torch.manual_seed(seed))
+        torch.manual_seed(seed)
+        try:
+            factory = factory()
+        except Exception as error:  # any exception: it is raised by the user's code
+            message = f"'{source}' was called without arguments and {format_raised(error)}"
+            raise InputError(f"{message}; it must return {_FACTORY_RETURNS}") from error
     if isinstance(factory, dict):
         return _parse_overrides(source, None, factory)
     if isinstance(factory, tuple):
-        if len(factory) != 2 or not isinstance(factory[1], dict):
-            types = ", ".join(type(item).__name__ for item in factory)
-            raise InputError(f"'{source}' returned a tuple of ({types}); it must return {FACTORY_RETURNS}")
-        return _parse_overrides(source, *factory)
+        if len(factory) == 2 and isinstance(factory[1], dict):
+            return _parse_overrides(source, *factory)
+        types = ", ".join(type(item).__name__ for item in factory)
+        raise InputError(f"'{source}' returned a tuple of ({types}); it must return {_FACTORY_RETURNS}")
     if factory is None:
-        raise InputError(f"'{source}' returned None; it must return {FACTORY_RETURNS}")
+        raise InputError(f"'{source}' returned None; it must return {_FACTORY_RETURNS}")
     return factory, {}
 
 
-def _call_factory(source: str, factory: Callable[[], Any], set_seed: Callable[[], object]) -> Any:
-    """Call the factory; an exception in it becomes an InputError."""
-    set_seed()
-    try:
-        return factory()
-    except Exception as error:
-        raise InputError(
-            f"'{source}' was called without arguments and {format_raised(error)}; it must return {FACTORY_RETURNS}"
-        ) from error
-
-
-def _parse_overrides(source: str, model: Any, overrides: dict[Any, Any]) -> ModelAndOverrides:
+def _parse_overrides(source: str, model: object, overrides: dict[Any, object]) -> ModelAndOverrides:
     """Split the module from a dict of overrides; `build_checked_model` validates the names."""
     invalid = [name for name in overrides if not isinstance(name, str)]
     if invalid:
@@ -103,10 +95,10 @@ def _parse_overrides(source: str, model: Any, overrides: dict[Any, Any]) -> Mode
     return model, overrides
 
 
-def load_transformers_model(source: str, *, device: Any = None, dtype: Any = None) -> Any:
+def load_transformers_model(source: str, *, device: torch.device | str | None, dtype: torch.dtype | None) -> nn.Module:
     """Load a checkpoint with transformers, with the class that its config.json names."""
     try:
-        transformers: Any = import_module("transformers")
+        transformers = import_module("transformers")
     except ImportError:
         raise InputError(
             "--library transformers needs transformers, which is not installed; run pip install transformers"
@@ -116,47 +108,39 @@ def load_transformers_model(source: str, *, device: Any = None, dtype: Any = Non
         raise InputError(
             f"'{source}' has no config.json, so transformers cannot load it; convert it to hf first: cutaway convert"
         )
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
     try:
-        with redirect_stderr(StringIO()):  # hides progress bars
-            model_class = _resolve_model_class(transformers, path)
-            model = model_class.from_pretrained(
-                path, dtype=dtype or "auto", trust_remote_code=False, use_safetensors=True
-            )
+        with silence_transformers():
+            architectures = json.loads((path / "config.json").read_text(encoding="utf-8")).get("architectures") or []
+            names = [name for name in architectures if hasattr(transformers, name)]
+            model_class = getattr(transformers, names[0] if names else "AutoModel")
+            kwargs = {"dtype": dtype or "auto", "trust_remote_code": False, "use_safetensors": True}
+            model: nn.Module = model_class.from_pretrained(path, **kwargs)
     except Exception as error:  # any exception: it is raised by transformers
         raise InputError(f"transformers cannot load '{source}': {format_error(error)}") from None
-    return model.to(device).eval() if device is not None else model.eval()
+    return (model if device is None else model.to(device)).eval()
 
 
-def _resolve_model_class(transformers: Any, path: Path) -> Any:
-    """The model class that config.json names; AutoModel if transformers does not have it."""
-    architectures = json.loads((path / "config.json").read_text(encoding="utf-8")).get("architectures") or []
-    return next(
-        (getattr(transformers, name) for name in architectures if hasattr(transformers, name)), transformers.AutoModel
-    )
-
-
-MAX_D_MODEL, MAX_HEADS, MAX_KV_HEADS, MAX_VOCAB_SIZE, MAX_EMBEDDING_FACTOR = 256, 4, 2, 4096, 64
+_MAX_D_MODEL, _MAX_HEADS, _MAX_KV_HEADS, _MAX_VOCAB_SIZE, _MAX_EMBEDDING_FACTOR = 256, 4, 2, 4096, 64
 """Maximum sizes of a shrunken model."""
+
+
+A = TypeVar("A", bound=MultiHeadBase | LatentAttention)
 
 
 def shrink_config(config: Config) -> Config:
     """Shrink a configuration: fewer layers (every block type once, at least two), smaller d_model, fewer heads, smaller
     vocabulary. Head dimensions, positions, norms, windows and experts stay, because bugs depend on them."""
-    d_model = min(config.d_model, MAX_D_MODEL)
-    changes: dict[str, Any] = {"d_model": d_model, "vocab_size": min(config.vocab_size, MAX_VOCAB_SIZE)}
+    d_model = min(config.d_model, _MAX_D_MODEL)
+    changes: dict[str, object] = {"d_model": d_model, "vocab_size": min(config.vocab_size, _MAX_VOCAB_SIZE)}
     source_vocab_size = getattr(config, "source_vocab_size", None)
     if source_vocab_size is not None:
-        changes["source_vocab_size"] = min(source_vocab_size, MAX_VOCAB_SIZE)
+        changes["source_vocab_size"] = min(source_vocab_size, _MAX_VOCAB_SIZE)
     for name, stack in config.stacks.items():
         layers = min(stack.layers, len(stack.leading_blocks) + max(2, len(stack.block)))
-        factorization = stack.embedding.factorization
         embedding = stack.embedding
-        if factorization is not None:
-            embedding = embedding.replace(
-                factorization=factorization.replace(width=min(factorization.width, MAX_EMBEDDING_FACTOR))
-            )
+        if (factorization := embedding.factorization) is not None:
+            width = min(factorization.width, _MAX_EMBEDDING_FACTOR)
+            embedding = embedding.replace(factorization=factorization.replace(width=width))
         changes[name] = stack.replace(
             layers=layers,
             leading_blocks=tuple(_shrink_block(block, config.d_model, d_model) for block in stack.leading_blocks),
@@ -167,25 +151,23 @@ def shrink_config(config: Config) -> Config:
     return config.replace(**changes)
 
 
-def _shrink_block(block: Any, old_d_model: int, new_d_model: int) -> Any:
+def _shrink_block(block: Block, old_d_model: int, new_d_model: int) -> Block:
     """Shrink a block to a smaller d_model."""
-    changes = {
-        "attention": _shrink_attention(block.attention, old_d_model),
-        "ffn": _shrink_ffn(block.ffn, old_d_model, new_d_model),
-    }
-    if hasattr(block, "cross"):
-        changes["cross"] = _shrink_attention(block.cross, old_d_model)
-    return block.replace(**changes)
+    ffn = _shrink_ffn(block.ffn, old_d_model, new_d_model)
+    block = block.replace(attention=_shrink_attention(block.attention, old_d_model), ffn=ffn)
+    if isinstance(block, CrossBlock):
+        return block.replace(cross=_shrink_attention(block.cross, old_d_model))
+    return block
 
 
-def _shrink_attention(attention: Any, old_d_model: int) -> Any:
+def _shrink_attention(attention: A, old_d_model: int) -> A:
     """Reduce the number of heads; keep the head dimension and the kind of grouping (MHA, GQA or MQA)."""
     if isinstance(attention, LatentAttention):
-        return attention.replace(heads=min(attention.heads, MAX_HEADS))
+        return attention.replace(heads=min(attention.heads, _MAX_HEADS))
     assert isinstance(attention, MultiHeadBase)
-    heads = min(attention.heads, MAX_HEADS)
+    heads = min(attention.heads, _MAX_HEADS)
     is_mha = attention.num_kv_heads == attention.heads
-    kv_heads = heads if is_mha else min(attention.num_kv_heads, MAX_KV_HEADS)
+    kv_heads = heads if is_mha else min(attention.num_kv_heads, _MAX_KV_HEADS)
     return attention.replace(
         heads=max(heads, kv_heads),
         kv_heads=None if attention.kv_heads is None else kv_heads,
@@ -193,7 +175,7 @@ def _shrink_attention(attention: Any, old_d_model: int) -> Any:
     )
 
 
-def _shrink_ffn(ffn: Any, old_d_model: int, new_d_model: int) -> Any:
+def _shrink_ffn(ffn: FFN, old_d_model: int, new_d_model: int) -> FFN:
     """Shrink the hidden dimension in proportion to d_model."""
     if isinstance(ffn, Moe):
         shared = None if ffn.shared is None else _shrink_ffn(ffn.shared, old_d_model, new_d_model)

@@ -1,7 +1,7 @@
 """Context managers that change a module temporarily (dtype, weights, training mode), and limits on copies."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
@@ -18,14 +18,12 @@ MAX_COPIED_BYTES = 2 << 30
 
 MAX_PERTURBED_PARAMS = 5_000_000
 """Largest model, in parameters, whose weights are perturbed before saving."""
-
-
-PERTURBATION_SCALE = 0.02
+_PERTURBATION_SCALE = 0.02
 """Perturbation relative to a tensor's RMS: without it, an unsaved tensor could match by chance (a zero bias)."""
 
 
-MAX_RESTORED_BUFFER_NUMEL = 1 << 20
-"""Largest buffer, in elements, that is restored after training mode."""
+_MAX_RESTORED_BUFFER_NUMEL = 1 << 20
+"""Largest buffer, in elements, that is copied and restored."""
 
 
 def can_upcast(model: CheckedModel) -> bool:
@@ -69,41 +67,77 @@ def substitute_module(module: nn.Module, replacement: nn.Module) -> Iterator[Non
         module.__dict__, replacement.__dict__ = replacement.__dict__, module.__dict__
 
 
+def fork_rng() -> AbstractContextManager[None]:
+    """Restore the random state of the CPU and of all GPUs on exit."""
+    return torch.random.fork_rng(devices=range(torch.cuda.device_count()))
+
+
 @contextmanager
 def perturb_weights(module: nn.Module, generator: torch.Generator) -> Iterator[None]:
     """Add small random noise to the weights of a small model while the context is active."""
-    originals: list[tuple[nn.Parameter, Tensor]] = []
     trainable = [param for param in module.parameters() if param.requires_grad and param.is_floating_point()]
+    if sum(param.numel() for param in trainable) > MAX_PERTURBED_PARAMS:
+        trainable = []
+    with add_noise(trainable, _PERTURBATION_SCALE, generator):
+        yield
+
+
+@contextmanager
+def add_noise(params: Sequence[nn.Parameter], scale: float, generator: torch.Generator) -> Iterator[None]:
+    """Add random noise of `scale` times each parameter's RMS while the context is active."""
+    originals = [(param, param.data) for param in params]
     try:
-        if sum(param.numel() for param in trainable) <= MAX_PERTURBED_PARAMS:
-            for param in trainable:
-                originals.append((param, param.data))
-                rms = float(param.data.float().square().mean().sqrt()) or 1.0
-                noise = torch.randn(param.shape, generator=generator).to(param.device)
-                param.data = (param.data.float() + PERTURBATION_SCALE * rms * noise).to(param.dtype)
+        for param, data in originals:
+            rms = float(data.float().square().mean().sqrt()) or 1.0
+            noise = torch.randn(data.shape, generator=generator).to(data.device)
+            param.data = (data.float() + scale * rms * noise).to(data.dtype)
         yield
     finally:
         for param, data in originals:
             param.data = data
 
 
+class BufferSnapshot:
+    """Copies of a module's small buffers: running means, RoPE frequencies that depend on the sequence length."""
+
+    def __init__(self, module: nn.Module | None) -> None:
+        self._entries = [
+            (submodule, name, buffer, buffer.detach().clone())
+            for submodule in (() if module is None else module.modules())
+            for name, buffer in submodule._buffers.items()
+            if buffer is not None and buffer.numel() <= _MAX_RESTORED_BUFFER_NUMEL and not buffer.is_meta
+        ]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put back the buffers and their values."""
+        for submodule, name, buffer, value in self._entries:
+            submodule._buffers[name] = buffer
+            if not torch.equal(buffer, value.to(buffer.dtype)):
+                buffer.copy_(value)
+
+
 @contextmanager
-def training_mode(module: nn.Module) -> Iterator[None]:
-    """Set training mode while the context is active; restore the training flags and the buffers on exit."""
-    training_flags = {submodule: submodule.training for submodule in module.modules()}
-    buffers = [
-        (buffer, buffer.detach().clone()) for buffer in module.buffers() if buffer.numel() <= MAX_RESTORED_BUFFER_NUMEL
-    ]
-    module.train()
+def preserve_state(module: nn.Module, *, training: bool = False) -> Iterator[None]:
+    """Set training or eval mode; restore the training flags, buffers and gradients on exit."""
+    flags = {submodule: submodule.training for submodule in module.modules()}
+    gradients = {param: param.grad for param in module.parameters()}
+    buffers = BufferSnapshot(module)
+    module.train(training)
     try:
         yield
     finally:
-        for submodule, training in training_flags.items():
-            submodule.training = training
-        with torch.no_grad():
-            for buffer, value in buffers:
-                if not torch.equal(buffer, value):
-                    buffer.copy_(value)
+        for submodule, flag in flags.items():
+            submodule.training = flag
+        buffers.restore()
+        for param, grad in gradients.items():
+            param.grad = grad
+
+
+def copy_parameters(module: nn.Module) -> None:
+    """Copy parameters to memory: those of a loaded model are mapped from files that are deleted next."""
+    for param in module.parameters():
+        param.data = param.data.clone()
 
 
 def weight_bytes(module: nn.Module) -> int:

@@ -5,14 +5,21 @@ inputs. The model is therefore run again with each matrix product changed at ran
 (Monte Carlo arithmetic; Parker 1997). The change of the output is the model's noise, which no constant can predict.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from cutaway.check.probes.op_tracer import EagerDispatchMode
+from cutaway.check.report.finding import CaseResult
 
+TorchFunction = Callable[..., Any]
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+"""A function that a mode intercepts, and its arguments: they can be of any type."""
 LOW_PRECISION_DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -20,57 +27,55 @@ NOISE_MARGIN = 10.0
 """Tolerance of a comparison as a multiple of the noise."""
 
 
-PERTURBED_OPS = (
-    "mm",
-    "addmm",
-    "bmm",
-    "baddbmm",
-    "linear",
-    "convolution",
-    "mkldnn_linear",
-    "mv",
-    "addmv",
-    "_softmax",
-    "native_layer_norm",
-    "_fused_rms_norm",
-    "grouped_mm",
-    "_grouped_mm",
-)
-
-
-MAX_ULPS = 1.5
+_PERTURBED_OPS = (
+    "mm", "addmm", "bmm", "baddbmm", "linear", "convolution", "mkldnn_linear", "mv", "addmv", "_softmax",
+    "native_layer_norm", "_fused_rms_norm", "grouped_mm", "_grouped_mm",
+)  # fmt: skip
+_MAX_ULPS = 1.5
 """Largest perturbation of a result, in units of the dtype's eps."""
 
 
+class EagerDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """TorchDispatchMode that does not import torch.compile in eager mode; the import takes seconds."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+def op_name(func: OpOverload) -> str:
+    """Name of a dispatched op without its namespace and overload."""
+    return func._schema.name.rpartition("::")[2]
+
+
 class RoundingNoise(EagerDispatchMode):
-    """Dispatch mode that perturbs the result of each op in `PERTURBED_OPS` at random, by at most `MAX_ULPS`."""
+    """Dispatch mode that perturbs the result of each op in `_PERTURBED_OPS` at random, by at most `_MAX_ULPS`."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.seed = seed
         self.generators: dict[torch.device, torch.Generator] = {}
-        self.num_perturbed = 0
-        """Number of perturbed results; 0 if the mode does not intercept any op (compiled code)."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         out = func(*args, **(kwargs or {}))
-        name = func._schema.name.rpartition("::")[2]
-        if name in PERTURBED_OPS or name.startswith("_scaled_dot_product"):
+        name = op_name(func)
+        if name in _PERTURBED_OPS or name.startswith("_scaled_dot_product"):
             if isinstance(out, Tensor):
-                return self.perturb(out)
+                return self._perturb(out)
             if isinstance(out, tuple) and out and isinstance(out[0], Tensor):
-                return (self.perturb(out[0]), *out[1:])
+                return (self._perturb(out[0]), *out[1:])
         return out
 
-    def perturb(self, x: Tensor) -> Tensor:
-        """Multiply by 1 + u·eps with u uniform in ±MAX_ULPS."""
+    def _perturb(self, x: Tensor) -> Tensor:
+        """Multiply by 1 + u·eps with u uniform in ±_MAX_ULPS."""
         if not x.is_floating_point() or x.numel() == 0 or x.is_meta:
             return x
         if x.device not in self.generators:
             self.generators[x.device] = torch.Generator(x.device).manual_seed(self.seed)
-        self.num_perturbed += 1
         uniform = torch.rand(x.shape, generator=self.generators[x.device], device=x.device, dtype=torch.float32)
-        step = (uniform * 2 - 1).mul_(MAX_ULPS * torch.finfo(x.dtype).eps)
+        step = (uniform * 2 - 1).mul_(_MAX_ULPS * torch.finfo(x.dtype).eps)
         # Values that are not finite, or would overflow, stay unchanged.
         perturbed = x + x * step.to(x.dtype) if x.dtype == torch.float64 else (x.float() * (1 + step)).to(x.dtype)
         return torch.where(perturbed.isfinite(), perturbed, x)
@@ -88,6 +93,16 @@ class Difference:
     @property
     def within_tolerance(self) -> bool:
         return self.max_abs <= self.tolerance
+
+    def success(self, message: str) -> CaseResult:
+        """A passed case with this difference as the measured value."""
+        return CaseResult("pass", message, self.max_abs, self.tolerance)
+
+    def failure(
+        self, message: str, location: str | None = None, *, cause: str | None = None, fix: str | None = None
+    ) -> CaseResult:
+        """A failed case with this difference as the measured value."""
+        return CaseResult("fail", message, self.max_abs, self.tolerance, location, cause, fix)
 
 
 def max_difference(a: Tensor, b: Tensor) -> Difference:

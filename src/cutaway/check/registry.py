@@ -14,22 +14,9 @@ if TYPE_CHECKING:
     from cutaway.check.context import CheckContext
 
 CHECK_MODULES = (
-    "eval_mode",
-    "causality",
-    "batching",
-    "attention_mask",
-    "padding",
-    "cross_attention",
-    "kv_cache",
-    "generation",
-    "attention",
-    "positions",
-    "config_and_weights",
-    "loss",
-    "training",
-    "activations",
-    "parity",
-)
+    "eval_mode", "causality", "batching", "attention_mask", "padding", "cross_attention", "kv_cache", "generation",
+    "attention", "positions", "config_and_weights", "loss", "training", "activations", "parity",
+)  # fmt: skip
 CAUSAL_KINDS = ("decoder", "encoder-decoder")
 ALL_KINDS = ("decoder", "encoder", "encoder-decoder")
 CheckFunction = Callable[["CheckContext"], CaseResult | Iterable[CaseResult]]
@@ -100,6 +87,16 @@ def get_checks() -> dict[str, Check]:
     return CHECKS
 
 
+def get_check(name: str) -> Check:
+    """A check by its name."""
+    checks = get_checks()
+    if name not in checks:
+        similar = difflib.get_close_matches(name, checks, 1)
+        hint = f"did you mean '{similar[0]}'? T" if similar else "t"
+        raise InputError(f"there is no check '{name}'; {hint}he checks are {', '.join(checks)}")
+    return checks[name]
+
+
 def select_checks(only: Iterable[str] | None, skip: Iterable[str] | None) -> list[Check]:
     """Select checks by name, by the first part of the name (`cache` selects all `cache-…`), or by a pattern
     (`causality*`)."""
@@ -109,12 +106,7 @@ def select_checks(only: Iterable[str] | None, skip: Iterable[str] | None) -> lis
         matched = set()
         for name in [names] if isinstance(names, str) else names:
             hits = {name} & checks.keys() or {candidate for candidate in checks if candidate.startswith(f"{name}-")}
-            hits = hits or set(fnmatch.filter(checks, name))
-            if not hits:
-                similar = difflib.get_close_matches(name, checks, 1)
-                hint = f"did you mean '{similar[0]}'? T" if similar else "t"
-                raise InputError(f"there is no check '{name}'; {hint}he checks are {', '.join(checks)}")
-            matched |= hits
+            matched |= hits or set(fnmatch.filter(checks, name)) or {get_check(name).name}
         return matched
 
     selected = set(checks) if only is None else match(only)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from cutaway.cli.prompts import MAX_PROMPT_BYTES, decode_utf8
-from cutaway.cli.timed_generation import EngineOptions, TimedGeneration
+from cutaway.cli.timed_generation import GenerateOptions, TimedGeneration
 from cutaway.cli.views.generation_output import (
     OutputWriter,
     check_chat_template,
@@ -38,7 +38,7 @@ def run_chat(
     initial_messages: Sequence[str],
     system: str | None,
     params: SamplingParams,
-    engine_options: EngineOptions,
+    engine_options: GenerateOptions,
     output: OutputWriter,
 ) -> None:
     """Reply to messages until the input ends."""
@@ -63,18 +63,24 @@ class ChatSession:
     """Message history, and an engine whose KV cache pages hold its tokens."""
 
     def __init__(
-        self, checkpoint: "Checkpoint", system: str | None, params: SamplingParams, engine_options: EngineOptions
+        self, checkpoint: "Checkpoint", system: str | None, params: SamplingParams, engine_options: GenerateOptions
     ) -> None:
         model, tokenizer, self.generation_config = unpack_checkpoint(checkpoint)
         assert tokenizer is not None
         params.check_vocab(model.config.vocab_size)
         self.checkpoint, self.tokenizer, self.params = checkpoint, tokenizer, params
         default_len = min(model.config.context or DEFAULT_MAX_MODEL_LEN, DEFAULT_MAX_MODEL_LEN)
-        options = engine_options.copy()
-        options["max_model_len"], options["max_num_seqs"] = engine_options["max_model_len"] or default_len, 1
-        if options["cache_implementation"] == "auto":
-            options["cache_implementation"] = "paged"
-        engine_config = build_engine_config(model, self.generation_config, **options)
+        cache = engine_options.get("cache_implementation", "auto")
+        engine_config = build_engine_config(
+            model,
+            self.generation_config,
+            max_num_seqs=1,
+            max_model_len=engine_options.get("max_model_len") or default_len,
+            cache_implementation="paged" if cache == "auto" else cache,
+            kv_cache_dtype=engine_options.get("kv_cache_dtype"),
+            weight_bits=engine_options.get("weight_bits"),
+            compile=engine_options.get("compile"),
+        )
         self.engine = Engine(engine_config, tokenizer=tokenizer, max_waiting=1)
         self.system_messages = [] if system is None else [{"role": "system", "content": system}]
         self.reset()

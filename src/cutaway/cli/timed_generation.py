@@ -2,11 +2,10 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Literal, TypedDict, Unpack
-
-import torch
+from typing import TYPE_CHECKING, Unpack
 
 from cutaway.generate.api import prepare_inputs, start_engine
+from cutaway.generate.engine.config import EngineOptions
 from cutaway.generate.engine.engine import Engine
 from cutaway.generate.engine.output import CompletionChunk
 from cutaway.generate.engine.request import Request
@@ -17,16 +16,12 @@ if TYPE_CHECKING:
     from cutaway.families.checkpoint import Checkpoint
 
 
-class EngineOptions(TypedDict, total=False):
-    """Options of the engine that `cutaway generate` sets; see `cutaway.generate.generate`."""
+class GenerateOptions(EngineOptions, total=False):
+    """Options that `cutaway generate` passes to the engine; see `cutaway.generate.generate`."""
 
     max_model_len: int | None
     max_num_seqs: int | None
-    cache_implementation: Literal["auto", "full", "ring", "paged"]
-    kv_cache_dtype: torch.dtype | None
-    weight_bits: int
-    compile: bool
-    draft_model: "Checkpoint | str"
+    draft_model: "Checkpoint | str | None"
 
 
 class TimedGeneration:
@@ -116,11 +111,18 @@ class TimedGeneration:
 
 
 def start_generation(
-    checkpoint: "Checkpoint", prompts: Sequence[Prompt], params: SamplingParams, **options: Unpack[EngineOptions]
+    checkpoint: "Checkpoint",
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    *,
+    draft_model: "Checkpoint | str | None" = None,
+    max_num_seqs: int | None = None,
+    max_model_len: int | None = None,
+    **options: Unpack[EngineOptions],
 ) -> tuple[TimedGeneration, list[Request]]:
     """Start an engine with one request per completion, in order, with the same results as `generate`."""
-    draft_model = options.pop("draft_model", None)
-    options.setdefault("max_num_seqs", None)
-    inputs = prepare_inputs(checkpoint, list(prompts), params, **options)
+    inputs = prepare_inputs(
+        checkpoint, list(prompts), params, max_num_seqs=max_num_seqs, max_model_len=max_model_len, **options
+    )
     engine, requests = start_engine(inputs, params, draft_model=draft_model)
     return TimedGeneration(engine, requests), requests

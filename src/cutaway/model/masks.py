@@ -157,7 +157,7 @@ def self_attention_mask(
     if is_causal:
         rules.append(causal_mask if q.prefix_length is None else prefix_lm_mask)
     if window is not None:
-        rules.append(SlidingWindowMask(window))
+        rules.append(SlidingWindowMask(window))  # type: ignore[arg-type]  # mypy ignores __call__ of a NamedTuple
     if q.document_id is not None:
         rules.append(document_mask)
     length = k.position.shape[-1]

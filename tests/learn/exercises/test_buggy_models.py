@@ -14,7 +14,7 @@ from cutaway.learn.exercises.buggy_models import (
     build_buggy_model,
 )
 
-pytestmark = pytest.mark.unchecked
+pytestmark = [pytest.mark.unchecked, pytest.mark.usefixtures("frozen_check_clock")]
 CHECK_OF_BUG = {
     "future seen": "causality",
     "cache off by one": "cache-decode",

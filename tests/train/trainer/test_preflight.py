@@ -1,6 +1,5 @@
 """Preflight checks before the first step: a leak is an error, other findings are logged, nothing else changes."""
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,9 @@ import cutaway as ct
 from cutaway.errors import InputError
 from cutaway.model import stack
 from cutaway.train.trainer.launch import train
-from cutaway.train.trainer.preflight import BUDGET_SECONDS, run_preflight
+from cutaway.train.trainer.preflight import run_preflight
 
-pytestmark = pytest.mark.unchecked
+pytestmark = [pytest.mark.unchecked, pytest.mark.usefixtures("frozen_check_clock")]
 
 
 @pytest.fixture
@@ -87,9 +86,9 @@ def test_other_findings_are_logged(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("preset", ["tiny-gpt", "tiny-bert", "tiny-t5"])
-def test_correct_model_passes_within_the_budget(preset: str) -> None:
-    model, messages = ct.build(preset, seed=0), []
-    start = time.monotonic()
+def test_correct_model_passes_with_few_forward_passes(preset: str) -> None:
+    model, messages, calls = ct.build(preset, seed=0), [], []
+    model.register_forward_pre_hook(lambda *_: calls.append(1))
     run_preflight(model, 0, messages.append)
     assert not messages
-    assert time.monotonic() - start < 4 * BUDGET_SECONDS  # with a margin for a busy machine
+    assert len(calls) < 150

@@ -1,8 +1,8 @@
 """`build_checked_model`: select the adapter for a model, apply overrides, infer missing properties."""
 
+from bisect import bisect_left
 from contextlib import nullcontext
 from dataclasses import fields, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,23 +10,23 @@ from torch import Tensor, nn
 from cutaway.check.adapters.cutaway import adapt_cutaway_model
 from cutaway.check.adapters.module import adapt_attention_kernel, adapt_function, adapt_module
 from cutaway.check.adapters.transformers import adapt_transformers_model, is_transformers_model
-from cutaway.check.adapters.user_functions import UserFunctionError, validate_override
-from cutaway.check.checked_model import CheckedModel
+from cutaway.check.adapters.user_functions import UserFunctionError, describe_value, validate_override
+from cutaway.check.checked_model import CheckedModel, require
 from cutaway.check.module_state import can_upcast, upcast_to_fp32
 from cutaway.errors import InputError, format_raised
 from cutaway.model import Transformer
 
-MAX_PROBED_SEQ_LEN = 72
+_MAX_PROBED_SEQ_LEN = 72
 """Longest sequence that is probed; checks use longer ones only if `max_seq_len` allows them."""
-FIELD_NAMES = {entry.name for entry in fields(CheckedModel)}
+_FIELD_NAMES = {entry.name for entry in fields(CheckedModel)}
 
 
-def build_checked_model(model: Any, overrides: dict[str, Any], *, seed: int) -> CheckedModel:
+def build_checked_model(model: object, overrides: dict[str, object], *, seed: int) -> CheckedModel:
     """Build a `CheckedModel` from a model; `overrides` replace what the adapter sets."""
-    unknown = overrides.keys() - FIELD_NAMES
+    unknown = overrides.keys() - _FIELD_NAMES
     if unknown:
         raise InputError(
-            f"'{sorted(unknown)[0]}' is not a field of CheckedModel; pass one of {', '.join(sorted(FIELD_NAMES))}"
+            f"'{sorted(unknown)[0]}' is not a field of CheckedModel; pass one of {', '.join(sorted(_FIELD_NAMES))}"
         )
     checked = replace(model) if isinstance(model, CheckedModel) else _adapt_any(model, overrides, seed)
     for name, value in overrides.items():
@@ -35,17 +35,14 @@ def build_checked_model(model: Any, overrides: dict[str, Any], *, seed: int) -> 
     return checked
 
 
-def _adapt_any(source: Any, overrides: dict[str, Any], seed: int) -> CheckedModel:
+def _adapt_any(source: object, overrides: dict[str, object], seed: int) -> CheckedModel:
     """Apply the adapter for the type of `source`."""
-    model = source
-    if not isinstance(model, nn.Module) and isinstance(getattr(model, "model", None), Transformer):
-        model = model.model  # a checkpoint
-    if isinstance(getattr(model, "_orig_mod", model), Transformer):
+    model = source if isinstance(source, nn.Module) else getattr(source, "model", source)  # of a checkpoint
+    if isinstance(model, nn.Module) and isinstance(getattr(model, "_orig_mod", model), Transformer):
         return adapt_cutaway_model(model, seed)
-    if isinstance(model, nn.Module) and is_transformers_model(model):
-        return adapt_transformers_model(model, seed)
-    if isinstance(model, nn.Module):
-        return adapt_module(model, overrides)
+    if isinstance(source, nn.Module):
+        is_transformers = is_transformers_model(source)
+        return adapt_transformers_model(source, seed) if is_transformers else adapt_module(source, overrides)
     if source is None and ("logits" in overrides or "attention" in overrides):
         return CheckedModel()
     if callable(source):
@@ -81,45 +78,38 @@ def _infer_properties(checked: CheckedModel) -> None:
             "tokens (B, T) → logits (B, T, V) as logits="
         ) from error
     if not isinstance(out, Tensor) or out.ndim != 3 or out.shape[:2] != probe.shape:
-        output = f"a tensor of shape {tuple(out.shape)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
         raise InputError(
-            f"{checked.name} returned {output} for tokens of shape (1, 2); logits have shape (1, 2, V), so pass "
-            "a function that returns them as logits="
+            f"{checked.name} returned {describe_value(out)} for tokens of shape (1, 2); logits have shape (1, 2, V), "
+            "so pass a function that returns them as logits="
         )
     checked.vocab_size = checked.vocab_size or out.shape[-1]
     for name in ("pad_token_id", "eos_token_id"):  # some configurations name tokens beyond the vocabulary
         if not 0 <= (getattr(checked, name) or 0) < checked.vocab_size:
             setattr(checked, name, None)
-    if checked.max_seq_len is None and not _declares_max_seq_len(checked.module):
+    is_transformers = checked.module is not None and is_transformers_model(checked.module)
+    if checked.max_seq_len is None and not is_transformers:  # a transformers configuration without one has no limit
         with upcast_to_fp32(checked.module) if can_upcast(checked) else nullcontext():  # a CPU can be slow in bf16
             checked.max_seq_len = _probe_max_seq_len(checked, token)
     checked.dtype = checked.dtype or out.dtype
 
 
-def _declares_max_seq_len(module: nn.Module | None) -> bool:
-    """Whether the configuration declares a maximum length, so that a missing one means no limit."""
-    return module is not None and is_transformers_model(module)
-
-
 def _probe_max_seq_len(checked: CheckedModel, token: int) -> int | None:
-    """Find the maximum sequence length by binary search; None if sequences of MAX_PROBED_SEQ_LEN work."""
+    """Find the maximum sequence length by binary search; None if sequences of _MAX_PROBED_SEQ_LEN work."""
     if checked.device.type != "cpu":  # an index error on a GPU breaks the CUDA context: use the embedding sizes instead
         submodules = checked.module.modules() if checked.module is not None else ()
         sizes = [submodule.num_embeddings for submodule in submodules if isinstance(submodule, nn.Embedding)]
         return min((size for size in sizes if size > 1), default=None)
-    assert checked.logits is not None
+    logits = require(checked.logits)
 
     def works(seq_len: int) -> bool:
         try:
-            checked.logits(torch.full((1, seq_len), token))  # type: ignore[misc]
+            logits(torch.full((1, seq_len), token))
         except Exception:  # any exception means that this length is not supported
             return False
         return True
 
-    if works(MAX_PROBED_SEQ_LEN):
+    if works(_MAX_PROBED_SEQ_LEN):
         return None
-    low, high = 2, MAX_PROBED_SEQ_LEN  # 2 tokens work, MAX_PROBED_SEQ_LEN do not
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if works(middle) else (low, middle)
-    return low
+    # 2 tokens work, _MAX_PROBED_SEQ_LEN do not: the first length that does not is one above the maximum.
+    lengths = range(2, _MAX_PROBED_SEQ_LEN)
+    return bisect_left(lengths, True, key=lambda seq_len: not works(seq_len)) + 1

@@ -3,26 +3,36 @@
 import math
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-LARGE_EPS = 0.5
+from cutaway.check.checked_model import count_parameters
+from cutaway.check.module_state import MAX_PERTURBED_PARAMS
+
+T = TypeVar("T")
+Node = dict[str, Any]
+"""A config node as JSON."""
+Path = tuple[str | int, ...]
+"""Keys and indices from the root to a field."""
+TransformersConfig = Any
+"""A PreTrainedConfig."""
+_LARGE_EPS = 0.5
 """An eps that changes the output of any norm."""
 
 
-def pick_other(value: Any, *choices: Any) -> Any:
+def _pick_other(value: object, *choices: T) -> T:
     """The first choice that differs from `value`."""
     return next(choice for choice in choices if choice != value)
 
 
-def scale_number(value: Any, factor: float) -> Any:
+def _scale_number(value: object, factor: float) -> float | None:
     """`value` times `factor`; None if `value` is not a number."""
     return None if isinstance(value, bool) or not isinstance(value, int | float) else value * factor
 
 
-def random_state_dict(module: nn.Module, seed: int) -> dict[str, Tensor]:
+def _random_state_dict(module: nn.Module, seed: int) -> dict[str, Tensor]:
     """A random state dict in which every parameter affects the logits: weights of usual size, no zero biases, no unit
     gains. Tied parameters stay tied."""
     generator = torch.Generator().manual_seed(seed)
@@ -46,6 +56,13 @@ def random_state_dict(module: nn.Module, seed: int) -> dict[str, Tensor]:
     return state
 
 
+def variant_state_dict(module: nn.Module, seed: int) -> dict[str, Tensor]:
+    """Weights of config variants: random ones in which every parameter affects the logits, if the model is small."""
+    if count_parameters(module) <= MAX_PERTURBED_PARAMS:
+        return _random_state_dict(module, seed)
+    return {name: tensor.detach() for name, tensor in module.state_dict().items()}
+
+
 def validate_same_shapes(module: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
     """Raise ValueError if the changed field also changes tensor shapes: then the model cannot ignore it."""
     shapes = {name: tensor.shape for name, tensor in module.state_dict().items()}
@@ -53,7 +70,7 @@ def validate_same_shapes(module: nn.Module, state_dict: Mapping[str, Tensor]) ->
         raise ValueError("the changed value gives tensors of other shapes, so the field cannot be ignored")
 
 
-def iter_config_changes(node: Any, path: tuple[Any, ...], d_model: int) -> Iterator[tuple[tuple[Any, ...], Any]]:
+def iter_config_changes(node: Node | list[Any], path: Path, d_model: int) -> Iterator[tuple[Path, object]]:
     """Yield (path, changed value) of each config field that affects the logits."""
     ineffective = _ineffective_keys(node, d_model) if isinstance(node, dict) else ()
     for key, value in enumerate(node) if isinstance(node, list) else node.items():
@@ -65,7 +82,7 @@ def iter_config_changes(node: Any, path: tuple[Any, ...], d_model: int) -> Itera
             yield (*path, key), changed
 
 
-def _ineffective_keys(node: dict[str, Any], d_model: int) -> tuple[str, ...]:
+def _ineffective_keys(node: Node, d_model: int) -> tuple[str, ...]:
     """Keys that need not affect the logits: scores with a window of 1, RoPE on at most 4 dimensions, initialization."""
     if node.get("window") == 1:
         return "position", "scale", "softcap", "qk_norm"
@@ -74,41 +91,43 @@ def _ineffective_keys(node: dict[str, Any], d_model: int) -> tuple[str, ...]:
     return "init", "scaling"
 
 
-def _changed_cutaway_value(node: dict[str, Any], key: str, value: Any) -> Any:
+def _changed_cutaway_value(node: Node, key: str, value: Any) -> object:
     """A changed value that must change the logits; None if the field need not affect them."""
     kind = node.get("kind")
-    if kind in ("multi-head", "cross") or "kv_rank" in node:
-        head_dim = node.get("d_head") or node.get("d_rope")
-        return {
-            "scale": 0.7 if value is None else value * 2,
-            "softcap": pick_other(value, 0.5, 1.0),
-            "clip_qkv": pick_other(value, 0.1, 0.2),
-            "window": pick_other(value, 2, 3),
-        }.get(key) if head_dim != 1 and key in node else None  # fmt: skip
-    if kind == "rope":
-        narrow = node["rotary_dim"] is not None and node["rotary_dim"] <= 4
-        changed = {"theta": scale_number(value, 0.01), "layout": pick_other(value, "half", "interleaved")}
-        return None if narrow or node["scaling"]["kind"] != "none" else changed.get(key)
-    if kind == "alibi":
-        return scale_number(value, 0.3) if key in ("max_bias", "scale") else None
-    if kind == "sinusoidal" and node["table_length"] is None:
-        return {"base": scale_number(value, 0.01), "layout": pick_other(value, "interleaved", "halves")}.get(key)
-    if kind == "lm":
-        return {"scale": scale_number(value, 2), "softcap": pick_other(value, 0.5, 1.0)}.get(key)
-    if "top_k" in node:
-        return scale_number(value, 2) if key == "scale" else None
-    return {
-        "eps": LARGE_EPS if value != LARGE_EPS else 1.0,
-        "activation": pick_other(value, "tanh", "relu"),
-        "residual_scale": scale_number(value, 3),
-        "skip_scale": scale_number(value, 3),
+    changed: dict[str, object] = {
+        "eps": _pick_other(value, _LARGE_EPS, 1.0),
+        "activation": _pick_other(value, "tanh", "relu"),
+        "residual_scale": _scale_number(value, 3),
+        "skip_scale": _scale_number(value, 3),
         "unit_offset": not value,
         "limit": 0.1,
-        "alpha": scale_number(value, 3),
-    }.get(key)
+        "alpha": _scale_number(value, 3),
+    }
+    if kind in ("multi-head", "cross") or "kv_rank" in node:
+        has_one_dim = (node.get("d_head") or node.get("d_rope")) == 1
+        changed = {
+            "scale": 0.7 if value is None else _scale_number(value, 2),
+            "softcap": _pick_other(value, 0.5, 1.0),
+            "clip_qkv": _pick_other(value, 0.1, 0.2),
+            "window": _pick_other(value, 2, 3),
+        }
+        return None if has_one_dim else changed.get(key)
+    if kind == "rope":
+        narrow = node["rotary_dim"] is not None and node["rotary_dim"] <= 4
+        changed = {"theta": _scale_number(value, 0.01), "layout": _pick_other(value, "half", "interleaved")}
+        return None if narrow or node["scaling"]["kind"] != "none" else changed.get(key)
+    if kind == "alibi":
+        changed = dict.fromkeys(("max_bias", "scale"), _scale_number(value, 0.3))
+    elif kind == "sinusoidal" and node["table_length"] is None:
+        changed = {"base": _scale_number(value, 0.01), "layout": _pick_other(value, "interleaved", "halves")}
+    elif kind == "lm":
+        changed = {"scale": _scale_number(value, 2), "softcap": _pick_other(value, 0.5, 1.0)}
+    elif "top_k" in node:
+        changed = {"scale": _scale_number(value, 2)}
+    return changed.get(key)
 
 
-def find_config_values(config: Any, key: str) -> list[tuple[str, Any, Any]]:
+def find_config_values(config: TransformersConfig, key: str) -> list[tuple[str, TransformersConfig, object]]:
     """(path, config, value) of a field; for a nested configuration, one entry per field of it."""
     value: Any = getattr(config, key, None)
     if hasattr(value, "to_dict"):
@@ -116,38 +135,32 @@ def find_config_values(config: Any, key: str) -> list[tuple[str, Any, Any]]:
     return [] if value is None else [(key, config, value)]  # an optional field may be missing
 
 
-def changed_transformers_value(config: Any, key: str, value: Any) -> Any:
+def changed_transformers_value(config: TransformersConfig, key: str, value: object) -> object:
     """A changed value that must change the logits; None if the field need not affect them."""
-    self_only = getattr(config, "sliding_window", None) == 1  # softmax over one key ignores the scores
-    if self_only and key in (
-        "rope_parameters",
-        "attn_logit_softcapping",
-        "query_pre_attn_scalar",
-        "attention_multiplier",
-    ):
-        return None
+    score_fields = ("rope_parameters", "attn_logit_softcapping", "query_pre_attn_scalar", "attention_multiplier")
+    if getattr(config, "sliding_window", None) == 1 and key in score_fields:
+        return None  # softmax over one key ignores the scores
     if key == "rope_parameters" and isinstance(value, dict):
         return None if getattr(config, "alibi", False) else _changed_rope_parameters(config, value)
     if key == "sliding_window":
         types = getattr(config, "layer_types", None)
         slides = "sliding_attention" in types if types else getattr(config, "use_sliding_window", True)
-        return pick_other(value, 2, 3) if slides and isinstance(value, int) else None
-    table = {
-        ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon"): LARGE_EPS,
-        ("hidden_act", "activation_function", "hidden_activation"): pick_other(value, "tanh", "relu"),
-        ("attn_logit_softcapping", "final_logit_softcapping"): pick_other(value, 0.5, 1.0),
-        ("logit_scale", "residual_multiplier", "attention_multiplier", "logits_scaling"): scale_number(value, 3),
-        ("routed_scaling_factor", "embedding_multiplier"): scale_number(value, 3),
-        ("query_pre_attn_scalar",): scale_number(value, 9),
-        ("scale_attn_weights", "use_parallel_residual", "scale_embedding"): not value,
-        ("clip_qkv", "swiglu_limit"): pick_other(value, 0.1, 0.2),
-        ("swiglu_alpha", "softmax_scale"): scale_number(value, 3),
-        ("alibi_bias_max",): scale_number(value, 4) if getattr(config, "alibi", False) else None,
+        return _pick_other(value, 2, 3) if slides and isinstance(value, int) else None
+    table: dict[str, object] = {
+        "rms_norm_eps layer_norm_eps layer_norm_epsilon norm_eps norm_epsilon": _LARGE_EPS,
+        "hidden_act activation_function hidden_activation": _pick_other(value, "tanh", "relu"),
+        "attn_logit_softcapping final_logit_softcapping": _pick_other(value, 0.5, 1.0),
+        "logit_scale residual_multiplier attention_multiplier logits_scaling": _scale_number(value, 3),
+        "routed_scaling_factor embedding_multiplier swiglu_alpha softmax_scale": _scale_number(value, 3),
+        "query_pre_attn_scalar": _scale_number(value, 9),
+        "scale_attn_weights use_parallel_residual scale_embedding": not value,
+        "clip_qkv swiglu_limit": _pick_other(value, 0.1, 0.2),
+        "alibi_bias_max": _scale_number(value, 4) if getattr(config, "alibi", False) else None,
     }
-    return next((changed for keys, changed in table.items() if key in keys), None)
+    return next((changed for keys, changed in table.items() if key in keys.split()), None)
 
 
-def _changed_rope_parameters(config: Any, value: dict[str, Any]) -> Any:
+def _changed_rope_parameters(config: TransformersConfig, value: Node) -> Node | None:
     """RoPE parameters with another theta for all layer types; None if at most 4 dimensions are rotated."""
     head_dim = getattr(config, "head_dim", None) or getattr(config, "qk_rope_head_dim", None)
     head_dim = head_dim or config.hidden_size // getattr(config, "num_attention_heads", 1)

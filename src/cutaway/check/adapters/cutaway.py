@@ -12,14 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cutaway.check.adapters.config_variants import (
-    iter_config_changes,
-    random_state_dict,
-    validate_same_shapes,
-)
-from cutaway.check.checked_model import CheckedModel, LogitsFunction, ReloadedModel
-from cutaway.check.module_state import MAX_PERTURBED_PARAMS
-from cutaway.config import Config, to_dict
+from cutaway.check.adapters.config_variants import iter_config_changes, validate_same_shapes, variant_state_dict
+from cutaway.check.adapters.declared_config import self_attention_configs, set_attention_properties
+from cutaway.check.adapters.module import logits_by_kernel
+from cutaway.check.checked_model import CheckedModel, ConfigVariants, LogitsFunction, ReloadedModel, require
+from cutaway.check.module_state import copy_parameters
+from cutaway.config import Config, DynamicNTK, LatentAttention, LongRope, MultiHead, to_dict
 from cutaway.config import config as read_config
 from cutaway.errors import ConfigError, KernelError
 from cutaway.families.load import load
@@ -37,13 +35,6 @@ from cutaway.model import Cache, EncoderDecoder, EncoderOnly, Transformer, build
 from cutaway.model.layers import ConstantBuffers
 
 
-def _add_state_functions(checked: CheckedModel, model: Transformer, seed: int) -> None:
-    """Set the functions that save, load and rebuild the model."""
-    checked.reload = lambda: _save_and_reload(model)
-    checked.load_from_meta = lambda: _load_from_meta(model)
-    checked.config_variants = lambda: _build_config_variants(model, seed)
-
-
 def _save_and_reload(model: Transformer) -> ReloadedModel:
     """Save in the format of the first matching model family (or in cutaway's own format) and load."""
     with tempfile.TemporaryDirectory(prefix="cutaway-check-") as directory:
@@ -53,10 +44,9 @@ def _save_and_reload(model: Transformer) -> ReloadedModel:
         except ConfigError:  # no model family supports this configuration
             save(model, path, family="cutaway")
         reloaded = load(path, device=model.device, dtype=model.dtype)
-        for param in reloaded.model.parameters():  # memory-mapped from files that are deleted below
-            param.data = param.data.clone()
-    assert reloaded.load_report is not None
-    return ReloadedModel(reloaded.model, reloaded.load_report.missing_keys, reloaded.load_report.unexpected_keys)
+        copy_parameters(reloaded.model)
+    report = require(reloaded.load_report)
+    return ReloadedModel(reloaded.model, report.missing_keys, report.unexpected_keys)
 
 
 def _load_from_meta(model: Transformer) -> nn.Module:
@@ -67,19 +57,11 @@ def _load_from_meta(model: Transformer) -> nn.Module:
     return loaded.eval()
 
 
-def _build_config_variants(model: Transformer, seed: int) -> Mapping[str, Callable[[], LogitsFunction]]:
-    """For each config field that affects the logits: the model with another value. Small models get random weights in
-    which every parameter affects the logits."""
-    is_small = sum(param.numel() for param in model.parameters()) <= MAX_PERTURBED_PARAMS
-    if is_small:
-        state_dict = random_state_dict(model, seed)
-    else:
-        state_dict = {name: tensor.detach() for name, tensor in model.state_dict().items()}
-    baseline = to_dict(model.config)
+def _build_config_variants(model: Transformer, seed: int) -> ConfigVariants:
+    """For each config field that affects the logits: the model with another value."""
+    state_dict = variant_state_dict(model, seed)
     full_config = model.config.model_dump(mode="json")
-    variants: dict[str, Callable[[], LogitsFunction]] = {
-        "": partial(_logits_with_config, model, baseline, state_dict, seed)
-    }
+    variants = {"": partial(_logits_with_config, model, to_dict(model.config), state_dict, seed)}
     for path, value in iter_config_changes(full_config, (), model.config.d_model):
         changed = deepcopy(full_config)
         node: Any = changed
@@ -91,7 +73,7 @@ def _build_config_variants(model: Transformer, seed: int) -> Mapping[str, Callab
 
 
 def _logits_with_config(
-    model: Transformer, config: dict[str, Any], state_dict: Mapping[str, Tensor], seed: int
+    model: Transformer, config: dict[str, object], state_dict: Mapping[str, Tensor], seed: int
 ) -> LogitsFunction:
     """Logits function of a model with this configuration and these weights."""
     variant = build(read_config(config), device="meta", dtype=model.dtype)
@@ -101,9 +83,7 @@ def _logits_with_config(
     for submodule in variant.modules():
         if isinstance(submodule, ConstantBuffers):
             submodule.register_constants(model.device)
-    logits = adapt_cutaway_model(variant.eval(), seed).logits
-    assert logits is not None
-    return logits
+    return require(adapt_cutaway_model(variant.eval(), seed).logits)
 
 
 def _add_activation_checkpointing(checked: CheckedModel, model: Transformer) -> None:
@@ -117,21 +97,26 @@ def _add_activation_checkpointing(checked: CheckedModel, model: Transformer) -> 
     checked.set_activation_checkpointing = set_enabled
 
 
-NUM_UNUSED_SLOTS = 5
+_NUM_UNUSED_SLOTS = 5
 """Number of cache slots that stay unused."""
 
 
-CachedForward = Callable[[Tensor, Cache], Tensor]
+_ForwardWithCache = Callable[[Tensor, Cache], Tensor]
+_DraftModel = Transformer | NgramConfig
 
 
-def _add_generation_functions(
-    checked: CheckedModel, model: Transformer, forward: CachedForward, source: Tensor | None = None
+def _add_cache_functions(
+    checked: CheckedModel, model: Transformer, forward: _ForwardWithCache, source: Tensor | None = None
 ) -> None:
-    """Set the generation and cache functions; an encoder-decoder generates from a fixed source."""
+    """Set the cache and generation functions; an encoder-decoder generates from a fixed source."""
     source_row = None if source is None else source[0].tolist()
 
-    def generate(rows: list[list[int]], n: int, draft: Any = None) -> Tensor:
+    def generate(rows: list[list[int]], n: int, draft: _DraftModel | None = None) -> Tensor:
         return torch.tensor([_generate_one(model, row, n, source_row, draft) for row in rows], device=model.device)
+
+    def step(tokens: Tensor, cache: Cache | None) -> tuple[Tensor, Cache]:
+        cache = model.new_cache(len(tokens), 512) if cache is None else cache
+        return forward(tokens, cache), cache
 
     def search_beams(tokens: Tensor, n: int, k: int) -> tuple[Tensor, Tensor]:
         row = tokens[0].tolist()
@@ -149,6 +134,7 @@ def _add_generation_functions(
             [generate([row], n, model if index % 2 else NgramConfig()) for index, row in enumerate(tokens.tolist())]
         )
 
+    checked.logits_with_cache = step
     checked.generate = lambda tokens, n: generate(tokens.tolist(), n)
     if source_row is None:
         checked.generate_padded = lambda tokens, mask, n: _generate_batch(
@@ -167,7 +153,11 @@ def _greedy_params(max_new_tokens: int) -> SamplingParams:
 
 
 def _generate_one(
-    model: Transformer, prompt: list[int], max_new_tokens: int, source: list[int] | None, draft_model: Any
+    model: Transformer,
+    prompt: list[int],
+    max_new_tokens: int,
+    source: list[int] | None,
+    draft_model: _DraftModel | None,
 ) -> list[int]:
     """Generate from one prompt; for an encoder-decoder, the prompt is the start of the decoder's sequence."""
     has_encoder = isinstance(model, EncoderDecoder)
@@ -199,7 +189,7 @@ def _generate_batch(model: Transformer, prompts: list[list[int]], max_new_tokens
     return torch.tensor([request.result().tokens for request in requests], device=model.device)
 
 
-def _run_engine(engine: Any, model: Transformer) -> None:
+def _run_engine(engine: Engine | SpeculativeDecoder, model: Transformer) -> None:
     """Step the engine until all requests are finished."""
     try:
         with eval_mode(model):
@@ -222,20 +212,22 @@ def _sample_tokens(
     return sampler.sample(logits.expand(num_samples, -1), sampler.features(1)).tokens
 
 
-def _forward_in_chunks(forward: CachedForward, tokens: Tensor, cache: Cache, chunk_size: int) -> Tensor:
+def _forward_in_chunks(forward: _ForwardWithCache, tokens: Tensor, cache: Cache, chunk_size: int) -> Tensor:
     """Logits of a prefill in chunks of `chunk_size` tokens."""
     return torch.cat(
         [forward(tokens[:, start : start + chunk_size], cache) for start in range(0, tokens.shape[1], chunk_size)], 1
     )
 
 
-def _logits_with_filled_cache(model: Transformer, forward: CachedForward, tokens: Tensor, fill_value: float) -> Tensor:
+def _logits_with_filled_cache(
+    model: Transformer, forward: _ForwardWithCache, tokens: Tensor, fill_value: float
+) -> Tensor:
     """Logits of a chunked prefill in a cache filled with `fill_value`.
 
     A finite value runs with static shapes, where attention reads all slots: unused ones have weight 0, and 0 times NaN
     would be NaN. The engine therefore clears slots before it reuses them.
     """
-    cache = model.new_cache(len(tokens), tokens.shape[1] + NUM_UNUSED_SLOTS)
+    cache = model.new_cache(len(tokens), tokens.shape[1] + _NUM_UNUSED_SLOTS)
     for layer in cache.layers:
         layer.k.fill_(fill_value)
         layer.v.fill_(fill_value)
@@ -243,7 +235,7 @@ def _logits_with_filled_cache(model: Transformer, forward: CachedForward, tokens
     return _forward_in_chunks(forward, tokens, cache, 7)
 
 
-def adapt_cutaway_model(model: Any, seed: int) -> CheckedModel:
+def adapt_cutaway_model(model: nn.Module, seed: int) -> CheckedModel:
     """Adapt a decoder, encoder or encoder-decoder."""
     inner = unwrap_model(model)
     assert isinstance(inner, Transformer)
@@ -255,21 +247,18 @@ def adapt_cutaway_model(model: Any, seed: int) -> CheckedModel:
     checked.source_vocab_size = getattr(config, "source_vocab_size", None)
     if isinstance(inner, EncoderDecoder):
         _adapt_encoder_decoder(checked, inner, seed)
-    elif isinstance(inner, EncoderOnly):
-        forward = inner if inner.head is not None else inner.encode
-        checked.logits = lambda tokens: forward(tokens)
-        checked.logits_with_mask = lambda tokens, mask: forward(tokens, mask)
+    else:
+        forward = inner.encode if isinstance(inner, EncoderOnly) and inner.head is None else inner
+        checked.logits = forward if isinstance(inner, EncoderOnly) else model
+        checked.logits_with_mask = forward
         checked.logits_with_positions = lambda tokens, positions: forward(tokens, positions=positions)
         checked.logits_with_documents = lambda tokens, documents: forward(tokens, document_ids=documents)
-    else:
-        checked.logits = lambda tokens: model(tokens)
-        checked.logits_with_mask = lambda tokens, mask: inner(tokens, mask)
-        checked.logits_with_positions = lambda tokens, positions: inner(tokens, positions=positions)
-        checked.logits_with_documents = lambda tokens, documents: inner(tokens, document_ids=documents)
-        checked.logits_with_cache = _build_cached_forward(inner, lambda tokens, cache: inner(tokens, cache=cache))
-        _add_generation_functions(checked, inner, lambda tokens, cache: inner(tokens, cache=cache))
-    checked.logits_by_kernel = _build_kernel_logits(inner, checked.logits)
-    _add_state_functions(checked, inner, seed)
+        if not isinstance(inner, EncoderOnly):
+            _add_cache_functions(checked, inner, lambda tokens, cache: inner(tokens, cache=cache))
+    checked.logits_by_kernel = _build_kernel_logits(inner, require(checked.logits))
+    checked.reload = lambda: _save_and_reload(inner)
+    checked.load_from_meta = lambda: _load_from_meta(inner)
+    checked.config_variants = lambda: _build_config_variants(inner, seed)
     _add_activation_checkpointing(checked, inner)
     return checked
 
@@ -278,26 +267,17 @@ def _set_config_properties(checked: CheckedModel, config: Config) -> None:
     """Set layers, windows, lengths and position properties from the configuration."""
     stack = config.stacks.get("decoder") or config.stacks["encoder"]
     checked.num_layers = len(stack.blocks)
-    windows = {getattr(block.attention, "window", None) for block in stack.blocks}
-    checked.windows = tuple(sorted(window for window in windows if window is not None))
-    checked.window = windows.pop() if len(windows) == 1 else None
+    set_attention_properties(checked, config)
     lengths = [getattr(stack_config.embedding.position, "length", None) for stack_config in config.stacks.values()]
-    lengths += [_rope_switch_length(block.attention) for block in stack.blocks]
-    known = [length for length in lengths if length is not None]
-    checked.max_seq_len = min(known) if known else None
-    has_absolute = stack.embedding.position.kind != "none"
-    attention_kinds = {block.attention.position.kind for block in stack.blocks} - {"none"}
-    checked.has_positions = has_absolute or bool(attention_kinds)
-    checked.relative_positions = bool(attention_kinds) and not has_absolute
+    lengths += [_rope_switch_length(layer) for layer in self_attention_configs(config)]
+    checked.max_seq_len = min((length for length in lengths if length is not None), default=None)
     checked.tied_embeddings = getattr(config.head, "tied", None)
 
 
-def _rope_switch_length(attention: Any) -> int | None:
+def _rope_switch_length(attention: MultiHead | LatentAttention) -> int | None:
     """The length beyond which a RoPE scaling changes the angles of all tokens."""
-    scaling = getattr(getattr(attention, "position", None), "scaling", None)
-    if scaling is not None and scaling.kind in ("dynamic", "longrope"):
-        return int(scaling.original_length)
-    return None
+    scaling = getattr(attention.position, "scaling", None)
+    return scaling.original_length if isinstance(scaling, DynamicNTK | LongRope) else None
 
 
 def _adapt_encoder_decoder(checked: CheckedModel, model: EncoderDecoder, seed: int) -> None:
@@ -315,23 +295,10 @@ def _adapt_encoder_decoder(checked: CheckedModel, model: EncoderDecoder, seed: i
     def step(tokens: Tensor, cache: Cache) -> Tensor:
         return model(expand_source(tokens) if cache.memory_positions is None else None, tokens, cache=cache)
 
-    checked.logits_with_cache = _build_cached_forward(model, step)
-    _add_generation_functions(checked, model, step, source)
+    _add_cache_functions(checked, model, step, source)
 
 
-def _build_cached_forward(
-    model: Transformer, forward: Callable[..., Tensor]
-) -> Callable[[Tensor, Any], tuple[Tensor, Any]]:
-    """Build tokens, cache → logits, cache; the first call allocates the cache."""
-
-    def step(tokens: Tensor, state: Any) -> tuple[Tensor, Any]:
-        state = model.new_cache(len(tokens), 512) if state is None else state
-        return forward(tokens, state), state
-
-    return step
-
-
-def _build_kernel_logits(model: Transformer, logits: Any) -> dict[str, Any]:
+def _build_kernel_logits(model: Transformer, logits: LogitsFunction) -> dict[str, LogitsFunction]:
     """Logits function per supported kernel; flex is left out because it compiles."""
 
     @contextmanager
@@ -344,18 +311,4 @@ def _build_kernel_logits(model: Transformer, logits: Any) -> dict[str, Any]:
             for module, kernel in original:
                 module.kernel = kernel
 
-    def is_supported(name: str) -> bool:
-        try:
-            with use_kernel(name):
-                return True
-        except KernelError:
-            return False
-
-    def logits_with_kernel(name: str) -> Callable[[Tensor], Tensor]:
-        def run(tokens: Tensor) -> Tensor:
-            with use_kernel(name):
-                return logits(tokens)
-
-        return run
-
-    return {name: logits_with_kernel(name) for name in ("explicit", "sdpa") if is_supported(name)}
+    return logits_by_kernel(logits, ("explicit", "sdpa"), use_kernel, KernelError)

@@ -42,3 +42,16 @@ def attention_configs(config: Config) -> list[Any]:
         for block in config.stacks[name].blocks if name in config.stacks else ():
             attentions += [block.attention, *([block.cross] if hasattr(block, "cross") else [])]
     return attentions
+
+
+def set_attention_properties(checked: CheckedModel, config: Config) -> None:
+    """Set position and window properties from the configuration."""
+    stack = config.stacks.get("decoder") or config.stacks["encoder"]
+    layers = self_attention_configs(config)
+    windows = {getattr(layer, "window", None) for layer in layers}
+    checked.windows = tuple(sorted(window for window in windows if window is not None))
+    checked.window = windows.pop() if len(windows) == 1 else None
+    has_absolute = stack.embedding.position.kind != "none"
+    attention_kinds = {layer.position.kind for layer in layers} - {"none"}
+    checked.has_positions = has_absolute or bool(attention_kinds)
+    checked.relative_positions = bool(attention_kinds) and not has_absolute

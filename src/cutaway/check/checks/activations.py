@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from cutaway.check.context import CheckContext
+from cutaway.check.context import CheckContext, compute_once
 from cutaway.check.module_state import require_uncompiled
 from cutaway.check.probes.activation_tracer import (
     MASKED_SCORE,
@@ -15,36 +15,29 @@ from cutaway.check.probes.activation_tracer import (
     trace_residual_streams,
 )
 from cutaway.check.registry import register_check
-from cutaway.check.report.finding import CaseResult, SkipCheckError
+from cutaway.check.report.finding import CaseResult, SkipCheckError, failure, success, warning
 
-MIN_VISIBLE_KEYS = 4
+_MIN_VISIBLE_KEYS = 4
 """Queries with fewer visible keys are ignored."""
-FLAT_SPREAD, COLLAPSED_WEIGHT, MAX_LOGIT_SPREAD = 1e-6, 0.995, 500.0
-FP16_MAX, FP16_HEADROOM = 65504.0, 4.0
-MAX_BLOCK_GROWTH, MAX_TOTAL_GROWTH = 1e3, 1e6
-DEAD_RATIO, DEAD_SIGMAS, MAX_DEAD_SHARE, MAX_UNREAD_SHARE = 1e-6, 6.0, 0.3, 0.05
+_FLAT_SPREAD, _COLLAPSED_WEIGHT, _MAX_LOGIT_SPREAD = 1e-6, 0.995, 500.0
+_FP16_MAX, _FP16_HEADROOM = 65504.0, 4.0
+_MAX_BLOCK_GROWTH, _MAX_TOTAL_GROWTH = 1e3, 1e6
+_DEAD_RATIO, _DEAD_SIGMAS, _MAX_DEAD_SHARE, _MAX_UNREAD_SHARE = 1e-6, 6.0, 0.3, 0.05
 
 
-def _trace_activations(context: CheckContext) -> tuple[ActivationTracer, Tensor]:
+@compute_once
+def _trace_activations(ctx: CheckContext) -> tuple[ActivationTracer, Tensor]:
     """Trace one forward pass: attention calls, linear layers and the logits."""
-
-    def compute() -> tuple[ActivationTracer, Tensor]:
-        model = context.model
-        assert model.logits is not None
-        if model.module is not None:
-            require_uncompiled(model.module)
-        tokens = context.random_tokens(1 if context.is_slow else 2)
-        with torch.enable_grad(), ActivationTracer(model.module, len(tokens)) as tracer:
-            out = model.logits(tokens)
-        return tracer, out
-
-    traced: tuple[ActivationTracer, Tensor] = context.compute_once(f"activations {context.noise_ratio}", compute)
-    return traced
+    if ctx.model.module is not None:
+        require_uncompiled(ctx.module)
+    tokens = ctx.random_tokens(1 if ctx.is_slow else 2)
+    with torch.enable_grad(), ActivationTracer(ctx.model.module, len(tokens)) as tracer:
+        return tracer, ctx.logits(tokens)
 
 
-def _trace_gated_attentions(context: CheckContext) -> list[GatedAttention]:
+def _trace_gated_attentions(ctx: CheckContext) -> list[GatedAttention]:
     """The attention calls of the traced forward pass."""
-    attentions = _trace_activations(context)[0].gated_attentions
+    attentions = _trace_activations(ctx)[0].gated_attentions
     if not attentions:
         raise SkipCheckError("needs attention by softmax or scaled_dot_product_attention")
     return attentions
@@ -64,28 +57,28 @@ def _score_spread(attention: GatedAttention) -> tuple[Tensor, Tensor]:
     cause="queries, keys or the scale are zero; or the scores are so large that the softmax is saturated",
     fix="inspect the scale and the weights of q and k; in training, normalize queries and keys (QK-norm)",
 )
-def attention_entropy(context: CheckContext) -> Iterator[CaseResult]:
+def attention_entropy(ctx: CheckContext) -> Iterator[CaseResult]:
     """Trace every attention softmax of one forward pass. A head is flat if the scores of all queries differ by at most
     1e-6; a layer has collapsed if the mean weight of the top key, other than the first, exceeds 0.995 in all heads."""
-    for call in _trace_gated_attentions(context):
+    for call in _trace_gated_attentions(ctx):
         spread, num_keys = _score_spread(call)
-        counted = num_keys >= MIN_VISIBLE_KEYS
+        counted = num_keys >= _MIN_VISIBLE_KEYS
         if not bool(counted.any()):
             continue
         head_spread = spread.masked_fill(~counted, 0.0).amax((0, 2))
-        flat = [head for head, value in enumerate(head_spread.tolist()) if value <= FLAT_SPREAD]
+        flat = [head for head, value in enumerate(head_spread.tolist()) if value <= _FLAT_SPREAD]
         if flat:
             message = f"head {flat[0]} has the same weight on every key ({len(flat)} of {len(head_spread)} heads)"
-            yield CaseResult("warn", message, float(head_spread[flat[0]]), FLAT_SPREAD, call.module)
+            yield warning(message, float(head_spread[flat[0]]), _FLAT_SPREAD, call.module)
         top_weight, top_key = call.pattern.max(-1)
         not_first = counted & (top_key > 0)  # weight on the first token is a normal attention sink
         if int(not_first.sum()) * 2 < int(counted.sum()):
             continue
         mean = float(top_weight[not_first].mean())
-        if mean > COLLAPSED_WEIGHT:
+        if mean > _COLLAPSED_WEIGHT:
             message = "all heads attend to a single key: the attention has collapsed"
-            yield CaseResult("warn", message, mean, COLLAPSED_WEIGHT, call.module)
-    yield CaseResult("pass", "attention is neither uniform nor collapsed")
+            yield warning(message, mean, _COLLAPSED_WEIGHT, call.module)
+    yield success("attention is neither uniform nor collapsed")
 
 
 @register_check(
@@ -94,19 +87,17 @@ def attention_entropy(context: CheckContext) -> Iterator[CaseResult]:
     cause="the scale is missing or inverted, or q and k have grown without bound in training",
     fix="multiply q·k by 1/sqrt(d_head); in training, use QK-norm, a softcap or a lower learning rate",
 )
-def attention_logits(context: CheckContext) -> CaseResult:
+def attention_logits(ctx: CheckContext) -> CaseResult:
     """Measure the spread of the visible scores of each query in every attention call of a forward pass. Beyond 500, the
     resolution of bf16 is 2: a factor of seven in the weights."""
-    spreads = [(float(_score_spread(call)[0].max()), call.module) for call in _trace_gated_attentions(context)]
+    spreads = [(float(_score_spread(call)[0].max()), call.module) for call in _trace_gated_attentions(ctx)]
     worst, location = max(spreads)
-    if worst > MAX_LOGIT_SPREAD:
-        message = f"the attention logits of one query differ by {worst:.0f}"
-        return CaseResult("warn", message, worst, MAX_LOGIT_SPREAD, location)
-    message = f"the attention logits of one query differ by at most {worst:.1f}"
-    return CaseResult("pass", message, worst, MAX_LOGIT_SPREAD)
+    if worst > _MAX_LOGIT_SPREAD:
+        return warning(f"the attention logits of one query differ by {worst:.0f}", worst, _MAX_LOGIT_SPREAD, location)
+    return success(f"the attention logits of one query differ by at most {worst:.1f}", worst, _MAX_LOGIT_SPREAD)
 
 
-NAN_CAUSE = "weights that were not loaded or have diverged, 0/0 in a norm, or a softmax over a fully masked row"
+_NAN_CAUSE = "weights that were not loaded or have diverged, 0/0 in a norm, or a softmax over a fully masked row"
 
 
 @register_check(
@@ -115,32 +106,31 @@ NAN_CAUSE = "weights that were not loaded or have diverged, 0/0 in a norm, or a 
     cause="weights of a model trained in bf16 or fp32 are used in fp16, or a factor is wrong",
     fix="run it in bf16 or fp32, or keep the named layer in fp32",
 )
-def fp16_overflow(context: CheckContext) -> CaseResult:
+def fp16_overflow(ctx: CheckContext) -> CaseResult:
     """Find the largest input or output of any linear layer, in fp32. An fp16 model must stay a factor of 4 below 65504;
     for other models the message says whether fp16 would overflow."""
-    calls = _trace_activations(context)[0].linear_calls
+    calls = _trace_activations(ctx)[0].linear_calls
     if not calls:
         raise SkipCheckError("needs linear layers")
     nan_index = next((index for index, call in enumerate(calls) if bool(call.out.isnan().any())), None)
     if nan_index is not None:
         call = calls[nan_index]
         message = "an activation is NaN" if bool(call.weight.isfinite().all()) else "a weight is NaN or infinite"
-        return CaseResult(
-            "fail",
+        return failure(
             message,
             location=call.module or f"linear layer {nan_index}",
-            cause=NAN_CAUSE,
+            cause=_NAN_CAUSE,
             fix="find the op that first gives NaN, in or before the named module",
         )
     worst, index = max((_max_activation(call), index) for index, call in enumerate(calls))
     location = calls[index].module or f"linear layer {index}"
-    limit = FP16_MAX / FP16_HEADROOM
+    limit = _FP16_MAX / _FP16_HEADROOM
     message = f"activations reach {worst:.3g}; the maximum of fp16 is 65504"
-    if context.model.dtype == torch.float16 and worst > limit:
-        return CaseResult("fail" if worst > FP16_MAX else "warn", message, worst, limit, location)
+    if ctx.model.dtype == torch.float16 and worst > limit:
+        return CaseResult("fail" if worst > _FP16_MAX else "warn", message, worst, limit, location)
     if worst > limit:
-        return CaseResult("pass", f"{message}, so keep the model in bf16 or fp32", worst, None, location)
-    return CaseResult("pass", f"activations reach {worst:.3g}, far below the maximum of fp16", worst, limit)
+        return success(f"{message}, so keep the model in bf16 or fp32", worst, None, location)
+    return success(f"activations reach {worst:.3g}, far below the maximum of fp16", worst, limit)
 
 
 def _max_activation(call: LinearCall) -> float:
@@ -156,15 +146,12 @@ def _max_activation(call: LinearCall) -> float:
     fix="normalize the input of each sublayer, add its output to the residual stream, and check the block's scale",
     needs=("logits", "module"),
 )
-def residual_growth(context: CheckContext) -> Iterator[CaseResult]:
+def residual_growth(ctx: CheckContext) -> Iterator[CaseResult]:
     """Trace the residual stream through blocks that each take the output of the previous one. The median RMS of a
     token's vector must not grow or shrink by a factor of more than 1000 in one block, or 10⁶ in total."""
-    model = context.model
-    assert model.module is not None
-    assert model.logits is not None
-    require_uncompiled(model.module)
-    with torch.no_grad(), trace_residual_streams(model.module) as streams:
-        model.logits(context.random_tokens())
+    require_uncompiled(ctx.module)
+    with torch.no_grad(), trace_residual_streams(ctx.module) as streams:
+        ctx.logits(ctx.random_tokens())
     streams = [stream for stream in streams if len(stream.block_names) > 1]
     if not streams:
         raise SkipCheckError("needs blocks: modules that each take the output of the previous one")
@@ -172,17 +159,16 @@ def residual_growth(context: CheckContext) -> Iterator[CaseResult]:
         rms = [float(x.float().square().mean(-1).sqrt().median()) for x in stream.values]
         for n, name in enumerate(stream.block_names):
             if not all(bool(x.isfinite().all()) for x in stream.values[n : n + 2]):
-                yield CaseResult("fail", "the residual stream is not finite", location=name)
+                yield failure("the residual stream is not finite", location=name)
                 break
             for ratio, limit, span in (
-                (rms[n + 1] / max(rms[n], 1e-30), MAX_BLOCK_GROWTH, "in one block"),
-                (rms[n + 1] / max(rms[0], 1e-30), MAX_TOTAL_GROWTH, "since the first block"),
+                (rms[n + 1] / max(rms[n], 1e-30), _MAX_BLOCK_GROWTH, "in one block"),
+                (rms[n + 1] / max(rms[0], 1e-30), _MAX_TOTAL_GROWTH, "since the first block"),
             ):
                 if not 1 / limit < ratio < limit:
                     change = "grows" if ratio > 1 else "shrinks"
-                    message = f"the residual stream {change} by a factor of {ratio:.2g} {span}"
-                    yield CaseResult("warn", message, ratio, limit, name)
-    yield CaseResult("pass", "the residual stream neither explodes nor vanishes")
+                    yield warning(f"the residual stream {change} by a factor of {ratio:.2g} {span}", ratio, limit, name)
+    yield success("the residual stream neither explodes nor vanishes")
 
 
 @register_check(
@@ -191,13 +177,13 @@ def residual_growth(context: CheckContext) -> Iterator[CaseResult]:
     cause="weights were pruned, not loaded, or loaded into the wrong tensor; or the attention output is not used",
     fix="inspect the v and o projections of the named layer; remove heads that are not needed",
 )
-def dead_heads(context: CheckContext) -> Iterator[CaseResult]:
+def dead_heads(ctx: CheckContext) -> Iterator[CaseResult]:
     """Multiply the output of each head by a gate of one, and compute the gradient of a random linear combination of the
     logits with respect to the gates (Michel et al. 2019). A head whose gate has no gradient has no effect."""
-    attentions, out = _trace_gated_attentions(context), _trace_activations(context)[1]
+    attentions, out = _trace_gated_attentions(ctx), _trace_activations(ctx)[1]
     if not out.requires_grad:
         raise SkipCheckError("needs gradients")
-    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(context.seed)).to(out.device, out.dtype)
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(ctx.seed)).to(out.device, out.dtype)
     gates = [call.gate for call in attentions]
     gradients = torch.autograd.grad((out * weights).sum(), gates, allow_unused=True, retain_graph=True)
     importances = []  # per attention call, (H,)
@@ -211,17 +197,16 @@ def dead_heads(context: CheckContext) -> Iterator[CaseResult]:
         importances.append(grad.float().abs().amax((0, 2, 3)))
     overall = max(float(importance.max()) for importance in importances)
     if overall == 0.0:
-        message = "no head has an effect yet: the output projections are zero, as some models are initialized"
-        yield CaseResult("pass", message)
+        yield success("no head has an effect yet: the output projections are zero, as some models are initialized")
         return
     for call, importance in zip(attentions, importances, strict=True):
         highest = float(importance.max())
-        threshold = DEAD_RATIO * max(highest, DEAD_RATIO * overall)
+        threshold = _DEAD_RATIO * max(highest, _DEAD_RATIO * overall)
         dead = [head for head, value in enumerate(importance.tolist()) if value <= threshold]
         if dead:
             message = f"head {dead[0]} has no effect ({len(dead)} of {len(importance)} heads)"
-            yield CaseResult("warn", message, float(importance[dead[0]]), DEAD_RATIO * highest, call.module)
-    yield CaseResult("pass", "every head has an effect")
+            yield warning(message, float(importance[dead[0]]), _DEAD_RATIO * highest, call.module)
+    yield success("every head has an effect")
 
 
 @register_check(
@@ -230,10 +215,10 @@ def dead_heads(context: CheckContext) -> Iterator[CaseResult]:
     cause="a large negative bias, a wrong sign before the activation, or zero weights",
     fix="inspect the weights and biases on both sides of the named layer",
 )
-def dead_neurons(context: CheckContext) -> Iterator[CaseResult]:
+def dead_neurons(ctx: CheckContext) -> Iterator[CaseResult]:
     """Find pairs of linear layers that expand and contract. A neuron is dead if it is zero for all tokens and its
     pre-activation is six standard deviations below zero; or if its output weights are all zero."""
-    pairs = list(_find_ffn_layers(_trace_activations(context)[0].linear_calls))
+    pairs = list(_find_ffn_layers(_trace_activations(ctx)[0].linear_calls))
     if not pairs:
         raise SkipCheckError("needs FFNs of two linear layers")
     unread = [down.weight.abs().amax(0) == 0 for down, _ in pairs]  # per FFN, (neurons,)
@@ -241,22 +226,22 @@ def dead_neurons(context: CheckContext) -> Iterator[CaseResult]:
     for (down, pre_activation), unread_neurons in zip(pairs, unread, strict=True):
         x = down.x.float().flatten(0, -2)
         largest = x.abs().amax(0)
-        inactive = largest <= DEAD_RATIO * float(largest.median())
+        inactive = largest <= _DEAD_RATIO * float(largest.median())
         if not bool(inactive.all()):
             inactive = inactive & _never_active(pre_activation, len(largest))
         dead = inactive if zero_init else inactive | unread_neurons
         share, unread_share = float(dead.float().mean()), float(unread_neurons.float().mean())
-        if share >= MAX_DEAD_SHARE or (not zero_init and unread_share >= MAX_UNREAD_SHARE):
+        if share >= _MAX_DEAD_SHARE or (not zero_init and unread_share >= _MAX_UNREAD_SHARE):
             message = f"{int(dead.sum())} of {len(dead)} neurons are dead, such as {int(dead.long().argmax())}"
-            yield CaseResult("warn", message, share, MAX_DEAD_SHARE, down.module or None)
-    yield CaseResult("pass", "no layer has dead neurons")
+            yield warning(message, share, _MAX_DEAD_SHARE, down.module or None)
+    yield success("no layer has dead neurons")
 
 
 def _never_active(pre_activation: Tensor, num_neurons: int) -> Tensor:
     """The neurons whose pre-activation is far below zero; gate and up projections may be one matrix, half-split or
     interleaved."""
     y = pre_activation.float().flatten(0, -2)
-    inactive = y.mean(0) + DEAD_SIGMAS * y.std(0) <= 0
+    inactive = y.mean(0) + _DEAD_SIGMAS * y.std(0) <= 0
     if len(inactive) == num_neurons:
         return inactive
     return inactive[:num_neurons] | inactive[num_neurons:] | inactive[::2] | inactive[1::2]
@@ -269,12 +254,8 @@ def _find_ffn_layers(linear_calls: list[LinearCall]) -> Iterator[tuple[LinearCal
         if num_tokens < 8 or n == 0:
             continue
         for up in linear_calls[max(0, n - 3) : n]:
-            expands = up.weight.shape[0] in (hidden, 2 * hidden) and up.weight.shape[1] == d_model
-            if (
-                expands
-                and up.num_attentions_before == down.num_attentions_before
-                and up.out.shape[:-1].numel() == num_tokens
-                and hidden > d_model
-            ):
+            expands = up.weight.shape[0] in (hidden, 2 * hidden) and up.weight.shape[1] == d_model < hidden
+            is_same_layer = up.num_attentions_before == down.num_attentions_before
+            if expands and is_same_layer and up.out.shape[:-1].numel() == num_tokens:
                 yield down, up.out
                 break

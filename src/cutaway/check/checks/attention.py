@@ -1,4 +1,4 @@
-"""Attention checks: sliding-window, attention-kernels, softmax-dim, grouped-query-attention, attention-scale."""
+"""Attention checks: sliding-window, softmax-dim, grouped-query-attention, attention-scale, attention-kernels."""
 
 import math
 from collections.abc import Iterator
@@ -9,32 +9,33 @@ from torch import Tensor
 from cutaway.check.adapters.declared_config import attention_configs, get_config
 from cutaway.check.adapters.module import KERNEL_HEAD_DIM, KERNEL_HEADS
 from cutaway.check.adapters.transformers import is_transformers_model
+from cutaway.check.checked_model import require
 from cutaway.check.context import CheckContext
 from cutaway.check.probes.op_tracer import AttentionCall
-from cutaway.check.probes.scale_tracer import LEARNED_BIAS, AttentionScale, ScaleTracer
+from cutaway.check.probes.scale_tracer import LEARNED_BIAS, AttentionScale, ScaleTracer, TensorScale
 from cutaway.check.registry import register_check
-from cutaway.check.report.finding import CaseResult, SkipCheckError
+from cutaway.check.report.finding import CaseResult, SkipCheckError, failure, skipped, success
 
-MASKED_SCORE_GAP = 5000.0
+_MASKED_SCORE_GAP = 5000.0
 """A key whose score is this far below the row's maximum is masked: masks subtract at least twice as much."""
 
 
-MAX_SEQ_LEN = 256
+_MAX_SEQ_LEN = 256
 """Maximum length of a sequence that exceeds a window."""
 
 
-ROW_SUM_TOLERANCE = 1e-3
+_ROW_SUM_TOLERANCE = 1e-3
 """Deviation of a row sum from 1, above any rounding error."""
 
 
-SCALE_TOLERANCE = 0.02
+_SCALE_TOLERANCE = 0.02
 """Relative tolerance of a scale: far below any usual mistake, far above rounding."""
 
 
-def trace_self_attention(context: CheckContext, tokens: Tensor) -> list[AttentionCall]:
+def trace_self_attention(ctx: CheckContext, tokens: Tensor) -> list[AttentionCall]:
     """Record the self-attention calls of one forward pass: (T, T) scores, or (T, T + 1) with an attention sink."""
     length = tokens.shape[1]
-    calls = [call for call in context.trace_attention(tokens) if call.scores.shape[-2] == length]
+    calls = [call for call in ctx.trace_attention(tokens) if call.scores.shape[-2] == length]
     calls = [call for call in calls if call.scores.shape[-1] in (length, length + 1)]
     if not calls:
         raise SkipCheckError("needs attention whose softmax can be traced")
@@ -44,7 +45,7 @@ def trace_self_attention(context: CheckContext, tokens: Tensor) -> list[Attentio
 def visible_keys(attention: AttentionCall) -> Tensor:
     """The keys visible to each query, (B, H, T, S)."""
     scores = attention.scores[..., : attention.scores.shape[-2]].float()
-    return scores > scores.amax(-1, keepdim=True) - MASKED_SCORE_GAP
+    return scores > scores.amax(-1, keepdim=True) - _MASKED_SCORE_GAP
 
 
 @register_check(
@@ -53,33 +54,32 @@ def visible_keys(attention: AttentionCall) -> Tensor:
     cause="the window includes the token itself on one code path and not on another (i - j <= w, not i - j < w)",
     fix="make key j visible to query i where 0 <= i - j < window, in every kernel, and test both sides of the edge",
 )
-def sliding_window(context: CheckContext) -> Iterator[CaseResult]:
+def sliding_window(ctx: CheckContext) -> Iterator[CaseResult]:
     """Inspect the visible keys of every attention call: exactly the window's tokens in each row, or all tokens in
     layers without a window. Then replace all tokens out of reach of the windows of all layers: the last logits must not
     change."""
-    model = context.model
+    model = ctx.model
     sizes = model.windows or (() if model.window is None else (model.window,))
     if not sizes:
         raise SkipCheckError("needs window or windows")
-    length = min(max(sizes) + 6, model.max_seq_len or MAX_SEQ_LEN)
-    if length <= min(sizes) or length > MAX_SEQ_LEN:
+    length = min(max(sizes) + 6, model.max_seq_len or _MAX_SEQ_LEN)
+    if length <= min(sizes) or length > _MAX_SEQ_LEN:
         raise SkipCheckError(f"a sequence of {length} tokens does not exceed a window of {min(sizes)}")
-    tokens = context.random_tokens(1, length)
+    tokens = ctx.random_tokens(1, length)
     try:
-        yield from _check_visible_rows(context, tokens, sizes)
+        yield _check_visible_rows(ctx, tokens, sizes)
     except SkipCheckError as error:
-        yield CaseResult("skip", f"skipped: {error}")
+        yield skipped(error)
     if model.window is None or model.num_layers is None or model.kind == "encoder":
         return
     reach = model.num_layers * (model.window - 1)
-    length = min(reach + 4, model.max_seq_len or MAX_SEQ_LEN)
-    if not reach + 1 < length <= MAX_SEQ_LEN:
+    length = min(reach + 4, model.max_seq_len or _MAX_SEQ_LEN)
+    if not reach + 1 < length <= _MAX_SEQ_LEN:
         return
-    assert model.logits is not None
-    tokens, logits = context.random_tokens(1, length), model.logits
-    other = context.replace_tokens(tokens, slice(0, length - 1 - reach))
-    diff = context.compare(lambda: logits(tokens)[:, -1], lambda: logits(other)[:, -1])
-    yield context.expect_equal(
+    tokens, logits = ctx.random_tokens(1, length), ctx.logits
+    other = ctx.replace_tokens(tokens, slice(0, length - 1 - reach))
+    diff = ctx.compare(lambda: logits(tokens)[:, -1], lambda: logits(other)[:, -1])
+    yield ctx.expect_equal(
         diff,
         passed=f"the last of {length} tokens depends on at most {reach} earlier tokens",
         failed=f"{model.num_layers} layers with windows of {model.window} reach {reach} tokens back, but the last "
@@ -88,15 +88,15 @@ def sliding_window(context: CheckContext) -> Iterator[CaseResult]:
     )
 
 
-def _check_visible_rows(context: CheckContext, tokens: Tensor, windows: tuple[int, ...]) -> Iterator[CaseResult]:
+def _check_visible_rows(ctx: CheckContext, tokens: Tensor, windows: tuple[int, ...]) -> CaseResult:
     """Whether the visible keys of each layer are exactly those of one of the windows, or of full attention."""
-    model, length = context.model, tokens.shape[1]
+    model, length = ctx.model, tokens.shape[1]
     positions = torch.arange(length)
     distance = (positions[:, None] - positions[None, :]).abs()
     causal = positions[None, :] <= positions[:, None] if model.kind != "encoder" else torch.ones(length, length).bool()
     allowed = {size: causal & (distance < size) for size in windows} | ({} if model.window else {0: causal})
     matched: set[int] = set()
-    for call in trace_self_attention(context, tokens):
+    for call in trace_self_attention(ctx, tokens):
         visible = visible_keys(call)[0].any(0).cpu()
         sizes = [size for size, mask in allowed.items() if torch.equal(visible, mask)]
         matched |= set(sizes)
@@ -105,83 +105,24 @@ def _check_visible_rows(context: CheckContext, tokens: Tensor, windows: tuple[in
                 raise SkipCheckError("later tokens are visible; see causality")
             num_visible = int(visible[-1].sum())
             message = f"the last of {length} tokens attends to {num_visible} tokens; the window is {min(windows)}"
-            yield CaseResult("fail", message, num_visible, min(windows), call.module or None)
-            return
+            return failure(message, num_visible, min(windows), call.module or None)
     if missing := set(windows) - matched:
-        yield CaseResult("fail", f"no layer has the window of {min(missing)}", location=None)
-        return
+        return failure(f"no layer has the window of {min(missing)}")
     sizes_text = ", ".join(map(str, sorted(matched - {0})))
-    yield CaseResult("pass", f"every token attends to exactly its window: {sizes_text} tokens")
+    return success(f"every token attends to exactly its window: {sizes_text} tokens")
 
 
-@register_check(
-    "attention-kernels",
-    catches="attention kernels with different results: one ignores the softcap, the sinks, the bias or the window",
-    cause="one kernel supports a feature, and the other ignores the argument instead of raising an error",
-    fix="raise an error for features that a kernel does not support, and compare all kernels with the equation",
-    needs=("logits", "logits_by_kernel|attention"),
-    depends_on=("causality", "attention-scale", "softmax-dim", "eval-determinism"),
-)
-def attention_kernels(context: CheckContext) -> Iterator[CaseResult]:
-    """Run one sequence, longer than the windows, with each kernel: the logits must be equal. A kernel passed as
-    `attention` is compared with softmax(q·kᵀ·scale)·v."""
-    model = context.model
-    assert model.logits is not None
-    logits = model.logits
-    min_len = max((size + 4 for size in model.windows if size <= 64), default=0)
-    tokens = context.random_tokens(2, min(max(context.seq_len, min_len), model.max_seq_len or MAX_SEQ_LEN))
-    for name, kernel_logits in model.logits_by_kernel.items():
-        diff = context.compare(lambda: logits(tokens), lambda: kernel_logits(tokens))
-        yield context.expect_equal(
-            diff,
-            passed=f"the kernel {name} gives the same logits",
-            failed=f"the kernel {name} gives other logits",
-            location=None if diff.within_tolerance else f"position {diff.index[1]}",
-        )
-    if model.attention is not None:
-        q, k, v = _random_qkv(context, KERNEL_HEADS)
-        attention = model.attention
-        diff = context.compare(lambda: attention(q, k, v), lambda: _reference_attention(context, q, k, v))
-        yield context.expect_equal(
-            diff,
-            passed="the kernel gives softmax(q·kᵀ·scale)·v",
-            failed="the kernel does not give softmax(q·kᵀ·scale)·v",
-            location=None if diff.within_tolerance else f"head {diff.index[1]}, position {diff.index[2]}",
-        )
-        if diff.within_tolerance:
-            yield _check_large_scores(context, q, k, v)
-
-
-def _check_large_scores(context: CheckContext, q: Tensor, k: Tensor, v: Tensor) -> CaseResult:
-    """Scores of more than 100 occur in practice: the softmax must not overflow."""
-    attention = context.model.attention
-    assert attention is not None
-    factor = 8.0 * math.sqrt(q.shape[-1])
-    out = attention(factor * q, factor * k / 8, v)
-    if bool(out.isfinite().all()):
-        return CaseResult("pass", "large scores do not overflow")
-    return CaseResult(
-        "fail",
-        f"with scores of about {8 * KERNEL_HEAD_DIM:d} the output of the kernel is not finite",
-        cause="exp is applied to the scores without subtracting their maximum",
-        fix="subtract each row's maximum first, as torch.softmax does",
-    )
-
-
-def _random_qkv(context: CheckContext, kv_heads: int, seq_len: int = 12) -> tuple[Tensor, Tensor, Tensor]:
+def _random_qkv(ctx: CheckContext, kv_heads: int, seq_len: int = 12) -> tuple[Tensor, Tensor, Tensor]:
     """Random q, k, v (B, H, T, D) for a kernel."""
-    model = context.model
-
-    def draw(heads: int) -> Tensor:
-        x = torch.randn(2, heads, seq_len, KERNEL_HEAD_DIM, generator=context.generator)
-        return x.to(model.device, model.dtype or torch.float32)
-
-    return draw(KERNEL_HEADS), draw(kv_heads), draw(kv_heads)
+    shapes = [(2, heads, seq_len, KERNEL_HEAD_DIM) for heads in (KERNEL_HEADS, kv_heads, kv_heads)]
+    q, k, v = (torch.randn(shape, generator=ctx.generator) for shape in shapes)
+    device, dtype = ctx.model.device, ctx.model.dtype or torch.float32
+    return q.to(device, dtype), k.to(device, dtype), v.to(device, dtype)
 
 
-def _reference_attention(context: CheckContext, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
+def _reference_attention(ctx: CheckContext, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
     """softmax(q·kᵀ·scale)·v with the model's mask."""
-    model, length = context.model, q.shape[-2]
+    model, length = ctx.model, q.shape[-2]
     scale = scale or model.attention_scale or 1 / math.sqrt(q.shape[-1])
     scores = (q @ k.transpose(-1, -2)) * scale
     positions = torch.arange(length, device=q.device)
@@ -199,39 +140,43 @@ def _reference_attention(context: CheckContext, q: Tensor, k: Tensor, v: Tensor,
     fix="apply softmax over the keys, dim=-1, after masking with -inf",
     depends_on=("eval-dropout",),
 )
-def softmax_dim(context: CheckContext) -> Iterator[CaseResult]:
+def softmax_dim(ctx: CheckContext) -> Iterator[CaseResult]:
     """Trace every attention softmax: it must normalize the axis that the product with v sums over, and the weights that
     are multiplied with v must still sum to one. A kernel passed as `attention` must return ones for values of ones."""
-    if context.model.attention is not None:
-        q, k, v = _random_qkv(context, KERNEL_HEADS)
-        diff = context.compare(lambda: context.model.attention(q, k, torch.ones_like(v)), lambda: torch.ones_like(v))  # type: ignore[misc]
-        yield context.expect_equal(
+    if ctx.model.attention is not None:
+        attention, (q, k, v) = ctx.model.attention, _random_qkv(ctx, KERNEL_HEADS)
+        ones = torch.ones_like(v)
+        diff = ctx.compare(lambda: attention(q, k, ones), lambda: ones)
+        yield ctx.expect_equal(
             diff,
             passed="values of ones give ones",
             failed="values of ones do not give ones: the attention weights do not sum to one",
         )
-    calls = context.trace_attention(context.random_tokens(2, min(context.seq_len, 11)))
+    calls = ctx.trace_attention(ctx.random_tokens(2, min(ctx.seq_len, 11)))
     if not calls:
         raise SkipCheckError("needs attention whose softmax can be traced")
     names = {-1: "keys", -2: "queries", -3: "heads", -4: "rows of the batch"}
     for call in calls:
-        if call.applied_pattern is not None and call.summed_dim != call.softmax_dim:
+        applied = call.applied_pattern
+        if applied is None:
+            continue
+        if call.summed_dim != call.softmax_dim:
             axis = names.get(call.softmax_dim, "wrong axis")
             message = f"softmax is over the {axis}, not over the keys that the product with v sums over"
-            yield CaseResult("fail", message, call.softmax_dim, call.summed_dim, call.module or None)
+            yield failure(message, call.softmax_dim, call.summed_dim, call.module or None)
             return
-        if call.applied_pattern is None or call.summed_dim != -1 or call.applied_pattern.shape != call.pattern.shape:
+        if call.summed_dim != -1 or applied.shape != call.pattern.shape:
             continue
-        sums = call.applied_pattern.float().sum(-1)
-        errors = torch.where(sums.abs() < ROW_SUM_TOLERANCE, 0.0, (sums - 1).abs())  # fully masked rows sum to 0
-        tolerance = max(ROW_SUM_TOLERANCE, 16 * torch.finfo(call.applied_pattern.dtype).eps)
+        sums = applied.float().sum(-1)
+        errors = torch.where(sums.abs() < _ROW_SUM_TOLERANCE, 0.0, (sums - 1).abs())  # fully masked rows sum to 0
+        tolerance = max(_ROW_SUM_TOLERANCE, 16 * torch.finfo(applied.dtype).eps)
         if float(errors.max()) > tolerance:
             position = int(errors.amax((0, 1)).argmax())
             worst = float(sums.flatten()[errors.argmax()])
             message = f"the attention weights of position {position} sum to {worst:.3g} in the product with v, not to 1"
-            yield CaseResult("fail", message, float(errors.max()), tolerance, call.module or None)
+            yield failure(message, float(errors.max()), tolerance, call.module or None)
             return
-    yield CaseResult("pass", f"the weights of {len(calls)} attention calls sum to one over the keys")
+    yield success(f"the weights of {len(calls)} attention calls sum to one over the keys")
 
 
 @register_check(
@@ -240,59 +185,54 @@ def softmax_dim(context: CheckContext) -> Iterator[CaseResult]:
     cause="keys or values are expanded with repeat instead of repeat_interleave",
     fix="use the keys and values of group h // (heads / kv_heads) for head h: repeat_interleave over the head axis",
 )
-def grouped_query_attention(context: CheckContext) -> Iterator[CaseResult]:
+def grouped_query_attention(ctx: CheckContext) -> Iterator[CaseResult]:
     """Trace the keys and values of each head: heads with equal ones must be adjacent, in groups of one size, the same
     for keys and values. A kernel passed as `attention` must give the same result with kv heads shared and repeated."""
-    if context.model.attention is not None:
-        yield from _check_kernel_groups(context)
+    if ctx.model.attention is not None:
+        yield from _check_kernel_groups(ctx)
         return
     num_shared = 0
-    for call in context.trace_attention(context.random_tokens(1, min(context.seq_len, 11))):
+    for call in ctx.trace_attention(ctx.random_tokens(1, min(ctx.seq_len, 11))):
         layouts = [_head_groups(x) for x in (call.k, call.v) if x is not None and bool(x.any())]
         for name, groups in zip(("keys", "values"), layouts, strict=False):
             size = len(groups) // (max(groups) + 1)
             if groups != [head // size for head in range(len(groups))] and max(groups) + 1 < len(groups):
                 message = f"the heads use the {name} of groups {', '.join(map(str, groups))}"
-                yield CaseResult("fail", message, location=call.module or None)
+                yield failure(message, location=call.module or None)
                 return
         if len(layouts) == 2 and layouts[0] != layouts[1]:
-            yield CaseResult("fail", "keys and values are shared by different heads", location=call.module or None)
+            yield failure("keys and values are shared by different heads", location=call.module or None)
             return
         num_shared += bool(layouts and max(layouts[0]) + 1 < len(layouts[0]))
     if not num_shared:
         raise SkipCheckError("needs heads that share keys, and attention that can be traced")
-    yield CaseResult("pass", f"in {num_shared} attention calls adjacent heads share keys and values")
+    yield success(f"in {num_shared} attention calls adjacent heads share keys and values")
 
 
 def _head_groups(x: Tensor) -> list[int]:
     """Group index of each head, in order of first appearance; heads with equal values are one group."""
-    first_heads: list[int] = []  # first head of each group
-    groups = []
-    for head in range(x.shape[1]):
-        group = next((n for n, first in enumerate(first_heads) if torch.equal(x[:, first], x[:, head])), None)
-        if group is None:
-            first_heads.append(head)
-        groups.append(len(first_heads) - 1 if group is None else group)
-    return groups
+    heads = x.unbind(1)
+    first_heads = [next(n for n, other in enumerate(heads) if torch.equal(other, head)) for head in heads]
+    groups = list(dict.fromkeys(first_heads))
+    return [groups.index(first) for first in first_heads]
 
 
-def _check_kernel_groups(context: CheckContext) -> Iterator[CaseResult]:
+def _check_kernel_groups(ctx: CheckContext) -> Iterator[CaseResult]:
     """Compare a kernel with shared kv heads and the same heads repeated."""
-    attention = context.model.attention
-    assert attention is not None
+    attention = require(ctx.model.attention)
     for kv_heads in (1, 2):
-        q, k, v = _random_qkv(context, kv_heads)
+        q, k, v = _random_qkv(ctx, kv_heads)
         repeated = [x.repeat_interleave(KERNEL_HEADS // kv_heads, 1) for x in (k, v)]
         try:
             attention(q, k, v)
         except Exception as error:  # any exception: it does not support GQA
             raise SkipCheckError(f"with {kv_heads} kv heads it raises {type(error).__name__}") from error
-        diff = context.compare(lambda: attention(q, *repeated), lambda: attention(q, k, v))
-        yield context.expect_equal(
+        diff = ctx.compare(lambda: attention(q, *repeated), lambda: attention(q, k, v))
+        yield ctx.expect_equal(
             diff,
             passed=f"{kv_heads} kv heads give the same result as repeated ones",
             failed=f"{kv_heads} kv heads for {KERNEL_HEADS} query heads give another result than repeated kv heads",
-            location=None if diff.within_tolerance else f"head {diff.index[1]}",
+            location=f"head {diff.index[1]}",
         )
 
 
@@ -302,102 +242,132 @@ def _check_kernel_groups(context: CheckContext) -> Iterator[CaseResult]:
     cause="the scale is missing, applied twice, or of the wrong dimension (d_model, or d_head without the root)",
     fix="multiply q·k by 1/sqrt(d_head) once, on every code path; pass an intended scale as attention_scale=",
 )
-def attention_scale(context: CheckContext) -> Iterator[CaseResult]:
+def attention_scale(ctx: CheckContext) -> CaseResult:
     """Trace q and k from their projections to the softmax, and record each factor on them and on the scores. The
     product of the factors must be the model's scale: 1/sqrt(d_head), unless its configuration has another."""
-    model = context.model
-    assert model.logits is not None
+    model = ctx.model
     if model.attention is not None:
-        yield _check_kernel_scale(context)
-        return
+        return _check_kernel_scale(ctx)
     with torch.no_grad(), ScaleTracer(model.module) as tracer:
-        model.logits(context.random_tokens(1, min(context.seq_len, 7)))
+        ctx.logits(ctx.random_tokens(1, min(ctx.seq_len, 7)))
     if not tracer.attention_scales:
         raise SkipCheckError("needs attention whose queries can be traced from their projection to the softmax")
-    expected, is_known = _expected_scales(context, tracer.attention_scales)
+    expected, is_known = _expected_scales(ctx, tracer.attention_scales)
     num_checked = 0
     uncertainty = None
     for traced, scale in zip(tracer.attention_scales, expected, strict=True):
-        allow_bias = is_known or not math.isclose(traced.factor, 1.0)  # T5 has a learned bias and no scale
-        acceptable = (None, *((LEARNED_BIAS,) if allow_bias else ()), *(("normalized", "learned") if is_known else ()))
-        if traced.uncertainty not in acceptable:
-            uncertainty = traced.uncertainty
+        scores = traced.scores
+        acceptable: set[str | None] = {None, "normalized", "learned"} if is_known else {None}
+        if is_known or not math.isclose(scores.factor, 1.0):  # T5 has a learned bias and no scale
+            acceptable.add(LEARNED_BIAS)
+        if scores.uncertainty not in acceptable:
+            uncertainty = scores.uncertainty
             continue
         num_checked += 1
-        if not math.isclose(traced.factor, scale, rel_tol=SCALE_TOLERANCE):
-            is_default = math.isclose(scale, traced.head_dim**-0.5, rel_tol=1e-6)
-            correct = f"1/sqrt({traced.head_dim}) = {scale:.4g}" if is_default else f"{scale:.4g}"
-            yield CaseResult(
-                "fail",
-                f"q·k is multiplied by {traced.factor:.4g}{_describe_wrong_scale(traced, context)}, not by {correct}",
-                traced.factor,
-                scale,
-                traced.module or None,
-            )
-            return
+        if not math.isclose(scores.factor, scale, rel_tol=_SCALE_TOLERANCE):
+            is_default = math.isclose(scale, scores.head_dim**-0.5, rel_tol=1e-6)
+            correct = f"1/sqrt({scores.head_dim}) = {scale:.4g}" if is_default else f"{scale:.4g}"
+            message = f"q·k is multiplied by {scores.factor:.4g}{_describe_wrong_scale(scores)}, not by {correct}"
+            return failure(message, scores.factor, scale, traced.module or None)
     if not num_checked:
-        raise SkipCheckError(
-            f"the queries, keys or scores are {uncertainty}, so the scale is not determined; pass attention_scale="
-        )
-    factor = tracer.attention_scales[0].factor
-    yield CaseResult("pass", f"in {num_checked} attention calls q·k is multiplied by {factor:.4g}, as expected")
+        reason = f"the queries, keys or scores are {uncertainty}, so the scale is not determined"
+        raise SkipCheckError(f"{reason}; pass attention_scale=")
+    factor = tracer.attention_scales[0].scores.factor
+    return success(f"in {num_checked} attention calls q·k is multiplied by {factor:.4g}, as expected")
 
 
-def _expected_scales(context: CheckContext, scales: list[AttentionScale]) -> tuple[list[float], bool]:
+def _expected_scales(ctx: CheckContext, scales: list[AttentionScale]) -> tuple[list[float], bool]:
     """Expected scale of each attention call, and whether it is configured (not only the default)."""
-    if context.model.attention_scale is not None:
-        return [context.model.attention_scale] * len(scales), True
-    defaults = [scale.head_dim**-0.5 for scale in scales]
-    config = get_config(context.model)
+    if ctx.model.attention_scale is not None:
+        return [ctx.model.attention_scale] * len(scales), True
+    defaults = [scale.scores.head_dim**-0.5 for scale in scales]
+    config = get_config(ctx.model)
     if config is None:
-        if context.model.module is not None and is_transformers_model(context.model.module):
+        if ctx.model.module is not None and is_transformers_model(ctx.model.module):
             raise SkipCheckError("needs attention_scale: the scale of this model family is unknown")
         return defaults, False
     configured = [layer.scale for layer in attention_configs(config)]
     if len(configured) != len(scales):
         if len(set(configured)) > 1:
-            raise SkipCheckError(
-                f"{len(scales)} of {len(configured)} attention calls were traced, and their scales differ"
-            )
+            traced = f"{len(scales)} of {len(configured)} attention calls"
+            raise SkipCheckError(f"{traced} were traced, and their scales differ")
         configured = configured[:1] * len(scales)
     return [scale or default for scale, default in zip(configured, defaults, strict=True)], True
 
 
-def _describe_wrong_scale(scale: AttentionScale, context: CheckContext) -> str:
+def _describe_wrong_scale(scores: TensorScale) -> str:
     """The mistake that explains a wrong factor, or nothing."""
-    head_dim = scale.head_dim
-    names = {
+    d = scores.head_dim
+    mistakes = {
         "no scale": 1.0,
-        "1/d_head, without the root": 1 / head_dim,
-        "sqrt(d_head), not its inverse": head_dim**0.5,
+        "1/d_head, without the root": 1 / d,
+        "sqrt(d_head), not its inverse": d**0.5,
+        "1/sqrt(sqrt(d_head))": d**-0.25,
+        **{f"1/sqrt({d * n}), {n} · d_head": (d * n) ** -0.5 for n in range(2, 129)},
     }
-    names |= {"the scale applied twice": head_dim**-1.0, "1/sqrt(sqrt(d_head))": head_dim**-0.25}
-    names |= {f"1/sqrt({head_dim * n}), {n} · d_head": (head_dim * n) ** -0.5 for n in range(2, 129)}
-    for name, value in names.items():
-        if math.isclose(value, scale.factor, rel_tol=1e-3):
-            return f" ({name})"
-    return ""
+    names = (name for name, value in mistakes.items() if math.isclose(value, scores.factor, rel_tol=1e-3))
+    return next((f" ({name})" for name in names), "")
 
 
-def _check_kernel_scale(context: CheckContext) -> CaseResult:
+def _check_kernel_scale(ctx: CheckContext) -> CaseResult:
     """Find the scale for which softmax(q·kᵀ·scale)·v equals the output of a kernel."""
-    attention, expected = context.model.attention, context.model.attention_scale or KERNEL_HEAD_DIM**-0.5
-    assert attention is not None
-    q, k, v = _random_qkv(context, KERNEL_HEADS)
-    candidates = (
-        expected,
-        1.0,
-        1 / KERNEL_HEAD_DIM,
-        KERNEL_HEAD_DIM**0.5,
-        KERNEL_HEAD_DIM**-0.25,
-        (KERNEL_HEADS * KERNEL_HEAD_DIM) ** -0.5,
-        KERNEL_HEAD_DIM**-0.5,
-    )
+    attention, expected = require(ctx.model.attention), ctx.model.attention_scale or KERNEL_HEAD_DIM**-0.5
+    q, k, v = _random_qkv(ctx, KERNEL_HEADS)
+    d = KERNEL_HEAD_DIM
+    candidates = (expected, 1.0, 1 / d, d**0.5, d**-0.25, (KERNEL_HEADS * d) ** -0.5, d**-0.5)
     for scale in candidates:
-        diff = context.compare(lambda: attention(q, k, v), lambda: _reference_attention(context, q, k, v, scale))
+        diff = ctx.compare(lambda: attention(q, k, v), lambda: _reference_attention(ctx, q, k, v, scale))
         if diff.within_tolerance:
             message = f"the kernel multiplies q·k by {scale:.4g}"
-            if math.isclose(scale, expected, rel_tol=SCALE_TOLERANCE):
-                return CaseResult("pass", message, scale, expected)
-            return CaseResult("fail", f"{message}, not by {expected:.4g}", scale, expected)
+            if math.isclose(scale, expected, rel_tol=_SCALE_TOLERANCE):
+                return success(message, scale, expected)
+            return failure(f"{message}, not by {expected:.4g}", scale, expected)
     raise SkipCheckError("the kernel does not equal softmax(q·kᵀ·scale)·v for any usual scale")
+
+
+@register_check(
+    "attention-kernels",
+    catches="attention kernels with different results: one ignores the softcap, the sinks, the bias or the window",
+    cause="one kernel supports a feature, and the other ignores the argument instead of raising an error",
+    fix="raise an error for features that a kernel does not support, and compare all kernels with the equation",
+    needs=("logits", "logits_by_kernel|attention"),
+    depends_on=("causality", "attention-scale", "softmax-dim", "eval-determinism"),
+)
+def attention_kernels(ctx: CheckContext) -> Iterator[CaseResult]:
+    """Run one sequence, longer than the windows, with each kernel: the logits must be equal. A kernel passed as
+    `attention` is compared with softmax(q·kᵀ·scale)·v."""
+    model, logits = ctx.model, ctx.logits
+    min_len = max((size + 4 for size in model.windows if size <= 64), default=0)
+    tokens = ctx.random_tokens(2, min(max(ctx.seq_len, min_len), model.max_seq_len or _MAX_SEQ_LEN))
+    for name, kernel_logits in model.logits_by_kernel.items():
+        diff = ctx.compare(lambda: logits(tokens), lambda: kernel_logits(tokens))
+        yield ctx.expect_equal(
+            diff,
+            passed=f"the kernel {name} gives the same logits",
+            failed=f"the kernel {name} gives other logits",
+            location=f"position {diff.index[1]}",
+        )
+    if model.attention is not None:
+        q, k, v = _random_qkv(ctx, KERNEL_HEADS)
+        attention = model.attention
+        diff = ctx.compare(lambda: attention(q, k, v), lambda: _reference_attention(ctx, q, k, v))
+        yield ctx.expect_equal(
+            diff,
+            passed="the kernel gives softmax(q·kᵀ·scale)·v",
+            failed="the kernel does not give softmax(q·kᵀ·scale)·v",
+            location=f"head {diff.index[1]}, position {diff.index[2]}",
+        )
+        if diff.within_tolerance:
+            yield _check_large_scores(ctx, q, k, v)
+
+
+def _check_large_scores(ctx: CheckContext, q: Tensor, k: Tensor, v: Tensor) -> CaseResult:
+    """Scores of more than 100 occur in practice: the softmax must not overflow."""
+    factor = 8.0 * math.sqrt(q.shape[-1])
+    if bool(require(ctx.model.attention)(factor * q, factor * k / 8, v).isfinite().all()):
+        return success("large scores do not overflow")
+    return failure(
+        f"with scores of about {8 * KERNEL_HEAD_DIM:d} the output of the kernel is not finite",
+        cause="exp is applied to the scores without subtracting their maximum",
+        fix="subtract each row's maximum first, as torch.softmax does",
+    )

@@ -5,19 +5,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from cutaway.check.checked_model import require
 from cutaway.check.context import CheckContext
 from cutaway.check.probes.op_tracer import AttentionCall, OpTracer
-from cutaway.check.probes.padded_batch import (
-    choose_lengths,
-    choose_pad_token,
-    compare_expecting_difference,
-    masked_positions,
-    pad_rows,
-)
+from cutaway.check.probes.padded_batch import choose_lengths, choose_pad_token, masked_positions, pad_rows
 from cutaway.check.registry import register_check
-from cutaway.check.report.finding import CaseResult, SkipCheckError
+from cutaway.check.report.finding import CaseResult, SkipCheckError, failure, success
 
-MAX_PADDING_WEIGHT = 1 - 1e-4
+_MAX_PADDING_WEIGHT = 1 - 1e-4
 """Above this share of attention on padding, real tokens are effectively masked."""
 
 
@@ -30,33 +25,31 @@ MAX_PADDING_WEIGHT = 1 - 1e-4
     preflight=True,
 )
 @torch.no_grad()
-def bidirectional_attention(context: CheckContext) -> Iterator[CaseResult]:
+def bidirectional_attention(ctx: CheckContext) -> CaseResult:
     """Replace the token after each position, then the token before it: the output at the position must change."""
-    if context.model.window == 1:
+    if ctx.model.window == 1:
         raise SkipCheckError("with a window of one token, each token attends only to itself")
-    logits, tokens = context.model.logits, context.random_tokens(1, min(8, context.seq_len))
-    assert logits is not None
+    logits, tokens = ctx.logits, ctx.random_tokens(1, min(8, ctx.seq_len))
     base, length = logits(tokens), tokens.shape[1]
     unaffected: dict[str, list[int]] = {"next": [], "previous": []}
     num_pairs = 0
     for replaced in range(length):
-        other = context.replace_tokens(tokens, slice(replaced, replaced + 1))
+        other = ctx.replace_tokens(tokens, slice(replaced, replaced + 1))
         out = logits(other)
         for side, position in (("next", replaced - 1), ("previous", replaced + 1)):
             if 0 <= position < length:
                 num_pairs += 1
-                if compare_expecting_difference(
-                    context, lambda: logits(tokens)[:, position], lambda: out[:, position], base[:, position]
+                if ctx.compare_expecting_difference(
+                    lambda: logits(tokens)[:, position], lambda: out[:, position], first_result=base[:, position]
                 ).within_tolerance:
                     unaffected[side].append(position)
     for side, positions in unaffected.items():
         if positions:
             message = f"the output at position {positions[0]} does not change with the {side} token"
-            yield CaseResult(
-                "fail", f"{message} ({len(positions)} of {length - 1} positions)", 0.0, 0.0, f"position {positions[0]}"
+            return failure(
+                f"{message} ({len(positions)} of {length - 1} positions)", 0.0, 0.0, f"position {positions[0]}"
             )
-            return
-    yield CaseResult("pass", f"each position attends to the tokens on both sides ({num_pairs} pairs)")
+    return success(f"each position attends to the tokens on both sides ({num_pairs} pairs)")
 
 
 @register_check(
@@ -70,32 +63,32 @@ def bidirectional_attention(context: CheckContext) -> Iterator[CaseResult]:
     preflight=True,
 )
 @torch.no_grad()
-def mask_polarity(context: CheckContext) -> Iterator[CaseResult]:
+def mask_polarity(ctx: CheckContext) -> Iterator[CaseResult]:
     """Pad a sequence on the left. The logits of its last token must depend on the earlier real tokens, and no layer may
     put all attention of that token on padding."""
-    model = context.model
-    logits_with_mask, logits = model.logits_with_mask, model.logits
-    assert logits_with_mask is not None
-    assert logits is not None
-    short_len, seq_len = choose_lengths(context)
-    row = context.random_tokens(1, short_len)
-    other_row = context.replace_tokens(row, slice(0, short_len - 1))
-    pad_token_id = choose_pad_token(context)
+    model = ctx.model
+    logits_with_mask, logits = require(model.logits_with_mask), ctx.logits
+    short_len, seq_len = choose_lengths(ctx)
+    row = ctx.random_tokens(1, short_len)
+    other_row = ctx.replace_tokens(row, slice(0, short_len - 1))
+    pad_token_id = choose_pad_token(ctx)
     tokens, mask = pad_rows([row], seq_len, "left", pad_token_id)
     other_tokens, _ = pad_rows([other_row], seq_len, "left", pad_token_id)
     base = logits(row)[:, -1]
     with OpTracer(model.module) as tracer:
         out = logits_with_mask(tokens, mask)[:, -1]
-    if compare_expecting_difference(
-        context, lambda: logits(row)[:, -1], lambda: logits(other_row)[:, -1], base
+    if ctx.compare_expecting_difference(
+        lambda: logits(row)[:, -1], lambda: logits(other_row)[:, -1], first_result=base
     ).within_tolerance:
         raise SkipCheckError("the last token does not depend on earlier tokens, with or without a mask")
     if not out.isfinite().all() and base.isfinite().all():
         raise SkipCheckError("with left padding the logits are not finite; see fully-masked-row")
-    diff = compare_expecting_difference(
-        context, lambda: logits_with_mask(tokens, mask)[:, -1], lambda: logits_with_mask(other_tokens, mask)[:, -1], out
+    diff = ctx.compare_expecting_difference(
+        lambda: logits_with_mask(tokens, mask)[:, -1],
+        lambda: logits_with_mask(other_tokens, mask)[:, -1],
+        first_result=out,
     )
-    yield context.expect_different(
+    yield ctx.expect_different(
         diff,
         passed="with left padding, the last token attends to the earlier real tokens",
         failed="with left padding, the last token does not attend to the earlier real tokens: the mask is inverted",
@@ -103,9 +96,9 @@ def mask_polarity(context: CheckContext) -> Iterator[CaseResult]:
     for call in tracer.attentions:
         if call.pattern.shape[-2:] == (seq_len, seq_len) and call.softmax_dim == -1:
             padding_weight = call.pattern[..., -1, : seq_len - short_len].float().sum(-1)
-            if bool((padding_weight > MAX_PADDING_WEIGHT).all()):
+            if bool((padding_weight > _MAX_PADDING_WEIGHT).all()):
                 message = "the last real token attends only to padding"
-                yield CaseResult("fail", message, float(padding_weight.min()), MAX_PADDING_WEIGHT, call.module or None)
+                yield failure(message, float(padding_weight.min()), _MAX_PADDING_WEIGHT, call.module or None)
                 return
 
 
@@ -114,26 +107,19 @@ def mask_polarity(context: CheckContext) -> Iterator[CaseResult]:
     catches="a token that cannot attend to itself: the mask also covers the diagonal",
     cause="the triangle starts one position too early (j < i instead of j <= i), or a window excludes the token itself",
     fix="mask key j for query i where j > i, and keep j = i: torch.triu(…, diagonal=1)",
-    depends_on=(
-        "eval-dropout",
-        "causality",
-    ),
+    depends_on=("eval-dropout", "causality"),
 )
 @torch.no_grad()
-def mask_diagonal(context: CheckContext) -> Iterator[CaseResult]:
+def mask_diagonal(ctx: CheckContext) -> CaseResult:
     """Inspect the scores and the pattern of each attention call: no token may be masked for itself, in any head, at any
     position. A sequence of one token, which can attend only to itself, must give finite logits."""
-    logits, tokens = context.model.logits, context.random_tokens(1, min(8, context.seq_len))
-    assert logits is not None
+    logits, tokens = ctx.logits, ctx.random_tokens(1, min(8, ctx.seq_len))
     if not logits(tokens[:, :1]).isfinite().all() and logits(tokens)[:, -1].isfinite().all():
-        yield CaseResult(
-            "fail",
-            "the logits of a sequence of one token are not finite: it cannot attend to itself",
-            location="position 0",
+        return failure(
+            "the logits of a sequence of one token are not finite: it cannot attend to itself", location="position 0"
         )
-        return
     num_calls, length = 0, tokens.shape[1]
-    for call in context.trace_attention(tokens):
+    for call in ctx.trace_attention(tokens):
         if (
             call.pattern.shape[-2] != length
             or call.pattern.shape[-1] not in (length, length + 1)
@@ -148,11 +134,10 @@ def mask_diagonal(context: CheckContext) -> Iterator[CaseResult]:
             message = f"position {first} cannot attend to itself ({int(positions.sum())} of {length - 1} positions, "
             message += f"{int(heads.sum())} of {len(heads)} heads): it is masked"
             location = f"position {first}" + (f", {call.module}" if call.module else "")
-            yield CaseResult("fail", message, float(masked.float().mean()), 0.0, location)
-            return
+            return failure(message, float(masked.float().mean()), 0.0, location)
     if not num_calls:
         raise SkipCheckError("needs attention by PyTorch's softmax or scaled_dot_product_attention; none was recorded")
-    yield CaseResult("pass", f"tokens attend to themselves in {num_calls} attention calls")
+    return success(f"tokens attend to themselves in {num_calls} attention calls")
 
 
 def _masked_diagonal(attention: AttentionCall, seq_len: int) -> Tensor:

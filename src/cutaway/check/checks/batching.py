@@ -5,14 +5,15 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from cutaway.check.checked_model import require
 from cutaway.check.context import CheckContext, TensorFunction
-from cutaway.check.module_state import training_mode
+from cutaway.check.module_state import preserve_state
 from cutaway.check.probes.embedding_gradients import add_embedding_offset
 from cutaway.check.probes.padded_batch import choose_lengths, choose_pad_token, pad_rows
 from cutaway.check.registry import register_check
-from cutaway.check.report.finding import CaseResult, SkipCheckError
+from cutaway.check.report.finding import CaseResult, SkipCheckError, failure, skipped, success
 
-ZERO_GRADIENT_RATIO = 1e-12
+_ZERO_GRADIENT_RATIO = 1e-12
 """Gradient of other rows relative to the largest one, above which rows are not isolated."""
 
 
@@ -23,54 +24,50 @@ ZERO_GRADIENT_RATIO = 1e-12
     fix="keep the batch as the first axis; transpose before a view, and compute statistics per row",
     preflight=True,
 )
-def batch_isolation(context: CheckContext) -> Iterator[CaseResult]:
+def batch_isolation(ctx: CheckContext) -> Iterator[CaseResult]:
     """Replace all rows of a batch but one: its logits must not change. The gradient of its logits, and of its loss,
     with respect to the other rows must be zero."""
-    model, tokens = context.model, context.random_tokens(3, min(8, context.seq_len))
-    logits = model.logits
-    assert logits is not None
+    model, tokens = ctx.model, ctx.random_tokens(3, min(8, ctx.seq_len))
+    logits = ctx.logits
     with torch.no_grad():
         base = logits(tokens)
-        for row in (0, 2) if not context.is_slow else (0,):
-            other = context.replace_tokens(tokens)
+        for row in (0, 2) if not ctx.is_slow else (0,):
+            other = ctx.replace_tokens(tokens)
             other[row] = tokens[row]
-            diff = context.compare(lambda: logits(tokens)[row], lambda: logits(other)[row], first_result=base[row])
-            case = context.expect_equal(
+            diff = ctx.compare(lambda: logits(tokens)[row], lambda: logits(other)[row], first_result=base[row])
+            yield ctx.expect_equal(
                 diff,
                 passed=f"the logits of row {row} do not change with other rows",
                 failed=f"the logits of row {row} change with other rows of the batch",
                 location=f"row {row}, position {diff.index[0]}",
             )
-            yield case
-            if case.verdict == "fail":
+            if not diff.within_tolerance:
                 return
     if model.module is not None:
         try:
-            yield from _check_gradient_isolation(context, tokens)
+            yield from _check_gradient_isolation(ctx, tokens)
         except SkipCheckError as error:  # the logits are checked nevertheless
-            yield CaseResult("skip", f"skipped: {error}")
+            yield skipped(error)
 
 
-def _check_gradient_isolation(context: CheckContext, tokens: Tensor) -> Iterator[CaseResult]:
+def _check_gradient_isolation(ctx: CheckContext, tokens: Tensor) -> Iterator[CaseResult]:
     """Check the gradients of one row's logits in eval and training mode, and of a loss with labels in one row only."""
-    model = context.model
-    assert model.logits is not None
-    assert model.module is not None
-    logits, loss = model.logits, model.loss
+    model = ctx.model
+    logits, loss = ctx.logits, model.loss
 
     def row_logits() -> Tensor:
         return logits(tokens)[1].float().logsumexp(-1).sum()
 
-    if not context.is_slow:  # training mode covers eval mode too
-        yield _gradient_isolation_result("logits of row 1 have", _embedding_gradient(context, tokens, row_logits))
-    with training_mode(model.module):
+    if not ctx.is_slow:  # training mode covers eval mode too
+        yield _gradient_isolation_result("logits of row 1 have", _embedding_gradient(ctx, tokens, row_logits))
+    with preserve_state(ctx.module, training=True):
         try:
             yield _gradient_isolation_result(
-                "logits of row 1, in training mode, have", _embedding_gradient(context, tokens, row_logits)
+                "logits of row 1, in training mode, have", _embedding_gradient(ctx, tokens, row_logits)
             )
         except (RuntimeError, ValueError, TypeError) as error:
-            yield CaseResult("skip", f"skipped: in training mode it raised {type(error).__name__}")
-    if loss is None or context.is_slow:
+            yield skipped(f"in training mode it raised {type(error).__name__}")
+    if loss is None or ctx.is_slow:
         return
 
     def row_loss(row: int) -> Tensor:
@@ -78,18 +75,18 @@ def _check_gradient_isolation(context: CheckContext, tokens: Tensor) -> Iterator
         labels[row] = tokens[row]
         return loss(tokens, labels)
 
-    gradient = _embedding_gradient(context, tokens, lambda: row_loss(1))
+    gradient = _embedding_gradient(ctx, tokens, lambda: row_loss(1))
     case = _gradient_isolation_result("loss of row 1 has", gradient)
     if case.verdict == "fail":  # a term without labels, such as a load-balancing loss, may depend on all rows
-        other = _embedding_gradient(context, tokens, lambda: row_loss(2))
+        other = _embedding_gradient(ctx, tokens, lambda: row_loss(2))
         if float((gradient[0] - other[0]).abs().max()) <= 1e-4 * float(gradient[0].abs().max()):
-            case = CaseResult("skip", "skipped: its loss has a term over all rows that does not depend on the labels")
+            case = skipped("its loss has a term over all rows that does not depend on the labels")
     yield case
 
 
-def _embedding_gradient(context: CheckContext, tokens: Tensor, compute: TensorFunction) -> Tensor:
+def _embedding_gradient(ctx: CheckContext, tokens: Tensor, compute: TensorFunction) -> Tensor:
     """Gradient of a scalar with respect to the token embeddings of all rows, (B, T, d)."""
-    with torch.enable_grad(), add_embedding_offset(context.model.module, lambda _: compute(), tokens) as offsets:
+    with torch.enable_grad(), add_embedding_offset(ctx.model.module, lambda _: compute(), tokens) as offsets:
         value = compute()
         if not value.requires_grad or not offsets:
             raise SkipCheckError("its logits require no gradient")
@@ -102,10 +99,10 @@ def _gradient_isolation_result(subject: str, gradient: Tensor) -> CaseResult:
     max_abs = gradient.abs().amax((1, 2))  # per row
     if not bool(max_abs.isfinite().all()):
         raise SkipCheckError("its gradients are not finite")
-    other, tolerance = float(torch.maximum(max_abs[0], max_abs[2])), ZERO_GRADIENT_RATIO * float(max_abs[1])
+    other, tolerance = float(torch.maximum(max_abs[0], max_abs[2])), _ZERO_GRADIENT_RATIO * float(max_abs[1])
     if not other <= tolerance:
-        return CaseResult("fail", f"the {subject} a gradient with respect to other rows", other, tolerance, "row 1")
-    return CaseResult("pass", f"the {subject} no gradient with respect to other rows", other, tolerance)
+        return failure(f"the {subject} a gradient with respect to other rows", other, tolerance, "row 1")
+    return success(f"the {subject} no gradient with respect to other rows", other, tolerance)
 
 
 @register_check(
@@ -116,42 +113,36 @@ def _gradient_isolation_result(subject: str, gradient: Tensor) -> CaseResult:
     depends_on=("batch-isolation",),
 )
 @torch.no_grad()
-def batch_invariance(context: CheckContext) -> Iterator[CaseResult]:
+def batch_invariance(ctx: CheckContext) -> Iterator[CaseResult]:
     """Run rows in a batch and alone, then the same with left padding: the logits must be equal."""
-    model, length = context.model, min(12, context.seq_len)
-    logits = model.logits
-    assert logits is not None
-    for batch_size in (2, 5) if not context.is_slow else (2,):
-        tokens, rows = context.random_tokens(batch_size, length), [0, batch_size - 1]
-        diff = context.compare(
-            lambda: logits(tokens)[rows],
-            lambda: torch.cat([logits(tokens[row : row + 1]) for row in rows]),
+    model, length = ctx.model, min(12, ctx.seq_len)
+    logits = ctx.logits
+    for batch_size in (2, 5) if not ctx.is_slow else (2,):
+        tokens, rows = ctx.random_tokens(batch_size, length), [0, batch_size - 1]
+        diff = ctx.compare(
+            lambda: logits(tokens)[rows], lambda: torch.cat([logits(tokens[row : row + 1]) for row in rows])
         )
-        case = context.expect_equal(
+        yield ctx.expect_equal(
             diff,
             passed=f"rows in a batch of {batch_size} give the same logits as alone",
             failed=f"rows in a batch of {batch_size} give other logits than alone",
             location=f"row {rows[diff.index[0]]}, position {diff.index[1]}",
         )
-        yield case
-        if case.verdict == "fail":
+        if not diff.within_tolerance:
             return
     if model.logits_with_mask is not None:
         logits_with_mask = model.logits_with_mask
-        short_len, seq_len = choose_lengths(context)
+        short_len, seq_len = choose_lengths(ctx)
         tokens, mask = pad_rows(
-            [context.random_tokens(1, short_len), context.random_tokens(1, short_len)],
-            seq_len,
-            "left",
-            choose_pad_token(context),
+            [ctx.random_tokens(1, short_len), ctx.random_tokens(1, short_len)], seq_len, "left", choose_pad_token(ctx)
         )
-        diff = context.compare(
+        diff = ctx.compare(
             lambda: logits_with_mask(tokens, mask)[:, -short_len:],
             lambda: torch.cat(
                 [logits_with_mask(tokens[row : row + 1], mask[row : row + 1])[:, -short_len:] for row in (0, 1)]
             ),
         )
-        yield context.expect_equal(
+        yield ctx.expect_equal(
             diff,
             passed="padded rows in a batch give the same logits as alone",
             failed="a padded row gives other logits in a batch of two than alone with the same padding",
@@ -168,29 +159,26 @@ def batch_invariance(context: CheckContext) -> Iterator[CaseResult]:
     depends_on=("causality",),
 )
 @torch.no_grad()
-def packing(context: CheckContext) -> Iterator[CaseResult]:
+def packing(ctx: CheckContext) -> Iterator[CaseResult]:
     """Pack documents of several lengths (one of a single token) into a row: each must give the same logits as alone."""
-    logits_with_documents, logits = context.model.logits_with_documents, context.model.logits
-    assert logits_with_documents is not None
-    assert logits is not None
-    length = min(16, context.seq_len)
+    logits_with_documents, logits = require(ctx.model.logits_with_documents), ctx.logits
+    length = min(16, ctx.seq_len)
     if length < 4:
         raise SkipCheckError(f"its maximum length is {length}, too short for several documents")
     for cuts in ((length // 4 + 1, 1), (length // 2, max(1, length // 8))):
         lengths = [*cuts, length - sum(cuts)]
-        document_ids = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))[None].to(context.model.device)
-        tokens = context.random_tokens(1, length)
-        diff = context.compare(
+        document_ids = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))[None].to(ctx.model.device)
+        tokens = ctx.random_tokens(1, length)
+        diff = ctx.compare(
             lambda: logits_with_documents(tokens, document_ids),
             lambda: torch.cat([logits(document) for document in torch.split(tokens, lengths, 1)], 1),
         )
         position = diff.index[1] if diff.index else 0
-        case = context.expect_equal(
+        yield ctx.expect_equal(
             diff,
             passed=f"packed documents of {', '.join(map(str, lengths))} tokens give the same logits as alone",
             failed=f"a packed document gives other logits than alone, at position {position} of the row",
             location=f"document {int(document_ids[0, position])}, position {position}",
         )
-        yield case
-        if case.verdict == "fail":
+        if not diff.within_tolerance:
             return

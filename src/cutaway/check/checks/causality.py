@@ -5,94 +5,80 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from cutaway.check.checked_model import LogitsFunction
+from cutaway.check.checked_model import LogitsFunction, require
 from cutaway.check.context import CheckContext
-from cutaway.check.module_state import training_mode
+from cutaway.check.module_state import preserve_state
 from cutaway.check.numerics import NOISE_MARGIN, Difference, max_finite_abs
 from cutaway.check.probes.embedding_gradients import add_embedding_offset
 from cutaway.check.probes.first_divergence import find_first_divergence
 from cutaway.check.registry import CAUSAL_KINDS, register_check
-from cutaway.check.report.finding import CaseResult, SkipCheckError
+from cutaway.check.report.finding import CaseResult, SkipCheckError, failure, success
 
-CAUSE = "the causal mask is missing, shifted by one, transposed, or not applied on this code path"
-FIX = (
+_CAUSE = "the causal mask is missing, shifted by one, transposed, or not applied on this code path"
+_FIX = (
     "mask key j for query i wherever j > i, with -inf before the softmax, on every code path; check a bidirectional "
     "model with kind='encoder'"
 )
-TILE_SIZES = (8, 16, 32, 64)
-ZERO_GRADIENT_RATIO = 1e-12
+_TILE_SIZES = (8, 16, 32, 64)
+_ZERO_GRADIENT_RATIO = 1e-12
 """Gradient of a masked token relative to the largest one: exactly zero, and this is far below any rounding error."""
-PATH_CUTS = (1, 6, 23)
+_PATH_CUTS = (1, 6, 23)
 """Positions from which tokens are replaced on every code path."""
 
 
 def _check_leaks(
-    context: CheckContext, logits: LogitsFunction, tokens: Tensor, cuts: list[int], path: str = ""
-) -> Iterator[CaseResult]:
+    ctx: CheckContext, logits: LogitsFunction, tokens: Tensor, cuts: list[int], path: str = ""
+) -> CaseResult:
     """Replace all tokens from each cut on; a change of an earlier logit is a leak."""
     with torch.no_grad():
         base = logits(tokens)
     worst = Difference(0.0, 0.0, ())
     for cut in cuts:
-        other = context.replace_tokens(tokens, slice(cut, None))
-        diff = context.compare(
-            lambda: logits(tokens)[:, :cut],
-            lambda: logits(other)[:, :cut],
-            first_result=base[:, :cut],
-        )
+        other = ctx.replace_tokens(tokens, slice(cut, None))
+        diff = ctx.compare(lambda: logits(tokens)[:, :cut], lambda: logits(other)[:, :cut], first_result=base[:, :cut])
         worst = max(worst, diff, key=lambda item: item.max_abs)
         if not diff.within_tolerance:
-            yield _leak_result(context, logits, tokens, cut, diff, path)
-            return
-    yield CaseResult(
-        "pass", f"no logit changes with a later token{path} ({len(cuts)} positions)", worst.max_abs, worst.tolerance
-    )
+            return _leak_result(ctx, logits, tokens, cut, diff, path)
+    return worst.success(f"no logit changes with a later token{path} ({len(cuts)} positions)")
 
 
 def _leak_result(
-    context: CheckContext, logits: LogitsFunction, tokens: Tensor, cut: int, diff: Difference, path: str
+    ctx: CheckContext, logits: LogitsFunction, tokens: Tensor, cut: int, diff: Difference, path: str
 ) -> CaseResult:
     """Describe a leak: the position, the later token it depends on, and the first module whose output differs."""
     position = diff.index[1]
     for later in range(cut, tokens.shape[1]):
-        other = context.replace_tokens(tokens, slice(later, later + 1))
-        if not context.compare(
-            lambda: logits(tokens)[:, position], lambda: logits(other)[:, position]
-        ).within_tolerance:
+        other = ctx.replace_tokens(tokens, slice(later, later + 1))
+        if not ctx.compare(lambda: logits(tokens)[:, position], lambda: logits(other)[:, position]).within_tolerance:
             break
-    module = find_first_divergence(context, lambda: logits(tokens), lambda: logits(other), slice(0, cut))
+    module = find_first_divergence(ctx, lambda: logits(tokens), lambda: logits(other), slice(0, cut))
     location = f"position {position}" + (f", first in {module}" if module else "")
     message = f"the logits at position {position} change with token {later}, which comes later{path}"
-    return CaseResult("fail", message, diff.max_abs, diff.tolerance, location)
+    return diff.failure(message, location)
 
 
 @register_check(
     "causality",
     catches="a token that attends to later tokens: the training loss falls because the labels leak into the input",
-    cause=CAUSE,
-    fix=FIX,
+    cause=_CAUSE,
+    fix=_FIX,
     kinds=CAUSAL_KINDS,
     preflight=True,
 )
-def causality(context: CheckContext) -> Iterator[CaseResult]:
+def causality(ctx: CheckContext) -> Iterator[CaseResult]:
     """For every position, replace all tokens from there on: the earlier logits must not change. Then run prefixes
     alone: each must give the same logits as within the full sequence."""
-    logits, tokens = context.model.logits, context.random_tokens()
-    assert logits is not None
-    yield from _check_leaks(context, logits, tokens, list(range(1, tokens.shape[1])))
+    logits, tokens = ctx.logits, ctx.random_tokens()
+    yield _check_leaks(ctx, logits, tokens, list(range(1, tokens.shape[1])))
     with torch.no_grad():
         base = logits(tokens)
-    for cut in range(1, tokens.shape[1], 2 if not context.is_slow else 5):
-        diff = context.compare(
-            lambda: logits(tokens)[:, :cut],
-            lambda: logits(tokens[:, :cut]),
-            first_result=base[:, :cut],
-        )
+    for cut in range(1, tokens.shape[1], 2 if not ctx.is_slow else 5):
+        diff = ctx.compare(lambda: logits(tokens)[:, :cut], lambda: logits(tokens[:, :cut]), first_result=base[:, :cut])
         if not diff.within_tolerance:
             message = f"the logits of the first {cut} tokens alone differ from those within {tokens.shape[1]} tokens"
-            yield CaseResult("fail", message, diff.max_abs, diff.tolerance, f"position {diff.index[1]}")
+            yield diff.failure(message, f"position {diff.index[1]}")
             return
-    yield CaseResult("pass", "each prefix alone gives the same logits as within the sequence")
+    yield success("each prefix alone gives the same logits as within the sequence")
 
 
 @register_check(
@@ -103,78 +89,68 @@ def causality(context: CheckContext) -> Iterator[CaseResult]:
     kinds=CAUSAL_KINDS,
     depends_on=("causality",),
 )
-def causality_tile_edges(context: CheckContext) -> Iterator[CaseResult]:
+def causality_tile_edges(ctx: CheckContext) -> CaseResult:
     """In a sequence of 67 tokens, replace all tokens from positions just before, at and just after 8, 16, 32 and 64."""
-    longest = context.model.max_seq_len or 10_000
-    length = min(max(TILE_SIZES) + 3, longest)
-    offsets = (-1, 0, 1) if not context.is_slow else (0,)
-    cuts = [edge + offset for edge in TILE_SIZES for offset in offsets if edge + offset < length]
+    longest = ctx.model.max_seq_len or 10_000
+    length = min(max(_TILE_SIZES) + 3, longest)
+    offsets = (-1, 0, 1) if not ctx.is_slow else (0,)
+    cuts = [edge + offset for edge in _TILE_SIZES for offset in offsets if edge + offset < length]
     if not cuts:
         raise SkipCheckError(f"its maximum length is {longest}, shorter than a tile")
-    assert context.model.logits is not None
-    yield from _check_leaks(context, context.model.logits, context.random_tokens(1, length), cuts)
+    return _check_leaks(ctx, ctx.logits, ctx.random_tokens(1, length), cuts)
 
 
 @register_check(
     "causality-gradient",
     catches="a leak too small to change the logits visibly, and tokens that no later position depends on",
-    cause=CAUSE,
-    fix=FIX,
+    cause=_CAUSE,
+    fix=_FIX,
     needs=("logits", "module"),
     kinds=CAUSAL_KINDS,
     depends_on=("causality",),
 )
-def causality_gradient(context: CheckContext) -> CaseResult:
+def causality_gradient(ctx: CheckContext) -> CaseResult:
     """The Jacobian of the logits with respect to the token embeddings must be exactly zero above the diagonal, and
     nonzero on and below it."""
-    logits, tokens = (
-        context.model.logits,
-        context.random_tokens(1, min(12 if not context.is_slow else 8, context.seq_len)),
-    )
-    assert logits is not None
+    logits, tokens = ctx.logits, ctx.random_tokens(1, min(8 if ctx.is_slow else 12, ctx.seq_len))
     length = tokens.shape[1]
     norms = torch.zeros(length, length)  # (position, token)
-    with torch.enable_grad(), add_embedding_offset(context.model.module, logits, tokens) as offsets:
+    with torch.enable_grad(), add_embedding_offset(ctx.model.module, logits, tokens) as offsets:
         out = logits(tokens)
         if not out.requires_grad or not offsets:
             raise SkipCheckError("its logits require no gradient")
-        weights = torch.randn(out.shape[-1], generator=context.generator).to(out)
+        weights = torch.randn(out.shape[-1], generator=ctx.generator).to(out)
         for t in range(length):
-            (gradient,) = torch.autograd.grad(
-                (out[0, t] * weights).sum(), offsets[0], retain_graph=t < length - 1, allow_unused=True
-            )
+            value = (out[0, t] * weights).sum()
+            (gradient,) = torch.autograd.grad(value, offsets[0], retain_graph=t < length - 1, allow_unused=True)
             if gradient is not None:
                 norms[t] = gradient[0].float().norm(dim=-1).cpu()
     if not norms.isfinite().all():
-        return CaseResult("fail", "the gradient of the logits with respect to the token embeddings is not finite")
+        return failure("the gradient of the logits with respect to the token embeddings is not finite")
     above = norms.triu(1)
-    tolerance = ZERO_GRADIENT_RATIO * float(norms.max())
+    tolerance = _ZERO_GRADIENT_RATIO * float(norms.max())
     if float(above.max()) > tolerance:
         position, token = divmod(int(above.argmax()), length)
         message = f"the logits at position {position} have a gradient with respect to token {token}, which comes later"
-        return CaseResult("fail", message, float(above.max()), tolerance, f"position {position}")
+        return failure(message, float(above.max()), tolerance, f"position {position}")
     if not norms.any():
         if bool((out == out[..., :1]).all()):
             raise SkipCheckError("all logits are equal: the head is zero, as some models are initialized")
-        if (0, 0) not in _find_independent_pairs(context, tokens, {0}):
+        if (0, 0) not in _find_independent_pairs(ctx, tokens, {0}):
             raise SkipCheckError("its logits require no gradient")
-        return CaseResult("fail", "the logits do not depend on any token", 0.0, 0.0)
+        return failure("the logits do not depend on any token", 0.0, 0.0)
     dead = [(t, s) for t in range(length) for s in range(t + 1) if not norms[t, s] > 0]
     window = _infer_window(dead, length)
     if window == 0:  # saturated attention has zero gradient, but may still depend on the token
-        dead = [pair for pair in dead if pair in _find_independent_pairs(context, tokens, {s for _, s in dead})]
+        dead = [pair for pair in dead if pair in _find_independent_pairs(ctx, tokens, {s for _, s in dead})]
         window = _infer_window(dead, length)
     if window == 0:
         position, token = dead[0]
         message = f"the logits at position {position} do not depend on token {token}, which should be visible"
-        return CaseResult("fail", message, 0.0, 0.0, f"position {position}")
+        return failure(message, 0.0, 0.0, f"position {position}")
     reach = "" if window == length else f" within {window} tokens"
-    return CaseResult(
-        "pass",
-        f"the gradient is zero for later tokens and nonzero for earlier ones{reach}",
-        float(above.max()),
-        tolerance,
-    )
+    message = f"the gradient is zero for later tokens and nonzero for earlier ones{reach}"
+    return success(message, float(above.max()), tolerance)
 
 
 def _infer_window(zero_pairs: list[tuple[int, int]], seq_len: int) -> int:
@@ -185,15 +161,14 @@ def _infer_window(zero_pairs: list[tuple[int, int]], seq_len: int) -> int:
 
 
 @torch.no_grad()
-def _find_independent_pairs(context: CheckContext, tokens: Tensor, positions: set[int]) -> set[tuple[int, int]]:
+def _find_independent_pairs(ctx: CheckContext, tokens: Tensor, positions: set[int]) -> set[tuple[int, int]]:
     """Pairs (position, token) for which none of eight replacements of the token changes the logits."""
-    logits, length = context.model.logits, tokens.shape[1]
-    assert logits is not None
+    logits, length = ctx.logits, tokens.shape[1]
     pairs = set()
     for s in positions:
-        out = logits(torch.cat([context.replace_tokens(tokens, slice(s, s + 1)) for _ in range(8)])).float()
+        out = logits(torch.cat([ctx.replace_tokens(tokens, slice(s, s + 1)) for _ in range(8)])).float()
         change = (out - out[:1]).abs().amax((0, 2))
-        tolerance = NOISE_MARGIN * context.noise_ratio * max_finite_abs(out)
+        tolerance = NOISE_MARGIN * ctx.noise_ratio * max_finite_abs(out)
         pairs |= {(t, s) for t in range(length) if not float(change[t]) > tolerance}
     return pairs
 
@@ -207,75 +182,58 @@ def _find_independent_pairs(context: CheckContext, tokens: Tensor, positions: se
     depends_on=("causality",),
     preflight=True,
 )
-def causality_paths(context: CheckContext) -> Iterator[CaseResult]:
+def causality_paths(ctx: CheckContext) -> Iterator[CaseResult]:
     """Repeat the causality check in training mode (with the same dropout), with gradients, with each kernel, with a
     mask, in a batch, and within a chunk after cached tokens. The labels must not change the logits."""
-    model, tokens = context.model, context.random_tokens()
+    model, tokens = ctx.model, ctx.random_tokens()
     length = tokens.shape[1]
-    path_cuts = PATH_CUTS if not context.is_slow else PATH_CUTS[1:2]
+    path_cuts = _PATH_CUTS if not ctx.is_slow else _PATH_CUTS[1:2]
     cuts = [cut for cut in path_cuts if cut < length] or [length - 1]
-    assert model.logits is not None
-    plain = model.logits
-    for path, logits in _forward_paths(context).items():
-        yield from _check_leaks(context, logits, tokens, cuts, f" {path}")
-    if model.logits_with_mask is not None:
+    for path, logits in _forward_paths(ctx).items():
+        yield _check_leaks(ctx, logits, tokens, cuts, f" {path}")
+    if (logits_with_mask := model.logits_with_mask) is not None:
         mask = torch.ones_like(tokens, dtype=torch.bool)
-        yield from _check_leaks(context, lambda x: model.logits_with_mask(x, mask), tokens, cuts, " with a mask")  # type: ignore[misc]
-    if model.logits_with_cache is not None and length > 6:
-        prefix = context.random_tokens(1, 4)
+        yield _check_leaks(ctx, lambda x: logits_with_mask(x, mask), tokens, cuts, " with a mask")
+    if (logits_with_cache := model.logits_with_cache) is not None and length > 6:
+        prefix = ctx.random_tokens(1, 4)
 
         def logits_after_prefix(chunk: Tensor) -> Tensor:
-            _, cache = model.logits_with_cache(prefix, None)  # type: ignore[misc]
-            return model.logits_with_cache(chunk, cache)[0]  # type: ignore[misc]
+            _, cache = logits_with_cache(prefix, None)
+            return logits_with_cache(chunk, cache)[0]
 
-        chunk = tokens[:, : length - 4]
         chunk_cuts = [cut for cut in cuts if cut < length - 4]
-        yield from _check_leaks(context, logits_after_prefix, chunk, chunk_cuts, " within a chunk after cached tokens")
+        path = " within a chunk after cached tokens"
+        yield _check_leaks(ctx, logits_after_prefix, tokens[:, : length - 4], chunk_cuts, path)
     if model.logits_with_labels is not None:
-        yield _check_label_leak(context, tokens)
-    batch = context.random_tokens(3)
-    yield from _check_leaks(context, plain, batch, cuts[:2], " in a batch of three")
+        yield _check_label_leak(ctx, tokens)
+    yield _check_leaks(ctx, ctx.logits, ctx.random_tokens(3), cuts[:2], " in a batch of three")
 
 
-def _check_label_leak(context: CheckContext, tokens: Tensor) -> CaseResult:
+def _check_label_leak(ctx: CheckContext, tokens: Tensor) -> CaseResult:
     """Whether the logits change with the labels."""
-    logits_with_labels, other = context.model.logits_with_labels, context.replace_tokens(tokens)
-    assert logits_with_labels is not None
-    diff = context.compare(lambda: logits_with_labels(tokens, tokens), lambda: logits_with_labels(tokens, other))
+    logits_with_labels, other = require(ctx.model.logits_with_labels), ctx.replace_tokens(tokens)
+    diff = ctx.compare(lambda: logits_with_labels(tokens, tokens), lambda: logits_with_labels(tokens, other))
     if diff.within_tolerance:
-        return CaseResult("pass", "no logit changes with the labels", diff.max_abs, diff.tolerance)
-    return CaseResult(
-        "fail",
-        "the logits change with the labels that they should predict",
-        diff.max_abs,
-        diff.tolerance,
-        cause="the labels are used as input",
-        fix="use labels only in the loss",
-    )
+        return diff.success("no logit changes with the labels")
+    message, cause = "the logits change with the labels that they should predict", "the labels are used as input"
+    return diff.failure(message, cause=cause, fix="use labels only in the loss")
 
 
-def _forward_paths(context: CheckContext) -> dict[str, LogitsFunction]:
+def _forward_paths(ctx: CheckContext) -> dict[str, LogitsFunction]:
     """Forward passes that code often handles in separate branches: gradients, training mode, each kernel."""
-    model = context.model
-    assert model.logits is not None
-    plain = model.logits
     paths: dict[str, LogitsFunction] = {}
 
     def with_gradients(tokens: Tensor) -> Tensor:
         with torch.enable_grad():
-            return plain(tokens).detach()
+            return ctx.logits(tokens).detach()
 
-    if not context.is_slow or model.module is None:  # training mode also covers it
+    def in_training_mode(tokens: Tensor) -> Tensor:
+        with preserve_state(ctx.module, training=True), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(ctx.seed)
+            return with_gradients(tokens)
+
+    if not ctx.is_slow or ctx.model.module is None:  # training mode also covers it
         paths["with gradients"] = with_gradients
-    if model.module is not None:
-        module = model.module
-
-        def training(tokens: Tensor) -> Tensor:
-            with training_mode(module), torch.random.fork_rng(devices=[]):
-                torch.manual_seed(context.seed)
-                return with_gradients(tokens)
-
-        paths["in training mode"] = training
-    for name, logits in model.logits_by_kernel.items():
-        paths[f"with the kernel {name}"] = logits
-    return paths
+    if ctx.model.module is not None:
+        paths["in training mode"] = in_training_mode
+    return paths | {f"with the kernel {name}": logits for name, logits in ctx.model.logits_by_kernel.items()}

@@ -5,26 +5,21 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from cutaway.check.checked_model import require
 from cutaway.check.context import CheckContext
 from cutaway.check.probes.op_tracer import OpTracer
-from cutaway.check.probes.padded_batch import (
-    choose_lengths,
-    choose_pad_token,
-    compare_expecting_difference,
-    masked_positions,
-    pad_rows,
-)
+from cutaway.check.probes.padded_batch import choose_lengths, choose_pad_token, masked_positions, pad_rows
 from cutaway.check.registry import register_check
-from cutaway.check.report.finding import CaseResult
+from cutaway.check.report.finding import CaseResult, failure, success
 
 
-def _random_source_tokens(context: CheckContext, batch_size: int, seq_len: int) -> Tensor:
+def _random_source_tokens(ctx: CheckContext, batch_size: int, seq_len: int) -> Tensor:
     """Draw random source token ids (B, T), without special tokens."""
-    size = context.model.source_vocab_size or context.model.vocab_size
-    allowed = context.allowed_tokens[context.allowed_tokens < (size or 1)]
+    size = ctx.model.source_vocab_size or ctx.model.vocab_size
+    allowed = ctx.allowed_tokens[ctx.allowed_tokens < (size or 1)]
     allowed = allowed if len(allowed) > 1 else torch.arange(size or 1)
-    index = torch.randint(len(allowed), (batch_size, seq_len), generator=context.generator)
-    return allowed[index].to(context.model.device)
+    index = torch.randint(len(allowed), (batch_size, seq_len), generator=ctx.generator)
+    return allowed[index].to(ctx.model.device)
 
 
 @register_check(
@@ -36,15 +31,14 @@ def _random_source_tokens(context: CheckContext, batch_size: int, seq_len: int) 
     kinds=("encoder-decoder",),
 )
 @torch.no_grad()
-def cross_attention_source(context: CheckContext) -> Iterator[CaseResult]:
+def cross_attention_source(ctx: CheckContext) -> Iterator[CaseResult]:
     """Replace the whole source, then its first and its last token: the logits at every position must change. No
     cross-attention may mask a token of a source without padding."""
-    logits_with_source = context.model.logits_with_source
-    assert logits_with_source is not None
-    length = min(8, context.seq_len)
-    source, tokens = _random_source_tokens(context, 1, length), context.random_tokens(1, max(1, length - 2))
+    logits_with_source = require(ctx.model.logits_with_source)
+    length = min(8, ctx.seq_len)
+    source, tokens = _random_source_tokens(ctx, 1, length), ctx.random_tokens(1, max(1, length - 2))
     last = tokens.shape[1] - 1
-    with OpTracer(context.model.module) as tracer:
+    with OpTracer(ctx.model.module) as tracer:
         base = logits_with_source(source, None, tokens)
     replacements = {
         "the source": slice(None),
@@ -54,18 +48,17 @@ def cross_attention_source(context: CheckContext) -> Iterator[CaseResult]:
     for name, positions in replacements.items():
         other = source.clone()
         for _ in range(20):
-            other[:, positions] = _random_source_tokens(context, 1, length)[:, positions]
+            other[:, positions] = _random_source_tokens(ctx, 1, length)[:, positions]
             if bool((other != source)[:, positions].any()):
                 break
         out = logits_with_source(other, None, tokens)
         for position in range(tokens.shape[1]) if name == "the source" else (last,):
-            diff = compare_expecting_difference(
-                context,
+            diff = ctx.compare_expecting_difference(
                 lambda: logits_with_source(source, None, tokens)[:, position],
                 lambda: out[:, position],
-                base[:, position],
+                first_result=base[:, position],
             )
-            case = context.expect_different(
+            case = ctx.expect_different(
                 diff,
                 passed=f"the logits change with {name}",
                 failed=f"the logits at position {position} do not change with {name}",
@@ -81,7 +74,7 @@ def cross_attention_source(context: CheckContext) -> Iterator[CaseResult]:
         is_truncated = num_queries == last + 1 and num_keys < num_queries
         if is_truncated and length in query_lengths and num_keys not in query_lengths:
             message = f"cross-attention attends to {num_keys} of the {length} source tokens"
-            yield CaseResult("fail", message, num_keys, length, call.module or None)
+            yield failure(message, num_keys, length, call.module or None)
             return
         if (num_queries, num_keys) != (last + 1, length) or call.softmax_dim != -1:
             continue
@@ -89,9 +82,9 @@ def cross_attention_source(context: CheckContext) -> Iterator[CaseResult]:
         if bool(masked.any()):
             position, key = divmod(int(masked.flatten().long().argmax()), length)
             message = f"cross-attention at position {position} masks source token {key}, though there is no padding"
-            yield CaseResult("fail", message, float(masked.float().mean()), 0.0, call.module or None)
+            yield failure(message, float(masked.float().mean()), 0.0, call.module or None)
             return
-        yield CaseResult("pass", "cross-attention attends to the full source")
+        yield success("cross-attention attends to the full source")
 
 
 @register_check(
@@ -104,31 +97,30 @@ def cross_attention_source(context: CheckContext) -> Iterator[CaseResult]:
     depends_on=("causality", "cross-attention-source"),
 )
 @torch.no_grad()
-def cross_attention_padding(context: CheckContext) -> Iterator[CaseResult]:
+def cross_attention_padding(ctx: CheckContext) -> Iterator[CaseResult]:
     """Run sources of two lengths in one batch: the shorter must give the same logits as alone, whatever its padding."""
-    logits_with_source = context.model.logits_with_source
-    assert logits_with_source is not None
-    short_len, seq_len = choose_lengths(context)
-    rows = [_random_source_tokens(context, 1, length) for length in (seq_len, short_len)]
-    tokens = context.random_tokens(2, min(6, context.seq_len))
-    source, mask = pad_rows(rows, seq_len, "right", choose_pad_token(context))
+    logits_with_source = require(ctx.model.logits_with_source)
+    short_len, seq_len = choose_lengths(ctx)
+    rows = [_random_source_tokens(ctx, 1, length) for length in (seq_len, short_len)]
+    tokens = ctx.random_tokens(2, min(6, ctx.seq_len))
+    source, mask = pad_rows(rows, seq_len, "right", choose_pad_token(ctx))
 
     def alone() -> Tensor:
         return torch.cat([logits_with_source(row, None, tokens[n : n + 1]) for n, row in enumerate(rows)])
 
-    diff = context.compare(alone, lambda: logits_with_source(source, mask, tokens))
-    yield context.expect_equal(
+    diff = ctx.compare(alone, lambda: logits_with_source(source, mask, tokens))
+    yield ctx.expect_equal(
         diff,
         passed="a padded source gives the same logits as alone",
         failed=f"with {seq_len - short_len} padding tokens in the source, the logits differ from those of the source "
         "alone",
         location=f"row {diff.index[0]}, position {diff.index[1]}",
     )
-    other = torch.where(mask, source, _random_source_tokens(context, 2, seq_len))
-    diff = context.compare(
+    other = torch.where(mask, source, _random_source_tokens(ctx, 2, seq_len))
+    diff = ctx.compare(
         lambda: logits_with_source(source, mask, tokens), lambda: logits_with_source(other, mask, tokens)
     )
-    yield context.expect_equal(
+    yield ctx.expect_equal(
         diff,
         passed="the tokens in source padding do not change the logits",
         failed="the logits change with the tokens in source padding",

@@ -1,30 +1,28 @@
 """Evaluation mode checks: eval-determinism, eval-dropout, forward-hooks."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import wraps
-from typing import Any
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial, wraps
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 
 from cutaway.check.checked_model import LogitsFunction
 from cutaway.check.context import CheckContext
-from cutaway.check.module_state import require_uncompiled
-from cutaway.check.numerics import NOISE_MARGIN, Difference, max_difference, max_finite_abs
+from cutaway.check.module_state import fork_rng, require_uncompiled
+from cutaway.check.numerics import Args, EagerDispatchMode, Kwargs, TorchFunction, max_difference, op_name
 from cutaway.check.probes.first_divergence import find_first_divergence
-from cutaway.check.probes.op_tracer import EagerDispatchMode, OpTracer
+from cutaway.check.probes.op_tracer import OpTracer
 from cutaway.check.registry import register_check
-from cutaway.check.report.finding import CaseResult
-
-MAX_ROUNDING_RATIO = 1e-2
-"""Relative to the largest logit; above any rounding error between two runs of the same forward pass."""
+from cutaway.check.report.finding import CaseResult, failure, success
 
 
 def _forward_with_seed(logits: LogitsFunction, tokens: Tensor, seed: int) -> Tensor:
     """Run a forward pass with a seeded random state."""
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+    with fork_rng():
         torch.manual_seed(seed)
         return logits(tokens)
 
@@ -36,19 +34,17 @@ def _forward_with_seed(logits: LogitsFunction, tokens: Tensor, seed: int) -> Ten
     fix="use randomness only if self.training is True, and pass state as an argument instead of storing it",
     preflight=True,
 )
-def eval_determinism(context: CheckContext) -> Iterator[CaseResult]:
+def eval_determinism(ctx: CheckContext) -> Iterator[CaseResult]:
     """Run one sequence with another random state, after other sequences, and ten times: the logits must be equal. A
     forward pass must not change its input, the parameters, or the training flag of any module."""
-    model = context.model
-    assert model.logits is not None
-    logits, tokens = model.logits, context.random_tokens()
+    model = ctx.model
+    logits, tokens = ctx.logits, ctx.random_tokens()
     with torch.no_grad():
         inputs, before = tokens.clone(), _sample_parameters(model.module)
-        base = _forward_with_seed(logits, inputs, context.seed)
+        base = _forward_with_seed(logits, inputs, ctx.seed)
         if not torch.equal(inputs, tokens):
             position = int((inputs != tokens)[0].long().argmax())
-            yield CaseResult(
-                "fail",
+            yield failure(
                 f"a forward pass changes its input tokens, at position {position}",
                 location=f"position {position}",
                 cause="an in-place op changes the caller's tensor",
@@ -57,38 +53,25 @@ def eval_determinism(context: CheckContext) -> Iterator[CaseResult]:
             return
         for name, first in _sample_parameters(model.module).items():
             if not torch.equal(first.nan_to_num(), before[name].nan_to_num()):
-                yield CaseResult(
-                    "fail",
+                yield failure(
                     f"a forward pass changes the parameter {name}",
                     location=name,
                     cause="an in-place op changes a parameter",
                     fix="use an out-of-place op, or a copy of the parameter",
                 )
                 return
-        yield _compare_runs(
-            context,
-            logits,
-            tokens,
-            base,
-            _forward_with_seed(logits, tokens, context.seed + 1),
-            "with another random state",
-        )
-        for batch_size, length in ((1, max(1, context.seq_len // 2)), (3, context.seq_len)):
-            _forward_with_seed(logits, context.random_tokens(batch_size, length), context.seed)
-        yield _compare_runs(
-            context,
-            logits,
-            tokens,
-            base,
-            _forward_with_seed(logits, tokens, context.seed),
-            "after other sequences",
-        )
-        if context.seconds_per_forward < 0.02:
+        other = _forward_with_seed(logits, tokens, ctx.seed + 1)
+        yield _compare_runs(ctx, tokens, base, other, "with another random state")
+        for batch_size, length in ((1, max(1, ctx.seq_len // 2)), (3, ctx.seq_len)):
+            _forward_with_seed(logits, ctx.random_tokens(batch_size, length), ctx.seed)
+        other = _forward_with_seed(logits, tokens, ctx.seed)
+        yield _compare_runs(ctx, tokens, base, other, "after other sequences")
+        if ctx.seconds_per_forward < 0.02:
             for _ in range(7):
-                tenth = _forward_with_seed(logits, tokens, context.seed)
-            yield _compare_runs(context, logits, tokens, base, tenth, "in the tenth run")
+                tenth = _forward_with_seed(logits, tokens, ctx.seed)
+            yield _compare_runs(ctx, tokens, base, tenth, "in the tenth run")
     if model.module is not None:
-        yield _check_mode_preserved(context, model.module)
+        yield _check_mode_preserved(ctx, model.module)
 
 
 def _sample_parameters(module: nn.Module | None) -> dict[str, Tensor]:
@@ -97,51 +80,34 @@ def _sample_parameters(module: nn.Module | None) -> dict[str, Tensor]:
     return {name: param.detach().reshape(-1)[:256].clone() for name, param in params.items() if not param.is_meta}
 
 
-def _compare_runs(
-    context: CheckContext,
-    logits: LogitsFunction,
-    tokens: Tensor,
-    first_logits: Tensor,
-    second_logits: Tensor,
-    condition: str,
-) -> CaseResult:
-    """Compare two runs. The noise is measured with one random state and limited to `MAX_ROUNDING_RATIO`: randomness of
-    the model must not count as rounding noise."""
-    diff = max_difference(first_logits, second_logits)
-    if diff.max_abs == 0.0:
-        return CaseResult("pass", f"the same logits {condition}", 0.0, 0.0)
-    noise = context.measure_noise(lambda: _forward_with_seed(logits, tokens, context.seed), first_logits)
-    diff = Difference(
-        diff.max_abs, min(NOISE_MARGIN * noise, MAX_ROUNDING_RATIO * max_finite_abs(first_logits)), diff.index
-    )
-    location = None
-    if not diff.within_tolerance:
-        location = find_first_divergence(
-            context,
-            lambda: _forward_with_seed(logits, tokens, context.seed),
-            lambda: _forward_with_seed(logits, tokens, context.seed + 1),
-        )
-    return context.expect_equal(
+def _compare_runs(ctx: CheckContext, tokens: Tensor, first: Tensor, second: Tensor, condition: str) -> CaseResult:
+    """Compare the logits of two runs of the same tokens."""
+
+    def run(seed: int = ctx.seed) -> Tensor:
+        return _forward_with_seed(ctx.logits, tokens, seed)
+
+    diff = ctx.compare_runs(first, second, run)
+    location = None if diff.within_tolerance else find_first_divergence(ctx, run, lambda: run(ctx.seed + 1))
+    return ctx.expect_equal(
         diff, passed=f"the same logits {condition}", failed=f"the logits differ {condition}", location=location
     )
 
 
-def _check_mode_preserved(context: CheckContext, module: nn.Module) -> CaseResult:
+def _check_mode_preserved(ctx: CheckContext, module: nn.Module) -> CaseResult:
     """Whether a forward pass keeps the training flags; mode-restored checks the same for generation."""
-    logits, tokens = context.model.logits, context.random_tokens(1, min(4, context.seq_len))
-    assert logits is not None
-    with torch.no_grad(), torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+    logits, tokens = ctx.logits, ctx.random_tokens(1, min(4, ctx.seq_len))
+    with torch.no_grad(), fork_rng():
         logits(tokens)
     changed = [name for name, submodule in module.named_modules() if submodule.training]
     module.eval()
     if changed:
-        return CaseResult(
-            "fail", f"a forward pass leaves {changed[0] or 'the model'} in training mode", location=changed[0] or None
+        return failure(
+            f"a forward pass leaves {changed[0] or 'the model'} in training mode", location=changed[0] or None
         )
-    return CaseResult("pass", "a forward pass keeps the mode of every module")
+    return success("a forward pass keeps the mode of every module")
 
 
-class RandomMaskTracer(EagerDispatchMode):
+class _RandomMaskTracer(EagerDispatchMode):
     """Dispatch mode that records random masks; at the dispatcher, so that no caller is missed."""
 
     def __init__(self, op_tracer: OpTracer) -> None:
@@ -149,9 +115,10 @@ class RandomMaskTracer(EagerDispatchMode):
         self.op_tracer = op_tracer
         self.module_paths: list[str] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name.rpartition("::")[2]
-        if name in ("bernoulli", "bernoulli_", "native_dropout", "_fused_dropout"):
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
+        if op_name(func) in ("bernoulli", "bernoulli_", "native_dropout", "_fused_dropout"):
             self.module_paths.append(self.op_tracer.module_stack[-1])
         return func(*args, **(kwargs or {}))
 
@@ -163,58 +130,41 @@ class RandomMaskTracer(EagerDispatchMode):
     fix="use nn.Dropout, or pass training=self.training (and dropout_p=0.0 in eval) to the function",
     preflight=True,
 )
-def eval_dropout(context: CheckContext) -> CaseResult:
+def eval_dropout(ctx: CheckContext) -> CaseResult:
     """Trace a forward pass in eval mode for dropout: PyTorch's functions, a fused kernel's dropout_p, random masks."""
-    model = context.model
-    assert model.logits is not None
-    with torch.no_grad(), OpTracer(model.module) as tracer, RandomMaskTracer(tracer) as random_masks:
-        model.logits(context.random_tokens())
+    model = ctx.model
+    with torch.no_grad(), OpTracer(model.module) as tracer, _RandomMaskTracer(tracer) as random_masks:
+        ctx.logits(ctx.random_tokens())
     for dropout in tracer.dropouts:
         if dropout.training and dropout.p > 0:
             message = f"dropout with p={dropout.p:g} is active in eval mode"
-            return CaseResult("fail", message, dropout.p, 0.0, dropout.module or None)
+            return failure(message, dropout.p, 0.0, dropout.module or None)
     for attention in tracer.attentions:
         if attention.dropout_p > 0:
             message = f"attention dropout with p={attention.dropout_p:g} is active in eval mode"
-            return CaseResult("fail", message, attention.dropout_p, 0.0, attention.module or None)
+            return failure(message, attention.dropout_p, 0.0, attention.module or None)
     if paths := random_masks.module_paths:
-        return CaseResult("fail", "a random mask is drawn in eval mode", len(paths), 0, paths[0] or None)
-    return CaseResult("pass", f"no dropout is active ({len(tracer.dropouts)} dropout calls are disabled)")
+        return failure("a random mask is drawn in eval mode", len(paths), 0, paths[0] or None)
+    return success(f"no dropout is active ({len(tracer.dropouts)} dropout calls are disabled)")
 
 
 @contextmanager
 def _count_forward_calls(module: nn.Module, num_forwards: Counter[str], num_hook_calls: Counter[str]) -> Iterator[None]:
     """Count how often each module's forward runs, and how often its forward hook is called."""
-    handles: list[Any] = []
-    originals: list[tuple[nn.Module, Any]] = []
 
-    def count_forward(name: str, forward: Any) -> Any:
-        @wraps(forward)
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            num_forwards[name] += 1
-            return forward(*args, **kwargs)
+    def count_forward(name: str, forward: TorchFunction, *args: object, **kwargs: object) -> object:
+        num_forwards[name] += 1
+        return forward(*args, **kwargs)
 
-        return counted
+    def count_hook(name: str, *_: object) -> None:
+        num_hook_calls[name] += 1
 
-    def make_hook(name: str) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
-            num_hook_calls[name] += 1
-
-        return hook
-
-    try:
+    with ExitStack() as stack:
         for name, submodule in module.named_modules():
-            handles.append(submodule.register_forward_hook(make_hook(name)))
-            originals.append((submodule, submodule.__dict__.get("forward")))
-            submodule.__dict__["forward"] = count_forward(name, submodule.forward)
+            stack.enter_context(submodule.register_forward_hook(partial(count_hook, name)))
+            counted = wraps(submodule.forward)(partial(count_forward, name, submodule.forward))
+            stack.enter_context(patch.object(submodule, "forward", counted))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
-        for submodule, forward in originals:
-            del submodule.__dict__["forward"]
-            if forward is not None:
-                submodule.__dict__["forward"] = forward
 
 
 @register_check(
@@ -224,14 +174,12 @@ def _count_forward_calls(module: nn.Module, num_forwards: Counter[str], num_hook
     fix="call the module: module(x)",
     needs=("logits", "module"),
 )
-def forward_hooks(context: CheckContext) -> Iterator[CaseResult]:
+def forward_hooks(ctx: CheckContext) -> Iterator[CaseResult]:
     """Register a forward hook on every module: it must be called each time the module's forward runs, and a hook that
     changes nothing must not change the logits."""
-    module = context.model.module
-    assert module is not None
-    assert context.model.logits is not None
+    module = ctx.module
     require_uncompiled(module)
-    logits, tokens = context.model.logits, context.random_tokens()
+    logits, tokens = ctx.logits, ctx.random_tokens()
     num_forwards: Counter[str] = Counter()
     num_hook_calls: Counter[str] = Counter()
     with torch.no_grad():
@@ -242,20 +190,17 @@ def forward_hooks(context: CheckContext) -> Iterator[CaseResult]:
     if missed:
         name = missed[0]
         message = f"{name} ran {num_forwards[name]} times and its hook was called {num_hook_calls[name]} times"
-        yield CaseResult("fail", message, num_forwards[name] - num_hook_calls[name], 0, name)
+        yield failure(message, num_forwards[name] - num_hook_calls[name], 0, name)
     else:
-        yield CaseResult("pass", f"the hooks of all {len(num_forwards)} modules that ran were called")
+        yield success(f"the hooks of all {len(num_forwards)} modules that ran were called")
 
     def hooked_logits() -> Tensor:
         with _count_forward_calls(module, Counter(), Counter()):
             return logits(tokens)
 
     diff = max_difference(base, hooked)
-    diff = (
-        Difference(0.0, 0.0, ())
-        if diff.max_abs == 0.0
-        else context.compare(lambda: logits(tokens), hooked_logits, first_result=base)
-    )
-    yield context.expect_equal(
+    if diff.max_abs > 0.0:
+        diff = ctx.compare(lambda: logits(tokens), hooked_logits, first_result=base)
+    yield ctx.expect_equal(
         diff, passed="forward hooks do not change the logits", failed="forward hooks change the logits"
     )

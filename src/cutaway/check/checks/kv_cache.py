@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from cutaway.check.checked_model import LogitsFunction, require
 from cutaway.check.context import CheckContext
-from cutaway.check.numerics import NOISE_MARGIN, Difference, max_difference, max_finite_abs
+from cutaway.check.numerics import Difference
 from cutaway.check.probes.cached_forward import (
     UNSUPPORTED_ERRORS,
     chunk_sizes,
@@ -19,17 +19,14 @@ from cutaway.check.probes.cached_forward import (
     locate_divergence,
 )
 from cutaway.check.registry import CAUSAL_KINDS, register_check
-from cutaway.check.report.finding import CaseResult, SkipCheckError
+from cutaway.check.report.finding import CaseResult, SkipCheckError, failure, skipped, success
 
-LONG_SEQ_LEN, SHORT_SEQ_LEN = 34, 12
+_LONG_SEQ_LEN, _SHORT_SEQ_LEN = 34, 12
 """Length of a sequence longer than a tile of 32, and of one that is split in many ways."""
 MAX_SECONDS = 3.0
 """Time limit for a sequence that exceeds the window."""
-LARGE_VALUE = 1e4
+_LARGE_VALUE = 1e4
 """Large enough to change the logits if a slot is visible; times a weight of 0 it is 0."""
-
-MAX_ROUNDING_RATIO = 1e-2
-"""Relative to the largest logit; above any rounding error between two runs of the same forward pass."""
 
 
 @register_check(
@@ -39,36 +36,31 @@ MAX_ROUNDING_RATIO = 1e-2
     fix="number new tokens from the cache length, store each key once and as it is used, and mask by positions",
     needs=("logits", "logits_with_cache"),
     kinds=CAUSAL_KINDS,
-    depends_on=(
-        "causality-tile-edges",
-        "causality",
-    ),
+    depends_on=("causality-tile-edges", "causality"),
     preflight=True,
 )
 @torch.no_grad()
-def cache_decode(context: CheckContext) -> Iterator[CaseResult]:
+def cache_decode(ctx: CheckContext) -> Iterator[CaseResult]:
     """Decode a sequence token by token, and token by token after a prefilled prompt: the logits must equal those of one
     forward pass without a cache."""
-    logits = context.model.logits
-    assert logits is not None
-    max_len, no_prompt_len, num_decoded = (10, 8, 3) if context.is_slow else (LONG_SEQ_LEN, 12, 6)
-    sequence = context.random_tokens(2, min(max_len, context.model.max_seq_len or max_len))
+    logits = ctx.logits
+    max_len, no_prompt_len, num_decoded = (10, 8, 3) if ctx.is_slow else (_LONG_SEQ_LEN, 12, 6)
+    sequence = ctx.random_tokens(2, min(max_len, ctx.model.max_seq_len or max_len))
     prompt_len = max(0, sequence.shape[1] - num_decoded)
     for path, first_chunk in (("token by token", 0), ("token by token after a prompt", prompt_len)):
         tokens = sequence if first_chunk else sequence[:, :no_prompt_len]
         base = logits(tokens)
         sizes = chunk_sizes(tokens.shape[1], 1, first_chunk)
-        diff, position = compare_in_chunks(context, tokens, sizes, base)
+        diff, position = compare_in_chunks(ctx, tokens, sizes, base)
         if not diff.within_tolerance:
             message = f"decoded {path}, the logits at position {position} differ from those of one forward pass"
-            wrong_position = infer_wrong_position(context, tokens, sizes, position)
+            wrong_position = infer_wrong_position(ctx, tokens, sizes, position)
             if wrong_position is not None:
                 message += f" and equal those at position {wrong_position}: positions do not continue from the cache"
-            location = locate_divergence(context, tokens, sizes, position)
-            yield CaseResult("fail", message, diff.max_abs, diff.tolerance, location)
+            location = locate_divergence(ctx, tokens, sizes, position)
+            yield diff.failure(message, location)
             return
-        message = f"decoded {path}, the logits equal those of one forward pass"
-        yield CaseResult("pass", message, diff.max_abs, diff.tolerance)
+        yield diff.success(f"decoded {path}, the logits equal those of one forward pass")
 
 
 @register_check(
@@ -81,37 +73,35 @@ def cache_decode(context: CheckContext) -> Iterator[CaseResult]:
     depends_on=("causality", "cache-decode"),
 )
 @torch.no_grad()
-def cache_chunked_prefill(context: CheckContext) -> Iterator[CaseResult]:
+def cache_chunked_prefill(ctx: CheckContext) -> Iterator[CaseResult]:
     """Prefill a sequence in two chunks, split at every position (at two, if the model is slow), and in chunks of three:
     the logits must equal those of one forward pass."""
-    tokens, logits = context.random_tokens(2, min(SHORT_SEQ_LEN, context.seq_len)), context.model.logits
-    assert logits is not None
+    tokens, logits = ctx.random_tokens(2, min(_SHORT_SEQ_LEN, ctx.seq_len)), ctx.logits
     length = tokens.shape[1]
-    cuts = range(1, length) if not context.is_slow else sorted({1, length // 2})
+    cuts = range(1, length) if not ctx.is_slow else sorted({1, length // 2})
     splits = [(f"split at {cut}", [cut, length - cut]) for cut in cuts]
-    chunk_size = 3 if not context.is_slow else 7
+    chunk_size = 3 if not ctx.is_slow else 7
     splits.append((f"in chunks of {chunk_size}", chunk_sizes(length, chunk_size)))
     base = logits(tokens)
     worst, num_passed, unsupported = Difference(0.0, 0.0, ()), 0, ""
     for description, sizes in splits:
         try:
-            diff, position = compare_in_chunks(context, tokens, sizes, base)
+            diff, position = compare_in_chunks(ctx, tokens, sizes, base)
         except UNSUPPORTED_ERRORS as error:
             reason = str(error).strip().splitlines()[0][:120] if str(error) else type(error).__name__
             unsupported = unsupported or f"{description}: {reason}"
             continue
         if not diff.within_tolerance:
             message = f"a prefill {description} gives other logits than one forward pass, from position {position} on"
-            location = locate_divergence(context, tokens, sizes, position)
-            yield CaseResult("fail", message, diff.max_abs, diff.tolerance, location)
+            location = locate_divergence(ctx, tokens, sizes, position)
+            yield diff.failure(message, location)
             return
         num_passed += 1
         worst = max(worst, diff, key=lambda item: item.max_abs)
     if num_passed:
-        message = f"a chunked prefill gives the logits of one forward pass ({num_passed} splits)"
-        yield CaseResult("pass", message, worst.max_abs, worst.tolerance)
+        yield worst.success(f"a chunked prefill gives the logits of one forward pass ({num_passed} splits)")
     if unsupported:
-        yield CaseResult("skip", f"skipped: it does not support a prefill {unsupported}")
+        yield skipped(f"it does not support a prefill {unsupported}")
 
 
 @register_check(
@@ -124,35 +114,31 @@ def cache_chunked_prefill(context: CheckContext) -> Iterator[CaseResult]:
     depends_on=("causality-gradient", "causality", "cache-decode"),
 )
 @torch.no_grad()
-def cache_unused_slots(context: CheckContext) -> CaseResult:
+def cache_unused_slots(ctx: CheckContext) -> CaseResult:
     """Fill the unused slots of a cache with NaN, and with values large enough to dominate if visible: the logits must
     not change. If only NaN changes them, the check passes: 0 · NaN is NaN, and the weight of 0 is correct."""
-    tokens, model = context.random_tokens(2), context.model
-    logits, logits_with_filled_cache = model.logits, model.logits_with_filled_cache
-    assert logits is not None
-    assert logits_with_filled_cache is not None
+    tokens, model = ctx.random_tokens(2), ctx.model
+    logits, logits_with_filled_cache = ctx.logits, require(model.logits_with_filled_cache)
     base = logits(tokens)
 
     def compare(value: float) -> Difference:
-        return context.compare(
-            lambda: logits(tokens), lambda: logits_with_filled_cache(tokens, value), first_result=base
-        )
+        return ctx.compare(lambda: logits(tokens), lambda: logits_with_filled_cache(tokens, value), first_result=base)
 
     zero_diff = compare(0.0)
-    for value in (LARGE_VALUE, -LARGE_VALUE):
+    for value in (_LARGE_VALUE, -_LARGE_VALUE):
         diff = compare(value)
         if not diff.within_tolerance:
             content = "even zeros" if not zero_diff.within_tolerance else f"values of {value:g}"
             position = diff.index[1]
             message = f"unused cache slots are visible: {content} in them change the logits at position {position}"
-            return CaseResult("fail", message, diff.max_abs, diff.tolerance, f"position {position}")
+            return diff.failure(message, f"position {position}")
     nan_diff = compare(math.nan)
     if not nan_diff.within_tolerance:
         message = (
             "unused slots have weight 0; NaN in them would change the logits (0 · NaN), so clear them before reuse"
         )
-        return CaseResult("pass", message, diff.max_abs, diff.tolerance)
-    return CaseResult("pass", "unused slots are masked, even with NaN in them", nan_diff.max_abs, nan_diff.tolerance)
+        return diff.success(message)
+    return nan_diff.success("unused slots are masked, even with NaN in them")
 
 
 @register_check(
@@ -165,10 +151,10 @@ def cache_unused_slots(context: CheckContext) -> CaseResult:
     depends_on=("causality", "cache-decode"),
 )
 @torch.no_grad()
-def cache_sliding_window(context: CheckContext) -> Iterator[CaseResult]:
+def cache_sliding_window(ctx: CheckContext) -> Iterator[CaseResult]:
     """Run a sequence longer than twice the window token by token and in chunks of three: the logits must equal those of
     one forward pass, also beyond the window."""
-    model = context.model
+    model = ctx.model
     windows = sorted({*model.windows, *([] if model.window is None else [model.window])})
     if not windows:
         raise SkipCheckError("needs a layer with a sliding window (the property window= or windows=)")
@@ -180,12 +166,11 @@ def cache_sliding_window(context: CheckContext) -> Iterator[CaseResult]:
         )
     window = testable[0]
     lengths = [min(length, max_seq_len) for length in (2 * testable[-1] + 5, 2 * window + 5, window + 4)]
-    length = next((n for n in lengths if _estimate_seconds(context, n) < MAX_SECONDS / 2), lengths[-1])
-    if _estimate_seconds(context, length) > MAX_SECONDS:
+    length = next((n for n in lengths if _estimate_seconds(ctx, n) < MAX_SECONDS / 2), lengths[-1])
+    if _estimate_seconds(ctx, length) > MAX_SECONDS:
         raise SkipCheckError(f"a sequence longer than its window of {window} would take more than {MAX_SECONDS:g} s")
-    tokens = context.random_tokens(1, length)
-    assert model.logits is not None
-    logits = model.logits
+    tokens = ctx.random_tokens(1, length)
+    logits = ctx.logits
     base = logits(tokens)
     first_chunk = max(0, window - 2) if length > 100 else 0  # prefill most of a long window to save decode steps
     paths: dict[str, Callable[[], Tensor]] = {}
@@ -193,27 +178,26 @@ def cache_sliding_window(context: CheckContext) -> Iterator[CaseResult]:
         paths["token by token in a rolling cache"] = lambda: model.logits_with_rolling_cache(tokens, 1)  # type: ignore[misc]
         paths["in chunks of three in a rolling cache"] = lambda: model.logits_with_rolling_cache(tokens, 3)  # type: ignore[misc]
     if model.logits_with_cache is not None:
-        paths["token by token"] = lambda: forward_in_chunks(context, tokens, chunk_sizes(length, 1, first_chunk))[0]
-        paths["in chunks of three"] = lambda: forward_in_chunks(context, tokens, chunk_sizes(length, 3, first_chunk))[0]
+        paths["token by token"] = lambda: forward_in_chunks(ctx, tokens, chunk_sizes(length, 1, first_chunk))[0]
+        paths["in chunks of three"] = lambda: forward_in_chunks(ctx, tokens, chunk_sizes(length, 3, first_chunk))[0]
     for path, run in paths.items():
         try:
-            diff = context.compare(lambda: logits(tokens), run, first_result=base)
+            diff = ctx.compare(lambda: logits(tokens), run, first_result=base)
         except (*UNSUPPORTED_ERRORS, SkipCheckError) as error:
-            yield CaseResult("skip", f"skipped: {path}: {str(error)[:120]}")
+            yield skipped(f"{path}: {str(error)[:120]}")
             continue
         if not diff.within_tolerance:
             position = first_position_beyond(run(), base, diff.tolerance)
             message = f"{path}, the logits at position {position} differ from those of one forward pass"
             message += f" (window {window})"
-            yield CaseResult("fail", message, diff.max_abs, diff.tolerance, f"position {position}")
+            yield diff.failure(message, f"position {position}")
             return
-        message = f"{path}, the logits equal those of one forward pass over {length} tokens (window {window})"
-        yield CaseResult("pass", message, diff.max_abs, diff.tolerance)
+        yield diff.success(f"{path}, the logits equal those of one forward pass over {length} tokens (window {window})")
 
 
-def _estimate_seconds(context: CheckContext, seq_len: int) -> float:
+def _estimate_seconds(ctx: CheckContext, seq_len: int) -> float:
     """Estimated time of one forward pass over the sequence and of decoding half of it."""
-    return context.seconds_per_forward * (seq_len / context.seq_len + seq_len / 4)
+    return ctx.seconds_per_forward * (seq_len / ctx.seq_len + seq_len / 4)
 
 
 @register_check(
@@ -225,30 +209,24 @@ def _estimate_seconds(context: CheckContext, seq_len: int) -> float:
     depends_on=("eval-dropout", "eval-determinism"),
 )
 @torch.no_grad()
-def cache_reuse(context: CheckContext) -> Iterator[CaseResult]:
+def cache_reuse(ctx: CheckContext) -> Iterator[CaseResult]:
     """Run and generate from a sequence, then a longer one in a larger batch, then the first again: the results must be
     equal."""
-    model, length = context.model, context.seq_len
-    tokens, longer = context.random_tokens(1, max(2, length // 2)), context.random_tokens(3, length)
-    for path, forward in _forward_paths(context).items():
+    model, length = ctx.model, ctx.seq_len
+    tokens, longer = ctx.random_tokens(1, max(2, length // 2)), ctx.random_tokens(3, length)
+    for path, forward in _forward_paths(ctx).items():
         first = forward(tokens)
         forward(longer)
-        diff = max_difference(first, forward(tokens))
-        if diff.max_abs > 0.0:  # limit the noise: remaining state also changes the runs that measure it
-            noise = context.measure_noise(lambda: forward(tokens), first)
-            diff = Difference(
-                diff.max_abs, min(NOISE_MARGIN * noise, MAX_ROUNDING_RATIO * max_finite_abs(first)), diff.index
-            )
-        case = context.expect_equal(
+        diff = ctx.compare_runs(first, forward(tokens), lambda: forward(tokens))
+        yield ctx.expect_equal(
             diff,
             passed=f"{path} gives the same logits after another sequence",
             failed=f"{path} gives other logits after another sequence",
         )
-        yield case
-        if case.verdict == "fail":
+        if not diff.within_tolerance:
             return
     if model.generate is not None:
-        num_tokens = max(1, min(2 if context.is_slow else 6, length // 3))
+        num_tokens = max(1, min(2 if ctx.is_slow else 6, length // 3))
         prompt = tokens[:, : length - num_tokens]
         first = model.generate(prompt, num_tokens)
         model.generate(longer[:, : length - num_tokens], num_tokens)
@@ -256,17 +234,16 @@ def cache_reuse(context: CheckContext) -> Iterator[CaseResult]:
         if first.shape != second.shape or not torch.equal(first, second):
             from cutaway.check.checks.generation import find_non_greedy_token
 
-            non_greedy = find_non_greedy_token(context, prompt, second) or find_non_greedy_token(context, prompt, first)
+            non_greedy = find_non_greedy_token(ctx, prompt, second) or find_non_greedy_token(ctx, prompt, first)
             if first.shape != second.shape or non_greedy is not None:
-                yield CaseResult("fail", "the same prompt gives other tokens after generation from another prompt")
+                yield failure("the same prompt gives other tokens after generation from another prompt")
                 return
-        yield CaseResult("pass", "the same prompt gives the same tokens after generation from another prompt")
+        yield success("the same prompt gives the same tokens after generation from another prompt")
 
 
-def _forward_paths(context: CheckContext) -> dict[str, Callable[[Tensor], Tensor]]:
+def _forward_paths(ctx: CheckContext) -> dict[str, LogitsFunction]:
     """Forward passes that may leave state in the model."""
-    model = context.model
-    paths: dict[str, Any] = {"a forward pass": model.logits} if model.logits is not None else {}
-    if model.logits_with_cache is not None:
-        paths["decoding with a cache"] = lambda tokens: forward_in_chunks(context, tokens, [tokens.shape[1] - 1, 1])[0]
+    paths = {"a forward pass": ctx.logits}
+    if ctx.model.logits_with_cache is not None:
+        paths["decoding with a cache"] = lambda tokens: forward_in_chunks(ctx, tokens, [tokens.shape[1] - 1, 1])[0]
     return paths

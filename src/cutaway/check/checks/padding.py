@@ -1,14 +1,14 @@
 """Padding checks: fully-masked-row, left-padding, right-padding, padding-leak, moe-padding."""
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
-from cutaway.check.context import CheckContext
+from cutaway.check.checked_model import TokensFunction, require
+from cutaway.check.context import CheckContext, compute_once
 from cutaway.check.probes.embedding_gradients import add_embedding_offset
+from cutaway.check.probes.op_tracer import OpTracer
 from cutaway.check.probes.padded_batch import (
     choose_lengths,
     choose_pad_token,
@@ -19,24 +19,13 @@ from cutaway.check.probes.padded_batch import (
     select_real_tokens,
 )
 from cutaway.check.registry import register_check
-from cutaway.check.report.finding import CaseResult, SkipCheckError
+from cutaway.check.report.finding import CaseResult, SkipCheckError, failure, skipped, success, warning
 
-MaskedForward = Callable[[Tensor, Tensor], Tensor]
-MAX_GRADIENT_NUMEL = 1 << 16
+_MAX_GRADIENT_NUMEL = 1 << 16
 """Largest parameter, in elements, whose gradient is inspected."""
-MAX_EXTRA_PADDING = 48
+_MAX_EXTRA_PADDING = 48
 """Maximum number of padding tokens added to a sequence."""
-ROUTING_FUNCTIONS = {
-    torch.topk,
-    Tensor.topk,
-    torch.argmax,
-    Tensor.argmax,
-    torch.sort,
-    Tensor.sort,
-    torch.argsort,
-    Tensor.argsort,
-}
-PREREQUISITES = ("causality", "batch-isolation", "batch-invariance", "mask-polarity", "mask-diagonal")
+_PREREQUISITES = ("causality", "batch-isolation", "batch-invariance", "mask-polarity", "mask-diagonal")
 """Checks whose bugs would fail in every padded batch."""
 
 
@@ -46,20 +35,18 @@ PREREQUISITES = ("causality", "batch-isolation", "batch-invariance", "mask-polar
     cause="softmax over -inf only is 0/0; its output is discarded, but its gradient is not",
     fix="leave fully masked queries one visible key and zero the result, or use a kernel that returns zeros for them",
     needs=("logits", "logits_with_mask"),
-    depends_on=PREREQUISITES,
+    depends_on=_PREREQUISITES,
 )
-def fully_masked_row(context: CheckContext) -> Iterator[CaseResult]:
+def fully_masked_row(ctx: CheckContext) -> Iterator[CaseResult]:
     """Run a batch of a left-padded row (right-padded if left padding is unsupported) and a row of padding only. The
     logits of the first row must be finite and the same as beside a row with real tokens; their gradients must be
     finite."""
-    model = context.model
-    logits_with_mask, logits = model.logits_with_mask, model.logits
-    assert logits_with_mask is not None
-    assert logits is not None
-    short_len, seq_len = choose_lengths(context)
-    row = context.random_tokens(1, short_len)
-    side = "right" if _unsupported_side_reason(context, "left") else "left"
-    tokens, mask = pad_rows([row, row], seq_len, side, choose_pad_token(context))
+    model = ctx.model
+    logits_with_mask, logits = require(model.logits_with_mask), ctx.logits
+    short_len, seq_len = choose_lengths(ctx)
+    row = ctx.random_tokens(1, short_len)
+    side = "right" if _unsupported_side_reason(ctx, "left") else "left"
+    tokens, mask = pad_rows([row, row], seq_len, side, choose_pad_token(ctx))
     empty_mask = mask.clone()
     empty_mask[1] = False
     real = slice(0, short_len) if side == "right" else slice(-short_len, None)
@@ -67,17 +54,16 @@ def fully_masked_row(context: CheckContext) -> Iterator[CaseResult]:
         base = logits_with_mask(tokens, mask)[:1, real]
         if not base.isfinite().all():
             if bool(logits(row).isfinite().all()):
-                message = f"with {side} padding, the logits of a row are not finite"
-                yield CaseResult("fail", message, location="row 0")
+                yield failure(f"with {side} padding, the logits of a row are not finite", location="row 0")
             else:
-                yield CaseResult("skip", "skipped: its logits are not finite, even without padding")
+                yield skipped("its logits are not finite, even without padding")
             return
-    diff = context.compare(
+    diff = ctx.compare(
         lambda: logits_with_mask(tokens, mask)[:1, real],
         lambda: logits_with_mask(tokens, empty_mask)[:1, real],
         first_result=base,
     )
-    yield context.expect_equal(
+    yield ctx.expect_equal(
         diff,
         passed="a row of padding only does not change the other row",
         failed="a row of padding only changes the logits of the other row",
@@ -85,26 +71,24 @@ def fully_masked_row(context: CheckContext) -> Iterator[CaseResult]:
     )
     if not diff.within_tolerance:
         return
-    gradients = _row_gradients(context, logits_with_mask, tokens, empty_mask, real)
+    gradients = _row_gradients(ctx, logits_with_mask, tokens, empty_mask, real)
     not_finite = [name for name, gradient in gradients.items() if not gradient.isfinite().all()]
     if not_finite:
         message = "with a row of padding only in the batch, gradients of the other row's loss are not finite"
         count = len(not_finite)
-        yield CaseResult("fail", f"{message} ({count} of {len(gradients)})", count, 0, not_finite[-1])
+        yield failure(f"{message} ({count} of {len(gradients)})", count, 0, not_finite[-1])
     elif gradients:
-        yield CaseResult("pass", "with a row of padding only in the batch, gradients are finite")
+        yield success("with a row of padding only in the batch, gradients are finite")
     elif not logits_with_mask(tokens, empty_mask)[1].isfinite().all():
-        yield CaseResult(
-            "warn", "a row of padding only gives NaN, which a backward pass would propagate", location="row 1"
-        )
+        yield warning("a row of padding only gives NaN, which a backward pass would propagate", location="row 1")
 
 
 def _row_gradients(
-    context: CheckContext, forward: MaskedForward, tokens: Tensor, mask: Tensor, real_positions: slice
+    ctx: CheckContext, forward: TokensFunction, tokens: Tensor, mask: Tensor, real_positions: slice
 ) -> dict[str, Tensor]:
     """Gradients of the first row's logits with respect to the token embeddings and to small parameters; empty if the
     logits require no gradient."""
-    module = context.model.module
+    module = ctx.model.module
     try:
         with torch.enable_grad(), add_embedding_offset(module, lambda x: forward(x, mask), tokens) as offsets:
             out = forward(tokens, mask)
@@ -112,65 +96,51 @@ def _row_gradients(
         return {}
     if module is None or not out.requires_grad or not offsets:
         return {}
-    small = {
-        name: param
-        for name, param in module.named_parameters()
-        if param.requires_grad and param.numel() <= MAX_GRADIENT_NUMEL
-    }
-    tensors: dict[str, Tensor] = {"the token embeddings": offsets[0], **small}
-    gradients = torch.autograd.grad(
-        out[:1, real_positions].float().logsumexp(-1).sum(), list(tensors.values()), allow_unused=True
-    )
+    trainable = {name: param for name, param in module.named_parameters() if param.requires_grad}
+    tensors: dict[str, Tensor] = {"the token embeddings": offsets[0]}
+    tensors |= {name: param for name, param in trainable.items() if param.numel() <= _MAX_GRADIENT_NUMEL}
+    value = out[:1, real_positions].float().logsumexp(-1).sum()
+    gradients = torch.autograd.grad(value, list(tensors.values()), allow_unused=True)
     return {name: gradient for name, gradient in zip(tensors, gradients, strict=True) if gradient is not None}
 
 
-def _check_padded_rows(context: CheckContext, side: str) -> Iterator[CaseResult]:
+def _check_padded_rows(ctx: CheckContext, side: str) -> Iterator[CaseResult]:
     """Compare each row of a padded batch of three lengths with the row alone, without and with gradients."""
-    model = context.model
-    logits_with_mask, logits = model.logits_with_mask, model.logits
-    assert logits_with_mask is not None
-    assert logits is not None
-    with torch.no_grad():
-        (rows, seq_len), base = context.compute_once("ragged rows", lambda: _ragged_rows_with_logits(context, logits))
-    tokens, mask = pad_rows(rows, seq_len, side, choose_pad_token(context))
+    model = ctx.model
+    logits_with_mask, logits = require(model.logits_with_mask), ctx.logits
+    (rows, seq_len), base = _ragged_rows_with_logits(ctx)
+    tokens, mask = pad_rows(rows, seq_len, side, choose_pad_token(ctx))
     for path in ("", " with gradients"):
 
         def padded_logits(path: str = path) -> Tensor:
             with torch.set_grad_enabled(bool(path)):
                 return select_real_tokens(logits_with_mask(tokens, mask), mask).detach()
 
-        diff = context.compare(lambda: forward_rows_alone(rows, logits), padded_logits, first_result=base)
+        diff = ctx.compare(lambda: forward_rows_alone(rows, logits), padded_logits, first_result=base)
         if not diff.within_tolerance:
             row, position = locate_token(rows, diff.index[0])
             num_pads = seq_len - rows[row].shape[1]
-            reason = _unsupported_side_reason(context, side)
+            reason = _unsupported_side_reason(ctx, side)
             if reason:
-                yield CaseResult("skip", f"skipped: {reason}")
+                yield skipped(reason)
                 return
             message = f"with {num_pads} padding tokens on the {side}{path}, the logits at position {position}"
-            yield CaseResult(
-                "fail",
-                f"{message} differ from those of the row alone",
-                diff.max_abs,
-                diff.tolerance,
-                f"row {row}, position {position}",
-            )
+            yield diff.failure(f"{message} differ from those of the row alone", f"row {row}, position {position}")
             return
-        message = f"with {side} padding{path}, each row gives the same logits as alone"
-        yield CaseResult("pass", message, diff.max_abs, diff.tolerance)
+        yield diff.success(f"with {side} padding{path}, each row gives the same logits as alone")
 
 
-def _ragged_rows_with_logits(
-    context: CheckContext, forward: Callable[[Tensor], Tensor]
-) -> tuple[tuple[list[Tensor], int], Tensor]:
+@compute_once
+@torch.no_grad()
+def _ragged_rows_with_logits(ctx: CheckContext) -> tuple[tuple[list[Tensor], int], Tensor]:
     """Rows of different lengths with their padded length, and the logits of each row alone."""
-    rows, seq_len = random_ragged_rows(context)
-    return (rows, seq_len), forward_rows_alone(rows, forward)
+    rows, seq_len = random_ragged_rows(ctx)
+    return (rows, seq_len), forward_rows_alone(rows, ctx.logits)
 
 
-def _unsupported_side_reason(context: CheckContext, side: str) -> str | None:
+def _unsupported_side_reason(ctx: CheckContext, side: str) -> str | None:
     """Why a padding side is unsupported: absolute positions that count padding support right padding only."""
-    model = context.model
+    model = ctx.model
     if side == "right" or model.positions_skip_padding or model.relative_positions:
         return None
     if model.kind == "decoder" and model.positions_skip_padding is None:
@@ -184,11 +154,11 @@ def _unsupported_side_reason(context: CheckContext, side: str) -> str | None:
     cause="positions start at the first padding token instead of the first real token, or the mask is not applied",
     fix="compute positions as mask.cumsum(-1) - 1, and mask padding for every query",
     needs=("logits", "logits_with_mask"),
-    depends_on=(*PREREQUISITES, "fully-masked-row"),
+    depends_on=(*_PREREQUISITES, "fully-masked-row"),
 )
-def left_padding(context: CheckContext) -> Iterator[CaseResult]:
+def left_padding(ctx: CheckContext) -> Iterator[CaseResult]:
     """Run three rows of different lengths in one left-padded batch: each must give the same logits as alone."""
-    yield from _check_padded_rows(context, "left")
+    yield from _check_padded_rows(ctx, "left")
 
 
 @register_check(
@@ -197,11 +167,11 @@ def left_padding(context: CheckContext) -> Iterator[CaseResult]:
     cause="the mask is not applied, is applied to queries instead of keys, or one row's mask is used for all rows",
     fix="mask padding keys, per row, on every code path: mask[:, None, None, :]",
     needs=("logits", "logits_with_mask"),
-    depends_on=(*PREREQUISITES, "fully-masked-row"),
+    depends_on=(*_PREREQUISITES, "fully-masked-row"),
 )
-def right_padding(context: CheckContext) -> Iterator[CaseResult]:
+def right_padding(ctx: CheckContext) -> Iterator[CaseResult]:
     """Run three rows of different lengths in one right-padded batch: each must give the same logits as alone."""
-    yield from _check_padded_rows(context, "right")
+    yield from _check_padded_rows(ctx, "right")
 
 
 @register_check(
@@ -210,43 +180,30 @@ def right_padding(context: CheckContext) -> Iterator[CaseResult]:
     cause="the padding mask is not applied in some layer, or another op than attention mixes positions",
     fix="mask padding for every query, and zero it where other ops mix positions (convolutions, states, means)",
     needs=("logits", "logits_with_mask"),
-    depends_on=(*PREREQUISITES, "fully-masked-row"),
+    depends_on=(*_PREREQUISITES, "fully-masked-row"),
 )
 @torch.no_grad()
-def padding_leak(context: CheckContext) -> Iterator[CaseResult]:
+def padding_leak(ctx: CheckContext) -> Iterator[CaseResult]:
     """Replace the padding tokens, on either side: the logits of real tokens must not change."""
-    logits_with_mask, logits_with_mask_only = context.model.logits_with_mask, context.model.logits_with_mask_only
-    assert logits_with_mask is not None
-    rows, seq_len = random_ragged_rows(context)
+    logits_with_mask, logits_with_mask_only = require(ctx.model.logits_with_mask), ctx.model.logits_with_mask_only
+    rows, seq_len = random_ragged_rows(ctx)
     for side, forward in (("right", logits_with_mask), ("left", logits_with_mask_only or logits_with_mask)):
-        if side == "left" and context.model.positions_from_pad_token:
-            yield CaseResult("skip", "skipped: left padding: its positions are derived from the pad token")
+        if side == "left" and ctx.model.positions_from_pad_token:
+            yield skipped("left padding: its positions are derived from the pad token")
             continue
-        tokens, mask = pad_rows(rows, seq_len, side, choose_pad_token(context))
-        other = torch.where(mask, tokens, context.random_tokens(len(rows), seq_len))
-        diff = context.compare(
+        tokens, mask = pad_rows(rows, seq_len, side, choose_pad_token(ctx))
+        other = torch.where(mask, tokens, ctx.random_tokens(len(rows), seq_len))
+        diff = ctx.compare(
             lambda: select_real_tokens(forward(tokens, mask), mask),
             lambda: select_real_tokens(forward(other, mask), mask),
         )
         row, position = locate_token(rows, diff.index[0])
-        yield context.expect_equal(
+        yield ctx.expect_equal(
             diff,
             passed=f"the tokens in {side} padding do not change the logits",
             failed=f"the logits at position {position} change with the tokens in {side} padding",
             location=f"row {row}, position {position}",
         )
-
-
-class RoutingTracer(TorchFunctionMode):
-    """Function mode that counts top-k, argmax and sort calls, which routers use."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_calls = 0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.num_calls += func in ROUTING_FUNCTIONS
-        return func(*args, **(kwargs or {}))
 
 
 @register_check(
@@ -255,34 +212,29 @@ class RoutingTracer(TorchFunctionMode):
     cause="the router and its loss get all tokens of a batch, including padding",
     fix="pass the padding mask to the router: exclude padding from expert capacity and from the load-balancing loss",
     needs=("logits", "logits_with_mask"),
-    depends_on=(*PREREQUISITES, "fully-masked-row", "padding-leak", "left-padding", "right-padding"),
+    depends_on=(*_PREREQUISITES, "fully-masked-row", "padding-leak", "left-padding", "right-padding"),
 )
 @torch.no_grad()
-def moe_padding(context: CheckContext) -> Iterator[CaseResult]:
+def moe_padding(ctx: CheckContext) -> Iterator[CaseResult]:
     """For models with a router: many padding tokens, all equal to one real token, must give the same logits as one
     padding token, and the load-balancing loss must not depend on padding."""
-    model = context.model
-    logits_with_mask, logits = model.logits_with_mask, model.logits
-    assert logits_with_mask is not None
-    assert logits is not None
-    short_len, seq_len = choose_lengths(context)
-    row = context.random_tokens(1, short_len)
-    with RoutingTracer() as tracer:
-        logits(row)
-    if model.load_balancing_loss is None and not tracer.num_calls:
+    model = ctx.model
+    logits_with_mask = require(model.logits_with_mask)
+    short_len, seq_len = choose_lengths(ctx)
+    row = ctx.random_tokens(1, short_len)
+    with OpTracer() as tracer:
+        ctx.logits(row)
+    if model.load_balancing_loss is None and not tracer.num_routing_calls:
         raise SkipCheckError("needs a mixture of experts; no routing was recorded")
-    num_pads = min(MAX_EXTRA_PADDING, (model.max_seq_len or MAX_EXTRA_PADDING + seq_len) - short_len)
+    num_pads = min(_MAX_EXTRA_PADDING, (model.max_seq_len or _MAX_EXTRA_PADDING + seq_len) - short_len)
     right_only = model.kind != "decoder" and not model.positions_skip_padding and not model.relative_positions
-    for side in ["right"] if right_only else ["left", "right"]:
+    for side in ["right"] if right_only or model.positions_from_pad_token else ["left", "right"]:
         few, few_mask = pad_rows([row, row], short_len + 1, side, int(row[0, -1]))
         many, many_mask = pad_rows([row, row], short_len + num_pads, side, int(row[0, -1]))
-        if model.positions_from_pad_token and side == "left":
-            continue
-        diff = context.compare(
-            lambda: logits_with_mask(few, few_mask)[few_mask],
-            lambda: logits_with_mask(many, many_mask)[many_mask],
+        diff = ctx.compare(
+            lambda: logits_with_mask(few, few_mask)[few_mask], lambda: logits_with_mask(many, many_mask)[many_mask]
         )
-        yield context.expect_equal(
+        yield ctx.expect_equal(
             diff,
             passed=f"{num_pads} padding tokens on the {side} do not change the routing",
             failed=f"{num_pads} padding tokens on the {side} instead of one change the routing of real tokens",
@@ -290,21 +242,18 @@ def moe_padding(context: CheckContext) -> Iterator[CaseResult]:
         )
     if model.load_balancing_loss is not None:
         loss = model.load_balancing_loss
-        pad_token_id = choose_pad_token(context)
-        rows = [row, context.random_tokens(1, short_len - 1)]
+        pad_token_id = choose_pad_token(ctx)
+        rows = [row, ctx.random_tokens(1, short_len - 1)]
         tokens, mask = pad_rows(rows, seq_len, "right", pad_token_id)
-        other = torch.where(mask, tokens, context.random_tokens(2, seq_len))
+        other = torch.where(mask, tokens, ctx.random_tokens(2, seq_len))
         for change, other_tokens, other_mask in (
             ("the tokens in padding", other, mask),
             ("the amount of padding", *pad_rows(rows, seq_len + 1, "right", pad_token_id)),
         ):
             if other_tokens.shape[1] > (model.max_seq_len or 1 << 30):
                 continue
-            diff = context.compare(
-                lambda: loss(tokens, mask).reshape(1),
-                lambda: loss(other_tokens, other_mask).reshape(1),
-            )
-            yield context.expect_equal(
+            diff = ctx.compare(lambda: loss(tokens, mask).reshape(1), lambda: loss(other_tokens, other_mask).reshape(1))
+            yield ctx.expect_equal(
                 diff,
                 passed=f"the load-balancing loss does not depend on {change}",
                 failed=f"the load-balancing loss changes with {change}",

@@ -11,9 +11,9 @@ from cutaway.check.numerics import LOW_PRECISION_DTYPES
 from cutaway.check.probes.first_divergence import find_first_divergence
 from cutaway.check.probes.reload import get_reloaded_model
 from cutaway.check.registry import register_check
-from cutaway.check.report.finding import CaseResult, SkipCheckError
+from cutaway.check.report.finding import CaseResult, SkipCheckError, failure
 
-FAR_POSITION = 1000
+_FAR_POSITION = 1000
 """A position beyond the integers that bf16 represents exactly."""
 
 
@@ -24,22 +24,21 @@ FAR_POSITION = 1000
     fix="compare the first layer that differs op by op; one of the two deviates from the published equations",
     needs=("logits", "reference_logits|reload"),
 )
-def parity(context: CheckContext) -> CaseResult:
+def parity(ctx: CheckContext) -> CaseResult:
     """Run the same tokens with both. The second is `reference_logits`, or for a transformers model cutaway's own
     implementation, loaded from the saved checkpoint."""
-    model = context.model
-    assert model.logits is not None
-    logits = model.logits
+    model = ctx.model
+    logits = ctx.logits
     if model.reference_logits is not None:
-        tokens, reference_logits = context.random_tokens(), model.reference_logits
-        diff = context.compare(lambda: logits(tokens), lambda: reference_logits(tokens))
+        tokens, reference_logits = ctx.random_tokens(), model.reference_logits
+        diff = ctx.compare(lambda: logits(tokens), lambda: reference_logits(tokens))
         location = None if diff.within_tolerance else f"position {diff.index[1]}"
     else:
-        reloaded = get_reloaded_model(context)
+        reloaded = get_reloaded_model(ctx)
         if reloaded.reference_difference is None:
             raise SkipCheckError(reloaded.no_reference_reason or "needs reference_logits")
         diff, location = reloaded.reference_difference, reloaded.divergent_layer
-    return context.expect_equal(
+    return ctx.expect_equal(
         diff,
         passed="the reference implementation gives the same logits",
         failed="the reference implementation with the same weights gives other logits",
@@ -54,20 +53,19 @@ def parity(context: CheckContext) -> CaseResult:
     fix="compute positions, norms and softmax in fp32 and cast the result",
     native_dtype=True,
 )
-def low_precision(context: CheckContext) -> Iterator[CaseResult]:
+def low_precision(ctx: CheckContext) -> Iterator[CaseResult]:
     """Run a sequence in the model's own dtype and with the same weights in fp32, at near and far positions: the
     difference must be within the model's own rounding noise."""
-    model, module = context.model, context.model.module
+    model, module = ctx.model, ctx.model.module
     if model.dtype not in LOW_PRECISION_DTYPES:
         raise SkipCheckError("needs weights in bf16 or fp16")
     if module is None:
         raise SkipCheckError("needs the module")
-    assert model.logits is not None
-    tokens, logits = context.random_tokens(), model.logits
+    tokens, logits = ctx.random_tokens(), ctx.logits
     runs: dict[str, Callable[[], Tensor]] = {"": lambda: logits(tokens)}
     if model.logits_with_positions is not None and model.relative_positions:
         logits_with_positions = model.logits_with_positions
-        start = min(FAR_POSITION, (model.max_seq_len or 10 * FAR_POSITION) - tokens.shape[1])
+        start = min(_FAR_POSITION, (model.max_seq_len or 10 * _FAR_POSITION) - tokens.shape[1])
         positions = (start + torch.arange(tokens.shape[1], device=tokens.device)).expand_as(tokens)
         if start > 0:
             runs[f" at position {start}"] = lambda: logits_with_positions(tokens, positions)
@@ -79,18 +77,14 @@ def low_precision(context: CheckContext) -> Iterator[CaseResult]:
 
         with torch.no_grad():
             native, fp32 = run(), run_in_fp32()
-        dtype = _dtype_name(model.dtype)
+        dtype = "bf16" if model.dtype == torch.bfloat16 else "fp16"
         if fp32.isfinite().all() and not native.isfinite().all():
-            yield CaseResult("fail", f"the logits are finite in fp32 but not in {dtype}{where}")
+            yield failure(f"the logits are finite in fp32 but not in {dtype}{where}")
             return
-        diff = context.compare(run, run_in_fp32, first_result=native, second_result=fp32)
-        yield context.expect_equal(
+        diff = ctx.compare(run, run_in_fp32, first_result=native, second_result=fp32)
+        yield ctx.expect_equal(
             diff,
             passed=f"the difference between {dtype} and fp32 is within rounding noise{where}",
             failed=f"the difference between {dtype} and fp32 exceeds rounding noise{where}",
-            location=None if diff.within_tolerance else find_first_divergence(context, run, run_in_fp32),
+            location=None if diff.within_tolerance else find_first_divergence(ctx, run, run_in_fp32),
         )
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, str(dtype).removeprefix("torch."))

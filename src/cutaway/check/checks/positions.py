@@ -2,11 +2,13 @@
 
 import re
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from cutaway.check.adapters.declared_config import get_config, self_attention_configs
+from cutaway.check.checked_model import require
 from cutaway.check.checks.attention import trace_self_attention, visible_keys
 from cutaway.check.context import CheckContext
 from cutaway.check.numerics import LOW_PRECISION_DTYPES, NOISE_MARGIN, Difference, max_difference, max_finite_abs
@@ -23,84 +25,66 @@ from cutaway.check.probes.rope_probe import (
     trace_rope_layers,
 )
 from cutaway.check.registry import register_check
-from cutaway.check.report.finding import CaseResult, SkipCheckError
+from cutaway.check.report.finding import CaseResult, SkipCheckError, failure, success
 from cutaway.config import DynamicNTK, LongRope
 
-ROPE_NAME_PATTERN = re.compile(r"rope|rotary|inv_freq|freqs|frequenc|cos|sin_?cached")
-
-
-MIN_SCORE_ROUNDING = 1e-4
+_ROPE_NAME_PATTERN = re.compile(r"rope|rotary|inv_freq|freqs|frequenc|cos|sin_?cached")
+_MIN_SCORE_ROUNDING = 1e-5
 """Rounding error of angles relative to the largest score."""
-
-
-CLEAR_DIFFERENCE_FACTOR = 100.0
-"""A difference beyond this multiple of the noise needs no noise measurement."""
-
-
-ROW_SUM_TOLERANCE = 1e-3
+_ROW_SUM_TOLERANCE = 1e-3
 """Deviation of a row sum from 1, above any rounding error."""
-
-
-ROW_MAX_TOLERANCE = 1e-6
-
-
-MAX_LOW_PRECISION_ANGLE = 2.0
+_ROW_MAX_TOLERANCE = 1e-6
+_MAX_LOW_PRECISION_ANGLE = 2.0
 """Angles up to this value are as exact in bf16 as the vectors that they rotate."""
+_ALIBI_SIGN_CAUSE = "the ALiBi bias has the wrong sign"
+_ALIBI_SIGN_FIX = "add -slope · (i - j) to the score of query i and key j"
+_MAGNITUDE_TOLERANCE = 5e-3
+"""Relative tolerance of the attention factor on cos and sin."""
+_MAX_SEQ_LEN = 96
+"""Maximum length of a sequence that exceeds the original length of a scaling."""
+_MAX_ANGLE_UNCERTAINTY = 0.3
+"""Radians; angles with a larger possible rounding error are not compared."""
+_SAME_FREQUENCY_CAUSE = "the exponent is the same for all pairs: an integer division, or the pair index is missing"
+_SAME_FREQUENCY_FIX = "use theta ** (-2 j / rotary_dim) for pair j, in floating point"
+_LAYOUT_NAMES = {"half": "(j, j + rotary_dim/2)", "interleaved": "(2j, 2j + 1)"}
 
 
-ALIBI_SIGN_CAUSE = "the ALiBi bias has the wrong sign"
-
-
-ALIBI_SIGN_FIX = "add -slope · (i - j) to the score of query i and key j"
-
-
-def _repeated_token(context: CheckContext) -> Tensor:
+def _repeated_token(ctx: CheckContext) -> Tensor:
     """A sequence (1, T) of one repeated token: without positions, all its positions are identical."""
-    return context.random_tokens(1, 1).expand(-1, min(context.seq_len, 13)).contiguous()
+    return ctx.random_tokens(1, 1).expand(-1, min(ctx.seq_len, 13)).contiguous()
 
 
-def _score_spread(context: CheckContext, attention: AttentionCall) -> tuple[float, float]:
+def _score_spread(ctx: CheckContext, attention: AttentionCall) -> tuple[float, float]:
     """Largest spread of the visible scores of a head, and the rounding error of scores."""
     scores = attention.scores[..., : attention.scores.shape[-2]].float()
     visible = visible_keys(attention)
     high = scores.masked_fill(~visible, -torch.inf).amax((-1, -2))
     low = scores.masked_fill(~visible, torch.inf).amin((-1, -2))
-    return float((high - low).max()), _score_rounding(attention, context)
+    return float((high - low).max()), _score_rounding(attention, ctx)
 
 
-def _score_rounding(attention: AttentionCall, context: CheckContext) -> float:
+def _score_rounding(attention: AttentionCall, ctx: CheckContext) -> float:
     """Estimated rounding error of the scores."""
     scores = attention.scores.float()[..., : attention.scores.shape[-2]][visible_keys(attention)]
-    size = max_finite_abs(scores)
-    if attention.q is not None and attention.k is not None:  # a small score may be a sum of large products
-        size = max(
-            size,
-            (attention.scale or 0.0)
-            * max_finite_abs(attention.q.float().norm(dim=-1))
-            * max_finite_abs(attention.k.float().norm(dim=-1)),
-        )
-    return (
-        max(NOISE_MARGIN * context.noise_ratio, MIN_SCORE_ROUNDING / 10, 8 * torch.finfo(attention.scores.dtype).eps)
-        * size
-    )
+    size = max(max_finite_abs(scores), _qk_size(attention, attention.scale or 0.0))  # a sum of large products
+    eps = torch.finfo(attention.scores.dtype).eps
+    return max(NOISE_MARGIN * ctx.noise_ratio, _MIN_SCORE_ROUNDING, 8 * eps) * size
 
 
-def _compare_positions(context: CheckContext, tokens: Tensor) -> Difference:
+def _qk_size(attention: AttentionCall, scale: float) -> float:
+    """Upper bound of the scaled products q·k; 0 if q and k are unknown."""
+    if attention.q is None or attention.k is None:
+        return 0.0
+    return scale * max_finite_abs(attention.q.float().norm(dim=-1)) * max_finite_abs(attention.k.float().norm(dim=-1))
+
+
+@torch.no_grad()
+def _compare_positions(ctx: CheckContext, tokens: Tensor) -> Difference:
     """Compare the logits of a repeated token at all positions with those at the first."""
-    logits = context.model.logits
-    assert logits is not None
-
-    @torch.no_grad()
-    def compute() -> Difference:
-        num_later = tokens.shape[1] - 1
-        out = logits(tokens)
-        diff = max_difference(out[:, 1:], out[:, :1].expand(-1, num_later, -1))
-        diff.tolerance = NOISE_MARGIN * context.noise_ratio * max_finite_abs(out)
-        if diff.max_abs > CLEAR_DIFFERENCE_FACTOR * diff.tolerance:
-            return diff
-        return context.compare(lambda: logits(tokens)[:, 1:], lambda: logits(tokens)[:, :1].expand(-1, num_later, -1))
-
-    return context.compute_once(f"positions {context.noise_ratio} {tokens.tolist()}", compute)
+    first = ctx.logits(tokens)[:, 1:]
+    return ctx.compare_expecting_difference(
+        lambda: ctx.logits(tokens)[:, 1:], lambda: ctx.logits(tokens)[:, :1].expand_as(first), first_result=first
+    )
 
 
 @register_check(
@@ -111,46 +95,39 @@ def _compare_positions(context: CheckContext, tokens: Tensor) -> Difference:
     "has_positions=False for a model without positions",
     depends_on=("eval-determinism",),
 )
-def position_encoding(context: CheckContext) -> Iterator[CaseResult]:
+def position_encoding(ctx: CheckContext) -> CaseResult:
     """Run a sequence of one repeated token. Without position information, its logits are the same at all positions, and
     so are all scores of every attention call. If the model takes positions, other distances between them must change
     the logits or the scores."""
-    model, tokens = context.model, _repeated_token(context)
+    model, tokens = ctx.model, _repeated_token(ctx)
     if tokens.shape[1] < 3:
         raise SkipCheckError("needs sequences of three tokens")
-    yield from _check_positions_used(context)
-    diff = _compare_positions(context, tokens)
+    if not _uses_positions(ctx):
+        message = "the positions that are passed have no effect: doubling them changes neither logits nor scores"
+        return failure(message, 0.0, 0.0)
+    diff = _compare_positions(ctx, tokens)
     if not diff.within_tolerance:
         if model.has_positions:
-            message = "the logits of a repeated token change with its position"
-            yield CaseResult("pass", message, diff.max_abs, diff.tolerance)
-        else:
-            message = "has_positions is False, but the logits of a repeated token change with its position"
-            yield CaseResult("fail", message, diff.max_abs, diff.tolerance)
-        return
+            return diff.success("the logits of a repeated token change with its position")
+        return diff.failure("has_positions is False, but the logits of a repeated token change with its position")
     if not model.has_positions:
-        message = "the logits of a repeated token do not change with its position, as expected"
-        yield CaseResult("pass", message, diff.max_abs, diff.tolerance)
-        return
-    calls = trace_self_attention(context, tokens)
+        return diff.success("the logits of a repeated token do not change with its position, as expected")
+    calls = trace_self_attention(ctx, tokens)
     if not any(bool((visible_keys(call).sum(-1) > 1).any()) for call in calls):
         raise SkipCheckError("each token attends only to itself")
-    spread, rounding = max(
-        (_score_spread(context, call) for call in calls), key=lambda pair: pair[0] / max(pair[1], 1e-30)
-    )
+    spread, rounding = max((_score_spread(ctx, call) for call in calls), key=lambda pair: pair[0] / max(pair[1], 1e-30))
     if spread > rounding:
-        yield CaseResult("pass", "the scores change with the distance", spread, rounding)
-    else:
-        message = "there is no position information: neither logits nor scores of a repeated token change"
-        yield CaseResult("fail", message, spread, rounding)
+        return success("the scores change with the distance", spread, rounding)
+    message = "there is no position information: neither logits nor scores of a repeated token change"
+    return failure(message, spread, rounding)
 
 
-def _check_positions_used(context: CheckContext) -> Iterator[CaseResult]:
-    """Whether positions that are passed are used at all."""
-    model = context.model
-    logits_with_positions, tokens = model.logits_with_positions, context.random_tokens()
+def _uses_positions(ctx: CheckContext) -> bool:
+    """Whether positions that are passed, if any, have an effect."""
+    model = ctx.model
+    logits_with_positions, tokens = model.logits_with_positions, ctx.random_tokens()
     if logits_with_positions is None or not model.has_positions or model.window == 1:
-        return
+        return True
     if model.max_seq_len is not None:
         tokens = tokens[:, : model.max_seq_len // 2]
     arange = torch.arange(tokens.shape[1], device=tokens.device)[None]
@@ -159,9 +136,7 @@ def _check_positions_used(context: CheckContext) -> Iterator[CaseResult]:
         with torch.no_grad(), OpTracer(model.module) as tracer:
             out = logits_with_positions(tokens, positions)
         results.append([out, *(call.scores for call in tracer.attentions)])
-    if len(results[0]) == len(results[1]) > 1 and all(map(torch.equal, *results)):
-        message = "the positions that are passed have no effect: doubling them changes neither logits nor scores"
-        yield CaseResult("fail", message, 0.0, 0.0)
+    return not (len(results[0]) == len(results[1]) > 1 and all(map(torch.equal, *results)))
 
 
 @register_check(
@@ -171,108 +146,84 @@ def _check_positions_used(context: CheckContext) -> Iterator[CaseResult]:
     fix="rotate q and k with the same function and their true positions; q·k then depends only on i - j",
     depends_on=("causality-tile-edges", "causality", "causality-paths", "batch-isolation"),
 )
-def rope_shift_invariance(context: CheckContext) -> Iterator[CaseResult]:
+def rope_shift_invariance(ctx: CheckContext) -> Iterator[CaseResult]:
     """Run a sequence of one repeated token: the scores must be constant along each diagonal. Then shift all positions
     of a sequence: the logits must not change."""
-    model = context.model
+    model = ctx.model
     if model.relative_positions is False or not model.has_positions:
         raise SkipCheckError("for models with relative positions")
-    tokens = _repeated_token(context)
-    if not _compare_positions(context, tokens).within_tolerance and not (
-        model.relative_positions and _has_attention_sinks(context, tokens)
+    tokens = _repeated_token(ctx)
+    if not _compare_positions(ctx, tokens).within_tolerance and not (
+        model.relative_positions and _has_attention_sinks(ctx, tokens)
     ):
         if model.relative_positions:
-            yield CaseResult(
-                "fail", "relative_positions is True, but the logits of a repeated token change with its position"
-            )
+            yield failure("relative_positions is True, but the logits of a repeated token change with its position")
             return
         raise SkipCheckError("for models with relative positions; this one has absolute positions")
     config = get_config(model)
     positions = None if config is None else [layer.position for layer in self_attention_configs(config)]
-    uses_rope = _uses_rotation(context, tokens) if positions is None else any(p.kind == "rope" for p in positions)
+    uses_rope = _uses_rotation(ctx, tokens) if positions is None else any(p.kind == "rope" for p in positions)
     is_rounded = any(getattr(position, "round_to_bf16", False) for position in positions or ())  # Falcon's ALiBi
     if (model.relative_positions or uses_rope) and not is_rounded:
-        yield _check_score_diagonals(context, tokens, center_rows=not uses_rope)
+        yield _check_score_diagonals(ctx, tokens, center_rows=not uses_rope)
     if model.logits_with_positions is not None and model.relative_positions:
-        yield from _check_shifted_positions(context)
+        yield from _check_shifted_positions(ctx)
 
 
-def _attention_sums_to_one(context: CheckContext, tokens: Tensor) -> bool:
-    """Whether the attention weights on the tokens sum to one, which they do not with an attention sink."""
-    length = tokens.shape[1]
-    return all(
-        bool(((call.pattern[..., :length].float().sum(-1) - 1).abs() < ROW_SUM_TOLERANCE).all())
-        for call in trace_self_attention(context, tokens)
-    )
-
-
-def _uses_rotation(context: CheckContext, tokens: Tensor) -> bool:
+def _uses_rotation(ctx: CheckContext, tokens: Tensor) -> bool:
     """Whether the model probably uses RoPE: cos or sin is computed, or a name matches."""
-    assert context.model.logits is not None
-    with torch.no_grad(), OpTracer(context.model.module) as tracer:
-        context.model.logits(tokens)
+    with torch.no_grad(), OpTracer(ctx.model.module) as tracer:
+        ctx.logits(tokens)
     if tracer.trig_calls:
         return True
-    module = context.model.module
-    names = (
-        []
-        if module is None
-        else [name for submodule in module.modules() for name in (*vars(submodule), *submodule._buffers)]
-    )
-    names += [] if module is None else [name for name, _ in module.named_modules()]
-    return any(ROPE_NAME_PATTERN.search(name.lower()) for name in names)
+    names: list[str] = []
+    for path, submodule in () if ctx.model.module is None else ctx.module.named_modules():
+        names += [path, *vars(submodule), *submodule._buffers]
+    return any(_ROPE_NAME_PATTERN.search(name.lower()) for name in names)
 
 
-def _low_precision_score_error(attention: AttentionCall, context: CheckContext) -> float:
+def _low_precision_score_error(attention: AttentionCall, ctx: CheckContext) -> float:
     """Error of the scores from cos and sin tables in bf16 or fp16."""
-    if context.model.dtype not in LOW_PRECISION_DTYPES or attention.q is None or attention.k is None:
+    if ctx.model.dtype not in LOW_PRECISION_DTYPES or attention.q is None:
         return 0.0
-    scale = attention.scale or attention.q.shape[-1] ** -0.5
-    size = scale * max_finite_abs(attention.q.float().norm(dim=-1)) * max_finite_abs(attention.k.float().norm(dim=-1))
-    return 4 * torch.finfo(context.model.dtype).eps * max(size, 1e-30)
+    size = _qk_size(attention, attention.scale or attention.q.shape[-1] ** -0.5)
+    return 4 * torch.finfo(ctx.model.dtype).eps * max(size, 1e-30)
 
 
-def _has_attention_sinks(context: CheckContext, tokens: Tensor) -> bool:
+def _has_attention_sinks(ctx: CheckContext, tokens: Tensor) -> bool:
     """Whether there are attention sinks, whose weight is larger at positions with few earlier tokens."""
-    config = get_config(context.model)
+    config = get_config(ctx.model)
     if config is not None:
         return any(getattr(layer, "sink", False) for layer in self_attention_configs(config))
-    return not _attention_sums_to_one(context, tokens)
+    sums = [call.pattern[..., : tokens.shape[1]].float().sum(-1) for call in trace_self_attention(ctx, tokens)]
+    return not all(bool(((x - 1).abs() < _ROW_SUM_TOLERANCE).all()) for x in sums)
 
 
-def _check_score_diagonals(context: CheckContext, tokens: Tensor, *, center_rows: bool = False) -> CaseResult:
+def _check_score_diagonals(ctx: CheckContext, tokens: Tensor, *, center_rows: bool = False) -> CaseResult:
     """Whether scores are constant along each diagonal; `center_rows` is for ALiBi, which may add a constant per row."""
     worst = Difference(0.0, 0.0, ())
-    for call in trace_self_attention(context, tokens):
-        if call.v is not None and not torch.allclose(
-            call.v, call.v[..., :1, :], rtol=1e-3, atol=1e-3 * max_finite_abs(call.v)
-        ):
+    for call in trace_self_attention(ctx, tokens):
+        v = call.v
+        if v is not None and not torch.allclose(v, v[..., :1, :], rtol=1e-3, atol=1e-3 * max_finite_abs(v)):
             continue  # in layers after attention sinks, hidden states differ between positions
         length = call.scores.shape[-2]
         scores, visible = call.scores[..., :length].float(), visible_keys(call)
-        if (
-            center_rows or float(call.scores.amax(-1).abs().max()) < ROW_MAX_TOLERANCE
-        ):  # or the row maximum was subtracted
+        is_max_subtracted = float(call.scores.amax(-1).abs().max()) < _ROW_MAX_TOLERANCE
+        if center_rows or is_max_subtracted:
             scores = scores - scores.diagonal(dim1=-2, dim2=-1)[..., None]
         both = visible[..., 1:, 1:] & visible[..., :-1, :-1]
-        diff = max_difference(
-            scores[..., 1:, 1:].masked_fill(~both, 0.0), scores[..., :-1, :-1].masked_fill(~both, 0.0)
-        )
-        diff.tolerance = max(length * _score_rounding(call, context), _low_precision_score_error(call, context))
+        later, earlier = (x.masked_fill(~both, 0.0) for x in (scores[..., 1:, 1:], scores[..., :-1, :-1]))
+        diff = max_difference(later, earlier)
+        diff.tolerance = max(length * _score_rounding(call, ctx), _low_precision_score_error(call, ctx))
         if not diff.within_tolerance:
             _, head, i, j = diff.index
-            message = (
-                f"the score at distance {i - j} differs between query positions {i} and {i + 1} (head {head}), for a "
-                "repeated token"
-            )
-            return CaseResult("fail", message, diff.max_abs, diff.tolerance, call.module or None)
+            message = f"the score at distance {i - j} differs between query positions {i} and {i + 1} (head {head})"
+            return diff.failure(f"{message}, for a repeated token", call.module or None)
         if heads := _count_growing_heads(scores, visible, diff.tolerance):
             message = f"the scores grow linearly with the distance of the key (all {heads} heads)"
-            return CaseResult("fail", message, location=call.module or None, cause=ALIBI_SIGN_CAUSE, fix=ALIBI_SIGN_FIX)
+            return failure(message, location=call.module or None, cause=_ALIBI_SIGN_CAUSE, fix=_ALIBI_SIGN_FIX)
         worst = max(worst, diff, key=lambda item: item.max_abs)
-    return CaseResult(
-        "pass", "the scores of a repeated token depend only on the distance", worst.max_abs, worst.tolerance
-    )
+    return worst.success("the scores of a repeated token depend only on the distance")
 
 
 def _count_growing_heads(scores: Tensor, visible: Tensor, tolerance: float) -> int:
@@ -285,27 +236,26 @@ def _count_growing_heads(scores: Tensor, visible: Tensor, tolerance: float) -> i
     return len(row) if bool((is_linear & (steps.amin(-1) > 0) & (steps.sum(-1) > 4 * tolerance)).all()) else 0
 
 
-def _check_shifted_positions(context: CheckContext) -> Iterator[CaseResult]:
+def _check_shifted_positions(ctx: CheckContext) -> Iterator[CaseResult]:
     """Compare the logits at positions from 0 with those at shifted positions."""
-    logits_with_positions, tokens = context.model.logits_with_positions, context.random_tokens()
-    assert logits_with_positions is not None
+    logits_with_positions, tokens = require(ctx.model.logits_with_positions), ctx.random_tokens()
     positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
     with torch.no_grad():
         max_logit = max_finite_abs(logits_with_positions(tokens, positions))
     for shift in (1, 37):
-        if context.model.max_seq_len is not None and tokens.shape[1] + shift > context.model.max_seq_len:
+        if ctx.model.max_seq_len is not None and tokens.shape[1] + shift > ctx.model.max_seq_len:
             continue
-        diff = context.compare(
+        diff = ctx.compare(
             lambda: logits_with_positions(tokens, positions), lambda: logits_with_positions(tokens, positions + shift)
         )
         diff.tolerance *= 1 + shift  # the rounding error of an angle grows with the angle
-        if context.model.dtype in LOW_PRECISION_DTYPES:  # cos and sin tables are rounded too
-            diff.tolerance = max(diff.tolerance, 4 * torch.finfo(context.model.dtype).eps * max_logit)
-        yield context.expect_equal(
+        if ctx.model.dtype in LOW_PRECISION_DTYPES:  # cos and sin tables are rounded too
+            diff.tolerance = max(diff.tolerance, 4 * torch.finfo(ctx.model.dtype).eps * max_logit)
+        yield ctx.expect_equal(
             diff,
             passed=f"the logits do not change when all positions are shifted by {shift}",
             failed=f"the logits change when all positions are shifted by {shift}, though positions are relative",
-            location=None if diff.within_tolerance else f"position {diff.index[1]}",
+            location=f"position {diff.index[1]}",
         )
 
 
@@ -316,66 +266,39 @@ def _check_shifted_positions(context: CheckContext) -> Iterator[CaseResult]:
     fix="keep frequencies in fp32, compute angles, cos and sin in fp32 without autocast, and cast only cos and sin",
     native_dtype=True,
 )
-def rope_precision(context: CheckContext) -> Iterator[CaseResult]:
+def rope_precision(ctx: CheckContext) -> CaseResult:
     """Trace cos and sin calls in a forward pass in the model's own dtype: large angles must not be in bf16 or fp16."""
-    assert context.model.logits is not None
-    with torch.no_grad(), OpTracer(context.model.module) as tracer:
-        if context.memo.get("uses_trig", True):
-            context.model.logits(context.random_tokens())
+    with torch.no_grad(), OpTracer(ctx.model.module) as tracer:
+        if ctx.uses_trig:
+            ctx.logits(ctx.random_tokens())
     if not tracer.trig_calls:
         raise SkipCheckError("needs cos or sin calls in the forward pass")
     for call in tracer.trig_calls:
-        if call.dtype in LOW_PRECISION_DTYPES and call.max_abs > MAX_LOW_PRECISION_ANGLE:
+        if call.dtype in LOW_PRECISION_DTYPES and call.max_abs > _MAX_LOW_PRECISION_ANGLE:
             name = str(call.dtype).removeprefix("torch.")
             message = f"cos or sin is computed of angles up to {call.max_abs:.0f} in {name}"
             error = call.max_abs * torch.finfo(call.dtype).eps / 2
-            yield CaseResult(
-                "fail", f"{message}: their rounding error is up to {error:.2g}", error, 1e-3, call.module or None
-            )
-            return
-    yield CaseResult("pass", f"{len(tracer.trig_calls)} cos and sin calls have fp32 angles")
-
-
-MAGNITUDE_TOLERANCE = 5e-3
-"""Relative tolerance of the attention factor on cos and sin."""
-
-
-MAX_SEQ_LEN = 96
-"""Maximum length of a sequence that exceeds the original length of a scaling."""
-
-
-MAX_ANGLE_UNCERTAINTY = 0.3
-"""Radians; angles with a larger possible rounding error are not compared."""
-
-
-SAME_FREQUENCY_CAUSE = "the exponent is the same for all pairs: an integer division, or the pair index is missing"
-
-
-SAME_FREQUENCY_FIX = "use theta ** (-2 j / rotary_dim) for pair j, in floating point"
-
-
-LAYOUT_NAMES = {"half": "(j, j + rotary_dim/2)", "interleaved": "(2j, 2j + 1)"}
+            return failure(f"{message}: their rounding error is up to {error:.2g}", error, 1e-3, call.module or None)
+    return success(f"{len(tracer.trig_calls)} cos and sin calls have fp32 angles")
 
 
 def _rotary_start(layer: RopeLayer) -> int:
     """The first rotated dimension: in latent attention, the dimensions without RoPE come first."""
-    assert layer.attention.q is not None
-    return layer.attention.q.shape[-1] - layer.rotary_dim if layer.is_latent else 0
+    return layer.head_dim - layer.rotary_dim if layer.is_latent else 0
 
 
 def _rotary_layout(layer: RopeLayer, x: Tensor) -> str:
     """The configured layout; for latent attention the one that fits better, because some libraries permute the pairs
     first, which does not change the scores."""
-    assert layer.rope is not None
     if not layer.is_latent:
-        return layer.rope.layout
-    return min(LAYOUT_NAMES, key=lambda layout: rotation_error(x, layout, layer.rotary_dim, _rotary_start(layer)))
+        return require(layer.rope).layout
+    return min(_LAYOUT_NAMES, key=lambda layout: rotation_error(x, layout, layer.rotary_dim, _rotary_start(layer)))
 
 
 def _describe_layout(layouts: set[tuple[str, int, int]]) -> str:
     """Describe the layout with the largest rotary_dim."""
     layout, rotary_dim, start = max(layouts, key=lambda candidate: candidate[1])
-    return f"pairs {LAYOUT_NAMES[layout]} of {rotary_dim} dimensions from {start} on"
+    return f"pairs {_LAYOUT_NAMES[layout]} of {rotary_dim} dimensions from {start} on"
 
 
 @register_check(
@@ -384,82 +307,66 @@ def _describe_layout(layouts: set[tuple[str, int, int]]) -> str:
     cause="two layouts are mixed: pairs (j, j + rotary_dim/2) and (2j, 2j + 1), in the code, the tables or the weights",
     fix="build cos and sin for the pairs that are rotated, and permute the q and k weights to change the layout",
 )
-def rope_layout(context: CheckContext) -> Iterator[CaseResult]:
+def rope_layout(ctx: CheckContext) -> CaseResult:
     """Run a sequence of one repeated token: its queries and keys may differ between positions only by a rotation. The
     pairs that keep their norm are the rotated ones; they must be the configured pairs, or at least the same for q and
     k."""
-    ropes = get_rope_configs(context)
+    ropes = get_rope_configs(ctx)
     if ropes is None:
-        yield from _check_layout_without_config(context)
-        return
+        return _check_layout_without_config(ctx)
     if not any(rope for rope, _ in ropes):
         raise SkipCheckError("for models with RoPE")
-    layers = [layer for layer in trace_rope_layers(context) if layer.rope is not None]
+    layers = [layer for layer in trace_rope_layers(ctx) if layer.rope is not None]
     if not layers:
         raise SkipCheckError("needs queries and keys that can be traced, without other positions in them")
-    tolerance, worst = rotation_tolerance(context), 0.0
+    tolerance, worst = rotation_tolerance(ctx), 0.0
     for layer in layers:
         for name, x in layer.queries_and_keys():
             layout, start = _rotary_layout(layer, x), _rotary_start(layer)
             error = rotation_error(x, layout, layer.rotary_dim, start)
             worst = max(worst, error)
             if error > tolerance:
-                message = f"{name} are not rotated by pairs {LAYOUT_NAMES[layout]} of {layer.rotary_dim} dimensions, "
+                message = f"{name} are not rotated by pairs {_LAYOUT_NAMES[layout]} of {layer.rotary_dim} dimensions, "
                 other = find_rotation_layouts(x, tolerance)
                 message += f"but by {_describe_layout(other)}" if other else "nor by any other pairs"
-                yield CaseResult("fail", message, error, tolerance, layer.module_path)
-                return
+                return failure(message, error, tolerance, layer.module_path)
             frequency, _ = expected_frequencies(layer)
-            forward, backward = (
-                _max_angle_error(layer, x, layout, start, sign * frequency, context)[0] for sign in (1, -1)
-            )
-            if forward > 1 >= backward:
+            errors = [_max_angle_error(layer, x, sign * frequency, ctx).ratio for sign in (1, -1)]
+            if errors[0] > 1 >= errors[1]:
                 message = f"{name} are rotated in the wrong direction: by -position · frequency"
-                yield CaseResult("fail", message, forward, 1.0, layer.module_path)
-                return
-    yield CaseResult("pass", f"in {len(layers)} layers q and k are rotated by the configured pairs", worst, tolerance)
+                return failure(message, errors[0], 1.0, layer.module_path)
+    return success(f"in {len(layers)} layers q and k are rotated by the configured pairs", worst, tolerance)
 
 
-def _check_layout_without_config(context: CheckContext) -> Iterator[CaseResult]:
+def _check_layout_without_config(ctx: CheckContext) -> CaseResult:
     """Without a configuration: q and k must be rotations by the same pairs."""
-    if not context.model.has_positions or not _compare_positions(context, _repeated_token(context)).within_tolerance:
+    if not ctx.model.has_positions or not _compare_positions(ctx, _repeated_token(ctx)).within_tolerance:
         raise SkipCheckError("for models with RoPE only")
-    tolerance, num_checked = rotation_tolerance(context), 0
-    for layer in trace_rope_layers(context):
+    tolerance, num_checked = rotation_tolerance(ctx), 0
+    for layer in trace_rope_layers(ctx):
         (_, q), (_, k) = layer.queries_and_keys()
         if min(max_relative_change(q), max_relative_change(k)) <= tolerance:
             continue
         num_checked += 1
         q_layouts, k_layouts = find_rotation_layouts(q, tolerance), find_rotation_layouts(k, tolerance)
         common = q_layouts & k_layouts
-        if common and (
-            num_pairs := _count_same_angle_pairs(q, max(common, key=lambda candidate: candidate[1]), tolerance)
-        ):
-            yield CaseResult(
-                "fail",
-                f"all {num_pairs} pairs are rotated by the same angle",
-                location=layer.module_path,
-                cause=SAME_FREQUENCY_CAUSE,
-                fix=SAME_FREQUENCY_FIX,
-            )
-            return
-        if common or _check_score_diagonals(context, _repeated_token(context)).verdict != "fail":
+        widest = max(common, key=lambda candidate: candidate[1], default=None)
+        if widest is not None and (num_pairs := _count_same_angle_pairs(q, widest, tolerance)):
+            message, cause = f"all {num_pairs} pairs are rotated by the same angle", _SAME_FREQUENCY_CAUSE
+            return failure(message, location=layer.module_path, cause=cause, fix=_SAME_FREQUENCY_FIX)
+        if common or _check_score_diagonals(ctx, _repeated_token(ctx)).verdict != "fail":
             continue
         if q_layouts and k_layouts:
             message = f"queries are rotated by {_describe_layout(q_layouts)}, keys by {_describe_layout(k_layouts)}"
         else:
             message = f"{'keys' if q_layouts else 'queries'} are not rotated: their norm changes with the position"
-        errors = [
-            min(rotation_error(x, layout, x.shape[-1], 0) for layout in LAYOUT_NAMES)
-            for x, layouts in ((q, q_layouts), (k, k_layouts))
-            if not layouts
-        ]
-        worst = max(errors) if errors else None
-        yield CaseResult("fail", message, worst, None if worst is None else tolerance, layer.module_path)
-        return
+        not_rotated = [x for x, layouts in ((q, q_layouts), (k, k_layouts)) if not layouts]
+        errors = [min(rotation_error(x, layout, x.shape[-1], 0) for layout in _LAYOUT_NAMES) for x in not_rotated]
+        worst = max(errors, default=None)
+        return failure(message, worst, None if worst is None else tolerance, layer.module_path)
     if not num_checked:
         raise SkipCheckError("needs queries and keys that are rotated")
-    yield CaseResult("pass", f"in {num_checked} layers q and k are rotated by the same pairs")
+    return success(f"in {num_checked} layers q and k are rotated by the same pairs")
 
 
 def _count_same_angle_pairs(x: Tensor, rotation: tuple[str, int, int], tolerance: float) -> int:
@@ -471,11 +378,20 @@ def _count_same_angle_pairs(x: Tensor, rotation: tuple[str, int, int], tolerance
     return z.shape[-1] if same and bool(((rotation_factor - 1).abs() > tolerance).all()) else 0
 
 
-def _max_angle_error(
-    layer: RopeLayer, x: Tensor, layout: str, start: int, frequency: Tensor, context: CheckContext
-) -> tuple[float, float, float, int, int]:
-    """The worst angle: error relative to its tolerance, error, tolerance, pair and position."""
-    z = rotary_pairs(x, layout, layer.rotary_dim, start).cpu()
+class _AngleError(NamedTuple):
+    """The worst angle of a layer."""
+
+    ratio: float
+    """Error relative to its tolerance."""
+    error: float
+    tolerance: float
+    pair: int
+    position: int
+
+
+def _max_angle_error(layer: RopeLayer, x: Tensor, frequency: Tensor, ctx: CheckContext) -> _AngleError:
+    """Compare the rotation of each pair at each position with position times frequency."""
+    z = rotary_pairs(x, _rotary_layout(layer, x), layer.rotary_dim, _rotary_start(layer)).cpu()
     first = z[..., 0, :].abs()
     head = first.argmax(0)  # per pair, the head with the largest norm
     z = z[head, :, torch.arange(z.shape[-1])]  # (pairs, T)
@@ -484,13 +400,13 @@ def _max_angle_error(
     expected = z[:, :1].to(torch.complex128) * torch.polar(torch.ones_like(angle), angle)
     norm = z[:, :1].abs().double()
     error = (z - expected).abs() / norm.clamp(min=1e-30)
-    rounding = 2**-7 if context.model.dtype in LOW_PRECISION_DTYPES else 2e-6
-    tolerance = rotation_tolerance(context) + angle.abs() * rounding
-    compared = (tolerance < MAX_ANGLE_UNCERTAINTY) & (norm > 0.02 * float(norm.max()))
+    rounding = 2**-7 if ctx.model.dtype in LOW_PRECISION_DTYPES else 2e-6
+    tolerance = rotation_tolerance(ctx) + angle.abs() * rounding
+    compared = (tolerance < _MAX_ANGLE_UNCERTAINTY) & (norm > 0.02 * float(norm.max()))
     ratio = torch.where(compared, error / tolerance, 0.0)
-    worst = int(ratio.argmax())
-    pair, n = divmod(worst, ratio.shape[-1])
-    return float(ratio.flatten()[worst]), float(error[pair, n]), float(tolerance[pair, n]), pair, int(positions[n])
+    pair, n = divmod(int(ratio.argmax()), ratio.shape[-1])
+    worst = float(ratio[pair, n]), float(error[pair, n]), float(tolerance[pair, n])
+    return _AngleError(*worst, pair, int(positions[n]))
 
 
 @register_check(
@@ -500,11 +416,11 @@ def _max_angle_error(
     fix="compute frequencies (and the factor on cos and sin) from the configuration, and test them with the formula",
     depends_on=("position-encoding", "rope-layout"),
 )
-def rope_scaling(context: CheckContext) -> Iterator[CaseResult]:
+def rope_scaling(ctx: CheckContext) -> Iterator[CaseResult]:
     """Run one token at near and far positions and measure the rotation of each pair of q and k: it must be position
     times the frequency of the configured formula. cos and sin must have the configured attention factor. Scalings that
     change beyond the original length are also tested there."""
-    ropes = get_rope_configs(context)
+    ropes = get_rope_configs(ctx)
     if ropes is None:
         raise SkipCheckError("needs rope: theta, and the scaling")
     if not any(rope for rope, _ in ropes):
@@ -513,37 +429,32 @@ def rope_scaling(context: CheckContext) -> Iterator[CaseResult]:
     for rope, _ in ropes:
         if rope is not None and isinstance(rope.scaling, DynamicNTK | LongRope):
             original = rope.scaling.original_length
-            lengths += (
-                [original] if context.model.logits_with_positions is not None or original + 3 <= MAX_SEQ_LEN else []
-            )
+            lengths += [original] if ctx.model.logits_with_positions is not None or original + 3 <= _MAX_SEQ_LEN else []
     for length in dict.fromkeys(lengths):
-        yield from _check_angles(context, length)
+        yield _check_angles(ctx, length)
 
 
-def _check_angles(context: CheckContext, beyond_length: int | None) -> Iterator[CaseResult]:
+def _check_angles(ctx: CheckContext, beyond_length: int | None) -> CaseResult:
     """Compare the angles and the attention factor of each layer with the configured formula."""
-    layers = [layer for layer in trace_rope_layers(context, beyond_length=beyond_length) if layer.rope is not None]
+    layers = [layer for layer in trace_rope_layers(ctx, beyond_length=beyond_length) if layer.rope is not None]
     if not layers:
         raise SkipCheckError("needs queries and keys that can be traced, without other positions in them")
     condition = "" if beyond_length is None else f", beyond the original length of {beyond_length} tokens"
-    worst = (0.0, 0.0, 0.0)
+    worst = _AngleError(0.0, 0.0, 0.0, 0, 0)
     for layer in layers:
-        assert layer.rope is not None
+        config = require(layer.rope)
         frequency, magnitude = expected_frequencies(layer)
-        kind = layer.rope.scaling.kind
-        rope = f"theta {layer.rope.theta:g}" + ("" if kind == "none" else f" and {kind} scaling")
+        kind = config.scaling.kind
+        rope = f"theta {config.theta:g}" + ("" if kind == "none" else f" and {kind} scaling")
         for name, x in layer.queries_and_keys():
-            ratio, error, tolerance, pair, position = _max_angle_error(
-                layer, x, _rotary_layout(layer, x), _rotary_start(layer), frequency, context
-            )
-            worst = max(worst, (ratio, error, tolerance))
-            if ratio > 1:
-                message = f"pair {pair} of the {name} at position {position} has another angle than {rope} gives"
-                yield CaseResult("fail", f"{message}{condition}", error, tolerance, layer.module_path)
-                return
-        if layer.max_elementwise is not None and abs(layer.max_elementwise / magnitude - 1) > MAGNITUDE_TOLERANCE:
+            angle = _max_angle_error(layer, x, frequency, ctx)
+            worst = max(worst, angle)
+            if angle.ratio > 1:
+                message = f"pair {angle.pair} of the {name} at position {angle.position} has another angle than {rope}"
+                return failure(f"{message} gives{condition}", angle.error, angle.tolerance, layer.module_path)
+        if layer.max_elementwise is not None and abs(layer.max_elementwise / magnitude - 1) > _MAGNITUDE_TOLERANCE:
             factor = f"{layer.max_elementwise:.4g}"
             message = f"cos and sin are multiplied by {factor} instead of {magnitude:.4g} ({kind} scaling){condition}"
-            yield CaseResult("fail", message, layer.max_elementwise, magnitude, layer.module_path)
-            return
-    yield CaseResult("pass", f"in {len(layers)} layers q and k have the configured angles{condition}", *worst[1:])
+            return failure(message, layer.max_elementwise, magnitude, layer.module_path)
+    message = f"in {len(layers)} layers q and k have the configured angles{condition}"
+    return success(message, worst.error, worst.tolerance)

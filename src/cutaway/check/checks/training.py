@@ -1,71 +1,72 @@
-"""Training checks: initial-loss, overfit, gradient-flow, update-ratio, gradient-accumulation,
+"""Training checks: initial-loss, gradient-flow, overfit, update-ratio, gradient-accumulation,
 activation-checkpointing."""
 
 import math
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
-from cutaway.check.checks.loss import DistinctLogits, model_loss
-from cutaway.check.context import CheckContext
-from cutaway.check.module_state import MAX_PERTURBED_PARAMS, require_uncompiled, swap_tensors
+from cutaway.check.checked_model import require
+from cutaway.check.checks.loss import distinct_logits, model_loss
+from cutaway.check.context import CheckContext, compute_once
+from cutaway.check.module_state import MAX_PERTURBED_PARAMS, add_noise, fork_rng, require_uncompiled, swap_tensors
 from cutaway.check.numerics import NOISE_MARGIN
 from cutaway.check.probes.embedding_gradients import check_finite_differences
 from cutaway.check.probes.reference_loss import IGNORE_INDEX, compute_loss
 from cutaway.check.registry import register_check
-from cutaway.check.report.finding import CaseResult, SkipCheckError
+from cutaway.check.report.finding import CaseResult, SkipCheckError, failure, skipped, success, warning
 
-MAX_LOSS_ABOVE_UNIFORM, MIN_LOSS_RATIO = 2.0, 0.5
+_MAX_LOSS_ABOVE_UNIFORM, _MIN_LOSS_RATIO = 2.0, 0.5
 """An initial loss is unusual if it exceeds ln V by more nats (logits of σ² = 4 add 2), or is below this share of it."""
 
 
-OVERFIT_LRS, OVERFIT_STEPS, OVERFIT_LOSS_RATIO = (3e-3, 3e-2, 3e-4), 30, 0.9
+_OVERFIT_LRS, _OVERFIT_STEPS, _OVERFIT_LOSS_RATIO = (3e-3, 3e-2, 3e-4), 30, 0.9
 """Learning rates tried one after another, steps per learning rate, and the share that the loss must fall to."""
 
 
-RMS_SAMPLE_SIZE = 1 << 16
+_RMS_SAMPLE_SIZE = 1 << 16
 """Maximum number of sampled elements for the RMS of a gradient."""
 
 
-GRADIENT_SAMPLE_SIZE = 256
+_GRADIENT_SAMPLE_SIZE = 256
 """Number of sampled elements of a gradient that are compared."""
 
 
-PARAMETER_PERTURBATION = 1e-2
+_PARAMETER_PERTURBATION = 1e-2
 """Perturbation, relative to a parameter's RMS, that tests whether it affects the loss."""
 
 
-ADAM_LR = 3e-4
+_ADAM_LR = 3e-4
 
 
-MIN_UPDATE_RATIO, MAX_UPDATE_RATIO = 1e-11, 3.0
+_MIN_UPDATE_RATIO, _MAX_UPDATE_RATIO = 1e-11, 3.0
 """Usual range of a first Adam update relative to the RMS of the parameter."""
 
 
-def _trainable_parameters(context: CheckContext) -> dict[str, nn.Parameter]:
+def _trainable_parameters(ctx: CheckContext) -> dict[str, nn.Parameter]:
     """The parameters that require a gradient."""
-    module = context.model.module
-    assert module is not None
-    params = {name: param for name, param in module.named_parameters() if param.requires_grad}
+    params = {name: param for name, param in ctx.module.named_parameters() if param.requires_grad}
     if not params:
         raise SkipCheckError("needs parameters that require a gradient")
     return params
 
 
-def _run_backward(context: CheckContext, tokens: Tensor) -> Tensor:
+def _run_backward(ctx: CheckContext, tokens: Tensor) -> Tensor:
     """Run forward and backward pass; return the loss, with new gradients in the parameters."""
-    _clear_gradients(context)
+    _clear_gradients(ctx)
     with torch.enable_grad():
-        loss = compute_loss(context, tokens)
+        loss = compute_loss(ctx, tokens)
         if loss.requires_grad:
             loss.backward()  # type: ignore[no-untyped-call]
     return loss.detach()
 
 
 @dataclass
-class GradientStats:
+class _GradientStats:
     """Statistics of one parameter's gradient."""
 
     is_finite: bool
@@ -74,51 +75,48 @@ class GradientStats:
     """First Adam update relative to the parameter's RMS; None without a gradient, or if it is not a matrix."""
 
 
-def _collect_gradient_stats(context: CheckContext) -> tuple[Tensor, float, dict[str, GradientStats]]:
+@compute_once
+def _collect_gradient_stats(ctx: CheckContext) -> tuple[Tensor, float, dict[str, _GradientStats]]:
     """Tokens, loss, and gradient statistics per parameter; computed once, because it takes a backward pass."""
-
-    def compute() -> tuple[Tensor, float, dict[str, GradientStats]]:
-        tokens = context.random_tokens(1, min(12, context.seq_len))
-        loss = float(_run_backward(context, tokens))
-        stats = {name: _gradient_stats(param) for name, param in _trainable_parameters(context).items()}
-        _clear_gradients(context)
-        return tokens, loss, stats
-
-    return context.compute_once(f"gradient stats {context.noise_ratio}", compute)
+    tokens = ctx.random_tokens(1, min(12, ctx.seq_len))
+    loss = float(_run_backward(ctx, tokens))
+    stats = {name: _gradient_stats(param) for name, param in _trainable_parameters(ctx).items()}
+    _clear_gradients(ctx)
+    return tokens, loss, stats
 
 
 @torch.no_grad()
-def _gradient_stats(parameter: nn.Parameter) -> GradientStats:
+def _gradient_stats(parameter: nn.Parameter) -> _GradientStats:
     """Statistics of a parameter's gradient, from a sample of its elements."""
     if parameter.grad is None:
-        return GradientStats(True, False, None)
+        return _GradientStats(True, False, None)
     total = float(parameter.grad.abs().sum())
     grad, weights = parameter.grad.flatten(), parameter.flatten()
-    stride = max(1, grad.numel() // RMS_SAMPLE_SIZE)
+    stride = max(1, grad.numel() // _RMS_SAMPLE_SIZE)
     sample = grad[::stride].float()
     sample = sample[sample != 0]
     rms = float(weights[::stride].float().square().mean().sqrt())
     ratio = None
     if parameter.ndim >= 2 and rms > 0 and len(sample):  # the first Adam update is lr · g / (|g| + ε)
-        ratio = ADAM_LR * float((sample / (sample.abs() + 1e-8)).square().mean().sqrt()) / rms
-    return GradientStats(math.isfinite(total), total != 0, ratio)
+        ratio = _ADAM_LR * float((sample / (sample.abs() + 1e-8)).square().mean().sqrt()) / rms
+    return _GradientStats(math.isfinite(total), total != 0, ratio)
 
 
-def _clear_gradients(context: CheckContext) -> None:
-    for param in _trainable_parameters(context).values():
+def _clear_gradients(ctx: CheckContext) -> None:
+    for param in _trainable_parameters(ctx).values():
         param.grad = None
 
 
-def _sample_gradients(context: CheckContext, tokens: Tensor) -> Tensor:
+def _sample_gradients(ctx: CheckContext, tokens: Tensor) -> Tensor:
     """The loss and a sample of each parameter's gradient, concatenated."""
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-        torch.manual_seed(context.seed)
-        loss = _run_backward(context, tokens)
+    with fork_rng():
+        torch.manual_seed(ctx.seed)
+        loss = _run_backward(ctx, tokens)
     samples = [loss.float().reshape(1)]
-    for param in _trainable_parameters(context).values():
+    for param in _trainable_parameters(ctx).values():
         grad = (torch.zeros_like(param) if param.grad is None else param.grad).detach().flatten().float()
-        samples.append(grad[:: max(1, grad.numel() // GRADIENT_SAMPLE_SIZE)])
-    _clear_gradients(context)
+        samples.append(grad[:: max(1, grad.numel() // _GRADIENT_SAMPLE_SIZE)])
+    _clear_gradients(ctx)
     return torch.cat(samples)
 
 
@@ -131,23 +129,21 @@ def _sample_gradients(context: CheckContext, tokens: Tensor) -> Tensor:
     depends_on=("loss-shift", "loss-reduction"),
 )
 @torch.no_grad()
-def initial_loss(context: CheckContext) -> CaseResult:
+def initial_loss(ctx: CheckContext) -> CaseResult:
     """The loss of an untrained model on random tokens must be near ln V. A model is untrained if `trained` is False, or
     if norm gains and biases have their initial values and the rows of the embedding have similar norms."""
-    model = context.model
-    assert model.module is not None
-    assert model.logits is not None
-    if failure := _detect_non_logits(model.logits(context.random_tokens(2)), model.kind):
+    model = ctx.model
+    if failure := _detect_non_logits(ctx.logits(ctx.random_tokens(2)), model.kind):
         return failure
-    if model.trained or (model.trained is None and not _is_untrained(model.module, model.vocab_size)):
+    if model.trained or (model.trained is None and not _is_untrained(ctx.module, model.vocab_size)):
         raise SkipCheckError("needs an untrained model (the property trained=False)")
-    loss, uniform = float(compute_loss(context, context.random_tokens(2))), math.log(model.vocab_size or 1)
+    loss, uniform = float(compute_loss(ctx, ctx.random_tokens(2))), math.log(model.vocab_size or 1)
     message = f"the initial loss is {loss:.4g}, and ln V is {uniform:.4g}"
-    if not loss <= uniform + MAX_LOSS_ABOVE_UNIFORM:
-        return CaseResult("warn", message, loss, uniform + MAX_LOSS_ABOVE_UNIFORM)
-    if (model.vocab_size or 0) >= 16 and loss < MIN_LOSS_RATIO * uniform and model.kind != "encoder":
-        return CaseResult("warn", f"{message}: random tokens cannot be predicted", loss, MIN_LOSS_RATIO * uniform)
-    return CaseResult("pass", message, loss, uniform + MAX_LOSS_ABOVE_UNIFORM)
+    if not loss <= uniform + _MAX_LOSS_ABOVE_UNIFORM:
+        return warning(message, loss, uniform + _MAX_LOSS_ABOVE_UNIFORM)
+    if (model.vocab_size or 0) >= 16 and loss < _MIN_LOSS_RATIO * uniform and model.kind != "encoder":
+        return warning(f"{message}: random tokens cannot be predicted", loss, _MIN_LOSS_RATIO * uniform)
+    return success(message, loss, uniform + _MAX_LOSS_ABOVE_UNIFORM)
 
 
 def _is_untrained(module: nn.Module, vocab_size: int | None) -> bool:
@@ -173,6 +169,55 @@ def _is_default_bias_init(bias: Tensor) -> bool:
 
 
 @register_check(
+    "gradient-flow",
+    catches="parameters that affect the loss but get no gradient, so that they are never trained",
+    cause="detach(), no_grad(), .data or torch.tensor(…) cuts the graph, or reentrant checkpointing does",
+    fix="use the parameter itself in every op between it and the loss, with gradients enabled",
+    needs=("logits", "module"),
+)
+def gradient_flow(ctx: CheckContext) -> Iterator[CaseResult]:
+    """Run a backward pass from the loss. Perturb each parameter without a gradient: if the loss changes, it should have
+    had one. Unused experts, and heads that attend to one token only, correctly have none. Then compare the gradient
+    with respect to the token embeddings with finite differences."""
+    module = ctx.module
+    require_uncompiled(module)
+    params = _trainable_parameters(ctx)
+    tokens, loss, stats = _collect_gradient_stats(ctx)
+    not_finite = [name for name, stat in stats.items() if not stat.is_finite]
+    without = [name for name, stat in stats.items() if not stat.is_nonzero]
+    if not math.isfinite(loss):
+        raise SkipCheckError("needs a finite loss")
+    if not_finite:
+        yield failure(f"the gradient of {not_finite[0]} is not finite", len(not_finite), 0, not_finite[0])
+        return
+    affecting = without if without and _affects_loss(ctx, tokens, [params[name] for name in without]) else []
+    confirmed = [name for name in affecting[:12] if _affects_loss(ctx, tokens, [params[name]])]
+    if confirmed:
+        more = f" (and {len(affecting) - 1} more)" if len(affecting) > 1 else ""
+        yield failure(f"{confirmed[0]}{more} affects the loss and gets no gradient", len(affecting), 0, confirmed[0])
+        return
+    num_reached = len(params) - len(without)
+    yield success(f"{num_reached} of {len(params)} parameters get a gradient; the others do not affect this loss")
+    try:
+        yield check_finite_differences(ctx)
+    except SkipCheckError as error:
+        yield skipped(f"the comparison with finite differences {error}")
+
+
+@torch.no_grad()
+def _affects_loss(ctx: CheckContext, tokens: Tensor, parameters: list[nn.Parameter]) -> bool:
+    """Whether small perturbations of the parameters change the loss by more than rounding noise."""
+    generator = torch.Generator().manual_seed(ctx.seed)
+    base = float(compute_loss(ctx, tokens))
+    change = 0.0
+    tolerance = NOISE_MARGIN * ctx.measure_noise(lambda: compute_loss(ctx, tokens).reshape(1))
+    for sign in (1.0, -1.0):
+        with add_noise(parameters, sign * _PARAMETER_PERTURBATION, generator):
+            change = max(change, abs(float(compute_loss(ctx, tokens)) - base))
+    return change > tolerance
+
+
+@register_check(
     "overfit",
     catches="a model that cannot overfit one sequence: the backward pass or the loss is wrong",
     cause="the graph is cut (detach, no_grad, .data, numpy), a custom backward is wrong, or the loss is wrong",
@@ -180,97 +225,30 @@ def _is_default_bias_init(bias: Tensor) -> bool:
     needs=("logits", "module"),
     depends_on=("gradient-flow", "loss-shift", "loss-reduction"),
 )
-def overfit(context: CheckContext) -> CaseResult:
+def overfit(ctx: CheckContext) -> CaseResult:
     """Train a copy of the weights on one short sequence with 30 AdamW steps per learning rate: the loss must fall by
     10 %."""
-    module = context.model.module
-    assert module is not None
-    params = _trainable_parameters(context)
-    num_params = sum(param.numel() for param in params.values())
-    if num_params > MAX_PERTURBED_PARAMS or context.is_slow:
-        raise SkipCheckError(
-            f"needs a small model (at most {MAX_PERTURBED_PARAMS:,} parameters), because it is trained"
-        )
-    tokens = context.random_tokens(1, min(8, context.seq_len))
-    best = math.inf
-    first = math.inf
-    for lr in OVERFIT_LRS:
-        with swap_tensors(module, Tensor.clone), torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+    params = _trainable_parameters(ctx)
+    if sum(param.numel() for param in params.values()) > MAX_PERTURBED_PARAMS or ctx.is_slow:
+        limit = f"at most {MAX_PERTURBED_PARAMS:,} parameters"
+        raise SkipCheckError(f"needs a small model ({limit}), because it is trained")
+    tokens = ctx.random_tokens(1, min(8, ctx.seq_len))
+    best = first = math.inf
+    for lr in _OVERFIT_LRS:
+        with swap_tensors(ctx.module, Tensor.clone), fork_rng():
             optimizer = torch.optim.AdamW(params.values(), lr=lr, weight_decay=0.0)
-            for step in range(OVERFIT_STEPS):
-                loss = float(_run_backward(context, tokens))
+            for step in range(_OVERFIT_STEPS):
+                loss = float(_run_backward(ctx, tokens))
                 first = loss if step == 0 else first
                 best = min(best, loss)
-                if best <= OVERFIT_LOSS_RATIO * first:
-                    break
+                if best <= _OVERFIT_LOSS_RATIO * first:
+                    _clear_gradients(ctx)
+                    message = f"the loss on one sequence falls from {first:.4g} to {best:.4g} in {step} steps"
+                    return success(message, best, _OVERFIT_LOSS_RATIO * first)
                 optimizer.step()
-        _clear_gradients(context)
-        if best <= OVERFIT_LOSS_RATIO * first:
-            message = f"the loss on one sequence falls from {first:.4g} to {best:.4g} in {step} steps"
-            return CaseResult("pass", message, best, OVERFIT_LOSS_RATIO * first)
-    message = f"{OVERFIT_STEPS} AdamW steps on one sequence reduce the loss only from {first:.4g} to {best:.4g}"
-    return CaseResult("fail", message, best, OVERFIT_LOSS_RATIO * first)
-
-
-@register_check(
-    "gradient-flow",
-    catches="parameters that affect the loss but get no gradient, so that they are never trained",
-    cause="detach(), no_grad(), .data or torch.tensor(…) cuts the graph, or reentrant checkpointing does",
-    fix="use the parameter itself in every op between it and the loss, with gradients enabled",
-    needs=("logits", "module"),
-)
-def gradient_flow(context: CheckContext) -> Iterator[CaseResult]:
-    """Run a backward pass from the loss. Perturb each parameter without a gradient: if the loss changes, it should have
-    had one. Unused experts, and heads that attend to one token only, correctly have none. Then compare the gradient
-    with respect to the token embeddings with finite differences."""
-    module = context.model.module
-    assert module is not None
-    require_uncompiled(module)
-    params = _trainable_parameters(context)
-    tokens, loss, stats = _collect_gradient_stats(context)
-    not_finite = [name for name, stat in stats.items() if not stat.is_finite]
-    without = [name for name, stat in stats.items() if not stat.is_nonzero]
-    if not math.isfinite(loss):
-        raise SkipCheckError("needs a finite loss")
-    if not_finite:
-        yield CaseResult("fail", f"the gradient of {not_finite[0]} is not finite", len(not_finite), 0, not_finite[0])
-        return
-    affecting = without if without and _affects_loss(context, tokens, [params[name] for name in without]) else []
-    confirmed = [name for name in affecting[:12] if _affects_loss(context, tokens, [params[name]])]
-    if confirmed:
-        more = f" (and {len(affecting) - 1} more)" if len(affecting) > 1 else ""
-        message = f"{confirmed[0]}{more} affects the loss and gets no gradient"
-        yield CaseResult("fail", message, len(affecting), 0, confirmed[0])
-        return
-    num_reached = len(params) - len(without)
-    yield CaseResult(
-        "pass", f"{num_reached} of {len(params)} parameters get a gradient; the others do not affect this loss"
-    )
-    try:
-        yield check_finite_differences(context)
-    except SkipCheckError as error:
-        yield CaseResult("skip", f"skipped: the comparison with finite differences {error}")
-
-
-@torch.no_grad()
-def _affects_loss(context: CheckContext, tokens: Tensor, parameters: list[nn.Parameter]) -> bool:
-    """Whether small perturbations of the parameters change the loss by more than rounding noise."""
-    generator = torch.Generator().manual_seed(context.seed)
-    base = float(compute_loss(context, tokens))
-    change = 0.0
-    tolerance = NOISE_MARGIN * context.measure_noise(lambda: compute_loss(context, tokens).reshape(1))
-    for sign in (1.0, -1.0):
-        originals = [(param, param.data) for param in parameters]
-        try:
-            for param, data in originals:
-                rms = float(data.float().square().mean().sqrt())
-                noise = torch.randn(data.shape, generator=generator).to(data.device)
-                param.data = (data.float() + sign * PARAMETER_PERTURBATION * (rms or 1.0) * noise).to(data.dtype)
-            change = max(change, abs(float(compute_loss(context, tokens)) - base))
-        finally:
-            for param, data in originals:
-                param.data = data
-    return change > tolerance
+        _clear_gradients(ctx)
+    message = f"{_OVERFIT_STEPS} AdamW steps on one sequence reduce the loss only from {first:.4g} to {best:.4g}"
+    return failure(message, best, _OVERFIT_LOSS_RATIO * first)
 
 
 @register_check(
@@ -281,22 +259,22 @@ def _affects_loss(context: CheckContext, tokens: Tensor, parameters: list[nn.Par
     needs=("logits", "module"),
     depends_on=("gradient-flow",),
 )
-def update_ratio(context: CheckContext) -> CaseResult:
+def update_ratio(ctx: CheckContext) -> CaseResult:
     """Compare the first Adam update of each matrix, at a learning rate of 3e-4, with the matrix itself."""
-    _, loss, stats = _collect_gradient_stats(context)
+    _, loss, stats = _collect_gradient_stats(ctx)
     ratios = {name: stat.update_ratio for name, stat in stats.items() if stat.update_ratio is not None}
     if not ratios or not math.isfinite(loss):
         raise SkipCheckError("needs matrices with a gradient")
     low, high = min(ratios, key=ratios.__getitem__), max(ratios, key=ratios.__getitem__)
-    if ratios[high] > MAX_UPDATE_RATIO:
-        message = f"an Adam step at lr {ADAM_LR:g} changes {high} by {ratios[high]:.3g} times its RMS"
-        return CaseResult("warn", message, ratios[high], MAX_UPDATE_RATIO, high)
-    if ratios[low] < MIN_UPDATE_RATIO:
-        message = f"an Adam step at lr {ADAM_LR:g} changes {low} by {ratios[low]:.3g} times its RMS"
-        return CaseResult("warn", message, ratios[low], MIN_UPDATE_RATIO, low)
+    for name, limit, is_unusual in (
+        (high, _MAX_UPDATE_RATIO, ratios[high] > _MAX_UPDATE_RATIO),
+        (low, _MIN_UPDATE_RATIO, ratios[low] < _MIN_UPDATE_RATIO),
+    ):
+        if is_unusual:
+            message = f"an Adam step at lr {_ADAM_LR:g} changes {name} by {ratios[name]:.3g} times its RMS"
+            return warning(message, ratios[name], limit, name)
     median = sorted(ratios.values())[len(ratios) // 2]
-    message = f"an Adam step at lr {ADAM_LR:g} changes a matrix by {median:.2g} times its RMS (median)"
-    return CaseResult("pass", message, median)
+    return success(f"an Adam step at lr {_ADAM_LR:g} changes a matrix by {median:.2g} times its RMS (median)", median)
 
 
 @register_check(
@@ -308,11 +286,10 @@ def update_ratio(context: CheckContext) -> CaseResult:
     depends_on=("batch-isolation", "loss-shift", "loss-reduction", "loss-ignore-index"),
 )
 @torch.no_grad()
-def gradient_accumulation(context: CheckContext) -> Iterator[CaseResult]:
+def gradient_accumulation(ctx: CheckContext) -> CaseResult:
     """Split a batch into micro-batches with few and many labels: the accumulated loss must equal the full batch's."""
-    assert context.model.accumulated_loss is not None
-    accumulated_loss = context.model.accumulated_loss
-    tokens = context.random_tokens(3)
+    accumulated_loss = require(ctx.model.accumulated_loss)
+    tokens = ctx.random_tokens(3)
     labels = tokens.clone()
     labels[0, 3:] = IGNORE_INDEX
     micro_batches = [(tokens[:1], labels[:1]), (tokens[1:], labels[1:])]
@@ -320,19 +297,17 @@ def gradient_accumulation(context: CheckContext) -> Iterator[CaseResult]:
     def accumulate() -> Tensor:
         return accumulated_loss(micro_batches).float().reshape(1)
 
-    with DistinctLogits(context, tokens):
-        full = model_loss(context, tokens, labels)
-        means = [float(model_loss(context, *micro_batch)) for micro_batch in micro_batches]
-        diff = context.compare(lambda: model_loss(context, tokens, labels), accumulate, first_result=full)
+    with distinct_logits(ctx, tokens):
+        full = model_loss(ctx, tokens, labels)
+        means = [float(model_loss(ctx, *micro_batch)) for micro_batch in micro_batches]
+        diff = ctx.compare(lambda: model_loss(ctx, tokens, labels), accumulate, first_result=full)
         diff.tolerance = max(diff.tolerance, 1e-5 * max(1.0, abs(float(full))))
         value = float(accumulate())
     known = {"the mean of the micro-batch means": sum(means) / 2, "the sum of the micro-batch means": sum(means)}
     reason = next((f"; it is {name}" for name, other in known.items() if abs(value - other) <= diff.tolerance), "")
-    yield context.expect_equal(
-        diff,
-        passed="the accumulated loss equals that of the full batch",
-        failed=f"the accumulated loss of two micro-batches is {value:.4g}, and that of the full batch {float(full):.4g}"
-        f"{reason}",
+    message = f"the accumulated loss of two micro-batches is {value:.4g}, and that of the full batch {float(full):.4g}"
+    return ctx.expect_equal(
+        diff, passed="the accumulated loss equals that of the full batch", failed=f"{message}{reason}"
     )
 
 
@@ -343,52 +318,45 @@ def gradient_accumulation(context: CheckContext) -> Iterator[CaseResult]:
     fix="use torch.utils.checkpoint with use_reentrant=False and preserve_rng_state=True",
     needs=("logits", "module", "set_activation_checkpointing"),
 )
-def activation_checkpointing(context: CheckContext) -> Iterator[CaseResult]:
+def activation_checkpointing(ctx: CheckContext) -> Iterator[CaseResult]:
     """In training mode, with one random state: the loss and the gradients with activation checkpointing must equal
     those without, with the model's own dropout and with dropout 0.3."""
-    model = context.model
-    assert model.module is not None
-    assert model.set_activation_checkpointing is not None
-    module, set_checkpointing = model.module, model.set_activation_checkpointing
+    module, set_checkpointing = ctx.module, require(ctx.model.set_activation_checkpointing)
     require_uncompiled(module)
-    tokens = context.random_tokens(1, min(8, context.seq_len))
+    tokens = ctx.random_tokens(1, min(8, ctx.seq_len))
 
     def gradients(checkpointing: bool) -> Tensor:
         module.train()
         set_checkpointing(checkpointing)
         try:
-            return _sample_gradients(context, tokens)
+            return _sample_gradients(ctx, tokens)
         finally:
             set_checkpointing(False)
             module.eval()
 
     dropouts = [submodule for submodule in module.modules() if isinstance(submodule, nn.Dropout)]
-    originals = [dropout.p for dropout in dropouts]
-    try:
-        for p in (None, 0.3) if dropouts and not context.is_slow else (None,):
+    for p in (None, 0.3) if dropouts and not ctx.is_slow else (None,):
+        with ExitStack() as stack:
             for dropout in dropouts if p is not None else ():
-                dropout.p = p  # type: ignore[assignment]
+                stack.enter_context(patch.object(dropout, "p", p))
             base = gradients(False)
-            diff = context.compare(lambda: gradients(False), lambda: gradients(True), first_result=base, with_grad=True)
-            condition = "" if p is None else f" with dropout {p:g}"
-            yield context.expect_equal(
-                diff,
-                passed=f"loss and gradients are the same with activation checkpointing{condition}",
-                failed=f"activation checkpointing changes the loss or the gradients{condition}",
-                location=None if diff.within_tolerance else _gradient_location(context, diff.index[0]),
-            )
-    finally:
-        for dropout, original in zip(dropouts, originals, strict=True):
-            dropout.p = original
+            diff = ctx.compare(lambda: gradients(False), lambda: gradients(True), first_result=base, with_grad=True)
+        condition = "" if p is None else f" with dropout {p:g}"
+        yield ctx.expect_equal(
+            diff,
+            passed=f"loss and gradients are the same with activation checkpointing{condition}",
+            failed=f"activation checkpointing changes the loss or the gradients{condition}",
+            location=_gradient_location(ctx, diff.index[0]),
+        )
 
 
-def _gradient_location(context: CheckContext, index: int) -> str:
+def _gradient_location(ctx: CheckContext, index: int) -> str:
     """The parameter whose gradient an element of `_sample_gradients` belongs to."""
     if index == 0:
         return "the loss"
     end = 1
-    for name, param in _trainable_parameters(context).items():
-        end += len(range(0, param.numel(), max(1, param.numel() // GRADIENT_SAMPLE_SIZE)))
+    for name, param in _trainable_parameters(ctx).items():
+        end += len(range(0, param.numel(), max(1, param.numel() // _GRADIENT_SAMPLE_SIZE)))
         if index < end:
             return f"the gradient of {name}"
     return ""
@@ -399,16 +367,14 @@ def _detect_non_logits(logits: Tensor, kind: str) -> CaseResult | None:
     if logits.shape[-1] < 3 or not bool((logits >= 0).all()):
         return None
     if bool(((logits.float().sum(-1) - 1).abs() < 1e-2).all()):
-        return CaseResult(
-            "fail",
+        return failure(
             "the logits are probabilities: they are not negative and sum to one",
             cause="the model applies softmax, and the loss applies it again",
             fix="return the logits, and apply softmax where probabilities are needed",
         )
     zeros = float((logits == 0).float().mean())
     if kind != "encoder" and 0.05 < zeros < 1:
-        return CaseResult(
-            "fail",
+        return failure(
             f"no logit is negative, and {zeros:.0%} are exactly zero",
             zeros,
             0.05,

@@ -6,6 +6,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from cutaway.check.checked_model import require
 from cutaway.check.context import CheckContext
 from cutaway.check.numerics import Difference
 from cutaway.check.probes.first_divergence import find_first_divergence
@@ -22,15 +23,14 @@ def chunk_sizes(seq_len: int, chunk_size: int, first_chunk: int = 0) -> list[int
 
 
 @torch.no_grad()
-def forward_in_chunks(context: CheckContext, tokens: Tensor, sizes: Sequence[int]) -> tuple[Tensor, list[int]]:
+def forward_in_chunks(ctx: CheckContext, tokens: Tensor, sizes: Sequence[int]) -> tuple[Tensor, list[int]]:
     """Run a cached forward pass in chunks of these sizes; return the logits and their positions. Some models return
     only the logits of a chunk's last token."""
-    assert context.model.logits_with_cache is not None
     cache, start = None, 0
     logits: list[Tensor] = []
     positions: list[int] = []
     for size in sizes:
-        out, cache = context.model.logits_with_cache(tokens[:, start : start + size], cache)
+        out, cache = require(ctx.model.logits_with_cache)(tokens[:, start : start + size], cache)
         if out.shape[1] not in (1, size):
             raise SkipCheckError(f"for {size} tokens with a cache it returned the logits of {out.shape[1]}")
         start += size
@@ -41,15 +41,14 @@ def forward_in_chunks(context: CheckContext, tokens: Tensor, sizes: Sequence[int
 
 @torch.no_grad()
 def compare_in_chunks(
-    context: CheckContext, tokens: Tensor, sizes: Sequence[int], full_logits: Tensor
+    ctx: CheckContext, tokens: Tensor, sizes: Sequence[int], full_logits: Tensor
 ) -> tuple[Difference, int]:
     """Compare chunked logits with those of one forward pass; return the difference and the first differing position."""
-    assert context.model.logits is not None
-    logits = context.model.logits
-    out, positions = forward_in_chunks(context, tokens, sizes)
-    diff = context.compare(
+    logits = ctx.logits
+    out, positions = forward_in_chunks(ctx, tokens, sizes)
+    diff = ctx.compare(
         lambda: logits(tokens)[:, positions],
-        lambda: forward_in_chunks(context, tokens, sizes)[0],
+        lambda: forward_in_chunks(ctx, tokens, sizes)[0],
         first_result=full_logits[:, positions],
         second_result=out,
     )
@@ -62,12 +61,10 @@ def first_position_beyond(first: Tensor, second: Tensor, tolerance: float) -> in
     return int(exceeds.long().argmax())
 
 
-def locate_divergence(context: CheckContext, tokens: Tensor, sizes: Sequence[int], position: int) -> str:
+def locate_divergence(ctx: CheckContext, tokens: Tensor, sizes: Sequence[int], position: int) -> str:
     """The first differing position, and the first module whose output differs there."""
-    model = context.model
-    assert model.logits_with_cache is not None
-    assert model.logits is not None
-    logits_with_cache, logits = model.logits_with_cache, model.logits
+    model = ctx.model
+    logits_with_cache, logits = require(model.logits_with_cache), ctx.logits
     cache, start = None, 0
     for end, size in zip(accumulate(sizes), sizes, strict=True):
         start = end - size
@@ -75,7 +72,7 @@ def locate_divergence(context: CheckContext, tokens: Tensor, sizes: Sequence[int
             break
         _, cache = logits_with_cache(tokens[:, start:end], cache)
     module = find_first_divergence(
-        context,
+        ctx,
         lambda: logits(tokens),
         lambda: logits_with_cache(tokens[:, start:end], cache),
         slice(position, position + 1),
@@ -84,15 +81,13 @@ def locate_divergence(context: CheckContext, tokens: Tensor, sizes: Sequence[int
     return f"position {position}" + (f", first in {module}" if module else "")
 
 
-def infer_wrong_position(
-    context: CheckContext, tokens: Tensor, sizes: Sequence[int], expected_position: int
-) -> int | None:
+def infer_wrong_position(ctx: CheckContext, tokens: Tensor, sizes: Sequence[int], expected_position: int) -> int | None:
     """The wrong position id that would explain the logits of one token; None if there is none."""
-    logits_with_positions = context.model.logits_with_positions
+    logits_with_positions = ctx.model.logits_with_positions
     if logits_with_positions is None:
         return None
-    out, positions = forward_in_chunks(context, tokens, sizes)
-    max_seq_len = context.model.max_seq_len or expected_position + 2
+    out, positions = forward_in_chunks(ctx, tokens, sizes)
+    max_seq_len = ctx.model.max_seq_len or expected_position + 2
     for candidate in dict.fromkeys((0, expected_position - 1, expected_position + 1, 1)):
         if candidate == expected_position or not 0 <= candidate < max_seq_len:
             continue
@@ -103,6 +98,6 @@ def infer_wrong_position(
         except UNSUPPORTED_ERRORS:  # some models take only increasing positions
             continue
         actual = out[:, positions.index(expected_position)]
-        if context.compare(lambda: shifted, lambda: actual).within_tolerance:
+        if ctx.compare(lambda: shifted, lambda: actual).within_tolerance:
             return candidate
     return None

@@ -6,26 +6,38 @@ name of the module that was running.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
-MATMUL_FUNCTIONS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm}
-
-
-BADDBMM_FUNCTIONS = {torch.baddbmm, Tensor.baddbmm}
+from cutaway.check.numerics import Args, Kwargs, TorchFunction
 
 
-BATCHED_MATMUL_FUNCTIONS = MATMUL_FUNCTIONS | BADDBMM_FUNCTIONS | {torch.einsum}
+def torch_functions(names: str) -> set[TorchFunction]:
+    """All functions of torch, Tensor and torch.nn.functional with these names, separated by spaces."""
+    owners = (torch, Tensor, F)
+    return {getattr(owner, name) for owner in owners for name in names.split() if hasattr(owner, name)}
 
 
-class BatchedMatmul(NamedTuple):
+SDPA = F.scaled_dot_product_attention
+MULTI_HEAD_ATTENTION = F.multi_head_attention_forward
+"""The function of nn.MultiheadAttention; a TorchFunctionMode does not intercept the functions it calls."""
+SOFTMAX_FUNCTIONS = torch_functions("softmax")
+_DROPOUT_FUNCTIONS = torch_functions("dropout")
+_ROUTING_FUNCTIONS = torch_functions("topk argmax sort argsort")
+_TRIG_FUNCTIONS = torch_functions("cos sin")
+_BADDBMM_FUNCTIONS = torch_functions("baddbmm")
+BATCHED_MATMUL_FUNCTIONS = torch_functions("matmul __matmul__ bmm baddbmm einsum")
+
+
+class _BatchedMatmul(NamedTuple):
     """left (…, T, D) times right (…, S, D) transposed: the result is (…, T, S)."""
 
     left: Tensor
@@ -34,18 +46,18 @@ class BatchedMatmul(NamedTuple):
     """The summed axis of the first operand as passed."""
 
 
-def _parse_matmul(func: Any, args: Any, kwargs: Any) -> BatchedMatmul | None:
+def _parse_matmul(func: TorchFunction, args: Args, kwargs: Kwargs) -> _BatchedMatmul | None:
     """Bring a batched product by any function to one form; None if it is not one."""
-    if func in BADDBMM_FUNCTIONS:
+    if func in _BADDBMM_FUNCTIONS:
         args = (*args[1:], *(kwargs[name] for name in ("batch1", "batch2") if name in kwargs))
     if func is torch.einsum:
         return _parse_einsum(*args) if len(args) == 3 and isinstance(args[0], str) else None
     if len(args) < 2 or not all(isinstance(arg, Tensor) and arg.ndim >= 3 for arg in args[:2]):
         return None
-    return BatchedMatmul(args[0].detach(), args[1].detach().transpose(-1, -2), -1)
+    return _BatchedMatmul(args[0].detach(), args[1].detach().transpose(-1, -2), -1)
 
 
-def _parse_einsum(equation: str, left: Tensor, right: Tensor) -> BatchedMatmul | None:
+def _parse_einsum(equation: str, left: Tensor, right: Tensor) -> _BatchedMatmul | None:
     """Parse an einsum with one summed index and one free index per operand; None for other equations."""
     operands, _, out = equation.replace(" ", "").partition("->")
     a, _, b = operands.partition(",")
@@ -59,7 +71,7 @@ def _parse_einsum(equation: str, left: Tensor, right: Tensor) -> BatchedMatmul |
     def permute(x: Tensor, indices: str, free: str) -> Tensor:
         return x.detach().permute([indices.index(index) for index in (*batch, free, inner)])
 
-    return BatchedMatmul(permute(left, a, rows[0]), permute(right, b, columns[0]), a.index(inner) - len(a))
+    return _BatchedMatmul(permute(left, a, rows[0]), permute(right, b, columns[0]), a.index(inner) - len(a))
 
 
 def _reshape_to_heads(x: Tensor, batch_shape: torch.Size) -> Tensor | None:
@@ -73,22 +85,6 @@ def _reshape_to_heads(x: Tensor, batch_shape: torch.Size) -> Tensor | None:
     if x.shape[:-2].numel() != batch_shape[0] * heads:
         return None
     return x.reshape(batch_shape[0], heads, *x.shape[-2:])
-
-
-SDPA = F.scaled_dot_product_attention
-
-
-MULTI_HEAD_ATTENTION = F.multi_head_attention_forward
-"""The function of nn.MultiheadAttention; a TorchFunctionMode does not intercept the functions it calls."""
-
-
-SOFTMAX_FUNCTIONS = {F.softmax, torch.softmax, Tensor.softmax}
-
-
-DROPOUT_FUNCTIONS = {F.dropout, torch.dropout, torch.nn.functional.dropout}
-
-
-TRIG_FUNCTIONS = {torch.cos, Tensor.cos, torch.sin, Tensor.sin}
 
 
 @dataclass
@@ -141,72 +137,79 @@ class OpTracer(TorchFunctionMode):
         self.attentions: list[AttentionCall] = []
         self.dropouts: list[DropoutCall] = []
         self.trig_calls: list[TrigCall] = []
+        self.num_routing_calls = 0
+        """Number of top-k, argmax and sort calls, which routers use."""
         self.module_stack: list[str] = [""]
-        self.last_matmul: BatchedMatmul | None = None
-        self.hooks: list[Any] = []
+        self.last_matmul: _BatchedMatmul | None = None
+        self._hooks = ExitStack()
 
     def __enter__(self) -> Self:
-        if self.module is not None:
-            for name, submodule in self.module.named_modules():
-                self.hooks.append(submodule.register_forward_pre_hook(self.push_module(name)))
-                self.hooks.append(submodule.register_forward_hook(self.pop_module, always_call=True))
+        for name, submodule in () if self.module is None else self.module.named_modules():
+            self._hooks.enter_context(submodule.register_forward_pre_hook(self._push_module(name)))
+            self._hooks.enter_context(submodule.register_forward_hook(self._pop_module, always_call=True))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        for hook in self.hooks:
-            hook.remove()
-        self.hooks.clear()
+        self._hooks.close()
 
-    def push_module(self, name: str) -> Callable[..., None]:
-        """Forward pre-hook that enters a module."""
+    def _push_module(self, name: str) -> Callable[..., None]:
         return lambda *_: self.module_stack.append(name)
 
-    def pop_module(self, *_: Any) -> None:
-        """Forward hook that leaves a module."""
+    def _pop_module(self, *_: object) -> None:
         if len(self.module_stack) > 1:
             self.module_stack.pop()
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: TorchFunction, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> Any:
         kwargs = kwargs or {}
-        out = self.trace_multi_head_attention(args, kwargs) if func is MULTI_HEAD_ATTENTION else func(*args, **kwargs)
+        if func is MULTI_HEAD_ATTENTION:
+            with self._patch_attention_functions():
+                return func(*args, **kwargs)
+        out = func(*args, **kwargs)
         if func is SDPA:
-            self.attentions.append(attention_from_sdpa(self.module_stack[-1], *args, **kwargs))
-        elif func in SOFTMAX_FUNCTIONS and isinstance(out, Tensor) and out.ndim >= 3:
+            return self.record_sdpa(out, args, kwargs)
+        if func in SOFTMAX_FUNCTIONS and isinstance(out, Tensor) and out.ndim >= 3:
             dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
-            self.record_softmax(args[0] if args else kwargs["input"], out, dim)
-        elif func in BATCHED_MATMUL_FUNCTIONS and (product := _parse_matmul(func, args, kwargs)) is not None:
-            self.record_matmul(product)
-        elif func in DROPOUT_FUNCTIONS:
-            p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
+            return self.record_softmax(out, args[0] if args else kwargs["input"], dim)
+        if func in BATCHED_MATMUL_FUNCTIONS and (product := _parse_matmul(func, args, kwargs)) is not None:
+            self._record_matmul(product)
+        elif func in _DROPOUT_FUNCTIONS:
+            p: Any = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
             training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
             self.dropouts.append(DropoutCall(self.module_stack[-1], float(p), bool(training)))
-        elif func in TRIG_FUNCTIONS and isinstance(args[0], Tensor) and args[0].is_floating_point() and args[0].numel():
+        elif func in _ROUTING_FUNCTIONS:
+            self.num_routing_calls += 1
+        elif func in _TRIG_FUNCTIONS and args[0].is_floating_point() and args[0].numel():
             self.trig_calls.append(TrigCall(self.module_stack[-1], args[0].dtype, float(args[0].detach().abs().max())))
         return out
 
-    def trace_multi_head_attention(self, args: Any, kwargs: Any) -> Any:
-        """Run nn.MultiheadAttention's function with its softmax and fused kernel patched, so that they are recorded."""
+    @contextmanager
+    def _patch_attention_functions(self) -> Iterator[None]:
+        """Record the softmax and the fused kernel that nn.MultiheadAttention's function calls."""
+        softmax = F.softmax
 
         def traced_softmax(x: Tensor, dim: int | None = None, **kwargs: Any) -> Tensor:
-            out = softmax(x, dim, **kwargs)
-            self.record_softmax(x, out, dim, is_attention=True)
-            return out
+            return self.record_softmax(softmax(x, dim, **kwargs), x, dim, is_attention=True)
 
         def traced_sdpa(*args: Any, **kwargs: Any) -> Tensor:
-            self.attentions.append(attention_from_sdpa(self.module_stack[-1], *args, **kwargs))
-            return SDPA(*args, **kwargs)
+            return self.record_sdpa(SDPA(*args, **kwargs), args, kwargs)
 
-        softmax = F.softmax
-        F.softmax, F.scaled_dot_product_attention = traced_softmax, traced_sdpa  # type: ignore[assignment]
-        try:
-            return MULTI_HEAD_ATTENTION(*args, **kwargs)
-        finally:
-            F.softmax, F.scaled_dot_product_attention = softmax, SDPA
+        with patch.object(F, "softmax", traced_softmax), patch.object(F, "scaled_dot_product_attention", traced_sdpa):
+            yield
 
-    def record_softmax(self, x: Tensor, out: Tensor, dim: int | None, *, is_attention: bool = False) -> None:
-        """Record a softmax as attention if its input is (B, H, T, S), or the result of the preceding product q·kᵀ."""
+    def record_sdpa(self, out: Tensor, args: Args, kwargs: Kwargs) -> Tensor:
+        """Record a fused attention kernel; return its output."""
+        self.attentions.append(attention_from_sdpa(self.module_stack[-1], *args, **kwargs))
+        return out
+
+    def record_softmax(self, out: Tensor, x: Tensor, dim: int | None, *, is_attention: bool = False) -> Tensor:
+        """Record a softmax as attention if its input is (B, H, T, S), or the result of the preceding product q·kᵀ.
+
+        Returns the output of the softmax.
+        """
         axis = (0 if x.ndim == 3 else 1) if dim is None else int(dim)  # PyTorch's implicit dim
         axis = axis - x.ndim if axis >= 0 else axis
         batch_shape, q, k = x.shape[:-2], None, None
@@ -216,15 +219,14 @@ class OpTracer(TorchFunctionMode):
             if rows.shape[-2] == x.shape[-2] and sink in (0, 1) and rows.shape[-1] == columns.shape[-1]:
                 q, k = _reshape_to_heads(rows, batch_shape), _reshape_to_heads(columns, batch_shape)
         if x.ndim != 4 and (q is None or k is None) and not is_attention:
-            return
-        scores = _reshape_to_heads(x.detach(), batch_shape)
-        pattern = _reshape_to_heads(out.detach(), batch_shape)
-        assert scores is not None
-        assert pattern is not None
+            return out
+        scores, pattern = (_reshape_to_heads(y.detach(), batch_shape) for y in (x, out))
+        assert scores is not None and pattern is not None  # noqa: PT018
         self.attentions.append(AttentionCall(self.module_stack[-1], scores, pattern, axis, q, k))
         self.last_matmul = None
+        return out
 
-    def record_matmul(self, matmul: BatchedMatmul) -> None:
+    def _record_matmul(self, matmul: _BatchedMatmul) -> None:
         """Record a batched product: pattern·v after a softmax, otherwise probably q·kᵀ."""
         self.last_matmul = matmul
         if not self.attentions or self.attentions[-1].v is not None:
@@ -267,11 +269,3 @@ def attention_from_sdpa(
         shape = (batch_shape[0], batch_shape[1:].numel())
         scores, pattern, q, k, v = (x.reshape(*shape, *x.shape[-2:]) for x in (scores, pattern, q, k, v))
     return AttentionCall(module, scores, pattern, -1, q, k, v, factor, dropout_p)
-
-
-class EagerDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """TorchDispatchMode that does not import torch.compile in eager mode; the import takes seconds."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False

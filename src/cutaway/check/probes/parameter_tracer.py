@@ -1,14 +1,17 @@
 """`ParameterTracer`: the parameters that a forward pass reads, by the storage of each op's arguments."""
 
-from typing import Any
+from contextlib import ExitStack
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-METADATA_FUNCTIONS = {
+from cutaway.check.numerics import Args, Kwargs, TorchFunction
+from cutaway.check.probes.op_tracer import torch_functions
+
+_METADATA_FUNCTIONS = {
     "__get__", "__set__", "__repr__", "__len__", "__hash__", "size", "dim", "ndimension", "numel", "nelement", "stride",
     "data_ptr", "untyped_storage", "storage_offset", "is_floating_point", "is_complex", "is_contiguous", "get_device",
     "element_size", "type", "requires_grad_", "register_hook", "is_shared", "storage",
@@ -16,13 +19,8 @@ METADATA_FUNCTIONS = {
 """Functions that use a tensor's metadata, not its values."""
 
 
-MATMUL_FUNCTIONS = {
-    F.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, torch.addmm, torch.mm, Tensor.mm,
-    torch.einsum, torch.baddbmm, torch.bmm, Tensor.bmm,
-}  # fmt: skip
-
-
-LOOKUP_FUNCTIONS = {F.embedding, torch.embedding, Tensor.__getitem__, torch.index_select, Tensor.index_select}
+_MATMUL_FUNCTIONS = torch_functions("linear matmul __matmul__ __rmatmul__ addmm mm einsum baddbmm bmm")
+_LOOKUP_FUNCTIONS = torch_functions("embedding index_select") | {Tensor.__getitem__}
 
 
 def _storage_ptr(tensor: Tensor) -> int:
@@ -43,46 +41,45 @@ class ParameterTracer(TorchFunctionMode):
         self.read_ptrs: set[int] = set()
         self.unregistered_shapes: list[tuple[int, ...]] = []
         """Shapes of parameters that the module reads but does not register."""
-        self.depth, self.hooks, self.module = 0, [], module  # type: ignore[var-annotated]
+        self.depth, self._hooks, self.module = 0, ExitStack(), module
         self.embedding_ptrs: list[int] = []
         self.head_ptr: int | None = None
 
-    def __enter__(self) -> "ParameterTracer":
-        self.hooks = [
-            self.module.register_forward_pre_hook(lambda *_: self.change_depth(1)),
-            self.module.register_forward_hook(lambda *_: self.change_depth(-1), always_call=True),
-        ]
+    def __enter__(self) -> Self:
+        self._hooks.enter_context(self.module.register_forward_pre_hook(lambda *_: self._change_depth(1)))
+        leave = self.module.register_forward_hook(lambda *_: self._change_depth(-1), always_call=True)
+        self._hooks.enter_context(leave)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        for hook in self.hooks:
-            hook.remove()
+        self._hooks.close()
 
-    def change_depth(self, delta: int) -> None:
+    def _change_depth(self, delta: int) -> None:
         """Count calls of the module: above 0 inside of its forward."""
         self.depth += delta
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: TorchFunction, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if getattr(func, "__name__", "") in METADATA_FUNCTIONS:
+        if getattr(func, "__name__", "") in _METADATA_FUNCTIONS:
             return out
         leaves = tree_leaves((args, kwargs))
-        ptrs = [ptr for leaf in leaves if isinstance(leaf, Tensor) and (ptr := self.find_parameter(leaf))]
+        ptrs = [ptr for leaf in leaves if isinstance(leaf, Tensor) and (ptr := self._find_parameter(leaf))]
         if self.depth and not ptrs:
-            self.unregistered_shapes += [
-                tuple(x.shape) for x in leaves if isinstance(x, nn.Parameter) and x.requires_grad
-            ]
+            parameters = [x for x in leaves if isinstance(x, nn.Parameter) and x.requires_grad]
+            self.unregistered_shapes += [tuple(x.shape) for x in parameters]
         self.read_ptrs.update(ptrs)
-        if ptrs and func in LOOKUP_FUNCTIONS and any(_is_index_tensor(leaf) for leaf in leaves):
+        if ptrs and func in _LOOKUP_FUNCTIONS and any(_is_index_tensor(leaf) for leaf in leaves):
             self.embedding_ptrs += [ptr for ptr in ptrs if ptr not in self.embedding_ptrs]
-        if func in MATMUL_FUNCTIONS and isinstance(out, Tensor) and out.ndim and out.shape[-1] == self.vocab_size:
+        if func in _MATMUL_FUNCTIONS and isinstance(out, Tensor) and out.ndim and out.shape[-1] == self.vocab_size:
             self.head_ptr = ptrs[0] if ptrs else None
         return out
 
-    def find_parameter(self, tensor: Tensor) -> int | None:
+    def _find_parameter(self, tensor: Tensor) -> int | None:
         """Storage address of a tensor if it is a parameter of the module, or a view of one."""
         if tensor.layout != torch.strided or tensor.is_meta:
             return None
@@ -95,5 +92,5 @@ class ParameterTracer(TorchFunctionMode):
         return [names[0] for ptr, names in self.parameter_names.items() if ptr not in self.read_ptrs]
 
 
-def _is_index_tensor(value: Any) -> bool:
+def _is_index_tensor(value: object) -> bool:
     return isinstance(value, Tensor) and value.dtype in (torch.int64, torch.int32) and value.ndim > 0

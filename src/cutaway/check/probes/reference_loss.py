@@ -11,9 +11,9 @@ IGNORE_INDEX = -100
 """Label that the loss ignores."""
 
 
-def label_shift(context: CheckContext) -> int:
+def label_shift(ctx: CheckContext) -> int:
     """Shift between logits and labels: 1 for next-token prediction, 0 for an encoder."""
-    return 0 if context.model.kind == "encoder" else 1
+    return 0 if ctx.model.kind == "encoder" else 1
 
 
 def token_losses(logits: Tensor, labels: Tensor, shift: int) -> tuple[Tensor, Tensor]:
@@ -32,20 +32,19 @@ def mean_loss(logits: Tensor, labels: Tensor, shift: int) -> Tensor:
     return token_losses(logits, labels, shift)[0].mean()
 
 
-def require_vocab_logits(context: CheckContext, logits: Tensor) -> Tensor:
+def require_vocab_logits(ctx: CheckContext, logits: Tensor) -> Tensor:
     """Skip the check if the output is narrower than the vocabulary: a model without a head returns hidden states."""
-    if logits.shape[-1] < (context.model.vocab_size or 0):
+    if logits.shape[-1] < (ctx.model.vocab_size or 0):
         raise SkipCheckError("needs logits over the vocabulary")
     return logits
 
 
-def compute_loss(context: CheckContext, tokens: Tensor) -> Tensor:
+def compute_loss(ctx: CheckContext, tokens: Tensor) -> Tensor:
     """The model's own loss; the reference loss if it has none."""
-    model = context.model
+    model = ctx.model
     if model.loss is not None:
         loss = model.loss(tokens, tokens)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise SkipCheckError("needs a scalar loss")
         return loss.reshape(())
-    assert model.logits is not None
-    return mean_loss(require_vocab_logits(context, model.logits(tokens)), tokens, label_shift(context))
+    return mean_loss(require_vocab_logits(ctx, ctx.logits(tokens)), tokens, label_shift(ctx))

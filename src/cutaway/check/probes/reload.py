@@ -6,44 +6,43 @@ import torch
 from torch import Tensor, nn
 
 from cutaway.check.checked_model import CheckedModel, ReloadedModel
-from cutaway.check.context import CheckContext
+from cutaway.check.context import CheckContext, compute_once
 from cutaway.check.module_state import MAX_COPIED_BYTES, perturb_weights, substitute_module, weight_bytes
 from cutaway.check.numerics import LOW_PRECISION_DTYPES
 from cutaway.check.report.finding import SkipCheckError
 from cutaway.errors import format_error
 
 
-def get_reloaded_model(context: CheckContext, *, allow_error: bool = False) -> ReloadedModel:
+def get_reloaded_model(ctx: CheckContext, *, allow_error: bool = False) -> ReloadedModel:
     """Save and load (or rebuild) the model and compare it; computed once for all checks.
 
     If saving or loading raised, the check is skipped unless `allow_error` is set.
     """
-    reloaded = context.compute_once("reloaded_model", lambda: _reload_model(context))
+    reloaded = _reload_model(ctx)
     if isinstance(reloaded, SkipCheckError):
         raise reloaded
-    assert isinstance(reloaded, ReloadedModel)
     if reloaded.error and not allow_error:
         raise SkipCheckError("needs a model that can be saved and loaded")
     return reloaded
 
 
+@compute_once
 @torch.no_grad()
-def _reload_model(context: CheckContext) -> ReloadedModel | SkipCheckError:
+def _reload_model(ctx: CheckContext) -> ReloadedModel | SkipCheckError:
     """Reload the model with perturbed weights, and compare logits, constants and the reference implementation."""
-    model, module, logits = context.model, context.model.module, context.model.logits
+    model, module, logits = ctx.model, ctx.model.module, ctx.logits
     if module is None:
         return SkipCheckError("needs the module")
     if weight_bytes(module) > MAX_COPIED_BYTES:
         return SkipCheckError(f"needs a model of at most {MAX_COPIED_BYTES >> 30} GB, because it is saved")
-    assert logits is not None
-    tokens = context.random_tokens()
-    with perturb_weights(module, context.generator):
+    tokens = ctx.random_tokens()
+    with perturb_weights(module, ctx.generator):
         try:
             reloaded = model.reload() if model.reload is not None else _rebuild_and_load(model)
-        except (SkipCheckError, OSError) as error:
-            return (
-                error if isinstance(error, SkipCheckError) else SkipCheckError(f"needs disk space to save it ({error})")
-            )
+        except SkipCheckError as error:
+            return error
+        except OSError as error:
+            return SkipCheckError(f"needs disk space to save it ({error})")
         except Exception as error:  # raised by the model's own code: save-load reports it
             return ReloadedModel(module, error=f"{type(error).__name__}: {format_error(error)}")
         reloaded.module.eval()
@@ -56,17 +55,16 @@ def _reload_model(context: CheckContext) -> ReloadedModel | SkipCheckError:
             with substitute_module(module, reloaded.module):
                 return logits(tokens)
 
-        if reloaded.reference_logits is not None:
-            reference_logits = reloaded.reference_logits
+        if (reference_logits := reloaded.reference_logits) is not None:
             # `model.to(bfloat16)` rounds RoPE frequencies; the reference has exact ones, as the reloaded model does.
-            own_logits = reloaded_logits if reloaded.rounded_constants else original_logits
-            reloaded.reference_difference = context.compare(own_logits, lambda: reference_logits(tokens))
-            if not reloaded.reference_difference.within_tolerance and reloaded.find_divergent_layer is not None:
-                reloaded.divergent_layer = reloaded.find_divergent_layer(
-                    reloaded.module if reloaded.rounded_constants else module, tokens, context.noise_ratio
-                )
+            is_rounded = bool(reloaded.rounded_constants)
+            own_logits, own_module = (reloaded_logits, reloaded.module) if is_rounded else (original_logits, module)
+            diff = ctx.compare(own_logits, lambda: reference_logits(tokens))
+            reloaded.reference_difference = diff
+            if not diff.within_tolerance and reloaded.find_divergent_layer is not None:
+                reloaded.divergent_layer = reloaded.find_divergent_layer(own_module, tokens, ctx.noise_ratio)
         _copy_rounded_constants(module, reloaded)
-        reloaded.difference = context.compare(original_logits, reloaded_logits)
+        reloaded.difference = ctx.compare(original_logits, reloaded_logits)
     return reloaded
 
 

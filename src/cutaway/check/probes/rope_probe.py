@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from cutaway.check.adapters.declared_config import get_config, self_attention_configs
+from cutaway.check.checked_model import require
 from cutaway.check.context import CheckContext
 from cutaway.check.numerics import LOW_PRECISION_DTYPES, NOISE_MARGIN
 from cutaway.check.probes.op_tracer import AttentionCall
@@ -17,11 +18,11 @@ from cutaway.config import Rope as RopeConfig
 from cutaway.model.masks import TokenPositions
 from cutaway.model.rope import Rope
 
-NEAR_POSITIONS = (0, 1, 2, 3, 4, 5, 7, 11)
-FAR_POSITIONS = (29, 59, 113, 251, 509, 1021, 2039, 4093)
-MAX_POSITION_WITH_CONFIG, MAX_POSITION_WITHOUT_CONFIG = 4096, 64
+_NEAR_POSITIONS = (0, 1, 2, 3, 4, 5, 7, 11)
+_FAR_POSITIONS = (29, 59, 113, 251, 509, 1021, 2039, 4093)
+_MAX_POSITION_WITH_CONFIG, _MAX_POSITION_WITHOUT_CONFIG = 4096, 64
 """Limit of the probed positions if `max_seq_len` is unknown, with a configuration and without."""
-ROUNDING_TOLERANCE = 1e-3
+_ROUNDING_TOLERANCE = 1e-3
 """Relative to the largest value; above any rounding error."""
 
 
@@ -36,10 +37,13 @@ class RopeLayer:
     max_elementwise: float | None = None
 
     @property
+    def head_dim(self) -> int:
+        return require(self.attention.q).shape[-1]
+
+    @property
     def rotary_dim(self) -> int:
-        assert self.attention.q is not None
-        head_dim = self.attention.q.shape[-1]
-        return head_dim if self.rope is None or self.rope.rotary_dim is None else min(self.rope.rotary_dim, head_dim)
+        rotary_dim = None if self.rope is None else self.rope.rotary_dim
+        return self.head_dim if rotary_dim is None else min(rotary_dim, self.head_dim)
 
     @property
     def module_path(self) -> str | None:
@@ -47,16 +51,15 @@ class RopeLayer:
 
     def queries_and_keys(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the queries and the keys (H, T, D) of the first row."""
-        for name, x in (("queries", self.attention.q), ("keys", self.attention.k)):
-            assert x is not None
-            yield name, x[0].float()
+        yield "queries", require(self.attention.q)[0].float()
+        yield "keys", require(self.attention.k)[0].float()
 
 
-def get_rope_configs(context: CheckContext) -> list[tuple[RopeConfig | None, bool]] | None:
+def get_rope_configs(ctx: CheckContext) -> list[tuple[RopeConfig | None, bool]] | None:
     """(RoPE configuration or None, is latent attention) per layer; None if the configuration is unknown."""
-    if context.model.rope is not None:
-        return [(RopeConfig.model_validate({"kind": "rope", **context.model.rope}), False)]
-    config = get_config(context.model)
+    if ctx.model.rope is not None:
+        return [(RopeConfig.model_validate({"kind": "rope", **ctx.model.rope}), False)]
+    config = get_config(ctx.model)
     if config is None:
         return None
     ropes = []
@@ -68,28 +71,27 @@ def get_rope_configs(context: CheckContext) -> list[tuple[RopeConfig | None, boo
     return ropes
 
 
-def trace_rope_layers(context: CheckContext, *, beyond_length: int | None = None) -> list[RopeLayer]:
+def trace_rope_layers(ctx: CheckContext, *, beyond_length: int | None = None) -> list[RopeLayer]:
     """Record the attention calls whose q, k and v differ between positions only by the rotation.
 
     The token is at near and far positions if the model takes positions; with `beyond_length`, also beyond that length.
     """
-    ropes, model = get_rope_configs(context), context.model
-    assert model.logits is not None
+    ropes, model = get_rope_configs(ctx), ctx.model
     limit = model.max_seq_len or (
-        MAX_POSITION_WITHOUT_CONFIG if ropes is None or model.rope is not None else MAX_POSITION_WITH_CONFIG
+        _MAX_POSITION_WITHOUT_CONFIG if ropes is None or model.rope is not None else _MAX_POSITION_WITH_CONFIG
     )
-    probed = [position for position in (*NEAR_POSITIONS, *FAR_POSITIONS) if position < limit]
+    probed = [position for position in (*_NEAR_POSITIONS, *_FAR_POSITIONS) if position < limit]
     if beyond_length is not None:
-        probed = [*NEAR_POSITIONS, beyond_length + 5, 2 * beyond_length + 7]
+        probed = [*_NEAR_POSITIONS, beyond_length + 5, 2 * beyond_length + 7]
     if model.logits_with_positions is None:
-        length = min(context.seq_len, 13) if beyond_length is None else beyond_length + 3
+        length = min(ctx.seq_len, 13) if beyond_length is None else beyond_length + 3
         probed = list(range(length if length != 9 else 8))  # not 9, the source length, so that the two differ
     seq_len = len(probed)
     positions = torch.tensor([probed], device=model.device)
-    tokens = context.random_tokens(1, 1).expand(-1, seq_len).contiguous()
+    tokens = ctx.random_tokens(1, 1).expand(-1, seq_len).contiguous()
     with torch.no_grad(), ScaleTracer(model.module) as tracer:
         if model.logits_with_positions is None:
-            model.logits(tokens)
+            ctx.logits(tokens)
         else:
             model.logits_with_positions(tokens, positions)
     # Self-attention only: (T, T) scores, or (T, T + 1) with an attention sink.
@@ -99,7 +101,7 @@ def trace_rope_layers(context: CheckContext, *, beyond_length: int | None = None
     layer_ropes = ropes if ropes is not None and len(ropes) == len(calls) else [(None, False)] * len(calls)
     modules = {call.module for call in calls}
     scales = [scale for scale in tracer.attention_scales if scale.is_square and scale.module in modules]
-    maxima = [scale.max_elementwise for scale in scales] if len(scales) == len(calls) else [None] * len(calls)
+    maxima = [scale.scores.max_elementwise for scale in scales] if len(scales) == len(calls) else [None] * len(calls)
     return [
         RopeLayer(call, positions[0], rope, is_latent, max_elementwise)
         for call, (rope, is_latent), max_elementwise in zip(calls, layer_ropes, maxima, strict=True)
@@ -109,7 +111,7 @@ def trace_rope_layers(context: CheckContext, *, beyond_length: int | None = None
 
 def _has_constant_values(attention: AttentionCall) -> bool:
     """Whether v is the same at all positions, which implies that q and k were too before the rotation."""
-    return attention.v is not None and max_relative_change(attention.v[0].float()) < ROUNDING_TOLERANCE
+    return attention.v is not None and max_relative_change(attention.v[0].float()) < _ROUNDING_TOLERANCE
 
 
 def max_relative_change(x: Tensor) -> float:
@@ -147,13 +149,12 @@ def find_rotation_layouts(x: Tensor, tolerance: float) -> set[tuple[str, int, in
 
 def expected_frequencies(layer: RopeLayer) -> tuple[Tensor, float]:
     """Reference frequency of each pair, and the attention factor on cos and sin."""
-    assert layer.rope is not None
-    rope = Rope(layer.rope, layer.rotary_dim)
+    rope = Rope(require(layer.rope), layer.rotary_dim)
     frequencies = rope.select_frequencies(TokenPositions(layer.positions[None].cpu()))
     return frequencies.reshape(-1, frequencies.shape[-1])[0], rope.attention_factor
 
 
-def rotation_tolerance(context: CheckContext) -> float:
+def rotation_tolerance(ctx: CheckContext) -> float:
     """Tolerance for rounding errors, including cos and sin tables in bf16 or fp16."""
-    table_error = 2 * torch.finfo(context.model.dtype).eps if context.model.dtype in LOW_PRECISION_DTYPES else 0.0
-    return max(2 * ROUNDING_TOLERANCE, NOISE_MARGIN * context.noise_ratio, table_error)
+    table_error = 2 * torch.finfo(ctx.model.dtype).eps if ctx.model.dtype in LOW_PRECISION_DTYPES else 0.0
+    return max(2 * _ROUNDING_TOLERANCE, NOISE_MARGIN * ctx.noise_ratio, table_error)

@@ -4,8 +4,7 @@ import tomllib
 from functools import cache
 from importlib.resources import files
 
-from cutaway.check.registry import ALL_KINDS, Check, get_checks
-from cutaway.errors import InputError
+from cutaway.check.registry import ALL_KINDS, Check, get_check
 
 
 @cache
@@ -16,21 +15,9 @@ def load_known_bugs() -> dict[str, dict[str, str]]:
 
 def explain_check(name: str, *, image: str | None = None) -> str:
     """Write the documentation page of a check in Markdown; `image` is a screenshot of a failure."""
-    checks = get_checks()
-    if name not in checks:
-        import difflib
-
-        similar = difflib.get_close_matches(name, checks, n=1)
-        hint = f"did you mean {similar[0]}? --list" if similar else "cutaway check --list"
-        raise InputError(f"there is no check '{name}'; {hint} shows all checks")
-    check = checks[name]
-    parts = [
-        f"# {name}",
-        f"**Catches** {check.catches}.",
-        "## How it works",
-        _join_lines(check.description),
-        _describe_applicability(check),
-    ]
+    check = get_check(name)
+    parts = [f"# {name}", f"**Catches** {check.catches}.", "## How it works", check.description]
+    parts.append(_describe_applicability(check))
     if image is not None:
         parts += ["## What a failure looks like", f"![Report on a model with this bug]({image})"]
     parts += ["## Usual cause", _to_sentence(check.cause), "## How to fix it", _to_sentence(check.fix)]
@@ -49,11 +36,6 @@ def _describe_applicability(check: Check) -> str:
     sentences += ["Runs in the model's own dtype."] if check.native_dtype else []
     sentences += ["Training runs it before the first step."] if check.preflight else []
     return " ".join(sentences)
-
-
-def _join_lines(text: str) -> str:
-    """Join wrapped lines into one."""
-    return " ".join(text.split())
 
 
 def _to_sentence(text: str) -> str:

@@ -2,11 +2,10 @@
 
 from collections import Counter
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from functools import partial
+from typing import Literal
 
 Verdict = Literal["fail", "warn", "pass", "skip"]
-
-
 SEVERITY: dict[Verdict, int] = {"pass": 0, "skip": 0, "warn": 1, "fail": 2}
 
 
@@ -23,6 +22,14 @@ class CaseResult:
     cause: str | None = None
     """The usual cause, if it differs from the check's `cause`."""
     fix: str | None = None
+
+
+failure, warning, success = partial(CaseResult, "fail"), partial(CaseResult, "warn"), partial(CaseResult, "pass")
+
+
+def skipped(reason: object) -> CaseResult:
+    """A case that does not apply."""
+    return CaseResult("skip", f"skipped: {reason}")
 
 
 @dataclass
@@ -71,7 +78,7 @@ class Report:
     findings: list[Finding]
     seed: int
     seconds: float = 0.0
-    properties: dict[str, Any] = field(default_factory=dict)
+    properties: dict[str, object] = field(default_factory=dict)
     """The model's properties, as set or inferred before the checks ran."""
     noise: dict[str, float] = field(default_factory=dict)
     """dtype → rounding noise relative to the largest output."""
@@ -100,18 +107,15 @@ class Report:
         counted = Counter(finding.verdict for finding in self.findings)
         return {verdict: counted[verdict] for verdict in ("fail", "warn", "pass", "skip")}
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         return asdict(self) | {"ok": self.ok, "counts": self.counts()}
 
     def summary(self) -> str:
         """The counts and the time, in one line."""
         counts = self.counts()
-        parts = [
-            f"{counts['fail']} failed",
-            f"{counts['warn']} warning{'s' * (counts['warn'] != 1)}",
-            f"{counts['pass']} passed",
-        ]
-        return ", ".join([*parts, f"{counts['skip']} skipped"]) + f", in {self.seconds:.1f} s"
+        warnings = f"{counts['warn']} warning{'s' * (counts['warn'] != 1)}"
+        rest = f"{counts['pass']} passed, {counts['skip']} skipped, in {self.seconds:.1f} s"
+        return f"{counts['fail']} failed, {warnings}, {rest}"
 
     def __str__(self) -> str:
         shown = [finding for finding in self.findings if finding.verdict in ("fail", "warn")]

@@ -8,7 +8,7 @@ from cutaway.check.report.finding import Finding, Report
 from cutaway.errors import InputError
 
 
-def format_junit(report: Report) -> str:
+def _format_junit(report: Report) -> str:
     """Format a report as JUnit XML: one test case per check. Warnings pass, with their text in system-out."""
     counts = report.counts()
     figures = {
@@ -29,22 +29,17 @@ def format_junit(report: Report) -> str:
 
 
 def _add_test_case(suite: Tree.Element, model_name: str, finding: Finding) -> None:
-    attributes = {
-        "name": finding.check,
-        "classname": f"cutaway.{_escape_unprintable(model_name)}",
-        "time": f"{finding.seconds:.3f}",
-    }
+    message, text = _escape_unprintable(finding.message), _escape_unprintable(str(finding))
+    class_name = f"cutaway.{_escape_unprintable(model_name)}"
+    attributes = {"name": finding.check, "classname": class_name, "time": f"{finding.seconds:.3f}"}
     case = Tree.SubElement(suite, "testcase", attributes)
-    measured = {"verdict": finding.verdict, "measured": finding.measured, "threshold": finding.threshold}
-    _add_properties(case, measured | {"location": finding.location})
+    _add_properties(case, {name: getattr(finding, name) for name in ("verdict", "measured", "threshold", "location")})
     if finding.verdict == "fail":
-        Tree.SubElement(
-            case, "failure", {"message": _escape_unprintable(finding.message), "type": finding.check}
-        ).text = _escape_unprintable(str(finding))
+        Tree.SubElement(case, "failure", {"message": message, "type": finding.check}).text = text
     elif finding.verdict == "skip":
-        Tree.SubElement(case, "skipped", {"message": _escape_unprintable(finding.message)})
+        Tree.SubElement(case, "skipped", {"message": message})
     elif finding.verdict == "warn":
-        Tree.SubElement(case, "system-out").text = _escape_unprintable(str(finding))
+        Tree.SubElement(case, "system-out").text = text
 
 
 def _add_properties(parent: Tree.Element, values: dict[str, object]) -> None:
@@ -64,7 +59,7 @@ def write_junit(report: Report, path: Path) -> None:
     try:
         with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as temp_dir:
             temp_path = Path(temp_dir) / path.name
-            temp_path.write_text(f"<?xml version='1.0' encoding='utf-8'?>\n{format_junit(report)}", encoding="utf-8")
+            temp_path.write_text(f"<?xml version='1.0' encoding='utf-8'?>\n{_format_junit(report)}", encoding="utf-8")
             temp_path.replace(path)
     except OSError as error:
         raise InputError(

@@ -12,7 +12,7 @@ from cutaway.cli.model_loading import load_checkpoint
 from cutaway.errors import InputError
 
 if TYPE_CHECKING:  # torch is imported when it is needed
-    from cutaway.cli.timed_generation import EngineOptions
+    from cutaway.cli.timed_generation import GenerateOptions
     from cutaway.families.checkpoint import Checkpoint
     from cutaway.generate.sampling.sampling_params import SamplingParams
 
@@ -141,7 +141,7 @@ def generate(
 
     from cutaway.cli.views import generation_output
 
-    engine_options: EngineOptions = {
+    engine_options: GenerateOptions = {
         "max_model_len": max_len,
         "cache_implementation": cache_implementation or "auto",
         "kv_cache_dtype": None if kv_cache_dtype is None else getattr(torch, kv_cache_dtype),

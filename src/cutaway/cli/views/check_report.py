@@ -50,7 +50,8 @@ def render_report(
 def _describe_target(report: Report) -> str:
     """Describe the checked model in one line."""
     properties = report.properties
-    items = [properties["kind"]] if properties.get("kind") and properties["kind"] not in report.model_name else []
+    kind = str(properties.get("kind", ""))
+    items = [kind] if kind and kind not in report.model_name else []
     items += [f"{properties['num_layers']} layers"] if "num_layers" in properties else []
     items += [f"vocabulary of {properties['vocab_size']:,}"] if "vocab_size" in properties else []
     items += [str(properties[name]).removeprefix("torch.") for name in ("dtype", "device") if name in properties]

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from cutaway.cli.json_output import print_json
 from cutaway.cli.prompts import PromptInput
-from cutaway.cli.timed_generation import EngineOptions, TimedGeneration, start_generation
+from cutaway.cli.timed_generation import GenerateOptions, TimedGeneration, start_generation
 from cutaway.cli.views.terminal import (
     TerminalWriter,
     borderless_table,
@@ -56,7 +56,7 @@ def generate_and_print(
     inputs: Sequence[PromptInput],
     params: SamplingParams,
     search_options: dict[str, Any],
-    engine_options: EngineOptions,
+    engine_options: GenerateOptions,
     output: OutputWriter,
     *,
     as_messages: bool,
@@ -191,7 +191,7 @@ def _run_beam_search(
     prompts: Sequence[Prompt],
     params: SamplingParams,
     search_options: dict[str, Any],
-    engine_options: EngineOptions,
+    engine_options: GenerateOptions,
 ) -> list[Completion]:
     unsupported = next((name for name in ("weight_bits", "compile", "draft_model") if name in engine_options), None)
     if unsupported is not None:
