@@ -47,7 +47,7 @@ def build_cutaway_step() -> Callable[[int], float]:
     from cutaway.train.objectives.objective import causal_lm
     from cutaway.train.optim.optimizer import build_optimizer
     from cutaway.train.recipe.load import load_recipe
-    from cutaway.train.trainer.step_policy import StepPolicy
+    from cutaway.train.trainer.bad_step_policy import BadStepPolicy
     from cutaway.train.trainer.train_step import TrainStepRunner, metrics_to_python
     from cutaway.train.trainer.training_module import TrainingModule
 
@@ -74,7 +74,7 @@ def build_cutaway_step() -> Callable[[int], float]:
         optimizer,
         data,
         lambda batch, first: causal_lm(batch),
-        StepPolicy(1, device="cpu"),
+        BadStepPolicy(1, device="cpu"),
     )
     return lambda number: float(metrics_to_python(runner.run(number))["loss"])
 

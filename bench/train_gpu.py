@@ -25,7 +25,7 @@ from cutaway.train.data.datasets import PackedBatch
 from cutaway.train.objectives.objective import causal_lm
 from cutaway.train.optim.optimizer import build_optimizer
 from cutaway.train.recipe.load import load_recipe
-from cutaway.train.trainer.step_policy import StepPolicy
+from cutaway.train.trainer.bad_step_policy import BadStepPolicy
 from cutaway.train.trainer.train_step import TrainStepRunner
 from cutaway.train.trainer.training_module import TrainingModule
 
@@ -67,7 +67,7 @@ def build_cutaway_step(preset: str, batch_size: int, seq_len: int) -> StepFn:
         optimizer,
         data,
         lambda batch, first: causal_lm(batch.tokens).to("cuda"),
-        StepPolicy(1, device="cuda"),
+        BadStepPolicy(1, device="cuda"),
     )
     steps = itertools.count()
     return lambda: runner.run(next(steps))

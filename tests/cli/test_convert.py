@@ -12,7 +12,7 @@ import torch
 import cutaway as ct
 from cutaway.cli.verbs.convert import GGUFQuantization
 from cutaway.families.config_tree import diff_configs
-from cutaway.families.gguf.file import GGML_TYPES
+from cutaway.families.gguf.file_format import GGML_TYPES
 from cutaway.tokenizer import byte_tokenizer
 
 CUTAWAY = str(Path(sys.executable).parent / "cutaway")

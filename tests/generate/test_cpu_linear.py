@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cutaway.errors import WeightError
-from cutaway.generate.fast.cpu_blocks import fuse_linears
+from cutaway.generate.fast.cpu_decode_model import fuse_linears
 from cutaway.generate.fast.cpu_linear import (
     Bf16Linear,
     GemvLinear,

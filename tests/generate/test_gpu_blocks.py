@@ -17,7 +17,7 @@ MAX_ERROR = {torch.float32: 2e-5, torch.bfloat16: 0.05}
 
 
 def weight(rows: int, width: int, dtype: torch.dtype) -> Any:
-    from cutaway.generate.fast.packed_weights import LinearWeight
+    from cutaway.generate.fast.quantized_weights import LinearWeight
 
     values = torch.randn(rows, width, device="cuda", dtype=dtype) * width**-0.5
     return LinearWeight(values, torch.randn(rows, device="cuda", dtype=dtype))
@@ -64,7 +64,7 @@ def test_fused_linear_equals_equations(dtype: torch.dtype, rows: int, count: int
 def test_packed_products_equal_dequantized(bits: int, rows: int, count: int, width: int) -> None:
     """A product with packed weights equals one with the dequantized weights, in all activation layouts."""
     from cutaway.generate.fast.gpu_linear import fused_linear, split_k_linear
-    from cutaway.generate.fast.packed_weights import pack_weight
+    from cutaway.generate.fast.quantized_weights import pack_weight
 
     torch.manual_seed(0)
     x, w = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16), weight(2 * count, width, torch.bfloat16)
@@ -95,7 +95,7 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
 
 def test_fixed_point_propagates_nonfinite_values() -> None:
     from cutaway.generate.fast.gpu_linear import fused_linear
-    from cutaway.generate.fast.packed_weights import pack_weight
+    from cutaway.generate.fast.quantized_weights import pack_weight
 
     w = pack_weight(weight(64, 128, torch.bfloat16), 8)
     for bad in (float("nan"), float("inf"), -float("inf")):

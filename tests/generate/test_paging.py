@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from cutaway.generate.engine.paging import NULL_PAGE, PagePool
+from cutaway.generate.engine.page_allocator import NULL_PAGE, PagePool
 
 PAGE_SIZE = 3
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=14)

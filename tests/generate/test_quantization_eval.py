@@ -7,7 +7,7 @@ import torch
 from support.generation import dequantize
 
 import cutaway as ct
-from cutaway.generate.fast.packed_weights import LinearWeight, pack_weight
+from cutaway.generate.fast.quantized_weights import LinearWeight, pack_weight
 from cutaway.generate.quantization_eval import evaluate_quantization, fake_quantize
 
 

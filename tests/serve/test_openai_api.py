@@ -176,7 +176,7 @@ def test_chat_without_max_tokens_fills_the_context(chat_server: RunningServer) -
 
 
 def test_endless_chat_template_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cutaway.tokenizer.chat.resource_meter.MAX_SECONDS", 0.3)
+    monkeypatch.setattr("cutaway.tokenizer.chat.resource_limits.MAX_SECONDS", 0.3)
     template = "{% for a in range(99999) %}{% for b in range(99999) %}{{ '' }}{% endfor %}{% endfor %}"
     with start_server(byte_checkpoint("tiny-llama", chat_template=template)) as server:
         with pytest.raises(openai.BadRequestError, match="stopped"):

@@ -23,7 +23,7 @@ from cutaway.size.kv_cache import kv_cache_size
 from cutaway.size.optimizer_state import optimizer_state_bytes
 from cutaway.size.precision import get_precision
 from cutaway.size.shape_pass import ExecutionConfig, inference_pass, training_pass
-from cutaway.size.state_dict import checkpoint_size, list_tensors
+from cutaway.size.state_dict_shapes import checkpoint_size, list_tensors
 
 REFERENCES: list[dict[str, Any]] = json.loads(
     (Path(__file__).parents[1] / "config/data/published_models.json").read_text()

@@ -14,8 +14,8 @@ import time
 from pathlib import Path
 
 from cutaway.train.recipe.load import load_recipe
+from cutaway.train.trainer.bad_step_policy import TrainingError
 from cutaway.train.trainer.launch import prepare_trainer, resume_trainer
-from cutaway.train.trainer.step_policy import TrainingError
 
 
 def start_child(source: str, run: Path, failpoint: str | None) -> int:

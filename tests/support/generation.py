@@ -7,7 +7,7 @@ import torch
 from support.config_strategies import build_randomized_model
 
 from cutaway import config as c
-from cutaway.generate.fast.packed_weights import GROUP_SIZE, LinearWeight
+from cutaway.generate.fast.quantized_weights import GROUP_SIZE, LinearWeight
 from cutaway.model import Transformer
 from cutaway.tokenizer import Tokenizer
 

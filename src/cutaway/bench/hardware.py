@@ -10,7 +10,7 @@ from statistics import median
 import torch
 import torch.nn.functional as F
 
-from cutaway.arguments import resolve_device
+from cutaway.argument_checks import resolve_device
 from cutaway.config import config
 from cutaway.config.transformer import Decoder
 from cutaway.errors import InputError

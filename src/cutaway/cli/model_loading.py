@@ -18,7 +18,7 @@ def default_device(device: str | None) -> "torch.device":
     """Return the device; default cuda if available."""
     import torch
 
-    from cutaway.arguments import resolve_device
+    from cutaway.argument_checks import resolve_device
 
     return resolve_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
 

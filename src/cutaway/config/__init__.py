@@ -8,7 +8,7 @@ from cutaway.config.attention import Attention, Cross, LatentAttention, MultiHea
 from cutaway.config.embedding import Embedding, FactorizedEmbedding
 from cutaway.config.ffn import FFN, Activation, ClampedSwiGLU, DenseFFN, ExpertGroups, Gated, Mlp, Moe, Router
 from cutaway.config.head import HeadTransform, LMHead, NoHead
-from cutaway.config.init import Init, NormalInit, SmallInit, T5Init, XavierInit
+from cutaway.config.init_scheme import Init, NormalInit, SmallInit, T5Init, XavierInit
 from cutaway.config.norms import LayerNorm, NoNorm, Norm, RMSNorm
 from cutaway.config.positions import (
     Alibi,

@@ -8,7 +8,7 @@ from pydantic import Field, TypeAdapter, model_validator
 from cutaway.config.attention import LatentAttention, MultiHead, MultiHeadBase
 from cutaway.config.embedding import Embedding
 from cutaway.config.head import LMHead, OutputHead
-from cutaway.config.init import Init, NormalInit
+from cutaway.config.init_scheme import Init, NormalInit
 from cutaway.config.node import ConfigNode, PositiveInt
 from cutaway.config.positions import DynamicNTK, LongRope, Rope, SinusoidalPosition
 from cutaway.config.stack import Block, CrossBlock, CrossStack, Stack

@@ -17,7 +17,7 @@ from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
 from tqdm import tqdm
 
-from cutaway.arguments import check_positive_int
+from cutaway.argument_checks import check_positive_int
 from cutaway.errors import InputError
 from cutaway.evaluate.loglikelihood import LoglikelihoodRequest, compute_loglikelihoods, rolling_windows
 from cutaway.evaluate.token_loss import require_tokenizer, resolve_context

@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from cutaway.arguments import check_seed
+from cutaway.argument_checks import check_seed
 from cutaway.errors import InputError
 from cutaway.evaluate.results import MaskedLMResult
 from cutaway.evaluate.token_loss import (

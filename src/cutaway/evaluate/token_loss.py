@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cutaway.arguments import check_positive_int
+from cutaway.argument_checks import check_positive_int
 from cutaway.errors import InputError, WeightError
 from cutaway.evaluate.calibration import Calibration, bin_predictions
 from cutaway.generate.engine.model_runner import eval_mode

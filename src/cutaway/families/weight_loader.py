@@ -8,7 +8,7 @@ from typing import TypedDict
 import torch
 from torch import Tensor, nn
 
-from cutaway.arguments import resolve_device
+from cutaway.argument_checks import resolve_device
 from cutaway.config import Config, LMHead
 from cutaway.errors import ConfigError, InputError, WeightError
 from cutaway.families.family import Family, HFConfig, Parsed

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cutaway.arguments import check_positive_int
+from cutaway.argument_checks import check_positive_int
 from cutaway.errors import InputError, WeightError
 from cutaway.generate.engine.model_runner import eval_mode
 from cutaway.model import EncoderOnly, Transformer

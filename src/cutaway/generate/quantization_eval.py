@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from cutaway.generate.engine.config import EngineConfig
 from cutaway.generate.engine.engine import Engine
 from cutaway.generate.engine.model_runner import eval_mode
-from cutaway.generate.fast.packed_weights import GROUP_SIZE, quantize
+from cutaway.generate.fast.quantized_weights import GROUP_SIZE, quantize
 from cutaway.generate.sampling.sampling_params import SamplingParams
 from cutaway.model import Transformer
 from cutaway.model.head import LMHead

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cutaway.arguments import check_dtype, check_positive_int, resolve_device
+from cutaway.argument_checks import check_dtype, check_positive_int, resolve_device
 from cutaway.errors import InputError
 from cutaway.lens import attention_pattern
 from cutaway.lens.adapters import ModelLike, sites, unwrap_model

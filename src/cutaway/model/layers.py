@@ -11,14 +11,14 @@ class Linear(nn.Linear):
     """y = x·Wᵀ + b."""
 
     def reset_parameters(self) -> None:
-        """Do nothing: weights are initialized once, in init.py."""
+        """Do nothing: weights are initialized once, in init_weights.py."""
 
 
 class EmbeddingTable(nn.Embedding):
     """y = weight[id]."""
 
     def reset_parameters(self) -> None:
-        """Do nothing: weights are initialized once, in init.py."""
+        """Do nothing: weights are initialized once, in init_weights.py."""
 
 
 class ConstantBuffers(nn.Module):

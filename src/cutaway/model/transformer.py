@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from cutaway.arguments import check_dtype, check_positive_int, check_seed, resolve_device
+from cutaway.argument_checks import check_dtype, check_positive_int, check_seed, resolve_device
 from cutaway.config import Config, Decoder, Encoder
 from cutaway.config import EncoderDecoder as EncoderDecoderConfig
 from cutaway.config import LMHead as LMHeadConfig
@@ -18,7 +18,7 @@ from cutaway.model import inputs
 from cutaway.model.activation_checkpointing import ACTIVATION_CHECKPOINTING_MODES, ActivationCheckpointing
 from cutaway.model.cache import Cache
 from cutaway.model.head import LMHead, Pooler
-from cutaway.model.init import init_weights_with_seed
+from cutaway.model.init_weights import init_weights_with_seed
 from cutaway.model.inputs import StackInputs
 from cutaway.model.layers import EmbeddingTable
 from cutaway.model.masks import TokenPositions, number_tokens

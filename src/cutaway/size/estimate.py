@@ -39,7 +39,7 @@ from cutaway.size.roofline import (
     roofline_bound,
 )
 from cutaway.size.shape_pass import ExecutionConfig, PassCost, inference_pass, training_pass
-from cutaway.size.state_dict import CheckpointSize, checkpoint_size
+from cutaway.size.state_dict_shapes import CheckpointSize, checkpoint_size
 from cutaway.size.training_budget import TrainingBudget, compute_training_budget
 
 _cached_inference_pass = lru_cache(maxsize=32)(inference_pass)

@@ -9,7 +9,7 @@ from cutaway.size.optimizer_state import optimizer_state_bytes
 from cutaway.size.parallel import ParallelDims
 from cutaway.size.precision import Precision
 from cutaway.size.shape_pass import PassCost
-from cutaway.size.state_dict import checkpoint_size, list_tensors
+from cutaway.size.state_dict_shapes import checkpoint_size, list_tensors
 
 _CUBLAS_WORKSPACE_BYTES = 64 << 20
 """Workspace that PyTorch allocates for cuBLAS and cuBLASLt on Hopper; less on older GPUs."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from math import prod
 
-from cutaway.size.state_dict import TensorSpec
+from cutaway.size.state_dict_shapes import TensorSpec
 
 _QUANTIZATION_BLOCK, _MIN_8BIT_NUMEL = 256, 4096
 """8-bit state has one fp32 scale per block of 256; tensors with fewer than 4,096 elements are not quantized."""

@@ -8,7 +8,7 @@ from cutaway.config.transformer import Config
 from cutaway.size.flops import FlopCounts
 from cutaway.size.hardware import Hardware
 from cutaway.size.precision import Precision
-from cutaway.size.state_dict import list_tensors
+from cutaway.size.state_dict_shapes import list_tensors
 
 _COMPILED_LAUNCH_SECONDS, _EAGER_LAUNCH_SECONDS = 4e-6, 40e-6
 """Launch overhead per operation in a compiled graph, and in eager mode on a slow CPU. It dominates for small models and

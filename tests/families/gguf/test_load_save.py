@@ -15,7 +15,7 @@ import cutaway as ct
 from cutaway.errors import CutawayError
 from cutaway.families.config_tree import diff_configs
 from cutaway.families.gguf.architectures import GGUF_ARCHITECTURES
-from cutaway.families.gguf.file import GGML_TYPES, GGUFFile
+from cutaway.families.gguf.file_format import GGML_TYPES, GGUFFile
 from cutaway.families.gguf.load_save import save_gguf
 from cutaway.families.gguf.rope_fields import llama3_rope_factors
 from cutaway.tokenizer import byte_tokenizer

@@ -351,7 +351,7 @@ def test_hostile_template_is_stopped(name: str) -> None:
 
 @pytest.mark.parametrize("name", ENDLESS)
 def test_endless_template_is_stopped(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cutaway.tokenizer.chat.resource_meter.MAX_SECONDS", 0.2)
+    monkeypatch.setattr("cutaway.tokenizer.chat.resource_limits.MAX_SECONDS", 0.2)
     start = time.process_time()
     with pytest.raises(InputError, match="longer than"):
         render_chat_template(ENDLESS[name], TURNS, {})

@@ -21,7 +21,7 @@ from cutaway.evaluate import evaluate_seq2seq
 from cutaway.generate.fill_mask import fill_mask
 from cutaway.tokenizer import byte_tokenizer, train_bpe
 from cutaway.tokenizer.train import DEFAULT_SPECIAL_TOKENS, MASK_TOKEN
-from cutaway.train.checkpoint.base_checkpoint import resolve_export_family
+from cutaway.train.checkpoint.pretrained_checkpoint import resolve_export_family
 from cutaway.train.data import dates
 from cutaway.train.data.datasets import PrefixDataset
 from cutaway.train.data.documents import Document, SkippedDocuments, TextSource, read_documents

@@ -7,14 +7,14 @@ import torch
 from support.tiny_runs import read_metrics, tiny_recipe_in
 
 from cutaway.train.logging.callbacks import Callback
+from cutaway.train.trainer.bad_step_policy import BadStepPolicy
 from cutaway.train.trainer.launch import train
-from cutaway.train.trainer.step_policy import StepPolicy
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("skip_preflight")]
 
 
 def test_check_grad_norm_does_not_synchronize() -> None:
-    policy, grad_norm = StepPolicy(1, device="cuda"), torch.ones((), device="cuda")
+    policy, grad_norm = BadStepPolicy(1, device="cuda"), torch.ones((), device="cuda")
     policy.check_grad_norm(grad_norm)
     torch.cuda.set_sync_debug_mode("error")
     try:

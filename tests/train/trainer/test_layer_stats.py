@@ -10,7 +10,7 @@ from support.tiny_runs import model_bytes, read_metrics, tiny_recipe_in
 
 import cutaway as ct
 from cutaway.model import Transformer
-from cutaway.train.objectives.masking import masked_lm
+from cutaway.train.objectives.masked_lm import masked_lm
 from cutaway.train.objectives.objective import Objective, causal_lm, seq2seq
 from cutaway.train.recipe.load import load_recipe
 from cutaway.train.trainer import layer_stats

@@ -6,7 +6,7 @@ from cutaway.config.attention import MultiHead
 from cutaway.config.embedding import Embedding, FactorizedEmbedding
 from cutaway.config.ffn import Mlp
 from cutaway.config.head import HeadTransform, LMHead
-from cutaway.config.init import NormalInit
+from cutaway.config.init_scheme import NormalInit
 from cutaway.config.norms import LayerNorm
 from cutaway.config.positions import Alibi, LearnedPosition, NoPosition, Rope
 from cutaway.config.presets.preset_table import ALL_BIASES, PresetTable

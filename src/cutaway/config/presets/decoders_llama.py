@@ -7,7 +7,7 @@ from cutaway.config.attention import MultiHead, Projection, QKNorm
 from cutaway.config.embedding import Embedding
 from cutaway.config.ffn import Gated
 from cutaway.config.head import LMHead
-from cutaway.config.init import NormalInit
+from cutaway.config.init_scheme import NormalInit
 from cutaway.config.norms import LayerNorm, Norm, RMSNorm
 from cutaway.config.positions import Llama3Scaling, LongRope, NoPosition, NoScaling, Rope, RopeScaling
 from cutaway.config.presets.preset_table import QKV_BIASES, PresetTable

@@ -7,7 +7,7 @@ from cutaway.config.attention import LatentAttention, MultiHead, QKNorm
 from cutaway.config.embedding import Embedding
 from cutaway.config.ffn import ClampedSwiGLU, ExpertGroups, Gated, Moe, Router
 from cutaway.config.head import LMHead
-from cutaway.config.init import NormalInit
+from cutaway.config.init_scheme import NormalInit
 from cutaway.config.norms import LayerNorm, Norm, RMSNorm
 from cutaway.config.positions import Rope, Yarn
 from cutaway.config.presets.preset_table import ALL_BIASES, PresetTable

@@ -5,7 +5,7 @@ from functools import partial
 from cutaway.config.attention import MultiHead, QKNorm
 from cutaway.config.ffn import Gated, Mlp
 from cutaway.config.head import LMHead
-from cutaway.config.init import SmallInit
+from cutaway.config.init_scheme import SmallInit
 from cutaway.config.norms import LayerNorm
 from cutaway.config.positions import NoPosition, Rope
 from cutaway.config.presets.preset_table import ALL_BIASES, PresetTable

@@ -6,7 +6,7 @@ from cutaway.config.attention import Cross, MultiHead
 from cutaway.config.embedding import Embedding
 from cutaway.config.ffn import Activation, Gated, Mlp
 from cutaway.config.head import LMHead
-from cutaway.config.init import Init, NormalInit, T5Init, XavierInit
+from cutaway.config.init_scheme import Init, NormalInit, T5Init, XavierInit
 from cutaway.config.norms import LayerNorm, NoNorm, Norm, RMSNorm
 from cutaway.config.positions import LearnedPosition, NoPosition, RelativeBias, SinusoidalPosition
 from cutaway.config.presets.preset_table import ALL_BIASES, PresetTable

@@ -13,7 +13,7 @@ from cutaway.errors import ConfigError, InputError, WeightError
 from cutaway.families.checkpoint import Checkpoint
 from cutaway.families.family import Family
 from cutaway.families.gguf.architectures import GGUF_ARCHITECTURES
-from cutaway.families.gguf.file import GGML_TYPES, GGUFFile, write_gguf
+from cutaway.families.gguf.file_format import GGML_TYPES, GGUFFile, write_gguf
 from cutaway.families.gguf.rope_fields import ROPE_TENSORS
 from cutaway.families.save import ExportedTensors, as_checkpoint, export_weights, resolve_output_path
 from cutaway.families.weight_loader import LoadOptions, load_model

@@ -7,7 +7,7 @@ from typing import Literal, TypedDict, Unpack
 
 import torch
 
-from cutaway.arguments import FLOAT_DTYPES
+from cutaway.argument_checks import FLOAT_DTYPES
 from cutaway.device import GIB, free_memory
 from cutaway.errors import InputError
 from cutaway.generate.engine.kv_cache import (

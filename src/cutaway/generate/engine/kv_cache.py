@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cutaway.config import CrossBlock
 from cutaway.errors import InputError
-from cutaway.generate.engine.paging import NULL_PAGE
+from cutaway.generate.engine.page_allocator import NULL_PAGE
 from cutaway.generate.sampling.sampler import swap_tensor_rows
 from cutaway.model.cache import Cache, CacheShape, CrossCache, LayerCache, SlotMapping
 from cutaway.model.masks import EMPTY_POSITION, TokenPositions

@@ -85,7 +85,7 @@ class ModelRunner:
 
     def pack_cpu_weights(self, weight_bits: int | None, *, single_row: bool) -> None:
         """Use packed weights in CPU decode steps."""
-        from cutaway.generate.fast.cpu_blocks import build_cpu_decode_model, select_linear_class
+        from cutaway.generate.fast.cpu_decode_model import build_cpu_decode_model, select_linear_class
 
         if weight_bits == 4:
             raise InputError("weight_bits is 4, which only GPUs support; on the CPU use 8 or 16")
@@ -95,7 +95,7 @@ class ModelRunner:
 
     def _enable_gpu_decode(self) -> None:
         from cutaway.generate.fast.cuda_graphs import CUDAGraphRunner
-        from cutaway.generate.fast.gpu_blocks import (  # imports Triton, which is not installed everywhere
+        from cutaway.generate.fast.gpu_decode_model import (  # imports Triton, which is not installed everywhere
             build_gpu_decode_model,
             can_build_gpu_decode_model,
         )

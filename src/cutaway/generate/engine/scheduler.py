@@ -2,7 +2,7 @@
 
 from cutaway.generate.engine.config import EngineConfig
 from cutaway.generate.engine.model_runner import ModelRunner
-from cutaway.generate.engine.paging import PagePool
+from cutaway.generate.engine.page_allocator import PagePool
 from cutaway.generate.engine.request import Request
 
 

@@ -7,8 +7,8 @@ import triton
 from torch import Tensor
 
 from cutaway.generate.fast.linear_kernels import PDL, add_norm_kernel, gemv_kernel, pdl_options, small_batch_gemm_kernel
-from cutaway.generate.fast.packed_kernels import packed_gemv_kernel, packed_small_batch_gemm_kernel
-from cutaway.generate.fast.packed_weights import GROUP_SIZE, LinearWeight
+from cutaway.generate.fast.quantized_kernels import packed_gemv_kernel, packed_small_batch_gemm_kernel
+from cutaway.generate.fast.quantized_weights import GROUP_SIZE, LinearWeight
 
 ACTIVATION_IDS = {"none": 0, "silu": 1, "gelu_tanh": 2, "gelu": 3, "relu": 4, "relu2": 5}
 MAX_ROWS = 64

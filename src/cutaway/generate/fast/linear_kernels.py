@@ -2,7 +2,7 @@
 
 Each weight is read once, which bounds the time. Dimensions: x (M, K), W (N, K), y (M, N); a gated W is (2N, K), the
 gate's rows before up's. BM, BN, BK are tile sizes. LAYOUT is the layout of the result: 1 for (M, N), otherwise the one
-that products with packed weights read (see `alloc_activation` in gpu_linear.py and packed_kernels.py).
+that products with packed weights read (see `alloc_activation` in gpu_linear.py and quantized_kernels.py).
 """
 
 import torch

@@ -16,7 +16,7 @@ from triton.language.extra import libdevice
 from cutaway.generate.engine.kv_cache import KVBuffer
 from cutaway.generate.fast.gpu_linear import alloc_activation
 from cutaway.generate.fast.linear_kernels import PDL, activation_offset, pdl_options, pdl_wait, store_fixed_point
-from cutaway.generate.fast.packed_weights import LinearWeight
+from cutaway.generate.fast.quantized_weights import LinearWeight
 
 BLOCK_SLOTS, NUM_WARPS = 64, 4
 """Slots per tile, and warps per program."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cutaway.arguments import check_positive_int
+from cutaway.argument_checks import check_positive_int
 from cutaway.errors import InputError
 from cutaway.generate.engine.config import EngineConfig
 from cutaway.generate.engine.request import Request

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from cutaway.arguments import check_positive_int
+from cutaway.argument_checks import check_positive_int
 from cutaway.errors import InputError
 from cutaway.generate.engine.config import EngineConfig
 from cutaway.generate.engine.engine import Engine

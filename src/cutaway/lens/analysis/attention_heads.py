@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from cutaway.arguments import check_positive_int
+from cutaway.argument_checks import check_positive_int
 from cutaway.errors import InputError
 from cutaway.evaluate import functional
 from cutaway.lens.adapters import ModelLike, require_cutaway_model

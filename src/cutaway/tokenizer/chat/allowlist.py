@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence, Sized
 
 from jinja2.exceptions import SecurityError
 
-from cutaway.tokenizer.chat.resource_meter import ITEM_SIZE, MAX_VALUE_SIZE, estimate_size
+from cutaway.tokenizer.chat.resource_limits import ITEM_SIZE, MAX_VALUE_SIZE, estimate_size
 
 SizeEstimate = Callable[..., int]
 """Upper bound on the size of a result, from the arguments of the filter or method."""

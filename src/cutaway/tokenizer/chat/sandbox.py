@@ -2,7 +2,7 @@
 
 The Jinja sandbox blocks access to Python internals, but does not limit time and memory. Therefore the parsed template
 is transformed: loops and macros check the deadline, and every expression that creates a value is metered (see
-`resource_meter`).
+`resource_limits`).
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -28,7 +28,7 @@ from cutaway.tokenizer.chat.allowlist import (
     str_format_size,
     to_json,
 )
-from cutaway.tokenizer.chat.resource_meter import CURRENT_METER, MAX_INT_BITS, ResourceMeter, estimate_size
+from cutaway.tokenizer.chat.resource_limits import CURRENT_METER, MAX_INT_BITS, ResourceMeter, estimate_size
 
 T = TypeVar("T")
 _MAX_TEMPLATE_NODES = 10_000

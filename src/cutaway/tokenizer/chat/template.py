@@ -7,7 +7,7 @@ from jinja2 import Template
 from jinja2.exceptions import SecurityError, TemplateSyntaxError
 
 from cutaway.errors import InputError
-from cutaway.tokenizer.chat.resource_meter import CURRENT_METER, MAX_VALUE_SIZE, ResourceMeter
+from cutaway.tokenizer.chat.resource_limits import CURRENT_METER, MAX_VALUE_SIZE, ResourceMeter
 from cutaway.tokenizer.chat.sandbox import ChatTemplateSandbox, TemplateRaisedError
 
 Message = Mapping[str, object]
@@ -17,7 +17,7 @@ _MAX_TEMPLATE_CHARS = 100_000
 
 
 def render_chat_template(template: str, messages: Sequence[Message], variables: Mapping[str, object]) -> str:
-    """Render a template with messages and variables, within the limits of `resource_meter`."""
+    """Render a template with messages and variables, within the limits of `resource_limits`."""
     chat = _validate_messages(messages)
     values = {name: _to_json_types(value, name) for name, value in variables.items()}
     values.setdefault("documents", None)

@@ -11,7 +11,7 @@ from cutaway.config import to_dict
 from cutaway.errors import ConfigError, InputError
 from cutaway.train.ablate.budget import BudgetKind, TrainingCost, match_budget, training_cost
 from cutaway.train.ablate.vary import Override, Variation, apply_overrides, describe_differences
-from cutaway.train.data.data_loader import build_tokenizer
+from cutaway.train.data.training_data import build_tokenizer
 from cutaway.train.recipe.schema import BPETokenizerConfig, PretrainedTokenizerConfig, Recipe, TokenizerConfig
 
 

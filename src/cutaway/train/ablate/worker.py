@@ -21,8 +21,8 @@ from cutaway.train.checkpoint.run_directory import RUN_FILE
 from cutaway.train.logging.callbacks import Callback
 from cutaway.train.logging.metrics_log import Metrics
 from cutaway.train.recipe.load import Table, load_recipe
+from cutaway.train.trainer.bad_step_policy import TrainingError
 from cutaway.train.trainer.launch import prepare_trainer, resume_trainer
-from cutaway.train.trainer.step_policy import TrainingError
 from cutaway.train.trainer.trainer import Trainer
 
 OUTCOME_FILE = "outcome.json"

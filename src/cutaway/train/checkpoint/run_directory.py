@@ -8,8 +8,8 @@ from cutaway.families.checkpoint import Checkpoint
 from cutaway.model import Transformer, build
 from cutaway.tokenizer import Tokenizer, load_tokenizer
 from cutaway.train.checkpoint.atomic_directory import list_directory
-from cutaway.train.checkpoint.base_checkpoint import BaseCheckpointInfo, resolve_model_config
 from cutaway.train.checkpoint.manifest import LoadedCheckpoint, read_checkpoint
+from cutaway.train.checkpoint.pretrained_checkpoint import BaseCheckpointInfo, resolve_model_config
 from cutaway.train.recipe.load import load_recipe
 from cutaway.train.recipe.schema import Recipe
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from cutaway.model import Transformer, build
-from cutaway.model.init import init_weights_with_seed
+from cutaway.model.init_weights import init_weights_with_seed
 from cutaway.train.distributed.dtensor import copy_from_full, full_tensor
 from cutaway.train.distributed.process_group import DistributedContext
 

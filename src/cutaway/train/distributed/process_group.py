@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from cutaway.arguments import resolve_device
+from cutaway.argument_checks import resolve_device
 from cutaway.errors import CutawayError, InputError
 from cutaway.train.recipe.schema import ParallelConfig
 

@@ -8,7 +8,7 @@ from cutaway.config import Config
 from cutaway.config.ffn import Moe
 from cutaway.errors import InputError
 from cutaway.tokenizer import Tokenizer
-from cutaway.train.objectives.masking import masked_lm
+from cutaway.train.objectives.masked_lm import masked_lm
 from cutaway.train.objectives.objective import Objective, ObjectiveFn, causal_lm, prefix_lm, seq2seq
 from cutaway.train.recipe.schema import (
     CausalLMConfig,

@@ -28,7 +28,7 @@ from cutaway.model import Transformer
 from cutaway.size.estimate import SizeEstimate
 from cutaway.size.parallel import ParallelDims
 from cutaway.tokenizer import byte_tokenizer
-from cutaway.train.data.data_loader import build_tokenizer
+from cutaway.train.data.training_data import build_tokenizer
 from cutaway.train.distributed.dtensor import to_local
 from cutaway.train.distributed.parallelize import parallelize_module
 from cutaway.train.distributed.process_group import SINGLE_PROCESS, DistributedContext, MultiProcessContext
@@ -36,8 +36,8 @@ from cutaway.train.loss.chunked_cross_entropy import LossTargets
 from cutaway.train.objectives.objective import Objective
 from cutaway.train.optim.optimizer import OptimizersContainer, build_optimizer
 from cutaway.train.recipe.schema import BPETokenizerConfig, ByteTokenizerConfig, Recipe, Seq2SeqConfig
+from cutaway.train.trainer.bad_step_policy import BadStepPolicy
 from cutaway.train.trainer.memory_check import size_step
-from cutaway.train.trainer.step_policy import StepPolicy
 from cutaway.train.trainer.train_step import TrainStepRunner
 from cutaway.train.trainer.training_module import TrainingModule, build_training_model
 
@@ -229,7 +229,7 @@ def _run_two_steps(
         optimizer,
         data,
         lambda count, first: _fake_objective(recipe, count),
-        StepPolicy(recipe.training.grad_accum_steps, device=CPU_DEVICE),
+        BadStepPolicy(recipe.training.grad_accum_steps, device=CPU_DEVICE),
         dist_context=dist_context,
     )
     runner.run(0)

@@ -6,7 +6,7 @@ from cutaway.families.checkpoint import Checkpoint
 from cutaway.generate.api import generate
 from cutaway.generate.fill_mask import fill_mask
 from cutaway.model import EncoderOnly
-from cutaway.train.data.data_loader import TrainingData
+from cutaway.train.data.training_data import TrainingData
 from cutaway.train.logging.metrics_log import Metrics
 from cutaway.train.objectives.objective import ObjectiveFn
 from cutaway.train.recipe.schema import MaskedLMConfig, PrefixLMConfig, Recipe, Seq2SeqConfig

@@ -6,15 +6,15 @@ from pathlib import Path
 import torch
 
 from cutaway.errors import ConfigError, InputError
-from cutaway.train.checkpoint.base_checkpoint import (
+from cutaway.train.checkpoint.checkpoint_manager import load_weights
+from cutaway.train.checkpoint.pretrained_checkpoint import (
     BaseCheckpointInfo,
     load_base_checkpoint,
     reload_base_checkpoint,
     resolve_model_config,
 )
-from cutaway.train.checkpoint.manager import load_weights
 from cutaway.train.checkpoint.run_directory import RUN_FILE, RunDirectory, check_new_directory
-from cutaway.train.data.data_loader import build_tokenizer, load_training_data
+from cutaway.train.data.training_data import build_tokenizer, load_training_data
 from cutaway.train.distributed.parallelize import init_sharded_weights, parallelize_module
 from cutaway.train.distributed.process_group import SINGLE_PROCESS, DeviceLike, DistributedContext, init_distributed
 from cutaway.train.logging.callbacks import Callback

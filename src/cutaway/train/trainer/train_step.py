@@ -5,8 +5,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from cutaway.train.data.data_loader import TrainingData
 from cutaway.train.data.datasets import Dataset
+from cutaway.train.data.training_data import TrainingData
 from cutaway.train.distributed.parallelize import no_sync_until_last
 from cutaway.train.distributed.process_group import SINGLE_PROCESS, DistributedContext
 from cutaway.train.kernels.compile import compile_for_training
@@ -18,8 +18,8 @@ from cutaway.train.optim.mixed_precision import GradScaler
 from cutaway.train.optim.optimizer import OptimizersContainer, total_grad_norm
 from cutaway.train.recipe.schema import ScheduleConfig, TrainingConfig
 from cutaway.train.seeds import derive_seed
+from cutaway.train.trainer.bad_step_policy import BadStepPolicy, TrainingError, is_out_of_memory, raise_on_out_of_memory
 from cutaway.train.trainer.layer_stats import UpdateStats
-from cutaway.train.trainer.step_policy import StepPolicy, TrainingError, is_out_of_memory, raise_on_out_of_memory
 from cutaway.train.trainer.training_module import TrainingModule
 
 
@@ -33,7 +33,7 @@ class TrainStepRunner:
     optimizer: OptimizersContainer
     data: TrainingData
     objective_fn: ObjectiveFn
-    step_policy: StepPolicy
+    step_policy: BadStepPolicy
     grad_scaler: GradScaler | None = None
     """Loss scaling, for fp16."""
     wrapped_module: nn.Module | None = None

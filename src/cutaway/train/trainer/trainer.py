@@ -19,18 +19,18 @@ from cutaway.evaluate import bits_per_byte
 from cutaway.families.checkpoint import Checkpoint
 from cutaway.families.save import save
 from cutaway.model import Transformer
-from cutaway.train.checkpoint.base_checkpoint import resolve_export_family
-from cutaway.train.checkpoint.failpoints import hit_failpoint
-from cutaway.train.checkpoint.manager import (
+from cutaway.train.checkpoint.checkpoint_manager import (
     CheckpointManager,
     CheckpointWriteError,
     load_latest_state,
     load_weights,
     save_state,
 )
+from cutaway.train.checkpoint.failpoints import hit_failpoint
 from cutaway.train.checkpoint.manifest import TrainerState
+from cutaway.train.checkpoint.pretrained_checkpoint import resolve_export_family
 from cutaway.train.checkpoint.run_directory import RunDirectory
-from cutaway.train.data.data_loader import TrainingData
+from cutaway.train.data.training_data import TrainingData
 from cutaway.train.distributed.parallelize import gather_full_model
 from cutaway.train.distributed.process_group import DistributedContext
 from cutaway.train.logging.callbacks import Callback, CallbackHandler
@@ -41,9 +41,9 @@ from cutaway.train.optim.ema import WeightEMA
 from cutaway.train.optim.mixed_precision import GradScaler
 from cutaway.train.optim.optimizer import OptimizersContainer
 from cutaway.train.recipe.schema import Recipe
+from cutaway.train.trainer.bad_step_policy import BadStepPolicy
 from cutaway.train.trainer.eval_metrics import compute_eval_metrics, has_generation_metrics
 from cutaway.train.trainer.layer_stats import LayerStats, compute_layer_stats, layer_warnings
-from cutaway.train.trainer.step_policy import StepPolicy
 from cutaway.train.trainer.train_step import TrainStepRunner, build_micro_batch, metrics_to_python
 from cutaway.train.trainer.training_module import TrainingModule
 
@@ -96,7 +96,7 @@ class Trainer:
         self.model: Transformer = self.training_module.model
         training, device = self.recipe.training, self.model.device
         log = self.callback.on_message
-        self.step_policy = StepPolicy(training.grad_accum_steps, training.on_grad_spike, device=device, log=log)
+        self.step_policy = BadStepPolicy(training.grad_accum_steps, training.on_grad_spike, device=device, log=log)
         self.grad_scaler = GradScaler(device) if training.precision == "fp16" else None
         self.ema = None
         if training.ema_decay is not None:
@@ -123,7 +123,7 @@ class Trainer:
         states = {name: component.state_dict() for name, component in self.stateful_components().items()}
         return {"model": dict(self.model.state_dict()), **states}
 
-    def stateful_components(self) -> dict[str, OptimizersContainer | StepPolicy | WeightEMA | GradScaler]:
+    def stateful_components(self) -> dict[str, OptimizersContainer | BadStepPolicy | WeightEMA | GradScaler]:
         """Components with a state dict besides the model; EMA and loss scaling depend on the recipe."""
         components = (
             ("optimizer", self.optimizer),

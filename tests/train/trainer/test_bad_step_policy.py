@@ -11,14 +11,14 @@ from support.tiny_runs import model_bytes, read_metrics, state_digest, tiny_reci
 from cutaway.errors import CutawayError
 from cutaway.train.logging.callbacks import Callback
 from cutaway.train.recipe.load import load_recipe
-from cutaway.train.trainer.launch import prepare_trainer, resume_trainer, train
-from cutaway.train.trainer.step_policy import (
+from cutaway.train.trainer.bad_step_policy import (
     MAX_CONSECUTIVE_SPIKES,
     MAX_NONFINITE_STEPS,
     MIN_OBSERVED_STEPS,
-    StepPolicy,
+    BadStepPolicy,
     is_out_of_memory,
 )
+from cutaway.train.trainer.launch import prepare_trainer, resume_trainer, train
 from cutaway.train.trainer.trainer import Trainer
 from cutaway.train.trainer.training_module import TrainingModule
 
@@ -45,7 +45,7 @@ def scale_gradients(trainer: Trainer, factors: dict[int, float]) -> Trainer:
     return trainer
 
 
-def skipped_steps(policy: StepPolicy, grad_norms: list[float]) -> list[bool]:
+def skipped_steps(policy: BadStepPolicy, grad_norms: list[float]) -> list[bool]:
     return [bool(policy.check_grad_norm(torch.tensor(grad_norm))[0]) for grad_norm in grad_norms]
 
 
@@ -57,28 +57,28 @@ def typical_grad_norms(count: int, seed: int = 0) -> list[float]:
 
 def test_typical_grad_norms_are_never_skipped() -> None:
     for seed in range(5):
-        assert not any(skipped_steps(StepPolicy(1), typical_grad_norms(400, seed)))
+        assert not any(skipped_steps(BadStepPolicy(1), typical_grad_norms(400, seed)))
     falling = [10 * norm / math.sqrt(1 + step) for step, norm in enumerate(typical_grad_norms(400))]
     rising = [0.1 * norm * (1 + step) for step, norm in enumerate(typical_grad_norms(400))]
-    assert not any(skipped_steps(StepPolicy(1), falling))
-    assert not any(skipped_steps(StepPolicy(1), rising))
+    assert not any(skipped_steps(BadStepPolicy(1), falling))
+    assert not any(skipped_steps(BadStepPolicy(1), rising))
 
 
 def test_spike_is_skipped_after_min_observed_steps() -> None:
-    assert not any(skipped_steps(StepPolicy(1), [*typical_grad_norms(MIN_OBSERVED_STEPS - 1), 100.0]))
-    policy = StepPolicy(1)
+    assert not any(skipped_steps(BadStepPolicy(1), [*typical_grad_norms(MIN_OBSERVED_STEPS - 1), 100.0]))
+    policy = BadStepPolicy(1)
     skipped_steps(policy, typical_grad_norms(MIN_OBSERVED_STEPS))
     before = {name: tensor.clone() for name, tensor in policy.state.items()}
     assert skipped_steps(policy, [100.0]) == [True]
     # The spike does not change the statistics.
     assert {name for name in before if before[name] != policy.state[name]} == {"consecutive_spikes"}
     assert skipped_steps(policy, [1.0, 100.0, float("nan"), 2.0]) == [False, True, True, False]
-    skipped = skipped_steps(StepPolicy(1, "continue"), [*typical_grad_norms(40), 100.0, float("inf")])
+    skipped = skipped_steps(BadStepPolicy(1, "continue"), [*typical_grad_norms(40), 100.0, float("inf")])
     assert skipped[-2:] == [False, True]
 
 
 def test_persistent_spikes_become_the_new_level() -> None:
-    policy = StepPolicy(1)
+    policy = BadStepPolicy(1)
     skipped_steps(policy, typical_grad_norms(60))
     skipped = skipped_steps(policy, [50 * norm for norm in typical_grad_norms(60)])
     assert skipped == [True] * MAX_CONSECUTIVE_SPIKES + [False] * (60 - MAX_CONSECUTIVE_SPIKES)
@@ -88,7 +88,7 @@ def test_persistent_spikes_become_the_new_level() -> None:
 def test_policy_resumes_from_its_state_dict() -> None:
     typical = typical_grad_norms
     grad_norms = [*typical(30), 100.0, *typical(5), *[60.0] * 8, float("nan"), *typical(30, 1), 200.0]
-    uninterrupted, first, second = StepPolicy(3), StepPolicy(3), StepPolicy(1)
+    uninterrupted, first, second = BadStepPolicy(3), BadStepPolicy(3), BadStepPolicy(1)
     expected = skipped_steps(uninterrupted, grad_norms)
     skipped = skipped_steps(first, grad_norms[:38])
     second.load_state_dict(first.state_dict())

@@ -36,7 +36,7 @@ class TrainingError(CutawayError):
     """Training cannot continue."""
 
 
-class StepPolicy:
+class BadStepPolicy:
     """Decides which steps are skipped, and holds the number of gradient accumulation steps."""
 
     def __init__(

@@ -16,7 +16,7 @@ from cutaway.generate.fast.cpu_linear import (
     WeightOnlyBf16Linear,
     WeightOnlyInt8Linear,
 )
-from cutaway.generate.fast.packed_weights import concat_linears
+from cutaway.generate.fast.quantized_weights import concat_linears
 from cutaway.model import Transformer
 from cutaway.model.attention import MultiHead
 from cutaway.model.ffn import GatedMLP

@@ -21,8 +21,8 @@ from cutaway.generate.fast.gpu_linear import (
     fused_linear,
     split_k_linear,
 )
-from cutaway.generate.fast.packed_weights import LinearWeight, concat_linears, pack_weight
 from cutaway.generate.fast.paged_attention import AttentionParams, paged_attention
+from cutaway.generate.fast.quantized_weights import LinearWeight, concat_linears, pack_weight
 from cutaway.model import Transformer
 from cutaway.model.activations import ACTIVATIONS
 from cutaway.model.attention import LayerContext, MultiHead, QueryKeyNorm

@@ -9,7 +9,7 @@ from cutaway.errors import InputError
 from cutaway.families.checkpoint import Checkpoint
 from cutaway.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer, train_bpe
 from cutaway.tokenizer.train import DEFAULT_SPECIAL_TOKENS, MASK_TOKEN
-from cutaway.train.checkpoint.base_checkpoint import BaseCheckpointInfo, base_tokenizer
+from cutaway.train.checkpoint.pretrained_checkpoint import BaseCheckpointInfo, base_tokenizer
 from cutaway.train.data import dates, documents
 from cutaway.train.data.datasets import Dataset, MixtureDataset, PackedDataset, PrefixDataset, Seq2SeqDataset
 from cutaway.train.data.memmap import TokenSplit

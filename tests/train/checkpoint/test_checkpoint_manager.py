@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from cutaway.errors import InputError
-from cutaway.train.checkpoint import atomic_directory, manager, manifest
-from cutaway.train.checkpoint.manager import CheckpointManager, CheckpointWriteError
+from cutaway.train.checkpoint import atomic_directory, manifest
+from cutaway.train.checkpoint import checkpoint_manager as manager
+from cutaway.train.checkpoint.checkpoint_manager import CheckpointManager, CheckpointWriteError
 from cutaway.train.checkpoint.manifest import LoadedCheckpoint, TrainerState
 
 TensorGroups = dict[str, dict[str, Tensor]]
