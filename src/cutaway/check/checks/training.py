@@ -223,7 +223,7 @@ def _affects_loss(ctx: CheckContext, tokens: Tensor, parameters: list[nn.Paramet
     cause="the graph is cut (detach, no_grad, .data, numpy), a custom backward is wrong, or the loss is wrong",
     fix="trace the gradient back from the loss; test custom backward functions with torch.autograd.gradcheck",
     needs=("logits", "module"),
-    depends_on=("gradient-flow", "loss-shift", "loss-reduction"),
+    depends_on=("loss-shift", "loss-reduction"),
 )
 def overfit(ctx: CheckContext) -> CaseResult:
     """Train a copy of the weights on one short sequence with 30 AdamW steps per learning rate: the loss must fall by
