@@ -87,7 +87,7 @@ class Unreadable(list[int]):
         (
             [1],
             {"max_num_seqs": 10**6, "max_new_tokens": 10**9},
-            "takes .* GiB, and .* are free; lower max_num_seqs or max_model_len",
+            "takes .* GiB, but only .* GiB are free; lower max_num_seqs or max_model_len",
         ),
         ([1], {"on_chunk": 5}, "on_chunk is a int"),
         ([1], {"beams": 0}, "beams is 0; pass an integer, 1 or more"),
@@ -132,7 +132,7 @@ class Unreadable(list[int]):
         (
             [1] * 50,
             {"max_model_len": 50},
-            "the prompt has 50 tokens, and max_model_len is 50, completion included; shorten it",
+            r"the prompt has 50 tokens, but .* together may have at most 50 \(max_model_len\); shorten the prompt",
         ),
         ([{"role": "user", "content": "hi"}], {}, "no chat template"),
         ([{"role": "user", "content": "hi"}, 3], {}, "no chat template|message"),
@@ -159,9 +159,9 @@ def test_invalid_arguments_raise_one_line_errors(
         (ENCODER, [1], {}, "encoder-only, so it cannot generate; use fill_mask"),
         (ENCODER, [1], {"beams": 2}, "encoder-only, so it cannot generate"),
         (build(decoder_config(), device="meta"), [1], {}, "on the meta device"),
-        (LEARNED, [1], {"max_model_len": 17}, "has 16 learned positions; lower it"),
-        (LEARNED, [1] * 16, {}, "the prompt has 16 tokens, and max_model_len is 16"),
-        (LEARNED, [1] * 99, {"beams": 2}, "the prompt has 99 tokens, and max_model_len is 16"),
+        (LEARNED, [1], {"max_model_len": 17}, "has 16 learned positions; lower max_model_len"),
+        (LEARNED, [1] * 16, {}, "the prompt has 16 tokens, but .* at most 16 .max_model_len.; shorten"),
+        (LEARNED, [1] * 99, {"beams": 2}, "the prompt has 99 tokens, but .* at most 16 .max_model_len.; shorten"),
         (
             InMemoryCheckpoint(build_translator(), {"decoder_start_token_id": 0, "num_beams": 3}),
             [1],
@@ -263,7 +263,7 @@ def test_num_seqs_is_reduced_to_fit_memory(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_kv_cache_memory_bytes_is_validated() -> None:
-    with pytest.raises(InputError, match="do not hold a sequence of 100 tokens; pass"):
+    with pytest.raises(InputError, match="too small for a sequence of 100 tokens; pass"):
         EngineConfig(MODEL, max_model_len=100, cache_implementation="paged", kv_cache_memory_bytes=1000)
     for memory in (0, -1, float("nan"), "1G", float("inf")):
         with pytest.raises(InputError, match="kv_cache_memory_bytes is"):

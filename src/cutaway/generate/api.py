@@ -62,11 +62,12 @@ def generate(
 
     `sampling_params`: the fields of `SamplingParams`: max_new_tokens, temperature, top_k, top_p, min_p, seed, stop, n,
     … If top_k, top_p or min_p is set and temperature is not, temperature is 1.
-    `beams`: beam search with this many beams, instead of sampling.
-    `draft_model`: speculative decoding: a smaller model, or 'ngram', proposes `num_draft_tokens` tokens at a time, and
-    the model verifies them in one forward pass.
-    `weight_bits`: bits per weight in decode steps: 8, or 4 on a GPU.
-    `compile`: True enables fast decode steps (CUDA graphs, torch.compile) at once, False never, None when it pays off.
+    `beams`: use beam search with this many beams, instead of sampling.
+    `draft_model`: use speculative decoding: a smaller model, or n-gram lookup if it is 'ngram', proposes
+    `num_draft_tokens` tokens at a time, and the model verifies them in one forward pass.
+    `weight_bits`: bits per weight in decode steps: 16, 8, or 4 (on a GPU only). The default is the model's dtype.
+    `compile`: whether to use fast decode steps (CUDA graphs, torch.compile): True from the first step on, False never,
+    None (on a GPU only) as soon as they are expected to save more time than their warm-up takes.
     `on_chunk(completion_index, chunk)`: called for each new piece of a completion; an exception in it stops generation.
     """
     params = build_sampling_params(sampling_params if beams is not None else resolve_temperature(sampling_params))
@@ -89,7 +90,8 @@ def generate(
     if num_beams or beams is not None:
         if beams is not None and (cache_implementation != "auto" or kv_cache_dtype or draft_model is not None):
             raise InputError(
-                "beam search uses its own kind of cache; leave out cache_implementation, kv_cache_dtype and draft_model"
+                "beam search uses its own KV cache and no draft model; leave out cache_implementation, kv_cache_dtype"
+                " and draft_model"
             )
         for name, value in {"weight_bits": weight_bits, "compile": compile, "draft_model": draft_model}.items():
             if value:

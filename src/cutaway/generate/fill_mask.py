@@ -13,7 +13,7 @@ from cutaway.model import EncoderOnly, Transformer
 from cutaway.tokenizer import Tokenizer
 
 BATCH_SIZE = 32
-"""Texts per batch; texts are sorted by length to reduce padding."""
+"""Number of texts per batch. Texts are sorted by length to reduce padding."""
 
 
 class FillMaskPrediction(NamedTuple):
@@ -28,7 +28,7 @@ class FillMaskPrediction(NamedTuple):
 def fill_mask(
     model: Transformer, tokenizer: Tokenizer, texts: Sequence[str], *, top_k: int = 5
 ) -> list[list[list[FillMaskPrediction]]]:
-    """Predict the `top_k` most likely tokens for each mask of each text. Other masks of the text stay masked."""
+    """Predict the `top_k` most likely tokens for each mask of each text, while the other masks stay masked."""
     if not isinstance(model, EncoderOnly) or model.head is None:
         raise InputError("this model has no masked-LM head; load an encoder with one, such as BertForMaskedLM")
     if isinstance(texts, str):
@@ -60,7 +60,7 @@ def fill_mask(
 
 
 def _predict_masks(model: EncoderOnly, sequences: list[list[int]], mask_id: int, top_k: int) -> tuple[Tensor, Tensor]:
-    """Probabilities and ids of the top_k tokens at each mask, (masks, top_k), in row order."""
+    """Return probabilities and ids of the most likely tokens at each mask, both (masks, top_k), in row order."""
     assert model.head is not None
     max_len = max(map(len, sequences))
     tokens = torch.tensor([row + [mask_id] * (max_len - len(row)) for row in sequences], device=model.device)

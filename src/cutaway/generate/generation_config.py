@@ -1,4 +1,4 @@
-"""Generation config of a checkpoint: special tokens, length limits and beam search options from its JSON files."""
+"""Generation config: special tokens, length limits and beam search options from a checkpoint's JSON files."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,13 +14,13 @@ from cutaway.tokenizer import Tokenizer
 DEFAULT_MAX_NEW_TOKENS = 256
 """max_new_tokens if neither the caller nor the checkpoint sets it."""
 MAX_PENALTY = 6
-"""Maximum length penalty: a million tokens to this power is still finite in float32."""
+"""Maximum length penalty: the length of a million tokens, raised to this power, is still finite in float32."""
 EarlyStopping = bool | Literal["never"]
 _SPECIAL_TOKENS = ("eos_token_id", "pad_token_id", "bos_token_id", "decoder_start_token_id")
 
 
 def _as_token_ids(value: object) -> tuple[object, ...]:
-    """A token id or a list of them. Negative ids, which some published files use for none, are dropped."""
+    """Convert a token id or a list of token ids to a tuple. Negative ids, which mean "no token", are dropped."""
     ids = value if isinstance(value, list | tuple) else [value]
     return tuple(x for x in ids if not isinstance(x, int) or isinstance(x, bool) or x >= 0)
 
@@ -54,7 +54,7 @@ class GenerationConfig(BaseModel):
     decoder_start_token_id: TokenId | None = None
     """First decoder token of an encoder-decoder."""
     forced_bos_token_id: TokenId | None = None
-    """Forced first token of the completion (the language in mBART)."""
+    """Forced first token of the completion (in mBART, the token of the target language)."""
     forced_eos_token_ids: TokenIds = Field((), alias="forced_eos_token_id")
     """Forced last token of a sequence that reaches the maximum length."""
     bad_words_ids: _TokenSequences = ()
@@ -70,14 +70,16 @@ class GenerationConfig(BaseModel):
     length_penalty: float = Field(1.0, ge=-MAX_PENALTY, le=MAX_PENALTY, allow_inf_nan=False)
     early_stopping: EarlyStopping = False
     min_length: int = Field(0, ge=0)
-    """Minimum tokens of prompt and completion together; for an encoder-decoder, of the target with its first token."""
+    """Minimum number of tokens of prompt and completion together.
+
+    For an encoder-decoder, the target tokens are counted, including the start token."""
     max_length: int | None = Field(None, ge=1)
     min_new_tokens: int | None = Field(None, ge=0)
-    """Minimum tokens of the completion alone; min_new_tokens and max_new_tokens override min_length and max_length."""
+    """Minimum number of completion tokens. min_new_tokens and max_new_tokens override min_length and max_length."""
     max_new_tokens: int | None = Field(None, ge=1)
 
     def drop_tokens_outside_vocab(self, vocab_size: int) -> "GenerationConfig":
-        """Remove suppressed tokens outside the vocabulary; published files may list tokens of a larger one."""
+        """Remove suppressed tokens outside the vocabulary: published files may list tokens of a larger vocabulary."""
         changes: dict[str, object] = {
             "bad_words_ids": tuple(words for words in self.bad_words_ids if max(words) < vocab_size),
             "suppress_tokens": tuple(token for token in self.suppress_tokens if token < vocab_size),
@@ -86,13 +88,13 @@ class GenerationConfig(BaseModel):
         return self.model_copy(update=changes)
 
     def min_new_tokens_for(self, prompt_len: int) -> int:
-        """Minimum tokens of the completion of a prompt of `prompt_len` tokens."""
+        """Minimum number of completion tokens for a prompt of `prompt_len` tokens."""
         if self.min_new_tokens is not None:
             return self.min_new_tokens
         return max(0, self.min_length - prompt_len)
 
     def max_new_tokens_for(self, prompt_len: int) -> int | None:
-        """Maximum tokens of the completion of a prompt of `prompt_len` tokens; None for no limit."""
+        """Maximum number of completion tokens for a prompt of `prompt_len` tokens; None for no limit."""
         if self.max_new_tokens is not None:
             return self.max_new_tokens
         return None if self.max_length is None else max(0, self.max_length - prompt_len)
@@ -101,10 +103,10 @@ class GenerationConfig(BaseModel):
 def read_generation_config(
     generation_config: Mapping[str, object], hf_config: Mapping[str, object], tokenizer: Tokenizer | None = None
 ) -> GenerationConfig:
-    """Read generation_config.json, or config.json if there is none (as before 2023).
+    """Read generation_config.json, or config.json if that file is missing, as in checkpoints from before 2023.
 
-    Missing token ids are read from config.json, then from the tokenizer: without an EOS token generation would never
-    stop.
+    Token ids that are missing there are read from config.json, then from the tokenizer, because generation would never
+    stop without an EOS token.
     """
     file = "generation_config.json" if generation_config else "config.json"
     config = _parse_file(file, generation_config or hf_config)
@@ -172,7 +174,7 @@ def unpack_checkpoint(
 def apply_generation_config(
     sampling_params: SamplingParams, generation_config: GenerationConfig, prompt_len: int
 ) -> SamplingParams:
-    """Fill in length limits, suppressed tokens and penalties of the checkpoint where the request sets none."""
+    """Add the checkpoint's suppressed tokens, and its length limits and repetition penalty if the request sets none."""
     max_new_tokens = sampling_params.max_new_tokens
     if max_new_tokens is None:
         default = generation_config.max_new_tokens_for(prompt_len)

@@ -1,4 +1,4 @@
-"""Prompts: texts, token ids or chats, one or several, converted to token ids."""
+"""Conversion of prompts to token ids. A prompt is a text, a list of token ids or a chat."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -63,7 +63,7 @@ def prompt_index_in_errors(index: int, num_prompts: int) -> Iterator[None]:
 
 
 def encode_prompts(prompts: Prompt | Sequence[Prompt], tokenizer: Tokenizer | None) -> list[list[int]]:
-    """Convert one prompt or several to lists of token ids."""
+    """Convert one prompt or several prompts to lists of token ids."""
     prompt_list = as_prompt_list(prompts)
     tokens = []
     for i, prompt in enumerate(prompt_list):

@@ -20,14 +20,14 @@ _NUM_SEQUENCES, _SEQ_LEN = 4, 64
 
 @dataclass(frozen=True)
 class QuantizationReport:
-    """Means over the tokens of the evaluated sequences."""
+    """Quality loss of weight quantization, as means over the tokens of the evaluated sequences."""
 
     bits: int
     num_tokens: int
     kl_divergence: float
     """KL(original ‖ quantized) in nats per token."""
     top1_agreement: float
-    """Fraction of tokens with the same most likely prediction."""
+    """Fraction of positions at which the original and the quantized model have the same most likely next token."""
 
     def __str__(self) -> str:
         return (
@@ -38,9 +38,9 @@ class QuantizationReport:
 
 @torch.no_grad()
 def evaluate_quantization(model: Transformer, bits: int, *, seed: int = 0) -> QuantizationReport:
-    """Compare the model with its quantized weights on sequences sampled from the model, with random first tokens.
+    """Compare the model before and after weight quantization, on sequences that it samples after a random token.
 
-    Sampled sequences are used because they are the distribution of decode steps.
+    Sampled sequences are used because decode steps process tokens of the same distribution.
     """
     length = min(_SEQ_LEN, EngineConfig(model).num_slots - 2)
     params = SamplingParams(max_new_tokens=length, temperature=1.0, ignore_eos=True)
@@ -66,7 +66,7 @@ def evaluate_quantization(model: Transformer, bits: int, *, seed: int = 0) -> Qu
 
 @contextmanager
 def _fake_quantized_weights(model: Transformer, bits: int) -> Iterator[None]:
-    """Context manager: decoder and head weights quantized as in decode steps; restored at the end."""
+    """Context manager that quantizes decoder and head weights as in decode steps, and restores them at the end."""
     head = model.head
     assert isinstance(head, LMHead)
     linears = [module for module in model.stacks["decoder"].modules() if isinstance(module, nn.Linear)]
@@ -91,7 +91,7 @@ def fake_quantize(weight: Tensor, bits: int) -> Tensor:
     if bits == 16:
         return weight.bfloat16().to(weight.dtype)
     if bits == 4 and weight.shape[-1] % GROUP_SIZE:
-        return weight  # pack_weight does not pack it either
+        return weight  # pack_weight leaves such a matrix unquantized too
     scale, integers = quantize(weight, bits)
     if scale.ndim == 1:
         return (integers * scale.unsqueeze(-1)).to(weight.dtype)

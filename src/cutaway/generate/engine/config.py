@@ -1,4 +1,4 @@
-"""Engine configuration: model, batch and KV cache sizes, start and end tokens; builds requests and the cache."""
+"""Engine configuration: model, batch and KV cache sizes, start and end tokens. It builds requests and the cache."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -45,23 +45,33 @@ class EngineConfig:
 
     model: Transformer
     max_num_seqs: int = 8
-    """Sequences per batch; rows of the KV cache."""
+    """Maximum number of sequences per batch, which is the number of rows of the KV cache."""
     max_model_len: int | None = None
-    """Maximum tokens of a sequence, prompt and completion together; default the model's context length."""
+    """Maximum number of tokens of prompt and completion together. The default is the model's context length."""
     cache_implementation: CacheImplementation | Literal["auto"] = "auto"
-    """'full', 'ring' (ring buffers for sliding windows) or 'paged' (pages, shared by sequences with equal prefixes)."""
+    """Layout of the KV cache: 'full', 'ring' or 'paged'; 'auto' chooses 'full' or 'ring'.
+
+    'ring' has ring buffers in layers with a sliding window. 'paged' has pages that sequences with equal prefixes share.
+    """
     kv_cache_dtype: torch.dtype | None = None
-    """torch.int8 halves a 16-bit cache; default the model's dtype."""
+    """dtype of keys and values; default: the model dtype. torch.int8 takes about half the memory of a 16-bit dtype."""
     prefill_chunk_size: int = 512
-    """Chunked prefill: maximum prompt tokens per prefill step, between two decode steps."""
+    """Maximum number of prompt tokens per prefill step (chunked prefill). Decode steps run between prefill steps."""
     kv_cache_memory_bytes: float | None = None
-    """Bytes for the pages of a paged cache; default enough for max_num_seqs sequences of max_model_len."""
+    """Number of bytes for the pages of a paged cache.
+
+    The default is enough for max_num_seqs sequences of max_model_len tokens."""
     max_source_len: int = 512
-    """Maximum source tokens of an encoder-decoder."""
+    """Maximum number of source tokens of an encoder-decoder."""
     weight_bits: int | None = None
-    """Bits per weight in decode steps: 8, or 4 on a GPU. Fewer bytes to read, at the cost of rounding error."""
+    """Bits per weight in decode steps: 16, 8, or 4 (on a GPU only). The default is the model's dtype.
+
+    With fewer bits a step reads fewer bytes, but the weights have a larger rounding error."""
     compile: bool | None = None
-    """Enable fast decode steps at once: CUDA graphs on a GPU, torch.compile on the CPU. Default: when it pays off."""
+    """Whether to use fast decode steps: CUDA graphs on a GPU, torch.compile on the CPU.
+
+    True: from the first step on. False: never. None (on a GPU only): as soon as they are expected to save more time
+    than their warm-up takes."""
     eos_token_ids: Collection[int] = field(default_factory=frozenset)
     """Tokens that end a sequence. `generate` reads them from the checkpoint's files."""
     decoder_start_token_id: int | None = None
@@ -77,7 +87,7 @@ class EngineConfig:
         for name in ("max_num_seqs", "prefill_chunk_size", "max_source_len"):
             setattr(self, name, check_int(name, getattr(self, name), 1, MAX_TOKENS))
         if self.compile is not None and not isinstance(self.compile, bool):
-            raise InputError(f"compile is {format_value(self.compile)}; pass True, False or None (when it pays off)")
+            raise InputError(f"compile is {format_value(self.compile)}; pass True, False or None (automatic)")
         layouts, layout, dtype = ("auto", *CACHE_IMPLEMENTATIONS), self.cache_implementation, self.kv_cache_dtype
         if layout not in layouts:
             raise InputError(f"cache_implementation is {format_value(layout)}; use {', '.join(layouts)}")
@@ -114,12 +124,14 @@ class EngineConfig:
 
     @property
     def rope_switch_lengths(self) -> list[int]:
-        """Lengths at which LongRoPE switches to other frequencies, so that the sequence must be prefilled again."""
+        """Sequence lengths at which LongRoPE changes the frequencies, so that the sequence must be prefilled again."""
         return [length for length in self.decoder.rope_switch_lengths if length < self.num_slots]
 
     @property
     def dynamic_rope_len(self) -> int | None:
-        """Length above which RoPE frequencies depend on the sequence length, so that chunked prefill is impossible."""
+        """Length above which RoPE frequencies depend on the sequence length, so that chunked prefill is impossible.
+
+        None if no sequence of this engine reaches such a length."""
         ropes = [position for position in self.decoder.positions.values() if isinstance(position, Rope)]
         lengths = [rope.switch_length for rope in ropes if rope.switch_length is not None]
         return min((length for length in lengths if length < self.num_slots), default=None)
@@ -137,13 +149,14 @@ class EngineConfig:
             raise InputError(f"max_model_len is {format_value(requested)}; pass a number of tokens, 2 or more")
         if max_positions is not None and max_model_len > max_positions:
             raise InputError(
-                f"max_model_len is {max_model_len}, but the model has {max_positions} learned positions; lower it"
+                f"max_model_len is {max_model_len}, but the model has {max_positions} learned positions; lower"
+                " max_model_len"
             )
         return max_model_len
 
     @property
     def page_size(self) -> int:
-        """Tokens per page."""
+        """Number of tokens per page."""
         return min(PAGE_SIZE, self.num_slots)
 
     def num_pages(self) -> int | None:
@@ -154,14 +167,14 @@ class EngineConfig:
         count = int(self.kv_cache_memory_bytes // max(1, page_bytes)) - 1
         if count < pages_per_seq:
             raise InputError(
-                f"{self.kv_cache_memory_bytes / GIB:.3g} GiB of kv_cache_memory_bytes do not hold a sequence of"
+                f"kv_cache_memory_bytes is {self.kv_cache_memory_bytes / GIB:.3g} GiB, too small for a sequence of"
                 f" {self.num_slots} tokens; pass {(pages_per_seq + 1) * page_bytes / GIB:.3g} GiB or more, or lower"
                 " max_model_len"
             )
         return min(count, self.max_num_seqs * pages_per_seq)
 
     def bytes_for_slots(self, num_slots: int) -> int:
-        """Bytes of `num_slots` slots of one sequence in all layers."""
+        """Number of bytes that `num_slots` cache slots of one sequence take in all layers."""
         stack = self.decoder
         dtype = self.kv_cache_dtype or self.model.dtype
         scale_bytes = 2 if dtype == torch.int8 else 0  # one float16 scale per head and slot
@@ -176,7 +189,7 @@ class EngineConfig:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of the whole cache."""
+        """Number of bytes of the whole cache."""
         kv_bytes = self.max_num_seqs * self.bytes_for_slots(self.num_slots)
         if self.cache_implementation == "paged":
             pages = self.num_pages() or self.max_num_seqs * -(-self.num_slots // self.page_size)
@@ -194,7 +207,7 @@ class EngineConfig:
         if free is not None and self.cache_bytes > free:
             raise InputError(
                 f"a {self.cache_implementation} cache of {self.max_num_seqs} sequences of {self.num_slots} tokens takes"
-                f" {self.cache_bytes / GIB:.3g} GiB, and {free / GIB:.3g} are free; lower max_num_seqs or"
+                f" {self.cache_bytes / GIB:.3g} GiB, but only {free / GIB:.3g} GiB are free; lower max_num_seqs or"
                 " max_model_len, or set kv_cache_dtype=torch.int8"
             )
         assert self.cache_implementation != "auto"  # resolved in __post_init__
@@ -221,13 +234,13 @@ class EngineConfig:
             raise InputError("the prompt is empty; pass at least one token, such as the BOS token")
         if "encoder" not in self.model.stacks:
             if len(tokens) + len(prefix) >= self.num_slots:
-                lengths = f"{len(tokens)} tokens, and max_model_len is {self.num_slots}"
-                raise InputError(f"the prompt has {lengths}, completion included; shorten it")
+                limit = f"prompt and completion together may have at most {self.num_slots} (max_model_len)"
+                raise InputError(f"the prompt has {len(tokens)} tokens, but {limit}; shorten the prompt")
             return tokens + prefix, None
         max_positions = getattr(self.model.stacks["encoder"].embed.position, "max_positions", None)
         limit = self.max_source_len if max_positions is None else min(self.max_source_len, max_positions)
         if len(tokens) > limit:
-            raise InputError(f"the source has {len(tokens)} tokens, and the limit is {limit}; shorten it")
+            raise InputError(f"the source has {len(tokens)} tokens, but the limit is {limit}; shorten the source")
         assert self.decoder_start_token_id is not None
         return [self.decoder_start_token_id, *prefix], tokens
 
@@ -240,7 +253,7 @@ class EngineConfig:
         seed: int,
         output_prefix: Sequence[int] = (),
     ) -> Request:
-        """Build and validate a request; the tokens of `output_prefix` are already part of its output."""
+        """Build and validate a request, whose output starts with the tokens of `output_prefix`."""
         if sampling_params.stop and tokenizer is None:
             raise InputError("stop strings are matched in decoded text, but there is no tokenizer; pass stop_token_ids")
         seed = check_int("seed", seed, 0, 2**63 - 1)
@@ -259,7 +272,7 @@ class EngineConfig:
     def resolve_max_tokens(
         self, input_ids: Sequence[int], sampling_params: SamplingParams, output_prefix: Sequence[int]
     ) -> int:
-        """Maximum tokens of the completion: max_new_tokens, limited by the free slots of the sequence."""
+        """Maximum number of completion tokens: max_new_tokens, limited by the free slots of the sequence."""
         sampling_params.check_vocab(self.model.config.vocab_size)
         available = self.num_slots - len(input_ids) + len(output_prefix)
         return max(1, min(sampling_params.max_new_tokens or available, available))
@@ -297,7 +310,9 @@ def build_engine_config(
     max_source_len: int = 512,
     **options: Unpack[EngineOptions],
 ) -> EngineConfig:
-    """Build an engine configuration with the checkpoint's tokens and at most `required_len` slots per sequence."""
+    """Build an engine configuration with the checkpoint's special tokens.
+
+    `required_len`: maximum number of slots per sequence, if it is less than max_model_len."""
     if max_source_len == 0:
         raise InputError("the prompt is empty; pass at least one token, such as the BOS token")
     has_encoder = len(model.stacks) == 2

@@ -30,12 +30,12 @@ class BusyError(CutawayError):
 class Engine:
     """Continuous-batching engine for one model. Call `step` until it returns False, or `start` a thread that does.
 
-    The engine caches keys, values and packed weights: after a change of the weights or of the hooks, build a new one.
+    The engine caches keys, values and packed weights: build a new engine after a change of weights or hooks.
     `submit`, `Request.abort` and `close` are thread-safe; everything else runs in the one thread that calls `step`.
     """
 
     def __init__(self, config: EngineConfig, *, tokenizer: Tokenizer | None = None, max_waiting: int = 1024) -> None:
-        """`max_waiting`: length of the waiting queue; `submit` raises BusyError when it is full."""
+        """`max_waiting`: maximum length of the waiting queue; `submit` raises BusyError when the queue is full."""
         self.config, self.tokenizer, self.max_waiting = config, tokenizer, max_waiting
         self.models = [config.model]
         self.model_runner = ModelRunner(
@@ -49,7 +49,7 @@ class Engine:
         self.async_scheduling = config.model.device.type == "cuda" and not self.rope_switch_lengths
         """Launch the next decode step before the previous step's tokens are on the host, so that the GPU never idles.
 
-        Not with LongRoPE, where the host needs each token to decide whether to prefill again."""
+        Disabled with LongRoPE, where the host needs each token to decide whether to prefill again."""
         self.condition = threading.Condition()
         self.num_submitted = 0
         self.thread: threading.Thread | None = None
@@ -66,7 +66,7 @@ class Engine:
         wait: bool = False,
         output_prefix: Sequence[int] = (),
     ) -> Request:
-        """Queue a request for one completion of a tokenized prompt (the source, for an encoder-decoder).
+        """Queue a request for one completion of a tokenized prompt. For an encoder-decoder, the prompt is the source.
 
         The completion starts with `output_prefix`. `n` and `seed` of `sampling_params` are ignored: `generate` submits
         one request per completion. `wait`: block while the waiting queue is full, instead of raising BusyError.
@@ -81,7 +81,9 @@ class Engine:
                 request.finish()
                 return request
             if len(self.waiting) >= self.max_waiting:
-                raise BusyError(f"{len(self.waiting)} requests are waiting, which is max_waiting; try again later")
+                raise BusyError(
+                    f"{len(self.waiting)} requests are waiting, which is the maximum (max_waiting); try again later"
+                )
             self.num_submitted += 1
             request.arrival_index = self.num_submitted
             self.waiting.append(request)
@@ -126,7 +128,7 @@ class Engine:
         while self.step():
             pass
 
-    # Methods of the thread that steps
+    # Methods for the one thread that calls `step`
 
     @property
     def num_decoding(self) -> int:
@@ -138,7 +140,7 @@ class Engine:
         return bool(self.waiting or self.scheduler.running or self.pending)
 
     def step(self) -> bool:
-        """Admit waiting requests, prefill one chunk, decode one token per request; False if no request is left."""
+        """Admit waiting requests, prefill one chunk and decode one token per request. Return False if none is left."""
         training = any(model.training for model in self.models)
         try:
             with eval_mode(*self.models) if training else nullcontext():
@@ -209,8 +211,8 @@ class Engine:
         """Allocate rows and pages to waiting requests, first come, first served.
 
         The first request that does not fit blocks those behind it, so that large requests are not starved. Sources of
-        an encoder-decoder are encoded here, each in one pass; while other requests decode, admission stops after
-        `prefill_chunk_size` source tokens per step to bound their latency.
+        an encoder-decoder are encoded here, each in one pass. While other requests decode, admission stops after
+        `prefill_chunk_size` source tokens per step, to bound the latency of those requests.
         """
         num_decoding, num_source_tokens = self.scheduler.num_decoding, 0
         while self.waiting and not (num_decoding and num_source_tokens >= self.config.prefill_chunk_size):
@@ -225,7 +227,7 @@ class Engine:
                 self.scheduler.start_prefill(request)
 
     def _prefill_step(self) -> None:
-        """Prefill one chunk of each of the oldest prompts, at most `prefill_chunk_size` tokens with padding."""
+        """Prefill one chunk of one or more prompts, in total at most `prefill_chunk_size` tokens with padding."""
         prefilling = self.scheduler.prefilling()
         if not prefilling:
             return
@@ -268,7 +270,7 @@ class Engine:
     def _decode_step(self) -> None:
         """Launch a decode step of all decoding rows, then process the previous step's tokens.
 
-        Without async scheduling (CPU), process this step's tokens.
+        Without async scheduling, this step's tokens are processed too.
         """
         decoding = self.scheduler.decoding
         launched = None
@@ -313,7 +315,7 @@ class Engine:
             self.scheduler.release(request)
             request.finish()
         elif request.num_computed_tokens in self.rope_switch_lengths and request.row is not None:
-            self.scheduler.restart_prefill(request)  # LongRoPE: all its keys get other frequencies from here on
+            self.scheduler.restart_prefill(request)  # from this length on, LongRoPE uses other frequencies for all keys
 
     def _fail_all(self, reason: str) -> None:
         """Fail all running, waiting and pending requests."""

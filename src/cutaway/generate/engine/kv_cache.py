@@ -1,7 +1,8 @@
-"""KV cache of the engine: rows are assigned and released independently; full, ring-buffer or paged, optionally int8.
+"""KV cache of the engine: one row per running request, in a full, ring-buffer or paged layout, optionally in int8.
 
-All three layouts are pages of slots. `full` and `ring` have one page per row, as long as the row, so that the page of a
-row is the row itself. `paged` has pages of PAGE_SIZE slots and a page table (row, page index) → page id.
+All three layouts consist of pages, and a page consists of slots, each with the keys and values of one token. `full` and
+`ring` have one page per row, as long as the row, so that the page of a row is the row itself. `paged` has pages of
+PAGE_SIZE slots and a page table (row, page index) → page id.
 A flat slot is page_id · page_size + offset: an index into the buffers with their first two dimensions flattened.
 """
 
@@ -24,7 +25,7 @@ from cutaway.model.transformer import Transformer
 CacheImplementation = Literal["full", "ring", "paged"]
 CACHE_IMPLEMENTATIONS: tuple[CacheImplementation, ...] = ("full", "ring", "paged")
 PAGE_SIZE = 64
-"""Tokens per page."""
+"""Number of tokens per page."""
 
 
 class KVBuffer:
@@ -84,17 +85,17 @@ class PagedLayerCache(LayerCache):
     ) -> None:
         self.num_slots, self.page_size = num_slots, page_size
         self.keys, self.values = (KVBuffer(num_pages, page_size, width, device, dtype) for width in cache_shape)
-        # What `gather` indexes with: a slice of rows, which is a view, or the page table.
+        # Index that `gather` uses: a slice of rows, which gives a view, or the page table.
         self.page_index: Int[Tensor, "B P"] | slice = slice(0, batch_size)
         self.page_table = torch.arange(batch_size, device=device).unsqueeze(-1)
-        """Page ids of each row; with one page per row, the row number."""
+        """Page ids of each row. If a row has one page, the page id is the row number."""
 
     def update(
         self, k: Float[Tensor, "B T G D"], v: Float[Tensor, "B T G E"], slot_mapping: SlotMapping
     ) -> tuple[Float[Tensor, "B S G D"], Float[Tensor, "B S G E"]]:
         self.keys.write(slot_mapping.slots, k)
         self.values.write(slot_mapping.slots, v)
-        # Only the pages that hold the first num_keys slots.
+        # Read only the pages that hold the first num_keys slots.
         pages, num_keys = self.page_index, slot_mapping.num_keys
         if not isinstance(pages, slice):
             pages = pages[:, : -(-num_keys // self.page_size)]
@@ -119,7 +120,7 @@ class BatchKVCache(Cache):
         num_pages: int | None = None,
         max_source_len: int = 0,
     ) -> None:
-        """`num_pages`: pages of a paged cache without the null page; default enough for all rows."""
+        """`num_pages`: number of pages of a paged cache without the null page. The default is enough for all rows."""
         self.implementation = implementation
         self.first_row = 0
         paged = implementation == "paged"
@@ -167,13 +168,13 @@ class BatchKVCache(Cache):
 
     @property
     def paged_layers(self) -> list[PagedLayerCache]:
-        """`layers` with their type in this class."""
+        """`layers`, typed as a list of PagedLayerCache."""
         return cast("list[PagedLayerCache]", self.layers)
 
     def assign_slots(
         self, num_tokens: int, mask: Bool[Tensor, "B T"] | None
     ) -> tuple[TokenPositions, dict[int, SlotMapping]]:
-        """`Cache.assign_slots`, with slots of a row converted to flat slots."""
+        """Call `Cache.assign_slots` and convert the slots of each row to flat slots."""
         new, slot_mappings = super().assign_slots(num_tokens, mask)
         row = torch.arange(self.first_row, self.first_row + self.batch_size, device=self.seq_lens.device).unsqueeze(-1)
         for num_slots, mapping in slot_mappings.items():
@@ -186,13 +187,14 @@ class BatchKVCache(Cache):
         return new, slot_mappings
 
     def view_rows(self, start: int, stop: int, *, max_len: int) -> "BatchKVCache":
-        """A cache of rows start … stop − 1 that shares this cache's memory.
+        """Return a cache of rows start … stop − 1 that shares this cache's memory.
 
         `max_len`: upper bound of the rows' lengths, known on the host, which limits the number of keys.
         """
         view = copy.copy(self)
         view.first_row, view.batch_size, view.max_len = start, stop - start, max_len
-        # min_len selects LongRoPE frequencies; the engine prefills again at a switch length, so no pass crosses one.
+        # min_len selects the LongRoPE frequencies. No forward pass crosses a switch length, because the engine prefills
+        # again there.
         view.min_len = self.num_slots
         view.seq_lens, view.write_end = self.seq_lens[start:stop], self.write_end[start:stop]
         view.page_table = None if self.page_table is None else self.page_table[start:stop]
@@ -223,12 +225,13 @@ class BatchKVCache(Cache):
             self.page_table[row] = page_row.to(self.page_table.device)
 
     def clear_row(self, row: int) -> None:
-        """Reset a released row to the null page: a step already launched may still write to the row, and must not write
-        to pages that are allocated to others."""
+        """Reset a released row to the null page.
+
+        A step that was already launched may still write to the row, and must not write to pages of other requests."""
         self.assign_row(row)
 
     def swap_rows(self, a: int, b: int) -> None:
-        """Exchange the contents of two rows; in a paged cache only their page tables."""
+        """Exchange two rows. In a paged cache, page ids are exchanged and keys and values are not moved."""
         if a == b:
             return
         tensors = [self.seq_lens, self.write_end, *self.cross_tensors()]
@@ -266,7 +269,7 @@ class BatchKVCache(Cache):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all keys and values."""
+        """Number of bytes of all keys and values."""
         return sum(x.nbytes for x in [*self.kv_tensors(), *self.cross_tensors()])
 
 

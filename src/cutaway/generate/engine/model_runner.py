@@ -1,4 +1,4 @@
-"""Model runner: prefill and decode forward passes over the batched KV cache, with sampling; fast decode paths."""
+"""Model runner: prefill and decode forward passes over the batched KV cache, sampling, and fast decode steps."""
 
 import time
 import warnings
@@ -38,8 +38,7 @@ class ModelRunner:
         compile: bool | None = None,
         weight_bits: int | None = None,
     ) -> None:
-        """`compile`: enable fast decode steps at once (True), never (False), or when it pays off (None). `weight_bits`:
-        bits per weight in decode steps; default the model's dtype."""
+        """`compile`, `weight_bits`: see `EngineConfig`."""
         if weight_bits not in (None, 4, 8, 16):
             raise InputError(f"weight_bits is {weight_bits!r}; decode steps support 16, 8 or 4 bits per weight")
         assert isinstance(model, DecoderOnly | EncoderDecoder)
@@ -59,14 +58,16 @@ class ModelRunner:
         supported = not _has_hooks(model) and device_type in ("cuda", "cpu")
         if weight_bits is not None and not supported:
             raise InputError(
-                "weight_bits needs fast decode steps, which support CUDA and CPU models without hooks; leave it out"
+                "weight_bits needs fast decode steps, which support CUDA and CPU models without hooks; leave out"
+                " weight_bits, or remove the hooks"
             )
-        skip_cpu_compile = compile is None and device_type == "cpu"  # takes most of a minute and swallows Ctrl-C
+        # Compiling on the CPU takes most of a minute and swallows Ctrl-C.
+        skip_cpu_compile = compile is None and device_type == "cpu"
         self.warmup_policy = None
         if supported and compile is not False and not skip_cpu_compile:
             self.warmup_policy = WarmupPolicy(WarmupCostStore(model, cache.batch_size, weight_bits))
-        """Times decode steps, to decide when fast steps pay off and to record their cost; None when there is nothing to
-        decide."""
+        """Measures the time of decode steps, to decide when fast steps save time and to record the cost of their
+        warm-up. None when there is nothing to decide."""
         if weight_bits is not None and device_type == "cpu":
             self.pack_cpu_weights(weight_bits, single_row=compile is True and cache.batch_size == 1)
         if self.warmup_policy is not None and (compile or (weight_bits is not None and device_type == "cuda")):
@@ -114,7 +115,7 @@ class ModelRunner:
     @torch.inference_mode(False)
     @torch.no_grad()
     def init_row(self, row: int, request: Request, eos_token_ids: Collection[int]) -> None:
-        """Initialize a row of the cache and the sampler for a request; encode its source, if any."""
+        """Initialize a row of the cache and the sampler for a request, and encode the source of an encoder-decoder."""
         self.cache.assign_row(row, request.num_computed_tokens, request.page_ids)
         params, prefix = request.sampling_params, request.output_prefix  # the prefix counts as output
         prompt = request.input_ids[: len(request.input_ids) - len(prefix)]
@@ -133,9 +134,10 @@ class ModelRunner:
 
     @torch.no_grad()
     def prefill(self, first_row: int, chunks: Sequence[Sequence[int]], num_computed: Sequence[int]) -> None:
-        """Write one chunk of each of the rows first_row, first_row + 1, … to the KV cache.
+        """Run one chunk of tokens per request and write its keys and values to cache rows first_row, first_row + 1, …
 
-        `num_computed`: tokens already in each row. Chunks are right-padded to (rows, longest); no logits are computed.
+        `num_computed`: number of tokens already in each row. Chunks are right-padded to the length of the longest. No
+        logits are computed.
         """
         longest = max(map(len, chunks))
         tokens = torch.tensor([[*chunk, *[0] * (longest - len(chunk))] for chunk in chunks])
@@ -148,7 +150,9 @@ class ModelRunner:
 
     @torch.no_grad()
     def encode_source(self, row: int, source_tokens: Sequence[int], decoder_tokens: Sequence[int]) -> None:
-        """Encode a row's source and store its cross-attention keys and values; `decoder_tokens`: decoder input."""
+        """Encode a row's source tokens and store the cross-attention keys and values in the cache.
+
+        `decoder_tokens`: the decoder tokens before the first sampled token."""
         assert isinstance(self.model, EncoderDecoder)
         source_cache = self.model.new_cache(1, len(decoder_tokens))
         source, target = (torch.tensor([list(x)], device=self.model.device) for x in (source_tokens, decoder_tokens))
@@ -160,8 +164,8 @@ class ModelRunner:
     def decode(self, num_rows: int, max_len: int, steps_left: int = 1) -> SamplerOutput:
         """Decode one token for each of the first `num_rows` rows.
 
-        `max_len`: upper bound of the rows' lengths. `steps_left`: upper bound of the steps to come, by which the
-        warm-up policy decides whether fast steps pay off.
+        `max_len`: upper bound of the rows' lengths. `steps_left`: upper bound of the number of steps to come, from
+        which the warm-up policy decides whether fast steps save time.
         """
         if self.warmup_policy is None:
             return self._decode_once(num_rows, max_len)
@@ -179,7 +183,7 @@ class ModelRunner:
             self.warmup_policy, self.decode_model = None, self.model
             self.release_compiled()
             return self._decode_once(num_rows, max_len)
-        output.tokens.cpu()  # wait for the device, so that the measured time is the step's
+        output.tokens.cpu()  # wait for the device, so that the whole step is measured
         if self.warmup_policy.record_step(time.perf_counter() - start):
             self.warmup_policy = None
         return output
@@ -205,9 +209,9 @@ class ModelRunner:
         return self.forward_logits(self.decode_model, tokens, None, cache_view)[:, -1]
 
     def _decode_fixed_shape(self, num_rows: int, features: SamplingFeatures) -> SamplerOutput:
-        """Decode step for CUDA graphs: shapes depend only on `num_rows`, attention runs over all slots.
+        """Decode step for CUDA graphs: shapes depend only on `num_rows`, and attention runs over all slots.
 
-        Inactive rows compute as padding: their cache length, sampler state and next token do not change.
+        Inactive rows are padding: their cache length, sampler state and next token do not change.
         """
         view = self.cache.view_rows(0, num_rows, max_len=0)
         view.static_shapes = True
@@ -239,14 +243,16 @@ class ModelRunner:
 
 
 def _shape_agnostic_sdpa() -> AbstractContextManager[None]:
-    """SDPA without the cuDNN backend, which builds a plan for every new shape: slower than the prefill itself, since
-    prompts have all lengths."""
+    """Context manager in which SDPA does not use the cuDNN backend.
+
+    cuDNN builds a plan for every new shape, which takes longer than the prefill itself, and prompts have many lengths.
+    """
     return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
 @contextmanager
 def eval_mode(*models: Transformer) -> Iterator[None]:
-    """Context manager: models in eval mode, with each module's training flag restored at the end."""
+    """Context manager that sets models to eval mode, and restores the training flag of each module at the end."""
     training = [module for model in models for module in model.modules() if module.training]
     for model in models:
         model.eval()
@@ -258,7 +264,7 @@ def eval_mode(*models: Transformer) -> Iterator[None]:
 
 
 def _is_keyboard_interrupt(error: BaseException | None) -> bool:
-    """Whether a KeyboardInterrupt caused `error`: torch.compile wraps it in its own exception."""
+    """Whether a KeyboardInterrupt caused `error`: torch.compile wraps the interrupt in its own exception."""
     while error is not None:
         if isinstance(error, KeyboardInterrupt):
             return True
@@ -272,8 +278,9 @@ def _has_hooks(model: Transformer) -> bool:
 
 
 def _can_capture_cuda_graph(model: Transformer) -> bool:
-    """Whether a decode step has no host synchronization. Outside bf16, experts run in a loop over token counts that are
-    read on the host."""
+    """Whether a decode step can be captured in a CUDA graph: it must not synchronize with the host.
+
+    Except in bf16, mixture-of-experts layers loop over token counts that are read on the host."""
     has_experts = any(isinstance(module, MixtureOfExperts) for module in model.modules())
     return not has_experts or model.dtype == torch.bfloat16
 
@@ -312,6 +319,6 @@ class PendingTokens:
 
 
 def _copy_to_pinned(tensor: Tensor) -> Tensor:
-    """Asynchronous copy to pinned host memory; complete when the stream reaches it."""
+    """Start an asynchronous copy to pinned host memory, which is complete when the CUDA stream has executed it."""
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)

@@ -19,7 +19,7 @@ class Completion:
     finish_reason: str = "length"
     """'stop' (stop token or stop string), 'length' or 'abort'."""
     stop_reason: int | str | None = None
-    """The stop token or stop string."""
+    """The stop token id or the stop string that ended the completion; None if neither did."""
     prompt_tokens: int = 0
     seed: int | None = None
     score: float | None = None
@@ -49,7 +49,7 @@ class OutputProcessor:
         eos_token_ids: Iterable[int] = (),
         prompt_tokens: Sequence[int] = (),
     ) -> None:
-        """`max_tokens`: maximum length. `prompt_tokens`: context for detokenizing the first tokens."""
+        """`max_tokens`: maximum number of tokens. `prompt_tokens`: context for detokenizing the first tokens."""
         self.max_tokens = max_tokens
         self.stop_token_ids = sampling_params.all_stop_token_ids(eos_token_ids)
         self.detokenizer = None if tokenizer is None else tokenizer.decode_stream(prefix_ids=prompt_tokens)

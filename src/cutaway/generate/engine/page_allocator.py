@@ -19,7 +19,7 @@ class CachedPage:
 
     page_id: int
     parent_key: int
-    """Key of the cached page before it, or 0 for the first page."""
+    """Key of the cached page before this one, or 0 if this is the first page of a sequence."""
     tokens: TokenIds
     key: int
     """Unique number, never reused: children of an evicted page can therefore not be found by mistake."""
@@ -36,7 +36,7 @@ class PagePool:
         self.page_size, self.prefix_caching = page_size, prefix_caching
         self.free_list = list(range(num_pages - 1, NULL_PAGE, -1))
         self.ref_counts: dict[int, int] = {}
-        """By page in use: number of sequences that use it."""
+        """For each page in use, the number of sequences that use it."""
         self.prefix_index: dict[tuple[int, TokenIds], CachedPage] = {}
         """Cached pages by (key of the parent page, tokens)."""
         self.cached_by_page_id: dict[int, CachedPage] = {}
@@ -54,8 +54,8 @@ class PagePool:
     def allocate(self, tokens: Sequence[int], max_len: int) -> tuple[list[int], int] | None:
         """Allocate pages for a sequence of up to `max_len` tokens that starts with `tokens`.
 
-        Return the page ids and the number of tokens already cached in them, or None if there are too few pages. At
-        least one of `tokens` is not cached, because its forward pass gives the logits of the next token.
+        Return the page ids and the number of tokens already cached in them, or None if there are too few pages. The
+        last of `tokens` is never taken from the cache, because the logits of the next token come from its forward pass.
         """
         shared = self.find_cached_prefix(tokens)
         # Shared pages that are evictable now will be in use, so they do not count as available.
@@ -72,7 +72,7 @@ class PagePool:
         return pages, len(shared) * self.page_size
 
     def find_cached_prefix(self, tokens: Sequence[int]) -> list[CachedPage]:
-        """Cached pages of the longest prefix of `tokens`, in full pages."""
+        """Return the cached full pages that hold the longest possible prefix of `tokens`."""
         prefix: list[CachedPage] = []
         parent_key = 0
         for start in range(0, len(tokens) - self.page_size if self.prefix_caching else 0, self.page_size):
@@ -120,7 +120,7 @@ class PagePool:
                 del self.prefix_index[cached.parent_key, cached.tokens]
 
     def evict(self, cached_page: CachedPage) -> None:
-        """Free a cached page. Its children can no longer be found and are evicted later, in LRU order."""
+        """Free a cached page. The pages after it can no longer be found and are evicted later, in LRU order."""
         del self.evictable[cached_page.key], self.cached_by_page_id[cached_page.page_id]
         del self.prefix_index[cached_page.parent_key, cached_page.tokens]
         self.free_list.append(cached_page.page_id)

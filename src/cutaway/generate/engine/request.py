@@ -30,21 +30,24 @@ class Request:
         self.arrival_index = 0
         """Position in the order of arrival."""
         self.row: int | None = None
-        """Row of the KV cache; None while waiting and after the end."""
+        """Row of the KV cache; None while the request waits and after it has finished."""
         self.page_ids: list[int] = []
         self.num_shared_pages = 0
         """Number of leading pages that were cached by other requests."""
         self.num_computed_tokens = 0
         """Number of tokens in the KV cache."""
         self.num_launched_tokens = 0
-        """Number of completion tokens launched on the device, including those not yet copied to the host."""
+        """Number of completion tokens whose decode step was launched, including those not yet copied to the host."""
 
     def abort(self) -> None:
-        """Stop before the next step; the tokens generated so far are the completion."""
+        """Stop the request before the next step. The tokens generated so far become the completion."""
         self.aborted = True
 
     def stream(self, timeout: float | None = None) -> Iterator[CompletionChunk]:
-        """Yield chunks until the end. Each chunk is yielded once in total; `queue.Empty` is raised after `timeout`."""
+        """Yield chunks until the request is finished. Each chunk is yielded once, even if several callers stream.
+
+        `queue.Empty` is raised if no chunk arrives within `timeout` seconds.
+        """
         while (chunk := self._chunks.get(timeout=timeout)) is not None:
             yield chunk
         self._chunks.put(None)  # so that another call to stream ends too
@@ -62,7 +65,7 @@ class Request:
         return chunks
 
     def result(self, timeout: float | None = None) -> Completion:
-        """Wait for the end and return the completion."""
+        """Wait until the request is finished and return its completion."""
         if not self.finished.wait(timeout):
             raise TimeoutError(f"the request did not finish within {timeout} seconds")
         self._raise_error()

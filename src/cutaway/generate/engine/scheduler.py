@@ -10,8 +10,8 @@ class Scheduler:
     """Assignment of requests to rows of the KV cache.
 
     Invariant: rows 0 … num_decoding − 1 decode, the rows after them up to len(running) − 1 prefill, and running[i].row
-    is i. Decode and prefill each run over a contiguous range of rows, which is a view of the cache without a copy;
-    the price is a swap of two rows whenever a request changes its state.
+    is i. Decode and prefill each run over a contiguous range of rows, which is a view of the cache without a copy. To
+    keep the ranges contiguous, two rows are swapped whenever a request changes its state.
     """
 
     def __init__(self, model_runner: ModelRunner, config: EngineConfig, *, prefix_caching: bool) -> None:
@@ -29,7 +29,7 @@ class Scheduler:
         return self.running[: self.num_decoding]
 
     def prefilling(self) -> list[Request]:
-        """Requests in prefill, in row order from row `num_decoding` on; the oldest is swapped to the front."""
+        """Swap the oldest request in prefill to row `num_decoding`; return the requests in prefill, in row order."""
         if self.num_decoding < len(self.running):
             oldest = min(self.running[self.num_decoding :], key=lambda request: request.arrival_index)
             assert oldest.row is not None
@@ -37,7 +37,7 @@ class Scheduler:
         return self.running[self.num_decoding :]
 
     def allocate(self, request: Request) -> bool:
-        """Assign a row and pages to a request; return False if there are too few.
+        """Assign a row and pages to a request; return False if no row is free or too few pages are free.
 
         Pages for the maximum length are reserved at once, so that a running request never runs out of pages and no
         preemption is needed.
@@ -56,7 +56,7 @@ class Scheduler:
         return True
 
     def start_prefill(self, request: Request) -> None:
-        """Initialize the assigned row; encode the source, if any."""
+        """Initialize the assigned row, and encode the source of an encoder-decoder."""
         assert request.row is not None
         self.model_runner.init_row(request.row, request, self.config.eos_token_ids)
         self.maybe_start_decode(request)
@@ -88,7 +88,7 @@ class Scheduler:
         first.row, second.row = b, a
 
     def release(self, request: Request, *, cache_valid: bool = True) -> None:
-        """Free a request's row and pages. With cache_valid=False their contents are zeroed and not shared."""
+        """Free a request's row and pages. With cache_valid=False their contents are zeroed and not used as a prefix."""
         if request.row is None:
             return
         if request.row < self.num_decoding:

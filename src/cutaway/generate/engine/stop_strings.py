@@ -5,9 +5,9 @@ from collections.abc import Iterable
 
 
 class StopStrings:
-    """Streaming search for stop strings: releases text that cannot be part of one, and holds back the rest.
+    """Streaming search for stop strings: releases text that cannot be part of a stop string, and holds back the rest.
 
-    The stop string that is complete first matches; of several that end at the same character, the longest. The
+    The first stop string to be completed is found; if several end at the same character, the longest of them. The
     Aho-Corasick automaton (1975) takes time linear in the text, independent of the number of stop strings.
     """
 
@@ -24,7 +24,7 @@ class StopStrings:
         self._build_failure_links()
 
     def feed(self, chunk: str) -> str:
-        """Read a chunk and return the text that can be released; empty after a stop string was found."""
+        """Read a chunk and return the text that can be released, which is empty after a stop string was found."""
         if self.found is not None:
             return ""
         if not self.strings:
@@ -42,13 +42,13 @@ class StopStrings:
         return self._release_text(previous, chunk, self.prefix_of_state[state][1])
 
     def flush(self) -> str:
-        """End of text: return the held text, which is not a stop string."""
+        """Return the text that is still held back, at the end of the text: it is not a stop string."""
         string, depth = self.prefix_of_state[self.state]
         self.state = 0
         return string[:depth]
 
     def _release_text(self, previous_state: int, chunk: str, num_hidden: int) -> str:
-        """The held text and the chunk, without the last `num_hidden` characters."""
+        """Return the held text followed by the chunk, without the last `num_hidden` characters."""
         string, num_held = self.prefix_of_state[previous_state]
         if num_hidden >= len(chunk):
             return string[: num_held + len(chunk) - num_hidden]
@@ -67,7 +67,7 @@ class StopStrings:
         self.match_len[state] = len(string)
 
     def _build_failure_links(self) -> None:
-        """Breadth-first, because the link of a state depends on the links of shorter prefixes."""
+        """Set the failure links breadth-first, because the link of a state depends on the links of shorter prefixes."""
         queue = deque(self.transitions[0].values())
         while queue:
             state = queue.popleft()
