@@ -1,11 +1,11 @@
 """Errors meant for users. Every message says what is wrong, why, and what to do."""
 
 MAX_MESSAGE_CHARS = 900
-"""Maximum length of an error message."""
+"""Number of characters above which an error message is shortened."""
 
 
 class CutawayError(ValueError):
-    """Base class of all errors meant for users: a single printable line of bounded length."""
+    """Base class of all errors meant for users. The message is a single printable line; a long message is shortened."""
 
     def __init__(self, message: object = "") -> None:
         text = str(message)

@@ -22,12 +22,12 @@ class CutawayWarning(UserWarning):
 
 
 class CheckFailedError(Exception):
-    """A check failed; the message is the finding."""
+    """A check failed. The message describes the finding."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("cutaway", "correctness checks of Transformers")
-    help_text = "check the model that this function returns (called without arguments); repeatable"
+    help_text = "function without arguments that returns the model to check; can be given several times"
     group.addoption("--cutaway", action="append", default=[], metavar="module.path:factory", help=help_text)
     for name, help_text in (("only", "run only these checks, such as causality,cache"), ("skip", "skip these checks")):
         group.addoption(f"--cutaway-{name}", action="append", default=None, metavar="A,B", help=help_text)
@@ -49,7 +49,7 @@ def pytest_make_collect_report(
 
 
 def _collect_models(session: pytest.Session) -> list["ModelCollector"]:
-    """Build one collector per --cutaway option; an invalid name ends the run before it starts."""
+    """Build one collector per --cutaway option. An invalid name is a usage error, reported before any test runs."""
     option = session.config.getoption
     sources = list(dict.fromkeys(option("--cutaway")))
     if not sources:

@@ -25,7 +25,7 @@ def _user_directory(variable: str, xdg_variable: str, default: str) -> Path:
 
 
 def write_text_atomically(path: Path, text: str) -> None:
-    """Write a file and create its directory; a reader gets the old or the new file, also after a crash."""
+    """Write a file and create its directory. A reader sees the old or the complete new file, even after a crash."""
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -108,6 +108,6 @@ make_callable(__name__, config)
 
 
 def __getattr__(name: str) -> Any:
-    if name == "presets":  # imported on first use: a thousand lines of tables; the package is callable too
+    if name == "presets":  # imported on first use, because it has a thousand lines of tables; it is callable too
         return import_module("cutaway.config.presets")
     raise AttributeError(f"cutaway.config has no '{name}'")

@@ -16,7 +16,7 @@ class QKNorm(ConfigNode):
 
     norm: Annotated[LayerNorm | RMSNorm, KIND_DISCRIMINATOR, default_kind("rmsnorm")] = RMSNorm()
     over: Literal["head", "full"] = "head"
-    """Normalize each head's vector, or the concatenation of all heads (OLMo 2)."""
+    """'head' normalizes the vector of each head; 'full' normalizes the concatenation of all heads (OLMo 2)."""
     gain_per_head: bool = False
     """With over='head': one gain vector per head (Cohere, StableLM) instead of one for all heads."""
 
@@ -75,7 +75,7 @@ class MultiHead(MultiHeadBase):
     window: PositiveInt | None = None
     """Sliding window: a query attends to keys less than `window` positions away; default no limit."""
     sink: bool = False
-    """Attention sink: a learned score per head that takes probability and has no value (gpt-oss)."""
+    """Attention sink: one learned score per head that takes part in the softmax but has no value vector (gpt-oss)."""
 
 
 class Cross(MultiHeadBase):
@@ -90,12 +90,12 @@ class LatentAttention(ConfigNode):
     kind: Literal["latent"] = "latent"
     heads: PositiveInt
     q_rank: PositiveInt | None = None
-    """Dimension of the query latent; default no latent."""
+    """Dimension of the query latent. By default queries are projected from x directly, without a latent."""
     kv_rank: PositiveInt
     d_nope: PositiveInt
     """Dimension of the part of a head without RoPE."""
     d_rope: PositiveInt
-    """Dimension of the part of a head with RoPE; all heads share its key."""
+    """Dimension of the part of a head with RoPE. All heads share the key of this part."""
     d_value: PositiveInt
     position: Rope = Rope(layout="interleaved")
     norm: RMSNorm = RMSNorm()
@@ -113,7 +113,7 @@ class LatentAttention(ConfigNode):
             raise ValueError(f"d_rope {self.d_rope} is odd; RoPE rotates pairs of dimensions, so use an even number")
         if self.position.rotary_dim not in (None, self.d_rope):
             raise ValueError(
-                f"position.rotary_dim {self.position.rotary_dim} differs from d_rope {self.d_rope}; leave it out"
+                f"position.rotary_dim {self.position.rotary_dim} is not d_rope {self.d_rope}; leave out rotary_dim"
             )
         return self
 

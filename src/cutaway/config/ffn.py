@@ -65,11 +65,11 @@ class ExpertGroups(ConfigNode):
     num_groups: PositiveInt
     top_k: PositiveInt
     score: Literal["top2", "max"] = "top2"
-    """Score of a group: the sum of its two best experts, or its best expert."""
+    """Score of a group: the sum of its two highest expert scores ('top2'), or its highest expert score ('max')."""
 
 
 class Router(ConfigNode):
-    """Selection and weights of the experts of each token."""
+    """Router: selects the experts of each token and computes their weights."""
 
     score: Literal["softmax", "sigmoid"] = "softmax"
     top_k: PositiveInt
@@ -78,16 +78,16 @@ class Router(ConfigNode):
     scale: PositiveFloat = 1.0
     """Factor on the final weights."""
     dtype: Literal["model", "float32"] = "model"
-    """Dtype of the router's matrix product: float32 (DeepSeek) or the model's. Scores are always at least float32."""
+    """Dtype of the router's matrix product: float32 (DeepSeek) or the model's dtype. Scores are at least float32."""
     bias: bool = False
     """Learned bias on the router logits (gpt-oss)."""
     selection_bias: bool = False
-    """Load-balancing bias, a buffer, that affects the selection but not the weights (DeepSeek-V3)."""
+    """Load-balancing bias (a buffer): affects which experts are selected, but not their weights (DeepSeek-V3)."""
     groups: ExpertGroups | None = None
 
 
 class Moe(ConfigNode):
-    """Mixture of experts, dropless: no capacity limit. https://arxiv.org/abs/1701.06538"""
+    """Mixture of experts without a capacity limit (dropless). https://arxiv.org/abs/1701.06538"""
 
     kind: Literal["moe"] = "moe"
     experts: PositiveInt

@@ -12,7 +12,7 @@ def read_field_docstrings(node_class: type) -> dict[str, str]:
     notes: dict[str, str] = {}
     for owner in reversed(node_class.__mro__):
         for name in inspect.get_annotations(owner):
-            notes.pop(name, None)  # redefined here, with its own docstring or none
+            notes.pop(name, None)  # this class redefines the field, with or without a docstring
         notes |= _read_module_docstrings(owner.__module__).get(owner.__name__, {})
     return notes
 

@@ -21,7 +21,7 @@ class LMHead(ConfigNode):
     kind: Literal["lm"] = "lm"
     tied: bool = True
     bias: Literal["none", "learned", "fixed"] = "none"
-    """'fixed' is saved in the checkpoint but not trained (BART, Marian)."""
+    """Bias on the logits. A 'fixed' bias is saved in the checkpoint but not trained (BART, Marian)."""
     scale: FiniteFloat = 1.0
     softcap: PositiveFloat | None = None
     transform: HeadTransform | None = None

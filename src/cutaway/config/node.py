@@ -1,4 +1,4 @@
-"""ConfigNode, the base class of all configuration classes: frozen, unknown keys are errors; and its error messages."""
+"""ConfigNode, the frozen base class of all configuration classes, and the text of configuration errors."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Self
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def _check_magnitude(value: float) -> float:
-    """Reject numbers whose square, log or inverse overflows: they would give NaN."""
+    """Reject numbers whose square, log or inverse overflows, because they would lead to NaN."""
     if value != 0 and not 1e-30 < abs(value) < 1e30:
         raise ValueError(f"input should be between 1e-30 and 1e30 in magnitude, not {value}")
     return value
@@ -64,7 +64,7 @@ class ConfigNode(BaseModel):
         return schema
 
     def replace(self, paths: Mapping[str, Any] | None = None, /, **changes: Any) -> Self:
-        """Return a validated copy with changed fields; nested ones by key path, e.g. {"decoder.block.ffn.hidden": 8}.
+        """Return a validated copy with changed fields. `paths` changes nested fields: {"decoder.block.ffn.hidden": 8}.
 
         A path through a tuple, such as a pattern of blocks, applies to each element.
         """
@@ -94,7 +94,7 @@ KIND_DISCRIMINATOR = Field(discriminator="kind")
 
 
 def default_kind(kind: str) -> BeforeValidator:
-    """Default `kind` of a tagged union for a table without one."""
+    """Validator of a tagged union that adds the default `kind` to a table without the key `kind`."""
     return BeforeValidator(lambda data: {"kind": kind} | data if isinstance(data, dict) else data)
 
 

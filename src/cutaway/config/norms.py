@@ -20,7 +20,7 @@ class RMSNorm(ConfigNode):
     kind: Literal["rmsnorm"] = "rmsnorm"
     eps: PositiveFloat = 1e-6
     unit_offset: bool = False
-    """Multiply by 1 + gain, with the gain stored around zero (Gemma)."""
+    """Multiply by 1 + gain instead of gain, so that stored gains are near 0 (Gemma)."""
 
 
 class NoNorm(ConfigNode):

@@ -22,7 +22,7 @@ class LearnedPosition(ConfigNode):
     kind: Literal["learned"] = "learned"
     length: PositiveInt
     offset: int = Field(default=0, ge=0, lt=2**31)
-    """Extra rows before position 0 (OPT and BART have 2)."""
+    """Number of extra rows before position 0 (2 in OPT and BART)."""
 
 
 class SinusoidalPosition(ConfigNode):
@@ -31,9 +31,9 @@ class SinusoidalPosition(ConfigNode):
     kind: Literal["sinusoidal"] = "sinusoidal"
     base: PositiveFloat = 10000.0
     layout: Literal["interleaved", "halves"] = "interleaved"
-    """Alternating sin and cos (the paper), or all sines before all cosines (tensor2tensor, Marian)."""
+    """'interleaved' alternates sin and cos (the paper); 'halves' has all sines first (tensor2tensor, Marian)."""
     table_length: PositiveInt | None = None
-    """Store a frozen table of this many positions in the checkpoint (Marian); default computed, without a limit."""
+    """Number of positions of a fixed table in the checkpoint (Marian). By default any position is computed."""
 
 
 # ---------------------------------------------------------------------------------------- inside attention
@@ -46,7 +46,7 @@ class NoScaling(ConfigNode):
 
 
 class LinearScaling(ConfigNode):
-    """Position interpolation: positions divided by `factor`. https://arxiv.org/abs/2306.15595"""
+    """Position interpolation: positions are divided by `factor`. https://arxiv.org/abs/2306.15595"""
 
     kind: Literal["linear"] = "linear"
     factor: PositiveFloat
@@ -61,7 +61,7 @@ class DynamicNTK(ConfigNode):
 
 
 class Yarn(ConfigNode):
-    """YaRN: low frequencies interpolated, high ones kept, a linear ramp between. https://arxiv.org/abs/2309.00071"""
+    """YaRN: divides low frequencies by `factor`, keeps high ones, and blends linearly in between. https://arxiv.org/abs/2309.00071"""
 
     kind: Literal["yarn"] = "yarn"
     factor: PositiveFloat
@@ -75,7 +75,7 @@ class Yarn(ConfigNode):
 
 
 class LongRope(ConfigNode):
-    """LongRoPE: one factor per frequency; a short and a long set, selected by sequence length. https://arxiv.org/abs/2402.13753"""
+    """LongRoPE: divides each frequency by a factor. Short and long sequences have separate factors. https://arxiv.org/abs/2402.13753"""
 
     kind: Literal["longrope"] = "longrope"
     short_factors: tuple[PositiveFloat, ...]
@@ -88,7 +88,7 @@ class LongRope(ConfigNode):
         if len(self.short_factors) != len(self.long_factors):
             raise ValueError(
                 f"short_factors has {len(self.short_factors)} numbers and long_factors {len(self.long_factors)};"
-                " give one of each per pair of rotated dimensions"
+                " both need one number per pair of rotated dimensions"
             )
         return self
 
@@ -99,7 +99,7 @@ class LongRope(ConfigNode):
 
 
 class Llama3Scaling(ConfigNode):
-    """Llama 3.1: low frequencies divided by `factor`, high ones kept, a blend between. https://arxiv.org/abs/2407.21783"""
+    """Llama 3.1: divides low frequencies by `factor`, keeps high ones, and blends in between. https://arxiv.org/abs/2407.21783"""
 
     kind: Literal["llama3"] = "llama3"
     factor: PositiveFloat = 8.0
@@ -128,7 +128,7 @@ class Rope(ConfigNode):
     rotary_dim: PositiveInt | None = None
     """Number of rotated dimensions of a head (the first ones); default all."""
     layout: Literal["half", "interleaved"] = "half"
-    """Which dimensions form a pair: (j, j + rotary_dim/2), or (2j, 2j + 1)."""
+    """'half' rotates the pairs of dimensions (j, j + rotary_dim/2), 'interleaved' the pairs (2j, 2j + 1)."""
     scaling: RopeScaling = NoScaling()
 
     @model_validator(mode="after")
@@ -138,7 +138,7 @@ class Rope(ConfigNode):
                 f"rotary_dim {self.rotary_dim} is odd; RoPE rotates pairs of dimensions, so use an even number"
             )
         if self.theta <= 1 and isinstance(self.scaling, Yarn):
-            raise ValueError(f"theta {self.theta} leaves YaRN no range of wavelengths; use a theta above 1")
+            raise ValueError(f"theta {self.theta} is too small for YaRN; use a theta above 1")
         return self
 
 
@@ -161,12 +161,12 @@ class RelativeBias(ConfigNode):
     buckets: PositiveInt = 32
     max_distance: PositiveInt = 128
     shared: bool = True
-    """One table for all layers of a stack (T5), or one per layer."""
+    """Use one table for all layers of a stack (T5) instead of one table per layer."""
 
     @model_validator(mode="after")
     def _check_buckets(self) -> "RelativeBias":
         if self.buckets < 4:
-            raise ValueError(f"buckets {self.buckets} must be at least 4: two directions, each near and far")
+            raise ValueError(f"buckets {self.buckets} must be at least 4: a near and a far bucket per direction")
         if self.max_distance <= self.buckets // 2:
             raise ValueError(f"max_distance {self.max_distance} must be above half the buckets ({self.buckets // 2})")
         return self

@@ -14,7 +14,7 @@ from cutaway.errors import ConfigError
 from cutaway.pretrained import find_pretrained
 
 MAX_FILE_BYTES = 64 << 20
-"""Maximum size of a configuration file."""
+"""Maximum size of a configuration file in bytes."""
 
 
 def config(source: Config | Mapping[str, Any] | str | Path) -> Config:
@@ -60,7 +60,7 @@ def _find_config_file(directory: Path) -> Path:
 
 
 def path_satisfies(path: Path, predicate: Callable[[Path], bool]) -> bool:
-    """Evaluate `predicate`; False if `path` is not a valid file name."""
+    """Return `predicate(path)`, or False if `path` is not a valid file name."""
     try:
         return predicate(path)
     except (OSError, ValueError):
@@ -74,7 +74,7 @@ def schema() -> dict[str, Any]:
 
 
 def to_dict(config: Config) -> dict[str, Any]:
-    """The configuration as plain data, with tags first; `config(...)` reads it back."""
+    """The configuration as plain data, with the keys `form` and `kind` first. `config(...)` converts it back."""
     data: dict[str, Any] = _sort_tags_first(config.model_dump(mode="json", exclude_none=True))
     return data
 
@@ -90,7 +90,7 @@ def to_json(config: Config) -> str:
 
 
 def _one_of_to_any_of(value: Any) -> Any:
-    """Replace oneOf by anyOf: a table without a `kind` has a default and may match several variants."""
+    """Replace oneOf by anyOf, because a table without the key `kind` may match several variants."""
     if isinstance(value, list):
         return [_one_of_to_any_of(item) for item in value]
     if not isinstance(value, dict):

@@ -17,7 +17,7 @@ class PreNorm(ConfigNode):
     kind: Literal["pre"] = "pre"
     final_norm: bool = True
     skip_first_prenorm: bool = False
-    """No norm before the first attention (ModernBERT)."""
+    """Leave out the norm before the first attention (ModernBERT)."""
 
 
 class PostNorm(ConfigNode):
@@ -48,7 +48,7 @@ class ParallelResidual(ConfigNode):
     kind: Literal["parallel"] = "parallel"
     final_norm: bool = True
     norms: Literal["one", "two"] = "one"
-    """One norm for both sublayers (GPT-J), or one each (GPT-NeoX)."""
+    """'one': attention and FFN have the same norm (GPT-J). 'two': each has its own norm (GPT-NeoX)."""
 
 
 Placement = Annotated[PreNorm | PostNorm | SandwichNorm | OutputNorm | ParallelResidual, KIND_DISCRIMINATOR]
@@ -72,7 +72,7 @@ def _as_tuple(data: object) -> object:
 
 
 class Stack(ConfigNode):
-    """`leading_blocks`, then `block` (one block, or a pattern of several) repeated up to `layers` layers."""
+    """`layers` layers: first `leading_blocks`, then `block` (one block or a pattern of several), repeated."""
 
     layers: Annotated[int, Field(strict=True, ge=1, le=10_000)]
     block: Annotated[

@@ -20,7 +20,7 @@ class TransformerConfig(ConfigNode):
     vocab_size: PositiveInt
     d_model: PositiveInt
     context: PositiveInt | None = None
-    """Context length the model was trained for: a default for tools, not a limit."""
+    """Context length that the model was trained for. Tools use it as a default; it is not a limit."""
     head: OutputHead = LMHead()
     init: Init = NormalInit()
 
@@ -59,7 +59,7 @@ class EncoderDecoder(TransformerConfig):
     encoder: Stack
     decoder: CrossStack
     source_vocab_size: PositiveInt | None = None
-    """Vocabulary size of the encoder, if it has its own token table; default a shared table."""
+    """Vocabulary size of the encoder's own token table. By default encoder and decoder share one table."""
 
 
 Config = Decoder | Encoder | EncoderDecoder
@@ -67,7 +67,7 @@ CONFIG_ADAPTER: TypeAdapter[Config] = TypeAdapter(Annotated[Config, Field(discri
 
 
 def _find_inconsistencies(config: TransformerConfig) -> Iterator[tuple[str, str]]:
-    """Yield (key path, problem) for each constraint between several parts that is violated."""
+    """Yield (key path, problem) for each violated constraint that involves several parts of the configuration."""
     d_model = config.d_model
     for side, stack in config.stacks.items():
         yield from _find_embedding_errors(f"{side}.embedding", stack.embedding, d_model)

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import cutaway.model.moe  # noqa: F401  # registers torch.ops.cutaway.grouped_mm
 
 ActivationCheckpointing = Literal["none", "selective", "full"]
-"""Store all activations; store only outputs of matrix products, attention and top-k; store only block inputs."""
+"""'none' stores all activations, 'selective' outputs of matrix products, attention and top-k, 'full' block inputs."""
 ACTIVATION_CHECKPOINTING_MODES: tuple[ActivationCheckpointing, ...] = get_args(ActivationCheckpointing)
 
 aten = torch.ops.aten
@@ -20,7 +20,7 @@ SAVED_OPS = {
     aten.bmm.default,
     aten._grouped_mm.default,
     torch.ops.cutaway.grouped_mm.default,
-    aten.topk.default,  # cheap, but recomputing it must not select other experts
+    aten.topk.default,  # cheap to recompute, but the result could select other experts
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_efficient_attention.default,
@@ -34,7 +34,7 @@ def _selective_policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Checkpoin
 
 
 def run_block(mode: ActivationCheckpointing, block: nn.Module, x: Tensor, context: Any) -> Tensor:
-    """Compute block(x, context), storing activations for the backward pass as `mode` says."""
+    """Compute block(x, context). `mode` determines which activations are stored for the backward pass."""
     if mode == "none" or not (block.training and torch.is_grad_enabled()):
         return block(x, context)
     if mode == "full":

@@ -13,7 +13,7 @@ def relu2(x: Tensor) -> Tensor:
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
-    """GELU by its tanh approximation (GPT-2, Gemma)."""
+    """GELU with the tanh approximation (GPT-2, Gemma)."""
     return F.gelu(x, approximate="tanh")
 
 

@@ -20,9 +20,9 @@ from cutaway.model.rope import Rotation
 
 @dataclass
 class LayerContext:
-    """Per-layer inputs beside the residual stream: prepared mask, rotary embedding, KV cache, encoder output.
+    """Inputs of a layer besides the residual stream: prepared mask, rotary embedding, KV cache, encoder output.
 
-    Built once per forward pass by `Stack.build_layer_contexts`. Layers with equal masks share one prepared mask.
+    `Stack.build_layer_contexts` builds them in each forward pass. Layers with equal masks share one prepared mask.
     """
 
     prepared_mask: Any
@@ -82,7 +82,7 @@ class MultiHead(nn.Module):
         return (self.kv_heads, self.d_head), (self.kv_heads, self.d_head)
 
     def split_heads(self, x: Float[Tensor, "B T HD"]) -> Float[Tensor, "B T H D"]:
-        """Reshape a projection to heads, after clamping it to ±clip_qkv."""
+        """Clamp a projection to ±clip_qkv, if set, and reshape it to heads."""
         if self.clip_qkv is not None:
             x = x.clamp(-self.clip_qkv, self.clip_qkv)
         return x.view(*x.shape[:-1], -1, self.d_head)

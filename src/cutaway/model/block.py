@@ -1,4 +1,4 @@
-"""Transformer block: two residual lines, attention and FFN, with norms by placement."""
+"""Transformer block: attention and FFN, each added to the residual stream. `placement` says where the norms are."""
 
 from typing import Any
 
@@ -40,9 +40,9 @@ class Branch(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attention(x), then x + FFN(x), with norms by placement (pre, post, sandwich, output).
+    """x + attention(x), then x + FFN(x). The placement (pre, post, sandwich, output) says where the norms are.
 
-    In the decoder of an encoder-decoder, cross-attention comes between the two.
+    In the decoder of an encoder-decoder, cross-attention comes between attention and FFN.
     """
 
     def __init__(self, config: BlockConfig, stack: StackConfig, d_model: int, *, is_first: bool = False) -> None:
@@ -93,7 +93,7 @@ class ParallelBlock(nn.Module):
 
 
 def build_block(config: BlockConfig, stack: StackConfig, d_model: int, *, is_first: bool) -> Block | ParallelBlock:
-    """Build a block with sequential or parallel residuals, by `stack.placement`."""
+    """Build a block with sequential or parallel residuals, depending on `stack.placement`."""
     if isinstance(stack.placement, ParallelResidual):
         return ParallelBlock(config, stack, d_model)
     return Block(config, stack, d_model, is_first=is_first)

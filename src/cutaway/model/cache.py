@@ -1,4 +1,4 @@
-"""KV cache. The position of a slot follows from the row's sequence length; attention masks follow from positions."""
+"""KV cache. Slot positions are computed from the row's sequence length, and attention masks from the positions."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -19,7 +19,7 @@ class SlotMapping(NamedTuple):
 
     slots: Int[Tensor, "B T"]
     key_positions: TokenPositions
-    """Positions of the first `num_keys` slots, over which attention runs."""
+    """Positions of the tokens in the first `num_keys` slots, which are the slots that attention reads."""
     num_keys: int
 
 
@@ -37,7 +37,7 @@ class LayerCache:
     def update(
         self, k: Float[Tensor, "B T G D"], v: Float[Tensor, "B T G E"], slot_mapping: SlotMapping
     ) -> tuple[Float[Tensor, "B S G D"], Float[Tensor, "B S G E"]]:
-        """Write new keys and values to their slots; return those of the first `num_keys` slots."""
+        """Write new keys and values to their slots; return the keys and values of the first `num_keys` slots."""
         row = torch.arange(len(k), device=k.device).unsqueeze(-1)
         self.k[row, slot_mapping.slots] = k.to(self.k.dtype)
         self.v[row, slot_mapping.slots] = v.to(self.v.dtype)
@@ -66,10 +66,10 @@ LayerCacheBuilder = Callable[[int, int, CacheShape, torch.device, torch.dtype], 
 class Cache:
     """KV cache of all layers, with `seq_lens` tokens in each row.
 
-    The token at position p is in slot p, or in slot p modulo the number of slots in a ring buffer. A slot's position
-    therefore follows from the row's sequence length, and the mask from the positions. Padding is written to the slots
-    after the row's last token and overwritten by the next tokens, so that rows of different lengths, padding on either
-    side, chunked prefill and `crop` need no special case.
+    The token at position p is in slot p, or in slot p modulo the number of slots in a ring buffer. The position of the
+    token in a slot is therefore computed from the row's sequence length, and the mask from the positions. Padding is
+    written to the slots after the row's last token and overwritten by the next tokens, so that rows of different
+    lengths, padding on either side, chunked prefill and `crop` need no special case.
     """
 
     def __init__(
@@ -101,18 +101,18 @@ class Cache:
         self.memory_positions: TokenPositions | None = None
         self.seq_lens = torch.zeros(batch_size, dtype=torch.long, device=device)
         self.write_end = torch.zeros_like(self.seq_lens)
-        """End of each row's furthest write, including padding and tokens removed by `crop`."""
+        """One more than the last position ever written in each row, including padding and tokens removed by `crop`."""
         self.max_len = 0
-        """Upper bound of seq_lens, known without reading the device."""
+        """Upper bound of seq_lens, known without reading values from the device."""
         self.min_len = 0
-        """Lower bound of seq_lens, known without reading the device."""
+        """Lower bound of seq_lens, known without reading values from the device."""
         self.static_shapes = False
         """Attend over all slots in every step, so that shapes are static (CUDA graphs, torch.compile)."""
 
     def assign_slots(
         self, num_tokens: int, mask: Bool[Tensor, "B T"] | None
     ) -> tuple[TokenPositions, dict[int, SlotMapping]]:
-        """Positions of `num_tokens` new tokens per row, and their slot mapping by the number of slots of a layer."""
+        """Return positions of `num_tokens` new tokens per row, and a slot mapping per number of slots of a layer."""
         if not torch.compiler.is_compiling():
             self.check_capacity(num_tokens)
         index = torch.arange(num_tokens, device=self.seq_lens.device).expand(self.batch_size, num_tokens)
@@ -147,7 +147,7 @@ class Cache:
         if self.max_len + num_tokens > self.num_slots:
             raise InputError(
                 f"the cache has {self.num_slots} slots, {self.max_len} of them used: {num_tokens} more tokens do not"
-                " fit; allocate a longer one with model.new_cache(batch_size, max_seq_len)"
+                " fit; allocate a longer cache with model.new_cache(batch_size, max_seq_len)"
             )
         if self.ring_buffers and self.chunk_size is not None and num_tokens > self.chunk_size:
             raise InputError(
@@ -156,7 +156,7 @@ class Cache:
             )
 
     def commit(self, new_positions: TokenPositions, *, has_padding: bool) -> None:
-        """Add the new tokens to `seq_lens`. A forward pass that failed before this can be repeated."""
+        """Add the new tokens to `seq_lens`. A forward pass that failed before this call can be repeated."""
         num_tokens = new_positions.position.shape[-1]
         torch.maximum(self.write_end, self.seq_lens + num_tokens, out=self.write_end)
         self.seq_lens += (new_positions.position >= 0).sum(-1)
@@ -167,22 +167,25 @@ class Cache:
             self.min_len = int(self.seq_lens.min())
 
     def crop(self, max_length: int | Int[Tensor, " B"]) -> None:
-        """Remove the tokens from position `max_length` on; a tensor gives a length for each row."""
+        """Keep the first `max_length` tokens of each row and remove the others. A tensor gives one length per row."""
         is_int = isinstance(max_length, int) and not isinstance(max_length, bool)
         if not is_int and not (isinstance(max_length, Tensor) and max_length.dtype in INTEGER_DTYPES):
-            raise InputError(f"max_length is {max_length!r}; pass the number of tokens to keep, or one per row")
+            raise InputError(
+                f"max_length is {max_length!r}; pass the number of tokens to keep, or a tensor with one number per row"
+            )
         kept = torch.as_tensor(max_length, device=self.seq_lens.device)
         if bool((kept < 0).any()):
             raise InputError(f"max_length is {int(kept.min())}; pass the number of tokens to keep, 0 or more")
         if kept.shape not in ((), self.seq_lens.shape):
-            raise InputError(f"max_length has shape {tuple(kept.shape)}; pass one number, or {self.batch_size}")
+            raise InputError(f"max_length has shape {tuple(kept.shape)}; pass one number, or {self.batch_size} numbers")
         kept = torch.minimum(self.seq_lens, kept)
         for num_slots, window in self.ring_buffers:
             overwritten = (self.write_end - num_slots > (kept - window).clamp(min=0)) & (kept < self.seq_lens)
             if bool(overwritten.any()):
                 raise InputError(
                     f"row {int(overwritten.long().argmax())} cannot be cropped so far: its ring buffer of {num_slots}"
-                    f" slots no longer holds the {window} tokens before; use a larger chunk_size, or none"
+                    f" slots no longer holds the {window} tokens before the new end; allocate the cache with a larger"
+                    " chunk_size, or without chunk_size"
                 )
         self.seq_lens.copy_(kept)
         self.min_len = min(self.min_len, max_length) if isinstance(max_length, int) else 0

@@ -19,7 +19,7 @@ class Embedding(nn.Module):
     def __init__(self, config: EmbeddingConfig, d_model: int, token_table: EmbeddingTable) -> None:
         super().__init__()
         width = config.position_dim(d_model)
-        self.token = token_table  # share the module, not the tensor: tied weights survive .to(device)
+        self.token = token_table  # the module is shared, not the tensor, so that weights stay tied after .to(device)
         self.scale = config.resolve_scale(d_model)
         self.position: LearnedPosition | SinusoidalPosition | None = None
         if isinstance(config.position, LearnedConfig):

@@ -1,4 +1,4 @@
-"""Weight initialization, from one table."""
+"""Weight initialization, as the table in `init_weights` says."""
 
 import math
 import re
@@ -30,7 +30,7 @@ def init_weights(model: nn.Module, config: Config, parameters: Iterable[tuple[st
 
     Norm gains are 1 (0 with the unit offset); biases, sinks and persistent buffers are 0.
     `sublayers` is the number of sublayers in the stack: 2 per layer, 3 with cross-attention.
-    `parameters` are (name, tensor) pairs to initialize instead of the model's own, e.g. those of a sharded model.
+    `parameters` are (name, tensor) pairs to initialize instead of the model's parameters, e.g. of a sharded model.
     """
     for module in model.modules():
         if isinstance(module, SinusoidalPosition):
@@ -100,7 +100,7 @@ def _query_head_dim(name: str, config: Config) -> int:
 def init_weights_with_seed(
     model: nn.Module, config: Config, seed: int | None, parameters: Iterable[tuple[str, Tensor]] | None = None
 ) -> None:
-    """Initialize from `seed` without changing the global generators; with None, from the global generators."""
+    """Initialize from `seed` without changing the global random generators. If `seed` is None, use the global ones."""
     if seed is None:
         init_weights(model, config, parameters)
         return

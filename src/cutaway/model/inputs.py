@@ -23,7 +23,7 @@ class StackInputs(NamedTuple):
     """Inputs of a stack: token ids, and optional tensors of the same shape (`prefix_lengths`: one per row)."""
 
     name: str
-    """Name of the argument that holds the tokens, for errors: tokens, source or target."""
+    """Name of the argument that holds the tokens ('tokens', 'source' or 'target'), for error messages."""
     tokens: Tensor
     mask: Tensor | None = None
     token_types: Tensor | None = None
@@ -33,7 +33,7 @@ class StackInputs(NamedTuple):
 
 
 def validate_inputs(stack: Stack, given: StackInputs, cache: Cache | None) -> StackInputs:
-    """Check all inputs of a stack; return them with integers as int64."""
+    """Check all inputs of a stack; return them with integer tensors converted to int64."""
     name, tokens = given.name, check_tokens(given.name, given.tokens, stack.vocab_size)
     mask = check_same_shape("mask" if name == "tokens" else f"{name}_mask", given.mask, tokens, torch.bool)
     token_types, positions, document_ids = (
@@ -52,7 +52,7 @@ def validate_inputs(stack: Stack, given: StackInputs, cache: Cache | None) -> St
         prefix_lengths = check_prefix_lengths(prefix_lengths, tokens)
     if cache is not None:
         if document_ids is not None or positions is not None or prefix_lengths is not None:
-            raise InputError("positions follow from the cache; pass no positions, document_ids or prefix_lengths")
+            raise InputError("a cache sets the positions; with it, pass no positions, document_ids or prefix_lengths")
         check_cache(cache, stack.cache_shapes, name, len(tokens))
         if not stack.causal and cache.max_len:
             raise InputError("an encoder is bidirectional and cannot continue a sequence; pass all its tokens at once")
@@ -60,7 +60,7 @@ def validate_inputs(stack: Stack, given: StackInputs, cache: Cache | None) -> St
 
 
 def validate_positions(stack: Stack, name: str, token_positions: TokenPositions, cache: Cache | None) -> None:
-    """Check that positions are within the position table, and that a cached row does not cross a RoPE switch length."""
+    """Check that positions are in the position table, and that no cached row grows past a LongRoPE switch length."""
     positions = token_positions.position
     if cache is not None:
         for switch_length in stack.rope_switch_lengths:
@@ -88,7 +88,7 @@ def check_tokens(name: str, tokens: Tensor, vocab_size: int) -> Tensor:
 
 
 def check_same_shape(name: str, value: Tensor | None, tokens: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """Check a per-token tensor: the shape of `tokens`, and bool (mask) or integer (positions, ids)."""
+    """Check that a per-token tensor has the shape of `tokens` and is bool (mask) or integer (positions, ids)."""
     if value is None or torch.compiler.is_compiling():
         return value
     if not isinstance(value, Tensor):
@@ -105,7 +105,7 @@ def check_same_shape(name: str, value: Tensor | None, tokens: Tensor, dtype: tor
 
 
 def check_value_range(name: str, value: Tensor, limit: int, reason: str) -> None:
-    """Check that all values are in [0, limit), where values can be read."""
+    """Check that all values are in [0, limit). Skip the check if the values cannot be read cheaply."""
     if not torch.compiler.is_compiling() and can_read_values(value):
         low, high = (int(number) for number in torch.aminmax(value))
         if low < 0 or high >= limit:
@@ -113,7 +113,7 @@ def check_value_range(name: str, value: Tensor, limit: int, reason: str) -> None
 
 
 def check_max_position(positions: Tensor, max_positions: int, name: str) -> None:
-    """Check that no token is beyond the position table."""
+    """Check that the position table has a row for every position."""
     if torch.compiler.is_compiling() or not (positions.shape[-1] > max_positions or can_read_values(positions)):
         return
     last = int(positions.max()) + 1
@@ -123,14 +123,18 @@ def check_max_position(positions: Tensor, max_positions: int, name: str) -> None
 
 
 def check_positions(positions: Tensor, mask: Tensor | None, document_ids: Tensor | None, *, increasing: bool) -> None:
-    """Check that positions are not negative and, in a decoder, increase along each document (the mask follows them)."""
+    """Check that positions are not negative and, if `increasing`, increase along each document.
+
+    In a decoder they must increase, because the causal mask is built from them.
+    """
     if torch.compiler.is_compiling() or not can_read_values(positions):
         return
     real = torch.ones_like(positions, dtype=torch.bool) if mask is None else mask
     if bool((positions < 0)[real].any()):
-        raise InputError(f"positions holds {int(positions[real].min())}; positions count from 0")
+        raise InputError(f"positions holds {int(positions[real].min())}; positions are counted from 0")
     is_start = torch.zeros_like(real) if document_ids is None else document_ids != document_ids.roll(1, -1)
-    offset = is_start.cumsum(-1) * (int(positions.max()) + 1)  # documents one after another: all must increase
+    # With this offset per document, positions must increase along the whole row.
+    offset = is_start.cumsum(-1) * (int(positions.max()) + 1)
     max_so_far = torch.where(real, positions + offset, -1).cummax(-1).values
     if increasing and bool((real[:, 1:] & ((positions + offset)[:, 1:] <= max_so_far[:, :-1])).any()):
         raise InputError("positions do not increase along a row; for packed documents, pass document_ids too")
@@ -156,9 +160,11 @@ def check_cache(cache: Cache, cache_shapes: list[CacheShape], name: str, batch_s
     if not isinstance(cache, Cache):
         raise InputError(f"cache is a {type(cache).__name__}; allocate one with model.new_cache")
     if cache.cache_shapes != cache_shapes:
-        raise InputError("the cache is of a model with another shape; allocate one with this model's new_cache")
+        raise InputError("the cache was allocated for another model; allocate one with new_cache of this model")
     if batch_size != cache.batch_size:
-        raise InputError(f"{name} has {batch_size} rows, the cache {cache.batch_size}; pass as many, or a new cache")
+        raise InputError(
+            f"{name} has {batch_size} rows, but the cache has {cache.batch_size}; pass as many, or a new cache"
+        )
 
 
 def check_rope_switch(cache: Cache, num_tokens: int, positions: Tensor, switch_length: int) -> None:
@@ -174,7 +180,7 @@ def check_rope_switch(cache: Cache, num_tokens: int, positions: Tensor, switch_l
 
 
 def can_read_values(value: Tensor) -> bool:
-    """Whether values can be read cheaply: on the CPU; elsewhere not for single tokens, nor if already checked."""
+    """Whether values should be read: always on the CPU, elsewhere only for several tokens not checked before."""
     if value.device.type == "cpu":
         return True
     skip = VALUES_CHECKED.get() or value.device.type == "meta"

@@ -1,4 +1,4 @@
-"""Attention kernels behind one interface: sdpa, explicit (the reference) and flex. Tests hold them equal."""
+"""Attention kernels with one interface: sdpa, explicit (the reference) and flex. Tests check that they agree."""
 
 from collections.abc import Callable
 from functools import cache, lru_cache
@@ -27,7 +27,7 @@ class Kernel(nn.Module):
 
     name: ClassVar[str]
     supports: ClassVar[frozenset[str]]
-    """Which of 'softcap' and 'sink' the kernel implements. Requesting another one raises KernelError."""
+    """Which of 'softcap' and 'sink' the kernel implements. Requesting the other one raises KernelError."""
 
     def __init__(self, scale: float, softcap: float | None = None, dropout: float = 0.0, *, sink: bool = False) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class DenseMask(NamedTuple):
 
 
 class Softmax(nn.Module):
-    """Scores to attention pattern. Rows sum to 1, or less with a sink; rows of fully masked queries are zero."""
+    """Converts scores to the attention pattern. Rows sum to 1, or less with a sink; fully masked rows are zero."""
 
     def forward(self, scores: Scores, fully_masked: Bool[Tensor, "#B 1 T 1"], sink: Sink) -> Scores:
         scores_fp32 = scores.to(torch.promote_types(scores.dtype, torch.float32))
@@ -74,7 +74,7 @@ class Softmax(nn.Module):
 
 
 class Explicit(Kernel):
-    """The equation, with scores and pattern as visible tensors. The reference for the other kernels."""
+    """The attention equation step by step, with tensors for scores and pattern. The reference for the other kernels."""
 
     name = "explicit"
     supports = frozenset({"softcap", "sink"})
@@ -146,7 +146,7 @@ class FlexMask(NamedTuple):
 
 
 class Flex(Kernel):
-    """torch.nn.attention.flex_attention: rules and bias compiled into a tiled kernel that skips fully masked blocks.
+    """torch.nn.attention.flex_attention: compiles mask and bias into a tiled kernel that skips fully masked blocks.
 
     No mask of all query-key pairs is materialized on an accelerator. The output of fully masked queries is zero.
     """
@@ -188,7 +188,7 @@ class Flex(Kernel):
             scale=self.scale,
             enable_gqa=q.shape[2] != k.shape[2],
             return_aux=AuxRequest(lse=True),
-            # The flex decoding kernel, chosen for short queries, has no fp32 with GQA.
+            # The flex decoding kernel, which is chosen for short queries, does not support fp32 with GQA.
             kernel_options={"FORCE_USE_FLEX_ATTENTION": True},
         )
         if sink is not None:  # one more term in the softmax denominator: z · e^lse / (e^lse + e^sink)
@@ -197,7 +197,7 @@ class Flex(Kernel):
 
 
 def _build_block_mask(mask_spec: MaskSpec) -> BlockMask:
-    """The blocks of 128 × 128 query-key pairs with any, and with only, visible pairs."""
+    """Find the blocks of 128 × 128 query-key pairs that have visible pairs, and those that have no masked pairs."""
     q, k = mask_spec.q, mask_spec.k
     device, num_queries, num_keys = q.position.device, q.position.shape[-1], k.position.shape[-1]
     if q.is_sequential and k.is_sequential and not torch.compiler.is_compiling():
@@ -215,7 +215,7 @@ def _build_block_mask(mask_spec: MaskSpec) -> BlockMask:
 def _sequential_block_mask(
     rules: tuple[MaskRule, ...], num_queries: int, num_keys: int, device: torch.device
 ) -> BlockMask:
-    """The block mask of positions 0, 1, 2 …: it depends on nothing else, so every forward pass uses the same one."""
+    """The block mask of positions 0, 1, 2 …. It is cached, because it is the same in every forward pass."""
 
     def is_visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return all_rules_hold(rules, TokenInfo(i), TokenInfo(j))
@@ -225,7 +225,7 @@ def _sequential_block_mask(
 
 
 def _compile_unless_compiling(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """Compile `function`, once per process: eager versions materialize all query-key pairs. The CPU runs eagerly."""
+    """Compile `function` once per process, because run eagerly it materializes all query-key pairs. Not on the CPU."""
     return function if device.type == "cpu" or torch.compiler.is_compiling() else _compile_once(function)
 
 

@@ -27,17 +27,17 @@ MaskRule = Callable[[TokenInfo, TokenInfo], Bool[Tensor, "..."]]
 
 
 def padding_mask(q: TokenInfo, k: TokenInfo) -> Bool[Tensor, "..."]:
-    """The key is a token, not padding."""
+    """True where the key is a token, not padding."""
     return k.position >= 0
 
 
 def causal_mask(q: TokenInfo, k: TokenInfo) -> Bool[Tensor, "..."]:
-    """The key is at or before the query."""
+    """True where the key is at or before the query."""
     return k.position <= q.position
 
 
 class SlidingWindowMask(NamedTuple):
-    """The key is less than `window` positions from the query."""
+    """True where the key is less than `window` positions from the query."""
 
     window: int
 
@@ -46,13 +46,13 @@ class SlidingWindowMask(NamedTuple):
 
 
 def prefix_lm_mask(q: TokenInfo, k: TokenInfo) -> Bool[Tensor, "..."]:
-    """The key is in the prefix, or at or before the query."""
+    """True where the key is in the prefix, or at or before the query."""
     assert q.prefix_length is not None
     return (k.position < q.prefix_length) | causal_mask(q, k)
 
 
 def document_mask(q: TokenInfo, k: TokenInfo) -> Bool[Tensor, "..."]:
-    """Query and key are in the same document of a packed sequence."""
+    """True where query and key are in the same document of a packed sequence."""
     return q.document_id == k.document_id  # type: ignore[return-value]  # == of tensors is a tensor
 
 
@@ -69,7 +69,7 @@ class TokenPositions:
     document_id: Int[Tensor, "#B T"] | None = None
     prefix_length: Int[Tensor, "#B 1"] | None = None
     is_sequential: bool = False
-    """True if known without reading values: positions 0, 1, 2 …, no padding, one document, no prefix."""
+    """True if, without reading values, positions are known to be 0, 1, 2 …: no padding, one document, no prefix."""
     limit: int | None = None
     """Exclusive upper bound of the positions, where it is known without reading values."""
 
@@ -81,14 +81,14 @@ class TokenPositions:
         return torch.where(same_document, self.position.unsqueeze(-2), EMPTY_POSITION).amax(-1) + 1
 
     def get_token(self, row: Tensor, index: Tensor) -> TokenInfo:
-        """Rule inputs of one token, by indices (as flex attention passes them)."""
-        row = row if len(self.position) > 1 else row * 0  # one row stands for the batch
+        """Inputs of a mask rule for the token at [row, index]; flex attention passes these indices as tensors."""
+        row = row if len(self.position) > 1 else row * 0  # all rows are equal, and only one is stored
         document = None if self.document_id is None else self.document_id[row, index]
         prefix = None if self.prefix_length is None else self.prefix_length[row, 0]
         return TokenInfo(self.position[row, index], document, prefix)
 
     def broadcast_along(self, axis: int) -> TokenInfo:
-        """Rule inputs of all tokens, along `axis` of a (B, T, S) mask."""
+        """Inputs of a mask rule for all tokens, which are placed along `axis` of a (B, T, S) mask."""
         document = None if self.document_id is None else self.document_id.unsqueeze(-axis)
         prefix = None if self.prefix_length is None else self.prefix_length.unsqueeze(-1)
         return TokenInfo(self.position.unsqueeze(-axis), document, prefix)
@@ -103,7 +103,7 @@ def number_tokens(
     prefix_lengths: Int[Tensor, " B"] | None = None,
     positions: Int[Tensor, "B T"] | None = None,
 ) -> TokenPositions:
-    """Number the tokens of each row, and of each document in it, from 0. Padding on either side has no effect."""
+    """Number the tokens of each row from 0, and again from 0 in each document. Padding is not counted."""
     equal_rows = mask is None and document_ids is None and prefix_lengths is None
     position = torch.arange(seq_len, device=device).expand(1 if equal_rows else batch_size, seq_len)
     if mask is not None:
@@ -135,9 +135,9 @@ class MaskSpec:
     """'full' or 'causal' if the mask is known to be exactly that, so that no kernel has to materialize it."""
 
     def to_dense(self) -> tuple[Bool[Tensor, "B 1 T S"], Bool[Tensor, "B 1 T 1"]]:
-        """The dense mask (True: the query attends to the key), and which queries attend to no key.
+        """Return the dense mask (True: the query attends to the key), and which queries attend to no key.
 
-        The rows of fully masked queries are set to True to keep softmax finite; kernels zero their output instead.
+        The rows of fully masked queries are set to True to keep softmax finite; kernels set their outputs to zero.
         """
         visible = self.is_visible(self.q.broadcast_along(1), self.k.broadcast_along(2))
         visible = visible.expand(-1, self.q.position.shape[-1], -1)

@@ -17,7 +17,10 @@ from cutaway.model.layers import Linear
 
 
 class Router(nn.Module):
-    """Scores by softmax or sigmoid; the top_k best experts (of the best groups) and their weights, in fp32 or fp64."""
+    """Computes scores by softmax or sigmoid, and selects the top_k experts of each token (from the best groups).
+
+    Returns the weights of the selected experts, in fp32 or fp64, and their indices.
+    """
 
     def __init__(self, config: RouterConfig, d_model: int, num_experts: int) -> None:
         super().__init__()
@@ -51,7 +54,7 @@ class Router(nn.Module):
         return weights * self.scale, selected
 
     def compute_logits(self, x: Float[Tensor, "n d"]) -> Float[Tensor, "n e"]:
-        """x·Wᵀ + b, in fp32 or higher: computed so, or rounded to the model's dtype first, as `dtype` says."""
+        """x·Wᵀ + b, returned in fp32 or higher; computed in that dtype or in the model's dtype, as `dtype` says."""
         if not self.logits_in_fp32:
             logits = F.linear(x, self.weight, self.bias)
             return logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -62,7 +65,7 @@ class Router(nn.Module):
 
 
 def _no_autocast(x: Tensor) -> AbstractContextManager[object]:
-    """Disable autocast where it is enabled, so that an fp32 product is not computed in its lower precision."""
+    """Disable autocast where it is enabled, so that an fp32 product is not computed in a lower precision."""
     if x.is_meta or not torch.is_autocast_enabled(x.device.type):
         return nullcontext()
     return torch.autocast(x.device.type, enabled=False)

@@ -45,7 +45,7 @@ class RMSNorm(nn.Module):
 
 
 def build_norm(config: Norm, *shape: int) -> nn.Module:
-    """Build the norm for `config`; gains have `shape`, statistics are over its last dimension."""
+    """Build the norm for `config`. `shape` is the shape of the gains; statistics are over the last dimension."""
     if isinstance(config, NoNorm):
         return nn.Identity()
     return LayerNorm(config, *shape) if isinstance(config, LayerNormConfig) else RMSNorm(config, *shape)

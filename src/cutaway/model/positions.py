@@ -48,7 +48,10 @@ class SinusoidalPosition(ConstantBuffers):
             self.table.data.copy_(self.encode(len(self.table)))
 
     def encode(self, num_positions: int) -> Float[Tensor, "n w"]:
-        """The formula for the first positions. Angles in fp64: in fp32, those of large positions lose all digits."""
+        """Encode positions 0 to num_positions − 1 by the formula.
+
+        Angles are computed in fp64, because in fp32 the angles of large positions lose all digits.
+        """
         exponent = torch.arange(0, self.width, 2, dtype=torch.float64, device="cpu") / self.width
         angle = torch.arange(num_positions, device="cpu").unsqueeze(-1) * self.base**-exponent
         if self.layout == "halves":
@@ -56,7 +59,7 @@ class SinusoidalPosition(ConstantBuffers):
         return torch.stack((angle.sin(), angle.cos()), -1).flatten(-2).float()
 
     def forward(self, position: Int[Tensor, "B T"], limit: int | None = None) -> Float[Tensor, "B T w"]:
-        """Encode positions below `limit`; without it, the largest position is read from the tensor."""
+        """Encode positions below `limit`. If `limit` is None, the largest position is read from the tensor."""
         position = position.clamp(min=0)
         if self.table is not None:
             return self.table[position]
@@ -80,14 +83,14 @@ class ScoreBias(nn.Module):
     def elementwise_bias(
         self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"], head: Int[Tensor, "*h"]
     ) -> Float[Tensor, "*any"]:
-        """The bias of broadcast positions and heads (flex attention calls it per element)."""
+        """The bias for broadcastable positions and heads. Flex attention calls this for each element."""
         raise NotImplementedError
 
 
 class Alibi(ScoreBias, ConstantBuffers):
     """ALiBi: −slope_h · |i − j|; the slopes are a geometric series over the heads. https://arxiv.org/abs/2108.12409
 
-    With `round_to_bf16` (Falcon) the bias is slope_h · j in bf16: equal up to a constant per query and rounding.
+    With `round_to_bf16` (Falcon) the bias is slope_h · j in bf16. It differs by a constant per query and by rounding.
     """
 
     def __init__(self, config: AlibiConfig, heads: int) -> None:
@@ -98,7 +101,7 @@ class Alibi(ScoreBias, ConstantBuffers):
         self.register_constants()
 
     def compute_constants(self) -> dict[str, Tensor]:
-        # Not a power of two: the series of the next lower power, then every other slope of the next higher one.
+        # Heads not a power of two: the series of the next lower power, then every other slope of the next higher power.
         below = 2 ** math.floor(math.log2(self.heads))
         series = [2 ** (-self.max_bias * (i + 1) / below) for i in range(below)]
         series += [2 ** (-self.max_bias * (2 * i + 1) / (2 * below)) for i in range(self.heads - below)]

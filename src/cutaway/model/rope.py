@@ -14,7 +14,7 @@ from cutaway.model.masks import TokenPositions
 
 
 class Rotation(NamedTuple):
-    """cos and sin of each token's angles, and which dimensions form a pair. Call it to rotate q or k."""
+    """cos and sin of each token's angles, and which dimensions form a pair. Calling the object rotates q or k."""
 
     cos: Float[Tensor, "B T 1 pairs"]
     sin: Float[Tensor, "B T 1 pairs"]
@@ -79,7 +79,7 @@ class Rope(ConstantBuffers):
         return Rotation(angle.cos() * self.attention_factor, angle.sin() * self.attention_factor, self.interleaved)
 
     def select_frequencies(self, token_positions: TokenPositions) -> Float[Tensor, "*any pairs"]:
-        """Frequency of each pair; for length-dependent scalings, of each pair and sequence."""
+        """Frequency of each pair, or of each pair and sequence if the scaling depends on the sequence length."""
         if self.switch_length is None:
             return self.frequency
         length = token_positions.sequence_length().unsqueeze(-1)
@@ -101,7 +101,11 @@ def resolve_attention_factor(config: RopeConfig) -> float:
 
 
 def scale_llama3_frequency(frequency: Float[Tensor, " pairs"], scaling: Llama3Scaling) -> Float[Tensor, " pairs"]:
-    """Llama 3.1: keep wavelengths below original/high, divide those above original/low by factor, blend between."""
+    """Llama 3.1: keep high frequencies, divide low ones by `factor`, and blend in between.
+
+    A frequency is high with a wavelength below original_length / high_frequency_factor, and low with a wavelength above
+    original_length / low_frequency_factor.
+    """
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
     rotations = scaling.original_length * frequency / (2 * math.pi)  # in the original context
     blend = ((rotations - low) / (high - low)).clamp(0, 1)
@@ -111,9 +115,9 @@ def scale_llama3_frequency(frequency: Float[Tensor, " pairs"], scaling: Llama3Sc
 def scale_yarn_frequency(
     period: Float[Tensor, " pairs"], theta: float, rotary_dim: int, scaling: Yarn
 ) -> Float[Tensor, " pairs"]:
-    """YaRN: keep pairs with more than beta_fast rotations in the original context, interpolate below beta_slow.
+    """YaRN: keep the frequencies of pairs with more than beta_fast rotations in the original context.
 
-    Between the two, a linear ramp. https://arxiv.org/abs/2309.00071
+    Below beta_slow rotations, divide them by `factor`; in between, blend linearly. https://arxiv.org/abs/2309.00071
     """
 
     def pair_with_rotations(count: float) -> float:

@@ -44,7 +44,7 @@ class Transformer(nn.Module):
         return next(self.parameters()).dtype
 
     def use_kernel(self, name: str) -> "Transformer":
-        """Set the attention kernel: 'sdpa', 'explicit', 'flex', or 'auto' (sdpa, or explicit where sdpa cannot)."""
+        """Set the attention kernel: 'sdpa', 'explicit', 'flex' or 'auto' (explicit for softcap or sinks, else sdpa)."""
         if not isinstance(name, str):
             raise InputError(f"kernel is {name!r}; use 'auto', 'sdpa', 'explicit' or 'flex'")
         attentions = [module for module in self.modules() if hasattr(module, "build_kernel")]
@@ -54,7 +54,7 @@ class Transformer(nn.Module):
         return self
 
     def use_activation_checkpointing(self, mode: ActivationCheckpointing) -> "Transformer":
-        """Store all activations for the backward pass ('none'), costly ones ('selective') or block inputs ('full')."""
+        """Set which activations are stored for backward: all ('none'), costly ones ('selective'), block inputs ('full')."""
         if mode not in ACTIVATION_CHECKPOINTING_MODES:
             modes = ", ".join(ACTIVATION_CHECKPOINTING_MODES)
             raise InputError(f"unknown activation checkpointing mode '{mode}'; use one of {modes}")
@@ -145,7 +145,7 @@ class Transformer(nn.Module):
 
 
 def _no_grad_if_cached(cache: Cache | None) -> torch.set_grad_enabled:
-    """Disable gradients with a cache: it would keep the graph of every decoding step alive."""
+    """Disable gradients if there is a cache, because the cache would keep the graph of every decoding step alive."""
     return torch.set_grad_enabled(torch.is_grad_enabled() and cache is None)
 
 
@@ -159,7 +159,7 @@ Logits = Float[Tensor, "B T V"]
 
 
 class EncoderOptions(TypedDict, total=False):
-    """Inputs with one value per token, beside the tokens and the mask."""
+    """Optional inputs with one value per token, besides the mask."""
 
     token_types: IntPerToken
     positions: IntPerToken
@@ -237,7 +237,7 @@ class EncoderOnly(Transformer):
         return self._run_stack(self.encoder, StackInputs("tokens", tokens, mask, **options), cache)[0]
 
     def pool(self, tokens: Tokens, mask: Mask = None, *, token_types: IntPerToken = None) -> Float[Tensor, "B d"]:
-        """Compute one vector per sequence, by the pooler on its first token."""
+        """Compute one vector per sequence: the output of the pooler for the first token."""
         if self.pooler is None:
             raise InputError("this model has no pooler; use encode(...) and average its hidden states instead")
         return self.pooler(*self._run_stack(self.encoder, StackInputs("tokens", tokens, mask, token_types)))
@@ -328,7 +328,7 @@ def build(
 ) -> Transformer:
     """Build a model with newly initialized weights from a Config, a preset name, a dict or a file.
 
-    On the meta device the model has shapes and no values.
+    On the meta device, parameters have shapes but no values.
     """
     config = read_config(source)
     check_dtype(dtype)

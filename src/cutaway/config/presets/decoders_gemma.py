@@ -1,4 +1,4 @@
-"""Gemma, Gemma 2 and Gemma 3: embeddings scaled by sqrt(d_model), norm gains stored around zero, GeGLU."""
+"""Gemma, Gemma 2 and Gemma 3: embeddings scaled by sqrt(d_model), RMSNorm with factor 1 + gain, GeGLU."""
 
 from functools import partial
 

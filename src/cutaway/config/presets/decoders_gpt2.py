@@ -19,7 +19,8 @@ def gpt2(
 ) -> Decoder:
     """https://cdn.openai.com/better-language-models/language_models_are_unsupervised_multitask_learners.pdf
 
-    GPT-3 (https://arxiv.org/abs/2005.14165) is the same with every layer dense; its banded layers are not stated.
+    GPT-3 (https://arxiv.org/abs/2005.14165) has the same architecture. Here all its layers have dense attention: the
+    paper alternates dense and locally banded layers, but does not state the width of the band.
     """
     return Decoder(
         vocab_size=vocab_size,

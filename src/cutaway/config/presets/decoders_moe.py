@@ -75,7 +75,7 @@ def granite_moe(d_model: int, layers: int, heads: int, experts: int) -> Decoder:
 
 
 def gpt_oss(layers: int, experts: int) -> Decoder:
-    """https://arxiv.org/abs/2508.10925: alternating windows, attention sinks, biases (also in the router)."""
+    """https://arxiv.org/abs/2508.10925: a window in every other layer, attention sinks, biases (also in the router)."""
     far = MultiHead(
         heads=64,
         kv_heads=8,
@@ -113,8 +113,8 @@ def deepseek(
 ) -> Decoder:
     """https://arxiv.org/abs/2405.04434 (V2), https://arxiv.org/abs/2412.19437 (V3): MLA and MoE.
 
-    YaRN's temperature is not on cos and sin, which turn a part of each head only, but on all scores: its factor
-    (0.1 · yarn_temperature · ln 40 + 1) is squared, once for the query and once for the key.
+    YaRN's attention factor, 0.1 · mscale_all_dim · ln 40 + 1, is not on cos and sin, because RoPE rotates only a part
+    of each head. Instead, all scores are multiplied by its square: one factor for the query, one for the key.
     """
     attention = LatentAttention(
         heads=heads,

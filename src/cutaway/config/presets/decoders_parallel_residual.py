@@ -128,7 +128,7 @@ def command(
 def command_sliding_window(
     d_model: int, layers: int, heads: int, kv_heads: int, hidden: int, *, theta: float, logit_scale: float
 ) -> Decoder:
-    """https://arxiv.org/abs/2504.00698: three sliding-window layers with RoPE per global layer without."""
+    """https://arxiv.org/abs/2504.00698: three sliding-window layers with RoPE, then a global one without RoPE."""
     full = command(d_model, layers, heads, kv_heads, hidden, theta=theta, logit_scale=logit_scale)
     (block,) = full.decoder.block
     near = block.replace(attention=block.attention.replace(window=4096))

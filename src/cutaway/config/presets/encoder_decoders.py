@@ -57,8 +57,8 @@ def t5(
 ) -> EncoderDecoder:
     """https://arxiv.org/abs/1910.10683; 1.1: https://arxiv.org/abs/2002.05202; mT5: https://arxiv.org/abs/2010.11934.
 
-    Scores are not scaled. The first version ties its head and scales what that reads by 1/sqrt(d); the gated one does
-    neither. uMT5 (https://arxiv.org/abs/2304.09151) gives every layer a relative bias of its own.
+    Scores are not scaled. In T5 1.0, the head is tied and logits are scaled by 1/sqrt(d_model); the gated T5 1.1 does
+    neither. In uMT5 (https://arxiv.org/abs/2304.09151), every layer has its own relative bias.
     """
     attention = MultiHead(
         heads=heads, d_head=d_head, scale=1.0, position=RelativeBias(shared=shared_bias), dropout=dropout
@@ -111,9 +111,9 @@ def bart_like(
     activation_dropout: float = 0.0,
     init: Init = NormalInit(depth_scaled=False),
 ) -> EncoderDecoder:
-    """Biases in all layers, one embedding for encoder, decoder and head, a fixed bias on the logits.
+    """BART's architecture: biases in all layers, one embedding for encoder, decoder and head, fixed bias on the logits.
 
-    `inner_dropout` is on attention patterns and hidden values.
+    `activation_dropout` applies to attention patterns and to the hidden activations of the FFN.
     """
     attention = MultiHead(heads=heads, bias=ALL_BIASES, position=NoPosition(), dropout=activation_dropout)
     cross = Cross(heads=heads, bias=ALL_BIASES, dropout=activation_dropout)

@@ -57,7 +57,7 @@ def bert_like(
 
 
 def bert(d_model: int, layers: int, heads: int, *, mlm: bool = False) -> Encoder:
-    """https://arxiv.org/abs/1810.04805; the encoder without a head has the pooler.
+    """https://arxiv.org/abs/1810.04805. An encoder without a masked-LM head has a pooler.
 
     MiniLM: https://arxiv.org/abs/2002.10957
     """
@@ -122,7 +122,7 @@ def modernbert(
     context: int = 8192,
     window: int = 65,
 ) -> Encoder:
-    """https://arxiv.org/abs/2412.13663: one global layer per two with a window of ±64 tokens; no biases."""
+    """https://arxiv.org/abs/2412.13663: a global layer, then two with a window of ±64 tokens; no biases."""
     norm = LayerNorm(bias=False)
     far = MultiHead(heads=heads, position=Rope(theta=160000.0))
     near = MultiHead(heads=heads, position=Rope(), window=window)
