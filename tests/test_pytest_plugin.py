@@ -99,7 +99,7 @@ def test_one_model_has_short_test_ids(project: Run) -> None:
 def test_warning_passes_with_a_pytest_warning(project: Run) -> None:
     output = project("--cutaway", "mine:failing_cache", "--cutaway-only", "causality-paths", code=0)
     assert "cutaway::causality-paths PASSED" in output
-    assert "CutawayWarning: warn  causality-paths: could not run: it raised ZeroDivisionError" in output
+    assert "CutawayWarning: warn  causality-paths: could not run: the model raised ZeroDivisionError" in output
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """pytest plugin: `pytest --cutaway module:factory` runs each check of a model as a test.
 
-It is outside of `cutaway.check` because pytest imports plugins at every start, and that package imports torch.
+The plugin is outside of `cutaway.check`, because that package imports torch and pytest imports plugins at every start.
 """
 
 import warnings
@@ -76,7 +76,7 @@ def _split_names(names: list[str] | None) -> list[str] | None:
 
 
 class ModelCollector(pytest.Collector):
-    """One model. When its first test runs, the model is built and all selected checks run at once."""
+    """Collector of one model's checks. The first test builds the model and runs all selected checks at once."""
 
     def __init__(self, *, source: str, factory: object, checks: list[str], **kwargs: Any) -> None:
         super().__init__(**kwargs)

@@ -1,4 +1,4 @@
-"""`ct.check`: run the checks on a model and return a report; restore the module afterwards."""
+"""`ct.check`: run the checks on a model and return a report. The module's state is restored afterwards."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,7 +20,8 @@ from cutaway.errors import CutawayError, InputError, format_raised
 
 _COULD_NOT_RUN = "could not run"
 _SINGLE_THREAD_MAX_PARAMS = 20_000_000
-"""Models with fewer parameters run on one thread: more gain little, and wait for each other on a busy machine."""
+"""Models with fewer parameters run on one thread. More threads would gain little, and would wait for each other on a
+busy machine."""
 ProgressCallback = Callable[[int, int, str], None]
 """Called with the number of finished checks, the number of all checks, and the name of the next check."""
 
@@ -38,11 +39,12 @@ def check(
 ) -> Report:
     """Run correctness checks on a Transformer and return a report.
 
-    `model` is a cutaway model, a transformers model, another nn.Module, or a function tokens (B, T) → logits
-    (B, T, V). `overrides` sets other functions of the model (`logits_with_mask=`, `logits_with_cache=`, `loss=` …) and
-    its properties (`kind=`, `window=` …); `CheckedModel` lists them.
-    `only` and `skip` select checks; checks that have not started after `budget` seconds are skipped; `preflight` runs
-    only the checks that training runs before its first step. The module's state is restored afterwards.
+    `model` is a cutaway model, a transformers model, another nn.Module, or a function from tokens (B, T) to logits
+    (B, T, V). `overrides` are fields of `CheckedModel`: further functions of the model (`logits_with_mask=`,
+    `logits_with_cache=`, `loss=` …) and its properties (`kind=`, `window=` …).
+    `only` and `skip` select checks by name. Checks that have not started after `budget` seconds are skipped.
+    `preflight` runs only the checks that training runs before its first step. The module's state is restored
+    afterwards.
     """
     selected = select_checks(only, skip)
     if preflight:
@@ -60,7 +62,7 @@ def check(
 
 
 def _find_module(model: object, overrides: Mapping[str, object]) -> nn.Module | None:
-    """The module of a model, a checkpoint or the overrides; None for a function."""
+    """The nn.Module in `overrides`, or else the model itself or a checkpoint's model; None if there is no module."""
     source = overrides.get("module", model)
     module = source if isinstance(source, nn.Module) else getattr(source, "model", None)
     return module if isinstance(module, nn.Module) else None
@@ -68,10 +70,10 @@ def _find_module(model: object, overrides: Mapping[str, object]) -> nn.Module | 
 
 @contextmanager
 def _preserve_process_state(num_params: int, seed: int) -> Iterator[None]:
-    """Seed torch, and run small models on one thread: several threads would mostly wait for each other.
+    """Seed torch and run small models on one thread; restore random state, thread count and oneDNN flag on exit.
 
-    On CPUs without bf16, torch disables oneDNN for the whole process at the first bf16 matrix product. The flag is
-    restored here; otherwise a training run after a check would differ bitwise from one without a check.
+    On CPUs without bf16 support, torch disables oneDNN for the whole process at the first bf16 matrix product. If the
+    flag were not restored, a training run after a check would differ bitwise from one without a check.
     """
     threads, onednn = torch.get_num_threads(), torch.backends.mkldnn.enabled
     if num_params < _SINGLE_THREAD_MAX_PARAMS:
@@ -91,7 +93,8 @@ def _run_checks(ctx: CheckContext, checks: list[Check], progress: ProgressCallba
     upcast = dtype in LOW_PRECISION_DTYPES and can_upcast(model)
     findings: dict[str, Finding] = {}
     noise: dict[str, float] = {}
-    for native in (False, True) if upcast else (False,):  # the own dtype last: a CPU can be slow in it
+    # The model's own dtype comes last, because a CPU can be slow in bf16 or fp16.
+    for native in (False, True) if upcast else (False,):
         with upcast_to_fp32(model.module) if upcast and not native else nullcontext():
             if native:
                 ctx.switch_to_dtype(dtype)
@@ -112,7 +115,8 @@ def _run_checks(ctx: CheckContext, checks: list[Check], progress: ProgressCallba
 
 
 def _calibrate_context(ctx: CheckContext) -> None:
-    """Run the first forward pass. If it raises, the token ids or the sequence length are the likely reason."""
+    """Measure noise and time of the first forward passes. If one raises, raise InputError with a hint: the token ids or
+    the sequence length are the likely reason."""
     try:
         ctx.calibrate()
     except CutawayError:
@@ -120,18 +124,18 @@ def _calibrate_context(ctx: CheckContext) -> None:
     except Exception as error:
         model = ctx.model
         raise InputError(
-            f"{model.name} was called with {ctx.seq_len} tokens below {model.vocab_size} and "
-            f"{format_raised(error)}; if it takes other token ids or shorter sequences, pass vocab_size= and "
+            f"{model.name} was called with {ctx.seq_len} token ids below {model.vocab_size} and "
+            f"{format_raised(error)}; if the model takes other token ids or shorter sequences, pass vocab_size= and "
             "max_seq_len="
         ) from error
 
 
 def _run_check(check: Check, ctx: CheckContext, failed_dependencies: list[str]) -> Finding:
-    """Run one check; the finding is the worst of its case results."""
+    """Run one check and return its finding: the case result with the worst verdict."""
     start = time.monotonic()
     if reason := _skip_reason(check, ctx, failed_dependencies):
         return Finding(check.name, "skip", f"skipped: {reason}", docs_path=check.docs_path)
-    ctx.generator.manual_seed(ctx.seed)  # a check draws the same tokens alone and among others
+    ctx.generator.manual_seed(ctx.seed)  # a check draws the same tokens whether or not other checks run before it
     try:
         result = check.run(ctx)
         cases = [result] if isinstance(result, CaseResult) else list(result)
@@ -139,8 +143,8 @@ def _run_check(check: Check, ctx: CheckContext, failed_dependencies: list[str]) 
         cases = [skipped(error)]
     except UserFunctionError as error:
         cases = [warning(f"{_COULD_NOT_RUN}: {error}")]
-    except Exception as error:  # raised by the checked model: a finding, not a reason to stop
-        cases = [warning(f"{_COULD_NOT_RUN}: it {format_raised(error)}")]
+    except Exception as error:  # raised by the checked model: report a warning and continue with the other checks
+        cases = [warning(f"{_COULD_NOT_RUN}: the model {format_raised(error)}")]
     if ctx.model.module is not None:
         ctx.model.module.eval()
     cases = cases or [skipped("there are no cases to run")]
@@ -153,7 +157,7 @@ def _run_check(check: Check, ctx: CheckContext, failed_dependencies: list[str]) 
 
 
 def _skip_reason(check: Check, ctx: CheckContext, failed_dependencies: list[str]) -> str | None:
-    """Why a check does not run: the model's kind, a missing function, a failed dependency, the budget; or None."""
+    """Why a check does not run (model kind, missing function, failed dependency, time budget); None if it runs."""
     if ctx.model.kind not in check.kinds:
         return f"for {' and '.join(f'{kind}s' for kind in check.kinds)} only"
     available = set(ctx.model.available_functions())

@@ -1,7 +1,8 @@
-"""`CheckedModel`: the functions and properties of a Transformer that the checks use; `ReloadedModel`.
+"""`CheckedModel`: the functions and properties of a Transformer that the checks use. `ReloadedModel`: a saved model.
 
-Each function takes and returns tensors. The adapters set them for cutaway and transformers models; for other models
-they are keyword arguments of `ct.check`. Checks whose functions are missing are skipped, and the report says so.
+Most functions take and return tensors. The adapters set the functions for cutaway and transformers models. For other
+models, users pass them as keyword arguments of `ct.check`. Checks that need a missing function are skipped, and the
+report says so.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +25,7 @@ TokensFunction = Callable[[Tensor, Tensor], Tensor]
 
 
 def require(value: T | None) -> T:
-    """A function or property of the model that a check needs; checks without it are skipped."""
+    """Return a function or property of the model, which must be set: checks do not run if a required one is missing."""
     assert value is not None
     return value
 
@@ -38,12 +39,12 @@ def count_parameters(module: nn.Module) -> int:
 class CheckedModel:
     """Functions and properties of a model under test.
 
-    Tokens are (B, T) integers, masks (B, T) booleans with True for real tokens, logits (B, T, V).
+    Tokens are integers (B, T). Masks are booleans (B, T), True for real tokens. Logits are (B, T, V).
     """
 
     name: str = "model"
     kind: ModelKind = "decoder"
-    """Decoders attend causally, encoders bidirectionally; checks of an encoder-decoder cover its decoder."""
+    """A decoder attends causally, an encoder bidirectionally. For an encoder-decoder, most checks test the decoder."""
 
     # functions
     logits: LogitsFunction | None = None
@@ -51,11 +52,11 @@ class CheckedModel:
     logits_with_mask: TokensFunction | None = None
     """tokens, mask → logits."""
     logits_with_mask_only: TokensFunction | None = None
-    """tokens, mask → logits, if `logits_with_mask` passes position ids too: here only the mask excludes padding."""
+    """tokens, mask → logits, without passing position ids. Only needed if `logits_with_mask` passes position ids."""
     logits_with_positions: TokensFunction | None = None
     """tokens, positions (B, T) → logits."""
     logits_with_documents: TokensFunction | None = None
-    """tokens, document ids (B, T; 0, 0, 1, 1, 1 …) → logits of packed documents, each as if alone."""
+    """tokens, document ids (B, T) such as 0, 0, 1, 1, 1 → logits of packed documents, each the same as if alone."""
     logits_with_cache: CachedForward | None = None
     """tokens, cache (None at first) → logits of these tokens, updated cache."""
     generate: GenerateFunction | None = None
@@ -63,32 +64,33 @@ class CheckedModel:
     generate_padded: Callable[[Tensor, Tensor, int], Tensor] | None = None
     """tokens, mask, n → (B, n) new tokens by greedy decoding of a left-padded batch."""
     beam_search: Callable[[Tensor, int, int], tuple[Tensor, Tensor]] | None = None
-    """tokens (1, T), n, k → the k best continuations (k, n) and their sums of log-probabilities (k,)."""
+    """tokens (1, T), n, k → the k best continuations of n tokens (k, n), and their summed log-probabilities (k,)."""
     sample: Callable[..., Tensor] | None = None
     """logits (V,), n → n samples from softmax(logits); may also take temperature=, top_k= and top_p=."""
     generate_speculative: GenerateFunction | None = None
     """tokens, n → (B, n) new tokens by speculative decoding at temperature 0."""
     loss: TokensFunction | None = None
-    """tokens, labels (the same tokens, unshifted; -100 is ignored) → mean training loss."""
+    """tokens, labels (B, T) → mean training loss. Labels are not shifted; labels of -100 are ignored."""
     logits_with_labels: TokensFunction | None = None
     """tokens, labels (as for `loss`) → logits of the forward pass that computes the loss."""
     accumulated_loss: Callable[[Sequence[tuple[Tensor, Tensor]]], Tensor] | None = None
-    """(tokens, labels) per micro-batch → training loss with gradient accumulation."""
+    """one (tokens, labels) pair per micro-batch → training loss with gradient accumulation."""
     logits_with_source: Callable[[Tensor, Tensor | None, Tensor], Tensor] | None = None
-    """source, source mask or None, tokens → logits."""
+    """source tokens, source mask or None, decoder tokens → logits of an encoder-decoder."""
     load_balancing_loss: TokensFunction | None = None
     """tokens, mask → load-balancing loss of a mixture of experts."""
     attention: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
-    """q (B, H, T, D), k, v (B, G, T, D) → (B, H, T, D)."""
+    """q (B, H, T, D), k and v (B, G, T, D) with G kv heads → attention output (B, H, T, D)."""
     logits_with_filled_cache: Callable[[Tensor, float], Tensor] | None = None
-    """tokens, value → logits of a cached forward pass whose unused cache slots hold the value."""
+    """tokens, value → logits of a forward pass with a cache whose unused slots are filled with the value."""
     logits_with_rolling_cache: GenerateFunction | None = None
-    """tokens, n → logits of a prefill in chunks of n tokens, with a rolling cache of one sliding window."""
+    """tokens, n → logits of a prefill in chunks of n tokens, with a rolling cache that holds one sliding window."""
     logits_by_kernel: Mapping[str, LogitsFunction] = field(default_factory=dict)
     """Name of an attention kernel → logits function with that kernel."""
     config_variants: Callable[[], ConfigVariants] | None = None
-    """() → name of a config field → function that builds the model with that field changed and the same weights; a
-    ValueError means that the value is rejected, which passes. The key "" is the baseline if that is not the model."""
+    """() → dict from the name of a config field to a function that changes this field, builds the model with the same
+    weights, and returns its logits function. A ValueError means that the model rejects the changed value, which passes
+    the check. The optional key "" builds the baseline; without it, the baseline is the model itself."""
     reload_logits: Callable[[], LogitsFunction] | None = None
     """() → logits function of the model after saving and loading."""
     set_activation_checkpointing: Callable[[bool], None] | None = None
@@ -100,7 +102,7 @@ class CheckedModel:
     reload: Callable[[], "ReloadedModel"] | None = None
     """() → the model after saving and loading, with the missing and unexpected keys."""
     load_from_meta: Callable[[], nn.Module] | None = None
-    """() → a module built on the meta device and loaded with these weights by its own loading code."""
+    """() → the model built on the meta device, then loaded with the same weights by the model's own loading code."""
     module: nn.Module | None = None
 
     # properties
@@ -108,7 +110,8 @@ class CheckedModel:
     max_seq_len: int | None = None
     """Maximum sequence length."""
     window: int | None = None
-    """Sliding window of every layer in tokens, the query's own included; None for full attention or mixed layers."""
+    """Sliding window of all layers: the number of visible tokens, including the query's own. None if a layer has full
+    attention, or if the windows of the layers differ."""
     windows: tuple[int, ...] = ()
     """The distinct sliding windows of the layers that have one."""
     num_layers: int | None = None
@@ -127,7 +130,7 @@ class CheckedModel:
     positions_from_pad_token: bool = False
     """Whether positions are derived from the pad token id (RoBERTa), so that padding must use that token."""
     source_vocab_size: int | None = None
-    """Size of the source vocabulary, if it is a separate one."""
+    """Size of the source vocabulary, if the model has a separate one."""
     special_token_ids: tuple[int, ...] = ()
     """Special tokens (padding, end of sequence), which are not drawn as random tokens."""
     pad_token_id: int | None = None
@@ -154,27 +157,27 @@ PROPERTY_FIELDS = [name for name in _FIELDS if name not in (*FUNCTION_FIELDS, "n
 
 @dataclass
 class ReloadedModel:
-    """A model after saving and loading, or a rebuilt one with the same weights, compared with the original."""
+    """A model after saving and loading, or rebuilt with the same weights, and its comparison with the original."""
 
     module: nn.Module
     missing_keys: list[str] = field(default_factory=list)
-    """Tensors of the model that are not in the checkpoint."""
+    """Names of tensors of the model that are not in the checkpoint."""
     unexpected_keys: list[str] = field(default_factory=list)
-    """Tensors in the checkpoint that the model does not have."""
+    """Names of tensors in the checkpoint that the model does not have."""
     reference_logits: LogitsFunction | None = None
     """tokens → logits of the checkpoint in another implementation."""
     no_reference_reason: str = ""
     """Why there is no reference implementation."""
     difference: Difference = field(default_factory=lambda: Difference(0.0, 0.0, ()))
-    """Difference of its logits from the original model's."""
+    """Difference between the logits of the original and of the reloaded model."""
     rounded_constants: list[str] = field(default_factory=list)
-    """Constants of the original that equal the rebuilt ones rounded to bf16 or fp16."""
+    """Names of constant tensors of the original that equal the reloaded ones after rounding these to bf16 or fp16."""
     changed_constants: list[str] = field(default_factory=list)
-    """Constants of the original that differ from the rebuilt ones otherwise."""
+    """Names of constant tensors of the original that differ from the reloaded ones in another way."""
     error: str = ""
     """The exception raised by saving or loading, if any."""
     reference_difference: Difference | None = None
-    """Difference of the reference implementation's logits from the model's."""
+    """Difference between the logits of the model and of the reference implementation."""
     find_divergent_layer: Callable[[nn.Module, Tensor, float], str | None] | None = None
     """module, tokens, noise ratio → the first layer whose output differs from the reference implementation's."""
     divergent_layer: str | None = None

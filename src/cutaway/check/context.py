@@ -1,4 +1,4 @@
-"""`CheckContext`: random tokens, rounding noise, time budget and comparisons, as passed to every check."""
+"""`CheckContext`, the argument of every check: random tokens, rounding noise, time budget and comparisons."""
 
 import time
 from collections.abc import Callable
@@ -17,14 +17,15 @@ from cutaway.check.report.finding import CaseResult, SkipCheckError
 _DEFAULT_SEQ_LEN, _SLOW_MODEL_SEQ_LEN, _LOW_PRECISION_SEQ_LEN = 16, 8, 6
 """Sequence lengths of the random tokens: default, for slow models, and in a model's own low-precision dtype."""
 _SLOW_MODEL_PARAMS, _SLOW_FORWARD_SECONDS = 3_000_000, 0.1
-"""A model with more parameters, or more seconds per forward pass, is slow. The parameter count makes the decision
-the same on a busy machine for most models."""
+"""A model with more parameters, or with more seconds per forward pass, counts as slow. For most models the number of
+parameters decides, so that the decision is the same on a busy machine."""
 _NUM_NOISE_RUNS, _SINGLE_NOISE_RUN_SECONDS = 3, 0.3
-"""Number of runs that measure noise; one run if a forward pass takes longer."""
+"""Number of runs that measure the noise, and the seconds per forward pass above which one run must do."""
 _CLEAR_DIFFERENCE_FACTOR = 100.0
 """A difference that exceeds the tolerance by this factor needs no noise measurement."""
 _MAX_ROUNDING_RATIO = 1e-2
-"""Relative to the largest logit; above any rounding error between two runs of the same forward pass."""
+"""Maximum tolerance between two runs of the same forward pass, relative to the largest logit. It is above any rounding
+error."""
 T = TypeVar("T")
 TensorFunction = Callable[[], Tensor]
 
@@ -33,7 +34,7 @@ class CheckContext:
     """The model under test, with random inputs, measured noise and comparison functions."""
 
     clock = staticmethod(time.monotonic)
-    """Seconds; tests replace it, so that no result depends on how busy the machine is."""
+    """Clock in seconds. Tests replace it, so that no result depends on how busy the machine is."""
 
     def __init__(self, model: CheckedModel, *, seed: int = 0, budget: float = 30.0) -> None:
         self.model, self.seed, self.budget = model, seed, budget
@@ -43,7 +44,7 @@ class CheckContext:
         """The model's rounding noise relative to its largest output, measured by `calibrate`."""
         self.seconds_per_forward = 0.0
         self.is_slow = False
-        """Whether checks use fewer and shorter sequences."""
+        """Whether the model is slow, so that checks use fewer and shorter sequences."""
         self.logits, vocab_size = require(model.logits), require(model.vocab_size)
         special = set(model.special_token_ids)
         allowed = [token for token in range(min(vocab_size, 50_000)) if token not in special]
@@ -81,7 +82,7 @@ class CheckContext:
 
     # comparisons
     def switch_to_dtype(self, dtype: torch.dtype) -> None:
-        """Continue in a low-precision dtype: scale the noise by its eps and shorten sequences (CPUs can be slow)."""
+        """Continue in a low-precision dtype: scale the noise to its eps, and shorten sequences (CPUs can be slow)."""
         self.noise_ratio *= torch.finfo(dtype).eps / torch.finfo(torch.float32).eps
         self.seq_len = min(self.seq_len, _LOW_PRECISION_SEQ_LEN // 2 if self.is_slow else _LOW_PRECISION_SEQ_LEN)
 
@@ -124,10 +125,10 @@ class CheckContext:
         second_result: Tensor | None = None,
         with_grad: bool = False,
     ) -> Difference:
-        """Compare two computations of one result (`first_result`, `second_result`: their results, if known).
+        """Compare two computations of the same result; `first_result` and `second_result` are passed if known.
 
-        The tolerance is `NOISE_MARGIN` times the noise from `calibrate`. If the difference exceeds it, the noise of
-        these two computations is measured too, and the larger one counts.
+        The tolerance is `NOISE_MARGIN` times the noise from `calibrate`. If the difference exceeds the tolerance, the
+        noise of these two computations is measured too, and the largest noise determines the tolerance.
         """
         with nullcontext() if with_grad else torch.no_grad():
             a = compute_first() if first_result is None else first_result
@@ -148,7 +149,7 @@ class CheckContext:
     def compare_expecting_difference(
         self, compute_first: TensorFunction, compute_second: TensorFunction, *, first_result: Tensor
     ) -> Difference:
-        """Compare two results that must differ; a difference far beyond the noise skips the noise measurement."""
+        """Compare two results that must differ. The noise is not measured if the difference is clearly larger."""
         second = compute_second()
         if first_result.shape != second.shape:
             return Difference(float("inf"), 0.0, ())
@@ -162,8 +163,8 @@ class CheckContext:
     def compare_runs(self, first: Tensor, second: Tensor, rerun: TensorFunction) -> Difference:
         """Compare two runs of one forward pass, which are usually equal bit for bit.
 
-        The noise is limited: randomness and remaining state of the model, which also change the runs that measure the
-        noise, must not count as rounding.
+        The tolerance has an upper limit. If the model is random or keeps state, the runs that measure the noise change
+        too, and this change must not count as rounding.
         """
         diff = max_difference(first, second)
         if diff.max_abs > 0.0:
@@ -172,7 +173,7 @@ class CheckContext:
         return diff
 
     def rounding_tolerance(self, *results: Tensor) -> float:
-        """`NOISE_MARGIN` times the calibrated noise of results of this size."""
+        """`NOISE_MARGIN` times `noise_ratio` times the largest finite absolute value of the results."""
         return NOISE_MARGIN * (self.noise_ratio * max(map(max_finite_abs, results)))
 
     def expect_equal(self, diff: Difference, *, passed: str, failed: str, location: str | None = None) -> CaseResult:
@@ -199,7 +200,7 @@ class CheckContext:
 
 
 def compute_once(compute: Callable[[CheckContext], T]) -> Callable[[CheckContext], T]:
-    """Decorator: compute a result of a model, in one dtype, once for all checks."""
+    """Decorator for a function of the context: compute it once per model and dtype, and reuse the result."""
 
     @wraps(compute)
     def cached(ctx: CheckContext) -> T:

@@ -21,7 +21,7 @@ _FACTORY_SPEC = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):([A-Za-z_]\w*(?:\
 
 
 ModelAndOverrides = tuple[object, dict[str, Any]]
-"""A model and its keyword arguments for `check`."""
+"""A model, and the keyword arguments to pass to `check` with it."""
 
 
 _FACTORY_RETURNS = "a model, a function tokens → logits, (model, dict of CheckedModel fields), or such a dict"
@@ -48,7 +48,8 @@ def import_factory(source: str, folder: Path | None = None) -> Any:
     except Exception as error:  # any exception: it is raised by the user's module
         if isinstance(error, ModuleNotFoundError) and error.name and f"{module}.".startswith(f"{error.name}."):
             raise InputError(
-                f"there is no module '{error.name}' in {directory} or installed; run from the directory that has it"
+                f"there is no module '{error.name}' in {directory} or among the installed packages; run from the "
+                "directory that contains the module"
             ) from error
         raise InputError(
             f"the module '{module}' cannot be imported: it {format_raised(error)}; fix the module first"
@@ -61,7 +62,8 @@ def import_factory(source: str, folder: Path | None = None) -> Any:
 
 
 def build_from_factory(source: str, factory: object, *, seed: int = 0) -> ModelAndOverrides:
-    """Call the factory without arguments, after seeding torch; an object that is already a model is used as it is."""
+    """Seed torch and call the factory without arguments; return the model and the overrides. A model, dict or tuple is
+    not called."""
     if not isinstance(factory, nn.Module | CheckedModel | dict | tuple) and callable(factory):
         torch.manual_seed(seed)
         try:
@@ -82,7 +84,7 @@ def build_from_factory(source: str, factory: object, *, seed: int = 0) -> ModelA
 
 
 def _parse_overrides(source: str, model: object, overrides: dict[Any, object]) -> ModelAndOverrides:
-    """Split the module from a dict of overrides; `build_checked_model` validates the names."""
+    """Separate the module from the other overrides. `build_checked_model` validates their names later."""
     invalid = [name for name in overrides if not isinstance(name, str)]
     if invalid:
         raise InputError(
@@ -106,7 +108,8 @@ def load_transformers_model(source: str, *, device: torch.device | str | None, d
     path = resolve_checkpoint_path(source)
     if not (path / "config.json").is_file():
         raise InputError(
-            f"'{source}' has no config.json, so transformers cannot load it; convert it to hf first: cutaway convert"
+            f"'{source}' has no config.json, so transformers cannot load it; convert it to the hf format first, with "
+            "cutaway convert"
         )
     try:
         with silence_transformers():

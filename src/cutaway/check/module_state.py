@@ -1,4 +1,4 @@
-"""Context managers that change a module temporarily (dtype, weights, training mode), and limits on copies."""
+"""Context managers that change a module temporarily (dtype, weights, training mode), and size limits for copies."""
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
@@ -13,21 +13,22 @@ from cutaway.check.report.finding import SkipCheckError
 from cutaway.device import free_memory
 
 MAX_COPIED_BYTES = 2 << 30
-"""Largest model, in bytes of weights, that is saved or copied."""
+"""Maximum size of a model's weights, in bytes, for saving or copying the model."""
 
 
 MAX_PERTURBED_PARAMS = 5_000_000
-"""Largest model, in parameters, whose weights are perturbed before saving."""
+"""Maximum number of parameters of a model whose weights are perturbed, replaced by random ones, or trained."""
 _PERTURBATION_SCALE = 0.02
-"""Perturbation relative to a tensor's RMS: without it, an unsaved tensor could match by chance (a zero bias)."""
+"""Size of the perturbation relative to a tensor's RMS. Without a perturbation, a tensor that is not saved (such as a
+bias of zeros) could be equal after loading by chance."""
 
 
 _MAX_RESTORED_BUFFER_NUMEL = 1 << 20
-"""Largest buffer, in elements, that is copied and restored."""
+"""Maximum number of elements of a buffer that is copied and restored."""
 
 
 def can_upcast(model: CheckedModel) -> bool:
-    """Whether there is a module, and enough memory for its weights in fp32."""
+    """Whether the model has a module, and enough memory is free for its bf16 and fp16 weights in fp32."""
     if model.module is None:
         return False
     fp32_bytes = 4 * sum(param.numel() for param in model.module.parameters() if param.dtype in LOW_PRECISION_DTYPES)
@@ -37,7 +38,7 @@ def can_upcast(model: CheckedModel) -> bool:
 
 @contextmanager
 def swap_tensors(module: nn.Module | None, replace: Callable[[Tensor], Tensor | None]) -> Iterator[None]:
-    """Replace the data of weights and buffers by `replace(data)` (None keeps it); restore the original data on exit."""
+    """Replace the data of weights and buffers by `replace(data)`, unless that is None; restore the data on exit."""
     originals: list[tuple[Tensor, Tensor]] = []
     tensors = [] if module is None else [*module.parameters(), *module.buffers()]
     try:
@@ -59,7 +60,10 @@ def upcast_to_fp32(module: nn.Module | None) -> AbstractContextManager[None]:
 
 @contextmanager
 def substitute_module(module: nn.Module, replacement: nn.Module) -> Iterator[None]:
-    """Make calls of `module` run `replacement`: functions that a user passed hold a reference to `module`."""
+    """Make calls of `module` run `replacement` while the context is active.
+
+    The attributes of the two are swapped, because functions that a user passed hold a reference to `module`.
+    """
     module.__dict__, replacement.__dict__ = replacement.__dict__, module.__dict__
     try:
         yield
@@ -98,7 +102,7 @@ def add_noise(params: Sequence[nn.Parameter], scale: float, generator: torch.Gen
 
 
 class BufferSnapshot:
-    """Copies of a module's small buffers: running means, RoPE frequencies that depend on the sequence length."""
+    """Copies of a module's small buffers, such as running means or RoPE frequencies that depend on the length."""
 
     def __init__(self, module: nn.Module | None) -> None:
         self._entries = [
@@ -110,7 +114,7 @@ class BufferSnapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put back the buffers and their values."""
+        """Restore the buffers and their values."""
         for submodule, name, buffer, value in self._entries:
             submodule._buffers[name] = buffer
             if not torch.equal(buffer, value.to(buffer.dtype)):
@@ -135,7 +139,7 @@ def preserve_state(module: nn.Module, *, training: bool = False) -> Iterator[Non
 
 
 def copy_parameters(module: nn.Module) -> None:
-    """Copy parameters to memory: those of a loaded model are mapped from files that are deleted next."""
+    """Copy the parameters to memory. Those of a loaded model are mapped from files that are deleted next."""
     for param in module.parameters():
         param.data = param.data.clone()
 
@@ -146,9 +150,9 @@ def weight_bytes(module: nn.Module) -> int:
 
 
 def deepcopy_module(module: nn.Module) -> nn.Module:
-    """Deep-copy a module; skip the check if it is too large or cannot be copied."""
+    """Deep-copy a module; raise SkipCheckError if the module is too large or cannot be copied."""
     if weight_bytes(module) > MAX_COPIED_BYTES:
-        raise SkipCheckError(f"needs a model of at most {MAX_COPIED_BYTES >> 30} GB to be copied")
+        raise SkipCheckError(f"needs a model of at most {MAX_COPIED_BYTES >> 30} GB, because it is copied")
     try:
         return copy.deepcopy(module)
     except (RuntimeError, TypeError, NotImplementedError, AttributeError) as error:
@@ -156,7 +160,7 @@ def deepcopy_module(module: nn.Module) -> nn.Module:
 
 
 def require_uncompiled(module: nn.Module) -> None:
-    """Skip the check if the module is compiled or scripted: hooks and modes do not record ops in compiled code."""
+    """Raise SkipCheckError if the module is compiled or scripted: hooks and modes record no ops of compiled code."""
     for submodule in module.modules():
         compiled = getattr(submodule, "_compiled_call_impl", None) is not None or hasattr(submodule, "_orig_mod")
         if compiled or isinstance(submodule, torch.jit.ScriptModule):

@@ -1,8 +1,9 @@
-"""Rounding noise of a model by Monte Carlo arithmetic, and differences of tensors: the tolerance of every comparison.
+"""Comparison of tensors, with a tolerance from the model's rounding noise, measured by Monte Carlo arithmetic.
 
 Two computations of the same result differ by rounding errors, whose size at the output depends on the model and its
 inputs. The model is therefore run again with each matrix product changed at random by about one unit in the last place
-(Monte Carlo arithmetic; Parker 1997). The change of the output is the model's noise, which no constant can predict.
+(Monte Carlo arithmetic; Parker 1997). The largest change of the output is the model's noise. No constant can replace
+this measurement.
 """
 
 from collections.abc import Callable
@@ -19,12 +20,12 @@ from cutaway.check.report.finding import CaseResult
 TorchFunction = Callable[..., Any]
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
-"""A function that a mode intercepts, and its arguments: they can be of any type."""
+"""Types of a function that a torch mode intercepts, and of its arguments, which can be anything."""
 LOW_PRECISION_DTYPES = (torch.bfloat16, torch.float16)
 
 
 NOISE_MARGIN = 10.0
-"""Tolerance of a comparison as a multiple of the noise."""
+"""Factor between the noise and the tolerance of a comparison."""
 
 
 _PERTURBED_OPS = (
@@ -32,11 +33,11 @@ _PERTURBED_OPS = (
     "native_layer_norm", "_fused_rms_norm", "grouped_mm", "_grouped_mm",
 )  # fmt: skip
 _MAX_ULPS = 1.5
-"""Largest perturbation of a result, in units of the dtype's eps."""
+"""Largest relative perturbation of a result, in units of the dtype's eps."""
 
 
 class EagerDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """TorchDispatchMode that does not import torch.compile in eager mode; the import takes seconds."""
+    """TorchDispatchMode that does not import torch.compile in eager mode, because the import takes seconds."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -49,7 +50,7 @@ def op_name(func: OpOverload) -> str:
 
 
 class RoundingNoise(EagerDispatchMode):
-    """Dispatch mode that perturbs the result of each op in `_PERTURBED_OPS` at random, by at most `_MAX_ULPS`."""
+    """Dispatch mode that randomly perturbs the results of the ops in `_PERTURBED_OPS` and of fused attention."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -83,7 +84,7 @@ class RoundingNoise(EagerDispatchMode):
 
 @dataclass
 class Difference:
-    """Largest absolute difference of two tensors, with its tolerance and index."""
+    """Largest absolute difference between two tensors, its index, and the tolerance that it is compared with."""
 
     max_abs: float
     tolerance: float
@@ -106,7 +107,7 @@ class Difference:
 
 
 def max_difference(a: Tensor, b: Tensor) -> Difference:
-    """The largest absolute difference and its index; infinite if only one of the two values is NaN."""
+    """Largest absolute difference between two tensors and its index. A pair with only one NaN differs by infinity."""
     a, b = a.detach().float(), b.detach().float()
     diff = (a - b).abs()
     diff = torch.where(a.isnan() & b.isnan() | (a == b), 0.0, diff)
@@ -117,7 +118,7 @@ def max_difference(a: Tensor, b: Tensor) -> Difference:
 
 
 def max_finite_abs(x: Tensor) -> float:
-    """The largest finite absolute value."""
+    """The largest finite absolute value; 0 if there is none."""
     values = x.detach().float().abs()
     values = values.masked_fill(~values.isfinite(), 0.0)
     return float(values.max()) if values.numel() else 0.0

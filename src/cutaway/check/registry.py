@@ -28,21 +28,21 @@ class Check:
 
     name: str
     catches: str
-    """The bug, in one sentence."""
+    """The bug that the check finds."""
     cause: str
     """The usual cause of a failure."""
     fix: str
     """How to fix the usual cause."""
     needs: tuple[str, ...]
-    """Required functions of CheckedModel; `a|b` means either."""
+    """Names of the CheckedModel functions that the check requires; `a|b` means that one of the two is enough."""
     kinds: tuple[str, ...]
     """Model kinds that the check applies to."""
     preflight: bool
-    """Whether training runs it before the first step."""
+    """Whether training runs the check before its first step."""
     native_dtype: bool
-    """Whether it runs in the model's own dtype; other checks run in fp32 if the weights are bf16 or fp16."""
+    """Whether the check runs in the model's own dtype. Other checks run in fp32 if the weights are bf16 or fp16."""
     depends_on: tuple[str, ...]
-    """Checks that find the same bug closer to its cause; if one of them fails, this check is skipped."""
+    """Names of checks that find the same bug closer to its cause. If one of them fails, this check is skipped."""
     run: CheckFunction
     description: str = ""
     """How the check works: the docstring of its function."""

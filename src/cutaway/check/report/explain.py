@@ -9,12 +9,12 @@ from cutaway.check.registry import ALL_KINDS, Check, get_check
 
 @cache
 def load_known_bugs() -> dict[str, dict[str, str]]:
-    """Check name → a public case of its bug, with title, url and summary."""
+    """Check name → a published case of the bug that the check finds, with title, url and summary."""
     return tomllib.loads(files("cutaway.check.report").joinpath("known_bugs.toml").read_text(encoding="utf-8"))
 
 
 def explain_check(name: str, *, image: str | None = None) -> str:
-    """Write the documentation page of a check in Markdown; `image` is a screenshot of a failure."""
+    """Write the documentation page of a check in Markdown; `image` is the path of a screenshot of a failure."""
     check = get_check(name)
     parts = [f"# {name}", f"**Catches** {check.catches}.", "## How it works", check.description]
     parts.append(_describe_applicability(check))

@@ -11,7 +11,7 @@ SEVERITY: dict[Verdict, int] = {"pass": 0, "skip": 0, "warn": 1, "fail": 2}
 
 @dataclass
 class CaseResult:
-    """Result of one case of a check: one code path, one padding side, one layer."""
+    """Result of one case of a check, such as one code path, one padding side or one layer."""
 
     verdict: Verdict
     message: str
@@ -57,7 +57,7 @@ class Finding:
         return "\n".join(lines)
 
     def details(self) -> list[tuple[str, str | None]]:
-        """(label, text) pairs that describe a problem beside the message."""
+        """(label, text) pairs that describe a problem in addition to the message; None for an unknown text."""
         figures = None if self.measured is None else f"{self.measured:.3g}"
         if figures and self.threshold is not None:
             figures += f", threshold {self.threshold:.3g}"
