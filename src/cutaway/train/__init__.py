@@ -22,15 +22,15 @@ def _train(
     device: "DeviceLike" = None,
     callback: "Callback | None" = None,
 ) -> "RunDirectory":
-    """Train a recipe into a new run directory, and return it.
+    """Train a recipe in a new run directory, and return the run directory.
 
     Args:
         recipe: A preset name, a .toml or .json file, a dict or a `Recipe`.
         directory: Run directory; it must be new or empty.
-        overrides: Changes of single values, 'a.b=value' with a TOML value, e.g. 'training.max_steps=100'.
+        overrides: Changes of single recipe values as 'key=value' with a TOML value, e.g. 'training.max_steps=100'.
         texts: Files or directories that replace the recipe's data sources.
-        device: Default: the GPU if there is one.
-        callback: Functions that are called after steps and evaluations, and with messages.
+        device: Device to train on. Default: the GPU if there is one.
+        callback: Functions that are called after steps and evaluations, and for each message to the user.
     """
     from cutaway.train.trainer.launch import train
 

@@ -360,7 +360,7 @@ def test_tokenizer_without_mask_token_is_an_error(text: Path, tmp_path: Path) ->
     tokenizer = {"kind": "pretrained", "path": str(tmp_path / "bytes")}
     recipe = SMALL | {"model": "tiny-bert", "objective": {"kind": "masked-lm"}}
     recipe |= {"data": SMALL["data"] | {"sources": [{"path": str(text)}], "tokenizer": tokenizer}}
-    with pytest.raises(CutawayError, match="needs a mask token, and the tokenizer has none"):
+    with pytest.raises(CutawayError, match="needs a mask token, but the tokenizer has none"):
         prepare_trainer(load_recipe(recipe), tmp_path / "run", device="cpu")
 
 

@@ -1,1 +1,1 @@
-"""Training data: documents, tokenization into memory-mapped files, datasets by (seed, position)."""
+"""Training data: documents, tokenization into memory-mapped files, and datasets indexed by position."""

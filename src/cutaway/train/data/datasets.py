@@ -1,7 +1,8 @@
 """Datasets indexed by position: packed sequences, source-target pairs, prefix sequences, mixtures.
 
-A batch is a function of positions, which count through all epochs. So one integer is the state of the data, and the
-order does not depend on how many ranks share a batch (`distributed.process_group.rank_positions`).
+A batch is a function of positions, and positions continue to increase from epoch to epoch. So a single integer is the
+whole state of the data, and the order does not depend on the number of ranks that share a batch
+(`distributed.process_group.rank_positions`).
 """
 
 import math
@@ -27,14 +28,14 @@ BatchT = TypeVar("BatchT")
 
 
 class PackedBatch(NamedTuple):
-    """Packed sequences, and for each token the index of its document within the sequence, from 0."""
+    """Packed sequences, and for each token the index of its document in the sequence, counted from 0."""
 
     tokens: Int64[Tensor, "B T"]
     document_ids: Int64[Tensor, "B T"]
 
 
 class Seq2SeqBatch(NamedTuple):
-    """Sources and targets, padded on the right; masks are True at real tokens. Targets have start and end tokens."""
+    """Sources and targets, padded on the right. A mask is False at padding. Targets have start and end tokens."""
 
     source: Int64[Tensor, "B S"]
     source_mask: Bool[Tensor, "B S"]
@@ -51,12 +52,12 @@ class PrefixBatch(NamedTuple):
 
 
 class PositionalDataset(ABC, Generic[BatchT]):
-    """Dataset that returns a row for each position, and a batch for several."""
+    """Dataset that returns the rows, or a batch, for given positions."""
 
     @property
     @abstractmethod
     def batch_format(self) -> Hashable:
-        """Datasets with equal formats can be mixed."""
+        """Format of the batches. Datasets with equal formats can be mixed."""
 
     @abstractmethod
     def get_rows(self, positions: Sequence[int]) -> list[Row]: ...
@@ -72,14 +73,14 @@ class PositionalDataset(ABC, Generic[BatchT]):
 
 
 Dataset = PositionalDataset[Any]
-"""Dataset of any kind of batch, which the objective of the run reads."""
+"""Dataset with any kind of batch. The objective of the run determines the kind."""
 
 
 class _SplitDataset(PositionalDataset[BatchT]):
-    """Sequences of a split, shuffled per epoch."""
+    """Sequences of a split. If `shuffle` is set, each epoch has another order."""
 
     num_sequences: int
-    """Sequences per epoch."""
+    """Number of sequences per epoch."""
 
     def __init__(self, split: TokenSplit, seed: int, shuffle: bool) -> None:
         self.split, self.seed, self.shuffle = split, seed, shuffle
@@ -98,9 +99,10 @@ class _SplitDataset(PositionalDataset[BatchT]):
 
 
 class PackedDataset(_SplitDataset[PackedBatch]):
-    """Concatenated documents in sequences of `seq_len` + 1 tokens; the last token is also the first of the next.
+    """Concatenated documents, divided into sequences of `seq_len` + 1 tokens.
 
-    So in an epoch every token except the first is a target once, up to the remainder at the end.
+    The last token of a sequence is also the first token of the next. So every token except the first is a target once
+    per epoch. Tokens at the end that do not fill a sequence are left out.
     """
 
     def __init__(self, split: TokenSplit, seq_len: int, seed: int, *, shuffle: bool = True) -> None:
@@ -110,8 +112,8 @@ class PackedDataset(_SplitDataset[PackedBatch]):
             raise InputError("source-target pairs cannot be packed; remove target_column from the sources")
         if self.num_sequences < 1:
             raise InputError(
-                f"{len(split.tokens):,} tokens are less than one sequence of {seq_len} and its last target; use more"
-                " text, or lower seq_len"
+                f"a split of the data has {len(split.tokens):,} tokens, but one sequence of seq_len = {seq_len} needs"
+                f" {seq_len + 1}; use more text, or lower seq_len"
             )
 
     @property
@@ -119,7 +121,7 @@ class PackedDataset(_SplitDataset[PackedBatch]):
         return PackedDataset, self.seq_len
 
     def _get_row(self, index: int) -> Row:
-        """Tokens of a sequence, and the document index of each."""
+        """Tokens of a sequence, and the document index of each token."""
         start, end = index * self.seq_len, (index + 1) * self.seq_len
         first, last = np.searchsorted(self.split.offsets, [start, end], "right")
         is_document_start = np.zeros(self.seq_len + 1, np.int64)
@@ -127,18 +129,18 @@ class PackedDataset(_SplitDataset[PackedBatch]):
         return self.split.tokens[start : end + 1].astype(np.int64), is_document_start.cumsum()
 
     def collate(self, rows: Sequence[Row]) -> PackedBatch:
-        shape = (-1, self.seq_len + 1)  # also for an empty list of rows
+        shape = (-1, self.seq_len + 1)  # explicit, because the list of rows may be empty
         tokens, document_ids = (np.array([row[i] for row in rows], np.int64).reshape(shape) for i in (0, 1))
         return PackedBatch(torch.from_numpy(tokens), torch.from_numpy(document_ids))
 
 
 class _PairDataset(_SplitDataset[BatchT]):
-    """Source-target pairs that are short enough, one pair per row."""
+    """Source-target pairs, one per row. Pairs longer than `max_len` are left out."""
 
     def __init__(self, split: TokenSplit, seed: int, shuffle: bool, pad_id: int, max_len: int | None) -> None:
         super().__init__(split, seed, shuffle)
         if split.targets is None:
-            raise InputError("the documents have no targets; set target_column of the source to their column")
+            raise InputError("the documents have no targets; set target_column of the source to the column of targets")
         self.pad_id, self.targets = pad_id, split.targets
         self.indices = np.flatnonzero(self._lengths() <= (np.inf if max_len is None else max_len))
         self.num_sequences = len(self.indices)
@@ -148,7 +150,7 @@ class _PairDataset(_SplitDataset[BatchT]):
 
     @abstractmethod
     def _lengths(self) -> NDArray[np.int64]:
-        """Length of each pair that is compared with `max_len`."""
+        """Length of each pair, which is compared with `max_len`."""
 
     def _get_pair(self, index: int) -> Row:
         index = self.indices[index]
@@ -158,7 +160,7 @@ class _PairDataset(_SplitDataset[BatchT]):
 
 
 class Seq2SeqDataset(_PairDataset[Seq2SeqBatch]):
-    """Pairs for an encoder-decoder."""
+    """Source-target pairs for an encoder-decoder."""
 
     def __init__(
         self,
@@ -170,7 +172,7 @@ class Seq2SeqDataset(_PairDataset[Seq2SeqBatch]):
         max_len: int | None = None,
         shuffle: bool = True,
     ) -> None:
-        """`start_id` starts every target. Pairs whose source or target exceeds `max_len` tokens are skipped."""
+        """`start_id` starts every target. Pairs whose source or target has more than `max_len` tokens are left out."""
         super().__init__(split, seed, shuffle, pad_id, max_len)
         self.start_id = start_id
 
@@ -183,7 +185,8 @@ class Seq2SeqDataset(_PairDataset[Seq2SeqBatch]):
 
     def _get_row(self, index: int) -> Row:
         source, target = self._get_pair(index)
-        # A tokenizer may have added the start token; a target of one token is only EOS, which may have the same id.
+        # The tokenizer may have added the start token already. A target of one token is EOS alone, not a start token,
+        # although both may have the same id.
         has_start = len(target) > 1 and target[0] == self.start_id
         return source, target if has_start else np.concatenate([[self.start_id], target])
 
@@ -193,7 +196,7 @@ class Seq2SeqDataset(_PairDataset[Seq2SeqBatch]):
 
 
 class PrefixDataset(_PairDataset[PrefixBatch]):
-    """Sources followed by their targets, for a decoder."""
+    """Source-target pairs for a decoder. A row is a source followed by its target."""
 
     def __init__(
         self,
@@ -206,7 +209,7 @@ class PrefixDataset(_PairDataset[PrefixBatch]):
         pad_id: int,
         shuffle: bool = True,
     ) -> None:
-        """Pairs longer than `seq_len` inputs and one target are skipped."""
+        """Pairs with more than `seq_len` + 1 tokens are left out."""
         super().__init__(split, seed, shuffle, pad_id, seq_len + 1)
         self.bos_id, self.eos_id = bos_id, eos_id
 
@@ -218,7 +221,7 @@ class PrefixDataset(_PairDataset[PrefixBatch]):
         return PrefixDataset, self.pad_id
 
     def _get_row(self, index: int) -> Row:
-        """Source without EOS and target without BOS."""
+        """Source without EOS, and target without BOS."""
         source, target = self._get_pair(index)
         source = source[:-1] if len(source) > 1 and source[-1] == self.eos_id else source
         return source, target[1:] if len(target) > 1 and target[0] == self.bos_id else target
@@ -229,7 +232,7 @@ class PrefixDataset(_PairDataset[PrefixBatch]):
 
 
 class MixtureDataset(PositionalDataset[BatchT]):
-    """Mixture in proportion to weights: any interval of positions has each dataset's share, to within a few rows."""
+    """Mixture of datasets in proportion to weights. Any interval of positions has these proportions, to a few rows."""
 
     def __init__(self, datasets: Sequence[tuple[PositionalDataset[BatchT], float]], seed: int) -> None:
         if not datasets or len({data.batch_format for data, _ in datasets}) > 1:
@@ -238,8 +241,9 @@ class MixtureDataset(PositionalDataset[BatchT]):
             raise InputError("weights of a mixture must be positive and finite; remove datasets that are not needed")
         self.datasets = [data for data, _ in datasets]
         weights = [weight for _, weight in datasets]
-        # Fixed point with 32 bits, exact at any position: each dataset's share of what those before it leave. Every
-        # share is at least 1, and only the last is the whole.
+        # The share of a dataset is its fraction of the positions that the datasets before it leave over. Shares are
+        # fixed-point numbers with 32 bits, so that they are exact at any position. Every share is at least 1 / 2**32,
+        # and only the share of the last dataset is 1.
         one = 2**32
         self.shares = [min(max(round(one * w / sum(weights[i:])), 1), one - 1) for i, w in enumerate(weights)]
         self.shares[-1] = one
@@ -252,14 +256,14 @@ class MixtureDataset(PositionalDataset[BatchT]):
     def locate(self, position: int) -> tuple[int, int]:
         """Return the index of the dataset of a position, and the position within that dataset.
 
-        A dataset with share s has ⌊p·s + phase⌋ of the first p positions; the following datasets share the rest.
+        A dataset with share s has ⌊p·s + phase⌋ of the first p positions, and the datasets after it have the rest.
         """
         for index, (share, phase) in enumerate(zip(self.shares, self.phases, strict=True)):
             num_before = (position * share + phase) >> 32
             if ((position + 1) * share + phase) >> 32 > num_before:
                 return index, num_before
             position -= num_before
-        raise AssertionError("the last dataset has all remaining positions")
+        raise AssertionError("unreachable: the last dataset contains every position that the others do not contain")
 
     def get_rows(self, positions: Sequence[int]) -> list[Row]:
         locations = [self.locate(_check_position(position)) for position in positions]
@@ -280,7 +284,7 @@ def _check_position(position: int) -> int:
 
 
 def _pad_rows(rows: Sequence[TokenIds], pad_id: int) -> tuple[Tensor, Tensor]:
-    """Pad rows on the right; returns tokens and mask, both (rows, longest row)."""
+    """Pad rows on the right. Returns tokens and mask, both with shape (number of rows, length of the longest row)."""
     lengths = np.array([len(row) for row in rows], np.int64)
     mask = np.arange(lengths.max(initial=0)) < lengths[:, None]
     tokens = np.full(mask.shape, pad_id, np.int64)

@@ -1,6 +1,7 @@
 """Dates in many languages with their ISO form: source-target pairs generated from Unicode's CLDR tables (Babel).
 
-Only unambiguous formats are used: 3/4/2021 is March or April, so it is excluded, as are two-digit years.
+Only unambiguous formats are used. Formats like 3/4/2021, which may be March or April, and formats with two-digit years
+are excluded.
 """
 
 import importlib
@@ -17,7 +18,7 @@ from cutaway.errors import InputError
 from cutaway.train.seeds import derive_seed
 
 FORMAT_VERSION = 1
-"""Increase whenever other pairs are generated."""
+"""Version of the generated pairs. Increase it whenever a change of the code generates other pairs."""
 LOCALES = (
     "en", "en_GB", "fr", "de", "es", "pt", "it", "nl", "sv", "da", "nb", "fi", "is", "pl", "cs", "sk", "hr", "bg", "ru",
     "uk", "lt", "lv", "et", "hu", "ro", "el", "tr", "id", "ms", "vi", "sw", "af", "ca", "eu", "cy", "ga", "ar", "he",
@@ -30,20 +31,20 @@ PREPOSITIONS = {
 }  # fmt: skip
 """Word that may precede a date within a sentence."""
 NUM_DATES, VARIANTS_PER_DATE = 24_000, 8
-"""Number of dates, and of formats per date."""
+"""Number of dates, and number of formats per date."""
 FULL_RANGE, COMMON_RANGE = (date(1000, 1, 1), date(2999, 12, 31)), (date(1900, 1, 1), date(2099, 12, 31))
-"""Ranges of the dates; every other date is in the common range."""
+"""Ranges from which dates are drawn, alternately: half of the dates are in COMMON_RANGE."""
 
 
 class _DateFormat(NamedTuple):
-    """A locale's date format."""
+    """A date format of a locale, as a CLDR pattern."""
 
     locale: str
     pattern: str
 
 
 def ensure_dates_file(directory: Path) -> Path:
-    """Path of all pairs as JSON Lines with the keys text and iso; generated if it does not exist."""
+    """Return the path of a JSON Lines file with all pairs (keys text and iso). Generate the file if it is missing."""
     babel = _import_babel()
     path = directory / f"dates-{FORMAT_VERSION}-{babel.__version__}.jsonl"
     if path.exists():
@@ -58,7 +59,7 @@ def ensure_dates_file(directory: Path) -> Path:
 
 
 def generate_pairs(num_dates: int = NUM_DATES, variants_per_date: int = VARIANTS_PER_DATE) -> Iterator[tuple[str, str]]:
-    """Texts and their ISO dates, always the same."""
+    """Iterate over (text, ISO date). Every call generates the same pairs."""
     date_formats = list_date_formats()
     days = list(dict.fromkeys(_sample_date(number) for number in range(num_dates)))
     for number, day in enumerate(days):
@@ -76,7 +77,7 @@ def _sample_date(index: int) -> date:
 
 
 def list_date_formats() -> list[_DateFormat]:
-    """Each locale's unambiguous formats, and two with English ordinals."""
+    """All unambiguous formats of each locale, and two formats with English ordinals."""
     babel = _import_babel()
     date_formats = {}
     for locale in LOCALES:
@@ -89,7 +90,7 @@ def list_date_formats() -> list[_DateFormat]:
 
 
 def _is_unambiguous(pattern: str) -> bool:
-    """Whether a pattern has a full year, and the month as a name, after the year, or between dots."""
+    """Whether a pattern has a full year and an unambiguous month: a name, after the year, or between dots."""
     unquoted = re.sub(r"'[^']*'", "", pattern)
     if "yy" in unquoted:
         return False
@@ -97,7 +98,7 @@ def _is_unambiguous(pattern: str) -> bool:
 
 
 def format_date(day: date, date_format: _DateFormat) -> str:
-    """Format a date with plain spaces, as typed, and without marks of writing direction."""
+    """Format a date. Special spaces become plain spaces, and marks of writing direction are removed."""
     babel_dates: Any = importlib.import_module("babel.dates")
     pattern = date_format.pattern.replace("{th}", f"'{_format_ordinal(day.day)}'")
     text: str = babel_dates.format_date(day, pattern, date_format.locale)
@@ -105,7 +106,7 @@ def format_date(day: date, date_format: _DateFormat) -> str:
 
 
 def _vary_context(text: str, date_format: _DateFormat, seed: int) -> str:
-    """Sometimes add a preposition, as within a sentence, or capitalize, as at the start of one."""
+    """Add a preposition to some texts, as within a sentence, and capitalize some, as at the start of a sentence."""
     if date_format.locale in PREPOSITIONS and seed % 4 == 0:
         text = f"{PREPOSITIONS[date_format.locale]} {text}"
     return text[0].upper() + text[1:] if seed // 4 % 8 == 0 else text

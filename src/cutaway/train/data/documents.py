@@ -14,21 +14,22 @@ from cutaway.train.data.sources import SourceFile, TextSource, list_source_files
 __all__ = ["Document", "SkippedDocuments", "TextSource", "read_documents", "read_file", "read_jsonl", "read_text"]
 
 MAX_DOCUMENT_CHARS = 1 << 21
-"""Maximum length of a document from a text file; longer files are split at line ends, so none is read as a whole."""
+"""Maximum number of characters that are read from a text file at a time. Longer files are split at line ends into
+several documents."""
 PARQUET_BATCH_ROWS = 256
-"""Parquet rows read at a time."""
+"""Number of Parquet rows read at a time."""
 
 
 class Document(NamedTuple):
     text: str
     target: str | None = None
     split_group: str | None = None
-    """Documents with the same group are in the same split."""
+    """Documents with the same group are in the same split, training or validation."""
 
 
 @dataclass
 class SkippedDocuments:
-    """Skipped documents: a count and one example per reason."""
+    """Number of skipped documents by reason, and one example per reason."""
 
     counts: dict[str, int] = field(default_factory=dict)
     examples: dict[str, str] = field(default_factory=dict)
@@ -46,7 +47,7 @@ class SkippedDocuments:
 
 
 def read_documents(source: TextSource, skipped: SkippedDocuments | None = None) -> Iterator[Document]:
-    """All documents of a source, ordered by file name."""
+    """Iterate over all documents of a source, ordered by file name."""
     skipped = SkippedDocuments() if skipped is None else skipped
     for file in list_source_files(source):
         yield from read_file(file, source, skipped)
@@ -55,9 +56,9 @@ def read_documents(source: TextSource, skipped: SkippedDocuments | None = None) 
 def read_file(
     file: SourceFile, source: TextSource, skipped: SkippedDocuments, max_chars: int | None = None
 ) -> Iterator[Document]:
-    """Documents of one file. A file that cannot be opened or read is skipped and counted like an invalid row.
+    """Iterate over the documents of a file. A file that cannot be read is added to `skipped`.
 
-    A text longer than `max_chars` characters is split into several documents.
+    A text file longer than `max_chars` characters is split into several documents.
     """
     path = file.path
     if not path.is_file():  # reading a pipe or a device may never end
@@ -81,7 +82,7 @@ def read_file(
 
 
 def read_text(name: str, stream: BinaryIO, skipped: SkippedDocuments, max_chars: int) -> Iterator[Document]:
-    """Documents of a text file. Line endings are kept; a byte order mark is removed."""
+    """Iterate over the documents of a text file. Line endings are kept, and a byte order mark is removed."""
     reader = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
     rest, at_end, is_empty = "", False, True
     try:
@@ -102,7 +103,7 @@ def read_text(name: str, stream: BinaryIO, skipped: SkippedDocuments, max_chars:
 
 
 def read_jsonl(name: str, stream: BinaryIO, source: TextSource, skipped: SkippedDocuments) -> Iterator[Document]:
-    """Documents of a JSON Lines file."""
+    """Iterate over the documents of a JSON Lines file."""
     for location, line in _iter_lines(name, stream, skipped):
         try:
             row = json.loads(line)
@@ -113,7 +114,7 @@ def read_jsonl(name: str, stream: BinaryIO, source: TextSource, skipped: Skipped
 
 
 def _iter_lines(name: str, stream: BinaryIO, skipped: SkippedDocuments) -> Iterator[tuple[str, str]]:
-    """Location and text of each line that is not blank."""
+    """Iterate over (location, text) of the lines that are not blank."""
     for number, line in enumerate(stream, 1):
         if not line.strip():
             continue
@@ -127,7 +128,11 @@ def _iter_lines(name: str, stream: BinaryIO, skipped: SkippedDocuments) -> Itera
 
 
 def _read_tsv(name: str, stream: BinaryIO, source: TextSource, skipped: SkippedDocuments) -> Iterator[Document]:
-    """Documents of a TSV file. A first line with all needed names is the header; else columns are in that order."""
+    """Iterate over the documents of a TSV file.
+
+    The first line is a header if it contains the names of all columns of the source. Without a header, the columns must
+    be in the order text, target, group.
+    """
     names = list(dict.fromkeys(source.columns))
     first_line = f"{name} line 1"
     for location, line in _iter_lines(name, stream, skipped):

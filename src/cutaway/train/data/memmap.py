@@ -1,4 +1,4 @@
-"""Memory-mapped token files: .npy arrays that grow while they are written, and are memory-mapped for reading."""
+"""Memory-mapped token files: .npy files that are written in chunks and memory-mapped for reading."""
 
 import os
 from dataclasses import dataclass
@@ -14,16 +14,16 @@ from cutaway.train.data.tokenize import EncodedDocuments
 
 @dataclass(frozen=True)
 class TokenSplit:
-    """The training or validation documents."""
+    """Tokenized documents of a split, training or validation."""
 
     tokens: NDArray[np.uint16] | NDArray[np.uint32]
     """Token ids of all documents, concatenated."""
     offsets: NDArray[np.int64]
-    """(documents + 1,): start of each document, and the end of the last."""
+    """(documents + 1,): start of each document in `tokens`, and the end of the last document."""
     targets: NDArray[np.int64] | None
-    """For source-target pairs: start of each target, as an index like `offsets`."""
+    """For source-target pairs, the start of each target in `tokens`. Otherwise None."""
     num_bytes: int
-    """UTF-8 bytes of the texts; for pairs, of the targets."""
+    """Number of UTF-8 bytes of all texts or, for pairs, of all targets."""
 
     @property
     def num_documents(self) -> int:
@@ -31,7 +31,7 @@ class TokenSplit:
 
     @classmethod
     def open(cls, directory: Path, name: str, metadata: dict[str, Any], has_targets: bool) -> "TokenSplit":
-        """Open a split. Raises ValueError or OSError if the files are not as they were written."""
+        """Open a split. Raises ValueError or OSError if the files are missing or incomplete."""
         tokens, offsets = (
             _open_memmap(directory / f"{name}.tokens.npy"),
             _open_memmap(directory / f"{name}.offsets.npy"),
@@ -47,12 +47,12 @@ class TokenSplit:
 
 
 def _open_memmap(path: Path) -> NDArray[Any]:
-    """Memory-map a file as a plain array: numpy.memmap makes every slice slow."""
+    """Memory-map a file and return it as a plain array, because slices of numpy.memmap are slow."""
     return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
 
 
 class NpyAppender:
-    """Writes a one-dimensional .npy file of a length that is not known in advance."""
+    """Writes a one-dimensional .npy file whose length is not known in advance."""
 
     def __init__(self, path: Path, dtype: str) -> None:
         self.dtype = np.dtype(dtype)
@@ -61,7 +61,7 @@ class NpyAppender:
         self._write_header()
 
     def _write_header(self) -> None:
-        """Write the header. numpy pads it for any length, so `finalize` can overwrite it."""
+        """Write the header. Its size does not depend on the array length, so `finalize` can overwrite it."""
         header = {"descr": self.dtype.str, "fortran_order": False, "shape": (self.length,)}
         np.lib.format.write_array_header_1_0(self.file, header)
 

@@ -1,4 +1,4 @@
-"""Prepare data: tokenize sources into memory-mapped files once, in an atomic cache directory."""
+"""Prepare data: tokenize sources once, into memory-mapped files in a cache directory that is written atomically."""
 
 import json
 import os
@@ -22,13 +22,14 @@ from cutaway.train.data.sources import SourceFile, TextSource, list_source_files
 from cutaway.train.data.tokenize import chunk_documents, encode_chunks, num_cores
 
 CACHE_FORMAT = 2
-"""Increase whenever the same sources would be read, tokenized or split differently."""
+"""Version of the cache. Increase it when the code reads, tokenizes or splits the same sources differently."""
 MIN_PARALLEL_BYTES = 1 << 26
-"""Total file size above which starting worker processes is faster."""
+"""Total file size in bytes from which worker processes are started, because they save more time than they cost."""
 MIN_DOCUMENTS, MIN_DOCUMENT_CHARS = 64, 256
-"""Fewer text files than this are split into about MIN_DOCUMENTS documents of at least MIN_DOCUMENT_CHARS characters."""
+"""If there are fewer than MIN_DOCUMENTS text files, the files are split into about MIN_DOCUMENTS documents, of at least
+MIN_DOCUMENT_CHARS characters."""
 STALE_SECONDS = 3600
-"""Seconds without a write after which a temporary directory is considered left by a killed process."""
+"""A temporary directory without a write for this number of seconds is removed as the rest of a killed process."""
 SourceFiles = list[tuple[TextSource, SourceFile]]
 
 
@@ -39,8 +40,8 @@ class PreparedData:
     train: TokenSplit
     validation: TokenSplit
     fingerprint: str
-    """SHA-256 over documents and token ids: equal for equal data, independent of its location, and for a tokenizer
-    that was saved and loaded."""
+    """SHA-256 of documents and token ids. It does not depend on the location of the files, and stays the same if the
+    tokenizer is saved and loaded."""
     skipped: SkippedDocuments
     directory: Path
 
@@ -53,10 +54,10 @@ def prepare_data(
     validation_split: float,
     seed: int,
 ) -> PreparedData:
-    """Tokenize the sources' documents, one source after the other, into a subdirectory of `directory`.
+    """Tokenize the documents of the sources, in order, into a subdirectory of the cache directory `directory`.
 
-    Source weights are ignored: weighted sources are prepared separately and mixed. Files are read again only if their
-    names, sizes or modification times change.
+    The weights of sources are ignored; to mix sources by weight, call this function once per source. Files are read
+    again only if their paths, sizes or modification times change.
     """
     if len({source.target_column is None for source in sources}) > 1:
         raise InputError("some sources have a target_column and some do not; set it for all, or for none")
@@ -79,7 +80,7 @@ def prepare_data(
 
 
 def _open_prepared_data(directory: Path) -> PreparedData | None:
-    """Open prepared data; None if the directory does not exist or is incomplete."""
+    """Open prepared data. None if the directory does not exist or is incomplete."""
     try:
         metadata: dict[str, Any] = json.loads((directory / "data.json").read_text(encoding="utf-8"))
         train, validation = (
@@ -97,7 +98,7 @@ def _list_source_files(sources: Sequence[TextSource]) -> SourceFiles:
 
 
 def _cache_key(source_files: SourceFiles, tokenizer: Tokenizer, validation_split: float, seed: int) -> str:
-    """Hash of everything the prepared data depends on; for files, path, size and modification time."""
+    """Hash of all that the prepared data depends on. For a file, these are path, size and modification time."""
     backend = tokenizer.backend
     key = sha256(f"{CACHE_FORMAT} {validation_split!r} {seed} {backend.encode_special_tokens}".encode())
     key.update(
@@ -118,7 +119,7 @@ def _build(
     validation_split: float,
     seed: int,
 ) -> None:
-    """Write to a temporary directory, which is renamed when everything is on disk."""
+    """Write the data to a temporary directory, and rename it to `directory` when everything is on disk."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     _remove_stale_directories(directory.parent)
     temporary = Path(tempfile.mkdtemp(prefix=".tmp-", dir=directory.parent))
@@ -145,7 +146,7 @@ def _write_splits(
     source_files: SourceFiles, tokenizer: Tokenizer, temporary: Path, validation_split: float, seed: int
 ) -> None:
     skipped = SkippedDocuments()
-    # Separate hashes, so that the fingerprint does not depend on how documents are grouped into chunks
+    # There are three hashes, so that the fingerprint does not depend on how documents are grouped into chunks.
     contents, lengths, ids = sha256(), sha256(), sha256()
     has_targets = any(source.target_column is not None for source, _ in source_files)
     max_token_id = max([tokenizer.vocab_size - 1, *tokenizer.all_special_ids, *tokenizer.backend.get_vocab().values()])
@@ -181,7 +182,7 @@ def _write_splits(
 
 
 def _max_document_chars(source_files: SourceFiles) -> int:
-    """Maximum document length: a few text files are split into documents, so that some are left for validation."""
+    """Maximum document length. A few text files are split into more documents, to have some of them for validation."""
     has_rows = any(file.path.suffix in (".jsonl", ".parquet", ".tsv") for _, file in source_files)
     if len(source_files) >= MIN_DOCUMENTS or has_rows:
         return MAX_DOCUMENT_CHARS
@@ -193,7 +194,7 @@ def _total_size(source_files: SourceFiles) -> int:
 
 
 def _is_validation_document(split_key: bytes, seed: int, validation_split: float) -> bool:
-    """Whether a document is in the validation split: a function of its split key, independent of other documents."""
+    """Whether a document is in the validation split. This depends on its split key, not on the other documents."""
     draw = sha256(f"{seed}:".encode() + split_key).digest()[:8]
     return int.from_bytes(draw, "big") < int(validation_split * 2**64)
 
@@ -212,7 +213,7 @@ def _check_split_sizes(prepared: PreparedData, validation_split: float) -> None:
 
 
 def _remove_stale_directories(directory: Path) -> None:
-    """Remove temporary directories of killed processes, in which nothing has changed for STALE_SECONDS."""
+    """Remove temporary directories in which nothing has changed for STALE_SECONDS: killed processes left them."""
     for temporary in directory.glob(".tmp-*"):
         try:
             newest = max(path.stat().st_mtime for path in [temporary, *temporary.iterdir()])

@@ -1,8 +1,8 @@
-"""Shuffle by a pseudorandom permutation of indices: no list of indices in memory, and no state to resume from.
+"""Shuffle indices with a pseudorandom permutation, which needs no list of indices in memory and no state.
 
-A Feistel network on the bits of an index is a bijection of 0 … 2ᵇ−1 for any round function; an index that maps to
-`size` or above is mapped again until it is below (cycle walking: Black and Rogaway, 2002), which takes less than two
-iterations on average.
+A Feistel network on the bits of an index is a bijection of 0 … 2ᵇ−1, for any round function. An index that is mapped
+to `size` or above is mapped again until the result is below `size` (cycle walking: Black and Rogaway, 2002). This takes
+less than two iterations on average.
 """
 
 import numpy as np
@@ -15,7 +15,7 @@ FEISTEL_ROUNDS = 8
 
 
 def shuffle_indices(indices: NDArray[np.int64], size: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """Indices of the items at places `indices` in an epoch over `size` items."""
+    """Return which items are at the places `indices` of the shuffled order of `size` items in an epoch."""
     if size < 1 or (len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < size):
         raise InputError(f"an index to shuffle is outside 0 … {size - 1}; pass indices below size")
     bits = (size - 1).bit_length()
@@ -27,7 +27,10 @@ def shuffle_indices(indices: NDArray[np.int64], size: int, seed: int, epoch: int
 
 
 def _feistel_network(x: NDArray[np.uint64], bits: int, round_keys: list[int]) -> NDArray[np.uint64]:
-    """Feistel network on `bits` bits: each half in turn is XORed with a hash of the other; halves may be unequal."""
+    """Feistel network on `bits` bits: the halves are alternately XORed with a hash of the other half.
+
+    If `bits` is odd, the upper half has one bit more.
+    """
     half = np.uint64(bits // 2)
     low, high = np.uint64(2 ** (bits // 2) - 1), np.uint64(2 ** (bits - bits // 2) - 1)
     left, right = x >> half, x & low
@@ -40,7 +43,7 @@ def _feistel_network(x: NDArray[np.uint64], bits: int, round_keys: list[int]) ->
 
 
 def _splitmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """SplitMix64's finalizer; multiplication wraps modulo 2⁶⁴."""
+    """SplitMix64's finalizer. Multiplication is modulo 2⁶⁴."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

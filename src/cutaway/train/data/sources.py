@@ -13,13 +13,13 @@ from cutaway.errors import InputError
 EXCLUDED_DIRECTORIES = {
     "site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data", "encodings", "__pycache__"
 }  # fmt: skip
-"""Directories of the standard library that are excluded: installed packages; tests, which many systems do not ship and
-which are repetitive; pydoc's escaped help texts; code page tables."""
+"""Directories of the standard library that are excluded: installed packages, tests (repetitive, and missing on many
+systems), pydoc's escaped help texts, and code page tables."""
 
 
 @dataclass(frozen=True)
 class TextSource:
-    """A source of training text. Path None is Python's standard library, which is on every machine."""
+    """A source of training text. If `path` is None, the source is the code of Python's standard library."""
 
     path: Path | None
     text_column: str = "text"
@@ -27,9 +27,10 @@ class TextSource:
     target_column: str | None = None
     """Column with the target, for source-target pairs."""
     weight: float = 1.0
-    """Sampling weight among sources; see `datasets.MixtureDataset`."""
+    """Sampling weight of this source relative to the other sources; see `datasets.MixtureDataset`."""
     group_column: str | None = None
-    """Column whose equal values are kept in one split; without it, documents are split independently."""
+    """Column with a group name. All documents of a group are in the same split, training or validation. None: each
+    document is assigned to a split on its own."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.weight) and self.weight > 0):
@@ -45,11 +46,11 @@ class TextSource:
 
 
 class SourceFile(NamedTuple):
-    """A file of a source, with size and modification time to detect changes."""
+    """A file of a source. Size and modification time are used to detect changes."""
 
     path: Path
     name: str
-    """Path relative to the source, with forward slashes: independent of where the source is."""
+    """Path relative to the source, with forward slashes. It does not depend on the location of the source."""
     size: int
     mtime_ns: int
     """Modification time in nanoseconds."""
@@ -73,7 +74,7 @@ def list_source_files(source: TextSource) -> list[SourceFile]:
 
 
 def _walk_files(root: Path) -> Iterator[Path]:
-    """All files below a directory. Symbolic links to directories are not followed: they may form a cycle."""
+    """Iterate over the files below a directory. Links to directories are not followed, because they may form cycles."""
     for directory, subdirectories, names in os.walk(root):
         subdirectories[:] = [name for name in subdirectories if not name.startswith(".") and name != "__pycache__"]
         yield from (Path(directory, name) for name in names if not name.startswith("."))
@@ -82,7 +83,7 @@ def _walk_files(root: Path) -> Iterator[Path]:
 def _stdlib_files(root: Path) -> Iterator[Path]:
     for directory, subdirectories, names in os.walk(root):
         subdirectories[:] = [name for name in subdirectories if name not in EXCLUDED_DIRECTORIES]
-        # _sysconfigdata holds this Python's build configuration, and differs from machine to machine.
+        # _sysconfigdata contains the build configuration of Python, which differs from machine to machine.
         yield from (Path(directory, n) for n in names if n.endswith(".py") and not n.startswith("_sysconfigdata"))
 
 
@@ -94,6 +95,6 @@ def _stat_file(root: Path, path: Path) -> SourceFile:
     name = path.relative_to(root).as_posix()
     try:
         status = path.stat()
-    except OSError:  # a dangling link or missing permission: skipped and counted when it is read
+    except OSError:  # a dangling link or missing permission: the file is counted as skipped when it is read
         return SourceFile(path, name, 0, 0)
     return SourceFile(path, name, status.st_size, status.st_mtime_ns)

@@ -1,4 +1,4 @@
-"""Tokenize documents, in several processes for large data, preserving their order."""
+"""Tokenize documents in order. Large data is tokenized by several processes."""
 
 import os
 import sys
@@ -18,7 +18,7 @@ from cutaway.tokenizer import Tokenizer
 from cutaway.train.data.documents import Document
 
 CHUNK_CHARS = 1 << 20
-"""Characters per chunk."""
+"""Number of characters after which a chunk is complete."""
 CHUNK_DOCUMENTS = 4096
 """Maximum number of documents per chunk."""
 Chunk = list[Document]
@@ -28,19 +28,19 @@ class EncodedDocuments(NamedTuple):
     """Token ids of a chunk of documents."""
 
     ids: NDArray[np.uint32]
-    """Ids of all documents, concatenated."""
+    """Token ids of all documents, concatenated."""
     lengths: NDArray[np.int64]
-    """(documents, 2): number of ids of the text, and of the target that follows it."""
+    """(documents, 2): number of token ids of the text, and of the target that follows the text."""
     digests: list[bytes]
     """SHA-256 of each document's content."""
     split_keys: list[bytes]
-    """Hash that determines the split of a document: of its group, or else of its content."""
+    """Hash that determines the split of a document: the hash of its group, or of its content if it has no group."""
     num_bytes: NDArray[np.int64]
-    """UTF-8 bytes of the predicted text: the document, or the target of a pair."""
+    """Number of UTF-8 bytes of the predicted text, which is the document or the target of a pair."""
 
 
 def encode_documents(tokenizer: Tokenizer, chunk: Chunk) -> EncodedDocuments:
-    """Encode a chunk. A text, or the target of a pair, ends with EOS; a source is encoded like any prompt."""
+    """Encode a chunk. EOS is appended to a text without target and to a target, not to the source of a pair."""
     texts = tokenizer.encode_batch([document.text for document in chunk])
     targets = iter(tokenizer.encode_batch([document.target for document in chunk if document.target is not None]))
     rows: list[tuple[list[int], list[int]]] = []
@@ -58,7 +58,7 @@ def encode_documents(tokenizer: Tokenizer, chunk: Chunk) -> EncodedDocuments:
 
 
 def _document_digest(document: Document) -> bytes:
-    """SHA-256 of a document's text, or of text and target."""
+    """SHA-256 of the text of a document, or of text and target if it has a target."""
     text_digest = sha256(document.text.encode()).digest()
     if document.target is None:
         return text_digest
@@ -85,17 +85,20 @@ def chunk_documents(documents: Iterable[Document]) -> Iterator[Chunk]:
 
 
 def num_cores() -> int:
-    """CPU cores available to this process."""
+    """Number of CPU cores available to this process."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def encode_chunks(chunks: Iterable[Chunk], tokenizer: Tokenizer, num_workers: int) -> Iterator[EncodedDocuments]:
-    """Encode chunks in order. A chunk whose worker process cannot start or died is encoded in this process."""
+    """Encode chunks in order, in `num_workers` processes.
+
+    If a worker process cannot start or dies, its chunk is encoded in this process.
+    """
     if num_workers < 2 or current_process().daemon:  # a daemon process may not have children
         for chunk in chunks:
             yield encode_documents(tokenizer, chunk)
         return
-    # Spawn, not fork: a forked process with the threads of torch and tokenizers may hang.
+    # Processes are spawned, not forked: after a fork, the threads of torch and tokenizers may make a process hang.
     initargs = (tokenizer, tokenizer.backend.encode_special_tokens)
     pool = ProcessPoolExecutor(num_workers, get_context("spawn"), initializer=_init_worker, initargs=initargs)
     pending: deque[tuple[Chunk, Future[EncodedDocuments] | None]] = deque()
@@ -111,7 +114,7 @@ def encode_chunks(chunks: Iterable[Chunk], tokenizer: Tokenizer, num_workers: in
 
 
 def _submit_chunk(pool: ProcessPoolExecutor, chunk: Chunk) -> Future[EncodedDocuments] | None:
-    # This may start a process, which would import the user's __main__ again; workers do not need it.
+    # `submit` may start a process, which would import the user's __main__ again. Workers do not need it, so replace it.
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:
@@ -134,7 +137,7 @@ _worker_tokenizer: list[Tokenizer] = []
 
 
 def _init_worker(tokenizer: Tokenizer, encode_special_tokens: bool) -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread per process: there is one process per core
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread per process, because there is one process per core
     tokenizer.backend.encode_special_tokens = encode_special_tokens  # not part of the pickled tokenizer
     _worker_tokenizer[:] = [tokenizer]
 

@@ -39,8 +39,9 @@ class TrainingData:
     num_validation_sequences: int
     """Number of validation sequences."""
     bytes_per_token: float | None
-    """Of the validation text; None where bits per byte are not defined."""
+    """UTF-8 bytes per token of the validation text. None if the objective is not causal-lm."""
     fingerprint: str
+    """Hash of documents and token ids; see `PreparedData.fingerprint`."""
 
 
 def load_training_data(
@@ -51,7 +52,7 @@ def load_training_data(
     seed: int,
     log: Callable[[str], None],
 ) -> TrainingData:
-    """Prepare the sources and open them as datasets; skipped documents are logged."""
+    """Tokenize the sources, unless they are in the cache, and open them as datasets. Log skipped documents."""
     directory, split = _data_cache_directory(), data.validation_split
     sources = _resolve_sources(data)
     is_weighted = any(source.weight is not None for source in data.sources)
@@ -94,7 +95,7 @@ def _data_cache_directory() -> Path:
 
 
 def _resolve_sources(data: DataConfig) -> list[TextSource]:
-    """Text sources of a recipe; the dates are generated if they are not in the cache."""
+    """Text sources of a recipe. The dates file is generated if a source needs it and it is not in the cache."""
     sources = []
     for config in data.sources:
         if not config.path:
@@ -110,7 +111,7 @@ def _resolve_sources(data: DataConfig) -> list[TextSource]:
 def build_tokenizer(
     data: DataConfig, objective: ObjectiveConfig, base_checkpoint: Checkpoint | None = None
 ) -> Tokenizer:
-    """Build or load the recipe's tokenizer. A new one has a mask token if the objective needs it."""
+    """Build or load the tokenizer of a recipe. A new tokenizer has a mask token if the objective is masked-lm."""
     special_tokens: tuple[str, ...] = DEFAULT_SPECIAL_TOKENS
     if isinstance(objective, MaskedLMConfig):
         special_tokens = (*special_tokens, MASK_TOKEN)
@@ -128,7 +129,7 @@ def build_tokenizer(
 
 
 def _iter_texts(data: DataConfig) -> Iterator[str]:
-    """Texts and targets of all documents, to train a tokenizer."""
+    """Iterate over the texts and targets of all documents, to train a tokenizer."""
     for source in _resolve_sources(data):
         for document in documents.read_documents(source):
             yield document.text

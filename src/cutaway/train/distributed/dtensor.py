@@ -1,6 +1,6 @@
-"""Helpers for DTensors: local shards, replicas, gathering full tensors.
+"""Helpers for DTensors: local shards, number of replicas, gathering of full tensors.
 
-Imports nothing from torch.distributed at module level: a single process has no DTensors.
+This module does not import torch.distributed when it is imported, because a single process has no DTensors.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ def is_dtensor(tensor: Tensor) -> "TypeGuard[DTensor]":
 
 
 def to_local(tensor: Tensor) -> Tensor:
-    """This rank's local shard of a DTensor, sharing its memory; other tensors are returned unchanged."""
+    """This rank's local shard of a DTensor, without a copy. Other tensors are returned unchanged."""
     if not is_dtensor(tensor):
         return tensor
     with torch.no_grad():
@@ -28,16 +28,17 @@ def to_local(tensor: Tensor) -> Tensor:
 
 
 def _sharded_dims(dtensor: "DTensor") -> list[tuple[int, int]]:
-    """(mesh dimension, tensor dimension sharded along it), outermost sharding first.
+    """Pairs of a mesh dimension and the tensor dimension that is sharded along it, in the order of sharding.
 
-    Matrices are sharded for tensor parallelism before FSDP shards the parts, so mesh dimensions are in reverse order.
+    Tensor parallelism shards a matrix first, and FSDP shards the parts. Since tp is the last mesh dimension, the order
+    is the reverse of the mesh dimensions.
     """
-    placements: list[Any] = list(enumerate(dtensor.placements))  # only sharded ones have a tensor dimension
+    placements: list[Any] = list(enumerate(dtensor.placements))  # only Shard has the attribute dim
     return [(mesh_dim, placement.dim) for mesh_dim, placement in placements if not placement.is_replicate()][::-1]
 
 
 def num_replicas(tensor: Tensor, world_size: int) -> int:
-    """Number of ranks that hold the same shard."""
+    """Number of ranks that have the same shard of the tensor. A plain tensor is on all `world_size` ranks."""
     if not is_dtensor(tensor):
         return world_size
     for mesh_dim, _ in _sharded_dims(tensor):
@@ -52,7 +53,7 @@ def copy_from_full(target: Tensor, full: Tensor) -> None:
 
 
 def local_shard(full: Tensor, like: Tensor) -> Tensor:
-    """The shard of `full` that this rank has of a tensor sharded like `like`."""
+    """This rank's shard of `full`, if `full` is sharded like the tensor `like`."""
     if not is_dtensor(like):
         return full
     coordinate = like.device_mesh.get_coordinate()
@@ -66,7 +67,7 @@ def local_shard(full: Tensor, like: Tensor) -> Tensor:
 
 
 def as_dtensor_like(local: Tensor, like: Tensor) -> Tensor:
-    """Wrap a local shard as a DTensor with the mesh and placements of `like`."""
+    """Wrap a local shard as a DTensor with the mesh and placements of `like`. Unchanged if `like` is not a DTensor."""
     if not is_dtensor(like) or local.ndim != like.ndim:
         return local
     from torch.distributed.tensor import DTensor
@@ -77,7 +78,7 @@ def as_dtensor_like(local: Tensor, like: Tensor) -> Tensor:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Gather the full tensor on every rank; a collective, which all ranks must call."""
+    """Gather the full tensor on every rank. This is a collective, so all ranks must call it."""
     if not is_dtensor(tensor):
         return tensor
     from torch.distributed.tensor import Replicate
@@ -96,11 +97,14 @@ def copy_to_cpu(tensor: Tensor) -> Tensor:
 
 
 class TensorGatherer:
-    """Gathers full tensors one after another, in the same order on all ranks, even if writing fails on one."""
+    """Gathers full tensors one by one, in the same order on all ranks.
+
+    If a rank fails to write a tensor, it can still take part in gathering the others with `gather_remaining`.
+    """
 
     def __init__(self, tensors: TensorGroups) -> None:
         groups = [group for _, group in sorted(tensors.items())]
-        self.remaining = (group[name] for group in groups for name in sorted(group))  # as a checkpoint is written
+        self.remaining = (group[name] for group in groups for name in sorted(group))  # as in a checkpoint
 
     def gather_next_to_cpu(self, tensor: Tensor) -> Tensor:
         """Gather the next tensor and copy it to the CPU."""

@@ -1,4 +1,4 @@
-"""Parallelize a model over ranks: data parallel replicas (DDP), sharded states (FSDP2), tensor parallelism."""
+"""Parallelize a model over ranks with data-parallel replicas (DDP), sharded state (FSDP2) and tensor parallelism."""
 
 import warnings
 from collections.abc import Iterator
@@ -20,15 +20,15 @@ if TYPE_CHECKING:  # trainer imports this package
 
 
 def parallelize_module(training_module: "TrainingModule", dist_context: DistributedContext) -> nn.Module:
-    """Apply the configured parallelism; returns the module that a step calls: a wrapper, or the module itself.
+    """Apply the configured parallelism, and return the module that a step calls: a DDP wrapper or the module itself.
 
-    With a device mesh the model must be on the meta device, and is changed in place; `init_sharded_weights`
-    initializes it afterwards.
+    With a device mesh, the model must be on the meta device and is changed in place. Call `init_sharded_weights`
+    afterwards to initialize it.
     """
     if dist_context.world_size == 1:
         return training_module
     if dist_context.mesh is None:
-        # An argument is renamed in newer versions.
+        # Newer versions of PyTorch rename an argument and warn about the old name.
         with warnings.catch_warnings(action="ignore", category=FutureWarning):
             return DistributedDataParallel(training_module, broadcast_buffers=False, gradient_as_bucket_view=True)
     mesh = dist_context.mesh
@@ -43,22 +43,28 @@ def parallelize_module(training_module: "TrainingModule", dist_context: Distribu
 
 
 def _apply_fsdp(training_module: "TrainingModule", mesh: DeviceMesh) -> None:
-    """Shard each block as a unit, so that one block at a time is gathered; the rest is gathered for the whole step."""
+    """Shard each block separately, so that blocks are gathered one at a time.
+
+    Parameters outside blocks are gathered for the whole step.
+    """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     frozen = {parameter for parameter in training_module.parameters() if not parameter.requires_grad}
-    # With autocast alone, a gathered fp32 weight would have a bf16 copy as well; so weights are gathered in bf16.
+    # Weights are gathered in bf16. With autocast alone, they would be gathered in fp32 and copied to bf16.
     bf16_policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     policy = bf16_policy if training_module.precision == "bf16" else MixedPrecisionPolicy()
     blocks = [block for stack in training_module.model.stacks.values() for block in stack.blocks]
     for block in blocks:
-        if sum(block is other for other in blocks) == 1:  # a block shared by layers stays gathered between them
+        if sum(block is other for other in blocks) == 1:  # a block shared by several layers stays gathered
             fully_shard(block, mesh=mesh, mp_policy=policy, ignored_params=frozen)
     fully_shard(training_module, mesh=mesh, mp_policy=policy, ignored_params=frozen)
 
 
 def init_sharded_weights(model: Transformer, device: torch.device, seed: int) -> None:
-    """Initialize to the values of a single process: each tensor is drawn in full, and each rank keeps its shard."""
+    """Initialize a sharded model with the same values as in a single process.
+
+    Every rank draws each tensor in full and keeps its shard.
+    """
     model.to_empty(device=device)
     init_weights_with_seed(model, model.config, seed, _iter_full_parameters(model, device))
 
@@ -76,14 +82,14 @@ def _iter_full_parameters(model: Transformer, device: torch.device) -> Iterator[
 def no_sync_until_last(module: nn.Module, is_last: bool) -> AbstractContextManager[None]:
     """Context in which DDP accumulates gradients locally, except for the last micro-batch of a step.
 
-    FSDP2 reduces the gradients of each micro-batch: accumulating locally would hold full gradients, and a run with
-    shards and micro-batches is short of memory.
+    FSDP2 reduces the gradients of each micro-batch. Local accumulation would need memory for the full gradients, and
+    runs with shards and micro-batches are usually short of memory.
     """
     return nullcontext() if is_last or not isinstance(module, DistributedDataParallel) else module.no_sync()
 
 
 def gather_full_model(model: Transformer, device: torch.device, *, keep: bool) -> Transformer | None:
-    """Gather the full model on ranks with `keep`, None on others; a collective, tensor by tensor."""
+    """Gather the full model on the ranks with `keep`. Other ranks return None, but must call this too (collective)."""
     state_dict = {}
     for name, tensor in sorted(model.state_dict().items()):
         value = full_tensor(tensor)

@@ -1,4 +1,4 @@
-"""Process groups: DistributedContext of a single process, MultiProcessContext under torchrun, device mesh."""
+"""Process groups and device mesh: DistributedContext for a single process, MultiProcessContext under torchrun."""
 
 import os
 import re
@@ -27,37 +27,37 @@ NumberT = TypeVar("NumberT", float, Tensor)
 DeviceLike = torch.device | str | None
 
 TIMEOUT_ENV = "CUTAWAY_DIST_TIMEOUT"
-"""Timeout of collectives in seconds; default 600."""
+"""Environment variable with the timeout of collectives in seconds. Default: 600."""
 RESTART_COUNT_ENV = "TORCHELASTIC_RESTART_COUNT"
 FAILED_KEY = "failed"
 POLL_SECONDS = 0.05
-"""Interval of polling the store, in seconds."""
+"""Time between two queries of the key-value store, in seconds."""
 _retained_groups: list[object] = []
-"""References to finished process groups. If DDP released the last reference, it would wait for gloo's thread while
-holding the GIL, and that thread may wait for the GIL to free a tensor."""
+"""References to process groups that are no longer used, to prevent a deadlock. If DDP released the last reference, it
+would wait for gloo's thread while holding the GIL, and that thread may wait for the GIL to free a tensor."""
 
 
 class DistributedContext:
-    """Context of a single process. `MultiProcessContext` overrides what differs with several."""
+    """Ranks, device mesh and collectives of a single process. `MultiProcessContext` is for several processes."""
 
     rank, world_size = 0, 1
     dp_rank, dp_size = 0, 1
-    """Data-parallel rank and size: ranks with different sequences."""
+    """Data-parallel rank and size. Different data-parallel ranks process different sequences."""
     tp_size = 1
-    """Tensor-parallel size: ranks that split each matrix and process the same sequences."""
+    """Tensor-parallel size: the number of ranks that split each matrix and process the same sequences."""
     mesh: DeviceMesh | None = None
-    """DeviceMesh (dp_replicate, dp_shard, tp) if states or matrices are sharded, else None."""
+    """Mesh with the dimensions (dp_replicate, dp_shard, tp). None if neither state nor matrices are sharded."""
     is_restart = False
     """Whether torchrun restarted this process after a failure."""
 
     @property
     def is_main_process(self) -> bool:
-        """Whether this rank logs and writes files."""
+        """Whether this is rank 0, the only rank that logs and writes files."""
         return self.rank == 0
 
     @property
     def num_state_shards(self) -> int:
-        """Number of ranks that weights, gradients and optimizer state are sharded over."""
+        """Number of ranks over which weights, gradients and optimizer state are sharded."""
         return 1
 
     def resolve_device(self, device: DeviceLike) -> torch.device:
@@ -67,11 +67,11 @@ class DistributedContext:
         """Set up the device mesh and this rank's coordinates in it."""
 
     def main_process_first(self) -> AbstractContextManager[None]:
-        """Context whose body the main process completes before the other ranks start it."""
+        """Context manager whose body the main process completes before the other ranks start it."""
         return nullcontext()
 
     def broadcast_int(self, value: int) -> int:
-        """The main process's value, on all ranks."""
+        """Return the value of the main process on all ranks."""
         return value
 
     def any_rank(self, condition: bool) -> bool:
@@ -87,7 +87,10 @@ class DistributedContext:
         return value
 
     def micro_batch_ranges(self, batch_size: int, grad_accum_steps: int) -> list[tuple[int, int]]:
-        """(low, high) of this rank's micro-batches of a batch. Equal count on all ranks; ranges may be empty."""
+        """Ranges (low, high) of the batch, one for each micro-batch of this rank.
+
+        All ranks have the same number of ranges. A range may be empty.
+        """
         positions = rank_positions(0, batch_size, self.dp_rank, self.dp_size)
         count = min(grad_accum_steps, -(-batch_size // self.dp_size))
         edges = [positions.start + len(positions) * index // count for index in range(count + 1)]
@@ -98,7 +101,7 @@ SINGLE_PROCESS = DistributedContext()
 
 
 def rank_positions(first: int, count: int, rank: int, world_size: int) -> range:
-    """Positions of one rank's part of a batch; the parts of all ranks are the batch."""
+    """Positions of the part of a batch that a rank processes. The parts of all ranks together are the batch."""
     return range(first + count * rank // world_size, first + count * (rank + 1) // world_size)
 
 
@@ -107,7 +110,10 @@ class RankFailedError(CutawayError):
 
 
 class MultiProcessContext(DistributedContext):
-    """Context of one of several processes. Long waits use the key-value store, everything else collectives."""
+    """Ranks, device mesh and collectives of one of several processes.
+
+    Waits that may be longer than the timeout of collectives use the key-value store.
+    """
 
     def __init__(self, store: "Store", rank: int, world_size: int) -> None:
         self.store, self.rank, self.world_size = store, rank, world_size
@@ -140,13 +146,16 @@ class MultiProcessContext(DistributedContext):
         if dp_shard * tp > 1:
             mesh_shape = (self.dp_replicate, dp_shard, tp)
             self.mesh = init_device_mesh(device.type, mesh_shape, mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
-        if tp > 1:  # one group per tensor-parallel rank: the ranks that hold the same part of each matrix
+        if tp > 1:  # each group has the ranks that hold the same part of each matrix
             groups = [list(range(tp_rank, self.world_size, tp)) for tp_rank in range(tp)]
             self.dp_group = [dist.new_group(group) for group in groups][self.rank % tp]
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
-        """First the main process, then the first rank of each node, then the others: later ones find its files."""
+        """Context manager whose body the main process runs first, then the first rank of each node, then the others.
+
+        So a rank finds the files that the ranks before it have written.
+        """
         self.sync_count += 1
         key = f"sync/{self.sync_count}"
         if not self.is_main_process:
@@ -164,7 +173,7 @@ class MultiProcessContext(DistributedContext):
         return int(self.store.get(key))
 
     def _wait_for_key(self, key: str) -> None:
-        """Wait for a key without a time limit; exit if another rank has failed."""
+        """Wait for a key without a time limit. Exit if another rank has failed."""
         while not self.store.check([key]):
             if self.store.check([FAILED_KEY]):
                 raise SystemExit(1)
@@ -186,7 +195,7 @@ class MultiProcessContext(DistributedContext):
         return total
 
     def is_first_failure(self) -> bool:
-        """Whether this is the first rank to fail, whose error is reported to the user."""
+        """Whether this is the first rank that failed. Only the error of the first rank is reported to the user."""
         try:
             return self.store.compare_set(FAILED_KEY, "", str(self.rank)).decode() == str(self.rank)
         except RuntimeError:  # the process that hosts the store is gone
@@ -195,7 +204,7 @@ class MultiProcessContext(DistributedContext):
 
 @contextmanager
 def init_distributed(device: DeviceLike = None) -> Iterator[DistributedContext]:
-    """Context of the processes started by torchrun, or of a single process."""
+    """Yield the DistributedContext of this process, started by torchrun or alone."""
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         yield SINGLE_PROCESS
         return
@@ -207,7 +216,7 @@ def init_distributed(device: DeviceLike = None) -> Iterator[DistributedContext]:
 def _join_process_group(device: DeviceLike) -> Iterator[MultiProcessContext]:
     """Initialize the process group from torchrun's environment variables, and destroy it at the end.
 
-    When a rank fails, only the first failure is reported: the other ranks fail as a consequence.
+    When a rank fails, the other ranks fail as a consequence. Only the first failure is reported.
     """
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
     from torch.distributed.rendezvous import rendezvous
@@ -218,7 +227,7 @@ def _join_process_group(device: DeviceLike) -> Iterator[MultiProcessContext]:
     if on_gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     store, rank, world_size = next(rendezvous("env://", timeout=timeout))
-    # torchrun may reuse the store after a restart, with keys of the failed processes.
+    # After a restart, torchrun may reuse the store, which still has the keys of the failed processes.
     store = PrefixStore(f"cutaway/{os.environ.get(RESTART_COUNT_ENV, '0')}", store)
     backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
@@ -228,7 +237,7 @@ def _join_process_group(device: DeviceLike) -> Iterator[MultiProcessContext]:
         yield dist_context
     except Exception as error:
         if threading.current_thread() is threading.main_thread():
-            # torchrun terminates all processes when one fails; the error must be reported first.
+            # Ignore SIGTERM, which torchrun sends to all processes when one fails, until the error is reported.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if not dist_context.is_first_failure():
             raise SystemExit(1) from None
@@ -244,12 +253,12 @@ def _join_process_group(device: DeviceLike) -> Iterator[MultiProcessContext]:
 
 
 def _is_collective_error(error: Exception) -> bool:
-    """Whether a collective failed, as it does on the remaining ranks after another rank failed."""
+    """Whether the error comes from a collective. Collectives fail on the remaining ranks after another rank failed."""
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and any(word in str(error) for word in ("gloo", "NCCL", "ncclUnhandled"))
     )
 
 
 def _backend_message(error: Exception) -> str:
-    """First sentence of a backend's error message, without the source location."""
+    """First sentence of the error message of the communication backend, without the source location."""
     return re.sub(r"^\[.*?\] ", "", str(error).split("\n")[0]).split(". ")[0]

@@ -1,11 +1,12 @@
-"""Tensor parallelism: each rank has some heads, some hidden units and some of the vocabulary.
+"""Tensor parallelism: each rank has a part of the heads, of the hidden units and of the vocabulary.
 
     column parallel (q, k, v, gate, up):  y_r = x·W_rᵀ           backward  ∂x = Σ_r ∂y_r·W_r
     row parallel (o, down):               y = Σ_r x_r·W_rᵀ       backward  ∂x_r = ∂y·W_r
     vocabulary parallel embedding:        x = Σ_r E_r[token], 0 where the token is on another rank
 
-(Shoeybi et al., 2019). Weights are DTensors, which FSDP2 shards further and checkpoints gather; within a step each rank
-computes with its local tensor, by the same kernels as a single process.
+The index r is the rank (Shoeybi et al., 2019). Weights are DTensors, so that FSDP2 can shard them further and
+checkpoints can gather them. Within a step, each rank computes with its local tensors and uses the same kernels as a
+single process.
 """
 
 from dataclasses import dataclass, replace
@@ -32,7 +33,7 @@ from cutaway.train.loss.cross_entropy import VocabShard
 
 @dataclass(frozen=True)
 class TensorParallelGroup:
-    """The ranks that split each matrix, and this rank's place among them."""
+    """The group of ranks that split each matrix, and the index of this rank in the group."""
 
     mesh: DeviceMesh
 
@@ -81,19 +82,19 @@ def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _copy_to_tensor_parallel(x: Tensor, tp_group: TensorParallelGroup) -> Tensor:
-    """Identity; the backward pass sums the gradient over the ranks."""
+    """Return x unchanged. The backward pass sums the gradient over the ranks."""
     return _CopyToTensorParallel.apply(x, tp_group.group)  # type: ignore[no-untyped-call]
 
 
 def _reduce_from_tensor_parallel(x: Tensor, tp_group: TensorParallelGroup) -> Tensor:
-    """Sum over the ranks; the backward pass is the identity."""
+    """Sum x over the ranks. The backward pass leaves the gradient unchanged."""
     return _ReduceFromTensorParallel.apply(x, tp_group.group)  # type: ignore[no-untyped-call]
 
 
 class _ShardedModule:
-    """Module with sharded parameters, which are read as local tensors during a step.
+    """Mixin for a module with sharded parameters. During a step, the parameters are read as local tensors.
 
-    FSDP2 reads them too, after it has sharded them further: it gets the parameters it has stored.
+    FSDP2 replaces the parameters by its own, which it shards further. They are returned unchanged.
     """
 
     tp_group: TensorParallelGroup
@@ -107,7 +108,7 @@ class _ShardedModule:
 
 
 class _ShardedWeights(_ShardedModule):
-    """Column-parallel linear layer, or output matrix."""
+    """Mixin for a column-parallel linear layer or a sharded output matrix."""
 
     @property
     def weight(self) -> Tensor:
@@ -121,7 +122,7 @@ class _ShardedWeights(_ShardedModule):
 
 
 class _RowParallel(_ShardedWeights):
-    """Row-parallel linear layer. The bias is not sharded, and is added after the reduction."""
+    """Mixin for a row-parallel linear layer. The bias is not sharded and is added after the sum over ranks."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = _reduce_from_tensor_parallel(F.linear(x, self.weight), self.tp_group)
@@ -129,7 +130,7 @@ class _RowParallel(_ShardedWeights):
 
 
 class _VocabParallel(_ShardedWeights):
-    """Vocabulary-parallel embedding; with tied weights also the output matrix."""
+    """Mixin for a vocabulary-parallel embedding. If weights are tied, it is the output matrix too."""
 
     vocab_start: int
 
@@ -142,7 +143,7 @@ class _VocabParallel(_ShardedWeights):
 
 
 class _ReplicatedWeights(_ShardedModule):
-    """Replicated weights that each rank uses for its own heads only, so that gradients are summed over ranks."""
+    """Mixin for replicated weights. Each rank uses them for its own heads only, so gradients are summed over ranks."""
 
     def local_param(self, name: str) -> Tensor | None:
         parameter = self._parameters.get(name)
@@ -160,7 +161,7 @@ class _ReplicatedWeights(_ShardedModule):
 
 
 class _ShardedSinks(_ShardedModule):
-    """Attention with one sink per head, sharded by heads."""
+    """Mixin for attention with one sink per head. Sinks are sharded by head."""
 
     @property
     def sink(self) -> Tensor | None:
@@ -168,7 +169,10 @@ class _ShardedSinks(_ShardedModule):
 
 
 class _ShardedLogits(_ShardedModule):
-    """Output head with sharded logits. A learned bias is a sharded parameter; a fixed one is a full buffer, sliced."""
+    """Mixin for an output head with sharded logits.
+
+    A learned bias is a sharded parameter. A fixed bias is a full buffer, from which this rank takes a slice.
+    """
 
     vocab_shard: VocabShard
     matrix: nn.Module
@@ -183,7 +187,7 @@ class _ShardedLogits(_ShardedModule):
 
 
 class _ShardedScoreBias(ScoreBias):
-    """Score bias of this rank's heads, which start at `first_head`."""
+    """Mixin for the attention score bias of this rank's heads, which start at `first_head`."""
 
     first_head: int
     num_heads: int
@@ -199,7 +203,7 @@ class _ShardedScoreBias(ScoreBias):
 
 
 def apply_tensor_parallel(model: Transformer, tp_group: TensorParallelGroup) -> VocabShard:
-    """Shard a model's matrices in place, and return this rank's shard of the vocabulary."""
+    """Shard the matrices of a model in place, and return this rank's shard of the vocabulary."""
     for module in list(model.modules()):
         if isinstance(module, LatentAttention):
             raise _unsupported("latent attention")
@@ -222,7 +226,8 @@ def apply_tensor_parallel(model: Transformer, tp_group: TensorParallelGroup) -> 
     if isinstance(head.bias, nn.Parameter):
         _shard_params(head, tp_group, bias=0)
     _swap_class(head, _ShardedLogits, tp_group, vocab_shard=vocab_shard)
-    # The head's transform is replicated; the sharded output matrix needs the summed input gradient.
+    # The output matrix is sharded, so the gradient of its input is summed over ranks. The input is the output of the
+    # head's transform, which is replicated, or the input of the head.
     if head.transform is None:
         head.register_forward_pre_hook(lambda module, args: (_copy_to_tensor_parallel(args[0], tp_group),))
     else:
@@ -271,7 +276,7 @@ def _parallelize_score_bias(module: ScoreBias, tp_group: TensorParallelGroup) ->
 
 def _parallelize_embedding(table: EmbeddingTable, tp_group: TensorParallelGroup) -> None:
     if isinstance(table, _VocabParallel):
-        return  # shared by encoder and decoder
+        return  # encoder and decoder share this table, and it is sharded already
     _shard_params(table, tp_group, weight=0)
     _swap_class(table, _VocabParallel, tp_group, vocab_start=_shard_start(table.num_embeddings, tp_group))
 
@@ -287,7 +292,7 @@ def _row_parallel(matrix: nn.Module, tp_group: TensorParallelGroup) -> None:
 
 
 def _copy_inputs(module: nn.Module, tp_group: TensorParallelGroup) -> None:
-    """Register a hook that copies the replicated inputs: the residual stream, and the encoder output."""
+    """Register a hook that sums the gradients of the inputs over ranks. Inputs: residual stream, encoder output."""
 
     def hook(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         x, *rest = args
@@ -299,7 +304,7 @@ def _copy_inputs(module: nn.Module, tp_group: TensorParallelGroup) -> None:
 
 
 def _shard_params(module: nn.Module, tp_group: TensorParallelGroup, **dims: int) -> None:
-    """Replace the named parameters by DTensors sharded along the given dimensions."""
+    """Replace parameters by DTensors. `dims` has the dimension to shard for each parameter name."""
     for name, dim in dims.items():
         full = module._parameters[name]
         assert full is not None
@@ -308,7 +313,7 @@ def _shard_params(module: nn.Module, tp_group: TensorParallelGroup, **dims: int)
 
 
 def _swap_class(module: nn.Module, mixin: type, tp_group: TensorParallelGroup, **attributes: object) -> None:
-    """Add a mixin to a module's class, which changes how it reads its parameters or computes its product."""
+    """Add a mixin to the class of a module, to change `forward` or how parameters are read. Also set attributes."""
     module.__class__ = type(mixin.__name__ + type(module).__name__, (mixin, type(module)), {})
     for name, value in (attributes | {"tp_group": tp_group}).items():
         setattr(module, name, value)

@@ -11,7 +11,7 @@ SWIGLU_BLOCK = 1024
 
 
 class SwiGLU(torch.autograd.Function):
-    """silu(gate) · up, (rows, 2h) → (rows, h): one forward kernel, and one backward kernel for both gradients."""
+    """silu(gate) · up: (rows, 2h) → (rows, h), with one kernel for the forward and one for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ GELU_BLOCK, GELU_TILE_ROWS, GELU_TILE_COLUMNS = 4096, 256, 128
 
 
 class LinearGELU(torch.autograd.Function):
-    """gelu(x·Wᵀ + b) for rows x. The output is stored for the next operation, not recomputed in the backward pass."""
+    """gelu(x·Wᵀ + b) for rows x. The next operation stores the output, so the backward pass does not recompute it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
@@ -89,7 +89,7 @@ class LinearGELU(torch.autograd.Function):
 
 @triton.jit
 def _gelu_gate(x, TANH: tl.constexpr):
-    """gelu(x) = x · gate(x); returns the gate and its derivative. TANH selects the tanh approximation."""
+    """Return the gate in gelu(x) = x · gate(x), and the derivative of the gate. TANH selects the tanh approximation."""
     if TANH:
         gate = tl.sigmoid(1.5957691216057308 * x * (1 + 0.044715 * x * x))
         gate_grad = gate * (1 - gate) * 1.5957691216057308 * (1 + 0.134145 * x * x)
@@ -119,7 +119,8 @@ def _gelu_backward_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    # A program computes a tile of ROWS × COLUMNS, eight rows at a time, and sums it over rows for the bias gradient.
+    # Each program computes the gradient of a tile of ROWS × COLUMNS, eight rows at a time, and sums the gradient over
+    # the rows of the tile for the bias gradient.
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     total = tl.zeros((8, COLUMNS), tl.float32)
     for start in range(0, ROWS, 8):

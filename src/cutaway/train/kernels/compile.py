@@ -1,6 +1,7 @@
 """Speed-ups of a training step on a GPU: fused projections (QKV, gate and up) and torch.compile of blocks.
 
-Both apply only inside the returned context, around a step: evaluation, sampling and export use the unchanged model.
+Both apply only inside a context manager that the training step enters. Evaluation, sampling and export use the
+unchanged model.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,20 +24,23 @@ from cutaway.model.stack import Stack
 
 GELU_ACTIVATIONS = (F.gelu, gelu_tanh)
 BLOCKS_PER_GRAPH = 16
-"""Maximum number of blocks compiled together: residual additions fuse with the norm that reads them next."""
+"""Maximum number of blocks compiled together, so that a residual addition fuses with the norm of the next block."""
 
 
 def compile_for_training(
     model: Transformer, compile_blocks: bool | None, *, single_process: bool = True
 ) -> Callable[[], AbstractContextManager[None]]:
-    """Return a context manager for a step's forward and backward pass. Default of `compile_blocks`: on a GPU."""
+    """Return a function that creates a context manager for the forward and backward pass of a step.
+
+    If `compile_blocks` is None, blocks are compiled on a GPU only.
+    """
     if not (model.device.type == "cuda" if compile_blocks is None else compile_blocks):
         return nullcontext
     replaced_methods = _find_fusible_modules(model)
     for stack in model.stacks.values():
         if single_process and stack.activation_checkpointing == "none":
             replaced_methods[stack] = {"run_blocks": _compile_stack(stack)}
-        else:  # communication between ranks and activation checkpointing act per block
+        else:  # blocks are compiled one by one: ranks communicate, and activations are checkpointed, between blocks
             replaced_methods |= {
                 block: {"_compiled_call_impl": torch.compile(block._call_impl)} for block in stack.blocks
             }
@@ -57,7 +61,7 @@ def compile_for_training(
 
 
 def _compile_stack(stack: Stack) -> Callable[[Tensor, list[LayerContext]], Tensor]:
-    """`run_blocks` of a stack, compiled in groups of blocks; groups with equal structure are compiled once."""
+    """Return a compiled `run_blocks` for a stack. Blocks are compiled in groups, and groups of equal structure once."""
     blocks = list(stack.blocks)
     num_groups = -(-len(blocks) // BLOCKS_PER_GRAPH)
     ends = [len(blocks) * group // num_groups for group in range(num_groups + 1)]
@@ -78,10 +82,10 @@ def _run_blocks(blocks: list[nn.Module], x: Tensor, contexts: list[LayerContext]
 
 
 def _find_fusible_modules(model: nn.Module) -> dict[nn.Module, dict[str, Any]]:
-    """Modules whose projections can be fused, with the replacement methods by name."""
+    """Modules whose projections can be fused. The values are the replacement methods, by method name."""
     replaced_methods: dict[nn.Module, dict[str, Any]] = {}
     for module in model.modules():
-        if type(module) is MultiHead and type(module.q) is Linear:  # not if it is tensor-parallel
+        if type(module) is MultiHead and type(module.q) is Linear:  # a tensor-parallel projection has another type
             replaced_methods[module] = {"project_qkv": MethodType(_fused_qkv, module)}
         elif (
             type(module) is GatedMLP
@@ -107,7 +111,7 @@ def _fused_qkv(self: MultiHead, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _fused_gate_up(self: Any, x: Tensor) -> tuple[Tensor]:
-    """Project gate and up with one matrix product; they are concatenated in the last dimension."""
+    """Compute gate and up projection with one matrix product, concatenated in the last dimension."""
     return (_fused_linear(x, self.gate, self.up),)
 
 
@@ -120,7 +124,7 @@ def _fused_swiglu(gate_up: Tensor) -> Tensor:
 
 
 def _fused_gelu_mlp(self: MLP, x: Tensor) -> Tensor:
-    """down(gelu(up(x))), with up and GELU in one autograd function."""
+    """Compute down(gelu(up(x))), with the up projection and GELU in one autograd function."""
     from cutaway.train.kernels.activations import LinearGELU
 
     device_type = x.device.type
@@ -132,7 +136,10 @@ def _fused_gelu_mlp(self: MLP, x: Tensor) -> Tensor:
 
 
 def _fused_linear(x: Tensor, *layers: nn.Linear) -> Tensor:
-    """y = x·Wᵀ + b of several layers in one product. Weights are cast to bf16 anyway, so concatenation is free."""
+    """Apply several linear layers with one matrix product; the outputs are concatenated in the last dimension.
+
+    Autocast copies the weights to bf16 in any case, so concatenating them costs nothing more.
+    """
     weight = torch.cat([layer.weight for layer in layers])
     bias = None
     if any(layer.bias is not None for layer in layers):

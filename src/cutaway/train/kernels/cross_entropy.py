@@ -17,7 +17,10 @@ def logits_to_grad_in_place(
     label_smoothing: float,
     z_loss_coef: float,
 ) -> None:
-    """Overwrite logits (n, ≥ vocab_size) by ∂loss/∂logits and padding columns by 0; write the losses of each row."""
+    """Overwrite logits (n, columns) by ∂loss/∂logits, and write the loss and cross-entropy of each row.
+
+    Columns from `vocab_size` on are padding and are set to 0.
+    """
     rows, width = logits.shape
     tensors = (logits, targets, weights, losses, cross_entropies)
     scalars = (vocab_size, width, logits.stride(0), label_smoothing, z_loss_coef)
@@ -39,14 +42,15 @@ def _cross_entropy_kernel(
     SMOOTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    # One program per row. First pass: online logsumexp (base 2) over blocks of the row; second pass: the gradient.
+    # One program per row. The first pass over the row computes logsumexp online, in base 2, block by block. The second
+    # pass computes the gradient.
     LOG2E: tl.constexpr = 1.4426950408889634
     LANE: tl.constexpr = 8
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     target, weight = tl.load(targets + row), tl.load(weights + row)
     offset = tl.arange(0, BLOCK // LANE)[:, None] * LANE + tl.arange(0, LANE)[None, :]
-    # Running maximum and sum per lane: threads synchronize once per row, not once per block.
+    # The running maximum and sum are kept per lane, so that threads synchronize once per row, not once per block.
     lane_max, lane_sum = tl.full((BLOCK // LANE,), -1e30, tl.float32), tl.zeros((BLOCK // LANE,), tl.float32)
     lane_logit_sum = tl.zeros((BLOCK // LANE,), tl.float32)
     for start in range(0, vocab_size, BLOCK):

@@ -1,4 +1,4 @@
-"""Callbacks of a run, and their dispatch together with TensorBoard and the loss plot."""
+"""User callbacks of a run, and the handler that calls them, writes to TensorBoard and draws the loss plot."""
 
 import time
 from collections.abc import Callable
@@ -13,12 +13,12 @@ from cutaway.train.logging.tensorboard import TensorBoardLogger
 P = ParamSpec("P")
 TENSORBOARD_FAILURE = "could not write the TensorBoard log"
 MAX_PLOT_TIME_SHARE = 0.05
-"""Maximum fraction of the run time spent on the loss plot; it is always drawn at the end."""
+"""Maximum fraction of the run time spent on drawing the loss plot. The plot is always drawn at the end of a run."""
 
 
 @dataclass
 class Callback:
-    """Functions that the Trainer calls after steps and evaluations, and with messages. The defaults do nothing."""
+    """Functions that the Trainer calls after steps and evaluations, and for each message. The defaults do nothing."""
 
     on_step_end: Callable[[Metrics, Metrics], None] = lambda row, timing: None
     on_evaluate: Callable[[Metrics], None] = lambda row: None
@@ -32,7 +32,7 @@ class CallbackHandler:
     def __init__(
         self, run_directory: RunDirectory, metrics_log: MetricsLog, callback: Callback, global_step: int, enabled: bool
     ) -> None:
-        """`enabled`: false on all ranks except the main process."""
+        """`enabled` is true on the main process only."""
         self.run_directory, self.metrics_log = run_directory, metrics_log
         self.callback, self.enabled = callback, enabled
         self.tensorboard: TensorBoardLogger | None = None
@@ -58,7 +58,7 @@ class CallbackHandler:
             self._try_or_report(TENSORBOARD_FAILURE, self.tensorboard.log, metrics)
 
     def update_loss_plot(self, *, final: bool = False) -> None:
-        """Redraw loss.svg, unless that would exceed MAX_PLOT_TIME_SHARE."""
+        """Redraw loss.svg. Skipped if plotting would take more than MAX_PLOT_TIME_SHARE of the time, unless `final`."""
         start = time.perf_counter()
         if not self.enabled or (not final and start - self.last_plot_time < self.plot_seconds / MAX_PLOT_TIME_SHARE):
             return
@@ -73,13 +73,13 @@ class CallbackHandler:
             self._try_or_report(TENSORBOARD_FAILURE, self.tensorboard.flush)
 
     def close(self) -> None:
-        """Finish plot and log when the run ends, also after an error."""
+        """Draw the final plot and close the TensorBoard log. Called when the run ends, also after an error."""
         self.update_loss_plot(final=True)
         if self.tensorboard is not None:
             self._try_or_report(TENSORBOARD_FAILURE, self.tensorboard.close)
 
     def _try_or_report(self, message: str, function: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
-        """Call a function; an error does not stop training: it is reported once, and the call is not repeated."""
+        """Call a function. If it fails, report it with `message`, continue, and skip later calls with this message."""
         if message in self.reported_failures:
             return
         try:

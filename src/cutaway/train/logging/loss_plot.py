@@ -1,4 +1,4 @@
-"""Plot of training and validation loss and learning rate, from a run's metrics log."""
+"""Plot of training loss, validation loss and learning rate, from the metrics log of a run."""
 
 import os
 from collections.abc import Iterable, Sequence
@@ -13,15 +13,15 @@ if TYPE_CHECKING:  # matplotlib is imported only to draw
     from matplotlib.axes import Axes
 
 MAX_POINTS = 800
-"""Maximum number of points of a line; in longer runs a point is the mean of several steps."""
+"""Maximum number of points of a line. In runs with more steps, a point is the mean of several steps."""
 LOG_AXIS_MIN_STEPS = 1000
 """Number of steps above which the step axis is logarithmic."""
 SMOOTHING_SHARE = 0.1
-"""Averaging window of the smoothed line, as a fraction of the steps so far."""
+"""Averaging window of the smoothed line, as a fraction of the number of steps so far."""
 
 
 def plot_losses(rows: Iterable[Metrics], path: Path, title: str = "") -> Path:
-    """Plot training and validation loss and the learning rate by step. The file is replaced atomically."""
+    """Plot training loss, validation loss and learning rate by step. An existing file is replaced atomically."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -60,7 +60,7 @@ def plot_losses(rows: Iterable[Metrics], path: Path, title: str = "") -> Path:
 
 
 def group_steps(steps: Sequence[float]) -> list[slice]:
-    """Group steps into points: one step each in short runs, in long runs groups that grow geometrically."""
+    """Group steps into points. In short runs each step is a point. In long runs, groups grow geometrically."""
     if len(steps) <= MAX_POINTS:
         return [slice(index, index + 1) for index in range(len(steps))]
     growth = len(steps) ** (1 / MAX_POINTS)
@@ -75,7 +75,7 @@ def _group_means(values: Sequence[float], groups: Sequence[slice]) -> list[float
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
-    """Moving average whose window grows with the step, so that it has a constant width on a logarithmic axis."""
+    """Moving average whose window grows with the step, so that the window has constant width on a logarithmic axis."""
     mean, smoothed = 0.0, []
     for count, value in enumerate(values, 1):
         mean += min(1.0, 1 / (SMOOTHING_SHARE * count)) * (value - mean)
@@ -84,7 +84,7 @@ def _smooth(values: Sequence[float]) -> list[float]:
 
 
 def _shade_lr(axes: "Axes", steps: Sequence[float], lr: Sequence[float]) -> None:
-    """Draw the learning rate as a shaded area in the background, from 0 to its maximum."""
+    """Draw the learning rate as a shaded area in the background, with an axis from 0 to its maximum."""
     lr_axes = axes.twinx()
     lr_axes.fill_between(steps, lr, color="#EEEEEE", linewidth=0)
     lr_axes.set_ylim(0, 1.15 * max(lr))
@@ -98,7 +98,7 @@ def _shade_lr(axes: "Axes", steps: Sequence[float], lr: Sequence[float]) -> None
 
 
 def _style_axes(axes: "Axes", title: str) -> None:
-    """Set a logarithmic loss axis, because ratios of losses matter, with plain numbers as tick labels."""
+    """Set axes, title and legend. The loss axis is logarithmic, because ratios of losses matter."""
     from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, NullLocator
 
     axes.set_yscale("log")

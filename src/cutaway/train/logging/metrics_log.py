@@ -1,4 +1,4 @@
-"""Metrics log in JSON Lines, which a resumed run truncates to its checkpoint and continues."""
+"""Metrics log in JSON Lines. A resumed run removes the rows after its checkpoint and appends to the log."""
 
 import json
 import math
@@ -8,17 +8,20 @@ from pathlib import Path
 from typing import Any
 
 Metrics = dict[str, Any]
-"""A row of a log: the step, and numbers, text or tables by metric name."""
+"""A row of a log: the step number, and metrics by name. A metric is a number, a text or a dict."""
 
 
 class MetricsLog:
-    """Appends rows. On resume, rows written after the checkpoint are truncated."""
+    """Log file to which rows are appended. On resume, rows written after the checkpoint are removed."""
 
     def __init__(self, path: Path, num_bytes: int | None = None) -> None:
-        """`num_bytes`: size stored in the checkpoint on resume; later rows belong to steps that are run again."""
+        """Open the log at `path`, and truncate it to `num_bytes`, the size stored in the checkpoint of a resumed run.
+
+        Rows after this size belong to steps that the resumed run repeats.
+        """
         self.path = path
         path.touch()
-        # The file is shorter if rows were lost, e.g. by a failing disk: keep what is there.
+        # If rows were lost, e.g. by a failing disk, the file is shorter than num_bytes and is kept as it is.
         if num_bytes is not None and path.stat().st_size > num_bytes:
             os.truncate(path, num_bytes)
 
@@ -37,7 +40,7 @@ class MetricsLog:
 
 
 def read_metrics_log(path: Path) -> Iterator[Metrics]:
-    """Rows of a log, without an incomplete last line."""
+    """Iterate over the rows of a log. An incomplete last line is skipped."""
     with path.open(encoding="utf-8") as file:
         for line in file:
             if line.endswith("\n"):
@@ -54,7 +57,7 @@ def to_json_value(value: object) -> object:
 
 
 class NullMetricsLog(MetricsLog):
-    """Log of ranks other than the main process; writes nothing."""
+    """Log that writes nothing, for ranks other than the main process."""
 
     def __init__(self) -> None:
         self.path = Path(os.devnull)

@@ -20,11 +20,11 @@ SCALAR_TAGS = {
     "mfu": "perf/mfu",
     "peak_memory_bytes": "perf/peak_memory_bytes",
 }
-"""Metric key to TensorBoard tag."""
+"""TensorBoard tag by metric key."""
 
 
 def check_tensorboard_installed() -> None:
-    """Raise InputError if TensorBoard is not installed, before a run starts instead of after its first step."""
+    """Raise InputError if TensorBoard is not installed. Called before a run starts, not after its first step."""
     from importlib.util import find_spec
 
     if find_spec("tensorboard") is None:
@@ -35,7 +35,7 @@ def check_tensorboard_installed() -> None:
 
 
 class TensorBoardLogger:
-    """Writes metrics to TensorBoard. On resume, points after the checkpoint are purged, so that none is duplicated."""
+    """Writes metrics to TensorBoard. On resume, TensorBoard drops the points after step `global_step`."""
 
     def __init__(self, directory: Path, global_step: int) -> None:
         self.directory, self.global_step = directory, global_step
@@ -54,7 +54,7 @@ class TensorBoardLogger:
             self.writer.add_text("eval/sample", text, metrics["step"])
 
     def flush(self) -> None:
-        """Write pending events to disk, before a checkpoint is saved: a run resumed from it misses none."""
+        """Write pending events to disk. Called before a checkpoint is saved, so that a resumed run misses no event."""
         if self.writer is not None:
             self.writer.flush()
 
@@ -64,7 +64,7 @@ class TensorBoardLogger:
 
 
 def _iter_scalars(metrics: Metrics) -> Iterator[tuple[str, float]]:
-    """Tags and values of a row; values per head are averaged."""
+    """Tags and values of a row. A list with one value per head is averaged."""
     for key, name in SCALAR_TAGS.items():
         if metrics.get(key) is not None:
             yield name, metrics[key]

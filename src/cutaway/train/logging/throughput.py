@@ -16,7 +16,7 @@ from cutaway.train.recipe.schema import MaskedLMConfig, Recipe, Seq2SeqConfig
 
 @dataclass(frozen=True)
 class Throughput:
-    """FLOPs of a step, and peak FLOP/s of all devices; None if unknown."""
+    """Number of FLOPs of a step, and peak FLOP/s of all devices together. Either is None if unknown."""
 
     device: torch.device
     step_flops: float | None
@@ -24,12 +24,12 @@ class Throughput:
 
     @classmethod
     def from_recipe(cls, recipe: Recipe, config: Config, device: torch.device, num_devices: int = 1) -> "Throughput":
-        """Throughput of a recipe on `num_devices` equal devices that share a step."""
+        """Throughput of a recipe on `num_devices` equal devices, which share the work of each step."""
         flops, peak = flops_per_step(recipe, config), peak_flops_per_second(device, recipe.training.precision)
         return cls(device, flops, None if peak is None else num_devices * peak)
 
     def measure(self, seconds: float) -> dict[str, float]:
-        """MFU and peak memory of a step that took `seconds`; each only if known."""
+        """MFU of a step that took `seconds`, and peak memory so far. A value that is unknown is left out."""
         metrics: dict[str, float] = {}
         if self.step_flops is not None and self.peak_flops_per_second is not None:
             metrics["mfu"] = self.step_flops / self.peak_flops_per_second / max(1e-9, seconds)
@@ -38,9 +38,9 @@ class Throughput:
 
 
 def flops_per_step(recipe: Recipe, config: Config) -> float | None:
-    """FLOPs of forward and backward pass, over visible query-key pairs; recomputation does not count.
+    """Number of FLOPs of forward and backward pass of a step. None for seq2seq, because lengths vary.
 
-    None for seq2seq, where lengths of source and target vary.
+    Attention is counted for visible query-key pairs only. Recomputation by activation checkpointing is not counted.
     """
     if isinstance(recipe.objective, Seq2SeqConfig):
         return None
@@ -51,12 +51,12 @@ def flops_per_step(recipe: Recipe, config: Config) -> float | None:
 
 
 def peak_flops_per_second(device: torch.device, precision: str) -> float | None:
-    """Peak FLOP/s: published for a GPU in the hardware table, otherwise as measured by `cutaway bench`."""
+    """Peak FLOP/s: published value of a GPU in the hardware table, otherwise the value measured by `cutaway bench`."""
     dtype = precision
     if device.type == "cuda" and precision == "fp32" and torch.get_float32_matmul_precision() != "highest":
         dtype = "tf32"
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-    if name is not None:  # a CPU's name does not tell how many cores the process may use
+    if name is not None:  # not for a CPU: its name does not say how many cores the process may use
         with suppress(InputError):  # not in the table, or no entry for this dtype
             return get_hardware(name).peak_flops(dtype)
     measured = None
@@ -69,7 +69,7 @@ def peak_flops_per_second(device: torch.device, precision: str) -> float | None:
 
 
 def peak_memory_bytes(device: torch.device) -> int | None:
-    """Peak memory allocated on a GPU, or peak resident memory of the process; None where it is unknown."""
+    """Peak memory allocated on a GPU, or peak resident memory of the process on a CPU. None where it is unknown."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     if sys.platform == "win32":

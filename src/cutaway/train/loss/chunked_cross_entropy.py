@@ -1,11 +1,12 @@
-"""Cross-entropy over a head's logits in chunks of targets, so that the full (N, V) logits are never in memory.
+"""Cross-entropy of the logits of a head in chunks of targets, so that the full (N, V) logits are never in memory.
 
-For one target t with weight w, label smoothing s and z-loss z, over logits l of a vocabulary of V:
+For one target t with weight w, label smoothing s, z-loss coefficient z and logits l over a vocabulary of V tokens:
 
     loss = w · [(1 − s)·(lse − l_t) + s·(lse − mean(l)) + z·lse²],   lse = log Σ exp(l)
     ∂loss/∂l = w · [(1 + 2z·lse)·softmax(l) − (1 − s)·onehot(t) − s/V]
 
-The gradient in the logits is computed explicitly; the gradient of the head is computed by autograd, for any head.
+The gradient with respect to the logits is computed by this formula. Autograd computes the gradients of the head's
+parameters and inputs, so the head can be any module.
 """
 
 from typing import Any, NamedTuple
@@ -21,10 +22,10 @@ from cutaway.train.loss.cross_entropy import CrossEntropyOptions, cross_entropy_
 
 
 class LossSums(NamedTuple):
-    """Sums over targets. The caller divides by the weight of all targets of a step, over micro-batches and ranks."""
+    """Sums over targets. The caller divides by the total weight of a step, over all its micro-batches and ranks."""
 
     loss: Float[Tensor, ""]
-    """The minimized loss, with a gradient."""
+    """The loss that training minimizes. Only this sum is differentiable."""
     weight: Float[Tensor, ""]
     """Sum of the weights."""
     cross_entropy: Float[Tensor, ""]
@@ -32,7 +33,7 @@ class LossSums(NamedTuple):
 
 
 class LossTargets(NamedTuple):
-    """Targets of nonzero weight, on the device of the hidden states."""
+    """Targets whose weight is not 0, on the device of the hidden states."""
 
     targets: Int[Tensor, " K"]
     weights: Float[Tensor, " K"]
@@ -47,7 +48,7 @@ class LossTargets(NamedTuple):
 
 
 def select_targets(targets: Int[Tensor, " N"], weights: Float[Tensor, " N"]) -> LossTargets:
-    """Select the targets of nonzero weight. With weights on the CPU, this does not synchronize with the device."""
+    """Select the targets whose weight is not 0. If the weights are on the CPU, this does not synchronize with a GPU."""
     weight = weights.detach().to(_accumulation_dtype(weights.dtype))
     is_selected = weight != 0
     if bool(is_selected.all()):
@@ -57,7 +58,7 @@ def select_targets(targets: Int[Tensor, " N"], weights: Float[Tensor, " N"]) -> 
 
 
 def to_device_async(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """Copy to a device asynchronously, from pinned memory."""
+    """Copy a tensor to a device asynchronously. For a copy from CPU to GPU, the tensor is pinned first."""
     if tensor.device.type == "cpu" and torch.device(device).type == "cuda":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
@@ -68,9 +69,9 @@ def chunked_cross_entropy(
 ) -> LossSums:
     """Σ weight · [cross-entropy with label smoothing + z·logsumexp²] in fp32 or wider, a chunk of targets at a time.
 
-    The head's parameters are read during the call: a wrapper that swaps them (FSDP) must keep them gathered around it.
+    The parameters of the head are read during the call, so a wrapper that shards them (FSDP) must keep them gathered.
     """
-    # Each parameter must be an input of the autograd function, or a tied embedding would lose this part of its
+    # Each parameter must be an input of the autograd function. Otherwise a tied embedding would lose this part of its
     # gradient, and hooks of DDP and FSDP would wait for a gradient that is never computed.
     head_params = [parameter for parameter in head.parameters() if parameter.requires_grad]
     if torch.is_grad_enabled() and (x.requires_grad or head_params):
@@ -84,7 +85,7 @@ def chunked_cross_entropy(
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Computes the gradient in the forward pass, chunk by chunk; the backward pass scales and returns it."""
+    """Computes gradients chunk by chunk in the forward pass. The backward pass multiplies by the upstream gradient."""
 
     @staticmethod
     def forward(
@@ -119,7 +120,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor | None, _: Tensor) -> tuple[Tensor | None, ...]:
         indices, row_grads, *param_grads = ctx.saved_tensors
-        if not param_grads and ctx.dtypes:  # linear_cross_entropy: scaled in place, because a head's gradient is large
+        if not param_grads and ctx.dtypes:  # linear_cross_entropy: scaled in place, because this gradient is large
             if ctx.linear_output is None:
                 raise RuntimeError(
                     "the backward pass of this loss already ran, and its gradients were freed; compute the loss again"
@@ -139,7 +140,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 GradBuffers = tuple[Tensor | None, list[Tensor], list[Tensor]]
-"""Buffer for x's gradient, the head's trainable parameters, and accumulators of their gradients."""
+"""Buffer for the gradient of x, trainable parameters of the head, and buffers for the gradients of these parameters."""
 
 
 def _forward_in_chunks(
@@ -150,7 +151,11 @@ def _forward_in_chunks(
     weights: Tensor,
     grad_buffers: GradBuffers | None,
 ) -> tuple[Tensor, Tensor, GradBuffers]:
-    """Return loss and plain cross-entropy; gradients are written and added to `grad_buffers`."""
+    """Return the loss, the cross-entropy without smoothing and z-loss, and `grad_buffers`.
+
+    The gradient of x is written to its buffer, and gradients of parameters are added to their buffers. If
+    `grad_buffers` is None, no gradients are computed.
+    """
     sum_dtype = _accumulation_dtype(x.dtype)
     loss = torch.zeros((), dtype=sum_dtype, device=x.device)
     cross_entropy = torch.zeros((), dtype=sum_dtype, device=x.device)
@@ -184,7 +189,7 @@ def _forward_in_chunks(
 
 
 def _check_targets(targets: Tensor, vocab_size: int) -> None:
-    """Raise InputError for targets outside the vocabulary, on the CPU: on a GPU the check would synchronize."""
+    """Raise InputError if a target is outside the vocabulary. Not checked on a GPU, which would have to synchronize."""
     if targets.device.type == "cpu" and not torch.compiler.is_compiling():
         low, high = (int(each) for each in torch.aminmax(targets))
         if low < 0 or high >= vocab_size:

@@ -1,4 +1,4 @@
-"""Cross-entropy and its gradient for a chunk of logits, also with a vocabulary sharded over ranks.
+"""Cross-entropy and its gradient for a chunk of logits. The vocabulary may be sharded over ranks.
 
 The equation is in chunked_cross_entropy.py.
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class VocabShard(NamedTuple):
-    """This rank's shard of a vocabulary of `vocab_size` ids, starting at `start`; `group` has all shards."""
+    """This rank's shard of a vocabulary of `vocab_size` ids. The shard starts at id `start`; `group` has all ranks."""
 
     vocab_size: int
     start: int
@@ -30,13 +30,13 @@ class VocabShard(NamedTuple):
         return log_p.sub_(self.all_reduce(log_p.exp().sum(-1, keepdim=True)).log_())
 
     def local_index(self, target: Tensor, shard_size: int) -> tuple[Tensor, Tensor]:
-        """Index of a target in this rank's logits (0 if absent), and whether it is present."""
+        """Index of each target in this rank's logits (0 if another rank has it), and whether this rank has it."""
         index = target - self.start
         is_local = (index >= 0) & (index < shard_size)
         return index.masked_fill(~is_local, 0), is_local
 
     def gather_target(self, x: Tensor, target: Tensor) -> Tensor:
-        """The target's entry of each row, from the rank that has it."""
+        """Entry of each row of x at the target. The rank that has the entry sends it to all others."""
         index, is_local = self.local_index(target, x.shape[-1])
         return self.all_reduce(x.gather(-1, index).masked_fill_(~is_local, 0))
 
@@ -51,11 +51,11 @@ class CrossEntropyOptions(NamedTuple):
     label_smoothing: float = 0.0
     z_loss_coef: float = 0.0
     chunk_size: int = 1024
-    """Targets per chunk of logits."""
+    """Number of targets per chunk of logits."""
     vocab_shard: VocabShard | None = None
     """This rank's part of the vocabulary, if the head is tensor-parallel."""
     buffers: dict[str, Tensor] | None = None
-    """Buffers reused by the next call."""
+    """Buffers by name, which a call stores here for the next call."""
 
 
 def cross_entropy_with_grad(
@@ -68,10 +68,10 @@ def cross_entropy_with_grad(
     compute_grad: bool = True,
     out: Float[Tensor, "n V"] | None = None,
 ) -> tuple[Float[Tensor, "n V"], Float[Tensor, "n 1"], Float[Tensor, "n 1"]]:
-    """Return ∂loss/∂logits, each row's loss, and each row's cross-entropy without smoothing and z-loss.
+    """Return ∂loss/∂logits, the loss of each row, and the cross-entropy of each row without smoothing and z-loss.
 
-    The gradient overwrites the log-probabilities, which are written to `out` if it is passed. With
-    compute_grad=False the log-probabilities are returned in its place.
+    The gradient is computed in the memory of the log-probabilities, which is `out` if that is passed. With
+    compute_grad=False the log-probabilities are returned instead of the gradient.
     """
     shard = options.vocab_shard
     if shard is not None:

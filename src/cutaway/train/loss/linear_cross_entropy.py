@@ -1,8 +1,8 @@
-"""Cross-entropy of a linear head without bias, with an explicit gradient: logits are overwritten by their gradient.
+"""Cross-entropy of a linear head without bias, and its gradient, computed without autograd.
 
-Each chunk of targets takes three matrix products and one pass over the logits (equation in chunked_cross_entropy.py);
-the buffers of a chunk are allocated once. Used for fp32 on a CPU and for bf16 on a GPU, where the pass over the logits
-is one kernel (kernels/cross_entropy.py).
+Each chunk of targets takes three matrix products and one pass that computes the gradient of the logits (equation in
+chunked_cross_entropy.py). All chunks use the same buffers. This implementation is used for fp32 on a CPU and for bf16
+on a GPU, where one kernel overwrites the logits by their gradient (kernels/cross_entropy.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -16,15 +16,15 @@ from cutaway.model.head import LMHead
 from cutaway.train.loss.cross_entropy import CrossEntropyOptions, cross_entropy_with_grad
 
 MAX_CHUNK_LOGITS = {"cpu": 2**26, "cuda": 2**30}
-"""Maximum number of logits per chunk: larger products are faster."""
+"""Maximum number of logits per chunk, by device type. Larger matrix products are faster, but need more memory."""
 MIN_CPU_LOGITS = 2**22
-"""Number of logits of all targets below which this is not faster on a CPU."""
+"""On a CPU, this implementation is used from this number of logits on (targets · vocabulary), where it is faster."""
 VOCAB_TILE = 128
-"""The vocabulary is padded to a multiple of this on a GPU; products of other widths are half as fast."""
+"""On a GPU, the vocabulary is padded to a multiple of this: matrix products of other widths take twice as long."""
 
 
 class _LinearCrossEntropyOutput(NamedTuple):
-    """Sums over targets, and their gradients before multiplication by the upstream gradient."""
+    """Sums over targets, and gradients of the loss that are not yet multiplied by the upstream gradient."""
 
     loss: Tensor
     cross_entropy: Tensor
@@ -33,7 +33,7 @@ class _LinearCrossEntropyOutput(NamedTuple):
 
 
 def can_use_linear_cross_entropy(head: Any, x: Tensor, head_params: Sequence[Tensor]) -> bool:
-    """Whether the head is one trained matrix without bias, transform, scale or softcap, in a supported dtype."""
+    """Whether the head is one trainable matrix, without bias, transform, scale or softcap, in a supported dtype."""
     is_linear = isinstance(head, LMHead) and head.transform is None and head.bias is None and head.softcap is None
     if not is_linear or head.scale != 1.0 or not len(x):
         return False
@@ -53,7 +53,7 @@ def can_use_linear_cross_entropy(head: Any, x: Tensor, head_params: Sequence[Ten
 def linear_cross_entropy(
     head_weight: Tensor, x: Tensor, targets: Tensor, weights: Tensor, options: CrossEntropyOptions
 ) -> _LinearCrossEntropyOutput:
-    """Loss and gradients over all targets, in chunks; on a CPU `options.buffers` are reused."""
+    """Compute loss and gradients over all targets, in chunks. On a CPU, buffers are taken from `options.buffers`."""
     (rows, d_model), vocab, on_gpu = x.shape, len(head_weight), x.is_cuda
     columns = -(-vocab // VOCAB_TILE) * VOCAB_TILE if on_gpu else vocab
     weight = head_weight.detach()
@@ -63,7 +63,8 @@ def linear_cross_entropy(
     x = x.to(weight.dtype)
     num_chunks = -(-rows // max(VOCAB_TILE, MAX_CHUNK_LOGITS[x.device.type] // columns))
     chunk_size = min(rows, -(-rows // num_chunks // VOCAB_TILE) * VOCAB_TILE)  # equal chunks, except the last
-    # CUDA's caching allocator reuses memory by itself; memory from the CPU's allocator is zeroed by the system.
+    # Only the CPU reuses buffers between calls: there, the system zeroes newly allocated memory, which takes time. On
+    # a GPU, PyTorch's caching allocator reuses memory by itself.
     buffers = None if on_gpu else options.buffers
     logits = _get_buffer(buffers, "logits", x.new_empty, chunk_size, columns)
     logits_grad = logits if on_gpu else _get_buffer(buffers, "logits_grad", x.new_empty, chunk_size, columns)
@@ -72,7 +73,7 @@ def linear_cross_entropy(
     accumulate_in_fp32: Any = {"out_dtype": torch.float32} if on_gpu else {}
     for start in range(0, rows, chunk_size):
         chunk = slice(start, start + chunk_size)
-        x_chunk, filled = x[chunk], slice(0, min(chunk_size, rows - start))  # the last chunk fills part of a buffer
+        x_chunk, filled = x[chunk], slice(0, min(chunk_size, rows - start))  # the last chunk may be shorter
         torch.mm(x_chunk, weight.T, out=logits[filled])
         if on_gpu:
             from cutaway.train.kernels.cross_entropy import logits_to_grad_in_place

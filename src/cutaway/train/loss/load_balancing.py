@@ -4,9 +4,9 @@ For a router of E experts over the tokens of a micro-batch, padding included:
 
     loss = E · Σ_e f_e · P_e,   f_e = fraction of routing choices of expert e,   P_e = its mean routing probability
 
-It is 1 for uniform use, for any number of experts per token, and E at worst. f has no gradient; P lowers the
-probability of experts chosen too often. With sigmoid scores, a token's probabilities are its scores divided by their
-sum (DeepSeek-V3).
+The loss is 1 if all experts are used equally, for any number of experts per token, and at most E. f is not
+differentiable. The gradient of P lowers the probability of experts that are chosen too often. With sigmoid scores, the
+probabilities of a token are its scores divided by the sum of its scores (DeepSeek-V3).
 """
 
 from collections.abc import Iterator
@@ -20,15 +20,15 @@ from torch.nn import functional as F
 from cutaway.model.moe import Router
 
 RoutingRecords = list[tuple[Router, Tensor, Tensor]]
-"""Each router call: the router, its input and the chosen expert ids."""
+"""One entry per router call: the router, its input and the ids of the chosen experts."""
 
 
 @contextmanager
 def record_routing(model: nn.Module) -> Iterator[RoutingRecords]:
     """Record the inputs and choices of all routers during forward passes.
 
-    The inputs are stored for the backward pass anyway, and the loss is computed from them afterwards: so no hook is
-    needed when activation checkpointing recomputes a block.
+    The loss is computed from the recorded inputs after the forward pass, so no hook is needed when activation
+    checkpointing recomputes a block. The inputs take no extra memory, because the backward pass needs them too.
     """
     records: RoutingRecords = []
 
@@ -47,9 +47,9 @@ def record_routing(model: nn.Module) -> Iterator[RoutingRecords]:
 def load_balancing_loss(records: RoutingRecords) -> Float[Tensor, ""]:
     """Mean of the load-balancing loss over routers.
 
-    It is computed per micro-batch and rank: f and P are means over its tokens, and the product of means is not the
-    mean over all tokens. So with several micro-batches or ranks a step has the mean of their losses, as is usual; only
-    cross-entropy is independent of how a batch is divided.
+    f and P are means over the tokens of one micro-batch on one rank. The loss of a step is the mean over micro-batches
+    and ranks, as is usual, and depends on how the batch is divided, because f·P is a product of means. Cross-entropy
+    does not depend on how the batch is divided.
     """
     return torch.stack(
         [
@@ -62,7 +62,7 @@ def load_balancing_loss(records: RoutingRecords) -> Float[Tensor, ""]:
 def _load_balancing_loss_of_router(
     softmax: bool, logits: Float[Tensor, "n e"], expert_ids: Int[Tensor, "n k"]
 ) -> Float[Tensor, ""]:
-    """E · Σ f·P of one router."""
+    """Load-balancing loss E · Σ f·P of one router."""
     num_experts = logits.shape[-1]
     ones = torch.ones_like(expert_ids).flatten()
     counts = ones.new_zeros(num_experts).scatter_add_(0, expert_ids.flatten(), ones)  # bincount would synchronize

@@ -1,4 +1,4 @@
-"""Check and build the objective function of a recipe: from a batch to an Objective."""
+"""Check the objective of a recipe, and build the function that turns a batch into an Objective."""
 
 from typing import Any
 
@@ -60,7 +60,7 @@ def build_objective_fn(
     seed: int,
     device: torch.device,
 ) -> ObjectiveFn:
-    """Build the function from a batch and its first position to the recipe's Objective, on `device`."""
+    """Build the function that turns a batch, and the data position of its first sequence, into an Objective."""
     if isinstance(objective, CausalLMConfig):
         return lambda batch, first: causal_lm(batch.tokens, batch.document_ids if data.document_mask else None).to(
             device
@@ -73,12 +73,12 @@ def build_objective_fn(
         ).to(device)
     mask_id = tokenizer.mask_token_id
     if mask_id is None:
-        raise InputError("objective masked-lm needs a mask token, and the tokenizer has none; use another one")
+        raise InputError("objective masked-lm needs a mask token, but the tokenizer has none; use another tokenizer")
     special = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, mask_id)
     special_ids = [token_id for token_id in special if token_id is not None]
 
     def build_masked_lm(batch: Any, first: int) -> Objective:
-        tokens = batch.tokens[:, :-1]  # the last token is the first of the next sequence
+        tokens = batch.tokens[:, :-1]  # the last token of a row is also the first token of the next sequence
         return masked_lm(
             tokens,
             batch.document_ids[:, :-1] if data.document_mask else None,

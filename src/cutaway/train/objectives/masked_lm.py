@@ -1,4 +1,4 @@
-"""Masked language modeling of single tokens (BERT) or spans (SpanBERT), as a function of seed and position."""
+"""Masked language modeling of single tokens (BERT) or spans (SpanBERT). The mask depends on seed and data position."""
 
 from collections.abc import Collection, Sequence
 from functools import lru_cache
@@ -13,16 +13,16 @@ from cutaway.train.objectives.objective import Objective, document_kwargs, drop_
 from cutaway.train.seeds import derive_seed
 
 MASK_TOKEN_SHARE, RANDOM_TOKEN_SHARE = 0.8, 0.1
-"""Fractions of the masked tokens replaced by the mask token and by a random token; the rest are unchanged."""
+"""Fractions of masked tokens that become the mask token and a random token. The rest stay unchanged."""
 
 
 MAX_SPAN_LENGTH, SPAN_STOP_PROBABILITY = 10, 0.2
-"""A span continues with probability 1 − SPAN_STOP_PROBABILITY, up to MAX_SPAN_LENGTH tokens: 3.8 tokens on average
-(SpanBERT, 2020)."""
+"""After each token, a span continues with probability 1 − SPAN_STOP_PROBABILITY, up to MAX_SPAN_LENGTH tokens
+(SpanBERT, 2020). Spans have 4.5 tokens on average."""
 
 
 SELECT_STREAM, REPLACE_STREAM, RANDOM_TOKEN_STREAM, SPAN_LENGTH_STREAM = range(4)
-"""Streams of random numbers: token selection, kind of replacement, random token, span length."""
+"""Numbers of the independent random streams: token selection, kind of replacement, random token, span length."""
 
 
 def masked_lm(
@@ -40,8 +40,9 @@ def masked_lm(
 ) -> Objective:
     """Masked language modeling (BERT, 2018): the model predicts the original token at each masked position.
 
-    Each token that is neither padding nor special is masked with probability `mlm_probability`, alone or in spans:
-    80 % become the mask token, 10 % a random token, 10 % are unchanged. Row b is a function of (seed, positions[b]).
+    Each token that is neither padding nor special is masked with probability `mlm_probability`, alone or in a span. Of
+    the masked tokens, 80 % become the mask token, 10 % become a random token and 10 % stay unchanged. The mask of row b
+    depends only on (seed, positions[b]).
     """
     if not 0 < mlm_probability < 1:
         raise InputError(
@@ -50,7 +51,7 @@ def masked_lm(
     if len(positions) != len(tokens):
         raise InputError(f"positions has {len(positions)} entries for {len(tokens)} rows; pass one per row")
     noise = _MaskingNoise(seed, [int(position) for position in positions], tokens)
-    # `replacement` in [0, 1) decides what a masked token becomes.
+    # `replacement`, a number in [0, 1), determines what a masked token becomes.
     is_masked, replacement = (
         noise.span_mask(mlm_probability)
         if span_masking
@@ -74,7 +75,7 @@ def masked_lm(
 
 
 class _MaskingNoise:
-    """Uniform random numbers for each token of each row, as a function of (seed, position of the row, column)."""
+    """Uniform random numbers for each token, a function of seed, data position of the row, and column."""
 
     def __init__(self, seed: int, positions: list[int], tokens: Int[Tensor, "B T"]) -> None:
         rows = [derive_seed(seed, position) for position in positions]
@@ -82,17 +83,17 @@ class _MaskingNoise:
         self.seq_len = tokens.shape[-1]
 
     def uniform(self, stream: int, left_context: int = 0) -> Float[Tensor, "B T"]:
-        """One number per column, with `left_context` additional columns to the left of the first."""
+        """Random numbers of a stream, one per column, with `left_context` more columns to the left of the first."""
         columns = torch.arange(-left_context, self.seq_len, device=self.row_seeds.device).expand(
             len(self.row_seeds), -1
         )
         return uniform(self.row_seeds.expand_as(columns), columns, stream)
 
     def span_mask(self, mlm_probability: float) -> tuple[Bool[Tensor, "B T"], Float[Tensor, "B T"]]:
-        """Return which tokens are in a span, and the replacement number all tokens of a span share.
+        """Return which tokens are in a span, and the `replacement` number of each token, which is equal within a span.
 
-        A token in several spans belongs to the one with the nearest start. Spans may start left of the row, so that
-        its first tokens are masked as often as all others.
+        A token in several spans belongs to the span with the nearest start. Spans may start left of the row, so that
+        the first tokens of a row are masked as often as all others.
         """
         context = MAX_SPAN_LENGTH - 1
         starts = self.uniform(SELECT_STREAM, context) < _span_start_rate(mlm_probability)
@@ -101,7 +102,7 @@ class _MaskingNoise:
         is_masked = torch.zeros_like(starts[:, context:])
         replacement = torch.ones_like(replacements[:, context:])
         for distance in reversed(range(MAX_SPAN_LENGTH)):
-            # The columns `distance` to the left of each token
+            # The columns that are `distance` to the left of each token
             shifted = slice(context - distance, context - distance + self.seq_len)
             reaches = starts[:, shifted] & (length_draws[:, shifted] < (1 - SPAN_STOP_PROBABILITY) ** distance)
             is_masked = is_masked | reaches
@@ -111,9 +112,10 @@ class _MaskingNoise:
 
 @lru_cache(maxsize=16)
 def _span_start_rate(mlm_probability: float) -> float:
-    """Rate q of span starts for which a fraction p of all tokens is in a span: Π over k of (1 − q·(1 − s)^k) = 1 − p.
+    """Probability q that a span starts at a token, chosen so that a fraction p of all tokens is in a span.
 
-    k is the distance to a start, s = SPAN_STOP_PROBABILITY, and (1 − s)^k the probability that a span reaches k.
+    p is `mlm_probability`, and q solves Π over k of (1 − q·(1 − s)^k) = 1 − p. Here k is the distance of a token to a
+    span start on its left, s = SPAN_STOP_PROBABILITY, and (1 − s)^k is the probability that the span reaches the token.
     """
     low, high = 0.0, 1.0
     for _ in range(60):  # bisection

@@ -1,4 +1,4 @@
-"""Training objectives: model inputs, targets and weights from a batch (causal LM, prefix LM, sequence to sequence)."""
+"""Training objectives (causal LM, prefix LM, sequence to sequence): model inputs, targets and weights of a batch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -30,15 +30,15 @@ class Objective:
     weights: Float[Tensor, "B T"]
     model_kwargs: dict[str, Tensor] = field(default_factory=dict)
     loss_targets: LossTargets | None = None
-    """Targets of nonzero weight on the model's device; set by `to`."""
+    """Targets whose weight is not 0, on the device of the model. `to` sets this field."""
 
     def hidden_states(self, model: Transformer) -> Float[Tensor, "B T d"]:
-        """Hidden states that the head reads."""
+        """Run the model up to the head, and return the hidden states that the head reads."""
         run: Any = model.encode if isinstance(model, EncoderOnly) else model.hidden_states
         return run(*self.inputs, **self.model_kwargs)
 
     def loss(self, model: Transformer, options: CrossEntropyOptions = CrossEntropyOptions()) -> LossSums:
-        """Loss summed over targets."""
+        """Run the model, and return the loss summed over targets."""
         head = model.head
         if not isinstance(head, torch.nn.Module):
             raise InputError("the model has no output head, so it computes no logits; set model.head.kind = 'lm'")
@@ -47,7 +47,7 @@ class Objective:
         return chunked_cross_entropy(head, x, selected, options)
 
     def to(self, device: torch.device | str) -> "Objective":
-        """Copy to a device asynchronously. The weights stay on the CPU, where summing them does not synchronize."""
+        """Copy the objective to a device asynchronously. Only `weights` stay on the CPU, to sum them without a sync."""
         inputs = tuple(None if tensor is None else to_device_async(tensor, device) for tensor in self.inputs)
         model_kwargs = {name: to_device_async(tensor, device) for name, tensor in self.model_kwargs.items()}
         selected = select_targets(self.targets.flatten(), self.weights.flatten()).to(device)
@@ -55,11 +55,11 @@ class Objective:
 
 
 ObjectiveFn = Callable[[Any, int], Objective]
-"""Builds the objective of a batch whose first sequence has the given position in the data."""
+"""Function that builds the Objective of a batch. The integer is the data position of the first sequence."""
 
 
 def causal_lm(tokens: Int[Tensor, "B T1"], document_ids: Int[Tensor, "B T1"] | None = None) -> Objective:
-    """Next-token prediction: position t predicts token t + 1, unless that starts another document."""
+    """Next-token prediction: position t predicts token t + 1, unless token t + 1 belongs to another document."""
     _check_token_pairs("tokens", tokens)
     weights = torch.ones_like(tokens[:, 1:], dtype=torch.float32)
     if document_ids is None:
@@ -79,7 +79,7 @@ def prefix_lm(
     """`causal_lm` in which the first `prefix_lengths[b]` tokens of each document in row b are not targets.
 
     With `bidirectional`, prefix tokens attend to each other in both directions. Padding (`mask` False) must be on the
-    right, where causal attention hides it from all targets.
+    right, where causal attention masks it for all tokens that have targets.
     """
     objective = causal_lm(tokens, document_ids)
     if prefix_lengths.shape != tokens.shape[:1]:
@@ -100,7 +100,7 @@ def seq2seq(
     target: Int[Tensor, "B T1"],
     target_mask: Bool[Tensor, "B T1"] | None,
 ) -> Objective:
-    """Sequence to sequence with teacher forcing. The first token of the target, the start token, is not a target."""
+    """Sequence to sequence with teacher forcing. The first token of `target`, the start token, is not predicted."""
     _check_token_pairs("target", target)
     weights, decoder_mask = torch.ones_like(target[:, 1:], dtype=torch.float32), None
     if target_mask is not None:
@@ -111,12 +111,12 @@ def seq2seq(
 
 
 def document_kwargs(document_ids: Int[Tensor, "B T"]) -> dict[str, Tensor]:
-    """Keyword arguments for the model; empty if every row is one document: attention without a mask is faster."""
+    """Keyword argument `document_ids` of the model. Left out if every row is one document, because this is faster."""
     return {"document_ids": document_ids} if bool((document_ids != document_ids[:, :1]).any()) else {}
 
 
 def drop_full_mask(mask: Bool[Tensor, "B T"]) -> Bool[Tensor, "B T"] | None:
-    """Return None for a mask that masks nothing: attention without a mask is faster."""
+    """Return the mask, or None if it masks nothing, because attention without a mask is faster."""
     return None if bool(mask.all()) else mask
 
 

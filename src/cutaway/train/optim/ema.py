@@ -1,4 +1,4 @@
-"""Exponential moving average (EMA) of the weights: smoother than the last weights; evaluated and exported."""
+"""Exponential moving average (EMA) of the weights, which is evaluated and exported instead of the last weights."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,9 +14,10 @@ from cutaway.train.optim.optimizer import trainable_parameters
 class WeightEMA:
     """average ← d·average + (1 − d)·weights after every step, for all trainable parameters.
 
-    At step n, counted from 0, d = min(decay, n / (n + 9)). So the first average is the weights after the first step,
-    independent of the initialization, and early on the window is about a ninth of the steps so far. A bias-corrected
-    average, as in Adam, would average over all steps so far and keep the first, bad weights for 1 / (1 − decay) steps.
+    At step n, counted from 0, d = min(decay, n / (n + 9)). So the first average equals the weights after the first step
+    and does not contain the initial weights. In early steps the averaging window is about a ninth of the steps so far.
+    A bias-corrected average, as in Adam, would average over all steps so far and include the bad weights of the first
+    steps for 1 / (1 − decay) steps.
     """
 
     def __init__(self, model: nn.Module, decay: float, *, training_module: nn.Module | None = None) -> None:
@@ -25,7 +26,7 @@ class WeightEMA:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Add the weights after step `step`; does not synchronize with the device."""
+        """Add the weights after step `step` to the averages, without synchronizing with the device."""
         decay = min(self.decay, step / (step + 9))
         averages, weights = ([to_local(each) for each in group.values()] for group in (self.averages, self.parameters))
         torch._foreach_lerp_(averages, weights, 1 - decay)
@@ -41,7 +42,10 @@ class WeightEMA:
 
     @torch.no_grad()
     def _swap_weights(self) -> None:
-        """Swap in place, so that everything that shares the memory (CUDA graph, fused matrix, shard) changes too."""
+        """Swap weights and averages in place, so that the change reaches everything that shares the memory of a weight.
+
+        This includes CUDA graphs, fused matrices and shards.
+        """
         for name, parameter in self.parameters.items():
             weight, average = to_local(parameter), to_local(self.averages[name])
             previous = weight.clone()

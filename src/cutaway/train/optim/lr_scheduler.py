@@ -9,8 +9,8 @@ from cutaway.train.recipe.schema import ScheduleConfig
 def lr_factor(schedule: ScheduleConfig, step: int, max_steps: int) -> float:
     """Learning rate factor of `step`, counted from 0, in a run of `max_steps`.
 
-    The factor of the first step is 1 / warmup_steps, not 0, which would have no effect, and that of step
-    warmup_steps − 1 is 1. After the warm-up:
+    During the warm-up the factor rises linearly: it is 1 / warmup_steps at step 0, because a step with factor 0 would
+    have no effect, and 1 at step warmup_steps − 1. After the warm-up:
 
     | kind                | factor                                                                           |
     |---------------------|----------------------------------------------------------------------------------|
@@ -20,7 +20,7 @@ def lr_factor(schedule: ScheduleConfig, step: int, max_steps: int) -> float:
     | inverse-sqrt        | √(warmup_steps / n), where n counts steps from 1 (Vaswani et al., 2017)          |
     | constant            | 1                                                                                |
 
-    The last step is just above min_lr_ratio, which steps past the end have.
+    A schedule that decays to min_lr_ratio reaches it at step max_steps, one step after the last step of the run.
     """
     if step < schedule.warmup_steps:
         return (step + 1) / schedule.warmup_steps

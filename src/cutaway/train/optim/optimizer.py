@@ -1,4 +1,4 @@
-"""Optimizers (AdamW, Muon, Adafactor, SGD) with a state dict keyed by parameter name: no pickle, no parameter order."""
+"""Optimizers (AdamW, Muon, Adafactor, SGD) with a state dict of tensors, keyed by parameter name."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -24,10 +24,10 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def has_weight_decay(name: str, parameter: Tensor) -> bool:
-    """Whether weight decay applies: to matrices and embedding tables (two or more dimensions), as in GPT-2 and nanoGPT.
+    """Whether weight decay applies to the parameter: to weight matrices and embedding tables, as in GPT-2 and nanoGPT.
 
-    It does not apply to norm gains and biases, even if they have a second dimension: one per head, one per expert, or
-    T5's relative position bias table.
+    Weight decay does not apply to norm gains and biases, even if they have two dimensions, such as a gain or bias per
+    head or per expert and T5's table of relative position biases.
     """
     owner, _, leaf = name.rpartition(".")
     is_bias = leaf != "weight" or "positions" in owner.split(".")
@@ -45,7 +45,8 @@ def param_groups(parameters: Mapping[str, nn.Parameter], weight_decay: float) ->
 def muon_parameter_names(model: nn.Module) -> set[str]:
     """Names of the parameters Muon optimizes: weight matrices inside layers, not embedding tables or the output matrix.
 
-    PyTorch's Muon supports 2-D matrices only, so stacked experts use AdamW. A gate with a single row is a vector.
+    PyTorch's Muon supports 2-D matrices only, so the stacked weights of experts use AdamW. A matrix with a single row
+    or column is a vector and uses AdamW too.
     """
     output_matrix = getattr(getattr(model, "head", None), "matrix", None)
     layer_weights = [
@@ -57,7 +58,7 @@ def muon_parameter_names(model: nn.Module) -> set[str]:
 
 
 class OptimizersContainer:
-    """One or more PyTorch optimizers as one; the learning rate factor of each step is an argument of `step`."""
+    """Several PyTorch optimizers with the interface of one. The learning rate factor is an argument of `step`."""
 
     def __init__(
         self, model: nn.Module, optimizers: list[Optimizer], lr: float, local_parameters: Mapping[str, nn.Parameter]
@@ -65,12 +66,13 @@ class OptimizersContainer:
         self.optimizers, self.lr = optimizers, lr
         self.parameters = trainable_parameters(model)
         self.local_parameters = local_parameters
-        """This rank's shards of sharded parameters (DTensor): the optimizers update these."""
+        """This rank's shard of each sharded parameter (DTensor). The optimizers update the shards."""
 
     def step(self, lr_factor: float = 1.0, *, grad_divisor: Tensor | None = None, skip: Tensor | None = None) -> None:
         """Update the parameters with `lr_factor` times the learning rate and the gradient divided by `grad_divisor`.
 
-        No update if `skip` is true. A fused AdamW kernel divides and skips on the device, without synchronization.
+        If `skip` is true, the parameters stay unchanged. The fused AdamW kernel divides the gradient and skips the
+        update on the device, without synchronization.
         """
         for name, local in self.local_parameters.items():
             grad = self.parameters[name].grad
@@ -101,7 +103,7 @@ class OptimizersContainer:
     def state_dict(self) -> dict[str, Tensor]:
         """State tensors by '<state>/<parameter>', e.g. 'exp_avg/embed.weight'.
 
-        They are not copies: copy them before the next step.
+        The tensors are not copies, and the next step changes them; clone them to keep the current values.
         """
         state_dict: dict[str, Tensor] = {}
         for name, parameter, optimizer in self._iter_parameters():
@@ -111,7 +113,7 @@ class OptimizersContainer:
         return state_dict
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
-        """Load a `state_dict` of the same model and kind of optimizer; parameter groups and sharding may differ."""
+        """Load a state dict of the same model and kind of optimizer. Parameter groups and sharding may differ."""
         loaded: dict[str, dict[str, Tensor]] = {}
         for key, tensor in state_dict.items():
             state_name, _, name = key.partition("/")
@@ -143,7 +145,7 @@ class OptimizersContainer:
             optimizer.state.update(state_of_parameter)
 
     def _iter_parameters(self) -> Iterator[tuple[str, nn.Parameter, Optimizer]]:
-        """Name, parameter (the local shard of a sharded one) and its optimizer."""
+        """Iterate over (name, parameter, its optimizer). For a sharded parameter, yield the local shard."""
         owner = {id(each): optimizer for optimizer in self.optimizers for each in optimizer_parameters(optimizer)}
         for name, parameter in self.parameters.items():
             local = self.local_parameters.get(name, parameter)
@@ -153,12 +155,14 @@ class OptimizersContainer:
 def build_optimizer(config: OptimizerConfig, model: nn.Module) -> OptimizersContainer:
     """Build the optimizer of all trainable parameters of a model.
 
-    | kind      | optimizer                                                                                       |
-    |-----------|-------------------------------------------------------------------------------------------------|
-    | adamw     | AdamW, with a fused kernel where the device has one                                             |
-    | muon      | Muon for layer matrices, its update RMS matched to AdamW's so that one lr serves; AdamW for the rest |
-    | adafactor | Adafactor: row and column averages of the second moment, no first; `lr` bounds its relative step |
-    | sgd       | SGD with momentum                                                                               |
+    | kind      | optimizer                                                                                           |
+    |-----------|-----------------------------------------------------------------------------------------------------|
+    | adamw     | AdamW, with a fused kernel where the device has one                                                 |
+    | muon      | Muon for the weight matrices inside layers, AdamW for the other parameters, with the same `lr`      |
+    | adafactor | Adafactor: row and column averages of the second moment, no momentum; `lr` bounds the relative step |
+    | sgd       | SGD with momentum                                                                                   |
+
+    Updates of Muon are scaled to the RMS of AdamW updates, so that both can use the same learning rate.
     """
     parameters = trainable_parameters(model)
     sharded = {name: nn.Parameter(to_local(each)) for name, each in parameters.items() if is_dtensor(each)}
@@ -195,12 +199,15 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module) -> OptimizersCont
 
 
 def _can_skip_on_device(optimizer: Optimizer) -> bool:
-    """Whether a step can be skipped on the device. Skipping SGD's first step would leave its momentum uninitialized."""
+    """Whether a step can be skipped on the device: only by fused AdamW.
+
+    If fused SGD skipped its first step, its momentum buffers would stay uninitialized.
+    """
     return isinstance(optimizer, AdamW) and bool(optimizer.defaults["fused"])
 
 
 def _fused_step(optimizer: Optimizer, grad_divisor: Tensor | None, skip: Tensor | None) -> None:
-    """Step with the divisor and the skip flag in the attributes that torch.amp.GradScaler sets."""
+    """Run an optimizer step, passing divisor and skip flag in the attributes that torch.amp.GradScaler sets."""
     untyped: Any = optimizer
     untyped.grad_scale = None if grad_divisor is None else grad_divisor.float()
     untyped.found_inf = None if skip is None else skip.float()
@@ -215,7 +222,7 @@ def optimizer_parameters(optimizer: Optimizer) -> list[Tensor]:
 
 
 def total_grad_norm(model: nn.Module, dist_context: DistributedContext = SINGLE_PROCESS) -> Tensor:
-    """Norm of all gradients together, over all ranks; not finite if any gradient is not."""
+    """Norm of the vector of all gradients, over all ranks. It is not finite if any gradient is not finite."""
     grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     if dist_context.mesh is None:
         return nn.utils.get_total_norm(grads)
@@ -238,5 +245,5 @@ def _state_shapes(optimizer: Optimizer, parameter: Tensor) -> dict[str, tuple[in
 
 
 def _state_device(state_name: str, optimizer: Optimizer, parameter: Tensor) -> torch.device:
-    """Device of a state tensor: the parameter's; for the step count, the CPU unless the kernel is fused."""
+    """Device of a state tensor: the device of the parameter, or the CPU for the step count of an unfused optimizer."""
     return parameter.device if state_name != "step" or optimizer.defaults.get("fused") else torch.device("cpu")

@@ -1,4 +1,4 @@
-"""Recipes: the description of a training run as data, and loading it. Imports no torch."""
+"""Recipes, which describe a training run, and functions to load them. This package does not import torch."""
 
 from cutaway.train.recipe.load import list_recipes, load_recipe
 from cutaway.train.recipe.schema import Recipe

@@ -1,4 +1,4 @@
-"""Load recipes by preset name, from a file or a dict, with overrides of single values and of the text sources."""
+"""Load recipes by preset name, from a file or from a dict. Single values and the text sources can be overridden."""
 
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -18,11 +18,11 @@ PRESETS = files("cutaway.train.recipe.presets")
 Table = dict[str, Any]
 """A TOML table: values, lists and tables by key."""
 RecipeSource = Recipe | Mapping[str, object] | str | Path
-"""A recipe, its values as a dict, a preset name, or a .toml or .json file."""
+"""A Recipe, a dict with the values of a recipe, a preset name, or the path of a .toml or .json file."""
 
 
 def apply_override(data: Table, override: str) -> None:
-    """Set one value by its dotted path, e.g. 'training.max_steps=100'; list items are indexed from 0."""
+    """Set one value by its dotted path, e.g. 'training.max_steps=100'. Items of a list are numbered from 0."""
     path, equals, value = override.partition("=")
     *parents, last = path.strip().split(".")
     if not equals or not all([*parents, last]):
@@ -49,7 +49,7 @@ def _list_index(items: Sequence[object], key: str, override: str) -> int:
 
 
 def _override_sources(data: Table, texts: Sequence[str | Path]) -> None:
-    """Replace the recipe's sources by `texts`; the column names of its first source are kept."""
+    """Replace the sources of the recipe by `texts`. All of them have the column names of the first replaced source."""
     data_section = data.setdefault("data", {})
     [first, *_] = data_section.get("sources") or [{}]
     columns = {key: first[key] for key in ("text_column", "target_column", "group_column") if key in first}
@@ -59,7 +59,8 @@ def _override_sources(data: Table, texts: Sequence[str | Path]) -> None:
 def load_recipe(source: RecipeSource, overrides: Sequence[str] = (), texts: Sequence[str | Path] = ()) -> Recipe:
     """Load a recipe from a preset name, a dict, or a .toml or .json file.
 
-    Each override is 'a.b=value' with a TOML value; `texts` replace the recipe's data sources.
+    Each override is 'key=value' with a TOML value, e.g. 'training.max_steps=100'. `texts` are files or directories that
+    replace the data sources of the recipe.
     """
     if isinstance(source, Recipe):
         data = source.model_dump(mode="json", exclude_none=True)

@@ -55,16 +55,17 @@ class SourceConfig(ConfigNode):
     """A text source: a file, a directory of files, Python's standard library, or dates in many languages."""
 
     path: str = STDLIB_PATH
-    """Empty in a recipe that requires `--text`."""
+    """A file, a directory, 'python-stdlib' or 'dates'. Empty in a recipe for which `--text` must be passed."""
     text_column: str = "text"
     """Column with the text, in JSON Lines, Parquet or TSV files."""
     target_column: str | None = None
     """Column with the target, for the objectives seq2seq and prefix-lm."""
     group_column: str | None = None
-    """Column whose equal values are kept in one split, training or validation. Without it, documents are split
-    independently."""
+    """Column with a group name. All documents of a group are in the same split, training or validation. Without this
+    column, each document is assigned to a split on its own."""
     weight: PositiveFloat | None = None
-    """Sampling weight among the sources; default: proportional to the length, if no source has a weight."""
+    """Sampling weight relative to the other sources. If no source has a weight, sources are sampled in proportion to
+    their length. If some have a weight, the others have weight 1."""
 
 
 class DataConfig(ConfigNode):
@@ -72,11 +73,11 @@ class DataConfig(ConfigNode):
 
     sources: Annotated[tuple[SourceConfig, ...], Field(min_length=1)] = (SourceConfig(),)
     tokenizer: TokenizerConfig | None = None
-    """Default: bytes, or the tokenizer of the checkpoint that is fine-tuned."""
+    """Default: the byte tokenizer, or the tokenizer of the checkpoint that is fine-tuned."""
     seq_len: PositiveInt = 256
-    """Tokens per sequence."""
+    """Number of tokens per sequence."""
     document_mask: bool = True
-    """Restrict attention to tokens of the same document in packed sequences."""
+    """In packed sequences, restrict attention to tokens of the same document."""
     validation_split: Annotated[float, Field(gt=0, lt=1)] = 0.05
     """Fraction of the documents used for validation."""
 
@@ -86,7 +87,7 @@ class CausalLMConfig(ConfigNode):
 
     kind: Literal["causal-lm"] = "causal-lm"
     z_loss_coef: NonNegativeFloat = 0.0
-    """Coefficient of the z-loss logsumexp², which keeps logits from drifting."""
+    """Coefficient of the z-loss, the squared logsumexp of the logits, which keeps logits from drifting."""
     aux_loss_coef: NonNegativeFloat = 0.0
     """Coefficient of the load-balancing auxiliary loss of a mixture of experts; 0.01 is usual."""
 
@@ -96,6 +97,7 @@ class MaskedLMConfig(ConfigNode):
 
     kind: Literal["masked-lm"] = "masked-lm"
     mlm_probability: Annotated[float, Field(gt=0, lt=1)] = 0.15
+    """Fraction of the tokens that are masked."""
     span_masking: bool = False
     """Mask spans of adjacent tokens instead of single tokens."""
     z_loss_coef: NonNegativeFloat = 0.0
@@ -113,11 +115,11 @@ class Seq2SeqConfig(ConfigNode):
 
 
 class PrefixLMConfig(ConfigNode):
-    """Prefix language modeling: a decoder reads the source and predicts the target after it (prompts and answers)."""
+    """Prefix language modeling: a decoder reads the source, e.g. a prompt, and predicts the target, e.g. its answer."""
 
     kind: Literal["prefix-lm"] = "prefix-lm"
     bidirectional_prefix: bool = False
-    """Bidirectional attention within the source."""
+    """Use bidirectional attention within the source, instead of causal attention."""
     label_smoothing: Probability = 0.0
     z_loss_coef: NonNegativeFloat = 0.0
     aux_loss_coef: NonNegativeFloat = 0.0
@@ -140,7 +142,7 @@ class AdamWConfig(ConfigNode):
 
 
 class MuonConfig(ConfigNode):
-    """Muon (Jordan, 2024) for the layers' weight matrices: orthogonalized momentum updates. AdamW for the rest."""
+    """Muon (Jordan, 2024) for weight matrices inside layers, with orthogonalized momentum updates; AdamW otherwise."""
 
     kind: Literal["muon"] = "muon"
     lr: PositiveFloat = 1e-3
@@ -151,7 +153,7 @@ class MuonConfig(ConfigNode):
 
 
 class AdafactorConfig(ConfigNode):
-    """Adafactor (Shazeer and Stern, 2018): row and column averages of the second moment for each matrix."""
+    """Adafactor (Shazeer and Stern, 2018), which stores only row and column averages of a matrix's second moment."""
 
     kind: Literal["adafactor"] = "adafactor"
     lr: PositiveFloat = 1e-2
@@ -177,11 +179,11 @@ class ScheduleConfig(ConfigNode):
 
     kind: Literal["cosine", "linear", "warmup-stable-decay", "inverse-sqrt", "constant"] = "cosine"
     warmup_steps: NonNegativeInt = 20
-    """Steps of linear warm-up to factor 1; the factor of the first step is 1 / warmup_steps."""
+    """Number of steps of linear warm-up, from factor 1 / warmup_steps at the first step to factor 1."""
     min_lr_ratio: Probability = 0.1
     """Factor at the end of the decay."""
     decay_ratio: Probability = 0.2
-    """For 'warmup-stable-decay': fraction of the steps, at the end, over which the factor decays."""
+    """For 'warmup-stable-decay': the fraction of all steps, at the end of the run, during which the factor decays."""
 
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -192,71 +194,79 @@ class TrainingConfig(ConfigNode):
 
     max_steps: PositiveInt = 200
     batch_size: PositiveInt = 16
-    """Sequences per step."""
+    """Number of sequences per step, over all processes."""
     grad_accum_steps: PositiveInt = 1
-    """Micro-batches per step, processed one after another: less memory, the same step."""
+    """Number of micro-batches per step. They are processed one after another, which needs less memory and computes the
+    same step."""
     grad_clip: PositiveFloat = 1.0
-    """Maximum gradient norm."""
+    """Maximum gradient norm. A gradient with a larger norm is scaled down to it."""
     precision: Precision = "fp32"
-    """Dtype of matrix products (autocast); weights stay fp32. fp16 uses loss scaling and skips steps that overflow."""
+    """Dtype of matrix products (autocast). Weights stay fp32. fp16 uses loss scaling and skips steps that overflow."""
     ema_decay: Probability | None = None
-    """Decay of an exponential moving average of the weights, which is then evaluated and exported."""
+    """Decay of an exponential moving average of the weights, which is evaluated and exported instead of the weights.
+    None: no average."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
-    """What the backward pass recomputes instead of storing: nothing, the operations that are cheap, or whole blocks."""
+    """Activations that the backward pass recomputes instead of storing them: none, those that are cheap to recompute,
+    or those of whole blocks."""
     compile: bool | None = None
-    """Compile the blocks. Default: on a GPU, unless objective.aux_loss_coef is set."""
+    """Compile the blocks with torch.compile. Default: true on a GPU, unless objective.aux_loss_coef is set."""
     on_grad_spike: Literal["skip", "continue"] = "skip"
-    """Action for a step whose gradient norm is far above the running average."""
+    """What happens with a step whose gradient norm is far above the running average: skip the update, or continue."""
     preflight: bool = True
-    """Check the model before the first step; an error if it attends to future tokens."""
+    """Check the model before the first step. It is an error if the model attends to future tokens."""
     seed: NonNegativeInt = 0
 
 
 class ParallelConfig(ConfigNode):
-    """Parallelism across the processes started by torchrun; the remaining factor is data-parallel replicas."""
+    """Parallelism across the processes started by torchrun.
+
+    The number of data-parallel replicas is the number of processes divided by dp_shard · tp.
+    """
 
     dp_shard: PositiveInt | Literal["all"] = 1
-    """Processes that shard weights, gradients and optimizer state (FSDP2); with 1, each has a full copy (DDP)."""
+    """Number of processes that share one copy of weights, gradients and optimizer state (FSDP2). With 1, each process
+    has a full copy (DDP). 'all' is the number of processes divided by tp."""
     tp: PositiveInt = 1
-    """Tensor-parallel processes: they split each weight matrix and process the same sequences."""
+    """Number of tensor-parallel processes, which split each weight matrix and process the same sequences."""
 
 
 class EvalConfig(ConfigNode):
     """Evaluation during training."""
 
     interval: PositiveInt = 50
-    """Steps between evaluations."""
+    """Number of steps between evaluations."""
     num_sequences: PositiveInt = 64
-    """Validation sequences per evaluation."""
+    """Number of validation sequences per evaluation."""
     sample_prompt: str | None = None
-    """Prompt that is continued, answered or filled at each evaluation."""
+    """Prompt from which a sample is generated at each evaluation. A decoder continues the prompt, an encoder fills its
+    masks, and an encoder-decoder has it as its source. None: no sample."""
     num_exact_match: NonNegativeInt = 64
-    """For source-target pairs: number of validation pairs generated and compared with their targets per evaluation."""
+    """Number of source-target pairs per evaluation for which an output is generated and compared with the target."""
 
 
 class CheckpointConfig(ConfigNode):
-    """Checkpoint interval in steps, and the number of checkpoints kept."""
+    """Number of steps between checkpoints, and number of checkpoints that are kept."""
 
     interval: PositiveInt = 50
     keep: PositiveInt = 2
 
 
 class LoggingConfig(ConfigNode):
-    """Loggers in addition to the run's metrics.jsonl."""
+    """Loggers in addition to metrics.jsonl in the run directory."""
 
     tensorboard: bool = False
-    """Write metrics for TensorBoard."""
+    """Write metrics to TensorBoard event files too."""
 
 
 class PretrainedModelConfig(ConfigNode):
-    """A pretrained checkpoint to fine-tune: its weights, config and tokenizer."""
+    """A pretrained checkpoint to fine-tune. Weights, config and tokenizer come from the checkpoint."""
 
     checkpoint: str
-    """A directory, a run directory, a .gguf file or a Hugging Face Hub id."""
+    """A checkpoint directory, a run directory, a .gguf file or a Hugging Face Hub id."""
 
 
 def _model_source_tag(value: object) -> str:
-    """Discriminator of `ModelSource`. A table with the key `checkpoint` is a `PretrainedModelConfig`."""
+    """Discriminator of `ModelSource`. A table with the key `checkpoint` becomes a `PretrainedModelConfig`."""
     if isinstance(value, str):
         return "preset"
     is_pretrained = isinstance(value, PretrainedModelConfig) or (isinstance(value, Mapping) and "checkpoint" in value)
@@ -275,7 +285,8 @@ class Recipe(ConfigNode):
     """Description of a training run."""
 
     model: ModelSource = "tiny-gpt"
-    """A preset name or a config table (vocab_size is set from the tokenizer), or a checkpoint to fine-tune."""
+    """A preset name, a config table, or a checkpoint to fine-tune. vocab_size is set from the tokenizer, except for a
+    checkpoint."""
     data: DataConfig = DataConfig()
     objective: ObjectiveConfig = CausalLMConfig()
     optimizer: OptimizerConfig = AdamWConfig()
@@ -288,12 +299,12 @@ class Recipe(ConfigNode):
 
     @property
     def transformer_config(self) -> Config:
-        """Config of a model trained from scratch."""
+        """Config of a model trained from scratch. Raises ConfigError if the model is a checkpoint to fine-tune."""
         return read_model_config(self.model)
 
 
 def read_model_config(source: ModelSource) -> Config:
-    """Config of a model trained from scratch."""
+    """Config of a model trained from scratch. Raises ConfigError if the model is a checkpoint to fine-tune."""
     if isinstance(source, PretrainedModelConfig):
         raise ConfigError(
             "model is a checkpoint to fine-tune, which has no config here; set model to a preset or a config table"

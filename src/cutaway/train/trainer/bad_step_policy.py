@@ -1,6 +1,7 @@
 """Handling of bad steps: non-finite gradients, gradient norm spikes, out of memory.
 
-The running statistics are tensors on the device, so that no step synchronizes; they are part of the checkpoint.
+The running statistics of the gradient norm are tensors on the device, so that no step synchronizes. They are saved in
+checkpoints.
 """
 
 import math
@@ -15,16 +16,20 @@ from cutaway.errors import CutawayError
 from cutaway.train.logging.metrics_log import Metrics
 
 MAX_NONFINITE_STEPS = 20
-"""Consecutive steps with a non-finite gradient after which training fails; fp16 loss scaling needs some to adapt."""
+"""Number of consecutive steps with a non-finite gradient after which training fails.
+
+A few such steps are normal in fp16, until the loss scale has adapted.
+"""
 MIN_OBSERVED_STEPS, AVERAGING_STEPS = 20, 50
-"""Steps before spikes are detected, and the averaging window of the statistics after that."""
+"""Number of steps before spikes are detected, and number of steps over which the statistics are averaged."""
 SPIKE_RATIO, SPIKE_DEVIATIONS = 3.0, 6.0
-"""A spike is a gradient norm above both bounds: ratio to the mean, and standard deviations of its logarithm."""
+"""A gradient norm is a spike if it is more than SPIKE_RATIO times the running (geometric) mean, and its logarithm is
+more than SPIKE_DEVIATIONS standard deviations above the mean of the logarithm."""
 MAX_CONSECUTIVE_SPIKES = 5
-"""Consecutive spikes that are skipped. The next step is accepted as the new level: it is not an outlier."""
+"""Maximum number of consecutive spikes that are skipped. After that, a step is accepted as the new level."""
 EPS = 1e-30
 NORMAL, NONFINITE, SPIKE, NEW_LEVEL = range(4)
-"""Verdicts on a step. NEW_LEVEL: far above the mean, but accepted, and the statistics start over from it."""
+"""Verdicts on a step. NEW_LEVEL: the norm is far above the mean, but the step is accepted, and statistics restart."""
 
 
 STATE_NAMES = (
@@ -49,13 +54,14 @@ class BadStepPolicy:
     ) -> None:
         self.grad_accum_steps, self.on_grad_spike, self.log = grad_accum_steps, on_grad_spike, log
         self.state = {name: torch.zeros((), device=device) for name in STATE_NAMES}
-        """Mean, variance and count of the log gradient norm; consecutive spikes and non-finite steps."""
+        """Mean, variance and number of observations of the log gradient norm, and the number of consecutive spikes and
+        of consecutive non-finite steps."""
 
     def check_grad_norm(self, grad_norm: Tensor) -> tuple[Tensor, Tensor]:
-        """Return whether to skip the step with this gradient norm, and the values that `report_step` reads later.
+        """Return whether to skip the step with this gradient norm, and the `verdict_values` for `report_step`.
 
-        A skipped step leaves weights and statistics unchanged. Restoring a checkpoint would not help: a step is a
-        function of its number, so training would reach the same spike again.
+        A skipped step leaves the weights and the running mean and variance unchanged. Restoring a checkpoint would not
+        help: a step depends only on the weights and the step number, so training would reach the same spike again.
         """
         finite = torch.isfinite(grad_norm)
         mean, variance, observed, spikes, nonfinite = (self.state[name] for name in STATE_NAMES)
@@ -72,7 +78,7 @@ class BadStepPolicy:
         is_new_level = is_outlier & ~is_spike
         accepted = finite & ~is_spike
         observed = torch.where(is_new_level, 0.0, observed)
-        # Cumulative average at first, exponential moving average after AVERAGING_STEPS steps
+        # The statistics are cumulative averages for AVERAGING_STEPS steps, and exponential moving averages after that.
         rate = (1 / (observed + 1)).clamp(min=1 / AVERAGING_STEPS)
         nonfinite = torch.where(finite, 0.0, nonfinite + 1)
         new_values = (
@@ -111,7 +117,10 @@ class BadStepPolicy:
             )
 
     def increase_grad_accum_steps(self, batch_size: int) -> None:
-        """Halve the micro-batches from now on, which computes the same step; fail if they are single sequences."""
+        """Double the number of micro-batches per step, from now on. A step computes the same result as before.
+
+        Raises TrainingError if a micro-batch is a single sequence already.
+        """
         if self.grad_accum_steps >= batch_size:
             raise TrainingError(
                 "out of memory with a micro-batch of one sequence; lower data.seq_len, or use a smaller model,"
@@ -134,7 +143,7 @@ class BadStepPolicy:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the error is an out-of-memory error; PyTorch has no exception class for it on the CPU."""
+    """Whether the error is an out-of-memory error. PyTorch has no exception class for this error on the CPU."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     message = str(error)
@@ -143,7 +152,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def raise_on_out_of_memory(what: str) -> Iterator[None]:
-    """Convert an out-of-memory error into a TrainingError, where smaller micro-batches would not help."""
+    """Context that turns an out-of-memory error into a TrainingError: smaller micro-batches would not help here."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:

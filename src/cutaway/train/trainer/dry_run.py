@@ -1,7 +1,7 @@
-"""Dry run of a training step on many ranks, on one machine: memory and collectives of rank 0, without data.
+"""Dry run of a distributed training step on one machine, which measures memory and collectives of rank 0.
 
-The model is built and parallelized by the same code as in training, on fake tensors and a fake process group. What
-rank 0 would allocate and communicate is counted and compared with the estimate of `size`.
+The model is built and parallelized by the same code as in training, with fake tensors and a fake process group, and no
+data is read. The bytes that rank 0 would allocate and communicate are compared with the estimate of `cutaway.size`.
 """
 
 import weakref
@@ -54,14 +54,15 @@ COLLECTIVE_OPS = {
     "_c10d_functional.all_reduce": ALL_REDUCE,
     "_c10d_functional.all_reduce_": ALL_REDUCE,
 }
-"""Collectives by PyTorch operator. The backend may send full or partial tensors; bytes are those of the full one."""
+"""Kind of collective by PyTorch operator. The bytes of a collective are those of the full tensor, although a backend
+may send only parts of it."""
 
 
 class MemoryCommTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of every live storage that an operation returns, and the collectives.
+    """Counts collectives, and the bytes of all live storages that operations have returned.
 
-    Each storage is counted once, until nothing refers to it. A DTensor is counted by its local shard. Workspace that a
-    kernel allocates and frees internally is not counted.
+    A storage is counted once, until it is freed. Of a DTensor, only the local shard is counted. Workspace that a kernel
+    allocates and frees internally is not counted.
     """
 
     def __init__(self) -> None:
@@ -69,9 +70,9 @@ class MemoryCommTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.live_bytes = self.peak_bytes = 0
         self.storage_sizes: MutableMapping[torch.UntypedStorage, list[int]] = WeakIdKeyDictionary()
         self.collective_counts: Counter[str] = Counter()
-        """Number of collectives by kind"""
+        """Number of collectives by kind."""
         self.collective_bytes: Counter[str] = Counter()
-        """Bytes by kind: the larger of input and output of each collective"""
+        """Number of bytes by kind of collective. For each collective, the larger of input and output is counted."""
         self.patches = ExitStack()
 
     def __enter__(self) -> "MemoryCommTracker":
@@ -92,7 +93,7 @@ class MemoryCommTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def track_storage(self, storage: torch.UntypedStorage) -> None:
-        """Count a storage with its current size."""
+        """Count a storage with its current size, replacing the size that was counted before."""
         size = storage.nbytes()
         if storage in self.storage_sizes:
             counted = self.storage_sizes[storage]
@@ -108,7 +109,7 @@ class MemoryCommTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         counted[0] = 0
 
     def reset_peak(self) -> None:
-        """Reset the peak and the collectives; live storages stay counted."""
+        """Set the peak to the bytes that are live now, and the counts of collectives to 0."""
         self.peak_bytes = self.live_bytes
         self.collective_counts.clear()
         self.collective_bytes.clear()
@@ -121,12 +122,12 @@ class MemoryCommTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: dict[str, object] | None = None,
     ) -> object:
         if any(issubclass(tensor_type, DTensor) for tensor_type in types):
-            return NotImplemented  # DTensor dispatches first; this mode then receives its local operations
+            return NotImplemented  # DTensor handles this operation and calls operations on local tensors, counted here
         inputs = _list_tensors((args, kwargs))
         if inputs and not any(isinstance(tensor, FakeTensor) for tensor in inputs):
-            with unset_fake_temporarily():  # tensors with values keep them, such as the ranks of a mesh
+            with unset_fake_temporarily():  # real tensors, e.g. the ranks of a mesh, keep their values
                 result = func(*args, **(kwargs or {}))
-        elif func is aten._local_scalar_dense.default:  # the value of a fake tensor: 0, 1.0 or False
+        elif func is aten._local_scalar_dense.default:  # a fake tensor has no value: return 0, 1.0 or False
             dtype = inputs[0].dtype
             scalar = False if dtype == torch.bool else 0
             result = 1.0 if dtype.is_floating_point else scalar
@@ -148,24 +149,24 @@ def _list_tensors(tree: object) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class StepUsage:
-    """Rank 0's bytes by purpose, peak bytes, and collectives of a step."""
+    """Memory of rank 0 by purpose, its peak, and the collectives of a step. Memory is in bytes."""
 
     weights: int
     gradients: int
     optimizer: int
     peak_bytes: int
     collectives: dict[str, tuple[int, int]]
-    """By kind: count, and bytes of the full tensors."""
+    """By kind of collective: the number of calls, and the number of bytes of the full tensors."""
 
     @property
     def transient(self) -> int:
-        """Bytes besides weights and optimizer state at the peak: activations, gradients, communication buffers."""
+        """Peak bytes minus weights and optimizer state: activations, gradients and communication buffers."""
         return self.peak_bytes - self.weights - self.optimizer
 
 
 @dataclass(frozen=True)
 class DryRunReport:
-    """Measured usage of a dry run beside the prediction of `size`."""
+    """Usage of a step as measured by the dry run, and as predicted by `cutaway.size`."""
 
     world_size: int
     devices: ParallelDims
@@ -192,7 +193,7 @@ class DryRunReport:
 
 
 def dry_run(recipe: Recipe, world_size: int) -> DryRunReport:
-    """Measure rank 0's part of a step on `world_size` ranks. Reads no data and writes no files."""
+    """Measure memory and collectives of rank 0 in a step on `world_size` ranks. Reads no data and writes no files."""
     if world_size < 1:
         raise InputError(f"world_size is {world_size}; it is the number of processes, so pass 1 or more")
     config = recipe.transformer_config.replace(vocab_size=_vocab_size(recipe))
@@ -215,7 +216,7 @@ def dry_run(recipe: Recipe, world_size: int) -> DryRunReport:
 def _run_two_steps(
     model: Transformer, recipe: Recipe, dist_context: DistributedContext, tracker: MemoryCommTracker
 ) -> StepUsage:
-    """Run a step that allocates the optimizer state, then a step that is measured."""
+    """Run two steps and return the usage of the second. The first step allocates the optimizer state."""
     _materialize_fake_tensors(model)
     training_module = TrainingModule(model, recipe.objective, recipe.training.precision)
     parallelize_module(training_module, dist_context)
@@ -240,7 +241,7 @@ def _run_two_steps(
 
 @contextmanager
 def _fake_process_group(world_size: int) -> Iterator[DistributedContext]:
-    """Context of rank 0 in a fake process group, whose collectives return immediately."""
+    """Create a fake process group and yield the DistributedContext of rank 0. Collectives return immediately."""
     if world_size == 1:
         yield SINGLE_PROCESS
         return
@@ -257,7 +258,7 @@ def _fake_process_group(world_size: int) -> Iterator[DistributedContext]:
 
 
 def _vocab_size(recipe: Recipe) -> int:
-    """Vocabulary size of the recipe's tokenizer, without training it."""
+    """Vocabulary size of the recipe's tokenizer. A BPE tokenizer is not trained to determine it."""
     match recipe.data.tokenizer:
         case ByteTokenizerConfig():
             return byte_tokenizer().vocab_size
@@ -287,7 +288,7 @@ def _fake_objective(recipe: Recipe, count: int) -> Objective:
 
 
 def _measure_usage(model: Transformer, optimizer: OptimizersContainer, tracker: MemoryCommTracker) -> StepUsage:
-    # By identity: tied weights are counted once.
+    # Tensors by id, so that tied weights are counted once
     model_tensors = {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}.values()
     grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     tensor_lists = (model_tensors, grads, optimizer.state_dict().values())
@@ -297,12 +298,12 @@ def _measure_usage(model: Transformer, optimizer: OptimizersContainer, tracker: 
 
 
 def _predict_usage(estimate: SizeEstimate, recipe: Recipe, dist_context: DistributedContext) -> StepUsage:
-    """Usage of the same step as estimated by `size`."""
+    """Usage of the same step as estimated by `cutaway.size`."""
     memory = estimate.training_memory
     training = recipe.training
     repeats = len(dist_context.micro_batch_ranges(training.batch_size, training.grad_accum_steps))
     collectives = {kind: (repeats * count, repeats * size) for kind, (count, size) in estimate.collectives.items()}
-    if dist_context.world_size > 1:  # plus the sums over ranks of target weights, loss and squared gradient norm
+    if dist_context.world_size > 1:  # add the sums over ranks of target weights, loss and squared norm
         count, num_bytes = collectives.get("all-reduce", (0, 0))
         collectives["all-reduce"] = count + 3, num_bytes + 8 + 8 + 4
     weights, gradients, state = (memory.bytes_by_component[name] for name in ("weights", "gradients", "optimizer"))

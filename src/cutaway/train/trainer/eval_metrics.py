@@ -12,9 +12,9 @@ from cutaway.train.objectives.objective import ObjectiveFn
 from cutaway.train.recipe.schema import MaskedLMConfig, PrefixLMConfig, Recipe, Seq2SeqConfig
 
 SAMPLE_TOKENS = 80
-"""Tokens of a generated sample."""
+"""Maximum number of tokens of a generated sample."""
 NUM_SHOWN = 3
-"""Generated targets, or fills per mask, in a sample."""
+"""Number of generated targets in a sample, or number of predictions per mask."""
 
 
 def has_generation_metrics(recipe: Recipe) -> bool:
@@ -27,7 +27,7 @@ def has_generation_metrics(recipe: Recipe) -> bool:
 def compute_eval_metrics(
     checkpoint: Checkpoint, data: TrainingData, objective_fn: ObjectiveFn, recipe: Recipe, *, seed: int
 ) -> Metrics:
-    """Masked-token accuracy or exact match, by the objective, and a sample for `eval.sample_prompt`."""
+    """Masked-token accuracy or exact match, depending on the objective, and a sample if `eval.sample_prompt` is set."""
     metrics: Metrics = {}
     match recipe.objective:
         case MaskedLMConfig():
@@ -41,7 +41,7 @@ def compute_eval_metrics(
 
 @torch.no_grad()
 def _masked_accuracy(checkpoint: Checkpoint, data: TrainingData, objective_fn: ObjectiveFn, recipe: Recipe) -> float:
-    """Fraction of the masked validation tokens whose most likely prediction is right."""
+    """Fraction of the masked validation tokens that the model predicts correctly."""
     model = checkpoint.model
     assert isinstance(model, EncoderOnly)
     assert model.head is not None
@@ -58,11 +58,11 @@ def _masked_accuracy(checkpoint: Checkpoint, data: TrainingData, objective_fn: O
 
 
 def exact_match(checkpoint: Checkpoint, data: TrainingData, recipe: Recipe) -> Metrics:
-    """Fraction of greedily decoded outputs that equal the target as the tokenizer decodes it; and a few samples."""
+    """Fraction of greedily generated outputs whose text equals that of the target, and a few outputs as a sample."""
     tokenizer = checkpoint.tokenizer
     assert tokenizer is not None
     rows = data.validation.get_rows(range(min(recipe.eval.num_exact_match, data.num_validation_sequences)))
-    # One token more than the longest target has is enough to detect a different output.
+    # An output that differs from the target does so within one token more than the longest target has.
     max_new_tokens = max(len(target) for _, target in rows)
     sources = [source.tolist() for source, _ in rows]
     completions = generate(checkpoint, sources, beams=1, temperature=0.0, max_new_tokens=max_new_tokens)
@@ -75,7 +75,7 @@ def exact_match(checkpoint: Checkpoint, data: TrainingData, recipe: Recipe) -> M
 
 
 def _generate_sample(checkpoint: Checkpoint, text: str, *, max_len: int, seed: int) -> str:
-    """Generate from a prompt: a decoder continues it, an encoder fills its masks, an encoder-decoder answers it."""
+    """Generate a sample: a decoder continues the text, an encoder fills its masks, an encoder-decoder transforms it."""
     model, tokenizer = checkpoint.model, checkpoint.tokenizer
     assert tokenizer is not None
     if isinstance(model, EncoderOnly):

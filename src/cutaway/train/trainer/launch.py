@@ -1,4 +1,4 @@
-"""Start-up of training, top to bottom: recipe → devices → model → data → parallelism → optimizer → Trainer."""
+"""Start-up of training, in this order: recipe → devices → model → data → parallelism → optimizer → Trainer."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,15 +39,15 @@ def train(
     device: DeviceLike = None,
     callback: Callback | None = None,
 ) -> RunDirectory:
-    """Train a recipe into a new run directory, and return it.
+    """Train a recipe in a new run directory, and return the run directory.
 
     Args:
         recipe: A preset name, a .toml or .json file, a dict or a `Recipe`.
         directory: Run directory; it must be new or empty.
-        overrides: Changes of single values, 'a.b=value' with a TOML value, e.g. 'training.max_steps=100'.
+        overrides: Changes of single recipe values as 'key=value' with a TOML value, e.g. 'training.max_steps=100'.
         texts: Files or directories that replace the recipe's data sources.
-        device: Default: the GPU if there is one.
-        callback: Functions that are called after steps and evaluations, and with messages.
+        device: Device to train on. Default: the GPU if there is one.
+        callback: Functions that are called after steps and evaluations, and for each message to the user.
     """
     with init_distributed(device) as dist_context:
         loaded = load_recipe(recipe, overrides, texts)
@@ -63,13 +63,13 @@ def resume(
     device: DeviceLike = None,
     callback: Callback | None = None,
 ) -> RunDirectory:
-    """Resume a run from its newest checkpoint, with the same result as without the interruption.
+    """Resume a run from its newest checkpoint. The result is the same as without the interruption.
 
     Args:
         directory: Run directory of the interrupted run.
         overrides: Changes of `parallel`, e.g. 'parallel.dp_shard=2'; other keys of the recipe cannot change.
-        device: Default: the GPU if there is one.
-        callback: Functions that are called after steps and evaluations, and with messages.
+        device: Device to train on. Default: the GPU if there is one.
+        callback: Functions that are called after steps and evaluations, and for each message to the user.
     """
     with init_distributed(device) as dist_context:
         trainer = resume_trainer(
@@ -87,7 +87,7 @@ def prepare_trainer(
     callback: Callback | None = None,
     dist_context: DistributedContext = SINGLE_PROCESS,
 ) -> Trainer:
-    """Build the Trainer of a new run; after a restart by torchrun, of the run that was started before it."""
+    """Build the Trainer of a new run. If torchrun has restarted the processes, resume the run instead."""
     if dist_context.is_restart and (directory / RUN_FILE).exists():
         return resume_trainer(directory, device=device, callback=callback, dist_context=dist_context)
     return _build_trainer(recipe, directory, None, device, callback, dist_context)
@@ -121,9 +121,9 @@ def _build_trainer(
     callback: Callback | None,
     dist_context: DistributedContext,
 ) -> Trainer:
-    """Build the Trainer of a run; `run_directory` is None if the run is new.
+    """Build the Trainer of a run. `run_directory` is None if the run is new.
 
-    The main process creates the directory of a new run, after every check has passed.
+    The main process creates the directory of a new run after all checks have passed.
     """
     # Devices and loggers of this rank
     device = dist_context.resolve_device(device)
@@ -148,7 +148,7 @@ def _build_trainer(
             base_info, tokenizer = run_directory.base_info, run_directory.tokenizer
             base_checkpoint = reload_base_checkpoint(recipe.model, base_info)
 
-        # Model; on the meta device if it is sharded, without values
+        # Model. A sharded model is built on the meta device, without values.
         config = resolve_model_config(recipe.model, tokenizer, base_info)
         check_objective(recipe.objective, config, recipe.training)
         check_memory(recipe, config, device, dist_context, log)
@@ -175,7 +175,7 @@ def _build_trainer(
         load_weights(model, base_checkpoint.model.state_dict())
     optimizer = build_optimizer(recipe.optimizer, model)
 
-    # Trainer at the newest checkpoint, with its logs
+    # Trainer, restored from the newest checkpoint if there is one
     trainer = Trainer(
         run_directory, training_module, wrapped_module, optimizer, data, objective_fn, callback, dist_context
     )

@@ -1,6 +1,7 @@
 """Statistics per layer during training: gradient norm, update ratio, residual stream norm, attention entropy.
 
-Computed at each evaluation, from the step before it and one validation sequence. They do not change the run.
+The statistics are computed at each evaluation, from the training step before the evaluation and from one validation
+sequence. Computing them does not change the run.
 """
 
 import math
@@ -25,15 +26,16 @@ from cutaway.train.objectives.objective import Objective
 from cutaway.train.trainer.training_module import TrainingModule
 
 SAMPLE_SIZE = 1 << 16
-"""Evenly spaced values per tensor from which an update ratio is estimated, instead of a second copy of the weights."""
+"""Maximum number of values per parameter from which the update ratio is estimated. The values are evenly spaced. A
+sample is enough, and a second copy of all weights is not needed."""
 MAX_TOKENS = 512
-"""Maximum length of the sequence analyzed: an attention pattern has a value for each pair of tokens."""
+"""Maximum length of the analyzed sequence. Memory is quadratic in it: a pattern has a value per pair of tokens."""
 COLLAPSED_ENTROPY_BITS = 0.01
-"""Attention entropy in bits below which a head attends to one token only."""
+"""Attention entropy in bits below which a head counts as attending to one token only."""
 MAX_UPDATE_RATIO = 0.5
-"""Update ratio ‖Δw‖ / ‖w‖ of one step above which a warning is given: little is left of the old weights."""
+"""Update ratio ‖Δw‖ / ‖w‖ of one step above which there is a warning, because most of the old weights are lost."""
 MAX_RESID_RMS = 1000.0
-"""Root mean square of the residual stream above which additions of usual size are lost in rounding."""
+"""Root mean square of the residual stream above which there is a warning: what layers add is lost in rounding."""
 
 EPS = 1e-30
 
@@ -41,7 +43,10 @@ LayerStats = dict[str, Any]
 
 
 class UpdateStats:
-    """Gradient norm and update ratio of one step by layer. Create between backward and optimizer step; read after."""
+    """Gradient norm and update ratio of one step by layer.
+
+    Create it between the backward pass and the optimizer step, and call its methods after the optimizer step.
+    """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self.parameters, self.layer_of_parameter = parameters, _layer_of_parameter(parameters)
@@ -55,7 +60,7 @@ class UpdateStats:
         return {layer: math.sqrt(total) for layer, total in self._sum_by_layer(squares).items()}
 
     def update_ratios(self) -> dict[str, float]:
-        """‖w' − w‖ / ‖w‖ by layer."""
+        """Update ratio ‖w' − w‖ / ‖w‖ by layer, where w' are the weights after the step."""
         change, norm = {}, {}
         for name, parameter in self.parameters.items():
             old, new = self.initial_values[name], _sample_values(parameter)
@@ -79,7 +84,11 @@ class UpdateStats:
 def compute_layer_stats(
     training_module: TrainingModule, objective: Objective, update_stats: UpdateStats | None
 ) -> LayerStats:
-    """By layer: grad_norm, update_ratio, resid_norm (mean over tokens), attn_entropy (bits, one number per head)."""
+    """Statistics by name, then by layer.
+
+    The names are grad_norm, update_ratio, resid_norm (mean over tokens) and attn_entropy (in bits, one value per head).
+    Without `update_stats`, the first two are left out.
+    """
     stats: LayerStats = {}
     if update_stats is not None:
         stats = {"grad_norm": update_stats.grad_norms(), "update_ratio": update_stats.update_ratios()}
@@ -118,7 +127,7 @@ def layer_warnings(layer_stats: LayerStats, d_model: int) -> list[str]:
 def record_activations(model: Transformer) -> Iterator[tuple[dict[str, Tensor], dict[str, Tensor]]]:
     """Record, during forward passes, the mean residual stream norm after each layer and the entropy of each head.
 
-    Attention uses the explicit kernel meanwhile, because other kernels do not compute the attention pattern.
+    In this context attention uses the explicit kernel, because other kernels do not compute the attention pattern.
     """
     resid_norms: dict[str, Tensor] = {}
     attn_entropies: dict[str, Tensor] = {}
@@ -142,7 +151,7 @@ def record_activations(model: Transformer) -> Iterator[tuple[dict[str, Tensor], 
 def _register_hooks(
     stack: Stack, prefix: str, resid_norms: dict[str, Tensor], attn_entropies: dict[str, Tensor]
 ) -> list[RemovableHandle]:
-    """Register one set of hooks per distinct block; a block shared by several layers counts its calls."""
+    """Register one set of hooks per distinct block. For a block shared by several layers, calls are counted."""
     num_calls: Counter[nn.Module] = Counter()
 
     def layer_name(block: nn.Module) -> str:
@@ -170,9 +179,9 @@ def _register_hooks(
 
 
 def attention_entropy(scores: Tensor, pattern: Tensor) -> Tensor | None:
-    """Entropy −Σ p·log₂ p in bits, one number per head: the mean over queries with more than one visible key.
+    """Attention entropy −Σ p·log₂ p in bits of each head, averaged over queries with more than one visible key.
 
-    None if no query has. The probability of an attention sink counts as one more outcome.
+    None if every query has a single visible key. An attention sink counts as one more key.
     """
     pattern = pattern.float()
     sink = 1 - pattern.sum(-1, keepdim=True)
@@ -184,7 +193,7 @@ def attention_entropy(scores: Tensor, pattern: Tensor) -> Tensor | None:
 
 
 def _first_sequence(objective: Objective) -> Objective:
-    """The objective of the first sequence, truncated to MAX_TOKENS."""
+    """Objective with the first sequence only, truncated to MAX_TOKENS."""
 
     def truncate(tensor: Tensor) -> Tensor:
         return tensor[:1, :MAX_TOKENS] if tensor.ndim > 1 else tensor[:1]
@@ -195,7 +204,7 @@ def _first_sequence(objective: Objective) -> Objective:
 
 
 def _layer_of_parameter(parameter_names: Iterable[str]) -> dict[str, str]:
-    """Layer of each parameter: blocks.3, embed, head; prefixed by the stack's name if there are two stacks."""
+    """Layer of each parameter, e.g. blocks.3, embed or head. With two stacks, the name of the stack is prepended."""
     matches = {name: re.match(r"(?:(encoder|decoder)\.)?(blocks\.\d+|\w+)", name) for name in parameter_names}
     has_two_stacks = len({match[1] for match in matches.values() if match and match[1]}) > 1
     return {

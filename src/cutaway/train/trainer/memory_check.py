@@ -1,4 +1,4 @@
-"""Memory estimate of a training step before the model is built, with an error if it cannot fit."""
+"""Memory estimate of a training step, before the model is built. It is an error if the step cannot fit in memory."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +14,8 @@ from cutaway.train.distributed.process_group import SINGLE_PROCESS, DistributedC
 from cutaway.train.recipe.schema import Recipe, Seq2SeqConfig
 
 CPU_HARDWARE = replace(custom_hardware(bandwidth=1e9, flops=1e9), kind="cpu")
-"""Passed for its kind only: other activations are stored for the backward pass on a CPU than on a GPU."""
+"""Hardware of kind cpu, with placeholder speeds. The kind matters because a CPU and a GPU store different activations
+for the backward pass."""
 
 
 def size_step(
@@ -25,7 +26,7 @@ def size_step(
     *,
     packed: bool = False,
 ) -> SizeEstimate:
-    """Size estimate of one rank's micro-batch. `packed`: rows may hold several documents."""
+    """Size estimate of the largest micro-batch of a rank. `packed` is true if a row may hold several documents."""
     training = recipe.training
     rows = max(
         1,
@@ -51,14 +52,14 @@ def size_step(
 def expected_memory(
     recipe: Recipe, config: Config, device: torch.device, dist_context: DistributedContext = SINGLE_PROCESS
 ) -> tuple[int, int]:
-    """Bytes of one rank's step: the estimated total, and the lower bound (weights, gradients, optimizer state)."""
+    """Estimated memory of a step on one rank in bytes, and a lower bound: weights, gradients, optimizer state, EMA."""
     memory = size_step(
         recipe, config, device, dist_context, packed=not isinstance(recipe.objective, Seq2SeqConfig)
     ).memory
     lower_bound = sum(memory.bytes_by_component[name] for name in ("weights", "gradients", "optimizer"))
     ema = memory.bytes_by_component["weights"] if recipe.training.ema_decay is not None else 0
     lower_bound += ema
-    # With gradient accumulation, a micro-batch starts with the full gradients of those before it.
+    # With gradient accumulation, the accumulated gradients are in memory during the whole micro-batch.
     accumulated = (
         memory.bytes_by_component["gradients"] - memory.peak_by_component.get("gradients", 0)
         if recipe.training.grad_accum_steps > 1
@@ -74,7 +75,7 @@ def check_memory(
     dist_context: DistributedContext,
     log: Callable[[str], None],
 ) -> None:
-    """Log the estimate; raise InputError if weights, gradients and optimizer state alone exceed the free memory."""
+    """Log the estimated memory. Raise InputError if weights, gradients and optimizer state exceed the free memory."""
     estimate, lower_bound = expected_memory(recipe, config, device, dist_context)
     free = free_memory(device)
     if free is None:

@@ -1,4 +1,4 @@
-"""Sanity checks of a model before the first step: a model that attends to future tokens only seems to learn."""
+"""Sanity checks of a model before the first step, above all that no token attends to future tokens."""
 
 from collections.abc import Callable
 
@@ -11,9 +11,9 @@ LEAK_CHECKS = ("causality", "causality-paths")
 
 
 def run_preflight(model: Transformer, seed: int, log: Callable[[str], None]) -> None:
-    """Run the quick checks on the model; an information leak is an error, other findings are logged.
+    """Run the quick checks of `cutaway check` on the model, without changing it.
 
-    The model is not changed.
+    Raises InputError if the model attends to future tokens. Other findings are logged.
     """
     report = check(model, preflight=True, seed=seed, budget=BUDGET_SECONDS)
     _raise_on_leak(report)

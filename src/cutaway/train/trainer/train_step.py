@@ -1,4 +1,4 @@
-"""One training step: a function of the weights, the optimizer state and the step number only."""
+"""One training step, which depends only on the weights, the optimizer state and the step number."""
 
 from dataclasses import dataclass, field, replace
 
@@ -25,7 +25,7 @@ from cutaway.train.trainer.training_module import TrainingModule
 
 @dataclass
 class TrainStepRunner:
-    """Runs training steps. The returned metrics may be device tensors, so a step does not synchronize."""
+    """Runs training steps. Metrics are returned as tensors on the device, so that a step does not synchronize."""
 
     training: TrainingConfig
     schedule: ScheduleConfig
@@ -35,15 +35,16 @@ class TrainStepRunner:
     objective_fn: ObjectiveFn
     step_policy: BadStepPolicy
     grad_scaler: GradScaler | None = None
-    """Loss scaling, for fp16."""
+    """Loss scaling. None unless the precision is fp16."""
     wrapped_module: nn.Module | None = None
-    """Module that is called instead of `training_module`: its DDP or FSDP wrapper."""
+    """DDP or FSDP wrapper of `training_module`, which is called instead. None: `training_module` itself is called."""
     dist_context: DistributedContext = SINGLE_PROCESS
     update_stats: UpdateStats | None = field(default=None, init=False)
-    """Update statistics of the last step, if it recorded them."""
+    """Update statistics of the last step. None if the last step did not record them."""
 
     def __post_init__(self) -> None:
-        # Tensor-parallel shards are not fused; compiled blocks would not call the router hooks of the auxiliary loss.
+        # Blocks are not compiled with tensor parallelism, where projections cannot be fused, or with an auxiliary loss,
+        # because compiled blocks would not call the hooks on the routers.
         eager = self.dist_context.tp_size > 1 or bool(self.training_module.aux_loss_coef)
         compile_blocks = False if eager else self.training.compile
         self.compiled_context = compile_for_training(
@@ -51,9 +52,10 @@ class TrainStepRunner:
         )
 
     def run(self, step: int, *, record_update_stats: bool = False) -> Metrics:
-        """Run step `step`, counted from 0: forward, backward, clip the gradient, update unless the policy skips it.
+        """Run step `step`, counted from 0, and return its metrics.
 
-        The returned values may be tensors that the device has not computed yet.
+        A step is forward pass, backward pass, gradient clipping and update; `step_policy` may skip the update. Metrics
+        may be tensors that the device has not computed yet.
         """
         cross_entropy, weight = self.forward_backward_with_oom_retry(step)
         grad_norm, scale_metrics = total_grad_norm(self.training_module, self.dist_context), {}
@@ -65,7 +67,7 @@ class TrainStepRunner:
         skip, verdict = self.step_policy.check_grad_norm(grad_norm)
         self.update_stats = UpdateStats(self.optimizer.parameters) if record_update_stats else None
         with raise_on_out_of_memory("the optimizer state"):
-            # Clipping and unscaling in one division: max(1, ‖g‖ / grad_clip) · loss_scale
+            # Clip and unscale the gradient with one division, by max(1, ‖g‖ / grad_clip) · loss_scale.
             grad_divisor = (grad_norm / self.training.grad_clip).clamp(min=1.0) * scale_metrics.get("loss_scale", 1.0)
             self.optimizer.step(factor, grad_divisor=grad_divisor, skip=skip)
         return {
@@ -79,7 +81,7 @@ class TrainStepRunner:
         }
 
     def forward_backward_with_oom_retry(self, step: int) -> tuple[Tensor, float]:
-        """Run `forward_backward`; if memory does not suffice, retry with more and smaller micro-batches."""
+        """Run `forward_backward`. If it runs out of memory, retry with more and smaller micro-batches."""
         while True:
             try:
                 return self.forward_backward(step)
@@ -93,9 +95,9 @@ class TrainStepRunner:
                 torch.cuda.empty_cache()
 
     def forward_backward(self, step: int) -> tuple[Tensor, float]:
-        """Compute the gradient of the mean over all targets of the batch, for any number of micro-batches.
+        """Compute the gradient of the mean loss over all targets of the batch, on all ranks.
 
-        Returns this rank's summed cross-entropy and the total weight over all ranks.
+        Returns the sum of the cross-entropy on this rank, and the weight of all targets on all ranks.
         """
         batch_size = self.training.batch_size
         first = step * batch_size
@@ -117,7 +119,7 @@ class TrainStepRunner:
                 torch.manual_seed(derive_seed(self.training.seed, step, index, self.dist_context.dp_rank))
                 with no_sync_until_last(module, index == len(micro_batches) - 1):
                     loss: LossSums = module(micro_batch)
-                    # DDP and FSDP average gradients over ranks; times dp_size, the average is the sum.
+                    # DDP and FSDP average gradients over ranks. Multiplying by dp_size turns the average into the sum.
                     mean = loss.loss * (self.dist_context.dp_size / weight)
                     torch.autograd.backward(mean if self.grad_scaler is None else mean * self.grad_scaler.scale)
                 cross_entropy = cross_entropy + loss.cross_entropy.double()
@@ -125,14 +127,14 @@ class TrainStepRunner:
 
 
 def metrics_to_python(metrics: Metrics) -> Metrics:
-    """Convert tensors to Python numbers; this synchronizes with the device."""
+    """Convert tensors to Python numbers. This synchronizes with the device."""
     return {name: value.tolist() if isinstance(value, Tensor) else value for name, value in metrics.items()}
 
 
 def build_micro_batch(objective_fn: ObjectiveFn, dataset: Dataset, first: int, count: int) -> Objective:
-    """Build the objective of `count` sequences.
+    """Build the objective of `count` sequences, from data position `first` on.
 
-    With count 0 it has one sequence of weight 0, so that the rank takes part in the collectives.
+    If `count` is 0, the objective has one sequence of weight 0, so that the rank takes part in the collectives.
     """
     objective = objective_fn(dataset.get_batch(first, max(count, 1)), first)
     if count:

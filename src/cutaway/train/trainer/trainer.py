@@ -1,7 +1,7 @@
 """Trainer: the training loop with steps, evaluation, checkpoints and export, in a run directory.
 
-Data order, dropout masks and masked tokens are functions of (seed, step). So a run that was killed resumes from its
-last checkpoint to bit-identical results.
+Data order, dropout masks and masked tokens depend only on (seed, step). So a run that was killed and resumed from its
+last checkpoint has bit-identical results to an uninterrupted run.
 """
 
 import signal
@@ -50,7 +50,7 @@ from cutaway.train.trainer.training_module import TrainingModule
 
 @contextmanager
 def _stop_on_signals(stop_requested: threading.Event) -> Iterator[None]:
-    """On SIGTERM or Ctrl-C, stop after the current step with a checkpoint; on a second Ctrl-C, immediately."""
+    """On SIGTERM or Ctrl-C, request a stop after the current step. On a second Ctrl-C, stop immediately."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -75,7 +75,7 @@ class Trainer:
     run_directory: RunDirectory
     training_module: TrainingModule
     wrapped_module: nn.Module
-    """Module that a step calls: `training_module`, or its DDP or FSDP wrapper."""
+    """Module that a training step calls: `training_module`, or its DDP or FSDP wrapper."""
     optimizer: OptimizersContainer
     data: TrainingData
     objective_fn: ObjectiveFn
@@ -124,7 +124,7 @@ class Trainer:
         return {"model": dict(self.model.state_dict()), **states}
 
     def stateful_components(self) -> dict[str, OptimizersContainer | BadStepPolicy | WeightEMA | GradScaler]:
-        """Components with a state dict besides the model; EMA and loss scaling depend on the recipe."""
+        """Components other than the model with a state dict. EMA and loss scaling only if the recipe uses them."""
         components = (
             ("optimizer", self.optimizer),
             ("step_policy", self.step_policy),
@@ -174,7 +174,7 @@ class Trainer:
         self._open_logs(state.metrics_bytes, state.timings_bytes)
 
     def _open_logs(self, metrics_bytes: int, timings_bytes: int) -> None:
-        """Open the logs, truncated to the sizes stored in the checkpoint. Only the main process writes."""
+        """Open the logs, truncated to the sizes stored in the checkpoint. Only the main process writes to the logs."""
         directory, is_main = self.run_directory.directory, self.dist_context.is_main_process
         self.metrics_log = MetricsLog(directory / "metrics.jsonl", metrics_bytes) if is_main else NullMetricsLog()
         self.timings_log = MetricsLog(directory / "timings.jsonl", timings_bytes) if is_main else NullMetricsLog()
@@ -191,7 +191,7 @@ class Trainer:
         self.model.train()
         device = self.model.device
         cuda_devices = [device] if device.type == "cuda" else []
-        # The caller's random state is restored, and the last asynchronous save is complete, when this returns.
+        # When `train` returns, the caller's random state is restored and the last asynchronous save is complete.
         with (
             closing(self.callback_handler),
             _stop_on_signals(self.stop_requested),
@@ -202,7 +202,7 @@ class Trainer:
             stopping = self.dist_context.any_rank(self.stop_requested.is_set())
             while self.global_step < steps and not stopping:
                 metrics = self.train_step(self.global_step)
-                # Log the previous step: the GPU computes one step while the host launches the next.
+                # Log the previous step only now, so that the GPU computes one step while the host launches the next.
                 self._log_pending_step()
                 self.global_step, self.pending_metrics = self.global_step + 1, metrics
                 should_evaluate = self.should_evaluate(self.global_step)
@@ -262,11 +262,11 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> None:
-        """Compute loss, generation metrics and layer statistics on the validation split, and log them."""
+        """Compute loss, generation metrics and layer statistics on the validation split, and log the results."""
         self.model.eval()
         total = weight = 0.0
         count = min(self.recipe.eval.num_sequences, self.data.num_validation_sequences)
-        # The largest micro-batch that fits in memory
+        # As large as the micro-batches of training, which fit in memory
         micro_batch_size = -(-self.recipe.training.batch_size // self.step_policy.grad_accum_steps)
         for low, high in self.dist_context.micro_batch_ranges(count, max(1, count // micro_batch_size)):
             micro_batch = build_micro_batch(self.objective_fn, self.data.validation, low, high - low)
@@ -294,7 +294,7 @@ class Trainer:
         self.step_start_time = time.perf_counter()
 
     def compute_layer_stats(self) -> LayerStats | None:
-        """Statistics per layer, with warnings; None with a device mesh, where a rank has only shards."""
+        """Statistics per layer, with warnings. None with a device mesh, where a rank has only shards of the layers."""
         if self.dist_context.mesh is not None:
             return None
         objective = self.objective_fn(self.data.validation.get_batch(0, 1), 0)
@@ -302,7 +302,7 @@ class Trainer:
         return layer_stats | {"warnings": layer_warnings(layer_stats, self.model.config.d_model)}
 
     def build_checkpoint(self, device: torch.device) -> Checkpoint | None:
-        """The full model as a Checkpoint on the main process, None on other ranks. Gathers the shards of a mesh."""
+        """Checkpoint of the full model on the main process, None on other ranks. A sharded model is gathered."""
         model: Transformer | None = self.model
         is_main = self.dist_context.is_main_process
         if self.dist_context.mesh is not None:
@@ -312,7 +312,7 @@ class Trainer:
         return self.run_directory.build_checkpoint(model)
 
     def export_model(self) -> None:
-        """Write the model in the Hugging Face format of its family, or in cutaway's own if no family matches."""
+        """Write the model in the Hugging Face format of its family, or in cutaway's own format if no family matches."""
         self.model.eval()
         checkpoint = self.build_checkpoint(torch.device("cpu"))
         if checkpoint is not None:
