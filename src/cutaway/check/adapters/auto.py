@@ -17,7 +17,7 @@ from cutaway.errors import InputError, format_raised
 from cutaway.model import Transformer
 
 _MAX_PROBED_SEQ_LEN = 72
-"""Longest sequence that is probed; checks use longer ones only if `max_seq_len` allows them."""
+"""Longest sequence that is tried to infer `max_seq_len`."""
 _FIELD_NAMES = {entry.name for entry in fields(CheckedModel)}
 
 
@@ -37,7 +37,7 @@ def build_checked_model(model: object, overrides: dict[str, object], *, seed: in
 
 def _adapt_any(source: object, overrides: dict[str, object], seed: int) -> CheckedModel:
     """Apply the adapter for the type of `source`."""
-    model = source if isinstance(source, nn.Module) else getattr(source, "model", source)  # of a checkpoint
+    model = source if isinstance(source, nn.Module) else getattr(source, "model", source)  # a checkpoint has a model
     if isinstance(model, nn.Module) and isinstance(getattr(model, "_orig_mod", model), Transformer):
         return adapt_cutaway_model(model, seed)
     if isinstance(source, nn.Module):
@@ -110,6 +110,6 @@ def _probe_max_seq_len(checked: CheckedModel, token: int) -> int | None:
 
     if works(_MAX_PROBED_SEQ_LEN):
         return None
-    # 2 tokens work, _MAX_PROBED_SEQ_LEN do not: the first length that does not is one above the maximum.
+    # 2 tokens work and _MAX_PROBED_SEQ_LEN do not. The first length that does not work is one above the maximum.
     lengths = range(2, _MAX_PROBED_SEQ_LEN)
     return bisect_left(lengths, True, key=lambda seq_len: not works(seq_len)) + 1

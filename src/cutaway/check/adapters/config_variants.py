@@ -1,4 +1,4 @@
-"""Changed values of config fields: one per field that affects the logits, far enough to change them."""
+"""Changed values of config fields: for each field that affects the logits, a value that must change them."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -19,7 +19,7 @@ Path = tuple[str | int, ...]
 TransformersConfig = Any
 """A PreTrainedConfig."""
 _LARGE_EPS = 0.5
-"""An eps that changes the output of any norm."""
+"""An eps large enough to change the output of any norm."""
 
 
 def _pick_other(value: object, *choices: T) -> T:
@@ -57,14 +57,14 @@ def _random_state_dict(module: nn.Module, seed: int) -> dict[str, Tensor]:
 
 
 def variant_state_dict(module: nn.Module, seed: int) -> dict[str, Tensor]:
-    """Weights of config variants: random ones in which every parameter affects the logits, if the model is small."""
+    """Weights for config variants: those of `_random_state_dict` if the model is small, otherwise the model's own."""
     if count_parameters(module) <= MAX_PERTURBED_PARAMS:
         return _random_state_dict(module, seed)
     return {name: tensor.detach() for name, tensor in module.state_dict().items()}
 
 
 def validate_same_shapes(module: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
-    """Raise ValueError if the changed field also changes tensor shapes: then the model cannot ignore it."""
+    """Raise ValueError if the changed field also changes tensor shapes, because the model then cannot ignore it."""
     shapes = {name: tensor.shape for name, tensor in module.state_dict().items()}
     if shapes != {name: tensor.shape for name, tensor in state_dict.items()}:
         raise ValueError("the changed value gives tensors of other shapes, so the field cannot be ignored")
@@ -83,7 +83,8 @@ def iter_config_changes(node: Node | list[Any], path: Path, d_model: int) -> Ite
 
 
 def _ineffective_keys(node: Node, d_model: int) -> tuple[str, ...]:
-    """Keys that need not affect the logits: scores with a window of 1, RoPE on at most 4 dimensions, initialization."""
+    """Keys that need not affect the logits: those of scores with a window of 1, positions on at most 4 dimensions, or
+    initialization and RoPE scaling."""
     if node.get("window") == 1:
         return "position", "scale", "softcap", "qk_norm"
     if "heads" in node and (node.get("d_rope") or node.get("d_head") or d_model // node["heads"]) <= 4:
@@ -128,7 +129,7 @@ def _changed_cutaway_value(node: Node, key: str, value: Any) -> object:
 
 
 def find_config_values(config: TransformersConfig, key: str) -> list[tuple[str, TransformersConfig, object]]:
-    """(path, config, value) of a field; for a nested configuration, one entry per field of it."""
+    """(path, config that holds it, value) of a field. A nested configuration gives one entry for each of its fields."""
     value: Any = getattr(config, key, None)
     if hasattr(value, "to_dict"):
         return [(f"{key}.{name}", value, item) for name, item in value.to_dict().items() if item is not None]

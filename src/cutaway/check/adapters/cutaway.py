@@ -36,7 +36,7 @@ from cutaway.model.layers import ConstantBuffers
 
 
 def _save_and_reload(model: Transformer) -> ReloadedModel:
-    """Save in the format of the first matching model family (or in cutaway's own format) and load."""
+    """Save the model in the format of the first matching model family (or in cutaway's own format) and load it."""
     with tempfile.TemporaryDirectory(prefix="cutaway-check-") as directory:
         path = Path(directory) / "model"
         try:
@@ -50,7 +50,7 @@ def _save_and_reload(model: Transformer) -> ReloadedModel:
 
 
 def _load_from_meta(model: Transformer) -> nn.Module:
-    """Build on the meta device, allocate with to_empty, and load the weights."""
+    """Build the model on the meta device, allocate it with to_empty, and load the weights."""
     loaded = build(model.config, device="meta", dtype=model.dtype)
     loaded.to_empty(device=model.device)
     loaded.load_weights({name: tensor.detach() for name, tensor in model.state_dict().items()})
@@ -58,7 +58,7 @@ def _load_from_meta(model: Transformer) -> nn.Module:
 
 
 def _build_config_variants(model: Transformer, seed: int) -> ConfigVariants:
-    """For each config field that affects the logits: the model with another value."""
+    """For each config field that affects the logits, a function that builds the model with another value."""
     state_dict = variant_state_dict(model, seed)
     full_config = model.config.model_dump(mode="json")
     variants = {"": partial(_logits_with_config, model, to_dict(model.config), state_dict, seed)}
@@ -87,7 +87,7 @@ def _logits_with_config(
 
 
 def _add_activation_checkpointing(checked: CheckedModel, model: Transformer) -> None:
-    """Set `set_activation_checkpointing`. The loss belongs to training, whose preflight passes it as `loss=`."""
+    """Set `set_activation_checkpointing`, but no loss: the preflight of training passes its own loss as `loss=`."""
     original = {name: stack.activation_checkpointing for name, stack in model.stacks.items()}
 
     def set_enabled(enabled: bool) -> None:
@@ -129,7 +129,7 @@ def _add_cache_functions(
         return torch.tensor([beam.tokens for beam in beams]), torch.tensor([beam.score for beam in beams])
 
     def speculate(tokens: Tensor, n: int) -> Tensor:
-        """Alternate n-gram drafts with drafts of the model itself, which are all accepted."""
+        """Use n-gram drafts for even rows, and drafts of the model itself, which are all accepted, for odd rows."""
         return torch.cat(
             [generate([row], n, model if index % 2 else NgramConfig()) for index, row in enumerate(tokens.tolist())]
         )
@@ -202,7 +202,7 @@ def _run_engine(engine: Engine | SpeculativeDecoder, model: Transformer) -> None
 def _sample_tokens(
     logits: Tensor, num_samples: int, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None
 ) -> Tensor:
-    """Draw one sample with each of `num_samples` seeds."""
+    """Draw `num_samples` tokens, each with its own seed."""
     sampler = Sampler(num_samples, len(logits), logits.device)
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
     sampler.set_row(0, params, [], seed=0)
@@ -224,8 +224,9 @@ def _logits_with_filled_cache(
 ) -> Tensor:
     """Logits of a chunked prefill in a cache filled with `fill_value`.
 
-    A finite value runs with static shapes, where attention reads all slots: unused ones have weight 0, and 0 times NaN
-    would be NaN. The engine therefore clears slots before it reuses them.
+    With a finite value, the forward pass has static shapes: attention reads all slots, and unused ones have weight 0.
+    NaN is not tested with static shapes, because 0 times NaN is NaN. The engine therefore clears slots before it reuses
+    them.
     """
     cache = model.new_cache(len(tokens), tokens.shape[1] + _NUM_UNUSED_SLOTS)
     for layer in cache.layers:
@@ -275,7 +276,7 @@ def _set_config_properties(checked: CheckedModel, config: Config) -> None:
 
 
 def _rope_switch_length(attention: MultiHead | LatentAttention) -> int | None:
-    """The length beyond which a RoPE scaling changes the angles of all tokens."""
+    """The length beyond which a RoPE scaling changes the angles of all tokens; None if there is none."""
     scaling = getattr(attention.position, "scaling", None)
     return scaling.original_length if isinstance(scaling, DynamicNTK | LongRope) else None
 
@@ -299,7 +300,7 @@ def _adapt_encoder_decoder(checked: CheckedModel, model: EncoderDecoder, seed: i
 
 
 def _build_kernel_logits(model: Transformer, logits: LogitsFunction) -> dict[str, LogitsFunction]:
-    """Logits function per supported kernel; flex is left out because it compiles."""
+    """Logits function per supported kernel. The kernel flex is left out, because it must be compiled."""
 
     @contextmanager
     def use_kernel(name: str) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""The cutaway `Config` of a checked model: of cutaway models, and of transformers models of supported families."""
+"""The cutaway `Config` of a checked model: a cutaway model, or a transformers model of a supported family."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Adapter for other modules, functions and attention kernels, by the names of their arguments."""
+"""Adapter for other modules, functions and attention kernels, whose arguments are recognized by name."""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
@@ -17,7 +17,7 @@ KERNEL_HEADS, KERNEL_HEAD_DIM, _KERNEL_VOCAB_SIZE = 4, 16, 64
 
 
 def adapt_module(module: nn.Module, overrides: Mapping[str, object]) -> CheckedModel:
-    """Adapt an nn.Module. `targets` are shifted labels (as in nanoGPT), `labels` are unshifted."""
+    """Adapt an nn.Module. An argument `targets` takes shifted labels (as in nanoGPT), `labels` unshifted ones."""
     checked = adapt_function(module, overrides, module.forward)
     checked.name, checked.module = type(module).__name__, module
     return checked
@@ -98,7 +98,7 @@ def _find_tensor(output: object, ndim: int) -> Any:
 
 
 def adapt_attention_kernel(checked: CheckedModel) -> None:
-    """Wrap an attention kernel as a model: each token id has random q, k and v vectors; the output is the logits."""
+    """Wrap an attention kernel as a model. Each token id has random q, k and v; the kernel's output is the logits."""
     attention = require(checked.attention)
     generator = torch.Generator().manual_seed(0)
     shape = (_KERNEL_VOCAB_SIZE, KERNEL_HEADS, KERNEL_HEAD_DIM)
@@ -118,7 +118,7 @@ def logits_by_kernel(
     use_kernel: Callable[[str], AbstractContextManager[None]],
     unsupported: type[Exception],
 ) -> dict[str, LogitsFunction]:
-    """Logits function per supported kernel; `use_kernel` selects one temporarily, or raises `unsupported`."""
+    """Logits function per kernel. `use_kernel` selects a kernel temporarily, and raises `unsupported` if it cannot."""
 
     def run(name: str, tokens: Tensor) -> Tensor:
         with use_kernel(name):

@@ -1,6 +1,6 @@
 """Adapter for transformers models: logits, cache, generation, loss, kernels, saving and loading, config variants.
 
-It does not import transformers: the checked model has imported it.
+Importing this module does not import transformers: a transformers model has already imported it.
 """
 
 import inspect
@@ -49,7 +49,7 @@ TransformersModel = Any
 """A PreTrainedModel."""
 _ATTN_IMPLEMENTATIONS = ("eager", "sdpa")
 _MAX_REBUILT_PARAMS = 10**8
-"""Largest model, in parameters, that is rebuilt with another attention implementation."""
+"""Maximum number of parameters of a model that is rebuilt with another attention implementation."""
 _NUM_UNUSED_SLOTS = 5
 """Number of slots of a static cache that stay unused."""
 _SPECIAL_TOKEN_FIELDS = tuple(f"{name}_token_id" for name in ("pad", "bos", "eos", "unk", "cls", "sep"))
@@ -97,7 +97,7 @@ def _build_kernel_logits(model: TransformersModel, logits: LogitsFunction) -> di
 
 
 def _rebuild_with_kernels(model: TransformersModel) -> dict[str, LogitsFunction]:
-    """The same for models that fix the attention implementation when built: rebuild with the same weights."""
+    """The same for models whose attention implementation is fixed when built: rebuild them with the same weights."""
     is_small = count_parameters(model) <= _MAX_REBUILT_PARAMS
     if not is_small or not getattr(model, "_supports_sdpa", False) or model.config.is_encoder_decoder:
         return {}
@@ -116,7 +116,7 @@ def _rebuild_with_kernels(model: TransformersModel) -> dict[str, LogitsFunction]
 def _add_training_functions(
     checked: CheckedModel, model: TransformersModel, forward_args: list[str], forward_kwargs: dict[str, bool]
 ) -> None:
-    """Set the loss and activation checkpointing; an encoder-decoder sets its loss in `_adapt_encoder_decoder`."""
+    """Set the loss and activation checkpointing. `_adapt_encoder_decoder` sets the loss of an encoder-decoder."""
     is_checkpointing = getattr(model, "is_gradient_checkpointing", False)
     if getattr(model, "supports_gradient_checkpointing", False) and not is_checkpointing:
         checked.set_activation_checkpointing = partial(_set_gradient_checkpointing, model)
@@ -145,7 +145,8 @@ def _accepts_num_items_in_batch(model: TransformersModel) -> bool:
 def _accumulated_loss(
     model: TransformersModel, micro_batches: Sequence[tuple[Tensor, Tensor]], forward_kwargs: dict[str, bool]
 ) -> Tensor:
-    """Loss with gradient accumulation, as in transformers' Trainer: sums divided by the labels of all micro-batches."""
+    """Loss with gradient accumulation, as in transformers' Trainer: the sum of all losses divided by the number of
+    labels in all micro-batches."""
     count = sum((labels[:, 1:] != -100).sum() for _, labels in micro_batches)
     losses = [
         model(input_ids=tokens, labels=labels, num_items_in_batch=count, **forward_kwargs).loss
@@ -171,9 +172,9 @@ def silence_transformers() -> Iterator[None]:
 
 
 def _save_and_reload(model: TransformersModel, seed: int) -> ReloadedModel:
-    """Save with save_pretrained, load with from_pretrained, and with cutaway if it supports the family."""
+    """Save with save_pretrained; load with from_pretrained, and also with cutaway if it supports the model family."""
     with tempfile.TemporaryDirectory(prefix="cutaway-check-") as directory, silence_transformers():
-        with patch.dict(model.config.__dict__):  # save_pretrained writes the dtype and the class into it
+        with patch.dict(model.config.__dict__):  # save_pretrained writes the dtype and the class into the config
             model.save_pretrained(directory)
         kwargs = {"dtype": model.dtype, "attn_implementation": model.config._attn_implementation}
         if getattr(model.config, "_experts_implementation", None) is not None:
@@ -207,13 +208,13 @@ def _add_cutaway_reference(reloaded: ReloadedModel, model: TransformersModel, di
 
 
 def _load_cutaway_model(model: TransformersModel, directory: Path) -> Transformer:
-    """Load the saved model with cutaway; raise CutawayError if its implementations are not comparable."""
+    """Load the saved model with cutaway; raise CutawayError if cutaway has no comparable implementation."""
     name, family = type(model).__name__, families().get(getattr(model.config, "model_type", ""))
     is_supported = family is not None and name in (family.architecture, family.base_architecture)
     alibi_bias_max = getattr(getattr(model.config, "attn_config", None), "alibi_bias_max", 8)
     if alibi_bias_max != 8:
-        reason = "transformers computes MPT with alibi_bias_max=8, whatever the configuration says"
-        raise CutawayError(f"{reason}; here it is {alibi_bias_max}")
+        reason = "transformers computes MPT with alibi_bias_max=8 and ignores the configuration"
+        raise CutawayError(f"{reason}, where it is {alibi_bias_max}")
     if not is_supported or not type(model).__module__.startswith("transformers."):
         raise CutawayError(f"cutaway has no implementation of {name}")
     try:
@@ -250,7 +251,8 @@ def _find_divergent_layer(
 
 
 def _build_config_variants(model: TransformersModel, seed: int) -> ConfigVariants:
-    """For each config field that the family table uses and that affects the logits: the model with another value."""
+    """For each config field that the family table uses and that affects the logits, a function that builds the model
+    with another value."""
     state_dict = variant_state_dict(model, seed)
     fields = families()[model.config.model_type].fields
     used = {key for field in fields if not isinstance(field, SupportedValues) for key in field.keys}
@@ -289,7 +291,7 @@ def _add_generation_functions(checked: CheckedModel, model: TransformersModel, b
         return _run_generate(model, n, build_inputs(tokens, mask), **generate_kwargs)[:, -n:]
 
     def generate_row_by_row(tokens: Tensor, n: int, **generate_kwargs: int) -> Tensor:
-        """Rows can have different decoder_start_token_ids, and prompt lookup supports a batch of one only."""
+        """Generate row by row: decoder_start_token_ids can differ, and prompt lookup supports only a batch of one."""
         return torch.cat([generate(tokens[row : row + 1], n, None, **generate_kwargs) for row in range(len(tokens))])
 
     def search_beams(tokens: Tensor, n: int, k: int) -> tuple[Tensor, Tensor]:
@@ -304,7 +306,7 @@ def _add_generation_functions(checked: CheckedModel, model: TransformersModel, b
         except (ValueError, NotImplementedError, RuntimeError) as error:
             if isinstance(error, RuntimeError) and "crop" not in str(error):
                 raise  # only rolling caches cannot be cropped
-            raise SkipCheckError(f"it does not support speculative decoding: {str(error)[:100]}") from error
+            raise SkipCheckError(f"the model does not support speculative decoding: {str(error)[:100]}") from error
 
     has_encoder = checked.kind == "encoder-decoder"
     checked.generate = generate_row_by_row if has_encoder else generate
@@ -317,7 +319,7 @@ def _add_generation_functions(checked: CheckedModel, model: TransformersModel, b
 def _run_generate(
     model: TransformersModel, max_new_tokens: int, inputs: dict[str, object], **generate_kwargs: object
 ) -> Any:
-    """Call the model's `generate`; default greedy decoding."""
+    """Call the model's `generate`, with greedy decoding by default."""
     generate_kwargs = {"do_sample": False, "num_beams": 1, "max_new_tokens": max_new_tokens} | generate_kwargs
     # Ignore the checkpoint's generation config: eos token, forced and suppressed tokens, penalties.
     plain = type(model.generation_config)(pad_token_id=0)
@@ -326,7 +328,7 @@ def _run_generate(
 
 
 def _build_sampler(model: TransformersModel, build_inputs: _InputBuilder) -> Callable[..., Tensor]:
-    """Sample with the model's `generate`; a logits processor replaces its logits by the given ones."""
+    """Function that samples with the model's `generate`. A logits processor replaces the model's logits."""
 
     def sample(logits: Tensor, n: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> Tensor:
         inputs = build_inputs(torch.full((n, 1), 1, device=logits.device), None)
@@ -338,7 +340,7 @@ def _build_sampler(model: TransformersModel, build_inputs: _InputBuilder) -> Cal
 
 
 def _logits_with_filled_cache(model: TransformersModel, tokens: Tensor, value: float) -> Tensor:
-    """Logits of a cached forward pass in a StaticCache whose slots hold a value."""
+    """Logits of a forward pass with a StaticCache whose slots are filled with `value`."""
 
     def forward(chunk: Tensor) -> Tensor:
         return extract_logits(model(input_ids=chunk, past_key_values=cache, use_cache=True))
@@ -347,7 +349,7 @@ def _logits_with_filled_cache(model: TransformersModel, tokens: Tensor, value: f
     if cache_class is None:
         raise SkipCheckError("this version of transformers has no StaticCache")
     if not getattr(model, "_can_compile_fullgraph", False):
-        raise SkipCheckError("it does not support StaticCache (_can_compile_fullgraph is False)")
+        raise SkipCheckError("the model does not support StaticCache (_can_compile_fullgraph is False)")
     cache = cache_class(config=model.config, max_cache_len=tokens.shape[1] + _NUM_UNUSED_SLOTS)
     forward(tokens[:, :1])  # allocates the buffers
     cache.reset()
@@ -364,7 +366,7 @@ def is_transformers_model(module: nn.Module) -> bool:
 
 
 def adapt_transformers_model(model: TransformersModel, seed: int) -> CheckedModel:
-    """Adapt a transformers model by the arguments of its forward."""
+    """Adapt a transformers model, depending on the arguments of its forward method."""
     config = model.config.get_text_config(decoder=True) if not model.config.is_encoder_decoder else model.config
     forward_args = argument_names(model.forward)
     checked = CheckedModel(name=type(model).__name__, module=model, kind=_infer_kind(model, config))
@@ -399,7 +401,7 @@ def adapt_transformers_model(model: TransformersModel, seed: int) -> CheckedMode
         )
 
         def logits_with_mask(tokens: Tensor, mask: Tensor) -> Tensor:
-            """Positions are derived from the mask, if forward takes them, as transformers' `generate` does."""
+            """If forward takes positions, derive them from the mask, as transformers' `generate` does."""
             positions = {"position_ids": (mask.long().cumsum(-1) - 1).clamp(min=0)} if pass_positions else {}
             return forward(tokens, attention_mask=mask.long(), **positions)
 
@@ -457,7 +459,7 @@ def _set_config_properties(checked: CheckedModel, config: TransformersConfig) ->
 
 
 def _get_token_id(config: TransformersConfig, name: str) -> int | None:
-    """A token id of the configuration; the first one of a list."""
+    """A token id of the configuration, or the first id of a list; None if there is none."""
     value = getattr(config, name, None)
     value = value[0] if isinstance(value, list) and value else value
     return value if isinstance(value, int) else None

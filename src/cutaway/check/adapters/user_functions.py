@@ -42,7 +42,7 @@ def validate_override(name: str, value: object) -> object:
 
 
 def _wrap(name: str, function: _UserFunction, validate: Callable[[str, Any, Args], object]) -> _UserFunction:
-    """Validate the outputs of a function; a call that does not match its signature is a UserFunctionError too."""
+    """Wrap a function: wrong outputs, and calls that do not match its signature, raise UserFunctionError."""
 
     def validated(*args: Any) -> object:
         try:

@@ -1,1 +1,1 @@
-"""Probes that record a forward pass: attention calls, scales, parameters read, activations, divergence of two runs."""
+"""Probes that record forward passes: attention calls, scales, activations, and the first difference of two runs."""

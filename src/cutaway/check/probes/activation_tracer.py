@@ -1,4 +1,4 @@
-"""`ActivationTracer` (gated attention, linear layers) and residual streams of one forward pass."""
+"""`ActivationTracer`, which records attention calls and linear layers, and `trace_residual_streams`."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,12 +14,12 @@ from cutaway.check.numerics import Args, Kwargs, TorchFunction
 from cutaway.check.probes.op_tracer import OpTracer, attention_from_sdpa
 
 MASKED_SCORE = -9000.0
-"""Scores below this value are masked."""
+"""Scores below this value count as masked."""
 
 
 @dataclass
 class GatedAttention:
-    """One attention call: scores and pattern (B, H, T, S), and a gate of ones on each head's output.
+    """One attention call: scores and pattern (B, H, T, S), and a gate of ones that multiplies each head's output.
 
     The gradient of the gate measures the importance of the head.
     """
@@ -32,7 +32,7 @@ class GatedAttention:
 
 @dataclass
 class LinearCall:
-    """One linear layer: x (…, in) and weight (out, in); `num_attentions_before` counts earlier attention calls."""
+    """One call of a linear layer: input x (…, in), weight (out, in), and the number of attention calls before it."""
 
     module: str
     x: Tensor
@@ -42,7 +42,7 @@ class LinearCall:
 
 
 class ActivationTracer(OpTracer):
-    """Function mode that records attention calls with gates, and linear layers."""
+    """Function mode that records linear layers and attention calls, and multiplies attention outputs by gates."""
 
     def __init__(self, module: nn.Module | None, batch_size: int) -> None:
         super().__init__(module)
@@ -67,12 +67,12 @@ class ActivationTracer(OpTracer):
             self.linear_calls.append(LinearCall(name, x.detach(), weight.detach(), out.detach(), num_attentions))
 
     def record_sdpa(self, out: Tensor, args: Args, kwargs: Kwargs) -> Tensor:
-        """Gate the output of a fused attention kernel."""
+        """Record a fused attention call and multiply its output by a gate."""
         call = attention_from_sdpa(self.module_stack[-1], *args, **kwargs)
         return self._apply_gate(out, call.scores, call.pattern)
 
     def record_softmax(self, out: Tensor, x: Tensor, dim: int | None, *, is_attention: bool = False) -> Tensor:
-        """Gate the pattern of an explicit softmax."""
+        """Record an explicit softmax and multiply its pattern by a gate; leave the softmax of a router unchanged."""
         is_router = out.ndim == 3 and (out.shape[0] == self.batch_size or out.shape[0] % self.batch_size)
         return out if is_router or out.ndim > 4 else self._apply_gate(out, x.detach(), out.detach())
 
@@ -89,7 +89,7 @@ class ActivationTracer(OpTracer):
 
 @dataclass
 class ResidualStream:
-    """The residual stream of one chain of blocks: its input, and the output of each block."""
+    """Residual stream of one chain of blocks: the input of the first block, and the output of each block."""
 
     values: list[Tensor] = field(default_factory=list)
     block_names: list[str] = field(default_factory=list)
@@ -97,7 +97,7 @@ class ResidualStream:
 
 @contextmanager
 def trace_residual_streams(module: nn.Module) -> Iterator[list[ResidualStream]]:
-    """Record chains of sibling modules in which each takes the output of the previous one: the Transformer blocks."""
+    """Record chains of sibling modules, each of which takes the output of the previous one: Transformer blocks."""
     current: dict[str, ResidualStream] = {}
     streams: list[ResidualStream] = []
 

@@ -1,4 +1,4 @@
-"""Chunked forward passes with a KV cache, and their comparison with one forward pass."""
+"""Chunked forward passes with a KV cache, and their comparison with one forward pass without a cache."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -32,7 +32,7 @@ def forward_in_chunks(ctx: CheckContext, tokens: Tensor, sizes: Sequence[int]) -
     for size in sizes:
         out, cache = require(ctx.model.logits_with_cache)(tokens[:, start : start + size], cache)
         if out.shape[1] not in (1, size):
-            raise SkipCheckError(f"for {size} tokens with a cache it returned the logits of {out.shape[1]}")
+            raise SkipCheckError(f"for {size} tokens, logits_with_cache returned the logits of {out.shape[1]} tokens")
         start += size
         logits.append(out)
         positions += range(start - out.shape[1], start)
@@ -56,13 +56,13 @@ def compare_in_chunks(
 
 
 def first_position_beyond(first: Tensor, second: Tensor, tolerance: float) -> int:
-    """First index of the second axis where two results differ by more than the tolerance (NaN differs)."""
+    """First index of the second axis where two results differ by more than the tolerance, or one of them is NaN."""
     exceeds = ~((first.float() - second.float()).abs().amax((0, 2)) <= tolerance)
     return int(exceeds.long().argmax())
 
 
 def locate_divergence(ctx: CheckContext, tokens: Tensor, sizes: Sequence[int], position: int) -> str:
-    """The first differing position, and the first module whose output differs there."""
+    """Describe the differing position, and the first module whose output differs there."""
     model = ctx.model
     logits_with_cache, logits = require(model.logits_with_cache), ctx.logits
     cache, start = None, 0
@@ -82,7 +82,7 @@ def locate_divergence(ctx: CheckContext, tokens: Tensor, sizes: Sequence[int], p
 
 
 def infer_wrong_position(ctx: CheckContext, tokens: Tensor, sizes: Sequence[int], expected_position: int) -> int | None:
-    """The wrong position id that would explain the logits of one token; None if there is none."""
+    """The wrong position id that would explain the logits of the token at `expected_position`; None if none does."""
     logits_with_positions = ctx.model.logits_with_positions
     if logits_with_positions is None:
         return None

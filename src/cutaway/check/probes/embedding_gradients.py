@@ -63,12 +63,14 @@ _STEP_SIZES = (1e-2, 2e-3, 5e-4)
 
 
 _SMOOTHNESS_TOLERANCE, _GRADIENT_TOLERANCE = 0.02, 0.15
-"""Relative difference below which two finite differences agree, and above which the gradient is wrong."""
+"""Relative difference up to which two finite differences agree, and relative error above which a gradient is wrong."""
 
 
 def check_finite_differences(ctx: CheckContext) -> CaseResult:
-    """Compare the gradient of a random linear combination of the logits with respect to the token embeddings with
-    central finite differences in random directions."""
+    """Compare the gradient with respect to the token embeddings with central finite differences in random directions.
+
+    The differentiated value is a random linear combination of the logits.
+    """
     module, logits = ctx.module, ctx.logits
     tokens = ctx.random_tokens(1, min(8, ctx.seq_len))
     with torch.enable_grad(), add_embedding_offset(module, logits, tokens) as offsets:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from cutaway.check.context import CheckContext
 
 _MAX_RECORDED_BYTES = 1 << 28
-"""Maximum bytes of recorded outputs."""
+"""Maximum total size of the recorded outputs, in bytes."""
 
 
 @torch.no_grad()
@@ -24,8 +24,8 @@ def find_first_divergence(
 ) -> str | None:
     """Path of the first module whose output differs at `positions`; None if there is no module or no difference.
 
-    A submodule finishes before the module that contains it, so the innermost one is named. `second_positions` are the
-    positions in the second run, default the same.
+    A submodule finishes before the module that contains it, so the path is that of the innermost module.
+    `second_positions` are the corresponding positions in the second run; the default is `positions`.
     """
     module = ctx.model.module
     if module is None:

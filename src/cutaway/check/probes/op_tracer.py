@@ -28,7 +28,7 @@ def torch_functions(names: str) -> set[TorchFunction]:
 
 SDPA = F.scaled_dot_product_attention
 MULTI_HEAD_ATTENTION = F.multi_head_attention_forward
-"""The function of nn.MultiheadAttention; a TorchFunctionMode does not intercept the functions it calls."""
+"""The function that nn.MultiheadAttention calls. A TorchFunctionMode does not intercept calls inside of it."""
 SOFTMAX_FUNCTIONS = torch_functions("softmax")
 _DROPOUT_FUNCTIONS = torch_functions("dropout")
 _ROUTING_FUNCTIONS = torch_functions("topk argmax sort argsort")
@@ -38,16 +38,16 @@ BATCHED_MATMUL_FUNCTIONS = torch_functions("matmul __matmul__ bmm baddbmm einsum
 
 
 class _BatchedMatmul(NamedTuple):
-    """left (…, T, D) times right (…, S, D) transposed: the result is (…, T, S)."""
+    """A batched matrix product of left (…, T, D) and the transpose of right (…, S, D); the result is (…, T, S)."""
 
     left: Tensor
     right: Tensor
     summed_dim: int
-    """The summed axis of the first operand as passed."""
+    """The axis of the first operand, as passed by the caller, that the product sums over."""
 
 
 def _parse_matmul(func: TorchFunction, args: Args, kwargs: Kwargs) -> _BatchedMatmul | None:
-    """Bring a batched product by any function to one form; None if it is not one."""
+    """Convert a call of any batched matrix product to one form; None if the call is not a batched matrix product."""
     if func in _BADDBMM_FUNCTIONS:
         args = (*args[1:], *(kwargs[name] for name in ("batch1", "batch2") if name in kwargs))
     if func is torch.einsum:
@@ -97,15 +97,15 @@ class AttentionCall:
     pattern: Tensor
     """Output of the softmax, (B, H, T, S)."""
     softmax_dim: int
-    """The axis that sums to one; -1 is correct."""
+    """The axis that the softmax normalizes; -1, the keys, is correct."""
     q: Tensor | None = None
     k: Tensor | None = None
     v: Tensor | None = None
     scale: float | None = None
-    """Factor on q·k, of a fused kernel."""
+    """Factor on q·k in a fused kernel; None for an explicit softmax."""
     dropout_p: float = 0.0
     applied_pattern: Tensor | None = None
-    """The matrix multiplied with v, without a fused kernel: the pattern after dropout and other changes."""
+    """The matrix that is multiplied with v: the pattern after dropout and other changes. None for a fused kernel."""
     summed_dim: int = -1
     """The axis of the pattern that the product with v sums over."""
 
@@ -206,7 +206,7 @@ class OpTracer(TorchFunctionMode):
         return out
 
     def record_softmax(self, out: Tensor, x: Tensor, dim: int | None, *, is_attention: bool = False) -> Tensor:
-        """Record a softmax as attention if its input is (B, H, T, S), or the result of the preceding product q·kᵀ.
+        """Record a softmax as attention if its input is (B, H, T, S) or has the shape of a preceding product q·kᵀ.
 
         Returns the output of the softmax.
         """

@@ -10,9 +10,10 @@ from cutaway.check.probes.op_tracer import AttentionCall
 from cutaway.check.report.finding import SkipCheckError
 
 _MASKED_SCORE_GAP = -5_000.0
-"""A score this far below the row's maximum is masked: masks use -1e4, -1e9, the lowest finite number or -inf."""
+"""A score that is this far below the row's maximum counts as masked. Masks use -1e4, -1e9, the lowest finite number or
+-inf."""
 _MAX_PADDING = 5
-"""Padding tokens of the shortest row, if the maximum length allows them."""
+"""Number of padding tokens in the shortest row, unless the model's maximum length is too small."""
 
 
 def choose_lengths(ctx: CheckContext) -> tuple[int, int]:
@@ -20,7 +21,7 @@ def choose_lengths(ctx: CheckContext) -> tuple[int, int]:
     seq_len = min(ctx.seq_len, 16)
     num_pads = min(_MAX_PADDING, seq_len - 2)
     if num_pads < 1:
-        raise SkipCheckError(f"its maximum length is {ctx.model.max_seq_len}, too short for padding")
+        raise SkipCheckError(f"the model's maximum length is {ctx.model.max_seq_len}, too short for padding")
     return seq_len - num_pads, seq_len
 
 
@@ -41,19 +42,19 @@ def pad_rows(rows: list[Tensor], seq_len: int, side: str, pad_token_id: int) -> 
 
 
 def select_real_tokens(output: Tensor, mask: Tensor) -> Tensor:
-    """Select the outputs of real tokens, (N, V). Some models drop columns that are padding in all rows."""
+    """Select the outputs of real tokens, (N, V). Some models drop trailing positions that are padding in all rows."""
     return output[mask[:, : output.shape[1]]]
 
 
 def random_ragged_rows(ctx: CheckContext) -> tuple[list[Tensor], int]:
-    """Three random rows of different lengths, the first without padding, and the padded length."""
+    """Draw three random rows of different lengths; return them and the padded length, which is that of the first."""
     short_len, seq_len = choose_lengths(ctx)
     lengths = (seq_len, (short_len + seq_len) // 2, short_len)
     return [ctx.random_tokens(1, length) for length in lengths], seq_len
 
 
 def locate_token(rows: list[Tensor], token_index: int) -> tuple[int, int]:
-    """Row and position of a real token, by its index among the real tokens."""
+    """Row and position of the real token with this index among the real tokens of all rows."""
     for index, row in enumerate(rows):
         if token_index < row.shape[1]:
             return index, token_index
@@ -62,12 +63,12 @@ def locate_token(rows: list[Tensor], token_index: int) -> tuple[int, int]:
 
 
 def forward_rows_alone(rows: list[Tensor], forward: Callable[[Tensor], Tensor]) -> Tensor:
-    """Logits of each row alone, concatenated to (N, V)."""
+    """Run each row alone and concatenate the logits to (N, V)."""
     return torch.cat([forward(row)[0] for row in rows])
 
 
 def masked_positions(attention: AttentionCall) -> Tensor:
-    """Masked entries of an attention call, (B, H, T, S); weights that only underflow are not masked."""
+    """Boolean (B, H, T, S): True where attention is masked. A weight of 0 from softmax underflow does not count."""
     scores = attention.scores.float()
     row_max = scores.amax(-1, keepdim=True).nan_to_num(0.0, 0.0, 0.0)
     return (attention.pattern == 0) & (scores - row_max < _MASKED_SCORE_GAP)

@@ -1,4 +1,4 @@
-"""`ParameterTracer`: the parameters that a forward pass reads, by the storage of each op's arguments."""
+"""`ParameterTracer` records which parameters a forward pass reads, by the storage of each op's arguments."""
 
 from contextlib import ExitStack
 from typing import Any, Self
@@ -57,7 +57,7 @@ class ParameterTracer(TorchFunctionMode):
         self._hooks.close()
 
     def _change_depth(self, delta: int) -> None:
-        """Count calls of the module: above 0 inside of its forward."""
+        """Update `depth`, which is above 0 while the module's forward runs."""
         self.depth += delta
 
     def __torch_function__(
@@ -80,7 +80,7 @@ class ParameterTracer(TorchFunctionMode):
         return out
 
     def _find_parameter(self, tensor: Tensor) -> int | None:
-        """Storage address of a tensor if it is a parameter of the module, or a view of one."""
+        """Storage address of a tensor that is a parameter of the module or a view of one; otherwise None."""
         if tensor.layout != torch.strided or tensor.is_meta:
             return None
         ptr = _storage_ptr(tensor)

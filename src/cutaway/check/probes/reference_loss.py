@@ -33,14 +33,14 @@ def mean_loss(logits: Tensor, labels: Tensor, shift: int) -> Tensor:
 
 
 def require_vocab_logits(ctx: CheckContext, logits: Tensor) -> Tensor:
-    """Skip the check if the output is narrower than the vocabulary: a model without a head returns hidden states."""
+    """Return the logits; raise SkipCheckError if they are narrower than the vocabulary, as without an output head."""
     if logits.shape[-1] < (ctx.model.vocab_size or 0):
         raise SkipCheckError("needs logits over the vocabulary")
     return logits
 
 
 def compute_loss(ctx: CheckContext, tokens: Tensor) -> Tensor:
-    """The model's own loss; the reference loss if it has none."""
+    """The model's own loss, or the reference loss if the model has no loss function."""
     model = ctx.model
     if model.loss is not None:
         loss = model.loss(tokens, tokens)

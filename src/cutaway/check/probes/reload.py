@@ -14,9 +14,9 @@ from cutaway.errors import format_error
 
 
 def get_reloaded_model(ctx: CheckContext, *, allow_error: bool = False) -> ReloadedModel:
-    """Save and load (or rebuild) the model and compare it; computed once for all checks.
+    """Save and load (or rebuild) the model and compare it with the original; computed once for all checks.
 
-    If saving or loading raised, the check is skipped unless `allow_error` is set.
+    If saving or loading raised an exception, the check is skipped unless `allow_error` is set.
     """
     reloaded = _reload_model(ctx)
     if isinstance(reloaded, SkipCheckError):
@@ -43,7 +43,7 @@ def _reload_model(ctx: CheckContext) -> ReloadedModel | SkipCheckError:
             return error
         except OSError as error:
             return SkipCheckError(f"needs disk space to save it ({error})")
-        except Exception as error:  # raised by the model's own code: save-load reports it
+        except Exception as error:  # raised by the model's own code: the check save-load reports it
             return ReloadedModel(module, error=f"{type(error).__name__}: {format_error(error)}")
         reloaded.module.eval()
         _compare_constants(module, reloaded)
@@ -56,7 +56,7 @@ def _reload_model(ctx: CheckContext) -> ReloadedModel | SkipCheckError:
                 return logits(tokens)
 
         if (reference_logits := reloaded.reference_logits) is not None:
-            # `model.to(bfloat16)` rounds RoPE frequencies; the reference has exact ones, as the reloaded model does.
+            # `model.to(bfloat16)` rounds RoPE frequencies. In the reference and the reloaded model, they are exact.
             is_rounded = bool(reloaded.rounded_constants)
             own_logits, own_module = (reloaded_logits, reloaded.module) if is_rounded else (original_logits, module)
             diff = ctx.compare(own_logits, lambda: reference_logits(tokens))
@@ -101,7 +101,7 @@ def _named_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _compare_constants(module: nn.Module, reloaded: ReloadedModel) -> None:
-    """Find constants of the original that differ: rounded to bf16 or fp16, or changed otherwise."""
+    """Set `rounded_constants` and `changed_constants`: the constants that differ from those of the reloaded model."""
     reloaded_tensors = _named_tensors(reloaded.module)
     for name, original in _constant_tensors(module).items():
         other = reloaded_tensors.get(name)
@@ -112,7 +112,10 @@ def _compare_constants(module: nn.Module, reloaded: ReloadedModel) -> None:
 
 
 def _copy_rounded_constants(module: nn.Module, reloaded: ReloadedModel) -> None:
-    """Copy buffers that `model.to(bfloat16)` rounded to the reloaded model; the check rope-precision covers them."""
+    """Copy constants that `model.to(bfloat16)` rounded into the reloaded model, so that they cause no difference.
+
+    The check rope-precision tests their rounding.
+    """
     original, other = _constant_tensors(module), _named_tensors(reloaded.module)
     for name in reloaded.rounded_constants:
         other[name].data = original[name].data.clone().to(other[name].dtype)

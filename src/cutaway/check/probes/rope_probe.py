@@ -1,4 +1,4 @@
-"""Rotations of q and k by position, on a sequence of one repeated token, where only the position differs."""
+"""Trace how RoPE rotates q and k, on a sequence of one repeated token, so that only the position differs."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,9 +21,9 @@ from cutaway.model.rope import Rope
 _NEAR_POSITIONS = (0, 1, 2, 3, 4, 5, 7, 11)
 _FAR_POSITIONS = (29, 59, 113, 251, 509, 1021, 2039, 4093)
 _MAX_POSITION_WITH_CONFIG, _MAX_POSITION_WITHOUT_CONFIG = 4096, 64
-"""Limit of the probed positions if `max_seq_len` is unknown, with a configuration and without."""
+"""Upper limit of the probed positions if `max_seq_len` is unknown: with a known configuration, and without one."""
 _ROUNDING_TOLERANCE = 1e-3
-"""Relative to the largest value; above any rounding error."""
+"""Tolerance relative to the largest value; it is above any rounding error."""
 
 
 @dataclass
@@ -56,7 +56,7 @@ class RopeLayer:
 
 
 def get_rope_configs(ctx: CheckContext) -> list[tuple[RopeConfig | None, bool]] | None:
-    """(RoPE configuration or None, is latent attention) per layer; None if the configuration is unknown."""
+    """Per layer: the RoPE configuration (None without RoPE), and whether attention is latent. None if unknown."""
     if ctx.model.rope is not None:
         return [(RopeConfig.model_validate({"kind": "rope", **ctx.model.rope}), False)]
     config = get_config(ctx.model)
@@ -72,9 +72,10 @@ def get_rope_configs(ctx: CheckContext) -> list[tuple[RopeConfig | None, bool]] 
 
 
 def trace_rope_layers(ctx: CheckContext, *, beyond_length: int | None = None) -> list[RopeLayer]:
-    """Record the attention calls whose q, k and v differ between positions only by the rotation.
+    """Run a repeated token; return the attention calls whose q and k differ between positions only by the rotation.
 
-    The token is at near and far positions if the model takes positions; with `beyond_length`, also beyond that length.
+    If the model takes positions, the token is at near and far positions, or at near positions and beyond
+    `beyond_length`. Otherwise the positions are 0, 1, 2, …
     """
     ropes, model = get_rope_configs(ctx), ctx.model
     limit = model.max_seq_len or (
@@ -85,7 +86,8 @@ def trace_rope_layers(ctx: CheckContext, *, beyond_length: int | None = None) ->
         probed = [*_NEAR_POSITIONS, beyond_length + 5, 2 * beyond_length + 7]
     if model.logits_with_positions is None:
         length = min(ctx.seq_len, 13) if beyond_length is None else beyond_length + 3
-        probed = list(range(length if length != 9 else 8))  # not 9, the source length, so that the two differ
+        # Not 9, which is the source length of encoder-decoders: self- and cross-attention must differ in shape.
+        probed = list(range(length if length != 9 else 8))
     seq_len = len(probed)
     positions = torch.tensor([probed], device=model.device)
     tokens = ctx.random_tokens(1, 1).expand(-1, seq_len).contiguous()
@@ -110,24 +112,27 @@ def trace_rope_layers(ctx: CheckContext, *, beyond_length: int | None = None) ->
 
 
 def _has_constant_values(attention: AttentionCall) -> bool:
-    """Whether v is the same at all positions, which implies that q and k were too before the rotation."""
+    """Whether v is the same at all positions, which implies that q and k were the same before the rotation."""
     return attention.v is not None and max_relative_change(attention.v[0].float()) < _ROUNDING_TOLERANCE
 
 
 def max_relative_change(x: Tensor) -> float:
-    """Largest change of x (…, T, D) from its first position, relative to its largest value."""
+    """Largest difference between x (…, T, D) at position 0 and at any other, relative to the largest absolute value."""
     return float((x - x[..., :1, :]).abs().max()) / max(float(x.abs().max()), 1e-30)
 
 
 def rotary_pairs(x: Tensor, layout: str, rotary_dim: int, start: int) -> Tensor:
-    """Pairs of a head's dimensions as complex numbers (…, T, rotary_dim / 2)."""
+    """The pairs of dimensions that RoPE rotates together, as complex numbers (…, T, rotary_dim / 2)."""
     rotary = x[..., start : start + rotary_dim]
     a, b = (rotary[..., 0::2], rotary[..., 1::2]) if layout == "interleaved" else rotary.chunk(2, -1)
     return torch.complex(a.contiguous(), b.contiguous())
 
 
 def rotation_error(x: Tensor, layout: str, rotary_dim: int, start: int) -> float:
-    """Deviation from a rotation by position: change in the norm of each pair, and in the other dimensions."""
+    """Largest change, over positions, in the norm of a pair or in an unrotated dimension; 0 for an exact rotation.
+
+    The change is divided by the largest absolute value of x.
+    """
     size = max(float(x.abs().max()), 1e-30)
     norms = rotary_pairs(x, layout, rotary_dim, start).abs()
     worst = float((norms - norms[..., :1, :]).abs().max()) / size
@@ -136,7 +141,7 @@ def rotation_error(x: Tensor, layout: str, rotary_dim: int, start: int) -> float
 
 
 def find_rotation_layouts(x: Tensor, tolerance: float) -> set[tuple[str, int, int]]:
-    """All (layout, rotary_dim, first dimension) for which x is a rotation by position."""
+    """All triples (layout, rotary_dim, first rotated dimension) for which x is a rotation by position."""
     head_dim = x.shape[-1]
     layouts = set()
     for rotary_dim in range(2, head_dim + 1, 2):
@@ -155,6 +160,6 @@ def expected_frequencies(layer: RopeLayer) -> tuple[Tensor, float]:
 
 
 def rotation_tolerance(ctx: CheckContext) -> float:
-    """Tolerance for rounding errors, including cos and sin tables in bf16 or fp16."""
+    """Tolerance of `rotation_error` for rounding, including the rounding of cos and sin tables in bf16 or fp16."""
     table_error = 2 * torch.finfo(ctx.model.dtype).eps if ctx.model.dtype in LOW_PRECISION_DTYPES else 0.0
     return max(2 * _ROUNDING_TOLERANCE, NOISE_MARGIN * ctx.noise_ratio, table_error)

@@ -1,7 +1,7 @@
-"""`ScaleTracer`: the factor on q·k in each attention, traced from the projections to the softmax.
+"""`ScaleTracer` records the factor on q·k in each attention call, from the projections to the softmax.
 
-Nothing is fitted: every scalar factor on a tensor is recorded as the code runs, so 1/sqrt(d) is found wherever it is
-applied: to q, to k, to both as d^(-1/4), to the scores, or in the kernel.
+The factor is not fitted to outputs: every scalar factor on a tensor is recorded as the code runs. So 1/sqrt(d) is found
+wherever it is applied: to q, to k, to both as d^(-1/4), to the scores, or in the kernel.
 """
 
 import math
@@ -31,13 +31,13 @@ _ADD_FUNCTIONS = _CONCAT_FUNCTIONS | torch_functions(
 )
 _PROJECTION_FUNCTIONS = torch_functions("addmm mm") | {F.linear, F.conv1d, F.bilinear, F.embedding}
 _EXP_FUNCTIONS = torch_functions("exp exp_")
-"""Explicit softmax."""
+"""Functions that an explicit softmax uses."""
 _NORM_FUNCTIONS = torch_functions(
     "layer_norm rms_norm normalize group_norm batch_norm instance_norm local_response_norm"
 )
 _LIKE_FUNCTIONS = {Tensor.type_as, Tensor.expand_as, Tensor.view_as, Tensor.reshape_as, Tensor.to}
 LEARNED_BIAS = "biased by a learned tensor"
-"""As in T5, which has no scale: its initial weights are smaller instead."""
+"""Uncertainty of scores with a learned bias, as in T5. T5 has no scale: its initial weights are smaller instead."""
 
 
 @dataclass(frozen=True)
@@ -45,20 +45,20 @@ class TensorScale:
     """Traced scale of one tensor."""
 
     origin: str
-    """'learned': depends on weights only; 'vector': output of a projection; 'scores': q·k."""
+    """'learned' if the tensor depends on weights only, 'vector' after a projection, 'scores' for q·k."""
     factor: float = 1.0
-    """Product of the scalar factors since its origin."""
+    """Product of the scalar factors that were applied since the origin."""
     uncertainty: str | None = None
     """Why the factor does not determine the scale; None if it does."""
     head_dim: int = 0
-    """Of scores: the dimension summed over."""
+    """For scores: size of the dimension that q·k sums over."""
     max_elementwise: float | None = None
-    """Largest element-wise factor on its dimensions; usually the cos and sin of RoPE."""
+    """Largest absolute value of the tensors that were multiplied element-wise, usually cos and sin of RoPE."""
     matmul_id: int = 0
-    """Of scores: index of the matrix product that computed them."""
+    """For scores: index of the matrix product that computed them."""
 
     def uncertain(self, reason: str) -> "TensorScale":
-        """The same scale, not determined for this reason, unless there is an earlier one."""
+        """Copy whose `uncertainty` is this reason, unless there is an earlier reason."""
         return replace(self, uncertainty=self.uncertainty or reason)
 
 
@@ -72,7 +72,7 @@ class AttentionScale(NamedTuple):
 
 
 class _TracedInput(NamedTuple):
-    """A tensor argument and its scale; None if it does not depend on parameters."""
+    """A tensor argument and its scale, which is None if the tensor does not depend on parameters."""
 
     x: Tensor
     scale: TensorScale | None
@@ -88,7 +88,7 @@ class ScaleTracer(OpTracer):
         self._num_matmuls = 0
 
     def _get_scale(self, x: object) -> TensorScale | None:
-        """Traced scale of a tensor; None if it does not depend on parameters."""
+        """Traced scale of a tensor; None if the tensor does not depend on parameters."""
         if isinstance(x, nn.Parameter):
             return TensorScale("learned")
         return self._tensor_scales.get(x) if isinstance(x, Tensor) else None
@@ -98,7 +98,8 @@ class ScaleTracer(OpTracer):
     ) -> Any:
         kwargs = kwargs or {}
         inputs = [_TracedInput(x, self._get_scale(x)) for x in _tensor_args(args, kwargs)]
-        out = super().__torch_function__(func, types, args, kwargs)  # after the inputs: it may overwrite them in place
+        # Call `func` after recording the inputs, because it may overwrite them in place.
+        out = super().__torch_function__(func, types, args, kwargs)
         if func is MULTI_HEAD_ATTENTION or not any(scale for _, scale in inputs):
             return out
         x, first = inputs[0]
@@ -149,7 +150,7 @@ class ScaleTracer(OpTracer):
         return first.uncertain("padded") if func is F.pad else first
 
     def _record_sdpa_scale(self, args: Args, kwargs: Kwargs) -> None:
-        """Record the scale of a fused attention: the factors on q and k times its own."""
+        """Record the scale of a fused attention call: the factors on q and k times the kernel's own scale."""
         query, key = args[0] if args else kwargs["query"], args[1] if len(args) > 1 else kwargs["key"]
         q, k = self._get_scale(query), self._get_scale(key)
         if q is None or k is None:
@@ -203,7 +204,7 @@ def _tensor_args(args: Args, kwargs: Kwargs) -> list[Tensor]:
 
 
 def _constant_value(x: Tensor) -> float | None:
-    """The only value of a tensor beside zeros (of a mask); None if it has several."""
+    """The only value of a tensor, not counting zeros of a mask; None if the tensor has several values."""
     if x.is_complex() or x.numel() == 0:
         return None
     values = x.float()
@@ -224,7 +225,7 @@ def _max_elementwise(*scales: TensorScale) -> float | None:
 
 
 def _propagate_matmul(func: TorchFunction, args: Args, kwargs: Kwargs, inputs: list[_TracedInput]) -> TensorScale:
-    """Scale of a product of two activations: scores, unless one of them is scores already (pattern·v)."""
+    """Scale of a product of two activations. The product is scores, unless one operand already is (pattern·v)."""
     activations = [(x, scale) for x, scale in inputs if scale is not None and scale.origin != "learned"]
     (x, x_scale), (y, y_scale) = activations[-2:]
     if "scores" in (x_scale.origin, y_scale.origin) or x.ndim < 3 or y.ndim < 3:
