@@ -174,7 +174,7 @@ def test_beams_must_not_cross_the_longrope_switch_length() -> None:
         short_factors=(1.0, 1.2, 1.3, 1.5), long_factors=(3.0, 4.0, 5.0, 6.0), original_length=8, attention_factor=1.1
     )
     model = build_randomized_model(decoder_config(c.Rope(scaling=scaling)), torch.float64)
-    with pytest.raises(InputError, match=r"beams of up to 9 tokens would cross length 8, .* at most 6"):
+    with pytest.raises(InputError, match=r"beam search may reach 9 tokens, but above 8 tokens .* at most 6"):
         generate(model, [1, 2, 3], max_new_tokens=7, beams=2)
     for prompt, max_new_tokens in (([1, 2, 3], 6), ([1] * 8, 1), ([1] * 9, 9)):
         assert len(generate(model, prompt, max_new_tokens=max_new_tokens, beams=2)[0].tokens) == max_new_tokens

@@ -98,7 +98,11 @@ class Unreadable(list[int]):
         ([1], {"beams": 2, "cache_implementation": "ring"}, "its own kind of cache"),
         ([1], {"beams": 2, "weight_bits": 8}, "beam search does not support weight_bits; leave it out"),
         ([1], {"beams": 2, "compile": True}, "beam search does not support compile"),
-        ([1], {"beams": 2, "max_new_tokens": 10**9}, "2 beams of 1000000001 tokens take .* GiB, and .* are free; use"),
+        (
+            [1],
+            {"beams": 2, "max_new_tokens": 10**9},
+            "2 beams of 1000000001 tokens take .* GiB, but only .* are free; use",
+        ),
         ([1], {"draft_model": "ngram", "weight_bits": 8}, "speculative decoding does not support weight_bits"),
         ([1], {"beams": 2, "length_penalty": "x"}, "length_penalty is 'x'"),
         ([1], {"length_penalty": 1.0}, "beams is not set; pass beams=4"),

@@ -19,7 +19,7 @@ BAD = [
     ({"max_new_tokens": True}, "max_new_tokens is True"),
     ({"min_new_tokens": -1}, "min_new_tokens is -1; pass an integer, 0 or more"),
     ({"min_new_tokens": None}, "min_new_tokens is None"),
-    ({"min_new_tokens": 5, "max_new_tokens": 4}, "min_new_tokens is 5, more than max_new_tokens 4; lower it"),
+    ({"min_new_tokens": 5, "max_new_tokens": 4}, "min_new_tokens is 5, but max_new_tokens is 4; lower min_new_tokens"),
     ({"temperature": -0.1}, "temperature is -0.1; pass a number 0 (greedy) or more"),
     ({"temperature": math.nan}, "temperature is nan"),
     ({"temperature": math.inf}, "temperature is inf"),

@@ -536,7 +536,7 @@ def test_invalid_drafts_raise_errors() -> None:
 
     config = c.EncoderDecoder(vocab_size=9, d_model=8, encoder=build_stack(c.Stack, c.Block), decoder=cross_stack())
     check_error("same structure", draft_model=build_randomized_model(config))
-    check_error("vocab_size is 7, the target model's 9", draft_model=decoder(size=7))
+    check_error("vocab_size is 7, but the target model's is 9", draft_model=decoder(size=7))
     first, second = byte_tokenizer(), train_bpe(["abab"], 260)
     check_error("token 0 is", draft_model=model, tokenizer=first, draft_tokenizer=second)
     check_error("pass a model, or NgramConfig", draft_model="gpt2")

@@ -1,4 +1,4 @@
-"""CPU decode model: the model with packed linear layers, and with q, k, v and gate, up fused."""
+"""CPU decode model: packed linear layers, with q, k and v fused into one product and gate and up into another."""
 
 import copy
 from typing import TypeVar
@@ -47,7 +47,7 @@ class FusedGatedMLP(GatedMLP):
 
 
 class PackedHead(nn.Module):
-    """logits = softcap(scale · (x·Eᵀ + b)) with packed E."""
+    """logits = softcap(scale · (x·Eᵀ + b)) with packed output weights E."""
 
     def __init__(self, head: LMHead, linear: PackedLinear) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class PackedHead(nn.Module):
 
 
 def build_cpu_decode_model(model: T, linear_class: type[PackedLinear]) -> T:
-    """Copy of the model for decode steps, with packed decoder and head; other parameters are shared."""
+    """Build a copy of the model for decode steps, with packed decoder and head. Other parameters are shared."""
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     decode_model = copy.deepcopy(model, shared)
     head = decode_model.head
@@ -101,7 +101,7 @@ def fuse_linears(linear_class: type[PackedLinear], *layers: nn.Linear) -> FusedL
 
 
 def _recast_module(module: nn.Module, new_class: type[M]) -> M:
-    """Shallow copy of `module` as an instance of a subclass."""
+    """Return a shallow copy of `module` as an instance of the subclass `new_class`."""
     recast = new_class.__new__(new_class)
     recast.__dict__ = {**module.__dict__, "_modules": dict(module._modules)}
     return recast

@@ -1,6 +1,6 @@
 """CPU linear layers for decode steps: bf16, int8 and compiled matrix-vector (GEMV) variants with packed weights.
 
-With few rows of x a product is memory-bound: its time is that of reading the weights, so fewer bytes take less time.
+With few rows of x, a product is memory-bound: it takes as long as reading the weights, so fewer bytes take less time.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ _NUM_ACCUMULATORS = 4
 
 
 class PackedLinear(nn.Module):
-    """y = x·Wᵀ + b with a packed copy of the weights, which does not follow later changes of the original.
+    """y = x·Wᵀ + b with a packed copy of the weights. Later changes of the original weights have no effect on the copy.
 
     (…, d_in) → (…, d_out), in x's dtype. The packed layout is specific to this machine: it is not in the state dict and
     cannot be moved or cast.
@@ -53,7 +53,7 @@ class PackedLinear(nn.Module):
 
 
 class UnpackedLinear(PackedLinear):
-    """Original weights, without a copy: a single row already runs at memory bandwidth."""
+    """Linear layer with the original weights, without a copy: a single row already runs at memory bandwidth."""
 
     def pack(self, weight: Tensor) -> None:
         self.weight = weight
@@ -64,7 +64,7 @@ class UnpackedLinear(PackedLinear):
 
 
 class Bf16Linear(PackedLinear):
-    """Weights and x in bfloat16, accumulation in fp32: half the bytes of fp32."""
+    """Weights and x in bfloat16, with accumulation in fp32. The weights take half the bytes of fp32."""
 
     def pack(self, weight: Tensor) -> None:
         weight = weight.bfloat16()
@@ -86,7 +86,7 @@ class Int8DynamicLinear(PackedLinear):
     """int8 weights and dynamically quantized int8 x, with one scale per row of W and of x: max|row| / 127.
 
     Integer sums are exact, so a row has the same result alone and in a batch. |error| ≤ scale_w/2·Σ|x| +
-    scale_x/2·Σ|W|, with the rounded W.
+    scale_x/2·Σ|W|, where W is the quantized weight.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, *, use_onednn: bool | None = None) -> None:
@@ -118,7 +118,7 @@ class Int8DynamicLinear(PackedLinear):
 class GemvLinear(PackedLinear):
     """Matrix-vector product for torch.compile, which fuses the upcast of the weights into the loop.
 
-    Not compiled, or with several rows, W is first materialized in fp32: correct but slow.
+    Without compilation, or with several rows, W is first converted to fp32, which is correct but slow.
     """
 
     scale: Tensor | None = None
@@ -172,7 +172,7 @@ class FusedLinear(nn.Module):
 
 
 _MAX_UPCAST_PARAMETERS = 1 << 30
-"""Model size up to which fp32 weights easily fit in the host memory."""
+"""Number of parameters up to which fp32 weights easily fit in the host memory."""
 
 
 def should_upcast_on_cpu(model: nn.Module) -> bool:
@@ -191,7 +191,8 @@ def quantize_int8_per_row(weight: Tensor) -> tuple[Tensor, Tensor]:
     max_abs = weight.abs().amax(-1)
     if not torch.isfinite(max_abs).all():
         raise WeightError(
-            "the weights contain NaN or infinity, which int8 cannot represent; load them again or use 'unpacked'"
+            "the weights contain NaN or infinity, which int8 cannot represent; load the weights again, or leave out"
+            " weight_bits"
         )
     scale = max_abs.div(_INT8_MAX).clamp(min=_MIN_SCALE)
     return weight.div(scale.unsqueeze(-1)).round().clamp(-_INT8_MAX, _INT8_MAX).to(torch.int8), scale

@@ -8,14 +8,14 @@ from cutaway.generate.sampling.sampler import SamplerOutput
 from cutaway.generate.sampling.sampling_state import SamplingFeatures
 
 _CAPTURE_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-"""Batch sizes of the graphs; a batch runs in the next larger one, with the rest of the rows inactive."""
+"""Batch sizes of the graphs. A batch runs in the smallest graph that holds it, and the remaining rows are inactive."""
 
 
 class CUDAGraphRunner:
     """Captures `decode_fn(num_rows, features)` on first use of each (batch size, features)."""
 
     def __init__(self, decode_fn: Callable[[int, SamplingFeatures], SamplerOutput], active_rows: torch.Tensor) -> None:
-        """`active_rows`: mask that `decode_fn` reads on the device; a step does not change the other rows."""
+        """`active_rows`: mask that `decode_fn` reads on the device. A step changes only the rows where it is True."""
         self.decode_fn, self.active_rows = decode_fn, active_rows
         self.captured: dict[tuple[int, SamplingFeatures], tuple[torch.cuda.CUDAGraph, SamplerOutput]] = {}
         # One memory pool for all graphs: they never run at the same time.
@@ -37,9 +37,9 @@ class CUDAGraphRunner:
         return SamplerOutput(*(None if part is None else part[:num_rows] for part in output))  # type: ignore[arg-type]
 
     def capture(self, size: int, features: SamplingFeatures) -> tuple[torch.cuda.CUDAGraph, SamplerOutput]:
-        """Capture one step. With no active row it has no effect, so that the warm-up runs are harmless.
+        """Capture one step, after two warm-up runs on a side stream, which torch.cuda.graph requires.
 
-        Two runs on a side stream first, as torch.cuda.graph requires: Triton compiles and allocators settle there.
+        Triton kernels are compiled in the warm-up runs. No row is active, so these runs change no state.
         """
         self.active_rows[:] = False
         self.num_active = -1

@@ -1,8 +1,9 @@
 """GPU decode model: Transformer blocks for one token per row, in seven Triton kernels per block.
 
-A block is x + o(attention(norm(x))) and x + down(act(up(norm(x)))). Kernels: norm + qkv; RoPE + cache write; attention
-over splits of the slots; combination of the splits; o; norm + up (with gate and activation); down. With several rows
-the output projections are split along K, and their sum, the residual and the next norm are one more kernel.
+A block computes x + o(attention(norm(x))), then x + down(act(up(norm(x)))). Kernels: norm + qkv; RoPE + cache write;
+attention over splits of the slots; combination of the splits; o; norm + up (with gate and activation); down. With
+several rows, the output projections are split along K, and one more kernel adds the splits and the residual and
+computes the next norm.
 """
 
 import copy
@@ -42,7 +43,7 @@ ACTIVATION_NAMES = {function: name for name, function in ACTIVATIONS.items()}
 class PagedAttentionKernel(Kernel):
     """Attention that reads keys and values in the paged cache: no mask tensor and no gathered copy.
 
-    Its prepared mask is the position of each row's query, (B,): it attends to the slots up to it.
+    The prepared mask is the position of each row's query, (B,). The query attends to positions up to its own.
     """
 
     name = "paged"
@@ -61,7 +62,7 @@ class FastAttention:
         self.out_weight = pack_weight(concat_linears(attention.o), bits)
 
     def forward_before_out_proj(self, x: Tensor, norm: NormParams | None, context: LayerContext) -> Tensor:
-        """z before the output projection; x: (M, d), or already normalized if `norm` is None."""
+        """Return z, the input of the output projection. x: (M, d), already normalized if `norm` is None."""
         layer, slot_mapping, position = context.cache, context.slot_mapping, context.prepared_mask
         assert isinstance(layer, PagedLayerCache)
         assert slot_mapping is not None
@@ -94,15 +95,15 @@ class FastFFN:
         self.out_weight = pack_weight(concat_linears(ffn.down), bits)  # type: ignore[arg-type]
 
     def forward_before_out_proj(self, x: Tensor, norm: NormParams | None) -> Tensor:
-        """Hidden activations before the output projection; x as in `FastAttention`."""
+        """Return the input of the output projection. x: (M, d), already normalized if `norm` is None."""
         return fused_linear(x, self.in_weight, norm=norm, act=self.act, gated=self.gated, next_weight=self.out_weight)
 
 
 class PrecomputedNorm:
-    """Passes a norm of the residual stream, computed by the kernel that added to it, to the next sublayer.
+    """Normalized residual stream for the next sublayer, computed by the kernel that added to the residual stream.
 
     `entry` is (residual stream, norm, normalized values). `pop` returns the values only for exactly this tensor and
-    norm, so that a block which does not use it computes its own.
+    norm; otherwise it returns None, and the sublayer computes its own norm.
     """
 
     def __init__(self) -> None:
@@ -150,7 +151,7 @@ class FastBlock(nn.Module):
         next_sublayer: FastAttention | FastFFN | None,
         *args: Any,
     ) -> Tensor:
-        """residual + branch(x). `next_sublayer`: the sublayer whose norm of the sum is computed in the same kernel."""
+        """Return residual + branch(x). `next_sublayer`: sublayer whose norm of this sum the same kernel computes."""
         if fast is None:
             return residual + branch(x, *args)
         h = self.precomputed_norm.pop(x, fast.norm)
@@ -161,7 +162,7 @@ class FastBlock(nn.Module):
         )
         if not _is_identity(branch.norm_out) or branch.scale != 1.0:
             return residual + branch.norm_out(fused_linear(z, fast.out_weight).unsqueeze(1)) * branch.scale
-        if len(x) == 1:  # the norm is fused into the next GEMV, or a cheap kernel (packed weights)
+        if len(x) == 1:  # the norm is fused into the next GEMV; with packed weights it is a cheap kernel of its own
             return fused_linear(z, fast.out_weight, residual=residual[:, 0].contiguous()).unsqueeze(1)
         norm, next_weight = (None, None) if next_sublayer is None else (next_sublayer.norm, next_sublayer.in_weight)
         total, h = fused_add_norm(residual[:, 0].contiguous(), split_k_linear(z, fast.out_weight), norm, next_weight)
@@ -176,9 +177,9 @@ def _is_identity(norm: nn.Module) -> bool:
 
 
 def build_gpu_decode_model(model: T, bits: int | None = None) -> T:
-    """Copy of the model for decode steps of up to MAX_ROWS rows; it shares the model's weights.
+    """Build a copy of the model for decode steps of up to MAX_ROWS rows. The copy shares the model's weights.
 
-    `bits`: 8 or 4 to quantize the linear layers and the head; quantized weights are held beside the original ones.
+    `bits`: 8 or 4 to quantize the linear layers and the head. The original weights stay in memory.
     """
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     decode_model = copy.deepcopy(model, shared)

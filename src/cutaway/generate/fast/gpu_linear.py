@@ -23,7 +23,7 @@ class NormParams:
     bias: Tensor | None
     eps: float
     centered: bool
-    """LayerNorm instead of RMSNorm."""
+    """True for LayerNorm, False for RMSNorm."""
     unit_offset: bool = False
 
 
@@ -32,8 +32,9 @@ def alloc_activation(
 ) -> tuple[Tensor, int]:
     """Allocate an activation in the layout that a product with `next_weight` reads; return it and its LAYOUT.
 
-    LAYOUT 1: (rows, width). 0, one row for packed weights: (3, 1, width / 4) in fixed point, see `store_fixed_point`.
-    L > 1, several rows for packed weights: (values per word L, rows, words).
+    LAYOUT 1, for unpacked weights, is (rows, width). LAYOUT 0, for packed weights and one row, is (3, 1, width / 4) in
+    fixed point: see `store_fixed_point`. LAYOUT L > 1, for packed weights and several rows, is (L, rows, width / L),
+    where L is the number of weights per 32-bit word.
     """
     values_per_word = 1 if next_weight is None else next_weight.values_per_word
     if values_per_word == 1:
@@ -46,9 +47,9 @@ def alloc_activation(
 def fused_add_norm(
     x: Tensor, partial_sums: Tensor | None, norm: NormParams | None, next_weight: LinearWeight | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return (x + Σ partial_sums, norm of it) for x: (M, d) and partial_sums: (splits, M, d).
+    """Return the sum x + Σ partial_sums and the normalized sum, for x: (M, d) and partial_sums: (splits, M, d).
 
-    The norm is stored in the layout that a product with `next_weight` reads.
+    The normalized sum is stored in the layout that a product with `next_weight` reads.
     """
     rows, width = x.shape
     total = x if partial_sums is None else torch.empty_like(x)
@@ -80,7 +81,7 @@ def fused_linear(
 ) -> Tensor:
     """Compute y = act(norm(x)·Wᵀ + b) + residual.
 
-    x: (M, K), or in the layout of `alloc_activation(…, weight)`. y: (M, N), or in that of
+    x: (M, K), or in the layout of `alloc_activation(…, weight)`. y: (M, N), or in the layout of
     `alloc_activation(…, next_weight)`. With `gated`, W holds the rows of gate, then those of up: y = act(gate) · up.
     `residual` is supported for one row only.
     """
@@ -116,9 +117,9 @@ def fused_linear(
 
 
 def split_k_linear(x: Tensor, weight: LinearWeight) -> Tensor:
-    """x·Wᵀ as partial sums over splits of K, (splits, M, N) in fp32: a W with few rows occupies all SMs this way.
+    """Return x·Wᵀ as partial sums over splits of K, (splits, M, N) in fp32.
 
-    With packed weights, x needs several rows.
+    The splits let a W with few rows occupy all SMs. With packed weights, x must have more than one row.
     """
     rows = x.shape[-2]
     x = _prepare_input(x, weight, None)
@@ -154,7 +155,9 @@ def _launch_small_batch(
 
 
 def _prepare_input(x: Tensor, weight: LinearWeight, norm: NormParams | None) -> Tensor:
-    """x in the layout that the kernel for `weight` reads; normalized, unless the kernel does it (one row, unpacked)."""
+    """Return x in the layout that the kernel for `weight` reads, normalized unless the kernel computes the norm.
+
+    The kernel computes the norm for one row and unpacked weights."""
     if x.ndim == 3:  # already in the layout of packed weights
         return x
     if weight.scale is not None:
@@ -179,7 +182,7 @@ def _norm_flags(norm: NormParams | None) -> dict[str, bool]:
 
 
 def _words_per_group(weight: LinearWeight) -> int:
-    """Words per scale; 0 for one scale per row."""
+    """Number of packed 32-bit words per quantization group, which has one scale; 0 if a row has a single scale."""
     assert weight.scale is not None
     return 0 if weight.scale.ndim == 1 else GROUP_SIZE * weight.bits // 32
 
@@ -193,7 +196,7 @@ def _num_splits(weight: LinearWeight) -> int:
 
 
 def _gemv_tile(out_features: int, weight: LinearWeight) -> tuple[int, int, int]:
-    """(rows, columns, warps) of a program's tile, as measured on an H200."""
+    """(rows, columns, warps) of a program's tile, chosen by measurements on an H200."""
     columns = weight.values.shape[1]
     if weight.scale is not None:
         block_k = max(16, triton.next_power_of_2(columns))
@@ -207,11 +210,11 @@ def _gemv_tile(out_features: int, weight: LinearWeight) -> tuple[int, int, int]:
 
 
 def _small_batch_tile(weight: LinearWeight, splits: int, batch_tile: int, *, gated: bool) -> tuple[int, int, int, int]:
-    """(rows, columns, stages, warps) of a program's tile, as measured on an H200."""
+    """(rows, columns, stages, warps) of a program's tile, chosen by measurements on an H200."""
     columns = triton.next_power_of_2(weight.values.shape[1] // splits)
     if weight.scale is not None:
         return 64, min(64 if splits > 1 else 32, max(16, columns)), 3, 4
-    if weight.values.dtype == torch.float32:  # four bytes each: shorter tiles, for what a processor can hold
+    if weight.values.dtype == torch.float32:  # four bytes per weight: tiles are shorter, so that they fit on an SM
         return 64, min(32, max(16, columns)), 3, 4
     return (
         64,

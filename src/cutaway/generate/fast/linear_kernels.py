@@ -1,8 +1,9 @@
 """Triton kernels of matrix products for few rows of x, with fused norm, bias, activation, gate and residual.
 
-Each weight is read once, which bounds the time. Dimensions: x (M, K), W (N, K), y (M, N); a gated W is (2N, K), the
-gate's rows before up's. BM, BN, BK are tile sizes. LAYOUT is the layout of the result: 1 for (M, N), otherwise the one
-that products with packed weights read (see `alloc_activation` in gpu_linear.py and quantized_kernels.py).
+Each weight is read once, and reading the weights bounds the time. Dimensions: x (M, K), W (N, K), y (M, N). A gated W
+is (2N, K), with the rows of gate before those of up. BM, BN and BK are tile sizes. LAYOUT is the layout of the result:
+1 for (M, N), other values for the layouts that products with packed weights read (see `alloc_activation` in
+gpu_linear.py and quantized_kernels.py).
 """
 
 import torch
@@ -12,7 +13,7 @@ from triton.language.extra import libdevice
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 PDL = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
-"""Programmatic dependent launch (sm_90): a kernel starts, and loads its weights, while the previous one finishes."""
+"""Programmatic dependent launch (sm_90): a kernel starts to load its weights while the previous kernel finishes."""
 
 
 def pdl_options() -> dict[str, bool]:
@@ -22,7 +23,7 @@ def pdl_options() -> dict[str, bool]:
 
 @triton.jit
 def pdl_wait(PDL: tl.constexpr):
-    """Allow the next kernel to start, then wait for the previous one. Before this, a kernel may only read weights."""
+    """Allow the next kernel to start, then wait for the previous kernel. Before this call, only weights may be read."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -30,7 +31,7 @@ def pdl_wait(PDL: tl.constexpr):
 
 @triton.jit
 def apply_activation(y, ACT: tl.constexpr):
-    """Activation by its number in gpu_linear.ACTIVATION_IDS."""
+    """Apply the activation with the number ACT in gpu_linear.ACTIVATION_IDS."""
     if ACT == 1:
         y = y * tl.sigmoid(y)
     elif ACT == 2:  # GELU (tanh): 0.5 · (1 + tanh(z)) = sigmoid(2z), with 2z = 2·√(2/π) · (y + 0.044715·y³)
@@ -58,7 +59,7 @@ def activation_offset(m, n, M, N, LAYOUT: tl.constexpr):
 def store_fixed_point(y_ptr, y, first, end, N, COUNT: tl.constexpr):
     """Store elements first … end − 1 of N as 16-bit fixed point, with one scale per four elements.
 
-    Layout (3, N / 4) of 32-bit words: the high bytes of four elements, their low bytes, their scale. The term
+    The layout is (3, N / 4) 32-bit words: the high bytes of four elements, their low bytes, and their scale. The term
     sum(y · 0) is NaN for NaN and infinity, so that an invalid element makes the scale NaN instead of being lost.
     """
     QUADS: tl.constexpr = COUNT // 4
@@ -98,8 +99,9 @@ def gemv_kernel(
 ):  # fmt: skip
     """One row: y = act(norm(x)·Wᵀ + bias) + residual, or act(gate) · up. Each program computes BN outputs.
 
-    Weights of the next BK columns are loaded before those of the current ones are used; the first load is before
-    `pdl_wait`, so that it overlaps with the previous kernel. evict_first: each weight is read once per step.
+    Weights of the next BK columns are loaded before those of the current columns are used. The first load is before
+    `pdl_wait`, so that it overlaps with the previous kernel. The cache policy is evict_first, because each weight is
+    read once per step.
     """
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
@@ -170,7 +172,7 @@ def small_batch_gemm_kernel(
     """Several rows: y = act(x·Wᵀ + bias), or act(gate) · up, with tensor cores.
 
     Computes yᵀ = W·xᵀ, (BN, BM), so that the larger dimension, N, is the first one of tl.dot. With SPLITS > 1
-    program (i, s) sums a part of K and y is (SPLITS, M, N); the bias is added by split 0. EXACT: fp32 without TF32.
+    program (i, s) sums a part of K and y is (SPLITS, M, N); split 0 adds the bias. EXACT: products in fp32, not TF32.
     """
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     split = tl.program_id(1)

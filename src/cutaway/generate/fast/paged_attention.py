@@ -19,7 +19,7 @@ from cutaway.generate.fast.linear_kernels import PDL, activation_offset, pdl_opt
 from cutaway.generate.fast.quantized_weights import LinearWeight
 
 BLOCK_SLOTS, NUM_WARPS = 64, 4
-"""Slots per tile, and warps per program."""
+"""Number of slots per tile, and number of warps per program."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def rope_and_cache_kernel(
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, ROTARY_PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
     NORM: tl.constexpr, UNIT_OFFSET: tl.constexpr, INT8: tl.constexpr, BD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One row and head of qkv (M, (H + 2G)·D): QK-norm, RoPE; write q to (M, H, D), k and v to their cache slot.
+    """Apply QK-norm and RoPE to one row and head of qkv (M, (H + 2G)·D); write q to (M, H, D), k and v to the cache.
 
     Heads 0 … H − 1 are queries, the next G are keys, the last G are values, which are neither normalized nor rotated.
     """
@@ -212,7 +212,7 @@ def paged_attention(
     """Write one new token per row to the cache and attend to it and all earlier tokens.
 
     qkv: (M, (H + 2G)·D). position, slot: (M,), the new token's position and flat cache slot. cos, sin: (M, rotary
-    pairs). Returns z: (M, H·D), in the layout that `next_weight` reads.
+    pairs). Returns z: (M, H·D), in the layout that a product with `next_weight` reads.
     """
     rows, d_head, num_heads, kv_heads = len(qkv), params.d_head, params.num_heads, params.kv_heads
     block_d = triton.next_power_of_2(d_head)
@@ -220,7 +220,7 @@ def paged_attention(
     q = qkv.new_empty(rows, num_heads, d_head)
 
     def pointer(tensor: Tensor | None) -> Tensor:
-        """A kernel needs some pointer for an input that it does not read."""
+        """Return the tensor, or any tensor for None: a kernel needs a pointer for inputs it does not read."""
         return position if tensor is None else tensor
 
     key_scale, value_scale = pointer(key_buffer.scale), pointer(value_buffer.scale)
@@ -260,7 +260,7 @@ def paged_attention(
 
 
 def _num_splits(num_programs: int, num_slots: int) -> int:
-    """Number of splits of a row's slots: about two programs per SM (264 on an H200), at least 128 slots per split."""
+    """Number of splits of a row's slots: about 264 programs (two per SM of an H200), at least 128 slots per split."""
     return max(
         1, min(64, triton.next_power_of_2(-(-264 // num_programs)), triton.next_power_of_2(-(-num_slots // 128)))
     )

@@ -1,6 +1,6 @@
 """Triton kernels of matrix products with packed weights: 32-bit words of four int8 or eight int4 values.
 
-Converting each weight to float would take longer than reading it, so neither kernel does:
+Converting each weight to float would take longer than reading it, so neither kernel does so:
 - One row of x: x is in 16-bit fixed point with one scale per four values (`store_fixed_point`), and dp4a multiplies
   four bytes by four bytes and adds the products. The rounding error of x is below 1/65,000 of the largest of the four
   values, less than that of bf16.
@@ -20,7 +20,7 @@ SIGN_BITS = tl.constexpr(0x80808080 - (1 << 32))
 
 @triton.jit
 def _unpack_value(w, i: tl.constexpr, BITS: tl.constexpr):
-    """1.5 + value / 2^BITS of the i-th field of each word; the fields hold value + 2^(BITS − 1)."""
+    """Return 1.5 + value / 2^BITS for the i-th field of each word. The field holds value + 2^(BITS − 1)."""
     SHIFT: tl.constexpr = 23 - BITS - BITS * i
     if SHIFT >= 0:
         shifted = w << SHIFT
@@ -33,7 +33,7 @@ def _unpack_value(w, i: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def _packed_column(i, BITS: tl.constexpr):
-    """Column within a word of its i-th field: int4 columns 0-3 are the low nibbles of the bytes, 4-7 the high ones."""
+    """Column of a word's i-th field. The int4 columns 0-3 are the low nibbles of the bytes, 4-7 the high nibbles."""
     return i if BITS == 8 else i // 2 + 4 * (i % 2)
 
 
@@ -55,8 +55,9 @@ def _dp4a(w, high, low):
 
 @triton.jit
 def _packed_dot(w, high, low, scale, i: tl.constexpr, BITS: tl.constexpr):
-    """Dot product of the i-th four values of each word with four values of x. int4 is stored as value + 8, so that
-    8 · Σx is subtracted."""
+    """Dot product of the i-th four values of each word with four values of x.
+
+    An int4 value is stored as value + 8, so 8 · Σx is subtracted."""
     if BITS == 8:
         total = _dp4a(w, high[None, :], low[None, :])
     else:
@@ -71,7 +72,9 @@ def packed_gemv_kernel(
     GROUP: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr,
     LAYOUT: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One row of x in fixed point, as `gemv_kernel` without norm. GROUP: words per scale; 0 for one scale per row."""
+    """`gemv_kernel` without norm, for packed weights and one row of x in fixed point.
+
+    GROUP: number of 32-bit words per scale; 0 if a row of W has a single scale."""
     QUADS_PER_WORD: tl.constexpr = 8 // BITS
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     j = tl.arange(0, BW)
@@ -145,7 +148,7 @@ def packed_small_batch_gemm_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Several rows of x in the layout (values per word, M, WORDS), as `small_batch_gemm_kernel`."""
+    """`small_batch_gemm_kernel` for packed weights and several rows of x, in the layout (values per word, M, WORDS)."""
     VALUES_PER_WORD: tl.constexpr = 32 // BITS
     OFFSET: tl.constexpr = (1 << BITS) * 1.5  # value = unpacked · 2^BITS − 1.5 · 2^BITS
     n = tl.program_id(0) * BN + tl.arange(0, BN)

@@ -9,14 +9,15 @@ from torch import Tensor, nn
 from cutaway.errors import InputError
 
 GROUP_SIZE = 128
-"""Weights per scale in int4."""
+"""Number of weights per scale in int4."""
 
 
 @dataclass(frozen=True)
 class LinearWeight:
-    """Weight matrix (out_features, in_features). Packed: `values` are 32-bit words (out_features, in_features·bits/32).
+    """Weight matrix (out_features, in_features), packed or not.
 
-    `scale` of packed weights is (out_features,) for int8 and (out_features, in_features / GROUP_SIZE) for int4.
+    Packed `values` are 32-bit words, (out_features, in_features · bits / 32). Their `scale` is (out_features,) for int8
+    and (out_features, in_features / GROUP_SIZE) for int4.
     """
 
     values: Tensor
@@ -32,7 +33,7 @@ class LinearWeight:
 
     @property
     def values_per_word(self) -> int:
-        """Weights per 32-bit word; 1 if not packed."""
+        """Number of weights per 32-bit word; 1 if the weights are not packed."""
         return 1 if self.scale is None else 32 // self.bits
 
 
@@ -59,7 +60,7 @@ def concat_linears(*layers: nn.Linear) -> LinearWeight:
 
 
 def pack_weight(weight: LinearWeight, bits: int | None) -> LinearWeight:
-    """Quantize and pack: int8 with one scale per row, or int4 with one scale per group of GROUP_SIZE.
+    """Quantize and pack a matrix: int8 with one scale per row, or int4 with one scale per GROUP_SIZE weights of a row.
 
     A matrix whose in_features is not a multiple of 4 (int8) or GROUP_SIZE (int4) is returned unchanged.
     """
@@ -73,7 +74,7 @@ def pack_weight(weight: LinearWeight, bits: int | None) -> LinearWeight:
     scale, integers = quantize(weight.values, bits)
     if bits == 8:
         packed = integers.to(torch.int8)
-    else:  # a word holds 8 values + 8: values 0-3 in the low nibbles of its bytes, 4-7 in the high nibbles
+    else:  # a 32-bit word holds 8 values, each plus 8: values 0-3 in the low nibbles of its bytes, 4-7 in the high ones
         low, high = (integers + 8).to(torch.uint8).view(rows, -1, 2, 4).unbind(2)
         packed = (low | high << 4).flatten(1)
     return LinearWeight(packed.contiguous().view(torch.int32), weight.bias, scale, bits, weight.values.dtype)

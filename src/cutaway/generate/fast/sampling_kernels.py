@@ -1,9 +1,9 @@
 """Triton kernels that sample a token from logits with a large vocabulary.
 
-The same filters and the same random number as in `logits_processing`, in three passes over the vocabulary instead of
-twenty. A logit is represented by a key: the bits of (max logit − logit) / temperature. Bits of non-negative floats have
-the order of their values, so a top-k or top-p filter is a threshold on integers: tokens with key < threshold are kept,
-and of those with key = threshold (ties) the first `num_ties`.
+The filters and random numbers are those of `logits_processing`, in three passes over the vocabulary instead of twenty.
+A logit is represented by a key: the bits of (max logit − logit) / temperature. Bits of non-negative floats have the
+order of their values, so a top-k or top-p filter is a threshold on integers: tokens with key < threshold are kept, and
+so are the first `num_ties` of the tokens with key = threshold (ties).
 """
 
 import torch
@@ -18,7 +18,7 @@ from cutaway.generate.sampling.rng import GOLDEN_GAMMA, MIX_MULTIPLIER_1, MIX_MU
 from cutaway.generate.sampling.sampling_state import SamplingFeatures, SamplingState
 
 BLOCK_SIZE = 1024
-"""Tokens of the vocabulary per program."""
+"""Number of vocabulary entries per Triton program."""
 KERNEL_GOLDEN_GAMMA, KERNEL_MIX_MULTIPLIER_1, KERNEL_MIX_MULTIPLIER_2 = (
     tl.constexpr(GOLDEN_GAMMA),
     tl.constexpr(MIX_MULTIPLIER_1),
@@ -117,7 +117,7 @@ def sample_token_kernel(
     position = tl.sum((block_cumulative <= target).to(tl.int32), 0)
     is_sampled = (
         tl.sum(tl.where(v == position, weight, 0.0), 0) > 0
-    )  # rounding of the sums may select a token without weight: greedy then
+    )  # if rounding of the sums selects a token of weight 0, the greedy token is used
     use_sampled = (tl.load(temperature_ptr + row) > 0) & is_sampled
     token = tl.load(greedy_ptr + row)
     tl.store(token_ptr + row, tl.where(use_sampled, (block * BLOCK_SIZE + position).to(tl.int64), token))
@@ -130,7 +130,7 @@ def triton_sample(
     state: SamplingState,
     features: SamplingFeatures,
 ) -> Int64[Tensor, " n"]:
-    """Sample a token per row, as from the `unnormalized_probs` of its logits; `greedy_tokens` at temperature 0."""
+    """Sample a token per row from the distribution of `unnormalized_probs`; `greedy_tokens` at temperature 0."""
     num_rows, vocab_size = logits.shape
     num_blocks = triton.cdiv(vocab_size, BLOCK_SIZE)
     grid = (num_rows, num_blocks)

@@ -1,4 +1,4 @@
-"""Warm-up policy: decides when packing, CUDA graph capture or compilation pays off for the remaining decode steps.
+"""Warm-up policy: decides when packing, CUDA graph capture or compilation saves time in the remaining decode steps.
 
 Measured costs are stored beside the measurements of `cutaway bench` and used by later runs.
 """
@@ -17,8 +17,8 @@ from cutaway.model import Transformer
 from cutaway.user_files import user_cache_dir, write_text_atomically
 
 _DEFAULT_COSTS = {"cuda": (6.0, 0.3), "cpu": (math.inf, 1.0)}
-"""(warm-up seconds, time of a fast step / time of an eager step) before any measurement. Compiling on a CPU takes most
-of a minute, so it is chosen only after compile=True was used, and thereby measured, once."""
+"""(warm-up seconds, time of a fast step / time of an eager step), used before any measurement. Compiling on a CPU takes
+most of a minute, so without a measurement it is never chosen."""
 _MAX_ENTRIES = 200
 
 
@@ -54,7 +54,7 @@ class WarmupCostStore:
         self.measured = self._load().get(self.key)
 
     def estimate(self, eager_step_seconds: float) -> WarmupCost:
-        """The measured cost, or an estimate from an eager step of this run."""
+        """The measured warm-up cost, or an estimate from the time of an eager step in this run."""
         if self.measured is not None:
             fast_step_seconds = min(eager_step_seconds, self.measured.fast_step_seconds)
             return WarmupCost(self.measured.warmup_seconds, eager_step_seconds, fast_step_seconds)
@@ -62,7 +62,7 @@ class WarmupCostStore:
         return WarmupCost(warmup_seconds, eager_step_seconds, eager_step_seconds * step_ratio)
 
     def save(self, cost: WarmupCost) -> None:
-        """Write the cost for later runs; ignored if the directory is not writable."""
+        """Write the cost for later runs; do nothing if the directory is not writable."""
         costs = self._load()
         costs.pop(self.key, None)
         costs[self.key] = cost

@@ -1,8 +1,9 @@
 """Logits processing and sampling: penalties, logit bias, temperature, top-k, top-p, min-p, inverse-CDF sampling.
 
 The features that a batch uses are known on the host (`SamplingFeatures`), and no tensor value is read on the host, so
-that a step can be captured in a CUDA graph or compiled as one graph. Order, as in transformers: repetition penalty,
-presence and frequency penalties, logit bias and suppressed tokens, minimum length, temperature, top-k, top-p, min-p.
+that a step can be captured in a CUDA graph or compiled as one graph. The order is that of transformers: repetition
+penalty, presence and frequency penalties, logit bias and suppressed tokens, minimum length, temperature, top-k, top-p,
+min-p.
 """
 
 import math
@@ -14,11 +15,13 @@ from torch import Tensor
 from cutaway.generate.sampling.sampling_state import SamplingFeatures, SamplingState
 
 MAX_KEY = 2**31 - 1
-"""Largest key: no token is filtered."""
+"""Largest key, where a key is the bits of (max logit − logit) / temperature. As a threshold it keeps all tokens."""
 
 
 MASS_SCALE = 2.0**42
-"""Fixed-point scale of probabilities in top-p, where the largest is 1: the sum over a million tokens fits an int64."""
+"""Scale of the fixed-point probabilities in top-p, relative to the largest one.
+
+The sum over a million tokens fits in an int64."""
 
 
 def apply_logits_processors(
@@ -61,8 +64,8 @@ def _top_k_top_p_mask(
     """Mask of the tokens that top-k and then top-p keep.
 
     Top-k keeps all tokens that tie with the k-th; of tokens that tie at the top-p threshold, those with smaller ids are
-    kept. Values are compared, not sort orders, and masses are integers, whose sum is the same in any order: the result
-    depends neither on the batch nor on the device.
+    kept. Tokens are compared by value, not by their order after a sort, and probabilities are added as integers, whose
+    sum is the same in any order. The result therefore depends neither on the batch nor on the device.
     """
     key = x.view(torch.int32) & MAX_KEY  # x ≤ 0, so the bits of |x|, as an integer, increase as x decreases
     top_k_key, nearest_keys = top_k_threshold(key, state, features)
@@ -77,7 +80,9 @@ def _top_k_top_p_mask(
 def top_k_threshold(
     key: Int[Tensor, "n V"], state: SamplingState, features: SamplingFeatures
 ) -> tuple[Int[Tensor, "n 1"], Int[Tensor, "n k"] | None]:
-    """Largest key that top-k keeps, and the sorted smallest keys if the top-k window is smaller than the vocabulary."""
+    """Return the largest key that top-k keeps, and the `top_k_window` smallest keys, sorted.
+
+    The second value is None if the top-k window is as large as the vocabulary."""
     top_k = state.int_params[:, 1:2].contiguous()
     if features.top_k_window < key.shape[-1]:
         nearest_keys = key.topk(features.top_k_window, largest=False).values
@@ -95,7 +100,9 @@ def top_p_threshold(
     total_mass: Int64[Tensor, "n 1"],
     state: SamplingState,
 ) -> tuple[Int[Tensor, "n 1"], Int64[Tensor, "n 1"]]:
-    """Largest key that top-p keeps of those up to `top_k_key` (of mass `total_mass`), and the number of ties kept."""
+    """Return the largest key that top-p keeps, and the number of tokens with exactly this key to keep.
+
+    Only keys up to `top_k_key` are considered; their total probability mass is `total_mass`."""
     top_p = state.float_params[:, 1:2]
     target = (top_p * total_mass).ceil().long()
     if nearest_keys is not None:
@@ -121,7 +128,9 @@ def _fixed_point_mass(weight: Float32[Tensor, "n k"]) -> Int64[Tensor, "n k"]:
 def _crossing_key_sorted(
     key: Int[Tensor, "n k"], amount: Int64[Tensor, "n k"], target: Int64[Tensor, "n 1"]
 ) -> tuple[Int[Tensor, "n 1"], Int64[Tensor, "n 1"]]:
-    """Key at which the cumulative amount, in key order, reaches `target`; and the amount of all smaller keys."""
+    """Return the key at which the cumulative amount reaches `target`, and the total amount of all smaller keys.
+
+    The keys of each row must be sorted."""
     index = torch.searchsorted(amount.cumsum(-1), target).clamp(max=key.shape[-1] - 1)
     threshold = key.gather(-1, index)
     return threshold, (amount * (key < threshold)).sum(-1, keepdim=True)
@@ -155,7 +164,7 @@ def inverse_cdf_sample(weight: Float[Tensor, "n V"], u: Float64[Tensor, " n"]) -
 def logits_to_probs(
     logits: Float[Tensor, "n V"], state: SamplingState, features: SamplingFeatures
 ) -> Float32[Tensor, "n V"]:
-    """The distribution that `Sampler.sample` samples from; one-hot at the most likely token at temperature 0."""
+    """The distribution that `Sampler.sample` samples from. At temperature 0 it is one-hot at the most likely token."""
     max_logits, greedy = (x := apply_logits_processors(logits, state, features)).max(-1)
     one_hot = (torch.arange(x.shape[-1], device=x.device) == greedy.unsqueeze(-1)).float()
     if not features.sampled:

@@ -20,7 +20,7 @@ from cutaway.generate.sampling.sampling_params import SamplingParams
 from cutaway.generate.sampling.sampling_state import SamplingFeatures, SamplingState, required_features
 
 _MIN_TEMPERATURE, _MAX_TEMPERATURE = 1.2e-38, 1e38
-"""Range of temperatures that are neither 0 nor infinite in float32."""
+"""Temperatures above 0 are clamped to this range, in which float32 is neither 0 nor infinite."""
 
 
 class SamplerOutput(NamedTuple):
@@ -57,7 +57,7 @@ class Sampler:
         eos_token_ids: Iterable[int] = (),
         output_tokens: Sequence[int] = (),
     ) -> None:
-        """Assign a row to a request; `output_tokens`: tokens already generated."""
+        """Assign a row to a request. `output_tokens`: completion tokens that already exist."""
         size, state = self.vocab_size, self.sampling_state
         stop_ids = params.all_stop_token_ids(eos_token_ids)
         features = required_features(params, size, stop_ids)
@@ -131,7 +131,7 @@ class Sampler:
         return torch.tensor(list(tokens), dtype=torch.int64, device=self.device)
 
     def _allocate_vocab_tensors(self, features: SamplingFeatures) -> None:
-        """Allocate (rows, vocab_size) tensors on first use; never reallocated, since CUDA graphs hold their address."""
+        """Allocate (rows, vocab_size) tensors on first use. CUDA graphs hold their addresses, so they are kept."""
         state = self.sampling_state
         for name, needed, dtype in (
             ("seen_mask", features.repetition_penalty, torch.bool),
@@ -145,7 +145,7 @@ class Sampler:
 
 
 def swap_tensor_rows(tensor: Tensor, a: int, b: int) -> None:
-    """Exchange two rows, one by one: an index list would be a host-to-device copy."""
+    """Exchange two rows with single-row copies: an index list would need a host-to-device copy."""
     saved = tensor[a].clone()
     tensor[a] = tensor[b]
     tensor[b] = saved
@@ -158,7 +158,7 @@ def _sample_tokens(
     state: SamplingState,
     features: SamplingFeatures,
 ) -> Int64[Tensor, " n"]:
-    """Sample a token per row; the greedy token at temperature 0."""
+    """Sample a token per row. Rows with temperature 0 take the greedy token."""
     if logits.is_cuda and has_triton():
         from cutaway.generate.fast.sampling_kernels import triton_sample
 
@@ -185,14 +185,18 @@ def largest_divisor_up_to_sqrt(size: int) -> int:
 
 
 def _num_argmax_splits(x: Tensor) -> int:
-    """Parts of an argmax. A GPU reduces a row on one SM, which for a large vocabulary takes as long as a layer."""
+    """Number of parts of an argmax.
+
+    A GPU reduces a row on one SM, which for a large vocabulary takes as long as a layer."""
     return largest_divisor_up_to_sqrt(x.shape[-1]) if x.is_cuda and len(x) < 64 else 1
 
 
 def gather_logprobs(
     logits: Float[Tensor, "n V"], tokens: Int64[Tensor, " n"], features: SamplingFeatures
 ) -> tuple[Tensor | None, ...]:
-    """Log-probabilities of the sampled tokens, and the top tokens with theirs, up to the largest number requested."""
+    """Return the sampled tokens' log-probabilities, the most likely tokens, and the most likely log-probabilities.
+
+    `features.num_logprobs` is the number of most likely tokens. What is not requested is None."""
     if features.num_logprobs < 0:
         return None, None, None
     logprobs = logits.float().log_softmax(-1)

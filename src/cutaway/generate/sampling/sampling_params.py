@@ -32,7 +32,7 @@ _ENGINE_ARGUMENTS = ("beams", "max_num_seqs", "max_model_len", "cache_implementa
 _MAX_STOP_STRINGS, _MAX_STOP_CHARS = 256, 16_384
 _MAX_N, _MAX_LOGPROBS, MAX_TOKENS = 128, 50, 2**31 - 1
 _MAX_LOGIT_BIAS = 1e6
-"""Above this, float32 rounding would erase the differences between logits."""
+"""Largest logit bias: above it, float32 rounding would erase the differences between logits."""
 _INT_RANGES = {
     "max_new_tokens": (1, MAX_TOKENS),
     "min_new_tokens": (0, MAX_TOKENS),
@@ -58,9 +58,10 @@ class SamplingParams:
     """Sampling parameters: length limits, temperature and filters, penalties, stop conditions, log-probabilities."""
 
     max_new_tokens: int | None = None
-    """Maximum tokens of the completion; None: until the context is full."""
+    """Maximum number of completion tokens. None: until the context is full; `generate` replaces it by the limit in the
+    checkpoint's generation config, or by 256."""
     min_new_tokens: int = 0
-    """Minimum tokens before an EOS or stop token."""
+    """Minimum number of completion tokens before an EOS or stop token."""
     temperature: float = 0.0
     """0 for greedy decoding."""
     top_k: int | None = None
@@ -69,9 +70,9 @@ class SamplingParams:
     min_p: float | None = None
     """Keep tokens with at least this fraction of the highest probability."""
     repetition_penalty: float = 1.0
-    """Positive logits are divided and negative ones multiplied by it, for tokens of the prompt and the completion."""
+    """For tokens in the prompt or completion, positive logits are divided and negative logits multiplied by it."""
     presence_penalty: float = 0.0
-    """Subtracted from the logit of each token in the completion."""
+    """Subtracted from the logit of each token that occurs in the completion."""
     frequency_penalty: float = 0.0
     """Subtracted from a token's logit for each occurrence in the completion."""
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
@@ -81,9 +82,9 @@ class SamplingParams:
     ignore_eos: bool = False
     seed: int | None = None
     logprobs: int | None = None
-    """Number of top log-probabilities to return per token; 0 for the sampled token's only."""
+    """Number of top log-probabilities to return per token; 0 returns only that of the sampled token."""
     n: int = 1
-    """Completions per prompt."""
+    """Number of completions per prompt."""
 
     def __post_init__(self) -> None:
         values: dict[str, object] = {
@@ -104,7 +105,9 @@ class SamplingParams:
             raise InputError(f"ignore_eos is {format_value(self.ignore_eos)}; pass True or False")
         if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
             limit = self.max_new_tokens
-            raise InputError(f"min_new_tokens is {self.min_new_tokens}, more than max_new_tokens {limit}; lower it")
+            raise InputError(
+                f"min_new_tokens is {self.min_new_tokens}, but max_new_tokens is {limit}; lower min_new_tokens"
+            )
 
     def all_stop_token_ids(self, eos_token_ids: Iterable[int]) -> set[int]:
         """Tokens that end a completion: `stop_token_ids`, and EOS tokens unless `ignore_eos`."""
@@ -123,7 +126,10 @@ class SamplingParams:
         if len(suppressed) == vocab_size:
             raise InputError("suppress_tokens and logit_bias suppress the whole vocabulary; allow at least one token")
         if self.min_new_tokens and len(suppressed | set(self.stop_token_ids)) == vocab_size:
-            raise InputError("min_new_tokens suppresses stop tokens, and all others are suppressed; allow a token")
+            raise InputError(
+                "min_new_tokens suppresses the stop tokens, and all other tokens are suppressed too; allow at least one"
+                " token"
+            )
 
 
 def format_value(value: object) -> str:
@@ -143,7 +149,7 @@ def check_int(name: str, value: object, minimum: int, maximum: int) -> int:
 
 
 def as_int(value: object) -> int | None:
-    """The value as int, or None if it is not of an integer type (bool and float are not)."""
+    """The value as int, or None if it is not of an integer type (bool and float do not count)."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         return None
     try:
@@ -161,7 +167,7 @@ def _check_float(name: str, value: object, minimum: float, maximum: float, expec
 
 
 def as_float(value: object) -> float | None:
-    """The value as float, or None if it is not a real number (bool and str are not)."""
+    """The value as float, or None if it is not a real number (bool and str do not count)."""
     if isinstance(value, bool) or not isinstance(value, Real):
         return None
     try:
@@ -221,7 +227,7 @@ def _check_logit_bias(value: object) -> dict[int, float]:
 
 
 def _check_stop_strings(value: object) -> tuple[str, ...]:
-    """Return one stop string or several as a tuple."""
+    """Return a stop string, or a list of stop strings, as a tuple."""
     entries = (value,) if isinstance(value, str) else _as_iterable(value)
     if entries is None:
         raise InputError(f"stop is {format_value(value)}; pass a string or a list of strings")
@@ -240,7 +246,7 @@ def _check_stop_strings(value: object) -> tuple[str, ...]:
 
 
 def resolve_temperature(arguments: Mapping[str, object]) -> dict[str, object]:
-    """Set a missing temperature to 1 if top_k, top_p or min_p is set: they have no effect in greedy decoding."""
+    """Set a missing temperature to 1 if top_k, top_p or min_p is set, since these have no effect in greedy decoding."""
     has_filter = any(arguments.get(name) is not None for name in ("top_k", "top_p", "min_p"))
     return ({"temperature": 1.0} if has_filter else {}) | dict(arguments)
 
@@ -258,6 +264,6 @@ def build_sampling_params(arguments: Mapping[str, object]) -> SamplingParams:
 
 
 def completion_seeds(sampling_params: SamplingParams) -> list[int]:
-    """Seeds of the n completions; the first is the given seed, or a random one."""
+    """Seeds of the n completions. The first is the given seed, or a random seed if none is given."""
     first = secrets.randbelow(2**63) if sampling_params.seed is None else sampling_params.seed
     return [(first + i * 0x9E3779B97F4A7C15) % 2**63 for i in range(sampling_params.n)]

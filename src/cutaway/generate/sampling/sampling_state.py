@@ -9,25 +9,27 @@ from torch import Tensor
 from cutaway.generate.sampling.sampling_params import SamplingParams
 
 _TOP_K_WINDOWS = (64, 256, 1024)
-"""Sizes of the top-k operation for top-k and top-p; above the last, a radix select over the vocabulary is used."""
+"""Numbers of largest logits that are sorted for top-k and top-p.
+
+If more than the last are needed, a radix select over the vocabulary is used instead."""
 
 
 @dataclass(frozen=True)
 class SamplingFeatures:
-    """Features that the rows of a batch use; the key of a compiled or captured step."""
+    """Sampling features that the rows of a batch use. Captured decode steps are looked up by these features."""
 
     sampled: bool = False
     top_k: bool = False
     top_p: bool = False
     top_k_window: int = 0
-    """Number of largest logits that top-k and top-p sort; 0 without either."""
+    """Number of largest logits that are sorted for top-k and top-p; 0 if neither is used."""
     min_p: bool = False
     repetition_penalty: bool = False
     count_penalties: bool = False
     logit_bias: bool = False
     min_new_tokens: bool = False
     num_logprobs: int = -1
-    """Number of top log-probabilities; −1 if none are requested, also not that of the sampled token."""
+    """Number of top log-probabilities; 0 for only that of the sampled token, −1 for no log-probabilities."""
 
     def __or__(self, other: "SamplingFeatures") -> "SamplingFeatures":
         return SamplingFeatures(*map(max, vars(self).values(), vars(other).values()))
@@ -60,21 +62,21 @@ def required_features(params: SamplingParams, vocab_size: int, stop_token_ids: I
 
 @dataclass
 class SamplingState:
-    """Sampling parameters and token history of each row; (rows, vocab_size) tensors exist only if used."""
+    """Sampling parameters and token history of each row. (rows, vocab_size) tensors are None until they are needed."""
 
     float_params: Float64[Tensor, "n 6"]
-    """temperature, top_p, min_p, repetition, presence, frequency."""
+    """Columns: temperature, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty."""
     int_params: Int64[Tensor, "n 3"]
-    """seed, top_k, min_new_tokens."""
+    """Columns: seed, top_k, min_new_tokens."""
     output_len: Int64[Tensor, " n"]
-    """Tokens of the completion so far."""
+    """Number of completion tokens so far."""
     seen_mask: Bool[Tensor, "n V"] | None = None
-    """Tokens in the prompt or the completion."""
+    """True for tokens that occur in the prompt or the completion."""
     output_counts: Int[Tensor, "n V"] | None = None
-    """Occurrences in the completion."""
+    """Number of occurrences of each token in the completion."""
     logit_bias: Float32[Tensor, "n V"] | None = None
     stop_token_mask: Bool[Tensor, "n V"] | None = None
-    """EOS and stop tokens."""
+    """True for EOS and stop tokens."""
 
     @property
     def is_sampled(self) -> Bool[Tensor, " n"]:

@@ -1,4 +1,4 @@
-"""Beam search for `generate`: groups prompts by length limits, limits the batch to the memory, builds completions."""
+"""Beam search for `generate`: groups prompts by length limits, fits batches to the free memory, builds completions."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,7 +16,7 @@ from cutaway.model import Transformer
 from cutaway.tokenizer import Tokenizer
 
 _MAX_BATCH_BEAMS = 64
-"""Maximum beams per batch, over all prompts."""
+"""Maximum number of beams per batch, summed over the prompts."""
 _SAMPLING_ONLY = [
     "temperature",
     "top_k",
@@ -31,16 +31,16 @@ _SAMPLING_ONLY = [
 
 
 def _first_sampling_only_param(sampling_params: SamplingParams) -> str | None:
-    """First parameter that is set and that beam search does not support."""
+    """Name of the first parameter that is set and that beam search does not support; None if there is none."""
     defaults = SamplingParams()
     return next((name for name in _SAMPLING_ONLY if getattr(sampling_params, name) != getattr(defaults, name)), None)
 
 
 def default_num_beams(model: Transformer, generation_config: GenerationConfig, sampling_params: SamplingParams) -> int:
-    """Number of beams from the checkpoint's generation config; 0 if the request samples instead.
+    """Number of beams from the checkpoint's generation config; 0 if beam search is not used.
 
     no_repeat_ngram_size, begin_suppress_tokens and multi-token bad_words_ids are implemented in beam search only, so
-    that greedy decoding with them is a beam search with one beam.
+    greedy decoding with one of these settings is a beam search with one beam.
     """
     too_many = sampling_params.n > generation_config.num_beams
     if len(model.stacks) == 1 or too_many or _first_sampling_only_param(sampling_params):
@@ -106,16 +106,16 @@ def generate_with_beams(
 
 
 def _max_beam_len(engine_config: EngineConfig, prompt: Sequence[int], sampling_params: SamplingParams) -> int:
-    """Maximum completion length of a prompt; raise if a beam would cross a LongRoPE switch length."""
+    """Maximum number of completion tokens for a prompt; raise if a beam would cross a LongRoPE switch length."""
     tokens = engine_config.build_model_inputs(prompt, ())[0]
     max_new_tokens = engine_config.resolve_max_tokens(tokens, sampling_params, ())
     max_len = len(tokens) + max_new_tokens - 1
     for switch_len in engine_config.rope_switch_lengths:
         if len(tokens) <= switch_len < max_len:
             raise InputError(
-                f"beams of up to {max_len} tokens would cross length {switch_len}, where LongRoPE changes the"
-                " frequencies of all tokens; set max_new_tokens to at most"
-                f" {switch_len + 1 - len(tokens)}, or leave out beams"
+                f"beam search may reach {max_len} tokens, but above {switch_len} tokens LongRoPE changes the"
+                " frequencies of all tokens, cached ones included; set max_new_tokens to at most"
+                f" {switch_len + 1 - len(tokens)}, or leave out the argument 'beams'"
             )
     return max_new_tokens
 
@@ -127,7 +127,7 @@ def _max_prompts_per_batch(engine_config: EngineConfig, num_beams: int) -> int:
     full = replace(engine_config, max_model_len=slots, cache_implementation="full", kv_cache_dtype=None)
     bytes_per_prompt = replace(full, max_num_seqs=num_beams).cache_bytes
     if free is not None and bytes_per_prompt > free:
-        sizes = f"take {bytes_per_prompt / GIB:.3g} GiB, and {free / GIB:.3g} are free"
+        sizes = f"take {bytes_per_prompt / GIB:.3g} GiB, but only {free / GIB:.3g} GiB are free"
         raise InputError(f"{num_beams} beams of {slots} tokens {sizes}; use fewer beams or tokens")
     max_prompts = max(1, _MAX_BATCH_BEAMS // num_beams)
     return max_prompts if free is None else min(max_prompts, free // max(1, bytes_per_prompt))
@@ -145,7 +145,7 @@ def _beam_to_completion(
     output = OutputProcessor(
         sampling_params, len(beam.tokens), tokenizer, engine_config.eos_token_ids, prompt_tokens=context_tokens
     )
-    # Then the last token was forced and is not part of the text.
+    # In this case the last token was forced and is not part of the text.
     forced_eos = engine_config.forced_eos_token_id is not None and beam.finish_reason == "length"
     for length, token in enumerate(beam.tokens, 1):
         output.append_token(token, forced_eos=forced_eos and length == len(beam.tokens))

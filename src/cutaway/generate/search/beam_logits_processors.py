@@ -23,11 +23,13 @@ class BeamSearchParams:
     max_new_tokens: int
     eos_token_ids: Collection[int] = ()
     n: int = 1
-    """Beams to return per prompt."""
+    """Number of beams to return per prompt."""
     length_penalty: float = 1.0
     early_stopping: EarlyStopping = False
-    """True stops at `num_beams` finished beams; False continues while the best running beam's current score beats the
-    worst finished one; "never" continues while its score at any length could."""
+    """When the search of a prompt stops, after `num_beams` beams have finished.
+
+    True: at once. False: when the current score of the best running beam is not above that of the worst finished beam.
+    "never": when the score of the best running beam cannot exceed that of the worst finished beam at any length."""
     min_new_tokens: int = 0
     decoder_start_token_id: int | None = None
     forced_bos_token_id: int | None = None
@@ -52,7 +54,7 @@ class BeamSearchParams:
 
 
 class BeamLogitsProcessor:
-    """Processes log-probabilities of the next token, in the order of transformers, so that the same rule wins."""
+    """Processes log-probabilities of the next token, with the same order and precedence of rules as transformers."""
 
     def __init__(self, vocab_size: int, device: torch.device, params: BeamSearchParams) -> None:
         self.vocab_size, self.params = vocab_size, params
@@ -78,7 +80,7 @@ class BeamLogitsProcessor:
         """Whether a rule depends on earlier tokens, including the prompt."""
 
     def __call__(self, scores: Float[Tensor, "R V"], history: Int[Tensor, "R L"], num_new: int) -> Float[Tensor, "R V"]:
-        """Process, in place, the scores of the token after `num_new` generated tokens."""
+        """Process the scores of the token that follows `num_new` generated tokens, in place."""
         forced = self.forced_bos_token_id if num_new == 0 else None
         if num_new == self.params.max_new_tokens - 1 and len(self.forced_eos_token_ids):
             forced = self.forced_eos_token_ids
@@ -127,6 +129,6 @@ class BeamLogitsProcessor:
         scores.masked_fill_(self._vocab_mask(tokens, mask), -torch.inf)
 
     def _vocab_mask(self, tokens: Int[Tensor, "R S"], mask: Bool[Tensor, "R S"]) -> Bool[Tensor, "R V"]:
-        """Mask of the vocabulary that is true at each row's tokens; masked tokens are written to an extra column."""
+        """Return a vocabulary mask that is True at each row's tokens. Tokens with a False `mask` are ignored."""
         vocab_mask = torch.zeros(len(tokens), self.vocab_size + 1, dtype=torch.bool, device=tokens.device)
         return vocab_mask.scatter_(1, torch.where(mask, tokens, self.vocab_size), True)[:, :-1]

@@ -19,7 +19,7 @@ _INVALID_LOGITS = 2
 
 
 class Beam(NamedTuple):
-    """A finished beam: tokens including EOS, and log-probability / length ** length_penalty."""
+    """A finished beam: tokens including EOS, and score = sum of log-probabilities / length ** length_penalty."""
 
     tokens: list[int]
     score: float
@@ -27,7 +27,7 @@ class Beam(NamedTuple):
 
 
 def beam_search(model: Transformer, prompts: Sequence[Sequence[int]], params: BeamSearchParams) -> list[list[Beam]]:
-    """Return the `n` best beams per prompt, best first; fewer if there are no more.
+    """Return the `n` best beams per prompt, best first, or all finished beams if there are fewer.
 
     With an encoder-decoder the prompts are sources, and targets start with `decoder_start_token_id`.
     """
@@ -59,9 +59,9 @@ def _search(
     """The beam search loop: return scores and tokens of the finished beams per prompt.
 
     A running beam's score is the sum of its log-probabilities; −inf marks an empty slot. Dimensions: P prompts, R beams
-    per prompt (1 before the first step), V the vocabulary. `prompt_tokens`: history of the logits processor before the
-    first new token. Each step synchronizes once with the device, to find the prompts that are finished and remove them
-    from the batch.
+    per prompt (1 before the first step), V the vocabulary. `prompt_tokens`: tokens that the logits processor sees
+    before the first new token. Each step synchronizes once with the device, to find the prompts that are finished and
+    remove them from the batch.
     """
     device, vocab_size, num_beams = logits.device, logits_processor.vocab_size, params.num_beams
     results: dict[int, tuple[Tensor, Tensor]] = {}
@@ -70,7 +70,7 @@ def _search(
     score = torch.zeros(len(prompt_tokens), 1, device=device)
     finished_scores = torch.full((len(prompt_tokens), num_beams), -torch.inf, device=device)
     finished_tokens = torch.full((len(prompt_tokens), num_beams, params.max_new_tokens), NO_TOKEN, device=device)
-    # Enough candidates for num_beams running beams even if every beam ends with each EOS token.
+    # Enough candidates for num_beams running beams, even if each EOS token of every beam is among the candidates.
     num_candidates = max(2, 1 + len(logits_processor.eos_token_ids)) * num_beams
     for num_new in range(params.max_new_tokens):
         num_parents = score.shape[-1]  # beams per prompt: 1 in the first step
@@ -123,7 +123,9 @@ def _search(
 def _can_improve(
     params: BeamSearchParams, scores: Float[Tensor, "P R"], finished_scores: Float[Tensor, "P N"], num_new: int
 ) -> Bool[Tensor, " P"]:
-    """Whether a prompt's best running beam may still beat its worst finished beam (−inf if there are too few)."""
+    """Whether a prompt's best running beam may still get a higher score than its worst finished beam.
+
+    The worst score is −inf while fewer than `num_beams` beams have finished."""
     worst = finished_scores[:, -1]
     if num_new == params.max_new_tokens:
         return torch.zeros_like(worst, dtype=torch.bool)
@@ -140,7 +142,7 @@ def _gather_beams(tensor: Int[Tensor, "P R L"], index: Int[Tensor, "P K"]) -> In
 def _prefill(
     model: DecoderOnly | EncoderDecoder, prompts: Sequence[Sequence[int]], params: BeamSearchParams
 ) -> tuple[Int[Tensor, "P G"], Cache, Float[Tensor, "P V"]]:
-    """Prefill the prompts, one row each; return decoder tokens, cache and first logits."""
+    """Prefill the prompts, one row each; return the decoder tokens, the cache and the logits of the first new token."""
     vocab_size, start = model.config.vocab_size, params.decoder_start_token_id
     if isinstance(model, EncoderDecoder):
         if start is None:
@@ -160,7 +162,7 @@ def _prefill(
 def _left_pad(
     prompts: Sequence[Sequence[int]], vocab_size: int, device: torch.device
 ) -> tuple[Int[Tensor, "P T"], Bool[Tensor, "P T"] | None]:
-    """Left-padded prompts, one per row, and their mask (None if they have equal lengths)."""
+    """Return the left-padded prompts, one per row, and their padding mask (None if all have the same length)."""
     rows = [check_ids_in_vocab(f"prompt {i}", prompt, vocab_size) for i, prompt in enumerate(prompts)]
     if not all(rows):
         raise InputError(f"prompt {rows.index([])} is empty; pass at least one token")
@@ -173,7 +175,7 @@ def _left_pad(
 
 
 def _finished_beams(prompt_index: int, scores: Tensor, sequences: Tensor, params: BeamSearchParams) -> list[Beam]:
-    """Finished beams of a prompt on the host. A beam that ends with a forced EOS was cut, whatever its last token."""
+    """Convert the finished beams of a prompt to `Beam`. A beam with a forced EOS has the finish reason "length"."""
     beams = []
     for score, row in zip(scores.tolist(), sequences.tolist(), strict=True):
         tokens = [token for token in row if token != NO_TOKEN]

@@ -23,7 +23,7 @@ _DRAFT_STREAM = 1
 
 
 class Proposal(NamedTuple):
-    """Draft tokens for n rows; row i has `lengths[i]` of them."""
+    """Draft tokens for n rows. Row i has `lengths[i]` draft tokens; the rest of the row is padding."""
 
     tokens: Int64[Tensor, "n k"]
     lengths: list[int]
@@ -43,11 +43,11 @@ class Proposer(Protocol):
     def propose(
         self, requests: Sequence[Request], max_tokens: Sequence[int], state: SamplingState, features: SamplingFeatures
     ) -> Proposal:
-        """Propose up to `max_tokens` per row; `state` is a copy that may be modified."""
+        """Propose up to `max_tokens[i]` draft tokens for row i. `state` is a copy, which may be modified."""
         ...
 
     def truncate(self, lengths: Sequence[int]) -> None:
-        """Drop rejected tokens: keep the first `lengths` tokens of each row."""
+        """Drop rejected tokens: keep the first `lengths[i]` tokens of row i."""
         ...
 
 
@@ -71,7 +71,7 @@ class DraftModelProposer:
             max_source_len=target_config.max_source_len,
             decoder_start_token_id=target_config.decoder_start_token_id,
         )
-        # A row without drafts is padded while other rows process the up to two tokens accepted since the last step.
+        # While other rows process the tokens accepted since the last step (up to two), a row without drafts is padded.
         config = reserve_draft_slots(config, num_draft_tokens + 1)
         self.model_runner = ModelRunner(model, config.build_cache(), compile=False)
         self.prefill_chunk_size = config.prefill_chunk_size
@@ -88,8 +88,9 @@ class DraftModelProposer:
         self._prefill_prompts(requests[0].row or 0, sequences)
 
     def _prefill_prompts(self, first_row: int, sequences: Sequence[Sequence[int]]) -> None:
-        """Prefill all but the last token of sequences in rows from `first_row` on, in passes of at most
-        `prefill_chunk_size` tokens."""
+        """Prefill all but the last token of each sequence, in rows first_row, first_row + 1, …
+
+        A forward pass has at most `prefill_chunk_size` tokens."""
         ends = [max(0, len(sequence) - 1) for sequence in sequences]
         self.num_computed[first_row : first_row + len(ends)] = ends
         start = 0
@@ -134,7 +135,9 @@ class DraftModelProposer:
         return Proposal(torch.stack(draft_tokens, -1), counts, probs)
 
     def _prefill_new_tokens(self, chunks: Sequence[Sequence[int]]) -> Float[Tensor, "n V"]:
-        """Process the tokens accepted since the last call; return the logits after them, undefined for empty chunks."""
+        """Process the tokens accepted since the last call; return the logits after the last token of each chunk.
+
+        The logits of a row with an empty chunk are undefined."""
         longest = max(map(len, chunks))
         tokens = torch.tensor([[*self._clamp_token_ids(chunk), *[0] * (longest - len(chunk))] for chunk in chunks])
         mask = None
@@ -162,13 +165,15 @@ class DraftModelProposer:
         return runner.forward_hidden(runner.model, tokens.to(device), mask, view)
 
     def _match_target_vocab(self, logits: Float[Tensor, "n W"]) -> Float[Tensor, "n V"]:
-        """Convert to the target's vocabulary size: cut off padding, or add tokens with probability 0."""
+        """Convert logits to the target's vocabulary size: cut off padding, or add tokens with probability 0."""
         missing = self.target_vocab_size - logits.shape[-1]
         return torch.nn.functional.pad(logits.to(self.device), (0, missing), value=-torch.inf)
 
     def _clamp_token_ids(self, tokens: Sequence[int]) -> list[int]:
-        """Clamp ids to the draft's vocabulary. Only padding of the target's vocabulary exceeds it; the drafts after
-        such a token are arbitrary, and rejection sampling keeps the output correct."""
+        """Clamp ids to the draft model's vocabulary.
+
+        Only padding entries of the target's vocabulary have larger ids. Drafts after such a token are arbitrary, and
+        rejection sampling keeps the output correct."""
         return [min(token, self.max_token_id) for token in tokens]
 
     def truncate(self, lengths: Sequence[int]) -> None:
@@ -180,14 +185,16 @@ class DraftModelProposer:
 
 
 def _replace_invalid_probs(probs: Float32[Tensor, "n V"]) -> Float32[Tensor, "n V"]:
-    """Replace invalid rows (NaN, or all tokens suppressed) by a one-hot at token 0: a draft need not be good."""
+    """Replace invalid rows (NaN, or all tokens suppressed) by a one-hot at token 0.
+
+    The output stays correct, because rejection sampling corrects any draft."""
     one_hot = torch.zeros_like(probs[0])
     one_hot[0] = 1
     return torch.where(probs.sum(-1, keepdim=True).isfinite(), probs, one_hot)
 
 
 def reserve_draft_slots(config: EngineConfig, num_draft_tokens: int) -> EngineConfig:
-    """Add slots for draft tokens: at the end of a row (padding is written there too) and in ring buffers."""
+    """Add slots for draft tokens at the end of each row, where padding is written too, and in ring buffers."""
     config = copy.copy(config)
     config.num_slots += num_draft_tokens
     config.prefill_chunk_size = max(config.prefill_chunk_size, num_draft_tokens + 1)
@@ -200,17 +207,19 @@ def check_draft_compatibility(
     """Raise if the draft model differs in structure (encoder, decoder) or vocabulary."""
     if draft_model.stacks.keys() != model.stacks.keys():
         ours, theirs = (" and ".join(each.stacks) for each in (draft_model, model))
-        raise InputError(f"the draft model has {ours}, the target model {theirs}; use a draft of the same structure")
+        raise InputError(
+            f"the draft model has {ours}, but the target model has {theirs}; use a draft model of the same structure"
+        )
     for name in ("vocab_size", "source_vocab_size"):
         target_size, draft_size = (getattr(each_model.config, name, None) for each_model in (model, draft_model))
         compare_tokens = name == "vocab_size" and tokenizer is not None and draft_tokenizer is not None
         if target_size != draft_size and not compare_tokens:
-            sizes = f"the draft model's {name} is {draft_size}, the target model's {target_size}"
-            raise InputError(f"{sizes}; use a draft with the same vocabulary")
+            sizes = f"the draft model's {name} is {draft_size}, but the target model's is {target_size}"
+            raise InputError(f"{sizes}; use a draft model with the same vocabulary")
     if tokenizer is None or draft_tokenizer is None:
         return
     for token_id in range(max(tokenizer.vocab_size, draft_tokenizer.vocab_size)):
         target_token, draft_token = tokenizer.id_to_token(token_id), draft_tokenizer.id_to_token(token_id)
         if target_token != draft_token:
             tokens = f"{target_token!r} in the target model and {draft_token!r} in the draft model"
-            raise InputError(f"token {token_id} is {tokens}; use a draft with the same vocabulary")
+            raise InputError(f"token {token_id} is {tokens}; use a draft model with the same vocabulary")

@@ -18,16 +18,16 @@ class NgramConfig:
     """Prompt lookup decoding (Saxena 2023): drafts from earlier occurrences of the last tokens, without a model."""
 
     max_ngram_size: int = 3
-    """Longest n-gram to look up; if it is not found, one token less, and so on."""
+    """Length of the longest n-gram to look up. If it is not found, the n-gram with one token less is, and so on."""
     min_ngram_size: int = 2
-    """Shortest n-gram to look up."""
+    """Length of the shortest n-gram to look up."""
 
     def __post_init__(self) -> None:
         for name in ("max_ngram_size", "min_ngram_size"):
             check_positive_int(name, getattr(self, name))
         if self.min_ngram_size > self.max_ngram_size:
             sizes = f"min_ngram_size is {self.min_ngram_size}, more than max_ngram_size {self.max_ngram_size}"
-            raise InputError(f"{sizes}; lower it")
+            raise InputError(f"{sizes}; lower min_ngram_size")
 
 
 class NgramIndex:
@@ -37,7 +37,7 @@ class NgramIndex:
         self.config = config
         self.tokens: list[int] = []
         self.continuations: dict[tuple[int, ...], int] = {}
-        """By n-gram: index of the token after its last occurrence."""
+        """For each n-gram, the index of the token after its last occurrence."""
         self.extend(tokens)
 
     def extend(self, tokens: Iterable[int]) -> None:
@@ -48,9 +48,9 @@ class NgramIndex:
             self.tokens.append(token)
 
     def propose(self, num_tokens: int) -> list[int]:
-        """Return the continuation of the longest suffix that occurred before; empty if none did.
+        """Return the continuation of the longest suffix that occurred before; an empty list if none did.
 
-        A continuation that reaches the end of the sequence repeats itself, so that periodic text is continued.
+        A continuation that reaches the end of the sequence starts again, so that periodic text is continued.
         """
         tokens = self.tokens
         for length in range(min(self.config.max_ngram_size, len(tokens)), self.config.min_ngram_size - 1, -1):
@@ -62,7 +62,9 @@ class NgramIndex:
 
 
 class NgramProposer:
-    """Proposes tokens by `NgramIndex`; the source of an encoder-decoder is included if it has the same vocabulary."""
+    """Proposes tokens by `NgramIndex`.
+
+    The source of an encoder-decoder is searched too, if source and target have the same vocabulary."""
 
     def __init__(self, config: NgramConfig, engine_config: EngineConfig) -> None:
         self.config, self.device = config, engine_config.model.device

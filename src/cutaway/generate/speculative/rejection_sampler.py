@@ -20,19 +20,19 @@ class RejectionSamplerOutput(NamedTuple):
     """Result of one verification step."""
 
     tokens: Int64[Tensor, "n T"]
-    """Accepted draft tokens, then one token of the target model; the rest of the row is undefined."""
+    """Accepted draft tokens, then one token sampled with the target model. The rest of the row is undefined."""
     num_accepted: Int64[Tensor, " n"]
     invalid: Bool[Tensor, " n"]
-    """The logits of the last token contain NaN or +inf, or all tokens are suppressed."""
+    """True if the logits of the last token contain NaN or +inf, or if all tokens are suppressed."""
 
 
 def rejection_sample(
     logits: Float[Tensor, "n T V"], proposal: Proposal, state: SamplingState, features: SamplingFeatures
 ) -> RejectionSamplerOutput:
-    """Accept draft tokens in order, then sample one token after the accepted ones; tokens are appended to `state`.
+    """Accept draft tokens in order, then sample one more token. All these tokens are appended to `state`.
 
-    Draft x is accepted if u · q(x) < p(x), i.e. with probability min(1, p(x) / q(x)). At the first rejection the token
-    is sampled from max(p − q, 0), after the last draft from p.
+    Draft token x is accepted if u · q(x) < p(x), where u is uniform in [0, 1): with probability min(1, p(x) / q(x)).
+    The last token is sampled from max(p − q, 0) if a draft token was rejected, and from p if all were accepted.
     """
     width = logits.shape[1]
     num_drafts = torch.tensor(proposal.lengths, device=logits.device)
@@ -63,7 +63,7 @@ def rejection_sample(
 
 
 def expected_tokens(acceptance_rate: float, num_draft_tokens: int) -> float:
-    """Expected tokens per forward pass: 1 + a + … + a^k = (1 − a^(k+1)) / (1 − a) for acceptance rate a."""
+    """Expected number of tokens per forward pass, 1 + a + … + a^k, for acceptance rate a and k draft tokens."""
     if not 0 <= acceptance_rate <= 1 or num_draft_tokens < 0:
         values = f"acceptance_rate is {acceptance_rate!r} and num_draft_tokens {num_draft_tokens!r}"
         raise InputError(f"{values}; pass a rate from 0 to 1, and a number of tokens, 0 or more")

@@ -1,9 +1,10 @@
 """Speculative decoding: several draft tokens are verified in one forward pass of the target model.
 
-A draft token x with draft probability q(x) is accepted with probability min(1, p(x)/q(x)), where p is the target's. At
-the first rejection a token is sampled from max(p − q, 0); if all drafts are accepted, one more from p. The output has
-exactly the distribution p (Leviathan et al. 2023, Chen et al. 2023). In greedy decoding p and q are 0 or 1, and the
-rule is the same. Sampling parameters apply to both p and q, so that they keep their meaning.
+A draft token x is accepted with probability min(1, p(x)/q(x)), where q is the distribution of the draft model and p
+that of the target model. At the first rejection, a token is sampled from max(p − q, 0), normalized. If all draft tokens
+are accepted, one more token is sampled from p. The output has exactly the distribution p (Leviathan et al. 2023, Chen
+et al. 2023). The same rule holds in greedy decoding, where p and q are 0 or 1. Sampling parameters apply to both p and
+q.
 """
 
 from collections.abc import Sequence
@@ -43,9 +44,9 @@ class SpeculativeStats:
     num_drafted: int = 0
     num_accepted: int = 0
     num_forward_passes: int = 0
-    """Forward passes of the target model, counted once per request in the batch."""
+    """Number of forward passes of the target model, in which a pass over a batch counts once per request."""
     num_output_tokens: int = 0
-    """Tokens of all completions, without output_prefix."""
+    """Number of tokens of all completions, without output_prefix."""
 
     @property
     def acceptance_rate(self) -> float:
@@ -54,7 +55,7 @@ class SpeculativeStats:
 
     @property
     def tokens_per_forward_pass(self) -> float:
-        """1 without speculation."""
+        """Number of output tokens per forward pass and request; 1 without speculation."""
         return self.num_output_tokens / self.num_forward_passes if self.num_forward_passes else 0.0
 
 
@@ -62,7 +63,7 @@ class SpeculativeDecoder(Engine):
     """Engine with speculative decoding: one or more tokens per request and step.
 
     A completion depends only on its own prompt, sampling parameters and seed. Sampled completions have the same
-    distribution as without a draft, but are not the same for the same seed.
+    distribution as without a draft, but the same seed gives other tokens than without a draft.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class SpeculativeDecoder(Engine):
         num_draft_tokens: int = 4,
         max_waiting: int = 1024,
     ) -> None:
-        """`num_draft_tokens`: draft tokens per step."""
+        """`num_draft_tokens`: maximum number of draft tokens per request and step."""
         check_positive_int("num_draft_tokens", num_draft_tokens)
         if config.weight_bits is not None or config.compile:
             name = "compile" if config.weight_bits is None else "weight_bits"
@@ -95,7 +96,7 @@ class SpeculativeDecoder(Engine):
         self.request_config, self.num_draft_tokens = config, num_draft_tokens
         self.scheduler = SpeculativeScheduler(self.model_runner, extended, self.proposer)
         self.async_scheduling = False
-        self.rope_switch_lengths = []  # no sequence reaches one: see `_build_request`
+        self.rope_switch_lengths = []  # no sequence reaches a switch length: see `_build_request`
         self.stats = SpeculativeStats()
 
     def _build_request(
@@ -126,7 +127,7 @@ class SpeculativeDecoder(Engine):
                 self._draft_and_verify(requests)
 
     def _draft_and_verify(self, requests: Sequence[Request]) -> None:
-        """Propose and verify draft tokens, and roll the caches back to the accepted ones."""
+        """Propose and verify draft tokens, and remove the rejected tokens from the caches."""
         sampler = self.model_runner.sampler
         features, state = sampler.features(len(requests)), sampler.first_rows(len(requests))
         tokens_left = [request.output.max_tokens - len(request.output.tokens) for request in requests]
@@ -188,7 +189,7 @@ class SpeculativeDecoder(Engine):
 
 
 class SpeculativeScheduler(Scheduler):
-    """Scheduler of two caches: a request has the same row in the target's and in the draft's cache."""
+    """Scheduler of two caches: a request has the same row in the target model's and in the draft model's cache."""
 
     def __init__(self, model_runner: ModelRunner, config: EngineConfig, proposer: Proposer) -> None:
         super().__init__(model_runner, config, prefix_caching=True)
