@@ -70,7 +70,7 @@ class CheckedModel:
     generate_speculative: GenerateFunction | None = None
     """tokens, n → (B, n) new tokens by speculative decoding at temperature 0."""
     loss: TokensFunction | None = None
-    """tokens, labels (B, T) → mean training loss. Labels are not shifted; labels of -100 are ignored."""
+    """tokens, labels (the same tokens, not shifted) → mean training loss. Labels of -100 are ignored."""
     logits_with_labels: TokensFunction | None = None
     """tokens, labels (as for `loss`) → logits of the forward pass that computes the loss."""
     accumulated_loss: Callable[[Sequence[tuple[Tensor, Tensor]]], Tensor] | None = None

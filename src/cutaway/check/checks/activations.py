@@ -27,7 +27,7 @@ _DEAD_RATIO, _DEAD_SIGMAS, _MAX_DEAD_SHARE, _MAX_UNREAD_SHARE = 1e-6, 6.0, 0.3, 
 
 @compute_once
 def _trace_activations(ctx: CheckContext) -> tuple[ActivationTracer, Tensor]:
-    """Trace one forward pass: attention calls, linear layers and the logits."""
+    """Run one forward pass; return the tracer with its attention calls and linear layers, and the logits."""
     if ctx.model.module is not None:
         require_uncompiled(ctx.module)
     tokens = ctx.random_tokens(1 if ctx.is_slow else 2)
@@ -58,8 +58,9 @@ def _score_spread(attention: GatedAttention) -> tuple[Tensor, Tensor]:
     fix="inspect the scale and the weights of q and k; in training, normalize queries and keys (QK-norm)",
 )
 def attention_entropy(ctx: CheckContext) -> Iterator[CaseResult]:
-    """Trace every attention softmax of one forward pass. A head is flat if the scores of all queries differ by at most
-    1e-6; a layer has collapsed if the mean weight of the top key, other than the first, exceeds 0.995 in all heads."""
+    """Trace every attention softmax of one forward pass. A head is uniform if the scores of each query differ by at
+    most 1e-6. A layer has collapsed if at least half of the queries, over all heads, have their largest weight on
+    another key than the first, and the mean of these weights exceeds 0.995."""
     for call in _trace_gated_attentions(ctx):
         spread, num_keys = _score_spread(call)
         counted = num_keys >= _MIN_VISIBLE_KEYS
@@ -88,8 +89,9 @@ def attention_entropy(ctx: CheckContext) -> Iterator[CaseResult]:
     fix="multiply q·k by 1/sqrt(d_head); in training, use QK-norm, a softcap or a lower learning rate",
 )
 def attention_logits(ctx: CheckContext) -> CaseResult:
-    """Measure the spread of the visible scores of each query in every attention call of a forward pass. Beyond 500, the
-    resolution of bf16 is 2: a factor of seven in the weights."""
+    """Measure the spread (maximum minus minimum) of the visible scores of each query in every attention call of a
+    forward pass. It must not exceed 500. Near 500, neighboring bf16 numbers differ by 2, which is a factor of seven in
+    the attention weights."""
     spreads = [(float(_score_spread(call)[0].max()), call.module) for call in _trace_gated_attentions(ctx)]
     worst, location = max(spreads)
     if worst > _MAX_LOGIT_SPREAD:
@@ -134,7 +136,7 @@ def fp16_overflow(ctx: CheckContext) -> CaseResult:
 
 
 def _max_activation(call: LinearCall) -> float:
-    """Largest absolute input or output of a linear layer; infinite if there is NaN."""
+    """Largest absolute value of a linear layer's input and output; infinite if one is NaN."""
     values = [float(x.float().abs().max()) for x in (call.x, call.out) if x.numel()]
     return max((torch.inf if value != value else value for value in values), default=0.0)
 
@@ -238,8 +240,8 @@ def dead_neurons(ctx: CheckContext) -> Iterator[CaseResult]:
 
 
 def _never_active(pre_activation: Tensor, num_neurons: int) -> Tensor:
-    """The neurons whose pre-activation is far below zero; gate and up projections may be one matrix, half-split or
-    interleaved."""
+    """Boolean per neuron: True if the pre-activation is far below zero. Gate and up projections may be one matrix, in
+    halves or interleaved."""
     y = pre_activation.float().flatten(0, -2)
     inactive = y.mean(0) + _DEAD_SIGMAS * y.std(0) <= 0
     if len(inactive) == num_neurons:

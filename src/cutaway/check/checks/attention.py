@@ -17,19 +17,19 @@ from cutaway.check.registry import register_check
 from cutaway.check.report.finding import CaseResult, SkipCheckError, failure, skipped, success
 
 _MASKED_SCORE_GAP = 5000.0
-"""A key whose score is this far below the row's maximum is masked: masks subtract at least twice as much."""
+"""A key whose score is this far below the row's maximum counts as masked. Masks subtract at least twice as much."""
 
 
 _MAX_SEQ_LEN = 256
-"""Maximum length of a sequence that exceeds a window."""
+"""Maximum length of the sequence that is used to test a window."""
 
 
 _ROW_SUM_TOLERANCE = 1e-3
-"""Deviation of a row sum from 1, above any rounding error."""
+"""Tolerance for the deviation of a row sum from 1; it is above any rounding error."""
 
 
 _SCALE_TOLERANCE = 0.02
-"""Relative tolerance of a scale: far below any usual mistake, far above rounding."""
+"""Relative tolerance of a scale. It is far below the effect of usual mistakes and far above rounding errors."""
 
 
 def trace_self_attention(ctx: CheckContext, tokens: Tensor) -> list[AttentionCall]:
@@ -43,7 +43,7 @@ def trace_self_attention(ctx: CheckContext, tokens: Tensor) -> list[AttentionCal
 
 
 def visible_keys(attention: AttentionCall) -> Tensor:
-    """The keys visible to each query, (B, H, T, S)."""
+    """Boolean (B, H, T, S): True where a key is visible to a query."""
     scores = attention.scores[..., : attention.scores.shape[-2]].float()
     return scores > scores.amax(-1, keepdim=True) - _MASKED_SCORE_GAP
 
@@ -55,9 +55,9 @@ def visible_keys(attention: AttentionCall) -> Tensor:
     fix="make key j visible to query i where 0 <= i - j < window, in every kernel, and test both sides of the edge",
 )
 def sliding_window(ctx: CheckContext) -> Iterator[CaseResult]:
-    """Inspect the visible keys of every attention call: exactly the window's tokens in each row, or all tokens in
-    layers without a window. Then replace all tokens out of reach of the windows of all layers: the last logits must not
-    change."""
+    """Inspect the visible keys of every attention call: each query must attend to exactly the tokens in its window, or
+    to all tokens in layers without a window. Then replace the tokens that the last position cannot reach through the
+    windows of all layers: its logits must not change."""
     model = ctx.model
     sizes = model.windows or (() if model.window is None else (model.window,))
     if not sizes:
@@ -89,7 +89,7 @@ def sliding_window(ctx: CheckContext) -> Iterator[CaseResult]:
 
 
 def _check_visible_rows(ctx: CheckContext, tokens: Tensor, windows: tuple[int, ...]) -> CaseResult:
-    """Whether the visible keys of each layer are exactly those of one of the windows, or of full attention."""
+    """Check that the visible keys of each layer are exactly those of one of the windows, or of full attention."""
     model, length = ctx.model, tokens.shape[1]
     positions = torch.arange(length)
     distance = (positions[:, None] - positions[None, :]).abs()
@@ -186,8 +186,8 @@ def softmax_dim(ctx: CheckContext) -> Iterator[CaseResult]:
     fix="use the keys and values of group h // (heads / kv_heads) for head h: repeat_interleave over the head axis",
 )
 def grouped_query_attention(ctx: CheckContext) -> Iterator[CaseResult]:
-    """Trace the keys and values of each head: heads with equal ones must be adjacent, in groups of one size, the same
-    for keys and values. A kernel passed as `attention` must give the same result with kv heads shared and repeated."""
+    """Trace the keys and values of each head. Heads with equal keys must be adjacent, in groups of equal size, and have
+    equal values. A kernel passed as `attention` must give the same result with shared and with repeated kv heads."""
     if ctx.model.attention is not None:
         yield from _check_kernel_groups(ctx)
         return
@@ -225,8 +225,8 @@ def _check_kernel_groups(ctx: CheckContext) -> Iterator[CaseResult]:
         repeated = [x.repeat_interleave(KERNEL_HEADS // kv_heads, 1) for x in (k, v)]
         try:
             attention(q, k, v)
-        except Exception as error:  # any exception: it does not support GQA
-            raise SkipCheckError(f"with {kv_heads} kv heads it raises {type(error).__name__}") from error
+        except Exception as error:  # any exception means that the kernel does not support GQA
+            raise SkipCheckError(f"with {kv_heads} kv heads the kernel raises {type(error).__name__}") from error
         diff = ctx.compare(lambda: attention(q, *repeated), lambda: attention(q, k, v))
         yield ctx.expect_equal(
             diff,
@@ -244,7 +244,7 @@ def _check_kernel_groups(ctx: CheckContext) -> Iterator[CaseResult]:
 )
 def attention_scale(ctx: CheckContext) -> CaseResult:
     """Trace q and k from their projections to the softmax, and record each factor on them and on the scores. The
-    product of the factors must be the model's scale: 1/sqrt(d_head), unless its configuration has another."""
+    product of the factors must be the model's scale: 1/sqrt(d_head), unless the configuration sets another scale."""
     model = ctx.model
     if model.attention is not None:
         return _check_kernel_scale(ctx)
@@ -296,7 +296,7 @@ def _expected_scales(ctx: CheckContext, scales: list[AttentionScale]) -> tuple[l
 
 
 def _describe_wrong_scale(scores: TensorScale) -> str:
-    """The mistake that explains a wrong factor, or nothing."""
+    """The mistake that explains a wrong factor, in parentheses; empty if no known mistake does."""
     d = scores.head_dim
     mistakes = {
         "no scale": 1.0,
@@ -362,7 +362,7 @@ def attention_kernels(ctx: CheckContext) -> Iterator[CaseResult]:
 
 
 def _check_large_scores(ctx: CheckContext, q: Tensor, k: Tensor, v: Tensor) -> CaseResult:
-    """Scores of more than 100 occur in practice: the softmax must not overflow."""
+    """Check that the softmax does not overflow at scores above 100, which occur in practice."""
     factor = 8.0 * math.sqrt(q.shape[-1])
     if bool(require(ctx.model.attention)(factor * q, factor * k / 8, v).isfinite().all()):
         return success("large scores do not overflow")

@@ -13,7 +13,7 @@ from cutaway.check.registry import register_check
 from cutaway.check.report.finding import CaseResult, SkipCheckError, failure, success
 
 _MAX_PADDING_WEIGHT = 1 - 1e-4
-"""Above this share of attention on padding, real tokens are effectively masked."""
+"""If a larger share of the attention is on padding, real tokens are effectively masked."""
 
 
 @register_check(
@@ -141,8 +141,8 @@ def mask_diagonal(ctx: CheckContext) -> CaseResult:
 
 
 def _masked_diagonal(attention: AttentionCall, seq_len: int) -> Tensor:
-    """Masked diagonal entries (heads, T - 1), by a mask before the softmax or zeros after it. The first position is
-    left out: a fully masked row may have any pattern."""
+    """Boolean (heads, T - 1): True where a token is masked for itself, by a mask before the softmax or zeros after it.
+    The first position is left out, because a fully masked row may have any pattern."""
     masked = masked_positions(attention)[0, ..., :seq_len].diagonal(dim1=-2, dim2=-1)
     if attention.applied_pattern is not None and attention.applied_pattern.shape[-2:] == attention.pattern.shape[-2:]:
         applied, pattern = (

@@ -14,7 +14,7 @@ from cutaway.check.registry import register_check
 from cutaway.check.report.finding import CaseResult, SkipCheckError, failure, skipped, success
 
 _ZERO_GRADIENT_RATIO = 1e-12
-"""Gradient of other rows relative to the largest one, above which rows are not isolated."""
+"""Maximum gradient with respect to another row, relative to that with respect to the row itself."""
 
 
 @register_check(
@@ -25,8 +25,8 @@ _ZERO_GRADIENT_RATIO = 1e-12
     preflight=True,
 )
 def batch_isolation(ctx: CheckContext) -> Iterator[CaseResult]:
-    """Replace all rows of a batch but one: its logits must not change. The gradient of its logits, and of its loss,
-    with respect to the other rows must be zero."""
+    """Replace all rows of a batch except one: the logits of that row must not change. The gradients of its logits and
+    of its loss with respect to the other rows must be zero."""
     model, tokens = ctx.model, ctx.random_tokens(3, min(8, ctx.seq_len))
     logits = ctx.logits
     with torch.no_grad():
@@ -66,7 +66,7 @@ def _check_gradient_isolation(ctx: CheckContext, tokens: Tensor) -> Iterator[Cas
                 "logits of row 1, in training mode, have", _embedding_gradient(ctx, tokens, row_logits)
             )
         except (RuntimeError, ValueError, TypeError) as error:
-            yield skipped(f"in training mode it raised {type(error).__name__}")
+            yield skipped(f"in training mode the model raised {type(error).__name__}")
     if loss is None or ctx.is_slow:
         return
 
@@ -80,7 +80,7 @@ def _check_gradient_isolation(ctx: CheckContext, tokens: Tensor) -> Iterator[Cas
     if case.verdict == "fail":  # a term without labels, such as a load-balancing loss, may depend on all rows
         other = _embedding_gradient(ctx, tokens, lambda: row_loss(2))
         if float((gradient[0] - other[0]).abs().max()) <= 1e-4 * float(gradient[0].abs().max()):
-            case = skipped("its loss has a term over all rows that does not depend on the labels")
+            case = skipped("the loss has a term over all rows that does not depend on the labels")
     yield case
 
 
@@ -89,16 +89,16 @@ def _embedding_gradient(ctx: CheckContext, tokens: Tensor, compute: TensorFuncti
     with torch.enable_grad(), add_embedding_offset(ctx.model.module, lambda _: compute(), tokens) as offsets:
         value = compute()
         if not value.requires_grad or not offsets:
-            raise SkipCheckError("its logits require no gradient")
+            raise SkipCheckError("the logits require no gradient")
         (gradient,) = torch.autograd.grad(value, offsets[0], allow_unused=True)
     return torch.zeros_like(offsets[0]) if gradient is None else gradient.float()
 
 
 def _gradient_isolation_result(subject: str, gradient: Tensor) -> CaseResult:
-    """Whether the gradient of row 1's output is zero in rows 0 and 2."""
+    """Check that the gradient of row 1's output is zero in rows 0 and 2."""
     max_abs = gradient.abs().amax((1, 2))  # per row
     if not bool(max_abs.isfinite().all()):
-        raise SkipCheckError("its gradients are not finite")
+        raise SkipCheckError("the gradients are not finite")
     other, tolerance = float(torch.maximum(max_abs[0], max_abs[2])), _ZERO_GRADIENT_RATIO * float(max_abs[1])
     if not other <= tolerance:
         return failure(f"the {subject} a gradient with respect to other rows", other, tolerance, "row 1")
@@ -114,7 +114,7 @@ def _gradient_isolation_result(subject: str, gradient: Tensor) -> CaseResult:
 )
 @torch.no_grad()
 def batch_invariance(ctx: CheckContext) -> Iterator[CaseResult]:
-    """Run rows in a batch and alone, then the same with left padding: the logits must be equal."""
+    """Run rows in a batch and each row alone, without and with left padding: the logits must be equal."""
     model, length = ctx.model, min(12, ctx.seq_len)
     logits = ctx.logits
     for batch_size in (2, 5) if not ctx.is_slow else (2,):
@@ -164,7 +164,7 @@ def packing(ctx: CheckContext) -> Iterator[CaseResult]:
     logits_with_documents, logits = require(ctx.model.logits_with_documents), ctx.logits
     length = min(16, ctx.seq_len)
     if length < 4:
-        raise SkipCheckError(f"its maximum length is {length}, too short for several documents")
+        raise SkipCheckError(f"the maximum length is {length}, too short for several documents")
     for cuts in ((length // 4 + 1, 1), (length // 2, max(1, length // 8))):
         lengths = [*cuts, length - sum(cuts)]
         document_ids = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))[None].to(ctx.model.device)

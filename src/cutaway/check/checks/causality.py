@@ -21,15 +21,16 @@ _FIX = (
 )
 _TILE_SIZES = (8, 16, 32, 64)
 _ZERO_GRADIENT_RATIO = 1e-12
-"""Gradient of a masked token relative to the largest one: exactly zero, and this is far below any rounding error."""
+"""Maximum gradient with respect to a masked token, relative to the largest gradient. A correct gradient is exactly
+zero; this limit is far below any rounding error."""
 _PATH_CUTS = (1, 6, 23)
-"""Positions from which tokens are replaced on every code path."""
+"""Positions from which on all tokens are replaced, on every code path."""
 
 
 def _check_leaks(
     ctx: CheckContext, logits: LogitsFunction, tokens: Tensor, cuts: list[int], path: str = ""
 ) -> CaseResult:
-    """Replace all tokens from each cut on; a change of an earlier logit is a leak."""
+    """For each cut, replace all tokens from that position on. A change of an earlier logit is a leak."""
     with torch.no_grad():
         base = logits(tokens)
     worst = Difference(0.0, 0.0, ())
@@ -45,7 +46,7 @@ def _check_leaks(
 def _leak_result(
     ctx: CheckContext, logits: LogitsFunction, tokens: Tensor, cut: int, diff: Difference, path: str
 ) -> CaseResult:
-    """Describe a leak: the position, the later token it depends on, and the first module whose output differs."""
+    """Describe a leak: the position, the later token that changes its logits, and the first module that differs."""
     position = diff.index[1]
     for later in range(cut, tokens.shape[1]):
         other = ctx.replace_tokens(tokens, slice(later, later + 1))
@@ -90,13 +91,14 @@ def causality(ctx: CheckContext) -> Iterator[CaseResult]:
     depends_on=("causality",),
 )
 def causality_tile_edges(ctx: CheckContext) -> CaseResult:
-    """In a sequence of 67 tokens, replace all tokens from positions just before, at and just after 8, 16, 32 and 64."""
+    """In a sequence of 67 tokens, replace all tokens from a position on, for positions just before, at and just after
+    8, 16, 32 and 64: the earlier logits must not change."""
     longest = ctx.model.max_seq_len or 10_000
     length = min(max(_TILE_SIZES) + 3, longest)
     offsets = (-1, 0, 1) if not ctx.is_slow else (0,)
     cuts = [edge + offset for edge in _TILE_SIZES for offset in offsets if edge + offset < length]
     if not cuts:
-        raise SkipCheckError(f"its maximum length is {longest}, shorter than a tile")
+        raise SkipCheckError(f"the model's maximum length is {longest}, shorter than a tile")
     return _check_leaks(ctx, ctx.logits, ctx.random_tokens(1, length), cuts)
 
 
@@ -118,7 +120,7 @@ def causality_gradient(ctx: CheckContext) -> CaseResult:
     with torch.enable_grad(), add_embedding_offset(ctx.model.module, logits, tokens) as offsets:
         out = logits(tokens)
         if not out.requires_grad or not offsets:
-            raise SkipCheckError("its logits require no gradient")
+            raise SkipCheckError("the logits require no gradient")
         weights = torch.randn(out.shape[-1], generator=ctx.generator).to(out)
         for t in range(length):
             value = (out[0, t] * weights).sum()
@@ -137,7 +139,7 @@ def causality_gradient(ctx: CheckContext) -> CaseResult:
         if bool((out == out[..., :1]).all()):
             raise SkipCheckError("all logits are equal: the head is zero, as some models are initialized")
         if (0, 0) not in _find_independent_pairs(ctx, tokens, {0}):
-            raise SkipCheckError("its logits require no gradient")
+            raise SkipCheckError("the logits require no gradient")
         return failure("the logits do not depend on any token", 0.0, 0.0)
     dead = [(t, s) for t in range(length) for s in range(t + 1) if not norms[t, s] > 0]
     window = _infer_window(dead, length)
@@ -154,7 +156,7 @@ def causality_gradient(ctx: CheckContext) -> CaseResult:
 
 
 def _infer_window(zero_pairs: list[tuple[int, int]], seq_len: int) -> int:
-    """The sliding window that explains all independent pairs; 0 if no window does."""
+    """The sliding window that explains all pairs (position, token) in `zero_pairs`; 0 if no window does."""
     window, independent = min((t - s for t, s in zero_pairs), default=seq_len), set(zero_pairs)
     explained = all((t - s >= window) == ((t, s) in independent) for t in range(seq_len) for s in range(t + 1))
     return window if explained else 0
@@ -183,8 +185,8 @@ def _find_independent_pairs(ctx: CheckContext, tokens: Tensor, positions: set[in
     preflight=True,
 )
 def causality_paths(ctx: CheckContext) -> Iterator[CaseResult]:
-    """Repeat the causality check in training mode (with the same dropout), with gradients, with each kernel, with a
-    mask, in a batch, and within a chunk after cached tokens. The labels must not change the logits."""
+    """Repeat the causality check in training mode (with the same dropout masks in all runs), with gradients, with each
+    kernel, with a mask, in a batch, and within a chunk after cached tokens. The labels must not change the logits."""
     model, tokens = ctx.model, ctx.random_tokens()
     length = tokens.shape[1]
     path_cuts = _PATH_CUTS if not ctx.is_slow else _PATH_CUTS[1:2]
@@ -210,7 +212,7 @@ def causality_paths(ctx: CheckContext) -> Iterator[CaseResult]:
 
 
 def _check_label_leak(ctx: CheckContext, tokens: Tensor) -> CaseResult:
-    """Whether the logits change with the labels."""
+    """Check that the logits do not change with the labels."""
     logits_with_labels, other = require(ctx.model.logits_with_labels), ctx.replace_tokens(tokens)
     diff = ctx.compare(lambda: logits_with_labels(tokens, tokens), lambda: logits_with_labels(tokens, other))
     if diff.within_tolerance:
@@ -232,7 +234,7 @@ def _forward_paths(ctx: CheckContext) -> dict[str, LogitsFunction]:
             torch.manual_seed(ctx.seed)
             return with_gradients(tokens)
 
-    if not ctx.is_slow or ctx.model.module is None:  # training mode also covers it
+    if not ctx.is_slow or ctx.model.module is None:  # training mode also runs with gradients
         paths["with gradients"] = with_gradients
     if ctx.model.module is not None:
         paths["in training mode"] = in_training_mode

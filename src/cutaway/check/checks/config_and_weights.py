@@ -66,8 +66,8 @@ def config_fields(ctx: CheckContext) -> Iterator[CaseResult]:
     needs=("logits", "module"),
 )
 def meta_buffers(ctx: CheckContext) -> CaseResult:
-    """Search buffers for NaN. Build the model on the meta device and load these weights: it must give the same logits,
-    and its buffers must equal those of a newly built model."""
+    """Search buffers for NaN. Build the model on the meta device and load the same weights: the logits must be the
+    same. If that is not possible, save and load the model: buffers that change must not change the logits."""
     model, module, logits = ctx.model, ctx.module, ctx.logits
     floats = {name: buffer for name, buffer in module.named_buffers() if buffer.is_floating_point()}
     has_nan = [name for name, buffer in floats.items() if bool(buffer.isnan().any())]
@@ -82,8 +82,8 @@ def meta_buffers(ctx: CheckContext) -> CaseResult:
 
         return ctx.expect_equal(
             ctx.compare(lambda: logits(tokens), loaded_logits),
-            passed="built on the meta device and loaded, it gives the same logits",
-            failed="built on the meta device and loaded with the same weights, it gives other logits",
+            passed="built on the meta device and loaded, the model gives the same logits",
+            failed="built on the meta device and loaded with the same weights, the model gives other logits",
             location=_format_names(_find_changed_buffers(module, loaded)) or None,
         )
     if model.reload is None and model.build_module is None:
@@ -115,8 +115,8 @@ def _find_changed_buffers(module: nn.Module, other: nn.Module) -> list[str]:
     needs=("logits", "module"),
 )
 def tied_weights(ctx: CheckContext) -> Iterator[CaseResult]:
-    """Record which embedding matrix the tokens index and which matrix computes the logits: one storage if they are
-    tied, two if not. Copy the model, and save and load it if possible: tied parameters must stay tied."""
+    """Record the embedding matrix that the tokens index and the matrix that computes the logits: they must be one
+    tensor if tied, and two if not. Copy the model, and save and load it if possible: tied parameters must stay tied."""
     module, model = ctx.module, ctx.model
     require_uncompiled(module)
     yield _check_tied_head(ctx)
@@ -130,7 +130,7 @@ def tied_weights(ctx: CheckContext) -> Iterator[CaseResult]:
 
 
 def _check_tied_head(ctx: CheckContext) -> CaseResult:
-    """Whether the head shares the embedding matrix, compared with `tied_embeddings`."""
+    """Check that the head shares the embedding matrix if, and only if, `tied_embeddings` says so."""
     is_tied_expected = ctx.model.tied_embeddings
     with torch.no_grad(), ParameterTracer(ctx.module, ctx.model.vocab_size) as tracer:
         ctx.logits(ctx.random_tokens())
@@ -154,7 +154,7 @@ def _check_tied_head(ctx: CheckContext) -> CaseResult:
 
 
 def _is_not_constant(x: Tensor) -> bool:
-    """Whether a tensor has different values."""
+    """Whether not all values of a tensor are equal."""
     return bool(x.numel() > 1 and (x != x.flatten()[0]).any())
 
 
@@ -179,8 +179,8 @@ _UNREGISTERED_FIX = "use nn.ModuleList, nn.ModuleDict or nn.ParameterList"
     needs=("logits", "module"),
 )
 def unused_parameters(ctx: CheckContext) -> Iterator[CaseResult]:
-    """Save and load (if possible): no missing and no unexpected keys. Then trace a forward pass, a batch and the
-    training loss: every parameter must be read by some op."""
+    """Save and load the model, if possible: there must be no missing and no unexpected keys. Then trace a forward pass,
+    a batch and the training loss: every parameter must be read by some op."""
     module, model = ctx.module, ctx.model
     if model.reload is not None or model.build_module is not None:
         try:
@@ -231,7 +231,7 @@ def unused_parameters(ctx: CheckContext) -> Iterator[CaseResult]:
     needs=("logits", "reload|build_module|reload_logits"),
 )
 def save_load(ctx: CheckContext) -> CaseResult:
-    """Save (with slightly perturbed weights, if the model is small), load, and compare the logits."""
+    """Save the model (with slightly perturbed weights, if it is small), load it, and compare the logits."""
     model = ctx.model
     logits = ctx.logits
     if model.reload_logits is not None:
@@ -247,7 +247,7 @@ def save_load(ctx: CheckContext) -> CaseResult:
         location = _format_names(names) or None
     return ctx.expect_equal(
         diff,
-        passed="after saving and loading it gives the same logits",
-        failed="after saving and loading it gives other logits",
+        passed="after saving and loading, the model gives the same logits",
+        failed="after saving and loading, the model gives other logits",
         location=location,
     )

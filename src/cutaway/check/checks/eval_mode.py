@@ -75,7 +75,7 @@ def eval_determinism(ctx: CheckContext) -> Iterator[CaseResult]:
 
 
 def _sample_parameters(module: nn.Module | None) -> dict[str, Tensor]:
-    """The first values of each parameter; in-place changes of a parameter change these too."""
+    """Copies of the first values of each parameter, to detect in-place changes."""
     params = {} if module is None else dict(module.named_parameters())
     return {name: param.detach().reshape(-1)[:256].clone() for name, param in params.items() if not param.is_meta}
 
@@ -94,7 +94,7 @@ def _compare_runs(ctx: CheckContext, tokens: Tensor, first: Tensor, second: Tens
 
 
 def _check_mode_preserved(ctx: CheckContext, module: nn.Module) -> CaseResult:
-    """Whether a forward pass keeps the training flags; mode-restored checks the same for generation."""
+    """Check that a forward pass keeps the training flags. The check mode-restored tests generation."""
     logits, tokens = ctx.logits, ctx.random_tokens(1, min(4, ctx.seq_len))
     with torch.no_grad(), fork_rng():
         logits(tokens)
@@ -108,7 +108,7 @@ def _check_mode_preserved(ctx: CheckContext, module: nn.Module) -> CaseResult:
 
 
 class _RandomMaskTracer(EagerDispatchMode):
-    """Dispatch mode that records random masks; at the dispatcher, so that no caller is missed."""
+    """Dispatch mode that records every op that draws a random mask, whatever Python function called the op."""
 
     def __init__(self, op_tracer: OpTracer) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -131,7 +131,8 @@ class _RandomMaskTracer(EagerDispatchMode):
     preflight=True,
 )
 def eval_dropout(ctx: CheckContext) -> CaseResult:
-    """Trace a forward pass in eval mode for dropout: PyTorch's functions, a fused kernel's dropout_p, random masks."""
+    """Trace a forward pass in eval mode: no dropout function may be active, no fused kernel may have dropout_p > 0, and
+    no random mask may be drawn."""
     model = ctx.model
     with torch.no_grad(), OpTracer(model.module) as tracer, _RandomMaskTracer(tracer) as random_masks:
         ctx.logits(ctx.random_tokens())

@@ -25,8 +25,11 @@ def _choose_prompt_lengths(ctx: CheckContext, max_new_tokens: int = 6) -> tuple[
 def _generate_continuation(
     generate: GenerateFunction, prompt: Tensor, num_tokens: int
 ) -> tuple[Tensor, CaseResult | None]:
-    """Generate from a prompt and remove the prompt if the output includes it; also return a failure if the number of
-    tokens is wrong. Generation may end early at an eos token, but then the same number of tokens must be possible."""
+    """Generate from a prompt; return the new tokens, without the prompt, and a failure if their number is wrong.
+
+    Generation may end early at an eos token. If that smaller number of tokens is then requested, exactly that number
+    must be generated.
+    """
 
     def generate_new(n: int) -> Tensor:
         out, length = generate(prompt, n), prompt.shape[1]
@@ -49,8 +52,11 @@ def _generate_continuation(
 def find_non_greedy_token(
     ctx: CheckContext, prompt: Tensor, continuation: Tensor
 ) -> tuple[int, int, float, float] | None:
-    """The first generated token that is not the argmax of the logits of one forward pass: its row, its index, its logit
-    deficit, and the tolerance. Tokens after an eos token are ignored."""
+    """Find the first generated token that is not the argmax of the logits of one forward pass.
+
+    Returns (row, index, how far its logit is below the largest logit, tolerance), or None if there is no such token.
+    Tokens after an eos token are ignored.
+    """
     logits, eos = ctx.logits, ctx.model.eos_token_id
     tokens = torch.cat((prompt, continuation.to(prompt)), 1)
     first = prompt.shape[1] - 1
@@ -85,7 +91,7 @@ def _check_greedy(
     description: str,
     unpadded_prompts: list[Tensor] | None = None,
 ) -> CaseResult:
-    """Whether each generated token is the argmax; `unpadded_prompts` are the prompts of a padded batch."""
+    """Check that each generated token is the argmax; `unpadded_prompts` are the prompts of a padded batch."""
     generated, wrong_count = _generate_continuation(generate, prompt, num_tokens)
     if wrong_count is not None:
         return wrong_count
@@ -220,7 +226,7 @@ _NUM_BEAMS = 3
 
 
 _MAX_PROMPTS = 8
-"""Prompts tried, if the model is fast, until the beams of one are reordered."""
+"""Maximum number of prompts that are tried, if the model is fast, until the beams of one are reordered."""
 
 
 _NUM_SAMPLES, _MIN_EXPECTED_COUNT = 4000, 20.0
@@ -292,8 +298,11 @@ def _sequence_log_probs(ctx: CheckContext, prompt: Tensor, continuations: Tensor
 def _reference_beam_search(
     ctx: CheckContext, prompt: Tensor, num_tokens: int, num_beams: int
 ) -> tuple[Tensor, float, bool]:
-    """Beam search without a cache: the scores, best first; the smallest margin by which a beam was dropped; and whether
-    a returned beam was reordered, without which a cache that is not reordered would be correct too."""
+    """Beam search without a cache.
+
+    Returns the scores (best first), the smallest margin by which a beam was dropped, and whether a returned beam was
+    reordered. Without reordering, even a cache that is not reordered would give the correct result.
+    """
     tokens, scores, margin = prompt, torch.zeros(1, device=prompt.device), float("inf")
     reordered = torch.zeros(1, dtype=torch.bool, device=prompt.device)
     for step in range(num_tokens):
@@ -329,7 +338,8 @@ _EMPTY_FILTER_FIX = "keep the token that crosses top_p, and exactly top_k tokens
 @torch.no_grad()
 def sampling(ctx: CheckContext) -> Iterator[CaseResult]:
     """Draw several thousand tokens from known logits and compare the counts with the probabilities (a chi-square test
-    that a correct sampler fails once in 10¹² times); repeat with temperature, top_k and top_p, if it takes them."""
+    that a correct sampler fails once in 10¹² times). Repeat with temperature, top_k and top_p, if `sample` takes
+    them."""
     sample = require(ctx.model.sample)
     # Unsorted, so that a sorted index used as a token id is detected; the last token is practically impossible.
     logits = torch.tensor([0.3, 2.0, -1.0, 1.2, 0.0, 1.7, -0.4, 0.9, -40.0], device=ctx.model.device)
@@ -371,7 +381,7 @@ def _test_counts(counts: Tensor, expected: Tensor, path: str) -> CaseResult:
 
 
 def _count_samples(ctx: CheckContext, sample: Callable[[int], Tensor], vocab_size: int) -> Tensor:
-    """Count samples per token: a first call is timed, and a second is as large as the time limit allows."""
+    """Count samples per token. A first call is timed; a second draws as many samples as the time limit allows."""
     start = ctx.clock()
     tokens = sample(64).flatten().long()
     seconds = max(ctx.clock() - start, 1e-6)
@@ -379,8 +389,8 @@ def _count_samples(ctx: CheckContext, sample: Callable[[int], Tensor], vocab_siz
     if num_more > 64:
         tokens = torch.cat((tokens, sample(num_more).flatten().long()))
     if int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size:
-        message = f"from {vocab_size} logits it sampled token {int(tokens.max())}"
-        raise SkipCheckError(f"{message}; it must sample from the logits passed")
+        message = f"for {vocab_size} logits, sample returned token {int(tokens.max())}"
+        raise SkipCheckError(f"{message}; it must sample from the logits that are passed")
     return torch.bincount(tokens, minlength=vocab_size).double()
 
 
@@ -397,7 +407,7 @@ def _expected_probabilities(logits: Tensor, params: Mapping[str, float]) -> Tens
 
 
 def _chi_square_test(counts: Tensor, probabilities: Tensor) -> tuple[float, int]:
-    """p-value of a chi-square test, and the number of categories; rare tokens are one category."""
+    """p-value of a chi-square test, and the number of categories. Rare tokens are combined into one category."""
     expected = probabilities * counts.sum()
     rare = expected < _MIN_EXPECTED_COUNT
     observed = torch.cat((counts[~rare], counts[rare].sum()[None]))

@@ -22,11 +22,12 @@ from cutaway.check.registry import CAUSAL_KINDS, register_check
 from cutaway.check.report.finding import CaseResult, SkipCheckError, failure, skipped, success
 
 _LONG_SEQ_LEN, _SHORT_SEQ_LEN = 34, 12
-"""Length of a sequence longer than a tile of 32, and of one that is split in many ways."""
+"""Length of a sequence that is longer than a tile of 32 tokens, and of one that is split at many positions."""
 MAX_SECONDS = 3.0
-"""Time limit for a sequence that exceeds the window."""
+"""Maximum estimated seconds of the check cache-sliding-window for one sequence."""
 _LARGE_VALUE = 1e4
-"""Large enough to change the logits if a slot is visible; times a weight of 0 it is 0."""
+"""Value in unused slots. It is large enough to change the logits if a slot is visible, and unlike NaN it is 0 when
+multiplied by a weight of 0."""
 
 
 @register_check(
@@ -101,7 +102,7 @@ def cache_chunked_prefill(ctx: CheckContext) -> Iterator[CaseResult]:
     if num_passed:
         yield worst.success(f"a chunked prefill gives the logits of one forward pass ({num_passed} splits)")
     if unsupported:
-        yield skipped(f"it does not support a prefill {unsupported}")
+        yield skipped(f"the model does not support a prefill {unsupported}")
 
 
 @register_check(
@@ -116,7 +117,8 @@ def cache_chunked_prefill(ctx: CheckContext) -> Iterator[CaseResult]:
 @torch.no_grad()
 def cache_unused_slots(ctx: CheckContext) -> CaseResult:
     """Fill the unused slots of a cache with NaN, and with values large enough to dominate if visible: the logits must
-    not change. If only NaN changes them, the check passes: 0 · NaN is NaN, and the weight of 0 is correct."""
+    not change. If only NaN changes the logits, the check passes: the slots have a weight of 0, which is correct, but
+    0 · NaN is NaN."""
     tokens, model = ctx.random_tokens(2), ctx.model
     logits, logits_with_filled_cache = ctx.logits, require(model.logits_with_filled_cache)
     base = logits(tokens)
@@ -152,8 +154,8 @@ def cache_unused_slots(ctx: CheckContext) -> CaseResult:
 )
 @torch.no_grad()
 def cache_sliding_window(ctx: CheckContext) -> Iterator[CaseResult]:
-    """Run a sequence longer than twice the window token by token and in chunks of three: the logits must equal those of
-    one forward pass, also beyond the window."""
+    """Run a sequence that is longer than the window (twice as long, if that is fast enough) token by token and in
+    chunks of three: the logits must equal those of one forward pass, also beyond the window."""
     model = ctx.model
     windows = sorted({*model.windows, *([] if model.window is None else [model.window])})
     if not windows:
@@ -162,13 +164,13 @@ def cache_sliding_window(ctx: CheckContext) -> Iterator[CaseResult]:
     testable = [window for window in windows if window + 2 <= max_seq_len]
     if not testable:
         raise SkipCheckError(
-            f"its maximum length is {max_seq_len}, so sequences do not exceed its window of {windows[0]}"
+            f"the model's maximum length is {max_seq_len}, so sequences do not exceed its window of {windows[0]}"
         )
     window = testable[0]
     lengths = [min(length, max_seq_len) for length in (2 * testable[-1] + 5, 2 * window + 5, window + 4)]
     length = next((n for n in lengths if _estimate_seconds(ctx, n) < MAX_SECONDS / 2), lengths[-1])
     if _estimate_seconds(ctx, length) > MAX_SECONDS:
-        raise SkipCheckError(f"a sequence longer than its window of {window} would take more than {MAX_SECONDS:g} s")
+        raise SkipCheckError(f"a sequence longer than the window of {window} would take more than {MAX_SECONDS:g} s")
     tokens = ctx.random_tokens(1, length)
     logits = ctx.logits
     base = logits(tokens)
@@ -210,8 +212,8 @@ def _estimate_seconds(ctx: CheckContext, seq_len: int) -> float:
 )
 @torch.no_grad()
 def cache_reuse(ctx: CheckContext) -> Iterator[CaseResult]:
-    """Run and generate from a sequence, then a longer one in a larger batch, then the first again: the results must be
-    equal."""
+    """Run a forward pass and generation on a sequence, then on longer sequences in a larger batch, then on the first
+    sequence again: its results must be the same as before."""
     model, length = ctx.model, ctx.seq_len
     tokens, longer = ctx.random_tokens(1, max(2, length // 2)), ctx.random_tokens(3, length)
     for path, forward in _forward_paths(ctx).items():

@@ -17,7 +17,7 @@ from cutaway.check.report.finding import CaseResult, SkipCheckError, failure, sk
 
 _SHIFT_NAMES = {0: "the token itself", 1: "the next token", 2: "the token after the next", -1: "the previous token"}
 _LEAK_CHECKS = ("causality", "causality-paths", "eval-determinism")
-"""If logits depend on more than their input, the loss cannot be compared with them."""
+"""If one of these checks fails, the loss cannot be compared with the logits."""
 _FACTOR_TOLERANCE = 1e-3
 """Relative tolerance for recognizing a shift."""
 
@@ -46,8 +46,8 @@ def _compare_loss(ctx: CheckContext, tokens: Tensor, labels: Tensor, logits: Ten
 
 @contextmanager
 def distinct_logits(ctx: CheckContext, tokens: Tensor) -> Iterator[Tensor]:
-    """Logits of these tokens. If all are equal (a zero head), the weights of a small model are perturbed while the
-    context is active."""
+    """Yield the logits of these tokens. If the losses of all tokens are equal (as with a zero head), the weights of a
+    small model are perturbed while the context is active."""
     with ExitStack() as stack:
         logits = require_vocab_logits(ctx, ctx.logits(tokens))
         if _has_uniform_losses(ctx, tokens, logits) and ctx.model.module is not None:
@@ -74,8 +74,8 @@ def _has_uniform_losses(ctx: CheckContext, tokens: Tensor, logits: Tensor) -> bo
 )
 @torch.no_grad()
 def loss_shift(ctx: CheckContext) -> CaseResult:
-    """Compare the loss with −log p of the tokens by the model's own logits, with labels shifted by 0, 1 and 2: a
-    decoder must shift by 1, an encoder by 0."""
+    """Compare the loss with the mean of −log p from the model's own logits, with labels shifted by 0, 1 and 2. The loss
+    of a decoder must be the one with a shift of 1, that of an encoder the one with a shift of 0."""
     tokens, expected_shift = ctx.random_tokens(2), label_shift(ctx)
     if tokens.shape[1] < 4:
         raise SkipCheckError("needs sequences of four tokens")
@@ -118,7 +118,8 @@ def _losses_by_shift(logits: Tensor, tokens: Tensor, expected_shift: int) -> Ite
 
 
 def _infer_shift(ctx: CheckContext, tokens: Tensor, logits: Tensor) -> int | None:
-    """The shift that explains the effect of one label on the loss, whatever other terms the loss has."""
+    """The shift that explains the effect of one label on the loss, even if the loss has other terms; None if none
+    does."""
     position = tokens.shape[1] // 2
     other = ctx.replace_tokens(tokens, slice(position, position + 1))
     first, second = torch.full_like(tokens, IGNORE_INDEX), torch.full_like(tokens, IGNORE_INDEX)
@@ -144,8 +145,9 @@ def _infer_shift(ctx: CheckContext, tokens: Tensor, logits: Tensor) -> int | Non
 )
 @torch.no_grad()
 def loss_reduction(ctx: CheckContext) -> CaseResult:
-    """Compare the loss with the mean of −log p from the model's own logits (ln V if they are uniform). If they differ,
-    other labels separate a factor from an added term: label smoothing and auxiliary losses are not bugs."""
+    """Compare the loss with the mean of −log p from the model's own logits (ln V if the logits are uniform). If the two
+    differ, losses with other labels show whether the loss has a wrong factor or an added term. Label smoothing and
+    auxiliary losses are not bugs."""
     tokens, shift = ctx.random_tokens(2), label_shift(ctx)
     with distinct_logits(ctx, tokens) as logits:
         diff = _compare_loss(ctx, tokens, tokens, logits)
@@ -174,7 +176,7 @@ def loss_reduction(ctx: CheckContext) -> CaseResult:
 
 
 def _describe_factor(ctx: CheckContext, factor: float, tokens: Tensor) -> str:
-    """The mistake that explains a factor on the loss, or nothing."""
+    """The mistake that explains a factor on the loss, in parentheses; empty if no known mistake does."""
     batch_size, num_labels = len(tokens), tokens.shape[1] - label_shift(ctx)  # labels per row
     known = {
         "a sum over all tokens": batch_size * num_labels,
@@ -200,8 +202,8 @@ def _describe_factor(ctx: CheckContext, factor: float, tokens: Tensor) -> str:
 )
 @torch.no_grad()
 def loss_eos(ctx: CheckContext) -> Iterator[CaseResult]:
-    """End each row with the eos token, then also with padding after it whose labels are -100: the loss must include the
-    eos token."""
+    """End each row with the eos token, then put padding with labels of -100 after it: the loss must include the eos
+    token in both cases."""
     eos = ctx.model.eos_token_id
     if eos is None:
         raise SkipCheckError("needs the eos token id (the property eos_token_id=)")
@@ -221,7 +223,7 @@ def loss_eos(ctx: CheckContext) -> Iterator[CaseResult]:
             loss = float(model_loss(ctx, inputs, labels))
             included, excluded = (float(_reference_loss(ctx, logits, y)) for y in (labels, without_eos))
         if abs(loss - excluded) < 0.2 * abs(included - excluded):
-            message = f"the eos token {place} is ignored: the loss is {loss:.4g}, and with it {included:.4g}"
+            message = f"the eos token {place} is ignored: the loss is {loss:.4g} instead of {included:.4g}"
             yield failure(message, loss, included, f"position {tokens.shape[1] - 1}")
             return
         if abs(loss - included) < 0.2 * abs(included - excluded):
@@ -280,14 +282,14 @@ def loss_ignore_index(ctx: CheckContext) -> Iterator[CaseResult]:
 
 
 def _losses_by_padding_rule(logits: Tensor, tokens: Tensor, labels: Tensor, shift: int) -> dict[str, float]:
-    """The loss with wrong rules for labels of -100, by description."""
+    """Description of a wrong rule for labels of -100 → the loss that this rule would give."""
     losses, index = token_losses(logits, labels, shift)
     num_labels = tokens.shape[1] - shift
     row_means = torch.stack([losses[index[:, 0] == row].mean() for row in range(len(tokens))])
     zero_labels = labels.masked_fill(labels == IGNORE_INDEX, 0)
     return {
-        ": they are counted in the denominator": float(losses.sum()) / (len(tokens) * num_labels),
-        ": it is a mean of row means": float(row_means.mean()),
-        ": they are learned as token 0": float(mean_loss(logits, zero_labels, shift)),
-        ": they are learned": float(mean_loss(logits, tokens, shift)),
+        ": labels of -100 are counted in the denominator": float(losses.sum()) / (len(tokens) * num_labels),
+        ": the loss is a mean of row means": float(row_means.mean()),
+        ": labels of -100 are learned as token 0": float(mean_loss(logits, zero_labels, shift)),
+        ": the tokens with labels of -100 are learned too": float(mean_loss(logits, tokens, shift)),
     }

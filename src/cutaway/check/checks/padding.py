@@ -26,7 +26,7 @@ _MAX_GRADIENT_NUMEL = 1 << 16
 _MAX_EXTRA_PADDING = 48
 """Maximum number of padding tokens added to a sequence."""
 _PREREQUISITES = ("causality", "batch-isolation", "batch-invariance", "mask-polarity", "mask-diagonal")
-"""Checks whose bugs would fail in every padded batch."""
+"""Checks whose bugs would make every padding check fail."""
 
 
 @register_check(
@@ -56,7 +56,7 @@ def fully_masked_row(ctx: CheckContext) -> Iterator[CaseResult]:
             if bool(logits(row).isfinite().all()):
                 yield failure(f"with {side} padding, the logits of a row are not finite", location="row 0")
             else:
-                yield skipped("its logits are not finite, even without padding")
+                yield skipped("the logits are not finite, even without padding")
             return
     diff = ctx.compare(
         lambda: logits_with_mask(tokens, mask)[:1, real],
@@ -139,13 +139,14 @@ def _ragged_rows_with_logits(ctx: CheckContext) -> tuple[tuple[list[Tensor], int
 
 
 def _unsupported_side_reason(ctx: CheckContext, side: str) -> str | None:
-    """Why a padding side is unsupported: absolute positions that count padding support right padding only."""
+    """Why the model does not support this padding side: if absolute positions count padding, it supports right padding
+    only. None if the side is supported."""
     model = ctx.model
     if side == "right" or model.positions_skip_padding or model.relative_positions:
         return None
     if model.kind == "decoder" and model.positions_skip_padding is None:
         return None
-    return "its positions count padding and cannot be passed, so it supports right padding only"
+    return "positions count padding and cannot be passed, so the model supports right padding only"
 
 
 @register_check(
@@ -189,7 +190,7 @@ def padding_leak(ctx: CheckContext) -> Iterator[CaseResult]:
     rows, seq_len = random_ragged_rows(ctx)
     for side, forward in (("right", logits_with_mask), ("left", logits_with_mask_only or logits_with_mask)):
         if side == "left" and ctx.model.positions_from_pad_token:
-            yield skipped("left padding: its positions are derived from the pad token")
+            yield skipped("left padding: positions are derived from the pad token")
             continue
         tokens, mask = pad_rows(rows, seq_len, side, choose_pad_token(ctx))
         other = torch.where(mask, tokens, ctx.random_tokens(len(rows), seq_len))

@@ -25,8 +25,8 @@ _FAR_POSITION = 1000
     needs=("logits", "reference_logits|reload"),
 )
 def parity(ctx: CheckContext) -> CaseResult:
-    """Run the same tokens with both. The second is `reference_logits`, or for a transformers model cutaway's own
-    implementation, loaded from the saved checkpoint."""
+    """Run the same tokens with the model and with a reference implementation: the logits must be equal. The reference
+    is `reference_logits`, or, for a transformers model, cutaway's implementation loaded from the saved checkpoint."""
     model = ctx.model
     logits = ctx.logits
     if model.reference_logits is not None:

@@ -30,9 +30,9 @@ from cutaway.config import DynamicNTK, LongRope
 
 _ROPE_NAME_PATTERN = re.compile(r"rope|rotary|inv_freq|freqs|frequenc|cos|sin_?cached")
 _MIN_SCORE_ROUNDING = 1e-5
-"""Rounding error of angles relative to the largest score."""
+"""Smallest assumed rounding error of scores, relative to the largest score."""
 _ROW_SUM_TOLERANCE = 1e-3
-"""Deviation of a row sum from 1, above any rounding error."""
+"""Tolerance for the deviation of a row sum from 1; it is above any rounding error."""
 _ROW_MAX_TOLERANCE = 1e-6
 _MAX_LOW_PRECISION_ANGLE = 2.0
 """Angles up to this value are as exact in bf16 as the vectors that they rotate."""
@@ -41,21 +41,22 @@ _ALIBI_SIGN_FIX = "add -slope · (i - j) to the score of query i and key j"
 _MAGNITUDE_TOLERANCE = 5e-3
 """Relative tolerance of the attention factor on cos and sin."""
 _MAX_SEQ_LEN = 96
-"""Maximum length of a sequence that exceeds the original length of a scaling."""
+"""Maximum length of the sequence that is used to test a RoPE scaling beyond its original length."""
 _MAX_ANGLE_UNCERTAINTY = 0.3
-"""Radians; angles with a larger possible rounding error are not compared."""
+"""Angles whose possible rounding error is larger than this, in radians, are not compared."""
 _SAME_FREQUENCY_CAUSE = "the exponent is the same for all pairs: an integer division, or the pair index is missing"
 _SAME_FREQUENCY_FIX = "use theta ** (-2 j / rotary_dim) for pair j, in floating point"
 _LAYOUT_NAMES = {"half": "(j, j + rotary_dim/2)", "interleaved": "(2j, 2j + 1)"}
 
 
 def _repeated_token(ctx: CheckContext) -> Tensor:
-    """A sequence (1, T) of one repeated token: without positions, all its positions are identical."""
+    """A sequence (1, T) of one repeated token. Without position information, the model cannot distinguish its
+    tokens."""
     return ctx.random_tokens(1, 1).expand(-1, min(ctx.seq_len, 13)).contiguous()
 
 
 def _score_spread(ctx: CheckContext, attention: AttentionCall) -> tuple[float, float]:
-    """Largest spread of the visible scores of a head, and the rounding error of scores."""
+    """Largest spread (maximum minus minimum) of the visible scores of a head, and the rounding error of the scores."""
     scores = attention.scores[..., : attention.scores.shape[-2]].float()
     visible = visible_keys(attention)
     high = scores.masked_fill(~visible, -torch.inf).amax((-1, -2))
@@ -80,7 +81,7 @@ def _qk_size(attention: AttentionCall, scale: float) -> float:
 
 @torch.no_grad()
 def _compare_positions(ctx: CheckContext, tokens: Tensor) -> Difference:
-    """Compare the logits of a repeated token at all positions with those at the first."""
+    """Compare the logits of a repeated token at all other positions with those at the first."""
     first = ctx.logits(tokens)[:, 1:]
     return ctx.compare_expecting_difference(
         lambda: ctx.logits(tokens)[:, 1:], lambda: ctx.logits(tokens)[:, :1].expand_as(first), first_result=first
@@ -123,7 +124,7 @@ def position_encoding(ctx: CheckContext) -> CaseResult:
 
 
 def _uses_positions(ctx: CheckContext) -> bool:
-    """Whether positions that are passed, if any, have an effect."""
+    """Whether positions that are passed to the model have an effect; True if none can be passed."""
     model = ctx.model
     logits_with_positions, tokens = model.logits_with_positions, ctx.random_tokens()
     if logits_with_positions is None or not model.has_positions or model.window == 1:
@@ -171,7 +172,7 @@ def rope_shift_invariance(ctx: CheckContext) -> Iterator[CaseResult]:
 
 
 def _uses_rotation(ctx: CheckContext, tokens: Tensor) -> bool:
-    """Whether the model probably uses RoPE: cos or sin is computed, or a name matches."""
+    """Whether the model probably uses RoPE: it computes cos or sin, or a name matches `_ROPE_NAME_PATTERN`."""
     with torch.no_grad(), OpTracer(ctx.model.module) as tracer:
         ctx.logits(tokens)
     if tracer.trig_calls:
@@ -200,7 +201,7 @@ def _has_attention_sinks(ctx: CheckContext, tokens: Tensor) -> bool:
 
 
 def _check_score_diagonals(ctx: CheckContext, tokens: Tensor, *, center_rows: bool = False) -> CaseResult:
-    """Whether scores are constant along each diagonal; `center_rows` is for ALiBi, which may add a constant per row."""
+    """Check that scores are constant along each diagonal. `center_rows` is for ALiBi, which may add a row constant."""
     worst = Difference(0.0, 0.0, ())
     for call in trace_self_attention(ctx, tokens):
         v = call.v
@@ -288,8 +289,8 @@ def _rotary_start(layer: RopeLayer) -> int:
 
 
 def _rotary_layout(layer: RopeLayer, x: Tensor) -> str:
-    """The configured layout; for latent attention the one that fits better, because some libraries permute the pairs
-    first, which does not change the scores."""
+    """The configured layout. For latent attention, the layout that fits better, because some libraries permute the
+    dimensions first, which does not change the scores."""
     if not layer.is_latent:
         return require(layer.rope).layout
     return min(_LAYOUT_NAMES, key=lambda layout: rotation_error(x, layout, layer.rotary_dim, _rotary_start(layer)))
@@ -309,8 +310,8 @@ def _describe_layout(layouts: set[tuple[str, int, int]]) -> str:
 )
 def rope_layout(ctx: CheckContext) -> CaseResult:
     """Run a sequence of one repeated token: its queries and keys may differ between positions only by a rotation. The
-    pairs that keep their norm are the rotated ones; they must be the configured pairs, or at least the same for q and
-    k."""
+    pairs of dimensions that keep their norm are the rotated ones. They must be the configured pairs or, without a known
+    configuration, the same for q and k."""
     ropes = get_rope_configs(ctx)
     if ropes is None:
         return _check_layout_without_config(ctx)
@@ -339,7 +340,7 @@ def rope_layout(ctx: CheckContext) -> CaseResult:
 
 
 def _check_layout_without_config(ctx: CheckContext) -> CaseResult:
-    """Without a configuration: q and k must be rotations by the same pairs."""
+    """Without a configuration, check that the same pairs of q and k are rotated."""
     if not ctx.model.has_positions or not _compare_positions(ctx, _repeated_token(ctx)).within_tolerance:
         raise SkipCheckError("for models with RoPE only")
     tolerance, num_checked = rotation_tolerance(ctx), 0
@@ -379,10 +380,10 @@ def _count_same_angle_pairs(x: Tensor, rotation: tuple[str, int, int], tolerance
 
 
 class _AngleError(NamedTuple):
-    """The worst angle of a layer."""
+    """The angle of a layer with the largest error relative to its tolerance."""
 
     ratio: float
-    """Error relative to its tolerance."""
+    """Error divided by the tolerance."""
     error: float
     tolerance: float
     pair: int
@@ -419,10 +420,10 @@ def _max_angle_error(layer: RopeLayer, x: Tensor, frequency: Tensor, ctx: CheckC
 def rope_scaling(ctx: CheckContext) -> Iterator[CaseResult]:
     """Run one token at near and far positions and measure the rotation of each pair of q and k: it must be position
     times the frequency of the configured formula. cos and sin must have the configured attention factor. Scalings that
-    change beyond the original length are also tested there."""
+    change the angles beyond the original length are also tested beyond that length."""
     ropes = get_rope_configs(ctx)
     if ropes is None:
-        raise SkipCheckError("needs rope: theta, and the scaling")
+        raise SkipCheckError("needs the RoPE parameters (the property rope=)")
     if not any(rope for rope, _ in ropes):
         raise SkipCheckError("for models with RoPE")
     lengths: list[int | None] = [None]

@@ -21,11 +21,13 @@ from cutaway.check.registry import register_check
 from cutaway.check.report.finding import CaseResult, SkipCheckError, failure, skipped, success, warning
 
 _MAX_LOSS_ABOVE_UNIFORM, _MIN_LOSS_RATIO = 2.0, 0.5
-"""An initial loss is unusual if it exceeds ln V by more nats (logits of σ² = 4 add 2), or is below this share of it."""
+"""An initial loss is unusual if it exceeds ln V by more than the first number, in nats, or is below the second number
+times ln V. Logits with a variance of 4 add 2 nats."""
 
 
 _OVERFIT_LRS, _OVERFIT_STEPS, _OVERFIT_LOSS_RATIO = (3e-3, 3e-2, 3e-4), 30, 0.9
-"""Learning rates tried one after another, steps per learning rate, and the share that the loss must fall to."""
+"""Learning rates that are tried one after another, number of steps at each, and the fraction of the initial loss that
+the loss must fall to."""
 
 
 _RMS_SAMPLE_SIZE = 1 << 16
@@ -37,7 +39,7 @@ _GRADIENT_SAMPLE_SIZE = 256
 
 
 _PARAMETER_PERTURBATION = 1e-2
-"""Perturbation, relative to a parameter's RMS, that tests whether it affects the loss."""
+"""Perturbation, relative to a parameter's RMS, that tests whether the parameter affects the loss."""
 
 
 _ADAM_LR = 3e-4
@@ -56,7 +58,7 @@ def _trainable_parameters(ctx: CheckContext) -> dict[str, nn.Parameter]:
 
 
 def _run_backward(ctx: CheckContext, tokens: Tensor) -> Tensor:
-    """Run forward and backward pass; return the loss, with new gradients in the parameters."""
+    """Run a forward and a backward pass; return the loss. The parameters then have new gradients."""
     _clear_gradients(ctx)
     with torch.enable_grad():
         loss = compute_loss(ctx, tokens)
@@ -72,7 +74,7 @@ class _GradientStats:
     is_finite: bool
     is_nonzero: bool
     update_ratio: float | None
-    """First Adam update relative to the parameter's RMS; None without a gradient, or if it is not a matrix."""
+    """RMS of the first Adam update divided by that of the parameter; None without a gradient, or if not a matrix."""
 
 
 @compute_once
@@ -147,7 +149,7 @@ def initial_loss(ctx: CheckContext) -> CaseResult:
 
 
 def _is_untrained(module: nn.Module, vocab_size: int | None) -> bool:
-    """Whether no training step was taken: gains and biases are constant, and embedding rows have similar norms."""
+    """Whether the model is untrained: gains and biases are constant, and embedding rows have similar norms."""
     vectors = [param for param in module.parameters() if param.ndim == 1 and param.numel() > 1]  # gains and biases
     if not vectors or not all(bool((x == x[0]).all()) for x in vectors if not _is_default_bias_init(x)):
         return False
@@ -163,7 +165,8 @@ def _is_untrained(module: nn.Module, vocab_size: int | None) -> bool:
 
 
 def _is_default_bias_init(bias: Tensor) -> bool:
-    """nn.Linear initializes biases uniformly in ±1/√fan_in: the maximum is about twice the mean absolute value."""
+    """Whether a bias may have nn.Linear's initialization, which is uniform in ±1/√fan_in: the maximum is then about
+    twice the mean absolute value."""
     magnitude = bias.float().abs()
     return bool(bias.numel() >= 8 and magnitude.max() <= 2.5 * magnitude.mean() and magnitude.max() < 1)
 
@@ -176,9 +179,9 @@ def _is_default_bias_init(bias: Tensor) -> bool:
     needs=("logits", "module"),
 )
 def gradient_flow(ctx: CheckContext) -> Iterator[CaseResult]:
-    """Run a backward pass from the loss. Perturb each parameter without a gradient: if the loss changes, it should have
-    had one. Unused experts, and heads that attend to one token only, correctly have none. Then compare the gradient
-    with respect to the token embeddings with finite differences."""
+    """Run a backward pass from the loss. Perturb each parameter without a gradient: if the loss changes, the parameter
+    should have had a gradient. Unused experts, and heads that attend to one token only, correctly have no gradient.
+    Then compare the gradient with respect to the token embeddings with finite differences."""
     module = ctx.module
     require_uncompiled(module)
     params = _trainable_parameters(ctx)
@@ -226,8 +229,8 @@ def _affects_loss(ctx: CheckContext, tokens: Tensor, parameters: list[nn.Paramet
     depends_on=("loss-shift", "loss-reduction"),
 )
 def overfit(ctx: CheckContext) -> CaseResult:
-    """Train a copy of the weights on one short sequence with 30 AdamW steps per learning rate: the loss must fall by
-    10 %."""
+    """Train a copy of the weights on one short sequence, with 30 AdamW steps at each of three learning rates: at one of
+    them, the loss must fall by 10 %."""
     params = _trainable_parameters(ctx)
     if sum(param.numel() for param in params.values()) > MAX_PERTURBED_PARAMS or ctx.is_slow:
         limit = f"at most {MAX_PERTURBED_PARAMS:,} parameters"
@@ -287,7 +290,7 @@ def update_ratio(ctx: CheckContext) -> CaseResult:
 )
 @torch.no_grad()
 def gradient_accumulation(ctx: CheckContext) -> CaseResult:
-    """Split a batch into micro-batches with few and many labels: the accumulated loss must equal the full batch's."""
+    """Split a batch into micro-batches with few and many labels: the accumulated loss must equal that of the batch."""
     accumulated_loss = require(ctx.model.accumulated_loss)
     tokens = ctx.random_tokens(3)
     labels = tokens.clone()
@@ -319,8 +322,8 @@ def gradient_accumulation(ctx: CheckContext) -> CaseResult:
     needs=("logits", "module", "set_activation_checkpointing"),
 )
 def activation_checkpointing(ctx: CheckContext) -> Iterator[CaseResult]:
-    """In training mode, with one random state: the loss and the gradients with activation checkpointing must equal
-    those without, with the model's own dropout and with dropout 0.3."""
+    """Compare the loss and the gradients with and without activation checkpointing, in training mode and with the same
+    random state: they must be equal, both with the model's own dropout and with a dropout of 0.3."""
     module, set_checkpointing = ctx.module, require(ctx.model.set_activation_checkpointing)
     require_uncompiled(module)
     tokens = ctx.random_tokens(1, min(8, ctx.seq_len))
@@ -351,7 +354,7 @@ def activation_checkpointing(ctx: CheckContext) -> Iterator[CaseResult]:
 
 
 def _gradient_location(ctx: CheckContext, index: int) -> str:
-    """The parameter whose gradient an element of `_sample_gradients` belongs to."""
+    """Describe the element of `_sample_gradients` with this index: the loss, or the gradient of a parameter."""
     if index == 0:
         return "the loss"
     end = 1
