@@ -235,9 +235,9 @@ claim("the contributions sum to the logit", contributions.sum(), predicted=logit
 # ## Logit lens: the prediction after each block
 #
 # The residual stream has the same width after every block, so the final norm and the head can be applied after any
-# of them: the *logit lens*. Two predictions. After the embedding, the largest logit is usually that of the token
-# itself, which is rarely the next token, so the loss should be above that of a uniform distribution,
-# $\log_2 2048 = 11$ bits. And the mean loss at the next token should decrease with every block.
+# block. This is the *logit lens*. There are two predictions. After the embedding, the largest logit is usually that of
+# the token itself, which is rarely the next token, so the loss should be above that of a uniform distribution,
+# $\log_2 2048 = 11$ bits. The mean loss at the next token should decrease with every block.
 
 # %%
 code = '''def read(path, encoding="utf-8"):

@@ -42,8 +42,8 @@ claim("exponent of d_head in the standard deviation of q·k", exponent, predicte
 
 # %% [markdown]
 # What is softmax of scores with standard deviation 8? Let 128 keys have scores $s_j \sim N(0, \sigma^2)$, and measure
-# the concentration of the weights by $\sum_j p_j^2$: 1 if one key has all the weight, $1/n$ if all weights are equal.
-# $1/\sum_j p_j^2$ is the effective number of keys.
+# the concentration of the weights by $\sum_j p_j^2$. It is 1 if one key has all the weight, and $1/n$ if all $n$
+# weights are equal. $1/\sum_j p_j^2$ is the effective number of keys.
 #
 # - Small $\sigma$: sums of $e^{s}$ are close to their means, so
 #   $\sum p^2 \approx \frac{1}{n}\frac{E[e^{2s}]}{E[e^{s}]^2} = \frac{e^{\sigma^2}}{n}$. With $\sigma = 1$:
@@ -97,9 +97,9 @@ claim("not divided: Σ ∂p/∂s over the keys, by autograd", trace, predicted=e
 # %% [markdown]
 # ## The shapes of GPT-2
 #
-# d_model 768 in 12 heads is 64 per head. Each head computes a score for every pair of tokens: for 128 tokens, a
-# 128 × 128 matrix in each of the 12 heads of each layer. `estimate_memory` gives these shapes before a forward pass,
-# for a model on the meta device.
+# GPT-2 has d_model 768 and 12 heads, so 64 dimensions per head. Each head computes a score for every pair of tokens:
+# for 128 tokens, a 128 × 128 matrix in each of the 12 heads of each layer. `estimate_memory` gives these shapes before
+# a forward pass, for a model on the meta device.
 
 # %%
 gpt2 = ct.build("gpt2", device="meta")
@@ -222,9 +222,10 @@ figure.suptitle("Visible pairs under six masks", fontsize=10)
 # %% [markdown]
 # ## Causality of the whole model
 #
-# The mask applies in each layer; the claim is about the model. Replace token $j$ and record which logits change. Under
-# a causal mask only logits at positions $\ge j$ may change: $T(T+1)/2$ pairs. Without the mask all $T^2$ change. One
-# batch contains the text and twenty variants, each with one token replaced.
+# The mask applies in each layer, but causality is a property of the whole model. To test it, replace token $j$ and
+# record which logits change. Under a causal mask only logits at positions $\ge j$ may change, which are $T(T+1)/2$
+# pairs of a replaced token and a position. Without the mask the logits of all $T^2$ pairs change. One batch contains
+# the text and twenty variants, each with one token replaced.
 
 # %%
 short = tokens[:, :20]
@@ -258,8 +259,8 @@ figure.suptitle("Logits that change when one token is replaced", fontsize=10)
 # %% [markdown]
 # ## Attention entropy
 #
-# The entropy of the rows of a head's pattern measures how widely it attends. Uniform attention has $\log_2 t$ bits at
-# token $t$, so on average over $T$ tokens $\log_2(T!)/T$.
+# The entropy of the rows of a head's pattern measures how widely the head attends. Uniform attention has an entropy of
+# $\log_2 t$ bits at token $t$, so its average over $T$ tokens is $\log_2(T!)/T$.
 #
 # Untrained heads are nearly uniform. With weights $N(0, 0.02^2)$ and a normalized input of width 256, each entry of q
 # and k has standard deviation $0.02 \cdot \sqrt{256} = 0.32$, and a score, divided by $\sqrt{d_\text{head}}$, has
@@ -334,7 +335,7 @@ figure.suptitle("Attention weight on the previous token and on the induction tar
 # Keys and values are stored in the KV cache for all later tokens; queries are not. In grouped-query attention
 # ([Ainslie et al. 2023](https://arxiv.org/abs/2305.13245)) several query heads share one key-value head. With $G$
 # key-value heads the cache stores $2 N G d_\text{head}$ numbers per token instead of $2 N H d_\text{head}$. Llama-3 8B
-# has $H = 32$ and $G = 8$: a quarter.
+# has $H = 32$ and $G = 8$, so its cache has a quarter of the size.
 
 # %%
 cache_bytes = {}
@@ -363,7 +364,7 @@ claim("GQA against MHA with repeated heads: largest difference", (grouped(ids) -
 # %% [markdown]
 # ## Permutation equivariance
 #
-# $\mathrm{softmax}(QK^\top)V$ is a sum over keys, and a sum does not depend on order. Without a mask and positions,
+# $\mathrm{softmax}(QK^\top)V$ is a sum over keys, and a sum does not depend on order. Without a mask or positions,
 # permuting the tokens permutes the outputs: $f(Px) = P f(x)$. A causal mask breaks this, and so does every position
 # encoding (notebook 3).
 

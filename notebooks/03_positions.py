@@ -2,8 +2,9 @@
 # # 3. Position encodings and length extrapolation
 #
 # Attention without position information is permutation-equivariant (notebook 2). This notebook compares five position
-# encodings and a model without any: what each adds and where, which changes of a text each is sensitive to, which
-# fail beyond the trained length, and how RoPE scaling extends a trained model without training.
+# encodings and a model without any. It shows what each encoding adds and where, to which changes of a text each is
+# sensitive, which encodings fail beyond the trained length, and how RoPE scaling extends the context of a trained model
+# without further training.
 #
 # Prerequisites: notebook 2.
 
@@ -91,7 +92,7 @@ axes.legend(frameon=False)
 # %% [markdown]
 # ## Learned position embeddings: a fixed maximum length
 #
-# One learned vector per position. A table of 96 rows supports 96 tokens; a longer input is an error.
+# Each position has one learned vector. A table of 96 rows supports 96 tokens; a longer input is an error.
 
 # %%
 learned = ct.build(make_config(*METHODS["learned"]), seed=0)
@@ -221,9 +222,9 @@ axes.set(
 axes.legend(frameon=False, fontsize=8)
 
 # %% [markdown]
-# `tiny-python` was trained on at most 512 tokens. Two texts of 1,024 tokens are evaluated: without scaling, the loss
-# at positions above 512 should be higher than below, although more context is available; with scaling by 2 and
-# unchanged weights it should be lower than without.
+# `tiny-python` was trained on at most 512 tokens. Two texts of 1,024 tokens are evaluated. Without scaling, the loss at
+# positions above 512 should be higher than below, although more context is available. With scaling by 2 and unchanged
+# weights, the loss at these positions should be lower than without scaling.
 
 # %%
 checkpoint = ct.load("tiny-python", dtype=torch.float32)
@@ -319,9 +320,9 @@ figure.suptitle("Position encodings that depend on the distance", fontsize=10)
 # %% [markdown]
 # ## Sensitivity to permutation, shift and reversal
 #
-# Three changes of the input of untrained encoders without a mask: a *permutation* of the tokens (the output is compared
-# with the permuted output), a *shift* of all positions by 7, and a *reversal* of the tokens. The equations predict
-# whether the output changes:
+# The input of untrained encoders without a mask is changed in three ways: by a *permutation* of the tokens (the output
+# is compared with the permuted output), by a *shift* of all positions by 7, and by a *reversal* of the tokens. The
+# equations predict whether the output changes:
 #
 # | | permuted | shifted | reversed |
 # |---|---|---|---|
@@ -373,14 +374,14 @@ axes.set_title("Relative change of the output of an untrained encoder")
 # %% [markdown]
 # ## Length extrapolation
 #
-# A task that needs order: a sequence has noise tokens (0 to 7) and, with probability 1/4 per position, signal tokens
-# (8 to 15). The target at every position is the *last signal*. Six one-layer models are trained on 24 tokens, one seed
-# each, and evaluated on 96. Predictions:
+# The task needs information about order. A sequence has noise tokens (0 to 7) and, with probability 1/4 per position,
+# signal tokens (8 to 15). The target at every position is the *last signal*. Six one-layer models are trained on
+# sequences of 24 tokens, with one seed each, and evaluated on sequences of 96 tokens. Predictions:
 #
-# - *learned*: rows 24 to 95 have no gradient and keep their random initial values. *Sinusoidal*: encodings outside the
-#   training data. The loss of both at positions 48 to 95 should be above that of a uniform distribution over the eight
-#   signals, $\ln 8 = 2.08$ nats.
-# - *RoPE*: distances above 24 have angles outside the training data. The same prediction.
+# - *learned*: rows 24 to 95 have no gradient and keep their random initial values. *Sinusoidal*: positions above 23
+#   have encodings that did not occur in training. The loss of both at positions 48 to 95 should be above that of a
+#   uniform distribution over the eight signals, $\ln 8 = 2.08$ nats.
+# - *RoPE*: distances above 24 have angles that did not occur in training. The prediction is the same.
 # - *T5 bias*: large distances share a bucket that was trained. The loss should increase but stay below $\ln 8$.
 # - *ALiBi*: a larger distance only increases the penalty. The loss should not increase.
 # - *none*: a causal mask gives little information about order, so the task is not learned within 24 tokens either.
@@ -453,8 +454,8 @@ claim("learned: rows of 96 updated by training", updated.sum(), predicted=24, rt
 # %% [markdown]
 # ## Try
 #
-# - Train RoPE on the task with `{"kind": "rope", "rotary_dim": 2}`: one pair with a wavelength of $2\pi$ tokens. Its
-#   loss is that of no positions, within and beyond 24 tokens.
+# - Train RoPE on the task with `{"kind": "rope", "rotary_dim": 2}`, which rotates one pair with a wavelength of $2\pi$
+#   tokens. The loss is the same as without positions, within and beyond 24 tokens.
 # - Use a factor of 4 in `loss_by_position`: the loss at the first 512 tokens increases.
 # - Reverse a text under ALiBi with a causal mask (`form="decoder"`): the mask distinguishes earlier from later tokens,
 #   and the output changes.

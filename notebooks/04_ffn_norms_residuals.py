@@ -34,7 +34,7 @@ code = """def read(path, encoding="utf-8"):
 #
 # $\mathrm{FFN}(x_t)$ depends on $x_t$ only, and so do norms and residual additions. So with the outputs of attention
 # set to zero, the logits at a position depend on its own token only: replacing token 10 of 20 changes the logits at 1
-# position. With attention they change at all positions to which token 10 is visible: 10 to 19, which are 10.
+# position. With attention, the logits change at all positions to which token 10 is visible: the 10 positions 10 to 19.
 
 # %%
 checkpoint = ct.load("tiny-python", dtype=torch.float32)
@@ -249,9 +249,10 @@ claim("Xavier, 256 → 1024: standard deviation", up_std, predicted=math.sqrt(2 
 # In a pre-norm Transformer every sublayer has a normalized input (mean square 1) and adds its output to the residual
 # stream. With independent weights, variances add. With $\sigma = 0.02$ for all weights:
 #
-# - attention of a token to itself alone: $W_v$ gives variance $d\sigma^2$, $W_o$ multiplies it by $d\sigma^2$:
-#   $d^2\sigma^4$;
-# - the FFN: $W_1$ gives $d\sigma^2$, ReLU halves the mean square, $W_2$ sums $4d$ terms: $2 d^2 \sigma^4$.
+# - attention of a token to itself alone adds $d^2\sigma^4$: $W_v$ gives variance $d\sigma^2$, and $W_o$ multiplies it
+#   by $d\sigma^2$;
+# - the FFN adds $2 d^2 \sigma^4$: $W_1$ gives variance $d\sigma^2$, ReLU halves the mean square, and $W_2$ sums $4d$
+#   terms.
 #
 # So after $N$ blocks the variance of the residual stream is
 #
@@ -332,7 +333,7 @@ claim("trained: largest relative deviation from 1/√n, blocks 1 to 5", error, b
 # The trained ratios are within 25 % of $1/\sqrt n$ on this text (on five excerpts of the standard library the largest
 # deviation was 18 to 20 %), but the assumptions of the derivation do not hold: the norm of the updates grows with
 # depth, as measured below, and the updates are not orthogonal to the residual stream (notebook 1). A second prediction
-# also failed: that the last FFN has a larger ratio than the rule's 0.45; it is 0.38.
+# failed: the ratio of the last FFN was expected to be above the 0.45 of the rule, but it is 0.38.
 
 # %%
 update_norm = (after - before).norm(dim=-1).mean((1, 2))

@@ -74,12 +74,12 @@ claim("singular values of LayerNorm's Jacobian that are 0", null_dims[1], predic
 # $$\text{pre-norm: } g + J_\text{norm}^\top J_F^\top g \qquad\qquad
 # \text{post-norm: } (I + J_F^\top)\, J_\text{norm}^\top g .$$
 #
-# The first contains $g$ unchanged: the identity path. In the second every path contains a norm, which divides by the
-# scale of $x + F(x)$ ([Xiong et al. 2020](https://arxiv.org/abs/2002.04745)).
+# The pre-norm gradient contains $g$ unchanged (the identity path). In the post-norm gradient every path contains a
+# norm, which divides by the scale of $x + F(x)$ ([Xiong et al. 2020](https://arxiv.org/abs/2002.04745)).
 #
-# By how much? With Xavier initialization a square matrix preserves variance, and so does $W_o W_v$. The FFN, $d \to 4d
-# \to d$ with ReLU, multiplies variance by $\frac{2}{5}\cdot\frac12\cdot 4\cdot\frac25 = 0.32$, in the forward and in
-# the backward pass.
+# How large is this scale? With Xavier initialization a square matrix preserves variance, and so does $W_o W_v$. The
+# FFN, $d \to 4d \to d$ with ReLU, multiplies variance by $\frac{2}{5}\cdot\frac12\cdot 4\cdot\frac25 = 0.32$, in the
+# forward and in the backward pass.
 #
 # Attention differs between the passes. Untrained heads attend nearly uniformly, so attention adds a linear map of the
 # mean over tokens. Let $c$ be the component of the residual stream that is common to all tokens: attention adds a
@@ -179,7 +179,7 @@ figure.tight_layout()
 # Over the last eight of 16 blocks the post-norm curve follows $1/\sqrt2$ per block, then it levels off. In the lowest
 # blocks the tokens are not yet nearly equal, so attention adds little and the norm divides by less; and the common part
 # of the gradient, which attention does propagate, becomes token-specific again where ReLU is active for some tokens
-# only. At 16 blocks the minimum is a third of the way up, not at the first block.
+# only. With 16 blocks the gradient norm is smallest a third of the way up, not at the first block.
 
 # %% [markdown]
 # ## Post-norm and learning rate warm-up
@@ -190,7 +190,7 @@ figure.tight_layout()
 #
 # The data is a Markov chain over 16 symbols with transition matrix $P$. A model of the transitions reaches the entropy
 # rate $\sum_i \pi_i H(P_i)$; a model of the symbol frequencies $\pi$ alone reaches $H(\pi)$. Both values are computed
-# from $P$. Six blocks, a high learning rate (0.01), 40 steps, one seed.
+# from $P$. The models have six blocks and are trained for 40 steps with a high learning rate (0.01) and one seed.
 
 # %%
 transitions = torch.softmax(3 * torch.randn(16, 16, generator=torch.Generator().manual_seed(0)), -1).double()  # P

@@ -128,8 +128,8 @@ claim("seq2seq: number of targets, all tokens but the first of each", task.weigh
 # %% [markdown]
 # ## Decoder and encoder on the same data
 #
-# Sequences $a\; s\; b$ with $a, b$ uniform over $M = 5$ symbols and $s = a + b \bmod M$. A sequence has entropy
-# $2 \ln M$ nats. The minimal losses are:
+# The data are sequences $a\; s\; b$ with $a, b$ uniform over $M = 5$ symbols and $s = a + b \bmod M$. A sequence has
+# entropy $2 \ln M$ nats. The minimal losses are:
 #
 # - **decoder**: $\ln M$ for $a$; $\ln M$ for $s$, because $b$ is not visible; 0 for $b$ given $a$ and $s$;
 # - **encoder** with one symbol masked: 0 for each, because the other two determine it. The three losses do not add up
@@ -245,9 +245,9 @@ ablated_loss = (ablated.loss / ablated.weight).item()
 claim("loss with cross.out set to zero is above ln 8", ablated_loss, above=math.log(K))
 
 # %% [markdown]
-# Output symbol $t$ is source symbol $N - 1 - t$. Two measurements: where cross-attention has its weight, and which
-# output symbols change when one source symbol is replaced. The second measures dependence and must be the
-# anti-diagonal: replacing the needed symbol changes the output, replacing another rarely does.
+# Output symbol $t$ is source symbol $N - 1 - t$. Two things are measured: where cross-attention has its weight, and
+# which output symbols change when one source symbol is replaced. The second measures dependence and must be the
+# anti-diagonal: replacing the needed symbol changes the output, replacing another symbol rarely does.
 
 # %%
 source, target = task.inputs[:2]
@@ -282,9 +282,9 @@ heatmaps[0].set_ylabel("output position")
 figure.colorbar(image, ax=heatmaps, shrink=0.7, label="share")
 
 # %% [markdown]
-# The two agree for this seed, but need not: the encoder's self-attention can move information to other positions, from
-# which cross-attention reads it (with seed 1 for weights and data this happens, with the same loss). An attention
-# pattern shows which vectors are averaged; replacing an input shows what the output depends on.
+# The two measurements agree for this seed, but this need not be so: the encoder's self-attention can move information
+# to other positions, from which cross-attention reads it. This happens with seed 1 for weights and data, with the same
+# loss. An attention pattern shows which vectors are averaged; replacing an input shows what the output depends on.
 
 # %% [markdown]
 # ## Teacher forcing equals cached decoding
@@ -320,9 +320,9 @@ claim("encoder: earlier positions that change with the last token", num_changed[
 # %% [markdown]
 # ## Try
 #
-# - Order the symbols $a\; b\; s$ in `sequences`: the decoder's loss of $s$ becomes 0.
-# - `label_smoothing = 0.0`: the minimum is 0, and the loss keeps decreasing. What does smoothing cost at the end, in
-#   nats?
+# - Order the symbols $a\; b\; s$ in `sequences`: the decoder's loss for $s$ becomes 0.
+# - Set `label_smoothing = 0.0`: the minimum is 0, and the loss keeps decreasing. By how many nats does smoothing
+#   increase the final loss?
 # - Make the target the sorted source: what should the cross-attention pattern be?
 #
 # Exercises 2 (`cutaway learn start 2`, causal mask) and 9 (name the mask). A trained encoder-decoder that parses dates

@@ -36,10 +36,10 @@ from cutaway.learn import claim
 # %% [markdown]
 # ## Entropy, cross-entropy, KL divergence, perplexity
 #
-# An outcome of probability $p$ has the information content $-\log_2 p$ bits. **Entropy** is its mean,
-# $H(P) = -\sum p \log_2 p$. **Cross-entropy** is the mean under $P$ of the information content under $Q$, $H(P,Q) =
-# -\sum p \log_2 q$. **KL divergence** is the difference $H(P,Q) - H(P)$. **Perplexity** is $2^H$, the number of
-# equally likely outcomes with the same entropy. By hand:
+# An outcome of probability $p$ has the information content $-\log_2 p$ bits. **Entropy** is the mean information
+# content, $H(P) = -\sum p \log_2 p$. **Cross-entropy** is the mean under $P$ of the information content under $Q$,
+# $H(P,Q) = -\sum p \log_2 q$. **KL divergence** is the difference $H(P,Q) - H(P)$. **Perplexity** is $2^H$, the number
+# of equally likely outcomes with the same entropy. By hand:
 #
 # - a fair coin: 1 bit. A coin of 0.9 and 0.1: $0.9 \cdot 0.152 + 0.1 \cdot 3.322 = 0.469$;
 # - a correct class with $p = 0.9,\ 0.4,\ 0.01$: $-\log_2 p = 0.1520,\ 1.3219,\ 6.6439$ bits, perplexity
@@ -191,7 +191,7 @@ figure.tight_layout()
 #
 # Loss is per token, and tokenizers have tokens of different lengths. With longer tokens there are fewer predictions,
 # each with a higher loss, so the loss per token *increases* while the loss of the whole text *decreases*. The
-# comparable quantity is the loss of the whole text divided by its bytes:
+# comparable quantity is the loss of the whole text divided by its number of bytes:
 #
 # $$\text{bits per byte} = \frac{\text{loss per token} / \ln 2}{\text{bytes per token}}.$$
 #
@@ -210,9 +210,9 @@ claim("frequencies: bits per byte with tokens / with bytes", ratio, below=1)
 
 # %% [markdown]
 # The trained model also uses the context. Its bits per byte on held-out code of the standard library are 1.087. On
-# other code they should be higher, and far below those of byte frequencies. A model with cross-entropy $H$ can be used
-# to compress to $H$ bits (arithmetic coding), so a compressor is a comparable baseline: `zlib` has no prior knowledge
-# of Python.
+# other code they should be higher, but far below those of byte frequencies. A model with cross-entropy $H$ can be used
+# to compress to $H$ bits (arithmetic coding), so a compressor is a comparable baseline. The cell uses `zlib`, which has
+# no prior knowledge of Python.
 
 # %%
 result = ct.evaluate(checkpoint, [text], stride=512)
@@ -370,12 +370,13 @@ figure.tight_layout()
 # %% [markdown]
 # ## Try
 #
-# - `make_chain(8)` and `make_chain(0)`: what are the final losses? (Almost 0; $\ln 12$ from the start.)
-# - A chain whose next symbol depends on the last *two*: a model without attention can use one of them only. What are
-#   the minimal losses with and without attention?
-# - `ct.evaluate(checkpoint, [text], context=32)`: how many bits per byte does a short context cost? Compare with the
-#   curve of mutual information.
+# - Use `make_chain(8)` and `make_chain(0)`: what are the final losses? (With 8 almost 0; with 0 the loss is $\ln 12$
+#   from the start.)
+# - Use a chain whose next symbol depends on the last *two* symbols: a model without attention can use only one of them.
+#   What are the minimal losses with and without attention?
+# - Run `ct.evaluate(checkpoint, [text], context=32)`: by how many bits per byte does a short context increase the loss?
+#   Compare with the curve of mutual information.
 #
-# Exercises: 1 (`cutaway learn start 1`, attention with softmax), 10 (a loss without the shift of labels is one of its
-# bugs). On the command line: `cutaway eval tiny-python --text FILE`. Previous: [6. Decoder, encoder,
-# encoder-decoder](06_forms.py). Next: [8. Parameters, FLOPs, memory and time](08_costs.py).
+# Exercises: 1 (`cutaway learn start 1`, attention with softmax), 10 (one of its bugs is a loss without the shift of
+# labels). On the command line: `cutaway eval tiny-python --text FILE`. Previous:
+# [6. Decoder, encoder, encoder-decoder](06_forms.py). Next: [8. Parameters, FLOPs, memory and time](08_costs.py).

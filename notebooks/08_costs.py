@@ -1,9 +1,9 @@
 # %% [markdown]
 # # 8. Parameters, FLOPs, memory and time
 #
-# The number of parameters, the FLOPs and the memory of a Transformer follow from its configuration; a lower bound of
-# the time follows from these and the device's peak FLOP/s and memory bandwidth. This notebook compares rules of thumb
-# with exact counts, and the counts with PyTorch's.
+# The number of parameters, the FLOPs and the memory of a Transformer can be computed from its configuration. A lower
+# bound of the time can be computed from these and from the peak FLOP/s and memory bandwidth of the device. This
+# notebook compares rules of thumb with exact counts, and the exact counts with measurements by PyTorch.
 #
 # Prerequisites: attention (notebook 2), the FFN (notebook 4), activation checkpointing (notebook 5) for the memory of
 # training.
@@ -39,9 +39,9 @@ def make_classic_config(layers, d_model, vocab_size, heads=32):
 #
 # $$12\,N d^2 + 2\,V d.$$
 #
-# Norms and biases are omitted: from $2d$ per block (Llama) to $13d$ (GPT-2), compared with $12 d^2$. With $N=32$,
-# $d=4096$, $V=50{,}000$ this is 6.85 billion, 13.7 GB at two bytes each, which fits in 16 GB. With $N=40$, $d=5120$ it
-# does not. `ct.size` counts every tensor.
+# Norms and biases are omitted: they have from $2d$ parameters per block (Llama) to $13d$ (GPT-2), compared with
+# $12 d^2$. With $N=32$, $d=4096$, $V=50{,}000$ the formula gives 6.85 billion parameters, or 13.7 GB at two bytes each,
+# which fits in 16 GB. A model with $N=40$, $d=5120$ does not fit. `ct.size` counts every tensor.
 
 # %%
 V = 50_000
@@ -82,9 +82,9 @@ claim("largest relative error of the rule for GPT-2, OPT and GPT-3", worst, belo
 #
 # ## FLOPs
 #
-# Each parameter of a matrix product costs one multiplication and one addition per token: $2N$ FLOPs per token in the
-# forward pass, twice that in the backward pass: $6N$ in training. Attention scores and weighted sums add
-# $2 \cdot 2\,T d$ per layer and token, which is not proportional to the parameters. So:
+# Each parameter of a matrix product costs one multiplication and one addition per token. For $N$ parameters this is
+# $2N$ FLOPs per token in the forward pass and twice as many in the backward pass, so $6N$ in training. Attention scores
+# and weighted sums add $2 \cdot 2\,T d$ per layer and token, which is not proportional to the parameters. So:
 #
 # | | |
 # |---|---|
@@ -200,10 +200,10 @@ difference = (tiled_attention(q, k, v, 64) - direct).abs().max()
 claim("tiles of 64 keys against the full matrix: largest difference", difference, below=1e-5)
 
 # %% [markdown]
-# The library has both kernels: `explicit` computes the full score matrix, `sdpa` is tiled. What autograd stores per
-# layer: with `sdpa`, a fixed number of vectors per token, proportional to $T$; with `explicit`, in addition $4 H T^2$
-# bytes for each stored $T \times T$ matrix (the pattern and its copies: one to three). So from 256 to 512 tokens the
-# first doubles, and the difference between the two is multiplied by four.
+# The library has both kernels: `explicit` computes the full score matrix, `sdpa` is tiled. With `sdpa`, autograd stores
+# a fixed number of vectors per token in each layer, which is proportional to $T$. With `explicit`, it also stores
+# $4 H T^2$ bytes for each stored $T \times T$ matrix (one to three matrices: the pattern and its copies). So from 256
+# to 512 tokens the memory with `sdpa` doubles, and the difference between the two kernels is multiplied by four.
 
 
 # %%
@@ -238,9 +238,9 @@ claim("explicit − sdpa in T × T matrices per head and layer", num_matrices, a
 #
 # - *decoding one sequence*: every weight of 4 bytes is read for 2 FLOPs: 0.5 FLOPs per byte in fp32 (1 in bf16), for
 #   any model;
-# - *training on $n$ tokens*: $6n$ FLOPs per weight, which is read in the forward and backward pass and written by the
-#   optimizer, its gradient written and read, AdamW's state read and written: at least 36 bytes. That is $n/6$ FLOPs per
-#   byte.
+# - *training on $n$ tokens*: $6n$ FLOPs per weight. The weight is read in the forward and backward pass and written by
+#   the optimizer, its gradient is written and read, and AdamW's state is read and written, which is at least 36 bytes
+#   per weight. So there are at most $n/6$ FLOPs per byte.
 #
 # The boundary is the *ridge point*, peak FLOP/s divided by bandwidth: below it an operation is bandwidth-bound, above
 # it compute-bound. The claims use a data-sheet CPU (EPYC 9654) and a model of 12 million parameters in fp32.
@@ -274,9 +274,9 @@ ratio = intensity[32] / intensity[1]
 claim("batch of 32: FLOPs per byte relative to one sequence", ratio, predicted=expected, rtol=0.02)
 
 # %% [markdown]
-# Measured on this machine: its copy bandwidth and matrix-product FLOP/s, the time of a decode step and of a training
-# step as a share of both limits, and decode throughput by batch size. These numbers depend on the machine and its load,
-# so they are printed and plotted without a claim.
+# The following cells measure this machine: its copy bandwidth and matrix-product FLOP/s, the speed of a decode step and
+# of a training step as a share of both limits, and decode throughput by batch size. These numbers depend on the machine
+# and its load, so they are printed and plotted without a claim.
 
 # %%
 cpu = torch.device("cpu")
@@ -360,11 +360,12 @@ figure.tight_layout()
 # %% [markdown]
 # ## Components at an equal budget
 #
-# - **SwiGLU and GELU**: three matrices instead of two, so $\frac23$ of the hidden units for equal parameters and FLOPs.
+# - **SwiGLU and GELU**: SwiGLU has three matrices instead of two, so it has $\frac23$ of the hidden units for equal
+#   parameters and FLOPs.
 # - **GQA and MHA**: with $g$ times fewer key-value heads the cache is $g$ times smaller; $2d^2(1 - 1/g)$ of a block's
 #   $12d^2$ parameters can be used for a wider FFN.
-# - **RMSNorm and LayerNorm**: half the parameters ($\gamma$ without $\beta$), one statistic per token instead of two;
-#   both are small compared with the matrices.
+# - **RMSNorm and LayerNorm**: RMSNorm has half the parameters ($\gamma$ without $\beta$) and one statistic per token
+#   instead of two. Both norms are cheap compared with the matrices.
 
 
 # %%
@@ -409,8 +410,8 @@ print(claim("KV cache tensors: 8 KV heads / 2 KV heads", ratio, predicted=4, rto
 claim("LayerNorm's additional parameters / all parameters", layer_norm / gelu - 1, below=1e-3)
 
 # %% [markdown]
-# Which variant has the lowest loss at an equal budget needs training with several seeds: `cutaway ablate components`
-# trains all of them with three seeds each, in some minutes.
+# To find out which variant has the lowest loss at an equal budget, the variants must be trained with several seeds:
+# `cutaway ablate components` trains all of them with three seeds each, in some minutes.
 #
 # ## Try
 #
@@ -418,8 +419,8 @@ claim("LayerNorm's additional parameters / all parameters", layer_norm / gelu - 
 #   compute-bound. Estimate it first from the ridge point.
 # - `ct.size("llama-3-8b", dtype="int4", context=8192).memory.peak_by_component`: does it fit in 16 GB, and which
 #   component is the largest?
-# - `optimizer="sgd"` or `activation_checkpointing="full"` with `mode="train"`: which components of `memory` change?
+# - Use `optimizer="sgd"` or `activation_checkpointing="full"` with `mode="train"`: which components of `memory` change?
 #
-# Exercises 4, 5 and 8 (`cutaway learn start 4`) count the same by hand. On the command line: `cutaway size llama-3-8b
-# --gpu h100`; `cutaway bench` measures this machine. Previous: [7. Information](07_information.py). Next: [9.
-# Decoding](09_decoding.py).
+# Exercises 4, 5 and 8 (`cutaway learn start 4`) count parameters and cache memory by hand. On the command line:
+# `cutaway size llama-3-8b --gpu h100`; `cutaway bench` measures this machine. Previous:
+# [7. Information](07_information.py). Next: [9. Decoding](09_decoding.py).

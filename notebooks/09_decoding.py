@@ -1,9 +1,9 @@
 # %% [markdown]
 # # 9. Decoding and the KV cache
 #
-# A decoder gives a distribution over the next token. This notebook turns it into text: the work that a KV cache
-# saves, the size of the cache, its quantization and paging, prefill and batching, sampling (temperature, top-k, top-p,
-# min-p), beam search, and speculative decoding.
+# A decoder gives a distribution over the next token, and decoding turns these distributions into text. This notebook
+# measures the work that a KV cache saves, the size of the cache, its quantization and paging, prefill and batching,
+# sampling (temperature, top-k, top-p, min-p), beam search, and speculative decoding.
 #
 # Prerequisites: attention and the causal mask (notebook 2).
 
@@ -37,8 +37,8 @@ tokens = torch.tensor([tokenizer.encode(text)])  # (1, T)
 #
 # $$1 + 2 + \dots + n = \frac{n(n+1)}{2}$$
 #
-# key-value pairs per layer. With a cache each step computes one pair, so $n$ tokens need $n$. A hook on the key
-# projection of block 0 counts them during greedy decoding.
+# key-value pairs per layer. With a cache each step computes one pair, so $n$ tokens need $n$ pairs. A hook on the key
+# projection of block 0 counts the pairs during greedy decoding.
 
 
 # %%
@@ -118,10 +118,10 @@ difference = (z - t["blocks.2.attn.z"][0, -1]).abs().max()
 claim("attention of the last token by hand: largest difference", difference, below=1e-5)
 
 # %% [markdown]
-# So cached decoding gives the logits of a full forward pass, up to rounding. float32 has a 24-bit significand; some
-# hundred sums in a different order can cost some hundred times $2^{-24} \approx 6 \cdot 10^{-8}$ of the largest logit:
-# below $10^{-5}$ of it. This is why training on all positions at once (teacher forcing) and decoding step by step
-# compute the same model.
+# So cached decoding gives the logits of a full forward pass, up to rounding. float32 has a 24-bit significand. A few
+# hundred sums in a different order can change a logit by a few hundred times $2^{-24} \approx 6 \cdot 10^{-8}$ of the
+# largest logit, so the difference should be below $10^{-5}$ of the largest logit. This is why training on all positions
+# at once (teacher forcing) and decoding step by step compute the same model.
 
 # %%
 error = analysis.cached_decoding_error(checkpoint, text)
@@ -131,7 +131,7 @@ claim("cached decoding against one pass: difference / largest logit", error.valu
 # %% [markdown]
 # ## Size of the cache
 #
-# Two vectors per token, layer and key-value head:
+# The cache stores two vectors per token, layer and key-value head:
 #
 # $$\text{bytes} = 2 \cdot \text{layers} \cdot \text{kv heads} \cdot d_{head} \cdot \text{tokens} \cdot
 # \text{bytes per number}.$$
@@ -204,9 +204,9 @@ claim("KL divergence of the next-token distribution, nats", kl.sum(-1).mean(), b
 # %% [markdown]
 # ## Paged cache and shared prefixes
 #
-# A paged cache allocates pages of 64 tokens on demand, and full pages with the same tokens can be shared between
-# requests (prefix caching). The last token of a prompt of $P$ tokens must be computed for its logits; so for a prompt
-# whose pages are already cached
+# A paged cache consists of pages of 64 tokens, and full pages with the same tokens can be shared between requests
+# (prefix caching). The last token of a prompt of $P$ tokens must always be computed, because its logits are needed. So
+# for a prompt whose full pages are already cached
 #
 # $$P - 64 \left\lfloor \frac{P - 1}{64} \right\rfloor$$
 #
@@ -325,11 +325,11 @@ claim("entropy at temperature 100, bits", entropy(sampling_probs(temperature=100
 # %% [markdown]
 # ## Top-k, top-p and min-p
 #
-# Three truncations of the distribution. Top-k keeps the $k$ most probable tokens;
-# [top-p](https://arxiv.org/abs/1904.09751) the smallest set of most probable tokens with total probability at least
-# $p$; [min-p](https://arxiv.org/abs/2407.01082) the tokens with probability at least $m$ times the largest. A
-# distribution over $n$ tokens has at most $\log_2 n$ bits, so top-k bounds the entropy, min-p bounds the number of
-# tokens by $1/(m \, p_{max})$, and the number of tokens kept by top-p depends on the distribution.
+# There are three ways to truncate the distribution. Top-k keeps the $k$ most probable tokens;
+# [top-p](https://arxiv.org/abs/1904.09751) keeps the smallest set of most probable tokens with total probability at
+# least $p$; [min-p](https://arxiv.org/abs/2407.01082) keeps the tokens with probability at least $m$ times the largest
+# probability. A distribution over $n$ tokens has at most $\log_2 n$ bits, so top-k bounds the entropy, min-p bounds the
+# number of tokens by $1/(m \, p_{max})$, and the number of tokens kept by top-p depends on the distribution.
 
 # %%
 temperatures = [0.25, 0.5, 0.75, 1, 1.25, 1.5, 2, 3, 5]
@@ -396,8 +396,8 @@ claim("χ² with 15 degrees of freedom, within four standard deviations", chi_sq
 # ## Greedy decoding, sampling and beam search
 #
 # For text *sampled* from the model at temperature 1, the expected negative log-probability of a token is the entropy of
-# its distribution. Greedy text has a lower mean. Beam search finds sequences with a total log-probability at least as
-# high as greedy decoding in most cases; here the mean over four prompts is compared.
+# its distribution. For greedy text this mean is lower. Beam search finds sequences with a total log-probability at
+# least as high as greedy decoding in most cases; here the mean over four prompts is compared.
 
 # %%
 options = {"max_new_tokens": 32, "ignore_eos": True, "logprobs": 0}
@@ -524,5 +524,5 @@ figure.tight_layout()
 # - Use 8 draft tokens instead of 4. Compute the expected tokens per pass at this $\alpha$ before running it.
 #
 # Exercise: `cutaway learn start 8` (memory of a KV cache). `cutaway bench decode tiny-python` compares decode steps
-# with this machine's limits, and the *Generate* screen of the page (`cutaway open tiny-python`) shows the probabilities
-# of each token.
+# with this machine's limits, and the *Generate* screen of the web page (`cutaway open tiny-python`) shows the
+# probabilities of each token.

@@ -101,11 +101,11 @@ figure.tight_layout()
 # %% [markdown]
 # ## Logit lens
 #
-# The logit lens applies the final norm and the head to the residual stream after each block ([nostalgebraist
-# 2020](https://www.lesswrong.com/posts/AcKRB8wDpdaN6v6ru/interpreting-gpt-the-logit-lens)). Two predictions. The head
-# is tied to the embedding, and the dot product of a vector with itself is usually the largest: at the embedding the
-# prediction is the input token. And the share of positions whose prediction equals the final one should increase with
-# every block.
+# The logit lens applies the final norm and the head to the residual stream after each block
+# ([nostalgebraist 2020](https://www.lesswrong.com/posts/AcKRB8wDpdaN6v6ru/interpreting-gpt-the-logit-lens)). There are
+# two predictions. The head is tied to the embedding, and the dot product of a vector with itself is usually the
+# largest, so at the embedding the prediction should be the input token. The share of positions whose prediction equals
+# the final one should increase with every block.
 
 # %%
 lens = analysis.logit_lens(checkpoint, code)  # (depth, token), annotated with the predicted token
@@ -120,7 +120,7 @@ claim("smallest increase of agreement with the final prediction per block", smal
 # %% [markdown]
 # ## Direct logit attribution
 #
-# A name that is bound on one line and used on another:
+# The example is a name that is bound on one line of code and used on another:
 
 # %%
 template = "try:\n    value = int(text)\nexcept ValueError as {}:\n    raise TypeError("
@@ -147,12 +147,12 @@ claim("contributions sum to the logit difference", total, predicted=logit_differ
 # %% [markdown]
 # ## Attention entropy
 #
-# Uniform attention at position $t$ has $\log_2 t$ bits; on average over $T$ tokens
+# Uniform attention at position $t$ has an entropy of $\log_2 t$ bits. The average over $T$ tokens is
 #
 # $$\frac1T \sum_{t=1}^{T} \log_2 t = \frac{\log_2 T!}{T}.$$
 #
-# Before training scores are close to 0, so every head should be close to that. After training all heads should be
-# below it, at least one by a factor of two.
+# Before training scores are close to 0, so the entropy of every head should be close to this value. After training the
+# entropy of all heads should be below it, and that of at least one head by a factor of two.
 
 # %%
 entropies = {
@@ -166,11 +166,11 @@ claim("trained: smallest entropy / uniform", entropies["trained"].min() / unifor
 # %% [markdown]
 # ## Induction heads
 #
-# Random tokens, repeated: A B C … A B C …. An induction head attends from the second A to the token after the first A:
-# with $L$ tokens per half, from position $t$ to $t - (L-1)$. Its key at B must encode that the preceding token is A,
-# which requires a *previous-token head* in an earlier block ([Olsson et al.](https://arxiv.org/abs/2209.11895)). So
-# previous-token heads should be in earlier blocks than induction heads, and ablating them should reduce the induction
-# score.
+# The input is a sequence of random tokens that is repeated: A B C … A B C …. An induction head attends from the second
+# A to the token after the first A, which is B: with $L$ tokens per half, from position $t$ to $t - (L-1)$. Its key at B
+# must encode that the preceding token is A, which requires a *previous-token head* in an earlier block
+# ([Olsson et al.](https://arxiv.org/abs/2209.11895)). So previous-token heads should be in earlier blocks than
+# induction heads, and ablating them should reduce the induction score.
 
 # %%
 head_scores = analysis.head_scores(checkpoint)  # (layer, head, head_type)
@@ -189,8 +189,8 @@ claim("block of the induction head − block of the previous-token head", distan
 
 # %% [markdown]
 # Ablate the previous-token head and measure the induction head's score; the other heads of the same block are the
-# control. Prediction: the score falls below 60 % without the previous-token head and stays above 85 % without any
-# other.
+# control. Prediction: the score falls below 60 % of its value when the previous-token head is ablated, and stays above
+# 85 % when any other head is ablated.
 
 
 # %%
@@ -235,9 +235,9 @@ figure.tight_layout()
 # ## Activation patching
 #
 # For `except ValueError as error`: run the text with `err`, replace one activation by its value from the run with
-# `error`, and measure the share of the logit difference that is restored (1 is all of it). The induction heads are in
-# blocks 4 and 5. If they copy the name, patching the residual stream at the name's own token should restore everything
-# before block 4, and patching the last token should restore a part before block 5.
+# `error`, and measure the share of the logit difference that is restored (1 means all of it). The induction heads are
+# in blocks 4 and 5. If they copy the name, patching the residual stream at the name's own token should restore
+# everything before block 4, and patching the last token should restore a part before block 5.
 
 # %%
 pair = {"clean": clean, "corrupted": corrupted, "answer_token": "error", "incorrect_token": "err"}
@@ -294,16 +294,17 @@ figure.tight_layout()
 #
 # Predictions for removing a component from the trained model:
 #
-# - **A middle block**: its update is about a third of the residual stream's norm, and later blocks still have most of
-#   their input: a moderate increase of the loss. **Block 0**: its update has several times the norm of the embedding,
-#   so the increase should be much larger.
-# - **The order** of attention and FFN within a block: each input lacks one of many updates. A small increase.
+# - **A middle block**: its update has about a third of the norm of the residual stream, and later blocks still get most
+#   of their input, so the loss should increase moderately. **Block 0**: its update has several times the norm of the
+#   embedding, so the increase should be much larger.
+# - **The order** of attention and FFN within a block: if they are swapped, each input lacks one of many updates, so the
+#   increase should be small.
 # - **The final norm** divides each token's residual stream by its RMS and multiplies it by gains. Without it the logits
 #   are scaled by about one factor per token if the gains are similar: the ranking of tokens stays, the probabilities
 #   change. The loss is predicted from the logits times RMS$(x)$ / mean gain.
 # - **The mask**: later tokens become visible, including the target. The loss should still *increase*, because the model
 #   was not trained with visible later tokens.
-# - **Positions**: without RoPE's rotation, scores do not depend on the distance.
+# - **Positions**: without RoPE's rotation, scores do not depend on the distance between query and key.
 
 # %%
 ablation = analysis.ablation(checkpoint, code)
@@ -370,11 +371,11 @@ figure.tight_layout()
 # %% [markdown]
 # ## Removed after training and absent during training
 #
-# A component that is removed after training is missing for others that were trained with it. `cutaway ablate
-# component-removal` trains small models without each component, three seeds each; its results are included in cutaway.
-# Two predictions: for positions, the loss increase is *smaller* if they are absent during training than if they are
-# removed afterwards. And a model trained without a mask can copy the next token from its input, so its loss is close to
-# 0, although it cannot generate text.
+# When a component is removed after training, the other components, which were trained with it, lack its output.
+# `cutaway ablate component-removal` trains small models without each component, with three seeds each; the results are
+# included in cutaway. There are two predictions. The loss increase without positions is *smaller* if they are absent
+# during training than if they are removed afterwards. A model trained without a mask can copy the next token from its
+# input, so its loss is close to 0, although it cannot generate text.
 
 # %%
 study = json.loads(ABLATIONS_FILE.read_text())
@@ -417,5 +418,5 @@ figure.tight_layout()
 # - Insert a comment of twenty words between the two lines. Induction heads attend by content, not by distance: the
 #   attention weight should change little.
 #
-# Exercise: `cutaway learn start 1` (attention by hand). On the page (`cutaway open tiny-python`), *Edit* ablates
-# components, and *Attention* shows each head's pattern.
+# Exercise: `cutaway learn start 1` (attention by hand). On the web page (`cutaway open tiny-python`), the screen *Edit*
+# ablates components, and the screen *Attention* shows each head's pattern.

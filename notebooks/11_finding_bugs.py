@@ -27,8 +27,8 @@ BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 # %% [markdown]
 # ## A GPT in plain PyTorch
 #
-# Learned positions, pre-norm, a cache that is passed in and returned. The mask follows from positions: a key at
-# position $j$ is visible to a query at position $i$ if $0 \le j \le i$; padding has position −1.
+# The model has learned positions, pre-norm, and a cache that is passed in and returned. The mask is computed from
+# positions: a key at position $j$ is visible to a query at position $i$ if $0 \le j \le i$; padding has position −1.
 
 
 # %%
@@ -108,9 +108,10 @@ class GPT(nn.Module):
 # %% [markdown]
 # ## Checks of the correct model
 #
-# `ct.check` accepts any module. Functions pass what it cannot infer: the padding mask, the cache, the loss. It runs all
-# applicable checks and lists the skipped ones with a reason. A correct model must fail none. The time budget is set so
-# high that no check is skipped for it.
+# `ct.check` accepts any module. Functions that use the padding mask, the cache and the loss are passed as arguments,
+# because `ct.check` cannot infer how a model takes them. It runs all applicable checks and lists the skipped ones with
+# a reason. A correct model must not fail any check. The time budget is so large that no check is skipped for lack of
+# time.
 
 
 # %%
@@ -282,8 +283,8 @@ claim("wrong view with the correct shape: rejections", sum(rejected["wrong view"
 # $$H = -\sum_i \pi_i \sum_j P_{ij} \ln P_{ij}, \qquad \pi P = \pi .$$
 #
 # The loss of a correct model converges to $H$. A loss *below* $H$ implies an information leak. Two more values can be
-# predicted. With labels shifted twice, the minimum is the entropy two steps ahead, the same formula with $P^2$. With
-# labels not shifted at all, the target is the input token: 0.
+# predicted. With labels shifted twice, the minimal loss is the entropy two steps ahead, given by the same formula with
+# $P^2$. With labels not shifted at all, the target is the input token, and the minimal loss is 0.
 
 # %%
 generator = torch.Generator().manual_seed(3)
@@ -365,8 +366,9 @@ figure.tight_layout()
 
 # %% [markdown]
 # The model with the leak has a lower training loss than the correct one. In generation the next token is not in the
-# input. So evaluate each prefix separately: the loss of the correct model should be unchanged; that of the leaking
-# model should be above uniform, $\ln 12$ nats, because it was trained to copy a token that is now missing.
+# input. So evaluate each prefix separately: the loss of the correct model should be unchanged. The loss of the leaking
+# model should be above that of a uniform distribution, $\ln 12$ nats, because it was trained to copy a token that is
+# now missing.
 
 
 # %%
@@ -392,8 +394,9 @@ claim("mask off by one: loss from prefixes", prefix_losses["mask off by one"], a
 # **Attention entropy.** If scores are normal with a small standard deviation $s$, softmax over $n$ keys has an entropy
 # of about $\frac{s^2}{2}(1 - \frac1n)$ nats below uniform. PyTorch's `nn.Linear` samples weights uniformly from
 # $\pm 1/\sqrt{d}$, with variance $1/3d$: for a normalized input, q and k have variance $1/3$, and $q \cdot k$ has
-# standard deviation $\sqrt{D}/3$. Divided by $\sqrt D$: $s = 1/3$ and a difference of $1/18 = 0.056$ nats, slightly
-# less where keys are few, for any head width. Without the division it grows with the head width.
+# standard deviation $\sqrt{D}/3$. After the division by $\sqrt D$, $s = 1/3$ and the entropy is $1/18 = 0.056$ nats
+# below uniform (slightly less where keys are few), for any head width. Without the division the difference grows with
+# the head width.
 
 
 # %%
@@ -423,8 +426,9 @@ claim("head width 64: not divided / divided", unscaled / scaled, above=10)
 # %% [markdown]
 # **Residual norms.** In an untrained model the output of a block is nearly orthogonal to the residual stream, so
 # squared norms add: $|x_L|^2 = |x_0|^2 + \sum_l |a_l|^2$. With norms every block has an input of the same norm and adds
-# about the same amount, so the residual stream grows as $\sqrt L$. Without norms each block multiplies the norm by a
-# factor: exponential growth, so the logarithm of the growth over 16 blocks is twice that over 8.
+# about the same amount, so the residual stream grows as $\sqrt L$. Without norms each block multiplies the norm of the
+# residual stream by a factor, so it grows exponentially, and the logarithm of the growth over 16 blocks is twice that
+# over 8 blocks.
 
 
 # %%
