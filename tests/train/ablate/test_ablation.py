@@ -167,9 +167,9 @@ def test_equal_flops_are_within_a_step(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("vary", "options", "message"),
     [
-        (["norm=layernorm"], {}, "one variant alone"),
+        (["norm=layernorm"], {}, "only one variant"),
         (["norm"], {}, "is not KEY=VALUES"),
-        (["norm=layernorm,layernorm"], {}, "has a value twice"),
+        (["norm=layernorm,layernorm"], {}, "has the same value twice"),
         (["norm=groupnorm,rmsnorm"], {}, "use values of layernorm, rmsnorm, none"),
         (["color=red,blue"], {}, "is neither a recipe key nor a shorthand"),
         (["heads=3,4"], {}, "heads=3: .* does not divide"),

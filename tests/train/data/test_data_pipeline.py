@@ -535,7 +535,7 @@ def test_batch_without_rows_is_empty(split: memmap.TokenSplit) -> None:
 def test_invalid_dataset_arguments_are_errors(split: memmap.TokenSplit) -> None:
     four, five = PackedDataset(split, 4, 0), PackedDataset(split, 5, 0)
     cases: list[tuple[str, Callable[[], Any]]] = [
-        ("less than one sequence", lambda: PackedDataset(split, 10**6, 0)),
+        ("but one sequence of seq_len", lambda: PackedDataset(split, 10**6, 0)),
         ("positions start at 0", lambda: four.get_batch(-1, 2)),
         ("no targets", lambda: Seq2SeqDataset(split, 0, start_id=1)),
         ("must have the same kind", lambda: MixtureDataset([(four, 1.0), (five, 1.0)], 0)),

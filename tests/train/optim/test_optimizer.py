@@ -302,7 +302,7 @@ def test_every_schedule_increases_then_decreases(kind: str, warmup: int) -> None
 
 def test_warmup_is_as_the_recipe_describes_it() -> None:
     description = read_field_docstrings(ScheduleConfig)["warmup_steps"]
-    assert "the factor of the first step is 1 / warmup_steps" in description
+    assert "The factor of the first step is 1 / warmup_steps" in description
     assert "warm-up to factor 1" in description
     factors = lr_factors(schedule_of("constant", warmup_steps=5), 10)
     assert factors[0] == 1 / 5

@@ -1,1 +1,1 @@
-"""Ablation studies: variants of a recipe, trained on the same data and budget with several seeds, and compared."""
+"""Ablation studies: train variants of a recipe on the same data and budget, with several seeds, and compare them."""

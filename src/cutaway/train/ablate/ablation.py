@@ -1,4 +1,4 @@
-"""An ablation: build the plan, run its training runs, write and plot the results."""
+"""Ablations: build a plan, run its training runs, write and plot the results."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ DEFAULT_NUM_SEEDS = 3
 
 @dataclass(frozen=True)
 class Ablation:
-    """A plan and its output directory."""
+    """An ablation plan, and the directory for runs and results. `study` is None for variants given by `vary`."""
 
     plan: AblationPlan
     output_dir: Path
@@ -35,7 +35,7 @@ class Ablation:
     def run(
         self, *, num_workers: int | None = None, device: str | None = None, on_progress: ProgressFn = lambda *_: None
     ) -> ResultsTable:
-        """Run all training runs that are not finished, write results.json and the plots, and return the results."""
+        """Run all training runs that are not finished, write results.json and plots, and return the results."""
         self.output_dir.mkdir(parents=True, exist_ok=True)
         outcomes = run_jobs(self.plan, self.output_dir, num_workers=num_workers, device=device, on_progress=on_progress)
         results = Results(self.plan, outcomes)
@@ -57,7 +57,7 @@ def build_ablation(
 ) -> Ablation:
     """Build an ablation from a recipe (a preset name, a file, a dict) and `vary`, or from the name of a study.
 
-    `overrides` ('a.b=value') apply to all variants.
+    Each item of `vary` is 'KEY=a,b', and each override is 'key=value'. Overrides apply to all variants.
     """
     study = STUDIES[source]() if isinstance(source, str) and source in STUDIES else None
     name = Path(source).stem if isinstance(source, str | Path) else "recipe"

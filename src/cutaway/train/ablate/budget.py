@@ -1,4 +1,4 @@
-"""Training budgets: cost of a variant, and matching it to the first variant by parameters or FLOPs."""
+"""Training budgets: compute the cost of a variant, and match it to the first variant by parameters or FLOPs."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -13,7 +13,7 @@ from cutaway.train.recipe.schema import Recipe
 
 BudgetKind = Literal["tokens", "parameters", "flops"]
 PARAMETER_RTOL = 0.01
-"""Relative tolerance of equal parameter counts."""
+"""Relative tolerance within which two numbers of parameters count as equal."""
 
 
 @dataclass(frozen=True)
@@ -22,11 +22,11 @@ class TrainingCost:
 
     parameters: int
     flops: int
-    """FLOPs of the whole training, forward and backward, over visible query-key pairs."""
+    """Number of FLOPs of the whole training, forward and backward. Attention counts visible query-key pairs only."""
     tokens: int
     steps: int
     kv_cache_bytes_per_token: int
-    """Bytes per token of an fp32 KV cache; 0 for encoders."""
+    """Number of bytes per token of an fp32 KV cache. 0 for encoders."""
 
 
 def training_cost(recipe: Recipe) -> TrainingCost:
@@ -45,12 +45,12 @@ def training_cost(recipe: Recipe) -> TrainingCost:
 
 
 def _flops_per_sequence(config: Config, seq_len: int) -> int:
-    """FLOPs of training on one sequence."""
+    """Number of FLOPs of training on one sequence, forward and backward."""
     return size(config, batch_size=1, context=seq_len, mode="train", dtype="fp32").flops.total_visible
 
 
 def match_budget(name: str, recipe: Recipe, baseline: Recipe, match: BudgetKind) -> Recipe:
-    """Adapt a variant to the budget of the baseline."""
+    """Change a variant so that it has the budget of the baseline: its FFN width, or its number of steps."""
     if match == "tokens":
         return recipe
     if match == "parameters":
@@ -76,7 +76,7 @@ def _match_parameters(name: str, config: Config, target: int) -> Config:
     if abs(num_parameters - target) > PARAMETER_RTOL * target:
         raise InputError(
             f"'{name}' cannot have {target:,} parameters by changing its FFN width alone (the closest is"
-            f" {num_parameters:,}); vary less, or compare at equal tokens or flops"
+            f" {num_parameters:,}); use a value closer to the first variant, or match tokens or flops"
         )
     return closest
 
@@ -87,6 +87,6 @@ def _match_flops(name: str, recipe: Recipe, target: int) -> Recipe:
     steps = round(target * cost.steps / cost.flops)
     if steps < 1:
         raise InputError(
-            f"a step of '{name}' takes more FLOPs than all of the first variant's; raise training.max_steps"
+            f"one step of '{name}' takes more FLOPs than all steps of the first variant; raise training.max_steps"
         )
     return recipe.replace(training=recipe.training.replace(max_steps=steps))

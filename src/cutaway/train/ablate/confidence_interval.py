@@ -12,7 +12,7 @@ INTEGRATION_STEPS = 2000
 
 @dataclass(frozen=True)
 class ConfidenceInterval:
-    """95 % confidence interval mean ± half_width; half_width is None for a single value."""
+    """95 % confidence interval mean ± half_width over `count` values. half_width is None for a single value."""
 
     mean: float
     half_width: float | None
@@ -30,7 +30,7 @@ class ConfidenceInterval:
 
 
 def mean_confidence_interval(values: Sequence[float]) -> ConfidenceInterval:
-    """mean ± t · s / √n, with Student's t for n − 1 degrees of freedom."""
+    """Confidence interval mean ± t · s / √n, with Student's t for n − 1 degrees of freedom."""
     if len(values) < 2:
         return ConfidenceInterval(fmean(values), None, len(values))
     half_width = t_quantile(len(values) - 1) * stdev(values) / math.sqrt(len(values))
@@ -38,16 +38,19 @@ def mean_confidence_interval(values: Sequence[float]) -> ConfidenceInterval:
 
 
 def paired_difference(values: Mapping[int, float], others: Mapping[int, float]) -> ConfidenceInterval | None:
-    """Mean of the differences seed by seed: what both runs of a seed share, such as easy data, cancels out."""
+    """Confidence interval of the difference between two runs with the same seed. None without a common seed.
+
+    Effects that both runs of a seed share, such as easier data, cancel out.
+    """
     seeds = sorted(values.keys() & others.keys())
     return mean_confidence_interval([values[seed] - others[seed] for seed in seeds]) if seeds else None
 
 
 @lru_cache(maxsize=64)
 def t_quantile(df: int, confidence: float = CONFIDENCE_LEVEL) -> float:
-    """The t that |T| exceeds with probability 1 − confidence, for `df` degrees of freedom.
+    """Value t that |T| exceeds with probability 1 − confidence, for Student's T with `df` degrees of freedom.
 
-    With T = √df·tan(φ), φ has a density proportional to cos(φ)^(df − 1), which is smooth on a bounded interval.
+    With T = √df·tan(φ), the density of φ is proportional to cos(φ)^(df − 1), which is integrated numerically.
     """
     total = _integrate_cos_power(math.pi / 2, df)
     low, high = 0.0, math.pi / 2

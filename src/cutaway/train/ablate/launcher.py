@@ -1,4 +1,4 @@
-"""Run the training runs of a plan in worker processes, several at a time; finished runs are not repeated."""
+"""Run the training runs of a plan in worker processes, several at a time. Finished runs are not repeated."""
 
 import json
 import multiprocessing
@@ -23,16 +23,19 @@ from cutaway.train.data.tokenize import num_cores
 from cutaway.train.trainer.memory_check import expected_memory
 
 PROCESS_OVERHEAD_BYTES = 400 << 20
-"""Memory of a process before it trains."""
+"""Memory of a worker process before training starts, in bytes."""
 RunOutcomes = dict[tuple[str, int], Outcome]
-"""Outcome of each (variant, seed)."""
+"""Outcome of each run, by variant name and seed."""
 ProgressFn = Callable[[str, int], None]
-"""Receives the name of a run and its number of finished steps."""
+"""Function that is called with the name of a run and the number of its finished steps."""
 
 
 @dataclass
 class _RunningJob:
-    """A run and its process."""
+    """A training run, its process, and the pipe from which its messages are read.
+
+    `finished` is None until the process reports whether training is completed.
+    """
 
     name: str
     process: BaseProcess
@@ -41,7 +44,7 @@ class _RunningJob:
 
 
 class AblationStoppedError(Exception):
-    """The ablation was interrupted; checkpoints are kept."""
+    """The ablation was interrupted. Its runs have saved checkpoints, from which they can resume."""
 
 
 def run_jobs(
@@ -52,7 +55,7 @@ def run_jobs(
     device: str | None = None,
     on_progress: ProgressFn = lambda *_: None,
 ) -> RunOutcomes:
-    """Train and measure the runs that are not finished, and return the outcomes of all."""
+    """Train and measure the runs that are not finished, and return the outcomes of all runs."""
     directories: dict[tuple[str, int], Path] = {}
     pending: list[tuple[Variant, int]] = []
     for variant, seed in product(plan.variants, plan.seeds):
@@ -63,14 +66,16 @@ def run_jobs(
             on_progress(f"{variant.name}, seed {seed}", variant.cost.steps)
         else:
             pending.append((variant, seed))
-    pending.sort(key=lambda run: run[1])  # all variants of the first seed, then of the next
+    pending.sort(key=lambda run: run[1])  # all variants of the first seed, then all of the next seed
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     max_workers = min(num_workers or (num_cores() if device == "cpu" else 1), len(directories))
-    # Independent of pending runs and free memory: a resumed run with another thread count would differ in its bits.
+    # This must not depend on pending runs or free memory: with another number of threads, the results of a resumed run
+    # would not be bit-identical.
     num_threads = max(1, num_cores() // max_workers)
     num_parallel = max_workers if num_workers else min(max_workers, _max_parallel_runs(plan, torch.device(device)))
     running: list[_RunningJob] = []
-    # Forks of a server that has only imported torch start quickly; other platforms spawn a new process.
+    # On Linux, processes are forked from a server that has imported torch already, so that they start quickly. On other
+    # platforms they are spawned.
     context: ForkServerContext | SpawnContext = multiprocessing.get_context("spawn")
     if sys.platform == "linux":
         context = multiprocessing.get_context("forkserver")
@@ -105,7 +110,7 @@ def run_jobs(
 
 
 def _max_parallel_runs(plan: AblationPlan, device: torch.device) -> int:
-    """Number of the largest runs that fit in memory, at least one."""
+    """Number of runs that fit in memory at the same time, if all are as large as the largest. At least 1."""
     free = free_memory(device)
     if free is None:
         return len(plan.variants) * len(plan.seeds)
@@ -115,7 +120,7 @@ def _max_parallel_runs(plan: AblationPlan, device: torch.device) -> int:
 
 
 def _poll_jobs(jobs: list[_RunningJob], on_progress: ProgressFn) -> None:
-    """Handle messages of the workers; returns after half a second without any, or when a process ends."""
+    """Wait at most half a second for a message or for the end of a process, and handle the messages."""
     ready = connection.wait([*(job.pipe for job in jobs), *(job.process.sentinel for job in jobs)], timeout=0.5)
     for job in jobs:
         while job.pipe in ready and job.pipe.poll():
@@ -138,13 +143,13 @@ def _check_finished(job: _RunningJob) -> None:
     if job.finished is False:
         raise AblationStoppedError
     raise InputError(
-        f"the process of {job.name} died (exit code {job.process.exitcode}), possibly out of memory; run fewer at once"
-        " with --jobs, and resume with the same command"
+        f"the process of {job.name} died (exit code {job.process.exitcode}), possibly out of memory; run fewer at a"
+        " time with --jobs, and resume with the same command"
     )
 
 
 def _terminate_jobs(jobs: list[_RunningJob]) -> None:
-    """Send SIGTERM to each worker: it finishes its current step and saves a checkpoint."""
+    """Send SIGTERM to each worker, which then finishes its current step and saves a checkpoint. Wait for all."""
     for job in jobs:
         job.process.terminate()
     for job in jobs:

@@ -21,22 +21,22 @@ from cutaway.train.objectives.objective import Objective
 from cutaway.train.trainer.trainer import Trainer
 
 Measurement = dict[str, Any]
-"""`condition`, and values by metric name (in `metrics.py`)."""
+"""The name of the `condition`, and values by metric name, as in `metrics.METRICS`."""
 
 NUM_EVAL_SEQUENCES = 256
-"""Validation sequences over which a loss is averaged."""
+"""Number of validation sequences over which the loss is averaged."""
 NUM_SEQUENCES = 64
-"""Validation sequences of the other measurements."""
+"""Number of validation sequences for the other measurements."""
 MAX_LENGTH_FACTOR = 4
-"""Longest measured sequence, as a multiple of the trained length."""
+"""Length of the longest measured sequence, as a multiple of the trained length."""
 POSITION_SHIFT = 7
-"""Offset added to all positions; the value does not matter, a model is either invariant or not."""
+"""Offset that is added to all positions. Its value is arbitrary: a model is either invariant to shifts or not."""
 NUM_TIMED_STEPS = 12
-"""Steps whose median is the step time."""
+"""Number of timed steps. The step time is their median."""
 
 
 def _spread_indices(trainer: Trainer, count: int) -> list[int]:
-    """Positions of `count` validation sequences, evenly spaced; all if there are fewer."""
+    """Positions of `count` evenly spaced validation sequences, or of all sequences if there are fewer."""
     num_sequences = trainer.data.num_validation_sequences
     count = min(count, num_sequences)
     return [index * num_sequences // count for index in range(count)]
@@ -64,7 +64,7 @@ def eval_loss(trainer: Trainer) -> float:
 
 
 def _measure_gradients(trainer: Trainer) -> list[Measurement]:
-    """Gradient norm of each block, first to last, with the initial and with the trained weights."""
+    """Gradient norm of each block, and ratio of first to last block, with the initial and the trained weights."""
     seed = trainer.recipe.training.seed
     initial = build(trainer.model.config, device=trainer.model.device, seed=seed)
     measurements = []
@@ -95,7 +95,7 @@ def _block_grad_norms(model: Transformer, trainer: Trainer) -> list[float]:
 
 
 def _measure_component_removal(trainer: Trainer) -> list[Measurement]:
-    """Loss, top-5 accuracy and final residual stream with one component of the trained model removed at a time."""
+    """Loss, top-5 accuracy and change of the final residual stream when one component at a time is removed."""
     model = trainer.model.eval()
     layers, heads = len(model_surgery.decoder_blocks(model)), model_surgery.decoder_blocks(model)[0].attn.f.heads
     middle = layers // 2
@@ -121,7 +121,7 @@ def _measure_component_removal(trainer: Trainer) -> list[Measurement]:
     ]
     head_edits = [{f"blocks.{middle}.attn.z": {"do": "zero", "heads": [head]}} for head in range(heads)]
     outputs = [evaluate(edit(model, head_edit)) for head_edit in head_edits]
-    outputs.sort(key=lambda output: output[0])  # by loss: the least important head first
+    outputs.sort(key=lambda output: output[0])  # by loss, so that the least important head is first
     for rank, output in (("least", outputs[0]), ("most", outputs[-1])):
         condition = f"without the {rank} important head of a middle block"
         measurements.append(_removal_measurement(condition, output, baseline))
@@ -129,7 +129,7 @@ def _measure_component_removal(trainer: Trainer) -> list[Measurement]:
 
 
 EvalOutput = tuple[float, float, Tensor]
-"""Loss, top-5 accuracy, and final residual stream at the targets."""
+"""Loss, top-5 accuracy, and the final residual stream at positions with a target."""
 
 
 @torch.no_grad()
@@ -169,7 +169,7 @@ def _measure_positions(trainer: Trainer) -> list[Measurement]:
         {"condition": f"shifted by {POSITION_SHIFT} positions", "hidden_change": shift_sensitivity(model, short)},
     ]
     long_losses = token_losses(model, tokens)
-    # The last target of a segment is the first token of the next, so that every target occurs once.
+    # The last target of a segment is also the first token of the next segment, so that every token is a target once.
     segments = [tokens[:, start : start + seq_len + 1] for start in range(0, tokens.shape[1] - 1, seq_len)]
     segment_losses = torch.cat([token_losses(model, segment) for segment in segments], -1)
     for factor in (1, 2, MAX_LENGTH_FACTOR):
@@ -181,7 +181,7 @@ def _measure_positions(trainer: Trainer) -> list[Measurement]:
 
 
 def _single_document_sequences(trainer: Trainer, seq_len: int) -> Tensor:
-    """Validation sequences of `seq_len` + 1 tokens, each from one document."""
+    """Validation sequences of `seq_len` + 1 tokens, each within a single document."""
     validation = trainer.data.validation
     if not isinstance(validation, PackedDataset):
         raise InputError("positions are measured on one source of plain text; use a recipe with one source")
@@ -196,7 +196,7 @@ def _single_document_sequences(trainer: Trainer, seq_len: int) -> Tensor:
 
 @torch.no_grad()
 def token_losses(model: Transformer, tokens: Tensor) -> Tensor:
-    """−log p of every token except the first, (B, T − 1)."""
+    """Loss −log p of every token except the first, with shape (B, T − 1)."""
     logits = model(tokens[:, :-1]).double()
     losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
     return losses.view(len(tokens), -1)
@@ -204,7 +204,10 @@ def token_losses(model: Transformer, tokens: Tensor) -> Tensor:
 
 @torch.no_grad()
 def permutation_sensitivity(model: Transformer, tokens: Tensor) -> float:
-    """‖f(P·x) − P·f(x)‖ relative to the spread of hidden states: 0 if token order has no effect."""
+    """Change ‖f(P·x) − P·f(x)‖ for a permutation P of tokens, divided by the spread of the hidden states f.
+
+    0 if the order of tokens has no effect.
+    """
     generator = torch.Generator().manual_seed(0)
     order = torch.randperm(tokens.shape[1], generator=generator).to(tokens.device)
     return _relative_change(_hidden_states(model, tokens)[:, order], _hidden_states(model, tokens[:, order]))
@@ -212,7 +215,7 @@ def permutation_sensitivity(model: Transformer, tokens: Tensor) -> float:
 
 @torch.no_grad()
 def shift_sensitivity(model: Transformer, tokens: Tensor) -> float:
-    """Change of hidden states when all positions are shifted: 0 if only relative positions matter."""
+    """Relative change of hidden states when all positions are shifted. 0 if only relative positions matter."""
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     return _relative_change(_hidden_states(model, tokens), _hidden_states(model, tokens, positions + POSITION_SHIFT))
 
@@ -234,7 +237,7 @@ MEASUREMENTS: dict[str, Callable[[Trainer], list[Measurement]]] = {
 
 
 def step_seconds(trainer: Trainer) -> float:
-    """Median time of a step. On a CPU it is process time per thread, so that other processes hardly matter."""
+    """Median time of a step. On a CPU, this is CPU time per thread, which other processes hardly affect."""
     on_gpu = trainer.model.device.type == "cuda"
     clock = time.perf_counter if on_gpu else time.process_time
 
@@ -252,7 +255,7 @@ def step_seconds(trainer: Trainer) -> float:
 
 
 def peak_step_memory(trainer: Trainer) -> int:
-    """Peak bytes of a step: weights, gradients, optimizer state and everything else allocated."""
+    """Peak memory of a step in bytes, including weights, gradients and optimizer state."""
     if trainer.model.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(trainer.model.device)
         trainer.train_step(trainer.global_step)
@@ -263,7 +266,7 @@ def peak_step_memory(trainer: Trainer) -> int:
 
 
 def _cpu_step_memory_growth(trainer: Trainer) -> int:
-    """Peak of the memory that one step allocates on the CPU, from profiler events."""
+    """Peak of the memory that one step allocates on the CPU in bytes, from profiler events."""
     os.environ["KINETO_LOG_LEVEL"] = "99"  # silence messages at start and end
     from torch.profiler import ProfilerActivity, profile
 

@@ -1,4 +1,4 @@
-"""Metrics of ablations: units, number formats, and sentences that compare confidence intervals."""
+"""Metrics of ablations: units, number formats, and sentences about confidence intervals."""
 
 import math
 from collections.abc import Mapping
@@ -8,14 +8,17 @@ from typing import Any
 from cutaway.train.ablate.confidence_interval import ConfidenceInterval
 
 IntervalTable = dict[str, float | int | None]
-"""Mean, count, and half width or factor of a confidence interval, in results.json."""
+"""A confidence interval in results.json: mean, count, and half_width (or factor, for a ratio)."""
 SCIENTIFIC_BELOW = 1e-3
-"""Below this, numbers are written in scientific notation."""
+"""Intervals with smaller absolute values than this are written in scientific notation."""
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric. `lower_word` and `higher_word` are used in sentences; ratios are averaged as logarithms."""
+    """A metric. If `is_ratio` is set, logarithms of its values are averaged.
+
+    `lower_word` and `higher_word` describe a lower or higher value in sentences.
+    """
 
     title: str
     unit: str = ""
@@ -24,11 +27,11 @@ class Metric:
     is_ratio: bool = False
 
     def transform(self, value: float) -> float:
-        """Value that is averaged: the logarithm of a ratio."""
+        """Value that is averaged: the logarithm of a ratio, otherwise the value itself."""
         return math.log(max(value, 1e-30)) if self.is_ratio else value
 
     def interval_to_dict(self, interval: ConfidenceInterval) -> IntervalTable:
-        """Interval as JSON values: mean ± half_width, or for ratios mean ×÷ factor."""
+        """Interval as JSON values. It means mean ± half_width or, for a ratio, from mean / factor to mean · factor."""
         if not self.is_ratio:
             return {"mean": interval.mean, "half_width": interval.half_width, "count": interval.count}
         factor = None if interval.half_width is None else math.exp(interval.half_width)
@@ -42,7 +45,7 @@ class Metric:
         return ConfidenceInterval(math.log(data["mean"]), half_width, data["count"])
 
     def format_interval(self, interval: ConfidenceInterval) -> str:
-        """Format as '1.234 ± 0.056', with two significant digits of the interval."""
+        """Format as '1.234 ± 0.056', with two significant digits of the half width, or '1.23 ×÷ 1.05' for a ratio."""
         if self.is_ratio:
             mean = _format_number(math.exp(interval.mean))
             if interval.half_width is None:
@@ -56,7 +59,7 @@ class Metric:
         return f"{interval.mean:.{digits}f} ± {interval.half_width:.{digits}f}"
 
     def describe_difference(self, name: str, other: str, difference: ConfidenceInterval) -> str:
-        """Sentence about a difference, which claims no more than the interval supports."""
+        """Sentence about the difference between `name` and `other`, depending on whether the interval excludes zero."""
         if self.is_ratio:
             return self._describe_ratio(name, other, difference)
         size, bound = self._format_difference(difference)
@@ -70,7 +73,10 @@ class Metric:
         return self.higher_word if difference.mean > 0 else self.lower_word
 
     def _format_difference(self, interval: ConfidenceInterval) -> tuple[str, str]:
-        """Absolute value with its interval (one seed: with its sign), and the bound of a difference around zero."""
+        """Texts for the size of a difference, and for the bound of a difference whose interval includes zero.
+
+        The size is an absolute value with its half width or, with a single seed, a value with its sign.
+        """
         unit = f" {self.unit}" if self.unit else ""
         if interval.half_width is None:
             return f"{interval.mean:+.4g}{unit}", ""
@@ -118,7 +124,7 @@ METRICS = {
 
 
 def _decimal_places(half_width: float, mean: float) -> int:
-    """Decimal places: two significant digits of the half width, or four of the mean if it is 0."""
+    """Decimal places for two significant digits of the half width, or four of the mean if the half width is 0."""
     size = half_width if half_width > 0 else abs(mean) / 1e3
     return 3 if size == 0 else min(9, max(0, 1 - math.floor(math.log10(size))))
 

@@ -1,4 +1,4 @@
-"""Model surgery: changes of a built model that no config expresses, such as swapping attention and FFN."""
+"""Model surgery: changes of a built model that a config cannot express, such as swapping attention and FFN."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ from cutaway.model.block import Block
 
 
 class _FFNFirstBlock(Block):
-    """Block with x + FFN(x) before x + attention(x)."""
+    """Block that computes x + FFN(x) before x + attention(x)."""
 
     def forward(self, x: Float[Tensor, "B T d"], context: LayerContext) -> Float[Tensor, "B T d"]:
         x = self.norm_after_ffn(self.scale_skip(x) + self.ffn(x))
@@ -31,7 +31,7 @@ def restore_causal_mask(model: Transformer) -> None:
 
 
 def swap_attention_and_ffn(model: Transformer) -> None:
-    """Swap attention and FFN in every block; weights and their names do not change."""
+    """Swap attention and FFN in every block. Weights and parameter names do not change."""
     for block in decoder_blocks(model):
         if not isinstance(block, Block) or block.cross is not None:
             raise InputError("only blocks with sequential attention and FFN can be swapped; use another placement")
@@ -46,12 +46,12 @@ SURGERIES: dict[str, Callable[[Transformer], None]] = {
     "no causal mask": remove_causal_mask,
     "FFN before attention": swap_attention_and_ffn,
 }
-"""Surgeries that a variant can be trained with."""
+"""Surgeries that can be applied to a variant before training, by name."""
 
 
 @contextmanager
 def temporary_surgery(model: Transformer, surgery: Callable[[Transformer], None]) -> Iterator[None]:
-    """Apply a surgery, and undo it at the end."""
+    """Context in which a surgery is applied to the model. It is undone at the end."""
     stack = model.stacks["decoder"]
     causal, block_classes = stack.causal, [block.__class__ for block in stack.blocks]
     try:

@@ -1,4 +1,4 @@
-"""Ablation plan: variants of a recipe at the same budget, each with the same seeds."""
+"""Ablation plan: variants of a recipe with the same budget and the same seeds."""
 
 import hashlib
 import re
@@ -17,7 +17,7 @@ from cutaway.train.recipe.schema import BPETokenizerConfig, PretrainedTokenizerC
 
 @dataclass(frozen=True)
 class Variant:
-    """A recipe that is compared with others."""
+    """A variant of the base recipe, which is compared with other variants."""
 
     name: str
     recipe: Recipe
@@ -25,19 +25,19 @@ class Variant:
     """Differences from the base recipe."""
     cost: TrainingCost
     surgery: str | None = None
-    """Change of the built model that no config expresses: a name in `model_surgery.SURGERIES`."""
+    """Name in `model_surgery.SURGERIES` of a change of the built model that a config cannot express, or None."""
 
 
 @dataclass(frozen=True)
 class AblationPlan:
-    """All variants and seeds; the first variant is the baseline."""
+    """All variants and seeds of an ablation. The first variant is the baseline."""
 
     name: str
     variants: tuple[Variant, ...]
     seeds: tuple[int, ...]
     match: BudgetKind
     measurement: str | None = None
-    """Measurement of the trained models: a name in `measurements.MEASUREMENTS`."""
+    """Name in `measurements.MEASUREMENTS` of a measurement of the trained models, or None."""
 
     def run_directory(self, output_dir: Path, variant: Variant, seed: int) -> Path:
         return output_dir / "runs" / f"{_slugify(variant.name)}-seed-{seed}"
@@ -48,7 +48,7 @@ class AblationPlan:
 
 @dataclass(frozen=True)
 class VariantSpec:
-    """Name, overrides and surgery of a variant, before it is resolved."""
+    """Name, overrides and surgery of a variant, from which `build_plan` builds the `Variant`."""
 
     name: str
     overrides: tuple[Override, ...] = ()
@@ -56,13 +56,13 @@ class VariantSpec:
 
 
 def combine_variations(variations: Sequence[Variation]) -> list[VariantSpec]:
-    """All combinations of the values of several keys."""
+    """Variants for all combinations of the values of several keys."""
     keys = [variation.key for variation in variations]
     if len(set(keys)) < len(keys):
         raise ConfigError("a key is in --vary twice; pass all of its values at once, as in norm=layernorm,rmsnorm")
     if "training.seed" in keys:
         raise ConfigError("training.seed cannot be varied: every variant is trained with all seeds; use --num-seeds")
-    # The last component of each path is its name, if they are distinct.
+    # A key is shortened to the last component of its path, if these are distinct.
     ends = [key.removesuffix(".kind").rpartition(".")[2] for key in keys]
     names = ends if len(set(ends)) == len(ends) else keys
     specs = []
@@ -82,9 +82,9 @@ def build_plan(
     match: BudgetKind = "tokens",
     measurement: str | None = None,
 ) -> AblationPlan:
-    """Build and validate a plan, before anything is trained."""
+    """Build a plan, and check its variants before anything is trained."""
     if len(specs) < 2 and measurement is None:
-        raise ConfigError("one variant alone compares nothing; vary a key over two or more values, as in depth=2,4")
+        raise ConfigError("there is only one variant, so there is nothing to compare; vary a key, as in depth=2,4")
     if num_seeds < 1:
         raise InputError(f"num_seeds is {num_seeds}; pass 1 or more, and 3 or more for a confidence interval")
     first_seed = recipe.training.seed
@@ -117,14 +117,14 @@ def _describe_changes(base: Recipe, variant: Recipe, surgery: str | None) -> tup
 
 
 class _TokenizerCache:
-    """Trains each tokenizer once, and shares it between the variants that use it."""
+    """Trains each tokenizer once, for all variants that use it."""
 
     def __init__(self, output_dir: Path) -> None:
         self.output_dir = output_dir
         self._tokenizers: dict[str, tuple[int, TokenizerConfig | None]] = {}
 
     def resolve_recipe(self, recipe: Recipe) -> Recipe:
-        """Replace the tokenizer by a trained one and set vocab_size of the model."""
+        """Replace a tokenizer that must be trained by a trained tokenizer, and set vocab_size of the model."""
         key = recipe.data.model_dump_json(include={"sources", "tokenizer"})
         if key not in self._tokenizers:
             self._tokenizers[key] = self._prepare_tokenizer(recipe, hashlib.sha256(key.encode()).hexdigest()[:12])
@@ -138,12 +138,12 @@ class _TokenizerCache:
         path, temporary = (self.output_dir / "tokenizers" / name for name in (key, f".{key}"))
         if not path.is_dir():
             build_tokenizer(recipe.data, recipe.objective).save(temporary)
-            temporary.replace(path)  # renamed when complete
+            temporary.replace(path)  # so that the directory is always complete
         config = PretrainedTokenizerConfig(path=str(path.resolve()))
         return build_tokenizer(recipe.data.replace(tokenizer=config), recipe.objective).vocab_size, config
 
 
 def _slugify(name: str) -> str:
-    """Directory name that is valid on every file system and unique for each variant."""
+    """Directory name for a variant, which is valid on every file system and different for each variant."""
     slug = re.sub(r"[^a-z0-9=.-]+", "-", name.lower()).strip("-.")[:60] or "variant"
     return slug if slug == name else f"{slug}-{hashlib.sha256(name.encode()).hexdigest()[:6]}"

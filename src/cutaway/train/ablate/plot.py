@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # matplotlib is imported only to draw
 
 LINE_STYLES = ("-", "--", ":")
 CURVE_POINTS = 24
-"""Approximate number of points of a curve; steps between them are averaged."""
+"""Approximate number of points of a curve. Each point is an average over several steps."""
 BAND_LABEL = "{} seeds, seed effect removed, 95 % CI of the mean"
 
 
@@ -58,7 +58,7 @@ def _finished_runs(data: ResultsTable, name: str) -> list[Outcome]:
 
 
 def _plot_loss_curves(axes: "Axes", data: ResultsTable) -> None:
-    """Training loss, averaged over a few steps and over seeds; the band is the confidence interval of the mean."""
+    """Plot the training loss, averaged over a few steps and over seeds, with the confidence interval as a band."""
     runs_by_variant = {row["variant"]: _finished_runs(data, row["variant"]) for row in data["variants"]}
     curves = {name: [_downsample_curve(run["curve"]) for run in runs] for name, runs in runs_by_variant.items()}
     for row, (color, line_style) in zip(data["variants"], _variant_styles(data), strict=True):
@@ -82,7 +82,10 @@ def _plot_loss_curves(axes: "Axes", data: ResultsTable) -> None:
 
 
 def _downsample_curve(curve: Sequence[tuple[int, float | None]]) -> list[tuple[float, float]]:
-    """Mean step and loss of about CURVE_POINTS intervals of steps; NaN where a loss is missing."""
+    """Divide a curve into about CURVE_POINTS intervals, and return mean step and mean loss of each.
+
+    The mean is NaN if a loss in the interval is missing.
+    """
     points = [(step, math.nan if loss is None else loss) for step, loss in curve]
     width = max(1, len(curve) // CURVE_POINTS)
     intervals = [points[start : start + width] for start in range(0, len(curve) - width + 1, width)]
@@ -94,21 +97,21 @@ def _downsample_curve(curve: Sequence[tuple[int, float | None]]) -> list[tuple[f
 def _remove_seed_effect(
     values: Sequence[Sequence[float]], all_values: Sequence[Sequence[Sequence[float]]]
 ) -> list[list[float]]:
-    """Remove what a seed does to all variants alike, such as easier text (Cousineau, 2005).
+    """Remove the effect that a seed has on all variants, e.g. because its text is easier (Cousineau, 2005).
 
-    `values` are [seed][point], `all_values` [variant][seed][point]. If a run failed or the numbers of steps differ,
-    the values are returned unchanged.
+    `values` is indexed by [seed][point], and `all_values` by [variant][seed][point]. If a run failed, or the variants
+    have different numbers of points, the values are returned unchanged.
     """
     try:
         table = np.array(all_values, np.float64)
-    except ValueError:  # of unequal lengths
+    except ValueError:  # the lengths differ
         return [list(run) for run in values]
     seed_means = table.mean(0)  # (seed, point)
     return (np.array(values) - seed_means + seed_means.mean(0)).tolist()
 
 
 def _plot_final_losses(axes: "Axes", data: ResultsTable) -> None:
-    """Final loss of each seed as a dot, and the confidence interval of the mean."""
+    """Plot the final loss of each seed as a dot, and the confidence interval of the mean."""
     metric = data["metric"]
     names = [row["variant"] for row in data["variants"]]
     all_values = [[[run[metric]] for run in _finished_runs(data, name)] for name in names]
@@ -132,7 +135,7 @@ def _plot_final_losses(axes: "Axes", data: ResultsTable) -> None:
 
 
 def _plot_grad_norms(axes: "Axes", data: ResultsTable) -> None:
-    """Gradient norm by block, relative to the last block: initial weights solid, trained weights dashed."""
+    """Plot the gradient norm of each block relative to the last block, for initial and trained weights."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     colors = cycle(LINE_COLORS)

@@ -19,7 +19,7 @@ ResultsTable = dict[str, Any]
 
 @dataclass(frozen=True)
 class MetricRef:
-    """A metric of a variant: of the run, or under one condition of its measurements."""
+    """A metric of a variant. If `condition` is given, the metric is measured under this condition."""
 
     variant: str
     metric: str = "loss"
@@ -32,12 +32,15 @@ class MetricRef:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A value and its baseline, of the same metric; without a baseline, against zero, or only reported."""
+    """Comparison of a value with a baseline of the same metric.
+
+    Without a baseline, the value is compared with zero or, if `report_only` is set, only reported.
+    """
 
     value: MetricRef
     baseline: MetricRef | None = None
     label: str | None = None
-    """Name of the value in the sentence."""
+    """Name of the value in the sentence about the comparison."""
     baseline_label: str | None = None
     report_only: bool = False
 
@@ -50,15 +53,16 @@ class Results:
         self.variant_names = [variant.name for variant in plan.variants]
         tokenizers = {variant.recipe.data.tokenizer for variant in plan.variants}
         self.metric = "loss" if len(tokenizers) == 1 else "bits_per_byte"
-        """Loss per token is comparable only between models with the same tokenizer."""
+        """Metric by which variants are compared: loss, or bits per byte if variants have different tokenizers, because
+        losses per token are comparable only with the same tokenizer."""
 
     def failures(self, variant: str) -> list[str]:
-        """Error messages of failed runs."""
+        """Error messages of the failed runs of a variant."""
         runs = (self.outcomes[variant, seed] for seed in self.plan.seeds)
         return [run["failed"] for run in runs if "failed" in run]
 
     def values_by_seed(self, ref: MetricRef) -> dict[int, float]:
-        """Values by seed, transformed for averaging; failed runs have none."""
+        """Values by seed, transformed for averaging. Seeds whose run failed are left out."""
         transform = METRICS[ref.metric].transform
         values: dict[int, float] = {}
         for seed in self.plan.seeds:
@@ -79,7 +83,7 @@ class Results:
         return paired_difference(self.values_by_seed(comparison.value), self.values_by_seed(comparison.baseline))
 
     def describe(self, comparison: Comparison) -> str | None:
-        """Sentence about a comparison; None if runs failed."""
+        """Sentence about a comparison. None if there is no seed for which all compared runs succeeded."""
         interval, metric = self.compare(comparison), METRICS[comparison.value.metric]
         if interval is None:
             return None
@@ -92,18 +96,18 @@ class Results:
         return metric.describe_difference(name, comparison.baseline_label or comparison.baseline.label, interval)
 
     def peak_memory(self, variant: str) -> int | None:
-        """Peak bytes of a step, measured with one seed."""
+        """Peak memory of a step in bytes, measured with one seed."""
         values = [self.outcomes[variant, seed].get("peak_memory") for seed in self.plan.seeds]
         return next((value for value in values if value is not None), None)
 
     def conditions(self) -> list[str]:
-        """Conditions of the measurements, in order."""
+        """Conditions of the measurements, in the order of measurement."""
         runs = (run.get("measurements", []) for run in self.outcomes.values())
         return list(dict.fromkeys(row["condition"] for rows in runs for row in rows))
 
 
 def compare_to_first(results: Results) -> list[Comparison]:
-    """Comparisons of every other variant's loss with the first one's."""
+    """Comparisons of the loss of every other variant with the loss of the first variant."""
     first = results.variant_names[0]
     return [
         Comparison(MetricRef(name, results.metric), MetricRef(first, results.metric))
@@ -112,7 +116,7 @@ def compare_to_first(results: Results) -> list[Comparison]:
 
 
 def build_findings(results: Results, comparisons: Iterable[Comparison]) -> list[str]:
-    """Sentences: failed runs first, then the comparisons."""
+    """Sentences about the results: first about failed runs, then about the comparisons."""
     findings = []
     for name in results.variant_names:
         if failures := results.failures(name):
@@ -137,7 +141,7 @@ def results_to_dict(results: Results, findings: Sequence[str]) -> ResultsTable:
 
 
 def _variant_row(results: Results, name: str) -> dict[str, object]:
-    """Row of a variant in the table."""
+    """Row of a variant in the table `variants` of results.json."""
     variant = results.plan.variants[results.variant_names.index(name)]
     first, metric = results.variant_names[0], results.metric
 

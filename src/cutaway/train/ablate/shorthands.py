@@ -1,4 +1,4 @@
-"""Shorthands for common variations (norm, position, heads, …): edits of every stack of a config."""
+"""Shorthands for common variations (norm, position, heads, …). Each changes every stack of a config."""
 
 from collections.abc import Callable, Mapping
 from typing import TypeVar
@@ -23,7 +23,7 @@ PLACEMENTS = {
 }
 ATTENTION_POSITIONS = {"rope": cfg.Rope(), "alibi": cfg.Alibi(), "relative-bias": cfg.RelativeBias()}
 GATED_ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu"}
-"""Activations of gated FFNs (three matrices), and the activation of the gate."""
+"""Activation of the gate, by the name of a gated FFN. Gated FFNs have three matrices."""
 
 
 def _map_stacks(config: Config, edit: Callable[[cfg.Stack], cfg.Stack]) -> Config:
@@ -51,7 +51,7 @@ def _map_attention(config: Config, edit: AttentionEdit) -> Config:
 
 
 def map_ffns(config: Config, edit: Callable[[DenseFFN], DenseFFN]) -> Config:
-    """Edit every dense FFN, and the experts of every mixture."""
+    """Edit every dense FFN, and the experts of every mixture of experts."""
 
     def edit_block(block: cfg.Block) -> cfg.Block:
         if not isinstance(block.ffn, cfg.Moe):
@@ -75,7 +75,7 @@ def _parse_choice(name: str, value: str, table: Mapping[str, ValueT]) -> ValueT:
 
 
 def _set_heads(config: Config, value: str) -> Config:
-    """Set the number of query heads, and of key-value heads where it was the same (MHA)."""
+    """Set the number of query heads. In MHA, set the number of key-value heads to the same value."""
     count = _parse_count("heads", value)
 
     def edit(attention: cfg.MultiHeadBase | cfg.LatentAttention) -> cfg.MultiHeadBase | cfg.LatentAttention:
@@ -114,7 +114,7 @@ def _set_norm_placement(config: Config, value: str) -> Config:
 
 
 def _set_position(config: Config, value: str) -> Config:
-    """Set the position method, and remove all others from embeddings and attention."""
+    """Set the position method, and remove all other position methods from embeddings and attention."""
     learned = cfg.LearnedPosition(length=config.context or 1024)
     embedding_positions = {"sinusoidal": cfg.SinusoidalPosition(), "learned": learned}
     _parse_choice("position", value, dict.fromkeys((*ATTENTION_POSITIONS, *embedding_positions, "none")))
@@ -132,7 +132,11 @@ def _set_position(config: Config, value: str) -> Config:
 
 
 def _set_activation(config: Config, value: str) -> Config:
-    """Set the activation. swiglu, geglu and reglu have three matrices, others two; the width keeps the size equal."""
+    """Set the activation of all FFNs.
+
+    swiglu, geglu and reglu need three matrices, other activations two. When the number of matrices changes, the width
+    is changed so that the number of parameters stays about the same.
+    """
 
     def edit(ffn: DenseFFN) -> DenseFFN:
         width, is_gated = ffn.hidden_dim(config.d_model), not isinstance(ffn, cfg.Mlp)

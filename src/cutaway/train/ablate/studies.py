@@ -1,4 +1,4 @@
-"""Named studies: claims about Transformer components, measured on small models, in minutes on two cores."""
+"""Named studies, which test claims about Transformer components on small models. They take minutes on two cores."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ from cutaway.train.ablate.results import Comparison, MetricRef, Results, compare
 from cutaway.train.recipe.load import Table
 
 Column = tuple[str, str]
-"""A condition and one of its metrics."""
+"""Name of a measurement condition, and name of a metric."""
 
 
 @dataclass(frozen=True)
 class Study:
-    """Variants of a recipe, and the comparisons between them."""
+    """A recipe, its variants, and the comparisons between the variants."""
 
     description: str
     recipe: Table
@@ -25,15 +25,15 @@ class Study:
     measurement: str | None = None
     match: BudgetKind = "tokens"
     rows: Literal["variants", "measurements"] = "variants"
-    """Rows of the second table: variants, or conditions measured on the first variant."""
+    """Rows of the table of measurements: the variants, or the conditions measured on the first variant."""
     columns: tuple[Column, ...] = ()
-    """Columns of the second table; if its rows are measurements, only the metrics are used."""
+    """Columns of the table of measurements. If the rows are conditions, only the metric of each column is used."""
 
 
 def _small_recipe(
     *, layers: int, d_model: int, seq_len: int, max_steps: int, batch_size: int = 8, **stack: Any
 ) -> Table:
-    """A small byte-level decoder on Python's standard library."""
+    """Recipe of a small byte-level decoder, trained on Python's standard library."""
     return {
         "model": {
             "form": "decoder",
@@ -59,7 +59,7 @@ def _small_recipe(
 
 DEPTHS = (2, 6, 12)
 NO_WARMUP_DEPTH = 6
-"""Depth at which training without warm-up is compared too."""
+"""Depth at which training with and without warm-up is compared."""
 
 
 def _depth_and_norm_study() -> Study:
@@ -75,7 +75,7 @@ def _depth_and_norm_study() -> Study:
         for placement in ("pre", "post")
     ]
     return Study(
-        "gradient norm by depth and loss, with pre-norm or post-norm (Xavier initialization)",
+        "loss, and gradient norm by depth, with pre-norm or post-norm (Xavier initialization)",
         recipe,
         tuple(variants),
         _compare_depths,
@@ -105,7 +105,7 @@ FULL_MODEL = "full model"
 
 def component_removal_study() -> Study:
     return Study(
-        "effect of removing each component from trained weights, and of training without it",
+        "effect of removing each component from a trained model, and of training without it",
         _small_recipe(layers=4, d_model=64, seq_len=64, max_steps=300),
         (
             VariantSpec(FULL_MODEL),
@@ -152,9 +152,9 @@ SEQ_LEN = 64
 
 def _positions_study() -> Study:
     recipe = _small_recipe(layers=3, d_model=64, seq_len=SEQ_LEN, max_steps=250, embedding={"scale": "sqrt_d_model"})
-    # Embeddings with the norm of sinusoidal positions, which would dominate smaller ones
+    # With this initialization, embeddings have the norm of sinusoidal positions, which would dominate smaller ones.
     recipe["model"]["init"] = {"kind": "xavier"}
-    recipe["model"]["context"] = 5 * SEQ_LEN  # learned positions need rows for the positions they are not trained on
+    recipe["model"]["context"] = 5 * SEQ_LEN  # learned positions need rows beyond the trained length too
     return Study(
         f"sensitivity of each position method to order and offset, and its loss beyond the {SEQ_LEN} trained tokens",
         recipe,
@@ -222,4 +222,4 @@ STUDIES: dict[str, Callable[[], Study]] = {
     "positions": _positions_study,
     "component-removal": component_removal_study,
 }
-"""Study by name, as in `cutaway ablate NAME`."""
+"""Function that builds a study, by the name of the study in `cutaway ablate NAME`."""

@@ -15,25 +15,25 @@ from cutaway.train.recipe.load import Table, apply_override, load_recipe
 from cutaway.train.recipe.schema import RECIPE_ADAPTER, Recipe
 
 Override = tuple[str, str]
-"""A key and its value, as written."""
+"""A key and its value, both as the user wrote them."""
 
 
 @dataclass(frozen=True)
 class Variation:
-    """A key and its values."""
+    """A key, and the values that are compared."""
 
     key: str
     values: tuple[str, ...]
 
 
 def parse_variation(text: str) -> Variation:
-    """Parse 'KEY=a,b,c'; commas within brackets, braces and quotes do not separate values."""
+    """Parse 'KEY=a,b,c'. Commas within brackets, braces and quotes do not separate values."""
     key, equals, rest = text.partition("=")
     values = tuple(value.strip() for value in _split_values(rest))
     if not equals or not key.strip() or not all(values):
         raise ConfigError(f"--vary '{text}' is not KEY=VALUES; write for example norm=layernorm,rmsnorm")
     if len(set(values)) < len(values):
-        raise ConfigError(f"--vary '{text}' has a value twice, which compares a variant with itself; remove one")
+        raise ConfigError(f"--vary '{text}' has the same value twice; remove one of the two")
     return Variation(key.strip(), values)
 
 
@@ -55,7 +55,7 @@ def _split_values(text: str) -> Iterator[str]:
 
 
 def apply_overrides(recipe: Recipe, overrides: Sequence[Override]) -> Recipe:
-    """Apply overrides to a recipe; the model of the result is a full config."""
+    """Apply overrides to a recipe. In the result, `model` is a full config, even if it was a preset name."""
     data: Table = _non_default_values(recipe) | {"model": _non_default_values(recipe.transformer_config)}
     for key, value in overrides:
         if key in SHORTHANDS:
@@ -71,7 +71,10 @@ def apply_overrides(recipe: Recipe, overrides: Sequence[Override]) -> Recipe:
 
 
 def _non_default_values(node: BaseModel) -> Table:
-    """Values that differ from the defaults, and all tags: what a node of another kind can take over."""
+    """Values that differ from the defaults, and the tags `kind` and `form`. Other values are left out.
+
+    If an override changes the kind of a node, defaults of the old kind must not be carried over.
+    """
     tree: Table = {}
     for name, field in type(node).model_fields.items():
         value = getattr(node, name)
@@ -88,7 +91,7 @@ def _to_plain(value: object) -> object:
 
 
 def _set_everywhere(data: Table, key: str, value: str) -> None:
-    """Set a value at a path, in every block if the path passes through a pattern of several."""
+    """Set a value at a path. If the path contains a list, e.g. of several blocks, set it in every item."""
     *parents, last = key.split(".")
     tables = [data]
     for name in parents:
@@ -108,7 +111,7 @@ def _child_tables(table: Table, name: str, key: str) -> list[Table]:
 
 
 def _drop_unknown_keys(data: Table, table: Table, adapter: TypeAdapter[Any]) -> None:
-    """After a change of kind, remove from `table` the keys that the new kind does not have."""
+    """Remove the keys of `table` that its kind does not have, after the kind was changed."""
     root = data["model"] if adapter is CONFIG_ADAPTER else data
     while True:
         try:
@@ -128,10 +131,10 @@ def _drop_unknown_keys(data: Table, table: Table, adapter: TypeAdapter[Any]) -> 
 
 
 def describe_differences(before: Config | Recipe, after: Config | Recipe) -> list[str]:
-    """Differences as 'path: old → new'; a node of another kind is one difference."""
+    """Differences as 'path: old → new'. If the kind of a node differs, the whole node is one difference."""
     old, new = _non_default_values(before), _non_default_values(after)
     for recipe in (old, new):
-        recipe.pop("model", None)  # of a recipe: its config is compared separately
+        recipe.pop("model", None)  # the model config of a recipe is compared separately
     return list(_iter_differences("", old, new))
 
 

@@ -27,43 +27,43 @@ from cutaway.train.trainer.trainer import Trainer
 
 OUTCOME_FILE = "outcome.json"
 Outcome = dict[str, Any]
-"""Losses, time, memory and measurements of a run; or `failed`, the reason for which it failed."""
+"""Losses, time, memory and measurements of a run. For a run that failed, only `failed`, the reason."""
 PROGRESS_INTERVAL_SECONDS = 0.2
-"""Minimum interval between progress messages."""
+"""Minimum time between two progress messages."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """Arguments of a worker process; picklable."""
+    """Arguments of a worker process. All fields can be pickled."""
 
     directory: str
     recipe: Table
     surgery: str | None
     measurement: str | None
     measure_memory: bool
-    """Whether to measure the memory of a step: it is the same for every seed."""
+    """Whether to measure the memory of a step. One seed is enough, because all seeds need the same memory."""
     device: str
     num_threads: int
 
 
 def run_worker(job: Job, env: dict[str, str], pipe: "connection.Connection") -> None:
-    """Run a job; messages to the parent are (kind, value)."""
+    """Run a job, and send messages (kind, value) to the parent process through `pipe`."""
     Thread(target=_exit_with_parent, daemon=True).start()
     os.environ.clear()
-    os.environ.update(env)  # a fork server has the environment of the time it was started
+    os.environ.update(env)  # the fork server has the environment from when it was started
     torch.set_num_threads(job.num_threads)
     try:
         is_finished = _train_and_measure(job, pipe)
     except CutawayError as error:
         pipe.send(("error", str(error)))
-    except KeyboardInterrupt:  # before training started, so there is nothing to save
+    except KeyboardInterrupt:  # only before training starts, when there is nothing to save
         pipe.send(("done", False))
     else:
         pipe.send(("done", is_finished))
 
 
 def _exit_with_parent() -> None:
-    """Exit when the parent process is gone: another process may start to work in the run directory."""
+    """Exit when the parent process ends, because then another process may start to write to the run directory."""
     parent = parent_process()
     if parent is not None:
         connection.wait([parent.sentinel])
@@ -71,7 +71,7 @@ def _exit_with_parent() -> None:
 
 
 def _train_and_measure(job: Job, pipe: "connection.Connection") -> bool:
-    """Train from the start or the last checkpoint, and measure; returns whether training was completed."""
+    """Train from the start or from the last checkpoint, measure the model, and return whether training is completed."""
     directory = Path(job.directory)
     last_report = 0.0
 
@@ -95,7 +95,7 @@ def _train_and_measure(job: Job, pipe: "connection.Connection") -> bool:
         return True
     if trainer.global_step < trainer.recipe.training.max_steps:
         return False
-    if job.surgery is not None:  # the exported model does not include it, so it would load as another model
+    if job.surgery is not None:  # the exported config does not include the surgery, so another model would be loaded
         shutil.rmtree(trainer.run_directory.model_directory, ignore_errors=True)
     pipe.send(("step", trainer.global_step))
     if math.isfinite(eval_loss(trainer)):
@@ -106,7 +106,7 @@ def _train_and_measure(job: Job, pipe: "connection.Connection") -> bool:
 
 
 def _collect_outcome(trainer: Trainer, job: Job) -> Outcome:
-    """Losses, time and memory of a trained model, and the plan's measurements."""
+    """Losses, time and memory of a trained model, and the measurement that the plan requests."""
     rows = list(trainer.metrics_log)
     loss = eval_loss(trainer)
     outcome: Outcome = {
@@ -120,7 +120,7 @@ def _collect_outcome(trainer: Trainer, job: Job) -> Outcome:
     if job.measurement is not None:
         outcome["measurements"] = MEASUREMENTS[job.measurement](trainer)
     trainer.model.train()
-    outcome["step_seconds"] = step_seconds(trainer)  # last, because its steps change the weights
+    outcome["step_seconds"] = step_seconds(trainer)  # after the measurements, because these steps change the weights
     if job.measure_memory:
         outcome["peak_memory"] = peak_step_memory(trainer)
     return outcome

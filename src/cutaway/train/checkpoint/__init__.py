@@ -1,1 +1,1 @@
-"""Checkpoints and run directories: written atomically, verified by checksums."""
+"""Checkpoints, which are written atomically and verified by checksums, and run directories."""

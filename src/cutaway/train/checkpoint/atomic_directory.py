@@ -1,4 +1,4 @@
-"""Atomic directories: hidden names while they are written or removed, and a rename when they are complete."""
+"""Atomic directories. While a directory is written or removed, it has a hidden name; when complete, it is renamed."""
 
 import errno
 import fcntl
@@ -33,7 +33,7 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def fsync_directory(directory: Path) -> None:
-    """Flush a directory's entries to disk."""
+    """Flush the entries of a directory to disk."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -43,22 +43,25 @@ def fsync_directory(directory: Path) -> None:
 
 @contextmanager
 def temporary_directory(target: Path) -> Iterator[Path]:
-    """Hidden, locked directory beside the target, removed at the end unless it was renamed."""
+    """Create a hidden, locked directory beside the target. It is removed at the end, unless it was renamed."""
     temporary = hidden_path(target, SAVING)
     temporary.mkdir()
     try:
         with _try_lock_directory(temporary):
             yield temporary
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)  # leftovers are found by their name later
+        shutil.rmtree(temporary, ignore_errors=True)  # what cannot be removed is found later by its name
 
 
 def rename_into_place(temporary: Path, target: Path) -> Path | None:
-    """Rename a complete directory to its target; a directory with that name is returned under a hidden name."""
+    """Rename a complete directory to `target`.
+
+    If the target exists already, it is renamed to a hidden name, which is returned.
+    """
     replaced = None
     if target.exists():
         if not target.is_dir():
-            raise FileExistsError(errno.EEXIST, "a file with the checkpoint's name exists, which is not a directory")
+            raise FileExistsError(errno.EEXIST, "the path of the checkpoint is a file, not a directory")
         replaced = hidden_path(target, REPLACED)
         target.rename(replaced)
         hit_failpoint("between-renames")
@@ -72,13 +75,13 @@ def rename_into_place(temporary: Path, target: Path) -> Path | None:
 
 
 def remove_hidden_directory(path: Path, recover: Callable[[Path], bool] | None = None) -> list[str]:
-    """Remove a hidden directory, unless it is recovered or locked by another process; returns error messages."""
+    """Remove a hidden directory, unless another process has locked it or `recover` returns True. Return errors."""
     try:
         with _try_lock_directory(path) as locked:
             if locked and not (recover is not None and recover(path)):
                 path.unlink() if path.is_symlink() else shutil.rmtree(path)
     except FileNotFoundError:
-        return []  # the process that held it has finished
+        return []  # the process that had locked it has removed or renamed it
     except OSError as error:
         return [f"could not remove '{path}' ({error.strerror or error})"]
     return []
@@ -86,13 +89,13 @@ def remove_hidden_directory(path: Path, recover: Callable[[Path], bool] | None =
 
 @contextmanager
 def _try_lock_directory(directory: Path) -> Iterator[bool]:
-    """Lock a directory without waiting; yields whether it succeeded. The lock ends with the process."""
+    """Try to lock a directory without waiting, and yield whether it is locked. The lock ends with the process."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             locked = True
-        except OSError:  # held by another process, or a file system without locks
+        except OSError:  # another process has the lock, or the file system has no locks
             locked = False
         yield locked
     finally:

@@ -1,7 +1,7 @@
-"""CheckpointManager: atomic, verified checkpoints of a run; saving, loading, pruning, also from sharded ranks.
+"""CheckpointManager: save, load and prune the checkpoints of a run. The state may be sharded over ranks.
 
-Directories being written or removed have hidden names. So a process killed at any instant leaves complete checkpoints,
-and otherwise only directories that are recognized as partial.
+A directory has a hidden name while it is written or removed. So if a process is killed at any instant, every visible
+checkpoint is complete, and partial checkpoints are recognized by their names.
 """
 
 import math
@@ -46,18 +46,19 @@ from cutaway.train.distributed.dtensor import TensorGatherer, TensorGroups, copy
 from cutaway.train.distributed.process_group import DistributedContext
 
 MAX_FILE_BYTES = 1 << 30
-"""Maximum tensor bytes per file, unless one tensor is larger: a file's tensors are copied while it is written."""
+"""Maximum number of bytes of tensors per file, unless a single tensor is larger. It limits the memory for saving,
+because all tensors of a file are copied when it is written."""
 
 
 CopyFn = Callable[[Tensor], Tensor]
 
 
 class CheckpointWriteError(CutawayError):
-    """A checkpoint could not be written; earlier ones are unchanged, and training can continue."""
+    """A checkpoint could not be written. Earlier checkpoints are unchanged, and training can continue."""
 
 
 class CheckpointManager:
-    """Checkpoints in a directory; keeps the newest `keep` and the one with the lowest evaluation loss."""
+    """Checkpoints in a directory. The newest `keep` and the one with the lowest evaluation loss are kept."""
 
     def __init__(self, directory: Path, *, keep: int = 2) -> None:
         self.directory, self.keep = directory, keep
@@ -66,15 +67,15 @@ class CheckpointManager:
         self._writer_error: BaseException | None = None
 
     def save(self, tensors: TensorGroups, state: TrainerState, copy_to_cpu: CopyFn = copy_to_cpu) -> Path:
-        """Write a checkpoint; it is on disk when this returns.
+        """Write a checkpoint. It is on disk when this returns.
 
-        `copy_to_cpu` returns a tensor's values on the CPU; it is called for each tensor, by group and name in order.
+        `copy_to_cpu` copies a tensor to the CPU. It is called once per tensor, in order of group and name.
         """
         self._join_writer()
         return self._write_checkpoint(tensors, state, copy_to_cpu)
 
     def async_save(self, tensors: TensorGroups, state: TrainerState) -> None:
-        """Copy the tensors to the CPU and write them in a thread. Raises the error of the previous save, if any."""
+        """Copy the tensors to the CPU and write them in a thread. If the previous save failed, raise its error."""
         self._join_writer()
         copies = {group: {name: copy_to_cpu(each) for name, each in named.items()} for group, named in tensors.items()}
         previous_error, self._writer_error = self._writer_error, None
@@ -82,7 +83,7 @@ class CheckpointManager:
         def write() -> None:
             try:
                 self._write_checkpoint(copies, state, lambda tensor: tensor)
-            except BaseException as error:  # raised again by the next call in the main thread
+            except BaseException as error:  # the next call in the main thread raises it
                 self._writer_error = error
 
         self._writer_thread = threading.Thread(target=write, name="checkpoint")
@@ -91,14 +92,14 @@ class CheckpointManager:
             raise previous_error
 
     def wait_for_async_save(self) -> None:
-        """Wait until the asynchronous save is finished, and raise its error."""
+        """Wait until the asynchronous save is finished. If the save failed, raise its error."""
         self._join_writer()
         error, self._writer_error = self._writer_error, None
         if error is not None:
             raise error
 
     def load_latest(self, *, log: Callable[[str], None]) -> LoadedCheckpoint | None:
-        """Load the newest valid checkpoint, or None if there is no checkpoint; damaged ones are logged and skipped."""
+        """Load the newest valid checkpoint. None if there is no checkpoint. Damaged ones are logged and skipped."""
         self._join_writer()
         problems = []
         try:
@@ -108,13 +109,13 @@ class CheckpointManager:
                 loaded = read_checkpoint(path)
                 if isinstance(loaded, LoadedCheckpoint):
                     return loaded
-                if not path.exists():  # pruned by a run that is saving: it has newer checkpoints
+                if not path.exists():  # another process has just removed it, after saving a newer one
                     return self.load_latest(log=log)
                 self._damaged.add(path)
                 problems.append(f"{path.name}: {loaded}")
                 log(f"checkpoint {problems[-1]}; it is skipped")
         except OSError as error:
-            raise InputError(f"cannot read '{self.directory}': {error}; restore it, or pass another") from None
+            raise InputError(f"cannot read '{self.directory}': {error}; restore it, or pass another run") from None
         if problems:
             raise InputError(
                 f"no checkpoint in '{self.directory}' is valid ({' | '.join(problems)}); restore one, or start a new"
@@ -152,13 +153,11 @@ class CheckpointManager:
         except OSError as error:
             problems.append(f"could not remove older checkpoints ({error})")
         if problems:
-            raise CheckpointWriteError(
-                f"saved '{target}', but {'; '.join(problems)}; remove what is not needed by hand"
-            )
+            raise CheckpointWriteError(f"saved '{target}', but {'; '.join(problems)}; remove these directories by hand")
         return target
 
     def _write_files(self, temporary: Path, tensors: TensorGroups, state: TrainerState, copy_to_cpu: CopyFn) -> None:
-        """Write the files of a checkpoint, the manifest last."""
+        """Write the files of a checkpoint. The manifest is written last."""
         files: dict[str, ManifestEntry] = {}
 
         def write(name: str, data: bytes, group: str | None = None) -> None:
@@ -176,13 +175,13 @@ class CheckpointManager:
         manifests = [read_manifest(path) for path in self._list_checkpoints()]
         serial = 1 + max((each.serial for each in manifests if isinstance(each, Manifest)), default=0)
         best = state.best_eval_loss
-        best = best if best is not None and math.isfinite(best) else None  # a loss that is not finite is never the best
+        best = best if best is not None and math.isfinite(best) else None  # a NaN or infinite loss is never the best
         manifest = Manifest(step=state.step, serial=serial, best_eval_loss=best, files=files)
         write_file(temporary / MANIFEST_FILE, manifest.to_bytes())
         fsync_directory(temporary)
 
     def _list_checkpoints(self) -> list[Path]:
-        """Checkpoint directories, last written first; those without a readable manifest come before them."""
+        """Checkpoint directories, newest first. Directories without a readable manifest come before all others."""
         sort_keys = {}
         for path in list_directory(self.directory):
             if _is_checkpoint_name(path.name) and path.is_dir():
@@ -192,10 +191,10 @@ class CheckpointManager:
         return sorted(sort_keys, key=sort_keys.__getitem__, reverse=True)
 
     def _remove_partial_saves(self) -> list[str]:
-        """Remove what killed saves have left, or rename it into place if it is complete; returns error messages."""
+        """Remove the directories left by killed saves, or rename those that are complete. Return error messages."""
         paths = list_directory(self.directory)
         problems = []
-        for kind in (SAVING, REPLACED, REMOVED):  # the new checkpoint has priority over the one it replaces
+        for kind in (SAVING, REPLACED, REMOVED):  # first the new checkpoint, then the one it replaces
             for path in paths:
                 match = HIDDEN_NAME_PATTERN.fullmatch(path.name)
                 if match and match["kind"] == kind and _is_checkpoint_name(match["name"]) and path.is_dir():
@@ -203,11 +202,11 @@ class CheckpointManager:
         return problems
 
     def _prune(self) -> list[str]:
-        """Remove all but the newest and the best. Damaged checkpoints do not count, and are kept for inspection."""
+        """Keep only the newest `keep` checkpoints and the best. Damaged ones are neither counted nor removed."""
         manifests = {path: read_manifest(path) for path in self._list_checkpoints() if path not in self._damaged}
         valid = {path: each for path, each in manifests.items() if isinstance(each, Manifest)}
         kept = set(list(valid)[: self.keep])
-        # Among equals the oldest: the trainer passes the lowest loss so far with every save, so the first had it.
+        # Every save stores the lowest loss so far. So among checkpoints with the same loss, the oldest is the best.
         losses = [(each.best_eval_loss, each.serial, path) for path, each in valid.items()]
         kept |= {path for *_, path in sorted(row for row in losses if row[0] is not None)[:1]}
         problems = []
@@ -227,7 +226,7 @@ def _is_checkpoint_name(name: str) -> bool:
 
 
 def _recover_partial_save(path: Path) -> bool:
-    """Rename a hidden directory to its target if it is complete and the name is free: its save was killed."""
+    """Rename a hidden directory to its target, and return True, if it is complete and the target does not exist."""
     match = HIDDEN_NAME_PATTERN.fullmatch(path.name)
     assert match is not None
     target = path.with_name(match["name"])
@@ -240,7 +239,7 @@ def _recover_partial_save(path: Path) -> bool:
 
 
 def _split_into_files(tensors: Mapping[str, Tensor]) -> list[list[str]]:
-    """Tensor names of each file; at least one file, so that a group without tensors is stored too."""
+    """Tensor names of each file. There is at least one file, so that a group without tensors is stored too."""
     files: list[list[str]] = [[]]
     file_size = 0
     for name, tensor in sorted(tensors.items()):
@@ -256,7 +255,11 @@ def _split_into_files(tensors: Mapping[str, Tensor]) -> list[list[str]]:
 def save_state(
     manager: CheckpointManager, dist_context: DistributedContext, tensors: TensorGroups, state: TrainerState
 ) -> None:
-    """Save from the main process: asynchronously if it has the full state, else gathering shards tensor by tensor."""
+    """Save a checkpoint from the main process. All ranks must call this.
+
+    If the main process has the full state, the checkpoint is written asynchronously. Otherwise shards are gathered
+    tensor by tensor.
+    """
     if dist_context.mesh is None:
         if dist_context.is_main_process:
             manager.async_save(tensors, state)
@@ -266,13 +269,13 @@ def save_state(
         if dist_context.is_main_process:
             manager.save(tensors, state, gatherer.gather_next_to_cpu)
     finally:
-        gatherer.gather_remaining()  # also if writing failed, e.g. disk full: the other ranks wait in the collectives
+        gatherer.gather_remaining()  # even if writing failed, because the other ranks wait in the collectives
 
 
 def load_latest_state(
     manager: CheckpointManager, dist_context: DistributedContext, log: Callable[[str], None]
 ) -> LoadedCheckpoint | None:
-    """The newest valid checkpoint as chosen by the main process, read by every rank."""
+    """Load the newest valid checkpoint on every rank. The main process determines which one it is."""
     checkpoint = manager.load_latest(log=log) if dist_context.is_main_process else None
     step = dist_context.broadcast_int(-1 if checkpoint is None else checkpoint.state.step)
     if step < 0 or checkpoint is not None:
@@ -287,12 +290,12 @@ def load_latest_state(
 
 
 def load_weights(model: Transformer, weights: Mapping[str, Tensor]) -> None:
-    """Load full weights into a model, of which each rank may have a shard."""
+    """Load full weights into a model. If the model is sharded, each rank loads its shard."""
     state_dict = model.state_dict()
     if not any(is_dtensor(tensor) for tensor in state_dict.values()):
         model.load_state_dict(dict(weights))
         return
     if state_dict.keys() != weights.keys():
-        raise InputError("the checkpoint is of another model; resume the run with its own model")
+        raise InputError("the checkpoint belongs to another model; resume the run with its own model")
     for name, tensor in state_dict.items():
         copy_from_full(tensor, weights[name])

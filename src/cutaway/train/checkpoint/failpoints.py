@@ -1,4 +1,4 @@
-"""Failpoints: named places at which a test kills the process with SIGKILL, as a power failure would."""
+"""Failpoints: named places in the code at which a test kills the process with SIGKILL."""
 
 import os
 import signal
@@ -6,7 +6,7 @@ import threading
 from collections import Counter
 
 FAILPOINT_ENV = "CUTAWAY_FAILPOINT"
-"""`name`, or `name:n` for the n-th time it is reached."""
+"""Environment variable with the `name` of a failpoint, or with `name:n` for the n-th time that it is reached."""
 
 _hit_counts: Counter[str] = Counter()
 _hit_counts_lock = threading.Lock()  # checkpoints are written in a thread

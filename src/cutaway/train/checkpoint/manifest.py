@@ -1,4 +1,4 @@
-"""Checkpoint format on disk: safetensors files, state.json, and a manifest with checksums; reading and verifying it."""
+"""Read and verify checkpoints, which are directories of safetensors files, state.json and a manifest with checksums."""
 
 import hashlib
 import stat
@@ -16,15 +16,16 @@ MANIFEST_FILE, STATE_FILE = "manifest.json", "state.json"
 
 
 class TrainerState(BaseModel):
-    """State of a run besides its tensors."""
+    """State of a run that is not stored in tensors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")  # JSON has no NaN
     step: int
     data_fingerprint: str
     best_eval_loss: float | None = None
     metrics_bytes: int = 0
-    """Size of metrics.jsonl at this step; a resumed run truncates it."""
+    """Size of metrics.jsonl at this step in bytes. A resumed run truncates the file to this size."""
     timings_bytes: int = 0
+    """Size of timings.jsonl at this step in bytes."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class LoadedCheckpoint:
 
 
 class ManifestEntry(BaseModel):
-    """Size and checksum of a file; `group` is the tensor group it belongs to."""
+    """Size in bytes and checksum of a file. `group` is the group of its tensors, None for state.json."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
     size: int
@@ -46,10 +47,10 @@ class ManifestEntry(BaseModel):
 
 
 class Manifest(BaseModel):
-    """Contents of a checkpoint.
+    """List of the files of a checkpoint, with their checksums.
 
-    `serial` is the order in which checkpoints were written: a run that was resumed from an earlier checkpoint has newer
-    checkpoints of lower steps.
+    `serial` numbers the checkpoints in the order in which they were written. This may differ from the order of steps,
+    if a run was resumed from an earlier checkpoint.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -61,7 +62,7 @@ class Manifest(BaseModel):
     manifest_sha256: str = ""
 
     def to_bytes(self) -> bytes:
-        """Contents of the manifest file, including a SHA-256 of the rest."""
+        """Contents of the manifest file, including the SHA-256 of the other fields."""
         digest = sha256_hex(self.model_dump_json(exclude={"manifest_sha256"}).encode())
         return self.model_copy(update={"manifest_sha256": digest}).model_dump_json(indent=1).encode() + b"\n"
 
@@ -75,7 +76,10 @@ def checkpoint_name(step: int) -> str:
 
 
 def read_manifest(directory: Path, name: str | None = None) -> Manifest | str:
-    """Read a manifest, or return what is wrong with it. Its step must match the directory's name, or `name`."""
+    """Read a manifest, or return what is wrong with it.
+
+    Its step must match the name of the directory, or `name` if that is passed.
+    """
     try:
         data = (directory / MANIFEST_FILE).read_bytes()
     except FileNotFoundError:
@@ -94,7 +98,7 @@ def read_manifest(directory: Path, name: str | None = None) -> Manifest | str:
 
 
 def find_mismatched_files(directory: Path, manifest: Manifest) -> list[str]:
-    """Problems that are visible without reading: files missing, of another size, or not in the manifest."""
+    """Problems found without reading the files: a file is missing, has the wrong size, or is not in the manifest."""
     stats = {path.name: path.lstat() for path in directory.iterdir() if path.name != MANIFEST_FILE}
     problems = []
     for name in sorted(stats.keys() | manifest.files.keys()):
@@ -110,7 +114,7 @@ def find_mismatched_files(directory: Path, manifest: Manifest) -> list[str]:
 
 
 def read_checkpoint(directory: Path) -> LoadedCheckpoint | str:
-    """Read a checkpoint, or return what is wrong with it. The parsed bytes are the ones that were verified."""
+    """Read and verify a checkpoint, or return what is wrong with it. Each file is read only once."""
     manifest = read_manifest(directory)
     if isinstance(manifest, str):
         return manifest
@@ -128,14 +132,14 @@ def read_checkpoint(directory: Path) -> LoadedCheckpoint | str:
             if sha256_hex(data) != entry.sha256:
                 problems.append(f"{name} does not match its SHA-256")
             elif problems:
-                continue  # not used, but every damaged file is reported
+                continue  # do not parse more files, but check all of them, to report every damaged file
             elif entry.group is not None:
                 tensors.setdefault(entry.group, {}).update(parse_safetensors(data))
             elif name == STATE_FILE:
                 state = TrainerState.model_validate_json(data)
         except OSError as error:
             problems.append(f"{name} cannot be read ({error.strerror})")
-        except (SafetensorError, ValueError, KeyError) as error:  # intact, but not readable by this version
+        except (SafetensorError, ValueError, KeyError) as error:  # the file is intact, but this version cannot parse it
             problems.append(f"{name} cannot be parsed ({error})")
     if problems or state is None:
         return "; ".join(problems) or f"{STATE_FILE} is missing"

@@ -1,4 +1,4 @@
-"""The base checkpoint of a fine-tuning run: loading it, and the config, family and tokenizer taken from it."""
+"""Load the base checkpoint of a fine-tuning run, and take config, family and tokenizer from it."""
 
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -19,7 +19,10 @@ from cutaway.train.recipe.schema import ModelSource, PretrainedModelConfig, read
 
 @dataclass(frozen=True)
 class BaseCheckpointInfo:
-    """What a run stores of its base checkpoint, so that it can resume without it. Empty when training from scratch."""
+    """Information about the base checkpoint that a run stores, so that it can resume without the base checkpoint.
+
+    All fields are empty if the run trains from scratch.
+    """
 
     family: str | None = None
     hf_config: dict[str, Any] = field(default_factory=dict)
@@ -41,23 +44,25 @@ class BaseCheckpointInfo:
         return {} if self.config is None else asdict(self)
 
     def decoder_start_token_id(self, tokenizer: Tokenizer) -> int:
-        """Token that starts a target of an encoder-decoder."""
+        """Id of the token that starts every target of an encoder-decoder."""
         config = read_generation_config(self.generation_config, self.hf_config, tokenizer)
         token_id = config.decoder_start_token_id
         if token_id is None:
             token_id = tokenizer.pad_token_id
         if token_id is None:
-            raise InputError("targets need a start token, but the tokenizer has no bos or pad token; use another one")
+            raise InputError(
+                "targets need a start token, but the tokenizer has no bos or pad token; use another tokenizer"
+            )
         return token_id
 
 
 def load_base_checkpoint(source: ModelSource) -> Checkpoint | None:
-    """Load the checkpoint that is fine-tuned, in fp32; None when training from scratch."""
+    """Load the checkpoint that is fine-tuned, in fp32. None if the run trains from scratch."""
     return load(source.checkpoint, dtype=torch.float32) if isinstance(source, PretrainedModelConfig) else None
 
 
 def reload_base_checkpoint(source: ModelSource, base_info: BaseCheckpointInfo) -> Checkpoint | None:
-    """Load the base checkpoint again on resume; None if it is missing or its config has changed."""
+    """Load the base checkpoint of a resumed run. None if it is missing or its config has changed."""
     try:
         base_checkpoint = load_base_checkpoint(source)
     except CutawayError:
@@ -68,14 +73,14 @@ def reload_base_checkpoint(source: ModelSource, base_info: BaseCheckpointInfo) -
 
 
 def resolve_model_config(source: ModelSource, tokenizer: Tokenizer, base_info: BaseCheckpointInfo) -> Config:
-    """Config of the model: from scratch with the tokenizer's vocab_size, or the base checkpoint's."""
+    """Config of the model: the config of the base checkpoint or, from scratch, of the recipe with a new vocab_size."""
     if base_info.config is None:
         return read_model_config(source).replace(vocab_size=tokenizer.vocab_size)
     config = read_config(base_info.config)
     if tokenizer.vocab_size > config.vocab_size:
         raise InputError(
             f"the tokenizer has {tokenizer.vocab_size:,} tokens, but the checkpoint has vocab_size"
-            f" {config.vocab_size:,}; remove data.tokenizer to use the checkpoint's own"
+            f" {config.vocab_size:,}; remove data.tokenizer to use the checkpoint's tokenizer"
         )
     return config
 
@@ -83,17 +88,20 @@ def resolve_model_config(source: ModelSource, tokenizer: Tokenizer, base_info: B
 def base_tokenizer(base_checkpoint: Checkpoint) -> Tokenizer:
     """Tokenizer of the base checkpoint."""
     if base_checkpoint.tokenizer is None:
-        raise InputError("the checkpoint has no tokenizer; set data.tokenizer to the one it was trained with")
+        raise InputError("the checkpoint has no tokenizer; set data.tokenizer to the tokenizer it was trained with")
     if isinstance(base_checkpoint.tokenizer, MarianTokenizer):
         raise InputError(
-            "the checkpoint's Marian tokenizer encodes the source language only; set data.tokenizer to one for both"
-            " languages, with kind = 'pretrained'"
+            "the checkpoint's Marian tokenizer encodes the source language only; set data.tokenizer to a tokenizer for"
+            " both languages, with kind = 'pretrained'"
         )
     return base_checkpoint.tokenizer
 
 
 def resolve_export_family(config: Config, family: str | None) -> str:
-    """Family whose format a model is exported in: its own, the first that supports its config, or cutaway's."""
+    """Name of the family in whose format a model is exported.
+
+    This is `family` if it is given, or the first family that supports the config, or else 'cutaway'.
+    """
     if family is not None:
         return family
     try:

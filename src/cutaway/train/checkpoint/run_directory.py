@@ -18,7 +18,7 @@ RUN_FORMAT = 1
 
 
 class RunDirectory:
-    """Directory of a training run, with its recipe."""
+    """Directory of a training run, and the recipe stored in it."""
 
     def __init__(self, directory: Path, recipe: Recipe, data_fingerprint: str, base_info: BaseCheckpointInfo) -> None:
         self.directory, self.recipe = directory, recipe
@@ -28,7 +28,7 @@ class RunDirectory:
     def create(
         cls, directory: Path, recipe: Recipe, tokenizer: Tokenizer, data_fingerprint: str, base_info: BaseCheckpointInfo
     ) -> "RunDirectory":
-        """Create a new run directory; an existing directory must be empty."""
+        """Create a new run directory. If the directory exists, it must be empty."""
         check_new_directory(directory)
         directory.mkdir(parents=True, exist_ok=True)
         tokenizer.save(directory / "tokenizer")
@@ -40,7 +40,7 @@ class RunDirectory:
         metadata |= {"base_checkpoint": base_info.to_dict()} if base_info.config is not None else {}
         temporary = directory / f".{RUN_FILE}"
         temporary.write_text(json.dumps(metadata, indent=2) + "\n", encoding="utf-8")
-        temporary.replace(directory / RUN_FILE)  # written last: a directory with this file is complete
+        temporary.replace(directory / RUN_FILE)  # written last, so a directory with this file is complete
         return cls(directory, recipe, data_fingerprint, base_info)
 
     @classmethod
@@ -67,15 +67,15 @@ class RunDirectory:
         return tokenizer
 
     def check_data(self, fingerprint: str) -> None:
-        """Raise InputError unless the data has the fingerprint it had when the run started."""
+        """Raise InputError if the data has changed since the run started, i.e. if the fingerprint differs."""
         if fingerprint != self.data_fingerprint:
             raise InputError(
-                f"the data has changed since the run '{self.directory}' started, so resuming would not reproduce it;"
+                f"the data has changed since the run '{self.directory}' started, so the run cannot continue with it;"
                 " restore the files, or start a new run"
             )
 
     def build_checkpoint(self, model: Transformer) -> Checkpoint:
-        """A model of this run as a Checkpoint, with its tokenizer and the family of its base checkpoint."""
+        """Build a Checkpoint from a model of this run, with the run's tokenizer and the base checkpoint's family."""
         info = self.base_info
         return Checkpoint(
             model,
@@ -96,7 +96,7 @@ class RunDirectory:
 
 
 def check_new_directory(directory: Path) -> None:
-    """Raise InputError unless the directory is new, empty, or left by a run that was killed during start-up."""
+    """Raise InputError unless the directory is new or empty, or a run was killed in it during start-up."""
     startup_files = {"tokenizer", f".{RUN_FILE}"}
     if directory.exists() and not directory.is_dir():
         raise InputError(f"'{directory}' is a file, but a run needs a directory; pass another path")
@@ -105,23 +105,26 @@ def check_new_directory(directory: Path) -> None:
 
 
 def load_snapshot(directory: Path, *, device: str | None = None) -> tuple[Checkpoint, int]:
-    """Load the model of the newest valid checkpoint, and its step; before the first, the initial weights and 0."""
+    """Load the model of the newest valid checkpoint, and return it with its step.
+
+    If the run has no checkpoint yet, the model has its initial weights and the step is 0.
+    """
     run_directory = RunDirectory.open(directory)
     recipe, base_info = run_directory.recipe, run_directory.base_info
     config = resolve_model_config(recipe.model, run_directory.tokenizer, base_info)
     model = build(config, device=device, seed=recipe.training.seed)
     latest = _read_latest_checkpoint(run_directory.checkpoint_directory)
     if latest is None and base_info.config is not None:
-        raise InputError(f"'{directory}' has no checkpoint yet; wait for its first, or open its base checkpoint")
+        raise InputError(f"'{directory}' has no checkpoint yet; wait for the first, or open the base checkpoint")
     if latest is not None:
         model.load_state_dict(latest.tensor_groups["model"])
     return run_directory.build_checkpoint(model.eval()), 0 if latest is None else latest.state.step
 
 
 def _read_latest_checkpoint(directory: Path) -> LoadedCheckpoint | None:
-    """Newest valid checkpoint. Unlike a resumed run this removes nothing: another process may be writing there."""
+    """Read the valid checkpoint of the highest step. Removes nothing, because another process may be writing there."""
     names = [path.name for path in list_directory(directory) if path.name.startswith("step-")]
-    for name in sorted(names, reverse=True):  # zero-padded, so alphabetical order is numerical
+    for name in sorted(names, reverse=True):  # names are zero-padded, so their order is numerical
         checkpoint = read_checkpoint(directory / name)
         if isinstance(checkpoint, LoadedCheckpoint):
             return checkpoint

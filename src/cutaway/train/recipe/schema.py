@@ -179,7 +179,7 @@ class ScheduleConfig(ConfigNode):
 
     kind: Literal["cosine", "linear", "warmup-stable-decay", "inverse-sqrt", "constant"] = "cosine"
     warmup_steps: NonNegativeInt = 20
-    """Number of steps of linear warm-up, from factor 1 / warmup_steps at the first step to factor 1."""
+    """Number of steps of linear warm-up to factor 1. The factor of the first step is 1 / warmup_steps."""
     min_lr_ratio: Probability = 0.1
     """Factor at the end of the decay."""
     decay_ratio: Probability = 0.2
