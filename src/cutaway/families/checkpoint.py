@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # imported on first access to Checkpoint.tokenizer
 
 
 def _no_tokenizer() -> None:
-    """Loader of a checkpoint without tokenizer; a module-level function, so that a checkpoint can be pickled."""
+    """Return no tokenizer. This is a function of the module, not a lambda, so that a checkpoint can be pickled."""
 
 
 @dataclass

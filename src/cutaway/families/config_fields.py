@@ -11,20 +11,20 @@ REQUIRED = object()
 
 
 class HFConfigReader:
-    """Access to a config.json; the caller passes the default of each key."""
+    """Reads the keys of a config.json. The caller passes the default of each key."""
 
     def __init__(self, data: Mapping[str, object]) -> None:
         self.data = data
 
     def get(self, key: str, default: object = None) -> Any:
-        """Value of a key; the default if the key is absent. Raises if that is REQUIRED."""
+        """Value of a key, or `default` if the key is absent. Raises if the key is absent and `default` is REQUIRED."""
         value = self.data.get(key, default)
         if value is REQUIRED:
             raise ConfigError(f"config.json has no '{key}', and this family has no default for it; add the key")
         return value
 
     def get_number(self, key: str, default: object = REQUIRED) -> Any:
-        """Value of a key that must be a number; null counts as absent."""
+        """Value of a key that must be a number; null is treated as absent."""
         value = self.get(key, default)
         value = default if value is None else value
         if value is REQUIRED or isinstance(value, bool) or not isinstance(value, int | float):
@@ -57,7 +57,7 @@ def _as_paths(path: Paths) -> tuple[str, ...]:
 def _get_common_value(tree: ConfigTree, path: Paths, key: str) -> object:
     values = [tree.get(p) for p in _as_paths(path)]
     if any(value != values[0] for value in values[1:]):
-        raise ConfigError(f"{' and '.join(_as_paths(path))} differ, and '{key}' has one value for both")
+        raise ConfigError(f"{' and '.join(_as_paths(path))} differ, but '{key}' has one value for both")
     return values[0]
 
 
@@ -110,7 +110,9 @@ class Choice(_OneKey):
         matches = [target for name, target in self.choices.items() if name == value and type(name) is type(value)]
         if not matches:
             supported = ", ".join(repr(name) for name in self.choices)
-            raise ConfigError(f"config.json's '{self.key}' is {value!r}; cutaway does not support it; use {supported}")
+            raise ConfigError(
+                f"config.json's '{self.key}' is {value!r}, which cutaway does not support; use {supported}"
+            )
         for path in _as_paths(self.path):
             tree.set(path, matches[0])
 
@@ -123,7 +125,7 @@ class Choice(_OneKey):
 
 
 def _matches(expected: object, value: object) -> bool:
-    """Whether a full Config subtree agrees with the keys that a table entry lists."""
+    """Whether a Config subtree has the values that `expected` lists; keys that are not listed may have any value."""
     if isinstance(expected, dict) and isinstance(value, dict):
         return all(_matches(inner, value.get(key)) for key, inner in expected.items())
     if isinstance(expected, list | tuple) and isinstance(value, list | tuple):
@@ -138,7 +140,7 @@ def flag(key: str, path: Paths, default: bool, *, on: object = True, off: object
 
 @dataclass(frozen=True)
 class SupportedValues(_OneKey):
-    """A key that is supported only at these values; other values raise, since they would change the model."""
+    """A key that must have one of `values`. Other values raise ConfigError, because they would change the model."""
 
     values: tuple[object, ...]
     """The first value is the default."""
@@ -168,7 +170,7 @@ class Custom:
 
 @dataclass(frozen=True)
 class SameAs:
-    """A Config path that has the value of another path; the round trip in `config_to_hf` detects where it differs."""
+    """A Config path with the value of another path. `config_to_hf` raises if the two values differ."""
 
     path: str
     source: str
@@ -178,7 +180,7 @@ class SameAs:
         tree.set(self.path, tree.get(self.source))
 
     def to_hf(self, tree: ConfigTree, hf_config: dict[str, object]) -> None:
-        """Write nothing: the other path is written."""
+        """Write nothing: the field of the other path writes the value."""
 
 
 @dataclass(frozen=True)
@@ -222,7 +224,8 @@ HF_ACTIVATIONS = {
     "leaky_relu": "leaky_relu", "hardswish": "hardswish", "mish": "mish", "laplace": "laplace",
     "sqrtsoftplus": "sqrt_softplus", "sigmoid": "sigmoid", "tanh": "tanh", "linear": "identity",
 }  # fmt: skip
-"""transformers → Config. If several names are one function, the family's default is written, else the first."""
+"""Activation name of transformers → name in Config. Several names may mean one function: then `to_hf` writes the
+family's default name if it is one of them, else the first."""
 
 
 def activation(key: str, path: Paths, default: str) -> Choice:
@@ -260,7 +263,7 @@ class WhereFFN:
 
 @dataclass(frozen=True)
 class LayerTypes:
-    """Sliding-window and full attention per layer: `layer_types` and the window size."""
+    """Which layers have sliding-window or full attention: `layer_types` and the window size."""
 
     default: Callable[[HFConfigReader, int], list[str]]
     """Default of `layer_types`, given config.json and the number of layers."""
@@ -295,14 +298,14 @@ class LayerTypes:
         windows = [block["attention"]["window"] for block in tree.blocks(self.stack)]
         sizes = sorted({window for window in windows if window is not None})
         if len(sizes) > 1:
-            raise ConfigError(f"layers have windows of {sizes}, and this family has one window size for all layers")
+            raise ConfigError(f"layers have windows of {sizes}, but this family has one window size for all layers")
         hf_config["layer_types"] = ["full_attention" if window is None else "sliding_attention" for window in windows]
         if sizes:
             hf_config[self.window_key] = self.encode(sizes[0])
 
 
 def full_attention_every(default_period: int, key: str | None = None) -> Callable[[HFConfigReader, int], list[str]]:
-    """Default `layer_types`: full attention in every n-th layer, else a sliding window; `key` may set n."""
+    """Default `layer_types`: full attention in every n-th layer, else a sliding window; n is the value of `key`."""
 
     def layer_types(hf_config: HFConfigReader, num_layers: int) -> list[str]:
         period = hf_config.get_number(key, default_period) if key else default_period

@@ -12,7 +12,7 @@ from cutaway.errors import ConfigError
 
 T = TypeVar("T")
 Node = dict[str, Any]
-"""A node of the tree, by field name: JSON values and further nodes, which the code indexes by known names."""
+"""A node of the tree: field name → JSON value or another node."""
 MISSING = object()
 
 
@@ -43,7 +43,7 @@ class ConfigTree:
         return tree
 
     def blocks(self, stack: str) -> list[Node]:
-        """One block per layer; copies of `block` are created on first access."""
+        """The blocks of a stack, one per layer. On first access they are created as copies of the stack's `block`."""
         stack_tree = self.data[stack]
         if "blocks" not in stack_tree:
             layers = stack_tree["layers"]
@@ -61,10 +61,10 @@ class ConfigTree:
             table[key] = deepcopy(value)
 
     def get(self, path: str) -> Any:
-        """Value at a path; MISSING if there is none. Raises if layers differ."""
+        """Value at a path, or MISSING if there is none. Raises ConfigError if layers have different values."""
         values = [table.get(key, MISSING) for table, key in self._resolve_path(path, create=False)]
         if any(value != values[0] for value in values[1:]):
-            raise ConfigError(f"{path} differs between layers, and this family has one value for all layers")
+            raise ConfigError(f"{path} differs between layers, but this family has one value for all layers")
         return values[0] if values else MISSING
 
     def _resolve_path(self, path: str, *, create: bool) -> list[tuple[Node, str]]:
@@ -82,7 +82,7 @@ class ConfigTree:
         return [(table, last) for table in tables]
 
     def to_config(self) -> Config:
-        """Validate the tree as a Config, with layers as the shortest `leading_blocks` and repeating `block` pattern."""
+        """Convert the tree to a Config. Layers become the shortest `leading_blocks` and repeating `block` pattern."""
         data = dict(self.data)
         for name in {"encoder", "decoder"} & data.keys():
             leading, pattern = shortest_layer_pattern(self.blocks(name))

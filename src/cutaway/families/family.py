@@ -14,7 +14,7 @@ from cutaway.families.weight_conversion import WeightMapping
 
 
 def keys_by_reason(keys: Mapping[str, str]) -> dict[str, str]:
-    """{reason: "key key …"} as {key: reason}."""
+    """Convert {reason: "key key …"} to {key: reason}."""
     return {key: reason for reason, names in keys.items() for key in names.split()}
 
 
@@ -57,16 +57,16 @@ IGNORED_CONFIG_KEYS = keys_by_reason(
 COMMON_FIELDS: ConfigFields = (
     SupportedValues("quantization_config", (None,), "its weights are quantized; load the unquantized checkpoint"),
     SupportedValues("compression_config", (None,), "its weights are quantized; load the unquantized checkpoint"),
-    SupportedValues("pruned_heads", ({}, None), "attention heads are pruned; save it unpruned from its library"),
-    SupportedValues("cross_attention_hidden_size", (None,), "it attends to an encoder of another hidden size"),
-    SupportedValues("add_cross_attention", (False, None), "it attends to an encoder that is not in the file"),
+    SupportedValues("pruned_heads", ({}, None), "attention heads are pruned; save the model without pruning"),
+    SupportedValues("cross_attention_hidden_size", (None,), "the model attends to an encoder of another hidden size"),
+    SupportedValues("add_cross_attention", (False, None), "the model attends to an encoder that is not in the file"),
     SupportedValues("tie_encoder_decoder", (False, None), "encoder and decoder share their weights"),
 )
 
 
 HFConfig = Mapping[str, object]
 Parsed = tuple[Config, dict[str, object], dict[str, str]]
-"""Config, used keys of config.json, ignored keys → reason."""
+"""Config; used keys of config.json → value; ignored keys → reason."""
 
 
 @dataclass(frozen=True)
@@ -82,11 +82,11 @@ class Family:
     fields: ConfigFields
     weight_mappings: tuple[WeightMapping, ...]
     base_model_prefix: str = ""
-    """Prefix of checkpoint keys; absent in files that hold the base model without head."""
+    """Prefix of checkpoint keys. Files with the base model only, without a head, do not have this prefix."""
     base_architecture: str | None = None
     """transformers class of the base model, for models without a head."""
     ignored_weights: Mapping[str, str] = field(default_factory=dict)
-    """Ignored tensors: regular expression of the full name → reason. {past} matches a layer index past the last."""
+    """Ignored tensors: regular expression of the full name → reason. {past} matches an index after the last layer."""
     ignored_config_keys: Mapping[str, str] = field(default_factory=dict)
     """config.json keys that do not change what the model computes → the reason."""
     attribute_map: Mapping[str, str] = field(default_factory=dict)
@@ -97,7 +97,7 @@ class Family:
     def config_from_hf(self, hf_config: HFConfig, *, head: bool | None = None, pooler: bool | None = None) -> Parsed:
         """Convert a config.json to (Config, used keys, ignored keys → reason).
 
-        `head` and `pooler`: whether the tensors contain them; by default both follow from `architectures`.
+        `head` and `pooler` say whether the tensors contain a head and a pooler. By default, `architectures` decides.
         """
         hf_config = self._apply_attribute_map(hf_config)
         tree = ConfigTree(self.template)
@@ -138,7 +138,7 @@ class Family:
             # The number of layers is checked against the tensors; truncated models may keep an old num_hidden_layers.
             if canonical is not None and value is not None and canonical != value and alias != "num_hidden_layers":
                 values = f"{value!r} for '{alias}' and {canonical!r} for '{key}'"
-                raise ConfigError(f"{self.name}: config.json has {values}, the same setting; remove one of them")
+                raise ConfigError(f"{self.name}: config.json has {values}, which are the same setting; remove one")
         return canonical_config
 
     def _add_hf_key_to_error(self, message: str) -> str:
@@ -158,7 +158,7 @@ class Family:
         """Convert a Config to config.json; raise ConfigError if the family cannot represent it."""
         form = self.template["form"]
         if config.form != form:
-            raise ConfigError(f"{self.name}: the model is of form '{config.form}', this family of form '{form}'")
+            raise ConfigError(f"{self.name}: the model is of form '{config.form}', but this family of form '{form}'")
         hf_config: dict[str, object] = {"architectures": [self.architecture_for(config)], "model_type": self.name}
         tree = ConfigTree.from_config(config)
         try:
@@ -172,7 +172,7 @@ class Family:
         except CutawayError as error:
             raise ConfigError(f"family '{self.name}' cannot represent this model: {error}") from None
         except (TypeError, ValueError, KeyError, AttributeError, IndexError, ArithmeticError):
-            reason = "its components are of other kinds"
+            reason = "the family does not have its kinds of components"
             raise ConfigError(f"family '{self.name}' cannot represent this model: {reason}") from None
         differences = diff_configs(config, restored)
         if differences:

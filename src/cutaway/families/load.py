@@ -39,9 +39,10 @@ def load(
 
     A Hub id is 'owner/name[@revision]'; 'tiny-python' is the pretrained model shipped with cutaway.
 
-    `dtype`: default the stored dtype. `check_finite`: whether all weights are checked for NaN and infinity; by default
-    all are in checkpoints of up to half a gigabyte, and only small tensors in larger ones, so that memory-mapped pages
-    are read when first used. `progress(done, total)` is called after each loaded tensor.
+    `dtype` is the dtype of the weights, by default the stored one. `check_finite` says whether all weights are checked
+    for NaN and infinity. By default, this is so in checkpoints of up to half a gigabyte; in larger ones only small
+    tensors are checked, so that memory-mapped pages are not read before their first use. `progress(done, total)` is
+    called after each loaded tensor.
     """
     path = resolve_checkpoint_path(source)
     options: LoadOptions = {"device": device, "dtype": dtype, "check_finite": check_finite, "progress": progress}
@@ -90,7 +91,7 @@ def _load_file(path: Path, options: LoadOptions) -> Checkpoint:
 
 
 def resolve_checkpoint_path(source: str | Path) -> Path:
-    """Resolve a source to a local file or directory; a Hub id is downloaded to, or found in, the Hub cache."""
+    """Resolve a source to a local file or directory. A Hub id is downloaded, unless it is already in the Hub cache."""
     if not isinstance(source, str | Path) or not str(source).strip():
         raise InputError(f"{source!r} is not a checkpoint; pass a model directory, a .gguf file or a Hub id")
     try:

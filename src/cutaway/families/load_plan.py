@@ -1,4 +1,4 @@
-"""Load plan: checkpoint keys matched to model keys, with missing, unexpected and mismatched keys, before reading."""
+"""Load plan: match checkpoint keys to model keys; find missing, unexpected and mismatched keys before reading."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,7 +30,7 @@ class LoadPlan:
 
     conversions: list[TensorConversion] = field(default_factory=list)
     duplicates: list[tuple[TensorConversion, TensorConversion]] = field(default_factory=list)
-    """(conversion of a further copy of a tensor that the model has once, conversion that is loaded)."""
+    """Pairs of conversions to the same model tensor: (the one that is not loaded, the one that is loaded)."""
     computed_weights: list[str] = field(default_factory=list)
     """Model keys that are not in the file and are computed from the configuration."""
     ignored_weights: dict[str, str] = field(default_factory=dict)
@@ -89,7 +89,7 @@ def _format_key(pattern: str, layer: int, config: Config) -> str:
 def build_load_plan(
     family: Family, config: Config, model: Transformer, tensor_infos: Mapping[str, TensorInfo]
 ) -> tuple[LoadPlan, dict[str, str]]:
-    """Return the load plan in the family's key names, and a dict from these names to the file's."""
+    """Return the load plan in the family's key names, and a dict from these names to the names in the file."""
     file_keys = _normalize_checkpoint_keys(family, tensor_infos)
     plan = LoadPlan()
     canonical = canonical_keys(model)
@@ -130,7 +130,7 @@ def build_load_plan(
 
 
 def _normalize_checkpoint_keys(family: Family, tensor_infos: Mapping[str, TensorInfo]) -> dict[str, str]:
-    """Key names of the family → key names of the file; resolves legacy names and base models without prefix."""
+    """Key names of the family → key names of the file. Legacy names are replaced, and missing prefixes added."""
     prefix = family.base_model_prefix
     is_base_model = prefix and not any(name.startswith(prefix) for name in tensor_infos)
     keys = [mapping.checkpoint_key for mapping in family.weight_mappings]
@@ -147,7 +147,7 @@ def _normalize_checkpoint_keys(family: Family, tensor_infos: Mapping[str, Tensor
 
 
 def _find_mismatched_keys(plan: LoadPlan, model: Transformer, tensor_infos: Mapping[str, TensorInfo]) -> Iterator[str]:
-    """Tensors whose dtype or shape does not match the Config; expected shapes are from to_checkpoint on meta."""
+    """Yield a description of each tensor whose dtype or shape does not match the Config."""
     state = model.state_dict(keep_vars=True)
     for conversion in plan.all_conversions:
         if any(name not in tensor_infos for name in conversion.checkpoint_keys):
@@ -157,6 +157,6 @@ def _find_mismatched_keys(plan: LoadPlan, model: Transformer, tensor_infos: Mapp
         for name, tensor in zip(conversion.checkpoint_keys, expected, strict=True):
             info = tensor_infos[name]
             if not info.dtype.is_floating_point:
-                yield f"'{name}' is stored as {info.storage_type}, integers without a scale"
+                yield f"'{name}' is stored as {info.storage_type}, which are integers without a scale"
             if info.shape != tuple(tensor.shape):
-                yield f"'{name}' has shape {list(info.shape)}, and config.json requires {list(tensor.shape)}"
+                yield f"'{name}' has shape {list(info.shape)}, but config.json requires {list(tensor.shape)}"

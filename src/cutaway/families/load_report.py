@@ -21,7 +21,7 @@ class LoadReport:
     tied_weights: list[list[str]] = field(default_factory=list)
     """Groups of model keys that are the same tensor."""
     duplicate_weights: list[str] = field(default_factory=list)
-    """Checkpoint tensors that are further copies of another; checked to be equal."""
+    """Checkpoint tensors that are copies of another tensor. Loading has checked that they are equal."""
     finite_check: str = ""
     """Tensors checked for NaN and infinity: 'all tensors', or in large models 'small tensors'."""
     computed_weights: list[str] = field(default_factory=list)

@@ -44,7 +44,7 @@ def load_native_checkpoint(directory: Path, **options: Unpack[LoadOptions]) -> t
     version, tree = data.get("format"), data.get("config")
     if version != FORMAT_VERSION or not isinstance(tree, dict):
         reason = f"this version of cutaway reads {FORMAT_VERSION}"
-        raise ConfigError(f"'{NATIVE_CONFIG_NAME}' has format {version!r}, and {reason}; update cutaway")
+        raise ConfigError(f"'{NATIVE_CONFIG_NAME}' has format {version!r}, but {reason}; update cutaway")
     config, reader = read_config(tree), open_safetensors(directory)
     check_config_fits_weights(config, reader, str(directory))
     return load_model(NativeFamily(config), {}, reader, source=str(directory), **options)

@@ -41,7 +41,7 @@ def resolve_family(hf_config: Mapping[str, object]) -> Family:
 
 
 def config_from_hf(hf_config: Mapping[str, object]) -> Config:
-    """Convert a transformers config.json to a Config; `quantization_config` is ignored: it concerns weights only."""
+    """Convert a transformers config.json to a Config; `quantization_config` is ignored, as it concerns the weights."""
     unquantized = {key: value for key, value in hf_config.items() if key != "quantization_config"}
     return resolve_family(hf_config).config_from_hf(unquantized)[0]
 

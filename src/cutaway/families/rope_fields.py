@@ -13,7 +13,7 @@ _ROPE_TYPES = ("linear", "dynamic", "yarn", "longrope", "llama3")
 
 @dataclass(frozen=True)
 class RopeField:
-    """The same RoPE in all layers that use RoPE."""
+    """RoPE settings of a family in which all layers with RoPE have the same RoPE."""
 
     stack: str = "decoder"
     default_theta: float = 10000.0
@@ -24,7 +24,7 @@ class RopeField:
     layout: str = "half"
     default_max_positions: int = 2048
     original_max_positions_key: str | None = None
-    """Top-level key of the context length before scaling; it takes precedence over the one in `rope_parameters`."""
+    """Top-level key of the context length before scaling; it takes precedence over `rope_parameters`."""
     default_original_max_positions: int | None = None
     rope_type_aliases: tuple[tuple[str, str], ...] = ()
     """Legacy names of scaling types → current names."""
@@ -52,7 +52,7 @@ class RopeField:
         if not ropes:
             return
         if any(rope != ropes[0] for rope in ropes[1:]):
-            raise ConfigError("layers have different RoPE settings, and this family has one for all layers")
+            raise ConfigError("layers have different RoPE settings, but this family has one for all layers")
         hf_config["rope_parameters"] = self._rope_to_hf(hf_config, ropes[0], resolve_head_dim(tree, self.stack))
 
     def write_legacy_keys(self, hf_config: dict[str, object]) -> None:
@@ -71,7 +71,7 @@ class RopeField:
         if not isinstance(rope_parameters, Mapping):
             raise ConfigError(f"config.json's RoPE settings are {rope_parameters!r}, not a JSON object; correct them")
         if nested := [key for key, value in rope_parameters.items() if isinstance(value, Mapping)]:
-            reason = "and this family has one for all layers"
+            reason = "but this family has one for all layers"
             raise ConfigError(f"config.json's RoPE settings differ by layer type ('{nested[0]}'), {reason}")
         rope = HFConfigReader(rope_parameters)
         kind = rope.get("rope_type") or rope.get("type") or "default"
@@ -209,14 +209,14 @@ class RopeFieldByLayerType(RopeField):
 
 
 def resolve_head_dim(tree: ConfigTree, stack: str) -> int:
-    """Head dimension (d_rope for latent attention), equal in all layers."""
+    """Head dimension (d_rope for latent attention), which is the same in all layers."""
     attention = tree.blocks(stack)[0]["attention"]
     head_dim = attention.get("d_rope") or attention.get("d_head")
     try:
         return int(head_dim or tree.data["d_model"] // attention["heads"])
     except (TypeError, ValueError, ZeroDivisionError):
         sizes = f"d_model {tree.data.get('d_model')!r} and {attention.get('heads')!r} heads"
-        raise ConfigError(f"{sizes} give no head dimension; correct config.json") from None
+        raise ConfigError(f"the head dimension cannot be computed from {sizes}; correct config.json") from None
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:

@@ -54,14 +54,14 @@ class TensorReader(Protocol):
         """Read one tensor; quantized tensors are dequantized."""
 
     def release_tensor(self, name: str, start: int = 0, stop: int | None = None) -> None:
-        """Free the memory of a tensor that has been copied: bytes `start` to `stop`, default all."""
+        """Free the memory of bytes `start` to `stop` (default: all) of a tensor that has been copied."""
 
 
 class SafetensorsReader:
-    """Tensors of safetensors files, memory-mapped: a page is read on first access.
+    """Tensors of memory-mapped safetensors files. A memory page is read from disk on first access.
 
     The mapping is copy-on-write: changing a weight does not change the file. Replacing the file by a rename (as `save`
-    does) does not affect the mapping; truncating it while a model uses it ends the process (SIGBUS).
+    does) does not affect the mapping. Truncating the file while a model uses it ends the process (SIGBUS).
     """
 
     def __init__(self, files: list[Path]) -> None:
@@ -80,13 +80,13 @@ class SafetensorsReader:
         info = self.tensor_infos[name]
         if info.numel == 0:
             return torch.empty(info.shape, dtype=info.dtype)
-        if start % info.dtype.itemsize:  # not aligned to the item size, which frombuffer requires: copy
+        if start % info.dtype.itemsize:  # frombuffer requires alignment to the item size
             raw = bytearray(mapping[start : start + info.numel * info.dtype.itemsize])
             return torch.frombuffer(raw, dtype=info.dtype).view(info.shape)
         return torch.frombuffer(mapping, dtype=info.dtype, count=info.numel, offset=start).view(info.shape)
 
     def release_tensor(self, name: str, start: int = 0, stop: int | None = None) -> None:
-        """Release the memory pages of a tensor that has been copied (madvise MADV_DONTNEED); whole pages only."""
+        """Release the memory pages of a tensor that has been copied (MADV_DONTNEED). Only whole pages are released."""
         mapping, offset = self.locations[name]
         size = self.tensor_infos[name].numel * self.tensor_infos[name].dtype.itemsize
         first = -(-(offset + start) // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -130,7 +130,7 @@ def _read_safetensors_header(path: Path) -> tuple[dict[str, tuple[TensorInfo, in
 
 
 def read_json_file(path: Path, error: type[Exception], max_bytes: int = 64 << 20) -> dict[str, Any]:
-    """Read a JSON object from a regular file of bounded size; a pipe would block, and a device has no end."""
+    """Read a JSON object of at most `max_bytes` from a regular file: a pipe could block, and a device may not end."""
     try:
         if not path.is_file() and path.exists() and not path.is_dir():
             raise error(_NOT_REGULAR.format(path.name))
@@ -170,10 +170,10 @@ def open_safetensors(directory: Path) -> SafetensorsReader:
 
 
 def _check_shards_complete(shards: list[Path]) -> None:
-    """Raise if one of the shards 1..n is missing, by file name; used if there is no index."""
+    """Raise if a shard is missing, judging by the file names ('1-of-3' …). Used if there is no index."""
     count = int(shards[0].name.rsplit("-of-", 1)[1].split(".")[0])
     present = {int(path.name.rsplit("-of-", 1)[0].rsplit("-", 1)[1]) for path in shards}
-    # At most len(shards) + 1 steps, whatever the name claims.
+    # This takes at most len(shards) + 1 steps, even if the file name claims a huge count.
     missing = next((i for i in range(1, count + 1) if i not in present), None)
     if missing is not None:
         raise WeightError(f"shard {missing} of {count} is missing beside '{shards[0].name}'; download it again")
@@ -187,7 +187,7 @@ def _read_shard_index(directory: Path, index: Path) -> list[Path]:
     files = sorted(set(names))
     for name in files:
         if Path(name).name != name or not name.endswith(".safetensors") or len(name.encode(errors="replace")) > 255:
-            raise WeightError(f"'{index.name}' names {name!r}, not a safetensors file beside it; it is not opened")
+            raise WeightError(f"'{index.name}' lists {name!r}, not a safetensors file beside it; it is not opened")
         if not (directory / name).is_file():
             raise WeightError(f"shard '{name}' is in '{index.name}' but missing; download it again")
     return [directory / name for name in files]
@@ -204,9 +204,11 @@ def check_not_pickle(path: Path) -> None:
 
 def _missing_weights_message(directory: Path, files: list[Path]) -> str:
     if any(path.name.startswith("adapter") for path in files):
-        return f"'{directory}' contains an adapter, not a model; merge it into its base model and save that"
+        return (
+            f"'{directory}' contains an adapter, not a model; merge the adapter into its base model and save the result"
+        )
     if files:
-        return f"'{directory}' has {len(files)} safetensors files and no '{SAFE_WEIGHTS_INDEX_NAME}'; add the index"
+        return f"'{directory}' has {len(files)} safetensors files but no '{SAFE_WEIGHTS_INDEX_NAME}'; add the index"
     for path in sorted(directory.iterdir()):
         check_not_pickle(path)
     if ggufs := sorted(path.name for path in directory.glob("*.gguf")):

@@ -26,7 +26,7 @@ from cutaway.families.safetensors_reader import SAFE_WEIGHTS_INDEX_NAME
 from cutaway.model import Transformer
 
 _MAX_SHARD_SIZE = 5_000_000_000
-"""Maximum bytes of weights per file, and maximum memory used for saving beside the model."""
+"""Maximum number of bytes of weights per file, and of memory that saving needs besides the model."""
 
 
 def save(
@@ -40,13 +40,14 @@ def save(
 ) -> Path:
     """Save a checkpoint as a directory for `transformers`, or with family='cutaway' in the native format.
 
-    Default family: the one the checkpoint was loaded from, or the first that can represent the model. The directory
-    is written under a temporary name and renamed when complete. `progress(done, total)` is called after each shard.
+    The default family is the one that the checkpoint was loaded from, or the first that can represent the model. The
+    directory is written under a temporary name and renamed when complete. `progress(done, total)` is called after each
+    shard.
     """
     checkpoint = as_checkpoint(checkpoint)
     target = resolve_output_path(directory)
     if isinstance(max_shard_size, bool) or not isinstance(max_shard_size, int) or max_shard_size < 1:
-        raise InputError(f"max_shard_size is {max_shard_size!r}; pass the maximum bytes per file, an integer >= 1")
+        raise InputError(f"max_shard_size is {max_shard_size!r}; pass the maximum number of bytes per file")
     if family is not None and not isinstance(family, str):
         raise InputError(f"family is {family!r}; pass the name of a family")
     if not callable(progress):
@@ -86,7 +87,7 @@ def _check_output_directory(target: Path, overwrite: bool) -> None:
         if not target.exists() and not target.is_symlink():
             return
         if target.is_symlink() or not target.is_dir():
-            raise InputError(f"'{target}' is not a directory, and a model is saved as one; pass another path")
+            raise InputError(f"'{target}' is not a directory, but a model is saved as one; pass another path")
         if not any(target.iterdir()):
             return
     except OSError as error:  # InputError is a ValueError, so the errors above are not caught here
@@ -110,7 +111,7 @@ def resolve_output_path(target: object) -> Path:
 
 
 def as_checkpoint(value: Checkpoint | Transformer) -> Checkpoint:
-    """A checkpoint or model as a checkpoint; raise if it is neither, or on the meta device."""
+    """Wrap a model in a checkpoint, or return a checkpoint. Raise InputError for other types and the meta device."""
     checkpoint = Checkpoint(value, value.config) if isinstance(value, Transformer) else value
     if not isinstance(checkpoint, Checkpoint):
         raise InputError(f"a {type(value).__name__} cannot be saved; pass a Checkpoint or a model")
@@ -155,10 +156,10 @@ def _swap_paths(first: Path, second: Path) -> bool:
 
 
 def _resolve_hf_config(checkpoint: Checkpoint, family_name: str | None) -> tuple[Family, dict[str, object]]:
-    """Return the family to save as, and its config.json: the loaded one if it still matches the Config."""
+    """Return the family to save as, and config.json: the loaded contents, updated if they do not match the Config."""
     config = checkpoint.config
     if checkpoint.model.config != config:
-        raise InputError("checkpoint.config differs from checkpoint.model.config; set it to that of the model")
+        raise InputError("checkpoint.config differs from checkpoint.model.config; set both to the same Config")
     family_name = family_name or checkpoint.family
     if family_name == "cutaway":
         return NativeFamily(config), {}
@@ -193,7 +194,7 @@ def _write_json(path: Path, data: Mapping[str, object]) -> None:
 
 
 ExportedTensors = tuple[tuple[str, ...], Callable[[], list[Tensor]], int]
-"""Checkpoint keys, a function that returns these tensors, and their bytes."""
+"""Checkpoint keys, a function that returns the tensors of these keys, and the size of the tensors in bytes."""
 
 
 def export_weights(family: Family, model: Transformer) -> Iterator[ExportedTensors]:

@@ -111,7 +111,7 @@ def _load_transformers_model(checkpoint: Checkpoint, path: Path) -> Peer:
     try:
         transformers = import_module("transformers")
     except ImportError:
-        raise InputError("verify compares with transformers; pip install transformers") from None
+        raise InputError("verify needs transformers, which is not installed; pip install transformers") from None
     config = checkpoint.config
     if isinstance(config, EncoderDecoder):
         auto = transformers.AutoModelForSeq2SeqLM
@@ -129,7 +129,9 @@ def _load_transformers_model(checkpoint: Checkpoint, path: Path) -> Peer:
         folder = path
         options["use_safetensors"] = True
         if not (path / "config.json").exists():
-            raise InputError(f"'{path}' is in the native format, unknown to transformers; convert it with --to hf")
+            raise InputError(
+                f"'{path}' is in the native format, which transformers cannot read; convert it with --to hf"
+            )
     try:
         with redirect_stderr(StringIO()):  # progress bars of transformers
             return auto.from_pretrained(folder, **options).eval()
@@ -138,7 +140,7 @@ def _load_transformers_model(checkpoint: Checkpoint, path: Path) -> Peer:
 
 
 def _random_inputs(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """Random tokens, a batch of several lengths, right-padded."""
+    """A batch of random tokens: sequences of different lengths, padded on the right."""
     g = torch.Generator().manual_seed(0)
     config = checkpoint.config
     limits = [getattr(stack.embedding.position, "length", SEQ_LEN) for stack in config.stacks.values()]
@@ -217,7 +219,7 @@ def _tolerance(reference: Tensor, eager_sdpa_diff: float) -> float:
 
 
 def _compare_gradients(checkpoint: Checkpoint, peer: Peer) -> tuple[float, str, int]:
-    """Compare gradients by checkpoint key; return (maximum relative difference, its key, number compared).
+    """Compare gradients by checkpoint key; return (maximum relative difference, its key, number of tensors compared).
 
     Tensors that transformers stores in another shape (fused experts) are skipped.
     """

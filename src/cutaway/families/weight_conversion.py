@@ -43,7 +43,7 @@ class Identity(ConversionOp):
 
 @dataclass(frozen=True)
 class Transpose(ConversionOp):
-    """Matrices are stored as (in, out) instead of (out, in); vectors are unchanged."""
+    """The checkpoint stores matrices as (in, out) instead of (out, in); vectors are unchanged."""
 
     def to_model(self, tensors: "Tensors", model_shapes: Shapes, d_head: int) -> "list[Tensor]":
         return [_transpose(t) for t in tensors]
@@ -141,7 +141,7 @@ class SubtractOffset(ConversionOp):
 
 @dataclass(frozen=True)
 class PermuteForRope(ConversionOp):
-    """Rows of a head are stored with RoPE pairs (0, 1), (2, 3) …; the model has pairs (0, d/2), (1, d/2 + 1) …"""
+    """The checkpoint has RoPE pairs (0, 1), (2, 3) … in the rows of a head; the model (0, d/2), (1, d/2 + 1) …"""
 
     def to_model(self, tensors: "Tensors", model_shapes: Shapes, d_head: int) -> "list[Tensor]":
         return [_unflatten_first_dim(t, -1, d_head // 2, 2).transpose(1, 2).flatten(0, 2) for t in tensors]
@@ -161,18 +161,18 @@ def _unflatten_first_dim(tensor: "Tensor", *sizes: int) -> "Tensor":
 
 @dataclass(frozen=True)
 class WeightMapping:
-    """Checkpoint key ↔ model key(s). A key without leaf covers its `.weight` and, if present, its `.bias`.
+    """Checkpoint key ↔ model key(s). The key of a module covers its `.weight` and, if present, its `.bias`.
 
     {i} is the layer index, {g} the index of a group of layers with shared weights, {e} the expert index. Several
-    mappings may have the same model key: the first is used for saving; any one suffices for loading, and if the file
-    has several, they must be equal.
+    mappings may have the same model key. Saving uses the first of them. Loading needs one of their tensors; if the
+    file has several, they must be equal.
     """
 
     checkpoint_key: str
     model_key: str | tuple[str, ...]
     op: ConversionOp = Identity()
     condition: "Callable[[Config], bool] | None" = None
-    """Config predicate; default always. Used where layouts store one model tensor under different keys."""
+    """Whether the mapping applies to a Config; by default always. Some layouts store a tensor under another key."""
 
     @property
     def model_keys(self) -> tuple[str, ...]:

@@ -20,15 +20,15 @@ from cutaway.model import Transformer, build
 from cutaway.model.layers import ConstantBuffers
 
 _NUM_READER_THREADS = 4
-"""Number of reader threads; each holds one tensor beside the model."""
+"""Number of reader threads. Each holds one tensor in memory, in addition to the model."""
 _CONVERSION_CHUNK_NUMEL = 1 << 21
-"""Elements per chunk of a dtype conversion."""
+"""Number of elements per chunk of a dtype conversion."""
 _MAX_FULL_CHECK_BYTES = 1 << 29
-"""Checkpoints up to this many bytes are fully checked for NaN and infinity; in larger ones only small tensors."""
+"""Checkpoints of up to this many bytes are fully checked for NaN and infinity, larger ones only in small tensors."""
 
 
 TensorCheck = Callable[[str, Tensor], Tensor]
-"""Function of a name and a tensor that returns the tensor, or raises."""
+"""(name, tensor) → the same tensor; raises if the check fails."""
 
 
 class LoadOptions(TypedDict):
@@ -72,7 +72,7 @@ def load_model(
     if other_conflicts:
         first, second = (file_keys[conversion.checkpoint_keys[0]] for conversion in other_conflicts[0])
         names = f"'{first}' and '{second}' are the same tensor in this model"
-        raise WeightError(f"{names}, and the file has different values for them; correct it or its config.json")
+        raise WeightError(f"{names}, but the file has different values for them; correct the file or config.json")
     state = model.state_dict(keep_vars=True)
     num_computed = sum(state[name].numel() for name in plan.computed_weights)
     if num_computed > max(1 << 26, sum(info.numel for info in reader.tensor_infos.values())):
@@ -112,15 +112,15 @@ _DIMENSION_FIELDS = (
 
 
 def check_config_fits_weights(config: Config, reader: TensorReader, source: str) -> None:
-    """Raise if the Config is too large for the tensors, before allocating: a config.json can contain any number."""
+    """Raise if the Config is too large for the tensors. This prevents huge allocations for a wrong config.json."""
     max_numel = max((info.numel for info in reader.tensor_infos.values()), default=0)
     layers = sum(stack.layer_groups or stack.layers for stack in config.stacks.values())
     if layers > len(reader.tensor_infos):
-        counts = f"{len(reader.tensor_infos)} tensors, and its config.json has {layers} layers"
+        counts = f"{len(reader.tensor_infos)} tensors, but its config.json has {layers} layers"
         raise WeightError(f"'{source}' has {counts}; weights and config.json do not match, or a file is missing")
     for key, value in _iter_ints(config.model_dump()):
         if key in _DIMENSION_FIELDS and value > max_numel:
-            reason = f"config.json has {key} {value:,}, and no tensor has so many elements"
+            reason = f"config.json has {key} {value:,}, but no tensor has so many elements"
             raise WeightError(f"'{source}': {reason}; weights and config.json do not match")
 
 
@@ -134,7 +134,7 @@ def _iter_ints(tree: object, key: str = "") -> Iterator[tuple[str, int]]:
 
 
 def _resolve_config(family: Family, hf_config: HFConfig, reader: TensorReader) -> Parsed:
-    """Convert config.json to a Config; head and pooler of an encoder are determined from the tensors."""
+    """Convert config.json to a Config. For an encoder, the tensors show whether there is a head and a pooler."""
     if family.template["form"] != "encoder":
         return family.config_from_hf(hf_config)
     prefix = family.base_model_prefix
@@ -148,7 +148,7 @@ def _resolve_config(family: Family, hf_config: HFConfig, reader: TensorReader) -
 
 
 def _majority_dtype(reader: TensorReader) -> torch.dtype:
-    """Floating-point dtype of the most elements; 8-bit dtypes are ignored."""
+    """The floating-point dtype that most elements have; 8-bit dtypes are ignored."""
     counts: Counter[torch.dtype] = Counter()
     for info in reader.tensor_infos.values():
         if info.dtype.is_floating_point and info.dtype.itemsize > 1:
@@ -204,7 +204,7 @@ def _load_weights(
     check_finite: TensorCheck,
     progress: Callable[[int, int], None],
 ) -> None:
-    """Read, convert and assign all tensors. An error raises before the model is returned, so it is never partial."""
+    """Read, convert and assign all tensors. After an error no model is returned, so none is partly loaded."""
     state = model.state_dict(keep_vars=True)
 
     def load_conversion(conversion: TensorConversion) -> list[tuple[str, Tensor]]:
@@ -224,7 +224,7 @@ def _load_weights(
                 reader.release_tensor(key)
         return loaded
 
-    # Largest first: their temporary copies are allocated while most of the model is not yet in memory.
+    # The largest tensors come first: their temporary copies are allocated while most of the model is not yet in memory.
     order = sorted(plan.conversions, key=lambda conversion: -sum(state[name].numel() for name in conversion.model_keys))
     with ThreadPoolExecutor(_NUM_READER_THREADS) as pool:
         for done, loaded in enumerate(pool.map(load_conversion, order), 1):
@@ -244,7 +244,7 @@ def _load_weights(
 def _load_converted(
     reader: TensorReader, name: str, dtype: torch.dtype, device: torch.device, check_finite: TensorCheck
 ) -> Tensor:
-    """Read a tensor and convert its dtype in chunks; the source pages of a chunk are released before the next."""
+    """Read a tensor and convert its dtype in chunks. The memory of a source chunk is freed before the next chunk."""
     source = reader.read_tensor(name)
     target = torch.empty(source.shape, dtype=dtype, device=device)
     flat_target, flat_source = target.view(-1), source.view(-1)
@@ -274,12 +274,12 @@ def set_module_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
 
 
 def _check_finite_if_small(name: str, tensor: Tensor) -> Tensor:
-    """Check only small tensors: checking all would read every memory-mapped page of a large model."""
+    """Check only small tensors, because checking all would read every memory-mapped page of a large model."""
     return _check_finite(name, tensor) if tensor.numel() <= 1 << 16 else tensor
 
 
 def _check_finite(name: str, tensor: Tensor) -> Tensor:
-    """Raise on NaN and infinity. The sum is one fast pass; elements are checked only if it is not finite (overflow)."""
+    """Raise on NaN and infinity. For speed, elements are checked only if their sum is not finite (it can overflow)."""
     if tensor.itemsize == 1 and tensor.is_floating_point():
         _check_finite(name, tensor.float())  # torch has no sum for fp8
     elif tensor.is_floating_point() and not torch.isfinite(tensor.sum()):

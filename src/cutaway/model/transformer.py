@@ -54,7 +54,7 @@ class Transformer(nn.Module):
         return self
 
     def use_activation_checkpointing(self, mode: ActivationCheckpointing) -> "Transformer":
-        """Set which activations are stored for backward: all ('none'), costly ones ('selective'), block inputs ('full')."""
+        """Set which activations to store for backward: all ('none'), costly ('selective') or block inputs ('full')."""
         if mode not in ACTIVATION_CHECKPOINTING_MODES:
             modes = ", ".join(ACTIVATION_CHECKPOINTING_MODES)
             raise InputError(f"unknown activation checkpointing mode '{mode}'; use one of {modes}")

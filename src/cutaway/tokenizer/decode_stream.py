@@ -1,12 +1,12 @@
-"""DecodeStream: incremental decoding that returns only text later ids cannot change."""
+"""DecodeStream: incremental decoding that returns only text that later ids cannot change."""
 
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 _NUM_CONTEXT_IDS = 8
-"""Context ids decoded before new ids, so that these are not decoded as the start of a text."""
+"""Number of earlier ids that are decoded with new ids, so that the new ids are not decoded as the start of a text."""
 _MAX_UNSTABLE_CHARS = 16
-"""Trailing characters that clean_up_tokenization_spaces may change; its longest chain of replacements is shorter."""
+"""Number of trailing characters that are held back, because clean_up_tokenization_spaces may still change them."""
 
 
 class _Decoder(Protocol):
@@ -26,7 +26,7 @@ class DecodeStream:
     def __init__(
         self, tokenizer: _Decoder, *, skip_special_tokens: bool = True, prefix_ids: Sequence[int] = ()
     ) -> None:
-        """`prefix_ids`: preceding ids (the prompt); new ids are decoded as their continuation, with its space."""
+        """`prefix_ids` are the ids of the prompt. New ids are decoded as its continuation, with their leading space."""
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         context_ids = prefix_ids[-_NUM_CONTEXT_IDS:]

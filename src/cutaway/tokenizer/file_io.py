@@ -1,4 +1,4 @@
-"""Tokenizer file I/O: bounded reads, atomic writes, and errors of the tokenizers library as InputError."""
+"""Tokenizer file I/O: reads of bounded size, atomic writes, and InputError for errors of the tokenizers library."""
 
 import json
 import os
@@ -15,18 +15,18 @@ T = TypeVar("T")
 JsonObject = dict[str, object]
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 MAX_FILE_BYTES = 256 << 20
-"""Maximum file size. The largest published tokenizer.json has about 35 MB."""
+"""Maximum file size in bytes. The largest published tokenizer.json has about 35 MB."""
 MAX_VOCAB_SIZE = 1 << 22
 """Maximum vocabulary size. The largest published vocabulary has about 260 thousand tokens."""
 
 
 def path_exists(path: Path) -> bool:
-    """Whether a file exists; True also for a broken symlink, which is then reported, not ignored."""
+    """Whether a file exists. Also True for a broken symlink, so that reading it reports an error."""
     return path.is_file() or path.is_symlink()
 
 
 def read_bytes(path: Path, max_bytes: int = MAX_FILE_BYTES) -> bytes:
-    """Read a regular file of bounded size. Symlinks are followed (the Hub cache consists of them), devices rejected."""
+    """Read a regular file of at most `max_bytes`. Symlinks are followed, as the Hub cache consists of symlinks."""
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):

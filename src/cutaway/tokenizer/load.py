@@ -51,7 +51,7 @@ _CLASS_BY_ALIAS = {alias: name for name, aliases in _ALIASES_BY_CLASS.items() fo
 def _resolve_pipeline(
     cfg: TokenizerConfig, model_config: JsonObject, tokenizer_json: JsonObject | None
 ) -> PipelineSpec | None:
-    """Find the pipeline of the tokenizer class; None: tokenizer.json unchanged, or the rules of the vocabulary file."""
+    """Find the pipeline of the tokenizer class. None: use tokenizer.json unchanged, or the vocabulary file's rules."""
     declared = cfg.get_str("tokenizer_class") or model_config.get("tokenizer_class")
     declared = declared.removesuffix("Fast") if isinstance(declared, str) else None
     model = model_config.get("model_type")
@@ -73,7 +73,7 @@ def _resolve_pipeline(
 
 
 def _uses_byte_level(tokenizer_json: JsonObject) -> bool:
-    """Whether tokenizer.json is byte-level BPE: files of Llama 3 declare the class of Llama 2."""
+    """Whether tokenizer.json is byte-level BPE. Llama 3 is, although its files declare the class of Llama 2."""
     steps = json_format.flatten_steps([tokenizer_json.get("pre_tokenizer"), tokenizer_json.get("decoder")])
     return any(step.get("type") == "ByteLevel" for step in steps)
 
@@ -89,7 +89,7 @@ def _assemble_tokenizer(
 ) -> Tokenizer:
     """Add special tokens and post-processor to a backend and build a Tokenizer.
 
-    `from_tokenizer_json`: the vocabulary is from a tokenizer.json, which then determines BOS and EOS.
+    With `from_tokenizer_json`, the vocabulary is from a tokenizer.json, which also determines BOS and EOS.
     """
     defaults = pipeline.default_special_tokens if pipeline else default_special_tokens or {}
     special_tokens = cfg.resolve_special_tokens(defaults)
@@ -107,7 +107,7 @@ def _assemble_tokenizer(
         try:
             backend.post_processor = pipeline.post_processor(ids)
         except KeyError as error:
-            missing = f"{error.args[0]} to null, which its class requires"
+            missing = f"{error.args[0]} to null, but its class requires this token"
             raise InputError(f"{cfg.source} sets {missing}; set it") from None
     elif from_tokenizer_json and (pipeline is None or pipeline.keep_json_post_processor):
         if pipeline is not None and vocabulary is not None and vocabulary.post_processor is not None:
@@ -154,7 +154,7 @@ _MAX_RESERVED_TOKENS = 1 << 16
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer | None:
-    """Load the tokenizer of a model directory; None if it has none. Reads only data: `auto_map` is ignored."""
+    """Load the tokenizer of a model directory, or return None if it has none. Code (`auto_map`) is ignored."""
     directory = Path(path)
     if not directory.is_dir():
         raise InputError(f"{directory} is not a directory; pass the directory of the model files")
@@ -229,15 +229,15 @@ def _load_sentencepiece(data: bytes, path: Path, cfg: TokenizerConfig, pipeline:
 
 
 def _load_tiktoken(data: bytes, path: Path, cfg: TokenizerConfig, model_config: JsonObject) -> Tokenizer:
-    """Build a tokenizer from tiktoken ranks; special tokens are from added_tokens_decoder, with gaps filled."""
+    """Build a tokenizer from tiktoken ranks. Special tokens come from added_tokens_decoder; other ids are reserved."""
     vocabulary = parse_tiktoken(data, path)
     pattern = QWEN2_SPLIT_PATTERN if model_config.get("model_type") in ("qwen", "qwen2") else GPT4_SPLIT_PATTERN
     backend = wrap_tokenizers_errors(path, lambda: build_tiktoken_pipeline(vocabulary, [pattern]))
     last = max(cfg.added_tokens_decoder, default=-1)
     first = max(vocabulary.ids.values()) + 1
     if last - first > _MAX_RESERVED_TOKENS:
-        extra = f"more than {_MAX_RESERVED_TOKENS} past the last rank {first - 1}"
-        raise InputError(f"{cfg.source} adds token {last}, {extra}; fix the file")
+        extra = f"more than {_MAX_RESERVED_TOKENS} ids past the last rank {first - 1}"
+        raise InputError(f"{cfg.source} adds the token id {last}, {extra}; fix the file")
     contents = {token_id: token.content for token_id, token in cfg.added_tokens_decoder.items()}
     names = [contents.get(token_id, f"<|reserved_token_{token_id}|>") for token_id in range(first, last + 1)]
     wrap_tokenizers_errors(path, lambda: backend.add_special_tokens(names))

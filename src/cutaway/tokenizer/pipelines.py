@@ -54,7 +54,7 @@ def _build_cohere(vocabulary: Vocabulary, cfg: TokenizerConfig) -> Tokenizer:
 
 
 def build_metaspace_decoder(*, add_prefix_space: bool) -> decoders.Decoder:
-    """Decoder of ▁ to a space and <0x..> to a byte; removes the prefix space of the text."""
+    """Build a decoder that maps ▁ to a space and <0x..> to a byte, and removes the prefix space if one is added."""
     parts: list[decoders.Decoder] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     return decoders.Sequence([*parts, decoders.Strip(content=" ", left=1)] if add_prefix_space else parts)
 
@@ -117,7 +117,7 @@ def _build_wordpiece(vocabulary: Vocabulary, cfg: TokenizerConfig) -> Tokenizer:
 
 
 def _template_processor(first: str | None, last: str) -> _PostProcessorBuilder:
-    """Post-processor that adds the special tokens `first` before and `last` after a text; pairs as in BERT."""
+    """Post-processor that adds the special tokens `first` before and `last` after a text. Pairs are as in BERT."""
 
     def template(ids: _SpecialTokenIds) -> processors.PostProcessor:
         head = f"{ids[first][0]}:0 " if first else ""
@@ -143,7 +143,7 @@ class PipelineSpec:
     model_type: _ModelType
     build: Callable[[Vocabulary, TokenizerConfig], Tokenizer]
     default_special_tokens: Mapping[str, str] = field(default_factory=dict)
-    """Special tokens that the directory does not set."""
+    """Special tokens that are used if the directory does not set them."""
     post_processor: _PostProcessorBuilder | None = None
     """Replaces the post-processor of tokenizer.json."""
     keep_json_post_processor: bool = True
@@ -235,7 +235,7 @@ PIPELINES: dict[str, PipelineSpec] = {
 def bos_eos_processor(
     bos: tuple[str, int] | None, eos: tuple[str, int] | None, add_bos_eos: tuple[bool, bool]
 ) -> processors.TemplateProcessing:
-    """Post-processor that adds BOS before and EOS after a text, if set and present."""
+    """Post-processor that adds BOS before and EOS after a text, if set in `add_bos_eos` and not None."""
     first, last = (token if flag else None for token, flag in zip((bos, eos), add_bos_eos, strict=True))
     # Template ids are arbitrary names; the text of the tokens may contain colons and spaces.
     begin, end = (["BOS:0"] if first else []), (["EOS:0"] if last else [])

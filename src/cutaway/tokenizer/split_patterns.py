@@ -38,7 +38,7 @@ SPLIT_PATTERNS: dict[str, tuple[str, ...]] = {
     "bloom": (_BLOOM_SPLIT_PATTERN,),
     "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2_SPLIT_PATTERN, r"\p{N}+", "[0-9][0-9][0-9]"),
 }
-"""Patterns are applied in order, each to the pieces of the previous one."""
+"""GGUF name → split patterns. They are applied in order, each to the pieces that the previous pattern returns."""
 _PRE_TOKENIZER_ALIASES = {
     "gpt-2": "gpt2 mpt olmo jais phi-2 roberta-bpe jina-v1-en jina-v2-es jina-v2-de jina-v2-code trillion",
     "llama-bpe": "llama3 llama-v3 falcon3 falcon-h1 dbrx smaug-bpe chatglm-bpe glm4 pixtral midm-2.0 lfm2",

@@ -19,10 +19,10 @@ from cutaway.tokenizer.tokenizer_config import SPECIAL_TOKENS_ATTRIBUTES, ChatTe
 
 
 def serialize_config(tokenizer: "Tokenizer", config: Mapping[str, object]) -> dict[str, bytes]:
-    """tokenizer_config.json and the chat template."""
+    """File name → content, for tokenizer_config.json and the chat template."""
     template = tokenizer.chat_template
     if isinstance(template, dict):
-        # In tokenizer_config.json, since template names need not be valid file names.
+        # Several templates go into tokenizer_config.json, because their names need not be valid file names.
         config = {**config, "chat_template": [{"name": n, "template": t} for n, t in template.items()]}
     files = {"tokenizer_config.json": json.dumps(config, indent=2, ensure_ascii=False).encode()}
     return files | {CHAT_TEMPLATE_FILE: template.encode()} if isinstance(template, str) else files
@@ -65,14 +65,17 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         special_ids = {token_id for token_id, token in added.items() if token.special}
         self.decode_skip_ids = frozenset(special_ids)
-        """Ids that `decode` skips; `all_special_ids` also has those of `special_tokens_map`."""
+        """Ids that `decode` skips. `all_special_ids` also has the ids of `special_tokens_map`."""
         named_ids = {self.token_to_id(token) for token in self.special_tokens_map.values()}
         self.all_special_ids = frozenset(special_ids | {i for i in named_ids if i is not None})
 
     # Encoding and decoding
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text. `add_special_tokens`: add BOS, EOS, CLS; special tokens in the text always match."""
+        """Token ids of a text, with BOS, EOS or CLS if `add_special_tokens`.
+
+        The text of a special token is encoded as that token, unless `split_special_tokens` is set.
+        """
         return _wrap_errors("this text", lambda: self._encode(_validate_text(text), add_special_tokens))
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
@@ -83,7 +86,7 @@ class Tokenizer:
         return _wrap_errors("one of these texts", lambda: self._encode_batch(checked, add_special_tokens))
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of token ids. Ids without a token are skipped: a model's vocabulary may be padded."""
+        """Text of token ids. Ids without a token are skipped, because a model's vocabulary may be padded."""
         text = _wrap_errors("these ids", lambda: self._decode([*map(_validate_token_id, ids)], skip_special_tokens))
         if self.clean_up_tokenization_spaces:
             for old, new in _CLEAN_UP_REPLACEMENTS:
@@ -112,11 +115,11 @@ class Tokenizer:
         return self.backend.get_vocab_size(with_added_tokens=True)
 
     def id_to_token(self, token_id: int) -> str | None:
-        """The token as in the vocabulary; None if there is none."""
+        """The token as written in the vocabulary, or None if no token has this id."""
         return self.backend.id_to_token(_validate_token_id(token_id))
 
     def format_token(self, token_id: int) -> str | None:
-        """Text of a token for display; the bytes, <0xF0 0x9F>, of a token that is a part of a character."""
+        """Text of a token for display. A token that is only a part of a character is shown as bytes: <0xF0 0x9F>."""
         text, name = self.decode([token_id], skip_special_tokens=False), self.id_to_token(token_id)
         if name is None or (text and "\ufffd" not in text):
             return text or name
@@ -126,7 +129,7 @@ class Tokenizer:
         return f"<{' '.join(f'0x{byte_of_char[character]:02X}' for character in name)}>"
 
     def token_to_id(self, token: str) -> int | None:
-        """The id of a token as in the vocabulary; None if there is none."""
+        """The id of a token as written in the vocabulary, or None if it is not in the vocabulary."""
         return self.backend.token_to_id(token)
 
     @property
@@ -163,13 +166,13 @@ class Tokenizer:
         chat_template: str | None = None,
         **template_kwargs: object,
     ) -> str:
-        """Render messages with the chat template. `chat_template`: another template, or the name of one of several."""
+        """Render messages with a chat template: `chat_template` is another template or the name of one of several."""
         source = self._select_chat_template(chat_template, with_tools=tools is not None)
         values = {**self.special_tokens_map, **template_kwargs, "tools": tools}
         return render_chat_template(source, messages, {**values, "add_generation_prompt": add_generation_prompt})
 
     def encode_chat(self, messages: Sequence[Message], **render_options: Any) -> list[int]:
-        """Token ids of `render_chat`. No special tokens are added: the template includes BOS if required."""
+        """Token ids of `render_chat`. No special tokens are added, because the template includes BOS if required."""
         return self.encode(self.render_chat(messages, **render_options), add_special_tokens=False)
 
     def _select_chat_template(self, chat_template: str | None, *, with_tools: bool) -> str:

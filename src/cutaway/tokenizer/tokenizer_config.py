@@ -24,11 +24,11 @@ class TokenizerConfig:
     options: JsonObject = field(default_factory=dict)
     """Other keys, read with `get_bool` and `get_str`."""
     special_tokens: dict[str, str | AddedToken] = field(default_factory=dict)
-    """SPECIAL_TOKENS_ATTRIBUTES set by the directory, without the defaults of the class."""
+    """Tokens of SPECIAL_TOKENS_ATTRIBUTES that the directory sets, without the defaults of the class."""
     model_specific_special_tokens: list[str | AddedToken] = field(default_factory=list)
-    """Model-specific special tokens: image_token and the like, and extra_special_tokens if an object."""
+    """Model-specific special tokens: image_token and the like, and extra_special_tokens if it is an object."""
     extra_special_tokens: list[str | AddedToken] | None = None
-    """extra_special_tokens (additional_special_tokens in older files) if a list."""
+    """extra_special_tokens (additional_special_tokens in older files) if it is a list."""
     added_tokens_decoder: dict[int, AddedToken] = field(default_factory=dict)
     chat_template: ChatTemplate = None
 
@@ -42,9 +42,9 @@ class TokenizerConfig:
         return value
 
     def resolve_special_tokens(self, default_special_tokens: Mapping[str, str]) -> dict[str, str | AddedToken]:
-        """Special tokens of the directory, with the defaults of the class for absent keys; a null key is not absent.
+        """Special tokens of the directory, with the defaults of the class for absent keys. A null key has no default.
 
-        In the order of SPECIAL_TOKENS_ATTRIBUTES, since tokens missing from the vocabulary get their ids in this order.
+        The order is that of SPECIAL_TOKENS_ATTRIBUTES: tokens missing from the vocabulary get their ids in this order.
         """
         defaults = {name: token for name, token in default_special_tokens.items() if name not in self.options}
         tokens = {**defaults, **self.special_tokens}
@@ -137,7 +137,9 @@ def _parse_added_token(value: object, source: object, special: bool | None = Non
 
 def _parse_token_id(key: str, source: object) -> int:
     if not key.isascii() or not key.isdigit() or int(key[:9]) != int(key) or int(key) >= file_io.MAX_VOCAB_SIZE:
-        raise InputError(f"{source} adds a token with id {key!r:.40}, not below {file_io.MAX_VOCAB_SIZE}; fix it")
+        raise InputError(
+            f"{source} adds a token with id {key!r:.40}, not an integer below {file_io.MAX_VOCAB_SIZE}; fix it"
+        )
     return int(key)
 
 
@@ -164,7 +166,7 @@ def _added_tokens_in(tokenizer_json: JsonObject | None, directory: Path) -> dict
 
 
 def _load_chat_template(directory: Path, inline: object, source: str) -> ChatTemplate:
-    """Template files take precedence over the key in tokenizer_config.json, which may be a list of named templates."""
+    """Load the chat template from template files, else from tokenizer_config.json, which may list several by name."""
     single, folder = directory / file_io.CHAT_TEMPLATE_FILE, directory / "additional_chat_templates"
     files = {"default": single} if path_exists(single) else {}
     if folder.is_dir():

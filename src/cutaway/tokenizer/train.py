@@ -19,7 +19,7 @@ _TOKENS_BY_ROLE = {
     "pad_token": ("<|pad|>", "<pad>", "<|padding|>"),
     "mask_token": (MASK_TOKEN, "<|mask|>", "[MASK]"),
 }
-"""Common texts of each special token; a token of special_tokens gets the role of its text."""
+"""Role → common texts of this special token. A token in `special_tokens` gets the role that lists its text."""
 
 
 def byte_tokenizer(*, special_tokens: Sequence[str] = DEFAULT_SPECIAL_TOKENS) -> Tokenizer:
@@ -36,7 +36,7 @@ def byte_tokenizer(*, special_tokens: Sequence[str] = DEFAULT_SPECIAL_TOKENS) ->
 def train_bpe(
     texts: Iterable[str], vocab_size: int, *, special_tokens: Sequence[str] = DEFAULT_SPECIAL_TOKENS
 ) -> Tokenizer:
-    """Train byte-level BPE with the split pattern of GPT-4. Deterministic, and lossless on any text.
+    """Train byte-level BPE with the split pattern of GPT-4. Training is deterministic, and encoding is lossless.
 
     Special tokens have the last ids. The vocabulary is smaller than `vocab_size` if no pairs are left to merge.
     """

@@ -11,7 +11,7 @@ from cutaway.errors import InputError
 from cutaway.tokenizer.file_io import MAX_VOCAB_SIZE
 
 MAX_PIECE_LENGTH = 4096
-"""Maximum characters of a piece; the search for merges is quadratic in it."""
+"""Maximum number of characters of a piece. The time to generate merges is quadratic in this number."""
 
 
 @dataclass
@@ -36,8 +36,7 @@ class Vocabulary:
 def generate_merges(ranks: Mapping[str, int], skip_tokens: Collection[str] = ()) -> list[tuple[str, str]]:
     """Generate BPE merges from ranked pieces: all pairs of pieces whose concatenation is a piece, best rank first.
 
-    SentencePiece models of Llama and tiktoken files contain only pieces and their ranks. Any pair whose concatenation
-    is a piece may be merged, best rank first.
+    SentencePiece models of Llama and tiktoken files contain only pieces and their ranks, no merges.
     """
     merges: list[tuple[int, int, int, int, str, str]] = []
     for piece, rank in ranks.items():

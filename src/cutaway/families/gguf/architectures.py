@@ -11,13 +11,13 @@ from cutaway.families.tables import gemma, gpt2, llama
 from cutaway.families.weight_conversion import QKV, PermuteForRope, Split, SubtractOffset, WeightMapping, add_prefix
 
 _TIED_HEAD_KEY = "head.tied"
-"""Not a GGUF key: whether the head is tied follows from the absence of its matrix."""
+"""Key of this module, not of GGUF. In a GGUF file, a head is tied if its matrix is absent."""
 
 
 def common_fields(arch: str, *, norm: str = "layer_norm_rms") -> ConfigFields:
     """Fields of every architecture."""
     attention = f"{arch}.attention"
-    no_experts = "its FFNs are mixtures of experts, which cutaway does not load from GGUF"
+    no_experts = "the FFNs are mixtures of experts, which cutaway does not load from GGUF"
     return (
         Key(f"{arch}.vocab_size", "vocab_size"),
         Key(f"{arch}.embedding_length", "d_model"),
@@ -31,12 +31,12 @@ def common_fields(arch: str, *, norm: str = "layer_norm_rms") -> ConfigFields:
         Key(_TIED_HEAD_KEY, "head.tied", True),
         Custom((f"{attention}.value_length",), _check_value_length),
         SupportedValues(f"{arch}.expert_count", (0,), no_experts),
-        SupportedValues(f"{attention}.causal", (True,), "its attention is not causal"),
+        SupportedValues(f"{attention}.causal", (True,), "attention is not causal"),
     )
 
 
 def _qk_norm_field(arch: str) -> Key:
-    """QK-norm has the eps of the other norms."""
+    """Field of the eps of QK-norm, which is that of the other norms."""
     return Key(f"{arch}.attention.layer_norm_rms_epsilon", f"{llama.ATTENTION}.qk_norm.norm.eps")
 
 
@@ -44,11 +44,11 @@ def _check_value_length(metadata: HFConfigReader, tree: ConfigTree) -> None:
     """Raise if the value dimension differs from the key dimension."""
     for key, length in metadata.data.items():
         if key.endswith(".attention.value_length") and length != metadata.get(key.replace("value", "key")):
-            raise ConfigError(f"'{key}' is {length!r}, not the key length; cutaway supports only equal lengths")
+            raise ConfigError(f"'{key}' is {length!r}, but it must equal the key length; cutaway supports no other")
 
 
 def _sliding_window_field(arch: str, full_attention_period: int | None) -> Custom:
-    """Sliding-window layers, with full attention in every n-th layer; if n is None, in no layer."""
+    """Sliding-window layers, with full attention in every n-th layer, or in none if `full_attention_period` is None."""
     key = f"{arch}.attention.sliding_window"
 
     def from_hf(metadata: HFConfigReader, tree: ConfigTree) -> None:
@@ -68,7 +68,7 @@ def _sliding_window_field(arch: str, full_attention_period: int | None) -> Custo
 def _query_scale_field(largest_num_layers: int) -> Custom:
     """Attention scale, which GGUF does not store.
 
-    It is 1/sqrt(d_head), except for the largest Gemma, identified by its number of layers: 1/sqrt(d_model / heads).
+    It is 1/sqrt(d_head). In the largest Gemma, identified by its number of layers, it is 1/sqrt(d_model / heads).
     """
 
     def from_hf(metadata: HFConfigReader, tree: ConfigTree) -> None:
@@ -212,4 +212,4 @@ _FAMILIES = (
     ),
 )
 GGUF_ARCHITECTURES = {family.name: family for family in _FAMILIES}
-"""`general.architecture` → family; its `.architecture` is the transformers family (`model_type`)."""
+"""`general.architecture` → Family, whose field `architecture` is the `model_type` of transformers."""

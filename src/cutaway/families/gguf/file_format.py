@@ -1,4 +1,4 @@
-"""GGUF file reader and writer. The header is parsed here, with bounds; quantized data by the gguf package."""
+"""GGUF file reader and writer. The header is parsed and its lengths checked here; the gguf package dequantizes data."""
 
 import math
 import os
@@ -24,9 +24,9 @@ _SCALAR_TYPES = {
 STRING_TYPE, ARRAY_TYPE = 8, 9
 _UNQUANTIZED_DTYPES = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16, 28: torch.float64}
 _MAX_HEADER_BYTES = 1 << 27
-"""Maximum header size; the largest vocabularies take a tenth of this."""
+"""Maximum header size in bytes. The largest vocabularies need a tenth of this."""
 _DEQUANTIZE_CHUNK_NUMEL = 1 << 24
-"""Elements dequantized at once; dequantization needs several times this memory."""
+"""Number of elements that are dequantized at once. Dequantization needs several times the memory of the result."""
 
 
 def _import_gguf() -> Any:
@@ -46,7 +46,7 @@ class _HeaderReader:
 
     def read_bytes(self, count: int) -> bytes:
         if count > self.remaining:
-            raise WeightError("it is truncated within its header, or the header is too long")
+            raise WeightError("its header is truncated or too long")
         self.remaining -= count
         return self.file.read(count)
 
@@ -99,10 +99,10 @@ class GGUFFile:
             raise WeightError("it does not begin with 'GGUF'")
         version = header.read_number(4)
         if version not in (2, 3):
-            raise WeightError(f"it has version {version}, and cutaway reads versions 2 and 3")
+            raise WeightError(f"it has version {version}, but cutaway reads versions 2 and 3")
         num_tensors, num_keys = header.read_number(10), header.read_number(10)
         if num_tensors > 1 << 20 or num_keys > 1 << 20 or num_tensors * 24 > size or num_keys * 12 > size:
-            raise WeightError("its numbers of tensors and keys exceed its size")
+            raise WeightError("its numbers of tensors and keys are larger than the file can contain")
         for _ in range(num_keys):
             key = header.read_string()
             self.metadata[key] = header.read_value(header.read_number(4))
@@ -134,7 +134,7 @@ class GGUFFile:
             quantization = gguf.GGMLQuantizationType(ggml_type)
             block, width = gguf.GGML_QUANT_SIZES[quantization]
             if ggml_type not in _UNQUANTIZED_DTYPES:
-                gguf.quants._type_traits[quantization]  # whether it can be dequantized
+                gguf.quants._type_traits[quantization]  # raises KeyError if the type cannot be dequantized
         except (ValueError, KeyError):
             raise WeightError(f"tensor '{name}' has the unknown quantization type {ggml_type}") from None
         if 0 in shape or shape[-1] % block or name in self.tensor_infos:
@@ -173,7 +173,7 @@ class GGUFFile:
         return tensor.view(info.shape)
 
     def release_tensor(self, name: str, start: int = 0, stop: int | None = None) -> None:
-        """Do nothing: read tensors are not cached."""
+        """Do nothing, because tensors that were read are not cached."""
 
 
 GGML_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q5_1": 7, "q5_0": 6, "q4_1": 3, "q4_0": 2}

@@ -26,7 +26,7 @@ _TOKEN_ID_KEY_FORMAT = "tokenizer.ggml.{}_token_id"
 _EOS_TOKEN_NAMES = ("eos", "eot", "eom")
 """Metadata names of end-of-text, end-of-turn and end-of-message (tool call) tokens."""
 _END_OF_TURN_TOKENS = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>")
-"""End-of-turn tokens by text: most chat models store only the end-of-text id; llama.cpp matches these texts, too."""
+"""Texts of end-of-turn tokens. Most chat models store only the end-of-text id; llama.cpp also matches these texts."""
 
 
 def load_gguf(path: Path, **options: Unpack[LoadOptions]) -> Checkpoint:
@@ -54,7 +54,7 @@ def load_gguf(path: Path, **options: Unpack[LoadOptions]) -> Checkpoint:
 
 
 def _check_known_keys(family: Family, metadata: Mapping[str, object]) -> None:
-    """Raise on an unknown metadata key of the architecture, since it could change the model."""
+    """Raise on an unknown metadata key of the architecture, because it could change the model."""
     known = {key for entry in family.fields for key in entry.keys} | family.ignored_config_keys.keys()
     unknown = sorted(metadata.keys() - known)
     if unknown:
@@ -81,10 +81,10 @@ def _load_tokenizer(gguf_file: GGUFFile) -> "Tokenizer | None":
 def _find_architecture(config: Config, preferred: str | None = None) -> tuple[Family, dict[str, object]]:
     """Return a GGUF architecture that can represent a Config (the preferred one, if it can), and its metadata.
 
-    Dropout is dropped: GGUF is an inference format and does not store it.
+    Dropout is removed, because GGUF is an inference format and does not store it.
     """
     if config.form != "decoder":
-        raise ConfigError(f"the model is of form '{config.form}', and only decoders can be saved as GGUF; use --to hf")
+        raise ConfigError(f"the model is of form '{config.form}', but only decoders can be saved as GGUF; use --to hf")
     tree = _without_dropout(to_dict(config))
     assert isinstance(tree, dict)
     config = read_config(tree)

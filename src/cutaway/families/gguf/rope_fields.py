@@ -13,7 +13,7 @@ _ROPE_FREQS = "rope_freqs.weight"
 ROPE_FACTORS_LONG, ROPE_FACTORS_SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 ROPE_TENSORS = (_ROPE_FREQS, ROPE_FACTORS_LONG, ROPE_FACTORS_SHORT)
 _LLAMA3_SCALINGS = (Llama3Scaling(factor=8.0), Llama3Scaling(factor=32.0))
-"""Scalings of Llama 3.1 and 3.2, identified by their factors, since GGUF stores only these."""
+"""Scalings of Llama 3.1 and 3.2. They are recognized by their factors, because GGUF stores only the factors."""
 
 
 def llama3_rope_factors(scaling: Llama3Scaling, theta: float, rotary_dim: int) -> list[float]:
@@ -29,11 +29,11 @@ def llama3_rope_factors(scaling: Llama3Scaling, theta: float, rotary_dim: int) -
 
 @dataclass(frozen=True)
 class GGUFRopeField:
-    """RoPE settings; factors stored as tensors are passed as lists under their tensor names."""
+    """RoPE settings. Factors that the file stores as tensors are in the metadata as lists, under the tensor names."""
 
     arch: str
     sliding_window_theta: float | None = None
-    """RoPE theta of sliding-window layers, without scaling (Gemma 3); default the same as the other layers."""
+    """RoPE theta of sliding-window layers, which have no scaling (Gemma 3). None: all layers have the same RoPE."""
 
     @property
     def keys(self) -> tuple[str, ...]:

@@ -9,11 +9,11 @@ from cutaway.families.weight_conversion import WeightMapping, add_prefix
 
 
 def _check_factorized_head_is_tied(hf_config: HFConfigReader, tree: ConfigTree) -> None:
-    """Raise for an untied head on a factorized embedding, whose matrix would have the embedding dimension."""
+    """Raise if the head is untied and the embedding factorized: the head matrix would have the embedding dimension."""
     width = hf_config.get_number("embedding_size", 128)
     if tree.get("head.tied") is False and width != tree.data["d_model"]:
         raise ConfigError(
-            f"config.json's 'tie_word_embeddings' is false, and cutaway has no untied head of 'embedding_size'"
+            f"config.json's 'tie_word_embeddings' is false, but cutaway has no untied head of 'embedding_size'"
             f" {width}; tie the embeddings or use 'embedding_size' {tree.data['d_model']}, the hidden size"
         )
 

@@ -65,7 +65,7 @@ def common_fields(position_attribute: str) -> ConfigFields:
     )
 
 
-TIED_EMBEDDINGS_ONLY = SupportedValues("tie_word_embeddings", (True, None), "untied, the shared embedding is unused")
+TIED_EMBEDDINGS_ONLY = SupportedValues("tie_word_embeddings", (True, None), "the shared embedding would be unused")
 
 
 def legacy_flags(*, pre_norm: bool, embedding_norm: bool, sinusoidal: bool) -> ConfigFields:

@@ -31,7 +31,7 @@ def build_template(
 def _require_token_types(num_token_types: int) -> int:
     """Raise if there are no token types, which these families require."""
     if not num_token_types:
-        raise ConfigError("token_types is 0, and this family requires at least one; set it to 1 or more")
+        raise ConfigError("token_types is 0, but this family requires at least one; set it to 1 or more")
     return num_token_types
 
 
@@ -49,8 +49,8 @@ def size_fields(
         Key("layer_norm_eps", "encoder.norm.eps", 1e-12),
         SameAs("encoder.embedding.norm", "encoder.norm"),
         IfHead(SameAs("head.transform.norm", "encoder.norm")),
-        SupportedValues("is_decoder", (False, None), "as a decoder its attention would be causal"),
-        SupportedValues("position_embedding_type", ("absolute", None), "its attention would use relative positions"),
+        SupportedValues("is_decoder", (False, None), "attention would be causal, as in a decoder"),
+        SupportedValues("position_embedding_type", ("absolute", None), "attention would use relative positions"),
     )
 
 
@@ -108,7 +108,10 @@ def _has_tied_head(config: Config) -> bool:
 
 
 def mlm_head_weights(prefix: str, dense: str, norm: str) -> tuple[WeightMapping, ...]:
-    """Weight mappings of a masked-LM head with output matrix `decoder`. Its bias has two keys, and one if untied."""
+    """Weight mappings of a masked-LM head with output matrix `decoder`.
+
+    The output bias is stored under two checkpoint keys if the head is tied, and under one key if it is untied.
+    """
     return (
         WeightMapping(f"{prefix}.{dense}", "head.transform.dense"),
         WeightMapping(f"{prefix}.{norm}", "head.transform.norm"),
@@ -119,7 +122,7 @@ def mlm_head_weights(prefix: str, dense: str, norm: str) -> tuple[WeightMapping,
 
 
 def ignored_weights(*head_prefixes: str) -> dict[str, str]:
-    """Ignored tensors of published files, beside the encoder and its masked-LM head."""
+    """Tensors that published files contain besides the encoder and its masked-LM head, and that are ignored."""
     heads = "|".join(("classifier", "qa_outputs", *head_prefixes))
     return {
         r"\w+\.embeddings\.(position|token_type)_ids": "constant ids",

@@ -17,12 +17,12 @@ UNREAD_KEYS = {
     "use_gated_activation": True,
     "use_parallel_block": True,
 }
-"""Keys that transformers does not read, with their usual value."""
-UNREAD_KEY_REASON = "transformers ignores it and builds the model of its usual value"
+"""Keys that transformers does not read → their usual value."""
+UNREAD_KEY_REASON = "transformers ignores this key and builds the model as for the usual value"
 
 
 def _read_nope_layers(hf_config: HFConfigReader, tree: ConfigTree) -> None:
-    """Full-attention layers have no position encoding (NoPE). Nothing is written: `layer_types` determines it."""
+    """Remove the position encoding of full-attention layers (NoPE). No key stores this: `layer_types` determines it."""
     for block in tree.blocks("decoder"):
         if block["attention"]["window"] is None:
             block["attention"]["position"] = {"kind": "none"}

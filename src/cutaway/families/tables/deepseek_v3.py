@@ -22,7 +22,7 @@ MOE_TEMPLATE = {
 
 
 class _MscaleRopeField(RopeField):
-    """YaRN with `mscale_all_dim`, which scales all scores, not only their RoPE part: included in `scale`."""
+    """YaRN with `mscale_all_dim`. It scales all scores, not only their RoPE part, so `scale` includes it."""
 
     def from_hf(self, hf_config: HFConfigReader, tree: ConfigTree) -> None:
         super().from_hf(hf_config, tree)
@@ -45,7 +45,7 @@ class _MscaleRopeField(RopeField):
 def _read_kv_heads(hf_config: HFConfigReader, tree: ConfigTree) -> None:
     """Raise unless the number of key-value heads equals the number of heads."""
     if hf_config.get("num_key_value_heads") not in (None, tree.get(f"{ATTENTION}.heads")):
-        raise ConfigError("'num_key_value_heads' is not 'num_attention_heads'; latent attention shares no heads")
+        raise ConfigError("'num_key_value_heads' is not 'num_attention_heads', but latent attention shares no heads")
 
 
 def _write_kv_heads(tree: ConfigTree, hf_config: dict[str, object]) -> None:
@@ -53,7 +53,7 @@ def _write_kv_heads(tree: ConfigTree, hf_config: dict[str, object]) -> None:
 
 
 def _read_dense_layers(hf_config: HFConfigReader, tree: ConfigTree) -> None:
-    """The first `first_k_dense_replace` layers have a dense FFN."""
+    """Set a dense FFN in the first `first_k_dense_replace` layers."""
     for block in tree.blocks("decoder")[: hf_config.get_number("first_k_dense_replace", 3)]:
         block["ffn"] = {"kind": "gated"}
 
@@ -63,7 +63,7 @@ def _write_dense_layers(tree: ConfigTree, hf_config: dict[str, object]) -> None:
 
 
 def _read_shared_experts(hf_config: HFConfigReader, tree: ConfigTree) -> None:
-    """The shared experts are one FFN with their total hidden dimension."""
+    """Represent the shared experts as one FFN with the sum of their hidden dimensions."""
     hidden = hf_config.get_number("n_shared_experts", 1) * hf_config.get_number("moe_intermediate_size", 2048)
     tree.set(f"{FFN}.shared.hidden", hidden)
 
@@ -73,7 +73,7 @@ def _write_shared_experts(tree: ConfigTree, hf_config: dict[str, object]) -> Non
 
 
 def _read_expert_groups(hf_config: HFConfigReader, tree: ConfigTree) -> None:
-    """Group-limited routing; a single group is no grouping."""
+    """Read group-limited routing. A single group is the same as no groups."""
     num_groups, top_k = hf_config.get_number("n_group", 8), hf_config.get_number("topk_group", 4)
     groups = {"num_groups": num_groups, "top_k": top_k, "score": "top2"}
     tree.set(f"{FFN}.router.groups", None if num_groups == 1 else groups)
@@ -116,8 +116,8 @@ FAMILY = llama.build_family(
         Custom(("first_k_dense_replace",), _read_dense_layers, _write_dense_layers),
         WhereFFN("moe", MOE_FIELDS),
         dense_fields(18432),
-        SupportedValues("topk_method", ("noaux_tc",), "its router selects with a load-balancing bias"),
-        SupportedValues("scoring_func", ("sigmoid",), "its router scores are sigmoids"),
+        SupportedValues("topk_method", ("noaux_tc",), "the router of this family selects with a load-balancing bias"),
+        SupportedValues("scoring_func", ("sigmoid",), "router scores of this family are sigmoids"),
         SupportedValues("moe_layer_freq", (1,), "every layer after the dense layers has experts"),
     ),
     weight_mappings=llama.weights(

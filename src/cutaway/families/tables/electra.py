@@ -9,7 +9,7 @@ from cutaway.families.weight_conversion import WeightMapping
 
 
 def _read_embedding_size(hf_config: HFConfigReader, tree: ConfigTree) -> None:
-    """A projection only if the embedding dimension is not d_model."""
+    """Add a projection only if the embedding dimension is not d_model."""
     width = hf_config.get_number("embedding_size", 128)
     tree.set("encoder.embedding.factorization", None if width == tree.data["d_model"] else {"width": width})
 

@@ -23,7 +23,7 @@ COMMON_FIELDS = (
     SupportedValues("use_bidirectional_attention", (None, False), "attention would not be causal"),
 )
 GEMMA_ACTIVATIONS = HF_ACTIVATIONS | {"gelu": "gelu_tanh"}
-"""The first releases have 'gelu' for its tanh approximation."""
+"""In the config.json of the first releases, 'gelu' means the tanh approximation."""
 TANH_GELU = "gelu_pytorch_tanh"
 
 FAMILY = llama.build_family(

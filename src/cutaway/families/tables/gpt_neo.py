@@ -9,16 +9,16 @@ from cutaway.families.weight_conversion import WeightMapping, add_prefix
 
 
 def _read_attention_layers(hf_config: HFConfigReader, tree: ConfigTree) -> None:
-    """`attention_types` is a list of (pattern, repetitions); `attention_layers` is the expanded list."""
+    """Read `attention_layers`, or expand `attention_types`, which is a list of (pattern, number of repetitions)."""
     blocks = tree.blocks("decoder")
     kinds = hf_config.get("attention_layers")
     if kinds is None:
         types = hf_config.get("attention_types")
         types = [[["global", "local"], 12]] if types is None else types
-        limit = 1 + len(blocks)  # more are an error in any case; bounds the size of the list
+        limit = 1 + len(blocks)  # limits the size of the list; more layers are an error anyway
         kinds = [kind for pattern, repeats in types for kind in list(pattern)[:limit] * min(repeats, limit)]
     if len(kinds) != len(blocks) or not {"global", "local"}.issuperset(kinds):
-        raise ConfigError(f"config.json's attention layers are {kinds}; {len(blocks)} are required, global or local")
+        raise ConfigError(f"config.json's attention layers are {kinds}; use {len(blocks)}, each global or local")
     for block, kind in zip(blocks, kinds, strict=True):
         block["attention"]["window"] = hf_config.get_number("window_size", 256) if kind == "local" else None
 

@@ -36,7 +36,7 @@ FAMILY = llama.build_family(
         Key("swiglu_alpha", f"{llama.FFN}.expert.alpha", 1.702),
         Key("num_local_experts", f"{llama.FFN}.experts", 128),
         Key("num_experts_per_tok", f"{llama.FFN}.router.top_k", 4),
-        SupportedValues("hidden_act", ("silu",), "its experts use the clamped SwiGLU"),
+        SupportedValues("hidden_act", ("silu",), "experts of this family use the clamped SwiGLU"),
         LayerTypes(full_attention_every(2), default_window=128),
         RopeField(
             default_theta=150000.0,

@@ -42,7 +42,10 @@ def size_fields(
     *,
     tie_word_embeddings: bool = False,
 ) -> ConfigFields:
-    """Vocabulary, dimensions, layers and context length, with the family's defaults; None: another key for the FFN."""
+    """Vocabulary, dimensions, layers and context length, with the family's defaults.
+
+    If `intermediate_size` is None, the family has another key for the FFN dimension.
+    """
     ffn = () if intermediate_size is None else (Key("intermediate_size", f"{FFN}.hidden", intermediate_size),)
     return (
         Key("vocab_size", "vocab_size", vocab_size),
@@ -55,7 +58,7 @@ def size_fields(
 
 
 def head_fields(num_heads: int = 32, num_kv_heads: int | None = None, head_dim: object = None) -> ConfigFields:
-    """Numbers of heads and of key-value heads (None: the same), and the head dimension (None: d_model / heads)."""
+    """Numbers of heads and of key-value heads (None: the same number), and head dimension (None: d_model / heads)."""
     return (
         Key("num_attention_heads", f"{ATTENTION}.heads", num_heads),
         Key("num_key_value_heads", f"{ATTENTION}.kv_heads", num_kv_heads),
@@ -64,7 +67,7 @@ def head_fields(num_heads: int = 32, num_kv_heads: int | None = None, head_dim: 
 
 
 def computed_head_fields(d_model: int, num_heads: int, num_kv_heads: int | None) -> ConfigFields:
-    """Numbers of heads, and `head_dim` with default (also for null) d_model / heads."""
+    """Numbers of heads, and `head_dim`, which is d_model / heads if it is absent or null."""
 
     def head_dim(hf_config: HFConfigReader) -> int:
         width = hf_config.get_number("hidden_size", d_model)
@@ -113,7 +116,7 @@ def per_layer(*mappings: WeightMapping) -> tuple[WeightMapping, ...]:
 
 
 def weights(*mappings: WeightMapping) -> tuple[WeightMapping, ...]:
-    """Weight mappings of embedding and head, and these of every layer."""
+    """Weight mappings of embedding and head, and `mappings` for every layer."""
     return (*EMBEDDING_AND_HEAD_WEIGHTS, *per_layer(*mappings))
 
 

@@ -12,7 +12,7 @@ VOCAB_KEYS = ("vocab_size", "decoder_vocab_size", "share_encoder_decoder_embeddi
 
 
 def _read_vocab_sizes(hf_config: HFConfigReader, tree: ConfigTree) -> None:
-    """One embedding for encoder and decoder, or one each. `vocab_size` of config.json is the source vocabulary."""
+    """Read the vocabulary size of one shared embedding, or of two. config.json's `vocab_size` is that of the source."""
     source = hf_config.get_number(VOCAB_KEYS[0], 58101)
     target = hf_config.get(VOCAB_KEYS[1]) or source
     shared = hf_config.get(VOCAB_KEYS[2], True)
@@ -35,7 +35,7 @@ def _shares_embeddings(config: Config) -> bool:
 def _check_untied_not_shared(hf_config: HFConfigReader, tree: ConfigTree) -> None:
     if not tree.get("head.tied") and tree.get("source_vocab_size") is None:
         raise ConfigError(
-            "config.json's 'tie_word_embeddings' is false and encoder and decoder share one embedding, which is"
+            "config.json's 'tie_word_embeddings' is false, but encoder and decoder share one embedding, which is"
             " ambiguous; set 'share_encoder_decoder_embeddings' to false or tie the embeddings"
         )
 

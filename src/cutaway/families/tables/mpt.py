@@ -36,7 +36,7 @@ class _NestedFields:
 
 
 def _write_softmax_scale(tree: ConfigTree, hf_config: dict[str, object]) -> None:
-    """Write null if it is 1/sqrt(d_head)."""
+    """Write the scale, or null if the scale is 1/sqrt(d_head)."""
     scale = tree.get(f"{ATTENTION}.scale")
     hf_config["softmax_scale"] = None if scale == tree.get(f"{ATTENTION}.d_head") ** -0.5 else scale
 

@@ -8,7 +8,7 @@ from cutaway.families.weight_conversion import WeightMapping
 
 
 def qk_layernorm_field(*, gain_per_head: bool = False) -> Custom:
-    """QK-norm with LayerNorm, with the eps of the other norms; no biases if each head has its own gain."""
+    """QK-norm by LayerNorm with the eps of the other norms. If each head has its own gain, there are no biases."""
     path = f"{llama.ATTENTION}.qk_norm"
 
     def from_hf(hf_config: HFConfigReader, tree: ConfigTree) -> None:

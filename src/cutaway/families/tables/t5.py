@@ -66,7 +66,7 @@ def common_fields(vocab_size: int, d_ff: int, num_layers: int, num_heads: int, f
 
 
 def _read_head(hf_config: HFConfigReader, tree: ConfigTree) -> None:
-    """1.0: tied head, scaled by 1/sqrt(d_model). 1.1: untied, unscaled. `scale_decoder_outputs` sets the scale."""
+    """By default a tied head (T5 1.0) is scaled by 1/sqrt(d_model), and an untied one (T5 1.1) is not scaled."""
     tied = hf_config.get("tie_word_embeddings") is not False
     scaled = hf_config.get("scale_decoder_outputs")
     scaled = tied if scaled is None else scaled
@@ -84,7 +84,7 @@ def _is_gated(config: Config) -> bool:
 
 
 def layer_weights(stack: str, *attentions: tuple[str, str]) -> tuple[WeightMapping, ...]:
-    """Weight mappings of a layer, whose sublayers are numbered; the FFN is the last."""
+    """Weight mappings of a layer. Checkpoint keys number the sublayers from 0; the FFN is the last."""
     mappings = []
     for n, (name, branch) in enumerate(attentions):
         mappings += [WeightMapping(f"{n}.{name}.{p}", f"{branch}.f.{p}") for p in "qkvo"]
@@ -124,12 +124,12 @@ IGNORED_WEIGHTS = {
     r"(qa_outputs|classification_head)\..*": "head of another task, which is not loaded",
 }
 WEIGHT_RENAMINGS = ((r"^transformer\.", ""),)
-"""Classification checkpoints have the model under `transformer.`."""
+"""In classification checkpoints, the keys of the model have the prefix `transformer.`."""
 IGNORED_CONFIG_KEYS = {"is_decoder": "fixed by the family", "output_past": "a KV cache does not change the result"}
 
 
 def build_family(name: str, architecture: str, fields: ConfigFields) -> Family:
-    """T5 or mT5, which differ in their defaults and heads."""
+    """Build the family T5 or mT5. The two differ in their defaults and heads."""
     return Family(
         name,
         architecture,

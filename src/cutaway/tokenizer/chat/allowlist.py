@@ -1,7 +1,7 @@
 """Allowlist of Jinja filters and methods in chat templates, each with an estimate of its result size.
 
-Anything else is rejected. Left out are those that chat templates do not need and that could run long: bytes,
-`wordwrap`, `urlize`, `striptags`, `xmlattr`, `pprint`, `translate`, `expandtabs`.
+All others are rejected. Methods of bytes and `wordwrap`, `urlize`, `striptags`, `xmlattr`, `pprint`, `translate` and
+`expandtabs` are not allowed, because they could take long and chat templates do not need them.
 """
 
 import json
@@ -39,7 +39,7 @@ def str_format_size(pattern: str, values: Sequence[object], named: Mapping[str, 
 
 
 def _max_padding(pattern: str) -> int:
-    """Sum of all numbers in a format string: its widths and precisions; ten digits exceed any limit."""
+    """Sum of the widths and precisions in a format string. Ten digits of a number suffice to exceed any limit."""
     return sum(int(digits[:10]) for digits in re.findall(r"\d+", pattern))
 
 
@@ -102,7 +102,7 @@ def to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Plain JSON; the tojson filter of Jinja escapes HTML."""
+    """Plain JSON. The tojson filter of Jinja, which this replaces, escapes HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

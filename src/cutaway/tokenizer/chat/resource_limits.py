@@ -14,14 +14,14 @@ from jinja2.exceptions import SecurityError
 
 T = TypeVar("T")
 MAX_VALUE_SIZE = 4_000_000
-"""Maximum size of one value, and of the output."""
+"""Maximum size of one value, and of the output, in characters."""
 _MAX_TOTAL_SIZE = 64_000_000
 """Maximum total size of all values created in one rendering, which could all be in memory at once."""
 MAX_SECONDS = 2.0
 ITEM_SIZE = 16
 """Size of an entry of a list or dict, in addition to its value."""
 MAX_INT_BITS = 4096
-"""Maximum bits of an integer."""
+"""Maximum number of bits of an integer."""
 
 
 class ResourceMeter:
@@ -43,7 +43,7 @@ class ResourceMeter:
             raise SecurityError(f"it creates a value of more than {MAX_VALUE_SIZE:,} characters")
 
     def charge_value(self, value: T) -> T:
-        """Check the size of a new value and add the memory it allocates to the total."""
+        """Check the size of a new value and add its size to the total."""
         self.check_size(estimate_size(value))
         if isinstance(value, str):
             self._charge(len(value))

@@ -220,7 +220,7 @@ def _metered_dict(*pairs: Iterable[tuple[str, object]], **named: object) -> dict
 
 
 class _TemplateNamespace(Namespace):
-    """Variables that persist after a loop. Names with a leading underscore could reach Python internals."""
+    """Variables that persist after a loop. Names with a leading underscore are rejected."""
 
     def __init__(self, /, *pairs: Iterable[tuple[str, object]], **named: object) -> None:
         values: dict[str, object] = dict(*pairs, **named)

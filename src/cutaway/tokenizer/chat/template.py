@@ -11,7 +11,7 @@ from cutaway.tokenizer.chat.resource_limits import CURRENT_METER, MAX_VALUE_SIZE
 from cutaway.tokenizer.chat.sandbox import ChatTemplateSandbox, TemplateRaisedError
 
 Message = Mapping[str, object]
-"""A chat message: role, content and what else the template reads."""
+"""A chat message: role, content and other keys that the template reads."""
 _MAX_TEMPLATE_CHARS = 100_000
 """Maximum template length. The longest published templates have about thirty thousand characters."""
 
@@ -49,7 +49,7 @@ def render_chat_template(template: str, messages: Sequence[Message], variables: 
 @functools.lru_cache(maxsize=32)
 def _compile_template(template: str) -> Template:
     if len(template) > _MAX_TEMPLATE_CHARS:
-        raise InputError(f"the chat template has more than {_MAX_TEMPLATE_CHARS:,} characters; pass another")
+        raise InputError(f"the chat template has more than {_MAX_TEMPLATE_CHARS:,} characters; pass a shorter one")
     try:
         return ChatTemplateSandbox().from_string(template)
     except TemplateSyntaxError as error:
@@ -57,7 +57,7 @@ def _compile_template(template: str) -> Template:
 
 
 def _validate_messages(messages: object) -> list[object]:
-    """Validate messages and copy them as JSON types: a role, and content that is text, a list of parts, or None."""
+    """Copy messages as JSON types. Each must have a role, and content that is text, a list of parts, or None."""
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
         raise InputError(
             "messages must be a non-empty list of objects with role and content, for example "

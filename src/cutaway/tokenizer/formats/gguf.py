@@ -38,7 +38,7 @@ _TOKEN_ID_KEYS = {
 
 
 class _GGUFTokenizerMetadata:
-    """Access to the metadata with validation of types and lengths."""
+    """Reads the tokenizer metadata of a GGUF file and validates types and lengths."""
 
     def __init__(self, metadata: Mapping[str, object]) -> None:
         self._metadata = metadata
@@ -85,7 +85,7 @@ class _GGUFTokenizerMetadata:
 
     @property
     def token_ids(self) -> dict[str, int]:
-        """Token → id. Of duplicate tokens the first id is used, which is the one text is encoded as."""
+        """Token → id. A token that occurs several times has its first id, because text is encoded as that id."""
         return {token: token_id for token_id, token in reversed([*enumerate(self.tokens)])}
 
     def pieces(self) -> list[tuple[str, float, int]]:
@@ -99,7 +99,7 @@ class _GGUFTokenizerMetadata:
 
 
 def tokenizer_from_gguf(metadata: Mapping[str, object]) -> Tokenizer:
-    """Build a tokenizer from the metadata of a GGUF file, a dict by full keys."""
+    """Build a tokenizer from the metadata of a GGUF file: a dict from full key (`tokenizer.ggml.…`) to value."""
     reader = _GGUFTokenizerMetadata(metadata)
     model = reader.get("model", str)
     if model is None or model not in _PIPELINE_BUILDERS:
@@ -193,7 +193,7 @@ def _sentencepiece_model(
 
 
 def _build_bert(metadata: _GGUFTokenizerMetadata) -> tokenizers.Tokenizer:
-    """llama.cpp marks word starts with ▁; BERT marks continuations with ##."""
+    """Build WordPiece. llama.cpp marks the starts of words with ▁; BERT marks continuations with ##."""
     ids: dict[str, int] = {}
     for token_id, (token, token_type) in enumerate(zip(metadata.tokens, metadata.token_types, strict=True)):
         if token_type not in (spm.CONTROL, spm.UNKNOWN):
@@ -215,7 +215,7 @@ _PIPELINE_BUILDERS: dict[str, tuple[Callable[[_GGUFTokenizerMetadata], tokenizer
 
 
 def tokenizer_to_gguf(tokenizer: Tokenizer) -> dict[str, object]:
-    """GGUF metadata of a tokenizer, by full keys, for byte-level BPE and SentencePiece BPE and Unigram."""
+    """GGUF metadata of a tokenizer, by full key. Supports byte-level BPE, SentencePiece BPE and Unigram."""
     pipeline = json.loads(tokenizer.backend.to_str())
     model, steps = pipeline["model"], _flatten_steps(pipeline)
     step_types = {step["type"] for step in steps}
@@ -289,7 +289,7 @@ def _adds_space_prefix(steps: list[Step]) -> bool:
 
 
 def _token_metadata(tokenizer: Tokenizer, model: Step) -> dict[str, object]:
-    """Tokens by id, with gaps filled, and types; scores, too, for SentencePiece models."""
+    """Tokens and types in the order of ids, with placeholders for unused ids; also scores for SentencePiece models."""
     vocab = tokenizer.backend.get_vocab(with_added_tokens=True)
     size = max(vocab.values()) + 1
     tokens = [f"[PAD{token_id}]" for token_id in range(size)]
@@ -316,7 +316,7 @@ def _token_metadata(tokenizer: Tokenizer, model: Step) -> dict[str, object]:
 
 
 def _bpe_scores(tokens: list[str], types: list[int], merges: list[list[str]]) -> list[float]:
-    """SentencePiece BPE merges the best score first, so the score is minus the index of a token's first merge."""
+    """Score of each token: minus the index of its first merge. SentencePiece BPE merges the best score first."""
     first_merge: dict[str, int] = {}
     for i, (left, right) in enumerate(merges):
         first_merge.setdefault(left + right, i)

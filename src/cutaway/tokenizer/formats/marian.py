@@ -80,7 +80,7 @@ class MarianTokenizer(Tokenizer):
         return self._ids.get(token)
 
     def _serialize_files(self) -> dict[str, bytes]:
-        """The original files: tokenizer.json cannot represent separate vocabularies for segmentation and ids."""
+        """Return the original files: tokenizer.json cannot represent separate vocabularies for segmentation and ids."""
         config = {"tokenizer_class": "MarianTokenizer", "model_max_length": self.model_max_length}
         return {**self._source_files, **serialize_config(self, {**config, **self.special_tokens_map})}
 

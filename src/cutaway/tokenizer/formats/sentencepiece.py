@@ -80,8 +80,8 @@ def parse_sentencepiece_model(data: bytes) -> SentencePieceModel:
         remove_extra_whitespaces=normalizer.remove_extra_whitespaces,
     )
     validate_sentencepiece_model(model)
-    # protobuf skips fields of the wrong type and unknown piece types, so the rest would be a smaller model. New trainer
-    # options do not change how text is encoded.
+    # protobuf skips fields of the wrong type and unknown piece types. Raise, because the rest would be a smaller model.
+    # The trainer_spec is not checked, because new trainer options do not change how text is encoded.
     proto.ClearField("trainer_spec")
     size = proto.ByteSize()
     proto.DiscardUnknownFields()
@@ -104,13 +104,13 @@ def validate_sentencepiece_model(model: SentencePieceModel) -> None:
     if any(not math.isfinite(score) or not NORMAL <= kind <= BYTE for _, score, kind in model.pieces):
         raise InputError("the SentencePiece model has a piece with an invalid score or type; download it again")
     if not 0 <= model.unk_id < len(model.pieces):
-        raise InputError(f"the SentencePiece model has no piece {model.unk_id}, its unk_id; download it again")
+        raise InputError(f"the SentencePiece model has no piece with its unk_id {model.unk_id}; download it again")
     if model.precompiled_charsmap:
         validate_charsmap(model.precompiled_charsmap)
 
 
 def validate_charsmap(precompiled_charsmap: bytes) -> None:
-    """Check the layout: 4 bytes of size, a trie of that size in 32-bit units, and replacement texts that are short."""
+    """Check the layout: the size of a trie in bytes, the trie in 32-bit units, and replacements of up to 256 bytes."""
     size = int.from_bytes(precompiled_charsmap[:4], "little")
     is_valid = len(precompiled_charsmap) >= 8 and not size % 4 and 0 < size <= len(precompiled_charsmap) - 4
     if not is_valid or max(map(len, precompiled_charsmap[4 + size :].split(b"\0"))) > 256:
@@ -118,7 +118,7 @@ def validate_charsmap(precompiled_charsmap: bytes) -> None:
 
 
 def escape_control_pieces(model: SentencePieceModel) -> SentencePieceModel:
-    """Copy of a model with control pieces that no text matches, since SentencePiece does not match them in text."""
+    """Copy of a model with control pieces renamed so that no text matches them, as in SentencePiece."""
     pieces = [(f"\0{piece}" if kind == CONTROL else piece, score, kind) for piece, score, kind in model.pieces]
     return replace(model, pieces=pieces)
 
@@ -126,7 +126,7 @@ def escape_control_pieces(model: SentencePieceModel) -> SentencePieceModel:
 def build_vocabulary(
     model: SentencePieceModel, pipeline: PipelineSpec | None, extra_tokens: Sequence[AddedToken] = ()
 ) -> Vocabulary:
-    """Vocabulary of a model. `extra_tokens`: sentinel tokens of T5, after the pieces in reverse order."""
+    """Vocabulary of a model. `extra_tokens` are sentinel tokens of T5, which follow the pieces in reverse order."""
     kind = pipeline.model_type if pipeline is not None else ("BPE" if model.model_type == BPE_MODEL else "Unigram")
     scores = [(piece, score) for piece, score, _ in model.pieces]
     vocabulary = Vocabulary(kind, unk_id=model.unk_id, precompiled_charsmap=model.precompiled_charsmap or None)
@@ -150,7 +150,7 @@ def build_vocabulary(
 
 
 def build_sentencepiece_pipeline(model: SentencePieceModel, vocabulary: Vocabulary) -> Tokenizer:
-    """Build a tokenizer with the rules of the model itself, if no class has a pipeline."""
+    """Build a tokenizer with the rules of the model file, for tokenizer classes without a pipeline."""
     unk = model.pieces[model.unk_id][0]
     fallback = model.byte_fallback
     if vocabulary.model_type == "BPE":

@@ -16,7 +16,7 @@ from cutaway.tokenizer.formats.sentencepiece import validate_charsmap
 from cutaway.tokenizer.vocabulary import Vocabulary, validate_vocab
 
 _MAX_TEXT_EXPANSION = 256
-"""Maximum factor by which a pipeline may lengthen a text. Unicode normalization has 18, byte-level mapping 2."""
+"""Maximum factor by which a pipeline may lengthen a text. Unicode normalization needs 18, byte-level mapping 2."""
 
 
 def parse_tokenizer_json(text: str, path: Path) -> tokenizers.Tokenizer:
@@ -127,7 +127,7 @@ def _find_precompiled_charsmap(normalizer: object, path: Path) -> bytes | None:
 
 
 def _parse_post_processor(content: Mapping[str, object], path: Path) -> processors.PostProcessor | None:
-    """Parse the post-processor. The library parses it only as a part of a tokenizer, so a minimal one is built."""
+    """Parse the post-processor. The library can only parse a whole tokenizer, so a minimal one is built."""
     if content.get("post_processor") is None:
         return None
     minimal = json.loads(tokenizers.Tokenizer(BPE()).to_str()) | {"post_processor": content["post_processor"]}
