@@ -234,7 +234,7 @@ def dead_neurons(ctx: CheckContext) -> Iterator[CaseResult]:
         dead = inactive if zero_init else inactive | unread_neurons
         share, unread_share = float(dead.float().mean()), float(unread_neurons.float().mean())
         if share >= _MAX_DEAD_SHARE or (not zero_init and unread_share >= _MAX_UNREAD_SHARE):
-            message = f"{int(dead.sum())} of {len(dead)} neurons are dead, such as {int(dead.long().argmax())}"
+            message = f"{int(dead.sum())} of {len(dead)} neurons are dead, such as neuron {int(dead.long().argmax())}"
             yield warning(message, share, _MAX_DEAD_SHARE, down.module or None)
     yield success("no layer has dead neurons")
 

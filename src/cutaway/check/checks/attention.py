@@ -104,7 +104,7 @@ def _check_visible_rows(ctx: CheckContext, tokens: Tensor, windows: tuple[int, .
             if not torch.equal(visible & causal, visible):
                 raise SkipCheckError("later tokens are visible; see causality")
             num_visible = int(visible[-1].sum())
-            message = f"the last of {length} tokens attends to {num_visible} tokens; the window is {min(windows)}"
+            message = f"the last of {length} tokens attends to {num_visible} tokens, but the window is {min(windows)}"
             return failure(message, num_visible, min(windows), call.module or None)
     if missing := set(windows) - matched:
         return failure(f"no layer has the window of {min(missing)}")
@@ -198,7 +198,7 @@ def grouped_query_attention(ctx: CheckContext) -> Iterator[CaseResult]:
             size = len(groups) // (max(groups) + 1)
             if groups != [head // size for head in range(len(groups))] and max(groups) + 1 < len(groups):
                 message = f"the heads use the {name} of groups {', '.join(map(str, groups))}"
-                yield failure(message, location=call.module or None)
+                yield failure(f"{message}, but adjacent heads must share a group", location=call.module or None)
                 return
         if len(layouts) == 2 and layouts[0] != layouts[1]:
             yield failure("keys and values are shared by different heads", location=call.module or None)

@@ -54,7 +54,7 @@ def _leak_result(
             break
     module = find_first_divergence(ctx, lambda: logits(tokens), lambda: logits(other), slice(0, cut))
     location = f"position {position}" + (f", first in {module}" if module else "")
-    message = f"the logits at position {position} change with token {later}, which comes later{path}"
+    message = f"the logits at position {position}{path} change with token {later}, which comes later"
     return diff.failure(message, location)
 
 

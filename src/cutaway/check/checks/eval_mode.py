@@ -190,7 +190,7 @@ def forward_hooks(ctx: CheckContext) -> Iterator[CaseResult]:
     missed = [name for name in num_forwards if name and num_hook_calls[name] < num_forwards[name]]
     if missed:
         name = missed[0]
-        message = f"{name} ran {num_forwards[name]} times and its hook was called {num_hook_calls[name]} times"
+        message = f"{name} ran {num_forwards[name]} times, but its hook was called {num_hook_calls[name]} times"
         yield failure(message, num_forwards[name] - num_hook_calls[name], 0, name)
     else:
         yield success(f"the hooks of all {len(num_forwards)} modules that ran were called")

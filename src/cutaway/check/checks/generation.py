@@ -45,7 +45,7 @@ def _generate_continuation(
         generated = min(requested, generate_new(requested).shape[1])
     if generated == requested:
         return out, None
-    return out, failure(f"{requested} tokens were requested, and {generated} were generated", generated, requested)
+    return out, failure(f"{requested} tokens were requested, but {generated} were generated", generated, requested)
 
 
 @torch.no_grad()
@@ -276,7 +276,7 @@ def beam_search(ctx: CheckContext) -> CaseResult:
         noise = ctx.measure_noise(lambda: _sequence_log_probs(ctx, prompt, beams), log_probs)
         tolerance = max(tolerance, 2 * NOISE_MARGIN * noise)
     if not error <= tolerance:
-        message = f"the score of beam {worst} is {scores[worst]:.4g}, and its log-probability is {log_probs[worst]:.4g}"
+        message = f"the score of beam {worst} is {scores[worst]:.4g}, but its log-probability is {log_probs[worst]:.4g}"
         return failure(message, error, tolerance, f"beam {worst}")
     if len({tuple(beam) for beam in beams.tolist()}) < num_beams:
         return failure("the same beam is returned twice")

@@ -159,9 +159,9 @@ def loss_reduction(ctx: CheckContext) -> CaseResult:
     # Fit actual = factor · expected + constant.
     factors = [(actual[0] - actual[n]) / ((expected[0] - expected[n]) or 1e-30) for n in (1, 2, 3)]
     factor = sorted(factors)[1]
-    message = f"the loss is {actual[0]:.4g}, and the mean of −log p is {expected[0]:.4g}"
+    message = f"the loss is {actual[0]:.4g}, but the mean of −log p is {expected[0]:.4g}"
     if factor == 0 or max(factors) - min(factors) > 0.02 * abs(factor):
-        message += "; other labels do not change it accordingly"
+        message += "; other labels do not change the two by a common factor"
         return diff.failure(message)
     constant = actual[0] - factor * expected[0]
     used = logits[:, : tokens.shape[1] - shift].float()
@@ -261,7 +261,7 @@ def loss_ignore_index(ctx: CheckContext) -> Iterator[CaseResult]:
             loss, expected = float(model_loss(ctx, tokens, labels)), float(_reference_loss(ctx, logits, labels))
             rules = _losses_by_padding_rule(logits, tokens, labels, label_shift(ctx))
             reason = next((name for name, value in rules.items() if abs(value - loss) <= diff.tolerance), "")
-            message = f"with labels of -100 the loss is {loss:.4g}, and the mean over the other labels is "
+            message = f"with labels of -100 the loss is {loss:.4g}, but the mean over the other labels is "
             yield diff.failure(f"{message}{expected:.4g}{reason}")
             return
         if ctx.model.kind == "encoder":

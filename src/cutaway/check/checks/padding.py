@@ -76,7 +76,7 @@ def fully_masked_row(ctx: CheckContext) -> Iterator[CaseResult]:
     if not_finite:
         message = "with a row of padding only in the batch, gradients of the other row's loss are not finite"
         count = len(not_finite)
-        yield failure(f"{message} ({count} of {len(gradients)})", count, 0, not_finite[-1])
+        yield failure(f"{message} ({count} of {len(gradients)} gradients)", count, 0, not_finite[-1])
     elif gradients:
         yield success("with a row of padding only in the batch, gradients are finite")
     elif not logits_with_mask(tokens, empty_mask)[1].isfinite().all():

@@ -277,9 +277,9 @@ def rope_precision(ctx: CheckContext) -> CaseResult:
     for call in tracer.trig_calls:
         if call.dtype in LOW_PRECISION_DTYPES and call.max_abs > _MAX_LOW_PRECISION_ANGLE:
             name = str(call.dtype).removeprefix("torch.")
-            message = f"cos or sin is computed of angles up to {call.max_abs:.0f} in {name}"
+            message = f"cos or sin is computed in {name} for angles up to {call.max_abs:.0f}"
             error = call.max_abs * torch.finfo(call.dtype).eps / 2
-            return failure(f"{message}: their rounding error is up to {error:.2g}", error, 1e-3, call.module or None)
+            return failure(f"{message}, whose rounding error is up to {error:.2g}", error, 1e-3, call.module or None)
     return success(f"{len(tracer.trig_calls)} cos and sin calls have fp32 angles")
 
 

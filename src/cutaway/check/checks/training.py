@@ -197,7 +197,7 @@ def gradient_flow(ctx: CheckContext) -> Iterator[CaseResult]:
     confirmed = [name for name in affecting[:12] if _affects_loss(ctx, tokens, [params[name]])]
     if confirmed:
         more = f" (and {len(affecting) - 1} more)" if len(affecting) > 1 else ""
-        yield failure(f"{confirmed[0]}{more} affects the loss and gets no gradient", len(affecting), 0, confirmed[0])
+        yield failure(f"{confirmed[0]}{more} affects the loss but gets no gradient", len(affecting), 0, confirmed[0])
         return
     num_reached = len(params) - len(without)
     yield success(f"{num_reached} of {len(params)} parameters get a gradient; the others do not affect this loss")
@@ -307,8 +307,8 @@ def gradient_accumulation(ctx: CheckContext) -> CaseResult:
         diff.tolerance = max(diff.tolerance, 1e-5 * max(1.0, abs(float(full))))
         value = float(accumulate())
     known = {"the mean of the micro-batch means": sum(means) / 2, "the sum of the micro-batch means": sum(means)}
-    reason = next((f"; it is {name}" for name, other in known.items() if abs(value - other) <= diff.tolerance), "")
-    message = f"the accumulated loss of two micro-batches is {value:.4g}, and that of the full batch {float(full):.4g}"
+    reason = next((f", which is {name}" for name, other in known.items() if abs(value - other) <= diff.tolerance), "")
+    message = f"the loss of the full batch is {float(full):.4g}, but the accumulated loss is {value:.4g}"
     return ctx.expect_equal(
         diff, passed="the accumulated loss equals that of the full batch", failed=f"{message}{reason}"
     )
