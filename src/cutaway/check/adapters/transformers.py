@@ -97,7 +97,7 @@ def _build_kernel_logits(model: TransformersModel, logits: LogitsFunction) -> di
 
 
 def _rebuild_with_kernels(model: TransformersModel) -> dict[str, LogitsFunction]:
-    """The same for models whose attention implementation is fixed when built: rebuild them with the same weights."""
+    """The same for models that fix the attention implementation when built: they are rebuilt with the same weights."""
     is_small = count_parameters(model) <= _MAX_REBUILT_PARAMS
     if not is_small or not getattr(model, "_supports_sdpa", False) or model.config.is_encoder_decoder:
         return {}
