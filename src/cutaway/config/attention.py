@@ -73,7 +73,7 @@ class MultiHead(MultiHeadBase):
     kind: Literal["multi-head"] = "multi-head"
     position: AttentionPosition = Rope()
     window: PositiveInt | None = None
-    """Sliding window: a query attends to keys less than `window` positions away; default no limit."""
+    """Sliding window: a query attends to keys less than `window` positions away. By default there is no limit."""
     sink: bool = False
     """Attention sink: one learned score per head that takes part in the softmax but has no value vector (gpt-oss)."""
 

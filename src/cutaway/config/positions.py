@@ -126,7 +126,7 @@ class Rope(ConfigNode):
     kind: Literal["rope"] = "rope"
     theta: PositiveFloat = 10000.0
     rotary_dim: PositiveInt | None = None
-    """Number of rotated dimensions of a head (the first ones); default all."""
+    """Number of dimensions of a head that are rotated, starting with the first; default all."""
     layout: Literal["half", "interleaved"] = "half"
     """'half' rotates the pairs of dimensions (j, j + rotary_dim/2), 'interleaved' the pairs (2j, 2j + 1)."""
     scaling: RopeScaling = NoScaling()

@@ -40,7 +40,7 @@ def config(source: Config | Mapping[str, Any] | str | Path) -> Config:
 
 
 def _parse_config(data: dict[str, Any]) -> Config:
-    """Parse a cutaway or transformers configuration. `families` is resolved by name: config must not import it."""
+    """Parse a cutaway or transformers configuration. `families` is imported by name: config must not depend on it."""
     if "form" in data or not ("model_type" in data or "architectures" in data):
         return _validate(data["config"] if data.keys() == {"format", "config"} else data)
     read: Callable[[Mapping[str, Any]], Config] = resolve_name("cutaway.families:config_from_hf")

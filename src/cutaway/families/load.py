@@ -63,7 +63,7 @@ def load(
         model, config, report = load_native_checkpoint(path, **options)
         return Checkpoint(model, config, None, report, tokenizer_loader=partial(_load_tokenizer, path))
     if not (path / "config.json").exists():
-        raise ConfigError(f"'{path}' has no config.json, which defines the model of its weights; add it")
+        raise ConfigError(f"'{path}' has no config.json, which describes the model; add this file")
     hf_config = read_json_file(path / "config.json", ConfigError)
     family = resolve_family(hf_config)
     reader: TensorReader = open_safetensors(path)

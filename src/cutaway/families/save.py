@@ -47,7 +47,7 @@ def save(
     checkpoint = as_checkpoint(checkpoint)
     target = resolve_output_path(directory)
     if isinstance(max_shard_size, bool) or not isinstance(max_shard_size, int) or max_shard_size < 1:
-        raise InputError(f"max_shard_size is {max_shard_size!r}; pass the maximum number of bytes per file")
+        raise InputError(f"max_shard_size is {max_shard_size!r}; pass the maximum number of bytes per file, at least 1")
     if family is not None and not isinstance(family, str):
         raise InputError(f"family is {family!r}; pass the name of a family")
     if not callable(progress):

@@ -117,7 +117,7 @@ class Deinterleave(ConversionOp):
 
 @dataclass(frozen=True)
 class SqueezeLeadingDim(ConversionOp):
-    """A vector is stored as a matrix with one row."""
+    """The checkpoint stores a vector as a matrix with one row."""
 
     def to_model(self, tensors: "Tensors", model_shapes: Shapes, d_head: int) -> "list[Tensor]":
         return [tensors[0].flatten()]
@@ -141,7 +141,7 @@ class SubtractOffset(ConversionOp):
 
 @dataclass(frozen=True)
 class PermuteForRope(ConversionOp):
-    """The checkpoint has RoPE pairs (0, 1), (2, 3) … in the rows of a head; the model (0, d/2), (1, d/2 + 1) …"""
+    """The checkpoint has RoPE pairs (0, 1), (2, 3) … in the rows of a head; the model has (0, d/2), (1, d/2 + 1) …"""
 
     def to_model(self, tensors: "Tensors", model_shapes: Shapes, d_head: int) -> "list[Tensor]":
         return [_unflatten_first_dim(t, -1, d_head // 2, 2).transpose(1, 2).flatten(0, 2) for t in tensors]

@@ -77,7 +77,7 @@ def load_model(
     num_computed = sum(state[name].numel() for name in plan.computed_weights)
     if num_computed > max(1 << 26, sum(info.numel for info in reader.tensor_infos.values())):
         computed = f"{num_computed:,} computed values ({plan.computed_weights[0]})"
-        raise ConfigError(f"'{source}' requires {computed}, more than the file has weights; correct its config.json")
+        raise ConfigError(f"'{source}' requires {computed}, more than the weights in the file; correct config.json")
     total = sum(info.numel * info.dtype.itemsize for info in reader.tensor_infos.values())
     check_all = total <= _MAX_FULL_CHECK_BYTES if check_finite is None else check_finite
     report = LoadReport(

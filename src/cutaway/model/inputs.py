@@ -16,7 +16,7 @@ from cutaway.model.masks import INTEGER_DTYPES, TokenPositions
 from cutaway.model.stack import Stack
 
 VALUES_CHECKED: ContextVar[bool] = ContextVar("values_checked", default=False)
-"""Set by callers that have validated all values before sending them to a device."""
+"""Set to True by callers that have validated all values before sending them to a device."""
 
 
 class StackInputs(NamedTuple):

@@ -27,7 +27,7 @@ class Kernel(nn.Module):
 
     name: ClassVar[str]
     supports: ClassVar[frozenset[str]]
-    """Which of 'softcap' and 'sink' the kernel implements. Requesting the other one raises KernelError."""
+    """Which of 'softcap' and 'sink' the kernel implements. Requesting one that is missing raises KernelError."""
 
     def __init__(self, scale: float, softcap: float | None = None, dropout: float = 0.0, *, sink: bool = False) -> None:
         super().__init__()
@@ -225,7 +225,7 @@ def _sequential_block_mask(
 
 
 def _compile_unless_compiling(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """Compile `function` once per process, because run eagerly it materializes all query-key pairs. Not on the CPU."""
+    """Compile `function` once per process: eagerly, it materializes all query-key pairs. On the CPU, do not compile."""
     return function if device.type == "cpu" or torch.compiler.is_compiling() else _compile_once(function)
 
 

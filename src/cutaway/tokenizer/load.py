@@ -33,7 +33,7 @@ _MODEL_TYPES_BY_CLASS = {
     "AlbertTokenizer": "albert yoso",
     "BertTokenizer": "bert distilbert electra convbert ernie megatron-bert nomic_bert squeezebert layoutlm",
     "MPNetTokenizer": "mpnet",
-    # "": use tokenizer.json unchanged; directories of these models often declare a wrong class.
+    # The class "" means that tokenizer.json is used unchanged: directories of these models often declare a wrong class.
     "": "mistral mixtral ministral ministral3 mistral3 mistral_large4 pixtral voxtral phi3 phi3_v phimoe olmo2 olmo3 "
     "flex_olmo granite granitemoe granitemoehybrid granitemoeshared stablelm glm glm4 glm4_moe gpt_bigcode modernbert "
     "modernbert-decoder nemotron persimmon internlm2 minicpm3 minimax_m2 jamba arctic ernie4_5 ernie4_5_moe umt5 "

@@ -60,7 +60,7 @@ class Tokenizer:
         self.chat_template = chat_template
         self.model_max_length = model_max_length
         self.padding_side = padding_side
-        # Not for BPE, as in transformers: it would remove spaces of the text.
+        # As in transformers, there is no clean-up for BPE, because it would remove spaces of the text.
         self.clean_up_tokenization_spaces = clean_up_tokenization_spaces and type(backend.model).__name__ != "BPE"
         added = backend.get_added_tokens_decoder()
         special_ids = {token_id for token_id, token in added.items() if token.special}

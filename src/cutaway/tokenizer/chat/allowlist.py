@@ -63,7 +63,7 @@ def _batch_filter_size(values: object, size: object, fill: object = None) -> int
 
 
 def _sum_size(values: object, attribute: object = None, start: object = 0) -> int:
-    """A sum of lists copies the partial sum at each step."""
+    """Size of a sum. A sum of lists copies the partial sum at each step, so its size is quadratic."""
     return estimate_size(values) * (1 if isinstance(start, int | float) else estimate_size(values))
 
 
@@ -81,7 +81,7 @@ def _escape_size(value: object) -> int:
 
 
 def _tojson_size(value: object, *_: object, indent: object = None, separators: object = None, **__: object) -> int:
-    """Each item starts a new line, indented by its depth."""
+    """Size of JSON. With `indent`, each item starts a new line that is indented by its depth."""
     step = 0 if indent is None else _width_size(indent)
     total = estimate_size(separators)
     pending: list[tuple[object, int]] = [(value, 1)]
