@@ -184,7 +184,7 @@ def _single_document_sequences(trainer: Trainer, seq_len: int) -> Tensor:
     """Validation sequences of `seq_len` + 1 tokens, each within a single document."""
     validation = trainer.data.validation
     if not isinstance(validation, PackedDataset):
-        raise InputError("positions are measured on one source of plain text; use a recipe with one source")
+        raise InputError("the measurement of positions needs a single source of plain text; use a recipe with one")
     packed = PackedDataset(validation.split, seq_len, validation.seed, shuffle=False)
     batch = packed.get_batch(0, packed.num_sequences)
     is_single_document = (batch.document_ids == batch.document_ids[:, :1]).all(-1)

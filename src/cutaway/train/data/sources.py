@@ -37,7 +37,9 @@ class TextSource:
             raise InputError(f"the weight of a source is {self.weight}; pass a positive number, or remove the source")
         for name in ("target_column", "group_column"):
             if self.path is None and getattr(self, name) is not None:
-                raise InputError(f"{name} is set, but Python's standard library has no columns; set path, or remove it")
+                raise InputError(
+                    f"{name} is set, but Python's standard library has no columns; set path, or remove {name}"
+                )
 
     @property
     def columns(self) -> list[str]:

@@ -121,7 +121,7 @@ def build_tokenizer(
         case PretrainedTokenizerConfig(path=path):
             tokenizer = load_tokenizer(path)
             if tokenizer is None:
-                raise InputError(f"data.tokenizer.path '{path}' has no tokenizer; pass one with a tokenizer.json")
+                raise InputError(f"data.tokenizer.path '{path}' has no tokenizer; pass a path with a tokenizer.json")
             return tokenizer
         case None if base_checkpoint is not None:
             return base_tokenizer(base_checkpoint)

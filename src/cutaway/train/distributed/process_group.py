@@ -138,7 +138,7 @@ class MultiProcessContext(DistributedContext):
         if self.world_size % (dp_shard * tp):
             raise InputError(
                 f"{self.world_size} processes are not a multiple of parallel.dp_shard = {dp_shard} times parallel.tp ="
-                f" {tp}; start a multiple of {dp_shard * tp}, or change one of the two"
+                f" {tp}; start a multiple of {dp_shard * tp} processes, or change one of the two"
             )
         self.dp_shard, self.tp_size = dp_shard, tp
         self.dp_replicate = self.world_size // (dp_shard * tp)

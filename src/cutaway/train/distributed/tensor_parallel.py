@@ -325,4 +325,6 @@ def _shard_start(size: int, tp_group: TensorParallelGroup) -> int:
 
 def _check_divisible(what: str, count: int, tp_group: TensorParallelGroup) -> None:
     if count % tp_group.size:
-        raise InputError(f"{count} {what} are not divisible by parallel.tp = {tp_group.size}; use a divisor of {count}")
+        raise InputError(
+            f"{count} {what} are not divisible by parallel.tp = {tp_group.size}; set it to a divisor of {count}"
+        )

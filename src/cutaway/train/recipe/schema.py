@@ -307,7 +307,7 @@ def read_model_config(source: ModelSource) -> Config:
     """Config of a model trained from scratch. Raises ConfigError if the model is a checkpoint to fine-tune."""
     if isinstance(source, PretrainedModelConfig):
         raise ConfigError(
-            "model is a checkpoint to fine-tune, which has no config here; set model to a preset or a config table"
+            "the recipe fine-tunes a checkpoint, so it has no model config; set model to a preset or a config table"
         )
     return read_config(source)
 

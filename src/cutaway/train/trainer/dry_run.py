@@ -201,8 +201,8 @@ def dry_run(recipe: Recipe, world_size: int) -> DryRunReport:
         dist_context.init_mesh(recipe.parallel, CPU_DEVICE)
         if dist_context.mesh is None and world_size > 1:
             raise InputError(
-                "with data-parallel replicas (DDP) each rank holds what a single process holds; use --world-size 1, or"
-                " set parallel.dp_shard or parallel.tp"
+                "with data-parallel replicas (DDP), each rank needs the same memory as a single process; use"
+                " --world-size 1, or set parallel.dp_shard or parallel.tp"
             )
         estimate = size_step(recipe, config, CPU_DEVICE, dist_context)
         model = build_training_model(config, recipe.training, torch.device("meta"))

@@ -124,7 +124,7 @@ class Trainer:
         return {"model": dict(self.model.state_dict()), **states}
 
     def stateful_components(self) -> dict[str, OptimizersContainer | BadStepPolicy | WeightEMA | GradScaler]:
-        """Components other than the model with a state dict. EMA and loss scaling only if the recipe uses them."""
+        """Components other than the model that have a state dict. EMA and loss scaling are optional."""
         components = (
             ("optimizer", self.optimizer),
             ("step_policy", self.step_policy),
@@ -166,8 +166,8 @@ class Trainer:
         for name, component in self.stateful_components().items():
             if name not in restored.tensor_groups:
                 raise InputError(
-                    f"the checkpoint has no state for {name}, so another version wrote it; start a new run from its"
-                    " weights"
+                    f"the checkpoint has no state for {name}, so another version of cutaway wrote it; start a new"
+                    " run from its weights"
                 )
             component.load_state_dict(restored.tensor_groups[name])
         self.global_step, self.best_eval_loss = state.step, state.best_eval_loss
