@@ -66,7 +66,7 @@ class SizeEstimate:
 
     @cached_property
     def checkpoint(self) -> CheckpointSize:
-        """Tensors, elements and bytes of a checkpoint."""
+        """Number of tensors, elements and bytes of a checkpoint."""
         return checkpoint_size(self.options.config, self.options.precision)
 
     # ------------------------------------------------------------------------------------ one device's share
@@ -88,12 +88,13 @@ class SizeEstimate:
 
     @property
     def batch_size_per_device(self) -> int:
-        """Sequences per device."""
+        """Number of sequences per device."""
         return self.options.batch_size // self.dp_size
 
     def execution_config(self, activation_checkpointing: str = "none") -> ExecutionConfig:
-        """How passes are executed. With FSDP, weights are all-gathered in the compute dtype (its mixed-precision
-        policy), which replaces autocast."""
+        """Return how passes are executed.
+
+        With FSDP, weights are all-gathered in the compute dtype (FSDP's mixed-precision policy), so autocast is off."""
         options, precision, dims = self.options, self.options.precision, self.options.parallel_dims
         config = ExecutionConfig(
             precision.unquantized_bytes,
@@ -175,7 +176,7 @@ class SizeEstimate:
 
     @property
     def flops(self) -> FlopCounts:
-        """FLOPs of one sequence in the mode of the options: forward, or forward and backward."""
+        """FLOPs of one sequence: of the forward pass in mode 'infer', of forward and backward pass in mode 'train'."""
         options = self.options
         return self.train_flops[options.activation_checkpointing] if options.mode == "train" else self.forward_flops
 
@@ -248,7 +249,7 @@ class SizeEstimate:
 
     @property
     def prefill_workload(self) -> Workload:
-        """Workload of prefilling the sequences of one device: reads the weights once and writes the KV cache."""
+        """Workload of prefilling the sequences of one device, which reads the weights once and writes the KV cache."""
         batch_size = self.batch_size_per_device
         return inference_workload(
             "prefill",
@@ -266,7 +267,7 @@ class SizeEstimate:
         return None if self.options.hardware is None else self._roofline_bound(self.prefill_workload)
 
     def decode_workload(self, batch_size: int) -> Workload:
-        """Workload of one decode step with `batch_size` sequences on one device: reads all weights and the KV cache."""
+        """Workload of a decode step of `batch_size` sequences on one device. It reads all weights and the KV cache."""
         cache_bytes = self.kv_cache.total_bytes // self.kv_cache.batch_size
         return inference_workload(
             "decode",
@@ -294,7 +295,10 @@ class SizeEstimate:
 
     @cached_property
     def train_time(self) -> RooflineBound | None:
-        """Weights are read in forward and backward, gradients written and read, weights and state updated."""
+        """Time of a training step.
+
+        Weights are read in the forward and the backward pass, gradients are written and read, and weights and optimizer
+        state are updated."""
         if self.options.hardware is None:
             return None
         memory, mode = self.training_memory.bytes_by_component, self.options.activation_checkpointing
@@ -306,7 +310,7 @@ class SizeEstimate:
 
     @property
     def time(self) -> RooflineBound | None:
-        """Time of a training step in mode 'train'; else of a decode step (for an encoder, of prefill)."""
+        """Time of a training step in mode 'train'. In mode 'infer', of a decode step, or of prefill for an encoder."""
         if self.options.mode == "train":
             return self.train_time
         return self.prefill_time if isinstance(self.options.config, Encoder) else self.decode_time
@@ -350,10 +354,11 @@ def size(
 ) -> SizeEstimate:
     """Estimate the parameters, FLOPs, memory and time of a model from its configuration.
 
-    `batch_size` is the global batch size and `context` the tokens per sequence. `mode` is 'infer' or 'train'. The
-    default `dtype` is bf16 for inference and mixed (fp32 weights, bf16 matmuls) for training. `hardware` is a device
-    name, 'local' (as measured by `cutaway bench`) or a `Hardware`. `tp` and `dp_shard` are the tensor-parallel and
-    FSDP group sizes; `parallel='tp'` or `'fsdp'` uses all remaining devices of `world_size` for that dimension.
+    `batch_size` is the global batch size and `context` the number of tokens per sequence. `mode` is 'infer' or 'train'.
+    The default `dtype` is bf16 for inference and mixed (fp32 weights, bf16 matmuls) for training. `hardware` is a
+    device name, 'local' (this machine, as measured by `cutaway bench`) or a `Hardware`. `tp` and `dp_shard` are the
+    tensor-parallel and FSDP group sizes. `parallel='tp'` or `parallel='fsdp'` uses all remaining devices of
+    `world_size` for that dimension.
     """
     config = read_config(source)
     for name, value, choices in (
@@ -371,7 +376,9 @@ def size(
     dp_shard, tp = check_optional_count("dp_shard", dp_shard), check_optional_count("tp", tp)
     device = resolve_hardware(hardware)
     if price_per_hour is not None and device is None:
-        raise InputError("price_per_hour needs device hours, and hardware is not set; pass a device, as in --gpu h100")
+        raise InputError(
+            "price_per_hour is set, but hardware is not, so the cost is unknown; pass a device, as in --gpu h100"
+        )
     if price_per_hour is not None and not (isinstance(price_per_hour, int | float) and 0 <= price_per_hour < 1e12):
         raise InputError(f"price_per_hour is {price_per_hour!r}; pass the cost of one device per hour, at least 0")
     length = context or min(config.context or FALLBACK_CONTEXT, MAX_DEFAULT_CONTEXT)
@@ -412,7 +419,7 @@ def estimates_to_dict(estimate: SizeEstimate, *others: SizeEstimate) -> dict[str
     estimates = {item.options.mode: item for item in (estimate, *others)}
     training = estimates.get("train")
     memory = {mode: _memory_to_dict(item.memory) for mode, item in estimates.items()}
-    if training is estimate and not others:  # a training estimate alone also compares the modes
+    if training is estimate and not others:  # a training estimate alone also compares activation checkpointing modes
         memory["train"]["by_activation_checkpointing"] = _memory_by_activation_checkpointing(estimate)
     result: dict[str, object] = {
         "model": {
@@ -451,7 +458,9 @@ def _pick(item: object, *names: str) -> dict[str, object]:
 
 
 def _all_flops_to_dict(estimate: SizeEstimate, train_estimate: SizeEstimate) -> dict[str, object]:
-    """FLOPs of a forward pass, a decode step and a training pass; `train_estimate` may have the last one cached."""
+    """FLOPs of a forward pass, a decode step and a training pass.
+
+    The FLOPs of the training pass are read from `train_estimate`, where they may be cached."""
     params, options = estimate.parameters, estimate.options
     encoder_parameters = 0
     if params.is_encoder_decoder:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from cutaway.size.shape_pass import CostCounter
 
 _FLOP_COMPONENTS = ("projections", "scores", "values", "ffn", "combine", "head", "embedding")
-"""`combine` is the weighted sum of MoE experts; `embedding` the projection of a factorized embedding."""
+"""`combine` is the weighted sum of the MoE experts, `embedding` is the projection of a factorized embedding."""
 
 
 @dataclass(frozen=True)
@@ -19,12 +19,12 @@ class FlopCounts:
 
     @property
     def total(self) -> int:
-        """FLOPs over all pairs, as in a kernel that computes all scores and masks them afterwards."""
+        """FLOPs with attention over all pairs of tokens, as in a kernel that computes all scores, then masks them."""
         return sum(self.full.values())
 
     @property
     def total_visible(self) -> int:
-        """Minimum FLOPs: over visible pairs only, MLA with absorbed up-projections where that is less."""
+        """Minimum FLOPs: attention over visible pairs only, and MLA in the absorbed form if that needs fewer FLOPs."""
         return sum(self.visible.values())
 
     @property
@@ -36,14 +36,14 @@ class FlopCounts:
         return self.total_visible / self.num_tokens
 
     def scale(self, factor: int) -> "FlopCounts":
-        """Counts for `factor` equal sequences; FLOPs are proportional to their number."""
+        """Return the counts for `factor` sequences of the same length."""
         full, visible = (
             {component: factor * flops for component, flops in counts.items()} for counts in (self.full, self.visible)
         )
         return FlopCounts(full, visible, factor * self.num_tokens)
 
     def with_last_logits_only(self) -> "FlopCounts":
-        """Counts with the logits of one token only."""
+        """Return the counts if the logits of only one token are computed."""
         full, visible = (
             {component: flops // (self.num_tokens if component == "head" else 1) for component, flops in counts.items()}
             for counts in (self.full, self.visible)
@@ -56,7 +56,7 @@ class FlopCounts:
 
 
 def count_flops(counter: CostCounter, num_tokens: int, *, activation_checkpointing: str = "none") -> FlopCounts:
-    """FLOPs of a forward and (if recorded) backward pass by component, with recomputed activations."""
+    """FLOPs of a pass by component: of the forward pass and, if recorded, of the backward pass and recomputation."""
     full, visible = dict.fromkeys(_FLOP_COMPONENTS, 0), dict.fromkeys(_FLOP_COMPONENTS, 0)
     for (phase, component), flops in counter.full_flops.items():
         if phase != "recompute":

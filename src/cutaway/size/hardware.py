@@ -10,7 +10,7 @@ from pathlib import Path
 from cutaway.errors import InputError
 
 _MIN_FIGURE, _MAX_FIGURE = 1, 1e30
-"""Accepted range of bytes and of rates per second; every estimate is finite within it."""
+"""Accepted range of numbers of bytes and of rates per second. Within it every estimate is finite."""
 
 HARDWARE_KINDS = ("data-center", "workstation", "consumer", "apple", "cpu")
 
@@ -43,7 +43,7 @@ class Hardware:
     flops: Mapping[str, float] = field(hash=False)
     """Dense FLOPS (operations per second) by dtype, with fp32 accumulation."""
     memory: float | None = None
-    """Bytes; for shared or pluggable memory, the maximum."""
+    """Memory size in bytes; for shared or pluggable memory, the maximum size."""
     interconnect_bandwidth: float | None = None
     """Bytes per second in one direction, summed over all links."""
     tdp_watts: float | None = None
@@ -59,7 +59,7 @@ class Hardware:
         for label, value in figures.items():
             is_number = isinstance(value, Real) and not isinstance(value, bool)
             if not (is_number and _MIN_FIGURE <= value <= _MAX_FIGURE):
-                raise InputError(f"{label} is {value!r}, which is not a valid figure; pass a number from 1 to 1e30")
+                raise InputError(f"{label} is {value!r}, which is not in the valid range; pass a number from 1 to 1e30")
 
     def compute_dtype(self, dtype: str) -> str:
         """The dtype whose peak rate applies to matmuls in `dtype`: bf16 for int8 weights, fp16 on a T4, and so on."""

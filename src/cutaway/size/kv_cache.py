@@ -18,7 +18,7 @@ class LayerCacheSize:
     window: int | None
     """Maximum number of cached tokens; None for no limit."""
     expanded_bytes_per_token: int
-    """Bytes per token if MLA's keys and values are cached up-projected; `bytes_per_token` for other attention."""
+    """Bytes per token if MLA caches up-projected keys and values; equal to `bytes_per_token` for other attention."""
 
     def bytes_for(self, num_tokens: int) -> int:
         return self.bytes_per_token * (num_tokens if self.window is None else min(num_tokens, self.window))
@@ -38,22 +38,22 @@ class KVCacheSize:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes if sliding-window layers cache only their window."""
+        """Number of bytes if sliding-window layers cache only their window."""
         return self.batch_size * sum(layer.bytes_for(self.num_tokens(layer)) for layer in self.layers)
 
     @property
     def unwindowed_bytes(self) -> int:
-        """Bytes if every layer caches every token."""
+        """Number of bytes if every layer caches every token."""
         return self.batch_size * sum(layer.bytes_per_token * self.num_tokens(layer) for layer in self.layers)
 
     @property
     def expanded_bytes(self) -> int:
-        """Bytes if every layer caches every token and MLA's keys and values are cached up-projected."""
+        """Number of bytes if every layer caches every token and MLA caches the up-projected keys and values."""
         return self.batch_size * sum(layer.expanded_bytes_per_token * self.num_tokens(layer) for layer in self.layers)
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes that one more token of one sequence adds before any window is full."""
+        """Number of bytes that one more token of one sequence adds before any window is full."""
         return sum(layer.bytes_per_token for layer in self.layers if layer.kind != "cross")
 
     @property
@@ -91,5 +91,5 @@ def kv_cache_size(
 
 
 def _kv_bytes_per_token(attention: MultiHeadBase, d_model: int, dtype: str) -> int:
-    """Bytes of the keys and values of one token: `num_kv_heads` of each."""
+    """Number of bytes of the keys and values of one token: `num_kv_heads` vectors of each."""
     return 2 * attention.num_kv_heads * kv_vector_bytes(dtype, attention.head_dim(d_model))

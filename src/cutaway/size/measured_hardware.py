@@ -15,12 +15,12 @@ LOCAL_HARDWARE = "local"
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredHardware:
-    """Measured rates (per second) of one machine, and the fraction of the roofline bound reached by workload."""
+    """Measured rates (per second) of one machine, and the fraction of the roofline bound that each workload reached."""
 
     device: str
     kind: str
     hardware_name: str | None
-    """Name in the hardware table; None if it is not listed."""
+    """Name of the device in the hardware table; None if the device is not in the table."""
     memory: int
     bandwidth: float
     flops: dict[str, float]
@@ -77,8 +77,9 @@ def local_hardware() -> Hardware:
 
 
 def expected_efficiency(workload: str, hardware: Hardware, dtype: str) -> EfficiencyRange:
-    """Efficiency range of a workload: the measurement ± 1/3 if it was made on this device and in this dtype, else the
-    default."""
+    """Efficiency range of a workload: the measured efficiency ± 1/3, or the default range.
+
+    The measurement is used only if it was made on this device and in this dtype."""
     try:
         measured = load_measured_hardware()
     except InputError:  # an invalid file; hardware='local' raises the error
@@ -88,7 +89,7 @@ def expected_efficiency(workload: str, hardware: Hardware, dtype: str) -> Effici
     if dtype != measured.dtype or workload not in measured.efficiency:
         return DEFAULT_EFFICIENCY[workload]
     fraction = measured.efficiency[workload]
-    if hardware.name != LOCAL_HARDWARE:  # from a fraction of the measured limits to one of the published limits
+    if hardware.name != LOCAL_HARDWARE:  # convert to a fraction of the published rates, not of the measured ones
         peak = hardware.peak_flops(dtype)
         flops_ratio = measured.flops.get(dtype, peak) / peak
         fraction *= measured.bandwidth / hardware.bandwidth if workload == "decode" else flops_ratio

@@ -19,8 +19,10 @@ _PREFILL_CHUNK_TOKENS = 8192
 
 @dataclass(frozen=True)
 class MemoryBreakdown:
-    """Memory of one device. `peak_by_component` is allocated simultaneously at the peak and sums to `total_bytes`;
-    `bytes_by_component` holds the size of each component on its own."""
+    """Memory of one device.
+
+    `peak_by_component` holds what is allocated at the peak; its sum is `total_bytes`. `bytes_by_component` holds the
+    size of each component on its own."""
 
     peak_by_component: dict[str, int]
     bytes_by_component: dict[str, int]
@@ -35,7 +37,7 @@ class MemoryBreakdown:
 def inference_memory(
     config: Config, precision: Precision, kv_cache: KVCacheSize, prefill_pass: PassCost, *, on_gpu: bool
 ) -> MemoryBreakdown:
-    """Memory of weights, KV cache and prefill activations. `config` is one tensor-parallel rank's."""
+    """Memory of weights, KV cache and prefill activations. `config`: configuration of one tensor-parallel rank."""
     logits_bytes, peak_bytes = prefill_pass.logits_bytes, prefill_pass.peak_bytes
     resident = {"weights": checkpoint_size(config, precision).total_bytes, "kv cache": kv_cache.total_bytes}
     sizes = resident | {
@@ -61,7 +63,7 @@ def training_memory(
 ) -> MemoryBreakdown:
     """Memory of a training step: weights and optimizer state, plus activations and gradients at their peak.
 
-    `config` is one tensor-parallel rank's.
+    `config`: configuration of one tensor-parallel rank.
     """
     if not precision.can_train:
         raise InputError(f"dtype {precision.name} is for inference only; train in fp32, bf16, fp16 or mixed")
@@ -89,7 +91,7 @@ def training_memory(
 
 
 def _peak(components: dict[str, int], *, on_gpu: bool) -> dict[str, int]:
-    """The components that are not empty, with the GPU's workspace."""
+    """Return the components that are not empty, with the cuBLAS workspace of a GPU."""
     workspace = {"workspace": _CUBLAS_WORKSPACE_BYTES} if on_gpu else {}
     return {name: nbytes for name, nbytes in (components | workspace).items() if nbytes}
 
@@ -99,8 +101,8 @@ def prefill_chunks(
 ) -> list[tuple[int, int, int, int]]:
     """List candidate prefill chunks: (sequences, tokens per sequence, cached tokens, source tokens).
 
-    The peak is taken over all of them: many short sequences can need more memory than a few long ones. An encoder is
-    not chunked.
+    The peak memory is the maximum over these candidates: many short sequences can need more memory than a few long
+    ones. An encoder is not chunked.
     """
     max_len = max(context, source_len)
     rows = min(batch_size, max(1, _PREFILL_CHUNK_TOKENS // max_len))

@@ -25,7 +25,7 @@ class MemoryFit:
     """Result of `fit_to_memory`. For a family only `model_shapes` is set: a family is not a single model."""
 
     memory_budget: int
-    """Bytes per device."""
+    """Number of bytes per device."""
     options: SizeOptions
     family: str | None = None
     total_bytes: int | None = None
@@ -42,7 +42,7 @@ class MemoryFit:
     max_batch_size: int | None = None
     """Largest global batch size at the given context; None if one sequence per device does not fit."""
     unbounded_batch_size: bool = False
-    """Whether `max_batch_size` is the search limit, as for encoders: without a cache, sequences run in turn."""
+    """Whether `max_batch_size` is the search limit, as for encoders, which have no cache and run sequences in turn."""
     model_shapes: tuple[ModelShape, ...] = ()
     """Shapes sorted by layers and width, from about 1/8 of the budget to just beyond it."""
     note: str = ""
@@ -116,7 +116,9 @@ def compare_models(sources: Iterable[_ConfigSource], **options: object) -> list[
 
 
 def max_position_embeddings(options: SizeOptions, source_follows_context: bool) -> int | None:
-    """Number of rows of the smallest position table, or None; raises if context or source_len exceeds its table."""
+    """Number of rows of the smallest position table; None if there is no table.
+
+    Raises an error if `context` or `source_len` exceeds the number of rows of its table."""
     config = options.config
     limits = []
     for name, stack in config.stacks.items():
@@ -135,7 +137,7 @@ def max_position_embeddings(options: SizeOptions, source_follows_context: bool) 
 
 
 def find_max_context(options: SizeOptions, memory_budget: int, limit: int, source_follows_context: bool) -> int | None:
-    """Longest context that fits; the source length equals the context unless it was passed."""
+    """Longest context that fits. With `source_follows_context`, the source length equals the context."""
 
     def total_bytes(context: int) -> int:
         source = context if source_follows_context else options.source_len
@@ -145,10 +147,10 @@ def find_max_context(options: SizeOptions, memory_budget: int, limit: int, sourc
 
 
 def find_max_fitting(total_bytes: Callable[[int], int], memory_budget: int, limit: int) -> int | None:
-    """Largest n in [1, limit] with total_bytes(n) ≤ memory_budget, for non-decreasing total_bytes; None if none.
+    """Largest n in [1, limit] with total_bytes(n) ≤ memory_budget; None if there is none.
 
-    total_bytes is nearly piecewise linear, so the secant method converges in a few steps; every third step bisects (in
-    the logarithm), which bounds the number of steps.
+    total_bytes must not decrease. It is nearly piecewise linear, so the secant method converges in a few steps. Every
+    third step bisects the logarithm of n, which bounds the number of steps.
     """
     previous = 1, total_bytes(1)
     if previous[1] > memory_budget:

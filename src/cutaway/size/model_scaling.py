@@ -46,12 +46,12 @@ class ModelShape:
     """Depth, width and memory of one scaled configuration."""
 
     layers: int
-    """Layers of the decoder, in an encoder-decoder."""
+    """Number of layers; in an encoder-decoder, of the decoder."""
     d_model: int
     heads: int
     num_parameters: int
     total_bytes: int
-    """Bytes per device at the given batch size and context."""
+    """Number of bytes per device at the given batch size and context."""
     fits: bool
 
 
@@ -74,7 +74,7 @@ def build_family_config(name: str, context: int | None = None) -> Config:
 
 
 def _main_stack(config: Config) -> Stack:
-    """The decoder, or the encoder of an encoder-only model; its layers and heads are reported."""
+    """The stack whose layers and heads are reported: the decoder, or the encoder of an encoder-only model."""
     return config.stacks["decoder" if "decoder" in config.stacks else "encoder"]
 
 
@@ -148,7 +148,9 @@ def _scale_heads(attention: H, d_model: int, new_d_model: int) -> H:
 
 
 def _scale_kv_heads(attention: MultiHeadBase, new_heads: int) -> int | None:
-    """kv_heads for the closest GQA group size that divides the new heads; MHA and MQA are unchanged."""
+    """Number of key-value heads that divides the new heads and gives the closest GQA group size.
+
+    MHA and MQA are unchanged."""
     kv_heads = attention.kv_heads
     if kv_heads is None or kv_heads == 1:
         return kv_heads
@@ -169,7 +171,7 @@ def _scale_ffn(ffn: FFN, d_model: int, new_d_model: int) -> FFN:
 
 
 def _scale_dense_ffn(ffn: DenseFFN, d_model: int, new_d_model: int) -> DenseFFN:
-    """Scale an explicit hidden dimension; a default one follows d_model."""
+    """Scale an explicit hidden dimension. A default hidden dimension is computed from d_model."""
     return ffn if ffn.hidden is None else ffn.replace(hidden=_scale_width(ffn.hidden, d_model, new_d_model))
 
 
@@ -193,7 +195,7 @@ def _head_dim(attention: Attention, d_model: int) -> int:
 
 
 def list_shapes_near_budget(options: SizeOptions, memory_budget: int) -> tuple[tuple[ModelShape, ...], str]:
-    """List, for each width, shapes from 1/8 of the budget to the first one beyond it; also return remarks."""
+    """Return, for each width, the shapes from 1/8 of the budget to the first one beyond it, and remarks on the list."""
     source, notes = options.config, []
     total = cache(lambda config: SizeEstimate(replace(options, config=config)).memory.total_bytes)
     columns = [_configs_at_width(source, width) for width in _candidate_values(_WIDTH_CANDIDATES, source.d_model)]
@@ -225,12 +227,14 @@ def list_shapes_near_budget(options: SizeOptions, memory_budget: int) -> tuple[t
 
 
 def _candidate_values(candidates: tuple[int, ...], own_value: int) -> list[int]:
-    """The candidates and the source's own value, which replaces candidates within 10 % of it."""
+    """Return the candidates and the source's own value, without the candidates within 10 % of the own value."""
     return sorted({own_value, *(value for value in candidates if abs(value - own_value) > own_value / 10)})
 
 
 def _configs_at_width(source: Config, d_model: int) -> list[Config]:
-    """Configurations of one width by depth within the aspect-ratio range, always with the source's own shape."""
+    """List the configurations of one width within the aspect-ratio range, sorted by depth.
+
+    The source's own shape is included even if it is outside the range."""
     source_layers, minimum = num_layers(source), min_layers(source)
     if d_model < max_head_dim(source) and d_model != source.d_model:
         return []
@@ -261,8 +265,8 @@ def _configs_near_budget(
 ) -> list[Config]:
     """Select the configurations of one width, sorted by depth, that are near the budget.
 
-    Deep configurations are slow to size and memory is nearly linear in depth, so the selection extrapolates from the
-    two shallowest; the totals of the selected shapes are computed exactly.
+    The size of a deep configuration is slow to compute and memory is nearly linear in depth, so the selection
+    extrapolates from the two shallowest configurations. The totals of the selected shapes are computed exactly.
     """
     minimum, maximum = _MIN_BUDGET_FRACTION * memory_budget, _MAX_BUDGET_FRACTION * memory_budget
     candidates = [config for config in configs if _min_weight_bytes(config, options) <= maximum]
@@ -275,7 +279,7 @@ def _configs_near_budget(
 
 
 def _limit_table(max_size: int, configs: list[Config], own_shape: tuple[int, int]) -> list[Config]:
-    """Keep at most `max_size` widths and depths: those with the most shapes, and the source's own."""
+    """Keep at most `max_size` widths and as many depths: those with the most shapes, and the source's own."""
     for dimension, own_value in ((lambda config: config.d_model, own_shape[1]), (num_layers, own_shape[0])):
         counts = Counter(dimension(config) for config in configs)
         selected = set(sorted(counts, key=lambda value: (value == own_value, counts[value], value))[-max_size:])

@@ -6,7 +6,7 @@ from math import prod
 from cutaway.size.state_dict_shapes import TensorSpec
 
 _QUANTIZATION_BLOCK, _MIN_8BIT_NUMEL = 256, 4096
-"""8-bit state has one fp32 scale per block of 256; tensors with fewer than 4,096 elements are not quantized."""
+"""8-bit state has one fp32 scale per block of 256 values. Tensors with fewer than 4,096 elements are not quantized."""
 
 
 def _adamw_bytes(tensor: TensorSpec, itemsize: int) -> int:
@@ -27,7 +27,7 @@ def _momentum_bytes(tensor: TensorSpec, itemsize: int) -> int:
 
 
 def _muon_bytes(tensor: TensorSpec, itemsize: int) -> int:
-    """Momentum for single matrices of layers; AdamW state for all others, including stacked experts."""
+    """Momentum for single matrices of layers; AdamW state for all other tensors, including stacked experts."""
     return _momentum_bytes(tensor, itemsize) if tensor.uses_muon else _adamw_bytes(tensor, itemsize)
 
 
@@ -50,5 +50,5 @@ OPTIMIZERS: dict[str, Callable[[TensorSpec, int], int]] = {
 
 
 def optimizer_state_bytes(name: str, tensors: Iterable[TensorSpec], itemsize: int) -> int:
-    """State size of all trainable tensors with weights of `itemsize` bytes."""
+    """Number of bytes of optimizer state for all trainable tensors. `itemsize`: number of bytes per weight."""
     return sum(OPTIMIZERS[name](tensor, itemsize) for tensor in tensors if tensor.requires_grad)

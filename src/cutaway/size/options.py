@@ -16,11 +16,11 @@ MODE_LABELS = {"infer": "inference", "train": "training"}
 ACTIVATION_CHECKPOINTING_MODES = ("none", "selective", "full")
 ATTENTION_KERNELS = ("auto", "sdpa", "explicit", "flex")
 LOSS_MODES = ("full", "chunked")
-"""Cross-entropy over all logits at once, or over one chunk of targets at a time as in `cutaway train`, where the
-residual stream is also in the compute dtype."""
+"""'full': cross-entropy over all logits at once. 'chunked': cross-entropy over one chunk of targets at a time, as in
+`cutaway train`; with autocast, the residual stream is then in the compute dtype too."""
 MAX_DEFAULT_CONTEXT, FALLBACK_CONTEXT = 8192, 2048
-"""Upper limit of the default context, since few sequences use the full context of long-context models; and the default
-for configurations without a context length."""
+"""Upper limit of the default context, because few sequences use the full context of long-context models; and the
+default context of configurations without a context length."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,7 @@ def resolve_hardware(hardware: Hardware | str | None) -> Hardware | None:
 
 
 def check_count(name: str, value: object) -> int:
-    """Return an integer of any library from 1 to 10¹⁵ as int."""
+    """Return an integer of any type (NumPy and others) as int; raise if it is below 1 or not below 10¹⁵."""
     if isinstance(value, SupportsIndex) and not isinstance(value, bool) and 1 <= index(value) < 10**15:
         return index(value)
     raise InputError(f"{name} is {value!r}; pass an integer of at least 1 and below 10¹⁵")

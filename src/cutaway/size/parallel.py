@@ -9,8 +9,8 @@ from cutaway.config.transformer import Config, EncoderDecoder
 from cutaway.errors import InputError
 
 _PARALLEL_STRATEGIES = ("dp", "fsdp", "tp")
-"""Use of the devices that `dp_shard` and `tp` leave over: data parallel replicas; FSDP, which shards weights, gradients
-and optimizer state; or tensor parallel, which shards each matrix."""
+"""How the devices that `dp_shard` and `tp` leave over are used: as data-parallel replicas; for FSDP, which shards
+weights, gradients and optimizer state; or for tensor parallelism, which shards each matrix."""
 
 
 @dataclass(frozen=True)
@@ -19,9 +19,9 @@ class ParallelDims:
 
     dp_replicate: int = 1
     dp_shard: int = 1
-    """FSDP group size: weights, gradients and optimizer state are sharded, weights are all-gathered for use."""
+    """FSDP group size: weights, gradients and optimizer state are sharded, and weights are all-gathered for use."""
     tp: int = 1
-    """Tensor-parallel group size: heads, hidden dimension and vocabulary are split, outputs are all-reduced."""
+    """Tensor-parallel group size: heads, hidden dimension and vocabulary are split, and outputs are all-reduced."""
 
     def __str__(self) -> str:
         dims = {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "tp": self.tp}
@@ -36,12 +36,12 @@ class ParallelDims:
 def resolve_parallel_dims(
     strategy: str, world_size: int, batch_size: int, dp_shard: int | None, tp: int | None
 ) -> ParallelDims:
-    """Compute the mesh dimensions; raises if they do not divide `world_size` or the batch."""
+    """Compute the mesh dimensions; raise if they do not divide `world_size` or the batch size."""
     if strategy not in _PARALLEL_STRATEGIES:
         raise InputError(f"parallel {strategy!r} is not known; use one of {', '.join(_PARALLEL_STRATEGIES)}")
     tp_size = tp or (world_size if strategy == "tp" else 1)
     if world_size % tp_size:
-        raise InputError(f"tp is {tp_size}, which does not divide world_size {world_size}; use a divisor of it")
+        raise InputError(f"tp is {tp_size}, which does not divide world_size {world_size}; use a divisor")
     dp_size = world_size // tp_size
     shard_size = dp_shard or (dp_size if strategy == "fsdp" else 1)
     if dp_size % shard_size:
@@ -85,11 +85,11 @@ def _shard_block(block: Block, d_model: int, tp: int) -> Block:
 
 
 def _shard_heads(attention: MultiHeadBase, d_model: int, tp: int) -> MultiHeadBase:
-    """Split query and key-value heads; with fewer key-value heads than ranks, ranks share replicas of them."""
+    """Split query and key-value heads. With fewer key-value heads than ranks, several ranks hold the same head."""
     kv_heads = attention.num_kv_heads
     if kv_heads % tp and tp % kv_heads:
         problem = f"{kv_heads} key-value heads cannot be split over {tp} devices"
-        raise InputError(f"{problem}; use a divisor or a multiple of {kv_heads}")
+        raise InputError(f"{problem}; use a number of devices that is a divisor or a multiple of {kv_heads}")
     return attention.replace(
         heads=_divide_evenly("heads", attention.heads, tp),
         kv_heads=max(1, kv_heads // tp),
@@ -110,5 +110,7 @@ def _shard_dense_ffn(ffn: DenseFFN, d_model: int, tp: int) -> DenseFFN:
 
 def _divide_evenly(name: str, count: int, tp: int) -> int:
     if count % tp:
-        raise InputError(f"{count} {name} cannot be split over {tp} devices; use a divisor of {count}")
+        raise InputError(
+            f"{count} {name} cannot be split over {tp} devices; use a number of devices that divides {count}"
+        )
     return count // tp

@@ -15,7 +15,9 @@ from cutaway.config.transformer import Config, Encoder, EncoderDecoder
 
 @dataclass(frozen=True, kw_only=True)
 class LayerParameterCounts:
-    """Parameters of one layer. `active_ffn` counts those used per token: router, top-k experts and shared expert."""
+    """Parameter counts of one layer.
+
+    `active_ffn` counts the FFN parameters that a token uses: router, top-k experts and shared expert."""
 
     stack: str
     """`encoder` or `decoder`."""
@@ -25,7 +27,7 @@ class LayerParameterCounts:
     active_ffn: int
     norm: int
     shared_with: int | None = None
-    """Index of the earlier layer whose weights this layer shares (ALBERT); they are counted there."""
+    """Index of the earlier layer whose weights this layer shares (ALBERT). The weights are counted in that layer."""
 
     @property
     def total(self) -> int:
@@ -38,8 +40,10 @@ class LayerParameterCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterCounts:
-    """Parameter counts by component. Shared parameters (a tied head, ALBERT's layers) count where they are first used;
-    constants and buffers (computed sinusoids and RoPE angles, ALiBi slopes, a fixed bias, a selection bias) do not."""
+    """Parameter counts by component.
+
+    Shared parameters (a tied head, ALBERT's layers) are counted where they are first used. Constants and buffers
+    (computed sinusoids and RoPE angles, ALiBi slopes, a fixed bias, a selection bias) are not counted."""
 
     embedding: int
     """Token embedding tables."""
@@ -52,7 +56,7 @@ class ParameterCounts:
     """Encoder layers, then decoder layers."""
     final_norm: int
     head: int
-    """Output matrix if untied, and its bias."""
+    """Output matrix, if it is not tied to the embedding, and its bias."""
     head_transform: int
     pooler: int
 
@@ -77,7 +81,7 @@ class ParameterCounts:
 
     @property
     def active(self) -> int:
-        """Active parameters: the total with only the top-k experts; embedding tables count in full."""
+        """Number of parameters with the top-k experts only. Embedding tables count in full."""
         return self.non_layer + sum(layer.active for layer in self.unique_layers)
 
     @property
@@ -123,7 +127,7 @@ def _count_norm(norm: Norm, width: int) -> int:
 
 
 def _count_token_embeddings(config: Config) -> int:
-    """V · w per table; encoder and decoder share one unless source_vocab_size is set."""
+    """vocab_size · width per table. Encoder and decoder share one table unless source_vocab_size is set."""
     widths = {name: stack.embedding.token_table_dim(config.d_model) for name, stack in config.stacks.items()}
     if isinstance(config, EncoderDecoder) and config.source_vocab_size is not None:
         return config.source_vocab_size * widths["encoder"] + config.vocab_size * widths["decoder"]
@@ -131,7 +135,7 @@ def _count_token_embeddings(config: Config) -> int:
 
 
 def _count_position_embeddings(embedding: Embedding, d_model: int) -> int:
-    """(length + offset) · w for learned positions, length · w for sinusoids stored as a frozen table, else 0."""
+    """(length + offset) · width for learned positions, length · width for sinusoids in a frozen table, else 0."""
     position, rows = embedding.position, 0
     if isinstance(position, LearnedPosition):
         rows = position.length + position.offset
@@ -141,19 +145,19 @@ def _count_position_embeddings(embedding: Embedding, d_model: int) -> int:
 
 
 def _count_embedding_projection(embedding: Embedding, d_model: int) -> int:
-    """w · d for a factorized embedding, plus its bias."""
+    """width · d_model for a factorized embedding, plus its bias."""
     factor = embedding.factorization
     return 0 if factor is None else _count_linear(factor.width, d_model, bias=factor.bias)
 
 
 def _head_input_width(config: Config, head: LMHead) -> int:
-    """Input dimension of the output matrix: the token table's if tied, else d."""
+    """Input dimension of the output matrix: the width of the token table if tied, else d_model."""
     *_, last = config.stacks.values()
     return last.embedding.token_table_dim(config.d_model) if head.tied else config.d_model
 
 
 def _count_head(config: Config) -> int:
-    """V · w unless tied, plus V for a learned bias."""
+    """vocab_size · width unless the head is tied, plus vocab_size for a learned bias."""
     head = config.head
     if not isinstance(head, LMHead):
         return 0
@@ -162,7 +166,7 @@ def _count_head(config: Config) -> int:
 
 
 def _count_head_transform(config: Config) -> int:
-    """d · w for the transform before the output matrix, plus its norm."""
+    """d_model · width for the transform before the output matrix, plus its bias and its norm."""
     head = config.head
     if not isinstance(head, LMHead) or head.transform is None:
         return 0
@@ -174,7 +178,10 @@ def _count_head_transform(config: Config) -> int:
 
 
 def _count_layers(name: str, stack: Stack, d_model: int) -> Iterator[LayerParameterCounts]:
-    """Counts by layer. A relative bias has buckets · H parameters; a shared one counts in the first layer using it."""
+    """Yield the parameter counts of each layer.
+
+    A relative bias has buckets · heads parameters. A shared relative bias is counted in the first layer that uses it.
+    """
     counted_tables: set[tuple[RelativeBias, int]] = set()
     first_in_group: dict[int, int] = {}
     for index, block in enumerate(stack.blocks):
@@ -197,7 +204,9 @@ def _count_layers(name: str, stack: Stack, d_model: int) -> Iterator[LayerParame
 
 
 def _num_norms(stack: Stack, layer_index: int, block: Block) -> int:
-    """One norm per sublayer (pre, post, output), two for sandwich; a parallel residual may share one."""
+    """Number of norms of a block: one per sublayer, or two with sandwich norm.
+
+    The sublayers of a parallel residual may share one norm, and the first layer may have no pre-norm."""
     sublayers = 3 if isinstance(block, CrossBlock) else 2
     match stack.placement:
         case SandwichNorm():
@@ -217,7 +226,7 @@ def _count_attention(attention: MultiHead | LatentAttention, d_model: int) -> in
 
 
 def _count_multi_head(attention: MultiHead | Cross, d_model: int) -> int:
-    """q and o: d · H·d_head each; k and v: d · H_kv·d_head each; biases, QK-norm gains, one sink per head."""
+    """d · H·d_head for q and o each, d · H_kv·d_head for k and v each; biases, QK-norm gains and a sink per head."""
     d_head = attention.head_dim(d_model)
     q, kv = attention.heads * d_head, attention.num_kv_heads * d_head
     widths = {"q": q, "k": kv, "v": kv}
@@ -228,7 +237,7 @@ def _count_multi_head(attention: MultiHead | Cross, d_model: int) -> int:
 
 
 def _count_qk_norm(qk_norm: QKNorm | None, attention: MultiHeadBase, d_head: int) -> int:
-    """d_head for queries and for keys; times the heads with gain_per_head or over='full'."""
+    """d_head for queries and d_head for keys; with gain_per_head or over='full', d_head per head."""
     if qk_norm is None:
         return 0
     gain_per_dimension = qk_norm.over == "full" or qk_norm.gain_per_head
@@ -237,8 +246,10 @@ def _count_qk_norm(qk_norm: QKNorm | None, attention: MultiHeadBase, d_head: int
 
 
 def _count_latent(attention: LatentAttention, d_model: int) -> int:
-    """MLA: q down d · r_q and up r_q · H·(nope + rope), or d · H·(nope + rope) without a latent;
-    kv down d · (r_kv + rope), kv up r_kv · H·(nope + value); o H·value · d; norms on the latents."""
+    """Number of parameters of multi-head latent attention (MLA), including the norms on the latents.
+
+    q: d · r_q down and r_q · H·(nope + rope) up, or d · H·(nope + rope) without a query latent. Keys and values:
+    d · (r_kv + rope) down and r_kv · H·(nope + value) up. o: H·value · d."""
     heads, bias = attention.heads, attention.bias
     q_width = heads * (attention.d_nope + attention.d_rope)
     if attention.q_rank is None:
@@ -253,7 +264,7 @@ def _count_latent(attention: LatentAttention, d_model: int) -> int:
 
 
 def _count_ffn(ffn: FFN, d_model: int) -> int:
-    """MLP: 2 · d · h; gated: 3 · d · h; MoE: router, all experts and shared expert."""
+    """Number of FFN parameters. MLP: 2 · d · hidden; gated: 3 · d · hidden; MoE: router, all experts, shared expert."""
     if isinstance(ffn, Moe):
         return _count_router_and_shared_expert(ffn, d_model) + ffn.experts * _count_ffn(ffn.expert, d_model)
     hidden = ffn.hidden_dim(d_model)
@@ -262,14 +273,14 @@ def _count_ffn(ffn: FFN, d_model: int) -> int:
 
 
 def _count_active_ffn(ffn: FFN, d_model: int) -> int:
-    """FFN parameters used per token: with top_k experts instead of all."""
+    """Number of FFN parameters that a token uses: with top_k experts instead of all experts."""
     if isinstance(ffn, Moe):
         return _count_router_and_shared_expert(ffn, d_model) + ffn.router.top_k * _count_ffn(ffn.expert, d_model)
     return _count_ffn(ffn, d_model)
 
 
 def _count_router_and_shared_expert(moe: Moe, d_model: int) -> int:
-    """d · E for the router (its selection bias is a buffer), plus the shared expert and its gate."""
+    """d_model · experts for the router (its selection bias is a buffer), plus the shared expert and its gate."""
     router = _count_linear(d_model, moe.experts, bias=moe.router.bias)
     gate = d_model if moe.shared_gate else 0
     return router + gate + (_count_ffn(moe.shared, d_model) if moe.shared is not None else 0)

@@ -1,5 +1,4 @@
-"""Plot size estimates with matplotlib: memory by component; with a device also throughput by batch size and time by
-context."""
+"""Plots of size estimates: memory by component and, for a device, throughput by batch size and time by context."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,7 +13,7 @@ from cutaway.size.options import MODE_LABELS
 from cutaway.size.roofline import RooflineBound
 from cutaway.size.units import GIB, format_si
 
-if TYPE_CHECKING:  # imported only to plot: slower to import than every estimate
+if TYPE_CHECKING:  # at run time imported only to plot: importing matplotlib takes longer than an estimate
     from matplotlib.axes import Axes
 
 _PLOT_SUFFIXES = (".svg", ".png", ".pdf")
@@ -40,7 +39,7 @@ _COMPONENT_GROUPS = {
     "loss": "logits and loss",
     "workspace": "other",
 }
-"""Components that are plotted as part of another; components not listed here or above are activations."""
+"""Components that are plotted as part of another one. Components listed neither here nor above count as activations."""
 TEXT_COLOR = "#333333"
 MATPLOTLIB_STYLE: Any = {
     "svg.fonttype": "none",  # text as text, not as paths
@@ -106,7 +105,7 @@ def _figure_title(estimates: Sequence[_NamedEstimates]) -> str:
 
 
 def _plot_memory(axes: "Axes", estimates: Sequence[_NamedEstimates]) -> None:
-    """One bar per model and mode, stacked by component."""
+    """Plot one bar per model and mode, stacked by component."""
     from matplotlib.patches import Patch
 
     rows = [(name, estimate) for name, several in estimates for estimate in several]
@@ -157,7 +156,7 @@ def component_group(component: str) -> str:
 
 
 def _plot_throughput_by_batch_size(axes: "Axes", estimates: Sequence[_NamedEstimates]) -> None:
-    """Maximum tokens per second by batch size; dotted beyond the device's memory."""
+    """Plot the maximum tokens per second by batch size, dotted where the device's memory is exceeded."""
     for index, ((name, several), color) in enumerate(zip(estimates, cycle(LINE_COLORS), strict=False)):
         style = LINE_STYLES[index // len(LINE_COLORS) % len(LINE_STYLES)]
         estimate = several[0]
@@ -194,7 +193,7 @@ def _plot_throughput_by_batch_size(axes: "Axes", estimates: Sequence[_NamedEstim
 
 
 def _plot_time_by_context(axes: "Axes", estimates: Sequence[_NamedEstimates]) -> None:
-    """Minimum seconds by context."""
+    """Plot the minimum time in seconds by context length."""
     colors = cycle(LINE_COLORS)
     for name, several in estimates:
         estimate, color = several[0], next(colors)
@@ -225,13 +224,13 @@ def _plot_time_by_context(axes: "Axes", estimates: Sequence[_NamedEstimates]) ->
 def _context_grid(estimate: SizeEstimate) -> list[int]:
     """Powers of two from 128 to the model's or the given context, whichever is longer."""
     longest = max(estimate.options.context, estimate.options.config.context or 0)
-    shortest = 7 if longest > 128 else 0  # below 128, from 1: a line needs two points
+    shortest = 7 if longest > 128 else 0  # a short grid starts at 1, because a line needs two points
     between = {length for power in range(shortest, 24) if (length := 2**power) < longest}
     return sorted(between | {longest, max(2, longest)})
 
 
 def _with_context(estimate: SizeEstimate, context: int) -> SizeEstimate:
-    """Change the context; an equal source length changes with it."""
+    """Change the context length. A source length that is equal to the context changes too."""
     options = estimate.options
     source_len = context if options.source_len == options.context else options.source_len
     return SizeEstimate(replace(options, context=context, source_len=source_len))

@@ -1,4 +1,4 @@
-"""Precisions (`--dtype`): bytes of weights, activations and KV cache entries, with quantization scales."""
+"""Precisions (`--dtype`): number of bytes of weights, activations and KV cache entries, with quantization scales."""
 
 from dataclasses import dataclass
 from math import prod
@@ -18,8 +18,8 @@ class Precision:
     compute_bytes: int
     """Bytes per activation element."""
     scale_granularity: str = "none"
-    """'per_channel': 2 bytes per row of a matrix; 'per_group': 2 bytes per _INT4_GROUP_SIZE weights of a row;
-    'per_tensor': 4 bytes per matrix."""
+    """Size of the quantization scales. 'per_channel': 2 bytes per row of a matrix. 'per_group': 2 bytes per
+    _INT4_GROUP_SIZE weights of a row. 'per_tensor': 4 bytes per matrix."""
     autocast: bool = False
     note: str = ""
 
@@ -28,7 +28,7 @@ class Precision:
         return self.weight_bits == 8 * self.unquantized_bytes
 
     def tensor_bytes(self, shape: tuple[int, ...], *, quantizable: bool) -> int:
-        """Bytes of one tensor, including quantization scales."""
+        """Number of bytes of one tensor, including quantization scales."""
         if not quantizable or self.weight_bits == 8 * self.unquantized_bytes:
             return prod(shape) * self.unquantized_bytes
         rows, width = prod(shape[:-1]), shape[-1]
@@ -42,7 +42,7 @@ class Precision:
 
 
 _INT4_GROUP_SIZE = 128
-"""Weights per scale in int4."""
+"""Number of weights per scale in int4."""
 _LAYERS_IN = "layer matrices in {}, the rest in bf16"
 
 PRECISIONS = {
@@ -67,10 +67,10 @@ def get_precision(name: str) -> Precision:
 
 
 KV_CACHE_DTYPES = {"fp32": (4, 0), "bf16": (2, 0), "fp16": (2, 0), "fp8": (1, 0), "int8": (1, 2), "int4": (0.5, 2)}
-"""(bytes per element, bytes of the scale per head vector) in a KV cache."""
+"""KV cache dtypes: (bytes per element, bytes of the scale that each key or value vector of a head has)."""
 
 
 def kv_vector_bytes(dtype: str, width: int) -> int:
-    """Bytes of one head's key or value vector in the cache."""
+    """Number of bytes of one head's key or value vector in the cache."""
     value, scale = KV_CACHE_DTYPES[dtype]
     return -(-int(2 * value) * width // 2) + scale

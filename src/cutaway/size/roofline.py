@@ -11,15 +11,15 @@ from cutaway.size.precision import Precision
 from cutaway.size.state_dict_shapes import list_tensors
 
 _COMPILED_LAUNCH_SECONDS, _EAGER_LAUNCH_SECONDS = 4e-6, 40e-6
-"""Launch overhead per operation in a compiled graph, and in eager mode on a slow CPU. It dominates for small models and
-small batches."""
+"""Launch overhead per operation: in a compiled graph, and in eager mode on a slow CPU. The overhead dominates for small
+models and small batches."""
 
 _MAX_BATCH_SIZE = 2**20
 
 
 @dataclass(frozen=True)
 class EfficiencyRange:
-    """Fraction of the roofline bound that implementations reach: optimized (`high`) and simple (`low`)."""
+    """Fraction of the roofline bound that optimized (`high`) and simple (`low`) implementations reach."""
 
     high: float
     low: float
@@ -41,12 +41,12 @@ class Workload:
     flops: int
     """Minimum FLOPs: attention over visible pairs only."""
     min_bytes: int
-    """Minimum bytes read and written."""
+    """Minimum number of bytes read and written."""
     num_tokens: int
-    """Tokens processed, on all devices."""
+    """Number of tokens processed, summed over all devices."""
     num_kernel_launches: int
     expected_bytes: int
-    """Bytes read and written with the expected number of distinct experts, under uniform routing."""
+    """Number of bytes read and written, with the expected number of distinct experts under uniform routing."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,9 @@ class RooflineBound:
     num_tokens: int
     expected_seconds_low: float
     expected_seconds_high: float
-    """Range from optimized to simple implementations, without Python overhead (compiled, or in a CUDA graph)."""
+    """The expected range from optimized to simple implementations, without Python overhead (compiled or CUDA graph)."""
     eager_seconds_high: float
-    """Upper end of the range in eager mode."""
+    """Upper end of the expected range in eager mode."""
     efficiency: EfficiencyRange
 
     @property
@@ -104,10 +104,10 @@ def roofline_bound(
 def _weight_bytes_read(
     config: Config, precision: Precision, num_tokens: int, *, is_decode: bool, expected: bool
 ) -> int:
-    """Bytes of weights that a pass over `num_tokens` tokens reads.
+    """Number of bytes of weights that a pass over `num_tokens` tokens reads.
 
-    Embedding tables count only the rows looked up. Of MoE experts, count top_k (the minimum), or with `expected` the
-    expected number of distinct experts under uniform routing.
+    Only the rows of an embedding table that are looked up are counted. Of the MoE experts, top_k are counted (the
+    minimum), or, with `expected`, the expected number of distinct experts under uniform routing.
     """
     total = 0.0
     for tensor in list_tensors(config):
@@ -125,7 +125,9 @@ def _weight_bytes_read(
 
 
 def _is_encoder_side(name: str) -> bool:
-    """Whether a weight is used once per source, not in each decode step: encoder, cross-attention keys and values."""
+    """Whether a weight is used once per source and not in each decode step.
+
+    This holds for the encoder and for the key and value projections of cross-attention."""
     return name.startswith(("encoder", "source_tokens")) or ".cross.k" in name or ".cross.v" in name
 
 
@@ -140,7 +142,7 @@ def inference_workload(
     num_kernel_launches: int,
     dp_size: int,
 ) -> Workload:
-    """Workload of a forward pass over `num_tokens` tokens that reads or writes `other_bytes` beside the weights."""
+    """Workload of a forward pass over `num_tokens` tokens. `other_bytes`: bytes read or written besides the weights."""
     min_bytes, expected_bytes = (
         other_bytes + _weight_bytes_read(config, precision, num_tokens, is_decode=name == "decode", expected=expected)
         for expected in (False, True)
@@ -150,8 +152,10 @@ def inference_workload(
 
 
 def find_compute_bound_batch_size(workload_at: Callable[[int], Workload], ridge_point: float) -> int | None:
-    """Smallest batch size at which decode is compute-bound; None if it never is, since each sequence adds its own cache
-    reads. MoE weights count the expected number of distinct experts."""
+    """Smallest batch size at which decode is compute-bound; None if decode is always bandwidth-bound.
+
+    Decode can stay bandwidth-bound because each sequence adds reads of its own cache. Of the MoE experts, the expected
+    number of distinct experts is read."""
     low, high = 0, 1
     while (workload := workload_at(high)).flops < ridge_point * workload.expected_bytes:
         low, high = high, 2 * high

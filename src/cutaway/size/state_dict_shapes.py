@@ -1,4 +1,4 @@
-"""The tensors of a state dict: names, shapes and roles; checkpoint size."""
+"""The tensors of a state dict, with names, shapes and roles, and the size of a checkpoint."""
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -19,16 +19,16 @@ class TensorSpec:
     name: str
     shape: tuple[int, ...]
     quantizable: bool = False
-    """Whether it is a matrix of a layer (or a stack of one per expert), which quantization applies to."""
+    """Whether quantization applies: to matrices of layers, and to stacks of such matrices with one per expert."""
     uses_muon: bool = False
-    """Whether it is a single matrix of a layer with more than one row, which Muon applies to."""
+    """Whether Muon applies: to single matrices of layers with more than one row and more than one column."""
     requires_grad: bool = True
     is_parameter: bool = True
     """False for a buffer, which is saved but not counted as a parameter."""
     always_fp32: bool = False
-    """Stored in fp32 regardless of the model's dtype."""
+    """Whether the tensor is stored in fp32 regardless of the model's dtype."""
     is_lookup_table: bool = False
-    """Used as an embedding table only, not in a matmul."""
+    """Whether the tensor is used only as an embedding table, not in a matmul."""
     expert_routing: tuple[int, int] | None = None
     """(top_k, experts) for the weights of routed experts."""
 
@@ -37,7 +37,7 @@ class TensorSpec:
         return prod(self.shape)
 
     def shard(self, dp_shard: int) -> "TensorSpec":
-        """The largest FSDP shard, along dimension 0; tensors without gradient are not sharded."""
+        """Return the largest FSDP shard. Tensors are split along dimension 0; those without gradient are not split."""
         return self if not self.requires_grad else replace(self, shape=(-(-self.shape[0] // dp_shard), *self.shape[1:]))
 
     def nbytes(self, precision: Precision) -> int:
@@ -49,7 +49,7 @@ _EMBEDDING_TABLES = ("tokens", "source_tokens", "positions", "types")
 
 @lru_cache(maxsize=64)
 def list_tensors(config: Config) -> tuple[TensorSpec, ...]:
-    """List all tensors: the weights used in the forward pass, and those that it does not use."""
+    """List all tensors of the state dict: the weights that the forward pass uses, and those that it does not use."""
     weights = inference_pass(config, 1, 1, ExecutionConfig()).weights
     tensors = [
         TensorSpec(
@@ -93,14 +93,14 @@ def _is_layer_matrix(weight: Weight) -> bool:
 
 @dataclass(frozen=True)
 class CheckpointSize:
-    """Size of a checkpoint: tied weights once, buffers included."""
+    """Size of a checkpoint. Tied weights count once, and buffers are included."""
 
     num_tensors: int
     num_elements: int
     num_buffer_elements: int
-    """Elements that are not parameters: fixed biases, the router's selection bias."""
+    """Number of elements that are not parameters: fixed biases, the router's selection bias."""
     total_bytes: int
-    """Bytes of tensor data; the safetensors header adds about 100 bytes per tensor."""
+    """Number of bytes of tensor data; the safetensors header adds about 100 bytes per tensor."""
 
 
 def checkpoint_size(config: Config, precision: Precision) -> CheckpointSize:

@@ -7,18 +7,18 @@ from cutaway.size.parameters import ParameterCounts
 from cutaway.size.roofline import RooflineBound
 
 _CHINCHILLA_TOKENS_PER_PARAMETER = 20
-"""Compute-optimal tokens per parameter (Chinchilla). https://arxiv.org/abs/2203.15556"""
+"""Compute-optimal number of training tokens per parameter (Chinchilla). https://arxiv.org/abs/2203.15556"""
 
 
 @dataclass(frozen=True)
 class TrainingBudget:
-    """Budget of a training run. `low` and `high` correspond to the ends of the efficiency range."""
+    """Budget of a training run. `low` and `high` are the ends of the expected range (see `RooflineBound`)."""
 
     train_tokens: int
     chinchilla_tokens: int
     num_steps: int
     flops: int
-    """Exact, with recomputation and attention."""
+    """Exact FLOPs, including attention and recomputation."""
     flops_6nd: int
     """6 · active parameters · tokens."""
     device_hours_min: float | None = None
@@ -39,7 +39,7 @@ class TrainingBudget:
 def compute_training_budget(
     options: SizeOptions, parameters: ParameterCounts, flops_per_step: int, bound: RooflineBound | None
 ) -> TrainingBudget:
-    """Compute the budget of training on `options.train_tokens` (default 20 per parameter)."""
+    """Compute the budget of training on `options.train_tokens` tokens (default: 20 per parameter)."""
     chinchilla_tokens = _CHINCHILLA_TOKENS_PER_PARAMETER * parameters.total
     train_tokens = options.train_tokens or chinchilla_tokens
     num_steps = -(-train_tokens // (options.batch_size * options.context))

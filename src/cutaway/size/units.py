@@ -21,19 +21,19 @@ _RATE = re.compile(
     re.IGNORECASE,
 )
 
-_BYTES_HINT = "write it as 16GB (10⁹ bytes each), 16GiB (2³⁰ each), 24g (GB) or 16e9; it must be above zero"
+_BYTES_HINT = "write it as 16GB (16·10⁹ bytes), 16GiB (16·2³⁰ bytes), 24g (24 GB) or 16e9; it must be above zero"
 _COUNT_HINT = "write an integer above zero as 4096, 8k (8,000), 8Ki (8,192), 1.5M, 300B, 15T or 1e12"
 _RATE_HINT = "write it as 3.35TB/s, 989TFLOPS or 989e12; it must be above zero"
 
 
 def parse_bytes(text: str | float) -> int:
-    """Parse bytes: '16GB' is 16·10⁹, '16GiB' 16·2³⁰, '24g' means GB, a plain number is bytes; rounded down."""
+    """Parse a number of bytes, rounded down: '16GB' is 16·10⁹, '16GiB' is 16·2³⁰, '24g' is 24·10⁹, '4096' is 4,096."""
     size = int(_quantity_value(_match_quantity(text, _BYTES, "size", _BYTES_HINT)))
     return _check_positive(size, text, "size", _BYTES_HINT)
 
 
 def parse_count(text: str | float) -> int:
-    """Parse an integer: '8k' is 8,000, '8Ki' 8,192, then '1.5M', '300B', '15T', '1e12'."""
+    """Parse an integer: '8k' is 8,000, '8Ki' is 8,192, '300B' is 300·10⁹; '1.5M', '15T' and '1e12' are accepted too."""
     match = _match_quantity(text, _COUNT, "count", _COUNT_HINT)
     count = _quantity_value(match) * (10**9 if match["billions"] else 1)
     if count != int(count):
@@ -74,7 +74,7 @@ def _check_positive(value: N, text: str | float, what: str, hint: str) -> N:
 
 
 def format_si(value: float, unit: str = "", digits: int = 4) -> str:
-    """1.606e10 B → 16.06 GB."""
+    """Format a value with an SI prefix: 1.606e10 with unit B becomes '16.06 GB'."""
     for prefix, scale in zip("YZEPTGMk", (10.0 ** (3 * power) for power in range(8, 0, -1)), strict=True):
         if abs(value) >= scale:
             return f"{value / scale:#.{digits}g}".rstrip(".") + f" {prefix}{unit}"
@@ -82,7 +82,7 @@ def format_si(value: float, unit: str = "", digits: int = 4) -> str:
 
 
 def format_count(count: float, digits: int = 4) -> str:
-    """124439808 → 124.4M, with B for 10⁹, as usual for parameters."""
+    """Format a count: 124439808 becomes '124.4M'. The suffix of 10⁹ is B, as usual for parameters."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
         if count >= size:
             return f"{count / size:.{digits}g}{unit}"
@@ -90,7 +90,7 @@ def format_count(count: float, digits: int = 4) -> str:
 
 
 def format_duration(value: float) -> str:
-    """0.0123 → 12.3 ms."""
+    """Format seconds: 0.0123 becomes '12.3 ms'."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if value >= scale:
             return f"{value / scale:,.3g} {unit}" if value < 1e3 else f"{value:,.0f} s"

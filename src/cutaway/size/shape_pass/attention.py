@@ -91,7 +91,7 @@ def _apply_rope(tape: Tape, x: ShapeTensor, rope_tables: RopeTables) -> ShapeTen
 
 
 def _read_cache(tape: Tape, x: ShapeTensor, mask: MaskShape) -> ShapeTensor:
-    """All cached keys or values, including the new ones."""
+    """Return all cached keys or values, including those of the new tokens. No memory is allocated."""
     return ShapeTensor((x.shape[0], mask.num_keys, *x.shape[2:]), x.itemsize, tape.empty((0,), 0).storage, None)
 
 
@@ -105,9 +105,11 @@ def _project_output(tape: Tape, z: ShapeTensor, config: MultiHead | Cross, key: 
 def _absorbed_latent_flops(
     config: LatentAttention, mask: MaskShape, *, batch_size: int
 ) -> tuple[int | None, tuple[int, int] | None]:
-    """FLOPs of MLA with absorbed up-projections, and its key and value widths: queries are multiplied by the key matrix
-    and attend to the latents, and the value matrix follows the weighted sum. This needs fewer FLOPs for few
-    queries and many cached latents; (None, None) where up-projecting the latents needs fewer."""
+    """Return the FLOPs of MLA's absorbed up-projections, and the key and value widths of the absorbed attention.
+
+    In the absorbed form, queries are multiplied by the key up-projection and attend to the latents, and the weighted
+    sum is multiplied by the value up-projection. This needs fewer FLOPs for few queries and many cached latents.
+    Returns (None, None) if up-projecting the latents needs fewer FLOPs."""
     up_projection = config.kv_rank * (config.d_nope + config.d_value)
     latent_widths = config.kv_rank + config.d_rope, config.kv_rank
     head_widths = config.d_nope + config.d_rope, config.d_value
@@ -120,7 +122,7 @@ def _absorbed_latent_flops(
 def latent_attention(
     tape: Tape, x: ShapeTensor, config: LatentAttention, context: LayerContext, key: WeightKey, d_model: int
 ) -> ShapeTensor:
-    """MLA: one latent per token, up-projected to the keys and values of all heads."""
+    """Multi-head latent attention (MLA): one latent per token is up-projected to the keys and values of all heads."""
     assert context.rope_tables is not None
     heads, d_head, token_shape = config.heads, config.d_nope + config.d_rope, x.shape[:-1]
     q = x = tape.copy_to_tp_region(x)

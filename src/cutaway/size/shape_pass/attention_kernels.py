@@ -14,22 +14,22 @@ _AttentionFlops = tuple[MatmulFlops, MatmulFlops]
 
 @dataclass
 class MaskShape:
-    """Mask of the layers that share it: its size, and the tensors that the kernel needs."""
+    """A mask that one or more layers use: its size, and the tensors that the attention kernel needs."""
 
     kernel: str
     num_queries: int
     num_keys: int
     num_visible_pairs: int
-    """Visible (query, key) pairs per sequence."""
+    """Number of visible (query, key) pairs per sequence."""
     mask_tensor: ShapeTensor | None = None
-    """The materialized mask, bool or (with a bias) float; None where the kernel needs none (causal, full)."""
+    """The materialized mask, bool or (with a bias) float; None if the kernel needs no mask tensor (causal, full)."""
     bias: ShapeTensor | None = None
     fully_masked: ShapeTensor | None = None
-    """Bool tensor of the queries without any visible key."""
+    """Bool tensor that marks the queries without any visible key."""
 
 
 def resolve_kernel(kernel: str, *, softcap: bool, sink: bool) -> str:
-    """Resolve 'auto' as the model does: sdpa, or explicit with softcap or a sink."""
+    """Resolve 'auto' as the model does: to 'explicit' with a softcap or a sink, else to 'sdpa'."""
     return kernel if kernel != "auto" else "explicit" if softcap or sink else "sdpa"
 
 
@@ -169,7 +169,7 @@ def _repeat_kv(tape: Tape, x: ShapeTensor, heads: int) -> ShapeTensor:
 
 
 def _contiguous_by_head(tape: Tape, x: ShapeTensor) -> ShapeTensor:
-    """Copy to a head-major (or back to a token-major) layout; no copy with one head."""
+    """Copy x to a head-major layout, or back to a token-major layout. With one head no copy is needed."""
     return x if x.shape[2] == 1 else tape.record_op(x.shape, x.itemsize, [x])
 
 
@@ -180,7 +180,7 @@ def _attention_scores(tape: Tape, q: ShapeTensor, k: ShapeTensor, score_matmul: 
 
 
 def _record_matmul(tape: Tape, shape: Shape, inputs: list[ShapeTensor], flops: MatmulFlops) -> ShapeTensor:
-    """A product of two activations, which saves both."""
+    """Record a product of two activations, which saves both for backward."""
     return tape.record_op(
         shape,
         inputs[-1].itemsize,

@@ -12,7 +12,9 @@ Phase = Literal["forward", "backward", "recompute"]
 
 @dataclass
 class CostCounter:
-    """FLOPs (2 per multiply-add) by phase and component, over all pairs and over visible pairs; collectives."""
+    """FLOPs (2 per multiply-add) by phase and component, and collectives.
+
+    `full_flops` counts attention over all pairs of tokens, `visible_flops` over visible pairs only."""
 
     full_flops: Counter[tuple[Phase, str]] = field(default_factory=Counter)
     visible_flops: Counter[tuple[Phase, str]] = field(default_factory=Counter)
@@ -24,7 +26,7 @@ class CostCounter:
     num_collectives: Counter[str] = field(default_factory=Counter)
     """Number of collectives by kind."""
     collective_bytes: Counter[str] = field(default_factory=Counter)
-    """Bytes by kind: the larger of input and output."""
+    """Number of bytes by kind. Of each collective, the larger of input and output is counted."""
 
     def add_collective(self, kind: str, nbytes: int) -> None:
         self.num_collectives[kind] += 1
@@ -52,7 +54,7 @@ class BlockMatmuls:
 
 @dataclass
 class MemoryTracker:
-    """Currently allocated bytes and their peak, by component."""
+    """Number of bytes allocated now and at the peak, in total and by component."""
 
     current_bytes: int = 0
     peak_bytes: int = 0

@@ -1,24 +1,24 @@
-"""What a shape pass runs on (`PassShape`) and how: dtypes, kernel, activation checkpointing, parallelism."""
+"""Input sizes of a shape pass (`PassShape`), and how it is executed: dtypes, kernel, checkpointing, parallelism."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class PassShape:
-    """Sequences and tokens of a pass."""
+    """Number of sequences and tokens of a pass."""
 
     batch_size: int
     seq_len: int
     source_len: int
     num_cached_tokens: int = 0
     serving: bool = False
-    """Keys and values go to a KV cache, and only the logits of the last token are computed."""
+    """Whether keys and values go to a KV cache and only the logits of the last token are computed."""
     source_cached: bool = False
-    """The keys and values of cross-attention are cached too."""
+    """Whether the keys and values of cross-attention are cached too."""
 
     @property
     def use_cache(self) -> bool:
-        """Keys and values are read from the KV cache, whose memory is counted elsewhere."""
+        """Whether keys and values are read from the KV cache, whose memory is counted elsewhere."""
         return self.serving or self.num_cached_tokens > 0
 
 
@@ -35,9 +35,9 @@ class ExecutionConfig:
     activation_checkpointing: str = "none"
     device: str = "cuda"
     mask_batch_size: int = 0
-    """Batch size of the mask if masks differ per sequence (packed documents); 0 if all sequences share one."""
+    """Batch size of the mask if each sequence has its own (packed documents); 0 if all sequences share one mask."""
     grad_itemsize: int = 0
-    """Item size of stored gradients; 0 for that of the weights."""
+    """Item size of stored gradients; 0 for the item size of the weights."""
     dp_replicate: int = 1
     dp_shard: int = 1
     """FSDP group size."""
@@ -52,5 +52,5 @@ class ExecutionConfig:
 
     @property
     def uses_fsdp(self) -> bool:
-        """Whether FSDP is used; data-parallel replicas of tensor-parallel groups use it too."""
+        """Whether FSDP is used. Data-parallel replicas of tensor-parallel groups use FSDP too."""
         return self.dp_shard > 1 or (self.dp_replicate > 1 and self.tp > 1)

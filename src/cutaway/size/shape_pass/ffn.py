@@ -61,7 +61,7 @@ def _clamped_swiglu(tape: Tape, gate: ShapeTensor, up: ShapeTensor) -> ShapeTens
 
 
 def _mixture_of_experts(tape: Tape, x: ShapeTensor, config: Moe, key: WeightKey, d_model: int) -> ShapeTensor:
-    """Route, run the experts on tokens sorted by expert, and sum with the router weights."""
+    """Route the tokens, run the experts on the tokens sorted by expert, and sum the outputs with the router weights."""
     router, num_tokens = config.router, x.numel // d_model
     flat, num_rows = x.view(num_tokens, d_model), num_tokens * router.top_k
     index_itemsize = 8
@@ -98,12 +98,12 @@ def _mixture_of_experts(tape: Tape, x: ShapeTensor, config: Moe, key: WeightKey,
 
 
 def _topk(tape: Tape, shape: tuple[int, ...], itemsize: int) -> ShapeTensor:
-    """Indices of a top-k selection. Selective checkpointing keeps them and the selected values."""
+    """Indices of a top-k selection. Selective checkpointing keeps the indices and the selected values."""
     return tape.record_op(shape, 8, kept_by_selective=True, extra_saved_bytes=prod(shape) * itemsize)
 
 
 def _grouped_linear(tape: Tape, config: Moe, num_rows: int) -> LinearFn:
-    """Grouped matmul: one matrix per expert, applied to its rows."""
+    """Grouped matmul: one matrix per expert, applied to the rows of its tokens."""
 
     offsets = tape.empty((config.experts,), 8)
     routing = config.router.top_k, config.experts
@@ -140,7 +140,7 @@ def _grouped_linear(tape: Tape, config: Moe, num_rows: int) -> LinearFn:
 
 
 def _combine_experts(tape: Tape, weights: ShapeTensor, y: ShapeTensor) -> ShapeTensor:
-    """Σ weight · y over the top_k experts; counted as a matmul if top_k > 1."""
+    """Σ weight · y over the top_k experts, which is counted as a matmul if top_k > 1."""
     num_tokens, top_k, d_model = y.shape
     if tape.execution.autocast:
         weights, y = tape.cast(weights, tape.execution.compute_itemsize), tape.cast(y, tape.execution.compute_itemsize)

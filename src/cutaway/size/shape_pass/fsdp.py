@@ -1,6 +1,7 @@
 """Memory and collectives of FSDP2: per-block all-gather of weights and reduce-scatter of gradients.
 
-Weights outside the blocks (embedding tables, final norm, head) form the root group, gathered for the whole step.
+Weights outside the blocks (embedding tables, final norm, head) form the root group, which stays gathered for the whole
+step.
 """
 
 from collections.abc import Collection, Iterable
@@ -15,7 +16,7 @@ _GATHERED_WEIGHTS, _REDUCE_SCATTER_BUFFERS = "all-gathered weights", "reduce-sca
 
 
 def _find_param_group(key: WeightKey, shared_stacks: Collection[str] = ()) -> ParamGroup:
-    """Parameter group of a weight: its block, or the root group for weights shared between layers."""
+    """Parameter group of a weight: its block, or the root group if it is outside a block or shared between layers."""
     in_block = len(key) > 2 and isinstance(key[1], int) and key[2] != "relative_bias" and key[0] not in shared_stacks
     return key[:2] if in_block else ROOT_GROUP
 
@@ -53,21 +54,21 @@ class FSDPState:
         self.unsharded_weights: dict[ParamGroup, Storage] = {}
         """The gathered weights."""
         self.previous_all_gather_output: Storage | None = None
-        """The preceding group's all-gather buffer, which the forward pass frees after the next all-gather."""
+        """All-gather buffer of the previous group, which the forward pass frees after the next all-gather."""
         self.unsharded_grads: dict[WeightKey, Storage] = {}
         self.reduce_scatter_input: Storage | None = None
-        """The last reduce-scatter input, freed when the next one is allocated."""
+        """Input buffer of the last reduce-scatter, which is freed before the next input buffer is allocated."""
         self.sharded_grads: dict[ParamGroup, Storage] = {}
 
     def shard_numel(self, weight: Weight) -> int:
-        """Elements per shard: dimension 0 is split and padded."""
+        """Number of elements of a weight per shard. Dimension 0 is split, and padded if the split is uneven."""
         return -(-weight.shape[0] // self.dp_shard) * prod(weight.shape[1:])
 
     def all_gather(self, group: ParamGroup) -> None:
         if self.dp_shard == 1 or group in self.all_gather_outputs or group in self.unsharded_weights:
             return
         shard_bytes = self.shard_numel_by_group[group] * self.gather_itemsize
-        needs_cast = self.gather_itemsize != self.grad_itemsize  # of the shard, before the all-gather
+        needs_cast = self.gather_itemsize != self.grad_itemsize  # the shard is cast before the all-gather
         cast_shard = Storage(self.memory_tracker, shard_bytes, _GATHERED_WEIGHTS) if needs_cast else None
         self.all_gather_outputs[group] = Storage(self.memory_tracker, shard_bytes * self.dp_shard, _GATHERED_WEIGHTS)
         self.counter.add_collective("all-gather", shard_bytes * self.dp_shard)
@@ -89,7 +90,7 @@ class FSDPState:
         self.previous_all_gather_output = self.all_gather_outputs.pop(group, None)
 
     def post_forward(self, group: ParamGroup) -> None:
-        """Free the gathered weights after the forward pass; the root group stays gathered."""
+        """Free the gathered weights after the group's forward pass. The root group stays gathered."""
         self.forward_order.append(group)
         if group == ROOT_GROUP:
             self.previous_all_gather_output = None
@@ -107,7 +108,7 @@ class FSDPState:
             self.all_gather(self.forward_order[-1])
 
     def post_backward(self, group: ParamGroup) -> None:
-        """After the backward pass: free the weights, copy the gradients to one buffer and reduce-scatter it."""
+        """Free the group's weights after its backward pass, copy its gradients to one buffer and reduce-scatter it."""
         del self.unsharded_weights[group]
         self.reduce_scatter_input = None
         shard_bytes = self.shard_numel_by_group[group] * self.grad_itemsize
@@ -123,6 +124,6 @@ class FSDPState:
         self.sharded_grads.setdefault(group, sharded_grad)  # a block that is used again accumulates in place
 
     def finalize_backward(self) -> int:
-        """Free the last buffer and return the bytes of the sharded gradients."""
+        """Free the last reduce-scatter buffer; return the number of bytes of the sharded gradients."""
         self.reduce_scatter_input = None
         return sum(grad.nbytes for grad in self.sharded_grads.values())

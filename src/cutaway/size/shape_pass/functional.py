@@ -1,4 +1,4 @@
-"""Shape pass of norms, activations, dropout and addition, with the tensors that each saves for backward."""
+"""Shape pass of norms, activations, dropout and addition, with the tensors that each operation saves for backward."""
 
 from cutaway.config.ffn import Activation
 from cutaway.config.norms import LayerNorm, NoNorm, Norm
@@ -36,7 +36,7 @@ def apply_activation(tape: Tape, x: ShapeTensor, name: Activation) -> ShapeTenso
 
 
 def dropout(tape: Tape, x: ShapeTensor, rate: float) -> ShapeTensor:
-    """Dropout. The saved mask has one byte per element on the GPU, the input's item size on the CPU."""
+    """Dropout. An element of the saved mask has one byte on the GPU, and the item size of the input on the CPU."""
     if rate == 0 or not tape.execution.grad:
         return x
     return tape.record_op(
@@ -49,7 +49,7 @@ def add(tape: Tape, a: ShapeTensor, b: ShapeTensor) -> ShapeTensor:
 
 
 def norm(tape: Tape, x: ShapeTensor, config: Norm, key: WeightKey, *, gain_shape: tuple[int, ...] = ()) -> ShapeTensor:
-    """Norm over the last dimension; `gain_shape` is set if the gain has another shape (one gain per head)."""
+    """Norm over the last dimension. `gain_shape`: shape of the gain, if it is not (width,), as with gains per head."""
     if isinstance(config, NoNorm):
         return x
     width = x.shape[-1]

@@ -1,4 +1,4 @@
-"""Layer contexts of a shape pass: RoPE tables, masks and position biases, shared by layers where equal."""
+"""Layer contexts of a shape pass: RoPE tables, masks and position biases. Layers share those that are equal."""
 
 from dataclasses import dataclass
 
@@ -12,14 +12,14 @@ from cutaway.size.shape_pass.tensor import ShapeTensor, Weight, WeightKey
 
 
 def _count_visible_pairs(num_queries: int, num_keys: int, window: int | None, *, causal: bool) -> int:
-    """Number of visible (query, key) pairs if the queries are the last `num_queries` of the keys.
+    """Number of visible (query, key) pairs if the queries are at the last `num_queries` positions of the keys.
 
-    The query at position p attends to p + 1 keys if causal, else to all; a window limits these to keys less than
-    `window` away.
+    The query at position p attends to keys 0 … p if causal, else to all keys. A window limits these to keys that are
+    less than `window` positions away.
     """
     num_past = num_keys - num_queries
     reach = num_keys if window is None else window
-    # Keys up to the query, and after the query.
+    # First the pairs with keys up to the query, then, if not causal, the pairs with keys after the query.
     past = _sum_positive_range(num_past + 1, num_keys) - _sum_positive_range(num_past + 1 - reach, num_keys - reach)
     if causal:
         return past
@@ -42,20 +42,20 @@ class RopeTables:
 
 @dataclass
 class LayerContext:
-    """Per-layer inputs beside the residual stream."""
+    """Inputs of a layer other than the residual stream."""
 
     mask: MaskShape
     rope_tables: RopeTables | None
     use_cache: bool = False
-    """Keys and values are read from the KV cache, whose memory is counted elsewhere."""
+    """Whether keys and values are read from the KV cache, whose memory is counted elsewhere."""
     memory: ShapeTensor | None = None
     memory_mask: MaskShape | None = None
     memory_cached: bool = False
-    """The keys and values of cross-attention are cached too."""
+    """Whether the keys and values of cross-attention are cached too."""
 
 
 class LayerContextBuilder:
-    """Builds the layer contexts of a stack; layers with equal RoPE or masks share them."""
+    """Builds the layer contexts of a stack. Layers with equal RoPE tables or equal masks share them."""
 
     def __init__(self, tape: Tape, stack: Stack, d_model: int, shape: PassShape, *, causal: bool) -> None:
         self.tape, self.d_model, self.shape, self.causal = tape, d_model, shape, causal
@@ -114,7 +114,7 @@ class LayerContextBuilder:
         mask.fully_masked = tape.empty((self.mask_batch_size, 1, self.seq_len, 1), 1)
         mask.mask_tensor = tape.empty((self.mask_batch_size, 1, self.seq_len, num_keys), 1)
         if bias_position is not None:
-            # A shared table belongs to the first layer using it.
+            # A shared bias table belongs to the first layer that uses it.
             owner = self.bias_owners.setdefault((bias_position, attention.heads, unshared_layer), layer_index)
             bias = self.position_bias(bias_position, attention.heads, num_keys, (self.stack_name, owner))
             if kernel == "sdpa":

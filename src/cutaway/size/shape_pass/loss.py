@@ -8,12 +8,14 @@ from cutaway.size.shape_pass.tape import Tape
 from cutaway.size.shape_pass.tensor import GradNode, ShapeTensor, Storage
 
 CHUNK_TOKENS = 1024
-"""Targets per chunk of the chunked cross-entropy."""
+"""Number of targets per chunk of the chunked cross-entropy."""
 
 
 def cross_entropy(tape: Tape, logits: ShapeTensor) -> ShapeTensor:
-    """−log softmax at the target. Autocast on the GPU computes log softmax in the logits' dtype and casts its output to
-    fp32; on the CPU it casts the logits."""
+    """Cross-entropy: −log softmax at the target.
+
+    On the GPU, autocast computes log softmax in the logits' dtype and casts the result to fp32. On the CPU, autocast
+    casts the logits to fp32 first."""
     execution = tape.execution
     upcast = tape.cast(logits, 4) if execution.autocast and execution.device == "cpu" else logits
     log_probs = tape.record_op(upcast.shape, upcast.itemsize, [upcast], save_output=True)
@@ -27,7 +29,9 @@ def cross_entropy(tape: Tape, logits: ShapeTensor) -> ShapeTensor:
 
 
 def chunked_cross_entropy(tape: Tape, x: ShapeTensor, config: Config) -> tuple[ShapeTensor, int]:
-    """Loss, and bytes of one chunk's logits. Gradients are computed in the forward pass, chunk by chunk."""
+    """Return the loss, and the number of bytes of the largest chunk's logits.
+
+    Gradients are computed in the forward pass, chunk by chunk."""
     targets, width = x.numel // x.shape[-1], x.shape[-1]
     tape.component = "loss"
     grad_input = tape.empty(x.shape, x.itemsize)
@@ -47,7 +51,9 @@ def _chunk_sizes(num_targets: int) -> list[tuple[int, int]]:
 
 
 def _run_chunk(tape: Tape, num_rows: int, repeats: int, x: ShapeTensor, config: Config) -> int:
-    """Forward and backward through the head for one chunk; return the bytes of its logits."""
+    """Run the head's forward and backward pass for one chunk; return the number of bytes of its logits.
+
+    FLOPs, collectives and operations are counted `repeats` times."""
     chunk_tape = Tape(tape.execution)
     chunk_tape.memory_tracker, chunk_tape.autocast_copies = tape.memory_tracker, tape.autocast_copies
     chunk_tape.component = "logits"
@@ -64,7 +70,7 @@ def _run_chunk(tape: Tape, num_rows: int, repeats: int, x: ShapeTensor, config: 
     for name in ("full_flops", "visible_flops"):
         for phase, flops in getattr(chunk_tape.counter, name).items():
             getattr(tape.counter, name)[phase] += repeats * flops
-    if vocab_parallel:  # max logit, sum of exponentials, target logit
+    if vocab_parallel:  # all-reduces of the max logit, the sum of exponentials and the target logit
         for _ in range(3):
             chunk_tape.counter.add_collective("all-reduce", num_rows * 4)
     for kind, count in chunk_tape.counter.num_collectives.items():

@@ -30,7 +30,7 @@ def _run_block(
     is_first: bool,
     x: ShapeTensor,
 ) -> ShapeTensor:
-    """Attention and FFN sublayers (and cross-attention) with residual connections and the configured norm placement."""
+    """Run attention, cross-attention (if any) and FFN, with residual connections and the configured norm placement."""
     placement = stack.placement
     attention = config.attention
     rate = stack.dropout if stack.attention_resid_dropout is None else stack.attention_resid_dropout
@@ -96,7 +96,7 @@ def compute_hidden(tape: Tape, config: Config, shape: PassShape) -> ShapeTensor:
 
 
 def compute_logits(tape: Tape, x: ShapeTensor, config: Config) -> ShapeTensor:
-    """Logits, or the hidden states of a model without a head."""
+    """Return the logits, or the hidden states of a model without a head."""
     tape.component = "logits"
     return run_head(tape, x, config) if isinstance(config.head, LMHead) else x
 

@@ -20,17 +20,17 @@ class PassCost:
     counter: CostCounter
     logits_bytes: int
     peak_bytes: int
-    """Peak of allocated bytes."""
+    """Maximum number of bytes that are allocated at the same time."""
     peak_by_component: dict[str, int]
     num_ops: int
     """Number of operations that eager PyTorch launches."""
     saved_bytes: int = 0
-    """Bytes saved for backward at the end of the forward pass."""
+    """Number of bytes saved for backward at the end of the forward pass."""
     grad_bytes: int = 0
-    """Bytes of all weight gradients."""
+    """Number of bytes of all weight gradients."""
     weights: tuple[Weight, ...] = ()
     bytes_at_optimizer_step: int = 0
-    """Bytes still allocated at the optimizer step."""
+    """Number of bytes that are still allocated at the optimizer step, apart from gradients."""
 
 
 def inference_pass(
@@ -44,11 +44,11 @@ def inference_pass(
     serving: bool = False,
     source_cached: bool | None = None,
 ) -> PassCost:
-    """Run the forward pass over `seq_len` tokens per sequence after `num_cached_tokens` cached ones, without gradients.
+    """Run the forward pass over `seq_len` tokens per sequence, without gradients.
 
-    The encoder of an encoder-decoder runs too unless `source_cached` (default: if any tokens are cached). With
-    `serving`, keys and values go to a KV cache, whose memory is counted elsewhere, and only the logits of the last
-    token of each sequence are computed.
+    `num_cached_tokens` tokens per sequence are already in the KV cache. The encoder of an encoder-decoder runs too,
+    unless `source_cached` is True; the default is True if any tokens are cached. With `serving`, keys and values go to
+    a KV cache, whose memory is counted elsewhere, and only the logits of the last token of each sequence are computed.
     """
     tape = Tape(replace(execution, grad=False))
     has_cached_source = num_cached_tokens > 0 if source_cached is None else source_cached
@@ -74,8 +74,8 @@ def training_pass(
 ) -> PassCost:
     """Run the forward pass, cross-entropy and backward pass. With `packed`, sequences hold several documents.
 
-    With the 'full' loss the caller references all logits until the end of the step, as is usual; 'chunked' is the loss
-    of `cutaway train`.
+    With the 'full' loss, all logits stay allocated until the end of the step, because callers usually hold a reference
+    to them. 'chunked' is the loss of `cutaway train`.
     """
     tape = Tape(replace(execution, grad=True, mask_batch_size=batch_size if packed else 0))
     fsdp = tape.fsdp = _build_fsdp_state(tape, config)
@@ -131,7 +131,7 @@ def _build_fsdp_state(tape: Tape, config: Config) -> FSDPState | None:
 
 
 def _count_saved_bytes(tape: Tape) -> int:
-    """Bytes saved for backward, each storage once."""
+    """Number of bytes saved for backward. Each storage counts once."""
     saved = {storage for node in tape.nodes for storage in node.saved_storages}
     for node in tape.nodes:
         if node.checkpoint_frame is not None:

@@ -20,7 +20,7 @@ from cutaway.size.shape_pass.tensor import (
 )
 
 AUTOCAST_COPIES = "autocast weight copies"
-"""Memory component of the weights that autocast has cast."""
+"""Memory component of the copies of weights that autocast makes."""
 
 
 class Tape:
@@ -34,7 +34,7 @@ class Tape:
         self.block_matmuls: BlockMatmuls | None = None
         self.is_selective = False
         self.autocast_copies: dict[WeightKey, Storage] = {}
-        """Weights that autocast has cast; its cache lives until the end of the forward pass."""
+        """Copies of weights that autocast has made and caches until the end of the forward pass."""
         self.weights: dict[WeightKey, Weight] = {}
         self.weight_grads: dict[WeightKey, Storage] = {}
         self.fsdp: FSDPState | None = None
@@ -45,7 +45,7 @@ class Tape:
     # ------------------------------------------------------------------------------------ tensors
 
     def empty(self, shape: Shape, itemsize: int, component: str | None = None) -> ShapeTensor:
-        """Allocate a tensor without gradient: masks, RoPE tables, tokens."""
+        """Allocate a tensor without gradient, such as a mask, a RoPE table or tokens."""
         storage = Storage(self.memory_tracker, prod(shape) * itemsize, component or self.component)
         return ShapeTensor(shape, itemsize, storage, None)
 
@@ -66,8 +66,9 @@ class Tape:
     ) -> ShapeTensor:
         """Record one operation: its output, the tensors it saves for backward, and its matmuls.
 
-        `extra_saved_bytes` are allocated and saved beside the output (the statistics of a norm, the log-sum-exp of a
-        softmax). With `kept_by_selective`, selective checkpointing saves the output instead of recomputing it.
+        `extra_saved_bytes` is the number of bytes that are allocated and saved in addition to the output (the
+        statistics of a norm, the log-sum-exp of a softmax). With `kept_by_selective`, selective checkpointing saves the
+        output instead of recomputing it.
         """
         self.num_ops += 1
         nbytes = prod(shape) * itemsize
@@ -103,7 +104,7 @@ class Tape:
         return ShapeTensor(shape, itemsize, out, node)
 
     def narrow(self, x: ShapeTensor, *shape: int) -> ShapeTensor:
-        """Slice x: shares its storage, has its own gradient."""
+        """Return a slice of x, which shares the storage of x and has its own gradient."""
         node = None
         if x.node is not None:
             node = GradNode(prod(shape) * x.itemsize, [x])
@@ -128,7 +129,7 @@ class Tape:
         return self.record_op(x.shape, x.itemsize, [x], passes_grad_through=True)
 
     def save_for_backward(self, node: GradNode, storage: Storage) -> None:
-        """Save a storage for backward; in a checkpointed block save an empty slot, which the recomputation fills."""
+        """Save a storage for backward. In a checkpointed block, save an empty slot, which the recomputation fills."""
         frame = self.checkpoint_frame
         if self.block_matmuls is not None:
             self.block_matmuls.num_needed = len(self.block_matmuls.matmuls)
@@ -161,7 +162,7 @@ class Tape:
         min_flops: int | None = None,
         in_fp32: bool = False,
     ) -> ShapeTensor:
-        """x·Wᵀ + b; `min_flops` are the FLOPs of an equivalent computation with fewer."""
+        """Record x·Wᵀ + b. `min_flops`: FLOPs of an equivalent computation that needs fewer."""
         d_in = x.shape[-1]
         weight = Weight(key, (d_out, d_in), in_matmul=True)
         weights = [weight, Weight((*key, "bias"), (d_out,), in_matmul=True)] if bias else [weight]
@@ -188,7 +189,7 @@ class Tape:
         )
 
     def autocast_copy(self, weight: Weight) -> Storage:
-        """Autocast's copy of a weight: once per forward pass; with tensor parallelism once per use."""
+        """Return autocast's copy of a weight: one copy per forward pass, or one per use with tensor parallelism."""
         if weight.key in self.autocast_copies:
             return self.autocast_copies[weight.key]
         copy = Storage(self.memory_tracker, weight.numel * self.execution.compute_itemsize, AUTOCAST_COPIES)
@@ -249,7 +250,7 @@ class Tape:
     # ------------------------------------------------------------------------------------ backward pass
 
     def backward(self, out: ShapeTensor, grad: Storage | None = None) -> None:
-        """Run the backward pass from `out`; each node frees its saved tensors when done."""
+        """Run the backward pass from `out`. Each node frees its saved tensors when it is done."""
         assert out.node is not None
         out.node.grad = grad or Storage(self.memory_tracker, out.node.grad_nbytes, TEMPORARY_GRADS)
         del out, grad
@@ -285,7 +286,7 @@ class Tape:
         node.saved_storages.clear()
 
     def _accumulate_weight_grad(self, weight: Weight) -> None:
-        """Allocate a weight's gradient; for a weight used twice, the second gradient and the sum are allocated too."""
+        """Allocate a weight's gradient. If the weight is used twice, allocate the second gradient and the sum too."""
         execution, component = self.execution, TEMPORARY_GRADS
         fp32_grad = compute_grad = None
         if weight.has_fp32_grad:

@@ -1,7 +1,7 @@
 """Shape tensors, storages and gradient nodes of a shape pass.
 
-A storage is freed when its last reference is dropped, as in eager PyTorch, so Python's reference counting yields the
-allocated memory at each point.
+A storage is freed when its last reference is dropped, as in eager PyTorch. Python's reference counting therefore gives
+the allocated memory at each point.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,11 +14,12 @@ Shape = tuple[int, ...]
 WeightKey = tuple[object, ...]
 
 TEMPORARY_GRADS = "temporary gradients"
-"""Memory component of gradients in flight, of activations and of weights."""
+"""Memory component of gradients that exist only during backward: of activations, and of weights before they are stored.
+"""
 
 
 class Storage:
-    """Allocated bytes; freed when the last reference is dropped."""
+    """A block of allocated memory, which is freed when the last reference to the object is dropped."""
 
     __slots__ = ("component", "is_aliased", "nbytes", "tracker")
 
@@ -44,7 +45,7 @@ class GradNode:
     grad_nbytes: int
     input_tensors: InitVar["Iterable[ShapeTensor]"]
     passes_grad_through: bool = False
-    """The inputs' gradients are the output's gradient itself, without a copy (sums, views)."""
+    """Whether the gradients of the inputs are the gradient of the output itself, without a copy (sums, views)."""
     inputs: list[tuple["GradNode", int]] = field(init=False)
     saved_storages: list[Storage | None] = field(default_factory=list)
     checkpoint_frame: "CheckpointFrame | None" = None
@@ -52,7 +53,7 @@ class GradNode:
     backward_matmuls: list[MatmulFlops] = field(default_factory=list)
     grad: Storage | None = None
     all_reduce_bytes: int = 0
-    """Bytes of the gradient that is all-reduced here under tensor parallelism."""
+    """Number of bytes of the gradient, if tensor parallelism all-reduces the gradient at this node; else 0."""
     hook: Callable[[], None] | None = None
     """Called when the backward pass reaches this node."""
 
@@ -62,7 +63,7 @@ class GradNode:
 
 @dataclass(slots=True, eq=False)
 class ShapeTensor:
-    """A shape, its storage, and the node that accumulates its gradient (None if it needs none)."""
+    """A tensor without values: shape, storage, and the node that accumulates its gradient (None without gradient)."""
 
     shape: Shape
     itemsize: int
@@ -88,11 +89,11 @@ class Weight:
     key: WeightKey
     shape: Shape
     in_matmul: bool = False
-    """Used in a matmul, which autocast casts; not in a lookup or an elementwise product."""
+    """Whether the weight is used in a matmul, so that autocast casts it, not in a lookup or an elementwise product."""
     expert_routing: tuple[int, int] | None = None
     """(top_k, experts) for the weights of routed experts."""
     has_fp32_grad: bool = False
-    """Its gradient is accumulated in fp32."""
+    """Whether the gradient is accumulated in fp32."""
 
     @property
     def numel(self) -> int:
@@ -101,14 +102,14 @@ class Weight:
 
 @dataclass
 class CheckpointFrame:
-    """A checkpointed block: its recomputation and the values saved for it."""
+    """A checkpointed block: the function that recomputes it, and the values that are saved for the recomputation."""
 
     recompute: Callable[[], object]
     slots: list[tuple[GradNode, int]] = field(default_factory=list)
     saved_outputs: list[Storage] = field(default_factory=list)
     """Outputs that selective checkpointing keeps, in order."""
     num_filled: int = -1
-    """Slots that the recomputation has filled; −1 before it starts."""
+    """Number of slots that the recomputation has filled; −1 before the recomputation starts."""
 
 
 class StopRecomputationError(Exception):
@@ -116,7 +117,8 @@ class StopRecomputationError(Exception):
 
 
 def accumulate_grad(node: GradNode, grad: Storage) -> None:
-    """Accumulate a gradient: the first is stored as is; later ones are added in place unless it is aliased."""
+    """Accumulate a gradient. The first gradient is stored as it is. Later gradients are added to it in place, or in a
+    new storage if it is aliased."""
     if node.grad is None:
         node.grad = grad
     elif node.grad.is_aliased:
