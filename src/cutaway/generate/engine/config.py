@@ -234,8 +234,8 @@ class EngineConfig:
             raise InputError("the prompt is empty; pass at least one token, such as the BOS token")
         if "encoder" not in self.model.stacks:
             if len(tokens) + len(prefix) >= self.num_slots:
-                limit = f"prompt and completion together may have at most {self.num_slots} (max_model_len)"
-                raise InputError(f"the prompt has {len(tokens)} tokens, but {limit}; shorten the prompt")
+                lengths = f"{len(tokens)} tokens, but prompt and completion together may have at most {self.num_slots}"
+                raise InputError(f"the prompt has {lengths} (max_model_len); shorten the prompt")
             return tokens + prefix, None
         max_positions = getattr(self.model.stacks["encoder"].embed.position, "max_positions", None)
         limit = self.max_source_len if max_positions is None else min(self.max_source_len, max_positions)
