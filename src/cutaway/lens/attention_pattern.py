@@ -1,6 +1,7 @@
-"""Attention scores and patterns, recomputed from a kernel's arguments: for any kernel, for selected heads only.
+"""Attention scores and patterns, recomputed from a kernel's arguments.
 
-The kernel's own output is not replaced, so tracing changes no bit of the model's output.
+This works for any kernel and computes only the selected heads. The kernel's own output is not replaced, so tracing does
+not change the model's output by a single bit.
 """
 
 from typing import NamedTuple
@@ -14,20 +15,20 @@ from cutaway.model.kernels import DenseMask, FlexMask, Kernel, SdpaMask, Softmax
 
 _INF = float("inf")
 _KernelArgs = tuple[Tensor, Tensor, Tensor, object, Tensor | None]
-"""q (B, T, H, D), k (B, S, G, D), v (B, S, G, E), the kernel's prepared mask, and the sink (H,)."""
+"""q (B, T, H, D), k (B, S, G, D), v (B, S, G, E), the kernel's prepared mask, and the sink logits (H,) or None."""
 
 
 class AttentionScores(NamedTuple):
-    """Scores of the selected heads, with what the softmax needs to compute the pattern."""
+    """Scores of the selected heads, and the other inputs of the softmax that computes the pattern."""
 
     scores: Tensor
     """(B, H, T, S), −∞ where masked."""
     fully_masked: Tensor | None
-    """True at queries without a visible key; None if there are none."""
+    """True for each query without a visible key; None if every query has a visible key."""
     sink: Tensor | None
 
     def pattern(self, scores: Tensor | None = None) -> Tensor:
-        """Return softmax(scores), default these scores; in fp32, then in the dtype of the scores."""
+        """Return softmax(scores), by default of `self.scores`. It is computed in fp32 and cast to the scores' dtype."""
         scores = self.scores if scores is None else scores
         if self.fully_masked is None and self.sink is None:
             return scores.to(torch.promote_types(scores.dtype, torch.float32)).softmax(-1).to(scores.dtype)
@@ -44,7 +45,7 @@ def unpack_kernel_args(kernel_args: ModuleArgs) -> _KernelArgs:
 def compute_scores(
     kernel: Kernel, kernel_args: ModuleArgs, heads: list[int] | None, mask: "AttentionMask"
 ) -> AttentionScores:
-    """Compute the softmax input of the selected heads, with the equation of the explicit kernel."""
+    """Compute the softmax input of the selected heads as the explicit kernel does."""
     q, k, _, _, sink = unpack_kernel_args(kernel_args)
     queries, masked, bias = q, mask.masked, mask.bias
     if heads is not None:
@@ -77,7 +78,7 @@ def _repeat_kv(kv: Tensor, q: Tensor, heads: list[int] | None) -> Tensor:
 
 
 class AttentionMask(NamedTuple):
-    """A materialized mask and score bias."""
+    """A mask and score bias as dense tensors."""
 
     masked: Tensor
     """(B or 1, H or 1, T, S): True where the key is not visible to the query."""
@@ -86,7 +87,7 @@ class AttentionMask(NamedTuple):
 
 
 def build_dense_mask(kernel_args: ModuleArgs) -> AttentionMask:
-    """Materialize the prepared mask of any kernel."""
+    """Convert the prepared mask of any kernel to dense tensors."""
     q, k, _, prepared, _ = unpack_kernel_args(kernel_args)
     if isinstance(prepared, DenseMask):
         return AttentionMask(~prepared.visible, prepared.fully_masked, prepared.bias)

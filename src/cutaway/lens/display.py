@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SiteRow = tuple[str, str, tuple[int, ...], float]
-"""Site name, axes, shape, and a number: bytes or norm."""
+"""Site name, axes, shape, and a number, which is the size in bytes or the norm."""
 
 
 def format_axes(axes: str, shape: tuple[int, ...]) -> str:
@@ -18,7 +18,7 @@ def format_axes(axes: str, shape: tuple[int, ...]) -> str:
 
 
 def format_site_table(rows: Sequence[SiteRow]) -> str:
-    """Format one line per site: name, shape by named axes, bytes."""
+    """Format one line per site: name, shape with axis names, size in bytes."""
     if not rows:
         return "nothing recorded yet"
     name_width = max(len(name) for name, *_ in rows)
@@ -29,7 +29,7 @@ def format_site_table(rows: Sequence[SiteRow]) -> str:
 
 
 def render_html_table(rows: Sequence[SiteRow]) -> str:
-    """Render one row per site for notebooks: name, shape by named axes, norm."""
+    """Render one row per site for notebooks: name, shape with axis names, norm."""
     body = ""
     for name, axes, shape, norm in rows:
         body += f"<tr><td><code>{escape(name)}</code></td><td>{escape(format_axes(axes, shape))}</td>"
@@ -46,7 +46,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def plot_heatmap(value: Tensor, title: str, axes: str, **plot_kwargs: Any) -> "Figure":
-    """Plot a heat map: darker is further from 0, blue positive, red negative. Masked scores (−∞) are blank."""
+    """Plot a heat map: blue is positive, red is negative, darker is further from 0. Masked scores (−∞) are blank."""
     from matplotlib import pyplot
 
     values = value.float().cpu()

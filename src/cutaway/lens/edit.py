@@ -1,4 +1,4 @@
-"""`ct.edit`: modify activations or the structure of a model inside a with-block; the model is restored at the end.
+"""`ct.edit`: modify activations or the structure of a model inside a with-block, and restore the model at the end.
 
 with ct.edit(model, {"blocks.3.attn.z": {"do": "zero", "heads": [4]}, "blocks.5": "skip", "mask": "drop"}):
     model(tokens)
@@ -26,10 +26,11 @@ EditSpec = str | Mapping[str, Any] | Intervention | Tensor | TensorFn
 
 
 class Edit:
-    """Apply edits by site: an operation ('zero', 'skip', …), a dict {"do": …}, an `Intervention`, a tensor, a function.
+    """Context manager that applies edits at sites of a model.
 
-    `edits` is a mapping from site names or patterns to edits, or the path of a JSON file with one. Edits of the same
-    activation are applied in order. An edit whose site is not reached raises an error at the end of the with-block.
+    `edits` is a mapping from site names or patterns to edits, or the path of a JSON file with such a mapping. An edit
+    is an operation ('zero', 'skip', …), a dict {"do": …}, an `Intervention`, a tensor or a function. Edits of the same
+    activation are applied in order. If the model does not reach the site of an edit, the end of the with-block raises.
     """
 
     def __init__(self, model: ModelLike, edits: Mapping[str, EditSpec] | str | Path) -> None:
@@ -130,13 +131,13 @@ def _read_edits(path: str | Path) -> dict[str, EditSpec]:
 
 
 def _structural_op(spec: EditSpec) -> str | None:
-    """Return the structural operation that a spec names, or None."""
+    """Return the structural operation ('skip', 'drop', …) that a spec names, or None if it names none."""
     op = spec.get("do") if isinstance(spec, Mapping) else spec
     return op if isinstance(op, str) and any(op in ops for ops in structural_edits.STRUCTURAL_OPS.values()) else None
 
 
 def _structural_value(name: str, spec: EditSpec) -> object:
-    """Return the `value` of a structural edit, and raise on keys that it does not take."""
+    """Return the `value` of a structural edit. Raise if the edit has keys other than 'do' and 'value'."""
     if not isinstance(spec, Mapping):
         return None
     if extra := spec.keys() - {"do", "value"}:
@@ -152,7 +153,7 @@ def _parse_intervention(name: str, spec: EditSpec) -> Intervention | TensorFn:
         return Intervention("replace", spec)
     if isinstance(spec, str):
         if (op := _structural_op(spec)) is not None:
-            raise InputError(f"'{op}' is a structural edit, not one of the site '{name}'; use it on blocks.0, say")
+            raise InputError(f"'{op}' is a structural edit and cannot be used at the site '{name}'; use it on blocks.0")
         return Intervention(spec)
     if isinstance(spec, Mapping):
         extra = spec.keys() - {"do", "value", "positions", "heads", "units"}

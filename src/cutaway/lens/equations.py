@@ -1,4 +1,4 @@
-"""Equation of each site, with the norms, rotary embeddings, biases and scales that the model has."""
+"""Equation of each site, including the norms, rotary embeddings, biases and scales of the model at hand."""
 
 from torch import nn
 
@@ -14,7 +14,7 @@ from cutaway.model.stack import Stack
 
 
 def site_equation(model: Transformer, site: Site) -> str:
-    """Return the equation of a site in textbook notation; x is the residual stream."""
+    """Return the equation of a site in textbook notation, with x for the residual stream."""
     if site.stack is None:
         return _head_equation(model)
     if site.layer is None:
@@ -103,7 +103,7 @@ def _projection_equation(f: MultiHead, projection: str, *, with_rope: bool) -> s
 
 
 def _latent_equation(f: LatentAttention, projection: str) -> str:
-    """Multi-head latent attention: c is the latent, kr the shared rotary key."""
+    """Return the equation of q, k or v in multi-head latent attention: c is the latent, kr the shared rotary key."""
     if projection == "q":
         return "Wq·in, rope" if isinstance(f.q, nn.Linear) else "Wuq·norm(Wdq·in), rope"
     return "Wuk·c, rope(kr)" if projection == "k" else "Wuv·c"

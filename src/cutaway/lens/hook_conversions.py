@@ -1,7 +1,7 @@
-"""Hook conversions: extract an activation from another library's module inputs and outputs, and put a new one back.
+"""Hook conversions: extract an activation from the input or output of another library's module, and replace it there.
 
-The value may be an item of a tuple or dict, or a part of a larger tensor. Each conversion also maps the gradient of
-the original tensor to the gradient of the value.
+The activation (called value here) may be an item of a tuple or dict, or a part of a larger tensor. Each conversion also
+maps the gradient of the original tensor to the gradient of the value.
 """
 
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
@@ -16,16 +16,16 @@ from torch.utils.hooks import RemovableHandle
 from cutaway.errors import InputError
 
 ModuleArgs: TypeAlias = tuple[Any, ...]
-"""Positional arguments of a module, as PyTorch types them."""
+"""Positional arguments of a module, with the type that PyTorch declares for them."""
 Key = str | int | None
-"""Key of an item in a dict or tuple; None for a value that is neither."""
+"""Key or index of an item in a dict or tuple; None if the module's value is neither."""
 ValueHook = Callable[[Tensor, Tensor], Tensor | None]
-"""Receives the value and the tensor that it was extracted from; a returned tensor replaces the value."""
+"""Receives the value and the tensor that it was extracted from. If it returns a tensor, that replaces the value."""
 
 
 @dataclass(frozen=True)
 class HookConversion:
-    """The first tensor of the input or output, unchanged. Base class of the conversions."""
+    """Base class of the conversions. The value is the first tensor of the input or output, unchanged."""
 
     def matches(self, key: Key, tensor: Tensor) -> bool:
         """Whether this item of a tuple or dict contains the value."""
@@ -40,11 +40,11 @@ class HookConversion:
         return new
 
     def convert_gradient(self, gradient: Tensor, shape: Size) -> Tensor:
-        """Return the gradient of the value, which has this shape, from the gradient of the module's tensor."""
+        """Return the gradient of the value from the gradient of the module's tensor. `shape` is the value's shape."""
         return gradient
 
     def run_hook(self, items: Iterable[tuple[Key, object]], hook: ValueHook) -> tuple[Key, Tensor] | None:
-        """Call the hook with the value; return the changed item with its key, or None without a change."""
+        """Call the hook with the value. Return (key, changed item), or None if the hook changes nothing."""
         for key, item in items:
             if isinstance(item, Tensor) and self.matches(key, item):
                 new = hook(self.convert(item), item)
@@ -73,11 +73,11 @@ class HookConversion:
 
 @dataclass(frozen=True, eq=False)
 class SplitHeads(HookConversion):
-    """Heads concatenated in the last axis, or in some of its columns: (…, heads·width) → (…, heads, width)."""
+    """Splits the last axis, or some of its columns, into heads: (…, heads·width) → (…, heads, width)."""
 
     num_heads: int
     columns: Tensor | None = None
-    """Columns of this value, for a fused projection (QKV in one matrix); None for all."""
+    """The columns that hold this value in a fused projection (QKV in one matrix); None means all columns."""
 
     def convert(self, tensor: Tensor) -> Tensor:
         flat = tensor if self.columns is None else tensor.index_select(-1, self.columns.to(tensor.device))
@@ -101,7 +101,7 @@ class ScaledOutput(HookConversion):
         return tensor * self.scale
 
     def revert(self, tensor: Tensor, new: Tensor) -> Tensor:
-        # As a difference, so that an unchanged value changes no bit. The gradient flows through `new` only.
+        # Adding the difference keeps an unchanged value bit-equal. The gradient flows through `new` only.
         return tensor.detach() + (new - self.convert(tensor).detach()) / self.scale
 
     def convert_gradient(self, gradient: Tensor, shape: Size) -> Tensor:
@@ -110,11 +110,14 @@ class ScaledOutput(HookConversion):
 
 @dataclass(frozen=True, eq=False)
 class FlattenedBatch(HookConversion):
-    """A tensor that may be flattened to (B·T, d). The batch shape is read from the input of `outer_module`."""
+    """Restores the batch shape of a tensor that may be flattened to (B·T, d).
+
+    The batch shape is read from the input of `outer_module`.
+    """
 
     outer_module: nn.Module
     read_only: bool = False
-    """Whether replacing is an error: the model uses the tensor elsewhere too, so a change here would not reach it."""
+    """Whether replacing the value raises an error. It must if the model also uses the original tensor elsewhere."""
 
     def register_hooks(self, module: nn.Module, hook: ValueHook, *, on_input: bool) -> list[RemovableHandle]:
         batch_shape: list[int] = []  # [B, T] of the current call
@@ -125,7 +128,7 @@ class FlattenedBatch(HookConversion):
         def unflatten_hook(value: Tensor, original: Tensor) -> Tensor | None:
             new = hook(value if value.ndim > 2 else value.reshape(*batch_shape, -1), original)
             if new is not None and self.read_only:
-                raise InputError("the stream inside this model's blocks is read-only; load it with ct.load to edit it")
+                raise InputError("the residual stream inside a block is read-only here; load the model with ct.load")
             return None if new is None else new.reshape(value.shape)
 
         handles = HookConversion().register_hooks(self.outer_module, record_batch_shape, on_input=True)
@@ -137,7 +140,7 @@ class FlattenedBatch(HookConversion):
 
 @dataclass(frozen=True, eq=False)
 class NthCall(HookConversion):
-    """One of several calls of a module in one forward pass, for layers that share a block."""
+    """Selects one of several calls of a module in a forward pass, for layers that share a block."""
 
     inner: HookConversion
     call_index: int
@@ -162,7 +165,7 @@ class NthCall(HookConversion):
 
 @dataclass(frozen=True)
 class PatternOutput(HookConversion):
-    """The attention pattern that an attention module returns beside its output: the last tensor with four axes."""
+    """The attention pattern that an attention module returns with its output: the last tensor with four axes."""
 
     def register_hooks(self, module: nn.Module, hook: ValueHook, *, on_input: bool) -> list[RemovableHandle]:
         def output_hook(module: nn.Module, args: ModuleArgs, result: object) -> None:
@@ -191,14 +194,14 @@ def _kwargs_in_signature_order(module: nn.Module, kwargs: dict[str, object]) -> 
 
 
 def _items(value: object) -> Iterable[tuple[Key, object]]:
-    """Return (key, item) of a tuple or dict; (None, value) of any other value."""
+    """Return the (key, item) pairs of a tuple or dict, or [(None, value)] for any other value."""
     if isinstance(value, Mapping):
         return value.items()
     return enumerate(value) if isinstance(value, tuple | list) else [(None, value)]
 
 
 def _replace_item(value: Any, key: Key, new: Tensor) -> Any:
-    """Return a copy of the tuple or dict with the item at `key` replaced."""
+    """Return a copy of the tuple or dict with the item at `key` replaced, or `new` itself if `key` is None."""
     if key is None:
         return new
     if isinstance(value, MutableMapping):

@@ -1,7 +1,7 @@
-"""Forward hooks at sites: `SiteHooks` calls a function with each activation and replaces it by a returned tensor.
+"""Forward hooks at sites: `SiteHooks` calls a function with each activation; a tensor it returns is the new activation.
 
-All hooks of a `SiteHooks` are removed together, also after an exception. Hooks that read run after hooks that modify,
-regardless of registration order, so a trace records what the model continues with.
+All hooks of a `SiteHooks` are removed together, also after an exception. Hooks that only read run after hooks that
+modify, regardless of registration order, so a trace records the values that the model goes on to use.
 """
 
 from collections.abc import Callable, Iterable
@@ -36,9 +36,9 @@ class HookContext(NamedTuple):
 
 
 HookFn = Callable[[HookContext], Tensor | None]
-"""Receives an activation; a returned tensor replaces it."""
+"""Receives an activation. If it returns a tensor, that replaces the activation."""
 HookRequest = tuple[Site, HookFn, list[int] | None]
-"""Site, hook function, and the heads of recomputed scores and patterns (None for all)."""
+"""Site, hook function, and the heads for which scores and patterns are recomputed (None for all)."""
 
 
 class SiteHooks:
@@ -49,7 +49,7 @@ class SiteHooks:
         self.requests: list[HookRequest] = []
         self.handles: list[RemovableHandle] = []
         self.layer_counters: dict[Stack, list[int]] = {}
-        """Per stack whose layers share a block: [blocks entered, blocks left] in this forward pass."""
+        """Per stack whose layers share a block: how many blocks this forward pass has entered, and how many left."""
         self.cached_scores: tuple[ModuleArgs, list[int] | None, AttentionScores] | None = None
         self.cached_mask: tuple[tuple[object, int, int], AttentionMask] | None = None
 
@@ -138,14 +138,14 @@ class SiteHooks:
             return _replace_item(result, site.arg_index, new)
 
         def attention_hook(module: Kernel, args: ModuleArgs, result: Tensor) -> Tensor | None:
-            """Scores and patterns are recomputed from the kernel's arguments; a change is applied to its output z."""
+            """Recompute scores or patterns from the kernel's arguments, and apply a change to the kernel's output z."""
             if is_other_layer(module):
                 return None
             attention = self.attention_scores(module, args, heads)
             head_indices = list(range(attention.scores.shape[1])) if heads is None else heads
 
             def with_overrides(kind: str, value: Tensor) -> Tensor:
-                """Replace the heads that an earlier edit of this call has set; value is (B, H, T, S)."""
+                """Replace the heads of `value` (B, H, T, S) that an earlier edit has set in this call."""
                 overrides = ATTENTION_OVERRIDES.get(module)
                 if not overrides:
                     return value
@@ -187,11 +187,11 @@ class SiteHooks:
         self.handles += conversion.register_hooks(site.module, convert_hook, on_input=site.kind == "in")
 
     def _grad_mode(self) -> torch.set_grad_enabled:
-        """Build an autograd graph for recomputed attention only where it is modified."""
+        """Context manager: record gradients of recomputed attention only if this group modifies activations."""
         return torch.set_grad_enabled(torch.is_grad_enabled() and self.modifies)
 
     def attention_scores(self, kernel: Kernel, kernel_args: ModuleArgs, heads: list[int] | None) -> AttentionScores:
-        """Recompute the scores of a kernel call; hooks on scores and pattern of the same call share one result."""
+        """Recompute the scores of a kernel call. Hooks on the scores and the pattern of one call share the result."""
         if self.cached_scores is None or self.cached_scores[0] is not kernel_args or self.cached_scores[1] != heads:
             with self._grad_mode():
                 scores = attention_pattern.compute_scores(kernel, kernel_args, heads, self._dense_mask(kernel_args))
@@ -199,7 +199,7 @@ class SiteHooks:
         return self.cached_scores[2]
 
     def _dense_mask(self, kernel_args: ModuleArgs) -> AttentionMask:
-        """Materialize the mask once for all layers that share a prepared mask."""
+        """Build the dense mask once for all layers that share a prepared mask."""
         key = kernel_args[3], kernel_args[0].shape[1], kernel_args[1].shape[1]
         if self.cached_mask is None or self.cached_mask[0][0] is not key[0] or self.cached_mask[0][1:] != key[1:]:
             self.cached_mask = key, attention_pattern.build_dense_mask(kernel_args)
@@ -211,7 +211,7 @@ class SiteHooks:
         if stack is None or layer is None or sum(block is stack.blocks[layer] for block in stack.blocks) == 1:
             return None
         if stack.activation_checkpointing != "none" and stack.training:
-            problem = "layers share a block, which activation checkpointing recomputes without its layer being known"
+            problem = "layers share a block, and its recomputation by activation checkpointing does not know the layer"
             raise InputError(f"{problem}; call model.use_activation_checkpointing('none')")
         if stack in self.layer_counters:
             return self.layer_counters[stack]
@@ -233,19 +233,19 @@ class SiteHooks:
 
 
 ACTIVE_HOOKS: list[SiteHooks] = []
-"""All registered groups, in order of registration."""
+"""All registered groups of hooks, in order of registration."""
 _HOOK_ORDER: tuple[tuple[str, ...], ...] = (("in", "scores"), ("pattern",), ("out",))
 """Order of modifying hooks: inputs and scores, then the pattern computed from the scores, then outputs (z)."""
 _ALL_KINDS = tuple(kind for kinds in _HOOK_ORDER for kind in kinds)
 
 
 def _recompute_z(kernel: Kernel, z: Tensor, old_pattern: Tensor, new_pattern: Tensor, values: Tensor) -> Tensor:
-    """Return z for another pattern. Rows whose pattern is unchanged keep their bits."""
+    """Return z for another attention pattern. Rows whose pattern is unchanged stay bit-equal."""
     changed = (new_pattern != old_pattern).any(-1).transpose(1, 2).unsqueeze(-1)  # (B, T, H, 1)
-    # Unchanged rows are z + 0 instead of z, so that the gradient with respect to new_pattern is right for them too.
+    # Unchanged rows are z + 0 instead of z, so that their gradient with respect to new_pattern is right too.
     shifted = z + torch.einsum("bhts,bshe->bthe", new_pattern - old_pattern, values)
     if kernel.training and kernel.dropout > 0:
-        if not changed.any():  # draw no dropout mask, so that the RNG state stays as without hooks
+        if not changed.any():  # draw no dropout mask, so that the RNG state is the same as without hooks
             return shifted
         new_pattern = F.dropout(new_pattern, kernel.dropout)
     return torch.where(changed, torch.einsum("bhts,bshe->bthe", new_pattern, values), shifted)
@@ -264,5 +264,5 @@ def index_tensor(indices: list[int], like: Tensor) -> Tensor:
 
 
 def is_in_backward() -> bool:
-    """Whether a backward pass is running: a forward call is then a recomputation by activation checkpointing."""
+    """Whether a backward pass is running. A forward call is then a recomputation by activation checkpointing."""
     return torch._C._current_graph_task_id() != -1

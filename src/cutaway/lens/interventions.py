@@ -1,4 +1,4 @@
-"""Interventions on an activation: zero, mean, resample, add, replace, scale; on all of it or on selected indices."""
+"""Interventions (zero, mean, resample, add, replace, scale) on a whole activation or on selected indices of it."""
 
 import reprlib
 from collections.abc import Callable
@@ -23,10 +23,10 @@ _REQUIRED_VALUES = {
 
 @dataclass(frozen=True)
 class Intervention:
-    """An operation on an activation; `positions`, `heads` and `units` (last axis) restrict it, default all.
+    """An operation on an activation. `positions`, `heads` and `units` (indices of the last axis) restrict it.
 
-    zero: zero ablation. mean: mean ablation, over the batch and tokens of the call. resample: resample ablation, each
-    batch row takes the value of the next row. add, replace and scale use `value`.
+    zero: zero ablation. mean: mean ablation, with the mean over the batch and tokens of the call. resample: resample
+    ablation, in which each batch row takes the value of the next row. add, replace and scale use `value`.
     """
 
     do: str
@@ -40,7 +40,7 @@ class Intervention:
             raise InputError(f"do is '{self.do}'; use one of {', '.join(OPERATIONS)}, or pass a function")
         required = _REQUIRED_VALUES.get(self.do)
         if required is None and self.value is not None:
-            raise InputError(f"'{self.do}' takes no value; leave it out")
+            raise InputError(f"'{self.do}' takes no value; leave value out")
         if required is not None and self.value is None:
             raise InputError(f"'{self.do}' needs a value; pass {required}")
         is_valid = _is_number(self.value) or (self.do != "scale" and _is_tensor_like(self.value))
@@ -51,11 +51,11 @@ class Intervention:
 
     def __call__(self, site: Site, value: Tensor) -> Tensor:
         new = _apply_at(value, self.selected_indices(site, value), lambda part: self.apply(site, part))
-        # A score of −∞ is masked: it stays masked, and 0 · −∞ would be NaN.
+        # A score of −∞ is masked and must stay masked; scaling it by 0 would give NaN.
         return torch.where(value == MASKED_SCORE, value, new) if site.kind == "scores" else new
 
     def selected_heads(self, site: Site) -> list[int] | None:
-        """Return the heads to modify, as indices of the site's head axis; None for all."""
+        """Return the heads to modify, as indices of the site's head axis; None means all heads."""
         if self.heads is None:
             return None
         if site.num_heads is None:
@@ -86,7 +86,7 @@ class Intervention:
             return value * self.value
         if self.do == "mean":
             if not site.axes:
-                raise InputError(f"the batch and token axes of {site.name} are not known; do not use 'mean'")
+                raise InputError(f"'mean' needs batch and token axes, unknown at {site.name}; use another operation")
             dims = [axis for axis, letter in enumerate(site.axes) if letter in "BN" or axis == site.token_axis]
             if site.kind == "scores":  # the mean over unmasked scores
                 visible = value != MASKED_SCORE
@@ -97,7 +97,7 @@ class Intervention:
             if "N" in site.axes:
                 raise InputError(f"'resample' uses another batch row, but {site.name} has no batch axis; do not use it")
             if len(value) == 1:
-                raise InputError(f"'resample' at {site.name} uses another batch row; pass at least two")
+                raise InputError(f"'resample' at {site.name} uses another batch row; pass at least two batch rows")
             return value.roll(-1, 0)
         operand = torch.as_tensor(self.value, dtype=value.dtype, device=value.device)
         try:
@@ -123,7 +123,7 @@ def _apply_at(value: Tensor, selection: list[tuple[int, list[int]]], fn: Callabl
 
 
 def _is_number(value: object) -> bool:
-    """Whether the value is a number in the range of float."""
+    """Whether the value is an int or float that can be converted to a float without overflow."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     try:
@@ -133,7 +133,7 @@ def _is_number(value: object) -> bool:
 
 
 def _is_tensor_like(value: object) -> bool:
-    """Whether the value converts to a real tensor."""
+    """Whether the value can be converted to a tensor of real (not complex) numbers."""
     try:
         return not torch.as_tensor(value).is_complex()
     except (TypeError, ValueError, RuntimeError, OverflowError, RecursionError):

@@ -1,6 +1,6 @@
 """`follow_token`: one token's vector at every site, what each sublayer adds to it, and its logit lens predictions.
 
-Activations are reduced in the hooks, so a journey costs one forward pass and stores one vector per site.
+The hooks keep only the followed token's vector, so a journey needs one forward pass and stores one vector per site.
 """
 
 from collections.abc import Iterable
@@ -39,16 +39,16 @@ class Stage:
     site: str
     equation: str
     axes: str
-    """One letter per axis, without the batch axis."""
+    """One letter per axis, separated by spaces, without the batch axis."""
     shape: tuple[int, ...]
     norm: float
     """L2 norm of the token's vector, over all heads."""
     relative_norm: float | None = None
-    """For a sublayer output: its norm divided by the norm of the residual stream it is added to."""
+    """Norm of a sublayer output divided by the norm of the residual stream it is added to. None at other sites."""
     cosine: float | None = None
-    """For a sublayer output: cosine similarity with the residual stream it is added to."""
+    """Cosine similarity of a sublayer output with the residual stream it is added to. None at other sites."""
     top_tokens: TopTokens = ()
-    """On the residual stream: the logit lens, i.e. the most likely tokens after the final norm and the head."""
+    """Logit lens: the most likely tokens if norm and head are applied here. Empty if not on the residual stream."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,11 @@ class Journey:
     positions: dict[str, int]
     """Stack name → position of the followed token."""
     top_tokens: TopTokens
-    """The model's most likely tokens; probabilities are over the whole vocabulary."""
+    """The model's most likely next tokens, with probabilities over the whole vocabulary."""
     residual_sum_error: float | None
-    """Largest |embed + Σ sublayer outputs − last resid_post|; None with norms on the residual stream (post-norm)."""
+    """Largest |embed + Σ sublayer outputs − last resid_post|. None if the stream is not such a sum (post-norm)."""
     pattern_row_error: float | None
-    """Largest |row sum − 1| of the recorded attention patterns; None with an attention sink."""
+    """Largest |row sum − 1| of the recorded attention patterns. None if no pattern without a sink was recorded."""
 
     def _repr_html_(self) -> str:
         rows = [(stage.site, stage.axes.replace(" ", ""), stage.shape, stage.norm) for stage in self.stages]
@@ -72,7 +72,7 @@ class Journey:
 
 @dataclass
 class TokenRecorder:
-    """Hook target that stores the vectors of the followed tokens."""
+    """Stores the vectors of the followed tokens. Its `record_hook` is called at each site."""
 
     positions: dict[Stack, int]
     memory_position: int
@@ -87,7 +87,7 @@ class TokenRecorder:
         self.record(context.site, context.value.detach())
 
     def record(self, site: Site, value: Tensor) -> None:
-        """Store the followed token's vector of an activation."""
+        """Store the followed token's vector from an activation."""
         if site.axes == "NK":  # all tokens of the batch, which has one row
             value = value.unsqueeze(0)
         # Logits have no stack: the head reads the last one.
@@ -109,16 +109,17 @@ def follow_token(
     source_position: int = -1,
     site_names: Iterable[str] | None = None,
 ) -> Journey:
-    """Run the model on one text, (1, T), and record the token at `position` at every site.
+    """Run the model on one text, (1, T), and record the vector of the token at `position` at every site.
 
-    For an encoder-decoder, `source` is the encoder input and `source_position` its followed token. `site_names` are the
-    sites to record, named as for `trace`, default all; scores and patterns are computed only for these.
+    For an encoder-decoder, `source` is the encoder input and `source_position` the position of the token that is
+    followed in it. `site_names` are the sites to record, named as for `trace`; the default is all sites. Scores and
+    patterns are computed only at the selected sites.
     """
     model = require_cutaway_model(model)
     encoder_tokens = tokens if source is None else source
     for name, ids in (("tokens", tokens), ("source", encoder_tokens)):
         if ids.ndim != 2 or len(ids) != 1 or not ids.numel():
-            raise InputError(f"{name} has shape {tuple(ids.shape)}; one text is followed, so pass (1, length)")
+            raise InputError(f"{name} has shape {tuple(ids.shape)}; pass one text, with shape (1, length)")
     if model.device.type == "meta":
         raise InputError("the model is on the meta device, so its weights have no values; build it on another device")
     stacks = model.stacks
@@ -152,7 +153,7 @@ def follow_token(
 
 
 def _select_names(sites: dict[str, Site], site_names: list[str]) -> set[str]:
-    """Expand suffixes and globs to full site names; raise if one matches no site."""
+    """Expand suffixes and globs to full site names. Raise if a suffix or glob matches no site."""
     patterns = [name for name in site_names if name not in sites]
     return {*site_names} - {*patterns} | {site.name for site in (select_sites(sites, patterns) if patterns else ())}
 
@@ -179,7 +180,7 @@ def _to_float64(vector: Tensor) -> Tensor:
 
 
 def _skip_scale(site: Site) -> float:
-    """Factor of the residual stream in the block's sum."""
+    """Factor by which the block multiplies the residual stream before adding the sublayer output."""
     assert site.stack is not None
     assert site.layer is not None
     return float(getattr(site.stack.blocks[site.layer], "skip_scale", 1.0))
@@ -188,7 +189,7 @@ def _skip_scale(site: Site) -> float:
 def decode_residuals(
     model: Transformer, recorder: TokenRecorder, site_names: Iterable[str], sites: dict[str, Site]
 ) -> dict[str, TopTokens]:
-    """Logit lens: top tokens of the residual stream at each site, in one batch through the final norm and the head."""
+    """Logit lens: top tokens of the residual stream at each site, from one batched call of final norm and head."""
     head, stack = getattr(model, "head", None), [*model.stacks.values()][-1]
     if head is None:
         return {}
@@ -200,7 +201,7 @@ def decode_residuals(
         vectors = [*stack.final_norm.forward(torch.stack([recorder.vectors[name] for name in raw])), *vectors]
     if not vectors:
         return {}
-    # `forward` does not run hooks: a trace around this call records one call of the model.
+    # `forward` does not run hooks, so that a trace around this call records only the call of the model.
     return dict(zip(raw + normed, top_tokens(head.forward(torch.stack(vectors))), strict=True))
 
 
@@ -211,7 +212,7 @@ def top_tokens(logits: Tensor) -> list[TopTokens]:
 
 
 def residual_sum_error(model: Transformer, recorder: TokenRecorder, sites: dict[str, Site]) -> float | None:
-    """Largest sum error over all stacks; None if the residual stream of one is not a plain sum."""
+    """Largest sum error over all stacks. None if the residual stream of any stack is not a plain sum."""
     errors = [_stack_sum_error(stack, recorder, sites) for stack in model.stacks.values()]
     defined = [error for error in errors if error is not None]
     return max(defined) if len(defined) == len(errors) else None

@@ -1,11 +1,11 @@
-"""Sites (hook points): names of the activations in a model. Each is an input or output of a module.
+"""Sites (hook points): the named activations of a model. Each is the input or output of a module.
 
     embed · final_norm · logits
     blocks.{i}. resid_pre · attn.{in, q, k, v, scores, pattern, z, out} · resid_mid · ffn.{in, hidden, out} · resid_post
 
-In an encoder-decoder, names have the prefix `encoder.` or `decoder.`, and the decoder's blocks have `cross.*` like
-`attn.*`, with the residual stream before cross-attention as `cross.resid_pre`. `*.out` is exactly what is added to the
-residual stream. A mixture of experts has `ffn.router`, the weights of the selected experts.
+In an encoder-decoder, names have the prefix `encoder.` or `decoder.`. The decoder's blocks also have `cross.*`, with
+the same names as `attn.*`, and `cross.resid_pre`, the residual stream before cross-attention. `*.out` is exactly what
+is added to the residual stream. A mixture of experts has `ffn.router`, the weights of the selected experts.
 
 Axes: B batch, T query tokens, S key tokens, H query heads, G key-value heads, D query and key head width, E value head
 width, d residual stream width (d_model), h FFN width, V vocabulary, N tokens of all batch rows, K selected experts.
@@ -31,7 +31,7 @@ AXIS_NAMES = {
 }  # fmt: skip
 """Axis letter → its name, for display."""
 _RESID_NAMES = ("embed", "resid_pre", "resid_mid", "resid_post")
-"""Last name components of sites on the residual stream."""
+"""Last component of the names of the sites on the residual stream."""
 SiteKind = Literal["in", "out", "scores", "pattern"]
 """A module's input, a module's output, or a kernel's attention scores or pattern (recomputed from its arguments)."""
 AXIS_NAMES = {
@@ -47,19 +47,19 @@ class Site:
 
     name: str
     axes: str
-    """One letter per axis; empty for module paths, whose axes are not known."""
+    """One letter per axis. Empty for sites that are module paths, whose axes are not known."""
     module: nn.Module
     kind: SiteKind = "out"
     arg_index: int = 0
     layer: int | None = None
     stack: Stack | None = None
     axis_sizes: tuple[tuple[str, int], ...] = ()
-    """Sizes of the axes that the model config fixes."""
+    """(axis letter, size) pairs, for the axes whose size the model config fixes."""
     conversion: HookConversion | None = None
     """How to extract the value from the input or output of another library's module."""
 
     def shape(self, batch_size: int, seq_len: int, source_len: int | None = None) -> tuple[int, ...]:
-        """Shape for a batch; `source_len` is the length of the encoder input, default `seq_len`."""
+        """Shape of the value for a batch. `source_len` is the length of the encoder input, by default `seq_len`."""
         source_len = seq_len if source_len is None else source_len
         length = source_len if self.name.startswith("encoder.") else seq_len
         sizes = {"B": batch_size, "T": length, "N": batch_size * length}
@@ -69,7 +69,7 @@ class Site:
 
     @property
     def is_recomputed(self) -> bool:
-        """Whether the value is attention scores or a pattern, which is recomputed from a kernel's arguments."""
+        """Whether the value is attention scores or a pattern. Both are recomputed from a kernel's arguments."""
         return self.kind in ("scores", "pattern")
 
     @property
@@ -83,7 +83,7 @@ class Site:
 
     @property
     def num_heads(self) -> int | None:
-        """Number of query heads, or of key-value heads if the value has only those; None without a head axis."""
+        """Number of query heads, or of key-value heads if the value has one part per key-value head, or None."""
         return None if self.head_axis is None else dict(self.axis_sizes)[self.axes[self.head_axis]]
 
 
@@ -93,11 +93,11 @@ class SiteMap(dict[str, Site]):
     def __init__(self, sites: Iterable[Site], unavailable: Mapping[str, str] | None = None) -> None:
         super().__init__((site.name, site) for site in sites)
         self.unavailable = dict(unavailable or {})
-        """Site name or glob → why this model does not expose that value."""
+        """Site name or glob → reason why this model does not expose the value."""
 
 
 def check_sites_in_model(model: nn.Module, sites: Iterable[Site]) -> None:
-    """Raise if a site's module was replaced after the site was looked up, as `use_kernel` does."""
+    """Raise if a site's module was replaced after the site was looked up. `use_kernel` replaces modules."""
     modules = set(model.modules())
     missing = next((site.name for site in sites if site.module not in modules), None)
     if missing is not None:
@@ -135,7 +135,7 @@ def select_sites(sites: Mapping[str, Site], patterns: Iterable[str], layers: Ind
 
 
 def _matches_pattern(name: str, pattern: str) -> bool:
-    """Match the full name, or a suffix that begins after a dot."""
+    """Whether the pattern matches the full name, or a suffix of it that begins after a dot."""
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
 
 
@@ -176,7 +176,7 @@ def materialize_indices(indices: Indices | None, arg_name: str) -> Indices | Non
 
 
 def resolve_heads(site: Site, heads: Indices) -> list[int]:
-    """Resolve query head indices to the site's head axis, without duplicates; for k and v, to key-value heads (GQA)."""
+    """Convert query head indices to distinct indices of the site's head axis. For k and v these are key-value heads."""
     sizes = dict(site.axis_sizes)
     indices = resolve_indices(heads, sizes["H"], "heads", f"the heads of {site.name}")
     return list(dict.fromkeys(indices if "H" in site.axes else [head * sizes["G"] // sizes["H"] for head in indices]))
@@ -187,12 +187,12 @@ def resolve_positions(positions: Indices, num_tokens: int) -> list[int]:
 
 
 def resolve_index(index: int, size: int, arg_name: str, axis_name: str) -> int:
-    """Resolve one index to a non-negative integer, and raise if it is out of range."""
+    """Convert one index to a non-negative integer. Raise if it is out of range."""
     return resolve_indices([index], size, arg_name, axis_name)[0]
 
 
 def resolve_indices(indices: Indices, size: int, arg_name: str, axis_name: str) -> list[int]:
-    """Resolve indices to non-negative integers, and raise on indices out of range."""
+    """Convert indices to non-negative integers. Raise if one is out of range."""
     if isinstance(indices, slice):
         selected = list(range(size))[indices]
         if not selected:
@@ -242,7 +242,7 @@ def attention_module(branch: Branch) -> MultiHead | LatentAttention:
 
 
 def has_additive_residual(stack: Stack) -> bool:
-    """Whether blocks only add to the residual stream: no norm on the stream (post-norm) and no skip scale."""
+    """Whether blocks only add to the residual stream, without a norm (post-norm) or a scale on the stream itself."""
     for block in get_blocks(stack):
         if isinstance(block, Block):
             norms = (block.norm_after_attn, block.norm_after_cross, block.norm_after_ffn)

@@ -27,7 +27,7 @@ _AnyBlock = Block | ParallelBlock
 
 
 class StructuralTarget(NamedTuple):
-    """A part of a model that can be edited."""
+    """A part of a model that structural edits can change."""
 
     kind: str
     """A key of STRUCTURAL_OPS."""
@@ -37,7 +37,7 @@ class StructuralTarget(NamedTuple):
 
 
 def structural_targets(model: nn.Module) -> dict[str, StructuralTarget]:
-    """Return the parts that can be edited, by name. Empty for models of other libraries."""
+    """Return the parts of a model that can be edited, by name. The dict is empty for models of other libraries."""
     targets: list[StructuralTarget] = []
     stacks = model.stacks if isinstance(model, Transformer) else {}
     for stack_name, stack in stacks.items():
@@ -73,7 +73,7 @@ def _unsupported_reason(target: StructuralTarget, op: str) -> str | None:
     if layer is not None:
         block = blocks[layer]
         if sum(other is block for other in blocks) > 1:
-            return f"{name} is shared by several layers, so it cannot be edited in one; edit attn.out and ffn.out"
+            return f"{name} is shared by several layers, so one alone cannot be edited; edit attn.out and ffn.out"
         if op == "swap" and isinstance(block, ParallelBlock):
             return f"{name} computes attention and FFN in parallel, so there is no order to swap"
     if kind == "final_norm" and isinstance(stack.final_norm, nn.Identity):
@@ -86,7 +86,7 @@ def _unsupported_reason(target: StructuralTarget, op: str) -> str | None:
         if op == "drop" and any(isinstance(block.attn.f, LatentAttention) for block in blocks):
             return f"{name} cannot be dropped: latent attention has a part of each key that consists only of RoPE"
         if op in _POSITION_OPS and any(isinstance(module, ScoreBias) for module in stack.positions.values()):
-            return f"{name} are distances added to scores (ALiBi, T5 bias); they can be dropped, not moved"
+            return f"{name} are distances that are added to scores (ALiBi, T5 bias); they can be dropped, not moved"
     return None
 
 
@@ -102,18 +102,18 @@ STRUCTURAL_OPS = {
     "mask": ("drop",),
     "positions": ("drop", *_POSITION_OPS),
 }
-"""Kind of a structural target → its operations."""
+"""Kind of a structural target → the operations it supports."""
 
 
 _PATCHED_BLOCKS: WeakKeyDictionary[nn.Module, list[MethodType]] = WeakKeyDictionary()
-"""Block → patched forward methods of the active edits; the last one is in effect."""
+"""Block → patched forward methods of the active edits. The last method in the list is in effect."""
 
 
 def _patch_block_forward(block: _AnyBlock, op: str, on_call: _OnCall) -> UndoFn:
     forward, patches = MethodType(_BLOCK_FORWARDS[op], block), _PATCHED_BLOCKS.setdefault(block, [])
     patches.append(forward)
     block.forward = forward  # type: ignore[method-assign]
-    # The hook also signals to fast paths (which check for hooks) that this block is modified.
+    # The hook also disables fast paths, which are not used for a block with hooks.
     handle = block.register_forward_pre_hook(lambda module, args: on_call())
 
     def undo() -> None:
@@ -159,7 +159,7 @@ def _drop_final_norm(stack: Stack, on_call: _OnCall) -> UndoFn:
         on_call()
         return args[0]
 
-    # Before all other hooks, so that their changes of the output are kept.
+    # This hook runs before all others, so that it does not overwrite their changes of the output.
     return stack.final_norm.register_forward_hook(return_input, prepend=True).remove
 
 

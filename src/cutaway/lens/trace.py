@@ -1,11 +1,11 @@
-"""`ct.trace`: record activations and their gradients with forward hooks that are removed at the end.
+"""`ct.trace`: record activations and their gradients with forward hooks, which are removed at the end of a with-block.
 
 with ct.trace(model, "resid_post", "attn.pattern", layers=[0, -1]) as t:
     model(tokens)
 t["blocks.0.attn.pattern"]
 
-A transformers model has the same site names, where a module's input or output is that value. Any other module has the
-paths of its submodules.
+A transformers model has the same site names, as far as the value is the input or output of one of its modules. In any
+other module, sites are named by submodule paths.
 """
 
 from collections.abc import Callable, Iterator
@@ -71,7 +71,7 @@ def _as_traced_tensor(tensor: Tensor, site: str, axes: str) -> TracedTensor:
 
 
 class SiteMemory(NamedTuple):
-    """A site and the memory that one call records there."""
+    """A site and the number of bytes that one call of the model records there."""
 
     site: str
     axes: str
@@ -80,7 +80,7 @@ class SiteMemory(NamedTuple):
 
 
 class TraceMemoryEstimate(list[SiteMemory]):
-    """The memory that one call records, per site."""
+    """The memory that one call of the model records, per site."""
 
     @property
     def nbytes(self) -> int:
@@ -91,18 +91,20 @@ class TraceMemoryEstimate(list[SiteMemory]):
 
 
 _UNNAMED_AXIS = "·"
-"""Letter of an axis without a name (modules that are neither cutaway's nor of a known family)."""
+"""Letter of an axis without a name, in modules that are neither cutaway's nor of a supported transformers family."""
 
 
 class Trace:
-    """Record the activations at the selected sites: `t[site]`, or `t[site, call]` after several calls of the model.
+    """Record the activations at the selected sites.
+
+    `t[site]` is the recorded activation, or `t[site, call]` if the model was called several times.
 
     Args:
         model: a cutaway model or checkpoint, a transformers model, or another nn.Module.
-        patterns: site names, their suffixes, or globs of either (`"resid_post"`, `"blocks.0.*"`).
-        layers, positions, heads: record only these; default all.
-        gradients: also record ∂loss/∂activation; see `gradient`.
-        device, dtype: move the recorded tensors there; default as computed.
+        patterns: site names, suffixes of site names, or globs of either (`"resid_post"`, `"blocks.0.*"`).
+        layers, positions, heads: record only these layers, token positions and heads; the default is all.
+        gradients: also record ∂loss/∂activation, which the method `gradient` returns.
+        device, dtype: convert the recorded tensors to these; by default they stay as the model computes them.
     """
 
     def __init__(
@@ -163,8 +165,8 @@ class Trace:
             if site.is_recomputed:
                 self._record_attention_gradient(context, call)
             elif value.requires_grad:
-                # A sublayer's input may be used elsewhere too (the residual connection, the other branch of a parallel
-                # block). The gradient of a view is that of this use alone.
+                # A sublayer's input may be used elsewhere too (by the residual connection, by the other branch of a
+                # parallel block). The gradient of a view contains only the sublayer's own use of it.
                 if site.name.endswith(".in"):
                     value = value.view_as(value)
                 if site.conversion is None or value is not context.value:
@@ -205,7 +207,7 @@ class Trace:
         _register_grad_hook(z, store)
 
     def _record_converted_gradient(self, context: HookContext, call: int) -> None:
-        """Hook the tensor that the value was extracted from; the value itself is not on the path to the loss."""
+        """Record the gradient at the tensor that the value was extracted from: the value is not in the graph."""
         site, shape = context.site, context.value.shape
 
         def store(grad: Tensor) -> None:
@@ -220,7 +222,7 @@ class Trace:
         stored[call] = stored[call] + selected if call in stored else selected
 
     def _select_part(self, site: Site, value: Tensor) -> Tensor:
-        """Select the positions and heads to record, as a tensor that owns its storage."""
+        """Return the positions and heads to record, as a tensor that shares no storage with a larger tensor."""
         value = value.detach()
         if self.positions is not None and site.token_axis is not None:
             indices = resolve_positions(self.positions, value.shape[site.token_axis])
@@ -229,10 +231,10 @@ class Trace:
         if heads is not None and site.head_axis is not None and not site.is_recomputed:
             value = value.index_select(site.head_axis, index_tensor(heads, value))
         moved = value.to(device=self.device or value.device, dtype=self.dtype or value.dtype)
-        # These may be written in place later: activations of other libraries, keys and values in a cache, logits.
+        # Activations of other libraries, keys and values in a cache, and logits may later be written in place.
         may_be_written = moved is value and (site.conversion is not None or site.axes[:2] == "BS" or site.layer is None)
         if moved.untyped_storage().nbytes() > moved.numel() * moved.element_size():
-            return moved.clone()  # a view would keep the whole storage alive and change with it
+            return moved.clone()  # a view would keep the whole storage in memory, and would change with it
         return _lazy_clone(moved) if may_be_written else moved
 
     def __getitem__(self, key: str | tuple[str, int]) -> TracedTensor:
@@ -242,7 +244,7 @@ class Trace:
         return self._select_call(name, call, dict(enumerate(self.calls(name))))
 
     def gradient(self, name: str, call: int | None = None) -> TracedTensor:
-        """Return ∂loss/∂activation; call backward() first, in or after the with-block."""
+        """Return ∂loss/∂activation. Call backward() before, inside or after the with-block."""
         name = self.resolve_name(name)
         if not self.records_gradients:
             raise InputError("gradients were not recorded; pass gradients=True to trace")
@@ -270,7 +272,7 @@ class Trace:
             raise InputError(f"{name} was recorded in {calls} calls; use t['{name}', -1] or t.calls('{name}')")
         number = (0 if call is None else call) % max(calls, 1)
         if number not in values or not -calls <= (call or 0) < calls:
-            raise InputError(f"{name} has no call {call or 0}; pass one of its {calls} calls, from 0")
+            raise InputError(f"{name} has no call {call or 0}; {calls} calls were recorded, counted from 0")
         return _as_traced_tensor(values[number], name, site.axes or _UNNAMED_AXIS * values[number].ndim)
 
     def stack_activation(self, suffix: str) -> Tensor:
@@ -291,11 +293,11 @@ class Trace:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the recorded activations, without gradients."""
+        """Size of the recorded activations in bytes, without gradients."""
         return sum(value.nbytes for calls in self._values.values() for value in calls)
 
     def estimate_memory(self, batch_size: int, seq_len: int, source_len: int | None = None) -> TraceMemoryEstimate:
-        """Memory that one call with a batch of this shape records, without running the model."""
+        """Return the memory that one call with a batch of this shape would record. The model is not run."""
         check_positive_int("batch_size", batch_size)
         check_positive_int("seq_len", seq_len)
         check_positive_int("source_len", 1 if source_len is None else source_len)
@@ -314,7 +316,7 @@ class Trace:
         return TraceMemoryEstimate(rows)
 
     def save(self, path: str | Path) -> None:
-        """Write all activations to a safetensors file; with several calls, the keys are `site@call`."""
+        """Write all activations to a safetensors file. After several calls of the model, the keys are `site@call`."""
         from safetensors.torch import save_file
 
         flat: dict[str, Tensor] = {}
@@ -322,7 +324,8 @@ class Trace:
         for name, calls in self._values.items():
             for call, value in enumerate(calls):
                 tensor = value.contiguous()
-                # One block's resid_post is the next one's resid_pre; safetensors refuses tensors that share memory.
+                # A block's resid_post is the same tensor as the next block's resid_pre, and safetensors rejects tensors
+                # that share memory.
                 if tensor.data_ptr() in pointers:
                     tensor = tensor.clone()
                 pointers.add(tensor.data_ptr())
@@ -343,7 +346,7 @@ def _register_grad_hook(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
 
 
 def _lazy_clone(value: Tensor) -> Tensor:
-    """Copy on write: the copy is made only if either tensor is written. Logits are large, and mostly neither is."""
+    """Return a copy-on-write copy: data is copied only if either tensor is written, because logits are large."""
     try:
         return torch._lazy_clone(value)
     except RuntimeError:  # storage that PyTorch did not allocate

@@ -11,7 +11,7 @@ from cutaway.model import EncoderDecoder, EncoderOnly, Transformer
 
 
 class HasModel(Protocol):
-    """A checkpoint."""
+    """An object with a `model` attribute, such as a checkpoint."""
 
     @property
     def model(self) -> nn.Module: ...
@@ -21,7 +21,7 @@ ModelLike = nn.Module | HasModel
 
 
 def unwrap_model(model: ModelLike) -> nn.Module:
-    """Return the nn.Module of a checkpoint, or the original module of a compiled one."""
+    """Return the nn.Module of a checkpoint, or the original module of a compiled module."""
     module = model if isinstance(model, nn.Module) else getattr(model, "model", model)
     module = getattr(module, "_orig_mod", module)
     if not isinstance(module, nn.Module):
@@ -38,7 +38,7 @@ def require_cutaway_model(model: ModelLike) -> Transformer:
 
 
 def run_model(model: Transformer, tokens: Tensor, source: Tensor | None) -> Tensor:
-    """Return the logits, or the encoder output if the model has no head."""
+    """Return the logits, or the encoder output if the model is an encoder without a head."""
     if isinstance(model, EncoderDecoder):
         return model(source, tokens)
     if isinstance(model, EncoderOnly) and model.head is None:
@@ -49,12 +49,12 @@ def run_model(model: Transformer, tokens: Tensor, source: Tensor | None) -> Tens
 def sites(model: nn.Module) -> SiteMap:
     """Return all sites of a model by name, in execution order.
 
-    A transformers model has the sites that its family's weight mapping locates. Any other module has the paths of its
-    submodules, with `.in` and `.out`.
+    For a transformers model, these are the sites that the family's weight mapping can locate. For any other module, the
+    sites are the submodule paths with `.in` (the input) and `.out` (the output) appended.
     """
     if isinstance(model, Transformer):
         return cutaway_sites(model)
-    # Imported here because it imports all families, which most traces do not need.
+    # Imported here because this module imports all families, which most traces do not need.
     from cutaway.lens.adapters.transformers import transformers_sites
 
     return transformers_sites(model)

@@ -32,8 +32,8 @@ def _stack_sites(stack: Stack, prefix: str, d_model: int) -> Iterator[Site]:
         name, site = f"{prefix}blocks.{layer}", partial(resid, layer=layer)
         yield site(f"{name}.resid_pre", module=block, kind="in")
         yield from _attention_sites(f"{name}.attn", block.attn, site)
-        # The module between the sublayers (Identity unless post-norm): an edit changes the residual stream itself, not
-        # only the next sublayer's input.
+        # These sites are the outputs of the norm between two sublayers, which is an Identity unless the block is
+        # post-norm. An edit there changes the residual stream itself, not only the input of the next sublayer.
         if isinstance(block, Block):
             if block.cross is not None:
                 yield site(f"{name}.cross.resid_pre", module=block.norm_after_attn)
@@ -45,7 +45,7 @@ def _stack_sites(stack: Stack, prefix: str, d_model: int) -> Iterator[Site]:
 
 
 def _attention_sites(prefix: str, branch: Branch, site: partial[Site]) -> Iterator[Site]:
-    """Yield the sites of an attention; `site` builds one on the residual stream."""
+    """Yield the sites of an attention sublayer. `site` builds a `Site` with the axes of the residual stream."""
     f = attention_module(branch)
     if isinstance(f, MultiHead):
         kv_heads, d_head, d_value = f.kv_heads, f.d_head, f.d_head

@@ -1,4 +1,7 @@
-"""Sites of an arbitrary nn.Module: submodule paths with `.in` and `.out`, the first tensor of each."""
+"""Sites of an arbitrary nn.Module.
+
+The site `path.in` is the first tensor in the input of the submodule at `path`, `path.out` the first in its output.
+"""
 
 from torch import nn
 
@@ -7,7 +10,7 @@ from cutaway.lens.sites import Site, SiteKind, SiteMap
 
 
 def module_sites(model: nn.Module, reason: str) -> SiteMap:
-    """Return the input and output of each submodule; `reason` is why named sites are not available."""
+    """Return a site for the input and the output of each submodule. `reason` says why there are no named sites."""
     sites: list[Site] = []
     kinds: tuple[SiteKind, ...] = ("in", "out")
     for path, module in model.named_modules():

@@ -1,9 +1,10 @@
 """Sites of transformers models.
 
-A family's weight mapping gives the transformers module for each cutaway module: `attn.z` is the input of the module
-that holds the weights of `attn.f.o`. Values that are no module's input or output (rotated queries, scores) are not
-available; the reason is stored in `SiteMap.unavailable`. Differences from cutaway models: `attn.k` and `attn.v` contain
-only the tokens of the call, because the cache is updated after the projection, and `*.out` is the value before dropout.
+A family's weight mapping gives the transformers module for each cutaway module. For example, `attn.z` is the input of
+the transformers module that holds the weights of `attn.f.o`. Values that are not the input or output of any module
+(rotated queries, scores) are not available, and `SiteMap.unavailable` says why. There are two differences from cutaway
+models: `attn.k` and `attn.v` contain only the tokens of the current call, because the cache is updated after the
+projection, and `*.out` is the value before dropout.
 """
 
 import json
@@ -38,7 +39,7 @@ from cutaway.model.moe import MixtureOfExperts
 
 
 class _MappedModule(NamedTuple):
-    """Path of the transformers module that holds a cutaway parameter, with the weight mapping step."""
+    """Path of the transformers module that holds a cutaway parameter, and the mapping step for that parameter."""
 
     path: str
     step: TensorConversion
@@ -59,7 +60,7 @@ class _ModuleMap:
                 self.mapped_modules.setdefault(name, []).extend(mapped)
 
     def find(self, path: str) -> _MappedModule | None:
-        """Return the first mapped path that exists in the transformers model, for a cutaway module path."""
+        """Return the first of a cutaway module's mapped paths that exists in the transformers model, or None."""
         mapped = self.mapped_modules.get(f"{path}.weight", []) + self.mapped_modules.get(f"{path}.bias", [])
         return next((candidate for candidate in mapped if candidate.path in self.hf_modules), None)
 
@@ -69,9 +70,9 @@ class _ModuleMap:
         return None if mapped is None else self.hf_modules[mapped.path]
 
     def enclosing_module(self, *cutaway_paths: str) -> nn.Module | None:
-        """Return the innermost transformers module around all weights of these cutaway modules.
+        """Return the innermost transformers module that contains all weights of these cutaway modules.
 
-        Containers (ModuleList, ModuleDict) are skipped: they are never called, so their hooks do not run.
+        ModuleList and ModuleDict are skipped: they are never called, so hooks on them do not run.
         """
         prefixes = tuple(f"{path}." for path in cutaway_paths)
         names = [name for name in self.mapped_modules if name.startswith(prefixes)]
@@ -87,7 +88,7 @@ class _ModuleMap:
         return branch
 
     def has_weights(self, path: str) -> bool:
-        """Whether the weight mapping has any parameter of this cutaway module."""
+        """Whether the weight mapping includes any parameter of this cutaway module."""
         return any(name.startswith(f"{path}.") for name in self.mapped_modules)
 
     def shared_block_call(self, stack: str, layer: int) -> int | None:
@@ -98,10 +99,10 @@ class _ModuleMap:
         return sum(block is blocks[layer] for block in blocks[:layer])
 
     def output_columns(self, path: str) -> Tensor | None:
-        """Return the output columns of the transformers module that are this cutaway module's output; None for all.
+        """Return which output columns of the transformers module are this cutaway module's output; None means all.
 
-        For fused projections (QKV in one matrix). The mapping's tensor operation is applied to arange instead of to
-        weights.
+        This matters for fused projections (QKV in one matrix). The columns are found by applying the mapping's tensor
+        operation to arange instead of to weights.
         """
         mapped = self.find(path)
         if mapped is None:
@@ -115,7 +116,7 @@ class _ModuleMap:
 
 
 _HookLocation = tuple[nn.Module | None, bool, HookConversion]
-"""Transformers module, whether the value is its input (else its output), and the conversion."""
+"""Transformers module, True if the value is the module's input or False if its output, and the conversion."""
 
 
 class _SiteUnavailableError(Exception):
@@ -127,7 +128,7 @@ _NO_MODULE = "it is not the input or output of any module that the family's weig
 
 
 def transformers_sites(model: nn.Module) -> SiteMap:
-    """Return named sites if a family supports the model, else module paths."""
+    """Return the cutaway site names if a family supports the model, else submodule paths."""
     family, hf_config = _find_family(model)
     if family is None:
         return module_sites(model, "no cutaway family supports this model, so its sites are module paths")
@@ -206,7 +207,7 @@ def _locate_in_block(suffix: str, block_path: str, module_map: _ModuleMap) -> _H
 def _locate_mid_resid(path: str, module_map: _ModuleMap) -> _HookLocation:
     """Locate the residual stream before a sublayer that is not the block's first.
 
-    It is the output of a post-norm, or the input of the module that reads it.
+    With post-norm it is the output of the norm, else the input of the module that reads it.
     """
     block = path.rpartition(".")[0]
     for previous in ("cross", "attn"):
@@ -220,7 +221,7 @@ def _locate_mid_resid(path: str, module_map: _ModuleMap) -> _HookLocation:
 
 
 def _sublayer_input_module(path: str, module_map: _ModuleMap) -> nn.Module | None:
-    """Return the innermost module around all projections that read a sublayer's input."""
+    """Return the innermost module that contains all projections that read a sublayer's input."""
     is_moe = module_map.has_weights(f"{path}.f.router")
     return module_map.enclosing_module(*(f"{path}.{name}" for name in (("f",) if is_moe else _INPUT_PROJECTIONS)))
 
@@ -229,7 +230,7 @@ _INPUT_PROJECTIONS = ("f.q", "f.k", "f.v", "f.kv_down", "f.gate", "f.up")
 
 
 def _locate_sublayer_input(path: str, module_map: _ModuleMap) -> _HookLocation:
-    """Locate a sublayer's input: the input of a module that reads exactly this value."""
+    """Locate a sublayer's input, as the input of a module that reads this value and no other."""
     module = _sublayer_input_module(path, module_map)
     if module is None:
         return module_map.hf_module(f"{path}.norm_in"), False, HookConversion()
@@ -237,12 +238,12 @@ def _locate_sublayer_input(path: str, module_map: _ModuleMap) -> _HookLocation:
     after = f"{block}.norm_after_{sublayer}"
     around_norm = module_map.enclosing_module(*(f"{path}.{name}" for name in _INPUT_PROJECTIONS), after)
     if module_map.has_weights(after) and around_norm is module:
-        raise _SiteUnavailableError("the same module also receives the residual stream; use resid_pre, the same value")
+        raise _SiteUnavailableError("its module also receives the residual stream; use resid_pre, which is equal")
     return module, True, HookConversion()
 
 
 def _flattened_batch_conversion(path: str, module_map: _ModuleMap, *, read_only: bool = False) -> HookConversion:
-    """Conversion for values that some models flatten to (B·T, d) before the FFN."""
+    """Return a conversion for values that some models flatten to (B·T, d) before the FFN."""
     block = module_map.enclosing_module(path.rpartition(".")[0])
     if block is None:
         raise _SiteUnavailableError(_NO_MODULE)
@@ -250,7 +251,7 @@ def _flattened_batch_conversion(path: str, module_map: _ModuleMap, *, read_only:
 
 
 def _locate_sublayer_output(path: str, output_module: nn.Module | None, module_map: _ModuleMap) -> _HookLocation:
-    """Locate what is added to the residual stream: after the output norm and scale, if present."""
+    """Locate what a sublayer adds to the residual stream, after the output norm and the scale if the model has them."""
     branch = module_map.branch(path)
     module = output_module if isinstance(branch.norm_out, nn.Identity) else module_map.hf_module(f"{path}.norm_out")
     return module, False, HookConversion() if branch.scale == 1.0 else ScaledOutput(branch.scale)
@@ -273,7 +274,7 @@ def _locate_in_attention(value: str, path: str, module_map: _ModuleMap) -> _Hook
 
 
 def _locate_projection(projection: str, path: str, module_map: _ModuleMap) -> _HookLocation:
-    """Locate q, k or v, if nothing happens to them between their projection and the kernel."""
+    """Locate q, k or v. Raise if the attention module changes it between the projection and the kernel."""
     f = attention_module(module_map.branch(path))
     if isinstance(f, LatentAttention):
         raise _SiteUnavailableError("latent attention assembles queries, keys and values inside its attention module")

@@ -1,4 +1,4 @@
-"""Analyses of a model on a text. Each returns a `LabeledTensor`, which prints as a table and has `.plot()`."""
+"""Analyses of a model on a text. Each returns a `LabeledTensor`, which prints as a table and can be plotted."""
 
 from cutaway.lens.analysis.ablation import ablation, head_ablation
 from cutaway.lens.analysis.activation_checkpointing import activation_checkpointing_cost

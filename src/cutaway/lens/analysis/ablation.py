@@ -1,4 +1,4 @@
-"""Ablation: loss and KL divergence without a block, a head, a residual, the final norm, the mask or positions."""
+"""Ablation: loss and KL divergence of a model without one block, head, residual, final norm, mask or positions."""
 
 from collections.abc import Mapping
 
@@ -39,8 +39,9 @@ def ablation(
 ) -> LabeledTensor:
     """Loss of the text, KL divergence from the unedited model and overlap of the top 5 tokens, for each edit.
 
-    `edits` maps a label to the edits of `ct.edit`. Default: all structural edits that the model supports (skip each
-    block, swap its sublayers, drop its residual, the final norm, the mask, positions). In nats, averaged over the text.
+    `edits` maps a label to edits as `ct.edit` takes them. The default is every structural edit that the model supports:
+    for each block, skip it, swap its sublayers, or drop its residual; and drop the final norm, the mask or positions.
+    Loss and KL divergence are in nats, averaged over the text.
     """
     inputs = prepare_inputs(model, tokens, source)
     inputs.require_head()
@@ -59,7 +60,7 @@ def ablation(
 def head_ablation(
     model: ModelLike, tokens: TextOrTokens, *, source: TextOrTokens | None = None, progress: bool = True
 ) -> LabeledTensor:
-    """Increase of the text's loss when a head is zero-ablated: layer × head."""
+    """Increase of the text's loss when each head in turn is zero-ablated: layer × head."""
     inputs = prepare_inputs(model, tokens, source)
     if reason := _no_loss_reason(inputs):
         raise InputError(f"{reason}; use ablation(…), which has KL divergence")
@@ -97,7 +98,7 @@ def _no_loss_reason(inputs: AnalysisInputs) -> str:
 
 
 def _next_token_loss(inputs: AnalysisInputs, logits: Tensor) -> Tensor:
-    """Mean cross-entropy of the next tokens."""
+    """Mean cross-entropy of predicting each next token."""
     return F.cross_entropy(logits[:-1], inputs.tokens[0, 1:])
 
 

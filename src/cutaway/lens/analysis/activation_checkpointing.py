@@ -21,7 +21,7 @@ _Kwargs = dict[str, object]
 def activation_checkpointing_cost(
     model: ModelLike, tokens: TextOrTokens, *, source: TextOrTokens | None = None, num_repeats: int = 3
 ) -> LabeledTensor:
-    """Megabytes of saved activations and milliseconds per forward and backward pass, for each mode."""
+    """Saved activations in megabytes and time of a forward and backward pass in milliseconds, for each mode."""
     inputs = prepare_inputs(model, tokens, source)
     modes = {stack: stack.activation_checkpointing for stack in inputs.model.stacks.values()}
     training = inputs.model.training
@@ -43,7 +43,7 @@ def activation_checkpointing_cost(
 
 
 def _time_forward_backward(inputs: AnalysisInputs) -> float:
-    """Return the seconds of a forward and backward pass; `.grad` is not written."""
+    """Return the duration of a forward and backward pass in seconds. The parameters' `.grad` is not changed."""
     parameters = [parameter for parameter in inputs.model.parameters() if parameter.requires_grad]
     start = time.perf_counter()
     with torch.enable_grad():
@@ -54,7 +54,7 @@ def _time_forward_backward(inputs: AnalysisInputs) -> float:
 
 
 def _saved_activation_bytes(inputs: AnalysisInputs) -> int:
-    """Return the bytes allocated in a forward pass and still alive after it, without the output itself."""
+    """Return how many bytes of a forward pass's allocations are still in use after it, not counting the output."""
     with torch.enable_grad(), _AllocationTracker() as tracker:
         output = inputs.forward()
     output_storage = StorageWeakRef(output.untyped_storage()).cdata  # type: ignore[no-untyped-call]
@@ -63,7 +63,7 @@ def _saved_activation_bytes(inputs: AnalysisInputs) -> int:
 
 
 class _AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the size of every storage that operators allocate, through weak references that keep none alive."""
+    """Records the size of every storage that operators allocate. Weak references do not keep the storages alive."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

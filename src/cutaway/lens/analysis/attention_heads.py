@@ -13,13 +13,14 @@ from cutaway.model import EncoderDecoder, Transformer
 
 HEAD_TYPES = ("previous_token", "duplicate_token", "induction", "first_token")
 _DEFAULT_REPEAT_LEN = 32
-"""Default number of random tokens before the repetition."""
+"""Default number of random tokens before they are repeated."""
 
 
 def attention_entropy(model: ModelLike, tokens: TextOrTokens, *, source: TextOrTokens | None = None) -> LabeledTensor:
-    """Entropy of each head's attention pattern, averaged over queries: layer × head; 0 means one attended token.
+    """Entropy of each head's attention pattern in bits, averaged over queries: layer × head.
 
-    The mass of an attention sink counts as one more token.
+    An entropy of 0 means that each query attends to a single token. The weight of an attention sink counts as one more
+    token.
     """
     patterns = _attention_patterns(prepare_inputs(model, tokens, source))
     entropies = {name: pattern_entropy(pattern) for name, pattern in patterns.items()}
@@ -37,14 +38,14 @@ def pattern_entropy_by_query(pattern: Tensor) -> Tensor:
 
 
 def _attention_patterns(inputs: AnalysisInputs) -> dict[str, Tensor]:
-    """Return layer label → pattern (B, H, T, S) of all attention layers, including cross-attention."""
+    """Return a dict from layer label to pattern (B, H, T, S), for all attention layers including cross-attention."""
     t = inputs.trace("attn.pattern", *(["cross.pattern"] if inputs.site_prefix else []))
     labels = {name: name.removesuffix(".pattern").removesuffix(".attn").replace("blocks.", "") for name in t}
     return {label: upcast_float32(t[name]) for name, label in labels.items()}
 
 
 def _build_result(scores: dict[str, Tensor], title: str, unit: str, note: str = "") -> LabeledTensor:
-    """Stack one row per layer; where layers differ in their number of heads, the missing heads are NaN."""
+    """Stack one row per layer. If layers differ in their number of heads, shorter rows are padded with NaN."""
     rows = list(scores.values())
     max_heads = max(map(len, rows))
     values = rows[0].new_full((len(rows), max_heads, *rows[0].shape[1:]), float("nan"))
@@ -58,10 +59,11 @@ def _build_result(scores: dict[str, Tensor], title: str, unit: str, note: str = 
 def head_scores(
     model: ModelLike, *, repeat_len: int | None = None, batch_size: int = 8, seed: int = 0
 ) -> LabeledTensor:
-    """Attention of each head by head type, on repeated random tokens: layer × head × head_type; 1 is all attention.
+    """Score of each head for each head type, on random tokens that are repeated once: layer × head × head_type.
 
-    previous_token: attends to the token before · duplicate_token: to the earlier copy of the current token · induction:
-    to the token after that copy · first_token: to the first token (attention sink).
+    The score is the fraction of attention that goes to one token, from 0 to 1. previous_token: to the token before the
+    current one. duplicate_token: to the earlier copy of the current token. induction: to the token after that copy.
+    first_token: to the first token of the sequence (attention sink).
     """
     transformer = require_cutaway_model(model)
     if isinstance(transformer, EncoderDecoder):
@@ -71,7 +73,7 @@ def head_scores(
     half = tokens.shape[1] // 2
     patterns = _attention_patterns(AnalysisInputs(transformer, None, tokens, None))
     scores = {name: torch.stack(pattern_head_scores(pattern, half), -1) for name, pattern in patterns.items()}
-    # Uniform attention: over the visible tokens of the second half in a decoder, over all tokens in an encoder.
+    # Uniform attention is 1 / visible tokens in a decoder (mean over the second half), 1 / all tokens in an encoder.
     num_visible = torch.arange(half + 1, 2 * half + 1)
     is_causal = transformer.stacks.keys() == {"decoder"}
     uniform = float((1.0 / num_visible).mean()) if is_causal else 1 / (2 * half)
@@ -80,7 +82,7 @@ def head_scores(
 
 
 def pattern_head_scores(pattern: Tensor, repeat_len: int) -> list[Tensor]:
-    """Return the score of each head type, (H,) each, over the second half, where the types differ."""
+    """Return one tensor (H,) per head type, averaged over the second half, because only there the types differ."""
     # (B, H, T − offset): attention of query t to key t − offset.
     diagonals = {offset: pattern.diagonal(-offset, -2, -1) for offset in (1, repeat_len, repeat_len - 1)}
     previous = diagonals[1][..., repeat_len - 1 :].mean((0, 2))

@@ -1,7 +1,8 @@
 """Direct logit attribution: contribution of each component to a token's logit.
 
-The last residual stream is a sum, x = embed + Σ out, and the final norm is linear once its statistics are frozen at the
-attributed token. So the logit is a sum too: embed·g + Σ out·g + biases, with one direction g for all components.
+The residual stream after the last block is a sum, x = embed + Σ out. The final norm is linear once its statistics are
+frozen at their values for the attributed position. So the logit is a sum too: embed·g + Σ out·g + biases, with the same
+direction g for all components.
 """
 
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ from cutaway.model.norms import LayerNorm, RMSNorm
 
 
 def _pull_back_through_norm(norm: nn.Module, x: Tensor, direction: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (g, β·direction): norm(x)·direction = x·g + β·direction, with the norm's scale frozen at x."""
+    """Return (g, β·direction) such that norm(x)·direction = x·g + β·direction, with the norm's scale frozen at x."""
     x = upcast_float32(x)
     zero = direction.new_zeros(())
     if isinstance(norm, LayerNorm):
@@ -39,7 +40,7 @@ def _pull_back_through_norm(norm: nn.Module, x: Tensor, direction: Tensor) -> tu
 
 
 def apply_norm_gain(norm: nn.Module, direction: Tensor) -> Tensor:
-    """Pull a direction back through a norm's gain and centering, without its scale, which depends on the token."""
+    """Pull a direction back through a norm's gain and centering. The norm's scale, which depends on x, is left out."""
     if isinstance(norm, LayerNorm):
         gained = direction if norm.weight is None else direction * upcast_float32(norm.weight)
         # (x − mean(x))·w = x·(w − mean(w)): centering is linear and needs no frozen statistics.
@@ -51,7 +52,7 @@ def apply_norm_gain(norm: nn.Module, direction: Tensor) -> Tensor:
 
 
 def unembedding(head: LMHead) -> Tensor:
-    """Return the output matrix of a head, (V, d): its own or the token embedding."""
+    """Return the output matrix of a head, (V, d). It is the token embedding if the two are tied."""
     weight = head.matrix.weight
     assert isinstance(weight, Tensor)
     return weight
@@ -69,9 +70,9 @@ class LogitContribution:
 
     name: str
     contribution: Tensor
-    """(S,) by attended token, or a scalar for components other than attention."""
+    """(S,) with one value per attended token, or a scalar if the contribution is not split by token."""
     from_source: bool = False
-    """Whether the attended tokens are those of the source (cross-attention)."""
+    """Whether the attended tokens are in the source (cross-attention)."""
 
 
 def direct_logit_attribution(
@@ -87,8 +88,9 @@ def direct_logit_attribution(
 ) -> LabeledTensor:
     """Contribution of each component to the logit of `answer_token`, or to the logit difference to `incorrect_token`.
 
-    The default `answer_token` is the most likely one. The contributions sum to the logit. `by_head` splits attention by
-    head, `by_token` by attended token. A softcap is applied after the sum: the attributed logit is the one before it.
+    The default `answer_token` is the most likely token. The contributions sum to the logit. `by_head` splits the
+    contribution of attention by head, `by_token` by attended token. If the head has a softcap, the attributed logit is
+    the value before the softcap.
     """
     inputs = prepare_inputs(model, tokens, source)
     check_attributable(inputs)
@@ -157,7 +159,7 @@ def logit_contributions(
 
 
 def _logit_direction(head: LMHead, token: int) -> tuple[Tensor, Tensor]:
-    """Return the vector and the bias of a token's logit, with the scale of the head."""
+    """Return the vector and the bias that give a token's logit, both multiplied by the head's scale."""
     weight = unembedding(head)
     bias = weight.new_zeros(()) if head.bias is None else head.bias[token]
     return upcast_float32(weight[token]) * head.scale, upcast_float32(bias) * head.scale
@@ -166,7 +168,10 @@ def _logit_direction(head: LMHead, token: int) -> tuple[Tensor, Tensor]:
 def _head_contributions(
     branch: Branch, at_position: ActivationMap, values: Tensor | None, site: str, direction: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the contribution of each head, (H,) or (H, S) by attended token if `values` is set, and of the biases."""
+    """Return the contributions of the heads and of the biases (None without biases).
+
+    The heads' contributions are (H,), or (H, S) with one column per attended token if `values` is not None.
+    """
     f = attention_module(branch)
     z = upcast_float32(at_position[f"{site}.z"][0, 0])  # (H, E)
     weight, bias = upcast_float32(f.o.weight), None if f.o.bias is None else upcast_float32(f.o.bias)
@@ -214,7 +219,7 @@ def _build_result(
 
 
 def _contribution_by_token(contribution: LogitContribution, position: int, seq_len: int, source_len: int) -> Tensor:
-    """Return a component's contribution by token; a scalar is attributed to the token at `position` itself."""
+    """Return a component's contribution by token. A scalar is attributed to the token at `position`."""
     value = contribution.contribution
     row = value.new_zeros(seq_len + source_len)
     if value.ndim == 0:

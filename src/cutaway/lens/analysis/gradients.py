@@ -1,4 +1,4 @@
-"""Gradient norms of the residual stream by depth, for a model and for pre-norm and post-norm placement."""
+"""Gradient norms of the residual stream by depth: of one model, and of pre-norm compared with post-norm models."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,7 +22,8 @@ PLACEMENTS = {"pre": PreNorm(), "post": PostNorm()}
 def gradient_by_depth(model: ModelLike, tokens: TextOrTokens, *, source: TextOrTokens | None = None) -> LabeledTensor:
     """Norm of ∂loss/∂residual stream after the embedding and after each block, over all tokens.
 
-    The loss is that of the next token; for an encoder, that of the token itself. The parameters' `.grad` is unchanged.
+    The loss is the cross-entropy of the next token, or of the token itself for an encoder. The parameters' `.grad` is
+    not changed.
     """
     inputs = prepare_inputs(model, tokens, source)
     labels, (_, *names) = tuple(inputs.resid_sites), inputs.resid_sites.values()
@@ -45,7 +46,7 @@ def gradient_by_depth(model: ModelLike, tokens: TextOrTokens, *, source: TextOrT
 
 
 def _text_loss(inputs: AnalysisInputs) -> Tensor:
-    """Mean cross-entropy of the text."""
+    """Mean cross-entropy of the text: of each next token if the model is causal, else of each token itself."""
     inputs.require_head()
     logits, tokens = inputs.forward()[0], inputs.tokens[0]
     if inputs.stack.causal:
@@ -64,8 +65,8 @@ def gradient_by_placement(
 ) -> LabeledTensor:
     """Gradient norm by depth of newly initialized models with pre-norm and post-norm, at several depths.
 
-    Relative to the gradient norm after the last block, as the geometric mean over seeds; 1 at all layers means that the
-    gradient neither vanishes nor explodes.
+    Values are relative to the gradient norm after the last block and are the geometric mean over seeds. A value of 1 at
+    all layers means that the gradient neither vanishes nor explodes.
     """
     config = read_config(source)
     if isinstance(config, EncoderDecoder):
@@ -85,8 +86,8 @@ def gradient_by_placement(
 
 
 def relative_gradient_norms(model: Transformer, seq_len: int, seed: int) -> Tensor:
-    """Return the gradient norm after each block on random tokens, divided by that after the last block."""
+    """Return the gradient norm after each block on random tokens, divided by the norm after the last block."""
     rng = torch.Generator().manual_seed(seed)
     tokens = torch.randint(model.config.vocab_size, (1, seq_len), generator=rng)
-    norms = gradient_by_depth(model, tokens).values[1:]  # without embed, whose scale is not comparable
+    norms = gradient_by_depth(model, tokens).values[1:]  # without the embedding, whose scale is not comparable
     return norms / norms[-1]

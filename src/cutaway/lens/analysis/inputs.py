@@ -1,4 +1,4 @@
-"""Inputs of an analysis: a model, its tokenizer and the tokens of one text; evaluation mode."""
+"""Inputs of an analysis (a model, its tokenizer and the tokens of one text), and evaluation mode."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -24,7 +24,7 @@ TokenOrId = int | str
 
 
 class TokenizerLike(Protocol):
-    """What an analysis uses of a tokenizer; `lens` does not import the tokenizer package."""
+    """The tokenizer methods that an analysis uses. `lens` does not import the tokenizer package."""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
     def format_token(self, token_id: int, /) -> str | None: ...
@@ -32,7 +32,10 @@ class TokenizerLike(Protocol):
 
 @dataclass(frozen=True)
 class AnalysisInputs:
-    """A model, its tokenizer or None, and the tokens of one text, (1, T); for an encoder-decoder also the source."""
+    """A model, its tokenizer or None, and the tokens of one text, (1, T).
+
+    `source` holds the encoder's tokens if the model is an encoder-decoder, else None.
+    """
 
     model: Transformer
     tokenizer: TokenizerLike | None
@@ -50,31 +53,31 @@ class AnalysisInputs:
 
     @property
     def site_prefix(self) -> str:
-        """Prefix of the site names of that stack."""
+        """Prefix of the site names of `stack`: "decoder." in an encoder-decoder, else empty."""
         return "decoder." if len(self.model.stacks) > 1 else ""
 
     @property
     def resid_sites(self) -> dict[str, str]:
-        """Label → site of the residual stream after the embedding and after each block."""
+        """Layer label → name of the site where the residual stream leaves the embedding or that block."""
         blocks = {str(layer): f"{self.site_prefix}blocks.{layer}.resid_post" for layer in range(len(self.blocks))}
         return {"embed": f"{self.site_prefix}embed"} | blocks
 
     def require_head(self) -> LMHead:
-        """Return the language modeling head, and raise if the model has none."""
+        """Return the language modeling head. Raise if the model has none."""
         head = getattr(self.model, "head", None)
         if head is None:
             raise InputError("this model has no head, so it has no logits; load a model with a language modeling head")
         return head
 
     def require_linear_head(self, analysis: str) -> LMHead:
-        """Return the language modeling head, and raise if logits are not a linear function of its input."""
+        """Return the language modeling head. Raise if the logits are not a linear function of the head's input."""
         head = self.require_head()
         if head.transform is not None:
             raise InputError(f"the head has a layer before its output matrix; {analysis} needs a linear head")
         return head
 
     def require_additive_residual(self, analysis: str) -> None:
-        """Raise if the residual stream is not the sum of embed and sublayer outputs."""
+        """Raise if the residual stream is not the sum of the embedding and the sublayer outputs."""
         if not has_additive_residual(self.stack):
             problem = "the residual stream is not a sum of sublayer outputs: it has norms (post-norm) or scales"
             raise InputError(f"{problem}; {analysis} needs pre, sandwich, output or parallel placement")
@@ -84,7 +87,7 @@ class AnalysisInputs:
         return self.decode_tokens(self.tokens[0].tolist())
 
     def decode_tokens(self, ids: list[int]) -> tuple[str, ...]:
-        """Return each token as text, or its id without a tokenizer."""
+        """Return each token as text, or as its id if there is no tokenizer."""
         return tuple(token_text(self.tokenizer, token) for token in ids)
 
     def forward(self) -> Tensor:
@@ -92,11 +95,11 @@ class AnalysisInputs:
         return run_model(self.model, self.tokens, self.source)
 
     def eval_mode(self) -> AbstractContextManager[None]:
-        """Evaluation mode without gradients. Hooks registered in it are not affected by activation checkpointing."""
+        """Context manager: evaluation mode without gradients, in which activation checkpointing is not active."""
         return eval_mode(self.model)
 
     def run(self) -> Tensor:
-        """Return the output in evaluation mode, without gradients."""
+        """Return the output of `forward` in evaluation mode, without gradients."""
         with self.eval_mode():
             return self.forward()
 
@@ -111,7 +114,7 @@ class AnalysisInputs:
         return t
 
     def resolve_token(self, token: TokenOrId, arg_name: str) -> int:
-        """Return a token id from an id or from a text that is one token."""
+        """Return the id of a token given as an id or as a text that is exactly one token."""
         if isinstance(token, str):
             ids = _encode_text(self.tokenizer, token, arg_name)
             if len(ids) != 1:
@@ -140,7 +143,7 @@ def prepare_inputs(model: ModelLike, tokens: TextOrTokens, source: TextOrTokens 
 
 
 def inputs_without_text(model: ModelLike) -> AnalysisInputs:
-    """Inputs for analyses of the weights, with an empty text (1, 0)."""
+    """Return inputs with an empty text (1, 0), for analyses that only use the weights."""
     no_tokens = torch.zeros(1, 0, dtype=torch.long)
     return AnalysisInputs(require_cutaway_model(model), getattr(model, "tokenizer", None), no_tokens, None)
 
@@ -162,13 +165,13 @@ def _encode_text(tokenizer: TokenizerLike | None, text: str, arg_name: str, *, s
 
 
 def token_text(tokenizer: TokenizerLike | None, token: int) -> str:
-    """Return a token as text, a partial character as its bytes, an id unknown to the tokenizer as a number."""
+    """Return a token as text. Part of a character is shown as bytes, an id unknown to the tokenizer as a number."""
     return str(token) if tokenizer is None else tokenizer.format_token(token) or str(token)
 
 
 @contextmanager
 def eval_mode(model: Transformer, *, enable_grad: bool = False) -> Iterator[None]:
-    """Evaluation mode without gradients (or with, for `enable_grad`); the training flags are restored at the end."""
+    """Context manager: evaluation mode, with gradients only if `enable_grad`. The training flags are restored."""
     training_modules = [module for module in model.modules() if module.training]
     model.eval()
     try:

@@ -1,6 +1,6 @@
 """Difference between one forward pass and token-by-token decoding with a KV cache.
 
-Both compute the same logits, which is why training can process all positions in parallel.
+Both compute the same logits up to rounding, which is why training can process all positions in parallel.
 """
 
 import torch

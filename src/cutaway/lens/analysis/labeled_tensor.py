@@ -1,4 +1,4 @@
-"""`LabeledTensor`: a tensor with named axes and labels; indexing by label, text and HTML tables, plots."""
+"""`LabeledTensor`: a tensor with named axes and labels. It can be indexed by label, shown as a table and plotted."""
 
 import math
 from dataclasses import dataclass, replace
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     from matplotlib.image import AxesImage
 
 _PlotKwargs = dict[str, Any]
-"""Arguments of the matplotlib function that draws the values."""
+"""Keyword arguments of the matplotlib function that draws the values."""
 LabelIndex = str | int | slice | list[str] | list[int]
-"""Index of one axis: a label or number (removes the axis), a list of them, or a slice."""
+"""Index of one axis: a label or a number, which removes the axis; or a list of either, or a slice, which keep it."""
 _MAX_TABLE_ROWS, _MAX_TABLE_COLUMNS = 64, 24
 _ORDERED_AXES = ("layer", "sublayer", "position", "other position")
-"""Axes with an order, which are plotted as lines; other axes are plotted as bars."""
+"""Axes whose labels have an order and which are plotted as lines. Other axes are plotted as bars."""
 _MAX_TICK_LABELS = 72
 _MAX_ANNOTATED_CELLS = 120
 """Maximum number of heat map cells or bars that are annotated with their values."""
 _SIGN_TOLERANCE = 1e-4
-"""Negative values above −_SIGN_TOLERANCE · max|value| count as rounding errors of 0, so the color map is not signed."""
+"""The color map has negative colors only if a value is below −_SIGN_TOLERANCE · max|value|, not for rounding errors."""
 _LONG_LABEL_CHARS = 12
 """Bars with a label longer than this are drawn horizontally."""
 _CHAR_INCHES = 0.06
@@ -45,7 +45,7 @@ class LabeledTensor:
     values: Tensor
     axes: tuple[str, ...]
     labels: tuple[tuple[str, ...], ...]
-    """One tuple per axis, one label per index; labels may repeat (two equal tokens)."""
+    """One tuple per axis, with one label per index. Labels may repeat, for example if a token occurs twice."""
     unit: str = ""
     note: str = ""
     """Text below the table or plot."""
@@ -63,7 +63,7 @@ class LabeledTensor:
 
     def __float__(self) -> float:
         if self.values.numel() != 1:
-            raise InputError(f"'{self.title}' has {self.values.numel()} values, not one; index it down to one")
+            raise InputError(f"'{self.title}' has {self.values.numel()} values, not one; index it to select one value")
         return float(self.values)
 
     def __getitem__(self, key: LabelIndex | tuple[LabelIndex, ...]) -> "LabeledTensor":
@@ -98,7 +98,7 @@ class LabeledTensor:
         return self.axes.index(axis)
 
     def _find_indices(self, axis: str, key: LabelIndex) -> int | list[int]:
-        """Resolve a key of an axis to one index or a list of indices."""
+        """Convert a label, number, list or slice to one index or a list of indices of an axis."""
         size = self.shape[self._dim(axis)]
         if not isinstance(key, slice | list | tuple):
             return self._find_index(axis, key)
@@ -121,7 +121,7 @@ class LabeledTensor:
         return key % len(labels)
 
     def sum(self, axis: str) -> "LabeledTensor":
-        """Sum along an axis; NaN counts as 0."""
+        """Sum along an axis. NaN counts as 0."""
         dim = self._dim(axis)
         axes, labels = self.axes[:dim] + self.axes[dim + 1 :], self.labels[:dim] + self.labels[dim + 1 :]
         return replace(self, values=self.values.nansum(dim), axes=axes, labels=labels, annotations=None)
@@ -141,7 +141,7 @@ class LabeledTensor:
         return fields if self.annotations is None else fields | {"annotations": self.annotations.tolist()}
 
     def plot(self, **plot_kwargs: Any) -> "Figure":
-        """Plot one axis as a line or bars, two as a heat map, three as several heat maps."""
+        """Plot a tensor with one axis as a line or bars, with two as a heat map, with three as several heat maps."""
         return _plot_labeled_tensor(self, plot_kwargs)
 
     def __repr__(self) -> str:
@@ -159,7 +159,7 @@ class LabeledTensor:
         return f"<div>{head}<small>{escape(self.note)}</small></div>"
 
     def split_tables(self) -> list[tuple[str, "LabeledTensor"]]:
-        """Split into tables of at most two axes, one per index of the last axis."""
+        """Split into (name, table) pairs. Each table has at most two axes, and there is one per index of the others."""
         if len(self.axes) <= 2:
             return [("", self)]
         tables = []
@@ -177,7 +177,7 @@ def show_whitespace(label: str) -> str:
 
 
 def replace_nonfinite(value: object) -> object:
-    """Replace NaN and infinity by None, recursively: JSON has neither."""
+    """Replace NaN and infinity by None, recursively, because JSON has neither."""
     if isinstance(value, dict):
         return {name: replace_nonfinite(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -228,7 +228,7 @@ def _render_text_table(tensor: LabeledTensor) -> str:
 
 
 def _render_html_table(tensor: LabeledTensor) -> str:
-    """Render an HTML table whose cells are shaded by magnitude: blue positive, red negative."""
+    """Render an HTML table whose cells are shaded by magnitude: blue if positive, red if negative."""
     columns, rows, omitted = _table_rows(tensor)
     top = max((abs(value) for _, cells in rows for _, value in cells if math.isfinite(value)), default=0.0) or 1.0
     body = ""
@@ -246,11 +246,11 @@ def _render_shaded_cell(text: str, intensity: float) -> str:
 
 
 def _plot_labeled_tensor(tensor: LabeledTensor, plot_kwargs: _PlotKwargs) -> "Figure":
-    """Return a matplotlib figure, closed in pyplot: a notebook displays the returned value once."""
+    """Return a matplotlib figure. It is closed in pyplot, so that a notebook does not display it twice."""
     from matplotlib import pyplot
 
     if not 1 <= len(tensor.axes) <= 3:
-        raise InputError(f"the tensor has {len(tensor.axes)} axes; index it down to 1 to 3, which can be plotted")
+        raise InputError(f"the tensor has {len(tensor.axes)} axes, but 1 to 3 can be plotted; index it to 1 to 3 axes")
     panels = tensor.split_tables()
     title, note = _wrap_text(tensor.title, 50), _wrap_text(tensor.note, 60)
     height, width = _panel_size(panels[0][1])
@@ -282,7 +282,7 @@ def _wrap_text(text: str, width: float) -> str:
 
 
 def _is_heatmap(tensor: LabeledTensor) -> bool:
-    """Whether to plot a heat map: two axes, unless the second is `layer`, which is plotted as one line per row."""
+    """Whether to plot a heat map: if there are two axes and the second is not `layer`, which gives one line per row."""
     return len(tensor.axes) == 2 and tensor.axes[1] != "layer"
 
 
@@ -306,7 +306,7 @@ def _panel_size(tensor: LabeledTensor) -> tuple[float, float]:
 
 
 def _color_limits(tensor: LabeledTensor) -> _PlotKwargs:
-    """Return the color map and its limits: from 0, or symmetric around 0 if there are negative values."""
+    """Return the color map and its limits: 0 to the maximum, or symmetric around 0 if there are negative values."""
     finite = np.nan_to_num(tensor.values.float().cpu().numpy(), posinf=0.0, neginf=0.0)
     top = float(np.abs(finite).max(initial=0.0)) or 1.0
     if (finite < -_SIGN_TOLERANCE * top).any():
@@ -359,7 +359,7 @@ def _draw_lines_or_bars(ax: "Axes", tensor: LabeledTensor, plot_kwargs: _PlotKwa
 
 
 def _sign_colors(values: NDArray[np.float32]) -> _PlotKwargs:
-    """Color bars blue if positive and red if negative."""
+    """Return the bar colors: blue if positive, red if negative."""
     return {"color": [RED if value < 0 else BLUE for value in values]}
 
 
@@ -379,7 +379,7 @@ def _draw_horizontal_bars(
 
 
 def _format_cell(value: float, tensor: LabeledTensor) -> str:
-    """Format a value with as many decimals as the largest value of the tensor leaves space for."""
+    """Format a value with three significant digits of the tensor's largest value, at most six decimals."""
     if math.isnan(value):
         return ""
     top = float(tensor.values.abs().nan_to_num(0.0, posinf=0.0).max())

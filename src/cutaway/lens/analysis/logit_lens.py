@@ -12,7 +12,7 @@ from cutaway.lens.analysis.inputs import TextOrTokens, TokenOrId, prepare_inputs
 from cutaway.lens.analysis.labeled_tensor import LabeledTensor, show_whitespace
 
 LogitLensUnit = Literal["probability", "logit", "rank"]
-"""Quantity reported for a token; the most likely token has rank 1."""
+"""Quantity reported for a token. The most likely token has rank 1."""
 
 
 def logit_lens(
@@ -30,7 +30,7 @@ def logit_lens(
     if unit not in ("probability", "logit", "rank"):
         raise InputError(f"unit is {unit!r}; use 'probability', 'logit' or 'rank'")
     if token is None and unit == "rank":
-        raise InputError("unit is 'rank', and the most likely token always has rank 1; pass the token to rank")
+        raise InputError("unit is 'rank', but the most likely token always has rank 1; pass the token to rank")
     inputs = prepare_inputs(model, tokens, source)
     head, stack = inputs.require_head(), inputs.stack
     token_id = None if token is None else inputs.resolve_token(token, "token")

@@ -24,7 +24,7 @@ from cutaway.model.ffn import MLP, GatedMLP
 def neuron_activations(
     model: ModelLike, tokens: TextOrTokens, layer: int, neuron: int, *, source: TextOrTokens | None = None
 ) -> LabeledTensor:
-    """Activation of one FFN neuron at each token of a text; `.top()` returns the largest."""
+    """Activation of one FFN neuron at each token of a text. `.top()` of the result returns the largest activations."""
     inputs = prepare_inputs(model, tokens, source)
     layer, neuron, _ = _resolve_neuron(inputs, layer, neuron)
     name = f"{inputs.site_prefix}blocks.{layer}.ffn.hidden"
@@ -35,8 +35,8 @@ def neuron_activations(
 def neuron_logit_effects(model: ModelLike, layer: int, neuron: int, *, top_k: int = 10) -> LabeledTensor:
     """The `top_k` tokens whose logits a neuron raises most, and the `top_k` it lowers most.
 
-    The neuron's output vector is multiplied by the head's matrix directly, with the gains of the norms between them but
-    without their scale, which depends on the text: the values are proportional to logits.
+    The neuron's output vector is multiplied directly by the head's matrix. The gains of the norms between the two are
+    included, but not the norms' scale, which depends on the text. So the values are proportional to logits.
     """
     inputs = inputs_without_text(model)
     layer, neuron, output_weight = _resolve_neuron(inputs, layer, neuron)
@@ -48,7 +48,7 @@ def neuron_logit_effects(model: ModelLike, layer: int, neuron: int, *, top_k: in
         effects = directions @ upcast_float32(output_weight) * head.scale * branch.scale
     size = len(effects)
     if isinstance(top_k, bool) or not isinstance(top_k, int) or not 1 <= top_k <= size // 2:
-        raise InputError(f"top_k is {top_k!r}; pass 1 to {size // 2}, half the vocabulary")
+        raise InputError(f"top_k is {top_k!r}; pass an integer from 1 to {size // 2}, half the vocabulary size")
     order = effects.argsort(descending=True, stable=True)
     ids = torch.cat((order[:top_k], order[-top_k:]))
     title, labels = f"logit effects of neuron {layer}.{neuron}", (inputs.decode_tokens(ids.tolist()),)

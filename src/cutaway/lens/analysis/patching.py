@@ -1,8 +1,8 @@
-"""Activation patching and path patching: activations of a clean run in a corrupted run.
+"""Activation patching and path patching: put activations of a clean run into a corrupted run.
 
-Scores are the recovered fraction of the metric, (patched − corrupted) / (clean − corrupted): 1 is full recovery, 0 is
-none.
-The metric is the logit of `answer_token`, or the logit difference to `incorrect_token`.
+The metric is the logit of `answer_token`, or the difference of that logit to the logit of `incorrect_token`.
+Scores are the recovered fraction of the metric, (patched − corrupted) / (clean − corrupted): 1 means full recovery, 0
+means none.
 """
 
 import sys
@@ -25,7 +25,7 @@ from cutaway.model.block import ParallelBlock
 
 Item = TypeVar("Item")
 _PATCH_BATCH_SIZE = 32
-"""Patches per forward pass, one per batch row."""
+"""Number of patches per forward pass. Each batch row has one patch."""
 
 
 def activation_patching(
@@ -44,7 +44,8 @@ def activation_patching(
 ) -> LabeledTensor:
     """Patch the clean activation at `site` into the corrupted run: layer × token, or layer × head with `by_head`.
 
-    Both texts must have the same number of tokens. For an encoder-decoder, `source` is (clean, corrupted).
+    Both texts must have the same number of tokens. For an encoder-decoder, `source` is the pair of clean and corrupted
+    encoder inputs.
     """
     experiment = _PatchingExperiment(model, clean, corrupted, answer_token, incorrect_token, position, source)
     layer_sites = experiment.select_layer_sites(site, layers)
@@ -63,7 +64,7 @@ def activation_patching(
             fractions.append(experiment.recovered_fraction({layer_site.name: patch}, len(indices)))
         rows.append(torch.cat(fractions))
     if len({len(row) for row in rows}) > 1:
-        raise InputError("the layers differ in their number of heads, so they form no matrix; select equal layers")
+        raise InputError("the layers differ in their number of heads; pass layers that have equally many")
     labels = tuple(str(head) for head in range(len(rows[0]))) if by_head else experiment.token_labels
     names = tuple(layer_site.name.removesuffix(f".{site}").replace("blocks.", "") for layer_site in layer_sites)
     title = f"activation patching of {site}: recovered fraction of {experiment.title}"
@@ -91,7 +92,7 @@ class _PatchingExperiment:
         for clean_ids, corrupted_ids in pairs:
             if clean_ids is not None and corrupted_ids is not None and clean_ids.shape != corrupted_ids.shape:
                 lengths = f"{clean_ids.shape[1]} and {corrupted_ids.shape[1]} tokens"
-                raise InputError(f"clean and corrupted have {lengths}; patch by position: pass texts of equal length")
+                raise InputError(f"clean and corrupted have {lengths}; pass texts of equal length")
         self.clean.require_head()
         self.tokens = [self.clean.resolve_token(answer_token, "answer_token")]
         """The answer token, and the incorrect token if there is one."""
@@ -102,7 +103,7 @@ class _PatchingExperiment:
         self.clean_metric = self.logit_metric(self.clean.run())
         self.corrupted_metric = self.logit_metric(self.corrupted.run())
         if torch.equal(self.clean_metric, self.corrupted_metric):
-            raise InputError("clean and corrupted have the same metric, so nothing to recover; pass texts that differ")
+            raise InputError("clean and corrupted have the same metric, so no patch can recover it; pass other texts")
         answer, *incorrect = self.clean.decode_tokens(self.tokens)
         self.title = f"the logit of {answer!r}" if not incorrect else f"the logits {answer!r} − {incorrect[0]!r}"
         clean_value, corrupted_value = float(self.clean_metric), float(self.corrupted_metric)
@@ -150,7 +151,7 @@ def _expand_batch(inputs: AnalysisInputs, batch_size: int) -> AnalysisInputs:
 
 
 def track_progress(items: list[Item], progress: bool, description: str) -> Iterable[Item]:
-    """Show a progress bar on an interactive terminal; it disappears at the end."""
+    """Return the items, with a progress bar on an interactive terminal. The bar disappears at the end."""
     if not progress or not sys.stderr.isatty():
         return items
     from rich.console import Console
@@ -173,11 +174,12 @@ def path_patching(
     source: tuple[TextOrTokens, TextOrTokens] | None = None,
     progress: bool = True,
 ) -> LabeledTensor:
-    """Recovered fraction along the direct path from a sender to each later receiver; other paths stay corrupted.
+    """Recovered fraction along the direct path from a sender to each later receiver; all other paths stay corrupted.
 
-    `sender` is a site that writes to the residual stream (`blocks.2.attn.out`), or `blocks.2.attn.z` with `heads`. Its
-    change from corrupted to clean is added to the input of one receiver alone, and the receiver's new output is patched
-    into the corrupted run. For the receiver `logits`, it is added to the last residual stream.
+    `sender` is a site that writes to the residual stream (`blocks.2.attn.out`), or `blocks.2.attn.z` with `heads`. The
+    difference between the sender's clean and corrupted value is added to the input of one receiver alone, and the
+    receiver's new output is patched into the corrupted run. For the receiver `logits`, the difference is added to the
+    residual stream after the last block.
     """
     heads = materialize_indices(heads, "heads")
     experiment = _PatchingExperiment(model, clean, corrupted, answer_token, incorrect_token, position, source)
@@ -188,7 +190,7 @@ def path_patching(
     if writer is None or writer.stack is not experiment.clean.stack or len(matches) > 1:
         raise InputError(f"'{sender}' is not one site that writes to the residual stream; pass blocks.0.attn.out, say")
     order = list(experiment.all_sites)
-    # In a parallel block the FFN reads what attention reads, so it does not read attention's output.
+    # In a parallel block the FFN has the same input as attention, so it does not read the output of attention.
     is_parallel = isinstance(experiment.clean.blocks[writer.layer or 0], ParallelBlock)
     receiver_sites = [
         site
@@ -209,7 +211,7 @@ def path_patching(
 
 
 def _sender_difference(experiment: _PatchingExperiment, sender: Site, writer: Site, heads: Indices | None) -> Tensor:
-    """Return the writer's output with the clean sender minus its output in the corrupted run."""
+    """Return the writer's output with the clean sender value minus the writer's output in the corrupted run."""
     clean = experiment.cache_activations(experiment.clean, [sender])[sender.name]
     corrupted_output = experiment.cache_activations(experiment.corrupted, [writer])[writer.name]
     patch = Intervention("replace", clean)

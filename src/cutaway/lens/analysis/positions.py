@@ -1,4 +1,4 @@
-"""Similarity of positions, independent of the token."""
+"""Similarity between positions, measured with the same token at every position."""
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +17,8 @@ from cutaway.model.positions import ScoreBias
 def position_similarity(model: ModelLike, token: TokenOrId, *, seq_len: int = 32, layer: int = 0) -> LabeledTensor:
     """Cosine similarity between positions, on a text that repeats one token: position × other position.
 
-    Positions added to the embedding are compared directly. With RoPE, the rotated keys of the token in `layer` are
-    compared, averaged over heads. Without position information all values are 1.
+    If positions are added to the embedding, the position vectors are compared directly. With RoPE, the rotated keys in
+    `layer` are compared, averaged over heads. Without position information all values are 1.
     """
     inputs = inputs_without_text(model)
     if isinstance(inputs.model, EncoderDecoder):

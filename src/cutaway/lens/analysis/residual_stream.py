@@ -33,7 +33,7 @@ def update_cosine_similarities(
 ) -> LabeledTensor:
     """Cosine similarity of each sublayer output with the residual stream it is added to: sublayer × token.
 
-    1 amplifies the residual stream, −1 removes from it, 0 adds a new direction.
+    1 means that the sublayer amplifies the residual stream, −1 that it removes from it, 0 that it adds a new direction.
     """
     inputs = prepare_inputs(model, tokens, source)
     names, pairs = _sublayer_updates(inputs)
@@ -43,7 +43,7 @@ def update_cosine_similarities(
 
 
 def _sublayer_updates(inputs: AnalysisInputs) -> tuple[tuple[str, ...], list[tuple[Tensor, Tensor]]]:
-    """Return the sublayer names and, for each, its output and the residual stream it is added to, (T, d)."""
+    """Return the sublayer names and, for each, (sublayer output, residual stream it is added to), both (T, d)."""
     sites: dict[str, tuple[str, str]] = {}
     for layer, block in enumerate(inputs.blocks):
         name = f"{inputs.site_prefix}blocks.{layer}"
