@@ -223,7 +223,7 @@ def test_invalid_arguments_are_errors() -> None:
         ("only to estimates from samples", info.entropy, {"p": P, "bias_correction": True}),
         ("2 outcomes and q 3", info.kl_divergence, {"p": (0.5, 0.5), "q": P}),
         ("leading axes", info.kl_divergence, {"p_logits": torch.zeros(2, 3), "q_logits": torch.zeros(4, 3)}),
-        ("their indices, 0 to 2", info.kl_divergence, {"p_samples": [3], "q": P}),
+        ("outcome indices, 0 to 2", info.kl_divergence, {"p_samples": [3], "q": P}),
         ("target has classes from 3", info.cross_entropy, {"target": 3, "q": P}),
         ("target has shape", info.cross_entropy, {"target": [0, 1], "q": P}),
         ("target is 0.5", info.cross_entropy, {"target": 0.5, "q": P}),

@@ -22,17 +22,17 @@ from cutaway.size.roofline import RooflineBound
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 MAX_MATMUL_SECONDS = 2.0
-"""Maximum seconds of one large matmul."""
+"""The large matmul is run only if it takes at most this many seconds."""
 DEFAULT_SEQ_LENS = {"cuda": 1024, "cpu": 128}
 """Sequence length of the measured passes, by device type."""
 NUM_STAGES = 1 + len(TORCH_DTYPES) + 3
-"""Number of calls of `progress`: copy, matmul in each dtype, prefill, decode and training."""
+"""Number of times `progress` is called: for copy, matmul in each dtype, prefill, decode and training."""
 
 StageCallback = Callable[[str], None]
 
 
 def _time_runs(run: Callable[[], object], device: torch.device, *, min_total_seconds: float = 0.3) -> list[float]:
-    """Seconds of each run, after one warm-up run: at least three runs and `min_total_seconds` in total."""
+    """Return the seconds of each run. After a warm-up run, it runs at least three times and `min_total_seconds`."""
     run()
     synchronize(device)
     seconds: list[float] = []
@@ -45,13 +45,13 @@ def _time_runs(run: Callable[[], object], device: torch.device, *, min_total_sec
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for the GPU; no-op on the CPU."""
+    """Wait until the GPU has finished its work. On the CPU this does nothing."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def measure_copy_bandwidth(device: torch.device) -> float:
-    """Maximum copy bandwidth in bytes per second, reads and writes together."""
+    """Maximum copy bandwidth in bytes per second, counting both reads and writes."""
     x = torch.zeros(2**30 if device.type == "cuda" else 2**28, dtype=torch.uint8, device=device)
     y = torch.empty_like(x)
     return 2 * x.numel() / min(_time_runs(lambda: y.copy_(x), device))
@@ -61,12 +61,12 @@ def measure_matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Maximum matmul rate in FLOP/s."""
     small, large = (1024, 8192) if device.type == "cuda" else (256, 1024)
     rate = matmul_flops_at_size(small, device, dtype)
-    # A dtype without hardware support is hundreds of times slower: the large matmul would take too long.
+    # A dtype without hardware support is hundreds of times slower, so the large matmul would take too long.
     return rate if 2 * large**3 > MAX_MATMUL_SECONDS * rate else matmul_flops_at_size(large, device, dtype)
 
 
 def matmul_flops_at_size(size: int, device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of a (size, size) matmul."""
+    """FLOP/s of the matmul of two (size, size) matrices."""
     a = torch.randn(size, size, device=device).to(dtype)
     return 2 * size**3 / min(_time_runs(lambda: a @ a, device))
 
@@ -74,13 +74,13 @@ def matmul_flops_at_size(size: int, device: torch.device, dtype: torch.dtype) ->
 def measure_hardware(
     device: str | None = None, *, model: str | None = None, progress: StageCallback = lambda what: None
 ) -> MeasuredHardware:
-    """Measure bandwidth, matmul FLOP/s and the efficiency of a real model; takes about half a minute."""
+    """Measure bandwidth, matmul FLOP/s and the efficiency of a model. This takes about half a minute."""
     torch_device = resolve_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     name = model or ("llama-3.2-1b" if torch_device.type == "cuda" else "smollm2-135m")
     if torch_device.type not in ("cpu", "cuda"):
         raise InputError(f"device is {device!r}, which is not supported; use cpu or cuda")
     if not isinstance(config(name), Decoder):  # before the first measurement
-        raise InputError(f"{name} is not a decoder-only model, which decode needs; use one, e.g. --model smollm2-135m")
+        raise InputError(f"{name} is not decoder-only, so it has no decode step; use, e.g., --model smollm2-135m")
     progress("copy")
     bandwidth = measure_copy_bandwidth(torch_device)
     flops = {}
@@ -103,7 +103,7 @@ def measure_hardware(
     )
     if not training.fits:
         gigabytes = f"{training.memory.total_bytes / 1e9:.1f} GB"
-        raise InputError(f"{name} takes {gigabytes} to train, more than the device memory; use a smaller --model")
+        raise InputError(f"{name} needs {gigabytes} to train, more than the device has; use a smaller --model")
     return MeasuredHardware(
         device=hardware.title,
         kind=hardware.kind,
@@ -121,7 +121,7 @@ def measure_hardware(
 def _measure_efficiency(
     inference: SizeEstimate, training: SizeEstimate, device: torch.device, progress: StageCallback
 ) -> dict[str, float]:
-    """Fraction of the roofline bound that prefill, decode and training reach."""
+    """Return the fraction of the roofline bound that prefill, decode and training reach."""
     seq_len, dtype = inference.options.context, TORCH_DTYPES[inference.options.precision.name]
     model = build(inference.options.config, device=device, dtype=dtype, seed=0)
     tokens = torch.randint(0, model.config.vocab_size, (1, seq_len), device=device)

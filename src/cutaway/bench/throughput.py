@@ -30,22 +30,22 @@ from cutaway.size.measured_hardware import load_measured_hardware
 
 InferencePhase = Literal["decode", "prefill"]
 NUM_ROUNDS = 8
-"""Timed rounds per implementation."""
+"""Number of timed rounds per implementation."""
 WARMUP_STEPS = 4
-"""Untimed steps: the first ones compile, capture or allocate."""
+"""Number of untimed decode steps before the first round. The first steps compile, capture graphs or allocate memory."""
 DTYPE_NAMES = {kind: name for name, kind in TORCH_DTYPES.items()}
 ProgressCallback = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Timing of one implementation: seconds per decode step (or per prefill), one number per round."""
+    """Timing of one implementation. `seconds` is the time per decode step, or per prefill, in each round."""
 
     seconds: list[float]
     num_tokens: int
-    """Tokens per decode step, or per prefill."""
+    """Number of tokens per decode step, or per prefill."""
     min_seconds: float
-    """Seconds at the machine's measured limit."""
+    """Seconds that a decode step or prefill would take at the machine's measured bandwidth or FLOP/s."""
 
     @property
     def median_seconds(self) -> float:
@@ -77,14 +77,14 @@ class ThroughputResult:
     context: int
     num_parameters: int
     min_bytes: int
-    """Minimum bytes that a decode step, or a prefill, must move."""
+    """Minimum number of bytes that a decode step, or a prefill, must read and write."""
     flops: int
     hardware_limit: float
     """Copy bandwidth in bytes per second for decode; matmul FLOP/s for prefill."""
     cutaway: Timing
     baseline: Timing | None = None
     quantization_loss: QuantizationReport | None = None
-    """Quality loss of quantized weights."""
+    """Loss of quality by quantizing the weights. None if they are not quantized."""
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -122,9 +122,10 @@ def measure_throughput(
     compiled: bool = False,
     progress: ProgressCallback = lambda done, total: None,
 ) -> ThroughputResult:
-    """Measure decode or prefill throughput, alternating with the baseline so that other load slows both.
+    """Measure the throughput of decode or prefill, in rounds that run cutaway and the baseline one after the other.
 
-    The order alternates between rounds. `baseline_dir`: the same model as a directory that transformers loads.
+    Other load on the machine thus slows both. Their order changes from round to round. `baseline_dir` is a directory
+    from which transformers loads the same model.
     """
     check_is_decoder(model)
     device, dtype = model.device, DTYPE_NAMES.get(model.dtype)
@@ -134,7 +135,7 @@ def measure_throughput(
     is_decode = phase == "decode"
     steps, warmup_steps = (max(1, num_steps // NUM_ROUNDS), WARMUP_STEPS) if is_decode else (1, 1)
     num_new_tokens = warmup_steps + NUM_ROUNDS * steps + 2 if is_decode else 2
-    # The first rows decode while the others are prefilled.
+    # The first rows already decode while the other rows are prefilled, so they need more tokens.
     num_new_tokens += batch_size * (2 + (context or DEFAULT_SEQ_LENS["cuda"]) // 256)
     context = context or _default_context(model.config, device, num_new_tokens)
     prompts = torch.randint(model.config.vocab_size, (batch_size, context), generator=torch.Generator().manual_seed(0))
@@ -194,7 +195,7 @@ def check_is_decoder(model: Transformer) -> None:
 
 
 def _default_context(config: Config, device: torch.device, num_reserved_tokens: int) -> int:
-    """Default context length, limited by the model's."""
+    """Return the default context length, reduced if the model's context is shorter."""
     default = DEFAULT_SEQ_LENS.get(device.type, 128)
     return max(1, min(default, config.context - num_reserved_tokens)) if config.context else default
 
@@ -202,13 +203,13 @@ def _default_context(config: Config, device: torch.device, num_reserved_tokens: 
 def estimate_inference_size(
     config: Config, dtype: str, weight_bits: int | None, batch_size: int, context: int
 ) -> SizeEstimate:
-    """Size estimate with the dtype of `weight_bits`, or `dtype`."""
+    """Return the size estimate for the dtype with `weight_bits` bits, or for `dtype` if `weight_bits` is None."""
     dtype_of_bits = {16: "bf16", 8: "int8", 4: "int4"}
     return size(config, dtype=dtype_of_bits.get(weight_bits or 0, dtype), batch_size=batch_size, context=context)
 
 
 def _build_decode_runner(engine: Engine, prompts: torch.Tensor) -> Callable[[int], None]:
-    """Prefill the prompts; each call of the result runs a number of decode steps."""
+    """Prefill the prompts. Return a function that runs a given number of decode steps."""
     params = SamplingParams(max_new_tokens=engine.config.num_slots - prompts.shape[1], ignore_eos=True)
     requests = [engine.submit(row, params, seed=0) for row in prompts.tolist()]
     while engine.num_decoding < len(requests):
@@ -224,7 +225,7 @@ def _build_decode_runner(engine: Engine, prompts: torch.Tensor) -> Callable[[int
 
 
 def _build_prefill_runner(engine: Engine, prompts: torch.Tensor) -> Callable[[int], None]:
-    """Each call of the result prefills all prompts and samples one token."""
+    """Return a function that prefills all prompts a given number of times, and samples one token each time."""
 
     def prefill(count: int) -> None:
         params = SamplingParams(max_new_tokens=1, ignore_eos=True)
@@ -245,7 +246,7 @@ def _raise_request_errors(requests: Sequence[Request]) -> None:
 def _build_transformers_runner(
     directory: Path, phase: InferencePhase, prompts: torch.Tensor, dtype: torch.dtype
 ) -> Callable[[int], None]:
-    """The transformers model with the same weights in a plain greedy loop, which is faster than its `generate`."""
+    """Return a function that runs transformers' model in a plain greedy loop, which is faster than its `generate`."""
     logging.disable(logging.WARNING)  # warnings about optional dependencies
     try:
         transformers: Any = import_module("transformers")
@@ -278,7 +279,7 @@ def _build_transformers_runner(
 
 @cache
 def get_copy_bandwidth(device: torch.device) -> float | None:
-    """Copy bandwidth in bytes per second: the one stored by `cutaway bench`, or measured now if memory allows."""
+    """Return the copy bandwidth in bytes per second: from `cutaway bench`, or measured now, or None on failure."""
     try:
         measured = load_measured_hardware()
     except InputError:  # invalid file; `cutaway size --gpu local` reports it

@@ -1,7 +1,7 @@
 """Evaluation: loss, perplexity, bits per byte and calibration on text, and measures of information (without torch).
 
 ct.evaluate(checkpoint, texts)                   loss, perplexity, bits per byte and calibration of a model on texts
-ct.evaluate.entropy([0.9, 0.1])                  of probabilities; logits=… or samples=…; unit="bits" or "nats"
+ct.evaluate.entropy([0.9, 0.1])                  entropy of probabilities, or of logits=… or samples=…, in bits or nats
 """
 
 from collections.abc import Iterable
@@ -63,7 +63,7 @@ def _evaluate_texts(
     batch_size: int | None = None,
     progress: "ProgressFn | None" = None,
 ) -> "CausalLMResult":
-    """Evaluate a decoder on texts; see `evaluate_causal_lm` for the options. Torch is imported by the call."""
+    """Evaluate a decoder on texts. See `evaluate_causal_lm` for the options. torch is imported only by this call."""
     from cutaway.evaluate.causal_lm import evaluate_causal_lm
 
     return evaluate_causal_lm(

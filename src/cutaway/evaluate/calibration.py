@@ -28,12 +28,15 @@ PLOT_STYLE: "dict[RcKeyType, object]" = {
     "font.size": 8,
     "text.parse_math": False,  # a token may contain a dollar sign
 }
-"""matplotlib settings of the figures of `evaluate` and `lens`."""
+"""matplotlib settings for the figures of `evaluate` and `lens`."""
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Predictions in confidence bins of equal width from 0 to 1. Two results with equal bins can be added."""
+    """Predictions counted in confidence bins of equal width from 0 to 1.
+
+    Two objects with the same number of bins can be added.
+    """
 
     bin_counts: tuple[int, ...]
     """Number of predictions in each bin."""
@@ -50,7 +53,7 @@ class Calibration:
 
     @property
     def confidence(self) -> float:
-        """Mean confidence. Above the accuracy, the model is overconfident; below it, underconfident."""
+        """Mean confidence. If it is above the accuracy, the model is overconfident; if below, underconfident."""
         return math.fsum(self.bin_confidence_sums) / self.count
 
     @property
@@ -59,15 +62,15 @@ class Calibration:
 
     @property
     def ece(self) -> float:
-        """Expected calibration error: Σ bin count/count · |accuracy − confidence| over the bins."""
+        """Expected calibration error: Σ (bin count / count) · |bin accuracy − mean bin confidence| over the bins."""
         pairs = zip(self.bin_correct, self.bin_confidence_sums, strict=True)
         return math.fsum(abs(correct - confidence) for correct, confidence in pairs) / self.count
 
     @property
     def brier_score(self) -> float:
-        """Brier score of the prediction being correct: mean (confidence − correct)². Lower is better.
+        """Brier score, the mean of (confidence − correct)², where correct is 1 or 0. Lower is better.
 
-        Unlike ECE, it also penalizes low confidence.
+        Unlike ECE, the Brier score also penalizes low confidence.
         """
         return self.squared_error_sum / self.count
 
@@ -114,7 +117,7 @@ class Calibration:
     def plot(self) -> "Figure":
         """Plot a reliability diagram and the number of predictions per bin.
 
-        The figure is closed in pyplot: a notebook displays the returned value once.
+        The figure is closed in pyplot, so that a notebook does not display it twice.
         """
         from matplotlib import pyplot
 
@@ -148,9 +151,9 @@ def evaluate_calibration(
 ) -> Calibration:
     """Calibration of predictions.
 
-    Pass each prediction's probability as `confidence` and whether it was `correct`; or the `logits` (or probabilities
-    `p`) of all classes and the `targets`, where the prediction is the most likely class. For a model on text, see
-    `evaluate(…).calibration`.
+    Pass either `confidence`, the probability of each prediction, and `correct`, whether each prediction was right; or
+    `targets`, the true classes, and the `logits` or probabilities `p` of all classes. The prediction is then the most
+    likely class. For the calibration of a model on text, see `evaluate(…).calibration`.
     """
     if isinstance(num_bins, bool) or not isinstance(num_bins, int) or num_bins < 1:
         raise InputError(f"num_bins is {num_bins!r:.40}; pass an integer of at least 1")
@@ -166,7 +169,7 @@ def evaluate_calibration(
     hits = as_numpy("correct", _to_numpy(correct), "booleans")
     if confidences.shape != hits.shape or not confidences.size:
         shapes = f"confidence has shape {confidences.shape} and correct {hits.shape}"
-        raise InputError(f"{shapes}; pass equal, non-empty shapes")
+        raise InputError(f"{shapes}; pass arrays of equal, non-empty shapes")
     if not ((confidences >= 0) & (confidences <= 1)).all() or not np.isin(hits, (0, 1)).all():
         raise InputError("a value is invalid; pass confidence from 0 to 1, and correct as booleans")
     return bin_predictions(confidences.reshape(-1), hits.reshape(-1), num_bins)
@@ -175,7 +178,7 @@ def evaluate_calibration(
 def bin_predictions(
     confidence: NDArray[np.float64], correct: NDArray[np.float64], num_bins: int = NUM_BINS
 ) -> Calibration:
-    """Bin arrays of shape (N,). A bin includes its lower limit and excludes its upper; the last bin includes 1."""
+    """Bin predictions; both arrays are (N,). A bin includes its lower, not its upper limit; the last includes 1."""
     bins = np.minimum((confidence * num_bins).astype(np.int64), num_bins - 1)
     counts = tuple(map(int, np.bincount(bins, minlength=num_bins)))
     confidence_sums = tuple(map(float, np.bincount(bins, confidence, num_bins)))
@@ -191,7 +194,7 @@ def _check_targets(targets: Array, shape: Iterable[int]) -> NDArray[np.float64]:
     *leading_shape, num_classes = shape
     indices = as_numpy("targets", targets, "class indices")
     if list(indices.shape) != leading_shape:
-        raise InputError(f"targets has shape {indices.shape}; pass one per prediction, {tuple(leading_shape)}")
+        raise InputError(f"targets has shape {indices.shape}; pass one per prediction, shape {tuple(leading_shape)}")
     if (indices != np.floor(indices)).any() or (indices < 0).any() or (indices >= num_classes).any():
         raise InputError(f"targets has a value that is not a class; pass integers from 0 to {num_classes - 1}")
     return indices

@@ -1,7 +1,7 @@
 """Causal language model evaluation: loss, perplexity and bits per byte of a decoder on texts, with a sliding window.
 
-The input of a window is at most `context` tokens, and it scores the next token of each. The next window starts `stride`
-tokens later and scores only tokens that have not been scored:
+The input of a window has at most `context` tokens, and for each of them the next token is scored. The next window
+starts `stride` tokens later and scores only tokens that have not been scored yet:
 
     tokens    t₀ t₁ t₂ t₃ t₄ t₅ t₆ t₇        context 4, stride 2
     input     t₀ t₁ t₂ t₃                     scores t₁ t₂ t₃ t₄
@@ -41,7 +41,7 @@ TokenIds = NDArray[np.uint32]
 
 
 class Window(NamedTuple):
-    """Input tokens [start, end) of a document; scores the tokens [first_target, end]."""
+    """A window of a document: its input is tokens start to end − 1, and it scores tokens first_target to end."""
 
     document: int
     start: int
@@ -58,16 +58,16 @@ def evaluate_causal_lm(
     batch_size: int | None = None,
     progress: ProgressFn | None = None,
 ) -> CausalLMResult:
-    """Evaluate a decoder on texts. Each token after a text's first one, or after its BOS, is scored exactly once.
+    """Evaluate a decoder on texts. Each token is scored exactly once, except the BOS, or the first token without a BOS.
 
     A token is scored with at least `context − stride` tokens before it, if the text has that many. A text that fits
     into the context is one window.
 
     Args:
-        context: maximum input tokens of a window; default the model's context, at most 4,096.
-        stride: tokens between window starts; default half of `context`.
-        batch_size: windows per forward pass; default by length and device.
-        progress: called with (windows done, windows in total).
+        context: maximum number of input tokens of a window; the default is the model's context, but at most 4,096.
+        stride: number of tokens between the starts of two windows; the default is half of `context`.
+        batch_size: number of windows per forward pass; the default depends on their length and on the device.
+        progress: called with (number of windows done, number of all windows).
     """
     model, tokenizer, _ = unpack_checkpoint(checkpoint)
     if not isinstance(model, DecoderOnly):
@@ -89,7 +89,7 @@ def evaluate_causal_lm(
 
 
 def _encode_documents(tokenizer: Tokenizer, texts: Iterable[str]) -> tuple[list[TokenIds], int, int]:
-    """Return the ids of all texts with a token to score, the index of the first scored token, and the scored bytes."""
+    """Return the ids of the texts that have a token to score, the index of the first scored token, and scored bytes."""
     prefix, _ = special_prefix_and_suffix(tokenizer)
     first_target = max(1, len(prefix))
     documents, num_bytes = [], 0
@@ -105,7 +105,8 @@ def _encode_documents(tokenizer: Tokenizer, texts: Iterable[str]) -> tuple[list[
 def first_token_bytes(tokenizer: Tokenizer, token: int, text: str) -> int:
     """Return the number of UTF-8 bytes of a text's first token.
 
-    A byte-level token may be part of a character and not decode to text; then each symbol of its name is one byte.
+    A byte-level token may be part of a character, which does not decode to text. Each symbol of its name is then one
+    byte.
     """
     decoded = tokenizer.decode([token], skip_special_tokens=False)
     name = tokenizer.id_to_token(token) or ""
@@ -115,7 +116,7 @@ def first_token_bytes(tokenizer: Tokenizer, token: int, text: str) -> int:
 
 
 def sliding_windows(document: int, num_tokens: int, first_target: int, context: int, stride: int) -> Iterator[Window]:
-    """Yield the windows over a document of `num_tokens`; the token at `first_target` is the first one scored."""
+    """Yield the windows over a document of `num_tokens` tokens. The token at `first_target` is the first scored one."""
     start = 0
     while first_target < num_tokens:
         end = min(start + context, num_tokens - 1)
@@ -126,7 +127,7 @@ def sliding_windows(document: int, num_tokens: int, first_target: int, context: 
 
 
 def _score_windows(model: DecoderOnly, documents: list[TokenIds], windows: list[Window]) -> TokenLossSum:
-    """Return the loss of the tokens that these windows score."""
+    """Return the summed loss of the tokens that these windows score."""
     tokens, padding_mask = pad_rows([documents[w.document][w.start : w.end] for w in windows], model.device)
     x = model.hidden_states(tokens, padding_mask)  # (B, T, d)
     # The token at position i is predicted from the hidden state at i − 1.

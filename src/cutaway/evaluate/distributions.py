@@ -1,4 +1,4 @@
-"""Input validation for measures of information: distributions from probabilities, logits or samples."""
+"""Validated distributions for the measures of information, from probabilities, logits or samples."""
 
 import math
 from collections import Counter
@@ -12,24 +12,24 @@ from cutaway.errors import InputError
 from cutaway.evaluate.functional import NATS_PER_UNIT, array_namespace, is_tensor, log, log_softmax
 
 ArrayLike: TypeAlias = Iterable[Any]
-"""Probabilities or logits: a list, an array, a tensor or another iterable; nested for several distributions."""
+"""Probabilities or logits as a list, an array, a tensor or another iterable. Several distributions are nested."""
 Samples: TypeAlias = Iterable[Hashable]
 """Observed outcomes."""
 Array: TypeAlias = Any
-"""A numpy array or a tensor. torch is not imported here, and the same expressions compute both."""
+"""A numpy array or a tensor. The same expressions work for both, and torch is not imported here."""
 _SUM_TOLERANCE = 1e-3
-"""Allowed deviation of Σ p from 1, for rounding in 16-bit dtypes. Probabilities are divided by their sum."""
+"""Allowed deviation of Σ p from 1, because 16-bit dtypes round. Probabilities are then divided by their sum."""
 
 
 class Distribution(NamedTuple):
-    """Distributions along the last axis, with log-probabilities, which are finite where softmax underflows to 0."""
+    """Probabilities along the last axis, and their logs, which stay finite where the softmax underflows to 0."""
 
     p: Array
     log_p: Array
 
 
 def require_exactly_one(quantity: str, **arguments: object) -> str:
-    """Return the name of the one argument that is set, and raise if none or several are."""
+    """Return the name of the one argument that is not None. Raise if none or several are set."""
     names = [name for name, value in arguments.items() if value is not None]
     if len(names) != 1:
         problem = f"{' and '.join(names)} are set together" if names else "none is set"
@@ -38,7 +38,7 @@ def require_exactly_one(quantity: str, **arguments: object) -> str:
 
 
 def parse_unit(unit: str) -> float:
-    """Return the size of a unit in nats."""
+    """Return how many nats one unit ('bits' or 'nats') is."""
     if unit not in NATS_PER_UNIT:
         raise InputError(f"unit is {unit!r:.40}; use 'bits' or 'nats'")
     return NATS_PER_UNIT[unit]
@@ -67,9 +67,9 @@ class Operand(NamedTuple):
 
 
 def from_probabilities(name: str, values: ArrayLike | None) -> Distribution:
-    """Validate probabilities, which sum to 1 along the last axis, and normalize them."""
+    """Check that probabilities sum to 1 along the last axis, and normalize them."""
     p = as_float_array(name, values, "probabilities")
-    # Negated, so that NaN is invalid too.
+    # The condition is negated, so that NaN is invalid too.
     _check_no_element(name, p, ~((p >= 0) & (p < math.inf)), "a probability is a number from 0 to 1")
     total = p.sum(-1, keepdims=True)
     wrong = abs(total - 1) > _SUM_TOLERANCE
@@ -80,7 +80,7 @@ def from_probabilities(name: str, values: ArrayLike | None) -> Distribution:
 
 
 def from_logits(name: str, values: ArrayLike) -> Distribution:
-    """Softmax of logits. −∞ excludes an outcome; at least one must be finite."""
+    """Softmax of logits. A logit of −∞ excludes an outcome, and at least one logit must be finite."""
     x = as_float_array(name, values, "logits")
     _check_no_element(name, x, ~(x < math.inf), "a logit is a finite number, or −inf for an excluded outcome")
     if bool((x == -math.inf).all(-1).any()):
@@ -98,7 +98,7 @@ def _check_no_element(name: str, x: Array, invalid: Array, reason: str) -> None:
 
 
 def as_float_array(name: str, values: ArrayLike | None, description: str) -> Array:
-    """Convert to a float64 array, or to a tensor of at least float32. The last axis has the outcomes."""
+    """Convert to a float64 array, or a tensor to at least float32. The last axis is over the outcomes."""
     array: Array = values
     if is_tensor(values):
         torch = array_namespace(values)
@@ -145,9 +145,9 @@ def resolve_pair(p: Operand, q: Operand) -> tuple[Distribution, Distribution]:
 
 
 def _match_backends(p: Distribution, q: Distribution) -> tuple[Distribution, Distribution]:
-    """Convert both to tensors on one device if either is a tensor; check that their shapes broadcast."""
+    """Check that the shapes broadcast. If either is a tensor, convert both to tensors on the same device."""
     if p.p.shape[-1] != q.p.shape[-1]:
-        raise InputError(f"p has {p.p.shape[-1]} outcomes and q {q.p.shape[-1]}; pass equal outcomes for both")
+        raise InputError(f"p has {p.p.shape[-1]} outcomes and q {q.p.shape[-1]}; pass the same outcomes for both")
     try:
         np.broadcast_shapes(p.p.shape, q.p.shape)
     except ValueError:
@@ -167,7 +167,7 @@ def _to_tensors(distribution: Distribution, reference: Distribution) -> Distribu
 
 
 def count_samples(name: str, samples: Array) -> Counter[Hashable]:
-    """Count each outcome; a row of a 2-D array is one outcome."""
+    """Count each outcome. Each row of a 2-D array is one outcome."""
     outcomes = samples.tolist() if hasattr(samples, "tolist") else samples
     if isinstance(outcomes, bytes) or not isinstance(outcomes, Iterable):
         raise InputError(f"{name} is a {type(samples).__name__}; pass a sequence of observed outcomes")
@@ -181,24 +181,24 @@ def count_samples(name: str, samples: Array) -> Counter[Hashable]:
 
 
 def from_counts(counts: Iterable[int]) -> Distribution:
-    """Plug-in estimate: the relative frequency of each outcome."""
+    """Return the relative frequency of each outcome (plug-in estimate)."""
     frequencies = np.array(list(counts), np.float64)
     p = frequencies / frequencies.sum()
     return Distribution(p, log(p))
 
 
 def _from_class_samples(operand: Operand, reference: Distribution) -> Distribution:
-    """Distribution of samples that are outcome indices of the reference distribution."""
+    """Return the distribution of samples, which are outcome indices of the reference distribution."""
     outcomes = reference.p.shape[-1]
     counts = operand.counts()
     for sample in counts:
         if isinstance(sample, bool) or not isinstance(sample, int) or not 0 <= sample < outcomes:
-            raise InputError(f"{operand.name}_samples has {sample!r:.40}; pass their indices, 0 to {outcomes - 1}")
+            raise InputError(f"{operand.name}_samples has {sample!r:.40}; pass outcome indices, 0 to {outcomes - 1}")
     return from_counts(counts[index] for index in range(outcomes))
 
 
 def log_prob_of_class(target: Array, q: Distribution) -> Array:
-    """Return log q(target) of each distribution."""
+    """Return log q(target) for each distribution."""
     outcomes, shape = q.p.shape[-1], tuple(q.p.shape[:-1])
     classes = target.detach().cpu().numpy() if is_tensor(target) else np.asarray(target)
     if classes.dtype.kind not in "iu":

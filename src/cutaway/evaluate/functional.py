@@ -1,7 +1,8 @@
 """Entropy, cross-entropy and KL divergence in nats along the last axis, for numpy arrays and PyTorch tensors.
 
-Inputs are not validated, and no device synchronization happens: lens, training and serve call these on softmax outputs.
-`information` has the same functions with validation. torch is not imported here: a caller with a tensor already has.
+Inputs are not validated, which would need a device synchronization: lens, training and serve call these functions on
+softmax outputs. `information` has the same functions with validation. torch is not imported here, because a caller that
+has a tensor has already imported it.
 """
 
 import math
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 Array = TypeVar("Array", NDArray[np.float64], "Tensor")
 NATS_PER_UNIT = {"nats": 1.0, "bits": math.log(2)}
-"""Unit → its size in nats."""
+"""Unit → number of nats in one unit."""
 
 
 def array_namespace(x: object) -> ModuleType:
@@ -37,7 +38,7 @@ def log(p: Array) -> Array:
 
 
 def log_softmax(x: Array) -> Array:
-    """x − log Σ eˣ; the maximum is subtracted first, so that exp does not overflow."""
+    """x − log Σ eˣ. The maximum is subtracted first, so that exp does not overflow."""
     if is_tensor(x):
         return array_namespace(x).log_softmax(x, -1)
     shifted = np.asarray(x - np.max(x, -1, keepdims=True))
@@ -50,12 +51,12 @@ def _expected_log(p: Array, log_q: Array) -> Array:
 
 
 def cross_entropy(p: Array, log_q: Array) -> Array:
-    """H(P, Q) = −Σ p·log q. Subtracted from 0.0, so that a zero is not −0."""
+    """H(P, Q) = −Σ p·log q. The sum is subtracted from 0.0 instead of negated, so that zero is not −0."""
     return 0.0 - _expected_log(p, log_q)
 
 
 def entropy(p: Array) -> Array:
-    """H(P) = −Σ p·log p, also for masses that do not sum to 1."""
+    """H(P) = −Σ p·log p. The values p need not sum to 1."""
     return cross_entropy(p, log(p))
 
 
@@ -71,6 +72,6 @@ def kl_divergence_from_logits(p_logits: Array, q_logits: Array) -> Array:
 
 
 def append_missing_mass(p: Array) -> Array:
-    """Append an outcome with mass 1 − Σ p: the mass of an attention sink."""
+    """Append an outcome with probability 1 − Σ p, which is the weight of an attention sink."""
     rest = 1 - p.sum(-1)[..., None]
     return array_namespace(p).concatenate((p, rest.clip(0.0, None)), -1)

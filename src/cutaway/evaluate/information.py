@@ -1,7 +1,7 @@
-"""Entropy, cross-entropy, perplexity, KL divergence and mutual information; of distributions, logits or samples.
+"""Entropy, cross-entropy, perplexity, KL divergence and mutual information of distributions, logits or samples.
 
-A distribution is a list, an array or a tensor of probabilities along the last axis; logits are converted by softmax.
-The result has the shape of the leading axes, and is a float for one distribution. Units are bits (default) or nats.
+A distribution is a list, an array or a tensor of probabilities along the last axis. Logits are converted by softmax.
+The result has the shape of the leading axes; for a single distribution it is a float. Units are bits (default) or nats.
 
     cross-entropy = entropy + divergence        H(P, Q) = H(P) + KL(P ‖ Q)
 """
@@ -30,8 +30,8 @@ def entropy(
 ) -> Any:
     """Entropy H(P) = −Σ p·log p: the minimum average code length of one outcome.
 
-    For samples it is the plug-in estimate, which is biased low with few samples. `bias_correction` adds the
-    Miller-Madow correction, (observed outcomes − 1) / (2·samples) nats, which is most of the bias.
+    For samples, the result is the plug-in estimate, which is too low on average with few samples. `bias_correction`
+    adds the Miller-Madow correction, (observed outcomes − 1) / (2·samples) nats, which removes most of the bias.
     """
     nats_per_unit = parse_unit(unit)
     if require_exactly_one("entropy", p=p, logits=logits, samples=samples) == "samples":
@@ -53,10 +53,11 @@ def cross_entropy(
     q_samples: Samples | None = None,
     unit: str = "bits",
 ) -> Any:
-    """Cross-entropy H(P, Q) = −Σ p·log q of the true P and the model Q; infinite where q = 0 and p > 0.
+    """Cross-entropy H(P, Q) = −Σ p·log q of the true P and the model Q. It is infinite if q = 0 where p > 0.
 
-    Instead of P, `target` may be the index of the true class, or an array of indices: −log q(target). If one side is
-    samples and the other a distribution, the samples are outcome indices; if both are samples, any hashable values.
+    Instead of P, `target` may be the index of the true class, or an array of indices; the result is −log q(target). If
+    one side is samples and the other a distribution, the samples must be outcome indices. If both sides are samples,
+    they may be any hashable values.
     """
     nats_per_unit = parse_unit(unit)
     nats = _cross_entropy_nats(Operand("p", p, p_logits, p_samples), Operand("q", q, q_logits, q_samples), target)
@@ -101,11 +102,11 @@ def kl_divergence(
 def mutual_information(
     joint: ArrayLike | None = None, *, samples: Samples | None = None, bias_correction: bool = False, unit: str = "bits"
 ) -> Any:
-    """Mutual information I(X; Y) = KL(P(x, y) ‖ P(x)·P(y)). `joint` has one row per x.
+    """Mutual information I(X; Y) = KL(P(x, y) ‖ P(x)·P(y)).
 
-    `samples` are pairs (x, y). The plug-in estimate H(X) + H(Y) − H(X, Y) is biased high with few samples: it is above
-    0 for independent variables. `bias_correction` applies the Miller-Madow correction to each entropy; the result may
-    be negative.
+    `joint` is the table of P(x, y) with one row per x; `samples` are pairs (x, y). With few samples, the plug-in
+    estimate H(X) + H(Y) − H(X, Y) is too high on average: it is above 0 even for independent variables.
+    `bias_correction` applies the Miller-Madow correction to each entropy. The result may then be negative.
     """
     nats_per_unit = parse_unit(unit)
     if require_exactly_one("mutual information", joint=joint, samples=samples) == "samples":
@@ -125,7 +126,7 @@ def mutual_information(
 def bits_per_byte(nats: float, num_bytes: float) -> float:
     """Convert a loss in nats over `num_bytes` UTF-8 bytes to bits per byte.
 
-    Unlike the loss per token, it is comparable between tokenizers.
+    Unlike the loss per token, bits per byte can be compared between models with different tokenizers.
     """
     if num_bytes < 0:
         raise InputError(f"num_bytes is {num_bytes}; pass the UTF-8 length of the scored text")
@@ -144,7 +145,7 @@ def _cross_entropy_nats(p: Operand, q: Operand, target: int | ArrayLike | None) 
 
 
 def _entropy_of_counts(counts: Counter[Hashable], bias_correction: bool) -> float:
-    """Plug-in entropy in nats, with the Miller-Madow correction if `bias_correction`."""
+    """Return the plug-in entropy in nats, with the Miller-Madow correction if `bias_correction`."""
     correction = (len(counts) - 1) / (2 * counts.total()) if bias_correction else 0.0
     return float(functional.cross_entropy(*dist.from_counts(counts.values()))) + correction
 
@@ -163,7 +164,7 @@ def _mutual_information_of_samples(samples: Samples | None, bias_correction: boo
 
 
 def _to_float_if_scalar(value: Array) -> Any:
-    """Convert a scalar to float; return arrays unchanged."""
+    """Convert a scalar to float. Return an array with axes unchanged."""
     if getattr(value, "ndim", 0):
         return value
     return float(value.detach() if is_tensor(value) else value)

@@ -2,8 +2,8 @@
 
     python -m cutaway.evaluate.lm_eval --model cutaway --model_args pretrained=DIRECTORY --tasks hellaswag
 
-In Python, `lm_eval.simple_evaluate(model=CutawayLM(checkpoint), tasks=[…])`. Texts are tokenized as by the harness's
-"hf" model, so that results are comparable.
+In Python, call `lm_eval.simple_evaluate(model=CutawayLM(checkpoint), tasks=[…])`. Texts are tokenized in the same way
+as by the harness's "hf" model, so that results are comparable.
 """
 
 from collections.abc import Callable, Iterator
@@ -49,12 +49,15 @@ class CutawayLM(LM):
         batch_size: int | str | None = None,
         max_length: int | None = None,
     ) -> None:
-        """`pretrained` is a checkpoint or a source for `load`. `batch_size` is a number or "auto" (by length)."""
+        """`pretrained` is a checkpoint, or a directory or name that `load` takes.
+
+        `batch_size` is a number, or "auto" to choose it by the length of the texts.
+        """
         super().__init__()
         self.checkpoint = _load_checkpoint(pretrained, device, dtype) if isinstance(pretrained, str) else pretrained
         model, tokenizer, _ = unpack_checkpoint(self.checkpoint)
         if not isinstance(model, DecoderOnly):
-            raise InputError("this model is not a decoder, and the harness's tasks continue texts; pass a decoder")
+            raise InputError("this model is not a decoder, but the harness's tasks need one; pass a decoder")
         self.model, self.tokenizer = model, require_tokenizer(tokenizer)
         self.max_length = resolve_context(model, max_length)
         is_auto = batch_size is None or str(batch_size).startswith("auto")
@@ -74,7 +77,7 @@ class CutawayLM(LM):
         return self._loglikelihood_tokens([self.encode_pair(*request.args) for request in requests], disable_tqdm)
 
     def loglikelihood_rolling(self, requests: list["Instance"], disable_tqdm: bool = False) -> list[float]:
-        """Return log p of whole texts after the prefix token. The tokenizer's own BOS is scored too, as with "hf"."""
+        """Return log p of whole texts after the prefix token. The tokenizer's BOS is scored too, as with "hf"."""
         windows_per_text = [
             list(rolling_windows([self.prefix_token_id, *self.tok_encode(request.args[0])], self.max_length))
             for request in requests
@@ -84,7 +87,7 @@ class CutawayLM(LM):
         return [sum(next(results)[0] for _ in text_windows) for text_windows in windows_per_text]
 
     def generate_until(self, requests: list["Instance"], disable_tqdm: bool = False) -> list[str]:
-        """Generate after each context, up to the first stop string."""
+        """Continue each context up to the first stop string."""
         texts: dict[int, str] = {}
         groups: dict[str, list[int]] = {}  # requests with equal generation settings run in one call
         for index, request in enumerate(requests):
@@ -122,13 +125,13 @@ class CutawayLM(LM):
     # Implementation
 
     def tok_encode(self, text: str, special: bool | None = None) -> list[int]:
-        """Tokenize with special tokens, unless the text starts with the prefix token already (as a rendered chat)."""
+        """Tokenize with special tokens, unless the text (a rendered chat) already starts with the prefix token."""
         if special is None:
             special = not text.startswith(self.tokenizer.decode([self.prefix_token_id], skip_special_tokens=False))
         return self.tokenizer.encode(text, add_special_tokens=special)
 
     def encode_pair(self, context: str, continuation: str) -> LoglikelihoodRequest:
-        """Tokenize both as one text; spaces at the end of the context belong to the continuation."""
+        """Tokenize context and continuation as one text. Spaces at the end of the context go to the continuation."""
         if not context:
             ids = self.tok_encode(continuation, special=False)
             ids = ids if ids[:1] == [self.prefix_token_id] else [self.prefix_token_id, *ids]
@@ -151,7 +154,7 @@ class CutawayLM(LM):
 
 
 def _load_checkpoint(source: str, device: str | None, dtype: str | None) -> CheckpointLike:
-    """Load a checkpoint. Resolved by name, because the package `evaluate` does not import `families`."""
+    """Load a checkpoint. `load` is looked up by name, because the package `evaluate` does not import `families`."""
     torch_dtype = None if dtype in (None, "auto") else getattr(torch, str(dtype), None)
     if dtype not in (None, "auto") and not isinstance(torch_dtype, torch.dtype):
         raise InputError(f"dtype is '{dtype}', which is not a PyTorch dtype; use float32, bfloat16 or float16")
@@ -159,7 +162,7 @@ def _load_checkpoint(source: str, device: str | None, dtype: str | None) -> Chec
 
 
 def parse_generation_kwargs(gen_kwargs: _GenerationKwargs) -> _GenerationKwargs:
-    """Convert a task's generation settings to arguments of `generate`, which raises on unknown ones."""
+    """Convert a task's generation settings to arguments of `generate`. Unknown settings make `generate` raise."""
     rest = dict(gen_kwargs)
     until = rest.pop("until", None) or []
     limits = [rest.pop(name) for name in _MAX_TOKENS_ALIASES if name in rest]

@@ -17,7 +17,7 @@ from cutaway.model import DecoderOnly
 
 
 class LoglikelihoodRequest(NamedTuple):
-    """Continuation tokens to score after context tokens; neither is empty."""
+    """Context tokens and the continuation tokens to score after them. Neither list is empty."""
 
     context: list[int]
     continuation: list[int]
@@ -27,11 +27,11 @@ class Loglikelihood(NamedTuple):
     nll: float
     """−log p(continuation | context)."""
     is_greedy: bool
-    """Whether each token of the continuation is the most likely one."""
+    """Whether each token of the continuation is the most likely token at its position."""
 
 
 class _SharedRow(NamedTuple):
-    """Input tokens of one batch row, and the requests that it serves."""
+    """Input tokens of one batch row, and the indices of the requests that are scored from this row."""
 
     tokens: tuple[int, ...]
     request_indices: list[int]
@@ -45,11 +45,11 @@ def compute_loglikelihoods(
     batch_size: int | None = None,
     progress: ProgressFn | None = None,
 ) -> list[Loglikelihood]:
-    """Return one result per request, in order. The input has at most `max_length` tokens: a longer context is truncated
-    on the left.
+    """Return one result per request, in the order of the requests.
 
-    Requests with equal input tokens, i.e. whose continuations differ only in the last token, share a batch row. This is
-    common in multiple-choice tasks, whose choices are often single tokens.
+    The input has at most `max_length` tokens; a longer context is truncated on the left. Requests with equal input
+    tokens, that is, whose continuations differ only in the last token, share a batch row. This is common in
+    multiple-choice tasks, whose choices are often single tokens.
     """
     max_id = max((token for request in requests for tokens in request for token in tokens), default=0)
     check_token_ids(max_id, model.config.vocab_size)
@@ -87,7 +87,7 @@ def _score_rows(
 
 
 def rolling_windows(ids: list[int], max_length: int) -> Iterator[LoglikelihoodRequest]:
-    """Split a text into requests that score each token but the first once, with a full context where possible."""
+    """Split a text into requests that score each token except the first once, with a full context where possible."""
     start = 1
     while start < len(ids):
         end = min(start + max_length, len(ids))

@@ -26,7 +26,7 @@ from cutaway.model import EncoderOnly
 from cutaway.tokenizer import Tokenizer
 
 DEFAULT_MLM_PROBABILITY = 0.15
-"""Fraction of masked tokens, as in BERT (2018)."""
+"""Fraction of tokens that are masked, as in BERT (2018)."""
 _MaskedChunk = tuple[list[int], list[int]]
 """Token ids of a chunk with special tokens, and the positions to mask."""
 
@@ -41,10 +41,11 @@ def evaluate_masked_lm(
     batch_size: int | None = None,
     progress: ProgressFn | None = None,
 ) -> MaskedLMResult:
-    """Evaluate an encoder on masked tokens: a fraction `mlm_probability` of each chunk, all replaced by the mask token.
+    """Evaluate an encoder on masked tokens.
 
-    Texts longer than the context are split into chunks, each with its special tokens. The masked positions are a
-    function of the seed, the text's index and the position in the text.
+    Texts longer than the context are split into chunks, each with special tokens. In each chunk, the fraction
+    `mlm_probability` of the tokens is replaced by the mask token. Which tokens are masked depends on the seed, the
+    index of the text and the position in the text.
     """
     model, tokenizer, _ = unpack_checkpoint(checkpoint)
     if not isinstance(model, EncoderOnly) or model.head is None:
@@ -74,7 +75,7 @@ def evaluate_masked_lm(
 
 
 def _score_chunks(model: EncoderOnly, mask_token_id: int, chunks: list[_MaskedChunk]) -> TokenLossSum:
-    """Return the loss of the masked tokens."""
+    """Return the summed loss of the masked tokens."""
     assert model.head is not None
     tokens, padding_mask = pad_rows([ids for ids, _ in chunks], model.device)
     rows = torch.tensor([row for row, (_, masked) in enumerate(chunks) for _ in masked], device=tokens.device)
@@ -88,11 +89,11 @@ def _score_chunks(model: EncoderOnly, mask_token_id: int, chunks: list[_MaskedCh
 def _mask_chunks(
     tokenizer: Tokenizer, text: str, context: int, mlm_probability: float, seed: int, document_index: int
 ) -> Iterator[_MaskedChunk]:
-    """Split a text into chunks that fit the context, each with a masked token; special tokens are not masked."""
+    """Split a text into chunks that fit the context. At least one token per chunk is masked, but no special tokens."""
     prefix, suffix = special_prefix_and_suffix(tokenizer)
     chunk_len = context - len(prefix) - len(suffix)
     if chunk_len < 1:
-        raise InputError(f"context is {context}, which the special tokens fill; pass a larger context")
+        raise InputError(f"context is {context}, which the special tokens fill completely; pass a larger context")
     ids = tokenizer.encode(text, add_special_tokens=False)
     noise = uniform(torch.full((len(ids),), seed), torch.arange(len(ids)), stream=document_index).tolist()
     for start in range(0, len(ids), chunk_len):

@@ -1,4 +1,4 @@
-"""Results of an evaluation: summed losses, with loss, perplexity, bits per byte and accuracy as properties."""
+"""Results of an evaluation. They store summed losses; loss, perplexity, bits per byte and accuracy are properties."""
 
 import math
 from dataclasses import dataclass
@@ -32,16 +32,16 @@ class CausalLMResult(EvalResult):
     """Result of a decoder on texts."""
 
     num_bytes: int
-    """UTF-8 bytes of the scored text, without a first token that has no context."""
+    """Number of UTF-8 bytes of the scored tokens. A first token without context is not scored."""
     num_documents: int
-    """Texts with a token to score; shorter ones are skipped."""
+    """Number of texts with at least one token to score. Shorter texts are skipped."""
     context: int
-    """Maximum input tokens of a window."""
+    """Maximum number of input tokens of a window."""
     stride: int
 
     @property
     def bits_per_byte(self) -> float:
-        """Loss in bits per UTF-8 byte; unlike loss and perplexity, comparable between tokenizers."""
+        """Loss in bits per UTF-8 byte. Unlike loss and perplexity, it can be compared between tokenizers."""
         return bits_per_byte(self.total_nll, self.num_bytes)
 
 
@@ -50,7 +50,7 @@ class MaskedLMResult(EvalResult):
     """Result of an encoder on masked tokens."""
 
     num_correct: int
-    """Masked tokens that were the most likely prediction."""
+    """Number of masked tokens that were the most likely prediction."""
     num_documents: int
     context: int
 
@@ -61,10 +61,10 @@ class MaskedLMResult(EvalResult):
 
 @dataclass(frozen=True)
 class Seq2SeqResult(EvalResult):
-    """Result of an encoder-decoder on pairs; the scored tokens are those of the targets."""
+    """Result of an encoder-decoder on (source, target) pairs. The scored tokens are those of the targets."""
 
     num_exact_matches: int
-    """Pairs whose greedily decoded text equals the target."""
+    """Number of pairs whose greedily decoded text equals the target."""
     num_pairs: int
 
     @property

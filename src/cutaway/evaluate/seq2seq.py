@@ -26,9 +26,9 @@ from cutaway.tokenizer.formats.marian import MarianTokenizer
 class _EncodedPair(NamedTuple):
     source: list[int]
     target: list[int]
-    """With the decoder start token and the EOS token."""
+    """Token ids of the target, with the decoder start token and the EOS token."""
     text: str
-    """The target after encoding and decoding."""
+    """Text of the target after encoding and decoding."""
 
 
 def evaluate_seq2seq(
@@ -41,8 +41,8 @@ def evaluate_seq2seq(
 ) -> Seq2SeqResult:
     """Evaluate an encoder-decoder on (source, target) pairs: teacher-forced loss, and exact match of greedy decoding.
 
-    The loss is over the target's tokens and its EOS. A match compares the generated text with the target after encoding
-    and decoding. Without `exact_match` nothing is generated.
+    The loss is over the target's tokens and the EOS token. For the exact match, the generated text is compared with the
+    target after encoding and decoding. Without `exact_match` nothing is generated.
     """
     model, tokenizer, generation_config = unpack_checkpoint(checkpoint)
     if not isinstance(model, EncoderDecoder):
@@ -71,9 +71,9 @@ def _encode_pair(
     pair_index: int,
     pair: tuple[str, str],
 ) -> _EncodedPair:
-    """Tokenize a pair, and raise if it is not a pair or too long."""
+    """Tokenize a pair. Raise if it is not a pair, or if the source or target is empty or too long."""
     if isinstance(tokenizer, MarianTokenizer):
-        raise InputError("a Marian tokenizer encodes no targets, so none can be scored; use another checkpoint")
+        raise InputError("a Marian tokenizer cannot encode targets, so none can be scored; use another checkpoint")
     if generation_config.decoder_start_token_id is None:
         raise InputError("no decoder start token is known; set decoder_start_token_id in the generation config")
     if isinstance(pair, str) or len(pair) != 2:
@@ -84,7 +84,7 @@ def _encode_pair(
     if eos_token_id is not None and target[-1:] != [eos_token_id]:
         target = [*target, eos_token_id]
     start_token_id = generation_config.decoder_start_token_id
-    # A single EOS may be the same token as the start token, but it is not a start.
+    # The start token and EOS may be the same token. A target of only one token is then EOS, not the start.
     if len(target) < 2 or target[0] != start_token_id:
         target = [start_token_id, *target]
     if not source or len(target) < 2:
@@ -92,7 +92,7 @@ def _encode_pair(
     for name, stack, length in (("source", model.encoder, len(source)), ("target", model.decoder, len(target) - 1)):
         limit = getattr(stack.embed.position, "max_positions", None)
         if limit is not None and length > limit:
-            raise InputError(f"the {name} of pair {pair_index} has {length} tokens; shorten it to {limit} positions")
+            raise InputError(f"the {name} of pair {pair_index} has {length} tokens; shorten it to {limit} tokens")
     check_token_ids(max(source), model.config.source_vocab_size or model.config.vocab_size)  # type: ignore[union-attr]
     check_token_ids(max(target), model.config.vocab_size)
     return _EncodedPair(source, target, text)
@@ -110,7 +110,7 @@ def _score_pairs(model: EncoderDecoder, pairs: list[_EncodedPair]) -> TokenLossS
 def _count_exact_matches(checkpoint: CheckpointLike, pairs: list[_EncodedPair], batch_size: int | None) -> int:
     """Count the pairs whose greedy output equals the target.
 
-    One token more than the longest target is enough to detect a mismatch.
+    Generating one token more than the longest target is enough to detect a mismatch.
     """
     max_new_tokens = max(len(pair.target) for pair in pairs)
     sources = [pair.source for pair in pairs]

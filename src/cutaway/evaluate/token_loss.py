@@ -1,4 +1,4 @@
-"""Per-token cross-entropy in chunks of logits, and shared helpers of the evaluations: batching, padding, validation."""
+"""Cross-entropy per token, computed in chunks of logits, and helpers for batching, padding and validation."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,10 +25,10 @@ MAX_LOGITS_PER_CHUNK = 1 << 25
 """Maximum number of logits in memory at a time: 128 MiB in float32."""
 _TOKENS_PER_BATCH = {"cpu": 2048}
 _DEFAULT_TOKENS_PER_BATCH = 16384
-"""Tokens per forward pass if the caller sets no batch size, by device type. Larger batches are not faster on a CPU, and
-the progress bar would update too rarely."""
+"""Number of tokens per forward pass if the caller sets no batch size, by device type. On a CPU, larger batches are not
+faster, and the progress bar would update too rarely."""
 _DEFAULT_CONTEXT = 4096
-"""Upper limit of the default context: the full context of some models does not fit into memory."""
+"""Upper limit of the default context, because the full context of some models does not fit into memory."""
 ProgressFn = Callable[[int, int], None]
 """Called with (items done, items in total)."""
 _TokenRow = Sequence[int] | NDArray[np.uint32]
@@ -38,9 +38,9 @@ Item = TypeVar("Item")
 class TokenLossSum(NamedTuple):
     total_nll: float
     num_correct: int
-    """Targets that were the most likely token."""
+    """Number of targets that were the most likely token."""
     calibration: Calibration
-    """Calibration of the most likely token."""
+    """Calibration of the most likely token at each position."""
 
 
 class TokenLosses(NamedTuple):
@@ -55,7 +55,7 @@ class TokenLosses(NamedTuple):
 def sum_token_losses(
     head: nn.Module, x: Float[Tensor, "N d"], targets: Int[Tensor, " N"], vocab_size: int
 ) -> TokenLossSum:
-    """Return −Σ log p(target) from the head's input vectors, summed in float64."""
+    """Return −Σ log p(target) (summed in float64), correct predictions and calibration. `x` is the head's input."""
     losses = compute_token_losses(head, x, targets, vocab_size)
     correct = losses.correct.cpu().double().numpy()
     calibration = bin_predictions(losses.confidence.cpu().double().numpy(), correct)
@@ -70,7 +70,7 @@ def score_batches(
     batch_size: int | None,
     progress: ProgressFn | None,
 ) -> TokenLossSum:
-    """Return the sum of `score` over batches of items (at least one), in evaluation mode."""
+    """Batch the items (at least one), call `score` on each batch in evaluation mode, and return the sum."""
     sums, done = [], 0
     with evaluation_mode(model):
         for batch in batch_by_length(items, length, batch_size, model.device):
@@ -86,7 +86,7 @@ def score_batches(
 def compute_token_losses(
     head: nn.Module, x: Float[Tensor, "N d"], targets: Int[Tensor, " N"], vocab_size: int
 ) -> TokenLosses:
-    """Return the loss of each target from the head's input vectors. Only one chunk of logits exists at a time."""
+    """Return the loss of each target. `x` is the head's input; only one chunk of logits is in memory at a time."""
     chunk = max(1, MAX_LOGITS_PER_CHUNK // vocab_size)
     nll, correct, confidence = [], [], []
     for start in range(0, len(x), chunk):
@@ -100,13 +100,13 @@ def compute_token_losses(
         return TokenLosses(x.new_zeros(0), x.new_zeros(0).bool(), x.new_zeros(0))
     losses = TokenLosses(torch.cat(nll), torch.cat(correct), torch.cat(confidence))
     if bool(losses.nll.isnan().any()):
-        raise WeightError("the logits are NaN: damaged weights or an overflow; load the weights again, or in fp32")
+        raise WeightError("the logits are NaN, from damaged weights or an overflow; load the weights again, or in fp32")
     return losses
 
 
 @contextmanager
 def evaluation_mode(model: Transformer) -> Iterator[None]:
-    """Evaluation mode without gradients; an out-of-memory error becomes an InputError."""
+    """Context manager: evaluation mode without gradients. An out-of-memory error is raised as an InputError."""
     try:
         with torch.no_grad(), eval_mode(model):
             yield
@@ -130,7 +130,7 @@ def batch_by_length(
 
 
 def pad_rows(rows: Sequence[_TokenRow], device: torch.device) -> tuple[Int[Tensor, "B T"], Tensor | None]:
-    """Right-pad rows of ids to one tensor; return it and its padding mask (True for tokens), None without padding."""
+    """Right-pad rows of ids to one tensor. Return it and the mask, True for tokens, or None if nothing is padded."""
     width = max(map(len, rows))
     tokens, mask = torch.zeros(len(rows), width, dtype=torch.long), torch.zeros(len(rows), width, dtype=torch.bool)
     for index, row in enumerate(rows):
@@ -140,7 +140,7 @@ def pad_rows(rows: Sequence[_TokenRow], device: torch.device) -> tuple[Int[Tenso
 
 
 def resolve_length(name: str, value: int | None, default: int, maximum: int | None, reason: str) -> int:
-    """Return the default for None, else the value if it is an integer from 1 to `maximum`."""
+    """Return the value, or the default if it is None. Raise unless it is an integer from 1 to `maximum`."""
     if value is None:
         return default
     check_positive_int(name, value)
@@ -150,7 +150,7 @@ def resolve_length(name: str, value: int | None, default: int, maximum: int | No
 
 
 def resolve_context(model: Transformer, context: int | None) -> int:
-    """Return the maximum input length; default the model's context, at most _DEFAULT_CONTEXT."""
+    """Return the maximum input length. The default is the model's context, but at most _DEFAULT_CONTEXT."""
     [stack] = model.stacks.values()
     limit: int | None = getattr(stack.embed.position, "max_positions", None)
     default = min(length for length in (model.config.context, limit, _DEFAULT_CONTEXT) if length is not None)
@@ -158,7 +158,7 @@ def resolve_context(model: Transformer, context: int | None) -> int:
 
 
 def check_texts(texts: Iterable[str]) -> Iterable[str]:
-    """Raise on a single string, whose characters would be taken for texts."""
+    """Return the texts. Raise on a single string, because each of its characters would be used as a text."""
     if isinstance(texts, str):
         raise InputError("texts is a string; pass a list of texts")
     return texts
