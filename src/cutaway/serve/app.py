@@ -25,7 +25,7 @@ def build_app(
 ) -> FastAPI:
     """Build the application from its routers, behind one access policy.
 
-    `on_shutdown` callbacks run in a thread when the server shuts down; `on_response` is called after each response.
+    The `on_shutdown` callbacks run in a thread when the server shuts down. `on_response` is called after each response.
     """
 
     @asynccontextmanager
@@ -53,7 +53,7 @@ def build_app(
 
 
 def _remove_422_responses(schema: dict[str, Any]) -> dict[str, Any]:
-    """Remove status 422 from FastAPI's OpenAPI schema: validation errors have status 400 here."""
+    """Remove status 422 from FastAPI's OpenAPI schema, because validation errors have status 400 here."""
     for methods in schema["paths"].values():
         for method in methods.values():
             method["responses"].pop("422", None)
@@ -79,7 +79,7 @@ def _handle_http_exception(_: Request, error: Exception) -> Response:
 
 
 def _handle_validation_error(_: Request, error: Exception) -> Response:
-    """Report the first invalid field. Values are not echoed in the response."""
+    """Report the first invalid field. The response does not contain the field's value."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     path = [part for part in first["loc"] if part not in ("body", "query", "path")]

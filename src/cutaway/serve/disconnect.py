@@ -12,14 +12,14 @@ T = TypeVar("T")
 
 
 class ClientDisconnectedError(APIError):
-    """The client disconnected before the response; nobody receives it, it is only counted in the metrics."""
+    """The client disconnected before the response. The error is only counted in the metrics: nobody receives it."""
 
     def __init__(self) -> None:
         super().__init__(499, "the client disconnected before the response")
 
 
 async def run_until_disconnect(work: Awaitable[T], receive: Receive) -> T:
-    """Return the result of `work`; cancel it and raise when the client disconnects."""
+    """Return the result of `work`. If the client disconnects, cancel `work` and raise."""
     work_task = asyncio.ensure_future(work)
     disconnect_task = asyncio.ensure_future(_wait_for_disconnect(receive))
     try:

@@ -12,7 +12,7 @@ ERROR_TYPES = {
     404: "not_found_error",
     429: "rate_limit_error",
 }
-"""Error type by status code; default invalid_request_error, and server_error from 500."""
+"""Error type by status code. Other codes are invalid_request_error below 500 and server_error from 500."""
 
 
 class APIError(Exception):
@@ -41,11 +41,11 @@ class APIError(Exception):
 
 
 def overload_error(message: str, code: str, limits: Limits) -> APIError:
-    """Return the error of a full server, which the client may retry."""
+    """Return an error with status 429: the server is full, and the client may retry the request."""
     return APIError(429, message, code=code, headers={"retry-after": str(limits.retry_after_seconds)})
 
 
 def invalid_field_error(path: Sequence[object], message: str, default_name: str) -> APIError:
-    """Return the error of one field that pydantic rejects. Its value is not echoed in the response."""
+    """Return the error for a field that pydantic rejects. The response does not contain the field's value."""
     param = ".".join(str(part)[:40] for part in path[:6]) or None
     return APIError(400, f"{param or default_name}: {message[:300]}", param=param)

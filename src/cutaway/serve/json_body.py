@@ -1,4 +1,4 @@
-"""Validation of untrusted JSON bodies: depth and number of values are checked on the bytes, before parsing."""
+"""Validation of untrusted JSON bodies. Depth and number of values are checked on the bytes, before parsing."""
 
 import json
 import math
@@ -8,13 +8,13 @@ from cutaway.serve.errors import APIError
 from cutaway.serve.limits import Limits
 
 _STRING_PATTERN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
-"""A JSON string, or an unterminated one at the end of the body, so that the scan is linear in the body's length."""
+"""A JSON string. An unterminated string at the end of the body matches too, to keep the scan time linear."""
 _BRACKET_PATTERN = re.compile(rb"[\[\]{}]")
 _SURROGATE_PATTERN = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def validate_json_body(body: bytes, limits: Limits) -> None:
-    """Raise unless the body is JSON of bounded size: UTF-8, unique keys, finite numbers, no lone surrogates."""
+    """Raise unless the body is JSON within the limits: UTF-8, unique keys, finite numbers, no lone surrogates."""
     without_strings = _STRING_PATTERN.sub(b"", body)
     num_opened = without_strings.count(b"[") + without_strings.count(b"{")
     num_closed = without_strings.count(b"]") + without_strings.count(b"}")
@@ -43,11 +43,11 @@ def validate_json_body(body: bytes, limits: Limits) -> None:
     except json.JSONDecodeError as error:
         raise APIError(400, f"the body is not JSON: {error.msg} at character {error.pos}") from None
     except (ValueError, RecursionError):  # int() rejects integers of thousands of digits
-        raise APIError(400, "the JSON body has a number with too many digits; send a shorter one") from None
+        raise APIError(400, "the JSON body has a number with too many digits; send a shorter number") from None
 
 
 def _reject_duplicate_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Build an object; raise if a key is duplicated, because parsers disagree on which value counts."""
+    """Build an object. Raise if a key is duplicated, because parsers disagree on which value counts."""
     value = dict(pairs)
     if len(value) != len(pairs):
         raise APIError(400, "the JSON body has an object with a duplicate key; send each key once")

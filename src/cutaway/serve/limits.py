@@ -1,4 +1,4 @@
-"""Limits of the HTTP servers: sizes, counts, timeouts. All are checked before memory or time is spent."""
+"""Limits of the HTTP servers: sizes, counts and timeouts. Sizes and counts are checked before processing a request."""
 
 from dataclasses import dataclass
 
@@ -14,11 +14,11 @@ class Limits:
     header_timeout: float = 10.0
     """Time for the request headers to arrive."""
     send_timeout: float = 30.0
-    """Time that a client may leave sent data unread."""
+    """Time for which a client may leave sent data unread."""
     keep_alive_timeout: int = 30
     """Time that an idle connection is kept open."""
     lingering_timeout: float = 1.0
-    """Time for which the rest of a rejected body is read and discarded, so that the client receives the error."""
+    """Time for which the rest of a rejected request body is read and discarded, so that the client gets the error."""
     max_headers: int = 64
     """Maximum number of request headers."""
     max_header_bytes: int = 16 * 2**10
@@ -36,11 +36,11 @@ class Limits:
     max_prompt_characters: int = 1_000_000
     """Maximum number of characters in all prompts of a request."""
     max_characters_per_token: int = 64
-    """Maximum number of characters of a text per token of the context; longer texts are rejected without tokenizing."""
+    """Maximum characters of a text, per token of the longest prompt. Longer texts are rejected without tokenizing."""
     max_prompt_tokens: int = 131_072
-    """Maximum number of tokens of a prompt; the model's context may be shorter."""
+    """Maximum number of tokens of a prompt. The model's context may limit it further."""
     max_tokens: int = 32_768
-    """Maximum number of tokens of a completion; the model's context may be shorter."""
+    """Maximum number of tokens of a completion. The model's context may limit it further."""
     max_n: int = 16
     """Maximum number of completions per prompt (`n`)."""
     max_prompts: int = 64
@@ -48,15 +48,15 @@ class Limits:
     max_completions: int = 128
     """Maximum number of completions per request: prompts × n."""
     max_logprobs: int = 5
-    """Maximum `logprobs` of /v1/completions: alternatives per token."""
+    """Maximum value of `logprobs` in /v1/completions, the number of alternatives per token."""
     max_top_logprobs: int = 20
-    """Maximum `top_logprobs` of /v1/chat/completions: alternatives per token."""
+    """Maximum value of `top_logprobs` in /v1/chat/completions, the number of alternatives per token."""
     max_stop_strings: int = 16
     """Maximum number of stop strings."""
     max_stop_characters: int = 256
     """Maximum length of a stop string."""
     max_logit_biases: int = 1024
-    """Maximum number of tokens in `logit_bias`, and of `stop_token_ids`."""
+    """Maximum number of tokens in `logit_bias`, and of ids in `stop_token_ids`."""
     max_messages: int = 1024
     """Maximum number of messages in a chat."""
     max_embedding_inputs: int = 256
@@ -66,9 +66,9 @@ class Limits:
     request_timeout: float = 300.0
     """Time for a whole request."""
     tokenize_timeout: float = 10.0
-    """Time to tokenize the prompts of a request; chat templates have a tighter limit of their own."""
+    """Time to tokenize the prompts of a request. Rendering a chat template has a separate, shorter limit."""
     max_waiting_requests: int = 256
-    """Maximum number of completions in the waiting queue; further requests get status 429."""
+    """Maximum number of completions in the waiting queue. Further requests get status 429."""
     max_preprocessing_requests: int = 256
     """Maximum number of requests that wait for tokenization or embedding."""
     retry_after_seconds: int = 1

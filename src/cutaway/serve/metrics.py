@@ -5,14 +5,14 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
 LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
-"""Bucket bounds in seconds of request duration and time to first token."""
+"""Histogram buckets of request duration and time to first token, in seconds."""
 TOKEN_LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
-"""Bucket bounds in seconds of the time per output token."""
+"""Histogram buckets of the time per output token, in seconds."""
 disable_created_metrics()  # type: ignore[no-untyped-call]  # no `_created` gauge beside each counter and histogram
 
 
 class ServerMetrics:
-    """Counters, histograms and gauges, in a registry of their own: several servers can run in one process."""
+    """Counters, histograms and gauges of one server. Each server has its own registry, so a process can run several."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()

@@ -21,7 +21,7 @@ from cutaway.serve.limits import Limits
 
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
 SINGLETON_HEADERS = frozenset(b"host content-length content-type transfer-encoding authorization origin cookie".split())
-"""Headers that must not be repeated: which of two values counts would be ambiguous."""
+"""Headers that must not be repeated, because it would be ambiguous which value counts."""
 CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; font-src 'self';"
     " connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -40,7 +40,7 @@ ResponseCallback = Callable[[str, int, float], object]
 """Called after each response with the route, the status code and the duration in seconds."""
 CROSS_ORIGIN_MESSAGE = "cross-origin requests are not allowed; send the request from this server's own page"
 TIMEOUT_SLACK_SECONDS = 10.0
-"""Time after `request_timeout` for a route to send its own timeout error."""
+"""Time in seconds that a route has after `request_timeout` to send its own timeout error."""
 log = logging.getLogger("cutaway.serve")
 
 
@@ -49,9 +49,12 @@ class AccessPolicy:
     """Allowed host names and the API key of a server."""
 
     allowed_hosts: frozenset[str] = frozenset(LOOPBACK_HOSTS)
-    """Names accepted in the Host header, without ports. Other names are rejected: protection against DNS rebinding."""
+    """Names accepted in the Host header, without ports. Other names are rejected, to prevent DNS rebinding attacks."""
     allow_any_ip_address: bool = False
-    """Accept any IP address in the Host header, for a bind to all addresses; DNS rebinding requires a name."""
+    """Whether to accept any IP address in the Host header, for a server bound to all addresses.
+
+    This is safe, because DNS rebinding requires a name.
+    """
     api_key: str | None = field(default=None, repr=False)
     navigable_paths: frozenset[str] = frozenset({"/"})
     """Paths to which links on other sites may navigate."""
@@ -61,14 +64,14 @@ class AccessPolicy:
     def allows_host(self, host: str) -> bool:
         """Return whether a Host header names this server.
 
-        Starlette's TrustedHostMiddleware cannot say "any IP address, but no other name" for a bind to all addresses,
-        and answers in plain text with status 400 instead of an error object with status 421.
+        Starlette's TrustedHostMiddleware is not used: it cannot allow any IP address but only certain names, and it
+        responds in plain text with status 400 instead of an error object with status 421.
         """
         name = _parse_host_header(host)
         return name in self.allowed_hosts or (self.allow_any_ip_address and is_ip_address(name))
 
     def accepts_key(self, key: str | None) -> bool:
-        """Compare the key in constant time; True if no key is set."""
+        """Whether the key is right, compared in constant time. Always True if the server has no key."""
         return self.api_key is None or (key is not None and _constant_time_equal(key, self.api_key))
 
 
@@ -77,7 +80,7 @@ def _constant_time_equal(actual: str, expected: str) -> bool:
 
 
 def _parse_host_header(host: str) -> str:
-    """Return the host name of a Host header without the port; empty if the header is invalid."""
+    """Return the host name of a Host header without the port, or an empty string if the header is invalid."""
     try:
         parts = urlsplit(f"//{host}")
         parts.port  # noqa: B018  # raises ValueError for an invalid port
@@ -96,7 +99,7 @@ def is_ip_address(name: str) -> bool:
 
 
 class _ReplayableReceive:
-    """ASGI receive callable that can replay a buffered body and tracks whether more of the body is to be received."""
+    """ASGI receive callable that can replay a buffered body, and knows whether more of the body is to come."""
 
     def __init__(self, scope: Scope, receive: Receive) -> None:
         names = {name for name, _ in scope["headers"]}
@@ -153,8 +156,8 @@ class SecurityMiddleware:
                 return
             incoming.buffered_body = await self.read_body(headers, incoming)
             if incoming.buffered_body:
-                # One body per iteration of the event loop, in FIFO order: parsing one takes about a millisecond, and
-                # those of hundreds of simultaneous requests in one iteration would delay every other request.
+                # One body is parsed per iteration of the event loop, in FIFO order. Parsing takes about a millisecond,
+                # so parsing the bodies of hundreds of requests in one iteration would delay every other request.
                 async with self.parse_lock:
                     await asyncio.sleep(0)
                     validate_json_body(incoming.buffered_body, self.limits)
@@ -179,7 +182,7 @@ class SecurityMiddleware:
                 self.on_response(getattr(scope.get("route"), "path", "none"), status, time.monotonic() - start_time)
 
     def check_origin(self, scope: Scope, headers: dict[bytes, str]) -> None:
-        """Raise unless Host is allowed and the request is same-origin, or not made by a web page."""
+        """Raise unless the Host header is allowed and the request does not come from a web page of another origin."""
         host = headers.get(b"host", "")
         if not self.access_policy.allows_host(host):
             message = "the Host header is not a name of this server; use the URL printed at startup"
@@ -196,7 +199,7 @@ class SecurityMiddleware:
         return scope["method"] == "GET" and scope["path"] in self.access_policy.navigable_paths
 
     def authenticate(self, scope: Scope, headers: dict[bytes, str]) -> Response | None:
-        """Raise unless the request has the API key.
+        """Raise unless the request has the API key or a session cookie, or the server has no key.
 
         If the key is in the query string of a page, return a redirect that sets a session cookie and removes the key
         from the URL.
@@ -226,14 +229,14 @@ class SecurityMiddleware:
         raise APIError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
 
     async def read_body(self, headers: dict[bytes, str], incoming: _ReplayableReceive) -> bytes | None:
-        """Read the body if the request has one; raise as soon as it exceeds `max_body_bytes`."""
+        """Read the body if the request has one. Raise as soon as the body exceeds `max_body_bytes`."""
         length = headers.get(b"content-length")
         if length is None and b"transfer-encoding" not in headers:
             return None
         if length is not None and not (length.isascii() and length.isdigit()):
             raise APIError(400, "Content-Length is not an integer; send the number of bytes of the body")
         max_bytes = self.limits.max_body_bytes
-        too_large = APIError(413, f"the body is larger than {max_bytes} bytes; send a smaller one", code="too_large")
+        too_large = APIError(413, f"the body is larger than {max_bytes} bytes; send a smaller body", code="too_large")
         if length is not None and (len(length) > 18 or int(length) > max_bytes):
             raise too_large
         if length is not None and int(length) == 0:
@@ -262,8 +265,8 @@ class SecurityMiddleware:
     async def send_error(self, error: APIError, incoming: _ReplayableReceive, send: Send) -> None:
         """Send an error response.
 
-        The rest of the body is received and discarded for `lingering_timeout`: closing the connection at once would
-        reset it, and the client would lose the response.
+        The rest of the body is received and discarded for `lingering_timeout` seconds. Closing the connection at once
+        would reset it, and the client would lose the response.
         """
         response = error.to_response()
         lingering = incoming.has_more_body
@@ -283,7 +286,7 @@ class SecurityMiddleware:
 
 
 def _validate_headers(scope: Scope, limits: Limits) -> dict[bytes, str]:
-    """Return the headers by name; raise if they exceed the limits or are ambiguous."""
+    """Return the headers by name. Raise if they exceed the limits or are ambiguous."""
     pairs = scope["headers"]
     num_bytes = sum(len(name) + len(value) for name, value in pairs)
     if len(pairs) > limits.max_headers or num_bytes > limits.max_header_bytes:

@@ -1,4 +1,4 @@
-"""`ct.view(model, "text")`: the inspector page as a notebook widget, with queries run in the kernel."""
+"""`ct.view(model, "text")`: the inspector page as a notebook widget. Its queries run in the notebook's kernel."""
 
 import threading
 from typing import TYPE_CHECKING
@@ -26,9 +26,9 @@ def view(
     screen: str = "trace",
     name: str = "model",
 ) -> "AnyWidget":
-    """Return a widget that inspects a checkpoint or a model: the page of `cutaway open`.
+    """Return a widget that inspects a checkpoint or a model, with the same web page as `cutaway open`.
 
-    `text` is the initial input (the source, for an encoder-decoder); `screen` is the initial screen.
+    `text` is the initial input, which is the source for an encoder-decoder. `screen` is the initial screen.
     """
     if screen not in SCREENS:
         raise InputError(f"screen is '{screen}', which does not exist; use one of {', '.join(SCREENS)}")
@@ -52,7 +52,7 @@ def view(
 
 
 class _WidgetBridge:
-    """Runs a widget's queries in threads and sends their frames; a query can be canceled."""
+    """Runs a widget's queries in threads and sends their frames to the widget. A query can be canceled."""
 
     def __init__(self, widget: "AnyWidget", executor: QueryExecutor) -> None:
         self.widget, self.executor = widget, executor
@@ -77,6 +77,6 @@ class _WidgetBridge:
         future.add_done_callback(lambda _: self.send_frame(query_id, None))
 
     def send_frame(self, query_id: int, frame: bytes | None) -> None:
-        """Send one frame, or the end of the query if None. Locked: a widget's channel is not thread-safe."""
+        """Send one frame, or the end of the query for None. The lock is held: a widget's channel is not thread-safe."""
         with self._send_lock:
             self.widget.send({"id": query_id, "end": frame is None}, [] if frame is None else [frame])

@@ -25,7 +25,7 @@ _OVERLOAD_HEADERS = ERROR_HEADERS | {"retry-after": "1", "content-length": "0"}
 _OVERLOAD_LINES = ["HTTP/1.1 503 Service Unavailable", *(f"{key}: {value}" for key, value in _OVERLOAD_HEADERS.items())]
 SERVICE_UNAVAILABLE_RESPONSE = "\r\n".join([*_OVERLOAD_LINES, "", ""]).encode("ascii")
 SOCKET_BACKLOG, ACCEPT_BATCH_SIZE = 1024, 8
-"""Length of the listen queue, and number of connections accepted per iteration of the event loop."""
+"""Length of the listen queue, and maximum number of connections accepted per iteration of the event loop."""
 WILDCARD_HOSTS = ("0.0.0.0", "::", "")
 
 
@@ -48,7 +48,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def bind_socket(host: str, port: int) -> socket.socket:
-    """Return a listening socket; port 0 selects a free port."""
+    """Return a listening socket. Port 0 selects a free port."""
     if not 0 <= port <= 65535:
         raise InputError(f"--port is {port}; use 0 (any free port) to 65535")
     try:
@@ -70,7 +70,7 @@ def bind_socket(host: str, port: int) -> socket.socket:
 
 
 def server_url(sock: socket.socket) -> str:
-    """Return the URL of a listening socket; wildcard addresses become loopback addresses."""
+    """Return the URL of a listening socket. A wildcard address is replaced by the loopback address."""
     host, port = sock.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -90,7 +90,7 @@ class _TimeoutProtocol(H11Protocol):
         self._start_header_timer()
 
     def data_received(self, data: bytes) -> None:
-        if self.over_capacity:  # sent after the request: a response before it would be lost when the connection closes
+        if self.over_capacity:  # wait for the request: an earlier response would be lost when the connection closes
             self.transport.write(SERVICE_UNAVAILABLE_RESPONSE)
             self.transport.close()
             return
@@ -134,8 +134,8 @@ def _cancel_timers(*timers: asyncio.TimerHandle | None) -> None:
 class Server(uvicorn.Server):
     """uvicorn server that exits with code 0.
 
-    The first SIGINT or SIGTERM shuts down after the requests in progress, or after `shutdown_timeout`; the second exits
-    at once.
+    The first SIGINT or SIGTERM shuts the server down when the requests in progress have finished, or after
+    `shutdown_timeout` seconds. The second signal exits at once.
     """
 
     def __init__(self, app: FastAPI, limits: Limits, on_ready: Callable[[], object] | None = None) -> None:
@@ -176,7 +176,7 @@ def run_server(app: FastAPI, sock: socket.socket, limits: Limits, on_ready: Call
     """Serve until SIGINT or SIGTERM. `on_ready` is called once the server accepts requests."""
     server = Server(app, limits, on_ready)
     gc.collect()
-    gc.freeze()  # exclude objects created so far from collections: scanning them would pause all requests
+    gc.freeze()  # exclude existing objects from garbage collection, which would pause all requests
     server.run(sockets=[sock])
     if server.force_exit:  # do not wait for running threads
         for stream in (sys.stdout, sys.stderr):

@@ -1,4 +1,4 @@
-"""Static files of the built web page: read once, served by name; requests cannot name paths."""
+"""Static files of the built web page. They are read once and served by name, so a request cannot name other paths."""
 
 from functools import cache
 from pathlib import Path

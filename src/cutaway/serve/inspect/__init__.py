@@ -1,1 +1,1 @@
-"""Inspector API: queries of the web page about a model, answered with JSON data and tensors."""
+"""Inspector API: answers the web page's queries about a model with JSON data and tensors."""

@@ -1,6 +1,6 @@
-"""Activation cache of one forward pass: all sites except those quadratic in the sequence length.
+"""Cache of the activations of one forward pass, except those whose size is quadratic in the sequence length.
 
-Attention scores and patterns are recomputed from the cached q and k, for the requested heads.
+These are attention scores and patterns. They are recomputed from the cached q and k, for the requested heads.
 """
 
 import math
@@ -28,12 +28,12 @@ class ActivationCache:
         self.model_input = model_input
         self.values: dict[str, Tensor] = {}
         self.attention_calls: dict[str, tuple[Kernel, tuple[Any, ...]]] = {}
-        """Kernel and its arguments by attention name (`blocks.0.attn`)."""
+        """Attention name (`blocks.0.attn`) → the kernel and the arguments it was called with."""
         self.position_outputs: dict[str, Any] = {}
-        """Outputs of the position modules: `embed.position`, and rotations by position key."""
+        """Outputs of the position modules: of `embed.position`, and of the layers' modules by position key."""
 
     def build_hook(self, job: QueryJob, on_site: Callable[[str, Tensor], None]) -> Callable[[HookContext], None]:
-        """Return a forward hook that stores activations and calls `on_site`; it raises if the job is canceled."""
+        """Return a forward hook that stores activations and calls `on_site`. The hook raises if the job is canceled."""
 
         def hook(context: HookContext) -> None:
             job.check_cancelled()
@@ -66,7 +66,7 @@ class ActivationCache:
         return self.values[name][0]
 
     def recompute_attention(self, attention: str, heads: list[int] | None = None) -> attention_pattern.AttentionScores:
-        """Recompute scores and pattern (1, H, T, S) of an attention, for the given heads or all."""
+        """Recompute the scores and pattern (1, H, T, S) of one attention, for the given heads or all."""
         kernel, args = self.attention_calls[attention]
         return attention_pattern.compute_scores(kernel, args, heads, attention_pattern.build_dense_mask(args))
 
@@ -77,5 +77,5 @@ class ActivationCache:
 
 
 def estimate_bytes(sites: Iterable[Site], seq_len: int, source_len: int | None, itemsize: int) -> int:
-    """Estimate the bytes of the activations at these sites, for batch size 1."""
+    """Estimate the size in bytes of the activations at these sites, for batch size 1."""
     return itemsize * sum(math.prod(site.shape(1, seq_len, source_len)) for site in sites)

@@ -1,4 +1,4 @@
-"""Export of the inspector page as one HTML file: script, style and the results of all queries about one text."""
+"""Export of the inspector page as one HTML file with script, style and the results of all queries about one text."""
 
 import base64
 import html
@@ -13,7 +13,7 @@ from cutaway.serve.inspect.queries import QUERIES
 from cutaway.serve.static_files import load_static_files
 
 MAX_EXPORT_BYTES = 48 << 20
-"""Maximum bytes of query results; queries are included in order until the limit."""
+"""Maximum size of all query results in bytes. Queries are included in order until this limit is reached."""
 CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none';"
     " form-action 'none'"
@@ -21,7 +21,7 @@ CONTENT_SECURITY_POLICY = (
 
 
 def export_html(inspector: Inspector, progress: Callable[[int, int], None]) -> tuple[str, bool]:
-    """Return the HTML and whether it is complete; of a long text, only the last tokens' activations are included."""
+    """Return the HTML and whether it is complete. For a long text, it has only the activations of the last tokens."""
     results: dict[str, str] = {}
     size, is_complete = 0, True
     queries = list(_list_export_queries(inspector))
@@ -42,7 +42,7 @@ def export_html(inspector: Inspector, progress: Callable[[int, int], None]) -> t
 
 
 def _result_key(query_name: str, params: dict[str, object]) -> str:
-    """Return the key of a query's result; the web page builds the same string."""
+    """Return the key under which a query's result is stored. The web page builds the same string."""
     return f"{query_name} {json.dumps(_drop_none(params), separators=(',', ':'), sort_keys=True, ensure_ascii=False)}"
 
 
@@ -96,7 +96,7 @@ def _list_activation_sites(inspector: Inspector, attention_names: list[str]) -> 
 
 
 def _render_html(model_name: str, results: dict[str, str]) -> str:
-    """Render the page; it makes no network requests. The model name and token texts are escaped as data."""
+    """Render the page, which makes no network requests. The model name and the query results are escaped."""
     files = load_static_files()
     script = files["page.js"].decode().replace("</script", "<\\/script").replace("<!--", "<\\!--")
     style = files["page.css"].decode().replace("</style", "<\\/style")

@@ -1,4 +1,4 @@
-"""Names of the formulas (in the web page's table) that compute the activation at a site of this model."""
+"""Names of the formulas that compute the activation at a site. The web page has a table of formulas by name."""
 
 from collections.abc import Mapping
 from typing import Any

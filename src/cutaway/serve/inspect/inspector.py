@@ -27,11 +27,11 @@ from cutaway.serve.inspect.protocol import QueryJob
 
 SiteCallback = Callable[[str, Tensor], None]
 MAX_CACHED_BYTES = 1 << 30
-"""Maximum bytes of cached activations."""
+"""Maximum size of the cached activations in bytes."""
 
 
 class Inspector:
-    """A model shared by all queries. `lock` serializes forward passes, because edits modify the model meanwhile."""
+    """A model shared by all queries. `lock` allows one forward pass at a time, because edits modify the model."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Inspector:
     def get_activations(
         self, model_input: ModelInput, job: QueryJob, on_site: SiteCallback = lambda name, value: None
     ) -> ActivationCache:
-        """Return the activations of an input, cached or from a forward pass that calls `on_site` for each value."""
+        """Return the activations of an input from the cache, or from a forward pass that calls `on_site` per site."""
         self.validate_input(model_input)
         with self.lock:
             activations = self.activation_caches.get(model_input.cache_key)
@@ -72,7 +72,7 @@ class Inspector:
         return sum(cached.nbytes for cached in self.activation_caches.values())
 
     def get_activations_at(self, model_input: ModelInput, site_names: list[str], job: QueryJob) -> ActivationCache:
-        """Like `get_activations`, with these sites computed even if they were excluded to limit memory."""
+        """Return the activations as `get_activations` does, and also at sites that it left out to save memory."""
         activations = self.get_activations(model_input, job)
         missing = [name for name in site_names if name not in activations.values]
         if missing:
@@ -89,7 +89,8 @@ class Inspector:
     def _select_cached_sites(self, model_input: ModelInput) -> list[str]:
         """Select the sites to cache.
 
-        All non-quadratic sites if they fit in half of the limit, else the residual stream and the sublayer outputs.
+        These are all sites except scores, patterns and logits, if they fit in half of the limit. Else they are the
+        residual stream, the sublayer outputs and the sites outside blocks.
         """
         selected = [site for site in self.sites.values() if site.kind not in QUADRATIC_SITES and site.name != "logits"]
         source_len = None if model_input.source is None else len(model_input.source)
@@ -121,7 +122,7 @@ class Inspector:
 
     @contextmanager
     def edited_model(self, model_input: ModelInput) -> Iterator[None]:
-        """Hold the lock with the model in eval mode and the input's edits applied."""
+        """Context manager: hold the lock, with the model in eval mode and the input's edits applied."""
         with self.lock, ExitStack() as stack:
             stack.enter_context(eval_mode(self.model))
             if model_input.edits:
@@ -162,7 +163,7 @@ class Inspector:
         if is_encoder_decoder and model_input.source is None:
             raise InputError("source is missing; this model is an encoder-decoder, so pass a source")
         if not is_encoder_decoder and model_input.source is not None:
-            raise InputError("source is set, but this model takes no source; leave it out")
+            raise InputError("source is set, but this model takes no source; leave source out")
         target_vocab_size = self.config.vocab_size
         for name, token_ids, vocab_size in (
             ("tokens", model_input.tokens, target_vocab_size),
@@ -177,7 +178,7 @@ class Inspector:
         return [*self.model.stacks.values()][-1]
 
     def format_top_tokens(self, token_probabilities: Iterable[tuple[int, float]]) -> list[dict[str, object]]:
-        """Convert (token, probability) pairs to JSON with the tokens' text."""
+        """Convert (token id, probability) pairs to JSON values, with the text of each token."""
         return [
             {"token": token, "text": self.tokenizer.decode_token(token), "probability": probability}
             for token, probability in token_probabilities
@@ -198,7 +199,7 @@ def build_inspector(
     name: str = "",
     run_directory: Path | None = None,
 ) -> Inspector:
-    """Build an inspector from a checkpoint, or from a model without a tokenizer, whose inputs are then bytes."""
+    """Build an inspector from a checkpoint or a model. For a model without a tokenizer, tokens are bytes."""
     model, tokenizer, generation_config = unpack_checkpoint(model_or_checkpoint)
     if model.device.type == "meta":
         raise InputError("the model is on the meta device, which has no values; build it on another device")

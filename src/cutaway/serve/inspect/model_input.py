@@ -1,4 +1,4 @@
-"""Input of a query: tokens, source and edits; and the tokenizer adapter of the inspector."""
+"""Input of a query (tokens, source and edits), and the tokenizer adapter of the inspector."""
 
 import hashlib
 import json
@@ -18,7 +18,10 @@ TokenIds = Annotated[tuple[TokenId, ...], Field(min_length=1, max_length=MAX_TOK
 
 
 class ModelInput(BaseModel):
-    """Token ids, the source of an encoder-decoder, and edits by site as in `ct.edit`. Equal inputs have equal keys."""
+    """Token ids, the source of an encoder-decoder, and edits by site as for `ct.edit`.
+
+    Equal inputs have equal `cache_key`s.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -42,7 +45,7 @@ DEFAULT_CODE, DEFAULT_TEXT = "import os\n\nfor name in sorted(os.", "The capital
 
 @dataclass(frozen=True)
 class TokenizerAdapter:
-    """A tokenizer, or bytes if there is none, and the page's default input."""
+    """A tokenizer, and the web page's default input. Without a tokenizer, each byte of a text is a token."""
 
     vocab_size: int
     tokenizer: Tokenizer | None = None
@@ -58,7 +61,7 @@ class TokenizerAdapter:
         return self.tokenizer is None
 
     def encode(self, text: str) -> list[int]:
-        """Encode the text; for an encoder-decoder, the decoder input with its start token."""
+        """Tokenize the text. For an encoder-decoder, the text is the decoder input and the start token is prepended."""
         if self.decoder_start_token_id is None:
             return self.encode_source(text)
         token_ids = self.encode_source(text, add_special_tokens=False) if text else []

@@ -1,4 +1,4 @@
-"""Wire protocol of the inspector: results as safetensors with JSON metadata, streamed in frames.
+"""Wire protocol of the inspector: results are safetensors with JSON metadata, streamed in frames.
 
 A frame is the payload length (4 bytes, little-endian), the kind (1 byte) and the payload.
 """
@@ -17,7 +17,7 @@ from cutaway.errors import InputError
 from cutaway.lens.analysis.labeled_tensor import replace_nonfinite
 
 PROGRESS, RESULT, ERROR, PARTIAL = range(4)
-"""Frame kinds. Payloads: {completed, total, description} as JSON; the result; {message} as JSON; a partial result."""
+"""Frame kinds. Their payloads: JSON {completed, total, description}, the result, JSON {message}, a partial result."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class QueryResult:
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
 
     def to_safetensors(self) -> bytes:
-        """Serialize as safetensors, data in the metadata; floats become fp32, integers int32, booleans uint8."""
+        """Serialize as safetensors, with the data as metadata. Floats become fp32, integers int32, booleans uint8."""
         data = json.dumps(replace_nonfinite(dict(self.data)), allow_nan=False, separators=(",", ":"))
         return save({name: _to_wire_tensor(tensor) for name, tensor in self.tensors.items()}, {"data": data})
 

@@ -1,4 +1,4 @@
-"""Sampler that records logits, sampling probabilities and KV cache state per step, and the cached-vs-full check."""
+"""Sampler that records each decode step, and the comparison of the recorded logits with a full forward pass."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -18,9 +18,9 @@ from cutaway.serve.inspect.model_input import ModelInput
 
 NUM_TOP_TOKENS = 5
 CACHE_TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
-"""Tolerance of cached against full forward passes, relative to the largest logit; none for 16-bit dtypes."""
+"""Allowed difference between cached and full forward passes, relative to the largest logit. 16-bit dtypes have none."""
 LOGIT_CHUNK_SIZE = 64
-"""Positions whose logits are compared at once; limits memory for large vocabularies."""
+"""Number of positions whose logits are compared at once. This limits memory for large vocabularies."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class SamplingStep:
     cache_state: dict[str, object]
 
     def token_stats(self, token: int) -> dict[str, float]:
-        """Return a token's model and sampling probability, its rank from 1, and the entropy in bits."""
+        """Return a token's model probability, sampling probability and rank (from 1), and the entropy in bits."""
         return {
             "probability": float(self.logits.softmax(-1)[token]),
             "sampling_probability": float(self.sampling_probs[token]),
@@ -43,7 +43,7 @@ class SamplingStep:
 
     @property
     def top_tokens(self) -> list[tuple[int, float, float]]:
-        """The most likely tokens: id, model probability, sampling probability."""
+        """(token id, model probability, sampling probability) of the most likely tokens."""
         probabilities = self.logits.softmax(-1)
         top = probabilities.topk(min(NUM_TOP_TOKENS, len(probabilities)))
         sampling_probs = self.sampling_probs[top.indices].tolist()
@@ -51,7 +51,7 @@ class SamplingStep:
 
 
 class RecordingSampler(Sampler):
-    """Sampler that records each step of the first row."""
+    """Sampler that records each decode step of the first batch row."""
 
     def __init__(self, runner: ModelRunner, vocab_size: int) -> None:
         super().__init__(runner.cache.batch_size, vocab_size, runner.model.device)
@@ -64,9 +64,10 @@ class RecordingSampler(Sampler):
         return super().sample(logits, features, active_rows)
 
     def cache_state(self) -> dict[str, object]:
-        """Return the cache length, slots and bytes per layer, and the positions in wrapped ring buffers.
+        """Return the cache length, the slots and bytes per layer, and the token positions in ring buffers.
 
-        Ring buffers (sliding-window layers) are keyed by size; in other layers a token's slot is its position.
+        Ring buffers (in sliding-window layers) are listed by size if they have wrapped around. In all other layers, a
+        token's slot is its position.
         """
         length, layers = int(self.cache.seq_lens[0]), self.cache.paged_layers
         num_slots = [layer.num_slots for layer in layers]
@@ -88,7 +89,7 @@ def _bytes_per_slot(layer: PagedLayerCache) -> int:
 
 
 def slot_positions(cache: Cache, num_slots: int) -> list[int]:
-    """Return the position of the token in each filled slot of a ring buffer: the last one written to it."""
+    """Return the position of the token in each filled slot of a ring buffer, which is the last token written there."""
     length = int(cache.seq_lens[0])
     return [length - 1 - (length - 1 - slot) % num_slots for slot in range(min(length, num_slots))]
 
@@ -96,7 +97,7 @@ def slot_positions(cache: Cache, num_slots: int) -> list[int]:
 def compare_with_full_pass(
     inspector: Inspector, model_input: ModelInput, steps: list[SamplingStep]
 ) -> tuple[dict[str, object], dict[str, Tensor]]:
-    """Compare the logits of the decode steps with one full forward pass: maximum difference, overall and per step."""
+    """Compare the decode steps' logits with one full forward pass. Return the maximum difference, also by step."""
     hidden = inspector.last_hidden_state(model_input)[0, -len(steps) :]
     max_abs_logit = 0.0
     differences = torch.zeros(len(steps))  # maximum absolute difference per step

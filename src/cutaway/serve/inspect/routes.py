@@ -1,4 +1,7 @@
-"""HTTP routes of the inspector: POST a query, receive frames. A query is canceled when its client disconnects."""
+"""HTTP route of the inspector: a query is posted, and the response is a stream of frames.
+
+A query is canceled when its client disconnects.
+"""
 
 import asyncio
 import json
@@ -19,10 +22,10 @@ from cutaway.serve.inspect.queries import QUERIES
 from cutaway.serve.inspect.queries.base import Query
 
 NUM_WORKERS = 4
-"""Number of queries run concurrently. Forward passes are serialized by the inspector's lock; other work is not."""
+"""Number of queries that run at the same time. The inspector's lock allows only one forward pass at a time."""
 MAX_PENDING_QUERIES = 64
 QUERY_TIMEOUT = 300.0
-"""Seconds per query."""
+"""Maximum duration of a query in seconds."""
 BINARY_MEDIA_TYPE = "application/octet-stream"
 log = logging.getLogger("cutaway.serve")
 
@@ -79,7 +82,7 @@ def _enqueue_frame(loop: asyncio.AbstractEventLoop, frames: "asyncio.Queue[bytes
 
 
 def parse_query(name: str, params: bytes | object) -> Query:
-    """Validate a query from a JSON body, or from parameters that a notebook has parsed."""
+    """Validate a query from a JSON body (bytes), or from parameters that a notebook has already parsed."""
     query_class = QUERIES.get(name)
     if query_class is None:
         raise APIError(404, f"there is no such query; use one of {', '.join(QUERIES)}")

@@ -1,4 +1,4 @@
-"""Python snippet that prints the activation shown on the page."""
+"""Python snippet that prints the activation shown on the web page."""
 
 import json
 from pprint import pformat
@@ -11,11 +11,11 @@ from cutaway.serve.inspect.model_input import ModelInput
 
 MAX_LINE_WIDTH = 100
 NUM_TOP_TOKENS = 20
-"""Number of logits printed, of the whole vocabulary."""
+"""Number of largest logits that are printed."""
 
 
 def build_snippet(inspector: Inspector, model_input: ModelInput, site_name: str, position: int) -> str:
-    """Build the snippet for one site and position; empty if there is no short expression."""
+    """Build the snippet for one site and position, or an empty string if there is no short expression."""
     lines = ["import torch", "import cutaway as ct", ""]
     if inspector.tokenizer.is_untrained:
         lines.append(f"model = ct.build({inspector.name!r}, seed=0)")
@@ -46,7 +46,7 @@ def _model_call(inspector: Inspector) -> str:
 
 
 def _direct_expression(inspector: Inspector, site_name: str, position: int) -> str:
-    """Return an expression for values that are not a site: embedding rows and RoPE angles; empty if there is none."""
+    """Return an expression for embedding rows and RoPE angles, which have no site; empty if there is none."""
     stacks = inspector.model.stacks
     side = next(side for side in stacks if site_name.startswith(f"{side}.") or len(stacks) == 1)
     if site_name.endswith("embed.token"):
@@ -64,7 +64,7 @@ def _direct_expression(inspector: Inspector, site_name: str, position: int) -> s
 
 
 def _trace_expression(site_name: str, position: int) -> tuple[str, str, str]:
-    """Return the site to trace, the index into it and the operation applied to it."""
+    """Return the site to trace, the index into its value, and the operation applied to the indexed value."""
     index = f"[0, {position}]"
     if site_name == "softmax":
         return "logits", index, ".float().softmax(-1)"

@@ -74,7 +74,7 @@ def build_router(serving: ServingEngine) -> APIRouter:
 
     @router.post("/v1/completions", responses=STREAMING_RESPONSES)
     async def completions(request: protocol.CompletionRequest, raw_request: Request) -> Response:
-        """Generate completions for prompts; for an encoder-decoder, the prompt is the source."""
+        """Generate completions for prompts. For an encoder-decoder, the prompt is the source."""
         _check_request(request, serving)
         encode_prompts, params = request_mapping.map_completion_request(request, serving)
         stream = await serving.submit(encode_prompts, params)
@@ -163,7 +163,7 @@ def build_router(serving: ServingEngine) -> APIRouter:
 
 
 def _check_request(request: protocol.OpenAIBaseModel, serving: ServingEngine) -> None:
-    """Raise unless the request names this model and only supported fields."""
+    """Raise if the request names another model or has an unsupported field."""
     serving.check_model_name(request.model)
     request.check_unsupported_fields()
 

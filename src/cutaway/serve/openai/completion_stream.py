@@ -11,7 +11,7 @@ from cutaway.serve.metrics import ServerMetrics
 
 
 class EventLoopNotifier:
-    """Sets asyncio events from other threads, with one wake-up of the event loop for all events since the last one."""
+    """Sets asyncio events from other threads. One wake-up of the event loop sets all events that are pending."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
@@ -33,7 +33,7 @@ class EventLoopNotifier:
 
 
 class CompletionStream:
-    """The completions of one HTTP request, in order of prompt and n."""
+    """The completions of one HTTP request, ordered by prompt, with n completions per prompt."""
 
     def __init__(
         self, requests: Sequence[Request], num_prompt_tokens: int, notifier: EventLoopNotifier, metrics: ServerMetrics
@@ -42,13 +42,13 @@ class CompletionStream:
         self.notifier, self.new_output, self.is_streaming = notifier, asyncio.Event(), False
         self.start_time = time.monotonic()
         self.token_times: list[list[float]] = [[] for _ in self.requests]
-        """Per completion: times of the first and of the latest token."""
+        """For each completion, the times of the first and of the latest token."""
         self.metrics_recorded = False
         for index, request in enumerate(self.requests):
             request.on_update = partial(self.on_output, index, request)
 
     def on_output(self, index: int, request: Request) -> None:
-        """Record the token time; runs in the engine thread. Notify per token if streaming, else only at the end."""
+        """Record the token time, in the engine thread. Notify the loop per token if streaming, else at the end."""
         self.token_times[index][1:] = [time.monotonic()]
         if self.is_streaming or request.finished.is_set():
             self.notifier.notify(self.new_output)
@@ -97,7 +97,7 @@ class CompletionStream:
         self.record_metrics()
 
     def record_metrics(self) -> None:
-        """Add token counts and latencies to the server metrics; has an effect once."""
+        """Add token counts and latencies to the server metrics. Only the first call has an effect."""
         if self.metrics_recorded:
             return
         self.metrics_recorded = True

@@ -1,4 +1,4 @@
-"""Text embeddings: L2-normalized mean of the last hidden states, or the pooling of the checkpoint's own files."""
+"""Text embeddings: the last hidden states, pooled and L2-normalized. Pooling is the mean, or as the checkpoint says."""
 
 import base64
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ POOLING_MODES = {
 
 
 def read_pooling_mode(directory: Path) -> str | None:
-    """Read the pooling mode of a sentence-transformers checkpoint; None if there is no `1_Pooling/config.json`."""
+    """Read the pooling mode of a sentence-transformers checkpoint. None if there is no `1_Pooling/config.json`."""
     path = directory / "1_Pooling" / "config.json"
     if not path.is_file():
         return None
@@ -34,7 +34,7 @@ def compute_embeddings(
 ) -> list[list[float]]:
     """Compute one embedding per text, in batches of similar length.
 
-    `should_continue` is called before each batch; if it returns False, the result is empty.
+    `should_continue` is called before each batch. If it returns False, the result is an empty list.
     """
     order = sorted(range(len(token_ids)), key=lambda index: len(token_ids[index]))
     embeddings: dict[int, list[float]] = {}
@@ -54,7 +54,7 @@ def compute_embeddings(
 
 
 def _pool_hidden_states(model: Transformer, tokens: Tensor, mask: Tensor, pooling: str | None) -> Tensor:
-    """Pool the last hidden states of an encoder or decoder over non-padding tokens, (B, d)."""
+    """Pool the last hidden states of an encoder or decoder over the tokens that are not padding: (B, d)."""
     if isinstance(model, DecoderOnly):
         x = model.hidden_states(tokens, mask).float()  # (B, T, d)
     else:

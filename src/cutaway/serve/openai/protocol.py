@@ -1,6 +1,6 @@
 """Request models of the OpenAI API, with strict types.
 
-Unsupported fields that would change the result are rejected; other unknown fields are ignored.
+Unsupported fields that would change the result are rejected. Other unknown fields are ignored.
 """
 
 from typing import Annotated, Literal
@@ -26,11 +26,11 @@ NO_OP_VALUES_BY_FIELD: dict[str, tuple[object, ...]] = {
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
 }
-"""Values of these fields that have no effect, so that they are accepted."""
+"""Unsupported field → values that are accepted, because they have no effect."""
 
 
 class OpenAIBaseModel(BaseModel):
-    """Base of all requests. Unknown fields are collected in `model_extra`, to be rejected or ignored."""
+    """Base class of all requests. Unknown fields are collected in `model_extra`, to be rejected or ignored."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
     model: str | None = None
@@ -81,7 +81,7 @@ class CompletionRequest(GenerationRequest):
 
 
 class ContentPartText(BaseModel):
-    """Content part of a message; only text is supported."""
+    """Content part of a message. Only text is supported."""
 
     model_config = ConfigDict(strict=True)
     type: Literal["text"]

@@ -1,4 +1,4 @@
-"""Map OpenAI requests to token-id prompts and SamplingParams; limits are checked before tokenizing."""
+"""Map OpenAI requests to token-id prompts and SamplingParams. Limits are checked before tokenizing."""
 
 import re
 from collections.abc import Callable
@@ -23,7 +23,7 @@ SAMPLING_FIELDS = (
     "n", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "stop_token_ids",
     "ignore_eos",
 )  # fmt: skip
-"""Fields of a request that `SamplingParams` has too, with the same meaning and default."""
+"""Request fields that are also fields of `SamplingParams`, with the same meaning and default."""
 TOKEN_ID_PATTERN = re.compile(r"[0-9]{1,10}")
 
 
@@ -35,7 +35,7 @@ def check_limit(name: str, value: int | None, limit: int, unit: str = "") -> Non
 def _to_sampling_params(
     request: GenerationRequest, limits: Limits, *, logprobs: int | None, max_new_tokens: int | None = None
 ) -> SamplingParams:
-    """Build SamplingParams with the defaults of the OpenAI API, which differ from `generate`'s."""
+    """Build SamplingParams with the defaults of the OpenAI API, which differ from the defaults of `generate`."""
     stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
     check_limit("n", request.n, limits.max_n)
     check_limit("max_tokens", request.max_tokens, limits.max_tokens)
@@ -67,7 +67,7 @@ def _to_sampling_params(
 def map_completion_request(
     request: CompletionRequest, serving: ServingEngine
 ) -> tuple[Callable[[], list[list[int]]], SamplingParams]:
-    """Return a function that tokenizes the prompts, to be run in a thread, and the sampling parameters."""
+    """Return a function that tokenizes the prompts (to be run in a thread), and the sampling parameters."""
     limits = serving.limits
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise APIError(400, "best_of other than n is not supported by this server; leave it out", param="best_of")

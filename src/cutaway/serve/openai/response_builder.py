@@ -19,7 +19,7 @@ class ResponseBuilder:
     serving: ServingEngine
     is_chat: bool
     num_logprobs: int | None
-    """Number of alternatives per token; None for no log-probabilities."""
+    """Number of alternatives per token, or None if no log-probabilities were requested."""
     request_id: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -82,7 +82,7 @@ class ResponseBuilder:
             content = {"message": {"role": "assistant", "content": text, "refusal": None}}
         logprobs = None
         if self.num_logprobs is not None:
-            # A stop token is not part of the text, so it has no entry.
+            # A stop token is not part of the text, so it gets no log-probability entry.
             count = len(result.tokens) - isinstance(result.stop_reason, int)
             top = result.top_logprobs or [{} for _ in result.tokens]
             logprobs = self._build_logprobs(result.tokens[:count], (result.logprobs or [])[:count], top[:count], 0)
@@ -100,7 +100,7 @@ class ResponseBuilder:
     def _build_logprobs(
         self, tokens: list[int], logprobs: list[float], top_logprobs: list[dict[int, float]], offset: int
     ) -> Data:
-        """Build the log-probabilities of tokens and of the top alternatives, exact over the whole vocabulary."""
+        """Build the log-probabilities of tokens and of their top alternatives."""
         if self.is_chat:
             rows = [self._build_logprob_entry(*entry) for entry in zip(tokens, logprobs, strict=True)]
             for row, top in zip(rows, top_logprobs, strict=True):

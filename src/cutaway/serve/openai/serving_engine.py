@@ -25,7 +25,7 @@ log = logging.getLogger("cutaway.serve")
 
 
 class ServingEngine:
-    """One checkpoint under its served name, with the engine. Public methods are called on the event loop."""
+    """One checkpoint, its served name and its engine. Public methods are called on the event loop."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class ServingEngine:
         if "decoder" in self.model.stacks:
             self.engine = self._start_engine(max_num_seqs, max_model_len, weight_bits)
         self.is_encoder_decoder = "encoder" in self.model.stacks and self.engine is not None
-        """True if prompts are encoder inputs, which do not count toward the decoder's context."""
+        """If True, prompts are encoder inputs, which do not count toward the decoder's context."""
         self.notifier: EventLoopNotifier | None = None
         self.num_preprocessing = 0
         self.tokenizer_pool = ThreadPoolExecutor(2, "cutaway tokens")
@@ -127,9 +127,9 @@ class ServingEngine:
         timeout: float | None = None,
         on_abandoned: Callable[[T], object] | None = None,
     ) -> T:
-        """Run `work` in a thread pool and return its result; raise status 429 if too many requests wait.
+        """Run `work` in a thread pool and return its result. Raise an error with status 429 if too many requests wait.
 
-        `on_abandoned` receives the result if the caller was canceled or timed out.
+        If the caller is canceled or times out before `work` is done, `on_abandoned` is called with the result.
         """
         if self.num_preprocessing >= self.limits.max_preprocessing_requests:
             raise self.queue_full_error()
@@ -152,7 +152,7 @@ class ServingEngine:
 
     def _on_preprocessed(self, future: "asyncio.Future[T]") -> None:
         self.num_preprocessing -= 1
-        _has_result(future)  # retrieves the exception, so that asyncio does not log it as never retrieved
+        _has_result(future)  # retrieves the exception, so that asyncio does not log that it was never retrieved
 
     def queue_full_error(self) -> APIError:
         return overload_error("too many requests are waiting; try again later", "queue_full", self.limits)
@@ -181,7 +181,7 @@ class ServingEngine:
     def _submit_prompts(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, fill_context: bool
     ) -> CompletionStream:
-        """Submit all completions of the request, or none on error. Runs in a thread."""
+        """Submit all completions of the request, or none if there is an error. This runs in a thread."""
         engine, requests = self.engine, []
         assert engine is not None
         assert self.notifier is not None
@@ -207,7 +207,7 @@ class ServingEngine:
     def _resolve_max_new_tokens(
         self, prompt: Sequence[int], params: SamplingParams, fill_context: bool
     ) -> SamplingParams:
-        """Resolve max_new_tokens for one prompt; raise if prompt and completion exceed the context."""
+        """Return `params` with max_new_tokens for one prompt. Raise if prompt plus completion exceed the context."""
         self.check_prompt_length(len(prompt))
         num_context_tokens = 1 if self.is_encoder_decoder else len(prompt)
         max_new, max_new_tokens = self.max_model_len - num_context_tokens, params.max_new_tokens
@@ -243,7 +243,7 @@ class ServingEngine:
             raise context_length_error(f"a text has more than {max_characters} characters", self.max_prompt_len)
 
     def close(self) -> None:
-        """Stop the engine and the thread pools; waiting requests fail."""
+        """Stop the engine and the thread pools. Waiting requests fail."""
         if self.engine is not None:
             self.engine.close()
         self.tokenizer_pool.shutdown(wait=False, cancel_futures=True)
@@ -260,7 +260,7 @@ def context_length_error(description: str, max_tokens: int) -> APIError:
 
 
 def to_api_error(error: Exception) -> APIError:
-    """Convert an error during generation to an APIError; internal errors are logged, not sent."""
+    """Convert an error during generation to an APIError. The text of an internal error is logged, not sent."""
     if isinstance(error, APIError):
         return error
     if isinstance(error, InputError):

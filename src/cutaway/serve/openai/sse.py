@@ -25,7 +25,7 @@ def _timeout_error(limits: Limits) -> APIError:
 
 
 async def with_cancellation(request: Request, work: Awaitable[T], limits: Limits) -> T:
-    """Await `work`; cancel it when the client disconnects or the request times out."""
+    """Await `work` and return its result. Cancel it when the client disconnects or the request times out."""
     try:
         async with asyncio.timeout(limits.request_timeout):
             return await run_until_disconnect(work, request.receive)
@@ -38,7 +38,7 @@ def _format_sse_event(data: Mapping[str, object]) -> bytes:
 
 
 class SSEResponse(Response):
-    """Streaming response of server-sent events; generation is aborted however the response ends."""
+    """Streaming response of server-sent events. Generation is aborted when the response ends, for whatever reason."""
 
     media_type = "text/event-stream"
 

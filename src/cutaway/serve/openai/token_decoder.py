@@ -1,4 +1,4 @@
-"""Single tokens as text or bytes, in the format of the OpenAI API's log-probabilities."""
+"""Single tokens as text or bytes, in the format that the OpenAI API uses for log-probabilities."""
 
 from functools import lru_cache
 
@@ -16,7 +16,7 @@ class TokenDecoder:
         self.token_bytes = lru_cache(65_536)(self._token_bytes)
 
     def _token_bytes(self, token_id: int) -> bytes:
-        """Return the UTF-8 bytes of a token; a byte-level token may be part of a character."""
+        """Return the UTF-8 bytes of a token. A byte-level token may be only part of a character."""
         token = self.tokenizer.id_to_token(token_id)
         if token is None:
             return b""
@@ -30,7 +30,7 @@ class TokenDecoder:
         return text.encode()
 
     def token_text(self, token_id: int) -> str:
-        """Return the token's text; for part of a character, `bytes:\\x..` as in the OpenAI API (texts stay unique)."""
+        """Return the token's text. Part of a character is `bytes:\\x..`, as in the OpenAI API, so texts stay unique."""
         data = self.token_bytes(token_id)
         try:
             return data.decode()

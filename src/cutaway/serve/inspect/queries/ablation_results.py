@@ -1,4 +1,4 @@
-"""Query: results of the ablation study shipped with cutaway (ablated in trained weights, and trained without)."""
+"""Query: results of the ablation study shipped with cutaway, which ablates trained models and trains ablated ones."""
 
 import json
 from functools import cache
@@ -17,12 +17,13 @@ ABLATION_PAIRS = (
     ("head", "one head fewer", "without the most important head of a middle block", "one head fewer", BASELINE),
     ("mask", "no mask", "without mask", "no mask", "with the mask"),
 )
-"""Edit, component, condition of the ablated full model, variant trained without the component, its condition."""
+"""Edit, component, condition of the full model with the component ablated, variant trained without the component, and
+condition of that variant."""
 NOT_RETRAINED = ("no_residual", "no residual")
 
 
 class AblationResults(Query):
-    """Losses with a component ablated in trained weights, beside models trained without it."""
+    """Losses of a trained model with a component ablated, beside losses of models trained without that component."""
 
     def run(self, inspector: Inspector, job: QueryJob) -> QueryResult:
         return QueryResult(_pair_ablated_and_retrained(load_ablation_results()))
@@ -34,7 +35,7 @@ def load_ablation_results() -> dict[str, Any]:
 
 
 def _pair_ablated_and_retrained(results: dict[str, Any]) -> dict[str, object]:
-    """Pair both losses of each component, on the same text, with their confidence intervals over seeds."""
+    """Pair both losses of each component. They are on the same text and have confidence intervals over seeds."""
     losses = {(row["variant"], row["condition"]): row for row in results["measurements"] if row["metric"] == "loss"}
 
     def loss_interval(variant: str, condition: str) -> dict[str, float]:

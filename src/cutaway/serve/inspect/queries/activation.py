@@ -18,12 +18,12 @@ from cutaway.serve.inspect.queries.base import InputQuery, Inspector, QueryJob, 
 from cutaway.serve.inspect.snippet import build_snippet
 
 NUM_TOP_LOGITS = 50
-"""Number of logits returned, of the whole vocabulary."""
+"""Number of largest logits that are returned."""
 NUM_HISTOGRAM_BINS = 60
 
 
 class Activation(InputQuery):
-    """Activation at a site, or at one of `embed.token`, `….attn.position`, `….attn.mask`, `softmax`."""
+    """One token's activation at a site, or at `embed.token`, `….attn.position`, `….attn.mask` or `softmax`."""
 
     site: Annotated[str, Field(max_length=80)]
     position: TokenIndex
@@ -64,7 +64,7 @@ def _describe_values(
     shape: tuple[int, ...],
     values: Tensor,
 ) -> dict[str, object]:
-    """Return formula, axes, snippet and statistics of one token's values; `axes` and `shape` are of all tokens."""
+    """Return formulas, axes, snippet and statistics of one token's values. `axes` and `shape` include all tokens."""
     finite = values[values.isfinite()].float()
     finite = finite if len(finite) else torch.zeros(1)
     named_axes = [(letter, AXIS_NAMES[letter], size) for letter, size in zip(axes, shape, strict=True)]
@@ -129,7 +129,7 @@ def _compute_position_values(
         return row.float(), "Td", (len(token_ids), len(row))
     if "embed." in site_name:
         if site_name not in activations.position_outputs:
-            raise InputError("this model has no position embedding; inspect position in its attention")
+            raise InputError("this model has no position embedding; inspect attn.position of a layer")
         value = activations.position_outputs[site_name][0]
         value = value if value.ndim == 2 else value[None]
         return value[min(position, len(value) - 1)].float(), "Td", tuple(value.shape)
@@ -156,7 +156,7 @@ def final_norm_site(inspector: Inspector) -> str:
 def _logits_result(
     inspector: Inspector, activations: ActivationCache, query: Activation, site_name: str
 ) -> QueryResult:
-    """Logits or probabilities over the vocabulary: top tokens and a histogram."""
+    """Return the top tokens and a histogram of the logits or probabilities over the vocabulary."""
     logits = inspector.logits(activations[final_norm_site(inspector)][query.position])
     values = logits if site_name == "logits" else logits.softmax(-1)
     top = values.topk(min(NUM_TOP_LOGITS, len(values)))

@@ -1,4 +1,4 @@
-"""Queries: attention patterns of layers, heads and rows, and head types."""
+"""Queries: attention patterns of all layers, of one layer, head or query, and head-type scores."""
 
 from types import SimpleNamespace
 from typing import Annotated, Any
@@ -21,17 +21,17 @@ from cutaway.serve.inspect.queries.activation import compute_attention_row
 from cutaway.serve.inspect.queries.base import InputQuery, Inspector, Query, QueryJob, QueryResult, TokenIndex
 
 HEAD_TYPE_CACHE: WeakKeyDictionary[Inspector, QueryResult] = WeakKeyDictionary()
-"""Head-type scores of the unedited model, which take several forward passes."""
+"""Head-type scores of the unedited model. They are cached because they take several forward passes."""
 HEAD_TYPE_BATCH_SIZE = 4
 THUMBNAIL_SIZE = 48
-"""Maximum side of a thumbnail; longer patterns are max-pooled."""
+"""Maximum number of rows and columns of a thumbnail. Larger patterns are max-pooled."""
 MAX_MATRIX_SIZE = 1024
-"""Maximum side of one head's pattern; longer patterns are max-pooled."""
+"""Maximum number of rows and columns of one head's pattern. Larger patterns are max-pooled."""
 AttentionName = Annotated[str, Field(max_length=100)]
 
 
 class AttentionLayers(Query):
-    """All attention modules: layer, heads, window, causality."""
+    """Layer, number of heads, window and causality of each attention module."""
 
     def run(self, inspector: Inspector, job: QueryJob) -> QueryResult:
         sites = [site for site in inspector.sites.values() if site.kind == "pattern"]
@@ -93,7 +93,7 @@ class AttentionRow(InputQuery):
         site = _find_attention_site(inspector, self.attention, self.head)
         pattern, visible, sink = _compute_pattern(inspector, self.input, site, [self.head], job)
         if self.position >= pattern.shape[1]:
-            raise InputError(f"position is {self.position}; the pattern has {pattern.shape[1]} queries, counted from 0")
+            raise InputError(f"position is {self.position}, but the query positions are 0 to {pattern.shape[1] - 1}")
         data = {"sink_weight": None if sink is None else float(sink[0, self.position])}
         return QueryResult(data, {"weights": pattern[0, self.position], "visible": visible[self.position]})
 
@@ -133,7 +133,7 @@ def _find_attention_site(inspector: Inspector, attention: str, head: int | None 
 def _compute_pattern(
     inspector: Inspector, model_input: ModelInput, site: Site, heads: list[int] | None, job: QueryJob
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the fp32 patterns (H, T, S), the visible positions (T, S) and the sink weights (H, T) or None."""
+    """Return the fp32 patterns (H, T, S), whether each key is visible (T, S), and the sink weights (H, T) or None."""
     name = site.name.removesuffix(".pattern")
     activations = inspector.get_activations_at(model_input, [f"{name}.{part}" for part in "qkv"], job)
     if name not in activations.attention_calls:
@@ -152,7 +152,7 @@ def _compute_pattern(
 
 
 def _has_edited_pattern(inspector: Inspector, model_input: ModelInput, attention: str) -> bool:
-    """Return whether the edits change this attention's scores or pattern."""
+    """Whether the edits change the scores or the pattern of this attention."""
     site_names = {f"{attention}.scores", f"{attention}.pattern"}
     return bool(model_input.edits) and any(
         site.name in site_names for _, site, _ in edit(inspector.model, model_input.edits).value_edits
@@ -166,13 +166,13 @@ def _max_pool(values: Tensor, max_size: int) -> Tensor:
 
 
 def _first_token_weight(pattern: Tensor) -> Tensor:
-    """Return each head's mean attention weight on the first token, over all later queries (H,)."""
+    """Return each head's mean attention weight on the first token, averaged over all later queries: (H,)."""
     later = pattern[:, 1:, 0]
     return later.mean(-1) if later.shape[-1] else pattern[:, :, 0].mean(-1)
 
 
 class AttentionByLayer(InputQuery):
-    """Attention weights of one query by layer, averaged over heads."""
+    """Attention weights of one query in each layer, averaged over heads."""
 
     position: TokenIndex
 
@@ -191,7 +191,7 @@ class AttentionByLayer(InputQuery):
 
 
 class HeadTypes(Query):
-    """Head-type scores (such as induction, previous token) of all heads, on repeated random tokens."""
+    """Scores of all heads for each head type (such as induction or previous token), on repeated random tokens."""
 
     def run(self, inspector: Inspector, job: QueryJob) -> QueryResult:
         if inspector not in HEAD_TYPE_CACHE:

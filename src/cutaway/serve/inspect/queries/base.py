@@ -1,4 +1,4 @@
-"""Base classes of inspector queries: parameters as pydantic fields, and `run`."""
+"""Base classes of inspector queries. Parameters are pydantic fields, and `run` computes the result."""
 
 from abc import ABC, abstractmethod
 from typing import Annotated
@@ -16,13 +16,13 @@ TokenIndex = Annotated[int, Field(strict=True, ge=0, lt=MAX_TOKENS)]
 
 
 class Query(BaseModel, ABC):
-    """Query of the web page about the inspected model; its fields are the parameters."""
+    """A query of the web page about the inspected model. The fields are the query's parameters."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     @abstractmethod
     def run(self, inspector: Inspector, job: QueryJob) -> QueryResult:
-        """Compute the result; raise a CutawayError if the parameters are invalid."""
+        """Compute the result. Raise a CutawayError if the parameters are invalid."""
 
 
 class InputQuery(Query):

@@ -1,4 +1,4 @@
-"""Query: consistency checks of residual sums, pattern rows and the KV cache, each as a maximum error."""
+"""Query: maximum errors of three consistency checks: residual sums, pattern rows and the KV cache."""
 
 import torch
 
@@ -11,11 +11,11 @@ from cutaway.serve.inspect.queries.activation import final_norm_site
 from cutaway.serve.inspect.queries.base import InputQuery, Inspector, QueryJob, QueryResult
 
 NUM_CACHED_STEPS = 16
-"""Number of tokens at the end of the text that are decoded one by one; earlier tokens are prefilled."""
+"""Number of tokens at the end of the text that are decoded one by one. Earlier tokens are prefilled."""
 
 
 class ConsistencyCheck(InputQuery):
-    """embedding + Σ sublayer outputs = residual stream; pattern rows sum to 1; cached logits = uncached logits."""
+    """Checks: embedding + Σ sublayer outputs = residual stream; pattern rows sum to 1; cached = uncached logits."""
 
     def run(self, inspector: Inspector, job: QueryJob) -> QueryResult:
         query_sites = [name for name in inspector.sites if name.endswith(".q")]
@@ -39,9 +39,9 @@ class ConsistencyCheck(InputQuery):
 
 
 def _residual_sum_error(inspector: Inspector, activations: ActivationCache, stack: Stack) -> float | None:
-    """Return the maximum error over all tokens, relative to the residual stream.
+    """Return the maximum error over all tokens, relative to the largest value of the residual stream.
 
-    None if the model is edited, or if norms act on the residual stream (post-norm), which is then not a sum.
+    Return None if the model is edited, or if the residual stream is not a sum because norms act on it (post-norm).
     """
     site_names = [name for name, site in inspector.sites.items() if site.stack is stack]
     site_stack = inspector.sites[site_names[0]].stack
@@ -56,7 +56,7 @@ def _residual_sum_error(inspector: Inspector, activations: ActivationCache, stac
 
 
 def _pattern_row_error(inspector: Inspector, activations: ActivationCache, job: QueryJob) -> float | None:
-    """Return the maximum error of the pattern rows' sums; None if all attentions have sinks."""
+    """Return the maximum |row sum − 1| of the patterns without a sink, or None if all attentions have sinks."""
     max_error = None
     with inspector.lock, torch.no_grad():
         for name, (_, args) in activations.attention_calls.items():
@@ -70,7 +70,7 @@ def _pattern_row_error(inspector: Inspector, activations: ActivationCache, job: 
 def _cache_error(
     inspector: Inspector, activations: ActivationCache, job: QueryJob
 ) -> tuple[float | None, float | None]:
-    """Return the maximum difference of logits decoded with a cache from those of one pass, and max |logit|."""
+    """Return the maximum difference between cached decoding and one full pass, and max |logit|; None without logits."""
     model_input, model = activations.model_input, inspector.model
     if isinstance(model, EncoderOnly) or inspector.head is None:
         return None, None

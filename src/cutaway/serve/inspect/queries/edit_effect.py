@@ -14,13 +14,13 @@ from cutaway.serve.inspect.activation_cache import ActivationCache
 from cutaway.serve.inspect.queries.base import InputQuery, Inspector, QueryJob, QueryResult, TokenIndex
 
 LOGIT_CHUNK_SIZE = 32
-"""Positions whose logits are computed at once; limits memory for large vocabularies."""
+"""Number of positions whose logits are computed at once. This limits memory for large vocabularies."""
 EFFECT_CACHE: WeakKeyDictionary[ActivationCache, QueryResult] = WeakKeyDictionary()
-"""KL divergence and loss by edited activation cache, for as long as that is cached."""
+"""Activation cache of an edited input → KL divergence and loss. An entry is removed with its activation cache."""
 
 
 class EditEffect(InputQuery):
-    """Top next tokens and residual norms before and after the edits; then KL divergence and loss of every token."""
+    """Top next tokens and residual norms before and after the edits, then KL divergence and loss of every token."""
 
     position: TokenIndex
 
@@ -46,20 +46,20 @@ class EditEffect(InputQuery):
 
 
 def _residual_sites(inspector: Inspector) -> list[str]:
-    """Return the residual-stream sites of the stack with the head: after the embedding and each block."""
+    """Return the residual-stream sites after the embedding and each block, in the stack that feeds the head."""
     prefix = "decoder." if len(inspector.model.stacks) > 1 else ""
     outputs = [f"{prefix}blocks.{layer}.resid_post" for layer in range(len(inspector.output_stack.blocks))]
     return [f"{prefix}embed", *outputs]
 
 
 def compute_logits(inspector: Inspector, activations: ActivationCache, start: int, end: int) -> Tensor:
-    """Return the logits at positions start to end, (n, V)."""
+    """Return the logits at positions start to end − 1: (end − start, V)."""
     prefix = "decoder." if len(inspector.model.stacks) > 1 else ""
     return inspector.logits(activations.values[f"{prefix}final_norm"][:, start:end])[0]
 
 
 def _top_tokens_before_after(inspector: Inspector, before: Tensor, after: Tensor) -> list[dict[str, object]]:
-    """Return the union of both top-5 tokens, with both probabilities, exact over the whole vocabulary."""
+    """Return the tokens that are in the top 5 before or after the edits, with both probabilities."""
     probabilities = before.softmax(-1), after.softmax(-1)
     count = min(TOP_K, len(before))
     top = [probability.topk(count).indices.tolist() for probability in probabilities]
@@ -80,7 +80,7 @@ def _top_tokens_before_after(inspector: Inspector, before: Tensor, after: Tensor
 def _compute_kl_and_loss(
     inspector: Inspector, original: ActivationCache, edited: ActivationCache, job: QueryJob
 ) -> QueryResult:
-    """Compute KL divergence and loss per token in chunks; `lens.analysis.ablation` averages the same values."""
+    """Compute KL divergence and loss per token, in chunks. `lens.analysis.ablation` averages the same values."""
     tokens = torch.tensor(original.model_input.tokens, device=inspector.model.device)
     length = len(tokens)
     has_targets = not isinstance(inspector.model, EncoderOnly) and length > 1

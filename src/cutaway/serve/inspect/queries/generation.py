@@ -20,22 +20,22 @@ from cutaway.serve.inspect.recording_sampler import RecordingSampler, SamplingSt
 
 MAX_NEW_TOKENS, MAX_TOKENS_PER_QUERY = 512, 64
 PREFILL_CHUNK_RANGE = 16, 512
-"""Bounds of the prefill chunk size: small for small windows, so that their ring buffers are small too."""
+"""Minimum and maximum prefill chunk size. With small windows the chunks are small, to keep ring buffers small."""
 
 
 class Generate(InputQuery):
-    """Continue a text exactly as `generate` does; each token is sent as a partial result.
+    """Continue a text exactly as `generate` does. Each token is sent as a partial result.
 
-    The input's tokens are the prompt and the tokens generated before; for an encoder-decoder, after its start token.
-    At the end, the logits are compared with those of one full forward pass.
+    The input's tokens are the prompt (for an encoder-decoder, the decoder start token), followed by the tokens that
+    earlier queries generated. At the end, the logits are compared with those of one full forward pass.
     """
 
     num_prompt_tokens: Annotated[int, Field(strict=True, ge=1, le=MAX_TOKENS)]
-    """Number of the input's tokens that are the prompt; the rest was generated before."""
+    """How many of the input's tokens are the prompt. The rest was generated in earlier queries."""
     num_tokens: Annotated[int, Field(strict=True, ge=1, le=MAX_TOKENS_PER_QUERY)] = 1
     """Number of tokens to generate in this query."""
     max_new_tokens: Annotated[int, Field(strict=True, ge=1, le=MAX_NEW_TOKENS)] = 64
-    """Maximum length of the whole completion; sets the size of the KV cache."""
+    """Maximum number of tokens of the whole completion. It determines the size of the KV cache."""
     temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] = 0.0
     top_k: Annotated[int, Field(strict=True, ge=1)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -49,7 +49,7 @@ class Generate(InputQuery):
         if isinstance(inspector.model, EncoderOnly):
             raise InputError("this model is an encoder, which does not generate text; use mask filling")
         session = GenerationSession(inspector, self)
-        # The lock is held for all steps: the KV cache is valid only for the model with these edits.
+        # The lock is held for all steps, because the KV cache is valid only for the model with these edits.
         with inspector.edited_model(self.input):
             for step in session.run_steps(job):
                 job.send_partial(QueryResult({"step": step}))
@@ -79,7 +79,7 @@ class GenerationSession:
         self.request = self.engine.submit(
             self.prompt_tokens, sampling_params, seed=query.seed, output_prefix=output_prefix
         )
-        self.request.pop_chunks()  # discards the chunk of the output prefix, which the client has
+        self.request.pop_chunks()  # discards the chunk of the output prefix, which the client already has
         self.steps: list[SamplingStep] = []
 
     def _build_sampling_params(self) -> SamplingParams:
@@ -143,7 +143,7 @@ class GenerationSession:
         return self.request.output.finish_reason if self.request.finished.is_set() else None
 
     def finish(self, job: QueryJob) -> QueryResult:
-        """Return the finish reason, the cache size and the comparison of cached and full logits."""
+        """Return the finish reason, the cache size and the comparison of the logits with those of a full pass."""
         self.engine.model_runner.release_compiled()
         data: dict[str, object] = {
             "finish_reason": self.finish_reason,
@@ -161,7 +161,7 @@ class GenerationSession:
 
 
 class FillMask(Query):
-    """Top tokens for each mask in the text; without a mask, the mask token's text."""
+    """Top tokens for each mask token in the text, and the text of the mask token."""
 
     text: Annotated[str, Field(max_length=MAX_CHARACTERS)]
     top_k: TokenIndex = 5

@@ -1,4 +1,4 @@
-"""Queries: gradient norms by depth, in small untrained models by norm placement and in the inspected model."""
+"""Queries: gradient norms by depth, in small untrained models (pre-norm and post-norm) and in the inspected model."""
 
 import math
 from typing import Annotated, Literal
@@ -16,7 +16,7 @@ from cutaway.model import build
 from cutaway.serve.inspect.queries.base import InputQuery, Inspector, Query, QueryJob, QueryResult
 
 MAX_GRADIENT_TOKENS = 512
-"""Maximum number of tokens of a backward pass, which stores all activations."""
+"""Maximum number of tokens of a backward pass. It is limited because all activations are stored."""
 
 NumLayers = Annotated[int, Field(strict=True, ge=2, le=48)]
 
@@ -24,7 +24,8 @@ NumLayers = Annotated[int, Field(strict=True, ge=2, le=48)]
 class GradientsByPlacement(Query):
     """Gradient norm at each block of untrained pre-norm and post-norm models, by depth and seed.
 
-    `lens.analysis.gradient_by_placement` averages the same values; here each depth and placement is a partial result.
+    `lens.analysis.gradient_by_placement` averages the same values. Here, the values of each depth and placement are
+    sent as a partial result.
     """
 
     depths: Annotated[tuple[NumLayers, ...], Field(min_length=1, max_length=6)] = (4, 12, 24)
@@ -64,13 +65,13 @@ def build_small_config(d_model: int, num_layers: int, init: str) -> Config:
 
 
 def _first_to_last_ratios(grad_norms: dict[str, Tensor]) -> dict[str, float | None]:
-    """Return the geometric mean over seeds of the first block's gradient norm relative to the last block's."""
+    """Return the first block's gradient norm relative to the last block's, as a geometric mean over seeds."""
     means = {name: float(rows[:, 0].log().mean().exp()) for name, rows in grad_norms.items()}
     return {name: mean if math.isfinite(mean) else None for name, mean in means.items()}
 
 
 class GradientsByDepth(InputQuery):
-    """Gradient norm of the loss at the model's residual stream, by depth."""
+    """Norm of the loss gradient with respect to the model's residual stream, by depth."""
 
     def run(self, inspector: Inspector, job: QueryJob) -> QueryResult:
         if len(self.input.tokens) > MAX_GRADIENT_TOKENS:

@@ -9,9 +9,10 @@ LESSON_FIELDS = ("slug", "title", "sentences", "figure", "notebook", "docs_page"
 
 
 class Lessons(Query):
-    """Lessons that apply to this model, quiz questions with their solutions (the page grades them), exercises.
+    """The lessons that apply to this model, the quiz questions and the exercises.
 
-    Learners' code is not run here; `cutaway learn check` runs it.
+    Questions include their solutions, because the web page grades the answers. Learners' code is not run here; `cutaway
+    learn check` runs it.
     """
 
     def run(self, inspector: Inspector, job: QueryJob) -> QueryResult:
@@ -39,7 +40,7 @@ def _difficulty(question_id: str) -> int:
 
 
 def _question_to_dict(question: Question) -> dict[str, object]:
-    """Return a question as JSON, with choices shuffled, explanations and the program that verifies the solution."""
+    """Return a question as JSON values: shuffled choices, explanations and the program that verifies the answer."""
     data: dict[str, object] = question.to_dict()
     if isinstance(question, ChoiceQuestion):
         data["choices"] = [choice.model_dump() for choice in shuffle_choices(question)]
@@ -51,7 +52,7 @@ def _exercise_to_dict(exercise: Exercise) -> dict[str, object]:
 
 
 class ExerciseProgress(Query):
-    """Status of each exercise of the local user; not part of an exported page."""
+    """Status of each exercise for the local user. An exported page does not contain it."""
 
     def run(self, inspector: Inspector, job: QueryJob) -> QueryResult:
         stored = progress.ExerciseProgress()

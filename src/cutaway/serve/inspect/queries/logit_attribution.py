@@ -14,9 +14,9 @@ from cutaway.serve.inspect.queries.base import InputQuery, Inspector, QueryJob, 
 
 
 class LogitAttribution(InputQuery):
-    """Contribution of each head to the logit of a next token (default the most likely one) at a position.
+    """Contribution of each head and component to the logit of a next token, by default the most likely one.
 
-    Direct logit attribution: the final norm's scale is held constant, so that the logit is a sum.
+    This is direct logit attribution: the final norm's scale is held constant, so that the logit is a sum.
     """
 
     position: TokenIndex
@@ -61,7 +61,7 @@ class LogitAttribution(InputQuery):
 
 
 class _PositionView:
-    """Cached activations at one position, with the interface of a trace."""
+    """The cached activations at one position, indexed by site name like a trace."""
 
     def __init__(self, activations: ActivationCache, position: int) -> None:
         self.activations, self.position = activations, position
@@ -71,7 +71,7 @@ class _PositionView:
 
 
 def _attribution_sites(inputs: AnalysisInputs, inspector: Inspector) -> list[str]:
-    """Return the sites whose activations are components of a logit."""
+    """Return the sites whose activations are needed to split a logit into contributions."""
     ends = (".attn.out", ".attn.z", ".cross.out", ".cross.z", ".ffn.out")
     prefix = inputs.site_prefix
     stream = (f"{prefix}embed", f"{prefix}blocks.{len(inputs.stack.blocks) - 1}.resid_post")
@@ -89,7 +89,7 @@ def _attribute_from_cache(
 
 
 def _attribute_edited_model(inspector: Inspector, query: LogitAttribution, token: int) -> list[tuple[str, float]]:
-    """Attribute in the edited model with a forward pass, because structural edits may change its components."""
+    """Attribute with a new forward pass of the edited model, because structural edits may change its components."""
     model_input = query.input
     source = None if model_input.source is None else list(model_input.source)
     with inspector.edited_model(model_input):

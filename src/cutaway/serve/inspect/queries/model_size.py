@@ -19,7 +19,7 @@ from cutaway.size.precision import PRECISIONS
 from cutaway.size.roofline import RooflineBound
 
 LOADED_MODEL = "this model"
-"""Name of the inspected model; other names are presets, never paths."""
+"""Name for the inspected model. All other names are presets; paths are not accepted."""
 
 BOUND_FIELDS = (
     "name", "min_seconds", "bottleneck", "arithmetic_intensity", "ridge_point", "max_tokens_per_second",
@@ -42,7 +42,7 @@ class ModelShape(BaseModel):
     vocab_size: Count | None = None
 
     def resolve_config(self, inspector: Inspector) -> Config:
-        """Return the config with the overrides; invalid combinations raise the errors of `ct.config`."""
+        """Return the config with the overrides. An invalid combination raises the same error as `ct.config`."""
         if self.base != LOADED_MODEL and self.base not in PRESETS:
             raise InputError(f"'{self.base[:40]}' is not a preset; choose one of the list")
         base_config = inspector.config if self.base == LOADED_MODEL else read_config(self.base)
@@ -70,7 +70,7 @@ def apply_overrides(base_config: Config, overrides: dict[str, int]) -> Config:
 
 
 def _get_shape(config: Config) -> dict[str, int | None]:
-    """Return the values of the overridable fields; None for fields that the model does not have."""
+    """Return the values of the fields that can be overridden, None for fields that the model does not have."""
     stack = list(config.stacks.values())[-1]
     block = stack.blocks[-1]
     expert = block.ffn.expert if block.ffn.kind == "moe" else block.ffn
@@ -102,14 +102,14 @@ class SizeQuery(Query):
 
 
 class ModelSizes(SizeQuery):
-    """Parameters, FLOPs, memory by component and roofline of up to four models; an invalid one has an error message."""
+    """Parameters, FLOPs, memory by component and roofline of up to four models, or an error message if invalid."""
 
     models: Annotated[tuple[ModelShape, ...], Field(min_length=1, max_length=4)] = (ModelShape(),)
 
     def run(self, inspector: Inspector, job: QueryJob) -> QueryResult:
         descriptions = [self.describe_model(shape, inspector) for shape in self.models]
         contexts = {description["context"] for description in descriptions if "context" in description}
-        if len(contexts) > 1:  # default contexts differ between models; compare at the shortest
+        if len(contexts) > 1:  # default contexts differ between models; use the shortest for all
             shared = self.model_copy(update={"context": min(contexts)})
             descriptions = [shared.describe_model(shape, inspector) for shape in self.models]
         return QueryResult({"models": descriptions})
@@ -163,7 +163,7 @@ def _parameters_by_component(size_result: SizeEstimate) -> dict[str, int]:
 
 
 def _roofline_bounds(size_result: SizeEstimate) -> list[RooflineBound]:
-    """Return the bounds of a training step, or of prefill and decode."""
+    """Return the roofline bound of a training step, or the bounds of prefill and decode."""
     bounds = [size_result.train_time]
     if size_result.options.mode != "train":
         is_encoder = isinstance(size_result.options.config, Encoder)

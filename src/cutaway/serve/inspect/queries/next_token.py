@@ -1,4 +1,4 @@
-"""Query: next-token distribution at a position, exact over the whole vocabulary."""
+"""Query: next-token distribution at a position, computed over the whole vocabulary."""
 
 from typing import Annotated
 
@@ -16,7 +16,7 @@ NUM_TOP_TOKENS = 5
 
 
 class NextToken(InputQuery):
-    """Top next tokens with their probabilities under the model and under temperature, top-k and top-p."""
+    """Top next tokens with their probabilities, before and after temperature, top-k and top-p."""
 
     position: TokenIndex
     temperature: Annotated[float, Field(ge=0, le=100)] = 1.0

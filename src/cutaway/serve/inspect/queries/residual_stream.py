@@ -1,4 +1,4 @@
-"""Queries: norms of the residual stream of all tokens, and the journey of one token."""
+"""Queries: norms of the residual stream of all tokens, and one token at every site."""
 
 from dataclasses import asdict
 
@@ -19,7 +19,7 @@ from cutaway.serve.inspect.queries.base import InputQuery, Inspector, QueryJob, 
 
 
 class ResidualNorms(InputQuery):
-    """Norm of the residual stream at every site for every token; sent as partial results during the forward pass."""
+    """Norm of every token's residual stream at every site. Partial results are sent during the forward pass."""
 
     def run(self, inspector: Inspector, job: QueryJob) -> QueryResult:
         stack_names = {stack: stack_name for stack_name, stack in inspector.model.stacks.items()}
@@ -47,7 +47,7 @@ class ResidualNorms(InputQuery):
 
 
 class TokenJourney(InputQuery):
-    """One token at every site: norm, relative norm, cosine similarity, top tokens of the logit lens."""
+    """Norm, relative norm, cosine similarity and logit lens predictions of one token at every site."""
 
     position: TokenIndex
     source_position: TokenIndex = 0

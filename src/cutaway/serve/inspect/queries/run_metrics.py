@@ -16,17 +16,17 @@ from cutaway.train.logging.metrics_log import read_metrics_log
 
 METRICS_FILE = "metrics.jsonl"
 MAX_POINTS = 1000
-"""Maximum number of points per curve; longer runs are averaged over groups of steps, with minimum and maximum."""
+"""Maximum number of points per curve. In longer runs, a point is the mean over a group of steps."""
 MAX_SAMPLES = 12
 IDLE_SECONDS = 120.0
-"""Seconds without a new row after which a run counts as stopped."""
+"""A run counts as stopped if its log has had no new row for this many seconds."""
 
 
 Row = dict[str, Any]
 
 
 class RunMetrics(Query):
-    """The metrics log, or `unchanged` if it still has `known_bytes` bytes."""
+    """The metrics log. If the file still has `known_bytes` bytes, only `unchanged` is returned."""
 
     known_bytes: Annotated[int, Field(strict=True, ge=0)] = 0
 
