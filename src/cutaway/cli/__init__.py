@@ -1,4 +1,4 @@
-"""Command line interface: one file per verb in `verbs/`. Imports no torch before a verb needs it."""
+"""Command line interface, with one file per verb in `verbs/`. torch is imported only when a verb needs it."""
 
 import codecs
 import gc
@@ -19,7 +19,7 @@ _VERB_NAMES = (
     "trace", "train",
 )  # fmt: skip
 VERBS = {verb: f"cutaway.cli.verbs.{verb}:{_FUNCTIONS.get(verb, verb)}" for verb in _VERB_NAMES}
-"""Import path of each verb's function. Its file is imported when the verb is used, to keep startup fast."""
+"""Verb → import path of its function. The file is imported only when the verb is used, to keep startup fast."""
 app = typer.Typer(
     name="cutaway",
     cls=lazy_group(VERBS),
@@ -52,7 +52,7 @@ ASCII_FALLBACKS = str.maketrans("−–×·█▓▒░✓✗≤…²³→━Σ�
 
 
 def ascii_fallback(error: UnicodeError) -> tuple[str, int]:
-    """Encoding error handler: replace characters that the terminal's encoding lacks with ASCII."""
+    """Encoding error handler that replaces characters that the terminal's encoding lacks with ASCII characters."""
     assert isinstance(error, UnicodeEncodeError)
     characters = error.object[error.start : error.end].translate(ASCII_FALLBACKS)
     return "".join(character if character.isascii() else "?" for character in characters), error.end
@@ -63,7 +63,7 @@ codecs.register_error("cutaway-ascii", ascii_fallback)
 
 def main() -> None:
     """Run the CLI. A CutawayError, OSError or MemoryError prints one message and exits with code 2."""
-    gc.set_threshold(100_000)  # imports create many objects and no garbage; collecting takes a tenth of a short run
+    gc.set_threshold(100_000)  # imports create many objects but no garbage; collection takes a tenth of a short run
     if sys.stdout is None:  # closed by the parent process
         sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):  # replace characters that the encoding lacks

@@ -1,4 +1,4 @@
-"""Chat in the terminal: one engine caches the conversation, so that only new tokens are prefilled."""
+"""Chat in the terminal. The engine caches the conversation, so that only new tokens are prefilled."""
 
 import signal
 import sys
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 DEFAULT_MAX_NEW_TOKENS = 1024
 """Default max_new_tokens of a reply."""
 DEFAULT_MAX_MODEL_LEN = 8192
-"""Default maximum length of a conversation, for models with a longer context."""
+"""Default maximum number of tokens of a conversation, for models with a longer context."""
 CHAT_HELP = "Ctrl-C stops a reply, /reset starts a new conversation, /quit or Ctrl-D exits."
 
 
@@ -60,7 +60,7 @@ def run_chat(
 
 
 class ChatSession:
-    """Message history, and an engine whose KV cache pages hold its tokens."""
+    """Message history, and an engine whose KV cache holds the tokens of the conversation."""
 
     def __init__(
         self, checkpoint: "Checkpoint", system: str | None, params: SamplingParams, engine_options: GenerateOptions
@@ -102,7 +102,7 @@ class ChatSession:
 
 
 def _run_turn(session: ChatSession, message: str, output: OutputWriter) -> None:
-    """Generate and print the reply to a message and append both to the history; an interrupted reply is kept."""
+    """Generate and print the reply to a message. Append both to the history, even if the reply was interrupted."""
     generation, request = session.submit(message)
     with _cancel_on_interrupt(request):
         for text in iter_text(generation.stream_chunks(request), session.checkpoint):
@@ -118,7 +118,7 @@ def _run_turn(session: ChatSession, message: str, output: OutputWriter) -> None:
 
 @contextmanager
 def _cancel_on_interrupt(request: Request) -> Iterator[None]:
-    """Let Ctrl-C abort the request; a second Ctrl-C ends the program."""
+    """Context manager in which Ctrl-C aborts the request. A second Ctrl-C ends the program."""
 
     def on_interrupt(signal_number: int, frame: object) -> None:
         request.abort()
@@ -152,7 +152,7 @@ def _read_messages(initial_messages: Sequence[str], output: OutputWriter, intera
 
 
 def _read_line(output: OutputWriter, interactive: bool) -> str | None:
-    """Read the next line; None at the end of input. Ctrl-C discards the line, not the conversation."""
+    """Read the next line, or None at the end of input. Ctrl-C discards the line, not the conversation."""
     if not interactive:
         data = sys.stdin.buffer.readline(MAX_PROMPT_BYTES + 1)
         return decode_utf8("this line of standard input", data).strip() if data else None

@@ -1,4 +1,4 @@
-"""Documents for `cutaway eval`: the formats of training data, and standard input."""
+"""Documents for `cutaway eval`, from files in the formats of training data or from standard input."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -9,13 +9,13 @@ from cutaway.train.data.documents import Document, SkippedDocuments, TextSource,
 from cutaway.train.data.sources import list_source_files
 
 MAX_DOCUMENT_CHARACTERS = 1 << 24
-"""Maximum characters of a document; longer files are split at line ends to limit memory."""
+"""Maximum number of characters of a document. Longer files are split at line ends, to limit memory."""
 
 
 def iter_documents(
     paths: Sequence[Path], text_column: str, target_column: str | None, skipped: SkippedDocuments
 ) -> Iterator[Document]:
-    """Yield the documents of all files; files in directories in the order of their names."""
+    """Yield the documents of all files. Files in a directory are read in the order of their names."""
     for path in paths:
         source = TextSource(path, text_column, target_column)
         if str(path) == "-":
@@ -27,7 +27,7 @@ def iter_documents(
 
 def _iter_stdin(source: TextSource, skipped: SkippedDocuments) -> Iterator[Document]:
     if sys.stdin is None or sys.stdin.isatty():
-        raise InputError("- reads standard input, and nothing is piped in; pipe a text in or name a file")
+        raise InputError("- reads standard input, but nothing is piped in; pipe a text in or name a file")
     if source.target_column is not None:
         yield from read_jsonl("standard input", sys.stdin.buffer, source, skipped)
     else:

@@ -1,4 +1,4 @@
-"""JSON output of the verbs (--json); imports no rich."""
+"""JSON output of the verbs (--json). This module does not import rich."""
 
 import json
 import math
@@ -13,14 +13,14 @@ def print_json(
     ensure_ascii: bool = True,
     default: Callable[[object], object] | None = None,
 ) -> None:
-    """Print one JSON value and flush; NaN and infinity are printed as text."""
+    """Print one JSON value and flush. NaN and infinity are printed as strings."""
     text = json.dumps(_json_safe(data), indent=indent, ensure_ascii=ensure_ascii, default=default, allow_nan=False)
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
 
 
 def _json_safe(value: object) -> object:
-    """Replace NaN and infinity, which JSON cannot represent, with text."""
+    """Replace NaN and infinity, which JSON cannot represent, with strings."""
     if isinstance(value, dict):
         return {key: _json_safe(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Lazy loading of CLI verbs: a verb's file is imported when it runs; --help imports all."""
+"""Lazy loading of CLI verbs. A verb's file is imported when the verb runs, and --help imports all files."""
 
 from importlib import import_module
 from typing import Any
@@ -9,14 +9,14 @@ from typer.main import get_command
 
 
 def lazy_group(import_paths: dict[str, str]) -> type[TyperGroup]:
-    """Return a Typer group of verbs, given as `module:function`, that imports a module when its verb is used."""
+    """Return a Typer group of verbs that imports a verb's module when it is used. Paths are `module:function`."""
 
     class Verbs(TyperGroup):
         def list_commands(self, ctx: Any) -> list[str]:
             return list(import_paths)
 
         def get_command(self, ctx: Any, cmd_name: str) -> Any:
-            # For an unknown verb, load all of them, so that typer can suggest the nearest.
+            # For an unknown verb, load all verbs, so that typer can suggest the one with the most similar name.
             verbs = [cmd_name] if cmd_name in import_paths else import_paths
             for verb in verbs:
                 if verb not in self.commands:
@@ -29,7 +29,7 @@ def lazy_group(import_paths: dict[str, str]) -> type[TyperGroup]:
 def load_command(verb: str, import_path: str) -> Any:
     """Build the Typer command of one verb from its function.
 
-    The verb that a file is named after is a group if the file defines VERBS.
+    If the file defines VERBS, the verb with the same name as the file is a group of these sub-verbs.
     """
     module_name, name = import_path.split(":")
     module = import_module(module_name)

@@ -1,4 +1,4 @@
-"""Model loading for CLI verbs: SOURCE is a checkpoint, or a preset or config file (untrained weights)."""
+"""Model loading for CLI verbs. SOURCE is a checkpoint, or a preset or config file, which gives random weights."""
 
 import sys
 from pathlib import Path
@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # torch is imported when it is needed
 
 
 def default_device(device: str | None) -> "torch.device":
-    """Return the device; default cuda if available."""
+    """Return the named device. The default is cuda if available, else cpu."""
     import torch
 
     from cutaway.argument_checks import resolve_device
@@ -47,14 +47,14 @@ def load_checkpoint(
         checkpoint.model.float()
         if not quiet:
             sys.stderr.write(
-                "no native bfloat16 on this CPU: weights are converted to float32; --dtype bfloat16 keeps 16 bits\n"
+                "this CPU has no native bfloat16, so weights are converted to float32; --dtype bfloat16 prevents it\n"
             )
     checkpoint.model.eval()
     return checkpoint
 
 
 def is_config_source(source: str) -> bool:
-    """Return whether a source is a preset name or a config file, not a checkpoint."""
+    """Whether a source is a preset name or a config file, not a checkpoint."""
     from cutaway.config import presets
     from cutaway.pretrained import find_pretrained
 
@@ -65,12 +65,12 @@ def is_config_source(source: str) -> bool:
 
 
 def build_untrained_model(source: str, device: str | None, dtype: DType | None) -> "Transformer | None":
-    """Build the model of a preset or config file with random weights; None if the source is a checkpoint."""
+    """Build the model of a preset or config file with random weights. Return None if the source is a checkpoint."""
     from cutaway.config import config
 
     if not is_config_source(source):
         return None
-    model_config = config(source)  # an unknown name raises with the nearest preset
+    model_config = config(source)  # an unknown name raises an error that suggests a preset
     import torch
 
     from cutaway.device import free_memory
@@ -82,7 +82,7 @@ def build_untrained_model(source: str, device: str | None, dtype: DType | None) 
     free_bytes, required_bytes = free_memory(target_device), count_parameters(model_config).total * torch_dtype.itemsize
     if free_bytes is not None and required_bytes > free_bytes:
         raise InputError(
-            f"'{source}' needs {required_bytes / 1e9:.3g} GB for its weights, and {free_bytes / 1e9:.3g} GB are free; "
+            f"'{source}' needs {required_bytes / 1e9:.3g} GB for its weights, but {free_bytes / 1e9:.3g} GB are free; "
             "choose a smaller model, such as tiny-llama"
         )
     return build(model_config, device=target_device, dtype=torch_dtype, seed=0)

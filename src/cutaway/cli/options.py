@@ -1,4 +1,4 @@
-"""Options and arguments that several verbs share: the type, the flag and the help text of each, written once."""
+"""Options and arguments that several verbs share, each with its type, flag and help text."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -22,7 +22,10 @@ def option(
     max: float | None = None,
     panel: str | None = None,
 ) -> object:
-    """Return a typer option; `flags` default to the parameter's name. Defaults are not shown in a help panel."""
+    """Return a typer option. The default of `flags` is the parameter's name.
+
+    The help of an option in a panel does not show the option's default value.
+    """
     return typer.Option(
         *flags, help=help_text, metavar=metavar, min=min, max=max, rich_help_panel=panel, show_default=panel is None
     )
@@ -42,9 +45,9 @@ ModelSource = Annotated[
 Device = Annotated[str | None, option("Device: cpu or cuda; default cuda if available.")]
 WeightDType = Annotated[DType | None, option("Data type of the weights; default as stored.")]
 WEIGHT_BITS_HELP = "Weight quantization during decode; 4 requires a GPU."
-MAX_MODEL_LEN_HELP = "Maximum length of prompt and output; 8Ki is 8,192."
+MAX_MODEL_LEN_HELP = "Maximum number of tokens of prompt plus output; 8Ki is 8,192."
 MAX_NUM_SEQS_HELP = "Maximum number of sequences per batch; default up to 32."
-Host = Annotated[str, option("Address to bind; others than loopback require an API key.")]
+Host = Annotated[str, option("Address to bind to; an address other than loopback requires an API key.")]
 Port = Annotated[int, option("Port; 0 selects a free port.")]
 ApiKeyFile = Annotated[Path | None, option("File with the API key.", metavar="FILE")]
 
@@ -59,13 +62,13 @@ def check_weight_bits(weight_bits: int | None) -> None:
 
 
 def parse_length(text: str | None) -> int | None:
-    """Parse a number of tokens, such as 8Ki."""
+    """Parse a number of tokens, such as 8192 or 8Ki."""
     from cutaway.size.units import parse_count
 
     return None if text is None else parse_count(text)
 
 
 def check_parent_directory(path: Path) -> None:
-    """Raise if the directory of an output file does not exist, before loading the model."""
+    """Raise if the directory of an output file does not exist. Verbs call this before they load the model."""
     if not path.parent.is_dir():
         raise InputError(f"'{path.parent}' is not a directory, so nothing can be written there; create it")

@@ -14,7 +14,7 @@ PromptInput = str | list[int]
 def collect_prompts(
     texts: Sequence[str], files: Sequence[Path], tokens: Sequence[str], *, split_lines: bool
 ) -> list[PromptInput]:
-    """Collect the prompts in this order; without any, read standard input if it is a pipe."""
+    """Collect the prompts: texts, then files, then token ids. Without any, read standard input if it is a pipe."""
     from_stdin = not (texts or files or tokens)
     if from_stdin and (sys.stdin is None or sys.stdin.isatty()):
         raise InputError("there is no prompt; pass one after SOURCE, pipe one in, or use --chat")
@@ -34,9 +34,9 @@ def collect_prompts(
 
 
 def split_prompts(text: str, split_lines: bool) -> Iterator[str]:
-    """Yield the text as one prompt, or one per line. The final newline, which echo and editors add, is removed."""
+    """Yield the text as one prompt, or each line as one. The final newline, which echo and editors add, is removed."""
     if split_lines:
-        # Not splitlines, which also splits at form feeds and Unicode separators inside a text.
+        # splitlines is not used, because it also splits at form feeds and Unicode separators.
         yield from (line.removesuffix("\r") for line in text.split("\n") if line.strip())
     else:
         yield text.removesuffix("\n").removesuffix("\r")

@@ -1,4 +1,4 @@
-"""Generation with timing: an engine stepped from the calling thread, with time to first token and throughput."""
+"""Generation with timing: runs an engine in the calling thread and measures time to first token and throughput."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class GenerateOptions(EngineOptions, total=False):
-    """Options that `cutaway generate` passes to the engine; see `cutaway.generate.generate`."""
+    """Options that `cutaway generate` passes to the engine. They are documented in `cutaway.generate.generate`."""
 
     max_model_len: int | None
     max_num_seqs: int | None
@@ -25,7 +25,7 @@ class GenerateOptions(EngineOptions, total=False):
 
 
 class TimedGeneration:
-    """Requests and their engine, with token times. Streaming one request advances all of them."""
+    """Requests, their engine, and the times of their tokens. Streaming one request advances all of them."""
 
     def __init__(self, engine: Engine, requests: Sequence[Request] = ()) -> None:
         self.engine = engine
@@ -33,13 +33,13 @@ class TimedGeneration:
         self.start_times: dict[Request, float] = {}
         self.first_token_times: dict[Request, float] = {}
         self.first_token_counts: dict[Request, int] = {}
-        """Number of tokens at that time; more than one with speculative decoding."""
+        """Number of tokens at the time of the first token. With speculative decoding it may be more than one."""
         self.last_token_times: dict[Request, float] = {}
         self.token_counts: dict[Request, int] = {}
         for request in requests:
             self.add_request(request)
         self.num_steps = 0
-        """Engine steps since the first token."""
+        """Number of engine steps since the first token."""
 
     def submit(self, prompt: Sequence[int], params: SamplingParams, *, seed: int) -> Request:
         request = self.engine.submit(prompt, params, seed=seed)
@@ -52,7 +52,7 @@ class TimedGeneration:
         self.token_counts[request] = len(request.output_prefix)
 
     def stream_chunks(self, request: Request) -> Iterator[CompletionChunk]:
-        """Yield the chunks of one request while stepping the engine for all."""
+        """Yield the chunks of one request. Each engine step advances all requests."""
         is_finished = False
         while not is_finished:
             is_finished = request.finished.is_set()
@@ -88,24 +88,24 @@ class TimedGeneration:
 
     @property
     def decode_seconds(self) -> float:
-        """Seconds from the first token of any request to the last."""
+        """Seconds between the earliest and the latest generated token, over all requests."""
         return max(self.last_token_times.values(), default=0.0) - min(self.first_token_times.values(), default=0.0)
 
     @property
     def num_decoded_tokens(self) -> int:
-        """Tokens generated within `decode_seconds`."""
+        """Number of tokens generated within `decode_seconds`."""
         first_time = min(self.first_token_times.values(), default=0.0)
         first_requests = [request for request, seconds in self.first_token_times.items() if seconds == first_time]
         return self.num_tokens - sum(self.first_token_counts[request] for request in first_requests)
 
     @property
     def time_to_first_token(self) -> float:
-        """Seconds until the first token of the fastest request."""
+        """Seconds from submission to the first token, for the request with the shortest time."""
         return min((end - self.start_times[request] for request, end in self.first_token_times.items()), default=0.0)
 
     @property
     def mean_context_length(self) -> int:
-        """Mean context length of the requests at half of their completion."""
+        """Mean number of context tokens (prompt plus half of the completion) over the requests."""
         lengths = [len(request.input_ids) + self.token_counts[request] / 2 for request in self.requests]
         return max(1, round(sum(lengths) / len(lengths)))
 
@@ -120,7 +120,7 @@ def start_generation(
     max_model_len: int | None = None,
     **options: Unpack[EngineOptions],
 ) -> tuple[TimedGeneration, list[Request]]:
-    """Start an engine with one request per completion, in order, with the same results as `generate`."""
+    """Start an engine with one request per completion, in order. The results are the same as those of `generate`."""
     inputs = prepare_inputs(
         checkpoint, list(prompts), params, max_num_seqs=max_num_seqs, max_model_len=max_model_len, **options
     )

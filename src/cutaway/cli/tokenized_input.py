@@ -1,4 +1,4 @@
-"""Tokenized input of `cutaway trace` and `demo`: a checkpoint's tokens, or bytes for an untrained model."""
+"""Tokenized input of `cutaway trace` and `demo`. For an untrained model, which has no tokenizer, tokens are bytes."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,7 @@ if TYPE_CHECKING:  # torch is imported when it is needed
     from cutaway.model import Transformer
 
 MAX_TRACED_TOKENS = 2048
-"""Maximum number of tokens; all attention scores are stored."""
+"""Maximum number of tokens. It is limited because all attention scores are stored."""
 
 
 @dataclass
@@ -21,7 +21,7 @@ class TokenizedInput:
     model: "Transformer"
     text: str
     tokens: list[int]
-    """Token ids; of an encoder-decoder, the decoder's."""
+    """Token ids. For an encoder-decoder, these are the decoder's."""
     source: list[int] | None = None
     target: str | None = None
     tokenizer: Any = None
@@ -41,7 +41,7 @@ class TokenizedInput:
         return escape_control_characters(repr(text)) if text else f"<{token}>"
 
     def decode(self, tokens: list[int]) -> str:
-        """Decode tokens; an incomplete character at the end is dropped."""
+        """Decode tokens. An incomplete character at the end is dropped."""
         if self.is_untrained:
             return bytes(token for token in tokens if token < 256).decode("utf-8", "ignore")
         text = "" if self.tokenizer is None else self.tokenizer.decode(tokens, skip_special_tokens=False)
@@ -49,11 +49,11 @@ class TokenizedInput:
 
     @property
     def traced_tokens(self) -> list[int]:
-        """The tokens that --position indexes: the target if set, else the input."""
+        """The tokens that --position refers to: the target if --target is set, else the input."""
         return self.tokens if self.source is None or self.target is not None else self.source
 
     def resolve_position(self, position: str) -> int:
-        """Resolve --position: an index, or a substring whose last token is used."""
+        """Return the index that --position means. If it is part of the text, that is the index of its last token."""
         tokens = self.traced_tokens
         try:
             index = int(position)
@@ -142,7 +142,7 @@ def tokenize_for_checkpoint(checkpoint: Any, text: str, target: str | None) -> T
 
 
 def _encode_text(tokenizer: Any, text: str, *, add_special_tokens: bool = True) -> list[int]:
-    """Tokenize a text; without a tokenizer, parse it as token ids."""
+    """Tokenize a text. Without a tokenizer, parse it as token ids."""
     if tokenizer is not None:
         token_ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special_tokens)
         if not token_ids:
@@ -159,4 +159,4 @@ def _encode_text(tokenizer: Any, text: str, *, add_special_tokens: bool = True) 
 def _check_target(model: "Transformer", target: str | None) -> None:
     if target is not None and len(model.stacks) == 1:
         form = f"a{'n' if model.config.form == 'encoder' else ''} {model.config.form}"
-        raise InputError(f"--target requires an encoder-decoder, and this model is {form}; leave it out")
+        raise InputError(f"--target requires an encoder-decoder, but this model is {form}; leave it out")

@@ -1,1 +1,1 @@
-"""CLI verbs, one file per verb. Importing them imports neither torch nor rich."""
+"""CLI verbs, one file per verb. Importing these files imports neither torch nor rich."""

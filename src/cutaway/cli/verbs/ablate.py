@@ -1,4 +1,4 @@
-"""`cutaway ablate`: ablation studies; train variants of a recipe at equal budget and compare them."""
+"""`cutaway ablate`: ablation studies, which train variants of a recipe at equal budget and compare them."""
 
 import sys
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ def ablate(
         list[str] | None,
         option(
             "Values to compare for a recipe key, or for activation, depth, ffn, heads, kv-heads, norm, placement,"
-            " position. Repeat it for all combinations; the first variant is the baseline.",
+            " position. If repeated, all combinations are trained; the first variant is the baseline.",
             metavar="KEY=a,b",
         ),
     ] = None,
@@ -43,7 +43,9 @@ def ablate(
             " or flops (adapts the number of steps)."
         ),
     ] = None,
-    num_seeds: Annotated[int, option("Number of seeds per variant; more narrow the confidence intervals.")] = 3,
+    num_seeds: Annotated[
+        int, option("Number of seeds per variant; more seeds give narrower confidence intervals.")
+    ] = 3,
     out: Annotated[
         Path | None, option("Directory of runs and results; default runs/ablate-NAME.", "--out", "-o")
     ] = None,
@@ -56,7 +58,7 @@ def ablate(
 ) -> None:
     """Train variants of a recipe at equal budget with several seeds and compare them.
 
-    If stopped or killed, the same command continues.
+    After an interruption, the same command continues where it stopped.
 
     Example: cutaway ablate python-stdlib --vary norm=rmsnorm,layernorm --set training.max_steps=100
     """
@@ -97,7 +99,7 @@ def ablate(
 
 @contextmanager
 def _progress_bar(ablation: "Ablation", *, quiet: bool) -> Iterator["ProgressFn"]:
-    """Progress bar over the steps of all runs, with the name of the current run."""
+    """Context manager: show a progress bar over the steps of all runs, with the name of the current run."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 

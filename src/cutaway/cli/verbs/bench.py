@@ -23,7 +23,8 @@ def bench(
     phase: Annotated[
         Phase | None,
         argument(
-            "Measure decode or prefill throughput of one model; default measure the machine.", metavar="decode|prefill"
+            "Measure decode or prefill throughput of one model; by default the machine is measured.",
+            metavar="decode|prefill",
         ),
     ] = None,
     source: Annotated[
@@ -32,7 +33,7 @@ def bench(
     ] = None,
     device: Device = None,
     model: Annotated[
-        str | None, option("Preset that is run to measure the machine; default a small one.", metavar="NAME")
+        str | None, option("Preset that is run to measure the machine; the default is a small one.", metavar="NAME")
     ] = None,
     batch_size: Annotated[int | None, option("Batch size; default 1.", min=1)] = None,
     context: Annotated[str | None, option("Context length; default 128, on a GPU 1,024.", metavar="N")] = None,
@@ -41,14 +42,14 @@ def bench(
     weight_bits: Annotated[int | None, option("Weight quantization during decode.", metavar="16|8|4")] = None,
     compile_model: Annotated[bool, option("Compile decode steps on a CPU.", "--compile")] = False,
     baseline: Annotated[
-        bool | None, option("Compare with transformers; default if possible.", "--baseline/--no-baseline")
+        bool | None, option("Compare with transformers; by default if possible.", "--baseline/--no-baseline")
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Measure this machine's memory bandwidth, FLOP/s and efficiency, or the throughput of one model.
 
-    Measuring the machine takes about half a minute. With decode or prefill, measure the throughput of one model, and
-    of transformers in the same run.
+    Measuring the machine takes about half a minute. With decode or prefill, the throughput of one model is measured,
+    with cutaway and with transformers in the same run.
 
     Example: cutaway bench && cutaway size llama-3.2-1b --gpu local
 
@@ -68,7 +69,7 @@ def bench(
     if phase is None:
         misplaced = next((name for name, value in throughput_options.items() if value is not None), None)
         if misplaced is not None:
-            raise InputError(f"{misplaced} is for one model; use it as in cutaway bench decode gpt2 {misplaced} …")
+            raise InputError(f"{misplaced} applies to one model; use it as in cutaway bench decode gpt2 {misplaced} …")
         _run_machine_bench(device, model, as_json=as_json)
         return
     if source is None:
@@ -130,7 +131,7 @@ def _load_or_build_checkpoint(source: str, device: str | None, dtype: DType | No
 
 @contextmanager
 def _saved_for_transformers(checkpoint: "Checkpoint", requested: bool | None) -> "Iterator[tuple[Path | None, str]]":
-    """Save the model for transformers; yield its directory and a note if that is not possible."""
+    """Save the model in a directory that transformers can load. Yield it, or None and a note on why that failed."""
     import tempfile
     from importlib.util import find_spec
 

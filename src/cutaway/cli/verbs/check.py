@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # torch is imported when it is needed
     from cutaway.model import Transformer
 
 MAX_PARAMETERS = 500_000_000
-"""Maximum parameters of a preset that is built at full size; larger ones would exceed the time budget."""
+"""Maximum number of parameters of a preset that is built at full size. Larger ones would exceed the time budget."""
 
 
 Library = Literal["cutaway", "transformers"]
@@ -37,10 +37,12 @@ def check(
     ] = None,
     only: Annotated[
         list[str] | None,
-        option("Run only these checks; prefixes (cache) and patterns (causality*) match.", metavar="A,B"),
+        option("Run only these checks, given by name, prefix (cache) or pattern (causality*).", metavar="A,B"),
     ] = None,
     skip: Annotated[list[str] | None, option("Skip these checks.", metavar="A,B")] = None,
-    budget: Annotated[str, option("Time budget; remaining checks are skipped.", metavar="TIME")] = "30s",
+    budget: Annotated[
+        str, option("Time budget; checks that are left when it is used up are skipped.", metavar="TIME")
+    ] = "30s",
     seed: Annotated[int, option("Random seed of the inputs and of a preset's weights.", min=0)] = 0,
     library: Annotated[Library, option("Library that loads the model: cutaway or transformers.")] = "cutaway",
     device: Device = None,
@@ -134,7 +136,7 @@ def _load_checked_model(
     *,
     quiet: bool,
 ) -> "ModelAndOverrides":
-    """Load the model and its adapter overrides; remarks about the model are appended to `notes`."""
+    """Load the model and the overrides of its adapter. Remarks about the model are appended to `notes`."""
     from cutaway.check import model_sources
     from cutaway.cli.model_loading import default_device, is_config_source, load_checkpoint, to_torch_dtype
 
@@ -144,7 +146,7 @@ def _load_checked_model(
         options = {"library transformers": is_transformers, "device": device, "dtype": dtype}
         for name in (name for name, value in options.items() if value):
             raise InputError(
-                f"--{name} is for checkpoints; the model of '{source}' is checked as it is, so leave it out"
+                f"--{name} is for checkpoints; the model of '{source}' is checked unchanged, so leave it out"
             )
         return model_sources.build_from_factory(source, model_sources.import_factory(source), seed=seed)
     if is_config_source(source):
@@ -161,7 +163,7 @@ def _load_checked_model(
 def _build_untrained_model(
     source: str, device: "torch.device", dtype: "torch.dtype | None", seed: int, notes: list[str]
 ) -> "Transformer":
-    """Build a preset or config file with random weights; a reduced config if it is too large."""
+    """Build a preset or config file with random weights. If it is too large, build a reduced config."""
     import torch
 
     from cutaway.check.model_sources import shrink_config
@@ -187,7 +189,7 @@ def _build_untrained_model(
 
 
 def _split_names(names: list[str] | None) -> list[str] | None:
-    """Split `--only a,b --only c` to one list."""
+    """Split the values of `--only a,b --only c` into one list of names."""
     if names is None:
         return None
     return [name.strip() for entry in names for name in entry.split(",") if name.strip()]
@@ -203,7 +205,7 @@ def parse_duration(text: str) -> float:
 
 
 def _check_output_path(path: Path) -> None:
-    """Raise if the report cannot be written, before loading the model."""
+    """Raise if the report could not be written. This is called before the model is loaded."""
     if path.is_dir():
         raise InputError(f"--junit is '{path}', which is a directory; name a file, such as report.xml")
     check_parent_directory(path)

@@ -23,9 +23,11 @@ def convert(
         Path | None, argument("Output directory or file; without it, only the report is printed.", metavar="OUT")
     ] = None,
     to: Annotated[OutputFormat, option("Output format.")] = "hf",
-    family: Annotated[str | None, option("model_type to write, if several families can represent the model.")] = None,
+    family: Annotated[
+        str | None, option("model_type to write to the config, if several families can represent the model.")
+    ] = None,
     dtype: WeightDType = None,
-    quantization: Annotated[GGUFQuantization | None, option("Quantization of matrices, for gguf.")] = None,
+    quantization: Annotated[GGUFQuantization | None, option("Quantization of the weight matrices, for gguf.")] = None,
     verify: Annotated[bool, option("Compare activations with transformers, layer by layer.", "--verify")] = False,
     overwrite: Annotated[bool, option("Overwrite OUT.", "--overwrite")] = False,
     as_json: JsonFlag = False,
@@ -80,7 +82,7 @@ def convert(
 def _check_options(
     out: Path | None, to: OutputFormat, family: str | None, quantization: str | None, overwrite: bool
 ) -> None:
-    """Raise for invalid combinations of options, before loading the checkpoint."""
+    """Raise for invalid combinations of options. This is called before the checkpoint is loaded."""
     from cutaway.families import families
 
     if quantization is not None and to != "gguf":
@@ -94,4 +96,4 @@ def _check_options(
     if out is not None and not overwrite and (out.is_file() or (out.is_dir() and any(out.iterdir()))):
         raise InputError(f"'{out}' exists; pass another path, or --overwrite")
     if to == "gguf" and out is not None and out.suffix != ".gguf":
-        raise InputError(f"'{out}' does not end in .gguf, and the gguf format is one file; rename it")
+        raise InputError(f"'{out}' does not end in .gguf, but the gguf format is a single .gguf file; rename it")

@@ -20,12 +20,14 @@ def demo(
     source: Annotated[str | None, argument("Preset name, or .toml or .json config, to trace a token through.")] = None,
     text: Annotated[str | None, option("Input of that model, tokenized to bytes.")] = None,
     seed: Annotated[int, option("Random seed of the weights.")] = 0,
-    steps: Annotated[int | None, option("Training steps of the demo; default about one minute.", min=1)] = None,
+    steps: Annotated[
+        int | None, option("Number of training steps of the demo; by default they take about one minute.", min=1)
+    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Train a small model for about a minute, evaluate it, and trace a token through a trained model.
 
-    With a preset or a text: build that model, run it, and trace the last token: each site, its shape and norm.
+    With a preset or a text, build that model, run it, and show the shape and norm of the last token at each site.
 
     Example: cutaway demo
 
@@ -80,13 +82,13 @@ def _print_next_steps() -> None:
 PRETRAINED_MODEL = "tiny-python"
 PROMPT = "def "
 EVAL_FILES = ("cli/verbs/demo.py", "pretrained/__init__.py", "errors.py")
-"""Evaluation text that is in neither training set: cutaway's own source."""
+"""Files of cutaway's own source, used as evaluation text because they are in neither model's training data."""
 TRAIN_SECONDS, NUM_TRIAL_STEPS, MIN_STEPS, MAX_STEPS = 60.0, 5, 20, 120
-"""Training time, steps of the speed estimate, and bounds of the number of steps."""
+"""Training time, number of steps for the speed estimate, and minimum and maximum number of training steps."""
 
 
 def _run_guided_demo(*, steps: int | None, seed: int, as_json: bool) -> None:
-    """Train a model, compare it with a pretrained one (samples, bits per byte), and trace a token."""
+    """Train a model, compare its bits per byte and a sample with those of a pretrained model, and trace a token."""
     import torch
 
     from cutaway.cli.tokenized_input import tokenize_for_checkpoint
@@ -119,7 +121,7 @@ def _run_guided_demo(*, steps: int | None, seed: int, as_json: bool) -> None:
 
 
 def _estimate_steps(directory: Path, seed: int) -> int:
-    """Estimate the number of steps that take about a minute on this machine, from a few steps."""
+    """Run a few steps to estimate how many steps take about a minute on this machine."""
     import time
 
     from cutaway.train.logging.callbacks import Callback
@@ -131,7 +133,7 @@ def _estimate_steps(directory: Path, seed: int) -> int:
 
 
 def _train_model(directory: Path, steps: int, seed: int, *, as_json: bool) -> "tuple[float, Checkpoint]":
-    """Train the shipped recipe for fewer steps; return its bits per byte and the model, loaded from the directory."""
+    """Train the shipped recipe for fewer steps. Return the bits per byte and the model, loaded from the directory."""
     from contextlib import nullcontext
 
     from cutaway.cli.views.training_progress import TrainingProgress
@@ -155,7 +157,7 @@ def _build_trainer(
     num_eval_sequences: int = 32,
     preflight: bool = True,
 ) -> "Trainer":
-    """Build a trainer of the shipped recipe that evaluates and saves at the last step only."""
+    """Build a trainer for the shipped recipe that evaluates and saves only at the last step."""
     from cutaway.train.recipe.load import load_recipe
     from cutaway.train.trainer.launch import prepare_trainer
 
@@ -173,7 +175,7 @@ def _build_trainer(
 
 
 def _evaluate_model(checkpoint: "Checkpoint", seed: int) -> dict[str, Any]:
-    """Return bits per byte on unseen text and a sample."""
+    """Return the bits per byte on unseen text, and a sample."""
     from cutaway.evaluate import evaluate_causal_lm
     from cutaway.generate.api import generate
 
@@ -197,4 +199,4 @@ def _print_text(text: str, *, is_sample: bool = False) -> None:
 
 
 def _discard_text(text: str, *, is_sample: bool = False) -> None:
-    """Print nothing: with --json, only the final object is printed."""
+    """Print nothing, because with --json only the final object is printed."""

@@ -20,22 +20,22 @@ OPTIONS_BY_FORM = {
     "encoder": {"context", "seed"},
     "encoder-decoder": {"target_column"},
 }
-"""Options that apply to one form only."""
+"""Form of the model → the options that apply to it, of those that do not apply to every form."""
 
 
 def evaluate(
     source: CheckpointSource,
     extra_files: Annotated[
-        list[Path] | None, argument("Further files, as with --text.", metavar="FILE", show_default=False)
+        list[Path] | None, argument("Further files, in the formats of --text.", metavar="FILE", show_default=False)
     ] = None,
     text: Annotated[
         list[Path] | None, option("Text file, .jsonl or directory; - is standard input; repeatable.", metavar="FILE")
     ] = None,
     text_column: Annotated[str, option("Field of .jsonl rows with the text.")] = "text",
     target_column: Annotated[str | None, option("Field of .jsonl rows with the target, for encoder-decoders.")] = None,
-    context: Annotated[int | None, option("Context length; default the model's, at most 4,096.")] = None,
+    context: Annotated[int | None, option("Context length; default the model's, but at most 4,096.")] = None,
     stride: Annotated[int | None, option("Stride of sliding windows, for decoders; default half the context.")] = None,
-    seed: Annotated[int | None, option("Random seed of masking, for encoders.")] = None,
+    seed: Annotated[int | None, option("Random seed for masking, for encoders.")] = None,
     batch_size: Annotated[int | None, option("Number of texts or windows per batch.")] = None,
     device: Device = None,
     dtype: WeightDType = None,
@@ -81,7 +81,7 @@ def evaluate(
 
 
 def _run_evaluation(checkpoint: "Checkpoint", documents: "list[Document]", options: Results, *, quiet: bool) -> Results:
-    """Run the evaluation of the model's form; means come before counts."""
+    """Run the evaluation for the form of the model. In the result, means come before counts."""
     from cutaway.cli.views.terminal import progress_bar
     from cutaway.evaluate import evaluate_causal_lm, evaluate_masked_lm, evaluate_seq2seq
 
@@ -96,7 +96,7 @@ def _run_evaluation(checkpoint: "Checkpoint", documents: "list[Document]", optio
 
 
 def _result_to_dict(result: "EvalResult") -> Results:
-    """Return the means, the counts and the calibration as JSON data."""
+    """Return the means, the counts and the calibration as JSON values."""
     names = [name for name in ("accuracy", "loss", "perplexity", "bits_per_byte") if hasattr(result, name)]
     means = {name: getattr(result, name) for name in names}
     return means | asdict(result) | {"calibration": result.calibration.to_dict()}

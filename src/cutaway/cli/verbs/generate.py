@@ -1,4 +1,4 @@
-"""`cutaway generate`: text generation, chat, mask filling."""
+"""`cutaway generate`: text generation, chat and mask filling."""
 
 import re
 from collections.abc import Callable
@@ -23,7 +23,7 @@ EarlyStopping = Literal["true", "false", "never"]
 FILL_MASK_OPTIONS = frozenset(
     ["source", "prompts", "file", "lines", "token_ids", "top_k", "device", "dtype", "echo", "show_stats", "as_json"]
 )
-"""Options that apply to mask filling with an encoder; the others are for text generation."""
+"""Options that apply to mask filling with an encoder. The other options are for text generation."""
 NON_CHAT_OPTIONS = (
     "message", "token_ids", "beams", "length_penalty", "early_stopping", "lines", "max_num_seqs", "draft_model",
 )  # fmt: skip
@@ -31,7 +31,7 @@ NON_CHAT_OPTIONS = (
 
 
 def _panel(title: str) -> Callable[..., object]:
-    """Return `option` for the options of one help panel."""
+    """Return a function like `option` that puts the option into one help panel."""
     return partial(opt.option, panel=title)
 
 
@@ -55,9 +55,10 @@ def generate(
     chat: Annotated[bool, _prompt("Interactive chat; /quit exits.", "--chat", "-c")] = False,
     system: Annotated[str | None, _prompt("System message of a chat.", metavar="TEXT")] = None,
     max_new_tokens: Annotated[
-        int | None, _stopping("Maximum tokens to generate; default 256, in a chat 1,024.", "--max-new-tokens", "-n")
+        int | None,
+        _stopping("Maximum number of tokens to generate; default 256, in a chat 1,024.", "--max-new-tokens", "-n"),
     ] = None,
-    min_new_tokens: Annotated[int | None, _stopping("Minimum tokens to generate before stopping.")] = None,
+    min_new_tokens: Annotated[int | None, _stopping("Minimum number of tokens to generate before stopping.")] = None,
     stop: Annotated[
         list[str] | None, _stopping("Stop string, not part of the output; repeatable.", metavar="TEXT")
     ] = None,
@@ -72,15 +73,17 @@ def generate(
         ),
     ] = None,
     top_k: Annotated[
-        int | None, _sampling("Sample from the K most likely tokens; for encoders, predictions per mask.")
+        int | None, _sampling("Sample from the K most likely tokens; for encoders, number of predictions per mask.")
     ] = None,
-    top_p: Annotated[float | None, _sampling("Nucleus sampling: most likely tokens with total probability P.")] = None,
+    top_p: Annotated[
+        float | None, _sampling("Nucleus sampling: sample from the most likely tokens with total probability P.")
+    ] = None,
     min_p: Annotated[float | None, _sampling("Minimum probability relative to the most likely token.")] = None,
     repetition_penalty: Annotated[
         float | None, _sampling("Penalty on tokens of the prompt and the output; 1.1 is usual.")
     ] = None,
     presence_penalty: Annotated[float | None, _sampling("Penalty on tokens that are in the output.")] = None,
-    frequency_penalty: Annotated[float | None, _sampling("Penalty on output tokens per occurrence.")] = None,
+    frequency_penalty: Annotated[float | None, _sampling("Penalty on output tokens for each occurrence.")] = None,
     logit_bias: Annotated[
         list[str] | None, _sampling("Bias added to the logit of a token id; repeatable.", metavar="ID=X")
     ] = None,
@@ -110,9 +113,9 @@ def generate(
     max_model_len: Annotated[str | None, _engine(opt.MAX_MODEL_LEN_HELP, metavar="N")] = None,
     max_num_seqs: Annotated[int | None, _engine(opt.MAX_NUM_SEQS_HELP)] = None,
     logprobs: Annotated[int | None, _output("Show token probabilities and N alternatives.")] = None,
-    echo: Annotated[bool | None, _output("Print the prompt; default on a terminal.", "--echo/--no-echo")] = None,
+    echo: Annotated[bool | None, _output("Print the prompt; by default on a terminal.", "--echo/--no-echo")] = None,
     show_stats: Annotated[
-        bool | None, _output("Print throughput; default on a terminal.", "--stats/--no-stats")
+        bool | None, _output("Print the throughput; by default on a terminal.", "--stats/--no-stats")
     ] = None,
     as_json: Annotated[bool, _output("Print one JSON object per completion.", "--json")] = False,
 ) -> None:
@@ -177,14 +180,14 @@ def generate(
 
 
 def _check_options(options: dict[str, Any]) -> None:
-    """Raise for invalid combinations of options, before loading the model."""
+    """Raise for invalid combinations of options. This is called before the model is loaded."""
     if options["chat"]:
         for name in NON_CHAT_OPTIONS:
             if options[name]:
                 raise InputError(f"--{name.replace('_', '-')} cannot be combined with --chat; leave one of them out")
         if (options["num_samples"] or 1) > 1:
             raise InputError(
-                "--num-samples generates several completions, and --chat continues from one; leave one out"
+                "--num-samples generates several completions, but --chat continues from one; leave one of them out"
             )
     elif options["system"] is not None and not options["message"]:
         raise InputError("--system is the system message of a chat; add --chat or --message")
@@ -193,7 +196,7 @@ def _check_options(options: dict[str, Any]) -> None:
 
 
 def _parse_sampling_params(options: dict[str, Any]) -> "SamplingParams":
-    """Build the sampling parameters from the options with the names of its fields."""
+    """Build the sampling parameters from the options that have the same names as their fields."""
     from cutaway.cli.prompts import parse_logit_bias, parse_token_ids
     from cutaway.generate.sampling.sampling_params import SamplingParams, resolve_temperature
 
@@ -208,7 +211,7 @@ def _parse_sampling_params(options: dict[str, Any]) -> "SamplingParams":
 
 
 def _build_sampling_params(fields: dict[str, Any]) -> "SamplingParams":
-    """Build SamplingParams; errors name the options instead of the fields."""
+    """Build SamplingParams. Error messages name the options instead of the fields."""
     from cutaway.generate.sampling.sampling_params import SamplingParams
 
     try:

@@ -1,4 +1,4 @@
-"""`cutaway learn`: exercises with automatic grading. Imports no torch."""
+"""`cutaway learn`: exercises with automatic grading. This module does not import torch."""
 
 import sys
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ VERBS = {
     "progress": "cutaway.cli.verbs.learn:progress",
     "quiz": "cutaway.cli.verbs.learn_quiz:quiz",
 }
-"""Import path of each sub-verb's function."""
+"""Sub-verb → import path of its function."""
 ExerciseNumber = Annotated[int, argument("Number of the exercise, 1 to 10.", show_default=False)]
 
 
@@ -39,7 +39,7 @@ def learn() -> None:
 
 
 def _load_progress() -> "ExerciseProgress":
-    """Load the learner's progress; print a note if a damaged file was renamed."""
+    """Load the learner's progress. Print a note if the file was damaged and has been renamed."""
     from cutaway.learn.exercises.progress import ExerciseProgress
 
     stored = ExerciseProgress()
@@ -52,7 +52,7 @@ def _load_progress() -> "ExerciseProgress":
 
 @contextmanager
 def _warn_if_not_saved() -> Iterator[None]:
-    """Print a note instead of failing if progress cannot be saved."""
+    """Context manager: if progress cannot be saved, print a note instead of failing."""
     from cutaway.learn.progress_store import ProgressStoreError
 
     try:
@@ -68,7 +68,7 @@ def _print_note(text: str) -> None:
 
 
 def _load_rows(progress: "ExerciseProgress") -> list[dict[str, Any]]:
-    """Return the exercises and their progress as JSON data."""
+    """Return the exercises and the progress on each as JSON values."""
     from cutaway.learn.exercises import load_exercises
 
     rows = []
@@ -80,7 +80,7 @@ def _load_rows(progress: "ExerciseProgress") -> list[dict[str, Any]]:
 
 
 def list_exercises(as_json: JsonFlag = False) -> None:
-    """List the exercises with their notebook, site in the model and status.
+    """List the exercises, each with its notebook, the site in the model and the status.
 
     Example: cutaway learn list
     """
@@ -97,7 +97,7 @@ def start(
     number: ExerciseNumber,
     directory: Annotated[Path, option("Directory of the exercise file.", "--dir")] = Path("learn"),
     as_notebook: Annotated[bool, option("Write a Jupyter notebook.", "--ipynb")] = False,
-    restart: Annotated[bool, option("Write a new file; the old one is renamed.", "--restart")] = False,
+    restart: Annotated[bool, option("Write a new file; the old file is renamed.", "--restart")] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Write the file of an exercise: a Python file with cells, or a notebook. Existing files are not overwritten.
@@ -127,7 +127,7 @@ def hint(
     all_hints: Annotated[bool, option("Show all hints.", "--all")] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Show the next hint of an exercise, after the earlier ones; later hints are more specific.
+    """Show the hints of an exercise that you have seen, and the next one. Later hints are more specific.
 
     Example: cutaway learn hint 3
     """
@@ -151,7 +151,7 @@ def hint(
 
 def solution(
     number: ExerciseNumber,
-    force: Annotated[bool, option("Show it without an attempt.", "--force")] = False,
+    force: Annotated[bool, option("Show the solution without an attempt.", "--force")] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Show the solution of an exercise, after at least one attempt.
@@ -197,7 +197,7 @@ def check(
     file: Annotated[
         Path | None,
         argument(
-            "Your .py or .ipynb file; default the one in this directory, or the last one used.", show_default=False
+            "Your .py or .ipynb file; default the file in this directory, or the last file used.", show_default=False
         ),
     ] = None,
     as_json: JsonFlag = False,
@@ -231,7 +231,7 @@ def check(
 
 
 def _find_exercise_file(exercise: "Exercise", record: "ExerciseRecord") -> Path:
-    """Return the exercise's file in this directory, else the file last started or checked."""
+    """Return the exercise's file in this directory, or else the file that was last started or checked."""
     default_paths = [
         directory / f"{exercise.slug}.{suffix}" for directory in (Path("learn"), Path()) for suffix in ("py", "ipynb")
     ]

@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # --help does not need the questions
 DEFAULT_NUM_QUESTIONS = 10
 """Default number of questions."""
 MAX_ANSWER_BYTES = 4096
-"""Maximum length of an answer; the rest is ignored."""
+"""Maximum length of an answer in bytes. The rest is ignored."""
 
 
 def quiz(
@@ -22,12 +22,12 @@ def quiz(
         str | None, option("Section or topic, such as inference, attention, norms.", metavar="NAME")
     ] = None,
     num_questions: Annotated[int | None, option("Number of questions; default 10.", metavar="N", min=1)] = None,
-    seed: Annotated[int | None, option("Random seed of the order of questions and choices.", metavar="N")] = None,
+    seed: Annotated[int | None, option("Random seed for the order of questions and choices.", metavar="N")] = None,
     show_code: Annotated[bool, option("Print the Python code that verifies each answer.", "--show-code")] = False,
     list_questions: Annotated[bool, option("List the questions and your results.", "--list")] = False,
     as_json: Annotated[bool, json_flag("Print the questions as JSON, without asking.")] = False,
 ) -> None:
-    """Answer quiz questions about the Transformer; missed questions are repeated first.
+    """Answer quiz questions about the Transformer. Questions that you missed are asked first.
 
     Example: cutaway learn quiz --section attention --num-questions 5
     """

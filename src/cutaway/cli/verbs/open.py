@@ -19,7 +19,7 @@ def open_page(
     export: Annotated[Path | None, opt.option("Export the page for TEXT as one .html file.", metavar="FILE")] = None,
     host: opt.Host = "127.0.0.1",
     port: opt.Port = 0,
-    api_key: Annotated[str | None, opt.api_key_option("API key that other machines must send.")] = None,
+    api_key: Annotated[str | None, opt.api_key_option("API key that clients must send.")] = None,
     api_key_file: opt.ApiKeyFile = None,
     browser: Annotated[bool, opt.option("Open the page in a browser.", "--browser/--no-browser")] = True,
     device: opt.Device = None,
@@ -72,7 +72,7 @@ def open_page(
 def export_page(
     path: Path, source: str, text: str | None, device: str | None, dtype: opt.DType | None, *, as_json: bool
 ) -> None:
-    """Export the page to a file; the file is written atomically."""
+    """Export the page to a file, which is written atomically."""
     from cutaway.cli.verbs.trace import check_output_file
     from cutaway.cli.views.terminal import progress_bar
 
@@ -100,7 +100,7 @@ def export_page(
 def load_inspector(
     source: str, text: str | None, device: str | None, dtype: opt.DType | None, *, quiet: bool = False
 ) -> "Inspector":
-    """Load a checkpoint, run snapshot or untrained model for inspection."""
+    """Load a checkpoint or the snapshot of a run, or build an untrained model, for inspection."""
     from cutaway.cli.model_loading import build_untrained_model
     from cutaway.generate.fast.cpu_linear import should_upcast_on_cpu
     from cutaway.serve.inspect.inspector import build_inspector
@@ -111,12 +111,12 @@ def load_inspector(
         return build_inspector(model, text, name=source, run_directory=run_directory)
     checkpoint = _load_checkpoint_or_snapshot(source, run_directory, device, dtype, quiet=quiet)
     if dtype is None and should_upcast_on_cpu(checkpoint.model):
-        checkpoint.model.float()  # 16-bit rounding would hide the consistency checks' errors
+        checkpoint.model.float()  # 16-bit rounding would hide errors that the consistency checks look for
     return build_inspector(checkpoint, text, name=source, run_directory=run_directory)
 
 
 def _find_run_directory(source: str) -> Path | None:
-    """Return the source as a path if it is a run directory."""
+    """Return the source as a path if it is a run directory, else None."""
     from cutaway.config.serialization import path_satisfies
     from cutaway.families.load import RUN_FILE_NAME
 
@@ -127,7 +127,7 @@ def _find_run_directory(source: str) -> Path | None:
 def _load_checkpoint_or_snapshot(
     source: str, run_directory: Path | None, device: str | None, dtype: opt.DType | None, *, quiet: bool
 ) -> "Checkpoint":
-    """Load a checkpoint; of an unfinished run, its latest snapshot."""
+    """Load a checkpoint. If the source is an unfinished run, load its latest snapshot."""
     if run_directory is None or (run_directory / "model").is_dir():
         from cutaway.cli.model_loading import load_checkpoint
 

@@ -31,7 +31,9 @@ def serve(
     max_model_len: Annotated[str | None, opt.option(opt.MAX_MODEL_LEN_HELP, metavar="N")] = None,
     max_waiting_requests: Annotated[int, opt.option("Maximum number of completions in the waiting queue.")] = 256,
     request_timeout: Annotated[float, opt.option("Maximum seconds per request.")] = 300.0,
-    shutdown_timeout: Annotated[float, opt.option("Seconds for requests in progress at shutdown.")] = 5.0,
+    shutdown_timeout: Annotated[
+        float, opt.option("Seconds that requests in progress have to finish at shutdown.")
+    ] = 5.0,
     device: opt.Device = None,
     dtype: opt.WeightDType = None,
     weight_bits: Annotated[int | None, opt.option(opt.WEIGHT_BITS_HELP, metavar="16|8|4")] = None,
@@ -39,7 +41,7 @@ def serve(
 ) -> None:
     """Serve a model with an OpenAI-compatible API: completions, chat, embeddings, tokenization.
 
-    Only this machine has access, unless --host and an API key are set. Ctrl-C stops after the requests in progress.
+    Only this machine has access, unless --host and an API key are set. Ctrl-C lets the requests in progress finish.
 
     Example: cutaway serve tiny-python
 
@@ -92,7 +94,7 @@ def serve(
 
 
 def load_api_key(api_key: str | None, path: Path | None) -> str | None:
-    """Return the API key from the option or from a file; None if there is none."""
+    """Return the API key from the option or from a file, or None if neither is set."""
     if path is None:
         return api_key or None
     if api_key is not None and os.environ.get("CUTAWAY_API_KEY") != api_key:

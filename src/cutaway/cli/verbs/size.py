@@ -20,14 +20,14 @@ COUNT_OPTIONS = ("batch_size", "context", "source_len", "world_size", "tp", "dp_
 PLAIN_OPTIONS = (
     "dtype", "kv_cache_dtype", "optimizer", "activation_checkpointing", "kernel", "loss", "parallel", "price_per_hour",
 )  # fmt: skip
-"""Options that are passed unchanged to `cutaway.size`, and those that are parsed as counts first."""
+"""Options that are passed unchanged to `cutaway.size`. COUNT_OPTIONS are parsed as counts before."""
 
 
 def size(
     sources: Annotated[
         list[str] | None,
         argument(
-            "Preset name, .toml or config.json, or model directory; several are compared.",
+            "Preset name, .toml or config.json, or model directory; several SOURCEs are compared.",
             metavar="SOURCE",
             show_default=False,
         ),
@@ -50,10 +50,10 @@ def size(
     ] = None,
     kernel: Annotated[OptionText, option("Attention kernel: auto, sdpa, explicit, flex.", metavar="NAME")] = None,
     loss: Annotated[
-        OptionText, option("Cross-entropy over full logits, or chunked as in train.", metavar="NAME")
+        OptionText, option("Cross-entropy: full (over all logits at once), or chunked as in train.", metavar="NAME")
     ] = None,
     gpu: Annotated[
-        OptionText, option("Device of --list-hardware, or 'local' after cutaway bench.", metavar="NAME")
+        OptionText, option("Device from --list-hardware, or 'local', which cutaway bench has measured.", metavar="NAME")
     ] = None,
     bandwidth: Annotated[OptionText, option("Memory bandwidth of a custom device.", metavar="3.35TB/s")] = None,
     flops: Annotated[OptionText, option("Peak FLOP/s of a custom device.", metavar="989TFLOPS")] = None,
@@ -66,7 +66,10 @@ def size(
     price_per_hour: Annotated[
         float | None, option("Price per device-hour, in any currency.", metavar="2.5", min=0, max=1e9)
     ] = None,
-    fit: Annotated[OptionText, option("Find what fits in this much memory.", metavar="16GB")] = None,
+    fit: Annotated[
+        OptionText,
+        option("Find the largest model, context and batch size that fit in this much memory.", metavar="16GB"),
+    ] = None,
     compare: Annotated[bool, option("Show a comparison table, the default for several SOURCEs.", "--compare")] = False,
     plot: Annotated[Path | None, option("Write a plot: .svg, .png or .pdf.", metavar="FILE")] = None,
     list_hardware: Annotated[bool, option("List the known devices.", "--list-hardware")] = False,
@@ -114,7 +117,7 @@ def size(
 
 
 def _compute_sizes(sources: list[str], mode: str | None, options: dict[str, Any]) -> "list[list[SizeEstimate]]":
-    """Estimate each source in each mode; without a mode, dtypes that cannot train are estimated for inference only."""
+    """Estimate each source in each mode. Without a mode, a dtype that cannot train is estimated for inference only."""
     from cutaway.config import config
     from cutaway.size import size as estimate_size
     from cutaway.size.precision import get_precision
@@ -171,7 +174,7 @@ def _print_hardware_list(as_json: bool) -> None:
 
 
 def source_name(source: str) -> str:
-    """Return the display name of a source: the file or directory name; for config.json, its directory's name."""
+    """Return the display name of a source: the file or directory name, or for config.json the name of its directory."""
     path = Path(source)
     name = path.absolute().parent.name if path.name == "config.json" else path.name or path.absolute().name
     printable = "".join(character if character.isprintable() else "?" for character in name)
@@ -204,7 +207,7 @@ def _resolve_hardware(
 
 
 def _parse_option(parse: Callable[[str], Number], text: str | None, option: str) -> Number | None:
-    """Parse an option's text; errors name the option."""
+    """Parse an option's text. Error messages name the option."""
     try:
         return None if text is None else parse(text)
     except InputError as error:

@@ -21,7 +21,11 @@ def trace(
     source: ModelSource,
     text: Annotated[str, argument("Input text; - reads standard input.", metavar="TEXT")],
     position: Annotated[
-        str | None, option("Token to trace: its index, or part of the text; default the last.", metavar="TOKEN")
+        str | None,
+        option(
+            "Token to trace: its index, or a part of the text that ends with it; default the last token.",
+            metavar="TOKEN",
+        ),
     ] = None,
     target: Annotated[str | None, option("Decoder input of an encoder-decoder.", metavar="TEXT")] = None,
     sites: Annotated[
@@ -70,7 +74,7 @@ def trace_token(
     saved_sites: list[str] | None = None,
     save_path: Path | None = None,
 ) -> "Journey":
-    """Return the token's journey; with `save_path`, save the activations at `saved_sites` of the same pass."""
+    """Return the token's journey. With `save_path`, also save the activations of the same pass at `saved_sites`."""
     import torch
 
     from cutaway.lens import Trace, follow_token
@@ -100,7 +104,7 @@ def trace_token(
 
 
 def _resolve_sites(model: "Transformer", patterns: list[str] | None) -> list[str]:
-    """Return the sites that match the patterns; default all."""
+    """Return the sites that match the patterns, or all sites without patterns."""
     from cutaway.lens import sites
     from cutaway.lens.sites import select_sites
 
@@ -109,7 +113,7 @@ def _resolve_sites(model: "Transformer", patterns: list[str] | None) -> list[str
 
 
 def default_sites(model: "Transformer", *, all_blocks: bool = False) -> list[str]:
-    """Return the sites outside blocks and in the first and last blocks, without those equal to the site above."""
+    """Return the sites outside blocks and in the first and last blocks, except those equal to the site before them."""
     from cutaway.lens import sites
     from cutaway.lens.sites import is_repeated_resid
 
@@ -123,7 +127,7 @@ def default_sites(model: "Transformer", *, all_blocks: bool = False) -> list[str
 
 
 def check_output_file(path: Path, option: str = "--save", suffix: str = ".safetensors") -> None:
-    """Raise if the file cannot be written, before loading the model."""
+    """Raise if the file could not be written. This is called before the model is loaded."""
     if path.suffix != suffix:
         raise InputError(f"{option} is '{path}', which does not end in {suffix}; rename it")
     if path.exists() or path.is_symlink():
@@ -132,7 +136,7 @@ def check_output_file(path: Path, option: str = "--save", suffix: str = ".safete
 
 
 def _save_trace(t: "Trace", path: Path) -> None:
-    """Save atomically: write to a temporary directory, then rename."""
+    """Save atomically: write the file to a temporary directory, then rename it."""
     import tempfile
 
     with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as temporary:

@@ -1,4 +1,4 @@
-"""`cutaway train`: train a model with a recipe, resume a run, dry run."""
+"""`cutaway train`: train a model with a recipe, resume a run, print its status, or simulate a step (dry run)."""
 
 import sys
 from contextlib import nullcontext
@@ -105,7 +105,7 @@ def train(
 
 
 def _print_outcome(trainer: "Trainer", *, as_json: bool, is_main_process: bool) -> None:
-    """Print where the model is and how to continue; exit with code 1 if the run is not finished."""
+    """Print where the model is, or how to continue. Exit with code 1 if the run is not finished."""
     step, max_steps, run = trainer.global_step, trainer.recipe.training.max_steps, trainer.run_directory
     if is_main_process and as_json:
         outcome = {"run": str(run.directory), "step": step, "done": step == max_steps}

@@ -1,1 +1,1 @@
-"""Terminal output of the verbs, rendered with rich; one file per report."""
+"""Terminal output of the verbs, rendered with rich. Each report has its own file."""

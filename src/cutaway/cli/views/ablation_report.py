@@ -40,7 +40,7 @@ def _format_metric(value: Results | None, metric: str) -> str:
 
 
 def _variants_table(results: Results) -> Table:
-    """Final metric and config changes of each variant."""
+    """Return a table of the final metric and the config changes of each variant."""
     metric = results["metric"]
     table = _titled_table(f"{results['name']}, at equal {results['match']}")
     table.add_column("variant")
@@ -57,7 +57,7 @@ def _variants_table(results: Results) -> Table:
 
 
 def _costs_table(results: Results) -> Table:
-    """Parameters, FLOPs, tokens, time and memory of each variant."""
+    """Return a table of the parameters, FLOPs, tokens, time and memory of each variant."""
     table = _titled_table("costs")
     table.add_column("variant")
     for title in ("parameters", "FLOPs", "tokens", "seconds", "per step", "memory", "KV cache"):

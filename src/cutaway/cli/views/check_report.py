@@ -1,4 +1,4 @@
-"""Terminal report of `cutaway check`: failures and warnings in full, the rest in one line each."""
+"""Terminal report of `cutaway check`. Failures and warnings are shown in full, passed and skipped checks in short."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -18,7 +18,7 @@ VERDICT_SYMBOLS = {
     "skip": ("·", "dim"),
 }
 MAX_EXTRA_MESSAGES = 3
-"""Maximum number of further messages per finding."""
+"""Maximum number of messages of further cases that are shown with a finding."""
 
 
 def render_report(
@@ -74,7 +74,7 @@ def _render_finding(finding: Finding) -> RenderableType:
 
 
 def _two_column_table() -> Table:
-    """Table of names and texts."""
+    """Return an empty table with two columns, for names and texts."""
     table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
@@ -82,7 +82,7 @@ def _two_column_table() -> Table:
 
 
 def _hanging_indent(text: Text) -> RenderableType:
-    """Text with a hanging indent after its symbol."""
+    """Indent the lines of a text after its symbol, which is in the first two columns."""
     table = Table(box=None, pad_edge=False, show_header=False, padding=0)
     table.add_column(width=2)
     table.add_column(overflow="fold")
@@ -105,7 +105,7 @@ def _render_passed_and_skipped(report: Report) -> Iterator[RenderableType]:
 
 
 def skipped_by_reason(report: Report) -> dict[str, list[str]]:
-    """Return the names of skipped checks by reason, most frequent first."""
+    """Return a dict from reason to the names of the checks skipped for it, with the most frequent reason first."""
     names_by_reason: dict[str, list[str]] = {}
     for finding in report.findings:
         if finding.verdict == "skip":
@@ -114,7 +114,7 @@ def skipped_by_reason(report: Report) -> dict[str, list[str]]:
 
 
 def _findings_table(report: Report, *, show_times: bool) -> RenderableType:
-    """Table of all checks and cases, with measurements."""
+    """Return a table of all checks and cases, with their measurements."""
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
     table.add_column("")
     table.add_column("check", no_wrap=True)

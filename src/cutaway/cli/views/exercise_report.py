@@ -13,7 +13,7 @@ from cutaway.learn.runner.grader import GradeReport, TaskGrade
 
 Row = dict[str, Any]
 MAX_PRINTED_LINES = 20
-"""Maximum number of printed lines of the learner's output."""
+"""Maximum number of lines printed of what the learner's file prints."""
 STATE_STYLES = {"passed": "green", "attempted": "yellow", "started": "cyan", "not started": "dim"}
 VERDICT_SYMBOLS = {"correct": ("✓", "green"), "incorrect": ("✗", "red"), "error": ("✗", "red"), "missing": ("✗", "red")}
 
@@ -82,7 +82,7 @@ def render_code(text: str) -> None:
 
 
 def render_grade(exercise: Exercise, path: Path, result: GradeReport) -> None:
-    """Print the verdict of each function, notes, and what to do next."""
+    """Print the result for each function, the notes, and what to do next."""
     out = build_console()
     output_lines = result.output.rstrip().splitlines()
     if output_lines:
@@ -113,7 +113,7 @@ def render_grade(exercise: Exercise, path: Path, result: GradeReport) -> None:
 
 
 def _render_verdict(result: TaskGrade, explained: set[str]) -> None:
-    """Print the result of one function. A mistake found in several functions is explained once."""
+    """Print the result for one function. A mistake found in several functions is explained only once."""
     out = build_console()
     symbol, style = VERDICT_SYMBOLS.get(result.status, ("·", "yellow"))
     message = f" {escape_control_characters(result.message)}" if result.message else " is correct"

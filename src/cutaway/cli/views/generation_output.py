@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class OutputWriter:
-    """Output options and streams."""
+    """Output options of `cutaway generate`, and the streams it writes to."""
 
     def __init__(self, *, echo: bool | None = None, show_stats: bool | None = None, as_json: bool = False) -> None:
         self.as_json = as_json
@@ -62,7 +62,7 @@ def generate_and_print(
     as_messages: bool,
     system: str | None,
 ) -> None:
-    """Generate completions of all prompts in one batch and print them in order."""
+    """Generate the completions of all prompts in one batch, and print them in the order of the prompts."""
     prompts = [_build_messages(prompt, system, checkpoint) if as_messages else prompt for prompt in inputs]
     prompt_of_completion = [prompt for prompt in inputs for _ in range(params.n)]
     is_continuation = not as_messages and "encoder" not in checkpoint.model.stacks
@@ -115,7 +115,7 @@ def check_chat_template(checkpoint: "Checkpoint") -> None:
 
 
 def _prompt_text(prompt: PromptInput, checkpoint: "Checkpoint") -> str:
-    """Return the text of a prompt."""
+    """Return the text of a prompt. Token ids are decoded, or listed if there is no tokenizer."""
     if isinstance(prompt, str):
         return prompt
     tokenizer = checkpoint.tokenizer
@@ -123,7 +123,7 @@ def _prompt_text(prompt: PromptInput, checkpoint: "Checkpoint") -> str:
 
 
 def iter_text(chunks: Iterable[CompletionChunk], checkpoint: "Checkpoint") -> Iterable[str]:
-    """Yield the text of chunks; without a tokenizer, token ids."""
+    """Yield the text of each chunk, or its token ids if there is no tokenizer."""
     separator, has_tokenizer = "", checkpoint.tokenizer is not None
     for chunk in chunks:
         if has_tokenizer:
@@ -136,9 +136,10 @@ def iter_text(chunks: Iterable[CompletionChunk], checkpoint: "Checkpoint") -> It
 def _print_completion(
     output: OutputWriter, prompt: str, texts: Iterable[str], index: int | None, *, is_continuation: bool
 ) -> None:
-    """Print one completion while it is generated, after its prompt; a chat message is printed on its own line.
+    """Print one completion while it is generated, after its prompt if that is echoed.
 
-    `index` is None for a single completion.
+    If the completion does not continue the prompt (a reply to a chat message), it starts on a new line. `index` is the
+    number of the completion, or None if there is only one.
     """
     if output.as_json:
         for _ in texts:
@@ -161,7 +162,7 @@ def print_result_details(
     tokens_per_second: float | None,
     checkpoint: "Checkpoint",
 ) -> None:
-    """Print a finished completion as JSON, or its log-probabilities."""
+    """Print a finished completion as JSON with --json, else its log-probabilities if they were requested."""
     if output.as_json:
         print_json({"prompt": prompt, **asdict(result), "tokens_per_second": tokens_per_second}, indent=None)
     elif result.logprobs is not None:
@@ -210,7 +211,7 @@ def fill_masks(
     """Print the predictions of an encoder for each mask."""
     if unsupported_options:
         option = f"--{unsupported_options[0].replace('_', '-')}".replace("compile-model", "compile")
-        raise InputError(f"this model is an encoder, which fills masks, and {option} does not apply; leave it out")
+        raise InputError(f"this model is an encoder, which fills masks, so {option} does not apply; leave it out")
     texts = [prompt for prompt in inputs if isinstance(prompt, str)]
     if checkpoint.tokenizer is None or len(texts) < len(inputs) or not texts:
         raise InputError("this model is an encoder, which fills masks; pass texts with a mask, and a tokenizer")
@@ -253,7 +254,7 @@ def format_stats(generation: TimedGeneration) -> str:
 
 
 def _bandwidth_utilization(generation: TimedGeneration) -> float | None:
-    """Return the achieved fraction of the memory bandwidth of a copy, for reading weights and KV cache."""
+    """Return the rate of reading weights and KV cache as a fraction of the copy bandwidth, or None if not known."""
     from cutaway.bench.throughput import DTYPE_NAMES, estimate_inference_size, get_copy_bandwidth
 
     config = generation.engine.config

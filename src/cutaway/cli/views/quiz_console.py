@@ -46,12 +46,12 @@ class QuizConsole:
         self.prompt = f"  {_answer_hint(question)} (Enter: skip, q: quit)> "
 
     def read_answer(self, max_bytes: int) -> str | None:
-        """Read a line; None at the end of input."""
+        """Read a line, or return None at the end of input."""
         self.console.print(Text(self.prompt, "dim"), end="")
         sys.stdout.flush()
         line = b"" if sys.stdin is None else sys.stdin.buffer.readline(max_bytes)
         answer = line.decode("utf-8", "replace").rstrip("\r\n")
-        if not line or not sys.stdin.isatty():  # echo the answer: a terminal does, a pipe does not
+        if not line or not sys.stdin.isatty():  # echo the answer, as a terminal does
             self.console.print(Text(answer if answer.isprintable() else repr(answer)))
         return answer if line else None
 
@@ -101,7 +101,7 @@ class QuizConsole:
 
 
 def _answer_hint(question: Question) -> str:
-    """Describe the expected answer."""
+    """Describe what kind of answer is expected."""
     if isinstance(question, ChoiceQuestion):
         return "all correct letters" if question.multiple else "a letter"
     return f"a number, in {question.unit}" if question.unit else "a number"

@@ -29,7 +29,7 @@ BAR_COLORS = ("cyan", "yellow", "magenta", "green", "blue", "red", "white")
 
 
 def _stacked_bar(parts: dict[str, float], unit: str, width: int, *, limit: float = 0) -> RenderableType:
-    """Render a stacked bar with a legend; free space up to `limit` is dotted."""
+    """Render a stacked bar with a legend. Free space up to `limit` is shown as dots."""
     scale = (width - 2) / max(sum(parts.values()), limit, 1)
     bar, items, total = Text(), [], 0.0
     for index, (name, value) in enumerate(parts.items()):
@@ -103,7 +103,7 @@ def _labeled_items(label: str, items: Iterable[str], width: int) -> Text:
 
 
 def _group_layers(layers: list[Data], *, several: bool) -> list[str]:
-    """Group equal layers: their number and the parameters of one."""
+    """Group equal layers. Return the number of layers and the parameters of one layer for each group, as text."""
     counts: dict[tuple[Any, ...], int] = {}
     for layer in layers:
         key = layer["stack"], layer["total"], layer["active"], layer["shared_with"] is not None
@@ -244,7 +244,7 @@ def _budget_section(report: Data) -> list[RenderableType]:
 
 
 def _format_assumptions(report: Data) -> Text:
-    """Format the assumed options and how to change them."""
+    """Format the options that the estimate assumes, and how to change them."""
     modes = report["options"]
     options = next(iter(modes.values()))
     text = f"batch {options['batch_size']:,}, context {options['context']:,}"
@@ -267,7 +267,7 @@ def _format_assumptions(report: Data) -> Text:
 
 
 def render_comparison(reports: list[Data]) -> None:
-    """Print models as columns, in as many tables as the width requires."""
+    """Print a table with one column per model, or several tables if the terminal is too narrow."""
     out = build_console()
     num_columns = max(1, (out.width - 26) // max(16, *(len(report["source"]) + 2 for report in reports)))
     for start in range(0, len(reports), num_columns):
@@ -281,7 +281,7 @@ def render_comparison(reports: list[Data]) -> None:
 
 
 def _comparison_column(report: Data) -> dict[str, str]:
-    """Return the rows of one model."""
+    """Return the column of one model, as a dict from row name to text."""
     model, counts, modes = report["model"], report["parameters"], report["options"]
     options = next(iter(modes.values()))
     column = {
@@ -309,7 +309,7 @@ def _comparison_column(report: Data) -> dict[str, str]:
 
 
 def render_fit(name: str, fit: "MemoryFit") -> None:
-    """Print the maximum context and batch size of the model, and which shapes of its family fit (layers × d_model)."""
+    """Print the maximum context and batch size of the model, and which shapes (layers × d_model) of its family fit."""
     options, out = fit.options, build_console()
     budget = f"{format_si(fit.memory_budget, 'B')} ({fit.memory_budget / GIB:.4g} GiB)"
     out.print(format_heading(name, f"in {budget} for {MODE_LABELS[options.mode]}"))

@@ -17,9 +17,9 @@ MAX_LINE_WIDTH = 1_000_000
 """Console width that disables wrapping."""
 MIN_WIDTH, MAX_WIDTH = 76, 100
 SAFE_CHARACTERS = {"\n", "\t", "\u200c", "\u200d"}
-"""Control and format characters that text needs: line ends, tabs, and joiners of scripts and emoji."""
+"""Control characters that are not escaped: line ends, tabs, and the joiners that some scripts and emoji need."""
 CONTROL_CATEGORIES = {"Cc", "Cf", "Cs", "Zl", "Zp"}
-"""Unicode categories of control characters: escapes, bidirectional overrides, tags, surrogates, separators."""
+"""Unicode categories that are escaped. They contain escape codes, bidirectional overrides, tags and surrogates."""
 
 
 def escape_control_characters(text: str) -> str:
@@ -35,7 +35,7 @@ def escape_control_characters(text: str) -> str:
 
 
 class TerminalWriter:
-    """Output stream: control characters are escaped on a terminal, and written unchanged to a file or pipe."""
+    """Output stream that escapes control characters on a terminal, and writes them unchanged to a file or pipe."""
 
     def __init__(self, out: TextIO) -> None:
         self.out = out
@@ -50,7 +50,7 @@ class TerminalWriter:
             self.is_line_open = not text.endswith("\n")
 
     def write_dim(self, text: str) -> None:
-        """Write in dim color, for text that is not model output."""
+        """Write text in dim color. It is used for text that is not model output."""
         self.write(text, "\x1b[2m{}\x1b[22m" if self.has_color else "{}")
 
     def end_line(self) -> None:
@@ -59,7 +59,7 @@ class TerminalWriter:
 
 
 def print_without_wrapping(table: Table) -> None:
-    """Print each row on one line; rich would otherwise truncate the first columns to the terminal's width."""
+    """Print each row on one line. By default, rich would truncate columns to fit the terminal's width."""
     console = build_console()
     console.width = MAX_LINE_WIDTH
     console.print(indent(table), soft_wrap=True)
@@ -67,7 +67,7 @@ def print_without_wrapping(table: Table) -> None:
 
 @contextmanager
 def progress_bar(description: str, *, quiet: bool) -> Iterator[Callable[[int, int], None]]:
-    """Progress bar on a terminal, shown after two seconds; yields update(completed, total)."""
+    """Context manager: show a progress bar on a terminal after two seconds. Yields a function (completed, total)."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = Console(stderr=True)
@@ -84,13 +84,13 @@ def progress_bar(description: str, *, quiet: bool) -> Iterator[Callable[[int, in
 
 
 def spinner(text: str, *, quiet: bool = False) -> AbstractContextManager[object]:
-    """Spinner on a terminal."""
+    """Context manager: show a spinner on a terminal, unless `quiet`."""
     console = Console(stderr=True)
     return console.status(text) if console.is_terminal and not quiet else nullcontext()
 
 
 def format_number(value: float) -> str:
-    """Format a number with three significant digits, or as an integer from 100."""
+    """Format a number with three significant digits below 100, and as an integer from 100 to one million."""
     if value >= 1e6:
         return format_si(value, digits=3)
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}" if value >= 0.01 else "<0.01"
@@ -98,13 +98,13 @@ def format_number(value: float) -> str:
 
 def build_console() -> Console:
     console = Console(highlight=False)
-    # At least MIN_WIDTH: rather wrapped by the terminal than truncated.
+    # Below MIN_WIDTH, lines are wrapped by the terminal, which is better than truncated tables.
     console.width = max(MIN_WIDTH, min(console.width, MAX_WIDTH))
     return console
 
 
 def borderless_table(alignments: str, headers: Sequence[str] = (), *, gap: int = 2) -> Table:
-    """Build a table without borders; `alignments` has l (left) or r (right) per column."""
+    """Build a table without borders. `alignments` has one letter per column: l (left) or r (right)."""
     table = Table(box=None, pad_edge=False, show_header=bool(headers), header_style="dim", padding=(0, gap, 0, 0))
     for side, name in zip(alignments, headers or alignments, strict=True):
         table.add_column(Text(name), justify="right" if side == "r" else "left", no_wrap=True)
@@ -120,7 +120,7 @@ def indent(body: RenderableType) -> RenderableType:
 
 
 def wrap_items(items: Iterable[Text], width: int, gap: str = "   ") -> Text:
-    """Join items, with line breaks only between items."""
+    """Join items to lines of at most `width` columns. Lines are broken only between items."""
     lines = [Text()]
     for item in items:
         if lines[-1] and lines[-1].cell_len + len(gap) + item.cell_len > width:

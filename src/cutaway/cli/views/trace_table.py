@@ -1,4 +1,4 @@
-"""Terminal table of `cutaway trace` and `cutaway demo`: a token's journey, one line per site."""
+"""Terminal table of `cutaway trace` and `cutaway demo`, with one line per site that a token passes."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 TableRow = tuple[str, ...]
 HEADERS = ("site", "equation", "shape", "norm", "adds", "cosine", "")
 NUMERIC_COLUMNS = {3, 4, 5}
-"""Right-aligned columns."""
+"""Indices of the right-aligned columns."""
 BAR_WIDTH, WIDE_TERMINAL = 10, 96
-"""Width of the longest bar, and the minimum terminal width for bars."""
+"""Width of the longest bar, and minimum terminal width at which bars are shown."""
 MAX_TEXT_LENGTH, MAX_NUMBERED_TOKENS = 160, 24
-"""Maximum characters of a text, and maximum number of tokens that are listed with their index."""
+"""Maximum number of characters of a text, and maximum number of tokens that are listed with their index."""
 
 
 def journey_to_dict(journey: "Journey", tokenized: "TokenizedInput") -> dict[str, object]:
-    """Convert a journey to JSON data."""
+    """Convert a journey to JSON values."""
 
     def to_dicts(token_ids: Iterable[int]) -> list[dict[str, object]]:
         return [{"token": token, "text": tokenized.token_str(token)} for token in token_ids]
@@ -63,7 +63,7 @@ def render_journey(journey: "Journey", tokenized: "TokenizedInput", name: str, *
 
 
 def _legend_lines(journey: "Journey", width: int) -> list[Text]:
-    """Explain the axes and the columns that are not empty."""
+    """Explain the axis letters, and the columns that are not empty."""
     letters = {axis for stage in journey.stages for axis in stage.axes.split()}
     items = [f"{axis} {description}" for axis, description in AXIS_NAMES.items() if axis in letters]
     items += ["norm: L2 norm of the token's vector"]
@@ -108,7 +108,7 @@ def _input_line(stack: str, text: str | None, tokens: list[int], position: int, 
 
 
 def _numbered_token_lines(tokens: Sequence[int], position: int, tokenized: "TokenizedInput", width: int) -> list[Text]:
-    """List the tokens of a short text with the indices of --position."""
+    """List the tokens of a short text with their indices, which --position takes."""
     if not 1 < len(tokens) <= MAX_NUMBERED_TOKENS:
         return []
     items = [
@@ -127,7 +127,7 @@ def _truncate_middle(text: str) -> str:
 
 
 def _table_lines(journey: "Journey", tokenized: "TokenizedInput", hint: str, *, wide: bool) -> list[Text]:
-    """Format one line per site under the name of its block, and the logit lens under residual-stream sites."""
+    """Format one line per site, grouped by block, with logit lens predictions below residual-stream sites."""
     max_norm = max((stage.norm for stage in journey.stages if _is_residual_or_output(stage)), default=0.0)
     rows = [(stage, _stage_cells(stage, max_norm, wide=wide)) for stage in journey.stages]
     cell_widths = [max((len(row[column]) for _, row in rows), default=0) for column in range(len(HEADERS))]
@@ -155,13 +155,13 @@ def _stage_style(stage: "Stage") -> str:
 
 
 def _block_name(site: str) -> str:
-    """Return blocks.3 for blocks.3.attn.out; empty for sites outside blocks."""
+    """Return the block of a site (blocks.3 for blocks.3.attn.out), or an empty string for sites outside blocks."""
     parts = site.split(".")
     return ".".join(parts[: parts.index("blocks") + 2]) if "blocks" in parts else ""
 
 
 def _skipped_blocks_line(previous_block: str | None, block: str, hint: str) -> list[Text]:
-    """Format the number of blocks skipped between two blocks of a stack."""
+    """Format how many blocks of a stack are not shown between two blocks, if any."""
     stack, _, layer = block.rpartition(".")
     previous_stack, _, previous_layer = (previous_block or "").rpartition(".")
     num_skipped = int(layer) - int(previous_layer) - 1 if stack == previous_stack else 0

@@ -1,4 +1,4 @@
-"""Progress of `cutaway train` as a progress bar, log lines or JSON; and the status of a run."""
+"""Progress of `cutaway train`, as a progress bar, log lines or JSON, and the status of a run."""
 
 import time
 from collections.abc import Iterator
@@ -81,7 +81,7 @@ class TrainingProgress:
             self.on_message(f"{row['step']}/{self.max_steps}  {text}")
 
     def _format_step(self, row: Row, timing: Row, now: float) -> str:
-        """Format a step in one line; unknown metrics are left out."""
+        """Format a step in one line. Metrics that were not measured are left out."""
         parts = [f"loss {row['loss']:.3f}", f"{self.smoothed_metrics['tokens_per_second']:,.0f} tokens/s"]
         if "mfu" in timing:
             parts.append(f"{self.smoothed_metrics['mfu']:.0%} MFU")
@@ -119,7 +119,7 @@ class TrainingProgress:
             self._print_line(text)
 
     def _print_line(self, text: str, style: str | None = None) -> None:
-        """Print a line; wrapped only on a terminal."""
+        """Print a line. Long lines are wrapped only on a terminal."""
         wrap = not self.console.is_terminal
         self.console.print(text, style=style, markup=False, highlight=False, soft_wrap=wrap)
 
@@ -128,7 +128,7 @@ class TrainingProgress:
 
 
 def _format_layer_stats(layer_stats: Row) -> str:
-    """Format the maxima and ranges over layers in one line."""
+    """Format the layer statistics in one line, as maxima and ranges over the layers."""
     items = [f"{name} ≤ {_format_max(layer_stats[key])}" for name, key in LAYER_METRICS.items() if layer_stats.get(key)]
     norms = list(layer_stats["resid_norm"].values())
     items.append(f"residual norm {norms[0]:.2g} → {norms[-1]:.2g}")
@@ -161,7 +161,7 @@ RUN_FILES = {
 
 
 def load_run_status(directory: Path) -> Row:
-    """Load the status of a run as JSON data."""
+    """Load the status of a run as JSON values."""
     run = RunDirectory.open(directory)
     logs = [directory / name for name in ("metrics.jsonl", "timings.jsonl")]
     rows, timings = (list(read_metrics_log(path)) if path.exists() else [] for path in logs)
