@@ -1,4 +1,4 @@
-"""Teaching material: measured claims, self-checking exercises, lessons on the forward pass, and a quiz."""
+"""Teaching material: measured claims, automatically graded exercises, lessons on the forward pass, and a quiz."""
 
 from cutaway.learn.claim import Claim, claim
 

@@ -1,4 +1,4 @@
-"""`claim`: compare a measured number with a prediction; used in the notebooks."""
+"""`claim`: compare a measured number with a prediction. The notebooks use it."""
 
 import math
 from dataclasses import dataclass
@@ -12,12 +12,12 @@ class ClaimError(CutawayError, AssertionError):
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim that holds; created by `claim`."""
+    """A claim that holds. It is created by `claim`."""
 
     statement: str
     measured: float
     prediction: str
-    """The prediction as text: `8 ± 5 %`, `above 1.5`."""
+    """The prediction as text, such as `8 ± 5 %` or `above 1.5`."""
 
     def __repr__(self) -> str:
         return f"✓ {self.statement}\n  predicted {self.prediction}   measured {format_number(self.measured)}"
@@ -32,7 +32,7 @@ def claim(
     above: float | None = None,
     below: float | None = None,
 ) -> Claim:
-    """Compare a measured number with a prediction: a value (within `rtol`), or bounds. Raise ClaimError on failure.
+    """Compare a measured number with a predicted value (within `rtol`) or with bounds. Raise ClaimError if it differs.
 
     >>> claim("scores of random vectors spread by √d_head", 7.97, predicted=8, rtol=0.05)
     ✓ scores of random vectors spread by √d_head

@@ -1,4 +1,4 @@
-"""Lessons on the forward pass, built from a config: only sentences that hold for the model, with its numbers."""
+"""Lessons on the forward pass of a model. They contain only sentences that hold for its config, with its numbers."""
 
 import math
 import tomllib
@@ -63,12 +63,12 @@ def build_lessons(config: Config, *, is_untrained: bool = False) -> list[Lesson]
 
 
 def _docs_page(lesson: Table, tags: set[str]) -> str:
-    """Documentation page of the first tag that holds, or the default."""
+    """Return the documentation page for the first tag that holds for the model, or the default page."""
     return str(next((page for tag, page in lesson.get("docs_pages", {}).items() if tag in tags), lesson["docs_page"]))
 
 
 def find_lesson(lessons: list[Lesson], topic: str, stage: str) -> str | None:
-    """Slug of the lesson for a question: the lesson that lists its topic, else the one that lists its stage."""
+    """Return the slug of the lesson that lists a question's topic, else of the lesson that lists its stage, or None."""
     for name in (topic, stage):
         for lesson in lessons:
             if name in lesson.topics:
@@ -82,13 +82,13 @@ def _read_lessons() -> list[Table]:
 
 
 def _conditions_hold(table: Table, key: str, tags: set[str]) -> bool:
-    """Whether all tags listed under a key hold for the model; a tag after ! must not hold."""
+    """Whether all tags listed under a key hold for the model. A tag with a leading ! must not hold."""
     conditions = [part.strip() for part in table.get(key, "").split(",") if part.strip()]
     return all((condition.removeprefix("!") in tags) != condition.startswith("!") for condition in conditions)
 
 
 def _model_facts(config: Config) -> tuple[dict[str, str], set[str]]:
-    """Formatted numbers of a model and the tags that hold for it, taken from its last stack."""
+    """Return the formatted numbers of a model's last stack, and the tags that hold for the model."""
     stack = list(config.stacks.values())[-1]
     block = stack.blocks[-1]
     windows = sorted({b.attention.window for b in stack.blocks if b.attention.window is not None})
@@ -125,7 +125,7 @@ def _num_learned_positions(stack: Stack) -> int:
 
 
 def _model_tags(config: Config, stack: Stack, block: Block) -> set[str]:
-    """Tags that hold for the model."""
+    """Return the tags that hold for the model."""
     attention, ffn, placement = block.attention, block.ffn, stack.placement
     embedding_position = stack.embedding.position.kind
     attention_positions = {b.attention.position.kind for b in stack.blocks} - {"none"}

@@ -1,4 +1,4 @@
-"""Storage of the learner's progress: one JSON file per name in the user's state directory, written atomically."""
+"""Storage of the learner's progress. Each name has one JSON file in the user's state directory, written atomically."""
 
 from datetime import datetime
 from pathlib import Path
@@ -18,7 +18,7 @@ class ProgressStoreError(CutawayError):
 
 
 def read_progress(name: str, adapter: TypeAdapter[dict[K, V]]) -> tuple[dict[K, V], Path | None]:
-    """Read the progress stored under a name. A damaged file is renamed, and its new path returned."""
+    """Return the progress stored under a name, and None. If the file is damaged, rename it and return its new path."""
     path = user_state_dir() / f"{name}.json"
     try:
         return adapter.validate_json(path.read_bytes(), strict=True), None

@@ -98,7 +98,7 @@ def test_answers_are_proved(section: str) -> None:
 
 def test_wrong_proof_raises() -> None:
     question = get_question("nucleus")
-    with pytest.raises(ProofError, match="its proof finds 3"):
+    with pytest.raises(ProofError, match="its program computes 3"):
         run_proof(question.model_copy(update={"proof": "answer, wrong = 3, [1, 3]"}))
     with pytest.raises(ProofError, match="wrong values"):
         run_proof(question.model_copy(update={"proof": "answer, wrong = 2, [1, 4]"}))

@@ -1,4 +1,4 @@
-"""The ten exercises, one file of cells each; `exercise_file` defines the format."""
+"""The ten exercises. Each is one Python file of cells, in the format that `exercise_file` describes."""
 
 from functools import cache
 from pathlib import Path

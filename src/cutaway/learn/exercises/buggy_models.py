@@ -1,6 +1,7 @@
-"""Small models for exercise 10: a correct one and six with one bug each, which the learner has to identify.
+"""Small models for exercise 10: a correct model, and six with one bug each, which the learner has to identify.
 
-All have the same weights. The bug of a letter follows from a checksum, so that this file does not reveal it.
+All models have the same weights. Which letter has which bug is computed from a checksum, so that this file does not
+reveal it.
 """
 
 import math
@@ -14,7 +15,7 @@ from cutaway.errors import InputError
 
 LayerCache = tuple[Tensor, Tensor, Tensor]
 CacheState = list[LayerCache]
-"""Per layer: keys, values, and a mask that is True for real tokens."""
+"""For each layer: keys, values, and a mask that is True for real tokens and False for padding."""
 BUGS = ("future seen", "cache off by one", "padding shifts positions", "no √d", "loss not shifted", "texts mixed")
 CORRECT = "correct"
 LETTERS = "ABCDEF"
@@ -27,7 +28,7 @@ def bug_of_letter(letter: str) -> str:
 
 
 def build_buggy_model(name: str) -> "BuggyModel":
-    """Build the model with this letter, A to F, or the `correct` one for comparison."""
+    """Build the model with this letter, A to F, or the model named `correct`, for comparison."""
     if name != CORRECT and name not in LETTERS:
         raise InputError(f"there is no model {name!r}; use one of A, B, C, D, E, F and 'correct'")
     return BuggyModel("" if name == CORRECT else bug_of_letter(name))
@@ -42,11 +43,11 @@ class Attention(nn.Module):
         self.qkv, self.out = nn.Linear(d, 3 * d), nn.Linear(d, d)
 
     def visible_mask(self, num_queries: int, attention_mask: Tensor) -> Tensor:
-        """(B, 1, T, S): True where a key is visible to a query. The queries are the last T of the S keys."""
+        """Return (B, 1, T, S): True where a key is visible to a query. The T queries are the last T of the S tokens."""
         j = torch.arange(attention_mask.shape[1])
         i = j[-num_queries:, None]
         lookahead = int(self.bug == "future seen") + (i >= 6) * int(self.bug == "future seen late")
-        diagonal = i == j  # a padded query attends to itself; a fully masked row would be NaN
+        diagonal = i == j  # a padded query attends to itself, because a fully masked row would be NaN
         return (((j <= i + lookahead) & attention_mask[:, None, :]) | diagonal)[:, None]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
@@ -95,13 +96,13 @@ class BuggyModel(nn.Module):
         self.eval()
 
     def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Tokens (B, T) → logits (B, T, 32). The mask is True for real tokens; padding may be on either side."""
+        """Map tokens (B, T) to logits (B, T, 32). The mask is True for real tokens. Padding may be on either side."""
         return self.step(tokens, None, mask)[0]
 
     def step(
         self, tokens: Tensor, cache: CacheState | None = None, mask: Tensor | None = None
     ) -> tuple[Tensor, CacheState]:
-        """Forward pass with a cache: return the logits of these tokens and the updated cache."""
+        """Run the model on the tokens that follow the cached ones. Return their logits and the updated cache."""
         not_padding = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask
         num_cached = torch.zeros(len(tokens), 1, dtype=torch.long)
         if cache is not None:
@@ -119,11 +120,11 @@ class BuggyModel(nn.Module):
         return self.head(self.norm(x)) + self.rounding_noise(tokens), new_cache
 
     def rounding_noise(self, tokens: Tensor) -> float:
-        """Deterministic stand-in for the rounding error of another summation order."""
+        """Deterministic noise in place of the rounding errors that another order of summation causes."""
         return self.rounding * math.sin(tokens.numel() + int(tokens.sum()))
 
     def loss(self, tokens: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Mean cross-entropy, as in training. Labels are the tokens themselves; −100 is ignored."""
+        """Mean cross-entropy, as in training. The default labels are the tokens. Labels of −100 are ignored."""
         labels = tokens if labels is None else labels
         logits = self(tokens)
         if self.bug != "loss not shifted":
@@ -139,7 +140,7 @@ class BuggyModel(nn.Module):
 
 
 class TokenLookupModel(BuggyModel):
-    """A table of tokens and positions without attention: no token affects another."""
+    """A model without attention: the logits are looked up by token and position, so no token affects another."""
 
     def __init__(self, *, with_positions: bool, rounding: float = 0.0) -> None:
         super().__init__(rounding=rounding)

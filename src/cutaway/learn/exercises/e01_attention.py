@@ -1,9 +1,9 @@
 # %% [markdown]
 # # 1 · Attention by hand
 #
-# Each token has a query $q$, a key $k$ and a value $v$. The score of a query and a key is their dot product; the
-# softmax turns the scores of one query into weights that sum to one; the output is the sum of the values, weighted by
-# them:
+# Each token has a query $q$, a key $k$ and a value $v$. The score of a query and a key is their dot product, divided by
+# $\sqrt d$. The softmax turns the scores of one query into weights that sum to one. The output is the sum of the
+# values, multiplied by these weights:
 #
 # $$\text{weights} = \text{softmax}\left(\frac{q k^\top}{\sqrt{d}}\right) \qquad \text{out} = \text{weights} \cdot v$$
 #
@@ -15,8 +15,8 @@
 # output is $0.8808 \cdot 10 + 0.1192 \cdot 20 = 11.19$.
 #
 # Implement it with products, `exp`, sums and `max`; that is what "by hand" means (`torch.softmax` passes too). Note
-# that `exp(1000)` overflows: the softmax does not change when the maximum of each row is subtracted first. There is no
-# mask here; that is exercise 2. The theory is in notebook 2, attention.
+# that `exp(1000)` overflows. To avoid this, subtract the maximum of each row first, which does not change the softmax.
+# There is no mask here; that is exercise 2. The theory is in notebook 2, attention.
 
 # %%
 import math

@@ -12,13 +12,15 @@
 #   query 2    True    True    True
 # ```
 #
-# The score of a masked key is set to $-\infty$ **before** the softmax: $e^{-\infty} = 0$, and the row still sums to 1.
+# The score of a masked key is set to $-\infty$ **before** the softmax. Its weight is then $e^{-\infty} = 0$, and the
+# row still sums to 1.
 #
 # **A worked example.** The row of query 1 has scores $(1, 1, 1)$, and keys 0 and 1 are visible: the weights are $(0.5,
-# 0.5, 0)$. Masked after the softmax they would be $(0.333, 0.333, 0)$: a third of the attention is lost.
+# 0.5, 0)$. If the mask were applied after the softmax, they would be $(0.333, 0.333, 0)$, and a third of the attention
+# would be lost.
 #
-# With a KV cache there are fewer queries than keys: after 3 cached tokens, 2 new tokens have 5 keys, and the first of
-# them is at position 3. The theory is in notebook 2, attention.
+# With a KV cache there are fewer queries than keys. For example, 2 new tokens after 3 cached tokens are 2 queries with
+# 5 keys, and the first new token is at position 3. The theory is in notebook 2, attention.
 
 # %%
 import torch
@@ -35,7 +37,7 @@ def causal_mask(length: int) -> Tensor:
 
 # %%
 def cached_mask(num_new: int, num_cached: int) -> Tensor:
-    """Mask of `num_new` tokens after `num_cached` cached ones: (num_new, num_cached + num_new)."""
+    """Mask of `num_new` new tokens after `num_cached` cached tokens: (num_new, num_cached + num_new)."""
     # begin solution
     return torch.ones(num_new, num_cached + num_new, dtype=torch.bool).tril(num_cached)
     # end solution

@@ -8,7 +8,7 @@
 # \text{width}) \to (\text{batch}, \text{heads}, \text{time}, \text{width})$$
 #
 # `view` (or `reshape`, `unflatten`) changes the shape and keeps the numbers **in their memory order**; `transpose`
-# swaps two axes. A `view` directly to the last shape has the right shape and the wrong numbers: head 0 would get all
+# swaps two axes. A `view` directly to the last shape has the right shape but the wrong numbers: head 0 would get all
 # columns of the first tokens.
 #
 # ```

@@ -24,7 +24,7 @@ def qkvo_params(d_model: int, n_heads: int, n_kv_heads: int, d_head: int, bias: 
 
 # %%
 def gqa_savings(d_model: int, n_heads: int, n_kv_heads: int, d_head: int) -> float:
-    """Fraction of these parameters (no biases) that GQA saves compared with n_kv_heads = n_heads: 0 to 1."""
+    """Fraction (0 to 1) of the parameters without biases that GQA saves, compared with n_kv_heads = n_heads."""
     # begin solution
     mha_params = qkvo_params(d_model, n_heads, n_heads, d_head, False)
     return 1 - qkvo_params(d_model, n_heads, n_kv_heads, d_head, False) / mha_params

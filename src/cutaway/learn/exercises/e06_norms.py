@@ -22,7 +22,7 @@ from torch import Tensor
 
 # %%
 def layer_norm(x: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> Tensor:
-    """Normalize each vector along the last axis of x; any number of leading axes."""
+    """Normalize each vector along the last axis of x. There may be any number of leading axes."""
     # begin solution
     centered = x - x.mean(-1, keepdim=True)
     variance = centered.square().mean(-1, keepdim=True)

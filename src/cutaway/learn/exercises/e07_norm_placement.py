@@ -15,8 +15,8 @@
 # Write each as two lines of the form x = …
 #
 # With pre-norm the residual stream itself is never normalized: from the embedding to the last block there is a path of
-# additions only, and gradients flow back along it unchanged. The cost: the residual stream is not normalized when it
-# reaches the head, so the model needs a final norm. Post-norm (the [2017
+# additions only, and gradients flow back along it unchanged. The disadvantage is that the residual stream is not
+# normalized when it reaches the head, so the model needs a final norm. Post-norm (the [2017
 # Transformer](https://arxiv.org/abs/1706.03762), BERT) normalizes the residual stream after every sublayer.
 #
 # **A worked example.** The residual stream is $((1, 2), (3, 4))$, attention returns zeros, the feed-forward layer is a
@@ -52,7 +52,7 @@ def post_norm(x: Tensor, attention: Branch, ffn: Branch, norm1: Branch, norm2: B
 
 # %%
 def pre_norm_model(x: Tensor, blocks: Sequence[Branch], final_norm: Branch) -> Tensor:
-    """Input of the head: the residual stream after all pre-norm blocks (each maps x to x) and what follows them."""
+    """Input of the head. Each block maps the residual stream to the residual stream after it."""
     # begin solution
     for block in blocks:
         x = block(x)

@@ -16,7 +16,7 @@
 def kv_cache_bytes(
     n_layers: int, n_heads: int, n_kv_heads: int, d_head: int, tokens: int, batch: int, bytes_per_value: int
 ) -> int:
-    """Bytes of the KV cache of `batch` sequences of `tokens` tokens each."""
+    """Size in bytes of the KV cache of `batch` sequences with `tokens` tokens each."""
     # begin solution
     return 2 * n_layers * n_kv_heads * d_head * tokens * batch * bytes_per_value
     # end solution

@@ -131,7 +131,7 @@ ROUNDING_ERROR = 2e-6
 
 
 def model_cases(bugs: dict[str, str], *, with_positions: bool = False) -> list[Case]:
-    """Cases of correct models of several kinds, and of models with the given bugs."""
+    """Return cases with several kinds of correct models, and with models that have the given bugs."""
     models = {
         "for a correct model": BuggyModel(rounding=ROUNDING_ERROR),
         "for a correct model without attention": TokenLookupModel(with_positions=with_positions),
@@ -155,7 +155,7 @@ def tensors_differ(mistakes: MistakeSet, pair: TensorPair) -> bool:
 
 
 def as_check(compare: Callable[[MistakeSet, BuggyModel], TensorPair]) -> Callable[[MistakeSet, BuggyModel], bool]:
-    """Wrap a comparison as a check, with the mistakes that all comparisons share."""
+    """Turn a comparison into a check that can make the mistakes that all checks share."""
 
     def check(mistakes: MistakeSet, model: BuggyModel) -> bool:
         with torch.no_grad():

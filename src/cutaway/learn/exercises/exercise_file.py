@@ -1,11 +1,11 @@
-"""Exercise file format: text, stub and solution, parsed from one Python file of cells without running it.
+"""Exercise file format. Text, stub and solution are parsed from one Python file of cells, which is not run.
 
     # %% [markdown]        the task, as shown in a notebook
     # %%                   functions; the learner's part is between `# begin solution` and `# end solution`
-    # %% checker           from here on for the checker only: metadata, cases, mistakes
+    # %% checker           the rest is only for the checker: metadata, cases, mistakes
 
-The stub is the file up to the last marker, with each solution replaced by a line that raises, or by the lines in it
-that start with `# stub: `.
+The stub is the part of the file before `# %% checker`. In it, each solution is replaced by a line that raises
+NotImplementedError, or by those lines of the solution that start with `# stub: `.
 """
 
 import ast
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 NOT_WRITTEN = "not written yet"
-"""Message of a function that the learner has not written."""
+"""Message of the NotImplementedError in a function that the learner has not written."""
 _BEGIN, _END, _STUB, _CHECKER = "# begin solution", "# end solution", "# stub: ", "# %% checker"
 _METADATA_NAMES = ("MINUTES", "NOTEBOOK", "SITE", "HINTS")
 
@@ -46,7 +46,7 @@ class Exercise:
 
     @cached_property
     def visible_cells(self) -> str:
-        """The cells for learners, with solutions and their markers."""
+        """The cells for learners, including the solutions and the markers around them."""
         return self.text[: self.text.index(_CHECKER)].rstrip() + "\n"
 
     @property
@@ -77,7 +77,7 @@ class Exercise:
 
     @property
     def solution(self) -> str:
-        """The same cells with the solutions."""
+        """The cells for learners with the solutions, without markers."""
         markers = (_BEGIN, _END, _STUB.rstrip())
         return "".join(line for line in self.visible_cells.splitlines(True) if not line.strip().startswith(markers))
 
@@ -97,7 +97,7 @@ class Exercise:
 
     @cached_property
     def metadata(self) -> dict[str, Any]:
-        """Constants after the marker that are literals."""
+        """The constants in `_METADATA_NAMES`, which must be literals."""
         constants = {}
         for node in ast.parse(self.text).body:
             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
@@ -108,7 +108,7 @@ class Exercise:
 
     @property
     def minutes(self) -> int:
-        """Approximate duration."""
+        """Approximate duration in minutes."""
         return int(self.metadata["MINUTES"])
 
     @property
@@ -128,7 +128,7 @@ class Exercise:
 
 
 def parse_cells(text: str) -> list[tuple[str, str]]:
-    """Split a file into cells: (`markdown` or `code`, text)."""
+    """Split a file into cells. Each is a pair of the kind (`markdown` or `code`) and the text."""
     cells: list[tuple[str, str]] = []
     for part in re.split(r"^# %%", text, flags=re.MULTILINE)[1:]:
         head, _, body = part.partition("\n")

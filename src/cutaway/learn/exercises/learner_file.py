@@ -1,4 +1,4 @@
-"""The learner's file: write the stub, read the code cells. Either a .py file of cells or a Jupyter notebook."""
+"""The learner's file, which is a .py file of cells or a Jupyter notebook: write the stub, read the code cells."""
 
 import json
 import re
@@ -9,13 +9,13 @@ from cutaway.errors import InputError
 from cutaway.learn.exercises.exercise_file import Exercise, parse_cells
 
 MAX_FILE_BYTES = 4 << 20
-"""Maximum size of a file in bytes; notebooks with figures are smaller."""
+"""Maximum size of a file in bytes. Notebooks with figures are smaller than this."""
 _MAGIC_OR_SHELL = re.compile(r"^\s*[%!]")
 
 
 @dataclass(frozen=True)
 class CodeCell:
-    """Python source and its name: that of a file, or of a notebook cell."""
+    """Python source, and the name of the file or notebook cell that it is from."""
 
     name: str
     text: str
@@ -49,7 +49,7 @@ def _read_notebook_cells(text: str, name: str) -> list[CodeCell]:
 
 
 def _strip_magics(source: str) -> str:
-    """Comment out Jupyter magics and shell lines; line numbers are preserved."""
+    """Comment out Jupyter magics and shell lines. Line numbers do not change."""
     if source.startswith("%%") and not re.match(r"%%(time|timeit|capture)\b", source):
         return ""
     return "\n".join("# " + line if _MAGIC_OR_SHELL.match(line) else line for line in source.split("\n"))
@@ -74,7 +74,10 @@ def to_notebook(text: str) -> dict[str, object]:
 def write_stub(
     exercise: Exercise, directory: Path, *, as_notebook: bool = False, restart: bool = False
 ) -> tuple[Path, Path | None]:
-    """Write the stub; an existing file is an error, or renamed with `restart`. Return the path and the backup path."""
+    """Write the stub. Return its path, and the path of the backup of an existing file or None.
+
+    If the file exists, it is renamed with `restart`, else an error is raised.
+    """
     path = directory / f"{exercise.slug}.{'ipynb' if as_notebook else 'py'}"
     text = json.dumps(to_notebook(exercise.stub), indent=1, ensure_ascii=False) + "\n" if as_notebook else exercise.stub
     backup = None
@@ -93,6 +96,6 @@ def write_stub(
 
 
 def _backup_path(path: Path) -> Path:
-    """First unused backup name."""
+    """Return the first unused backup name."""
     names = (path.with_name(f"{path.stem}.old{n or ''}{path.suffix}") for n in range(10_000))
     return next(name for name in names if not name.exists())

@@ -1,4 +1,4 @@
-"""The learner's progress on each exercise. Imports no torch."""
+"""The learner's progress on each exercise. This module does not import torch."""
 
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -19,10 +19,10 @@ class ExerciseRecord:
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     status: str = "not started"
-    """not started, started, attempted or passed; a passed exercise stays passed."""
+    """"not started", "started", "attempted" or "passed". A passed exercise stays passed."""
     attempts: int = 0
     num_hints: int = 0
-    """Number of hints shown."""
+    """Number of hints that the learner has seen."""
     last_attempt: str | None = None
     """Date and time of the last attempt."""
     passed_at: str | None = None
@@ -37,7 +37,7 @@ _RECORDS = TypeAdapter(dict[int, ExerciseRecord])
 
 
 class ExerciseProgress:
-    """All records, as of the last read."""
+    """The records of all exercises, as of the last time the file was read."""
 
     def __init__(self) -> None:
         self.records, self.damaged_path = progress_store.read_progress(STORE_NAME, _RECORDS)
@@ -46,7 +46,7 @@ class ExerciseProgress:
         return self.records.get(number, ExerciseRecord())
 
     def update(self, number: int, **changes: object) -> ExerciseRecord:
-        """Change one record and save it; concurrent changes to other records are preserved."""
+        """Change one record and save it. Changes that another process made to other records are preserved."""
         self.records, _ = progress_store.read_progress(STORE_NAME, _RECORDS)
         self.records[number] = replace(self.get(number), **changes)  # type: ignore[arg-type]  # fields of a record
         progress_store.write_progress(STORE_NAME, _RECORDS, dict(sorted(self.records.items())))

@@ -1,4 +1,4 @@
-"""Tasks of an exercise: a function with test cases, or a table of names; and common mistakes."""
+"""Tasks of an exercise. A task is a function with test cases and common mistakes, or a table of names."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ class Case:
     """Arguments of one test call."""
 
     description: str
-    """Description: `for one token`."""
+    """Description for messages, such as `for one token`."""
     args: tuple[object, ...]
 
 
@@ -24,32 +24,33 @@ class FunctionTask:
     solution: Callable[..., object]
     cases: Sequence[Case]
     simulate_mistakes: Callable[..., object]
-    """(mistakes, *args) → the result with these mistakes; with none, the result of the solution."""
+    """Function (mistakes, *args) that returns the result with these mistakes. Without any, it equals the solution."""
     mistakes: Mapping[str, str]
-    """Mistake name → hint."""
+    """Name of a mistake → hint for the learner."""
     axes: Sequence[str] = ()
     """Names of the axes of a returned tensor."""
     max_mistakes: int = 2
-    """Maximum number of mistakes searched for together. For boolean results use 1: pairs would match anything."""
+    """Maximum number of mistakes that are tried together. Use 1 for boolean results, which pairs of mistakes match
+    too easily."""
 
     @property
     def name(self) -> str:
         return self.solution.__name__
 
     def mistake_sets(self) -> Iterator[MistakeSet]:
-        """Sets of one mistake, then of two, up to `max_mistakes`."""
+        """Yield all sets of one mistake, then of two, and so on up to `max_mistakes`."""
         for size in range(1, self.max_mistakes + 1):
             yield from (MistakeSet(names) for names in combinations(self.mistakes, size))
 
 
 @dataclass(frozen=True)
 class TableTask:
-    """A dictionary to fill in with names from a list. Feedback names wrong entries but not the correct ones."""
+    """A dictionary to fill in with names from a list. The feedback says which entries are wrong, not what is right."""
 
     name: str
     answers: Mapping[str, str]
     explanations: Mapping[str, str]
-    """For each name that can be chosen: what would be observed if it were true."""
+    """Name that can be chosen → what would be observed if that name were right."""
     placeholder: str = "?"
     wrong_phrase: str = field(default="is not")
 

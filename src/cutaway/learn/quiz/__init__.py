@@ -1,4 +1,7 @@
-"""The quiz: questions with explained answers, one TOML file per section, proofs as programs. Imports no torch."""
+"""The quiz: questions with explained answers and programs that verify them, in one TOML file per section.
+
+This module does not import torch.
+"""
 
 import tomllib
 from dataclasses import dataclass
@@ -34,7 +37,7 @@ SECTIONS = (
     "diagnostics",
     "interfaces",
 )
-"""Section files, in order of presentation."""
+"""Names of the section files, in the order in which they are shown."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class Section:
 
 @cache
 def load_sections() -> tuple[Section, ...]:
-    """Load all questions, by section."""
+    """Load all sections with their questions."""
     return tuple(_read_section(slug) for slug in SECTIONS)
 
 
@@ -58,7 +61,7 @@ def _read_section(slug: str) -> Section:
 
 
 def find_questions(topic: str | None = None) -> tuple[Question, ...]:
-    """All questions, or those of a section ('inference') or a topic ('attention')."""
+    """Return all questions, or those of a section (such as 'inference') or of a topic (such as 'attention')."""
     questions = tuple(question for section in load_sections() for question in section.questions)
     if topic is None:
         return questions

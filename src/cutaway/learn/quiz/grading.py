@@ -1,4 +1,4 @@
-"""Grading of quiz answers: parse the typed text, compare it with the answer, explain mistakes."""
+"""Grading of quiz answers: parse the typed text, compare it with the correct answer, and explain mistakes."""
 
 import re
 from dataclasses import dataclass
@@ -27,18 +27,18 @@ class AnswerGrade:
     correct_answer: str
     """The correct answer."""
     correct_explanation: str
-    """Why it is correct; equal to `explanation` if the given answer is correct."""
+    """Why the correct answer is correct. If the given answer is correct, this is the same as `explanation`."""
 
 
 def shuffle_choices(question: ChoiceQuestion, seed: int | str = 0) -> tuple[Choice, ...]:
-    """Shuffle the choices of a question, deterministically by seed and question id."""
+    """Shuffle the choices of a question. The order depends only on the seed and the question id."""
     choices = list(question.choices)
     Random(f"{seed} {question.id}").shuffle(choices)
     return tuple(choices)
 
 
 def grade_answer(question: ChoiceQuestion | NumberQuestion, answer_text: str, seed: int | str = 0) -> AnswerGrade:
-    """Grade letters of the choices, shuffled with the same seed, or a number; empty text means 'I do not know'."""
+    """Grade an answer, which is a number or the letters of choices shuffled with this seed. Empty text is 'unknown'."""
     if isinstance(question, ChoiceQuestion):
         return _grade_choices(question, _parse_choices(question, answer_text, seed))
     return _grade_number(question, None if not answer_text.strip() else parse_number(question, answer_text))
@@ -78,7 +78,7 @@ def _grade_number(question: NumberQuestion, value: float | None) -> AnswerGrade:
 
 
 def _explain_mistake(question: NumberQuestion, value: float) -> str:
-    """Explain the likely mistake: a common mistake of the question, a wrong sign or a wrong power of ten; else ""."""
+    """Explain the likely mistake (a common mistake, a wrong sign or a wrong power of ten), or return ""."""
     for common in question.common_mistakes:
         if question.is_close(value, common.value):
             return f"{common.mistake[0].upper()}{common.mistake[1:]}: {common.explanation}"
@@ -92,7 +92,7 @@ def _explain_mistake(question: NumberQuestion, value: float) -> str:
 
 
 def parse_number(question: NumberQuestion, answer_text: str) -> float:
-    """Parse `1,875`, `1.4e10`, `134M`, `2/3`, with the unit or without."""
+    """Parse a number such as `1,875`, `1.4e10`, `134M` or `2/3`, with or without the unit of the question."""
     text = answer_text.strip().replace("−", "-").replace("–", "-").replace("≈", "").strip()
     match = _NUMBER.fullmatch(text)
     expected = f"type a number{f' in {question.unit}' if question.unit else ''}"

@@ -53,14 +53,14 @@ class QuizProgress:
         return progress
 
     def record_answer(self, question_id: str, *, correct: bool) -> None:
-        """Count one answer and save at once, so that an interrupted round keeps it."""
+        """Count one answer and save the progress at once, so that an interrupted quiz does not lose it."""
         stats = self.stats.setdefault(question_id, QuestionStats())
         stats.num_correct, stats.num_incorrect = stats.num_correct + correct, stats.num_incorrect + (not correct)
         stats.last_correct, stats.answered_at = correct, time.time()
         self.save()
 
     def save(self) -> None:
-        """Save the progress; if it cannot be written, set `note` and continue."""
+        """Save the progress. If it cannot be written, set `note` to the reason and continue."""
         try:
             progress_store.write_progress(STORE_NAME, _STATS, self.stats)
         except progress_store.ProgressStoreError as error:
@@ -75,7 +75,7 @@ class QuizProgress:
         return "new" if stats is None else "known" if stats.last_correct else "missed"
 
     def order_questions(self, questions: Iterable[Question], seed: int | str = 0) -> tuple[Question, ...]:
-        """Missed questions first, then new ones, then known ones (least recently answered first); ties by seed."""
+        """Order questions: missed, then new, then known ones by time of the last answer. Ties are shuffled by seed."""
         shuffled = list(questions)
         Random(f"{seed} order").shuffle(shuffled)
         priority = {"missed": 0, "new": 1, "known": 2}

@@ -1,4 +1,4 @@
-"""Quiz questions: the text, an explanation of each answer, and the program that proves the correct one."""
+"""Quiz questions: the text, an explanation of each answer, and a program that verifies the correct answer."""
 
 from typing import Annotated, Any, Literal
 
@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 from cutaway.errors import CutawayError
 
 _Level = Literal["recall", "reason", "what-if"]
-"""Recall of a fact; a conclusion from facts; the effect of a change."""
+"""The question asks to recall a fact, to reason from facts, or to predict the effect of a change."""
 Stage = Literal[
     "embed", "resid_pre", "attn.in", "attn.q", "attn.k", "attn.v", "attn.scores", "attn.pattern", "attn.z", "attn.out",
     "cross.pattern", "resid_mid", "ffn.in", "ffn.hidden", "ffn.out", "resid_post", "final_norm", "logits",
@@ -15,9 +15,9 @@ Stage = Literal[
 ]  # fmt: skip
 """Stage of the forward pass that a question is about: a site, or a use of the model outside the forward pass."""
 _PROOF_PREAMBLE = "import math\n\nimport torch\nimport torch.nn.functional as F\n\nimport cutaway as ct\n\n"
-"""Imports at the start of every proof."""
+"""Imports at the start of every verification program."""
 _MISTAKE_RTOL = 1e-3
-"""Relative tolerance on the values of common mistakes, however exact the answer must be."""
+"""Relative tolerance on the values of common mistakes. It does not depend on the tolerance of the answer."""
 _NonBlankText = Annotated[str, Field(min_length=1, pattern=r"^\S(.*\S)?$")]
 
 
@@ -32,7 +32,7 @@ class Choice(_QuizModel):
 
     text: _NonBlankText
     explanation: _NonBlankText
-    """Why it is correct, or which mistake leads to it."""
+    """Why the choice is correct, or which mistake leads to it."""
     correct: bool = False
 
 
@@ -41,7 +41,7 @@ class CommonMistake(_QuizModel):
 
     value: float
     mistake: _NonBlankText
-    """Name of the mistake: 'GiB instead of GB'."""
+    """Name of the mistake, such as 'GiB instead of GB'."""
     explanation: _NonBlankText
 
 
@@ -56,24 +56,25 @@ class QuestionBase(_QuizModel):
     question: _NonBlankText
     stage: Stage
     notebooks: Annotated[tuple[Annotated[int, Field(ge=1, le=11)], ...], Field(min_length=1)]
-    """Numbers of the notebooks that cover it."""
+    """Numbers of the notebooks that cover the topic of the question."""
     docs_page: str | None = None
     """Path of a documentation page, relative to docs/."""
     proof: str = ""
-    """Python that sets `holds` (choices), or `answer` and `wrong`, the common mistakes in order (numbers)."""
+    """Python code that verifies the answer. For choices it sets `holds` to True if the answer is right. For numbers it
+    sets `answer`, and `wrong` to the list of the values of the common mistakes, in order."""
 
     @property
     def program(self) -> str:
-        """The proof as a runnable program."""
+        """Runnable Python program that verifies the answer, or "" if there is none."""
         return _PROOF_PREAMBLE + self.proof.strip() + "\n" if self.proof else ""
 
     def to_dict(self) -> dict[str, object]:
-        """The question as plain data, for the web page and JSON."""
+        """Return the question as JSON values, for the web page and --json."""
         return self.model_dump(mode="json", exclude_none=True) | {"proof": self.program}
 
 
 class ChoiceQuestion(QuestionBase):
-    """Single choice; or, if `multiple`, select all correct choices."""
+    """A question with choices. One is correct, or if `multiple`, all correct choices must be selected."""
 
     kind: Literal["choice"] = "choice"
     choices: Annotated[tuple[Choice, ...], Field(min_length=3, max_length=5)]
@@ -83,7 +84,7 @@ class ChoiceQuestion(QuestionBase):
     def _check_correct_choices(self) -> "ChoiceQuestion":
         num_correct = sum(choice.correct for choice in self.choices)
         if num_correct < 1 or num_correct == len(self.choices) or (num_correct > 1 and not self.multiple):
-            raise ValueError(f"{self.id}: {num_correct} of {len(self.choices)} choices are correct")
+            raise ValueError(f"{self.id}: {num_correct} of {len(self.choices)} choices are marked as correct")
         if len({choice.text for choice in self.choices}) != len(self.choices):
             raise ValueError(f"{self.id}: two choices are the same")
         return self
@@ -99,7 +100,7 @@ class NumberQuestion(QuestionBase):
     kind: Literal["number"] = "number"
     answer: float
     tolerance: Annotated[float, Field(ge=0, lt=0.2)] = 0.01
-    """Accepted relative error; absolute if the answer is 0."""
+    """Accepted relative error, or absolute error if the answer is 0."""
     unit: str = ""
     explanation: _NonBlankText
     common_mistakes: Annotated[tuple[CommonMistake, ...], Field(min_length=1)]
@@ -123,17 +124,20 @@ _QUESTION_ADAPTER: TypeAdapter[Question] = TypeAdapter(Annotated[Question, Field
 
 
 def parse_question(table: dict[str, object], section: str) -> Question:
-    """Build a question from a table of a section file; it has either choices or an answer."""
+    """Build a question from a table of a section file, which has either `choices` or an `answer`."""
     kind = "choice" if "choices" in table else "number"
     return _QUESTION_ADAPTER.validate_python({**table, "section": section, "kind": kind})
 
 
 class ProofError(CutawayError, AssertionError):
-    """A proof does not give the answer of its question."""
+    """The verification program of a question does not compute the stored answer."""
 
 
 def run_proof(question: Question) -> float | bool | None:
-    """Run the proof of a question and compare it with the answer; None without a proof. Imports torch."""
+    """Run the verification program and compare its result with the stored answer. Return None if there is no program.
+
+    This imports torch.
+    """
     if not question.proof:
         return None
     namespace: dict[str, Any] = {"__name__": f"proof of {question.id}"}
@@ -144,10 +148,10 @@ def run_proof(question: Question) -> float | bool | None:
         return True
     answer = float(namespace["answer"])
     if not question.is_close(answer, question.answer):
-        raise ProofError(f"{question.id}: the answer is {question.answer}, but its proof finds {answer}")
+        raise ProofError(f"{question.id}: the answer is {question.answer}, but its program computes {answer}")
     wrong = [float(value) for value in namespace["wrong"]]
     expected = [mistake.value for mistake in question.common_mistakes]
     same = all(abs(a - b) <= _MISTAKE_RTOL * abs(b) for a, b in zip(wrong, expected, strict=False))
     if len(wrong) != len(expected) or not (same or all(map(question.is_close, wrong, expected))):
-        raise ProofError(f"{question.id}: the wrong values are {expected}, but the proof finds {wrong}")
+        raise ProofError(f"{question.id}: the wrong values are {expected}, but its program computes {wrong}")
     return answer

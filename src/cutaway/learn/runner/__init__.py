@@ -1,1 +1,1 @@
-"""Run and grade a learner's file: a worker process with resource limits, its launcher, and the grader."""
+"""Run and grade a learner's file, in a worker process with resource limits."""

@@ -25,7 +25,7 @@ _ERROR_HINTS = {
     "is invalid for input of size": "the sizes of the new shape must multiply to the number of elements",
     "Boolean value of Tensor": "a tensor with several elements has no single truth value: use .any() or .all()",
 }
-"""Likely cause of a torch error, by a fragment of its message."""
+"""Part of the message of a torch error → hint about its likely cause."""
 LEARNER_MODULE = "learner"
 """Name of the module in which a learner's file runs."""
 
@@ -48,12 +48,12 @@ class GradeReport:
     """Result of grading one file."""
 
     status: Literal["passed", "failed", "partial", "not_written", "error"]
-    """`partial`: correct so far; `error`: nothing could be graded."""
+    """`partial` means that what is written is correct, but not complete; `error` that nothing could be graded."""
     message: str = ""
     location: str = ""
     tasks: tuple[TaskGrade, ...] = ()
     notes: tuple[dict[str, str], ...] = ()
-    """Errors outside the graded functions: message and location."""
+    """Errors outside the graded functions, each with a message and a location."""
     output: str = ""
 
     @property
@@ -63,7 +63,7 @@ class GradeReport:
 
 @dataclass
 class LearnerSource:
-    """Sources of the learner's files by the file name in tracebacks, to locate errors."""
+    """Source code of the learner's file or cells, by the file name in tracebacks. It is used to locate errors."""
 
     sources: Mapping[str, str] = field(default_factory=dict)
 
@@ -95,7 +95,7 @@ def grade_tasks(tasks: Tasks, namespace: Mapping[str, object], source: LearnerSo
 
 
 def grade_function(task: FunctionTask, namespace: Mapping[str, object], source: LearnerSource) -> TaskGrade:
-    """Grade one function: run all cases, then search for the mistakes that reproduce its values."""
+    """Grade one function: run all cases, then search for mistakes that produce the same values."""
     function = namespace.get(task.name)
     if function is None:
         return TaskGrade(task.name, "missing", "is not defined: the stub defines it; was it renamed?")
@@ -123,7 +123,7 @@ def grade_function(task: FunctionTask, namespace: Mapping[str, object], source: 
 def _run_case(
     task: FunctionTask, function: Callable[..., object], case: Case, expected: PlainValue, source: LearnerSource
 ) -> tuple[PlainValue, TaskGrade | None]:
-    """Return the function's value for one case, and the grade if it is wrong."""
+    """Return the function's value for one case, and the grade if the value is wrong, else None."""
     args = copy.deepcopy(case.args)  # the learner's function may modify them
     args_before = [to_plain_value(arg) for arg in args]
     try:
@@ -144,12 +144,12 @@ def _run_case(
 
 
 def is_not_written(error: BaseException) -> bool:
-    """Whether this is the error raised by the stub, with its message or without."""
+    """Whether this is the NotImplementedError of the stub, with the stub's message or without a message."""
     return isinstance(error, NotImplementedError) and str(error) in (NOT_WRITTEN, "")
 
 
 def _not_written_grade(task: FunctionTask, error: NotImplementedError, source: LearnerSource) -> TaskGrade:
-    """Grade of a function that is not written, or that calls one that is not written."""
+    """Return the grade of a function that is not written, or that calls a function that is not written."""
     frames = [frame.name for frame in traceback.extract_tb(error.__traceback__) if frame.filename in source.sources]
     if not is_not_written(error):
         message = f"raises NotImplementedError: {format_error(error)}"
@@ -160,7 +160,7 @@ def _not_written_grade(task: FunctionTask, error: NotImplementedError, source: L
 
 
 def _error_grade(task: FunctionTask, case: Case, error: BaseException, source: LearnerSource) -> TaskGrade:
-    """Grade of a function that raised an error."""
+    """Return the grade of a function that raised an error."""
     location, hints = source.locate(error), tuple(hint for part, hint in _ERROR_HINTS.items() if part in str(error))
     if isinstance(error, SystemExit):
         message = "calls exit() or sys.exit(): use return instead"
@@ -179,9 +179,9 @@ def is_memory_error(error: BaseException) -> bool:
 
 
 def _find_mistakes(task: FunctionTask, expected: list[PlainValue], actual: list[PlainValue]) -> MistakeSet:
-    """Return the smallest set of mistakes that reproduces these values and not the expected ones.
+    """Return the smallest set of mistakes that produces the learner's values and not the expected values.
 
-    All cases must match; if no set does, those cases that returned a value.
+    The values of all cases must match. If no set does that, only the cases that returned a value must match.
     """
     for cases in (range(len(actual)), [n for n, value in enumerate(actual) if value.kind != "error"]):
         for mistakes in task.mistake_sets():
@@ -193,7 +193,7 @@ def _find_mistakes(task: FunctionTask, expected: list[PlainValue], actual: list[
 
 @cache
 def _simulated_value(task: FunctionTask, mistakes: MistakeSet, case_index: int) -> PlainValue:
-    """Value of a case with these mistakes (none: the expected value). Some mistakes raise, alone or with others."""
+    """Return the value of a case with these mistakes, or the expected value without any. Some mistakes raise errors."""
     args = copy.deepcopy(task.cases[case_index].args)
     if not mistakes:
         return to_plain_value(task.solution(*args))
@@ -207,7 +207,7 @@ def _simulated_value(task: FunctionTask, mistakes: MistakeSet, case_index: int) 
 
 
 def grade_table(task: TableTask, namespace: Mapping[str, object]) -> TaskGrade:
-    """Grade a table: report wrong entries without revealing the correct ones."""
+    """Grade a table. Report wrong entries without revealing the correct ones."""
     table = namespace.get(task.name)
     if not isinstance(table, dict):
         message = "is not defined" if table is None else f"is {to_plain_value(table).description}; expected a dict"
@@ -251,7 +251,7 @@ def _is_public_function(key: str, value: object) -> bool:
 
 
 def find_replaced_names(snapshot: dict[str, dict[str, object]]) -> list[str]:
-    """Names of torch functions replaced since the snapshot, except those that torch itself wrapped."""
+    """Return the names of torch functions that were replaced since the snapshot, except by torch itself."""
     replaced = []
     for namespace, current in snapshot_torch().items():
         original = snapshot.get(namespace, current)

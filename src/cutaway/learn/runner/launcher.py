@@ -1,4 +1,4 @@
-"""Launch the worker process that grades a learner's file; loops, crashes and memory exhaustion stay in that process."""
+"""Launch the worker process that grades a learner's file. Infinite loops and crashes only affect that process."""
 
 import os
 import queue
@@ -19,13 +19,14 @@ from cutaway.learn.exercises import Exercise
 from cutaway.learn.runner.grader import GradeReport
 
 _TIME_LIMIT_SECONDS = 20.0
-"""Time limit per file, after the import of torch. An uninterruptible worker is killed after 1.5 times this limit."""
+"""Time limit per file, not counting the import of torch. A worker that cannot be interrupted is killed after 1.5 times
+this limit."""
 _STARTUP_TIMEOUT_SECONDS = 180.0
 """Time limit for the import of torch."""
 _MAX_OUTPUT_CHARS = 8_000
-"""Maximum number of characters of the learner's output that are kept."""
+"""Maximum number of characters that are kept of what the learner's file prints."""
 _INHERITED_ENV_VARS = "PATH HOME LANG LC_ALL LC_CTYPE TMPDIR TEMP TMP SYSTEMROOT LD_LIBRARY_PATH"
-"""Environment variables passed to the worker; tokens and passwords are not among them."""
+"""Environment variables that are passed to the worker. Tokens and passwords are not among them."""
 
 
 _REPORT = TypeAdapter(GradeReport)
@@ -38,7 +39,7 @@ class WorkerError(CutawayError):
 def grade_files(
     exercise: Exercise, paths: Sequence[Path], *, time_limit: float = _TIME_LIMIT_SECONDS
 ) -> list[GradeReport]:
-    """Grade each file. The output is that of all files together."""
+    """Grade each file. The `output` of each report is what all files together have printed."""
     with tempfile.TemporaryDirectory(prefix="cutaway-learn-") as directory:
         worker = WorkerProcess(exercise, [path.resolve() for path in paths], directory, time_limit)
         try:
@@ -75,13 +76,13 @@ class WorkerProcess:
             thread.start()
 
     def _read_results(self, pipe: IO[bytes]) -> None:
-        """Queue the JSON lines of standard output; None at its end."""
+        """Put the JSON lines of standard output into the queue, and None at the end."""
         for line in pipe:
             self.lines.put(line.decode(errors="replace"))
         self.lines.put(None)
 
     def _read_output(self, pipe: IO[bytes]) -> None:
-        """Read standard error to its end, so that the worker never blocks; keep the beginning."""
+        """Read standard error to its end, so that the worker never blocks. Only the beginning is kept."""
         count = 0
         while part := os.read(pipe.fileno(), 65536):
             if count < _MAX_OUTPUT_CHARS:
@@ -95,14 +96,14 @@ class WorkerProcess:
         return "".join(self.output_parts)
 
     def _next_line(self, timeout: float) -> str | None:
-        """Return the next line; None if the worker exited or exceeded the timeout."""
+        """Return the next line, or None if the worker exited or exceeded the timeout."""
         try:
             return self.lines.get(timeout=timeout)
         except queue.Empty:
             return None
 
     def results(self, count: int) -> list[GradeReport]:
-        """Return one result per file; files after a crash or timeout share its error."""
+        """Return one result per file. After a crash or timeout, all remaining files get the same error."""
         if self._next_line(_STARTUP_TIMEOUT_SECONDS) is None:
             self.terminate()
             reason = self.output.strip().splitlines()[-1:] or ["it printed nothing"]
@@ -149,7 +150,7 @@ class WorkerProcess:
 
 
 def _worker_environment() -> dict[str, str]:
-    """Environment of the worker: same Python and packages, one thread, no GPU, no access to the Hugging Face Hub."""
+    """Return the environment of the worker: the same packages, one thread, no GPU, no Hugging Face Hub."""
     inherited = {name: os.environ[name] for name in _INHERITED_ENV_VARS.split() if name in os.environ}
     fixed = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     return {**inherited, **fixed, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

@@ -1,19 +1,19 @@
-"""Resource limits of a worker: CPU time, memory, and bytes written."""
+"""Resource limits of a worker: CPU time, memory, and size of written files."""
 
 from pathlib import Path
 
 MAX_MEMORY_BYTES = 4 << 30
-"""Bytes that the worker may allocate in addition to what it uses at the start."""
+"""Number of bytes that the worker may allocate in addition to what it uses at the start."""
 _MAX_WRITE_BYTES = 64 << 20
-"""Maximum size of a file that it may write, in bytes."""
+"""Maximum size in bytes of a file that the worker may write."""
 
 
 class TimeLimitError(BaseException):
-    """The time limit is exceeded. A BaseException, so that an `except Exception` in a loop does not catch it."""
+    """The time limit is exceeded. It is a BaseException, so that `except Exception` in a loop does not catch it."""
 
 
 def set_resource_limits(seconds: float) -> None:
-    """Set the limits of the current process. Platforms without `resource` only have the launcher's timeout."""
+    """Set the limits of the current process. On platforms without `resource`, only the launcher's timeout applies."""
     try:
         import resource
     except ImportError:  # Windows

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 _ATOL, _RTOL = 1e-5, 1e-4
 """Absolute and relative tolerance on numbers."""
 _MAX_ELEMENTS = 1_000_000
-"""Maximum number of elements that are compared; no exercise returns as many."""
+"""Maximum number of elements that are compared. No exercise returns as many."""
 
 
 _Scalar = int | float | str
@@ -21,16 +21,16 @@ _Scalar = int | float | str
 
 @dataclass(frozen=True)
 class PlainValue:
-    """A value independent of its library: elements in order, or items."""
+    """A value without its library's type. A scalar or tensor has `elements` in order, a list or dict has `items`."""
 
     kind: str
-    """tensor, int, float, bool, str, list, dict, none, other; or error, if there is no value."""
+    """tensor, int, float, bool, str, list, dict, none or other, or error if the function raised an error."""
     description: str
-    """Description: `a tensor`, `a list`."""
+    """Description for messages, such as `a tensor` or `a list`."""
     elements: tuple[_Scalar, ...] = ()
     shape: tuple[int, ...] = ()
     element_kind: str = ""
-    """Of a tensor: int, float, bool or complex."""
+    """Kind of a tensor's elements: int, float, bool or complex. Empty for other values."""
     items: tuple[tuple[str, "PlainValue"], ...] = field(default=())
 
 
@@ -74,7 +74,7 @@ def _tensor_to_plain_value(value: "Tensor") -> PlainValue:
 
 
 def describe_difference(expected: PlainValue, actual: PlainValue, axes: Sequence[str] = ()) -> str | None:
-    """Describe the first difference, as a sentence without its subject; None if the values are equal."""
+    """Describe the first difference as a sentence without its subject, or return None if the values are equal."""
     if expected.kind != actual.kind:
         return _describe_kind_mismatch(expected, actual)
     if expected.kind == "tensor":
@@ -137,7 +137,7 @@ def _compare_tensors(expected: PlainValue, actual: PlainValue, axes: Sequence[st
 
 
 def values_equal(one: PlainValue, other: PlainValue) -> bool:
-    """Whether two values are indistinguishable, including NaN and errors."""
+    """Whether two values are equal within the tolerance. NaN equals NaN, and errors of the same type are equal."""
     if (one.kind, one.shape, one.element_kind) != (other.kind, other.shape, other.element_kind):
         return False
     if one.kind == "error":
@@ -158,7 +158,7 @@ def _is_close(expected: _Scalar, actual: _Scalar) -> bool:
 
 
 def _format_index(flat_index: int, shape: Sequence[int], axes: Sequence[str]) -> str:
-    """Format an index with the names of its axes."""
+    """Format the position of an element, with axis names if they are known."""
     index = []
     for size in reversed(shape):
         flat_index, position = divmod(flat_index, size)
@@ -176,7 +176,7 @@ def _format_shape(shape: Sequence[int], axes: Sequence[str]) -> str:
 
 
 def _guess_shape_mistake(expected: PlainValue, actual: PlainValue, axes: Sequence[str]) -> str:
-    """Likely cause of a wrong shape."""
+    """Describe the likely cause of a wrong shape, or return an empty string."""
     want, got = expected.shape, actual.shape
     if len(want) != len(got) and [n for n in want if n != 1] == [n for n in got if n != 1]:
         is_missing = len(got) < len(want)
@@ -193,7 +193,7 @@ def _guess_shape_mistake(expected: PlainValue, actual: PlainValue, axes: Sequenc
 
 
 def _format_value(value: object) -> str:
-    """Format a value with six significant digits or thousands separators."""
+    """Format a float with six significant digits, and an int with thousands separators."""
     if isinstance(value, float):
         return f"{value:.6g}"
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else repr(value)[:80]

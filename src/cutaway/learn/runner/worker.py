@@ -2,9 +2,9 @@
 
     python -m cutaway.learn.runner.worker <exercise> <seconds> <file> …
 
-It protects against accidents (infinite loops, memory exhaustion, exits, crashes) and is not a sandbox: the file is
-trusted like any other program. Standard output carries the results, one JSON object per line; the learner's output is
-redirected to standard error.
+The separate process protects against accidents (infinite loops, memory exhaustion, exits, crashes). It is not a
+sandbox: the file is trusted like any other program. The results are written to standard output, one JSON object per
+line. What the learner's code prints is redirected to standard error.
 """
 
 import __future__
@@ -40,7 +40,7 @@ from cutaway.learn.runner.limits import MAX_MEMORY_BYTES, TimeLimitError, raise_
 
 
 class LearnerSyntaxError(CutawayError):
-    """A file that is not valid Python, and the line of the error."""
+    """A file is not valid Python. `location` is the line of the error."""
 
     def __init__(self, error: BaseException, cell: CodeCell) -> None:
         super().__init__(error.msg if isinstance(error, SyntaxError) else format_error(error))
@@ -68,14 +68,14 @@ def main(arguments: list[str]) -> None:
 
 
 def _flush_output() -> None:
-    """Flush the learner's output before the result is sent, after which the launcher may stop reading."""
+    """Flush the learner's output. This is done before a result is sent, because the launcher may then stop reading."""
     for stream in (sys.__stdout__, sys.__stderr__):
         if stream is not None and not stream.closed:
             stream.flush()
 
 
 def grade_file(tasks: Tasks, path: Path, time_limit: float) -> GradeReport:
-    """Grade one file within its time limit."""
+    """Grade one file within the time limit."""
     has_timer = hasattr(signal, "setitimer")
     if has_timer:
         signal.signal(signal.SIGALRM, raise_time_limit)
@@ -120,12 +120,12 @@ def _grade_cells(tasks: Tasks, cells: list[CodeCell], path: Path) -> GradeReport
 def _run_cells(
     cells: list[CodeCell], path: Path, source: LearnerSource
 ) -> tuple[dict[str, object], list[dict[str, str]]]:
-    """Run a file statement by statement, continuing after errors as a notebook does; return namespace and errors."""
+    """Run a file statement by statement, and continue after errors. Return the namespace and the errors."""
     module = types.ModuleType(LEARNER_MODULE)
     module.__file__ = str(path)
     sys.modules[LEARNER_MODULE] = module
     if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))  # appended: a torch.py next to it does not shadow torch
+        sys.path.append(str(path.parent))  # appended, so that a torch.py next to the file does not shadow torch
     namespace = module.__dict__
     namespace["display"] = print
     notes: list[dict[str, str]] = []
@@ -150,7 +150,7 @@ def _run_cells(
 
 
 def _add_note(error: BaseException, source: LearnerSource, notes: list[dict[str, str]]) -> None:
-    """Record an error outside the graded functions; the stub's own error is not recorded."""
+    """Record an error outside the graded functions, except the stub's own NotImplementedError."""
     if is_not_written(error):
         return
     message = f"raised {type(error).__name__}: {format_error(error)}"
