@@ -59,7 +59,7 @@ class Hardware:
         for label, value in figures.items():
             is_number = isinstance(value, Real) and not isinstance(value, bool)
             if not (is_number and _MIN_FIGURE <= value <= _MAX_FIGURE):
-                raise InputError(f"{label} is {value!r}, which is not in the valid range; pass a number from 1 to 1e30")
+                raise InputError(f"{label} is {value!r}, which is not a valid figure; pass a number from 1 to 1e30")
 
     def compute_dtype(self, dtype: str) -> str:
         """The dtype whose peak rate applies to matmuls in `dtype`: bf16 for int8 weights, fp16 on a T4, and so on."""
