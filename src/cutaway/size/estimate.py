@@ -453,7 +453,7 @@ def estimates_to_dict(estimate: SizeEstimate, *others: SizeEstimate) -> dict[str
 
 
 def _pick(item: object, *names: str) -> dict[str, object]:
-    """The attributes with these names."""
+    """Return the attributes with these names as a dict."""
     return {name: getattr(item, name) for name in names}
 
 

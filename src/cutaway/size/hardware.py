@@ -25,7 +25,7 @@ COMPUTE_DTYPES = {
     "int8": _HALF_PRECISION,  # weights are dequantized before the matmul
     "int4": _HALF_PRECISION,
 }
-"""For each dtype, the dtypes whose peak rate is used, in order of preference; the first that the device has applies."""
+"""For each dtype, the dtypes whose peak rate may be used. The first one for which the device has a rate is used."""
 
 _VENDOR_WORDS = {"nvidia", "geforce", "tesla", "amd", "radeon", "instinct", "intel", "xeon", "platinum", "core"}
 _VENDOR_WORDS |= {"apple", "google", "cloud", "aws", "gpu", "graphics", "r", "tm"}

@@ -12,7 +12,7 @@ from cutaway.size.shape_pass import PassCost
 from cutaway.size.state_dict_shapes import checkpoint_size, list_tensors
 
 _CUBLAS_WORKSPACE_BYTES = 64 << 20
-"""Workspace that PyTorch allocates for cuBLAS and cuBLASLt on Hopper; less on older GPUs."""
+"""Workspace that PyTorch allocates for cuBLAS and cuBLASLt on Hopper; it is smaller on older GPUs."""
 _PREFILL_CHUNK_TOKENS = 8192
 """Maximum number of tokens per prefill chunk; longer prompts are prefilled in chunks."""
 

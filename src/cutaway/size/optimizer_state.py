@@ -32,7 +32,7 @@ def _muon_bytes(tensor: TensorSpec, itemsize: int) -> int:
 
 
 def _adafactor_bytes(tensor: TensorSpec, itemsize: int) -> int:
-    """Factored second moment: one value per row and column, or per element of a vector; a step count per tensor."""
+    """Factored second moment: one value per row and per column, or per element of a vector. Plus a step count."""
     if len(tensor.shape) < 2:
         return tensor.numel * itemsize + 4
     *stack, rows, columns = tensor.shape

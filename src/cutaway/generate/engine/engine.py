@@ -301,7 +301,7 @@ class Engine:
     def _process_token(
         self, request: Request, token: int, invalid: bool, logprob: float | None, top_logprobs: dict[int, float] | None
     ) -> None:
-        """Append one sampled token to a request; finish it, or prefill it again at a LongRoPE switch."""
+        """Append a sampled token to a request; finish the request, or prefill it again at a LongRoPE switch length."""
         if invalid:
             request.finish(error=EngineError(self.config.format_invalid_logits(request)))
             self.scheduler.release(request, cache_valid=False)

@@ -94,7 +94,7 @@ class OutputProcessor:
         return chunk
 
     def _check_stop_strings(self, text: str) -> str:
-        """Return the part of `text` that cannot belong to a stop string; set the finish reason if one is complete."""
+        """Return the text that cannot belong to a stop string; set the finish reason if a stop string is complete."""
         if self.stop_strings is None or not text:
             return text
         released = self.stop_strings.feed(text)
