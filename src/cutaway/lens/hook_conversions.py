@@ -117,7 +117,7 @@ class FlattenedBatch(HookConversion):
 
     outer_module: nn.Module
     read_only: bool = False
-    """Whether replacing the value raises an error. It must if the model also uses the original tensor elsewhere."""
+    """Whether replacing the value raises an error, because the model also uses the original tensor elsewhere."""
 
     def register_hooks(self, module: nn.Module, hook: ValueHook, *, on_input: bool) -> list[RemovableHandle]:
         batch_shape: list[int] = []  # [B, T] of the current call

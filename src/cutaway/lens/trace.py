@@ -244,7 +244,7 @@ class Trace:
         return self._select_call(name, call, dict(enumerate(self.calls(name))))
 
     def gradient(self, name: str, call: int | None = None) -> TracedTensor:
-        """Return ∂loss/∂activation. Call backward() before, inside or after the with-block."""
+        """Return ∂loss/∂activation. First call backward(), inside the with-block or after it."""
         name = self.resolve_name(name)
         if not self.records_gradients:
             raise InputError("gradients were not recorded; pass gradients=True to trace")

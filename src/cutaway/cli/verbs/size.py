@@ -68,7 +68,10 @@ def size(
     ] = None,
     fit: Annotated[
         OptionText,
-        option("Find the largest model, context and batch size that fit in this much memory.", metavar="16GB"),
+        option(
+            "Find the maximum context and batch size, and the model shapes, that fit in this much memory.",
+            metavar="16GB",
+        ),
     ] = None,
     compare: Annotated[bool, option("Show a comparison table, the default for several SOURCEs.", "--compare")] = False,
     plot: Annotated[Path | None, option("Write a plot: .svg, .png or .pdf.", metavar="FILE")] = None,

@@ -19,7 +19,7 @@ class ExerciseRecord:
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     status: str = "not started"
-    """"not started", "started", "attempted" or "passed". A passed exercise stays passed."""
+    """One of "not started", "started", "attempted" and "passed". A passed exercise stays passed."""
     attempts: int = 0
     num_hints: int = 0
     """Number of hints that the learner has seen."""

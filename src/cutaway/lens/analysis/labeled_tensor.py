@@ -379,7 +379,7 @@ def _draw_horizontal_bars(
 
 
 def _format_cell(value: float, tensor: LabeledTensor) -> str:
-    """Format a value with three significant digits of the tensor's largest value, at most six decimals."""
+    """Format a value with the number of decimals that gives the tensor's largest value two or three digits."""
     if math.isnan(value):
         return ""
     top = float(tensor.values.abs().nan_to_num(0.0, posinf=0.0).max())
