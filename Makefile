@@ -18,15 +18,14 @@ docs: .venv/ready page  ## build the documentation site in site/
 demo: .venv/ready  ## train a small model and trace a token
 	@$(BIN)/cutaway demo
 
-test: .venv/ready page lint  ## lint, types, tests, documentation
+test: .venv/ready page lint  ## lint, types and tests; durations of the slowest 20
 	@echo "tests without runtime shape checks (compiled models, invalid input):" && OMP_NUM_THREADS=1 JAXTYPING_DISABLE=1 $(BIN)/python -m pytest -n 2 --durations=20 -m "unchecked and not nightly and not gpu"
 	@echo "tests with runtime shape checks:" && OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --durations=20 -m "not unchecked and not nightly and not gpu"
-	@echo "documentation, with executed notebooks:" && PYTHONPATH=scripts $(BIN)/python scripts/build_docs.py && echo "site/index.html"
 
 lint: .venv/ready
 	@$(BIN)/ruff check -q . && $(BIN)/ruff format -q --check . && $(BIN)/mypy --no-error-summary && $(BIN)/python scripts/check_web_types.py && echo "lint and types: passed"
 
-nightly: .venv/ready  ## long test suites
+nightly: .venv/ready docs  ## long test suites, and the documentation with all notebooks executed
 	@OMP_NUM_THREADS=1 JAXTYPING_DISABLE=1 $(BIN)/python -m pytest -n 2 -m "unchecked and not gpu"
 	@OMP_NUM_THREADS=1 HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -n 2 -m "not unchecked and not gpu"
 

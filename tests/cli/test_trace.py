@@ -162,7 +162,7 @@ def test_token_ids_without_a_tokenizer(run: CliRunner, tmp_path: Path) -> None:
     data = json.loads(run(directory, "5, 6,7", "--json"))
     assert [entry["token"] for entry in data["tokens"]] == [5, 6, 7]
     assert "pass token ids, such as 1,2,3" in run(directory, "Hello", code=2)
-    assert "the vocabulary has ids" in run(directory, "5,99999", code=2)
+    assert "the vocabulary has 256 ids" in run(directory, "5,99999", code=2)
 
 
 # ---------------------------------------------------------------------------------------- saving
@@ -212,13 +212,13 @@ def test_failed_save_leaves_no_file(
     [
         (["tyni-gpt", "abc"], "did you mean tiny-gpt"),
         (["missing.toml", "abc"], "does not exist"),
-        (["no-such/model", "abc"], "neither a local path nor"),
+        (["no-such/model", "abc"], "is not local, and the Hub cannot be reached"),
         (["tiny-gpt", ""], "the text is empty; pass at least one character"),
         (["tiny-gpt", "abc", "--position", "3"], "--position is 3; the text has tokens 0 to 2"),
         (["tiny-gpt", "abc", "--position", "-4"], "--position is -4"),
-        (["tiny-gpt", "abc", "--position", "dog"], "--position is 'dog', which is not in the text"),
+        (["tiny-gpt", "abc", "--position", "dog"], "--position is 'dog', which is not in the decoded text"),
         (["tiny-gpt", "abc", "--position", ""], "--position is ''"),
-        (["tiny-gpt", "abc", "--sites", "atn.out"], "this model has no site 'atn.out'; there is attn.out"),
+        (["tiny-gpt", "abc", "--sites", "atn.out"], "this model has no site 'atn.out'; use one of attn.out"),
         (["tiny-gpt", "abc", "--sites", "blocks.9.resid_post"], "it has 2 blocks"),
         (["tiny-gpt", "x" * 65], "positions 0 to 63 only; shorten it"),
         (["tiny-llama", "x" * 2049], "at most 2048"),

@@ -16,8 +16,11 @@ def test_there_are_eleven() -> None:
     assert [int(path.name[:2]) for path in NOTEBOOKS] == list(range(1, 12))
 
 
+SLOW_NOTEBOOKS = [pytest.param(path, marks=pytest.mark.nightly) for path in NOTEBOOKS[1:]]
+
+
 @pytest.mark.unchecked
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [NOTEBOOKS[0], *SLOW_NOTEBOOKS], ids=lambda path: path.stem)
 def test_a_notebook_runs_and_its_claims_hold(path: Path) -> None:
     """Outputs and figures are stored in .pages/, from which the documentation is built."""
     result = build_docs.run_notebook_if_changed(path)

@@ -120,7 +120,7 @@ def test_invalid_arguments_raise_errors(kind: tuple[Checkpoint, Any, list[str]])
         ("pass a list", checkpoint.model, tokenizer, texts[0], {}),
         ("top_k is 0", checkpoint.model, tokenizer, texts, {"top_k": 0}),
         ("pass a smaller top_k", checkpoint.model, tokenizer, texts, {"top_k": 10_000}),
-        ("is a string", checkpoint.model, tokenizer, [3], {}),
+        ("not str", checkpoint.model, tokenizer, [3], {}),
         ("position", checkpoint.model, tokenizer, [texts[0] * 20], {}),
     ]
     for message, model, case_tokenizer, case_texts, options in cases:

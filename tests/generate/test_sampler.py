@@ -458,7 +458,7 @@ def test_completion_seeds_are_distinct() -> None:
     ("name", "backend"),
     [
         pytest.param("greedy", "inductor", marks=pytest.mark.nightly),
-        ("mixed", "inductor"),
+        pytest.param("mixed", "inductor", marks=pytest.mark.nightly),
         ("everything", "aot_eager"),
         pytest.param("top-p", "aot_eager", marks=pytest.mark.nightly),
         pytest.param("everything", "inductor", marks=pytest.mark.nightly),

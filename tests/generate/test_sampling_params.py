@@ -44,7 +44,7 @@ BAD = [
     ({"repetition_penalty": math.inf}, "repetition_penalty is inf"),
     ({"presence_penalty": 2.1}, "presence_penalty is 2.1; pass a number from -2 to 2 (0 changes nothing)"),
     ({"frequency_penalty": -2.5}, "frequency_penalty is -2.5"),
-    ({"logit_bias": [1, 2]}, "logit_bias is [1, 2]; pass a mapping from token ids to numbers"),
+    ({"logit_bias": [1, 2]}, "logit_bias is [1, 2]; pass a dict from token ids to numbers"),
     ({"logit_bias": {1: math.nan}}, "logit_bias of token 1 is nan; pass a number of at most 1e+06, or -inf"),
     ({"logit_bias": {1: math.inf}}, "logit_bias of token 1 is inf"),
     ({"logit_bias": {1: "5"}}, "logit_bias of token 1 is '5'"),
@@ -98,7 +98,7 @@ def test_invalid_values_raise_errors(arguments: dict[str, object], message: str)
         ),
         (
             {"suppress_tokens": range(9), "stop_token_ids": [9], "min_new_tokens": 1},
-            "min_new_tokens suppresses the stop tokens",
+            "min_new_tokens suppresses stop tokens",
         ),
     ],
 )

@@ -72,8 +72,8 @@ INVALID_QUERIES: list[tuple[str, Any, str]] = [
         "positions 0 to 63 only",
     ),  # more than the model's position embeddings
     ("journey", {"input": {"tokens": [1], "source": [1]}, "position": 0}, "takes no source"),
-    ("journey", edited_query(**{"blocks.99": "skip"}), "'blocks.99' is not a structural part"),
-    ("journey", edited_query(**{"blocks.0": "explode"}), "not an operation"),
+    ("journey", edited_query(**{"blocks.99": "skip"}), "which does not apply to 'blocks.99'"),
+    ("journey", edited_query(**{"blocks.0": "explode"}), "use one of zero, mean, resample"),
     ("journey", edited_query(**{"blocks.0": None}), "is a NoneType"),
     ("journey", edited_query(**{"blocks.0": {"do": "skip", "value": 3}}), "'skip' takes none"),
     ("journey", edited_query(**{"blocks.0.attn.z": {"do": "zero", "heads": [99]}}), "heads contains 99"),

@@ -134,7 +134,10 @@ def show_whitespace(text: str) -> str:
 SCREENS = ["trace", "attention", "generate", "edit", "gradients", "size", "learn"]
 
 
-@pytest.mark.parametrize("name", [*SCREENS, "accessibility", "long-text", "exported-file", "notebook"])
+SLOW_TESTS = [pytest.param("accessibility", marks=pytest.mark.nightly)]
+
+
+@pytest.mark.parametrize("name", [*SCREENS, "long-text", "exported-file", "notebook", *SLOW_TESTS])
 def test_web_page(name: str, page: str, facts: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "facts.json").write_text(json.dumps(facts))
     node, _ = find_node_and_npm()

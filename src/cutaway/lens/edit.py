@@ -153,7 +153,7 @@ def _parse_intervention(name: str, spec: EditSpec) -> Intervention | TensorFn:
         return Intervention("replace", spec)
     if isinstance(spec, str):
         if (op := _structural_op(spec)) is not None:
-            raise InputError(f"'{op}' is a structural edit and cannot be used at the site '{name}'; use it on blocks.0")
+            raise InputError(f"'{op}' is a structural edit, which does not apply to '{name}'; use it on blocks.0, say")
         return Intervention(spec)
     if isinstance(spec, Mapping):
         extra = spec.keys() - {"do", "value", "positions", "heads", "units"}

@@ -217,7 +217,7 @@ class Tokenizer:
 
 def _validate_text(text: object) -> str:
     if not isinstance(text, str):
-        raise InputError(f"text is a {type(text).__name__}, not a string; for several texts use encode_batch")
+        raise InputError(f"text has type {type(text).__name__}, not str; pass a string, or use encode_batch for several")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

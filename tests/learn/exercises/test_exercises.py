@@ -94,7 +94,7 @@ def test_notebook_stub_equals_jupytext_conversion(exercise: Exercise, tmp_path: 
     assert grade_file(run_exercise(exercise.number)["TASKS"], path, 60).status == "not_written"
 
 
-DIAGONAL, CHANGED = "off by exercise: diagonal masked", "the changed position compared too"
+DIAGONAL, CHANGED = "off by one: diagonal masked", "the changed position compared too"
 TWO_MISTAKES = ["n−1 variance", "ε outside the root"]
 GLOBAL_MAXIMUM, WRONG_AXIS = "one maximum for all", "softmax on the wrong axis"
 QUERY_HEADS = "query heads instead of kv heads"

@@ -306,6 +306,7 @@ def test_diverging_run_is_counted_as_failed(texts: Path, tmp_path: Path) -> None
     assert "1 of 1 runs failed" in data["findings"][0]
 
 
+@pytest.mark.nightly
 @pytest.mark.unchecked
 def test_ablate_command(
     texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

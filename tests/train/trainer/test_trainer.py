@@ -289,6 +289,7 @@ def assert_equal_after_kills(texts: Path, tmp_path: Path, seed: int, count: int)
     assert run_digest(tmp_path / "run") == run_digest(uninterrupted.directory)
 
 
+@pytest.mark.nightly
 @pytest.mark.unchecked
 def test_kills_do_not_change_the_result(texts: Path, tmp_path: Path) -> None:
     """At every failpoint, then at random times: weights, optimizer state, position and logs are the same."""
