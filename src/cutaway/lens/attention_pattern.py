@@ -37,7 +37,7 @@ class AttentionScores(NamedTuple):
 
 
 def unpack_kernel_args(kernel_args: ModuleArgs) -> _KernelArgs:
-    """Return a kernel's five arguments; an omitted sink is None."""
+    """Return the five arguments of a kernel call. If the sink was omitted, it is None."""
     q, k, v, prepared_mask, *rest = kernel_args
     return q, k, v, prepared_mask, rest[0] if rest else None
 

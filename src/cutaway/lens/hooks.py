@@ -1,4 +1,4 @@
-"""Forward hooks at sites: `SiteHooks` calls a function with each activation; a tensor it returns is the new activation.
+"""Forward hooks at sites: `SiteHooks` calls a function with each activation, and the function may return a new one.
 
 All hooks of a `SiteHooks` are removed together, also after an exception. Hooks that only read run after hooks that
 modify, regardless of registration order, so a trace records the values that the model goes on to use.

@@ -90,7 +90,7 @@ class TokenRecorder:
         """Store the followed token's vector from an activation."""
         if site.axes == "NK":  # all tokens of the batch, which has one row
             value = value.unsqueeze(0)
-        # Logits have no stack: the head reads the last one.
+        # Logits have no stack. They belong to the last stack, whose output the head reads.
         position = [*self.positions.values()][-1] if site.stack is None else self.positions[site.stack]
         if ".cross." in site.name and site.axes[1] == "S":
             position = self.memory_position

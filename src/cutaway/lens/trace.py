@@ -193,7 +193,7 @@ class Trace:
         v = attention_pattern.values_per_head(context.module_args, heads).detach()  # (B, S, H, E)
         pattern = context.value.detach()  # (B, H, T, S)
         if site.kind == "scores":
-            # Uses the cached scores: with selective activation checkpointing, a recomputed block must run the same
+            # This uses the cached scores: with selective activation checkpointing, a recomputed block must run the same
             # matrix products as the first pass.
             pattern = self._hooks.attention_scores(kernel, context.module_args, heads).pattern(pattern).detach()
 

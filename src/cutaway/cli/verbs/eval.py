@@ -20,7 +20,7 @@ OPTIONS_BY_FORM = {
     "encoder": {"context", "seed"},
     "encoder-decoder": {"target_column"},
 }
-"""Form of the model → the options that apply to it, of those that do not apply to every form."""
+"""Form of the model → the options that it accepts in addition to those that all forms accept."""
 
 
 def evaluate(

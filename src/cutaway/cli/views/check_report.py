@@ -91,7 +91,7 @@ def _hanging_indent(text: Text) -> RenderableType:
 
 
 def _render_passed_and_skipped(report: Report) -> Iterator[RenderableType]:
-    """Render the passed checks in one line, and the skipped ones by reason."""
+    """Render the passed checks in one row, and the skipped checks in one row per reason."""
     table = _two_column_table()
     passed = [finding.check for finding in report.findings if finding.verdict == "pass"]
     if passed:

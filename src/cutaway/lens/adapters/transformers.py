@@ -120,7 +120,7 @@ _HookLocation = tuple[nn.Module | None, bool, HookConversion]
 
 
 class _SiteUnavailableError(Exception):
-    """A transformers model does not expose the value of a site; the message is the reason."""
+    """A transformers model does not expose the value of a site. The message says why."""
 
 
 _USE_CT_LOAD = "load the model with ct.load, which exposes them"
@@ -165,7 +165,7 @@ def _find_family(model: nn.Module) -> tuple[Family | None, dict[str, object]]:
 
 
 def _has_lm_head(family: Family, model: nn.Module) -> bool | None:
-    """Whether an encoder has a language modeling head; None for the other forms, which always have one."""
+    """Whether an encoder has a language modeling head. None for the other forms, which always have a head."""
     if family.template["form"] != "encoder":
         return None
     paths = {path for path, _ in model.named_modules()}

@@ -103,7 +103,7 @@ def _next_token_loss(inputs: AnalysisInputs, logits: Tensor) -> Tensor:
 
 
 def _compute_metrics(inputs: AnalysisInputs, logits: Tensor, baseline_logits: Tensor) -> Tensor:
-    """Return (loss, KL, top-5 overlap); logits are (T, V)."""
+    """Return a tensor of loss, KL divergence and top-5 overlap. Both logits are (T, V)."""
     kl = kl_divergence_from_logits(baseline_logits, logits).mean()
     k = min(TOP_K, logits.shape[-1])
     top, baseline_top = logits.topk(k).indices, baseline_logits.topk(k).indices  # (T, k)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _PlotKwargs = dict[str, Any]
 """Keyword arguments of the matplotlib function that draws the values."""
 LabelIndex = str | int | slice | list[str] | list[int]
-"""Index of one axis: a label or a number, which removes the axis; or a list of either, or a slice, which keep it."""
+"""Index of one axis. A label or a number removes the axis; a list of labels or numbers, or a slice, keeps it."""
 _MAX_TABLE_ROWS, _MAX_TABLE_COLUMNS = 64, 24
 _ORDERED_AXES = ("layer", "sublayer", "position", "other position")
 """Axes whose labels have an order and which are plotted as lines. Other axes are plotted as bars."""
@@ -134,7 +134,7 @@ class LabeledTensor:
         return [(labels[number], float(flat[number])) for number in order if not math.isnan(flat[number])]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON values; NaN and infinity become None."""
+        """Return the fields as JSON values. NaN and infinity become None."""
         labels = {axis: list(names) for axis, names in zip(self.axes, self.labels, strict=True)}
         fields: dict[str, Any] = {"title": self.title, "unit": self.unit, "note": self.note, "axes": list(self.axes)}
         fields |= {"labels": labels, "values": replace_nonfinite(self.values.tolist())}

@@ -128,7 +128,7 @@ class _PatchingExperiment:
         return {name: t[name].as_subclass(Tensor) for name in t}
 
     def recovered_fraction(self, edits: Mapping[str, EditSpec], batch_size: int = 1) -> Tensor:
-        """Run the corrupted inputs with these edits; return the recovered fraction of each batch row, (B,)."""
+        """Run the corrupted inputs with these edits. Return the recovered fraction of each batch row, (B,)."""
         with self.clean.eval_mode(), edit(self.clean.model, edits):
             patched = self.logit_metric(_expand_batch(self.corrupted, batch_size).run())
         return (patched - self.corrupted_metric) / (self.clean_metric - self.corrupted_metric)

@@ -46,7 +46,7 @@ def _model_call(inspector: Inspector) -> str:
 
 
 def _direct_expression(inspector: Inspector, site_name: str, position: int) -> str:
-    """Return an expression for embedding rows and RoPE angles, which have no site; empty if there is none."""
+    """Return an expression for embedding rows or RoPE angles, which have no site, or "" if there is none."""
     stacks = inspector.model.stacks
     side = next(side for side in stacks if site_name.startswith(f"{side}.") or len(stacks) == 1)
     if site_name.endswith("embed.token"):

@@ -63,7 +63,7 @@ class GenerationRequest(OpenAIBaseModel):
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     stop: str | list[str] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    # Not in the OpenAI API; named as in vLLM
+    # These fields are not in the OpenAI API. They are named as in vLLM.
     top_k: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.001, le=1000)] | None = None

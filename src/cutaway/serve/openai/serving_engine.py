@@ -255,7 +255,7 @@ def _has_result(future: "asyncio.Future[T]") -> bool:
 
 
 def context_length_error(description: str, max_tokens: int) -> APIError:
-    message = f"{description}; the maximum context is {max_tokens} tokens, prompt and completion together: send fewer"
+    message = f"{description}, but the maximum is {max_tokens} tokens for prompt and completion together; send fewer"
     return APIError(400, message, param="prompt", code="context_length_exceeded")
 
 

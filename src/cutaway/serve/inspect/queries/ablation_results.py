@@ -1,4 +1,4 @@
-"""Query: results of the ablation study shipped with cutaway, which ablates trained models and trains ablated ones."""
+"""Query: results of the shipped ablation study, of a component ablated in trained models or left out in training."""
 
 import json
 from functools import cache

@@ -70,7 +70,7 @@ def _pattern_row_error(inspector: Inspector, activations: ActivationCache, job: 
 def _cache_error(
     inspector: Inspector, activations: ActivationCache, job: QueryJob
 ) -> tuple[float | None, float | None]:
-    """Return the maximum difference between cached decoding and one full pass, and max |logit|; None without logits."""
+    """Return max |cached − full logit| and max |logit|, or (None, None) if the model is an encoder or has no head."""
     model_input, model = activations.model_input, inspector.model
     if isinstance(model, EncoderOnly) or inspector.head is None:
         return None, None
