@@ -25,11 +25,6 @@ from cutaway.model.attention import LatentAttention, MultiHead
 from cutaway.model.block import Block, Branch, ParallelBlock
 from cutaway.model.stack import Stack
 
-AXIS_NAMES = {
-    "T": "tokens", "S": "key positions", "H": "heads", "G": "KV heads", "D": "head dim", "E": "value head dim",
-    "d": "d_model", "h": "FFN hidden size", "K": "top-k experts", "V": "vocabulary", "P": "rotary pairs",
-}  # fmt: skip
-"""Axis letter → its name, for display."""
 _RESID_NAMES = ("embed", "resid_pre", "resid_mid", "resid_post")
 """Last component of the names of the sites on the residual stream."""
 SiteKind = Literal["in", "out", "scores", "pattern"]

@@ -217,7 +217,7 @@ class Tokenizer:
 
 def _validate_text(text: object) -> str:
     if not isinstance(text, str):
-        raise InputError(f"text has type {type(text).__name__}, not str; pass a string, or use encode_batch for several")
+        raise InputError(f"text has type {type(text).__name__}, not str; use encode_batch for several texts")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
