@@ -111,7 +111,7 @@ def test_filters_and_num_samples_imply_sampling(run: CliRunner, checkpoint_dir: 
     [
         (("--num-samples", 0), "--num-samples is 0"),
         (("--max-new-tokens", 0), "--max-new-tokens is 0"),
-        (("--min-new-tokens", 5, "--max-new-tokens", 3), "--min-new-tokens is 5, more than --max-new-tokens 3"),
+        (("--min-new-tokens", 5, "--max-new-tokens", 3), "--min-new-tokens is 5, but --max-new-tokens is 3"),
         (("--top-p", 0), "--top-p is 0"),
     ],
 )
@@ -350,7 +350,7 @@ def test_missing_chat_template_is_an_error(run: CliRunner, checkpoint_dir: Path,
         (["--chat", "--num-samples", "2"], "continues from one"),
         (["x", "--length-penalty", "2"], "pass beams"),
         (["x", "--beams", "2", "-t", "1"], "applies to sampling, not to beam search"),
-        (["x" * 500], "shorten it"),
+        (["x" * 500], "shorten the prompt"),
         (["x", "--max-model-len", "many"], "many"),
         (["x", "--cache-implementation", "square"], "square"),
         (["x", "--weight-bits", "3"], "--weight-bits is 3"),

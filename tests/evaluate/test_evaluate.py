@@ -195,7 +195,7 @@ def test_causal_lm_errors() -> None:
         ("no token to score", rope, [], {}),
         ("no token to score", rope, ["", "a"], {}),
         ("pass a list of texts", rope, TEXT, {}),
-        ("not a string", rope, [3], {}),
+        ("not str", rope, [3], {}),
         ("surrogate", rope, ["ab\ud800"], {}),
         ("no tokenizer", no_tokenizer, [TEXT], {}),
         ("ids 0 to 199", small_vocab, ["a日"], {}),

@@ -57,7 +57,7 @@ class Unreadable(list[int]):
         ([1], {"min_p": -0.1}, "min_p is -0.1"),
         ([1], {"max_new_tokens": 0}, "max_new_tokens is 0; pass an integer, 1 or more"),
         ([1], {"max_new_tokens": "9"}, "max_new_tokens is '9'"),
-        ([1], {"max_new_tokens": 4, "min_new_tokens": 5}, "min_new_tokens is 5, more than"),
+        ([1], {"max_new_tokens": 4, "min_new_tokens": 5}, "min_new_tokens is 5, but max_new_tokens is"),
         ([1], {"seed": -1}, "seed is -1"),
         ([1], {"n": 0}, "n is 0"),
         ([1], {"n": True}, "n is True"),

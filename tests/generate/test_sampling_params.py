@@ -98,7 +98,7 @@ def test_invalid_values_raise_errors(arguments: dict[str, object], message: str)
         ),
         (
             {"suppress_tokens": range(9), "stop_token_ids": [9], "min_new_tokens": 1},
-            "min_new_tokens suppresses stop tokens",
+            "min_new_tokens suppresses the stop tokens",
         ),
     ],
 )

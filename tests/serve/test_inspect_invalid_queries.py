@@ -86,7 +86,7 @@ INVALID_QUERIES: list[tuple[str, Any, str]] = [
     ("journey", edited_query(**{"blocks.0.attn.z": {"do": "replace", "value": "x" * 1000}}), "'replace' has the value"),
     ("journey", edited_query(**{"blocks.0.attn.z": {"do": "add", "value": {"__class__": "x"}}}), "'add' has the value"),
     ("journey", edited_query(**{"blocks.0.attn.z": {"do": "scale", "value": 10**400}}), "'scale' has the value"),
-    ("journey", edited_query(**{"blocks.0.attn.z": "resample"}), "the batch has one"),
+    ("journey", edited_query(**{"blocks.0.attn.z": "resample"}), "pass at least two batch rows"),
     ("journey", edited_query(**{"positions": {"do": "shift", "value": 10**9}}), "'shift' moves a token"),
     ("journey", edited_query(**{"": "zero"}), "no site ''"),
     ("journey", edited_query(**{f"blocks.{n}": "skip" for n in range(65)}), "edits: Dictionary should have at most 64"),
