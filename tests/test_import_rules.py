@@ -41,7 +41,7 @@ ALLOWED_IMPORTS = {
     },
 }
 IMPORTABLE_ANYWHERE = {"errors", "argument_checks", "device", "callable_module", "pretrained", "user_files"}
-MAX_MODEL_CODE_LINES = 1790
+MAX_MODEL_CODE_LINES = 1791
 
 
 def imported_packages(path: Path) -> set[str]:

@@ -457,7 +457,7 @@ def test_memory_does_not_decrease_with_context(name: str, batch: int) -> None:
         ({"batch_size": True}, "at least 1"),
         ({"context": 1.5}, "at least 1"),
         ({"world_size": 3, "batch_size": 4}, "multiple of 3"),
-        ({"world_size": 3, "parallel": "tp"}, "key-value heads"),
+        ({"world_size": 3, "parallel": "tp"}, "cannot be split over 3 devices"),
         ({"parallel": "pipeline"}, "fsdp"),
         ({"world_size": 8, "batch_size": 8, "tp": 3}, "divisor of 8"),
         ({"world_size": 8, "batch_size": 8, "tp": 2, "dp_shard": 3}, "divisor of 4"),

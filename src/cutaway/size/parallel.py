@@ -41,12 +41,12 @@ def resolve_parallel_dims(
         raise InputError(f"parallel {strategy!r} is not known; use one of {', '.join(_PARALLEL_STRATEGIES)}")
     tp_size = tp or (world_size if strategy == "tp" else 1)
     if world_size % tp_size:
-        raise InputError(f"tp is {tp_size}, which does not divide world_size {world_size}; use a divisor")
+        raise InputError(f"tp is {tp_size}, which does not divide world_size; use a divisor of {world_size}")
     dp_size = world_size // tp_size
     shard_size = dp_shard or (dp_size if strategy == "fsdp" else 1)
     if dp_size % shard_size:
         raise InputError(
-            f"dp_shard is {shard_size}, which does not divide {dp_size} data-parallel ranks; use a divisor"
+            f"dp_shard is {shard_size}, which does not divide the data-parallel ranks; use a divisor of {dp_size}"
         )
     if batch_size % dp_size:
         problem = f"batch_size is {batch_size}, which cannot be split over {dp_size} devices"

@@ -333,7 +333,7 @@ CHILD_CODE = """
 import sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
-from train.checkpoint.test_manager import CheckpointManager, build_state, build_tensors, save_step
+from train.checkpoint.test_checkpoint_manager import CheckpointManager, build_state, build_tensors, save_step
 checkpoint_manager = CheckpointManager(Path({directory!r}), keep=2)
 for step in {steps}:
     {save}
@@ -465,7 +465,7 @@ import resource, sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
 import pytest, torch
-from train.checkpoint.test_manager import (
+from train.checkpoint.test_checkpoint_manager import (
     CheckpointManager, CheckpointWriteError, build_state, equals_saved, fail_on_message, list_names, save_step
 )
 directory = Path({directory!r})
