@@ -209,14 +209,14 @@ def test_full_logits_are_never_allocated() -> None:
             loss_fn().backward()
         return memory.peak_bytes
 
-    def chunked_loss() -> Tensor:
+    def loss_in_chunks() -> Tensor:
         return chunked_loss(head, x, targets, weights, label_smoothing=0.1, z_loss_coef=0.1, chunk_size=chunk_size).loss
 
     assert peak_bytes(lambda: F.cross_entropy(head(x), targets)) >= 2 * full_bytes  # full logits are measured
     grad_bytes = 4 * (4 * rows * d_model + 5 * d_model * vocab)  # gradients, accumulators and returned copies
     bound = grad_bytes + 5 * chunk_size * vocab * 4
     assert bound < full_bytes / 2
-    assert peak_bytes(chunked_loss) <= bound
+    assert peak_bytes(loss_in_chunks) <= bound
 
 
 @pytest.mark.parametrize("autocast", [True, False])
