@@ -100,13 +100,15 @@ def test_saved_bytes_are_exact_for_tiny_presets(name: str, mode: str) -> None:
 def test_backward_frees_everything_but_gradients() -> None:
     """After backward only the weight gradients remain allocated."""
     from cutaway.size.shape_pass.loss import cross_entropy
-    from cutaway.size.shape_pass.model import compute_hidden, compute_logits
+    from cutaway.size.shape_pass.model import PassShape, compute_hidden, compute_logits
     from cutaway.size.shape_pass.tape import Tape
 
     for mode in MODES:
         tape = Tape(cpu_execution("auto", mode))
         model = config("tiny-llama")
-        tape.backward(cross_entropy(tape, compute_logits(tape, compute_hidden(tape, model, 2, 16, 16), model)))
+        tape.backward(
+            cross_entropy(tape, compute_logits(tape, compute_hidden(tape, model, PassShape(2, 16, 16)), model))
+        )
         assert tape.memory_tracker.current_bytes == sum(storage.nbytes for storage in tape.weight_grads.values())
 
 

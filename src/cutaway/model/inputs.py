@@ -32,15 +32,15 @@ class StackInputs(NamedTuple):
     prefix_lengths: Tensor | None = None
 
 
-def validate_inputs(stack: Stack, given: StackInputs, cache: Cache | None) -> StackInputs:
+def validate_inputs(stack: Stack, stack_inputs: StackInputs, cache: Cache | None) -> StackInputs:
     """Check all inputs of a stack; return them with integer tensors converted to int64."""
-    name, tokens = given.name, check_tokens(given.name, given.tokens, stack.vocab_size)
-    mask = check_same_shape("mask" if name == "tokens" else f"{name}_mask", given.mask, tokens, torch.bool)
+    name, tokens = stack_inputs.name, check_tokens(stack_inputs.name, stack_inputs.tokens, stack.vocab_size)
+    mask = check_same_shape("mask" if name == "tokens" else f"{name}_mask", stack_inputs.mask, tokens, torch.bool)
     token_types, positions, document_ids = (
-        check_same_shape(field, getattr(given, field), tokens, torch.long)
+        check_same_shape(field, getattr(stack_inputs, field), tokens, torch.long)
         for field in ("token_types", "positions", "document_ids")
     )
-    prefix_lengths = given.prefix_lengths
+    prefix_lengths = stack_inputs.prefix_lengths
     if positions is not None:
         check_positions(positions, mask, document_ids, increasing=stack.causal)
     if token_types is not None:

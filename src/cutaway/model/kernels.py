@@ -49,7 +49,8 @@ class Kernel(nn.Module):
         return f"scale={self.scale:.4g}, softcap={self.softcap}, dropout={self.dropout}"
 
 
-def dense_bias(bias: ScoreBias, mask_spec: MaskSpec, dtype: torch.dtype) -> Float[Tensor, "#B H T S"]:
+def _dense_bias(bias: ScoreBias, mask_spec: MaskSpec, dtype: torch.dtype) -> Float[Tensor, "#B H T S"]:
+    """The score bias of all query-key pairs, in the dtype of the scores."""
     return bias.dense_bias(mask_spec.q.position, mask_spec.k.position).to(dtype)
 
 
@@ -84,7 +85,7 @@ class Explicit(Kernel):
         self.softmax = Softmax()
 
     def prepare_mask(self, mask_spec: MaskSpec, bias: ScoreBias | None, dtype: torch.dtype) -> DenseMask:
-        return DenseMask(*mask_spec.to_dense(), None if bias is None else dense_bias(bias, mask_spec, dtype))
+        return DenseMask(*mask_spec.to_dense(), None if bias is None else _dense_bias(bias, mask_spec, dtype))
 
     def forward(self, q: Queries, k: Keys, v: Values, prepared_mask: DenseMask, sink: Sink = None) -> HeadOutputs:
         group = q.shape[2] // k.shape[2]  # query heads per key head (GQA)
@@ -119,7 +120,7 @@ class Sdpa(Kernel):
             return SdpaMask(mask_spec.structure == "causal", None, None)
         mask, fully_masked = mask_spec.to_dense()
         if bias is not None:
-            mask = dense_bias(bias, mask_spec, dtype).masked_fill(~mask, float("-inf"))
+            mask = _dense_bias(bias, mask_spec, dtype).masked_fill(~mask, float("-inf"))
         return SdpaMask(False, mask, fully_masked)
 
     def forward(self, q: Queries, k: Keys, v: Values, prepared_mask: SdpaMask, sink: Sink = None) -> HeadOutputs:

@@ -80,9 +80,7 @@ class ScoreBias(nn.Module):
         head = torch.arange(self.heads, device=q.device)[:, None, None]
         return self.elementwise_bias(q[:, None, :, None], k[:, None, None, :], head).expand(-1, -1, q.shape[-1], -1)
 
-    def elementwise_bias(
-        self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"], head: Int[Tensor, "*h"]
-    ) -> Float[Tensor, "*any"]:
+    def elementwise_bias(self, q: Tensor, k: Tensor, head: Tensor) -> Tensor:
         """The bias for broadcastable positions and heads. Flex attention calls this for each element."""
         raise NotImplementedError
 
@@ -107,9 +105,7 @@ class Alibi(ScoreBias, ConstantBuffers):
         series += [2 ** (-self.max_bias * (2 * i + 1) / (2 * below)) for i in range(self.heads - below)]
         return {"slope": torch.tensor(series, dtype=torch.float32)}
 
-    def elementwise_bias(
-        self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"], head: Int[Tensor, "*h"]
-    ) -> Float[Tensor, "*any"]:
+    def elementwise_bias(self, q: Tensor, k: Tensor, head: Tensor) -> Tensor:
         if self.round_to_bf16:
             return (self.slope[head].bfloat16() * k.clamp(min=0)).float() * self.scale
         return -self.slope[head] * self.scale * (k - q).abs()
@@ -137,7 +133,5 @@ class RelativeBias(ScoreBias):
         bucket = self.relative_position_bucket(k[:, None, :] - q[:, :, None])
         return F.embedding(bucket, self.table.weight).permute(0, 3, 1, 2)
 
-    def elementwise_bias(
-        self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"], head: Int[Tensor, "*h"]
-    ) -> Float[Tensor, "*any"]:
+    def elementwise_bias(self, q: Tensor, k: Tensor, head: Tensor) -> Tensor:
         return self.table.weight[self.relative_position_bucket(k - q), head]

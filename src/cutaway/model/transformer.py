@@ -122,26 +122,28 @@ class Transformer(nn.Module):
     def _run_stack(
         self,
         stack: Stack,
-        given: StackInputs,
+        stack_inputs: StackInputs,
         cache: Cache | None = None,
         memory: Float[Tensor, "B S d"] | None = None,
         memory_positions: TokenPositions | None = None,
     ) -> tuple[Float[Tensor, "B T d"], TokenPositions]:
         """Validate the inputs, number the tokens and run the stack."""
-        given = inputs.validate_inputs(stack, given, cache)
-        tokens, mask, slot_mappings = given.tokens, given.mask, None
+        stack_inputs = inputs.validate_inputs(stack, stack_inputs, cache)
+        name, tokens, mask, token_types, positions, document_ids, prefix_lengths = stack_inputs
         batch_size, seq_len = tokens.shape
+        slot_mappings = None
         if cache is None:
-            marks = given.document_ids, given.prefix_lengths, given.positions
-            where = number_tokens(batch_size, seq_len, tokens.device, mask, *marks)
+            token_positions = number_tokens(
+                batch_size, seq_len, tokens.device, mask, document_ids, prefix_lengths, positions
+            )
         else:
-            where, slot_mappings = cache.assign_slots(seq_len, mask)
-        inputs.validate_positions(stack, given.name, where, cache)
+            token_positions, slot_mappings = cache.assign_slots(seq_len, mask)
+        inputs.validate_positions(stack, name, token_positions, cache)
         with _no_grad_if_cached(cache):
-            x = stack(tokens, where, given.token_types, memory, memory_positions, cache, slot_mappings)
+            x = stack(tokens, token_positions, token_types, memory, memory_positions, cache, slot_mappings)
         if cache is not None:
-            cache.commit(where, has_padding=mask is not None)
-        return x, where
+            cache.commit(token_positions, has_padding=mask is not None)
+        return x, token_positions
 
 
 def _no_grad_if_cached(cache: Cache | None) -> torch.set_grad_enabled:
@@ -284,10 +286,11 @@ class EncoderDecoder(Transformer):
         target = inputs.check_tokens("target", target, self.decoder.vocab_size)
         if cache is not None:
             inputs.check_cache(cache, self.decoder.cache_shapes, "target", len(target))
-        memory, where = self._get_memory(source, source_mask, target, cache)
-        x, _ = self._run_stack(self.decoder, StackInputs("target", target, target_mask), cache, memory, where)
+        memory, memory_positions = self._get_memory(source, source_mask, target, cache)
+        target_inputs = StackInputs("target", target, target_mask)
+        x, _ = self._run_stack(self.decoder, target_inputs, cache, memory, memory_positions)
         if cache is not None:
-            cache.memory_positions = where
+            cache.memory_positions = memory_positions
         return x
 
     def _get_memory(
@@ -300,10 +303,10 @@ class EncoderDecoder(Transformer):
             return None, cache.memory_positions
         if source is None:
             raise InputError("source is None, but no cache holds a source yet; pass the source in the first call")
-        memory, where = self._run_stack(self.encoder, StackInputs("source", source, source_mask))
+        memory, memory_positions = self._run_stack(self.encoder, StackInputs("source", source, source_mask))
         if len(source) != len(target):
             raise InputError(f"source has {len(source)} rows and target {len(target)}; pass the same number of rows")
-        return memory, where
+        return memory, memory_positions
 
     def forward(
         self,
