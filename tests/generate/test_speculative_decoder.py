@@ -222,7 +222,7 @@ SAMPLING_CASES: dict[str, dict[str, Any]] = {
 def perturbed_copy(model: Transformer, noise: float = 0.05) -> Transformer:
     """A good draft model: almost the same weights."""
     copied = build_randomized_model(model.config, torch.float64)
-    copied.load_weights(model.state_dict())
+    copied.load_state_dict(model.state_dict())
     for weight in copied.parameters():
         weight.add_(noise * torch.randn_like(weight))
     return copied
@@ -371,7 +371,7 @@ def test_completions_may_fill_the_context() -> None:
     """Up to the last slot; a draft model with fewer positions stops proposing."""
     model, draft = decoder(6, size=12, context=16), decoder(7, size=12, context=10)
     short = decoder(6, size=12, context=10)  # exact drafts up to its context length
-    short.load_weights(
+    short.load_state_dict(
         {name: weight[: len(short_weight)] for name, short_weight, weight in paired_weights(short, model)}
     )
     prompts = [[1] * 15, [2], [3] * 9, [4] * 12, [5] * 10]

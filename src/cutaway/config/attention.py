@@ -66,6 +66,10 @@ class MultiHeadBase(ConfigNode):
     def head_dim(self, d_model: int) -> int:
         return self.d_head or d_model // self.heads
 
+    def max_rotary_dim(self, d_model: int) -> int:
+        """Number of dimensions of a head that RoPE may rotate."""
+        return self.head_dim(d_model)
+
 
 class MultiHead(MultiHeadBase):
     """softmax(q·kᵀ·scale + mask)·v in several heads: MHA, GQA, MQA. https://arxiv.org/abs/1706.03762"""
@@ -106,6 +110,13 @@ class LatentAttention(ConfigNode):
     """Factor on the scores; default 1/sqrt(d_nope + d_rope)."""
     window: PositiveInt | None = None
     dropout: Probability = 0.0
+
+    def head_dim(self, d_model: int) -> int:
+        return self.d_nope + self.d_rope
+
+    def max_rotary_dim(self, d_model: int) -> int:
+        """Number of dimensions of a head that RoPE may rotate."""
+        return self.d_rope
 
     @model_validator(mode="after")
     def _check_rope_width(self) -> "LatentAttention":

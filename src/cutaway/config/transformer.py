@@ -136,7 +136,7 @@ def _find_rope_errors(path: str, attention: MultiHead | LatentAttention, d_model
     rope = attention.position
     if not isinstance(rope, Rope):
         return
-    head = attention.d_rope if isinstance(attention, LatentAttention) else attention.head_dim(d_model)
+    head = attention.max_rotary_dim(d_model)
     width = rope.rotary_dim or head
     if width > head:
         yield f"{path}.position.rotary_dim", f"{width} is more than the head's {head} dimensions"

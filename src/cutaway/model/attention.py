@@ -8,9 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from cutaway.config import Cross, QKNorm
-from cutaway.config import LatentAttention as LatentConfig
-from cutaway.config import MultiHead as MultiHeadConfig
+import cutaway.config as cfg
 from cutaway.model.cache import CacheShape, CrossCache, LayerCache, SlotMapping
 from cutaway.model.kernels import build_kernel
 from cutaway.model.layers import Linear
@@ -44,7 +42,7 @@ class LayerContext:
 class QueryKeyNorm(nn.Module):
     """QK-norm: normalizes each head's vector, or the concatenation of all heads (`over="full"`)."""
 
-    def __init__(self, config: QKNorm, heads: int, d_head: int) -> None:
+    def __init__(self, config: cfg.QKNorm, heads: int, d_head: int) -> None:
         super().__init__()
         self.over_all_heads = config.over == "full"
         shape = (heads * d_head,) if self.over_all_heads else (heads, d_head) if config.gain_per_head else (d_head,)
@@ -57,7 +55,7 @@ class QueryKeyNorm(nn.Module):
 class MultiHead(nn.Module):
     """Multi-head attention: z = softmax(q·kᵀ·scale)·v in each head, then the output projection o(z)."""
 
-    def __init__(self, config: MultiHeadConfig | Cross, d_model: int) -> None:
+    def __init__(self, config: cfg.MultiHead | cfg.Cross, d_model: int) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.d_head = config.heads, config.num_kv_heads, config.head_dim(d_model)
         self.q = Linear(d_model, self.heads * self.d_head, bias="q" in config.bias)
@@ -68,7 +66,7 @@ class MultiHead(nn.Module):
         self.q_norm = nn.Identity() if norm is None else QueryKeyNorm(norm, self.heads, self.d_head)
         self.k_norm = nn.Identity() if norm is None else QueryKeyNorm(norm, self.kv_heads, self.d_head)
         self.clip_qkv = config.clip_qkv
-        has_sink = isinstance(config, MultiHeadConfig) and config.sink
+        has_sink = isinstance(config, cfg.MultiHead) and config.sink
         self.sink = nn.Parameter(torch.empty(self.heads)) if has_sink else None
         scale = config.scale or self.d_head**-0.5
         self.build_kernel = partial(
@@ -126,7 +124,7 @@ class LatentAttention(nn.Module):
     k_h = (W_uk·c, rope(k_r)), v_h = W_uv·c. The cache holds only c and k_r, the rotary key that all heads share.
     """
 
-    def __init__(self, config: LatentConfig, d_model: int) -> None:
+    def __init__(self, config: cfg.LatentAttention, d_model: int) -> None:
         super().__init__()
         self.heads, self.d_nope, self.d_rope, self.d_value = config.heads, config.d_nope, config.d_rope, config.d_value
         self.kv_rank = config.kv_rank
@@ -165,6 +163,6 @@ class LatentAttention(nn.Module):
         return self.o(z.flatten(-2))
 
 
-def build_attention(config: MultiHeadConfig | LatentConfig, d_model: int) -> MultiHead | LatentAttention:
+def build_attention(config: cfg.MultiHead | cfg.LatentAttention, d_model: int) -> MultiHead | LatentAttention:
     """Build the self-attention module for `config`."""
-    return MultiHead(config, d_model) if isinstance(config, MultiHeadConfig) else LatentAttention(config, d_model)
+    return MultiHead(config, d_model) if isinstance(config, cfg.MultiHead) else LatentAttention(config, d_model)

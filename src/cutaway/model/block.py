@@ -6,28 +6,26 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from cutaway.config import FFN, CrossBlock, Moe, NoNorm, OutputNorm, ParallelResidual, PostNorm, PreNorm, SandwichNorm
-from cutaway.config import Block as BlockConfig
-from cutaway.config import Stack as StackConfig
+import cutaway.config as cfg
 from cutaway.model.attention import CrossAttention, LatentAttention, LayerContext, MultiHead, build_attention
 from cutaway.model.ffn import build_dense_ffn
 from cutaway.model.moe import MixtureOfExperts
 from cutaway.model.norms import build_norm
 
 
-def build_ffn(config: FFN, d_model: int) -> nn.Module:
+def build_ffn(config: cfg.FFN, d_model: int) -> nn.Module:
     """Build a dense FFN or a mixture of experts."""
-    return MixtureOfExperts(config, d_model) if isinstance(config, Moe) else build_dense_ffn(config, d_model)
+    return MixtureOfExperts(config, d_model) if isinstance(config, cfg.Moe) else build_dense_ffn(config, d_model)
 
 
 class Branch(nn.Module):
     """A sublayer f with its norms, dropout and scale. The output is exactly what is added to the residual stream."""
 
-    def __init__(self, f: nn.Module, stack: StackConfig, d_model: int, *, norm_in: bool, norm_out: bool) -> None:
+    def __init__(self, f: nn.Module, stack: cfg.Stack, d_model: int, *, norm_in: bool, norm_out: bool) -> None:
         super().__init__()
-        self.norm_in = build_norm(stack.norm if norm_in else NoNorm(), d_model)
+        self.norm_in = build_norm(stack.norm if norm_in else cfg.NoNorm(), d_model)
         self.f = f
-        self.norm_out = build_norm(stack.norm if norm_out else NoNorm(), d_model)
+        self.norm_out = build_norm(stack.norm if norm_out else cfg.NoNorm(), d_model)
         is_attention = isinstance(f, MultiHead | LatentAttention)
         override = stack.attention_resid_dropout if is_attention else None
         self.dropout = stack.dropout if override is None else override
@@ -45,19 +43,19 @@ class Block(nn.Module):
     In the decoder of an encoder-decoder, cross-attention comes between attention and FFN.
     """
 
-    def __init__(self, config: BlockConfig, stack: StackConfig, d_model: int, *, is_first: bool = False) -> None:
+    def __init__(self, config: cfg.Block, stack: cfg.Stack, d_model: int, *, is_first: bool = False) -> None:
         super().__init__()
         placement = stack.placement
-        norm_in = isinstance(placement, PreNorm | SandwichNorm)
-        norm_out = isinstance(placement, SandwichNorm | OutputNorm)
-        skip_prenorm = is_first and isinstance(placement, PreNorm) and placement.skip_first_prenorm
-        post_norm = stack.norm if isinstance(placement, PostNorm) else NoNorm()
-        self.skip_scale = placement.skip_scale if isinstance(placement, PostNorm) else 1.0
+        norm_in = isinstance(placement, cfg.PreNorm | cfg.SandwichNorm)
+        norm_out = isinstance(placement, cfg.SandwichNorm | cfg.OutputNorm)
+        skip_prenorm = is_first and isinstance(placement, cfg.PreNorm) and placement.skip_first_prenorm
+        post_norm = stack.norm if isinstance(placement, cfg.PostNorm) else cfg.NoNorm()
+        self.skip_scale = placement.skip_scale if isinstance(placement, cfg.PostNorm) else 1.0
         attention = build_attention(config.attention, d_model)
         self.attn = Branch(attention, stack, d_model, norm_in=norm_in and not skip_prenorm, norm_out=norm_out)
         self.norm_after_attn = build_norm(post_norm, d_model)
         self.cross, self.norm_after_cross = None, None
-        if isinstance(config, CrossBlock):
+        if isinstance(config, cfg.CrossBlock):
             cross = CrossAttention(config.cross, d_model)
             self.cross = Branch(cross, stack, d_model, norm_in=norm_in, norm_out=norm_out)
             self.norm_after_cross = build_norm(post_norm, d_model)
@@ -78,11 +76,11 @@ class Block(nn.Module):
 class ParallelBlock(nn.Module):
     """Parallel residual (GPT-J): x + attention(norm(x)) + FFN(norm(x))."""
 
-    def __init__(self, config: BlockConfig, stack: StackConfig, d_model: int) -> None:
+    def __init__(self, config: cfg.Block, stack: cfg.Stack, d_model: int) -> None:
         super().__init__()
-        assert isinstance(stack.placement, ParallelResidual)
+        assert isinstance(stack.placement, cfg.ParallelResidual)
         two_norms = stack.placement.norms == "two"
-        self.norm = build_norm(NoNorm() if two_norms else stack.norm, d_model)
+        self.norm = build_norm(cfg.NoNorm() if two_norms else stack.norm, d_model)
         attention = build_attention(config.attention, d_model)
         self.attn = Branch(attention, stack, d_model, norm_in=two_norms, norm_out=False)
         self.ffn = Branch(build_ffn(config.ffn, d_model), stack, d_model, norm_in=two_norms, norm_out=False)
@@ -92,8 +90,8 @@ class ParallelBlock(nn.Module):
         return x + self.attn(h, context) + self.ffn(h)
 
 
-def build_block(config: BlockConfig, stack: StackConfig, d_model: int, *, is_first: bool) -> Block | ParallelBlock:
+def build_block(config: cfg.Block, stack: cfg.Stack, d_model: int, *, is_first: bool) -> Block | ParallelBlock:
     """Build a block with sequential or parallel residuals, depending on `stack.placement`."""
-    if isinstance(stack.placement, ParallelResidual):
+    if isinstance(stack.placement, cfg.ParallelResidual):
         return ParallelBlock(config, stack, d_model)
     return Block(config, stack, d_model, is_first=is_first)

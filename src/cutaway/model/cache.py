@@ -7,8 +7,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from cutaway.argument_checks import INTEGER_DTYPES
 from cutaway.errors import InputError
-from cutaway.model.masks import EMPTY_POSITION, INTEGER_DTYPES, TokenPositions
+from cutaway.model.masks import EMPTY_POSITION, TokenPositions
 
 CacheShape = tuple[tuple[int, int], tuple[int, int]]
 """(heads, width) of a layer's cached keys and of its cached values."""

@@ -4,9 +4,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from cutaway.config import Embedding as EmbeddingConfig
-from cutaway.config import LearnedPosition as LearnedConfig
-from cutaway.config import SinusoidalPosition as SinusoidalConfig
+import cutaway.config as cfg
 from cutaway.model.layers import EmbeddingTable, Linear
 from cutaway.model.masks import TokenPositions
 from cutaway.model.norms import build_norm
@@ -16,15 +14,15 @@ from cutaway.model.positions import LearnedPosition, SinusoidalPosition
 class Embedding(nn.Module):
     """x = norm(E[token] · scale + PE[position] + token_type), with a projection to d_model if factorized."""
 
-    def __init__(self, config: EmbeddingConfig, d_model: int, token_table: EmbeddingTable) -> None:
+    def __init__(self, config: cfg.Embedding, d_model: int, token_table: EmbeddingTable) -> None:
         super().__init__()
         width = config.position_dim(d_model)
         self.token = token_table  # the module is shared, not the tensor, so that weights stay tied after .to(device)
         self.scale = config.resolve_scale(d_model)
         self.position: LearnedPosition | SinusoidalPosition | None = None
-        if isinstance(config.position, LearnedConfig):
+        if isinstance(config.position, cfg.LearnedPosition):
             self.position = LearnedPosition(config.position, width)
-        elif isinstance(config.position, SinusoidalConfig):
+        elif isinstance(config.position, cfg.SinusoidalPosition):
             self.position = SinusoidalPosition(config.position, width)
         self.token_types = EmbeddingTable(config.token_types, width) if config.token_types else None
         self.norm = build_norm(config.norm, width)

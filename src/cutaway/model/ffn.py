@@ -7,8 +7,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from cutaway.config import ClampedSwiGLU, DenseFFN, Mlp
-from cutaway.config import Gated as GatedConfig
+import cutaway.config as cfg
 from cutaway.model.activations import ACTIVATIONS
 from cutaway.model.layers import Linear
 
@@ -23,7 +22,7 @@ def _build_linear(d_in: int, d_out: int, bias: bool) -> nn.Module:
 class MLP(nn.Module):
     """down(act(up(x)))."""
 
-    def __init__(self, config: Mlp, d_model: int, build_linear: LinearBuilder = _build_linear) -> None:
+    def __init__(self, config: cfg.Mlp, d_model: int, build_linear: LinearBuilder = _build_linear) -> None:
         super().__init__()
         hidden = config.hidden_dim(d_model)
         self.up = build_linear(d_model, hidden, config.bias)
@@ -40,7 +39,7 @@ class GatedMLP(nn.Module):
     """down(act(gate(x)) · up(x))."""
 
     def __init__(
-        self, config: GatedConfig | ClampedSwiGLU, d_model: int, build_linear: LinearBuilder = _build_linear
+        self, config: cfg.Gated | cfg.ClampedSwiGLU, d_model: int, build_linear: LinearBuilder = _build_linear
     ) -> None:
         super().__init__()
         hidden = config.hidden_dim(d_model)
@@ -48,7 +47,7 @@ class GatedMLP(nn.Module):
         self.up = build_linear(d_model, hidden, config.bias)
         self.down = build_linear(hidden, d_model, config.bias)
         self.dropout = config.dropout
-        self.act = ACTIVATIONS["silu" if isinstance(config, ClampedSwiGLU) else config.activation]
+        self.act = ACTIVATIONS["silu" if isinstance(config, cfg.ClampedSwiGLU) else config.activation]
 
     def apply_gate(self, gate: Float[Tensor, "*batch h"], up: Float[Tensor, "*batch h"]) -> Float[Tensor, "*batch h"]:
         """act(gate) · up."""
@@ -66,7 +65,7 @@ class GatedMLP(nn.Module):
 class ClampedSwiGLUMLP(GatedMLP):
     """down(gate · sigmoid(alpha·gate) · (up + 1)) with gate ≤ limit and |up| ≤ limit (gpt-oss)."""
 
-    def __init__(self, config: ClampedSwiGLU, d_model: int, build_linear: LinearBuilder = _build_linear) -> None:
+    def __init__(self, config: cfg.ClampedSwiGLU, d_model: int, build_linear: LinearBuilder = _build_linear) -> None:
         super().__init__(config, d_model, build_linear)
         self.limit, self.alpha = config.limit, config.alpha
 
@@ -75,10 +74,10 @@ class ClampedSwiGLUMLP(GatedMLP):
         return gate * torch.sigmoid(self.alpha * gate) * (up + 1)
 
 
-def build_dense_ffn(config: DenseFFN, d_model: int, build_linear: LinearBuilder = _build_linear) -> nn.Module:
+def build_dense_ffn(config: cfg.DenseFFN, d_model: int, build_linear: LinearBuilder = _build_linear) -> nn.Module:
     """Build the FFN for `config` from linear layers made by `build_linear`."""
-    if isinstance(config, Mlp):
+    if isinstance(config, cfg.Mlp):
         return MLP(config, d_model, build_linear)
-    if isinstance(config, ClampedSwiGLU):
+    if isinstance(config, cfg.ClampedSwiGLU):
         return ClampedSwiGLUMLP(config, d_model, build_linear)
     return GatedMLP(config, d_model, build_linear)

@@ -5,8 +5,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from cutaway.config import HeadTransform as TransformConfig
-from cutaway.config import LMHead as HeadConfig
+import cutaway.config as cfg
 from cutaway.model.activations import ACTIVATIONS
 from cutaway.model.layers import EmbeddingTable, Linear
 from cutaway.model.masks import TokenPositions
@@ -16,7 +15,7 @@ from cutaway.model.norms import build_norm
 class HeadTransform(nn.Module):
     """norm(act(dense(x))) before the output matrix (BERT, OPT-350m)."""
 
-    def __init__(self, config: TransformConfig, d_in: int, d_out: int) -> None:
+    def __init__(self, config: cfg.HeadTransform, d_in: int, d_out: int) -> None:
         super().__init__()
         self.dense = Linear(d_in, d_out, bias=config.bias)
         self.act = ACTIVATIONS[config.activation]
@@ -29,7 +28,7 @@ class HeadTransform(nn.Module):
 class LMHead(nn.Module):
     """logits = softcap(scale · (x·Eᵀ + b)); E is the token embedding if tied."""
 
-    def __init__(self, config: HeadConfig, d_model: int, vocab_size: int, token_table: EmbeddingTable) -> None:
+    def __init__(self, config: cfg.LMHead, d_model: int, vocab_size: int, token_table: EmbeddingTable) -> None:
         super().__init__()
         width = token_table.embedding_dim if config.tied else d_model
         self.transform = None if config.transform is None else HeadTransform(config.transform, d_model, width)

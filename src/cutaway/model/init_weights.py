@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from cutaway.config import Config, CrossStack, NormalInit, SmallInit, T5Init, XavierInit
+import cutaway.config as cfg
 from cutaway.model.positions import SinusoidalPosition
 
 EMBEDDING_PATTERN = r"(embed\.(token|token_types|position\.table)|head\.matrix)\.weight$"
@@ -16,7 +16,7 @@ QUERY_PATTERN = r"\.(attn|cross)\.f\.q\.(2\.)?weight$"  # q.2: MLA's up-projecti
 RELATIVE_BIAS_PATTERN = r"positions\.\d+\.table\.weight$"
 
 
-def init_weights(model: nn.Module, config: Config, parameters: Iterable[tuple[str, Tensor]] | None = None) -> None:
+def init_weights(model: nn.Module, config: cfg.Config, parameters: Iterable[tuple[str, Tensor]] | None = None) -> None:
     """Initialize all parameters.
 
     | what                    | normal (GPT-2)       | xavier (2017)       | small (NeoX)        | t5              |
@@ -44,7 +44,7 @@ def init_weights(model: nn.Module, config: Config, parameters: Iterable[tuple[st
             continue  # the frozen sinusoidal table
         if parameter.ndim < 2 or "norm" in name:
             _init_vector(model, name, parameter)
-        elif isinstance(config.init, XavierInit) and not re.search(
+        elif isinstance(config.init, cfg.XavierInit) and not re.search(
             f"{EMBEDDING_PATTERN}|{RELATIVE_BIAS_PATTERN}", name
         ):
             bound = math.sqrt(6 / (parameter.shape[-1] + parameter.shape[-2]))
@@ -61,24 +61,24 @@ def _init_vector(model: nn.Module, name: str, parameter: Tensor) -> None:
     nn.init.constant_(parameter, 1.0 if is_gain and not offset else 0.0)
 
 
-def _weight_std(name: str, parameter: Tensor, config: Config) -> float:
+def _weight_std(name: str, parameter: Tensor, config: cfg.Config) -> float:
     """Standard deviation of one matrix, from the table in `init_weights`."""
     d_model, fan_in = config.d_model, parameter.shape[-1]
     stack = config.stacks.get(name.split(".")[0])
     is_residual_output = stack is not None and re.search(RESIDUAL_OUTPUT_PATTERN, name)
     match config.init:
-        case NormalInit(std=std, depth_scaled=scaled):
+        case cfg.NormalInit(std=std, depth_scaled=scaled):
             if stack is None or not (scaled and is_residual_output):
                 return std
-            per_layer = 3 if isinstance(stack, CrossStack) else 2
+            per_layer = 3 if isinstance(stack, cfg.CrossStack) else 2
             return std / math.sqrt(per_layer * stack.layers)
-        case XavierInit():
+        case cfg.XavierInit():
             return d_model**-0.5
-        case SmallInit():
+        case cfg.SmallInit():
             if stack is not None and is_residual_output:
                 return 2 / (stack.layers * math.sqrt(d_model))
             return math.sqrt(2 / (5 * d_model))
-        case T5Init():
+        case cfg.T5Init():
             if re.search(EMBEDDING_PATTERN, name):
                 return 1.0
             if re.search(RELATIVE_BIAS_PATTERN, name):
@@ -86,19 +86,17 @@ def _weight_std(name: str, parameter: Tensor, config: Config) -> float:
             return (fan_in * _query_head_dim(name, config)) ** -0.5 if re.search(QUERY_PATTERN, name) else fan_in**-0.5
 
 
-def _query_head_dim(name: str, config: Config) -> int:
+def _query_head_dim(name: str, config: cfg.Config) -> int:
     """Head dimension of the attention that a query matrix belongs to."""
     side, _, layer, which = name.split(".")[:4]
     block = config.stacks[side].blocks[int(layer)]
     attention = getattr(block, "cross" if which == "cross" else "attention")
-    if attention.kind == "latent":
-        return int(attention.d_nope + attention.d_rope)
     return int(attention.head_dim(config.d_model))
 
 
 @torch.no_grad()
 def init_weights_with_seed(
-    model: nn.Module, config: Config, seed: int | None, parameters: Iterable[tuple[str, Tensor]] | None = None
+    model: nn.Module, config: cfg.Config, seed: int | None, parameters: Iterable[tuple[str, Tensor]] | None = None
 ) -> None:
     """Initialize from `seed` without changing the global random generators. If `seed` is None, use the global ones."""
     if seed is None:

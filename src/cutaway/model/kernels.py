@@ -205,7 +205,7 @@ def _build_block_mask(mask_spec: MaskSpec) -> BlockMask:
         return _sequential_block_mask(mask_spec.rules, num_queries, num_keys, device)
 
     def is_visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return mask_spec.is_visible(q.get_token(b, i), k.get_token(b, j))
+        return all_rules_hold(mask_spec.rules, q.get_token(b, i), k.get_token(b, j))
 
     rows = max(len(q.position), len(k.position))
     create = _compile_unless_compiling(create_block_mask, device)
@@ -244,6 +244,6 @@ def build_kernel(
     """Build a kernel by name. 'auto' is sdpa, or explicit where softcap or a sink is needed."""
     if name == "auto":
         name = "sdpa" if softcap is None and not sink else "explicit"
-    if name not in KERNELS:
-        raise KernelError(f"unknown kernel '{name}'; use one of auto, {', '.join(KERNELS)}")
+    if not isinstance(name, str) or name not in KERNELS:
+        raise KernelError(f"unknown kernel {name!r}; use one of auto, {', '.join(KERNELS)}")
     return KERNELS[name](scale, softcap, dropout, sink=sink)

@@ -9,13 +9,12 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
 EMPTY_POSITION = -1
 """Position of padding and of unwritten cache slots."""
 
 
 class TokenInfo(NamedTuple):
-    """Inputs of a mask rule for one token or a broadcastable tensor of tokens."""
+    """What a mask rule reads about a query or a key: scalars for one token, or tensors that broadcast for many."""
 
     position: Int[Tensor, "..."]
     document_id: Int[Tensor, "..."] | None = None
@@ -139,14 +138,10 @@ class MaskSpec:
 
         The rows of fully masked queries are set to True to keep softmax finite; kernels set their outputs to zero.
         """
-        visible = self.is_visible(self.q.broadcast_along(1), self.k.broadcast_along(2))
+        visible = all_rules_hold(self.rules, self.q.broadcast_along(1), self.k.broadcast_along(2))
         visible = visible.expand(-1, self.q.position.shape[-1], -1)
         fully_masked = ~visible.any(-1, keepdim=True)
         return (visible | fully_masked).unsqueeze(1), fully_masked.unsqueeze(1)
-
-    def is_visible(self, q: TokenInfo, k: TokenInfo) -> Bool[Tensor, "..."]:
-        """Whether all rules hold."""
-        return all_rules_hold(self.rules, q, k)
 
 
 def self_attention_mask(

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from cutaway.config import ExpertGroups, Moe
-from cutaway.config import Router as RouterConfig
+import cutaway.config as cfg
 from cutaway.model.ffn import build_dense_ffn
 from cutaway.model.layers import Linear
 
@@ -22,7 +21,7 @@ class Router(nn.Module):
     Returns the weights of the selected experts, in fp32 or fp64, and their indices.
     """
 
-    def __init__(self, config: RouterConfig, d_model: int, num_experts: int) -> None:
+    def __init__(self, config: cfg.Router, d_model: int, num_experts: int) -> None:
         super().__init__()
         self.top_k, self.groups = config.top_k, config.groups
         self.use_softmax, self.renormalize, self.scale = config.score == "softmax", config.renormalize, config.scale
@@ -71,7 +70,7 @@ def _no_autocast(x: Tensor) -> AbstractContextManager[object]:
     return torch.autocast(x.device.type, enabled=False)
 
 
-def _mask_unselected_groups(scores: Float[Tensor, "n e"], groups: ExpertGroups) -> Float[Tensor, "n e"]:
+def _mask_unselected_groups(scores: Float[Tensor, "n e"], groups: cfg.ExpertGroups) -> Float[Tensor, "n e"]:
     """Set scores outside the best `top_k` expert groups to −inf (DeepSeek-V3)."""
     grouped = scores.view(*scores.shape[:-1], groups.num_groups, -1)
     group_scores = grouped.topk(2, dim=-1).values.sum(-1) if groups.score == "top2" else grouped.amax(-1)
@@ -107,7 +106,7 @@ class GroupedLinear(nn.Module):
 class MixtureOfExperts(nn.Module):
     """Σ over the selected experts of weight · expert(x), plus the shared expert's output."""
 
-    def __init__(self, config: Moe, d_model: int) -> None:
+    def __init__(self, config: cfg.Moe, d_model: int) -> None:
         super().__init__()
         self.router = Router(config.router, d_model, config.experts)
         self.experts = build_dense_ffn(config.expert, d_model, partial(GroupedLinear, config.experts))

@@ -5,15 +5,13 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from cutaway.config import LayerNorm as LayerNormConfig
-from cutaway.config import NoNorm, Norm
-from cutaway.config import RMSNorm as RMSNormConfig
+import cutaway.config as cfg
 
 
 class LayerNorm(nn.Module):
     """y = (x − mean) / sqrt(var + eps) · γ + β, with mean and variance of each token."""
 
-    def __init__(self, config: LayerNormConfig, *shape: int) -> None:
+    def __init__(self, config: cfg.LayerNorm, *shape: int) -> None:
         super().__init__()
         self.eps = config.eps
         self.per_head = len(shape) > 1
@@ -31,7 +29,7 @@ class LayerNorm(nn.Module):
 class RMSNorm(nn.Module):
     """y = x / sqrt(mean(x²) + eps) · γ, or · (1 + γ) with the unit offset."""
 
-    def __init__(self, config: RMSNormConfig, *shape: int) -> None:
+    def __init__(self, config: cfg.RMSNorm, *shape: int) -> None:
         super().__init__()
         self.eps = config.eps
         self.unit_offset = config.unit_offset
@@ -44,8 +42,8 @@ class RMSNorm(nn.Module):
         return (y * (1 + gain if self.unit_offset else gain)).to(x.dtype)
 
 
-def build_norm(config: Norm, *shape: int) -> nn.Module:
+def build_norm(config: cfg.Norm, *shape: int) -> nn.Module:
     """Build the norm for `config`. `shape` is the shape of the gains; statistics are over the last dimension."""
-    if isinstance(config, NoNorm):
+    if isinstance(config, cfg.NoNorm):
         return nn.Identity()
-    return LayerNorm(config, *shape) if isinstance(config, LayerNormConfig) else RMSNorm(config, *shape)
+    return LayerNorm(config, *shape) if isinstance(config, cfg.LayerNorm) else RMSNorm(config, *shape)

@@ -7,17 +7,14 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from cutaway.config import Alibi as AlibiConfig
-from cutaway.config import LearnedPosition as LearnedConfig
-from cutaway.config import RelativeBias as RelativeBiasConfig
-from cutaway.config import SinusoidalPosition as SinusoidalConfig
+import cutaway.config as cfg
 from cutaway.model.layers import ConstantBuffers, EmbeddingTable
 
 
 class LearnedPosition(nn.Module):
     """PE(pos) = table[pos + offset]."""
 
-    def __init__(self, config: LearnedConfig, width: int) -> None:
+    def __init__(self, config: cfg.LearnedPosition, width: int) -> None:
         super().__init__()
         self.max_positions, self.offset = config.length, config.offset
         self.table = EmbeddingTable(config.length + config.offset, width)
@@ -29,7 +26,7 @@ class LearnedPosition(nn.Module):
 class SinusoidalPosition(ConstantBuffers):
     """PE(pos, 2i) = sin(pos / base^(2i/d)), PE(pos, 2i+1) = cos(pos / base^(2i/d)). https://arxiv.org/abs/1706.03762"""
 
-    def __init__(self, config: SinusoidalConfig, width: int) -> None:
+    def __init__(self, config: cfg.SinusoidalPosition, width: int) -> None:
         super().__init__()
         self.base, self.width, self.layout, self.max_positions = config.base, width, config.layout, config.table_length
         self.table = None
@@ -91,7 +88,7 @@ class Alibi(ScoreBias, ConstantBuffers):
     With `round_to_bf16` (Falcon) the bias is slope_h · j in bf16. It differs by a constant per query and by rounding.
     """
 
-    def __init__(self, config: AlibiConfig, heads: int) -> None:
+    def __init__(self, config: cfg.Alibi, heads: int) -> None:
         super().__init__()
         self.heads, self.max_bias, self.scale = heads, config.max_bias, config.scale
         self.round_to_bf16 = config.round_to_bf16
@@ -114,7 +111,7 @@ class Alibi(ScoreBias, ConstantBuffers):
 class RelativeBias(ScoreBias):
     """T5 relative bias: table[bucket(j − i), h], with one bucket per small distance and logarithmic buckets beyond."""
 
-    def __init__(self, config: RelativeBiasConfig, heads: int, *, causal: bool) -> None:
+    def __init__(self, config: cfg.RelativeBias, heads: int, *, causal: bool) -> None:
         super().__init__()
         self.buckets, self.max_distance, self.causal, self.heads = config.buckets, config.max_distance, causal, heads
         self.table = EmbeddingTable(config.buckets, heads)

@@ -7,8 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from cutaway.config import DynamicNTK, LinearScaling, Llama3Scaling, LongRope, Yarn
-from cutaway.config import Rope as RopeConfig
+import cutaway.config as cfg
 from cutaway.model.layers import ConstantBuffers
 from cutaway.model.masks import TokenPositions
 
@@ -40,16 +39,16 @@ class Rope(ConstantBuffers):
     q·k then depends on the positions only through their difference. https://arxiv.org/abs/2104.09864
     """
 
-    def __init__(self, config: RopeConfig, rotary_dim: int) -> None:
+    def __init__(self, config: cfg.Rope, rotary_dim: int) -> None:
         super().__init__()
         self.theta, self.rotary_dim, self.scaling = config.theta, rotary_dim, config.scaling
         self.interleaved = config.layout == "interleaved"
-        self.is_dynamic_ntk = isinstance(config.scaling, DynamicNTK)
         scaling = config.scaling
-        by_length = isinstance(scaling, DynamicNTK) or (isinstance(scaling, LongRope) and scaling.is_length_dependent)
+        self.is_dynamic_ntk = isinstance(scaling, cfg.DynamicNTK)
+        by_length = self.is_dynamic_ntk or (isinstance(scaling, cfg.LongRope) and scaling.is_length_dependent)
         self.switch_length: int | None = getattr(scaling, "original_length", None) if by_length else None
         """Sequence length above which the frequencies change."""
-        self.factor = getattr(config.scaling, "factor", 1.0)
+        self.factor = getattr(scaling, "factor", 1.0)
         self.attention_factor = resolve_attention_factor(config)
         self.frequency: Tensor
         self.long_frequency: Tensor
@@ -60,14 +59,14 @@ class Rope(ConstantBuffers):
         exponent = torch.arange(0, self.rotary_dim, 2, dtype=torch.float32) / self.rotary_dim
         tensors = {"exponent": exponent, "frequency": 1.0 / self.theta**exponent}
         match self.scaling:
-            case LinearScaling(factor=factor):
+            case cfg.LinearScaling(factor=factor):
                 tensors["frequency"] /= factor
-            case Llama3Scaling():
+            case cfg.Llama3Scaling():
                 tensors["frequency"] = scale_llama3_frequency(tensors["frequency"], self.scaling)
-            case Yarn():
+            case cfg.Yarn():
                 period = self.theta**exponent
                 tensors["frequency"] = scale_yarn_frequency(period, self.theta, self.rotary_dim, self.scaling)
-            case LongRope(short_factors=short, long_factors=long):
+            case cfg.LongRope(short_factors=short, long_factors=long):
                 tensors["frequency"] = 1.0 / (torch.tensor(short, dtype=torch.float32) * self.theta**exponent)
                 tensors["long_frequency"] = 1.0 / (torch.tensor(long, dtype=torch.float32) * self.theta**exponent)
         return tensors
@@ -90,17 +89,17 @@ class Rope(ConstantBuffers):
         return 1.0 / (self.theta * stretch ** (self.rotary_dim / (self.rotary_dim - 2))) ** self.exponent
 
 
-def resolve_attention_factor(config: RopeConfig) -> float:
+def resolve_attention_factor(config: cfg.Rope) -> float:
     """Factor on cos and sin: YaRN and LongRoPE scale attention logits up in long contexts."""
     match config.scaling:
-        case Yarn(attention_factor=None, factor=factor):
+        case cfg.Yarn(attention_factor=None, factor=factor):
             return 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
-        case Yarn(attention_factor=float(factor)) | LongRope(attention_factor=float(factor)):
+        case cfg.Yarn(attention_factor=float(factor)) | cfg.LongRope(attention_factor=float(factor)):
             return factor
     return 1.0
 
 
-def scale_llama3_frequency(frequency: Float[Tensor, " pairs"], scaling: Llama3Scaling) -> Float[Tensor, " pairs"]:
+def scale_llama3_frequency(frequency: Float[Tensor, " pairs"], scaling: cfg.Llama3Scaling) -> Float[Tensor, " pairs"]:
     """Llama 3.1: keep high frequencies, divide low ones by `factor`, and blend in between.
 
     A frequency is high with a wavelength below original_length / high_frequency_factor, and low with a wavelength above
@@ -113,7 +112,7 @@ def scale_llama3_frequency(frequency: Float[Tensor, " pairs"], scaling: Llama3Sc
 
 
 def scale_yarn_frequency(
-    period: Float[Tensor, " pairs"], theta: float, rotary_dim: int, scaling: Yarn
+    period: Float[Tensor, " pairs"], theta: float, rotary_dim: int, scaling: cfg.Yarn
 ) -> Float[Tensor, " pairs"]:
     """YaRN: keep the frequencies of pairs with more than beta_fast rotations in the original context.
 

@@ -7,11 +7,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from cutaway.config import Alibi as AlibiConfig
-from cutaway.config import LatentAttention, MultiHead, NoNorm
-from cutaway.config import RelativeBias as RelativeBiasConfig
-from cutaway.config import Rope as RopeConfig
-from cutaway.config import Stack as StackConfig
+import cutaway.config as cfg
 from cutaway.model.activation_checkpointing import ActivationCheckpointing, run_block
 from cutaway.model.attention import LayerContext
 from cutaway.model.block import build_block
@@ -25,15 +21,14 @@ from cutaway.model.positions import Alibi, RelativeBias, ScoreBias
 from cutaway.model.rope import Rope
 
 
-def build_position(attention: MultiHead | LatentAttention, d_model: int, *, causal: bool) -> Rope | ScoreBias | None:
+def build_position(attention: cfg.Attention, d_model: int, *, causal: bool) -> Rope | ScoreBias | None:
     """Build the position method that acts inside attention: RoPE, ALiBi, relative bias, or None."""
     position = attention.position
-    if isinstance(position, RopeConfig):
-        width = attention.d_rope if isinstance(attention, LatentAttention) else attention.head_dim(d_model)
-        return Rope(position, position.rotary_dim or width)
-    if isinstance(position, AlibiConfig):
+    if isinstance(position, cfg.Rope):
+        return Rope(position, position.rotary_dim or attention.max_rotary_dim(d_model))
+    if isinstance(position, cfg.Alibi):
         return Alibi(position, attention.heads)
-    if isinstance(position, RelativeBiasConfig):
+    if isinstance(position, cfg.RelativeBias):
         return RelativeBias(position, attention.heads, causal=causal)
     return None
 
@@ -41,7 +36,7 @@ def build_position(attention: MultiHead | LatentAttention, d_model: int, *, caus
 class Stack(nn.Module):
     """Token ids in, normalized residual stream out."""
 
-    def __init__(self, config: StackConfig, d_model: int, token_table: EmbeddingTable, *, causal: bool) -> None:
+    def __init__(self, config: cfg.Stack, d_model: int, token_table: EmbeddingTable, *, causal: bool) -> None:
         super().__init__()
         self.causal, self.vocab_size = causal, token_table.num_embeddings
         self.embed = Embedding(config.embedding, d_model, token_table)
@@ -65,7 +60,7 @@ class Stack(nn.Module):
         self.rope_switch_lengths = sorted({rope.switch_length for rope in ropes if rope.switch_length is not None})
         """Sequence lengths at which LongRoPE changes the angles of all tokens; a cached row cannot grow past them."""
         self.windows = [block.attention.window for block in config.blocks]
-        self.final_norm = build_norm(config.norm if config.placement.final_norm else NoNorm(), d_model)
+        self.final_norm = build_norm(config.norm if config.placement.final_norm else cfg.NoNorm(), d_model)
         self.final_dropout = config.final_dropout
         self.activation_checkpointing: ActivationCheckpointing = "none"
 
@@ -144,11 +139,10 @@ def _get_kernel(branch: Any) -> Kernel:
     return branch.f.kernel
 
 
-def _position_sharing_key(config: StackConfig, layer: int, d_model: int) -> tuple[Any, ...]:
+def _position_sharing_key(config: cfg.Stack, layer: int, d_model: int) -> tuple[Any, ...]:
     """Key that is equal for two layers if they can share a position method."""
     attention = config.blocks[layer].attention
-    width = attention.d_rope if isinstance(attention, LatentAttention) else attention.head_dim(d_model)
     position = attention.position
-    if isinstance(position, RelativeBiasConfig):
+    if isinstance(position, cfg.RelativeBias):
         return position, attention.heads, None if position.shared else layer
-    return position, attention.heads, width
+    return position, attention.heads, attention.max_rotary_dim(d_model)

@@ -8,14 +8,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from cutaway.argument_checks import check_dtype, check_positive_int, check_seed, resolve_device
-from cutaway.config import Config, Decoder, Encoder
-from cutaway.config import EncoderDecoder as EncoderDecoderConfig
-from cutaway.config import LMHead as LMHeadConfig
-from cutaway.config import config as read_config
-from cutaway.errors import InputError, WeightError
+import cutaway.config as cfg
+from cutaway.argument_checks import check_dtype, check_positive_int, check_seed, check_tokens, resolve_device
+from cutaway.errors import InputError
 from cutaway.model import inputs
 from cutaway.model.activation_checkpointing import ACTIVATION_CHECKPOINTING_MODES, ActivationCheckpointing
+from cutaway.model.attention import LatentAttention, MultiHead
 from cutaway.model.cache import Cache
 from cutaway.model.head import LMHead, Pooler
 from cutaway.model.init_weights import init_weights_with_seed
@@ -28,7 +26,7 @@ from cutaway.model.stack import Stack
 class Transformer(nn.Module):
     """Base class of the three architectures; `build` creates the one that a configuration describes."""
 
-    config: Config
+    config: cfg.Config
 
     @property
     def stacks(self) -> dict[str, Stack]:
@@ -45,12 +43,10 @@ class Transformer(nn.Module):
 
     def use_kernel(self, name: str) -> "Transformer":
         """Set the attention kernel: 'sdpa', 'explicit', 'flex' or 'auto' (explicit for softcap or sinks, else sdpa)."""
-        if not isinstance(name, str):
-            raise InputError(f"kernel is {name!r}; use 'auto', 'sdpa', 'explicit' or 'flex'")
-        attentions = [module for module in self.modules() if hasattr(module, "build_kernel")]
-        kernels: list[Any] = [module.build_kernel(name) for module in attentions]  # type: ignore[operator]
-        for module, kernel in zip(attentions, kernels, strict=True):
-            module.kernel = kernel.train(self.training)
+        attentions = [module for module in self.modules() if isinstance(module, MultiHead | LatentAttention)]
+        kernels = [attention.build_kernel(name).train(self.training) for attention in attentions]
+        for attention, kernel in zip(attentions, kernels, strict=True):
+            attention.kernel = kernel
         return self
 
     def use_activation_checkpointing(self, mode: ActivationCheckpointing) -> "Transformer":
@@ -86,33 +82,6 @@ class Transformer(nn.Module):
             dtype=dtype or self.dtype,
             chunk_size=chunk_size,
         )
-
-    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Load a state dict. Missing, unexpected, misshapen or non-finite weights raise WeightError."""
-        own = self.state_dict()
-        if not isinstance(weights, Mapping) or not all(isinstance(tensor, Tensor) for tensor in weights.values()):
-            raise WeightError("weights must be a dict of tensors by name, as state_dict() returns")
-        for problem, names in (("missing", own.keys() - weights.keys()), ("unexpected", weights.keys() - own.keys())):
-            if names:
-                first_names = ", ".join(sorted(names)[:5])
-                raise WeightError(
-                    f"weights {problem}: {first_names} ({len(names)} of {len(own)}); load the weights of a model with"
-                    " this configuration"
-                )
-        for name, tensor in weights.items():
-            if tensor.shape != own[name].shape:
-                raise WeightError(
-                    f"weight '{name}' has shape {tuple(tensor.shape)}; this model needs {tuple(own[name].shape)}"
-                )
-            bad = int((~torch.isfinite(tensor)).sum()) if tensor.is_floating_point() else 0
-            if bad:
-                raise WeightError(f"weight '{name}' has {bad} NaN or infinite values; the checkpoint is damaged")
-        first: dict[int, str] = {}
-        for name, tensor in own.items():
-            twin = first.setdefault(tensor.data_ptr(), name)
-            if twin != name and not tensor.is_meta and not torch.equal(weights[name], weights[twin]):
-                raise WeightError(f"weights '{name}' and '{twin}' are tied in this model, but have different values")
-        self.load_state_dict(dict(weights))
 
     def __repr__(self) -> str:
         shape = ", ".join(f"{name}: {len(stack.blocks)} blocks" for name, stack in self.stacks.items())
@@ -177,12 +146,12 @@ class DecoderOptions(EncoderOptions, total=False):
 class DecoderOnly(Transformer):
     """A causal decoder (GPT): the logits at a position predict the next token."""
 
-    def __init__(self, config: Decoder) -> None:
+    def __init__(self, config: cfg.Decoder) -> None:
         super().__init__()
         self.config = config
         table = EmbeddingTable(config.vocab_size, config.decoder.embedding.token_table_dim(config.d_model))
         self.decoder = Stack(config.decoder, config.d_model, table, causal=True)
-        assert isinstance(config.head, LMHeadConfig)
+        assert isinstance(config.head, cfg.LMHead)
         self.head = LMHead(config.head, config.d_model, config.vocab_size, table)
 
     def hidden_states(
@@ -223,13 +192,13 @@ class DecoderOnly(Transformer):
 class EncoderOnly(Transformer):
     """A bidirectional encoder (BERT): hidden states, and logits if the configuration has a head."""
 
-    def __init__(self, config: Encoder) -> None:
+    def __init__(self, config: cfg.Encoder) -> None:
         super().__init__()
         self.config = config
         table = EmbeddingTable(config.vocab_size, config.encoder.embedding.token_table_dim(config.d_model))
         self.encoder = Stack(config.encoder, config.d_model, table, causal=False)
         head = config.head
-        self.head = LMHead(head, config.d_model, config.vocab_size, table) if isinstance(head, LMHeadConfig) else None
+        self.head = LMHead(head, config.d_model, config.vocab_size, table) if isinstance(head, cfg.LMHead) else None
         self.pooler = Pooler(config.d_model) if config.pooler else None
 
     def encode(
@@ -256,7 +225,7 @@ class EncoderOnly(Transformer):
 class EncoderDecoder(Transformer):
     """An encoder-decoder (T5, BART): a bidirectional encoder and a causal decoder with cross-attention."""
 
-    def __init__(self, config: EncoderDecoderConfig) -> None:
+    def __init__(self, config: cfg.EncoderDecoder) -> None:
         super().__init__()
         self.config = config
         d_model = config.d_model
@@ -266,7 +235,7 @@ class EncoderDecoder(Transformer):
             source_table = EmbeddingTable(config.source_vocab_size, config.encoder.embedding.token_table_dim(d_model))
         self.encoder = Stack(config.encoder, d_model, source_table, causal=False)
         self.decoder = Stack(config.decoder, d_model, table, causal=True)
-        assert isinstance(config.head, LMHeadConfig)
+        assert isinstance(config.head, cfg.LMHead)
         self.head = LMHead(config.head, d_model, config.vocab_size, table)
 
     def encode(self, source: Source, source_mask: SourceMask = None) -> Float[Tensor, "B S d"]:
@@ -283,7 +252,7 @@ class EncoderDecoder(Transformer):
         cache: Cache | None = None,
     ) -> HiddenStates:
         """Residual stream of the decoder after the final norm, the input of the head."""
-        target = inputs.check_tokens("target", target, self.decoder.vocab_size)
+        target = check_tokens("target", target, self.decoder.vocab_size)
         if cache is not None:
             inputs.check_cache(cache, self.decoder.cache_shapes, "target", len(target))
         memory, memory_positions = self._get_memory(source, source_mask, target, cache)
@@ -323,7 +292,7 @@ class EncoderDecoder(Transformer):
 
 
 def build(
-    source: Config | Mapping[str, Any] | str | Path,
+    source: cfg.Config | Mapping[str, Any] | str | Path,
     *,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
@@ -333,7 +302,7 @@ def build(
 
     On the meta device, parameters have shapes but no values.
     """
-    config = read_config(source)
+    config = cfg.config(source)
     check_dtype(dtype)
     check_seed(seed)
     forms = {"decoder": DecoderOnly, "encoder": EncoderOnly, "encoder-decoder": EncoderDecoder}

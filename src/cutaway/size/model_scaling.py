@@ -89,7 +89,7 @@ def num_heads(config: Config) -> int:
 
 def max_head_dim(config: Config) -> int:
     """Maximum head dimension."""
-    return max(_head_dim(block.attention, config.d_model) for stack in config.stacks.values() for block in stack.blocks)
+    return max(block.attention.head_dim(config.d_model) for stack in config.stacks.values() for block in stack.blocks)
 
 
 def min_layers(config: Config) -> int:
@@ -183,12 +183,6 @@ def _scale_width(hidden_width: int, d_model: int, new_d_model: int) -> int:
 def _round_divide(numerator: int, denominator: int) -> int:
     """numerator / denominator rounded to the nearest integer, in integer arithmetic."""
     return (2 * numerator + denominator) // (2 * denominator)
-
-
-def _head_dim(attention: Attention, d_model: int) -> int:
-    if isinstance(attention, LatentAttention):
-        return attention.d_nope + attention.d_rope
-    return attention.head_dim(d_model)
 
 
 # ---------------------------------------------------------------------------------------- shapes near a budget

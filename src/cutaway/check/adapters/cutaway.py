@@ -53,7 +53,7 @@ def _load_from_meta(model: Transformer) -> nn.Module:
     """Build the model on the meta device, allocate it with to_empty, and load the weights."""
     loaded = build(model.config, device="meta", dtype=model.dtype)
     loaded.to_empty(device=model.device)
-    loaded.load_weights({name: tensor.detach() for name, tensor in model.state_dict().items()})
+    loaded.load_state_dict(model.state_dict())
     return loaded.eval()
 
 

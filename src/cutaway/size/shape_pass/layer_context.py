@@ -84,7 +84,7 @@ class LayerContextBuilder:
         position = attention.position
         if not isinstance(position, Rope):
             return None
-        rotary_width = attention.d_rope if isinstance(attention, LatentAttention) else attention.head_dim(self.d_model)
+        rotary_width = attention.max_rotary_dim(self.d_model)
         num_pairs = (position.rotary_dim or rotary_width) // 2
         table_key = position, attention.heads, rotary_width
         if table_key not in self.rope_tables:

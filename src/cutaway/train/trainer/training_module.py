@@ -6,9 +6,9 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from cutaway.argument_checks import VALUES_CHECKED
 from cutaway.config import Config
 from cutaway.model import Transformer, build
-from cutaway.model.inputs import VALUES_CHECKED
 from cutaway.train.loss.chunked_cross_entropy import LossSums
 from cutaway.train.loss.cross_entropy import CrossEntropyOptions
 from cutaway.train.loss.load_balancing import load_balancing_loss, record_routing
