@@ -1,4 +1,4 @@
-"""Every block of the documentation runs and prints what its page says; every link leads somewhere."""
+"""The code blocks of the documentation print the documented output, and the links point to existing files."""
 
 import re
 import shlex
@@ -18,76 +18,81 @@ from cutaway.cli import app
 
 ROOT = Path(__file__).parents[2]
 
-ELSEWHERE = {"docs/gallery.md": "tests/docs/test_gallery.py", "docs/checks/README.md": "tests/check/test_explain.py"}
-"""Pages whose Python has a test of its own."""
+TESTED_ELSEWHERE = {
+    "docs/gallery.md": "tests/docs/test_gallery.py",
+    "docs/checks/README.md": "tests/check/test_explain.py",
+}
+"""Pages whose code is run by another test."""
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-WITH_CODE = [
+PAGES_WITH_CODE = [
     path
     for path in PAGES
-    if path.relative_to(ROOT).as_posix() not in ELSEWHERE
+    if path.relative_to(ROOT).as_posix() not in TESTED_ELSEWHERE
     and any(block.language != "console" for block in parse_blocks(path.read_text(encoding="utf-8")))
 ]
+PAGES_WITH_SLOW_CODE = [path for path in PAGES_WITH_CODE if "<!-- at night -->" in path.read_text()]
 
 
-def name(path: Path) -> str:
+def page_name(path: Path) -> str:
     return path.relative_to(ROOT).with_suffix("").as_posix().removeprefix("docs/")
 
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("doc_models")
-    write_doc_models(folder)
-    return folder
+    directory = tmp_path_factory.mktemp("doc_models")
+    write_doc_models(directory)
+    return directory
 
 
 @pytest.mark.unchecked
-@pytest.mark.parametrize("path", WITH_CODE, ids=name)
-def test_a_page_runs_and_prints_what_it_says(path: Path, models: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(models, tmp_path / "here")
-    wrong = [diff_output(said, block.body) for block, said in run_page(path, folder).items()]
-    assert not any(wrong), "\n".join(wrong)
+@pytest.mark.parametrize("path", PAGES_WITH_CODE, ids=page_name)
+def test_code_blocks_print_documented_output(path: Path, models: Path, tmp_path: Path) -> None:
+    directory = shutil.copytree(models, tmp_path / "page")
+    diffs = [diff_output(output, block.body) for block, output in run_page(path, directory).items()]
+    assert not any(diffs), "\n".join(diffs)
 
 
 @pytest.mark.nightly
 @pytest.mark.unchecked
-@pytest.mark.parametrize("path", [path for path in WITH_CODE if "<!-- at night -->" in path.read_text()], ids=name)
-def test_a_page_runs_at_night(path: Path, models: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(models, tmp_path / "here")
-    wrong = [diff_output(said, block.body) for block, said in run_page(path, folder, include_slow=True).items()]
-    assert not any(wrong), "\n".join(wrong)
+@pytest.mark.parametrize("path", PAGES_WITH_SLOW_CODE, ids=page_name)
+def test_slow_code_blocks_print_documented_output(path: Path, models: Path, tmp_path: Path) -> None:
+    directory = shutil.copytree(models, tmp_path / "page")
+    outputs = run_page(path, directory, include_slow=True)
+    diffs = [diff_output(output, block.body) for block, output in outputs.items()]
+    assert not any(diffs), "\n".join(diffs)
 
 
-def test_commands_that_are_only_shown_are_well_formed() -> None:
-    """Those of ```console blocks: the verb is there, and so are its options."""
-    shown = [line for path in PAGES for block in parse_blocks(path.read_text()) for line in block.body.splitlines()]
-    commands = [shlex.split(line[2:], comments=True) for line in shown if line.startswith("$ cutaway ")]
+def test_console_commands_have_valid_options() -> None:
+    """Commands in ```console blocks, which are not run: the verb and its options exist."""
+    lines = [line for path in PAGES for block in parse_blocks(path.read_text()) for line in block.body.splitlines()]
+    commands = [shlex.split(line[2:], comments=True) for line in lines if line.startswith("$ cutaway ")]
     assert len(commands) > 60
     verbs = get_command(app)
     assert isinstance(verbs, TyperGroup)
-    for _, verb, *words in commands:
-        known = verbs.get_command(Context(verbs), verb)
-        assert known is not None, verb
-        known.make_context(verb, words)
+    for _, verb, *arguments in commands:
+        command = verbs.get_command(Context(verbs), verb)
+        assert command is not None, verb
+        command.make_context(verb, arguments)
 
 
-def test_few_blocks_are_not_run() -> None:
-    every = [
+def test_at_most_a_tenth_of_the_blocks_is_not_run() -> None:
+    blocks = [
         block for path in PAGES for block in parse_blocks(path.read_text(encoding="utf-8")) if block.language != "text"
     ]
-    not_run = [block for block in every if block.marker == "not run"]
-    assert all(len(block.note.split()) >= 2 for block in not_run), "each says why"
-    assert len(not_run) <= 0.1 * len(every), [block.body for block in not_run]
+    not_run = [block for block in blocks if block.marker == "not run"]
+    assert all(len(block.note.split()) >= 2 for block in not_run), "a block that is not run needs a reason"
+    assert len(not_run) <= 0.1 * len(blocks), [block.body for block in not_run]
 
 
-def test_files_that_pages_link_to_are_there() -> None:
+def test_linked_files_exist() -> None:
     for path in [*PAGES, *ROOT.glob("*.md"), ROOT / "notebooks" / "README.md"]:
         for link in find_links(path.read_text(encoding="utf-8")):
             if not re.match(r"[a-z]+:|#", link):
-                assert (path.parent / link.partition("#")[0]).exists(), f"{name(path)}: {link}"
+                assert (path.parent / link.partition("#")[0]).exists(), f"{page_name(path)}: {link}"
 
 
 @pytest.mark.parametrize(
-    ("page", "program", "same"),
+    ("expected", "output", "equal"),
     [
         ("loss 2.218\n", "loss   2.219\n", True),
         ("loss 2.218\n", "loss 2.318\n", False),
@@ -100,12 +105,12 @@ def test_files_that_pages_link_to_are_there() -> None:
         ("one\n", "one\ntwo\n", False),
     ],
 )
-def test_outputs_are_compared_with_care(page: str, program: str, same: bool) -> None:
-    assert (diff_output(program, page) == "") is same
+def test_diff_output(expected: str, output: str, equal: bool) -> None:
+    assert (diff_output(output, expected) == "") is equal
 
 
 @pytest.mark.parametrize(
-    ("page", "program", "filled"),
+    ("expected", "output", "merged"),
     [
         ("one\n", "two\n", "two\n"),
         ("a\nold\n…\nz\n", "a\nnew\n1\n2\nz\n", "a\nnew\n…\nz\n"),
@@ -113,13 +118,13 @@ def test_outputs_are_compared_with_care(page: str, program: str, same: bool) -> 
         ("took … s\nold\n", "took 3 s\nnew\n", "took … s\nnew\n"),
     ],
 )
-def test_filling_an_output_keeps_what_is_left_out(page: str, program: str, filled: str) -> None:
-    assert merge_output(program, page) == filled
+def test_merge_output_keeps_ellipses(expected: str, output: str, merged: str) -> None:
+    assert merge_output(output, expected) == merged
 
 
 @pytest.mark.unchecked
 @pytest.mark.parametrize(
-    ("text", "complaint"),
+    ("text", "message"),
     [
         ("```python\n1 / 0\n```\n", "ZeroDivisionError"),
         ("```bash\ncutaway size no-such-model\n```\n", "exited with 2"),
@@ -129,15 +134,15 @@ def test_filling_an_output_keeps_what_is_left_out(page: str, program: str, fille
         ("<!-- not run -->\n```python\n1 / 0\n```\n", "no reason"),
     ],
 )
-def test_a_page_that_is_wrong_is_told_so(text: str, complaint: str, tmp_path: Path) -> None:
+def test_invalid_pages_are_errors(text: str, message: str, tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(text)
-    with pytest.raises(PageError, match=complaint):
+    with pytest.raises(PageError, match=message):
         run_page(page, tmp_path)
 
 
-def test_pages_are_gathered_with_links_that_hold_in_the_site(tmp_path: Path) -> None:
-    """`make docs`, which is a part of `make test`, builds the site of them, and holds anchors and the navigation."""
+def test_links_of_gathered_pages_exist(tmp_path: Path) -> None:
+    """`make docs` builds the site from these pages and verifies anchors and navigation."""
     gather_pages(tmp_path)
     for page in tmp_path.rglob("*.md"):
         for link in find_links(page.read_text(encoding="utf-8")):

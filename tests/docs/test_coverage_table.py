@@ -1,4 +1,4 @@
-"""What is said to be covered: each page, test, notebook and exercise is there; every page is found from the first."""
+"""The coverage table refers to existing files and tests, and every page is reachable from the first."""
 
 import ast
 import os
@@ -15,34 +15,34 @@ DOCS = ROOT / "docs"
 
 
 @cache
-def functions(file: Path) -> set[str]:
+def function_names(file: Path) -> set[str]:
     return {each.name for each in ast.parse(file.read_text()).body if isinstance(each, ast.FunctionDef)}
 
 
 @pytest.mark.parametrize("row", load_rows(), ids=lambda row: row["item"])
-def test_a_row_leads_to_what_is_there(row: dict[str, object]) -> None:
+def test_row_refers_to_existing_files(row: dict[str, object]) -> None:
     page, anchor = str(row["page"]).partition("#")[::2]
     text = (DOCS / page).read_text(encoding="utf-8")
     slugs = [re.sub(r"[^\w]+", "-", head.lower()).strip("-") for head in re.findall(r"^#+ (.*)$", text, re.MULTILINE)]
     assert not anchor or anchor in slugs
     file, test = str(row["test"]).split("::")
-    assert test in functions(ROOT / "tests" / file)
+    assert test in function_names(ROOT / "tests" / file)
     if "notebook" in row:
         assert find_notebook(int(str(row["notebook"]))).is_file()
     if "exercise" in row:
         assert find_exercise(int(str(row["exercise"]))).is_file()
 
 
-def test_the_table_is_written_from_its_rows() -> None:
+def test_table_is_up_to_date() -> None:
     assert len({row["item"] for row in load_rows()}) == len(load_rows()) > 100
     assert COVERAGE_PAGE.read_text(encoding="utf-8") == render_page(), "run scripts/write_coverage_table.py"
 
 
-def test_every_page_is_found_from_the_first() -> None:
-    """By links alone, without the site's navigation."""
-    found, ahead = set(), [DOCS / "index.md"]
-    while ahead:
-        path = ahead.pop()
+def test_every_page_is_reachable_from_the_first() -> None:
+    """By links, without the navigation of the site."""
+    found, queue = set(), [DOCS / "index.md"]
+    while queue:
+        path = queue.pop()
         if path in found:
             continue
         found.add(path)
@@ -50,5 +50,5 @@ def test_every_page_is_found_from_the_first() -> None:
             target = Path(os.path.normpath(path.parent / link.partition("#")[0]))
             target = target / "README.md" if target.is_dir() else target
             if not re.match(r"[a-z]+:|#", link) and target.suffix == ".md" and target.is_file():
-                ahead.append(target)
+                queue.append(target)
     assert not [path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md") if path not in found]
