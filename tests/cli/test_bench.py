@@ -165,6 +165,7 @@ def test_errors_have_one_message(run: CliRunner, arguments: list[str], message: 
     assert "Traceback" not in error
 
 
+@pytest.mark.nightly
 def test_machine_measurement_is_saved(run: CliRunner) -> None:
     data = json.loads(run("--model", "tiny-llama", "--json"))
     assert data["path"] == str(measured_hardware_path())

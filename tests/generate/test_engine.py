@@ -14,6 +14,7 @@ import pytest
 import torch
 from support.config_strategies import build_randomized_model
 from support.generation import build_translator, decoder_config
+from support.nightly import nightly_except
 
 from cutaway.errors import CutawayError, InputError
 from cutaway.generate import BusyError, Completion, Engine, EngineConfig, EngineError, Request, SamplingParams
@@ -139,7 +140,7 @@ def live_tensors() -> int:
 
 
 MANY = [
-    (True, 150),
+    (True, 60),
     *(pytest.param(async_scheduling, 500, marks=pytest.mark.nightly) for async_scheduling in (False, True)),
 ]
 
@@ -399,7 +400,7 @@ def test_engine_failure_fails_all_requests(model: Transformer, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("kind", CACHE_IMPLEMENTATIONS)
-@pytest.mark.parametrize("dtype", [None, torch.int8])
+@pytest.mark.parametrize("dtype", nightly_except((None,), (None, torch.int8)))
 @pytest.mark.parametrize("async_scheduling", [False, True])
 def test_nan_does_not_reach_other_requests(kind: str, dtype: torch.dtype | None, async_scheduling: bool) -> None:
     """A request with NaN fails; neither its neighbors nor later requests in its row or pages are affected."""

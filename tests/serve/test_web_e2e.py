@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.nightly import nightly_except
 from support.server import serve_in_thread
 
 import cutaway as ct
@@ -134,10 +135,10 @@ def show_whitespace(text: str) -> str:
 SCREENS = ["trace", "attention", "generate", "edit", "gradients", "size", "learn"]
 
 
-SLOW_TESTS = [pytest.param("accessibility", marks=pytest.mark.nightly)]
+PAGE_TESTS = [*SCREENS, "long-text", "exported-file", "notebook", "accessibility"]
 
 
-@pytest.mark.parametrize("name", [*SCREENS, "long-text", "exported-file", "notebook", *SLOW_TESTS])
+@pytest.mark.parametrize("name", nightly_except(("trace", "generate", "edit", "exported-file"), PAGE_TESTS))
 def test_web_page(name: str, page: str, facts: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "facts.json").write_text(json.dumps(facts))
     node, _ = find_node_and_npm()

@@ -274,6 +274,7 @@ def test_fsdp_in_bf16_is_close_to_single_process(run: RunJob, build_recipe: Any,
 
 
 @pytest.mark.unchecked
+@pytest.mark.nightly
 def test_torchrun(build_recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the command line only the main process prints; a single process can resume a run of two."""
     monkeypatch.setenv("CUTAWAY_CACHE", str(tmp_path / "cache"))
