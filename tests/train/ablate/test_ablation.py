@@ -170,7 +170,7 @@ def test_equal_flops_are_within_a_step(tmp_path: Path) -> None:
         (["norm=layernorm"], {}, "only one variant"),
         (["norm"], {}, "is not KEY=VALUES"),
         (["norm=layernorm,layernorm"], {}, "has the same value twice"),
-        (["norm=groupnorm,rmsnorm"], {}, "use values of layernorm, rmsnorm, none"),
+        (["norm=groupnorm,rmsnorm"], {}, "use one of layernorm, rmsnorm, none"),
         (["color=red,blue"], {}, "is neither a recipe key nor a shorthand"),
         (["heads=3,4"], {}, "heads=3: .* does not divide"),
         (["depth=2,many"], {}, "is not a positive integer"),

@@ -201,7 +201,7 @@ def test_small_preset_trains_and_opens_in_transformers(name: str, text: Path, su
 
 
 def test_recipe_without_text_is_an_error(tmp_path: Path) -> None:
-    message = r"the recipe has no text; pass files with --text, .tsv or .jsonl with a source and a target"
+    message = r"the recipe has no text; pass files with --text \(.tsv or .jsonl, with a source and a target"
     with pytest.raises(CutawayError, match=message):
         prepare_trainer(load_recipe("translate"), tmp_path / "run", device="cpu")
 
@@ -218,7 +218,7 @@ def test_overrides_of_list_items_and_texts() -> None:
     ]
     assert load_recipe({}, texts=["x"]).data.sources[0].path == "x"
     for override in ("data.sources.1.path=x", "data.sources.first.path=x"):
-        with pytest.raises(CutawayError, match="is not an index of a list of 1; indices start at 0"):
+        with pytest.raises(CutawayError, match="is not an index of a list of 1 items; use an index"):
             load_recipe("dates", [override])
 
 

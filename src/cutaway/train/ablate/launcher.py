@@ -32,7 +32,7 @@ ProgressFn = Callable[[str, int], None]
 
 @dataclass
 class _RunningJob:
-    """A training run, its process, and the pipe from which its messages are read.
+    """A training run, its worker process, and the pipe from which the worker's messages are read.
 
     `finished` is None until the process reports whether training is completed.
     """

@@ -215,7 +215,7 @@ def permutation_sensitivity(model: Transformer, tokens: Tensor) -> float:
 
 @torch.no_grad()
 def shift_sensitivity(model: Transformer, tokens: Tensor) -> float:
-    """Relative change of hidden states when all positions are shifted. 0 if only relative positions matter."""
+    """Relative change of hidden states if POSITION_SHIFT is added to all positions. 0 if only relative ones matter."""
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     return _relative_change(_hidden_states(model, tokens), _hidden_states(model, tokens, positions + POSITION_SHIFT))
 

@@ -62,7 +62,7 @@ class Results:
         return [run["failed"] for run in runs if "failed" in run]
 
     def values_by_seed(self, ref: MetricRef) -> dict[int, float]:
-        """Values by seed, transformed for averaging. Seeds whose run failed are left out."""
+        """Values of a metric by seed, as returned by `Metric.transform`. Seeds whose run failed are left out."""
         transform = METRICS[ref.metric].transform
         values: dict[int, float] = {}
         for seed in self.plan.seeds:

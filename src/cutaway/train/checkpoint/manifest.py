@@ -38,7 +38,10 @@ class LoadedCheckpoint:
 
 
 class ManifestEntry(BaseModel):
-    """Size in bytes and checksum of a file. `group` is the group of its tensors, None for state.json."""
+    """Size in bytes and checksum of a file of a checkpoint.
+
+    `group` names the state dict of which the file has tensors, e.g. 'model' or 'optimizer'. It is None for state.json.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
     size: int
@@ -76,9 +79,9 @@ def checkpoint_name(step: int) -> str:
 
 
 def read_manifest(directory: Path, name: str | None = None) -> Manifest | str:
-    """Read a manifest, or return what is wrong with it.
+    """Read the manifest of a checkpoint directory, or return a text that says what is wrong with it.
 
-    Its step must match the name of the directory, or `name` if that is passed.
+    The step of the manifest must match `name`, which is by default the name of the directory.
     """
     try:
         data = (directory / MANIFEST_FILE).read_bytes()
@@ -114,7 +117,7 @@ def find_mismatched_files(directory: Path, manifest: Manifest) -> list[str]:
 
 
 def read_checkpoint(directory: Path) -> LoadedCheckpoint | str:
-    """Read and verify a checkpoint, or return what is wrong with it. Each file is read only once."""
+    """Read and verify a checkpoint, or return a text that says what is wrong with it. Each file is read only once."""
     manifest = read_manifest(directory)
     if isinstance(manifest, str):
         return manifest

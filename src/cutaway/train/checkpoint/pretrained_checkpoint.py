@@ -73,7 +73,11 @@ def reload_base_checkpoint(source: ModelSource, base_info: BaseCheckpointInfo) -
 
 
 def resolve_model_config(source: ModelSource, tokenizer: Tokenizer, base_info: BaseCheckpointInfo) -> Config:
-    """Config of the model: the config of the base checkpoint or, from scratch, of the recipe with a new vocab_size."""
+    """Config of the model to train.
+
+    A fine-tuning run uses the config of the base checkpoint. A run from scratch uses the config of the recipe, with the
+    vocab_size of the tokenizer.
+    """
     if base_info.config is None:
         return read_model_config(source).replace(vocab_size=tokenizer.vocab_size)
     config = read_config(base_info.config)

@@ -54,7 +54,7 @@ class RunDirectory:
         except (OSError, ValueError) as error:
             raise InputError(f"cannot read '{path}': {error}; restore it, or start a new run") from None
         if not isinstance(metadata, dict) or metadata.get("format") != RUN_FORMAT:
-            raise InputError(f"'{path}' has a format other than {RUN_FORMAT}; update cutaway")
+            raise InputError(f"'{path}' does not have 'format': {RUN_FORMAT}, the only one supported; update cutaway")
         base_info = BaseCheckpointInfo(**metadata.get("base_checkpoint", {}))
         return cls(directory, load_recipe(metadata["recipe"]), str(metadata["data_fingerprint"]), base_info)
 
@@ -105,7 +105,7 @@ def check_new_directory(directory: Path) -> None:
 
 
 def load_snapshot(directory: Path, *, device: str | None = None) -> tuple[Checkpoint, int]:
-    """Load the model of the newest valid checkpoint, and return it with its step.
+    """Load the model of the newest valid checkpoint in a run directory, and return it with its step.
 
     If the run has no checkpoint yet, the model has its initial weights and the step is 0.
     """

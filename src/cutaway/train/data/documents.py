@@ -47,7 +47,7 @@ class SkippedDocuments:
 
 
 def read_documents(source: TextSource, skipped: SkippedDocuments | None = None) -> Iterator[Document]:
-    """Iterate over all documents of a source, ordered by file name."""
+    """Iterate over all documents of a source, ordered by file name. Invalid documents are added to `skipped`."""
     skipped = SkippedDocuments() if skipped is None else skipped
     for file in list_source_files(source):
         yield from read_file(file, source, skipped)
@@ -82,7 +82,10 @@ def read_file(
 
 
 def read_text(name: str, stream: BinaryIO, skipped: SkippedDocuments, max_chars: int) -> Iterator[Document]:
-    """Iterate over the documents of a text file. Line endings are kept, and a byte order mark is removed."""
+    """Iterate over the documents of a text file, which is split at line ends about every `max_chars` characters.
+
+    Line endings are kept, and a byte order mark is removed.
+    """
     reader = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
     rest, at_end, is_empty = "", False, True
     try:
@@ -103,7 +106,7 @@ def read_text(name: str, stream: BinaryIO, skipped: SkippedDocuments, max_chars:
 
 
 def read_jsonl(name: str, stream: BinaryIO, source: TextSource, skipped: SkippedDocuments) -> Iterator[Document]:
-    """Iterate over the documents of a JSON Lines file."""
+    """Iterate over the documents of a JSON Lines file. Invalid lines are added to `skipped`."""
     for location, line in _iter_lines(name, stream, skipped):
         try:
             row = json.loads(line)

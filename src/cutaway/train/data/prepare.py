@@ -24,7 +24,7 @@ from cutaway.train.data.tokenize import chunk_documents, encode_chunks, num_core
 CACHE_FORMAT = 2
 """Version of the cache. Increase it when the code reads, tokenizes or splits the same sources differently."""
 MIN_PARALLEL_BYTES = 1 << 26
-"""Total file size in bytes from which worker processes are started, because they save more time than they cost."""
+"""Total size of the source files in bytes from which several processes tokenize. Below it, one process is faster."""
 MIN_DOCUMENTS, MIN_DOCUMENT_CHARS = 64, 256
 """If there are fewer than MIN_DOCUMENTS text files, the files are split into about MIN_DOCUMENTS documents, of at least
 MIN_DOCUMENT_CHARS characters."""
@@ -60,7 +60,9 @@ def prepare_data(
     again only if their paths, sizes or modification times change.
     """
     if len({source.target_column is None for source in sources}) > 1:
-        raise InputError("some sources have a target_column and some do not; set it for all, or for none")
+        raise InputError(
+            "data.sources[].target_column is set for some sources only; set it for all sources, or for none"
+        )
     source_files = _list_source_files(sources)
     directory = Path(directory)
     prepared_directory = directory / _cache_key(source_files, tokenizer, validation_split, seed)
@@ -70,8 +72,8 @@ def prepare_data(
             _build(sources, source_files, tokenizer, prepared_directory, validation_split, seed)
         except OSError as error:
             raise InputError(
-                f"cannot write the prepared data to '{directory}' ({error.strerror or error}); free disk space, or use"
-                " another directory"
+                f"cannot write the prepared data to '{directory}' ({error.strerror or error}); free disk space, or set"
+                " the environment variable CUTAWAY_CACHE to another directory"
             ) from error
         prepared = _open_prepared_data(prepared_directory)
     if prepared is None:
@@ -182,7 +184,10 @@ def _write_splits(
 
 
 def _max_document_chars(source_files: SourceFiles) -> int:
-    """Maximum document length. A few text files are split into more documents, to have some of them for validation."""
+    """Maximum document length in characters.
+
+    If there are only a few text files, it is lower, so that both splits, training and validation, have documents.
+    """
     has_rows = any(file.path.suffix in (".jsonl", ".parquet", ".tsv") for _, file in source_files)
     if len(source_files) >= MIN_DOCUMENTS or has_rows:
         return MAX_DOCUMENT_CHARS
@@ -203,12 +208,12 @@ def _check_split_sizes(prepared: PreparedData, validation_split: float) -> None:
     count = prepared.train.num_documents + prepared.validation.num_documents
     if not count:
         reason = f"all were skipped: {prepared.skipped}" if prepared.skipped.total else "there are none"
-        raise InputError(f"the data has no documents ({reason}); use sources with text")
+        raise InputError(f"data.sources has no documents ({reason}); use files that contain text")
     if not prepared.train.num_documents or (validation_split and not prepared.validation.num_documents):
         split = "validation" if prepared.train.num_documents else "training"
         raise InputError(
-            f"none of {count} documents is in the {split} split with validation_split = {validation_split}; use more"
-            " documents (JSON Lines hold many), or change validation_split or the seed"
+            f"the {split} split has none of the {count} documents with data.validation_split = {validation_split}; use"
+            " more documents, e.g. the lines of a .jsonl file, or change data.validation_split or training.seed"
         )
 
 

@@ -37,7 +37,6 @@ class TrainingData:
     train: Dataset
     validation: Dataset
     num_validation_sequences: int
-    """Number of validation sequences."""
     bytes_per_token: float | None
     """UTF-8 bytes per token of the validation text. None if the objective is not causal-lm."""
     fingerprint: str
@@ -52,7 +51,7 @@ def load_training_data(
     seed: int,
     log: Callable[[str], None],
 ) -> TrainingData:
-    """Tokenize the sources, unless they are in the cache, and open them as datasets. Log skipped documents."""
+    """Tokenize the sources, unless their tokens are in the cache, and open them as datasets. Log skipped documents."""
     directory, split = _data_cache_directory(), data.validation_split
     sources = _resolve_sources(data)
     is_weighted = any(source.weight is not None for source in data.sources)
@@ -99,8 +98,12 @@ def _resolve_sources(data: DataConfig) -> list[TextSource]:
     sources = []
     for config in data.sources:
         if not config.path:
-            columns = "" if config.target_column is None else ", .tsv or .jsonl with a source and a target in each row"
-            raise InputError(f"data.sources[].path is empty: the recipe has no text; pass files with --text{columns}")
+            columns = (
+                "" if config.target_column is None else " (.tsv or .jsonl, with a source and a target in each row)"
+            )
+            raise InputError(
+                f"data.sources[].path is empty, because the recipe has no text; pass files with --text{columns}"
+            )
         path = None if config.path == STDLIB_PATH else Path(config.path).expanduser()
         path = dates.ensure_dates_file(_data_cache_directory()) if config.path == DATES_PATH else path
         source = TextSource(path, config.text_column, config.target_column, config.weight or 1.0, config.group_column)

@@ -92,9 +92,9 @@ def _reduce_from_tensor_parallel(x: Tensor, tp_group: TensorParallelGroup) -> Te
 
 
 class _ShardedModule:
-    """Mixin for a module with sharded parameters. During a step, the parameters are read as local tensors.
+    """Mixin for a module with tensor-parallel parameters (DTensors), which a step reads as local tensors.
 
-    FSDP2 replaces the parameters by its own, which it shards further. They are returned unchanged.
+    With FSDP2, the parameters are those that FSDP2 gathers for the step. They are read unchanged.
     """
 
     tp_group: TensorParallelGroup
@@ -292,7 +292,7 @@ def _row_parallel(matrix: nn.Module, tp_group: TensorParallelGroup) -> None:
 
 
 def _copy_inputs(module: nn.Module, tp_group: TensorParallelGroup) -> None:
-    """Register a hook that sums the gradients of the inputs over ranks. Inputs: residual stream, encoder output."""
+    """Register a hook that sums the gradients of residual stream and encoder output, the inputs, over ranks."""
 
     def hook(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         x, *rest = args

@@ -82,7 +82,7 @@ def _run_blocks(blocks: list[nn.Module], x: Tensor, contexts: list[LayerContext]
 
 
 def _find_fusible_modules(model: nn.Module) -> dict[nn.Module, dict[str, Any]]:
-    """Modules whose projections can be fused. The values are the replacement methods, by method name."""
+    """Map each module whose projections can be fused to its replacement methods, by method name."""
     replaced_methods: dict[nn.Module, dict[str, Any]] = {}
     for module in model.modules():
         if type(module) is MultiHead and type(module.q) is Linear:  # a tensor-parallel projection has another type

@@ -58,7 +58,7 @@ class CallbackHandler:
             self._try_or_report(TENSORBOARD_FAILURE, self.tensorboard.log, metrics)
 
     def update_loss_plot(self, *, final: bool = False) -> None:
-        """Redraw loss.svg. Skipped if plotting would take more than MAX_PLOT_TIME_SHARE of the time, unless `final`."""
+        """Redraw loss.svg, if `final` or if plots take at most MAX_PLOT_TIME_SHARE of the run time."""
         start = time.perf_counter()
         if not self.enabled or (not final and start - self.last_plot_time < self.plot_seconds / MAX_PLOT_TIME_SHARE):
             return

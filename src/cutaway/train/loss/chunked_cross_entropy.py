@@ -195,8 +195,8 @@ def _check_targets(targets: Tensor, vocab_size: int) -> None:
         if low < 0 or high >= vocab_size:
             invalid = low if low < 0 else high
             raise InputError(
-                f"targets contain {invalid}, but the head has ids 0 to {vocab_size - 1}; correct the target or set its"
-                " weight to 0"
+                f"targets contain the token id {invalid}, but the output head has only ids 0 to {vocab_size - 1};"
+                " correct this target, or set its weight to 0"
             )
 
 

@@ -142,7 +142,7 @@ class AdamWConfig(ConfigNode):
 
 
 class MuonConfig(ConfigNode):
-    """Muon (Jordan, 2024) for weight matrices inside layers, with orthogonalized momentum updates; AdamW otherwise."""
+    """Muon (Jordan, 2024), which orthogonalizes momentum, for weight matrices inside layers. AdamW for the others."""
 
     kind: Literal["muon"] = "muon"
     lr: PositiveFloat = 1e-3
@@ -211,7 +211,8 @@ class TrainingConfig(ConfigNode):
     compile: bool | None = None
     """Compile the blocks with torch.compile. Default: true on a GPU, unless objective.aux_loss_coef is set."""
     on_grad_spike: Literal["skip", "continue"] = "skip"
-    """What happens with a step whose gradient norm is far above the running average: skip the update, or continue."""
+    """Handling of a step whose gradient norm is far above the running average: 'skip' leaves the weights unchanged,
+    'continue' updates them."""
     preflight: bool = True
     """Check the model before the first step. It is an error if the model attends to future tokens."""
     seed: NonNegativeInt = 0

@@ -149,7 +149,7 @@ def _list_tensors(tree: object) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class StepUsage:
-    """Memory of rank 0 by purpose, its peak, and the collectives of a step. Memory is in bytes."""
+    """Memory of rank 0 in bytes, by kind of tensor and at its peak, and the collectives of a training step."""
 
     weights: int
     gradients: int
@@ -166,7 +166,7 @@ class StepUsage:
 
 @dataclass(frozen=True)
 class DryRunReport:
-    """Usage of a step as measured by the dry run, and as predicted by `cutaway.size`."""
+    """Memory and collectives of a step, as measured by the dry run and as predicted by `cutaway.size`."""
 
     world_size: int
     devices: ParallelDims
@@ -216,7 +216,7 @@ def dry_run(recipe: Recipe, world_size: int) -> DryRunReport:
 def _run_two_steps(
     model: Transformer, recipe: Recipe, dist_context: DistributedContext, tracker: MemoryCommTracker
 ) -> StepUsage:
-    """Run two steps and return the usage of the second. The first step allocates the optimizer state."""
+    """Run two training steps, and return the usage of the second. The first step allocates the optimizer state."""
     _materialize_fake_tensors(model)
     training_module = TrainingModule(model, recipe.objective, recipe.training.precision)
     parallelize_module(training_module, dist_context)
@@ -278,7 +278,7 @@ def _materialize_fake_tensors(model: Transformer) -> None:
 
 
 def _fake_objective(recipe: Recipe, count: int) -> Objective:
-    """Objective of `count` sequences of the recipe's length."""
+    """Objective of `count` sequences of data.seq_len fake tokens."""
     tokens = torch.zeros((count, recipe.data.seq_len), dtype=torch.long)
     is_seq2seq = isinstance(recipe.objective, Seq2SeqConfig)
     inputs = (tokens, tokens.clone(), None, None) if is_seq2seq else (tokens,)

@@ -125,7 +125,7 @@ def layer_warnings(layer_stats: LayerStats, d_model: int) -> list[str]:
 
 @contextmanager
 def record_activations(model: Transformer) -> Iterator[tuple[dict[str, Tensor], dict[str, Tensor]]]:
-    """Record, during forward passes, the mean residual stream norm after each layer and the entropy of each head.
+    """Yield two dicts by layer that forward passes fill: mean residual stream norm, and attention entropy of each head.
 
     In this context attention uses the explicit kernel, because other kernels do not compute the attention pattern.
     """
@@ -193,7 +193,7 @@ def attention_entropy(scores: Tensor, pattern: Tensor) -> Tensor | None:
 
 
 def _first_sequence(objective: Objective) -> Objective:
-    """Objective with the first sequence only, truncated to MAX_TOKENS."""
+    """Copy of the objective with its first sequence only, truncated to MAX_TOKENS."""
 
     def truncate(tensor: Tensor) -> Tensor:
         return tensor[:1, :MAX_TOKENS] if tensor.ndim > 1 else tensor[:1]

@@ -26,7 +26,7 @@ def size_step(
     *,
     packed: bool = False,
 ) -> SizeEstimate:
-    """Size estimate of the largest micro-batch of a rank. `packed` is true if a row may hold several documents."""
+    """Size estimate of a step with a rank's largest micro-batch. `packed`: a sequence may have several documents."""
     training = recipe.training
     rows = max(
         1,
@@ -52,7 +52,7 @@ def size_step(
 def expected_memory(
     recipe: Recipe, config: Config, device: torch.device, dist_context: DistributedContext = SINGLE_PROCESS
 ) -> tuple[int, int]:
-    """Estimated memory of a step on one rank in bytes, and a lower bound: weights, gradients, optimizer state, EMA."""
+    """Estimated memory of a step on one rank in bytes, and a lower bound, which does not include activations."""
     memory = size_step(
         recipe, config, device, dist_context, packed=not isinstance(recipe.objective, Seq2SeqConfig)
     ).memory

@@ -132,7 +132,7 @@ def metrics_to_python(metrics: Metrics) -> Metrics:
 
 
 def build_micro_batch(objective_fn: ObjectiveFn, dataset: Dataset, first: int, count: int) -> Objective:
-    """Build the objective of `count` sequences, from data position `first` on.
+    """Build the objective of the `count` sequences of the dataset that start at position `first`.
 
     If `count` is 0, the objective has one sequence of weight 0, so that the rank takes part in the collectives.
     """

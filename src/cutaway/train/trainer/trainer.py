@@ -42,7 +42,7 @@ from cutaway.train.optim.mixed_precision import GradScaler
 from cutaway.train.optim.optimizer import OptimizersContainer
 from cutaway.train.recipe.schema import Recipe
 from cutaway.train.trainer.bad_step_policy import BadStepPolicy
-from cutaway.train.trainer.eval_metrics import compute_eval_metrics, has_generation_metrics
+from cutaway.train.trainer.eval_metrics import compute_eval_metrics, needs_full_model
 from cutaway.train.trainer.layer_stats import LayerStats, compute_layer_stats, layer_warnings
 from cutaway.train.trainer.train_step import TrainStepRunner, build_micro_batch, metrics_to_python
 from cutaway.train.trainer.training_module import TrainingModule
@@ -124,7 +124,7 @@ class Trainer:
         return {"model": dict(self.model.state_dict()), **states}
 
     def stateful_components(self) -> dict[str, OptimizersContainer | BadStepPolicy | WeightEMA | GradScaler]:
-        """Components other than the model that have a state dict. EMA and loss scaling are optional."""
+        """Components with a state dict other than the model, by name. EMA and loss scaling are optional."""
         components = (
             ("optimizer", self.optimizer),
             ("step_policy", self.step_policy),
@@ -262,7 +262,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> None:
-        """Compute loss, generation metrics and layer statistics on the validation split, and log the results."""
+        """Compute loss, objective-specific metrics and layer statistics on the validation split, and log them."""
         self.model.eval()
         total = weight = 0.0
         count = min(self.recipe.eval.num_sequences, self.data.num_validation_sequences)
@@ -278,7 +278,7 @@ class Trainer:
         metrics: Metrics = {"step": self.global_step, "eval_loss": loss}
         if self.data.bytes_per_token is not None:
             metrics["bits_per_byte"] = bits_per_byte(loss, self.data.bytes_per_token)
-        if has_generation_metrics(self.recipe):
+        if needs_full_model(self.recipe):
             checkpoint = self.build_checkpoint(self.model.device)
             if checkpoint is not None:
                 seed = self.global_step
