@@ -314,8 +314,8 @@ def test_large_ids_are_stored_as_uint32(tmp_path: Path, texts: Path) -> None:
     [
         ([], 0.1, "no documents"),
         ([b"broken"], 0.1, "1 × invalid JSON"),
-        ([{"text": "one"}], 0.001, "none of 1 documents is in the validation split"),
-        ([{"text": "one"}], 0.999, "none of 1 documents is in the training split"),
+        ([{"text": "one"}], 0.001, "validation split has none of the 1 documents"),
+        ([{"text": "one"}], 0.999, "training split has none of the 1 documents"),
     ],
 )
 def test_data_without_documents_is_an_error(

@@ -413,7 +413,7 @@ def test_padding_is_never_a_target() -> None:
             lambda t: objectives.masked_lm(t, positions=range(4), mlm_probability=1.0, **MASKING),
             "mlm_probability is 1.0",
         ),
-        (lambda t: objectives.masked_lm(t, positions=range(3), **MASKING), "positions has 3 items, but tokens has 4 rows"),
+        (lambda t: objectives.masked_lm(t, positions=range(3), **MASKING), "3 items, but tokens has 4 rows"),
         (lambda t: objectives.prefix_lm(t, None, torch.tensor([1])), "one length for each of 4 rows"),
     ],
 )
