@@ -247,10 +247,9 @@ class MixtureDataset(PositionalDataset[BatchT]):
 
     def __init__(self, datasets: Sequence[tuple[PositionalDataset[BatchT], float]], seed: int) -> None:
         if not datasets or len({data.batch_format for data, _ in datasets}) > 1:
-            formats = [data.batch_format for data, _ in datasets]
             raise InputError(
-                "a mixture needs one dataset or more, all with the same kind, seq_len and special token ids, but the"
-                f" formats are {formats}; build them with the same arguments"
+                "the datasets of a mixture must have the same kind, seq_len and special token ids, but they differ or"
+                " there are none; pass one dataset or more, built with the same arguments"
             )
         if not all(math.isfinite(weight) and weight > 0 for _, weight in datasets):
             raise InputError(

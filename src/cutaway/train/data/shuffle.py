@@ -18,7 +18,7 @@ def shuffle_indices(indices: NDArray[np.int64], size: int, seed: int, epoch: int
     """Map indices in the shuffled order of `size` items in an epoch to indices in the original order."""
     if size < 1 or (len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < size):
         raise InputError(
-            f"indices must be from 0 to size - 1 = {size - 1}, but some are not; pass other indices or a size"
+            f"an index is outside 0 … {size - 1}; pass indices that are 0 or more and less than size = {size}"
         )
     bits = (size - 1).bit_length()
     round_keys = [derive_seed(seed, epoch, number) for number in range(FEISTEL_ROUNDS)]

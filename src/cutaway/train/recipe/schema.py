@@ -21,10 +21,6 @@ STDLIB_PATH = "python-stdlib"
 """Value of `data.sources[].path` for the source code of Python's standard library."""
 
 
-DATES_PATH = "dates"
-"""Value of `data.sources[].path` for dates in many languages, with the columns text and iso."""
-
-
 class ByteTokenizerConfig(ConfigNode):
     """Byte tokenizer: every byte is a token."""
 
@@ -52,10 +48,10 @@ TokenizerConfig = Annotated[
 
 
 class SourceConfig(ConfigNode):
-    """A text source: a file, a directory of files, Python's standard library, or dates in many languages."""
+    """A text source: a file, a directory of files, or the source code of Python's standard library."""
 
     path: str = STDLIB_PATH
-    """A file, a directory, 'python-stdlib' or 'dates'. Empty in a recipe for which `--text` must be passed."""
+    """A file, a directory, or 'python-stdlib'. Empty in a recipe for which `--text` must be passed."""
     text_column: str = "text"
     """Column with the text, in JSON Lines, Parquet or TSV files."""
     target_column: str | None = None
@@ -66,6 +62,11 @@ class SourceConfig(ConfigNode):
     weight: PositiveFloat | None = None
     """Sampling weight relative to the other sources. If no source has a weight, sources are sampled in proportion to
     their length. If some have a weight, the others have weight 1."""
+
+    @property
+    def columns(self) -> list[str]:
+        """Columns that every row must have."""
+        return [self.text_column, *(column for column in (self.target_column, self.group_column) if column is not None)]
 
 
 class DataConfig(ConfigNode):
