@@ -86,8 +86,8 @@ def run_jobs(
                 variant, seed = pending.pop(0)
                 job = Job(
                     directory=str(directories[variant.name, seed]),
-                    recipe=plan.run_recipe(variant, seed).model_dump(mode="json", exclude_none=True),
-                    surgery=variant.surgery,
+                    recipe=plan.run_recipe(variant, seed),
+                    edits=variant.edits,
                     measurement=plan.measurement,
                     measure_memory=seed == plan.seeds[0],
                     device=device,

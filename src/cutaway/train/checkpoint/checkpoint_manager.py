@@ -5,7 +5,6 @@ checkpoint is complete, and partial checkpoints are recognized by their names.
 """
 
 import math
-import re
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -38,6 +37,8 @@ from cutaway.train.checkpoint.manifest import (
     TrainerState,
     checkpoint_name,
     find_mismatched_files,
+    is_checkpoint_name,
+    list_checkpoints,
     read_checkpoint,
     read_manifest,
     sha256_hex,
@@ -105,7 +106,7 @@ class CheckpointManager:
         try:
             for message in self._remove_partial_saves():
                 log(message)
-            for path in self._list_checkpoints():
+            for path in list_checkpoints(self.directory):
                 loaded = read_checkpoint(path)
                 if isinstance(loaded, LoadedCheckpoint):
                     return loaded
@@ -172,23 +173,13 @@ class CheckpointManager:
                 write(file, serialize_safetensors({name: copy_to_cpu(by_name[name]) for name in names}), group)
         write(STATE_FILE, state.model_dump_json(indent=1).encode())
         hit_failpoint("before-manifest")
-        manifests = [read_manifest(path) for path in self._list_checkpoints()]
+        manifests = [read_manifest(path) for path in list_checkpoints(self.directory)]
         serial = 1 + max((each.serial for each in manifests if isinstance(each, Manifest)), default=0)
         best = state.best_eval_loss
         best = best if best is not None and math.isfinite(best) else None  # a NaN or infinite loss is never the best
         manifest = Manifest(step=state.step, serial=serial, best_eval_loss=best, files=files)
         write_file(temporary / MANIFEST_FILE, manifest.to_bytes())
         fsync_directory(temporary)
-
-    def _list_checkpoints(self) -> list[Path]:
-        """Checkpoint directories, newest first. Directories without a readable manifest come before all others."""
-        sort_keys = {}
-        for path in list_directory(self.directory):
-            if _is_checkpoint_name(path.name) and path.is_dir():
-                manifest = read_manifest(path)
-                serial = manifest.serial if isinstance(manifest, Manifest) else math.inf
-                sort_keys[path] = (serial, int(path.name[5:]))
-        return sorted(sort_keys, key=sort_keys.__getitem__, reverse=True)
 
     def _remove_partial_saves(self) -> list[str]:
         """Remove the directories left by killed saves, or rename those that are complete. Return error messages."""
@@ -197,13 +188,15 @@ class CheckpointManager:
         for kind in (SAVING, REPLACED, REMOVED):  # first the new checkpoint, then the one it replaces
             for path in paths:
                 match = HIDDEN_NAME_PATTERN.fullmatch(path.name)
-                if match and match["kind"] == kind and _is_checkpoint_name(match["name"]) and path.is_dir():
+                if match and match["kind"] == kind and is_checkpoint_name(match["name"]) and path.is_dir():
                     problems += remove_hidden_directory(path, None if kind == REMOVED else _recover_partial_save)
         return problems
 
     def _prune(self) -> list[str]:
         """Keep only the newest `keep` checkpoints and the best. Damaged ones are neither counted nor removed."""
-        manifests = {path: read_manifest(path) for path in self._list_checkpoints() if path not in self._damaged}
+        manifests = {
+            path: read_manifest(path) for path in list_checkpoints(self.directory) if path not in self._damaged
+        }
         valid = {path: each for path, each in manifests.items() if isinstance(each, Manifest)}
         kept = set(list(valid)[: self.keep])
         # Every save stores the lowest loss so far. So among checkpoints with the same loss, the oldest is the best.
@@ -219,10 +212,6 @@ class CheckpointManager:
                 problems += remove_hidden_directory(removed)
                 hit_failpoint("after-prune")
         return problems
-
-
-def _is_checkpoint_name(name: str) -> bool:
-    return re.fullmatch(r"step-[0-9]{9,}", name) is not None and name == checkpoint_name(int(name[5:]))
 
 
 def _recover_partial_save(path: Path) -> bool:

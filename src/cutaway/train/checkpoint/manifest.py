@@ -1,6 +1,8 @@
 """Read and verify checkpoints, which are directories of safetensors files, state.json and a manifest with checksums."""
 
 import hashlib
+import math
+import re
 import stat
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +12,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load as parse_safetensors
 from torch import Tensor
+
+from cutaway.train.checkpoint.atomic_directory import list_directory
 
 CHECKPOINT_FORMAT: Literal[1] = 1
 MANIFEST_FILE, STATE_FILE = "manifest.json", "state.json"
@@ -76,6 +80,21 @@ def sha256_hex(data: bytes) -> str:
 
 def checkpoint_name(step: int) -> str:
     return f"step-{step:09d}"
+
+
+def is_checkpoint_name(name: str) -> bool:
+    return re.fullmatch(r"step-[0-9]{9,}", name) is not None and name == checkpoint_name(int(name[5:]))
+
+
+def list_checkpoints(directory: Path) -> list[Path]:
+    """Checkpoints in a directory, newest first. Those without a readable manifest come before all others."""
+    sort_keys = {}
+    for path in list_directory(directory):
+        if is_checkpoint_name(path.name) and path.is_dir():
+            manifest = read_manifest(path)
+            serial = manifest.serial if isinstance(manifest, Manifest) else math.inf
+            sort_keys[path] = (serial, int(path.name[5:]))
+    return sorted(sort_keys, key=sort_keys.__getitem__, reverse=True)
 
 
 def read_manifest(directory: Path, name: str | None = None) -> Manifest | str:

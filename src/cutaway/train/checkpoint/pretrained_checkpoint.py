@@ -1,6 +1,6 @@
 """Load the base checkpoint of a fine-tuning run, and take config, family and tokenizer from it."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -39,9 +39,6 @@ class BaseCheckpointInfo:
             base_checkpoint.generation_config,
             to_dict(base_checkpoint.config),
         )
-
-    def to_dict(self) -> dict[str, Any]:
-        return {} if self.config is None else asdict(self)
 
     def decoder_start_token_id(self, tokenizer: Tokenizer) -> int:
         """Id of the token that starts every target of an encoder-decoder."""

@@ -54,10 +54,8 @@ class PrefixBatch(NamedTuple):
 class PositionalDataset(ABC, Generic[BatchT]):
     """Dataset that returns the rows, or a batch, for given positions."""
 
-    @property
-    @abstractmethod
-    def batch_format(self) -> Hashable:
-        """Format of the batches. Datasets with equal formats can be mixed."""
+    batch_format: Hashable
+    """Format of the batches. Datasets with equal formats can be mixed."""
 
     @abstractmethod
     def get_rows(self, positions: Sequence[int]) -> list[Row]: ...
@@ -108,6 +106,7 @@ class PackedDataset(_SplitDataset[PackedBatch]):
     def __init__(self, split: TokenSplit, seq_len: int, seed: int, *, shuffle: bool = True) -> None:
         super().__init__(split, seed, shuffle)
         self.seq_len, self.num_sequences = seq_len, (len(split.tokens) - 1) // seq_len
+        self.batch_format = PackedDataset, seq_len
         if split.targets is not None:
             raise InputError(
                 "this objective trains on plain text, but data.sources[].target_column is set; remove it, or set"
@@ -118,10 +117,6 @@ class PackedDataset(_SplitDataset[PackedBatch]):
                 f"a split of the data has {len(split.tokens):,} tokens, but one sequence of seq_len = {seq_len} needs"
                 f" {seq_len + 1}; use more text, or lower seq_len"
             )
-
-    @property
-    def batch_format(self) -> Hashable:
-        return PackedDataset, self.seq_len
 
     def _get_row(self, index: int) -> Row:
         """Tokens of a sequence, and the document index of each token."""
@@ -182,14 +177,10 @@ class Seq2SeqDataset(_PairDataset[Seq2SeqBatch]):
     ) -> None:
         """`start_id` starts every target. Pairs whose source or target has more than `max_len` tokens are left out."""
         super().__init__(split, seed, shuffle, pad_id, max_len)
-        self.start_id = start_id
+        self.start_id, self.batch_format = start_id, (Seq2SeqDataset, start_id, pad_id)
 
     def _lengths(self) -> NDArray[np.int64]:
         return np.maximum(self.targets - self.split.offsets[:-1], self.split.offsets[1:] - self.targets)
-
-    @property
-    def batch_format(self) -> Hashable:
-        return Seq2SeqDataset, self.start_id, self.pad_id
 
     def _get_row(self, index: int) -> Row:
         source, target = self._get_pair(index)
@@ -219,14 +210,10 @@ class PrefixDataset(_PairDataset[PrefixBatch]):
     ) -> None:
         """Pairs whose source and target have more than `seq_len` + 1 tokens together are left out."""
         super().__init__(split, seed, shuffle, pad_id, seq_len + 1)
-        self.bos_id, self.eos_id = bos_id, eos_id
+        self.bos_id, self.eos_id, self.batch_format = bos_id, eos_id, (PrefixDataset, pad_id)
 
     def _lengths(self) -> NDArray[np.int64]:
         return np.diff(self.split.offsets)
-
-    @property
-    def batch_format(self) -> Hashable:
-        return PrefixDataset, self.pad_id
 
     def _get_row(self, index: int) -> Row:
         """Source without EOS, and target without BOS."""
@@ -256,7 +243,7 @@ class MixtureDataset(PositionalDataset[BatchT]):
                 f"the weights of a mixture must be positive and finite, not {[weight for _, weight in datasets]}; leave"
                 " out the datasets that are not needed"
             )
-        self.datasets = [data for data, _ in datasets]
+        self.datasets, self.batch_format = [data for data, _ in datasets], datasets[0][0].batch_format
         weights = [weight for _, weight in datasets]
         # The share of a dataset is its fraction of the positions that the datasets before it leave over. Shares are
         # fixed-point numbers with 32 bits, so that they are exact at any position. Every share is at least 1 / 2**32,
@@ -265,10 +252,6 @@ class MixtureDataset(PositionalDataset[BatchT]):
         self.shares = [min(max(round(one * w / sum(weights[i:])), 1), one - 1) for i, w in enumerate(weights)]
         self.shares[-1] = one
         self.phases = [derive_seed(seed, i) % 2**32 for i in range(len(weights))]
-
-    @property
-    def batch_format(self) -> Hashable:
-        return self.datasets[0].batch_format
 
     def locate(self, position: int) -> tuple[int, int]:
         """Return the index of the dataset of a position, and the position within that dataset.

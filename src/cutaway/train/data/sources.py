@@ -2,7 +2,7 @@
 
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,10 +41,12 @@ def list_source_files(source: SourceConfig) -> list[SourceFile]:
                 " path, or remove the column"
             )
         root = Path(sysconfig.get_path("stdlib"))
-        return [file for file in _sorted_files(root, _stdlib_files(root)) if file.size]
+        # _sysconfigdata contains the build configuration of Python, which differs from machine to machine.
+        paths = [path for path in _walk_files(root, EXCLUDED_DIRECTORIES) if not path.name.startswith("_sysconfigdata")]
+        return [file for file in _sorted_files(root, paths) if file.size and file.name.endswith(".py")]
     root = Path(source.path).expanduser()
     if root.is_dir():
-        files = _sorted_files(root, _walk_files(root))
+        files = _sorted_files(root, _walk_files(root, {"__pycache__"}))
         if not files:
             raise InputError(f"the directory '{root}' has no files; pass a text file or a directory with text files")
         return files
@@ -54,21 +56,14 @@ def list_source_files(source: SourceConfig) -> list[SourceFile]:
     return _sorted_files(root.parent, [root])
 
 
-def _walk_files(root: Path) -> Iterator[Path]:
-    """Iterate over the files below a directory. Links to directories are not followed, because they may form cycles."""
+def _walk_files(root: Path, excluded: Collection[str]) -> Iterator[Path]:
+    """Iterate over the files below a directory, except hidden ones. Links to directories are not followed."""
     for directory, subdirectories, names in os.walk(root):
-        subdirectories[:] = [name for name in subdirectories if not name.startswith(".") and name != "__pycache__"]
+        subdirectories[:] = [name for name in subdirectories if not name.startswith(".") and name not in excluded]
         yield from (Path(directory, name) for name in names if not name.startswith("."))
 
 
-def _stdlib_files(root: Path) -> Iterator[Path]:
-    for directory, subdirectories, names in os.walk(root):
-        subdirectories[:] = [name for name in subdirectories if name not in EXCLUDED_DIRECTORIES]
-        # _sysconfigdata contains the build configuration of Python, which differs from machine to machine.
-        yield from (Path(directory, n) for n in names if n.endswith(".py") and not n.startswith("_sysconfigdata"))
-
-
-def _sorted_files(root: Path, paths: Iterator[Path] | list[Path]) -> list[SourceFile]:
+def _sorted_files(root: Path, paths: Iterable[Path]) -> list[SourceFile]:
     return sorted((_stat_file(root, path) for path in paths), key=lambda file: file.name)
 
 

@@ -83,17 +83,22 @@ class DataConfig(ConfigNode):
     """Fraction of the documents used for validation."""
 
 
-class CausalLMConfig(ConfigNode):
-    """Next-token prediction (causal language modeling)."""
+class LossTermsConfig(ConfigNode):
+    """Terms that are added to the cross-entropy of every objective."""
 
-    kind: Literal["causal-lm"] = "causal-lm"
     z_loss_coef: NonNegativeFloat = 0.0
     """Coefficient of the z-loss, the squared logsumexp of the logits, which keeps logits from drifting."""
     aux_loss_coef: NonNegativeFloat = 0.0
     """Coefficient of the load-balancing auxiliary loss of a mixture of experts; 0.01 is usual."""
 
 
-class MaskedLMConfig(ConfigNode):
+class CausalLMConfig(LossTermsConfig):
+    """Next-token prediction (causal language modeling)."""
+
+    kind: Literal["causal-lm"] = "causal-lm"
+
+
+class MaskedLMConfig(LossTermsConfig):
     """Masked language modeling: some tokens are masked and predicted from the others."""
 
     kind: Literal["masked-lm"] = "masked-lm"
@@ -101,29 +106,23 @@ class MaskedLMConfig(ConfigNode):
     """Fraction of the tokens that are masked."""
     span_masking: bool = False
     """Mask spans of adjacent tokens instead of single tokens."""
-    z_loss_coef: NonNegativeFloat = 0.0
-    aux_loss_coef: NonNegativeFloat = 0.0
 
 
-class Seq2SeqConfig(ConfigNode):
+class Seq2SeqConfig(LossTermsConfig):
     """Sequence to sequence: each target token is predicted from the source and the preceding target tokens."""
 
     kind: Literal["seq2seq"] = "seq2seq"
     label_smoothing: Probability = 0.0
     """Probability mass distributed uniformly over the vocabulary in the target distribution."""
-    z_loss_coef: NonNegativeFloat = 0.0
-    aux_loss_coef: NonNegativeFloat = 0.0
 
 
-class PrefixLMConfig(ConfigNode):
+class PrefixLMConfig(LossTermsConfig):
     """Prefix language modeling: a decoder reads the source, e.g. a prompt, and predicts the target, e.g. its answer."""
 
     kind: Literal["prefix-lm"] = "prefix-lm"
     bidirectional_prefix: bool = False
     """Use bidirectional attention within the source, instead of causal attention."""
     label_smoothing: Probability = 0.0
-    z_loss_coef: NonNegativeFloat = 0.0
-    aux_loss_coef: NonNegativeFloat = 0.0
 
 
 ObjectiveConfig = Annotated[

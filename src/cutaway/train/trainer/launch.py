@@ -83,48 +83,18 @@ def prepare_trainer(
     recipe: Recipe,
     directory: Path,
     *,
+    run_directory: RunDirectory | None = None,
     device: DeviceLike = None,
     callback: Callback | None = None,
     dist_context: DistributedContext = SINGLE_PROCESS,
-) -> Trainer:
-    """Build the Trainer of a new run. If torchrun has restarted the processes, resume the run instead."""
-    if dist_context.is_restart and (directory / RUN_FILE).exists():
-        return resume_trainer(directory, device=device, callback=callback, dist_context=dist_context)
-    return _build_trainer(recipe, directory, None, device, callback, dist_context)
-
-
-def resume_trainer(
-    directory: Path,
-    *,
-    overrides: Sequence[str] = (),
-    device: DeviceLike = None,
-    callback: Callback | None = None,
-    dist_context: DistributedContext = SINGLE_PROCESS,
-) -> Trainer:
-    """Build the Trainer of an existing run at its newest valid checkpoint. Only `parallel` can be overridden."""
-    for override in overrides:
-        if override.partition("=")[0].strip().partition(".")[0] != "parallel":
-            raise ConfigError(
-                f"override '{override}' cannot be applied to a resumed run, which continues with its own recipe; only"
-                " parallel can change: leave the override out, or start a new run"
-            )
-    run_directory = RunDirectory.open(directory)
-    recipe = load_recipe(run_directory.recipe, overrides)
-    return _build_trainer(recipe, directory, run_directory, device, callback, dist_context)
-
-
-def _build_trainer(
-    recipe: Recipe,
-    directory: Path,
-    run_directory: RunDirectory | None,
-    device: DeviceLike,
-    callback: Callback | None,
-    dist_context: DistributedContext,
 ) -> Trainer:
     """Build the Trainer of a run. `run_directory` is None if the run is new.
 
-    The main process creates the directory of a new run after all checks have passed.
+    The main process creates the directory of a new run after all checks have passed. If torchrun has restarted the
+    processes of a new run, the run is resumed.
     """
+    if run_directory is None and dist_context.is_restart and (directory / RUN_FILE).exists():
+        return resume_trainer(directory, device=device, callback=callback, dist_context=dist_context)
     # Devices and loggers of this rank
     device = dist_context.resolve_device(device)
     dist_context.init_mesh(recipe.parallel, device)
@@ -186,3 +156,25 @@ def _build_trainer(
             " start a new run"
         )
     return trainer
+
+
+def resume_trainer(
+    directory: Path,
+    *,
+    overrides: Sequence[str] = (),
+    device: DeviceLike = None,
+    callback: Callback | None = None,
+    dist_context: DistributedContext = SINGLE_PROCESS,
+) -> Trainer:
+    """Build the Trainer of an existing run at its newest valid checkpoint. Only `parallel` can be overridden."""
+    for override in overrides:
+        if override.partition("=")[0].strip().partition(".")[0] != "parallel":
+            raise ConfigError(
+                f"override '{override}' cannot be applied to a resumed run, which continues with its own recipe; only"
+                " parallel can change: leave the override out, or start a new run"
+            )
+    run_directory = RunDirectory.open(directory)
+    recipe = load_recipe(run_directory.recipe, overrides)
+    return prepare_trainer(
+        recipe, directory, run_directory=run_directory, device=device, callback=callback, dist_context=dist_context
+    )
