@@ -100,17 +100,17 @@ def _train_and_measure(job: Job, pipe: "connection.Connection") -> bool:
     if job.edits:  # the exported config does not include the edits, so another model would be loaded
         shutil.rmtree(trainer.run_directory.model_directory, ignore_errors=True)
     pipe.send(("step", trainer.global_step))
-    if math.isfinite(eval_loss(trainer)):
-        _write_outcome(directory, _collect_outcome(trainer, job))
+    loss = eval_loss(trainer)
+    if math.isfinite(loss):
+        _write_outcome(directory, _collect_outcome(trainer, job, loss))
     else:
         _write_outcome(directory, {"failed": "the loss is not finite; lower optimizer.lr"})
     return True
 
 
-def _collect_outcome(trainer: Trainer, job: Job) -> Outcome:
+def _collect_outcome(trainer: Trainer, job: Job, loss: float) -> Outcome:
     """Losses, time and memory of a trained model, and the measurement that the plan requests."""
     rows = list(trainer.metrics_log)
-    loss = eval_loss(trainer)
     outcome: Outcome = {
         "loss": loss,
         "seconds": sum(row["seconds"] for row in trainer.timings_log),

@@ -34,10 +34,7 @@ class TokenSplit:
 
         Raises OSError if a file is missing, and ValueError if a file does not match the counts.
         """
-        tokens, offsets = (
-            _open_memmap(directory / f"{name}.tokens.npy"),
-            _open_memmap(directory / f"{name}.offsets.npy"),
-        )
+        tokens, offsets = (_open_memmap(directory / f"{name}.{kind}.npy") for kind in ("tokens", "offsets"))
         targets = _open_memmap(directory / f"{name}.targets.npy") if has_targets else None
         split = cls(tokens, offsets, targets, int(metadata["num_bytes"]))
         is_complete = (
