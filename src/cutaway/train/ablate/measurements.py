@@ -146,12 +146,7 @@ def _evaluate_with(model: Transformer, objective: Objective, edits: AbstractCont
 
 def _removal_measurement(condition: str, output: EvalOutput, baseline: EvalOutput) -> Measurement:
     change = (output[2] - baseline[2]).norm(dim=-1) / baseline[2].norm(dim=-1).clamp(min=1e-30)
-    return {
-        "condition": condition,
-        "loss": output[0],
-        "top5_accuracy": output[1],
-        "resid_change": float(change.mean()),
-    }
+    return {"condition": condition, "loss": output[0], "top5_accuracy": output[1], "resid_change": float(change.mean())}
 
 
 # Positions

@@ -53,12 +53,7 @@ def check_objective(objective: ObjectiveConfig, config: Config, training: Traini
 
 
 def build_objective_fn(
-    objective: ObjectiveConfig,
-    data: DataConfig,
-    tokenizer: Tokenizer,
-    vocab_size: int,
-    seed: int,
-    device: torch.device,
+    objective: ObjectiveConfig, data: DataConfig, tokenizer: Tokenizer, vocab_size: int, seed: int, device: torch.device
 ) -> ObjectiveFn:
     """Build the function that turns a batch, and the data position of its first sequence, into an Objective."""
     if isinstance(objective, CausalLMConfig):

@@ -7,14 +7,7 @@ from pydantic import Discriminator, Field, NonNegativeFloat, NonNegativeInt, Tag
 
 from cutaway.config import Config
 from cutaway.config import config as read_config
-from cutaway.config.node import (
-    KIND_DISCRIMINATOR,
-    ConfigNode,
-    PositiveFloat,
-    PositiveInt,
-    Probability,
-    default_kind,
-)
+from cutaway.config.node import KIND_DISCRIMINATOR, ConfigNode, PositiveFloat, PositiveInt, Probability, default_kind
 from cutaway.errors import ConfigError
 
 STDLIB_PATH = "python-stdlib"

@@ -57,11 +57,7 @@ def train(
 
 
 def resume(
-    directory: str | Path,
-    *,
-    overrides: Sequence[str] = (),
-    device: DeviceLike = None,
-    callback: Callback | None = None,
+    directory: str | Path, *, overrides: Sequence[str] = (), device: DeviceLike = None, callback: Callback | None = None
 ) -> RunDirectory:
     """Resume a run from its newest checkpoint. The result is the same as without the interruption.
 

@@ -63,11 +63,7 @@ def expected_memory(
 
 
 def check_memory(
-    recipe: Recipe,
-    config: Config,
-    device: torch.device,
-    dist_context: DistributedContext,
-    log: Callable[[str], None],
+    recipe: Recipe, config: Config, device: torch.device, dist_context: DistributedContext, log: Callable[[str], None]
 ) -> None:
     """Log the estimated memory. Raise InputError if weights, gradients and optimizer state exceed the free memory."""
     estimate, lower_bound = expected_memory(recipe, config, device, dist_context)
