@@ -5,8 +5,8 @@ checkpoint is complete, and partial checkpoints are recognized by their names.
 """
 
 import math
-import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 from safetensors.torch import save as serialize_safetensors
@@ -64,44 +64,36 @@ class CheckpointManager:
     def __init__(self, directory: Path, *, keep: int = 2) -> None:
         self.directory, self.keep = directory, keep
         self._damaged: set[Path] = set()
-        self._writer_thread: threading.Thread | None = None
-        self._writer_error: BaseException | None = None
+        self._executor = ThreadPoolExecutor(1, "checkpoint")
+        self._pending_saves: list[Future[Path]] = []
+        """The last asynchronous save, until its error is raised or it is known to have succeeded."""
 
     def save(self, tensors: TensorGroups, state: TrainerState, copy_to_cpu: CopyFn = copy_to_cpu) -> Path:
         """Write a checkpoint. It is on disk when this returns.
 
         `copy_to_cpu` copies a tensor to the CPU. It is called once per tensor, in order of group and name.
         """
-        self._join_writer()
+        wait(self._pending_saves)
         return self._write_checkpoint(tensors, state, copy_to_cpu)
 
     def async_save(self, tensors: TensorGroups, state: TrainerState) -> None:
         """Copy the tensors to the CPU and write them in a thread. If the previous save failed, raise its error."""
-        self._join_writer()
+        wait(self._pending_saves)  # before copying, so that there is one copy in memory at a time
         copies = {group: {name: copy_to_cpu(each) for name, each in named.items()} for group, named in tensors.items()}
-        previous_error, self._writer_error = self._writer_error, None
-
-        def write() -> None:
-            try:
-                self._write_checkpoint(copies, state, lambda tensor: tensor)
-            except BaseException as error:  # the next call in the main thread raises it
-                self._writer_error = error
-
-        self._writer_thread = threading.Thread(target=write, name="checkpoint")
-        self._writer_thread.start()
-        if previous_error is not None:
-            raise previous_error
+        previous = self._pending_saves
+        self._pending_saves = [self._executor.submit(self._write_checkpoint, copies, state, lambda tensor: tensor)]
+        for save in previous:
+            save.result()
 
     def wait_for_async_save(self) -> None:
         """Wait until the asynchronous save is finished. If the save failed, raise its error."""
-        self._join_writer()
-        error, self._writer_error = self._writer_error, None
-        if error is not None:
-            raise error
+        previous, self._pending_saves = self._pending_saves, []
+        for save in previous:
+            save.result()
 
     def load_latest(self, *, log: Callable[[str], None]) -> LoadedCheckpoint | None:
         """Load the newest valid checkpoint. None if there is no checkpoint. Damaged ones are logged and skipped."""
-        self._join_writer()
+        wait(self._pending_saves)
         problems = []
         try:
             for message in self._remove_partial_saves():
@@ -123,11 +115,6 @@ class CheckpointManager:
                 " run"
             )
         return None
-
-    def _join_writer(self) -> None:
-        if self._writer_thread is not None:
-            self._writer_thread.join()
-            self._writer_thread = None
 
     def _write_checkpoint(self, tensors: TensorGroups, state: TrainerState, copy_to_cpu: CopyFn) -> Path:
         target = self.directory / checkpoint_name(state.step)
