@@ -2,9 +2,8 @@
 
     python examples/dates/generate_dates.py dates.jsonl
 
-The date formats are those of Unicode's CLDR tables (Babel).
-Only unambiguous formats are used. Formats like 3/4/2021, which may be March or April, and formats with two-digit years
-are excluded.
+The date formats are those of Unicode's CLDR tables (Babel). Only unambiguous formats are used: formats like 3/4/2021,
+which may be March or April, and formats with two-digit years are excluded.
 """
 
 import json
