@@ -47,7 +47,7 @@ def train(
         overrides: Changes of single recipe values as 'key=value' with a TOML value, e.g. 'training.max_steps=100'.
         texts: Files or directories that replace the recipe's data sources.
         device: Device to train on. Default: the GPU if there is one.
-        callback: Functions that are called after steps and evaluations, and for each message to the user.
+        callback: A `Callback`: functions called after each step and evaluation, and for each message to the user.
     """
     with init_distributed(device) as dist_context:
         loaded = load_recipe(recipe, overrides, texts)
@@ -65,7 +65,7 @@ def resume(
         directory: Run directory of the interrupted run.
         overrides: Changes of `parallel`, e.g. 'parallel.dp_shard=2'; other keys of the recipe cannot change.
         device: Device to train on. Default: the GPU if there is one.
-        callback: Functions that are called after steps and evaluations, and for each message to the user.
+        callback: A `Callback`: functions called after each step and evaluation, and for each message to the user.
     """
     with init_distributed(device) as dist_context:
         trainer = resume_trainer(
