@@ -5,6 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from cutaway.train.recipe.schema import SourceConfig
+
 TEXT = "\n".join(f"{a} and {b} make {a + b}" for a in range(40) for b in range(12)) + "\n"
 RECIPE: dict[str, Any] = {
     "model": "tiny-gpt",
@@ -15,6 +17,10 @@ RECIPE: dict[str, Any] = {
     "eval": {"interval": 5, "num_sequences": 8},
     "checkpoint": {"interval": 4},
 }
+
+
+def text_source(path: Path, text_column: str = "text", target_column: str | None = None) -> SourceConfig:
+    return SourceConfig(path=str(path), text_column=text_column, target_column=target_column)
 
 
 def write_texts(directory: Path) -> Path:

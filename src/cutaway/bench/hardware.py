@@ -22,7 +22,7 @@ from cutaway.size.roofline import RooflineBound
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 MAX_MATMUL_SECONDS = 2.0
-"""The large matmul is run only if it takes at most this many seconds."""
+"""The large matmul is measured only if it is expected to take at most this number of seconds."""
 DEFAULT_SEQ_LENS = {"cuda": 1024, "cpu": 128}
 """Sequence length of the measured passes, by device type."""
 NUM_STAGES = 1 + len(TORCH_DTYPES) + 3
@@ -32,7 +32,10 @@ StageCallback = Callable[[str], None]
 
 
 def _time_runs(run: Callable[[], object], device: torch.device, *, min_total_seconds: float = 0.3) -> list[float]:
-    """Return the seconds of each run. After a warm-up run, it runs at least three times and `min_total_seconds`."""
+    """Call `run` repeatedly, and return the seconds of each call.
+
+    After an untimed warm-up call, there are at least three calls, which take at least `min_total_seconds` together.
+    """
     run()
     synchronize(device)
     seconds: list[float] = []
@@ -78,7 +81,7 @@ def measure_hardware(
     torch_device = resolve_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     name = model or ("llama-3.2-1b" if torch_device.type == "cuda" else "smollm2-135m")
     if torch_device.type not in ("cpu", "cuda"):
-        raise InputError(f"device is {device!r}, which is not supported; use cpu or cuda")
+        raise InputError(f"device is {device!r}, on which cutaway does not measure; use cpu or cuda")
     if not isinstance(config(name), Decoder):  # before the first measurement
         raise InputError(f"{name} is not decoder-only, so it has no decode step; use, e.g., --model smollm2-135m")
     progress("copy")

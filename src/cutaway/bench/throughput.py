@@ -189,13 +189,13 @@ def measure_throughput(
 
 
 def check_is_decoder(model: Transformer) -> None:
-    """Raise if the model is not decoder-only."""
+    """Raise InputError if the model is not decoder-only."""
     if "decoder" not in model.stacks or len(model.stacks) == 2:
         raise InputError("only decoder-only models are measured; use one, e.g. cutaway bench decode smollm2-135m")
 
 
 def _default_context(config: Config, device: torch.device, num_reserved_tokens: int) -> int:
-    """Return the default context length, reduced if the model's context is shorter."""
+    """Default context length, reduced if the model's context minus `num_reserved_tokens` is shorter."""
     default = DEFAULT_SEQ_LENS.get(device.type, 128)
     return max(1, min(default, config.context - num_reserved_tokens)) if config.context else default
 

@@ -5,8 +5,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from cutaway.errors import InputError
-from cutaway.train.data.documents import Document, SkippedDocuments, TextSource, read_file, read_jsonl, read_text
+from cutaway.train.data.documents import Document, SkippedDocuments, read_file, read_jsonl, read_text
 from cutaway.train.data.sources import list_source_files
+from cutaway.train.recipe.schema import SourceConfig
 
 MAX_DOCUMENT_CHARACTERS = 1 << 24
 """Maximum number of characters of a document. Longer files are split at line ends, to limit memory."""
@@ -17,7 +18,7 @@ def iter_documents(
 ) -> Iterator[Document]:
     """Yield the documents of all files. Files in a directory are read in the order of their names."""
     for path in paths:
-        source = TextSource(path, text_column, target_column)
+        source = SourceConfig(path=str(path), text_column=text_column, target_column=target_column)
         if str(path) == "-":
             yield from _iter_stdin(source, skipped)
         else:
@@ -25,7 +26,7 @@ def iter_documents(
                 yield from read_file(file, source, skipped, MAX_DOCUMENT_CHARACTERS)
 
 
-def _iter_stdin(source: TextSource, skipped: SkippedDocuments) -> Iterator[Document]:
+def _iter_stdin(source: SourceConfig, skipped: SkippedDocuments) -> Iterator[Document]:
     if sys.stdin is None or sys.stdin.isatty():
         raise InputError("- reads standard input, but nothing is piped in; pipe a text in or name a file")
     if source.target_column is not None:

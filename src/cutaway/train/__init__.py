@@ -30,7 +30,7 @@ def _train(
         overrides: Changes of single recipe values as 'key=value' with a TOML value, e.g. 'training.max_steps=100'.
         texts: Files or directories that replace the recipe's data sources.
         device: Device to train on. Default: the GPU if there is one.
-        callback: Functions that are called after steps and evaluations, and for each message to the user.
+        callback: A `Callback`: functions called after each step and evaluation, and for each message to the user.
     """
     from cutaway.train.trainer.launch import train
 

@@ -4,7 +4,7 @@ UINT64_MASK = 2**64 - 1
 
 
 def derive_seed(*numbers: int) -> int:
-    """Derive a seed from integers by applying SplitMix64's finalizer once per integer: each affects every bit."""
+    """Derive a 63-bit seed from integers with SplitMix64's finalizer. Each integer affects every bit of the seed."""
     x = 0
     for number in numbers:
         x = (x + (number & UINT64_MASK) + 0x9E3779B97F4A7C15) & UINT64_MASK

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent import futures
 from pathlib import Path
 
 import pytest
@@ -583,7 +584,7 @@ def test_async_error_is_raised_once_and_the_next_save_succeeds(tmp_path: Path, m
         with monkeypatch.context() as patch:
             patch.setattr(manager, "write_file", lambda *args: (_ for _ in ()).throw(OSError(28, "No space left")))
             checkpoint_manager.async_save(build_tensors(1), build_state(1))
-            checkpoint_manager._join_writer()
+            futures.wait(checkpoint_manager._pending_saves)
         if next_call == "save":  # a synchronous save succeeds; the error is raised by wait_for_async_save
             assert save_step(checkpoint_manager, 3).exists()
             with pytest.raises(CheckpointWriteError, match="step-000000001"):

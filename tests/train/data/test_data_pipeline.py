@@ -15,16 +15,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.tiny_runs import text_source
 
 from cutaway.errors import InputError
 from cutaway.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer, train_bpe
 from cutaway.train.data import documents, memmap, prepare, tokenize
 from cutaway.train.data.datasets import MixtureDataset, PackedBatch, PackedDataset, Seq2SeqDataset
-from cutaway.train.data.documents import Document, SkippedDocuments, TextSource, read_documents
+from cutaway.train.data.documents import Document, SkippedDocuments, read_documents
 from cutaway.train.data.prepare import PreparedData, prepare_data
 from cutaway.train.data.shuffle import shuffle_indices
 from cutaway.train.data.sources import list_source_files
 from cutaway.train.distributed.process_group import rank_positions
+from cutaway.train.recipe.schema import SourceConfig
 
 BYTES = byte_tokenizer()
 EOS_ID = BYTES.eos_token_id
@@ -50,7 +52,7 @@ def pairs(tmp_path: Path) -> Path:
 def prepare_texts(
     path: Path, directory: Path, validation_split: float = 0.2, seed: int = 7, **options: Any
 ) -> PreparedData:
-    return prepare_data([TextSource(path)], BYTES, directory, validation_split=validation_split, seed=seed, **options)
+    return prepare_data([text_source(path)], BYTES, directory, validation_split=validation_split, seed=seed, **options)
 
 
 def decode_documents(split: memmap.TokenSplit, tokenizer: Tokenizer = BYTES) -> list[str]:
@@ -118,10 +120,10 @@ def test_files_are_read_in_order_and_hidden_ones_skipped(tmp_path: Path) -> None
     (tmp_path / ".git").mkdir()
     (tmp_path / ".git" / "config").write_text("hidden")
     (tmp_path / ".hidden").write_text("hidden")
-    assert list(read_documents(TextSource(tmp_path))) == [
+    assert list(read_documents(text_source(tmp_path))) == [
         Document(text) for text in ("one = 1\n", "zwei\r\n", "three", "four")
     ]
-    assert list(read_documents(TextSource(tmp_path / "b" / "two.txt"))) == [Document("zwei\r\n")]
+    assert list(read_documents(text_source(tmp_path / "b" / "two.txt"))) == [Document("zwei\r\n")]
 
 
 def test_invalid_rows_are_counted_with_an_example_and_skipped(tmp_path: Path) -> None:
@@ -139,7 +141,7 @@ def test_invalid_rows_are_counted_with_an_example_and_skipped(tmp_path: Path) ->
         {"text": "good too"},
     )
     skipped = SkippedDocuments()
-    assert [document.text for document in read_documents(TextSource(path), skipped)] == ["good", "good too"]
+    assert [document.text for document in read_documents(text_source(path), skipped)] == ["good", "good too"]
     assert skipped.counts == {"invalid JSON": 2, "missing column": 3, "invalid UTF-8": 2, "empty": 1}
     assert skipped.examples["invalid JSON"].startswith(f"{path} line 2: ")
     assert skipped.total == 8
@@ -153,7 +155,7 @@ def test_unreadable_files_are_counted(tmp_path: Path) -> None:
     (tmp_path / "gone.txt").symlink_to(tmp_path / "never")
     os.mkfifo(tmp_path / "pipe.txt")
     skipped = SkippedDocuments()
-    assert list(read_documents(TextSource(tmp_path), skipped)) == [Document("good")]
+    assert list(read_documents(text_source(tmp_path), skipped)) == [Document("good")]
     assert skipped.counts == {"unreadable file": 2, "invalid UTF-8": 1, "empty": 1}
 
 
@@ -161,7 +163,7 @@ def test_pairs_need_both_columns(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "x.jsonl", {"de": "eins", "en": "one"}, {"de": "zwei"}, {"de": "drei", "en": ""})
     (tmp_path / "notes.txt").write_text("no pair")
     skipped = SkippedDocuments()
-    assert list(read_documents(TextSource(path.parent, "de", "en"), skipped)) == [Document("eins", "one")]
+    assert list(read_documents(text_source(path.parent, "de", "en"), skipped)) == [Document("eins", "one")]
     assert skipped.counts == {"text file without target column": 1, "missing column": 1, "empty": 1}
 
 
@@ -169,7 +171,7 @@ def test_long_file_is_split_at_line_ends(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(documents, "MAX_DOCUMENT_CHARS", 50)
     text = "".join(f"line {number} é\n" * (number % 4) for number in range(40)) + "x" * 130
     (tmp_path / "x.txt").write_text(text)
-    texts = [document.text for document in read_documents(TextSource(tmp_path / "x.txt"))]
+    texts = [document.text for document in read_documents(text_source(tmp_path / "x.txt"))]
     assert "".join(texts) == text
     assert len(texts) > 5
     assert all(len(text) <= 100 for text in texts)
@@ -180,7 +182,7 @@ def test_parquet_without_pyarrow_is_an_error(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     (tmp_path / "x.parquet").write_bytes(b"PAR1")
     with pytest.raises(InputError, match="pip install pyarrow"):
-        list(read_documents(TextSource(tmp_path / "x.parquet")))
+        list(read_documents(text_source(tmp_path / "x.parquet")))
 
 
 def test_parquet_rows_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,15 +206,15 @@ def test_parquet_rows_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     (tmp_path / "x.parquet").write_bytes(b"PAR1")
     (tmp_path / "y.parquet").write_bytes(b"else")
     skipped = SkippedDocuments()
-    assert [document.text for document in read_documents(TextSource(tmp_path), skipped)] == ["one", "two"]
+    assert [document.text for document in read_documents(text_source(tmp_path), skipped)] == ["one", "two"]
     assert skipped.counts == {"missing column": 1, "empty": 1, "invalid Parquet": 1}
     skipped = SkippedDocuments()
-    assert list(read_documents(TextSource(tmp_path / "x.parquet", "absent"), skipped)) == []
+    assert list(read_documents(text_source(tmp_path / "x.parquet", "absent"), skipped)) == []
     assert skipped.counts == {"missing column": 1}
 
 
 def test_standard_library_source_excludes_tests() -> None:
-    files = list_source_files(TextSource(None))
+    files = list_source_files(SourceConfig())
     names = [file.name for file in files]
     assert {"heapq.py", "asyncio/tasks.py", "json/decoder.py"} <= set(names)
     assert names == sorted(names)
@@ -223,9 +225,11 @@ def test_standard_library_source_excludes_tests() -> None:
 def test_missing_sources_are_errors(tmp_path: Path) -> None:
     for path in (tmp_path / "absent", tmp_path):
         with pytest.raises(InputError, match=r"does not exist|has no files"):
-            list(read_documents(TextSource(path)))
-    with pytest.raises(InputError, match="weight"):
-        TextSource(tmp_path, weight=0)
+            list(read_documents(text_source(path)))
+    with pytest.raises(InputError, match="the recipe has no text"):
+        list_source_files(SourceConfig(path=""))
+    with pytest.raises(InputError, match="standard library has no columns"):
+        list_source_files(SourceConfig(target_column="x"))
 
 
 # Prepared data
@@ -245,7 +249,7 @@ def test_every_document_is_in_one_split_and_ends_with_eos(texts: Path, tmp_path:
 
 def test_more_files_do_not_change_the_split_of_the_others(texts: Path, tmp_path: Path) -> None:
     before = decode_documents(prepare_texts(texts, tmp_path / "data").validation)
-    sources = [TextSource(write_jsonl(tmp_path / "more.jsonl", {"text": "m"})), TextSource(texts)]
+    sources = [text_source(write_jsonl(tmp_path / "more.jsonl", {"text": "m"})), text_source(texts)]
     after = prepare_data(sources, BYTES, tmp_path / "data", validation_split=0.2, seed=7)
     assert [text for text in decode_documents(after.validation) if text != "m"] == before
     assert decode_documents(prepare_texts(texts, tmp_path / "data", seed=8).validation) != before
@@ -275,7 +279,7 @@ def test_changed_data_has_another_fingerprint_and_directory(texts: Path, tmp_pat
     assert changed.fingerprint != first.fingerprint
     assert len({first.directory, touched.directory, changed.directory}) == 3
     other_tokenizer = train_bpe(TEXTS, 300)
-    other = prepare_data([TextSource(texts)], other_tokenizer, tmp_path / "data", validation_split=0.2, seed=7)
+    other = prepare_data([text_source(texts)], other_tokenizer, tmp_path / "data", validation_split=0.2, seed=7)
     assert other.fingerprint != changed.fingerprint
 
 
@@ -285,7 +289,7 @@ def test_saved_tokenizer_has_the_same_fingerprint(texts: Path, tmp_path: Path) -
     loaded = load_tokenizer(tmp_path / "tokenizer")
     assert loaded is not None
     one, two = (
-        prepare_data([TextSource(texts)], tokenizer, tmp_path / "data", validation_split=0.2, seed=0)
+        prepare_data([text_source(texts)], tokenizer, tmp_path / "data", validation_split=0.2, seed=0)
         for tokenizer in (trained, loaded)
     )
     assert one.fingerprint == two.fingerprint
@@ -303,7 +307,7 @@ def test_large_ids_are_stored_as_uint32(tmp_path: Path, texts: Path) -> None:
     tokenizer = byte_tokenizer()
     tokenizer.backend.add_tokens([f"<{number}>" for number in range(65_400)])
     write_jsonl(texts, {"text": "<65399>"})
-    data = prepare_data([TextSource(texts)], tokenizer, tmp_path / "data", validation_split=0, seed=0)
+    data = prepare_data([text_source(texts)], tokenizer, tmp_path / "data", validation_split=0, seed=0)
     assert data.train.tokens.dtype == np.uint32
     assert data.train.tokens.tolist() == [65_399 + 259, EOS_ID]
     assert data.validation.num_documents == len(data.validation.tokens) == 0
@@ -314,8 +318,8 @@ def test_large_ids_are_stored_as_uint32(tmp_path: Path, texts: Path) -> None:
     [
         ([], 0.1, "no documents"),
         ([b"broken"], 0.1, "1 × invalid JSON"),
-        ([{"text": "one"}], 0.001, "none of 1 documents is in the validation split"),
-        ([{"text": "one"}], 0.999, "none of 1 documents is in the training split"),
+        ([{"text": "one"}], 0.001, "validation split has none of the 1 documents"),
+        ([{"text": "one"}], 0.999, "training split has none of the 1 documents"),
     ],
 )
 def test_data_without_documents_is_an_error(
@@ -328,9 +332,9 @@ def test_data_without_documents_is_an_error(
 
 
 def test_texts_and_pairs_cannot_be_prepared_together(texts: Path, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="some do not"):
+    with pytest.raises(InputError, match="for some sources only"):
         prepare_data(
-            [TextSource(texts), TextSource(texts, target_column="en")],
+            [text_source(texts), text_source(texts, target_column="en")],
             BYTES,
             tmp_path / "data",
             validation_split=0.1,
@@ -342,13 +346,13 @@ def test_parallel_tokenization_equals_serial(texts: Path, tmp_path: Path, monkey
     write_jsonl(texts, *({"text": f"{text} <|eos|> é"} for text in TEXTS))
     tokenizer = byte_tokenizer()
     tokenizer.backend.encode_special_tokens = True
-    serial = prepare_data([TextSource(texts)], tokenizer, tmp_path / "one", validation_split=0.2, seed=7)
+    serial = prepare_data([text_source(texts)], tokenizer, tmp_path / "one", validation_split=0.2, seed=7)
     monkeypatch.setattr(prepare, "MIN_PARALLEL_BYTES", 0)
     monkeypatch.setattr(prepare, "num_cores", lambda: 2)
     monkeypatch.setattr(tokenize, "CHUNK_DOCUMENTS", 7)
     calls_in_this_process: list[int] = []
     monkeypatch.setattr(tokenize, "encode_documents", lambda *_: calls_in_this_process.append(1))
-    parallel = prepare_data([TextSource(texts)], tokenizer, tmp_path / "two", validation_split=0.2, seed=7)
+    parallel = prepare_data([text_source(texts)], tokenizer, tmp_path / "two", validation_split=0.2, seed=7)
     assert not calls_in_this_process
     assert parallel.fingerprint == serial.fingerprint
     assert np.array_equal(parallel.train.tokens, serial.train.tokens)
@@ -363,11 +367,11 @@ import sys
 from pathlib import Path
 from cutaway.tokenizer import byte_tokenizer
 from cutaway.train.data import prepare, tokenize
-from cutaway.train.data.documents import TextSource
+from cutaway.train.recipe.schema import SourceConfig
 print("started")
 prepare.MIN_PARALLEL_BYTES, tokenize.CHUNK_DOCUMENTS, prepare.num_cores = 0, 7, lambda: 2
 tokenize.encode_documents = None
-sources = [TextSource(Path(sys.argv[1]))]
+sources = [SourceConfig(path=sys.argv[1])]
 print(prepare.prepare_data(sources, byte_tokenizer(), sys.argv[2], validation_split=0.2, seed=7).fingerprint)
 """)
     command = [sys.executable, str(program), str(texts), str(tmp_path / "data")]
@@ -409,27 +413,22 @@ import os, signal, sys
 from pathlib import Path
 from cutaway.tokenizer import byte_tokenizer
 from cutaway.train.data import prepare, tokenize
-from cutaway.train.data.documents import TextSource
+from cutaway.train.recipe.schema import SourceConfig
 tokenize.CHUNK_DOCUMENTS = 5
 def die(*_): os.kill(os.getpid(), signal.SIGKILL)
 path, directory, when = sys.argv[1:]
 if when == "before-rename": Path.rename = die
 else: prepare.SplitWriter.finalize = die
-prepare.prepare_data([TextSource(Path(path))], byte_tokenizer(), directory, validation_split=0.2, seed=7)
+prepare.prepare_data([SourceConfig(path=path)], byte_tokenizer(), directory, validation_split=0.2, seed=7)
 """
     directory = tmp_path / "data"
     for when in ("after-read", "before-rename"):
         command = [sys.executable, "-c", code, str(texts), str(directory), when]
         assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
-        assert all(path.name.startswith(".tmp-") for path in directory.iterdir())
-    assert len(list(directory.iterdir())) == 2
+        assert [".saving-" in path.name for path in directory.iterdir()] == [True]  # the first one has been removed
     data = prepare_texts(texts, directory)
     assert sorted(decode_documents(data.train) + decode_documents(data.validation)) == sorted(TEXTS)
-    for stale in directory.glob(".tmp-*"):
-        for path in [*stale.iterdir(), stale]:
-            os.utime(path, (0, 0))
-    prepare_texts(texts, directory, seed=8)
-    assert not list(directory.glob(".tmp-*"))
+    assert [path for path in directory.iterdir() if path.name.startswith(".")] == []
 
 
 def test_damaged_data_is_prepared_again(texts: Path, tmp_path: Path) -> None:
@@ -548,7 +547,7 @@ def test_invalid_dataset_arguments_are_errors(split: memmap.TokenSplit) -> None:
 
 
 def test_pairs_are_complete_and_padded(pairs: Path, tmp_path: Path) -> None:
-    prepared = prepare_data([TextSource(pairs, "de", "en")], BYTES, tmp_path / "data", validation_split=0.2, seed=1)
+    prepared = prepare_data([text_source(pairs, "de", "en")], BYTES, tmp_path / "data", validation_split=0.2, seed=1)
     start_id, pad_id = BYTES.bos_token_id, BYTES.pad_token_id
     assert start_id is not None
     assert pad_id is not None
@@ -567,12 +566,12 @@ def test_pairs_are_complete_and_padded(pairs: Path, tmp_path: Path) -> None:
     assert len(set(decoded)) == len(decoded)
     assert set(decoded) < all_pairs
     assert prepared.train.num_bytes == sum(len(target) for _, target in decoded)
-    with pytest.raises(InputError, match="cannot be packed"):
+    with pytest.raises(InputError, match="trains on plain text"):
         PackedDataset(prepared.train, 4, 0)
 
 
 def test_pair_at_a_position_is_independent_of_its_batch(pairs: Path, tmp_path: Path) -> None:
-    split = prepare_data([TextSource(pairs, "de", "en")], BYTES, tmp_path / "data", validation_split=0, seed=1).train
+    split = prepare_data([text_source(pairs, "de", "en")], BYTES, tmp_path / "data", validation_split=0, seed=1).train
     data = Seq2SeqDataset(split, 4, start_id=1)
     batch = data.get_batch(15, 10)
     for row, position in enumerate(range(15, 25)):
@@ -582,7 +581,7 @@ def test_pair_at_a_position_is_independent_of_its_batch(pairs: Path, tmp_path: P
 
 
 def test_long_pairs_are_skipped_and_counted(pairs: Path, tmp_path: Path) -> None:
-    split = prepare_data([TextSource(pairs, "de", "en")], BYTES, tmp_path / "data", validation_split=0, seed=1).train
+    split = prepare_data([text_source(pairs, "de", "en")], BYTES, tmp_path / "data", validation_split=0, seed=1).train
     data = Seq2SeqDataset(split, 4, start_id=1, max_len=11)  # ten letters and EOS
     assert (data.num_sequences, data.num_skipped) == (10, 10)
     assert data.get_batch(0, 10).target.shape == (10, 12)

@@ -247,7 +247,7 @@ def test_bf16_is_accumulated_in_fp32(autocast: bool) -> None:
 
 @pytest.mark.parametrize("target", [V, -100])
 def test_target_outside_the_vocabulary_is_an_error(target: int) -> None:
-    with pytest.raises(InputError, match=f"targets contain {target}"):
+    with pytest.raises(InputError, match=f"targets contain the token id {target}"):
         chunked_loss(build_model({}).head, torch.randn(4, D).double(), torch.full((4,), target), torch.ones(4))
 
 
@@ -413,7 +413,7 @@ def test_padding_is_never_a_target() -> None:
             lambda t: objectives.masked_lm(t, positions=range(4), mlm_probability=1.0, **MASKING),
             "mlm_probability is 1.0",
         ),
-        (lambda t: objectives.masked_lm(t, positions=range(3), **MASKING), "positions has 3 entries for 4 rows"),
+        (lambda t: objectives.masked_lm(t, positions=range(3), **MASKING), "3 items, but tokens has 4 rows"),
         (lambda t: objectives.prefix_lm(t, None, torch.tensor([1])), "one length for each of 4 rows"),
     ],
 )

@@ -1,5 +1,6 @@
 """Ablations: build a plan, run its training runs, write and plot the results."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,16 +11,17 @@ from cutaway.train.ablate.launcher import ProgressFn, run_jobs
 from cutaway.train.ablate.plan import AblationPlan, build_plan, combine_variations
 from cutaway.train.ablate.plot import plot_results
 from cutaway.train.ablate.results import (
+    RESULTS_FILE,
     Results,
     ResultsTable,
     build_findings,
     compare_to_first,
     results_to_dict,
-    write_results,
 )
 from cutaway.train.ablate.studies import STUDIES, Study
 from cutaway.train.ablate.vary import parse_variation
 from cutaway.train.recipe.load import RecipeSource, load_recipe
+from cutaway.user_files import write_text_atomically
 
 DEFAULT_NUM_SEEDS = 3
 
@@ -41,7 +43,7 @@ class Ablation:
         results = Results(self.plan, outcomes)
         compare = compare_to_first if self.study is None else self.study.compare
         data = results_to_dict(results, build_findings(results, compare(results)))
-        write_results(data, self.output_dir)
+        write_text_atomically(self.output_dir / RESULTS_FILE, json.dumps(data, indent=1) + "\n")
         plot_results(data, self.output_dir)
         return data
 

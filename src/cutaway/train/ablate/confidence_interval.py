@@ -38,7 +38,7 @@ def mean_confidence_interval(values: Sequence[float]) -> ConfidenceInterval:
 
 
 def paired_difference(values: Mapping[int, float], others: Mapping[int, float]) -> ConfidenceInterval | None:
-    """Confidence interval of the difference between two runs with the same seed. None without a common seed.
+    """Confidence interval of values[seed] − others[seed] over the common seeds. None without a common seed.
 
     Effects that both runs of a seed share, such as easier data, cancel out.
     """

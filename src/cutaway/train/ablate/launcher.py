@@ -32,7 +32,7 @@ ProgressFn = Callable[[str, int], None]
 
 @dataclass
 class _RunningJob:
-    """A training run, its process, and the pipe from which its messages are read.
+    """A training run, its worker process, and the pipe from which the worker's messages are read.
 
     `finished` is None until the process reports whether training is completed.
     """
@@ -86,8 +86,8 @@ def run_jobs(
                 variant, seed = pending.pop(0)
                 job = Job(
                     directory=str(directories[variant.name, seed]),
-                    recipe=plan.run_recipe(variant, seed).model_dump(mode="json", exclude_none=True),
-                    surgery=variant.surgery,
+                    recipe=plan.run_recipe(variant, seed),
+                    edits=variant.edits,
                     measurement=plan.measurement,
                     measure_memory=seed == plan.seeds[0],
                     device=device,

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -15,7 +16,6 @@ from cutaway.errors import InputError
 from cutaway.lens.edit import edit
 from cutaway.lens.structural_edits import supports_structural_edit
 from cutaway.model import Transformer, build
-from cutaway.train.ablate import model_surgery
 from cutaway.train.data.datasets import PackedDataset
 from cutaway.train.objectives.objective import Objective
 from cutaway.train.trainer.trainer import Trainer
@@ -83,7 +83,7 @@ def _block_grad_norms(model: Transformer, trainer: Trainer) -> list[float]:
     objective = _spread_objective(trainer, trainer.recipe.training.batch_size)
     torch.autograd.backward(objective.loss(model).loss / objective.weights.sum())
     norms = []
-    for block in model_surgery.decoder_blocks(model):
+    for block in model.stacks["decoder"].blocks:
         squares = sum(float(each.grad.double().square().sum()) for each in block.parameters() if each.grad is not None)
         norms.append(squares**0.5)
     model.zero_grad(set_to_none=True)
@@ -97,7 +97,8 @@ def _block_grad_norms(model: Transformer, trainer: Trainer) -> list[float]:
 def _measure_component_removal(trainer: Trainer) -> list[Measurement]:
     """Loss, top-5 accuracy and change of the final residual stream when one component at a time is removed."""
     model = trainer.model.eval()
-    layers, heads = len(model_surgery.decoder_blocks(model)), model_surgery.decoder_blocks(model)[0].attn.f.heads
+    stack: Any = model.stacks["decoder"]
+    layers, heads = len(stack.blocks), stack.blocks[0].attn.f.heads
     middle = layers // 2
     evaluate = partial(_evaluate_with, model, _spread_objective(trainer, NUM_SEQUENCES))
     baseline = evaluate(nullcontext())
@@ -110,10 +111,10 @@ def _measure_component_removal(trainer: Trainer) -> list[Measurement]:
         "without a middle block": edit(model, {f"blocks.{middle}": "skip"}),
         "without the last block": edit(model, {f"blocks.{layers - 1}": "skip"}),
         "without the final norm": drop("final_norm"),
-        "FFN before attention": model_surgery.temporary_surgery(model, model_surgery.swap_attention_and_ffn),
+        "FFN before attention": edit(model, {"blocks.*": "swap"}),
         "without positions": drop("positions"),
-        "without mask": model_surgery.temporary_surgery(model, model_surgery.remove_causal_mask),
-        "with the mask": model_surgery.temporary_surgery(model, model_surgery.restore_causal_mask),
+        "without mask": drop("mask"),
+        "with the mask": patch.object(stack, "causal", True),
     }
     measurements = [_removal_measurement("baseline", baseline, baseline)]
     measurements += [
@@ -145,12 +146,7 @@ def _evaluate_with(model: Transformer, objective: Objective, edits: AbstractCont
 
 def _removal_measurement(condition: str, output: EvalOutput, baseline: EvalOutput) -> Measurement:
     change = (output[2] - baseline[2]).norm(dim=-1) / baseline[2].norm(dim=-1).clamp(min=1e-30)
-    return {
-        "condition": condition,
-        "loss": output[0],
-        "top5_accuracy": output[1],
-        "resid_change": float(change.mean()),
-    }
+    return {"condition": condition, "loss": output[0], "top5_accuracy": output[1], "resid_change": float(change.mean())}
 
 
 # Positions
@@ -161,7 +157,7 @@ def _measure_positions(trainer: Trainer) -> list[Measurement]:
     model, seq_len = trainer.model.eval(), trainer.recipe.data.seq_len
     tokens = _single_document_sequences(trainer, MAX_LENGTH_FACTOR * seq_len)
     short = tokens[:, :seq_len]
-    with model_surgery.temporary_surgery(model, model_surgery.remove_causal_mask):
+    with edit(model, {"mask": "drop"}):
         unmasked = permutation_sensitivity(model, short)
     measurements: list[Measurement] = [
         {"condition": "permuted, no mask", "hidden_change": unmasked},
@@ -215,7 +211,7 @@ def permutation_sensitivity(model: Transformer, tokens: Tensor) -> float:
 
 @torch.no_grad()
 def shift_sensitivity(model: Transformer, tokens: Tensor) -> float:
-    """Relative change of hidden states when all positions are shifted. 0 if only relative positions matter."""
+    """Relative change of hidden states if POSITION_SHIFT is added to all positions. 0 if only relative ones matter."""
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     return _relative_change(_hidden_states(model, tokens), _hidden_states(model, tokens, positions + POSITION_SHIFT))
 

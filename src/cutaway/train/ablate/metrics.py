@@ -73,7 +73,7 @@ class Metric:
         return self.higher_word if difference.mean > 0 else self.lower_word
 
     def _format_difference(self, interval: ConfidenceInterval) -> tuple[str, str]:
-        """Texts for the size of a difference, and for the bound of a difference whose interval includes zero.
+        """Texts with units for the size of a difference, and for its upper bound if the interval includes zero.
 
         The size is an absolute value with its half width or, with a single seed, a value with its sign.
         """
@@ -98,7 +98,7 @@ class Metric:
         return f"{name}: {self.title} differs from that of {other} by no more than a factor of {_format_number(bound)}"
 
     def describe_against_zero(self, name: str, interval: ConfidenceInterval) -> str:
-        """Sentence about a value that is already a difference."""
+        """Sentence about a value that is itself a difference, depending on whether the interval excludes zero."""
         size, bound = self._format_difference(interval)
         if interval.half_width is None:
             return f"{name}: {size} (one seed, no interval)"

@@ -24,8 +24,8 @@ class Variant:
     changes: tuple[str, ...]
     """Differences from the base recipe."""
     cost: TrainingCost
-    surgery: str | None = None
-    """Name in `model_surgery.SURGERIES` of a change of the built model that a config cannot express, or None."""
+    edits: tuple[Override, ...] = ()
+    """Structural edits of the built model that a config cannot express, as (target, operation) of `ct.edit`."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,11 @@ class AblationPlan:
 
 @dataclass(frozen=True)
 class VariantSpec:
-    """Name, overrides and surgery of a variant, from which `build_plan` builds the `Variant`."""
+    """Name, overrides and edits of a variant, from which `build_plan` builds the `Variant`."""
 
     name: str
     overrides: tuple[Override, ...] = ()
-    surgery: str | None = None
+    edits: tuple[Override, ...] = ()
 
 
 def combine_variations(variations: Sequence[Variation]) -> list[VariantSpec]:
@@ -100,20 +100,24 @@ def build_plan(
         if variants:
             variant_recipe = match_budget(spec.name, variant_recipe, variants[0].recipe, match)
         for other in variants:
-            if (other.recipe, other.surgery) == (variant_recipe, spec.surgery):
+            if (other.recipe, other.edits) == (variant_recipe, spec.edits):
                 raise InputError(
                     f"'{other.name}' and '{spec.name}' are identical at equal {match}; vary another key, or compare at"
                     " another budget"
                 )
-        changes = _describe_changes(base, variant_recipe, spec.surgery)
-        variants.append(Variant(spec.name, variant_recipe, changes, training_cost(variant_recipe), spec.surgery))
+        changes = _describe_changes(base, variant_recipe, spec.edits)
+        variants.append(Variant(spec.name, variant_recipe, changes, training_cost(variant_recipe), spec.edits))
     seeds = tuple(range(first_seed, first_seed + num_seeds))
     return AblationPlan(name, tuple(variants), seeds, match, measurement)
 
 
-def _describe_changes(base: Recipe, variant: Recipe, surgery: str | None) -> tuple[str, ...]:
+def _describe_changes(base: Recipe, variant: Recipe, edits: Sequence[Override]) -> tuple[str, ...]:
     model = describe_differences(base.transformer_config, variant.transformer_config)
-    return (*model, *describe_differences(base, variant), *([f"the built model: {surgery}"] if surgery else []))
+    return (
+        *model,
+        *describe_differences(base, variant),
+        *(f"edit of the built model: {target}={op}" for target, op in edits),
+    )
 
 
 class _TokenizerCache:

@@ -1,9 +1,7 @@
 """Results of an ablation: confidence intervals, comparisons and findings, written to results.json."""
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from cutaway.train.ablate.confidence_interval import ConfidenceInterval, mean_confidence_interval, paired_difference
@@ -62,7 +60,7 @@ class Results:
         return [run["failed"] for run in runs if "failed" in run]
 
     def values_by_seed(self, ref: MetricRef) -> dict[int, float]:
-        """Values by seed, transformed for averaging. Seeds whose run failed are left out."""
+        """Values of a metric by seed, as returned by `Metric.transform`. Seeds whose run failed are left out."""
         transform = METRICS[ref.metric].transform
         values: dict[int, float] = {}
         for seed in self.plan.seeds:
@@ -170,11 +168,3 @@ def _measurement_rows(results: Results) -> Iterable[dict[str, object]]:
                 interval = results.confidence_interval(MetricRef(name, key, condition))
                 if interval is not None:
                     yield {"variant": name, "condition": condition, "metric": key, **metric.interval_to_dict(interval)}
-
-
-def write_results(data: ResultsTable, output_dir: Path) -> Path:
-    """Write results.json atomically."""
-    temporary, path = output_dir / f".{RESULTS_FILE}", output_dir / RESULTS_FILE
-    temporary.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    temporary.replace(path)
-    return path

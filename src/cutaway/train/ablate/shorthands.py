@@ -70,7 +70,7 @@ def _parse_count(name: str, value: str) -> int:
 
 def _parse_choice(name: str, value: str, table: Mapping[str, ValueT]) -> ValueT:
     if value not in table:
-        raise ConfigError(f"{name}={value} is unknown; use values of {', '.join(table)}")
+        raise ConfigError(f"{name}={value} is unknown; use one of {', '.join(table)}")
     return table[value]
 
 

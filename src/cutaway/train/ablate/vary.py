@@ -15,12 +15,12 @@ from cutaway.train.recipe.load import Table, apply_override, load_recipe
 from cutaway.train.recipe.schema import RECIPE_ADAPTER, Recipe
 
 Override = tuple[str, str]
-"""A key and its value, both as the user wrote them."""
+"""A recipe key or shorthand, and its value, both as the user wrote them."""
 
 
 @dataclass(frozen=True)
 class Variation:
-    """A key, and the values that are compared."""
+    """A recipe key or shorthand, and the values of it that are compared."""
 
     key: str
     values: tuple[str, ...]
@@ -71,7 +71,7 @@ def apply_overrides(recipe: Recipe, overrides: Sequence[Override]) -> Recipe:
 
 
 def _non_default_values(node: BaseModel) -> Table:
-    """Values that differ from the defaults, and the tags `kind` and `form`. Other values are left out.
+    """Values of a config node that differ from its defaults, and the tags `kind` and `form`.
 
     If an override changes the kind of a node, defaults of the old kind must not be carried over.
     """

@@ -15,15 +15,17 @@ import torch
 
 from cutaway.errors import CutawayError
 from cutaway.evaluate import bits_per_byte
+from cutaway.lens.edit import edit
 from cutaway.train.ablate.measurements import MEASUREMENTS, eval_loss, peak_step_memory, step_seconds
-from cutaway.train.ablate.model_surgery import SURGERIES
+from cutaway.train.ablate.vary import Override
 from cutaway.train.checkpoint.run_directory import RUN_FILE
 from cutaway.train.logging.callbacks import Callback
 from cutaway.train.logging.metrics_log import Metrics
-from cutaway.train.recipe.load import Table, load_recipe
+from cutaway.train.recipe.schema import Recipe
 from cutaway.train.trainer.bad_step_policy import TrainingError
 from cutaway.train.trainer.launch import prepare_trainer, resume_trainer
 from cutaway.train.trainer.trainer import Trainer
+from cutaway.user_files import write_text_atomically
 
 OUTCOME_FILE = "outcome.json"
 Outcome = dict[str, Any]
@@ -37,8 +39,8 @@ class Job:
     """Arguments of a worker process. All fields can be pickled."""
 
     directory: str
-    recipe: Table
-    surgery: str | None
+    recipe: Recipe
+    edits: tuple[Override, ...]
     measurement: str | None
     measure_memory: bool
     """Whether to measure the memory of a step. One seed is enough, because all seeds need the same memory."""
@@ -85,9 +87,9 @@ def _train_and_measure(job: Job, pipe: "connection.Connection") -> bool:
     if (directory / RUN_FILE).exists():
         trainer = resume_trainer(directory, device=job.device, callback=callback)
     else:
-        trainer = prepare_trainer(load_recipe(job.recipe), directory, device=job.device, callback=callback)
-    if job.surgery is not None:
-        SURGERIES[job.surgery](trainer.model)
+        trainer = prepare_trainer(job.recipe, directory, device=job.device, callback=callback)
+    if job.edits:
+        edit(trainer.model, dict(job.edits)).__enter__()  # not undone, because the process ends with the job
     try:
         trainer.train()
     except TrainingError as error:
@@ -95,20 +97,20 @@ def _train_and_measure(job: Job, pipe: "connection.Connection") -> bool:
         return True
     if trainer.global_step < trainer.recipe.training.max_steps:
         return False
-    if job.surgery is not None:  # the exported config does not include the surgery, so another model would be loaded
+    if job.edits:  # the exported config does not include the edits, so another model would be loaded
         shutil.rmtree(trainer.run_directory.model_directory, ignore_errors=True)
     pipe.send(("step", trainer.global_step))
-    if math.isfinite(eval_loss(trainer)):
-        _write_outcome(directory, _collect_outcome(trainer, job))
+    loss = eval_loss(trainer)
+    if math.isfinite(loss):
+        _write_outcome(directory, _collect_outcome(trainer, job, loss))
     else:
         _write_outcome(directory, {"failed": "the loss is not finite; lower optimizer.lr"})
     return True
 
 
-def _collect_outcome(trainer: Trainer, job: Job) -> Outcome:
+def _collect_outcome(trainer: Trainer, job: Job, loss: float) -> Outcome:
     """Losses, time and memory of a trained model, and the measurement that the plan requests."""
     rows = list(trainer.metrics_log)
-    loss = eval_loss(trainer)
     outcome: Outcome = {
         "loss": loss,
         "seconds": sum(row["seconds"] for row in trainer.timings_log),
@@ -127,6 +129,4 @@ def _collect_outcome(trainer: Trainer, job: Job) -> Outcome:
 
 
 def _write_outcome(directory: Path, outcome: Outcome) -> None:
-    temporary = directory / f".{OUTCOME_FILE}"
-    temporary.write_text(json.dumps(outcome) + "\n", encoding="utf-8")
-    temporary.replace(directory / OUTCOME_FILE)  # a run with this file is finished
+    write_text_atomically(directory / OUTCOME_FILE, json.dumps(outcome) + "\n")  # a run with this file is finished

@@ -75,7 +75,7 @@ def rename_into_place(temporary: Path, target: Path) -> Path | None:
 
 
 def remove_hidden_directory(path: Path, recover: Callable[[Path], bool] | None = None) -> list[str]:
-    """Remove a hidden directory, unless another process has locked it or `recover` returns True. Return errors."""
+    """Remove a hidden directory, unless it is locked by a process or `recover` returns True. Return error messages."""
     try:
         with _try_lock_directory(path) as locked:
             if locked and not (recover is not None and recover(path)):

@@ -5,9 +5,8 @@ checkpoint is complete, and partial checkpoints are recognized by their names.
 """
 
 import math
-import re
-import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 from safetensors.torch import save as serialize_safetensors
@@ -38,6 +37,8 @@ from cutaway.train.checkpoint.manifest import (
     TrainerState,
     checkpoint_name,
     find_mismatched_files,
+    is_checkpoint_name,
+    list_checkpoints,
     read_checkpoint,
     read_manifest,
     sha256_hex,
@@ -63,49 +64,41 @@ class CheckpointManager:
     def __init__(self, directory: Path, *, keep: int = 2) -> None:
         self.directory, self.keep = directory, keep
         self._damaged: set[Path] = set()
-        self._writer_thread: threading.Thread | None = None
-        self._writer_error: BaseException | None = None
+        self._executor = ThreadPoolExecutor(1, "checkpoint")
+        self._pending_saves: list[Future[Path]] = []
+        """The last asynchronous save, until its error is raised or it is known to have succeeded."""
 
     def save(self, tensors: TensorGroups, state: TrainerState, copy_to_cpu: CopyFn = copy_to_cpu) -> Path:
         """Write a checkpoint. It is on disk when this returns.
 
         `copy_to_cpu` copies a tensor to the CPU. It is called once per tensor, in order of group and name.
         """
-        self._join_writer()
+        wait(self._pending_saves)
         return self._write_checkpoint(tensors, state, copy_to_cpu)
 
     def async_save(self, tensors: TensorGroups, state: TrainerState) -> None:
         """Copy the tensors to the CPU and write them in a thread. If the previous save failed, raise its error."""
-        self._join_writer()
+        wait(self._pending_saves)  # before copying, so that there is one copy in memory at a time
         copies = {group: {name: copy_to_cpu(each) for name, each in named.items()} for group, named in tensors.items()}
-        previous_error, self._writer_error = self._writer_error, None
-
-        def write() -> None:
-            try:
-                self._write_checkpoint(copies, state, lambda tensor: tensor)
-            except BaseException as error:  # the next call in the main thread raises it
-                self._writer_error = error
-
-        self._writer_thread = threading.Thread(target=write, name="checkpoint")
-        self._writer_thread.start()
-        if previous_error is not None:
-            raise previous_error
+        previous = self._pending_saves
+        self._pending_saves = [self._executor.submit(self._write_checkpoint, copies, state, lambda tensor: tensor)]
+        for save in previous:
+            save.result()
 
     def wait_for_async_save(self) -> None:
         """Wait until the asynchronous save is finished. If the save failed, raise its error."""
-        self._join_writer()
-        error, self._writer_error = self._writer_error, None
-        if error is not None:
-            raise error
+        previous, self._pending_saves = self._pending_saves, []
+        for save in previous:
+            save.result()
 
     def load_latest(self, *, log: Callable[[str], None]) -> LoadedCheckpoint | None:
         """Load the newest valid checkpoint. None if there is no checkpoint. Damaged ones are logged and skipped."""
-        self._join_writer()
+        wait(self._pending_saves)
         problems = []
         try:
             for message in self._remove_partial_saves():
                 log(message)
-            for path in self._list_checkpoints():
+            for path in list_checkpoints(self.directory):
                 loaded = read_checkpoint(path)
                 if isinstance(loaded, LoadedCheckpoint):
                     return loaded
@@ -122,11 +115,6 @@ class CheckpointManager:
                 " run"
             )
         return None
-
-    def _join_writer(self) -> None:
-        if self._writer_thread is not None:
-            self._writer_thread.join()
-            self._writer_thread = None
 
     def _write_checkpoint(self, tensors: TensorGroups, state: TrainerState, copy_to_cpu: CopyFn) -> Path:
         target = self.directory / checkpoint_name(state.step)
@@ -172,23 +160,13 @@ class CheckpointManager:
                 write(file, serialize_safetensors({name: copy_to_cpu(by_name[name]) for name in names}), group)
         write(STATE_FILE, state.model_dump_json(indent=1).encode())
         hit_failpoint("before-manifest")
-        manifests = [read_manifest(path) for path in self._list_checkpoints()]
+        manifests = [read_manifest(path) for path in list_checkpoints(self.directory)]
         serial = 1 + max((each.serial for each in manifests if isinstance(each, Manifest)), default=0)
         best = state.best_eval_loss
         best = best if best is not None and math.isfinite(best) else None  # a NaN or infinite loss is never the best
         manifest = Manifest(step=state.step, serial=serial, best_eval_loss=best, files=files)
         write_file(temporary / MANIFEST_FILE, manifest.to_bytes())
         fsync_directory(temporary)
-
-    def _list_checkpoints(self) -> list[Path]:
-        """Checkpoint directories, newest first. Directories without a readable manifest come before all others."""
-        sort_keys = {}
-        for path in list_directory(self.directory):
-            if _is_checkpoint_name(path.name) and path.is_dir():
-                manifest = read_manifest(path)
-                serial = manifest.serial if isinstance(manifest, Manifest) else math.inf
-                sort_keys[path] = (serial, int(path.name[5:]))
-        return sorted(sort_keys, key=sort_keys.__getitem__, reverse=True)
 
     def _remove_partial_saves(self) -> list[str]:
         """Remove the directories left by killed saves, or rename those that are complete. Return error messages."""
@@ -197,13 +175,15 @@ class CheckpointManager:
         for kind in (SAVING, REPLACED, REMOVED):  # first the new checkpoint, then the one it replaces
             for path in paths:
                 match = HIDDEN_NAME_PATTERN.fullmatch(path.name)
-                if match and match["kind"] == kind and _is_checkpoint_name(match["name"]) and path.is_dir():
+                if match and match["kind"] == kind and is_checkpoint_name(match["name"]) and path.is_dir():
                     problems += remove_hidden_directory(path, None if kind == REMOVED else _recover_partial_save)
         return problems
 
     def _prune(self) -> list[str]:
         """Keep only the newest `keep` checkpoints and the best. Damaged ones are neither counted nor removed."""
-        manifests = {path: read_manifest(path) for path in self._list_checkpoints() if path not in self._damaged}
+        manifests = {
+            path: read_manifest(path) for path in list_checkpoints(self.directory) if path not in self._damaged
+        }
         valid = {path: each for path, each in manifests.items() if isinstance(each, Manifest)}
         kept = set(list(valid)[: self.keep])
         # Every save stores the lowest loss so far. So among checkpoints with the same loss, the oldest is the best.
@@ -219,10 +199,6 @@ class CheckpointManager:
                 problems += remove_hidden_directory(removed)
                 hit_failpoint("after-prune")
         return problems
-
-
-def _is_checkpoint_name(name: str) -> bool:
-    return re.fullmatch(r"step-[0-9]{9,}", name) is not None and name == checkpoint_name(int(name[5:]))
 
 
 def _recover_partial_save(path: Path) -> bool:

@@ -1,6 +1,8 @@
 """Read and verify checkpoints, which are directories of safetensors files, state.json and a manifest with checksums."""
 
 import hashlib
+import math
+import re
 import stat
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +12,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load as parse_safetensors
 from torch import Tensor
+
+from cutaway.train.checkpoint.atomic_directory import list_directory
 
 CHECKPOINT_FORMAT: Literal[1] = 1
 MANIFEST_FILE, STATE_FILE = "manifest.json", "state.json"
@@ -38,7 +42,10 @@ class LoadedCheckpoint:
 
 
 class ManifestEntry(BaseModel):
-    """Size in bytes and checksum of a file. `group` is the group of its tensors, None for state.json."""
+    """Size in bytes and checksum of a file of a checkpoint.
+
+    `group` names the state dict of which the file has tensors, e.g. 'model' or 'optimizer'. It is None for state.json.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
     size: int
@@ -75,10 +82,25 @@ def checkpoint_name(step: int) -> str:
     return f"step-{step:09d}"
 
 
-def read_manifest(directory: Path, name: str | None = None) -> Manifest | str:
-    """Read a manifest, or return what is wrong with it.
+def is_checkpoint_name(name: str) -> bool:
+    return re.fullmatch(r"step-[0-9]{9,}", name) is not None and name == checkpoint_name(int(name[5:]))
 
-    Its step must match the name of the directory, or `name` if that is passed.
+
+def list_checkpoints(directory: Path) -> list[Path]:
+    """Checkpoints in a directory, newest first. Those without a readable manifest come before all others."""
+    sort_keys = {}
+    for path in list_directory(directory):
+        if is_checkpoint_name(path.name) and path.is_dir():
+            manifest = read_manifest(path)
+            serial = manifest.serial if isinstance(manifest, Manifest) else math.inf
+            sort_keys[path] = (serial, int(path.name[5:]))
+    return sorted(sort_keys, key=sort_keys.__getitem__, reverse=True)
+
+
+def read_manifest(directory: Path, name: str | None = None) -> Manifest | str:
+    """Read the manifest of a checkpoint directory, or return a text that says what is wrong with it.
+
+    The step of the manifest must match `name`, which is by default the name of the directory.
     """
     try:
         data = (directory / MANIFEST_FILE).read_bytes()
@@ -114,7 +136,7 @@ def find_mismatched_files(directory: Path, manifest: Manifest) -> list[str]:
 
 
 def read_checkpoint(directory: Path) -> LoadedCheckpoint | str:
-    """Read and verify a checkpoint, or return what is wrong with it. Each file is read only once."""
+    """Read and verify a checkpoint, or return a text that says what is wrong with it. Each file is read only once."""
     manifest = read_manifest(directory)
     if isinstance(manifest, str):
         return manifest

@@ -1,6 +1,6 @@
 """Load the base checkpoint of a fine-tuning run, and take config, family and tokenizer from it."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -40,9 +40,6 @@ class BaseCheckpointInfo:
             to_dict(base_checkpoint.config),
         )
 
-    def to_dict(self) -> dict[str, Any]:
-        return {} if self.config is None else asdict(self)
-
     def decoder_start_token_id(self, tokenizer: Tokenizer) -> int:
         """Id of the token that starts every target of an encoder-decoder."""
         config = read_generation_config(self.generation_config, self.hf_config, tokenizer)
@@ -73,7 +70,11 @@ def reload_base_checkpoint(source: ModelSource, base_info: BaseCheckpointInfo) -
 
 
 def resolve_model_config(source: ModelSource, tokenizer: Tokenizer, base_info: BaseCheckpointInfo) -> Config:
-    """Config of the model: the config of the base checkpoint or, from scratch, of the recipe with a new vocab_size."""
+    """Config of the model to train.
+
+    A fine-tuning run uses the config of the base checkpoint. A run from scratch uses the config of the recipe, with the
+    vocab_size of the tokenizer.
+    """
     if base_info.config is None:
         return read_model_config(source).replace(vocab_size=tokenizer.vocab_size)
     config = read_config(base_info.config)

@@ -1,14 +1,14 @@
 """Run directory: recipe, tokenizer, logs, checkpoints and the exported model of a training run."""
 
 import json
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from cutaway.errors import InputError
 from cutaway.families.checkpoint import Checkpoint
 from cutaway.model import Transformer, build
 from cutaway.tokenizer import Tokenizer, load_tokenizer
-from cutaway.train.checkpoint.atomic_directory import list_directory
-from cutaway.train.checkpoint.manifest import LoadedCheckpoint, read_checkpoint
+from cutaway.train.checkpoint.manifest import LoadedCheckpoint, list_checkpoints, read_checkpoint
 from cutaway.train.checkpoint.pretrained_checkpoint import BaseCheckpointInfo, resolve_model_config
 from cutaway.train.recipe.load import load_recipe
 from cutaway.train.recipe.schema import Recipe
@@ -17,12 +17,14 @@ RUN_FILE = "run.json"
 RUN_FORMAT = 1
 
 
+@dataclass(frozen=True)
 class RunDirectory:
     """Directory of a training run, and the recipe stored in it."""
 
-    def __init__(self, directory: Path, recipe: Recipe, data_fingerprint: str, base_info: BaseCheckpointInfo) -> None:
-        self.directory, self.recipe = directory, recipe
-        self.data_fingerprint, self.base_info = data_fingerprint, base_info
+    directory: Path
+    recipe: Recipe
+    data_fingerprint: str
+    base_info: BaseCheckpointInfo
 
     @classmethod
     def create(
@@ -37,7 +39,7 @@ class RunDirectory:
             "data_fingerprint": data_fingerprint,
             "recipe": recipe.model_dump(mode="json", exclude_none=True),
         }
-        metadata |= {"base_checkpoint": base_info.to_dict()} if base_info.config is not None else {}
+        metadata |= {} if base_info.config is None else {"base_checkpoint": asdict(base_info)}
         temporary = directory / f".{RUN_FILE}"
         temporary.write_text(json.dumps(metadata, indent=2) + "\n", encoding="utf-8")
         temporary.replace(directory / RUN_FILE)  # written last, so a directory with this file is complete
@@ -54,7 +56,7 @@ class RunDirectory:
         except (OSError, ValueError) as error:
             raise InputError(f"cannot read '{path}': {error}; restore it, or start a new run") from None
         if not isinstance(metadata, dict) or metadata.get("format") != RUN_FORMAT:
-            raise InputError(f"'{path}' has a format other than {RUN_FORMAT}; update cutaway")
+            raise InputError(f"'{path}' does not have 'format': {RUN_FORMAT}, the only one supported; update cutaway")
         base_info = BaseCheckpointInfo(**metadata.get("base_checkpoint", {}))
         return cls(directory, load_recipe(metadata["recipe"]), str(metadata["data_fingerprint"]), base_info)
 
@@ -105,7 +107,7 @@ def check_new_directory(directory: Path) -> None:
 
 
 def load_snapshot(directory: Path, *, device: str | None = None) -> tuple[Checkpoint, int]:
-    """Load the model of the newest valid checkpoint, and return it with its step.
+    """Load the model of the newest valid checkpoint in a run directory, and return it with its step.
 
     If the run has no checkpoint yet, the model has its initial weights and the step is 0.
     """
@@ -113,19 +115,10 @@ def load_snapshot(directory: Path, *, device: str | None = None) -> tuple[Checkp
     recipe, base_info = run_directory.recipe, run_directory.base_info
     config = resolve_model_config(recipe.model, run_directory.tokenizer, base_info)
     model = build(config, device=device, seed=recipe.training.seed)
-    latest = _read_latest_checkpoint(run_directory.checkpoint_directory)
+    loaded = map(read_checkpoint, list_checkpoints(run_directory.checkpoint_directory))  # removes no partial saves
+    latest = next((each for each in loaded if isinstance(each, LoadedCheckpoint)), None)
     if latest is None and base_info.config is not None:
         raise InputError(f"'{directory}' has no checkpoint yet; wait for the first, or open the base checkpoint")
     if latest is not None:
         model.load_state_dict(latest.tensor_groups["model"])
     return run_directory.build_checkpoint(model.eval()), 0 if latest is None else latest.state.step
-
-
-def _read_latest_checkpoint(directory: Path) -> LoadedCheckpoint | None:
-    """Read the valid checkpoint of the highest step. Removes nothing, because another process may be writing there."""
-    names = [path.name for path in list_directory(directory) if path.name.startswith("step-")]
-    for name in sorted(names, reverse=True):  # names are zero-padded, so their order is numerical
-        checkpoint = read_checkpoint(directory / name)
-        if isinstance(checkpoint, LoadedCheckpoint):
-            return checkpoint
-    return None

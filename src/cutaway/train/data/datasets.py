@@ -54,10 +54,8 @@ class PrefixBatch(NamedTuple):
 class PositionalDataset(ABC, Generic[BatchT]):
     """Dataset that returns the rows, or a batch, for given positions."""
 
-    @property
-    @abstractmethod
-    def batch_format(self) -> Hashable:
-        """Format of the batches. Datasets with equal formats can be mixed."""
+    batch_format: Hashable
+    """Format of the batches. Datasets with equal formats can be mixed."""
 
     @abstractmethod
     def get_rows(self, positions: Sequence[int]) -> list[Row]: ...
@@ -77,7 +75,7 @@ Dataset = PositionalDataset[Any]
 
 
 class _SplitDataset(PositionalDataset[BatchT]):
-    """Sequences of a split. If `shuffle` is set, each epoch has another order."""
+    """Dataset of the sequences of one split, training or validation. With `shuffle`, every epoch has a new order."""
 
     num_sequences: int
     """Number of sequences per epoch."""
@@ -108,17 +106,17 @@ class PackedDataset(_SplitDataset[PackedBatch]):
     def __init__(self, split: TokenSplit, seq_len: int, seed: int, *, shuffle: bool = True) -> None:
         super().__init__(split, seed, shuffle)
         self.seq_len, self.num_sequences = seq_len, (len(split.tokens) - 1) // seq_len
+        self.batch_format = PackedDataset, seq_len
         if split.targets is not None:
-            raise InputError("source-target pairs cannot be packed; remove target_column from the sources")
+            raise InputError(
+                "this objective trains on plain text, but data.sources[].target_column is set; remove it, or set"
+                " objective.kind to 'seq2seq' or 'prefix-lm'"
+            )
         if self.num_sequences < 1:
             raise InputError(
                 f"a split of the data has {len(split.tokens):,} tokens, but one sequence of seq_len = {seq_len} needs"
                 f" {seq_len + 1}; use more text, or lower seq_len"
             )
-
-    @property
-    def batch_format(self) -> Hashable:
-        return PackedDataset, self.seq_len
 
     def _get_row(self, index: int) -> Row:
         """Tokens of a sequence, and the document index of each token."""
@@ -135,22 +133,27 @@ class PackedDataset(_SplitDataset[PackedBatch]):
 
 
 class _PairDataset(_SplitDataset[BatchT]):
-    """Source-target pairs, one per row. Pairs longer than `max_len` are left out."""
+    """Dataset of source-target pairs, one per row. Pairs longer than `max_len` tokens are left out."""
 
     def __init__(self, split: TokenSplit, seed: int, shuffle: bool, pad_id: int, max_len: int | None) -> None:
         super().__init__(split, seed, shuffle)
         if split.targets is None:
-            raise InputError("the documents have no targets; set target_column of the source to the column of targets")
+            raise InputError(
+                "this objective trains on source-target pairs, but the documents have no targets; set"
+                " data.sources[].target_column to the name of the column with the targets"
+            )
         self.pad_id, self.targets = pad_id, split.targets
         self.indices = np.flatnonzero(self._lengths() <= (np.inf if max_len is None else max_len))
         self.num_sequences = len(self.indices)
         self.num_skipped = split.num_documents - self.num_sequences
         if not self.num_sequences:
-            raise InputError(f"all {split.num_documents:,} pairs are longer than {max_len} tokens; raise data.seq_len")
+            raise InputError(
+                f"all {split.num_documents:,} source-target pairs are longer than {max_len} tokens; raise data.seq_len"
+            )
 
     @abstractmethod
     def _lengths(self) -> NDArray[np.int64]:
-        """Length of each pair, which is compared with `max_len`."""
+        """Length of each pair in tokens. Pairs with a length above `max_len` are left out."""
 
     def _get_pair(self, index: int) -> Row:
         index = self.indices[index]
@@ -174,14 +177,10 @@ class Seq2SeqDataset(_PairDataset[Seq2SeqBatch]):
     ) -> None:
         """`start_id` starts every target. Pairs whose source or target has more than `max_len` tokens are left out."""
         super().__init__(split, seed, shuffle, pad_id, max_len)
-        self.start_id = start_id
+        self.start_id, self.batch_format = start_id, (Seq2SeqDataset, start_id, pad_id)
 
     def _lengths(self) -> NDArray[np.int64]:
         return np.maximum(self.targets - self.split.offsets[:-1], self.split.offsets[1:] - self.targets)
-
-    @property
-    def batch_format(self) -> Hashable:
-        return Seq2SeqDataset, self.start_id, self.pad_id
 
     def _get_row(self, index: int) -> Row:
         source, target = self._get_pair(index)
@@ -209,16 +208,12 @@ class PrefixDataset(_PairDataset[PrefixBatch]):
         pad_id: int,
         shuffle: bool = True,
     ) -> None:
-        """Pairs with more than `seq_len` + 1 tokens are left out."""
+        """Pairs whose source and target have more than `seq_len` + 1 tokens together are left out."""
         super().__init__(split, seed, shuffle, pad_id, seq_len + 1)
-        self.bos_id, self.eos_id = bos_id, eos_id
+        self.bos_id, self.eos_id, self.batch_format = bos_id, eos_id, (PrefixDataset, pad_id)
 
     def _lengths(self) -> NDArray[np.int64]:
         return np.diff(self.split.offsets)
-
-    @property
-    def batch_format(self) -> Hashable:
-        return PrefixDataset, self.pad_id
 
     def _get_row(self, index: int) -> Row:
         """Source without EOS, and target without BOS."""
@@ -232,14 +227,23 @@ class PrefixDataset(_PairDataset[PrefixBatch]):
 
 
 class MixtureDataset(PositionalDataset[BatchT]):
-    """Mixture of datasets in proportion to weights. Any interval of positions has these proportions, to a few rows."""
+    """Mixture of datasets, each with a weight.
+
+    In any range of positions, the number of rows from each dataset is proportional to its weight, up to a few rows.
+    """
 
     def __init__(self, datasets: Sequence[tuple[PositionalDataset[BatchT], float]], seed: int) -> None:
         if not datasets or len({data.batch_format for data, _ in datasets}) > 1:
-            raise InputError("the datasets of a mixture must have the same kind, seq_len and special ids; align them")
+            raise InputError(
+                "the datasets of a mixture must have the same kind, seq_len and special token ids, but they differ or"
+                " there are none; pass one dataset or more, built with the same arguments"
+            )
         if not all(math.isfinite(weight) and weight > 0 for _, weight in datasets):
-            raise InputError("weights of a mixture must be positive and finite; remove datasets that are not needed")
-        self.datasets = [data for data, _ in datasets]
+            raise InputError(
+                f"the weights of a mixture must be positive and finite, not {[weight for _, weight in datasets]}; leave"
+                " out the datasets that are not needed"
+            )
+        self.datasets, self.batch_format = [data for data, _ in datasets], datasets[0][0].batch_format
         weights = [weight for _, weight in datasets]
         # The share of a dataset is its fraction of the positions that the datasets before it leave over. Shares are
         # fixed-point numbers with 32 bits, so that they are exact at any position. Every share is at least 1 / 2**32,
@@ -249,14 +253,10 @@ class MixtureDataset(PositionalDataset[BatchT]):
         self.shares[-1] = one
         self.phases = [derive_seed(seed, i) % 2**32 for i in range(len(weights))]
 
-    @property
-    def batch_format(self) -> Hashable:
-        return self.datasets[0].batch_format
-
     def locate(self, position: int) -> tuple[int, int]:
         """Return the index of the dataset of a position, and the position within that dataset.
 
-        A dataset with share s has ⌊p·s + phase⌋ of the first p positions, and the datasets after it have the rest.
+        Of the first p positions, a dataset with share s has ⌊p·s + phase⌋. The datasets after it have the others.
         """
         for index, (share, phase) in enumerate(zip(self.shares, self.phases, strict=True)):
             num_before = (position * share + phase) >> 32

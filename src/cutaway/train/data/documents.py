@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from cutaway.errors import InputError
-from cutaway.train.data.sources import SourceFile, TextSource, list_source_files
-
-__all__ = ["Document", "SkippedDocuments", "TextSource", "read_documents", "read_file", "read_jsonl", "read_text"]
+from cutaway.train.data.sources import SourceFile, list_source_files
+from cutaway.train.recipe.schema import SourceConfig
 
 MAX_DOCUMENT_CHARS = 1 << 21
 """Maximum number of characters that are read from a text file at a time. Longer files are split at line ends into
@@ -46,15 +45,15 @@ class SkippedDocuments:
         return "; ".join(f"{count:,} × {reason} ({self.examples[reason]})" for reason, count in self.counts.items())
 
 
-def read_documents(source: TextSource, skipped: SkippedDocuments | None = None) -> Iterator[Document]:
-    """Iterate over all documents of a source, ordered by file name."""
+def read_documents(source: SourceConfig, skipped: SkippedDocuments | None = None) -> Iterator[Document]:
+    """Iterate over all documents of a source, ordered by file name. Invalid documents are added to `skipped`."""
     skipped = SkippedDocuments() if skipped is None else skipped
     for file in list_source_files(source):
         yield from read_file(file, source, skipped)
 
 
 def read_file(
-    file: SourceFile, source: TextSource, skipped: SkippedDocuments, max_chars: int | None = None
+    file: SourceFile, source: SourceConfig, skipped: SkippedDocuments, max_chars: int | None = None
 ) -> Iterator[Document]:
     """Iterate over the documents of a file. A file that cannot be read is added to `skipped`.
 
@@ -82,7 +81,10 @@ def read_file(
 
 
 def read_text(name: str, stream: BinaryIO, skipped: SkippedDocuments, max_chars: int) -> Iterator[Document]:
-    """Iterate over the documents of a text file. Line endings are kept, and a byte order mark is removed."""
+    """Iterate over the documents of a text file, which is split at line ends about every `max_chars` characters.
+
+    Line endings are kept, and a byte order mark is removed.
+    """
     reader = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
     rest, at_end, is_empty = "", False, True
     try:
@@ -102,8 +104,8 @@ def read_text(name: str, stream: BinaryIO, skipped: SkippedDocuments, max_chars:
         reader.detach()  # the caller closes the stream
 
 
-def read_jsonl(name: str, stream: BinaryIO, source: TextSource, skipped: SkippedDocuments) -> Iterator[Document]:
-    """Iterate over the documents of a JSON Lines file."""
+def read_jsonl(name: str, stream: BinaryIO, source: SourceConfig, skipped: SkippedDocuments) -> Iterator[Document]:
+    """Iterate over the documents of a JSON Lines file. Invalid lines are added to `skipped`."""
     for location, line in _iter_lines(name, stream, skipped):
         try:
             row = json.loads(line)
@@ -127,7 +129,7 @@ def _iter_lines(name: str, stream: BinaryIO, skipped: SkippedDocuments) -> Itera
             yield location, text
 
 
-def _read_tsv(name: str, stream: BinaryIO, source: TextSource, skipped: SkippedDocuments) -> Iterator[Document]:
+def _read_tsv(name: str, stream: BinaryIO, source: SourceConfig, skipped: SkippedDocuments) -> Iterator[Document]:
     """Iterate over the documents of a TSV file.
 
     The first line is a header if it contains the names of all columns of the source. Without a header, the columns must
@@ -143,7 +145,7 @@ def _read_tsv(name: str, stream: BinaryIO, source: TextSource, skipped: SkippedD
             yield from _parse_row(dict(zip(names, cells, strict=False)), source, location, skipped)
 
 
-def _read_parquet(path: Path, source: TextSource, skipped: SkippedDocuments) -> Iterator[Document]:
+def _read_parquet(path: Path, source: SourceConfig, skipped: SkippedDocuments) -> Iterator[Document]:
     try:
         parquet: Any = importlib.import_module("pyarrow.parquet")
     except ImportError:
@@ -163,7 +165,7 @@ def _read_parquet(path: Path, source: TextSource, skipped: SkippedDocuments) -> 
         skipped.add("invalid Parquet", f"{path} after row {number}: {error}")
 
 
-def _parse_row(row: object, source: TextSource, location: str, skipped: SkippedDocuments) -> Iterator[Document]:
+def _parse_row(row: object, source: SourceConfig, location: str, skipped: SkippedDocuments) -> Iterator[Document]:
     if not isinstance(row, dict):
         skipped.add("missing column", f"{location} is not an object")
         return

@@ -3,7 +3,6 @@
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -31,11 +30,11 @@ class TokenSplit:
 
     @classmethod
     def open(cls, directory: Path, name: str, metadata: dict[str, Any], has_targets: bool) -> "TokenSplit":
-        """Open a split. Raises ValueError or OSError if the files are missing or incomplete."""
-        tokens, offsets = (
-            _open_memmap(directory / f"{name}.tokens.npy"),
-            _open_memmap(directory / f"{name}.offsets.npy"),
-        )
+        """Memory-map the files of the split `name`. `metadata` has the counts that `SplitWriter.finalize` returned.
+
+        Raises OSError if a file is missing, and ValueError if a file does not match the counts.
+        """
+        tokens, offsets = (_open_memmap(directory / f"{name}.{kind}.npy") for kind in ("tokens", "offsets"))
         targets = _open_memmap(directory / f"{name}.targets.npy") if has_targets else None
         split = cls(tokens, offsets, targets, int(metadata["num_bytes"]))
         is_complete = (
@@ -77,7 +76,7 @@ class NpyAppender:
 
 
 class SplitWriter:
-    """Writes a split, chunk by chunk."""
+    """Writes the token files of a split, one chunk of documents at a time."""
 
     def __init__(self, directory: Path, name: str, max_token_id: int, has_targets: bool) -> None:
         self.max_token_id = max_token_id
@@ -101,7 +100,7 @@ class SplitWriter:
         self.num_bytes += int(encoded.num_bytes[selected].sum())
 
     def finalize(self) -> dict[str, int]:
-        """Complete the files and return the counts for data.json."""
+        """Flush the files to disk, and return the numbers of tokens, documents and UTF-8 bytes for data.json."""
         for array in self.arrays:
             array.finalize()
         return {"num_tokens": self.tokens.length, "num_documents": self.offsets.length - 1, "num_bytes": self.num_bytes}
@@ -109,8 +108,6 @@ class SplitWriter:
     def __enter__(self) -> "SplitWriter":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for array in self.arrays:
             array.file.close()

@@ -2,9 +2,6 @@
 
 import json
 import os
-import shutil
-import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from hashlib import sha256
@@ -15,22 +12,29 @@ import numpy as np
 
 from cutaway.errors import InputError
 from cutaway.tokenizer import Tokenizer
-from cutaway.train.checkpoint.atomic_directory import fsync_directory, write_file
+from cutaway.train.checkpoint.atomic_directory import (
+    HIDDEN_NAME_PATTERN,
+    fsync_directory,
+    list_directory,
+    remove_hidden_directory,
+    rename_into_place,
+    temporary_directory,
+    write_file,
+)
 from cutaway.train.data.documents import MAX_DOCUMENT_CHARS, SkippedDocuments, read_file
 from cutaway.train.data.memmap import SplitWriter, TokenSplit
-from cutaway.train.data.sources import SourceFile, TextSource, list_source_files
+from cutaway.train.data.sources import SourceFile, list_source_files
 from cutaway.train.data.tokenize import chunk_documents, encode_chunks, num_cores
+from cutaway.train.recipe.schema import SourceConfig
 
 CACHE_FORMAT = 2
 """Version of the cache. Increase it when the code reads, tokenizes or splits the same sources differently."""
 MIN_PARALLEL_BYTES = 1 << 26
-"""Total file size in bytes from which worker processes are started, because they save more time than they cost."""
+"""Total size of the source files in bytes from which several processes tokenize. Below it, one process is faster."""
 MIN_DOCUMENTS, MIN_DOCUMENT_CHARS = 64, 256
 """If there are fewer than MIN_DOCUMENTS text files, the files are split into about MIN_DOCUMENTS documents, of at least
 MIN_DOCUMENT_CHARS characters."""
-STALE_SECONDS = 3600
-"""A temporary directory without a write for this number of seconds is removed as the rest of a killed process."""
-SourceFiles = list[tuple[TextSource, SourceFile]]
+SourceFiles = list[tuple[SourceConfig, SourceFile]]
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,7 @@ class PreparedData:
 
 
 def prepare_data(
-    sources: Sequence[TextSource],
+    sources: Sequence[SourceConfig],
     tokenizer: Tokenizer,
     directory: str | os.PathLike[str],
     *,
@@ -60,18 +64,33 @@ def prepare_data(
     again only if their paths, sizes or modification times change.
     """
     if len({source.target_column is None for source in sources}) > 1:
-        raise InputError("some sources have a target_column and some do not; set it for all, or for none")
+        raise InputError(
+            "data.sources[].target_column is set for some sources only; set it for all sources, or for none"
+        )
     source_files = _list_source_files(sources)
     directory = Path(directory)
     prepared_directory = directory / _cache_key(source_files, tokenizer, validation_split, seed)
     prepared = _open_prepared_data(prepared_directory)
     if prepared is None:
         try:
-            _build(sources, source_files, tokenizer, prepared_directory, validation_split, seed)
+            directory.mkdir(parents=True, exist_ok=True)
+            for path in list_directory(directory):
+                if HIDDEN_NAME_PATTERN.fullmatch(path.name):  # of a killed process, or locked by a running one
+                    remove_hidden_directory(path)
+            with temporary_directory(prepared_directory) as temporary:
+                _write_splits(source_files, tokenizer, temporary, validation_split, seed)
+                if _list_source_files(sources) != source_files:
+                    raise InputError("source files changed while they were read; run again when nothing writes to them")
+                _check_split_sizes(temporary, validation_split)
+                if _open_prepared_data(prepared_directory) is None:  # no other process has written the same data
+                    replaced = rename_into_place(temporary, prepared_directory)
+                    if replaced is not None:
+                        remove_hidden_directory(replaced)
+            fsync_directory(directory)
         except OSError as error:
             raise InputError(
-                f"cannot write the prepared data to '{directory}' ({error.strerror or error}); free disk space, or use"
-                " another directory"
+                f"cannot write the prepared data to '{directory}' ({error.strerror or error}); free disk space, or set"
+                " the environment variable CUTAWAY_CACHE to another directory"
             ) from error
         prepared = _open_prepared_data(prepared_directory)
     if prepared is None:
@@ -93,7 +112,7 @@ def _open_prepared_data(directory: Path) -> PreparedData | None:
         return None
 
 
-def _list_source_files(sources: Sequence[TextSource]) -> SourceFiles:
+def _list_source_files(sources: Sequence[SourceConfig]) -> SourceFiles:
     return [(source, file) for source in sources for file in list_source_files(source)]
 
 
@@ -109,37 +128,6 @@ def _cache_key(source_files: SourceFiles, tokenizer: Tokenizer, validation_split
         row += [source.text_column, source.target_column, source.group_column]
         key.update(json.dumps(row).encode() + b"\n")
     return key.hexdigest()[:32]
-
-
-def _build(
-    sources: Sequence[TextSource],
-    source_files: SourceFiles,
-    tokenizer: Tokenizer,
-    directory: Path,
-    validation_split: float,
-    seed: int,
-) -> None:
-    """Write the data to a temporary directory, and rename it to `directory` when everything is on disk."""
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    _remove_stale_directories(directory.parent)
-    temporary = Path(tempfile.mkdtemp(prefix=".tmp-", dir=directory.parent))
-    try:
-        _write_splits(source_files, tokenizer, temporary, validation_split, seed)
-        if _list_source_files(sources) != source_files:
-            raise InputError("source files changed while they were read; run again when nothing writes to them")
-        if (prepared := _open_prepared_data(temporary)) is not None:
-            _check_split_sizes(prepared, validation_split)
-        temporary.chmod(0o777 & ~_current_umask())
-        if directory.exists() and _open_prepared_data(directory) is None:
-            shutil.rmtree(directory)
-        try:
-            temporary.rename(directory)
-        except OSError:
-            if _open_prepared_data(directory) is None:  # otherwise another process has written the same data
-                raise
-        fsync_directory(directory.parent)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _write_splits(
@@ -182,7 +170,10 @@ def _write_splits(
 
 
 def _max_document_chars(source_files: SourceFiles) -> int:
-    """Maximum document length. A few text files are split into more documents, to have some of them for validation."""
+    """Maximum document length in characters.
+
+    If there are only a few text files, it is lower, so that both splits, training and validation, have documents.
+    """
     has_rows = any(file.path.suffix in (".jsonl", ".parquet", ".tsv") for _, file in source_files)
     if len(source_files) >= MIN_DOCUMENTS or has_rows:
         return MAX_DOCUMENT_CHARS
@@ -199,31 +190,17 @@ def _is_validation_document(split_key: bytes, seed: int, validation_split: float
     return int.from_bytes(draw, "big") < int(validation_split * 2**64)
 
 
-def _check_split_sizes(prepared: PreparedData, validation_split: float) -> None:
+def _check_split_sizes(directory: Path, validation_split: float) -> None:
+    prepared = _open_prepared_data(directory)
+    if prepared is None:
+        return  # reported by the caller, which opens it again
     count = prepared.train.num_documents + prepared.validation.num_documents
     if not count:
         reason = f"all were skipped: {prepared.skipped}" if prepared.skipped.total else "there are none"
-        raise InputError(f"the data has no documents ({reason}); use sources with text")
+        raise InputError(f"data.sources has no documents ({reason}); use files that contain text")
     if not prepared.train.num_documents or (validation_split and not prepared.validation.num_documents):
         split = "validation" if prepared.train.num_documents else "training"
         raise InputError(
-            f"none of {count} documents is in the {split} split with validation_split = {validation_split}; use more"
-            " documents (JSON Lines hold many), or change validation_split or the seed"
+            f"the {split} split has none of the {count} documents with data.validation_split = {validation_split}; use"
+            " more documents, e.g. the lines of a .jsonl file, or change data.validation_split or training.seed"
         )
-
-
-def _remove_stale_directories(directory: Path) -> None:
-    """Remove temporary directories in which nothing has changed for STALE_SECONDS: killed processes left them."""
-    for temporary in directory.glob(".tmp-*"):
-        try:
-            newest = max(path.stat().st_mtime for path in [temporary, *temporary.iterdir()])
-        except OSError:  # its process has just renamed or removed it
-            continue
-        if newest < time.time() - STALE_SECONDS:
-            shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _current_umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -15,9 +15,11 @@ FEISTEL_ROUNDS = 8
 
 
 def shuffle_indices(indices: NDArray[np.int64], size: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """Return which items are at the places `indices` of the shuffled order of `size` items in an epoch."""
+    """Map indices in the shuffled order of `size` items in an epoch to indices in the original order."""
     if size < 1 or (len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < size):
-        raise InputError(f"an index to shuffle is outside 0 … {size - 1}; pass indices below size")
+        raise InputError(
+            f"an index is outside 0 … {size - 1}; pass indices that are 0 or more and less than size = {size}"
+        )
     bits = (size - 1).bit_length()
     round_keys = [derive_seed(seed, epoch, number) for number in range(FEISTEL_ROUNDS)]
     permuted = _feistel_network(indices.astype(np.uint64), bits, round_keys)

@@ -1,50 +1,19 @@
-"""Text sources: a file, a directory of files, or Python's standard library."""
+"""Files of a text source: a file, a directory of files, or Python's standard library."""
 
-import math
 import os
 import sysconfig
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from cutaway.errors import InputError
+from cutaway.train.recipe.schema import STDLIB_PATH, SourceConfig
 
 EXCLUDED_DIRECTORIES = {
     "site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data", "encodings", "__pycache__"
 }  # fmt: skip
 """Directories of the standard library that are excluded: installed packages, tests (repetitive, and missing on many
 systems), pydoc's escaped help texts, and code page tables."""
-
-
-@dataclass(frozen=True)
-class TextSource:
-    """A source of training text. If `path` is None, the source is the code of Python's standard library."""
-
-    path: Path | None
-    text_column: str = "text"
-    """Column with the text."""
-    target_column: str | None = None
-    """Column with the target, for source-target pairs."""
-    weight: float = 1.0
-    """Sampling weight of this source relative to the other sources; see `datasets.MixtureDataset`."""
-    group_column: str | None = None
-    """Column with a group name. All documents of a group are in the same split, training or validation. None: each
-    document is assigned to a split on its own."""
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.weight) and self.weight > 0):
-            raise InputError(f"the weight of a source is {self.weight}; pass a positive number, or remove the source")
-        for name in ("target_column", "group_column"):
-            if self.path is None and getattr(self, name) is not None:
-                raise InputError(
-                    f"{name} is set, but Python's standard library has no columns; set path, or remove {name}"
-                )
-
-    @property
-    def columns(self) -> list[str]:
-        """Columns that every row must have."""
-        return [self.text_column, *(column for column in (self.target_column, self.group_column) if column is not None)]
 
 
 class SourceFile(NamedTuple):
@@ -58,14 +27,26 @@ class SourceFile(NamedTuple):
     """Modification time in nanoseconds."""
 
 
-def list_source_files(source: TextSource) -> list[SourceFile]:
+def list_source_files(source: SourceConfig) -> list[SourceFile]:
     """All files of a source, ordered by name. Hidden files are skipped."""
-    if source.path is None:
+    if not source.path:
+        columns = "" if source.target_column is None else " (.tsv or .jsonl, with a source and a target in each row)"
+        raise InputError(
+            f"data.sources[].path is empty, because the recipe has no text; pass files with --text{columns}"
+        )
+    if source.path == STDLIB_PATH:
+        if len(source.columns) > 1:
+            raise InputError(
+                "data.sources[] has a target_column or group_column, but Python's standard library has no columns; set"
+                " path, or remove the column"
+            )
         root = Path(sysconfig.get_path("stdlib"))
-        return [file for file in _sorted_files(root, _stdlib_files(root)) if file.size]
-    root = source.path.expanduser()
+        # _sysconfigdata contains the build configuration of Python, which differs from machine to machine.
+        paths = [path for path in _walk_files(root, EXCLUDED_DIRECTORIES) if not path.name.startswith("_sysconfigdata")]
+        return [file for file in _sorted_files(root, paths) if file.size and file.name.endswith(".py")]
+    root = Path(source.path).expanduser()
     if root.is_dir():
-        files = _sorted_files(root, _walk_files(root))
+        files = _sorted_files(root, _walk_files(root, {"__pycache__"}))
         if not files:
             raise InputError(f"the directory '{root}' has no files; pass a text file or a directory with text files")
         return files
@@ -75,21 +56,14 @@ def list_source_files(source: TextSource) -> list[SourceFile]:
     return _sorted_files(root.parent, [root])
 
 
-def _walk_files(root: Path) -> Iterator[Path]:
-    """Iterate over the files below a directory. Links to directories are not followed, because they may form cycles."""
+def _walk_files(root: Path, excluded: Collection[str]) -> Iterator[Path]:
+    """Iterate over the files below a directory, except hidden ones. Links to directories are not followed."""
     for directory, subdirectories, names in os.walk(root):
-        subdirectories[:] = [name for name in subdirectories if not name.startswith(".") and name != "__pycache__"]
+        subdirectories[:] = [name for name in subdirectories if not name.startswith(".") and name not in excluded]
         yield from (Path(directory, name) for name in names if not name.startswith("."))
 
 
-def _stdlib_files(root: Path) -> Iterator[Path]:
-    for directory, subdirectories, names in os.walk(root):
-        subdirectories[:] = [name for name in subdirectories if name not in EXCLUDED_DIRECTORIES]
-        # _sysconfigdata contains the build configuration of Python, which differs from machine to machine.
-        yield from (Path(directory, n) for n in names if n.endswith(".py") and not n.startswith("_sysconfigdata"))
-
-
-def _sorted_files(root: Path, paths: Iterator[Path] | list[Path]) -> list[SourceFile]:
+def _sorted_files(root: Path, paths: Iterable[Path]) -> list[SourceFile]:
     return sorted((_stat_file(root, path) for path in paths), key=lambda file: file.name)
 
 

@@ -17,10 +17,8 @@ from numpy.typing import NDArray
 from cutaway.tokenizer import Tokenizer
 from cutaway.train.data.documents import Document
 
-CHUNK_CHARS = 1 << 20
-"""Number of characters after which a chunk is complete."""
-CHUNK_DOCUMENTS = 4096
-"""Maximum number of documents per chunk."""
+CHUNK_CHARS, CHUNK_DOCUMENTS = 1 << 20, 4096
+"""A chunk is complete when it has at least CHUNK_CHARS characters, or CHUNK_DOCUMENTS documents."""
 Chunk = list[Document]
 
 
@@ -30,7 +28,7 @@ class EncodedDocuments(NamedTuple):
     ids: NDArray[np.uint32]
     """Token ids of all documents, concatenated."""
     lengths: NDArray[np.int64]
-    """(documents, 2): number of token ids of the text, and of the target that follows the text."""
+    """Shape (documents, 2): number of token ids of each text, and of the target that follows it."""
     digests: list[bytes]
     """SHA-256 of each document's content."""
     split_keys: list[bytes]
@@ -40,7 +38,7 @@ class EncodedDocuments(NamedTuple):
 
 
 def encode_documents(tokenizer: Tokenizer, chunk: Chunk) -> EncodedDocuments:
-    """Encode a chunk. EOS is appended to a text without target and to a target, not to the source of a pair."""
+    """Encode a chunk of documents. EOS is appended to the target of a document, or to its text if it has no target."""
     texts = tokenizer.encode_batch([document.text for document in chunk])
     targets = iter(tokenizer.encode_batch([document.target for document in chunk if document.target is not None]))
     rows: list[tuple[list[int], list[int]]] = []
@@ -90,7 +88,7 @@ def num_cores() -> int:
 
 
 def encode_chunks(chunks: Iterable[Chunk], tokenizer: Tokenizer, num_workers: int) -> Iterator[EncodedDocuments]:
-    """Encode chunks in order, in `num_workers` processes.
+    """Encode chunks in order, in `num_workers` processes, or in this process if `num_workers` is 1.
 
     If a worker process cannot start or dies, its chunk is encoded in this process.
     """
@@ -133,7 +131,7 @@ def _chunk_result(chunk: Chunk, future: Future[EncodedDocuments] | None, tokeniz
 
 
 _worker_tokenizer: list[Tokenizer] = []
-"""Tokenizer of a worker process."""
+"""In a worker process, a list with its tokenizer. Set by `_init_worker`."""
 
 
 def _init_worker(tokenizer: Tokenizer, encode_special_tokens: bool) -> None:

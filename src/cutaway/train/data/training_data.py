@@ -3,21 +3,17 @@
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from cutaway.errors import InputError
 from cutaway.families.checkpoint import Checkpoint
 from cutaway.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer, train_bpe
 from cutaway.tokenizer.train import DEFAULT_SPECIAL_TOKENS, MASK_TOKEN
 from cutaway.train.checkpoint.pretrained_checkpoint import BaseCheckpointInfo, base_tokenizer
-from cutaway.train.data import dates, documents
 from cutaway.train.data.datasets import Dataset, MixtureDataset, PackedDataset, PrefixDataset, Seq2SeqDataset
+from cutaway.train.data.documents import read_documents
 from cutaway.train.data.memmap import TokenSplit
 from cutaway.train.data.prepare import prepare_data
-from cutaway.train.data.sources import TextSource
 from cutaway.train.recipe.schema import (
-    DATES_PATH,
-    STDLIB_PATH,
     BPETokenizerConfig,
     CausalLMConfig,
     DataConfig,
@@ -37,7 +33,6 @@ class TrainingData:
     train: Dataset
     validation: Dataset
     num_validation_sequences: int
-    """Number of validation sequences."""
     bytes_per_token: float | None
     """UTF-8 bytes per token of the validation text. None if the objective is not causal-lm."""
     fingerprint: str
@@ -52,11 +47,10 @@ def load_training_data(
     seed: int,
     log: Callable[[str], None],
 ) -> TrainingData:
-    """Tokenize the sources, unless they are in the cache, and open them as datasets. Log skipped documents."""
-    directory, split = _data_cache_directory(), data.validation_split
-    sources = _resolve_sources(data)
-    is_weighted = any(source.weight is not None for source in data.sources)
-    groups = [[source] for source in sources] if is_weighted else [sources]
+    """Tokenize the sources, unless their tokens are in the cache, and open them as datasets. Log skipped documents."""
+    directory, split, sources = user_cache_dir() / "data", data.validation_split, data.sources
+    is_weighted = any(source.weight is not None for source in sources)
+    groups = [(source,) for source in sources] if is_weighted else [sources]
     prepared = [prepare_data(group, tokenizer, directory, validation_split=split, seed=seed) for group in groups]
     for each in prepared:
         if each.skipped.total:
@@ -77,7 +71,9 @@ def load_training_data(
     def mix(datasets: list[PackedDataset | Seq2SeqDataset | PrefixDataset]) -> Dataset:
         if len(datasets) == 1:
             return datasets[0]
-        return MixtureDataset([(each, source.weight) for each, source in zip(datasets, sources, strict=True)], seed)
+        return MixtureDataset(
+            [(each, source.weight or 1.0) for each, source in zip(datasets, sources, strict=True)], seed
+        )
 
     train = [build_dataset(each.train, True) for each in prepared]
     validation = [build_dataset(each.validation, False) for each in prepared]
@@ -87,25 +83,6 @@ def load_training_data(
         bytes_per_token = sum(each.validation.num_bytes for each in prepared) / num_tokens
     num_validation = sum(dataset.num_sequences for dataset in validation)
     return TrainingData(mix(train), mix(validation), num_validation, bytes_per_token, fingerprint)
-
-
-def _data_cache_directory() -> Path:
-    """Cache directory of prepared and generated data."""
-    return user_cache_dir() / "data"
-
-
-def _resolve_sources(data: DataConfig) -> list[TextSource]:
-    """Text sources of a recipe. The dates file is generated if a source needs it and it is not in the cache."""
-    sources = []
-    for config in data.sources:
-        if not config.path:
-            columns = "" if config.target_column is None else ", .tsv or .jsonl with a source and a target in each row"
-            raise InputError(f"data.sources[].path is empty: the recipe has no text; pass files with --text{columns}")
-        path = None if config.path == STDLIB_PATH else Path(config.path).expanduser()
-        path = dates.ensure_dates_file(_data_cache_directory()) if config.path == DATES_PATH else path
-        source = TextSource(path, config.text_column, config.target_column, config.weight or 1.0, config.group_column)
-        sources.append(source)
-    return sources
 
 
 def build_tokenizer(
@@ -130,8 +107,8 @@ def build_tokenizer(
 
 def _iter_texts(data: DataConfig) -> Iterator[str]:
     """Iterate over the texts and targets of all documents, to train a tokenizer."""
-    for source in _resolve_sources(data):
-        for document in documents.read_documents(source):
+    for source in data.sources:
+        for document in read_documents(source):
             yield document.text
             if document.target is not None:
                 yield document.target

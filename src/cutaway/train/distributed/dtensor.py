@@ -30,7 +30,7 @@ def to_local(tensor: Tensor) -> Tensor:
 def _sharded_dims(dtensor: "DTensor") -> list[tuple[int, int]]:
     """Pairs of a mesh dimension and the tensor dimension that is sharded along it, in the order of sharding.
 
-    Tensor parallelism shards a matrix first, and FSDP shards the parts. Since tp is the last mesh dimension, the order
+    Tensor parallelism shards a matrix first, and FSDP shards the result. Since tp is the last mesh dimension, the order
     is the reverse of the mesh dimensions.
     """
     placements: list[Any] = list(enumerate(dtensor.placements))  # only Shard has the attribute dim

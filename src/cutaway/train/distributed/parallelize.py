@@ -33,9 +33,9 @@ def parallelize_module(training_module: "TrainingModule", dist_context: Distribu
             return DistributedDataParallel(training_module, broadcast_buffers=False, gradient_as_bucket_view=True)
     mesh = dist_context.mesh
     if dist_context.tp_size > 1:
-        from cutaway.train.distributed.tensor_parallel import TensorParallelGroup, apply_tensor_parallel
+        from cutaway.train.distributed.tensor_parallel import apply_tensor_parallel
 
-        vocab_shard = apply_tensor_parallel(training_module.model, TensorParallelGroup(mesh["tp"]))
+        vocab_shard = apply_tensor_parallel(training_module.model, mesh["tp"])
         training_module.loss_options = training_module.loss_options._replace(vocab_shard=vocab_shard)
     if dist_context.dp_size > 1:
         _apply_fsdp(training_module, mesh["dp_shard"] if mesh.size(0) == 1 else mesh["dp_replicate", "dp_shard"])

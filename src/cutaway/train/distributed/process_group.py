@@ -87,7 +87,7 @@ class DistributedContext:
         return value
 
     def micro_batch_ranges(self, batch_size: int, grad_accum_steps: int) -> list[tuple[int, int]]:
-        """Ranges (low, high) of the batch, one for each micro-batch of this rank.
+        """Ranges (low, high) of indices into the batch, one for each micro-batch of this rank.
 
         All ranks have the same number of ranges. A range may be empty.
         """
@@ -101,7 +101,7 @@ SINGLE_PROCESS = DistributedContext()
 
 
 def rank_positions(first: int, count: int, rank: int, world_size: int) -> range:
-    """Positions of the part of a batch that a rank processes. The parts of all ranks together are the batch."""
+    """Data positions that a rank processes, of the `count` positions of a batch that start at `first`."""
     return range(first + count * rank // world_size, first + count * (rank + 1) // world_size)
 
 

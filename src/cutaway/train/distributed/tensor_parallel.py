@@ -9,7 +9,7 @@ checkpoints can gather them. Within a step, each rank computes with its local te
 single process.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,25 +29,6 @@ from cutaway.model.layers import EmbeddingTable
 from cutaway.model.moe import MixtureOfExperts
 from cutaway.model.positions import RelativeBias, ScoreBias
 from cutaway.train.loss.cross_entropy import VocabShard
-
-
-@dataclass(frozen=True)
-class TensorParallelGroup:
-    """The group of ranks that split each matrix, and the index of this rank in the group."""
-
-    mesh: DeviceMesh
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        return self.mesh.get_group()
-
-    @property
-    def rank(self) -> int:
-        return self.mesh.get_local_rank()
-
-    @property
-    def size(self) -> int:
-        return self.mesh.size()
 
 
 class _CopyToTensorParallel(torch.autograd.Function):
@@ -81,23 +62,23 @@ def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return x
 
 
-def _copy_to_tensor_parallel(x: Tensor, tp_group: TensorParallelGroup) -> Tensor:
+def _copy_to_tensor_parallel(x: Tensor, tp_mesh: DeviceMesh) -> Tensor:
     """Return x unchanged. The backward pass sums the gradient over the ranks."""
-    return _CopyToTensorParallel.apply(x, tp_group.group)  # type: ignore[no-untyped-call]
+    return _CopyToTensorParallel.apply(x, tp_mesh.get_group())  # type: ignore[no-untyped-call]
 
 
-def _reduce_from_tensor_parallel(x: Tensor, tp_group: TensorParallelGroup) -> Tensor:
+def _reduce_from_tensor_parallel(x: Tensor, tp_mesh: DeviceMesh) -> Tensor:
     """Sum x over the ranks. The backward pass leaves the gradient unchanged."""
-    return _ReduceFromTensorParallel.apply(x, tp_group.group)  # type: ignore[no-untyped-call]
+    return _ReduceFromTensorParallel.apply(x, tp_mesh.get_group())  # type: ignore[no-untyped-call]
 
 
 class _ShardedModule:
-    """Mixin for a module with sharded parameters. During a step, the parameters are read as local tensors.
+    """Mixin for a module with tensor-parallel parameters (DTensors), which a step reads as local tensors.
 
-    FSDP2 replaces the parameters by its own, which it shards further. They are returned unchanged.
+    With FSDP2, the parameters are those that FSDP2 gathers for the step. They are read unchanged.
     """
 
-    tp_group: TensorParallelGroup
+    tp_mesh: DeviceMesh
     _parameters: dict[str, Tensor | None]
     _buffers: dict[str, Tensor | None]
 
@@ -111,10 +92,8 @@ class _ShardedWeights(_ShardedModule):
     """Mixin for a column-parallel linear layer or a sharded output matrix."""
 
     @property
-    def weight(self) -> Tensor:
-        weight = self.local_param("weight")
-        assert weight is not None
-        return weight
+    def weight(self) -> Any:  # None for a norm without a gain
+        return self.local_param("weight")
 
     @property
     def bias(self) -> Tensor | None:
@@ -125,7 +104,7 @@ class _RowParallel(_ShardedWeights):
     """Mixin for a row-parallel linear layer. The bias is not sharded and is added after the sum over ranks."""
 
     def forward(self, x: Tensor) -> Tensor:
-        y = _reduce_from_tensor_parallel(F.linear(x, self.weight), self.tp_group)
+        y = _reduce_from_tensor_parallel(F.linear(x, self.weight), self.tp_mesh)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
@@ -139,25 +118,17 @@ class _VocabParallel(_ShardedWeights):
         index = tokens - self.vocab_start
         is_remote = (index < 0) | (index >= len(weight))
         x = F.embedding(index.masked_fill(is_remote, 0), weight).masked_fill(is_remote.unsqueeze(-1), 0)
-        return _reduce_from_tensor_parallel(x, self.tp_group)
+        return _reduce_from_tensor_parallel(x, self.tp_mesh)
 
 
-class _ReplicatedWeights(_ShardedModule):
+class _ReplicatedWeights(_ShardedWeights):
     """Mixin for replicated weights. Each rank uses them for its own heads only, so gradients are summed over ranks."""
 
     def local_param(self, name: str) -> Tensor | None:
         parameter = self._parameters.get(name)
         if parameter is None or isinstance(parameter, DTensor):
             return parameter
-        return _copy_to_tensor_parallel(parameter, self.tp_group)
-
-    @property
-    def weight(self) -> Tensor | None:
-        return self.local_param("weight")
-
-    @property
-    def bias(self) -> Tensor | None:
-        return self.local_param("bias")
+        return _copy_to_tensor_parallel(parameter, self.tp_mesh)
 
 
 class _ShardedSinks(_ShardedModule):
@@ -202,7 +173,7 @@ class _ShardedScoreBias(ScoreBias):
         return super().elementwise_bias(q, k, head + self.first_head)
 
 
-def apply_tensor_parallel(model: Transformer, tp_group: TensorParallelGroup) -> VocabShard:
+def apply_tensor_parallel(model: Transformer, tp_mesh: DeviceMesh) -> VocabShard:
     """Shard the matrices of a model in place, and return this rank's shard of the vocabulary."""
     for module in list(model.modules()):
         if isinstance(module, LatentAttention):
@@ -210,28 +181,30 @@ def apply_tensor_parallel(model: Transformer, tp_group: TensorParallelGroup) -> 
         if isinstance(module, MixtureOfExperts):
             raise _unsupported("a mixture of experts")
         if isinstance(module, MultiHead):
-            _parallelize_attention(module, tp_group)
+            _parallelize_attention(module, tp_mesh)
         elif isinstance(module, MLP | GatedMLP):
-            _parallelize_ffn(module, tp_group)
+            _parallelize_ffn(module, tp_mesh)
         elif isinstance(module, ScoreBias):
-            _parallelize_score_bias(module, tp_group)
+            _parallelize_score_bias(module, tp_mesh)
         elif isinstance(module, Embedding):
-            _parallelize_embedding(module.token, tp_group)
+            _parallelize_embedding(module.token, tp_mesh)
     head = model.head
     assert isinstance(head, LMHead)
-    vocab_shard = VocabShard(model.config.vocab_size, _shard_start(model.config.vocab_size, tp_group), tp_group.group)
+    vocab_shard = VocabShard(
+        model.config.vocab_size, _shard_start(model.config.vocab_size, tp_mesh), tp_mesh.get_group()
+    )
     if not isinstance(head.matrix, EmbeddingTable):
-        _shard_params(head.matrix, tp_group, weight=0)
-        _swap_class(head.matrix, _ShardedWeights, tp_group)
+        _shard_params(head.matrix, tp_mesh, weight=0)
+        _swap_class(head.matrix, _ShardedWeights, tp_mesh)
     if isinstance(head.bias, nn.Parameter):
-        _shard_params(head, tp_group, bias=0)
-    _swap_class(head, _ShardedLogits, tp_group, vocab_shard=vocab_shard)
+        _shard_params(head, tp_mesh, bias=0)
+    _swap_class(head, _ShardedLogits, tp_mesh, vocab_shard=vocab_shard)
     # The output matrix is sharded, so the gradient of its input is summed over ranks. The input is the output of the
     # head's transform, which is replicated, or the input of the head.
     if head.transform is None:
-        head.register_forward_pre_hook(lambda module, args: (_copy_to_tensor_parallel(args[0], tp_group),))
+        head.register_forward_pre_hook(lambda module, args: (_copy_to_tensor_parallel(args[0], tp_mesh),))
     else:
-        head.transform.register_forward_hook(lambda module, args, x: _copy_to_tensor_parallel(x, tp_group))
+        head.transform.register_forward_hook(lambda module, args, x: _copy_to_tensor_parallel(x, tp_mesh))
     return vocab_shard
 
 
@@ -239,92 +212,92 @@ def _unsupported(what: str) -> InputError:
     return InputError(f"tensor parallelism does not support {what}; set parallel.tp = 1, and use parallel.dp_shard")
 
 
-def _parallelize_attention(module: MultiHead, tp_group: TensorParallelGroup) -> None:
+def _parallelize_attention(module: MultiHead, tp_mesh: DeviceMesh) -> None:
     for name, count in (("query heads", module.heads), ("key heads", module.kv_heads)):
-        _check_divisible(name, count, tp_group)
+        _check_divisible(name, count, tp_mesh)
     for matrix in (module.q, module.k, module.v):
-        _column_parallel(matrix, tp_group)
-    _row_parallel(module.o, tp_group)
+        _column_parallel(matrix, tp_mesh)
+    _row_parallel(module.o, tp_mesh)
     for norm in (module.q_norm, module.k_norm):
         if isinstance(norm, QueryKeyNorm):
             if norm.over_all_heads:
                 raise _unsupported("QK-norm over all heads (over='full')")
             per_head = [name for name, each in norm.norm.named_parameters(recurse=False) if each.ndim > 1]
-            _shard_params(norm.norm, tp_group, **dict.fromkeys(per_head, 0))
-            _swap_class(norm.norm, _ShardedWeights if per_head else _ReplicatedWeights, tp_group)
+            _shard_params(norm.norm, tp_mesh, **dict.fromkeys(per_head, 0))
+            _swap_class(norm.norm, _ShardedWeights if per_head else _ReplicatedWeights, tp_mesh)
     if module.sink is not None:
-        _shard_params(module, tp_group, sink=0)
-        _swap_class(module, _ShardedSinks, tp_group)
-    _copy_inputs(module, tp_group)
+        _shard_params(module, tp_mesh, sink=0)
+        _swap_class(module, _ShardedSinks, tp_mesh)
+    _copy_inputs(module, tp_mesh)
 
 
-def _parallelize_ffn(module: MLP | GatedMLP, tp_group: TensorParallelGroup) -> None:
-    _check_divisible("hidden units", module.down.weight.shape[-1], tp_group)  # type: ignore[index, arg-type]
+def _parallelize_ffn(module: MLP | GatedMLP, tp_mesh: DeviceMesh) -> None:
+    _check_divisible("hidden units", module.down.weight.shape[-1], tp_mesh)  # type: ignore[index, arg-type]
     for matrix in (module.up, module.gate) if isinstance(module, GatedMLP) else (module.up,):
-        _column_parallel(matrix, tp_group)
-    _row_parallel(module.down, tp_group)
-    _copy_inputs(module, tp_group)
+        _column_parallel(matrix, tp_mesh)
+    _row_parallel(module.down, tp_mesh)
+    _copy_inputs(module, tp_mesh)
 
 
-def _parallelize_score_bias(module: ScoreBias, tp_group: TensorParallelGroup) -> None:
-    _check_divisible("heads", module.heads, tp_group)
-    count = module.heads // tp_group.size
-    _swap_class(module, _ShardedScoreBias, tp_group, first_head=count * tp_group.rank, num_heads=count)
+def _parallelize_score_bias(module: ScoreBias, tp_mesh: DeviceMesh) -> None:
+    _check_divisible("heads", module.heads, tp_mesh)
+    count = module.heads // tp_mesh.size()
+    _swap_class(module, _ShardedScoreBias, tp_mesh, first_head=count * tp_mesh.get_local_rank(), num_heads=count)
     if isinstance(module, RelativeBias):
-        _swap_class(module.table, _ReplicatedWeights, tp_group)
+        _swap_class(module.table, _ReplicatedWeights, tp_mesh)
 
 
-def _parallelize_embedding(table: EmbeddingTable, tp_group: TensorParallelGroup) -> None:
+def _parallelize_embedding(table: EmbeddingTable, tp_mesh: DeviceMesh) -> None:
     if isinstance(table, _VocabParallel):
         return  # encoder and decoder share this table, and it is sharded already
-    _shard_params(table, tp_group, weight=0)
-    _swap_class(table, _VocabParallel, tp_group, vocab_start=_shard_start(table.num_embeddings, tp_group))
+    _shard_params(table, tp_mesh, weight=0)
+    _swap_class(table, _VocabParallel, tp_mesh, vocab_start=_shard_start(table.num_embeddings, tp_mesh))
 
 
-def _column_parallel(matrix: nn.Module, tp_group: TensorParallelGroup) -> None:
-    _shard_params(matrix, tp_group, weight=0, **({} if matrix.bias is None else {"bias": 0}))
-    _swap_class(matrix, _ShardedWeights, tp_group)
+def _column_parallel(matrix: nn.Module, tp_mesh: DeviceMesh) -> None:
+    _shard_params(matrix, tp_mesh, weight=0, **({} if matrix.bias is None else {"bias": 0}))
+    _swap_class(matrix, _ShardedWeights, tp_mesh)
 
 
-def _row_parallel(matrix: nn.Module, tp_group: TensorParallelGroup) -> None:
-    _shard_params(matrix, tp_group, weight=1)
-    _swap_class(matrix, _RowParallel, tp_group)
+def _row_parallel(matrix: nn.Module, tp_mesh: DeviceMesh) -> None:
+    _shard_params(matrix, tp_mesh, weight=1)
+    _swap_class(matrix, _RowParallel, tp_mesh)
 
 
-def _copy_inputs(module: nn.Module, tp_group: TensorParallelGroup) -> None:
-    """Register a hook that sums the gradients of the inputs over ranks. Inputs: residual stream, encoder output."""
+def _copy_inputs(module: nn.Module, tp_mesh: DeviceMesh) -> None:
+    """Register a hook that sums the gradients of residual stream and encoder output, the inputs, over ranks."""
 
     def hook(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         x, *rest = args
         if rest and rest[0].memory is not None:
-            rest[0] = replace(rest[0], memory=_copy_to_tensor_parallel(rest[0].memory, tp_group))
-        return _copy_to_tensor_parallel(x, tp_group), *rest
+            rest[0] = replace(rest[0], memory=_copy_to_tensor_parallel(rest[0].memory, tp_mesh))
+        return _copy_to_tensor_parallel(x, tp_mesh), *rest
 
     module.register_forward_pre_hook(hook)
 
 
-def _shard_params(module: nn.Module, tp_group: TensorParallelGroup, **dims: int) -> None:
+def _shard_params(module: nn.Module, tp_mesh: DeviceMesh, **dims: int) -> None:
     """Replace parameters by DTensors. `dims` has the dimension to shard for each parameter name."""
     for name, dim in dims.items():
         full = module._parameters[name]
         assert full is not None
-        shard = distribute_tensor(full.detach(), tp_group.mesh, [Shard(dim)], src_data_rank=None)
+        shard = distribute_tensor(full.detach(), tp_mesh, [Shard(dim)], src_data_rank=None)
         module._parameters[name] = nn.Parameter(shard, requires_grad=full.requires_grad)
 
 
-def _swap_class(module: nn.Module, mixin: type, tp_group: TensorParallelGroup, **attributes: object) -> None:
+def _swap_class(module: nn.Module, mixin: type, tp_mesh: DeviceMesh, **attributes: object) -> None:
     """Add a mixin to the class of a module, to change `forward` or how parameters are read. Also set attributes."""
     module.__class__ = type(mixin.__name__ + type(module).__name__, (mixin, type(module)), {})
-    for name, value in (attributes | {"tp_group": tp_group}).items():
+    for name, value in (attributes | {"tp_mesh": tp_mesh}).items():
         setattr(module, name, value)
 
 
-def _shard_start(size: int, tp_group: TensorParallelGroup) -> int:
-    return min(size, tp_group.rank * -(-size // tp_group.size))
+def _shard_start(size: int, tp_mesh: DeviceMesh) -> int:
+    return min(size, tp_mesh.get_local_rank() * -(-size // tp_mesh.size()))
 
 
-def _check_divisible(what: str, count: int, tp_group: TensorParallelGroup) -> None:
-    if count % tp_group.size:
+def _check_divisible(what: str, count: int, tp_mesh: DeviceMesh) -> None:
+    if count % tp_mesh.size():
         raise InputError(
-            f"{count} {what} are not divisible by parallel.tp = {tp_group.size}; set it to a divisor of {count}"
+            f"{count} {what} are not divisible by parallel.tp = {tp_mesh.size()}; set it to a divisor of {count}"
         )

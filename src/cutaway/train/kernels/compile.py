@@ -82,31 +82,25 @@ def _run_blocks(blocks: list[nn.Module], x: Tensor, contexts: list[LayerContext]
 
 
 def _find_fusible_modules(model: nn.Module) -> dict[nn.Module, dict[str, Any]]:
-    """Modules whose projections can be fused. The values are the replacement methods, by method name."""
+    """Map each module whose projections can be fused to its replacement methods, by method name."""
     replaced_methods: dict[nn.Module, dict[str, Any]] = {}
     for module in model.modules():
         if type(module) is MultiHead and type(module.q) is Linear:  # a tensor-parallel projection has another type
             replaced_methods[module] = {"project_qkv": MethodType(_fused_qkv, module)}
-        elif (
-            type(module) is GatedMLP
-            and module.act is ACTIVATIONS["silu"]
-            and type(module.gate) is Linear
-            and has_triton()
-        ):
-            replaced_methods[module] = {
-                "project_gate_up": MethodType(_fused_gate_up, module),
-                "apply_gate": _fused_swiglu,
-            }
-        elif type(module) is MLP and module.act in GELU_ACTIVATIONS and type(module.up) is Linear and has_triton():
+        elif not has_triton():
+            continue
+        elif type(module) is GatedMLP and module.act is ACTIVATIONS["silu"] and type(module.gate) is Linear:
+            project_gate_up = MethodType(_fused_gate_up, module)
+            replaced_methods[module] = {"project_gate_up": project_gate_up, "apply_gate": _fused_swiglu}
+        elif type(module) is MLP and module.act in GELU_ACTIVATIONS and type(module.up) is Linear:
             replaced_methods[module] = {"forward": MethodType(_fused_gelu_mlp, module)}
     return replaced_methods
 
 
 def _fused_qkv(self: MultiHead, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Project queries, keys and values with one matrix product."""
-    q, k, v = torch.split(
-        _fused_linear(x, self.q, self.k, self.v), [each.out_features for each in (self.q, self.k, self.v)], -1
-    )
+    sizes = [layer.out_features for layer in (self.q, self.k, self.v)]
+    q, k, v = torch.split(_fused_linear(x, self.q, self.k, self.v), sizes, -1)
     return self.q_norm(self.split_heads(q)), self.k_norm(self.split_heads(k)), self.split_heads(v)
 
 

@@ -1,4 +1,4 @@
-"""User callbacks of a run, and the handler that calls them, writes to TensorBoard and draws the loss plot."""
+"""User callbacks of a run, and the logger that writes to TensorBoard and draws the loss plot."""
 
 import time
 from collections.abc import Callable
@@ -26,8 +26,8 @@ class Callback:
     on_message: Callable[[str], None] = lambda text: None
 
 
-class CallbackHandler:
-    """Dispatches metrics to the callback and TensorBoard, and redraws the loss plot."""
+class RunLogger:
+    """Writes metrics to TensorBoard, and redraws the loss plot. If one of them fails, training continues."""
 
     def __init__(
         self, run_directory: RunDirectory, metrics_log: MetricsLog, callback: Callback, global_step: int, enabled: bool
@@ -41,24 +41,12 @@ class CallbackHandler:
         self.plot_seconds, self.last_plot_time = 0.5, time.perf_counter()
         self.reported_failures: set[str] = set()
 
-    def on_step_end(self, metrics: Metrics, timing: Metrics) -> None:
-        self._log_to_tensorboard(timing | metrics)
-        self.callback.on_step_end(metrics, timing)
-
-    def on_evaluate(self, metrics: Metrics) -> None:
-        self._log_to_tensorboard(metrics)
-        self.callback.on_evaluate(metrics)
-
-    def on_layer_stats(self, metrics: Metrics) -> None:
-        self._log_to_tensorboard(metrics)
-        self.callback.on_layer_stats(metrics)
-
-    def _log_to_tensorboard(self, metrics: Metrics) -> None:
+    def log(self, metrics: Metrics) -> None:
         if self.tensorboard is not None:
             self._try_or_report(TENSORBOARD_FAILURE, self.tensorboard.log, metrics)
 
     def update_loss_plot(self, *, final: bool = False) -> None:
-        """Redraw loss.svg. Skipped if plotting would take more than MAX_PLOT_TIME_SHARE of the time, unless `final`."""
+        """Redraw loss.svg, if `final` or if plots take at most MAX_PLOT_TIME_SHARE of the run time."""
         start = time.perf_counter()
         if not self.enabled or (not final and start - self.last_plot_time < self.plot_seconds / MAX_PLOT_TIME_SHARE):
             return

@@ -60,7 +60,10 @@ def plot_losses(rows: Iterable[Metrics], path: Path, title: str = "") -> Path:
 
 
 def group_steps(steps: Sequence[float]) -> list[slice]:
-    """Group steps into points. In short runs each step is a point. In long runs, groups grow geometrically."""
+    """Divide steps into groups, one for each point of a line.
+
+    In short runs each group is one step. In long runs the size of the groups grows geometrically with the step.
+    """
     if len(steps) <= MAX_POINTS:
         return [slice(index, index + 1) for index in range(len(steps))]
     growth = len(steps) ** (1 / MAX_POINTS)

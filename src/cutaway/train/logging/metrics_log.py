@@ -48,7 +48,7 @@ def read_metrics_log(path: Path) -> Iterator[Metrics]:
 
 
 def to_json_value(value: object) -> object:
-    """Convert to a JSON value; non-finite numbers become null."""
+    """Convert dicts and sequences, recursively, to values that JSON can represent. Non-finite numbers become None."""
     if isinstance(value, Mapping):
         return {key: to_json_value(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

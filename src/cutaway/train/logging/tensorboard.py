@@ -64,7 +64,7 @@ class TensorBoardLogger:
 
 
 def _iter_scalars(metrics: Metrics) -> Iterator[tuple[str, float]]:
-    """Tags and values of a row. A list with one value per head is averaged."""
+    """Iterate over (TensorBoard tag, value) of the metrics of a step. A list with one value per head is averaged."""
     for key, name in SCALAR_TAGS.items():
         if metrics.get(key) is not None:
             yield name, metrics[key]

@@ -80,7 +80,7 @@ def chunked_cross_entropy(
         )  # type: ignore[no-untyped-call]
     else:
         rows = x if selected.indices is None else x[selected.indices]
-        loss, cross_entropy, _ = _forward_in_chunks(head, options, rows, selected.targets, selected.weights, None)
+        loss, cross_entropy = _forward_in_chunks(head, options, rows, selected.targets, selected.weights, None)
     return LossSums(loss, selected.total_weight, cross_entropy)
 
 
@@ -106,11 +106,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             ctx.linear_output = output
             loss, cross_entropy, x_grad, param_grads = output.loss, output.cross_entropy, None, []
         else:
-            x_grad_buffer = torch.zeros_like(rows) if x.requires_grad else None
+            x_grad = torch.zeros_like(rows) if x.requires_grad else None
             param_grads = [torch.zeros_like(each, dtype=_accumulation_dtype(each.dtype)) for each in head_params]
-            loss, cross_entropy, (x_grad, *_) = _forward_in_chunks(
-                head, options, rows, targets, weights, (x_grad_buffer, list(head_params), param_grads)
-            )
+            grad_buffers = (x_grad, list(head_params), param_grads)
+            loss, cross_entropy = _forward_in_chunks(head, options, rows, targets, weights, grad_buffers)
         ctx.save_for_backward(indices, x_grad, *param_grads)
         ctx.shape, ctx.dtype, ctx.dtypes = x.shape, x.dtype, [each.dtype for each in head_params]
         ctx.mark_non_differentiable(cross_entropy)
@@ -150,8 +149,8 @@ def _forward_in_chunks(
     targets: Tensor,
     weights: Tensor,
     grad_buffers: GradBuffers | None,
-) -> tuple[Tensor, Tensor, GradBuffers]:
-    """Return the loss, the cross-entropy without smoothing and z-loss, and `grad_buffers`.
+) -> tuple[Tensor, Tensor]:
+    """Return the loss, and the cross-entropy without smoothing and z-loss.
 
     The gradient of x is written to its buffer, and gradients of parameters are added to their buffers. If
     `grad_buffers` is None, no gradients are computed.
@@ -185,7 +184,7 @@ def _forward_in_chunks(
                 total += grads.pop()  # freed before the next chunk's gradient is allocated
             if x_grad is not None:
                 x_grad[chunk] = grads.pop()
-    return loss, cross_entropy, grad_buffers or (None, [], [])
+    return loss, cross_entropy
 
 
 def _check_targets(targets: Tensor, vocab_size: int) -> None:
@@ -195,8 +194,8 @@ def _check_targets(targets: Tensor, vocab_size: int) -> None:
         if low < 0 or high >= vocab_size:
             invalid = low if low < 0 else high
             raise InputError(
-                f"targets contain {invalid}, but the head has ids 0 to {vocab_size - 1}; correct the target or set its"
-                " weight to 0"
+                f"targets contain the token id {invalid}, but the output head has only ids 0 to {vocab_size - 1};"
+                " correct this target, or set its weight to 0"
             )
 
 

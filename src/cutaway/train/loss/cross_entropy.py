@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class VocabShard(NamedTuple):
-    """This rank's shard of a vocabulary of `vocab_size` ids. The shard starts at id `start`; `group` has all ranks."""
+    """This rank's shard of a vocabulary of `vocab_size` ids. It starts at id `start`. `group` has all ranks."""
 
     vocab_size: int
     start: int
@@ -36,7 +36,7 @@ class VocabShard(NamedTuple):
         return index.masked_fill(~is_local, 0), is_local
 
     def gather_target(self, x: Tensor, target: Tensor) -> Tensor:
-        """Entry of each row of x at the target. The rank that has the entry sends it to all others."""
+        """Value of each row of x at the row's target id, on every rank, although only one rank has this id."""
         index, is_local = self.local_index(target, x.shape[-1])
         return self.all_reduce(x.gather(-1, index).masked_fill_(~is_local, 0))
 
@@ -53,9 +53,9 @@ class CrossEntropyOptions(NamedTuple):
     chunk_size: int = 1024
     """Number of targets per chunk of logits."""
     vocab_shard: VocabShard | None = None
-    """This rank's part of the vocabulary, if the head is tensor-parallel."""
+    """This rank's shard of the vocabulary if the head is tensor-parallel, otherwise None."""
     buffers: dict[str, Tensor] | None = None
-    """Buffers by name, which a call stores here for the next call."""
+    """Buffers by name. A call stores its buffers here, and the next call reuses them. None: no buffer is reused."""
 
 
 def cross_entropy_with_grad(

@@ -33,7 +33,10 @@ class _LinearCrossEntropyOutput(NamedTuple):
 
 
 def can_use_linear_cross_entropy(head: Any, x: Tensor, head_params: Sequence[Tensor]) -> bool:
-    """Whether the head is one trainable matrix, without bias, transform, scale or softcap, in a supported dtype."""
+    """Whether the head is one trainable matrix, without bias, transform, scale or softcap.
+
+    The device and dtype of x must be supported too and, on a CPU, there must be at least MIN_CPU_LOGITS logits.
+    """
     is_linear = isinstance(head, LMHead) and head.transform is None and head.bias is None and head.softcap is None
     if not is_linear or head.scale != 1.0 or not len(x):
         return False

@@ -30,7 +30,7 @@ OBJECTIVE_FORMS = {
 
 
 def check_objective(objective: ObjectiveConfig, config: Config, training: TrainingConfig) -> None:
-    """Raise InputError unless the objective can train the model."""
+    """Raise InputError if the objective cannot train a model with this config, e.g. because the form differs."""
     form = OBJECTIVE_FORMS[type(objective)]
     if config.form != form:
         raise InputError(
@@ -47,18 +47,13 @@ def check_objective(objective: ObjectiveConfig, config: Config, training: Traini
         )
     if objective.aux_loss_coef and training.compile:
         raise InputError(
-            "objective.aux_loss_coef records routers with forward hooks, which compiled blocks do not call; remove"
-            " training.compile"
+            "objective.aux_loss_coef cannot be used with training.compile = true, because it needs forward hooks on the"
+            " routers, which compiled blocks do not call; remove one of the two"
         )
 
 
 def build_objective_fn(
-    objective: ObjectiveConfig,
-    data: DataConfig,
-    tokenizer: Tokenizer,
-    vocab_size: int,
-    seed: int,
-    device: torch.device,
+    objective: ObjectiveConfig, data: DataConfig, tokenizer: Tokenizer, vocab_size: int, seed: int, device: torch.device
 ) -> ObjectiveFn:
     """Build the function that turns a batch, and the data position of its first sequence, into an Objective."""
     if isinstance(objective, CausalLMConfig):

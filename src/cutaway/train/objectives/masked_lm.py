@@ -22,7 +22,7 @@ MAX_SPAN_LENGTH, SPAN_STOP_PROBABILITY = 10, 0.2
 
 
 SELECT_STREAM, REPLACE_STREAM, RANDOM_TOKEN_STREAM, SPAN_LENGTH_STREAM = range(4)
-"""Numbers of the independent random streams: token selection, kind of replacement, random token, span length."""
+"""Ids of independent random number streams, for token selection, kind of replacement, random token, span length."""
 
 
 def masked_lm(
@@ -49,7 +49,7 @@ def masked_lm(
             f"mlm_probability is {mlm_probability}; it is the fraction of masked tokens, so pass a number in (0, 1)"
         )
     if len(positions) != len(tokens):
-        raise InputError(f"positions has {len(positions)} entries for {len(tokens)} rows; pass one per row")
+        raise InputError(f"positions has {len(positions)} items, but tokens has {len(tokens)} rows; pass one per row")
     noise = _MaskingNoise(seed, [int(position) for position in positions], tokens)
     # `replacement`, a number in [0, 1), determines what a masked token becomes.
     is_masked, replacement = (
@@ -75,7 +75,7 @@ def masked_lm(
 
 
 class _MaskingNoise:
-    """Uniform random numbers for each token, a function of seed, data position of the row, and column."""
+    """Uniform random numbers in [0, 1) for each token: a function of seed, data position of the row and index."""
 
     def __init__(self, seed: int, positions: list[int], tokens: Int[Tensor, "B T"]) -> None:
         rows = [derive_seed(seed, position) for position in positions]
@@ -83,14 +83,17 @@ class _MaskingNoise:
         self.seq_len = tokens.shape[-1]
 
     def uniform(self, stream: int, left_context: int = 0) -> Float[Tensor, "B T"]:
-        """Random numbers of a stream, one per column, with `left_context` more columns to the left of the first."""
+        """Random numbers from the stream with id `stream`, one per token.
+
+        `left_context` more numbers per row, for the positions before the first token, come first.
+        """
         columns = torch.arange(-left_context, self.seq_len, device=self.row_seeds.device).expand(
             len(self.row_seeds), -1
         )
         return uniform(self.row_seeds.expand_as(columns), columns, stream)
 
     def span_mask(self, mlm_probability: float) -> tuple[Bool[Tensor, "B T"], Float[Tensor, "B T"]]:
-        """Return which tokens are in a span, and the `replacement` number of each token, which is equal within a span.
+        """Return which tokens are in a span, and a random number per token that is the same for all tokens of a span.
 
         A token in several spans belongs to the span with the nearest start. Spans may start left of the row, so that
         the first tokens of a row are masked as often as all others.

@@ -22,7 +22,10 @@ RecipeSource = Recipe | Mapping[str, object] | str | Path
 
 
 def apply_override(data: Table, override: str) -> None:
-    """Set one value by its dotted path, e.g. 'training.max_steps=100'. Items of a list are numbered from 0."""
+    """Set a value of the recipe dict `data`, in place. `override` is 'path=value', e.g. 'training.max_steps=100'.
+
+    The path is dotted, and items of a list are numbered from 0.
+    """
     path, equals, value = override.partition("=")
     *parents, last = path.strip().split(".")
     if not equals or not all([*parents, last]):
@@ -42,14 +45,14 @@ def apply_override(data: Table, override: str) -> None:
 def _list_index(items: Sequence[object], key: str, override: str) -> int:
     if not key.isdecimal() or int(key) >= len(items):
         raise ConfigError(
-            f"override '{override}': '{key}' is not an index of a list of {len(items)}; indices start at 0, or set"
-            " the whole list"
+            f"override '{override}': '{key}' is not an index of a list of {len(items)} items; use an index that is 0"
+            " or more and less than the number of items, or set the whole list"
         )
     return int(key)
 
 
 def _override_sources(data: Table, texts: Sequence[str | Path]) -> None:
-    """Replace the sources of the recipe by `texts`. All of them have the column names of the first replaced source."""
+    """Replace data.sources by the files or directories `texts`, in place. They have the columns of the first source."""
     data_section = data.setdefault("data", {})
     [first, *_] = data_section.get("sources") or [{}]
     columns = {key: first[key] for key in ("text_column", "target_column", "group_column") if key in first}

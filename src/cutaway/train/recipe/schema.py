@@ -7,22 +7,11 @@ from pydantic import Discriminator, Field, NonNegativeFloat, NonNegativeInt, Tag
 
 from cutaway.config import Config
 from cutaway.config import config as read_config
-from cutaway.config.node import (
-    KIND_DISCRIMINATOR,
-    ConfigNode,
-    PositiveFloat,
-    PositiveInt,
-    Probability,
-    default_kind,
-)
+from cutaway.config.node import KIND_DISCRIMINATOR, ConfigNode, PositiveFloat, PositiveInt, Probability, default_kind
 from cutaway.errors import ConfigError
 
 STDLIB_PATH = "python-stdlib"
 """Value of `data.sources[].path` for the source code of Python's standard library."""
-
-
-DATES_PATH = "dates"
-"""Value of `data.sources[].path` for dates in many languages, with the columns text and iso."""
 
 
 class ByteTokenizerConfig(ConfigNode):
@@ -52,10 +41,10 @@ TokenizerConfig = Annotated[
 
 
 class SourceConfig(ConfigNode):
-    """A text source: a file, a directory of files, Python's standard library, or dates in many languages."""
+    """A text source: a file, a directory of files, or the source code of Python's standard library."""
 
     path: str = STDLIB_PATH
-    """A file, a directory, 'python-stdlib' or 'dates'. Empty in a recipe for which `--text` must be passed."""
+    """A file, a directory, or 'python-stdlib'. Empty in a recipe for which `--text` must be passed."""
     text_column: str = "text"
     """Column with the text, in JSON Lines, Parquet or TSV files."""
     target_column: str | None = None
@@ -66,6 +55,11 @@ class SourceConfig(ConfigNode):
     weight: PositiveFloat | None = None
     """Sampling weight relative to the other sources. If no source has a weight, sources are sampled in proportion to
     their length. If some have a weight, the others have weight 1."""
+
+    @property
+    def columns(self) -> list[str]:
+        """Columns that every row must have."""
+        return [self.text_column, *(column for column in (self.target_column, self.group_column) if column is not None)]
 
 
 class DataConfig(ConfigNode):
@@ -82,17 +76,22 @@ class DataConfig(ConfigNode):
     """Fraction of the documents used for validation."""
 
 
-class CausalLMConfig(ConfigNode):
-    """Next-token prediction (causal language modeling)."""
+class LossTermsConfig(ConfigNode):
+    """Terms that are added to the cross-entropy of every objective."""
 
-    kind: Literal["causal-lm"] = "causal-lm"
     z_loss_coef: NonNegativeFloat = 0.0
     """Coefficient of the z-loss, the squared logsumexp of the logits, which keeps logits from drifting."""
     aux_loss_coef: NonNegativeFloat = 0.0
     """Coefficient of the load-balancing auxiliary loss of a mixture of experts; 0.01 is usual."""
 
 
-class MaskedLMConfig(ConfigNode):
+class CausalLMConfig(LossTermsConfig):
+    """Next-token prediction (causal language modeling)."""
+
+    kind: Literal["causal-lm"] = "causal-lm"
+
+
+class MaskedLMConfig(LossTermsConfig):
     """Masked language modeling: some tokens are masked and predicted from the others."""
 
     kind: Literal["masked-lm"] = "masked-lm"
@@ -100,29 +99,23 @@ class MaskedLMConfig(ConfigNode):
     """Fraction of the tokens that are masked."""
     span_masking: bool = False
     """Mask spans of adjacent tokens instead of single tokens."""
-    z_loss_coef: NonNegativeFloat = 0.0
-    aux_loss_coef: NonNegativeFloat = 0.0
 
 
-class Seq2SeqConfig(ConfigNode):
+class Seq2SeqConfig(LossTermsConfig):
     """Sequence to sequence: each target token is predicted from the source and the preceding target tokens."""
 
     kind: Literal["seq2seq"] = "seq2seq"
     label_smoothing: Probability = 0.0
     """Probability mass distributed uniformly over the vocabulary in the target distribution."""
-    z_loss_coef: NonNegativeFloat = 0.0
-    aux_loss_coef: NonNegativeFloat = 0.0
 
 
-class PrefixLMConfig(ConfigNode):
+class PrefixLMConfig(LossTermsConfig):
     """Prefix language modeling: a decoder reads the source, e.g. a prompt, and predicts the target, e.g. its answer."""
 
     kind: Literal["prefix-lm"] = "prefix-lm"
     bidirectional_prefix: bool = False
     """Use bidirectional attention within the source, instead of causal attention."""
     label_smoothing: Probability = 0.0
-    z_loss_coef: NonNegativeFloat = 0.0
-    aux_loss_coef: NonNegativeFloat = 0.0
 
 
 ObjectiveConfig = Annotated[
@@ -142,7 +135,7 @@ class AdamWConfig(ConfigNode):
 
 
 class MuonConfig(ConfigNode):
-    """Muon (Jordan, 2024) for weight matrices inside layers, with orthogonalized momentum updates; AdamW otherwise."""
+    """Muon (Jordan, 2024), which orthogonalizes momentum, for weight matrices inside layers. AdamW for the others."""
 
     kind: Literal["muon"] = "muon"
     lr: PositiveFloat = 1e-3
@@ -211,7 +204,8 @@ class TrainingConfig(ConfigNode):
     compile: bool | None = None
     """Compile the blocks with torch.compile. Default: true on a GPU, unless objective.aux_loss_coef is set."""
     on_grad_spike: Literal["skip", "continue"] = "skip"
-    """What happens with a step whose gradient norm is far above the running average: skip the update, or continue."""
+    """Handling of a step whose gradient norm is far above the running average: 'skip' leaves the weights unchanged,
+    'continue' updates them."""
     preflight: bool = True
     """Check the model before the first step. It is an error if the model attends to future tokens."""
     seed: NonNegativeInt = 0

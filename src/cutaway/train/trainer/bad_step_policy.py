@@ -42,7 +42,7 @@ class TrainingError(CutawayError):
 
 
 class BadStepPolicy:
-    """Decides which steps are skipped, and holds the number of gradient accumulation steps."""
+    """Decides from the gradient norm which steps are skipped. Also holds the number of gradient accumulation steps."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class BadStepPolicy:
         of consecutive non-finite steps."""
 
     def check_grad_norm(self, grad_norm: Tensor) -> tuple[Tensor, Tensor]:
-        """Return whether to skip the step with this gradient norm, and the `verdict_values` for `report_step`.
+        """Update the statistics. Return tensors: whether to skip this step, and the `verdict_values` for `report_step`.
 
         A skipped step leaves the weights and the running mean and variance unchanged. Restoring a checkpoint would not
         help: a step depends only on the weights and the step number, so training would reach the same spike again.
@@ -93,7 +93,10 @@ class BadStepPolicy:
         return ~accepted, torch.stack((verdict, mean.exp(), nonfinite))
 
     def report_step(self, metrics: Metrics, verdict_values: list[float]) -> None:
-        """Log a skipped step and mark it in `metrics`; raise TrainingError after too many non-finite steps."""
+        """Log a step that `check_grad_norm` skipped, and set metrics["skipped"] to the reason.
+
+        Raises TrainingError after MAX_NONFINITE_STEPS consecutive steps with a non-finite gradient.
+        """
         verdict, mean_norm, consecutive_nonfinite = verdict_values
         step = metrics["step"]
         if consecutive_nonfinite >= MAX_NONFINITE_STEPS:
@@ -143,7 +146,7 @@ class BadStepPolicy:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the error is an out-of-memory error. PyTorch has no exception class for this error on the CPU."""
+    """Whether the error is an out-of-memory error. On the CPU, PyTorch raises RuntimeError, so the message is read."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     message = str(error)
@@ -152,7 +155,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def raise_on_out_of_memory(what: str) -> Iterator[None]:
-    """Context that turns an out-of-memory error into a TrainingError: smaller micro-batches would not help here."""
+    """Context that turns an out-of-memory error into a TrainingError. `what` names the tensors that did not fit."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:

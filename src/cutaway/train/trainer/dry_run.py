@@ -27,7 +27,6 @@ from cutaway.errors import InputError
 from cutaway.model import Transformer
 from cutaway.size.estimate import SizeEstimate
 from cutaway.size.parallel import ParallelDims
-from cutaway.tokenizer import byte_tokenizer
 from cutaway.train.data.training_data import build_tokenizer
 from cutaway.train.distributed.dtensor import to_local
 from cutaway.train.distributed.parallelize import parallelize_module
@@ -35,7 +34,7 @@ from cutaway.train.distributed.process_group import SINGLE_PROCESS, DistributedC
 from cutaway.train.loss.chunked_cross_entropy import LossTargets
 from cutaway.train.objectives.objective import Objective
 from cutaway.train.optim.optimizer import OptimizersContainer, build_optimizer
-from cutaway.train.recipe.schema import BPETokenizerConfig, ByteTokenizerConfig, Recipe, Seq2SeqConfig
+from cutaway.train.recipe.schema import BPETokenizerConfig, Recipe, Seq2SeqConfig
 from cutaway.train.trainer.bad_step_policy import BadStepPolicy
 from cutaway.train.trainer.memory_check import size_step
 from cutaway.train.trainer.train_step import TrainStepRunner
@@ -149,7 +148,7 @@ def _list_tensors(tree: object) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class StepUsage:
-    """Memory of rank 0 by purpose, its peak, and the collectives of a step. Memory is in bytes."""
+    """Memory of rank 0 in bytes, by kind of tensor and at its peak, and the collectives of a training step."""
 
     weights: int
     gradients: int
@@ -166,7 +165,7 @@ class StepUsage:
 
 @dataclass(frozen=True)
 class DryRunReport:
-    """Usage of a step as measured by the dry run, and as predicted by `cutaway.size`."""
+    """Memory and collectives of a step, as measured by the dry run and as predicted by `cutaway.size`."""
 
     world_size: int
     devices: ParallelDims
@@ -185,9 +184,8 @@ class DryRunReport:
             data[name.removesuffix("_bytes")] = row
         collectives = {}
         for kind in sorted({*self.measured.collectives, *self.predicted.collectives}):
-            row = dict(zip(("count", "bytes"), self.measured.collectives.get(kind, (0, 0)), strict=True))
-            predicted = self.predicted.collectives.get(kind, (0, 0))
-            row |= dict(zip(("predicted_count", "predicted_bytes"), predicted, strict=True))
+            (count, size), predicted = (each.collectives.get(kind, (0, 0)) for each in (self.measured, self.predicted))
+            row = {"count": count, "bytes": size, "predicted_count": predicted[0], "predicted_bytes": predicted[1]}
             collectives[kind] = row
         return data | {"collectives": collectives}
 
@@ -216,7 +214,7 @@ def dry_run(recipe: Recipe, world_size: int) -> DryRunReport:
 def _run_two_steps(
     model: Transformer, recipe: Recipe, dist_context: DistributedContext, tracker: MemoryCommTracker
 ) -> StepUsage:
-    """Run two steps and return the usage of the second. The first step allocates the optimizer state."""
+    """Run two training steps, and return the usage of the second. The first step allocates the optimizer state."""
     _materialize_fake_tensors(model)
     training_module = TrainingModule(model, recipe.objective, recipe.training.precision)
     parallelize_module(training_module, dist_context)
@@ -224,8 +222,7 @@ def _run_two_steps(
     optimizer = build_optimizer(recipe.optimizer, model)
     data: Any = SimpleNamespace(train=SimpleNamespace(get_batch=lambda first, count: count))
     runner = TrainStepRunner(
-        recipe.training,
-        recipe.schedule,
+        recipe,
         training_module,
         optimizer,
         data,
@@ -259,11 +256,8 @@ def _fake_process_group(world_size: int) -> Iterator[DistributedContext]:
 
 def _vocab_size(recipe: Recipe) -> int:
     """Vocabulary size of the recipe's tokenizer. A BPE tokenizer is not trained to determine it."""
-    match recipe.data.tokenizer:
-        case ByteTokenizerConfig():
-            return byte_tokenizer().vocab_size
-        case BPETokenizerConfig(vocab_size=size):
-            return size
+    if isinstance(recipe.data.tokenizer, BPETokenizerConfig):
+        return recipe.data.tokenizer.vocab_size
     return build_tokenizer(recipe.data, recipe.objective).vocab_size
 
 
@@ -278,7 +272,7 @@ def _materialize_fake_tensors(model: Transformer) -> None:
 
 
 def _fake_objective(recipe: Recipe, count: int) -> Objective:
-    """Objective of `count` sequences of the recipe's length."""
+    """Objective of `count` sequences of data.seq_len fake tokens."""
     tokens = torch.zeros((count, recipe.data.seq_len), dtype=torch.long)
     is_seq2seq = isinstance(recipe.objective, Seq2SeqConfig)
     inputs = (tokens, tokens.clone(), None, None) if is_seq2seq else (tokens,)

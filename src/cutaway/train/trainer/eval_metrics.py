@@ -14,11 +14,11 @@ from cutaway.train.recipe.schema import MaskedLMConfig, PrefixLMConfig, Recipe, 
 SAMPLE_TOKENS = 80
 """Maximum number of tokens of a generated sample."""
 NUM_SHOWN = 3
-"""Number of generated targets in a sample, or number of predictions per mask."""
+"""Number of source-target pairs in a sample, or number of predictions per mask."""
 
 
-def has_generation_metrics(recipe: Recipe) -> bool:
-    """Whether an evaluation computes more than the loss."""
+def needs_full_model(recipe: Recipe) -> bool:
+    """Whether evaluations compute metrics that need the gathered model: accuracy, exact match or a sample."""
     return recipe.eval.sample_prompt is not None or isinstance(
         recipe.objective, MaskedLMConfig | Seq2SeqConfig | PrefixLMConfig
     )
@@ -58,7 +58,7 @@ def _masked_accuracy(checkpoint: Checkpoint, data: TrainingData, objective_fn: O
 
 
 def exact_match(checkpoint: Checkpoint, data: TrainingData, recipe: Recipe) -> Metrics:
-    """Fraction of greedily generated outputs whose text equals that of the target, and a few outputs as a sample."""
+    """Fraction of validation pairs whose greedily generated text equals the target, and a few outputs as a sample."""
     tokenizer = checkpoint.tokenizer
     assert tokenizer is not None
     rows = data.validation.get_rows(range(min(recipe.eval.num_exact_match, data.num_validation_sequences)))

@@ -47,7 +47,7 @@ def train(
         overrides: Changes of single recipe values as 'key=value' with a TOML value, e.g. 'training.max_steps=100'.
         texts: Files or directories that replace the recipe's data sources.
         device: Device to train on. Default: the GPU if there is one.
-        callback: Functions that are called after steps and evaluations, and for each message to the user.
+        callback: A `Callback`: functions called after each step and evaluation, and for each message to the user.
     """
     with init_distributed(device) as dist_context:
         loaded = load_recipe(recipe, overrides, texts)
@@ -57,11 +57,7 @@ def train(
 
 
 def resume(
-    directory: str | Path,
-    *,
-    overrides: Sequence[str] = (),
-    device: DeviceLike = None,
-    callback: Callback | None = None,
+    directory: str | Path, *, overrides: Sequence[str] = (), device: DeviceLike = None, callback: Callback | None = None
 ) -> RunDirectory:
     """Resume a run from its newest checkpoint. The result is the same as without the interruption.
 
@@ -69,7 +65,7 @@ def resume(
         directory: Run directory of the interrupted run.
         overrides: Changes of `parallel`, e.g. 'parallel.dp_shard=2'; other keys of the recipe cannot change.
         device: Device to train on. Default: the GPU if there is one.
-        callback: Functions that are called after steps and evaluations, and for each message to the user.
+        callback: A `Callback`: functions called after each step and evaluation, and for each message to the user.
     """
     with init_distributed(device) as dist_context:
         trainer = resume_trainer(
@@ -83,48 +79,18 @@ def prepare_trainer(
     recipe: Recipe,
     directory: Path,
     *,
+    run_directory: RunDirectory | None = None,
     device: DeviceLike = None,
     callback: Callback | None = None,
     dist_context: DistributedContext = SINGLE_PROCESS,
-) -> Trainer:
-    """Build the Trainer of a new run. If torchrun has restarted the processes, resume the run instead."""
-    if dist_context.is_restart and (directory / RUN_FILE).exists():
-        return resume_trainer(directory, device=device, callback=callback, dist_context=dist_context)
-    return _build_trainer(recipe, directory, None, device, callback, dist_context)
-
-
-def resume_trainer(
-    directory: Path,
-    *,
-    overrides: Sequence[str] = (),
-    device: DeviceLike = None,
-    callback: Callback | None = None,
-    dist_context: DistributedContext = SINGLE_PROCESS,
-) -> Trainer:
-    """Build the Trainer of an existing run at its newest valid checkpoint. Only `parallel` can be overridden."""
-    for override in overrides:
-        if override.partition("=")[0].strip().partition(".")[0] != "parallel":
-            raise ConfigError(
-                f"override '{override}' cannot be applied to a resumed run, which continues with its own recipe; only"
-                " parallel can change: leave the override out, or start a new run"
-            )
-    run_directory = RunDirectory.open(directory)
-    recipe = load_recipe(run_directory.recipe, overrides)
-    return _build_trainer(recipe, directory, run_directory, device, callback, dist_context)
-
-
-def _build_trainer(
-    recipe: Recipe,
-    directory: Path,
-    run_directory: RunDirectory | None,
-    device: DeviceLike,
-    callback: Callback | None,
-    dist_context: DistributedContext,
 ) -> Trainer:
     """Build the Trainer of a run. `run_directory` is None if the run is new.
 
-    The main process creates the directory of a new run after all checks have passed.
+    The main process creates the directory of a new run after all checks have passed. If torchrun has restarted the
+    processes of a new run, the run is resumed.
     """
+    if run_directory is None and dist_context.is_restart and (directory / RUN_FILE).exists():
+        return resume_trainer(directory, device=device, callback=callback, dist_context=dist_context)
     # Devices and loggers of this rank
     device = dist_context.resolve_device(device)
     dist_context.init_mesh(recipe.parallel, device)
@@ -186,3 +152,25 @@ def _build_trainer(
             " start a new run"
         )
     return trainer
+
+
+def resume_trainer(
+    directory: Path,
+    *,
+    overrides: Sequence[str] = (),
+    device: DeviceLike = None,
+    callback: Callback | None = None,
+    dist_context: DistributedContext = SINGLE_PROCESS,
+) -> Trainer:
+    """Build the Trainer of an existing run at its newest valid checkpoint. Only `parallel` can be overridden."""
+    for override in overrides:
+        if override.partition("=")[0].strip().partition(".")[0] != "parallel":
+            raise ConfigError(
+                f"override '{override}' cannot be applied to a resumed run, which continues with its own recipe; only"
+                " parallel can change: leave the override out, or start a new run"
+            )
+    run_directory = RunDirectory.open(directory)
+    recipe = load_recipe(run_directory.recipe, overrides)
+    return prepare_trainer(
+        recipe, directory, run_directory=run_directory, device=device, callback=callback, dist_context=dist_context
+    )

@@ -6,21 +6,17 @@ sequence. Computing them does not change the run.
 
 import math
 import re
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from cutaway.evaluate import functional
+from cutaway.lens import sites
+from cutaway.lens.hooks import HookContext, SiteHooks
 from cutaway.model import Transformer
-from cutaway.model.attention import LatentAttention, MultiHead
-from cutaway.model.stack import Stack
 from cutaway.train.distributed.dtensor import to_local
 from cutaway.train.objectives.objective import Objective
 from cutaway.train.trainer.training_module import TrainingModule
@@ -38,6 +34,7 @@ MAX_RESID_RMS = 1000.0
 """Root mean square of the residual stream above which there is a warning: what layers add is lost in rounding."""
 
 EPS = 1e-30
+RECORDED_SITES = (".resid_post", ".scores", ".pattern")
 
 LayerStats = dict[str, Any]
 
@@ -92,8 +89,8 @@ def compute_layer_stats(
     stats: LayerStats = {}
     if update_stats is not None:
         stats = {"grad_norm": update_stats.grad_norms(), "update_ratio": update_stats.update_ratios()}
-    with record_activations(training_module.model) as (resid_norms, attn_entropies), training_module.autocast():
-        _first_sequence(objective).hidden_states(training_module.model)
+    with training_module.autocast():
+        resid_norms, attn_entropies = _run_and_record(training_module.model, _first_sequence(objective))
     stats["resid_norm"] = {layer: float(norm) for layer, norm in resid_norms.items()}
     stats["attn_entropy"] = {layer: bits.tolist() for layer, bits in attn_entropies.items()}
     return {stat: {layer: _round_stats(value) for layer, value in by_layer.items()} for stat, by_layer in stats.items()}
@@ -123,77 +120,50 @@ def layer_warnings(layer_stats: LayerStats, d_model: int) -> list[str]:
     return warnings
 
 
-@contextmanager
-def record_activations(model: Transformer) -> Iterator[tuple[dict[str, Tensor], dict[str, Tensor]]]:
-    """Record, during forward passes, the mean residual stream norm after each layer and the entropy of each head.
-
-    In this context attention uses the explicit kernel, because other kernels do not compute the attention pattern.
-    """
+def _run_and_record(model: Transformer, objective: Objective) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Run the model. Return the mean residual stream norm after each layer, and the attention entropy of each head."""
     resid_norms: dict[str, Tensor] = {}
     attn_entropies: dict[str, Tensor] = {}
-    attentions = [module for module in model.modules() if isinstance(module, MultiHead | LatentAttention)]
-    kernels = [attention.kernel for attention in attentions]
-    handles = []
+    num_visible: dict[str, Tensor] = {}
+
+    def record(hook: HookContext) -> None:
+        path, _, suffix = hook.site.name.rpartition(".")
+        layer = path.removesuffix(".attn")
+        if suffix == "resid_post":
+            resid_norms[layer] = hook.value.float().norm(dim=-1).mean()
+        elif suffix == "scores":
+            num_visible[layer] = (hook.value > float("-inf")).sum(-1)
+        else:  # the hook for the pattern runs after the hook for the scores
+            bits = attention_entropy(num_visible.pop(layer), hook.value)
+            if bits is not None:
+                attn_entropies[layer] = bits
+
+    hooks = SiteHooks()
+    hooks.register((site, record, None) for site in sites(model).values() if site.name.endswith(RECORDED_SITES))
     try:
-        for attention in attentions:
-            attention.kernel = attention.build_kernel("explicit").train(attention.training)
-        for name, stack in model.stacks.items():
-            prefix = f"{name}." if len(model.stacks) > 1 else ""
-            handles += _register_hooks(stack, prefix, resid_norms, attn_entropies)
-        yield resid_norms, attn_entropies
+        objective.hidden_states(model)
     finally:
-        for handle in handles:
-            handle.remove()
-        for attention, kernel in zip(attentions, kernels, strict=True):
-            attention.kernel = kernel
+        hooks.remove()
+    return resid_norms, attn_entropies
 
 
-def _register_hooks(
-    stack: Stack, prefix: str, resid_norms: dict[str, Tensor], attn_entropies: dict[str, Tensor]
-) -> list[RemovableHandle]:
-    """Register one set of hooks per distinct block. For a block shared by several layers, calls are counted."""
-    num_calls: Counter[nn.Module] = Counter()
-
-    def layer_name(block: nn.Module) -> str:
-        indices = [index for index, other in enumerate(stack.blocks) if other is block]
-        return f"{prefix}blocks.{indices[num_calls[block] % len(indices)]}"
-
-    def record_resid_norm(block: nn.Module, args: object, output: Tensor) -> None:
-        resid_norms[layer_name(block)] = output.float().norm(dim=-1).mean()
-        num_calls[block] += 1
-
-    def record_entropy(block: nn.Module, suffix: str, _: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
-        bits = attention_entropy(args[0], output)
-        if bits is not None:
-            attn_entropies[layer_name(block) + suffix] = bits
-
-    handles = []
-    for block in dict.fromkeys(stack.blocks):
-        handles.append(block.register_forward_hook(record_resid_norm))
-        for branch_name, suffix in (("attn", ""), ("cross", ".cross")):
-            branch: Any = getattr(block, branch_name, None)
-            if branch is not None:
-                hook = partial(record_entropy, block, suffix)
-                handles.append(branch.f.kernel.softmax.register_forward_hook(hook))
-    return handles
-
-
-def attention_entropy(scores: Tensor, pattern: Tensor) -> Tensor | None:
+def attention_entropy(num_visible: Tensor, pattern: Tensor) -> Tensor | None:
     """Attention entropy −Σ p·log₂ p in bits of each head, averaged over queries with more than one visible key.
 
-    None if every query has a single visible key. An attention sink counts as one more key.
+    `num_visible` (B, H or 1, T) is the number of visible keys of each query. None if every query has a single one. An
+    attention sink counts as one more key.
     """
     pattern = pattern.float()
     sink = 1 - pattern.sum(-1, keepdim=True)
     sink = torch.where(sink > 0.01, sink, 0.0)  # smaller values are rounding errors
     bits = (functional.entropy(pattern) + functional.entropy(sink)) / functional.NATS_PER_UNIT["bits"]
-    has_choice = ((scores > float("-inf")).sum(-1) > 1).expand_as(bits).float()
+    has_choice = (num_visible > 1).expand_as(bits).float()
     count = has_choice.sum((0, 2))
     return None if not bool((count > 0).all()) else (bits * has_choice).sum((0, 2)) / count
 
 
 def _first_sequence(objective: Objective) -> Objective:
-    """Objective with the first sequence only, truncated to MAX_TOKENS."""
+    """Copy of the objective with its first sequence only, truncated to MAX_TOKENS."""
 
     def truncate(tensor: Tensor) -> Tensor:
         return tensor[:1, :MAX_TOKENS] if tensor.ndim > 1 else tensor[:1]

@@ -26,12 +26,10 @@ def size_step(
     *,
     packed: bool = False,
 ) -> SizeEstimate:
-    """Size estimate of the largest micro-batch of a rank. `packed` is true if a row may hold several documents."""
+    """Size estimate of a step with a rank's largest micro-batch. `packed`: a sequence may have several documents."""
     training = recipe.training
-    rows = max(
-        1,
-        *(high - low for low, high in dist_context.micro_batch_ranges(training.batch_size, training.grad_accum_steps)),
-    )
+    ranges = dist_context.micro_batch_ranges(training.batch_size, training.grad_accum_steps)
+    rows = max(1, *(high - low for low, high in ranges))
     return size(
         config,
         batch_size=rows * dist_context.dp_size,
@@ -52,28 +50,20 @@ def size_step(
 def expected_memory(
     recipe: Recipe, config: Config, device: torch.device, dist_context: DistributedContext = SINGLE_PROCESS
 ) -> tuple[int, int]:
-    """Estimated memory of a step on one rank in bytes, and a lower bound: weights, gradients, optimizer state, EMA."""
-    memory = size_step(
-        recipe, config, device, dist_context, packed=not isinstance(recipe.objective, Seq2SeqConfig)
-    ).memory
-    lower_bound = sum(memory.bytes_by_component[name] for name in ("weights", "gradients", "optimizer"))
-    ema = memory.bytes_by_component["weights"] if recipe.training.ema_decay is not None else 0
-    lower_bound += ema
-    # With gradient accumulation, the accumulated gradients are in memory during the whole micro-batch.
-    accumulated = (
-        memory.bytes_by_component["gradients"] - memory.peak_by_component.get("gradients", 0)
-        if recipe.training.grad_accum_steps > 1
-        else 0
-    )
+    """Estimated memory of a step on one rank in bytes, and a lower bound, which does not include activations."""
+    packed = not isinstance(recipe.objective, Seq2SeqConfig)
+    memory = size_step(recipe, config, device, dist_context, packed=packed).memory
+    weights, gradients, optimizer = (memory.bytes_by_component[name] for name in ("weights", "gradients", "optimizer"))
+    ema = weights if recipe.training.ema_decay is not None else 0
+    lower_bound = weights + gradients + optimizer + ema
+    accumulated = 0
+    if recipe.training.grad_accum_steps > 1:  # the accumulated gradients are in memory during the whole micro-batch
+        accumulated = gradients - memory.peak_by_component.get("gradients", 0)
     return max(memory.total_bytes + accumulated + ema, lower_bound), lower_bound
 
 
 def check_memory(
-    recipe: Recipe,
-    config: Config,
-    device: torch.device,
-    dist_context: DistributedContext,
-    log: Callable[[str], None],
+    recipe: Recipe, config: Config, device: torch.device, dist_context: DistributedContext, log: Callable[[str], None]
 ) -> None:
     """Log the estimated memory. Raise InputError if weights, gradients and optimizer state exceed the free memory."""
     estimate, lower_bound = expected_memory(recipe, config, device, dist_context)

@@ -16,7 +16,7 @@ from cutaway.train.objectives.objective import Objective, ObjectiveFn
 from cutaway.train.optim.lr_scheduler import lr_factor
 from cutaway.train.optim.mixed_precision import GradScaler
 from cutaway.train.optim.optimizer import OptimizersContainer, total_grad_norm
-from cutaway.train.recipe.schema import ScheduleConfig, TrainingConfig
+from cutaway.train.recipe.schema import Recipe
 from cutaway.train.seeds import derive_seed
 from cutaway.train.trainer.bad_step_policy import BadStepPolicy, TrainingError, is_out_of_memory, raise_on_out_of_memory
 from cutaway.train.trainer.layer_stats import UpdateStats
@@ -27,8 +27,7 @@ from cutaway.train.trainer.training_module import TrainingModule
 class TrainStepRunner:
     """Runs training steps. Metrics are returned as tensors on the device, so that a step does not synchronize."""
 
-    training: TrainingConfig
-    schedule: ScheduleConfig
+    recipe: Recipe
     training_module: TrainingModule
     optimizer: OptimizersContainer
     data: TrainingData
@@ -43,6 +42,7 @@ class TrainStepRunner:
     """Update statistics of the last step. None if the last step did not record them."""
 
     def __post_init__(self) -> None:
+        self.training = self.recipe.training
         # Blocks are not compiled with tensor parallelism, where projections cannot be fused, or with an auxiliary loss,
         # because compiled blocks would not call the hooks on the routers.
         eager = self.dist_context.tp_size > 1 or bool(self.training_module.aux_loss_coef)
@@ -63,7 +63,7 @@ class TrainStepRunner:
             scale_metrics["loss_scale"] = self.grad_scaler.scale.clone()
             self.grad_scaler.update(~torch.isfinite(grad_norm))
             grad_norm = grad_norm / scale_metrics["loss_scale"]
-        factor = lr_factor(self.schedule, step, self.training.max_steps)
+        factor = lr_factor(self.recipe.schedule, step, self.training.max_steps)
         skip, verdict = self.step_policy.check_grad_norm(grad_norm)
         self.update_stats = UpdateStats(self.optimizer.parameters) if record_update_stats else None
         with raise_on_out_of_memory("the optimizer state"):
@@ -132,7 +132,7 @@ def metrics_to_python(metrics: Metrics) -> Metrics:
 
 
 def build_micro_batch(objective_fn: ObjectiveFn, dataset: Dataset, first: int, count: int) -> Objective:
-    """Build the objective of `count` sequences, from data position `first` on.
+    """Build the objective of the `count` sequences of the dataset that start at position `first`.
 
     If `count` is 0, the objective has one sequence of weight 0, so that the rank takes part in the collectives.
     """

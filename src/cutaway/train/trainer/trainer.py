@@ -33,7 +33,7 @@ from cutaway.train.checkpoint.run_directory import RunDirectory
 from cutaway.train.data.training_data import TrainingData
 from cutaway.train.distributed.parallelize import gather_full_model
 from cutaway.train.distributed.process_group import DistributedContext
-from cutaway.train.logging.callbacks import Callback, CallbackHandler
+from cutaway.train.logging.callbacks import Callback, RunLogger
 from cutaway.train.logging.metrics_log import Metrics, MetricsLog, NullMetricsLog
 from cutaway.train.logging.throughput import Throughput
 from cutaway.train.objectives.objective import ObjectiveFn
@@ -42,7 +42,7 @@ from cutaway.train.optim.mixed_precision import GradScaler
 from cutaway.train.optim.optimizer import OptimizersContainer
 from cutaway.train.recipe.schema import Recipe
 from cutaway.train.trainer.bad_step_policy import BadStepPolicy
-from cutaway.train.trainer.eval_metrics import compute_eval_metrics, has_generation_metrics
+from cutaway.train.trainer.eval_metrics import compute_eval_metrics, needs_full_model
 from cutaway.train.trainer.layer_stats import LayerStats, compute_layer_stats, layer_warnings
 from cutaway.train.trainer.train_step import TrainStepRunner, build_micro_batch, metrics_to_python
 from cutaway.train.trainer.training_module import TrainingModule
@@ -102,8 +102,7 @@ class Trainer:
         if training.ema_decay is not None:
             self.ema = WeightEMA(self.model, training.ema_decay, training_module=self.training_module)
         self.train_step_runner = TrainStepRunner(
-            training,
-            self.recipe.schedule,
+            self.recipe,
             self.training_module,
             self.optimizer,
             self.data,
@@ -114,7 +113,7 @@ class Trainer:
             self.dist_context,
         )
         self.throughput = Throughput.from_recipe(self.recipe, self.model.config, device, self.dist_context.world_size)
-        self.callback_handler: CallbackHandler
+        self.run_logger: RunLogger
 
     # State
 
@@ -124,7 +123,7 @@ class Trainer:
         return {"model": dict(self.model.state_dict()), **states}
 
     def stateful_components(self) -> dict[str, OptimizersContainer | BadStepPolicy | WeightEMA | GradScaler]:
-        """Components other than the model that have a state dict. EMA and loss scaling are optional."""
+        """Components with a state dict other than the model, by name. EMA and loss scaling are optional."""
         components = (
             ("optimizer", self.optimizer),
             ("step_policy", self.step_policy),
@@ -135,7 +134,7 @@ class Trainer:
 
     def save_checkpoint(self) -> None:
         """Save everything that the next step depends on. If the disk is full, report it and continue training."""
-        self.callback_handler.flush()
+        self.run_logger.flush()
         state = TrainerState(
             step=self.global_step,
             data_fingerprint=self.run_directory.data_fingerprint,
@@ -178,7 +177,7 @@ class Trainer:
         directory, is_main = self.run_directory.directory, self.dist_context.is_main_process
         self.metrics_log = MetricsLog(directory / "metrics.jsonl", metrics_bytes) if is_main else NullMetricsLog()
         self.timings_log = MetricsLog(directory / "timings.jsonl", timings_bytes) if is_main else NullMetricsLog()
-        self.callback_handler = CallbackHandler(
+        self.run_logger = RunLogger(
             self.run_directory, self.metrics_log, self.callback, self.global_step, enabled=is_main
         )
 
@@ -193,7 +192,7 @@ class Trainer:
         cuda_devices = [device] if device.type == "cuda" else []
         # When `train` returns, the caller's random state is restored and the last asynchronous save is complete.
         with (
-            closing(self.callback_handler),
+            closing(self.run_logger),
             _stop_on_signals(self.stop_requested),
             self._wait_for_async_save(),
             torch.random.fork_rng(cuda_devices),
@@ -257,12 +256,13 @@ class Trainer:
         timing |= self.throughput.measure(seconds)
         self.metrics_log.append(metrics)
         self.timings_log.append(timing)
-        self.callback_handler.on_step_end(metrics, timing)
+        self.run_logger.log(timing | metrics)
+        self.callback.on_step_end(metrics, timing)
         hit_failpoint("after-step")
 
     @torch.no_grad()
     def evaluate(self) -> None:
-        """Compute loss, generation metrics and layer statistics on the validation split, and log the results."""
+        """Compute loss, objective-specific metrics and layer statistics on the validation split, and log them."""
         self.model.eval()
         total = weight = 0.0
         count = min(self.recipe.eval.num_sequences, self.data.num_validation_sequences)
@@ -278,19 +278,21 @@ class Trainer:
         metrics: Metrics = {"step": self.global_step, "eval_loss": loss}
         if self.data.bytes_per_token is not None:
             metrics["bits_per_byte"] = bits_per_byte(loss, self.data.bytes_per_token)
-        if has_generation_metrics(self.recipe):
+        if needs_full_model(self.recipe):
             checkpoint = self.build_checkpoint(self.model.device)
             if checkpoint is not None:
                 seed = self.global_step
                 metrics |= compute_eval_metrics(checkpoint, self.data, self.objective_fn, self.recipe, seed=seed)
         self.model.train()
         self.metrics_log.append(metrics)
-        self.callback_handler.on_evaluate(metrics)
+        self.run_logger.log(metrics)
+        self.callback.on_evaluate(metrics)
         if layer_stats is not None:
             layer_metrics = {"step": self.global_step, "layer_stats": layer_stats}
             self.metrics_log.append(layer_metrics)
-            self.callback_handler.on_layer_stats(layer_metrics)
-        self.callback_handler.update_loss_plot()
+            self.run_logger.log(layer_metrics)
+            self.callback.on_layer_stats(layer_metrics)
+        self.run_logger.update_loss_plot()
         self.step_start_time = time.perf_counter()
 
     def compute_layer_stats(self) -> LayerStats | None:
@@ -303,13 +305,11 @@ class Trainer:
 
     def build_checkpoint(self, device: torch.device) -> Checkpoint | None:
         """Checkpoint of the full model on the main process, None on other ranks. A sharded model is gathered."""
-        model: Transformer | None = self.model
         is_main = self.dist_context.is_main_process
+        model: Transformer | None = self.model if is_main else None
         if self.dist_context.mesh is not None:
             model = gather_full_model(self.model, device, keep=is_main)
-        if model is None or not is_main:
-            return None
-        return self.run_directory.build_checkpoint(model)
+        return None if model is None else self.run_directory.build_checkpoint(model)
 
     def export_model(self) -> None:
         """Write the model in the Hugging Face format of its family, or in cutaway's own format if no family matches."""

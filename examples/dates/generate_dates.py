@@ -1,24 +1,24 @@
-"""Dates in many languages with their ISO form: source-target pairs generated from Unicode's CLDR tables (Babel).
+"""Write dates in many languages and their ISO form to a JSON Lines file, as data for the recipe `dates`.
 
-Only unambiguous formats are used. Formats like 3/4/2021, which may be March or April, and formats with two-digit years
-are excluded.
+    python examples/dates/generate_dates.py dates.jsonl
+
+The date formats are those of Unicode's CLDR tables (Babel). Only unambiguous formats are used: formats like 3/4/2021,
+which may be March or April, and formats with two-digit years are excluded.
 """
 
-import importlib
 import json
-import os
 import re
-import tempfile
+import sys
 from collections.abc import Iterator
 from datetime import date, timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from cutaway.errors import InputError
+import babel
+import babel.dates
+
 from cutaway.train.seeds import derive_seed
 
-FORMAT_VERSION = 1
-"""Version of the generated pairs. Increase it whenever a change of the code generates other pairs."""
 LOCALES = (
     "en", "en_GB", "fr", "de", "es", "pt", "it", "nl", "sv", "da", "nb", "fi", "is", "pl", "cs", "sk", "hr", "bg", "ru",
     "uk", "lt", "lv", "et", "hu", "ro", "el", "tr", "id", "ms", "vi", "sw", "af", "ca", "eu", "cy", "ga", "ar", "he",
@@ -43,21 +43,6 @@ class _DateFormat(NamedTuple):
     pattern: str
 
 
-def ensure_dates_file(directory: Path) -> Path:
-    """Return the path of a JSON Lines file with all pairs (keys text and iso). Generate the file if it is missing."""
-    babel = _import_babel()
-    path = directory / f"dates-{FORMAT_VERSION}-{babel.__version__}.jsonl"
-    if path.exists():
-        return path
-    directory.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(prefix=".tmp-", dir=directory)
-    with os.fdopen(handle, "w", encoding="utf-8") as out:
-        for text, iso in generate_pairs():
-            out.write(json.dumps({"text": text, "iso": iso}, ensure_ascii=False) + "\n")
-    Path(temporary).replace(path)
-    return path
-
-
 def generate_pairs(num_dates: int = NUM_DATES, variants_per_date: int = VARIANTS_PER_DATE) -> Iterator[tuple[str, str]]:
     """Iterate over (text, ISO date). Every call generates the same pairs."""
     date_formats = list_date_formats()
@@ -78,7 +63,6 @@ def _sample_date(index: int) -> date:
 
 def list_date_formats() -> list[_DateFormat]:
     """All unambiguous formats of each locale, and two formats with English ordinals."""
-    babel = _import_babel()
     date_formats = {}
     for locale in LOCALES:
         formats = babel.Locale.parse(locale).date_formats
@@ -99,9 +83,8 @@ def _is_unambiguous(pattern: str) -> bool:
 
 def format_date(day: date, date_format: _DateFormat) -> str:
     """Format a date. Special spaces become plain spaces, and marks of writing direction are removed."""
-    babel_dates: Any = importlib.import_module("babel.dates")
     pattern = date_format.pattern.replace("{th}", f"'{_format_ordinal(day.day)}'")
-    text: str = babel_dates.format_date(day, pattern, date_format.locale)
+    text = babel.dates.format_date(day, pattern, date_format.locale)
     return re.sub(r"[\u200e\u200f]", "", re.sub(r"\s", " ", text))
 
 
@@ -117,8 +100,6 @@ def _format_ordinal(number: int) -> str:
     return f"{number}{suffix}"
 
 
-def _import_babel() -> Any:
-    try:
-        return importlib.import_module("babel")
-    except ImportError:
-        raise InputError("the dates data needs babel, which is not installed; pip install 'cutaway[dates]'") from None
+if __name__ == "__main__":
+    rows = [json.dumps({"text": text, "iso": iso}, ensure_ascii=False) for text, iso in generate_pairs()]
+    Path(sys.argv[1]).write_text("\n".join(rows) + "\n", encoding="utf-8")
