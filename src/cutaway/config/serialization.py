@@ -74,7 +74,7 @@ def schema() -> dict[str, Any]:
 
 
 def to_dict(config: Config) -> dict[str, Any]:
-    """The configuration as plain data, with the keys `form` and `kind` first. `config(...)` converts it back."""
+    """The configuration as JSON types, with the keys `form` and `kind` first. `config(...)` converts it back."""
     data: dict[str, Any] = _sort_tags_first(config.model_dump(mode="json", exclude_none=True))
     return data
 
@@ -118,7 +118,7 @@ def _validate(data: dict[str, Any]) -> Config:
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
-    """Read a .toml or .json file."""
+    """Read a .toml or .json file as a dict, without its key `$schema`."""
     try:
         if path.exists() and not path.is_file() and not path.is_dir():
             raise ConfigError(f"'{path}' is not a regular file; pass the path of a .toml or .json file")

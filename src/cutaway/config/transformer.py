@@ -1,4 +1,4 @@
-"""The configuration of a whole model: Decoder, Encoder, EncoderDecoder, and consistency checks across parts."""
+"""The configuration of a whole model: Decoder, Encoder, EncoderDecoder, and checks across configuration nodes."""
 
 from collections.abc import Iterator
 from typing import Annotated, Literal
@@ -20,7 +20,7 @@ class TransformerConfig(ConfigNode):
     vocab_size: PositiveInt
     d_model: PositiveInt
     context: PositiveInt | None = None
-    """Context length that the model was trained for. Tools use it as a default; it is not a limit."""
+    """Context length that the model was trained for. It is the default sequence length of tools, not a limit."""
     head: OutputHead = LMHead()
     init: Init = NormalInit()
 
@@ -67,7 +67,7 @@ CONFIG_ADAPTER: TypeAdapter[Config] = TypeAdapter(Annotated[Config, Field(discri
 
 
 def _find_inconsistencies(config: TransformerConfig) -> Iterator[tuple[str, str]]:
-    """Yield (key path, problem) for each violated constraint that involves several parts of the configuration."""
+    """Yield (key path, problem) for each violated constraint between several nodes of the configuration."""
     d_model = config.d_model
     for side, stack in config.stacks.items():
         yield from _find_embedding_errors(f"{side}.embedding", stack.embedding, d_model)
@@ -103,7 +103,7 @@ def _find_inconsistencies(config: TransformerConfig) -> Iterator[tuple[str, str]
 
 
 def _block_path(stack: Stack, index: int) -> str:
-    """Key path of the block of layer `index`."""
+    """Key path, within the stack, of the block of layer `index`."""
     if index < len(stack.leading_blocks):
         return f"leading_blocks[{index}]"
     return "block" if len(stack.block) == 1 else f"block[{(index - len(stack.leading_blocks)) % len(stack.block)}]"

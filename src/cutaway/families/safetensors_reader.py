@@ -32,7 +32,7 @@ class TensorInfo:
     shape: tuple[int, ...]
     dtype: torch.dtype
     quantization: str = ""
-    """Quantization type; '' if not quantized."""
+    """Quantization type, or '' if the tensor is not quantized."""
 
     @property
     def storage_type(self) -> str:
@@ -54,7 +54,7 @@ class TensorReader(Protocol):
         """Read one tensor; quantized tensors are dequantized."""
 
     def release_tensor(self, name: str, start: int = 0, stop: int | None = None) -> None:
-        """Free the memory of bytes `start` to `stop` (default: all) of a tensor that has been copied."""
+        """Free the memory of a tensor that has been copied: its bytes from `start` to `stop`, by default all."""
 
 
 class SafetensorsReader:

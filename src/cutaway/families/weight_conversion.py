@@ -102,7 +102,7 @@ class MergeModulelist(ConversionOp):
 
 @dataclass(frozen=True)
 class Deinterleave(ConversionOp):
-    """One checkpoint tensor interleaves two model tensors along its last dim; matrices are stored as (in, out)."""
+    """One checkpoint tensor interleaves two model tensors along its last dim. Its matrices are (in, out)."""
 
     def to_model(self, tensors: "Tensors", model_shapes: Shapes, d_head: int) -> "list[Tensor]":
         parts = tensors[0][..., 0::2], tensors[0][..., 1::2]
@@ -172,7 +172,7 @@ class WeightMapping:
     model_key: str | tuple[str, ...]
     op: ConversionOp = Identity()
     condition: "Callable[[Config], bool] | None" = None
-    """Whether the mapping applies to a Config; by default always. Some layouts store a tensor under another key."""
+    """Return whether the mapping applies to a Config. By default it always applies."""
 
     @property
     def model_keys(self) -> tuple[str, ...]:
@@ -180,7 +180,7 @@ class WeightMapping:
 
 
 def add_prefix(checkpoint_prefix: str, model_prefix: str, *mappings: WeightMapping) -> tuple[WeightMapping, ...]:
-    """Prefix the keys of mappings: `add_prefix("model.layers.{i}", "decoder.blocks.{i}", ...)`."""
+    """Prepend prefixes to the keys of mappings: `add_prefix("model.layers.{i}", "decoder.blocks.{i}", ...)`."""
     prefixed = []
     for mapping in mappings:
         checkpoint_key = f"{checkpoint_prefix}.{mapping.checkpoint_key}"

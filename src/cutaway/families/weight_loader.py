@@ -28,7 +28,7 @@ _MAX_FULL_CHECK_BYTES = 1 << 29
 
 
 TensorCheck = Callable[[str, Tensor], Tensor]
-"""(name, tensor) → the same tensor; raises if the check fails."""
+"""Takes the name and values of a tensor, returns the tensor, or raises WeightError if the check fails."""
 
 
 class LoadOptions(TypedDict):
@@ -204,7 +204,7 @@ def _load_weights(
     check_finite: TensorCheck,
     progress: Callable[[int, int], None],
 ) -> None:
-    """Read, convert and assign all tensors. After an error no model is returned, so none is partly loaded."""
+    """Read the tensors of the plan, convert them and assign them to the model."""
     state = model.state_dict(keep_vars=True)
 
     def load_conversion(conversion: TensorConversion) -> list[tuple[str, Tensor]]:
@@ -274,7 +274,7 @@ def set_module_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
 
 
 def _check_finite_if_small(name: str, tensor: Tensor) -> Tensor:
-    """Check only small tensors, because checking all would read every memory-mapped page of a large model."""
+    """Check a tensor only if it is small. Checking all would read every memory-mapped page of a large model."""
     return _check_finite(name, tensor) if tensor.numel() <= 1 << 16 else tensor
 
 

@@ -64,7 +64,7 @@ def parse_json_object(text: str, path: Path) -> JsonObject:
 
 
 def wrap_tokenizers_errors(what: object, call: Callable[[], T], advice: str = "download the files again") -> T:
-    """Call the tokenizers library and raise its errors (plain `Exception`s and Rust panics) as InputError."""
+    """Return `call()`. Raise errors of the tokenizers library (`Exception`s and Rust panics) as InputErrors."""
     try:
         return call()
     except InputError:

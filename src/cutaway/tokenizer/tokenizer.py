@@ -72,7 +72,7 @@ class Tokenizer:
     # Encoding and decoding
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text, with BOS, EOS or CLS if `add_special_tokens`.
+        """Token ids of a text, with the special tokens of the model (BOS, EOS, CLS …) if `add_special_tokens`.
 
         The text of a special token is encoded as that token, unless `split_special_tokens` is set.
         """
@@ -166,7 +166,7 @@ class Tokenizer:
         chat_template: str | None = None,
         **template_kwargs: object,
     ) -> str:
-        """Render messages with a chat template: `chat_template` is another template or the name of one of several."""
+        """Render messages to a prompt. `chat_template` is a template, or the name of one of this tokenizer's."""
         source = self._select_chat_template(chat_template, with_tools=tools is not None)
         values = {**self.special_tokens_map, **template_kwargs, "tools": tools}
         return render_chat_template(source, messages, {**values, "add_generation_prompt": add_generation_prompt})

@@ -26,7 +26,7 @@ def gemma_like(
     placement: PreNorm | SandwichNorm,
     softcap: float | None = None,
 ) -> Decoder:
-    """The architecture that the three generations share; `layer_pattern` is the pattern of attention layers."""
+    """The architecture of all Gemma generations. `layer_pattern` has the attention of each layer and is repeated."""
     ffn = Gated(hidden=hidden, activation="gelu_tanh")
     return Decoder(
         vocab_size=vocab_size,

@@ -15,7 +15,7 @@ _TIED_HEAD_KEY = "head.tied"
 
 
 def common_fields(arch: str, *, norm: str = "layer_norm_rms") -> ConfigFields:
-    """Fields of every architecture."""
+    """Config fields of every GGUF architecture. `arch` is the prefix of its metadata keys."""
     attention = f"{arch}.attention"
     no_experts = "the FFNs are mixtures of experts, which cutaway does not load from GGUF"
     return (
@@ -36,7 +36,7 @@ def common_fields(arch: str, *, norm: str = "layer_norm_rms") -> ConfigFields:
 
 
 def _qk_norm_field(arch: str) -> Key:
-    """Field of the eps of QK-norm, which is that of the other norms."""
+    """Field that sets the eps of QK-norm. GGUF stores one eps for all norms."""
     return Key(f"{arch}.attention.layer_norm_rms_epsilon", f"{llama.ATTENTION}.qk_norm.norm.eps")
 
 
@@ -48,7 +48,7 @@ def _check_value_length(metadata: HFConfigReader, tree: ConfigTree) -> None:
 
 
 def _sliding_window_field(arch: str, full_attention_period: int | None) -> Custom:
-    """Sliding-window layers, with full attention in every n-th layer, or in none if `full_attention_period` is None."""
+    """Field of the window size. Every n-th layer has full attention, or none if `full_attention_period` is None."""
     key = f"{arch}.attention.sliding_window"
 
     def from_hf(metadata: HFConfigReader, tree: ConfigTree) -> None:
@@ -66,9 +66,9 @@ def _sliding_window_field(arch: str, full_attention_period: int | None) -> Custo
 
 
 def _query_scale_field(largest_num_layers: int) -> Custom:
-    """Attention scale, which GGUF does not store.
+    """Field that sets the attention scale of Gemma, which GGUF does not store.
 
-    It is 1/sqrt(d_head). In the largest Gemma, identified by its number of layers, it is 1/sqrt(d_model / heads).
+    It is 1/sqrt(d_head), but 1/sqrt(d_model / heads) in the largest model, which has `largest_num_layers` layers.
     """
 
     def from_hf(metadata: HFConfigReader, tree: ConfigTree) -> None:
@@ -94,7 +94,7 @@ EMBEDDING_AND_HEAD_WEIGHTS = (
 
 
 def per_layer(*mappings: WeightMapping) -> tuple[WeightMapping, ...]:
-    """Weight mappings of every layer."""
+    """Add the prefixes of a layer to the keys of weight mappings."""
     return add_prefix("blk.{i}", "decoder.blocks.{i}", *mappings)
 
 

@@ -177,7 +177,7 @@ class GGUFFile:
 
 
 GGML_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q5_1": 7, "q5_0": 6, "q4_1": 3, "q4_0": 2}
-"""Quantization types that can be written."""
+"""Name of a quantization type that can be written → its number in GGUF."""
 
 
 def write_gguf(

@@ -13,7 +13,7 @@ LAYERNORM: Node = {"kind": "layernorm"}
 def build_template(
     *, norm: Node = LAYERNORM, position: Node | None = None, embedding: Node | None = None, **stack: object
 ) -> Node:
-    """Post-norm encoder with biases, learned positions and a masked-LM head."""
+    """Template of a post-norm encoder with biases, learned positions and a masked-LM head. `stack` is added to it."""
     attention = {"kind": "multi-head", "bias": ("q", "k", "v", "o"), "position": position or {"kind": "none"}}
     return {
         "form": "encoder",
@@ -38,7 +38,7 @@ def _require_token_types(num_token_types: int) -> int:
 def size_fields(
     vocab_size: int, d_model: int, num_layers: int, num_heads: int, intermediate_size: int, hidden_act: str = "gelu"
 ) -> ConfigFields:
-    """Fields that BERT and its derivatives share, with the family's defaults."""
+    """Config fields of BERT and its derivatives. The arguments are the family's default values."""
     return (
         Key("vocab_size", "vocab_size", vocab_size),
         Key("hidden_size", "d_model", d_model),
@@ -70,7 +70,7 @@ HEAD_ACTIVATION_FIELD = IfHead(SameAs("head.transform.activation", "encoder.bloc
 
 
 def embedding_weights(prefix: str) -> tuple[WeightMapping, ...]:
-    """Weight mappings of the embedding."""
+    """Weight mappings of the embedding. Checkpoint keys start with `prefix`."""
     return add_prefix(
         f"{prefix}.embeddings",
         "encoder.embed",
@@ -95,7 +95,7 @@ LAYER_WEIGHTS = (
 
 
 def encoder_weights(prefix: str, *layer_weights: WeightMapping) -> tuple[WeightMapping, ...]:
-    """Weight mappings of the encoder: embedding, layers, pooler."""
+    """Weight mappings of embedding, layers and pooler. `layer_weights` are the mappings of one layer."""
     return (
         *embedding_weights(prefix),
         *add_prefix(f"{prefix}.encoder.layer.{{i}}", "encoder.blocks.{i}", *layer_weights),

@@ -13,7 +13,7 @@ NO_POST_NORM_RESIDUAL = SupportedValues(
 
 
 def megatron_weights(attention_prefix: str) -> tuple[WeightMapping, ...]:
-    """Weight mappings in Megatron names: fused q, k and v, interleaved by head."""
+    """Weight mappings of a layer with Megatron's names, which store q, k and v as one tensor, interleaved by head."""
     return (
         WeightMapping(f"{attention_prefix}.query_key_value", QKV, SplitGroupedQKV()),
         WeightMapping(f"{attention_prefix}.dense", "attn.f.o"),

@@ -89,7 +89,7 @@ class _GGUFTokenizerMetadata:
         return {token: token_id for token_id, token in reversed([*enumerate(self.tokens)])}
 
     def pieces(self) -> list[tuple[str, float, int]]:
-        """(piece, score, type) of SentencePiece models."""
+        """Return (piece, score, type) of each token of a SentencePiece tokenizer."""
         scores = self.get_list("scores", float)
         if scores is None or len(scores) != len(self.tokens):
             raise InputError(
@@ -316,7 +316,7 @@ def _token_metadata(tokenizer: Tokenizer, model: Step) -> dict[str, object]:
 
 
 def _bpe_scores(tokens: list[str], types: list[int], merges: list[list[str]]) -> list[float]:
-    """Score of each token: minus the index of its first merge. SentencePiece BPE merges the best score first."""
+    """Score of each token: minus the index of the first merge that creates it. The highest score is merged first."""
     first_merge: dict[str, int] = {}
     for i, (left, right) in enumerate(merges):
         first_merge.setdefault(left + right, i)

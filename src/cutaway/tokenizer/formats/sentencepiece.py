@@ -110,7 +110,7 @@ def validate_sentencepiece_model(model: SentencePieceModel) -> None:
 
 
 def validate_charsmap(precompiled_charsmap: bytes) -> None:
-    """Check the layout: the size of a trie in bytes, the trie in 32-bit units, and replacements of up to 256 bytes."""
+    """Raise unless the table is: size of a trie in bytes, trie of 32-bit units, replacements of at most 256 bytes."""
     size = int.from_bytes(precompiled_charsmap[:4], "little")
     is_valid = len(precompiled_charsmap) >= 8 and not size % 4 and 0 < size <= len(precompiled_charsmap) - 4
     if not is_valid or max(map(len, precompiled_charsmap[4 + size :].split(b"\0"))) > 256:

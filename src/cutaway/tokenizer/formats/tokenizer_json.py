@@ -25,7 +25,7 @@ def parse_tokenizer_json(text: str, path: Path) -> tokenizers.Tokenizer:
 
 
 def check_text_expansion(content: Mapping[str, object], path: Path) -> None:
-    """Raise if the pipeline of an untrusted file could lengthen a text by more than _MAX_TEXT_EXPANSION."""
+    """Raise if the pipeline of an untrusted file could multiply the length of a text by over _MAX_TEXT_EXPANSION."""
     factor = 1.0
     for step in flatten_steps([content.get("normalizer"), content.get("pre_tokenizer"), content.get("decoder")]):
         factor *= _expansion_factor(step)
@@ -60,7 +60,7 @@ def _expansion_factor(step: Mapping[str, object]) -> float:
 
 
 def _num_inserted_tokens(post_processor: object) -> int:
-    """Number of ids that post-processor templates add to a text."""
+    """Number of special tokens that the templates of a post-processor add to a text."""
     total = 0
     for step in flatten_steps([post_processor]):
         special = step.get("special_tokens")
