@@ -112,15 +112,11 @@ class Moe(ConfigNode):
             return self
         num_groups, size = groups.num_groups, self.experts // groups.num_groups
         if self.experts % num_groups:
-            raise ValueError(
-                f"router.groups.num_groups {num_groups} does not divide experts {self.experts}; use a divisor"
-            )
+            raise ValueError(f"router.groups.num_groups {num_groups} does not divide experts {self.experts}")
         if groups.top_k > num_groups:
             raise ValueError(f"router.groups.top_k {groups.top_k} is more than router.groups.num_groups {num_groups}")
         if groups.score == "top2" and size < 2:
-            raise ValueError(
-                "router.groups.score 'top2' needs at least two experts per group; use 'max' or fewer groups"
-            )
+            raise ValueError("router.groups.score 'top2' needs at least two experts per group; use fewer groups")
         if self.router.top_k > groups.top_k * size:
             raise ValueError(
                 f"router.top_k {self.router.top_k} exceeds the {groups.top_k * size} experts of the selected groups"
