@@ -8,13 +8,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from cutaway.bounded_files import read_json_object, read_text_file
 from cutaway.config.node import build_config_error
 from cutaway.config.transformer import CONFIG_ADAPTER, Config, TransformerConfig
 from cutaway.errors import ConfigError
 from cutaway.pretrained import find_pretrained
-
-MAX_FILE_BYTES = 64 << 20
-"""Maximum size of a configuration file in bytes."""
 
 
 def config(source: Config | Mapping[str, Any] | str | Path) -> Config:
@@ -119,37 +117,18 @@ def _validate(data: dict[str, Any]) -> Config:
 
 def read_config_file(path: Path) -> dict[str, Any]:
     """Read a .toml or .json file as a dict, without its key `$schema`."""
-    try:
-        if path.exists() and not path.is_file() and not path.is_dir():
-            raise ConfigError(f"'{path}' is not a regular file; pass the path of a .toml or .json file")
-        with path.open("rb") as file:  # pipes and devices were rejected above
-            raw = file.read(MAX_FILE_BYTES + 1)
-        if len(raw) > MAX_FILE_BYTES:
-            raise ConfigError(
-                f"'{path}' has more than {MAX_FILE_BYTES:,} bytes, so it is not a configuration; pass another file"
-            )
-        text = raw.decode("utf-8")
-    except FileNotFoundError:
-        raise ConfigError(f"'{path}' does not exist; pass the path of a .toml or .json file") from None
-    except (OSError, ValueError) as error:  # unreadable, or not UTF-8
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"'{path}' cannot be read as text: {error}") from None
-    try:
-        data = _parse_toml(text) if path.suffix == ".toml" else json.loads(text)
-    except ValueError as error:  # the parsers' errors are ValueErrors
-        raise ConfigError(f"'{path}' is not valid {path.suffix[1:].upper()}: {error}") from None
-    except RecursionError:
-        raise ConfigError(f"'{path}' is nested too deeply to be a configuration") from None
-    if not isinstance(data, dict):
-        raise ConfigError(f"'{path}' holds a {type(data).__name__}, not a table of keys")
+    data = _read_toml(path) if path.suffix == ".toml" else read_json_object(path, ConfigError)
     return {key: value for key, value in data.items() if key != "$schema"}
 
 
-def _parse_toml(text: str) -> dict[str, Any]:
+def _read_toml(path: Path) -> dict[str, Any]:
     import tomllib  # imported only for TOML files
 
-    return tomllib.loads(text)
+    try:
+        return tomllib.loads(read_text_file(path, ConfigError))
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise ConfigError(f"'{path}' is not valid TOML: {reason}") from None
 
 
 def _format_toml_table(path: tuple[str, ...], table: dict[str, Any]) -> list[str]:

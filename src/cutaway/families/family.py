@@ -66,7 +66,7 @@ COMMON_FIELDS: ConfigFields = (
 
 HFConfig = Mapping[str, object]
 Parsed = tuple[Config, dict[str, object], dict[str, str]]
-"""Config; used keys of config.json → value; ignored keys → reason."""
+"""(Config, {used key of config.json: value}, {ignored key of config.json: reason})."""
 
 
 @dataclass(frozen=True)

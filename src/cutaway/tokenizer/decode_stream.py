@@ -67,7 +67,7 @@ class DecodeStream:
         return int(text.endswith("\ufffd") and len(text) > self._num_emitted_chars)
 
     def _trim_context(self) -> None:
-        """Drop old ids; the first remaining id is not a byte token, so that later ids decode to the same text."""
+        """Drop old ids. The first id kept is not a byte token, because runs of byte tokens are decoded together."""
         if self._tokenizer.clean_up_tokenization_spaces:
             return
         for start in range(len(self._ids) - _NUM_CONTEXT_IDS, 0, -1):

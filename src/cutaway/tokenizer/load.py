@@ -7,6 +7,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers import AddedToken
 
+from cutaway.bounded_files import parse_json_object
 from cutaway.errors import InputError
 from cutaway.tokenizer import file_io
 from cutaway.tokenizer.file_io import JsonObject, path_exists, read_bytes, read_text, wrap_tokenizers_errors
@@ -186,7 +187,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer | None:
 
 def _load_tokenizer_json(path: Path, model_config: JsonObject) -> Tokenizer:
     text = read_text(path)
-    content = file_io.parse_json_object(text, path)
+    content = parse_json_object(text, path, InputError)
     cfg = load_tokenizer_config(path.parent, content)
     pipeline = _resolve_pipeline(cfg, model_config, content)
     vocabulary = json_format.parse_vocabulary(content, path)

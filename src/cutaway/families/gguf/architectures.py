@@ -11,7 +11,7 @@ from cutaway.families.tables import gemma, gpt2, llama
 from cutaway.families.weight_conversion import QKV, PermuteForRope, Split, SubtractOffset, WeightMapping, add_prefix
 
 _TIED_HEAD_KEY = "head.tied"
-"""Key of this module, not of GGUF. In a GGUF file, a head is tied if its matrix is absent."""
+"""Metadata key that is used only here: GGUF has none for this. In a GGUF file, a head is tied if it has no matrix."""
 
 
 def common_fields(arch: str, *, norm: str = "layer_norm_rms") -> ConfigFields:

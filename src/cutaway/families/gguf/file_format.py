@@ -150,21 +150,13 @@ class GGUFFile:
         """Read one tensor, dequantized in chunks of rows."""
         start, length, ggml_type = self.locations[name]
         info = self.tensor_infos[name]
-        packed = torch.empty(length, dtype=torch.uint8)
-        with self.path.open("rb", buffering=0) as file:
-            file.seek(start)
-            view, num_read = packed.numpy().data, 0
-            while num_read < length:  # one read returns at most 2 GiB
-                count = file.readinto(view[num_read : num_read + (1 << 30)])
-                if not count:
-                    break
-                num_read += count
-            if num_read != length:
-                raise WeightError(f"'{self.path.name}' was truncated within tensor '{name}'; load it again")
+        packed = np.fromfile(self.path, np.uint8, length, offset=start)
+        if len(packed) != length:
+            raise WeightError(f"'{self.path.name}' was truncated within tensor '{name}'; load it again")
         if ggml_type in _UNQUANTIZED_DTYPES:
-            return packed.view(info.dtype).view(info.shape)
+            return torch.from_numpy(packed).view(info.dtype).view(info.shape)
         gguf = _import_gguf()
-        rows = packed.numpy().reshape(math.prod(info.shape[:-1]), -1)
+        rows = packed.reshape(math.prod(info.shape[:-1]), -1)
         tensor = torch.empty(len(rows), info.shape[-1], dtype=torch.float32)
         step = max(1, _DEQUANTIZE_CHUNK_NUMEL // info.shape[-1])
         for first in range(0, len(rows), step):

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -29,7 +29,7 @@ _END_OF_TURN_TOKENS = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>")
 """Texts of end-of-turn tokens. Most chat models store only the end-of-text id; llama.cpp also matches these texts."""
 
 
-def load_gguf(path: Path, **options: Unpack[LoadOptions]) -> Checkpoint:
+def load_gguf(path: Path, options: LoadOptions) -> Checkpoint:
     """Load a GGUF file; quantized tensors are dequantized."""
     file = GGUFFile(path)
     arch = file.metadata.get("general.architecture")
@@ -46,7 +46,7 @@ def load_gguf(path: Path, **options: Unpack[LoadOptions]) -> Checkpoint:
                 raise WeightError(f"tensor '{name}' has {file.tensor_infos[name].numel:,} factors; the file is damaged")
             metadata[name] = [float(f"{value:.7g}") for value in file.read_tensor(name).flatten().tolist()]
     _check_known_keys(family, metadata)
-    model, config, report = load_model(family, metadata, file, source=str(path), **options)
+    model, config, report = load_model(family, metadata, file, str(path), options)
     ids = {key: file.metadata.get(_TOKEN_ID_KEY_FORMAT.format(name)) for name, key in _TOKEN_ID_NAMES.items()}
     ids["eos_token_id"] = _eos_token_ids(file)
     generation_config = {key: value for key, value in ids.items() if value is not None}

@@ -13,7 +13,7 @@ LAYERNORM: Node = {"kind": "layernorm"}
 def build_template(
     *, norm: Node = LAYERNORM, position: Node | None = None, embedding: Node | None = None, **stack: object
 ) -> Node:
-    """Template of a post-norm encoder with biases, learned positions and a masked-LM head. `stack` is added to it."""
+    """Template of a post-norm encoder with biases, learned positions and a masked-LM head. `stack` adds fields."""
     attention = {"kind": "multi-head", "bias": ("q", "k", "v", "o"), "position": position or {"kind": "none"}}
     return {
         "form": "encoder",

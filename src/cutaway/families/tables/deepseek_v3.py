@@ -22,7 +22,7 @@ MOE_TEMPLATE = {
 
 
 class _MscaleRopeField(RopeField):
-    """YaRN with `mscale_all_dim`. It scales all scores, not only their RoPE part, so `scale` includes it."""
+    """RoPE with YaRN's `mscale_all_dim`, which scales all scores and is therefore part of the attention's `scale`."""
 
     def from_hf(self, hf_config: HFConfigReader, tree: ConfigTree) -> None:
         super().from_hf(hf_config, tree)

@@ -10,6 +10,8 @@ PARALLEL = {"kind": "parallel", "norms": "two"}
 NO_POST_NORM_RESIDUAL = SupportedValues(
     "apply_residual_connection_post_layernorm", (False,), "the residual would follow the norm"
 )
+MEGATRON_KEYS = {"embed": "transformer.word_embeddings", "norm": "transformer.ln_f", "layer": "transformer.h"}
+"""Keys of BLOOM and Falcon for `llama.weights`."""
 
 
 def megatron_weights(attention_prefix: str) -> tuple[WeightMapping, ...]:

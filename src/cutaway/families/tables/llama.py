@@ -24,7 +24,7 @@ def build_template(
     head: Node | None = None,
     **stack: object,
 ) -> Node:
-    """Template of Llama. The arguments replace or add fields of its nodes; `stack` those of the decoder."""
+    """Template of a Llama decoder. Arguments add or replace fields of the node that they name."""
     block = {"attention": {"kind": "multi-head", **(attention or {})}, "ffn": {"kind": "gated", **(ffn or {})}}
     return {
         "form": "decoder",
@@ -96,11 +96,6 @@ FIELDS = (
     RopeField(full_rotary_only=True),
 )
 
-EMBEDDING_AND_HEAD_WEIGHTS = (
-    WeightMapping("model.embed_tokens", "decoder.embed.token"),
-    WeightMapping("model.norm", "decoder.final_norm"),
-    WeightMapping("lm_head", "head.matrix"),
-)
 NORM_WEIGHTS = (
     WeightMapping("input_layernorm", "attn.norm_in"),
     WeightMapping("post_attention_layernorm", "ffn.norm_in"),
@@ -110,14 +105,19 @@ QK_NORM_WEIGHTS = tuple(WeightMapping(f"self_attn.{p}_norm", f"attn.f.{p}_norm.n
 FFN_WEIGHTS = tuple(WeightMapping(f"mlp.{p}_proj", f"ffn.f.{p}") for p in ("gate", "up", "down"))
 
 
-def per_layer(*mappings: WeightMapping) -> tuple[WeightMapping, ...]:
-    """Add the prefixes of a layer to the keys of weight mappings."""
-    return add_prefix("model.layers.{i}", "decoder.blocks.{i}", *mappings)
+def weights(
+    *mappings: WeightMapping, embed: str = "model.embed_tokens", norm: str = "model.norm", layer: str = "model.layers"
+) -> tuple[WeightMapping, ...]:
+    """Weight mappings of a decoder: token embedding, final norm, head, and `mappings` for each layer.
 
-
-def weights(*mappings: WeightMapping) -> tuple[WeightMapping, ...]:
-    """Weight mappings of a model: embedding, final norm, head, and `mappings` for each layer."""
-    return (*EMBEDDING_AND_HEAD_WEIGHTS, *per_layer(*mappings))
+    `embed`, `norm` and `layer` are the checkpoint keys of the embedding, the final norm and the list of layers.
+    """
+    return (
+        WeightMapping(embed, "decoder.embed.token"),
+        WeightMapping(norm, "decoder.final_norm"),
+        WeightMapping("lm_head", "head.matrix"),
+        *add_prefix(f"{layer}.{{i}}", "decoder.blocks.{i}", *mappings),
+    )
 
 
 WEIGHTS = weights(*NORM_WEIGHTS, *ATTENTION_WEIGHTS, *FFN_WEIGHTS)

@@ -21,7 +21,7 @@ FFN_KEYS = ("feed_forward_proj", "dense_act_fn", "is_gated_act")
 
 
 def _ffn_field(default_feed_forward_proj: str) -> Custom:
-    """`feed_forward_proj` (`gated-gelu` or `relu`); `dense_act_fn` and `is_gated_act` take precedence if present."""
+    """Field of the FFN: `feed_forward_proj` ('relu', 'gated-gelu' …). `dense_act_fn` and `is_gated_act` override it."""
 
     def from_hf(hf_config: HFConfigReader, tree: ConfigTree) -> None:
         feed_forward_proj = hf_config.get(FFN_KEYS[0]) or default_feed_forward_proj
