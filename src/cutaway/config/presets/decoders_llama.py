@@ -45,44 +45,6 @@ QWEN = partial(llama, theta=1e6, norm=RMSNorm())
 QWEN_2_5 = partial(QWEN, context=131072, bias=QKV_BIASES)  # https://arxiv.org/abs/2412.15115
 QWEN_3 = partial(QWEN, 151936, context=40960, d_head=128, qk_norm=QKNorm())  # https://arxiv.org/abs/2505.09388
 
-PRESETS: PresetTable = {
-    "llama-7b": partial(llama, 32000, Size(4096, 32, 32, 32, 11008), context=2048, norm=RMSNorm()),
-    "llama-13b": partial(llama, 32000, Size(5120, 40, 40, 40, 13824), context=2048, norm=RMSNorm()),
-    "llama-30b": partial(llama, 32000, Size(6656, 60, 52, 52, 17920), context=2048, norm=RMSNorm()),
-    "llama-65b": partial(llama, 32000, Size(8192, 80, 64, 64, 22016), context=2048),
-    "llama-2-7b": partial(llama, 32000, Size(4096, 32, 32, 32, 11008), context=4096),
-    "llama-2-13b": partial(llama, 32000, Size(5120, 40, 40, 40, 13824), context=4096),
-    "llama-2-70b": partial(llama, 32000, Size(8192, 80, 64, 8, 28672), context=4096),
-    "llama-3-8b": partial(LLAMA_3, Size(4096, 32, 32, 8, 14336), context=8192),
-    "llama-3-70b": partial(LLAMA_3, Size(8192, 80, 64, 8, 28672), context=8192),
-    "llama-3.1-8b": partial(LLAMA_3_LONG, Size(4096, 32, 32, 8, 14336)),
-    "llama-3.1-70b": partial(LLAMA_3_LONG, Size(8192, 80, 64, 8, 28672)),
-    "llama-3.1-405b": partial(LLAMA_3_LONG, Size(16384, 126, 128, 8, 53248)),
-    "llama-3.2-1b": partial(LLAMA_3_2, Size(2048, 16, 32, 8, 8192)),
-    "llama-3.2-3b": partial(LLAMA_3_2, Size(3072, 28, 24, 8, 8192)),
-    "llama-3.3-70b": partial(LLAMA_3_LONG, Size(8192, 80, 64, 8, 28672)),
-    "tinyllama-1.1b": partial(llama, 32000, Size(2048, 22, 32, 4, 5632), context=2048),
-    "smollm2-135m": partial(llama, 49152, Size(576, 30, 9, 3, 1536), context=8192, theta=1e5, tied=True),
-    "smollm2-360m": partial(llama, 49152, Size(960, 32, 15, 5, 2560), context=8192, theta=1e5, tied=True),
-    "smollm2-1.7b": partial(llama, 49152, Size(2048, 24, 32, 32, 8192), context=8192, theta=130000.0, tied=True),
-    "mistral-7b-v0.1": partial(llama, 32000, Size(4096, 32, 32, 8, 14336), context=32768, window=4096),
-    "mistral-7b-v0.3": partial(llama, 32768, Size(4096, 32, 32, 8, 14336), context=32768, theta=1e6),
-    "mistral-nemo-12b": partial(llama, 131072, Size(5120, 40, 32, 8, 14336), context=131072, theta=1e6, d_head=128),
-    "qwen2.5-0.5b": partial(QWEN_2_5, 151936, Size(896, 24, 14, 2, 4864), context=32768, tied=True),
-    "qwen2.5-1.5b": partial(QWEN_2_5, 151936, Size(1536, 28, 12, 2, 8960), tied=True),
-    "qwen2.5-3b": partial(QWEN_2_5, 151936, Size(2048, 36, 16, 2, 11008), context=32768, tied=True),
-    "qwen2.5-7b": partial(QWEN_2_5, 152064, Size(3584, 28, 28, 4, 18944)),
-    "qwen2.5-14b": partial(QWEN_2_5, 152064, Size(5120, 48, 40, 8, 13824), norm=RMSNorm(eps=1e-5)),
-    "qwen2.5-32b": partial(QWEN_2_5, 152064, Size(5120, 64, 40, 8, 27648), norm=RMSNorm(eps=1e-5)),
-    "qwen2.5-72b": partial(QWEN_2_5, 152064, Size(8192, 80, 64, 8, 29568), norm=RMSNorm(eps=1e-5)),
-    "qwen3-0.6b": partial(QWEN_3, Size(1024, 28, 16, 8, 3072), tied=True),
-    "qwen3-1.7b": partial(QWEN_3, Size(2048, 28, 16, 8, 6144), tied=True),
-    "qwen3-4b": partial(QWEN_3, Size(2560, 36, 32, 8, 9728), tied=True),
-    "qwen3-8b": partial(QWEN_3, Size(4096, 36, 32, 8, 12288)),
-    "qwen3-14b": partial(QWEN_3, Size(5120, 40, 40, 8, 17408)),
-    "qwen3-32b": partial(QWEN_3, Size(5120, 64, 64, 8, 25600)),
-}
-
 # fmt: off
 PHI_3_5_SHORT = (
     1.0, 1.0199999809265137, 1.0299999713897705, 1.0299999713897705, 1.0499999523162842, 1.0499999523162842,
@@ -136,8 +98,8 @@ def smollm3() -> Decoder:
     """https://huggingface.co/blog/smollm3: no RoPE in every fourth layer (https://arxiv.org/abs/2501.18795)."""
     plain = llama(128256, Size(2048, 36, 16, 4, 11008), context=65536, theta=5e6, tied=True, norm=RMSNorm())
     (block,) = plain.decoder.block
-    bare = block.replace({"attention.position": NoPosition()})
-    return plain.replace({"decoder.block": (block, block, block, bare)})
+    without_rope = block.replace({"attention.position": NoPosition()})
+    return plain.replace({"decoder.block": (block, block, block, without_rope)})
 
 
 def olmo2(size: Size) -> Decoder:
@@ -160,7 +122,42 @@ def stablelm_2_12b() -> Decoder:
     return plain.replace({"decoder.placement": ParallelResidual()})
 
 
-LLAMA_VARIANT_PRESETS: PresetTable = {
+PRESETS: PresetTable = {
+    "llama-7b": partial(llama, 32000, Size(4096, 32, 32, 32, 11008), context=2048, norm=RMSNorm()),
+    "llama-13b": partial(llama, 32000, Size(5120, 40, 40, 40, 13824), context=2048, norm=RMSNorm()),
+    "llama-30b": partial(llama, 32000, Size(6656, 60, 52, 52, 17920), context=2048, norm=RMSNorm()),
+    "llama-65b": partial(llama, 32000, Size(8192, 80, 64, 64, 22016), context=2048),
+    "llama-2-7b": partial(llama, 32000, Size(4096, 32, 32, 32, 11008), context=4096),
+    "llama-2-13b": partial(llama, 32000, Size(5120, 40, 40, 40, 13824), context=4096),
+    "llama-2-70b": partial(llama, 32000, Size(8192, 80, 64, 8, 28672), context=4096),
+    "llama-3-8b": partial(LLAMA_3, Size(4096, 32, 32, 8, 14336), context=8192),
+    "llama-3-70b": partial(LLAMA_3, Size(8192, 80, 64, 8, 28672), context=8192),
+    "llama-3.1-8b": partial(LLAMA_3_LONG, Size(4096, 32, 32, 8, 14336)),
+    "llama-3.1-70b": partial(LLAMA_3_LONG, Size(8192, 80, 64, 8, 28672)),
+    "llama-3.1-405b": partial(LLAMA_3_LONG, Size(16384, 126, 128, 8, 53248)),
+    "llama-3.2-1b": partial(LLAMA_3_2, Size(2048, 16, 32, 8, 8192)),
+    "llama-3.2-3b": partial(LLAMA_3_2, Size(3072, 28, 24, 8, 8192)),
+    "llama-3.3-70b": partial(LLAMA_3_LONG, Size(8192, 80, 64, 8, 28672)),
+    "tinyllama-1.1b": partial(llama, 32000, Size(2048, 22, 32, 4, 5632), context=2048),
+    "smollm2-135m": partial(llama, 49152, Size(576, 30, 9, 3, 1536), context=8192, theta=1e5, tied=True),
+    "smollm2-360m": partial(llama, 49152, Size(960, 32, 15, 5, 2560), context=8192, theta=1e5, tied=True),
+    "smollm2-1.7b": partial(llama, 49152, Size(2048, 24, 32, 32, 8192), context=8192, theta=130000.0, tied=True),
+    "mistral-7b-v0.1": partial(llama, 32000, Size(4096, 32, 32, 8, 14336), context=32768, window=4096),
+    "mistral-7b-v0.3": partial(llama, 32768, Size(4096, 32, 32, 8, 14336), context=32768, theta=1e6),
+    "mistral-nemo-12b": partial(llama, 131072, Size(5120, 40, 32, 8, 14336), context=131072, theta=1e6, d_head=128),
+    "qwen2.5-0.5b": partial(QWEN_2_5, 151936, Size(896, 24, 14, 2, 4864), context=32768, tied=True),
+    "qwen2.5-1.5b": partial(QWEN_2_5, 151936, Size(1536, 28, 12, 2, 8960), tied=True),
+    "qwen2.5-3b": partial(QWEN_2_5, 151936, Size(2048, 36, 16, 2, 11008), context=32768, tied=True),
+    "qwen2.5-7b": partial(QWEN_2_5, 152064, Size(3584, 28, 28, 4, 18944)),
+    "qwen2.5-14b": partial(QWEN_2_5, 152064, Size(5120, 48, 40, 8, 13824), norm=RMSNorm(eps=1e-5)),
+    "qwen2.5-32b": partial(QWEN_2_5, 152064, Size(5120, 64, 40, 8, 27648), norm=RMSNorm(eps=1e-5)),
+    "qwen2.5-72b": partial(QWEN_2_5, 152064, Size(8192, 80, 64, 8, 29568), norm=RMSNorm(eps=1e-5)),
+    "qwen3-0.6b": partial(QWEN_3, Size(1024, 28, 16, 8, 3072), tied=True),
+    "qwen3-1.7b": partial(QWEN_3, Size(2048, 28, 16, 8, 6144), tied=True),
+    "qwen3-4b": partial(QWEN_3, Size(2560, 36, 32, 8, 9728), tied=True),
+    "qwen3-8b": partial(QWEN_3, Size(4096, 36, 32, 8, 12288)),
+    "qwen3-14b": partial(QWEN_3, Size(5120, 40, 40, 8, 17408)),
+    "qwen3-32b": partial(QWEN_3, Size(5120, 64, 64, 8, 25600)),
     "phi-3-mini-4k": partial(PHI_3_MINI, context=4096, window=2047),
     "phi-3.5-mini": partial(PHI_3_MINI, context=131072, scaling=PHI_3_5_ROPE),
     "phi-3-medium-4k": partial(llama, 32064, Size(5120, 40, 40, 10, 17920), context=4096, window=2047),

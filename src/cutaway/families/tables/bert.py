@@ -1,5 +1,7 @@
 """BERT, and components shared with its derivatives. https://arxiv.org/abs/1810.04805"""
 
+from typing import Any
+
 from cutaway.config import Config
 from cutaway.errors import ConfigError
 from cutaway.families.config_fields import ConfigFields, IfHead, Key, SameAs, SupportedValues, activation, flag
@@ -133,11 +135,39 @@ def ignored_weights(*head_prefixes: str) -> dict[str, str]:
 
 WEIGHT_RENAMINGS = ((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias"))
 
-FAMILY = Family(
-    name="bert",
-    architecture="BertForMaskedLM",
-    base_architecture="BertModel",
-    template=build_template(),
+
+def build_family(
+    name: str,
+    class_prefix: str,
+    template: Node,
+    fields: ConfigFields,
+    weight_mappings: tuple[WeightMapping, ...],
+    *,
+    other_heads: tuple[str, ...] = (),
+    **options: Any,
+) -> Family:
+    """A family with the prefix, the legacy names and the ignored tensors of BERT.
+
+    `class_prefix` starts the names of its transformers classes. `other_heads` are patterns of heads that are ignored.
+    """
+    return Family(
+        name,
+        f"{class_prefix}ForMaskedLM",
+        template,
+        fields,
+        weight_mappings,
+        base_model_prefix=f"{name}.",
+        base_architecture=f"{class_prefix}Model",
+        ignored_weights=ignored_weights(*other_heads),
+        weight_renamings=WEIGHT_RENAMINGS,
+        **options,
+    )
+
+
+FAMILY = build_family(
+    "bert",
+    "Bert",
+    build_template(),
     fields=(
         *size_fields(30522, 768, 12, 12, 3072),
         *POSITION_FIELDS,
@@ -150,7 +180,5 @@ FAMILY = Family(
         *encoder_weights("bert", *LAYER_WEIGHTS),
         *mlm_head_weights("cls.predictions", "transform.dense", "transform.LayerNorm"),
     ),
-    base_model_prefix="bert.",
-    ignored_weights=ignored_weights(r"cls\.seq_relationship"),
-    weight_renamings=WEIGHT_RENAMINGS,
+    other_heads=(r"cls\.seq_relationship",),
 )

@@ -65,8 +65,6 @@ class _GGUFTokenizerMetadata:
 
     def get_list(self, name: str, item_type: type[T]) -> list[T] | None:
         value = self._metadata.get(_GGML_KEY_PREFIX + name)
-        if isinstance(value, np.ndarray | tuple):
-            value = list(value) if isinstance(value, tuple) else value.tolist()
         item_types = (int, float) if item_type is float else item_type
         if value is None or (isinstance(value, list) and all(isinstance(item, item_types) for item in value)):
             return value
