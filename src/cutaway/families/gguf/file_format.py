@@ -138,7 +138,7 @@ class GGUFFile:
         except (ValueError, KeyError):
             raise WeightError(f"tensor '{name}' has the unknown quantization type {ggml_type}") from None
         if 0 in shape or shape[-1] % block or name in self.tensor_infos:
-            raise WeightError(f"tensor '{name}' is not a whole number of quantization blocks, or is duplicated")
+            raise WeightError(f"tensor '{name}' is empty, duplicated, or not a whole number of quantization blocks")
         length = math.prod(shape) // block * width
         if start + length > size:
             raise WeightError(f"tensor '{name}' extends past the end of the file")

@@ -58,7 +58,8 @@ def _check_known_keys(family: Family, metadata: Mapping[str, object]) -> None:
     known = {key for entry in family.fields for key in entry.keys} | family.ignored_config_keys.keys()
     unknown = sorted(metadata.keys() - known)
     if unknown:
-        raise ConfigError(f"the metadata key '{unknown[0]}' ({metadata[unknown[0]]!r}) is not supported by cutaway")
+        key = f"the metadata key '{unknown[0]}' ({metadata[unknown[0]]!r})"
+        raise ConfigError(f"{key} is not supported by cutaway and could change the model; load its safetensors")
 
 
 def _eos_token_ids(gguf_file: GGUFFile) -> object:
