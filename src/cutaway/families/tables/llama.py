@@ -106,16 +106,20 @@ FFN_WEIGHTS = tuple(WeightMapping(f"mlp.{p}_proj", f"ffn.f.{p}") for p in ("gate
 
 
 def weights(
-    *mappings: WeightMapping, embed: str = "model.embed_tokens", norm: str = "model.norm", layer: str = "model.layers"
+    *mappings: WeightMapping,
+    embed: str = "model.embed_tokens",
+    norm: str = "model.norm",
+    head: str = "lm_head",
+    layer: str = "model.layers",
 ) -> tuple[WeightMapping, ...]:
     """Weight mappings of a decoder: token embedding, final norm, head, and `mappings` for each layer.
 
-    `embed`, `norm` and `layer` are the checkpoint keys of the embedding, the final norm and the list of layers.
+    The other arguments are the checkpoint keys of embedding, final norm, head and the list of layers.
     """
     return (
         WeightMapping(embed, "decoder.embed.token"),
         WeightMapping(norm, "decoder.final_norm"),
-        WeightMapping("lm_head", "head.matrix"),
+        WeightMapping(head, "head.matrix"),
         *add_prefix(f"{layer}.{{i}}", "decoder.blocks.{i}", *mappings),
     )
 
