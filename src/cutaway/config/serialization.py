@@ -67,13 +67,13 @@ def path_satisfies(path: Path, predicate: Callable[[Path], bool]) -> bool:
 
 def schema() -> dict[str, Any]:
     """JSON schema of a Config, for editor completion and validation."""
-    body: dict[str, Any] = _one_of_to_any_of(CONFIG_ADAPTER.json_schema())
+    body: dict[str, Any] = map_dicts(CONFIG_ADAPTER.json_schema(), _one_of_to_any_of)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "cutaway model"} | body
 
 
 def to_dict(config: Config) -> dict[str, Any]:
     """The configuration as JSON types, with the keys `form` and `kind` first. `config(...)` converts it back."""
-    data: dict[str, Any] = _sort_tags_first(config.model_dump(mode="json", exclude_none=True))
+    data: dict[str, Any] = map_dicts(config.model_dump(mode="json", exclude_none=True), _sort_tags_first)
     return data
 
 
@@ -87,25 +87,22 @@ def to_json(config: Config) -> str:
     return json.dumps(to_dict(config), indent=2) + "\n"
 
 
-def _one_of_to_any_of(value: Any) -> Any:
+def map_dicts(value: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+    """Return a copy of nested dicts and lists with `change` applied to every dict, outer dicts first."""
+    if isinstance(value, list):
+        return [map_dicts(item, change) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {key: map_dicts(item, change) for key, item in change(value).items()}
+
+
+def _one_of_to_any_of(node: dict[str, Any]) -> dict[str, Any]:
     """Replace oneOf by anyOf, because a table without the key `kind` may match several variants."""
-    if isinstance(value, list):
-        return [_one_of_to_any_of(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    return {
-        "anyOf" if key == "oneOf" else key: _one_of_to_any_of(item)
-        for key, item in value.items()
-        if key != "discriminator"
-    }
+    return {"anyOf" if key == "oneOf" else key: item for key, item in node.items() if key != "discriminator"}
 
 
-def _sort_tags_first(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_sort_tags_first(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    return {key: _sort_tags_first(value[key]) for key in sorted(value, key=lambda key: key not in ("form", "kind"))}
+def _sort_tags_first(node: dict[str, Any]) -> dict[str, Any]:
+    return {key: node[key] for key in sorted(node, key=lambda key: key not in ("form", "kind"))}
 
 
 def _validate(data: dict[str, Any]) -> Config:

@@ -3,12 +3,13 @@
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from cutaway.config import Config, to_dict
 from cutaway.config import config as read_config
+from cutaway.config.serialization import map_dicts
 from cutaway.errors import ConfigError, InputError, WeightError
 from cutaway.families.checkpoint import Checkpoint
 from cutaway.families.family import Family
@@ -86,9 +87,7 @@ def _find_architecture(config: Config, preferred: str | None = None) -> tuple[Fa
     """
     if config.form != "decoder":
         raise ConfigError(f"the model is of form '{config.form}', but only decoders can be saved as GGUF; use --to hf")
-    tree = _without_dropout(to_dict(config))
-    assert isinstance(tree, dict)
-    config = read_config(tree)
+    config = read_config(map_dicts(to_dict(config), _without_dropout))
     errors = []
     for family in sorted(GGUF_ARCHITECTURES.values(), key=lambda family: family.architecture != preferred):
         try:
@@ -98,12 +97,8 @@ def _find_architecture(config: Config, preferred: str | None = None) -> tuple[Fa
     raise ConfigError(f"no GGUF architecture can represent this model. {min(errors, key=len)}")
 
 
-def _without_dropout(value: object) -> object:
-    if isinstance(value, list):
-        return [_without_dropout(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    return {key: _without_dropout(item) for key, item in value.items() if not key.endswith("dropout")}
+def _without_dropout(node: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in node.items() if not key.endswith("dropout")}
 
 
 def save_gguf(
