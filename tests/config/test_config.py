@@ -187,7 +187,7 @@ def test_block_pattern_repeats() -> None:
     [
         ("a.toml", "form = ", "is not valid TOML"),
         ("a.json", "{", "is not valid JSON"),
-        ("a.json", "[1]", "holds a list, not a table"),
+        ("a.json", "[1]", "holds a list, not a JSON object"),
         ("a.json", '{"model_type": "lama"}', "is not a supported family"),
         ("a.toml", "\x00", "is not valid TOML"),
     ],

@@ -37,15 +37,15 @@ class Embedding(ConfigNode):
     dropout: Probability = 0.0
 
     def token_table_dim(self, d_model: int) -> int:
-        """Dimension of the token table."""
+        """Embedding dimension of the token table: `factorization.width` if there is a factorization, else d_model."""
         return self.factorization.width if self.factorization else d_model
 
     def position_dim(self, d_model: int) -> int:
-        """Dimension of positions, token types and the norm."""
+        """Dimension of position and token-type embeddings and of the norm: that before or after the projection."""
         if self.factorization is None or self.factorization.positions == "after_projection":
             return d_model
         return self.factorization.width
 
     def resolve_scale(self, d_model: int) -> float:
-        """The scale as a number."""
+        """The factor on the token embedding as a number. The scale "sqrt_d_model" is resolved."""
         return math.sqrt(d_model) if self.scale == "sqrt_d_model" else self.scale

@@ -24,7 +24,7 @@ class Mlp(ConfigNode):
     """Dropout on the hidden activations."""
 
     def hidden_dim(self, d_model: int) -> int:
-        """The hidden dimension, with its default resolved."""
+        """Hidden dimension: `hidden` if set, else 4·d_model."""
         return self.hidden or 4 * d_model
 
 
@@ -37,7 +37,7 @@ class GatedBase(ConfigNode):
     dropout: Probability = 0.0
 
     def hidden_dim(self, d_model: int) -> int:
-        """The hidden dimension, with its default resolved."""
+        """Hidden dimension: `hidden` if set, else 2/3 · 4·d_model, rounded up to a multiple of 8."""
         return self.hidden or -(-8 * d_model // 24) * 8
 
 
@@ -60,7 +60,7 @@ DenseFFN = Annotated[Mlp | Gated | ClampedSwiGLU, KIND_DISCRIMINATOR, default_ki
 
 
 class ExpertGroups(ConfigNode):
-    """Group-limited routing: select `top_k` groups of experts first, then experts within them (DeepSeek)."""
+    """Group-limited routing: select the `top_k` best groups of experts, then experts only from these (DeepSeek)."""
 
     num_groups: PositiveInt
     top_k: PositiveInt
@@ -76,9 +76,11 @@ class Router(ConfigNode):
     renormalize: bool = True
     """Divide the weights of the selected experts by their sum."""
     scale: PositiveFloat = 1.0
-    """Factor on the final weights."""
+    """Factor on the weights of the selected experts, applied after renormalization."""
     dtype: Literal["model", "float32"] = "model"
-    """Dtype of the router's matrix product: float32 (DeepSeek) or the model's dtype. Scores are at least float32."""
+    """Dtype in which the router's logits are computed: float32 (DeepSeek) or the model's dtype.
+
+    Softmax and sigmoid are computed in float32 or higher."""
     bias: bool = False
     """Learned bias on the router logits (gpt-oss)."""
     selection_bias: bool = False
@@ -106,21 +108,19 @@ class Moe(ConfigNode):
             )
         if self.shared_gate and self.shared is None:
             raise ValueError("shared_gate needs a shared expert; set shared, or leave shared_gate out")
-        groups = self.router.groups
-        if groups is not None:
-            if self.experts % groups.num_groups:
-                raise ValueError(f"router.groups.num_groups {groups.num_groups} does not divide experts {self.experts}")
-            size = self.experts // groups.num_groups
-            if groups.top_k > groups.num_groups:
-                raise ValueError(
-                    f"router.groups.top_k {groups.top_k} is more than router.groups.num_groups {groups.num_groups}"
-                )
-            if groups.score == "top2" and size < 2:
-                raise ValueError("router.groups.score 'top2' needs at least two experts per group")
-            if self.router.top_k > groups.top_k * size:
-                raise ValueError(
-                    f"router.top_k {self.router.top_k} exceeds the {groups.top_k * size} experts of the selected groups"
-                )
+        if (groups := self.router.groups) is None:
+            return self
+        num_groups, size = groups.num_groups, self.experts // groups.num_groups
+        if self.experts % num_groups:
+            raise ValueError(f"router.groups.num_groups {num_groups} does not divide experts {self.experts}")
+        if groups.top_k > num_groups:
+            raise ValueError(f"router.groups.top_k {groups.top_k} is more than router.groups.num_groups {num_groups}")
+        if groups.score == "top2" and size < 2:
+            raise ValueError("router.groups.score 'top2' needs at least two experts per group; use fewer groups")
+        if self.router.top_k > groups.top_k * size:
+            raise ValueError(
+                f"router.top_k {self.router.top_k} exceeds the {groups.top_k * size} experts of the selected groups"
+            )
         return self
 
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 
 def read_field_docstrings(node_class: type) -> dict[str, str]:
-    """Return the docstring of each field of a class, inherited fields included."""
+    """Return {field name: docstring} of the documented fields of a class, including inherited fields."""
     notes: dict[str, str] = {}
     for owner in reversed(node_class.__mro__):
         for name in inspect.get_annotations(owner):

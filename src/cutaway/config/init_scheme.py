@@ -6,7 +6,7 @@ from cutaway.config.node import KIND_DISCRIMINATOR, ConfigNode, PositiveFloat, d
 
 
 class NormalInit(ConfigNode):
-    """N(0, std). With depth_scaled, output projections of sublayers get std / sqrt(number of sublayers) (GPT-2)."""
+    """Normal. With depth_scaled, output projections of sublayers have std / sqrt(number of sublayers) (GPT-2)."""
 
     kind: Literal["normal"] = "normal"
     std: PositiveFloat = 0.02
@@ -14,19 +14,25 @@ class NormalInit(ConfigNode):
 
 
 class XavierInit(ConfigNode):
-    """Uniform in ±sqrt(6 / (fan_in + fan_out)), and N(0, 1/sqrt(d)) for embeddings (the 2017 Transformer)."""
+    """Uniform in ±sqrt(6 / (fan_in + fan_out)). Embeddings are normal with std 1/sqrt(d_model) (Vaswani et al.)."""
 
     kind: Literal["xavier"] = "xavier"
 
 
 class SmallInit(ConfigNode):
-    """N(0, sqrt(2 / (5·d))), and N(0, 2 / (layers·sqrt(d))) for output projections of sublayers (GPT-NeoX). https://arxiv.org/abs/1910.05895"""
+    """Normal with std sqrt(2 / (5·d_model)), or 2 / (layers·sqrt(d_model)) for output projections of sublayers.
+
+    Used by GPT-NeoX. https://arxiv.org/abs/1910.05895
+    """
 
     kind: Literal["small"] = "small"
 
 
 class T5Init(ConfigNode):
-    """N(0, fan_in^−½), and N(0, (fan_in·d_head)^−½) for query projections, because T5 does not scale the scores."""
+    """Normal with std 1/sqrt(fan_in), or 1/sqrt(fan_in·d_head) for query projections, because T5 does not scale scores.
+
+    Embeddings have std 1.
+    """
 
     kind: Literal["t5"] = "t5"
 

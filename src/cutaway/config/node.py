@@ -28,7 +28,7 @@ Probability = Annotated[float, Field(ge=0, lt=1)]
 
 
 class ConfigNode(BaseModel):
-    """A frozen configuration object. Unknown keys raise an error that lists the allowed ones."""
+    """A frozen configuration object. An unknown key raises an error that lists the allowed keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -94,14 +94,14 @@ KIND_DISCRIMINATOR = Field(discriminator="kind")
 
 
 def default_kind(kind: str) -> BeforeValidator:
-    """Validator of a tagged union that adds the default `kind` to a table without the key `kind`."""
+    """Return a validator for a tagged union: it adds `kind` to a dict that has no key `kind`."""
     return BeforeValidator(lambda data: {"kind": kind} | data if isinstance(data, dict) else data)
 
 
 def build_config_error(error: ValidationError, data: Any, num_tags: int = 1) -> ConfigError:
     """Convert a pydantic error to a ConfigError with one sentence per problem, each starting with the key path.
 
-    `num_tags` is the number of union tags that pydantic puts in front of the path.
+    `data` is the validated data. `num_tags` is the number of union tags that pydantic puts before each key path.
     """
     lines = []
     problems = error.errors(include_url=False)

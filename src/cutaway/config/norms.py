@@ -24,7 +24,7 @@ class RMSNorm(ConfigNode):
 
 
 class NoNorm(ConfigNode):
-    """The identity."""
+    """No norm: the input is returned unchanged."""
 
     kind: Literal["none"] = "none"
 

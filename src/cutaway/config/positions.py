@@ -40,7 +40,7 @@ class SinusoidalPosition(ConfigNode):
 
 
 class NoScaling(ConfigNode):
-    """No scaling."""
+    """RoPE frequencies are not scaled."""
 
     kind: Literal["none"] = "none"
 
@@ -53,7 +53,7 @@ class LinearScaling(ConfigNode):
 
 
 class DynamicNTK(ConfigNode):
-    """Dynamic NTK: theta grows with the sequence length beyond `original_length`."""
+    """Dynamic NTK: in sequences longer than `original_length`, RoPE's theta grows with the sequence length."""
 
     kind: Literal["dynamic"] = "dynamic"
     factor: PositiveFloat
@@ -69,19 +69,23 @@ class Yarn(ConfigNode):
     beta_fast: PositiveFloat = 32.0
     beta_slow: PositiveFloat = 1.0
     truncate: bool = True
-    """Round the ends of the ramp to whole dimensions."""
+    """Round the indices of the first and last blended frequency to integers."""
     attention_factor: PositiveFloat | None = None
     """Factor on cos and sin; default 0.1·ln(factor) + 1."""
 
 
 class LongRope(ConfigNode):
-    """LongRoPE: divides each frequency by a factor. Short and long sequences have separate factors. https://arxiv.org/abs/2402.13753"""
+    """LongRoPE: each frequency is divided by its own factor. https://arxiv.org/abs/2402.13753
+
+    Sequences longer than `original_length` use `long_factors`, others `short_factors`.
+    """
 
     kind: Literal["longrope"] = "longrope"
     short_factors: tuple[PositiveFloat, ...]
     long_factors: tuple[PositiveFloat, ...]
     original_length: PositiveInt
     attention_factor: PositiveFloat = 1.0
+    """Factor on cos and sin."""
 
     @model_validator(mode="after")
     def _check_factor_counts(self) -> "LongRope":
@@ -94,7 +98,7 @@ class LongRope(ConfigNode):
 
     @property
     def is_length_dependent(self) -> bool:
-        """Whether angles depend on the sequence length."""
+        """Whether short and long sequences have different rotation angles."""
         return self.short_factors != self.long_factors
 
 

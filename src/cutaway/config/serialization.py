@@ -8,13 +8,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from cutaway.bounded_files import read_json_object, read_text_file
 from cutaway.config.node import build_config_error
 from cutaway.config.transformer import CONFIG_ADAPTER, Config, TransformerConfig
 from cutaway.errors import ConfigError
 from cutaway.pretrained import find_pretrained
-
-MAX_FILE_BYTES = 64 << 20
-"""Maximum size of a configuration file in bytes."""
 
 
 def config(source: Config | Mapping[str, Any] | str | Path) -> Config:
@@ -69,13 +67,13 @@ def path_satisfies(path: Path, predicate: Callable[[Path], bool]) -> bool:
 
 def schema() -> dict[str, Any]:
     """JSON schema of a Config, for editor completion and validation."""
-    body: dict[str, Any] = _one_of_to_any_of(CONFIG_ADAPTER.json_schema())
+    body: dict[str, Any] = map_dicts(CONFIG_ADAPTER.json_schema(), _one_of_to_any_of)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "cutaway model"} | body
 
 
 def to_dict(config: Config) -> dict[str, Any]:
-    """The configuration as plain data, with the keys `form` and `kind` first. `config(...)` converts it back."""
-    data: dict[str, Any] = _sort_tags_first(config.model_dump(mode="json", exclude_none=True))
+    """The configuration as JSON types, with the keys `form` and `kind` first. `config(...)` converts it back."""
+    data: dict[str, Any] = map_dicts(config.model_dump(mode="json", exclude_none=True), _sort_tags_first)
     return data
 
 
@@ -89,25 +87,22 @@ def to_json(config: Config) -> str:
     return json.dumps(to_dict(config), indent=2) + "\n"
 
 
-def _one_of_to_any_of(value: Any) -> Any:
+def map_dicts(value: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+    """Return a copy of nested dicts and lists with `change` applied to every dict, outer dicts first."""
+    if isinstance(value, list):
+        return [map_dicts(item, change) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {key: map_dicts(item, change) for key, item in change(value).items()}
+
+
+def _one_of_to_any_of(node: dict[str, Any]) -> dict[str, Any]:
     """Replace oneOf by anyOf, because a table without the key `kind` may match several variants."""
-    if isinstance(value, list):
-        return [_one_of_to_any_of(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    return {
-        "anyOf" if key == "oneOf" else key: _one_of_to_any_of(item)
-        for key, item in value.items()
-        if key != "discriminator"
-    }
+    return {"anyOf" if key == "oneOf" else key: item for key, item in node.items() if key != "discriminator"}
 
 
-def _sort_tags_first(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_sort_tags_first(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    return {key: _sort_tags_first(value[key]) for key in sorted(value, key=lambda key: key not in ("form", "kind"))}
+def _sort_tags_first(node: dict[str, Any]) -> dict[str, Any]:
+    return {key: node[key] for key in sorted(node, key=lambda key: key not in ("form", "kind"))}
 
 
 def _validate(data: dict[str, Any]) -> Config:
@@ -118,38 +113,19 @@ def _validate(data: dict[str, Any]) -> Config:
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
-    """Read a .toml or .json file."""
-    try:
-        if path.exists() and not path.is_file() and not path.is_dir():
-            raise ConfigError(f"'{path}' is not a regular file; pass the path of a .toml or .json file")
-        with path.open("rb") as file:  # pipes and devices were rejected above
-            raw = file.read(MAX_FILE_BYTES + 1)
-        if len(raw) > MAX_FILE_BYTES:
-            raise ConfigError(
-                f"'{path}' has more than {MAX_FILE_BYTES:,} bytes, so it is not a configuration; pass another file"
-            )
-        text = raw.decode("utf-8")
-    except FileNotFoundError:
-        raise ConfigError(f"'{path}' does not exist; pass the path of a .toml or .json file") from None
-    except (OSError, ValueError) as error:  # unreadable, or not UTF-8
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"'{path}' cannot be read as text: {error}") from None
-    try:
-        data = _parse_toml(text) if path.suffix == ".toml" else json.loads(text)
-    except ValueError as error:  # the parsers' errors are ValueErrors
-        raise ConfigError(f"'{path}' is not valid {path.suffix[1:].upper()}: {error}") from None
-    except RecursionError:
-        raise ConfigError(f"'{path}' is nested too deeply to be a configuration") from None
-    if not isinstance(data, dict):
-        raise ConfigError(f"'{path}' holds a {type(data).__name__}, not a table of keys")
+    """Read a .toml or .json file as a dict, without its key `$schema`."""
+    data = _read_toml(path) if path.suffix == ".toml" else read_json_object(path, ConfigError)
     return {key: value for key, value in data.items() if key != "$schema"}
 
 
-def _parse_toml(text: str) -> dict[str, Any]:
+def _read_toml(path: Path) -> dict[str, Any]:
     import tomllib  # imported only for TOML files
 
-    return tomllib.loads(text)
+    try:
+        return tomllib.loads(read_text_file(path, ConfigError))
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise ConfigError(f"'{path}' is not valid TOML: {reason}") from None
 
 
 def _format_toml_table(path: tuple[str, ...], table: dict[str, Any]) -> list[str]:

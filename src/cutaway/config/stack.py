@@ -29,7 +29,7 @@ class PostNorm(ConfigNode):
 
 
 class SandwichNorm(ConfigNode):
-    """x + norm(F(norm(x))) (Gemma 2)."""
+    """x + norm2(F(norm1(x))) (Gemma 2)."""
 
     kind: Literal["sandwich"] = "sandwich"
     final_norm: bool = True
@@ -72,7 +72,7 @@ def _as_tuple(data: object) -> object:
 
 
 class Stack(ConfigNode):
-    """`layers` layers: first `leading_blocks`, then `block` (one block or a pattern of several), repeated."""
+    """A stack of `layers` layers: `leading_blocks`, then the pattern `block` (one or several blocks), repeated."""
 
     layers: Annotated[int, Field(strict=True, ge=1, le=10_000)]
     block: Annotated[

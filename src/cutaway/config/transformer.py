@@ -1,6 +1,5 @@
-"""The configuration of a whole model: Decoder, Encoder, EncoderDecoder, and consistency checks across parts."""
+"""The configuration of a whole model: Decoder, Encoder, EncoderDecoder, and checks across configuration nodes."""
 
-from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter, model_validator
@@ -20,7 +19,7 @@ class TransformerConfig(ConfigNode):
     vocab_size: PositiveInt
     d_model: PositiveInt
     context: PositiveInt | None = None
-    """Context length that the model was trained for. Tools use it as a default; it is not a limit."""
+    """Context length that the model was trained for. It is the default sequence length of tools, not a limit."""
     head: OutputHead = LMHead()
     init: Init = NormalInit()
 
@@ -31,8 +30,7 @@ class TransformerConfig(ConfigNode):
 
     @model_validator(mode="after")
     def _check_consistency(self) -> "TransformerConfig":
-        for path, problem in _find_inconsistencies(self):
-            raise ValueError(f"{path}: {problem}")
+        _check_nodes(self)
         return self
 
 
@@ -66,44 +64,37 @@ Config = Decoder | Encoder | EncoderDecoder
 CONFIG_ADAPTER: TypeAdapter[Config] = TypeAdapter(Annotated[Config, Field(discriminator="form")])
 
 
-def _find_inconsistencies(config: TransformerConfig) -> Iterator[tuple[str, str]]:
-    """Yield (key path, problem) for each violated constraint that involves several parts of the configuration."""
-    d_model = config.d_model
+def _check_nodes(config: TransformerConfig) -> None:
+    """Raise ValueError('key path: problem') if nodes of the configuration contradict each other."""
+    d_model, head = config.d_model, config.head
     for side, stack in config.stacks.items():
-        yield from _find_embedding_errors(f"{side}.embedding", stack.embedding, d_model)
+        _check_sinusoidal_dim(f"{side}.embedding", stack.embedding, d_model)
         for index, block in enumerate(stack.blocks):
             path = f"{side}.{_block_path(stack, index)}"
-            attention = block.attention
-            if isinstance(attention, MultiHeadBase):
-                yield from _find_head_errors(f"{path}.attention", attention, d_model)
+            if isinstance(block.attention, MultiHeadBase):
+                _check_heads(f"{path}.attention", block.attention, d_model)
             if isinstance(block, CrossBlock):
-                yield from _find_head_errors(f"{path}.cross", block.cross, d_model)
-            yield from _find_rope_errors(f"{path}.attention", attention, d_model)
+                _check_heads(f"{path}.cross", block.cross, d_model)
+            _check_rope(f"{path}.attention", block.attention, d_model)
         if stack.layer_groups is not None and any(_has_unshared_bias(block) for block in stack.blocks):
-            yield f"{side}.layer_groups", "shared layers need a shared relative bias; set position.shared to true"
-    head = config.head
+            raise ValueError(
+                f"{side}.layer_groups: shared layers need a shared relative bias; set position.shared to true"
+            )
     if isinstance(head, LMHead):
-        if head.tied and _tied_table_dim(config) != d_model and head.transform is None:
-            yield (
-                "head",
-                (
-                    f"a tied head needs inputs of the token table's dimension {_tied_table_dim(config)}, not {d_model};"
-                    " add head.transform or set head.tied to false"
-                ),
-            )
+        table_dim = _tied_table_dim(config)
+        if head.tied and table_dim != d_model and head.transform is None:
+            problem = f"a tied head needs inputs of the token table's dimension {table_dim}, not {d_model}"
+            raise ValueError(f"head: {problem}; add head.transform or set head.tied to false")
     elif not isinstance(config, Encoder):
-        yield "head", "kind 'none' is for encoders; a decoder needs logits, so use kind 'lm'"
-    if isinstance(config, EncoderDecoder) and config.source_vocab_size is None:
-        tables = {stack.embedding.token_table_dim(d_model) for stack in config.stacks.values()}
-        if len(tables) > 1:
-            yield (
-                "encoder.embedding.factorization",
-                "encoder and decoder share a token table, so both need this factorization; or set source_vocab_size",
-            )
+        raise ValueError("head: kind 'none' is for encoders; a decoder needs logits, so use kind 'lm'")
+    table_dims = {stack.embedding.token_table_dim(d_model) for stack in config.stacks.values()}
+    if isinstance(config, EncoderDecoder) and config.source_vocab_size is None and len(table_dims) > 1:
+        problem = "encoder and decoder share a token table, so both need this factorization; or set source_vocab_size"
+        raise ValueError(f"encoder.embedding.factorization: {problem}")
 
 
 def _block_path(stack: Stack, index: int) -> str:
-    """Key path of the block of layer `index`."""
+    """Key path, within the stack, of the block of layer `index`."""
     if index < len(stack.leading_blocks):
         return f"leading_blocks[{index}]"
     return "block" if len(stack.block) == 1 else f"block[{(index - len(stack.leading_blocks)) % len(stack.block)}]"
@@ -119,42 +110,34 @@ def _tied_table_dim(config: TransformerConfig) -> int:
     return config.stacks[name].embedding.token_table_dim(config.d_model)
 
 
-def _find_embedding_errors(path: str, embedding: Embedding, d_model: int) -> Iterator[tuple[str, str]]:
-    if isinstance(embedding.position, SinusoidalPosition) and embedding.position_dim(d_model) % 2:
-        yield f"{path}.position", f"sinusoidal positions need an even dimension, not {embedding.position_dim(d_model)}"
+def _check_sinusoidal_dim(path: str, embedding: Embedding, d_model: int) -> None:
+    dim = embedding.position_dim(d_model)
+    if isinstance(embedding.position, SinusoidalPosition) and dim % 2:
+        raise ValueError(f"{path}.position: sinusoidal positions need an even dimension, not {dim}")
 
 
-def _find_head_errors(path: str, attention: MultiHeadBase, d_model: int) -> Iterator[tuple[str, str]]:
+def _check_heads(path: str, attention: MultiHeadBase, d_model: int) -> None:
     if attention.d_head is None and d_model % attention.heads:
-        yield (
-            f"{path}.heads",
-            f"{attention.heads} heads do not divide d_model {d_model}; change one of them or set d_head",
-        )
+        problem = f"{attention.heads} heads do not divide d_model {d_model}; change one of them or set d_head"
+        raise ValueError(f"{path}.heads: {problem}")
 
 
-def _find_rope_errors(path: str, attention: MultiHead | LatentAttention, d_model: int) -> Iterator[tuple[str, str]]:
+def _check_rope(path: str, attention: MultiHead | LatentAttention, d_model: int) -> None:
     rope = attention.position
     if not isinstance(rope, Rope):
         return
     head = attention.max_rotary_dim(d_model)
     width = rope.rotary_dim or head
     if width > head:
-        yield f"{path}.position.rotary_dim", f"{width} is more than the head's {head} dimensions"
+        raise ValueError(f"{path}.position.rotary_dim: {width} is more than the head's {head} dimensions")
     if width % 2:
-        yield (
-            f"{path}.position",
-            f"RoPE rotates pairs of dimensions, but a head has {width}; set an even d_head or position.rotary_dim",
-        )
+        problem = f"RoPE rotates pairs of dimensions, but a head has {width}; set an even d_head or position.rotary_dim"
+        raise ValueError(f"{path}.position: {problem}")
     if isinstance(rope.scaling, DynamicNTK) and width < 4:
-        yield (
-            f"{path}.position.scaling",
-            f"dynamic NTK divides by rotary_dim − 2, so it needs at least 4 dimensions, not {width}",
-        )
+        problem = f"dynamic NTK divides by rotary_dim − 2, so it needs at least 4 dimensions, not {width}"
+        raise ValueError(f"{path}.position.scaling: {problem}")
     if isinstance(rope.scaling, LongRope) and len(rope.scaling.short_factors) != width // 2:
-        yield (
-            f"{path}.position.scaling",
-            (
-                f"LongRoPE needs {width // 2} factors, one per pair of the {width} rotated dimensions,"
-                f" not {len(rope.scaling.short_factors)}"
-            ),
+        raise ValueError(
+            f"{path}.position.scaling: LongRoPE needs {width // 2} factors, one per pair of the {width} rotated"
+            f" dimensions, not {len(rope.scaling.short_factors)}"
         )

@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # imported on first access to Checkpoint.tokenizer
 
 
 def _no_tokenizer() -> None:
-    """Return no tokenizer. This is a function of the module, not a lambda, so that a checkpoint can be pickled."""
+    """Return None. This is a named function, because a Checkpoint with a lambda could not be pickled."""
 
 
 @dataclass
@@ -28,7 +28,7 @@ class Checkpoint:
     hf_config: dict[str, object] = field(default_factory=dict)
     """Contents of config.json as loaded; `save` writes it with the model."""
     generation_config: dict[str, object] = field(default_factory=dict)
-    """Contents of generation_config.json as loaded."""
+    """Contents of generation_config.json as loaded; `save` writes it with the model."""
     tokenizer_loader: "Callable[[], Tokenizer | None]" = field(default=_no_tokenizer, repr=False)
 
     @cached_property

@@ -24,7 +24,7 @@ class HFConfigReader:
         return value
 
     def get_number(self, key: str, default: object = REQUIRED) -> Any:
-        """Value of a key that must be a number; null is treated as absent."""
+        """Number at a key, or `default` if the key is absent or null. Raises if the value is not a number."""
         value = self.get(key, default)
         value = default if value is None else value
         if value is REQUIRED or isinstance(value, bool) or not isinstance(value, int | float):
@@ -57,7 +57,7 @@ def _as_paths(path: Paths) -> tuple[str, ...]:
 def _get_common_value(tree: ConfigTree, path: Paths, key: str) -> object:
     values = [tree.get(p) for p in _as_paths(path)]
     if any(value != values[0] for value in values[1:]):
-        raise ConfigError(f"{' and '.join(_as_paths(path))} differ, but '{key}' has one value for both")
+        raise ConfigError(f"{' and '.join(_as_paths(path))} differ, but config.json has one key for them, '{key}'")
     return values[0]
 
 
@@ -72,12 +72,15 @@ class _OneKey:
 
 @dataclass(frozen=True)
 class Key(_OneKey):
-    """One key ↔ one path (or several paths with the same value). A callable default is computed from other keys."""
+    """One config.json key ↔ one Config path, or several paths with equal values.
+
+    If `default` is callable, it computes the default from the other keys of config.json.
+    """
 
     path: Paths
     default: object = REQUIRED
     decode: Callable[[Any], object] | None = None
-    """Convert the config.json value to the Config value; None stays None. `encode` is the inverse."""
+    """Convert a config.json value to a Config value; not called for None. `encode` is the inverse."""
     encode: Callable[[Any], object] | None = None
 
     def from_hf(self, hf_config: HFConfigReader, tree: ConfigTree) -> None:
@@ -98,7 +101,7 @@ class Key(_OneKey):
 
 @dataclass(frozen=True)
 class Choice(_OneKey):
-    """A key with a fixed set of values, each mapped to a Config value or subtree."""
+    """A config.json key with a fixed set of values. `choices` maps each value to a Config value or subtree."""
 
     path: Paths
     default: str | bool
@@ -120,7 +123,9 @@ class Choice(_OneKey):
         value = _get_common_value(tree, self.path, self.key)
         names = [name for name, target in self.choices.items() if _matches(target, value)]
         if not names:
-            raise ConfigError(f"{_as_paths(self.path)[0]} is {value!r}, which '{self.key}' cannot represent")
+            raise ConfigError(
+                f"{_as_paths(self.path)[0]} is {value!r}, which config.json's '{self.key}' cannot represent"
+            )
         hf_config[self.key] = self.default if self.default in names else names[0]
 
 
@@ -134,13 +139,13 @@ def _matches(expected: object, value: object) -> bool:
 
 
 def flag(key: str, path: Paths, default: bool, *, on: object = True, off: object = False) -> Choice:
-    """A boolean key: `on` and `off` are the Config values of True and False."""
+    """A boolean config.json key. `on` and `off` are the Config values for true and false."""
     return Choice(key, path, default, {True: on, False: off})
 
 
 @dataclass(frozen=True)
 class SupportedValues(_OneKey):
-    """A key that must have one of `values`. Other values raise ConfigError, because they would change the model."""
+    """A config.json key that must have one of `values`. Others raise ConfigError, as they would change the model."""
 
     values: tuple[object, ...]
     """The first value is the default."""
@@ -161,7 +166,7 @@ def _do_nothing(source: object, target: object) -> None:
 
 @dataclass(frozen=True)
 class Custom:
-    """A mapping given by two functions that are inverse to each other."""
+    """A mapping given by two functions: from config.json keys to Config values, and the inverse."""
 
     keys: tuple[str, ...]
     from_hf: Callable[[HFConfigReader, ConfigTree], None] = _do_nothing
@@ -185,7 +190,7 @@ class SameAs:
 
 @dataclass(frozen=True)
 class IfHead:
-    """A field that applies only to models with a head."""
+    """Applies `field` only to models with an output head."""
 
     field: ConfigField
 
@@ -203,7 +208,7 @@ class IfHead:
 
 
 def clear_out_of_vocab_pad_token(default_pad_token_id: int) -> Custom:
-    """Write a null pad_token_id if the default padding token is outside of the vocabulary."""
+    """Field that saves `pad_token_id` as null if the family's default id is outside of the vocabulary."""
 
     def to_hf(tree: ConfigTree, hf_config: dict[str, object]) -> None:
         if tree.data["vocab_size"] <= default_pad_token_id:
@@ -213,7 +218,7 @@ def clear_out_of_vocab_pad_token(default_pad_token_id: int) -> Custom:
 
 
 def four_times(key: str, default: int) -> Callable[[HFConfigReader], int]:
-    """Default of an FFN dimension: four times the value of another key."""
+    """Return a function that computes the default of a hidden dimension: four times the config.json value at `key`."""
     return lambda hf_config: 4 * int(hf_config.get_number(key, default))
 
 
@@ -229,13 +234,13 @@ family's default name if it is one of them, else the first."""
 
 
 def activation(key: str, path: Paths, default: str) -> Choice:
-    """A key that names an activation function."""
+    """A config.json key whose value is an activation name of transformers."""
     return Choice(key, path, default, HF_ACTIVATIONS)
 
 
 @dataclass(frozen=True)
 class WhereFFN:
-    """Fields that apply only to the layers whose FFN is of kind `ffn_kind`, in a stack that mixes kinds."""
+    """Applies `fields` only to layers whose FFN has kind `ffn_kind`, in a stack with several kinds of FFN."""
 
     ffn_kind: str
     fields: ConfigFields
@@ -263,7 +268,7 @@ class WhereFFN:
 
 @dataclass(frozen=True)
 class LayerTypes:
-    """Which layers have sliding-window or full attention: `layer_types` and the window size."""
+    """Sliding-window or full attention in each layer: the config.json keys `layer_types` and `window_key`."""
 
     default: Callable[[HFConfigReader, int], list[str]]
     """Default of `layer_types`, given config.json and the number of layers."""
@@ -273,8 +278,9 @@ class LayerTypes:
     extra_keys: tuple[str, ...] = ()
     """Legacy keys that `default` reads."""
     is_enabled: Callable[[HFConfigReader], bool] = lambda hf_config: True
-    """Whether the model uses sliding windows."""
+    """Whether config.json enables sliding windows."""
     decode: Callable[[int], int] = lambda window: window
+    """Convert the window size of config.json to that of Config. `encode` is the inverse."""
     encode: Callable[[int], int] = lambda window: window
 
     @property
@@ -305,7 +311,10 @@ class LayerTypes:
 
 
 def full_attention_every(default_period: int, key: str | None = None) -> Callable[[HFConfigReader, int], list[str]]:
-    """Default `layer_types`: full attention in every n-th layer, else a sliding window; n is the value of `key`."""
+    """Return a function that computes the default `layer_types`: full attention in every n-th layer, else a window.
+
+    n is the config.json value at `key`, or `default_period` if it is absent.
+    """
 
     def layer_types(hf_config: HFConfigReader, num_layers: int) -> list[str]:
         period = hf_config.get_number(key, default_period) if key else default_period

@@ -54,7 +54,7 @@ class ConfigTree:
         return stack_tree["blocks"]
 
     def set(self, path: str, value: object) -> None:
-        """Set the value at a path, creating intermediate dicts."""
+        """Set the value at a path and create missing dicts on the way."""
         if isinstance(value, list | dict | str) and len(value) > 4096:
             raise ConfigError(f"{path} is a {type(value).__name__} of length {len(value):,}; at most 4096 are allowed")
         for table, key in self._resolve_path(path, create=True):
@@ -114,7 +114,7 @@ def shortest_layer_pattern(blocks: list[T]) -> tuple[list[T], list[T]]:
 
 
 def diff_configs(a: Config, b: Config) -> list[str]:
-    """Differences between two Configs with defaults resolved, as 'path: a, not b'; `init` and `context` are ignored."""
+    """List the differences of two Configs as 'path: value in a, not value in b'. `init` and `context` are ignored."""
     left, right = ({**ConfigTree.from_config(config).data, "init": None, "context": None} for config in (a, b))
     left, right = _flatten(left), _flatten(right)
     pairs = [(path, left.get(path), right.get(path)) for path in sorted(left.keys() | right.keys())]

@@ -66,7 +66,7 @@ COMMON_FIELDS: ConfigFields = (
 
 HFConfig = Mapping[str, object]
 Parsed = tuple[Config, dict[str, object], dict[str, str]]
-"""Config; used keys of config.json → value; ignored keys → reason."""
+"""(Config, {used key of config.json: value}, {ignored key of config.json: reason})."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class Family:
         return canonical_config
 
     def _add_hf_key_to_error(self, message: str) -> str:
-        """Add the config.json key to an error message about a Config path."""
+        """Add the config.json key to an error message that starts with a Config path."""
         path = re.sub(r"\[\d+\]", "", message.split(": ")[0]).replace(".leading_blocks", ".block")
         for entry in self.fields:
             paths = getattr(entry, "path", ())
@@ -151,7 +151,7 @@ class Family:
         return message
 
     def architecture_for(self, config: Config) -> str:
-        """transformers class of the model, or of the base model if it has no head."""
+        """Name of the transformers class for a Config: `base_architecture` if it has no head, else `architecture`."""
         return self.architecture if config.head.kind != "none" else self.base_architecture or self.architecture
 
     def config_to_hf(self, config: Config) -> dict[str, object]:
@@ -181,7 +181,7 @@ class Family:
         return {key: value for key, value in hf_config.items() if value is not MISSING}
 
     def reason_ignored(self, name: str, num_layers: int) -> str | None:
-        """The reason a checkpoint tensor is ignored in a model with `num_layers` layers, or None."""
+        """Reason why the tensor `name` is ignored in a model with `num_layers` layers; None if it is not ignored."""
         for pattern, reason in self.ignored_weights.items():
             match = re.fullmatch(pattern.replace("{past}", r"(?P<past>\d+)"), name)
             if match and int(match.groupdict().get("past", num_layers)) >= num_layers:

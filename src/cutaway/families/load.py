@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from cutaway.bounded_files import read_json_object
 from cutaway.errors import ConfigError, InputError, format_error
 from cutaway.families.checkpoint import Checkpoint
 from cutaway.families.gguf.load_save import load_gguf
 from cutaway.families.native_format import NATIVE_CONFIG_NAME, load_native_checkpoint
 from cutaway.families.quantized import open_quantized
 from cutaway.families.registry import resolve_family
-from cutaway.families.safetensors_reader import TensorReader, check_not_pickle, open_safetensors, read_json_file
+from cutaway.families.safetensors_reader import TensorReader, check_not_pickle, open_safetensors
 from cutaway.families.weight_loader import LoadOptions, load_model
 from cutaway.pretrained import find_pretrained
 
@@ -45,7 +46,7 @@ def load(
     called after each loaded tensor.
     """
     path = resolve_checkpoint_path(source)
-    options: LoadOptions = {"device": device, "dtype": dtype, "check_finite": check_finite, "progress": progress}
+    options = LoadOptions(device, dtype, check_finite, progress)
     if path.is_file():
         return _load_file(path, options)
     try:
@@ -60,18 +61,18 @@ def load(
             hint = f"finish it with: cutaway train --resume {source}"
             raise InputError(f"'{source}' is a training run without a saved model; {hint}")
     if (path / NATIVE_CONFIG_NAME).exists():
-        model, config, report = load_native_checkpoint(path, **options)
+        model, config, report = load_native_checkpoint(path, options)
         return Checkpoint(model, config, None, report, tokenizer_loader=partial(_load_tokenizer, path))
     if not (path / "config.json").exists():
         raise ConfigError(f"'{path}' has no config.json, which describes the model; add this file")
-    hf_config = read_json_file(path / "config.json", ConfigError)
+    hf_config = read_json_object(path / "config.json", ConfigError)
     family = resolve_family(hf_config)
     reader: TensorReader = open_safetensors(path)
     if hf_config.get("quantization_config") is not None:
         reader = open_quantized(reader, hf_config.pop("quantization_config"))
-    model, config, report = load_model(family, hf_config, reader, source=str(source), **options)
+    model, config, report = load_model(family, hf_config, reader, str(source), options)
     generation_file = path / "generation_config.json"
-    generation_config = read_json_file(generation_file, ConfigError) if generation_file.exists() else {}
+    generation_config = read_json_object(generation_file, ConfigError) if generation_file.exists() else {}
     return Checkpoint(model, config, family.name, report, hf_config, generation_config, partial(_load_tokenizer, path))
 
 
@@ -84,7 +85,7 @@ def _load_tokenizer(directory: Path) -> "Tokenizer | None":
 def _load_file(path: Path, options: LoadOptions) -> Checkpoint:
     check_not_pickle(path)
     if path.suffix == ".gguf":
-        return load_gguf(path, **options)
+        return load_gguf(path, options)
     if path.suffix == ".safetensors":
         raise InputError(f"'{path.name}' holds weights without a config.json; pass the directory that holds both")
     raise InputError(f"'{path.name}' is not a checkpoint; pass a model directory, a .gguf file or a Hub id")

@@ -44,13 +44,13 @@ class LoadPlan:
 
 
 def canonical_keys(model: Transformer) -> dict[str, str]:
-    """Every key of the state dict → the first key of the same tensor (tied weights)."""
+    """Return {state dict key: first key of the same tensor}. The two differ for tied weights."""
     first_key: dict[int, str] = {}
     return {name: first_key.setdefault(id(tensor), name) for name, tensor in model.state_dict(keep_vars=True).items()}
 
 
 def expand_mappings(rows: Sequence[WeightMapping], config: Config, model: Transformer) -> Iterator[TensorConversion]:
-    """Expand the mappings for every layer, leaf (weight, bias) and expert of this model."""
+    """Yield the tensor conversions of a model: each mapping is expanded for every layer, weight, bias and expert."""
     state = model.state_dict(keep_vars=True)
     for mapping in rows:
         if mapping.condition is not None and not mapping.condition(config):
@@ -69,7 +69,7 @@ def expand_mappings(rows: Sequence[WeightMapping], config: Config, model: Transf
 
 
 def _matching_layers(mapping: WeightMapping, config: Config) -> Iterator[tuple[int, int]]:
-    """(layer index, head dimension) of each layer that a mapping covers; (0, 0) if it has no {i}."""
+    """Yield (layer index, head dimension) of each layer that a mapping covers, or (0, 0) if its keys have no {i}."""
     if "{i}" not in mapping.model_keys[0]:
         yield 0, 0
         return
@@ -89,7 +89,7 @@ def _format_key(pattern: str, layer: int, config: Config) -> str:
 def build_load_plan(
     family: Family, config: Config, model: Transformer, tensor_infos: Mapping[str, TensorInfo]
 ) -> tuple[LoadPlan, dict[str, str]]:
-    """Return the load plan in the family's key names, and a dict from these names to the names in the file."""
+    """Return the load plan, whose checkpoint keys are the family's, and a dict {key of the family: key in the file}."""
     file_keys = _normalize_checkpoint_keys(family, tensor_infos)
     plan = LoadPlan()
     canonical = canonical_keys(model)
@@ -130,7 +130,7 @@ def build_load_plan(
 
 
 def _normalize_checkpoint_keys(family: Family, tensor_infos: Mapping[str, TensorInfo]) -> dict[str, str]:
-    """Key names of the family → key names of the file. Legacy names are replaced, and missing prefixes added."""
+    """Return {key of the family: key in the file}: legacy names are replaced and missing prefixes added."""
     prefix = family.base_model_prefix
     is_base_model = prefix and not any(name.startswith(prefix) for name in tensor_infos)
     keys = [mapping.checkpoint_key for mapping in family.weight_mappings]

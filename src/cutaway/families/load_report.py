@@ -1,4 +1,4 @@
-"""Load report: what became of every tensor and every config.json key."""
+"""Load report: how every tensor and every config.json key was used."""
 
 from collections import Counter
 from dataclasses import asdict, dataclass, field

@@ -2,14 +2,14 @@
 
 import json
 from pathlib import Path
-from typing import Unpack
 
+from cutaway.bounded_files import read_json_object
 from cutaway.config import Config, to_dict
 from cutaway.config import config as read_config
 from cutaway.errors import ConfigError
 from cutaway.families.family import Family, HFConfig, Parsed
 from cutaway.families.load_report import LoadReport
-from cutaway.families.safetensors_reader import open_safetensors, read_json_file
+from cutaway.families.safetensors_reader import open_safetensors
 from cutaway.families.weight_conversion import WeightMapping
 from cutaway.families.weight_loader import LoadOptions, check_config_fits_weights, load_model
 from cutaway.model import Transformer, build
@@ -38,13 +38,13 @@ def write_native_config(config: Config, directory: Path) -> None:
     (directory / NATIVE_CONFIG_NAME).write_text(text + "\n")
 
 
-def load_native_checkpoint(directory: Path, **options: Unpack[LoadOptions]) -> tuple[Transformer, Config, LoadReport]:
+def load_native_checkpoint(directory: Path, options: LoadOptions) -> tuple[Transformer, Config, LoadReport]:
     """Load a native checkpoint."""
-    data = read_json_file(directory / NATIVE_CONFIG_NAME, ConfigError)
+    data = read_json_object(directory / NATIVE_CONFIG_NAME, ConfigError)
     version, tree = data.get("format"), data.get("config")
     if version != FORMAT_VERSION or not isinstance(tree, dict):
         reason = f"this version of cutaway reads {FORMAT_VERSION}"
         raise ConfigError(f"'{NATIVE_CONFIG_NAME}' has format {version!r}, but {reason}; update cutaway")
     config, reader = read_config(tree), open_safetensors(directory)
     check_config_fits_weights(config, reader, str(directory))
-    return load_model(NativeFamily(config), {}, reader, source=str(directory), **options)
+    return load_model(NativeFamily(config), {}, reader, str(directory), options)

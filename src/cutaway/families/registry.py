@@ -12,7 +12,7 @@ from cutaway.families import tables
 from cutaway.families.family import Family
 
 _PREFERRED_FAMILIES = ("bert", "gpt2", "llama", "t5")
-"""Families that most tools support; tried first when several could represent a model."""
+"""Families that most tools support. They are tried first if several families can represent a model."""
 
 
 @cache

@@ -29,7 +29,7 @@ class RopeField:
     rope_type_aliases: tuple[tuple[str, str], ...] = ()
     """Legacy names of scaling types → current names."""
     full_rotary_only: bool = False
-    """Whether the family supports only a rotary dimension equal to the head dimension."""
+    """Whether the rotary dimension must equal the head dimension."""
     default_rope_parameters: Mapping[str, object] | None = None
     """Default of `rope_parameters`."""
 
@@ -123,7 +123,7 @@ class RopeField:
         return scaling
 
     def _rope_to_hf(self, hf_config: dict[str, object], rope: Node, head_dim: int) -> Node:
-        """Convert a Config RoPE to `rope_parameters`."""
+        """Convert a Config RoPE to `rope_parameters`. Related top-level keys are set in `hf_config`."""
         scaling = rope["scaling"]
         kind = scaling["kind"]
         rope_parameters: Node = {"rope_type": "default" if kind == "none" else kind, "rope_theta": rope["theta"]}
@@ -209,7 +209,7 @@ class RopeFieldByLayerType(RopeField):
 
 
 def resolve_head_dim(tree: ConfigTree, stack: str) -> int:
-    """Head dimension (d_rope for latent attention), which is the same in all layers."""
+    """Head dimension of the first layer: the one that RoPE rotates (d_rope for latent attention)."""
     attention = tree.blocks(stack)[0]["attention"]
     head_dim = attention.get("d_rope") or attention.get("d_head")
     try:
@@ -220,7 +220,7 @@ def resolve_head_dim(tree: ConfigTree, stack: str) -> int:
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
-    """YaRN factor on attention scores: 0.1 · mscale · ln(factor) + 1."""
+    """YaRN attention factor, on queries and on keys: 0.1 · mscale · ln(factor) + 1, or 1 if factor ≤ 1."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 

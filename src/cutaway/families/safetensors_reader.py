@@ -7,12 +7,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from cutaway.bounded_files import read_json_object
 from cutaway.errors import WeightError
 
 _SAFETENSORS_DTYPES = {
@@ -22,7 +23,6 @@ _SAFETENSORS_DTYPES = {
 }  # fmt: skip
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 SAFE_WEIGHTS_INDEX_NAME = "model.safetensors.index.json"
-_NOT_REGULAR = "'{}' is not a regular file, so it is not opened; replace it with the model's file"
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class TensorInfo:
     shape: tuple[int, ...]
     dtype: torch.dtype
     quantization: str = ""
-    """Quantization type; '' if not quantized."""
+    """Quantization type, or '' if the tensor is not quantized."""
 
     @property
     def storage_type(self) -> str:
@@ -54,7 +54,7 @@ class TensorReader(Protocol):
         """Read one tensor; quantized tensors are dequantized."""
 
     def release_tensor(self, name: str, start: int = 0, stop: int | None = None) -> None:
-        """Free the memory of bytes `start` to `stop` (default: all) of a tensor that has been copied."""
+        """Free the memory of a tensor that has been copied: its bytes from `start` to `stop`, by default all."""
 
 
 class SafetensorsReader:
@@ -107,7 +107,7 @@ def _read_safetensors_header(path: Path) -> tuple[dict[str, tuple[TensorInfo, in
     """Return {name: (info, offset in the data)} and the offset of the data. `safe_open` validates offsets and sizes."""
     try:
         if path.exists() and not path.is_file():
-            raise WeightError(_NOT_REGULAR.format(path.name))
+            raise WeightError(f"'{path.name}' is not a regular file, so it cannot be read; replace it with a file")
         with safe_open(path, framework="np"):
             pass
         with path.open("rb") as file:
@@ -127,29 +127,6 @@ def _read_safetensors_header(path: Path) -> tuple[dict[str, tuple[TensorInfo, in
             raise WeightError(f"tensor '{name}' has the unsupported dtype {dtype}; convert it to bfloat16 or float32")
         tensors[name] = TensorInfo(tuple(entry["shape"]), _SAFETENSORS_DTYPES[dtype]), entry["data_offsets"][0]
     return tensors, 8 + length
-
-
-def read_json_file(path: Path, error: type[Exception], max_bytes: int = 64 << 20) -> dict[str, Any]:
-    """Read a JSON object of at most `max_bytes` from a regular file: a pipe could block, and a device may not end."""
-    try:
-        if not path.is_file() and path.exists() and not path.is_dir():
-            raise error(_NOT_REGULAR.format(path.name))
-        with path.open("rb") as file:
-            raw = file.read(max_bytes + 1)
-        if len(raw) > max_bytes:
-            raise error(f"'{path.name}' has more than {max_bytes:,} bytes, too many for such a file; download it again")
-        data = json.loads(raw.decode("utf-8"))
-    except FileNotFoundError:
-        raise error(f"'{path}' does not exist") from None
-    except (OSError, ValueError) as problem:
-        if isinstance(problem, error):
-            raise
-        raise error(f"'{path.name}' cannot be read as JSON: {problem}") from None
-    except RecursionError:
-        raise error(f"'{path.name}' is nested too deeply") from None
-    if not isinstance(data, dict):
-        raise error(f"'{path.name}' contains a {type(data).__name__}, not a JSON object")
-    return data
 
 
 def open_safetensors(directory: Path) -> SafetensorsReader:
@@ -180,7 +157,7 @@ def _check_shards_complete(shards: list[Path]) -> None:
 
 
 def _read_shard_index(directory: Path, index: Path) -> list[Path]:
-    weight_map = read_json_file(index, WeightError).get("weight_map")
+    weight_map = read_json_object(index, WeightError).get("weight_map")
     names = list(weight_map.values()) if isinstance(weight_map, dict) else []
     if not names or not all(isinstance(name, str) for name in names):
         raise WeightError(f"'{index.name}' has no 'weight_map' from tensor names to files; download it again")

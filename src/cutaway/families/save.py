@@ -147,7 +147,7 @@ def _replace_directory(staging: Path, target: Path, *, overwrite: bool) -> None:
 
 
 def _swap_paths(first: Path, second: Path) -> bool:
-    """Exchange two paths atomically (renameat2 with RENAME_EXCHANGE, Linux); False if not supported."""
+    """Exchange two paths atomically (renameat2 with RENAME_EXCHANGE); return False if the system cannot."""
     try:
         rename = ctypes.CDLL(None, use_errno=True).renameat2
     except (OSError, AttributeError):
@@ -156,7 +156,7 @@ def _swap_paths(first: Path, second: Path) -> bool:
 
 
 def _resolve_hf_config(checkpoint: Checkpoint, family_name: str | None) -> tuple[Family, dict[str, object]]:
-    """Return the family to save as, and config.json: the loaded contents, updated if they do not match the Config."""
+    """Return the family to save as, and its config.json: the loaded one, updated if the Config has changed."""
     config = checkpoint.config
     if checkpoint.model.config != config:
         raise InputError("checkpoint.config differs from checkpoint.model.config; set both to the same Config")
@@ -198,7 +198,7 @@ ExportedTensors = tuple[tuple[str, ...], Callable[[], list[Tensor]], int]
 
 
 def export_weights(family: Family, model: Transformer) -> Iterator[ExportedTensors]:
-    """Yield the tensors of every conversion of the family."""
+    """Yield the weights of a model with the keys and layout of a family. Tensors are converted only when called."""
     state = model.state_dict(keep_vars=True)
     canonical = canonical_keys(model)
     exported: set[str] = set()

@@ -37,11 +37,11 @@ class VerificationResult:
     layer_diffs: list[tuple[str, float, float]]
     """(layer, maximum absolute difference of its output, tolerance)."""
     max_grad_diff: float
-    """Maximum relative difference of a parameter's gradient."""
+    """Maximum over all parameters of ‖difference of the gradients‖ / ‖gradient in transformers‖."""
     max_grad_diff_parameter: str
     num_gradients_compared: int
     greedy_tokens: str
-    """Comparison of greedy decoding: 'equal', the first difference, or not applicable."""
+    """Result of greedy decoding: 'equal', 'first difference at token …' or 'not applicable (encoder)'."""
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -199,7 +199,7 @@ def _is_base_model(model: Transformer) -> bool:
 
 
 def _eager_sdpa_diff(peer: Peer, inputs: dict[str, Tensor], model: Transformer, eager_output: Tensor) -> float:
-    """Maximum difference between eager and SDPA attention within transformers."""
+    """Maximum absolute difference of the outputs of transformers with eager and with SDPA attention."""
     if not getattr(peer, "_supports_sdpa", False):
         return 0.0
     peer.set_attn_implementation("sdpa")

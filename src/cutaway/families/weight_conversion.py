@@ -41,7 +41,6 @@ class Identity(ConversionOp):
         return list(tensors)
 
 
-@dataclass(frozen=True)
 class Transpose(ConversionOp):
     """The checkpoint stores matrices as (in, out) instead of (out, in); vectors are unchanged."""
 
@@ -71,7 +70,6 @@ class Split(ConversionOp):
         return [_transpose(fused) if self.transposed else fused]
 
 
-@dataclass(frozen=True)
 class SplitGroupedQKV(ConversionOp):
     """Fused q, k and v, interleaved by group: the queries of a key-value head, then its key, then its value."""
 
@@ -87,7 +85,6 @@ class SplitGroupedQKV(ConversionOp):
         return [torch.cat([_unflatten_first_dim(part, groups, -1, d_head) for part in tensors], 1).flatten(0, 2)]
 
 
-@dataclass(frozen=True)
 class MergeModulelist(ConversionOp):
     """Checkpoint tensors numbered {e} are stacked along dim 0 of one model tensor (experts)."""
 
@@ -100,9 +97,8 @@ class MergeModulelist(ConversionOp):
         return list(tensors[0].unbind())
 
 
-@dataclass(frozen=True)
 class Deinterleave(ConversionOp):
-    """One checkpoint tensor interleaves two model tensors along its last dim; matrices are stored as (in, out)."""
+    """One checkpoint tensor interleaves two model tensors along its last dim. Its matrices are (in, out)."""
 
     def to_model(self, tensors: "Tensors", model_shapes: Shapes, d_head: int) -> "list[Tensor]":
         parts = tensors[0][..., 0::2], tensors[0][..., 1::2]
@@ -115,7 +111,6 @@ class Deinterleave(ConversionOp):
         return [torch.stack(parts, -1).flatten(-2)]
 
 
-@dataclass(frozen=True)
 class SqueezeLeadingDim(ConversionOp):
     """The checkpoint stores a vector as a matrix with one row."""
 
@@ -139,7 +134,6 @@ class SubtractOffset(ConversionOp):
         return [t.float() + self.offset for t in tensors]
 
 
-@dataclass(frozen=True)
 class PermuteForRope(ConversionOp):
     """The checkpoint has RoPE pairs (0, 1), (2, 3) … in the rows of a head; the model has (0, d/2), (1, d/2 + 1) …"""
 
@@ -172,7 +166,7 @@ class WeightMapping:
     model_key: str | tuple[str, ...]
     op: ConversionOp = Identity()
     condition: "Callable[[Config], bool] | None" = None
-    """Whether the mapping applies to a Config; by default always. Some layouts store a tensor under another key."""
+    """Return whether the mapping applies to a Config. By default it always applies."""
 
     @property
     def model_keys(self) -> tuple[str, ...]:
@@ -180,7 +174,7 @@ class WeightMapping:
 
 
 def add_prefix(checkpoint_prefix: str, model_prefix: str, *mappings: WeightMapping) -> tuple[WeightMapping, ...]:
-    """Prefix the keys of mappings: `add_prefix("model.layers.{i}", "decoder.blocks.{i}", ...)`."""
+    """Prepend prefixes to the keys of mappings: `add_prefix("model.layers.{i}", "decoder.blocks.{i}", ...)`."""
     prefixed = []
     for mapping in mappings:
         checkpoint_key = f"{checkpoint_prefix}.{mapping.checkpoint_key}"

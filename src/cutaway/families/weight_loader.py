@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypedDict
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -28,10 +28,11 @@ _MAX_FULL_CHECK_BYTES = 1 << 29
 
 
 TensorCheck = Callable[[str, Tensor], Tensor]
-"""(name, tensor) → the same tensor; raises if the check fails."""
+"""Takes the name and values of a tensor, returns the tensor, or raises WeightError if the check fails."""
 
 
-class LoadOptions(TypedDict):
+@dataclass(frozen=True)
+class LoadOptions:
     """Options of `cutaway.load` that apply to every format."""
 
     device: torch.device | str | None
@@ -44,20 +45,16 @@ def load_model(
     family: Family,
     hf_config: HFConfig,
     reader: TensorReader,
-    *,
     source: str,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
-    check_finite: bool | None = None,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    options: LoadOptions,
 ) -> tuple[Transformer, Config, LoadReport]:
     """Build a model from config.json and a tensor reader. All keys and shapes are checked before tensors are read."""
-    target = resolve_device(device)
-    if not callable(progress):
-        raise InputError(f"progress is {progress!r}; pass a function of (done, total)")
+    device, check_finite = resolve_device(options.device), options.check_finite
+    if not callable(options.progress):
+        raise InputError(f"progress is {options.progress!r}; pass a function of (done, total)")
     config, used, ignored = _resolve_config(family, hf_config, reader)
     check_config_fits_weights(config, reader, source)
-    dtype = _majority_dtype(reader) if dtype is None else dtype
+    dtype = _majority_dtype(reader) if options.dtype is None else options.dtype
     model = build(config, device="meta", dtype=dtype)
     plan, file_keys = build_load_plan(family, config, model, reader.tensor_infos)
     _raise_on_mismatch(plan, source)
@@ -100,7 +97,7 @@ def load_model(
         finite_check="all tensors" if check_all else "small tensors",
     )
     check = _check_finite if check_all else _check_finite_if_small
-    _load_weights(model, plan, reader, file_keys, target, check, progress)
+    _load_weights(model, plan, reader, file_keys, device, check, options.progress)
     return model.eval(), config, report
 
 
@@ -125,7 +122,7 @@ def check_config_fits_weights(config: Config, reader: TensorReader, source: str)
 
 
 def _iter_ints(tree: object, key: str = "") -> Iterator[tuple[str, int]]:
-    """Yield (key, value) of every integer in a tree."""
+    """Yield (key, value) of every integer in nested dicts and lists. An item of a list has the key of the list."""
     if isinstance(tree, int):
         yield key, tree
     elif isinstance(tree, dict | list | tuple):
@@ -204,7 +201,7 @@ def _load_weights(
     check_finite: TensorCheck,
     progress: Callable[[int, int], None],
 ) -> None:
-    """Read, convert and assign all tensors. After an error no model is returned, so none is partly loaded."""
+    """Read the tensors of the plan, convert them and assign them to the model."""
     state = model.state_dict(keep_vars=True)
 
     def load_conversion(conversion: TensorConversion) -> list[tuple[str, Tensor]]:
@@ -274,7 +271,7 @@ def set_module_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
 
 
 def _check_finite_if_small(name: str, tensor: Tensor) -> Tensor:
-    """Check only small tensors, because checking all would read every memory-mapped page of a large model."""
+    """Check a tensor only if it is small. Checking all would read every memory-mapped page of a large model."""
     return _check_finite(name, tensor) if tensor.numel() <= 1 << 16 else tensor
 
 

@@ -1,4 +1,4 @@
-"""DecodeStream: incremental decoding that returns only text that later ids cannot change."""
+"""DecodeStream: incremental decoding. Text is returned as soon as later ids cannot change it."""
 
 from collections.abc import Iterable, Sequence
 from typing import Protocol
@@ -21,12 +21,12 @@ class _Decoder(Protocol):
 
 
 class DecodeStream:
-    """Incremental decoder: the results of `push` for each id and of `finish`, joined, equal `decode` of all ids."""
+    """Incremental decoder. All texts that `push` and `finish` return, joined, equal `decode` of all ids."""
 
     def __init__(
         self, tokenizer: _Decoder, *, skip_special_tokens: bool = True, prefix_ids: Sequence[int] = ()
     ) -> None:
-        """`prefix_ids` are the ids of the prompt. New ids are decoded as its continuation, with their leading space."""
+        """`prefix_ids` are the ids of the prompt: the first new token keeps its leading space, as after a prompt."""
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         context_ids = prefix_ids[-_NUM_CONTEXT_IDS:]
@@ -37,7 +37,7 @@ class DecodeStream:
         """Number of characters of the text of `_ids` that were returned already."""
 
     def push(self, token_id: int) -> str:
-        """Add an id and return the text that is now final; empty while a character is incomplete."""
+        """Add an id. Return the new text that is final, or '' while the last character is incomplete."""
         token = self._tokenizer.id_to_token(token_id)
         if token is None or (self._skip_special_tokens and token_id in self._tokenizer.decode_skip_ids):
             return ""
@@ -67,7 +67,7 @@ class DecodeStream:
         return int(text.endswith("\ufffd") and len(text) > self._num_emitted_chars)
 
     def _trim_context(self) -> None:
-        """Drop old ids; the first remaining id is not a byte token, so that later ids decode to the same text."""
+        """Drop old ids. The first id kept is not a byte token, because runs of byte tokens are decoded together."""
         if self._tokenizer.clean_up_tokenization_spaces:
             return
         for start in range(len(self._ids) - _NUM_CONTEXT_IDS, 0, -1):

@@ -1,13 +1,13 @@
 """Tokenizer file I/O: reads of bounded size, atomic writes, and InputError for errors of the tokenizers library."""
 
-import json
 import os
-import stat
 import tempfile
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from cutaway import bounded_files
 from cutaway.errors import InputError
 
 T = TypeVar("T")
@@ -25,46 +25,13 @@ def path_exists(path: Path) -> bool:
     return path.is_file() or path.is_symlink()
 
 
-def read_bytes(path: Path, max_bytes: int = MAX_FILE_BYTES) -> bytes:
-    """Read a regular file of at most `max_bytes`. Symlinks are followed, as the Hub cache consists of symlinks."""
-    try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):
-            raise InputError(f"{path} is not a regular file; replace it with the tokenizer file")
-        if status.st_size > max_bytes:
-            limit = f"more than the maximum of {max_bytes:,} for a tokenizer file"
-            raise InputError(f"{path} has {status.st_size:,} bytes, {limit}; pass a model directory")
-        return path.read_bytes()
-    except OSError as error:
-        raise InputError(f"{path} cannot be read ({error.strerror or error}); check its permissions") from error
-
-
-def read_text(path: Path, max_bytes: int = MAX_FILE_BYTES) -> str:
-    try:
-        return read_bytes(path, max_bytes).decode("utf-8")
-    except UnicodeDecodeError as error:
-        where = f"{error.reason} at byte {error.start}"
-        raise InputError(f"{path} is not UTF-8 text ({where}); download it again") from error
-
-
-def read_json_object(path: Path, max_bytes: int = MAX_FILE_BYTES) -> JsonObject:
-    return parse_json_object(read_text(path, max_bytes), path)
-
-
-def parse_json_object(text: str, path: Path) -> JsonObject:
-    """Parse JSON and raise unless it is an object."""
-    try:
-        value = json.loads(text)
-    except (RecursionError, ValueError) as error:
-        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise InputError(f"{path} is not valid JSON ({reason}); download the file again") from error
-    if not isinstance(value, dict):
-        raise InputError(f"{path} contains a JSON {type(value).__name__}, not an object; download the file again")
-    return value
+read_bytes = partial(bounded_files.read_file, error=InputError, max_bytes=MAX_FILE_BYTES)
+read_text = partial(bounded_files.read_text_file, error=InputError, max_bytes=MAX_FILE_BYTES)
+read_json_object = partial(bounded_files.read_json_object, error=InputError, max_bytes=MAX_FILE_BYTES)
 
 
 def wrap_tokenizers_errors(what: object, call: Callable[[], T], advice: str = "download the files again") -> T:
-    """Call the tokenizers library and raise its errors (plain `Exception`s and Rust panics) as InputError."""
+    """Return `call()`. Raise errors of the tokenizers library (`Exception`s and Rust panics) as InputErrors."""
     try:
         return call()
     except InputError:

@@ -7,6 +7,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers import AddedToken
 
+from cutaway.bounded_files import parse_json_object
 from cutaway.errors import InputError
 from cutaway.tokenizer import file_io
 from cutaway.tokenizer.file_io import JsonObject, path_exists, read_bytes, read_text, wrap_tokenizers_errors
@@ -51,7 +52,7 @@ _CLASS_BY_ALIAS = {alias: name for name, aliases in _ALIASES_BY_CLASS.items() fo
 def _resolve_pipeline(
     cfg: TokenizerConfig, model_config: JsonObject, tokenizer_json: JsonObject | None
 ) -> PipelineSpec | None:
-    """Find the pipeline of the tokenizer class. None: use tokenizer.json unchanged, or the vocabulary file's rules."""
+    """Return the pipeline of the tokenizer class, or None: then tokenizer.json or the vocabulary file defines it."""
     declared = cfg.get_str("tokenizer_class") or model_config.get("tokenizer_class")
     declared = declared.removesuffix("Fast") if isinstance(declared, str) else None
     model = model_config.get("model_type")
@@ -186,7 +187,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer | None:
 
 def _load_tokenizer_json(path: Path, model_config: JsonObject) -> Tokenizer:
     text = read_text(path)
-    content = file_io.parse_json_object(text, path)
+    content = parse_json_object(text, path, InputError)
     cfg = load_tokenizer_config(path.parent, content)
     pipeline = _resolve_pipeline(cfg, model_config, content)
     vocabulary = json_format.parse_vocabulary(content, path)

@@ -117,7 +117,7 @@ def _build_wordpiece(vocabulary: Vocabulary, cfg: TokenizerConfig) -> Tokenizer:
 
 
 def _template_processor(first: str | None, last: str) -> _PostProcessorBuilder:
-    """Post-processor that adds the special tokens `first` before and `last` after a text. Pairs are as in BERT."""
+    """Builder of a post-processor: the special token `first`, text, `last`; for pairs also a second text and `last`."""
 
     def template(ids: _SpecialTokenIds) -> processors.PostProcessor:
         head = f"{ids[first][0]}:0 " if first else ""
@@ -132,7 +132,7 @@ def _template_processor(first: str | None, last: str) -> _PostProcessorBuilder:
 
 
 def _roberta_processor(ids: _SpecialTokenIds) -> processors.PostProcessor:
-    """<s> A </s> </s> B </s>."""
+    """Post-processor that encodes a pair of texts A, B as <s> A </s> </s> B </s>."""
     return processors.RobertaProcessing(ids["sep_token"], ids["cls_token"])
 
 
@@ -145,8 +145,9 @@ class PipelineSpec:
     default_special_tokens: Mapping[str, str] = field(default_factory=dict)
     """Special tokens that are used if the directory does not set them."""
     post_processor: _PostProcessorBuilder | None = None
-    """Replaces the post-processor of tokenizer.json."""
+    """Builds the post-processor. If None, `keep_json_post_processor` decides."""
     keep_json_post_processor: bool = True
+    """Use the post-processor of tokenizer.json, if there is one."""
     padding_side: Literal["left", "right"] = "right"
     num_extra_ids: int = 0
     """Default number of sentinel tokens <extra_id_n> after the vocabulary."""
@@ -235,7 +236,7 @@ PIPELINES: dict[str, PipelineSpec] = {
 def bos_eos_processor(
     bos: tuple[str, int] | None, eos: tuple[str, int] | None, add_bos_eos: tuple[bool, bool]
 ) -> processors.TemplateProcessing:
-    """Post-processor that adds BOS before and EOS after a text, if set in `add_bos_eos` and not None."""
+    """Post-processor that adds BOS before and EOS after a text. `add_bos_eos` and None disable either."""
     first, last = (token if flag else None for token, flag in zip((bos, eos), add_bos_eos, strict=True))
     # Template ids are arbitrary names; the text of the tokens may contain colons and spaces.
     begin, end = (["BOS:0"] if first else []), (["EOS:0"] if last else [])

@@ -75,7 +75,7 @@ def build_byte_level_pre_tokenizer(
 
 
 def bytes_to_unicode() -> dict[int, str]:
-    """Byte → printable character (GPT-2): printable Latin-1 unchanged, other bytes from U+0100 on."""
+    """Return GPT-2's {byte: character}. Printable Latin-1 bytes are unchanged, others become U+0100, U+0101 …"""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = (byte for byte in range(256) if byte not in printable)
     return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}

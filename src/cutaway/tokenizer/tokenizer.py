@@ -66,13 +66,16 @@ class Tokenizer:
         special_ids = {token_id for token_id, token in added.items() if token.special}
         self.decode_skip_ids = frozenset(special_ids)
         """Ids that `decode` skips. `all_special_ids` also has the ids of `special_tokens_map`."""
-        named_ids = {self.token_to_id(token) for token in self.special_tokens_map.values()}
-        self.all_special_ids = frozenset(special_ids | {i for i in named_ids if i is not None})
+        named_ids = {name: self.token_to_id(token) for name, token in self.special_tokens_map.items()}
+        self.all_special_ids = frozenset(special_ids | {i for i in named_ids.values() if i is not None})
+        self.bos_token_id, self.eos_token_id = named_ids.get("bos_token"), named_ids.get("eos_token")
+        self.pad_token_id, self.unk_token_id = named_ids.get("pad_token"), named_ids.get("unk_token")
+        self.mask_token_id = named_ids.get("mask_token")
 
     # Encoding and decoding
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text, with BOS, EOS or CLS if `add_special_tokens`.
+        """Token ids of a text, with the special tokens of the model (BOS, EOS, CLS …) if `add_special_tokens`.
 
         The text of a special token is encoded as that token, unless `split_special_tokens` is set.
         """
@@ -132,29 +135,6 @@ class Tokenizer:
         """The id of a token as written in the vocabulary, or None if it is not in the vocabulary."""
         return self.backend.token_to_id(token)
 
-    @property
-    def bos_token_id(self) -> int | None:
-        return self._special_token_id("bos_token")
-
-    @property
-    def eos_token_id(self) -> int | None:
-        return self._special_token_id("eos_token")
-
-    @property
-    def pad_token_id(self) -> int | None:
-        return self._special_token_id("pad_token")
-
-    @property
-    def unk_token_id(self) -> int | None:
-        return self._special_token_id("unk_token")
-
-    @property
-    def mask_token_id(self) -> int | None:
-        return self._special_token_id("mask_token")
-
-    def _special_token_id(self, name: str) -> int | None:
-        return self.token_to_id(self.special_tokens_map[name]) if name in self.special_tokens_map else None
-
     # Chat templates
 
     def render_chat(
@@ -166,7 +146,7 @@ class Tokenizer:
         chat_template: str | None = None,
         **template_kwargs: object,
     ) -> str:
-        """Render messages with a chat template: `chat_template` is another template or the name of one of several."""
+        """Render messages to a prompt. `chat_template` is a template, or the name of one of this tokenizer's."""
         source = self._select_chat_template(chat_template, with_tools=tools is not None)
         values = {**self.special_tokens_map, **template_kwargs, "tools": tools}
         return render_chat_template(source, messages, {**values, "add_generation_prompt": add_generation_prompt})

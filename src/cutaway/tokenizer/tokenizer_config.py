@@ -33,7 +33,7 @@ class TokenizerConfig:
     chat_template: ChatTemplate = None
 
     def get_bool(self, key: str, default: bool) -> bool:
-        """Value of a boolean key; the default if it is absent or null."""
+        """Boolean at a key of `options`, or `default` if it is absent or null. Raises for other types."""
         value = self.options.get(key)
         if value is None:
             return default
@@ -51,7 +51,7 @@ class TokenizerConfig:
         return {name: tokens[name] for name in SPECIAL_TOKENS_ATTRIBUTES if name in tokens}
 
     def get_str(self, key: str) -> str | None:
-        """Value of a string key; None if it is absent or null."""
+        """String at a key of `options`, or None if it is absent or null. Raises for other types."""
         value = self.options.get(key)
         if value is not None and not isinstance(value, str):
             raise InputError(f"{self.source} sets {key} to {value!r:.60}; it must be a string")
@@ -59,7 +59,7 @@ class TokenizerConfig:
 
     @property
     def model_max_length(self) -> int | None:
-        """`model_max_length`; None if absent or 1e30, which transformers writes for no limit."""
+        """`model_max_length` of the file. None if it is absent or 1e30, which transformers writes for 'no limit'."""
         value = self.options.get("model_max_length")
         if value is None:
             return None
@@ -171,7 +171,7 @@ def _load_chat_template(directory: Path, inline: object, source: str) -> ChatTem
     files = {"default": single} if path_exists(single) else {}
     if folder.is_dir():
         files |= {path.stem: path for path in sorted(folder.glob("*.jinja"))}
-    templates = {name: read_text(path, _MAX_CHAT_TEMPLATE_BYTES) for name, path in files.items()}
+    templates = {name: read_text(path, max_bytes=_MAX_CHAT_TEMPLATE_BYTES) for name, path in files.items()}
     if templates:
         return templates["default"] if templates.keys() == {"default"} else templates
     if inline is None or isinstance(inline, str):

@@ -28,13 +28,13 @@ class Vocabulary:
     precompiled_charsmap: bytes | None = None
     """Compiled normalization table of SentencePiece."""
     added_tokens: list[AddedToken] = field(default_factory=list)
-    """Tokens that are matched in the text before pre-tokenization."""
+    """Tokens that are found in the text before it is normalized and split."""
     post_processor: PostProcessor | None = None
     """Post-processor of tokenizer.json."""
 
 
 def generate_merges(ranks: Mapping[str, int], skip_tokens: Collection[str] = ()) -> list[tuple[str, str]]:
-    """Generate BPE merges from ranked pieces: all pairs of pieces whose concatenation is a piece, best rank first.
+    """Generate BPE merges: all pairs of pieces whose concatenation is a piece, ordered by its rank, lowest first.
 
     SentencePiece models of Llama and tiktoken files contain only pieces and their ranks, no merges.
     """

@@ -22,7 +22,6 @@ PRESET_TABLES = (
     decoders_gpt2.PRESETS,
     decoders_parallel_residual.PRESETS,
     decoders_llama.PRESETS,
-    decoders_llama.LLAMA_VARIANT_PRESETS,
     decoders_gemma.PRESETS,
     decoders_moe.PRESETS,
     encoders.PRESETS,

@@ -1,21 +1,22 @@
 """GGUF architectures: config fields and weight mappings under GGUF key names."""
 
 from dataclasses import replace
+from functools import partial
 
 from cutaway.errors import ConfigError
-from cutaway.families.config_fields import ConfigFields, Custom, HFConfigReader, Key, SupportedValues
+from cutaway.families.config_fields import ConfigField, ConfigFields, Custom, HFConfigReader, Key, SupportedValues
 from cutaway.families.config_tree import ConfigTree, Node
 from cutaway.families.family import Family
 from cutaway.families.gguf.rope_fields import GGUFRopeField
 from cutaway.families.tables import gemma, gpt2, llama
-from cutaway.families.weight_conversion import QKV, PermuteForRope, Split, SubtractOffset, WeightMapping, add_prefix
+from cutaway.families.weight_conversion import QKV, PermuteForRope, Split, SubtractOffset, WeightMapping
 
 _TIED_HEAD_KEY = "head.tied"
-"""Key of this module, not of GGUF. In a GGUF file, a head is tied if its matrix is absent."""
+"""Metadata key that is used only here: GGUF has none for this. In a GGUF file, a head is tied if it has no matrix."""
 
 
-def common_fields(arch: str, *, norm: str = "layer_norm_rms") -> ConfigFields:
-    """Fields of every architecture."""
+def _common_fields(arch: str, norm: str) -> ConfigFields:
+    """Config fields of every GGUF architecture. `arch` is the prefix of its metadata keys."""
     attention = f"{arch}.attention"
     no_experts = "the FFNs are mixtures of experts, which cutaway does not load from GGUF"
     return (
@@ -36,7 +37,7 @@ def common_fields(arch: str, *, norm: str = "layer_norm_rms") -> ConfigFields:
 
 
 def _qk_norm_field(arch: str) -> Key:
-    """Field of the eps of QK-norm, which is that of the other norms."""
+    """Field that sets the eps of QK-norm. GGUF stores one eps for all norms."""
     return Key(f"{arch}.attention.layer_norm_rms_epsilon", f"{llama.ATTENTION}.qk_norm.norm.eps")
 
 
@@ -48,7 +49,7 @@ def _check_value_length(metadata: HFConfigReader, tree: ConfigTree) -> None:
 
 
 def _sliding_window_field(arch: str, full_attention_period: int | None) -> Custom:
-    """Sliding-window layers, with full attention in every n-th layer, or in none if `full_attention_period` is None."""
+    """Field of the window size. Every n-th layer has full attention, or none if `full_attention_period` is None."""
     key = f"{arch}.attention.sliding_window"
 
     def from_hf(metadata: HFConfigReader, tree: ConfigTree) -> None:
@@ -66,9 +67,9 @@ def _sliding_window_field(arch: str, full_attention_period: int | None) -> Custo
 
 
 def _query_scale_field(largest_num_layers: int) -> Custom:
-    """Attention scale, which GGUF does not store.
+    """Field that sets the attention scale of Gemma, which GGUF does not store.
 
-    It is 1/sqrt(d_head). In the largest Gemma, identified by its number of layers, it is 1/sqrt(d_model / heads).
+    It is 1/sqrt(d_head), but 1/sqrt(d_model / heads) in the largest model, which has `largest_num_layers` layers.
     """
 
     def from_hf(metadata: HFConfigReader, tree: ConfigTree) -> None:
@@ -85,42 +86,29 @@ def _query_scale_field(largest_num_layers: int) -> Custom:
 _TIED = {"tied": True}
 _SWIGLU = {"kind": "gated", "activation": "silu"}
 _GEGLU = {"kind": "gated", "activation": "gelu_tanh"}
-QK_NORM = {"qk_norm": {"norm": llama.RMSNORM}}
-EMBEDDING_AND_HEAD_WEIGHTS = (
-    WeightMapping("token_embd", "decoder.embed.token"),
-    WeightMapping("output_norm", "decoder.final_norm"),
-    WeightMapping("output", "head.matrix"),
-)
-
-
-def per_layer(*mappings: WeightMapping) -> tuple[WeightMapping, ...]:
-    """Weight mappings of every layer."""
-    return add_prefix("blk.{i}", "decoder.blocks.{i}", *mappings)
-
-
+_QK_NORM = {"qk_norm": {"norm": llama.RMSNORM}}
+_weights = partial(llama.weights, embed="token_embd", norm="output_norm", head="output", layer="blk")
 _QK_WEIGHTS = tuple(WeightMapping(f"attn_{p}", f"attn.f.{p}") for p in "qk")
 _PERMUTED_QK_WEIGHTS = tuple(replace(mapping, op=PermuteForRope()) for mapping in _QK_WEIGHTS)
 _VO_WEIGHTS = (WeightMapping("attn_v", "attn.f.v"), WeightMapping("attn_output", "attn.f.o"))
-NORM_WEIGHTS = (WeightMapping("attn_norm", "attn.norm_in"), WeightMapping("ffn_norm", "ffn.norm_in"))
-FFN_WEIGHTS = tuple(WeightMapping(f"ffn_{p}", f"ffn.f.{p}") for p in ("gate", "up", "down"))
-QK_NORM_WEIGHTS = tuple(WeightMapping(f"attn_{p}_norm", f"attn.f.{p}_norm.norm") for p in "qk")
+_NORM_WEIGHTS = (WeightMapping("attn_norm", "attn.norm_in"), WeightMapping("ffn_norm", "ffn.norm_in"))
+_FFN_WEIGHTS = tuple(WeightMapping(f"ffn_{p}", f"ffn.f.{p}") for p in ("gate", "up", "down"))
+_QK_NORM_WEIGHTS = tuple(WeightMapping(f"attn_{p}_norm", f"attn.f.{p}_norm.norm") for p in "qk")
 _FUSED_QKV_WEIGHTS = (WeightMapping("attn_qkv", QKV, Split()), WeightMapping("attn_output", "attn.f.o"))
-_LLAMA_WEIGHTS = (*EMBEDDING_AND_HEAD_WEIGHTS, *per_layer(*NORM_WEIGHTS, *_QK_WEIGHTS, *_VO_WEIGHTS, *FFN_WEIGHTS))
-_GEMMA_NORM_WEIGHTS = (
-    WeightMapping("output_norm", "decoder.final_norm"),
-    *per_layer(
-        WeightMapping("attn_norm", "attn.norm_in"),
-        WeightMapping("post_attention_norm", "attn.norm_out"),
-        WeightMapping("ffn_norm", "ffn.norm_in"),
-        WeightMapping("post_ffw_norm", "ffn.norm_out"),
-        *QK_NORM_WEIGHTS,
-    ),
+_LLAMA_WEIGHTS = _weights(*_NORM_WEIGHTS, *_QK_WEIGHTS, *_VO_WEIGHTS, *_FFN_WEIGHTS)
+_PLAIN_GEMMA_WEIGHTS = _weights(
+    *_NORM_WEIGHTS,
+    WeightMapping("post_attention_norm", "attn.norm_out"),
+    WeightMapping("post_ffw_norm", "ffn.norm_out"),
+    *_QK_NORM_WEIGHTS,
+    *_QK_WEIGHTS,
+    *_VO_WEIGHTS,
+    *_FFN_WEIGHTS,
 )
-_GEMMA_WEIGHTS = (
-    EMBEDDING_AND_HEAD_WEIGHTS[0],
-    EMBEDDING_AND_HEAD_WEIGHTS[2],
-    *(replace(mapping, op=SubtractOffset(1.0)) for mapping in _GEMMA_NORM_WEIGHTS),
-    *per_layer(*_QK_WEIGHTS, *_VO_WEIGHTS, *FFN_WEIGHTS),
+# The file stores gain + 1 of every norm.
+_GEMMA_WEIGHTS = tuple(
+    replace(mapping, op=SubtractOffset(1.0)) if "norm" in mapping.checkpoint_key else mapping
+    for mapping in _PLAIN_GEMMA_WEIGHTS
 )
 _IGNORED_ROPE_WEIGHTS = {r"rope_(freqs|factors_long|factors_short)\.weight": "RoPE factors, read with the metadata"}
 
@@ -128,7 +116,8 @@ _IGNORED_ROPE_WEIGHTS = {r"rope_(freqs|factors_long|factors_short)\.weight": "Ro
 def _build_family(
     arch: str,
     template: Node,
-    fields: ConfigFields,
+    *fields: ConfigField,
+    norm: str = "layer_norm_rms",
     weights: tuple[WeightMapping, ...] = _LLAMA_WEIGHTS,
     model_type: str | None = None,
 ) -> Family:
@@ -137,7 +126,8 @@ def _build_family(
         f"{arch}.expert_used_count": "the model has no experts",
         f"{arch}.tensor_data_layout": "layout of q and k, fixed by the architecture",
     }
-    family = Family(arch, model_type or arch, template, fields, weights, ignored_weights=_IGNORED_ROPE_WEIGHTS)
+    all_fields = (*_common_fields(arch, norm), *fields)
+    family = Family(arch, model_type or arch, template, all_fields, weights, ignored_weights=_IGNORED_ROPE_WEIGHTS)
     return replace(family, ignored_config_keys=ignored_keys)
 
 
@@ -145,69 +135,60 @@ _FAMILIES = (
     _build_family(
         "llama",
         llama.build_template(ffn=_SWIGLU, head=_TIED),
-        (*common_fields("llama"), GGUFRopeField("llama")),
-        (*EMBEDDING_AND_HEAD_WEIGHTS, *per_layer(*NORM_WEIGHTS, *_PERMUTED_QK_WEIGHTS, *_VO_WEIGHTS, *FFN_WEIGHTS)),
+        GGUFRopeField("llama"),
+        weights=_weights(*_NORM_WEIGHTS, *_PERMUTED_QK_WEIGHTS, *_VO_WEIGHTS, *_FFN_WEIGHTS),
     ),
     _build_family(
-        "qwen2",
-        llama.build_template({"bias": ("q", "k", "v")}, _SWIGLU, head=_TIED),
-        (*common_fields("qwen2"), GGUFRopeField("qwen2")),
+        "qwen2", llama.build_template({"bias": ("q", "k", "v")}, _SWIGLU, head=_TIED), GGUFRopeField("qwen2")
     ),
     _build_family(
         "qwen3",
-        llama.build_template(QK_NORM, _SWIGLU, head=_TIED),
-        (*common_fields("qwen3"), _qk_norm_field("qwen3"), GGUFRopeField("qwen3")),
-        (*_LLAMA_WEIGHTS, *per_layer(*QK_NORM_WEIGHTS)),
+        llama.build_template(_QK_NORM, _SWIGLU, head=_TIED),
+        _qk_norm_field("qwen3"),
+        GGUFRopeField("qwen3"),
+        weights=_weights(*_NORM_WEIGHTS, *_QK_WEIGHTS, *_VO_WEIGHTS, *_FFN_WEIGHTS, *_QK_NORM_WEIGHTS),
     ),
     _build_family(
         "gemma2",
         gemma.build_template("sandwich", ffn=_GEGLU, head=_TIED),
-        (
-            *common_fields("gemma2"),
-            Key("gemma2.attn_logit_softcapping", f"{llama.ATTENTION}.softcap", 50.0),
-            Key("gemma2.final_logit_softcapping", "head.softcap", 30.0),
-            _sliding_window_field("gemma2", 2),
-            _query_scale_field(46),
-            GGUFRopeField("gemma2"),
-        ),
-        _GEMMA_WEIGHTS,
+        Key("gemma2.attn_logit_softcapping", f"{llama.ATTENTION}.softcap", 50.0),
+        Key("gemma2.final_logit_softcapping", "head.softcap", 30.0),
+        _sliding_window_field("gemma2", 2),
+        _query_scale_field(46),
+        GGUFRopeField("gemma2"),
+        weights=_GEMMA_WEIGHTS,
     ),
     _build_family(
         "gemma3",
         gemma.build_template("sandwich", {"qk_norm": {"norm": gemma.NORM}}, ffn=_GEGLU, head=_TIED),
-        (
-            *common_fields("gemma3"),
-            _qk_norm_field("gemma3"),
-            Key("gemma3.final_logit_softcapping", "head.softcap", None),
-            _sliding_window_field("gemma3", 6),
-            _query_scale_field(62),
-            GGUFRopeField("gemma3", sliding_window_theta=10000.0),
-        ),
-        _GEMMA_WEIGHTS,
-        "gemma3_text",
+        _qk_norm_field("gemma3"),
+        Key("gemma3.final_logit_softcapping", "head.softcap", None),
+        _sliding_window_field("gemma3", 6),
+        _query_scale_field(62),
+        GGUFRopeField("gemma3", sliding_window_theta=10000.0),
+        weights=_GEMMA_WEIGHTS,
+        model_type="gemma3_text",
     ),
     _build_family(
         "phi3",
         llama.build_template(ffn=_SWIGLU, head=_TIED),
-        (*common_fields("phi3"), _sliding_window_field("phi3", None), GGUFRopeField("phi3")),
-        (
-            *EMBEDDING_AND_HEAD_WEIGHTS,
-            *per_layer(
-                *NORM_WEIGHTS,
-                *_FUSED_QKV_WEIGHTS,
-                WeightMapping("ffn_up", ("ffn.f.gate", "ffn.f.up"), Split()),
-                WeightMapping("ffn_down", "ffn.f.down"),
-            ),
+        _sliding_window_field("phi3", None),
+        GGUFRopeField("phi3"),
+        weights=_weights(
+            *_NORM_WEIGHTS,
+            *_FUSED_QKV_WEIGHTS,
+            WeightMapping("ffn_up", ("ffn.f.gate", "ffn.f.up"), Split()),
+            WeightMapping("ffn_down", "ffn.f.down"),
         ),
     ),
     _build_family(
         "gpt2",
         gpt2.build_template({"bias": llama.QKVO}, {"activation": "gelu_tanh"}, head=_TIED),
-        (*common_fields("gpt2", norm="layer_norm"), Key("gpt2.context_length", "decoder.embedding.position.length")),
-        (
-            *EMBEDDING_AND_HEAD_WEIGHTS,
+        Key("gpt2.context_length", "decoder.embedding.position.length"),
+        norm="layer_norm",
+        weights=(
             WeightMapping("position_embd", "decoder.embed.position.table"),
-            *per_layer(*NORM_WEIGHTS, *_FUSED_QKV_WEIGHTS, *FFN_WEIGHTS[1:]),
+            *_weights(*_NORM_WEIGHTS, *_FUSED_QKV_WEIGHTS, *_FFN_WEIGHTS[1:]),
         ),
     ),
 )

@@ -138,7 +138,7 @@ class GGUFFile:
         except (ValueError, KeyError):
             raise WeightError(f"tensor '{name}' has the unknown quantization type {ggml_type}") from None
         if 0 in shape or shape[-1] % block or name in self.tensor_infos:
-            raise WeightError(f"tensor '{name}' is not a whole number of quantization blocks, or is duplicated")
+            raise WeightError(f"tensor '{name}' is empty, duplicated, or not a whole number of quantization blocks")
         length = math.prod(shape) // block * width
         if start + length > size:
             raise WeightError(f"tensor '{name}' extends past the end of the file")
@@ -150,21 +150,13 @@ class GGUFFile:
         """Read one tensor, dequantized in chunks of rows."""
         start, length, ggml_type = self.locations[name]
         info = self.tensor_infos[name]
-        packed = torch.empty(length, dtype=torch.uint8)
-        with self.path.open("rb", buffering=0) as file:
-            file.seek(start)
-            view, num_read = packed.numpy().data, 0
-            while num_read < length:  # one read returns at most 2 GiB
-                count = file.readinto(view[num_read : num_read + (1 << 30)])
-                if not count:
-                    break
-                num_read += count
-            if num_read != length:
-                raise WeightError(f"'{self.path.name}' was truncated within tensor '{name}'; load it again")
+        packed = np.fromfile(self.path, np.uint8, length, offset=start)
+        if len(packed) != length:
+            raise WeightError(f"'{self.path.name}' was truncated within tensor '{name}'; load it again")
         if ggml_type in _UNQUANTIZED_DTYPES:
-            return packed.view(info.dtype).view(info.shape)
+            return torch.from_numpy(packed).view(info.dtype).view(info.shape)
         gguf = _import_gguf()
-        rows = packed.numpy().reshape(math.prod(info.shape[:-1]), -1)
+        rows = packed.reshape(math.prod(info.shape[:-1]), -1)
         tensor = torch.empty(len(rows), info.shape[-1], dtype=torch.float32)
         step = max(1, _DEQUANTIZE_CHUNK_NUMEL // info.shape[-1])
         for first in range(0, len(rows), step):
@@ -177,7 +169,7 @@ class GGUFFile:
 
 
 GGML_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q5_1": 7, "q5_0": 6, "q4_1": 3, "q4_0": 2}
-"""Quantization types that can be written."""
+"""Name of a quantization type that can be written → its number in GGUF."""
 
 
 def write_gguf(

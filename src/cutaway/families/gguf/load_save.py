@@ -3,12 +3,13 @@
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from cutaway.config import Config, to_dict
 from cutaway.config import config as read_config
+from cutaway.config.serialization import map_dicts
 from cutaway.errors import ConfigError, InputError, WeightError
 from cutaway.families.checkpoint import Checkpoint
 from cutaway.families.family import Family
@@ -29,7 +30,7 @@ _END_OF_TURN_TOKENS = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>")
 """Texts of end-of-turn tokens. Most chat models store only the end-of-text id; llama.cpp also matches these texts."""
 
 
-def load_gguf(path: Path, **options: Unpack[LoadOptions]) -> Checkpoint:
+def load_gguf(path: Path, options: LoadOptions) -> Checkpoint:
     """Load a GGUF file; quantized tensors are dequantized."""
     file = GGUFFile(path)
     arch = file.metadata.get("general.architecture")
@@ -46,7 +47,7 @@ def load_gguf(path: Path, **options: Unpack[LoadOptions]) -> Checkpoint:
                 raise WeightError(f"tensor '{name}' has {file.tensor_infos[name].numel:,} factors; the file is damaged")
             metadata[name] = [float(f"{value:.7g}") for value in file.read_tensor(name).flatten().tolist()]
     _check_known_keys(family, metadata)
-    model, config, report = load_model(family, metadata, file, source=str(path), **options)
+    model, config, report = load_model(family, metadata, file, str(path), options)
     ids = {key: file.metadata.get(_TOKEN_ID_KEY_FORMAT.format(name)) for name, key in _TOKEN_ID_NAMES.items()}
     ids["eos_token_id"] = _eos_token_ids(file)
     generation_config = {key: value for key, value in ids.items() if value is not None}
@@ -58,7 +59,8 @@ def _check_known_keys(family: Family, metadata: Mapping[str, object]) -> None:
     known = {key for entry in family.fields for key in entry.keys} | family.ignored_config_keys.keys()
     unknown = sorted(metadata.keys() - known)
     if unknown:
-        raise ConfigError(f"the metadata key '{unknown[0]}' ({metadata[unknown[0]]!r}) is not supported by cutaway")
+        key = f"the metadata key '{unknown[0]}' ({metadata[unknown[0]]!r})"
+        raise ConfigError(f"{key} is not supported by cutaway and could change the model; load its safetensors")
 
 
 def _eos_token_ids(gguf_file: GGUFFile) -> object:
@@ -85,9 +87,7 @@ def _find_architecture(config: Config, preferred: str | None = None) -> tuple[Fa
     """
     if config.form != "decoder":
         raise ConfigError(f"the model is of form '{config.form}', but only decoders can be saved as GGUF; use --to hf")
-    tree = _without_dropout(to_dict(config))
-    assert isinstance(tree, dict)
-    config = read_config(tree)
+    config = read_config(map_dicts(to_dict(config), _without_dropout))
     errors = []
     for family in sorted(GGUF_ARCHITECTURES.values(), key=lambda family: family.architecture != preferred):
         try:
@@ -97,12 +97,8 @@ def _find_architecture(config: Config, preferred: str | None = None) -> tuple[Fa
     raise ConfigError(f"no GGUF architecture can represent this model. {min(errors, key=len)}")
 
 
-def _without_dropout(value: object) -> object:
-    if isinstance(value, list):
-        return [_without_dropout(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    return {key: _without_dropout(item) for key, item in value.items() if not key.endswith("dropout")}
+def _without_dropout(node: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in node.items() if not key.endswith("dropout")}
 
 
 def save_gguf(

@@ -3,7 +3,7 @@
 from cutaway.errors import ConfigError
 from cutaway.families.config_fields import Custom, HFConfigReader, Key, SupportedValues
 from cutaway.families.config_tree import ConfigTree
-from cutaway.families.family import Family, keys_by_reason
+from cutaway.families.family import keys_by_reason
 from cutaway.families.tables import bert
 from cutaway.families.weight_conversion import WeightMapping, add_prefix
 
@@ -20,11 +20,10 @@ def _check_factorized_head_is_tied(hf_config: HFConfigReader, tree: ConfigTree) 
 
 TIED_FACTORIZED_HEAD = Custom((), _check_factorized_head_is_tied)
 
-FAMILY = Family(
-    name="albert",
-    architecture="AlbertForMaskedLM",
-    base_architecture="AlbertModel",
-    template=bert.build_template(embedding={"factorization": {}}, dropout=0.0),
+FAMILY = bert.build_family(
+    "albert",
+    "Albert",
+    bert.build_template(embedding={"factorization": {}}, dropout=0.0),
     fields=(
         *bert.size_fields(30000, 4096, 12, 64, 16384, "gelu_new"),
         *bert.POSITION_FIELDS,
@@ -54,13 +53,11 @@ FAMILY = Family(
         WeightMapping("albert.pooler", "pooler.dense"),
         *bert.mlm_head_weights("predictions", "dense", "LayerNorm"),
     ),
-    base_model_prefix="albert.",
-    ignored_weights=bert.ignored_weights("sop_classifier"),
+    other_heads=("sop_classifier",),
     ignored_config_keys=keys_by_reason(
         {
             "classification head, which is not loaded": "classifier_dropout_prob",
             "unused": "net_structure_type gap_size num_memory_blocks down_scale_factor",
         }
     ),
-    weight_renamings=bert.WEIGHT_RENAMINGS,
 )

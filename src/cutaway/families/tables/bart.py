@@ -20,7 +20,7 @@ STACKS = ("encoder", "decoder")
 
 
 def build_template(placement: str, embedding: Node) -> Node:
-    """Encoder-decoder with biases on all projections and a fixed bias on the logits."""
+    """Template of an encoder-decoder with biases on all projections and a fixed bias on the logits."""
     stack = {"embedding": embedding, "norm": LAYERNORM, "placement": {"kind": placement}}
     block = {"attention": SELF_ATTENTION, "ffn": {"kind": "mlp"}}
     return {
@@ -41,12 +41,12 @@ def _write_embedding_scale(tree: ConfigTree, hf_config: dict[str, object]) -> No
 
 
 def both_stacks(*paths: str) -> tuple[str, ...]:
-    """The paths in both stacks."""
+    """Config paths with the prefixes `encoder.` and `decoder.`."""
     return tuple(f"{side}.{path}" for path in paths for side in STACKS)
 
 
 def common_fields(position_attribute: str) -> ConfigFields:
-    """Fields of all three families; `position_attribute` is the Config field of `max_position_embeddings`."""
+    """Config fields of BART, Marian and Pegasus. `position_attribute` is `length` or `table_length`."""
     return (
         Key("d_model", "d_model", 1024),
         *(Key(f"{side}_layers", f"{side}.layers", 12) for side in STACKS),
@@ -69,7 +69,7 @@ TIED_EMBEDDINGS_ONLY = SupportedValues("tie_word_embeddings", (True, None), "the
 
 
 def legacy_flags(*, pre_norm: bool, embedding_norm: bool, sinusoidal: bool) -> ConfigFields:
-    """Flags of legacy files for properties that are now fixed by the family."""
+    """Keys of older config.json files. They must have the values given here, which the family implies."""
     reason = "the family has a fixed value for it"
     return (
         SupportedValues("normalize_before", (pre_norm, None), reason),
@@ -80,7 +80,7 @@ def legacy_flags(*, pre_norm: bool, embedding_norm: bool, sinusoidal: bool) -> C
 
 
 def stack_weights(*, pre_norm: bool) -> tuple[WeightMapping, ...]:
-    """Weight mappings of both stacks, with pre-norm or post-norm."""
+    """Weight mappings of encoder, decoder and head, with pre-norm or post-norm."""
 
     def layer(side: str, *attentions: tuple[str, str]) -> tuple[WeightMapping, ...]:
         norms = *attentions, ("final", "ffn")

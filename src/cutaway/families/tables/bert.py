@@ -1,5 +1,7 @@
 """BERT, and components shared with its derivatives. https://arxiv.org/abs/1810.04805"""
 
+from typing import Any
+
 from cutaway.config import Config
 from cutaway.errors import ConfigError
 from cutaway.families.config_fields import ConfigFields, IfHead, Key, SameAs, SupportedValues, activation, flag
@@ -13,7 +15,7 @@ LAYERNORM: Node = {"kind": "layernorm"}
 def build_template(
     *, norm: Node = LAYERNORM, position: Node | None = None, embedding: Node | None = None, **stack: object
 ) -> Node:
-    """Post-norm encoder with biases, learned positions and a masked-LM head."""
+    """Template of a post-norm encoder with biases, learned positions and a masked-LM head. `stack` adds fields."""
     attention = {"kind": "multi-head", "bias": ("q", "k", "v", "o"), "position": position or {"kind": "none"}}
     return {
         "form": "encoder",
@@ -38,7 +40,7 @@ def _require_token_types(num_token_types: int) -> int:
 def size_fields(
     vocab_size: int, d_model: int, num_layers: int, num_heads: int, intermediate_size: int, hidden_act: str = "gelu"
 ) -> ConfigFields:
-    """Fields that BERT and its derivatives share, with the family's defaults."""
+    """Config fields of BERT and its derivatives. The arguments are the family's default values."""
     return (
         Key("vocab_size", "vocab_size", vocab_size),
         Key("hidden_size", "d_model", d_model),
@@ -70,7 +72,7 @@ HEAD_ACTIVATION_FIELD = IfHead(SameAs("head.transform.activation", "encoder.bloc
 
 
 def embedding_weights(prefix: str) -> tuple[WeightMapping, ...]:
-    """Weight mappings of the embedding."""
+    """Weight mappings of the embedding. Checkpoint keys start with `prefix`."""
     return add_prefix(
         f"{prefix}.embeddings",
         "encoder.embed",
@@ -95,7 +97,7 @@ LAYER_WEIGHTS = (
 
 
 def encoder_weights(prefix: str, *layer_weights: WeightMapping) -> tuple[WeightMapping, ...]:
-    """Weight mappings of the encoder: embedding, layers, pooler."""
+    """Weight mappings of embedding, layers and pooler. `layer_weights` are the mappings of one layer."""
     return (
         *embedding_weights(prefix),
         *add_prefix(f"{prefix}.encoder.layer.{{i}}", "encoder.blocks.{i}", *layer_weights),
@@ -133,11 +135,39 @@ def ignored_weights(*head_prefixes: str) -> dict[str, str]:
 
 WEIGHT_RENAMINGS = ((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias"))
 
-FAMILY = Family(
-    name="bert",
-    architecture="BertForMaskedLM",
-    base_architecture="BertModel",
-    template=build_template(),
+
+def build_family(
+    name: str,
+    class_prefix: str,
+    template: Node,
+    fields: ConfigFields,
+    weight_mappings: tuple[WeightMapping, ...],
+    *,
+    other_heads: tuple[str, ...] = (),
+    **options: Any,
+) -> Family:
+    """A family with the prefix, the legacy names and the ignored tensors of BERT.
+
+    `class_prefix` starts the names of its transformers classes. `other_heads` are patterns of heads that are ignored.
+    """
+    return Family(
+        name,
+        f"{class_prefix}ForMaskedLM",
+        template,
+        fields,
+        weight_mappings,
+        base_model_prefix=f"{name}.",
+        base_architecture=f"{class_prefix}Model",
+        ignored_weights=ignored_weights(*other_heads),
+        weight_renamings=WEIGHT_RENAMINGS,
+        **options,
+    )
+
+
+FAMILY = build_family(
+    "bert",
+    "Bert",
+    build_template(),
     fields=(
         *size_fields(30522, 768, 12, 12, 3072),
         *POSITION_FIELDS,
@@ -150,7 +180,5 @@ FAMILY = Family(
         *encoder_weights("bert", *LAYER_WEIGHTS),
         *mlm_head_weights("cls.predictions", "transform.dense", "transform.LayerNorm"),
     ),
-    base_model_prefix="bert.",
-    ignored_weights=ignored_weights(r"cls\.seq_relationship"),
-    weight_renamings=WEIGHT_RENAMINGS,
+    other_heads=(r"cls\.seq_relationship",),
 )

@@ -3,8 +3,8 @@
 from cutaway.families.config_fields import Key, SupportedValues, flag
 from cutaway.families.family import Family
 from cutaway.families.tables import llama
-from cutaway.families.tables.gpt_neox import NO_POST_NORM_RESIDUAL, megatron_weights
-from cutaway.families.weight_conversion import WeightMapping, add_prefix
+from cutaway.families.tables.gpt_neox import MEGATRON_KEYS, NO_POST_NORM_RESIDUAL, megatron_weights
+from cutaway.families.weight_conversion import WeightMapping
 
 FAMILY = Family(
     name="bloom",
@@ -30,13 +30,8 @@ FAMILY = Family(
         SupportedValues("n_inner", (None,), "the FFN hidden dimension is always 4 · d_model"),
     ),
     weight_mappings=(
-        WeightMapping("transformer.word_embeddings", "decoder.embed.token"),
         WeightMapping("transformer.word_embeddings_layernorm", "decoder.embed.norm"),
-        WeightMapping("transformer.ln_f", "decoder.final_norm"),
-        WeightMapping("lm_head", "head.matrix"),
-        *add_prefix(
-            "transformer.h.{i}", "decoder.blocks.{i}", *llama.NORM_WEIGHTS, *megatron_weights("self_attention")
-        ),
+        *llama.weights(*llama.NORM_WEIGHTS, *megatron_weights("self_attention"), **MEGATRON_KEYS),
     ),
     base_model_prefix="transformer.",
     attribute_map={"n_embed": "hidden_size", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"},

@@ -1,13 +1,12 @@
 """Command R and Aya: parallel attention and FFN after one LayerNorm without bias. https://docs.cohere.com/docs/command-r"""
 
-from cutaway.families.config_fields import Custom, HFConfigReader, Key, activation
-from cutaway.families.config_tree import ConfigTree
+from cutaway.families.config_fields import Key, activation
 from cutaway.families.rope_fields import RopeField
 from cutaway.families.tables import llama
+from cutaway.families.tables.phi import qk_layernorm_field
 from cutaway.families.weight_conversion import WeightMapping
 
 TEMPLATE = llama.build_template(norm={"kind": "layernorm", "bias": False}, placement="parallel")
-QK_NORM_PATH = f"{llama.ATTENTION}.qk_norm"
 COMMON_FIELDS = (
     *llama.size_fields(256000, 8192, 22528, 40, 8192, tie_word_embeddings=True),
     Key("layer_norm_eps", "decoder.norm.eps", 1e-5),
@@ -19,17 +18,6 @@ COMMON_FIELDS = (
 BLOCK_WEIGHTS = (WeightMapping("input_layernorm", "norm"), *llama.ATTENTION_WEIGHTS, *llama.FFN_WEIGHTS)
 
 
-def _read_qk_norm(hf_config: HFConfigReader, tree: ConfigTree) -> None:
-    """QK-norm with one gain per head and the eps of the other norms."""
-    norm = {"kind": "layernorm", "bias": False, "eps": hf_config.get_number("layer_norm_eps", 1e-5)}
-    qk_norm = {"norm": norm, "gain_per_head": True}
-    tree.set(QK_NORM_PATH, qk_norm if hf_config.get("use_qk_norm", False) else None)
-
-
-def _write_qk_norm(tree: ConfigTree, hf_config: dict[str, object]) -> None:
-    hf_config["use_qk_norm"] = tree.get(QK_NORM_PATH) is not None
-
-
 FAMILY = llama.build_family(
     "cohere",
     "CohereForCausalLM",
@@ -37,7 +25,7 @@ FAMILY = llama.build_family(
     fields=(
         *COMMON_FIELDS,
         *llama.computed_head_fields(8192, 64, None),
-        Custom(("use_qk_norm",), _read_qk_norm, _write_qk_norm),
+        qk_layernorm_field("use_qk_norm", gain_per_head=True),
         RopeField(default_theta=500000.0, layout="interleaved", default_max_positions=8192, full_rotary_only=True),
     ),
     weight_mappings=llama.weights(*BLOCK_WEIGHTS, *llama.QK_NORM_WEIGHTS),

@@ -22,7 +22,7 @@ MOE_TEMPLATE = {
 
 
 class _MscaleRopeField(RopeField):
-    """YaRN with `mscale_all_dim`. It scales all scores, not only their RoPE part, so `scale` includes it."""
+    """RoPE with YaRN's `mscale_all_dim`, which scales all scores and is therefore part of the attention's `scale`."""
 
     def from_hf(self, hf_config: HFConfigReader, tree: ConfigTree) -> None:
         super().from_hf(hf_config, tree)
@@ -44,8 +44,9 @@ class _MscaleRopeField(RopeField):
 
 def _read_kv_heads(hf_config: HFConfigReader, tree: ConfigTree) -> None:
     """Raise unless the number of key-value heads equals the number of heads."""
-    if hf_config.get("num_key_value_heads") not in (None, tree.get(f"{ATTENTION}.heads")):
-        raise ConfigError("'num_key_value_heads' is not 'num_attention_heads', but latent attention shares no heads")
+    kv_heads, heads = hf_config.get("num_key_value_heads"), tree.get(f"{ATTENTION}.heads")
+    if kv_heads not in (None, heads):
+        raise ConfigError(f"'num_key_value_heads' is {kv_heads!r}; with latent attention, it must be the {heads} heads")
 
 
 def _write_kv_heads(tree: ConfigTree, hf_config: dict[str, object]) -> None:

@@ -1,15 +1,13 @@
 """DistilBERT: half of BERT's layers, no token types. https://arxiv.org/abs/1910.01108"""
 
 from cutaway.families.config_fields import Key, activation
-from cutaway.families.family import Family
 from cutaway.families.tables import bert
 from cutaway.families.weight_conversion import WeightMapping, add_prefix
 
-FAMILY = Family(
-    name="distilbert",
-    architecture="DistilBertForMaskedLM",
-    base_architecture="DistilBertModel",
-    template=bert.build_template(norm={"kind": "layernorm", "eps": 1e-12}, attention_resid_dropout=0.0),
+FAMILY = bert.build_family(
+    "distilbert",
+    "DistilBert",
+    bert.build_template(norm={"kind": "layernorm", "eps": 1e-12}, attention_resid_dropout=0.0),
     fields=(
         Key("vocab_size", "vocab_size", 30522),
         Key("dim", "d_model", 768),
@@ -39,14 +37,12 @@ FAMILY = Family(
         WeightMapping("vocab_projector", "head.matrix"),
         WeightMapping("vocab_projector.bias", "head.bias"),
     ),
-    base_model_prefix="distilbert.",
     attribute_map={"hidden_size": "dim", "num_attention_heads": "n_heads", "num_hidden_layers": "n_layers"},
-    ignored_weights=bert.ignored_weights("pre_classifier"),
+    other_heads=("pre_classifier",),
     ignored_config_keys={
         "sinusoidal_pos_embds": "initialization of the position table; weights are loaded",
         "qa_dropout": "question answering head, which is not loaded",
         "seq_classif_dropout": "classification head, which is not loaded",
         "tie_weights_": "unused legacy key",
     },
-    weight_renamings=bert.WEIGHT_RENAMINGS,
 )

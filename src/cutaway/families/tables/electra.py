@@ -2,7 +2,6 @@
 
 from cutaway.families.config_fields import Custom, HFConfigReader
 from cutaway.families.config_tree import ConfigTree
-from cutaway.families.family import Family
 from cutaway.families.tables import bert
 from cutaway.families.tables.albert import TIED_FACTORIZED_HEAD
 from cutaway.families.weight_conversion import WeightMapping
@@ -19,11 +18,10 @@ def _write_embedding_size(tree: ConfigTree, hf_config: dict[str, object]) -> Non
     hf_config["embedding_size"] = tree.data["d_model"] if factorization is None else factorization["width"]
 
 
-FAMILY = Family(
-    name="electra",
-    architecture="ElectraForMaskedLM",
-    base_architecture="ElectraModel",
-    template=bert.build_template(),
+FAMILY = bert.build_family(
+    "electra",
+    "Electra",
+    bert.build_template(),
     fields=(
         *bert.size_fields(30522, 256, 12, 4, 1024),
         *bert.POSITION_FIELDS,
@@ -41,12 +39,9 @@ FAMILY = Family(
         WeightMapping("generator_lm_head", "head.matrix"),
         WeightMapping("generator_lm_head.bias", "head.bias"),
     ),
-    base_model_prefix="electra.",
-    ignored_weights=bert.ignored_weights("sequence_summary")
-    | {r"discriminator_predictions\..*": "replaced-token detection head, which is not loaded"},
+    other_heads=("sequence_summary", "discriminator_predictions"),
     ignored_config_keys=dict.fromkeys(
         ("summary_type", "summary_use_proj", "summary_activation", "summary_last_dropout"),
         "multiple choice head, which is not loaded",
     ),
-    weight_renamings=bert.WEIGHT_RENAMINGS,
 )

@@ -8,8 +8,8 @@ from cutaway.families.config_tree import ConfigTree
 from cutaway.families.family import Family
 from cutaway.families.rope_fields import RopeField, resolve_head_dim
 from cutaway.families.tables import llama
-from cutaway.families.tables.gpt_neox import NO_POST_NORM_RESIDUAL, megatron_weights
-from cutaway.families.weight_conversion import WeightMapping, add_prefix
+from cutaway.families.tables.gpt_neox import MEGATRON_KEYS, NO_POST_NORM_RESIDUAL, megatron_weights
+from cutaway.families.weight_conversion import WeightMapping
 
 LAYOUT_KEYS = ("new_decoder_architecture", "parallel_attn", "num_ln_in_parallel_attn", "multi_query", "num_kv_heads")
 
@@ -72,19 +72,13 @@ FAMILY = Family(
         SupportedValues("attention_dropout", (0.0, None), "in training, where it applies depends on the layout"),
         NO_POST_NORM_RESIDUAL,
     ),
-    weight_mappings=(
-        WeightMapping("transformer.word_embeddings", "decoder.embed.token"),
-        WeightMapping("transformer.ln_f", "decoder.final_norm"),
-        WeightMapping("lm_head", "head.matrix"),
-        *add_prefix(
-            "transformer.h.{i}",
-            "decoder.blocks.{i}",
-            WeightMapping("input_layernorm", "norm"),
-            *(replace(mapping, condition=_is_sequential) for mapping in llama.NORM_WEIGHTS),
-            WeightMapping("ln_attn", "attn.norm_in", condition=_is_parallel),
-            WeightMapping("ln_mlp", "ffn.norm_in", condition=_is_parallel),
-            *megatron_weights("self_attention"),
-        ),
+    weight_mappings=llama.weights(
+        WeightMapping("input_layernorm", "norm"),
+        *(replace(mapping, condition=_is_sequential) for mapping in llama.NORM_WEIGHTS),
+        WeightMapping("ln_attn", "attn.norm_in", condition=_is_parallel),
+        WeightMapping("ln_mlp", "ffn.norm_in", condition=_is_parallel),
+        *megatron_weights("self_attention"),
+        **MEGATRON_KEYS,
     ),
     base_model_prefix="transformer.",
     attribute_map={"n_embed": "hidden_size"},

@@ -5,7 +5,7 @@ from cutaway.families.config_fields import Custom, HFConfigReader, Key, activati
 from cutaway.families.config_tree import ConfigTree, shortest_layer_pattern
 from cutaway.families.family import Family
 from cutaway.families.tables import gpt2, llama
-from cutaway.families.weight_conversion import WeightMapping, add_prefix
+from cutaway.families.weight_conversion import WeightMapping
 
 
 def _read_attention_layers(hf_config: HFConfigReader, tree: ConfigTree) -> None:
@@ -53,15 +53,14 @@ FAMILY = Family(
         Custom(("attention_types", "attention_layers", "window_size"), _read_attention_layers, _write_attention_layers),
     ),
     weight_mappings=(
-        *gpt2.EMBEDDING_AND_HEAD_WEIGHTS,
-        *add_prefix(
-            "transformer.h.{i}",
-            "decoder.blocks.{i}",
+        gpt2.POSITION_WEIGHT,
+        *llama.weights(
             *gpt2.NORM_WEIGHTS,
             *(WeightMapping(f"attn.attention.{p}_proj", f"attn.f.{p}") for p in "qkv"),
             WeightMapping("attn.attention.out_proj", "attn.f.o"),
             WeightMapping("mlp.c_fc", "ffn.f.up"),
             WeightMapping("mlp.c_proj", "ffn.f.down"),
+            **gpt2.CHECKPOINT_KEYS,
         ),
     ),
     base_model_prefix="transformer.",

@@ -24,7 +24,7 @@ def build_template(
     head: Node | None = None,
     **stack: object,
 ) -> Node:
-    """Decoder template: Llama's, unless another attention, FFN, norm, placement or head is given."""
+    """Template of a Llama decoder. Arguments add or replace fields of the node that they name."""
     block = {"attention": {"kind": "multi-head", **(attention or {})}, "ffn": {"kind": "gated", **(ffn or {})}}
     return {
         "form": "decoder",
@@ -42,7 +42,7 @@ def size_fields(
     *,
     tie_word_embeddings: bool = False,
 ) -> ConfigFields:
-    """Vocabulary, dimensions, layers and context length, with the family's defaults.
+    """Config fields of vocabulary, dimensions, layers and context length. The arguments are the family's defaults.
 
     If `intermediate_size` is None, the family has another key for the FFN dimension.
     """
@@ -58,7 +58,7 @@ def size_fields(
 
 
 def head_fields(num_heads: int = 32, num_kv_heads: int | None = None, head_dim: object = None) -> ConfigFields:
-    """Numbers of heads and of key-value heads (None: the same number), and head dimension (None: d_model / heads)."""
+    """Config fields of the heads, with their defaults. num_kv_heads None: num_heads. head_dim None: d_model / heads."""
     return (
         Key("num_attention_heads", f"{ATTENTION}.heads", num_heads),
         Key("num_key_value_heads", f"{ATTENTION}.kv_heads", num_kv_heads),
@@ -67,7 +67,7 @@ def head_fields(num_heads: int = 32, num_kv_heads: int | None = None, head_dim: 
 
 
 def computed_head_fields(d_model: int, num_heads: int, num_kv_heads: int | None) -> ConfigFields:
-    """Numbers of heads, and `head_dim`, which is d_model / heads if it is absent or null."""
+    """Config fields of the heads. `head_dim` is hidden_size / num_attention_heads if it is absent or null."""
 
     def head_dim(hf_config: HFConfigReader) -> int:
         width = hf_config.get_number("hidden_size", d_model)
@@ -77,7 +77,7 @@ def computed_head_fields(d_model: int, num_heads: int, num_kv_heads: int | None)
 
 
 def block_fields(eps: float = 1e-6, *, qk_norm: bool = False) -> ConfigFields:
-    """Eps of the norms, activation of the FFN and dropout of the attention."""
+    """Config fields of a block: eps of the norms, activation of the FFN, dropout of the attention."""
     eps_paths = ("decoder.norm.eps", f"{ATTENTION}.qk_norm.norm.eps") if qk_norm else "decoder.norm.eps"
     act = activation("hidden_act", f"{FFN}.activation", "silu")
     return (Key("rms_norm_eps", eps_paths, eps), act, ATTENTION_DROPOUT)
@@ -96,11 +96,6 @@ FIELDS = (
     RopeField(full_rotary_only=True),
 )
 
-EMBEDDING_AND_HEAD_WEIGHTS = (
-    WeightMapping("model.embed_tokens", "decoder.embed.token"),
-    WeightMapping("model.norm", "decoder.final_norm"),
-    WeightMapping("lm_head", "head.matrix"),
-)
 NORM_WEIGHTS = (
     WeightMapping("input_layernorm", "attn.norm_in"),
     WeightMapping("post_attention_layernorm", "ffn.norm_in"),
@@ -110,14 +105,23 @@ QK_NORM_WEIGHTS = tuple(WeightMapping(f"self_attn.{p}_norm", f"attn.f.{p}_norm.n
 FFN_WEIGHTS = tuple(WeightMapping(f"mlp.{p}_proj", f"ffn.f.{p}") for p in ("gate", "up", "down"))
 
 
-def per_layer(*mappings: WeightMapping) -> tuple[WeightMapping, ...]:
-    """Weight mappings of every layer."""
-    return add_prefix("model.layers.{i}", "decoder.blocks.{i}", *mappings)
+def weights(
+    *mappings: WeightMapping,
+    embed: str = "model.embed_tokens",
+    norm: str = "model.norm",
+    head: str = "lm_head",
+    layer: str = "model.layers",
+) -> tuple[WeightMapping, ...]:
+    """Weight mappings of a decoder: token embedding, final norm, head, and `mappings` for each layer.
 
-
-def weights(*mappings: WeightMapping) -> tuple[WeightMapping, ...]:
-    """Weight mappings of embedding and head, and `mappings` for every layer."""
-    return (*EMBEDDING_AND_HEAD_WEIGHTS, *per_layer(*mappings))
+    The other arguments are the checkpoint keys of embedding, final norm, head and the list of layers.
+    """
+    return (
+        WeightMapping(embed, "decoder.embed.token"),
+        WeightMapping(norm, "decoder.final_norm"),
+        WeightMapping(head, "head.matrix"),
+        *add_prefix(f"{layer}.{{i}}", "decoder.blocks.{i}", *mappings),
+    )
 
 
 WEIGHTS = weights(*NORM_WEIGHTS, *ATTENTION_WEIGHTS, *FFN_WEIGHTS)

@@ -1,20 +1,16 @@
 """MPNet: BERT with the positions of RoBERTa and the relative position bias of T5. https://arxiv.org/abs/2004.09297"""
 
 from cutaway.families.config_fields import Key, SameAs, SupportedValues
-from cutaway.families.family import Family
 from cutaway.families.tables import bert
 from cutaway.families.weight_conversion import WeightMapping
 
 POSITION_OFFSET = 2
 RELATIVE_BIAS = {"kind": "relative-bias", "buckets": 32, "max_distance": 128}
 
-FAMILY = Family(
-    name="mpnet",
-    architecture="MPNetForMaskedLM",
-    base_architecture="MPNetModel",
-    template=bert.build_template(
-        position=RELATIVE_BIAS, embedding={"position": {"kind": "learned", "offset": POSITION_OFFSET}}
-    ),
+FAMILY = bert.build_family(
+    "mpnet",
+    "MPNet",
+    bert.build_template(position=RELATIVE_BIAS, embedding={"position": {"kind": "learned", "offset": POSITION_OFFSET}}),
     fields=(
         *bert.size_fields(30527, 768, 12, 12, 3072),
         Key(
@@ -39,7 +35,4 @@ FAMILY = Family(
         WeightMapping("mpnet.encoder.relative_attention_bias", "encoder.positions.0.table"),
         *bert.mlm_head_weights("lm_head", "dense", "layer_norm"),
     ),
-    base_model_prefix="mpnet.",
-    ignored_weights=bert.ignored_weights(),
-    weight_renamings=bert.WEIGHT_RENAMINGS,
 )

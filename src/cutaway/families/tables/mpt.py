@@ -6,8 +6,8 @@ from cutaway.errors import ConfigError
 from cutaway.families.config_fields import ConfigFields, Custom, HFConfigReader, Key, SupportedValues, flag
 from cutaway.families.config_tree import ConfigTree
 from cutaway.families.family import Family
-from cutaway.families.tables.llama import ATTENTION, IGNORED_CLASSIFIER_WEIGHTS, build_template
-from cutaway.families.weight_conversion import QKV, Split, WeightMapping, add_prefix
+from cutaway.families.tables.llama import ATTENTION, IGNORED_CLASSIFIER_WEIGHTS, build_template, weights
+from cutaway.families.weight_conversion import QKV, Split, WeightMapping
 
 
 @dataclass(frozen=True)
@@ -80,20 +80,16 @@ FAMILY = Family(
         SupportedValues("resid_pdrop", (0.0,), "implementations differ in whether they apply it in training"),
         SupportedValues("emb_pdrop", (0.0,), "implementations differ in whether they apply it in training"),
     ),
-    weight_mappings=(
-        WeightMapping("transformer.wte", "decoder.embed.token"),
-        WeightMapping("transformer.norm_f", "decoder.final_norm"),
-        WeightMapping("lm_head", "head.matrix"),
-        *add_prefix(
-            "transformer.blocks.{i}",
-            "decoder.blocks.{i}",
-            WeightMapping("norm_1", "attn.norm_in"),
-            WeightMapping("norm_2", "ffn.norm_in"),
-            WeightMapping("attn.Wqkv", QKV, Split()),
-            WeightMapping("attn.out_proj", "attn.f.o"),
-            WeightMapping("ffn.up_proj", "ffn.f.up"),
-            WeightMapping("ffn.down_proj", "ffn.f.down"),
-        ),
+    weight_mappings=weights(
+        WeightMapping("norm_1", "attn.norm_in"),
+        WeightMapping("norm_2", "ffn.norm_in"),
+        WeightMapping("attn.Wqkv", QKV, Split()),
+        WeightMapping("attn.out_proj", "attn.f.o"),
+        WeightMapping("ffn.up_proj", "ffn.f.up"),
+        WeightMapping("ffn.down_proj", "ffn.f.down"),
+        embed="transformer.wte",
+        norm="transformer.norm_f",
+        layer="transformer.blocks",
     ),
     base_model_prefix="transformer.",
     attribute_map={"hidden_size": "d_model", "num_attention_heads": "n_heads", "num_hidden_layers": "n_layers"},

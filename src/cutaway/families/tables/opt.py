@@ -4,7 +4,7 @@ from cutaway.errors import ConfigError
 from cutaway.families.config_fields import Custom, HFConfigReader, Key, SupportedValues, activation, flag
 from cutaway.families.config_tree import ConfigTree
 from cutaway.families.tables import llama
-from cutaway.families.weight_conversion import WeightMapping, add_prefix
+from cutaway.families.weight_conversion import WeightMapping
 
 
 def _read_norm_placement(hf_config: HFConfigReader, tree: ConfigTree) -> None:
@@ -64,21 +64,19 @@ FAMILY = llama.build_family(
         Custom(("word_embed_proj_dim",), _read_embedding_projection, _write_embedding_projection),
     ),
     weight_mappings=(
-        WeightMapping("model.decoder.embed_tokens", "decoder.embed.token"),
         WeightMapping("model.decoder.embed_positions", "decoder.embed.position.table"),
         WeightMapping("model.decoder.project_in", "decoder.embed.project"),
         WeightMapping("model.decoder.project_out", "head.transform.dense"),
-        WeightMapping("model.decoder.final_layer_norm", "decoder.final_norm"),
-        WeightMapping("lm_head", "head.matrix"),
-        *add_prefix(
-            "model.decoder.layers.{i}",
-            "decoder.blocks.{i}",
+        *llama.weights(
             *(WeightMapping("self_attn_layer_norm", norm) for norm in ("attn.norm_in", "norm_after_attn")),
             *(WeightMapping("final_layer_norm", norm) for norm in ("ffn.norm_in", "norm_after_ffn")),
             *llama.ATTENTION_WEIGHTS[:3],
             WeightMapping("self_attn.out_proj", "attn.f.o"),
             WeightMapping("fc1", "ffn.f.up"),
             WeightMapping("fc2", "ffn.f.down"),
+            embed="model.decoder.embed_tokens",
+            norm="model.decoder.final_layer_norm",
+            layer="model.decoder.layers",
         ),
     ),
     ignored_weights={r"model\.decoder\.version": "version of a legacy file layout", **llama.IGNORED_CLASSIFIER_WEIGHTS},

@@ -7,7 +7,7 @@ from cutaway.families.tables import llama
 from cutaway.families.weight_conversion import WeightMapping
 
 
-def qk_layernorm_field(*, gain_per_head: bool = False) -> Custom:
+def qk_layernorm_field(key: str = "qk_layernorm", *, gain_per_head: bool = False) -> Custom:
     """QK-norm by LayerNorm with the eps of the other norms. If each head has its own gain, there are no biases."""
     path = f"{llama.ATTENTION}.qk_norm"
 
@@ -15,12 +15,12 @@ def qk_layernorm_field(*, gain_per_head: bool = False) -> Custom:
         eps = hf_config.get_number("layer_norm_eps", 1e-5)
         norm = {"kind": "layernorm", "eps": eps, "bias": not gain_per_head}
         qk_norm = {"norm": norm, "gain_per_head": True} if gain_per_head else {"norm": norm}
-        tree.set(path, qk_norm if hf_config.get("qk_layernorm", False) else None)
+        tree.set(path, qk_norm if hf_config.get(key, False) else None)
 
     def to_hf(tree: ConfigTree, hf_config: dict[str, object]) -> None:
-        hf_config["qk_layernorm"] = tree.get(path) is not None
+        hf_config[key] = tree.get(path) is not None
 
-    return Custom(("qk_layernorm",), from_hf, to_hf)
+    return Custom((key,), from_hf, to_hf)
 
 
 FAMILY = llama.build_family(
@@ -41,17 +41,15 @@ FAMILY = llama.build_family(
         RopeField(default_partial_rotary_factor=0.5),
     ),
     weight_mappings=(
-        WeightMapping("model.embed_tokens", "decoder.embed.token"),
-        WeightMapping("model.final_layernorm", "decoder.final_norm"),
-        WeightMapping("lm_head", "head.matrix"),
         WeightMapping("lm_head.bias", "head.bias"),
-        *llama.per_layer(
+        *llama.weights(
             WeightMapping("input_layernorm", "norm"),
             *llama.ATTENTION_WEIGHTS[:3],
             WeightMapping("self_attn.dense", "attn.f.o"),
             *(WeightMapping(f"self_attn.{p}_layernorm", f"attn.f.{p}_norm.norm") for p in "qk"),
             WeightMapping("mlp.fc1", "ffn.f.up"),
             WeightMapping("mlp.fc2", "ffn.f.down"),
+            norm="model.final_layernorm",
         ),
     ),
 )

@@ -18,7 +18,7 @@ class _LongRopeField(RopeField):
         super().from_hf(hf_config, tree)
         kind = tree.get(f"{llama.ATTENTION}.position.scaling.kind")
         if kind not in ("none", "longrope"):
-            raise ConfigError(f"the rope_type is '{kind}', but this family supports only longrope and default")
+            raise ConfigError(f"config.json's 'rope_type' is '{kind}'; this family supports only longrope and default")
 
 
 FAMILY = llama.build_family(

@@ -47,7 +47,7 @@ MOE_FIELDS = (
 
 
 def dense_fields(intermediate_size: int) -> WhereFFN:
-    """Fields of the layers without experts."""
+    """Config fields of the layers without experts. `intermediate_size` is the default."""
     hidden = Key("intermediate_size", f"{llama.FFN}.hidden", intermediate_size)
     return WhereFFN("gated", (hidden, activation("hidden_act", f"{llama.FFN}.activation", "silu")))
 

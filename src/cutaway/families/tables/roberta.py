@@ -2,7 +2,6 @@
 
 from cutaway.families.config_fields import Custom, HFConfigReader, SameAs
 from cutaway.families.config_tree import ConfigTree
-from cutaway.families.family import Family
 from cutaway.families.tables import bert
 
 POSITION_PATH = "encoder.embedding.position"
@@ -21,11 +20,10 @@ def _write_positions(tree: ConfigTree, hf_config: dict[str, object]) -> None:
     hf_config["max_position_embeddings"] = tree.get(f"{POSITION_PATH}.length") + offset
 
 
-FAMILY = Family(
-    name="roberta",
-    architecture="RobertaForMaskedLM",
-    base_architecture="RobertaModel",
-    template=bert.build_template(),
+FAMILY = bert.build_family(
+    "roberta",
+    "Roberta",
+    bert.build_template(),
     fields=(
         *bert.size_fields(50265, 768, 12, 12, 3072),
         Custom(("max_position_embeddings", "pad_token_id"), _read_positions, _write_positions),
@@ -38,7 +36,4 @@ FAMILY = Family(
         *bert.encoder_weights("roberta", *bert.LAYER_WEIGHTS),
         *bert.mlm_head_weights("lm_head", "dense", "layer_norm"),
     ),
-    base_model_prefix="roberta.",
-    ignored_weights=bert.ignored_weights(),
-    weight_renamings=bert.WEIGHT_RENAMINGS,
 )

@@ -21,7 +21,7 @@ FFN_KEYS = ("feed_forward_proj", "dense_act_fn", "is_gated_act")
 
 
 def _ffn_field(default_feed_forward_proj: str) -> Custom:
-    """`feed_forward_proj` (`gated-gelu` or `relu`); `dense_act_fn` and `is_gated_act` take precedence if present."""
+    """Field of the FFN: `feed_forward_proj` ('relu', 'gated-gelu' …). `dense_act_fn` and `is_gated_act` override it."""
 
     def from_hf(hf_config: HFConfigReader, tree: ConfigTree) -> None:
         feed_forward_proj = hf_config.get(FFN_KEYS[0]) or default_feed_forward_proj
@@ -46,7 +46,7 @@ def _ffn_field(default_feed_forward_proj: str) -> Custom:
 
 
 def common_fields(vocab_size: int, d_ff: int, num_layers: int, num_heads: int, feed_forward_proj: str) -> ConfigFields:
-    """Fields of T5 and mT5, with the family's defaults."""
+    """Config fields of T5 and mT5. The arguments are the family's defaults."""
     dropout_paths = (*ATTENTION_PATHS, *FFN_PATHS, *STACKS, *both_stacks("embedding"))
     return (
         Key("vocab_size", "vocab_size", vocab_size),
@@ -84,7 +84,7 @@ def _is_gated(config: Config) -> bool:
 
 
 def layer_weights(stack: str, *attentions: tuple[str, str]) -> tuple[WeightMapping, ...]:
-    """Weight mappings of a layer. Checkpoint keys number the sublayers from 0; the FFN is the last."""
+    """Weight mappings of a layer. `attentions` are (checkpoint name, model name) of its sublayers before the FFN."""
     mappings = []
     for n, (name, branch) in enumerate(attentions):
         mappings += [WeightMapping(f"{n}.{name}.{p}", f"{branch}.f.{p}") for p in "qkvo"]

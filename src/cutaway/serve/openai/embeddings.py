@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from cutaway.bounded_files import read_json_object
 from cutaway.errors import ConfigError
-from cutaway.families.safetensors_reader import read_json_file
 from cutaway.model import DecoderOnly, EncoderDecoder, EncoderOnly, Transformer
 
 MAX_BATCH_TOKENS = 4096
@@ -25,7 +25,7 @@ def read_pooling_mode(directory: Path) -> str | None:
     path = directory / "1_Pooling" / "config.json"
     if not path.is_file():
         return None
-    data = read_json_file(path, ConfigError)
+    data = read_json_object(path, ConfigError)
     return next((mode for key, mode in POOLING_MODES.items() if data.get(key) is True), None)
 
 

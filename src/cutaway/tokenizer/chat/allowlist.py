@@ -25,14 +25,14 @@ def _repeat_count(count: object) -> int:
 
 
 def percent_format_size(pattern: str, values: object) -> int:
-    """Result size of '%5d' % values."""
+    """Upper bound on the number of characters of `pattern % values`."""
     if re.search(r"%[^a-zA-Z%]*\*", pattern):
         raise SecurityError("it uses a computed width in a format string")
     return len(pattern) + pattern.count("%") * estimate_size(values) + _max_padding(pattern)
 
 
 def str_format_size(pattern: str, values: Sequence[object], named: Mapping[str, object]) -> int:
-    """Result size of '{:5}'.format(values)."""
+    """Upper bound on the number of characters of `pattern.format(*values, **named)`."""
     if re.search(r":[^{}]*\{", pattern):
         raise SecurityError("it uses a computed width in a format string")
     return len(pattern) + pattern.count("{") * estimate_size([*values, dict(named)]) + _max_padding(pattern)
@@ -72,7 +72,7 @@ def _round_size(value: object, precision: object = 0, method: object = "common")
 
 
 def _word_list_size(value: object) -> int:
-    """The filter builds a list of all words."""
+    """Size estimate of a filter that builds a list of all words."""
     return 16 * estimate_size(value)
 
 
@@ -153,7 +153,7 @@ _ALLOWED_METHODS: dict[type, Mapping[str, SizeEstimate | None]] = {
 
 
 def method_result_size(owner: object, name: str, args: Sequence[object], named: Mapping[str, object]) -> int:
-    """Size estimate of a method call; raise SecurityError if the method is not allowed."""
+    """Upper bound on the result size of `owner.name(...)`. Raise SecurityError if the method is not allowed."""
     for kind, methods in _ALLOWED_METHODS.items():
         if isinstance(owner, kind) and name in methods:
             estimate = methods[name]

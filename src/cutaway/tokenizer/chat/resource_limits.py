@@ -37,7 +37,7 @@ class ResourceMeter:
             raise SecurityError(f"it runs longer than {MAX_SECONDS:g} seconds")
 
     def check_size(self, size: int) -> None:
-        """Raise SecurityError if a value of this size, not yet created, would be too large."""
+        """Raise SecurityError if a value of `size`, about to be created, is too large, or after the deadline."""
         self.check_time()
         if size > MAX_VALUE_SIZE:
             raise SecurityError(f"it creates a value of more than {MAX_VALUE_SIZE:,} characters")
@@ -67,7 +67,7 @@ CURRENT_METER: ContextVar[ResourceMeter] = ContextVar("cutaway_chat_meter")
 
 
 def estimate_size(value: object) -> int:
-    """Approximate number of characters of a value when printed; a list contained twice counts twice."""
+    """Approximate number of characters of a printed value. Counting stops above MAX_VALUE_SIZE."""
     total = 0
     pending: list[object] = [value]
     while pending and total <= MAX_VALUE_SIZE:

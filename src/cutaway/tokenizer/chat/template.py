@@ -70,7 +70,7 @@ def _validate_messages(messages: object) -> list[object]:
         content = message.get("content")
         parts = isinstance(content, Sequence) and all(isinstance(part, Mapping) for part in content)
         if not (content is None or isinstance(content, str) or parts):
-            raise InputError(f"message {i} has content that is neither text nor a list of parts with a type")
+            raise InputError(f"message {i} has a {type(content).__name__} as content; pass text or a list of objects")
         chat.append(_to_json_types(message, f"message {i}"))
     return chat
 

@@ -19,6 +19,7 @@ from cutaway.tokenizer import split_patterns as splits
 from cutaway.tokenizer.decode_stream import is_byte_token
 from cutaway.tokenizer.file_io import MAX_VOCAB_SIZE, JsonObject, wrap_tokenizers_errors
 from cutaway.tokenizer.formats import sentencepiece as spm
+from cutaway.tokenizer.formats.tokenizer_json import flatten_steps
 from cutaway.tokenizer.pipelines import PIPELINES, bos_eos_processor, build_metaspace_decoder
 from cutaway.tokenizer.tokenizer import Tokenizer
 from cutaway.tokenizer.tokenizer_config import ChatTemplate, TokenizerConfig
@@ -64,8 +65,6 @@ class _GGUFTokenizerMetadata:
 
     def get_list(self, name: str, item_type: type[T]) -> list[T] | None:
         value = self._metadata.get(_GGML_KEY_PREFIX + name)
-        if isinstance(value, np.ndarray | tuple):
-            value = list(value) if isinstance(value, tuple) else value.tolist()
         item_types = (int, float) if item_type is float else item_type
         if value is None or (isinstance(value, list) and all(isinstance(item, item_types) for item in value)):
             return value
@@ -89,7 +88,7 @@ class _GGUFTokenizerMetadata:
         return {token: token_id for token_id, token in reversed([*enumerate(self.tokens)])}
 
     def pieces(self) -> list[tuple[str, float, int]]:
-        """(piece, score, type) of SentencePiece models."""
+        """Return (piece, score, type) of each token of a SentencePiece tokenizer."""
         scores = self.get_list("scores", float)
         if scores is None or len(scores) != len(self.tokens):
             raise InputError(
@@ -217,7 +216,7 @@ _PIPELINE_BUILDERS: dict[str, tuple[Callable[[_GGUFTokenizerMetadata], tokenizer
 def tokenizer_to_gguf(tokenizer: Tokenizer) -> dict[str, object]:
     """GGUF metadata of a tokenizer, by full key. Supports byte-level BPE, SentencePiece BPE and Unigram."""
     pipeline = json.loads(tokenizer.backend.to_str())
-    model, steps = pipeline["model"], _flatten_steps(pipeline)
+    model, steps = pipeline["model"], flatten_steps([pipeline["normalizer"], pipeline["pre_tokenizer"]])
     step_types = {step["type"] for step in steps}
     values: dict[str, object]
     if model["type"] == "BPE" and "ByteLevel" in step_types:
@@ -231,7 +230,7 @@ def tokenizer_to_gguf(tokenizer: Tokenizer) -> dict[str, object]:
         values["remove_extra_whitespaces"] = "WhitespaceSplit" in step_types
         for step in steps:
             match step:
-                case {"type": "Precompiled", "precompiled_charsmap": charsmap}:
+                case {"type": "Precompiled", "precompiled_charsmap": str(charsmap)}:
                     values["precompiled_charsmap"] = list(base64.b64decode(charsmap))
                 case {"type": "Replace", "pattern": {"Regex": " {2,}"}}:
                     values["remove_extra_whitespaces"] = True
@@ -255,15 +254,6 @@ def tokenizer_to_gguf(tokenizer: Tokenizer) -> dict[str, object]:
     return fields if template is None else {**fields, _CHAT_TEMPLATE_KEY: template}
 
 
-def _flatten_steps(pipeline: Step) -> list[Step]:
-    """Normalizer and pre-tokenizer steps as one flat list."""
-    flat: list[Step] = []
-    for step in (pipeline["normalizer"], pipeline["pre_tokenizer"]):
-        if step is not None:
-            flat += step.get("normalizers") or step.get("pretokenizers") or [step]
-    return flat
-
-
 def _pre_tokenizer_name(steps: list[Step], *, has_merges: bool) -> str:
     patterns: list[str] = []
     for step in steps:
@@ -274,7 +264,7 @@ def _pre_tokenizer_name(steps: list[Step], *, has_merges: bool) -> str:
                 patterns.append(r"\p{N}")
             case {"type": "ByteLevel", "use_regex": True}:
                 patterns += splits.SPLIT_PATTERNS["gpt-2"]
-            case {"type": "ByteLevel" | "NFC"}:
+            case {"type": "Sequence" | "ByteLevel" | "NFC"}:
                 pass
             case _:
                 patterns.append(f"<{step['type']}>")
@@ -316,7 +306,7 @@ def _token_metadata(tokenizer: Tokenizer, model: Step) -> dict[str, object]:
 
 
 def _bpe_scores(tokens: list[str], types: list[int], merges: list[list[str]]) -> list[float]:
-    """Score of each token: minus the index of its first merge. SentencePiece BPE merges the best score first."""
+    """Score of each token: minus the index of the first merge that creates it. The highest score is merged first."""
     first_merge: dict[str, int] = {}
     for i, (left, right) in enumerate(merges):
         first_merge.setdefault(left + right, i)

@@ -19,6 +19,9 @@ from cutaway.tokenizer.vocabulary import MAX_PIECE_LENGTH, Vocabulary, generate_
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 UNIGRAM_MODEL, BPE_MODEL = 1, 2
+_TRAINER_FIELDS = ["model_type", "byte_fallback", "treat_whitespace_as_suffix", "unk_id", "bos_id", "eos_id", "pad_id"]
+_NORMALIZER_FIELDS = ["precompiled_charsmap", "add_dummy_prefix", "remove_extra_whitespaces"]
+"""Fields of SentencePieceModel that the file stores in its trainer_spec and in its normalizer_spec."""
 
 
 @dataclass
@@ -65,20 +68,10 @@ def parse_sentencepiece_model(data: bytes) -> SentencePieceModel:
         raise InputError(f"the file is not a complete SentencePiece model ({error}); download it again") from error
     if len(proto.pieces) > MAX_VOCAB_SIZE or not all(isinstance(piece.piece, str) for piece in proto.pieces):
         raise InputError("the SentencePiece model has too many pieces, or one that is not UTF-8; download it again")
-    trainer, normalizer = proto.trainer_spec, proto.normalizer_spec
-    model = SentencePieceModel(
-        pieces=[(piece.piece, piece.score, piece.type) for piece in proto.pieces],
-        model_type=trainer.model_type,
-        byte_fallback=trainer.byte_fallback,
-        treat_whitespace_as_suffix=trainer.treat_whitespace_as_suffix,
-        unk_id=trainer.unk_id,
-        bos_id=trainer.bos_id,
-        eos_id=trainer.eos_id,
-        pad_id=trainer.pad_id,
-        precompiled_charsmap=normalizer.precompiled_charsmap,
-        add_dummy_prefix=normalizer.add_dummy_prefix,
-        remove_extra_whitespaces=normalizer.remove_extra_whitespaces,
-    )
+    model = SentencePieceModel([(piece.piece, piece.score, piece.type) for piece in proto.pieces])
+    for spec, names in ((proto.trainer_spec, _TRAINER_FIELDS), (proto.normalizer_spec, _NORMALIZER_FIELDS)):
+        for name in names:
+            setattr(model, name, getattr(spec, name))
     validate_sentencepiece_model(model)
     # protobuf skips fields of the wrong type and unknown piece types. Raise, because the rest would be a smaller model.
     # The trainer_spec is not checked, because new trainer options do not change how text is encoded.
@@ -110,7 +103,7 @@ def validate_sentencepiece_model(model: SentencePieceModel) -> None:
 
 
 def validate_charsmap(precompiled_charsmap: bytes) -> None:
-    """Check the layout: the size of a trie in bytes, the trie in 32-bit units, and replacements of up to 256 bytes."""
+    """Raise unless the table is: size of a trie in bytes, trie of 32-bit units, replacements of at most 256 bytes."""
     size = int.from_bytes(precompiled_charsmap[:4], "little")
     is_valid = len(precompiled_charsmap) >= 8 and not size % 4 and 0 < size <= len(precompiled_charsmap) - 4
     if not is_valid or max(map(len, precompiled_charsmap[4 + size :].split(b"\0"))) > 256:

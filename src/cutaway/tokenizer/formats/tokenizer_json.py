@@ -25,7 +25,7 @@ def parse_tokenizer_json(text: str, path: Path) -> tokenizers.Tokenizer:
 
 
 def check_text_expansion(content: Mapping[str, object], path: Path) -> None:
-    """Raise if the pipeline of an untrusted file could lengthen a text by more than _MAX_TEXT_EXPANSION."""
+    """Raise if the pipeline of an untrusted file could multiply the length of a text by over _MAX_TEXT_EXPANSION."""
     factor = 1.0
     for step in flatten_steps([content.get("normalizer"), content.get("pre_tokenizer"), content.get("decoder")]):
         factor *= _expansion_factor(step)
@@ -34,13 +34,14 @@ def check_text_expansion(content: Mapping[str, object], path: Path) -> None:
 
 
 def flatten_steps(steps: list[object]) -> list[JsonObject]:
-    """All nested steps as a flat list. Values that are not objects are skipped; the library rejects them."""
-    flat, pending = [], [part for part in steps if isinstance(part, dict)]
+    """All nested steps in their order. Values that are not objects are skipped; the library rejects them."""
+    flat, pending = [], [*reversed(steps)]
     while pending:
         step = pending.pop()
-        flat.append(step)
-        for name in ("normalizers", "pretokenizers", "decoders", "processors"):
-            pending += [part for part in _as_list(step.get(name)) if isinstance(part, dict)]
+        if isinstance(step, dict):
+            flat.append(step)
+            for name in ("normalizers", "pretokenizers", "decoders", "processors"):
+                pending += reversed(_as_list(step.get(name)))
     return flat
 
 
@@ -60,7 +61,7 @@ def _expansion_factor(step: Mapping[str, object]) -> float:
 
 
 def _num_inserted_tokens(post_processor: object) -> int:
-    """Number of ids that post-processor templates add to a text."""
+    """Number of special tokens that the templates of a post-processor add to a text."""
     total = 0
     for step in flatten_steps([post_processor]):
         special = step.get("special_tokens")
@@ -112,11 +113,8 @@ def _parse_merge(merge: object, path: Path) -> tuple[str, str]:
 
 
 def _find_precompiled_charsmap(normalizer: object, path: Path) -> bytes | None:
-    if not isinstance(normalizer, dict):
-        return None
-    steps = normalizer.get("normalizers") if normalizer.get("type") == "Sequence" else [normalizer]
-    for step in steps if isinstance(steps, list) else []:
-        if isinstance(step, dict) and step.get("type") == "Precompiled":
+    for step in flatten_steps([normalizer]):
+        if step.get("type") == "Precompiled":
             try:
                 charsmap = base64.b64decode(step.get("precompiled_charsmap"), validate=True)  # type: ignore[arg-type]
                 validate_charsmap(charsmap)
