@@ -62,7 +62,7 @@ def check_weight_bits(weight_bits: int | None) -> None:
 
 
 def parse_length(text: str | None) -> int | None:
-    """Parse a number of tokens, such as 8192 or 8Ki."""
+    """Parse a number of tokens, such as 8192 or 8Ki (8 × 1024)."""
     from cutaway.size.units import parse_count
 
     return None if text is None else parse_count(text)

@@ -25,7 +25,7 @@ class GenerateOptions(EngineOptions, total=False):
 
 
 class TimedGeneration:
-    """Requests, their engine, and the times of their tokens. Streaming one request advances all of them."""
+    """Requests of one engine, with the times of their tokens. Streaming one request advances all requests."""
 
     def __init__(self, engine: Engine, requests: Sequence[Request] = ()) -> None:
         self.engine = engine
@@ -120,7 +120,10 @@ def start_generation(
     max_model_len: int | None = None,
     **options: Unpack[EngineOptions],
 ) -> tuple[TimedGeneration, list[Request]]:
-    """Start an engine with one request per completion, in order. The results are the same as those of `generate`."""
+    """Start an engine with one request per completion, in the order of the prompts.
+
+    The completions are the same as those of `generate`.
+    """
     inputs = prepare_inputs(
         checkpoint, list(prompts), params, max_num_seqs=max_num_seqs, max_model_len=max_model_len, **options
     )

@@ -16,7 +16,7 @@ MAX_TRACED_TOKENS = 2048
 
 @dataclass
 class TokenizedInput:
-    """A model, its input and its tokenizer."""
+    """A model, its tokenizer, and one text tokenized for it."""
 
     model: "Transformer"
     text: str
@@ -53,7 +53,7 @@ class TokenizedInput:
         return self.tokens if self.source is None or self.target is not None else self.source
 
     def resolve_position(self, position: str) -> int:
-        """Return the index that --position means. If it is part of the text, that is the index of its last token."""
+        """Return the token index given by --position, an index or a part of the text, which means its last token."""
         tokens = self.traced_tokens
         try:
             index = int(position)
@@ -83,7 +83,7 @@ class TokenizedInput:
 def load_tokenized_input(
     source: str, text: str, target: str | None, device: str | None, dtype: "DType | None", *, quiet: bool
 ) -> TokenizedInput:
-    """Load a checkpoint, or build an untrained model, and tokenize the text."""
+    """Load a checkpoint, or build an untrained model, and tokenize the text. `target` is the decoder's text."""
     from cutaway.cli.prompts import read_stdin, split_prompts
 
     text = next(split_prompts(read_stdin(), False)) if text == "-" else text

@@ -23,7 +23,7 @@ def build_app(
     on_shutdown: Iterable[Callable[[], object]] = (),
     on_response: ResponseCallback | None = None,
 ) -> FastAPI:
-    """Build the application from its routers, behind one access policy.
+    """Build a FastAPI application with these routers. Each request first passes `SecurityMiddleware`.
 
     The `on_shutdown` callbacks run in a thread when the server shuts down. `on_response` is called after each response.
     """
@@ -68,7 +68,7 @@ def _handle_api_error(_: Request, error: Exception) -> Response:
 
 
 def _handle_http_exception(_: Request, error: Exception) -> Response:
-    """Handle unknown routes (404) and methods (405)."""
+    """Return the error response for a path (404) or an HTTP method (405) without a route."""
     assert isinstance(error, HTTPException)
     messages = {
         404: "there is no such path on this server; check the URL",
@@ -87,5 +87,5 @@ def _handle_validation_error(_: Request, error: Exception) -> Response:
 
 
 def _handle_cutaway_error(_: Request, error: Exception) -> Response:
-    """Handle input that the model or the tokenizer rejects."""
+    """Return the error response for input that the model or the tokenizer rejects."""
     return APIError(400, str(error)).to_response()

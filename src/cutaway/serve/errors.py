@@ -46,6 +46,9 @@ def overload_error(message: str, code: str, limits: Limits) -> APIError:
 
 
 def invalid_field_error(path: Sequence[object], message: str, default_name: str) -> APIError:
-    """Return the error for a field that pydantic rejects. The response does not contain the field's value."""
+    """Return the error for a field that pydantic rejects. The message does not contain the field's value.
+
+    `path` is the location of the field in the request. If it is empty, the message says `default_name` instead.
+    """
     param = ".".join(str(part)[:40] for part in path[:6]) or None
     return APIError(400, f"{param or default_name}: {message[:300]}", param=param)

@@ -42,7 +42,7 @@ class ServerMetrics:
         return Histogram(f"cutaway_{name}", description, buckets=buckets, registry=self.registry)
 
     def add_gauge(self, name: str, description: str, read: Callable[[], float]) -> None:
-        """Add a gauge that calls `read` when /metrics is scraped."""
+        """Add a gauge whose value is `read()` at the time when /metrics is scraped."""
         Gauge(f"cutaway_{name}", description, registry=self.registry).set_function(read)
 
     def record_response(self, route: str, status: int, seconds: float) -> None:

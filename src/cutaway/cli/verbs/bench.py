@@ -131,7 +131,10 @@ def _load_or_build_checkpoint(source: str, device: str | None, dtype: DType | No
 
 @contextmanager
 def _saved_for_transformers(checkpoint: "Checkpoint", requested: bool | None) -> "Iterator[tuple[Path | None, str]]":
-    """Save the model in a directory that transformers can load. Yield it, or None and a note on why that failed."""
+    """Context manager: save the model in a temporary directory that transformers can load.
+
+    Yield the directory and "", or None and a note that says why there is no baseline.
+    """
     import tempfile
     from importlib.util import find_spec
 

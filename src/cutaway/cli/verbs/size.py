@@ -53,7 +53,8 @@ def size(
         OptionText, option("Cross-entropy: full (over all logits at once), or chunked as in train.", metavar="NAME")
     ] = None,
     gpu: Annotated[
-        OptionText, option("Device from --list-hardware, or 'local', which cutaway bench has measured.", metavar="NAME")
+        OptionText,
+        option("Device from --list-hardware, or 'local': this machine, measured by cutaway bench.", metavar="NAME"),
     ] = None,
     bandwidth: Annotated[OptionText, option("Memory bandwidth of a custom device.", metavar="3.35TB/s")] = None,
     flops: Annotated[OptionText, option("Peak FLOP/s of a custom device.", metavar="989TFLOPS")] = None,

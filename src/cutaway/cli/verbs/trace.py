@@ -113,7 +113,10 @@ def _resolve_sites(model: "Transformer", patterns: list[str] | None) -> list[str
 
 
 def default_sites(model: "Transformer", *, all_blocks: bool = False) -> list[str]:
-    """Return the sites outside blocks and in the first and last blocks, except those equal to the site before them."""
+    """Return the sites outside blocks, and those of the first and last blocks or of all blocks.
+
+    Residual-stream sites with the same value as the site before them are left out.
+    """
     from cutaway.lens import sites
     from cutaway.lens.sites import is_repeated_resid
 

@@ -74,7 +74,7 @@ def _render_finding(finding: Finding) -> RenderableType:
 
 
 def _two_column_table() -> Table:
-    """Return an empty table with two columns, for names and texts."""
+    """Return an empty table with two columns. Only the second column wraps."""
     table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")

@@ -103,7 +103,7 @@ def _labeled_items(label: str, items: Iterable[str], width: int) -> Text:
 
 
 def _group_layers(layers: list[Data], *, several: bool) -> list[str]:
-    """Group equal layers. Return the number of layers and the parameters of one layer for each group, as text."""
+    """Return one text per group of equal layers, with the number of layers and the parameters of one layer."""
     counts: dict[tuple[Any, ...], int] = {}
     for layer in layers:
         key = layer["stack"], layer["total"], layer["active"], layer["shared_with"] is not None

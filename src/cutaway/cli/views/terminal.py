@@ -67,7 +67,10 @@ def print_without_wrapping(table: Table) -> None:
 
 @contextmanager
 def progress_bar(description: str, *, quiet: bool) -> Iterator[Callable[[int, int], None]]:
-    """Context manager: show a progress bar on a terminal after two seconds. Yields a function (completed, total)."""
+    """Context manager: show a progress bar on a terminal after two seconds. Yield its update function.
+
+    The update function has the arguments (number of completed steps, total number of steps).
+    """
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = Console(stderr=True)
@@ -90,7 +93,7 @@ def spinner(text: str, *, quiet: bool = False) -> AbstractContextManager[object]
 
 
 def format_number(value: float) -> str:
-    """Format a number with three significant digits below 100, and as an integer from 100 to one million."""
+    """Format a number: "<0.01", three significant digits below 100, an integer below 1e6, else with SI prefix."""
     if value >= 1e6:
         return format_si(value, digits=3)
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}" if value >= 0.01 else "<0.01"

@@ -128,7 +128,7 @@ class TrainingProgress:
 
 
 def _format_layer_stats(layer_stats: Row) -> str:
-    """Format the layer statistics in one line, as maxima and ranges over the layers."""
+    """Format the layer statistics in one line: the largest gradient norm and update ratio, and the range of others."""
     items = [f"{name} ≤ {_format_max(layer_stats[key])}" for name, key in LAYER_METRICS.items() if layer_stats.get(key)]
     norms = list(layer_stats["resid_norm"].values())
     items.append(f"residual norm {norms[0]:.2g} → {norms[-1]:.2g}")

@@ -55,7 +55,10 @@ class Inspector:
     def get_activations(
         self, model_input: ModelInput, job: QueryJob, on_site: SiteCallback = lambda name, value: None
     ) -> ActivationCache:
-        """Return the activations of an input from the cache, or from a forward pass that calls `on_site` per site."""
+        """Return the activations of an input.
+
+        If they are not cached, run a forward pass, which calls `on_site(name, activation)` at each site.
+        """
         self.validate_input(model_input)
         with self.lock:
             activations = self.activation_caches.get(model_input.cache_key)
@@ -72,7 +75,10 @@ class Inspector:
         return sum(cached.nbytes for cached in self.activation_caches.values())
 
     def get_activations_at(self, model_input: ModelInput, site_names: list[str], job: QueryJob) -> ActivationCache:
-        """Return the activations as `get_activations` does, and also at sites that it left out to save memory."""
+        """Return the activations of an input, including those at `site_names`.
+
+        A second forward pass computes those that `get_activations` leaves out to save memory.
+        """
         activations = self.get_activations(model_input, job)
         missing = [name for name in site_names if name not in activations.values]
         if missing:
@@ -87,10 +93,10 @@ class Inspector:
             raise InputError(f"'{name}' is not a site of this model; use one of {', '.join(list(self.sites)[:4])} …")
 
     def _select_cached_sites(self, model_input: ModelInput) -> list[str]:
-        """Select the sites to cache.
+        """Return the names of the sites to cache.
 
-        These are all sites except scores, patterns and logits, if they fit in half of the limit. Else they are the
-        residual stream, the sublayer outputs and the sites outside blocks.
+        These are all sites except scores, patterns and logits, if their activations fit in half of `max_cached_bytes`.
+        Otherwise these are only the residual stream, the sublayer outputs and the sites outside blocks.
         """
         selected = [site for site in self.sites.values() if site.kind not in QUADRATIC_SITES and site.name != "logits"]
         source_len = None if model_input.source is None else len(model_input.source)
@@ -170,7 +176,7 @@ class Inspector:
             ("source", model_input.source or (), getattr(self.config, "source_vocab_size", None) or target_vocab_size),
         ):
             if invalid := next((token for token in token_ids if token >= vocab_size), None):
-                raise InputError(f"{name} has token id {invalid}; the vocabulary ends at {vocab_size - 1}")
+                raise InputError(f"{name} has token id {invalid}; use ids 0 to {vocab_size - 1}, the vocabulary")
 
     @property
     def output_stack(self) -> Stack:
@@ -199,7 +205,10 @@ def build_inspector(
     name: str = "",
     run_directory: Path | None = None,
 ) -> Inspector:
-    """Build an inspector from a checkpoint or a model. For a model without a tokenizer, tokens are bytes."""
+    """Build an inspector of a checkpoint or a model. Without a tokenizer, each byte of a text is a token.
+
+    `text` is the default input of the page. `run_directory` has the metrics log shown on the page.
+    """
     model, tokenizer, generation_config = unpack_checkpoint(model_or_checkpoint)
     if model.device.type == "meta":
         raise InputError("the model is on the meta device, which has no values; build it on another device")

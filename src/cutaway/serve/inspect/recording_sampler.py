@@ -32,7 +32,11 @@ class SamplingStep:
     cache_state: dict[str, object]
 
     def token_stats(self, token: int) -> dict[str, float]:
-        """Return a token's model probability, sampling probability and rank (from 1), and the entropy in bits."""
+        """Return the probability, sampling probability and rank of a token, and statistics of this step.
+
+        Rank 1 is the most likely token. The entropy, in bits, is that of the model's distribution. `num_candidates` is
+        the number of tokens with a sampling probability above 0.
+        """
         return {
             "probability": float(self.logits.softmax(-1)[token]),
             "sampling_probability": float(self.sampling_probs[token]),
@@ -43,7 +47,7 @@ class SamplingStep:
 
     @property
     def top_tokens(self) -> list[tuple[int, float, float]]:
-        """(token id, model probability, sampling probability) of the most likely tokens."""
+        """(token id, model probability, sampling probability) of the most likely tokens, most likely first."""
         probabilities = self.logits.softmax(-1)
         top = probabilities.topk(min(NUM_TOP_TOKENS, len(probabilities)))
         sampling_probs = self.sampling_probs[top.indices].tolist()
@@ -64,10 +68,10 @@ class RecordingSampler(Sampler):
         return super().sample(logits, features, active_rows)
 
     def cache_state(self) -> dict[str, object]:
-        """Return the cache length, the slots and bytes per layer, and the token positions in ring buffers.
+        """Return the number of cached tokens, and the number of slots, filled slots and bytes of each layer.
 
-        Ring buffers (in sliding-window layers) are listed by size if they have wrapped around. In all other layers, a
-        token's slot is its position.
+        `slot_positions` has the token position in each slot of the ring buffers (sliding-window layers) that have
+        wrapped around, by size of the ring buffer. In all other layers, the slot of a token is its position.
         """
         length, layers = int(self.cache.seq_lens[0]), self.cache.paged_layers
         num_slots = [layer.num_slots for layer in layers]
@@ -97,7 +101,10 @@ def slot_positions(cache: Cache, num_slots: int) -> list[int]:
 def compare_with_full_pass(
     inspector: Inspector, model_input: ModelInput, steps: list[SamplingStep]
 ) -> tuple[dict[str, object], dict[str, Tensor]]:
-    """Compare the decode steps' logits with one full forward pass. Return the maximum difference, also by step."""
+    """Compare the logits of cached decode steps with those of one full forward pass.
+
+    Return the maximum absolute difference with its tolerance, and the maximum absolute difference of each step.
+    """
     hidden = inspector.last_hidden_state(model_input)[0, -len(steps) :]
     max_abs_logit = 0.0
     differences = torch.zeros(len(steps))  # maximum absolute difference per step

@@ -100,7 +100,7 @@ class ResponseBuilder:
     def _build_logprobs(
         self, tokens: list[int], logprobs: list[float], top_logprobs: list[dict[int, float]], offset: int
     ) -> Data:
-        """Build the log-probabilities of tokens and of their top alternatives."""
+        """Build the log-probabilities of tokens and of their alternatives. `offset` is the text length before them."""
         if self.is_chat:
             rows = [self._build_logprob_entry(*entry) for entry in zip(tokens, logprobs, strict=True)]
             for row, top in zip(rows, top_logprobs, strict=True):

@@ -129,7 +129,7 @@ class ServingEngine:
     ) -> T:
         """Run `work` in a thread pool and return its result. Raise an error with status 429 if too many requests wait.
 
-        If the caller is canceled or times out before `work` is done, `on_abandoned` is called with the result.
+        If the caller is canceled or times out, `work` runs to its end, and `on_abandoned` is called with its result.
         """
         if self.num_preprocessing >= self.limits.max_preprocessing_requests:
             raise self.queue_full_error()
@@ -212,7 +212,7 @@ class ServingEngine:
         num_context_tokens = 1 if self.is_encoder_decoder else len(prompt)
         max_new, max_new_tokens = self.max_model_len - num_context_tokens, params.max_new_tokens
         if max_new_tokens is not None and max_new_tokens > max_new:
-            description = f"the prompt has {len(prompt)} tokens and max_tokens is {max_new_tokens}"
+            description = f"prompt and max_tokens take {num_context_tokens} + {max_new_tokens} tokens"
             raise context_length_error(description, self.max_model_len)
         if max_new_tokens is None and fill_context:
             default = self.generation_config.max_new_tokens_for(num_context_tokens) or max_new
@@ -255,7 +255,7 @@ def _has_result(future: "asyncio.Future[T]") -> bool:
 
 
 def context_length_error(description: str, max_tokens: int) -> APIError:
-    message = f"{description}, but the maximum is {max_tokens} tokens for prompt and completion together; send fewer"
+    message = f"{description}, but the maximum is {max_tokens} tokens; send fewer"
     return APIError(400, message, param="prompt", code="context_length_exceeded")
 
 

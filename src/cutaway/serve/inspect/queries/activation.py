@@ -23,7 +23,11 @@ NUM_HISTOGRAM_BINS = 60
 
 
 class Activation(InputQuery):
-    """One token's activation at a site, or at `embed.token`, `….attn.position`, `….attn.mask` or `softmax`."""
+    """One token's activation at a site.
+
+    These names are also accepted, although they are no sites: `embed.token`, `embed.position`, `….attn.position`,
+    `….attn.mask`, `softmax`.
+    """
 
     site: Annotated[str, Field(max_length=80)]
     position: TokenIndex
@@ -119,7 +123,7 @@ def compute_attention_row(
 def _compute_position_values(
     inspector: Inspector, activations: ActivationCache, site_name: str, position: int
 ) -> tuple[Tensor, str, tuple[int, ...]]:
-    """Return position information: an embedding vector, RoPE angles, or the bias on the scores."""
+    """Return the token embedding, or what depends on the position: embedding, RoPE angles or bias on the scores."""
     if site_name.endswith("embed.token"):
         side, model_input = site_name.removesuffix("embed.token"), activations.model_input
         token_ids = model_input.source if side == "encoder." and model_input.source else model_input.tokens

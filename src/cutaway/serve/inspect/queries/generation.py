@@ -20,7 +20,8 @@ from cutaway.serve.inspect.recording_sampler import RecordingSampler, SamplingSt
 
 MAX_NEW_TOKENS, MAX_TOKENS_PER_QUERY = 512, 64
 PREFILL_CHUNK_RANGE = 16, 512
-"""Minimum and maximum prefill chunk size. With small windows the chunks are small, to keep ring buffers small."""
+"""Minimum and maximum number of tokens of a prefill chunk. A chunk has the size of the smallest attention window, if
+that is in this range, because larger chunks need larger ring buffers."""
 
 
 class Generate(InputQuery):

@@ -22,10 +22,10 @@ NumLayers = Annotated[int, Field(strict=True, ge=2, le=48)]
 
 
 class GradientsByPlacement(Query):
-    """Gradient norm at each block of untrained pre-norm and post-norm models, by depth and seed.
+    """Gradient norm after each block of untrained pre-norm and post-norm models, by depth and seed.
 
-    `lens.analysis.gradient_by_placement` averages the same values. Here, the values of each depth and placement are
-    sent as a partial result.
+    Norms are relative to the norm after the last block. `lens.analysis.gradient_by_placement` averages the same values.
+    Here, the values of each depth and placement are sent as a partial result.
     """
 
     depths: Annotated[tuple[NumLayers, ...], Field(min_length=1, max_length=6)] = (4, 12, 24)

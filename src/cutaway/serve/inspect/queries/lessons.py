@@ -35,7 +35,7 @@ class Lessons(Query):
 
 
 def _difficulty(question_id: str) -> int:
-    """Sort key of questions: recall, then reason, then what-if."""
+    """Return the sort key of a question: 0 for recall, 1 for reason, 2 for what-if."""
     return ("recall", "reason", "what-if").index(get_question(question_id).level)
 
 

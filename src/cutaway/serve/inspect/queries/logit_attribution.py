@@ -25,7 +25,7 @@ class LogitAttribution(InputQuery):
     def run(self, inspector: Inspector, job: QueryJob) -> QueryResult:
         check_position(self.position, self.input.tokens)
         if self.token is not None and self.token >= inspector.config.vocab_size:
-            raise InputError(f"token is {self.token}; the vocabulary ends at {inspector.config.vocab_size - 1}")
+            raise InputError(f"token is {self.token}; use ids 0 to {inspector.config.vocab_size - 1}, the vocabulary")
         tokens, source = inspector.to_tensors(self.input)
         inputs = AnalysisInputs(inspector.model, inspector.tokenizer.tokenizer, tokens, source)
         check_attributable(inputs)

@@ -47,7 +47,10 @@ class ResidualNorms(InputQuery):
 
 
 class TokenJourney(InputQuery):
-    """Norm, relative norm, cosine similarity and logit lens predictions of one token at every site."""
+    """Norm and logit lens predictions of one token at every site.
+
+    Sublayer outputs also have their norm relative to the residual stream, and their cosine similarity with it.
+    """
 
     position: TokenIndex
     source_position: TokenIndex = 0
@@ -67,7 +70,7 @@ class TokenJourney(InputQuery):
 def _collect_token_values(
     inspector: Inspector, activations: ActivationCache, position: int, source_position: int
 ) -> TokenRecorder:
-    """Collect the cached activations at these positions."""
+    """Return the cached activations of one token, which is at `source_position` in the encoder of two stacks."""
     stacks = inspector.model.stacks
     tokens, source = inspector.to_tensors(activations.model_input)
     position = resolve_position(position, tokens)
