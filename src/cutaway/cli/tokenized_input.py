@@ -35,9 +35,7 @@ class TokenizedInput:
             return repr(bytes([token]))[1:] if token < 256 else f"<{token}>"
         from cutaway.cli.views.terminal import escape_control_characters
 
-        text = "" if self.tokenizer is None else self.tokenizer.decode([token], skip_special_tokens=False)
-        if self.tokenizer is not None and (not text or "\ufffd" in text):  # part of a character
-            text = self.tokenizer.id_to_token(token) or ""
+        text = "" if self.tokenizer is None else self.tokenizer.format_token(token)
         return escape_control_characters(repr(text)) if text else f"<{token}>"
 
     def decode(self, tokens: list[int]) -> str:
@@ -110,17 +108,16 @@ def load_tokenized_input(
 
 def tokenize_bytes(model: "Transformer", text: str, target: str | None) -> TokenizedInput:
     """Tokenize a text to bytes, for a model without a tokenizer."""
+
+    def encode(text: str, vocab_size: int) -> list[int]:
+        return [byte % vocab_size for byte in text.encode("utf-8", "surrogateescape")]
+
     vocab_size = model.config.vocab_size
-    token_ids = [byte % vocab_size for byte in text.encode("utf-8", "surrogateescape")]
     if len(model.stacks) == 1:
-        return TokenizedInput(model, text, token_ids, is_untrained=True)
-    decoder_ids = (
-        token_ids if target is None else [byte % vocab_size for byte in target.encode("utf-8", "surrogateescape")]
-    )
-    source_vocab_size = getattr(model.config, "source_vocab_size", None) or vocab_size
-    return TokenizedInput(
-        model, text, decoder_ids or [0], [token % source_vocab_size for token in token_ids], target, is_untrained=True
-    )
+        return TokenizedInput(model, text, encode(text, vocab_size), is_untrained=True)
+    source_ids = encode(text, getattr(model.config, "source_vocab_size", None) or vocab_size)
+    decoder_ids = encode(text if target is None else target, vocab_size) or [0]
+    return TokenizedInput(model, text, decoder_ids, source_ids, target, is_untrained=True)
 
 
 def tokenize_for_checkpoint(checkpoint: Any, text: str, target: str | None) -> TokenizedInput:

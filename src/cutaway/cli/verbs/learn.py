@@ -86,7 +86,7 @@ def list_exercises(as_json: JsonFlag = False) -> None:
     """
     rows = _load_rows(_load_progress())
     if as_json:
-        print_json(rows, ensure_ascii=False)
+        print_json(rows)
     else:
         from cutaway.cli.views import exercise_report
 
@@ -115,7 +115,7 @@ def start(
         _load_progress().mark_started(number, path)
     if as_json:
         previous = None if previous_file is None else str(previous_file)
-        print_json({"number": number, "file": str(path), "previous_file": previous}, ensure_ascii=False)
+        print_json({"number": number, "file": str(path), "previous_file": previous})
         return
     from cutaway.cli.views import exercise_report
 
@@ -141,8 +141,7 @@ def hint(
         progress.update(number, num_hints=num_shown)
     if as_json:
         remaining = len(exercise.hints) - num_shown
-        data = {"number": number, "hints": exercise.hints[:num_shown], "remaining": remaining}
-        print_json(data, ensure_ascii=False)
+        print_json({"number": number, "hints": exercise.hints[:num_shown], "remaining": remaining})
         return
     from cutaway.cli.views import exercise_report
 
@@ -170,7 +169,7 @@ def solution(
     with _warn_if_not_saved():
         progress.update(number, solution_shown=True)
     if as_json:
-        print_json({"number": number, "solution": exercise.solution}, ensure_ascii=False)
+        print_json({"number": number, "solution": exercise.solution})
         return
     from cutaway.cli.views import exercise_report
 
@@ -185,7 +184,7 @@ def progress(as_json: JsonFlag = False) -> None:
     stored = _load_progress()
     rows = _load_rows(stored)
     if as_json:
-        print_json({"passed": stored.num_passed, "of": len(rows), "exercises": rows}, ensure_ascii=False)
+        print_json({"passed": stored.num_passed, "of": len(rows), "exercises": rows})
         return
     from cutaway.cli.views import exercise_report
 
@@ -221,7 +220,7 @@ def check(
     record = _save_attempt(number, path, result)
     if as_json:
         data = {"number": number, "file": str(path), "passed": result.passed, **asdict(result), "record": record}
-        print_json(data, ensure_ascii=False)
+        print_json(data)
     else:
         from cutaway.cli.views import exercise_report
 

@@ -40,7 +40,7 @@ def quiz(
     if as_json:
         selected = questions if list_questions else progress.order_questions(questions, seed)
         data = [question.to_dict() | {"status": progress.status(question.id)} for question in selected[:num_questions]]
-        print_json(data, ensure_ascii=False)
+        print_json(data)
         return
     from cutaway.cli.views.quiz_console import QuizConsole
 

@@ -78,16 +78,12 @@ def export_page(
 
     check_output_file(path, "--export", ".html")
     from cutaway.serve.inspect.export import export_html
+    from cutaway.user_files import write_text_atomically
 
     inspector = load_inspector(source, text, device, dtype, quiet=as_json)
     with progress_bar("exporting", quiet=as_json) as progress:
         html, is_complete = export_html(inspector, progress)
-    temporary_path = path.with_name(f".{path.name}-{id(html)}")
-    try:
-        temporary_path.write_text(html, encoding="utf-8")
-        temporary_path.rename(path)
-    finally:
-        temporary_path.unlink(missing_ok=True)
+    write_text_atomically(path, html)
     megabytes = len(html.encode()) / 1e6
     if as_json:
         data = {"source": source, "file": str(path), "megabytes": megabytes, "is_complete": is_complete}

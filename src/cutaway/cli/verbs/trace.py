@@ -53,10 +53,7 @@ def trace(
     token_index = None if position is None else tokenized.resolve_position(position)
     from cutaway.cli.views import trace_table
 
-    if sites or as_json:
-        shown_sites = _resolve_sites(tokenized.model, sites)
-    else:
-        shown_sites = default_sites(tokenized.model, all_blocks=all_blocks)
+    shown_sites = sites if sites or as_json else default_sites(tokenized.model, all_blocks=all_blocks)
     journey = trace_token(tokenized, token_index, shown_sites, sites, save)
     if as_json:
         data = {"source": source} | trace_table.journey_to_dict(journey, tokenized)
@@ -101,15 +98,6 @@ def trace_token(
         journey = follow()
     _save_trace(t, save_path)
     return journey
-
-
-def _resolve_sites(model: "Transformer", patterns: list[str] | None) -> list[str]:
-    """Return the sites that match the patterns, or all sites without patterns."""
-    from cutaway.lens import sites
-    from cutaway.lens.sites import select_sites
-
-    all_sites = sites(model)
-    return [site.name for site in select_sites(all_sites, patterns)] if patterns else list(all_sites)
 
 
 def default_sites(model: "Transformer", *, all_blocks: bool = False) -> list[str]:
