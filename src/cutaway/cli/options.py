@@ -68,7 +68,9 @@ def parse_length(text: str | None) -> int | None:
     return None if text is None else parse_count(text)
 
 
-def check_parent_directory(path: Path) -> None:
-    """Raise if the directory of an output file does not exist. Verbs call this before they load the model."""
+def check_output_path(path: Path) -> None:
+    """Raise if an output file cannot be written. Verbs call this before they load the model."""
+    if path.is_dir():
+        raise InputError(f"'{path}' is a directory; pass the path of a file")
     if not path.parent.is_dir():
         raise InputError(f"'{path.parent}' is not a directory, so nothing can be written there; create it")

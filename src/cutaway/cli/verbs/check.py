@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from cutaway.cli.json_output import print_json
-from cutaway.cli.options import Device, DType, JsonObjectFlag, WeightDType, check_parent_directory, option
+from cutaway.cli.options import Device, DType, JsonObjectFlag, WeightDType, check_output_path, option
 from cutaway.errors import InputError
 
 if TYPE_CHECKING:  # torch is imported when it is needed
@@ -73,7 +73,7 @@ def check(
     seconds = parse_duration(budget)
     only_names, skip_names = _split_names(only), _split_names(skip)
     if junit is not None:
-        _check_output_path(junit)
+        check_output_path(junit)
     from cutaway.check.registry import select_checks
 
     select_checks(only_names, skip_names)  # raise for unknown names before loading the model
@@ -202,10 +202,3 @@ def parse_duration(text: str) -> float:
     if not 0 < seconds < 1e6:
         raise InputError(f"--budget is '{text}'; use a duration, such as 30s or 2m")
     return seconds
-
-
-def _check_output_path(path: Path) -> None:
-    """Raise if the report could not be written. This is called before the model is loaded."""
-    if path.is_dir():
-        raise InputError(f"--junit is '{path}', which is a directory; name a file, such as report.xml")
-    check_parent_directory(path)

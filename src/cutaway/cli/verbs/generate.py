@@ -144,20 +144,19 @@ def generate(
 
     from cutaway.cli.views import generation_output
 
+    checkpoint = load_checkpoint(source, device, dtype, quiet=as_json)
+    draft: Checkpoint | str | None = draft_model
+    if draft_model is not None and draft_model != "ngram":
+        draft = load_checkpoint(draft_model, device, dtype, quiet=as_json)
     engine_options: GenerateOptions = {
         "max_model_len": max_len,
+        "max_num_seqs": max_num_seqs,
         "cache_implementation": cache_implementation or "auto",
         "kv_cache_dtype": None if kv_cache_dtype is None else getattr(torch, kv_cache_dtype),
+        "weight_bits": weight_bits,
+        "compile": compile_model or None,
+        "draft_model": draft,
     }
-    if weight_bits is not None:
-        engine_options["weight_bits"] = weight_bits
-    if compile_model:
-        engine_options["compile"] = True
-    checkpoint = load_checkpoint(source, device, dtype, quiet=as_json)
-    if draft_model is not None:
-        engine_options["draft_model"] = (
-            draft_model if draft_model == "ngram" else load_checkpoint(draft_model, device, dtype, quiet=as_json)
-        )
     output = generation_output.OutputWriter(echo=echo, show_stats=show_stats, as_json=as_json)
     if temperature is None and beams is None:
         params = _resolve_temperature(params, checkpoint)
@@ -170,10 +169,9 @@ def generate(
 
         run_chat(checkpoint, [str(prompt) for prompt in inputs], system, params, engine_options, output)
     else:
-        stopping = _parse_early_stopping(early_stopping)
+        stopping = {None: None, "true": True, "false": False, "never": "never"}[early_stopping]
         beam_options = {"beams": beams, "length_penalty": length_penalty, "early_stopping": stopping}
         search_options = {name: value for name, value in beam_options.items() if value is not None}
-        engine_options["max_num_seqs"] = max_num_seqs
         generation_output.generate_and_print(
             checkpoint, inputs, params, search_options, engine_options, output, as_messages=message, system=system
         )
@@ -232,8 +230,3 @@ def _resolve_temperature(params: "SamplingParams", checkpoint: "Checkpoint") -> 
     if params.n == 1 or params.temperature or default_num_beams(model, generation_config, params):
         return params
     return replace(params, temperature=1.0)
-
-
-def _parse_early_stopping(choice: EarlyStopping | None) -> Literal[True, False, "never"] | None:
-    values: dict[str, Literal[True, False, "never"]] = {"true": True, "false": False, "never": "never"}
-    return None if choice is None else values[choice]

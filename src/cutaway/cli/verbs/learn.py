@@ -18,13 +18,10 @@ if TYPE_CHECKING:
     from cutaway.learn.exercises.progress import ExerciseProgress, ExerciseRecord
     from cutaway.learn.runner.grader import GradeReport
 
+_NAMES = ("start", "check", "hint", "solution", "progress")
 VERBS = {
     "list": "cutaway.cli.verbs.learn:list_exercises",
-    "start": "cutaway.cli.verbs.learn:start",
-    "check": "cutaway.cli.verbs.learn:check",
-    "hint": "cutaway.cli.verbs.learn:hint",
-    "solution": "cutaway.cli.verbs.learn:solution",
-    "progress": "cutaway.cli.verbs.learn:progress",
+    **{name: f"cutaway.cli.verbs.learn:{name}" for name in _NAMES},
     "quiz": "cutaway.cli.verbs.learn_quiz:quiz",
 }
 """Sub-verb → import path of its function."""

@@ -10,6 +10,7 @@ from cutaway.cli.json_output import print_json
 
 if TYPE_CHECKING:  # torch is imported when it is needed
     from cutaway.families.checkpoint import Checkpoint
+    from cutaway.model import Transformer
     from cutaway.serve.inspect.inspector import Inspector
 
 
@@ -98,26 +99,19 @@ def load_inspector(
 ) -> "Inspector":
     """Load a checkpoint or the snapshot of a run, or build an untrained model, for inspection."""
     from cutaway.cli.model_loading import build_untrained_model
+    from cutaway.config.serialization import path_satisfies
+    from cutaway.families.load import RUN_FILE_NAME
     from cutaway.generate.fast.cpu_linear import should_upcast_on_cpu
     from cutaway.serve.inspect.inspector import build_inspector
 
-    run_directory = _find_run_directory(source)
-    model = build_untrained_model(source, device, dtype)
-    if model is not None:
-        return build_inspector(model, text, name=source, run_directory=run_directory)
-    checkpoint = _load_checkpoint_or_snapshot(source, run_directory, device, dtype, quiet=quiet)
-    if dtype is None and should_upcast_on_cpu(checkpoint.model):
-        checkpoint.model.float()  # 16-bit rounding would hide errors that the consistency checks look for
-    return build_inspector(checkpoint, text, name=source, run_directory=run_directory)
-
-
-def _find_run_directory(source: str) -> Path | None:
-    """Return the source as a path if it is a run directory, else None."""
-    from cutaway.config.serialization import path_satisfies
-    from cutaway.families.load import RUN_FILE_NAME
-
     path = Path(source).expanduser()
-    return path if path_satisfies(path / RUN_FILE_NAME, Path.is_file) else None
+    run_directory = path if path_satisfies(path / RUN_FILE_NAME, Path.is_file) else None
+    model: Transformer | Checkpoint | None = build_untrained_model(source, device, dtype)
+    if model is None:
+        model = checkpoint = _load_checkpoint_or_snapshot(source, run_directory, device, dtype, quiet=quiet)
+        if dtype is None and should_upcast_on_cpu(checkpoint.model):
+            checkpoint.model.float()  # 16-bit rounding would hide errors that the consistency checks look for
+    return build_inspector(model, text, name=source, run_directory=run_directory)
 
 
 def _load_checkpoint_or_snapshot(

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cutaway.cli.json_output import print_json
-from cutaway.cli.options import Device, ModelSource, WeightDType, argument, check_parent_directory, json_flag, option
+from cutaway.cli.options import Device, ModelSource, WeightDType, argument, check_output_path, json_flag, option
 from cutaway.errors import InputError
 
 if TYPE_CHECKING:  # torch is imported when it is needed
@@ -82,20 +82,11 @@ def trace_token(
     traces_source = tokenized.source is not None and tokenized.traced_tokens is tokenized.source
     index = -1 if position is None else position
 
-    def follow() -> "Journey":
-        return follow_token(
-            tokenized.model,
-            tokens,
-            source,
-            position=-1 if traces_source else index,
-            source_position=index if traces_source else -1,
-            site_names=shown_sites,
-        )
-
+    options = {"position": -1 if traces_source else index, "source_position": index if traces_source else -1}
     if save_path is None:
-        return follow()
+        return follow_token(tokenized.model, tokens, source, **options, site_names=shown_sites)
     with Trace(tokenized.model, *(saved_sites or ["*"]), device="cpu") as t:
-        journey = follow()
+        journey = follow_token(tokenized.model, tokens, source, **options, site_names=shown_sites)
     _save_trace(t, save_path)
     return journey
 
@@ -123,7 +114,7 @@ def check_output_file(path: Path, option: str = "--save", suffix: str = ".safete
         raise InputError(f"{option} is '{path}', which does not end in {suffix}; rename it")
     if path.exists() or path.is_symlink():
         raise InputError(f"'{path}' exists and is not overwritten; pass another path")
-    check_parent_directory(path)
+    check_output_path(path)
 
 
 def _save_trace(t: "Trace", path: Path) -> None:

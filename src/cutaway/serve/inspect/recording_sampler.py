@@ -14,7 +14,7 @@ from cutaway.generate.sampling.sampler import Sampler, SamplerOutput
 from cutaway.generate.sampling.sampling_state import SamplingFeatures
 from cutaway.model.cache import Cache
 from cutaway.serve.inspect.inspector import Inspector
-from cutaway.serve.inspect.model_input import ModelInput
+from cutaway.serve.inspect.model_input import ModelInput, TokenizerAdapter
 
 NUM_TOP_TOKENS = 5
 CACHE_TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
@@ -45,13 +45,15 @@ class SamplingStep:
             "num_candidates": int((self.sampling_probs > 0).sum()),
         }
 
-    @property
-    def top_tokens(self) -> list[tuple[int, float, float]]:
-        """(token id, model probability, sampling probability) of the most likely tokens, most likely first."""
+    def top_tokens(self, tokenizer: TokenizerAdapter) -> list[dict[str, object]]:
+        """Return the most likely tokens, most likely first, with model probability and sampling probability."""
         probabilities = self.logits.softmax(-1)
         top = probabilities.topk(min(NUM_TOP_TOKENS, len(probabilities)))
         sampling_probs = self.sampling_probs[top.indices].tolist()
-        return list(zip(top.indices.tolist(), top.values.tolist(), sampling_probs, strict=True))
+        return [
+            {"token": t, "text": tokenizer.decode_token(t), "probability": p, "sampling_probability": q}
+            for t, p, q in zip(top.indices.tolist(), top.values.tolist(), sampling_probs, strict=True)
+        ]
 
 
 class RecordingSampler(Sampler):

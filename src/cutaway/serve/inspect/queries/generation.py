@@ -124,16 +124,13 @@ class GenerationSession:
             raise self.request.error
 
     def _step_to_dict(self, step: SamplingStep, token: int, text: str, latency_ms: float) -> dict[str, object]:
-        decode_token = self.inspector.tokenizer.decode_token
+        tokenizer = self.inspector.tokenizer
         return {
             "token": token,
-            "token_str": decode_token(token),
+            "token_str": tokenizer.decode_token(token),
             "text": text,
             **step.token_stats(token),
-            "top_tokens": [
-                {"token": top, "probability": probability, "sampling_probability": sampled, "text": decode_token(top)}
-                for top, probability, sampled in step.top_tokens
-            ],
+            "top_tokens": step.top_tokens(tokenizer),
             "latency_ms": latency_ms,
             "cache": step.cache_state,
             "finish_reason": self.finish_reason,
