@@ -239,7 +239,7 @@ def test_errors_exit_with_code_two(run: CliRunner, arguments: list[str], message
 
 def test_text_longer_than_the_context_has_a_note(run: CliRunner) -> None:
     length = ct.config("tiny-llama").context or 0
-    assert f"more than the model's context of {length}" in run("tiny-llama", "x" * (length + 1), "--sites", "embed")
+    assert f"more than the context of {length}" in run("tiny-llama", "x" * (length + 1), "--sites", "embed")
 
 
 def test_control_characters_in_the_text_are_escaped(run: CliRunner, decoder_dir: Path) -> None:

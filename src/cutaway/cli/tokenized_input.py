@@ -29,6 +29,12 @@ class TokenizedInput:
     """True if the weights are random and the tokens are bytes."""
     notes: list[str] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        for name, token_ids in (("text", self.source or self.tokens), ("target", self.tokens)):
+            if len(token_ids) > MAX_TRACED_TOKENS:
+                limit = f"use at most {MAX_TRACED_TOKENS}, because all attention scores are stored"
+                raise InputError(f"the {name} has {len(token_ids)} tokens; {limit}")
+
     def token_str(self, token: int) -> str:
         """Return a token's text for display."""
         if self.is_untrained:
@@ -93,16 +99,9 @@ def load_tokenized_input(
     else:
         tokenized = tokenize_for_checkpoint(load_checkpoint(source, device, dtype, quiet=quiet), text, target)
     _check_target(tokenized.model, target)
-    for name, token_ids in (("text", tokenized.source or tokenized.tokens), ("target", tokenized.tokens)):
-        if len(token_ids) > MAX_TRACED_TOKENS:
-            raise InputError(
-                f"the {name} has {len(token_ids)} tokens; use at most {MAX_TRACED_TOKENS}: all scores are stored"
-            )
     context = tokenized.model.config.context
     if context is not None and len(tokenized.tokens) > context:
-        tokenized.notes.append(
-            f"the text has {len(tokenized.tokens)} tokens, more than the model's context of {context}"
-        )
+        tokenized.notes.append(f"the text has {len(tokenized.tokens)} tokens, more than the context of {context}")
     return tokenized
 
 
@@ -127,15 +126,14 @@ def tokenize_for_checkpoint(checkpoint: Any, text: str, target: str | None) -> T
     token_ids = _encode_text(tokenizer, text)
     if len(model.stacks) == 1:
         return TokenizedInput(model, text, token_ids, tokenizer=tokenizer)
-    if generation_config.decoder_start_token_id is None:
+    start_token = generation_config.decoder_start_token_id
+    if start_token is None:
         raise InputError(
             "this checkpoint has no decoder_start_token_id, the first decoder token; add it to its "
             "generation_config.json"
         )
     target_ids = _encode_text(tokenizer, target, add_special_tokens=False) if target else []
-    return TokenizedInput(
-        model, text, [generation_config.decoder_start_token_id, *target_ids], token_ids, target, tokenizer
-    )
+    return TokenizedInput(model, text, [start_token, *target_ids], token_ids, target, tokenizer)
 
 
 def _encode_text(tokenizer: Any, text: str, *, add_special_tokens: bool = True) -> list[int]:

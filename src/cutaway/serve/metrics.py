@@ -16,9 +16,7 @@ class ServerMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.http_requests = self._counter(
-            "http_requests", "HTTP requests by route and status code.", "route", "status"
-        )
+        self.http_requests = self._counter("http_requests", "HTTP requests by route and status.", "route", "status")
         self.prompt_tokens = self._counter("prompt_tokens", "Number of prompt tokens processed.")
         self.generation_tokens = self._counter("generation_tokens", "Number of tokens generated.")
         self.aborted_requests = self._counter("aborted_requests", "Completions aborted before they finished.")

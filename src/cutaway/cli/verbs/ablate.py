@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import typer
 
 from cutaway.cli.json_output import print_json
-from cutaway.cli.options import Device, argument, json_flag, option
+from cutaway.cli.options import Device, Overrides, argument, json_flag, option
 
 MatchedBudget = Literal["tokens", "parameters", "flops"]
 
@@ -36,18 +36,10 @@ def ablate(
             " or flops (adapts the number of steps)."
         ),
     ] = None,
-    num_seeds: Annotated[
-        int, option("Number of seeds per variant; more seeds give narrower confidence intervals.")
-    ] = 3,
-    out: Annotated[
-        Path | None, option("Directory of runs and results; default runs/ablate-NAME.", "--out", "-o")
-    ] = None,
-    overrides: Annotated[
-        list[str] | None, option("Override a recipe value in all variants; repeatable.", "--set", metavar="a.b=x")
-    ] = None,
-    jobs: Annotated[
-        int | None, option("Number of concurrent runs; default one per core, or one on a GPU.", min=1)
-    ] = None,
+    num_seeds: Annotated[int, option("Number of seeds per variant; more give narrower confidence intervals.")] = 3,
+    out: Annotated[Path | None, option("Output directory; default runs/ablate-NAME.", "--out", "-o")] = None,
+    overrides: Overrides = None,
+    jobs: Annotated[int | None, option("Number of concurrent runs; default one per core, one on a GPU.", min=1)] = None,
     device: Device = None,
     as_json: Annotated[bool, json_flag("Print one JSON object per variant, measurement and finding.")] = False,
 ) -> None:

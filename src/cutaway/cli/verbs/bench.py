@@ -33,7 +33,7 @@ def bench(
     ] = None,
     device: Device = None,
     model: Annotated[
-        str | None, option("Preset that is run to measure the machine; the default is a small one.", metavar="NAME")
+        str | None, option("Preset for measuring the machine; default a small one.", metavar="NAME")
     ] = None,
     batch_size: Annotated[int | None, option("Batch size; default 1.", min=1)] = None,
     context: Annotated[str | None, option("Context length; default 128, on a GPU 1,024.", metavar="N")] = None,

@@ -40,9 +40,7 @@ def check(
         option("Run only these checks, given by name, prefix (cache) or pattern (causality*).", metavar="A,B"),
     ] = None,
     skip: Annotated[list[str] | None, option("Skip these checks.", metavar="A,B")] = None,
-    budget: Annotated[
-        str, option("Time budget; checks that are left when it is used up are skipped.", metavar="TIME")
-    ] = "30s",
+    budget: Annotated[str, option("Time budget, after which remaining checks are skipped.", metavar="TIME")] = "30s",
     seed: Annotated[int, option("Random seed of the inputs and of a preset's weights.", min=0)] = 0,
     library: Annotated[Library, option("Library that loads the model: cutaway or transformers.")] = "cutaway",
     device: Device = None,
@@ -145,15 +143,11 @@ def _load_checked_model(
     if model_sources.is_factory_spec(source):
         options = {"library transformers": is_transformers, "device": device, "dtype": dtype}
         for name in (name for name, value in options.items() if value):
-            raise InputError(
-                f"--{name} is for checkpoints; the model of '{source}' is checked unchanged, so leave it out"
-            )
+            raise InputError(f"--{name} is for checkpoints, but '{source}' is checked unchanged; leave it out")
         return model_sources.build_from_factory(source, model_sources.import_factory(source), seed=seed)
     if is_config_source(source):
         if is_transformers:
-            raise InputError(
-                f"'{source}' is a cutaway preset; --library transformers needs a model directory or hub id"
-            )
+            raise InputError(f"'{source}' is a preset; --library transformers needs a model directory or hub id")
         return _build_untrained_model(source, target_device, torch_dtype, seed, notes), {}
     if is_transformers:
         return model_sources.load_transformers_model(source, device=target_device, dtype=torch_dtype), {}

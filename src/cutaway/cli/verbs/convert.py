@@ -19,12 +19,10 @@ GGUFQuantization = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1",
 
 def convert(
     source: Annotated[str, argument("Model directory, .gguf file or hub id.", metavar="SRC")],
-    out: Annotated[
-        Path | None, argument("Output directory or file; without it, only the report is printed.", metavar="OUT")
-    ] = None,
+    out: Annotated[Path | None, argument("Output path; without it, only the report is printed.", metavar="OUT")] = None,
     to: Annotated[OutputFormat, option("Output format.")] = "hf",
     family: Annotated[
-        str | None, option("model_type to write to the config, if several families can represent the model.")
+        str | None, option("model_type of the written config, if several families fit the model.")
     ] = None,
     dtype: WeightDType = None,
     quantization: Annotated[GGUFQuantization | None, option("Quantization of the weight matrices, for gguf.")] = None,

@@ -20,9 +20,7 @@ def demo(
     source: Annotated[str | None, argument("Preset name, or .toml or .json config, to trace a token through.")] = None,
     text: Annotated[str | None, option("Input of that model, tokenized to bytes.")] = None,
     seed: Annotated[int, option("Random seed of the weights.")] = 0,
-    steps: Annotated[
-        int | None, option("Number of training steps of the demo; by default they take about one minute.", min=1)
-    ] = None,
+    steps: Annotated[int | None, option("Number of training steps; by default about one minute.", min=1)] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Train a small model for about a minute, evaluate it, and trace a token through a trained model.
@@ -42,16 +40,12 @@ def demo(
     model_config = config(source)
     if not text:
         raise InputError("--text is empty; pass at least one character")
-    from cutaway.cli.tokenized_input import MAX_TRACED_TOKENS, tokenize_bytes
+    from cutaway.cli.tokenized_input import tokenize_bytes
     from cutaway.cli.verbs.trace import default_sites, trace_token
     from cutaway.cli.views import trace_table
     from cutaway.model import build
 
     tokenized = tokenize_bytes(build(model_config, seed=seed), text, None)
-    if len(tokenized.tokens) > MAX_TRACED_TOKENS:
-        raise InputError(
-            f"--text has {len(tokenized.tokens)} bytes; use at most {MAX_TRACED_TOKENS}: all scores are stored"
-        )
     journey = trace_token(tokenized, shown_sites=None if as_json else default_sites(tokenized.model))
     if as_json:
         print_json(trace_table.journey_to_dict(journey, tokenized))

@@ -26,6 +26,7 @@ FILL_MASK_OPTIONS = frozenset(
 """Options that apply to mask filling with an encoder. The other options are for text generation."""
 NON_CHAT_OPTIONS = (
     "message", "token_ids", "beams", "length_penalty", "early_stopping", "lines", "max_num_seqs", "draft_model",
+    "num_samples",
 )  # fmt: skip
 """Options that cannot be combined with --chat."""
 
@@ -44,14 +45,10 @@ def generate(
     prompts: Annotated[
         list[str] | None, opt.argument("Prompts; - reads standard input.", metavar="PROMPT", show_default=False)
     ] = None,
-    file: Annotated[
-        list[Path] | None, _prompt("File with a prompt; repeatable.", "--file", "-f", metavar="FILE")
-    ] = None,
+    file: Annotated[list[Path] | None, _prompt("Prompt file; repeatable.", "--file", "-f", metavar="FILE")] = None,
     lines: Annotated[bool, _prompt("Treat each line of files and standard input as a prompt.", "--lines")] = False,
     token_ids: Annotated[list[str] | None, _prompt("Prompt as token ids; repeatable.", metavar="1,2,3")] = None,
-    message: Annotated[
-        bool, _prompt("Treat each prompt as a chat message and generate a reply.", "--message", "-m")
-    ] = False,
+    message: Annotated[bool, _prompt("Treat each prompt as a chat message to reply to.", "--message", "-m")] = False,
     chat: Annotated[bool, _prompt("Interactive chat; /quit exits.", "--chat", "-c")] = False,
     system: Annotated[str | None, _prompt("System message of a chat.", metavar="TEXT")] = None,
     max_new_tokens: Annotated[
@@ -59,9 +56,7 @@ def generate(
         _stopping("Maximum number of tokens to generate; default 256, in a chat 1,024.", "--max-new-tokens", "-n"),
     ] = None,
     min_new_tokens: Annotated[int | None, _stopping("Minimum number of tokens to generate before stopping.")] = None,
-    stop: Annotated[
-        list[str] | None, _stopping("Stop string, not part of the output; repeatable.", metavar="TEXT")
-    ] = None,
+    stop: Annotated[list[str] | None, _stopping("Stop string, not in the output; repeatable.", metavar="TEXT")] = None,
     stop_token_ids: Annotated[list[str] | None, _stopping("Token ids that stop generation.", metavar="1,2")] = None,
     ignore_eos: Annotated[bool, _stopping("Continue after the end-of-sequence token.", "--ignore-eos")] = False,
     temperature: Annotated[
@@ -75,21 +70,13 @@ def generate(
     top_k: Annotated[
         int | None, _sampling("Sample from the K most likely tokens; for encoders, number of predictions per mask.")
     ] = None,
-    top_p: Annotated[
-        float | None, _sampling("Nucleus sampling: sample from the most likely tokens with total probability P.")
-    ] = None,
+    top_p: Annotated[float | None, _sampling("Nucleus sampling: most likely tokens with total probability P.")] = None,
     min_p: Annotated[float | None, _sampling("Minimum probability relative to the most likely token.")] = None,
-    repetition_penalty: Annotated[
-        float | None, _sampling("Penalty on tokens of the prompt and the output; 1.1 is usual.")
-    ] = None,
+    repetition_penalty: Annotated[float | None, _sampling("Penalty on prompt and output tokens; 1.1 is usual.")] = None,
     presence_penalty: Annotated[float | None, _sampling("Penalty on tokens that are in the output.")] = None,
     frequency_penalty: Annotated[float | None, _sampling("Penalty on output tokens for each occurrence.")] = None,
-    logit_bias: Annotated[
-        list[str] | None, _sampling("Bias added to the logit of a token id; repeatable.", metavar="ID=X")
-    ] = None,
-    suppress_tokens: Annotated[
-        list[str] | None, _sampling("Token ids that are never generated.", metavar="1,2")
-    ] = None,
+    logit_bias: Annotated[list[str] | None, _sampling("Bias of a token's logit; repeatable.", metavar="ID=X")] = None,
+    suppress_tokens: Annotated[list[str] | None, _sampling("Token ids that are not generated.", metavar="1,2")] = None,
     seed: Annotated[int | None, _sampling("Random seed of sampling.")] = None,
     num_samples: Annotated[int | None, _sampling("Number of completions per prompt.")] = None,
     beams: Annotated[int | None, _beam_search("Beam search with this number of beams.")] = None,
@@ -102,12 +89,8 @@ def generate(
     device: Annotated[str | None, _engine("Device: cpu or cuda; default cuda if available.")] = None,
     dtype: Annotated[opt.DType | None, _engine("Data type of the weights; default as stored.")] = None,
     weight_bits: Annotated[int | None, _engine(opt.WEIGHT_BITS_HELP, metavar="16|8|4")] = None,
-    compile_model: Annotated[
-        bool, _engine("Compile decode steps on a CPU; faster for long outputs.", "--compile")
-    ] = False,
-    draft_model: Annotated[
-        str | None, _engine("Speculative decoding: a smaller draft model, or ngram.", metavar="SOURCE")
-    ] = None,
+    compile_model: Annotated[bool, _engine("Compile CPU decode steps; faster for long outputs.", "--compile")] = False,
+    draft_model: Annotated[str | None, _engine("Speculative decoding: draft model or ngram.", metavar="SOURCE")] = None,
     cache_implementation: Annotated[CacheKind | None, _engine("Layout of the KV cache.")] = None,
     kv_cache_dtype: Annotated[CacheDType | None, _engine("Data type of the KV cache.")] = None,
     max_model_len: Annotated[str | None, _engine(opt.MAX_MODEL_LEN_HELP, metavar="N")] = None,
@@ -183,10 +166,6 @@ def _check_options(options: dict[str, Any]) -> None:
         for name in NON_CHAT_OPTIONS:
             if options[name]:
                 raise InputError(f"--{name.replace('_', '-')} cannot be combined with --chat; leave one of them out")
-        if (options["num_samples"] or 1) > 1:
-            raise InputError(
-                "--num-samples generates several completions, but --chat continues from one; leave one of them out"
-            )
     elif options["system"] is not None and not options["message"]:
         raise InputError("--system is the system message of a chat; add --chat or --message")
     if options["message"] and options["token_ids"]:

@@ -41,9 +41,7 @@ def _load_progress() -> "ExerciseProgress":
 
     stored = ExerciseProgress()
     if stored.damaged_path is not None:
-        _print_note(
-            f"the progress file was damaged; it is renamed to '{stored.damaged_path}', and progress starts from zero"
-        )
+        _print_note(f"the damaged progress file is renamed to '{stored.damaged_path}'; progress starts from zero")
     return stored
 
 

@@ -18,9 +18,7 @@ MAX_ANSWER_BYTES = 4096
 
 
 def quiz(
-    section: Annotated[
-        str | None, option("Section or topic, such as inference, attention, norms.", metavar="NAME")
-    ] = None,
+    section: Annotated[str | None, option("Section or topic, such as inference or norms.", metavar="NAME")] = None,
     num_questions: Annotated[int | None, option("Number of questions; default 10.", metavar="N", min=1)] = None,
     seed: Annotated[int | None, option("Random seed for the order of questions and choices.", metavar="N")] = None,
     show_code: Annotated[bool, option("Print the Python code that verifies each answer.", "--show-code")] = False,

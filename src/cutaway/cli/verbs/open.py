@@ -24,9 +24,7 @@ def open_page(
     api_key_file: opt.ApiKeyFile = None,
     browser: Annotated[bool, opt.option("Open the page in a browser.", "--browser/--no-browser")] = True,
     device: opt.Device = None,
-    dtype: Annotated[
-        opt.DType | None, opt.option("Data type of the weights; default as stored, float32 on a CPU.")
-    ] = None,
+    dtype: Annotated[opt.DType | None, opt.option("Weight data type; default as stored, float32 on a CPU.")] = None,
     as_json: opt.ServerJsonFlag = False,
 ) -> None:
     """Open a web page that shows a model's activations, attention patterns and predictions for a text.

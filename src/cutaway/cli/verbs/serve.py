@@ -29,9 +29,7 @@ def serve(
     served_model_name: Annotated[str | None, opt.option("Model name in the API; default the name of SOURCE.")] = None,
     max_num_seqs: Annotated[int | None, opt.option(opt.MAX_NUM_SEQS_HELP, min=1)] = None,
     max_model_len: Annotated[str | None, opt.option(opt.MAX_MODEL_LEN_HELP, metavar="N")] = None,
-    max_waiting_requests: Annotated[
-        int, opt.option("Maximum number of completions in the waiting queue.", min=1)
-    ] = 256,
+    max_waiting_requests: Annotated[int, opt.option("Maximum number of waiting completions.", min=1)] = 256,
     request_timeout: Annotated[float, opt.option("Maximum seconds per request.", min=1, max=86_400)] = 300.0,
     shutdown_timeout: Annotated[
         float, opt.option("Seconds that requests in progress have to finish at shutdown.", min=0, max=86_400)

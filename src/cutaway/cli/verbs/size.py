@@ -33,9 +33,7 @@ def size(
         ),
     ] = None,
     mode: Annotated[OptionText, option("Training or inference; default both.", metavar="train|infer")] = None,
-    batch_size: Annotated[
-        OptionText, option("Global batch size; default one sequence per device.", metavar="N")
-    ] = None,
+    batch_size: Annotated[OptionText, option("Global batch size; default one per device.", metavar="N")] = None,
     context: Annotated[OptionText, option("Context length; 8k is 8,000 and 8Ki 8,192.", metavar="N")] = None,
     source_len: Annotated[OptionText, option("Source length, for encoder-decoders.", metavar="N")] = None,
     dtype: Annotated[

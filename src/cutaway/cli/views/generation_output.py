@@ -179,11 +179,9 @@ def _render_logprobs(result: Completion, checkpoint: "Checkpoint") -> None:
 
     table = borderless_table("lrl", ["token", "probability", "most likely" if result.top_logprobs else ""])
     for index, (token, logprob) in enumerate(zip(result.tokens, result.logprobs or [], strict=False)):
-        alternatives = result.top_logprobs[index] if result.top_logprobs else {}
+        top = result.top_logprobs[index] if result.top_logprobs else {}
         text, probability = entry(token, logprob)
-        table.add_row(
-            Text(text), probability, Text("  ".join(" ".join(entry(*other)) for other in alternatives.items()))
-        )
+        table.add_row(Text(text), probability, Text("  ".join(" ".join(entry(*other)) for other in top.items())))
     print_without_wrapping(table)
 
 

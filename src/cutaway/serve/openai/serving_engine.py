@@ -57,7 +57,7 @@ class ServingEngine:
             add_gauge("num_requests_waiting", "Completions waiting to be scheduled.", lambda: len(engine.waiting))
             add_gauge(
                 "num_requests_running",
-                "Completions in progress (prefill or decode).",
+                "Completions in prefill or decode.",
                 lambda: len(engine.scheduler.running),
             )
             max_num_seqs = engine.config.max_num_seqs

@@ -72,14 +72,12 @@ class GenerationSession:
             self.prompt_tokens = list(query.input.source or ())
             forced_bos = self.generation_config.forced_bos_token_id
             output_prefix = output_prefix or ([] if forced_bos is None else [forced_bos])
-        sampling_params = self._build_sampling_params()
+        params = self._build_sampling_params()
         self.engine_config = self._build_engine_config()
         self.engine = Engine(self.engine_config, tokenizer=inspector.tokenizer.tokenizer)
         self.sampler = RecordingSampler(self.engine.model_runner, inspector.config.vocab_size)
         self.engine.model_runner.sampler = self.sampler
-        self.request = self.engine.submit(
-            self.prompt_tokens, sampling_params, seed=query.seed, output_prefix=output_prefix
-        )
+        self.request = self.engine.submit(self.prompt_tokens, params, seed=query.seed, output_prefix=output_prefix)
         self.request.pop_chunks()  # discards the chunk of the output prefix, which the client already has
         self.steps: list[SamplingStep] = []
 

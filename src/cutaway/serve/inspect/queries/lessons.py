@@ -17,17 +17,16 @@ class Lessons(Query):
 
     def run(self, inspector: Inspector, job: QueryJob) -> QueryResult:
         lessons = build_lessons(inspector.config, is_untrained=inspector.tokenizer.is_untrained)
-        lesson_by_question = {
-            question.id: find_lesson(lessons, question.topic, question.stage) for question in find_questions()
-        }
+        questions = find_questions()
+        slugs = {question.id: find_lesson(lessons, question.topic, question.stage) for question in questions}
         lesson_data = [{name: getattr(lesson, name) for name in LESSON_FIELDS} for lesson in lessons]
         for lesson in lesson_data:
-            ids = [question for question, slug in lesson_by_question.items() if slug == lesson["slug"]]
+            ids = [question for question, slug in slugs.items() if slug == lesson["slug"]]
             lesson["questions"] = sorted(ids, key=_difficulty)
         sections = [(section.title, [question.id for question in section.questions]) for section in load_sections()]
         data = {
             "lessons": lesson_data,
-            "questions": {question.id: _question_to_dict(question) for question in find_questions()},
+            "questions": {question.id: _question_to_dict(question) for question in questions},
             "sections": [{"title": title, "questions": ids} for title, ids in sections],
             "exercises": {str(exercise.number): _exercise_to_dict(exercise) for exercise in load_exercises()},
         }
