@@ -98,8 +98,12 @@ def load_tokenized_input(
         tokenized = tokenize_bytes(untrained_model, text, target)
     else:
         tokenized = tokenize_for_checkpoint(load_checkpoint(source, device, dtype, quiet=quiet), text, target)
-    _check_target(tokenized.model, target)
-    context = tokenized.model.config.context
+    config = tokenized.model.config
+    if target is not None and len(tokenized.model.stacks) == 1:
+        raise InputError(
+            f"--target requires an encoder-decoder, but the form of this model is {config.form}; leave it out"
+        )
+    context = config.context
     if context is not None and len(tokenized.tokens) > context:
         tokenized.notes.append(f"the text has {len(tokenized.tokens)} tokens, more than the context of {context}")
     return tokenized
@@ -149,9 +153,3 @@ def _encode_text(tokenizer: Any, text: str, *, add_special_tokens: bool = True) 
         return parse_token_ids("the text", text)
     except InputError:
         raise InputError("this model has no tokenizer; pass token ids, such as 1,2,3") from None
-
-
-def _check_target(model: "Transformer", target: str | None) -> None:
-    if target is not None and len(model.stacks) == 1:
-        form = f"a{'n' if model.config.form == 'encoder' else ''} {model.config.form}"
-        raise InputError(f"--target requires an encoder-decoder, but this model is {form}; leave it out")

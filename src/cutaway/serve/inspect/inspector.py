@@ -2,7 +2,7 @@
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -67,12 +67,10 @@ class Inspector:
                 self._run_forward(activations, self._select_cached_sites(model_input), job, on_site)
                 self.activation_caches[model_input.cache_key] = activations
             self.activation_caches.move_to_end(model_input.cache_key)
-            while len(self.activation_caches) > 1 and self._num_cached_bytes() > self.max_cached_bytes:
-                self.activation_caches.popitem(last=False)
+            num_bytes = sum(cached.nbytes for cached in self.activation_caches.values())
+            while len(self.activation_caches) > 1 and num_bytes > self.max_cached_bytes:
+                num_bytes -= self.activation_caches.popitem(last=False)[1].nbytes
             return activations
-
-    def _num_cached_bytes(self) -> int:
-        return sum(cached.nbytes for cached in self.activation_caches.values())
 
     def get_activations_at(self, model_input: ModelInput, site_names: list[str], job: QueryJob) -> ActivationCache:
         """Return the activations of an input, including those at `site_names`.
@@ -182,13 +180,6 @@ class Inspector:
     def output_stack(self) -> Stack:
         """The stack whose output is the input of the head."""
         return [*self.model.stacks.values()][-1]
-
-    def format_top_tokens(self, token_probabilities: Iterable[tuple[int, float]]) -> list[dict[str, object]]:
-        """Convert (token id, probability) pairs to JSON values, with the text of each token."""
-        return [
-            {"token": token, "text": self.tokenizer.decode_token(token), "probability": probability}
-            for token, probability in token_probabilities
-        ]
 
 
 def check_position(position: int, token_ids: Sequence[int]) -> int:

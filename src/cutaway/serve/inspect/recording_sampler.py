@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from cutaway.evaluate import functional
-from cutaway.generate.engine.kv_cache import BatchKVCache, PagedLayerCache
+from cutaway.generate.engine.kv_cache import BatchKVCache
 from cutaway.generate.engine.model_runner import ModelRunner
 from cutaway.generate.sampling.logits_processing import logits_to_probs
 from cutaway.generate.sampling.sampler import Sampler, SamplerOutput
@@ -78,20 +78,17 @@ class RecordingSampler(Sampler):
         length, layers = int(self.cache.seq_lens[0]), self.cache.paged_layers
         num_slots = [layer.num_slots for layer in layers]
         num_filled = [min(length, count) for count in num_slots]
+        tensors_by_layer = [[*layer.keys.tensors(), *layer.values.tensors()] for layer in layers]
+        bytes_per_slot = [sum(tensor[0, 0].nbytes for tensor in tensors) for tensors in tensors_by_layer]
         ring_sizes = [size for size in sorted(set(num_slots)) if size < length]
         return {
             "length": length,
             "slots": num_slots,
             "num_filled": num_filled,
-            "bytes": [count * _bytes_per_slot(layer) for count, layer in zip(num_filled, layers, strict=True)],
+            "bytes": [count * size for count, size in zip(num_filled, bytes_per_slot, strict=True)],
             "source_bytes": sum(tensor.nbytes for tensor in self.cache.cross_tensors()),
             "slot_positions": {str(size): slot_positions(self.cache, size) for size in ring_sizes},
         }
-
-
-def _bytes_per_slot(layer: PagedLayerCache) -> int:
-    tensors = [*layer.keys.tensors(), *layer.values.tensors()]
-    return sum(tensor[0, 0].nbytes for tensor in tensors)
 
 
 def slot_positions(cache: Cache, num_slots: int) -> list[int]:

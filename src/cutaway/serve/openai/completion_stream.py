@@ -85,10 +85,6 @@ class CompletionStream:
         self.record_metrics()
         return [request.result(0) for request in self.requests]
 
-    def get_result(self, index: int) -> Completion:
-        """Return a finished completion."""
-        return self.requests[index].result(0)
-
     @property
     def num_generated_tokens(self) -> int:
         return sum(len(request.output.tokens) for request in self.requests)

@@ -46,7 +46,7 @@ class ResponseBuilder:
                 yield chunk_of(_build_choice(index, {"delta": {"role": "assistant", "content": ""}}))
         async for index, chunks, is_finished in stream.stream_chunks():
             text = "".join(chunk.text for chunk in chunks)
-            result = stream.get_result(index) if is_finished else None
+            result = stream.requests[index].result(0) if is_finished else None
             has_stop_token = result is not None and isinstance(result.stop_reason, int)
             logprobs = None
             if sum(len(chunk.tokens) for chunk in chunks) > has_stop_token:

@@ -1,10 +1,11 @@
 """Queries: lessons about the forward pass with their quiz questions and exercises, and exercise progress."""
 
-from cutaway.learn.exercises import Exercise, load_exercises, progress
+from cutaway.learn.exercises import load_exercises, progress
 from cutaway.learn.lessons import build_lessons, find_lesson
 from cutaway.learn.quiz import ChoiceQuestion, Question, find_questions, get_question, load_sections, shuffle_choices
 from cutaway.serve.inspect.queries.base import Inspector, Query, QueryJob, QueryResult
 
+EXERCISE_FIELDS = ("number", "title", "minutes", "hints")
 LESSON_FIELDS = ("slug", "title", "sentences", "figure", "notebook", "docs_page", "exercises")
 
 
@@ -28,7 +29,10 @@ class Lessons(Query):
             "lessons": lesson_data,
             "questions": {question.id: _question_to_dict(question) for question in questions},
             "sections": [{"title": title, "questions": ids} for title, ids in sections],
-            "exercises": {str(exercise.number): _exercise_to_dict(exercise) for exercise in load_exercises()},
+            "exercises": {
+                str(exercise.number): {name: getattr(exercise, name) for name in EXERCISE_FIELDS}
+                for exercise in load_exercises()
+            },
         }
         return QueryResult(data)
 
@@ -44,10 +48,6 @@ def _question_to_dict(question: Question) -> dict[str, object]:
     if isinstance(question, ChoiceQuestion):
         data["choices"] = [choice.model_dump() for choice in shuffle_choices(question)]
     return data
-
-
-def _exercise_to_dict(exercise: Exercise) -> dict[str, object]:
-    return {"number": exercise.number, "title": exercise.title, "minutes": exercise.minutes, "hints": exercise.hints}
 
 
 class ExerciseProgress(Query):
