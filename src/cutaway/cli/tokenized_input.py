@@ -57,7 +57,7 @@ class TokenizedInput:
         return self.tokens if self.source is None or self.target is not None else self.source
 
     def resolve_position(self, position: str) -> int:
-        """Return the token index given by --position, an index or a part of the text, which means its last token."""
+        """Return the index of a token. `position` is its index, or a part of the text that ends in this token."""
         tokens = self.traced_tokens
         try:
             index = int(position)

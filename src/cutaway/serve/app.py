@@ -68,7 +68,7 @@ def _remove_422_responses(schema: dict[str, Any]) -> dict[str, Any]:
 def _handle_error(_: Request, error: Exception) -> Response:
     """Return the error response for an invalid request, a path or method without a route, or rejected model input.
 
-    For an invalid request, it names the first invalid field, without the field's value.
+    The response to an invalid request names the first invalid field, without the field's value.
     """
     if isinstance(error, RequestValidationError):
         first = error.errors()[0]

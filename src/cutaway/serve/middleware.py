@@ -64,8 +64,8 @@ class AccessPolicy:
     def allows_host(self, host: str) -> bool:
         """Return whether a Host header names this server.
 
-        Starlette's TrustedHostMiddleware is not used: it cannot allow any IP address but only certain names, and it
-        responds in plain text with status 400 instead of an error object with status 421.
+        Starlette's TrustedHostMiddleware is not used, because it cannot allow every IP address together with a list of
+        names, and because it responds in plain text with status 400 instead of an error object with status 421.
         """
         name = _parse_host_header(host)
         return name in self.allowed_hosts or (self.allow_any_ip_address and is_ip_address(name))

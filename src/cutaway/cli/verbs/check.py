@@ -134,7 +134,7 @@ def _load_checked_model(
     *,
     quiet: bool,
 ) -> "ModelAndOverrides":
-    """Load the model and the overrides of its adapter. Remarks about the model are appended to `notes`."""
+    """Return the model to check, and arguments of `check` that its factory sets. Append remarks on it to `notes`."""
     from cutaway.check import model_sources
     from cutaway.cli.model_loading import default_device, is_config_source, load_checkpoint, to_torch_dtype
 
@@ -157,7 +157,7 @@ def _load_checked_model(
 def _build_untrained_model(
     source: str, device: "torch.device", dtype: "torch.dtype | None", seed: int, notes: list[str]
 ) -> "Transformer":
-    """Build a preset or config file with random weights. If it is too large, build a reduced config."""
+    """Build a preset or config file with random weights. If the model is too large, reduce its config first."""
     import torch
 
     from cutaway.check.model_sources import shrink_config

@@ -130,7 +130,7 @@ def _estimate_steps(directory: Path, seed: int) -> int:
 
 
 def _train_model(directory: Path, steps: int, seed: int, *, as_json: bool) -> "tuple[float, Checkpoint]":
-    """Train the shipped recipe for fewer steps. Return the bits per byte and the model, loaded from the directory."""
+    """Train the shipped recipe for `steps` steps. Return the validation bits per byte and the trained model."""
     from contextlib import nullcontext
 
     from cutaway.cli.views.training_progress import TrainingProgress

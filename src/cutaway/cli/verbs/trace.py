@@ -71,7 +71,10 @@ def trace_token(
     saved_sites: list[str] | None = None,
     save_path: Path | None = None,
 ) -> "Journey":
-    """Return the token's journey. With `save_path`, also save the activations of the same pass at `saved_sites`."""
+    """Follow the token at `position` through `shown_sites`.
+
+    With `save_path`, also save the activations of all tokens at `saved_sites`, in the same forward pass.
+    """
     import torch
 
     from cutaway.lens import Trace, follow_token

@@ -97,7 +97,7 @@ def train(
 
 
 def _print_outcome(trainer: "Trainer", *, as_json: bool, is_main_process: bool) -> None:
-    """Print where the model is, or how to continue. Exit with code 1 if the run is not finished."""
+    """Print the directory of the trained model. If the run is not finished, print how to continue, and exit with 1."""
     step, max_steps, run = trainer.global_step, trainer.recipe.training.max_steps, trainer.run_directory
     if is_main_process and as_json:
         outcome = {"run": str(run.directory), "step": step, "done": step == max_steps}

@@ -35,7 +35,10 @@ def render_report(
     show_times: bool = True,
     out: Console | None = None,
 ) -> None:
-    """Print the report. Without `show_times`, the output is the same for every run."""
+    """Print a report of `cutaway check`, below the model's source and the notes about it.
+
+    Without `show_times`, no durations are printed, so that the output is reproducible.
+    """
     out = out or build_console()
     parts: list[RenderableType] = [
         format_heading(*map(escape_control_characters, (source, report.model_name))),

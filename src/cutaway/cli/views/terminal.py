@@ -94,7 +94,7 @@ def spinner(text: str, *, quiet: bool = False) -> AbstractContextManager[object]
 
 
 def format_number(value: float) -> str:
-    """Format a number: "<0.01", three significant digits below 100, an integer below 1e6, else with SI prefix."""
+    """Format a number: below 100 with three digits, below 1e6 as an integer, else with SI prefix ("<0.01" if tiny)."""
     if value >= 1e6:
         return format_si(value, digits=3)
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}" if value >= 0.01 else "<0.01"

@@ -207,7 +207,7 @@ class ServingEngine:
     def _resolve_max_new_tokens(
         self, prompt: Sequence[int], params: SamplingParams, fill_context: bool
     ) -> SamplingParams:
-        """Return `params` with max_new_tokens for one prompt. Raise if prompt plus completion exceed the context."""
+        """Return `params` with max_new_tokens set for this prompt. Raise if prompt and completion exceed the context."""
         self.check_prompt_length(len(prompt))
         num_context_tokens = 1 if self.is_encoder_decoder else len(prompt)
         max_new, max_new_tokens = self.max_model_len - num_context_tokens, params.max_new_tokens

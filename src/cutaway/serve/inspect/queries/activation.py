@@ -25,7 +25,7 @@ NUM_HISTOGRAM_BINS = 60
 class Activation(InputQuery):
     """One token's activation at a site.
 
-    These names are also accepted, although they are no sites: `embed.token`, `embed.position`, `….attn.position`,
+    The query also accepts names that are not sites: `embed.token`, `embed.position`, `….attn.position`,
     `….attn.mask`, `softmax`.
     """
 
@@ -102,7 +102,7 @@ def _read_activation(
 def compute_attention_row(
     activations: ActivationCache, site_name: str, position: int
 ) -> tuple[Tensor, str, tuple[int, ...]]:
-    """Recompute one query row of scores, pattern or mask, (H, S)."""
+    """Recompute the row (H, S) of one query in the scores, pattern or mask. Return it with all rows' axes and shape."""
     attention, _, suffix = site_name.rpartition(".")
     kernel, args = activations.attention_calls[attention]
     q, k, v, prepared_mask, sink = attention_pattern.unpack_kernel_args(args)

@@ -106,7 +106,7 @@ class GenerationSession:
         )
 
     def run_steps(self, job: QueryJob) -> Iterator[dict[str, object]]:
-        """Run the engine and yield each decode step as JSON."""
+        """Run the engine and yield each decode step as a dict of JSON values."""
         step_start = time.perf_counter()
         while not self.request.finished.is_set() and len(self.steps) < self.query.num_tokens:
             job.check_cancelled()
