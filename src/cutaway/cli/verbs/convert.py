@@ -1,17 +1,13 @@
 """`cutaway convert`: convert checkpoints between Hugging Face, GGUF and cutaway formats."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
 from cutaway.cli.json_output import print_json
 from cutaway.cli.options import JsonFlag, WeightDType, argument, option
 from cutaway.errors import InputError
-
-if TYPE_CHECKING:  # torch is imported when it is needed
-    pass
-
 
 OutputFormat = Literal["hf", "gguf", "cutaway"]
 GGUFQuantization = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]
