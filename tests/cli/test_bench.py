@@ -148,7 +148,7 @@ def test_missing_baseline_has_a_note(run: CliRunner, tmp_path: Path, monkeypatch
         (["decode"], "SOURCE is missing"),
         (["decode", "tiny-bert"], "only decoder-only models"),
         (["prefill", "tiny-t5"], "only decoder-only models"),
-        (["decode", "nowhere"], "does not exist"),
+        (["decode", "nowhere"], "no preset or file named 'nowhere'"),
         (["decode", "tiny-gpt", "--context", "1000"], "64 learned positions"),
         (["decode", "tiny-gpt", "--batch-size", "0"], "--batch-size"),
         (["decode", "tiny-gpt", "--model", "gpt2"], "--model is for measuring the machine"),

@@ -67,7 +67,7 @@ def test_demo_journey_is_consistent(name: str) -> None:
         (["trace", "tiny-pyton", "import"], "did you mean tiny-python"),
         (["demo", "missing.toml"], "'missing.toml' does not exist"),
         (["demo", "--text", ""], "is empty"),
-        (["presets", "--form", "middle"], "--form is 'middle'"),
+        (["presets", "--form", "middle"], "Invalid value for '--form'"),
         (["demo", "--text", "x" * 100], "positions 0 to 63 only"),
     ],
 )

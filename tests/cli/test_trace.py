@@ -223,7 +223,7 @@ def test_failed_save_leaves_no_file(
         (["tiny-gpt", "x" * 65], "positions 0 to 63 only; shorten it"),
         (["tiny-llama", "x" * 2049], "at most 2048"),
         (["llama-3.1-405b", "abc"], "choose a smaller model"),
-        (["tiny-bert", "abc", "--target", "d"], "--target requires an encoder-decoder, but this model is an encoder"),
+        (["tiny-bert", "abc", "--target", "d"], "but the form of this model is encoder"),
         (["tiny-gpt", "abc", "--save", "a.pt"], "does not end in .safetensors"),
         (["tiny-gpt", "abc", "--save", "no/such/a.safetensors"], "is not a directory"),
         (["tiny-gpt", "abc", "--device", "tpu"], "is not available"),
@@ -239,7 +239,7 @@ def test_errors_exit_with_code_two(run: CliRunner, arguments: list[str], message
 
 def test_text_longer_than_the_context_has_a_note(run: CliRunner) -> None:
     length = ct.config("tiny-llama").context or 0
-    assert f"more than the model's context of {length}" in run("tiny-llama", "x" * (length + 1), "--sites", "embed")
+    assert f"more than the context of {length}" in run("tiny-llama", "x" * (length + 1), "--sites", "embed")
 
 
 def test_control_characters_in_the_text_are_escaped(run: CliRunner, decoder_dir: Path) -> None:

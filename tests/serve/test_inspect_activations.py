@@ -202,7 +202,7 @@ def test_invalid_query_is_an_error(query_name: str, params: dict[str, Any], mess
     inspector = build_inspector("tiny-gpt")
     with pytest.raises(InputError, match=message):
         run_query(inspector, query_name, input=random_input(inspector), **params)
-    with pytest.raises(InputError, match="vocabulary ends at 256"):
+    with pytest.raises(InputError, match="use ids 0 to 256, the vocabulary"):
         run_query(inspector, "residual_norms", input={"tokens": [1, 257]})
     with pytest.raises(InputError, match="takes no source"):
         run_query(inspector, "residual_norms", input={"tokens": [1], "source": [1]})

@@ -165,7 +165,7 @@ def test_invalid_query_is_an_error() -> None:
         run_query(inspector, "attention_head", input=model_input, attention="blocks.0.attn", head=4)
     with pytest.raises(InputError, match="3 tokens"):
         run_query(inspector, "logit_attribution", input=model_input, position=3)
-    with pytest.raises(InputError, match="vocabulary ends"):
+    with pytest.raises(InputError, match="use ids 0 to"):
         run_query(inspector, "logit_attribution", input=model_input, position=0, token=10**6)
     with pytest.raises(InputError, match="skipped by the edits"):
         run_query(

@@ -61,7 +61,7 @@ INVALID_QUERIES: list[tuple[str, Any, str]] = [
     ("journey", {"input": TEXT, "position": 0, "more": 1}, "more: Extra inputs"),
     ("journey", {"input": {"tokens": []}, "position": 0}, "tokens: Tuple should have at least 1"),
     ("journey", {"input": {"tokens": [-1]}, "position": 0}, "tokens.0: Input should be greater"),
-    ("journey", {"input": {"tokens": [257]}, "position": 0}, "the vocabulary ends at 256"),
+    ("journey", {"input": {"tokens": [257]}, "position": 0}, "use ids 0 to 256, the vocabulary"),
     ("journey", {"input": {"tokens": [2**40]}, "position": 0}, "tokens.0: Input should be less"),
     ("journey", {"input": {"tokens": [1.5]}, "position": 0}, "tokens.0: Input should be a valid integer"),
     ("journey", {"input": {"tokens": ["1"]}, "position": 0}, "tokens.0: Input should be a valid integer"),

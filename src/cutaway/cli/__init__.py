@@ -52,7 +52,7 @@ ASCII_FALLBACKS = str.maketrans("−–×·█▓▒░✓✗≤…²³→━Σ�
 
 
 def ascii_fallback(error: UnicodeError) -> tuple[str, int]:
-    """Encoding error handler that replaces characters that the terminal's encoding lacks with ASCII characters."""
+    """Encoding error handler: substitute ASCII for characters that the terminal cannot encode."""
     assert isinstance(error, UnicodeEncodeError)
     characters = error.object[error.start : error.end].translate(ASCII_FALLBACKS)
     return "".join(character if character.isascii() else "?" for character in characters), error.end

@@ -41,7 +41,7 @@ def run_chat(
     engine_options: GenerateOptions,
     output: OutputWriter,
 ) -> None:
-    """Reply to messages until the input ends."""
+    """Print the replies to the initial messages, then to the lines of standard input until it ends."""
     check_chat_template(checkpoint)
     session = ChatSession(checkpoint, system, params, engine_options)
     interactive = sys.stdin is not None and sys.stdin.isatty() and not output.as_json

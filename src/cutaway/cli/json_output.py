@@ -6,15 +6,9 @@ import sys
 from collections.abc import Callable
 
 
-def print_json(
-    data: object,
-    *,
-    indent: int | None = 2,
-    ensure_ascii: bool = True,
-    default: Callable[[object], object] | None = None,
-) -> None:
+def print_json(data: object, *, indent: int | None = 2, default: Callable[[object], object] | None = None) -> None:
     """Print one JSON value and flush. NaN and infinity are printed as strings."""
-    text = json.dumps(_json_safe(data), indent=indent, ensure_ascii=ensure_ascii, default=default, allow_nan=False)
+    text = json.dumps(_json_safe(data), indent=indent, default=default, allow_nan=False)
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # torch is imported when it is needed
 
 
 def default_device(device: str | None) -> "torch.device":
-    """Return the named device. The default is cuda if available, else cpu."""
+    """Return the device of this name. For None, return cuda if it is available, else cpu."""
     import torch
 
     from cutaway.argument_checks import resolve_device

@@ -38,15 +38,14 @@ def json_flag(help_text: str) -> object:
 JsonFlag = Annotated[bool, json_flag("Print JSON.")]
 JsonObjectFlag = Annotated[bool, json_flag("Print one JSON object.")]
 ServerJsonFlag = Annotated[bool, json_flag("Print one JSON object when the server is ready.")]
-CheckpointSource = Annotated[str, argument("Model directory, run directory, .gguf file or hub id.", metavar="SOURCE")]
-ModelSource = Annotated[
-    str, argument("Model directory, run directory, .gguf file, hub id or preset name.", metavar="SOURCE")
-]
+CheckpointSource = Annotated[str, argument("Model or run directory, .gguf file or hub id.", metavar="SOURCE")]
+ModelSource = Annotated[str, argument("Model or run directory, .gguf file, hub id or preset name.", metavar="SOURCE")]
 Device = Annotated[str | None, option("Device: cpu or cuda; default cuda if available.")]
 WeightDType = Annotated[DType | None, option("Data type of the weights; default as stored.")]
 WEIGHT_BITS_HELP = "Weight quantization during decode; 4 requires a GPU."
 MAX_MODEL_LEN_HELP = "Maximum number of tokens of prompt plus output; 8Ki is 8,192."
 MAX_NUM_SEQS_HELP = "Maximum number of sequences per batch; default up to 32."
+Overrides = Annotated[list[str] | None, option("Override a recipe value; repeatable.", "--set", metavar="a.b=x")]
 Host = Annotated[str, option("Address to bind to; an address other than loopback requires an API key.")]
 Port = Annotated[int, option("Port; 0 selects a free port.")]
 ApiKeyFile = Annotated[Path | None, option("File with the API key.", metavar="FILE")]
@@ -62,13 +61,15 @@ def check_weight_bits(weight_bits: int | None) -> None:
 
 
 def parse_length(text: str | None) -> int | None:
-    """Parse a number of tokens, such as 8192 or 8Ki."""
+    """Parse a number of tokens, such as 8192 or 8Ki (8 × 1024)."""
     from cutaway.size.units import parse_count
 
     return None if text is None else parse_count(text)
 
 
-def check_parent_directory(path: Path) -> None:
-    """Raise if the directory of an output file does not exist. Verbs call this before they load the model."""
+def check_output_path(path: Path) -> None:
+    """Raise if an output file cannot be written. Verbs call this before they load the model."""
+    if path.is_dir():
+        raise InputError(f"'{path}' is a directory; pass the path of a file")
     if not path.parent.is_dir():
         raise InputError(f"'{path.parent}' is not a directory, so nothing can be written there; create it")

@@ -25,17 +25,13 @@ class GenerateOptions(EngineOptions, total=False):
 
 
 class TimedGeneration:
-    """Requests, their engine, and the times of their tokens. Streaming one request advances all of them."""
+    """Requests of one engine, with the times of their tokens. Streaming one request advances all requests."""
 
     def __init__(self, engine: Engine, requests: Sequence[Request] = ()) -> None:
         self.engine = engine
         self.requests: list[Request] = []
-        self.start_times: dict[Request, float] = {}
-        self.first_token_times: dict[Request, float] = {}
-        self.first_token_counts: dict[Request, int] = {}
-        """Number of tokens at the time of the first token. With speculative decoding it may be more than one."""
-        self.last_token_times: dict[Request, float] = {}
-        self.token_counts: dict[Request, int] = {}
+        self.token_times: dict[Request, list[tuple[float, int]]] = {}
+        """(time, number of output tokens) of each request: at its submission, then after each step with new tokens."""
         for request in requests:
             self.add_request(request)
         self.num_steps = 0
@@ -48,8 +44,7 @@ class TimedGeneration:
 
     def add_request(self, request: Request) -> None:
         self.requests.append(request)
-        self.start_times[request] = time.perf_counter()
-        self.token_counts[request] = len(request.output_prefix)
+        self.token_times[request] = [(time.perf_counter(), len(request.output_prefix))]
 
     def stream_chunks(self, request: Request) -> Iterator[CompletionChunk]:
         """Yield the chunks of one request. Each engine step advances all requests."""
@@ -63,50 +58,58 @@ class TimedGeneration:
     def step(self) -> None:
         is_working = self.engine.step()
         now = time.perf_counter()
-        self.num_steps += bool(self.first_token_times)
+        self.num_steps += bool(self.started_requests)
         for request in self.requests:
-            count = len(request.output.tokens)
-            if count > self.token_counts[request]:
-                if request not in self.first_token_times:
-                    self.first_token_times[request], self.first_token_counts[request] = now, count
-                self.last_token_times[request] = now
-                self.token_counts[request] = count
+            if len(request.output.tokens) > self.token_times[request][-1][1]:
+                self.token_times[request].append((now, len(request.output.tokens)))
         assert is_working or all(request.finished.is_set() for request in self.requests)
 
     # Statistics
 
     @property
+    def started_requests(self) -> list[Request]:
+        """The requests that have generated at least one token."""
+        return [request for request in self.requests if len(self.token_times[request]) > 1]
+
+    @property
     def num_tokens(self) -> int:
-        return sum(self.token_counts.values())
+        return sum(times[-1][1] for times in self.token_times.values())
 
     def tokens_per_second(self, request: Request) -> float | None:
         """Decode throughput of one request, excluding the time to first token."""
-        if request not in self.first_token_times:
+        if request not in self.started_requests:
             return None
-        seconds = self.last_token_times[request] - self.first_token_times[request]
-        return (self.token_counts[request] - self.first_token_counts[request]) / seconds if seconds > 0 else None
+        _, (first_time, first_count), *_ = self.token_times[request]
+        last_time, count = self.token_times[request][-1]
+        return (count - first_count) / (last_time - first_time) if last_time > first_time else None
+
+    @property
+    def first_token_time(self) -> float:
+        """Time of the earliest generated token, over all requests."""
+        return min((self.token_times[request][1][0] for request in self.started_requests), default=0.0)
 
     @property
     def decode_seconds(self) -> float:
         """Seconds between the earliest and the latest generated token, over all requests."""
-        return max(self.last_token_times.values(), default=0.0) - min(self.first_token_times.values(), default=0.0)
+        last_times = [self.token_times[request][-1][0] for request in self.started_requests]
+        return max(last_times, default=0.0) - self.first_token_time
 
     @property
     def num_decoded_tokens(self) -> int:
         """Number of tokens generated within `decode_seconds`."""
-        first_time = min(self.first_token_times.values(), default=0.0)
-        first_requests = [request for request, seconds in self.first_token_times.items() if seconds == first_time]
-        return self.num_tokens - sum(self.first_token_counts[request] for request in first_requests)
+        first_steps = [self.token_times[request][1] for request in self.started_requests]
+        return self.num_tokens - sum(count for seconds, count in first_steps if seconds == self.first_token_time)
 
     @property
     def time_to_first_token(self) -> float:
         """Seconds from submission to the first token, for the request with the shortest time."""
-        return min((end - self.start_times[request] for request, end in self.first_token_times.items()), default=0.0)
+        times = [self.token_times[request][:2] for request in self.started_requests]
+        return min((first[0] - start[0] for start, first in times), default=0.0)
 
     @property
     def mean_context_length(self) -> int:
         """Mean number of context tokens (prompt plus half of the completion) over the requests."""
-        lengths = [len(request.input_ids) + self.token_counts[request] / 2 for request in self.requests]
+        lengths = [len(request.input_ids) + self.token_times[request][-1][1] / 2 for request in self.requests]
         return max(1, round(sum(lengths) / len(lengths)))
 
 
@@ -120,7 +123,10 @@ def start_generation(
     max_model_len: int | None = None,
     **options: Unpack[EngineOptions],
 ) -> tuple[TimedGeneration, list[Request]]:
-    """Start an engine with one request per completion, in order. The results are the same as those of `generate`."""
+    """Start an engine with one request per completion, in the order of the prompts.
+
+    The completions are the same as those of `generate`.
+    """
     inputs = prepare_inputs(
         checkpoint, list(prompts), params, max_num_seqs=max_num_seqs, max_model_len=max_model_len, **options
     )

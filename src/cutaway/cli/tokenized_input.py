@@ -16,7 +16,7 @@ MAX_TRACED_TOKENS = 2048
 
 @dataclass
 class TokenizedInput:
-    """A model, its input and its tokenizer."""
+    """A model, its tokenizer, and one text tokenized for it."""
 
     model: "Transformer"
     text: str
@@ -29,15 +29,19 @@ class TokenizedInput:
     """True if the weights are random and the tokens are bytes."""
     notes: list[str] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        for name, token_ids in (("text", self.source or self.tokens), ("target", self.tokens)):
+            if len(token_ids) > MAX_TRACED_TOKENS:
+                limit = f"use at most {MAX_TRACED_TOKENS}, because all attention scores are stored"
+                raise InputError(f"the {name} has {len(token_ids)} tokens; {limit}")
+
     def token_str(self, token: int) -> str:
         """Return a token's text for display."""
         if self.is_untrained:
             return repr(bytes([token]))[1:] if token < 256 else f"<{token}>"
         from cutaway.cli.views.terminal import escape_control_characters
 
-        text = "" if self.tokenizer is None else self.tokenizer.decode([token], skip_special_tokens=False)
-        if self.tokenizer is not None and (not text or "\ufffd" in text):  # part of a character
-            text = self.tokenizer.id_to_token(token) or ""
+        text = "" if self.tokenizer is None else self.tokenizer.format_token(token)
         return escape_control_characters(repr(text)) if text else f"<{token}>"
 
     def decode(self, tokens: list[int]) -> str:
@@ -53,7 +57,7 @@ class TokenizedInput:
         return self.tokens if self.source is None or self.target is not None else self.source
 
     def resolve_position(self, position: str) -> int:
-        """Return the index that --position means. If it is part of the text, that is the index of its last token."""
+        """Return the index of a token. `position` is its index, or a part of the text that ends in this token."""
         tokens = self.traced_tokens
         try:
             index = int(position)
@@ -83,7 +87,7 @@ class TokenizedInput:
 def load_tokenized_input(
     source: str, text: str, target: str | None, device: str | None, dtype: "DType | None", *, quiet: bool
 ) -> TokenizedInput:
-    """Load a checkpoint, or build an untrained model, and tokenize the text."""
+    """Load a checkpoint, or build an untrained model, and tokenize the text. `target` is the decoder's text."""
     from cutaway.cli.prompts import read_stdin, split_prompts
 
     text = next(split_prompts(read_stdin(), False)) if text == "-" else text
@@ -94,33 +98,29 @@ def load_tokenized_input(
         tokenized = tokenize_bytes(untrained_model, text, target)
     else:
         tokenized = tokenize_for_checkpoint(load_checkpoint(source, device, dtype, quiet=quiet), text, target)
-    _check_target(tokenized.model, target)
-    for name, token_ids in (("text", tokenized.source or tokenized.tokens), ("target", tokenized.tokens)):
-        if len(token_ids) > MAX_TRACED_TOKENS:
-            raise InputError(
-                f"the {name} has {len(token_ids)} tokens; use at most {MAX_TRACED_TOKENS}: all scores are stored"
-            )
-    context = tokenized.model.config.context
-    if context is not None and len(tokenized.tokens) > context:
-        tokenized.notes.append(
-            f"the text has {len(tokenized.tokens)} tokens, more than the model's context of {context}"
+    config = tokenized.model.config
+    if target is not None and len(tokenized.model.stacks) == 1:
+        raise InputError(
+            f"--target requires an encoder-decoder, but the form of this model is {config.form}; leave it out"
         )
+    context = config.context
+    if context is not None and len(tokenized.tokens) > context:
+        tokenized.notes.append(f"the text has {len(tokenized.tokens)} tokens, more than the context of {context}")
     return tokenized
 
 
 def tokenize_bytes(model: "Transformer", text: str, target: str | None) -> TokenizedInput:
     """Tokenize a text to bytes, for a model without a tokenizer."""
+
+    def encode(text: str, vocab_size: int) -> list[int]:
+        return [byte % vocab_size for byte in text.encode("utf-8", "surrogateescape")]
+
     vocab_size = model.config.vocab_size
-    token_ids = [byte % vocab_size for byte in text.encode("utf-8", "surrogateescape")]
     if len(model.stacks) == 1:
-        return TokenizedInput(model, text, token_ids, is_untrained=True)
-    decoder_ids = (
-        token_ids if target is None else [byte % vocab_size for byte in target.encode("utf-8", "surrogateescape")]
-    )
-    source_vocab_size = getattr(model.config, "source_vocab_size", None) or vocab_size
-    return TokenizedInput(
-        model, text, decoder_ids or [0], [token % source_vocab_size for token in token_ids], target, is_untrained=True
-    )
+        return TokenizedInput(model, text, encode(text, vocab_size), is_untrained=True)
+    source_ids = encode(text, getattr(model.config, "source_vocab_size", None) or vocab_size)
+    decoder_ids = encode(text if target is None else target, vocab_size) or [0]
+    return TokenizedInput(model, text, decoder_ids, source_ids, target, is_untrained=True)
 
 
 def tokenize_for_checkpoint(checkpoint: Any, text: str, target: str | None) -> TokenizedInput:
@@ -130,15 +130,14 @@ def tokenize_for_checkpoint(checkpoint: Any, text: str, target: str | None) -> T
     token_ids = _encode_text(tokenizer, text)
     if len(model.stacks) == 1:
         return TokenizedInput(model, text, token_ids, tokenizer=tokenizer)
-    if generation_config.decoder_start_token_id is None:
+    start_token = generation_config.decoder_start_token_id
+    if start_token is None:
         raise InputError(
             "this checkpoint has no decoder_start_token_id, the first decoder token; add it to its "
             "generation_config.json"
         )
     target_ids = _encode_text(tokenizer, target, add_special_tokens=False) if target else []
-    return TokenizedInput(
-        model, text, [generation_config.decoder_start_token_id, *target_ids], token_ids, target, tokenizer
-    )
+    return TokenizedInput(model, text, [start_token, *target_ids], token_ids, target, tokenizer)
 
 
 def _encode_text(tokenizer: Any, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -154,9 +153,3 @@ def _encode_text(tokenizer: Any, text: str, *, add_special_tokens: bool = True) 
         return parse_token_ids("the text", text)
     except InputError:
         raise InputError("this model has no tokenizer; pass token ids, such as 1,2,3") from None
-
-
-def _check_target(model: "Transformer", target: str | None) -> None:
-    if target is not None and len(model.stacks) == 1:
-        form = f"a{'n' if model.config.form == 'encoder' else ''} {model.config.form}"
-        raise InputError(f"--target requires an encoder-decoder, but this model is {form}; leave it out")

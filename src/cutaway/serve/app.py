@@ -14,6 +14,11 @@ from cutaway.serve.errors import APIError, invalid_field_error
 from cutaway.serve.limits import Limits
 from cutaway.serve.middleware import AccessPolicy, ResponseCallback, SecurityMiddleware
 
+HTTP_ERROR_MESSAGES = {
+    404: "there is no such path on this server; check the URL",
+    405: "this path does not support this HTTP method; use another method",
+}
+
 
 def build_app(
     routers: Iterable[APIRouter],
@@ -23,7 +28,7 @@ def build_app(
     on_shutdown: Iterable[Callable[[], object]] = (),
     on_response: ResponseCallback | None = None,
 ) -> FastAPI:
-    """Build the application from its routers, behind one access policy.
+    """Build a FastAPI application with these routers. Each request first passes `SecurityMiddleware`.
 
     The `on_shutdown` callbacks run in a thread when the server shuts down. `on_response` is called after each response.
     """
@@ -45,10 +50,8 @@ def build_app(
         limits=limits or Limits(),
         on_response=on_response,
     )
-    app.add_exception_handler(APIError, _handle_api_error)
-    app.add_exception_handler(HTTPException, _handle_http_exception)
-    app.add_exception_handler(RequestValidationError, _handle_validation_error)
-    app.add_exception_handler(CutawayError, _handle_cutaway_error)
+    for error_type in (APIError, HTTPException, RequestValidationError, CutawayError):
+        app.add_exception_handler(error_type, _handle_error)
     return app
 
 
@@ -62,30 +65,16 @@ def _remove_422_responses(schema: dict[str, Any]) -> dict[str, Any]:
     return schema
 
 
-def _handle_api_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, APIError)
-    return error.to_response()
+def _handle_error(_: Request, error: Exception) -> Response:
+    """Return the error response for an invalid request, a path or method without a route, or rejected model input.
 
-
-def _handle_http_exception(_: Request, error: Exception) -> Response:
-    """Handle unknown routes (404) and methods (405)."""
-    assert isinstance(error, HTTPException)
-    messages = {
-        404: "there is no such path on this server; check the URL",
-        405: "this path does not support this HTTP method; use another method",
-    }
-    message = messages.get(error.status_code, "the request cannot be handled")
-    return APIError(error.status_code, message, headers=error.headers).to_response()
-
-
-def _handle_validation_error(_: Request, error: Exception) -> Response:
-    """Report the first invalid field. The response does not contain the field's value."""
-    assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    path = [part for part in first["loc"] if part not in ("body", "query", "path")]
-    return invalid_field_error(path, str(first["msg"]), "the body").to_response()
-
-
-def _handle_cutaway_error(_: Request, error: Exception) -> Response:
-    """Handle input that the model or the tokenizer rejects."""
-    return APIError(400, str(error)).to_response()
+    The response to an invalid request names the first invalid field, without the field's value.
+    """
+    if isinstance(error, RequestValidationError):
+        first = error.errors()[0]
+        path = [part for part in first["loc"] if part not in ("body", "query", "path")]
+        error = invalid_field_error(path, str(first["msg"]), "the body")
+    elif isinstance(error, HTTPException):
+        message = HTTP_ERROR_MESSAGES.get(error.status_code, "the request cannot be handled")
+        error = APIError(error.status_code, message, headers=error.headers)
+    return error.to_response() if isinstance(error, APIError) else APIError(400, str(error)).to_response()

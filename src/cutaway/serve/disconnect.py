@@ -1,4 +1,4 @@
-"""Cancellation of work whose client disconnects."""
+"""Cancellation of a request's work when the client disconnects."""
 
 import asyncio
 from collections.abc import Awaitable
@@ -12,14 +12,14 @@ T = TypeVar("T")
 
 
 class ClientDisconnectedError(APIError):
-    """The client disconnected before the response. The error is only counted in the metrics: nobody receives it."""
+    """The client disconnected before the response. The error is counted in the metrics and sent to nobody."""
 
     def __init__(self) -> None:
         super().__init__(499, "the client disconnected before the response")
 
 
 async def run_until_disconnect(work: Awaitable[T], receive: Receive) -> T:
-    """Return the result of `work`. If the client disconnects, cancel `work` and raise."""
+    """Await `work` and return its result. If the client disconnects first, cancel `work` and raise."""
     work_task = asyncio.ensure_future(work)
     disconnect_task = asyncio.ensure_future(_wait_for_disconnect(receive))
     try:

@@ -6,12 +6,7 @@ from starlette.responses import JSONResponse
 
 from cutaway.serve.limits import Limits
 
-ERROR_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    429: "rate_limit_error",
-}
+ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 """Error type by status code. Other codes are invalid_request_error below 500 and server_error from 500."""
 
 
@@ -46,6 +41,9 @@ def overload_error(message: str, code: str, limits: Limits) -> APIError:
 
 
 def invalid_field_error(path: Sequence[object], message: str, default_name: str) -> APIError:
-    """Return the error for a field that pydantic rejects. The response does not contain the field's value."""
+    """Return the error for a field that pydantic rejects. The message does not contain the field's value.
+
+    `path` is the location of the field in the request. If it is empty, the message says `default_name` instead.
+    """
     param = ".".join(str(part)[:40] for part in path[:6]) or None
     return APIError(400, f"{param or default_name}: {message[:300]}", param=param)

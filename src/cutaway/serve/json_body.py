@@ -1,4 +1,4 @@
-"""Validation of untrusted JSON bodies. Depth and number of values are checked on the bytes, before parsing."""
+"""Validation of untrusted JSON bodies. Nesting depth and number of values are checked before parsing."""
 
 import json
 import math
@@ -14,7 +14,10 @@ _SURROGATE_PATTERN = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def validate_json_body(body: bytes, limits: Limits) -> None:
-    """Raise unless the body is JSON within the limits: UTF-8, unique keys, finite numbers, no lone surrogates."""
+    """Raise an APIError unless the body is valid JSON within the limits.
+
+    It must be UTF-8 without lone surrogates, each object must have unique keys, and numbers must be finite.
+    """
     without_strings = _STRING_PATTERN.sub(b"", body)
     num_opened = without_strings.count(b"[") + without_strings.count(b"{")
     num_closed = without_strings.count(b"]") + without_strings.count(b"}")
@@ -47,7 +50,7 @@ def validate_json_body(body: bytes, limits: Limits) -> None:
 
 
 def _reject_duplicate_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Build an object. Raise if a key is duplicated, because parsers disagree on which value counts."""
+    """Return the pairs as a dict. Raise if a key occurs twice, because parsers disagree on which value counts."""
     value = dict(pairs)
     if len(value) != len(pairs):
         raise APIError(400, "the JSON body has an object with a duplicate key; send each key once")

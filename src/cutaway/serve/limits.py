@@ -10,15 +10,15 @@ class Limits:
     max_body_bytes: int = 2 * 2**20
     """Maximum size of a request body."""
     body_timeout: float = 15.0
-    """Time for the request body to arrive."""
+    """Maximum time for the request body to arrive."""
     header_timeout: float = 10.0
-    """Time for the request headers to arrive."""
+    """Maximum time for the request headers to arrive."""
     send_timeout: float = 30.0
-    """Time for which a client may leave sent data unread."""
+    """Time after which a connection is closed if the client does not read the data sent to it."""
     keep_alive_timeout: int = 30
-    """Time that an idle connection is kept open."""
+    """Time after which an idle connection is closed."""
     lingering_timeout: float = 1.0
-    """Time for which the rest of a rejected request body is read and discarded, so that the client gets the error."""
+    """Maximum time to read and discard the rest of a rejected request body, so that the client gets the error."""
     max_headers: int = 64
     """Maximum number of request headers."""
     max_header_bytes: int = 16 * 2**10
@@ -32,11 +32,11 @@ class Limits:
     max_connections: int = 1024
     """Maximum number of open connections."""
     max_concurrent_requests: int = 768
-    """Maximum number of requests in progress, of all kinds."""
+    """Maximum number of requests in progress, including those that are still being received."""
     max_prompt_characters: int = 1_000_000
     """Maximum number of characters in all prompts of a request."""
     max_characters_per_token: int = 64
-    """Maximum characters of a text, per token of the longest prompt. Longer texts are rejected without tokenizing."""
+    """Texts with more characters than this times the maximum prompt length are rejected without tokenizing them."""
     max_prompt_tokens: int = 131_072
     """Maximum number of tokens of a prompt. The model's context may limit it further."""
     max_tokens: int = 32_768
@@ -64,9 +64,9 @@ class Limits:
     max_embedding_tokens: int = 65_536
     """Maximum number of tokens in all texts of an embeddings request."""
     request_timeout: float = 300.0
-    """Time for a whole request."""
+    """Maximum time to compute and send a response, after the request was received."""
     tokenize_timeout: float = 10.0
-    """Time to tokenize the prompts of a request. Rendering a chat template has a separate, shorter limit."""
+    """Maximum time to tokenize the prompts of a request. Rendering a chat template has a separate, shorter limit."""
     max_waiting_requests: int = 256
     """Maximum number of completions in the waiting queue. Further requests get status 429."""
     max_preprocessing_requests: int = 256
@@ -74,4 +74,4 @@ class Limits:
     retry_after_seconds: int = 1
     """Value of the Retry-After header of status 429."""
     shutdown_timeout: float = 5.0
-    """Time for requests in progress to finish at shutdown."""
+    """Time that requests in progress have to finish at shutdown."""

@@ -16,9 +16,7 @@ class ServerMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.http_requests = self._counter(
-            "http_requests", "HTTP requests by route and status code.", "route", "status"
-        )
+        self.http_requests = self._counter("http_requests", "HTTP requests by route and status.", "route", "status")
         self.prompt_tokens = self._counter("prompt_tokens", "Number of prompt tokens processed.")
         self.generation_tokens = self._counter("generation_tokens", "Number of tokens generated.")
         self.aborted_requests = self._counter("aborted_requests", "Completions aborted before they finished.")
@@ -42,7 +40,7 @@ class ServerMetrics:
         return Histogram(f"cutaway_{name}", description, buckets=buckets, registry=self.registry)
 
     def add_gauge(self, name: str, description: str, read: Callable[[], float]) -> None:
-        """Add a gauge that calls `read` when /metrics is scraped."""
+        """Add a gauge whose value is `read()` at the time when /metrics is scraped."""
         Gauge(f"cutaway_{name}", description, registry=self.registry).set_function(read)
 
     def record_response(self, route: str, status: int, seconds: float) -> None:

@@ -64,14 +64,14 @@ class AccessPolicy:
     def allows_host(self, host: str) -> bool:
         """Return whether a Host header names this server.
 
-        Starlette's TrustedHostMiddleware is not used: it cannot allow any IP address but only certain names, and it
-        responds in plain text with status 400 instead of an error object with status 421.
+        Starlette's TrustedHostMiddleware is not used, because it cannot allow every IP address together with a list of
+        names, and because it responds in plain text with status 400 instead of an error object with status 421.
         """
         name = _parse_host_header(host)
         return name in self.allowed_hosts or (self.allow_any_ip_address and is_ip_address(name))
 
     def accepts_key(self, key: str | None) -> bool:
-        """Whether the key is right, compared in constant time. Always True if the server has no key."""
+        """Whether `key` equals the API key, compared in constant time. Always True if the server has no API key."""
         return self.api_key is None or (key is not None and _constant_time_equal(key, self.api_key))
 
 
@@ -99,14 +99,14 @@ def is_ip_address(name: str) -> bool:
 
 
 class _ReplayableReceive:
-    """ASGI receive callable that can replay a buffered body, and knows whether more of the body is to come."""
+    """ASGI receive callable that first returns `buffered_body` if the middleware has already read the body."""
 
     def __init__(self, scope: Scope, receive: Receive) -> None:
         names = {name for name, _ in scope["headers"]}
         self.receive = receive
         self.has_more_body = bool(names & {b"content-length", b"transfer-encoding"}) and b"expect" not in names
         self.buffered_body: bytes | None = None
-        """Body that was read by the middleware and is replayed to the application."""
+        """Body that the middleware has read and the application has not. None if there is none."""
 
     async def __call__(self) -> Message:
         if self.buffered_body is not None:
@@ -229,7 +229,7 @@ class SecurityMiddleware:
         raise APIError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
 
     async def read_body(self, headers: dict[bytes, str], incoming: _ReplayableReceive) -> bytes | None:
-        """Read the body if the request has one. Raise as soon as the body exceeds `max_body_bytes`."""
+        """Return the body, or None if the request has none. Raise as soon as the body exceeds `max_body_bytes`."""
         length = headers.get(b"content-length")
         if length is None and b"transfer-encoding" not in headers:
             return None
@@ -286,7 +286,7 @@ class SecurityMiddleware:
 
 
 def _validate_headers(scope: Scope, limits: Limits) -> dict[bytes, str]:
-    """Return the headers by name. Raise if they exceed the limits or are ambiguous."""
+    """Return a dict from header name to value. Raise if headers or URL exceed the limits or are ambiguous."""
     pairs = scope["headers"]
     num_bytes = sum(len(name) + len(value) for name, value in pairs)
     if len(pairs) > limits.max_headers or num_bytes > limits.max_header_bytes:

@@ -28,7 +28,8 @@ def view(
 ) -> "AnyWidget":
     """Return a widget that inspects a checkpoint or a model, with the same web page as `cutaway open`.
 
-    `text` is the initial input, which is the source for an encoder-decoder. `screen` is the initial screen.
+    `text` is the initial input, which is the encoder input of an encoder-decoder. `screen` is the screen shown first.
+    `name` is the model name shown on the page.
     """
     if screen not in SCREENS:
         raise InputError(f"screen is '{screen}', which does not exist; use one of {', '.join(SCREENS)}")
@@ -52,7 +53,7 @@ def view(
 
 
 class _WidgetBridge:
-    """Runs a widget's queries in threads and sends their frames to the widget. A query can be canceled."""
+    """Runs the queries of a widget in threads and sends the frames of their results to the widget."""
 
     def __init__(self, widget: "AnyWidget", executor: QueryExecutor) -> None:
         self.widget, self.executor = widget, executor
@@ -77,6 +78,6 @@ class _WidgetBridge:
         future.add_done_callback(lambda _: self.send_frame(query_id, None))
 
     def send_frame(self, query_id: int, frame: bytes | None) -> None:
-        """Send one frame, or the end of the query for None. The lock is held: a widget's channel is not thread-safe."""
+        """Send a frame of a query, or its end (None). The lock is held, as the widget's channel is not thread-safe."""
         with self._send_lock:
             self.widget.send({"id": query_id, "end": frame is None}, [] if frame is None else [frame])

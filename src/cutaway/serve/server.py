@@ -30,7 +30,10 @@ WILDCARD_HOSTS = ("0.0.0.0", "::", "")
 
 
 def build_access_policy(host: str, api_key: str | None, extra_hosts: tuple[str, ...] = ()) -> AccessPolicy:
-    """Build the access policy of a server bound to `host`. Without an API key, only loopback addresses are allowed."""
+    """Build the access policy of a server bound to `host`. Raise if `host` is not loopback and there is no API key.
+
+    `extra_hosts` are further names that the Host header may have.
+    """
     if api_key is not None and not re.fullmatch("[!-~]{8,512}", api_key):
         raise InputError("the API key must have 8 to 512 printable ASCII characters without spaces; choose another")
     if api_key is None and not _is_loopback(host):
@@ -132,7 +135,7 @@ def _cancel_timers(*timers: asyncio.TimerHandle | None) -> None:
 
 
 class Server(uvicorn.Server):
-    """uvicorn server that exits with code 0.
+    """uvicorn server that exits with code 0 when it is stopped by a signal.
 
     The first SIGINT or SIGTERM shuts the server down when the requests in progress have finished, or after
     `shutdown_timeout` seconds. The second signal exits at once.

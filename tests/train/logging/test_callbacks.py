@@ -126,7 +126,7 @@ def test_progress_bar_escapes_control_characters() -> None:
 
 def test_nonfinite_loss_is_shown_and_null_in_json(capsys: pytest.CaptureFixture[str]) -> None:
     row = {"step": 1, "loss": float("nan"), "grad_norm": float("inf"), "skipped": "non_finite"}
-    TrainingProgress(as_json=True).on_step_end(row, {"tokens_per_second": 1.0})
+    TrainingProgress(as_json=True).build_callback().on_step_end(row, {"tokens_per_second": 1.0})
     assert json.loads(capsys.readouterr().out)["loss"] is None
     bar = TrainingProgress(as_json=False)
     bar.max_steps = 1

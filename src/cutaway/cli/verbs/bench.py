@@ -33,7 +33,7 @@ def bench(
     ] = None,
     device: Device = None,
     model: Annotated[
-        str | None, option("Preset that is run to measure the machine; the default is a small one.", metavar="NAME")
+        str | None, option("Preset for measuring the machine; default a small one.", metavar="NAME")
     ] = None,
     batch_size: Annotated[int | None, option("Batch size; default 1.", min=1)] = None,
     context: Annotated[str | None, option("Context length; default 128, on a GPU 1,024.", metavar="N")] = None,
@@ -83,7 +83,7 @@ def bench(
     from cutaway.cli.views.terminal import progress_bar
 
     context_len = parse_length(context)
-    checkpoint = _load_or_build_checkpoint(source, device, dtype)
+    checkpoint = _load_or_build_checkpoint(source, device, dtype, quiet=as_json)
     check_is_decoder(checkpoint.model)  # before it is saved for the baseline
     with (
         _saved_for_transformers(checkpoint, baseline) as (directory, note),
@@ -112,26 +112,22 @@ def bench(
 # ---------------------------------------------------------------------------------------- throughput of one model
 
 
-def _load_or_build_checkpoint(source: str, device: str | None, dtype: DType | None) -> "Checkpoint":
+def _load_or_build_checkpoint(source: str, device: str | None, dtype: DType | None, *, quiet: bool) -> "Checkpoint":
     """Build a preset or config file with random weights, or load a checkpoint."""
-    from cutaway.bench.hardware import TORCH_DTYPES, default_dtype
-    from cutaway.cli.model_loading import default_device, to_torch_dtype
-    from cutaway.config import config, presets
+    from cutaway.cli.model_loading import build_untrained_model, default_device, load_checkpoint
     from cutaway.families.checkpoint import Checkpoint
-    from cutaway.families.load import load
-    from cutaway.model import build
 
-    target_device = default_device(device)
-    torch_dtype = to_torch_dtype(dtype) or TORCH_DTYPES[default_dtype(target_device)]
-    if source in presets() or Path(source).suffix in (".toml", ".json"):
-        model_config = config(source)
-        return Checkpoint(build(model_config, device=target_device, dtype=torch_dtype, seed=0), model_config)
-    return load(source, device=target_device, dtype=torch_dtype)
+    dtype = dtype or ("bfloat16" if default_device(device).type == "cuda" else "float32")
+    model = build_untrained_model(source, device, dtype)
+    return load_checkpoint(source, device, dtype, quiet=quiet) if model is None else Checkpoint(model, model.config)
 
 
 @contextmanager
 def _saved_for_transformers(checkpoint: "Checkpoint", requested: bool | None) -> "Iterator[tuple[Path | None, str]]":
-    """Save the model in a directory that transformers can load. Yield it, or None and a note on why that failed."""
+    """Context manager: save the model in a temporary directory that transformers can load.
+
+    Yield the directory and "", or None and a note that says why there is no baseline.
+    """
     import tempfile
     from importlib.util import find_spec
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from cutaway.cli.json_output import print_json
-from cutaway.cli.options import Device, DType, JsonObjectFlag, WeightDType, check_parent_directory, option
+from cutaway.cli.options import Device, DType, JsonObjectFlag, WeightDType, check_output_path, option
 from cutaway.errors import InputError
 
 if TYPE_CHECKING:  # torch is imported when it is needed
@@ -40,9 +40,7 @@ def check(
         option("Run only these checks, given by name, prefix (cache) or pattern (causality*).", metavar="A,B"),
     ] = None,
     skip: Annotated[list[str] | None, option("Skip these checks.", metavar="A,B")] = None,
-    budget: Annotated[
-        str, option("Time budget; checks that are left when it is used up are skipped.", metavar="TIME")
-    ] = "30s",
+    budget: Annotated[str, option("Time budget, after which remaining checks are skipped.", metavar="TIME")] = "30s",
     seed: Annotated[int, option("Random seed of the inputs and of a preset's weights.", min=0)] = 0,
     library: Annotated[Library, option("Library that loads the model: cutaway or transformers.")] = "cutaway",
     device: Device = None,
@@ -73,7 +71,7 @@ def check(
     seconds = parse_duration(budget)
     only_names, skip_names = _split_names(only), _split_names(skip)
     if junit is not None:
-        _check_output_path(junit)
+        check_output_path(junit)
     from cutaway.check.registry import select_checks
 
     select_checks(only_names, skip_names)  # raise for unknown names before loading the model
@@ -136,7 +134,7 @@ def _load_checked_model(
     *,
     quiet: bool,
 ) -> "ModelAndOverrides":
-    """Load the model and the overrides of its adapter. Remarks about the model are appended to `notes`."""
+    """Return the model to check, and arguments of `check` that its factory sets. Append remarks on it to `notes`."""
     from cutaway.check import model_sources
     from cutaway.cli.model_loading import default_device, is_config_source, load_checkpoint, to_torch_dtype
 
@@ -145,15 +143,11 @@ def _load_checked_model(
     if model_sources.is_factory_spec(source):
         options = {"library transformers": is_transformers, "device": device, "dtype": dtype}
         for name in (name for name, value in options.items() if value):
-            raise InputError(
-                f"--{name} is for checkpoints; the model of '{source}' is checked unchanged, so leave it out"
-            )
+            raise InputError(f"--{name} is for checkpoints, but '{source}' is checked unchanged; leave it out")
         return model_sources.build_from_factory(source, model_sources.import_factory(source), seed=seed)
     if is_config_source(source):
         if is_transformers:
-            raise InputError(
-                f"'{source}' is a cutaway preset; --library transformers needs a model directory or hub id"
-            )
+            raise InputError(f"'{source}' is a preset; --library transformers needs a model directory or hub id")
         return _build_untrained_model(source, target_device, torch_dtype, seed, notes), {}
     if is_transformers:
         return model_sources.load_transformers_model(source, device=target_device, dtype=torch_dtype), {}
@@ -163,7 +157,7 @@ def _load_checked_model(
 def _build_untrained_model(
     source: str, device: "torch.device", dtype: "torch.dtype | None", seed: int, notes: list[str]
 ) -> "Transformer":
-    """Build a preset or config file with random weights. If it is too large, build a reduced config."""
+    """Build a preset or config file with random weights. If the model is too large, reduce its config first."""
     import torch
 
     from cutaway.check.model_sources import shrink_config
@@ -202,10 +196,3 @@ def parse_duration(text: str) -> float:
     if not 0 < seconds < 1e6:
         raise InputError(f"--budget is '{text}'; use a duration, such as 30s or 2m")
     return seconds
-
-
-def _check_output_path(path: Path) -> None:
-    """Raise if the report could not be written. This is called before the model is loaded."""
-    if path.is_dir():
-        raise InputError(f"--junit is '{path}', which is a directory; name a file, such as report.xml")
-    check_parent_directory(path)

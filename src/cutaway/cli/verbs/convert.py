@@ -1,7 +1,7 @@
 """`cutaway convert`: convert checkpoints between Hugging Face, GGUF and cutaway formats."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -9,22 +9,16 @@ from cutaway.cli.json_output import print_json
 from cutaway.cli.options import JsonFlag, WeightDType, argument, option
 from cutaway.errors import InputError
 
-if TYPE_CHECKING:  # torch is imported when it is needed
-    pass
-
-
 OutputFormat = Literal["hf", "gguf", "cutaway"]
 GGUFQuantization = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]
 
 
 def convert(
     source: Annotated[str, argument("Model directory, .gguf file or hub id.", metavar="SRC")],
-    out: Annotated[
-        Path | None, argument("Output directory or file; without it, only the report is printed.", metavar="OUT")
-    ] = None,
+    out: Annotated[Path | None, argument("Output path; without it, only the report is printed.", metavar="OUT")] = None,
     to: Annotated[OutputFormat, option("Output format.")] = "hf",
     family: Annotated[
-        str | None, option("model_type to write to the config, if several families can represent the model.")
+        str | None, option("model_type of the written config, if several families fit the model.")
     ] = None,
     dtype: WeightDType = None,
     quantization: Annotated[GGUFQuantization | None, option("Quantization of the weight matrices, for gguf.")] = None,

@@ -20,9 +20,7 @@ def demo(
     source: Annotated[str | None, argument("Preset name, or .toml or .json config, to trace a token through.")] = None,
     text: Annotated[str | None, option("Input of that model, tokenized to bytes.")] = None,
     seed: Annotated[int, option("Random seed of the weights.")] = 0,
-    steps: Annotated[
-        int | None, option("Number of training steps of the demo; by default they take about one minute.", min=1)
-    ] = None,
+    steps: Annotated[int | None, option("Number of training steps; by default about one minute.", min=1)] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Train a small model for about a minute, evaluate it, and trace a token through a trained model.
@@ -42,16 +40,12 @@ def demo(
     model_config = config(source)
     if not text:
         raise InputError("--text is empty; pass at least one character")
-    from cutaway.cli.tokenized_input import MAX_TRACED_TOKENS, tokenize_bytes
+    from cutaway.cli.tokenized_input import tokenize_bytes
     from cutaway.cli.verbs.trace import default_sites, trace_token
     from cutaway.cli.views import trace_table
     from cutaway.model import build
 
     tokenized = tokenize_bytes(build(model_config, seed=seed), text, None)
-    if len(tokenized.tokens) > MAX_TRACED_TOKENS:
-        raise InputError(
-            f"--text has {len(tokenized.tokens)} bytes; use at most {MAX_TRACED_TOKENS}: all scores are stored"
-        )
     journey = trace_token(tokenized, shown_sites=None if as_json else default_sites(tokenized.model))
     if as_json:
         print_json(trace_table.journey_to_dict(journey, tokenized))
@@ -90,32 +84,35 @@ TRAIN_SECONDS, NUM_TRIAL_STEPS, MIN_STEPS, MAX_STEPS = 60.0, 5, 20, 120
 def _run_guided_demo(*, steps: int | None, seed: int, as_json: bool) -> None:
     """Train a model, compare its bits per byte and a sample with those of a pretrained model, and trace a token."""
     import torch
+    from rich.console import Console
+    from rich.text import Text
 
     from cutaway.cli.tokenized_input import tokenize_for_checkpoint
     from cutaway.cli.verbs.trace import default_sites, trace_token
     from cutaway.cli.views import trace_table
+    from cutaway.cli.views.terminal import escape_control_characters, indent
     from cutaway.families.load import load
 
-    print_text = _discard_text if as_json else _print_text
-    print_text("[bold]1  Train a Transformer from scratch on Python's standard library[/bold]")
+    console = Console(highlight=False, quiet=as_json)
+    console.print("[bold]1  Train a Transformer from scratch on Python's standard library[/bold]")
     with TemporaryDirectory(prefix="cutaway-demo-") as directory:
         steps = _estimate_steps(Path(directory) / "trial", seed) if steps is None else steps
         bits_per_byte, trained = _train_model(Path(directory) / "run", steps, seed, as_json=as_json)
         pretrained = load(PRETRAINED_MODEL, dtype=torch.float32)  # bfloat16 is slow on many CPUs
         data: dict[str, Any] = {"steps": steps, "validation_bits_per_byte": bits_per_byte}
-        print_text("\n[bold]2  Evaluate[/bold]  [dim]your model, and one trained for a minute on a GPU[/dim]")
+        console.print("\n[bold]2  Evaluate[/bold]  [dim]your model, and one trained for a minute on a GPU[/dim]")
         for name, checkpoint in (("yours", trained), (PRETRAINED_MODEL, pretrained)):
             data[name] = _evaluate_model(checkpoint, seed)
             score = f"{data[name]['bits_per_byte']:.2f} bits per byte on cutaway's own source"
-            print_text(f"\n[bold]{name}[/bold]  d_model {checkpoint.model.config.d_model}, {score}; sample:")
-            print_text(data[name]["sample"], is_sample=True)
+            console.print(f"\n[bold]{name}[/bold]  d_model {checkpoint.model.config.d_model}, {score}; sample:")
+            console.print(indent(Text(escape_control_characters(data[name]["sample"]), "cyan")))
     tokenized = tokenize_for_checkpoint(pretrained, "for name in sorted(os.", None)
     journey = trace_token(tokenized, shown_sites=None if as_json else default_sites(tokenized.model))
     if as_json:
         data["journey"] = trace_table.journey_to_dict(journey, tokenized)
         print_json(data)
         return
-    print_text("\n[bold]3  Trace a token[/bold]\n")
+    console.print("\n[bold]3  Trace a token[/bold]\n")
     trace_table.render_journey(journey, tokenized, PRETRAINED_MODEL)
     _print_next_steps()
 
@@ -133,7 +130,7 @@ def _estimate_steps(directory: Path, seed: int) -> int:
 
 
 def _train_model(directory: Path, steps: int, seed: int, *, as_json: bool) -> "tuple[float, Checkpoint]":
-    """Train the shipped recipe for fewer steps. Return the bits per byte and the model, loaded from the directory."""
+    """Train the shipped recipe for `steps` steps. Return the validation bits per byte and the trained model."""
     from contextlib import nullcontext
 
     from cutaway.cli.views.training_progress import TrainingProgress
@@ -183,20 +180,3 @@ def _evaluate_model(checkpoint: "Checkpoint", seed: int) -> dict[str, Any]:
     result = evaluate_causal_lm(checkpoint, [(package_dir / name).read_text(encoding="utf-8") for name in EVAL_FILES])
     [completion] = generate(checkpoint, PROMPT, max_new_tokens=120, temperature=0.7, top_k=40, seed=seed)
     return {"bits_per_byte": result.bits_per_byte, "sample": PROMPT + (completion.text or "").rstrip()}
-
-
-def _print_text(text: str, *, is_sample: bool = False) -> None:
-    from rich.console import Console
-
-    from cutaway.cli.views.terminal import escape_control_characters
-
-    console = Console(highlight=False)
-    if is_sample:
-        lines = [f"    {line}" for line in escape_control_characters(text).splitlines()]
-        console.print("\n".join(lines), markup=False, style="cyan")
-    else:
-        console.print(text)
-
-
-def _discard_text(text: str, *, is_sample: bool = False) -> None:
-    """Print nothing, because with --json only the final object is printed."""

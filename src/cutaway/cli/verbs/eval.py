@@ -1,6 +1,7 @@
 """`cutaway eval`: loss, perplexity, bits per byte, accuracy and calibration of a model on text."""
 
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,8 +14,11 @@ if TYPE_CHECKING:  # torch is imported when it is needed
     from cutaway.evaluate.results import EvalResult
     from cutaway.families.checkpoint import Checkpoint
     from cutaway.train.data.documents import Document, SkippedDocuments
+    from cutaway.train.recipe.schema import SourceConfig
 
 Results = dict[str, Any]
+MAX_DOCUMENT_CHARACTERS = 1 << 24
+"""Maximum number of characters of a document. Longer files are split at line ends, to limit memory."""
 OPTIONS_BY_FORM = {
     "decoder": {"context", "stride"},
     "encoder": {"context", "seed"},
@@ -52,11 +56,14 @@ def evaluate(
     paths = [*(text or []), *(extra_files or [])]
     if not paths:
         raise InputError("there is no text to evaluate on; pass --text FILE")
-    from cutaway.cli.eval_documents import iter_documents
     from cutaway.train.data.documents import SkippedDocuments
+    from cutaway.train.recipe.schema import SourceConfig
 
     skipped = SkippedDocuments()
-    documents = list(iter_documents(paths, text_column, target_column, skipped))
+    sources = [
+        SourceConfig(path=str(path), text_column=text_column, target_column=target_column) for path in paths
+    ]
+    documents = [document for text_source in sources for document in _read_documents(text_source, skipped)]
     if not documents:
         reason = str(skipped) or "it has no rows"
         raise InputError(f"{paths[0]} has no documents: {reason}; pass text files, or set --text-column")
@@ -78,6 +85,22 @@ def evaluate(
         print_json(results | {"skipped_documents": skipped.counts})
     else:
         _render_results(results, skipped)
+
+
+def _read_documents(source: "SourceConfig", skipped: "SkippedDocuments") -> "Iterator[Document]":
+    """Yield the documents of standard input (-), of a file, or of the files in a directory in the order of names."""
+    from cutaway.train.data.documents import read_file, read_jsonl, read_text
+    from cutaway.train.data.sources import list_source_files
+
+    if str(source.path) != "-":
+        for file in list_source_files(source):
+            yield from read_file(file, source, skipped, MAX_DOCUMENT_CHARACTERS)
+    elif sys.stdin is None or sys.stdin.isatty():
+        raise InputError("- reads standard input, but nothing is piped in; pipe a text in or name a file")
+    elif source.target_column is not None:
+        yield from read_jsonl("standard input", sys.stdin.buffer, source, skipped)
+    else:
+        yield from read_text("standard input", sys.stdin.buffer, skipped, MAX_DOCUMENT_CHARACTERS)
 
 
 def _run_evaluation(checkpoint: "Checkpoint", documents: "list[Document]", options: Results, *, quiet: bool) -> Results:

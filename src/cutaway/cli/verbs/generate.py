@@ -26,6 +26,7 @@ FILL_MASK_OPTIONS = frozenset(
 """Options that apply to mask filling with an encoder. The other options are for text generation."""
 NON_CHAT_OPTIONS = (
     "message", "token_ids", "beams", "length_penalty", "early_stopping", "lines", "max_num_seqs", "draft_model",
+    "num_samples",
 )  # fmt: skip
 """Options that cannot be combined with --chat."""
 
@@ -44,14 +45,10 @@ def generate(
     prompts: Annotated[
         list[str] | None, opt.argument("Prompts; - reads standard input.", metavar="PROMPT", show_default=False)
     ] = None,
-    file: Annotated[
-        list[Path] | None, _prompt("File with a prompt; repeatable.", "--file", "-f", metavar="FILE")
-    ] = None,
+    file: Annotated[list[Path] | None, _prompt("Prompt file; repeatable.", "--file", "-f", metavar="FILE")] = None,
     lines: Annotated[bool, _prompt("Treat each line of files and standard input as a prompt.", "--lines")] = False,
     token_ids: Annotated[list[str] | None, _prompt("Prompt as token ids; repeatable.", metavar="1,2,3")] = None,
-    message: Annotated[
-        bool, _prompt("Treat each prompt as a chat message and generate a reply.", "--message", "-m")
-    ] = False,
+    message: Annotated[bool, _prompt("Treat each prompt as a chat message to reply to.", "--message", "-m")] = False,
     chat: Annotated[bool, _prompt("Interactive chat; /quit exits.", "--chat", "-c")] = False,
     system: Annotated[str | None, _prompt("System message of a chat.", metavar="TEXT")] = None,
     max_new_tokens: Annotated[
@@ -59,9 +56,7 @@ def generate(
         _stopping("Maximum number of tokens to generate; default 256, in a chat 1,024.", "--max-new-tokens", "-n"),
     ] = None,
     min_new_tokens: Annotated[int | None, _stopping("Minimum number of tokens to generate before stopping.")] = None,
-    stop: Annotated[
-        list[str] | None, _stopping("Stop string, not part of the output; repeatable.", metavar="TEXT")
-    ] = None,
+    stop: Annotated[list[str] | None, _stopping("Stop string, not in the output; repeatable.", metavar="TEXT")] = None,
     stop_token_ids: Annotated[list[str] | None, _stopping("Token ids that stop generation.", metavar="1,2")] = None,
     ignore_eos: Annotated[bool, _stopping("Continue after the end-of-sequence token.", "--ignore-eos")] = False,
     temperature: Annotated[
@@ -75,21 +70,13 @@ def generate(
     top_k: Annotated[
         int | None, _sampling("Sample from the K most likely tokens; for encoders, number of predictions per mask.")
     ] = None,
-    top_p: Annotated[
-        float | None, _sampling("Nucleus sampling: sample from the most likely tokens with total probability P.")
-    ] = None,
+    top_p: Annotated[float | None, _sampling("Nucleus sampling: most likely tokens with total probability P.")] = None,
     min_p: Annotated[float | None, _sampling("Minimum probability relative to the most likely token.")] = None,
-    repetition_penalty: Annotated[
-        float | None, _sampling("Penalty on tokens of the prompt and the output; 1.1 is usual.")
-    ] = None,
+    repetition_penalty: Annotated[float | None, _sampling("Penalty on prompt and output tokens; 1.1 is usual.")] = None,
     presence_penalty: Annotated[float | None, _sampling("Penalty on tokens that are in the output.")] = None,
     frequency_penalty: Annotated[float | None, _sampling("Penalty on output tokens for each occurrence.")] = None,
-    logit_bias: Annotated[
-        list[str] | None, _sampling("Bias added to the logit of a token id; repeatable.", metavar="ID=X")
-    ] = None,
-    suppress_tokens: Annotated[
-        list[str] | None, _sampling("Token ids that are never generated.", metavar="1,2")
-    ] = None,
+    logit_bias: Annotated[list[str] | None, _sampling("Bias of a token's logit; repeatable.", metavar="ID=X")] = None,
+    suppress_tokens: Annotated[list[str] | None, _sampling("Token ids that are not generated.", metavar="1,2")] = None,
     seed: Annotated[int | None, _sampling("Random seed of sampling.")] = None,
     num_samples: Annotated[int | None, _sampling("Number of completions per prompt.")] = None,
     beams: Annotated[int | None, _beam_search("Beam search with this number of beams.")] = None,
@@ -102,12 +89,8 @@ def generate(
     device: Annotated[str | None, _engine("Device: cpu or cuda; default cuda if available.")] = None,
     dtype: Annotated[opt.DType | None, _engine("Data type of the weights; default as stored.")] = None,
     weight_bits: Annotated[int | None, _engine(opt.WEIGHT_BITS_HELP, metavar="16|8|4")] = None,
-    compile_model: Annotated[
-        bool, _engine("Compile decode steps on a CPU; faster for long outputs.", "--compile")
-    ] = False,
-    draft_model: Annotated[
-        str | None, _engine("Speculative decoding: a smaller draft model, or ngram.", metavar="SOURCE")
-    ] = None,
+    compile_model: Annotated[bool, _engine("Compile CPU decode steps; faster for long outputs.", "--compile")] = False,
+    draft_model: Annotated[str | None, _engine("Speculative decoding: draft model or ngram.", metavar="SOURCE")] = None,
     cache_implementation: Annotated[CacheKind | None, _engine("Layout of the KV cache.")] = None,
     kv_cache_dtype: Annotated[CacheDType | None, _engine("Data type of the KV cache.")] = None,
     max_model_len: Annotated[str | None, _engine(opt.MAX_MODEL_LEN_HELP, metavar="N")] = None,
@@ -144,20 +127,19 @@ def generate(
 
     from cutaway.cli.views import generation_output
 
+    checkpoint = load_checkpoint(source, device, dtype, quiet=as_json)
+    draft: Checkpoint | str | None = draft_model
+    if draft_model is not None and draft_model != "ngram":
+        draft = load_checkpoint(draft_model, device, dtype, quiet=as_json)
     engine_options: GenerateOptions = {
         "max_model_len": max_len,
+        "max_num_seqs": max_num_seqs,
         "cache_implementation": cache_implementation or "auto",
         "kv_cache_dtype": None if kv_cache_dtype is None else getattr(torch, kv_cache_dtype),
+        "weight_bits": weight_bits,
+        "compile": compile_model or None,
+        "draft_model": draft,
     }
-    if weight_bits is not None:
-        engine_options["weight_bits"] = weight_bits
-    if compile_model:
-        engine_options["compile"] = True
-    checkpoint = load_checkpoint(source, device, dtype, quiet=as_json)
-    if draft_model is not None:
-        engine_options["draft_model"] = (
-            draft_model if draft_model == "ngram" else load_checkpoint(draft_model, device, dtype, quiet=as_json)
-        )
     output = generation_output.OutputWriter(echo=echo, show_stats=show_stats, as_json=as_json)
     if temperature is None and beams is None:
         params = _resolve_temperature(params, checkpoint)
@@ -170,10 +152,9 @@ def generate(
 
         run_chat(checkpoint, [str(prompt) for prompt in inputs], system, params, engine_options, output)
     else:
-        stopping = _parse_early_stopping(early_stopping)
+        stopping = {None: None, "true": True, "false": False, "never": "never"}[early_stopping]
         beam_options = {"beams": beams, "length_penalty": length_penalty, "early_stopping": stopping}
         search_options = {name: value for name, value in beam_options.items() if value is not None}
-        engine_options["max_num_seqs"] = max_num_seqs
         generation_output.generate_and_print(
             checkpoint, inputs, params, search_options, engine_options, output, as_messages=message, system=system
         )
@@ -185,10 +166,6 @@ def _check_options(options: dict[str, Any]) -> None:
         for name in NON_CHAT_OPTIONS:
             if options[name]:
                 raise InputError(f"--{name.replace('_', '-')} cannot be combined with --chat; leave one of them out")
-        if (options["num_samples"] or 1) > 1:
-            raise InputError(
-                "--num-samples generates several completions, but --chat continues from one; leave one of them out"
-            )
     elif options["system"] is not None and not options["message"]:
         raise InputError("--system is the system message of a chat; add --chat or --message")
     if options["message"] and options["token_ids"]:
@@ -232,8 +209,3 @@ def _resolve_temperature(params: "SamplingParams", checkpoint: "Checkpoint") -> 
     if params.n == 1 or params.temperature or default_num_beams(model, generation_config, params):
         return params
     return replace(params, temperature=1.0)
-
-
-def _parse_early_stopping(choice: EarlyStopping | None) -> Literal[True, False, "never"] | None:
-    values: dict[str, Literal[True, False, "never"]] = {"true": True, "false": False, "never": "never"}
-    return None if choice is None else values[choice]

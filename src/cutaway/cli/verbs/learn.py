@@ -18,13 +18,10 @@ if TYPE_CHECKING:
     from cutaway.learn.exercises.progress import ExerciseProgress, ExerciseRecord
     from cutaway.learn.runner.grader import GradeReport
 
+_NAMES = ("start", "check", "hint", "solution", "progress")
 VERBS = {
     "list": "cutaway.cli.verbs.learn:list_exercises",
-    "start": "cutaway.cli.verbs.learn:start",
-    "check": "cutaway.cli.verbs.learn:check",
-    "hint": "cutaway.cli.verbs.learn:hint",
-    "solution": "cutaway.cli.verbs.learn:solution",
-    "progress": "cutaway.cli.verbs.learn:progress",
+    **{name: f"cutaway.cli.verbs.learn:{name}" for name in _NAMES},
     "quiz": "cutaway.cli.verbs.learn_quiz:quiz",
 }
 """Sub-verb → import path of its function."""
@@ -44,9 +41,7 @@ def _load_progress() -> "ExerciseProgress":
 
     stored = ExerciseProgress()
     if stored.damaged_path is not None:
-        _print_note(
-            f"the progress file was damaged; it is renamed to '{stored.damaged_path}', and progress starts from zero"
-        )
+        _print_note(f"the damaged progress file is renamed to '{stored.damaged_path}'; progress starts from zero")
     return stored
 
 
@@ -86,7 +81,7 @@ def list_exercises(as_json: JsonFlag = False) -> None:
     """
     rows = _load_rows(_load_progress())
     if as_json:
-        print_json(rows, ensure_ascii=False)
+        print_json(rows)
     else:
         from cutaway.cli.views import exercise_report
 
@@ -115,7 +110,7 @@ def start(
         _load_progress().mark_started(number, path)
     if as_json:
         previous = None if previous_file is None else str(previous_file)
-        print_json({"number": number, "file": str(path), "previous_file": previous}, ensure_ascii=False)
+        print_json({"number": number, "file": str(path), "previous_file": previous})
         return
     from cutaway.cli.views import exercise_report
 
@@ -141,8 +136,7 @@ def hint(
         progress.update(number, num_hints=num_shown)
     if as_json:
         remaining = len(exercise.hints) - num_shown
-        data = {"number": number, "hints": exercise.hints[:num_shown], "remaining": remaining}
-        print_json(data, ensure_ascii=False)
+        print_json({"number": number, "hints": exercise.hints[:num_shown], "remaining": remaining})
         return
     from cutaway.cli.views import exercise_report
 
@@ -170,7 +164,7 @@ def solution(
     with _warn_if_not_saved():
         progress.update(number, solution_shown=True)
     if as_json:
-        print_json({"number": number, "solution": exercise.solution}, ensure_ascii=False)
+        print_json({"number": number, "solution": exercise.solution})
         return
     from cutaway.cli.views import exercise_report
 
@@ -185,7 +179,7 @@ def progress(as_json: JsonFlag = False) -> None:
     stored = _load_progress()
     rows = _load_rows(stored)
     if as_json:
-        print_json({"passed": stored.num_passed, "of": len(rows), "exercises": rows}, ensure_ascii=False)
+        print_json({"passed": stored.num_passed, "of": len(rows), "exercises": rows})
         return
     from cutaway.cli.views import exercise_report
 
@@ -221,7 +215,7 @@ def check(
     record = _save_attempt(number, path, result)
     if as_json:
         data = {"number": number, "file": str(path), "passed": result.passed, **asdict(result), "record": record}
-        print_json(data, ensure_ascii=False)
+        print_json(data)
     else:
         from cutaway.cli.views import exercise_report
 

@@ -18,9 +18,7 @@ MAX_ANSWER_BYTES = 4096
 
 
 def quiz(
-    section: Annotated[
-        str | None, option("Section or topic, such as inference, attention, norms.", metavar="NAME")
-    ] = None,
+    section: Annotated[str | None, option("Section or topic, such as inference or norms.", metavar="NAME")] = None,
     num_questions: Annotated[int | None, option("Number of questions; default 10.", metavar="N", min=1)] = None,
     seed: Annotated[int | None, option("Random seed for the order of questions and choices.", metavar="N")] = None,
     show_code: Annotated[bool, option("Print the Python code that verifies each answer.", "--show-code")] = False,
@@ -40,7 +38,7 @@ def quiz(
     if as_json:
         selected = questions if list_questions else progress.order_questions(questions, seed)
         data = [question.to_dict() | {"status": progress.status(question.id)} for question in selected[:num_questions]]
-        print_json(data, ensure_ascii=False)
+        print_json(data)
         return
     from cutaway.cli.views.quiz_console import QuizConsole
 

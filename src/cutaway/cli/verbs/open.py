@@ -10,6 +10,7 @@ from cutaway.cli.json_output import print_json
 
 if TYPE_CHECKING:  # torch is imported when it is needed
     from cutaway.families.checkpoint import Checkpoint
+    from cutaway.model import Transformer
     from cutaway.serve.inspect.inspector import Inspector
 
 
@@ -23,9 +24,7 @@ def open_page(
     api_key_file: opt.ApiKeyFile = None,
     browser: Annotated[bool, opt.option("Open the page in a browser.", "--browser/--no-browser")] = True,
     device: opt.Device = None,
-    dtype: Annotated[
-        opt.DType | None, opt.option("Data type of the weights; default as stored, float32 on a CPU.")
-    ] = None,
+    dtype: Annotated[opt.DType | None, opt.option("Weight data type; default as stored, float32 on a CPU.")] = None,
     as_json: opt.ServerJsonFlag = False,
 ) -> None:
     """Open a web page that shows a model's activations, attention patterns and predictions for a text.
@@ -78,16 +77,12 @@ def export_page(
 
     check_output_file(path, "--export", ".html")
     from cutaway.serve.inspect.export import export_html
+    from cutaway.user_files import write_text_atomically
 
     inspector = load_inspector(source, text, device, dtype, quiet=as_json)
     with progress_bar("exporting", quiet=as_json) as progress:
         html, is_complete = export_html(inspector, progress)
-    temporary_path = path.with_name(f".{path.name}-{id(html)}")
-    try:
-        temporary_path.write_text(html, encoding="utf-8")
-        temporary_path.rename(path)
-    finally:
-        temporary_path.unlink(missing_ok=True)
+    write_text_atomically(path, html)
     megabytes = len(html.encode()) / 1e6
     if as_json:
         data = {"source": source, "file": str(path), "megabytes": megabytes, "is_complete": is_complete}
@@ -102,26 +97,19 @@ def load_inspector(
 ) -> "Inspector":
     """Load a checkpoint or the snapshot of a run, or build an untrained model, for inspection."""
     from cutaway.cli.model_loading import build_untrained_model
+    from cutaway.config.serialization import path_satisfies
+    from cutaway.families.load import RUN_FILE_NAME
     from cutaway.generate.fast.cpu_linear import should_upcast_on_cpu
     from cutaway.serve.inspect.inspector import build_inspector
 
-    run_directory = _find_run_directory(source)
-    model = build_untrained_model(source, device, dtype)
-    if model is not None:
-        return build_inspector(model, text, name=source, run_directory=run_directory)
-    checkpoint = _load_checkpoint_or_snapshot(source, run_directory, device, dtype, quiet=quiet)
-    if dtype is None and should_upcast_on_cpu(checkpoint.model):
-        checkpoint.model.float()  # 16-bit rounding would hide errors that the consistency checks look for
-    return build_inspector(checkpoint, text, name=source, run_directory=run_directory)
-
-
-def _find_run_directory(source: str) -> Path | None:
-    """Return the source as a path if it is a run directory, else None."""
-    from cutaway.config.serialization import path_satisfies
-    from cutaway.families.load import RUN_FILE_NAME
-
     path = Path(source).expanduser()
-    return path if path_satisfies(path / RUN_FILE_NAME, Path.is_file) else None
+    run_directory = path if path_satisfies(path / RUN_FILE_NAME, Path.is_file) else None
+    model: Transformer | Checkpoint | None = build_untrained_model(source, device, dtype)
+    if model is None:
+        model = checkpoint = _load_checkpoint_or_snapshot(source, run_directory, device, dtype, quiet=quiet)
+        if dtype is None and should_upcast_on_cpu(checkpoint.model):
+            checkpoint.model.float()  # 16-bit rounding would hide errors that the consistency checks look for
+    return build_inspector(model, text, name=source, run_directory=run_directory)
 
 
 def _load_checkpoint_or_snapshot(

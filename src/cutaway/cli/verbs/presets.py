@@ -1,19 +1,20 @@
 """`cutaway presets`: list preset model configurations, or print one as TOML."""
 
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cutaway.cli.json_output import print_json
 from cutaway.cli.options import JsonFlag, argument, option
-from cutaway.errors import InputError
 
 if TYPE_CHECKING:  # imported where they are used: --help needs no configs, and --json no rich
     from cutaway.config import Config
 
+Form = Literal["decoder", "encoder", "encoder-decoder"]
+
 
 def presets(
     name: Annotated[str | None, argument("Preset whose config is printed.")] = None,
-    form: Annotated[str | None, option("List only this form: decoder, encoder or encoder-decoder.")] = None,
+    form: Annotated[Form | None, option("List only this form.")] = None,
     as_json: JsonFlag = False,
     as_schema: Annotated[bool, option("Print the JSON schema of model configs.", "--schema")] = False,
 ) -> None:
@@ -32,8 +33,6 @@ def presets(
 
         rows = [_preset_to_dict(preset, config(preset)) for preset in list_presets()]
         rows = [row for row in rows if form in (None, row["form"])]
-        if not rows:
-            raise InputError(f"--form is '{form}'; use decoder, encoder or encoder-decoder")
         if as_json:
             print_json(rows)
         else:

@@ -27,12 +27,12 @@ def serve(
         opt.option("Further host name that clients may use; repeatable.", "--allowed-host", metavar="NAME"),
     ] = None,
     served_model_name: Annotated[str | None, opt.option("Model name in the API; default the name of SOURCE.")] = None,
-    max_num_seqs: Annotated[int | None, opt.option(opt.MAX_NUM_SEQS_HELP)] = None,
+    max_num_seqs: Annotated[int | None, opt.option(opt.MAX_NUM_SEQS_HELP, min=1)] = None,
     max_model_len: Annotated[str | None, opt.option(opt.MAX_MODEL_LEN_HELP, metavar="N")] = None,
-    max_waiting_requests: Annotated[int, opt.option("Maximum number of completions in the waiting queue.")] = 256,
-    request_timeout: Annotated[float, opt.option("Maximum seconds per request.")] = 300.0,
+    max_waiting_requests: Annotated[int, opt.option("Maximum number of waiting completions.", min=1)] = 256,
+    request_timeout: Annotated[float, opt.option("Maximum seconds per request.", min=1, max=86_400)] = 300.0,
     shutdown_timeout: Annotated[
-        float, opt.option("Seconds that requests in progress have to finish at shutdown.")
+        float, opt.option("Seconds that requests in progress have to finish at shutdown.", min=0, max=86_400)
     ] = 5.0,
     device: opt.Device = None,
     dtype: opt.WeightDType = None,
@@ -49,13 +49,6 @@ def serve(
 
     Example: CUTAWAY_API_KEY=... cutaway serve ./gpt2 --host 0.0.0.0
     """
-    if max_num_seqs is not None and max_num_seqs < 1:
-        raise InputError(f"--max-num-seqs is {max_num_seqs}; use at least 1")
-    if max_waiting_requests < 1 or not 1 <= request_timeout <= 86_400 or not 0 <= shutdown_timeout <= 86_400:
-        raise InputError(
-            "--max-waiting-requests, --request-timeout or --shutdown-timeout is out of range; use at least 1, 1 to"
-            " 86400 and 0 to 86400"
-        )
     opt.check_weight_bits(weight_bits)
     from cutaway.serve.limits import Limits
     from cutaway.serve.server import bind_socket, build_access_policy, run_server, server_url

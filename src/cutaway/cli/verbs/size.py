@@ -33,9 +33,7 @@ def size(
         ),
     ] = None,
     mode: Annotated[OptionText, option("Training or inference; default both.", metavar="train|infer")] = None,
-    batch_size: Annotated[
-        OptionText, option("Global batch size; default one sequence per device.", metavar="N")
-    ] = None,
+    batch_size: Annotated[OptionText, option("Global batch size; default one per device.", metavar="N")] = None,
     context: Annotated[OptionText, option("Context length; 8k is 8,000 and 8Ki 8,192.", metavar="N")] = None,
     source_len: Annotated[OptionText, option("Source length, for encoder-decoders.", metavar="N")] = None,
     dtype: Annotated[
@@ -53,7 +51,8 @@ def size(
         OptionText, option("Cross-entropy: full (over all logits at once), or chunked as in train.", metavar="NAME")
     ] = None,
     gpu: Annotated[
-        OptionText, option("Device from --list-hardware, or 'local', which cutaway bench has measured.", metavar="NAME")
+        OptionText,
+        option("Device from --list-hardware, or 'local': this machine, measured by cutaway bench.", metavar="NAME"),
     ] = None,
     bandwidth: Annotated[OptionText, option("Memory bandwidth of a custom device.", metavar="3.35TB/s")] = None,
     flops: Annotated[OptionText, option("Peak FLOP/s of a custom device.", metavar="989TFLOPS")] = None,

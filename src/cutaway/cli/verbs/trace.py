@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cutaway.cli.json_output import print_json
-from cutaway.cli.options import Device, ModelSource, WeightDType, argument, check_parent_directory, json_flag, option
+from cutaway.cli.options import Device, ModelSource, WeightDType, argument, check_output_path, json_flag, option
 from cutaway.errors import InputError
 
 if TYPE_CHECKING:  # torch is imported when it is needed
@@ -53,10 +53,7 @@ def trace(
     token_index = None if position is None else tokenized.resolve_position(position)
     from cutaway.cli.views import trace_table
 
-    if sites or as_json:
-        shown_sites = _resolve_sites(tokenized.model, sites)
-    else:
-        shown_sites = default_sites(tokenized.model, all_blocks=all_blocks)
+    shown_sites = sites if sites or as_json else default_sites(tokenized.model, all_blocks=all_blocks)
     journey = trace_token(tokenized, token_index, shown_sites, sites, save)
     if as_json:
         data = {"source": source} | trace_table.journey_to_dict(journey, tokenized)
@@ -74,7 +71,10 @@ def trace_token(
     saved_sites: list[str] | None = None,
     save_path: Path | None = None,
 ) -> "Journey":
-    """Return the token's journey. With `save_path`, also save the activations of the same pass at `saved_sites`."""
+    """Follow the token at `position` through `shown_sites`.
+
+    With `save_path`, also save the activations of all tokens at `saved_sites`, in the same forward pass.
+    """
     import torch
 
     from cutaway.lens import Trace, follow_token
@@ -85,35 +85,20 @@ def trace_token(
     traces_source = tokenized.source is not None and tokenized.traced_tokens is tokenized.source
     index = -1 if position is None else position
 
-    def follow() -> "Journey":
-        return follow_token(
-            tokenized.model,
-            tokens,
-            source,
-            position=-1 if traces_source else index,
-            source_position=index if traces_source else -1,
-            site_names=shown_sites,
-        )
-
+    options = {"position": -1 if traces_source else index, "source_position": index if traces_source else -1}
     if save_path is None:
-        return follow()
+        return follow_token(tokenized.model, tokens, source, **options, site_names=shown_sites)
     with Trace(tokenized.model, *(saved_sites or ["*"]), device="cpu") as t:
-        journey = follow()
+        journey = follow_token(tokenized.model, tokens, source, **options, site_names=shown_sites)
     _save_trace(t, save_path)
     return journey
 
 
-def _resolve_sites(model: "Transformer", patterns: list[str] | None) -> list[str]:
-    """Return the sites that match the patterns, or all sites without patterns."""
-    from cutaway.lens import sites
-    from cutaway.lens.sites import select_sites
-
-    all_sites = sites(model)
-    return [site.name for site in select_sites(all_sites, patterns)] if patterns else list(all_sites)
-
-
 def default_sites(model: "Transformer", *, all_blocks: bool = False) -> list[str]:
-    """Return the sites outside blocks and in the first and last blocks, except those equal to the site before them."""
+    """Return the sites outside blocks, and those of the first and last blocks or of all blocks.
+
+    Residual-stream sites with the same value as the site before them are left out.
+    """
     from cutaway.lens import sites
     from cutaway.lens.sites import is_repeated_resid
 
@@ -132,7 +117,7 @@ def check_output_file(path: Path, option: str = "--save", suffix: str = ".safete
         raise InputError(f"{option} is '{path}', which does not end in {suffix}; rename it")
     if path.exists() or path.is_symlink():
         raise InputError(f"'{path}' exists and is not overwritten; pass another path")
-    check_parent_directory(path)
+    check_output_path(path)
 
 
 def _save_trace(t: "Trace", path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cutaway.cli.json_output import print_json
-from cutaway.cli.options import Device, argument, json_flag, option
+from cutaway.cli.options import Device, Overrides, argument, json_flag, option
 from cutaway.errors import InputError
 
 if TYPE_CHECKING:  # torch is imported when it is needed
@@ -16,15 +16,11 @@ if TYPE_CHECKING:  # torch is imported when it is needed
 
 
 def train(
-    recipe: Annotated[
-        str | None, argument("Name of a shipped recipe, or a .toml or .json file.", metavar="RECIPE")
-    ] = None,
+    recipe: Annotated[str | None, argument("Shipped recipe, or a .toml or .json file.", metavar="RECIPE")] = None,
     out: Annotated[Path | None, option("Run directory; default runs/RECIPE.", "--out", "-o")] = None,
     resume: Annotated[Path | None, option("Resume this run from its last checkpoint.", metavar="RUN")] = None,
     status: Annotated[Path | None, option("Print the status of this run.", metavar="RUN")] = None,
-    overrides: Annotated[
-        list[str] | None, option("Override a recipe value; repeatable.", "--set", metavar="a.b=x")
-    ] = None,
+    overrides: Overrides = None,
     dry_run: Annotated[
         bool,
         option("Simulate one step of one rank and report memory and collectives; requires --world-size.", "--dry-run"),
@@ -73,9 +69,7 @@ def train(
         )
     if dry_run or world_size is not None:
         if world_size is None or not dry_run or recipe is None or out is not None:
-            raise InputError(
-                "a dry run needs a recipe, --dry-run and --world-size N, and writes nothing; leave out --out"
-            )
+            raise InputError("a dry run needs a recipe, --dry-run and --world-size N, but no --out")
         from cutaway.cli.views.dry_run_report import run_dry_run
 
         run_dry_run(load_recipe(recipe, overrides or [], texts or []), world_size, as_json=as_json)
@@ -86,26 +80,24 @@ def train(
 
     progress = TrainingProgress(as_json=as_json)
     callback = progress.build_callback()
-    with init_distributed(device) as dist_context:
+    with init_distributed(device) as dist:
         if resume is not None:
             trainer = resume_trainer(
-                resume, overrides=overrides or [], device=device, callback=callback, dist_context=dist_context
+                resume, overrides=overrides or [], device=device, callback=callback, dist_context=dist
             )
-            if dist_context.is_main_process and trainer.global_step == trainer.recipe.training.max_steps:
+            if dist.is_main_process and trainer.global_step == trainer.recipe.training.max_steps:
                 progress.on_message(f"'{resume}' is finished: all {trainer.global_step:,} steps are done")
         else:
             loaded_recipe = load_recipe(str(recipe), overrides or [], texts or [])
             run_directory = out or Path("runs") / Path(str(recipe)).stem
-            trainer = prepare_trainer(
-                loaded_recipe, run_directory, device=device, callback=callback, dist_context=dist_context
-            )
-        with progress.track(trainer) if dist_context.is_main_process else nullcontext():
+            trainer = prepare_trainer(loaded_recipe, run_directory, device=device, callback=callback, dist_context=dist)
+        with progress.track(trainer) if dist.is_main_process else nullcontext():
             trainer.train()
-    _print_outcome(trainer, as_json=as_json, is_main_process=dist_context.is_main_process)
+    _print_outcome(trainer, as_json=as_json, is_main_process=dist.is_main_process)
 
 
 def _print_outcome(trainer: "Trainer", *, as_json: bool, is_main_process: bool) -> None:
-    """Print where the model is, or how to continue. Exit with code 1 if the run is not finished."""
+    """Print the directory of the trained model. If the run is not finished, print how to continue, and exit with 1."""
     step, max_steps, run = trainer.global_step, trainer.recipe.training.max_steps, trainer.run_directory
     if is_main_process and as_json:
         outcome = {"run": str(run.directory), "step": step, "done": step == max_steps}

@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from cutaway.cli.views.terminal import borderless_table
 from cutaway.size.units import format_count, format_si
 from cutaway.train.ablate.metrics import METRICS
 
@@ -42,26 +43,21 @@ def _format_metric(value: Results | None, metric: str) -> str:
 def _variants_table(results: Results) -> Table:
     """Return a table of the final metric and the config changes of each variant."""
     metric = results["metric"]
-    table = _titled_table(f"{results['name']}, at equal {results['match']}")
-    table.add_column("variant")
-    table.add_column(METRICS[metric].unit, justify="right", no_wrap=True)
-    table.add_column("difference", justify="right", no_wrap=True)
-    table.add_column("changed", style="dim", overflow="fold")
+    headers = ("variant", METRICS[metric].unit, "difference", "changed")
+    table = borderless_table("LrrL", headers, title=f"\n{results['name']}, at equal {results['match']}")
     for row in results["variants"]:
         name = Text(row["variant"])
         if row["failed"]:
             name.append(f" ({row['failed']} of {len(results['seeds'])} failed)", style="red")
         difference = "" if row is results["variants"][0] else _format_metric(row["difference"], metric)
-        table.add_row(name, _format_metric(row[metric], metric), difference, Text("\n".join(row["changes"])))
+        table.add_row(name, _format_metric(row[metric], metric), difference, Text("\n".join(row["changes"]), "dim"))
     return table
 
 
 def _costs_table(results: Results) -> Table:
     """Return a table of the parameters, FLOPs, tokens, time and memory of each variant."""
-    table = _titled_table("costs")
-    table.add_column("variant")
-    for title in ("parameters", "FLOPs", "tokens", "seconds", "per step", "memory", "KV cache"):
-        table.add_column(title, justify="right", no_wrap=True)
+    headers = ("variant", "parameters", "FLOPs", "tokens", "seconds", "per step", "memory", "KV cache")
+    table = borderless_table("Lrrrrrrr", headers, title="\ncosts")
     for row in results["variants"]:
         table.add_row(
             Text(row["variant"]),
@@ -76,17 +72,12 @@ def _costs_table(results: Results) -> Table:
     return table
 
 
-def _titled_table(title: str) -> Table:
-    return Table(box=None, title=f"\n{title}", title_justify="left", pad_edge=False)
-
-
 def _measurements_table(results: Results, study: "Study") -> Table:
     by_variant = study.rows == "variants"
-    table = _titled_table("measurements of the trained models")
-    table.add_column("variant" if by_variant else results["variants"][0]["variant"])
-    for condition, metric in study.columns:
-        prefix = f"{condition}: " if condition else ""
-        table.add_column(f"{prefix}{METRICS[metric].title}", justify="right")
+    headers = ["variant" if by_variant else results["variants"][0]["variant"]]
+    headers += [f"{condition}{': ' if condition else ''}{METRICS[metric].title}" for condition, metric in study.columns]
+    title = "\nmeasurements of the trained models"
+    table = borderless_table("L" + "R" * len(study.columns), headers, title=title)
     rows_by_key = {(row["variant"], row["condition"], row["metric"]): row for row in results["measurements"]}
 
     def add_row(name: str, keys: list[tuple[str, str, str]]) -> None:

@@ -4,12 +4,17 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from cutaway.check.registry import Check
 from cutaway.check.report.finding import CaseResult, Finding, Report
-from cutaway.cli.views.terminal import build_console, escape_control_characters, format_heading, indent
+from cutaway.cli.views.terminal import (
+    borderless_table,
+    build_console,
+    escape_control_characters,
+    format_heading,
+    indent,
+)
 
 VERDICT_SYMBOLS = {
     "fail": ("✗", "bold red"),
@@ -30,7 +35,10 @@ def render_report(
     show_times: bool = True,
     out: Console | None = None,
 ) -> None:
-    """Print the report. Without `show_times`, the output is the same for every run."""
+    """Print a report of `cutaway check`, below the model's source and the notes about it.
+
+    Without `show_times`, no durations are printed, so that the output is reproducible.
+    """
     out = out or build_console()
     parts: list[RenderableType] = [
         format_heading(*map(escape_control_characters, (source, report.model_name))),
@@ -61,7 +69,7 @@ def _describe_target(report: Report) -> str:
 def _render_finding(finding: Finding) -> RenderableType:
     """Render a failure or warning with its details."""
     symbol, style = VERDICT_SYMBOLS[finding.verdict]
-    body = _two_column_table()
+    body = borderless_table("lL")
     for name, text in finding.details():
         if text:
             text = f"cutaway check --explain {finding.check}" if name == "docs" else text
@@ -73,26 +81,16 @@ def _render_finding(finding: Finding) -> RenderableType:
     return Group(_hanging_indent(head), Padding(body, (0, 0, 0, 2)))
 
 
-def _two_column_table() -> Table:
-    """Return an empty table with two columns, for names and texts."""
-    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    return table
-
-
 def _hanging_indent(text: Text) -> RenderableType:
     """Indent the lines of a text after its symbol, which is in the first two columns."""
-    table = Table(box=None, pad_edge=False, show_header=False, padding=0)
-    table.add_column(width=2)
-    table.add_column(overflow="fold")
+    table = borderless_table("lL", gap=0)
     table.add_row(text[:2], text[2:])
     return table
 
 
 def _render_passed_and_skipped(report: Report) -> Iterator[RenderableType]:
     """Render the passed checks in one row, and the skipped checks in one row per reason."""
-    table = _two_column_table()
+    table = borderless_table("lL")
     passed = [finding.check for finding in report.findings if finding.verdict == "pass"]
     if passed:
         table.add_row(Text("✓ passed", "green"), Text(", ".join(passed)))
@@ -115,12 +113,8 @@ def skipped_by_reason(report: Report) -> dict[str, list[str]]:
 
 def _findings_table(report: Report, *, show_times: bool) -> RenderableType:
     """Return a table of all checks and cases, with their measurements."""
-    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-    table.add_column("")
-    table.add_column("check", no_wrap=True)
-    table.add_column("case", overflow="fold", ratio=1)
-    for name in ("measured", "threshold", *(["seconds"] if show_times else [])):
-        table.add_column(name, justify="right", no_wrap=True)
+    headers = ["", "check", "case", "measured", "threshold", *(["seconds"] if show_times else [])]
+    table = borderless_table("llLrrr"[: len(headers)], headers)
     for finding in report.findings:
         single_case = CaseResult(finding.verdict, finding.message, finding.measured, finding.threshold)
         for index, case in enumerate(finding.cases or [single_case]):
@@ -151,7 +145,7 @@ def _format_verdict(report: Report, *, show_times: bool) -> Text:
 def render_check_list(checks: Mapping[str, Check]) -> None:
     """Print all checks, grouped by module."""
     out = build_console()
-    table = _two_column_table()
+    table = borderless_table("lL")
     previous_module = None
     for check in checks.values():
         module = check.run.__module__.rpartition(".")[2]

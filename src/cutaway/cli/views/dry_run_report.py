@@ -13,7 +13,7 @@ MEMORY_ROWS = {
     "weights": "weights",
     "gradients": "gradients",
     "optimizer": "optimizer",
-    "transient": "peak beside weights and optimizer",
+    "transient": "peak minus weights and optimizer",
     "peak": "peak",
 }
 

@@ -82,7 +82,7 @@ def render_code(text: str) -> None:
 
 
 def render_grade(exercise: Exercise, path: Path, result: GradeReport) -> None:
-    """Print the result for each function, the notes, and what to do next."""
+    """Print the grade of each function, the notes about the learner's file at `path`, and what to do next."""
     out = build_console()
     output_lines = result.output.rstrip().splitlines()
     if output_lines:
@@ -113,7 +113,7 @@ def render_grade(exercise: Exercise, path: Path, result: GradeReport) -> None:
 
 
 def _render_verdict(result: TaskGrade, explained: set[str]) -> None:
-    """Print the result for one function. A mistake found in several functions is explained only once."""
+    """Print the grade of one function. Mistakes in `explained` were found before and are not explained again."""
     out = build_console()
     symbol, style = VERDICT_SYMBOLS.get(result.status, ("·", "yellow"))
     message = f" {escape_control_characters(result.message)}" if result.message else " is correct"

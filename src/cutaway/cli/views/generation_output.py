@@ -24,7 +24,6 @@ from cutaway.generate.api import generate
 from cutaway.generate.engine.output import Completion, CompletionChunk
 from cutaway.generate.fill_mask import FillMaskPrediction, fill_mask
 from cutaway.generate.generation_config import unpack_checkpoint
-from cutaway.generate.prompts import Prompt
 from cutaway.generate.sampling.sampling_params import SamplingParams
 from cutaway.generate.search.beam_generation import default_num_beams
 
@@ -75,8 +74,9 @@ def generate_and_print(
     model, _, generation_config = unpack_checkpoint(checkpoint)
     if search_options or default_num_beams(model, generation_config, params):
         start_time = time.perf_counter()
+        sampling_options = {name: getattr(params, name) for name in SamplingParams.__dataclass_fields__}
         with spinner("searching", quiet=output.as_json):
-            results = _run_beam_search(checkpoint, prompts, params, search_options, engine_options)
+            results = generate(checkpoint, prompts, **search_options, **engine_options, **sampling_options)
         num_tokens, seconds = sum(len(result.tokens) for result in results), time.perf_counter() - start_time
         for index, result in enumerate(results):
             show_text(index, [CompletionChunk(result.text or "", result.tokens)])
@@ -179,26 +179,10 @@ def _render_logprobs(result: Completion, checkpoint: "Checkpoint") -> None:
 
     table = borderless_table("lrl", ["token", "probability", "most likely" if result.top_logprobs else ""])
     for index, (token, logprob) in enumerate(zip(result.tokens, result.logprobs or [], strict=False)):
-        alternatives = result.top_logprobs[index] if result.top_logprobs else {}
+        top = result.top_logprobs[index] if result.top_logprobs else {}
         text, probability = entry(token, logprob)
-        table.add_row(
-            Text(text), probability, Text("  ".join(" ".join(entry(*other)) for other in alternatives.items()))
-        )
+        table.add_row(Text(text), probability, Text("  ".join(" ".join(entry(*other)) for other in top.items())))
     print_without_wrapping(table)
-
-
-def _run_beam_search(
-    checkpoint: "Checkpoint",
-    prompts: Sequence[Prompt],
-    params: SamplingParams,
-    search_options: dict[str, Any],
-    engine_options: GenerateOptions,
-) -> list[Completion]:
-    unsupported = next((name for name in ("weight_bits", "compile", "draft_model") if name in engine_options), None)
-    if unsupported is not None:
-        raise InputError(f"beam search does not support {unsupported}; leave it out")
-    sampling_options = {name: getattr(params, name) for name in SamplingParams.__dataclass_fields__}
-    return generate(checkpoint, prompts, **search_options, **engine_options, **sampling_options)
 
 
 def fill_masks(
@@ -246,7 +230,7 @@ def format_stats(generation: TimedGeneration) -> str:
         parts[0] += " (truncated; the context is full)" if context_full else " (truncated; increase --max-new-tokens)"
     if generation.decode_seconds > 0 and generation.num_steps > 0:
         parts.append(f"{generation.num_decoded_tokens / generation.decode_seconds:,.3g} tokens/s")
-    if generation.first_token_times:
+    if generation.started_requests:
         parts.append(f"{generation.time_to_first_token * 1e3:,.0f} ms to first token")
     if (utilization := _bandwidth_utilization(generation)) is not None:
         parts.append(f"{utilization:.0%} of memory bandwidth")

@@ -29,7 +29,10 @@ BAR_COLORS = ("cyan", "yellow", "magenta", "green", "blue", "red", "white")
 
 
 def _stacked_bar(parts: dict[str, float], unit: str, width: int, *, limit: float = 0) -> RenderableType:
-    """Render a stacked bar with a legend. Free space up to `limit` is shown as dots."""
+    """Render a stacked bar of values by name, with a legend. Without `unit`, the values are fractions.
+
+    Free space up to `limit` is shown as dots.
+    """
     scale = (width - 2) / max(sum(parts.values()), limit, 1)
     bar, items, total = Text(), [], 0.0
     for index, (name, value) in enumerate(parts.items()):
@@ -103,7 +106,7 @@ def _labeled_items(label: str, items: Iterable[str], width: int) -> Text:
 
 
 def _group_layers(layers: list[Data], *, several: bool) -> list[str]:
-    """Group equal layers. Return the number of layers and the parameters of one layer for each group, as text."""
+    """Return one text per group of equal layers, with the number of layers and the parameters of one layer."""
     counts: dict[tuple[Any, ...], int] = {}
     for layer in layers:
         key = layer["stack"], layer["total"], layer["active"], layer["shared_with"] is not None

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TextIO
 
-from rich.console import Console, RenderableType
+from rich.console import Console, JustifyMethod, OverflowMethod, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -66,18 +66,22 @@ def print_without_wrapping(table: Table) -> None:
 
 
 @contextmanager
-def progress_bar(description: str, *, quiet: bool) -> Iterator[Callable[[int, int], None]]:
-    """Context manager: show a progress bar on a terminal after two seconds. Yields a function (completed, total)."""
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+def progress_bar(description: str, *, quiet: bool) -> Iterator[Callable[..., None]]:
+    """Context manager: show a progress bar on a terminal after two seconds. Yield its update function.
+
+    The update function has the arguments (completed, total), and optionally a new description.
+    """
+    from rich.progress import BarColumn, Progress, TimeRemainingColumn
 
     console = Console(stderr=True)
-    columns = (TextColumn(description), BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeRemainingColumn())
+    columns = ("{task.description}", BarColumn(), "{task.completed}/{task.total}", TimeRemainingColumn())
     progress = Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal)
     start_time = time.monotonic()
     task = progress.add_task(description, total=None, visible=False)
 
-    def update(done: int, total: int) -> None:
-        progress.update(task, completed=done, total=total, visible=time.monotonic() - start_time > 2)
+    def update(done: int, total: int, description: str = description) -> None:
+        is_visible = time.monotonic() - start_time > 2
+        progress.update(task, completed=done, total=total, description=description, visible=is_visible)
 
     with progress:
         yield update
@@ -90,7 +94,7 @@ def spinner(text: str, *, quiet: bool = False) -> AbstractContextManager[object]
 
 
 def format_number(value: float) -> str:
-    """Format a number with three significant digits below 100, and as an integer from 100 to one million."""
+    """Format a number: below 100 with three digits, below 1e6 as an integer, else with SI prefix ("<0.01" if tiny)."""
     if value >= 1e6:
         return format_si(value, digits=3)
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}" if value >= 0.01 else "<0.01"
@@ -103,11 +107,17 @@ def build_console() -> Console:
     return console
 
 
-def borderless_table(alignments: str, headers: Sequence[str] = (), *, gap: int = 2) -> Table:
-    """Build a table without borders. `alignments` has one letter per column: l (left) or r (right)."""
+def borderless_table(alignments: str, headers: Sequence[str] = (), *, gap: int = 2, title: str | None = None) -> Table:
+    """Build a table without borders.
+
+    `alignments` has one letter per column: l (left) or r (right). Columns with capital letters wrap long texts.
+    """
     table = Table(box=None, pad_edge=False, show_header=bool(headers), header_style="dim", padding=(0, gap, 0, 0))
-    for side, name in zip(alignments, headers or alignments, strict=True):
-        table.add_column(Text(name), justify="right" if side == "r" else "left", no_wrap=True)
+    table.title, table.title_justify = title, "left"
+    for letter, name in zip(alignments, headers or alignments, strict=True):
+        justify: JustifyMethod = "right" if letter in "rR" else "left"
+        overflow: OverflowMethod = "fold" if letter.isupper() else "ellipsis"
+        table.add_column(Text(name), justify=justify, overflow=overflow, no_wrap=letter.islower())
     return table
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.progress import BarColumn, Progress, TaskID
 
 from cutaway.cli.json_output import print_json
 from cutaway.cli.views.terminal import escape_control_characters
@@ -38,7 +38,7 @@ class TrainingProgress:
     def __init__(self, *, as_json: bool) -> None:
         self.as_json = as_json
         self.console = Console(stderr=True)
-        columns = (TextColumn("{task.completed:.0f}/{task.total:.0f}"), BarColumn(12), TextColumn("{task.description}"))
+        columns = ("{task.completed:.0f}/{task.total:.0f}", BarColumn(12), "{task.description}")
         self.progress_bar = Progress(*columns, console=self.console, disable=as_json or not self.console.is_terminal)
         self.task_id: TaskID | None = None
         self.max_steps = self.start_step = self.num_skipped_steps = 0
@@ -48,6 +48,13 @@ class TrainingProgress:
     def build_callback(self) -> "Callback":
         from cutaway.train.logging.callbacks import Callback
 
+        if self.as_json:
+            return Callback(
+                on_step_end=lambda row, timing: _write_json(row | timing),
+                on_evaluate=_write_json,
+                on_layer_stats=_write_json,
+                on_message=self.on_message,
+            )
         return Callback(
             on_step_end=self.on_step_end,
             on_evaluate=self.on_evaluate,
@@ -64,9 +71,6 @@ class TrainingProgress:
             yield
 
     def on_step_end(self, row: Row, timing: Row) -> None:
-        if self.as_json:
-            self._write_json(row | timing)
-            return
         self.num_skipped_steps += "skipped" in row
         for name in ("tokens_per_second", "mfu"):
             if name in timing:  # smoothed, because step times vary
@@ -95,9 +99,6 @@ class TrainingProgress:
         return "  ".join(parts)
 
     def on_evaluate(self, row: Row) -> None:
-        if self.as_json:
-            self._write_json(row)
-            return
         parts = [f"step {row['step']}: eval loss {row['eval_loss']:.3f} nats per token"]
         parts += [text.format(row[name]) for name, text in EVAL_METRICS.items() if name in row]
         self.on_message(", ".join(parts))
@@ -105,16 +106,13 @@ class TrainingProgress:
             self._print_line(escape_control_characters(row["sample"]), "dim")
 
     def on_layer_stats(self, row: Row) -> None:
-        if self.as_json:
-            self._write_json(row)
-            return
         self._print_line(_format_layer_stats(row["layer_stats"]), "dim")
         for warning in row["layer_stats"]["warnings"]:
             self._print_line(f"  {warning}", "yellow")
 
     def on_message(self, text: str) -> None:
         if self.as_json:
-            self._write_json({"message": text})
+            _write_json({"message": text})
         else:
             self._print_line(text)
 
@@ -123,12 +121,13 @@ class TrainingProgress:
         wrap = not self.console.is_terminal
         self.console.print(text, style=style, markup=False, highlight=False, soft_wrap=wrap)
 
-    def _write_json(self, row: Row) -> None:
-        print_json(to_json_value(row), indent=None)
+
+def _write_json(row: Row) -> None:
+    print_json(to_json_value(row), indent=None)
 
 
 def _format_layer_stats(layer_stats: Row) -> str:
-    """Format the layer statistics in one line, as maxima and ranges over the layers."""
+    """Format the layer statistics in one line: the largest gradient norm and update ratio, and the range of others."""
     items = [f"{name} ≤ {_format_max(layer_stats[key])}" for name, key in LAYER_METRICS.items() if layer_stats.get(key)]
     norms = list(layer_stats["resid_norm"].values())
     items.append(f"residual norm {norms[0]:.2g} → {norms[-1]:.2g}")

@@ -1,6 +1,7 @@
-"""Cache of the activations of one forward pass, except those whose size is quadratic in the sequence length.
+"""Cache of the activations of one forward pass.
 
-These are attention scores and patterns. They are recomputed from the cached q and k, for the requested heads.
+Attention scores and patterns are not cached, because their size is quadratic in the sequence length. They are
+recomputed from the cached q and k, for the requested heads.
 """
 
 import math
@@ -22,7 +23,7 @@ QUADRATIC_SITES = ("scores", "pattern")
 
 
 class ActivationCache:
-    """Activations by site name, and the kernel arguments of each attention."""
+    """Activations of one forward pass by site name, and the arguments that each attention kernel was called with."""
 
     def __init__(self, model_input: ModelInput) -> None:
         self.model_input = model_input
@@ -30,10 +31,13 @@ class ActivationCache:
         self.attention_calls: dict[str, tuple[Kernel, tuple[Any, ...]]] = {}
         """Attention name (`blocks.0.attn`) → the kernel and the arguments it was called with."""
         self.position_outputs: dict[str, Any] = {}
-        """Outputs of the position modules: of `embed.position`, and of the layers' modules by position key."""
+        """Position module → its output. The name is `embed.position`, or the key in `Stack.positions`."""
 
     def build_hook(self, job: QueryJob, on_site: Callable[[str, Tensor], None]) -> Callable[[HookContext], None]:
-        """Return a forward hook that stores activations and calls `on_site`. The hook raises if the job is canceled."""
+        """Return a forward hook that stores a site's activation and calls `on_site(name, activation)`.
+
+        The hook raises if the job is canceled.
+        """
 
         def hook(context: HookContext) -> None:
             job.check_cancelled()
@@ -47,7 +51,7 @@ class ActivationCache:
         return hook
 
     def register_position_hooks(self, model: Transformer) -> Iterator[RemovableHandle]:
-        """Register forward hooks on the position modules, which have no site."""
+        """Register hooks that store the outputs of position modules, which have no site. Yield their handles."""
         for side, stack in model.stacks.items():
             prefix = f"{side}." if len(model.stacks) > 1 else ""
             modules = {"embed.position": stack.embed.position, **stack.positions}
@@ -66,7 +70,7 @@ class ActivationCache:
         return self.values[name][0]
 
     def recompute_attention(self, attention: str, heads: list[int] | None = None) -> attention_pattern.AttentionScores:
-        """Recompute the scores and pattern (1, H, T, S) of one attention, for the given heads or all."""
+        """Recompute scores and pattern (1, H, T, S) of an attention (`blocks.0.attn`), by default of all heads."""
         kernel, args = self.attention_calls[attention]
         return attention_pattern.compute_scores(kernel, args, heads, attention_pattern.build_dense_mask(args))
 

@@ -21,7 +21,10 @@ CONTENT_SECURITY_POLICY = (
 
 
 def export_html(inspector: Inspector, progress: Callable[[int, int], None]) -> tuple[str, bool]:
-    """Return the HTML and whether it is complete. For a long text, it has only the activations of the last tokens."""
+    """Return the HTML page, and whether it has the results of all queries about the default text.
+
+    If the results exceed MAX_EXPORT_BYTES, those about the first tokens of the text are left out.
+    """
     results: dict[str, str] = {}
     size, is_complete = 0, True
     queries = list(_list_export_queries(inspector))

@@ -43,9 +43,8 @@ def list_formulas(model: Transformer, site_name: str, sites: Mapping[str, Site])
 
 
 def _embedding_formulas(embed: Any, suffix: str) -> list[str]:
-    position = {LearnedPosition: "position.learned", SinusoidalPosition: "position.sinusoidal"}.get(
-        type(embed.position), ""
-    )
+    names = {LearnedPosition: "position.learned", SinusoidalPosition: "position.sinusoidal"}
+    position = names.get(type(embed.position), "")
     token = "embed.scaled" if embed.scale != 1.0 else "embed"
     if suffix == "position":
         return [position] if position else []

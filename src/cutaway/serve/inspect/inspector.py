@@ -2,7 +2,7 @@
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -55,7 +55,10 @@ class Inspector:
     def get_activations(
         self, model_input: ModelInput, job: QueryJob, on_site: SiteCallback = lambda name, value: None
     ) -> ActivationCache:
-        """Return the activations of an input from the cache, or from a forward pass that calls `on_site` per site."""
+        """Return the activations of an input.
+
+        If they are not cached, run a forward pass, which calls `on_site(name, activation)` at each site.
+        """
         self.validate_input(model_input)
         with self.lock:
             activations = self.activation_caches.get(model_input.cache_key)
@@ -64,15 +67,16 @@ class Inspector:
                 self._run_forward(activations, self._select_cached_sites(model_input), job, on_site)
                 self.activation_caches[model_input.cache_key] = activations
             self.activation_caches.move_to_end(model_input.cache_key)
-            while len(self.activation_caches) > 1 and self._num_cached_bytes() > self.max_cached_bytes:
-                self.activation_caches.popitem(last=False)
+            num_bytes = sum(cached.nbytes for cached in self.activation_caches.values())
+            while len(self.activation_caches) > 1 and num_bytes > self.max_cached_bytes:
+                num_bytes -= self.activation_caches.popitem(last=False)[1].nbytes
             return activations
 
-    def _num_cached_bytes(self) -> int:
-        return sum(cached.nbytes for cached in self.activation_caches.values())
-
     def get_activations_at(self, model_input: ModelInput, site_names: list[str], job: QueryJob) -> ActivationCache:
-        """Return the activations as `get_activations` does, and also at sites that it left out to save memory."""
+        """Return the activations of an input, including those at `site_names`.
+
+        A second forward pass computes those that `get_activations` leaves out to save memory.
+        """
         activations = self.get_activations(model_input, job)
         missing = [name for name in site_names if name not in activations.values]
         if missing:
@@ -87,10 +91,10 @@ class Inspector:
             raise InputError(f"'{name}' is not a site of this model; use one of {', '.join(list(self.sites)[:4])} …")
 
     def _select_cached_sites(self, model_input: ModelInput) -> list[str]:
-        """Select the sites to cache.
+        """Return the names of the sites to cache.
 
-        These are all sites except scores, patterns and logits, if they fit in half of the limit. Else they are the
-        residual stream, the sublayer outputs and the sites outside blocks.
+        These are all sites except scores, patterns and logits, if their activations fit in half of `max_cached_bytes`.
+        Otherwise these are only the residual stream, the sublayer outputs and the sites outside blocks.
         """
         selected = [site for site in self.sites.values() if site.kind not in QUADRATIC_SITES and site.name != "logits"]
         source_len = None if model_input.source is None else len(model_input.source)
@@ -170,19 +174,12 @@ class Inspector:
             ("source", model_input.source or (), getattr(self.config, "source_vocab_size", None) or target_vocab_size),
         ):
             if invalid := next((token for token in token_ids if token >= vocab_size), None):
-                raise InputError(f"{name} has token id {invalid}; the vocabulary ends at {vocab_size - 1}")
+                raise InputError(f"{name} has token id {invalid}; use ids 0 to {vocab_size - 1}, the vocabulary")
 
     @property
     def output_stack(self) -> Stack:
         """The stack whose output is the input of the head."""
         return [*self.model.stacks.values()][-1]
-
-    def format_top_tokens(self, token_probabilities: Iterable[tuple[int, float]]) -> list[dict[str, object]]:
-        """Convert (token id, probability) pairs to JSON values, with the text of each token."""
-        return [
-            {"token": token, "text": self.tokenizer.decode_token(token), "probability": probability}
-            for token, probability in token_probabilities
-        ]
 
 
 def check_position(position: int, token_ids: Sequence[int]) -> int:
@@ -199,7 +196,10 @@ def build_inspector(
     name: str = "",
     run_directory: Path | None = None,
 ) -> Inspector:
-    """Build an inspector from a checkpoint or a model. For a model without a tokenizer, tokens are bytes."""
+    """Build an inspector of a checkpoint or a model. Without a tokenizer, each byte of a text is a token.
+
+    `text` is the default input of the page. `run_directory` has the metrics log shown on the page.
+    """
     model, tokenizer, generation_config = unpack_checkpoint(model_or_checkpoint)
     if model.device.type == "meta":
         raise InputError("the model is on the meta device, which has no values; build it on another device")

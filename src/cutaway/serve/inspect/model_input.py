@@ -18,7 +18,7 @@ TokenIds = Annotated[tuple[TokenId, ...], Field(min_length=1, max_length=MAX_TOK
 
 
 class ModelInput(BaseModel):
-    """Token ids, the source of an encoder-decoder, and edits by site as for `ct.edit`.
+    """Input of a forward pass: token ids, encoder token ids (`source`) of an encoder-decoder, edits as in `ct.edit`.
 
     Equal inputs have equal `cache_key`s.
     """
@@ -36,7 +36,7 @@ class ModelInput(BaseModel):
 
     @property
     def without_edits(self) -> "ModelInput":
-        """The same tokens without edits."""
+        """The same input without edits."""
         return self.model_copy(update={"edits": {}})
 
 

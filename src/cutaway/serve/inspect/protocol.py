@@ -17,12 +17,12 @@ from cutaway.errors import InputError
 from cutaway.lens.analysis.labeled_tensor import replace_nonfinite
 
 PROGRESS, RESULT, ERROR, PARTIAL = range(4)
-"""Frame kinds. Their payloads: JSON {completed, total, description}, the result, JSON {message}, a partial result."""
+"""Frame kinds, with these payloads: JSON {completed, total, description}, result, JSON {message}, partial result."""
 
 
 @dataclass(frozen=True)
 class QueryResult:
-    """JSON data and tensors by name."""
+    """Result of a query: JSON data, and tensors by name."""
 
     data: Mapping[str, object]
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
@@ -73,7 +73,7 @@ class QueryJob:
         self.send(encode_json_frame(PROGRESS, {"completed": completed, "total": total, "description": description}))
 
     def send_partial(self, result: QueryResult) -> None:
-        """Send part of the result."""
+        """Send a partial result before the query is finished."""
         self.check_cancelled()
         self.send(_encode_frame(PARTIAL, result.to_safetensors()))
 

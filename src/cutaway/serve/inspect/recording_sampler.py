@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 from cutaway.evaluate import functional
-from cutaway.generate.engine.kv_cache import BatchKVCache, PagedLayerCache
+from cutaway.generate.engine.kv_cache import BatchKVCache
 from cutaway.generate.engine.model_runner import ModelRunner
 from cutaway.generate.sampling.logits_processing import logits_to_probs
 from cutaway.generate.sampling.sampler import Sampler, SamplerOutput
 from cutaway.generate.sampling.sampling_state import SamplingFeatures
 from cutaway.model.cache import Cache
 from cutaway.serve.inspect.inspector import Inspector
-from cutaway.serve.inspect.model_input import ModelInput
+from cutaway.serve.inspect.model_input import ModelInput, TokenizerAdapter
 
 NUM_TOP_TOKENS = 5
 CACHE_TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
@@ -32,7 +32,11 @@ class SamplingStep:
     cache_state: dict[str, object]
 
     def token_stats(self, token: int) -> dict[str, float]:
-        """Return a token's model probability, sampling probability and rank (from 1), and the entropy in bits."""
+        """Return the probability, sampling probability and rank of a token, and statistics of this step.
+
+        Rank 1 is the most likely token. The entropy, in bits, is that of the model's distribution. `num_candidates` is
+        the number of tokens with a sampling probability above 0.
+        """
         return {
             "probability": float(self.logits.softmax(-1)[token]),
             "sampling_probability": float(self.sampling_probs[token]),
@@ -41,13 +45,15 @@ class SamplingStep:
             "num_candidates": int((self.sampling_probs > 0).sum()),
         }
 
-    @property
-    def top_tokens(self) -> list[tuple[int, float, float]]:
-        """(token id, model probability, sampling probability) of the most likely tokens."""
+    def top_tokens(self, tokenizer: TokenizerAdapter) -> list[dict[str, object]]:
+        """Return the most likely tokens, most likely first, with model probability and sampling probability."""
         probabilities = self.logits.softmax(-1)
         top = probabilities.topk(min(NUM_TOP_TOKENS, len(probabilities)))
         sampling_probs = self.sampling_probs[top.indices].tolist()
-        return list(zip(top.indices.tolist(), top.values.tolist(), sampling_probs, strict=True))
+        return [
+            {"token": t, "text": tokenizer.decode_token(t), "probability": p, "sampling_probability": q}
+            for t, p, q in zip(top.indices.tolist(), top.values.tolist(), sampling_probs, strict=True)
+        ]
 
 
 class RecordingSampler(Sampler):
@@ -64,28 +70,25 @@ class RecordingSampler(Sampler):
         return super().sample(logits, features, active_rows)
 
     def cache_state(self) -> dict[str, object]:
-        """Return the cache length, the slots and bytes per layer, and the token positions in ring buffers.
+        """Return the number of cached tokens, and the number of slots, filled slots and bytes of each layer.
 
-        Ring buffers (in sliding-window layers) are listed by size if they have wrapped around. In all other layers, a
-        token's slot is its position.
+        `slot_positions` has the token position in each slot of the ring buffers (sliding-window layers) that have
+        wrapped around, by size of the ring buffer. In all other layers, the slot of a token is its position.
         """
         length, layers = int(self.cache.seq_lens[0]), self.cache.paged_layers
         num_slots = [layer.num_slots for layer in layers]
         num_filled = [min(length, count) for count in num_slots]
+        tensors_by_layer = [[*layer.keys.tensors(), *layer.values.tensors()] for layer in layers]
+        bytes_per_slot = [sum(tensor[0, 0].nbytes for tensor in tensors) for tensors in tensors_by_layer]
         ring_sizes = [size for size in sorted(set(num_slots)) if size < length]
         return {
             "length": length,
             "slots": num_slots,
             "num_filled": num_filled,
-            "bytes": [count * _bytes_per_slot(layer) for count, layer in zip(num_filled, layers, strict=True)],
+            "bytes": [count * size for count, size in zip(num_filled, bytes_per_slot, strict=True)],
             "source_bytes": sum(tensor.nbytes for tensor in self.cache.cross_tensors()),
             "slot_positions": {str(size): slot_positions(self.cache, size) for size in ring_sizes},
         }
-
-
-def _bytes_per_slot(layer: PagedLayerCache) -> int:
-    tensors = [*layer.keys.tensors(), *layer.values.tensors()]
-    return sum(tensor[0, 0].nbytes for tensor in tensors)
 
 
 def slot_positions(cache: Cache, num_slots: int) -> list[int]:
@@ -97,7 +100,10 @@ def slot_positions(cache: Cache, num_slots: int) -> list[int]:
 def compare_with_full_pass(
     inspector: Inspector, model_input: ModelInput, steps: list[SamplingStep]
 ) -> tuple[dict[str, object], dict[str, Tensor]]:
-    """Compare the decode steps' logits with one full forward pass. Return the maximum difference, also by step."""
+    """Compare the logits of cached decode steps with those of one full forward pass.
+
+    Return the maximum absolute difference with its tolerance, and the maximum absolute difference of each step.
+    """
     hidden = inspector.last_hidden_state(model_input)[0, -len(steps) :]
     max_abs_logit = 0.0
     differences = torch.zeros(len(steps))  # maximum absolute difference per step

@@ -15,7 +15,7 @@ NUM_TOP_TOKENS = 20
 
 
 def build_snippet(inspector: Inspector, model_input: ModelInput, site_name: str, position: int) -> str:
-    """Build the snippet for one site and position, or an empty string if there is no short expression."""
+    """Return the snippet for the token at `position`, or "" if no short expression computes the activation."""
     lines = ["import torch", "import cutaway as ct", ""]
     if inspector.tokenizer.is_untrained:
         lines.append(f"model = ct.build({inspector.name!r}, seed=0)")

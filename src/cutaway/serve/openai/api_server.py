@@ -2,19 +2,19 @@
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
-from cutaway.generate import EngineError
+from cutaway.generate import EngineError, SamplingParams
 from cutaway.generate.generation_config import CheckpointLike
 from cutaway.serve.app import build_app
 from cutaway.serve.errors import APIError
 from cutaway.serve.limits import Limits
 from cutaway.serve.middleware import AccessPolicy
 from cutaway.serve.openai import protocol, request_mapping
-from cutaway.serve.openai.completion_stream import CompletionStream
 from cutaway.serve.openai.embeddings import compute_embeddings, encode_float32_base64
 from cutaway.serve.openai.response_builder import ResponseBuilder
 from cutaway.serve.openai.serving_engine import ServingEngine, context_length_error, to_api_error
@@ -76,23 +76,23 @@ def build_router(serving: ServingEngine) -> APIRouter:
     async def completions(request: protocol.CompletionRequest, raw_request: Request) -> Response:
         """Generate completions for prompts. For an encoder-decoder, the prompt is the source."""
         _check_request(request, serving)
-        encode_prompts, params = request_mapping.map_completion_request(request, serving)
-        stream = await serving.submit(encode_prompts, params)
-        return await reply(stream, request, raw_request, num_logprobs=params.logprobs)
+        return await generate(request, raw_request, *request_mapping.map_completion_request(request, serving))
 
     @router.post("/v1/chat/completions", responses=STREAMING_RESPONSES)
     async def chat(request: protocol.ChatCompletionRequest, raw_request: Request) -> Response:
         """Generate a chat completion with the checkpoint's chat template."""
         _check_request(request, serving)
-        encode_prompts, params = request_mapping.map_chat_request(request, serving)
-        stream = await serving.submit(encode_prompts, params, fill_context=True)
-        return await reply(stream, request, raw_request, num_logprobs=params.logprobs)
+        return await generate(request, raw_request, *request_mapping.map_chat_request(request, serving))
 
-    async def reply(
-        stream: CompletionStream, request: protocol.GenerationRequest, raw_request: Request, *, num_logprobs: int | None
+    async def generate(
+        request: protocol.GenerationRequest,
+        raw_request: Request,
+        encode_prompts: Callable[[], list[list[int]]],
+        params: SamplingParams,
     ) -> Response:
+        stream = await serving.submit(encode_prompts, params)
         is_chat = isinstance(request, protocol.ChatCompletionRequest)
-        builder = ResponseBuilder(serving, is_chat=is_chat, num_logprobs=num_logprobs)
+        builder = ResponseBuilder(serving, is_chat=is_chat, num_logprobs=params.logprobs)
         if request.stream:
             with_usage = bool(request.stream_options and request.stream_options.include_usage)
             return SSEResponse(stream, builder.stream_response(stream, include_usage=with_usage), serving.limits)

@@ -1,4 +1,4 @@
-"""Completions of one HTTP request as async streams. The engine runs in its own thread and notifies the event loop."""
+"""Completions of one HTTP request as async streams. The engine's thread notifies the event loop of new tokens."""
 
 import asyncio
 import threading
@@ -48,7 +48,10 @@ class CompletionStream:
             request.on_update = partial(self.on_output, index, request)
 
     def on_output(self, index: int, request: Request) -> None:
-        """Record the token time, in the engine thread. Notify the loop per token if streaming, else at the end."""
+        """Record the time of a new token. This is called by the engine's thread.
+
+        When streaming, the event loop is notified of each token, otherwise only when the request is finished.
+        """
         self.token_times[index][1:] = [time.monotonic()]
         if self.is_streaming or request.finished.is_set():
             self.notifier.notify(self.new_output)
@@ -81,10 +84,6 @@ class CompletionStream:
                 await self.new_output.wait()
         self.record_metrics()
         return [request.result(0) for request in self.requests]
-
-    def get_result(self, index: int) -> Completion:
-        """Return a finished completion."""
-        return self.requests[index].result(0)
 
     @property
     def num_generated_tokens(self) -> int:

@@ -1,4 +1,7 @@
-"""Text embeddings: the last hidden states, pooled and L2-normalized. Pooling is the mean, or as the checkpoint says."""
+"""Text embeddings: the last hidden states, pooled and L2-normalized.
+
+The pooling mode is that of the checkpoint's sentence-transformers config, by default the mean.
+"""
 
 import base64
 from collections.abc import Callable, Sequence

@@ -24,7 +24,13 @@ class ResponseBuilder:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def build_response(self, stream: CompletionStream, results: Sequence[Completion]) -> Data:
-        choices = [self._build_choice(index, result) for index, result in enumerate(results)]
+        choices = []
+        for index, result in enumerate(results):
+            text = result.text or ""
+            message = {"role": "assistant", "content": text, "refusal": None}
+            content: Data = {"message": message} if self.is_chat else {"text": text}
+            logprobs = self._build_logprobs([result], 0, drop_last=isinstance(result.stop_reason, int))
+            choices.append(_build_choice(index, content, logprobs, result.finish_reason))
         object_type = "chat.completion" if self.is_chat else "text_completion"
         return self._build_envelope(object_type, choices) | {"usage": _build_usage(stream)}
 
@@ -37,17 +43,21 @@ class ResponseBuilder:
         text_lengths = [0] * len(stream.requests)
         if self.is_chat:
             for index in range(len(stream.requests)):
-                yield chunk_of(self._build_chunk_choice(index, delta={"role": "assistant", "content": ""}))
+                yield chunk_of(_build_choice(index, {"delta": {"role": "assistant", "content": ""}}))
         async for index, chunks, is_finished in stream.stream_chunks():
             text = "".join(chunk.text for chunk in chunks)
-            result = stream.get_result(index) if is_finished else None
+            result = stream.requests[index].result(0) if is_finished else None
             has_stop_token = result is not None and isinstance(result.stop_reason, int)
-            logprobs = self._build_chunk_logprobs(chunks, text_lengths[index], has_stop_token)
+            logprobs = None
+            if sum(len(chunk.tokens) for chunk in chunks) > has_stop_token:
+                logprobs = self._build_logprobs(chunks, text_lengths[index], drop_last=has_stop_token)
             text_lengths[index] += len(text)
             if text or logprobs:
-                yield chunk_of(self._build_chunk_choice(index, text=text, logprobs=logprobs))
+                content: Data = {"delta": {"content": text}} if self.is_chat else {"text": text}
+                yield chunk_of(_build_choice(index, content, logprobs))
             if result is not None:
-                yield chunk_of(self._build_chunk_choice(index, delta={}, finish_reason=result.finish_reason))
+                content = {"delta": {}} if self.is_chat else {"text": ""}
+                yield chunk_of(_build_choice(index, content, finish_reason=result.finish_reason))
         if include_usage:
             yield chunk_of(usage=_build_usage(stream))
 
@@ -60,47 +70,21 @@ class ResponseBuilder:
             "choices": choices,
         }
 
-    def _build_chunk_choice(
-        self,
-        index: int,
-        *,
-        text: str = "",
-        delta: Data | None = None,
-        logprobs: Data | None = None,
-        finish_reason: str | None = None,
-    ) -> Data:
-        """Build a choice of a stream chunk."""
-        content: Data = {"text": text}
-        if self.is_chat:
-            content = {"delta": {"content": text} if delta is None else delta}
-        return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
-
-    def _build_choice(self, index: int, result: Completion) -> Data:
-        text = result.text or ""
-        content: Data = {"text": text}
-        if self.is_chat:
-            content = {"message": {"role": "assistant", "content": text, "refusal": None}}
-        logprobs = None
-        if self.num_logprobs is not None:
-            # A stop token is not part of the text, so it gets no log-probability entry.
-            count = len(result.tokens) - isinstance(result.stop_reason, int)
-            top = result.top_logprobs or [{} for _ in result.tokens]
-            logprobs = self._build_logprobs(result.tokens[:count], (result.logprobs or [])[:count], top[:count], 0)
-        return {"index": index, **content, "logprobs": logprobs, "finish_reason": result.finish_reason}
-
-    def _build_chunk_logprobs(self, chunks: list[CompletionChunk], offset: int, drop_last: bool) -> Data | None:
-        tokens = [token for chunk in chunks for token in chunk.tokens]
-        logprobs = [value for chunk in chunks for value in chunk.logprobs or []]
-        top_logprobs = [top for chunk in chunks for top in chunk.top_logprobs or [{} for _ in chunk.tokens]]
-        count = len(tokens) - drop_last
-        if self.num_logprobs is None or count <= 0:
-            return None
-        return self._build_logprobs(tokens[:count], logprobs[:count], top_logprobs[:count], offset)
-
     def _build_logprobs(
-        self, tokens: list[int], logprobs: list[float], top_logprobs: list[dict[int, float]], offset: int
-    ) -> Data:
-        """Build the log-probabilities of tokens and of their top alternatives."""
+        self, outputs: Sequence[Completion | CompletionChunk], offset: int, *, drop_last: bool
+    ) -> Data | None:
+        """Build the log-probabilities of tokens and of their alternatives, or None if they were not requested.
+
+        `offset` is the length of the text before these tokens. `drop_last` leaves out the last token, for stop tokens,
+        which are not part of the text.
+        """
+        if self.num_logprobs is None:
+            return None
+        tokens = [token for output in outputs for token in output.tokens]
+        count = len(tokens) - drop_last
+        tokens = tokens[:count]
+        logprobs = [value for output in outputs for value in output.logprobs or []][:count]
+        top_logprobs = [top for output in outputs for top in output.top_logprobs or [{} for _ in output.tokens]][:count]
         if self.is_chat:
             rows = [self._build_logprob_entry(*entry) for entry in zip(tokens, logprobs, strict=True)]
             for row, top in zip(rows, top_logprobs, strict=True):
@@ -127,6 +111,10 @@ class ResponseBuilder:
     def _token_text(self, token: int) -> str:
         decoder = self.serving.token_decoder
         return f"token_id:{token}" if decoder is None else decoder.token_text(token)
+
+
+def _build_choice(index: int, content: Data, logprobs: Data | None = None, finish_reason: str | None = None) -> Data:
+    return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
 def _build_usage(stream: CompletionStream) -> Data:

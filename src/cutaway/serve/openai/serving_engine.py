@@ -57,7 +57,7 @@ class ServingEngine:
             add_gauge("num_requests_waiting", "Completions waiting to be scheduled.", lambda: len(engine.waiting))
             add_gauge(
                 "num_requests_running",
-                "Completions in progress (prefill or decode).",
+                "Completions in prefill or decode.",
                 lambda: len(engine.scheduler.running),
             )
             max_num_seqs = engine.config.max_num_seqs
@@ -129,7 +129,7 @@ class ServingEngine:
     ) -> T:
         """Run `work` in a thread pool and return its result. Raise an error with status 429 if too many requests wait.
 
-        If the caller is canceled or times out before `work` is done, `on_abandoned` is called with the result.
+        If the caller is canceled or times out, `work` runs to its end, and `on_abandoned` is called with its result.
         """
         if self.num_preprocessing >= self.limits.max_preprocessing_requests:
             raise self.queue_full_error()
@@ -159,28 +159,21 @@ class ServingEngine:
 
     # Completions
 
-    async def submit(
-        self, encode_prompts: Callable[[], list[list[int]]], params: SamplingParams, *, fill_context: bool = False
-    ) -> CompletionStream:
-        """Tokenize the prompts and submit them to the engine.
-
-        With `fill_context`, the default of max_new_tokens is the rest of the context.
-        """
+    async def submit(self, encode_prompts: Callable[[], list[list[int]]], params: SamplingParams) -> CompletionStream:
+        """Tokenize the prompts and submit them to the engine."""
         if self.engine is None:
             raise APIError(400, "this model is an encoder, which does not generate text; use /v1/embeddings")
         self.notifier = self.notifier or EventLoopNotifier(asyncio.get_running_loop())
         start_time = asyncio.get_running_loop().time()
         stream = await self.run_in_pool(
-            lambda: self._submit_prompts(encode_prompts(), params, fill_context),
+            lambda: self._submit_prompts(encode_prompts(), params),
             timeout=self.limits.tokenize_timeout,
             on_abandoned=CompletionStream.abort,
         )
         stream.start_time = start_time
         return stream
 
-    def _submit_prompts(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, fill_context: bool
-    ) -> CompletionStream:
+    def _submit_prompts(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> CompletionStream:
         """Submit all completions of the request, or none if there is an error. This runs in a thread."""
         engine, requests = self.engine, []
         assert engine is not None
@@ -189,7 +182,7 @@ class ServingEngine:
         output_prefix = [forced_bos] if self.is_encoder_decoder and forced_bos is not None else []
         try:
             for prompt in prompts:
-                prompt_params = self._resolve_max_new_tokens(prompt, params, fill_context)
+                prompt_params = self._resolve_max_new_tokens(prompt, params)
                 requests += [
                     engine.submit(prompt, prompt_params, seed=seed, output_prefix=output_prefix)
                     for seed in completion_seeds(params)
@@ -204,17 +197,15 @@ class ServingEngine:
                 raise APIError(503, "the engine failed; restart the server") from error
             raise
 
-    def _resolve_max_new_tokens(
-        self, prompt: Sequence[int], params: SamplingParams, fill_context: bool
-    ) -> SamplingParams:
-        """Return `params` with max_new_tokens for one prompt. Raise if prompt plus completion exceed the context."""
+    def _resolve_max_new_tokens(self, prompt: Sequence[int], params: SamplingParams) -> SamplingParams:
+        """Return `params` with max_new_tokens, by default the rest of the context. Raise if it exceeds the context."""
         self.check_prompt_length(len(prompt))
         num_context_tokens = 1 if self.is_encoder_decoder else len(prompt)
         max_new, max_new_tokens = self.max_model_len - num_context_tokens, params.max_new_tokens
         if max_new_tokens is not None and max_new_tokens > max_new:
-            description = f"the prompt has {len(prompt)} tokens and max_tokens is {max_new_tokens}"
+            description = f"prompt and max_tokens take {num_context_tokens} + {max_new_tokens} tokens"
             raise context_length_error(description, self.max_model_len)
-        if max_new_tokens is None and fill_context:
+        if max_new_tokens is None:
             default = self.generation_config.max_new_tokens_for(num_context_tokens) or max_new
             max_new_tokens = min(default, max_new, self.limits.max_tokens)
         params = replace(params, max_new_tokens=max_new_tokens)
@@ -255,7 +246,7 @@ def _has_result(future: "asyncio.Future[T]") -> bool:
 
 
 def context_length_error(description: str, max_tokens: int) -> APIError:
-    message = f"{description}, but the maximum is {max_tokens} tokens for prompt and completion together; send fewer"
+    message = f"{description}, but the maximum is {max_tokens} tokens; send fewer"
     return APIError(400, message, param="prompt", code="context_length_exceeded")
 
 

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def _timeout_error(limits: Limits) -> APIError:
-    message = f"the completion was not finished within {limits.request_timeout:g} seconds; request fewer tokens"
+    message = f"the request was not finished within {limits.request_timeout:g} seconds; request fewer tokens"
     return APIError(408, message, code="timeout", headers={"x-should-retry": "false"})
 
 

@@ -30,7 +30,7 @@ class TokenDecoder:
         return text.encode()
 
     def token_text(self, token_id: int) -> str:
-        """Return the token's text. Part of a character is `bytes:\\x..`, as in the OpenAI API, so texts stay unique."""
+        """Return the token's text, or `bytes:\\x..` for a part of a character, as in the OpenAI API."""
         data = self.token_bytes(token_id)
         try:
             return data.decode()

@@ -1,4 +1,4 @@
-"""Query: results of the shipped ablation study, of a component ablated in trained models or left out in training."""
+"""Query: losses of the shipped ablation study, with a component ablated after training or left out in training."""
 
 import json
 from functools import cache
@@ -17,8 +17,8 @@ ABLATION_PAIRS = (
     ("head", "one head fewer", "without the most important head of a middle block", "one head fewer", BASELINE),
     ("mask", "no mask", "without mask", "no mask", "with the mask"),
 )
-"""Edit, component, condition of the full model with the component ablated, variant trained without the component, and
-condition of that variant."""
+"""Rows of five names: the edit on the page, the component, the condition in which the full model is measured with the
+component ablated, the variant trained without the component, and the condition in which that variant is measured."""
 NOT_RETRAINED = ("no_residual", "no residual")
 
 
@@ -35,7 +35,10 @@ def load_ablation_results() -> dict[str, Any]:
 
 
 def _pair_ablated_and_retrained(results: dict[str, Any]) -> dict[str, object]:
-    """Pair both losses of each component. They are on the same text and have confidence intervals over seeds."""
+    """Return for each component the loss with the component ablated, and the loss after training without it.
+
+    Both losses are measured on the same text and have confidence intervals over seeds.
+    """
     losses = {(row["variant"], row["condition"]): row for row in results["measurements"] if row["metric"] == "loss"}
 
     def loss_interval(variant: str, condition: str) -> dict[str, float]:

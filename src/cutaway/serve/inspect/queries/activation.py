@@ -23,7 +23,11 @@ NUM_HISTOGRAM_BINS = 60
 
 
 class Activation(InputQuery):
-    """One token's activation at a site, or at `embed.token`, `….attn.position`, `….attn.mask` or `softmax`."""
+    """One token's activation at a site.
+
+    The query also accepts names that are not sites: `embed.token`, `embed.position`, `….attn.position`,
+    `….attn.mask`, `softmax`.
+    """
 
     site: Annotated[str, Field(max_length=80)]
     position: TokenIndex
@@ -98,7 +102,7 @@ def _read_activation(
 def compute_attention_row(
     activations: ActivationCache, site_name: str, position: int
 ) -> tuple[Tensor, str, tuple[int, ...]]:
-    """Recompute one query row of scores, pattern or mask, (H, S)."""
+    """Recompute the row (H, S) of one query in the scores, pattern or mask. Return it with all rows' axes and shape."""
     attention, _, suffix = site_name.rpartition(".")
     kernel, args = activations.attention_calls[attention]
     q, k, v, prepared_mask, sink = attention_pattern.unpack_kernel_args(args)
@@ -119,7 +123,7 @@ def compute_attention_row(
 def _compute_position_values(
     inspector: Inspector, activations: ActivationCache, site_name: str, position: int
 ) -> tuple[Tensor, str, tuple[int, ...]]:
-    """Return position information: an embedding vector, RoPE angles, or the bias on the scores."""
+    """Return the token embedding, or what depends on the position: embedding, RoPE angles or bias on the scores."""
     if site_name.endswith("embed.token"):
         side, model_input = site_name.removesuffix("embed.token"), activations.model_input
         token_ids = model_input.source if side == "encoder." and model_input.source else model_input.tokens

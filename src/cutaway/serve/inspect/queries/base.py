@@ -26,6 +26,6 @@ class Query(BaseModel, ABC):
 
 
 class InputQuery(Query):
-    """Query about a model input."""
+    """Query about one input of the model."""
 
     input: ModelInput

@@ -39,9 +39,10 @@ class ConsistencyCheck(InputQuery):
 
 
 def _residual_sum_error(inspector: Inspector, activations: ActivationCache, stack: Stack) -> float | None:
-    """Return the maximum error over all tokens, relative to the largest value of the residual stream.
+    """Return the largest |embedding + Σ sublayer outputs − residual stream| over all tokens.
 
-    Return None if the model is edited, or if the residual stream is not a sum because norms act on it (post-norm).
+    It is relative to the largest absolute value of the residual stream after the last block. Return None if the input
+    has edits, or if the residual stream is not such a sum, because norms act on it (post-norm).
     """
     site_names = [name for name, site in inspector.sites.items() if site.stack is stack]
     site_stack = inspector.sites[site_names[0]].stack

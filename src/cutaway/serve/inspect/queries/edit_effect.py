@@ -84,24 +84,23 @@ def _compute_kl_and_loss(
     tokens = torch.tensor(original.model_input.tokens, device=inspector.model.device)
     length = len(tokens)
     has_targets = not isinstance(inspector.model, EncoderOnly) and length > 1
-    values_by_name: dict[str, list[Tensor]] = {"kl": [], "top5_overlap": [], "loss_before": [], "loss_after": []}
+    chunks: list[dict[str, Tensor]] = []
     for start in range(0, length, LOGIT_CHUNK_SIZE):
         end = min(start + LOGIT_CHUNK_SIZE, length)
         job.report_progress(start, length, "comparing logits")
         before, after = compute_logits(inspector, original, start, end), compute_logits(inspector, edited, start, end)
-        logprobs_after, logprobs_before = after.log_softmax(-1), before.log_softmax(-1)
+        logprobs_before, logprobs_after = before.log_softmax(-1), after.log_softmax(-1)
         kl = functional.kl_divergence(logprobs_before.exp(), logprobs_before, logprobs_after)
         count = min(TOP_K, before.shape[-1])
-        top_after, top_before = after.topk(count).indices, before.topk(count).indices
-        values_by_name["kl"].append(kl)
-        is_shared = (top_after[:, :, None] == top_before[:, None, :]).any(-1)
-        values_by_name["top5_overlap"].append(is_shared.float().mean(-1))
+        is_shared = (after.topk(count).indices[:, :, None] == before.topk(count).indices[:, None, :]).any(-1)
+        chunk = {"kl": kl, "top5_overlap": is_shared.float().mean(-1)}
         if has_targets:
             targets = tokens[start + 1 : end + 1]
-            values_by_name["loss_before"].append(F.nll_loss(logprobs_before[: len(targets)], targets, reduction="none"))
-            values_by_name["loss_after"].append(F.nll_loss(logprobs_after[: len(targets)], targets, reduction="none"))
+            for name, logprobs in (("loss_before", logprobs_before), ("loss_after", logprobs_after)):
+                chunk[name] = F.nll_loss(logprobs[: len(targets)], targets, reduction="none")
+        chunks.append(chunk)
         job.send_partial(QueryResult({"start": start}, {"kl": kl}))
-    tensors = {name: torch.cat(values) for name, values in values_by_name.items() if values}
+    tensors = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
     means = {name: _finite_or_none(values.mean()) for name, values in tensors.items()}
     return QueryResult({"loss_before": None, "loss_after": None, **means}, tensors)
 

@@ -20,7 +20,8 @@ from cutaway.serve.inspect.recording_sampler import RecordingSampler, SamplingSt
 
 MAX_NEW_TOKENS, MAX_TOKENS_PER_QUERY = 512, 64
 PREFILL_CHUNK_RANGE = 16, 512
-"""Minimum and maximum prefill chunk size. With small windows the chunks are small, to keep ring buffers small."""
+"""Minimum and maximum number of tokens of a prefill chunk. A chunk has the size of the smallest attention window, if
+that is in this range, because larger chunks need larger ring buffers."""
 
 
 class Generate(InputQuery):
@@ -71,14 +72,12 @@ class GenerationSession:
             self.prompt_tokens = list(query.input.source or ())
             forced_bos = self.generation_config.forced_bos_token_id
             output_prefix = output_prefix or ([] if forced_bos is None else [forced_bos])
-        sampling_params = self._build_sampling_params()
+        params = self._build_sampling_params()
         self.engine_config = self._build_engine_config()
         self.engine = Engine(self.engine_config, tokenizer=inspector.tokenizer.tokenizer)
         self.sampler = RecordingSampler(self.engine.model_runner, inspector.config.vocab_size)
         self.engine.model_runner.sampler = self.sampler
-        self.request = self.engine.submit(
-            self.prompt_tokens, sampling_params, seed=query.seed, output_prefix=output_prefix
-        )
+        self.request = self.engine.submit(self.prompt_tokens, params, seed=query.seed, output_prefix=output_prefix)
         self.request.pop_chunks()  # discards the chunk of the output prefix, which the client already has
         self.steps: list[SamplingStep] = []
 
@@ -107,7 +106,7 @@ class GenerationSession:
         )
 
     def run_steps(self, job: QueryJob) -> Iterator[dict[str, object]]:
-        """Run the engine and yield each decode step as JSON."""
+        """Run the engine and yield each decode step as a dict of JSON values."""
         step_start = time.perf_counter()
         while not self.request.finished.is_set() and len(self.steps) < self.query.num_tokens:
             job.check_cancelled()
@@ -123,16 +122,13 @@ class GenerationSession:
             raise self.request.error
 
     def _step_to_dict(self, step: SamplingStep, token: int, text: str, latency_ms: float) -> dict[str, object]:
-        decode_token = self.inspector.tokenizer.decode_token
+        tokenizer = self.inspector.tokenizer
         return {
             "token": token,
-            "token_str": decode_token(token),
+            "token_str": tokenizer.decode_token(token),
             "text": text,
             **step.token_stats(token),
-            "top_tokens": [
-                {"token": top, "probability": probability, "sampling_probability": sampled, "text": decode_token(top)}
-                for top, probability, sampled in step.top_tokens
-            ],
+            "top_tokens": step.top_tokens(tokenizer),
             "latency_ms": latency_ms,
             "cache": step.cache_state,
             "finish_reason": self.finish_reason,

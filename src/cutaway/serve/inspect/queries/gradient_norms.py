@@ -1,6 +1,5 @@
 """Queries: gradient norms by depth, in small untrained models (pre-norm and post-norm) and in the inspected model."""
 
-import math
 from typing import Annotated, Literal
 
 import torch
@@ -22,10 +21,10 @@ NumLayers = Annotated[int, Field(strict=True, ge=2, le=48)]
 
 
 class GradientsByPlacement(Query):
-    """Gradient norm at each block of untrained pre-norm and post-norm models, by depth and seed.
+    """Gradient norm after each block of untrained pre-norm and post-norm models, by depth and seed.
 
-    `lens.analysis.gradient_by_placement` averages the same values. Here, the values of each depth and placement are
-    sent as a partial result.
+    Norms are relative to the norm after the last block. `lens.analysis.gradient_by_placement` averages the same values.
+    Here, the values of each depth and placement are sent as a partial result.
     """
 
     depths: Annotated[tuple[NumLayers, ...], Field(min_length=1, max_length=6)] = (4, 12, 24)
@@ -50,7 +49,8 @@ class GradientsByPlacement(Query):
                 grad_norms[f"{name}.{depth}"] = torch.stack(rows)
                 part = {"relative_grad_norms": grad_norms[f"{name}.{depth}"]}
                 job.send_partial(QueryResult({"depth": depth, "placement": name}, part))
-        ratios = _first_to_last_ratios(grad_norms)
+        # the first block's gradient norm relative to the last block's: geometric mean over seeds
+        ratios = {name: float(rows[:, 0].log().mean().exp()) for name, rows in grad_norms.items()}
         data = {"depths": depths, "placements": list(PLACEMENTS), "first_to_last_ratio": ratios}
         return QueryResult(data, grad_norms)
 
@@ -62,12 +62,6 @@ def build_small_config(d_model: int, num_layers: int, init: str) -> Config:
     return read_config(
         {"form": "decoder", "vocab_size": 259, "d_model": d_model, "decoder": decoder, "init": {"kind": init}}
     )
-
-
-def _first_to_last_ratios(grad_norms: dict[str, Tensor]) -> dict[str, float | None]:
-    """Return the first block's gradient norm relative to the last block's, as a geometric mean over seeds."""
-    means = {name: float(rows[:, 0].log().mean().exp()) for name, rows in grad_norms.items()}
-    return {name: mean if math.isfinite(mean) else None for name, mean in means.items()}
 
 
 class GradientsByDepth(InputQuery):

@@ -1,10 +1,11 @@
 """Queries: lessons about the forward pass with their quiz questions and exercises, and exercise progress."""
 
-from cutaway.learn.exercises import Exercise, load_exercises, progress
+from cutaway.learn.exercises import load_exercises, progress
 from cutaway.learn.lessons import build_lessons, find_lesson
 from cutaway.learn.quiz import ChoiceQuestion, Question, find_questions, get_question, load_sections, shuffle_choices
 from cutaway.serve.inspect.queries.base import Inspector, Query, QueryJob, QueryResult
 
+EXERCISE_FIELDS = ("number", "title", "minutes", "hints")
 LESSON_FIELDS = ("slug", "title", "sentences", "figure", "notebook", "docs_page", "exercises")
 
 
@@ -17,25 +18,27 @@ class Lessons(Query):
 
     def run(self, inspector: Inspector, job: QueryJob) -> QueryResult:
         lessons = build_lessons(inspector.config, is_untrained=inspector.tokenizer.is_untrained)
-        lesson_by_question = {
-            question.id: find_lesson(lessons, question.topic, question.stage) for question in find_questions()
-        }
+        questions = find_questions()
+        slugs = {question.id: find_lesson(lessons, question.topic, question.stage) for question in questions}
         lesson_data = [{name: getattr(lesson, name) for name in LESSON_FIELDS} for lesson in lessons]
         for lesson in lesson_data:
-            ids = [question for question, slug in lesson_by_question.items() if slug == lesson["slug"]]
+            ids = [question for question, slug in slugs.items() if slug == lesson["slug"]]
             lesson["questions"] = sorted(ids, key=_difficulty)
         sections = [(section.title, [question.id for question in section.questions]) for section in load_sections()]
         data = {
             "lessons": lesson_data,
-            "questions": {question.id: _question_to_dict(question) for question in find_questions()},
+            "questions": {question.id: _question_to_dict(question) for question in questions},
             "sections": [{"title": title, "questions": ids} for title, ids in sections],
-            "exercises": {str(exercise.number): _exercise_to_dict(exercise) for exercise in load_exercises()},
+            "exercises": {
+                str(exercise.number): {name: getattr(exercise, name) for name in EXERCISE_FIELDS}
+                for exercise in load_exercises()
+            },
         }
         return QueryResult(data)
 
 
 def _difficulty(question_id: str) -> int:
-    """Sort key of questions: recall, then reason, then what-if."""
+    """Return the sort key of a question: 0 for recall, 1 for reason, 2 for what-if."""
     return ("recall", "reason", "what-if").index(get_question(question_id).level)
 
 
@@ -45,10 +48,6 @@ def _question_to_dict(question: Question) -> dict[str, object]:
     if isinstance(question, ChoiceQuestion):
         data["choices"] = [choice.model_dump() for choice in shuffle_choices(question)]
     return data
-
-
-def _exercise_to_dict(exercise: Exercise) -> dict[str, object]:
-    return {"number": exercise.number, "title": exercise.title, "minutes": exercise.minutes, "hints": exercise.hints}
 
 
 class ExerciseProgress(Query):

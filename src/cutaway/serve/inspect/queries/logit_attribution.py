@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from cutaway.errors import InputError
-from cutaway.lens.analysis import direct_logit_attribution
 from cutaway.lens.analysis.attribution import check_attributable, logit_contributions
 from cutaway.lens.analysis.inputs import AnalysisInputs
 from cutaway.serve.inspect.activation_cache import ActivationCache
@@ -25,7 +24,7 @@ class LogitAttribution(InputQuery):
     def run(self, inspector: Inspector, job: QueryJob) -> QueryResult:
         check_position(self.position, self.input.tokens)
         if self.token is not None and self.token >= inspector.config.vocab_size:
-            raise InputError(f"token is {self.token}; the vocabulary ends at {inspector.config.vocab_size - 1}")
+            raise InputError(f"token is {self.token}; use ids 0 to {inspector.config.vocab_size - 1}, the vocabulary")
         tokens, source = inspector.to_tensors(self.input)
         inputs = AnalysisInputs(inspector.model, inspector.tokenizer.tokenizer, tokens, source)
         check_attributable(inputs)
@@ -34,13 +33,12 @@ class LogitAttribution(InputQuery):
         activations = inspector.get_activations_at(self.input, sites, job)
         logits = inspector.logits(activations[final_norm][self.position])
         token = int(logits.argmax()) if self.token is None else self.token
-        if self.input.edits:
-            contributions = _attribute_edited_model(inspector, self, token)
-        else:
-            contributions = _attribute_from_cache(inputs, activations, self.position, token)
+        view = _PositionView(activations, self.position)
         heads: dict[str, list[float]] = {}
         components: list[dict[str, object]] = []
-        for name, contribution in contributions:
+        with torch.no_grad():
+            attribution = list(logit_contributions(inputs, view, view, token, None, by_head=True, by_token=False))
+        for name, contribution in ((part.name, float(part.contribution)) for part in attribution):
             layer, _, component = name.partition(".")
             sublayer, _, head = component.partition(".")
             if head.isdigit():
@@ -52,7 +50,7 @@ class LogitAttribution(InputQuery):
             "text": inspector.tokenizer.decode_token(token),
             "probability": float(logits.softmax(-1)[token]),
             "logit": float(logits[token]),
-            "attribution_sum": sum(contribution for _, contribution in contributions),
+            "attribution_sum": sum(float(part.contribution) for part in attribution),
             "softcap": inputs.require_head().softcap,
             "heads": heads,
             "components": components,
@@ -67,6 +65,8 @@ class _PositionView:
         self.activations, self.position = activations, position
 
     def __getitem__(self, name: str, /) -> Tensor:
+        if name not in self.activations.values:
+            raise InputError(f"the edits skip {name}, so logits cannot be attributed to it; remove the skip")
         return self.activations.values[name][:, self.position : self.position + 1]
 
 
@@ -77,23 +77,3 @@ def _attribution_sites(inputs: AnalysisInputs, inspector: Inspector) -> list[str
     stream = (f"{prefix}embed", f"{prefix}blocks.{len(inputs.stack.blocks) - 1}.resid_post")
     outputs = {name for name in inspector.sites if name.startswith(prefix) and name.endswith(ends)}
     return [name for name in inspector.sites if name in stream or name in outputs]
-
-
-def _attribute_from_cache(
-    inputs: AnalysisInputs, activations: ActivationCache, position: int, token: int
-) -> list[tuple[str, float]]:
-    view = _PositionView(activations, position)
-    with torch.no_grad():
-        components = list(logit_contributions(inputs, view, view, token, None, by_head=True, by_token=False))
-        return [(component.name, float(component.contribution)) for component in components]
-
-
-def _attribute_edited_model(inspector: Inspector, query: LogitAttribution, token: int) -> list[tuple[str, float]]:
-    """Attribute with a new forward pass of the edited model, because structural edits may change its components."""
-    model_input = query.input
-    source = None if model_input.source is None else list(model_input.source)
-    with inspector.edited_model(model_input):
-        attribution = direct_logit_attribution(
-            inspector.model, list(model_input.tokens), token, position=query.position, source=source, by_head=True
-        )
-    return list(zip(attribution.labels[0], attribution.values.tolist(), strict=True))

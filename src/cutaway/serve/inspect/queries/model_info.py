@@ -15,7 +15,7 @@ MAX_CHARACTERS = 1 << 16
 
 
 class ModelInfo(Query):
-    """Form, stacks, layers, sites and supported structural edits of the model."""
+    """Form (such as decoder), stacks, layers, sites and supported structural edits of the model."""
 
     def run(self, inspector: Inspector, job: QueryJob) -> QueryResult:
         model, config, tokenizer = inspector.model, inspector.config, inspector.tokenizer
@@ -41,7 +41,7 @@ class ModelInfo(Query):
 
 
 def _list_structural_edits(model: Transformer) -> dict[str, list[str]]:
-    """Return the operations that each target of structural edits supports."""
+    """Return a dict from target of structural edits (such as `blocks.0`) to the operations that it supports."""
     operations = {name: STRUCTURAL_OPS[target[0]] for name, target in structural_targets(model).items()}
     return {name: [op for op in ops if supports_structural_edit(model, name, op)] for name, ops in operations.items()}
 

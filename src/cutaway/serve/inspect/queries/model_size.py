@@ -44,7 +44,7 @@ class ModelShape(BaseModel):
     def resolve_config(self, inspector: Inspector) -> Config:
         """Return the config with the overrides. An invalid combination raises the same error as `ct.config`."""
         if self.base != LOADED_MODEL and self.base not in PRESETS:
-            raise InputError(f"'{self.base[:40]}' is not a preset; choose one of the list")
+            raise InputError(f"'{self.base[:40]}' is not a preset; choose one from the list")
         base_config = inspector.config if self.base == LOADED_MODEL else read_config(self.base)
         changes = self.model_dump(exclude={"base"}, exclude_none=True)
         return apply_overrides(base_config, changes) if changes else base_config
@@ -96,13 +96,16 @@ class SizeQuery(Query):
 
     def compute_size(self, config: Config) -> SizeEstimate:
         if self.hardware not in (None, *(device.name for device in list_hardware())):
-            raise InputError(f"'{str(self.hardware)[:40]}' is not a known device; choose one of the list")
+            raise InputError(f"'{str(self.hardware)[:40]}' is not a known device; choose one from the list")
         options = {name: getattr(self, name) for name in SizeQuery.model_fields}
         return size(config, **options)
 
 
 class ModelSizes(SizeQuery):
-    """Parameters, FLOPs, memory by component and roofline of up to four models, or an error message if invalid."""
+    """Parameters, FLOPs, memory by component and roofline of up to four models.
+
+    A model whose config is invalid has an error message instead.
+    """
 
     models: Annotated[tuple[ModelShape, ...], Field(min_length=1, max_length=4)] = (ModelShape(),)
 

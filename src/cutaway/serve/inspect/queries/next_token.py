@@ -11,8 +11,7 @@ from cutaway.generate.sampling.sampling_params import SamplingParams
 from cutaway.serve.inspect.inspector import check_position
 from cutaway.serve.inspect.queries.activation import final_norm_site
 from cutaway.serve.inspect.queries.base import InputQuery, Inspector, QueryJob, QueryResult, TokenIndex
-
-NUM_TOP_TOKENS = 5
+from cutaway.serve.inspect.recording_sampler import SamplingStep
 
 
 class NextToken(InputQuery):
@@ -27,18 +26,13 @@ class NextToken(InputQuery):
         name = final_norm_site(inspector)
         activations = inspector.get_activations_at(self.input, [name], job)
         logits = inspector.logits(activations[name][check_position(self.position, self.input.tokens)])
-        probabilities = logits.softmax(-1)
         params = SamplingParams(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
         sampler = Sampler(1, len(logits), logits.device)
         sampler.set_row(0, params, (), 0)
         sampling_probs = logits_to_probs(logits[None], sampler.sampling_state, sampler.features(1))[0]
-        top = probabilities.topk(min(NUM_TOP_TOKENS, len(probabilities)))
-        top_tokens = zip(top.indices.tolist(), top.values.tolist(), sampling_probs[top.indices].tolist(), strict=True)
-        rows = [
-            {"token": t, "text": inspector.tokenizer.decode_token(t), "probability": a, "sampling_probability": b}
-            for t, a, b in top_tokens
-        ]
+        step, probabilities = SamplingStep(logits, sampling_probs, {}), logits.softmax(-1)
         bits = float(functional.entropy(probabilities)) / functional.NATS_PER_UNIT["bits"]
-        data = {"top_tokens": rows, "entropy": bits, "num_candidates": int((sampling_probs > 0).sum())}
-        data |= {"vocab_size": len(probabilities), "probability_sum": float(probabilities.sum())}
+        data = {"top_tokens": step.top_tokens(inspector.tokenizer), "entropy": bits}
+        data |= {"num_candidates": int((sampling_probs > 0).sum()), "vocab_size": len(probabilities)}
+        data["probability_sum"] = float(probabilities.sum())
         return QueryResult(data)

@@ -15,6 +15,7 @@ from cutaway.lens.journey import (
 )
 from cutaway.lens.sites import is_repeated_resid, is_resid_site
 from cutaway.serve.inspect.activation_cache import ActivationCache
+from cutaway.serve.inspect.model_input import TokenizerAdapter
 from cutaway.serve.inspect.queries.base import InputQuery, Inspector, QueryJob, QueryResult, TokenIndex
 
 
@@ -47,7 +48,10 @@ class ResidualNorms(InputQuery):
 
 
 class TokenJourney(InputQuery):
-    """Norm, relative norm, cosine similarity and logit lens predictions of one token at every site."""
+    """Norm and logit lens predictions of one token at every site.
+
+    Sublayer outputs also have their norm relative to the residual stream, and their cosine similarity with it.
+    """
 
     position: TokenIndex
     source_position: TokenIndex = 0
@@ -60,14 +64,14 @@ class TokenJourney(InputQuery):
             top_tokens = decode_residuals(inspector.model, recorder, names, inspector.sites)
             stages = [build_stage(inspector.model, inspector.sites[name], recorder, top_tokens) for name in names]
             error = residual_sum_error(inspector.model, recorder, inspector.sites)
-        stage_data = [_stage_to_dict(inspector, stage) for stage in stages]
+        stage_data = [_stage_to_dict(stage, inspector.tokenizer) for stage in stages]
         return QueryResult({"stages": stage_data, "residual_sum_error": error})
 
 
 def _collect_token_values(
     inspector: Inspector, activations: ActivationCache, position: int, source_position: int
 ) -> TokenRecorder:
-    """Collect the cached activations at these positions."""
+    """Return the cached activations of one token, which is at `source_position` in the encoder of two stacks."""
     stacks = inspector.model.stacks
     tokens, source = inspector.to_tensors(activations.model_input)
     position = resolve_position(position, tokens)
@@ -82,5 +86,9 @@ def _collect_token_values(
     return recorder
 
 
-def _stage_to_dict(inspector: Inspector, stage: Stage) -> dict[str, object]:
-    return asdict(stage) | {"top_tokens": inspector.format_top_tokens(stage.top_tokens)}
+def _stage_to_dict(stage: Stage, tokenizer: TokenizerAdapter) -> dict[str, object]:
+    top_tokens = [
+        {"token": token, "text": tokenizer.decode_token(token), "probability": probability}
+        for token, probability in stage.top_tokens
+    ]
+    return asdict(stage) | {"top_tokens": top_tokens}

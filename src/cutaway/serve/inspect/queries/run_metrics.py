@@ -26,7 +26,7 @@ Row = dict[str, Any]
 
 
 class RunMetrics(Query):
-    """The metrics log. If the file still has `known_bytes` bytes, only `unchanged` is returned."""
+    """Metrics of a training run. If the log still has `known_bytes` bytes, the result only says so, without metrics."""
 
     known_bytes: Annotated[int, Field(strict=True, ge=0)] = 0
 
