@@ -78,7 +78,10 @@ def fork_rng() -> AbstractContextManager[None]:
 
 @contextmanager
 def perturb_weights(module: nn.Module, generator: torch.Generator) -> Iterator[None]:
-    """Add small random noise to the weights of a small model while the context is active."""
+    """Add small random noise to the trainable weights while the context is active.
+
+    Models with more than `MAX_PERTURBED_PARAMS` trainable parameters stay unchanged.
+    """
     trainable = [param for param in module.parameters() if param.requires_grad and param.is_floating_point()]
     if sum(param.numel() for param in trainable) > MAX_PERTURBED_PARAMS:
         trainable = []
@@ -88,7 +91,7 @@ def perturb_weights(module: nn.Module, generator: torch.Generator) -> Iterator[N
 
 @contextmanager
 def add_noise(params: Sequence[nn.Parameter], scale: float, generator: torch.Generator) -> Iterator[None]:
-    """Add random noise of `scale` times each parameter's RMS while the context is active."""
+    """Add normal noise, whose standard deviation is `scale` times a parameter's RMS, while the context is active."""
     originals = [(param, param.data) for param in params]
     try:
         for param, data in originals:
@@ -114,7 +117,7 @@ class BufferSnapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Restore the buffers and their values."""
+        """Put the original buffers back into the module, with the values that they had when copied."""
         for submodule, name, buffer, value in self._entries:
             submodule._buffers[name] = buffer
             if not torch.equal(buffer, value.to(buffer.dtype)):
@@ -123,7 +126,7 @@ class BufferSnapshot:
 
 @contextmanager
 def preserve_state(module: nn.Module, *, training: bool = False) -> Iterator[None]:
-    """Set training or eval mode; restore the training flags, buffers and gradients on exit."""
+    """Set the module to training or eval mode; restore its training flags, buffers and gradients on exit."""
     flags = {submodule: submodule.training for submodule in module.modules()}
     gradients = {param: param.grad for param in module.parameters()}
     buffers = BufferSnapshot(module)
@@ -139,7 +142,7 @@ def preserve_state(module: nn.Module, *, training: bool = False) -> Iterator[Non
 
 
 def copy_parameters(module: nn.Module) -> None:
-    """Copy the parameters to memory. Those of a loaded model are mapped from files that are deleted next."""
+    """Copy the parameters into memory, so that the checkpoint files that they are memory-mapped from can be deleted."""
     for param in module.parameters():
         param.data = param.data.clone()
 

@@ -88,7 +88,7 @@ def get_checks() -> dict[str, Check]:
 
 
 def get_check(name: str) -> Check:
-    """A check by its name."""
+    """Return the check with this name, or raise InputError that suggests a similar name."""
     checks = get_checks()
     if name not in checks:
         similar = difflib.get_close_matches(name, checks, 1)
@@ -98,8 +98,11 @@ def get_check(name: str) -> Check:
 
 
 def select_checks(only: Iterable[str] | None, skip: Iterable[str] | None) -> list[Check]:
-    """Select checks by name, by the first part of the name (`cache` selects all `cache-…`), or by a pattern
-    (`causality*`)."""
+    """Return the checks in `only` (all checks if it is None) that are not in `skip`, in the order in which they run.
+
+    Each item of `only` and `skip` is a name, the first part of a name (`cache` for all `cache-…`), or a pattern
+    (`causality*`).
+    """
     checks = get_checks()
 
     def match(names: Iterable[str]) -> set[str]:

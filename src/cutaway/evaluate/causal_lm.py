@@ -89,7 +89,8 @@ def evaluate_causal_lm(
 
 
 def _encode_documents(tokenizer: Tokenizer, texts: Iterable[str]) -> tuple[list[TokenIds], int, int]:
-    """Return the ids of the texts that have a token to score, the index of the first scored token, and scored bytes."""
+    """Return the token ids of each text with a token to score, the index of the first scored token in each text, and
+    the number of UTF-8 bytes of all scored tokens."""
     prefix, _ = special_prefix_and_suffix(tokenizer)
     first_target = max(1, len(prefix))
     documents, num_bytes = [], 0

@@ -77,7 +77,7 @@ def _encode_pair(
     if generation_config.decoder_start_token_id is None:
         raise InputError("no decoder start token is known; set decoder_start_token_id in the generation config")
     if isinstance(pair, str) or len(pair) != 2:
-        raise InputError(f"pair {pair_index} is {pair!r:.60}; pass (source, target)")
+        raise InputError(f"pair {pair_index} must be a tuple (source, target) of two strings, not {pair!r:.60}")
     source, target = map(tokenizer.encode, pair)
     text = tokenizer.decode(target)
     eos_token_id = generation_config.eos_token_ids[0] if generation_config.eos_token_ids else None

@@ -86,7 +86,7 @@ def score_batches(
 def compute_token_losses(
     head: nn.Module, x: Float[Tensor, "N d"], targets: Int[Tensor, " N"], vocab_size: int
 ) -> TokenLosses:
-    """Return the loss of each target. `x` is the head's input; only one chunk of logits is in memory at a time."""
+    """Return the loss of each target. `x` is the head's input. The logits are computed in chunks, to save memory."""
     chunk = max(1, MAX_LOGITS_PER_CHUNK // vocab_size)
     nll, correct, confidence = [], [], []
     for start in range(0, len(x), chunk):
@@ -140,7 +140,7 @@ def pad_rows(rows: Sequence[_TokenRow], device: torch.device) -> tuple[Int[Tenso
 
 
 def resolve_length(name: str, value: int | None, default: int, maximum: int | None, reason: str) -> int:
-    """Return the value, or the default if it is None. Raise unless it is an integer from 1 to `maximum`."""
+    """Return `value`, or `default` if it is None. Raise InputError unless `value` is an integer from 1 to `maximum`."""
     if value is None:
         return default
     check_positive_int(name, value)
@@ -181,4 +181,6 @@ def special_prefix_and_suffix(tokenizer: Tokenizer) -> tuple[list[int], list[int
 
 def check_token_ids(max_id: int, vocab_size: int) -> None:
     if max_id >= vocab_size:
-        raise InputError(f"token id {max_id} is not one of the model's ids 0 to {vocab_size - 1}; use its tokenizer")
+        raise InputError(
+            f"token id {max_id} is not one of the model's ids, 0 to {vocab_size - 1}; use the model's own tokenizer"
+        )

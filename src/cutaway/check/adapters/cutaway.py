@@ -58,7 +58,7 @@ def _load_from_meta(model: Transformer) -> nn.Module:
 
 
 def _build_config_variants(model: Transformer, seed: int) -> ConfigVariants:
-    """For each config field that affects the logits, a function that builds the model with another value."""
+    """Map each config field that affects the logits to a function that builds the model with another value of it."""
     state_dict = variant_state_dict(model, seed)
     full_config = model.config.model_dump(mode="json")
     variants = {"": partial(_logits_with_config, model, to_dict(model.config), state_dict, seed)}
@@ -87,7 +87,10 @@ def _logits_with_config(
 
 
 def _add_activation_checkpointing(checked: CheckedModel, model: Transformer) -> None:
-    """Set `set_activation_checkpointing`, but no loss: the preflight of training passes its own loss as `loss=`."""
+    """Set `checked.set_activation_checkpointing`.
+
+    `checked.loss` is not set, because the preflight of training passes its own loss function as `loss=`.
+    """
     original = {name: stack.activation_checkpointing for name, stack in model.stacks.items()}
 
     def set_enabled(enabled: bool) -> None:
@@ -108,7 +111,7 @@ _DraftModel = Transformer | NgramConfig
 def _add_cache_functions(
     checked: CheckedModel, model: Transformer, forward: _ForwardWithCache, source: Tensor | None = None
 ) -> None:
-    """Set the cache and generation functions; an encoder-decoder generates from a fixed source."""
+    """Set the functions of `checked` that use a KV cache or generate. An encoder-decoder generates from `source`."""
     source_row = None if source is None else source[0].tolist()
 
     def generate(rows: list[list[int]], n: int, draft: _DraftModel | None = None) -> Tensor:
@@ -159,7 +162,10 @@ def _generate_one(
     source: list[int] | None,
     draft_model: _DraftModel | None,
 ) -> list[int]:
-    """Generate from one prompt; for an encoder-decoder, the prompt is the start of the decoder's sequence."""
+    """Generate greedily from one prompt.
+
+    For an encoder-decoder, `source` is the input of the encoder, and `prompt` the start of the decoder's sequence.
+    """
     has_encoder = isinstance(model, EncoderDecoder)
     config = EngineConfig(
         model,
@@ -178,7 +184,7 @@ def _generate_one(
 
 
 def _generate_batch(model: Transformer, prompts: list[list[int]], max_new_tokens: int) -> Tensor:
-    """Generate from prompts of different lengths in one batch."""
+    """Generate greedily from prompts of different lengths in one batch."""
     engine = Engine(
         EngineConfig(
             model, max_num_seqs=len(prompts), max_model_len=max(map(len, prompts)) + max_new_tokens, compile=False
@@ -202,7 +208,7 @@ def _run_engine(engine: Engine | SpeculativeDecoder, model: Transformer) -> None
 def _sample_tokens(
     logits: Tensor, num_samples: int, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None
 ) -> Tensor:
-    """Draw `num_samples` tokens, each with its own seed."""
+    """Draw `num_samples` tokens from softmax(logits / temperature), each with its own seed."""
     sampler = Sampler(num_samples, len(logits), logits.device)
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
     sampler.set_row(0, params, [], seed=0)
@@ -237,7 +243,7 @@ def _logits_with_filled_cache(
 
 
 def adapt_cutaway_model(model: nn.Module, seed: int) -> CheckedModel:
-    """Adapt a decoder, encoder or encoder-decoder."""
+    """Build the `CheckedModel` of a cutaway decoder, encoder or encoder-decoder."""
     inner = unwrap_model(model)
     assert isinstance(inner, Transformer)
     config = inner.config
@@ -265,7 +271,7 @@ def adapt_cutaway_model(model: nn.Module, seed: int) -> CheckedModel:
 
 
 def _set_config_properties(checked: CheckedModel, config: Config) -> None:
-    """Set layers, windows, lengths and position properties from the configuration."""
+    """Set the number of layers, windows, maximum length and position properties of `checked` from the configuration."""
     stack = config.stacks.get("decoder") or config.stacks["encoder"]
     checked.num_layers = len(stack.blocks)
     set_attention_properties(checked, config)
@@ -276,13 +282,14 @@ def _set_config_properties(checked: CheckedModel, config: Config) -> None:
 
 
 def _rope_switch_length(attention: MultiHead | LatentAttention) -> int | None:
-    """The length beyond which a RoPE scaling changes the angles of all tokens; None if there is none."""
+    """The length beyond which a RoPE scaling changes the angles of all tokens; None without such a scaling."""
     scaling = getattr(attention.position, "scaling", None)
     return scaling.original_length if isinstance(scaling, DynamicNTK | LongRope) else None
 
 
 def _adapt_encoder_decoder(checked: CheckedModel, model: EncoderDecoder, seed: int) -> None:
-    """Set the functions of an encoder-decoder; checks of the decoder use a fixed random source."""
+    """Set the functions of `checked` for an encoder-decoder. Functions without a source argument use a fixed random
+    source."""
     size = model.config.source_vocab_size or model.config.vocab_size  # type: ignore[union-attr]
     source = torch.randint(size, (1, 9), generator=torch.Generator().manual_seed(seed + 1)).to(model.device)
 

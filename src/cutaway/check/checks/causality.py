@@ -30,7 +30,10 @@ _PATH_CUTS = (1, 6, 23)
 def _check_leaks(
     ctx: CheckContext, logits: LogitsFunction, tokens: Tensor, cuts: list[int], path: str = ""
 ) -> CaseResult:
-    """For each cut, replace all tokens from that position on. A change of an earlier logit is a leak."""
+    """For each position in `cuts`, replace all tokens from there on: if an earlier logit changes, there is a leak.
+
+    `path` names the code path in the message.
+    """
     with torch.no_grad():
         base = logits(tokens)
     worst = Difference(0.0, 0.0, ())

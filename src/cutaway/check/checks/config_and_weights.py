@@ -97,7 +97,7 @@ def meta_buffers(ctx: CheckContext) -> CaseResult:
 
 
 def _find_changed_buffers(module: nn.Module, other: nn.Module) -> list[str]:
-    """Names of buffers that differ."""
+    """Names of buffers whose values differ between the two modules."""
     original = dict(module.named_buffers())
     return [
         name
@@ -154,7 +154,7 @@ def _check_tied_head(ctx: CheckContext) -> CaseResult:
 
 
 def _is_not_constant(x: Tensor) -> bool:
-    """Whether not all values of a tensor are equal."""
+    """Whether a tensor has at least two different values."""
     return bool(x.numel() > 1 and (x != x.flatten()[0]).any())
 
 

@@ -81,7 +81,7 @@ def _sample_parameters(module: nn.Module | None) -> dict[str, Tensor]:
 
 
 def _compare_runs(ctx: CheckContext, tokens: Tensor, first: Tensor, second: Tensor, condition: str) -> CaseResult:
-    """Compare the logits of two runs of the same tokens."""
+    """Compare the logits of two runs of the same tokens. `condition` describes the second run in the message."""
 
     def run(seed: int = ctx.seed) -> Tensor:
         return _forward_with_seed(ctx.logits, tokens, seed)
@@ -94,7 +94,7 @@ def _compare_runs(ctx: CheckContext, tokens: Tensor, first: Tensor, second: Tens
 
 
 def _check_mode_preserved(ctx: CheckContext, module: nn.Module) -> CaseResult:
-    """Check that a forward pass keeps the training flags. The check mode-restored tests generation."""
+    """Check that a forward pass changes no module's training flag. (The check mode-restored does so for generation.)"""
     logits, tokens = ctx.logits, ctx.random_tokens(1, min(4, ctx.seq_len))
     with torch.no_grad(), fork_rng():
         logits(tokens)

@@ -91,7 +91,10 @@ def _check_greedy(
     description: str,
     unpadded_prompts: list[Tensor] | None = None,
 ) -> CaseResult:
-    """Check that each generated token is the argmax; `unpadded_prompts` are the prompts of a padded batch."""
+    """Check that each generated token is the argmax of the logits of one forward pass.
+
+    If `prompt` is a padded batch, `unpadded_prompts` are its rows without padding.
+    """
     generated, wrong_count = _generate_continuation(generate, prompt, num_tokens)
     if wrong_count is not None:
         return wrong_count

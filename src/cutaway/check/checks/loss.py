@@ -98,7 +98,7 @@ def loss_shift(ctx: CheckContext) -> CaseResult:
 
 
 def _losses_by_shift(logits: Tensor, tokens: Tensor, expected_shift: int) -> Iterator[tuple[str, float]]:
-    """Yield the name and the loss of each wrong shift."""
+    """Yield (description, loss) for each wrong way to shift the labels."""
     log_probs = logits.log_softmax(-1)  # (B, T, V)
     for shift in (0, 1, 2):
         if shift != expected_shift:

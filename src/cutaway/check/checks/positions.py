@@ -65,7 +65,7 @@ def _score_spread(ctx: CheckContext, attention: AttentionCall) -> tuple[float, f
 
 
 def _score_rounding(attention: AttentionCall, ctx: CheckContext) -> float:
-    """Estimated rounding error of the scores."""
+    """Upper estimate of the absolute rounding error of the scores of one attention call."""
     scores = attention.scores.float()[..., : attention.scores.shape[-2]][visible_keys(attention)]
     size = max(max_finite_abs(scores), _qk_size(attention, attention.scale or 0.0))  # a sum of large products
     eps = torch.finfo(attention.scores.dtype).eps
@@ -81,7 +81,7 @@ def _qk_size(attention: AttentionCall, scale: float) -> float:
 
 @torch.no_grad()
 def _compare_positions(ctx: CheckContext, tokens: Tensor) -> Difference:
-    """Compare the logits of a repeated token at all other positions with those at the first."""
+    """Compare the logits of a repeated token at positions 1, 2, … with those at position 0."""
     first = ctx.logits(tokens)[:, 1:]
     return ctx.compare_expecting_difference(
         lambda: ctx.logits(tokens)[:, 1:], lambda: ctx.logits(tokens)[:, :1].expand_as(first), first_result=first
@@ -184,7 +184,7 @@ def _uses_rotation(ctx: CheckContext, tokens: Tensor) -> bool:
 
 
 def _low_precision_score_error(attention: AttentionCall, ctx: CheckContext) -> float:
-    """Error of the scores from cos and sin tables in bf16 or fp16."""
+    """Upper estimate of the error of the scores that cos and sin tables in bf16 or fp16 cause; 0 for other dtypes."""
     if ctx.model.dtype not in LOW_PRECISION_DTYPES or attention.q is None:
         return 0.0
     size = _qk_size(attention, attention.scale or attention.q.shape[-1] ** -0.5)
@@ -228,7 +228,7 @@ def _check_score_diagonals(ctx: CheckContext, tokens: Tensor, *, center_rows: bo
 
 
 def _count_growing_heads(scores: Tensor, visible: Tensor, tolerance: float) -> int:
-    """Number of heads if the last query's scores grow linearly with the distance in all of them; otherwise 0."""
+    """Number of heads, if in each head the last query's scores grow linearly with the key's distance; otherwise 0."""
     row, row_visible = scores[0, :, -1], visible[0, :, -1]
     if row.shape[-1] < 4 or not bool(row_visible.all()):
         return 0
@@ -238,7 +238,7 @@ def _count_growing_heads(scores: Tensor, visible: Tensor, tolerance: float) -> i
 
 
 def _check_shifted_positions(ctx: CheckContext) -> Iterator[CaseResult]:
-    """Compare the logits at positions from 0 with those at shifted positions."""
+    """Compare the logits at positions 0, 1, 2, … with those after all positions are shifted by 1, and then by 37."""
     logits_with_positions, tokens = require(ctx.model.logits_with_positions), ctx.random_tokens()
     positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
     with torch.no_grad():
@@ -297,7 +297,7 @@ def _rotary_layout(layer: RopeLayer, x: Tensor) -> str:
 
 
 def _describe_layout(layouts: set[tuple[str, int, int]]) -> str:
-    """Describe the layout with the largest rotary_dim."""
+    """Describe the (layout, rotary_dim, first rotated dimension) with the largest rotary_dim."""
     layout, rotary_dim, start = max(layouts, key=lambda candidate: candidate[1])
     return f"pairs {_LAYOUT_NAMES[layout]} of {rotary_dim} dimensions from {start} on"
 
@@ -371,7 +371,7 @@ def _check_layout_without_config(ctx: CheckContext) -> CaseResult:
 
 
 def _count_same_angle_pairs(x: Tensor, rotation: tuple[str, int, int], tolerance: float) -> int:
-    """Number of pairs if all are rotated by the same angle; otherwise 0."""
+    """Number of rotated pairs of x, if all are rotated by the same angle; otherwise 0."""
     z = rotary_pairs(x, *rotation)
     z = z[:, :, z[:, 0].abs().amin(0) > 1e-2 * float(z.abs().max())]
     rotation_factor = z[:, 1] / z[:, 0]
@@ -391,7 +391,7 @@ class _AngleError(NamedTuple):
 
 
 def _max_angle_error(layer: RopeLayer, x: Tensor, frequency: Tensor, ctx: CheckContext) -> _AngleError:
-    """Compare the rotation of each pair at each position with position times frequency."""
+    """Compare the angle of each rotated pair of x at each position with position times frequency; return the worst."""
     z = rotary_pairs(x, _rotary_layout(layer, x), layer.rotary_dim, _rotary_start(layer)).cpu()
     first = z[..., 0, :].abs()
     head = first.argmax(0)  # per pair, the head with the largest norm

@@ -50,7 +50,7 @@ _MIN_UPDATE_RATIO, _MAX_UPDATE_RATIO = 1e-11, 3.0
 
 
 def _trainable_parameters(ctx: CheckContext) -> dict[str, nn.Parameter]:
-    """The parameters that require a gradient."""
+    """The parameters that require a gradient, by name; raise SkipCheckError if there are none."""
     params = {name: param for name, param in ctx.module.named_parameters() if param.requires_grad}
     if not params:
         raise SkipCheckError("needs parameters that require a gradient")
@@ -74,7 +74,7 @@ class _GradientStats:
     is_finite: bool
     is_nonzero: bool
     update_ratio: float | None
-    """RMS of the first Adam update divided by that of the parameter; None without a gradient, or if not a matrix."""
+    """RMS of the first Adam update divided by that of the parameter; None if it has no gradient or is a vector."""
 
 
 @compute_once
@@ -366,7 +366,7 @@ def _gradient_location(ctx: CheckContext, index: int) -> str:
 
 
 def _detect_non_logits(logits: Tensor, kind: str) -> CaseResult | None:
-    """A failure if the output is not logits: probabilities, or the output of an activation."""
+    """Return a failure if `logits` are probabilities, or the output of an activation; None if they can be logits."""
     if logits.shape[-1] < 3 or not bool((logits >= 0).all()):
         return None
     if bool(((logits.float().sum(-1) - 1).abs() < 1e-2).all()):

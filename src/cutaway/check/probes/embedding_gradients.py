@@ -14,7 +14,7 @@ from cutaway.check.report.finding import CaseResult, SkipCheckError, failure, su
 
 @torch.no_grad()
 def _find_embeddings(module: nn.Module, forward: LogitsFunction, tokens: Tensor) -> list[nn.Module]:
-    """Find the modules that take these tokens and return one vector per token."""
+    """Modules without submodules that `forward(tokens)` calls with `tokens`, and that return one vector per token."""
     embeddings: list[nn.Module] = []
 
     def record(submodule: nn.Module, inputs: Args, out: object) -> None:

@@ -26,7 +26,7 @@ def choose_lengths(ctx: CheckContext) -> tuple[int, int]:
 
 
 def choose_pad_token(ctx: CheckContext) -> int:
-    """The pad token id; if the model has none, any token."""
+    """The model's pad token id; if it has none, the first token id that is not special."""
     return ctx.model.pad_token_id if ctx.model.pad_token_id is not None else int(ctx.allowed_tokens[0])
 
 
