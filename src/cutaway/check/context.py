@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from cutaway.check.checked_model import CheckedModel, count_parameters, require
 from cutaway.check.numerics import NOISE_MARGIN, Difference, RoundingNoise, max_difference, max_finite_abs
 from cutaway.check.probes.op_tracer import AttentionCall, OpTracer
-from cutaway.check.report.finding import CaseResult, SkipCheckError
+from cutaway.check.report.finding import SkipCheckError
 
 _DEFAULT_SEQ_LEN, _SLOW_MODEL_SEQ_LEN, _LOW_PRECISION_SEQ_LEN = 16, 8, 6
 """Sequence lengths of the random tokens: default, for slow models, and in a model's own low-precision dtype."""
@@ -187,20 +187,6 @@ class CheckContext:
     def rounding_tolerance(self, *results: Tensor) -> float:
         """`NOISE_MARGIN` times `noise_ratio` times the largest finite absolute value of the results."""
         return NOISE_MARGIN * (self.noise_ratio * max(map(max_finite_abs, results)))
-
-    def expect_equal(self, diff: Difference, *, passed: str, failed: str, location: str | None = None) -> CaseResult:
-        """Pass if the difference is within its tolerance, otherwise fail."""
-        if diff.within_tolerance:
-            return diff.success(passed)
-        return diff.failure(failed, location)
-
-    def expect_different(
-        self, diff: Difference, *, passed: str, failed: str, location: str | None = None
-    ) -> CaseResult:
-        """Pass if the difference exceeds its tolerance, otherwise fail."""
-        if not diff.within_tolerance:
-            return diff.success(passed)
-        return diff.failure(failed, location)
 
     @torch.no_grad()
     def trace_attention(self, tokens: Tensor) -> list[AttentionCall]:

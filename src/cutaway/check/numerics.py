@@ -105,6 +105,10 @@ class Difference:
         """A failed case with this difference as the measured value."""
         return CaseResult("fail", message, self.max_abs, self.tolerance, location, cause, fix)
 
+    def expect_equal(self, *, passed: str, failed: str, location: str | None = None) -> CaseResult:
+        """A passed case if the difference is within its tolerance, otherwise a failed case, with these messages."""
+        return self.success(passed) if self.within_tolerance else self.failure(failed, location)
+
 
 def max_difference(a: Tensor, b: Tensor) -> Difference:
     """Largest absolute difference between two tensors and its index. NaN and a number differ by infinity."""

@@ -17,16 +17,16 @@ _ZERO_GRADIENT_RATIO = 1e-12
 """Maximum gradient with respect to another row, relative to that with respect to the row itself."""
 
 
-@register_check(
-    "batch-isolation",
-    catches="rows of a batch that affect each other, in logits or in gradients",
-    cause="a reshape mixes the batch axis with heads or time, or a mean, norm or expert capacity is over all rows",
-    fix="keep the batch as the first axis; transpose before a view, and compute statistics per row",
-    preflight=True,
-)
+@register_check("batch-isolation", preflight=True)
 def batch_isolation(ctx: CheckContext) -> Iterator[CaseResult]:
-    """Replace all rows of a batch except one: the logits of that row must not change. The gradients of its logits and
-    of its loss with respect to the other rows must be zero."""
+    """Catches rows of a batch that affect each other, in logits or in gradients.
+
+    Replace all rows of a batch except one: the logits of that row must not change. The gradients of its logits and of
+    its loss with respect to the other rows must be zero.
+
+    Cause: a reshape mixes the batch axis with heads or time, or a mean, norm or expert capacity is over all rows.
+    Fix: keep the batch as the first axis; transpose before a view, and compute statistics per row.
+    """
     model, tokens = ctx.model, ctx.random_tokens(3, min(8, ctx.seq_len))
     logits = ctx.logits
     with torch.no_grad():
@@ -35,8 +35,7 @@ def batch_isolation(ctx: CheckContext) -> Iterator[CaseResult]:
             other = ctx.replace_tokens(tokens)
             other[row] = tokens[row]
             diff = ctx.compare(lambda: logits(tokens)[row], lambda: logits(other)[row], first_result=base[row])
-            yield ctx.expect_equal(
-                diff,
+            yield diff.expect_equal(
                 passed=f"the logits of row {row} do not change with other rows",
                 failed=f"the logits of row {row} change with other rows of the batch",
                 location=f"row {row}, position {diff.index[0]}",
@@ -105,16 +104,16 @@ def _gradient_isolation_result(subject: str, gradient: Tensor) -> CaseResult:
     return success(f"the {subject} no gradient with respect to other rows", other, tolerance)
 
 
-@register_check(
-    "batch-invariance",
-    catches="a row whose logits in a batch differ from those of the row alone",
-    cause="a branch on the batch size (`if len(x) > 1`), a squeeze of an axis of size one, or mixed rows",
-    fix="use the same code for one row and many: no branch on the batch size, and squeeze(dim) only on fixed axes",
-    depends_on=("batch-isolation",),
-)
+@register_check("batch-invariance", depends_on=("batch-isolation",))
 @torch.no_grad()
 def batch_invariance(ctx: CheckContext) -> Iterator[CaseResult]:
-    """Run rows in a batch and each row alone, without and with left padding: the logits must be equal."""
+    """Catches a row whose logits in a batch differ from those of the row alone.
+
+    Run rows in a batch and each row alone, without and with left padding: the logits must be equal.
+
+    Cause: a branch on the batch size (`if len(x) > 1`), a squeeze of an axis of size one, or mixed rows.
+    Fix: use the same code for one row and many: no branch on the batch size, and squeeze(dim) only on fixed axes.
+    """
     model, length = ctx.model, min(12, ctx.seq_len)
     logits = ctx.logits
     for batch_size in (2, 5) if not ctx.is_slow else (2,):
@@ -122,8 +121,7 @@ def batch_invariance(ctx: CheckContext) -> Iterator[CaseResult]:
         diff = ctx.compare(
             lambda: logits(tokens)[rows], lambda: torch.cat([logits(tokens[row : row + 1]) for row in rows])
         )
-        yield ctx.expect_equal(
-            diff,
+        yield diff.expect_equal(
             passed=f"rows in a batch of {batch_size} give the same logits as alone",
             failed=f"rows in a batch of {batch_size} give other logits than alone",
             location=f"row {rows[diff.index[0]]}, position {diff.index[1]}",
@@ -142,25 +140,23 @@ def batch_invariance(ctx: CheckContext) -> Iterator[CaseResult]:
                 [logits_with_mask(tokens[row : row + 1], mask[row : row + 1])[:, -short_len:] for row in (0, 1)]
             ),
         )
-        yield ctx.expect_equal(
-            diff,
+        yield diff.expect_equal(
             passed="padded rows in a batch give the same logits as alone",
             failed="a padded row gives other logits in a batch of two than alone with the same padding",
             location=f"row {diff.index[0]}, position {diff.index[1]}",
         )
 
 
-@register_check(
-    "packing",
-    catches="packed documents that attend to each other, or whose positions continue from the previous document",
-    cause="the mask does not stop at document boundaries, or positions do not restart there",
-    fix="mask keys of other documents, and number the tokens of each document from 0",
-    needs=("logits", "logits_with_documents"),
-    depends_on=("causality",),
-)
+@register_check("packing", needs=("logits", "logits_with_documents"), depends_on=("causality",))
 @torch.no_grad()
 def packing(ctx: CheckContext) -> Iterator[CaseResult]:
-    """Pack documents of several lengths (one of a single token) into a row: each must give the same logits as alone."""
+    """Catches packed documents that attend to each other, or whose positions continue from the previous document.
+
+    Pack documents of several lengths (one of a single token) into a row: each must give the same logits as alone.
+
+    Cause: the mask does not stop at document boundaries, or positions do not restart there.
+    Fix: mask keys of other documents, and number the tokens of each document from 0.
+    """
     logits_with_documents, logits = require(ctx.model.logits_with_documents), ctx.logits
     length = min(16, ctx.seq_len)
     if length < 4:
@@ -174,8 +170,7 @@ def packing(ctx: CheckContext) -> Iterator[CaseResult]:
             lambda: torch.cat([logits(document) for document in torch.split(tokens, lengths, 1)], 1),
         )
         position = diff.index[1] if diff.index else 0
-        yield ctx.expect_equal(
-            diff,
+        yield diff.expect_equal(
             passed=f"packed documents of {', '.join(map(str, lengths))} tokens give the same logits as alone",
             failed=f"a packed document gives other logits than alone, at position {position} of the row",
             location=f"document {int(document_ids[0, position])}, position {position}",

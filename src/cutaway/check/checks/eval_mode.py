@@ -27,16 +27,16 @@ def _forward_with_seed(logits: LogitsFunction, tokens: Tensor, seed: int) -> Ten
         return logits(tokens)
 
 
-@register_check(
-    "eval-determinism",
-    catches="logits that depend on the random state or on earlier forward passes: noise left on, state in the module",
-    cause="eval() does not disable dropout or other random ops, or a forward pass leaves state in the module",
-    fix="use randomness only if self.training is True, and pass state as an argument instead of storing it",
-    preflight=True,
-)
+@register_check("eval-determinism", preflight=True)
 def eval_determinism(ctx: CheckContext) -> Iterator[CaseResult]:
-    """Run one sequence with another random state, after other sequences, and ten times: the logits must be equal. A
-    forward pass must not change its input, the parameters, or the training flag of any module."""
+    """Catches logits that depend on the random state or on earlier forward passes: noise left on, state in the module.
+
+    Run one sequence with another random state, after other sequences, and ten times: the logits must be equal. A
+    forward pass must not change its input, the parameters, or the training flag of any module.
+
+    Cause: eval() does not disable dropout or other random ops, or a forward pass leaves state in the module.
+    Fix: use randomness only if self.training is True, and pass state as an argument instead of storing it.
+    """
     model = ctx.model
     logits, tokens = ctx.logits, ctx.random_tokens()
     with torch.no_grad():
@@ -88,8 +88,8 @@ def _compare_runs(ctx: CheckContext, tokens: Tensor, first: Tensor, second: Tens
 
     diff = ctx.compare_runs(first, second, run)
     location = None if diff.within_tolerance else find_first_divergence(ctx, run, lambda: run(ctx.seed + 1))
-    return ctx.expect_equal(
-        diff, passed=f"the same logits {condition}", failed=f"the logits differ {condition}", location=location
+    return diff.expect_equal(
+        passed=f"the same logits {condition}", failed=f"the logits differ {condition}", location=location
     )
 
 
@@ -123,16 +123,16 @@ class _RandomMaskTracer(EagerDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@register_check(
-    "eval-dropout",
-    catches="dropout that is active in eval mode: outputs are worse, and differ between runs",
-    cause="F.dropout without training=self.training, dropout_p in a fused kernel, or a module that eval() misses",
-    fix="use nn.Dropout, or pass training=self.training (and dropout_p=0.0 in eval) to the function",
-    preflight=True,
-)
+@register_check("eval-dropout", preflight=True)
 def eval_dropout(ctx: CheckContext) -> CaseResult:
-    """Trace a forward pass in eval mode: no dropout function may be active, no fused kernel may have dropout_p > 0, and
-    no random mask may be drawn."""
+    """Catches dropout that is active in eval mode: outputs are worse, and differ between runs.
+
+    Trace a forward pass in eval mode: no dropout function may be active, no fused kernel may have dropout_p > 0, and no
+    random mask may be drawn.
+
+    Cause: F.dropout without training=self.training, dropout_p in a fused kernel, or a module that eval() misses.
+    Fix: use nn.Dropout, or pass training=self.training (and dropout_p=0.0 in eval) to the function.
+    """
     model = ctx.model
     with torch.no_grad(), OpTracer(model.module) as tracer, _RandomMaskTracer(tracer) as random_masks:
         ctx.logits(ctx.random_tokens())
@@ -168,16 +168,16 @@ def _count_forward_calls(module: nn.Module, num_forwards: Counter[str], num_hook
         yield
 
 
-@register_check(
-    "forward-hooks",
-    catches="modules that run without their forward hooks, so that tracing, LoRA, FSDP and quantization miss them",
-    cause="module.forward(x) is called instead of module(x), or another code path is used if there are hooks",
-    fix="call the module: module(x)",
-    needs=("logits", "module"),
-)
+@register_check("forward-hooks", needs=("logits", "module"))
 def forward_hooks(ctx: CheckContext) -> Iterator[CaseResult]:
-    """Register a forward hook on every module: it must be called each time the module's forward runs, and a hook that
-    changes nothing must not change the logits."""
+    """Catches modules that run without their forward hooks, so that tracing, LoRA, FSDP and quantization miss them.
+
+    Register a forward hook on every module: it must be called each time the module's forward runs, and a hook that
+    changes nothing must not change the logits.
+
+    Cause: module.forward(x) is called instead of module(x), or another code path is used if there are hooks.
+    Fix: call the module: module(x).
+    """
     module = ctx.module
     require_uncompiled(module)
     logits, tokens = ctx.logits, ctx.random_tokens()
@@ -202,6 +202,4 @@ def forward_hooks(ctx: CheckContext) -> Iterator[CaseResult]:
     diff = max_difference(base, hooked)
     if diff.max_abs > 0.0:
         diff = ctx.compare(lambda: logits(tokens), hooked_logits, first_result=base)
-    yield ctx.expect_equal(
-        diff, passed="forward hooks do not change the logits", failed="forward hooks change the logits"
-    )
+    yield diff.expect_equal(passed="forward hooks do not change the logits", failed="forward hooks change the logits")

@@ -29,18 +29,16 @@ _PREREQUISITES = ("causality", "batch-isolation", "batch-invariance", "mask-pola
 """Checks whose bugs would make every padding check fail."""
 
 
-@register_check(
-    "fully-masked-row",
-    catches="NaN from a fully masked row, which the backward pass propagates to all weights",
-    cause="softmax over -inf only is 0/0; its output is discarded, but its gradient is not",
-    fix="leave fully masked queries one visible key and zero the result, or use a kernel that returns zeros for them",
-    needs=("logits", "logits_with_mask"),
-    depends_on=_PREREQUISITES,
-)
+@register_check("fully-masked-row", needs=("logits", "logits_with_mask"), depends_on=_PREREQUISITES)
 def fully_masked_row(ctx: CheckContext) -> Iterator[CaseResult]:
-    """Run a batch of a left-padded row (right-padded if left padding is unsupported) and a row of padding only. The
-    logits of the first row must be finite and the same as beside a row with real tokens; their gradients must be
-    finite."""
+    """Catches NaN from a fully masked row, which the backward pass propagates to all weights.
+
+    Run a batch of a left-padded row (right-padded if left padding is unsupported) and a row of padding only. The logits
+    of the first row must be finite and the same as beside a row with real tokens; their gradients must be finite.
+
+    Cause: softmax over -inf only is 0/0; its output is discarded, but its gradient is not.
+    Fix: leave fully masked queries one visible key and zero the result, or use a kernel that returns zeros for them.
+    """
     model = ctx.model
     logits_with_mask, logits = require(model.logits_with_mask), ctx.logits
     short_len, seq_len = choose_lengths(ctx)
@@ -63,8 +61,7 @@ def fully_masked_row(ctx: CheckContext) -> Iterator[CaseResult]:
         lambda: logits_with_mask(tokens, empty_mask)[:1, real],
         first_result=base,
     )
-    yield ctx.expect_equal(
-        diff,
+    yield diff.expect_equal(
         passed="a row of padding only does not change the other row",
         failed="a row of padding only changes the logits of the other row",
         location=f"position {diff.index[1]}",
@@ -149,43 +146,40 @@ def _unsupported_side_reason(ctx: CheckContext, side: str) -> str | None:
     return "positions count padding and cannot be passed, so the model supports right padding only"
 
 
-@register_check(
-    "left-padding",
-    catches="left padding that changes the logits: positions count the padding, or padding is visible",
-    cause="positions start at the first padding token instead of the first real token, or the mask is not applied",
-    fix="compute positions as mask.cumsum(-1) - 1, and mask padding for every query",
-    needs=("logits", "logits_with_mask"),
-    depends_on=(*_PREREQUISITES, "fully-masked-row"),
-)
+@register_check("left-padding", needs=("logits", "logits_with_mask"), depends_on=(*_PREREQUISITES, "fully-masked-row"))
 def left_padding(ctx: CheckContext) -> Iterator[CaseResult]:
-    """Run three rows of different lengths in one left-padded batch: each must give the same logits as alone."""
+    """Catches left padding that changes the logits: positions count the padding, or padding is visible.
+
+    Run three rows of different lengths in one left-padded batch: each must give the same logits as alone.
+
+    Cause: positions start at the first padding token instead of the first real token, or the mask is not applied.
+    Fix: compute positions as mask.cumsum(-1) - 1, and mask padding for every query.
+    """
     yield from _check_padded_rows(ctx, "left")
 
 
-@register_check(
-    "right-padding",
-    catches="right padding that changes the logits: padding is visible",
-    cause="the mask is not applied, is applied to queries instead of keys, or one row's mask is used for all rows",
-    fix="mask padding keys, per row, on every code path: mask[:, None, None, :]",
-    needs=("logits", "logits_with_mask"),
-    depends_on=(*_PREREQUISITES, "fully-masked-row"),
-)
+@register_check("right-padding", needs=("logits", "logits_with_mask"), depends_on=(*_PREREQUISITES, "fully-masked-row"))
 def right_padding(ctx: CheckContext) -> Iterator[CaseResult]:
-    """Run three rows of different lengths in one right-padded batch: each must give the same logits as alone."""
+    """Catches right padding that changes the logits: padding is visible.
+
+    Run three rows of different lengths in one right-padded batch: each must give the same logits as alone.
+
+    Cause: the mask is not applied, is applied to queries instead of keys, or one row's mask is used for all rows.
+    Fix: mask padding keys, per row, on every code path: mask[:, None, None, :].
+    """
     yield from _check_padded_rows(ctx, "right")
 
 
-@register_check(
-    "padding-leak",
-    catches="visible padding: the tokens in padding change the logits of real tokens",
-    cause="the padding mask is not applied in some layer, or another op than attention mixes positions",
-    fix="mask padding for every query, and zero it where other ops mix positions (convolutions, states, means)",
-    needs=("logits", "logits_with_mask"),
-    depends_on=(*_PREREQUISITES, "fully-masked-row"),
-)
+@register_check("padding-leak", needs=("logits", "logits_with_mask"), depends_on=(*_PREREQUISITES, "fully-masked-row"))
 @torch.no_grad()
 def padding_leak(ctx: CheckContext) -> Iterator[CaseResult]:
-    """Replace the padding tokens, on either side: the logits of real tokens must not change."""
+    """Catches visible padding: the tokens in padding change the logits of real tokens.
+
+    Replace the padding tokens, on either side: the logits of real tokens must not change.
+
+    Cause: the padding mask is not applied in some layer, or another op than attention mixes positions.
+    Fix: mask padding for every query, and zero it where other ops mix positions (convolutions, states, means).
+    """
     logits_with_mask, logits_with_mask_only = require(ctx.model.logits_with_mask), ctx.model.logits_with_mask_only
     rows, seq_len = random_ragged_rows(ctx)
     for side, forward in (("right", logits_with_mask), ("left", logits_with_mask_only or logits_with_mask)):
@@ -199,8 +193,7 @@ def padding_leak(ctx: CheckContext) -> Iterator[CaseResult]:
             lambda: select_real_tokens(forward(other, mask), mask),
         )
         row, position = locate_token(rows, diff.index[0])
-        yield ctx.expect_equal(
-            diff,
+        yield diff.expect_equal(
             passed=f"the tokens in {side} padding do not change the logits",
             failed=f"the logits at position {position} change with the tokens in {side} padding",
             location=f"row {row}, position {position}",
@@ -209,16 +202,19 @@ def padding_leak(ctx: CheckContext) -> Iterator[CaseResult]:
 
 @register_check(
     "moe-padding",
-    catches="padding that is routed to experts: it uses their capacity, or counts in the load-balancing loss",
-    cause="the router and its loss get all tokens of a batch, including padding",
-    fix="pass the padding mask to the router: exclude padding from expert capacity and from the load-balancing loss",
     needs=("logits", "logits_with_mask"),
     depends_on=(*_PREREQUISITES, "fully-masked-row", "padding-leak", "left-padding", "right-padding"),
 )
 @torch.no_grad()
 def moe_padding(ctx: CheckContext) -> Iterator[CaseResult]:
-    """For models with a router: many padding tokens, all equal to one real token, must give the same logits as one
-    padding token, and the load-balancing loss must not depend on padding."""
+    """Catches padding that is routed to experts: it uses their capacity, or counts in the load-balancing loss.
+
+    For models with a router: many padding tokens, all equal to one real token, must give the same logits as one padding
+    token, and the load-balancing loss must not depend on padding.
+
+    Cause: the router and its loss get all tokens of a batch, including padding.
+    Fix: pass the padding mask to the router: exclude padding from expert capacity and from the load-balancing loss.
+    """
     model = ctx.model
     logits_with_mask = require(model.logits_with_mask)
     short_len, seq_len = choose_lengths(ctx)
@@ -235,8 +231,7 @@ def moe_padding(ctx: CheckContext) -> Iterator[CaseResult]:
         diff = ctx.compare(
             lambda: logits_with_mask(few, few_mask)[few_mask], lambda: logits_with_mask(many, many_mask)[many_mask]
         )
-        yield ctx.expect_equal(
-            diff,
+        yield diff.expect_equal(
             passed=f"{num_pads} padding tokens on the {side} do not change the routing",
             failed=f"{num_pads} padding tokens on the {side} instead of one change the routing of real tokens",
             location=f"position {diff.index[0] % short_len}",
@@ -254,8 +249,7 @@ def moe_padding(ctx: CheckContext) -> Iterator[CaseResult]:
             if other_tokens.shape[1] > (model.max_seq_len or 1 << 30):
                 continue
             diff = ctx.compare(lambda: loss(tokens, mask).reshape(1), lambda: loss(other_tokens, other_mask).reshape(1))
-            yield ctx.expect_equal(
-                diff,
+            yield diff.expect_equal(
                 passed=f"the load-balancing loss does not depend on {change}",
                 failed=f"the load-balancing loss changes with {change}",
             )

@@ -88,18 +88,18 @@ def _compare_positions(ctx: CheckContext, tokens: Tensor) -> Difference:
     )
 
 
-@register_check(
-    "position-encoding",
-    catches="a model without position information: position embeddings never added, RoPE never applied",
-    cause="positions are not used, are all zero, or are taken along another axis (heads, batch) than the sequence",
-    fix="number the tokens along the sequence axis, and use the positions in the embedding or on q and k; pass "
-    "has_positions=False for a model without positions",
-    depends_on=("eval-determinism",),
-)
+@register_check("position-encoding", depends_on=("eval-determinism",))
 def position_encoding(ctx: CheckContext) -> CaseResult:
-    """Run a sequence of one repeated token. Without position information, its logits are the same at all positions, and
-    so are all scores of every attention call. If the model takes positions, other distances between them must change
-    the logits or the scores."""
+    """Catches a model without position information: position embeddings never added, RoPE never applied.
+
+    Run a sequence of one repeated token. Without position information, its logits are the same at all positions, and so
+    are all scores of every attention call. If the model takes positions, other distances between them must change the
+    logits or the scores.
+
+    Cause: positions are not used, are all zero, or are taken along another axis (heads, batch) than the sequence.
+    Fix: number the tokens along the sequence axis, and use the positions in the embedding or on q and k; pass
+    has_positions=False for a model without positions.
+    """
     model, tokens = ctx.model, _repeated_token(ctx)
     if tokens.shape[1] < 3:
         raise SkipCheckError("needs sequences of three tokens")
@@ -141,15 +141,17 @@ def _uses_positions(ctx: CheckContext) -> bool:
 
 
 @register_check(
-    "rope-shift-invariance",
-    catches="RoPE scores that depend on absolute positions: q and k are rotated differently",
-    cause="only one of q and k is rotated, or they use different pairs, angles or positions (such as the cache length)",
-    fix="rotate q and k with the same function and their true positions; q·k then depends only on i - j",
-    depends_on=("causality-tile-edges", "causality", "causality-paths", "batch-isolation"),
+    "rope-shift-invariance", depends_on=("causality-tile-edges", "causality", "causality-paths", "batch-isolation")
 )
 def rope_shift_invariance(ctx: CheckContext) -> Iterator[CaseResult]:
-    """Run a sequence of one repeated token: the scores must be constant along each diagonal. Then shift all positions
-    of a sequence: the logits must not change."""
+    """Catches RoPE scores that depend on absolute positions: q and k are rotated differently.
+
+    Run a sequence of one repeated token: the scores must be constant along each diagonal. Then shift all positions of a
+    sequence: the logits must not change.
+
+    Cause: only one of q and k is rotated, or they use different pairs, angles or positions (such as the cache length).
+    Fix: rotate q and k with the same function and their true positions; q·k then depends only on i - j.
+    """
     model = ctx.model
     if model.relative_positions is False or not model.has_positions:
         raise SkipCheckError("for models with relative positions")
@@ -252,23 +254,22 @@ def _check_shifted_positions(ctx: CheckContext) -> Iterator[CaseResult]:
         diff.tolerance *= 1 + shift  # the rounding error of an angle grows with the angle
         if ctx.model.dtype in LOW_PRECISION_DTYPES:  # cos and sin tables are rounded too
             diff.tolerance = max(diff.tolerance, 4 * torch.finfo(ctx.model.dtype).eps * max_logit)
-        yield ctx.expect_equal(
-            diff,
+        yield diff.expect_equal(
             passed=f"the logits do not change when all positions are shifted by {shift}",
             failed=f"the logits change when all positions are shifted by {shift}, though positions are relative",
             location=f"position {diff.index[1]}",
         )
 
 
-@register_check(
-    "rope-precision",
-    catches="RoPE angles in bf16 or fp16: large positions are rounded to the same value, and distances change",
-    cause="positions or frequencies are cast with the rest of the model, or autocast computes their product in bf16",
-    fix="keep frequencies in fp32, compute angles, cos and sin in fp32 without autocast, and cast only cos and sin",
-    native_dtype=True,
-)
+@register_check("rope-precision", native_dtype=True)
 def rope_precision(ctx: CheckContext) -> CaseResult:
-    """Trace cos and sin calls in a forward pass in the model's own dtype: large angles must not be in bf16 or fp16."""
+    """Catches RoPE angles in bf16 or fp16: large positions are rounded to the same value, and distances change.
+
+    Trace cos and sin calls in a forward pass in the model's own dtype: large angles must not be in bf16 or fp16.
+
+    Cause: positions or frequencies are cast with the rest of the model, or autocast computes their product in bf16.
+    Fix: keep frequencies in fp32, compute angles, cos and sin in fp32 without autocast, and cast only cos and sin.
+    """
     with torch.no_grad(), OpTracer(ctx.model.module) as tracer:
         if ctx.uses_trig:
             ctx.logits(ctx.random_tokens())
@@ -302,16 +303,17 @@ def _describe_layout(layouts: set[tuple[str, int, int]]) -> str:
     return f"pairs {_LAYOUT_NAMES[layout]} of {rotary_dim} dimensions from {start} on"
 
 
-@register_check(
-    "rope-layout",
-    catches="RoPE on the wrong pairs: interleaved instead of half-split, or a mixture that is not a rotation",
-    cause="two layouts are mixed: pairs (j, j + rotary_dim/2) and (2j, 2j + 1), in the code, the tables or the weights",
-    fix="build cos and sin for the pairs that are rotated, and permute the q and k weights to change the layout",
-)
+@register_check("rope-layout")
 def rope_layout(ctx: CheckContext) -> CaseResult:
-    """Run a sequence of one repeated token: its queries and keys may differ between positions only by a rotation. The
+    """Catches RoPE on the wrong pairs: interleaved instead of half-split, or a mixture that is not a rotation.
+
+    Run a sequence of one repeated token: its queries and keys may differ between positions only by a rotation. The
     pairs of dimensions that keep their norm are the rotated ones. They must be the configured pairs or, without a known
-    configuration, the same for q and k."""
+    configuration, the same for q and k.
+
+    Cause: two layouts are mixed: pairs (j, j + rotary_dim/2) and (2j, 2j + 1), in the code, the tables or the weights.
+    Fix: build cos and sin for the pairs that are rotated, and permute the q and k weights to change the layout.
+    """
     ropes = get_rope_configs(ctx)
     if ropes is None:
         return _check_layout_without_config(ctx)
@@ -410,17 +412,17 @@ def _max_angle_error(layer: RopeLayer, x: Tensor, frequency: Tensor, ctx: CheckC
     return _AngleError(*worst, pair, int(positions[n]))
 
 
-@register_check(
-    "rope-scaling",
-    catches="RoPE angles that differ from the configuration: theta or a context-extension scaling is ignored",
-    cause="theta, the scaling factor, its frequency interpolation or its attention factor is read and never used",
-    fix="compute frequencies (and the factor on cos and sin) from the configuration, and test them with the formula",
-    depends_on=("position-encoding", "rope-layout"),
-)
+@register_check("rope-scaling", depends_on=("position-encoding", "rope-layout"))
 def rope_scaling(ctx: CheckContext) -> Iterator[CaseResult]:
-    """Run one token at near and far positions and measure the rotation of each pair of q and k: it must be position
-    times the frequency of the configured formula. cos and sin must have the configured attention factor. Scalings that
-    change the angles beyond the original length are also tested beyond that length."""
+    """Catches RoPE angles that differ from the configuration: theta or a context-extension scaling is ignored.
+
+    Run one token at near and far positions and measure the rotation of each pair of q and k: it must be position times
+    the frequency of the configured formula. cos and sin must have the configured attention factor. Scalings that change
+    the angles beyond the original length are also tested beyond that length.
+
+    Cause: theta, the scaling factor, its frequency interpolation or its attention factor is read and never used.
+    Fix: compute frequencies (and the factor on cos and sin) from the configuration, and test them with the formula.
+    """
     ropes = get_rope_configs(ctx)
     if ropes is None:
         raise SkipCheckError("needs the RoPE parameters (the property rope=)")
