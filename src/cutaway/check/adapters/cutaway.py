@@ -114,9 +114,6 @@ def _add_cache_functions(
     """Set the functions of `checked` that use a KV cache or generate. An encoder-decoder generates from `source`."""
     source_row = None if source is None else source[0].tolist()
 
-    def generate(rows: list[list[int]], n: int, draft: _DraftModel | None = None) -> Tensor:
-        return torch.tensor([_generate_one(model, row, n, source_row, draft) for row in rows], device=model.device)
-
     def step(tokens: Tensor, cache: Cache | None) -> tuple[Tensor, Cache]:
         cache = model.new_cache(len(tokens), 512) if cache is None else cache
         return forward(tokens, cache), cache
@@ -133,14 +130,14 @@ def _add_cache_functions(
 
     def speculate(tokens: Tensor, n: int) -> Tensor:
         """Use n-gram drafts for even rows, and drafts of the model itself, which are all accepted, for odd rows."""
-        return torch.cat(
-            [generate([row], n, model if index % 2 else NgramConfig()) for index, row in enumerate(tokens.tolist())]
-        )
+        drafts = [model if index % 2 else NgramConfig() for index in range(len(tokens))]
+        rows = zip(tokens.tolist(), drafts, strict=True)
+        return torch.cat([_generate(model, [row], n, source_row, draft) for row, draft in rows])
 
     checked.logits_with_cache = step
-    checked.generate = lambda tokens, n: generate(tokens.tolist(), n)
+    checked.generate = lambda tokens, n: torch.cat([_generate(model, [row], n, source_row) for row in tokens.tolist()])
     if source_row is None:
-        checked.generate_padded = lambda tokens, mask, n: _generate_batch(
+        checked.generate_padded = lambda tokens, mask, n: _generate(
             model, [row[real].tolist() for row, real in zip(tokens, mask, strict=True)], n
         )
     checked.beam_search, checked.generate_speculative, checked.sample = search_beams, speculate, _sample_tokens
@@ -151,58 +148,39 @@ def _add_cache_functions(
         )
 
 
-def _greedy_params(max_new_tokens: int) -> SamplingParams:
-    return SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True)
-
-
-def _generate_one(
+def _generate(
     model: Transformer,
-    prompt: list[int],
+    prompts: list[list[int]],
     max_new_tokens: int,
-    source: list[int] | None,
-    draft_model: _DraftModel | None,
-) -> list[int]:
-    """Generate greedily from one prompt.
+    source: list[int] | None = None,
+    draft_model: _DraftModel | None = None,
+) -> Tensor:
+    """Generate greedily from prompts of any lengths in one batch; return the new tokens (B, max_new_tokens).
 
-    For an encoder-decoder, `source` is the input of the encoder, and `prompt` the start of the decoder's sequence.
+    For an encoder-decoder, `source` is the input of the encoder, and a prompt is the start of the decoder's sequence.
+    All prompts must then start with the same token.
     """
-    has_encoder = isinstance(model, EncoderDecoder)
     config = EngineConfig(
         model,
-        max_num_seqs=1,
-        max_model_len=len(prompt) + max_new_tokens,
+        max_num_seqs=len(prompts),
+        max_model_len=max(map(len, prompts)) + max_new_tokens,
         max_source_len=len(source or [0]),
         compile=False,
-        decoder_start_token_id=prompt[0] if has_encoder else None,
+        decoder_start_token_id=None if source is None else prompts[0][0],
     )
     engine = Engine(config) if draft_model is None else SpeculativeDecoder(config, draft_model=draft_model)
-    output_prefix = prompt[1:] if has_encoder else []
-    params = _greedy_params(max_new_tokens + len(output_prefix))
-    request = engine.submit(source or prompt, params, seed=0, output_prefix=output_prefix)
-    _run_engine(engine, model)
-    return request.result().tokens[len(output_prefix) :]
-
-
-def _generate_batch(model: Transformer, prompts: list[list[int]], max_new_tokens: int) -> Tensor:
-    """Generate greedily from prompts of different lengths in one batch."""
-    engine = Engine(
-        EngineConfig(
-            model, max_num_seqs=len(prompts), max_model_len=max(map(len, prompts)) + max_new_tokens, compile=False
-        )
-    )
-    requests = [engine.submit(prompt, _greedy_params(max_new_tokens), seed=0) for prompt in prompts]
-    _run_engine(engine, model)
-    return torch.tensor([request.result().tokens for request in requests], device=model.device)
-
-
-def _run_engine(engine: Engine | SpeculativeDecoder, model: Transformer) -> None:
-    """Step the engine until all requests are finished."""
+    requests = []
+    for prompt in prompts:
+        prefix = [] if source is None else prompt[1:]
+        params = SamplingParams(max_new_tokens=max_new_tokens + len(prefix), ignore_eos=True)
+        requests.append(engine.submit(source or prompt, params, seed=0, output_prefix=prefix))
     try:
         with eval_mode(model):
             while engine.step():
                 continue
     finally:
         engine.model_runner.release_compiled()
+    return torch.tensor([request.result().tokens[-max_new_tokens:] for request in requests], device=model.device)
 
 
 def _sample_tokens(

@@ -230,8 +230,7 @@ def save_load(ctx: CheckContext) -> CaseResult:
     Cause: a tensor, buffer or config field is not saved, is saved under another name, or is transposed one way only.
     Fix: save everything that the logits depend on, and compare logits after every change of the format.
     """
-    model = ctx.model
-    logits = ctx.logits
+    model, logits = ctx.model, ctx.logits
     if model.reload_logits is not None:
         tokens, reload_logits = ctx.random_tokens(), model.reload_logits()
         diff = ctx.compare(lambda: logits(tokens), lambda: reload_logits(tokens))

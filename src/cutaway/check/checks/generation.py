@@ -191,14 +191,8 @@ def mode_restored(ctx: CheckContext) -> Iterator[CaseResult]:
     model, module = ctx.model, ctx.module
     prompt = ctx.random_tokens(1, max(1, min(4, ctx.seq_len // 2)))
     submodules = dict(module.named_modules())
-    paths: dict[str, Callable[[], object]] = {}
-    if model.generate is not None:
-        paths["generate"] = partial(model.generate, prompt, 2)
-    if model.beam_search is not None:
-        paths["beam_search"] = partial(model.beam_search, prompt[:, :1], 2, 2)
-    if model.generate_speculative is not None:
-        paths["generate_speculative"] = partial(model.generate_speculative, prompt, 2)
-    for path, run in paths.items():
+    arguments = {"generate": (prompt, 2), "beam_search": (prompt[:, :1], 2, 2), "generate_speculative": (prompt, 2)}
+    for path in [name for name in arguments if getattr(model, name) is not None]:
         for training in (True, False):
             module.train(training)
             params = {name: param for name, param in module.named_parameters() if param.is_floating_point()}
@@ -207,7 +201,7 @@ def mode_restored(ctx: CheckContext) -> Iterator[CaseResult]:
                 param.requires_grad_(True)
             with torch.enable_grad():
                 try:
-                    run()
+                    getattr(model, path)(*arguments[path])
                     grad_enabled = torch.is_grad_enabled()
                     frozen = [name for name, param in params.items() if not param.requires_grad]
                 except UNSUPPORTED_ERRORS as error:

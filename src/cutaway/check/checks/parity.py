@@ -27,8 +27,7 @@ def parity(ctx: CheckContext) -> CaseResult:
     Cause: the two interpret a config field or a tensor differently: a layout, an epsilon, a scale, an activation.
     Fix: compare the first layer that differs op by op; one of the two deviates from the published equations.
     """
-    model = ctx.model
-    logits = ctx.logits
+    model, logits = ctx.model, ctx.logits
     if model.reference_logits is not None:
         tokens, reference_logits = ctx.random_tokens(), model.reference_logits
         diff = ctx.compare(lambda: logits(tokens), lambda: reference_logits(tokens))
