@@ -1,7 +1,7 @@
 """Context managers that change a module temporarily (dtype, weights, training mode), and size limits for copies."""
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
@@ -37,10 +37,9 @@ def can_upcast(model: CheckedModel) -> bool:
 
 
 @contextmanager
-def swap_tensors(module: nn.Module | None, replace: Callable[[Tensor], Tensor | None]) -> Iterator[None]:
-    """Replace the data of weights and buffers by `replace(data)`, unless that is None; restore the data on exit."""
+def swap_tensors(tensors: Iterable[Tensor], replace: Callable[[Tensor], Tensor | None]) -> Iterator[None]:
+    """Replace the data of each tensor by `replace(data)`, unless that is None; restore the data on exit."""
     originals: list[tuple[Tensor, Tensor]] = []
-    tensors = [] if module is None else [*module.parameters(), *module.buffers()]
     try:
         for tensor in {id(tensor): tensor for tensor in tensors}.values():
             changed = replace(tensor.data)
@@ -55,7 +54,8 @@ def swap_tensors(module: nn.Module | None, replace: Callable[[Tensor], Tensor | 
 
 def upcast_to_fp32(module: nn.Module | None) -> AbstractContextManager[None]:
     """Convert bf16 and fp16 weights to fp32 while the context is active."""
-    return swap_tensors(module, lambda data: data.float() if data.dtype in LOW_PRECISION_DTYPES else None)
+    tensors = [] if module is None else [*module.parameters(), *module.buffers()]
+    return swap_tensors(tensors, lambda data: data.float() if data.dtype in LOW_PRECISION_DTYPES else None)
 
 
 @contextmanager
@@ -76,8 +76,7 @@ def fork_rng() -> AbstractContextManager[None]:
     return torch.random.fork_rng(devices=range(torch.cuda.device_count()))
 
 
-@contextmanager
-def perturb_weights(module: nn.Module, generator: torch.Generator) -> Iterator[None]:
+def perturb_weights(module: nn.Module, generator: torch.Generator) -> AbstractContextManager[None]:
     """Add small random noise to the trainable weights while the context is active.
 
     Models with more than `MAX_PERTURBED_PARAMS` trainable parameters stay unchanged.
@@ -85,23 +84,18 @@ def perturb_weights(module: nn.Module, generator: torch.Generator) -> Iterator[N
     trainable = [param for param in module.parameters() if param.requires_grad and param.is_floating_point()]
     if sum(param.numel() for param in trainable) > MAX_PERTURBED_PARAMS:
         trainable = []
-    with add_noise(trainable, _PERTURBATION_SCALE, generator):
-        yield
+    return add_noise(trainable, _PERTURBATION_SCALE, generator)
 
 
-@contextmanager
-def add_noise(params: Sequence[nn.Parameter], scale: float, generator: torch.Generator) -> Iterator[None]:
+def add_noise(params: Sequence[nn.Parameter], scale: float, generator: torch.Generator) -> AbstractContextManager[None]:
     """Add normal noise, whose standard deviation is `scale` times a parameter's RMS, while the context is active."""
-    originals = [(param, param.data) for param in params]
-    try:
-        for param, data in originals:
-            rms = float(data.float().square().mean().sqrt()) or 1.0
-            noise = torch.randn(data.shape, generator=generator).to(data.device)
-            param.data = (data.float() + scale * rms * noise).to(data.dtype)
-        yield
-    finally:
-        for param, data in originals:
-            param.data = data
+
+    def perturb(data: Tensor) -> Tensor:
+        rms = float(data.float().square().mean().sqrt()) or 1.0
+        noise = torch.randn(data.shape, generator=generator).to(data.device)
+        return (data.float() + scale * rms * noise).to(data.dtype)
+
+    return swap_tensors(params, perturb)
 
 
 class BufferSnapshot:

@@ -8,7 +8,7 @@ from torch import Tensor
 from cutaway.check.checked_model import require
 from cutaway.check.context import CheckContext, TensorFunction
 from cutaway.check.module_state import preserve_state
-from cutaway.check.probes.embedding_gradients import add_embedding_offset
+from cutaway.check.probes.embedding_gradients import forward_with_offset
 from cutaway.check.probes.padded_batch import choose_lengths, choose_pad_token, pad_rows
 from cutaway.check.registry import register_check
 from cutaway.check.report.finding import CaseResult, SkipCheckError, failure, skipped, success
@@ -85,12 +85,9 @@ def _check_gradient_isolation(ctx: CheckContext, tokens: Tensor) -> Iterator[Cas
 
 def _embedding_gradient(ctx: CheckContext, tokens: Tensor, compute: TensorFunction) -> Tensor:
     """Gradient of a scalar with respect to the token embeddings of all rows, (B, T, d)."""
-    with torch.enable_grad(), add_embedding_offset(ctx.model.module, lambda _: compute(), tokens) as offsets:
-        value = compute()
-        if not value.requires_grad or not offsets:
-            raise SkipCheckError("the logits require no gradient")
-        (gradient,) = torch.autograd.grad(value, offsets[0], allow_unused=True)
-    return torch.zeros_like(offsets[0]) if gradient is None else gradient.float()
+    value, offset = forward_with_offset(ctx.model.module, lambda _: compute(), tokens)
+    (gradient,) = torch.autograd.grad(value, offset, allow_unused=True)
+    return torch.zeros_like(offset) if gradient is None else gradient.float()
 
 
 def _gradient_isolation_result(subject: str, gradient: Tensor) -> CaseResult:

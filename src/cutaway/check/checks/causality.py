@@ -9,7 +9,7 @@ from cutaway.check.checked_model import LogitsFunction, require
 from cutaway.check.context import CheckContext
 from cutaway.check.module_state import preserve_state
 from cutaway.check.numerics import NOISE_MARGIN, Difference, max_finite_abs
-from cutaway.check.probes.embedding_gradients import add_embedding_offset
+from cutaway.check.probes.embedding_gradients import forward_with_offset
 from cutaway.check.probes.first_divergence import find_first_divergence
 from cutaway.check.registry import CAUSAL_KINDS, register_check
 from cutaway.check.report.finding import CaseResult, SkipCheckError, failure, success
@@ -113,16 +113,14 @@ def causality_gradient(ctx: CheckContext) -> CaseResult:
     logits, tokens = ctx.logits, ctx.random_tokens(1, min(8 if ctx.is_slow else 12, ctx.seq_len))
     length = tokens.shape[1]
     norms = torch.zeros(length, length)  # (position, token)
-    with torch.enable_grad(), add_embedding_offset(ctx.model.module, logits, tokens) as offsets:
-        out = logits(tokens)
-        if not out.requires_grad or not offsets:
-            raise SkipCheckError("the logits require no gradient")
-        weights = torch.randn(out.shape[-1], generator=ctx.generator).to(out)
-        for t in range(length):
+    out, offset = forward_with_offset(ctx.model.module, logits, tokens)
+    weights = torch.randn(out.shape[-1], generator=ctx.generator).to(out)
+    for t in range(length):
+        with torch.enable_grad():
             value = (out[0, t] * weights).sum()
-            (gradient,) = torch.autograd.grad(value, offsets[0], retain_graph=t < length - 1, allow_unused=True)
-            if gradient is not None:
-                norms[t] = gradient[0].float().norm(dim=-1).cpu()
+        (gradient,) = torch.autograd.grad(value, offset, retain_graph=t < length - 1, allow_unused=True)
+        if gradient is not None:
+            norms[t] = gradient[0].float().norm(dim=-1).cpu()
     if not norms.isfinite().all():
         return failure("the gradient of the logits with respect to the token embeddings is not finite")
     above = norms.triu(1)

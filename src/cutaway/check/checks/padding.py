@@ -7,7 +7,7 @@ from torch import Tensor
 
 from cutaway.check.checked_model import TokensFunction, require
 from cutaway.check.context import CheckContext, compute_once
-from cutaway.check.probes.embedding_gradients import add_embedding_offset
+from cutaway.check.probes.embedding_gradients import forward_with_offset
 from cutaway.check.probes.op_tracer import OpTracer
 from cutaway.check.probes.padded_batch import (
     choose_lengths,
@@ -85,16 +85,12 @@ def _row_gradients(
 ) -> dict[str, Tensor]:
     """Gradients of the first row's logits with respect to the token embeddings and to small parameters; empty if the
     logits require no gradient."""
-    module = ctx.model.module
     try:
-        with torch.enable_grad(), add_embedding_offset(module, lambda x: forward(x, mask), tokens) as offsets:
-            out = forward(tokens, mask)
+        out, offset = forward_with_offset(ctx.model.module, lambda x: forward(x, mask), tokens)
     except SkipCheckError:
         return {}
-    if module is None or not out.requires_grad or not offsets:
-        return {}
-    trainable = {name: param for name, param in module.named_parameters() if param.requires_grad}
-    tensors: dict[str, Tensor] = {"the token embeddings": offsets[0]}
+    trainable = {name: param for name, param in ctx.module.named_parameters() if param.requires_grad}
+    tensors: dict[str, Tensor] = {"the token embeddings": offset}
     tensors |= {name: param for name, param in trainable.items() if param.numel() <= _MAX_GRADIENT_NUMEL}
     value = out[:1, real_positions].float().logsumexp(-1).sum()
     gradients = torch.autograd.grad(value, list(tensors.values()), allow_unused=True)

@@ -230,12 +230,11 @@ def overfit(ctx: CheckContext) -> CaseResult:
     """
     params = _trainable_parameters(ctx)
     if sum(param.numel() for param in params.values()) > MAX_PERTURBED_PARAMS or ctx.is_slow:
-        limit = f"at most {MAX_PERTURBED_PARAMS:,} parameters"
-        raise SkipCheckError(f"needs a small model ({limit}), because it is trained")
+        raise SkipCheckError(f"needs a model of at most {MAX_PERTURBED_PARAMS:,} parameters, because it is trained")
     tokens = ctx.random_tokens(1, min(8, ctx.seq_len))
     best = first = math.inf
     for lr in _OVERFIT_LRS:
-        with swap_tensors(ctx.module, Tensor.clone), fork_rng():
+        with swap_tensors([*ctx.module.parameters(), *ctx.module.buffers()], Tensor.clone), fork_rng():
             optimizer = torch.optim.AdamW(params.values(), lr=lr, weight_decay=0.0)
             for step in range(_OVERFIT_STEPS):
                 loss = float(_run_backward(ctx, tokens))

@@ -58,6 +58,18 @@ def add_embedding_offset(module: nn.Module | None, forward: LogitsFunction, toke
         yield offsets
 
 
+def forward_with_offset(module: nn.Module | None, forward: LogitsFunction, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the result of `forward(tokens)` and the zeros that `add_embedding_offset` adds, which require a gradient.
+
+    Raises SkipCheckError if the result does not require a gradient.
+    """
+    with torch.enable_grad(), add_embedding_offset(module, forward, tokens) as offsets:
+        out = forward(tokens)
+    if not out.requires_grad or not offsets:
+        raise SkipCheckError("the logits require no gradient")
+    return out, offsets[0]
+
+
 _STEP_SIZES = (1e-2, 2e-3, 5e-4)
 """Finite-difference steps relative to the RMS of the embeddings; each is also tried with half the step."""
 
