@@ -56,7 +56,7 @@ def check(
     start, module = time.monotonic(), _find_module(model, overrides)
     num_params = _SINGLE_THREAD_MAX_PARAMS if module is None else count_parameters(module)
     preserved = nullcontext() if module is None else preserve_state(module)
-    with preserved, _preserve_process_state(num_params, seed):
+    with preserved, _preserve_process_state(num_params, seed), torch.no_grad():
         checked = build_checked_model(model, overrides, seed=seed)
         report = _run_checks(CheckContext(checked, seed=seed, budget=budget), selected, progress)
     report.seconds = time.monotonic() - start

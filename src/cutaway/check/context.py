@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import wraps
 from typing import TypeVar, cast
 
@@ -90,7 +89,6 @@ class CheckContext:
         self.noise_ratio *= torch.finfo(dtype).eps / torch.finfo(torch.float32).eps
         self.seq_len = min(self.seq_len, _LOW_PRECISION_SEQ_LEN // 2 if self.is_slow else _LOW_PRECISION_SEQ_LEN)
 
-    @torch.no_grad()
     def calibrate(self) -> None:
         """Measure the rounding noise and the time of a forward pass on one sequence of the default length."""
         tokens = self.random_tokens()
@@ -130,7 +128,6 @@ class CheckContext:
         *,
         first_result: Tensor | None = None,
         second_result: Tensor | None = None,
-        with_grad: bool = False,
     ) -> Difference:
         """Compare two computations that must give the same result.
 
@@ -139,22 +136,20 @@ class CheckContext:
         The tolerance is `NOISE_MARGIN` times the noise from `calibrate`. If the difference exceeds the tolerance, the
         noise of these two computations is measured too, and the largest noise determines the tolerance.
         """
-        with nullcontext() if with_grad else torch.no_grad():
-            a = compute_first() if first_result is None else first_result
-            b = compute_second() if second_result is None else second_result
-            if a.shape != b.shape:
-                raise SkipCheckError(f"cannot compare results of shapes {tuple(a.shape)} and {tuple(b.shape)}")
-            if a.numel() == 0:
-                return Difference(0.0, 0.0, ())
-            diff = max_difference(a, b)
-            diff.tolerance = self.rounding_tolerance(a, b)
-            if diff.within_tolerance or diff.max_abs == float("inf"):  # rounding does not turn a number into NaN
-                return diff
-            noise = max(self.measure_noise(compute_first, a), self.measure_noise(compute_second, b))
-            diff.tolerance = max(diff.tolerance, NOISE_MARGIN * noise)
+        a = compute_first() if first_result is None else first_result
+        b = compute_second() if second_result is None else second_result
+        if a.shape != b.shape:
+            raise SkipCheckError(f"cannot compare results of shapes {tuple(a.shape)} and {tuple(b.shape)}")
+        if a.numel() == 0:
+            return Difference(0.0, 0.0, ())
+        diff = max_difference(a, b)
+        diff.tolerance = self.rounding_tolerance(a, b)
+        if diff.within_tolerance or diff.max_abs == float("inf"):  # rounding does not turn a number into NaN
             return diff
+        noise = max(self.measure_noise(compute_first, a), self.measure_noise(compute_second, b))
+        diff.tolerance = max(diff.tolerance, NOISE_MARGIN * noise)
+        return diff
 
-    @torch.no_grad()
     def compare_expecting_difference(
         self, compute_first: TensorFunction, compute_second: TensorFunction, *, first_result: Tensor
     ) -> Difference:
@@ -188,7 +183,6 @@ class CheckContext:
         """`NOISE_MARGIN` times `noise_ratio` times the largest finite absolute value of the results."""
         return NOISE_MARGIN * (self.noise_ratio * max(map(max_finite_abs, results)))
 
-    @torch.no_grad()
     def trace_attention(self, tokens: Tensor) -> list[AttentionCall]:
         """Record every attention call of one forward pass, in order."""
         with OpTracer(self.model.module) as tracer:

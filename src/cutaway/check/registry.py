@@ -68,7 +68,7 @@ def register_check(
     native_dtype: bool = False,
     depends_on: tuple[str, ...] = (),
 ) -> Callable[[CheckFunction], CheckFunction]:
-    """Decorator that registers a function as a check. See `Check` for the arguments.
+    """Decorator that registers a function as a check, which runs under torch.no_grad(). See `Check` for the arguments.
 
     The other fields of `Check` are read from the function's docstring:
 

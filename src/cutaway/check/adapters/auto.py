@@ -53,7 +53,6 @@ def _adapt_any(source: object, overrides: dict[str, object], seed: int) -> Check
     )
 
 
-@torch.no_grad()
 def _infer_properties(checked: CheckedModel) -> None:
     """Run a forward pass on two tokens, validate its output, and infer device, dtype, vocab_size and max_seq_len."""
     if checked.logits is None and checked.attention is not None:

@@ -155,7 +155,7 @@ def residual_growth(ctx: CheckContext) -> Iterator[CaseResult]:
     Fix: normalize the input of each sublayer, add its output to the residual stream, and check the block's scale.
     """
     require_uncompiled(ctx.module)
-    with torch.no_grad(), trace_residual_streams(ctx.module) as streams:
+    with trace_residual_streams(ctx.module) as streams:
         ctx.logits(ctx.random_tokens())
     streams = [stream for stream in streams if len(stream.block_names) > 1]
     if not streams:
@@ -191,7 +191,9 @@ def dead_heads(ctx: CheckContext) -> Iterator[CaseResult]:
         raise SkipCheckError("needs gradients")
     weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(ctx.seed)).to(out.device, out.dtype)
     gates = [call.gate for call in attentions]
-    gradients = torch.autograd.grad((out * weights).sum(), gates, allow_unused=True, retain_graph=True)
+    with torch.enable_grad():
+        value = (out * weights).sum()
+    gradients = torch.autograd.grad(value, gates, allow_unused=True, retain_graph=True)
     importances = []  # per attention call, (H,)
     used = {call.module for call, gradient in zip(attentions, gradients, strict=True) if gradient is not None}
     for call, gradient in zip(attentions, gradients, strict=True):

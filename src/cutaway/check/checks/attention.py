@@ -248,7 +248,7 @@ def attention_scale(ctx: CheckContext) -> CaseResult:
     model = ctx.model
     if model.attention is not None:
         return _check_kernel_scale(ctx)
-    with torch.no_grad(), ScaleTracer(model.module) as tracer:
+    with ScaleTracer(model.module) as tracer:
         ctx.logits(ctx.random_tokens(1, min(ctx.seq_len, 7)))
     if not tracer.attention_scales:
         raise SkipCheckError("needs attention whose queries can be traced from their projection to the softmax")

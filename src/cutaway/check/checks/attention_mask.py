@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor
 
 from cutaway.check.checked_model import require
@@ -17,7 +16,6 @@ _MAX_PADDING_WEIGHT = 1 - 1e-4
 
 
 @register_check("bidirectional-attention", kinds=("encoder",), preflight=True)
-@torch.no_grad()
 def bidirectional_attention(ctx: CheckContext) -> CaseResult:
     """Catches an encoder with a causal mask: tokens attend to one side only.
 
@@ -52,7 +50,6 @@ def bidirectional_attention(ctx: CheckContext) -> CaseResult:
 
 
 @register_check("mask-polarity", needs=("logits", "logits_with_mask"), depends_on=("causality",), preflight=True)
-@torch.no_grad()
 def mask_polarity(ctx: CheckContext) -> Iterator[CaseResult]:
     """Catches an inverted attention mask: padding is visible, and real tokens are masked.
 
@@ -100,7 +97,6 @@ def mask_polarity(ctx: CheckContext) -> Iterator[CaseResult]:
 
 
 @register_check("mask-diagonal", depends_on=("eval-dropout", "causality"))
-@torch.no_grad()
 def mask_diagonal(ctx: CheckContext) -> CaseResult:
     """Catches a token that cannot attend to itself: the mask also covers the diagonal.
 

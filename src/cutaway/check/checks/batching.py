@@ -29,19 +29,18 @@ def batch_isolation(ctx: CheckContext) -> Iterator[CaseResult]:
     """
     model, tokens = ctx.model, ctx.random_tokens(3, min(8, ctx.seq_len))
     logits = ctx.logits
-    with torch.no_grad():
-        base = logits(tokens)
-        for row in (0, 2) if not ctx.is_slow else (0,):
-            other = ctx.replace_tokens(tokens)
-            other[row] = tokens[row]
-            diff = ctx.compare(lambda: logits(tokens)[row], lambda: logits(other)[row], first_result=base[row])
-            yield diff.expect_equal(
-                passed=f"the logits of row {row} do not change with other rows",
-                failed=f"the logits of row {row} change with other rows of the batch",
-                location=f"row {row}, position {diff.index[0]}",
-            )
-            if not diff.within_tolerance:
-                return
+    base = logits(tokens)
+    for row in (0, 2) if not ctx.is_slow else (0,):
+        other = ctx.replace_tokens(tokens)
+        other[row] = tokens[row]
+        diff = ctx.compare(lambda: logits(tokens)[row], lambda: logits(other)[row], first_result=base[row])
+        yield diff.expect_equal(
+            passed=f"the logits of row {row} do not change with other rows",
+            failed=f"the logits of row {row} change with other rows of the batch",
+            location=f"row {row}, position {diff.index[0]}",
+        )
+        if not diff.within_tolerance:
+            return
     if model.module is not None:
         try:
             yield from _check_gradient_isolation(ctx, tokens)
@@ -102,7 +101,6 @@ def _gradient_isolation_result(subject: str, gradient: Tensor) -> CaseResult:
 
 
 @register_check("batch-invariance", depends_on=("batch-isolation",))
-@torch.no_grad()
 def batch_invariance(ctx: CheckContext) -> Iterator[CaseResult]:
     """Catches a row whose logits in a batch differ from those of the row alone.
 
@@ -145,7 +143,6 @@ def batch_invariance(ctx: CheckContext) -> Iterator[CaseResult]:
 
 
 @register_check("packing", needs=("logits", "logits_with_documents"), depends_on=("causality",))
-@torch.no_grad()
 def packing(ctx: CheckContext) -> Iterator[CaseResult]:
     """Catches packed documents that attend to each other, or whose positions continue from the previous document.
 

@@ -29,8 +29,7 @@ def _check_leaks(
 
     `path` names the code path in the message.
     """
-    with torch.no_grad():
-        base = logits(tokens)
+    base = logits(tokens)
     worst = Difference(0.0, 0.0, ())
     for cut in cuts:
         other = ctx.replace_tokens(tokens, slice(cut, None))
@@ -69,8 +68,7 @@ def causality(ctx: CheckContext) -> Iterator[CaseResult]:
     """
     logits, tokens = ctx.logits, ctx.random_tokens()
     yield _check_leaks(ctx, logits, tokens, list(range(1, tokens.shape[1])))
-    with torch.no_grad():
-        base = logits(tokens)
+    base = logits(tokens)
     for cut in range(1, tokens.shape[1], 2 if not ctx.is_slow else 5):
         diff = ctx.compare(lambda: logits(tokens)[:, :cut], lambda: logits(tokens[:, :cut]), first_result=base[:, :cut])
         if not diff.within_tolerance:
@@ -156,7 +154,6 @@ def _infer_window(zero_pairs: list[tuple[int, int]], seq_len: int) -> int:
     return window if explained else 0
 
 
-@torch.no_grad()
 def _find_independent_pairs(ctx: CheckContext, tokens: Tensor, positions: set[int]) -> set[tuple[int, int]]:
     """Pairs (position, token) for which none of eight replacements of the token changes the logits."""
     logits, length = ctx.logits, tokens.shape[1]

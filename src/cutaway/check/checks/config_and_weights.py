@@ -38,8 +38,7 @@ def config_fields(ctx: CheckContext) -> Iterator[CaseResult]:
     num_tested = num_rejected = 0
     variants = dict(require(ctx.model.config_variants)())
     base = variants.pop("")() if "" in variants else ctx.logits
-    with torch.no_grad():
-        first = base(tokens)
+    first = base(tokens)
     for name, build_variant in variants.items():
         if ctx.seconds_left <= 0:
             break
@@ -130,7 +129,7 @@ def tied_weights(ctx: CheckContext) -> Iterator[CaseResult]:
 def _check_tied_head(ctx: CheckContext) -> CaseResult:
     """Check that the head shares the embedding matrix if, and only if, `tied_embeddings` says so."""
     is_tied_expected = ctx.model.tied_embeddings
-    with torch.no_grad(), ParameterTracer(ctx.module, ctx.model.vocab_size) as tracer:
+    with ParameterTracer(ctx.module, ctx.model.vocab_size) as tracer:
         ctx.logits(ctx.random_tokens())
     if tracer.head_ptr is None or not tracer.embedding_ptrs:
         return skipped("the matrix that computes the logits was not recorded")
@@ -193,7 +192,7 @@ def unused_parameters(ctx: CheckContext) -> Iterator[CaseResult]:
             yield skipped(error)
     require_uncompiled(module)
     tracer = ParameterTracer(module)
-    with torch.no_grad(), tracer:
+    with tracer:
         ctx.logits(ctx.random_tokens())
         if tracer.unread_parameters:
             ctx.logits(ctx.random_tokens(8))

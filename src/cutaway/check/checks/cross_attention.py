@@ -23,7 +23,6 @@ def _random_source_tokens(ctx: CheckContext, batch_size: int, seq_len: int) -> T
 
 
 @register_check("cross-attention-source", needs=("logits_with_source",), kinds=("encoder-decoder",))
-@torch.no_grad()
 def cross_attention_source(ctx: CheckContext) -> Iterator[CaseResult]:
     """Catches a decoder that ignores its source, or a part of it.
 
@@ -87,7 +86,6 @@ def cross_attention_source(ctx: CheckContext) -> Iterator[CaseResult]:
     kinds=("encoder-decoder",),
     depends_on=("causality", "cross-attention-source"),
 )
-@torch.no_grad()
 def cross_attention_padding(ctx: CheckContext) -> Iterator[CaseResult]:
     """Catches cross-attention or an encoder that attends to the padding of the source.
 

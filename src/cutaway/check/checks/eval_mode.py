@@ -39,37 +39,36 @@ def eval_determinism(ctx: CheckContext) -> Iterator[CaseResult]:
     """
     model = ctx.model
     logits, tokens = ctx.logits, ctx.random_tokens()
-    with torch.no_grad():
-        inputs, before = tokens.clone(), _sample_parameters(model.module)
-        base = _forward_with_seed(logits, inputs, ctx.seed)
-        if not torch.equal(inputs, tokens):
-            position = int((inputs != tokens)[0].long().argmax())
+    inputs, before = tokens.clone(), _sample_parameters(model.module)
+    base = _forward_with_seed(logits, inputs, ctx.seed)
+    if not torch.equal(inputs, tokens):
+        position = int((inputs != tokens)[0].long().argmax())
+        yield failure(
+            f"a forward pass changes its input tokens, at position {position}",
+            location=f"position {position}",
+            cause="an in-place op changes the caller's tensor",
+            fix="use a copy: tokens.clone(), or masked_fill instead of masked_fill_",
+        )
+        return
+    for name, first in _sample_parameters(model.module).items():
+        if not torch.equal(first.nan_to_num(), before[name].nan_to_num()):
             yield failure(
-                f"a forward pass changes its input tokens, at position {position}",
-                location=f"position {position}",
-                cause="an in-place op changes the caller's tensor",
-                fix="use a copy: tokens.clone(), or masked_fill instead of masked_fill_",
+                f"a forward pass changes the parameter {name}",
+                location=name,
+                cause="an in-place op changes a parameter",
+                fix="use an out-of-place op, or a copy of the parameter",
             )
             return
-        for name, first in _sample_parameters(model.module).items():
-            if not torch.equal(first.nan_to_num(), before[name].nan_to_num()):
-                yield failure(
-                    f"a forward pass changes the parameter {name}",
-                    location=name,
-                    cause="an in-place op changes a parameter",
-                    fix="use an out-of-place op, or a copy of the parameter",
-                )
-                return
-        other = _forward_with_seed(logits, tokens, ctx.seed + 1)
-        yield _compare_runs(ctx, tokens, base, other, "with another random state")
-        for batch_size, length in ((1, max(1, ctx.seq_len // 2)), (3, ctx.seq_len)):
-            _forward_with_seed(logits, ctx.random_tokens(batch_size, length), ctx.seed)
-        other = _forward_with_seed(logits, tokens, ctx.seed)
-        yield _compare_runs(ctx, tokens, base, other, "after other sequences")
-        if ctx.seconds_per_forward < 0.02:
-            for _ in range(7):
-                tenth = _forward_with_seed(logits, tokens, ctx.seed)
-            yield _compare_runs(ctx, tokens, base, tenth, "in the tenth run")
+    other = _forward_with_seed(logits, tokens, ctx.seed + 1)
+    yield _compare_runs(ctx, tokens, base, other, "with another random state")
+    for batch_size, length in ((1, max(1, ctx.seq_len // 2)), (3, ctx.seq_len)):
+        _forward_with_seed(logits, ctx.random_tokens(batch_size, length), ctx.seed)
+    other = _forward_with_seed(logits, tokens, ctx.seed)
+    yield _compare_runs(ctx, tokens, base, other, "after other sequences")
+    if ctx.seconds_per_forward < 0.02:
+        for _ in range(7):
+            tenth = _forward_with_seed(logits, tokens, ctx.seed)
+        yield _compare_runs(ctx, tokens, base, tenth, "in the tenth run")
     if model.module is not None:
         yield _check_mode_preserved(ctx, model.module)
 
@@ -96,7 +95,7 @@ def _compare_runs(ctx: CheckContext, tokens: Tensor, first: Tensor, second: Tens
 def _check_mode_preserved(ctx: CheckContext, module: nn.Module) -> CaseResult:
     """Check that a forward pass changes no module's training flag. (The check mode-restored does so for generation.)"""
     logits, tokens = ctx.logits, ctx.random_tokens(1, min(4, ctx.seq_len))
-    with torch.no_grad(), fork_rng():
+    with fork_rng():
         logits(tokens)
     changed = [name for name, submodule in module.named_modules() if submodule.training]
     module.eval()
@@ -134,7 +133,7 @@ def eval_dropout(ctx: CheckContext) -> CaseResult:
     Fix: use nn.Dropout, or pass training=self.training (and dropout_p=0.0 in eval) to the function.
     """
     model = ctx.model
-    with torch.no_grad(), OpTracer(model.module) as tracer, _RandomMaskTracer(tracer) as random_masks:
+    with OpTracer(model.module) as tracer, _RandomMaskTracer(tracer) as random_masks:
         ctx.logits(ctx.random_tokens())
     for dropout in tracer.dropouts:
         if dropout.training and dropout.p > 0:
@@ -183,10 +182,9 @@ def forward_hooks(ctx: CheckContext) -> Iterator[CaseResult]:
     logits, tokens = ctx.logits, ctx.random_tokens()
     num_forwards: Counter[str] = Counter()
     num_hook_calls: Counter[str] = Counter()
-    with torch.no_grad():
-        base = logits(tokens)
-        with _count_forward_calls(module, num_forwards, num_hook_calls):
-            hooked = logits(tokens)
+    base = logits(tokens)
+    with _count_forward_calls(module, num_forwards, num_hook_calls):
+        hooked = logits(tokens)
     missed = [name for name in num_forwards if name and num_hook_calls[name] < num_forwards[name]]
     if missed:
         name = missed[0]

@@ -48,7 +48,6 @@ def _generate_continuation(
     return out, failure(f"{requested} tokens were requested, but {generated} were generated", generated, requested)
 
 
-@torch.no_grad()
 def find_non_greedy_token(
     ctx: CheckContext, prompt: Tensor, continuation: Tensor
 ) -> tuple[int, int, float, float] | None:
@@ -118,7 +117,6 @@ def _check_greedy(
     kinds=CAUSAL_KINDS,
     depends_on=("causality-paths", "causality", "cache-decode"),
 )
-@torch.no_grad()
 def generation(ctx: CheckContext) -> Iterator[CaseResult]:
     """Catches generated tokens that do not follow the logits: one step late, stale cache, wrong row, padded positions.
 
@@ -160,7 +158,6 @@ def _padded_prompts(ctx: CheckContext, seq_len: int) -> tuple[Tensor, Tensor, li
     kinds=CAUSAL_KINDS,
     depends_on=("causality", "cache-decode", "generation"),
 )
-@torch.no_grad()
 def speculative_decoding(ctx: CheckContext) -> Iterator[CaseResult]:
     """Catches speculative decoding whose output differs from greedy decoding of the model.
 
@@ -249,7 +246,6 @@ _SECONDS_PER_SETTING = 0.05
     kinds=CAUSAL_KINDS,
     depends_on=("causality", "batch-isolation", "cache-decode", "generation"),
 )
-@torch.no_grad()
 def beam_search(ctx: CheckContext) -> CaseResult:
     """Catches beams with wrong scores: the cache is not reordered with the beams, or scores belong to other tokens.
 
@@ -333,7 +329,6 @@ _EMPTY_FILTER_FIX = "keep the token that crosses top_p, and exactly top_k tokens
 
 
 @register_check("sampling", needs=("sample",), kinds=CAUSAL_KINDS)
-@torch.no_grad()
 def sampling(ctx: CheckContext) -> Iterator[CaseResult]:
     """Catches samples that do not follow the probabilities: temperature applied twice, a filter that keeps one too few.
 

@@ -37,7 +37,6 @@ multiplied by a weight of 0."""
     depends_on=("causality-tile-edges", "causality"),
     preflight=True,
 )
-@torch.no_grad()
 def cache_decode(ctx: CheckContext) -> Iterator[CaseResult]:
     """Catches decoding with a cache that gives other logits: off by one, positions restarted, a layer not cached.
 
@@ -73,7 +72,6 @@ def cache_decode(ctx: CheckContext) -> Iterator[CaseResult]:
     kinds=CAUSAL_KINDS,
     depends_on=("causality", "cache-decode"),
 )
-@torch.no_grad()
 def cache_chunked_prefill(ctx: CheckContext) -> Iterator[CaseResult]:
     """Catches chunked prefill that gives other logits: the mask of a chunk does not cover the cached tokens.
 
@@ -117,7 +115,6 @@ def cache_chunked_prefill(ctx: CheckContext) -> Iterator[CaseResult]:
     kinds=CAUSAL_KINDS,
     depends_on=("causality-gradient", "causality", "cache-decode"),
 )
-@torch.no_grad()
 def cache_unused_slots(ctx: CheckContext) -> CaseResult:
     """Catches visible unused cache slots: an empty slot has weight exp(0), or holds keys of an earlier sequence.
 
@@ -158,7 +155,6 @@ def cache_unused_slots(ctx: CheckContext) -> CaseResult:
     kinds=CAUSAL_KINDS,
     depends_on=("causality", "cache-decode"),
 )
-@torch.no_grad()
 def cache_sliding_window(ctx: CheckContext) -> Iterator[CaseResult]:
     """Catches a rolling cache that drops tokens one step too early or too late, or has the wrong order after it wraps.
 
@@ -215,7 +211,6 @@ def _estimate_seconds(ctx: CheckContext, seq_len: int) -> float:
 
 
 @register_check("cache-reuse", kinds=CAUSAL_KINDS, depends_on=("eval-dropout", "eval-determinism"))
-@torch.no_grad()
 def cache_reuse(ctx: CheckContext) -> Iterator[CaseResult]:
     """Catches results that depend on the previous sequence: state that remains in the model after a forward pass.
 

@@ -105,7 +105,6 @@ def _has_uniform_losses(ctx: CheckContext, tokens: Tensor, logits: Tensor) -> bo
 
 
 @register_check("loss-shift", needs=("logits", "loss"), depends_on=_LEAK_CHECKS)
-@torch.no_grad()
 def loss_shift(ctx: CheckContext) -> CaseResult:
     """Catches labels shifted twice or not at all: the model learns the token after the next, or to copy its input.
 
@@ -175,7 +174,6 @@ def _infer_shift(ctx: CheckContext, tokens: Tensor, logits: Tensor) -> int | Non
 
 
 @register_check("loss-reduction", needs=("logits", "loss"), depends_on=("loss-shift", *_LEAK_CHECKS))
-@torch.no_grad()
 def loss_reduction(ctx: CheckContext) -> CaseResult:
     """Catches a loss that is not the mean of −log p: a sum, a mean over the vocabulary, softmax applied twice.
 
@@ -231,7 +229,6 @@ def _describe_factor(ctx: CheckContext, factor: float, tokens: Tensor) -> str:
 
 
 @register_check("loss-eos", needs=("logits", "loss"), depends_on=("loss-shift", "loss-reduction", "eval-determinism"))
-@torch.no_grad()
 def loss_eos(ctx: CheckContext) -> Iterator[CaseResult]:
     """Catches an eos token that is never a label: the model does not learn to stop.
 
@@ -272,7 +269,6 @@ def loss_eos(ctx: CheckContext) -> Iterator[CaseResult]:
 @register_check(
     "loss-ignore-index", needs=("logits", "loss"), depends_on=("loss-shift", "loss-reduction", *_LEAK_CHECKS)
 )
-@torch.no_grad()
 def loss_ignore_index(ctx: CheckContext) -> Iterator[CaseResult]:
     """Catches labels of -100 that count in the loss: padding is learned, or reduces the mean.
 

@@ -48,14 +48,13 @@ def fully_masked_row(ctx: CheckContext) -> Iterator[CaseResult]:
     empty_mask = mask.clone()
     empty_mask[1] = False
     real = slice(0, short_len) if side == "right" else slice(-short_len, None)
-    with torch.no_grad():
-        base = logits_with_mask(tokens, mask)[:1, real]
-        if not base.isfinite().all():
-            if bool(logits(row).isfinite().all()):
-                yield failure(f"with {side} padding, the logits of a row are not finite", location="row 0")
-            else:
-                yield skipped("the logits are not finite, even without padding")
-            return
+    base = logits_with_mask(tokens, mask)[:1, real]
+    if not base.isfinite().all():
+        if bool(logits(row).isfinite().all()):
+            yield failure(f"with {side} padding, the logits of a row are not finite", location="row 0")
+        else:
+            yield skipped("the logits are not finite, even without padding")
+        return
     diff = ctx.compare(
         lambda: logits_with_mask(tokens, mask)[:1, real],
         lambda: logits_with_mask(tokens, empty_mask)[:1, real],
@@ -92,7 +91,8 @@ def _row_gradients(
     trainable = {name: param for name, param in ctx.module.named_parameters() if param.requires_grad}
     tensors: dict[str, Tensor] = {"the token embeddings": offset}
     tensors |= {name: param for name, param in trainable.items() if param.numel() <= _MAX_GRADIENT_NUMEL}
-    value = out[:1, real_positions].float().logsumexp(-1).sum()
+    with torch.enable_grad():
+        value = out[:1, real_positions].float().logsumexp(-1).sum()
     gradients = torch.autograd.grad(value, list(tensors.values()), allow_unused=True)
     return {name: gradient for name, gradient in zip(tensors, gradients, strict=True) if gradient is not None}
 
@@ -124,7 +124,6 @@ def _check_padded_rows(ctx: CheckContext, side: str) -> Iterator[CaseResult]:
 
 
 @compute_once
-@torch.no_grad()
 def _ragged_rows_with_logits(ctx: CheckContext) -> tuple[tuple[list[Tensor], int], Tensor]:
     """Rows of different lengths with their padded length, and the logits of each row alone."""
     rows, seq_len = random_ragged_rows(ctx)
@@ -167,7 +166,6 @@ def right_padding(ctx: CheckContext) -> Iterator[CaseResult]:
 
 
 @register_check("padding-leak", needs=("logits", "logits_with_mask"), depends_on=(*_PREREQUISITES, "fully-masked-row"))
-@torch.no_grad()
 def padding_leak(ctx: CheckContext) -> Iterator[CaseResult]:
     """Catches visible padding: the tokens in padding change the logits of real tokens.
 
@@ -201,7 +199,6 @@ def padding_leak(ctx: CheckContext) -> Iterator[CaseResult]:
     needs=("logits", "logits_with_mask"),
     depends_on=(*_PREREQUISITES, "fully-masked-row", "padding-leak", "left-padding", "right-padding"),
 )
-@torch.no_grad()
 def moe_padding(ctx: CheckContext) -> Iterator[CaseResult]:
     """Catches padding that is routed to experts: it uses their capacity, or counts in the load-balancing loss.
 

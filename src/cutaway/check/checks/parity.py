@@ -73,8 +73,7 @@ def low_precision(ctx: CheckContext) -> Iterator[CaseResult]:
             with upcast_to_fp32(module):
                 return run()
 
-        with torch.no_grad():
-            native, fp32 = run(), run_in_fp32()
+        native, fp32 = run(), run_in_fp32()
         dtype = "bf16" if model.dtype == torch.bfloat16 else "fp16"
         if fp32.isfinite().all() and not native.isfinite().all():
             yield failure(f"the logits are finite in fp32 but not in {dtype}{where}")

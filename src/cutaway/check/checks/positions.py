@@ -79,7 +79,6 @@ def _qk_size(attention: AttentionCall, scale: float) -> float:
     return scale * max_finite_abs(attention.q.float().norm(dim=-1)) * max_finite_abs(attention.k.float().norm(dim=-1))
 
 
-@torch.no_grad()
 def _compare_positions(ctx: CheckContext, tokens: Tensor) -> Difference:
     """Compare the logits of a repeated token at positions 1, 2, … with those at position 0."""
     first = ctx.logits(tokens)[:, 1:]
@@ -134,7 +133,7 @@ def _uses_positions(ctx: CheckContext) -> bool:
     arange = torch.arange(tokens.shape[1], device=tokens.device)[None]
     results: list[list[Tensor]] = []
     for positions in (arange, 2 * arange):
-        with torch.no_grad(), OpTracer(model.module) as tracer:
+        with OpTracer(model.module) as tracer:
             out = logits_with_positions(tokens, positions)
         results.append([out, *(call.scores for call in tracer.attentions)])
     return not (len(results[0]) == len(results[1]) > 1 and all(map(torch.equal, *results)))
@@ -175,7 +174,7 @@ def rope_shift_invariance(ctx: CheckContext) -> Iterator[CaseResult]:
 
 def _uses_rotation(ctx: CheckContext, tokens: Tensor) -> bool:
     """Whether the model probably uses RoPE: it computes cos or sin, or a name matches `_ROPE_NAME_PATTERN`."""
-    with torch.no_grad(), OpTracer(ctx.model.module) as tracer:
+    with OpTracer(ctx.model.module) as tracer:
         ctx.logits(tokens)
     if tracer.trig_calls:
         return True
@@ -243,8 +242,7 @@ def _check_shifted_positions(ctx: CheckContext) -> Iterator[CaseResult]:
     """Compare the logits at positions 0, 1, 2, … with those after all positions are shifted by 1, and then by 37."""
     logits_with_positions, tokens = require(ctx.model.logits_with_positions), ctx.random_tokens()
     positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
-    with torch.no_grad():
-        max_logit = max_finite_abs(logits_with_positions(tokens, positions))
+    max_logit = max_finite_abs(logits_with_positions(tokens, positions))
     for shift in (1, 37):
         if ctx.model.max_seq_len is not None and tokens.shape[1] + shift > ctx.model.max_seq_len:
             continue
@@ -270,7 +268,7 @@ def rope_precision(ctx: CheckContext) -> CaseResult:
     Cause: positions or frequencies are cast with the rest of the model, or autocast computes their product in bf16.
     Fix: keep frequencies in fp32, compute angles, cos and sin in fp32 without autocast, and cast only cos and sin.
     """
-    with torch.no_grad(), OpTracer(ctx.model.module) as tracer:
+    with OpTracer(ctx.model.module) as tracer:
         if ctx.uses_trig:
             ctx.logits(ctx.random_tokens())
     if not tracer.trig_calls:

@@ -86,7 +86,6 @@ def _collect_gradient_stats(ctx: CheckContext) -> tuple[Tensor, float, dict[str,
     return tokens, loss, stats
 
 
-@torch.no_grad()
 def _gradient_stats(parameter: nn.Parameter) -> _GradientStats:
     """Statistics of a parameter's gradient, from a sample of its elements."""
     if parameter.grad is None:
@@ -122,7 +121,6 @@ def _sample_gradients(ctx: CheckContext, tokens: Tensor) -> Tensor:
 
 
 @register_check("initial-loss", needs=("logits", "module"), depends_on=("loss-shift", "loss-reduction"))
-@torch.no_grad()
 def initial_loss(ctx: CheckContext) -> CaseResult:
     """Catches initial weights of the wrong scale: the initial loss is far from ln V, and the first steps correct that.
 
@@ -205,7 +203,6 @@ def gradient_flow(ctx: CheckContext) -> Iterator[CaseResult]:
         yield skipped(f"the comparison with finite differences {error}")
 
 
-@torch.no_grad()
 def _affects_loss(ctx: CheckContext, tokens: Tensor, parameters: list[nn.Parameter]) -> bool:
     """Whether small perturbations of the parameters change the loss by more than rounding noise."""
     generator = torch.Generator().manual_seed(ctx.seed)
@@ -280,7 +277,6 @@ def update_ratio(ctx: CheckContext) -> CaseResult:
     needs=("loss", "accumulated_loss"),
     depends_on=("batch-isolation", "loss-shift", "loss-reduction", "loss-ignore-index"),
 )
-@torch.no_grad()
 def gradient_accumulation(ctx: CheckContext) -> CaseResult:
     """Catches gradient accumulation that differs from the full batch: short micro-batches weigh as much as long ones.
 
@@ -339,7 +335,7 @@ def activation_checkpointing(ctx: CheckContext) -> Iterator[CaseResult]:
             for dropout in dropouts if p is not None else ():
                 stack.enter_context(patch.object(dropout, "p", p))
             base = gradients(False)
-            diff = ctx.compare(lambda: gradients(False), lambda: gradients(True), first_result=base, with_grad=True)
+            diff = ctx.compare(lambda: gradients(False), lambda: gradients(True), first_result=base)
         condition = "" if p is None else f" with dropout {p:g}"
         yield diff.expect_equal(
             passed=f"loss and gradients are the same with activation checkpointing{condition}",

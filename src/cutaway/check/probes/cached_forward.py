@@ -22,7 +22,6 @@ def chunk_sizes(seq_len: int, chunk_size: int, first_chunk: int = 0) -> list[int
     return [first_chunk] * (first_chunk > 0) + [chunk_size] * num_chunks + [remainder] * (remainder > 0)
 
 
-@torch.no_grad()
 def forward_in_chunks(ctx: CheckContext, tokens: Tensor, sizes: Sequence[int]) -> tuple[Tensor, list[int]]:
     """Run a cached forward pass in chunks of these sizes; return the logits and their positions.
 
@@ -41,7 +40,6 @@ def forward_in_chunks(ctx: CheckContext, tokens: Tensor, sizes: Sequence[int]) -
     return torch.cat(logits, 1), positions
 
 
-@torch.no_grad()
 def compare_in_chunks(
     ctx: CheckContext, tokens: Tensor, sizes: Sequence[int], full_logits: Tensor
 ) -> tuple[Difference, int]:

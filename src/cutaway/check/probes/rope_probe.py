@@ -91,7 +91,7 @@ def trace_rope_layers(ctx: CheckContext, *, beyond_length: int | None = None) ->
     seq_len = len(probed)
     positions = torch.tensor([probed], device=model.device)
     tokens = ctx.random_tokens(1, 1).expand(-1, seq_len).contiguous()
-    with torch.no_grad(), ScaleTracer(model.module) as tracer:
+    with ScaleTracer(model.module) as tracer:
         if model.logits_with_positions is None:
             ctx.logits(tokens)
         else:
