@@ -250,8 +250,7 @@ def adapt_cutaway_model(model: nn.Module, seed: int) -> CheckedModel:
 
 def _set_config_properties(checked: CheckedModel, config: Config) -> None:
     """Set the number of layers, windows, maximum length and position properties of `checked` from the configuration."""
-    stack = config.stacks.get("decoder") or config.stacks["encoder"]
-    checked.num_layers = len(stack.blocks)
+    checked.num_layers = len(self_attention_configs(config))
     set_attention_properties(checked, config)
     lengths = [getattr(stack_config.embedding.position, "length", None) for stack_config in config.stacks.values()]
     lengths += [_rope_switch_length(layer) for layer in self_attention_configs(config)]

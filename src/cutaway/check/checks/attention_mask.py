@@ -7,7 +7,7 @@ from torch import Tensor
 from cutaway.check.checked_model import require
 from cutaway.check.context import CheckContext
 from cutaway.check.probes.op_tracer import AttentionCall, OpTracer
-from cutaway.check.probes.padded_batch import choose_lengths, choose_pad_token, masked_positions, pad_rows
+from cutaway.check.probes.padded_batch import choose_lengths, masked_positions, pad_rows
 from cutaway.check.registry import register_check
 from cutaway.check.report.finding import CaseResult, SkipCheckError, failure, success
 
@@ -60,16 +60,14 @@ def mask_polarity(ctx: CheckContext) -> Iterator[CaseResult]:
     confused.
     Fix: invert the mask (~mask) where it is passed on, and name it after the meaning of True.
     """
-    model = ctx.model
-    logits_with_mask, logits = require(model.logits_with_mask), ctx.logits
+    logits_with_mask, logits = require(ctx.model.logits_with_mask), ctx.logits
     short_len, seq_len = choose_lengths(ctx)
     row = ctx.random_tokens(1, short_len)
     other_row = ctx.replace_tokens(row, slice(0, short_len - 1))
-    pad_token_id = choose_pad_token(ctx)
-    tokens, mask = pad_rows([row], seq_len, "left", pad_token_id)
-    other_tokens, _ = pad_rows([other_row], seq_len, "left", pad_token_id)
+    tokens, mask = pad_rows(ctx, [row], seq_len, "left")
+    other_tokens, _ = pad_rows(ctx, [other_row], seq_len, "left")
     base = logits(row)[:, -1]
-    with OpTracer(model.module) as tracer:
+    with OpTracer(ctx.model.module) as tracer:
         out = logits_with_mask(tokens, mask)[:, -1]
     if ctx.compare_expecting_difference(
         lambda: logits(row)[:, -1], lambda: logits(other_row)[:, -1], first_result=base

@@ -9,7 +9,7 @@ from cutaway.check.checked_model import require
 from cutaway.check.context import CheckContext, TensorFunction
 from cutaway.check.module_state import preserve_state
 from cutaway.check.probes.embedding_gradients import forward_with_offset
-from cutaway.check.probes.padded_batch import choose_lengths, choose_pad_token, pad_rows
+from cutaway.check.probes.padded_batch import choose_lengths, pad_rows
 from cutaway.check.registry import register_check
 from cutaway.check.report.finding import CaseResult, SkipCheckError, failure, skipped, success
 
@@ -27,8 +27,7 @@ def batch_isolation(ctx: CheckContext) -> Iterator[CaseResult]:
     Cause: a reshape mixes the batch axis with heads or time, or a mean, norm or expert capacity is over all rows.
     Fix: keep the batch as the first axis; transpose before a view, and compute statistics per row.
     """
-    model, tokens = ctx.model, ctx.random_tokens(3, min(8, ctx.seq_len))
-    logits = ctx.logits
+    logits, tokens = ctx.logits, ctx.random_tokens(3, min(8, ctx.seq_len))
     base = logits(tokens)
     for row in (0, 2) if not ctx.is_slow else (0,):
         other = ctx.replace_tokens(tokens)
@@ -41,7 +40,7 @@ def batch_isolation(ctx: CheckContext) -> Iterator[CaseResult]:
         )
         if not diff.within_tolerance:
             return
-    if model.module is not None:
+    if ctx.model.module is not None:
         try:
             yield from _check_gradient_isolation(ctx, tokens)
         except SkipCheckError as error:  # the logits are checked nevertheless
@@ -50,8 +49,7 @@ def batch_isolation(ctx: CheckContext) -> Iterator[CaseResult]:
 
 def _check_gradient_isolation(ctx: CheckContext, tokens: Tensor) -> Iterator[CaseResult]:
     """Check the gradients of one row's logits in eval and training mode, and of a loss with labels in one row only."""
-    model = ctx.model
-    logits, loss = ctx.logits, model.loss
+    logits, loss = ctx.logits, ctx.model.loss
 
     def row_logits() -> Tensor:
         return logits(tokens)[1].float().logsumexp(-1).sum()
@@ -109,26 +107,23 @@ def batch_invariance(ctx: CheckContext) -> Iterator[CaseResult]:
     Cause: a branch on the batch size (`if len(x) > 1`), a squeeze of an axis of size one, or mixed rows.
     Fix: use the same code for one row and many: no branch on the batch size, and squeeze(dim) only on fixed axes.
     """
-    model, length = ctx.model, min(12, ctx.seq_len)
-    logits = ctx.logits
+    logits, length = ctx.logits, min(12, ctx.seq_len)
     for batch_size in (2, 5) if not ctx.is_slow else (2,):
-        tokens, rows = ctx.random_tokens(batch_size, length), [0, batch_size - 1]
+        tokens, ends = ctx.random_tokens(batch_size, length), [0, batch_size - 1]
         diff = ctx.compare(
-            lambda: logits(tokens)[rows], lambda: torch.cat([logits(tokens[row : row + 1]) for row in rows])
+            lambda: logits(tokens)[ends], lambda: torch.cat([logits(tokens[row : row + 1]) for row in ends])
         )
         yield diff.expect_equal(
             passed=f"rows in a batch of {batch_size} give the same logits as alone",
             failed=f"rows in a batch of {batch_size} give other logits than alone",
-            location=f"row {rows[diff.index[0]]}, position {diff.index[1]}",
+            location=f"row {ends[diff.index[0]]}, position {diff.index[1]}",
         )
         if not diff.within_tolerance:
             return
-    if model.logits_with_mask is not None:
-        logits_with_mask = model.logits_with_mask
+    if (logits_with_mask := ctx.model.logits_with_mask) is not None:
         short_len, seq_len = choose_lengths(ctx)
-        tokens, mask = pad_rows(
-            [ctx.random_tokens(1, short_len), ctx.random_tokens(1, short_len)], seq_len, "left", choose_pad_token(ctx)
-        )
+        rows = [ctx.random_tokens(1, short_len), ctx.random_tokens(1, short_len)]
+        tokens, mask = pad_rows(ctx, rows, seq_len, "left")
         diff = ctx.compare(
             lambda: logits_with_mask(tokens, mask)[:, -short_len:],
             lambda: torch.cat(

@@ -8,7 +8,7 @@ from torch import Tensor
 from cutaway.check.checked_model import require
 from cutaway.check.context import CheckContext
 from cutaway.check.probes.op_tracer import OpTracer
-from cutaway.check.probes.padded_batch import choose_lengths, choose_pad_token, masked_positions, pad_rows
+from cutaway.check.probes.padded_batch import choose_lengths, masked_positions, pad_rows
 from cutaway.check.registry import register_check
 from cutaway.check.report.finding import CaseResult, failure, success
 
@@ -98,7 +98,7 @@ def cross_attention_padding(ctx: CheckContext) -> Iterator[CaseResult]:
     short_len, seq_len = choose_lengths(ctx)
     rows = [_random_source_tokens(ctx, 1, length) for length in (seq_len, short_len)]
     tokens = ctx.random_tokens(2, min(6, ctx.seq_len))
-    source, mask = pad_rows(rows, seq_len, "right", choose_pad_token(ctx))
+    source, mask = pad_rows(ctx, rows, seq_len, "right")
 
     def alone() -> Tensor:
         return torch.cat([logits_with_source(row, None, tokens[n : n + 1]) for n, row in enumerate(rows)])

@@ -132,8 +132,7 @@ def eval_dropout(ctx: CheckContext) -> CaseResult:
     Cause: F.dropout without training=self.training, dropout_p in a fused kernel, or a module that eval() misses.
     Fix: use nn.Dropout, or pass training=self.training (and dropout_p=0.0 in eval) to the function.
     """
-    model = ctx.model
-    with OpTracer(model.module) as tracer, _RandomMaskTracer(tracer) as random_masks:
+    with OpTracer(ctx.model.module) as tracer, _RandomMaskTracer(tracer) as random_masks:
         ctx.logits(ctx.random_tokens())
     for dropout in tracer.dropouts:
         if dropout.training and dropout.p > 0:

@@ -46,15 +46,13 @@ def cache_decode(ctx: CheckContext) -> Iterator[CaseResult]:
     Cause: positions do not continue from the cache length, or keys are stored twice or before RoPE.
     Fix: number new tokens from the cache length, store each key once and as it is used, and mask by positions.
     """
-    logits = ctx.logits
     max_len, no_prompt_len, num_decoded = (10, 8, 3) if ctx.is_slow else (_LONG_SEQ_LEN, 12, 6)
     sequence = ctx.random_tokens(2, min(max_len, ctx.model.max_seq_len or max_len))
     prompt_len = max(0, sequence.shape[1] - num_decoded)
     for path, first_chunk in (("token by token", 0), ("token by token after a prompt", prompt_len)):
         tokens = sequence if first_chunk else sequence[:, :no_prompt_len]
-        base = logits(tokens)
         sizes = chunk_sizes(tokens.shape[1], 1, first_chunk)
-        diff, position = compare_in_chunks(ctx, tokens, sizes, base)
+        diff, position = compare_in_chunks(ctx, tokens, sizes, ctx.logits(tokens))
         if not diff.within_tolerance:
             message = f"decoded {path}, the logits at position {position} differ from those of one forward pass"
             wrong_position = infer_wrong_position(ctx, tokens, sizes, position)

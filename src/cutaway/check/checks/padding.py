@@ -11,7 +11,6 @@ from cutaway.check.probes.embedding_gradients import forward_with_offset
 from cutaway.check.probes.op_tracer import OpTracer
 from cutaway.check.probes.padded_batch import (
     choose_lengths,
-    choose_pad_token,
     forward_rows_alone,
     locate_token,
     pad_rows,
@@ -39,12 +38,11 @@ def fully_masked_row(ctx: CheckContext) -> Iterator[CaseResult]:
     Cause: softmax over -inf only is 0/0; its output is discarded, but its gradient is not.
     Fix: leave fully masked queries one visible key and zero the result, or use a kernel that returns zeros for them.
     """
-    model = ctx.model
-    logits_with_mask, logits = require(model.logits_with_mask), ctx.logits
+    logits_with_mask, logits = require(ctx.model.logits_with_mask), ctx.logits
     short_len, seq_len = choose_lengths(ctx)
     row = ctx.random_tokens(1, short_len)
     side = "right" if _unsupported_side_reason(ctx, "left") else "left"
-    tokens, mask = pad_rows([row, row], seq_len, side, choose_pad_token(ctx))
+    tokens, mask = pad_rows(ctx, [row, row], seq_len, side)
     empty_mask = mask.clone()
     empty_mask[1] = False
     real = slice(0, short_len) if side == "right" else slice(-short_len, None)
@@ -99,10 +97,9 @@ def _row_gradients(
 
 def _check_padded_rows(ctx: CheckContext, side: str) -> Iterator[CaseResult]:
     """Compare each row of a padded batch of three lengths with the row alone, without and with gradients."""
-    model = ctx.model
-    logits_with_mask, logits = require(model.logits_with_mask), ctx.logits
+    logits_with_mask, logits = require(ctx.model.logits_with_mask), ctx.logits
     (rows, seq_len), base = _ragged_rows_with_logits(ctx)
-    tokens, mask = pad_rows(rows, seq_len, side, choose_pad_token(ctx))
+    tokens, mask = pad_rows(ctx, rows, seq_len, side)
     for path in ("", " with gradients"):
 
         def padded_logits(path: str = path) -> Tensor:
@@ -180,7 +177,7 @@ def padding_leak(ctx: CheckContext) -> Iterator[CaseResult]:
         if side == "left" and ctx.model.positions_from_pad_token:
             yield skipped("left padding: positions are derived from the pad token")
             continue
-        tokens, mask = pad_rows(rows, seq_len, side, choose_pad_token(ctx))
+        tokens, mask = pad_rows(ctx, rows, seq_len, side)
         other = torch.where(mask, tokens, ctx.random_tokens(len(rows), seq_len))
         diff = ctx.compare(
             lambda: select_real_tokens(forward(tokens, mask), mask),
@@ -219,8 +216,8 @@ def moe_padding(ctx: CheckContext) -> Iterator[CaseResult]:
     num_pads = min(_MAX_EXTRA_PADDING, (model.max_seq_len or _MAX_EXTRA_PADDING + seq_len) - short_len)
     right_only = model.kind != "decoder" and not model.positions_skip_padding and not model.relative_positions
     for side in ["right"] if right_only or model.positions_from_pad_token else ["left", "right"]:
-        few, few_mask = pad_rows([row, row], short_len + 1, side, int(row[0, -1]))
-        many, many_mask = pad_rows([row, row], short_len + num_pads, side, int(row[0, -1]))
+        few, few_mask = pad_rows(ctx, [row, row], short_len + 1, side, int(row[0, -1]))
+        many, many_mask = pad_rows(ctx, [row, row], short_len + num_pads, side, int(row[0, -1]))
         diff = ctx.compare(
             lambda: logits_with_mask(few, few_mask)[few_mask], lambda: logits_with_mask(many, many_mask)[many_mask]
         )
@@ -229,15 +226,13 @@ def moe_padding(ctx: CheckContext) -> Iterator[CaseResult]:
             failed=f"{num_pads} padding tokens on the {side} instead of one change the routing of real tokens",
             location=f"position {diff.index[0] % short_len}",
         )
-    if model.load_balancing_loss is not None:
-        loss = model.load_balancing_loss
-        pad_token_id = choose_pad_token(ctx)
+    if (loss := model.load_balancing_loss) is not None:
         rows = [row, ctx.random_tokens(1, short_len - 1)]
-        tokens, mask = pad_rows(rows, seq_len, "right", pad_token_id)
+        tokens, mask = pad_rows(ctx, rows, seq_len, "right")
         other = torch.where(mask, tokens, ctx.random_tokens(2, seq_len))
         for change, other_tokens, other_mask in (
             ("the tokens in padding", other, mask),
-            ("the amount of padding", *pad_rows(rows, seq_len + 1, "right", pad_token_id)),
+            ("the amount of padding", *pad_rows(ctx, rows, seq_len + 1, "right")),
         ):
             if other_tokens.shape[1] > (model.max_seq_len or 1 << 30):
                 continue

@@ -178,8 +178,7 @@ def gradient_flow(ctx: CheckContext) -> Iterator[CaseResult]:
     Cause: detach(), no_grad(), .data or torch.tensor(…) cuts the graph, or reentrant checkpointing does.
     Fix: use the parameter itself in every op between it and the loss, with gradients enabled.
     """
-    module = ctx.module
-    require_uncompiled(module)
+    require_uncompiled(ctx.module)
     params = _trainable_parameters(ctx)
     tokens, loss, stats = _collect_gradient_stats(ctx)
     not_finite = [name for name, stat in stats.items() if not stat.is_finite]

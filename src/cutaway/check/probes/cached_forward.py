@@ -47,10 +47,9 @@ def compare_in_chunks(
 
     Returns the difference and the first position where it exceeds the tolerance.
     """
-    logits = ctx.logits
     out, positions = forward_in_chunks(ctx, tokens, sizes)
     diff = ctx.compare(
-        lambda: logits(tokens)[:, positions],
+        lambda: ctx.logits(tokens)[:, positions],
         lambda: forward_in_chunks(ctx, tokens, sizes)[0],
         first_result=full_logits[:, positions],
         second_result=out,
@@ -66,8 +65,7 @@ def first_position_beyond(first: Tensor, second: Tensor, tolerance: float) -> in
 
 def locate_divergence(ctx: CheckContext, tokens: Tensor, sizes: Sequence[int], position: int) -> str:
     """Text with `position`, where chunked and full logits differ, and the first module whose output differs there."""
-    model = ctx.model
-    logits_with_cache, logits = require(model.logits_with_cache), ctx.logits
+    logits_with_cache, logits = require(ctx.model.logits_with_cache), ctx.logits
     cache, start = None, 0
     for end, size in zip(accumulate(sizes), sizes, strict=True):
         start = end - size
