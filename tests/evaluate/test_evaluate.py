@@ -198,7 +198,7 @@ def test_causal_lm_errors() -> None:
         ("not str", rope, [3], {}),
         ("surrogate", rope, ["ab\ud800"], {}),
         ("no tokenizer", no_tokenizer, [TEXT], {}),
-        ("ids 0 to 199", small_vocab, ["a日"], {}),
+        ("ids, 0 to 199", small_vocab, ["a日"], {}),
         ("positions for 64 tokens", learned, [TEXT], {"context": 65}),
         ("context is 0", rope, [TEXT], {"context": 0}),
         ("stride is 21", rope, [TEXT], {"context": 20, "stride": 21}),
@@ -364,7 +364,7 @@ def test_seq2seq_errors() -> None:
     cases: list[tuple[str, Any, Any]] = [
         ("not an encoder-decoder", small_checkpoint(), PAIRS),
         ("pairs is empty", t5, []),
-        ("pair 0 is 'one'", t5, ["one"]),
+        ("pair 0 must be a tuple .source, target. of two strings, not 'one'", t5, ["one"]),
         ("pair 1 has an empty source or target", t5, [("a", "b"), ("", "c")]),
         ("no decoder start token", no_start, PAIRS),
     ]

@@ -50,11 +50,13 @@ def check(
     if preflight:
         selected = [entry for entry in selected if entry.preflight]
     if budget <= 0:
-        raise InputError(f"budget is {budget}; it is a time in seconds, so pass a positive number, such as 30")
+        raise InputError(
+            f"budget is {budget}, but it must be a time above 0 seconds; pass a positive number, such as 30"
+        )
     start, module = time.monotonic(), _find_module(model, overrides)
     num_params = _SINGLE_THREAD_MAX_PARAMS if module is None else count_parameters(module)
     preserved = nullcontext() if module is None else preserve_state(module)
-    with preserved, _preserve_process_state(num_params, seed):
+    with preserved, _preserve_process_state(num_params, seed), torch.no_grad():
         checked = build_checked_model(model, overrides, seed=seed)
         report = _run_checks(CheckContext(checked, seed=seed, budget=budget), selected, progress)
     report.seconds = time.monotonic() - start
@@ -62,7 +64,10 @@ def check(
 
 
 def _find_module(model: object, overrides: Mapping[str, object]) -> nn.Module | None:
-    """The nn.Module in `overrides`, or else the model itself or a checkpoint's model; None if there is no module."""
+    """The nn.Module to check: the override `module`, `model` itself, or the attribute `model` of a checkpoint.
+
+    None if there is no nn.Module, as for a function.
+    """
     source = overrides.get("module", model)
     module = source if isinstance(source, nn.Module) else getattr(source, "model", None)
     return module if isinstance(module, nn.Module) else None
@@ -88,7 +93,10 @@ def _preserve_process_state(num_params: int, seed: int) -> Iterator[None]:
 
 
 def _run_checks(ctx: CheckContext, checks: list[Check], progress: ProgressCallback | None) -> Report:
-    """Run checks on a model. Low-precision models are checked in fp32 first, then in their own dtype."""
+    """Run the checks and return a report. The weights of a bf16 or fp16 model are upcast to fp32 for most checks.
+
+    Checks with `native_dtype` then run in the model's own dtype.
+    """
     model, dtype = ctx.model, require(ctx.model.dtype)
     upcast = dtype in LOW_PRECISION_DTYPES and can_upcast(model)
     findings: dict[str, Finding] = {}
@@ -115,8 +123,11 @@ def _run_checks(ctx: CheckContext, checks: list[Check], progress: ProgressCallba
 
 
 def _calibrate_context(ctx: CheckContext) -> None:
-    """Measure noise and time of the first forward passes. If one raises, raise InputError with a hint: the token ids or
-    the sequence length are the likely reason."""
+    """Measure the rounding noise and the time of a forward pass.
+
+    If the model raises an exception, raise InputError with a hint: the likely reason is a token id or a sequence length
+    that the model does not support.
+    """
     try:
         ctx.calibrate()
     except CutawayError:
@@ -131,7 +142,7 @@ def _calibrate_context(ctx: CheckContext) -> None:
 
 
 def _run_check(check: Check, ctx: CheckContext, failed_dependencies: list[str]) -> Finding:
-    """Run one check and return its finding: the case result with the worst verdict."""
+    """Run one check, and return the worst of its case results (a failure, else a warning) as the finding."""
     start = time.monotonic()
     if reason := _skip_reason(check, ctx, failed_dependencies):
         return Finding(check.name, "skip", f"skipped: {reason}", docs_path=check.docs_path)
@@ -157,7 +168,7 @@ def _run_check(check: Check, ctx: CheckContext, failed_dependencies: list[str]) 
 
 
 def _skip_reason(check: Check, ctx: CheckContext, failed_dependencies: list[str]) -> str | None:
-    """Why a check does not run (model kind, missing function, failed dependency, time budget); None if it runs."""
+    """Why a check is skipped: model kind, missing function, failed dependency or time budget. None if it runs."""
     if ctx.model.kind not in check.kinds:
         return f"for {' and '.join(f'{kind}s' for kind in check.kinds)} only"
     available = set(ctx.model.available_functions())

@@ -25,13 +25,13 @@ TokensFunction = Callable[[Tensor, Tensor], Tensor]
 
 
 def require(value: T | None) -> T:
-    """Return a function or property of the model, which must be set: checks do not run if a required one is missing."""
+    """Return a field of `CheckedModel` that must not be None. Checks whose required fields are None do not run."""
     assert value is not None
     return value
 
 
 def count_parameters(module: nn.Module) -> int:
-    """Number of parameters."""
+    """Number of elements of all parameters of a module."""
     return sum(param.numel() for param in module.parameters())
 
 
@@ -56,7 +56,8 @@ class CheckedModel:
     logits_with_positions: TokensFunction | None = None
     """tokens, positions (B, T) → logits."""
     logits_with_documents: TokensFunction | None = None
-    """tokens, document ids (B, T) such as 0, 0, 1, 1, 1 → logits of packed documents, each the same as if alone."""
+    """tokens, document ids (B, T) such as 0, 0, 1, 1, 1 → logits of packed documents.
+    The logits of each document must be the same as if it were alone."""
     logits_with_cache: CachedForward | None = None
     """tokens, cache (None at first) → logits of these tokens, updated cache."""
     generate: GenerateFunction | None = None
@@ -94,7 +95,7 @@ class CheckedModel:
     reload_logits: Callable[[], LogitsFunction] | None = None
     """() → logits function of the model after saving and loading."""
     set_activation_checkpointing: Callable[[bool], None] | None = None
-    """Enables or disables activation checkpointing."""
+    """True or False → None; enables or disables activation checkpointing in the model."""
     reference_logits: LogitsFunction | None = None
     """tokens → logits of the same model in another implementation."""
     build_module: Callable[[], nn.Module] | None = None
@@ -118,7 +119,7 @@ class CheckedModel:
     tied_embeddings: bool | None = None
     """Whether the output head shares the embedding matrix."""
     attention_scale: float | None = None
-    """Factor on q·k; default 1/sqrt(d_head)."""
+    """Factor that q·k is multiplied by; None means 1/sqrt(d_head)."""
     rope: Mapping[str, object] | None = None
     """RoPE parameters with the field names of cutaway's configuration: theta, rotary_dim, layout, scaling."""
     has_positions: bool = True
@@ -138,6 +139,7 @@ class CheckedModel:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     dtype: torch.dtype | None = None
     trained: bool | None = None
+    """Whether the model is trained; None if unknown. The check initial-loss is for untrained models only."""
 
     def available_functions(self) -> list[str]:
         """Names of the functions that are set."""
@@ -171,9 +173,12 @@ class ReloadedModel:
     difference: Difference = field(default_factory=lambda: Difference(0.0, 0.0, ()))
     """Difference between the logits of the original and of the reloaded model."""
     rounded_constants: list[str] = field(default_factory=list)
-    """Names of constant tensors of the original that equal the reloaded ones after rounding these to bf16 or fp16."""
+    """Names of constant tensors whose values in the original model are the reloaded values, rounded to bf16 or fp16.
+
+    Constant tensors are non-persistent buffers and frozen parameters.
+    """
     changed_constants: list[str] = field(default_factory=list)
-    """Names of constant tensors of the original that differ from the reloaded ones in another way."""
+    """Names of constant tensors whose values differ between the two models, but not by rounding to bf16 or fp16."""
     error: str = ""
     """The exception raised by saving or loading, if any."""
     reference_difference: Difference | None = None
@@ -181,3 +186,4 @@ class ReloadedModel:
     find_divergent_layer: Callable[[nn.Module, Tensor, float], str | None] | None = None
     """module, tokens, noise ratio → the first layer whose output differs from the reference implementation's."""
     divergent_layer: str | None = None
+    """Result of `find_divergent_layer`, if the logits differ from those of the reference implementation."""

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import wraps
 from typing import TypeVar, cast
 
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from cutaway.check.checked_model import CheckedModel, count_parameters, require
 from cutaway.check.numerics import NOISE_MARGIN, Difference, RoundingNoise, max_difference, max_finite_abs
 from cutaway.check.probes.op_tracer import AttentionCall, OpTracer
-from cutaway.check.report.finding import CaseResult, SkipCheckError
+from cutaway.check.report.finding import SkipCheckError
 
 _DEFAULT_SEQ_LEN, _SLOW_MODEL_SEQ_LEN, _LOW_PRECISION_SEQ_LEN = 16, 8, 6
 """Sequence lengths of the random tokens: default, for slow models, and in a model's own low-precision dtype."""
@@ -51,7 +50,7 @@ class CheckContext:
         self.allowed_tokens = torch.tensor(allowed or list(range(vocab_size)))
         self.seq_len = min(_DEFAULT_SEQ_LEN, model.max_seq_len or _DEFAULT_SEQ_LEN)
         self.uses_trig = True
-        """Whether the last traced forward pass computed cos or sin."""
+        """Whether the last `trace_attention` recorded a cos or sin call; True before the first one."""
         self.memo: dict[tuple[object, float], object] = {}
         """Results of `compute_once`."""
 
@@ -82,11 +81,14 @@ class CheckContext:
 
     # comparisons
     def switch_to_dtype(self, dtype: torch.dtype) -> None:
-        """Continue in a low-precision dtype: scale the noise to its eps, and shorten sequences (CPUs can be slow)."""
+        """Use the tolerances and sequence lengths of a model in bf16 or fp16.
+
+        `noise_ratio`, measured in fp32, is multiplied by the ratio of the two machine epsilons. Sequences become
+        shorter, because a CPU can be slow in these dtypes.
+        """
         self.noise_ratio *= torch.finfo(dtype).eps / torch.finfo(torch.float32).eps
         self.seq_len = min(self.seq_len, _LOW_PRECISION_SEQ_LEN // 2 if self.is_slow else _LOW_PRECISION_SEQ_LEN)
 
-    @torch.no_grad()
     def calibrate(self) -> None:
         """Measure the rounding noise and the time of a forward pass on one sequence of the default length."""
         tokens = self.random_tokens()
@@ -104,7 +106,10 @@ class CheckContext:
             self.seq_len = min(self.seq_len, _SLOW_MODEL_SEQ_LEN)
 
     def measure_noise(self, compute: TensorFunction, reference: Tensor | None = None) -> float:
-        """The largest change of a result when it is recomputed with random rounding of each matrix product."""
+        """Recompute a result with random rounding of each matrix product; return its largest absolute change.
+
+        `reference` is the result without random rounding; if it is None, it is computed.
+        """
         reference = compute() if reference is None else reference
         worst = torch.zeros((), device=reference.device)
         for run in range(_NUM_NOISE_RUNS if self.seconds_per_forward < _SINGLE_NOISE_RUN_SECONDS else 1):
@@ -123,33 +128,35 @@ class CheckContext:
         *,
         first_result: Tensor | None = None,
         second_result: Tensor | None = None,
-        with_grad: bool = False,
     ) -> Difference:
-        """Compare two computations of the same result; `first_result` and `second_result` are passed if known.
+        """Compare two computations that must give the same result.
+
+        If the result of a computation is already known, it is passed as `first_result` or `second_result`.
 
         The tolerance is `NOISE_MARGIN` times the noise from `calibrate`. If the difference exceeds the tolerance, the
         noise of these two computations is measured too, and the largest noise determines the tolerance.
         """
-        with nullcontext() if with_grad else torch.no_grad():
-            a = compute_first() if first_result is None else first_result
-            b = compute_second() if second_result is None else second_result
-            if a.shape != b.shape:
-                raise SkipCheckError(f"cannot compare results of shapes {tuple(a.shape)} and {tuple(b.shape)}")
-            if a.numel() == 0:
-                return Difference(0.0, 0.0, ())
-            diff = max_difference(a, b)
-            diff.tolerance = self.rounding_tolerance(a, b)
-            if diff.within_tolerance or diff.max_abs == float("inf"):  # rounding does not turn a number into NaN
-                return diff
-            noise = max(self.measure_noise(compute_first, a), self.measure_noise(compute_second, b))
-            diff.tolerance = max(diff.tolerance, NOISE_MARGIN * noise)
+        a = compute_first() if first_result is None else first_result
+        b = compute_second() if second_result is None else second_result
+        if a.shape != b.shape:
+            raise SkipCheckError(f"cannot compare results of shapes {tuple(a.shape)} and {tuple(b.shape)}")
+        if a.numel() == 0:
+            return Difference(0.0, 0.0, ())
+        diff = max_difference(a, b)
+        diff.tolerance = self.rounding_tolerance(a, b)
+        if diff.within_tolerance or diff.max_abs == float("inf"):  # rounding does not turn a number into NaN
             return diff
+        noise = max(self.measure_noise(compute_first, a), self.measure_noise(compute_second, b))
+        diff.tolerance = max(diff.tolerance, NOISE_MARGIN * noise)
+        return diff
 
-    @torch.no_grad()
     def compare_expecting_difference(
         self, compute_first: TensorFunction, compute_second: TensorFunction, *, first_result: Tensor
     ) -> Difference:
-        """Compare two results that must differ. The noise is not measured if the difference is clearly larger."""
+        """Compare two results that must differ.
+
+        Their noise is measured only if the difference does not clearly exceed the tolerance from `calibrate`.
+        """
         second = compute_second()
         if first_result.shape != second.shape:
             return Difference(float("inf"), 0.0, ())
@@ -161,7 +168,7 @@ class CheckContext:
         return self.compare(compute_first, compute_second, first_result=first_result)
 
     def compare_runs(self, first: Tensor, second: Tensor, rerun: TensorFunction) -> Difference:
-        """Compare two runs of one forward pass, which are usually equal bit for bit.
+        """Compare two runs of one forward pass, which are usually equal bit for bit. `rerun` runs it once more.
 
         The tolerance has an upper limit. If the model is random or keeps state, the runs that measure the noise change
         too, and this change must not count as rounding.
@@ -176,21 +183,6 @@ class CheckContext:
         """`NOISE_MARGIN` times `noise_ratio` times the largest finite absolute value of the results."""
         return NOISE_MARGIN * (self.noise_ratio * max(map(max_finite_abs, results)))
 
-    def expect_equal(self, diff: Difference, *, passed: str, failed: str, location: str | None = None) -> CaseResult:
-        """Pass if the difference is within its tolerance, otherwise fail."""
-        if diff.within_tolerance:
-            return diff.success(passed)
-        return diff.failure(failed, location)
-
-    def expect_different(
-        self, diff: Difference, *, passed: str, failed: str, location: str | None = None
-    ) -> CaseResult:
-        """Pass if the difference exceeds its tolerance, otherwise fail."""
-        if not diff.within_tolerance:
-            return diff.success(passed)
-        return diff.failure(failed, location)
-
-    @torch.no_grad()
     def trace_attention(self, tokens: Tensor) -> list[AttentionCall]:
         """Record every attention call of one forward pass, in order."""
         with OpTracer(self.model.module) as tracer:

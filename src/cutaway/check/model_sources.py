@@ -62,8 +62,10 @@ def import_factory(source: str, folder: Path | None = None) -> Any:
 
 
 def build_from_factory(source: str, factory: object, *, seed: int = 0) -> ModelAndOverrides:
-    """Seed torch and call the factory without arguments; return the model and the overrides. A model, dict or tuple is
-    not called."""
+    """Return the model that a factory builds, and the overrides that it returns with the model.
+
+    A function is called without arguments, after torch is seeded. A model, dict or tuple is used as it is.
+    """
     if not isinstance(factory, nn.Module | CheckedModel | dict | tuple) and callable(factory):
         torch.manual_seed(seed)
         try:
@@ -84,7 +86,10 @@ def build_from_factory(source: str, factory: object, *, seed: int = 0) -> ModelA
 
 
 def _parse_overrides(source: str, model: object, overrides: dict[Any, object]) -> ModelAndOverrides:
-    """Separate the module from the other overrides. `build_checked_model` validates their names later."""
+    """Return the model and the overrides. If `model` is None, the model is the override `module`, which is removed.
+
+    `build_checked_model` validates the names of the overrides later.
+    """
     invalid = [name for name in overrides if not isinstance(name, str)]
     if invalid:
         raise InputError(

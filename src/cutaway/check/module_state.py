@@ -1,7 +1,7 @@
 """Context managers that change a module temporarily (dtype, weights, training mode), and size limits for copies."""
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
@@ -37,10 +37,9 @@ def can_upcast(model: CheckedModel) -> bool:
 
 
 @contextmanager
-def swap_tensors(module: nn.Module | None, replace: Callable[[Tensor], Tensor | None]) -> Iterator[None]:
-    """Replace the data of weights and buffers by `replace(data)`, unless that is None; restore the data on exit."""
+def swap_tensors(tensors: Iterable[Tensor], replace: Callable[[Tensor], Tensor | None]) -> Iterator[None]:
+    """Replace the data of each tensor by `replace(data)`, unless that is None; restore the data on exit."""
     originals: list[tuple[Tensor, Tensor]] = []
-    tensors = [] if module is None else [*module.parameters(), *module.buffers()]
     try:
         for tensor in {id(tensor): tensor for tensor in tensors}.values():
             changed = replace(tensor.data)
@@ -55,7 +54,8 @@ def swap_tensors(module: nn.Module | None, replace: Callable[[Tensor], Tensor | 
 
 def upcast_to_fp32(module: nn.Module | None) -> AbstractContextManager[None]:
     """Convert bf16 and fp16 weights to fp32 while the context is active."""
-    return swap_tensors(module, lambda data: data.float() if data.dtype in LOW_PRECISION_DTYPES else None)
+    tensors = [] if module is None else [*module.parameters(), *module.buffers()]
+    return swap_tensors(tensors, lambda data: data.float() if data.dtype in LOW_PRECISION_DTYPES else None)
 
 
 @contextmanager
@@ -76,29 +76,26 @@ def fork_rng() -> AbstractContextManager[None]:
     return torch.random.fork_rng(devices=range(torch.cuda.device_count()))
 
 
-@contextmanager
-def perturb_weights(module: nn.Module, generator: torch.Generator) -> Iterator[None]:
-    """Add small random noise to the weights of a small model while the context is active."""
+def perturb_weights(module: nn.Module, generator: torch.Generator) -> AbstractContextManager[None]:
+    """Add small random noise to the trainable weights while the context is active.
+
+    Models with more than `MAX_PERTURBED_PARAMS` trainable parameters stay unchanged.
+    """
     trainable = [param for param in module.parameters() if param.requires_grad and param.is_floating_point()]
     if sum(param.numel() for param in trainable) > MAX_PERTURBED_PARAMS:
         trainable = []
-    with add_noise(trainable, _PERTURBATION_SCALE, generator):
-        yield
+    return add_noise(trainable, _PERTURBATION_SCALE, generator)
 
 
-@contextmanager
-def add_noise(params: Sequence[nn.Parameter], scale: float, generator: torch.Generator) -> Iterator[None]:
-    """Add random noise of `scale` times each parameter's RMS while the context is active."""
-    originals = [(param, param.data) for param in params]
-    try:
-        for param, data in originals:
-            rms = float(data.float().square().mean().sqrt()) or 1.0
-            noise = torch.randn(data.shape, generator=generator).to(data.device)
-            param.data = (data.float() + scale * rms * noise).to(data.dtype)
-        yield
-    finally:
-        for param, data in originals:
-            param.data = data
+def add_noise(params: Sequence[nn.Parameter], scale: float, generator: torch.Generator) -> AbstractContextManager[None]:
+    """Add normal noise, whose standard deviation is `scale` times a parameter's RMS, while the context is active."""
+
+    def perturb(data: Tensor) -> Tensor:
+        rms = float(data.float().square().mean().sqrt()) or 1.0
+        noise = torch.randn(data.shape, generator=generator).to(data.device)
+        return (data.float() + scale * rms * noise).to(data.dtype)
+
+    return swap_tensors(params, perturb)
 
 
 class BufferSnapshot:
@@ -114,7 +111,7 @@ class BufferSnapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Restore the buffers and their values."""
+        """Put the original buffers back into the module, with the values that they had when copied."""
         for submodule, name, buffer, value in self._entries:
             submodule._buffers[name] = buffer
             if not torch.equal(buffer, value.to(buffer.dtype)):
@@ -123,7 +120,7 @@ class BufferSnapshot:
 
 @contextmanager
 def preserve_state(module: nn.Module, *, training: bool = False) -> Iterator[None]:
-    """Set training or eval mode; restore the training flags, buffers and gradients on exit."""
+    """Set the module to training or eval mode; restore its training flags, buffers and gradients on exit."""
     flags = {submodule: submodule.training for submodule in module.modules()}
     gradients = {param: param.grad for param in module.parameters()}
     buffers = BufferSnapshot(module)
@@ -139,7 +136,7 @@ def preserve_state(module: nn.Module, *, training: bool = False) -> Iterator[Non
 
 
 def copy_parameters(module: nn.Module) -> None:
-    """Copy the parameters to memory. Those of a loaded model are mapped from files that are deleted next."""
+    """Copy the parameters into memory, so that the checkpoint files that they are memory-mapped from can be deleted."""
     for param in module.parameters():
         param.data = param.data.clone()
 

@@ -25,7 +25,7 @@ LOW_PRECISION_DTYPES = (torch.bfloat16, torch.float16)
 
 
 NOISE_MARGIN = 10.0
-"""Factor between the noise and the tolerance of a comparison."""
+"""Tolerance of a comparison divided by the measured rounding noise."""
 
 
 _PERTURBED_OPS = (
@@ -105,9 +105,13 @@ class Difference:
         """A failed case with this difference as the measured value."""
         return CaseResult("fail", message, self.max_abs, self.tolerance, location, cause, fix)
 
+    def expect_equal(self, *, passed: str, failed: str, location: str | None = None) -> CaseResult:
+        """A passed case if the difference is within its tolerance, otherwise a failed case, with these messages."""
+        return self.success(passed) if self.within_tolerance else self.failure(failed, location)
+
 
 def max_difference(a: Tensor, b: Tensor) -> Difference:
-    """Largest absolute difference between two tensors and its index. A pair with only one NaN differs by infinity."""
+    """Largest absolute difference between two tensors and its index. NaN and a number differ by infinity."""
     a, b = a.detach().float(), b.detach().float()
     diff = (a - b).abs()
     diff = torch.where(a.isnan() & b.isnan() | (a == b), 0.0, diff)

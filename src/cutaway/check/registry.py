@@ -2,6 +2,8 @@
 
 import difflib
 import fnmatch
+import inspect
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib import import_module
@@ -27,12 +29,7 @@ class Check:
     """A registered check: the bug it catches, its requirements, and the function that runs it."""
 
     name: str
-    catches: str
-    """The bug that the check finds."""
-    cause: str
-    """The usual cause of a failure."""
-    fix: str
-    """How to fix the usual cause."""
+    run: CheckFunction
     needs: tuple[str, ...]
     """Names of the CheckedModel functions that the check requires; `a|b` means that one of the two is enough."""
     kinds: tuple[str, ...]
@@ -43,9 +40,14 @@ class Check:
     """Whether the check runs in the model's own dtype. Other checks run in fp32 if the weights are bf16 or fp16."""
     depends_on: tuple[str, ...]
     """Names of checks that find the same bug closer to its cause. If one of them fails, this check is skipped."""
-    run: CheckFunction
-    description: str = ""
-    """How the check works: the docstring of its function."""
+    catches: str
+    """The bug that the check finds."""
+    description: str
+    """How the check works."""
+    cause: str
+    """The usual cause of a failure."""
+    fix: str
+    """How to fix the usual cause."""
 
     @property
     def docs_path(self) -> str:
@@ -53,28 +55,37 @@ class Check:
 
 
 CHECKS: dict[str, Check] = {}
+_DOCSTRING = re.compile(r"Catches (.*?)\.\n\n(.*)\n\nCause: (.*?)\.\nFix: (.*)\.", re.DOTALL)
+"""Docstring of a check function: the fields catches, description, cause and fix of `Check`."""
 
 
 def register_check(
     name: str,
     *,
-    catches: str,
-    cause: str,
-    fix: str,
     needs: tuple[str, ...] = ("logits",),
     kinds: tuple[str, ...] = ALL_KINDS,
     preflight: bool = False,
     native_dtype: bool = False,
     depends_on: tuple[str, ...] = (),
 ) -> Callable[[CheckFunction], CheckFunction]:
-    """Decorator that registers a function as a check."""
+    """Decorator that registers a function as a check, which runs under torch.no_grad(). See `Check` for the arguments.
+
+    The other fields of `Check` are read from the function's docstring:
+
+        Catches <the bug that the check finds>.
+
+        <How the check works>
+
+        Cause: <the usual cause of a failure>.
+        Fix: <how to fix the usual cause>.
+    """
 
     def register(run: CheckFunction) -> CheckFunction:
-        assert name not in CHECKS, name
-        description = " ".join((run.__doc__ or "").split())
-        CHECKS[name] = Check(
-            name, catches, cause, fix, needs, kinds, preflight, native_dtype, depends_on, run, description
-        )
+        parts = _DOCSTRING.fullmatch(inspect.getdoc(run) or "")
+        if parts is None:
+            raise InputError(f"the docstring of the check {name} does not have the form that register_check describes")
+        texts = (" ".join(part.split()) for part in parts.groups())
+        CHECKS[name] = Check(name, run, needs, kinds, preflight, native_dtype, depends_on, *texts)
         return run
 
     return register
@@ -88,7 +99,7 @@ def get_checks() -> dict[str, Check]:
 
 
 def get_check(name: str) -> Check:
-    """A check by its name."""
+    """Return the check with this name, or raise InputError that suggests a similar name."""
     checks = get_checks()
     if name not in checks:
         similar = difflib.get_close_matches(name, checks, 1)
@@ -98,8 +109,11 @@ def get_check(name: str) -> Check:
 
 
 def select_checks(only: Iterable[str] | None, skip: Iterable[str] | None) -> list[Check]:
-    """Select checks by name, by the first part of the name (`cache` selects all `cache-…`), or by a pattern
-    (`causality*`)."""
+    """Return the checks in `only` (all checks if it is None) that are not in `skip`, in the order in which they run.
+
+    Each item of `only` and `skip` is a name, the first part of a name (`cache` for all `cache-…`), or a pattern
+    (`causality*`).
+    """
     checks = get_checks()
 
     def match(names: Iterable[str]) -> set[str]:

@@ -76,7 +76,7 @@ class Calibration:
 
     @property
     def bins(self) -> list[dict[str, float]]:
-        """One row per non-empty bin: limits, count, mean confidence and accuracy."""
+        """One dict per non-empty bin, with the keys low, high (its limits), count, confidence (mean) and accuracy."""
         size = len(self.bin_counts)
         columns = zip(self.bin_counts, self.bin_confidence_sums, self.bin_correct, strict=True)
         rows = []
@@ -171,14 +171,19 @@ def evaluate_calibration(
         shapes = f"confidence has shape {confidences.shape} and correct {hits.shape}"
         raise InputError(f"{shapes}; pass arrays of equal, non-empty shapes")
     if not ((confidences >= 0) & (confidences <= 1)).all() or not np.isin(hits, (0, 1)).all():
-        raise InputError("a value is invalid; pass confidence from 0 to 1, and correct as booleans")
+        raise InputError(
+            "confidence has a value outside 0 to 1, or correct one other than 0 and 1; pass probabilities and booleans"
+        )
     return bin_predictions(confidences.reshape(-1), hits.reshape(-1), num_bins)
 
 
 def bin_predictions(
     confidence: NDArray[np.float64], correct: NDArray[np.float64], num_bins: int = NUM_BINS
 ) -> Calibration:
-    """Bin predictions; both arrays are (N,). A bin includes its lower, not its upper limit; the last includes 1."""
+    """Count predictions in confidence bins; both arrays are (N,).
+
+    A bin includes its lower limit, but not its upper one. Only the last bin includes its upper limit, 1.
+    """
     bins = np.minimum((confidence * num_bins).astype(np.int64), num_bins - 1)
     counts = tuple(map(int, np.bincount(bins, minlength=num_bins)))
     confidence_sums = tuple(map(float, np.bincount(bins, confidence, num_bins)))

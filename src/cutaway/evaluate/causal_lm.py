@@ -18,10 +18,9 @@ import torch
 from numpy.typing import NDArray
 
 from cutaway.errors import InputError
-from cutaway.evaluate.results import CausalLMResult
+from cutaway.evaluate.results import CausalLMResult, EvalResult
 from cutaway.evaluate.token_loss import (
     ProgressFn,
-    TokenLossSum,
     check_texts,
     check_token_ids,
     pad_rows,
@@ -84,12 +83,14 @@ def evaluate_causal_lm(
         windows += sliding_windows(index, len(ids), first_target, context, stride)
     score = partial(_score_windows, model, documents)
     total = score_batches(model, windows, lambda window: window.end - window.start, score, batch_size, progress)
-    num_tokens = sum(len(ids) - first_target for ids in documents)
-    return CausalLMResult(total.total_nll, num_tokens, total.calibration, num_bytes, len(documents), context, stride)
+    return CausalLMResult(
+        **vars(total), num_bytes=num_bytes, num_documents=len(documents), context=context, stride=stride
+    )
 
 
 def _encode_documents(tokenizer: Tokenizer, texts: Iterable[str]) -> tuple[list[TokenIds], int, int]:
-    """Return the ids of the texts that have a token to score, the index of the first scored token, and scored bytes."""
+    """Return the token ids of each text with a token to score, the index of the first scored token in each text, and
+    the number of UTF-8 bytes of all scored tokens."""
     prefix, _ = special_prefix_and_suffix(tokenizer)
     first_target = max(1, len(prefix))
     documents, num_bytes = [], 0
@@ -126,7 +127,7 @@ def sliding_windows(document: int, num_tokens: int, first_target: int, context: 
         start += stride
 
 
-def _score_windows(model: DecoderOnly, documents: list[TokenIds], windows: list[Window]) -> TokenLossSum:
+def _score_windows(model: DecoderOnly, documents: list[TokenIds], windows: list[Window]) -> EvalResult:
     """Return the summed loss of the tokens that these windows score."""
     tokens, padding_mask = pad_rows([documents[w.document][w.start : w.end] for w in windows], model.device)
     x = model.hidden_states(tokens, padding_mask)  # (B, T, d)

@@ -90,7 +90,7 @@ def from_logits(name: str, values: ArrayLike) -> Distribution:
 
 
 def _check_no_element(name: str, x: Array, invalid: Array, reason: str) -> None:
-    """Raise with the first element for which `invalid` is true."""
+    """Raise InputError that names the first element of x for which `invalid` is True, if there is one."""
     if not bool(invalid.any()):
         return
     index = [int(i) for i in array_namespace(x).argwhere(invalid)[0]]
@@ -130,7 +130,7 @@ def as_numpy(name: str, values: Array, description: str) -> NDArray[np.float64]:
 
 
 def resolve_pair(p: Operand, q: Operand) -> tuple[Distribution, Distribution]:
-    """Return two distributions over the same outcomes in the same order."""
+    """Convert two operands to distributions over the same outcomes in the same order."""
     p.check()
     q.check()
     if p.samples is not None and q.samples is not None:
@@ -145,7 +145,7 @@ def resolve_pair(p: Operand, q: Operand) -> tuple[Distribution, Distribution]:
 
 
 def _match_backends(p: Distribution, q: Distribution) -> tuple[Distribution, Distribution]:
-    """Check that the shapes broadcast. If either is a tensor, convert both to tensors on the same device."""
+    """Check that the shapes of p and q broadcast. If either is a tensor, convert both to tensors on the same device."""
     if p.p.shape[-1] != q.p.shape[-1]:
         raise InputError(f"p has {p.p.shape[-1]} outcomes and q {q.p.shape[-1]}; pass the same outcomes for both")
     try:
@@ -198,7 +198,7 @@ def _from_class_samples(operand: Operand, reference: Distribution) -> Distributi
 
 
 def log_prob_of_class(target: Array, q: Distribution) -> Array:
-    """Return log q(target) for each distribution."""
+    """Return log q(target) in nats for each distribution of q. `target` is one class index, or one per distribution."""
     outcomes, shape = q.p.shape[-1], tuple(q.p.shape[:-1])
     classes = target.detach().cpu().numpy() if is_tensor(target) else np.asarray(target)
     if classes.dtype.kind not in "iu":

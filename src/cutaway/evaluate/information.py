@@ -140,7 +140,9 @@ def _cross_entropy_nats(p: Operand, q: Operand, target: int | ArrayLike | None) 
     p.check(target=target)
     q.check()
     if q.samples is not None:
-        raise InputError("target is a class index, but q_samples have no indices; pass q or q_logits")
+        raise InputError(
+            "a class index as target needs class probabilities, which q_samples do not give; pass q or q_logits"
+        )
     return 0.0 - dist.log_prob_of_class(target, q.distribution())
 
 
@@ -164,7 +166,7 @@ def _mutual_information_of_samples(samples: Samples | None, bias_correction: boo
 
 
 def _to_float_if_scalar(value: Array) -> Any:
-    """Convert a scalar to float. Return an array with axes unchanged."""
+    """Convert a 0-d array or tensor to float; return any other array unchanged."""
     if getattr(value, "ndim", 0):
         return value
     return float(value.detach() if is_tensor(value) else value)

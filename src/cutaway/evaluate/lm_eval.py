@@ -66,7 +66,9 @@ class CutawayLM(LM):
             check_positive_int("batch_size", self.batch_size)
         first = self.tokenizer.bos_token_id if self.tokenizer.bos_token_id is not None else self.tokenizer.eos_token_id
         if first is None:
-            raise InputError("this tokenizer has no bos or eos token to score a text's first token after; use another")
+            raise InputError(
+                "this tokenizer has no bos or eos token, which must precede a text's first token; use another tokenizer"
+            )
         self.prefix_token_id = first
         self._device = model.device
 
@@ -131,7 +133,8 @@ class CutawayLM(LM):
         return self.tokenizer.encode(text, add_special_tokens=special)
 
     def encode_pair(self, context: str, continuation: str) -> LoglikelihoodRequest:
-        """Tokenize context and continuation as one text. Spaces at the end of the context go to the continuation."""
+        """Tokenize context and continuation as one text, and split the ids. Spaces between them belong to the
+        continuation."""
         if not context:
             ids = self.tok_encode(continuation, special=False)
             ids = ids if ids[:1] == [self.prefix_token_id] else [self.prefix_token_id, *ids]

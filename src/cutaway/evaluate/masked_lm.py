@@ -7,10 +7,9 @@ import torch
 
 from cutaway.argument_checks import check_seed
 from cutaway.errors import InputError
-from cutaway.evaluate.results import MaskedLMResult
+from cutaway.evaluate.results import EvalResult, MaskedLMResult
 from cutaway.evaluate.token_loss import (
     ProgressFn,
-    TokenLossSum,
     check_texts,
     check_token_ids,
     pad_rows,
@@ -70,11 +69,11 @@ def evaluate_masked_lm(
     check_token_ids(max(max(ids) for ids, _ in chunks), model.config.vocab_size)
     score = partial(_score_chunks, model, mask_token_id)
     total = score_batches(model, chunks, lambda chunk: len(chunk[0]), score, batch_size, progress)
-    num_tokens = sum(len(masked) for _, masked in chunks)
-    return MaskedLMResult(total.total_nll, num_tokens, total.calibration, total.num_correct, num_documents, context)
+    num_correct = sum(total.calibration.bin_correct)
+    return MaskedLMResult(**vars(total), num_correct=num_correct, num_documents=num_documents, context=context)
 
 
-def _score_chunks(model: EncoderOnly, mask_token_id: int, chunks: list[_MaskedChunk]) -> TokenLossSum:
+def _score_chunks(model: EncoderOnly, mask_token_id: int, chunks: list[_MaskedChunk]) -> EvalResult:
     """Return the summed loss of the masked tokens."""
     assert model.head is not None
     tokens, padding_mask = pad_rows([ids for ids, _ in chunks], model.device)

@@ -6,10 +6,9 @@ from typing import NamedTuple
 import torch
 
 from cutaway.errors import InputError
-from cutaway.evaluate.results import Seq2SeqResult
+from cutaway.evaluate.results import EvalResult, Seq2SeqResult
 from cutaway.evaluate.token_loss import (
     ProgressFn,
-    TokenLossSum,
     check_token_ids,
     pad_rows,
     require_tokenizer,
@@ -53,15 +52,14 @@ def evaluate_seq2seq(
         raise InputError("pairs is empty; pass at least one (source, target)")
     num_matches = 0
 
-    def score(batch: list[_EncodedPair]) -> TokenLossSum:
+    def score(batch: list[_EncodedPair]) -> EvalResult:
         nonlocal num_matches
         loss_sum = _score_pairs(model, batch)
         num_matches += _count_exact_matches(checkpoint, batch, batch_size) if exact_match else 0
         return loss_sum
 
     total = score_batches(model, encoded, lambda pair: max(map(len, pair[:2])), score, batch_size, progress)
-    num_tokens = sum(len(pair.target) - 1 for pair in encoded)
-    return Seq2SeqResult(total.total_nll, num_tokens, total.calibration, num_matches, len(encoded))
+    return Seq2SeqResult(**vars(total), num_exact_matches=num_matches, num_pairs=len(encoded))
 
 
 def _encode_pair(
@@ -77,7 +75,7 @@ def _encode_pair(
     if generation_config.decoder_start_token_id is None:
         raise InputError("no decoder start token is known; set decoder_start_token_id in the generation config")
     if isinstance(pair, str) or len(pair) != 2:
-        raise InputError(f"pair {pair_index} is {pair!r:.60}; pass (source, target)")
+        raise InputError(f"pair {pair_index} must be a tuple (source, target) of two strings, not {pair!r:.60}")
     source, target = map(tokenizer.encode, pair)
     text = tokenizer.decode(target)
     eos_token_id = generation_config.eos_token_ids[0] if generation_config.eos_token_ids else None
@@ -98,7 +96,7 @@ def _encode_pair(
     return _EncodedPair(source, target, text)
 
 
-def _score_pairs(model: EncoderDecoder, pairs: list[_EncodedPair]) -> TokenLossSum:
+def _score_pairs(model: EncoderDecoder, pairs: list[_EncodedPair]) -> EvalResult:
     source, source_mask = pad_rows([pair.source for pair in pairs], model.device)
     target, target_mask = pad_rows([pair.target[:-1] for pair in pairs], model.device)
     x = model.hidden_states(source, target, source_mask, target_mask)  # (B, T, d)

@@ -16,7 +16,8 @@ from torch.nn import functional as F
 
 from cutaway.argument_checks import check_positive_int
 from cutaway.errors import InputError, WeightError
-from cutaway.evaluate.calibration import Calibration, bin_predictions
+from cutaway.evaluate.calibration import bin_predictions
+from cutaway.evaluate.results import EvalResult
 from cutaway.generate.engine.model_runner import eval_mode
 from cutaway.model import Transformer
 from cutaway.tokenizer import Tokenizer
@@ -35,14 +36,6 @@ _TokenRow = Sequence[int] | NDArray[np.uint32]
 Item = TypeVar("Item")
 
 
-class TokenLossSum(NamedTuple):
-    total_nll: float
-    num_correct: int
-    """Number of targets that were the most likely token."""
-    calibration: Calibration
-    """Calibration of the most likely token at each position."""
-
-
 class TokenLosses(NamedTuple):
     nll: Float[Tensor, " N"]
     """−log p of each target."""
@@ -54,22 +47,21 @@ class TokenLosses(NamedTuple):
 
 def sum_token_losses(
     head: nn.Module, x: Float[Tensor, "N d"], targets: Int[Tensor, " N"], vocab_size: int
-) -> TokenLossSum:
-    """Return −Σ log p(target) (summed in float64), correct predictions and calibration. `x` is the head's input."""
+) -> EvalResult:
+    """Return −Σ log p(target) (summed in float64) and calibration. `x` is the head's input."""
     losses = compute_token_losses(head, x, targets, vocab_size)
-    correct = losses.correct.cpu().double().numpy()
-    calibration = bin_predictions(losses.confidence.cpu().double().numpy(), correct)
-    return TokenLossSum(float(losses.nll.double().sum()), int(correct.sum()), calibration)
+    confidence, correct = losses.confidence.cpu().double().numpy(), losses.correct.cpu().double().numpy()
+    return EvalResult(float(losses.nll.double().sum()), len(targets), bin_predictions(confidence, correct))
 
 
 def score_batches(
     model: Transformer,
     items: Sequence[Item],
     length: Callable[[Item], int],
-    score: Callable[[list[Item]], TokenLossSum],
+    score: Callable[[list[Item]], EvalResult],
     batch_size: int | None,
     progress: ProgressFn | None,
-) -> TokenLossSum:
+) -> EvalResult:
     """Batch the items (at least one), call `score` on each batch in evaluation mode, and return the sum."""
     sums, done = [], 0
     with evaluation_mode(model):
@@ -80,13 +72,13 @@ def score_batches(
                 progress(done, len(items))
     total_nll = math.fsum(part.total_nll for part in sums)
     calibration = reduce(add, (part.calibration for part in sums))
-    return TokenLossSum(total_nll, sum(part.num_correct for part in sums), calibration)
+    return EvalResult(total_nll, sum(part.num_tokens for part in sums), calibration)
 
 
 def compute_token_losses(
     head: nn.Module, x: Float[Tensor, "N d"], targets: Int[Tensor, " N"], vocab_size: int
 ) -> TokenLosses:
-    """Return the loss of each target. `x` is the head's input; only one chunk of logits is in memory at a time."""
+    """Return the loss of each target. `x` is the head's input. The logits are computed in chunks, to save memory."""
     chunk = max(1, MAX_LOGITS_PER_CHUNK // vocab_size)
     nll, correct, confidence = [], [], []
     for start in range(0, len(x), chunk):
@@ -140,7 +132,7 @@ def pad_rows(rows: Sequence[_TokenRow], device: torch.device) -> tuple[Int[Tenso
 
 
 def resolve_length(name: str, value: int | None, default: int, maximum: int | None, reason: str) -> int:
-    """Return the value, or the default if it is None. Raise unless it is an integer from 1 to `maximum`."""
+    """Return `value`, or `default` if it is None. Raise InputError unless `value` is an integer from 1 to `maximum`."""
     if value is None:
         return default
     check_positive_int(name, value)
@@ -181,4 +173,6 @@ def special_prefix_and_suffix(tokenizer: Tokenizer) -> tuple[list[int], list[int
 
 def check_token_ids(max_id: int, vocab_size: int) -> None:
     if max_id >= vocab_size:
-        raise InputError(f"token id {max_id} is not one of the model's ids 0 to {vocab_size - 1}; use its tokenizer")
+        raise InputError(
+            f"token id {max_id} is not one of the model's ids, 0 to {vocab_size - 1}; use the model's own tokenizer"
+        )

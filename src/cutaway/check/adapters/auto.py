@@ -22,7 +22,7 @@ _FIELD_NAMES = {entry.name for entry in fields(CheckedModel)}
 
 
 def build_checked_model(model: object, overrides: dict[str, object], *, seed: int) -> CheckedModel:
-    """Build a `CheckedModel` from a model; `overrides` replace what the adapter sets."""
+    """Build a `CheckedModel` from a model or function. `overrides` replace fields that the adapter has set."""
     unknown = overrides.keys() - _FIELD_NAMES
     if unknown:
         raise InputError(
@@ -36,7 +36,7 @@ def build_checked_model(model: object, overrides: dict[str, object], *, seed: in
 
 
 def _adapt_any(source: object, overrides: dict[str, object], seed: int) -> CheckedModel:
-    """Apply the adapter for the type of `source`."""
+    """Select the adapter by the type of `source`, and return the `CheckedModel` that it builds."""
     model = source if isinstance(source, nn.Module) else getattr(source, "model", source)  # a checkpoint has a model
     if isinstance(model, nn.Module) and isinstance(getattr(model, "_orig_mod", model), Transformer):
         return adapt_cutaway_model(model, seed)
@@ -53,7 +53,6 @@ def _adapt_any(source: object, overrides: dict[str, object], seed: int) -> Check
     )
 
 
-@torch.no_grad()
 def _infer_properties(checked: CheckedModel) -> None:
     """Run a forward pass on two tokens, validate its output, and infer device, dtype, vocab_size and max_seq_len."""
     if checked.logits is None and checked.attention is not None:
@@ -94,7 +93,7 @@ def _infer_properties(checked: CheckedModel) -> None:
 
 
 def _probe_max_seq_len(checked: CheckedModel, token: int) -> int | None:
-    """Find the maximum sequence length by binary search; None if sequences of _MAX_PROBED_SEQ_LEN work."""
+    """Find the maximum sequence length by binary search; None if it is at least _MAX_PROBED_SEQ_LEN."""
     if checked.device.type != "cpu":  # an index error on a GPU breaks the CUDA context: use the embedding sizes instead
         submodules = checked.module.modules() if checked.module is not None else ()
         sizes = [submodule.num_embeddings for submodule in submodules if isinstance(submodule, nn.Embedding)]

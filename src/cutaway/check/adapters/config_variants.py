@@ -64,14 +64,17 @@ def variant_state_dict(module: nn.Module, seed: int) -> dict[str, Tensor]:
 
 
 def validate_same_shapes(module: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
-    """Raise ValueError if the changed field also changes tensor shapes, because the model then cannot ignore it."""
+    """Raise ValueError if the module's tensors have other shapes than those in `state_dict`.
+
+    A config field that changes tensor shapes needs no further test, because the model cannot ignore it.
+    """
     shapes = {name: tensor.shape for name, tensor in module.state_dict().items()}
     if shapes != {name: tensor.shape for name, tensor in state_dict.items()}:
         raise ValueError("the changed value gives tensors of other shapes, so the field cannot be ignored")
 
 
 def iter_config_changes(node: Node | list[Any], path: Path, d_model: int) -> Iterator[tuple[Path, object]]:
-    """Yield (path, changed value) of each config field that affects the logits."""
+    """Yield (path, changed value) for each field under `node` that affects the logits. `path` is that of `node`."""
     ineffective = _ineffective_keys(node, d_model) if isinstance(node, dict) else ()
     for key, value in enumerate(node) if isinstance(node, list) else node.items():
         if key in ineffective:
@@ -83,8 +86,11 @@ def iter_config_changes(node: Node | list[Any], path: Path, d_model: int) -> Ite
 
 
 def _ineffective_keys(node: Node, d_model: int) -> tuple[str, ...]:
-    """Keys that need not affect the logits: those of scores with a window of 1, positions on at most 4 dimensions, or
-    initialization and RoPE scaling."""
+    """Keys of a config node that are not changed, because they need not affect the logits.
+
+    If the window is 1, the softmax has one key, so the scores do not matter. If a head has at most 4 dimensions, its
+    positions hardly matter. In all other nodes, initialization and RoPE scaling are left out.
+    """
     if node.get("window") == 1:
         return "position", "scale", "softcap", "qk_norm"
     if "heads" in node and (node.get("d_rope") or node.get("d_head") or d_model // node["heads"]) <= 4:
@@ -93,7 +99,7 @@ def _ineffective_keys(node: Node, d_model: int) -> tuple[str, ...]:
 
 
 def _changed_cutaway_value(node: Node, key: str, value: Any) -> object:
-    """A changed value that must change the logits; None if the field need not affect them."""
+    """Another value for `node[key]` that must change the logits; None if the field need not affect them."""
     kind = node.get("kind")
     changed: dict[str, object] = {
         "eps": _pick_other(value, _LARGE_EPS, 1.0),
@@ -129,7 +135,8 @@ def _changed_cutaway_value(node: Node, key: str, value: Any) -> object:
 
 
 def find_config_values(config: TransformersConfig, key: str) -> list[tuple[str, TransformersConfig, object]]:
-    """(path, config that holds it, value) of a field. A nested configuration gives one entry for each of its fields."""
+    """(path, config with the field, value) of a field that is set. If its value is a config, one triple for each of its
+    fields."""
     value: Any = getattr(config, key, None)
     if hasattr(value, "to_dict"):
         return [(f"{key}.{name}", value, item) for name, item in value.to_dict().items() if item is not None]
@@ -137,7 +144,7 @@ def find_config_values(config: TransformersConfig, key: str) -> list[tuple[str, 
 
 
 def changed_transformers_value(config: TransformersConfig, key: str, value: object) -> object:
-    """A changed value that must change the logits; None if the field need not affect them."""
+    """Another value for the config field `key` that must change the logits; None if it need not affect them."""
     score_fields = ("rope_parameters", "attn_logit_softcapping", "query_pre_attn_scalar", "attention_multiplier")
     if getattr(config, "sliding_window", None) == 1 and key in score_fields:
         return None  # softmax over one key ignores the scores
@@ -162,7 +169,8 @@ def changed_transformers_value(config: TransformersConfig, key: str, value: obje
 
 
 def _changed_rope_parameters(config: TransformersConfig, value: Node) -> Node | None:
-    """RoPE parameters with another theta for all layer types; None if at most 4 dimensions are rotated."""
+    """RoPE parameters with another theta in every layer type without RoPE scaling; None if there is no such layer type,
+    or if at most 4 dimensions are rotated."""
     head_dim = getattr(config, "head_dim", None) or getattr(config, "qk_rope_head_dim", None)
     head_dim = head_dim or config.hidden_size // getattr(config, "num_attention_heads", 1)
     changed = deepcopy(value)

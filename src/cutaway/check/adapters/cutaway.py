@@ -58,7 +58,7 @@ def _load_from_meta(model: Transformer) -> nn.Module:
 
 
 def _build_config_variants(model: Transformer, seed: int) -> ConfigVariants:
-    """For each config field that affects the logits, a function that builds the model with another value."""
+    """Map each config field that affects the logits to a function that builds the model with another value of it."""
     state_dict = variant_state_dict(model, seed)
     full_config = model.config.model_dump(mode="json")
     variants = {"": partial(_logits_with_config, model, to_dict(model.config), state_dict, seed)}
@@ -87,7 +87,10 @@ def _logits_with_config(
 
 
 def _add_activation_checkpointing(checked: CheckedModel, model: Transformer) -> None:
-    """Set `set_activation_checkpointing`, but no loss: the preflight of training passes its own loss as `loss=`."""
+    """Set `checked.set_activation_checkpointing`.
+
+    `checked.loss` is not set, because the preflight of training passes its own loss function as `loss=`.
+    """
     original = {name: stack.activation_checkpointing for name, stack in model.stacks.items()}
 
     def set_enabled(enabled: bool) -> None:
@@ -108,11 +111,8 @@ _DraftModel = Transformer | NgramConfig
 def _add_cache_functions(
     checked: CheckedModel, model: Transformer, forward: _ForwardWithCache, source: Tensor | None = None
 ) -> None:
-    """Set the cache and generation functions; an encoder-decoder generates from a fixed source."""
+    """Set the functions of `checked` that use a KV cache or generate. An encoder-decoder generates from `source`."""
     source_row = None if source is None else source[0].tolist()
-
-    def generate(rows: list[list[int]], n: int, draft: _DraftModel | None = None) -> Tensor:
-        return torch.tensor([_generate_one(model, row, n, source_row, draft) for row in rows], device=model.device)
 
     def step(tokens: Tensor, cache: Cache | None) -> tuple[Tensor, Cache]:
         cache = model.new_cache(len(tokens), 512) if cache is None else cache
@@ -130,14 +130,14 @@ def _add_cache_functions(
 
     def speculate(tokens: Tensor, n: int) -> Tensor:
         """Use n-gram drafts for even rows, and drafts of the model itself, which are all accepted, for odd rows."""
-        return torch.cat(
-            [generate([row], n, model if index % 2 else NgramConfig()) for index, row in enumerate(tokens.tolist())]
-        )
+        drafts = [model if index % 2 else NgramConfig() for index in range(len(tokens))]
+        rows = zip(tokens.tolist(), drafts, strict=True)
+        return torch.cat([_generate(model, [row], n, source_row, draft) for row, draft in rows])
 
     checked.logits_with_cache = step
-    checked.generate = lambda tokens, n: generate(tokens.tolist(), n)
+    checked.generate = lambda tokens, n: torch.cat([_generate(model, [row], n, source_row) for row in tokens.tolist()])
     if source_row is None:
-        checked.generate_padded = lambda tokens, mask, n: _generate_batch(
+        checked.generate_padded = lambda tokens, mask, n: _generate(
             model, [row[real].tolist() for row, real in zip(tokens, mask, strict=True)], n
         )
     checked.beam_search, checked.generate_speculative, checked.sample = search_beams, speculate, _sample_tokens
@@ -148,61 +148,45 @@ def _add_cache_functions(
         )
 
 
-def _greedy_params(max_new_tokens: int) -> SamplingParams:
-    return SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True)
-
-
-def _generate_one(
+def _generate(
     model: Transformer,
-    prompt: list[int],
+    prompts: list[list[int]],
     max_new_tokens: int,
-    source: list[int] | None,
-    draft_model: _DraftModel | None,
-) -> list[int]:
-    """Generate from one prompt; for an encoder-decoder, the prompt is the start of the decoder's sequence."""
-    has_encoder = isinstance(model, EncoderDecoder)
+    source: list[int] | None = None,
+    draft_model: _DraftModel | None = None,
+) -> Tensor:
+    """Generate greedily from prompts of any lengths in one batch; return the new tokens (B, max_new_tokens).
+
+    For an encoder-decoder, `source` is the input of the encoder, and a prompt is the start of the decoder's sequence.
+    All prompts must then start with the same token.
+    """
     config = EngineConfig(
         model,
-        max_num_seqs=1,
-        max_model_len=len(prompt) + max_new_tokens,
+        max_num_seqs=len(prompts),
+        max_model_len=max(map(len, prompts)) + max_new_tokens,
         max_source_len=len(source or [0]),
         compile=False,
-        decoder_start_token_id=prompt[0] if has_encoder else None,
+        decoder_start_token_id=None if source is None else prompts[0][0],
     )
     engine = Engine(config) if draft_model is None else SpeculativeDecoder(config, draft_model=draft_model)
-    output_prefix = prompt[1:] if has_encoder else []
-    params = _greedy_params(max_new_tokens + len(output_prefix))
-    request = engine.submit(source or prompt, params, seed=0, output_prefix=output_prefix)
-    _run_engine(engine, model)
-    return request.result().tokens[len(output_prefix) :]
-
-
-def _generate_batch(model: Transformer, prompts: list[list[int]], max_new_tokens: int) -> Tensor:
-    """Generate from prompts of different lengths in one batch."""
-    engine = Engine(
-        EngineConfig(
-            model, max_num_seqs=len(prompts), max_model_len=max(map(len, prompts)) + max_new_tokens, compile=False
-        )
-    )
-    requests = [engine.submit(prompt, _greedy_params(max_new_tokens), seed=0) for prompt in prompts]
-    _run_engine(engine, model)
-    return torch.tensor([request.result().tokens for request in requests], device=model.device)
-
-
-def _run_engine(engine: Engine | SpeculativeDecoder, model: Transformer) -> None:
-    """Step the engine until all requests are finished."""
+    requests = []
+    for prompt in prompts:
+        prefix = [] if source is None else prompt[1:]
+        params = SamplingParams(max_new_tokens=max_new_tokens + len(prefix), ignore_eos=True)
+        requests.append(engine.submit(source or prompt, params, seed=0, output_prefix=prefix))
     try:
         with eval_mode(model):
             while engine.step():
                 continue
     finally:
         engine.model_runner.release_compiled()
+    return torch.tensor([request.result().tokens[-max_new_tokens:] for request in requests], device=model.device)
 
 
 def _sample_tokens(
     logits: Tensor, num_samples: int, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None
 ) -> Tensor:
-    """Draw `num_samples` tokens, each with its own seed."""
+    """Draw `num_samples` tokens from softmax(logits / temperature), each with its own seed."""
     sampler = Sampler(num_samples, len(logits), logits.device)
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
     sampler.set_row(0, params, [], seed=0)
@@ -237,7 +221,7 @@ def _logits_with_filled_cache(
 
 
 def adapt_cutaway_model(model: nn.Module, seed: int) -> CheckedModel:
-    """Adapt a decoder, encoder or encoder-decoder."""
+    """Build the `CheckedModel` of a cutaway decoder, encoder or encoder-decoder."""
     inner = unwrap_model(model)
     assert isinstance(inner, Transformer)
     config = inner.config
@@ -265,9 +249,8 @@ def adapt_cutaway_model(model: nn.Module, seed: int) -> CheckedModel:
 
 
 def _set_config_properties(checked: CheckedModel, config: Config) -> None:
-    """Set layers, windows, lengths and position properties from the configuration."""
-    stack = config.stacks.get("decoder") or config.stacks["encoder"]
-    checked.num_layers = len(stack.blocks)
+    """Set the number of layers, windows, maximum length and position properties of `checked` from the configuration."""
+    checked.num_layers = len(self_attention_configs(config))
     set_attention_properties(checked, config)
     lengths = [getattr(stack_config.embedding.position, "length", None) for stack_config in config.stacks.values()]
     lengths += [_rope_switch_length(layer) for layer in self_attention_configs(config)]
@@ -276,13 +259,14 @@ def _set_config_properties(checked: CheckedModel, config: Config) -> None:
 
 
 def _rope_switch_length(attention: MultiHead | LatentAttention) -> int | None:
-    """The length beyond which a RoPE scaling changes the angles of all tokens; None if there is none."""
+    """The length beyond which a RoPE scaling changes the angles of all tokens; None without such a scaling."""
     scaling = getattr(attention.position, "scaling", None)
     return scaling.original_length if isinstance(scaling, DynamicNTK | LongRope) else None
 
 
 def _adapt_encoder_decoder(checked: CheckedModel, model: EncoderDecoder, seed: int) -> None:
-    """Set the functions of an encoder-decoder; checks of the decoder use a fixed random source."""
+    """Set the functions of `checked` for an encoder-decoder. Functions without a source argument use a fixed random
+    source."""
     size = model.config.source_vocab_size or model.config.vocab_size  # type: ignore[union-attr]
     source = torch.randint(size, (1, 9), generator=torch.Generator().manual_seed(seed + 1)).to(model.device)
 

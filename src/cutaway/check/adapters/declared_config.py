@@ -45,7 +45,7 @@ def attention_configs(config: Config) -> list[Any]:
 
 
 def set_attention_properties(checked: CheckedModel, config: Config) -> None:
-    """Set position and window properties from the configuration."""
+    """Set the position and window properties of `checked` from the configuration."""
     stack = config.stacks.get("decoder") or config.stacks["encoder"]
     layers = self_attention_configs(config)
     windows = {getattr(layer, "window", None) for layer in layers}

@@ -17,7 +17,11 @@ KERNEL_HEADS, KERNEL_HEAD_DIM, _KERNEL_VOCAB_SIZE = 4, 16, 64
 
 
 def adapt_module(module: nn.Module, overrides: Mapping[str, object]) -> CheckedModel:
-    """Adapt an nn.Module. An argument `targets` takes shifted labels (as in nanoGPT), `labels` unshifted ones."""
+    """Build the `CheckedModel` of an nn.Module.
+
+    If its forward has an argument `targets`, it gets shifted labels, as in nanoGPT; an argument `labels` gets unshifted
+    ones.
+    """
     checked = adapt_function(module, overrides, module.forward)
     checked.name, checked.module = type(module).__name__, module
     return checked
@@ -26,7 +30,10 @@ def adapt_module(module: nn.Module, overrides: Mapping[str, object]) -> CheckedM
 def adapt_function(
     function: Callable[..., Any], overrides: Mapping[str, object], signature: Callable[..., object] | None = None
 ) -> CheckedModel:
-    """Adapt a function tokens → logits or q, k, v → output; other arguments are recognized by name."""
+    """Build the `CheckedModel` of a function tokens → logits or q, k, v → output.
+
+    Its other arguments are recognized by the argument names of `signature`, which is the function itself by default.
+    """
     checked = CheckedModel(name=getattr(function, "__name__", type(function).__name__))
     if "logits" in overrides or "attention" in overrides:
         return checked
@@ -72,7 +79,7 @@ def argument_names(function: Callable[..., object]) -> list[str]:
 
 
 def extract_logits(output: object) -> Any:
-    """Extract the logits from a model's output (tensor, mapping, object with attributes, tuple)."""
+    """The logits in a model's output: the tensor itself, `logits`, `last_hidden_state`, or the first 3-d tensor."""
     if isinstance(output, Tensor):
         return output
     for name in ("logits", "last_hidden_state"):
@@ -82,7 +89,7 @@ def extract_logits(output: object) -> Any:
 
 
 def extract_loss(output: object) -> Any:
-    """Extract the loss from a model's output."""
+    """The loss in a model's output: `loss`, or the first 0-d tensor."""
     value = _get_field(output, "loss")
     return value if isinstance(value, Tensor) else _find_tensor(output, 0)
 
@@ -92,7 +99,7 @@ def _get_field(output: object, name: str) -> object:
 
 
 def _find_tensor(output: object, ndim: int) -> Any:
-    """The first tensor of a tuple with this number of dimensions; the output itself if there is none."""
+    """The first tensor in a tuple that has `ndim` dimensions; `output` itself if there is none."""
     items = output if isinstance(output, tuple | list) else ()
     return next((item for item in items if isinstance(item, Tensor) and item.ndim == ndim), output)
 
@@ -118,7 +125,10 @@ def logits_by_kernel(
     use_kernel: Callable[[str], AbstractContextManager[None]],
     unsupported: type[Exception],
 ) -> dict[str, LogitsFunction]:
-    """Logits function per kernel. `use_kernel` selects a kernel temporarily, and raises `unsupported` if it cannot."""
+    """Map each supported kernel name to a logits function that uses this kernel.
+
+    `use_kernel(name)` is a context manager that selects a kernel; it raises `unsupported` if the model cannot use it.
+    """
 
     def run(name: str, tokens: Tensor) -> Tensor:
         with use_kernel(name):

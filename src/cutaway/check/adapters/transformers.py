@@ -67,7 +67,7 @@ _LENGTH_DEPENDENT_ROPE_TYPES = ("dynamic", "longrope")
 
 
 def _add_attention_functions(checked: CheckedModel, model: TransformersModel) -> None:
-    """Set position and window properties (if the family is supported) and the logits per attention implementation."""
+    """Set `checked.logits_by_kernel` and, if cutaway supports the model family, position and window properties."""
     config = get_module_config(model)
     if config is not None:
         set_attention_properties(checked, config)
@@ -75,7 +75,7 @@ def _add_attention_functions(checked: CheckedModel, model: TransformersModel) ->
 
 
 def _build_kernel_logits(model: TransformersModel, logits: LogitsFunction) -> dict[str, LogitsFunction]:
-    """Logits function per supported attention implementation; empty if there is only one."""
+    """Map each attention implementation to a logits function that uses it; empty if the model supports only one."""
 
     @contextmanager
     def use_implementation(name: str) -> Iterator[None]:
@@ -97,7 +97,10 @@ def _build_kernel_logits(model: TransformersModel, logits: LogitsFunction) -> di
 
 
 def _rebuild_with_kernels(model: TransformersModel) -> dict[str, LogitsFunction]:
-    """The same for models that fix the attention implementation when built: they are rebuilt with the same weights."""
+    """Map each attention implementation to a logits function, for models that cannot change it after they are built.
+
+    Each call rebuilds the model with the same weights. Empty for large models and those without SDPA.
+    """
     is_small = count_parameters(model) <= _MAX_REBUILT_PARAMS
     if not is_small or not getattr(model, "_supports_sdpa", False) or model.config.is_encoder_decoder:
         return {}
@@ -116,7 +119,7 @@ def _rebuild_with_kernels(model: TransformersModel) -> dict[str, LogitsFunction]
 def _add_training_functions(
     checked: CheckedModel, model: TransformersModel, forward_args: list[str], forward_kwargs: dict[str, bool]
 ) -> None:
-    """Set the loss and activation checkpointing. `_adapt_encoder_decoder` sets the loss of an encoder-decoder."""
+    """Set the loss functions (not for an encoder-decoder) and `set_activation_checkpointing` of `checked`."""
     is_checkpointing = getattr(model, "is_gradient_checkpointing", False)
     if getattr(model, "supports_gradient_checkpointing", False) and not is_checkpointing:
         checked.set_activation_checkpointing = partial(_set_gradient_checkpointing, model)
@@ -189,7 +192,7 @@ def _save_and_reload(model: TransformersModel, seed: int) -> ReloadedModel:
 
 
 def _add_cutaway_reference(reloaded: ReloadedModel, model: TransformersModel, directory: Path, seed: int) -> None:
-    """Set the logits of cutaway's implementation of the saved model, or the reason why there is none."""
+    """Load the saved model with cutaway; set `reloaded.reference_logits`, or `no_reference_reason` if that fails."""
     try:
         reference = _load_cutaway_model(model, directory)
     except CutawayError as error:
@@ -230,7 +233,7 @@ def _find_divergent_layer(
     tokens: Tensor,
     noise_ratio: float,
 ) -> str | None:
-    """The first layer after which the residual streams of the two implementations differ."""
+    """The first layer after which the residual streams of the two implementations differ; None if there is none."""
     (stack,) = cutaway_model.stacks.values()
     layers = {"the embedding": stack.embed} | {f"layer {n}": block for n, block in enumerate(stack.blocks[:-1])}
     outputs: dict[str, Tensor] = {}
@@ -251,8 +254,10 @@ def _find_divergent_layer(
 
 
 def _build_config_variants(model: TransformersModel, seed: int) -> ConfigVariants:
-    """For each config field that the family table uses and that affects the logits, a function that builds the model
-    with another value."""
+    """Map each config field that affects the logits to a function that builds the model with another value of it.
+
+    Only the fields in cutaway's table of the model family are used.
+    """
     state_dict = variant_state_dict(model, seed)
     fields = families()[model.config.model_type].fields
     used = {key for field in fields if not isinstance(field, SupportedValues) for key in field.keys}
@@ -285,7 +290,7 @@ _InputBuilder = Callable[[Tensor, Tensor | None], dict[str, object]]
 
 
 def _add_generation_functions(checked: CheckedModel, model: TransformersModel, build_inputs: _InputBuilder) -> None:
-    """Set the functions that call the model's `generate`; `build_inputs` builds its arguments from tokens and mask."""
+    """Set the functions of `checked` that call `model.generate`. `build_inputs(tokens, mask)` returns its arguments."""
 
     def generate(tokens: Tensor, n: int, mask: Tensor | None = None, **generate_kwargs: int) -> Tensor:
         return _run_generate(model, n, build_inputs(tokens, mask), **generate_kwargs)[:, -n:]
@@ -366,7 +371,7 @@ def is_transformers_model(module: nn.Module) -> bool:
 
 
 def adapt_transformers_model(model: TransformersModel, seed: int) -> CheckedModel:
-    """Adapt a transformers model, depending on the arguments of its forward method."""
+    """Build the `CheckedModel` of a transformers model. Its functions depend on the arguments of `model.forward`."""
     config = model.config.get_text_config(decoder=True) if not model.config.is_encoder_decoder else model.config
     forward_args = argument_names(model.forward)
     checked = CheckedModel(name=type(model).__name__, module=model, kind=_infer_kind(model, config))
@@ -436,7 +441,7 @@ def _infer_kind(model: TransformersModel, config: TransformersConfig) -> ModelKi
 
 
 def _set_config_properties(checked: CheckedModel, config: TransformersConfig) -> None:
-    """Set vocabulary, layers, special tokens, lengths and windows from the configuration."""
+    """Set vocabulary size, number of layers, special tokens, maximum length and windows of `checked`."""
     checked.vocab_size = getattr(config, "decoder_vocab_size", None) or getattr(config, "vocab_size", None)
     checked.num_layers = getattr(config, "num_hidden_layers", None)
     checked.tied_embeddings = getattr(config, "tie_word_embeddings", None)
@@ -459,14 +464,14 @@ def _set_config_properties(checked: CheckedModel, config: TransformersConfig) ->
 
 
 def _get_token_id(config: TransformersConfig, name: str) -> int | None:
-    """A token id of the configuration, or the first id of a list; None if there is none."""
+    """The token id in a config field, or the first one if the field is a list; None if it is not set."""
     value = getattr(config, name, None)
     value = value[0] if isinstance(value, list) and value else value
     return value if isinstance(value, int) else None
 
 
 def _numbers_positions_by_mask(model: TransformersModel) -> bool:
-    """Whether the model derives positions from attention_mask itself."""
+    """Whether the model itself derives position ids from attention_mask, as OPT does."""
     embeddings = [module for name, module in model.named_modules() if name.endswith(_MASK_POSITION_EMBEDDING)]
     return any("attention_mask" in argument_names(module.forward) for module in embeddings)
 
@@ -492,7 +497,8 @@ def _seq2seq_loss(model: TransformersModel, source: Tensor, labels: Tensor) -> T
 def _adapt_encoder_decoder(
     checked: CheckedModel, model: TransformersModel, config: TransformersConfig, seed: int
 ) -> None:
-    """Set the functions of an encoder-decoder; checks of the decoder use a fixed random source."""
+    """Set the functions of `checked` for an encoder-decoder. Functions without a source argument use a fixed random
+    source."""
     source = _random_source_tokens(model, config, seed)
 
     def expand_source(tokens: Tensor) -> Tensor:

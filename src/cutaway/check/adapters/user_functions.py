@@ -22,7 +22,8 @@ class UserFunctionError(Exception):
 
 
 def validate_override(name: str, value: object) -> object:
-    """Validate an override; functions are wrapped so that their outputs are validated too."""
+    """Validate a user's value of a `CheckedModel` field, and return it. A function is wrapped, so that its outputs are
+    validated too."""
     if name == "kind" and value not in get_args(ModelKind):
         raise InputError(f"kind is {value!r}; pass one of {', '.join(get_args(ModelKind))}")
     if value is None:
@@ -42,7 +43,7 @@ def validate_override(name: str, value: object) -> object:
 
 
 def _wrap(name: str, function: _UserFunction, validate: Callable[[str, Any, Args], object]) -> _UserFunction:
-    """Wrap a function: wrong outputs, and calls that do not match its signature, raise UserFunctionError."""
+    """Wrap a user's function: wrong outputs, and calls that do not match its signature, raise UserFunctionError."""
 
     def validated(*args: Any) -> object:
         try:
@@ -58,7 +59,7 @@ def _wrap(name: str, function: _UserFunction, validate: Callable[[str, Any, Args
 
 
 def describe_value(value: object) -> str:
-    """The shape of a tensor, or the type of another value."""
+    """Text for a message: the shape of a tensor, or the type of any other value."""
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 

@@ -51,16 +51,17 @@ def _score_spread(attention: GatedAttention) -> tuple[Tensor, Tensor]:
     return (high - low).nan_to_num(0.0, 0.0, 0.0), visible.sum(-1)
 
 
-@register_check(
-    "attention-entropy",
-    catches="uniform attention (the same weight for every key), or attention on a single key in all heads",
-    cause="queries, keys or the scale are zero; or the scores are so large that the softmax is saturated",
-    fix="inspect the scale and the weights of q and k; in training, normalize queries and keys (QK-norm)",
-)
+@register_check("attention-entropy")
 def attention_entropy(ctx: CheckContext) -> Iterator[CaseResult]:
-    """Trace every attention softmax of one forward pass. A head is uniform if the scores of each query differ by at
-    most 1e-6. A layer has collapsed if at least half of the queries, over all heads, have their largest weight on
-    another key than the first, and the mean of these weights exceeds 0.995."""
+    """Catches uniform attention (the same weight for every key), or attention on a single key in all heads.
+
+    Trace every attention softmax of one forward pass. A head is uniform if the scores of each query differ by at most
+    1e-6. A layer has collapsed if at least half of the queries, over all heads, have their largest weight on another
+    key than the first, and the mean of these weights exceeds 0.995.
+
+    Cause: queries, keys or the scale are zero; or the scores are so large that the softmax is saturated.
+    Fix: inspect the scale and the weights of q and k; in training, normalize queries and keys (QK-norm).
+    """
     for call in _trace_gated_attentions(ctx):
         spread, num_keys = _score_spread(call)
         counted = num_keys >= _MIN_VISIBLE_KEYS
@@ -82,16 +83,17 @@ def attention_entropy(ctx: CheckContext) -> Iterator[CaseResult]:
     yield success("attention is neither uniform nor collapsed")
 
 
-@register_check(
-    "attention-logits",
-    catches="attention logits so large that the softmax is saturated and bf16 cannot distinguish keys",
-    cause="the scale is missing or inverted, or q and k have grown without bound in training",
-    fix="multiply q·k by 1/sqrt(d_head); in training, use QK-norm, a softcap or a lower learning rate",
-)
+@register_check("attention-logits")
 def attention_logits(ctx: CheckContext) -> CaseResult:
-    """Measure the spread (maximum minus minimum) of the visible scores of each query in every attention call of a
-    forward pass. It must not exceed 500. Near 500, neighboring bf16 numbers differ by 2, which is a factor of seven in
-    the attention weights."""
+    """Catches attention logits so large that the softmax is saturated and bf16 cannot distinguish keys.
+
+    Measure the spread (maximum minus minimum) of the visible scores of each query in every attention call of a forward
+    pass. It must not exceed 500. Near 500, neighboring bf16 numbers differ by 2, which is a factor of seven in the
+    attention weights.
+
+    Cause: the scale is missing or inverted, or q and k have grown without bound in training.
+    Fix: multiply q·k by 1/sqrt(d_head); in training, use QK-norm, a softcap or a lower learning rate.
+    """
     spreads = [(float(_score_spread(call)[0].max()), call.module) for call in _trace_gated_attentions(ctx)]
     worst, location = max(spreads)
     if worst > _MAX_LOGIT_SPREAD:
@@ -102,15 +104,16 @@ def attention_logits(ctx: CheckContext) -> CaseResult:
 _NAN_CAUSE = "weights that were not loaded or have diverged, 0/0 in a norm, or a softmax over a fully masked row"
 
 
-@register_check(
-    "fp16-overflow",
-    catches="activations beyond the range of fp16, or so close to its maximum of 65504 that other inputs overflow",
-    cause="weights of a model trained in bf16 or fp32 are used in fp16, or a factor is wrong",
-    fix="run it in bf16 or fp32, or keep the named layer in fp32",
-)
+@register_check("fp16-overflow")
 def fp16_overflow(ctx: CheckContext) -> CaseResult:
-    """Find the largest input or output of any linear layer, in fp32. An fp16 model must stay a factor of 4 below 65504;
-    for other models the message says whether fp16 would overflow."""
+    """Catches activations beyond the range of fp16, or so close to its maximum of 65504 that other inputs overflow.
+
+    Find the largest input or output of any linear layer, in fp32. An fp16 model must stay a factor of 4 below 65504;
+    for other models the message says whether fp16 would overflow.
+
+    Cause: weights of a model trained in bf16 or fp32 are used in fp16, or a factor is wrong.
+    Fix: run it in bf16 or fp32, or keep the named layer in fp32.
+    """
     calls = _trace_activations(ctx)[0].linear_calls
     if not calls:
         raise SkipCheckError("needs linear layers")
@@ -141,18 +144,18 @@ def _max_activation(call: LinearCall) -> float:
     return max((torch.inf if value != value else value for value in values), default=0.0)
 
 
-@register_check(
-    "residual-growth",
-    catches="a residual stream that explodes or vanishes from block to block",
-    cause="a missing norm, a wrong factor on a sublayer, or a missing residual connection",
-    fix="normalize the input of each sublayer, add its output to the residual stream, and check the block's scale",
-    needs=("logits", "module"),
-)
+@register_check("residual-growth", needs=("logits", "module"))
 def residual_growth(ctx: CheckContext) -> Iterator[CaseResult]:
-    """Trace the residual stream through blocks that each take the output of the previous one. The median RMS of a
-    token's vector must not grow or shrink by a factor of more than 1000 in one block, or 10⁶ in total."""
+    """Catches a residual stream that explodes or vanishes from block to block.
+
+    Trace the residual stream through blocks that each take the output of the previous one. The median RMS of a token's
+    vector must not grow or shrink by a factor of more than 1000 in one block, or 10⁶ in total.
+
+    Cause: a missing norm, a wrong factor on a sublayer, or a missing residual connection.
+    Fix: normalize the input of each sublayer, add its output to the residual stream, and check the block's scale.
+    """
     require_uncompiled(ctx.module)
-    with torch.no_grad(), trace_residual_streams(ctx.module) as streams:
+    with trace_residual_streams(ctx.module) as streams:
         ctx.logits(ctx.random_tokens())
     streams = [stream for stream in streams if len(stream.block_names) > 1]
     if not streams:
@@ -173,21 +176,24 @@ def residual_growth(ctx: CheckContext) -> Iterator[CaseResult]:
     yield success("the residual stream neither explodes nor vanishes")
 
 
-@register_check(
-    "dead-heads",
-    catches="attention heads without effect: their values or their part of the output projection are zero",
-    cause="weights were pruned, not loaded, or loaded into the wrong tensor; or the attention output is not used",
-    fix="inspect the v and o projections of the named layer; remove heads that are not needed",
-)
+@register_check("dead-heads")
 def dead_heads(ctx: CheckContext) -> Iterator[CaseResult]:
-    """Multiply the output of each head by a gate of one, and compute the gradient of a random linear combination of the
-    logits with respect to the gates (Michel et al. 2019). A head whose gate has no gradient has no effect."""
+    """Catches attention heads without effect: their values or their part of the output projection are zero.
+
+    Multiply the output of each head by a gate of one, and compute the gradient of a random linear combination of the
+    logits with respect to the gates (Michel et al. 2019). A head whose gate has no gradient has no effect.
+
+    Cause: weights were pruned, not loaded, or loaded into the wrong tensor; or the attention output is not used.
+    Fix: inspect the v and o projections of the named layer; remove heads that are not needed.
+    """
     attentions, out = _trace_gated_attentions(ctx), _trace_activations(ctx)[1]
     if not out.requires_grad:
         raise SkipCheckError("needs gradients")
     weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(ctx.seed)).to(out.device, out.dtype)
     gates = [call.gate for call in attentions]
-    gradients = torch.autograd.grad((out * weights).sum(), gates, allow_unused=True, retain_graph=True)
+    with torch.enable_grad():
+        value = (out * weights).sum()
+    gradients = torch.autograd.grad(value, gates, allow_unused=True, retain_graph=True)
     importances = []  # per attention call, (H,)
     used = {call.module for call, gradient in zip(attentions, gradients, strict=True) if gradient is not None}
     for call, gradient in zip(attentions, gradients, strict=True):
@@ -211,15 +217,16 @@ def dead_heads(ctx: CheckContext) -> Iterator[CaseResult]:
     yield success("every head has an effect")
 
 
-@register_check(
-    "dead-neurons",
-    catches="FFN neurons that are never active, or whose output weights are zero",
-    cause="a large negative bias, a wrong sign before the activation, or zero weights",
-    fix="inspect the weights and biases on both sides of the named layer",
-)
+@register_check("dead-neurons")
 def dead_neurons(ctx: CheckContext) -> Iterator[CaseResult]:
-    """Find pairs of linear layers that expand and contract. A neuron is dead if it is zero for all tokens and its
-    pre-activation is six standard deviations below zero; or if its output weights are all zero."""
+    """Catches FFN neurons that are never active, or whose output weights are zero.
+
+    Find pairs of linear layers that expand and contract. A neuron is dead if it is zero for all tokens and its
+    pre-activation is six standard deviations below zero; or if its output weights are all zero.
+
+    Cause: a large negative bias, a wrong sign before the activation, or zero weights.
+    Fix: inspect the weights and biases on both sides of the named layer.
+    """
     pairs = list(_find_ffn_layers(_trace_activations(ctx)[0].linear_calls))
     if not pairs:
         raise SkipCheckError("needs FFNs of two linear layers")

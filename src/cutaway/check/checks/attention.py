@@ -48,16 +48,17 @@ def visible_keys(attention: AttentionCall) -> Tensor:
     return scores > scores.amax(-1, keepdim=True) - _MASKED_SCORE_GAP
 
 
-@register_check(
-    "sliding-window",
-    catches="a sliding window that is one token too long or too short, or missing",
-    cause="the window includes the token itself on one code path and not on another (i - j <= w, not i - j < w)",
-    fix="make key j visible to query i where 0 <= i - j < window, in every kernel, and test both sides of the edge",
-)
+@register_check("sliding-window")
 def sliding_window(ctx: CheckContext) -> Iterator[CaseResult]:
-    """Inspect the visible keys of every attention call: each query must attend to exactly the tokens in its window, or
-    to all tokens in layers without a window. Then replace the tokens that the last position cannot reach through the
-    windows of all layers: its logits must not change."""
+    """Catches a sliding window that is one token too long or too short, or missing.
+
+    Inspect the visible keys of every attention call: each query must attend to exactly the tokens in its window, or to
+    all tokens in layers without a window. Then replace the tokens that the last position cannot reach through the
+    windows of all layers: its logits must not change.
+
+    Cause: the window includes the token itself on one code path and not on another (i - j <= w, not i - j < w).
+    Fix: make key j visible to query i where 0 <= i - j < window, in every kernel, and test both sides of the edge.
+    """
     model = ctx.model
     sizes = model.windows or (() if model.window is None else (model.window,))
     if not sizes:
@@ -79,8 +80,7 @@ def sliding_window(ctx: CheckContext) -> Iterator[CaseResult]:
     tokens, logits = ctx.random_tokens(1, length), ctx.logits
     other = ctx.replace_tokens(tokens, slice(0, length - 1 - reach))
     diff = ctx.compare(lambda: logits(tokens)[:, -1], lambda: logits(other)[:, -1])
-    yield ctx.expect_equal(
-        diff,
+    yield diff.expect_equal(
         passed=f"the last of {length} tokens depends on at most {reach} earlier tokens",
         failed=f"{model.num_layers} layers with windows of {model.window} reach {reach} tokens back, but the last "
         "logits change with earlier tokens",
@@ -133,22 +133,21 @@ def _reference_attention(ctx: CheckContext, q: Tensor, k: Tensor, v: Tensor, sca
     return scores.masked_fill(masked, -torch.inf).softmax(-1) @ v
 
 
-@register_check(
-    "softmax-dim",
-    catches="a softmax over queries or heads, or attention weights that do not sum to one",
-    cause="softmax has the wrong dim (or none, which PyTorch guesses), or the mask is applied after it",
-    fix="apply softmax over the keys, dim=-1, after masking with -inf",
-    depends_on=("eval-dropout",),
-)
+@register_check("softmax-dim", depends_on=("eval-dropout",))
 def softmax_dim(ctx: CheckContext) -> Iterator[CaseResult]:
-    """Trace every attention softmax: it must normalize the axis that the product with v sums over, and the weights that
-    are multiplied with v must still sum to one. A kernel passed as `attention` must return ones for values of ones."""
+    """Catches a softmax over queries or heads, or attention weights that do not sum to one.
+
+    Trace every attention softmax: it must normalize the axis that the product with v sums over, and the weights that
+    are multiplied with v must still sum to one. A kernel passed as `attention` must return ones for values of ones.
+
+    Cause: softmax has the wrong dim (or none, which PyTorch guesses), or the mask is applied after it.
+    Fix: apply softmax over the keys, dim=-1, after masking with -inf.
+    """
     if ctx.model.attention is not None:
         attention, (q, k, v) = ctx.model.attention, _random_qkv(ctx, KERNEL_HEADS)
         ones = torch.ones_like(v)
         diff = ctx.compare(lambda: attention(q, k, ones), lambda: ones)
-        yield ctx.expect_equal(
-            diff,
+        yield diff.expect_equal(
             passed="values of ones give ones",
             failed="values of ones do not give ones: the attention weights do not sum to one",
         )
@@ -179,15 +178,16 @@ def softmax_dim(ctx: CheckContext) -> Iterator[CaseResult]:
     yield success(f"the weights of {len(calls)} attention calls sum to one over the keys")
 
 
-@register_check(
-    "grouped-query-attention",
-    catches="query heads with the wrong key and value heads: groups in the order 0, 1, 0, 1 instead of 0, 0, 1, 1",
-    cause="keys or values are expanded with repeat instead of repeat_interleave",
-    fix="use the keys and values of group h // (heads / kv_heads) for head h: repeat_interleave over the head axis",
-)
+@register_check("grouped-query-attention")
 def grouped_query_attention(ctx: CheckContext) -> Iterator[CaseResult]:
-    """Trace the keys and values of each head. Heads with equal keys must be adjacent, in groups of equal size, and have
-    equal values. A kernel passed as `attention` must give the same result with shared and with repeated kv heads."""
+    """Catches query heads with the wrong key and value heads: groups in the order 0, 1, 0, 1 instead of 0, 0, 1, 1.
+
+    Trace the keys and values of each head. Heads with equal keys must be adjacent, in groups of equal size, and have
+    equal values. A kernel passed as `attention` must give the same result with shared and with repeated kv heads.
+
+    Cause: keys or values are expanded with repeat instead of repeat_interleave.
+    Fix: use the keys and values of group h // (heads / kv_heads) for head h: repeat_interleave over the head axis.
+    """
     if ctx.model.attention is not None:
         yield from _check_kernel_groups(ctx)
         return
@@ -228,27 +228,27 @@ def _check_kernel_groups(ctx: CheckContext) -> Iterator[CaseResult]:
         except Exception as error:  # any exception means that the kernel does not support GQA
             raise SkipCheckError(f"with {kv_heads} kv heads the kernel raises {type(error).__name__}") from error
         diff = ctx.compare(lambda: attention(q, *repeated), lambda: attention(q, k, v))
-        yield ctx.expect_equal(
-            diff,
+        yield diff.expect_equal(
             passed=f"{kv_heads} kv heads give the same result as repeated ones",
             failed=f"{kv_heads} kv heads for {KERNEL_HEADS} query heads give another result than repeated kv heads",
             location=f"head {diff.index[1]}",
         )
 
 
-@register_check(
-    "attention-scale",
-    catches="attention scores without the factor 1/sqrt(d_head), or with another: attention too sharp or too flat",
-    cause="the scale is missing, applied twice, or of the wrong dimension (d_model, or d_head without the root)",
-    fix="multiply q·k by 1/sqrt(d_head) once, on every code path; pass an intended scale as attention_scale=",
-)
+@register_check("attention-scale")
 def attention_scale(ctx: CheckContext) -> CaseResult:
-    """Trace q and k from their projections to the softmax, and record each factor on them and on the scores. The
-    product of the factors must be the model's scale: 1/sqrt(d_head), unless the configuration sets another scale."""
+    """Catches attention scores without the factor 1/sqrt(d_head), or with another: attention too sharp or too flat.
+
+    Trace q and k from their projections to the softmax, and record each factor on them and on the scores. The product
+    of the factors must be the model's scale: 1/sqrt(d_head), unless the configuration sets another scale.
+
+    Cause: the scale is missing, applied twice, or of the wrong dimension (d_model, or d_head without the root).
+    Fix: multiply q·k by 1/sqrt(d_head) once, on every code path; pass an intended scale as attention_scale=.
+    """
     model = ctx.model
     if model.attention is not None:
         return _check_kernel_scale(ctx)
-    with torch.no_grad(), ScaleTracer(model.module) as tracer:
+    with ScaleTracer(model.module) as tracer:
         ctx.logits(ctx.random_tokens(1, min(ctx.seq_len, 7)))
     if not tracer.attention_scales:
         raise SkipCheckError("needs attention whose queries can be traced from their projection to the softmax")
@@ -327,22 +327,24 @@ def _check_kernel_scale(ctx: CheckContext) -> CaseResult:
 
 @register_check(
     "attention-kernels",
-    catches="attention kernels with different results: one ignores the softcap, the sinks, the bias or the window",
-    cause="one kernel supports a feature, and the other ignores the argument instead of raising an error",
-    fix="raise an error for features that a kernel does not support, and compare all kernels with the equation",
     needs=("logits", "logits_by_kernel|attention"),
     depends_on=("causality", "attention-scale", "softmax-dim", "eval-determinism"),
 )
 def attention_kernels(ctx: CheckContext) -> Iterator[CaseResult]:
-    """Run one sequence, longer than the windows, with each kernel: the logits must be equal. A kernel passed as
-    `attention` is compared with softmax(q·kᵀ·scale)·v."""
+    """Catches attention kernels with different results: one ignores the softcap, the sinks, the bias or the window.
+
+    Run one sequence, longer than the windows, with each kernel: the logits must be equal. A kernel passed as
+    `attention` is compared with softmax(q·kᵀ·scale)·v.
+
+    Cause: one kernel supports a feature, and the other ignores the argument instead of raising an error.
+    Fix: raise an error for features that a kernel does not support, and compare all kernels with the equation.
+    """
     model, logits = ctx.model, ctx.logits
     min_len = max((size + 4 for size in model.windows if size <= 64), default=0)
     tokens = ctx.random_tokens(2, min(max(ctx.seq_len, min_len), model.max_seq_len or _MAX_SEQ_LEN))
     for name, kernel_logits in model.logits_by_kernel.items():
         diff = ctx.compare(lambda: logits(tokens), lambda: kernel_logits(tokens))
-        yield ctx.expect_equal(
-            diff,
+        yield diff.expect_equal(
             passed=f"the kernel {name} gives the same logits",
             failed=f"the kernel {name} gives other logits",
             location=f"position {diff.index[1]}",
@@ -351,8 +353,7 @@ def attention_kernels(ctx: CheckContext) -> Iterator[CaseResult]:
         q, k, v = _random_qkv(ctx, KERNEL_HEADS)
         attention = model.attention
         diff = ctx.compare(lambda: attention(q, k, v), lambda: _reference_attention(ctx, q, k, v))
-        yield ctx.expect_equal(
-            diff,
+        yield diff.expect_equal(
             passed="the kernel gives softmax(q·kᵀ·scale)·v",
             failed="the kernel does not give softmax(q·kᵀ·scale)·v",
             location=f"head {diff.index[1]}, position {diff.index[2]}",

@@ -2,13 +2,12 @@
 
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor
 
 from cutaway.check.checked_model import require
 from cutaway.check.context import CheckContext
 from cutaway.check.probes.op_tracer import AttentionCall, OpTracer
-from cutaway.check.probes.padded_batch import choose_lengths, choose_pad_token, masked_positions, pad_rows
+from cutaway.check.probes.padded_batch import choose_lengths, masked_positions, pad_rows
 from cutaway.check.registry import register_check
 from cutaway.check.report.finding import CaseResult, SkipCheckError, failure, success
 
@@ -16,17 +15,15 @@ _MAX_PADDING_WEIGHT = 1 - 1e-4
 """If a larger share of the attention is on padding, real tokens are effectively masked."""
 
 
-@register_check(
-    "bidirectional-attention",
-    catches="an encoder with a causal mask: tokens attend to one side only",
-    cause="the attention is causal by default, and the encoder does not disable it",
-    fix="pass is_causal=False and no triangular mask; check a causal model with kind='decoder'",
-    kinds=("encoder",),
-    preflight=True,
-)
-@torch.no_grad()
+@register_check("bidirectional-attention", kinds=("encoder",), preflight=True)
 def bidirectional_attention(ctx: CheckContext) -> CaseResult:
-    """Replace the token after each position, then the token before it: the output at the position must change."""
+    """Catches an encoder with a causal mask: tokens attend to one side only.
+
+    Replace the token after each position, then the token before it: the output at the position must change.
+
+    Cause: the attention is causal by default, and the encoder does not disable it.
+    Fix: pass is_causal=False and no triangular mask; check a causal model with kind='decoder'.
+    """
     if ctx.model.window == 1:
         raise SkipCheckError("with a window of one token, each token attends only to itself")
     logits, tokens = ctx.logits, ctx.random_tokens(1, min(8, ctx.seq_len))
@@ -52,30 +49,25 @@ def bidirectional_attention(ctx: CheckContext) -> CaseResult:
     return success(f"each position attends to the tokens on both sides ({num_pairs} pairs)")
 
 
-@register_check(
-    "mask-polarity",
-    catches="an inverted attention mask: padding is visible, and real tokens are masked",
-    cause="True means 'visible' in scaled_dot_product_attention and 'masked' in nn.MultiheadAttention; the two are "
-    "confused",
-    fix="invert the mask (~mask) where it is passed on, and name it after the meaning of True",
-    needs=("logits", "logits_with_mask"),
-    depends_on=("causality",),
-    preflight=True,
-)
-@torch.no_grad()
+@register_check("mask-polarity", needs=("logits", "logits_with_mask"), depends_on=("causality",), preflight=True)
 def mask_polarity(ctx: CheckContext) -> Iterator[CaseResult]:
-    """Pad a sequence on the left. The logits of its last token must depend on the earlier real tokens, and no layer may
-    put all attention of that token on padding."""
-    model = ctx.model
-    logits_with_mask, logits = require(model.logits_with_mask), ctx.logits
+    """Catches an inverted attention mask: padding is visible, and real tokens are masked.
+
+    Pad a sequence on the left. The logits of its last token must depend on the earlier real tokens, and no layer may
+    put all attention of that token on padding.
+
+    Cause: True means 'visible' in scaled_dot_product_attention and 'masked' in nn.MultiheadAttention; the two are
+    confused.
+    Fix: invert the mask (~mask) where it is passed on, and name it after the meaning of True.
+    """
+    logits_with_mask, logits = require(ctx.model.logits_with_mask), ctx.logits
     short_len, seq_len = choose_lengths(ctx)
     row = ctx.random_tokens(1, short_len)
     other_row = ctx.replace_tokens(row, slice(0, short_len - 1))
-    pad_token_id = choose_pad_token(ctx)
-    tokens, mask = pad_rows([row], seq_len, "left", pad_token_id)
-    other_tokens, _ = pad_rows([other_row], seq_len, "left", pad_token_id)
+    tokens, mask = pad_rows(ctx, [row], seq_len, "left")
+    other_tokens, _ = pad_rows(ctx, [other_row], seq_len, "left")
     base = logits(row)[:, -1]
-    with OpTracer(model.module) as tracer:
+    with OpTracer(ctx.model.module) as tracer:
         out = logits_with_mask(tokens, mask)[:, -1]
     if ctx.compare_expecting_difference(
         lambda: logits(row)[:, -1], lambda: logits(other_row)[:, -1], first_result=base
@@ -88,11 +80,11 @@ def mask_polarity(ctx: CheckContext) -> Iterator[CaseResult]:
         lambda: logits_with_mask(other_tokens, mask)[:, -1],
         first_result=out,
     )
-    yield ctx.expect_different(
-        diff,
-        passed="with left padding, the last token attends to the earlier real tokens",
-        failed="with left padding, the last token does not attend to the earlier real tokens: the mask is inverted",
-    )
+    if diff.within_tolerance:
+        message = "with left padding, the last token does not attend to the earlier real tokens: the mask is inverted"
+        yield diff.failure(message)
+    else:
+        yield diff.success("with left padding, the last token attends to the earlier real tokens")
     for call in tracer.attentions:
         if call.pattern.shape[-2:] == (seq_len, seq_len) and call.softmax_dim == -1:
             padding_weight = call.pattern[..., -1, : seq_len - short_len].float().sum(-1)
@@ -102,17 +94,16 @@ def mask_polarity(ctx: CheckContext) -> Iterator[CaseResult]:
                 return
 
 
-@register_check(
-    "mask-diagonal",
-    catches="a token that cannot attend to itself: the mask also covers the diagonal",
-    cause="the triangle starts one position too early (j < i instead of j <= i), or a window excludes the token itself",
-    fix="mask key j for query i where j > i, and keep j = i: torch.triu(…, diagonal=1)",
-    depends_on=("eval-dropout", "causality"),
-)
-@torch.no_grad()
+@register_check("mask-diagonal", depends_on=("eval-dropout", "causality"))
 def mask_diagonal(ctx: CheckContext) -> CaseResult:
-    """Inspect the scores and the pattern of each attention call: no token may be masked for itself, in any head, at any
-    position. A sequence of one token, which can attend only to itself, must give finite logits."""
+    """Catches a token that cannot attend to itself: the mask also covers the diagonal.
+
+    Inspect the scores and the pattern of each attention call: no token may be masked for itself, in any head, at any
+    position. A sequence of one token, which can attend only to itself, must give finite logits.
+
+    Cause: the triangle starts one position too early (j < i instead of j <= i), or a window excludes the token itself.
+    Fix: mask key j for query i where j > i, and keep j = i: torch.triu(…, diagonal=1).
+    """
     logits, tokens = ctx.logits, ctx.random_tokens(1, min(8, ctx.seq_len))
     if not logits(tokens[:, :1]).isfinite().all() and logits(tokens)[:, -1].isfinite().all():
         return failure(

@@ -8,8 +8,8 @@ from torch import Tensor
 from cutaway.check.checked_model import require
 from cutaway.check.context import CheckContext, TensorFunction
 from cutaway.check.module_state import preserve_state
-from cutaway.check.probes.embedding_gradients import add_embedding_offset
-from cutaway.check.probes.padded_batch import choose_lengths, choose_pad_token, pad_rows
+from cutaway.check.probes.embedding_gradients import forward_with_offset
+from cutaway.check.probes.padded_batch import choose_lengths, pad_rows
 from cutaway.check.registry import register_check
 from cutaway.check.report.finding import CaseResult, SkipCheckError, failure, skipped, success
 
@@ -17,33 +17,30 @@ _ZERO_GRADIENT_RATIO = 1e-12
 """Maximum gradient with respect to another row, relative to that with respect to the row itself."""
 
 
-@register_check(
-    "batch-isolation",
-    catches="rows of a batch that affect each other, in logits or in gradients",
-    cause="a reshape mixes the batch axis with heads or time, or a mean, norm or expert capacity is over all rows",
-    fix="keep the batch as the first axis; transpose before a view, and compute statistics per row",
-    preflight=True,
-)
+@register_check("batch-isolation", preflight=True)
 def batch_isolation(ctx: CheckContext) -> Iterator[CaseResult]:
-    """Replace all rows of a batch except one: the logits of that row must not change. The gradients of its logits and
-    of its loss with respect to the other rows must be zero."""
-    model, tokens = ctx.model, ctx.random_tokens(3, min(8, ctx.seq_len))
-    logits = ctx.logits
-    with torch.no_grad():
-        base = logits(tokens)
-        for row in (0, 2) if not ctx.is_slow else (0,):
-            other = ctx.replace_tokens(tokens)
-            other[row] = tokens[row]
-            diff = ctx.compare(lambda: logits(tokens)[row], lambda: logits(other)[row], first_result=base[row])
-            yield ctx.expect_equal(
-                diff,
-                passed=f"the logits of row {row} do not change with other rows",
-                failed=f"the logits of row {row} change with other rows of the batch",
-                location=f"row {row}, position {diff.index[0]}",
-            )
-            if not diff.within_tolerance:
-                return
-    if model.module is not None:
+    """Catches rows of a batch that affect each other, in logits or in gradients.
+
+    Replace all rows of a batch except one: the logits of that row must not change. The gradients of its logits and of
+    its loss with respect to the other rows must be zero.
+
+    Cause: a reshape mixes the batch axis with heads or time, or a mean, norm or expert capacity is over all rows.
+    Fix: keep the batch as the first axis; transpose before a view, and compute statistics per row.
+    """
+    logits, tokens = ctx.logits, ctx.random_tokens(3, min(8, ctx.seq_len))
+    base = logits(tokens)
+    for row in (0, 2) if not ctx.is_slow else (0,):
+        other = ctx.replace_tokens(tokens)
+        other[row] = tokens[row]
+        diff = ctx.compare(lambda: logits(tokens)[row], lambda: logits(other)[row], first_result=base[row])
+        yield diff.expect_equal(
+            passed=f"the logits of row {row} do not change with other rows",
+            failed=f"the logits of row {row} change with other rows of the batch",
+            location=f"row {row}, position {diff.index[0]}",
+        )
+        if not diff.within_tolerance:
+            return
+    if ctx.model.module is not None:
         try:
             yield from _check_gradient_isolation(ctx, tokens)
         except SkipCheckError as error:  # the logits are checked nevertheless
@@ -52,8 +49,7 @@ def batch_isolation(ctx: CheckContext) -> Iterator[CaseResult]:
 
 def _check_gradient_isolation(ctx: CheckContext, tokens: Tensor) -> Iterator[CaseResult]:
     """Check the gradients of one row's logits in eval and training mode, and of a loss with labels in one row only."""
-    model = ctx.model
-    logits, loss = ctx.logits, model.loss
+    logits, loss = ctx.logits, ctx.model.loss
 
     def row_logits() -> Tensor:
         return logits(tokens)[1].float().logsumexp(-1).sum()
@@ -86,12 +82,9 @@ def _check_gradient_isolation(ctx: CheckContext, tokens: Tensor) -> Iterator[Cas
 
 def _embedding_gradient(ctx: CheckContext, tokens: Tensor, compute: TensorFunction) -> Tensor:
     """Gradient of a scalar with respect to the token embeddings of all rows, (B, T, d)."""
-    with torch.enable_grad(), add_embedding_offset(ctx.model.module, lambda _: compute(), tokens) as offsets:
-        value = compute()
-        if not value.requires_grad or not offsets:
-            raise SkipCheckError("the logits require no gradient")
-        (gradient,) = torch.autograd.grad(value, offsets[0], allow_unused=True)
-    return torch.zeros_like(offsets[0]) if gradient is None else gradient.float()
+    value, offset = forward_with_offset(ctx.model.module, lambda _: compute(), tokens)
+    (gradient,) = torch.autograd.grad(value, offset, allow_unused=True)
+    return torch.zeros_like(offset) if gradient is None else gradient.float()
 
 
 def _gradient_isolation_result(subject: str, gradient: Tensor) -> CaseResult:
@@ -105,62 +98,54 @@ def _gradient_isolation_result(subject: str, gradient: Tensor) -> CaseResult:
     return success(f"the {subject} no gradient with respect to other rows", other, tolerance)
 
 
-@register_check(
-    "batch-invariance",
-    catches="a row whose logits in a batch differ from those of the row alone",
-    cause="a branch on the batch size (`if len(x) > 1`), a squeeze of an axis of size one, or mixed rows",
-    fix="use the same code for one row and many: no branch on the batch size, and squeeze(dim) only on fixed axes",
-    depends_on=("batch-isolation",),
-)
-@torch.no_grad()
+@register_check("batch-invariance", depends_on=("batch-isolation",))
 def batch_invariance(ctx: CheckContext) -> Iterator[CaseResult]:
-    """Run rows in a batch and each row alone, without and with left padding: the logits must be equal."""
-    model, length = ctx.model, min(12, ctx.seq_len)
-    logits = ctx.logits
+    """Catches a row whose logits in a batch differ from those of the row alone.
+
+    Run rows in a batch and each row alone, without and with left padding: the logits must be equal.
+
+    Cause: a branch on the batch size (`if len(x) > 1`), a squeeze of an axis of size one, or mixed rows.
+    Fix: use the same code for one row and many: no branch on the batch size, and squeeze(dim) only on fixed axes.
+    """
+    logits, length = ctx.logits, min(12, ctx.seq_len)
     for batch_size in (2, 5) if not ctx.is_slow else (2,):
-        tokens, rows = ctx.random_tokens(batch_size, length), [0, batch_size - 1]
+        tokens, ends = ctx.random_tokens(batch_size, length), [0, batch_size - 1]
         diff = ctx.compare(
-            lambda: logits(tokens)[rows], lambda: torch.cat([logits(tokens[row : row + 1]) for row in rows])
+            lambda: logits(tokens)[ends], lambda: torch.cat([logits(tokens[row : row + 1]) for row in ends])
         )
-        yield ctx.expect_equal(
-            diff,
+        yield diff.expect_equal(
             passed=f"rows in a batch of {batch_size} give the same logits as alone",
             failed=f"rows in a batch of {batch_size} give other logits than alone",
-            location=f"row {rows[diff.index[0]]}, position {diff.index[1]}",
+            location=f"row {ends[diff.index[0]]}, position {diff.index[1]}",
         )
         if not diff.within_tolerance:
             return
-    if model.logits_with_mask is not None:
-        logits_with_mask = model.logits_with_mask
+    if (logits_with_mask := ctx.model.logits_with_mask) is not None:
         short_len, seq_len = choose_lengths(ctx)
-        tokens, mask = pad_rows(
-            [ctx.random_tokens(1, short_len), ctx.random_tokens(1, short_len)], seq_len, "left", choose_pad_token(ctx)
-        )
+        rows = [ctx.random_tokens(1, short_len), ctx.random_tokens(1, short_len)]
+        tokens, mask = pad_rows(ctx, rows, seq_len, "left")
         diff = ctx.compare(
             lambda: logits_with_mask(tokens, mask)[:, -short_len:],
             lambda: torch.cat(
                 [logits_with_mask(tokens[row : row + 1], mask[row : row + 1])[:, -short_len:] for row in (0, 1)]
             ),
         )
-        yield ctx.expect_equal(
-            diff,
+        yield diff.expect_equal(
             passed="padded rows in a batch give the same logits as alone",
             failed="a padded row gives other logits in a batch of two than alone with the same padding",
             location=f"row {diff.index[0]}, position {diff.index[1]}",
         )
 
 
-@register_check(
-    "packing",
-    catches="packed documents that attend to each other, or whose positions continue from the previous document",
-    cause="the mask does not stop at document boundaries, or positions do not restart there",
-    fix="mask keys of other documents, and number the tokens of each document from 0",
-    needs=("logits", "logits_with_documents"),
-    depends_on=("causality",),
-)
-@torch.no_grad()
+@register_check("packing", needs=("logits", "logits_with_documents"), depends_on=("causality",))
 def packing(ctx: CheckContext) -> Iterator[CaseResult]:
-    """Pack documents of several lengths (one of a single token) into a row: each must give the same logits as alone."""
+    """Catches packed documents that attend to each other, or whose positions continue from the previous document.
+
+    Pack documents of several lengths (one of a single token) into a row: each must give the same logits as alone.
+
+    Cause: the mask does not stop at document boundaries, or positions do not restart there.
+    Fix: mask keys of other documents, and number the tokens of each document from 0.
+    """
     logits_with_documents, logits = require(ctx.model.logits_with_documents), ctx.logits
     length = min(16, ctx.seq_len)
     if length < 4:
@@ -174,8 +159,7 @@ def packing(ctx: CheckContext) -> Iterator[CaseResult]:
             lambda: torch.cat([logits(document) for document in torch.split(tokens, lengths, 1)], 1),
         )
         position = diff.index[1] if diff.index else 0
-        yield ctx.expect_equal(
-            diff,
+        yield diff.expect_equal(
             passed=f"packed documents of {', '.join(map(str, lengths))} tokens give the same logits as alone",
             failed=f"a packed document gives other logits than alone, at position {position} of the row",
             location=f"document {int(document_ids[0, position])}, position {position}",

@@ -9,16 +9,11 @@ from cutaway.check.checked_model import LogitsFunction, require
 from cutaway.check.context import CheckContext
 from cutaway.check.module_state import preserve_state
 from cutaway.check.numerics import NOISE_MARGIN, Difference, max_finite_abs
-from cutaway.check.probes.embedding_gradients import add_embedding_offset
+from cutaway.check.probes.embedding_gradients import forward_with_offset
 from cutaway.check.probes.first_divergence import find_first_divergence
 from cutaway.check.registry import CAUSAL_KINDS, register_check
 from cutaway.check.report.finding import CaseResult, SkipCheckError, failure, success
 
-_CAUSE = "the causal mask is missing, shifted by one, transposed, or not applied on this code path"
-_FIX = (
-    "mask key j for query i wherever j > i, with -inf before the softmax, on every code path; check a bidirectional "
-    "model with kind='encoder'"
-)
 _TILE_SIZES = (8, 16, 32, 64)
 _ZERO_GRADIENT_RATIO = 1e-12
 """Maximum gradient with respect to a masked token, relative to the largest gradient. A correct gradient is exactly
@@ -30,9 +25,11 @@ _PATH_CUTS = (1, 6, 23)
 def _check_leaks(
     ctx: CheckContext, logits: LogitsFunction, tokens: Tensor, cuts: list[int], path: str = ""
 ) -> CaseResult:
-    """For each cut, replace all tokens from that position on. A change of an earlier logit is a leak."""
-    with torch.no_grad():
-        base = logits(tokens)
+    """For each position in `cuts`, replace all tokens from there on: if an earlier logit changes, there is a leak.
+
+    `path` names the code path in the message.
+    """
+    base = logits(tokens)
     worst = Difference(0.0, 0.0, ())
     for cut in cuts:
         other = ctx.replace_tokens(tokens, slice(cut, None))
@@ -58,21 +55,20 @@ def _leak_result(
     return diff.failure(message, location)
 
 
-@register_check(
-    "causality",
-    catches="a token that attends to later tokens: the training loss falls because the labels leak into the input",
-    cause=_CAUSE,
-    fix=_FIX,
-    kinds=CAUSAL_KINDS,
-    preflight=True,
-)
+@register_check("causality", kinds=CAUSAL_KINDS, preflight=True)
 def causality(ctx: CheckContext) -> Iterator[CaseResult]:
-    """For every position, replace all tokens from there on: the earlier logits must not change. Then run prefixes
-    alone: each must give the same logits as within the full sequence."""
+    """Catches a token that attends to later tokens: the training loss falls because the labels leak into the input.
+
+    For every position, replace all tokens from there on: the earlier logits must not change. Then run prefixes alone:
+    each must give the same logits as within the full sequence.
+
+    Cause: the causal mask is missing, shifted by one, transposed, or not applied on this code path.
+    Fix: mask key j for query i wherever j > i, with -inf before the softmax, on every code path; check a bidirectional
+    model with kind='encoder'.
+    """
     logits, tokens = ctx.logits, ctx.random_tokens()
     yield _check_leaks(ctx, logits, tokens, list(range(1, tokens.shape[1])))
-    with torch.no_grad():
-        base = logits(tokens)
+    base = logits(tokens)
     for cut in range(1, tokens.shape[1], 2 if not ctx.is_slow else 5):
         diff = ctx.compare(lambda: logits(tokens)[:, :cut], lambda: logits(tokens[:, :cut]), first_result=base[:, :cut])
         if not diff.within_tolerance:
@@ -82,17 +78,16 @@ def causality(ctx: CheckContext) -> Iterator[CaseResult]:
     yield success("each prefix alone gives the same logits as within the sequence")
 
 
-@register_check(
-    "causality-tile-edges",
-    catches="a leak only at tile boundaries: fused kernels process tiles of 8 to 64 tokens",
-    cause="a tile on the diagonal is not masked, or the last, partial tile of a sequence is not",
-    fix="mask each tile by its absolute positions, and test lengths around every multiple of the tile size",
-    kinds=CAUSAL_KINDS,
-    depends_on=("causality",),
-)
+@register_check("causality-tile-edges", kinds=CAUSAL_KINDS, depends_on=("causality",))
 def causality_tile_edges(ctx: CheckContext) -> CaseResult:
-    """In a sequence of 67 tokens, replace all tokens from a position on, for positions just before, at and just after
-    8, 16, 32 and 64: the earlier logits must not change."""
+    """Catches a leak only at tile boundaries: fused kernels process tiles of 8 to 64 tokens.
+
+    In a sequence of 67 tokens, replace all tokens from a position on, for positions just before, at and just after 8,
+    16, 32 and 64: the earlier logits must not change.
+
+    Cause: a tile on the diagonal is not masked, or the last, partial tile of a sequence is not.
+    Fix: mask each tile by its absolute positions, and test lengths around every multiple of the tile size.
+    """
     longest = ctx.model.max_seq_len or 10_000
     length = min(max(_TILE_SIZES) + 3, longest)
     offsets = (-1, 0, 1) if not ctx.is_slow else (0,)
@@ -102,31 +97,28 @@ def causality_tile_edges(ctx: CheckContext) -> CaseResult:
     return _check_leaks(ctx, ctx.logits, ctx.random_tokens(1, length), cuts)
 
 
-@register_check(
-    "causality-gradient",
-    catches="a leak too small to change the logits visibly, and tokens that no later position depends on",
-    cause=_CAUSE,
-    fix=_FIX,
-    needs=("logits", "module"),
-    kinds=CAUSAL_KINDS,
-    depends_on=("causality",),
-)
+@register_check("causality-gradient", needs=("logits", "module"), kinds=CAUSAL_KINDS, depends_on=("causality",))
 def causality_gradient(ctx: CheckContext) -> CaseResult:
-    """The Jacobian of the logits with respect to the token embeddings must be exactly zero above the diagonal, and
-    nonzero on and below it."""
+    """Catches a leak too small to change the logits visibly, and tokens that no later position depends on.
+
+    The Jacobian of the logits with respect to the token embeddings must be exactly zero above the diagonal, and nonzero
+    on and below it.
+
+    Cause: the causal mask is missing, shifted by one, transposed, or not applied on this code path.
+    Fix: mask key j for query i wherever j > i, with -inf before the softmax, on every code path; check a bidirectional
+    model with kind='encoder'.
+    """
     logits, tokens = ctx.logits, ctx.random_tokens(1, min(8 if ctx.is_slow else 12, ctx.seq_len))
     length = tokens.shape[1]
     norms = torch.zeros(length, length)  # (position, token)
-    with torch.enable_grad(), add_embedding_offset(ctx.model.module, logits, tokens) as offsets:
-        out = logits(tokens)
-        if not out.requires_grad or not offsets:
-            raise SkipCheckError("the logits require no gradient")
-        weights = torch.randn(out.shape[-1], generator=ctx.generator).to(out)
-        for t in range(length):
+    out, offset = forward_with_offset(ctx.model.module, logits, tokens)
+    weights = torch.randn(out.shape[-1], generator=ctx.generator).to(out)
+    for t in range(length):
+        with torch.enable_grad():
             value = (out[0, t] * weights).sum()
-            (gradient,) = torch.autograd.grad(value, offsets[0], retain_graph=t < length - 1, allow_unused=True)
-            if gradient is not None:
-                norms[t] = gradient[0].float().norm(dim=-1).cpu()
+        (gradient,) = torch.autograd.grad(value, offset, retain_graph=t < length - 1, allow_unused=True)
+        if gradient is not None:
+            norms[t] = gradient[0].float().norm(dim=-1).cpu()
     if not norms.isfinite().all():
         return failure("the gradient of the logits with respect to the token embeddings is not finite")
     above = norms.triu(1)
@@ -162,7 +154,6 @@ def _infer_window(zero_pairs: list[tuple[int, int]], seq_len: int) -> int:
     return window if explained else 0
 
 
-@torch.no_grad()
 def _find_independent_pairs(ctx: CheckContext, tokens: Tensor, positions: set[int]) -> set[tuple[int, int]]:
     """Pairs (position, token) for which none of eight replacements of the token changes the logits."""
     logits, length = ctx.logits, tokens.shape[1]
@@ -175,18 +166,17 @@ def _find_independent_pairs(ctx: CheckContext, tokens: Tensor, positions: set[in
     return pairs
 
 
-@register_check(
-    "causality-paths",
-    catches="a leak on a code path that a plain forward pass does not take: training, another kernel, padding, a cache",
-    cause="each branch builds its own mask: with a padding mask, a cache, dropout or another kernel",
-    fix="build the mask in one place from positions, and use it on every code path",
-    kinds=CAUSAL_KINDS,
-    depends_on=("causality",),
-    preflight=True,
-)
+@register_check("causality-paths", kinds=CAUSAL_KINDS, depends_on=("causality",), preflight=True)
 def causality_paths(ctx: CheckContext) -> Iterator[CaseResult]:
-    """Repeat the causality check in training mode (with the same dropout masks in all runs), with gradients, with each
-    kernel, with a mask, in a batch, and within a chunk after cached tokens. The labels must not change the logits."""
+    """Catches a leak on a code path that a plain forward pass does not take: training, another kernel, padding, a
+    cache.
+
+    Repeat the causality check in training mode (with the same dropout masks in all runs), with gradients, with each
+    kernel, with a mask, in a batch, and within a chunk after cached tokens. The labels must not change the logits.
+
+    Cause: each branch builds its own mask: with a padding mask, a cache, dropout or another kernel.
+    Fix: build the mask in one place from positions, and use it on every code path.
+    """
     model, tokens = ctx.model, ctx.random_tokens()
     length = tokens.shape[1]
     path_cuts = _PATH_CUTS if not ctx.is_slow else _PATH_CUTS[1:2]

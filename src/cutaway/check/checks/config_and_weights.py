@@ -25,22 +25,20 @@ def _format_names(names: list[str]) -> str:
     return ", ".join(names[:_MAX_LISTED_NAMES]) + more
 
 
-@register_check(
-    "config-fields",
-    catches="a config field that is ignored: a softcap, window or scale that does not change the logits",
-    cause="the field is stored in the configuration and never used, or only on another code path (another kernel)",
-    fix="pass it to the code that should use it, or reject values that this code does not support",
-    needs=("logits", "config_variants"),
-    depends_on=("eval-dropout", "eval-determinism"),
-)
+@register_check("config-fields", needs=("logits", "config_variants"), depends_on=("eval-dropout", "eval-determinism"))
 def config_fields(ctx: CheckContext) -> Iterator[CaseResult]:
-    """Change each config field alone, with the same weights: the logits must change, or the value must be rejected."""
+    """Catches a config field that is ignored: a softcap, window or scale that does not change the logits.
+
+    Change each config field alone, with the same weights: the logits must change, or the value must be rejected.
+
+    Cause: the field is stored in the configuration and never used, or only on another code path (another kernel).
+    Fix: pass it to the code that should use it, or reject values that this code does not support.
+    """
     tokens = ctx.random_tokens()
     num_tested = num_rejected = 0
     variants = dict(require(ctx.model.config_variants)())
     base = variants.pop("")() if "" in variants else ctx.logits
-    with torch.no_grad():
-        first = base(tokens)
+    first = base(tokens)
     for name, build_variant in variants.items():
         if ctx.seconds_left <= 0:
             break
@@ -58,16 +56,16 @@ def config_fields(ctx: CheckContext) -> Iterator[CaseResult]:
     yield success(f"{num_tested} config fields change the logits, {num_rejected} changes are rejected")
 
 
-@register_check(
-    "meta-buffers",
-    catches="buffers that are lost when a model is built on the meta device: zero frequencies, uninitialized masks",
-    cause="a non-persistent buffer is computed in __init__ only, where the meta device stores no values",
-    fix="recompute it from the configuration after loading, or save it with the weights",
-    needs=("logits", "module"),
-)
+@register_check("meta-buffers", needs=("logits", "module"))
 def meta_buffers(ctx: CheckContext) -> CaseResult:
-    """Search buffers for NaN. Build the model on the meta device and load the same weights: the logits must be the
-    same. If that is not possible, save and load the model: buffers that change must not change the logits."""
+    """Catches buffers that are lost when a model is built on the meta device: zero frequencies, uninitialized masks.
+
+    Search buffers for NaN. Build the model on the meta device and load the same weights: the logits must be the same.
+    If that is not possible, save and load the model: buffers that change must not change the logits.
+
+    Cause: a non-persistent buffer is computed in __init__ only, where the meta device stores no values.
+    Fix: recompute it from the configuration after loading, or save it with the weights.
+    """
     model, module, logits = ctx.model, ctx.module, ctx.logits
     floats = {name: buffer for name, buffer in module.named_buffers() if buffer.is_floating_point()}
     has_nan = [name for name, buffer in floats.items() if bool(buffer.isnan().any())]
@@ -80,8 +78,7 @@ def meta_buffers(ctx: CheckContext) -> CaseResult:
             with substitute_module(module, loaded):
                 return logits(tokens)
 
-        return ctx.expect_equal(
-            ctx.compare(lambda: logits(tokens), loaded_logits),
+        return ctx.compare(lambda: logits(tokens), loaded_logits).expect_equal(
             passed="built on the meta device and loaded, the model gives the same logits",
             failed="built on the meta device and loaded with the same weights, the model gives other logits",
             location=_format_names(_find_changed_buffers(module, loaded)) or None,
@@ -97,7 +94,7 @@ def meta_buffers(ctx: CheckContext) -> CaseResult:
 
 
 def _find_changed_buffers(module: nn.Module, other: nn.Module) -> list[str]:
-    """Names of buffers that differ."""
+    """Names of buffers whose values differ between the two modules."""
     original = dict(module.named_buffers())
     return [
         name
@@ -107,16 +104,16 @@ def _find_changed_buffers(module: nn.Module, other: nn.Module) -> list[str]:
     ]
 
 
-@register_check(
-    "tied-weights",
-    catches="an output head that no longer shares the embedding matrix, or shares it against the configuration",
-    cause="the weights are copied instead of shared, or the tie is lost in loading, copying or moving the model",
-    fix="share the module or the Parameter itself, and tie again after loading",
-    needs=("logits", "module"),
-)
+@register_check("tied-weights", needs=("logits", "module"))
 def tied_weights(ctx: CheckContext) -> Iterator[CaseResult]:
-    """Record the embedding matrix that the tokens index and the matrix that computes the logits: they must be one
-    tensor if tied, and two if not. Copy the model, and save and load it if possible: tied parameters must stay tied."""
+    """Catches an output head that no longer shares the embedding matrix, or shares it against the configuration.
+
+    Record the embedding matrix that the tokens index and the matrix that computes the logits: they must be one tensor
+    if tied, and two if not. Copy the model, and save and load it if possible: tied parameters must stay tied.
+
+    Cause: the weights are copied instead of shared, or the tie is lost in loading, copying or moving the model.
+    Fix: share the module or the Parameter itself, and tie again after loading.
+    """
     module, model = ctx.module, ctx.model
     require_uncompiled(module)
     yield _check_tied_head(ctx)
@@ -132,7 +129,7 @@ def tied_weights(ctx: CheckContext) -> Iterator[CaseResult]:
 def _check_tied_head(ctx: CheckContext) -> CaseResult:
     """Check that the head shares the embedding matrix if, and only if, `tied_embeddings` says so."""
     is_tied_expected = ctx.model.tied_embeddings
-    with torch.no_grad(), ParameterTracer(ctx.module, ctx.model.vocab_size) as tracer:
+    with ParameterTracer(ctx.module, ctx.model.vocab_size) as tracer:
         ctx.logits(ctx.random_tokens())
     if tracer.head_ptr is None or not tracer.embedding_ptrs:
         return skipped("the matrix that computes the logits was not recorded")
@@ -154,7 +151,7 @@ def _check_tied_head(ctx: CheckContext) -> CaseResult:
 
 
 def _is_not_constant(x: Tensor) -> bool:
-    """Whether not all values of a tensor are equal."""
+    """Whether a tensor has at least two different values."""
     return bool(x.numel() > 1 and (x != x.flatten()[0]).any())
 
 
@@ -171,16 +168,16 @@ _UNREGISTERED_CAUSE = "layers are in a Python list or dict: optimizers, state_di
 _UNREGISTERED_FIX = "use nn.ModuleList, nn.ModuleDict or nn.ParameterList"
 
 
-@register_check(
-    "unused-parameters",
-    catches="parameters that are never used, or not loaded: random values instead of trained ones",
-    cause="a name differs between checkpoint and model, or a layer, bias or norm is created and never called",
-    fix="load with strict=True and inspect missing and unexpected keys; call the module, or remove it",
-    needs=("logits", "module"),
-)
+@register_check("unused-parameters", needs=("logits", "module"))
 def unused_parameters(ctx: CheckContext) -> Iterator[CaseResult]:
-    """Save and load the model, if possible: there must be no missing and no unexpected keys. Then trace a forward pass,
-    a batch and the training loss: every parameter must be read by some op."""
+    """Catches parameters that are never used, or not loaded: random values instead of trained ones.
+
+    Save and load the model, if possible: there must be no missing and no unexpected keys. Then trace a forward pass, a
+    batch and the training loss: every parameter must be read by some op.
+
+    Cause: a name differs between checkpoint and model, or a layer, bias or norm is created and never called.
+    Fix: load with strict=True and inspect missing and unexpected keys; call the module, or remove it.
+    """
     module, model = ctx.module, ctx.model
     if model.reload is not None or model.build_module is not None:
         try:
@@ -195,7 +192,7 @@ def unused_parameters(ctx: CheckContext) -> Iterator[CaseResult]:
             yield skipped(error)
     require_uncompiled(module)
     tracer = ParameterTracer(module)
-    with torch.no_grad(), tracer:
+    with tracer:
         ctx.logits(ctx.random_tokens())
         if tracer.unread_parameters:
             ctx.logits(ctx.random_tokens(8))
@@ -223,17 +220,16 @@ def unused_parameters(ctx: CheckContext) -> Iterator[CaseResult]:
         yield success(f"every parameter is read{exceptions}")
 
 
-@register_check(
-    "save-load",
-    catches="a model that gives other logits after saving and loading",
-    cause="a tensor, buffer or config field is not saved, is saved under another name, or is transposed one way only",
-    fix="save everything that the logits depend on, and compare logits after every change of the format",
-    needs=("logits", "reload|build_module|reload_logits"),
-)
+@register_check("save-load", needs=("logits", "reload|build_module|reload_logits"))
 def save_load(ctx: CheckContext) -> CaseResult:
-    """Save the model (with slightly perturbed weights, if it is small), load it, and compare the logits."""
-    model = ctx.model
-    logits = ctx.logits
+    """Catches a model that gives other logits after saving and loading.
+
+    Save the model (with slightly perturbed weights, if it is small), load it, and compare the logits.
+
+    Cause: a tensor, buffer or config field is not saved, is saved under another name, or is transposed one way only.
+    Fix: save everything that the logits depend on, and compare logits after every change of the format.
+    """
+    model, logits = ctx.model, ctx.logits
     if model.reload_logits is not None:
         tokens, reload_logits = ctx.random_tokens(), model.reload_logits()
         diff = ctx.compare(lambda: logits(tokens), lambda: reload_logits(tokens))
@@ -245,8 +241,7 @@ def save_load(ctx: CheckContext) -> CaseResult:
         diff = reloaded.difference
         names = [*reloaded.missing_keys, *reloaded.unexpected_keys, *reloaded.changed_constants]
         location = _format_names(names) or None
-    return ctx.expect_equal(
-        diff,
+    return diff.expect_equal(
         passed="after saving and loading, the model gives the same logits",
         failed="after saving and loading, the model gives other logits",
         location=location,

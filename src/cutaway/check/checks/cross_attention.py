@@ -8,7 +8,7 @@ from torch import Tensor
 from cutaway.check.checked_model import require
 from cutaway.check.context import CheckContext
 from cutaway.check.probes.op_tracer import OpTracer
-from cutaway.check.probes.padded_batch import choose_lengths, choose_pad_token, masked_positions, pad_rows
+from cutaway.check.probes.padded_batch import choose_lengths, masked_positions, pad_rows
 from cutaway.check.registry import register_check
 from cutaway.check.report.finding import CaseResult, failure, success
 
@@ -22,18 +22,16 @@ def _random_source_tokens(ctx: CheckContext, batch_size: int, seq_len: int) -> T
     return allowed[index].to(ctx.model.device)
 
 
-@register_check(
-    "cross-attention-source",
-    catches="a decoder that ignores its source, or a part of it",
-    cause="cross-attention is missing, does not get the encoder output, or masks a part of it",
-    fix="add cross-attention over the full encoder output to every decoder layer",
-    needs=("logits_with_source",),
-    kinds=("encoder-decoder",),
-)
-@torch.no_grad()
+@register_check("cross-attention-source", needs=("logits_with_source",), kinds=("encoder-decoder",))
 def cross_attention_source(ctx: CheckContext) -> Iterator[CaseResult]:
-    """Replace the whole source, then its first and its last token: the logits at every position must change. No
-    cross-attention may mask a token of a source without padding."""
+    """Catches a decoder that ignores its source, or a part of it.
+
+    Replace the whole source, then its first and its last token: the logits at every position must change. No
+    cross-attention may mask a token of a source without padding.
+
+    Cause: cross-attention is missing, does not get the encoder output, or masks a part of it.
+    Fix: add cross-attention over the full encoder output to every decoder layer.
+    """
     logits_with_source = require(ctx.model.logits_with_source)
     length = min(8, ctx.seq_len)
     source, tokens = _random_source_tokens(ctx, 1, length), ctx.random_tokens(1, max(1, length - 2))
@@ -58,16 +56,11 @@ def cross_attention_source(ctx: CheckContext) -> Iterator[CaseResult]:
                 lambda: out[:, position],
                 first_result=base[:, position],
             )
-            case = ctx.expect_different(
-                diff,
-                passed=f"the logits change with {name}",
-                failed=f"the logits at position {position} do not change with {name}",
-                location=f"position {position}",
-            )
-            if case.verdict == "fail":
-                yield case
+            if diff.within_tolerance:
+                message = f"the logits at position {position} do not change with {name}"
+                yield diff.failure(message, f"position {position}")
                 return
-        yield case
+        yield diff.success(f"the logits change with {name}")
     query_lengths = {call.pattern.shape[-2] for call in tracer.attentions}
     for call in tracer.attentions:
         num_queries, num_keys = call.pattern.shape[-2:]
@@ -89,28 +82,29 @@ def cross_attention_source(ctx: CheckContext) -> Iterator[CaseResult]:
 
 @register_check(
     "cross-attention-padding",
-    catches="cross-attention or an encoder that attends to the padding of the source",
-    cause="the source mask is not passed to the encoder or to cross-attention",
-    fix="mask source padding in the encoder and in every cross-attention, in training and in generation",
     needs=("logits_with_source",),
     kinds=("encoder-decoder",),
     depends_on=("causality", "cross-attention-source"),
 )
-@torch.no_grad()
 def cross_attention_padding(ctx: CheckContext) -> Iterator[CaseResult]:
-    """Run sources of two lengths in one batch: the shorter must give the same logits as alone, whatever its padding."""
+    """Catches cross-attention or an encoder that attends to the padding of the source.
+
+    Run sources of two lengths in one batch: the shorter must give the same logits as alone, whatever its padding.
+
+    Cause: the source mask is not passed to the encoder or to cross-attention.
+    Fix: mask source padding in the encoder and in every cross-attention, in training and in generation.
+    """
     logits_with_source = require(ctx.model.logits_with_source)
     short_len, seq_len = choose_lengths(ctx)
     rows = [_random_source_tokens(ctx, 1, length) for length in (seq_len, short_len)]
     tokens = ctx.random_tokens(2, min(6, ctx.seq_len))
-    source, mask = pad_rows(rows, seq_len, "right", choose_pad_token(ctx))
+    source, mask = pad_rows(ctx, rows, seq_len, "right")
 
     def alone() -> Tensor:
         return torch.cat([logits_with_source(row, None, tokens[n : n + 1]) for n, row in enumerate(rows)])
 
     diff = ctx.compare(alone, lambda: logits_with_source(source, mask, tokens))
-    yield ctx.expect_equal(
-        diff,
+    yield diff.expect_equal(
         passed="a padded source gives the same logits as alone",
         failed=f"with {seq_len - short_len} padding tokens in the source, the logits differ from those of the source "
         "alone",
@@ -120,8 +114,7 @@ def cross_attention_padding(ctx: CheckContext) -> Iterator[CaseResult]:
     diff = ctx.compare(
         lambda: logits_with_source(source, mask, tokens), lambda: logits_with_source(other, mask, tokens)
     )
-    yield ctx.expect_equal(
-        diff,
+    yield diff.expect_equal(
         passed="the tokens in source padding do not change the logits",
         failed="the logits change with the tokens in source padding",
     )

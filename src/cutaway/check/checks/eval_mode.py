@@ -27,49 +27,48 @@ def _forward_with_seed(logits: LogitsFunction, tokens: Tensor, seed: int) -> Ten
         return logits(tokens)
 
 
-@register_check(
-    "eval-determinism",
-    catches="logits that depend on the random state or on earlier forward passes: noise left on, state in the module",
-    cause="eval() does not disable dropout or other random ops, or a forward pass leaves state in the module",
-    fix="use randomness only if self.training is True, and pass state as an argument instead of storing it",
-    preflight=True,
-)
+@register_check("eval-determinism", preflight=True)
 def eval_determinism(ctx: CheckContext) -> Iterator[CaseResult]:
-    """Run one sequence with another random state, after other sequences, and ten times: the logits must be equal. A
-    forward pass must not change its input, the parameters, or the training flag of any module."""
+    """Catches logits that depend on the random state or on earlier forward passes: noise left on, state in the module.
+
+    Run one sequence with another random state, after other sequences, and ten times: the logits must be equal. A
+    forward pass must not change its input, the parameters, or the training flag of any module.
+
+    Cause: eval() does not disable dropout or other random ops, or a forward pass leaves state in the module.
+    Fix: use randomness only if self.training is True, and pass state as an argument instead of storing it.
+    """
     model = ctx.model
     logits, tokens = ctx.logits, ctx.random_tokens()
-    with torch.no_grad():
-        inputs, before = tokens.clone(), _sample_parameters(model.module)
-        base = _forward_with_seed(logits, inputs, ctx.seed)
-        if not torch.equal(inputs, tokens):
-            position = int((inputs != tokens)[0].long().argmax())
+    inputs, before = tokens.clone(), _sample_parameters(model.module)
+    base = _forward_with_seed(logits, inputs, ctx.seed)
+    if not torch.equal(inputs, tokens):
+        position = int((inputs != tokens)[0].long().argmax())
+        yield failure(
+            f"a forward pass changes its input tokens, at position {position}",
+            location=f"position {position}",
+            cause="an in-place op changes the caller's tensor",
+            fix="use a copy: tokens.clone(), or masked_fill instead of masked_fill_",
+        )
+        return
+    for name, first in _sample_parameters(model.module).items():
+        if not torch.equal(first.nan_to_num(), before[name].nan_to_num()):
             yield failure(
-                f"a forward pass changes its input tokens, at position {position}",
-                location=f"position {position}",
-                cause="an in-place op changes the caller's tensor",
-                fix="use a copy: tokens.clone(), or masked_fill instead of masked_fill_",
+                f"a forward pass changes the parameter {name}",
+                location=name,
+                cause="an in-place op changes a parameter",
+                fix="use an out-of-place op, or a copy of the parameter",
             )
             return
-        for name, first in _sample_parameters(model.module).items():
-            if not torch.equal(first.nan_to_num(), before[name].nan_to_num()):
-                yield failure(
-                    f"a forward pass changes the parameter {name}",
-                    location=name,
-                    cause="an in-place op changes a parameter",
-                    fix="use an out-of-place op, or a copy of the parameter",
-                )
-                return
-        other = _forward_with_seed(logits, tokens, ctx.seed + 1)
-        yield _compare_runs(ctx, tokens, base, other, "with another random state")
-        for batch_size, length in ((1, max(1, ctx.seq_len // 2)), (3, ctx.seq_len)):
-            _forward_with_seed(logits, ctx.random_tokens(batch_size, length), ctx.seed)
-        other = _forward_with_seed(logits, tokens, ctx.seed)
-        yield _compare_runs(ctx, tokens, base, other, "after other sequences")
-        if ctx.seconds_per_forward < 0.02:
-            for _ in range(7):
-                tenth = _forward_with_seed(logits, tokens, ctx.seed)
-            yield _compare_runs(ctx, tokens, base, tenth, "in the tenth run")
+    other = _forward_with_seed(logits, tokens, ctx.seed + 1)
+    yield _compare_runs(ctx, tokens, base, other, "with another random state")
+    for batch_size, length in ((1, max(1, ctx.seq_len // 2)), (3, ctx.seq_len)):
+        _forward_with_seed(logits, ctx.random_tokens(batch_size, length), ctx.seed)
+    other = _forward_with_seed(logits, tokens, ctx.seed)
+    yield _compare_runs(ctx, tokens, base, other, "after other sequences")
+    if ctx.seconds_per_forward < 0.02:
+        for _ in range(7):
+            tenth = _forward_with_seed(logits, tokens, ctx.seed)
+        yield _compare_runs(ctx, tokens, base, tenth, "in the tenth run")
     if model.module is not None:
         yield _check_mode_preserved(ctx, model.module)
 
@@ -81,22 +80,22 @@ def _sample_parameters(module: nn.Module | None) -> dict[str, Tensor]:
 
 
 def _compare_runs(ctx: CheckContext, tokens: Tensor, first: Tensor, second: Tensor, condition: str) -> CaseResult:
-    """Compare the logits of two runs of the same tokens."""
+    """Compare the logits of two runs of the same tokens. `condition` describes the second run in the message."""
 
     def run(seed: int = ctx.seed) -> Tensor:
         return _forward_with_seed(ctx.logits, tokens, seed)
 
     diff = ctx.compare_runs(first, second, run)
     location = None if diff.within_tolerance else find_first_divergence(ctx, run, lambda: run(ctx.seed + 1))
-    return ctx.expect_equal(
-        diff, passed=f"the same logits {condition}", failed=f"the logits differ {condition}", location=location
+    return diff.expect_equal(
+        passed=f"the same logits {condition}", failed=f"the logits differ {condition}", location=location
     )
 
 
 def _check_mode_preserved(ctx: CheckContext, module: nn.Module) -> CaseResult:
-    """Check that a forward pass keeps the training flags. The check mode-restored tests generation."""
+    """Check that a forward pass changes no module's training flag. (The check mode-restored does so for generation.)"""
     logits, tokens = ctx.logits, ctx.random_tokens(1, min(4, ctx.seq_len))
-    with torch.no_grad(), fork_rng():
+    with fork_rng():
         logits(tokens)
     changed = [name for name, submodule in module.named_modules() if submodule.training]
     module.eval()
@@ -123,18 +122,17 @@ class _RandomMaskTracer(EagerDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@register_check(
-    "eval-dropout",
-    catches="dropout that is active in eval mode: outputs are worse, and differ between runs",
-    cause="F.dropout without training=self.training, dropout_p in a fused kernel, or a module that eval() misses",
-    fix="use nn.Dropout, or pass training=self.training (and dropout_p=0.0 in eval) to the function",
-    preflight=True,
-)
+@register_check("eval-dropout", preflight=True)
 def eval_dropout(ctx: CheckContext) -> CaseResult:
-    """Trace a forward pass in eval mode: no dropout function may be active, no fused kernel may have dropout_p > 0, and
-    no random mask may be drawn."""
-    model = ctx.model
-    with torch.no_grad(), OpTracer(model.module) as tracer, _RandomMaskTracer(tracer) as random_masks:
+    """Catches dropout that is active in eval mode: outputs are worse, and differ between runs.
+
+    Trace a forward pass in eval mode: no dropout function may be active, no fused kernel may have dropout_p > 0, and no
+    random mask may be drawn.
+
+    Cause: F.dropout without training=self.training, dropout_p in a fused kernel, or a module that eval() misses.
+    Fix: use nn.Dropout, or pass training=self.training (and dropout_p=0.0 in eval) to the function.
+    """
+    with OpTracer(ctx.model.module) as tracer, _RandomMaskTracer(tracer) as random_masks:
         ctx.logits(ctx.random_tokens())
     for dropout in tracer.dropouts:
         if dropout.training and dropout.p > 0:
@@ -168,25 +166,24 @@ def _count_forward_calls(module: nn.Module, num_forwards: Counter[str], num_hook
         yield
 
 
-@register_check(
-    "forward-hooks",
-    catches="modules that run without their forward hooks, so that tracing, LoRA, FSDP and quantization miss them",
-    cause="module.forward(x) is called instead of module(x), or another code path is used if there are hooks",
-    fix="call the module: module(x)",
-    needs=("logits", "module"),
-)
+@register_check("forward-hooks", needs=("logits", "module"))
 def forward_hooks(ctx: CheckContext) -> Iterator[CaseResult]:
-    """Register a forward hook on every module: it must be called each time the module's forward runs, and a hook that
-    changes nothing must not change the logits."""
+    """Catches modules that run without their forward hooks, so that tracing, LoRA, FSDP and quantization miss them.
+
+    Register a forward hook on every module: it must be called each time the module's forward runs, and a hook that
+    changes nothing must not change the logits.
+
+    Cause: module.forward(x) is called instead of module(x), or another code path is used if there are hooks.
+    Fix: call the module: module(x).
+    """
     module = ctx.module
     require_uncompiled(module)
     logits, tokens = ctx.logits, ctx.random_tokens()
     num_forwards: Counter[str] = Counter()
     num_hook_calls: Counter[str] = Counter()
-    with torch.no_grad():
-        base = logits(tokens)
-        with _count_forward_calls(module, num_forwards, num_hook_calls):
-            hooked = logits(tokens)
+    base = logits(tokens)
+    with _count_forward_calls(module, num_forwards, num_hook_calls):
+        hooked = logits(tokens)
     missed = [name for name in num_forwards if name and num_hook_calls[name] < num_forwards[name]]
     if missed:
         name = missed[0]
@@ -202,6 +199,4 @@ def forward_hooks(ctx: CheckContext) -> Iterator[CaseResult]:
     diff = max_difference(base, hooked)
     if diff.max_abs > 0.0:
         diff = ctx.compare(lambda: logits(tokens), hooked_logits, first_result=base)
-    yield ctx.expect_equal(
-        diff, passed="forward hooks do not change the logits", failed="forward hooks change the logits"
-    )
+    yield diff.expect_equal(passed="forward hooks do not change the logits", failed="forward hooks change the logits")

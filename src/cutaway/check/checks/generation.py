@@ -48,7 +48,6 @@ def _generate_continuation(
     return out, failure(f"{requested} tokens were requested, but {generated} were generated", generated, requested)
 
 
-@torch.no_grad()
 def find_non_greedy_token(
     ctx: CheckContext, prompt: Tensor, continuation: Tensor
 ) -> tuple[int, int, float, float] | None:
@@ -91,7 +90,10 @@ def _check_greedy(
     description: str,
     unpadded_prompts: list[Tensor] | None = None,
 ) -> CaseResult:
-    """Check that each generated token is the argmax; `unpadded_prompts` are the prompts of a padded batch."""
+    """Check that each generated token is the argmax of the logits of one forward pass.
+
+    If `prompt` is a padded batch, `unpadded_prompts` are its rows without padding.
+    """
     generated, wrong_count = _generate_continuation(generate, prompt, num_tokens)
     if wrong_count is not None:
         return wrong_count
@@ -111,17 +113,19 @@ def _check_greedy(
 
 @register_check(
     "generation",
-    catches="generated tokens that do not follow the logits: one step late, stale cache, wrong row, padded positions",
-    cause="the next token is taken from the wrong position or fed twice, or positions count the padding",
-    fix="use the logits of the last real token, feed each token once, and number positions from the first real token",
     needs=("logits", "generate|generate_padded"),
     kinds=CAUSAL_KINDS,
     depends_on=("causality-paths", "causality", "cache-decode"),
 )
-@torch.no_grad()
 def generation(ctx: CheckContext) -> Iterator[CaseResult]:
-    """Generate greedily and run the result in one forward pass: each token must be the most likely one, up to noise.
-    Then generate from a left-padded batch of prompts of different lengths, and compare each row with the row alone."""
+    """Catches generated tokens that do not follow the logits: one step late, stale cache, wrong row, padded positions.
+
+    Generate greedily and run the result in one forward pass: each token must be the most likely one, up to noise. Then
+    generate from a left-padded batch of prompts of different lengths, and compare each row with the row alone.
+
+    Cause: the next token is taken from the wrong position or fed twice, or positions count the padding.
+    Fix: use the logits of the last real token, feed each token once, and number positions from the first real token.
+    """
     model = ctx.model
     length, num_tokens = _choose_prompt_lengths(ctx)
     if model.generate is not None:
@@ -150,17 +154,19 @@ def _padded_prompts(ctx: CheckContext, seq_len: int) -> tuple[Tensor, Tensor, li
 
 @register_check(
     "speculative-decoding",
-    catches="speculative decoding whose output differs from greedy decoding of the model",
-    cause="a rejected draft token stays in the cache or the output, or the token after the accepted ones is skipped",
-    fix="accept draft tokens up to the first mismatch, append the model's own token, and roll the cache back to there",
     needs=("logits", "generate_speculative"),
     kinds=CAUSAL_KINDS,
     depends_on=("causality", "cache-decode", "generation"),
 )
-@torch.no_grad()
 def speculative_decoding(ctx: CheckContext) -> Iterator[CaseResult]:
-    """Generate speculatively from a repetitive prompt (so that n-gram drafts are accepted) and from a random one: each
-    token must be the most likely one in one forward pass."""
+    """Catches speculative decoding whose output differs from greedy decoding of the model.
+
+    Generate speculatively from a repetitive prompt (so that n-gram drafts are accepted) and from a random one: each
+    token must be the most likely one in one forward pass.
+
+    Cause: a rejected draft token stays in the cache or the output, or the token after the accepted ones is skipped.
+    Fix: accept draft tokens up to the first mismatch, append the model's own token, and roll the cache back to there.
+    """
     generate_speculative = require(ctx.model.generate_speculative)
     length, num_tokens = _choose_prompt_lengths(ctx, 7)
     repeated = ctx.random_tokens(2, max(1, length // 3)).repeat(1, 3)
@@ -169,28 +175,21 @@ def speculative_decoding(ctx: CheckContext) -> Iterator[CaseResult]:
         yield _check_greedy(ctx, generate_speculative, prompt, num_tokens, f"speculatively {description}")
 
 
-@register_check(
-    "mode-restored",
-    catches="generation that leaves the model in another mode, so that training continues without dropout",
-    cause="generate calls eval() or train() and does not restore the previous mode",
-    fix="save the training flag of every module before, and restore it in a finally block",
-    needs=("module", "generate|beam_search|generate_speculative"),
-    kinds=CAUSAL_KINDS,
-)
+@register_check("mode-restored", needs=("module", "generate|beam_search|generate_speculative"), kinds=CAUSAL_KINDS)
 def mode_restored(ctx: CheckContext) -> Iterator[CaseResult]:
-    """Generate in training and in eval mode: the training flag of every module, requires_grad of every parameter and
-    torch.is_grad_enabled() must be unchanged."""
+    """Catches generation that leaves the model in another mode, so that training continues without dropout.
+
+    Generate in training and in eval mode: the training flag of every module, requires_grad of every parameter and
+    torch.is_grad_enabled() must be unchanged.
+
+    Cause: generate calls eval() or train() and does not restore the previous mode.
+    Fix: save the training flag of every module before, and restore it in a finally block.
+    """
     model, module = ctx.model, ctx.module
     prompt = ctx.random_tokens(1, max(1, min(4, ctx.seq_len // 2)))
     submodules = dict(module.named_modules())
-    paths: dict[str, Callable[[], object]] = {}
-    if model.generate is not None:
-        paths["generate"] = partial(model.generate, prompt, 2)
-    if model.beam_search is not None:
-        paths["beam_search"] = partial(model.beam_search, prompt[:, :1], 2, 2)
-    if model.generate_speculative is not None:
-        paths["generate_speculative"] = partial(model.generate_speculative, prompt, 2)
-    for path, run in paths.items():
+    arguments = {"generate": (prompt, 2), "beam_search": (prompt[:, :1], 2, 2), "generate_speculative": (prompt, 2)}
+    for path in [name for name in arguments if getattr(model, name) is not None]:
         for training in (True, False):
             module.train(training)
             params = {name: param for name, param in module.named_parameters() if param.is_floating_point()}
@@ -199,7 +198,7 @@ def mode_restored(ctx: CheckContext) -> Iterator[CaseResult]:
                 param.requires_grad_(True)
             with torch.enable_grad():
                 try:
-                    run()
+                    getattr(model, path)(*arguments[path])
                     grad_enabled = torch.is_grad_enabled()
                     frozen = [name for name, param in params.items() if not param.requires_grad]
                 except UNSUPPORTED_ERRORS as error:
@@ -243,17 +242,19 @@ _SECONDS_PER_SETTING = 0.05
 
 @register_check(
     "beam-search",
-    catches="beams with wrong scores: the cache is not reordered with the beams, or scores belong to other tokens",
-    cause="the cache rows are not reordered when the beams are, or a log-probability is added to another beam",
-    fix="reorder all cache rows by the parents of the new beams, and sum log-probabilities along each beam",
     needs=("logits", "beam_search"),
     kinds=CAUSAL_KINDS,
     depends_on=("causality", "batch-isolation", "cache-decode", "generation"),
 )
-@torch.no_grad()
 def beam_search(ctx: CheckContext) -> CaseResult:
-    """Run each returned beam in one forward pass: its score must be the sum of its tokens' log-probabilities, no two
-    beams may be equal, and none may be worse than those of a beam search without a cache."""
+    """Catches beams with wrong scores: the cache is not reordered with the beams, or scores belong to other tokens.
+
+    Run each returned beam in one forward pass: its score must be the sum of its tokens' log-probabilities, no two beams
+    may be equal, and none may be worse than those of a beam search without a cache.
+
+    Cause: the cache rows are not reordered when the beams are, or a log-probability is added to another beam.
+    Fix: reorder all cache rows by the parents of the new beams, and sum log-probabilities along each beam.
+    """
     length, num_tokens = _choose_prompt_lengths(ctx, 5)
     length = 1 if ctx.model.kind == "encoder-decoder" else length  # the decoder starts with one token
     num_beams = min(_NUM_BEAMS, ctx.model.vocab_size or 2)
@@ -327,19 +328,16 @@ _EMPTY_FILTER_CAUSE = "the filter keeps one token too few, so that none is left 
 _EMPTY_FILTER_FIX = "keep the token that crosses top_p, and exactly top_k tokens"
 
 
-@register_check(
-    "sampling",
-    catches="samples that do not follow the probabilities: temperature applied twice, a filter that keeps one too few",
-    cause="logits are scaled or filtered incorrectly, or sorted indices are used as token ids",
-    fix="divide by the temperature once, keep the token that crosses top_p, and map sorted indices back to token ids",
-    needs=("sample",),
-    kinds=CAUSAL_KINDS,
-)
-@torch.no_grad()
+@register_check("sampling", needs=("sample",), kinds=CAUSAL_KINDS)
 def sampling(ctx: CheckContext) -> Iterator[CaseResult]:
-    """Draw several thousand tokens from known logits and compare the counts with the probabilities (a chi-square test
-    that a correct sampler fails once in 10¹² times). Repeat with temperature, top_k and top_p, if `sample` takes
-    them."""
+    """Catches samples that do not follow the probabilities: temperature applied twice, a filter that keeps one too few.
+
+    Draw several thousand tokens from known logits and compare the counts with the probabilities (a chi-square test that
+    a correct sampler fails once in 10¹² times). Repeat with temperature, top_k and top_p, if `sample` takes them.
+
+    Cause: logits are scaled or filtered incorrectly, or sorted indices are used as token ids.
+    Fix: divide by the temperature once, keep the token that crosses top_p, and map sorted indices back to token ids.
+    """
     sample = require(ctx.model.sample)
     # Unsorted, so that a sorted index used as a token id is detected; the last token is practically impossible.
     logits = torch.tensor([0.3, 2.0, -1.0, 1.2, 0.0, 1.7, -0.4, 0.9, -40.0], device=ctx.model.device)

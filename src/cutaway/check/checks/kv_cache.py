@@ -32,27 +32,27 @@ multiplied by a weight of 0."""
 
 @register_check(
     "cache-decode",
-    catches="decoding with a cache that gives other logits: off by one, positions restarted, a layer not cached",
-    cause="positions do not continue from the cache length, or keys are stored twice or before RoPE",
-    fix="number new tokens from the cache length, store each key once and as it is used, and mask by positions",
     needs=("logits", "logits_with_cache"),
     kinds=CAUSAL_KINDS,
     depends_on=("causality-tile-edges", "causality"),
     preflight=True,
 )
-@torch.no_grad()
 def cache_decode(ctx: CheckContext) -> Iterator[CaseResult]:
-    """Decode a sequence token by token, and token by token after a prefilled prompt: the logits must equal those of one
-    forward pass without a cache."""
-    logits = ctx.logits
+    """Catches decoding with a cache that gives other logits: off by one, positions restarted, a layer not cached.
+
+    Decode a sequence token by token, and token by token after a prefilled prompt: the logits must equal those of one
+    forward pass without a cache.
+
+    Cause: positions do not continue from the cache length, or keys are stored twice or before RoPE.
+    Fix: number new tokens from the cache length, store each key once and as it is used, and mask by positions.
+    """
     max_len, no_prompt_len, num_decoded = (10, 8, 3) if ctx.is_slow else (_LONG_SEQ_LEN, 12, 6)
     sequence = ctx.random_tokens(2, min(max_len, ctx.model.max_seq_len or max_len))
     prompt_len = max(0, sequence.shape[1] - num_decoded)
     for path, first_chunk in (("token by token", 0), ("token by token after a prompt", prompt_len)):
         tokens = sequence if first_chunk else sequence[:, :no_prompt_len]
-        base = logits(tokens)
         sizes = chunk_sizes(tokens.shape[1], 1, first_chunk)
-        diff, position = compare_in_chunks(ctx, tokens, sizes, base)
+        diff, position = compare_in_chunks(ctx, tokens, sizes, ctx.logits(tokens))
         if not diff.within_tolerance:
             message = f"decoded {path}, the logits at position {position} differ from those of one forward pass"
             wrong_position = infer_wrong_position(ctx, tokens, sizes, position)
@@ -66,17 +66,19 @@ def cache_decode(ctx: CheckContext) -> Iterator[CaseResult]:
 
 @register_check(
     "cache-chunked-prefill",
-    catches="chunked prefill that gives other logits: the mask of a chunk does not cover the cached tokens",
-    cause="the causal mask of a chunk is built as if the sequence started with it, or is missing",
-    fix="build the mask from the positions of the queries and of all cached keys, not from the shape of the chunk",
     needs=("logits", "logits_with_cache"),
     kinds=CAUSAL_KINDS,
     depends_on=("causality", "cache-decode"),
 )
-@torch.no_grad()
 def cache_chunked_prefill(ctx: CheckContext) -> Iterator[CaseResult]:
-    """Prefill a sequence in two chunks, split at every position (at two, if the model is slow), and in chunks of three:
-    the logits must equal those of one forward pass."""
+    """Catches chunked prefill that gives other logits: the mask of a chunk does not cover the cached tokens.
+
+    Prefill a sequence in two chunks, split at every position (at two, if the model is slow), and in chunks of three:
+    the logits must equal those of one forward pass.
+
+    Cause: the causal mask of a chunk is built as if the sequence started with it, or is missing.
+    Fix: build the mask from the positions of the queries and of all cached keys, not from the shape of the chunk.
+    """
     tokens, logits = ctx.random_tokens(2, min(_SHORT_SEQ_LEN, ctx.seq_len)), ctx.logits
     length = tokens.shape[1]
     cuts = range(1, length) if not ctx.is_slow else sorted({1, length // 2})
@@ -107,18 +109,20 @@ def cache_chunked_prefill(ctx: CheckContext) -> Iterator[CaseResult]:
 
 @register_check(
     "cache-unused-slots",
-    catches="visible unused cache slots: an empty slot has weight exp(0), or holds keys of an earlier sequence",
-    cause="unused slots are not masked, and zeros in them seem harmless",
-    fix="mask every slot without a token of this sequence, by its position, before the softmax",
     needs=("logits", "logits_with_filled_cache"),
     kinds=CAUSAL_KINDS,
     depends_on=("causality-gradient", "causality", "cache-decode"),
 )
-@torch.no_grad()
 def cache_unused_slots(ctx: CheckContext) -> CaseResult:
-    """Fill the unused slots of a cache with NaN, and with values large enough to dominate if visible: the logits must
-    not change. If only NaN changes the logits, the check passes: the slots have a weight of 0, which is correct, but
-    0 · NaN is NaN."""
+    """Catches visible unused cache slots: an empty slot has weight exp(0), or holds keys of an earlier sequence.
+
+    Fill the unused slots of a cache with NaN, and with values large enough to dominate if visible: the logits must not
+    change. If only NaN changes the logits, the check passes: the slots have a weight of 0, which is correct, but 0 ·
+    NaN is NaN.
+
+    Cause: unused slots are not masked, and zeros in them seem harmless.
+    Fix: mask every slot without a token of this sequence, by its position, before the softmax.
+    """
     tokens, model = ctx.random_tokens(2), ctx.model
     logits, logits_with_filled_cache = ctx.logits, require(model.logits_with_filled_cache)
     base = logits(tokens)
@@ -145,17 +149,19 @@ def cache_unused_slots(ctx: CheckContext) -> CaseResult:
 
 @register_check(
     "cache-sliding-window",
-    catches="a rolling cache that drops tokens one step too early or too late, or has the wrong order after it wraps",
-    cause="the ring buffer has one slot too few, or keys are masked by slot instead of position",
-    fix="keep window + new tokens − 1 keys, and mask by the position of the token in each slot",
     needs=("logits", "logits_with_cache|logits_with_rolling_cache"),
     kinds=CAUSAL_KINDS,
     depends_on=("causality", "cache-decode"),
 )
-@torch.no_grad()
 def cache_sliding_window(ctx: CheckContext) -> Iterator[CaseResult]:
-    """Run a sequence that is longer than the window (twice as long, if that is fast enough) token by token and in
-    chunks of three: the logits must equal those of one forward pass, also beyond the window."""
+    """Catches a rolling cache that drops tokens one step too early or too late, or has the wrong order after it wraps.
+
+    Run a sequence that is longer than the window (twice as long, if that is fast enough) token by token and in chunks
+    of three: the logits must equal those of one forward pass, also beyond the window.
+
+    Cause: the ring buffer has one slot too few, or keys are masked by slot instead of position.
+    Fix: keep window + new tokens − 1 keys, and mask by the position of the token in each slot.
+    """
     model = ctx.model
     windows = sorted({*model.windows, *([] if model.window is None else [model.window])})
     if not windows:
@@ -202,26 +208,23 @@ def _estimate_seconds(ctx: CheckContext, seq_len: int) -> float:
     return ctx.seconds_per_forward * (seq_len / ctx.seq_len + seq_len / 4)
 
 
-@register_check(
-    "cache-reuse",
-    catches="results that depend on the previous sequence: state that remains in the model after a forward pass",
-    cause="a cache, a position counter or a mask is stored in the module, and is not reset for the next sequence",
-    fix="pass the state as an argument, or reset all of it at the start of a sequence",
-    kinds=CAUSAL_KINDS,
-    depends_on=("eval-dropout", "eval-determinism"),
-)
-@torch.no_grad()
+@register_check("cache-reuse", kinds=CAUSAL_KINDS, depends_on=("eval-dropout", "eval-determinism"))
 def cache_reuse(ctx: CheckContext) -> Iterator[CaseResult]:
-    """Run a forward pass and generation on a sequence, then on longer sequences in a larger batch, then on the first
-    sequence again: its results must be the same as before."""
+    """Catches results that depend on the previous sequence: state that remains in the model after a forward pass.
+
+    Run a forward pass and generation on a sequence, then on longer sequences in a larger batch, then on the first
+    sequence again: its results must be the same as before.
+
+    Cause: a cache, a position counter or a mask is stored in the module, and is not reset for the next sequence.
+    Fix: pass the state as an argument, or reset all of it at the start of a sequence.
+    """
     model, length = ctx.model, ctx.seq_len
     tokens, longer = ctx.random_tokens(1, max(2, length // 2)), ctx.random_tokens(3, length)
     for path, forward in _forward_paths(ctx).items():
         first = forward(tokens)
         forward(longer)
         diff = ctx.compare_runs(first, forward(tokens), lambda: forward(tokens))
-        yield ctx.expect_equal(
-            diff,
+        yield diff.expect_equal(
             passed=f"{path} gives the same logits after another sequence",
             failed=f"{path} gives other logits after another sequence",
         )

@@ -5,16 +5,18 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from cutaway.check.adapters.user_functions import describe_value
 from cutaway.check.checked_model import require
 from cutaway.check.context import CheckContext
 from cutaway.check.module_state import perturb_weights
 from cutaway.check.numerics import NOISE_MARGIN, Difference
-from cutaway.check.probes.reference_loss import IGNORE_INDEX, label_shift, mean_loss, require_vocab_logits, token_losses
 from cutaway.check.registry import register_check
 from cutaway.check.report.finding import CaseResult, SkipCheckError, failure, skipped, success
 
+IGNORE_INDEX = -100
+"""Label that the loss ignores."""
 _SHIFT_NAMES = {0: "the token itself", 1: "the next token", 2: "the token after the next", -1: "the previous token"}
 _LEAK_CHECKS = ("causality", "causality-paths", "eval-determinism")
 """If one of these checks fails, the loss cannot be compared with the logits."""
@@ -22,17 +24,55 @@ _FACTOR_TOLERANCE = 1e-3
 """Relative tolerance for recognizing a shift."""
 
 
+def _label_shift(ctx: CheckContext) -> int:
+    """Shift between logits and labels: 1 for next-token prediction, 0 for an encoder."""
+    return 0 if ctx.model.kind == "encoder" else 1
+
+
+def _token_losses(logits: Tensor, labels: Tensor, shift: int) -> tuple[Tensor, Tensor]:
+    """−log p of each label that is not ignored, and the (row, position) of these labels."""
+    length = labels.shape[1] - shift
+    if length < 1:
+        raise SkipCheckError("needs longer sequences")
+    targets = labels[:, shift:]
+    counted = targets != IGNORE_INDEX
+    losses = F.cross_entropy(logits[:, :length][counted].float(), targets[counted], reduction="none")
+    return losses, counted.nonzero() + torch.tensor([0, shift], device=labels.device)
+
+
+def _mean_loss(logits: Tensor, labels: Tensor, shift: int) -> Tensor:
+    """Mean of −log p over the labels that are not ignored."""
+    return _token_losses(logits, labels, shift)[0].mean()
+
+
+def _require_vocab_logits(ctx: CheckContext, logits: Tensor) -> Tensor:
+    """Return the logits; raise SkipCheckError if they are narrower than the vocabulary, as without an output head."""
+    if logits.shape[-1] < (ctx.model.vocab_size or 0):
+        raise SkipCheckError("needs logits over the vocabulary")
+    return logits
+
+
+def compute_loss(ctx: CheckContext, tokens: Tensor) -> Tensor:
+    """The model's own loss, or the loss computed from the logits if the model has no loss function."""
+    if ctx.model.loss is not None:
+        return _require_scalar(ctx.model.loss(tokens, tokens)).reshape(())
+    return _mean_loss(_require_vocab_logits(ctx, ctx.logits(tokens)), tokens, _label_shift(ctx))
+
+
 def model_loss(ctx: CheckContext, tokens: Tensor, labels: Tensor) -> Tensor:
     """The model's own loss, as a tensor of shape (1,)."""
-    loss = require(ctx.model.loss)(tokens, labels)
+    return _require_scalar(require(ctx.model.loss)(tokens, labels)).float().reshape(1)
+
+
+def _require_scalar(loss: object) -> Tensor:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise SkipCheckError(f"needs a scalar loss; this one is {describe_value(loss)}")
-    return loss.float().reshape(1)
+    return loss
 
 
 def _reference_loss(ctx: CheckContext, logits: Tensor, labels: Tensor) -> Tensor:
     """The loss computed from the logits, as a tensor of shape (1,)."""
-    return mean_loss(logits, labels, label_shift(ctx)).reshape(1)
+    return _mean_loss(logits, labels, _label_shift(ctx)).reshape(1)
 
 
 def _compare_loss(ctx: CheckContext, tokens: Tensor, labels: Tensor, logits: Tensor) -> Difference:
@@ -49,7 +89,7 @@ def distinct_logits(ctx: CheckContext, tokens: Tensor) -> Iterator[Tensor]:
     """Yield the logits of these tokens. If the losses of all tokens are equal (as with a zero head), the weights of a
     small model are perturbed while the context is active."""
     with ExitStack() as stack:
-        logits = require_vocab_logits(ctx, ctx.logits(tokens))
+        logits = _require_vocab_logits(ctx, ctx.logits(tokens))
         if _has_uniform_losses(ctx, tokens, logits) and ctx.model.module is not None:
             stack.enter_context(perturb_weights(ctx.module, ctx.generator))
             logits = ctx.logits(tokens)
@@ -60,23 +100,21 @@ def distinct_logits(ctx: CheckContext, tokens: Tensor) -> Iterator[Tensor]:
 
 def _has_uniform_losses(ctx: CheckContext, tokens: Tensor, logits: Tensor) -> bool:
     """Whether −log p is the same for all tokens."""
-    losses = token_losses(logits, tokens, label_shift(ctx))[0]
+    losses = _token_losses(logits, tokens, _label_shift(ctx))[0]
     return bool(losses.max() - losses.min() <= 1e-5 + NOISE_MARGIN * ctx.noise_ratio * float(losses.abs().max()))
 
 
-@register_check(
-    "loss-shift",
-    catches="labels shifted twice or not at all: the model learns the token after the next, or to copy its input",
-    cause="data and model both shift the labels, or neither does; or the shift crosses row boundaries",
-    fix="shift once, per row: logits[:, :-1] against labels[:, 1:]",
-    needs=("logits", "loss"),
-    depends_on=_LEAK_CHECKS,
-)
-@torch.no_grad()
+@register_check("loss-shift", needs=("logits", "loss"), depends_on=_LEAK_CHECKS)
 def loss_shift(ctx: CheckContext) -> CaseResult:
-    """Compare the loss with the mean of −log p from the model's own logits, with labels shifted by 0, 1 and 2. The loss
-    of a decoder must be the one with a shift of 1, that of an encoder the one with a shift of 0."""
-    tokens, expected_shift = ctx.random_tokens(2), label_shift(ctx)
+    """Catches labels shifted twice or not at all: the model learns the token after the next, or to copy its input.
+
+    Compare the loss with the mean of −log p from the model's own logits, with labels shifted by 0, 1 and 2. The loss of
+    a decoder must be the one with a shift of 1, that of an encoder the one with a shift of 0.
+
+    Cause: data and model both shift the labels, or neither does; or the shift crosses row boundaries.
+    Fix: shift once, per row: logits[:, :-1] against labels[:, 1:].
+    """
+    tokens, expected_shift = ctx.random_tokens(2), _label_shift(ctx)
     if tokens.shape[1] < 4:
         raise SkipCheckError("needs sequences of four tokens")
     expected_name = _SHIFT_NAMES[expected_shift]
@@ -98,13 +136,13 @@ def loss_shift(ctx: CheckContext) -> CaseResult:
 
 
 def _losses_by_shift(logits: Tensor, tokens: Tensor, expected_shift: int) -> Iterator[tuple[str, float]]:
-    """Yield the name and the loss of each wrong shift."""
+    """Yield (description, loss) for each wrong way to shift the labels."""
     log_probs = logits.log_softmax(-1)  # (B, T, V)
     for shift in (0, 1, 2):
         if shift != expected_shift:
-            yield _SHIFT_NAMES[shift], float(mean_loss(logits, tokens, shift))
+            yield _SHIFT_NAMES[shift], float(_mean_loss(logits, tokens, shift))
     if expected_shift:  # a loss may get the sequence without its last token
-        yield _SHIFT_NAMES[0], float(mean_loss(logits[:, :-1], tokens[:, :-1], 0))
+        yield _SHIFT_NAMES[0], float(_mean_loss(logits[:, :-1], tokens[:, :-1], 0))
     yield _SHIFT_NAMES[-1], float(-log_probs[:, 1:].gather(-1, tokens[:, :-1, None]).mean())
     flat = log_probs.flatten(0, 1)  # (B·T, V)
     for shift in (1, 2):
@@ -135,20 +173,18 @@ def _infer_shift(ctx: CheckContext, tokens: Tensor, logits: Tensor) -> int | Non
     return None
 
 
-@register_check(
-    "loss-reduction",
-    catches="a loss that is not the mean of −log p: a sum, a mean over the vocabulary, softmax applied twice",
-    cause="the wrong reduction, the wrong denominator, or probabilities passed instead of logits",
-    fix="use F.cross_entropy(logits.flatten(0, 1), labels.flatten()) on raw logits: uniform logits then give ln V",
-    needs=("logits", "loss"),
-    depends_on=("loss-shift", *_LEAK_CHECKS),
-)
-@torch.no_grad()
+@register_check("loss-reduction", needs=("logits", "loss"), depends_on=("loss-shift", *_LEAK_CHECKS))
 def loss_reduction(ctx: CheckContext) -> CaseResult:
-    """Compare the loss with the mean of −log p from the model's own logits (ln V if the logits are uniform). If the two
+    """Catches a loss that is not the mean of −log p: a sum, a mean over the vocabulary, softmax applied twice.
+
+    Compare the loss with the mean of −log p from the model's own logits (ln V if the logits are uniform). If the two
     differ, losses with other labels show whether the loss has a wrong factor or an added term. Label smoothing and
-    auxiliary losses are not bugs."""
-    tokens, shift = ctx.random_tokens(2), label_shift(ctx)
+    auxiliary losses are not bugs.
+
+    Cause: the wrong reduction, the wrong denominator, or probabilities passed instead of logits.
+    Fix: use F.cross_entropy(logits.flatten(0, 1), labels.flatten()) on raw logits: uniform logits then give ln V.
+    """
+    tokens, shift = ctx.random_tokens(2), _label_shift(ctx)
     with distinct_logits(ctx, tokens) as logits:
         diff = _compare_loss(ctx, tokens, tokens, logits)
         if diff.within_tolerance:
@@ -177,7 +213,7 @@ def loss_reduction(ctx: CheckContext) -> CaseResult:
 
 def _describe_factor(ctx: CheckContext, factor: float, tokens: Tensor) -> str:
     """The mistake that explains a factor on the loss, in parentheses; empty if no known mistake does."""
-    batch_size, num_labels = len(tokens), tokens.shape[1] - label_shift(ctx)  # labels per row
+    batch_size, num_labels = len(tokens), tokens.shape[1] - _label_shift(ctx)  # labels per row
     known = {
         "a sum over all tokens": batch_size * num_labels,
         "a sum over the tokens of a row": num_labels,
@@ -192,18 +228,16 @@ def _describe_factor(ctx: CheckContext, factor: float, tokens: Tensor) -> str:
     return next((f" ({name})" for name, value in known.items() if abs(factor / value - 1) < 0.01), "")
 
 
-@register_check(
-    "loss-eos",
-    catches="an eos token that is never a label: the model does not learn to stop",
-    cause="labels equal to the pad token are ignored, and the pad token is the eos token",
-    fix="ignore padding by the attention mask or by lengths, not by the token id",
-    needs=("logits", "loss"),
-    depends_on=("loss-shift", "loss-reduction", "eval-determinism"),
-)
-@torch.no_grad()
+@register_check("loss-eos", needs=("logits", "loss"), depends_on=("loss-shift", "loss-reduction", "eval-determinism"))
 def loss_eos(ctx: CheckContext) -> Iterator[CaseResult]:
-    """End each row with the eos token, then put padding with labels of -100 after it: the loss must include the eos
-    token in both cases."""
+    """Catches an eos token that is never a label: the model does not learn to stop.
+
+    End each row with the eos token, then put padding with labels of -100 after it: the loss must include the eos token
+    in both cases.
+
+    Cause: labels equal to the pad token are ignored, and the pad token is the eos token.
+    Fix: ignore padding by the attention mask or by lengths, not by the token id.
+    """
     eos = ctx.model.eos_token_id
     if eos is None:
         raise SkipCheckError("needs the eos token id (the property eos_token_id=)")
@@ -233,17 +267,17 @@ def loss_eos(ctx: CheckContext) -> Iterator[CaseResult]:
 
 
 @register_check(
-    "loss-ignore-index",
-    catches="labels of -100 that count in the loss: padding is learned, or reduces the mean",
-    cause="the mean is over all positions, or per row, or the labels of padding are not ignored",
-    fix="exclude labels of -100 from the sum and from the count: ignore_index=-100 over the flattened batch",
-    needs=("logits", "loss"),
-    depends_on=("loss-shift", "loss-reduction", *_LEAK_CHECKS),
+    "loss-ignore-index", needs=("logits", "loss"), depends_on=("loss-shift", "loss-reduction", *_LEAK_CHECKS)
 )
-@torch.no_grad()
 def loss_ignore_index(ctx: CheckContext) -> Iterator[CaseResult]:
-    """Set labels to -100, more in one row than in the other: the loss must be the mean over the other labels. Then
-    replace the tokens after a decoder's last label: the loss must not change."""
+    """Catches labels of -100 that count in the loss: padding is learned, or reduces the mean.
+
+    Set labels to -100, more in one row than in the other: the loss must be the mean over the other labels. Then replace
+    the tokens after a decoder's last label: the loss must not change.
+
+    Cause: the mean is over all positions, or per row, or the labels of padding are not ignored.
+    Fix: exclude labels of -100 from the sum and from the count: ignore_index=-100 over the flattened batch.
+    """
     tokens = ctx.random_tokens(2)
     length = tokens.shape[1]
     if length < 5:
@@ -259,7 +293,7 @@ def loss_ignore_index(ctx: CheckContext) -> Iterator[CaseResult]:
             yield CaseResult("skip", "skipped: the loss has other terms", diff.max_abs, diff.tolerance)
         else:
             loss, expected = float(model_loss(ctx, tokens, labels)), float(_reference_loss(ctx, logits, labels))
-            rules = _losses_by_padding_rule(logits, tokens, labels, label_shift(ctx))
+            rules = _losses_by_padding_rule(logits, tokens, labels, _label_shift(ctx))
             reason = next((name for name, value in rules.items() if abs(value - loss) <= diff.tolerance), "")
             message = f"with labels of -100 the loss is {loss:.4g}, but the mean over the other labels is "
             yield diff.failure(f"{message}{expected:.4g}{reason}")
@@ -274,8 +308,7 @@ def loss_ignore_index(ctx: CheckContext) -> Iterator[CaseResult]:
             lambda: model_loss(ctx, tokens, labels), lambda: model_loss(ctx, other, labels), first_result=base
         )
         diff.tolerance = max(diff.tolerance, 1e-5 * max(1.0, abs(float(base))))
-        yield ctx.expect_equal(
-            diff,
+        yield diff.expect_equal(
             passed="the tokens after the last label do not change the loss",
             failed="the tokens after the last label, such as padding, change the loss",
         )
@@ -283,13 +316,13 @@ def loss_ignore_index(ctx: CheckContext) -> Iterator[CaseResult]:
 
 def _losses_by_padding_rule(logits: Tensor, tokens: Tensor, labels: Tensor, shift: int) -> dict[str, float]:
     """Description of a wrong rule for labels of -100 → the loss that this rule would give."""
-    losses, index = token_losses(logits, labels, shift)
+    losses, index = _token_losses(logits, labels, shift)
     num_labels = tokens.shape[1] - shift
     row_means = torch.stack([losses[index[:, 0] == row].mean() for row in range(len(tokens))])
     zero_labels = labels.masked_fill(labels == IGNORE_INDEX, 0)
     return {
         ": labels of -100 are counted in the denominator": float(losses.sum()) / (len(tokens) * num_labels),
         ": the loss is a mean of row means": float(row_means.mean()),
-        ": labels of -100 are learned as token 0": float(mean_loss(logits, zero_labels, shift)),
-        ": the tokens with labels of -100 are learned too": float(mean_loss(logits, tokens, shift)),
+        ": labels of -100 are learned as token 0": float(_mean_loss(logits, zero_labels, shift)),
+        ": the tokens with labels of -100 are learned too": float(_mean_loss(logits, tokens, shift)),
     }

@@ -7,11 +7,10 @@ from torch import Tensor
 
 from cutaway.check.checked_model import TokensFunction, require
 from cutaway.check.context import CheckContext, compute_once
-from cutaway.check.probes.embedding_gradients import add_embedding_offset
+from cutaway.check.probes.embedding_gradients import forward_with_offset
 from cutaway.check.probes.op_tracer import OpTracer
 from cutaway.check.probes.padded_batch import (
     choose_lengths,
-    choose_pad_token,
     forward_rows_alone,
     locate_token,
     pad_rows,
@@ -29,42 +28,37 @@ _PREREQUISITES = ("causality", "batch-isolation", "batch-invariance", "mask-pola
 """Checks whose bugs would make every padding check fail."""
 
 
-@register_check(
-    "fully-masked-row",
-    catches="NaN from a fully masked row, which the backward pass propagates to all weights",
-    cause="softmax over -inf only is 0/0; its output is discarded, but its gradient is not",
-    fix="leave fully masked queries one visible key and zero the result, or use a kernel that returns zeros for them",
-    needs=("logits", "logits_with_mask"),
-    depends_on=_PREREQUISITES,
-)
+@register_check("fully-masked-row", needs=("logits", "logits_with_mask"), depends_on=_PREREQUISITES)
 def fully_masked_row(ctx: CheckContext) -> Iterator[CaseResult]:
-    """Run a batch of a left-padded row (right-padded if left padding is unsupported) and a row of padding only. The
-    logits of the first row must be finite and the same as beside a row with real tokens; their gradients must be
-    finite."""
-    model = ctx.model
-    logits_with_mask, logits = require(model.logits_with_mask), ctx.logits
+    """Catches NaN from a fully masked row, which the backward pass propagates to all weights.
+
+    Run a batch of a left-padded row (right-padded if left padding is unsupported) and a row of padding only. The logits
+    of the first row must be finite and the same as beside a row with real tokens; their gradients must be finite.
+
+    Cause: softmax over -inf only is 0/0; its output is discarded, but its gradient is not.
+    Fix: leave fully masked queries one visible key and zero the result, or use a kernel that returns zeros for them.
+    """
+    logits_with_mask, logits = require(ctx.model.logits_with_mask), ctx.logits
     short_len, seq_len = choose_lengths(ctx)
     row = ctx.random_tokens(1, short_len)
     side = "right" if _unsupported_side_reason(ctx, "left") else "left"
-    tokens, mask = pad_rows([row, row], seq_len, side, choose_pad_token(ctx))
+    tokens, mask = pad_rows(ctx, [row, row], seq_len, side)
     empty_mask = mask.clone()
     empty_mask[1] = False
     real = slice(0, short_len) if side == "right" else slice(-short_len, None)
-    with torch.no_grad():
-        base = logits_with_mask(tokens, mask)[:1, real]
-        if not base.isfinite().all():
-            if bool(logits(row).isfinite().all()):
-                yield failure(f"with {side} padding, the logits of a row are not finite", location="row 0")
-            else:
-                yield skipped("the logits are not finite, even without padding")
-            return
+    base = logits_with_mask(tokens, mask)[:1, real]
+    if not base.isfinite().all():
+        if bool(logits(row).isfinite().all()):
+            yield failure(f"with {side} padding, the logits of a row are not finite", location="row 0")
+        else:
+            yield skipped("the logits are not finite, even without padding")
+        return
     diff = ctx.compare(
         lambda: logits_with_mask(tokens, mask)[:1, real],
         lambda: logits_with_mask(tokens, empty_mask)[:1, real],
         first_result=base,
     )
-    yield ctx.expect_equal(
-        diff,
+    yield diff.expect_equal(
         passed="a row of padding only does not change the other row",
         failed="a row of padding only changes the logits of the other row",
         location=f"position {diff.index[1]}",
@@ -88,28 +82,24 @@ def _row_gradients(
 ) -> dict[str, Tensor]:
     """Gradients of the first row's logits with respect to the token embeddings and to small parameters; empty if the
     logits require no gradient."""
-    module = ctx.model.module
     try:
-        with torch.enable_grad(), add_embedding_offset(module, lambda x: forward(x, mask), tokens) as offsets:
-            out = forward(tokens, mask)
+        out, offset = forward_with_offset(ctx.model.module, lambda x: forward(x, mask), tokens)
     except SkipCheckError:
         return {}
-    if module is None or not out.requires_grad or not offsets:
-        return {}
-    trainable = {name: param for name, param in module.named_parameters() if param.requires_grad}
-    tensors: dict[str, Tensor] = {"the token embeddings": offsets[0]}
+    trainable = {name: param for name, param in ctx.module.named_parameters() if param.requires_grad}
+    tensors: dict[str, Tensor] = {"the token embeddings": offset}
     tensors |= {name: param for name, param in trainable.items() if param.numel() <= _MAX_GRADIENT_NUMEL}
-    value = out[:1, real_positions].float().logsumexp(-1).sum()
+    with torch.enable_grad():
+        value = out[:1, real_positions].float().logsumexp(-1).sum()
     gradients = torch.autograd.grad(value, list(tensors.values()), allow_unused=True)
     return {name: gradient for name, gradient in zip(tensors, gradients, strict=True) if gradient is not None}
 
 
 def _check_padded_rows(ctx: CheckContext, side: str) -> Iterator[CaseResult]:
     """Compare each row of a padded batch of three lengths with the row alone, without and with gradients."""
-    model = ctx.model
-    logits_with_mask, logits = require(model.logits_with_mask), ctx.logits
+    logits_with_mask, logits = require(ctx.model.logits_with_mask), ctx.logits
     (rows, seq_len), base = _ragged_rows_with_logits(ctx)
-    tokens, mask = pad_rows(rows, seq_len, side, choose_pad_token(ctx))
+    tokens, mask = pad_rows(ctx, rows, seq_len, side)
     for path in ("", " with gradients"):
 
         def padded_logits(path: str = path) -> Tensor:
@@ -131,7 +121,6 @@ def _check_padded_rows(ctx: CheckContext, side: str) -> Iterator[CaseResult]:
 
 
 @compute_once
-@torch.no_grad()
 def _ragged_rows_with_logits(ctx: CheckContext) -> tuple[tuple[list[Tensor], int], Tensor]:
     """Rows of different lengths with their padded length, and the logits of each row alone."""
     rows, seq_len = random_ragged_rows(ctx)
@@ -149,58 +138,53 @@ def _unsupported_side_reason(ctx: CheckContext, side: str) -> str | None:
     return "positions count padding and cannot be passed, so the model supports right padding only"
 
 
-@register_check(
-    "left-padding",
-    catches="left padding that changes the logits: positions count the padding, or padding is visible",
-    cause="positions start at the first padding token instead of the first real token, or the mask is not applied",
-    fix="compute positions as mask.cumsum(-1) - 1, and mask padding for every query",
-    needs=("logits", "logits_with_mask"),
-    depends_on=(*_PREREQUISITES, "fully-masked-row"),
-)
+@register_check("left-padding", needs=("logits", "logits_with_mask"), depends_on=(*_PREREQUISITES, "fully-masked-row"))
 def left_padding(ctx: CheckContext) -> Iterator[CaseResult]:
-    """Run three rows of different lengths in one left-padded batch: each must give the same logits as alone."""
+    """Catches left padding that changes the logits: positions count the padding, or padding is visible.
+
+    Run three rows of different lengths in one left-padded batch: each must give the same logits as alone.
+
+    Cause: positions start at the first padding token instead of the first real token, or the mask is not applied.
+    Fix: compute positions as mask.cumsum(-1) - 1, and mask padding for every query.
+    """
     yield from _check_padded_rows(ctx, "left")
 
 
-@register_check(
-    "right-padding",
-    catches="right padding that changes the logits: padding is visible",
-    cause="the mask is not applied, is applied to queries instead of keys, or one row's mask is used for all rows",
-    fix="mask padding keys, per row, on every code path: mask[:, None, None, :]",
-    needs=("logits", "logits_with_mask"),
-    depends_on=(*_PREREQUISITES, "fully-masked-row"),
-)
+@register_check("right-padding", needs=("logits", "logits_with_mask"), depends_on=(*_PREREQUISITES, "fully-masked-row"))
 def right_padding(ctx: CheckContext) -> Iterator[CaseResult]:
-    """Run three rows of different lengths in one right-padded batch: each must give the same logits as alone."""
+    """Catches right padding that changes the logits: padding is visible.
+
+    Run three rows of different lengths in one right-padded batch: each must give the same logits as alone.
+
+    Cause: the mask is not applied, is applied to queries instead of keys, or one row's mask is used for all rows.
+    Fix: mask padding keys, per row, on every code path: mask[:, None, None, :].
+    """
     yield from _check_padded_rows(ctx, "right")
 
 
-@register_check(
-    "padding-leak",
-    catches="visible padding: the tokens in padding change the logits of real tokens",
-    cause="the padding mask is not applied in some layer, or another op than attention mixes positions",
-    fix="mask padding for every query, and zero it where other ops mix positions (convolutions, states, means)",
-    needs=("logits", "logits_with_mask"),
-    depends_on=(*_PREREQUISITES, "fully-masked-row"),
-)
-@torch.no_grad()
+@register_check("padding-leak", needs=("logits", "logits_with_mask"), depends_on=(*_PREREQUISITES, "fully-masked-row"))
 def padding_leak(ctx: CheckContext) -> Iterator[CaseResult]:
-    """Replace the padding tokens, on either side: the logits of real tokens must not change."""
+    """Catches visible padding: the tokens in padding change the logits of real tokens.
+
+    Replace the padding tokens, on either side: the logits of real tokens must not change.
+
+    Cause: the padding mask is not applied in some layer, or another op than attention mixes positions.
+    Fix: mask padding for every query, and zero it where other ops mix positions (convolutions, states, means).
+    """
     logits_with_mask, logits_with_mask_only = require(ctx.model.logits_with_mask), ctx.model.logits_with_mask_only
     rows, seq_len = random_ragged_rows(ctx)
     for side, forward in (("right", logits_with_mask), ("left", logits_with_mask_only or logits_with_mask)):
         if side == "left" and ctx.model.positions_from_pad_token:
             yield skipped("left padding: positions are derived from the pad token")
             continue
-        tokens, mask = pad_rows(rows, seq_len, side, choose_pad_token(ctx))
+        tokens, mask = pad_rows(ctx, rows, seq_len, side)
         other = torch.where(mask, tokens, ctx.random_tokens(len(rows), seq_len))
         diff = ctx.compare(
             lambda: select_real_tokens(forward(tokens, mask), mask),
             lambda: select_real_tokens(forward(other, mask), mask),
         )
         row, position = locate_token(rows, diff.index[0])
-        yield ctx.expect_equal(
-            diff,
+        yield diff.expect_equal(
             passed=f"the tokens in {side} padding do not change the logits",
             failed=f"the logits at position {position} change with the tokens in {side} padding",
             location=f"row {row}, position {position}",
@@ -209,16 +193,18 @@ def padding_leak(ctx: CheckContext) -> Iterator[CaseResult]:
 
 @register_check(
     "moe-padding",
-    catches="padding that is routed to experts: it uses their capacity, or counts in the load-balancing loss",
-    cause="the router and its loss get all tokens of a batch, including padding",
-    fix="pass the padding mask to the router: exclude padding from expert capacity and from the load-balancing loss",
     needs=("logits", "logits_with_mask"),
     depends_on=(*_PREREQUISITES, "fully-masked-row", "padding-leak", "left-padding", "right-padding"),
 )
-@torch.no_grad()
 def moe_padding(ctx: CheckContext) -> Iterator[CaseResult]:
-    """For models with a router: many padding tokens, all equal to one real token, must give the same logits as one
-    padding token, and the load-balancing loss must not depend on padding."""
+    """Catches padding that is routed to experts: it uses their capacity, or counts in the load-balancing loss.
+
+    For models with a router: many padding tokens, all equal to one real token, must give the same logits as one padding
+    token, and the load-balancing loss must not depend on padding.
+
+    Cause: the router and its loss get all tokens of a batch, including padding.
+    Fix: pass the padding mask to the router: exclude padding from expert capacity and from the load-balancing loss.
+    """
     model = ctx.model
     logits_with_mask = require(model.logits_with_mask)
     short_len, seq_len = choose_lengths(ctx)
@@ -230,32 +216,28 @@ def moe_padding(ctx: CheckContext) -> Iterator[CaseResult]:
     num_pads = min(_MAX_EXTRA_PADDING, (model.max_seq_len or _MAX_EXTRA_PADDING + seq_len) - short_len)
     right_only = model.kind != "decoder" and not model.positions_skip_padding and not model.relative_positions
     for side in ["right"] if right_only or model.positions_from_pad_token else ["left", "right"]:
-        few, few_mask = pad_rows([row, row], short_len + 1, side, int(row[0, -1]))
-        many, many_mask = pad_rows([row, row], short_len + num_pads, side, int(row[0, -1]))
+        few, few_mask = pad_rows(ctx, [row, row], short_len + 1, side, int(row[0, -1]))
+        many, many_mask = pad_rows(ctx, [row, row], short_len + num_pads, side, int(row[0, -1]))
         diff = ctx.compare(
             lambda: logits_with_mask(few, few_mask)[few_mask], lambda: logits_with_mask(many, many_mask)[many_mask]
         )
-        yield ctx.expect_equal(
-            diff,
+        yield diff.expect_equal(
             passed=f"{num_pads} padding tokens on the {side} do not change the routing",
             failed=f"{num_pads} padding tokens on the {side} instead of one change the routing of real tokens",
             location=f"position {diff.index[0] % short_len}",
         )
-    if model.load_balancing_loss is not None:
-        loss = model.load_balancing_loss
-        pad_token_id = choose_pad_token(ctx)
+    if (loss := model.load_balancing_loss) is not None:
         rows = [row, ctx.random_tokens(1, short_len - 1)]
-        tokens, mask = pad_rows(rows, seq_len, "right", pad_token_id)
+        tokens, mask = pad_rows(ctx, rows, seq_len, "right")
         other = torch.where(mask, tokens, ctx.random_tokens(2, seq_len))
         for change, other_tokens, other_mask in (
             ("the tokens in padding", other, mask),
-            ("the amount of padding", *pad_rows(rows, seq_len + 1, "right", pad_token_id)),
+            ("the amount of padding", *pad_rows(ctx, rows, seq_len + 1, "right")),
         ):
             if other_tokens.shape[1] > (model.max_seq_len or 1 << 30):
                 continue
             diff = ctx.compare(lambda: loss(tokens, mask).reshape(1), lambda: loss(other_tokens, other_mask).reshape(1))
-            yield ctx.expect_equal(
-                diff,
+            yield diff.expect_equal(
                 passed=f"the load-balancing loss does not depend on {change}",
                 failed=f"the load-balancing loss changes with {change}",
             )

@@ -17,18 +17,17 @@ _FAR_POSITION = 1000
 """A position beyond the integers that bf16 represents exactly."""
 
 
-@register_check(
-    "parity",
-    catches="a difference between two implementations with the same weights, and the first layer where they differ",
-    cause="the two interpret a config field or a tensor differently: a layout, an epsilon, a scale, an activation",
-    fix="compare the first layer that differs op by op; one of the two deviates from the published equations",
-    needs=("logits", "reference_logits|reload"),
-)
+@register_check("parity", needs=("logits", "reference_logits|reload"))
 def parity(ctx: CheckContext) -> CaseResult:
-    """Run the same tokens with the model and with a reference implementation: the logits must be equal. The reference
-    is `reference_logits`, or, for a transformers model, cutaway's implementation loaded from the saved checkpoint."""
-    model = ctx.model
-    logits = ctx.logits
+    """Catches a difference between two implementations with the same weights, and the first layer where they differ.
+
+    Run the same tokens with the model and with a reference implementation: the logits must be equal. The reference is
+    `reference_logits`, or, for a transformers model, cutaway's implementation loaded from the saved checkpoint.
+
+    Cause: the two interpret a config field or a tensor differently: a layout, an epsilon, a scale, an activation.
+    Fix: compare the first layer that differs op by op; one of the two deviates from the published equations.
+    """
+    model, logits = ctx.model, ctx.logits
     if model.reference_logits is not None:
         tokens, reference_logits = ctx.random_tokens(), model.reference_logits
         diff = ctx.compare(lambda: logits(tokens), lambda: reference_logits(tokens))
@@ -38,24 +37,23 @@ def parity(ctx: CheckContext) -> CaseResult:
         if reloaded.reference_difference is None:
             raise SkipCheckError(reloaded.no_reference_reason or "needs reference_logits")
         diff, location = reloaded.reference_difference, reloaded.divergent_layer
-    return ctx.expect_equal(
-        diff,
+    return diff.expect_equal(
         passed="the reference implementation gives the same logits",
         failed="the reference implementation with the same weights gives other logits",
         location=location,
     )
 
 
-@register_check(
-    "low-precision",
-    catches="an op that needs more precision than the model's dtype: angles, norms or sums in bf16, overflow in fp16",
-    cause="positions, squares or a long sum are computed in bf16 or fp16, or a value exceeds the range of fp16",
-    fix="compute positions, norms and softmax in fp32 and cast the result",
-    native_dtype=True,
-)
+@register_check("low-precision", native_dtype=True)
 def low_precision(ctx: CheckContext) -> Iterator[CaseResult]:
-    """Run a sequence in the model's own dtype and with the same weights in fp32, at near and far positions: the
-    difference must be within the model's own rounding noise."""
+    """Catches an op that needs more precision than the model's dtype: angles, norms or sums in bf16, overflow in fp16.
+
+    Run a sequence in the model's own dtype and with the same weights in fp32, at near and far positions: the difference
+    must be within the model's own rounding noise.
+
+    Cause: positions, squares or a long sum are computed in bf16 or fp16, or a value exceeds the range of fp16.
+    Fix: compute positions, norms and softmax in fp32 and cast the result.
+    """
     model, module = ctx.model, ctx.model.module
     if model.dtype not in LOW_PRECISION_DTYPES:
         raise SkipCheckError("needs weights in bf16 or fp16")
@@ -75,15 +73,13 @@ def low_precision(ctx: CheckContext) -> Iterator[CaseResult]:
             with upcast_to_fp32(module):
                 return run()
 
-        with torch.no_grad():
-            native, fp32 = run(), run_in_fp32()
+        native, fp32 = run(), run_in_fp32()
         dtype = "bf16" if model.dtype == torch.bfloat16 else "fp16"
         if fp32.isfinite().all() and not native.isfinite().all():
             yield failure(f"the logits are finite in fp32 but not in {dtype}{where}")
             return
         diff = ctx.compare(run, run_in_fp32, first_result=native, second_result=fp32)
-        yield ctx.expect_equal(
-            diff,
+        yield diff.expect_equal(
             passed=f"the difference between {dtype} and fp32 is within rounding noise{where}",
             failed=f"the difference between {dtype} and fp32 exceeds rounding noise{where}",
             location=None if diff.within_tolerance else find_first_divergence(ctx, run, run_in_fp32),

@@ -65,7 +65,7 @@ def _score_spread(ctx: CheckContext, attention: AttentionCall) -> tuple[float, f
 
 
 def _score_rounding(attention: AttentionCall, ctx: CheckContext) -> float:
-    """Estimated rounding error of the scores."""
+    """Upper estimate of the absolute rounding error of the scores of one attention call."""
     scores = attention.scores.float()[..., : attention.scores.shape[-2]][visible_keys(attention)]
     size = max(max_finite_abs(scores), _qk_size(attention, attention.scale or 0.0))  # a sum of large products
     eps = torch.finfo(attention.scores.dtype).eps
@@ -79,27 +79,26 @@ def _qk_size(attention: AttentionCall, scale: float) -> float:
     return scale * max_finite_abs(attention.q.float().norm(dim=-1)) * max_finite_abs(attention.k.float().norm(dim=-1))
 
 
-@torch.no_grad()
 def _compare_positions(ctx: CheckContext, tokens: Tensor) -> Difference:
-    """Compare the logits of a repeated token at all other positions with those at the first."""
+    """Compare the logits of a repeated token at positions 1, 2, … with those at position 0."""
     first = ctx.logits(tokens)[:, 1:]
     return ctx.compare_expecting_difference(
         lambda: ctx.logits(tokens)[:, 1:], lambda: ctx.logits(tokens)[:, :1].expand_as(first), first_result=first
     )
 
 
-@register_check(
-    "position-encoding",
-    catches="a model without position information: position embeddings never added, RoPE never applied",
-    cause="positions are not used, are all zero, or are taken along another axis (heads, batch) than the sequence",
-    fix="number the tokens along the sequence axis, and use the positions in the embedding or on q and k; pass "
-    "has_positions=False for a model without positions",
-    depends_on=("eval-determinism",),
-)
+@register_check("position-encoding", depends_on=("eval-determinism",))
 def position_encoding(ctx: CheckContext) -> CaseResult:
-    """Run a sequence of one repeated token. Without position information, its logits are the same at all positions, and
-    so are all scores of every attention call. If the model takes positions, other distances between them must change
-    the logits or the scores."""
+    """Catches a model without position information: position embeddings never added, RoPE never applied.
+
+    Run a sequence of one repeated token. Without position information, its logits are the same at all positions, and so
+    are all scores of every attention call. If the model takes positions, other distances between them must change the
+    logits or the scores.
+
+    Cause: positions are not used, are all zero, or are taken along another axis (heads, batch) than the sequence.
+    Fix: number the tokens along the sequence axis, and use the positions in the embedding or on q and k; pass
+    has_positions=False for a model without positions.
+    """
     model, tokens = ctx.model, _repeated_token(ctx)
     if tokens.shape[1] < 3:
         raise SkipCheckError("needs sequences of three tokens")
@@ -134,22 +133,24 @@ def _uses_positions(ctx: CheckContext) -> bool:
     arange = torch.arange(tokens.shape[1], device=tokens.device)[None]
     results: list[list[Tensor]] = []
     for positions in (arange, 2 * arange):
-        with torch.no_grad(), OpTracer(model.module) as tracer:
+        with OpTracer(model.module) as tracer:
             out = logits_with_positions(tokens, positions)
         results.append([out, *(call.scores for call in tracer.attentions)])
     return not (len(results[0]) == len(results[1]) > 1 and all(map(torch.equal, *results)))
 
 
 @register_check(
-    "rope-shift-invariance",
-    catches="RoPE scores that depend on absolute positions: q and k are rotated differently",
-    cause="only one of q and k is rotated, or they use different pairs, angles or positions (such as the cache length)",
-    fix="rotate q and k with the same function and their true positions; q·k then depends only on i - j",
-    depends_on=("causality-tile-edges", "causality", "causality-paths", "batch-isolation"),
+    "rope-shift-invariance", depends_on=("causality-tile-edges", "causality", "causality-paths", "batch-isolation")
 )
 def rope_shift_invariance(ctx: CheckContext) -> Iterator[CaseResult]:
-    """Run a sequence of one repeated token: the scores must be constant along each diagonal. Then shift all positions
-    of a sequence: the logits must not change."""
+    """Catches RoPE scores that depend on absolute positions: q and k are rotated differently.
+
+    Run a sequence of one repeated token: the scores must be constant along each diagonal. Then shift all positions of a
+    sequence: the logits must not change.
+
+    Cause: only one of q and k is rotated, or they use different pairs, angles or positions (such as the cache length).
+    Fix: rotate q and k with the same function and their true positions; q·k then depends only on i - j.
+    """
     model = ctx.model
     if model.relative_positions is False or not model.has_positions:
         raise SkipCheckError("for models with relative positions")
@@ -173,7 +174,7 @@ def rope_shift_invariance(ctx: CheckContext) -> Iterator[CaseResult]:
 
 def _uses_rotation(ctx: CheckContext, tokens: Tensor) -> bool:
     """Whether the model probably uses RoPE: it computes cos or sin, or a name matches `_ROPE_NAME_PATTERN`."""
-    with torch.no_grad(), OpTracer(ctx.model.module) as tracer:
+    with OpTracer(ctx.model.module) as tracer:
         ctx.logits(tokens)
     if tracer.trig_calls:
         return True
@@ -184,7 +185,7 @@ def _uses_rotation(ctx: CheckContext, tokens: Tensor) -> bool:
 
 
 def _low_precision_score_error(attention: AttentionCall, ctx: CheckContext) -> float:
-    """Error of the scores from cos and sin tables in bf16 or fp16."""
+    """Upper estimate of the error of the scores that cos and sin tables in bf16 or fp16 cause; 0 for other dtypes."""
     if ctx.model.dtype not in LOW_PRECISION_DTYPES or attention.q is None:
         return 0.0
     size = _qk_size(attention, attention.scale or attention.q.shape[-1] ** -0.5)
@@ -228,7 +229,7 @@ def _check_score_diagonals(ctx: CheckContext, tokens: Tensor, *, center_rows: bo
 
 
 def _count_growing_heads(scores: Tensor, visible: Tensor, tolerance: float) -> int:
-    """Number of heads if the last query's scores grow linearly with the distance in all of them; otherwise 0."""
+    """Number of heads, if in each head the last query's scores grow linearly with the key's distance; otherwise 0."""
     row, row_visible = scores[0, :, -1], visible[0, :, -1]
     if row.shape[-1] < 4 or not bool(row_visible.all()):
         return 0
@@ -238,11 +239,10 @@ def _count_growing_heads(scores: Tensor, visible: Tensor, tolerance: float) -> i
 
 
 def _check_shifted_positions(ctx: CheckContext) -> Iterator[CaseResult]:
-    """Compare the logits at positions from 0 with those at shifted positions."""
+    """Compare the logits at positions 0, 1, 2, … with those after all positions are shifted by 1, and then by 37."""
     logits_with_positions, tokens = require(ctx.model.logits_with_positions), ctx.random_tokens()
     positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
-    with torch.no_grad():
-        max_logit = max_finite_abs(logits_with_positions(tokens, positions))
+    max_logit = max_finite_abs(logits_with_positions(tokens, positions))
     for shift in (1, 37):
         if ctx.model.max_seq_len is not None and tokens.shape[1] + shift > ctx.model.max_seq_len:
             continue
@@ -252,24 +252,23 @@ def _check_shifted_positions(ctx: CheckContext) -> Iterator[CaseResult]:
         diff.tolerance *= 1 + shift  # the rounding error of an angle grows with the angle
         if ctx.model.dtype in LOW_PRECISION_DTYPES:  # cos and sin tables are rounded too
             diff.tolerance = max(diff.tolerance, 4 * torch.finfo(ctx.model.dtype).eps * max_logit)
-        yield ctx.expect_equal(
-            diff,
+        yield diff.expect_equal(
             passed=f"the logits do not change when all positions are shifted by {shift}",
             failed=f"the logits change when all positions are shifted by {shift}, though positions are relative",
             location=f"position {diff.index[1]}",
         )
 
 
-@register_check(
-    "rope-precision",
-    catches="RoPE angles in bf16 or fp16: large positions are rounded to the same value, and distances change",
-    cause="positions or frequencies are cast with the rest of the model, or autocast computes their product in bf16",
-    fix="keep frequencies in fp32, compute angles, cos and sin in fp32 without autocast, and cast only cos and sin",
-    native_dtype=True,
-)
+@register_check("rope-precision", native_dtype=True)
 def rope_precision(ctx: CheckContext) -> CaseResult:
-    """Trace cos and sin calls in a forward pass in the model's own dtype: large angles must not be in bf16 or fp16."""
-    with torch.no_grad(), OpTracer(ctx.model.module) as tracer:
+    """Catches RoPE angles in bf16 or fp16: large positions are rounded to the same value, and distances change.
+
+    Trace cos and sin calls in a forward pass in the model's own dtype: large angles must not be in bf16 or fp16.
+
+    Cause: positions or frequencies are cast with the rest of the model, or autocast computes their product in bf16.
+    Fix: keep frequencies in fp32, compute angles, cos and sin in fp32 without autocast, and cast only cos and sin.
+    """
+    with OpTracer(ctx.model.module) as tracer:
         if ctx.uses_trig:
             ctx.logits(ctx.random_tokens())
     if not tracer.trig_calls:
@@ -297,21 +296,22 @@ def _rotary_layout(layer: RopeLayer, x: Tensor) -> str:
 
 
 def _describe_layout(layouts: set[tuple[str, int, int]]) -> str:
-    """Describe the layout with the largest rotary_dim."""
+    """Describe the (layout, rotary_dim, first rotated dimension) with the largest rotary_dim."""
     layout, rotary_dim, start = max(layouts, key=lambda candidate: candidate[1])
     return f"pairs {_LAYOUT_NAMES[layout]} of {rotary_dim} dimensions from {start} on"
 
 
-@register_check(
-    "rope-layout",
-    catches="RoPE on the wrong pairs: interleaved instead of half-split, or a mixture that is not a rotation",
-    cause="two layouts are mixed: pairs (j, j + rotary_dim/2) and (2j, 2j + 1), in the code, the tables or the weights",
-    fix="build cos and sin for the pairs that are rotated, and permute the q and k weights to change the layout",
-)
+@register_check("rope-layout")
 def rope_layout(ctx: CheckContext) -> CaseResult:
-    """Run a sequence of one repeated token: its queries and keys may differ between positions only by a rotation. The
+    """Catches RoPE on the wrong pairs: interleaved instead of half-split, or a mixture that is not a rotation.
+
+    Run a sequence of one repeated token: its queries and keys may differ between positions only by a rotation. The
     pairs of dimensions that keep their norm are the rotated ones. They must be the configured pairs or, without a known
-    configuration, the same for q and k."""
+    configuration, the same for q and k.
+
+    Cause: two layouts are mixed: pairs (j, j + rotary_dim/2) and (2j, 2j + 1), in the code, the tables or the weights.
+    Fix: build cos and sin for the pairs that are rotated, and permute the q and k weights to change the layout.
+    """
     ropes = get_rope_configs(ctx)
     if ropes is None:
         return _check_layout_without_config(ctx)
@@ -371,7 +371,7 @@ def _check_layout_without_config(ctx: CheckContext) -> CaseResult:
 
 
 def _count_same_angle_pairs(x: Tensor, rotation: tuple[str, int, int], tolerance: float) -> int:
-    """Number of pairs if all are rotated by the same angle; otherwise 0."""
+    """Number of rotated pairs of x, if all are rotated by the same angle; otherwise 0."""
     z = rotary_pairs(x, *rotation)
     z = z[:, :, z[:, 0].abs().amin(0) > 1e-2 * float(z.abs().max())]
     rotation_factor = z[:, 1] / z[:, 0]
@@ -391,7 +391,7 @@ class _AngleError(NamedTuple):
 
 
 def _max_angle_error(layer: RopeLayer, x: Tensor, frequency: Tensor, ctx: CheckContext) -> _AngleError:
-    """Compare the rotation of each pair at each position with position times frequency."""
+    """Compare the angle of each rotated pair of x at each position with position times frequency; return the worst."""
     z = rotary_pairs(x, _rotary_layout(layer, x), layer.rotary_dim, _rotary_start(layer)).cpu()
     first = z[..., 0, :].abs()
     head = first.argmax(0)  # per pair, the head with the largest norm
@@ -410,17 +410,17 @@ def _max_angle_error(layer: RopeLayer, x: Tensor, frequency: Tensor, ctx: CheckC
     return _AngleError(*worst, pair, int(positions[n]))
 
 
-@register_check(
-    "rope-scaling",
-    catches="RoPE angles that differ from the configuration: theta or a context-extension scaling is ignored",
-    cause="theta, the scaling factor, its frequency interpolation or its attention factor is read and never used",
-    fix="compute frequencies (and the factor on cos and sin) from the configuration, and test them with the formula",
-    depends_on=("position-encoding", "rope-layout"),
-)
+@register_check("rope-scaling", depends_on=("position-encoding", "rope-layout"))
 def rope_scaling(ctx: CheckContext) -> Iterator[CaseResult]:
-    """Run one token at near and far positions and measure the rotation of each pair of q and k: it must be position
-    times the frequency of the configured formula. cos and sin must have the configured attention factor. Scalings that
-    change the angles beyond the original length are also tested beyond that length."""
+    """Catches RoPE angles that differ from the configuration: theta or a context-extension scaling is ignored.
+
+    Run one token at near and far positions and measure the rotation of each pair of q and k: it must be position times
+    the frequency of the configured formula. cos and sin must have the configured attention factor. Scalings that change
+    the angles beyond the original length are also tested beyond that length.
+
+    Cause: theta, the scaling factor, its frequency interpolation or its attention factor is read and never used.
+    Fix: compute frequencies (and the factor on cos and sin) from the configuration, and test them with the formula.
+    """
     ropes = get_rope_configs(ctx)
     if ropes is None:
         raise SkipCheckError("needs the RoPE parameters (the property rope=)")

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from cutaway.check.checked_model import require
-from cutaway.check.checks.loss import distinct_logits, model_loss
+from cutaway.check.checks.loss import IGNORE_INDEX, compute_loss, distinct_logits, model_loss
 from cutaway.check.context import CheckContext, compute_once
 from cutaway.check.module_state import MAX_PERTURBED_PARAMS, add_noise, fork_rng, require_uncompiled, swap_tensors
 from cutaway.check.numerics import NOISE_MARGIN
 from cutaway.check.probes.embedding_gradients import check_finite_differences
-from cutaway.check.probes.reference_loss import IGNORE_INDEX, compute_loss
 from cutaway.check.registry import register_check
 from cutaway.check.report.finding import CaseResult, SkipCheckError, failure, skipped, success, warning
 
@@ -50,7 +49,7 @@ _MIN_UPDATE_RATIO, _MAX_UPDATE_RATIO = 1e-11, 3.0
 
 
 def _trainable_parameters(ctx: CheckContext) -> dict[str, nn.Parameter]:
-    """The parameters that require a gradient."""
+    """The parameters that require a gradient, by name; raise SkipCheckError if there are none."""
     params = {name: param for name, param in ctx.module.named_parameters() if param.requires_grad}
     if not params:
         raise SkipCheckError("needs parameters that require a gradient")
@@ -74,7 +73,7 @@ class _GradientStats:
     is_finite: bool
     is_nonzero: bool
     update_ratio: float | None
-    """RMS of the first Adam update divided by that of the parameter; None without a gradient, or if not a matrix."""
+    """RMS of the first Adam update divided by that of the parameter; None if it has no gradient or is a vector."""
 
 
 @compute_once
@@ -87,7 +86,6 @@ def _collect_gradient_stats(ctx: CheckContext) -> tuple[Tensor, float, dict[str,
     return tokens, loss, stats
 
 
-@torch.no_grad()
 def _gradient_stats(parameter: nn.Parameter) -> _GradientStats:
     """Statistics of a parameter's gradient, from a sample of its elements."""
     if parameter.grad is None:
@@ -122,18 +120,16 @@ def _sample_gradients(ctx: CheckContext, tokens: Tensor) -> Tensor:
     return torch.cat(samples)
 
 
-@register_check(
-    "initial-loss",
-    catches="initial weights of the wrong scale: the initial loss is far from ln V, and the first steps correct that",
-    cause="a tied embedding has the default initialization N(0, 1), or the residual stream grows with depth",
-    fix="initialize the embedding with std 0.02, and output projections of attention and FFN with 0.02/√(2·layers)",
-    needs=("logits", "module"),
-    depends_on=("loss-shift", "loss-reduction"),
-)
-@torch.no_grad()
+@register_check("initial-loss", needs=("logits", "module"), depends_on=("loss-shift", "loss-reduction"))
 def initial_loss(ctx: CheckContext) -> CaseResult:
-    """The loss of an untrained model on random tokens must be near ln V. A model is untrained if `trained` is False, or
-    if norm gains and biases have their initial values and the rows of the embedding have similar norms."""
+    """Catches initial weights of the wrong scale: the initial loss is far from ln V, and the first steps correct that.
+
+    The loss of an untrained model on random tokens must be near ln V. A model is untrained if `trained` is False, or if
+    norm gains and biases have their initial values and the rows of the embedding have similar norms.
+
+    Cause: a tied embedding has the default initialization N(0, 1), or the residual stream grows with depth.
+    Fix: initialize the embedding with std 0.02, and output projections of attention and FFN with 0.02/√(2·layers).
+    """
     model = ctx.model
     if failure := _detect_non_logits(ctx.logits(ctx.random_tokens(2)), model.kind):
         return failure
@@ -171,19 +167,18 @@ def _is_default_bias_init(bias: Tensor) -> bool:
     return bool(bias.numel() >= 8 and magnitude.max() <= 2.5 * magnitude.mean() and magnitude.max() < 1)
 
 
-@register_check(
-    "gradient-flow",
-    catches="parameters that affect the loss but get no gradient, so that they are never trained",
-    cause="detach(), no_grad(), .data or torch.tensor(…) cuts the graph, or reentrant checkpointing does",
-    fix="use the parameter itself in every op between it and the loss, with gradients enabled",
-    needs=("logits", "module"),
-)
+@register_check("gradient-flow", needs=("logits", "module"))
 def gradient_flow(ctx: CheckContext) -> Iterator[CaseResult]:
-    """Run a backward pass from the loss. Perturb each parameter without a gradient: if the loss changes, the parameter
+    """Catches parameters that affect the loss but get no gradient, so that they are never trained.
+
+    Run a backward pass from the loss. Perturb each parameter without a gradient: if the loss changes, the parameter
     should have had a gradient. Unused experts, and heads that attend to one token only, correctly have no gradient.
-    Then compare the gradient with respect to the token embeddings with finite differences."""
-    module = ctx.module
-    require_uncompiled(module)
+    Then compare the gradient with respect to the token embeddings with finite differences.
+
+    Cause: detach(), no_grad(), .data or torch.tensor(…) cuts the graph, or reentrant checkpointing does.
+    Fix: use the parameter itself in every op between it and the loss, with gradients enabled.
+    """
+    require_uncompiled(ctx.module)
     params = _trainable_parameters(ctx)
     tokens, loss, stats = _collect_gradient_stats(ctx)
     not_finite = [name for name, stat in stats.items() if not stat.is_finite]
@@ -207,7 +202,6 @@ def gradient_flow(ctx: CheckContext) -> Iterator[CaseResult]:
         yield skipped(f"the comparison with finite differences {error}")
 
 
-@torch.no_grad()
 def _affects_loss(ctx: CheckContext, tokens: Tensor, parameters: list[nn.Parameter]) -> bool:
     """Whether small perturbations of the parameters change the loss by more than rounding noise."""
     generator = torch.Generator().manual_seed(ctx.seed)
@@ -220,25 +214,23 @@ def _affects_loss(ctx: CheckContext, tokens: Tensor, parameters: list[nn.Paramet
     return change > tolerance
 
 
-@register_check(
-    "overfit",
-    catches="a model that cannot overfit one sequence: the backward pass or the loss is wrong",
-    cause="the graph is cut (detach, no_grad, .data, numpy), a custom backward is wrong, or the loss is wrong",
-    fix="trace the gradient back from the loss; test custom backward functions with torch.autograd.gradcheck",
-    needs=("logits", "module"),
-    depends_on=("loss-shift", "loss-reduction"),
-)
+@register_check("overfit", needs=("logits", "module"), depends_on=("loss-shift", "loss-reduction"))
 def overfit(ctx: CheckContext) -> CaseResult:
-    """Train a copy of the weights on one short sequence, with 30 AdamW steps at each of three learning rates: at one of
-    them, the loss must fall by 10 %."""
+    """Catches a model that cannot overfit one sequence: the backward pass or the loss is wrong.
+
+    Train a copy of the weights on one short sequence, with 30 AdamW steps at each of three learning rates: at one of
+    them, the loss must fall by 10 %.
+
+    Cause: the graph is cut (detach, no_grad, .data, numpy), a custom backward is wrong, or the loss is wrong.
+    Fix: trace the gradient back from the loss; test custom backward functions with torch.autograd.gradcheck.
+    """
     params = _trainable_parameters(ctx)
     if sum(param.numel() for param in params.values()) > MAX_PERTURBED_PARAMS or ctx.is_slow:
-        limit = f"at most {MAX_PERTURBED_PARAMS:,} parameters"
-        raise SkipCheckError(f"needs a small model ({limit}), because it is trained")
+        raise SkipCheckError(f"needs a model of at most {MAX_PERTURBED_PARAMS:,} parameters, because it is trained")
     tokens = ctx.random_tokens(1, min(8, ctx.seq_len))
     best = first = math.inf
     for lr in _OVERFIT_LRS:
-        with swap_tensors(ctx.module, Tensor.clone), fork_rng():
+        with swap_tensors([*ctx.module.parameters(), *ctx.module.buffers()], Tensor.clone), fork_rng():
             optimizer = torch.optim.AdamW(params.values(), lr=lr, weight_decay=0.0)
             for step in range(_OVERFIT_STEPS):
                 loss = float(_run_backward(ctx, tokens))
@@ -254,16 +246,15 @@ def overfit(ctx: CheckContext) -> CaseResult:
     return failure(message, best, _OVERFIT_LOSS_RATIO * first)
 
 
-@register_check(
-    "update-ratio",
-    catches="matrices that one Adam step would overwrite, or leave unchanged",
-    cause="weights are far too small or too large, or a gradient is far below Adam's ε",
-    fix="initialize matrices with std 0.02 or 1/√d_model, and inspect how gradients shrink through the layers",
-    needs=("logits", "module"),
-    depends_on=("gradient-flow",),
-)
+@register_check("update-ratio", needs=("logits", "module"), depends_on=("gradient-flow",))
 def update_ratio(ctx: CheckContext) -> CaseResult:
-    """Compare the first Adam update of each matrix, at a learning rate of 3e-4, with the matrix itself."""
+    """Catches matrices that one Adam step would overwrite, or leave unchanged.
+
+    Compare the first Adam update of each matrix, at a learning rate of 3e-4, with the matrix itself.
+
+    Cause: weights are far too small or too large, or a gradient is far below Adam's ε.
+    Fix: initialize matrices with std 0.02 or 1/√d_model, and inspect how gradients shrink through the layers.
+    """
     _, loss, stats = _collect_gradient_stats(ctx)
     ratios = {name: stat.update_ratio for name, stat in stats.items() if stat.update_ratio is not None}
     if not ratios or not math.isfinite(loss):
@@ -282,15 +273,17 @@ def update_ratio(ctx: CheckContext) -> CaseResult:
 
 @register_check(
     "gradient-accumulation",
-    catches="gradient accumulation that differs from the full batch: short micro-batches weigh as much as long ones",
-    cause="the mean losses of the micro-batches are averaged, whatever their numbers of labels",
-    fix="sum the losses of all micro-batches, and divide by the total number of labels",
     needs=("loss", "accumulated_loss"),
     depends_on=("batch-isolation", "loss-shift", "loss-reduction", "loss-ignore-index"),
 )
-@torch.no_grad()
 def gradient_accumulation(ctx: CheckContext) -> CaseResult:
-    """Split a batch into micro-batches with few and many labels: the accumulated loss must equal that of the batch."""
+    """Catches gradient accumulation that differs from the full batch: short micro-batches weigh as much as long ones.
+
+    Split a batch into micro-batches with few and many labels: the accumulated loss must equal that of the batch.
+
+    Cause: the mean losses of the micro-batches are averaged, whatever their numbers of labels.
+    Fix: sum the losses of all micro-batches, and divide by the total number of labels.
+    """
     accumulated_loss = require(ctx.model.accumulated_loss)
     tokens = ctx.random_tokens(3)
     labels = tokens.clone()
@@ -309,21 +302,19 @@ def gradient_accumulation(ctx: CheckContext) -> CaseResult:
     known = {"the mean of the micro-batch means": sum(means) / 2, "the sum of the micro-batch means": sum(means)}
     reason = next((f", which is {name}" for name, other in known.items() if abs(value - other) <= diff.tolerance), "")
     message = f"the loss of the full batch is {float(full):.4g}, but the accumulated loss is {value:.4g}"
-    return ctx.expect_equal(
-        diff, passed="the accumulated loss equals that of the full batch", failed=f"{message}{reason}"
-    )
+    return diff.expect_equal(passed="the accumulated loss equals that of the full batch", failed=f"{message}{reason}")
 
 
-@register_check(
-    "activation-checkpointing",
-    catches="activation checkpointing that changes the gradients: other dropout masks, or missing gradients",
-    cause="the recomputation uses another random state or other inputs, or reentrant checkpointing cuts the graph",
-    fix="use torch.utils.checkpoint with use_reentrant=False and preserve_rng_state=True",
-    needs=("logits", "module", "set_activation_checkpointing"),
-)
+@register_check("activation-checkpointing", needs=("logits", "module", "set_activation_checkpointing"))
 def activation_checkpointing(ctx: CheckContext) -> Iterator[CaseResult]:
-    """Compare the loss and the gradients with and without activation checkpointing, in training mode and with the same
-    random state: they must be equal, both with the model's own dropout and with a dropout of 0.3."""
+    """Catches activation checkpointing that changes the gradients: other dropout masks, or missing gradients.
+
+    Compare the loss and the gradients with and without activation checkpointing, in training mode and with the same
+    random state: they must be equal, both with the model's own dropout and with a dropout of 0.3.
+
+    Cause: the recomputation uses another random state or other inputs, or reentrant checkpointing cuts the graph.
+    Fix: use torch.utils.checkpoint with use_reentrant=False and preserve_rng_state=True.
+    """
     module, set_checkpointing = ctx.module, require(ctx.model.set_activation_checkpointing)
     require_uncompiled(module)
     tokens = ctx.random_tokens(1, min(8, ctx.seq_len))
@@ -343,10 +334,9 @@ def activation_checkpointing(ctx: CheckContext) -> Iterator[CaseResult]:
             for dropout in dropouts if p is not None else ():
                 stack.enter_context(patch.object(dropout, "p", p))
             base = gradients(False)
-            diff = ctx.compare(lambda: gradients(False), lambda: gradients(True), first_result=base, with_grad=True)
+            diff = ctx.compare(lambda: gradients(False), lambda: gradients(True), first_result=base)
         condition = "" if p is None else f" with dropout {p:g}"
-        yield ctx.expect_equal(
-            diff,
+        yield diff.expect_equal(
             passed=f"loss and gradients are the same with activation checkpointing{condition}",
             failed=f"activation checkpointing changes the loss or the gradients{condition}",
             location=_gradient_location(ctx, diff.index[0]),
@@ -366,7 +356,7 @@ def _gradient_location(ctx: CheckContext, index: int) -> str:
 
 
 def _detect_non_logits(logits: Tensor, kind: str) -> CaseResult | None:
-    """A failure if the output is not logits: probabilities, or the output of an activation."""
+    """Return a failure if `logits` are probabilities, or the output of an activation; None if they can be logits."""
     if logits.shape[-1] < 3 or not bool((logits >= 0).all()):
         return None
     if bool(((logits.float().sum(-1) - 1).abs() < 1e-2).all()):

@@ -61,7 +61,7 @@ class ActivationTracer(OpTracer):
         return out
 
     def _record_linear(self, x: Tensor, weight: Tensor, out: object) -> None:
-        """Record a product with a two-dimensional weight."""
+        """Record a linear layer, if its weight is a matrix."""
         if weight.ndim == 2 and isinstance(out, Tensor):
             name, num_attentions = self.module_stack[-1], len(self.gated_attentions)
             self.linear_calls.append(LinearCall(name, x.detach(), weight.detach(), out.detach(), num_attentions))

@@ -17,15 +17,16 @@ UNSUPPORTED_ERRORS = (ValueError, NotImplementedError, AssertionError, TypeError
 
 
 def chunk_sizes(seq_len: int, chunk_size: int, first_chunk: int = 0) -> list[int]:
-    """Split a length into an optional first chunk, chunks of `chunk_size`, and the remainder."""
+    """Sizes of the chunks of a sequence: `first_chunk` unless it is 0, chunks of `chunk_size`, and the remainder."""
     num_chunks, remainder = divmod(seq_len - first_chunk, chunk_size)
     return [first_chunk] * (first_chunk > 0) + [chunk_size] * num_chunks + [remainder] * (remainder > 0)
 
 
-@torch.no_grad()
 def forward_in_chunks(ctx: CheckContext, tokens: Tensor, sizes: Sequence[int]) -> tuple[Tensor, list[int]]:
-    """Run a cached forward pass in chunks of these sizes; return the logits and their positions. Some models return
-    only the logits of a chunk's last token."""
+    """Run a cached forward pass in chunks of these sizes; return the logits and their positions.
+
+    The positions are needed, because some models return only the logits of a chunk's last token.
+    """
     cache, start = None, 0
     logits: list[Tensor] = []
     positions: list[int] = []
@@ -39,15 +40,16 @@ def forward_in_chunks(ctx: CheckContext, tokens: Tensor, sizes: Sequence[int]) -
     return torch.cat(logits, 1), positions
 
 
-@torch.no_grad()
 def compare_in_chunks(
     ctx: CheckContext, tokens: Tensor, sizes: Sequence[int], full_logits: Tensor
 ) -> tuple[Difference, int]:
-    """Compare chunked logits with those of one forward pass; return the difference and the first differing position."""
-    logits = ctx.logits
+    """Compare the logits of a cached forward pass in chunks with `full_logits`, those of one forward pass.
+
+    Returns the difference and the first position where it exceeds the tolerance.
+    """
     out, positions = forward_in_chunks(ctx, tokens, sizes)
     diff = ctx.compare(
-        lambda: logits(tokens)[:, positions],
+        lambda: ctx.logits(tokens)[:, positions],
         lambda: forward_in_chunks(ctx, tokens, sizes)[0],
         first_result=full_logits[:, positions],
         second_result=out,
@@ -56,15 +58,14 @@ def compare_in_chunks(
 
 
 def first_position_beyond(first: Tensor, second: Tensor, tolerance: float) -> int:
-    """First index of the second axis where two results differ by more than the tolerance, or one of them is NaN."""
+    """First position where two results (B, T, V) differ by more than the tolerance, or one of them is NaN."""
     exceeds = ~((first.float() - second.float()).abs().amax((0, 2)) <= tolerance)
     return int(exceeds.long().argmax())
 
 
 def locate_divergence(ctx: CheckContext, tokens: Tensor, sizes: Sequence[int], position: int) -> str:
-    """Describe the differing position, and the first module whose output differs there."""
-    model = ctx.model
-    logits_with_cache, logits = require(model.logits_with_cache), ctx.logits
+    """Text with `position`, where chunked and full logits differ, and the first module whose output differs there."""
+    logits_with_cache, logits = require(ctx.model.logits_with_cache), ctx.logits
     cache, start = None, 0
     for end, size in zip(accumulate(sizes), sizes, strict=True):
         start = end - size
@@ -82,7 +83,7 @@ def locate_divergence(ctx: CheckContext, tokens: Tensor, sizes: Sequence[int], p
 
 
 def infer_wrong_position(ctx: CheckContext, tokens: Tensor, sizes: Sequence[int], expected_position: int) -> int | None:
-    """The wrong position id that would explain the logits of the token at `expected_position`; None if none does."""
+    """The wrong position id that gives the cached logits of the token at `expected_position`; None if none does."""
     logits_with_positions = ctx.model.logits_with_positions
     if logits_with_positions is None:
         return None

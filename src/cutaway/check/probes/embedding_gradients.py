@@ -14,7 +14,7 @@ from cutaway.check.report.finding import CaseResult, SkipCheckError, failure, su
 
 @torch.no_grad()
 def _find_embeddings(module: nn.Module, forward: LogitsFunction, tokens: Tensor) -> list[nn.Module]:
-    """Find the modules that take these tokens and return one vector per token."""
+    """Modules without submodules that `forward(tokens)` calls with `tokens`, and that return one vector per token."""
     embeddings: list[nn.Module] = []
 
     def record(submodule: nn.Module, inputs: Args, out: object) -> None:
@@ -56,6 +56,18 @@ def add_embedding_offset(module: nn.Module | None, forward: LogitsFunction, toke
 
     with embeddings[0].register_forward_hook(add_offset):
         yield offsets
+
+
+def forward_with_offset(module: nn.Module | None, forward: LogitsFunction, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the result of `forward(tokens)` and the zeros that `add_embedding_offset` adds, which require a gradient.
+
+    Raises SkipCheckError if the result does not require a gradient.
+    """
+    with torch.enable_grad(), add_embedding_offset(module, forward, tokens) as offsets:
+        out = forward(tokens)
+    if not out.requires_grad or not offsets:
+        raise SkipCheckError("the logits require no gradient")
+    return out, offsets[0]
 
 
 _STEP_SIZES = (1e-2, 2e-3, 5e-4)

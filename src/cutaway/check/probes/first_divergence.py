@@ -14,7 +14,6 @@ _MAX_RECORDED_BYTES = 1 << 28
 """Maximum total size of the recorded outputs, in bytes."""
 
 
-@torch.no_grad()
 def find_first_divergence(
     ctx: CheckContext,
     run_first: Callable[[], object],

@@ -47,7 +47,7 @@ class _BatchedMatmul(NamedTuple):
 
 
 def _parse_matmul(func: TorchFunction, args: Args, kwargs: Kwargs) -> _BatchedMatmul | None:
-    """Convert a call of any batched matrix product to one form; None if the call is not a batched matrix product."""
+    """Convert the arguments of matmul, bmm, baddbmm or einsum; None if the call is not a batched matrix product."""
     if func in _BADDBMM_FUNCTIONS:
         args = (*args[1:], *(kwargs[name] for name in ("batch1", "batch2") if name in kwargs))
     if func is torch.einsum:

@@ -25,13 +25,15 @@ def choose_lengths(ctx: CheckContext) -> tuple[int, int]:
     return seq_len - num_pads, seq_len
 
 
-def choose_pad_token(ctx: CheckContext) -> int:
-    """The pad token id; if the model has none, any token."""
-    return ctx.model.pad_token_id if ctx.model.pad_token_id is not None else int(ctx.allowed_tokens[0])
+def pad_rows(
+    ctx: CheckContext, rows: list[Tensor], seq_len: int, side: str, pad_token_id: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Pad rows (1, n) of different lengths to one batch; return tokens and mask (B, T).
 
-
-def pad_rows(rows: list[Tensor], seq_len: int, side: str, pad_token_id: int) -> tuple[Tensor, Tensor]:
-    """Pad rows (1, n) of different lengths to one batch; return tokens and mask (B, T)."""
+    The default pad token is that of the model or, if it has none, the first token that is not special.
+    """
+    pad_token_id = ctx.model.pad_token_id if pad_token_id is None else pad_token_id
+    pad_token_id = int(ctx.allowed_tokens[0]) if pad_token_id is None else pad_token_id
     tokens = torch.full((len(rows), seq_len), pad_token_id, dtype=rows[0].dtype, device=rows[0].device)
     mask = torch.zeros_like(tokens, dtype=torch.bool)
     for index, row in enumerate(rows):

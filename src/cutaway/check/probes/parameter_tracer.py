@@ -1,15 +1,13 @@
 """`ParameterTracer` records which parameters a forward pass reads, by the storage of each op's arguments."""
 
-from contextlib import ExitStack
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from cutaway.check.numerics import Args, Kwargs, TorchFunction
-from cutaway.check.probes.op_tracer import torch_functions
+from cutaway.check.probes.op_tracer import OpTracer, torch_functions
 
 _METADATA_FUNCTIONS = {
     "__get__", "__set__", "__repr__", "__len__", "__hash__", "size", "dim", "ndimension", "numel", "nelement", "stride",
@@ -28,12 +26,12 @@ def _storage_ptr(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-class ParameterTracer(TorchFunctionMode):
+class ParameterTracer(OpTracer):
     """Function mode that records the parameters that are read, the embedding tables that tokens index, and the
     parameter of the output head."""
 
     def __init__(self, module: nn.Module, vocab_size: int | None = None) -> None:
-        super().__init__()
+        super().__init__(module)
         self.vocab_size = vocab_size
         self.parameter_names: dict[int, list[str]] = {}
         for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -41,35 +39,19 @@ class ParameterTracer(TorchFunctionMode):
         self.read_ptrs: set[int] = set()
         self.unregistered_shapes: list[tuple[int, ...]] = []
         """Shapes of parameters that the module reads but does not register."""
-        self.depth, self._hooks, self.module = 0, ExitStack(), module
         self.embedding_ptrs: list[int] = []
         self.head_ptr: int | None = None
-
-    def __enter__(self) -> Self:
-        self._hooks.enter_context(self.module.register_forward_pre_hook(lambda *_: self._change_depth(1)))
-        leave = self.module.register_forward_hook(lambda *_: self._change_depth(-1), always_call=True)
-        self._hooks.enter_context(leave)
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self._hooks.close()
-
-    def _change_depth(self, delta: int) -> None:
-        """Update `depth`, which is above 0 while the module's forward runs."""
-        self.depth += delta
 
     def __torch_function__(
         self, func: TorchFunction, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
+        out = super().__torch_function__(func, types, args, kwargs)
         if getattr(func, "__name__", "") in _METADATA_FUNCTIONS:
             return out
         leaves = tree_leaves((args, kwargs))
         ptrs = [ptr for leaf in leaves if isinstance(leaf, Tensor) and (ptr := self._find_parameter(leaf))]
-        if self.depth and not ptrs:
+        if len(self.module_stack) > 1 and not ptrs:  # while the module's forward runs
             parameters = [x for x in leaves if isinstance(x, nn.Parameter) and x.requires_grad]
             self.unregistered_shapes += [tuple(x.shape) for x in parameters]
         self.read_ptrs.update(ptrs)

@@ -27,7 +27,6 @@ def get_reloaded_model(ctx: CheckContext, *, allow_error: bool = False) -> Reloa
 
 
 @compute_once
-@torch.no_grad()
 def _reload_model(ctx: CheckContext) -> ReloadedModel | SkipCheckError:
     """Reload the model with perturbed weights, and compare logits, constants and the reference implementation."""
     model, module, logits = ctx.model, ctx.model.module, ctx.logits

@@ -50,13 +50,13 @@ class RopeLayer:
         return self.attention.module or None
 
     def queries_and_keys(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the queries and the keys (H, T, D) of the first row."""
+        """Yield ("queries", q) and ("keys", k), where q and k are (H, T, D) of the first row of the batch."""
         yield "queries", require(self.attention.q)[0].float()
         yield "keys", require(self.attention.k)[0].float()
 
 
 def get_rope_configs(ctx: CheckContext) -> list[tuple[RopeConfig | None, bool]] | None:
-    """Per layer: the RoPE configuration (None without RoPE), and whether attention is latent. None if unknown."""
+    """(RoPE configuration or None, whether attention is latent) of each layer; None if the configuration is unknown."""
     if ctx.model.rope is not None:
         return [(RopeConfig.model_validate({"kind": "rope", **ctx.model.rope}), False)]
     config = get_config(ctx.model)
@@ -72,7 +72,7 @@ def get_rope_configs(ctx: CheckContext) -> list[tuple[RopeConfig | None, bool]] 
 
 
 def trace_rope_layers(ctx: CheckContext, *, beyond_length: int | None = None) -> list[RopeLayer]:
-    """Run a repeated token; return the attention calls whose q and k differ between positions only by the rotation.
+    """Run one repeated token; return the attention calls whose q and k differ between positions only by the rotation.
 
     If the model takes positions, the token is at near and far positions, or at near positions and beyond
     `beyond_length`. Otherwise the positions are 0, 1, 2, …
@@ -91,7 +91,7 @@ def trace_rope_layers(ctx: CheckContext, *, beyond_length: int | None = None) ->
     seq_len = len(probed)
     positions = torch.tensor([probed], device=model.device)
     tokens = ctx.random_tokens(1, 1).expand(-1, seq_len).contiguous()
-    with torch.no_grad(), ScaleTracer(model.module) as tracer:
+    with ScaleTracer(model.module) as tracer:
         if model.logits_with_positions is None:
             ctx.logits(tokens)
         else:
@@ -117,21 +117,23 @@ def _has_constant_values(attention: AttentionCall) -> bool:
 
 
 def max_relative_change(x: Tensor) -> float:
-    """Largest difference between x (…, T, D) at position 0 and at any other, relative to the largest absolute value."""
+    """Largest absolute difference between x (…, T, D) at position 0 and at any other position, divided by the largest
+    absolute value of x."""
     return float((x - x[..., :1, :]).abs().max()) / max(float(x.abs().max()), 1e-30)
 
 
 def rotary_pairs(x: Tensor, layout: str, rotary_dim: int, start: int) -> Tensor:
-    """The pairs of dimensions that RoPE rotates together, as complex numbers (…, T, rotary_dim / 2)."""
+    """The pairs of dimensions of x (…, T, D) that RoPE rotates, as complex numbers (…, T, rotary_dim / 2)."""
     rotary = x[..., start : start + rotary_dim]
     a, b = (rotary[..., 0::2], rotary[..., 1::2]) if layout == "interleaved" else rotary.chunk(2, -1)
     return torch.complex(a.contiguous(), b.contiguous())
 
 
 def rotation_error(x: Tensor, layout: str, rotary_dim: int, start: int) -> float:
-    """Largest change, over positions, in the norm of a pair or in an unrotated dimension; 0 for an exact rotation.
+    """How far x (…, T, D) is from a rotation by position; 0 for an exact rotation.
 
-    The change is divided by the largest absolute value of x.
+    It is the largest change since position 0 in the norm of a rotated pair or in an unrotated dimension, divided by the
+    largest absolute value of x.
     """
     size = max(float(x.abs().max()), 1e-30)
     norms = rotary_pairs(x, layout, rotary_dim, start).abs()
@@ -141,7 +143,7 @@ def rotation_error(x: Tensor, layout: str, rotary_dim: int, start: int) -> float
 
 
 def find_rotation_layouts(x: Tensor, tolerance: float) -> set[tuple[str, int, int]]:
-    """All triples (layout, rotary_dim, first rotated dimension) for which x is a rotation by position."""
+    """All triples (layout, rotary_dim, first rotated dimension) for which x (…, T, D) is a rotation by position."""
     head_dim = x.shape[-1]
     layouts = set()
     for rotary_dim in range(2, head_dim + 1, 2):
@@ -153,7 +155,7 @@ def find_rotation_layouts(x: Tensor, tolerance: float) -> set[tuple[str, int, in
 
 
 def expected_frequencies(layer: RopeLayer) -> tuple[Tensor, float]:
-    """Reference frequency of each pair, and the attention factor on cos and sin."""
+    """Frequencies (one per rotated pair, in radians per position) and the factor on cos and sin, by cutaway's RoPE."""
     rope = Rope(require(layer.rope), layer.rotary_dim)
     frequencies = rope.select_frequencies(TokenPositions(layer.positions[None].cpu()))
     return frequencies.reshape(-1, frequencies.shape[-1])[0], rope.attention_factor

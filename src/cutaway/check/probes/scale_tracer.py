@@ -42,7 +42,7 @@ LEARNED_BIAS = "biased by a learned tensor"
 
 @dataclass(frozen=True)
 class TensorScale:
-    """Traced scale of one tensor."""
+    """Scalar factors that were applied to one tensor, as traced."""
 
     origin: str
     """'learned' if the tensor depends on weights only, 'vector' after a projection, 'scores' for q·k."""
@@ -63,7 +63,7 @@ class TensorScale:
 
 
 class AttentionScale(NamedTuple):
-    """Traced scale of the scores of one attention call."""
+    """Scalar factors that were applied to q, k and the scores of one attention call, as traced."""
 
     module: str
     scores: TensorScale

@@ -28,7 +28,7 @@ failure, warning, success = partial(CaseResult, "fail"), partial(CaseResult, "wa
 
 
 def skipped(reason: object) -> CaseResult:
-    """A case that does not apply."""
+    """Result of a case that does not apply to the model."""
     return CaseResult("skip", f"skipped: {reason}")
 
 
@@ -57,7 +57,7 @@ class Finding:
         return "\n".join(lines)
 
     def details(self) -> list[tuple[str, str | None]]:
-        """(label, text) pairs that describe a problem in addition to the message; None for an unknown text."""
+        """(label, text) pairs that describe a problem in addition to the message; the text is None if it is unknown."""
         figures = None if self.measured is None else f"{self.measured:.3g}"
         if figures and self.threshold is not None:
             figures += f", threshold {self.threshold:.3g}"
