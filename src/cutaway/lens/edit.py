@@ -45,7 +45,7 @@ class Edit:
         all_sites, targets = sites(self.model), structural_edits.structural_targets(self.model)
         for name, spec in self.edits.items():
             if not isinstance(name, str):
-                raise InputError(f"the site name {name!r} is a {type(name).__name__}; pass a string from sites(model)")
+                raise InputError(f"a site name must be a string from sites(model), not {name!r}")
             op = _structural_op(spec)
             matching = [target for key, target in targets.items() if fnmatchcase(key, name)]
             if op is not None and matching:

@@ -22,7 +22,7 @@ from cutaway.model.kernels import Kernel
 from cutaway.model.stack import Stack
 
 ATTENTION_OVERRIDES: WeakKeyDictionary[nn.Module, dict[tuple[str, int | None, int], Tensor]] = WeakKeyDictionary()
-"""Scores and patterns that edits have set in the current call of a kernel, keyed by (kind, layer, head)."""
+"""Attention kernel → the scores and patterns that edits have set in its current call, by (kind, layer, head)."""
 
 
 class HookContext(NamedTuple):
@@ -49,7 +49,7 @@ class SiteHooks:
         self.requests: list[HookRequest] = []
         self.handles: list[RemovableHandle] = []
         self.layer_counters: dict[Stack, list[int]] = {}
-        """Per stack whose layers share a block: how many blocks this forward pass has entered, and how many left."""
+        """Stack whose layers share a block → [blocks entered, blocks left], counted in the current forward pass."""
         self.cached_scores: tuple[ModuleArgs, list[int] | None, AttentionScores] | None = None
         self.cached_mask: tuple[tuple[object, int, int], AttentionMask] | None = None
 
@@ -179,7 +179,7 @@ class SiteHooks:
             self.handles.append(site.module.register_forward_hook(output_hook))
 
     def _add_converted_hook(self, site: Site, conversion: HookConversion, hook_fn: HookFn) -> None:
-        """Hook a module of another library."""
+        """Register the hooks of a site in a module of another library."""
 
         def convert_hook(value: Tensor, original: Tensor) -> Tensor | None:
             return hook_fn(HookContext(site, value, (), original))
@@ -199,7 +199,7 @@ class SiteHooks:
         return self.cached_scores[2]
 
     def _dense_mask(self, kernel_args: ModuleArgs) -> AttentionMask:
-        """Build the dense mask once for all layers that share a prepared mask."""
+        """Convert the prepared mask of a kernel call to a dense mask, once for all layers that share it."""
         key = kernel_args[3], kernel_args[0].shape[1], kernel_args[1].shape[1]
         if self.cached_mask is None or self.cached_mask[0][0] is not key[0] or self.cached_mask[0][1:] != key[1:]:
             self.cached_mask = key, attention_pattern.build_dense_mask(kernel_args)
@@ -240,7 +240,7 @@ _ALL_KINDS = tuple(kind for kinds in _HOOK_ORDER for kind in kinds)
 
 
 def _recompute_z(kernel: Kernel, z: Tensor, old_pattern: Tensor, new_pattern: Tensor, values: Tensor) -> Tensor:
-    """Return z for another attention pattern. Rows whose pattern is unchanged stay bit-equal."""
+    """Return the kernel's output z for `new_pattern`. Rows of z whose pattern has not changed stay bit-equal."""
     changed = (new_pattern != old_pattern).any(-1).transpose(1, 2).unsqueeze(-1)  # (B, T, H, 1)
     # Unchanged rows are z + 0 instead of z, so that their gradient with respect to new_pattern is right too.
     shifted = z + torch.einsum("bhts,bshe->bthe", new_pattern - old_pattern, values)

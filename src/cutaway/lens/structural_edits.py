@@ -27,7 +27,7 @@ _AnyBlock = Block | ParallelBlock
 
 
 class StructuralTarget(NamedTuple):
-    """A part of a model that structural edits can change."""
+    """A part of a model that structural edits can change: a block, a final norm, a mask or the positions."""
 
     kind: str
     """A key of STRUCTURAL_OPS."""
@@ -37,7 +37,7 @@ class StructuralTarget(NamedTuple):
 
 
 def structural_targets(model: nn.Module) -> dict[str, StructuralTarget]:
-    """Return the parts of a model that can be edited, by name. The dict is empty for models of other libraries."""
+    """Return the parts of a model that structural edits can change, by name. Empty for models of other libraries."""
     targets: list[StructuralTarget] = []
     stacks = model.stacks if isinstance(model, Transformer) else {}
     for stack_name, stack in stacks.items():
@@ -86,12 +86,12 @@ def _unsupported_reason(target: StructuralTarget, op: str) -> str | None:
         if op == "drop" and any(isinstance(block.attn.f, LatentAttention) for block in blocks):
             return f"{name} cannot be dropped: latent attention has a part of each key that consists only of RoPE"
         if op in _POSITION_OPS and any(isinstance(module, ScoreBias) for module in stack.positions.values()):
-            return f"{name} are distances that are added to scores (ALiBi, T5 bias); they can be dropped, not moved"
+            return f"{name} are biases on the attention scores (ALiBi, T5 bias), which cannot be moved; use 'drop'"
     return None
 
 
 def supports_structural_edit(model: nn.Module, name: str, op: str) -> bool:
-    """Whether the edit can be applied to this model."""
+    """Whether the operation `op` can be applied to the structural target `name` of this model."""
     return _unsupported_reason(structural_targets(model)[name], op) is None
 
 

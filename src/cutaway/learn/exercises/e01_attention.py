@@ -27,7 +27,7 @@ from torch import Tensor
 
 # %%
 def attention_weights(q: Tensor, k: Tensor) -> Tensor:
-    """Queries (batch, query, width) and keys (batch, key, width) → weights (batch, query, key); rows sum to 1."""
+    """Map queries (batch, query, width) and keys (batch, key, width) to weights (batch, query, key). Rows sum to 1."""
     # begin solution
     scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
     weights = (scores - scores.max(-1, keepdim=True).values).exp()
@@ -37,7 +37,7 @@ def attention_weights(q: Tensor, k: Tensor) -> Tensor:
 
 # %%
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Sum of the values (batch, key, width of v), weighted by the attention weights → (batch, query, width of v)."""
+    """Map the values (batch, key, width of v) to their sums, weighted by attention: (batch, query, width of v)."""
     # begin solution
     return attention_weights(q, k) @ v
     # end solution

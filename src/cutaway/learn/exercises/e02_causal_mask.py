@@ -45,7 +45,7 @@ def cached_mask(num_new: int, num_cached: int) -> Tensor:
 
 # %%
 def masked_weights(scores: Tensor, mask: Tensor) -> Tensor:
-    """Scores (batch, query, key) → weights: 0 where the mask (query, key) is False; rows sum to 1."""
+    """Map scores (batch, query, key) to weights, which are 0 where the mask (query, key) is False. Rows sum to 1."""
     # begin solution
     return scores.masked_fill(~mask, -torch.inf).softmax(-1)
     # end solution

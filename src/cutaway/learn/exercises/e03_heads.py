@@ -28,7 +28,7 @@ from torch import Tensor
 
 # %%
 def split_heads(x: Tensor, n_heads: int) -> Tensor:
-    """(batch, time, n_heads · width) → (batch, head, time, width)."""
+    """Reorder (batch, time, n_heads · width) to (batch, head, time, width)."""
     # begin solution
     batch, time, d_model = x.shape
     return x.reshape(batch, time, n_heads, d_model // n_heads).transpose(1, 2)

@@ -28,7 +28,7 @@ def ffn_params(d_model: int, d_hidden: int, gated: bool, bias: bool) -> int:
 
 # %%
 def swiglu_hidden(d_model: int, multiple: int) -> int:
-    """Hidden width at which a gated layer matches the classic parameter count, rounded up to a multiple."""
+    """Hidden width at which a gated layer has as many parameters as the classic one, rounded up to a multiple."""
     # begin solution
     width = (8 * d_model + 2) // 3  # 2/3 · 4d, rounded up
     return (width + multiple - 1) // multiple * multiple

@@ -52,7 +52,7 @@ def post_norm(x: Tensor, attention: Branch, ffn: Branch, norm1: Branch, norm2: B
 
 # %%
 def pre_norm_model(x: Tensor, blocks: Sequence[Branch], final_norm: Branch) -> Tensor:
-    """Input of the head, after all pre-norm blocks and what follows them. A block returns the new residual stream."""
+    """Input of the head: apply all pre-norm blocks and what must follow them. A block returns the residual stream."""
     # begin solution
     for block in blocks:
         x = block(x)

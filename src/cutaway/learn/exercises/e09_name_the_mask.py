@@ -35,7 +35,7 @@ from torch import Tensor
 
 # %%
 def attention_masks(form: str) -> dict[str, str]:
-    """Mask name of each attention in "encoder-only", "decoder-only" or "encoder-decoder"."""
+    """Name of the mask of each attention in the form "encoder-only", "decoder-only" or "encoder-decoder"."""
     # begin solution
     if form == "encoder-only":
         return {"self": "bidirectional"}
@@ -47,7 +47,7 @@ def attention_masks(form: str) -> dict[str, str]:
 
 # %%
 def build_attention_mask(mask: str, num_queries: int, not_padding: Tensor) -> Tensor:
-    """A "bidirectional" or "causal" mask (batch, query, key); `not_padding` (batch, key) is False for padding."""
+    """Build a "bidirectional" or "causal" mask (batch, query, key). `not_padding` (batch, key) is False for padding."""
     # begin solution
     visible = torch.ones(num_queries, not_padding.shape[1], dtype=torch.bool)
     if mask == "causal":

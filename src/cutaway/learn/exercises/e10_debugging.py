@@ -131,7 +131,7 @@ ROUNDING_ERROR = 2e-6
 
 
 def model_cases(bugs: dict[str, str], *, with_positions: bool = False) -> list[Case]:
-    """Return cases with several kinds of correct models, and with models that have the given bugs."""
+    """Return test cases: correct models, and models with the given bugs ({description of the case: bug})."""
     models = {
         "for a correct model": BuggyModel(rounding=ROUNDING_ERROR),
         "for a correct model without attention": TokenLookupModel(with_positions=with_positions),
@@ -155,7 +155,7 @@ def tensors_differ(mistakes: MistakeSet, pair: TensorPair) -> bool:
 
 
 def as_check(compare: Callable[[MistakeSet, BuggyModel], TensorPair]) -> Callable[[MistakeSet, BuggyModel], bool]:
-    """Turn a comparison into a check that can make the mistakes that all checks share."""
+    """Return a check of the two tensors that `compare` returns. The check can make the COMMON_MISTAKES."""
 
     def check(mistakes: MistakeSet, model: BuggyModel) -> bool:
         with torch.no_grad():

@@ -46,7 +46,7 @@ class Exercise:
 
     @cached_property
     def visible_cells(self) -> str:
-        """The cells for learners, including the solutions and the markers around them."""
+        """The cells before `# %% checker`, with the solutions and the markers around each solution."""
         return self.text[: self.text.index(_CHECKER)].rstrip() + "\n"
 
     @property
@@ -77,7 +77,7 @@ class Exercise:
 
     @property
     def solution(self) -> str:
-        """The cells for learners with the solutions, without markers."""
+        """The cells before `# %% checker` with the solutions, without the markers around each solution."""
         markers = (_BEGIN, _END, _STUB.rstrip())
         return "".join(line for line in self.visible_cells.splitlines(True) if not line.strip().startswith(markers))
 

@@ -24,7 +24,7 @@ class FunctionTask:
     solution: Callable[..., object]
     cases: Sequence[Case]
     simulate_mistakes: Callable[..., object]
-    """Function (mistakes, *args) that returns the result with these mistakes. Without any, it equals the solution."""
+    """Function (mistakes, *args) that returns what a solution with these mistakes would return."""
     mistakes: Mapping[str, str]
     """Name of a mistake → hint for the learner."""
     axes: Sequence[str] = ()

@@ -68,7 +68,7 @@ class LearnerSource:
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def locate(self, error: BaseException) -> str:
-        """Return the last line of the learner's code in the traceback, or ""."""
+        """Return the innermost line of the learner's code in the traceback, or "" if there is none."""
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in self.sources]
         if not frames:
             return ""
@@ -193,7 +193,7 @@ def _find_mistakes(task: FunctionTask, expected: list[PlainValue], actual: list[
 
 @cache
 def _simulated_value(task: FunctionTask, mistakes: MistakeSet, case_index: int) -> PlainValue:
-    """Return the value of a case with these mistakes, or the expected value without any. Some mistakes raise errors."""
+    """Return the value of a test case if these mistakes are made. Without mistakes it is the expected value."""
     args = copy.deepcopy(task.cases[case_index].args)
     if not mistakes:
         return to_plain_value(task.solution(*args))
@@ -235,7 +235,7 @@ def grade_table(task: TableTask, namespace: Mapping[str, object]) -> TaskGrade:
 
 
 def snapshot_torch() -> dict[str, dict[str, object]]:
-    """Record the public functions of torch, for a later comparison."""
+    """Return the public functions of torch, so that `find_replaced_names` can later detect replaced ones."""
     torch = sys.modules.get("torch")
     if torch is None:
         return {}
@@ -251,7 +251,7 @@ def _is_public_function(key: str, value: object) -> bool:
 
 
 def find_replaced_names(snapshot: dict[str, dict[str, object]]) -> list[str]:
-    """Return the names of torch functions that were replaced since the snapshot, except by torch itself."""
+    """Return the names of torch functions that the learner's code has replaced since the snapshot."""
     replaced = []
     for namespace, current in snapshot_torch().items():
         original = snapshot.get(namespace, current)

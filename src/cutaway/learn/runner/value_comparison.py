@@ -1,4 +1,4 @@
-"""Convert values to plain numbers, compare them, and describe the first difference."""
+"""Compare the value that a learner's function returns with the expected value, and describe the first difference."""
 
 import math
 import sys
@@ -21,7 +21,7 @@ _Scalar = int | float | str
 
 @dataclass(frozen=True)
 class PlainValue:
-    """A value without its library's type. A scalar or tensor has `elements` in order, a list or dict has `items`."""
+    """A value as Python numbers and strings. A scalar or tensor has `elements` in order, a list or dict has `items`."""
 
     kind: str
     """tensor, int, float, bool, str, list, dict, none or other, or error if the function raised an error."""
@@ -43,7 +43,6 @@ _SCALAR_KINDS: dict[type, tuple[str, str]] = {
 
 
 def to_plain_value(value: object) -> PlainValue:
-    """Convert a value to a PlainValue."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
         return _tensor_to_plain_value(value)

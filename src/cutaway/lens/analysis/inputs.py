@@ -58,7 +58,7 @@ class AnalysisInputs:
 
     @property
     def resid_sites(self) -> dict[str, str]:
-        """Layer label → name of the site where the residual stream leaves the embedding or that block."""
+        """Layer label ("embed", "0", …) → site of the residual stream after the embedding or after that block."""
         blocks = {str(layer): f"{self.site_prefix}blocks.{layer}.resid_post" for layer in range(len(self.blocks))}
         return {"embed": f"{self.site_prefix}embed"} | blocks
 
@@ -183,5 +183,5 @@ def eval_mode(model: Transformer, *, enable_grad: bool = False) -> Iterator[None
 
 
 def upcast_float32(value: Tensor) -> Tensor:
-    """Convert to at least fp32 and to a plain Tensor."""
+    """Return `value` as a plain Tensor with a dtype of at least fp32."""
     return value.as_subclass(Tensor).to(torch.promote_types(value.dtype, torch.float32))

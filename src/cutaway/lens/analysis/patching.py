@@ -174,7 +174,7 @@ def path_patching(
     source: tuple[TextOrTokens, TextOrTokens] | None = None,
     progress: bool = True,
 ) -> LabeledTensor:
-    """Recovered fraction along the direct path from a sender to each later receiver; all other paths stay corrupted.
+    """Recovered fraction of the metric if only the direct path from a sender to one receiver is clean, per receiver.
 
     `sender` is a site that writes to the residual stream (`blocks.2.attn.out`), or `blocks.2.attn.z` with `heads`. The
     difference between the sender's clean and corrupted value is added to the input of one receiver alone, and the
