@@ -116,7 +116,7 @@ def grade_function(task: FunctionTask, namespace: Mapping[str, object], source: 
     mistakes = tuple(name for name in task.mistakes if name in matching)
     if not mistakes:
         return first_failure
-    hints = tuple(task.mistakes[name] for name in mistakes)
+    hints = tuple(task.mistakes[name].hint for name in mistakes)
     return TaskGrade(task.name, first_failure.status, first_failure.message, mistakes, hints, first_failure.location)
 
 
