@@ -19,7 +19,7 @@ from cutaway.argument_checks import check_dtype, check_positive_int, resolve_dev
 from cutaway.errors import InputError
 from cutaway.lens import attention_pattern
 from cutaway.lens.adapters import ModelLike, sites, unwrap_model
-from cutaway.lens.display import format_axes, format_bytes, format_site_table, plot_heatmap, render_html_table
+from cutaway.lens.display import format_axes, format_site_table, render_html_table
 from cutaway.lens.hooks import HookContext, SiteHooks, index_tensor, is_in_backward
 from cutaway.lens.sites import (
     Indices,
@@ -31,6 +31,7 @@ from cutaway.lens.sites import (
     select_sites,
 )
 from cutaway.model.kernels import Kernel
+from cutaway.size.units import format_si
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -58,10 +59,14 @@ class TracedTensor(Tensor):
 
     def plot(self, **plot_kwargs: Any) -> "Figure":
         """Plot a heat map of the last two axes, at index 0 of the other axes."""
+        from cutaway.lens.labeled_tensor import LabeledTensor
+
         plain = self.as_subclass(Tensor).detach()
         while plain.ndim > 2:
             plain = plain[0]
-        return plot_heatmap(plain, self.site, self.axes[-2:], **plot_kwargs)
+        axes = tuple(self.axes[-2:]) if self.axes[0] != _UNNAMED_AXIS else ("row", "column")[-plain.ndim :]
+        labels = tuple(tuple(map(str, range(size))) for size in plain.shape)
+        return LabeledTensor(self.site, plain, axes, labels).plot(**plot_kwargs)
 
 
 def _as_traced_tensor(tensor: Tensor, site: str, axes: str) -> TracedTensor:
@@ -87,7 +92,7 @@ class TraceMemoryEstimate(list[SiteMemory]):
         return sum(row.nbytes for row in self)
 
     def __repr__(self) -> str:
-        return f"{format_site_table(list(self))}\n{format_bytes(self.nbytes)} per call"
+        return f"{format_site_table(list(self))}\n{format_si(self.nbytes, 'B', 3)} per call"
 
 
 _UNNAMED_AXIS = "·"

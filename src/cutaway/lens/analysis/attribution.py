@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from cutaway.lens.adapters import ModelLike
 from cutaway.lens.analysis.inputs import AnalysisInputs, TextOrTokens, TokenOrId, prepare_inputs, upcast_float32
-from cutaway.lens.analysis.labeled_tensor import LabeledTensor, show_whitespace
+from cutaway.lens.labeled_tensor import LabeledTensor, show_whitespace
 from cutaway.lens.sites import attention_module
 from cutaway.lens.trace import trace
 from cutaway.model.block import Block, Branch

@@ -12,7 +12,7 @@ from cutaway.config import config as read_config
 from cutaway.errors import InputError
 from cutaway.lens.adapters import ModelLike
 from cutaway.lens.analysis.inputs import AnalysisInputs, TextOrTokens, eval_mode, prepare_inputs, upcast_float32
-from cutaway.lens.analysis.labeled_tensor import LabeledTensor
+from cutaway.lens.labeled_tensor import LabeledTensor
 from cutaway.lens.trace import trace
 from cutaway.model import Transformer, build
 

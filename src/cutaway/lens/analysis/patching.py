@@ -16,10 +16,10 @@ from torch import Tensor
 from cutaway.errors import InputError
 from cutaway.lens.adapters import ModelLike, sites
 from cutaway.lens.analysis.inputs import AnalysisInputs, TextOrTokens, TokenOrId, prepare_inputs, upcast_float32
-from cutaway.lens.analysis.labeled_tensor import LabeledTensor
 from cutaway.lens.edit import EditSpec, TensorFn, edit
 from cutaway.lens.hooks import index_tensor
 from cutaway.lens.interventions import Intervention
+from cutaway.lens.labeled_tensor import LabeledTensor
 from cutaway.lens.sites import Indices, Site, materialize_indices, resid_before_sublayer, resolve_heads, select_sites
 from cutaway.model.block import ParallelBlock
 

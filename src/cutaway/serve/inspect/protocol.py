@@ -14,7 +14,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from cutaway.errors import InputError
-from cutaway.lens.analysis.labeled_tensor import replace_nonfinite
+from cutaway.lens.labeled_tensor import replace_nonfinite
 
 PROGRESS, RESULT, ERROR, PARTIAL = range(4)
 """Frame kinds. Their payloads: JSON {completed, total, description}, the result, JSON {message}, a partial result."""

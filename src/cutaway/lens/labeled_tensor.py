@@ -314,8 +314,14 @@ def _color_limits(tensor: LabeledTensor) -> _PlotKwargs:
     return {"cmap": "Blues", "vmin": 0.0, "vmax": top}
 
 
-def _draw_heatmap(ax: "Axes", tensor: LabeledTensor, plot_kwargs: _PlotKwargs) -> "AxesImage":
+def _finite_or_nan(tensor: LabeledTensor) -> NDArray[np.float32]:
+    """Return the values with NaN in place of ±∞. NaN is a gap in a line and a blank cell in a heat map."""
     values = tensor.values.float().cpu().numpy()
+    return np.where(np.isfinite(values), values, np.nan)
+
+
+def _draw_heatmap(ax: "Axes", tensor: LabeledTensor, plot_kwargs: _PlotKwargs) -> "AxesImage":
+    values = _finite_or_nan(tensor)
     image = ax.imshow(values, aspect="auto", interpolation="nearest", **plot_kwargs)
     ax.spines[:].set_visible(False)
     texts = np.empty((0, 0), dtype=object)
@@ -339,8 +345,7 @@ def _is_dark(image: Any, value: float) -> bool:
 
 
 def _draw_lines_or_bars(ax: "Axes", tensor: LabeledTensor, plot_kwargs: _PlotKwargs) -> None:
-    values = tensor.values.float().cpu().numpy()
-    values = np.where(np.isfinite(values), values, np.nan)  # a gap in the line
+    values = _finite_or_nan(tensor)
     ticks = np.arange(values.shape[-1])
     if _has_horizontal_bars(tensor):
         _draw_horizontal_bars(ax, tensor, values, plot_kwargs)
