@@ -40,7 +40,15 @@ ALLOWED_IMPORTS = {
         "train",
     },
 }
-IMPORTABLE_ANYWHERE = {"errors", "argument_checks", "device", "callable_module", "pretrained", "user_files"}
+IMPORTABLE_ANYWHERE = {
+    "argument_checks",
+    "callable_module",
+    "device",
+    "errors",
+    "eval_mode",
+    "pretrained",
+    "user_files",
+}
 MAX_MODEL_CODE_LINES = 1791
 
 

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from cutaway.argument_checks import check_positive_int
 from cutaway.errors import InputError, WeightError
+from cutaway.eval_mode import eval_mode
 from cutaway.evaluate.calibration import Calibration, bin_predictions
-from cutaway.generate.engine.model_runner import eval_mode
 from cutaway.model import Transformer
 from cutaway.tokenizer import Tokenizer
 
