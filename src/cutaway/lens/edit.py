@@ -136,10 +136,11 @@ def _structural_op(spec: EditSpec) -> str | None:
 
 
 def _check_keys(name: str, spec: Mapping[str, Any], keys: tuple[str, ...]) -> Mapping[str, Any]:
-    extra = spec.keys() - set(keys)
-    if extra or "do" not in spec:
-        wrong = f"has '{min(map(str, extra))}'" if extra else "has no 'do'"
-        raise InputError(f"the edit of {name} {wrong}; its keys are {', '.join(keys)}")
+    extra = min(map(str, spec.keys() - set(keys)), default=None)
+    if extra is not None:
+        raise InputError(f"the edit of {name} has '{extra}', but its keys are {', '.join(keys)}; leave {extra} out")
+    if "do" not in spec:
+        raise InputError(f"the edit of {name} has no 'do'; its keys are {', '.join(keys)}")
     return spec
 
 
