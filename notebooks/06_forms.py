@@ -22,7 +22,7 @@ from cutaway.train import objectives
 
 
 def make_config(form, vocab_size):
-    """The same small stack in each form: one block of 4 heads, learned positions."""
+    """Return the configuration of a small model of the given form: one block of 4 heads, learned positions."""
     block = {"attention": {"heads": 4}, "ffn": {"kind": "mlp"}}
     stack = {"layers": 1, "block": block, "embedding": {"position": {"kind": "learned", "length": 16}}}
     cross = {**stack, "block": {**block, "cross": {"heads": 4}}}

@@ -113,7 +113,7 @@ NUM_SYMBOLS, STEPS = 12, 60
 
 
 def make_chain(sharpness):
-    """Transition matrix, stationary distribution, entropy rate in nats."""
+    """Return the transition matrix, the stationary distribution and the entropy rate in nats of a chain."""
     generator = torch.Generator().manual_seed(1)
     transitions = torch.softmax(sharpness * torch.randn(NUM_SYMBOLS, NUM_SYMBOLS, generator=generator), -1).double()
     stationary = torch.linalg.matrix_power(transitions, 500)[0]

@@ -25,7 +25,7 @@ from cutaway.size import custom_hardware
 
 
 def make_classic_config(layers, d_model, vocab_size, heads=32):
-    """The architecture of the rules of thumb: FFN of 4d, untied head, no position parameters."""
+    """Return a configuration to which the rules of thumb apply: FFN of 4d, untied head, no position parameters."""
     block = {"attention": {"heads": heads, "position": {"kind": "none"}}, "ffn": {"kind": "mlp", "bias": False}}
     sizes = {"vocab_size": vocab_size, "d_model": d_model, "head": {"tied": False}}
     return ct.config({"form": "decoder", **sizes, "decoder": {"layers": layers, "block": block}})
@@ -116,7 +116,7 @@ N, layers, d = sum(param.numel() for param in model.parameters()), 6, 256
 
 
 def count_flops(length, *, backward):
-    """FLOPs of a forward pass, or of a forward and backward pass, over `length` tokens."""
+    """Count the FLOPs of a forward pass, or of a forward and backward pass, over `length` tokens."""
     tokens = torch.randint(2048, (1, length), generator=torch.Generator().manual_seed(0))
     with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(backward):
         logits = model(tokens)
@@ -208,7 +208,7 @@ claim("tiles of 64 keys against the full matrix: largest difference", difference
 
 # %%
 def saved_bytes(kernel, length):
-    """Bytes that autograd stores for the backward pass, without the weights, each storage once."""
+    """Count the bytes that autograd stores for the backward pass, without the weights, each storage once."""
     weights = {param.untyped_storage().data_ptr() for param in model.parameters()}
     saved = {}
 

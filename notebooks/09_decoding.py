@@ -241,7 +241,7 @@ prompts = ["import os\n\ndef ", "class Queue:\n    def ", "try:\n    value = ", 
 
 
 def count_forward_passes(max_num_seqs):
-    """Forward passes of 16 requests with 16 new tokens each, and the generated tokens."""
+    """Return the number of forward passes of 16 requests with 16 new tokens each, and the generated tokens."""
     params = SamplingParams(max_new_tokens=16, ignore_eos=True)
     config = EngineConfig(model, max_num_seqs=max_num_seqs, max_model_len=64, compile=False)
     with Engine(config) as engine, KeyCounter() as counter:
@@ -451,7 +451,7 @@ for name, completions in (("greedy", greedy), ("sampled", sampled[::8]), ("4 bea
 
 # %%
 def simulate_speculation(p, q, k, rounds, generator):
-    """Tokens per pass in each round, and the first token of each round."""
+    """Simulate rounds of speculative decoding. Return the number of tokens and the first token of each round."""
     proposals = torch.multinomial(q, rounds * k, replacement=True, generator=generator).view(rounds, k)
     accepted = torch.rand(rounds, k, generator=generator) < (p / q)[proposals]
     num_accepted = accepted.long().cumprod(-1).sum(-1)  # up to the first rejection

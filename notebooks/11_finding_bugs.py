@@ -318,7 +318,7 @@ class NotShifted(GPT):
 
 
 def train(model_class, steps=110):
-    """A trained model of one block and its loss at each step; every batch is new."""
+    """Train a model of one block, with new sequences in every batch. Return the model and its loss at each step."""
     batches = sample_chain(24 * steps, 24, torch.Generator().manual_seed(0)).view(steps, 24, 24)
     model = model_class(vocab=12, layers=1)
     optimizer, losses = torch.optim.AdamW(model.parameters()), []
@@ -374,7 +374,7 @@ figure.tight_layout()
 # %%
 @torch.no_grad()
 def loss_from_prefixes(model):
-    """Loss of the token after each prefix; later tokens are not in the input."""
+    """Return the loss of the token after each prefix, computed without the later tokens in the input."""
     sequences = sample_chain(128, 24, torch.Generator().manual_seed(99))
     logits = [model(sequences[:, :end])[0][:, -1] for end in range(8, 24)]
     return float(F.cross_entropy(torch.stack(logits, -1), sequences[:, 8:]))

@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def run_notebook_if_changed(path: Path) -> dict[str, Any]:
-    """Result of a notebook; it is executed if the notebook or the sources of the package have changed."""
+    """Return the summary that run_notebook.py prints. Run the notebook only if it or the package has changed."""
     NOTEBOOK_DIR.mkdir(parents=True, exist_ok=True)
     sources = sorted(source for source in (ROOT / "src").rglob("*") if source.suffix in (".py", ".toml", ".json"))
     key, result_path = (
@@ -86,13 +86,13 @@ def hash_files(files: list[Path]) -> str:
 
 
 def build_environment() -> dict[str, str]:
-    """Environment of a user, without the settings of the test run."""
+    """Return the environment variables of subprocesses: those of this process, without the settings of tests."""
     environment = {name: value for name, value in os.environ.items() if name != "JAXTYPING_DISABLE"}
     return environment | {"PYTHONPATH": str(ROOT / "src")}
 
 
 def list_pages() -> dict[Path, Path]:
-    """{path in the repository: path in the site}."""
+    """Return a dict from the path of a source file in the repository to the path of its page in the site."""
     docs = {path: path.relative_to(ROOT / "docs") for path in sorted((ROOT / "docs").rglob("*")) if path.is_file()}
     root_documents = {ROOT / name: Path(page) for name, page in ROOT_DOCUMENTS.items()}
     notebooks = {ROOT / "notebooks" / "README.md": Path("theory/README.md")}
@@ -105,7 +105,7 @@ def list_pages() -> dict[Path, Path]:
 
 
 def list_external_links() -> list[str]:
-    """External links, each with the first page that has it. They are listed, not requested."""
+    """Return the external links of all pages, each with the first page that contains it. No link is requested."""
     first_page: dict[str, Path] = {}
     for path in sorted(path for path in list_pages() if path.suffix == ".md"):
         for link in find_links(path.read_text(encoding="utf-8")):
@@ -115,7 +115,7 @@ def list_external_links() -> list[str]:
 
 
 def gather_pages(out: Path) -> None:
-    """Write the pages with links rewritten for the site; exit with an error on broken links."""
+    """Write all pages to `out`, with links rewritten for the site. Exit with an error if a link is broken."""
     shutil.rmtree(out, ignore_errors=True)
     site, errors = list_pages(), []
     for source, page in site.items():
@@ -145,7 +145,7 @@ def build_site(site: Path) -> None:
 
 
 def check_no_external_requests(site: Path) -> None:
-    """Check that no page loads resources from other hosts."""
+    """Exit with an error if a page of the site loads a resource from another host."""
     for path in site.rglob("*.html"):
         tags = re.findall(r'<(?:link|script|img|iframe)\b[^>]*(?:src|href)="(?:https?:)?//[^>]*>', path.read_text())
         external = [tag for tag in tags if 'rel="canonical"' not in tag]

@@ -2,8 +2,8 @@
 
 python scripts/build_gallery.py [--out docs/gallery]
 
-The figure that a block ends with is saved as the image after it; the numbers in the text come from the variables of the
-blocks. The model is the pretrained one, so the output is deterministic.
+The figure that a block ends with is saved as the image after that block. The numbers in the text are computed from the
+variables of the blocks. The model is the pretrained one, so the output is deterministic.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def run_gallery(page: str, out: Path) -> dict[str, Any]:
-    """Run the blocks; return their namespace, with the numbers of the text."""
+    """Run the Python blocks of the page and save their figures. Return their namespace and, in it, `numbers`."""
     namespace: dict[str, Any] = {}
     for code, figure_name in BLOCK_PATTERN.findall(page):
         tree = ast.parse(code)
@@ -54,7 +54,7 @@ def run_gallery(page: str, out: Path) -> dict[str, Any]:
 
 
 def capture_trace_table(page: str) -> str:
-    """The table that the command on the page prints."""
+    """Run the `cutaway` command of the page and return the table that it prints."""
     [(arguments, _)] = COMMAND_PATTERN.findall(page)
     args = [arg.strip("\"'") for arg in re.findall(r'"[^"]*"|\S+', arguments)]
     output = subprocess.run(
@@ -74,7 +74,7 @@ def terminal_environment() -> dict[str, str]:
 
 
 def collect_numbers(namespace: dict[str, Any]) -> dict[str, Any]:
-    """The numbers of the text, by heading."""
+    """Return the numbers that the text of the page quotes, by heading of the page."""
     lens, parts, by_head = namespace["lens"], namespace["parts"], namespace["by_head"]
     head_scores, paths = namespace["head_scores"], namespace["paths"]
     resid_patching, head_patching = namespace["resid_patching"], namespace["head_patching"]
@@ -148,7 +148,7 @@ def smallest_values(result: Any) -> list[tuple[tuple[str, ...], float]]:
 
 
 def round_values(value: Any) -> Any:
-    """Round to four digits, which do not depend on the machine."""
+    """Round all floats in nested dicts and lists to four significant digits, which are the same on all machines."""
     if isinstance(value, dict):
         return {name: round_values(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def build_distributions(out_dir: Path) -> Path:
-    """Build the sdist from the repository and the wheel from the sdist; return the wheel."""
+    """Build the sdist from the repository and the wheel from the sdist. Return the path of the wheel."""
     print_line("building the sdist and the wheel")
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out_dir), str(ROOT)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -67,7 +67,7 @@ def build_distributions(out_dir: Path) -> Path:
 
 
 def check_wheel_contents(wheel: Path) -> None:
-    """Check that the wheel has all tracked files, and no tests, caches or other directories."""
+    """Exit with an error if the wheel lacks a tracked file or contains tests, caches or other directories."""
     wheel_files = set(zipfile.ZipFile(wheel).namelist())
     tracked_files = {
         f"cutaway/{path.relative_to(ROOT / 'src' / 'cutaway').as_posix()}" for path in list_tracked_files(ROOT / "src")
@@ -91,13 +91,12 @@ def check_wheel_contents(wheel: Path) -> None:
 
 
 def list_tracked_files(directory: Path) -> Iterable[Path]:
-    """Files tracked by git."""
     output = subprocess.run(["git", "ls-files", "-z", "--", "."], cwd=directory, capture_output=True, check=True).stdout
     return [directory / name for name in output.decode().split("\0") if name]
 
 
 def unpack_into_venv(wheel: Path, env: Path) -> Path:
-    """Create an environment with the wheel's cutaway and the other packages of the current environment."""
+    """Create a virtual environment with cutaway from the wheel and all other packages from the current environment."""
     venv.create(env, with_pip=False, symlinks=True)
     python = env / "bin" / "python"
     command = [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
@@ -109,7 +108,7 @@ def unpack_into_venv(wheel: Path, env: Path) -> Path:
 
 
 def install_into_venv(wheel: Path, env: Path) -> Path:
-    """Install the wheel with pip into an empty environment."""
+    """Create a virtual environment and install the wheel and its dependencies with pip."""
     print_line("installing into an empty environment (minutes if packages are downloaded)")
     venv.create(env, with_pip=True, symlinks=True)
     python = env / "bin" / "python"

@@ -3,7 +3,7 @@
     python scripts/check_transformers_models.py [--families llama,bert] [--seeds 3] [--jobs 2]
         [--write docs/transformers-check-report.md]
 
-The models are small and random: those of the family tests.
+The models are small and have random weights. The family tests use the same models.
 """
 
 import argparse
@@ -33,7 +33,7 @@ Row = dict[str, Any]
 
 
 def check_family(family: str, seeds: int) -> list[Row]:
-    """Check all models of one family, with both kernels, in fp32 and bf16."""
+    """Run all checks on each model of one family, with the eager and SDPA kernels, in fp32 and bf16."""
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     warnings.filterwarnings("ignore")
@@ -87,7 +87,7 @@ def render_page(rows_by_family: dict[str, list[Row]]) -> str:
 
 
 def format_checks(rows: list[Row], verdict: str) -> str:
-    """Names of the checks with a verdict, with the number of models."""
+    """Return the names of the checks that have this verdict, each with the number of models: `causality (2)`."""
     counts: dict[str, int] = defaultdict(int)
     for row in rows:
         for finding in row["report"].findings:

@@ -1,4 +1,4 @@
-"""Type-check the web page: strict TypeScript, svelte-check without warnings."""
+"""Type-check the web page with svelte-check. A warning is an error."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Links of the documentation: relative to the repository in the sources, rewritten for the site.
+"""Rewrite the links of documentation pages, which are relative paths in the repository, for the site.
 
 Links to other files of the repository lead to generated pages that show the file.
 """
@@ -16,13 +16,16 @@ LANGUAGES = {".py": "python", ".toml": "toml", ".ts": "ts", ".svelte": "html", "
 
 
 class UnresolvedLinkError(Exception):
-    """A link without an existing target."""
+    """The target of a link does not exist."""
 
 
 def rewrite_links(
     text: str, source: Path, page: Path, site: dict[Path, Path], root: Path, local_files: set[str]
 ) -> str:
-    """Rewrite the links of a page for its path in the site; `local_files` exist only in the site."""
+    """Rewrite the links in the text of the file `source` for its path `page` in the site.
+
+    Links to `local_files`, which exist only in the site, are not changed.
+    """
     code_spans = [match[0] for match in CODE_PATTERN.finditer(text)]
     text_without_code = CODE_PATTERN.sub("\0", text)
 
@@ -54,7 +57,7 @@ def resolve_link(link: str, source: Path, page: Path, site: dict[Path, Path], ro
 
 
 def find_links(text: str) -> Iterator[str]:
-    """Targets of all links outside of code."""
+    """Yield the targets of all links and images that are not in code."""
     text_without_code = CODE_PATTERN.sub("", text)
     for match in LINK_PATTERN.finditer(text_without_code):
         yield match[2]
@@ -63,7 +66,7 @@ def find_links(text: str) -> Iterator[str]:
 
 
 def source_pages(out: Path, root: Path) -> dict[Path, str]:
-    """Generated pages for the repository files that the pages in `out` link to."""
+    """Return {path: text} of the pages that show the repository files and folders to which pages in `out` link."""
     pages: dict[Path, str] = {}
     for page in out.rglob("*.md"):
         for link in find_links(page.read_text(encoding="utf-8")):

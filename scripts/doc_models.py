@@ -27,14 +27,14 @@ PLACEHOLDER_MODELS: dict[str, tuple[str, str]] = {
 
 
 def write_doc_models(folder: Path) -> None:
-    """Write the models, and a text file `corpus.txt`."""
+    """Write all placeholder models, and a text file `corpus.txt` for training, to a folder."""
     for name, (preset, family) in PLACEHOLDER_MODELS.items():
         ct.save(build_checkpoint(preset), folder / name, family=family)
     (folder / "corpus.txt").write_text(make_corpus(), encoding="utf-8")
 
 
 def build_checkpoint(preset: str) -> Checkpoint:
-    """A byte-level model with random weights."""
+    """Build a checkpoint of a preset with random weights and a byte tokenizer."""
     mask_tokens = ("[MASK]",) if "bert" in preset else ()
     tokenizer = byte_tokenizer(special_tokens=(*SPECIAL_TOKENS, *mask_tokens))
     tokenizer.chat_template = CHAT_TEMPLATE
@@ -49,7 +49,7 @@ def extra_settings(config: Config) -> dict[str, Any]:
 
 
 def make_corpus() -> str:
-    """Lines of correct additions, which a small model can learn."""
+    """Return 400 lines of correct additions, which a small model can learn."""
     numbers = torch.randint(100, (400, 2), generator=torch.Generator().manual_seed(0)).tolist()
     return "".join(f"{a} and {b} make {a + b}\n" for a, b in numbers)
 

@@ -27,7 +27,7 @@ class DocSession:
         self.servers: list[subprocess.Popen[bytes]] = []
         self.port = DEFAULT_PORT
         self.patched_source: Path | None = None
-        """A copy of the sources with the page's patches applied; its Python blocks then run in subprocesses."""
+        """A copy of the sources with the page's diffs applied. If there is one, Python blocks run in subprocesses."""
         self.exit_stack = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
@@ -48,7 +48,7 @@ class DocSession:
                 del sys.modules[name]
 
     def run_python(self, code: str, where: str) -> str:
-        """Run a Python block and return its output."""
+        """Run a Python block of the page and return its standard output. `where` is its name in tracebacks."""
         if self.patched_source is not None:
             return run_python_subprocess(code, self.patched_source)
         stdout = io.StringIO()
@@ -57,7 +57,7 @@ class DocSession:
         return stdout.getvalue()
 
     def apply_patch(self, patch: str) -> None:
-        """Apply a diff to the copy of the sources."""
+        """Apply a diff to the copy of the sources, which the first patch creates."""
         if self.patched_source is None:
             self.patched_source = self.folder / "src"
             shutil.copytree(
@@ -69,7 +69,7 @@ class DocSession:
             raise RuntimeError(result.stderr.strip())
 
     def run_bash(self, text: str) -> tuple[str, int]:
-        """Run the commands of a block until one fails; return their output (both streams) and the last exit code."""
+        """Run the commands of a block until one fails. Return their output and the last exit code."""
         output, code = "", 0
         for line in text.replace("\\\n", " ").splitlines():
             tokens = shlex.split(line, comments=True)
@@ -88,7 +88,7 @@ class DocSession:
         return output, code
 
     def start_server(self, args: list[str]) -> None:
-        """Start a server on a free port and wait until it responds."""
+        """Start `cutaway` with these arguments on a free port, and wait until the server responds."""
         with socket.socket() as free_socket:
             free_socket.bind(("127.0.0.1", 0))
             self.port = str(free_socket.getsockname()[1])
@@ -102,7 +102,7 @@ class DocSession:
 
 
 def list_registries() -> list[dict[str, Any]]:
-    """The registries of checks and families."""
+    """Return the registries of checks and families, which a page may extend."""
     from cutaway.check import get_checks
     from cutaway.families import families
 
@@ -110,7 +110,7 @@ def list_registries() -> list[dict[str, Any]]:
 
 
 def run_python_subprocess(code: str, sources: Path) -> str:
-    """Run code with cutaway from `sources`; return its output."""
+    """Run Python code in a subprocess that imports cutaway from `sources`. Return its standard output."""
     env = os.environ | {"PYTHONPATH": str(sources)}
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=env)
     if result.returncode:
@@ -130,7 +130,7 @@ def is_server_up(port: int) -> bool:
 
 
 def build_environment(folder: Path) -> dict[str, str]:
-    """Environment variables for reproducible output, with user directories inside the page's directory."""
+    """Return environment variables for reproducible output, with the user directories of cutaway inside `folder`."""
     environment = {
         "COLUMNS": TERMINAL_WIDTH,
         "NO_COLOR": "1",
@@ -142,7 +142,10 @@ def build_environment(folder: Path) -> dict[str, str]:
 
 
 def run_verb(args: list[str]) -> tuple[str, int]:
-    """Run a verb in this process; return its output and exit code. stderr is included on errors; `> file` redirects."""
+    """Run `cutaway` with these arguments in this process. Return its output and exit code.
+
+    If the exit code is above 1, the output includes standard error. `> file` redirects standard output.
+    """
     from cutaway.cli import main
 
     target = None

@@ -58,7 +58,7 @@ def list_api() -> str:
 
 
 def list_names(module_name: str) -> Iterator[str]:
-    """Public names of a module, with the members of classes."""
+    """Yield a line for each public name of a module, and for each public member of its classes."""
     module = import_module(module_name)
     for name in sorted(module.__all__):
         value = getattr(module, name)
@@ -73,7 +73,7 @@ def list_names(module_name: str) -> Iterator[str]:
 
 
 def list_members(cls: type) -> Iterator[str]:
-    """Public members of a class, without those inherited from other libraries."""
+    """Yield the public members of a class, without those inherited from other libraries."""
     members: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
         if base.__module__.startswith("cutaway"):
@@ -85,7 +85,7 @@ def list_members(cls: type) -> Iterator[str]:
 
 
 def format_signature(value: Any) -> str:
-    """Signature with names, kinds and defaults, without annotations."""
+    """Return the signature with parameter names and defaults, without annotations. Empty if there is none."""
     try:
         signature = inspect.signature(value)
     except (TypeError, ValueError):
@@ -96,7 +96,7 @@ def format_signature(value: Any) -> str:
 
 
 def list_verbs() -> Iterator[str]:
-    """Verbs with their arguments and options."""
+    """Yield a line for each verb and subcommand, with its arguments and options."""
     from cutaway.cli import VERBS
     from cutaway.cli.lazy_group import load_command
 
@@ -120,7 +120,7 @@ def list_command(name: str, click_command: Any) -> Iterator[str]:
 
 
 def is_group(command: Any) -> bool:
-    """Whether a command has subcommands, possibly lazily loaded."""
+    """Whether a click command has subcommands. Some groups load them lazily."""
     return hasattr(command, "list_commands")
 
 
@@ -131,7 +131,7 @@ def format_options(parameter: Any) -> list[str]:
 
 
 def list_sites() -> list[str]:
-    """Site names of the three forms and of a mixture of experts."""
+    """Return the site names of a decoder with experts, an encoder and an encoder-decoder, with {i} for the layer."""
     import cutaway as ct
     from cutaway.lens import sites as list_model_sites
 
@@ -140,7 +140,7 @@ def list_sites() -> list[str]:
 
 
 def list_routes() -> Iterator[str]:
-    """Routes of `cutaway serve`, and the fields of their requests."""
+    """Yield the routes of `cutaway serve`, and the fields of each request schema."""
     import cutaway as ct
     from cutaway.serve.openai.api_server import build_openai_app
 
@@ -157,7 +157,7 @@ def list_routes() -> Iterator[str]:
 
 
 def list_fields(schema: dict[str, Any]) -> Iterator[str]:
-    """Keys of a JSON schema with their defaults."""
+    """Yield the keys of a JSON schema and its definitions, with their defaults."""
     definitions = {"": schema} | schema.get("$defs", {})
     for name in sorted(definitions):
         for key, field in definitions[name].get("properties", {}).items():

@@ -1,4 +1,4 @@
-"""mkdocs hooks: directories in the navigation, and formulas as MathML."""
+"""mkdocs hooks: expand directories in the navigation, and render formulas as MathML."""
 
 import html
 import json
@@ -80,7 +80,7 @@ def expand_nav_entry(entry: Any, docs: Path) -> Any:
 
 
 def list_folder_pages(folder: Path) -> list[Path]:
-    """The index, the pages in the order of its links, and the others by name."""
+    """Return the index page, the pages that it links to in that order, and all other pages sorted by name."""
     index = next((folder / name for name in INDEX_NAMES if (folder / name).is_file()), None)
     linked = LINK_PATTERN.findall(index.read_text(encoding="utf-8")) if index else []
     order = [folder / name for name in linked if "/" not in name and (folder / name).is_file()]

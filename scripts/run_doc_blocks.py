@@ -68,7 +68,10 @@ def parse_blocks(page: str) -> list[DocBlock]:
 
 
 def run_page(path: Path, folder: Path, *, include_slow: bool = False) -> dict[DocBlock, str]:
-    """Run a page in a directory, with `include_slow` also its slow blocks; return the output for each output block."""
+    """Run the blocks of a page in a directory, including slow ones if `include_slow`.
+
+    Return the actual output for each block that shows an expected output.
+    """
     page = path.read_text(encoding="utf-8")
     outputs: dict[DocBlock, str] = {}
     with DocSession(folder) as session:
@@ -101,7 +104,7 @@ def run_page(path: Path, folder: Path, *, include_slow: bool = False) -> dict[Do
 
 
 def shows_exit_code(page: str, block: DocBlock) -> bool:
-    """Whether the following output block gives an exit code."""
+    """Whether the block after `block` is an output block with an exit code."""
     all_blocks = parse_blocks(page)
     following = all_blocks[all_blocks.index(block) + 1 :]
     return bool(following) and following[0].marker == "output" and following[0].note.startswith("exit")
@@ -128,7 +131,7 @@ def write_block(block: DocBlock, folder: Path) -> None:
 
 
 def diff_output(actual: str, expected: str) -> str:
-    """Describe the difference between actual and expected output; empty if they match."""
+    """Describe the difference between the actual and the expected output. Empty if they match."""
     numbers: list[str] = []
     pattern = "".join(line_to_regex(row, numbers) for row in trim_lines(expected).splitlines())
     match = re.fullmatch(pattern, trim_lines(actual), re.DOTALL)
@@ -175,7 +178,7 @@ def numbers_match(expected: str, actual: str) -> bool:
 
 
 def fill_outputs(page: str, outputs: dict[DocBlock, str]) -> str:
-    """Replace the outputs of a page that differ from the actual outputs."""
+    """Return the page with each output block that differs from the actual output replaced by it."""
     for block, output in sorted(outputs.items(), key=lambda item: -item[0].span[0]):
         if diff_output(output, block.body):
             start, end = block.span
@@ -184,7 +187,7 @@ def fill_outputs(page: str, outputs: dict[DocBlock, str]) -> str:
 
 
 def merge_output(actual: str, expected: str) -> str:
-    """The actual output, with `…` where the page has it."""
+    """Return the actual output, shortened with `…` where the expected output on the page has `…`."""
     lines, merged, position = trim_lines(actual).splitlines(), [], 0
     unmatched: list[str] = []  # lines of the page since the last match
     for line in [*trim_lines(expected).splitlines(), None]:
@@ -203,7 +206,7 @@ def merge_output(actual: str, expected: str) -> str:
 
 
 def find_line(line: str, lines: list[str], start: int) -> int | None:
-    """Index of the first output line from `start` that matches a line of the page."""
+    """Return the index of the first of `lines`, from `start` on, that matches `line` of the page. None if none does."""
     return next((n for n in range(start, len(lines)) if not diff_output(lines[n], line)), None)
 
 

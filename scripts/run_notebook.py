@@ -2,7 +2,7 @@
 
 python scripts/run_notebook.py notebooks/02_attention.py --out .pages/theory
 
-A notebook is a Python file in jupytext's percent format; a failed claim stops it with an error.
+A notebook is a Python file in jupytext's percent format. A claim that does not hold stops it with an error.
 """
 
 import argparse
@@ -63,7 +63,10 @@ def main() -> None:
 
 
 def run_notebook(path: Path, out: Path) -> NotebookResult:
-    """Run the cells in one namespace; gradient mode and matplotlib settings are restored afterwards."""
+    """Run the cells of a notebook in one namespace, and save its figures in `out`.
+
+    Gradient mode and matplotlib settings are restored afterwards.
+    """
     out.mkdir(parents=True, exist_ok=True)
     result, namespace, start = NotebookResult(""), {"__name__": "__main__"}, time.perf_counter()
     parts: list[str] = []
@@ -89,7 +92,10 @@ def run_notebook(path: Path, out: Path) -> NotebookResult:
 
 
 def run_cell(code: str, namespace: dict[str, Any], filename: str) -> tuple[str, Any]:
-    """Run a cell; return its output, including the repr of a final expression, and the value of that expression."""
+    """Run a cell. Return its output, and the value of its last statement if that is an expression, else None.
+
+    The output includes the repr of that value.
+    """
     stdout, value = io.StringIO(), None
     tree = ast.parse(code)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
@@ -103,7 +109,7 @@ def run_cell(code: str, namespace: dict[str, Any], filename: str) -> tuple[str, 
 
 
 def open_figures(value: Any) -> list[Figure]:
-    """Open pyplot figures, and the figure that a cell evaluates to."""
+    """Return the open pyplot figures, and `value`, the value of a cell, if it is another figure."""
     opened = [plt.figure(number) for number in plt.get_fignums()]
     return opened + [value] * (isinstance(value, Figure) and value not in opened)
 

@@ -2,8 +2,8 @@
 
 python scripts/write_check_docs.py [NAME ...] [--out docs/checks]
 
-With names, only those figures are drawn. A figure is the report on a seeded bug of tests/support/seeded_bugs; output is
-deterministic.
+With names, only the figures of those checks are drawn. A figure shows the report on a seeded bug of
+tests/support/seeded_bugs. The output is deterministic.
 """
 
 import argparse
@@ -58,20 +58,20 @@ def main() -> None:
 
 
 def render_pages() -> dict[str, str]:
-    """{file name: page text}."""
+    """Return {file name: text} of all pages."""
     pages = {f"{name}.md": explain_check(name, image=f"img/{name}.svg") for name in get_checks()}
     return pages | {"README.md": render_index()}
 
 
 def remove_stale_files(out: Path) -> None:
-    """Remove pages and figures of deleted checks."""
+    """Delete the pages and figures of checks that no longer exist."""
     for path in [*out.glob("*.md"), *out.glob("img/*.svg")]:
         if path.stem not in get_checks() and path.name != "README.md":
             path.unlink()
 
 
 def render_report_svg(bug: SeededBug) -> str:
-    """Terminal report of the check on a seeded bug, as SVG."""
+    """Run the check that catches a seeded bug, and return its terminal report as SVG."""
     report = check_bug(bug, only=[bug.caught_by])
     report.findings = [report[bug.caught_by]]
     source = f"reference_gpt:{bug.name.partition('/')[2].replace(' ', '_')}"
@@ -93,7 +93,7 @@ def render_index() -> str:
 
 
 def render_check_groups() -> Iterator[str]:
-    """Tables of all checks, grouped by module."""
+    """Yield the lines of the Markdown tables of all checks, one table per module."""
     for group in CHECK_MODULES:
         module = f"cutaway.check.checks.{group}"
         summary = cleandoc(import_module(module).__doc__ or "").splitlines()[0]
@@ -105,7 +105,7 @@ def render_check_groups() -> Iterator[str]:
 
 
 def render_field_table(names: list[str]) -> str:
-    """Table of CheckedModel fields with their docstrings."""
+    """Return a Markdown table of these fields of `CheckedModel` with their docstrings."""
     docs = read_field_docstrings(CheckedModel)
     rows = [f"| `{name}` | {escape_cell(docs.get(name) or FIELD_DESCRIPTIONS[name])} |" for name in names]
     return "\n".join(["| name | what it is |", "|---|---|", *rows])
@@ -125,7 +125,7 @@ FIELD_DESCRIPTIONS = {
 
 
 def escape_cell(text: str) -> str:
-    """Escape text for a table cell: one line, escaped bars."""
+    """Convert text to one line with escaped bars, for a cell of a Markdown table."""
     return " ".join(text.split()).replace("|", "\\|")
 
 

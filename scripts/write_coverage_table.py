@@ -28,7 +28,6 @@ def load_rows() -> list[dict[str, Any]]:
 
 
 def find_notebook(number: int) -> Path:
-    """Path of a theory notebook."""
     return next((ROOT / "notebooks").glob(f"{number:02}_*.py"))
 
 

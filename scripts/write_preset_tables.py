@@ -2,7 +2,8 @@
 
 python scripts/write_preset_tables.py
 
-Each value of a component (a theta, a window) is a row; sizes of one model are grouped.
+Each table has one row per value of the component (a RoPE theta, a window), with the presets that have this value.
+Presets of one model that differ only in size are grouped.
 """
 
 import re
@@ -20,7 +21,7 @@ SIZE_SUFFIX = re.compile(
 MAX_LISTED_PRESETS = 110
 """A row with more presets than this reads 'all others'."""
 DescribeFn = Callable[[c.Config], str | None]
-"""Short description of a component in a configuration; None if it does not have it."""
+"""Returns a short description of a component in a configuration, or None if the configuration lacks it."""
 
 
 def iter_blocks(config: c.Config) -> Iterator[c.Block]:
@@ -42,7 +43,7 @@ def last_stack(config: c.Config) -> c.Stack:
 
 
 def join_unique(descriptions: Iterator[str]) -> str | None:
-    """Unique descriptions in order."""
+    """Join the descriptions with commas, without repetitions. None if there are none."""
     return ", ".join(dict.fromkeys(descriptions)) or None
 
 
@@ -133,7 +134,7 @@ def describe_softcap(config: c.Config) -> str | None:
 
 
 def describe_no_position(config: c.Config) -> str | None:
-    """Layers without positions in attention, if the embedding has none either."""
+    """Count the layers whose attention has no position encoding. None if the embedding has one."""
     if not isinstance(last_stack(config).embedding.position, c.NoPosition):
         return None
     without = [isinstance(attention.position, c.NoPosition) for attention in iter_attentions(config)]
@@ -200,7 +201,7 @@ COMPONENTS: dict[str, DescribeFn] = {
 
 
 def render_table(describe: DescribeFn) -> str:
-    """Table of values and the presets that have them, most frequent first."""
+    """Return a Markdown table of the component's values and the presets that have each, most frequent value first."""
     published = [name for name in ct.presets() if not name.startswith("tiny-")]
     by_value: dict[str, dict[str, list[str]]] = {}
     for name in published:

@@ -27,7 +27,7 @@ PROMPT = "for name in sorted(os."
 
 
 def plot_multi_head() -> Figure:
-    """All eight heads of one block of the pretrained model, on a line of Python."""
+    """Plot the attention patterns of all eight heads of one block of the pretrained model, on a line of Python."""
     checkpoint = ct.load("tiny-python", dtype=torch.float32)
     tokenizer: Any = checkpoint.tokenizer
     tokens = tokenizer.encode(PROMPT)
@@ -87,7 +87,7 @@ def plot_latent() -> Figure:
 def visible_mask(
     seq_len: int = 12, *, is_causal: bool = True, window: int | None = None, **kwargs: Any
 ) -> torch.Tensor:
-    """Visible (query, key) pairs, from the library's mask rules; padding is masked as query and key."""
+    """Return (query, key): 1 where the key is visible to the query. Padding is neither a query nor a key."""
     positions = number_tokens(1, seq_len, CPU, **kwargs)
     mask, fully_masked = self_attention_mask(positions, positions, is_causal=is_causal, window=window).to_dense()
     return (mask & ~fully_masked)[0, 0] & (positions.position[0] >= 0).unsqueeze(-1)
@@ -144,7 +144,7 @@ def plot_sinks() -> Figure:
 
 
 def largest_scores_by_weight_scale(qk_norm: bool) -> list[float]:
-    """Largest score with the q and k matrices multiplied by 1, 2, 4 …"""
+    """Return the largest score for each factor (1, 2, 4 …) by which the q and k matrices are multiplied."""
     attention_fields = {"qk_norm": {}} if qk_norm else {}
     scores = []
     tokens = torch.randint(256, (1, 64))
@@ -203,7 +203,7 @@ def plot_biases() -> Figure:
 
 
 def plot_cross_attention() -> Figure:
-    """A source of 7 tokens, two of them padding, and a target of 5."""
+    """Plot the cross-attention pattern of a target of 5 tokens and a source of 7, two of which are padding."""
     source_mask = torch.tensor([[True] * 5 + [False] * 2])
     source, target = number_tokens(1, 7, CPU, source_mask), number_tokens(1, 5, CPU)
     panels = (

@@ -30,7 +30,7 @@ PLACEMENTS = ("pre", "post", "sandwich", "output", "parallel")
 
 
 def plot_embedding() -> Figure:
-    """Norms of initial token embeddings of the 2017 Transformer, before and after scaling, and of a position."""
+    """Plot the norms of untrained token embeddings of the 2017 Transformer, unscaled and scaled, and of a position."""
     config = ct.config("transformer-base")
     model: Any = ct.build(
         config.replace(
@@ -87,7 +87,7 @@ def plot_gated_ffn() -> Figure:
 
 
 def plot_mixture_of_experts() -> Figure:
-    """Routing of each token to two of eight experts, with the router weights."""
+    """Plot the router weights of each token, which is routed to two of eight experts."""
     moe = {"kind": "moe", "experts": 8, "router": {"top_k": 2}, "expert": {"hidden": 64}}
     model: Any = ct.build(decoder_config(64, 2, ffn=moe), seed=3)
     tokens = torch.tensor([list(b"only attention mixes tokens")])
@@ -139,8 +139,10 @@ def plot_norm(config: Any, name: str) -> Figure:
 
 
 def plot_norm_placement() -> Figure:
-    """Untrained models of 24 blocks with the norm, FFN and initialization of the 2017 Transformer: residual stream norm
-    and gradient by depth."""
+    """Plot the norm of the residual stream and of its gradient by depth, for several norm placements.
+
+    The models are untrained. They have 24 blocks, and the norm, FFN and initialization of the 2017 Transformer.
+    """
     figure, (norm_axis, gradient_axis) = make_figure(2, height=3.0)
     tokens = torch.randint(256, (1, 32))
     fields_2017 = {"init": {"kind": "xavier"}, "norm": {"kind": "layernorm"}}
@@ -196,7 +198,7 @@ def plot_head() -> Figure:
 
 
 def plot_initialization() -> Figure:
-    """Standard deviation of the residual stream by depth: 24 untrained blocks."""
+    """Plot the standard deviation of the residual stream by depth in untrained models of 24 blocks."""
     figure, (axis,) = make_figure(height=3.0)
     tokens = torch.randint(256, (1, 64))
     for name, init in (

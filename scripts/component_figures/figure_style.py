@@ -1,4 +1,4 @@
-"""Shared figure style and helpers; the colors are legible on light and dark backgrounds."""
+"""Shared figure style and helpers. The colors are legible on light and dark backgrounds."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -38,26 +38,29 @@ MATPLOTLIB_STYLE: Any = {
 def make_figure(
     columns: int = 1, *, width: float = 6.4, height: float = 2.9, **options: Any
 ) -> tuple[Figure, list[Axes]]:
-    """Create a figure with axes side by side."""
+    """Create a figure with `columns` axes side by side."""
     figure = Figure(figsize=(width, height), layout="constrained")
     axes = figure.subplots(1, columns, squeeze=False, **options)
     return figure, list(axes[0])
 
 
 def transparent_colormap(color: str) -> LinearSegmentedColormap:
-    """Colormap from nearly transparent to the color."""
+    """Return a colormap from nearly transparent to `color`."""
     rgba = to_rgba(color)
     return LinearSegmentedColormap.from_list(color, [(*rgba[:3], 0.09), (*rgba[:3], 1.0)])
 
 
 def diverging_colormap() -> LinearSegmentedColormap:
-    """Colormap from orange (negative) through transparent to blue (positive)."""
+    """Return a colormap from orange (negative) through transparent to blue (positive)."""
     low, high = to_rgba(ORANGE)[:3], to_rgba(BLUE)[:3]
     return LinearSegmentedColormap.from_list("both", [(*low, 1.0), (*low, 0.03), (*high, 0.03), (*high, 1.0)])
 
 
 def draw_matrix(axis: Axes, values: Any, color: str | LinearSegmentedColormap = BLUE, **limits: float) -> None:
-    """Draw a matrix as cells, first row on top. One raster image: an SVG path per cell would be 100 × larger."""
+    """Draw a matrix as a grid of colored cells, with the first row on top.
+
+    The cells are one raster image, because an SVG with a path per cell would be 100 times as large.
+    """
     colormap = transparent_colormap(color) if isinstance(color, str) else color
     grid = np.asarray(values, dtype=float)
     limits = {"vmin": np.nanmin(grid), "vmax": np.nanmax(grid)} | limits
@@ -105,7 +108,10 @@ def draw_bars(
 
 
 def decoder_config(d_model: int = 64, layers: int = 2, heads: int = 4, vocab: int = 256, **fields: Any) -> Any:
-    """Configuration of a small decoder; `attention` and `ffn` are fields of its block, the others of stack or model."""
+    """Return the configuration of a small decoder.
+
+    `attention` and `ffn` in `fields` are set on the block, all other fields on the stack or the model.
+    """
     block = {"attention": {"heads": heads, **fields.pop("attention", {})}}
     block |= {"ffn": fields.pop("ffn")} if "ffn" in fields else {}
     model_fields = {name: fields.pop(name) for name in ("init", "head") if name in fields}

@@ -40,7 +40,7 @@ def plot_kv_cache() -> Figure:
 
 
 def plot_sampling() -> Figure:
-    """Next-token probabilities after a line of Python, with each sampling filter."""
+    """Plot the next-token probabilities after a line of Python, with each of several sampling filters."""
     checkpoint = ct.load("tiny-python", dtype=torch.float32)
     tokenizer: Any = checkpoint.tokenizer
     with torch.no_grad():
@@ -68,14 +68,17 @@ def plot_sampling() -> Figure:
 
 
 def sampling_probabilities(logits: torch.Tensor, settings: SamplingParams) -> torch.Tensor:
-    """The distribution that a token is sampled from."""
+    """Return the distribution from which these sampling parameters sample the next token."""
     sampler = Sampler(1, logits.shape[-1])
     sampler.set_row(0, settings, [], seed=0)
     return logits_to_probs(logits, sampler.sampling_state, sampler.row_features[0])[0]
 
 
 def plot_speculative_decoding() -> Figure:
-    """Closed form, and measurements of the pretrained model with n-gram drafts on partly repetitive text."""
+    """Plot the tokens per step of speculative decoding: the closed form, and measurements of the pretrained model.
+
+    The measurements use n-gram drafts on partly repetitive text.
+    """
     figure, (axis,) = make_figure(height=3.0)
     acceptance = [n / 50 for n in range(51)]
     for num_draft, color in zip((2, 4, 8), COLORS, strict=False):
@@ -111,7 +114,7 @@ def plot_speculative_decoding() -> Figure:
 
 
 def objective_examples() -> dict[str, tuple[list[str], list[str]]]:
-    """For each objective: input tokens, and the target of each position ('' for no target)."""
+    """Return for each objective the input tokens and the target token of each position ('' for no target)."""
     words = ["the", "cat", "sat", "on", "the", "mat", "."]
     ids = torch.arange(1, 8)[None]
     token_names = dict(enumerate(["[mask]", *words]))

@@ -47,8 +47,10 @@ def plot_sinusoidal() -> Figure:
 
 
 def plot_learned() -> Figure:
-    """A position table before and after 300 steps of a copy task (most tokens equal the token three positions earlier),
-    and the head of the first block that attends there."""
+    """Plot learned position embeddings before and after 300 training steps, and the pattern of one head.
+
+    In the copy task, most tokens equal the token three positions earlier. The head attends to that token.
+    """
     position = {"position": {"kind": "learned", "length": 24}}
     config = decoder_config(48, 2, vocab=16, attention={"position": {"kind": "none"}}, embedding=position)
     model: Any = ct.build(config, seed=0).train()
@@ -77,7 +79,7 @@ def plot_learned() -> Figure:
 
 
 def copy_task_tokens(rows: int) -> torch.Tensor:
-    """Random tokens, 80 % of which equal the token three positions earlier."""
+    """Return `rows` sequences of random tokens, 80 % of which equal the token three positions earlier."""
     tokens = torch.randint(16, (rows, 25))
     for position in range(3, 25):
         tokens[:, position] = torch.where(torch.rand(rows) < 0.8, tokens[:, position - 3], tokens[:, position])
@@ -111,7 +113,7 @@ def plot_rope() -> Figure:
 
 
 def plot_rope_scalings() -> Figure:
-    """Frequencies of a head of dimension 128, theta 500,000, scaled to four times 8,192 tokens."""
+    """Plot the RoPE frequencies of each scaling: head dimension 128, theta 500,000, 8,192 tokens extended by 4."""
     figure, (axis,) = make_figure(height=3.2)
     longrope_scaling: Any = ct.config("phi-3.5-mini").decoder.block[0].attention.position.scaling
     scalings = {
@@ -175,7 +177,7 @@ def plot_relative_bias() -> Figure:
 
 
 def plot_no_positions() -> Figure:
-    """Change of a token's logits when the tokens before it (in an encoder, around it) are permuted."""
+    """Plot by how much a token's logits change when the tokens before it (in an encoder, around it) are permuted."""
     tokens = torch.randint(4, 256, (1, 24))
     order = torch.cat((torch.randperm(22), torch.tensor([22, 23])))
     changes = {}

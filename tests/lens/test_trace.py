@@ -218,7 +218,7 @@ def test_hooks_are_removed_after_an_error(model: Transformer) -> None:
         (("resid_psot",), {}, "use one of resid_post"),
         (("blocks.9.attn.out",), {}, "it has 4 blocks"),
         ((), {}, "no site is selected"),
-        ((3,), {}, "site name 3 is a int"),
+        ((3,), {}, "must be a string from sites\\(model\\), not 3"),
         (("resid_post",), {"layers": 9}, "layers contains 9"),
         (("attn.z",), {"heads": [99]}, "heads contains 99"),
         (("logits",), {"layers": []}, None),

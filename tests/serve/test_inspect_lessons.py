@@ -16,7 +16,7 @@ from cutaway.serve.inspect.queries.activation import Activation
 from cutaway.serve.inspect.queries.lessons import ExerciseProgress, Lessons
 
 pytestmark = pytest.mark.unchecked
-FIGURES = {"tokens", "highway", "next", "cache", "gradients", "size", "proofs"}
+FIGURES = {"tokens", "residual_stream", "next", "cache", "gradients", "size", "verification"}
 
 
 def lesson_text(preset: str, slug: str) -> str:

@@ -16,9 +16,9 @@ from torch.nn import functional as F
 
 from cutaway.argument_checks import check_positive_int
 from cutaway.errors import InputError, WeightError
+from cutaway.eval_mode import eval_mode
 from cutaway.evaluate.calibration import bin_predictions
 from cutaway.evaluate.results import EvalResult
-from cutaway.generate.engine.model_runner import eval_mode
 from cutaway.model import Transformer
 from cutaway.tokenizer import Tokenizer
 

@@ -7,9 +7,9 @@ from typing import Literal, Unpack
 import torch
 
 from cutaway.errors import InputError
+from cutaway.eval_mode import eval_mode
 from cutaway.generate.engine.config import EngineConfig, EngineOptions, build_engine_config, reduce_num_seqs_to_fit
 from cutaway.generate.engine.engine import Engine
-from cutaway.generate.engine.model_runner import eval_mode
 from cutaway.generate.engine.output import Completion, CompletionChunk
 from cutaway.generate.engine.request import Request
 from cutaway.generate.generation_config import (

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from cutaway.argument_checks import check_positive_int
 from cutaway.errors import InputError, WeightError
-from cutaway.generate.engine.model_runner import eval_mode
+from cutaway.eval_mode import eval_mode
 from cutaway.model import EncoderOnly, Transformer
 from cutaway.tokenizer import Tokenizer
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from cutaway.eval_mode import eval_mode
 from cutaway.generate.engine.config import EngineConfig
 from cutaway.generate.engine.engine import Engine
-from cutaway.generate.engine.model_runner import eval_mode
 from cutaway.generate.fast.quantized_weights import GROUP_SIZE, quantize
 from cutaway.generate.sampling.sampling_params import SamplingParams
 from cutaway.model import Transformer

@@ -32,7 +32,9 @@ def claim(
     above: float | None = None,
     below: float | None = None,
 ) -> Claim:
-    """Compare a measured number with a predicted value (within `rtol`) or with bounds. Raise ClaimError if it differs.
+    """Compare a measured number with a predicted value, within `rtol`, or with bounds.
+
+    Raise ClaimError if the measurement contradicts the prediction.
 
     >>> claim("scores of random vectors spread by √d_head", 7.97, predicted=8, rtol=0.05)
     ✓ scores of random vectors spread by √d_head

@@ -1,4 +1,4 @@
-"""Lessons on the forward pass of a model. They contain only sentences that hold for its config, with its numbers."""
+"""Lessons on the forward pass of a model. They contain only sentences that hold for the config of that model."""
 
 import math
 import tomllib
@@ -25,7 +25,7 @@ class Lesson:
     title: str
     sentences: tuple[str, ...]
     figure: str
-    """A site in the selected block (`attn.scores`), a site outside the blocks, or the name of a figure (`highway`)."""
+    """A site in the selected block (`attn.scores`), a site outside the blocks, or a figure (`residual_stream`)."""
     notebook: int
     docs_page: str
     """Path of a documentation page, relative to docs/."""

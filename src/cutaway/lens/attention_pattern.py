@@ -108,4 +108,5 @@ def build_dense_mask(kernel_args: ModuleArgs) -> AttentionMask:
         fully_masked = ~visible.any(-1, keepdim=True)
         bias = None if prepared.score_bias is None else prepared.score_bias(*indices).to(q.dtype)
         return AttentionMask(~(visible | fully_masked), fully_masked, bias)
-    raise KernelError(f"scores cannot be computed from a {type(prepared).__name__}; call model.use_kernel('explicit')")
+    problem = f"scores cannot be computed from a mask of type {type(prepared).__name__}"
+    raise KernelError(f"{problem}; call model.use_kernel('explicit')")

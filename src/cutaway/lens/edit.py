@@ -6,6 +6,7 @@ with ct.edit(model, {"blocks.3.attn.z": {"do": "zero", "heads": [4]}, "blocks.5"
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -45,18 +46,17 @@ class Edit:
         all_sites, targets = sites(self.model), structural_edits.structural_targets(self.model)
         for name, spec in self.edits.items():
             if not isinstance(name, str):
-                raise InputError(f"the site name {name!r} is a {type(name).__name__}; pass a string from sites(model)")
-            op = _structural_op(spec)
+                raise InputError(f"a site name must be a string from sites(model), not {name!r}")
             matching = [target for key, target in targets.items() if fnmatchcase(key, name)]
-            if op is not None and matching:
-                value = _structural_value(name, spec)
-                self.structural_edits += [(target, op, value) for target in matching]
-                continue
-            intervention = _parse_intervention(name, spec)
-            self.value_edits += [(name, site, intervention) for site in select_sites(all_sites, [name])]
+            if matching and (op := _structural_op(spec)) is not None:
+                fields = _check_keys(name, spec, ("do", "value")) if isinstance(spec, Mapping) else {}
+                self.structural_edits += [(target, op, fields.get("value")) for target in matching]
+            else:
+                intervention = _parse_intervention(name, spec)
+                self.value_edits += [(name, site, intervention) for site in select_sites(all_sites, [name])]
         self.call_counts: dict[str, int] = {}
         self._hooks = SiteHooks(modifies=True)
-        self._undo_stack: list[structural_edits.UndoFn] = []
+        self._undo = ExitStack()
 
     def __enter__(self) -> "Edit":
         self._hooks.check_not_registered()
@@ -66,7 +66,7 @@ class Edit:
         try:
             for target, op, value in self.structural_edits:
                 on_call = partial(self._count_call, target.name)
-                self._undo_stack.append(structural_edits.apply_structural_edit(target, op, value, on_call))
+                structural_edits.apply_structural_edit(target, op, value, on_call, self._undo)
             self._hooks.register(
                 (site, self._hook_fn(name, intervention), _attention_heads(site, intervention))
                 for name, site, intervention in self.value_edits
@@ -87,8 +87,7 @@ class Edit:
 
     def _restore(self) -> None:
         self._hooks.remove()
-        while self._undo_stack:
-            self._undo_stack.pop()()
+        self._undo.close()
 
     def _hook_fn(self, name: str, intervention: Intervention | TensorFn) -> Callable[[HookContext], Tensor]:
         def hook_fn(context: HookContext) -> Tensor:
@@ -136,14 +135,13 @@ def _structural_op(spec: EditSpec) -> str | None:
     return op if isinstance(op, str) and any(op in ops for ops in structural_edits.STRUCTURAL_OPS.values()) else None
 
 
-def _structural_value(name: str, spec: EditSpec) -> object:
-    """Return the `value` of a structural edit. Raise if the edit has keys other than 'do' and 'value'."""
-    if not isinstance(spec, Mapping):
-        return None
-    if extra := spec.keys() - {"do", "value"}:
-        wrong = min(map(str, extra))
-        raise InputError(f"the edit of {name} has '{wrong}', which '{spec['do']}' does not take; leave {wrong} out")
-    return spec.get("value")
+def _check_keys(name: str, spec: Mapping[str, Any], keys: tuple[str, ...]) -> Mapping[str, Any]:
+    extra = min(map(str, spec.keys() - set(keys)), default=None)
+    if extra is not None:
+        raise InputError(f"the edit of {name} has '{extra}', but its keys are {', '.join(keys)}; leave {extra} out")
+    if "do" not in spec:
+        raise InputError(f"the edit of {name} has no 'do'; its keys are {', '.join(keys)}")
+    return spec
 
 
 def _parse_intervention(name: str, spec: EditSpec) -> Intervention | TensorFn:
@@ -156,11 +154,7 @@ def _parse_intervention(name: str, spec: EditSpec) -> Intervention | TensorFn:
             raise InputError(f"'{op}' is a structural edit, which does not apply to '{name}'; use it on blocks.0, say")
         return Intervention(spec)
     if isinstance(spec, Mapping):
-        extra = spec.keys() - {"do", "value", "positions", "heads", "units"}
-        if extra or "do" not in spec:
-            wrong = f"has '{min(extra)}'" if extra else "has no 'do'"
-            raise InputError(f"the edit of {name} {wrong}; its keys are do, value, positions, heads and units")
-        return Intervention(**spec)
+        return Intervention(**_check_keys(name, spec, ("do", "value", "positions", "heads", "units")))
     if callable(spec):
         return spec
     operations = ", ".join(OPERATIONS)

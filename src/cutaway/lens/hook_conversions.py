@@ -18,7 +18,7 @@ from cutaway.errors import InputError
 ModuleArgs: TypeAlias = tuple[Any, ...]
 """Positional arguments of a module, with the type that PyTorch declares for them."""
 Key = str | int | None
-"""Key or index of an item in a dict or tuple; None if the module's value is neither."""
+"""Key of an item in a dict, index in a tuple, or None for an input or output that is neither."""
 ValueHook = Callable[[Tensor, Tensor], Tensor | None]
 """Receives the value and the tensor that it was extracted from. If it returns a tensor, that replaces the value."""
 
@@ -32,19 +32,22 @@ class HookConversion:
         return True
 
     def convert(self, tensor: Tensor) -> Tensor:
-        """Extract the value from the module's tensor."""
+        """Extract the value from `tensor`, which is in the module's input or output."""
         return tensor
 
     def revert(self, tensor: Tensor, new: Tensor) -> Tensor:
-        """Return the module's tensor with the value replaced by `new`."""
+        """Return `tensor` with the value in it replaced by `new`."""
         return new
 
     def convert_gradient(self, gradient: Tensor, shape: Size) -> Tensor:
-        """Return the gradient of the value from the gradient of the module's tensor. `shape` is the value's shape."""
+        """Convert the gradient of the module's tensor to the gradient of the value, which has this shape."""
         return gradient
 
     def run_hook(self, items: Iterable[tuple[Key, object]], hook: ValueHook) -> tuple[Key, Tensor] | None:
-        """Call the hook with the value. Return (key, changed item), or None if the hook changes nothing."""
+        """Call the hook with the value in the first matching item.
+
+        Return (key, new item), or None if no item matches or the hook does not replace the value.
+        """
         for key, item in items:
             if isinstance(item, Tensor) and self.matches(key, item):
                 new = hook(self.convert(item), item)
@@ -52,7 +55,10 @@ class HookConversion:
         return None
 
     def register_hooks(self, module: nn.Module, hook: ValueHook, *, on_input: bool) -> list[RemovableHandle]:
-        """Call `hook` with the value at every call of the module."""
+        """Register hooks that call `hook` with the value at every call of the module.
+
+        The value is in the module's input if `on_input`, else in its output.
+        """
 
         def pre_hook(module: nn.Module, args: ModuleArgs, kwargs: dict[str, object]) -> tuple[Any, Any] | None:
             changed = self.run_hook((*enumerate(args), *_kwargs_in_signature_order(module, kwargs)), hook)
@@ -128,7 +134,7 @@ class FlattenedBatch(HookConversion):
         def unflatten_hook(value: Tensor, original: Tensor) -> Tensor | None:
             new = hook(value if value.ndim > 2 else value.reshape(*batch_shape, -1), original)
             if new is not None and self.read_only:
-                raise InputError("the residual stream inside a block is read-only here; load the model with ct.load")
+                raise InputError("the residual stream inside this model's blocks is read-only; load it with ct.load")
             return None if new is None else new.reshape(value.shape)
 
         handles = HookConversion().register_hooks(self.outer_module, record_batch_shape, on_input=True)
@@ -140,7 +146,10 @@ class FlattenedBatch(HookConversion):
 
 @dataclass(frozen=True, eq=False)
 class NthCall(HookConversion):
-    """Selects one of several calls of a module in a forward pass, for layers that share a block."""
+    """Selects the call with index `call_index` of a module that is called several times, because layers share a block.
+
+    Calls are counted from the last call of `outer_module`.
+    """
 
     inner: HookConversion
     call_index: int

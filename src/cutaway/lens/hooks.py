@@ -19,10 +19,9 @@ from cutaway.lens.attention_pattern import AttentionMask, AttentionScores
 from cutaway.lens.hook_conversions import HookConversion, ModuleArgs
 from cutaway.lens.sites import Site
 from cutaway.model.kernels import Kernel
-from cutaway.model.stack import Stack
 
 ATTENTION_OVERRIDES: WeakKeyDictionary[nn.Module, dict[tuple[str, int | None, int], Tensor]] = WeakKeyDictionary()
-"""Scores and patterns that edits have set in the current call of a kernel, keyed by (kind, layer, head)."""
+"""Attention kernel → the scores and patterns that edits have set in its current call, by (kind, layer, head)."""
 
 
 class HookContext(NamedTuple):
@@ -48,8 +47,6 @@ class SiteHooks:
         self.modifies = modifies
         self.requests: list[HookRequest] = []
         self.handles: list[RemovableHandle] = []
-        self.layer_counters: dict[Stack, list[int]] = {}
-        """Per stack whose layers share a block: how many blocks this forward pass has entered, and how many left."""
         self.cached_scores: tuple[ModuleArgs, list[int] | None, AttentionScores] | None = None
         self.cached_mask: tuple[tuple[object, int, int], AttentionMask] | None = None
 
@@ -106,7 +103,6 @@ class SiteHooks:
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
-        self.layer_counters.clear()
         self.cached_scores, self.cached_mask = None, None
         for site, *_ in self.requests if self.modifies else ():
             ATTENTION_OVERRIDES.pop(site.module, None)
@@ -115,14 +111,19 @@ class SiteHooks:
         if site.conversion is not None:
             self._add_converted_hook(site, site.conversion, hook_fn)
             return
-        counter = self._layer_counter(site)
-        is_block_output = site.kind == "out" and site.stack is not None and site.module in set(site.stack.blocks)
+        call_index, num_calls = _shared_block_call(site), [0]
+
+        def reset(module: nn.Module, args: ModuleArgs) -> None:
+            num_calls[0] = 0
 
         def is_other_layer(module: nn.Module) -> bool:
             if module is not site.module:  # a deep copy of the model, which copies hooks too
                 return True
-            # At a block's output, the hook that counts blocks left has already run, so use blocks entered − 1.
-            return counter is not None and (counter[0] - 1 if is_block_output else counter[1]) != site.layer
+            num_calls[0] += 1
+            return call_index is not None and num_calls[0] != call_index + 1
+
+        if call_index is not None and site.stack is not None:
+            self.handles.append(site.stack.register_forward_pre_hook(reset))
 
         def pre_hook(module: nn.Module, args: ModuleArgs) -> ModuleArgs | None:
             if is_other_layer(module):
@@ -179,7 +180,7 @@ class SiteHooks:
             self.handles.append(site.module.register_forward_hook(output_hook))
 
     def _add_converted_hook(self, site: Site, conversion: HookConversion, hook_fn: HookFn) -> None:
-        """Hook a module of another library."""
+        """Register the hooks of a site in a module of another library."""
 
         def convert_hook(value: Tensor, original: Tensor) -> Tensor | None:
             return hook_fn(HookContext(site, value, (), original))
@@ -199,37 +200,11 @@ class SiteHooks:
         return self.cached_scores[2]
 
     def _dense_mask(self, kernel_args: ModuleArgs) -> AttentionMask:
-        """Build the dense mask once for all layers that share a prepared mask."""
+        """Convert the prepared mask of a kernel call to a dense mask, once for all layers that share it."""
         key = kernel_args[3], kernel_args[0].shape[1], kernel_args[1].shape[1]
         if self.cached_mask is None or self.cached_mask[0][0] is not key[0] or self.cached_mask[0][1:] != key[1:]:
             self.cached_mask = key, attention_pattern.build_dense_mask(kernel_args)
         return self.cached_mask[1]
-
-    def _layer_counter(self, site: Site) -> list[int] | None:
-        """Return the stack's layer counter if several layers share this site's block, else None."""
-        stack, layer = site.stack, site.layer
-        if stack is None or layer is None or sum(block is stack.blocks[layer] for block in stack.blocks) == 1:
-            return None
-        if stack.activation_checkpointing != "none" and stack.training:
-            problem = "layers share a block, and its recomputation by activation checkpointing does not know the layer"
-            raise InputError(f"{problem}; call model.use_activation_checkpointing('none')")
-        if stack in self.layer_counters:
-            return self.layer_counters[stack]
-        counter = self.layer_counters.setdefault(stack, [0, 0])
-
-        def reset(module: nn.Module, args: ModuleArgs) -> None:
-            counter[:] = 0, 0
-
-        def count_entered(module: nn.Module, args: ModuleArgs) -> None:
-            counter[0] += 1
-
-        def count_left(module: nn.Module, args: ModuleArgs, result: Tensor) -> None:
-            counter[1] += 1
-
-        self.handles.append(stack.register_forward_pre_hook(reset))
-        for block in set(stack.blocks):
-            self.handles += [block.register_forward_pre_hook(count_entered), block.register_forward_hook(count_left)]
-        return counter
 
 
 ACTIVE_HOOKS: list[SiteHooks] = []
@@ -239,8 +214,20 @@ _HOOK_ORDER: tuple[tuple[str, ...], ...] = (("in", "scores"), ("pattern",), ("ou
 _ALL_KINDS = tuple(kind for kinds in _HOOK_ORDER for kind in kinds)
 
 
+def _shared_block_call(site: Site) -> int | None:
+    """Return the number of earlier layers that use the same block as the site, or None if its block is not shared."""
+    stack, layer = site.stack, site.layer
+    shared = [] if stack is None or layer is None else [block is stack.blocks[layer] for block in stack.blocks]
+    if stack is None or sum(shared) < 2:
+        return None
+    if stack.activation_checkpointing != "none" and stack.training:
+        problem = "layers share a block, and its recomputation by activation checkpointing does not know the layer"
+        raise InputError(f"{problem}; call model.use_activation_checkpointing('none')")
+    return sum(shared[:layer])
+
+
 def _recompute_z(kernel: Kernel, z: Tensor, old_pattern: Tensor, new_pattern: Tensor, values: Tensor) -> Tensor:
-    """Return z for another attention pattern. Rows whose pattern is unchanged stay bit-equal."""
+    """Return the kernel's output z for `new_pattern`. Rows of z whose pattern has not changed stay bit-equal."""
     changed = (new_pattern != old_pattern).any(-1).transpose(1, 2).unsqueeze(-1)  # (B, T, H, 1)
     # Unchanged rows are z + 0 instead of z, so that their gradient with respect to new_pattern is right too.
     shifted = z + torch.einsum("bhts,bshe->bthe", new_pattern - old_pattern, values)

@@ -79,7 +79,7 @@ class Intervention:
         return selection
 
     def apply(self, site: Site, value: Tensor) -> Tensor:
-        """Return the new value of the selected part."""
+        """Apply the operation to `value`, which is the selected part of the activation at `site`."""
         if self.do == "zero":
             return torch.zeros_like(value)
         if self.do == "scale":
@@ -114,7 +114,7 @@ class Intervention:
 
 
 def _apply_at(value: Tensor, selection: list[tuple[int, list[int]]], fn: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return the value with fn applied to the selected indices."""
+    """Return a copy of `value` with `fn` applied to the part that `selection`, pairs of (axis, indices), selects."""
     if not selection:
         return fn(value)
     (axis, indices), *rest = selection
@@ -141,7 +141,6 @@ def _is_tensor_like(value: object) -> bool:
 
 
 def _to_json(value: Any) -> object:
-    """Convert a field to a JSON value."""
     if hasattr(value, "tolist"):  # tensor or array
         return value.tolist()
     if isinstance(value, slice):

@@ -34,7 +34,7 @@ TOP_K = 5
 
 @dataclass(frozen=True)
 class Stage:
-    """The followed token at one site."""
+    """Values of the followed token at one site."""
 
     site: str
     equation: str
@@ -48,7 +48,7 @@ class Stage:
     cosine: float | None = None
     """Cosine similarity of a sublayer output with the residual stream it is added to. None at other sites."""
     top_tokens: TopTokens = ()
-    """Logit lens: the most likely tokens if norm and head are applied here. Empty if not on the residual stream."""
+    """Logit lens: the most likely tokens if final norm and head are applied here. Empty outside the residual stream."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,9 @@ class Journey:
     top_tokens: TopTokens
     """The model's most likely next tokens, with probabilities over the whole vocabulary."""
     residual_sum_error: float | None
-    """Largest |embed + Σ sublayer outputs − last resid_post|. None if the stream is not such a sum (post-norm)."""
+    """Largest |embed + Σ sublayer outputs − last resid_post|. None if resid_post is not this sum (post-norm)."""
     pattern_row_error: float | None
-    """Largest |row sum − 1| of the recorded attention patterns. None if no pattern without a sink was recorded."""
+    """Largest |row sum − 1| of the recorded attention patterns without a sink. None if there are none."""
 
     def _repr_html_(self) -> str:
         rows = [(stage.site, stage.axes.replace(" ", ""), stage.shape, stage.norm) for stage in self.stages]
@@ -87,7 +87,7 @@ class TokenRecorder:
         self.record(context.site, context.value.detach())
 
     def record(self, site: Site, value: Tensor) -> None:
-        """Store the followed token's vector from an activation."""
+        """Store the vector of the followed token, which is a part of the activation `value`."""
         if site.axes == "NK":  # all tokens of the batch, which has one row
             value = value.unsqueeze(0)
         # Logits have no stack. They belong to the last stack, whose output the head reads.
@@ -212,7 +212,7 @@ def top_tokens(logits: Tensor) -> list[TopTokens]:
 
 
 def residual_sum_error(model: Transformer, recorder: TokenRecorder, sites: dict[str, Site]) -> float | None:
-    """Largest sum error over all stacks. None if the residual stream of any stack is not a plain sum."""
+    """Largest |embed + Σ sublayer outputs − last resid_post| of all stacks. None if a stack is not such a sum."""
     errors = [_stack_sum_error(stack, recorder, sites) for stack in model.stacks.values()]
     defined = [error for error in errors if error is not None]
     return max(defined) if len(defined) == len(errors) else None

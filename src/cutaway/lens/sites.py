@@ -38,7 +38,7 @@ AXIS_NAMES = {
 
 @dataclass(frozen=True)
 class Site:
-    """A named activation: argument `arg_index` or the output of `module`, or the scores or pattern of a kernel."""
+    """A named activation: argument `arg_index` or output of `module`, or scores or pattern of an attention kernel."""
 
     name: str
     axes: str
@@ -78,7 +78,7 @@ class Site:
 
     @property
     def num_heads(self) -> int | None:
-        """Number of query heads, or of key-value heads if the value has one part per key-value head, or None."""
+        """Size of the head axis, which has query heads or key-value heads. None if there is no head axis."""
         return None if self.head_axis is None else dict(self.axis_sizes)[self.axes[self.head_axis]]
 
 
@@ -96,7 +96,7 @@ def check_sites_in_model(model: nn.Module, sites: Iterable[Site]) -> None:
     modules = set(model.modules())
     missing = next((site.name for site in sites if site.module not in modules), None)
     if missing is not None:
-        raise InputError(f"{missing} is no longer a part of the model; call use_kernel before creating a trace or edit")
+        raise InputError(f"the module of {missing} was replaced in the model; call use_kernel before trace or edit")
 
 
 Indices = int | slice | Iterable[int]
@@ -104,11 +104,11 @@ Indices = int | slice | Iterable[int]
 
 
 def select_sites(sites: Mapping[str, Site], patterns: Iterable[str], layers: Indices | None = None) -> list[Site]:
-    """Return the sites that match the patterns, without duplicates, in model order."""
+    """Return the sites that match any of the patterns, without duplicates, in the order of the forward pass."""
     names: dict[str, None] = {}
     for pattern in patterns:
         if not isinstance(pattern, str):
-            raise InputError(f"the site name {pattern!r} is a {type(pattern).__name__}; use strings from sites(model)")
+            raise InputError(f"a site name must be a string from sites(model), not {pattern!r}")
         matching = [name for name in sites if _matches_pattern(name, pattern)]
         if not matching:
             problem = f"this model has no site '{pattern}'{_unavailable_reason(sites, pattern)}"
@@ -182,12 +182,12 @@ def resolve_positions(positions: Indices, num_tokens: int) -> list[int]:
 
 
 def resolve_index(index: int, size: int, arg_name: str, axis_name: str) -> int:
-    """Convert one index to a non-negative integer. Raise if it is out of range."""
+    """Return `index`, or `index + size` if it is negative. Raise if it is out of range."""
     return resolve_indices([index], size, arg_name, axis_name)[0]
 
 
 def resolve_indices(indices: Indices, size: int, arg_name: str, axis_name: str) -> list[int]:
-    """Convert indices to non-negative integers. Raise if one is out of range."""
+    """Return the selected indices as non-negative integers. Raise if one is out of range or none is selected."""
     if isinstance(indices, slice):
         selected = list(range(size))[indices]
         if not selected:
@@ -216,7 +216,7 @@ def is_sublayer_output(name: str) -> bool:
 
 
 def resid_before_sublayer(site: Site) -> str:
-    """Name of the residual stream site that a sublayer reads and adds its output to."""
+    """Name of the residual stream site that the sublayer of `site` reads and adds its output to."""
     assert site.stack is not None
     assert site.layer is not None
     block, sublayer, _ = site.name.rsplit(".", 2)
@@ -237,7 +237,7 @@ def attention_module(branch: Branch) -> MultiHead | LatentAttention:
 
 
 def has_additive_residual(stack: Stack) -> bool:
-    """Whether blocks only add to the residual stream, without a norm (post-norm) or a scale on the stream itself."""
+    """Whether blocks only add to the residual stream, and do not normalize (post-norm) or scale the sum."""
     for block in get_blocks(stack):
         if isinstance(block, Block):
             norms = (block.norm_after_attn, block.norm_after_cross, block.norm_after_ffn)

@@ -1,9 +1,10 @@
 """Structural edits: skip or reorder blocks, remove residuals, drop the final norm or mask, drop or move positions.
 
-Each function applies one edit and returns the function that undoes it. `on_call` is called at each forward pass.
+Functions that apply an edit register in `undo` what restores the model, and call `on_call` at each forward pass.
 """
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from types import MethodType
 from typing import NamedTuple
@@ -21,13 +22,12 @@ from cutaway.model.block import Block, ParallelBlock
 from cutaway.model.positions import ScoreBias
 from cutaway.model.stack import Stack
 
-UndoFn = Callable[[], None]
 _OnCall = Callable[[], None]
 _AnyBlock = Block | ParallelBlock
 
 
 class StructuralTarget(NamedTuple):
-    """A part of a model that structural edits can change."""
+    """A part of a model that structural edits can change: a block, a final norm, a mask or the positions."""
 
     kind: str
     """A key of STRUCTURAL_OPS."""
@@ -37,7 +37,7 @@ class StructuralTarget(NamedTuple):
 
 
 def structural_targets(model: nn.Module) -> dict[str, StructuralTarget]:
-    """Return the parts of a model that can be edited, by name. The dict is empty for models of other libraries."""
+    """Return the parts of a model that structural edits can change, by name. Empty for models of other libraries."""
     targets: list[StructuralTarget] = []
     stacks = model.stacks if isinstance(model, Transformer) else {}
     for stack_name, stack in stacks.items():
@@ -49,21 +49,33 @@ def structural_targets(model: nn.Module) -> dict[str, StructuralTarget]:
     return {target.name: target for target in targets}
 
 
-def apply_structural_edit(target: StructuralTarget, op: str, value: object, on_call: _OnCall) -> UndoFn:
-    """Apply the edit and return its undo function. `op` is one of STRUCTURAL_OPS."""
+def apply_structural_edit(target: StructuralTarget, op: str, value: object, on_call: _OnCall, undo: ExitStack) -> None:
+    """Apply the edit. `op` is one of STRUCTURAL_OPS."""
     kind, stack, layer, name = target
     if op not in STRUCTURAL_OPS[kind]:
         raise InputError(f"'{op}' does not apply to {name}; use one of {', '.join(STRUCTURAL_OPS[kind])}")
     if reason := _unsupported_reason(target, op):
         raise InputError(reason)
     if op in _POSITION_OPS:
-        return _move_positions(stack, name, op, value, on_call)
+        _move_positions(stack, name, op, value, on_call, undo)
+        return
     if value is not None:
         raise InputError(f"the edit of {name} has a value, but '{op}' takes none; leave it out")
-    if layer is not None:
-        return _patch_block_forward(get_blocks(stack)[layer], op, on_call)
-    drop = {"final_norm": _drop_final_norm, "mask": _drop_mask, "positions": _drop_positions}[kind]
-    return drop(stack, on_call)
+    if kind == "final_norm":
+        _drop_final_norm(stack, on_call, undo)
+        return
+    module = stack if layer is None else get_blocks(stack)[layer]
+    # The hook also disables fast paths, which are not used for a block with hooks.
+    undo.callback(module.register_forward_pre_hook(lambda module, args: on_call()).remove)
+    if isinstance(module, Block | ParallelBlock):
+        _patch_block_forward(module, op, undo)
+    elif kind == "mask":
+        undo.callback(setattr, stack, "causal", True)
+        stack.causal = False
+    else:
+        undo.callback(setattr, stack.embed, "position", stack.embed.position)
+        undo.callback(setattr, stack, "positions", stack.positions)
+        stack.embed.position, stack.positions = None, nn.ModuleDict()
 
 
 def _unsupported_reason(target: StructuralTarget, op: str) -> str | None:
@@ -86,12 +98,12 @@ def _unsupported_reason(target: StructuralTarget, op: str) -> str | None:
         if op == "drop" and any(isinstance(block.attn.f, LatentAttention) for block in blocks):
             return f"{name} cannot be dropped: latent attention has a part of each key that consists only of RoPE"
         if op in _POSITION_OPS and any(isinstance(module, ScoreBias) for module in stack.positions.values()):
-            return f"{name} are distances that are added to scores (ALiBi, T5 bias); they can be dropped, not moved"
+            return f"{name} are biases on the attention scores (ALiBi, T5 bias), which cannot be moved; use 'drop'"
     return None
 
 
 def supports_structural_edit(model: nn.Module, name: str, op: str) -> bool:
-    """Whether the edit can be applied to this model."""
+    """Whether the operation `op` can be applied to the structural target `name` of this model."""
     return _unsupported_reason(structural_targets(model)[name], op) is None
 
 
@@ -109,22 +121,19 @@ _PATCHED_BLOCKS: WeakKeyDictionary[nn.Module, list[MethodType]] = WeakKeyDiction
 """Block → patched forward methods of the active edits. The last method in the list is in effect."""
 
 
-def _patch_block_forward(block: _AnyBlock, op: str, on_call: _OnCall) -> UndoFn:
+def _patch_block_forward(block: _AnyBlock, op: str, undo: ExitStack) -> None:
     forward, patches = MethodType(_BLOCK_FORWARDS[op], block), _PATCHED_BLOCKS.setdefault(block, [])
     patches.append(forward)
     block.forward = forward  # type: ignore[method-assign]
-    # The hook also disables fast paths, which are not used for a block with hooks.
-    handle = block.register_forward_pre_hook(lambda module, args: on_call())
 
-    def undo() -> None:
-        handle.remove()
+    def restore() -> None:
         patches[:] = [patch for patch in patches if patch is not forward]
         if patches:  # other edits of this block, which may be undone in any order
             block.forward = patches[-1]  # type: ignore[method-assign]
         else:
             del block.forward, _PATCHED_BLOCKS[block]
 
-    return undo
+    undo.callback(restore)
 
 
 def _skip_block(block: _AnyBlock, x: Tensor, context: LayerContext) -> Tensor:
@@ -154,39 +163,16 @@ def _without_residual(block: _AnyBlock, x: Tensor, context: LayerContext) -> Ten
 _BLOCK_FORWARDS = {"skip": _skip_block, "swap": _ffn_before_attention, "no_residual": _without_residual}
 
 
-def _drop_final_norm(stack: Stack, on_call: _OnCall) -> UndoFn:
+def _drop_final_norm(stack: Stack, on_call: _OnCall, undo: ExitStack) -> None:
     def return_input(module: nn.Module, args: ModuleArgs, result: Tensor) -> object:
         on_call()
         return args[0]
 
     # This hook runs before all others, so that it does not overwrite their changes of the output.
-    return stack.final_norm.register_forward_hook(return_input, prepend=True).remove
+    undo.callback(stack.final_norm.register_forward_hook(return_input, prepend=True).remove)
 
 
-def _drop_mask(stack: Stack, on_call: _OnCall) -> UndoFn:
-    stack.causal = False
-    handle = stack.register_forward_pre_hook(lambda module, args: on_call())
-
-    def undo() -> None:
-        handle.remove()
-        stack.causal = True
-
-    return undo
-
-
-def _drop_positions(stack: Stack, on_call: _OnCall) -> UndoFn:
-    embed_position, layer_positions = stack.embed.position, stack.positions
-    stack.embed.position, stack.positions = None, nn.ModuleDict()
-    handle = stack.register_forward_pre_hook(lambda module, args: on_call())
-
-    def undo() -> None:
-        handle.remove()
-        stack.embed.position, stack.positions = embed_position, layer_positions
-
-    return undo
-
-
-def _move_positions(stack: Stack, name: str, op: str, value: object, on_call: _OnCall) -> UndoFn:
+def _move_positions(stack: Stack, name: str, op: str, value: object, on_call: _OnCall, undo: ExitStack) -> None:
     """Shift positions by `value`, or permute them with seed `value`. The mask does not change."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         meaning = "the offset of the positions" if op == "shift" else "the seed of the permutation"
@@ -210,12 +196,7 @@ def _move_positions(stack: Stack, name: str, op: str, value: object, on_call: _O
         on_call()
         return (replace(args[0], position=move(args[0].position), is_sequential=False, limit=None), *args[1:])
 
-    handles = [rope.register_forward_pre_hook(rope_hook) for rope in stack.positions.values()]
+    for rope in stack.positions.values():
+        undo.callback(rope.register_forward_pre_hook(rope_hook).remove)
     if stack.embed.position is not None:
-        handles.append(stack.embed.position.register_forward_pre_hook(embedding_hook))
-
-    def undo() -> None:
-        for handle in handles:
-            handle.remove()
-
-    return undo
+        undo.callback(stack.embed.position.register_forward_pre_hook(embedding_hook).remove)

@@ -4,8 +4,8 @@ with ct.trace(model, "resid_post", "attn.pattern", layers=[0, -1]) as t:
     model(tokens)
 t["blocks.0.attn.pattern"]
 
-A transformers model has the same site names, as far as the value is the input or output of one of its modules. In any
-other module, sites are named by submodule paths.
+The sites of a transformers model have the same names. Only those are available whose value is the input or output of
+one of the model's modules. In any other module, sites are named by submodule paths.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ from cutaway.argument_checks import check_dtype, check_positive_int, resolve_dev
 from cutaway.errors import InputError
 from cutaway.lens import attention_pattern
 from cutaway.lens.adapters import ModelLike, sites, unwrap_model
-from cutaway.lens.display import format_axes, format_bytes, format_site_table, plot_heatmap, render_html_table
+from cutaway.lens.display import format_axes, format_site_table, render_html_table
 from cutaway.lens.hooks import HookContext, SiteHooks, index_tensor, is_in_backward
 from cutaway.lens.sites import (
     Indices,
@@ -31,13 +31,14 @@ from cutaway.lens.sites import (
     select_sites,
 )
 from cutaway.model.kernels import Kernel
+from cutaway.size.units import format_si
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
 class TracedTensor(Tensor):
-    """An activation with the name of its site and of its axes. Operations on it return plain tensors."""
+    """A recorded activation with the names of its site and axes. Operations on it return plain tensors."""
 
     site: str
     axes: str
@@ -58,10 +59,14 @@ class TracedTensor(Tensor):
 
     def plot(self, **plot_kwargs: Any) -> "Figure":
         """Plot a heat map of the last two axes, at index 0 of the other axes."""
+        from cutaway.lens.labeled_tensor import LabeledTensor
+
         plain = self.as_subclass(Tensor).detach()
         while plain.ndim > 2:
             plain = plain[0]
-        return plot_heatmap(plain, self.site, self.axes[-2:], **plot_kwargs)
+        axes = tuple(self.axes[-2:]) if self.axes[0] != _UNNAMED_AXIS else ("row", "column")[-plain.ndim :]
+        labels = tuple(tuple(map(str, range(size))) for size in plain.shape)
+        return LabeledTensor(self.site, plain, axes, labels).plot(**plot_kwargs)
 
 
 def _as_traced_tensor(tensor: Tensor, site: str, axes: str) -> TracedTensor:
@@ -80,14 +85,14 @@ class SiteMemory(NamedTuple):
 
 
 class TraceMemoryEstimate(list[SiteMemory]):
-    """The memory that one call of the model records, per site."""
+    """Estimated memory of a trace for one call of the model: one `SiteMemory` per site."""
 
     @property
     def nbytes(self) -> int:
         return sum(row.nbytes for row in self)
 
     def __repr__(self) -> str:
-        return f"{format_site_table(list(self))}\n{format_bytes(self.nbytes)} per call"
+        return f"{format_site_table(list(self))}\n{format_si(self.nbytes, 'B', 3)} per call"
 
 
 _UNNAMED_AXIS = "·"
@@ -95,7 +100,7 @@ _UNNAMED_AXIS = "·"
 
 
 class Trace:
-    """Record the activations at the selected sites.
+    """Context manager that records the activations at the selected sites.
 
     `t[site]` is the recorded activation, or `t[site, call]` if the model was called several times.
 
@@ -104,7 +109,7 @@ class Trace:
         patterns: site names, suffixes of site names, or globs of either (`"resid_post"`, `"blocks.0.*"`).
         layers, positions, heads: record only these layers, token positions and heads; the default is all.
         gradients: also record ∂loss/∂activation, which the method `gradient` returns.
-        device, dtype: convert the recorded tensors to these; by default they stay as the model computes them.
+        device, dtype: convert the recorded tensors to these. The default keeps the model's device and dtype.
     """
 
     def __init__(
@@ -207,7 +212,10 @@ class Trace:
         _register_grad_hook(z, store)
 
     def _record_converted_gradient(self, context: HookContext, call: int) -> None:
-        """Record the gradient at the tensor that the value was extracted from: the value is not in the graph."""
+        """Record the gradient of a value that a `HookConversion` extracted from a module's input or output.
+
+        The value itself is not in the autograd graph, so the gradient of the module's tensor is converted.
+        """
         site, shape = context.site, context.value.shape
 
         def store(grad: Tensor) -> None:
@@ -222,7 +230,7 @@ class Trace:
         stored[call] = stored[call] + selected if call in stored else selected
 
     def _select_part(self, site: Site, value: Tensor) -> Tensor:
-        """Return the positions and heads to record, as a tensor that shares no storage with a larger tensor."""
+        """Select the traced positions and heads of `value`. The result shares no storage with a larger tensor."""
         value = value.detach()
         if self.positions is not None and site.token_axis is not None:
             indices = resolve_positions(self.positions, value.shape[site.token_axis])
@@ -244,7 +252,7 @@ class Trace:
         return self._select_call(name, call, dict(enumerate(self.calls(name))))
 
     def gradient(self, name: str, call: int | None = None) -> TracedTensor:
-        """Return ∂loss/∂activation. First call backward(), inside the with-block or after it."""
+        """Return ∂loss/∂activation at a site. Call backward() before this, inside the with-block or after it."""
         name = self.resolve_name(name)
         if not self.records_gradients:
             raise InputError("gradients were not recorded; pass gradients=True to trace")
@@ -253,7 +261,7 @@ class Trace:
         return self._select_call(name, call, self._gradients[name])
 
     def calls(self, name: str) -> list[Tensor]:
-        """Return the recorded values, one per call of the model."""
+        """Return the activations recorded at a site, one per call of the model."""
         return self._values[self.resolve_name(name)]
 
     def resolve_name(self, name: str) -> str:
@@ -276,7 +284,7 @@ class Trace:
         return _as_traced_tensor(values[number], name, site.axes or _UNNAMED_AXIS * values[number].ndim)
 
     def stack_activation(self, suffix: str) -> Tensor:
-        """Stack the activations of all sites with this suffix, from one call: (layers, …)."""
+        """Stack the activations of all traced sites with this suffix, after one call of the model: (layers, …)."""
         matches = [site for site in self.sites if site.name == suffix or site.name.endswith(f".{suffix}")]
         if not matches:
             self.resolve_name(suffix)  # raises
@@ -346,7 +354,7 @@ def _register_grad_hook(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
 
 
 def _lazy_clone(value: Tensor) -> Tensor:
-    """Return a copy-on-write copy: data is copied only if either tensor is written, because logits are large."""
+    """Return a copy-on-write clone: its data is copied only when one of the two tensors is written to."""
     try:
         return torch._lazy_clone(value)
     except RuntimeError:  # storage that PyTorch did not allocate

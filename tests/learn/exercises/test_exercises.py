@@ -61,12 +61,13 @@ def test_every_simulated_mistake_is_named(exercise: Exercise) -> None:
         assert grade_function(task, without_mistakes, LearnerSource()).status == "correct", (
             f"{task.name}: simulate_mistakes without mistakes must equal the solution"
         )
-        for name, hint in task.mistakes.items():
+        for name, mistake in task.mistakes.items():
+            assert all(text in task.exercise.solution_functions for text in mistake.replace), f"{task.name}: {name}"
             mistakes = MistakeSet([name])
             namespace = {task.name: lambda *args, task=task, mistakes=mistakes: task.simulate_mistakes(mistakes, *args)}
             result = grade_function(task, namespace, LearnerSource())
             assert result.status in ("incorrect", "error"), f"{task.name}: {name}"
-            assert (result.mistakes, result.hints) == ((name,), (hint,)), f"{task.name}: {name}: {result}"
+            assert (result.mistakes, result.hints) == ((name,), (mistake.hint,)), f"{task.name}: {name}: {result}"
             assert result.message
 
 

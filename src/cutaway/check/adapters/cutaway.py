@@ -20,11 +20,11 @@ from cutaway.check.module_state import copy_parameters
 from cutaway.config import Config, DynamicNTK, LatentAttention, LongRope, MultiHead, to_dict
 from cutaway.config import config as read_config
 from cutaway.errors import ConfigError, KernelError
+from cutaway.eval_mode import eval_mode
 from cutaway.families.load import load
 from cutaway.families.save import save
 from cutaway.families.weight_loader import set_module_tensor
 from cutaway.generate import Engine, EngineConfig, SamplingParams
-from cutaway.generate.engine.model_runner import eval_mode
 from cutaway.generate.sampling.sampler import Sampler
 from cutaway.generate.search.beam_logits_processors import BeamSearchParams
 from cutaway.generate.search.beam_search import beam_search

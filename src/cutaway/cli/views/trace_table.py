@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.text import Text
 
 from cutaway.cli.views.terminal import escape_control_characters, wrap_items
-from cutaway.lens.display import format_bytes
 from cutaway.lens.sites import AXIS_NAMES, is_resid_site, is_sublayer_output
+from cutaway.size.units import format_si
 
 if TYPE_CHECKING:
     from cutaway.cli.tokenized_input import TokenizedInput
@@ -246,6 +246,6 @@ def _consistency_lines(journey: "Journey", tokenized: "TokenizedInput") -> list[
 
 
 def print_saved_path(path: Path) -> None:
-    size = format_bytes(path.stat().st_size)
+    size = format_si(path.stat().st_size, "B", 3)
     line = Text.assemble("\n", ("saved ", "dim"), escape_control_characters(str(path)), f"  {size}")
     Console(highlight=False).print(line, soft_wrap=True)

@@ -11,8 +11,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 from cutaway.errors import CutawayError
+from cutaway.eval_mode import eval_mode
 from cutaway.generate.engine.config import EngineConfig
-from cutaway.generate.engine.model_runner import ModelRunner, PendingTokens, eval_mode
+from cutaway.generate.engine.model_runner import ModelRunner, PendingTokens
 from cutaway.generate.engine.request import Request
 from cutaway.generate.engine.scheduler import Scheduler
 from cutaway.generate.sampling.sampling_params import SamplingParams

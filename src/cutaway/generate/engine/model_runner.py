@@ -3,7 +3,7 @@
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import TypeAlias
 
 import torch
@@ -248,19 +248,6 @@ def _shape_agnostic_sdpa() -> AbstractContextManager[None]:
     cuDNN builds a plan for every new shape, which takes longer than the prefill itself, and prompts have many lengths.
     """
     return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
-
-
-@contextmanager
-def eval_mode(*models: Transformer) -> Iterator[None]:
-    """Context manager that sets models to eval mode, and restores the training flag of each module at the end."""
-    training = [module for model in models for module in model.modules() if module.training]
-    for model in models:
-        model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def _is_keyboard_interrupt(error: BaseException | None) -> bool:

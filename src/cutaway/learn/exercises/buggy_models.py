@@ -120,7 +120,7 @@ class BuggyModel(nn.Module):
         return self.head(self.norm(x)) + self.rounding_noise(tokens), new_cache
 
     def rounding_noise(self, tokens: Tensor) -> float:
-        """Deterministic noise in place of the rounding errors that another order of summation causes."""
+        """Return deterministic noise, which simulates the rounding errors of another order of summation."""
         return self.rounding * math.sin(tokens.numel() + int(tokens.sum()))
 
     def loss(self, tokens: Tensor, labels: Tensor | None = None) -> Tensor:

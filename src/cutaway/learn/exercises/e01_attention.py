@@ -27,17 +27,17 @@ from torch import Tensor
 
 # %%
 def attention_weights(q: Tensor, k: Tensor) -> Tensor:
-    """Queries (batch, query, width) and keys (batch, key, width) → weights (batch, query, key); rows sum to 1."""
+    """Map queries (batch, query, width) and keys (batch, key, width) to weights (batch, query, key). Rows sum to 1."""
     # begin solution
     scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
-    weights = (scores - scores.max(-1, keepdim=True).values).exp()
+    weights = (scores - scores.amax(-1, keepdim=True)).exp()
     return weights / weights.sum(-1, keepdim=True)
     # end solution
 
 
 # %%
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Sum of the values (batch, key, width of v), weighted by the attention weights → (batch, query, width of v)."""
+    """Map the values (batch, key, width of v) to their sums, weighted by attention: (batch, query, width of v)."""
     # begin solution
     return attention_weights(q, k) @ v
     # end solution
@@ -53,18 +53,7 @@ V = torch.tensor([[[10.0], [20.0]]])
 attention(Q, K, V)
 
 # %% checker
-from cutaway.learn.exercises.task import Case, FunctionTask, MistakeSet  # noqa: E402
-
-MINUTES = 15
-NOTEBOOK = "02_attention"
-SITE = "attn.pattern"
-HINTS = (
-    "Write the shapes next to each line: (batch, query, width) times (batch, width, key) is (batch, query, key).",
-    "Each query has its own weights: sum over the last axis, the keys, and keep it as an axis "
-    "of size 1 so that the division broadcasts (`keepdim=True`).",
-    "scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1]); then exp of the scores minus "
-    "the maximum of their row, divided by the sum of the row.",
-)
+from cutaway.learn.exercises.task import Case, FunctionTask  # noqa: E402
 
 
 def random_case(
@@ -84,70 +73,11 @@ CASES = [
     random_case(3, 1, 1, 8, 2, batch=1),
     Case("for scores in the hundreds", random_case(11, 2, 3, 16, 2, scale=8.0).args),
 ]
-SHARED_MISTAKES = {
-    "no √d": "the scores are not scaled, so the softmax of a wide head saturates on one key; divide q·k "
-    "by math.sqrt(q.shape[-1]) before the softmax",
-    "d in place of √d": "the scores are divided by the dimension instead of its square root, which makes all "
-    "weights nearly equal",
-    "√ of the wrong size": "the scores are divided by the square root of the number of keys; use the dimension of q "
-    "and k, which is what makes dot products large",
-    "softmax on the wrong axis": "the columns of weights sum to one instead of the rows: the softmax runs over the "
-    "keys, dim=-1",
-    "softmax over everything": "all queries share one normalizer; each query has its own: sum over the last axis only",
-    "softmax over the batch": "dim=0 is the batch: the weights of one sequence depend on the other sequences; the "
-    "softmax runs over the keys, dim=-1",
-    "exp without the maximum": "exp of a score in the hundreds is infinite, and ∞/∞ is NaN: subtract the maximum of "
-    "each row first",
-    "one maximum for all": "the global maximum is subtracted from every row, and rows far below it become 0/0: each "
-    "row needs its own maximum, amax(-1, keepdim=True)",
-    "no softmax": "the scores are used directly; the softmax turns them into weights that sum to one",
-}
-
-
-def wrong_attention_weights(mistakes: MistakeSet, q: Tensor, k: Tensor) -> Tensor:
-    scores = q @ k.transpose(-2, -1)
-    if "d in place of √d" in mistakes:
-        scores = scores / q.shape[-1]
-    elif "√ of the wrong size" in mistakes:
-        scores = scores / math.sqrt(k.shape[-2])
-    elif "no √d" not in mistakes:
-        scores = scores / math.sqrt(q.shape[-1])
-    if "no softmax" in mistakes:
-        return scores
-    axes: tuple[int, ...] = (-2,) if "softmax on the wrong axis" in mistakes else (-1,)
-    axes = (-2, -1) if "softmax over everything" in mistakes else (0,) if "softmax over the batch" in mistakes else axes
-    maximum = scores.max() if "one maximum for all" in mistakes else scores.amax(axes, keepdim=True)
-    maximum = torch.zeros(()) if "exp without the maximum" in mistakes else maximum
-    weights = (scores - maximum).exp()
-    return weights / weights.sum(axes, keepdim=True)
-
-
-def wrong_attention(mistakes: MistakeSet, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    weights = wrong_attention_weights(mistakes, q, k)
-    if "weights on the wrong side" in mistakes:
-        return weights.transpose(-2, -1) @ v
-    return weights @ (k if "keys in place of values" in mistakes else v)
 
 
 TASKS = [
     FunctionTask(
-        attention_weights,
-        [Case(case.description, case.args[:2]) for case in CASES],
-        wrong_attention_weights,
-        SHARED_MISTAKES,
-        ("batch", "query", "key"),
+        attention_weights, [Case(case.description, case.args[:2]) for case in CASES], ("batch", "query", "key")
     ),
-    FunctionTask(
-        attention,
-        CASES,
-        wrong_attention,
-        {
-            "keys in place of values": "the output is a weighted sum of the values; the keys only determine the "
-            "weights",
-            "weights on the wrong side": "the weights are transposed: row i holds the weights of query i, so it is "
-            "weights @ v",
-            **SHARED_MISTAKES,
-        },
-        ("batch", "query", "width"),
-    ),
+    FunctionTask(attention, CASES, ("batch", "query", "width")),
 ]

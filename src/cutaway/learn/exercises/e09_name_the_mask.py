@@ -35,7 +35,7 @@ from torch import Tensor
 
 # %%
 def attention_masks(form: str) -> dict[str, str]:
-    """Mask name of each attention in "encoder-only", "decoder-only" or "encoder-decoder"."""
+    """Name of the mask of each attention in the form "encoder-only", "decoder-only" or "encoder-decoder"."""
     # begin solution
     if form == "encoder-only":
         return {"self": "bidirectional"}
@@ -47,7 +47,7 @@ def attention_masks(form: str) -> dict[str, str]:
 
 # %%
 def build_attention_mask(mask: str, num_queries: int, not_padding: Tensor) -> Tensor:
-    """A "bidirectional" or "causal" mask (batch, query, key); `not_padding` (batch, key) is False for padding."""
+    """Build a "bidirectional" or "causal" mask (batch, query, key). `not_padding` (batch, key) is False for padding."""
     # begin solution
     visible = torch.ones(num_queries, not_padding.shape[1], dtype=torch.bool)
     if mask == "causal":
@@ -79,60 +79,7 @@ def name_the_mask(mask: Tensor) -> str:
 name_the_mask(torch.ones(4, 4, dtype=torch.bool).tril().triu(-1))
 
 # %% checker
-from cutaway.learn.exercises.task import Case, FunctionTask, MistakeSet  # noqa: E402
-
-MINUTES = 15
-NOTEBOOK = "06_forms"
-SITE = "cross.pattern"
-HINTS = (
-    "For each attention: which of its keys are known when the query is computed? Known keys may be visible.",
-    "The encoder processes a complete text, and cross-attention attends to one. A decoder "
-    "generates. Padding: not_padding[:, None, :] is one row of keys for every query.",
-    "To distinguish masks: is everything True? Is anything above the diagonal True? Is it the "
-    "complete lower triangle? Do all rows have the same maximum width?",
-)
-
-
-def wrong_attention_masks(mistakes: MistakeSet, form: str) -> dict[str, str]:
-    masks = attention_masks(form)
-    if "encoder" in form and "the encoder made causal" in mistakes:
-        masks["self" if form == "encoder-only" else "encoder"] = "causal"
-    if "decoder" in form and "the decoder made bidirectional" in mistakes:
-        masks["self" if form == "decoder-only" else "decoder"] = "bidirectional"
-    if "cross" in masks and "cross-attention made causal" in mistakes:
-        masks["cross"] = "causal"
-    if "cross-attention forgotten" in mistakes:
-        masks.pop("cross", None)
-    return masks
-
-
-def wrong_build_attention_mask(mistakes: MistakeSet, mask: str, num_queries: int, not_padding: Tensor) -> Tensor:
-    visible = torch.ones(num_queries, not_padding.shape[1], dtype=torch.bool)
-    if mask == "causal" or "always causal" in mistakes:
-        diagonal = -1 if "off by one: diagonal masked" in mistakes else 0
-        visible = visible if "never causal" in mistakes else visible.tril(diagonal)
-    if "padding not masked" in mistakes:
-        return visible.expand(len(not_padding), -1, -1)
-    if "padded queries masked in place of keys" in mistakes:
-        return visible & not_padding[:, :, None]
-    if "padded queries masked too" in mistakes:
-        return visible & not_padding[:, None, :] & not_padding[:, :, None]
-    if "padding visible, tokens masked" in mistakes:
-        return visible & ~not_padding[:, None, :]
-    return visible & not_padding[:, None, :]
-
-
-def wrong_name_the_mask(mistakes: MistakeSet, mask: Tensor) -> str:
-    name = name_the_mask(mask)
-    if name in ("window", "documents") and "any lower-triangular mask called causal" in mistakes:
-        return "causal"
-    if name == "prefix" and "a prefix called bidirectional" in mistakes:
-        return "bidirectional"
-    if name == "documents" and "documents called a window" in mistakes:
-        return "window"
-    if name == "window" and "a window called documents" in mistakes:
-        return "documents"
-    return name
+from cutaway.learn.exercises.task import Case, FunctionTask  # noqa: E402
 
 
 def document_mask(*lengths: int) -> Tensor:
@@ -151,17 +98,7 @@ RIGHT_PADDED = torch.tensor([[True, True, True, False]])
 FULL_MASK = torch.ones(6, 6, dtype=torch.bool)
 TASKS = [
     FunctionTask(
-        attention_masks,
-        [Case(f"for {form}", (form,)) for form in ("encoder-only", "decoder-only", "encoder-decoder")],
-        wrong_attention_masks,
-        {
-            "the encoder made causal": "the input of an encoder is complete: every token may attend to every other",
-            "the decoder made bidirectional": "a decoder must predict the next token, so it may not attend to it: "
-            "causal",
-            "cross-attention made causal": "cross-attention attends to the source, all of which is known before the "
-            "first target token is generated",
-            "cross-attention forgotten": "an encoder-decoder has three attentions: encoder, decoder and cross",
-        },
+        attention_masks, [Case(f"for {form}", (form,)) for form in ("encoder-only", "decoder-only", "encoder-decoder")]
     ),
     FunctionTask(
         build_attention_mask,
@@ -172,18 +109,6 @@ TASKS = [
             Case("for one token", ("causal", 1, torch.tensor([[True]]))),
             Case("for cross-attention, 2 queries and a padded source", ("bidirectional", 2, RIGHT_PADDED)),
         ],
-        wrong_build_attention_mask,
-        {
-            "padding not masked": "keys that are padding are visible: `not_padding` marks the real ones",
-            "padded queries masked in place of keys": "the rows of padded queries are empty and padded keys are "
-            "visible: mask the keys, the columns: not_padding[:, None, :]",
-            "padded queries masked too": "the rows of padded queries are empty, and a softmax over an empty row is "
-            "NaN; mask keys only",
-            "padding visible, tokens masked": "`not_padding` is True for real tokens, which must be visible",
-            "never causal": "causal: query i attends to keys 0 to i",
-            "always causal": "bidirectional: every query attends to every real key",
-            "off by one: diagonal masked": "the diagonal is visible too",
-        },
         ("batch", "query", "key"),
     ),
     FunctionTask(
@@ -198,14 +123,5 @@ TASKS = [
             Case("for documents of 2, 3 and 1", (document_mask(2, 3, 1),)),
             Case("for documents of 3 and 3", (document_mask(3, 3),)),
         ],
-        wrong_name_the_mask,
-        {
-            "any lower-triangular mask called causal": "masking all later keys is not enough: in a causal mask all "
-            "earlier keys are visible",
-            "a prefix called bidirectional": "some later keys are visible, but not all",
-            "documents called a window": "in a window all rows have the same width; documents start anew",
-            "a window called documents": "in a window the left edge moves with each row; the edge of a document is "
-            "fixed within it",
-        },
     ),
 ]

@@ -107,31 +107,14 @@ DIAGNOSIS = {
 {letter: leaks_future(build_buggy_model(letter)) for letter in "ABCDEF"}
 
 # %% checker
-from collections.abc import Callable  # noqa: E402
-
-from torch import Tensor  # noqa: E402
-
 from cutaway.learn.exercises.buggy_models import LETTERS, BuggyModel, TokenLookupModel, bug_of_letter  # noqa: E402
-from cutaway.learn.exercises.task import Case, FunctionTask, MistakeSet, TableTask  # noqa: E402
+from cutaway.learn.exercises.task import Case, FunctionTask, TableTask  # noqa: E402
 
-MINUTES = 40
-NOTEBOOK = "11_finding_bugs"
-SITE = "logits"
-HINTS = (
-    "Each check builds two inputs, runs the model on both, and compares the part that must be equal.",
-    "leaks_future: change the last tokens only, compare the positions before them. "
-    "cache_differs: one token per step, pass the returned cache to the next step, concatenate "
-    "all logits. padding_changes_logits: pass the mask, and compare the positions after the "
-    "padding. mixes_batch_rows: one sequence alone and in a batch with another.",
-    "For the remaining two: a loss that is not shifted predicts the input token itself; compare "
-    "model.loss(tokens) with cross_entropy(model(tokens)[:, :-1], tokens[:, 1:]). And compare "
-    "model.attention with torch.nn.functional.scaled_dot_product_attention(…, is_causal=True).",
-)
 ROUNDING_ERROR = 2e-6
 
 
 def model_cases(bugs: dict[str, str], *, with_positions: bool = False) -> list[Case]:
-    """Return cases with several kinds of correct models, and with models that have the given bugs."""
+    """Return test cases: correct models, and models with the given bugs ({description of the case: bug})."""
     models = {
         "for a correct model": BuggyModel(rounding=ROUNDING_ERROR),
         "for a correct model without attention": TokenLookupModel(with_positions=with_positions),
@@ -143,74 +126,6 @@ def model_cases(bugs: dict[str, str], *, with_positions: bool = False) -> list[C
     return [Case(description, (model,)) for description, model in models.items()]
 
 
-ALLCLOSE_HINT = "== reports rounding differences in correct models; compare with torch.allclose(…, atol=1e-4)"
-TensorPair = tuple[Tensor, Tensor]
-
-
-def tensors_differ(mistakes: MistakeSet, pair: TensorPair) -> bool:
-    first, second = pair
-    if "exact equality" in mistakes:
-        return not torch.equal(first, second)
-    return not torch.allclose(first, second, atol=1e-4)
-
-
-def as_check(compare: Callable[[MistakeSet, BuggyModel], TensorPair]) -> Callable[[MistakeSet, BuggyModel], bool]:
-    """Turn a comparison into a check that can make the mistakes that all checks share."""
-
-    def check(mistakes: MistakeSet, model: BuggyModel) -> bool:
-        with torch.no_grad():
-            differs = tensors_differ(mistakes, compare(mistakes, model))
-        return not differs if "result inverted" in mistakes else differs
-
-    return check
-
-
-def compare_future(mistakes: MistakeSet, model: BuggyModel) -> TensorPair:
-    length = 4 if "sequence too short" in mistakes else 12
-    tokens = torch.arange(length)[None]
-    changed = tokens.clone()
-    if "the past changed" in mistakes:
-        changed[0, 0] = 31
-        return model(tokens)[:, 1:], model(changed)[:, 1:]
-    changed[0, -3:] = 31
-    end = length if "the changed position compared too" in mistakes else length - 3
-    return model(tokens)[:, :end], model(changed)[:, :end]
-
-
-def compare_cached(mistakes: MistakeSet, model: BuggyModel) -> TensorPair:
-    tokens = torch.arange(12)[None]
-    if "no cache between the steps" in mistakes:
-        step_logits = [model.step(tokens[:, n : n + 1])[0] for n in range(tokens.shape[1])]
-        return torch.cat(step_logits, 1), model(tokens)
-    if "nothing read from the cache" in mistakes:
-        return model.step(tokens)[0], model(tokens)
-    cache, step_logits = None, []
-    for n in range(tokens.shape[1]):
-        logits, cache = model.step(tokens[:, n : n + 1], cache)
-        step_logits.append(logits)
-    return torch.cat(step_logits, 1), model(tokens)
-
-
-def compare_padded(mistakes: MistakeSet, model: BuggyModel) -> TensorPair:
-    tokens = torch.arange(1, 11)[None]
-    pads = torch.zeros(1, 4, dtype=torch.long)
-    right_padded = "padding on the right" in mistakes
-    padded = torch.cat((tokens, pads) if right_padded else (pads, tokens), 1)
-    mask = None if "no mask passed" in mistakes else padded > 0
-    out = model(padded, mask)
-    start = 0 if right_padded or "compared from position 0" in mistakes else 4
-    return out[:, start : start + 10], model(tokens)
-
-
-def compare_batched(mistakes: MistakeSet, model: BuggyModel) -> TensorPair:
-    first = torch.arange(10)
-    batch = torch.stack((first, first if "the same sequence twice" in mistakes else torch.arange(20, 30)))
-    row = 1 if "another row compared" in mistakes else 0
-    return model(batch)[row], model(first[None])[0]
-
-
-INVERTED_HINT = "True and False are swapped: True means that the model has the bug"
-COMMON_MISTAKES = {"exact equality": ALLCLOSE_HINT, "result inverted": INVERTED_HINT}
 TASKS = [
     FunctionTask(
         leaks_future,
@@ -220,52 +135,21 @@ TASKS = [
                 "for a model that attends one token ahead from position 6 on": "future seen late",
             }
         ),
-        as_check(compare_future),
-        {
-            "the changed position compared too": "the logits at a changed token change in every model; compare only "
-            "the positions before it",
-            "the past changed": "an earlier token was changed, and later positions may depend on it; change the last "
-            "tokens",
-            "sequence too short": "the leak starts after the end of the sequence; use ten tokens or more",
-            **COMMON_MISTAKES,
-        },
         max_mistakes=1,
     ),
     FunctionTask(
         cache_differs,
         model_cases({"for a model whose cache is off by one": "cache off by one"}, with_positions=True),
-        as_check(compare_cached),
-        {
-            "nothing read from the cache": "with a single step, or all tokens in one step, nothing is read from the "
-            "cache; decode one token at a time, for several steps",
-            "no cache between the steps": "each step starts without a cache: pass the cache that the previous step "
-            "returned",
-            **COMMON_MISTAKES,
-        },
         max_mistakes=1,
     ),
     FunctionTask(
         padding_changes_logits,
         model_cases({"for a model that counts padding as positions": "padding shifts positions"}),
-        as_check(compare_padded),
-        {
-            "padding on the right": "padding on the right shifts no positions; put it on the left",
-            "no mask passed": "without a mask padding is treated as text; pass mask=",
-            "compared from position 0": "those positions are padding; the logits of the sequence start after it",
-            **COMMON_MISTAKES,
-        },
         max_mistakes=1,
     ),
     FunctionTask(
         mixes_batch_rows,
         model_cases({"for a model that mixes the sequences of a batch": "texts mixed"}),
-        as_check(compare_batched),
-        {
-            "the same sequence twice": "mixing a sequence with itself changes nothing; use a different second sequence",
-            "another row compared": "the two rows are different sequences; compare the same sequence alone and in the "
-            "batch",
-            **COMMON_MISTAKES,
-        },
         max_mistakes=1,
     ),
     TableTask(

@@ -2,7 +2,9 @@
 
     # %% [markdown]        the task, as shown in a notebook
     # %%                   functions; the learner's part is between `# begin solution` and `# end solution`
-    # %% checker           the rest is only for the checker: metadata, cases, mistakes
+    # %% checker           the rest is only for the checker: test cases
+
+A TOML file of the same name has the metadata, the hints and the common mistakes.
 
 The stub is the part of the file before `# %% checker`. In it, each solution is replaced by a line that raises
 NotImplementedError, or by those lines of the solution that start with `# stub: `.
@@ -10,6 +12,7 @@ NotImplementedError, or by those lines of the solution that start with `# stub: 
 
 import ast
 import re
+import tomllib
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +21,18 @@ from typing import Any
 NOT_WRITTEN = "not written yet"
 """Message of the NotImplementedError in a function that the learner has not written."""
 _BEGIN, _END, _STUB, _CHECKER = "# begin solution", "# end solution", "# stub: ", "# %% checker"
-_METADATA_NAMES = ("MINUTES", "NOTEBOOK", "SITE", "HINTS")
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A common mistake, which is simulated by replacing text in the source of the solution."""
+
+    name: str
+    tasks: tuple[str, ...]
+    """Names of the functions in which the mistake can be made."""
+    replace: dict[str, str]
+    """Text in the source of the solution → text that makes the mistake."""
+    hint: str
 
 
 @dataclass(frozen=True)
@@ -46,7 +60,7 @@ class Exercise:
 
     @cached_property
     def visible_cells(self) -> str:
-        """The cells for learners, including the solutions and the markers around them."""
+        """The cells before `# %% checker`, with the solutions and the markers around each solution."""
         return self.text[: self.text.index(_CHECKER)].rstrip() + "\n"
 
     @property
@@ -77,7 +91,7 @@ class Exercise:
 
     @property
     def solution(self) -> str:
-        """The cells for learners with the solutions, without markers."""
+        """The cells before `# %% checker` with the solutions, without the markers around each solution."""
         markers = (_BEGIN, _END, _STUB.rstrip())
         return "".join(line for line in self.visible_cells.splitlines(True) if not line.strip().startswith(markers))
 
@@ -96,35 +110,39 @@ class Exercise:
         return names
 
     @cached_property
+    def solution_functions(self) -> str:
+        """Source of all functions of the solution."""
+        functions = [node for node in ast.parse(self.solution).body if isinstance(node, ast.FunctionDef)]
+        return "\n\n".join(ast.get_source_segment(self.solution, function) or "" for function in functions)
+
+    @cached_property
     def metadata(self) -> dict[str, Any]:
-        """The constants in `_METADATA_NAMES`, which must be literals."""
-        constants = {}
-        for node in ast.parse(self.text).body:
-            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-                name = node.targets[0].id
-                if name in _METADATA_NAMES:
-                    constants[name] = ast.literal_eval(node.value)
-        return constants
+        """Contents of the exercise's TOML file."""
+        return tomllib.loads(self.path.with_suffix(".toml").read_text(encoding="utf-8"))
+
+    @property
+    def mistakes(self) -> list[Mistake]:
+        return [Mistake(**table) for table in self.metadata["mistakes"]]
 
     @property
     def minutes(self) -> int:
         """Approximate duration in minutes."""
-        return int(self.metadata["MINUTES"])
+        return int(self.metadata["minutes"])
 
     @property
     def notebook(self) -> str:
         """Name of the corresponding notebook."""
-        return str(self.metadata["NOTEBOOK"])
+        return str(self.metadata["notebook"])
 
     @property
     def site(self) -> str:
         """Name of the site in the forward pass that the exercise is about."""
-        return str(self.metadata["SITE"])
+        return str(self.metadata["site"])
 
     @property
     def hints(self) -> tuple[str, ...]:
         """Hints, from vague to specific."""
-        return tuple(self.metadata["HINTS"])
+        return tuple(self.metadata["hints"])
 
 
 def parse_cells(text: str) -> list[tuple[str, str]]:

@@ -76,7 +76,7 @@ def write_stub(
 ) -> tuple[Path, Path | None]:
     """Write the stub. Return its path, and the path of the backup of an existing file or None.
 
-    If the file exists, it is renamed with `restart`, else an error is raised.
+    An existing file is renamed to its backup path if `restart`. Otherwise an error is raised.
     """
     path = directory / f"{exercise.slug}.{'ipynb' if as_notebook else 'py'}"
     text = json.dumps(to_notebook(exercise.stub), indent=1, ensure_ascii=False) + "\n" if as_notebook else exercise.stub

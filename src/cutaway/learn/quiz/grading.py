@@ -25,7 +25,6 @@ class AnswerGrade:
     explanation: str
     """Explanation of the given answer: why it is correct, or which mistake leads to it."""
     correct_answer: str
-    """The correct answer."""
     correct_explanation: str
     """Why the correct answer is correct. If the given answer is correct, this is the same as `explanation`."""
 
@@ -38,7 +37,7 @@ def shuffle_choices(question: ChoiceQuestion, seed: int | str = 0) -> tuple[Choi
 
 
 def grade_answer(question: ChoiceQuestion | NumberQuestion, answer_text: str, seed: int | str = 0) -> AnswerGrade:
-    """Grade an answer, which is a number or the letters of choices shuffled with this seed. Empty text is 'unknown'."""
+    """Grade a typed answer: a number, or letters of the choices shuffled with this seed. Empty text is incorrect."""
     if isinstance(question, ChoiceQuestion):
         return _grade_choices(question, _parse_choices(question, answer_text, seed))
     return _grade_number(question, None if not answer_text.strip() else parse_number(question, answer_text))

@@ -34,7 +34,7 @@ _STATS = TypeAdapter(dict[Annotated[str, Field(pattern=r"^[a-z0-9-]{1,80}$")], Q
 
 @dataclass
 class QuizProgress:
-    """Statistics by question id."""
+    """Answer statistics of the quiz, by question id."""
 
     stats: dict[str, QuestionStats] = field(default_factory=dict)
     note: str = ""

@@ -68,7 +68,7 @@ class LearnerSource:
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def locate(self, error: BaseException) -> str:
-        """Return the last line of the learner's code in the traceback, or ""."""
+        """Return the innermost line of the learner's code in the traceback, or "" if there is none."""
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in self.sources]
         if not frames:
             return ""
@@ -116,7 +116,7 @@ def grade_function(task: FunctionTask, namespace: Mapping[str, object], source: 
     mistakes = tuple(name for name in task.mistakes if name in matching)
     if not mistakes:
         return first_failure
-    hints = tuple(task.mistakes[name] for name in mistakes)
+    hints = tuple(task.mistakes[name].hint for name in mistakes)
     return TaskGrade(task.name, first_failure.status, first_failure.message, mistakes, hints, first_failure.location)
 
 
@@ -193,7 +193,7 @@ def _find_mistakes(task: FunctionTask, expected: list[PlainValue], actual: list[
 
 @cache
 def _simulated_value(task: FunctionTask, mistakes: MistakeSet, case_index: int) -> PlainValue:
-    """Return the value of a case with these mistakes, or the expected value without any. Some mistakes raise errors."""
+    """Return the value of a test case if these mistakes are made. Without mistakes it is the expected value."""
     args = copy.deepcopy(task.cases[case_index].args)
     if not mistakes:
         return to_plain_value(task.solution(*args))
@@ -234,40 +234,28 @@ def grade_table(task: TableTask, namespace: Mapping[str, object]) -> TaskGrade:
 # ---------------------------------------------------------------------------------------- replaced torch functions
 
 
-def snapshot_torch() -> dict[str, dict[str, object]]:
-    """Record the public functions of torch, for a later comparison."""
+def snapshot_torch() -> dict[str, object]:
+    """Return the public functions of torch by full name. `find_replaced_names` later detects replaced ones."""
     torch = sys.modules.get("torch")
     if torch is None:
         return {}
+    functions = {}
     namespaces = {"torch": torch, "torch.nn.functional": torch.nn.functional, "torch.Tensor": torch.Tensor}
-    return {
-        name: {key: value for key, value in vars(namespace).items() if _is_public_function(key, value)}
-        for name, namespace in namespaces.items()
-    }
+    for prefix, namespace in namespaces.items():
+        for name, value in vars(namespace).items():
+            if not name.startswith("_") and callable(value) and not isinstance(value, type):
+                functions[f"{prefix}.{name}"] = value
+    return functions
 
 
-def _is_public_function(key: str, value: object) -> bool:
-    return not key.startswith("_") and callable(value) and not isinstance(value, type)
-
-
-def find_replaced_names(snapshot: dict[str, dict[str, object]]) -> list[str]:
-    """Return the names of torch functions that were replaced since the snapshot, except by torch itself."""
-    replaced = []
-    for namespace, current in snapshot_torch().items():
-        original = snapshot.get(namespace, current)
-        replaced += [
-            f"{namespace}.{key}"
-            for key in original
-            if current.get(key) is not original[key] and not _is_from_torch(current.get(key), key)
-        ]
-        replaced += [
-            f"{namespace}.{key}"
-            for key, value in current.items()
-            if key not in original and getattr(value, "__module__", None) == LEARNER_MODULE
-        ]
+def find_replaced_names(snapshot: dict[str, object]) -> list[str]:
+    """Return the full names of torch functions that the learner's code has replaced since the snapshot."""
+    current, replaced = snapshot_torch(), []
+    for name in snapshot | current:
+        value = current.get(name)
+        module = getattr(value, "__module__", None) or ""
+        is_from_torch = module.split(".")[0] == "torch" and name.endswith(f".{getattr(value, '__name__', '')}")
+        is_known = name in snapshot or module == LEARNER_MODULE  # torch itself may add functions
+        if value is not snapshot.get(name) and is_known and not is_from_torch:
+            replaced.append(name)
     return replaced
-
-
-def _is_from_torch(value: object, key: str) -> bool:
-    module = getattr(value, "__module__", None) or ""
-    return module.split(".")[0] == "torch" and getattr(value, "__name__", None) == key

@@ -39,7 +39,7 @@ class WorkerError(CutawayError):
 def grade_files(
     exercise: Exercise, paths: Sequence[Path], *, time_limit: float = _TIME_LIMIT_SECONDS
 ) -> list[GradeReport]:
-    """Grade each file. The `output` of each report is what all files together have printed."""
+    """Grade the files in one worker process. The `output` of every report is what all files together have printed."""
     with tempfile.TemporaryDirectory(prefix="cutaway-learn-") as directory:
         worker = WorkerProcess(exercise, [path.resolve() for path in paths], directory, time_limit)
         try:

@@ -1,4 +1,4 @@
-"""Convert values to plain numbers, compare them, and describe the first difference."""
+"""Compare the value that a learner's function returns with the expected value, and describe the first difference."""
 
 import math
 import sys
@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import permutations
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,7 +23,7 @@ _Scalar = int | float | str
 
 @dataclass(frozen=True)
 class PlainValue:
-    """A value without its library's type. A scalar or tensor has `elements` in order, a list or dict has `items`."""
+    """A value as Python numbers and strings. A scalar or tensor has `elements` in order, a list or dict has `items`."""
 
     kind: str
     """tensor, int, float, bool, str, list, dict, none or other, or error if the function raised an error."""
@@ -34,34 +36,24 @@ class PlainValue:
     items: tuple[tuple[str, "PlainValue"], ...] = field(default=())
 
 
-_SCALAR_KINDS: dict[type, tuple[str, str]] = {
-    bool: ("bool", "a bool"),
-    int: ("int", "an int"),
-    float: ("float", "a float"),
-    str: ("str", "a str"),
-}
-
-
 def to_plain_value(value: object) -> PlainValue:
-    """Convert a value to a PlainValue."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
         return _tensor_to_plain_value(value)
-    if isinstance(value, int | float | str) and type(value) in _SCALAR_KINDS:
-        kind, name = _SCALAR_KINDS[type(value)]
-        return PlainValue(kind, name, (value,))
+    kind = type(value).__name__
+    if isinstance(value, int | float | str) and kind in ("bool", "int", "float", "str"):
+        return PlainValue(kind, "an int" if kind == "int" else f"a {kind}", (value,))
     if isinstance(value, list | tuple):
         items = tuple((str(n), to_plain_value(item)) for n, item in enumerate(value[:_MAX_ELEMENTS]))
-        return PlainValue("list", f"a {type(value).__name__}", items=items)
+        return PlainValue("list", f"a {kind}", items=items)
     if isinstance(value, dict):
-        return PlainValue(
-            "dict", "a dict", items=tuple((str(key), to_plain_value(item)) for key, item in value.items())
-        )
+        items = tuple((str(key), to_plain_value(item)) for key, item in value.items())
+        return PlainValue("dict", "a dict", items=items)
     if value is None:
         return PlainValue("none", "None: is there a `return`?")
     package = type(value).__module__.split(".")[0]
     prefix = "" if package in ("builtins", "learner") else f"{package} "
-    return PlainValue("other", f"a {prefix}{type(value).__name__}")
+    return PlainValue("other", f"a {prefix}{kind}")
 
 
 def _tensor_to_plain_value(value: "Tensor") -> PlainValue:
@@ -159,11 +151,7 @@ def _is_close(expected: _Scalar, actual: _Scalar) -> bool:
 
 def _format_index(flat_index: int, shape: Sequence[int], axes: Sequence[str]) -> str:
     """Format the position of an element, with axis names if they are known."""
-    index = []
-    for size in reversed(shape):
-        flat_index, position = divmod(flat_index, size)
-        index.append(position)
-    index.reverse()
+    index = [int(position) for position in np.unravel_index(flat_index, tuple(shape))]
     if len(axes) != len(index):
         return f" at {index}" if index else ""
     return " at " + ", ".join(f"{name} {n}" for name, n in zip(axes, index, strict=True)) if index else ""

@@ -1,6 +1,6 @@
 """Sites of an arbitrary nn.Module.
 
-The site `path.in` is the first tensor in the input of the submodule at `path`, `path.out` the first in its output.
+The site `path.in` is the first tensor in the input of the submodule at `path`, and `path.out` that in its output.
 """
 
 from torch import nn

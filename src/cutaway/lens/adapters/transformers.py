@@ -39,7 +39,7 @@ from cutaway.model.moe import MixtureOfExperts
 
 
 class _MappedModule(NamedTuple):
-    """Path of the transformers module that holds a cutaway parameter, and the mapping step for that parameter."""
+    """Path of the transformers module that holds a cutaway parameter, and the conversion of that parameter."""
 
     path: str
     step: TensorConversion

@@ -6,12 +6,12 @@ from cutaway.lens.analysis.attention_heads import attention_entropy, head_scores
 from cutaway.lens.analysis.attribution import direct_logit_attribution
 from cutaway.lens.analysis.gradients import gradient_by_depth, gradient_by_placement
 from cutaway.lens.analysis.kv_cache import cached_decoding_error
-from cutaway.lens.analysis.labeled_tensor import LabeledTensor
 from cutaway.lens.analysis.logit_lens import logit_lens
 from cutaway.lens.analysis.neurons import neuron_activations, neuron_logit_effects
 from cutaway.lens.analysis.patching import activation_patching, path_patching
 from cutaway.lens.analysis.positions import position_similarity
 from cutaway.lens.analysis.residual_stream import resid_norms, update_cosine_similarities, update_norm_ratios
+from cutaway.lens.labeled_tensor import LabeledTensor
 
 __all__ = [
     "LabeledTensor",

@@ -10,9 +10,9 @@ from cutaway.errors import InputError
 from cutaway.evaluate.functional import kl_divergence_from_logits
 from cutaway.lens.adapters import ModelLike, sites
 from cutaway.lens.analysis.inputs import AnalysisInputs, TextOrTokens, prepare_inputs
-from cutaway.lens.analysis.labeled_tensor import LabeledTensor
 from cutaway.lens.analysis.patching import track_progress
 from cutaway.lens.edit import EditSpec, edit
+from cutaway.lens.labeled_tensor import LabeledTensor
 from cutaway.lens.sites import select_sites
 from cutaway.lens.structural_edits import structural_targets, supports_structural_edit
 from cutaway.model import EncoderOnly

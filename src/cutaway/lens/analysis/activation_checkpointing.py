@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from cutaway.lens.adapters import ModelLike
 from cutaway.lens.analysis.inputs import AnalysisInputs, TextOrTokens, prepare_inputs
-from cutaway.lens.analysis.labeled_tensor import LabeledTensor
+from cutaway.lens.labeled_tensor import LabeledTensor
 from cutaway.model.activation_checkpointing import ACTIVATION_CHECKPOINTING_MODES
 
 _Kwargs = dict[str, object]

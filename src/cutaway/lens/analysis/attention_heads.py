@@ -8,7 +8,7 @@ from cutaway.errors import InputError
 from cutaway.evaluate import functional
 from cutaway.lens.adapters import ModelLike, require_cutaway_model
 from cutaway.lens.analysis.inputs import AnalysisInputs, TextOrTokens, prepare_inputs, upcast_float32
-from cutaway.lens.analysis.labeled_tensor import LabeledTensor
+from cutaway.lens.labeled_tensor import LabeledTensor
 from cutaway.model import EncoderDecoder, Transformer
 
 HEAD_TYPES = ("previous_token", "duplicate_token", "induction", "first_token")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from cutaway.lens.adapters import ModelLike
 from cutaway.lens.analysis.inputs import AnalysisInputs, TextOrTokens, TokenOrId, prepare_inputs, upcast_float32
-from cutaway.lens.analysis.labeled_tensor import LabeledTensor, show_whitespace
+from cutaway.lens.labeled_tensor import LabeledTensor, show_whitespace
 from cutaway.lens.sites import attention_module
 from cutaway.lens.trace import trace
 from cutaway.model.block import Block, Branch
@@ -40,7 +40,7 @@ def _pull_back_through_norm(norm: nn.Module, x: Tensor, direction: Tensor) -> tu
 
 
 def apply_norm_gain(norm: nn.Module, direction: Tensor) -> Tensor:
-    """Pull a direction back through a norm's gain and centering. The norm's scale, which depends on x, is left out."""
+    """Return g such that norm(x)·direction is proportional to x·g, plus a constant. The factor is the norm's scale."""
     if isinstance(norm, LayerNorm):
         gained = direction if norm.weight is None else direction * upcast_float32(norm.weight)
         # (x − mean(x))·w = x·(w − mean(w)): centering is linear and needs no frozen statistics.
@@ -59,7 +59,7 @@ def unembedding(head: LMHead) -> Tensor:
 
 
 class ActivationMap(Protocol):
-    """Activations by site name, as a `Trace`."""
+    """Mapping from site name to activation, such as a `Trace`."""
 
     def __getitem__(self, name: str, /) -> Tensor: ...
 
@@ -128,7 +128,10 @@ def logit_contributions(
     by_head: bool,
     by_token: bool,
 ) -> Iterator[LogitContribution]:
-    """Yield the contributions of embed, each sublayer (or head) and the biases, in model order."""
+    """Yield the contributions to the logit of embed, each sublayer (or head) and the biases, in model order.
+
+    `at_position` has the activations at the attributed position, `all_positions` has v at all positions.
+    """
     head, stack, prefix = inputs.require_head(), inputs.stack, inputs.site_prefix
     direction, bias = _logit_direction(head, answer_token)
     if incorrect_token is not None:
@@ -159,7 +162,7 @@ def logit_contributions(
 
 
 def _logit_direction(head: LMHead, token: int) -> tuple[Tensor, Tensor]:
-    """Return the vector and the bias that give a token's logit, both multiplied by the head's scale."""
+    """Return the vector w and the bias b such that a token's logit is w·x + b, for the input x of the head."""
     weight = unembedding(head)
     bias = weight.new_zeros(()) if head.bias is None else head.bias[token]
     return upcast_float32(weight[token]) * head.scale, upcast_float32(bias) * head.scale
@@ -168,7 +171,7 @@ def _logit_direction(head: LMHead, token: int) -> tuple[Tensor, Tensor]:
 def _head_contributions(
     branch: Branch, at_position: ActivationMap, values: Tensor | None, site: str, direction: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the contributions of the heads and of the biases (None without biases).
+    """Return the contributions to the logit of the heads and of the biases (None without biases).
 
     The heads' contributions are (H,), or (H, S) with one column per attended token if `values` is not None.
     """

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from cutaway.config import Config, EncoderDecoder, PostNorm, PreNorm
 from cutaway.config import config as read_config
 from cutaway.errors import InputError
+from cutaway.eval_mode import eval_mode
 from cutaway.lens.adapters import ModelLike
-from cutaway.lens.analysis.inputs import AnalysisInputs, TextOrTokens, eval_mode, prepare_inputs, upcast_float32
-from cutaway.lens.analysis.labeled_tensor import LabeledTensor
+from cutaway.lens.analysis.inputs import AnalysisInputs, TextOrTokens, prepare_inputs, upcast_float32
+from cutaway.lens.labeled_tensor import LabeledTensor
 from cutaway.lens.trace import trace
 from cutaway.model import Transformer, build
 
@@ -36,7 +37,7 @@ def gradient_by_depth(model: ModelLike, tokens: TextOrTokens, *, source: TextOrT
 
     handle = inputs.stack.embed.register_forward_hook(make_leaf)
     try:
-        with eval_mode(inputs.model, enable_grad=True), trace(inputs.model, *names, gradients=True) as t:
+        with torch.enable_grad(), eval_mode(inputs.model), trace(inputs.model, *names, gradients=True) as t:
             embed_grad = torch.autograd.grad(_text_loss(inputs), leaves)[0]
     finally:
         handle.remove()

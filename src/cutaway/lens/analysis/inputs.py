@@ -1,7 +1,7 @@
-"""Inputs of an analysis (a model, its tokenizer and the tokens of one text), and evaluation mode."""
+"""Inputs of an analysis (a model, its tokenizer and the tokens of one text)."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from cutaway.errors import InputError
+from cutaway.eval_mode import eval_mode
 from cutaway.lens.adapters import ModelLike, require_cutaway_model, run_model
 from cutaway.lens.sites import get_blocks, has_additive_residual, resolve_index
 from cutaway.lens.trace import Trace
@@ -58,7 +59,7 @@ class AnalysisInputs:
 
     @property
     def resid_sites(self) -> dict[str, str]:
-        """Layer label → name of the site where the residual stream leaves the embedding or that block."""
+        """Layer label ("embed", "0", …) → site of the residual stream after the embedding or after that block."""
         blocks = {str(layer): f"{self.site_prefix}blocks.{layer}.resid_post" for layer in range(len(self.blocks))}
         return {"embed": f"{self.site_prefix}embed"} | blocks
 
@@ -94,9 +95,11 @@ class AnalysisInputs:
         """Return the logits (1, T, V), or the encoder output if the model has no head, in the model's current mode."""
         return run_model(self.model, self.tokens, self.source)
 
-    def eval_mode(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def eval_mode(self) -> Iterator[None]:
         """Context manager: evaluation mode without gradients, in which activation checkpointing is not active."""
-        return eval_mode(self.model)
+        with torch.no_grad(), eval_mode(self.model):
+            yield
 
     def run(self) -> Tensor:
         """Return the output of `forward` in evaluation mode, without gradients."""
@@ -169,19 +172,6 @@ def token_text(tokenizer: TokenizerLike | None, token: int) -> str:
     return str(token) if tokenizer is None else tokenizer.format_token(token) or str(token)
 
 
-@contextmanager
-def eval_mode(model: Transformer, *, enable_grad: bool = False) -> Iterator[None]:
-    """Context manager: evaluation mode, with gradients only if `enable_grad`. The training flags are restored."""
-    training_modules = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        with torch.set_grad_enabled(enable_grad):
-            yield
-    finally:
-        for module in training_modules:
-            module.training = True
-
-
 def upcast_float32(value: Tensor) -> Tensor:
-    """Convert to at least fp32 and to a plain Tensor."""
+    """Return `value` as a plain Tensor with a dtype of at least fp32."""
     return value.as_subclass(Tensor).to(torch.promote_types(value.dtype, torch.float32))

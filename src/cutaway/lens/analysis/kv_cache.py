@@ -8,7 +8,7 @@ import torch
 from cutaway.errors import InputError
 from cutaway.lens.adapters import ModelLike
 from cutaway.lens.analysis.inputs import TextOrTokens, prepare_inputs, upcast_float32
-from cutaway.lens.analysis.labeled_tensor import LabeledTensor
+from cutaway.lens.labeled_tensor import LabeledTensor
 from cutaway.model import EncoderDecoder, EncoderOnly
 
 

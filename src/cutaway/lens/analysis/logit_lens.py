@@ -9,7 +9,7 @@ from torch import Tensor
 from cutaway.errors import InputError
 from cutaway.lens.adapters import ModelLike
 from cutaway.lens.analysis.inputs import TextOrTokens, TokenOrId, prepare_inputs, upcast_float32
-from cutaway.lens.analysis.labeled_tensor import LabeledTensor, show_whitespace
+from cutaway.lens.labeled_tensor import LabeledTensor, show_whitespace
 
 LogitLensUnit = Literal["probability", "logit", "rank"]
 """Quantity reported for a token. The most likely token has rank 1."""

@@ -16,7 +16,7 @@ from cutaway.lens.analysis.inputs import (
     prepare_inputs,
     upcast_float32,
 )
-from cutaway.lens.analysis.labeled_tensor import LabeledTensor
+from cutaway.lens.labeled_tensor import LabeledTensor
 from cutaway.lens.sites import resolve_index
 from cutaway.model.ffn import MLP, GatedMLP
 

@@ -16,10 +16,10 @@ from torch import Tensor
 from cutaway.errors import InputError
 from cutaway.lens.adapters import ModelLike, sites
 from cutaway.lens.analysis.inputs import AnalysisInputs, TextOrTokens, TokenOrId, prepare_inputs, upcast_float32
-from cutaway.lens.analysis.labeled_tensor import LabeledTensor
 from cutaway.lens.edit import EditSpec, TensorFn, edit
 from cutaway.lens.hooks import index_tensor
 from cutaway.lens.interventions import Intervention
+from cutaway.lens.labeled_tensor import LabeledTensor
 from cutaway.lens.sites import Indices, Site, materialize_indices, resid_before_sublayer, resolve_heads, select_sites
 from cutaway.model.block import ParallelBlock
 
@@ -174,7 +174,7 @@ def path_patching(
     source: tuple[TextOrTokens, TextOrTokens] | None = None,
     progress: bool = True,
 ) -> LabeledTensor:
-    """Recovered fraction along the direct path from a sender to each later receiver; all other paths stay corrupted.
+    """Recovered fraction of the metric if only the direct path from a sender to one receiver is clean, per receiver.
 
     `sender` is a site that writes to the residual stream (`blocks.2.attn.out`), or `blocks.2.attn.z` with `heads`. The
     difference between the sender's clean and corrupted value is added to the input of one receiver alone, and the

@@ -7,8 +7,8 @@ from torch import Tensor
 from cutaway.errors import InputError
 from cutaway.lens.adapters import ModelLike
 from cutaway.lens.analysis.inputs import AnalysisInputs, TokenOrId, inputs_without_text, upcast_float32
-from cutaway.lens.analysis.labeled_tensor import LabeledTensor
 from cutaway.lens.equations import position_module
+from cutaway.lens.labeled_tensor import LabeledTensor
 from cutaway.lens.sites import resolve_index
 from cutaway.model import EncoderDecoder
 from cutaway.model.positions import ScoreBias

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from cutaway.lens.adapters import ModelLike
 from cutaway.lens.analysis.inputs import AnalysisInputs, TextOrTokens, prepare_inputs, upcast_float32
-from cutaway.lens.analysis.labeled_tensor import LabeledTensor
+from cutaway.lens.labeled_tensor import LabeledTensor
 from cutaway.model.block import Block
 
 

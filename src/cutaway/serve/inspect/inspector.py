@@ -13,9 +13,9 @@ from torch.utils.hooks import RemovableHandle
 
 from cutaway.config import Config
 from cutaway.errors import InputError
+from cutaway.eval_mode import eval_mode
 from cutaway.generate.generation_config import CheckpointLike, unpack_checkpoint
 from cutaway.lens import edit, sites
-from cutaway.lens.analysis.inputs import eval_mode
 from cutaway.lens.hooks import SiteHooks
 from cutaway.lens.sites import is_resid_site, is_sublayer_output
 from cutaway.model import DecoderOnly, EncoderDecoder, EncoderOnly, Transformer
@@ -126,9 +126,8 @@ class Inspector:
 
     @contextmanager
     def edited_model(self, model_input: ModelInput) -> Iterator[None]:
-        """Context manager: hold the lock, with the model in eval mode and the input's edits applied."""
-        with self.lock, ExitStack() as stack:
-            stack.enter_context(eval_mode(self.model))
+        """Context manager: hold the lock, with the model in eval mode, without gradients, and the edits applied."""
+        with self.lock, torch.no_grad(), eval_mode(self.model), ExitStack() as stack:
             if model_input.edits:
                 stack.enter_context(edit(self.model, model_input.edits))
             yield

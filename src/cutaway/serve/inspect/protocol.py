@@ -14,7 +14,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from cutaway.errors import InputError
-from cutaway.lens.analysis.labeled_tensor import replace_nonfinite
+from cutaway.lens.labeled_tensor import replace_nonfinite
 
 PROGRESS, RESULT, ERROR, PARTIAL = range(4)
 """Frame kinds, with these payloads: JSON {completed, total, description}, result, JSON {message}, partial result."""

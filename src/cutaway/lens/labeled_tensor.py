@@ -104,7 +104,7 @@ class LabeledTensor:
             return self._find_index(axis, key)
         indices = range(size)[key] if isinstance(key, slice) else [self._find_index(axis, item) for item in key]
         if not indices:
-            raise InputError(f"{key} selects nothing of the axis {axis}, which has {size} entries")
+            raise InputError(f"{key} selects none of the {size} labels of the axis {axis}; pass labels or indices")
         return list(indices)
 
     def _find_index(self, axis: str, key: object) -> int:
@@ -127,7 +127,7 @@ class LabeledTensor:
         return replace(self, values=self.values.nansum(dim), axes=axes, labels=labels, annotations=None)
 
     def top(self, count: int = 10) -> list[tuple[tuple[str, ...], float]]:
-        """Return the `count` values with the largest magnitude, with their labels."""
+        """Return (labels, value) for the `count` values of largest magnitude, largest first."""
         flat = self.values.flatten()
         order = flat.abs().nan_to_num(-1.0).argsort(descending=True, stable=True)[:count].tolist()
         labels = list(product(*self.labels))
@@ -159,7 +159,7 @@ class LabeledTensor:
         return f"<div>{head}<small>{escape(self.note)}</small></div>"
 
     def split_tables(self) -> list[tuple[str, "LabeledTensor"]]:
-        """Split into (name, table) pairs. Each table has at most two axes, and there is one per index of the others."""
+        """Split into (name, table) pairs: tables of the first two axes, one for each index of the other axes."""
         if len(self.axes) <= 2:
             return [("", self)]
         tables = []
@@ -282,7 +282,7 @@ def _wrap_text(text: str, width: float) -> str:
 
 
 def _is_heatmap(tensor: LabeledTensor) -> bool:
-    """Whether to plot a heat map: if there are two axes and the second is not `layer`, which gives one line per row."""
+    """Whether the plot is a heat map, for two axes. If the second axis is `layer`, each row is a line instead."""
     return len(tensor.axes) == 2 and tensor.axes[1] != "layer"
 
 
@@ -314,8 +314,14 @@ def _color_limits(tensor: LabeledTensor) -> _PlotKwargs:
     return {"cmap": "Blues", "vmin": 0.0, "vmax": top}
 
 
-def _draw_heatmap(ax: "Axes", tensor: LabeledTensor, plot_kwargs: _PlotKwargs) -> "AxesImage":
+def _finite_or_nan(tensor: LabeledTensor) -> NDArray[np.float32]:
+    """Return the values with NaN in place of ±∞. NaN is a gap in a line and a blank cell in a heat map."""
     values = tensor.values.float().cpu().numpy()
+    return np.where(np.isfinite(values), values, np.nan)
+
+
+def _draw_heatmap(ax: "Axes", tensor: LabeledTensor, plot_kwargs: _PlotKwargs) -> "AxesImage":
+    values = _finite_or_nan(tensor)
     image = ax.imshow(values, aspect="auto", interpolation="nearest", **plot_kwargs)
     ax.spines[:].set_visible(False)
     texts = np.empty((0, 0), dtype=object)
@@ -339,8 +345,7 @@ def _is_dark(image: Any, value: float) -> bool:
 
 
 def _draw_lines_or_bars(ax: "Axes", tensor: LabeledTensor, plot_kwargs: _PlotKwargs) -> None:
-    values = tensor.values.float().cpu().numpy()
-    values = np.where(np.isfinite(values), values, np.nan)  # a gap in the line
+    values = _finite_or_nan(tensor)
     ticks = np.arange(values.shape[-1])
     if _has_horizontal_bars(tensor):
         _draw_horizontal_bars(ax, tensor, values, plot_kwargs)
