@@ -60,9 +60,7 @@ def evaluate(
     from cutaway.train.recipe.schema import SourceConfig
 
     skipped = SkippedDocuments()
-    sources = [
-        SourceConfig(path=str(path), text_column=text_column, target_column=target_column) for path in paths
-    ]
+    sources = [SourceConfig(path=str(path), text_column=text_column, target_column=target_column) for path in paths]
     documents = [document for text_source in sources for document in _read_documents(text_source, skipped)]
     if not documents:
         reason = str(skipped) or "it has no rows"
