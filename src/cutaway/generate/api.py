@@ -55,10 +55,10 @@ def generate(
     on_chunk: Callable[[int, CompletionChunk], None] | None = None,
     **sampling_params: object,
 ) -> list[Completion]:
-    """Generate `n` completions per prompt, in order.
+    """Return `n` completions of each prompt: all completions of the first prompt, then those of the next.
 
-    A prompt is a text to continue, a chat to reply to, or the source of an encoder-decoder. Completions do not depend
-    on the other prompts of the batch.
+    A prompt is a text to continue, a chat to reply to, or the source text of an encoder-decoder. Completions do not
+    depend on the other prompts of the batch.
 
     `sampling_params`: the fields of `SamplingParams`: max_new_tokens, temperature, top_k, top_p, min_p, seed, stop, n,
     … If top_k, top_p or min_p is set and temperature is not, temperature is 1.
@@ -66,8 +66,8 @@ def generate(
     `draft_model`: use speculative decoding: a smaller model, or n-gram lookup if it is 'ngram', proposes
     `num_draft_tokens` tokens at a time, and the model verifies them in one forward pass.
     `weight_bits`: bits per weight in decode steps: 16, 8, or 4 (on a GPU only). The default is the model's dtype.
-    `compile`: whether to use fast decode steps (CUDA graphs, torch.compile): True from the first step on, False never,
-    None (on a GPU only) as soon as they are expected to save more time than their warm-up takes.
+    `compile`: whether to use fast decode steps (CUDA graphs on a GPU, torch.compile on the CPU). True: from the first
+    step on. False: never. None: on a GPU, as soon as they are expected to save more time than their warm-up takes.
     `on_chunk(completion_index, chunk)`: called for each new piece of a completion; an exception in it stops generation.
     """
     params = build_sampling_params(sampling_params if beams is not None else resolve_temperature(sampling_params))
@@ -149,7 +149,7 @@ def prepare_inputs(
     max_model_len: int | None = None,
     **engine_options: Unpack[EngineOptions],
 ) -> GenerationInputs:
-    """Tokenize the prompts, resolve the configuration, and validate both before any forward pass."""
+    """Tokenize the prompts and build the engine configuration. Both are validated before any forward pass."""
     model, tokenizer, generation_config = unpack_checkpoint(checkpoint)
     sampling_params.check_vocab(model.config.vocab_size)
     if sampling_params.stop and tokenizer is None:
@@ -180,7 +180,7 @@ def start_engine(
     draft_model: CheckpointLike | Transformer | NgramConfig | str | None = None,
     num_draft_tokens: int = 4,
 ) -> tuple[Engine, list[Request]]:
-    """Build an engine and submit one request per completion, in order."""
+    """Build an engine and submit `n` requests per prompt, in the order of the prompts. Return engine and requests."""
     config, tokenizer = inputs.engine_config, inputs.tokenizer
     max_waiting = max(1, len(inputs.prompts) * sampling_params.n)
     if draft_model is None:
@@ -219,7 +219,7 @@ def _resolve_draft_model(
 
 
 def _emit_chunks(requests: Sequence[Request], on_chunk: Callable[[int, CompletionChunk], None] | None) -> None:
-    """Call `on_chunk` for each new chunk."""
+    """Call `on_chunk(request index, chunk)` for each chunk that the requests produced since the last call."""
     if on_chunk is None:
         return
     for i, request in enumerate(requests):

@@ -27,7 +27,6 @@ def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def _encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
-    """Convert one prompt to token ids."""
     content = prompt if isinstance(prompt, str) else _as_list(prompt)
     if content is None:
         raise InputError(f"the prompt is a {type(prompt).__name__}; pass a text, a list of token ids, or chat messages")
@@ -39,7 +38,7 @@ def _encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
 
 
 def _as_list(value: object) -> list[Any] | None:
-    """Convert a sequence or a 1-dimensional array to a list; None for other types."""
+    """Convert a sequence or a 1-dimensional array to a list. Return None for other types."""
     if isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray):
         return list(value)
     dimensions = getattr(value, "ndim", 0)
@@ -53,7 +52,7 @@ def _as_list(value: object) -> list[Any] | None:
 
 @contextmanager
 def prompt_index_in_errors(index: int, num_prompts: int) -> Iterator[None]:
-    """Prefix the message of an error with the index of the prompt, if there are several."""
+    """Context manager: prefix the message of a CutawayError with the prompt's index, if there are several prompts."""
     try:
         yield
     except CutawayError as error:

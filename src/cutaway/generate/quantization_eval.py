@@ -87,7 +87,7 @@ def _fake_quantized_weights(model: Transformer, bits: int) -> Iterator[None]:
 
 
 def fake_quantize(weight: Tensor, bits: int) -> Tensor:
-    """Quantize and dequantize a matrix."""
+    """Round a matrix to `bits` bits per weight as decode steps do, and return it in its original dtype."""
     if bits == 16:
         return weight.bfloat16().to(weight.dtype)
     if bits == 4 and weight.shape[-1] % GROUP_SIZE:

@@ -104,10 +104,10 @@ def fit_to_memory(
 def compare_models(sources: Iterable[_ConfigSource], **options: object) -> list[SizeEstimate]:
     """Estimate several models with the same options; the default context is the smallest of their default contexts."""
     if isinstance(sources, str | Path | Mapping | TransformerConfig):
-        raise InputError("compare_models takes several models; pass a list")
+        raise InputError(f"sources is a single model ({type(sources).__name__}); pass a list of models")
     estimates = [size(source, **options) for source in sources]  # type: ignore[arg-type]  # `size` validates them
     if not estimates:
-        raise InputError("compare_models got no models; pass at least one")
+        raise InputError("sources is an empty list; pass at least one model to compare")
     options["context"] = min(estimate.options.context for estimate in estimates)
     return [size(estimate.options.config, **options) for estimate in estimates]  # type: ignore[arg-type]
 

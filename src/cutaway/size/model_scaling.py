@@ -279,7 +279,10 @@ def _configs_near_budget(
 
 
 def _limit_table(max_size: int, configs: list[Config], own_shape: tuple[int, int]) -> list[Config]:
-    """Keep at most `max_size` widths and as many depths: those with the most shapes, and the source's own."""
+    """Keep the configurations of at most `max_size` widths and of at most `max_size` depths.
+
+    Kept are the source's own width and depth (`own_shape`: layers, d_model), and those that most configurations have.
+    """
     for dimension, own_value in ((lambda config: config.d_model, own_shape[1]), (num_layers, own_shape[0])):
         counts = Counter(dimension(config) for config in configs)
         selected = set(sorted(counts, key=lambda value: (value == own_value, counts[value], value))[-max_size:])

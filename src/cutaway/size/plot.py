@@ -141,7 +141,7 @@ def _plot_memory(axes: "Axes", estimates: Sequence[_NamedEstimates]) -> None:
 
 
 def group_components(bytes_by_component: Mapping[str, int]) -> dict[str, int]:
-    """Sum bytes by plotted component."""
+    """Sum the bytes of memory components by the component that the plot shows them as."""
     grouped = dict.fromkeys(_COMPONENT_COLORS, 0)
     for component, nbytes in bytes_by_component.items():
         grouped[component_group(component)] += nbytes

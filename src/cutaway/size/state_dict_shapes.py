@@ -37,7 +37,9 @@ class TensorSpec:
         return prod(self.shape)
 
     def shard(self, dp_shard: int) -> "TensorSpec":
-        """Return the largest FSDP shard. Tensors are split along dimension 0; those without gradient are not split."""
+        """Return this tensor with the shape of its largest FSDP shard: dimension 0 divided by `dp_shard`, rounded up.
+
+        A tensor without gradient is not sharded and returned unchanged."""
         return self if not self.requires_grad else replace(self, shape=(-(-self.shape[0] // dp_shard), *self.shape[1:]))
 
     def nbytes(self, precision: Precision) -> int:

@@ -160,7 +160,9 @@ class EngineConfig:
         return min(PAGE_SIZE, self.num_slots)
 
     def num_pages(self) -> int | None:
-        """Number of pages that fit in kv_cache_memory_bytes, without the null page; None for the default number."""
+        """Number of pages that fit in kv_cache_memory_bytes, not counting the null page.
+
+        None if the cache is not paged or kv_cache_memory_bytes is not set: `BatchKVCache` then chooses the number."""
         if self.cache_implementation != "paged" or self.kv_cache_memory_bytes is None:
             return None
         page_bytes, pages_per_seq = self.bytes_for_slots(self.page_size), -(-self.num_slots // self.page_size)
@@ -189,7 +191,7 @@ class EngineConfig:
 
     @property
     def cache_bytes(self) -> int:
-        """Number of bytes of the whole cache."""
+        """Number of bytes of the KV cache, including the keys and values of cross-attention."""
         kv_bytes = self.max_num_seqs * self.bytes_for_slots(self.num_slots)
         if self.cache_implementation == "paged":
             pages = self.num_pages() or self.max_num_seqs * -(-self.num_slots // self.page_size)
@@ -225,7 +227,7 @@ class EngineConfig:
     def build_model_inputs(
         self, prompt: Sequence[int], output_prefix: Sequence[int]
     ) -> tuple[list[int], list[int] | None]:
-        """Return the decoder's input tokens, and the source tokens if there is an encoder."""
+        """Return (decoder input tokens, source tokens). The source tokens are None if the model has no encoder."""
         config = self.model.config
         size = getattr(config, "source_vocab_size", None) or config.vocab_size
         tokens = check_ids_in_vocab("the prompt", prompt, size)
@@ -272,7 +274,7 @@ class EngineConfig:
     def resolve_max_tokens(
         self, input_ids: Sequence[int], sampling_params: SamplingParams, output_prefix: Sequence[int]
     ) -> int:
-        """Maximum number of completion tokens: max_new_tokens, limited by the free slots of the sequence."""
+        """Maximum number of completion tokens: max_new_tokens, limited by the cache slots that `input_ids` leaves."""
         sampling_params.check_vocab(self.model.config.vocab_size)
         available = self.num_slots - len(input_ids) + len(output_prefix)
         return max(1, min(sampling_params.max_new_tokens or available, available))
@@ -312,7 +314,8 @@ def build_engine_config(
 ) -> EngineConfig:
     """Build an engine configuration with the checkpoint's special tokens.
 
-    `required_len`: maximum number of slots per sequence, if it is less than max_model_len."""
+    `required_len`: number of tokens of the longest sequence to generate, prompt included. If it is less than
+    max_model_len, the KV cache has only this many slots per sequence."""
     if max_source_len == 0:
         raise InputError("the prompt is empty; pass at least one token, such as the BOS token")
     has_encoder = len(model.stacks) == 2
@@ -335,7 +338,7 @@ def build_engine_config(
 
 
 def reduce_num_seqs_to_fit(engine_config: EngineConfig) -> EngineConfig:
-    """Halve max_num_seqs until the KV cache fits in the free memory."""
+    """Return a copy with max_num_seqs halved until the KV cache fits in the free memory, or max_num_seqs is 1."""
     free = free_memory(engine_config.model.device)
     while free is not None and engine_config.cache_bytes > free and engine_config.max_num_seqs > 1:
         engine_config = replace(engine_config, max_num_seqs=engine_config.max_num_seqs // 2)

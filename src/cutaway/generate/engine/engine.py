@@ -140,7 +140,7 @@ class Engine:
         return bool(self.waiting or self.scheduler.running or self.pending)
 
     def step(self) -> bool:
-        """Admit waiting requests, prefill one chunk and decode one token per request. Return False if none is left."""
+        """Admit waiting requests, prefill one chunk, decode one token per request. Return whether requests remain."""
         training = any(model.training for model in self.models)
         try:
             with eval_mode(*self.models) if training else nullcontext():

@@ -176,7 +176,7 @@ _MAX_UPCAST_PARAMETERS = 1 << 30
 
 
 def should_upcast_on_cpu(model: nn.Module) -> bool:
-    """Whether a model on the CPU has 16-bit weights and is small enough for fp32."""
+    """Whether to convert a model to fp32: if it is on the CPU, has 16-bit weights and is small enough for fp32."""
     weights = list(model.parameters())
     return (
         weights[0].device.type == "cpu"

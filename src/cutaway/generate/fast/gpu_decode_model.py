@@ -151,7 +151,9 @@ class FastBlock(nn.Module):
         next_sublayer: FastAttention | FastFFN | None,
         *args: Any,
     ) -> Tensor:
-        """Return residual + branch(x). `next_sublayer`: sublayer whose norm of this sum the same kernel computes."""
+        """Return residual + branch(x).
+
+        `next_sublayer`: the sublayer that reads this sum. The kernel that computes the sum also applies its norm."""
         if fast is None:
             return residual + branch(x, *args)
         h = self.precomputed_norm.pop(x, fast.norm)

@@ -20,7 +20,9 @@ SIGN_BITS = tl.constexpr(0x80808080 - (1 << 32))
 
 @triton.jit
 def _unpack_value(w, i: tl.constexpr, BITS: tl.constexpr):
-    """Return 1.5 + value / 2^BITS for the i-th field of each word. The field holds value + 2^(BITS − 1)."""
+    """Unpack the i-th BITS-bit field of each word w: return 1 + field / 2^BITS, as a float with the field as mantissa.
+
+    A field stores value + 2^(BITS − 1), so that the result is 1.5 + value / 2^BITS."""
     SHIFT: tl.constexpr = 23 - BITS - BITS * i
     if SHIFT >= 0:
         shifted = w << SHIFT
@@ -33,7 +35,9 @@ def _unpack_value(w, i: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def _packed_column(i, BITS: tl.constexpr):
-    """Column of a word's i-th field. The int4 columns 0-3 are the low nibbles of the bytes, 4-7 the high nibbles."""
+    """Which of the columns packed in a word its i-th field holds, counting fields from the lowest bits.
+
+    In int4, columns 0-3 are in the low nibbles of the word's four bytes and columns 4-7 in the high nibbles."""
     return i if BITS == 8 else i // 2 + 4 * (i % 2)
 
 

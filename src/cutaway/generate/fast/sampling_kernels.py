@@ -1,9 +1,9 @@
 """Triton kernels that sample a token from logits with a large vocabulary.
 
 The filters and random numbers are those of `logits_processing`, in three passes over the vocabulary instead of twenty.
-A logit is represented by a key: the bits of (max logit − logit) / temperature. Bits of non-negative floats have the
-order of their values, so a top-k or top-p filter is a threshold on integers: tokens with key < threshold are kept, and
-so are the first `num_ties` of the tokens with key = threshold (ties).
+A logit is represented by a sort key: the bits of (max logit − logit) / temperature. Bits of non-negative floats have
+the order of their values, so a top-k or top-p filter is a threshold on integers: tokens with key < threshold are kept,
+and so are the first `num_ties` of the tokens with key = threshold (ties).
 """
 
 import torch
@@ -37,7 +37,7 @@ def _mix64(x):
 
 @triton.jit
 def logit_keys_kernel(x_ptr, max_logit_ptr, temperature_ptr, key_ptr, V, BLOCK_SIZE: tl.constexpr):
-    """Write each logit's key: the bits of (max − logit) / temperature, which increase as the probability decreases."""
+    """Write the sort key of each logit, (max − logit) / temperature as bits. It is smaller for more likely tokens."""
     row, block = tl.program_id(0), tl.program_id(1)
     v = block * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
     temperature = tl.load(temperature_ptr + row)
@@ -48,7 +48,7 @@ def logit_keys_kernel(x_ptr, max_logit_ptr, temperature_ptr, key_ptr, V, BLOCK_S
 
 @triton.jit
 def _weight_of_key(key):
-    """Unnormalized probability exp(−(max − logit) / temperature)."""
+    """Unnormalized probability exp(−(max − logit) / temperature) of a token with this sort key."""
     return libdevice.exp(-key.to(tl.float32, bitcast=True))
 
 
@@ -56,9 +56,10 @@ def _weight_of_key(key):
 def block_sums_kernel(
     key_ptr, threshold_ptr, min_p_ptr, below_sum_ptr, tie_count_ptr, mass_ptr, V, NUM_BLOCKS, BLOCK_SIZE: tl.constexpr
 ):
-    """Per block of the vocabulary: sum of weights with key < threshold, number of ties, and fixed-point mass of both.
+    """Write three sums per block of the vocabulary. A weight is an unnormalized probability.
 
-    The mass is an integer sum, so that it does not depend on the order of additions (see `MASS_SCALE`).
+    They are the sum of the weights with key < threshold, the number of ties (key = threshold), and the sum of the
+    weights with key ≤ threshold in fixed point (see `MASS_SCALE`), which does not depend on the order of additions.
     """
     row, block = tl.program_id(0), tl.program_id(1)
     v = block * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
@@ -130,7 +131,9 @@ def triton_sample(
     state: SamplingState,
     features: SamplingFeatures,
 ) -> Int64[Tensor, " n"]:
-    """Sample a token per row from the distribution of `unnormalized_probs`; `greedy_tokens` at temperature 0."""
+    """Sample one token per row with probability proportional to `logits_processing.unnormalized_probs`.
+
+    A row with temperature 0 gets its entry of `greedy_tokens`."""
     num_rows, vocab_size = logits.shape
     num_blocks = triton.cdiv(vocab_size, BLOCK_SIZE)
     grid = (num_rows, num_blocks)

@@ -162,7 +162,7 @@ class Tape:
         min_flops: int | None = None,
         in_fp32: bool = False,
     ) -> ShapeTensor:
-        """Record x·Wᵀ + b. `min_flops`: FLOPs of an equivalent computation that needs fewer."""
+        """Record x·Wᵀ + b. `min_flops`: FLOPs of a cheaper way to compute the same (absorbed MLA), if there is one."""
         d_in = x.shape[-1]
         weight = Weight(key, (d_out, d_in), in_matmul=True)
         weights = [weight, Weight((*key, "bias"), (d_out,), in_matmul=True)] if bias else [weight]

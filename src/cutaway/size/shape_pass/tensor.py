@@ -106,6 +106,7 @@ class CheckpointFrame:
 
     recompute: Callable[[], object]
     slots: list[tuple[GradNode, int]] = field(default_factory=list)
+    """(node, index in its `saved_storages`) of each value that backward needs and the recomputation fills in."""
     saved_outputs: list[Storage] = field(default_factory=list)
     """Outputs that selective checkpointing keeps, in order."""
     num_filled: int = -1
