@@ -172,7 +172,7 @@ class Engine:
 
     @contextmanager
     def _isolate_failures(self, requests: Sequence[Request]) -> Iterator[None]:
-        """On an exception, fail these requests only and zero their cache rows; the engine continues."""
+        """Context manager: an exception inside fails only `requests`, whose cache rows are zeroed."""
         try:
             yield
         except Exception as error:
@@ -183,7 +183,7 @@ class Engine:
                 self.scheduler.release(request, cache_valid=False)
 
     def _process_pending_if_finishing(self) -> None:
-        """Process the pending tokens now if a request reaches max_tokens with them.
+        """Process the tokens of the previous decode step now if a request reaches its max_tokens with them.
 
         Otherwise the next decode step would be launched with a row that is already finished."""
         requests = [] if self.pending is None else self.pending.requests

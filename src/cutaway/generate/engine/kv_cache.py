@@ -242,7 +242,9 @@ class BatchKVCache(Cache):
             swap_tensor_rows(tensor, a, b)
 
     def zero_row(self, row: int, page_ids: Sequence[int] = ()) -> None:
-        """Zero a row, or its pages. Masked slots have weight 0, but 0 · NaN is NaN and would affect later sequences."""
+        """Zero the keys and values of a row; in a paged cache, those of the pages `page_ids` and of the null page.
+
+        Masked slots have attention weight 0, but 0 · NaN is NaN and would affect later sequences."""
         for tensor in self.kv_tensors():
             for index in [row] if self.page_table is None else [NULL_PAGE, *page_ids]:
                 tensor[index] = 0

@@ -247,7 +247,7 @@ def _check_stop_strings(value: object) -> tuple[str, ...]:
 
 
 def resolve_temperature(arguments: Mapping[str, object]) -> dict[str, object]:
-    """Set a missing temperature to 1 if top_k, top_p or min_p is set, since these have no effect in greedy decoding."""
+    """Return the arguments, with temperature 1 if only top_k, top_p or min_p is set: they need temperature > 0."""
     has_filter = any(arguments.get(name) is not None for name in ("top_k", "top_p", "min_p"))
     return ({"temperature": 1.0} if has_filter else {}) | dict(arguments)
 

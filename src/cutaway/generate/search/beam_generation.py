@@ -61,7 +61,9 @@ def generate_with_beams(
     length_penalty: float,
     early_stopping: EarlyStopping,
 ) -> list[Completion]:
-    """Return the n best completions per prompt, in order. Prompts with equal length limits form a batch."""
+    """Return the n best completions of each prompt, best first, in the order of the prompts.
+
+    Prompts with equal length limits are searched in one batch."""
     if as_int(num_beams) is None or num_beams < 1:
         raise InputError(f"beams is {format_value(num_beams)}; pass an integer, 1 or more")
     unsupported = _first_sampling_only_param(sampling_params[0]) if sampling_params else None
