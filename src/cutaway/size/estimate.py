@@ -35,8 +35,8 @@ from cutaway.size.roofline import (
     RooflineBound,
     Workload,
     find_compute_bound_batch_size,
-    inference_workload,
     roofline_bound,
+    weight_bytes_read,
 )
 from cutaway.size.shape_pass import ExecutionConfig, PassCost, inference_pass, training_pass
 from cutaway.size.state_dict_shapes import CheckpointSize, checkpoint_size
@@ -247,20 +247,22 @@ class SizeEstimate:
         efficiency = expected_efficiency(workload.name, hardware, precision.name)
         return roofline_bound(workload, hardware, precision, efficiency)
 
+    def _inference_workload(self, name: str, flops: int, num_tokens: int, other_bytes: int, num_ops: int) -> Workload:
+        """Workload of a pass over `num_tokens` tokens. `other_bytes`: bytes read or written besides the weights."""
+        config, precision = self.rank_config, self.options.precision
+        min_bytes, expected_bytes = (
+            other_bytes
+            + weight_bytes_read(config, precision, num_tokens, is_decode=name == "decode", expected=expected)
+            for expected in (False, True)
+        )
+        return Workload(name, flops, min_bytes, num_tokens * self.dp_size, num_ops, expected_bytes)
+
     @property
     def prefill_workload(self) -> Workload:
         """Workload of prefilling the sequences of one device, which reads the weights once and writes the KV cache."""
-        batch_size = self.batch_size_per_device
-        return inference_workload(
-            "prefill",
-            self.rank_config,
-            self.options.precision,
-            self.prefill_flops.scale(batch_size),
-            num_tokens=batch_size * self.options.context,
-            other_bytes=self.kv_cache.total_bytes,
-            num_kernel_launches=self.prefill_pass.num_ops,
-            dp_size=self.dp_size,
-        )
+        batch_size, cache_bytes = self.batch_size_per_device, self.kv_cache.total_bytes
+        flops, num_tokens = batch_size * self.prefill_flops.total_visible, batch_size * self.options.context
+        return self._inference_workload("prefill", flops, num_tokens, cache_bytes, self.prefill_pass.num_ops)
 
     @cached_property
     def prefill_time(self) -> RooflineBound | None:
@@ -268,17 +270,10 @@ class SizeEstimate:
 
     def decode_workload(self, batch_size: int) -> Workload:
         """Workload of a decode step of `batch_size` sequences on one device. It reads all weights and the KV cache."""
-        cache_bytes = self.kv_cache.total_bytes // self.kv_cache.batch_size
-        return inference_workload(
-            "decode",
-            self.rank_config,
-            self.options.precision,
-            count_flops(self.decode_pass.counter, 1).scale(batch_size),
-            num_tokens=batch_size,
-            other_bytes=batch_size * (cache_bytes + self.decode_pass.logits_bytes),
-            num_kernel_launches=self.decode_pass.num_ops,
-            dp_size=self.dp_size,
-        )
+        other_bytes = self.kv_cache.total_bytes // self.kv_cache.batch_size + self.decode_pass.logits_bytes
+        flops = batch_size * count_flops(self.decode_pass.counter, 1).total_visible
+        num_ops = self.decode_pass.num_ops
+        return self._inference_workload("decode", flops, batch_size, batch_size * other_bytes, num_ops)
 
     @cached_property
     def decode_time(self) -> RooflineBound | None:

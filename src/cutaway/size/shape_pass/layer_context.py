@@ -119,7 +119,7 @@ class LayerContextBuilder:
             bias = self.position_bias(bias_position, attention.heads, num_keys, (self.stack_name, owner))
             if kernel == "sdpa":
                 visible = tape.empty(mask.mask_tensor.shape, 1)
-                mask.mask_tensor = tape.record_op(bias.shape, bias.itemsize, [bias], saved=[visible])
+                mask.mask_tensor = tape.record_op([bias], saved=[visible])
             else:
                 mask.bias = bias
         return mask
@@ -134,7 +134,7 @@ class LayerContextBuilder:
             return tape.empty(shape, tape.execution.resid_itemsize)
         buckets = tape.empty((self.mask_batch_size, self.seq_len, num_keys), 8)
         table = Weight((*key, "relative_bias"), (position.buckets, heads))
-        return tape.record_op(shape, tape.execution.resid_itemsize, saved=[buckets], weights=[table])
+        return tape.record_op([], shape=shape, itemsize=tape.execution.resid_itemsize, saved=[buckets], weights=[table])
 
     def cross_attention_mask(self, block: CrossBlock, memory: ShapeTensor) -> MaskShape:
         cross = block.cross
