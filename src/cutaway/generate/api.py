@@ -1,13 +1,12 @@
 """`generate`: complete prompts with the engine, with speculative decoding or with beam search."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Literal, Unpack
 
 import torch
 
 from cutaway.errors import InputError
-from cutaway.generate.engine.config import EngineConfig, EngineOptions, build_engine_config, reduce_num_seqs_to_fit
+from cutaway.generate.engine.config import EngineOptions, build_engine_config, reduce_num_seqs_to_fit
 from cutaway.generate.engine.engine import Engine
 from cutaway.generate.engine.model_runner import eval_mode
 from cutaway.generate.engine.output import Completion, CompletionChunk
@@ -15,11 +14,10 @@ from cutaway.generate.engine.request import Request
 from cutaway.generate.generation_config import (
     CheckpointLike,
     EarlyStopping,
-    GenerationConfig,
     apply_generation_config,
     unpack_checkpoint,
 )
-from cutaway.generate.prompts import Prompt, encode_prompts, prompt_index_in_errors
+from cutaway.generate.prompts import GenerationInputs, Prompt, encode_prompts, prompt_index_in_errors
 from cutaway.generate.sampling.sampling_params import (
     SamplingParams,
     build_sampling_params,
@@ -85,8 +83,8 @@ def generate(
         weight_bits=weight_bits,
         compile=compile,
     )
-    config, generation_config = inputs.engine_config, inputs.generation_config
-    num_beams = default_num_beams(config.model, generation_config, params) if beams is None else beams
+    model = inputs.engine_config.model
+    num_beams = default_num_beams(model, inputs.generation_config, params) if beams is None else beams
     if num_beams or beams is not None:
         if beams is not None and (cache_implementation != "auto" or kv_cache_dtype or draft_model is not None):
             raise InputError(
@@ -97,17 +95,8 @@ def generate(
             if value:
                 source = f" (generation_config.num_beams of this checkpoint is {num_beams})" if beams is None else ""
                 raise InputError(f"beam search does not support {name}; leave it out{source}")
-        with eval_mode(config.model):
-            completions = generate_with_beams(
-                config,
-                inputs.tokenizer,
-                generation_config,
-                inputs.prompts,
-                inputs.sampling_params,
-                num_beams=num_beams,
-                length_penalty=generation_config.length_penalty if length_penalty is None else length_penalty,
-                early_stopping=generation_config.early_stopping if early_stopping is None else early_stopping,
-            )
+        with eval_mode(model):
+            completions = generate_with_beams(inputs, num_beams, length_penalty, early_stopping)
         if on_chunk is not None:
             for i, completion in enumerate(completions):
                 on_chunk(i, CompletionChunk(completion.text or "", completion.tokens))
@@ -116,7 +105,7 @@ def generate(
         raise InputError("length_penalty and early_stopping apply to beam search, but beams is not set; pass beams=4")
     engine, requests = start_engine(inputs, params, draft_model=draft_model, num_draft_tokens=num_draft_tokens)
     try:
-        with eval_mode(config.model):
+        with eval_mode(model):
             while engine.step():
                 _emit_chunks(requests, on_chunk)
     finally:
@@ -127,17 +116,6 @@ def generate(
         with prompt_index_in_errors(i // params.n, len(inputs.prompts)):
             completions.append(request.result())
     return completions
-
-
-@dataclass
-class GenerationInputs:
-    """Tokenized prompts, sampling parameters per prompt, and the engine configuration."""
-
-    engine_config: EngineConfig
-    tokenizer: Tokenizer | None
-    generation_config: GenerationConfig
-    prompts: list[list[int]]
-    sampling_params: list[SamplingParams]
 
 
 def prepare_inputs(

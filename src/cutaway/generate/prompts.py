@@ -2,12 +2,15 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from cutaway.errors import CutawayError, InputError
-from cutaway.generate.sampling.sampling_params import as_int
+from cutaway.generate.engine.config import EngineConfig
+from cutaway.generate.generation_config import GenerationConfig
+from cutaway.generate.sampling.sampling_params import SamplingParams, as_int
 from cutaway.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, object]]
@@ -48,6 +51,17 @@ def _as_list(value: object) -> list[Any] | None:
         kind = "tensor" if isinstance(value, torch.Tensor) else "array"
         raise InputError(f"prompts is a {kind} with {dimensions} dimensions; pass lists of token ids, without padding")
     return list(value.tolist())
+
+
+@dataclass
+class GenerationInputs:
+    """Tokenized prompts, sampling parameters per prompt, and the engine configuration."""
+
+    engine_config: EngineConfig
+    tokenizer: Tokenizer | None
+    generation_config: GenerationConfig
+    prompts: list[list[int]]
+    sampling_params: list[SamplingParams]
 
 
 @contextmanager

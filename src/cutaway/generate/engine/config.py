@@ -24,7 +24,6 @@ from cutaway.generate.sampling.sampling_params import (
     MAX_TOKENS,
     SamplingParams,
     as_float,
-    as_int,
     check_ids_in_vocab,
     check_int,
     check_token_ids,
@@ -144,9 +143,7 @@ class EngineConfig:
     def _resolve_max_model_len(self) -> int:
         context, max_positions = self.model.config.context or DEFAULT_MAX_MODEL_LEN, self.max_position_embeddings
         requested = self.max_model_len if self.max_model_len is not None else min(context, max_positions or context)
-        max_model_len = as_int(requested)
-        if max_model_len is None or max_model_len < 2:
-            raise InputError(f"max_model_len is {format_value(requested)}; pass a number of tokens, 2 or more")
+        max_model_len = check_int("max_model_len", requested, 2, MAX_TOKENS)
         if max_positions is not None and max_model_len > max_positions:
             raise InputError(
                 f"max_model_len is {max_model_len}, but the model has {max_positions} learned positions; lower"
@@ -282,13 +279,6 @@ class EngineConfig:
     def max_slots(self, request: Request) -> int:
         """Maximum number of cache slots of a request. The last sampled token is never written to the cache."""
         return len(request.input_ids) + request.output.max_tokens - len(request.output_prefix) - 1
-
-    def format_invalid_logits(self, request: Request) -> str:
-        index = len(request.output.tokens)
-        return (
-            f"the logits for token {index} of the completion contain NaN, or all tokens are suppressed; check the"
-            " weights (ct.load(..., check=True)), the dtype (float16 overflows in some models) and suppress_tokens"
-        )
 
 
 class EngineOptions(TypedDict, total=False):

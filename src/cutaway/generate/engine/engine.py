@@ -303,7 +303,12 @@ class Engine:
     ) -> None:
         """Append a sampled token to a request; finish the request, or prefill it again at a LongRoPE switch length."""
         if invalid:
-            request.finish(error=EngineError(self.config.format_invalid_logits(request)))
+            reason = (
+                f"the logits for token {len(request.output.tokens)} of the completion contain NaN, or all tokens are"
+                " suppressed; check the weights (ct.load(..., check=True)), the dtype (float16 overflows in some"
+                " models) and suppress_tokens"
+            )
+            request.finish(error=EngineError(reason))
             self.scheduler.release(request, cache_valid=False)
             return
         forced_eos_token_id = self.config.forced_eos_token_id

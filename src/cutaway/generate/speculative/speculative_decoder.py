@@ -166,19 +166,15 @@ class SpeculativeDecoder(Engine):
         """Append the verified tokens to each request, up to the one that finishes it, and update the statistics."""
         n, width = verified.tokens.shape
         gathered = gather_logprobs(logits.flatten(0, 1), verified.tokens.flatten(), features)
-        logprobs, top_tokens, top_logprobs = (
-            None if x is None else x.view(n, width, *x.shape[1:]).tolist() for x in gathered
-        )
+        logprob_columns = [[None] * (n * width) if x is None else x.tolist() for x in gathered]
         tokens, num_accepted, invalid = (x.tolist() for x in verified)
         for row in reversed(range(n)):  # from the last row: it is released without a swap
             request, last = requests[row], num_accepted[row]
             previous_len, count = len(request.output.tokens), request.sampling_params.logprobs
             with self._isolate_failures([request]):
                 for i, token in enumerate(tokens[row][: last + 1]):
-                    top = None
-                    if top_tokens is not None and top_logprobs is not None and count:
-                        top = dict(zip(top_tokens[row][i][:count], top_logprobs[row][i][:count], strict=True))
-                    logprob = None if logprobs is None else logprobs[row][i]
+                    logprob, top_tokens, top_logprobs = (column[row * width + i] for column in logprob_columns)
+                    top = dict(zip(top_tokens[:count], top_logprobs[:count], strict=True)) if count else None
                     self._process_token(request, token, invalid[row] and i == last, logprob, top)
                     if request.finished.is_set():
                         break
