@@ -162,17 +162,13 @@ class SizeEstimate:
     @cached_property
     def train_flops(self) -> dict[str, FlopCounts]:
         """FLOPs of the forward and backward pass over one sequence, by activation checkpointing mode."""
-        options = self.options
-        execution = self.execution_config()
-        pass_cost = (
-            self.unsharded.train_pass
-            if self.unsharded.batch_size_per_device == 1
-            else training_pass(options.config, 1, options.context, execution, source_len=options.source_len)
-        )
-        return {
-            mode: count_flops(pass_cost.counter, options.context, activation_checkpointing=mode)
-            for mode in ACTIVATION_CHECKPOINTING_MODES
-        }
+        config, context, source_len = self.options.config, self.options.context, self.options.source_len
+        if self.unsharded.batch_size_per_device == 1:
+            counter = self.unsharded.train_pass.counter
+        else:
+            counter = training_pass(config, 1, context, self.execution_config(), source_len=source_len).counter
+        modes = ACTIVATION_CHECKPOINTING_MODES
+        return {mode: count_flops(counter, context, activation_checkpointing=mode) for mode in modes}
 
     @property
     def flops(self) -> FlopCounts:
@@ -206,15 +202,7 @@ class SizeEstimate:
 
     @cached_property
     def training_memory(self) -> MemoryBreakdown:
-        options = self.options
-        return training_memory(
-            self.rank_config,
-            options.precision,
-            options.optimizer,
-            self.train_pass,
-            options.parallel_dims,
-            on_gpu=self.on_gpu,
-        )
+        return training_memory(self.options, self.rank_config, self.train_pass, on_gpu=self.on_gpu)
 
     @property
     def collectives(self) -> dict[str, tuple[int, int]]:
@@ -413,7 +401,8 @@ def estimates_to_dict(estimate: SizeEstimate, *others: SizeEstimate) -> dict[str
     config = estimate.options.config
     estimates = {item.options.mode: item for item in (estimate, *others)}
     training = estimates.get("train")
-    memory = {mode: _memory_to_dict(item.memory) for mode, item in estimates.items()}
+    memory_names = ("total_bytes", "peak_phase", "peak_by_component", "bytes_by_component")
+    memory = {mode: _pick(item.memory, *memory_names) for mode, item in estimates.items()}
     if training is estimate and not others:  # a training estimate alone also compares activation checkpointing modes
         memory["train"]["by_activation_checkpointing"] = _memory_by_activation_checkpointing(estimate)
     result: dict[str, object] = {
@@ -496,10 +485,6 @@ def _flops_to_dict(flops: FlopCounts, rule_name: str, rule_flops: int) -> dict[s
     names = ("num_tokens", "total", "total_visible", "per_token", "per_token_visible", "full", "visible")
     rule = {"name": rule_name, "flops": rule_flops, "error": flops.rule_of_thumb_error(rule_flops)}
     return _pick(flops, *names) | {"rule_of_thumb": rule}
-
-
-def _memory_to_dict(memory: MemoryBreakdown) -> dict[str, object]:
-    return _pick(memory, "total_bytes", "peak_phase", "peak_by_component", "bytes_by_component")
 
 
 def _memory_by_activation_checkpointing(estimate: SizeEstimate) -> dict[str, dict[str, dict[str, int]]]:

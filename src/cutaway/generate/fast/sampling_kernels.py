@@ -19,11 +19,8 @@ from cutaway.generate.sampling.sampling_state import SamplingFeatures, SamplingS
 
 BLOCK_SIZE = 1024
 """Number of vocabulary entries per Triton program."""
-KERNEL_GOLDEN_GAMMA, KERNEL_MIX_MULTIPLIER_1, KERNEL_MIX_MULTIPLIER_2 = (
-    tl.constexpr(GOLDEN_GAMMA),
-    tl.constexpr(MIX_MULTIPLIER_1),
-    tl.constexpr(MIX_MULTIPLIER_2),
-)
+KERNEL_GOLDEN_GAMMA = tl.constexpr(GOLDEN_GAMMA)
+KERNEL_MIX_MULTIPLIER_1, KERNEL_MIX_MULTIPLIER_2 = tl.constexpr(MIX_MULTIPLIER_1), tl.constexpr(MIX_MULTIPLIER_2)
 KERNEL_UNIFORM_BITS, KERNEL_MASS_SCALE = tl.constexpr(UNIFORM_BITS), tl.constexpr(MASS_SCALE)
 
 
@@ -70,10 +67,8 @@ def block_sums_kernel(
     index = row * NUM_BLOCKS + block
     tl.store(below_sum_ptr + index, tl.sum(tl.where((key < threshold) & above_min_p, weight, 0.0).to(tl.float64), 0))
     tl.store(tie_count_ptr + index, tl.sum(((key == threshold) & (v < V)).to(tl.int32), 0))
-    tl.store(
-        mass_ptr + index,
-        tl.sum(tl.where(key <= threshold, (weight.to(tl.float64) * KERNEL_MASS_SCALE).to(tl.int64), 0), 0),
-    )
+    mass = (weight.to(tl.float64) * KERNEL_MASS_SCALE).to(tl.int64)
+    tl.store(mass_ptr + index, tl.sum(tl.where(key <= threshold, mass, 0), 0))
 
 
 @triton.jit
@@ -89,9 +84,8 @@ def sample_token_kernel(
     threshold, num_ties, min_p = tl.load(threshold_ptr + row), tl.load(num_ties_ptr + row), tl.load(min_p_ptr + row)
     block_ids = tl.arange(0, NUM_BLOCKS_POW2)
     below_sums = tl.load(below_sum_ptr + row * NUM_BLOCKS + block_ids, mask=block_ids < NUM_BLOCKS, other=0.0)
-    tie_counts = tl.load(tie_count_ptr + row * NUM_BLOCKS + block_ids, mask=block_ids < NUM_BLOCKS, other=0).to(
-        tl.int64
-    )
+    tie_counts = tl.load(tie_count_ptr + row * NUM_BLOCKS + block_ids, mask=block_ids < NUM_BLOCKS, other=0)
+    tie_counts = tie_counts.to(tl.int64)
     tie_weight = _weight_of_key(threshold)
     tie_weight = tl.where(tie_weight >= min_p, tie_weight, 0.0).to(tl.float64)
     ties_before = tl.cumsum(tie_counts, 0) - tie_counts
@@ -99,9 +93,8 @@ def sample_token_kernel(
     cumulative = tl.cumsum(below_sums + ties_taken.to(tl.float64) * tie_weight, 0)
     x = _mix64(tl.load(seed_ptr + row * SEED_STRIDE) + KERNEL_GOLDEN_GAMMA)
     x = _mix64(_mix64(x + tl.load(step_ptr + row) * KERNEL_GOLDEN_GAMMA) ^ 1)
-    u = ((x >> (64 - KERNEL_UNIFORM_BITS)) & ((1 << KERNEL_UNIFORM_BITS) - 1)).to(tl.float64) / (
-        1 << KERNEL_UNIFORM_BITS
-    )
+    x = (x >> (64 - KERNEL_UNIFORM_BITS)) & ((1 << KERNEL_UNIFORM_BITS) - 1)
+    u = x.to(tl.float64) / (1 << KERNEL_UNIFORM_BITS)
     target = u * tl.max(cumulative, 0)
     block = tl.minimum(tl.sum((cumulative <= target).to(tl.int32), 0), NUM_BLOCKS - 1)
     mass_before = tl.sum(tl.where(block_ids == block - 1, cumulative, 0.0), 0)
@@ -116,9 +109,8 @@ def sample_token_kernel(
     weight = tl.where(keep, weight, 0.0)
     block_cumulative = mass_before + tl.cumsum(weight.to(tl.float64), 0)
     position = tl.sum((block_cumulative <= target).to(tl.int32), 0)
-    is_sampled = (
-        tl.sum(tl.where(v == position, weight, 0.0), 0) > 0
-    )  # if rounding of the sums selects a token of weight 0, the greedy token is used
+    # If rounding of the sums selects a token of weight 0, the greedy token is used.
+    is_sampled = tl.sum(tl.where(v == position, weight, 0.0), 0) > 0
     use_sampled = (tl.load(temperature_ptr + row) > 0) & is_sampled
     token = tl.load(greedy_ptr + row)
     tl.store(token_ptr + row, tl.where(use_sampled, (block * BLOCK_SIZE + position).to(tl.int64), token))
