@@ -95,7 +95,7 @@ class Unreadable(list[int]):
         ([1], {"beams": 2, "temperature": 1.0}, "temperature applies to sampling"),
         ([1], {"beams": 2, "presence_penalty": 1.2}, "presence_penalty applies to sampling"),
         ([1], {"beams": 2, "n": 3}, "n is 3, but num_beams is 2"),
-        ([1], {"beams": 2, "cache_implementation": "ring"}, "its own KV cache"),
+        ([1], {"beams": 2, "cache_implementation": "ring"}, "beam search does not support cache_implementation"),
         ([1], {"beams": 2, "weight_bits": 8}, "beam search does not support weight_bits; leave it out"),
         ([1], {"beams": 2, "compile": True}, "beam search does not support compile"),
         (

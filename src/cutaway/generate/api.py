@@ -86,12 +86,10 @@ def generate(
     model = inputs.engine_config.model
     num_beams = default_num_beams(model, inputs.generation_config, params) if beams is None else beams
     if num_beams or beams is not None:
-        if beams is not None and (cache_implementation != "auto" or kv_cache_dtype or draft_model is not None):
-            raise InputError(
-                "beam search uses its own KV cache and no draft model; leave out cache_implementation, kv_cache_dtype"
-                " and draft_model"
-            )
-        for name, value in {"weight_bits": weight_bits, "compile": compile, "draft_model": draft_model}.items():
+        unsupported = {"weight_bits": weight_bits, "compile": compile, "draft_model": draft_model}
+        if beams is not None:
+            unsupported |= {"cache_implementation": cache_implementation != "auto", "kv_cache_dtype": kv_cache_dtype}
+        for name, value in unsupported.items():
             if value:
                 source = f" (generation_config.num_beams of this checkpoint is {num_beams})" if beams is None else ""
                 raise InputError(f"beam search does not support {name}; leave it out{source}")

@@ -234,11 +234,6 @@ def _can_shard(config: Config, options: SizeOptions) -> bool:
     return True
 
 
-def _min_weight_bytes(config: Config, options: SizeOptions) -> int:
-    """Lower bound of the weight memory, without a shape pass."""
-    return count_parameters(config).total * options.precision.weight_bits // 8 // options.world_size
-
-
 def _configs_near_budget(
     configs: list[Config], options: SizeOptions, memory_budget: int, total_bytes: Callable[[Config], int]
 ) -> list[Config]:
@@ -248,7 +243,8 @@ def _configs_near_budget(
     extrapolates from the two shallowest configurations. The totals of the selected shapes are computed exactly.
     """
     minimum, maximum = _MIN_BUDGET_FRACTION * memory_budget, _MAX_BUDGET_FRACTION * memory_budget
-    candidates = [config for config in configs if _min_weight_bytes(config, options) <= maximum]
+    bytes_per_parameter = options.precision.weight_bits / 8 / options.world_size  # a lower bound of the memory
+    candidates = [config for config in configs if count_parameters(config).total * bytes_per_parameter <= maximum]
     if len(candidates) < 2:
         return [config for config in candidates if minimum <= total_bytes(config) <= maximum]
     (low, start), (high, end) = ((num_layers(config), total_bytes(config)) for config in candidates[:2])

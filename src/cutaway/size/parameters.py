@@ -185,7 +185,10 @@ def _count_layers(name: str, stack: Stack, d_model: int) -> Iterator[LayerParame
     counted_tables: set[tuple[RelativeBias, int]] = set()
     first_in_group: dict[int, int] = {}
     for index, block in enumerate(stack.blocks):
-        attention = _count_attention(block.attention, d_model)
+        if isinstance(block.attention, LatentAttention):
+            attention = _count_latent(block.attention, d_model)
+        else:
+            attention = _count_multi_head(block.attention, d_model)
         position, heads = block.attention.position, block.attention.heads
         if isinstance(position, RelativeBias) and not (position.shared and (position, heads) in counted_tables):
             attention += position.buckets * heads
@@ -217,12 +220,6 @@ def _num_norms(stack: Stack, layer_index: int, block: Block) -> int:
             return sublayers - 1
         case _:
             return sublayers
-
-
-def _count_attention(attention: MultiHead | LatentAttention, d_model: int) -> int:
-    if isinstance(attention, LatentAttention):
-        return _count_latent(attention, d_model)
-    return _count_multi_head(attention, d_model)
 
 
 def _count_multi_head(attention: MultiHead | Cross, d_model: int) -> int:

@@ -18,7 +18,6 @@ from cutaway.argument_checks import check_positive_int
 from cutaway.errors import InputError
 from cutaway.generate.engine.config import EngineConfig
 from cutaway.generate.engine.engine import Engine
-from cutaway.generate.engine.model_runner import ModelRunner
 from cutaway.generate.engine.request import Request
 from cutaway.generate.engine.scheduler import Scheduler
 from cutaway.generate.sampling.sampler import gather_logprobs
@@ -94,7 +93,8 @@ class SpeculativeDecoder(Engine):
         super().__init__(extended, tokenizer=tokenizer, max_waiting=max_waiting)
         self.models += [draft_model] if isinstance(draft_model, Transformer) else []
         self.request_config, self.num_draft_tokens = config, num_draft_tokens
-        self.scheduler = SpeculativeScheduler(self.model_runner, extended, self.proposer)
+        self.scheduler = Scheduler(self.model_runner, extended, prefix_caching=True)
+        self.scheduler.swap_functions.append(self.proposer.swap_rows)  # a request has the same row in both caches
         self.async_scheduling = False
         self.rope_switch_lengths = []  # no sequence reaches a switch length: see `_build_request`
         self.stats = SpeculativeStats()
@@ -182,16 +182,3 @@ class SpeculativeDecoder(Engine):
         self.stats.num_drafted += sum(proposal.lengths)
         self.stats.num_accepted += sum(num_accepted)
         self.stats.num_forward_passes += n
-
-
-class SpeculativeScheduler(Scheduler):
-    """Scheduler of two caches: a request has the same row in the target model's and in the draft model's cache."""
-
-    def __init__(self, model_runner: ModelRunner, config: EngineConfig, proposer: Proposer) -> None:
-        super().__init__(model_runner, config, prefix_caching=True)
-        self.proposer = proposer
-
-    def swap_rows(self, a: int, b: int) -> None:
-        super().swap_rows(a, b)
-        if a != b:
-            self.proposer.swap_rows(a, b)

@@ -58,15 +58,14 @@ def scaled_dot_product_attention(
     kernel = resolve_kernel(mask.kernel, softcap=has_softcap, sink=sink is not None)
     if kernel == "explicit":
         return _explicit_attention(tape, (q, k, v), mask, flops, has_softcap=has_softcap, dropout=rate, sink=sink)
-    if kernel == "sdpa" and not _has_fused_kernel(tape, q, k, v, mask, rate):
+    if kernel == "sdpa" and not _has_fused_kernel(tape, (q, k, v), mask, rate):
         return _math_attention(tape, (q, k, v), mask, flops, rate)
     return _fused_attention(tape, (q, k, v), mask, flops, sink=sink)
 
 
-def _has_fused_kernel(
-    tape: Tape, q: ShapeTensor, k: ShapeTensor, v: ShapeTensor, mask: MaskShape, dropout: float
-) -> bool:
+def _has_fused_kernel(tape: Tape, qkv: QKV, mask: MaskShape, dropout: float) -> bool:
     """Whether PyTorch's SDPA has a fused kernel for these inputs, which does not materialize the scores."""
+    q, k, v = qkv
     trained_bias = mask.mask_tensor is not None and mask.mask_tensor.node is not None
     if tape.execution.device == "cpu":
         return not trained_bias and dropout == 0 and q.shape[3] == v.shape[3]
