@@ -86,7 +86,7 @@ def generate(
     model = inputs.engine_config.model
     num_beams = default_num_beams(model, inputs.generation_config, params) if beams is None else beams
     if num_beams or beams is not None:
-        unsupported = {"weight_bits": weight_bits, "compile": compile, "draft_model": draft_model}
+        unsupported: dict[str, object] = {"weight_bits": weight_bits, "compile": compile, "draft_model": draft_model}
         if beams is not None:
             unsupported |= {"cache_implementation": cache_implementation != "auto", "kv_cache_dtype": kv_cache_dtype}
         for name, value in unsupported.items():

@@ -57,14 +57,7 @@ class MemoryFit:
 
 
 def fit_to_memory(
-    memory: int | float | str,
-    source: _ConfigSource,
-    *,
-    batch_size: int = 1,
-    context: int | None = None,
-    dtype: str | None = None,
-    mode: str = "infer",
-    **options: object,
+    memory: int | float | str, source: _ConfigSource, *, context: int | None = None, **options: object
 ) -> MemoryFit:
     """Find the longest context, the largest batch size and the model shapes that fit in `memory` bytes per device.
 
@@ -73,7 +66,7 @@ def fit_to_memory(
     budget = parse_bytes(memory)
     family = source if isinstance(source, str) and source in SCALING_FAMILIES else None
     config_source = source if family is None else build_family_config(family, context)
-    estimate = size(config_source, batch_size=batch_size, context=context, dtype=dtype, mode=mode, **options)  # type: ignore[arg-type]  # `size` validates them
+    estimate = size(config_source, context=context, **options)  # type: ignore[arg-type]  # `size` validates them
     resolved = estimate.options
     source_follows = options.get("source_len") is None
     limit = max_position_embeddings(resolved, source_follows)

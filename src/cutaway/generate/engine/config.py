@@ -10,13 +10,7 @@ import torch
 from cutaway.argument_checks import FLOAT_DTYPES
 from cutaway.device import GIB, free_memory
 from cutaway.errors import InputError
-from cutaway.generate.engine.kv_cache import (
-    CACHE_IMPLEMENTATIONS,
-    PAGE_SIZE,
-    BatchKVCache,
-    CacheImplementation,
-    cross_cache_shapes,
-)
+from cutaway.generate.engine.kv_cache import CACHE_IMPLEMENTATIONS, PAGE_SIZE, BatchKVCache, CacheImplementation
 from cutaway.generate.engine.output import OutputProcessor
 from cutaway.generate.engine.request import Request
 from cutaway.generate.generation_config import GenerationConfig
@@ -189,17 +183,8 @@ class EngineConfig:
     @property
     def cache_bytes(self) -> int:
         """Number of bytes of the KV cache, including the keys and values of cross-attention."""
-        kv_bytes = self.max_num_seqs * self.bytes_for_slots(self.num_slots)
-        if self.cache_implementation == "paged":
-            pages = self.num_pages() or self.max_num_seqs * -(-self.num_slots // self.page_size)
-            kv_bytes = (pages + 1) * self.bytes_for_slots(self.page_size)
-        cross_bytes_per_token = 0
-        if "encoder" in self.model.stacks:
-            for heads, width in cross_cache_shapes(self.model):
-                cross_bytes_per_token += 2 * heads * width * self.model.dtype.itemsize
-        return kv_bytes + self.max_num_seqs * self.max_source_len * cross_bytes_per_token
+        return self._allocate_cache(torch.device("meta")).num_bytes
 
-    @torch.inference_mode(False)  # inference tensors could not be updated in place outside inference mode
     def build_cache(self) -> BatchKVCache:
         """Allocate the KV cache; raise if it exceeds the free memory."""
         free = free_memory(self.model.device)
@@ -209,11 +194,16 @@ class EngineConfig:
                 f" {self.cache_bytes / GIB:.3g} GiB, but only {free / GIB:.3g} GiB are free; lower max_num_seqs or"
                 " max_model_len, or set kv_cache_dtype=torch.int8"
             )
+        return self._allocate_cache(self.model.device)
+
+    @torch.inference_mode(False)  # inference tensors could not be updated in place outside inference mode
+    def _allocate_cache(self, device: torch.device) -> BatchKVCache:
         assert self.cache_implementation != "auto"  # resolved in __post_init__
         return BatchKVCache(
             self.model,
             self.max_num_seqs,
             self.num_slots,
+            device=device,
             implementation=self.cache_implementation,
             dtype=self.kv_cache_dtype,
             chunk_size=self.prefill_chunk_size,

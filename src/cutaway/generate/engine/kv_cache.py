@@ -114,6 +114,7 @@ class BatchKVCache(Cache):
         batch_size: int,
         num_slots: int,
         *,
+        device: torch.device | None = None,
         implementation: CacheImplementation = "full",
         dtype: torch.dtype | None = None,
         chunk_size: int | None = None,
@@ -121,6 +122,7 @@ class BatchKVCache(Cache):
         max_source_len: int = 0,
     ) -> None:
         """`num_pages`: number of pages of a paged cache without the null page. The default is enough for all rows."""
+        device = model.device if device is None else device
         self.implementation = implementation
         self.first_row = 0
         paged = implementation == "paged"
@@ -145,7 +147,7 @@ class BatchKVCache(Cache):
             num_slots,
             windows=stack.windows,
             has_cross_attention=has_cross_attention,
-            device=model.device,
+            device=device,
             dtype=dtype or model.dtype,
             chunk_size=chunk_size if implementation == "ring" else None,
             build_layer=build_layer,
@@ -155,15 +157,17 @@ class BatchKVCache(Cache):
         self.page_table: Int[Tensor, "B P"] | None = None
         if paged:
             shape = batch_size, num_slots // page_size
-            self.page_table = torch.full(shape, NULL_PAGE, dtype=torch.long, device=model.device)
+            self.page_table = torch.full(shape, NULL_PAGE, dtype=torch.long, device=device)
             for layer in self.paged_layers:
                 layer.page_index = layer.page_table = self.page_table
         if self.cross_layers is not None:
-            empty = torch.full((batch_size, max_source_len), EMPTY_POSITION, device=model.device)
+            empty = torch.full((batch_size, max_source_len), EMPTY_POSITION, device=device)
             self.memory_positions = TokenPositions(empty)
-            for cross_layer, (heads, width) in zip(self.cross_layers, cross_cache_shapes(model), strict=True):
+            for cross_layer, block in zip(self.cross_layers, model.config.stacks["decoder"].blocks, strict=True):
+                assert isinstance(block, CrossBlock)
+                heads, width = block.cross.num_kv_heads, block.cross.head_dim(model.config.d_model)
                 shape4 = batch_size, max_source_len, heads, width
-                cross_layer.k = torch.zeros(shape4, device=model.device, dtype=model.dtype)
+                cross_layer.k = torch.zeros(shape4, device=device, dtype=model.dtype)
                 cross_layer.v = torch.zeros_like(cross_layer.k)
 
     @property
@@ -273,9 +277,3 @@ class BatchKVCache(Cache):
     def num_bytes(self) -> int:
         """Number of bytes of all keys and values."""
         return sum(x.nbytes for x in [*self.kv_tensors(), *self.cross_tensors()])
-
-
-def cross_cache_shapes(model: Transformer) -> list[tuple[int, int]]:
-    """(heads, width) of each layer's cross-attention keys and values."""
-    cross = [block.cross for block in model.config.stacks["decoder"].blocks if isinstance(block, CrossBlock)]
-    return [(attention.num_kv_heads, attention.head_dim(model.config.d_model)) for attention in cross]

@@ -9,6 +9,7 @@ q.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -166,7 +167,7 @@ class SpeculativeDecoder(Engine):
         """Append the verified tokens to each request, up to the one that finishes it, and update the statistics."""
         n, width = verified.tokens.shape
         gathered = gather_logprobs(logits.flatten(0, 1), verified.tokens.flatten(), features)
-        logprob_columns = [[None] * (n * width) if x is None else x.tolist() for x in gathered]
+        logprob_columns: list[list[Any]] = [[None] * (n * width) if x is None else x.tolist() for x in gathered]
         tokens, num_accepted, invalid = (x.tolist() for x in verified)
         for row in reversed(range(n)):  # from the last row: it is released without a swap
             request, last = requests[row], num_accepted[row]

@@ -77,7 +77,7 @@ def _qk_norm(tape: Tape, x: ShapeTensor, config: QKNorm | None, key: WeightKey) 
 
 def _apply_rope(tape: Tape, x: ShapeTensor, rope_tables: RopeTables) -> ShapeTensor:
     """(a, b) → (a·cos − b·sin, b·cos + a·sin); dimensions beyond the rotary dimension are unchanged."""
-    cos, sin = tape.cast(rope_tables.cos, x.itemsize), tape.cast(rope_tables.sin, x.itemsize)
+    cos, sin = (tape.cast(table, x.itemsize) for table in rope_tables)
     half = (*x.shape[:-1], cos.shape[-1])
     a, b = tape.narrow(x, *half), tape.narrow(x, *half)
 
