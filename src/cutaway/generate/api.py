@@ -11,12 +11,7 @@ from cutaway.generate.engine.engine import Engine
 from cutaway.generate.engine.model_runner import eval_mode
 from cutaway.generate.engine.output import Completion, CompletionChunk
 from cutaway.generate.engine.request import Request
-from cutaway.generate.generation_config import (
-    CheckpointLike,
-    EarlyStopping,
-    apply_generation_config,
-    unpack_checkpoint,
-)
+from cutaway.generate.generation_config import CheckpointLike, EarlyStopping, apply_generation_config, unpack_checkpoint
 from cutaway.generate.prompts import GenerationInputs, Prompt, encode_prompts, prompt_index_in_errors
 from cutaway.generate.sampling.sampling_params import (
     SamplingParams,

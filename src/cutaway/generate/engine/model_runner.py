@@ -32,12 +32,7 @@ class ModelRunner:
 
     @torch.inference_mode(False)  # inference tensors could not be updated in place outside inference mode
     def __init__(
-        self,
-        model: Transformer,
-        cache: BatchKVCache,
-        *,
-        compile: bool | None = None,
-        weight_bits: int | None = None,
+        self, model: Transformer, cache: BatchKVCache, *, compile: bool | None = None, weight_bits: int | None = None
     ) -> None:
         """`compile`, `weight_bits`: see `EngineConfig`."""
         if weight_bits not in (None, 4, 8, 16):

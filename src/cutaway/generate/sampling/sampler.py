@@ -10,11 +10,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from cutaway.device import has_triton
-from cutaway.generate.sampling.logits_processing import (
-    apply_logits_processors,
-    inverse_cdf_sample,
-    unnormalized_probs,
-)
+from cutaway.generate.sampling.logits_processing import apply_logits_processors, inverse_cdf_sample, unnormalized_probs
 from cutaway.generate.sampling.rng import uniform
 from cutaway.generate.sampling.sampling_params import SamplingParams
 from cutaway.generate.sampling.sampling_state import SamplingFeatures, SamplingState, required_features
