@@ -92,7 +92,7 @@ class SizeEstimate:
         return self.options.batch_size // self.dp_size
 
     def execution_config(self, activation_checkpointing: str = "none") -> ExecutionConfig:
-        """Return how passes are executed.
+        """Return the dtypes, attention kernel, activation checkpointing and parallelism of the passes.
 
         With FSDP, weights are all-gathered in the compute dtype (FSDP's mixed-precision policy), so autocast is off."""
         options, precision, dims = self.options, self.options.precision, self.options.parallel_dims
@@ -217,7 +217,7 @@ class SizeEstimate:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the peak fits in the device's memory; None if the memory is unknown."""
+        """Whether the peak memory fits in the device; None if no device is set or its memory size is unknown."""
         device = self.options.hardware
         return None if device is None or device.memory is None else self.memory.total_bytes <= device.memory
 
@@ -293,7 +293,7 @@ class SizeEstimate:
 
     @property
     def time(self) -> RooflineBound | None:
-        """Time of a training step in mode 'train'. In mode 'infer', of a decode step, or of prefill for an encoder."""
+        """Time of a training step (mode 'train'), of a decode step (mode 'infer'), or of prefill (an encoder)."""
         if self.options.mode == "train":
             return self.train_time
         return self.prefill_time if isinstance(self.options.config, Encoder) else self.decode_time
@@ -488,7 +488,7 @@ def _flops_to_dict(flops: FlopCounts, rule_name: str, rule_flops: int) -> dict[s
 
 
 def _memory_by_activation_checkpointing(estimate: SizeEstimate) -> dict[str, dict[str, dict[str, int]]]:
-    """Memory of a training step in each mode, with the selected attention kernel and with the explicit kernel."""
+    """Memory of a training step by activation checkpointing mode and by kernel (the selected one and 'explicit')."""
     result: dict[str, dict[str, dict[str, int]]] = {}
     for mode in ACTIVATION_CHECKPOINTING_MODES:
         result[mode] = {}

@@ -44,7 +44,7 @@ class FlopCounts:
         return FlopCounts(full, visible, self.num_tokens)
 
     def rule_of_thumb_error(self, rule_flops: float) -> float:
-        """Relative error of a rule of thumb: −0.1 if it is 10 % below `total_visible`."""
+        """Relative error of a rule of thumb, such as 6·N·D: −0.1 if `rule_flops` is 10 % below `total_visible`."""
         return rule_flops / self.total_visible - 1
 
 

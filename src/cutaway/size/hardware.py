@@ -94,7 +94,9 @@ def list_hardware() -> tuple[Hardware, ...]:
 def custom_hardware(
     *, bandwidth: float, flops: float, dtype: str | None = None, memory: float | None = None
 ) -> Hardware:
-    """Build a device from its figures. Without a dtype, `flops` applies to all dtypes."""
+    """Build a device from its bandwidth (bytes per second), peak FLOPS and memory size (bytes).
+
+    `flops` is the peak rate in `dtype`; without a dtype, in all dtypes."""
     if dtype is not None and dtype not in COMPUTE_DTYPES:
         raise InputError(f"dtype {dtype!r} of flops is not known; use one of {', '.join(COMPUTE_DTYPES)}")
     dtypes = COMPUTE_DTYPES if dtype is None else (dtype,)
@@ -134,7 +136,7 @@ def _name_index() -> dict[str, str]:
 
 
 def _suggest_names(name: str) -> str:
-    """' (did you mean …?)' with the closest device names, or an empty string."""
+    """Return ' (did you mean …?)' with up to three device names similar to `name`, or an empty string."""
     from difflib import get_close_matches  # needed for the error message only
 
     index = _name_index()

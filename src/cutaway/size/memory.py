@@ -84,7 +84,7 @@ def training_memory(options: SizeOptions, config: Config, train_pass: PassCost, 
 
 
 def _peak(components: dict[str, int], *, on_gpu: bool) -> dict[str, int]:
-    """Return the components that are not empty, with the cuBLAS workspace of a GPU."""
+    """Return the components of more than 0 bytes, plus the cuBLAS workspace if the device is a GPU."""
     workspace = {"workspace": _CUBLAS_WORKSPACE_BYTES} if on_gpu else {}
     return {name: nbytes for name, nbytes in (components | workspace).items() if nbytes}
 

@@ -130,7 +130,9 @@ def max_position_embeddings(options: SizeOptions, source_follows_context: bool) 
 
 
 def find_max_context(options: SizeOptions, memory_budget: int, limit: int, source_follows_context: bool) -> int | None:
-    """Longest context that fits. With `source_follows_context`, the source length equals the context."""
+    """Longest context up to `limit` whose memory is within the budget; None if one token does not fit.
+
+    With `source_follows_context`, the source length equals the context."""
 
     def total_bytes(context: int) -> int:
         source = context if source_follows_context else options.source_len

@@ -85,7 +85,7 @@ def num_heads(config: Config) -> int:
 
 
 def max_head_dim(config: Config) -> int:
-    """Maximum head dimension."""
+    """Largest head dimension of all layers."""
     return max(_head_dim(block.attention, config.d_model) for stack in config.stacks.values() for block in stack.blocks)
 
 
@@ -150,7 +150,7 @@ def _scale_kv_heads(attention: MultiHeadBase, new_heads: int) -> int | None:
 
 
 def _scale_ffn(ffn: DenseFFN, d_model: int, new_d_model: int) -> DenseFFN:
-    """Scale an explicit hidden dimension. A default hidden dimension is computed from d_model."""
+    """Scale the hidden dimension if it is set. If it is not set, the model derives it from d_model."""
     return ffn if ffn.hidden is None else ffn.replace(hidden=_scale_width(ffn.hidden, d_model, new_d_model))
 
 
@@ -174,7 +174,9 @@ def _head_dim(attention: Attention, d_model: int) -> int:
 
 
 def list_shapes_near_budget(options: SizeOptions, memory_budget: int) -> tuple[tuple[ModelShape, ...], str]:
-    """Return, for each width, the shapes from 1/8 of the budget to the first one beyond it, and remarks on the list."""
+    """Return the model shapes whose memory is near the budget, and remarks on the list.
+
+    For each width, these are the depths whose memory is from 1/8 of the budget up to the first that exceeds it."""
     source, notes = options.config, []
     total = cache(lambda config: SizeEstimate(replace(options, config=config)).memory.total_bytes)
     columns = [_configs_at_width(source, width) for width in _candidate_values(_WIDTH_CANDIDATES, source.d_model)]

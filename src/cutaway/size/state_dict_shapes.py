@@ -51,7 +51,7 @@ _EMBEDDING_TABLES = ("tokens", "source_tokens", "positions", "types")
 
 @lru_cache(maxsize=64)
 def list_tensors(config: Config) -> tuple[TensorSpec, ...]:
-    """List all tensors of the state dict: the weights that the forward pass uses, and those that it does not use."""
+    """List all tensors of the state dict: weights of the forward pass, then the pooler, frozen tables and buffers."""
     weights = inference_pass(config, 1, 1, ExecutionConfig()).weights
     tensors = [
         TensorSpec(

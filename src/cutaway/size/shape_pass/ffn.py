@@ -95,12 +95,12 @@ def _mixture_of_experts(tape: Tape, x: ShapeTensor, config: Moe, key: WeightKey,
 
 
 def _topk(tape: Tape, shape: tuple[int, ...], itemsize: int) -> ShapeTensor:
-    """Indices of a top-k selection. Selective checkpointing keeps the indices and the selected values."""
+    """Record a top-k selection; return its indices. Selective checkpointing keeps the indices and selected values."""
     return tape.record_op([], shape=shape, itemsize=8, kept_by_selective=True, extra_saved_bytes=prod(shape) * itemsize)
 
 
 def _grouped_linear(tape: Tape, config: Moe, num_rows: int) -> LinearFn:
-    """Grouped matmul: one matrix per expert, applied to the rows of its tokens."""
+    """Return a function that records a grouped matmul: one matrix per expert, applied to the rows of its tokens."""
 
     offsets = tape.empty((config.experts,), 8)
     routing = config.router.top_k, config.experts

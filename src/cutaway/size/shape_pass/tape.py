@@ -108,7 +108,7 @@ class Tape:
         return ShapeTensor(shape, itemsize, out, node)
 
     def narrow(self, x: ShapeTensor, *shape: int) -> ShapeTensor:
-        """Return a slice of x, which shares the storage of x and has its own gradient."""
+        """Return a slice of x with the given shape, which shares the storage of x and has its own gradient."""
         node = None
         if x.node is not None:
             node = GradNode(prod(shape) * x.itemsize, [x])
@@ -218,7 +218,7 @@ class Tape:
         return out
 
     def register_backward_hook(self, hook: Callable[[], None]) -> None:
-        """Call `hook` when the backward pass reaches this point."""
+        """Call `hook` in the backward pass, after the gradients of all operations that are recorded from now on."""
         node = GradNode(0, [])
         node.hook = hook
         self.nodes.append(node)

@@ -118,8 +118,9 @@ class StopRecomputationError(Exception):
 
 
 def accumulate_grad(node: GradNode, grad: Storage) -> None:
-    """Accumulate a gradient. The first gradient is stored as it is. Later gradients are added to it in place, or in a
-    new storage if it is aliased."""
+    """Add `grad` to the gradient of a node. The first gradient is stored without a copy.
+
+    Later gradients are added to it in place, or in a new storage if the first one is also another node's gradient."""
     if node.grad is None:
         node.grad = grad
     elif node.grad.is_aliased:
