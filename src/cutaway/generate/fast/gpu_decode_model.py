@@ -74,7 +74,7 @@ class FastAttention:
 
 
 class FastFFN:
-    """FFN sublayer: down(act(up(x))) or gated, with norm and activation fused into the first product."""
+    """FFN sublayer: down(act(up(h))), or down(act(gate(h)) · up(h)), for h = norm(x). Norm to act is one kernel."""
 
     def __init__(self, ffn: MLP | GatedMLP, norm: nn.Module, *, bits: int | None) -> None:
         self.norm, self.act = _norm_params(norm), ACTIVATION_NAMES[ffn.act]

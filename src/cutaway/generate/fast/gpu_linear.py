@@ -162,7 +162,7 @@ def _prepare_input(x: Tensor, weight: LinearWeight, norm: NormParams | None) -> 
 
 
 def _output_dtype(x: Tensor, weight: LinearWeight) -> torch.dtype:
-    """The model's dtype. With packed weights, x may be in fixed point, so the weight's original dtype is used."""
+    """dtype of the product: the weight's original dtype if it is packed, because x may be in fixed point; else x's."""
     return weight.original_dtype if weight.scale is not None else x.dtype
 
 

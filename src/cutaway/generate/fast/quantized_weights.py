@@ -81,7 +81,7 @@ def pack_weight(weight: LinearWeight, bits: int | None) -> LinearWeight:
 
 
 def quantize(values: Float[Tensor, "n k"], bits: int) -> tuple[Float[Tensor, "n *g"], Float[Tensor, "n k"]]:
-    """Return (scales, integers) with values ≈ scale · integer: the rounding error is at most half a scale.
+    """Return (scales, integers) with values ≈ scale · integer, rounded to the nearest integer.
 
     int8 has one scale per row and integers from −127 to 127. int4 has one scale per GROUP_SIZE values of a row."""
     max_int = (1 << (bits - 1)) - 1
