@@ -44,11 +44,7 @@ def evaluate_quantization(model: Transformer, bits: int, *, seed: int = 0) -> Qu
     """
     length = min(_SEQ_LEN, EngineConfig(model).num_slots - 2)
     params = SamplingParams(max_new_tokens=length, temperature=1.0, ignore_eos=True)
-    engine = Engine(
-        EngineConfig(
-            model, max_num_seqs=_NUM_SEQUENCES, max_model_len=length + 2, cache_implementation="full", compile=False
-        )
-    )
+    engine = Engine(EngineConfig(model, _NUM_SEQUENCES, length + 2, cache_implementation="full", compile=False))
     generator = torch.Generator().manual_seed(seed)
     first_tokens = torch.randint(model.config.vocab_size, (_NUM_SEQUENCES,), generator=generator).tolist()
     requests = [engine.submit([token], params, seed=seed + row) for row, token in enumerate(first_tokens)]

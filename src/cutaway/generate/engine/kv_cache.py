@@ -8,6 +8,7 @@ A flat slot is page_id · page_size + offset: an index into the buffers with the
 
 import copy
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal, cast
 
 import torch
@@ -77,14 +78,16 @@ class PagedLayerCache(LayerCache):
         self,
         batch_size: int,
         num_slots: int,
-        num_pages: int,
-        page_size: int,
         cache_shape: CacheShape,
         device: torch.device,
         dtype: torch.dtype,
+        *,
+        num_pages: int,
+        page_size: int | None,
     ) -> None:
-        self.num_slots, self.page_size = num_slots, page_size
-        self.keys, self.values = (KVBuffer(num_pages, page_size, width, device, dtype) for width in cache_shape)
+        """`page_size` None: one page per row, as long as the row."""
+        self.num_slots, self.page_size = num_slots, page_size or num_slots
+        self.keys, self.values = (KVBuffer(num_pages, self.page_size, width, device, dtype) for width in cache_shape)
         # Index that `gather` uses: a slice of rows, which gives a view, or the page table.
         self.page_index: Int[Tensor, "B P"] | slice = slice(0, batch_size)
         self.page_table = torch.arange(batch_size, device=device).unsqueeze(-1)
@@ -131,26 +134,17 @@ class BatchKVCache(Cache):
         total_pages = batch_size
         if paged:
             total_pages = 1 + (batch_size * (num_slots // page_size) if num_pages is None else num_pages)
-
-        def build_layer(
-            batch: int, layer_slots: int, cache_shape: CacheShape, device: torch.device, dtype: torch.dtype
-        ) -> PagedLayerCache:
-            return PagedLayerCache(
-                batch_size, layer_slots, total_pages, page_size or layer_slots, cache_shape, device, dtype
-            )
-
         stack = model.stacks["decoder"]
-        has_cross_attention = "encoder" in model.stacks
         super().__init__(
             stack.cache_shapes,
             batch_size,
             num_slots,
             windows=stack.windows,
-            has_cross_attention=has_cross_attention,
+            has_cross_attention="encoder" in model.stacks,
             device=device,
             dtype=dtype or model.dtype,
             chunk_size=chunk_size if implementation == "ring" else None,
-            build_layer=build_layer,
+            build_layer=partial(PagedLayerCache, num_pages=total_pages, page_size=page_size if paged else None),
         )
         self.page_size = page_size
         self.num_pages = total_pages

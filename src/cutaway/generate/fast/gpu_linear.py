@@ -53,11 +53,9 @@ def fused_add_norm(
     """
     rows, width = x.shape
     total = x if partial_sums is None else torch.empty_like(x)
-    h, layout = (
-        alloc_activation(x, rows, width, x.dtype, next_weight)
-        if norm is not None or next_weight is not None
-        else (total, 1)
-    )
+    h, layout = total, 1
+    if norm is not None or next_weight is not None:
+        h, layout = alloc_activation(x, rows, width, x.dtype, next_weight)
     add_norm_kernel[(rows,)](
         partial_sums if partial_sums is not None else x, x, total, h, norm.weight if norm is not None else x,
         norm.bias if norm is not None and norm.bias is not None else x, norm.eps if norm is not None else 0.0, rows,
