@@ -17,8 +17,8 @@ from cutaway.generate.fast.cpu_linear import (
     UnpackedLinear,
     WeightOnlyBf16Linear,
     WeightOnlyInt8Linear,
-    quantize_int8_per_row,
 )
+from cutaway.generate.fast.quantized_weights import quantize
 
 pytestmark = pytest.mark.unchecked
 SHAPES = [(1, 1), (1, 7), (7, 1), (7, 50257), (24, 64), (33, 5), (768, 96), (3072, 40)]
@@ -60,7 +60,7 @@ def error_bound(product: PackedLinear, x: Tensor, matrix: nn.Linear) -> Tensor:
         return (1 + BF16) * ((1 + BF16) ** 2 - 1) * magnitude + BF16 * y.abs() + SUMS * magnitude
     if isinstance(product, UnpackedLinear):
         return 1e-6 * magnitude
-    integers, scale = quantize_int8_per_row(matrix.weight.detach())
+    scale, integers = quantize(matrix.weight.detach(), 8)
     bound = scale.double() / 2 * x_fp64.abs().sum(-1, keepdim=True)
     if isinstance(product, Int8DynamicLinear):
         x_scale = x_fp64.abs().amax(-1, keepdim=True) / 127
@@ -157,12 +157,12 @@ def test_weight_only_int8_is_more_accurate() -> None:
 
 def test_quantization_error_is_at_most_half_a_step() -> None:
     weight = torch.randn(50, 31) * torch.logspace(-30, 30, 50).unsqueeze(-1)
-    integers, scale = quantize_int8_per_row(weight)
+    scale, integers = quantize(weight, 8)
     assert int(integers.abs().max()) == 127
     error = (weight.double() - integers.double() * scale.double().unsqueeze(-1)).abs()
     assert bool((error <= scale.double().unsqueeze(-1) * 0.50001).all())
     with pytest.raises(WeightError, match="NaN or infinity"):
-        quantize_int8_per_row(torch.tensor([[1.0, float("inf")]]))
+        quantize(torch.tensor([[1.0, float("inf")]]), 8)
 
 
 @pytest.mark.parametrize("kind", PACKED_LINEARS)

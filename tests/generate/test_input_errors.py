@@ -78,7 +78,7 @@ class Unreadable(list[int]):
         ([1], {"max_num_seqs": 0}, "max_num_seqs is 0; pass an integer, 1 or more"),
         ([1], {"max_num_seqs": 1.5}, "max_num_seqs is 1.5"),
         ([1], {"prefill_chunk_size": 0}, "prefill_chunk_size is 0"),
-        ([1], {"max_model_len": 1}, "max_model_len is 1; pass a number of tokens, 2 or more"),
+        ([1], {"max_model_len": 1}, "max_model_len is 1; pass an integer, 2 or more"),
         ([1], {"max_model_len": "all"}, "max_model_len is 'all'"),
         ([1], {"cache_implementation": "pages"}, "cache_implementation is 'pages'; use auto, full, ring, paged"),
         ([1], {"cache_implementation": None}, "cache_implementation is None"),
@@ -95,7 +95,7 @@ class Unreadable(list[int]):
         ([1], {"beams": 2, "temperature": 1.0}, "temperature applies to sampling"),
         ([1], {"beams": 2, "presence_penalty": 1.2}, "presence_penalty applies to sampling"),
         ([1], {"beams": 2, "n": 3}, "n is 3, but num_beams is 2"),
-        ([1], {"beams": 2, "cache_implementation": "ring"}, "its own KV cache"),
+        ([1], {"beams": 2, "cache_implementation": "ring"}, "beam search does not support cache_implementation"),
         ([1], {"beams": 2, "weight_bits": 8}, "beam search does not support weight_bits; leave it out"),
         ([1], {"beams": 2, "compile": True}, "beam search does not support compile"),
         (

@@ -150,7 +150,7 @@ def test_names_are_unique() -> None:
         for name in normalized_names(device):
             assert name
             assert owner.setdefault(name, device.name) == device.name, name
-    assert _name_index() == owner  # the regex index equals the parsed names
+    assert _name_index() == owner
 
 
 def test_devices_equal_the_parsed_toml() -> None:

@@ -3,17 +3,17 @@
 import json
 import re
 import sys
+from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 
 from cutaway.check.adapters.transformers import silence_transformers
 from cutaway.check.checked_model import CheckedModel
-from cutaway.config import FFN, Config, LatentAttention, Moe, MultiHeadBase
-from cutaway.config.stack import Block, CrossBlock
+from cutaway.config import Config, DenseFFN, LatentAttention, MultiHeadBase
 from cutaway.errors import InputError, format_error, format_raised
 from cutaway.families.load import resolve_checkpoint_path
 
@@ -132,13 +132,12 @@ _MAX_D_MODEL, _MAX_HEADS, _MAX_KV_HEADS, _MAX_VOCAB_SIZE, _MAX_EMBEDDING_FACTOR 
 """Maximum sizes of a shrunken model."""
 
 
-A = TypeVar("A", bound=MultiHeadBase | LatentAttention)
-
-
 def shrink_config(config: Config) -> Config:
     """Shrink a configuration: fewer layers (every block type once, at least two), smaller d_model, fewer heads, smaller
     vocabulary. Head dimensions, positions, norms, windows and experts stay, because bugs depend on them."""
     d_model = min(config.d_model, _MAX_D_MODEL)
+    shrink_attention = partial(_shrink_attention, old_d_model=config.d_model)
+    shrink_ffn = partial(_shrink_ffn, old_d_model=config.d_model, new_d_model=d_model)
     changes: dict[str, object] = {"d_model": d_model, "vocab_size": min(config.vocab_size, _MAX_VOCAB_SIZE)}
     source_vocab_size = getattr(config, "source_vocab_size", None)
     if source_vocab_size is not None:
@@ -149,30 +148,16 @@ def shrink_config(config: Config) -> Config:
         if (factorization := embedding.factorization) is not None:
             width = min(factorization.width, _MAX_EMBEDDING_FACTOR)
             embedding = embedding.replace(factorization=factorization.replace(width=width))
-        changes[name] = stack.replace(
-            layers=layers,
-            leading_blocks=tuple(_shrink_block(block, config.d_model, d_model) for block in stack.leading_blocks),
-            block=tuple(_shrink_block(block, config.d_model, d_model) for block in stack.block),
-            embedding=embedding,
-            layer_groups=None if stack.layer_groups is None else min(stack.layer_groups, layers),
-        )
+        layer_groups = None if stack.layer_groups is None else min(stack.layer_groups, layers)
+        stack = stack.edit_layers(shrink_attention, shrink_ffn)
+        changes[name] = stack.replace(layers=layers, embedding=embedding, layer_groups=layer_groups)
     return config.replace(**changes)
 
 
-def _shrink_block(block: Block, old_d_model: int, new_d_model: int) -> Block:
-    """Shrink a block to a smaller d_model."""
-    ffn = _shrink_ffn(block.ffn, old_d_model, new_d_model)
-    block = block.replace(attention=_shrink_attention(block.attention, old_d_model), ffn=ffn)
-    if isinstance(block, CrossBlock):
-        return block.replace(cross=_shrink_attention(block.cross, old_d_model))
-    return block
-
-
-def _shrink_attention(attention: A, old_d_model: int) -> A:
+def _shrink_attention(attention: MultiHeadBase | LatentAttention, old_d_model: int) -> MultiHeadBase | LatentAttention:
     """Reduce the number of heads; keep the head dimension and the kind of grouping (MHA, GQA or MQA)."""
     if isinstance(attention, LatentAttention):
         return attention.replace(heads=min(attention.heads, _MAX_HEADS))
-    assert isinstance(attention, MultiHeadBase)
     heads = min(attention.heads, _MAX_HEADS)
     is_mha = attention.num_kv_heads == attention.heads
     kv_heads = heads if is_mha else min(attention.num_kv_heads, _MAX_KV_HEADS)
@@ -183,11 +168,8 @@ def _shrink_attention(attention: A, old_d_model: int) -> A:
     )
 
 
-def _shrink_ffn(ffn: FFN, old_d_model: int, new_d_model: int) -> FFN:
+def _shrink_ffn(ffn: DenseFFN, old_d_model: int, new_d_model: int) -> DenseFFN:
     """Shrink the hidden dimension in proportion to d_model."""
-    if isinstance(ffn, Moe):
-        shared = None if ffn.shared is None else _shrink_ffn(ffn.shared, old_d_model, new_d_model)
-        return ffn.replace(expert=_shrink_ffn(ffn.expert, old_d_model, new_d_model), shared=shared)
     if ffn.hidden is None:
         return ffn
     return ffn.replace(hidden=max(16, ffn.hidden * new_d_model // old_d_model // 8 * 8))

@@ -1,12 +1,13 @@
 """A stack: embedding, blocks from a repeated pattern, norm placement, final norm."""
 
-from typing import Annotated, Literal
+from collections.abc import Callable
+from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from cutaway.config.attention import Attention, Cross
+from cutaway.config.attention import Attention, Cross, LatentAttention, MultiHeadBase
 from cutaway.config.embedding import Embedding
-from cutaway.config.ffn import FFN, Gated
+from cutaway.config.ffn import FFN, DenseFFN, Gated, Moe
 from cutaway.config.node import KIND_DISCRIMINATOR, ConfigNode, PositiveFloat, PositiveInt, Probability
 from cutaway.config.norms import Norm, RMSNorm
 
@@ -124,6 +125,28 @@ class Stack(ConfigNode):
         """The block configuration of each layer."""
         rest = self.layers - len(self.leading_blocks)
         return self.leading_blocks + (self.block * -(-rest // len(self.block)))[:rest]
+
+    def edit_layers(
+        self,
+        attention: Callable[[MultiHeadBase | LatentAttention], MultiHeadBase | LatentAttention] = lambda node: node,
+        ffn: Callable[[DenseFFN], DenseFFN] = lambda node: node,
+    ) -> Self:
+        """Return a copy with `attention` applied to each self-attention and cross-attention, and `ffn` to each FFN.
+
+        In a mixture of experts, `ffn` is applied to `expert` and `shared`.
+        """
+
+        def edit_block(block: Block) -> Block:
+            changes: dict[str, object] = {"attention": attention(block.attention)}
+            if isinstance(block, CrossBlock):
+                changes["cross"] = attention(block.cross)
+            if isinstance(block.ffn, Moe):
+                shared = None if block.ffn.shared is None else ffn(block.ffn.shared)
+                return block.replace(ffn=block.ffn.replace(expert=ffn(block.ffn.expert), shared=shared), **changes)
+            return block.replace(ffn=ffn(block.ffn), **changes)
+
+        blocks, leading_blocks = (tuple(map(edit_block, blocks)) for blocks in (self.block, self.leading_blocks))
+        return self.replace(block=blocks, leading_blocks=leading_blocks)
 
 
 class CrossStack(Stack):

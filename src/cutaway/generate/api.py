@@ -1,25 +1,18 @@
 """`generate`: complete prompts with the engine, with speculative decoding or with beam search."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Literal, Unpack
 
 import torch
 
 from cutaway.errors import InputError
 from cutaway.eval_mode import eval_mode
-from cutaway.generate.engine.config import EngineConfig, EngineOptions, build_engine_config, reduce_num_seqs_to_fit
+from cutaway.generate.engine.config import EngineOptions, build_engine_config, reduce_num_seqs_to_fit
 from cutaway.generate.engine.engine import Engine
 from cutaway.generate.engine.output import Completion, CompletionChunk
 from cutaway.generate.engine.request import Request
-from cutaway.generate.generation_config import (
-    CheckpointLike,
-    EarlyStopping,
-    GenerationConfig,
-    apply_generation_config,
-    unpack_checkpoint,
-)
-from cutaway.generate.prompts import Prompt, encode_prompts, prompt_index_in_errors
+from cutaway.generate.generation_config import CheckpointLike, EarlyStopping, apply_generation_config, unpack_checkpoint
+from cutaway.generate.prompts import GenerationInputs, Prompt, encode_prompts, prompt_index_in_errors
 from cutaway.generate.sampling.sampling_params import (
     SamplingParams,
     build_sampling_params,
@@ -55,10 +48,10 @@ def generate(
     on_chunk: Callable[[int, CompletionChunk], None] | None = None,
     **sampling_params: object,
 ) -> list[Completion]:
-    """Generate `n` completions per prompt, in order.
+    """Return `n` completions of each prompt: all completions of the first prompt, then those of the next.
 
-    A prompt is a text to continue, a chat to reply to, or the source of an encoder-decoder. Completions do not depend
-    on the other prompts of the batch.
+    A prompt is a text to continue, a chat to reply to, or the source text of an encoder-decoder. Completions do not
+    depend on the other prompts of the batch.
 
     `sampling_params`: the fields of `SamplingParams`: max_new_tokens, temperature, top_k, top_p, min_p, seed, stop, n,
     … If top_k, top_p or min_p is set and temperature is not, temperature is 1.
@@ -66,8 +59,8 @@ def generate(
     `draft_model`: use speculative decoding: a smaller model, or n-gram lookup if it is 'ngram', proposes
     `num_draft_tokens` tokens at a time, and the model verifies them in one forward pass.
     `weight_bits`: bits per weight in decode steps: 16, 8, or 4 (on a GPU only). The default is the model's dtype.
-    `compile`: whether to use fast decode steps (CUDA graphs, torch.compile): True from the first step on, False never,
-    None (on a GPU only) as soon as they are expected to save more time than their warm-up takes.
+    `compile`: whether to use fast decode steps (CUDA graphs on a GPU, torch.compile on the CPU). True: from the first
+    step on. False: never. None: on a GPU, as soon as they are expected to save more time than their warm-up takes.
     `on_chunk(completion_index, chunk)`: called for each new piece of a completion; an exception in it stops generation.
     """
     params = build_sampling_params(sampling_params if beams is not None else resolve_temperature(sampling_params))
@@ -85,29 +78,18 @@ def generate(
         weight_bits=weight_bits,
         compile=compile,
     )
-    config, generation_config = inputs.engine_config, inputs.generation_config
-    num_beams = default_num_beams(config.model, generation_config, params) if beams is None else beams
+    model = inputs.engine_config.model
+    num_beams = default_num_beams(model, inputs.generation_config, params) if beams is None else beams
     if num_beams or beams is not None:
-        if beams is not None and (cache_implementation != "auto" or kv_cache_dtype or draft_model is not None):
-            raise InputError(
-                "beam search uses its own KV cache and no draft model; leave out cache_implementation, kv_cache_dtype"
-                " and draft_model"
-            )
-        for name, value in {"weight_bits": weight_bits, "compile": compile, "draft_model": draft_model}.items():
+        unsupported: dict[str, object] = {"weight_bits": weight_bits, "compile": compile, "draft_model": draft_model}
+        if beams is not None:
+            unsupported |= {"cache_implementation": cache_implementation != "auto", "kv_cache_dtype": kv_cache_dtype}
+        for name, value in unsupported.items():
             if value:
                 source = f" (generation_config.num_beams of this checkpoint is {num_beams})" if beams is None else ""
                 raise InputError(f"beam search does not support {name}; leave it out{source}")
-        with eval_mode(config.model):
-            completions = generate_with_beams(
-                config,
-                inputs.tokenizer,
-                generation_config,
-                inputs.prompts,
-                inputs.sampling_params,
-                num_beams=num_beams,
-                length_penalty=generation_config.length_penalty if length_penalty is None else length_penalty,
-                early_stopping=generation_config.early_stopping if early_stopping is None else early_stopping,
-            )
+        with eval_mode(model):
+            completions = generate_with_beams(inputs, num_beams, length_penalty, early_stopping)
         if on_chunk is not None:
             for i, completion in enumerate(completions):
                 on_chunk(i, CompletionChunk(completion.text or "", completion.tokens))
@@ -116,7 +98,7 @@ def generate(
         raise InputError("length_penalty and early_stopping apply to beam search, but beams is not set; pass beams=4")
     engine, requests = start_engine(inputs, params, draft_model=draft_model, num_draft_tokens=num_draft_tokens)
     try:
-        with eval_mode(config.model):
+        with eval_mode(model):
             while engine.step():
                 _emit_chunks(requests, on_chunk)
     finally:
@@ -129,17 +111,6 @@ def generate(
     return completions
 
 
-@dataclass
-class GenerationInputs:
-    """Tokenized prompts, sampling parameters per prompt, and the engine configuration."""
-
-    engine_config: EngineConfig
-    tokenizer: Tokenizer | None
-    generation_config: GenerationConfig
-    prompts: list[list[int]]
-    sampling_params: list[SamplingParams]
-
-
 def prepare_inputs(
     checkpoint: CheckpointLike | Transformer,
     prompts: Prompt | Sequence[Prompt],
@@ -149,7 +120,7 @@ def prepare_inputs(
     max_model_len: int | None = None,
     **engine_options: Unpack[EngineOptions],
 ) -> GenerationInputs:
-    """Tokenize the prompts, resolve the configuration, and validate both before any forward pass."""
+    """Tokenize the prompts and build the engine configuration. Both are validated before any forward pass."""
     model, tokenizer, generation_config = unpack_checkpoint(checkpoint)
     sampling_params.check_vocab(model.config.vocab_size)
     if sampling_params.stop and tokenizer is None:
@@ -180,7 +151,7 @@ def start_engine(
     draft_model: CheckpointLike | Transformer | NgramConfig | str | None = None,
     num_draft_tokens: int = 4,
 ) -> tuple[Engine, list[Request]]:
-    """Build an engine and submit one request per completion, in order."""
+    """Build an engine and submit `n` requests per prompt, in the order of the prompts. Return engine and requests."""
     config, tokenizer = inputs.engine_config, inputs.tokenizer
     max_waiting = max(1, len(inputs.prompts) * sampling_params.n)
     if draft_model is None:
@@ -219,7 +190,7 @@ def _resolve_draft_model(
 
 
 def _emit_chunks(requests: Sequence[Request], on_chunk: Callable[[int, CompletionChunk], None] | None) -> None:
-    """Call `on_chunk` for each new chunk."""
+    """Call `on_chunk(request index, chunk)` for each chunk that the requests produced since the last call."""
     if on_chunk is None:
         return
     for i, request in enumerate(requests):

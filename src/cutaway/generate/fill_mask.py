@@ -28,7 +28,9 @@ class FillMaskPrediction(NamedTuple):
 def fill_mask(
     model: Transformer, tokenizer: Tokenizer, texts: Sequence[str], *, top_k: int = 5
 ) -> list[list[list[FillMaskPrediction]]]:
-    """Predict the `top_k` most likely tokens for each mask of each text, while the other masks stay masked."""
+    """Predict the `top_k` most likely tokens for each mask of each text, while the other masks stay masked.
+
+    Returns predictions[text index][mask index], most likely first."""
     if not isinstance(model, EncoderOnly) or model.head is None:
         raise InputError("this model has no masked-LM head; load an encoder with one, such as BertForMaskedLM")
     if isinstance(texts, str):

@@ -14,7 +14,7 @@ from cutaway.tokenizer import Tokenizer
 DEFAULT_MAX_NEW_TOKENS = 256
 """max_new_tokens if neither the caller nor the checkpoint sets it."""
 MAX_PENALTY = 6
-"""Maximum length penalty: the length of a million tokens, raised to this power, is still finite in float32."""
+"""Maximum of repetition_penalty and of |length_penalty|. A million tokens raised to this power is finite in float32."""
 EarlyStopping = bool | Literal["never"]
 _SPECIAL_TOKENS = ("eos_token_id", "pad_token_id", "bos_token_id", "decoder_start_token_id")
 
@@ -56,15 +56,15 @@ class GenerationConfig(BaseModel):
     forced_bos_token_id: TokenId | None = None
     """Forced first token of the completion (in mBART, the token of the target language)."""
     forced_eos_token_ids: TokenIds = Field((), alias="forced_eos_token_id")
-    """Forced last token of a sequence that reaches the maximum length."""
+    """Tokens, one of which is forced as the last token of a sequence that reaches the maximum length."""
     bad_words_ids: _TokenSequences = ()
     """Token sequences that are never generated."""
     suppress_tokens: TokenIds = ()
     """Tokens that are never generated."""
     begin_suppress_tokens: TokenIds = ()
-    """Tokens that are never generated first."""
+    """Tokens that are never the first token of a completion."""
     no_repeat_ngram_size: int = Field(0, ge=0)
-    """No n-gram of this size is generated twice; 0 for no limit."""
+    """Number of tokens of the n-grams that may not occur twice; 0 allows all repetitions."""
     repetition_penalty: float = Field(1.0, ge=0.001, le=MAX_PENALTY)
     num_beams: int = Field(1, ge=1)
     length_penalty: float = Field(1.0, ge=-MAX_PENALTY, le=MAX_PENALTY, allow_inf_nan=False)
@@ -79,7 +79,7 @@ class GenerationConfig(BaseModel):
     max_new_tokens: int | None = Field(None, ge=1)
 
     def drop_tokens_outside_vocab(self, vocab_size: int) -> "GenerationConfig":
-        """Remove suppressed tokens outside the vocabulary: published files may list tokens of a larger vocabulary."""
+        """Return a copy without suppressed tokens outside the vocabulary, which some published files contain."""
         changes: dict[str, object] = {
             "bad_words_ids": tuple(words for words in self.bad_words_ids if max(words) < vocab_size),
             "suppress_tokens": tuple(token for token in self.suppress_tokens if token < vocab_size),
@@ -103,10 +103,11 @@ class GenerationConfig(BaseModel):
 def read_generation_config(
     generation_config: Mapping[str, object], hf_config: Mapping[str, object], tokenizer: Tokenizer | None = None
 ) -> GenerationConfig:
-    """Read generation_config.json, or config.json if that file is missing, as in checkpoints from before 2023.
+    """Build the generation config from the contents of generation_config.json and config.json.
 
-    Token ids that are missing there are read from config.json, then from the tokenizer, because generation would never
-    stop without an EOS token.
+    Settings are read from generation_config.json. If it is empty, as in checkpoints from before 2023, they are read
+    from config.json (`hf_config`). Special token ids that are missing are taken from config.json, then from the
+    tokenizer, because generation would never stop without an EOS token.
     """
     file = "generation_config.json" if generation_config else "config.json"
     config = _parse_file(file, generation_config or hf_config)
@@ -136,7 +137,7 @@ def _first_not_none(*values: int | None) -> int | None:
 
 
 def _parse_file(file: str, values: Mapping[str, object]) -> GenerationConfig:
-    """Validate the values of an untrusted JSON file; null is the same as a missing key."""
+    """Validate the contents of an untrusted JSON file. A null value is treated as a missing key."""
     if not isinstance(values, Mapping):
         raise InputError(f"{file} is a {type(values).__name__}; it must be a JSON object")
     try:
@@ -174,7 +175,9 @@ def unpack_checkpoint(
 def apply_generation_config(
     sampling_params: SamplingParams, generation_config: GenerationConfig, prompt_len: int
 ) -> SamplingParams:
-    """Add the checkpoint's suppressed tokens, and its length limits and repetition penalty if the request sets none."""
+    """Return `sampling_params` with the suppressed tokens of the checkpoint added to those of the request.
+
+    Length limits and repetition penalty are taken from the checkpoint if the request does not set them."""
     max_new_tokens = sampling_params.max_new_tokens
     if max_new_tokens is None:
         default = generation_config.max_new_tokens_for(prompt_len)

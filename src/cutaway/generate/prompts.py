@@ -2,12 +2,15 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from cutaway.errors import CutawayError, InputError
-from cutaway.generate.sampling.sampling_params import as_int
+from cutaway.generate.engine.config import EngineConfig
+from cutaway.generate.generation_config import GenerationConfig
+from cutaway.generate.sampling.sampling_params import SamplingParams, as_int
 from cutaway.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, object]]
@@ -27,7 +30,6 @@ def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def _encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
-    """Convert one prompt to token ids."""
     content = prompt if isinstance(prompt, str) else _as_list(prompt)
     if content is None:
         raise InputError(f"the prompt is a {type(prompt).__name__}; pass a text, a list of token ids, or chat messages")
@@ -39,7 +41,7 @@ def _encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
 
 
 def _as_list(value: object) -> list[Any] | None:
-    """Convert a sequence or a 1-dimensional array to a list; None for other types."""
+    """Convert a sequence or a 1-dimensional array to a list. Return None for other types."""
     if isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray):
         return list(value)
     dimensions = getattr(value, "ndim", 0)
@@ -51,9 +53,20 @@ def _as_list(value: object) -> list[Any] | None:
     return list(value.tolist())
 
 
+@dataclass
+class GenerationInputs:
+    """Tokenized prompts, sampling parameters per prompt, and the engine configuration."""
+
+    engine_config: EngineConfig
+    tokenizer: Tokenizer | None
+    generation_config: GenerationConfig
+    prompts: list[list[int]]
+    sampling_params: list[SamplingParams]
+
+
 @contextmanager
 def prompt_index_in_errors(index: int, num_prompts: int) -> Iterator[None]:
-    """Prefix the message of an error with the index of the prompt, if there are several."""
+    """Context manager: prefix the message of a CutawayError with the prompt's index, if there are several prompts."""
     try:
         yield
     except CutawayError as error:

@@ -44,11 +44,7 @@ def evaluate_quantization(model: Transformer, bits: int, *, seed: int = 0) -> Qu
     """
     length = min(_SEQ_LEN, EngineConfig(model).num_slots - 2)
     params = SamplingParams(max_new_tokens=length, temperature=1.0, ignore_eos=True)
-    engine = Engine(
-        EngineConfig(
-            model, max_num_seqs=_NUM_SEQUENCES, max_model_len=length + 2, cache_implementation="full", compile=False
-        )
-    )
+    engine = Engine(EngineConfig(model, _NUM_SEQUENCES, length + 2, cache_implementation="full", compile=False))
     generator = torch.Generator().manual_seed(seed)
     first_tokens = torch.randint(model.config.vocab_size, (_NUM_SEQUENCES,), generator=generator).tolist()
     requests = [engine.submit([token], params, seed=seed + row) for row, token in enumerate(first_tokens)]
@@ -87,7 +83,7 @@ def _fake_quantized_weights(model: Transformer, bits: int) -> Iterator[None]:
 
 
 def fake_quantize(weight: Tensor, bits: int) -> Tensor:
-    """Quantize and dequantize a matrix."""
+    """Round a matrix to `bits` bits per weight as decode steps do, and return it in its original dtype."""
     if bits == 16:
         return weight.bfloat16().to(weight.dtype)
     if bits == 4 and weight.shape[-1] % GROUP_SIZE:

@@ -35,8 +35,8 @@ from cutaway.size.roofline import (
     RooflineBound,
     Workload,
     find_compute_bound_batch_size,
-    inference_workload,
     roofline_bound,
+    weight_bytes_read,
 )
 from cutaway.size.shape_pass import ExecutionConfig, PassCost, inference_pass, training_pass
 from cutaway.size.state_dict_shapes import CheckpointSize, checkpoint_size
@@ -92,7 +92,7 @@ class SizeEstimate:
         return self.options.batch_size // self.dp_size
 
     def execution_config(self, activation_checkpointing: str = "none") -> ExecutionConfig:
-        """Return how passes are executed.
+        """Return the dtypes, attention kernel, activation checkpointing and parallelism of the passes.
 
         With FSDP, weights are all-gathered in the compute dtype (FSDP's mixed-precision policy), so autocast is off."""
         options, precision, dims = self.options, self.options.precision, self.options.parallel_dims
@@ -162,17 +162,13 @@ class SizeEstimate:
     @cached_property
     def train_flops(self) -> dict[str, FlopCounts]:
         """FLOPs of the forward and backward pass over one sequence, by activation checkpointing mode."""
-        options = self.options
-        execution = self.execution_config()
-        pass_cost = (
-            self.unsharded.train_pass
-            if self.unsharded.batch_size_per_device == 1
-            else training_pass(options.config, 1, options.context, execution, source_len=options.source_len)
-        )
-        return {
-            mode: count_flops(pass_cost.counter, options.context, activation_checkpointing=mode)
-            for mode in ACTIVATION_CHECKPOINTING_MODES
-        }
+        config, context, source_len = self.options.config, self.options.context, self.options.source_len
+        if self.unsharded.batch_size_per_device == 1:
+            counter = self.unsharded.train_pass.counter
+        else:
+            counter = training_pass(config, 1, context, self.execution_config(), source_len=source_len).counter
+        modes = ACTIVATION_CHECKPOINTING_MODES
+        return {mode: count_flops(counter, context, activation_checkpointing=mode) for mode in modes}
 
     @property
     def flops(self) -> FlopCounts:
@@ -206,15 +202,7 @@ class SizeEstimate:
 
     @cached_property
     def training_memory(self) -> MemoryBreakdown:
-        options = self.options
-        return training_memory(
-            self.rank_config,
-            options.precision,
-            options.optimizer,
-            self.train_pass,
-            options.parallel_dims,
-            on_gpu=self.on_gpu,
-        )
+        return training_memory(self.options, self.rank_config, self.train_pass, on_gpu=self.on_gpu)
 
     @property
     def collectives(self) -> dict[str, tuple[int, int]]:
@@ -229,7 +217,7 @@ class SizeEstimate:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the peak fits in the device's memory; None if the memory is unknown."""
+        """Whether the peak memory fits in the device; None if no device is set or its memory size is unknown."""
         device = self.options.hardware
         return None if device is None or device.memory is None else self.memory.total_bytes <= device.memory
 
@@ -247,20 +235,22 @@ class SizeEstimate:
         efficiency = expected_efficiency(workload.name, hardware, precision.name)
         return roofline_bound(workload, hardware, precision, efficiency)
 
+    def _inference_workload(self, name: str, flops: int, num_tokens: int, other_bytes: int, num_ops: int) -> Workload:
+        """Workload of a pass over `num_tokens` tokens. `other_bytes`: bytes read or written besides the weights."""
+        config, precision = self.rank_config, self.options.precision
+        min_bytes, expected_bytes = (
+            other_bytes
+            + weight_bytes_read(config, precision, num_tokens, is_decode=name == "decode", expected=expected)
+            for expected in (False, True)
+        )
+        return Workload(name, flops, min_bytes, num_tokens * self.dp_size, num_ops, expected_bytes)
+
     @property
     def prefill_workload(self) -> Workload:
         """Workload of prefilling the sequences of one device, which reads the weights once and writes the KV cache."""
-        batch_size = self.batch_size_per_device
-        return inference_workload(
-            "prefill",
-            self.rank_config,
-            self.options.precision,
-            self.prefill_flops.scale(batch_size),
-            num_tokens=batch_size * self.options.context,
-            other_bytes=self.kv_cache.total_bytes,
-            num_kernel_launches=self.prefill_pass.num_ops,
-            dp_size=self.dp_size,
-        )
+        batch_size, cache_bytes = self.batch_size_per_device, self.kv_cache.total_bytes
+        flops, num_tokens = batch_size * self.prefill_flops.total_visible, batch_size * self.options.context
+        return self._inference_workload("prefill", flops, num_tokens, cache_bytes, self.prefill_pass.num_ops)
 
     @cached_property
     def prefill_time(self) -> RooflineBound | None:
@@ -268,17 +258,10 @@ class SizeEstimate:
 
     def decode_workload(self, batch_size: int) -> Workload:
         """Workload of a decode step of `batch_size` sequences on one device. It reads all weights and the KV cache."""
-        cache_bytes = self.kv_cache.total_bytes // self.kv_cache.batch_size
-        return inference_workload(
-            "decode",
-            self.rank_config,
-            self.options.precision,
-            count_flops(self.decode_pass.counter, 1).scale(batch_size),
-            num_tokens=batch_size,
-            other_bytes=batch_size * (cache_bytes + self.decode_pass.logits_bytes),
-            num_kernel_launches=self.decode_pass.num_ops,
-            dp_size=self.dp_size,
-        )
+        other_bytes = self.kv_cache.total_bytes // self.kv_cache.batch_size + self.decode_pass.logits_bytes
+        flops = batch_size * count_flops(self.decode_pass.counter, 1).total_visible
+        num_ops = self.decode_pass.num_ops
+        return self._inference_workload("decode", flops, batch_size, batch_size * other_bytes, num_ops)
 
     @cached_property
     def decode_time(self) -> RooflineBound | None:
@@ -310,7 +293,7 @@ class SizeEstimate:
 
     @property
     def time(self) -> RooflineBound | None:
-        """Time of a training step in mode 'train'. In mode 'infer', of a decode step, or of prefill for an encoder."""
+        """Time of a training step (mode 'train'), of a decode step (mode 'infer'), or of prefill (an encoder)."""
         if self.options.mode == "train":
             return self.train_time
         return self.prefill_time if isinstance(self.options.config, Encoder) else self.decode_time
@@ -418,7 +401,8 @@ def estimates_to_dict(estimate: SizeEstimate, *others: SizeEstimate) -> dict[str
     config = estimate.options.config
     estimates = {item.options.mode: item for item in (estimate, *others)}
     training = estimates.get("train")
-    memory = {mode: _memory_to_dict(item.memory) for mode, item in estimates.items()}
+    memory_names = ("total_bytes", "peak_phase", "peak_by_component", "bytes_by_component")
+    memory = {mode: _pick(item.memory, *memory_names) for mode, item in estimates.items()}
     if training is estimate and not others:  # a training estimate alone also compares activation checkpointing modes
         memory["train"]["by_activation_checkpointing"] = _memory_by_activation_checkpointing(estimate)
     result: dict[str, object] = {
@@ -503,12 +487,8 @@ def _flops_to_dict(flops: FlopCounts, rule_name: str, rule_flops: int) -> dict[s
     return _pick(flops, *names) | {"rule_of_thumb": rule}
 
 
-def _memory_to_dict(memory: MemoryBreakdown) -> dict[str, object]:
-    return _pick(memory, "total_bytes", "peak_phase", "peak_by_component", "bytes_by_component")
-
-
 def _memory_by_activation_checkpointing(estimate: SizeEstimate) -> dict[str, dict[str, dict[str, int]]]:
-    """Memory of a training step in each mode, with the selected attention kernel and with the explicit kernel."""
+    """Memory of a training step by activation checkpointing mode and by kernel (the selected one and 'explicit')."""
     result: dict[str, dict[str, dict[str, int]]] = {}
     for mode in ACTIVATION_CHECKPOINTING_MODES:
         result[mode] = {}

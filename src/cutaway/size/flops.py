@@ -35,13 +35,6 @@ class FlopCounts:
     def per_token_visible(self) -> float:
         return self.total_visible / self.num_tokens
 
-    def scale(self, factor: int) -> "FlopCounts":
-        """Return the counts for `factor` sequences of the same length."""
-        full, visible = (
-            {component: factor * flops for component, flops in counts.items()} for counts in (self.full, self.visible)
-        )
-        return FlopCounts(full, visible, factor * self.num_tokens)
-
     def with_last_logits_only(self) -> "FlopCounts":
         """Return the counts if the logits of only one token are computed."""
         full, visible = (
@@ -51,7 +44,7 @@ class FlopCounts:
         return FlopCounts(full, visible, self.num_tokens)
 
     def rule_of_thumb_error(self, rule_flops: float) -> float:
-        """Relative error of a rule of thumb: −0.1 if it is 10 % below `total_visible`."""
+        """Relative error of a rule of thumb, such as 6·N·D: −0.1 if `rule_flops` is 10 % below `total_visible`."""
         return rule_flops / self.total_visible - 1
 
 

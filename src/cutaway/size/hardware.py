@@ -82,19 +82,21 @@ def get_hardware(name: str) -> Hardware:
     if key is None:
         problem = f"unknown device {name!r}{_suggest_names(name)}"
         raise InputError(f"{problem}; use a name of --list-hardware, or pass --bandwidth and --flops")
-    return _load_device(key)
+    return _devices()[key]
 
 
 def list_hardware() -> tuple[Hardware, ...]:
     """All devices of the table, sorted by kind, year and name."""
-    devices = (_load_device(name) for name in _toml_sections())
+    devices = _devices().values()
     return tuple(sorted(devices, key=lambda device: (HARDWARE_KINDS.index(device.kind), device.year or 0, device.name)))
 
 
 def custom_hardware(
     *, bandwidth: float, flops: float, dtype: str | None = None, memory: float | None = None
 ) -> Hardware:
-    """Build a device from its figures. Without a dtype, `flops` applies to all dtypes."""
+    """Build a device from its bandwidth (bytes per second), peak FLOPS and memory size (bytes).
+
+    `flops` is the peak rate in `dtype`; without a dtype, in all dtypes."""
     if dtype is not None and dtype not in COMPUTE_DTYPES:
         raise InputError(f"dtype {dtype!r} of flops is not known; use one of {', '.join(COMPUTE_DTYPES)}")
     dtypes = COMPUTE_DTYPES if dtype is None else (dtype,)
@@ -116,34 +118,25 @@ def _normalize_name(name: str) -> str:
 
 
 @cache
-def _toml_sections() -> dict[str, str]:
-    """TOML text by device, unparsed: parsing the whole file takes 10 ms, and most runs need one device."""
-    text = (Path(__file__).parent / "hardware.toml").read_text(encoding="utf-8")
-    _, *parts = re.split(r"^\[(.+)\]$", text, flags=re.MULTILINE)
-    return dict(zip(parts[::2], parts[1::2], strict=True))
-
-
-@cache
-def _load_device(name: str) -> Hardware:
+def _devices() -> dict[str, Hardware]:
+    """The devices of hardware.toml by name."""
     import tomllib  # slower to import than this module
 
-    fields = tomllib.loads(_toml_sections()[name])
-    return Hardware(name=name, aliases=tuple(fields.pop("aliases", ())), **fields)
+    tables = tomllib.loads(Path(__file__).with_name("hardware.toml").read_text(encoding="utf-8"))
+    return {
+        name: Hardware(name=name, aliases=tuple(fields.pop("aliases", ())), **fields) for name, fields in tables.items()
+    }
 
 
 @cache
 def _name_index() -> dict[str, str]:
-    """Index of normalized names, titles and aliases, read by regex; a test checks them against the parsed TOML."""
-    index = {}
-    for name, text in _toml_sections().items():
-        lines = re.findall("^(?:title|aliases) = (.+)$", text, flags=re.MULTILINE)
-        for alias in (name, *re.findall('"(.+?)"', " ".join(lines))):
-            index[_normalize_name(alias)] = name
-    return index
+    """Device names by normalized name, title and alias."""
+    names = {name: (name, device.title, *device.aliases) for name, device in _devices().items()}
+    return {_normalize_name(alias): name for name, aliases in names.items() for alias in aliases}
 
 
 def _suggest_names(name: str) -> str:
-    """' (did you mean …?)' with the closest device names, or an empty string."""
+    """Return ' (did you mean …?)' with up to three device names similar to `name`, or an empty string."""
     from difflib import get_close_matches  # needed for the error message only
 
     index = _name_index()

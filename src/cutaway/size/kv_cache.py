@@ -58,7 +58,7 @@ class KVCacheSize:
 
     @property
     def by_kind(self) -> dict[str, tuple[int, int]]:
-        """{kind: (number of layers, bytes)}."""
+        """Number of layers and bytes by kind of layer: {kind: (layers, bytes)}."""
         result: dict[str, tuple[int, int]] = {}
         for layer in self.layers:
             count, nbytes = result.get(layer.kind, (0, 0))

@@ -36,14 +36,14 @@ def measured_hardware_path() -> Path:
 
 
 def save_measured_hardware(measured: MeasuredHardware) -> Path:
-    """Write a measurement and return the path."""
+    """Write a measurement to the user's cache directory and return the path of the file."""
     path = measured_hardware_path()
     write_text_atomically(path, json.dumps(asdict(measured), indent=1) + "\n")
     return path
 
 
 def load_measured_hardware() -> MeasuredHardware | None:
-    """Load the measurement of this machine; None if there is none."""
+    """Load the measurement of this machine; None if `cutaway bench` has not stored one."""
     try:
         measured = MeasuredHardware(**json.loads(measured_hardware_path().read_text(encoding="utf-8")))
         figures = [measured.bandwidth, measured.memory, *measured.flops.values(), *measured.efficiency.values()]

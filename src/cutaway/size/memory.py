@@ -6,7 +6,7 @@ from cutaway.config.transformer import Config
 from cutaway.errors import InputError
 from cutaway.size.kv_cache import KVCacheSize
 from cutaway.size.optimizer_state import optimizer_state_bytes
-from cutaway.size.parallel import ParallelDims
+from cutaway.size.options import SizeOptions
 from cutaway.size.precision import Precision
 from cutaway.size.shape_pass import PassCost
 from cutaway.size.state_dict_shapes import checkpoint_size, list_tensors
@@ -52,24 +52,17 @@ def inference_memory(
     return MemoryBreakdown(_peak(resident | transient, on_gpu=on_gpu), sizes, "prefill")
 
 
-def training_memory(
-    config: Config,
-    precision: Precision,
-    optimizer: str,
-    train_pass: PassCost,
-    parallel_dims: ParallelDims,
-    *,
-    on_gpu: bool,
-) -> MemoryBreakdown:
+def training_memory(options: SizeOptions, config: Config, train_pass: PassCost, *, on_gpu: bool) -> MemoryBreakdown:
     """Memory of a training step: weights and optimizer state, plus activations and gradients at their peak.
 
     `config`: configuration of one tensor-parallel rank.
     """
+    precision, parallel_dims = options.precision, options.parallel_dims
     if not precision.can_train:
         raise InputError(f"dtype {precision.name} is for inference only; train in fp32, bf16, fp16 or mixed")
     tensors = [tensor.shard(parallel_dims.dp_shard) for tensor in list_tensors(config)]
     weight_bytes = sum(tensor.nbytes(precision) for tensor in tensors)
-    state_bytes = optimizer_state_bytes(optimizer, tensors, precision.unquantized_bytes)
+    state_bytes = optimizer_state_bytes(options.optimizer, tensors, precision.unquantized_bytes)
     grad_bytes = train_pass.grad_bytes
     transient = dict(train_pass.peak_by_component)
     phase = "start of backward" if transient.get("gradients", 0) < grad_bytes // 2 else "end of backward"
@@ -91,7 +84,7 @@ def training_memory(
 
 
 def _peak(components: dict[str, int], *, on_gpu: bool) -> dict[str, int]:
-    """Return the components that are not empty, with the cuBLAS workspace of a GPU."""
+    """Return the components of more than 0 bytes, plus the cuBLAS workspace if the device is a GPU."""
     workspace = {"workspace": _CUBLAS_WORKSPACE_BYTES} if on_gpu else {}
     return {name: nbytes for name, nbytes in (components | workspace).items() if nbytes}
 

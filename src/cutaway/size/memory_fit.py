@@ -57,14 +57,7 @@ class MemoryFit:
 
 
 def fit_to_memory(
-    memory: int | float | str,
-    source: _ConfigSource,
-    *,
-    batch_size: int = 1,
-    context: int | None = None,
-    dtype: str | None = None,
-    mode: str = "infer",
-    **options: object,
+    memory: int | float | str, source: _ConfigSource, *, context: int | None = None, **options: object
 ) -> MemoryFit:
     """Find the longest context, the largest batch size and the model shapes that fit in `memory` bytes per device.
 
@@ -73,7 +66,7 @@ def fit_to_memory(
     budget = parse_bytes(memory)
     family = source if isinstance(source, str) and source in SCALING_FAMILIES else None
     config_source = source if family is None else build_family_config(family, context)
-    estimate = size(config_source, batch_size=batch_size, context=context, dtype=dtype, mode=mode, **options)  # type: ignore[arg-type]  # `size` validates them
+    estimate = size(config_source, context=context, **options)  # type: ignore[arg-type]  # `size` validates them
     resolved = estimate.options
     source_follows = options.get("source_len") is None
     limit = max_position_embeddings(resolved, source_follows)
@@ -104,10 +97,10 @@ def fit_to_memory(
 def compare_models(sources: Iterable[_ConfigSource], **options: object) -> list[SizeEstimate]:
     """Estimate several models with the same options; the default context is the smallest of their default contexts."""
     if isinstance(sources, str | Path | Mapping | TransformerConfig):
-        raise InputError("compare_models takes several models; pass a list")
+        raise InputError(f"sources is a single model ({type(sources).__name__}); pass a list of models")
     estimates = [size(source, **options) for source in sources]  # type: ignore[arg-type]  # `size` validates them
     if not estimates:
-        raise InputError("compare_models got no models; pass at least one")
+        raise InputError("sources is an empty list; pass at least one model to compare")
     options["context"] = min(estimate.options.context for estimate in estimates)
     return [size(estimate.options.config, **options) for estimate in estimates]  # type: ignore[arg-type]
 
@@ -137,7 +130,9 @@ def max_position_embeddings(options: SizeOptions, source_follows_context: bool) 
 
 
 def find_max_context(options: SizeOptions, memory_budget: int, limit: int, source_follows_context: bool) -> int | None:
-    """Longest context that fits. With `source_follows_context`, the source length equals the context."""
+    """Longest context up to `limit` whose memory is within the budget; None if one token does not fit.
+
+    With `source_follows_context`, the source length equals the context."""
 
     def total_bytes(context: int) -> int:
         source = context if source_follows_context else options.source_len

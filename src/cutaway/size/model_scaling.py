@@ -4,18 +4,17 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from math import gcd
-from typing import TypeVar
 
-from cutaway.config.attention import Attention, LatentAttention, MultiHead, MultiHeadBase
+from cutaway.config.attention import LatentAttention, MultiHead, MultiHeadBase
 from cutaway.config.embedding import Embedding
-from cutaway.config.ffn import FFN, DenseFFN, Gated, Mlp, Moe
+from cutaway.config.ffn import DenseFFN, Gated, Mlp
 from cutaway.config.head import LMHead
 from cutaway.config.norms import LayerNorm
 from cutaway.config.positions import LearnedPosition, NoPosition
-from cutaway.config.stack import Block, CrossBlock, Stack
+from cutaway.config.stack import Block, Stack
 from cutaway.config.transformer import Config, Decoder
 from cutaway.errors import InputError
 from cutaway.size.estimate import SizeEstimate
@@ -37,8 +36,6 @@ _MIN_BUDGET_FRACTION, _MAX_BUDGET_FRACTION = 1 / 8, 2
 """Fractions of the budget between which shapes are listed."""
 MAX_TABLE_SIZE = 8
 """Maximum number of depths and of widths in a table of shapes."""
-
-H = TypeVar("H", bound=MultiHeadBase)
 
 
 @dataclass(frozen=True)
@@ -88,7 +85,7 @@ def num_heads(config: Config) -> int:
 
 
 def max_head_dim(config: Config) -> int:
-    """Maximum head dimension."""
+    """Largest head dimension of all layers."""
     return max(block.attention.head_dim(config.d_model) for stack in config.stacks.values() for block in stack.blocks)
 
 
@@ -110,37 +107,26 @@ def scale_config(config: Config, layers: int, d_model: int) -> Config:
     their ratio of layers.
     """
     source_layers = num_layers(config)
+    scale_attention = partial(_scale_attention, d_model=config.d_model, new_d_model=d_model)
+    scale_ffn = partial(_scale_ffn, d_model=config.d_model, new_d_model=d_model)
     stacks: dict[str, Stack] = {}
     for name, stack in config.stacks.items():
         new_layers = max(1, _round_divide(stack.layers * layers, source_layers))
-        stacks[name] = stack.replace(
-            layers=new_layers,
-            block=tuple(_scale_block(block, config.d_model, d_model) for block in stack.block),
-            leading_blocks=tuple(_scale_block(block, config.d_model, d_model) for block in stack.leading_blocks),
-            layer_groups=None if stack.layer_groups is None else min(stack.layer_groups, new_layers),
-        )
+        groups = None if stack.layer_groups is None else min(stack.layer_groups, new_layers)
+        scaled = stack.edit_layers(scale_attention, scale_ffn)
+        stacks[name] = scaled.replace(layers=new_layers, layer_groups=groups)
     return config.replace(d_model=d_model, **stacks)
 
 
-def _scale_block(block: Block, d_model: int, new_d_model: int) -> Block:
-    changes: dict[str, object] = {"ffn": _scale_ffn(block.ffn, d_model, new_d_model)}
-    if isinstance(block, CrossBlock):
-        changes["cross"] = _scale_heads(block.cross, d_model, new_d_model)
-    return block.replace(attention=_scale_attention(block.attention, d_model, new_d_model), **changes)
-
-
-def _scale_attention(attention: Attention, d_model: int, new_d_model: int) -> Attention:
+def _scale_attention(
+    attention: MultiHeadBase | LatentAttention, d_model: int, new_d_model: int
+) -> MultiHeadBase | LatentAttention:
+    heads = max(1, _round_divide(attention.heads * new_d_model, d_model))
     if isinstance(attention, LatentAttention):
         q_rank = None if attention.q_rank is None else _scale_width(attention.q_rank, d_model, new_d_model)
-        heads = max(1, _round_divide(attention.heads * new_d_model, d_model))
-        return attention.replace(
-            heads=heads, q_rank=q_rank, kv_rank=_scale_width(attention.kv_rank, d_model, new_d_model)
-        )
-    return _scale_heads(attention, d_model, new_d_model)
-
-
-def _scale_heads(attention: H, d_model: int, new_d_model: int) -> H:
-    heads, d_head = max(1, _round_divide(attention.heads * new_d_model, d_model)), attention.head_dim(d_model)
+        kv_rank = _scale_width(attention.kv_rank, d_model, new_d_model)
+        return attention.replace(heads=heads, q_rank=q_rank, kv_rank=kv_rank)
+    d_head = attention.head_dim(d_model)
     implied = attention.d_head is None and heads * d_head == new_d_model
     return attention.replace(
         heads=heads, kv_heads=_scale_kv_heads(attention, heads), d_head=None if implied else d_head
@@ -163,15 +149,8 @@ def _scale_kv_heads(attention: MultiHeadBase, new_heads: int) -> int | None:
     return min(divisors, key=ratio_error)
 
 
-def _scale_ffn(ffn: FFN, d_model: int, new_d_model: int) -> FFN:
-    if not isinstance(ffn, Moe):
-        return _scale_dense_ffn(ffn, d_model, new_d_model)
-    shared = None if ffn.shared is None else _scale_dense_ffn(ffn.shared, d_model, new_d_model)
-    return ffn.replace(expert=_scale_dense_ffn(ffn.expert, d_model, new_d_model), shared=shared)
-
-
-def _scale_dense_ffn(ffn: DenseFFN, d_model: int, new_d_model: int) -> DenseFFN:
-    """Scale an explicit hidden dimension. A default hidden dimension is computed from d_model."""
+def _scale_ffn(ffn: DenseFFN, d_model: int, new_d_model: int) -> DenseFFN:
+    """Scale the hidden dimension if it is set. If it is not set, the model derives it from d_model."""
     return ffn if ffn.hidden is None else ffn.replace(hidden=_scale_width(ffn.hidden, d_model, new_d_model))
 
 
@@ -189,7 +168,9 @@ def _round_divide(numerator: int, denominator: int) -> int:
 
 
 def list_shapes_near_budget(options: SizeOptions, memory_budget: int) -> tuple[tuple[ModelShape, ...], str]:
-    """Return, for each width, the shapes from 1/8 of the budget to the first one beyond it, and remarks on the list."""
+    """Return the model shapes whose memory is near the budget, and remarks on the list.
+
+    For each width, these are the depths whose memory is from 1/8 of the budget up to the first that exceeds it."""
     source, notes = options.config, []
     total = cache(lambda config: SizeEstimate(replace(options, config=config)).memory.total_bytes)
     columns = [_configs_at_width(source, width) for width in _candidate_values(_WIDTH_CANDIDATES, source.d_model)]
@@ -249,11 +230,6 @@ def _can_shard(config: Config, options: SizeOptions) -> bool:
     return True
 
 
-def _min_weight_bytes(config: Config, options: SizeOptions) -> int:
-    """Lower bound of the weight memory, without a shape pass."""
-    return count_parameters(config).total * options.precision.weight_bits // 8 // options.world_size
-
-
 def _configs_near_budget(
     configs: list[Config], options: SizeOptions, memory_budget: int, total_bytes: Callable[[Config], int]
 ) -> list[Config]:
@@ -263,7 +239,8 @@ def _configs_near_budget(
     extrapolates from the two shallowest configurations. The totals of the selected shapes are computed exactly.
     """
     minimum, maximum = _MIN_BUDGET_FRACTION * memory_budget, _MAX_BUDGET_FRACTION * memory_budget
-    candidates = [config for config in configs if _min_weight_bytes(config, options) <= maximum]
+    bytes_per_parameter = options.precision.weight_bits / 8 / options.world_size  # a lower bound of the memory
+    candidates = [config for config in configs if count_parameters(config).total * bytes_per_parameter <= maximum]
     if len(candidates) < 2:
         return [config for config in candidates if minimum <= total_bytes(config) <= maximum]
     (low, start), (high, end) = ((num_layers(config), total_bytes(config)) for config in candidates[:2])
@@ -273,7 +250,10 @@ def _configs_near_budget(
 
 
 def _limit_table(max_size: int, configs: list[Config], own_shape: tuple[int, int]) -> list[Config]:
-    """Keep at most `max_size` widths and as many depths: those with the most shapes, and the source's own."""
+    """Keep the configurations of at most `max_size` widths and of at most `max_size` depths.
+
+    Kept are the source's own width and depth (`own_shape`: layers, d_model), and those that most configurations have.
+    """
     for dimension, own_value in ((lambda config: config.d_model, own_shape[1]), (num_layers, own_shape[0])):
         counts = Counter(dimension(config) for config in configs)
         selected = set(sorted(counts, key=lambda value: (value == own_value, counts[value], value))[-max_size:])

@@ -1,10 +1,10 @@
 """Parallelism: device mesh dimensions and the configuration of one tensor-parallel rank."""
 
 from dataclasses import dataclass
+from functools import partial
 
 from cutaway.config.attention import LatentAttention, MultiHeadBase
-from cutaway.config.ffn import FFN, DenseFFN, Moe
-from cutaway.config.stack import Block, CrossBlock, Stack
+from cutaway.config.ffn import DenseFFN
 from cutaway.config.transformer import Config, EncoderDecoder
 from cutaway.errors import InputError
 
@@ -58,34 +58,21 @@ def shard_config(config: Config, tp: int) -> Config:
     """Configuration of one tensor-parallel rank: heads, hidden dimension and vocabulary are split, norms are not."""
     if tp == 1:
         return config
-    stacks = {name: _shard_stack(stack, config.d_model, tp) for name, stack in config.stacks.items()}
+    shard_attention = partial(_shard_attention, d_model=config.d_model, tp=tp)
+    shard_ffn = partial(_shard_ffn, d_model=config.d_model, tp=tp)
+    stacks = {name: stack.edit_layers(shard_attention, shard_ffn) for name, stack in config.stacks.items()}
     changes: dict[str, object] = {**stacks, "vocab_size": -(-config.vocab_size // tp)}
     if isinstance(config, EncoderDecoder) and config.source_vocab_size is not None:
         changes["source_vocab_size"] = -(-config.source_vocab_size // tp)
     return config.replace(**changes)
 
 
-def _shard_stack(stack: Stack, d_model: int, tp: int) -> Stack:
-    return stack.replace(
-        block=tuple(_shard_block(block, d_model, tp) for block in stack.block),
-        leading_blocks=tuple(_shard_block(block, d_model, tp) for block in stack.leading_blocks),
-    )
-
-
-def _shard_block(block: Block, d_model: int, tp: int) -> Block:
-    attention = block.attention
-    changes: dict[str, object] = {"ffn": _shard_ffn(block.ffn, d_model, tp)}
-    if isinstance(attention, LatentAttention):
-        changes["attention"] = attention.replace(heads=_divide_evenly("heads", attention.heads, tp))
-    else:
-        changes["attention"] = _shard_heads(attention, d_model, tp)
-    if isinstance(block, CrossBlock):
-        changes["cross"] = _shard_heads(block.cross, d_model, tp)
-    return block.replace(**changes)
-
-
-def _shard_heads(attention: MultiHeadBase, d_model: int, tp: int) -> MultiHeadBase:
+def _shard_attention(
+    attention: MultiHeadBase | LatentAttention, d_model: int, tp: int
+) -> MultiHeadBase | LatentAttention:
     """Split query and key-value heads. With fewer key-value heads than ranks, several ranks hold the same head."""
+    if isinstance(attention, LatentAttention):
+        return attention.replace(heads=_divide_evenly("heads", attention.heads, tp))
     kv_heads = attention.num_kv_heads
     if kv_heads % tp and tp % kv_heads:
         problem = f"{kv_heads} key-value heads cannot be split over {tp} devices"
@@ -97,14 +84,7 @@ def _shard_heads(attention: MultiHeadBase, d_model: int, tp: int) -> MultiHeadBa
     )
 
 
-def _shard_ffn(ffn: FFN, d_model: int, tp: int) -> FFN:
-    if not isinstance(ffn, Moe):
-        return _shard_dense_ffn(ffn, d_model, tp)
-    shared = None if ffn.shared is None else _shard_dense_ffn(ffn.shared, d_model, tp)
-    return ffn.replace(expert=_shard_dense_ffn(ffn.expert, d_model, tp), shared=shared)
-
-
-def _shard_dense_ffn(ffn: DenseFFN, d_model: int, tp: int) -> DenseFFN:
+def _shard_ffn(ffn: DenseFFN, d_model: int, tp: int) -> DenseFFN:
     return ffn.replace(hidden=_divide_evenly("hidden dimensions", ffn.hidden_dim(d_model), tp))
 
 

@@ -185,7 +185,10 @@ def _count_layers(name: str, stack: Stack, d_model: int) -> Iterator[LayerParame
     counted_tables: set[tuple[RelativeBias, int]] = set()
     first_in_group: dict[int, int] = {}
     for index, block in enumerate(stack.blocks):
-        attention = _count_attention(block.attention, d_model)
+        if isinstance(block.attention, LatentAttention):
+            attention = _count_latent(block.attention, d_model)
+        else:
+            attention = _count_multi_head(block.attention, d_model)
         position, heads = block.attention.position, block.attention.heads
         if isinstance(position, RelativeBias) and not (position.shared and (position, heads) in counted_tables):
             attention += position.buckets * heads
@@ -217,12 +220,6 @@ def _num_norms(stack: Stack, layer_index: int, block: Block) -> int:
             return sublayers - 1
         case _:
             return sublayers
-
-
-def _count_attention(attention: MultiHead | LatentAttention, d_model: int) -> int:
-    if isinstance(attention, LatentAttention):
-        return _count_latent(attention, d_model)
-    return _count_multi_head(attention, d_model)
 
 
 def _count_multi_head(attention: MultiHead | Cross, d_model: int) -> int:
@@ -273,14 +270,16 @@ def _count_ffn(ffn: FFN, d_model: int) -> int:
 
 
 def _count_active_ffn(ffn: FFN, d_model: int) -> int:
-    """Number of FFN parameters that a token uses: with top_k experts instead of all experts."""
+    """Number of FFN parameters that one token uses. Of the experts of an MoE, only top_k are counted."""
     if isinstance(ffn, Moe):
         return _count_router_and_shared_expert(ffn, d_model) + ffn.router.top_k * _count_ffn(ffn.expert, d_model)
     return _count_ffn(ffn, d_model)
 
 
 def _count_router_and_shared_expert(moe: Moe, d_model: int) -> int:
-    """d_model · experts for the router (its selection bias is a buffer), plus the shared expert and its gate."""
+    """d_model · experts for the router, plus the shared expert and its gate.
+
+    The router's selection bias is a buffer and not counted."""
     router = _count_linear(d_model, moe.experts, bias=moe.router.bias)
     gate = d_model if moe.shared_gate else 0
     return router + gate + (_count_ffn(moe.shared, d_model) if moe.shared is not None else 0)

@@ -132,16 +132,13 @@ def _plot_memory(axes: "Axes", estimates: Sequence[_NamedEstimates]) -> None:
     axes.tick_params(axis="y", length=0)
     axes.set_xlabel("GB (10⁹ bytes) per device")
     axes.set_title("Peak memory by component")
-    handles = [
-        Patch(color=_COMPONENT_COLORS[component], label=component)
-        for component in _COMPONENT_COLORS
-        if any(stack[component] for stack in stacks)
-    ]
+    shown = [component for component in _COMPONENT_COLORS if any(stack[component] for stack in stacks)]
+    handles = [Patch(color=_COMPONENT_COLORS[component], label=component) for component in shown]
     axes.legend(handles=handles, loc="center left", bbox_to_anchor=(1.0, 0.5), handlelength=1, handleheight=1)
 
 
 def group_components(bytes_by_component: Mapping[str, int]) -> dict[str, int]:
-    """Sum bytes by plotted component."""
+    """Sum the bytes of memory components by the component that the plot shows them as."""
     grouped = dict.fromkeys(_COMPONENT_COLORS, 0)
     for component, nbytes in bytes_by_component.items():
         grouped[component_group(component)] += nbytes
@@ -173,17 +170,11 @@ def _plot_throughput_by_batch_size(axes: "Axes", estimates: Sequence[_NamedEstim
         if len(estimates) == 1:
             axes.fill_between(batch_sizes, slow, fast, color=color, alpha=0.15, linewidth=0)
         if crossover is not None:
-            crossover_point = crossover * dp_size, fastest[batch_sizes.index(crossover * dp_size)]
-            axes.plot(*crossover_point, "o", color=color, markersize=4)
-            axes.annotate(
-                f"compute-bound from {crossover_point[0]:,}",
-                crossover_point,
-                xytext=(-8, 0),
-                textcoords="offset points",
-                ha="right",
-                fontsize=8,
-                color=TEXT_COLOR,
-            )
+            batch = crossover * dp_size
+            end = batch, fastest[batch_sizes.index(batch)]
+            axes.plot(*end, "o", color=color, markersize=4)
+            text = f"compute-bound from {batch:,}"
+            axes.annotate(text, end, (-8, 0), textcoords="offset points", ha="right", fontsize=8, color=TEXT_COLOR)
     first = estimates[0][1][0].options
     is_encoder = {isinstance(several[0].options.config, Encoder) for _, several in estimates}
     serving = "inference" if len(is_encoder) > 1 else "prefill" if True in is_encoder else "decode"
@@ -239,11 +230,8 @@ def _with_context(estimate: SizeEstimate, context: int) -> SizeEstimate:
 def _throughput_range(bound: RooflineBound | None) -> tuple[float, float, float]:
     """Tokens per second: maximum, lower and upper end of the expected range."""
     assert bound is not None
-    return (
-        bound.max_tokens_per_second,
-        bound.num_tokens / bound.expected_seconds_high,
-        bound.num_tokens / bound.expected_seconds_low,
-    )
+    low, high = bound.num_tokens / bound.expected_seconds_high, bound.num_tokens / bound.expected_seconds_low
+    return bound.max_tokens_per_second, low, high
 
 
 def _format_log_axes(axes: "Axes", xlabel: str, ylabel: str, *, legend: bool) -> None:

@@ -2,10 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 from cutaway.config.transformer import Config
-from cutaway.size.flops import FlopCounts
 from cutaway.size.hardware import Hardware
 from cutaway.size.precision import Precision
 from cutaway.size.state_dict_shapes import list_tensors
@@ -101,9 +99,7 @@ def roofline_bound(
     )
 
 
-def _weight_bytes_read(
-    config: Config, precision: Precision, num_tokens: int, *, is_decode: bool, expected: bool
-) -> int:
+def weight_bytes_read(config: Config, precision: Precision, num_tokens: int, *, is_decode: bool, expected: bool) -> int:
     """Number of bytes of weights that a pass over `num_tokens` tokens reads.
 
     Only the rows of an embedding table that are looked up are counted. Of the MoE experts, top_k are counted (the
@@ -129,26 +125,6 @@ def _is_encoder_side(name: str) -> bool:
 
     This holds for the encoder and for the key and value projections of cross-attention."""
     return name.startswith(("encoder", "source_tokens")) or ".cross.k" in name or ".cross.v" in name
-
-
-def inference_workload(
-    name: Literal["prefill", "decode"],
-    config: Config,
-    precision: Precision,
-    flops: FlopCounts,
-    *,
-    num_tokens: int,
-    other_bytes: int,
-    num_kernel_launches: int,
-    dp_size: int,
-) -> Workload:
-    """Workload of a forward pass over `num_tokens` tokens. `other_bytes`: bytes read or written besides the weights."""
-    min_bytes, expected_bytes = (
-        other_bytes + _weight_bytes_read(config, precision, num_tokens, is_decode=name == "decode", expected=expected)
-        for expected in (False, True)
-    )
-    total_tokens = num_tokens * dp_size
-    return Workload(name, flops.total_visible, min_bytes, total_tokens, num_kernel_launches, expected_bytes)
 
 
 def find_compute_bound_batch_size(workload_at: Callable[[int], Workload], ridge_point: float) -> int | None:

@@ -37,7 +37,9 @@ class TensorSpec:
         return prod(self.shape)
 
     def shard(self, dp_shard: int) -> "TensorSpec":
-        """Return the largest FSDP shard. Tensors are split along dimension 0; those without gradient are not split."""
+        """Return this tensor with the shape of its largest FSDP shard: dimension 0 divided by `dp_shard`, rounded up.
+
+        A tensor without gradient is not sharded and returned unchanged."""
         return self if not self.requires_grad else replace(self, shape=(-(-self.shape[0] // dp_shard), *self.shape[1:]))
 
     def nbytes(self, precision: Precision) -> int:
@@ -49,7 +51,7 @@ _EMBEDDING_TABLES = ("tokens", "source_tokens", "positions", "types")
 
 @lru_cache(maxsize=64)
 def list_tensors(config: Config) -> tuple[TensorSpec, ...]:
-    """List all tensors of the state dict: the weights that the forward pass uses, and those that it does not use."""
+    """List all tensors of the state dict: weights of the forward pass, then the pooler, frozen tables and buffers."""
     weights = inference_pass(config, 1, 1, ExecutionConfig()).weights
     tensors = [
         TensorSpec(

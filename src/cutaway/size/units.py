@@ -50,7 +50,7 @@ def parse_rate(text: str | float) -> float:
 
 
 def _match_quantity(text: str | float, pattern: re.Pattern[str], what: str, hint: str) -> re.Match[str]:
-    """Match a quantity. Numbers are converted by their shortest repr, so that 16e9 is exact."""
+    """Match `text` with the pattern; raise if it does not match. Numbers are matched as str(number), which is exact."""
     readable = isinstance(text, str | int | float) and not isinstance(text, bool)
     match = pattern.fullmatch(str(text)) if readable else None
     if match is None:

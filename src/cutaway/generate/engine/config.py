@@ -10,13 +10,7 @@ import torch
 from cutaway.argument_checks import FLOAT_DTYPES
 from cutaway.device import GIB, free_memory
 from cutaway.errors import InputError
-from cutaway.generate.engine.kv_cache import (
-    CACHE_IMPLEMENTATIONS,
-    PAGE_SIZE,
-    BatchKVCache,
-    CacheImplementation,
-    cross_cache_shapes,
-)
+from cutaway.generate.engine.kv_cache import CACHE_IMPLEMENTATIONS, PAGE_SIZE, BatchKVCache, CacheImplementation
 from cutaway.generate.engine.output import OutputProcessor
 from cutaway.generate.engine.request import Request
 from cutaway.generate.generation_config import GenerationConfig
@@ -24,7 +18,6 @@ from cutaway.generate.sampling.sampling_params import (
     MAX_TOKENS,
     SamplingParams,
     as_float,
-    as_int,
     check_ids_in_vocab,
     check_int,
     check_token_ids,
@@ -144,9 +137,7 @@ class EngineConfig:
     def _resolve_max_model_len(self) -> int:
         context, max_positions = self.model.config.context or DEFAULT_MAX_MODEL_LEN, self.max_position_embeddings
         requested = self.max_model_len if self.max_model_len is not None else min(context, max_positions or context)
-        max_model_len = as_int(requested)
-        if max_model_len is None or max_model_len < 2:
-            raise InputError(f"max_model_len is {format_value(requested)}; pass a number of tokens, 2 or more")
+        max_model_len = check_int("max_model_len", requested, 2, MAX_TOKENS)
         if max_positions is not None and max_model_len > max_positions:
             raise InputError(
                 f"max_model_len is {max_model_len}, but the model has {max_positions} learned positions; lower"
@@ -160,7 +151,9 @@ class EngineConfig:
         return min(PAGE_SIZE, self.num_slots)
 
     def num_pages(self) -> int | None:
-        """Number of pages that fit in kv_cache_memory_bytes, without the null page; None for the default number."""
+        """Number of pages that fit in kv_cache_memory_bytes, not counting the null page.
+
+        None if the cache is not paged or kv_cache_memory_bytes is not set: `BatchKVCache` then chooses the number."""
         if self.cache_implementation != "paged" or self.kv_cache_memory_bytes is None:
             return None
         page_bytes, pages_per_seq = self.bytes_for_slots(self.page_size), -(-self.num_slots // self.page_size)
@@ -189,18 +182,9 @@ class EngineConfig:
 
     @property
     def cache_bytes(self) -> int:
-        """Number of bytes of the whole cache."""
-        kv_bytes = self.max_num_seqs * self.bytes_for_slots(self.num_slots)
-        if self.cache_implementation == "paged":
-            pages = self.num_pages() or self.max_num_seqs * -(-self.num_slots // self.page_size)
-            kv_bytes = (pages + 1) * self.bytes_for_slots(self.page_size)
-        cross_bytes_per_token = 0
-        if "encoder" in self.model.stacks:
-            for heads, width in cross_cache_shapes(self.model):
-                cross_bytes_per_token += 2 * heads * width * self.model.dtype.itemsize
-        return kv_bytes + self.max_num_seqs * self.max_source_len * cross_bytes_per_token
+        """Number of bytes of the KV cache, including the keys and values of cross-attention."""
+        return self._allocate_cache(torch.device("meta")).num_bytes
 
-    @torch.inference_mode(False)  # inference tensors could not be updated in place outside inference mode
     def build_cache(self) -> BatchKVCache:
         """Allocate the KV cache; raise if it exceeds the free memory."""
         free = free_memory(self.model.device)
@@ -210,11 +194,16 @@ class EngineConfig:
                 f" {self.cache_bytes / GIB:.3g} GiB, but only {free / GIB:.3g} GiB are free; lower max_num_seqs or"
                 " max_model_len, or set kv_cache_dtype=torch.int8"
             )
+        return self._allocate_cache(self.model.device)
+
+    @torch.inference_mode(False)  # inference tensors could not be updated in place outside inference mode
+    def _allocate_cache(self, device: torch.device) -> BatchKVCache:
         assert self.cache_implementation != "auto"  # resolved in __post_init__
         return BatchKVCache(
             self.model,
             self.max_num_seqs,
             self.num_slots,
+            device=device,
             implementation=self.cache_implementation,
             dtype=self.kv_cache_dtype,
             chunk_size=self.prefill_chunk_size,
@@ -225,7 +214,7 @@ class EngineConfig:
     def build_model_inputs(
         self, prompt: Sequence[int], output_prefix: Sequence[int]
     ) -> tuple[list[int], list[int] | None]:
-        """Return the decoder's input tokens, and the source tokens if there is an encoder."""
+        """Return (decoder input tokens, source tokens). The source tokens are None if the model has no encoder."""
         config = self.model.config
         size = getattr(config, "source_vocab_size", None) or config.vocab_size
         tokens = check_ids_in_vocab("the prompt", prompt, size)
@@ -272,7 +261,7 @@ class EngineConfig:
     def resolve_max_tokens(
         self, input_ids: Sequence[int], sampling_params: SamplingParams, output_prefix: Sequence[int]
     ) -> int:
-        """Maximum number of completion tokens: max_new_tokens, limited by the free slots of the sequence."""
+        """Maximum number of completion tokens: max_new_tokens, limited by the cache slots that `input_ids` leaves."""
         sampling_params.check_vocab(self.model.config.vocab_size)
         available = self.num_slots - len(input_ids) + len(output_prefix)
         return max(1, min(sampling_params.max_new_tokens or available, available))
@@ -280,13 +269,6 @@ class EngineConfig:
     def max_slots(self, request: Request) -> int:
         """Maximum number of cache slots of a request. The last sampled token is never written to the cache."""
         return len(request.input_ids) + request.output.max_tokens - len(request.output_prefix) - 1
-
-    def format_invalid_logits(self, request: Request) -> str:
-        index = len(request.output.tokens)
-        return (
-            f"the logits for token {index} of the completion contain NaN, or all tokens are suppressed; check the"
-            " weights (ct.load(..., check=True)), the dtype (float16 overflows in some models) and suppress_tokens"
-        )
 
 
 class EngineOptions(TypedDict, total=False):
@@ -312,7 +294,8 @@ def build_engine_config(
 ) -> EngineConfig:
     """Build an engine configuration with the checkpoint's special tokens.
 
-    `required_len`: maximum number of slots per sequence, if it is less than max_model_len."""
+    `required_len`: number of tokens of the longest sequence to generate, prompt included. If it is less than
+    max_model_len, the KV cache has only this many slots per sequence."""
     if max_source_len == 0:
         raise InputError("the prompt is empty; pass at least one token, such as the BOS token")
     has_encoder = len(model.stacks) == 2
@@ -335,7 +318,7 @@ def build_engine_config(
 
 
 def reduce_num_seqs_to_fit(engine_config: EngineConfig) -> EngineConfig:
-    """Halve max_num_seqs until the KV cache fits in the free memory."""
+    """Return a copy with max_num_seqs halved until the KV cache fits in the free memory, or max_num_seqs is 1."""
     free = free_memory(engine_config.model.device)
     while free is not None and engine_config.cache_bytes > free and engine_config.max_num_seqs > 1:
         engine_config = replace(engine_config, max_num_seqs=engine_config.max_num_seqs // 2)

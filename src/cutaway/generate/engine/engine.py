@@ -141,7 +141,7 @@ class Engine:
         return bool(self.waiting or self.scheduler.running or self.pending)
 
     def step(self) -> bool:
-        """Admit waiting requests, prefill one chunk and decode one token per request. Return False if none is left."""
+        """Admit waiting requests, prefill one chunk, decode one token per request. Return whether requests remain."""
         training = any(model.training for model in self.models)
         try:
             with eval_mode(*self.models) if training else nullcontext():
@@ -173,7 +173,7 @@ class Engine:
 
     @contextmanager
     def _isolate_failures(self, requests: Sequence[Request]) -> Iterator[None]:
-        """On an exception, fail these requests only and zero their cache rows; the engine continues."""
+        """Context manager: an exception inside fails only `requests`, whose cache rows are zeroed."""
         try:
             yield
         except Exception as error:
@@ -184,7 +184,7 @@ class Engine:
                 self.scheduler.release(request, cache_valid=False)
 
     def _process_pending_if_finishing(self) -> None:
-        """Process the pending tokens now if a request reaches max_tokens with them.
+        """Process the tokens of the previous decode step now if a request reaches its max_tokens with them.
 
         Otherwise the next decode step would be launched with a row that is already finished."""
         requests = [] if self.pending is None else self.pending.requests
@@ -304,7 +304,12 @@ class Engine:
     ) -> None:
         """Append a sampled token to a request; finish the request, or prefill it again at a LongRoPE switch length."""
         if invalid:
-            request.finish(error=EngineError(self.config.format_invalid_logits(request)))
+            reason = (
+                f"the logits for token {len(request.output.tokens)} of the completion contain NaN, or all tokens are"
+                " suppressed; check the weights (ct.load(..., check=True)), the dtype (float16 overflows in some"
+                " models) and suppress_tokens"
+            )
+            request.finish(error=EngineError(reason))
             self.scheduler.release(request, cache_valid=False)
             return
         forced_eos_token_id = self.config.forced_eos_token_id

@@ -8,6 +8,7 @@ A flat slot is page_id · page_size + offset: an index into the buffers with the
 
 import copy
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal, cast
 
 import torch
@@ -77,14 +78,16 @@ class PagedLayerCache(LayerCache):
         self,
         batch_size: int,
         num_slots: int,
-        num_pages: int,
-        page_size: int,
         cache_shape: CacheShape,
         device: torch.device,
         dtype: torch.dtype,
+        *,
+        num_pages: int,
+        page_size: int | None,
     ) -> None:
-        self.num_slots, self.page_size = num_slots, page_size
-        self.keys, self.values = (KVBuffer(num_pages, page_size, width, device, dtype) for width in cache_shape)
+        """`page_size` None: one page per row, as long as the row."""
+        self.num_slots, self.page_size = num_slots, page_size or num_slots
+        self.keys, self.values = (KVBuffer(num_pages, self.page_size, width, device, dtype) for width in cache_shape)
         # Index that `gather` uses: a slice of rows, which gives a view, or the page table.
         self.page_index: Int[Tensor, "B P"] | slice = slice(0, batch_size)
         self.page_table = torch.arange(batch_size, device=device).unsqueeze(-1)
@@ -114,6 +117,7 @@ class BatchKVCache(Cache):
         batch_size: int,
         num_slots: int,
         *,
+        device: torch.device | None = None,
         implementation: CacheImplementation = "full",
         dtype: torch.dtype | None = None,
         chunk_size: int | None = None,
@@ -121,6 +125,7 @@ class BatchKVCache(Cache):
         max_source_len: int = 0,
     ) -> None:
         """`num_pages`: number of pages of a paged cache without the null page. The default is enough for all rows."""
+        device = model.device if device is None else device
         self.implementation = implementation
         self.first_row = 0
         paged = implementation == "paged"
@@ -129,41 +134,34 @@ class BatchKVCache(Cache):
         total_pages = batch_size
         if paged:
             total_pages = 1 + (batch_size * (num_slots // page_size) if num_pages is None else num_pages)
-
-        def build_layer(
-            batch: int, layer_slots: int, cache_shape: CacheShape, device: torch.device, dtype: torch.dtype
-        ) -> PagedLayerCache:
-            return PagedLayerCache(
-                batch_size, layer_slots, total_pages, page_size or layer_slots, cache_shape, device, dtype
-            )
-
         stack = model.stacks["decoder"]
-        has_cross_attention = "encoder" in model.stacks
         super().__init__(
             stack.cache_shapes,
             batch_size,
             num_slots,
             windows=stack.windows,
-            has_cross_attention=has_cross_attention,
-            device=model.device,
+            has_cross_attention="encoder" in model.stacks,
+            device=device,
             dtype=dtype or model.dtype,
             chunk_size=chunk_size if implementation == "ring" else None,
-            build_layer=build_layer,
+            build_layer=partial(PagedLayerCache, num_pages=total_pages, page_size=page_size if paged else None),
         )
         self.page_size = page_size
         self.num_pages = total_pages
         self.page_table: Int[Tensor, "B P"] | None = None
         if paged:
             shape = batch_size, num_slots // page_size
-            self.page_table = torch.full(shape, NULL_PAGE, dtype=torch.long, device=model.device)
+            self.page_table = torch.full(shape, NULL_PAGE, dtype=torch.long, device=device)
             for layer in self.paged_layers:
                 layer.page_index = layer.page_table = self.page_table
         if self.cross_layers is not None:
-            empty = torch.full((batch_size, max_source_len), EMPTY_POSITION, device=model.device)
+            empty = torch.full((batch_size, max_source_len), EMPTY_POSITION, device=device)
             self.memory_positions = TokenPositions(empty)
-            for cross_layer, (heads, width) in zip(self.cross_layers, cross_cache_shapes(model), strict=True):
+            for cross_layer, block in zip(self.cross_layers, model.config.stacks["decoder"].blocks, strict=True):
+                assert isinstance(block, CrossBlock)
+                heads, width = block.cross.num_kv_heads, block.cross.head_dim(model.config.d_model)
                 shape4 = batch_size, max_source_len, heads, width
-                cross_layer.k = torch.zeros(shape4, device=model.device, dtype=model.dtype)
+                cross_layer.k = torch.zeros(shape4, device=device, dtype=model.dtype)
                 cross_layer.v = torch.zeros_like(cross_layer.k)
 
     @property
@@ -242,7 +240,9 @@ class BatchKVCache(Cache):
             swap_tensor_rows(tensor, a, b)
 
     def zero_row(self, row: int, page_ids: Sequence[int] = ()) -> None:
-        """Zero a row, or its pages. Masked slots have weight 0, but 0 · NaN is NaN and would affect later sequences."""
+        """Zero the keys and values of a row; in a paged cache, those of the pages `page_ids` and of the null page.
+
+        Masked slots have attention weight 0, but 0 · NaN is NaN and would affect later sequences."""
         for tensor in self.kv_tensors():
             for index in [row] if self.page_table is None else [NULL_PAGE, *page_ids]:
                 tensor[index] = 0
@@ -271,9 +271,3 @@ class BatchKVCache(Cache):
     def num_bytes(self) -> int:
         """Number of bytes of all keys and values."""
         return sum(x.nbytes for x in [*self.kv_tensors(), *self.cross_tensors()])
-
-
-def cross_cache_shapes(model: Transformer) -> list[tuple[int, int]]:
-    """(heads, width) of each layer's cross-attention keys and values."""
-    cross = [block.cross for block in model.config.stacks["decoder"].blocks if isinstance(block, CrossBlock)]
-    return [(attention.num_kv_heads, attention.head_dim(model.config.d_model)) for attention in cross]

@@ -4,6 +4,7 @@ import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import repeat
 from typing import TypeAlias
 
 import torch
@@ -31,12 +32,7 @@ class ModelRunner:
 
     @torch.inference_mode(False)  # inference tensors could not be updated in place outside inference mode
     def __init__(
-        self,
-        model: Transformer,
-        cache: BatchKVCache,
-        *,
-        compile: bool | None = None,
-        weight_bits: int | None = None,
+        self, model: Transformer, cache: BatchKVCache, *, compile: bool | None = None, weight_bits: int | None = None
     ) -> None:
         """`compile`, `weight_bits`: see `EngineConfig`."""
         if weight_bits not in (None, 4, 8, 16):
@@ -292,17 +288,11 @@ class PendingTokens:
         """Wait for the copies; yield (request, token, invalid logits, log-probability, top log-probabilities)."""
         if self.copy_event is not None:
             self.copy_event.synchronize()
-        host = self.host_output
-        tokens, invalid = host.tokens.tolist(), host.invalid.tolist()
-        logprobs = None if host.logprobs is None else host.logprobs.tolist()
-        top_tokens = None if host.top_tokens is None else host.top_tokens.tolist()
-        top_logprobs = None if host.top_logprobs is None else host.top_logprobs.tolist()
-        for i, request in enumerate(self.requests):
-            top = None
-            if top_tokens is not None and top_logprobs is not None and request.sampling_params.logprobs:
-                count = request.sampling_params.logprobs
-                top = dict(zip(top_tokens[i][:count], top_logprobs[i][:count], strict=True))
-            yield request, tokens[i], invalid[i], None if logprobs is None else logprobs[i], top
+        columns = [repeat(None, len(self.requests)) if part is None else part.tolist() for part in self.host_output]
+        for request, token, invalid, logprob, tokens, logprobs in zip(self.requests, *columns, strict=True):
+            count = request.sampling_params.logprobs
+            top_logprobs = dict(zip(tokens[:count], logprobs[:count], strict=True)) if count else None
+            yield request, token, invalid, logprob, top_logprobs
 
 
 def _copy_to_pinned(tensor: Tensor) -> Tensor:

@@ -71,7 +71,9 @@ class OutputProcessor:
         *,
         forced_eos: bool = False,
     ) -> CompletionChunk:
-        """Append a token and return the chunk it releases. `forced_eos`: the token was forced at the maximum length."""
+        """Append a token and return it with the text that can be shown now. Sets the finish reason at a stop condition.
+
+        `forced_eos`: the token was not sampled but forced, because the completion reached its maximum length."""
         self.tokens.append(token)
         chunk = CompletionChunk(tokens=[token])
         if self.num_logprobs is not None and logprob is not None:

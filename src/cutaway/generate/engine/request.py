@@ -93,7 +93,9 @@ class Request:
             self.on_update()
 
     def finish(self, finish_reason: str | None = None, error: CutawayError | None = None) -> None:
-        """Set the finish reason or the error and wake the waiting threads. Later calls have no effect."""
+        """Mark the request as finished, set its finish reason or error, and wake the threads that wait for it.
+
+        Later calls have no effect."""
         if self.finished.is_set():
             return
         if finish_reason is not None:

@@ -23,6 +23,8 @@ class Scheduler:
             self.page_pool = PagePool(cache.num_pages, cache.page_size, prefix_caching=prefix_caching)
         self.running: list[Request] = []
         self.num_decoding = 0
+        self.swap_functions = [model_runner.swap_rows]
+        """Called with the numbers of two rows that are exchanged."""
 
     @property
     def decoding(self) -> list[Request]:
@@ -82,7 +84,8 @@ class Scheduler:
 
     def swap_rows(self, a: int, b: int) -> None:
         """Exchange two rows in the cache, the sampler and the list of running requests."""
-        self.model_runner.swap_rows(a, b)
+        for swap in self.swap_functions:
+            swap(a, b)
         first, second = self.running[a], self.running[b]
         self.running[a], self.running[b] = second, first
         first.row, second.row = b, a

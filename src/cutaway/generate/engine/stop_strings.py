@@ -7,7 +7,7 @@ from collections.abc import Iterable
 class StopStrings:
     """Streaming search for stop strings: releases text that cannot be part of a stop string, and holds back the rest.
 
-    The first stop string to be completed is found; if several end at the same character, the longest of them. The
+    `found` is the first stop string that is completed. If several end at the same character, it is the longest. The
     Aho-Corasick automaton (1975) takes time linear in the text, independent of the number of stop strings.
     """
 
@@ -42,7 +42,7 @@ class StopStrings:
         return self._release_text(previous, chunk, self.prefix_of_state[state][1])
 
     def flush(self) -> str:
-        """Return the text that is still held back, at the end of the text: it is not a stop string."""
+        """Return the text that is still held back. Call this at the end of the text."""
         string, depth = self.prefix_of_state[self.state]
         self.state = 0
         return string[:depth]

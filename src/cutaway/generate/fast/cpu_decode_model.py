@@ -110,7 +110,9 @@ def _recast_module(module: nn.Module, new_class: type[M]) -> M:
 def select_linear_class(
     model: Transformer, weight_bits: int | None, *, single_row_compiled: bool
 ) -> type[PackedLinear] | None:
-    """Packed linear class that reads the fewest bytes; None if the model's own layers are fastest."""
+    """Return the linear layer class for CPU decode steps, or None to keep the model's own layers.
+
+    `weight_bits` None keeps the model's dtype. `single_row_compiled`: steps are compiled and decode one sequence."""
     if weight_bits == 8:
         return WeightOnlyInt8Linear if single_row_compiled else Int8DynamicLinear
     if weight_bits == 16 or (weight_bits is None and model.dtype == torch.bfloat16):

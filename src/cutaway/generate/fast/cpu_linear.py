@@ -10,15 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cutaway.device import has_native_bf16, has_onednn
-from cutaway.errors import WeightError
-
-_MIN_SCALE = 1e-30
-"""Lower bound of a quantization scale, for rows of zeros."""
-
-
-_INT8_MAX = 127
-"""Quantized values are in [−127, 127], so that rounding is symmetric."""
-
+from cutaway.generate.fast.quantized_weights import quantize
 
 _NUM_ACCUMULATORS = 4
 """Independent sums in a GEMV, to hide the latency of a floating-point addition (several cycles)."""
@@ -32,13 +24,15 @@ class PackedLinear(nn.Module):
     """
 
     bias: Tensor | None
+    bias_dtype: torch.dtype | None = None
+    """dtype that the bias is converted to; None keeps its dtype."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__()
         self.d_out, self.d_in = weight.shape
         with torch.no_grad():
             # Plain attributes, not buffers: model.half() must not cast the fp32 scales.
-            self.bias = None if bias is None else self.pack_bias(bias.detach())
+            self.bias = None if bias is None else bias.detach().to(self.bias_dtype or bias.dtype)
             self.pack(weight.detach())
 
     @classmethod
@@ -47,9 +41,6 @@ class PackedLinear(nn.Module):
 
     def pack(self, weight: Tensor) -> None:
         raise NotImplementedError
-
-    def pack_bias(self, bias: Tensor) -> Tensor:
-        return bias
 
 
 class UnpackedLinear(PackedLinear):
@@ -66,13 +57,12 @@ class UnpackedLinear(PackedLinear):
 class Bf16Linear(PackedLinear):
     """Weights and x in bfloat16, with accumulation in fp32. The weights take half the bytes of fp32."""
 
+    bias_dtype = torch.bfloat16
+
     def pack(self, weight: Tensor) -> None:
         weight = weight.bfloat16()
         self.use_onednn = has_native_bf16()
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, 1) if self.use_onednn else weight
-
-    def pack_bias(self, bias: Tensor) -> Tensor:
-        return bias.bfloat16()
 
     def forward(self, x: Tensor) -> Tensor:
         if self.use_onednn:
@@ -89,6 +79,8 @@ class Int8DynamicLinear(PackedLinear):
     scale_x/2·Σ|W|, where W is the quantized weight.
     """
 
+    bias_dtype = torch.float32
+
     def __init__(self, weight: Tensor, bias: Tensor | None = None, *, use_onednn: bool | None = None) -> None:
         # Without VNNI, oneDNN may add pairs of products in 16 bits, where 2·127·127 saturates; use float sums there.
         supported = has_onednn() and torch.cpu._is_vnni_supported()
@@ -96,16 +88,15 @@ class Int8DynamicLinear(PackedLinear):
         super().__init__(weight, bias)
 
     def pack(self, weight: Tensor) -> None:
-        integers, self.scale = quantize_int8_per_row(weight)
+        self.scale, integers = quantize(weight, 8)
         self.zero_points = torch.zeros(self.d_out, dtype=torch.int32)
-        self.weight = torch.ops.onednn.qlinear_prepack(integers, None) if self.use_onednn else integers
-
-    def pack_bias(self, bias: Tensor) -> Tensor:
-        return bias.float()
+        self.weight = integers.to(torch.int8)
+        if self.use_onednn:
+            self.weight = torch.ops.onednn.qlinear_prepack(self.weight, None)
 
     def forward(self, x: Tensor) -> Tensor:
         x_fp32 = x.float()
-        x_scale = x_fp32.abs().amax(-1, keepdim=True).div(_INT8_MAX).clamp(min=_MIN_SCALE)
+        x_scale = x_fp32.abs().amax(-1, keepdim=True).div(127).clamp(min=1e-30)
         x_int8 = x_fp32.div(x_scale).round().to(torch.int8)
         if self.use_onednn:
             y = _onednn_int8_linear(x_int8, self.weight, self.scale, self.zero_points)
@@ -121,13 +112,11 @@ class GemvLinear(PackedLinear):
     Without compilation, or with several rows, W is first converted to fp32, which is correct but slow.
     """
 
+    bias_dtype = torch.float32
     scale: Tensor | None = None
 
     def pack(self, weight: Tensor) -> None:
         self.weight = weight
-
-    def pack_bias(self, bias: Tensor) -> Tensor:
-        return bias.float()
 
     def forward(self, x: Tensor) -> Tensor:
         x_fp32 = x.float()
@@ -157,7 +146,8 @@ class WeightOnlyInt8Linear(GemvLinear):
     """int8 weights, x in fp32: more accurate than `Int8DynamicLinear`, and faster for one row when compiled."""
 
     def pack(self, weight: Tensor) -> None:
-        self.weight, self.scale = quantize_int8_per_row(weight)
+        self.scale, integers = quantize(weight, 8)
+        self.weight = integers.to(torch.int8)
 
 
 class FusedLinear(nn.Module):
@@ -176,26 +166,13 @@ _MAX_UPCAST_PARAMETERS = 1 << 30
 
 
 def should_upcast_on_cpu(model: nn.Module) -> bool:
-    """Whether a model on the CPU has 16-bit weights and is small enough for fp32."""
+    """Whether to convert a model to fp32: if it is on the CPU, has 16-bit weights and is small enough for fp32."""
     weights = list(model.parameters())
     return (
         weights[0].device.type == "cpu"
         and weights[0].itemsize < 4
         and sum(map(Tensor.numel, weights)) <= _MAX_UPCAST_PARAMETERS
     )
-
-
-def quantize_int8_per_row(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize each row: W ≈ scale · integers with |W − scale · integers| ≤ scale / 2. Return (integers, scale)."""
-    weight = weight.float()
-    max_abs = weight.abs().amax(-1)
-    if not torch.isfinite(max_abs).all():
-        raise WeightError(
-            "the weights contain NaN or infinity, which int8 cannot represent; load the weights again, or leave out"
-            " weight_bits"
-        )
-    scale = max_abs.div(_INT8_MAX).clamp(min=_MIN_SCALE)
-    return weight.div(scale.unsqueeze(-1)).round().clamp(-_INT8_MAX, _INT8_MAX).to(torch.int8), scale
 
 
 # torch.compile cannot trace opaque oneDNN weights; as custom operators the products do not break the graph.

@@ -69,23 +69,12 @@ class FastAttention:
         cos = sin = None
         if context.rotate is not None:
             cos, sin = context.rotate.cos.contiguous(), context.rotate.sin.contiguous()
-        return paged_attention(
-            fused_linear(x, self.in_weight, norm=norm),
-            self.params,
-            layer.keys,
-            layer.values,
-            layer.num_slots,
-            layer.page_table,
-            slot_mapping.slots,
-            position,
-            cos,
-            sin,
-            self.out_weight,
-        )
+        qkv = fused_linear(x, self.in_weight, norm=norm)
+        return paged_attention(qkv, self.params, layer, slot_mapping.slots, position, cos, sin, self.out_weight)
 
 
 class FastFFN:
-    """FFN sublayer: down(act(up(x))) or gated, with norm and activation fused into the first product."""
+    """FFN sublayer: down(act(up(h))), or down(act(gate(h)) · up(h)), for h = norm(x). Norm to act is one kernel."""
 
     def __init__(self, ffn: MLP | GatedMLP, norm: nn.Module, *, bits: int | None) -> None:
         self.norm, self.act = _norm_params(norm), ACTIVATION_NAMES[ffn.act]
@@ -129,11 +118,9 @@ class FastBlock(nn.Module):
     def forward(self, x: Tensor, context: LayerContext) -> Tensor:
         block, attention, ffn = self.block, self.fast_attention, self.fast_ffn
         if isinstance(block, ParallelBlock):
-            h = x if attention is not None else block.norm(x)
-            after_attn = self._residual_branch(
-                x, x if attention is not None else h, block.attn, attention, None, context
-            )
-            return self._residual_branch(after_attn, x if ffn is not None else h, block.ffn, ffn, self.next_attention)
+            h = x if attention is not None else block.norm(x)  # both sublayers are fast, with a fused norm, or neither
+            after_attn = self._residual_branch(x, h, block.attn, attention, None, context)
+            return self._residual_branch(after_attn, h, block.ffn, ffn, self.next_attention)
         next_sublayer = ffn if block.cross is None and _is_identity(block.norm_after_attn) else None
         x = block.norm_after_attn(
             self._residual_branch(block.scale_skip(x), x, block.attn, attention, next_sublayer, context)
@@ -151,15 +138,13 @@ class FastBlock(nn.Module):
         next_sublayer: FastAttention | FastFFN | None,
         *args: Any,
     ) -> Tensor:
-        """Return residual + branch(x). `next_sublayer`: sublayer whose norm of this sum the same kernel computes."""
+        """Return residual + branch(x).
+
+        `next_sublayer`: the sublayer that reads this sum. The kernel that computes the sum also applies its norm."""
         if fast is None:
             return residual + branch(x, *args)
         h = self.precomputed_norm.pop(x, fast.norm)
-        z = (
-            fast.forward_before_out_proj(x[:, 0], fast.norm, *args)
-            if h is None
-            else fast.forward_before_out_proj(h, None, *args)
-        )
+        z = fast.forward_before_out_proj(*((x[:, 0], fast.norm) if h is None else (h, None)), *args)
         if not _is_identity(branch.norm_out) or branch.scale != 1.0:
             return residual + branch.norm_out(fused_linear(z, fast.out_weight).unsqueeze(1)) * branch.scale
         if len(x) == 1:  # the norm is fused into the next GEMV; with packed weights it is a cheap kernel of its own
@@ -264,22 +249,7 @@ def _attention_params(stack: Stack, layer: int, attention: nn.Module) -> Attenti
     elif position is not None:
         return None
     q_norm, k_norm = (getattr(norm, "norm", None) for norm in norms)
-    return AttentionParams(
-        num_heads=attention.heads,
-        kv_heads=attention.kv_heads,
-        d_head=attention.d_head,
-        scale=attention.kernel.scale,
-        softcap=attention.kernel.softcap,
-        window=stack.windows[layer],
-        rotary_pairs=rotary_pairs,
-        interleaved=interleaved,
-        q_norm_weight=None if q_norm is None else q_norm.weight,
-        k_norm_weight=None if k_norm is None else k_norm.weight,
-        eps=0.0 if q_norm is None else q_norm.eps,
-        unit_offset=q_norm is not None and q_norm.unit_offset,
-        sink=attention.sink,
-        alibi_slope=alibi_slope,
-    )
+    return AttentionParams(attention, q_norm, k_norm, stack.windows[layer], rotary_pairs, interleaved, alibi_slope)
 
 
 def _is_supported_norm(norm: nn.Module) -> bool:

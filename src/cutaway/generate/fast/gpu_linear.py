@@ -53,11 +53,9 @@ def fused_add_norm(
     """
     rows, width = x.shape
     total = x if partial_sums is None else torch.empty_like(x)
-    h, layout = (
-        alloc_activation(x, rows, width, x.dtype, next_weight)
-        if norm is not None or next_weight is not None
-        else (total, 1)
-    )
+    h, layout = total, 1
+    if norm is not None or next_weight is not None:
+        h, layout = alloc_activation(x, rows, width, x.dtype, next_weight)
     add_norm_kernel[(rows,)](
         partial_sums if partial_sums is not None else x, x, total, h, norm.weight if norm is not None else x,
         norm.bias if norm is not None and norm.bias is not None else x, norm.eps if norm is not None else 0.0, rows,
@@ -136,14 +134,8 @@ def _launch_small_batch(
     block_n, block_k, stages, num_warps = _small_batch_tile(weight, splits, block_m, gated=bool(options["GATED"]))
     bias = weight.bias if weight.bias is not None else x
     grid = (triton.cdiv(out_features, block_n), splits)
-    options = options | {
-        "BIAS": weight.bias is not None,
-        "SPLITS": splits,
-        "BM": block_m,
-        "BN": block_n,
-        "STAGES": stages,
-    }
-    options |= {"EXACT": x.dtype == torch.float32, "PDL": PDL, "num_warps": num_warps} | pdl_options()
+    options = options | {"BIAS": weight.bias is not None, "SPLITS": splits, "BM": block_m, "BN": block_n, "PDL": PDL}
+    options |= {"STAGES": stages, "EXACT": x.dtype == torch.float32, "num_warps": num_warps} | pdl_options()
     if weight.scale is not None:
         words = weight.values.shape[1]
         packed_small_batch_gemm_kernel[grid](
@@ -168,7 +160,7 @@ def _prepare_input(x: Tensor, weight: LinearWeight, norm: NormParams | None) -> 
 
 
 def _output_dtype(x: Tensor, weight: LinearWeight) -> torch.dtype:
-    """The model's dtype. With packed weights, x may be in fixed point, so the weight's original dtype is used."""
+    """dtype of the product: the weight's original dtype if it is packed, because x may be in fixed point; else x's."""
     return weight.original_dtype if weight.scale is not None else x.dtype
 
 
@@ -216,9 +208,8 @@ def _small_batch_tile(weight: LinearWeight, splits: int, batch_tile: int, *, gat
         return 64, min(64 if splits > 1 else 32, max(16, columns)), 3, 4
     if weight.values.dtype == torch.float32:  # four bytes per weight: tiles are shorter, so that they fit on an SM
         return 64, min(32, max(16, columns)), 3, 4
-    return (
-        64,
-        min(128 if batch_tile <= 32 or not gated else 64, max(16, columns)),
+    max_columns, stages = (
+        128 if batch_tile <= 32 or not gated else 64,
         4 if gated or splits > 1 or batch_tile > 32 else 5,
-        4,
     )
+    return 64, min(max_columns, max(16, columns)), stages, 4

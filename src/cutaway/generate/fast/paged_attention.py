@@ -13,10 +13,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from cutaway.generate.engine.kv_cache import KVBuffer
+from cutaway.generate.engine.kv_cache import PagedLayerCache
 from cutaway.generate.fast.gpu_linear import alloc_activation
 from cutaway.generate.fast.linear_kernels import PDL, activation_offset, pdl_options, pdl_wait, store_fixed_point
 from cutaway.generate.fast.quantized_weights import LinearWeight
+from cutaway.model.attention import MultiHead
+from cutaway.model.norms import RMSNorm
 
 BLOCK_SLOTS, NUM_WARPS = 64, 4
 """Number of slots per tile, and number of warps per program."""
@@ -24,22 +26,15 @@ BLOCK_SLOTS, NUM_WARPS = 64, 4
 
 @dataclass(frozen=True)
 class AttentionParams:
-    """Parameters of one layer's attention."""
+    """One layer's attention, and the parameters that the kernels take from its QK-norm, mask and position method."""
 
-    num_heads: int
-    kv_heads: int
-    d_head: int
-    scale: float
-    softcap: float | None
+    attention: MultiHead
+    q_norm: RMSNorm | None
+    k_norm: RMSNorm | None
     window: int | None
     rotary_pairs: int
     """Number of rotated pairs of dimensions (RoPE); 0 for none."""
     interleaved: bool
-    q_norm_weight: Tensor | None
-    k_norm_weight: Tensor | None
-    eps: float
-    unit_offset: bool
-    sink: Tensor | None
     alibi_slope: Tensor | None
 
 
@@ -199,10 +194,7 @@ def combine_splits_kernel(
 def paged_attention(
     qkv: Tensor,
     params: AttentionParams,
-    key_buffer: KVBuffer,
-    value_buffer: KVBuffer,
-    num_slots: int,
-    page_table: Tensor,
+    layer: PagedLayerCache,
     slot: Tensor,
     position: Tensor,
     cos: Tensor | None,
@@ -214,7 +206,10 @@ def paged_attention(
     qkv: (M, (H + 2G)·D). position, slot: (M,), the new token's position and flat cache slot. cos, sin: (M, rotary
     pairs). Returns z: (M, H·D), in the layout that a product with `next_weight` reads.
     """
-    rows, d_head, num_heads, kv_heads = len(qkv), params.d_head, params.num_heads, params.kv_heads
+    rows, attention, q_norm, k_norm = len(qkv), params.attention, params.q_norm, params.k_norm
+    num_heads, kv_heads, d_head = attention.heads, attention.kv_heads, attention.d_head
+    scale, softcap, sink = attention.kernel.scale, attention.kernel.softcap, attention.sink
+    key_buffer, value_buffer, num_slots, page_table = layer.keys, layer.values, layer.num_slots, layer.page_table
     block_d = triton.next_power_of_2(d_head)
     is_int8 = key_buffer.scale is not None
     q = qkv.new_empty(rows, num_heads, d_head)
@@ -226,10 +221,11 @@ def paged_attention(
     key_scale, value_scale = pointer(key_buffer.scale), pointer(value_buffer.scale)
     rope_and_cache_kernel[(rows, num_heads + 2 * kv_heads)](
         qkv, q, key_buffer.values, value_buffer.values, key_scale, value_scale, slot, pointer(cos), pointer(sin),
-        pointer(params.q_norm_weight), pointer(params.k_norm_weight), params.eps,
+        pointer(None if q_norm is None else q_norm.weight), pointer(None if k_norm is None else k_norm.weight),
+        0.0 if q_norm is None else q_norm.eps,
         H=num_heads, G=kv_heads, D=d_head, ROTARY_PAIRS=params.rotary_pairs, INTERLEAVED=params.interleaved,
-        NORM=params.q_norm_weight is not None, UNIT_OFFSET=params.unit_offset, INT8=is_int8, BD=block_d, PDL=PDL,
-        num_warps=1 if block_d <= 128 else 2, **pdl_options(),
+        NORM=q_norm is not None, UNIT_OFFSET=q_norm is not None and q_norm.unit_offset, INT8=is_int8, BD=block_d,
+        PDL=PDL, num_warps=1 if block_d <= 128 else 2, **pdl_options(),
     )  # fmt: skip
     splits = _num_splits(rows * kv_heads, num_slots)
     page_size, block_slots = key_buffer.values.shape[1], BLOCK_SLOTS
@@ -238,29 +234,27 @@ def paged_attention(
         page_size == num_slots and params.window is None
     )
     split_z = torch.empty(rows, num_heads, splits, d_head, dtype=torch.float32, device=q.device)
-    split_max, split_sum = (
-        torch.empty(rows, num_heads, splits, dtype=torch.float32, device=q.device) for _ in range(2)
-    )
+    split_max = torch.empty(rows, num_heads, splits, dtype=torch.float32, device=q.device)
+    split_sum = torch.empty_like(split_max)
     # tl.dot needs at least 16 rows: query heads of the group, padded.
     block_heads = max(16, triton.next_power_of_2(num_heads // kv_heads))
     split_attention_kernel[(rows, kv_heads, splits)](
         q, key_buffer.values, value_buffer.values, key_scale, value_scale, page_table, position,
-        pointer(params.alibi_slope), split_z, split_max, split_sum, params.scale, params.softcap or 0.0,
+        pointer(params.alibi_slope), split_z, split_max, split_sum, scale, softcap or 0.0,
         num_slots, page_table.shape[1], PAGE=page_size, H=num_heads, G=kv_heads, D=d_head, WINDOW=params.window or 0,
-        SOFTCAP=params.softcap is not None, ALIBI=params.alibi_slope is not None, INT8=is_int8, SPLITS=splits,
+        SOFTCAP=softcap is not None, ALIBI=params.alibi_slope is not None, INT8=is_int8, SPLITS=splits,
         TILE_IN_PAGE=tile_in_page, BH=block_heads, BD=max(16, block_d), BS=block_slots, EXACT=q.dtype == torch.float32,
         STAGES=1 if rows * kv_heads <= 16 else 2, PDL=PDL, num_warps=NUM_WARPS, **pdl_options(),
     )  # fmt: skip
     z, layout = alloc_activation(qkv, rows, num_heads * d_head, qkv.dtype, next_weight if d_head % 4 == 0 else None)
     combine_splits_kernel[(rows * num_heads,)](
-        split_z, split_max, split_sum, pointer(params.sink), z, rows, D=d_head, H=num_heads, SPLITS=splits,
-        LAYOUT=layout, SINK=params.sink is not None, BD=block_d, PDL=PDL, num_warps=1, **pdl_options(),
+        split_z, split_max, split_sum, pointer(sink), z, rows, D=d_head, H=num_heads, SPLITS=splits,
+        LAYOUT=layout, SINK=sink is not None, BD=block_d, PDL=PDL, num_warps=1, **pdl_options(),
     )  # fmt: skip
     return z
 
 
 def _num_splits(num_programs: int, num_slots: int) -> int:
     """Number of splits of a row's slots: about 264 programs (two per SM of an H200), at least 128 slots per split."""
-    return max(
-        1, min(64, triton.next_power_of_2(-(-264 // num_programs)), triton.next_power_of_2(-(-num_slots // 128)))
-    )
+    max_splits = triton.next_power_of_2(-(-num_slots // 128))
+    return max(1, min(64, triton.next_power_of_2(-(-264 // num_programs)), max_splits))

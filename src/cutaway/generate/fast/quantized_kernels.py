@@ -20,7 +20,9 @@ SIGN_BITS = tl.constexpr(0x80808080 - (1 << 32))
 
 @triton.jit
 def _unpack_value(w, i: tl.constexpr, BITS: tl.constexpr):
-    """Return 1.5 + value / 2^BITS for the i-th field of each word. The field holds value + 2^(BITS − 1)."""
+    """Unpack the i-th BITS-bit field of each word w: return 1 + field / 2^BITS, as a float with the field as mantissa.
+
+    A field stores value + 2^(BITS − 1), so that the result is 1.5 + value / 2^BITS."""
     SHIFT: tl.constexpr = 23 - BITS - BITS * i
     if SHIFT >= 0:
         shifted = w << SHIFT
@@ -33,7 +35,9 @@ def _unpack_value(w, i: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def _packed_column(i, BITS: tl.constexpr):
-    """Column of a word's i-th field. The int4 columns 0-3 are the low nibbles of the bytes, 4-7 the high nibbles."""
+    """Which of the columns packed in a word its i-th field holds, counting fields from the lowest bits.
+
+    In int4, columns 0-3 are in the low nibbles of the word's four bytes and columns 4-7 in the high nibbles."""
     return i if BITS == 8 else i // 2 + 4 * (i % 2)
 
 
@@ -95,9 +99,8 @@ def packed_gemv_kernel(
             x_ptrs = x_ptr + words * QUADS_PER_WORD + i
             high = tl.load(x_ptrs, mask=words < WORDS, other=0)
             low = tl.load(x_ptrs + WORDS * QUADS_PER_WORD, mask=words < WORDS, other=0)
-            scale = tl.load(x_ptrs + WORDS * QUADS_PER_WORD * 2, mask=words < WORDS, other=0).to(
-                tl.float32, bitcast=True
-            )
+            scale_bits = tl.load(x_ptrs + WORDS * QUADS_PER_WORD * 2, mask=words < WORDS, other=0)
+            scale = scale_bits.to(tl.float32, bitcast=True)
             part += _packed_dot(w, high, low, scale, i, BITS)
             if GATED:
                 part_up += _packed_dot(w_up, high, low, scale, i, BITS)
@@ -108,9 +111,8 @@ def packed_gemv_kernel(
             scale_ptrs = scale_ptr + n[:, None] * GROUPS + group[None, :]
             part *= _expand_group_scale(tl.load(scale_ptrs, mask=group_mask, other=0.0), BN, BW, GROUP)
             if GATED:
-                part_up *= _expand_group_scale(
-                    tl.load(scale_ptrs + N * GROUPS, mask=group_mask, other=0.0), BN, BW, GROUP
-                )
+                group_scale_up = tl.load(scale_ptrs + N * GROUPS, mask=group_mask, other=0.0)
+                part_up *= _expand_group_scale(group_scale_up, BN, BW, GROUP)
         acc += part
         if GATED:
             acc_up += part_up
@@ -168,11 +170,10 @@ def packed_small_batch_gemm_kernel(
         split * WORDS_PER_SPLIT, min(split * WORDS_PER_SPLIT + WORDS_PER_SPLIT, WORDS), BW, num_stages=STAGES
     ):
         word_mask = j0 + j < WORDS
-        w = tl.load(w_ptrs + j0, mask=n_mask[:, None] & word_mask[None, :], other=0, eviction_policy="evict_first")
+        w_mask = n_mask[:, None] & word_mask[None, :]
+        w = tl.load(w_ptrs + j0, mask=w_mask, other=0, eviction_policy="evict_first")
         if GATED:
-            w_up = tl.load(
-                up_ptrs + j0, mask=n_mask[:, None] & word_mask[None, :], other=0, eviction_policy="evict_first"
-            )
+            w_up = tl.load(up_ptrs + j0, mask=w_mask, other=0, eviction_policy="evict_first")
         if BITS == 8:
             w = w ^ SIGN_BITS
             if GATED:
@@ -184,13 +185,11 @@ def packed_small_batch_gemm_kernel(
             scale_ptrs = scale_ptr + n[:, None] * GROUPS + group[None, :]
             scale = _expand_group_scale(tl.load(scale_ptrs, mask=group_mask, other=0.0), BN, BW, GROUP)
             if GATED:
-                scale_up = _expand_group_scale(
-                    tl.load(scale_ptrs + N * GROUPS, mask=group_mask, other=0.0), BN, BW, GROUP
-                )
+                group_scale_up = tl.load(scale_ptrs + N * GROUPS, mask=group_mask, other=0.0)
+                scale_up = _expand_group_scale(group_scale_up, BN, BW, GROUP)
         for i in tl.static_range(VALUES_PER_WORD):
-            x = tl.load(
-                x_ptrs + _packed_column(i, BITS) * M * WORDS + j0, mask=m_mask[None, :] & word_mask[:, None], other=0.0
-            )
+            column_ptrs = x_ptrs + _packed_column(i, BITS) * M * WORDS + j0
+            x = tl.load(column_ptrs, mask=m_mask[None, :] & word_mask[:, None], other=0.0)
             value = _unpack_value(w, i, BITS) * (1 << BITS) - OFFSET
             if GROUP > 0:
                 value *= scale

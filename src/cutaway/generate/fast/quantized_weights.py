@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from cutaway.errors import InputError
+from cutaway.errors import InputError, WeightError
 
 GROUP_SIZE = 128
 """Number of weights per scale in int4."""
@@ -81,12 +81,20 @@ def pack_weight(weight: LinearWeight, bits: int | None) -> LinearWeight:
 
 
 def quantize(values: Float[Tensor, "n k"], bits: int) -> tuple[Float[Tensor, "n *g"], Float[Tensor, "n k"]]:
-    """Return (scales, integers) with values ≈ scale · integer, rounded to nearest."""
+    """Return (scales, integers) with values ≈ scale · integer, rounded to the nearest integer.
+
+    int8 has one scale per row and integers from −127 to 127. int4 has one scale per GROUP_SIZE values of a row."""
     max_int = (1 << (bits - 1)) - 1
     values_fp32 = values.float()
+    groups = values_fp32 if bits == 8 else values_fp32.unflatten(-1, (-1, GROUP_SIZE))
+    max_abs = groups.abs().amax(-1)
+    if not torch.isfinite(max_abs).all():
+        raise WeightError(
+            "the weights contain NaN or infinity, which integers cannot represent; load the weights again, or leave out"
+            " weight_bits"
+        )
+    scale = (max_abs / max_int).clamp(min=1e-30)  # above 0, also for rows of zeros
     if bits == 8:
-        scale = (values_fp32.abs().amax(-1) / max_int).clamp(min=1e-12)
-        return scale, (values_fp32 / scale.unsqueeze(-1)).round().clamp(-max_int, max_int)
-    groups = values_fp32.unflatten(-1, (-1, GROUP_SIZE))
-    scale = (groups.abs().amax(-1) / max_int).clamp(min=1e-12).to(torch.float16).clamp(min=6e-8)
+        return scale, (groups / scale.unsqueeze(-1)).round().clamp(-max_int, max_int)
+    scale = scale.to(torch.float16).clamp(min=6e-8)
     return scale, (groups / scale.float().unsqueeze(-1)).round().clamp(-max_int - 1, max_int).flatten(-2)

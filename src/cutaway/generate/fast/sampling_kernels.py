@@ -1,9 +1,9 @@
 """Triton kernels that sample a token from logits with a large vocabulary.
 
 The filters and random numbers are those of `logits_processing`, in three passes over the vocabulary instead of twenty.
-A logit is represented by a key: the bits of (max logit − logit) / temperature. Bits of non-negative floats have the
-order of their values, so a top-k or top-p filter is a threshold on integers: tokens with key < threshold are kept, and
-so are the first `num_ties` of the tokens with key = threshold (ties).
+A logit is represented by a sort key: the bits of (max logit − logit) / temperature. Bits of non-negative floats have
+the order of their values, so a top-k or top-p filter is a threshold on integers: tokens with key < threshold are kept,
+and so are the first `num_ties` of the tokens with key = threshold (ties).
 """
 
 import torch
@@ -19,11 +19,8 @@ from cutaway.generate.sampling.sampling_state import SamplingFeatures, SamplingS
 
 BLOCK_SIZE = 1024
 """Number of vocabulary entries per Triton program."""
-KERNEL_GOLDEN_GAMMA, KERNEL_MIX_MULTIPLIER_1, KERNEL_MIX_MULTIPLIER_2 = (
-    tl.constexpr(GOLDEN_GAMMA),
-    tl.constexpr(MIX_MULTIPLIER_1),
-    tl.constexpr(MIX_MULTIPLIER_2),
-)
+KERNEL_GOLDEN_GAMMA = tl.constexpr(GOLDEN_GAMMA)
+KERNEL_MIX_MULTIPLIER_1, KERNEL_MIX_MULTIPLIER_2 = tl.constexpr(MIX_MULTIPLIER_1), tl.constexpr(MIX_MULTIPLIER_2)
 KERNEL_UNIFORM_BITS, KERNEL_MASS_SCALE = tl.constexpr(UNIFORM_BITS), tl.constexpr(MASS_SCALE)
 
 
@@ -37,7 +34,7 @@ def _mix64(x):
 
 @triton.jit
 def logit_keys_kernel(x_ptr, max_logit_ptr, temperature_ptr, key_ptr, V, BLOCK_SIZE: tl.constexpr):
-    """Write each logit's key: the bits of (max − logit) / temperature, which increase as the probability decreases."""
+    """Write the sort key of each logit, (max − logit) / temperature as bits. It is smaller for more likely tokens."""
     row, block = tl.program_id(0), tl.program_id(1)
     v = block * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
     temperature = tl.load(temperature_ptr + row)
@@ -48,7 +45,7 @@ def logit_keys_kernel(x_ptr, max_logit_ptr, temperature_ptr, key_ptr, V, BLOCK_S
 
 @triton.jit
 def _weight_of_key(key):
-    """Unnormalized probability exp(−(max − logit) / temperature)."""
+    """Unnormalized probability exp(−(max − logit) / temperature) of a token with this sort key."""
     return libdevice.exp(-key.to(tl.float32, bitcast=True))
 
 
@@ -56,9 +53,10 @@ def _weight_of_key(key):
 def block_sums_kernel(
     key_ptr, threshold_ptr, min_p_ptr, below_sum_ptr, tie_count_ptr, mass_ptr, V, NUM_BLOCKS, BLOCK_SIZE: tl.constexpr
 ):
-    """Per block of the vocabulary: sum of weights with key < threshold, number of ties, and fixed-point mass of both.
+    """Write three sums per block of the vocabulary. A weight is an unnormalized probability.
 
-    The mass is an integer sum, so that it does not depend on the order of additions (see `MASS_SCALE`).
+    They are the sum of the weights with key < threshold, the number of ties (key = threshold), and the sum of the
+    weights with key ≤ threshold in fixed point (see `MASS_SCALE`), which does not depend on the order of additions.
     """
     row, block = tl.program_id(0), tl.program_id(1)
     v = block * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
@@ -69,10 +67,8 @@ def block_sums_kernel(
     index = row * NUM_BLOCKS + block
     tl.store(below_sum_ptr + index, tl.sum(tl.where((key < threshold) & above_min_p, weight, 0.0).to(tl.float64), 0))
     tl.store(tie_count_ptr + index, tl.sum(((key == threshold) & (v < V)).to(tl.int32), 0))
-    tl.store(
-        mass_ptr + index,
-        tl.sum(tl.where(key <= threshold, (weight.to(tl.float64) * KERNEL_MASS_SCALE).to(tl.int64), 0), 0),
-    )
+    mass = (weight.to(tl.float64) * KERNEL_MASS_SCALE).to(tl.int64)
+    tl.store(mass_ptr + index, tl.sum(tl.where(key <= threshold, mass, 0), 0))
 
 
 @triton.jit
@@ -88,9 +84,8 @@ def sample_token_kernel(
     threshold, num_ties, min_p = tl.load(threshold_ptr + row), tl.load(num_ties_ptr + row), tl.load(min_p_ptr + row)
     block_ids = tl.arange(0, NUM_BLOCKS_POW2)
     below_sums = tl.load(below_sum_ptr + row * NUM_BLOCKS + block_ids, mask=block_ids < NUM_BLOCKS, other=0.0)
-    tie_counts = tl.load(tie_count_ptr + row * NUM_BLOCKS + block_ids, mask=block_ids < NUM_BLOCKS, other=0).to(
-        tl.int64
-    )
+    tie_counts = tl.load(tie_count_ptr + row * NUM_BLOCKS + block_ids, mask=block_ids < NUM_BLOCKS, other=0)
+    tie_counts = tie_counts.to(tl.int64)
     tie_weight = _weight_of_key(threshold)
     tie_weight = tl.where(tie_weight >= min_p, tie_weight, 0.0).to(tl.float64)
     ties_before = tl.cumsum(tie_counts, 0) - tie_counts
@@ -98,9 +93,8 @@ def sample_token_kernel(
     cumulative = tl.cumsum(below_sums + ties_taken.to(tl.float64) * tie_weight, 0)
     x = _mix64(tl.load(seed_ptr + row * SEED_STRIDE) + KERNEL_GOLDEN_GAMMA)
     x = _mix64(_mix64(x + tl.load(step_ptr + row) * KERNEL_GOLDEN_GAMMA) ^ 1)
-    u = ((x >> (64 - KERNEL_UNIFORM_BITS)) & ((1 << KERNEL_UNIFORM_BITS) - 1)).to(tl.float64) / (
-        1 << KERNEL_UNIFORM_BITS
-    )
+    x = (x >> (64 - KERNEL_UNIFORM_BITS)) & ((1 << KERNEL_UNIFORM_BITS) - 1)
+    u = x.to(tl.float64) / (1 << KERNEL_UNIFORM_BITS)
     target = u * tl.max(cumulative, 0)
     block = tl.minimum(tl.sum((cumulative <= target).to(tl.int32), 0), NUM_BLOCKS - 1)
     mass_before = tl.sum(tl.where(block_ids == block - 1, cumulative, 0.0), 0)
@@ -115,9 +109,8 @@ def sample_token_kernel(
     weight = tl.where(keep, weight, 0.0)
     block_cumulative = mass_before + tl.cumsum(weight.to(tl.float64), 0)
     position = tl.sum((block_cumulative <= target).to(tl.int32), 0)
-    is_sampled = (
-        tl.sum(tl.where(v == position, weight, 0.0), 0) > 0
-    )  # if rounding of the sums selects a token of weight 0, the greedy token is used
+    # If rounding of the sums selects a token of weight 0, the greedy token is used.
+    is_sampled = tl.sum(tl.where(v == position, weight, 0.0), 0) > 0
     use_sampled = (tl.load(temperature_ptr + row) > 0) & is_sampled
     token = tl.load(greedy_ptr + row)
     tl.store(token_ptr + row, tl.where(use_sampled, (block * BLOCK_SIZE + position).to(tl.int64), token))
@@ -130,7 +123,9 @@ def triton_sample(
     state: SamplingState,
     features: SamplingFeatures,
 ) -> Int64[Tensor, " n"]:
-    """Sample a token per row from the distribution of `unnormalized_probs`; `greedy_tokens` at temperature 0."""
+    """Sample one token per row with probability proportional to `logits_processing.unnormalized_probs`.
+
+    A row with temperature 0 gets its entry of `greedy_tokens`."""
     num_rows, vocab_size = logits.shape
     num_blocks = triton.cdiv(vocab_size, BLOCK_SIZE)
     grid = (num_rows, num_blocks)

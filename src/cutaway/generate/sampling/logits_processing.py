@@ -4,6 +4,9 @@ The features that a batch uses are known on the host (`SamplingFeatures`), and n
 that a step can be captured in a CUDA graph or compiled as one graph. The order is that of transformers: repetition
 penalty, presence and frequency penalties, logit bias and suppressed tokens, minimum length, temperature, top-k, top-p,
 min-p.
+
+Top-k and top-p compare tokens by sort key: the bits of (max logit − logit) / temperature, read as an int32. A more
+likely token has a smaller sort key. A filter is a threshold, the largest sort key that it keeps.
 """
 
 import math
@@ -15,11 +18,9 @@ from torch import Tensor
 from cutaway.generate.sampling.sampling_state import SamplingFeatures, SamplingState
 
 MAX_KEY = 2**31 - 1
-"""Largest key, where a key is the bits of (max logit − logit) / temperature. As a threshold it keeps all tokens."""
-
-
+"""Largest possible sort key. As a threshold it keeps all tokens."""
 MASS_SCALE = 2.0**42
-"""Scale of the fixed-point probabilities in top-p, relative to the largest one.
+"""Fixed-point probability of the most likely token in top-p; those of other tokens are relative to it.
 
 The sum over a million tokens fits in an int64."""
 
@@ -47,7 +48,7 @@ def apply_logits_processors(
 def unnormalized_probs(
     x: Float[Tensor, "n V"], max_logits: Float[Tensor, " n"], state: SamplingState, features: SamplingFeatures
 ) -> Float32[Tensor, "n V"]:
-    """exp((x − max) / temperature), and 0 for tokens that top-k, top-p or min-p removes."""
+    """Return exp((x − max_logits) / temperature), and 0 for tokens that top-k, top-p or min-p removes."""
     temperature = state.float_param(0)
     x = (x.float() - max_logits.float().unsqueeze(-1)) / torch.where(temperature > 0, temperature, 1)
     weight = x.exp()
@@ -80,16 +81,16 @@ def _top_k_top_p_mask(
 def top_k_threshold(
     key: Int[Tensor, "n V"], state: SamplingState, features: SamplingFeatures
 ) -> tuple[Int[Tensor, "n 1"], Int[Tensor, "n k"] | None]:
-    """Return the largest key that top-k keeps, and the `top_k_window` smallest keys, sorted.
+    """Return, per row, the largest sort key that top-k keeps, and the `top_k_window` smallest sort keys, ascending.
 
-    The second value is None if the top-k window is as large as the vocabulary."""
+    The smallest sort keys are None if the top-k window is as large as the vocabulary."""
     top_k = state.int_params[:, 1:2].contiguous()
     if features.top_k_window < key.shape[-1]:
         nearest_keys = key.topk(features.top_k_window, largest=False).values
         top_k_key = nearest_keys.gather(-1, top_k.clamp(max=features.top_k_window) - 1)
         return top_k_key.masked_fill(top_k > features.top_k_window, MAX_KEY), nearest_keys
     if features.top_k:
-        return _crossing_key_radix(key, torch.ones_like(key, dtype=torch.int64), top_k)[0], None
+        return _threshold_of_unsorted_keys(key, torch.ones_like(key, dtype=torch.int64), top_k)[0], None
     return torch.full_like(key[:, :1], MAX_KEY), None
 
 
@@ -100,61 +101,65 @@ def top_p_threshold(
     total_mass: Int64[Tensor, "n 1"],
     state: SamplingState,
 ) -> tuple[Int[Tensor, "n 1"], Int64[Tensor, "n 1"]]:
-    """Return the largest key that top-p keeps, and the number of tokens with exactly this key to keep.
+    """Return, per row, the largest sort key that top-p keeps, and how many of the tokens with this sort key it keeps.
 
-    Only keys up to `top_k_key` are considered; their total probability mass is `total_mass`."""
+    Only tokens with sort keys up to `top_k_key` are considered. `nearest_keys` holds the smallest sort keys, ascending.
+    `total_mass` is the sum of the fixed-point probabilities of the tokens considered."""
     top_p = state.float_params[:, 1:2]
     target = (top_p * total_mass).ceil().long()
     if nearest_keys is not None:
         masses = _mass_of_key(nearest_keys) * (nearest_keys <= top_k_key)
-        threshold, mass_below = _crossing_key_sorted(nearest_keys, masses, target)
+        threshold, mass_below = _threshold_of_sorted_keys(nearest_keys, masses, target)
     else:
-        threshold, mass_below = _crossing_key_radix(key, _mass_of_key(key) * (key <= top_k_key), target)
+        threshold, mass_below = _threshold_of_unsorted_keys(key, _mass_of_key(key) * (key <= top_k_key), target)
     tie_mass = _mass_of_key(threshold).clamp(min=1)
     num_ties = (target - mass_below + tie_mass - 1) // tie_mass
     return torch.where(top_p < 1, threshold, top_k_key), torch.where(top_p < 1, num_ties, key.shape[-1])
 
 
 def _mass_of_key(key: Int[Tensor, "n k"]) -> Int64[Tensor, "n k"]:
-    """Fixed-point mass of a token with this key."""
+    """Fixed-point probability, relative to that of the most likely token, of a token with this sort key."""
     return _fixed_point_mass((-key.view(torch.float32)).exp())
 
 
 def _fixed_point_mass(weight: Float32[Tensor, "n k"]) -> Int64[Tensor, "n k"]:
-    """Weights (the largest is 1) as fixed-point integers."""
+    """Convert unnormalized probabilities, of which the largest is 1, to fixed-point integers."""
     return (weight.double() * MASS_SCALE).long()
 
 
-def _crossing_key_sorted(
-    key: Int[Tensor, "n k"], amount: Int64[Tensor, "n k"], target: Int64[Tensor, "n 1"]
+def _threshold_of_sorted_keys(
+    key: Int[Tensor, "n k"], mass: Int64[Tensor, "n k"], target: Int64[Tensor, "n 1"]
 ) -> tuple[Int[Tensor, "n 1"], Int64[Tensor, "n 1"]]:
-    """Return the key at which the cumulative amount reaches `target`, and the total amount of all smaller keys.
+    """Return, per row, the sort key at which the cumulative sum of `mass` reaches `target`, and the sum before it.
 
-    The keys of each row must be sorted."""
-    index = torch.searchsorted(amount.cumsum(-1), target).clamp(max=key.shape[-1] - 1)
+    `key` holds sort keys in ascending order. `mass` holds the fixed-point probability of each key (top-p), or ones
+    (top-k). The sum before the threshold is that of all smaller sort keys."""
+    index = torch.searchsorted(mass.cumsum(-1), target).clamp(max=key.shape[-1] - 1)
     threshold = key.gather(-1, index)
-    return threshold, (amount * (key < threshold)).sum(-1, keepdim=True)
+    return threshold, (mass * (key < threshold)).sum(-1, keepdim=True)
 
 
-def _crossing_key_radix(
-    key: Int[Tensor, "n V"], amount: Int64[Tensor, "n V"], target: Int64[Tensor, "n 1"]
+def _threshold_of_unsorted_keys(
+    key: Int[Tensor, "n V"], mass: Int64[Tensor, "n V"], target: Int64[Tensor, "n 1"]
 ) -> tuple[Int[Tensor, "n 1"], Int64[Tensor, "n 1"]]:
-    """`_crossing_key_sorted` for unsorted keys: radix select over the 31 bits, in digits of 11, 11 and 9 bits."""
-    prefix, amount_below = torch.zeros_like(target), torch.zeros_like(target)
+    """`_threshold_of_sorted_keys` for keys in any order: radix select over 31 bits, in digits of 11, 11 and 9 bits."""
+    prefix, mass_below = torch.zeros_like(target), torch.zeros_like(target)
     for high_bit, low_bit in ((31, 20), (20, 9), (9, 0)):
         num_buckets = 2 ** (high_bit - low_bit)
-        in_prefix = amount if high_bit == 31 else amount * (key >> high_bit == prefix)
+        in_prefix = mass if high_bit == 31 else mass * (key >> high_bit == prefix)
         bucket = ((key >> low_bit) & (num_buckets - 1)).long()
         histogram = target.new_zeros(len(key), num_buckets).scatter_add_(-1, bucket, in_prefix)
-        cumulative = amount_below + histogram.cumsum(-1)
+        cumulative = mass_below + histogram.cumsum(-1)
         digit = torch.searchsorted(cumulative, target).clamp(max=num_buckets - 1)
-        amount_below = cumulative.gather(-1, digit) - histogram.gather(-1, digit)
+        mass_below = cumulative.gather(-1, digit) - histogram.gather(-1, digit)
         prefix = (prefix << (high_bit - low_bit)) | digit
-    return prefix.to(key.dtype), amount_below
+    return prefix.to(key.dtype), mass_below
 
 
 def inverse_cdf_sample(weight: Float[Tensor, "n V"], u: Float64[Tensor, " n"]) -> Int64[Tensor, " n"]:
-    """Token at fraction `u` in [0, 1) of the cumulative weights; never a token with weight 0."""
+    """Sample one token per row with probability proportional to `weight`, from a uniform number u in [0, 1).
+
+    It is the first token at which the cumulative weight exceeds u · total. A token with weight 0 is never returned."""
     cdf = weight.cumsum(-1, dtype=torch.float64)
     index = torch.searchsorted(cdf, u.unsqueeze(-1) * cdf[:, -1:], right=True).clamp(max=weight.shape[-1] - 1)
     # A parallel cumulative sum may increase by a rounding error at a token of weight 0; use the argmax then.

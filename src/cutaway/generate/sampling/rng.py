@@ -27,7 +27,7 @@ def _logical_shift_right(x: Int64[Tensor, "*n"], num_bits: int) -> Int64[Tensor,
 
 
 def uniform(seed: Int64[Tensor, "*n"], step: Int64[Tensor, "*n"], stream: int = 0) -> Float64[Tensor, "*n"]:
-    """Uniform number in [0, 1). `stream` distinguishes several numbers of the same step."""
+    """Uniform random number in [0, 1) for each (seed, step). Numbers of the same step differ by their `stream`."""
     x = mix64(seed + GOLDEN_GAMMA)
     x = mix64(x + step * GOLDEN_GAMMA)
     x = mix64(x ^ (stream + 1))

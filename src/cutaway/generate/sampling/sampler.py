@@ -10,11 +10,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from cutaway.device import has_triton
-from cutaway.generate.sampling.logits_processing import (
-    apply_logits_processors,
-    inverse_cdf_sample,
-    unnormalized_probs,
-)
+from cutaway.generate.sampling.logits_processing import apply_logits_processors, inverse_cdf_sample, unnormalized_probs
 from cutaway.generate.sampling.rng import uniform
 from cutaway.generate.sampling.sampling_params import SamplingParams
 from cutaway.generate.sampling.sampling_state import SamplingFeatures, SamplingState, required_features
@@ -40,9 +36,8 @@ class Sampler:
         self.vocab_size, self.device = vocab_size, torch.device(device)
         float_params = torch.zeros(max_num_seqs, 6, dtype=torch.float64, device=device)
         int_params = torch.zeros(max_num_seqs, 3, dtype=torch.int64, device=device)
-        self.sampling_state = SamplingState(
-            float_params, int_params, torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
-        )
+        output_len = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        self.sampling_state = SamplingState(float_params, int_params, output_len)
         self.row_features = [SamplingFeatures()] * max_num_seqs
         self.combined_features: dict[int, SamplingFeatures] = {}
         float_params[:, [1, 3]], int_params[:, 1] = 1.0, vocab_size  # an unused row is greedy

@@ -65,6 +65,7 @@ class SamplingParams:
     temperature: float = 0.0
     """0 for greedy decoding."""
     top_k: int | None = None
+    """Keep only the k most likely tokens."""
     top_p: float | None = None
     """Nucleus sampling: keep the most likely tokens with this total probability."""
     min_p: float | None = None
@@ -187,7 +188,7 @@ def _as_iterable(value: object) -> Iterable[object] | None:
 
 
 def check_token_ids(name: str, value: object) -> tuple[int, ...]:
-    """Return the token ids as a tuple; `SamplingParams.check_vocab` compares them with the vocabulary."""
+    """Return the token ids as a tuple; raise if one is not an integer of at least 0. The vocabulary is not checked."""
     entries = _as_iterable(value)
     if entries is None:
         raise InputError(f"{name} is {format_value(value)}; pass a list of token ids, such as [0, 2]")
@@ -213,7 +214,7 @@ def check_ids_in_vocab(name: str, tokens: Iterable[object], vocab_size: int) -> 
 
 
 def _check_logit_bias(value: object) -> dict[int, float]:
-    """Return the logit bias by token id; −inf suppresses a token."""
+    """Validate a logit bias and return it as a dict from token id to bias. A bias of −inf suppresses the token."""
     if not isinstance(value, Mapping):
         raise InputError(f"logit_bias is {format_value(value)}; pass a dict from token ids to numbers")
     result = {}
@@ -246,13 +247,13 @@ def _check_stop_strings(value: object) -> tuple[str, ...]:
 
 
 def resolve_temperature(arguments: Mapping[str, object]) -> dict[str, object]:
-    """Set a missing temperature to 1 if top_k, top_p or min_p is set, since these have no effect in greedy decoding."""
+    """Return the arguments, with temperature 1 if only top_k, top_p or min_p is set: they need temperature > 0."""
     has_filter = any(arguments.get(name) is not None for name in ("top_k", "top_p", "min_p"))
     return ({"temperature": 1.0} if has_filter else {}) | dict(arguments)
 
 
 def build_sampling_params(arguments: Mapping[str, object]) -> SamplingParams:
-    """Build SamplingParams; an unknown name is an error with a suggestion."""
+    """Build SamplingParams from named arguments. An unknown name raises an InputError that suggests a known name."""
     known = tuple(SamplingParams.__dataclass_fields__)
     for name in arguments:
         if name not in known:
@@ -264,6 +265,6 @@ def build_sampling_params(arguments: Mapping[str, object]) -> SamplingParams:
 
 
 def completion_seeds(sampling_params: SamplingParams) -> list[int]:
-    """Seeds of the n completions. The first is the given seed, or a random seed if none is given."""
+    """Seeds of the n completions of a prompt. The first is `sampling_params.seed`, or random if that is None."""
     first = secrets.randbelow(2**63) if sampling_params.seed is None else sampling_params.seed
     return [(first + i * 0x9E3779B97F4A7C15) % 2**63 for i in range(sampling_params.n)]

@@ -9,14 +9,14 @@ from torch import Tensor
 from cutaway.generate.sampling.sampling_params import SamplingParams
 
 _TOP_K_WINDOWS = (64, 256, 1024)
-"""Numbers of largest logits that are sorted for top-k and top-p.
+"""Numbers of largest logits that are sorted for top-k and top-p: the first that is at least top_k.
 
-If more than the last are needed, a radix select over the vocabulary is used instead."""
+If none is, or if top-p is used without top-k, a radix select over the vocabulary replaces the sort."""
 
 
 @dataclass(frozen=True)
 class SamplingFeatures:
-    """Sampling features that the rows of a batch use. Captured decode steps are looked up by these features."""
+    """Which sampling features the rows of a batch use. A CUDA graph is captured for each combination of features."""
 
     sampled: bool = False
     top_k: bool = False

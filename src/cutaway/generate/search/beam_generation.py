@@ -8,7 +8,7 @@ from cutaway.errors import InputError
 from cutaway.generate.engine.config import EngineConfig
 from cutaway.generate.engine.output import Completion, OutputProcessor
 from cutaway.generate.generation_config import EarlyStopping, GenerationConfig
-from cutaway.generate.prompts import prompt_index_in_errors
+from cutaway.generate.prompts import GenerationInputs, prompt_index_in_errors
 from cutaway.generate.sampling.sampling_params import SamplingParams, as_int, format_value
 from cutaway.generate.search.beam_logits_processors import BeamSearchParams
 from cutaway.generate.search.beam_search import Beam, beam_search
@@ -51,17 +51,15 @@ def default_num_beams(model: Transformer, generation_config: GenerationConfig, s
 
 
 def generate_with_beams(
-    engine_config: EngineConfig,
-    tokenizer: Tokenizer | None,
-    generation_config: GenerationConfig,
-    prompts: Sequence[Sequence[int]],
-    sampling_params: Sequence[SamplingParams],
-    *,
-    num_beams: int,
-    length_penalty: float,
-    early_stopping: EarlyStopping,
+    inputs: GenerationInputs, num_beams: int, length_penalty: float | None, early_stopping: EarlyStopping | None
 ) -> list[Completion]:
-    """Return the n best completions per prompt, in order. Prompts with equal length limits form a batch."""
+    """Return the n best completions of each prompt, best first, in the order of the prompts.
+
+    Prompts with equal length limits are searched in one batch. If `length_penalty` or `early_stopping` is None, the
+    checkpoint's value is used."""
+    engine_config, generation_config = inputs.engine_config, inputs.generation_config
+    prompts, sampling_params = inputs.prompts, inputs.sampling_params
+    early_stopping = generation_config.early_stopping if early_stopping is None else early_stopping
     if as_int(num_beams) is None or num_beams < 1:
         raise InputError(f"beams is {format_value(num_beams)}; pass an integer, 1 or more")
     unsupported = _first_sampling_only_param(sampling_params[0]) if sampling_params else None
@@ -83,7 +81,7 @@ def generate_with_beams(
             n=params.n,
             max_new_tokens=max_new_tokens,
             min_new_tokens=min_new_tokens,
-            length_penalty=length_penalty,
+            length_penalty=generation_config.length_penalty if length_penalty is None else length_penalty,
             early_stopping=num_beams == 1 or early_stopping,  # one beam is greedy only if it stops at the first EOS
             eos_token_ids=params.all_stop_token_ids(engine_config.eos_token_ids),
             decoder_start_token_id=engine_config.decoder_start_token_id if has_encoder else None,
@@ -99,7 +97,7 @@ def generate_with_beams(
             batch = indices[start : start + batch_size]
             beams |= zip(batch, beam_search(model, [prompts[i] for i in batch], search_params), strict=True)
     return [
-        _beam_to_completion(beam, sampling_params[i], prompt, tokenizer, engine_config)
+        _beam_to_completion(beam, sampling_params[i], prompt, inputs.tokenizer, engine_config)
         for i, prompt in enumerate(prompts)
         for beam in beams[i]
     ]

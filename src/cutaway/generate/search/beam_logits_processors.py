@@ -80,7 +80,9 @@ class BeamLogitsProcessor:
         """Whether a rule depends on earlier tokens, including the prompt."""
 
     def __call__(self, scores: Float[Tensor, "R V"], history: Int[Tensor, "R L"], num_new: int) -> Float[Tensor, "R V"]:
-        """Process the scores of the token that follows `num_new` generated tokens, in place."""
+        """Process the scores (log-probabilities) of the token after `num_new` generated tokens, in place.
+
+        `history`: the tokens so far of each row, with NO_TOKEN as padding."""
         forced = self.forced_bos_token_id if num_new == 0 else None
         if num_new == self.params.max_new_tokens - 1 and len(self.forced_eos_token_ids):
             forced = self.forced_eos_token_ids

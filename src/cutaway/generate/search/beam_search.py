@@ -42,9 +42,8 @@ def beam_search(model: Transformer, prompts: Sequence[Sequence[int]], params: Be
     processor = BeamLogitsProcessor(vocab_size, model.device, params)
     with torch.no_grad():
         history, cache, logits = _prefill(model, prompts, params)
-        results = _search(
-            model, params, processor, history if processor.needs_history else history[:, :0], cache, logits
-        )
+        history = history if processor.needs_history else history[:, :0]
+        results = _search(model, params, processor, history, cache, logits)
     return [_finished_beams(i, *result, params)[: params.n] for i, result in enumerate(results)]
 
 

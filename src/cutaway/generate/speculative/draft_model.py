@@ -194,7 +194,9 @@ def _replace_invalid_probs(probs: Float32[Tensor, "n V"]) -> Float32[Tensor, "n 
 
 
 def reserve_draft_slots(config: EngineConfig, num_draft_tokens: int) -> EngineConfig:
-    """Add slots for draft tokens at the end of each row, where padding is written too, and in ring buffers."""
+    """Return a copy of the config with `num_draft_tokens` more cache slots per row, for draft tokens and padding.
+
+    Ring buffers get room for a chunk of all draft tokens and the token before them."""
     config = copy.copy(config)
     config.num_slots += num_draft_tokens
     config.prefill_chunk_size = max(config.prefill_chunk_size, num_draft_tokens + 1)

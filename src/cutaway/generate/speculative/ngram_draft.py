@@ -62,7 +62,7 @@ class NgramIndex:
 
 
 class NgramProposer:
-    """Proposes tokens by `NgramIndex`.
+    """Proposes, for each request, the tokens that followed its last n-gram at the previous occurrence.
 
     The source of an encoder-decoder is searched too, if source and target have the same vocabulary."""
 

@@ -63,7 +63,9 @@ def rejection_sample(
 
 
 def expected_tokens(acceptance_rate: float, num_draft_tokens: int) -> float:
-    """Expected number of tokens per forward pass, 1 + a + … + a^k, for acceptance rate a and k draft tokens."""
+    """Expected number of tokens per forward pass of the target model: 1 + a + … + a^k.
+
+    a is the acceptance rate of a draft token, k the number of draft tokens."""
     if not 0 <= acceptance_rate <= 1 or num_draft_tokens < 0:
         values = f"acceptance_rate is {acceptance_rate!r} and num_draft_tokens {num_draft_tokens!r}"
         raise InputError(f"{values}; pass a rate from 0 to 1, and a number of tokens, 0 or more")

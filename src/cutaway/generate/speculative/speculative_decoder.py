@@ -9,6 +9,7 @@ q.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -18,7 +19,6 @@ from cutaway.argument_checks import check_positive_int
 from cutaway.errors import InputError
 from cutaway.generate.engine.config import EngineConfig
 from cutaway.generate.engine.engine import Engine
-from cutaway.generate.engine.model_runner import ModelRunner
 from cutaway.generate.engine.request import Request
 from cutaway.generate.engine.scheduler import Scheduler
 from cutaway.generate.sampling.sampler import gather_logprobs
@@ -94,7 +94,8 @@ class SpeculativeDecoder(Engine):
         super().__init__(extended, tokenizer=tokenizer, max_waiting=max_waiting)
         self.models += [draft_model] if isinstance(draft_model, Transformer) else []
         self.request_config, self.num_draft_tokens = config, num_draft_tokens
-        self.scheduler = SpeculativeScheduler(self.model_runner, extended, self.proposer)
+        self.scheduler = Scheduler(self.model_runner, extended, prefix_caching=True)
+        self.scheduler.swap_functions.append(self.proposer.swap_rows)  # a request has the same row in both caches
         self.async_scheduling = False
         self.rope_switch_lengths = []  # no sequence reaches a switch length: see `_build_request`
         self.stats = SpeculativeStats()
@@ -166,19 +167,15 @@ class SpeculativeDecoder(Engine):
         """Append the verified tokens to each request, up to the one that finishes it, and update the statistics."""
         n, width = verified.tokens.shape
         gathered = gather_logprobs(logits.flatten(0, 1), verified.tokens.flatten(), features)
-        logprobs, top_tokens, top_logprobs = (
-            None if x is None else x.view(n, width, *x.shape[1:]).tolist() for x in gathered
-        )
+        logprob_columns: list[list[Any]] = [[None] * (n * width) if x is None else x.tolist() for x in gathered]
         tokens, num_accepted, invalid = (x.tolist() for x in verified)
         for row in reversed(range(n)):  # from the last row: it is released without a swap
             request, last = requests[row], num_accepted[row]
             previous_len, count = len(request.output.tokens), request.sampling_params.logprobs
             with self._isolate_failures([request]):
                 for i, token in enumerate(tokens[row][: last + 1]):
-                    top = None
-                    if top_tokens is not None and top_logprobs is not None and count:
-                        top = dict(zip(top_tokens[row][i][:count], top_logprobs[row][i][:count], strict=True))
-                    logprob = None if logprobs is None else logprobs[row][i]
+                    logprob, top_tokens, top_logprobs = (column[row * width + i] for column in logprob_columns)
+                    top = dict(zip(top_tokens[:count], top_logprobs[:count], strict=True)) if count else None
                     self._process_token(request, token, invalid[row] and i == last, logprob, top)
                     if request.finished.is_set():
                         break
@@ -186,16 +183,3 @@ class SpeculativeDecoder(Engine):
         self.stats.num_drafted += sum(proposal.lengths)
         self.stats.num_accepted += sum(num_accepted)
         self.stats.num_forward_passes += n
-
-
-class SpeculativeScheduler(Scheduler):
-    """Scheduler of two caches: a request has the same row in the target model's and in the draft model's cache."""
-
-    def __init__(self, model_runner: ModelRunner, config: EngineConfig, proposer: Proposer) -> None:
-        super().__init__(model_runner, config, prefix_caching=True)
-        self.proposer = proposer
-
-    def swap_rows(self, a: int, b: int) -> None:
-        super().swap_rows(a, b)
-        if a != b:
-            self.proposer.swap_rows(a, b)

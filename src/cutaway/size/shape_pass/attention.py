@@ -61,7 +61,7 @@ def _project_heads(
     """Project, clamp to ±clip_qkv and split into heads, (B, T, H, D)."""
     y = tape.linear(x, heads * d_head, (*key, name), bias=name in config.bias, component="projections")
     if config.clip_qkv is not None:
-        y = tape.record_op(y.shape, y.itemsize, [y], saved=[y])
+        y = tape.record_op([y], saved=[y])
     return y.view(*y.shape[:-1], heads, d_head)
 
 
@@ -77,17 +77,17 @@ def _qk_norm(tape: Tape, x: ShapeTensor, config: QKNorm | None, key: WeightKey) 
 
 def _apply_rope(tape: Tape, x: ShapeTensor, rope_tables: RopeTables) -> ShapeTensor:
     """(a, b) → (a·cos − b·sin, b·cos + a·sin); dimensions beyond the rotary dimension are unchanged."""
-    cos, sin = tape.cast(rope_tables.cos, x.itemsize), tape.cast(rope_tables.sin, x.itemsize)
+    cos, sin = (tape.cast(table, x.itemsize) for table in rope_tables)
     half = (*x.shape[:-1], cos.shape[-1])
     a, b = tape.narrow(x, *half), tape.narrow(x, *half)
 
     def rotate(*factors: tuple[ShapeTensor, ShapeTensor]) -> ShapeTensor:
-        terms = [tape.record_op(half, x.itemsize, [half_x], saved=[angle]) for half_x, angle in factors]
-        return tape.record_op(half, x.itemsize, terms, passes_grad_through=True)
+        terms = [tape.record_op([half_x], shape=half, itemsize=x.itemsize, saved=[angle]) for half_x, angle in factors]
+        return tape.record_op(terms, shape=half, itemsize=x.itemsize, passes_grad_through=True)
 
     halves = [rotate((a, cos), (b, sin)), rotate((b, cos), (a, sin))]
-    rotated = tape.record_op((*half[:-1], 2 * half[-1]), x.itemsize, halves)
-    return rotated if rotated.shape == x.shape else tape.record_op(x.shape, x.itemsize, [rotated, x])
+    rotated = tape.record_op(halves, shape=(*half[:-1], 2 * half[-1]), itemsize=x.itemsize)
+    return rotated if rotated.shape == x.shape else tape.record_op([rotated, x], shape=x.shape, itemsize=x.itemsize)
 
 
 def _read_cache(tape: Tape, x: ShapeTensor, mask: MaskShape) -> ShapeTensor:
@@ -143,9 +143,9 @@ def latent_attention(
     up = tape.linear(c, width, (*key, "kv_up"), bias=False, component="projections", min_flops=min_flops)
     v = tape.narrow(up, *key_shape, heads, config.d_value)
     q_rope = _apply_rope(tape, tape.narrow(q, *token_shape, heads, config.d_rope), context.rope_tables)
-    q = tape.record_op(q.shape, q.itemsize, [q, q_rope])
+    q = tape.record_op([q, q_rope])
     del q_rope
-    k = tape.record_op((*key_shape, heads, d_head), up.itemsize, [up, k_rope])
+    k = tape.record_op([up, k_rope], shape=(*key_shape, heads, d_head))
     z = scaled_dot_product_attention(tape, q, k, v, context.mask, dropout=config.dropout, min_flop_widths=widths)
     flat = z.view(*token_shape, heads * config.d_value)
     return tape.reduce_from_tp_region(

@@ -58,15 +58,14 @@ def scaled_dot_product_attention(
     kernel = resolve_kernel(mask.kernel, softcap=has_softcap, sink=sink is not None)
     if kernel == "explicit":
         return _explicit_attention(tape, (q, k, v), mask, flops, has_softcap=has_softcap, dropout=rate, sink=sink)
-    if kernel == "sdpa" and not _has_fused_kernel(tape, q, k, v, mask, rate):
+    if kernel == "sdpa" and not _has_fused_kernel(tape, (q, k, v), mask, rate):
         return _math_attention(tape, (q, k, v), mask, flops, rate)
     return _fused_attention(tape, (q, k, v), mask, flops, sink=sink)
 
 
-def _has_fused_kernel(
-    tape: Tape, q: ShapeTensor, k: ShapeTensor, v: ShapeTensor, mask: MaskShape, dropout: float
-) -> bool:
+def _has_fused_kernel(tape: Tape, qkv: QKV, mask: MaskShape, dropout: float) -> bool:
     """Whether PyTorch's SDPA has a fused kernel for these inputs, which does not materialize the scores."""
+    q, k, v = qkv
     trained_bias = mask.mask_tensor is not None and mask.mask_tensor.node is not None
     if tape.execution.device == "cpu":
         return not trained_bias and dropout == 0 and q.shape[3] == v.shape[3]
@@ -92,20 +91,19 @@ def _fused_attention(
             tape.empty(mask.mask_tensor.shape, q.itemsize) if is_bool else tape.cast(mask.mask_tensor, q.itemsize)
         )
     z = tape.record_op(
-        (batch, queries, heads, v.shape[3]),
-        q.itemsize,
         inputs,
+        shape=(batch, queries, heads, v.shape[3]),
+        itemsize=q.itemsize,
         saved=inputs,
         save_output=True,
         extra_saved_bytes=batch * heads * queries * max(4, q.itemsize),
         matmuls=flops,
         backward_matmuls=[_scale_matmul(flops[0], 3), _scale_matmul(flops[1], 2)],
-        kept_by_selective=True,
     )
     if sink is not None:
-        sink_prob = tape.record_op((batch, heads, queries), 4, [z], save_output=True, weights=[sink])
-        z = tape.record_op(z.shape, z.itemsize, [z], saved=[z, sink_prob])
-    return z if mask.fully_masked is None else tape.record_op(z.shape, z.itemsize, [z], saved=[mask.fully_masked])
+        sink_prob = tape.record_op([z], shape=(batch, heads, queries), itemsize=4, save_output=True, weights=[sink])
+        z = tape.record_op([z], saved=[z, sink_prob])
+    return z if mask.fully_masked is None else tape.record_op([z], saved=[mask.fully_masked])
 
 
 def _explicit_attention(
@@ -121,25 +119,25 @@ def _explicit_attention(
     """Explicit kernel: materializes the scores and the pattern, (B, H, T, S)."""
     (q, k, v), (score_matmul, value_matmul) = qkv, flops
     k, v = _repeat_kv(tape, k, q.shape[2]), _repeat_kv(tape, v, q.shape[2])
-    s = _attention_scores(tape, tape.record_op(q.shape, q.itemsize, [q]), k, score_matmul)
+    s = _attention_scores(tape, tape.record_op([q]), k, score_matmul)
     if has_softcap:
-        s = tape.record_op(s.shape, s.itemsize, [s])
-        s = tape.record_op(s.shape, s.itemsize, [s], save_output=True)
-        s = tape.record_op(s.shape, s.itemsize, [s])
+        s = tape.record_op([s])
+        s = tape.record_op([s], save_output=True)
+        s = tape.record_op([s])
     if mask.bias is not None:
-        s = tape.record_op(s.shape, s.itemsize, [s, mask.bias], passes_grad_through=True)
+        s = tape.record_op([s, mask.bias], passes_grad_through=True)
     assert mask.mask_tensor is not None
     assert mask.fully_masked is not None
-    s = tape.record_op(s.shape, s.itemsize, [s], saved=[tape.empty(mask.mask_tensor.shape, 1)])
+    s = tape.record_op([s], saved=[tape.empty(mask.mask_tensor.shape, 1)])
     upcast = tape.cast(s, max(4, s.itemsize))
     del s
     if sink is not None:
-        upcast = tape.record_op((*upcast.shape[:-1], upcast.shape[-1] + 1), upcast.itemsize, [upcast], weights=[sink])
-    pattern = tape.record_op(upcast.shape, upcast.itemsize, [upcast], save_output=True)
+        upcast = tape.record_op([upcast], shape=(*upcast.shape[:-1], upcast.shape[-1] + 1), weights=[sink])
+    pattern = tape.record_op([upcast], save_output=True)
     del upcast
     if sink is not None:
         pattern = tape.narrow(pattern, *pattern.shape[:-1], mask.num_keys)
-    pattern = tape.record_op(pattern.shape, pattern.itemsize, [pattern], saved=[mask.fully_masked])
+    pattern = tape.record_op([pattern], saved=[mask.fully_masked])
     pattern = drop(tape, tape.cast(pattern, q.itemsize), dropout)
     return _apply_pattern(tape, pattern, v, value_matmul)
 
@@ -151,26 +149,26 @@ def _math_attention(tape: Tape, qkv: QKV, mask: MaskShape, flops: _AttentionFlop
     q, k, v = (tape.cast(x, max(4, dtype)) for x in (q, k, v))
     if k.shape[2] != heads:
         k, v = _repeat_kv(tape, k, heads), _repeat_kv(tape, v, heads)
-    q, k = tape.record_op(q.shape, q.itemsize, [q]), tape.record_op(k.shape, k.itemsize, [k])
+    q, k = tape.record_op([q]), tape.record_op([k])
     s = _attention_scores(tape, q, k, score_matmul)
     if mask.mask_tensor is not None:
-        s = tape.record_op(s.shape, s.itemsize, [s, mask.mask_tensor], passes_grad_through=True)
+        s = tape.record_op([s, mask.mask_tensor], passes_grad_through=True)
     elif mask.num_visible_pairs != mask.num_queries * mask.num_keys:
-        s = tape.record_op(s.shape, s.itemsize, [s], passes_grad_through=True)
-    pattern = tape.record_op(s.shape, s.itemsize, [s], save_output=True)
+        s = tape.record_op([s], passes_grad_through=True)
+    pattern = tape.record_op([s], save_output=True)
     del s
     z = tape.cast(_apply_pattern(tape, drop(tape, pattern, dropout), v, value_matmul), dtype)
-    return z if mask.fully_masked is None else tape.record_op(z.shape, z.itemsize, [z], saved=[mask.fully_masked])
+    return z if mask.fully_masked is None else tape.record_op([z], saved=[mask.fully_masked])
 
 
 def _repeat_kv(tape: Tape, x: ShapeTensor, heads: int) -> ShapeTensor:
     """Repeat key or value heads to the number of query heads, (B, S, H, D)."""
-    return tape.record_op((*x.shape[:2], heads, x.shape[3]), x.itemsize, [x])
+    return tape.record_op([x], shape=(*x.shape[:2], heads, x.shape[3]))
 
 
 def _contiguous_by_head(tape: Tape, x: ShapeTensor) -> ShapeTensor:
     """Copy x to a head-major layout, or back to a token-major layout. With one head no copy is needed."""
-    return x if x.shape[2] == 1 else tape.record_op(x.shape, x.itemsize, [x])
+    return x if x.shape[2] == 1 else tape.record_op([x])
 
 
 def _attention_scores(tape: Tape, q: ShapeTensor, k: ShapeTensor, score_matmul: MatmulFlops) -> ShapeTensor:
@@ -182,13 +180,12 @@ def _attention_scores(tape: Tape, q: ShapeTensor, k: ShapeTensor, score_matmul: 
 def _record_matmul(tape: Tape, shape: Shape, inputs: list[ShapeTensor], flops: MatmulFlops) -> ShapeTensor:
     """Record a product of two activations, which saves both for backward."""
     return tape.record_op(
-        shape,
-        inputs[-1].itemsize,
         inputs,
+        shape=shape,
+        itemsize=inputs[-1].itemsize,
         saved=inputs,
         matmuls=[flops],
         backward_matmuls=[_scale_matmul(flops, 2)],
-        kept_by_selective=True,
     )
 
 

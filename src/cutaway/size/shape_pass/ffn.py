@@ -44,66 +44,63 @@ def _dense_ffn(
 def _gated_activation(tape: Tape, activation: Activation, gate: ShapeTensor, up: ShapeTensor) -> ShapeTensor:
     """act(gate) · up."""
     activated = apply_activation(tape, gate, activation)
-    return tape.record_op(up.shape, up.itemsize, [activated, up], saved=[activated, up])
+    return tape.record_op([activated, up], saved=[activated, up])
 
 
 def _clamped_swiglu(tape: Tape, gate: ShapeTensor, up: ShapeTensor) -> ShapeTensor:
     """gate · sigmoid(alpha · gate) · (up + 1) with gate and up clamped."""
-    shape, dtype = gate.shape, gate.itemsize
-    gate = tape.record_op(shape, dtype, [gate], saved=[gate])
-    up = tape.record_op(shape, dtype, [up], saved=[up])
-    scaled = tape.record_op(shape, dtype, [gate])
-    sigmoid = tape.record_op(shape, dtype, [scaled], save_output=True)
+    gate, up = tape.record_op([gate], saved=[gate]), tape.record_op([up], saved=[up])
+    scaled = tape.record_op([gate])
+    sigmoid = tape.record_op([scaled], save_output=True)
     del scaled
-    activated = tape.record_op(shape, dtype, [gate, sigmoid], saved=[gate, sigmoid])
-    shifted = tape.record_op(shape, dtype, [up], passes_grad_through=True)
-    return tape.record_op(shape, dtype, [activated, shifted], saved=[activated, shifted])
+    activated = tape.record_op([gate, sigmoid], saved=[gate, sigmoid])
+    shifted = tape.record_op([up], passes_grad_through=True)
+    return tape.record_op([activated, shifted], saved=[activated, shifted])
 
 
 def _mixture_of_experts(tape: Tape, x: ShapeTensor, config: Moe, key: WeightKey, d_model: int) -> ShapeTensor:
     """Route the tokens, run the experts on the tokens sorted by expert, and sum the outputs with the router weights."""
     router, num_tokens = config.router, x.numel // d_model
     flat, num_rows = x.view(num_tokens, d_model), num_tokens * router.top_k
-    index_itemsize = 8
     logits = tape.linear(
         flat, config.experts, (*key, "router"), bias=router.bias, component="ffn", in_fp32=router.dtype == "float32"
     )
     logits = tape.cast(logits, max(4, logits.itemsize))
-    scores = tape.record_op(logits.shape, logits.itemsize, [logits], save_output=True)
+    scores = tape.record_op([logits], save_output=True)
     del logits
     if router.groups is not None:
         if router.groups.score == "top2":
             _topk(tape, (num_tokens, router.groups.num_groups, 2), scores.itemsize)
         _topk(tape, (num_tokens, router.groups.top_k), scores.itemsize)
     selected = _topk(tape, (num_rows,), scores.itemsize)
-    weights = tape.record_op((num_tokens, router.top_k), scores.itemsize, [scores], saved=[selected])
+    weights = tape.record_op([scores], shape=(num_tokens, router.top_k), saved=[selected])
     if router.renormalize:
-        total = tape.record_op((num_tokens, 1), weights.itemsize, [weights])
-        weights = tape.record_op(weights.shape, weights.itemsize, [weights, total], saved=[weights, total])
-    weights = tape.cast(tape.record_op(weights.shape, weights.itemsize, [weights]), x.itemsize)
-    order = tape.empty((num_rows,), index_itemsize)
-    y = tape.record_op((num_rows, d_model), x.itemsize, [flat], saved=[tape.empty((num_rows,), index_itemsize)])
+        total = tape.record_op([weights], shape=(num_tokens, 1))
+        weights = tape.record_op([weights, total], saved=[weights, total])
+    weights = tape.cast(tape.record_op([weights]), x.itemsize)
+    order = tape.empty((num_rows,), 8)
+    y = tape.record_op([flat], shape=(num_rows, d_model), saved=[tape.empty((num_rows,), 8)])
     y = _dense_ffn(tape, y, config.expert, (*key, "experts"), d_model, _grouped_linear(tape, config, num_rows))
     del order
-    y = tape.record_op((num_rows, d_model), y.itemsize, [y], saved=[tape.empty((num_rows,), index_itemsize)])
+    y = tape.record_op([y], shape=(num_rows, d_model), saved=[tape.empty((num_rows,), 8)])
     y = _combine_experts(tape, weights, y.view(num_tokens, router.top_k, d_model)).view(*x.shape)
     if config.shared is None:
         return y
     shared_out = _dense_ffn(tape, x, config.shared, (*key, "shared"), d_model, _dense_linear(tape))
     if config.shared_gate:
         gate = tape.linear(x, 1, (*key, "shared_gate"), bias=False, component="ffn")
-        gate = tape.record_op(gate.shape, gate.itemsize, [gate], save_output=True)
-        shared_out = tape.record_op(shared_out.shape, shared_out.itemsize, [shared_out, gate], saved=[shared_out, gate])
+        gate = tape.record_op([gate], save_output=True)
+        shared_out = tape.record_op([shared_out, gate], saved=[shared_out, gate])
     return add(tape, y, shared_out)
 
 
 def _topk(tape: Tape, shape: tuple[int, ...], itemsize: int) -> ShapeTensor:
-    """Indices of a top-k selection. Selective checkpointing keeps the indices and the selected values."""
-    return tape.record_op(shape, 8, kept_by_selective=True, extra_saved_bytes=prod(shape) * itemsize)
+    """Record a top-k selection; return its indices. Selective checkpointing keeps the indices and selected values."""
+    return tape.record_op([], shape=shape, itemsize=8, kept_by_selective=True, extra_saved_bytes=prod(shape) * itemsize)
 
 
 def _grouped_linear(tape: Tape, config: Moe, num_rows: int) -> LinearFn:
-    """Grouped matmul: one matrix per expert, applied to the rows of its tokens."""
+    """Return a function that records a grouped matmul: one matrix per expert, applied to the rows of its tokens."""
 
     offsets = tape.empty((config.experts,), 8)
     routing = config.router.top_k, config.experts
@@ -115,26 +112,17 @@ def _grouped_linear(tape: Tape, config: Moe, num_rows: int) -> LinearFn:
         copies = [tape.empty((weight.numel,), dtype, AUTOCAST_COPIES)] if tape.execution.autocast else []
         flops = 2 * x.numel * width
         y = tape.record_op(
-            (num_rows, width),
-            dtype,
             [x],
+            shape=(num_rows, width),
             saved=[x, *copies, offsets],
             weights=[weight],
             matmuls=[("ffn", flops, flops)],
             backward_matmuls=[("ffn", 2 * flops, 2 * flops)],
-            kept_by_selective=True,
         )
         if not bias:
             return y
         bias_weight = Weight((*key, "bias"), (config.experts, width), expert_routing=routing)
-        return tape.record_op(
-            y.shape,
-            y.itemsize,
-            [y],
-            saved=[tape.empty((num_rows,), 8)],
-            weights=[bias_weight],
-            passes_grad_through=True,
-        )
+        return tape.record_op([y], saved=[tape.empty((num_rows,), 8)], weights=[bias_weight], passes_grad_through=True)
 
     return linear
 
@@ -144,13 +132,11 @@ def _combine_experts(tape: Tape, weights: ShapeTensor, y: ShapeTensor) -> ShapeT
     num_tokens, top_k, d_model = y.shape
     if tape.execution.autocast:
         weights, y = tape.cast(weights, tape.execution.compute_itemsize), tape.cast(y, tape.execution.compute_itemsize)
-    flops = 2 * y.numel if top_k > 1 else 0
+    flops = 2 * y.numel
     return tape.record_op(
-        (num_tokens, d_model),
-        y.itemsize,
         [weights, y],
+        shape=(num_tokens, d_model),
         saved=[weights, y],
-        matmuls=[("combine", flops, flops)],
-        backward_matmuls=[("combine", 2 * flops, 2 * flops)],
-        kept_by_selective=top_k > 1,
+        matmuls=[("combine", flops, flops)] if top_k > 1 else [],
+        backward_matmuls=[("combine", 2 * flops, 2 * flops)] if top_k > 1 else [],
     )

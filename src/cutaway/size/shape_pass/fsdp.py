@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable
 from math import prod
 
 from cutaway.size.shape_pass.cost_counter import CostCounter, MemoryTracker
+from cutaway.size.shape_pass.execution_config import ExecutionConfig
 from cutaway.size.shape_pass.tensor import Storage, Weight, WeightKey
 
 ParamGroup = WeightKey
@@ -31,22 +32,21 @@ class FSDPState:
         self,
         memory_tracker: MemoryTracker,
         counter: CostCounter,
+        execution: ExecutionConfig,
         weights: Iterable[Weight],
-        *,
-        dp_shard: int,
-        dp_replicate: int,
-        gather_itemsize: int,
-        grad_itemsize: int,
-        shared_stacks: Collection[str] = (),
+        shared_stacks: Collection[str],
     ) -> None:
         """`shared_stacks` are the stacks with layer sharing (ALBERT), whose weights are in the root group."""
-        self.memory_tracker, self.counter = memory_tracker, counter
-        self.dp_shard, self.dp_replicate = dp_shard, dp_replicate
-        self.gather_itemsize, self.grad_itemsize, self.shared_stacks = gather_itemsize, grad_itemsize, shared_stacks
+        self.memory_tracker, self.counter, self.shared_stacks = memory_tracker, counter, shared_stacks
+        self.dp_shard, self.dp_replicate = execution.dp_shard, execution.dp_replicate
+        self.gather_itemsize = execution.weight_itemsize
+        self.grad_itemsize = execution.grad_itemsize or execution.weight_itemsize
         self.shard_numel_by_group: dict[ParamGroup, int] = {}
         for weight in weights:
             group = _find_param_group(weight.key, shared_stacks)
-            self.shard_numel_by_group[group] = self.shard_numel_by_group.get(group, 0) + self.shard_numel(weight)
+            # Dimension 0 is split, and padded if the split is uneven.
+            shard_numel = -(-weight.shape[0] // self.dp_shard) * prod(weight.shape[1:])
+            self.shard_numel_by_group[group] = self.shard_numel_by_group.get(group, 0) + shard_numel
         self.forward_order: list[ParamGroup] = []
         """Groups in the order of the forward pass; backward prefetches in reverse order."""
         self.all_gather_outputs: dict[ParamGroup, Storage] = {}
@@ -59,10 +59,6 @@ class FSDPState:
         self.reduce_scatter_input: Storage | None = None
         """Input buffer of the last reduce-scatter, which is freed before the next input buffer is allocated."""
         self.sharded_grads: dict[ParamGroup, Storage] = {}
-
-    def shard_numel(self, weight: Weight) -> int:
-        """Number of elements of a weight per shard. Dimension 0 is split, and padded if the split is uneven."""
-        return -(-weight.shape[0] // self.dp_shard) * prod(weight.shape[1:])
 
     def all_gather(self, group: ParamGroup) -> None:
         if self.dp_shard == 1 or group in self.all_gather_outputs or group in self.unsharded_weights:
@@ -78,9 +74,6 @@ class FSDPState:
         if group not in self.unsharded_weights:
             nbytes = self.shard_numel_by_group[group] * self.gather_itemsize * self.dp_shard
             self.unsharded_weights[group] = Storage(self.memory_tracker, nbytes, _GATHERED_WEIGHTS)
-
-    def has_group(self, group: ParamGroup) -> bool:
-        return group in self.shard_numel_by_group
 
     def pre_forward(self, group: ParamGroup) -> None:
         """All-gather the group before its forward pass."""

@@ -30,22 +30,20 @@ def apply_activation(tape: Tape, x: ShapeTensor, name: Activation) -> ShapeTenso
     saves = _SAVED_BY_ACTIVATION[name]
     if not saves:
         return x
-    inner = [tape.record_op(x.shape, x.itemsize, [x])] if "inner" in saves else []
+    inner = [tape.record_op([x])] if "inner" in saves else []
     saved_inputs = inner + ([x] if "input" in saves else [])
-    return tape.record_op(x.shape, x.itemsize, [x, *inner], saved=saved_inputs, save_output="result" in saves)
+    return tape.record_op([x, *inner], saved=saved_inputs, save_output="result" in saves)
 
 
 def dropout(tape: Tape, x: ShapeTensor, rate: float) -> ShapeTensor:
     """Dropout. An element of the saved mask has one byte on the GPU, and the item size of the input on the CPU."""
     if rate == 0 or not tape.execution.grad:
         return x
-    return tape.record_op(
-        x.shape, x.itemsize, [x], extra_saved_bytes=x.numel * (1 if tape.execution.device == "cuda" else x.itemsize)
-    )
+    return tape.record_op([x], extra_saved_bytes=x.numel * (1 if tape.execution.device == "cuda" else x.itemsize))
 
 
 def add(tape: Tape, a: ShapeTensor, b: ShapeTensor) -> ShapeTensor:
-    return tape.record_op(a.shape, max(a.itemsize, b.itemsize), [a, b], passes_grad_through=a.itemsize == b.itemsize)
+    return tape.record_op([a, b], itemsize=max(a.itemsize, b.itemsize), passes_grad_through=a.itemsize == b.itemsize)
 
 
 def norm(tape: Tape, x: ShapeTensor, config: Norm, key: WeightKey, *, gain_shape: tuple[int, ...] = ()) -> ShapeTensor:
@@ -57,15 +55,15 @@ def norm(tape: Tape, x: ShapeTensor, config: Norm, key: WeightKey, *, gain_shape
     if isinstance(config, LayerNorm):
         return _layernorm(tape, x, config, key, rows, gain_shape)
     upcast = tape.cast(x, max(4, x.itemsize))
-    square = tape.record_op(upcast.shape, upcast.itemsize, [upcast], saved=[upcast])
-    mean = tape.record_op((rows, 1), upcast.itemsize, [square])
+    square = tape.record_op([upcast], saved=[upcast])
+    mean = tape.record_op([square], shape=(rows, 1))
     del square
-    inv_rms = tape.record_op((rows, 1), upcast.itemsize, [mean], save_output=True)
-    y = tape.record_op(upcast.shape, upcast.itemsize, [upcast, inv_rms], saved=[upcast, inv_rms])
+    inv_rms = tape.record_op([mean], save_output=True)
+    y = tape.record_op([upcast, inv_rms], saved=[upcast, inv_rms])
     gain = Weight((*key, "gain"), gain_shape or (width,))
     needs_copy = config.unit_offset or tape.execution.weight_itemsize < upcast.itemsize
     gain_copy = [tape.empty((gain.numel,), upcast.itemsize)] if needs_copy else []
-    y = tape.record_op(y.shape, y.itemsize, [y], saved=[y, *gain_copy], weights=[gain])
+    y = tape.record_op([y], saved=[y, *gain_copy], weights=[gain])
     return tape.cast(y, x.itemsize)
 
 
@@ -80,8 +78,8 @@ def _layernorm(
     min_itemsize = 4 if on_gpu else tape.execution.weight_itemsize if weights and not gain_shape else 0
     statistics = 2 * num_rows * max(x.itemsize, min_itemsize)
     if not gain_shape:
-        return tape.record_op(x.shape, x.itemsize, [x], saved=[x], extra_saved_bytes=statistics, weights=weights)
-    y = tape.record_op(x.shape, x.itemsize, [x], saved=[x], extra_saved_bytes=statistics)
+        return tape.record_op([x], saved=[x], extra_saved_bytes=statistics, weights=weights)
+    y = tape.record_op([x], saved=[x], extra_saved_bytes=statistics)
     for weight in weights:
-        y = tape.record_op(y.shape, y.itemsize, [y], saved=[y] if "gain" in weight.key else [], weights=[weight])
+        y = tape.record_op([y], saved=[y] if "gain" in weight.key else [], weights=[weight])
     return y

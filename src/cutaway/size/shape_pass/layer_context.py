@@ -32,12 +32,8 @@ def _sum_positive_range(low: int, high: int) -> int:
     return (low + high) * (high - low + 1) // 2 if high >= low else 0
 
 
-@dataclass
-class RopeTables:
-    """cos and sin of the rotation angles, (B, T, 1, D/2)."""
-
-    cos: ShapeTensor
-    sin: ShapeTensor
+RopeTables = tuple[ShapeTensor, ShapeTensor]
+"""cos and sin of the rotation angles, (B, T, 1, D/2)."""
 
 
 @dataclass
@@ -90,7 +86,7 @@ class LayerContextBuilder:
         if table_key not in self.rope_tables:
             shape = (self.mask_batch_size, self.seq_len, 1, num_pairs)
             dtype = max(4, self.tape.execution.resid_itemsize)
-            self.rope_tables[table_key] = RopeTables(self.tape.empty(shape, dtype), self.tape.empty(shape, dtype))
+            self.rope_tables[table_key] = self.tape.empty(shape, dtype), self.tape.empty(shape, dtype)
         return self.rope_tables[table_key]
 
     def mask_for(self, layer_index: int) -> MaskShape:
@@ -119,7 +115,7 @@ class LayerContextBuilder:
             bias = self.position_bias(bias_position, attention.heads, num_keys, (self.stack_name, owner))
             if kernel == "sdpa":
                 visible = tape.empty(mask.mask_tensor.shape, 1)
-                mask.mask_tensor = tape.record_op(bias.shape, bias.itemsize, [bias], saved=[visible])
+                mask.mask_tensor = tape.record_op([bias], saved=[visible])
             else:
                 mask.bias = bias
         return mask
@@ -134,7 +130,7 @@ class LayerContextBuilder:
             return tape.empty(shape, tape.execution.resid_itemsize)
         buckets = tape.empty((self.mask_batch_size, self.seq_len, num_keys), 8)
         table = Weight((*key, "relative_bias"), (position.buckets, heads))
-        return tape.record_op(shape, tape.execution.resid_itemsize, saved=[buckets], weights=[table])
+        return tape.record_op([], shape=shape, itemsize=tape.execution.resid_itemsize, saved=[buckets], weights=[table])
 
     def cross_attention_mask(self, block: CrossBlock, memory: ShapeTensor) -> MaskShape:
         cross = block.cross

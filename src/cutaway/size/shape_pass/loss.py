@@ -18,14 +18,12 @@ def cross_entropy(tape: Tape, logits: ShapeTensor) -> ShapeTensor:
     casts the logits to fp32 first."""
     execution = tape.execution
     upcast = tape.cast(logits, 4) if execution.autocast and execution.device == "cpu" else logits
-    log_probs = tape.record_op(upcast.shape, upcast.itemsize, [upcast], save_output=True)
+    log_probs = tape.record_op([upcast], save_output=True)
     del upcast
     if execution.autocast:
         log_probs = tape.cast(log_probs, 4)
     targets = tape.empty((logits.numel // logits.shape[-1],), 8)
-    return tape.record_op(
-        (1,), log_probs.itemsize, [log_probs], saved=[log_probs, targets], extra_saved_bytes=log_probs.itemsize
-    )
+    return tape.record_op([log_probs], shape=(1,), saved=[log_probs, targets], extra_saved_bytes=log_probs.itemsize)
 
 
 def chunked_cross_entropy(tape: Tape, x: ShapeTensor, config: Config) -> tuple[ShapeTensor, int]:
@@ -41,7 +39,8 @@ def chunked_cross_entropy(tape: Tape, x: ShapeTensor, config: Config) -> tuple[S
     grad_sums = [tape.empty(weight.shape, itemsize) for weight in head_tape.weights.values()]
     chunk_logits_bytes = [_run_chunk(tape, rows, times, x, config) for rows, times in _chunk_sizes(targets)]
     weights = [replace(weight, in_matmul=False, has_fp32_grad=True) for weight in head_tape.weights.values()]
-    return tape.record_op((1,), 4, [x], saved=[grad_input, *grad_sums], weights=weights), max(chunk_logits_bytes)
+    loss = tape.record_op([x], shape=(1,), itemsize=4, saved=[grad_input, *grad_sums], weights=weights)
+    return loss, max(chunk_logits_bytes)
 
 
 def _chunk_sizes(num_targets: int) -> list[tuple[int, int]]:

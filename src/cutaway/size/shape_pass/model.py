@@ -57,13 +57,13 @@ def _run_block(
         y = norm(tape, y, stack.norm, (*key, name, "norm_out")) if norm_out else y
         tape.component = "residual"
         y = dropout(tape, y, rate)
-        return y if stack.residual_scale == 1.0 else tape.record_op(y.shape, y.itemsize, [y])
+        return y if stack.residual_scale == 1.0 else tape.record_op([y])
 
     def residual(x: ShapeTensor, f: Sublayer, name: str, rate: float, *, skip_prenorm: bool = False) -> ShapeTensor:
         norm_in = isinstance(placement, PreNorm | SandwichNorm) and not skip_prenorm
         y = branch(x, f, name, rate, norm_in=norm_in, norm_out=isinstance(placement, SandwichNorm | OutputNorm))
         if isinstance(placement, PostNorm) and placement.skip_scale != 1.0:
-            x = tape.record_op(x.shape, x.itemsize, [x])
+            x = tape.record_op([x])
         x = add(tape, x, y)
         tape.component = "norms"
         return norm(tape, x, stack.norm, (*key, name, "after")) if isinstance(placement, PostNorm) else x
@@ -125,13 +125,12 @@ def _embed(tape: Tape, config: Config, embedding: Embedding, name: str, batch_si
     width, rows = embedding.token_table_dim(d_model), source_vocab_size or config.vocab_size
     key: WeightKey = ("source_tokens",) if source_vocab_size else ("tokens",)
     tokens = tape.empty((batch_size, seq_len), 8)
-    x = tape.record_op((batch_size, seq_len, width), dtype, saved=[tokens], weights=[Weight(key, (rows, width))])
+    table = Weight(key, (rows, width))
+    x = tape.record_op([], shape=(batch_size, seq_len, width), itemsize=dtype, saved=[tokens], weights=[table])
     if tape.execution.tp > 1:  # vocabulary-parallel lookup: tokens of other ranks are masked to zero, then all-reduced
-        x = tape.reduce_from_tp_region(
-            tape.record_op(x.shape, x.itemsize, [x], saved=[tape.empty((batch_size, seq_len), 1)])
-        )
+        x = tape.reduce_from_tp_region(tape.record_op([x], saved=[tape.empty((batch_size, seq_len), 1)]))
     if embedding.resolve_scale(d_model) != 1.0:
-        x = tape.record_op(x.shape, x.itemsize, [x])
+        x = tape.record_op([x])
     factor = embedding.factorization
     if factor is not None and factor.positions == "after_projection":
         x = tape.linear(x, d_model, (name, "project"), bias=factor.bias, component="embedding")
@@ -139,16 +138,14 @@ def _embed(tape: Tape, config: Config, embedding: Embedding, name: str, batch_si
     match embedding.position:
         case LearnedPosition(length=limit, offset=offset):
             table = Weight((name, "positions"), (limit + offset, position_dim))
-            positions = tape.empty((1, seq_len), 8)
-            position_embedding = tape.record_op((1, seq_len, position_dim), dtype, saved=[positions], weights=[table])
-            x = tape.record_op(
-                x.shape, x.itemsize, [x, tape.cast(position_embedding, x.itemsize)], passes_grad_through=True
-            )
+            shape, positions = (1, seq_len, position_dim), tape.empty((1, seq_len), 8)
+            position_embedding = tape.record_op([], shape=shape, itemsize=dtype, saved=[positions], weights=[table])
+            x = tape.record_op([x, tape.cast(position_embedding, x.itemsize)], passes_grad_through=True)
         case SinusoidalPosition():
-            x = tape.record_op(x.shape, x.itemsize, [x], passes_grad_through=True)
+            x = tape.record_op([x], passes_grad_through=True)
     if embedding.token_types:
         table = Weight((name, "types"), (embedding.token_types, position_dim))
-        x = tape.record_op(x.shape, dtype, [x], weights=[table], passes_grad_through=x.itemsize == dtype)
+        x = tape.record_op([x], itemsize=dtype, weights=[table], passes_grad_through=x.itemsize == dtype)
     x = dropout(tape, norm(tape, x, embedding.norm, (name, "embedding_norm")), embedding.dropout)
     if factor is not None and factor.positions == "before_projection":
         x = tape.linear(x, d_model, (name, "project"), bias=factor.bias, component="embedding")
@@ -170,9 +167,9 @@ def run_head(tape: Tape, x: ShapeTensor, config: Config) -> ShapeTensor:
         tape.copy_to_tp_region(x), config.vocab_size, key, bias=config_head.bias == "learned", component="head"
     )
     if config_head.scale != 1.0:
-        logits = tape.record_op(logits.shape, logits.itemsize, [logits])
+        logits = tape.record_op([logits])
     if config_head.softcap is not None:
-        logits = tape.record_op(logits.shape, logits.itemsize, [logits])
-        logits = tape.record_op(logits.shape, logits.itemsize, [logits], save_output=True)
-        logits = tape.record_op(logits.shape, logits.itemsize, [logits])
+        logits = tape.record_op([logits])
+        logits = tape.record_op([logits], save_output=True)
+        logits = tape.record_op([logits])
     return logits

@@ -78,8 +78,12 @@ def training_pass(
     to them. 'chunked' is the loss of `cutaway train`.
     """
     tape = Tape(replace(execution, grad=True, mask_batch_size=batch_size if packed else 0))
-    fsdp = tape.fsdp = _build_fsdp_state(tape, config)
-    if fsdp is not None:
+    fsdp = None
+    if tape.execution.uses_fsdp:
+        weights = inference_pass(config, 1, 1, ExecutionConfig()).weights
+        shared_stacks = [name for name, stack in config.stacks.items() if stack.layer_groups is not None]
+        fsdp = FSDPState(tape.memory_tracker, tape.counter, tape.execution, weights, shared_stacks)
+        tape.fsdp = fsdp
         fsdp.pre_forward(ROOT_GROUP)
         tape.register_backward_hook(lambda: fsdp.post_backward(ROOT_GROUP))
     x = compute_hidden(tape, config, PassShape(batch_size, seq_len, source_len or seq_len))
@@ -110,23 +114,6 @@ def training_pass(
         grad_bytes=sum(grad.nbytes for grad in grads) if fsdp is None else fsdp.finalize_backward(),
         weights=tuple(tape.weights.values()),
         bytes_at_optimizer_step=0 if logits is None else logits_bytes,
-    )
-
-
-def _build_fsdp_state(tape: Tape, config: Config) -> FSDPState | None:
-    """Build the FSDP state; None without FSDP."""
-    execution = tape.execution
-    if not execution.uses_fsdp:
-        return None
-    return FSDPState(
-        tape.memory_tracker,
-        tape.counter,
-        inference_pass(config, 1, 1, ExecutionConfig()).weights,
-        dp_shard=execution.dp_shard,
-        dp_replicate=execution.dp_replicate,
-        gather_itemsize=execution.weight_itemsize,
-        grad_itemsize=execution.grad_itemsize or execution.weight_itemsize,
-        shared_stacks=[name for name, stack in config.stacks.items() if stack.layer_groups is not None],
     )
 
 

@@ -51,10 +51,10 @@ class Tape:
 
     def record_op(
         self,
-        shape: Shape,
-        itemsize: int,
-        inputs: Sequence[ShapeTensor] = (),
+        inputs: Sequence[ShapeTensor],
         *,
+        shape: Shape | None = None,
+        itemsize: int | None = None,
         saved: Sequence[ShapeTensor | Storage] = (),
         save_output: bool = False,
         passes_grad_through: bool = False,
@@ -66,11 +66,15 @@ class Tape:
     ) -> ShapeTensor:
         """Record one operation: its output, the tensors it saves for backward, and its matmuls.
 
+        The output has the given shape and item size, by default those of the first input.
         `extra_saved_bytes` is the number of bytes that are allocated and saved in addition to the output (the
-        statistics of a norm, the log-sum-exp of a softmax). With `kept_by_selective`, selective checkpointing saves the
-        output instead of recomputing it.
+        statistics of a norm, the log-sum-exp of a softmax). Selective checkpointing saves the output of matmuls, and of
+        operations with `kept_by_selective`, instead of recomputing it.
         """
         self.num_ops += 1
+        kept_by_selective = kept_by_selective or bool(matmuls)
+        shape = inputs[0].shape if shape is None else shape
+        itemsize = inputs[0].itemsize if itemsize is None else itemsize
         nbytes = prod(shape) * itemsize
         requires_grad = self.execution.grad and (bool(weights) or any(x.node is not None for x in inputs))
         node = GradNode(nbytes, inputs, passes_grad_through=passes_grad_through) if requires_grad else None
@@ -104,7 +108,7 @@ class Tape:
         return ShapeTensor(shape, itemsize, out, node)
 
     def narrow(self, x: ShapeTensor, *shape: int) -> ShapeTensor:
-        """Return a slice of x, which shares the storage of x and has its own gradient."""
+        """Return a slice of x with the given shape, which shares the storage of x and has its own gradient."""
         node = None
         if x.node is not None:
             node = GradNode(prod(shape) * x.itemsize, [x])
@@ -126,7 +130,7 @@ class Tape:
         if self.execution.tp == 1:
             return x
         self.counter.add_collective("all-reduce", x.nbytes)
-        return self.record_op(x.shape, x.itemsize, [x], passes_grad_through=True)
+        return self.record_op([x], passes_grad_through=True)
 
     def save_for_backward(self, node: GradNode, storage: Storage) -> None:
         """Save a storage for backward. In a checkpointed block, save an empty slot, which the recomputation fills."""
@@ -147,7 +151,7 @@ class Tape:
                 raise StopRecomputationError
 
     def cast(self, x: ShapeTensor, itemsize: int) -> ShapeTensor:
-        return x if x.itemsize == itemsize else self.record_op(x.shape, itemsize, [x])
+        return x if x.itemsize == itemsize else self.record_op([x], itemsize=itemsize)
 
     # ------------------------------------------------------------------------------------ matmuls with weights
 
@@ -162,15 +166,14 @@ class Tape:
         min_flops: int | None = None,
         in_fp32: bool = False,
     ) -> ShapeTensor:
-        """Record x·Wᵀ + b. `min_flops`: FLOPs of an equivalent computation that needs fewer."""
+        """Record x·Wᵀ + b. `min_flops`: FLOPs of a cheaper way to compute the same (absorbed MLA), if there is one."""
         d_in = x.shape[-1]
         weight = Weight(key, (d_out, d_in), in_matmul=True)
         weights = [weight, Weight((*key, "bias"), (d_out,), in_matmul=True)] if bias else [weight]
-        saved: list[ShapeTensor | Storage] = []
         dtype = self.execution.compute_itemsize if self.execution.autocast else x.itemsize
         dtype = max(4, dtype) if in_fp32 else dtype
         x = self.cast(x, dtype)
-        saved.append(x)
+        saved: list[ShapeTensor | Storage] = [x]
         if in_fp32 and self.execution.weight_itemsize < dtype:
             saved.append(Storage(self.memory_tracker, weight.numel * dtype, self.component))
         elif self.execution.autocast and not in_fp32:
@@ -178,14 +181,12 @@ class Tape:
             saved.append(weight_copies[0])
         flops = 2 * x.numel * d_out
         return self.record_op(
-            (*x.shape[:-1], d_out),
-            dtype,
             [x],
+            shape=(*x.shape[:-1], d_out),
             saved=saved,
             weights=weights,
             matmuls=[(component, flops, flops if min_flops is None else min_flops)],
             backward_matmuls=[(component, 2 * flops, 2 * flops)],
-            kept_by_selective=True,
         )
 
     def autocast_copy(self, weight: Weight) -> Storage:
@@ -204,7 +205,7 @@ class Tape:
         if not self.execution.grad:
             return block(x)
         self.block_matmuls = BlockMatmuls()
-        fsdp = None if self.fsdp is None or not self.fsdp.has_group(group) else self.fsdp
+        fsdp = None if self.fsdp is None or group not in self.fsdp.shard_numel_by_group else self.fsdp
         if fsdp is not None:
             fsdp.pre_forward(group)
             self.register_backward_hook(lambda: fsdp.post_backward(group))
@@ -217,7 +218,7 @@ class Tape:
         return out
 
     def register_backward_hook(self, hook: Callable[[], None]) -> None:
-        """Call `hook` when the backward pass reaches this point."""
+        """Call `hook` in the backward pass, after the gradients of all operations that are recorded from now on."""
         node = GradNode(0, [])
         node.hook = hook
         self.nodes.append(node)

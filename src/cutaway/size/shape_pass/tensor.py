@@ -106,6 +106,7 @@ class CheckpointFrame:
 
     recompute: Callable[[], object]
     slots: list[tuple[GradNode, int]] = field(default_factory=list)
+    """(node, index in its `saved_storages`) of each value that backward needs and the recomputation fills in."""
     saved_outputs: list[Storage] = field(default_factory=list)
     """Outputs that selective checkpointing keeps, in order."""
     num_filled: int = -1
@@ -117,8 +118,9 @@ class StopRecomputationError(Exception):
 
 
 def accumulate_grad(node: GradNode, grad: Storage) -> None:
-    """Accumulate a gradient. The first gradient is stored as it is. Later gradients are added to it in place, or in a
-    new storage if it is aliased."""
+    """Add `grad` to the gradient of a node. The first gradient is stored without a copy.
+
+    Later gradients are added to it in place, or in a new storage if the first one is also another node's gradient."""
     if node.grad is None:
         node.grad = grad
     elif node.grad.is_aliased:

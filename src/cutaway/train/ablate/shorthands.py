@@ -30,36 +30,14 @@ def _map_stacks(config: Config, edit: Callable[[cfg.Stack], cfg.Stack]) -> Confi
     return config.replace(**{name: edit(stack) for name, stack in config.stacks.items()})
 
 
-def _map_blocks(config: Config, edit: Callable[[cfg.Block], cfg.Block]) -> Config:
-    """Edit every block of every stack."""
-
-    def edit_stack(stack: cfg.Stack) -> cfg.Stack:
-        blocks, leading_blocks = (tuple(map(edit, blocks)) for blocks in (stack.block, stack.leading_blocks))
-        return stack.replace(block=blocks, leading_blocks=leading_blocks)
-
-    return _map_stacks(config, edit_stack)
-
-
 def _map_attention(config: Config, edit: AttentionEdit) -> Config:
     """Edit every self-attention and cross-attention."""
-
-    def edit_block(block: cfg.Block) -> cfg.Block:
-        block = block.replace(attention=edit(block.attention))
-        return block.replace(cross=edit(block.cross)) if isinstance(block, cfg.CrossBlock) else block
-
-    return _map_blocks(config, edit_block)
+    return _map_stacks(config, lambda stack: stack.edit_layers(attention=edit))
 
 
 def map_ffns(config: Config, edit: Callable[[DenseFFN], DenseFFN]) -> Config:
     """Edit every dense FFN, and the experts of every mixture of experts."""
-
-    def edit_block(block: cfg.Block) -> cfg.Block:
-        if not isinstance(block.ffn, cfg.Moe):
-            return block.replace(ffn=edit(block.ffn))
-        shared = None if block.ffn.shared is None else edit(block.ffn.shared)
-        return block.replace(ffn=block.ffn.replace(expert=edit(block.ffn.expert), shared=shared))
-
-    return _map_blocks(config, edit_block)
+    return _map_stacks(config, lambda stack: stack.edit_layers(ffn=edit))
 
 
 def _parse_count(name: str, value: str) -> int:
