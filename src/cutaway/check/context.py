@@ -71,7 +71,7 @@ class CheckContext:
         return self.allowed_tokens[index].to(self.model.device)
 
     def replace_tokens(self, tokens: Tensor, positions: slice = slice(None)) -> Tensor:
-        """Replace the tokens at `positions`, each by a different random token."""
+        """Return the tokens with each token at `positions` replaced by a random other token."""
         out = tokens.clone()
         index = torch.searchsorted(self.allowed_tokens, out[:, positions].cpu().contiguous())
         size = len(self.allowed_tokens)

@@ -176,7 +176,7 @@ def _move_positions(stack: Stack, name: str, op: str, value: object, on_call: _O
     """Shift positions by `value`, or permute them with seed `value`. The mask does not change."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         meaning = "the offset of the positions" if op == "shift" else "the seed of the permutation"
-        raise InputError(f"'{op}' of {name} has the value {value!r}; it is {meaning}, so pass an integer ≥ 0")
+        raise InputError(f"'{op}' of {name} must be {meaning}, an integer ≥ 0, but is {value!r}")
 
     def move(position: Tensor) -> Tensor:
         if op == "shift":

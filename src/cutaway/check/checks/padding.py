@@ -128,8 +128,7 @@ def _ragged_rows_with_logits(ctx: CheckContext) -> tuple[tuple[list[Tensor], int
 
 
 def _unsupported_side_reason(ctx: CheckContext, side: str) -> str | None:
-    """Why the model does not support this padding side: if absolute positions count padding, it supports right padding
-    only. None if the side is supported."""
+    """Return the reason why the model does not support padding on this side, or None if the model supports it."""
     model = ctx.model
     if side == "right" or model.positions_skip_padding or model.relative_positions:
         return None

@@ -112,7 +112,7 @@ def trace_rope_layers(ctx: CheckContext, *, beyond_length: int | None = None) ->
 
 
 def _has_constant_values(attention: AttentionCall) -> bool:
-    """Whether v is the same at all positions, which implies that q and k were the same before the rotation."""
+    """Whether v does not depend on the position. Then q and k do not depend on it either, before the rotation."""
     return attention.v is not None and max_relative_change(attention.v[0].float()) < _ROUNDING_TOLERANCE
 
 

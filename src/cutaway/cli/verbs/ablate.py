@@ -24,8 +24,8 @@ def ablate(
     vary: Annotated[
         list[str] | None,
         option(
-            "Values to compare for a recipe key, or for activation, depth, ffn, heads, kv-heads, norm, placement,"
-            " position. If repeated, all combinations are trained; the first variant is the baseline.",
+            "Values to compare. KEY is a recipe key or one of activation, depth, ffn, heads, kv-heads, norm, placement,"
+            " position. If repeated, all combinations are trained; the first one is the baseline.",
             metavar="KEY=a,b",
         ),
     ] = None,

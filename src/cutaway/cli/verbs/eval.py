@@ -35,8 +35,8 @@ def evaluate(
     text: Annotated[
         list[Path] | None, option("Text file, .jsonl or directory; - is standard input; repeatable.", metavar="FILE")
     ] = None,
-    text_column: Annotated[str, option("Field of .jsonl rows with the text.")] = "text",
-    target_column: Annotated[str | None, option("Field of .jsonl rows with the target, for encoder-decoders.")] = None,
+    text_column: Annotated[str, option("Key of the text in a .jsonl row.")] = "text",
+    target_column: Annotated[str | None, option("Key of the target in a .jsonl row, for encoder-decoders.")] = None,
     context: Annotated[int | None, option("Context length; default the model's, but at most 4,096.")] = None,
     stride: Annotated[int | None, option("Stride of sliding windows, for decoders; default half the context.")] = None,
     seed: Annotated[int | None, option("Random seed for masking, for encoders.")] = None,

@@ -130,10 +130,10 @@ def _fixed_point_mass(weight: Float32[Tensor, "n k"]) -> Int64[Tensor, "n k"]:
 def _threshold_of_sorted_keys(
     key: Int[Tensor, "n k"], mass: Int64[Tensor, "n k"], target: Int64[Tensor, "n 1"]
 ) -> tuple[Int[Tensor, "n 1"], Int64[Tensor, "n 1"]]:
-    """Return, per row, the sort key at which the cumulative sum of `mass` reaches `target`, and the sum before it.
+    """Return, per row, the sort key at which the cumulative sum of `mass` reaches `target`.
 
-    `key` holds sort keys in ascending order. `mass` holds the fixed-point probability of each key (top-p), or ones
-    (top-k). The sum before the threshold is that of all smaller sort keys."""
+    Return also the sum of `mass` over all smaller sort keys. `key` holds sort keys in ascending order. `mass` holds the
+    fixed-point probability of each key (top-p), or ones (top-k)."""
     index = torch.searchsorted(mass.cumsum(-1), target).clamp(max=key.shape[-1] - 1)
     threshold = key.gather(-1, index)
     return threshold, (mass * (key < threshold)).sum(-1, keepdim=True)

@@ -98,7 +98,7 @@ class RunDirectory:
 
 
 def check_new_directory(directory: Path) -> None:
-    """Raise InputError unless the directory is new or empty, or a run was killed in it during start-up."""
+    """Raise InputError if the directory has files, except those of a run that was killed during start-up."""
     startup_files = {"tokenizer", f".{RUN_FILE}"}
     if directory.exists() and not directory.is_dir():
         raise InputError(f"'{directory}' is a file, but a run needs a directory; pass another path")
