@@ -115,9 +115,7 @@ def mutual_information(
         raise InputError("bias_correction applies only to estimates from samples; leave it out, or pass samples")
     table = dist.as_float_array("joint", joint, "probabilities")
     if table.ndim < 2:
-        raise InputError(
-            f"joint must have two or more axes, because p(x, y) is a table, but it has {table.ndim}; pass one row per value of x"
-        )
+        raise InputError(f"joint has {table.ndim} axis; p(x, y) is a table, so pass one row per value of x")
     flat = dist.from_probabilities("joint", table.reshape(*table.shape[:-2], -1))
     table = flat.p.reshape(table.shape)
     log_independent = functional.log(table.sum(-1))[..., :, None] + functional.log(table.sum(-2))[..., None, :]
