@@ -228,7 +228,7 @@ def test_invalid_arguments_are_errors() -> None:
         ("target has shape", info.cross_entropy, {"target": [0, 1], "q": P}),
         ("target is 0.5", info.cross_entropy, {"target": 0.5, "q": P}),
         ("target and p are set together", info.cross_entropy, {"target": 0, "p": P, "q": P}),
-        ("one axis", info.mutual_information, {"joint": P}),
+        ("joint has 1 axis", info.mutual_information, {"joint": P}),
         ("different lengths", info.mutual_information, {"joint": [[0.5, 0.25], [0.25]]}),
         ("which is not a pair", info.mutual_information, {"samples": [1, 2]}),
         ("num_bytes is -1", info.bits_per_byte, {"nats": 1.0, "num_bytes": -1}),
