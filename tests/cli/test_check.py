@@ -150,7 +150,7 @@ def test_factory_may_return_a_model_a_dict_or_a_function(run_cli: CliRunner, nam
         (["./mine.py:correct"], "is not module.path:factory"),
         (["mine:correct", "--dtype", "bfloat16"], "--dtype is for checkpoints"),
         (["mine:correct", "--library", "transformers"], "--library transformers is for checkpoints"),
-        (["tiny-gpt", "--library", "transformers"], "is a cutaway preset"),
+        (["tiny-gpt", "--library", "transformers"], "is a preset; --library transformers"),
         (["tiny-gpd"], "did you mean tiny-gpt"),
         (["./nowhere"], "does not exist"),
         (["./nowhere", "--library", "transformers"], "does not exist"),

@@ -86,7 +86,7 @@ def test_base_is_never_a_path(inspector: Inspector, name: str) -> None:
 
 
 def test_unknown_device_is_an_error(inspector: Inspector) -> None:
-    with pytest.raises(InputError, match="choose one of the list"):
+    with pytest.raises(InputError, match="choose one from the list"):
         MemoryFit(hardware="abacus").run(inspector, QueryJob())
 
 
