@@ -32,6 +32,7 @@ def test_presets_as_table_and_json() -> None:
     assert {row["form"] for row in encoders} == {"encoder"}
 
 
+@pytest.mark.nightly
 def test_printed_preset_loads_as_config(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(cutaway("presets", "tiny-moe"))
@@ -114,6 +115,7 @@ def test_verbs_import_only_what_they_need(tmp_path: Path) -> None:
     assert not modules_of_help & (heavy | {"pydantic"})
 
 
+@pytest.mark.nightly
 def test_markup_long_text_and_version() -> None:
     assert '"[/]"' in cutaway("demo", "--text", "[/]")
     assert "at most 2048" in cutaway("demo", "tiny-llama", "--text", "x" * 5000, code=2)

@@ -450,6 +450,7 @@ def test_model_output_cannot_control_the_terminal(checkpoint_dir: Path) -> None:
     assert piped.stderr == b""
 
 
+@pytest.mark.nightly
 def test_ascii_terminal(checkpoint_dir: Path) -> None:
     biases = "".join(f"--logit-bias {byte}=1000 " for byte in (0xC3, 0xA9)).split()
     terminal = Terminal(checkpoint_dir, "é", "-n", 6, *biases, "--repetition-penalty", "1", PYTHONIOENCODING="ascii")
@@ -467,6 +468,7 @@ def test_interrupt_exits_cleanly_and_keeps_the_output(checkpoint_dir: Path) -> N
     assert "Traceback" not in terminal.text
 
 
+@pytest.mark.nightly
 def test_interrupt_in_chat_stops_the_reply_only(chat_checkpoint_dir: Path) -> None:
     terminal = Terminal(
         chat_checkpoint_dir,
@@ -493,6 +495,7 @@ def test_interrupt_in_chat_stops_the_reply_only(chat_checkpoint_dir: Path) -> No
     assert "Traceback" not in terminal.text
 
 
+@pytest.mark.nightly
 def test_invalid_utf8_input_does_not_end_the_chat(chat_checkpoint_dir: Path) -> None:
     terminal = Terminal(chat_checkpoint_dir, "--chat", "-n", 1, PYTHONIOENCODING="utf-8:strict")
     terminal.until(lambda text: "> " in text)
@@ -503,6 +506,7 @@ def test_invalid_utf8_input_does_not_end_the_chat(chat_checkpoint_dir: Path) -> 
     assert "Traceback" not in terminal.text
 
 
+@pytest.mark.nightly
 def test_closed_output_pipe_ends_quietly(checkpoint_dir: Path) -> None:
     options = ["x", "-n", "100000", "--max-model-len", "100002", "--ignore-eos", "--logit-bias", "10=1000"]
     process = subprocess.Popen(

@@ -71,6 +71,7 @@ def test_sigterm_finishes_requests_in_progress() -> None:
     assert not accepts_connections(url)
 
 
+@pytest.mark.nightly
 def test_second_sigint_exits_at_once() -> None:
     with running_server("--shutdown-timeout", "600") as process:
         assert process.stdout is not None

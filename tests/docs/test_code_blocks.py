@@ -10,6 +10,7 @@ from build_docs import gather_pages
 from doc_links import find_links
 from doc_models import write_doc_models
 from run_doc_blocks import PageError, diff_output, merge_output, parse_blocks, run_page
+from support.nightly import nightly_except
 from typer import Context
 from typer.core import TyperGroup
 from typer.main import get_command
@@ -30,6 +31,8 @@ PAGES_WITH_CODE = [
     if path.relative_to(ROOT).as_posix() not in TESTED_ELSEWHERE
     and any(block.language != "console" for block in parse_blocks(path.read_text(encoding="utf-8")))
 ]
+SLOW_PAGES = {ROOT / "docs" / "howto" / "serve.md", ROOT / "docs" / "howto" / "size.md"}
+"""Pages that run only nightly."""
 PAGES_WITH_SLOW_CODE = [path for path in PAGES_WITH_CODE if "<!-- at night -->" in path.read_text()]
 
 
@@ -45,7 +48,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.unchecked
-@pytest.mark.parametrize("path", PAGES_WITH_CODE, ids=page_name)
+@pytest.mark.parametrize("path", nightly_except(set(PAGES_WITH_CODE) - SLOW_PAGES, PAGES_WITH_CODE), ids=page_name)
 def test_code_blocks_print_documented_output(path: Path, models: Path, tmp_path: Path) -> None:
     directory = shutil.copytree(models, tmp_path / "page")
     diffs = [diff_output(output, block.body) for block, output in run_page(path, directory).items()]

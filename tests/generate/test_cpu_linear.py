@@ -209,9 +209,7 @@ class TwoLayers(nn.Module):
 @pytest.mark.parametrize(
     ("kind", "d_out"),
     [
-        pytest.param(
-            kind, d_out, marks=() if (kind, d_out) in {("unpacked", 71), ("int8-dynamic", 1)} else pytest.mark.nightly
-        )
+        pytest.param(kind, d_out, marks=() if (kind, d_out) in {("int8-dynamic", 1)} else pytest.mark.nightly)
         for kind in PACKED_LINEARS
         for d_out in (1, 71)
     ],

@@ -139,13 +139,8 @@ def live_tensors() -> int:
     return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
 
 
-MANY = [
-    (True, 60),
-    *(pytest.param(async_scheduling, 500, marks=pytest.mark.nightly) for async_scheduling in (False, True)),
-]
-
-
-@pytest.mark.parametrize(("async_scheduling", "count"), MANY)
+@pytest.mark.nightly
+@pytest.mark.parametrize(("async_scheduling", "count"), [(True, 150), (False, 500), (True, 500)])
 def test_many_concurrent_requests(model: Transformer, async_scheduling: bool, count: int) -> None:
     """Too few pages, a full queue, prefix sharing and aborts; async scheduling as on a GPU."""
     config = EngineConfig(
@@ -290,6 +285,7 @@ def test_close_fails_unfinished_requests(model: Transformer) -> None:
         engine.start()
 
 
+@pytest.mark.nightly
 def test_interpreter_exits_cleanly_with_a_running_engine() -> None:
     program = """
 import cutaway as ct
@@ -569,6 +565,7 @@ def test_padding_of_a_batch_fits_in_a_nearly_full_row(model: Transformer) -> Non
         assert output_fields(request.result()) == output_fields(run_alone(model, request))
 
 
+@pytest.mark.nightly
 def test_request_that_fills_the_context(model: Transformer) -> None:
     for kind in CACHE_IMPLEMENTATIONS:
         for length in (1, 8, 15):

@@ -58,7 +58,7 @@ def test_flex_with_packed_documents_and_prefixes(kind: str) -> None:
     assert (model.use_kernel("flex")(tokens, **kwargs) - reference).abs().max() <= tolerance(torch.float64, reference)
 
 
-@pytest.mark.parametrize("method", ["perturbation", "jacobian"])
+@pytest.mark.parametrize("method", nightly_except(("jacobian",), ("perturbation", "jacobian")))
 @torch.no_grad()
 def test_flex_is_causal(method: str) -> None:
     """For lengths up to 70, with and without padding: a changed token changes no earlier logits.
@@ -145,7 +145,7 @@ def test_compiles_without_graph_breaks(config: c.Config, seed: int) -> None:
         assert (grad - eager_grad).abs().max() <= 1e-9 * max(1.0, float(eager_grad.abs().max()))
 
 
-@pytest.mark.parametrize("name", nightly_except(("tiny-llama", "tiny-mla", "tiny-t5"), TINY))
+@pytest.mark.parametrize("name", nightly_except(("tiny-t5",), TINY))
 @torch.no_grad()
 def test_cached_step_compiles_without_graph_breaks(name: str) -> None:
     torch._dynamo.reset()

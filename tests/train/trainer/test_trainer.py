@@ -132,6 +132,7 @@ def test_killed_run_resumes_bit_exactly(failpoint: str, texts: Path, tmp_path: P
     assert run_digest(tmp_path / "run") == run_digest(uninterrupted.directory)
 
 
+@pytest.mark.nightly
 @pytest.mark.unchecked
 def test_sigterm_saves_a_checkpoint_and_exits_with_1(texts: Path, tmp_path: Path) -> None:
     """The output says how to resume."""
