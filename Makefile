@@ -19,8 +19,8 @@ demo: .venv/ready  ## train a small model and trace a token
 	@$(BIN)/cutaway demo
 
 test: .venv/ready page lint  ## lint, types and tests; durations of the slowest 20
-	@echo "tests without runtime shape checks (compiled models, invalid input):" && OMP_NUM_THREADS=1 JAXTYPING_DISABLE=1 $(BIN)/python -m pytest -n 2 --durations=20 -m "unchecked and not nightly and not gpu"
-	@echo "tests with runtime shape checks:" && OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --durations=20 -m "not unchecked and not nightly and not gpu"
+	@echo "model and family tests, with runtime shape checks:" && OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --durations=20 -m "not unchecked and not nightly and not gpu" tests/model tests/families/tables
+	@echo "all other tests:" && OMP_NUM_THREADS=1 JAXTYPING_DISABLE=1 $(BIN)/python -m pytest -n 2 --durations=20 -m "not shape_checked and not nightly and not gpu"
 
 lint: .venv/ready
 	@$(BIN)/ruff check -q . && $(BIN)/ruff format -q --check . && $(BIN)/mypy --no-error-summary && $(BIN)/python scripts/check_web_types.py && echo "lint and types: passed"
@@ -30,8 +30,8 @@ nightly: .venv/ready docs  ## long test suites, and the documentation with all n
 	@OMP_NUM_THREADS=1 HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -n 2 -m "not unchecked and not gpu"
 
 coverage: .venv/ready page  ## line and branch coverage of the tests: coverage.xml and a summary
-	@OMP_NUM_THREADS=1 JAXTYPING_DISABLE=1 $(BIN)/python -m pytest -n 2 --cov --cov-report= -m "unchecked and not nightly and not gpu"
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --cov --cov-append --cov-report=xml --cov-report=term:skip-covered -m "not unchecked and not nightly and not gpu"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --cov --cov-report= -m "not unchecked and not nightly and not gpu" tests/model tests/families/tables
+	@OMP_NUM_THREADS=1 JAXTYPING_DISABLE=1 $(BIN)/python -m pytest -n 2 --cov --cov-append --cov-report=xml --cov-report=term:skip-covered -m "not shape_checked and not nightly and not gpu"
 
 gpu: .venv/ready  ## GPU tests
 	@JAXTYPING_DISABLE=1 $(BIN)/python -m pytest -m gpu

@@ -4,6 +4,7 @@ import io
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -17,6 +18,7 @@ import pytest
 import torch
 from support.cli_runner import CliRunner
 
+TESTS = Path(__file__).parent
 # Drawing a configuration and building a model is slow, so deadlines and health checks are off.
 NO_HEALTH_CHECKS = {"deadline": None, "suppress_health_check": list(hypothesis.HealthCheck)}
 # No shrinking: it takes longer than reading the failing configuration.
@@ -24,6 +26,31 @@ PHASES = [hypothesis.Phase.explicit, hypothesis.Phase.reuse, hypothesis.Phase.ge
 hypothesis.settings.register_profile("default", max_examples=12, derandomize=True, phases=PHASES, **NO_HEALTH_CHECKS)
 hypothesis.settings.register_profile("nightly", max_examples=400, phases=PHASES, **NO_HEALTH_CHECKS)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` deselects tests
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Add the markers `shape_checked` and, to cases that `@pytest.mark.sample` leaves out, `nightly`.
+
+    `sample(n)`: n evenly spaced cases of a parametrized test run always, the others only nightly.
+    """
+    for item in items:
+        directories = item.path.relative_to(TESTS).parts[:-1] if item.path.is_relative_to(TESTS) else ()
+        is_model_test = directories == ("model",) or directories == ("families", "tables")
+        if is_model_test and item.get_closest_marker("unchecked") is None:
+            item.add_marker("shape_checked")
+    cases_of_test: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sample") is not None and item.get_closest_marker("nightly") is None:
+            cases_of_test.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in cases_of_test.values():
+        marker = cases[0].get_closest_marker("sample")
+        assert marker is not None
+        size = marker.args[0]
+        sampled = {round(i * (len(cases) - 1) / max(1, size - 1)) for i in range(size)}
+        for index, case in enumerate(cases):
+            if index not in sampled:
+                case.add_marker(pytest.mark.nightly)
 
 
 @pytest.fixture(autouse=True)

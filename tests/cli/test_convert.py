@@ -60,6 +60,7 @@ def test_json_report_and_verification(llama: Path) -> None:
     assert data["verification"]["first_mismatch"] is None
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("args", "message"),
     [

@@ -217,6 +217,7 @@ def test_preset_toml_and_json_round_trip(name: str, tmp_path: Path) -> None:
         assert config(path) == preset
 
 
+@pytest.mark.sample(30)
 @pytest.mark.parametrize("name", presets())
 def test_closed_form_matches_built_presets(name: str) -> None:
     """Built on the meta device, so that 671 billion parameters take no memory."""

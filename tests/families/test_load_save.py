@@ -155,6 +155,7 @@ else:  # the allocator has overhead: compare with the peak of allocating the sam
 """
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_peak_memory_of_loading(dtype: str, llama: Path, tmp_path: Path) -> None:
     config = ct.config("tiny-llama")

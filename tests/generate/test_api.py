@@ -149,6 +149,7 @@ def test_sampled_completion_is_independent_of_the_batch(seed: int, kind: str, ro
         assert completion.logprobs == pytest.approx(alone.logprobs, abs=1e-5)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", ["full", "paged"])
 @pytest.mark.parametrize("chunk", [1, 3, 64])
 @torch.no_grad()

@@ -122,6 +122,7 @@ def search(model: Any, prompts: list[list[int]], options: dict[str, Any]) -> lis
     return beam_search(model, prompts, params)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("seed", range(4))
 def test_beams_equal_transformers(name: str, seed: int, pairs: dict[str, Pair]) -> None:
@@ -183,6 +184,7 @@ def test_generation_config_beams_equal_transformers(tmp_path: Path, pairs: dict[
         assert beam.score == pytest.approx(score.item(), abs=1e-4)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ["t5", "gpt2", "mistral"])
 @pytest.mark.parametrize("early_stopping", [True, False, "never"])
 def test_beams_are_independent_of_the_batch(name: str, early_stopping: Any, pairs: dict[str, Pair]) -> None:
@@ -212,6 +214,7 @@ def log_probability(model: Any, prompt: list[int], completion: list[int]) -> flo
     return sum(log_p[len(prompt) - 1 + i, token].item() for i, token in enumerate(completion))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("length_penalty", [0.0, 1.0, -0.5])
 @pytest.mark.parametrize("eos", [set(), {2}, {0, 3}])
 def test_enough_beams_enumerate_all_sequences(length_penalty: float, eos: set[int]) -> None:

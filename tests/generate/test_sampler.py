@@ -105,6 +105,7 @@ CASES: dict[str, dict[str, Any]] = {
 PROMPT, OUTPUT = [0, 4, 4, 10, 12], [4, 9, 13, 9, 1]
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("size", [60, 1500])
 def test_sampled_tokens_have_the_exact_distribution(name: str, size: int) -> None:

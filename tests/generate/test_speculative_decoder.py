@@ -130,6 +130,7 @@ def test_greedy_completions_equal_plain_decoding(
         assert stats.num_accepted == stats.num_drafted
 
 
+@pytest.mark.nightly
 @given(
     config=configs(("decoder", "encoder-decoder")),
     seed=SEEDS,
@@ -228,6 +229,7 @@ def perturbed_copy(model: Transformer, noise: float = 0.05) -> Transformer:
     return copied
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", SAMPLING_CASES)
 @pytest.mark.parametrize("drafts", ["bad", "good", "ngram"])
 def test_sampled_tokens_have_the_target_distribution(name: str, drafts: str) -> None:

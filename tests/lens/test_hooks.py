@@ -310,7 +310,7 @@ def test_labels_with_dollars_and_nonfinite_values_are_plotted() -> None:
 
 def test_empty_selection_of_labeled_tensor_is_an_error() -> None:
     tensor = LabeledTensor("r", torch.ones(2), ("token",), (("a", "b"),))
-    cases = (([], "selects nothing"), (slice(2, None), "selects nothing"), ([slice(1)], "is not an index"))
+    cases = (([], "selects none"), (slice(2, None), "selects none"), ([slice(1)], "is not an index"))
     for key, message in cases:
         with pytest.raises(InputError, match=message):
             tensor[key]  # type: ignore[index]

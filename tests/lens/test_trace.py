@@ -244,7 +244,7 @@ def test_traced_tensor_has_site_and_axes(model: Transformer) -> None:
     assert type(value + 1) is torch.Tensor
     assert type(value[0]) is torch.Tensor
     assert t.stack_activation("attn.pattern").shape[0] == len(t)
-    assert value.plot().axes[0].get_title() == "blocks.1.attn.pattern"
+    assert value.plot().get_suptitle() == "blocks.1.attn.pattern"
     assert "MB per call" in repr(trace(model, "*").estimate_memory(8, 512))
 
 

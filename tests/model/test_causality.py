@@ -31,6 +31,7 @@ def padding_mask(side: str | None, batch: int, length: int) -> torch.Tensor | No
     return order >= length // 4 if side == "left" else order < length - length // 4
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("side", [None, "left", "right"])
 @pytest.mark.parametrize("kernel", ["explicit", "sdpa"])
 @pytest.mark.parametrize("name", MODELS)
@@ -52,6 +53,7 @@ def test_causality_by_perturbation(name: str, kernel: str, side: str | None) -> 
         assert (change.diagonal()[is_real] > 1e-9).all(), f"length {length}"
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("side", [None, "left"])
 @pytest.mark.parametrize("kernel", ["explicit", "sdpa"])
 @pytest.mark.parametrize("name", MODELS)

@@ -44,6 +44,7 @@ STACKS = {
 }
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("kind", ["pre", "post", "sandwich", "output", "parallel"])
 @pytest.mark.parametrize("name", STACKS)
 def test_gradcheck_of_models(name: str, kind: str) -> None:

@@ -254,6 +254,7 @@ def test_training_budget_of_llama_3_on_15_trillion_tokens() -> None:
 # ---------------------------------------------------------------------------------------- memory and time
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     "name", ["gpt2", "llama-3-8b", "mixtral-8x7b", "gemma-2-9b", "bert-base", "t5-base", "deepseek-v3"]
 )

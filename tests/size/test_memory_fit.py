@@ -68,6 +68,7 @@ def test_find_max_fitting_takes_few_steps() -> None:
     assert len(steps) < 12
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("mode", ["infer", "train"])
 @pytest.mark.parametrize("name", KINDS)
 def test_memory_is_monotonic_in_context_and_batch_size(name: str, mode: str) -> None:
@@ -81,6 +82,7 @@ def test_memory_is_monotonic_in_context_and_batch_size(name: str, mode: str) -> 
         assert totals == sorted(totals)
 
 
+@pytest.mark.sample(20)
 @pytest.mark.parametrize("name", ct.presets())
 def test_memory_of_every_preset_is_monotonic(name: str) -> None:
     options = size(name, context=100).options
@@ -105,6 +107,7 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("name", "memory", "options"), CASES)
 def test_maxima_fit_and_one_more_does_not(name: str, memory: str, options: dict[str, Any]) -> None:
     fit = fit_to_memory(memory, name, **options)
@@ -187,6 +190,7 @@ def test_llama_3_8b_in_16_gb(dtype: str, fits: bool) -> None:
 
 
 # ---------------------------------------------------------------------------------------- shapes
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("source", "memory", "options"),
     [
@@ -261,5 +265,5 @@ def test_compare_models_uses_the_same_options() -> None:
         size(name, context=100, mode="train").memory.total_bytes for name in ("gpt2", "llama-3-8b")
     ]
     for invalid in ([], "gpt2"):
-        with pytest.raises(InputError, match="compare"):
+        with pytest.raises(InputError, match="pass a list of models"):
             compare_models(invalid)

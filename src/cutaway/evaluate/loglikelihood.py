@@ -87,7 +87,7 @@ def _score_rows(
 
 
 def rolling_windows(ids: list[int], max_length: int) -> Iterator[LoglikelihoodRequest]:
-    """Split a text into requests that score each token except the first once, with a full context where possible."""
+    """Split a text into requests that together score every token but the first, with as much context as fits."""
     start = 1
     while start < len(ids):
         end = min(start + max_length, len(ids))

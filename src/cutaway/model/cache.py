@@ -184,8 +184,8 @@ class Cache:
             overwritten = (self.write_end - num_slots > (kept - window).clamp(min=0)) & (kept < self.seq_lens)
             if bool(overwritten.any()):
                 raise InputError(
-                    f"row {int(overwritten.long().argmax())} cannot be cropped so far: its ring buffer of {num_slots}"
-                    f" slots no longer holds the {window} tokens before the new end; allocate the cache with a larger"
+                    f"row {int(overwritten.long().argmax())} cannot be cropped to this length: its ring buffer of"
+                    f" {num_slots} slots no longer holds the {window} tokens before the new end; allocate the cache with a larger"
                     " chunk_size, or without chunk_size"
                 )
         self.seq_lens.copy_(kept)

@@ -69,6 +69,7 @@ def save_random_model(arch: str, seed: int, directory: Path, **overrides: Any) -
     return model, checkpoint, save_gguf(checkpoint, directory / "model.gguf")
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("arch", GGUF_ARCHITECTURES)
 def test_gguf_round_trip(arch: str, seed: int, tmp_path: Path) -> None:

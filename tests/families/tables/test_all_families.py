@@ -40,6 +40,7 @@ def test_defaults_match_transformers(name: str) -> None:
     assert not diff_configs(family.config_from_hf({})[0], family.config_from_hf(defaults(name))[0])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", families())
 def test_attribute_map_matches_transformers(name: str) -> None:
     aliases = {key for key, value in peer_config(name).attribute_map.items() if key != value}
@@ -66,6 +67,7 @@ PRESETS_WITHOUT_FAMILY = {
 """Presets of families without a table, and the 2017 Transformer, which no library stores."""
 
 
+@pytest.mark.sample(40)
 @pytest.mark.parametrize("preset", [name for name in ct.presets() if not name.startswith("tiny-")])
 def test_every_published_preset_has_a_family(preset: str) -> None:
     config = ct.config(preset)

@@ -14,6 +14,7 @@ from support.family_parity import PeerModel, check_family
 import cutaway as ct
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("seed", range(8))
 def test_bert_matches_transformers(seed: int, tmp_path: Path) -> None:
     config = transformers.BertConfig(**random_bert_config(seed))
@@ -24,6 +25,7 @@ def test_bert_matches_transformers(seed: int, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("seed", range(8))
 def test_bert_without_head_matches_transformers(seed: int, tmp_path: Path) -> None:
     config = transformers.BertConfig(**random_bert_config(seed, tie_word_embeddings=True))

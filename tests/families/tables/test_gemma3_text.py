@@ -11,6 +11,7 @@ from cutaway.errors import ConfigError
 from cutaway.families import families
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("seed", range(8))
 def test_gemma3_text_matches_transformers(seed: int, tmp_path: Path) -> None:
     settings = random_gemma2_config(seed)

@@ -14,6 +14,7 @@ def settings(seed: int, **overrides: Any) -> dict[str, Any]:
     return random_bert_config(seed, pad_token_id=[1, 0, 3, 1][seed % 4], bos_token_id=0, eos_token_id=2, **overrides)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("seed", range(8))
 def test_roberta_matches_transformers(seed: int, tmp_path: Path) -> None:
     config = transformers.RobertaConfig(**settings(seed))
@@ -24,6 +25,7 @@ def test_roberta_matches_transformers(seed: int, tmp_path: Path) -> None:
     check_family(peer, tmp_path, seed)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("seed", range(8))
 def test_roberta_without_head_matches_transformers(seed: int, tmp_path: Path) -> None:
     config = transformers.RobertaConfig(**settings(seed, tie_word_embeddings=True))

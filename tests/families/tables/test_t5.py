@@ -8,6 +8,7 @@ from support.family_configs import FEED_FORWARD_PROJS, can_peer_generate, random
 from support.family_parity import PeerModel, check_extra_tensors, check_family
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("seed", range(8))
 def test_t5_matches_transformers(seed: int, tmp_path: Path) -> None:
     scaled = seed % 4 in (0, 3)

@@ -170,6 +170,7 @@ def test_gradients_equal_cutaway(name: str) -> None:
 READ_ONLY = ("pattern", "resid_mid", "cross.resid_pre")
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ["gpt2", "granite", "gpt_neox", "opt", "albert", "t5", "bart"])
 def test_edits_equal_cutaway(name: str) -> None:
     hf_model, cutaway_model = build_pair(name)

@@ -96,6 +96,7 @@ def train_on_one_fact() -> Transformer:
     return model.eval()
 
 
+@pytest.mark.nightly
 def test_trained_fact_is_located() -> None:
     """In late layers the fact is at the last token, moved there by attention; ablating that layer removes it."""
     model = train_on_one_fact()

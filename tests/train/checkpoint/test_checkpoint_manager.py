@@ -355,6 +355,7 @@ def save_in_killed_child(directory: Path, steps: list[int], failpoint: str, *, i
     assert result.returncode == -signal.SIGKILL, result.stderr.decode()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("failpoint", "expected"),
     [
@@ -384,6 +385,7 @@ def test_kill_leaves_valid_checkpoints(tmp_path: Path, failpoint: str, expected:
     assert equals_saved(checkpoint_manager.load_latest(log=fail_on_message), 4)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("failpoint", ["before-manifest", "before-rename", "between-renames", "after-rename"])
 def test_kill_during_replacement_leaves_the_old_or_the_new(tmp_path: Path, failpoint: str) -> None:
     CheckpointManager(tmp_path).save(build_tensors(9), build_state(3, 9))

@@ -156,6 +156,7 @@ CUSTOM_CONFIGS = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("model", "kind"), list(cases()))
 def test_step_equals_single_process(model: str, kind: str, run: RunJob, build_recipe: Any, tmp_path: Path) -> None:
     """Loss, gradients and gradient norm; batches are not divisible, and documents end anywhere."""
@@ -188,6 +189,7 @@ def digest(run: Path) -> str:
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["ddp", "fsdp", "tp", pytest.param("fsdp-tp", marks=pytest.mark.nightly)])
 def test_training_equals_single_process(kind: str, run: RunJob, build_recipe: Any, tmp_path: Path) -> None:
     world_size, sections = PARALLELISM[kind]
@@ -202,6 +204,7 @@ def test_training_equals_single_process(kind: str, run: RunJob, build_recipe: An
     assert ct.load(tmp_path / "many").tokenizer is not None
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["ddp", "fsdp", "tp"])
 def test_world_size_can_change_on_resume(kind: str, run: RunJob, build_recipe: Any, tmp_path: Path) -> None:
     """Two ranks, then one, then two. One of two gets a stop request: both stop at the same step."""
@@ -215,6 +218,7 @@ def test_world_size_can_change_on_resume(kind: str, run: RunJob, build_recipe: A
     assert_equal_rows(tmp_path / "one", tmp_path / "run")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("kind", "rank"), [("ddp", 1), ("fsdp", 0), ("tp", 1)])
 def test_killed_rank_stops_the_others(kind: str, rank: int, run: RunJob, build_recipe: Any, tmp_path: Path) -> None:
     """The other rank fails with a message; the resumed run equals an uninterrupted one."""
@@ -262,6 +266,7 @@ def test_errors_are_reported_once(
     assert message in output(tmp_path / "run")
 
 
+@pytest.mark.nightly
 def test_fsdp_in_bf16_is_close_to_single_process(run: RunJob, build_recipe: Any, tmp_path: Path) -> None:
     """FSDP gathers weights in bf16, where a single process casts them for each product."""
     recipe = build_recipe(

@@ -82,6 +82,7 @@ def test_chunked_equals_full_logits(head: str, smoothing: float, z: float, chunk
         torch.testing.assert_close(grad, 3 * expected_grad, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("head", HEADS)
 def test_gradients_equal_finite_differences(head: str) -> None:
     module = build_model(HEADS[head]).head

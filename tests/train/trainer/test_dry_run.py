@@ -44,6 +44,7 @@ def assert_matches_prediction(report: DryRunReport, *, rel: float) -> None:
     assert report.predicted.peak_bytes == pytest.approx(report.measured.peak_bytes, rel=rel)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("world_size", "dp_shard", "tp", "precision", "activation_checkpointing", "dims"),
     [

@@ -170,7 +170,7 @@ def cache_sliding_window(ctx: CheckContext) -> Iterator[CaseResult]:
     testable = [window for window in windows if window + 2 <= max_seq_len]
     if not testable:
         raise SkipCheckError(
-            f"the model's maximum length is {max_seq_len}, so sequences do not exceed its window of {windows[0]}"
+            f"no sequence can exceed the window of {windows[0]}, because the maximum length is {max_seq_len}"
         )
     window = testable[0]
     lengths = [min(length, max_seq_len) for length in (2 * testable[-1] + 5, 2 * window + 5, window + 4)]

@@ -181,7 +181,8 @@ def is_memory_error(error: BaseException) -> bool:
 def _find_mistakes(task: FunctionTask, expected: list[PlainValue], actual: list[PlainValue]) -> MistakeSet:
     """Return the smallest set of mistakes that produces the learner's values and not the expected values.
 
-    The values of all cases must match. If no set does that, only the cases that returned a value must match.
+    The values of all cases must match. If no set of mistakes matches all of them, cases in which the learner's function
+    returned no value are left out.
     """
     for cases in (range(len(actual)), [n for n, value in enumerate(actual) if value.kind != "error"]):
         for mistakes in task.mistake_sets():

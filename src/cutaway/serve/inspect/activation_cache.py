@@ -70,7 +70,7 @@ class ActivationCache:
         return self.values[name][0]
 
     def recompute_attention(self, attention: str, heads: list[int] | None = None) -> attention_pattern.AttentionScores:
-        """Recompute scores and pattern (1, H, T, S) of an attention (`blocks.0.attn`), by default of all heads."""
+        """Recompute the scores and the pattern, both (1, H, T, S), of an attention module such as `blocks.0.attn`."""
         kernel, args = self.attention_calls[attention]
         return attention_pattern.compute_scores(kernel, args, heads, attention_pattern.build_dense_mask(args))
 
