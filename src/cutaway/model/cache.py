@@ -185,8 +185,8 @@ class Cache:
             if bool(overwritten.any()):
                 raise InputError(
                     f"row {int(overwritten.long().argmax())} cannot be cropped to this length: its ring buffer of"
-                    f" {num_slots} slots no longer holds the {window} tokens before the new end; allocate the cache with a larger"
-                    " chunk_size, or without chunk_size"
+                    f" {num_slots} slots no longer holds the {window} tokens before the new end; allocate a cache with"
+                    " a larger chunk_size, or without chunk_size"
                 )
         self.seq_lens.copy_(kept)
         self.min_len = min(self.min_len, max_length) if isinstance(max_length, int) else 0
