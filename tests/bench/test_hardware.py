@@ -40,6 +40,7 @@ def example_hardware() -> MeasuredHardware:
     )
 
 
+@pytest.mark.nightly
 def test_measured_hardware_can_be_saved_and_used() -> None:
     stages: list[str] = []
     measured = measure_hardware("cpu", model="tiny-llama", progress=stages.append)

@@ -14,6 +14,7 @@ from cutaway.check.context import CheckContext
 pytestmark = [pytest.mark.unchecked, pytest.mark.usefixtures("frozen_check_clock")]
 
 
+@pytest.mark.sample(82)
 @pytest.mark.parametrize("bug", SEEDED_BUGS.values(), ids=SEEDED_BUGS)
 def test_bug_is_caught_by_its_check(bug: SeededBug) -> None:
     finding = check_bug(bug, only=[bug.caught_by])[bug.caught_by]
@@ -31,6 +32,7 @@ def test_bug_is_caught_by_no_unrelated_check(bug: SeededBug) -> None:
     assert failed <= {bug.caught_by, *bug.also_caught_by}, report
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("model_kwargs", [{}, {"window": 5}, {"kv_heads": 4, "tied": False}, {"dropout": 0.3}], ids=str)
 def test_reference_gpt_passes(model_kwargs: dict[str, object]) -> None:
     model = ReferenceGPT(**model_kwargs)  # type: ignore[arg-type]

@@ -43,7 +43,7 @@ def test_printed_preset_loads_as_config(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", nightly_except(("tiny-gpt", "tiny-t5"), ("tiny-gpt", "tiny-mla", "tiny-bert", "tiny-albert", "tiny-t5"))
+    "name", nightly_except(("tiny-gpt",), ("tiny-gpt", "tiny-mla", "tiny-bert", "tiny-albert", "tiny-t5"))
 )
 def test_demo_journey_is_consistent(name: str) -> None:
     journey = json.loads(cutaway("demo", name, "--json", "--text", "naïve"))
@@ -60,6 +60,7 @@ def test_demo_journey_is_consistent(name: str) -> None:
         assert journey[error] is None or journey[error] < 1e-5
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -50,6 +50,7 @@ def test_round_trip_keeps_weights_config_and_tokenizer(llama: Path, tmp_path: Pa
     assert converted.tokenizer.encode(text) == original.tokenizer.encode(text)
 
 
+@pytest.mark.nightly
 def test_json_report_and_verification(llama: Path) -> None:
     process = run_command("convert", str(llama), "--verify", "--json")
     assert process.returncode == 0, process.stderr

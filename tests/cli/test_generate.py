@@ -268,6 +268,7 @@ def test_message_equals_a_chat_of_one_turn(run: CliRunner, chat_checkpoint_dir: 
     assert plain_record["prompt_tokens"] == 5
 
 
+@pytest.mark.nightly
 def test_chat_replies_equal_generate_on_the_messages(run: CliRunner, chat_checkpoint_dir: Path) -> None:
     """Each reply equals `generate` on the messages so far; /reset clears them."""
     checkpoint = ct.load(chat_checkpoint_dir)

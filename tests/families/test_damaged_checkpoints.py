@@ -368,21 +368,20 @@ while True:
 """
 
 
-def test_killed_save_leaves_old_or_new_checkpoint(valid_checkpoint: Path, tmp_path: Path) -> None:
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("pause", [0.0, 0.01, 0.03, 0.05])
+def test_killed_save_leaves_old_or_new_checkpoint(pause: float, valid_checkpoint: Path, tmp_path: Path) -> None:
     """Killed while saving repeatedly: the path always has a complete checkpoint."""
     out = ct.save(ct.load(valid_checkpoint), tmp_path / "x")
-    for pause in (0.0, 0.01, 0.03, 0.05):
-        child = subprocess.Popen(
-            [sys.executable, "-c", KILLED, str(valid_checkpoint), str(out)], stdout=subprocess.PIPE
-        )
-        assert child.stdout is not None
-        child.stdout.readline()
-        time.sleep(pause)
-        child.kill()
-        child.wait()
-        report = ct.load(out).load_report
-        assert report is not None
-        assert report.ok
+    child = subprocess.Popen([sys.executable, "-c", KILLED, str(valid_checkpoint), str(out)], stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    child.stdout.readline()
+    time.sleep(pause)
+    child.kill()
+    child.wait()
+    report = ct.load(out).load_report
+    assert report is not None
+    assert report.ok
 
 
 def test_full_disk_keeps_old_checkpoint(valid_checkpoint: Path, tmp_path: Path) -> None:

@@ -211,6 +211,7 @@ def test_thousands_of_requests_in_every_cache_implementation(model: Transformer,
         assert output_fields(request.result()) == output_fields(run_alone(model, request))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", CACHE_IMPLEMENTATIONS)
 @pytest.mark.parametrize("async_scheduling", [False, True])
 def test_async_scheduling_gives_the_same_output(model: Transformer, kind: str, async_scheduling: bool) -> None:

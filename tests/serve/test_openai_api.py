@@ -50,6 +50,7 @@ def test_models_route_lists_the_model(server: RunningServer) -> None:
         client(server).completions.create(**COMPLETION | {"model": "gpt-4"})
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("fields", "options"),
     [

@@ -138,7 +138,7 @@ SCREENS = ["trace", "attention", "generate", "edit", "gradients", "size", "learn
 PAGE_TESTS = [*SCREENS, "long-text", "exported-file", "notebook", "accessibility"]
 
 
-@pytest.mark.parametrize("name", nightly_except(("trace", "edit"), PAGE_TESTS))
+@pytest.mark.parametrize("name", nightly_except(("trace",), PAGE_TESTS))
 def test_web_page(name: str, page: str, facts: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "facts.json").write_text(json.dumps(facts))
     node, _ = find_node_and_npm()

@@ -264,6 +264,6 @@ def test_compare_models_uses_the_same_options() -> None:
     assert [estimate.memory.total_bytes for estimate in estimates] == [
         size(name, context=100, mode="train").memory.total_bytes for name in ("gpt2", "llama-3-8b")
     ]
-    for invalid in ([], "gpt2"):
-        with pytest.raises(InputError, match="pass a list of models"):
+    for invalid, message in (([], "pass at least one model to compare"), ("gpt2", "pass a list of models")):
+        with pytest.raises(InputError, match=message):
             compare_models(invalid)

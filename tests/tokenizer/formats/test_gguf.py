@@ -183,6 +183,7 @@ def smollm2() -> dict[str, Any]:
     return {key: field.contents() for key, field in reader.fields.items() if key.startswith("tokenizer")}
 
 
+@pytest.mark.nightly
 def test_smollm2_gguf(smollm2: dict[str, Any]) -> None:
     tokenizer = tokenizer_from_gguf(smollm2)
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.vocab_size) == (

@@ -296,6 +296,7 @@ def test_killed_ablation_resumes_to_the_same_outcomes(
     assert read_outcomes(killed) == read_outcomes(tmp_path / "uninterrupted")
 
 
+@pytest.mark.nightly
 def test_diverging_run_is_counted_as_failed(texts: Path, tmp_path: Path) -> None:
     recipe = small_recipe(texts, optimizer={"kind": "sgd"})
     ablation = build_ablation(recipe, ["optimizer.lr=0.01,1e25"], output_dir=tmp_path / "a", num_seeds=1)

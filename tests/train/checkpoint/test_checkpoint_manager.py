@@ -276,6 +276,7 @@ def test_swapped_files_of_two_checkpoints_are_detected(tmp_path: Path) -> None:
     assert messages == [f"checkpoint {path.name}: {problem}" for path in (three, two)]
 
 
+@pytest.mark.nightly
 def test_every_flipped_bit_is_detected(tmp_path: Path) -> None:
     directory = CheckpointManager(tmp_path).save({"model": {"a": torch.ones(2)}}, build_state(1, best_eval_loss=1.0))
     for path in directory.iterdir():
@@ -385,7 +386,7 @@ def test_kill_leaves_valid_checkpoints(tmp_path: Path, failpoint: str, expected:
     assert equals_saved(checkpoint_manager.load_latest(log=fail_on_message), 4)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("failpoint", ["before-manifest", "before-rename", "between-renames", "after-rename"])
 def test_kill_during_replacement_leaves_the_old_or_the_new(tmp_path: Path, failpoint: str) -> None:
     CheckpointManager(tmp_path).save(build_tensors(9), build_state(3, 9))

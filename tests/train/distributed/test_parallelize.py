@@ -156,7 +156,7 @@ CUSTOM_CONFIGS = {
 }
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("model", "kind"), list(cases()))
 def test_step_equals_single_process(model: str, kind: str, run: RunJob, build_recipe: Any, tmp_path: Path) -> None:
     """Loss, gradients and gradient norm; batches are not divisible, and documents end anywhere."""
@@ -204,7 +204,7 @@ def test_training_equals_single_process(kind: str, run: RunJob, build_recipe: An
     assert ct.load(tmp_path / "many").tokenizer is not None
 
 
-@pytest.mark.sample(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["ddp", "fsdp", "tp"])
 def test_world_size_can_change_on_resume(kind: str, run: RunJob, build_recipe: Any, tmp_path: Path) -> None:
     """Two ranks, then one, then two. One of two gets a stop request: both stop at the same step."""

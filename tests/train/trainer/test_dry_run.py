@@ -100,6 +100,7 @@ def test_unsupported_parallelism_is_an_error() -> None:
         dry_run(build_recipe("tiny-llama", dp_shard=4, tp=2), 4)
 
 
+@pytest.mark.nightly
 def test_dry_run_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     file = tmp_path / "small.toml"
