@@ -1,4 +1,4 @@
-"""Damaged and malicious tokenizer files: one clear error each, in bounded time and memory, no code run."""
+"""Damaged and malicious tokenizer files: one clear error each, in bounded memory, no code run."""
 
 import base64
 import json
@@ -6,7 +6,6 @@ import os
 import random
 import resource
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,10 +32,9 @@ def directory(tmp_path: Path) -> Path:
 
 
 def assert_load_error(directory: Path, pattern: str = ".") -> InputError:
-    start, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(InputError, match=pattern) as caught:
         load_tokenizer(directory)
-    assert time.process_time() - start < 1
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300_000
     message = str(caught.value)
     assert "\n" not in message.strip()

@@ -27,7 +27,7 @@ for (const name of names) {
     const target = new URL(request.url());
     if (!["data:", "blob:", "about:", "file:"].includes(target.protocol) && target.origin !== new URL(url).origin) errors.push(`request to ${target.origin}`);
   });
-  page.setDefaultTimeout(60_000);
+  page.setDefaultTimeout(240_000);
   try {
     await run(page, url, facts);
     assert.deepEqual(errors, []);

@@ -126,7 +126,7 @@ def test_killed_run_resumes_bit_exactly(failpoint: str, texts: Path, tmp_path: P
     (tmp_path / "recipe.json").write_text(json.dumps(sampling_recipe(texts)))
     arguments = [str(tmp_path / "recipe.json"), "--out", str(tmp_path / "run")]
     process = start_train_command(arguments, CUTAWAY_FAILPOINT=failpoint)
-    output = process.communicate(timeout=120)[0]
+    output = process.communicate(timeout=240)[0]
     assert process.returncode == -signal.SIGKILL, output
     resume(tmp_path / "run", device="cpu")
     assert run_digest(tmp_path / "run") == run_digest(uninterrupted.directory)
@@ -144,7 +144,7 @@ def test_sigterm_saves_a_checkpoint_and_exits_with_1(texts: Path, tmp_path: Path
     while process.poll() is None and not (metrics.exists() and metrics.stat().st_size):
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
-    output = process.communicate(timeout=60)[0]
+    output = process.communicate(timeout=240)[0]
     assert process.returncode == 1, output
     assert "--resume" in output
     trainer = resume_trainer(tmp_path / "run", device="cpu")

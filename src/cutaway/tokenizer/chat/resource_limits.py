@@ -18,6 +18,7 @@ MAX_VALUE_SIZE = 4_000_000
 _MAX_TOTAL_SIZE = 64_000_000
 """Maximum total size of all values created in one rendering, which could all be in memory at once."""
 MAX_SECONDS = 2.0
+"""Maximum CPU time of one rendering, which other work on the machine does not change."""
 ITEM_SIZE = 16
 """Size of an entry of a list or dict, in addition to its value."""
 MAX_INT_BITS = 4096
@@ -25,16 +26,16 @@ MAX_INT_BITS = 4096
 
 
 class ResourceMeter:
-    """Time and total size used by one rendering."""
+    """CPU time and total size used by one rendering, all of it in one thread."""
 
     def __init__(self) -> None:
         self._total_size = 0
-        self._deadline = time.monotonic() + MAX_SECONDS
+        self._deadline = time.thread_time() + MAX_SECONDS
 
     def check_time(self) -> None:
         """Raise SecurityError after the deadline."""
-        if time.monotonic() > self._deadline:
-            raise SecurityError(f"it runs longer than {MAX_SECONDS:g} seconds")
+        if time.thread_time() > self._deadline:
+            raise SecurityError(f"it uses more than {MAX_SECONDS:g} seconds of CPU time")
 
     def check_size(self, size: int) -> None:
         """Raise SecurityError if a value of `size`, about to be created, is too large, or after the deadline."""
