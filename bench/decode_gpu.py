@@ -9,6 +9,7 @@ same run.
 
 import argparse
 import gc
+import importlib
 import json
 import random
 import statistics
@@ -107,8 +108,8 @@ def bench_cutaway_steps(
 def bench_gpt_fast_steps(folder: str, batch_size: int, context: int) -> dict[str, Any]:
     sys.path.insert(0, folder)
     sys.modules.setdefault("tokenizer", types.ModuleType("tokenizer")).get_tokenizer = None  # type: ignore[attr-defined]
-    import generate as gpt_fast  # from DIR
-    import model as gpt_fast_model
+    gpt_fast: Any = importlib.import_module("generate")  # from `folder`
+    gpt_fast_model = importlib.import_module("model")
 
     with torch.device("cuda"):
         model = gpt_fast_model.Transformer.from_name(MODEL_NAME).to(torch.bfloat16).eval()
@@ -134,8 +135,14 @@ def bench_gpt_fast_steps(folder: str, batch_size: int, context: int) -> dict[str
 def build_transformers_model(config: Any) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    shape = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
-    hf_config = LlamaConfig(vocab_size=config.vocab_size, num_key_value_heads=8, rope_theta=5e5, **shape)
+    shape: dict[str, Any] = {
+        "rope_theta": 5e5,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+    }
+    hf_config = LlamaConfig(vocab_size=config.vocab_size, num_key_value_heads=8, **shape)
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda"):
         model = LlamaForCausalLM(hf_config).eval()
@@ -187,7 +194,7 @@ def bench_cutaway_throughput(model: Any, request_specs: list[tuple[list[int], in
 
 @torch.no_grad()
 def bench_transformers_throughput(model: Any, request_specs: list[tuple[list[int], int]]) -> dict[str, Any]:
-    """One padded static batch, which runs until the longest completion is done."""
+    """Measure transformers on one padded static batch, which runs until the longest completion is done."""
     max_prompt_len = max(len(prompt) for prompt, _ in request_specs)
     max_new_tokens = max(num_new for _, num_new in request_specs)
     tokens = torch.zeros(len(request_specs), max_prompt_len, dtype=torch.long, device="cuda")
@@ -203,13 +210,13 @@ def bench_transformers_throughput(model: Any, request_specs: list[tuple[list[int
     torch.cuda.synchronize()
     seconds = time.perf_counter() - start
     num_tokens = sum(num_new for _, num_new in request_specs)
-    row = {
+    result = {
         "transformers": f"{len(request_specs)} requests, static",
         "seconds": seconds,
         "tokens": num_tokens,
         "tokens_per_second": num_tokens / seconds,
     }
-    return print_row(row)
+    return print_row(result)
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,7 +26,7 @@ def time_run(run: Callable[[], object]) -> float:
 
 
 def build_matmul_baseline(model: nn.Module, rows: int, *, backward: bool) -> Callable[[], None]:
-    """The matmuls of a pass with the weights, and nothing else: a lower bound with these kernels."""
+    """Return a function that runs only the weight matmuls of a pass. Its time is a lower bound with these kernels."""
     weights = [
         parameter.detach() for parameter in model.parameters() if parameter.ndim == 2 and parameter.shape[0] != 1024
     ]
@@ -49,7 +50,8 @@ def main() -> None:
     arguments = parser.parse_args()
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    transformers_model = GPT2LMHeadModel(GPT2Config(attn_implementation="sdpa", use_cache=False)).eval()
+    options: dict[str, Any] = {"attn_implementation": "sdpa", "use_cache": False}
+    transformers_model = GPT2LMHeadModel(GPT2Config(**options)).eval()
     cutaway_model = ct.build(ct.config("gpt2"), seed=0)
     tokens = torch.randint(0, 50257, (2, 256))
 

@@ -6,7 +6,9 @@ python bench/inspect_latency.py
 import argparse
 import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -24,33 +26,38 @@ def time_query(
     return time.perf_counter() - start
 
 
+def append_time(times: list[float], frame: bytes) -> None:
+    times.append(time.perf_counter())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", default="gpt2")
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
-    model = ct.build(args.model, seed=0)
+    model: Any = ct.build(args.model, seed=0)
     inspector = build_inspector(model, name=args.model)
     num_layers = len(inspector.output_stack.blocks)
     inputs = [
         {"tokens": torch.randint(model.config.vocab_size, (args.tokens,)).tolist()} for _ in range(args.repeats + 1)
     ]
     time_query(inspector, "residual_norms", input=inputs.pop())  # warm-up
-    first, total, other_queries = [], [], {}
+    first, total = [], []
+    other_queries: dict[str, list[float]] = {}
     for model_input in inputs:
         frame_times: list[float] = []
         start = time.perf_counter()
         time_query(
             inspector,
             "residual_norms",
-            lambda frame, frame_times=frame_times: frame_times.append(time.perf_counter()),
+            partial(append_time, frame_times),
             input=model_input,
         )
         time_query(inspector, "journey", input=model_input, position=args.tokens - 1)
         total.append(time.perf_counter() - start)
         first.append(frame_times[1] - start)  # embedding and first block
-        for name, query in {
+        queries: dict[str, tuple[str, dict[str, Any]]] = {
             "another token": ("journey", {"position": 100}),
             "attention by layer": ("attention_by_layer", {"position": 100}),
             "next token": ("next_token", {"position": 100}),
@@ -60,8 +67,9 @@ def main() -> None:
             "activation logits": ("activation", {"site": "logits", "position": 100}),
             "thumbnails": ("attention_thumbnails", {"attention": f"blocks.{num_layers // 2}.attn"}),
             "one head": ("attention_head", {"attention": f"blocks.{num_layers // 2}.attn", "head": 0}),
-        }.items():
-            other_queries.setdefault(name, []).append(time_query(inspector, query[0], input=model_input, **query[1]))
+        }
+        for name, (query, arguments) in queries.items():
+            other_queries.setdefault(name, []).append(time_query(inspector, query, input=model_input, **arguments))
     forward = []
     with torch.no_grad():
         for model_input in inputs:

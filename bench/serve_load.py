@@ -131,7 +131,7 @@ async def expected_responses(port: int, requests: list[dict[str, Any]]) -> list[
 async def run_client(
     port: int, requests: list[dict[str, Any]], expected: list[Any], deadline: float, seed: int, result: LoadResult
 ) -> None:
-    """One client: sends requests until the deadline; disconnects during one in ten."""
+    """Run one client, which sends requests until the deadline and disconnects during one request in ten."""
     rng = random.Random(seed)
     while time.monotonic() < deadline:
         index = rng.randrange(len(requests))
@@ -194,8 +194,10 @@ def cpu_wait_seconds(pid: int) -> float:
 
 
 def probe_health(port: int, server_pid: int, stop: Any, results: Any) -> None:
-    """Request `/health` every 50 ms from a separate process; report the latency of each response, and how much of it
-    the server or this process waited for a CPU."""
+    """Request `/health` every 50 ms from a separate process.
+
+    Report the latency of each response, and the seconds that the server and this process waited for a CPU.
+    """
     import http.client
 
     latencies = []
@@ -249,7 +251,8 @@ def main() -> int:
         port = int(json.loads(server.stdout.readline())["url"].rsplit(":", 1)[1])
         requests = build_requests()
         expected = asyncio.run(expected_responses(port, requests))
-        stop, health_results = multiprocessing.Event(), multiprocessing.Queue()
+        stop = multiprocessing.Event()
+        health_results: Any = multiprocessing.Queue()
         prober = multiprocessing.Process(
             target=probe_health, args=(port, server.pid, stop, health_results), daemon=True
         )

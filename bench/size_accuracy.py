@@ -2,8 +2,8 @@
 
     python bench/size_accuracy.py [--gpu h200] [--memory] [--time] [--json FILE]
 
-Memory is PyTorch's peak of allocated bytes in a steady-state step. Times are medians; the bound uses the device's
-published peak, and copy bandwidth and matmul FLOPS of the device are measured in the same run.
+Memory is PyTorch's peak of allocated bytes in a steady-state step. Times are medians. The bound uses the device's
+published peaks. Copy bandwidth and matmul FLOP/s of the device are measured in the same run.
 """
 
 import argparse
@@ -72,7 +72,7 @@ INFERENCE_CASES = [
 
 
 def load_config(source: str) -> Config:
-    """A preset; NAME/N has the first N layers."""
+    """Config of a preset. The source NAME/N is the preset NAME with its first N layers only."""
     name, _, layers = source.partition("/")
     config = ct.config(name)
     if not layers:
@@ -112,7 +112,7 @@ def build_train_step(options: dict[str, Any], *, compiled: bool = False) -> tupl
 def free_gpu_memory() -> None:
     gc.collect()
     torch.cuda.empty_cache()
-    torch._C._cuda_clearCublasWorkspaces()  # type: ignore[attr-defined]
+    torch._C._cuda_clearCublasWorkspaces()
     torch._dynamo.reset()
 
 
@@ -223,7 +223,7 @@ def measure_train_times(gpu: str) -> list[dict[str, Any]]:
 
 @torch.no_grad()
 def measure_inference_times(gpu: str) -> list[dict[str, Any]]:
-    """Decode in eager mode and in a CUDA graph, and prefill, in bf16."""
+    """Measure decode, in eager mode and in a CUDA graph, and prefill, all in bf16."""
     rows = []
     for name, batch_size, context, compiled in [
         ("gpt2", 1, 1024, False),
@@ -235,7 +235,7 @@ def measure_inference_times(gpu: str) -> list[dict[str, Any]]:
         ("llama-3-8b", 32, 2048, True),
     ]:
         free_gpu_memory()
-        options = {"source": name, "batch_size": batch_size, "context": context, "dtype": "bf16"}
+        options: dict[str, Any] = {"source": name, "batch_size": batch_size, "context": context, "dtype": "bf16"}
         size = ct.size(**options, hardware=gpu)
         model: Any = ct.build(name, device="cuda", dtype=torch.bfloat16, seed=0)
         prompt = torch.randint(0, size.options.config.vocab_size, (batch_size, context - 1), device="cuda")
@@ -258,7 +258,7 @@ def measure_inference_times(gpu: str) -> list[dict[str, Any]]:
 def build_decode_step(
     model: Any, cache: Any, token: torch.Tensor, context: int, *, compiled: bool
 ) -> Callable[[], None]:
-    """A decode step, repeated at the same position: in eager mode, or compiled and replayed as a CUDA graph."""
+    """Return a function that repeats a decode step at one position, in eager mode or as a compiled CUDA graph."""
     run = torch.compile(model, fullgraph=True, dynamic=False) if compiled else model
 
     def step() -> None:
@@ -288,7 +288,7 @@ def print_row(row: dict[str, Any]) -> None:
         line = (
             f"{name:32} {row['workload']:18} bound {1e3 * row['min_seconds']:8.3f} ms ({row['bottleneck']}),"
             f" expected {low}–{high}, measured {1e3 * row['measured_seconds']:8.3f}:"
-            f" {row['fraction_of_bound']:.0%} of the bound, within: {row['within_expected']}"
+            f" {row['fraction_of_bound']:.0%} of the bound, within the expected range: {row['within_expected']}"
         )
     sys.stdout.write(line + "\n")
     sys.stdout.flush()

@@ -2,7 +2,8 @@
 
     python bench/trace_overhead.py [--repeats 15] [--json FILE]
 
-All run alternately in one process, so that other load affects all. TransformerLens is measured if it is installed.
+All cases run alternately in one process, so that other load affects all cases.
+TransformerLens is measured if it is installed.
 """
 
 import argparse
@@ -40,7 +41,7 @@ def build_cases() -> tuple[dict[str, Callable[[], Any]], Any]:
 
 
 def build_transformer_lens_cases(model: Any, tokens: torch.Tensor) -> dict[str, Callable[[], Any]]:
-    """Its bridge around a transformers model, with eager attention."""
+    """Cases with TransformerLens's bridge around a transformers model, with eager attention."""
     from transformer_lens.model_bridge import TransformerBridge
 
     with tempfile.TemporaryDirectory() as directory:

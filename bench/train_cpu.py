@@ -24,7 +24,7 @@ BATCH_SIZE, SEQ_LEN, VOCAB_SIZE = 4, 256, 50257
 LR, WEIGHT_DECAY, GRAD_CLIP = 6e-4, 0.1, 1.0
 IMPLEMENTATIONS = ("cutaway", "transformers eager", "transformers compiled")
 WARMUP_STEPS = 2
-"""Warm-up steps, for memory allocation and compilation."""
+"""Number of warm-up steps, for memory allocation and compilation."""
 
 
 def make_tokens(step: int) -> torch.Tensor:
@@ -42,7 +42,7 @@ def without_dropout(config: Any) -> Any:
 
 
 def build_cutaway_step() -> Callable[[int], float]:
-    """The trainer's step on tokens in memory."""
+    """Return a function that runs a step of cutaway's trainer on random tokens, and returns the loss."""
     import cutaway as ct
     from cutaway.train.objectives.objective import causal_lm
     from cutaway.train.optim.optimizer import build_optimizer
@@ -68,8 +68,7 @@ def build_cutaway_step() -> Callable[[int], float]:
     optimizer = build_optimizer(recipe.optimizer, model)
     data: Any = SimpleNamespace(train=RandomTokens())
     runner = TrainStepRunner(
-        recipe.training,
-        recipe.schedule,
+        recipe,
         TrainingModule(model),
         optimizer,
         data,
@@ -104,7 +103,7 @@ def build_transformers_step(compiled: bool) -> Callable[[int], float]:
 
 
 def run_worker(name: str) -> None:
-    """Run a step for each step number read from stdin, and print its duration."""
+    """Run a step for each step number read from stdin, and print its duration, loss and peak memory."""
     step = build_cutaway_step() if name == "cutaway" else build_transformers_step(compiled=name.endswith("compiled"))
     for line in sys.stdin:
         start = time.perf_counter()

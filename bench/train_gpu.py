@@ -1,9 +1,10 @@
-"""Training steps on one GPU compared with nanoGPT and transformers, alternating in one process: a warm GPU is slower.
+"""Training steps on one GPU compared with nanoGPT and transformers, in one process.
 
     python bench/train_gpu.py [--nanogpt DIRECTORY_WITH_NANOGPTS_model.py] [--rounds 5] [--steps 10] [--profile]
 
-GPT-2 124M, 64 × 1,024, and Llama-3.2-1B, 8 × 2,048, with random weights; bf16 autocast with fp32 weights, AdamW,
-gradient clipping, no dropout, no synchronization within a round. Prints a table and a JSON line.
+GPT-2 124M, 64 × 1,024 tokens, and Llama-3.2-1B, 8 × 2,048 tokens, with random weights; bf16 autocast with fp32
+weights, AdamW, gradient clipping, no dropout, no synchronization within a round. The implementations alternate, because
+a GPU is slower when it is warm. Prints a table and a JSON line.
 """
 
 import argparse
@@ -29,7 +30,6 @@ from cutaway.train.trainer.bad_step_policy import BadStepPolicy
 from cutaway.train.trainer.train_step import TrainStepRunner
 from cutaway.train.trainer.training_module import TrainingModule
 
-PEAK_FLOPS = 989e12
 StepFn = Callable[[], Any]
 LLAMA_CONFIG = {
     "vocab_size": 128256,
@@ -46,7 +46,7 @@ LLAMA_CONFIG = {
 
 
 def build_cutaway_step(preset: str, batch_size: int, seq_len: int) -> StepFn:
-    """The trainer's step, without a document mask, as in the other libraries."""
+    """Return a function that runs a step of cutaway's trainer, without a document mask, as in the other libraries."""
     config = ct.config(without_dropout(ct.config(preset).model_dump(mode="json", exclude_none=True)))
     recipe = load_recipe(
         {
@@ -61,8 +61,7 @@ def build_cutaway_step(preset: str, batch_size: int, seq_len: int) -> StepFn:
     dataset: Any = SimpleNamespace(get_batch=lambda first, count: PackedBatch(tokens[first // batch_size % 4], None))  # type: ignore[arg-type]
     data: Any = SimpleNamespace(train=dataset)
     runner = TrainStepRunner(
-        recipe.training,
-        recipe.schedule,
+        recipe,
         TrainingModule(model, precision="bf16"),
         optimizer,
         data,
@@ -130,7 +129,7 @@ def build_transformers_llama_step(batch_size: int, seq_len: int) -> StepFn:
 def compare_throughput(
     name: str, builders: dict[str, Callable[[], StepFn]], batch_size: int, seq_len: int, options: Any
 ) -> dict[str, Any]:
-    """Tokens per second of each library, measured alternately, and its peak memory."""
+    """Measure the tokens per second of each library, in alternating rounds, and its peak memory."""
     steps: dict[str, StepFn] = {}
     memory: dict[str, float] = {}
     for library, builder in builders.items():

@@ -185,7 +185,8 @@ claim("embedding + 12 sublayer outputs = final residual stream", relative_error(
 
 # %% [markdown]
 # If the sublayer outputs were orthogonal, the squared norm of the sum would be the sum of the squared norms
-# (Pythagoras). Outputs with positive cosines give a larger norm. The cell measures the ratio for the last token.
+# (Pythagoras). Outputs with positive cosines give a larger norm. The cell measures the ratio of the two norms
+# for the last token.
 
 # %%
 terms = torch.stack([activations["embed"][0, -1], *outputs.values()])  # (13, d)

@@ -63,7 +63,7 @@ def make_config(attention, embedding=None, *, form="decoder", heads=4, layers=1,
 width, length, k = 64, 200, 7
 model = ct.build(make_config(*METHODS["sinusoidal"], d_model=width), seed=0, dtype=torch.float64)
 with ct.trace(model, "embed") as t:
-    model.decoder.embed.token.weight.zero_()  # leaves the position encoding alone
+    model.decoder.embed.token.weight.zero_()  # only the position encoding remains
     model(torch.zeros(1, length, dtype=torch.long))
 PE = t["embed"][0]  # (length, width)
 

@@ -131,8 +131,8 @@ claim("LayerNorm against RMSNorm of the centered vector", (layer_norm(v) - rms_n
 # computes $x + \mathrm{ReLU}(\mathrm{RMSNorm}(x))$. The first token has mean square $2.5$ and becomes
 # $(1 + 1/\sqrt{2.5},\ 2 + 2/\sqrt{2.5}) = (1.632, 3.265)$; the second has $12.5$ and becomes $(3.849, 5.131)$.
 #
-# A post-norm block normalizes the sum: $\mathrm{RMSNorm}(x + \mathrm{ReLU}(x))$ after attention's own norm, so the
-# residual stream has root mean square 1 after every block.
+# A post-norm block normalizes each sum: it computes $\mathrm{RMSNorm}(x + \mathrm{ReLU}(x))$, where $x$ is the output
+# of attention's norm. So the residual stream has root mean square 1 after every block.
 
 # %%
 resid = torch.tensor([[1.0, 2.0], [3.0, 4.0]])

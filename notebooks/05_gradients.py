@@ -3,7 +3,8 @@
 #
 # The backward pass computes one gradient vector per token and block. This notebook derives the Jacobians of RMSNorm
 # and LayerNorm, predicts and measures how the gradient norm changes with depth under pre-norm and post-norm, trains
-# both with and without warm-up, and measures the memory and FLOPs of activation checkpointing.
+# pre-norm without warm-up and post-norm with and without it, and measures the memory and FLOPs of activation
+# checkpointing.
 #
 # Prerequisites: attention (notebook 2), norms and the residual stream (notebook 4).
 
@@ -91,10 +92,11 @@ claim("singular values of LayerNorm's Jacobian that are 0", null_dims[1], predic
 # gradient, that is, the gradient minus its mean over tokens:
 #
 # - **post-norm**: once tokens are nearly equal, it shrinks by $1/\sqrt2 \approx 0.71$ per block towards the input;
-# - **pre-norm**: it does not shrink. The FFN alone makes it grow by $\sqrt{1 + 0.32 / r^2}$ per block, where $r$ is the
-#   RMS of the residual stream that its norm divides by; if attention propagated the gradient in proportion to what it
-#   adds, the gradient would grow towards the input as the residual stream grows towards the output. The measured growth
-#   should be between the two.
+# - **pre-norm**: it does not shrink. The lower bound is the growth with the FFN alone, $\sqrt{1 + 0.32 / r^2}$ per
+#   block, where $r$ is the RMS of the residual stream at the input of the FFN's norm. The upper bound is the growth if
+#   attention propagated the gradient in proportion to what it adds to the residual stream: the gradient would then grow
+#   towards the input by the factor by which the residual stream grows towards the output. The measured growth should be
+#   between the two bounds.
 
 
 # %%

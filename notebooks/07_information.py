@@ -244,8 +244,8 @@ figure.tight_layout()
 #
 # - *bias of the estimate*. Estimated from $n$ pairs, mutual information is positive even for independent bytes: about
 #   $(K-1)^2/2n$ nats if all pairs of $K$ values are frequent, and at least $(K_{xy} - K_x - K_y + 1)/2n$ if only the
-#   $K_{xy}$ observed pairs count (Miller and Madow). Shuffled text must be between the two; its value is subtracted
-#   from all estimates;
+#   $K_{xy}$ observed pairs count (Miller and Madow). The estimate for shuffled text must be between these two
+#   values; it is subtracted from all estimates;
 # - *comparison with a Markov chain*. In a chain with the same byte pairs, $P(x, y) = \pi_x (P^k)_{xy}$, and mutual
 #   information decays exponentially. In natural language it decays as a power law ([Lin and Tegmark
 #   2016](https://arxiv.org/abs/1606.06737)), so at large distances it should be far above that of the chain.

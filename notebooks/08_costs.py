@@ -90,7 +90,7 @@ claim("largest relative error of the rule for GPT-2, OPT and GPT-3", worst, belo
 # |---|---|
 # | 7 B parameters, one token | 14 GFLOP |
 # | 175 B at 100 tokens per second | 35 TFLOP/s |
-# | Llama 3 8B on 15 T tokens | 1,875 per parameter, 94 times [Chinchilla](https://arxiv.org/abs/2203.15556)'s 20 |
+# | Llama 3 8B, 15 T tokens | 1,875 tokens per parameter, 94 times [Chinchilla](https://arxiv.org/abs/2203.15556)'s 20 |
 
 # %%
 llama_2 = ct.size("llama-2-7b", context=1)
@@ -104,10 +104,10 @@ print(claim("Llama 3 8B on 15 T: tokens per parameter", budget.tokens_per_parame
 claim("multiple of Chinchilla's tokens", budget.train_tokens / budget.chinchilla_tokens, predicted=94, rtol=0.01)
 
 # %% [markdown]
-# The same count for a real model with PyTorch's FLOP counter. `tiny-python` has a tied embedding of 2,048 × 256, which
-# is counted once as a parameter and once in a matrix product (the head; a lookup has no FLOPs), and norms, which are
-# not matrix products. $N$ is the number of all parameters. The quadratic term is $4\,T\,d$ per layer and token over
-# *all* pairs, because PyTorch counts masked pairs too.
+# The next cell repeats this count for a real model with PyTorch's FLOP counter. `tiny-python` has a tied embedding of
+# 2,048 × 256, which is counted once as a parameter and once in a matrix product (the head; a lookup has no FLOPs), and
+# norms, which are not matrix products. $N$ is the number of all parameters. The quadratic term is $4\,T\,d$ per layer
+# and token over *all* pairs, because PyTorch counts masked pairs too.
 
 # %%
 model = ct.load("tiny-python", dtype=torch.float32).model

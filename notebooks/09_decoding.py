@@ -396,8 +396,9 @@ claim("χ² with 15 degrees of freedom, within four standard deviations", chi_sq
 # ## Greedy decoding, sampling and beam search
 #
 # For text *sampled* from the model at temperature 1, the expected negative log-probability of a token is the entropy of
-# its distribution. For greedy text this mean is lower. Beam search finds sequences with a total log-probability at
-# least as high as greedy decoding in most cases; here the mean over four prompts is compared.
+# its distribution. For greedy text the mean negative log-probability is lower. In most cases beam search finds
+# sequences whose total log-probability is at least that of greedy decoding; here the mean over four prompts is
+# compared.
 
 # %%
 options = {"max_new_tokens": 32, "ignore_eos": True, "logprobs": 0}

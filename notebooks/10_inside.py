@@ -236,8 +236,8 @@ figure.tight_layout()
 #
 # For `except ValueError as error`: run the text with `err`, replace one activation by its value from the run with
 # `error`, and measure the share of the logit difference that is restored (1 means all of it). The induction heads are
-# in blocks 4 and 5. If they copy the name, patching the residual stream at the name's own token should restore
-# everything before block 4, and patching the last token should restore a part before block 5.
+# in blocks 4 and 5. If they copy the name, patching the residual stream before block 4 at the name's own token should
+# restore everything, and patching it before block 5 at the last token should restore a part.
 
 # %%
 pair = {"clean": clean, "corrupted": corrupted, "answer_token": "error", "incorrect_token": "err"}
@@ -297,14 +297,15 @@ figure.tight_layout()
 # - **A middle block**: its update has about a third of the norm of the residual stream, and later blocks still get most
 #   of their input, so the loss should increase moderately. **Block 0**: its update has several times the norm of the
 #   embedding, so the increase should be much larger.
-# - **The order** of attention and FFN within a block: if they are swapped, each input lacks one of many updates, so the
-#   increase should be small.
+# - **The order** of attention and FFN within a block: if they are swapped, the input of each differs by one of many
+#   updates, so the increase should be small.
 # - **The final norm** divides each token's residual stream by its RMS and multiplies it by gains. Without it the logits
 #   are scaled by about one factor per token if the gains are similar: the ranking of tokens stays, the probabilities
 #   change. The loss is predicted from the logits times RMS$(x)$ / mean gain.
 # - **The mask**: later tokens become visible, including the target. The loss should still *increase*, because the model
 #   was not trained with visible later tokens.
-# - **Positions**: without RoPE's rotation, scores do not depend on the distance between query and key.
+# - **Positions**: without RoPE's rotation, scores do not depend on the distance between query and key, so the loss
+#   should increase.
 
 # %%
 ablation = analysis.ablation(checkpoint, code)

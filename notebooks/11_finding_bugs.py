@@ -27,8 +27,9 @@ BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 # %% [markdown]
 # ## A GPT in plain PyTorch
 #
-# The model has learned positions, pre-norm, and a cache that is passed in and returned. The mask is computed from
-# positions: a key at position $j$ is visible to a query at position $i$ if $0 \le j \le i$; padding has position −1.
+# The model has learned position embeddings, pre-norm blocks, and a cache that is passed in and returned. The mask is
+# computed from positions: a key at position $j$ is visible to a query at position $i$ if $0 \le j \le i$; padding has
+# position −1.
 
 
 # %%

@@ -2,8 +2,8 @@
 
 python scripts/build_gallery.py [--out docs/gallery]
 
-The figure that a block ends with is saved as the image after that block. The numbers in the text are computed from the
-variables of the blocks. The model is the pretrained one, so the output is deterministic.
+If an image follows a block, the last expression of the block is a figure and is saved as this image. The numbers in the
+text are computed from the variables of the blocks. The model is the pretrained one, so the output is deterministic.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def run_gallery(page: str, out: Path) -> dict[str, Any]:
-    """Run the Python blocks of the page and save their figures. Return their namespace and, in it, `numbers`."""
+    """Run the Python blocks of the page and save their figures. Return their variables and the quoted `numbers`."""
     namespace: dict[str, Any] = {}
     for code, figure_name in BLOCK_PATTERN.findall(page):
         tree = ast.parse(code)

@@ -6,9 +6,10 @@ Format of pages:
 
 - ```python blocks run in order, in one namespace per page, in a temporary directory.
 - ```bash blocks contain lines that begin with `cutaway`; they run in this process. A line that ends with & starts a
-  server, which runs until the end of the page; its port 8000 is replaced by a free one, also in the page's Python.
-- ```text after <!-- output --> is the expected output of the block before it. <!-- output: exit 1 --> also gives the
-  exit code of its last command. Runs of spaces are equal, … matches anything, and decimals may differ by 1 %.
+  server, which runs until the end of the page; port 8000 is replaced by a free port, also in the page's Python blocks.
+- ```text after <!-- output --> is the expected output of the block before it. <!-- output: exit 1 --> also states the
+  exit code of that block's last command. Any number of spaces matches any other, … matches anything, and decimals may
+  differ by 1 %.
 - a block with title="mine.toml" is written to that file. ```toml and ```json must be valid.
 - ```diff is applied to a copy of the sources, which later Python blocks use, each in a separate process.
 - <!-- not run: reason --> precedes a block that cannot run in the tests, <!-- at night --> a slow block.
@@ -178,7 +179,7 @@ def numbers_match(expected: str, actual: str) -> bool:
 
 
 def fill_outputs(page: str, outputs: dict[DocBlock, str]) -> str:
-    """Return the page with each output block that differs from the actual output replaced by it."""
+    """Return the page with the actual output in place of each output block that differs from it."""
     for block, output in sorted(outputs.items(), key=lambda item: -item[0].span[0]):
         if diff_output(output, block.body):
             start, end = block.span

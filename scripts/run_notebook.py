@@ -2,7 +2,7 @@
 
 python scripts/run_notebook.py notebooks/02_attention.py --out .pages/theory
 
-A notebook is a Python file in jupytext's percent format. A claim that does not hold stops it with an error.
+A notebook is a Python file in jupytext's percent format. A claim that does not hold stops the run with an error.
 """
 
 import argparse

@@ -2,7 +2,8 @@
 
 python scripts/take_screenshots.py [SCREEN ...] [--out docs/page]
 
-Needs the built page (hatch_build.py), web/node_modules and Chromium; CHROMIUM is its path (default /usr/bin/chromium).
+Needs the built page (hatch_build.py), web/node_modules and Chromium. The environment variable CHROMIUM is the path of
+Chromium (default /usr/bin/chromium).
 """
 
 import argparse
@@ -22,7 +23,7 @@ from cutaway.serve.server import bind_socket, build_access_policy, serve_in_thre
 from hatch_build import ROOT, WEB, find_node_and_npm
 
 NUM_COLORS = 96
-"""Colors per file. The page uses few, so that a palette halves the size without visible loss."""
+"""Number of colors per file. The page uses few colors, so a palette halves the file size without visible loss."""
 
 
 def main() -> None:

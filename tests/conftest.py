@@ -64,7 +64,7 @@ def _seeded() -> Iterator[None]:
 
 @pytest.fixture
 def frozen_check_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`ct.check` measures no time: its results do not depend on how busy the machine is, and no budget is used up."""
+    """Stop the clock of `ct.check`, so that its results do not depend on the load of the machine or a time budget."""
     from cutaway.check.context import CheckContext
 
     monkeypatch.setattr(CheckContext, "clock", staticmethod(lambda: 0.0))

@@ -1,5 +1,5 @@
 """RoPE with `dynamic` scaling keeps the frequencies of the longest sequence that the model has processed: the logits
-of a text change after a longer text, until a short text resets them. Found by `rope-scaling`, where `max_seq_len=`
+of a text change after a longer text, until a short text resets them. Found by `rope-scaling` if `max_seq_len=`
 allows texts beyond `original_max_position_embeddings`."""
 
 import torch

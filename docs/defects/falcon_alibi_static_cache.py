@@ -11,7 +11,7 @@ for alibi in (False, True):
         model = FalconForCausalLM._from_config(FalconConfig(**size, alibi=alibi), attn_implementation=kernel).eval()
         how = {"do_sample": False, "max_new_tokens": 4, "cache_implementation": "static", "disable_compile": True}
         try:
-            said = f"writes {model.generate(torch.arange(3, 10)[None], **how)[0, -4:].tolist()}"
+            said = f"returns {model.generate(torch.arange(3, 10)[None], **how)[0, -4:].tolist()}"
         except (ValueError, RuntimeError) as error:
             said = f"raises {type(error).__name__}: {error}"
-        print(f"alibi={alibi}, {kernel}, said to take a static cache: {model._can_compile_fullgraph}; it {said}")
+        print(f"alibi={alibi}, {kernel}, declares static cache support: {model._can_compile_fullgraph}; it {said}")

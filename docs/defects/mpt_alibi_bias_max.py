@@ -1,4 +1,4 @@
-"""MPT's `attn_config.alibi_bias_max` is accepted but not used: the ALiBi slopes are always those of 8. Found by
+"""MPT's `attn_config.alibi_bias_max` is accepted but not used: the ALiBi slopes are always computed with 8. Found by
 `config-fields`."""
 
 import torch

@@ -33,7 +33,7 @@ PREPOSITIONS = {
 NUM_DATES, VARIANTS_PER_DATE = 24_000, 8
 """Number of dates, and number of formats per date."""
 FULL_RANGE, COMMON_RANGE = (date(1000, 1, 1), date(2999, 12, 31)), (date(1900, 1, 1), date(2099, 12, 31))
-"""Ranges from which dates are drawn, alternately: half of the dates are in COMMON_RANGE."""
+"""Ranges from which dates are drawn alternately, so that half of the dates are drawn from COMMON_RANGE."""
 
 
 class _DateFormat(NamedTuple):
@@ -74,7 +74,10 @@ def list_date_formats() -> list[_DateFormat]:
 
 
 def _is_unambiguous(pattern: str) -> bool:
-    """Whether a pattern has a full year and an unambiguous month: a name, after the year, or between dots."""
+    """Whether a pattern has a full year and an unambiguous month.
+
+    A month is unambiguous if it is a name, if it follows the year, or if day, month and year are separated by dots.
+    """
     unquoted = re.sub(r"'[^']*'", "", pattern)
     if "yy" in unquoted:
         return False

@@ -62,7 +62,7 @@ def __getattr__(name: str) -> Any:
     if name in ("check", "config", "generate", "evaluate", "size", "train"):  # callable packages: ct.config(...)
         return import_module(f"cutaway.{name}")
     if name == "__version__":
-        from importlib.metadata import version  # takes longer than the rest of this file
+        from importlib.metadata import version  # this import takes longer than the rest of this file
 
         return version("cutaway")
     if name not in _LAZY_EXPORTS:

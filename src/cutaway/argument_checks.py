@@ -69,7 +69,7 @@ def check_same_shape(name: str, value: Tensor | None, tokens: Tensor, dtype: tor
     if not isinstance(value, Tensor):
         raise InputError(f"{name} is a {type(value).__name__}; pass a tensor of shape {tuple(tokens.shape)}")
     if value.shape != tokens.shape:
-        raise InputError(f"{name} has shape {tuple(value.shape)}; it must be that of the tokens, {tuple(tokens.shape)}")
+        raise InputError(f"{name} has shape {tuple(value.shape)}; it must be the tokens' shape, {tuple(tokens.shape)}")
     if dtype == torch.bool:
         if value.dtype != torch.bool:
             raise InputError(f"{name} has dtype {value.dtype}; it must be bool, False for padding: pass {name}.bool()")
@@ -94,7 +94,9 @@ def check_max_position(positions: Tensor, max_positions: int, name: str) -> None
     last = int(positions.max()) + 1
     if last > max_positions:
         limit = max_positions - 1
-        raise InputError(f"{name} needs position {last - 1}, but the model has positions 0 to {limit} only; shorten it")
+        raise InputError(
+            f"{name} needs position {last - 1}, but the model has positions 0 to {limit} only; pass a shorter sequence"
+        )
 
 
 def check_positions(positions: Tensor, mask: Tensor | None, document_ids: Tensor | None, *, increasing: bool) -> None:
@@ -116,7 +118,7 @@ def check_positions(positions: Tensor, mask: Tensor | None, document_ids: Tensor
 
 
 def check_prefix_lengths(prefix_lengths: Tensor, tokens: Tensor) -> Tensor:
-    """Check one prefix length per row, from 0 to the number of tokens."""
+    """Check that there is one prefix length per row, from 0 to the number of tokens in a row."""
     if torch.compiler.is_compiling():
         return prefix_lengths.long()
     rows, length = tokens.shape

@@ -9,7 +9,7 @@ MAX_BYTES = 64 << 20
 
 
 def read_file(path: Path, error: type[Exception], max_bytes: int = MAX_BYTES) -> bytes:
-    """Read a regular file. Raise `error` if it is missing, irregular, unreadable or longer than `max_bytes`."""
+    """Read a file. Raise `error` if it is missing, not a regular file, unreadable or longer than `max_bytes`."""
     data = None
     try:
         if path.is_file() or not path.exists():  # reading a pipe could block, and a device may not end
@@ -23,7 +23,7 @@ def read_file(path: Path, error: type[Exception], max_bytes: int = MAX_BYTES) ->
     if data is None:
         raise error(f"'{path}' is not a regular file, so it cannot be read; replace it with a file")
     if len(data) > max_bytes:
-        raise error(f"'{path}' has more than {max_bytes:,} bytes, too many for such a file; check the path")
+        raise error(f"'{path}' has more than {max_bytes:,} bytes, the maximum for this kind of file; check the path")
     return data
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def make_callable(module_name: str, function: Callable[..., Any]) -> None:
-    """Make calls of the imported package `module_name` call `function`; `help` shows the function's signature."""
+    """Make the imported package `module_name` callable: a call runs `function`, and `help` shows its signature."""
 
     def signature(module: ModuleType) -> object:
         import inspect  # imported here: `import cutaway` does not need it

@@ -212,7 +212,7 @@ def test_failed_save_leaves_no_file(
     [
         (["tyni-gpt", "abc"], "did you mean tiny-gpt"),
         (["missing.toml", "abc"], "does not exist"),
-        (["no-such/model", "abc"], "is not local, and the Hub cannot be reached"),
+        (["no-such/model", "abc"], "is not stored locally, and the Hub cannot be reached"),
         (["tiny-gpt", ""], "the text is empty; pass at least one character"),
         (["tiny-gpt", "abc", "--position", "3"], "--position is 3; the text has tokens 0 to 2"),
         (["tiny-gpt", "abc", "--position", "-4"], "--position is -4"),
@@ -220,7 +220,7 @@ def test_failed_save_leaves_no_file(
         (["tiny-gpt", "abc", "--position", ""], "--position is ''"),
         (["tiny-gpt", "abc", "--sites", "atn.out"], "this model has no site 'atn.out'; use one of attn.out"),
         (["tiny-gpt", "abc", "--sites", "blocks.9.resid_post"], "it has 2 blocks"),
-        (["tiny-gpt", "x" * 65], "positions 0 to 63 only; shorten it"),
+        (["tiny-gpt", "x" * 65], "positions 0 to 63 only; pass a shorter sequence"),
         (["tiny-llama", "x" * 2049], "at most 2048"),
         (["llama-3.1-405b", "abc"], "choose a smaller model"),
         (["tiny-bert", "abc", "--target", "d"], "but the form of this model is encoder"),

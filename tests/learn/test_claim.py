@@ -13,5 +13,5 @@ def test_claim_holds_or_raises() -> None:
         claim("a batch writes faster", 1, above=2)
     with pytest.raises(ClaimError, match="measured nan"):
         claim("a loss is a number", float("nan"), predicted=0)
-    with pytest.raises(ValueError, match="predicts nothing"):
+    with pytest.raises(ValueError, match="has no prediction"):
         claim("anything", 1)

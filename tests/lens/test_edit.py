@@ -258,7 +258,7 @@ def test_model_is_restored_after_an_error_in_a_call(model: Transformer, edits: A
 
 def test_unused_edit_is_an_error(model: Transformer) -> None:
     for edits in ({"logits": "zero"}, {"blocks.1": "skip"}, {"mask": "drop"}):
-        with pytest.raises(InputError, match="so that edit did nothing"), edit(model, edits):
+        with pytest.raises(InputError, match="so the edit had no effect"), edit(model, edits):
             pass
 
 

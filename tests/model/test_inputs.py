@@ -48,7 +48,7 @@ def test_other_integer_dtypes_are_accepted(gpt: torch.nn.Module) -> None:
 
 def test_invalid_masks_are_errors(gpt: torch.nn.Module) -> None:
     for bad, message in [
-        (torch.ones(1, 5, dtype=torch.bool), r"mask has shape \(1, 5\); it must be that of the tokens, \(1, 4\)"),
+        (torch.ones(1, 5, dtype=torch.bool), r"mask has shape \(1, 5\); it must be the tokens' shape, \(1, 4\)"),
         (torch.ones(1, 4), r"mask has dtype torch.float32; it must be bool, False for padding: pass mask.bool\(\)"),
     ]:
         with pytest.raises(InputError, match=message):

@@ -4,7 +4,8 @@ import copy
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from support.tracing import count_hooks
+from torch import Tensor
 
 import cutaway as ct
 from cutaway.config import PostNorm
@@ -17,11 +18,6 @@ def call_arguments(tokens: tuple[Tensor, ...], **extra: Any) -> dict[str, Any]:
     return dict(zip(("input_ids", "decoder_input_ids"), tokens, strict=False)) | extra
 
 
-def count_hooks(model: nn.Module) -> int:
-    """Number of hooks; transformers adds its own if hidden states are requested."""
-    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
-
-
 def assert_same(actual: Tensor, expected: Tensor, label: str) -> None:
     assert actual.shape == expected.shape, (label, actual.shape, expected.shape)
     diff, tolerance = (actual - expected).abs().max().item(), 1e-5 * max(1.0, expected.abs().max().item())
@@ -29,7 +25,7 @@ def assert_same(actual: Tensor, expected: Tensor, label: str) -> None:
 
 
 def compare_activations(peer: Any, model: Any, tokens: tuple[Tensor, ...], **extra: Any) -> None:
-    """Traced activations are equal; tracing does not change the output of the peer and leaves no hooks."""
+    """Assert that the activations are equal and that tracing does not change the peer's output or number of hooks."""
     peer_sites = sites(peer)
     assert peer_sites.keys() <= sites(model).keys()
     assert peer_sites.keys() | peer_sites.unavailable.keys() == sites(model).keys()
@@ -50,7 +46,7 @@ def compare_activations(peer: Any, model: Any, tokens: tuple[Tensor, ...], **ext
 
 
 def check_sites(checkpoint_model: Any, tokens: tuple[Tensor, ...]) -> None:
-    """In fp64, every site is traced with its declared shape and can be edited, and residual contributions sum up."""
+    """Assert in fp64 that each site has its declared shape and can be edited, and check the sums of contributions."""
     model = copy.deepcopy(checkpoint_model).double()
     run = model.encode if getattr(model, "head", None) is None else model
     model_sites = sites(model)

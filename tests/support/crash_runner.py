@@ -2,8 +2,8 @@
 
     python tests/support/crash_runner.py RECIPE RUN SEED COUNT FAILPOINT…
 
-First one child per failpoint, then children that are killed after random times, COUNT kills in all. Children are forks,
-so torch is imported once. Prints how many were killed.
+Starts one child per failpoint, then children that are killed after random times, until COUNT children were killed.
+Children are forks, so torch is imported once. Prints the number of killed children.
 """
 
 import os

@@ -153,7 +153,7 @@ def random_t5_config(seed: int, **overrides: Any) -> dict[str, Any]:
 
 
 def can_peer_generate(config: Any) -> bool:
-    """Whether transformers can generate: its cache has as many layers as the encoder."""
+    """Whether transformers can generate. Its cache has as many layers as the encoder; the decoder cannot have more."""
     return bool(config.num_decoder_layers <= config.num_layers)
 
 

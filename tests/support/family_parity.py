@@ -34,7 +34,7 @@ class PeerModel:
     config: Any
     auto_class: Any = transformers.AutoModelForCausalLM
     long_seq_len: int = 0
-    """Also compare at this sequence length (for example past the original context); 0 for no."""
+    """Additional sequence length of the comparison (for example beyond the original context); 0 for none."""
     left_padding: bool = True
     pass_position_ids: bool = True
     """Whether position_ids must be passed for padded input (otherwise computed by the peer, or not used)."""
@@ -127,7 +127,7 @@ def check_family(peer: PeerModel, directory: Path, seed: int = 0) -> Checkpoint:
 
 
 def get_vocab_size(config: Any) -> int:
-    """Number of tokens in both the source and the target vocabulary."""
+    """Number of token ids that are valid in both the source and the target vocabulary."""
     return int(min(config.vocab_size, getattr(config, "decoder_vocab_size", None) or config.vocab_size))
 
 
@@ -367,7 +367,7 @@ def compare_greedy_encoder_decoder(
 
 
 def check_export(peer: PeerModel, model: Any, checkpoint: Checkpoint, directory: Path, seed: int) -> None:
-    """Saved without the original config.json, the peer loads it; loaded again, it is bitwise equal."""
+    """Save the checkpoint without its original config.json; assert that transformers and cutaway load it exactly."""
     without_files = replace(checkpoint, hf_config={}, generation_config={}, tokenizer_loader=lambda: None)
     ct.save(without_files, directory / "cutaway", family=checkpoint.family)
     loaded_peer = peer.auto_class.from_pretrained(

@@ -26,7 +26,7 @@ def attention_backward_flops(grad: Any, q: Any, k: Any, v: Any, *_: Any, out_sha
 
 
 def grouped_flops(x: Any, weight: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
-    """Each row is multiplied by one expert's matrix."""
+    """FLOPs of a grouped matmul, in which each row is multiplied by one expert's matrix."""
     return bmm_flop((1, x[0], weight[2]), (1, weight[2], weight[1]))
 
 
@@ -57,7 +57,7 @@ def build_model(
 
 
 def compute_loss(model: Transformer, batch: int, length: int, source: int) -> torch.Tensor:
-    """Cross-entropy over all tokens; the hidden states of a model without a head."""
+    """Return the cross-entropy over all tokens, or the hidden states if the model has no head."""
     config = model.config
     tokens = random_tokens(config, batch, length, 1)
     if config.form == "encoder-decoder":
@@ -77,7 +77,7 @@ class SavedTensor:
 
 
 def count_saved_bytes(model: Transformer, batch: int, length: int, source: int, *, autocast: bool = False) -> int:
-    """Bytes saved for backward after a forward pass, without weights, each storage once."""
+    """Number of bytes that a forward pass saves for backward, without weights. Each storage counts once."""
     model_storages = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
     references: list[weakref.ref[SavedTensor]] = []
 

@@ -1,8 +1,9 @@
 """Runs training jobs on several processes, as torchrun starts them. The processes are forks: torch is imported once.
 
 Reads one job per line: {"world_size": 2, "recipe": a recipe, "run": a directory, …}; writes the ranks' exit codes.
-With "gradients", the full gradients of one step are written to that file instead of training. "failpoints" are by rank;
-"stop" is a rank and the step in which it requests a stop; with "disk_full", no checkpoint can be written.
+With "gradients", the full gradients of one step are written to that file instead of training. "failpoints" maps a rank
+to its failpoint; "stop" is a rank and the step in which it requests a stop; with "disk_full", no checkpoint can be
+written.
 """
 
 import faulthandler
@@ -130,7 +131,9 @@ def run_job(job: dict[str, Any]) -> list[int]:
 
 
 def start_store() -> tuple[int, int]:
-    """Start a process that hosts the store and outlives the ranks, as torchrun's does. It has threads: not forked."""
+    """Start a process that hosts the store and outlives the ranks, as in torchrun. Return its process id and its port.
+
+    The store has threads, so it does not run in the process that forks the ranks."""
     read_end, write_end = os.pipe()
     pid = os.fork()
     if pid == 0:

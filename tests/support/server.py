@@ -82,7 +82,7 @@ class RunningServer:
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 120) -> bool:
-    """Wait for a condition; return whether it came true. The limit only ends a test that has failed."""
+    """Wait for a condition; return whether it came true. Only a failing test reaches the time limit."""
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.01)

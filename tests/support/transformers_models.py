@@ -2,7 +2,6 @@
 
 import inspect
 import sys
-from collections.abc import Iterator
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -50,10 +49,3 @@ def build_transformers_model(peer: PeerModel, seed: int = 0, *, kernel: str | No
     model = peer.auto_class.from_config(peer.config, attn_implementation=implementation).float().eval()
     randomize_weights(model, seed, peer.frozen)
     return model
-
-
-def iterate_peers(seed: int = 0) -> Iterator[tuple[str, PeerModel]]:
-    """Yield the reference models of all families, with a name."""
-    for family in FAMILIES:
-        for n, peer in enumerate(find_peers(family, seed)):
-            yield f"{family}{'' if n == 0 else f' {n}'}", peer

@@ -1,4 +1,4 @@
-"""Benchmarks: memory bandwidth and matmul FLOP/s of this machine, and the fraction of them that a model reaches."""
+"""Benchmarks: memory bandwidth and matmul FLOP/s of this machine, and a model's fraction of the roofline bound."""
 
 from cutaway.bench.hardware import NUM_STAGES, measure_hardware
 

@@ -81,9 +81,9 @@ def measure_hardware(
     torch_device = resolve_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     name = model or ("llama-3.2-1b" if torch_device.type == "cuda" else "smollm2-135m")
     if torch_device.type not in ("cpu", "cuda"):
-        raise InputError(f"device is {device!r}, on which cutaway does not measure; use cpu or cuda")
+        raise InputError(f"device is {device!r}, which cutaway cannot measure; use cpu or cuda")
     if not isinstance(config(name), Decoder):  # before the first measurement
-        raise InputError(f"{name} is not decoder-only, so it has no decode step; use, e.g., --model smollm2-135m")
+        raise InputError(f"{name} is not decoder-only, so it cannot be measured; use, e.g., --model smollm2-135m")
     progress("copy")
     bandwidth = measure_copy_bandwidth(torch_device)
     flops = {}

@@ -191,7 +191,10 @@ def measure_throughput(
 def check_is_decoder(model: Transformer) -> None:
     """Raise InputError if the model is not decoder-only."""
     if "decoder" not in model.stacks or len(model.stacks) == 2:
-        raise InputError("only decoder-only models are measured; use one, e.g. cutaway bench decode smollm2-135m")
+        raise InputError(
+            "the model is not decoder-only, so it cannot be measured; use one that is, e.g. cutaway bench decode"
+            " smollm2-135m"
+        )
 
 
 def _default_context(config: Config, device: torch.device, num_reserved_tokens: int) -> int:

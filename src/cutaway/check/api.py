@@ -101,7 +101,7 @@ def _run_checks(ctx: CheckContext, checks: list[Check], progress: ProgressCallba
     upcast = dtype in LOW_PRECISION_DTYPES and can_upcast(model)
     findings: dict[str, Finding] = {}
     noise: dict[str, float] = {}
-    # The model's own dtype comes last, because a CPU can be slow in bf16 or fp16.
+    # Checks in the model's own dtype run last, because a CPU can be slow in bf16 or fp16.
     for native in (False, True) if upcast else (False,):
         with upcast_to_fp32(model.module) if upcast and not native else nullcontext():
             if native:

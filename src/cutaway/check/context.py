@@ -19,7 +19,7 @@ _SLOW_MODEL_PARAMS, _SLOW_FORWARD_SECONDS = 3_000_000, 0.1
 """A model with more parameters, or with more seconds per forward pass, counts as slow. For most models the number of
 parameters decides, so that the decision is the same on a busy machine."""
 _NUM_NOISE_RUNS, _SINGLE_NOISE_RUN_SECONDS = 3, 0.3
-"""Number of runs that measure the noise, and the seconds per forward pass above which one run must do."""
+"""Number of runs that measure the noise; there is only one if a forward pass takes more than this many seconds."""
 _CLEAR_DIFFERENCE_FACTOR = 100.0
 """A difference that exceeds the tolerance by this factor needs no noise measurement."""
 _MAX_ROUNDING_RATIO = 1e-2
@@ -50,7 +50,7 @@ class CheckContext:
         self.allowed_tokens = torch.tensor(allowed or list(range(vocab_size)))
         self.seq_len = min(_DEFAULT_SEQ_LEN, model.max_seq_len or _DEFAULT_SEQ_LEN)
         self.uses_trig = True
-        """Whether the last `trace_attention` recorded a cos or sin call; True before the first one."""
+        """Whether the last `trace_attention` recorded a cos or sin call; True before the first trace."""
         self.memo: dict[tuple[object, float], object] = {}
         """Results of `compute_once`."""
 
@@ -106,7 +106,7 @@ class CheckContext:
             self.seq_len = min(self.seq_len, _SLOW_MODEL_SEQ_LEN)
 
     def measure_noise(self, compute: TensorFunction, reference: Tensor | None = None) -> float:
-        """Recompute a result with random rounding of each matrix product; return its largest absolute change.
+        """Recompute a result with the random rounding of `RoundingNoise`; return its largest absolute change.
 
         `reference` is the result without random rounding; if it is None, it is computed.
         """

@@ -24,7 +24,7 @@ ModelAndOverrides = tuple[object, dict[str, Any]]
 """A model, and the keyword arguments to pass to `check` with it."""
 
 
-_FACTORY_RETURNS = "a model, a function tokens → logits, (model, dict of CheckedModel fields), or such a dict"
+_FACTORY_RETURNS = "a model, a function tokens → logits, a dict of CheckedModel fields, or a pair (model, dict)"
 
 
 def is_factory_spec(source: str) -> bool:
@@ -86,7 +86,7 @@ def build_from_factory(source: str, factory: object, *, seed: int = 0) -> ModelA
 
 
 def _parse_overrides(source: str, model: object, overrides: dict[Any, object]) -> ModelAndOverrides:
-    """Return the model and the overrides. If `model` is None, the model is the override `module`, which is removed.
+    """Return the model and the overrides. If `model` is None, the override `module` is removed and used as the model.
 
     `build_checked_model` validates the names of the overrides later.
     """
@@ -133,8 +133,11 @@ _MAX_D_MODEL, _MAX_HEADS, _MAX_KV_HEADS, _MAX_VOCAB_SIZE, _MAX_EMBEDDING_FACTOR 
 
 
 def shrink_config(config: Config) -> Config:
-    """Shrink a configuration: fewer layers (every block type once, at least two), smaller d_model, fewer heads, smaller
-    vocabulary. Head dimensions, positions, norms, windows and experts stay, because bugs depend on them."""
+    """Return a smaller configuration: fewer layers and heads, smaller d_model, FFNs and vocabulary.
+
+    Each stack keeps its leading blocks and one repetition of its block pattern (at least two layers, if it has them).
+    Head dimensions, positions, norms, windows and experts stay, because bugs depend on them.
+    """
     d_model = min(config.d_model, _MAX_D_MODEL)
     shrink_attention = partial(_shrink_attention, old_d_model=config.d_model)
     shrink_ffn = partial(_shrink_ffn, old_d_model=config.d_model, new_d_model=d_model)

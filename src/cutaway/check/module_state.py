@@ -62,7 +62,7 @@ def upcast_to_fp32(module: nn.Module | None) -> AbstractContextManager[None]:
 def substitute_module(module: nn.Module, replacement: nn.Module) -> Iterator[None]:
     """Make calls of `module` run `replacement` while the context is active.
 
-    The attributes of the two are swapped, because functions that a user passed hold a reference to `module`.
+    The attributes of the two modules are swapped, because functions that a user passed hold a reference to `module`.
     """
     module.__dict__, replacement.__dict__ = replacement.__dict__, module.__dict__
     try:

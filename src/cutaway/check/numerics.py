@@ -1,9 +1,9 @@
 """Comparison of tensors, with a tolerance from the model's rounding noise, measured by Monte Carlo arithmetic.
 
 Two computations of the same result differ by rounding errors, whose size at the output depends on the model and its
-inputs. The model is therefore run again with each matrix product changed at random by about one unit in the last place
-(Monte Carlo arithmetic; Parker 1997). The largest change of the output is the model's noise. No constant can replace
-this measurement.
+inputs. The model is therefore run again with the result of each matrix product, softmax and norm changed at random by
+about one unit in the last place (Monte Carlo arithmetic; Parker 1997). The largest change of the output is the model's
+noise. No constant can replace this measurement.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from cutaway.check.report.finding import CaseResult
 TorchFunction = Callable[..., Any]
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
-"""Types of a function that a torch mode intercepts, and of its arguments, which can be anything."""
+"""Types of a function that a torch mode intercepts, of its positional and of its keyword arguments."""
 LOW_PRECISION_DTYPES = (torch.bfloat16, torch.float16)
 
 

@@ -9,7 +9,7 @@ from typer.main import get_command
 
 
 def lazy_group(import_paths: dict[str, str]) -> type[TyperGroup]:
-    """Return a Typer group of verbs that imports a verb's module when it is used. Paths are `module:function`."""
+    """Return a Typer group that imports the module of a verb when the verb is used. Paths are `module:function`."""
 
     class Verbs(TyperGroup):
         def list_commands(self, ctx: Any) -> list[str]:

@@ -1,4 +1,4 @@
-"""Model loading for CLI verbs. SOURCE is a checkpoint, or a preset or config file, which gives random weights."""
+"""Model loading for CLI verbs. SOURCE is a checkpoint, a preset (random weights) or a config file (random weights)."""
 
 import sys
 from pathlib import Path
@@ -34,7 +34,8 @@ def load_checkpoint(
 ) -> "Checkpoint":
     """Load a checkpoint in eval mode.
 
-    Without `dtype`, 16-bit weights are converted to float32 on CPUs without native bfloat16, unless `keep_dtype`.
+    On a CPU without native bfloat16, the 16-bit weights of models with up to 2³⁰ parameters are converted to float32,
+    unless `dtype` or `keep_dtype` is set.
     """
     from cutaway.cli.views.terminal import progress_bar
     from cutaway.device import has_native_bf16

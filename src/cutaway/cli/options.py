@@ -42,7 +42,7 @@ CheckpointSource = Annotated[str, argument("Model or run directory, .gguf file o
 ModelSource = Annotated[str, argument("Model or run directory, .gguf file, hub id or preset name.", metavar="SOURCE")]
 Device = Annotated[str | None, option("Device: cpu or cuda; default cuda if available.")]
 WeightDType = Annotated[DType | None, option("Data type of the weights; default as stored.")]
-WEIGHT_BITS_HELP = "Weight quantization during decode; 4 requires a GPU."
+WEIGHT_BITS_HELP = "Number of bits per weight during decode; 4 requires a GPU."
 MAX_MODEL_LEN_HELP = "Maximum number of tokens of prompt plus output; 8Ki is 8,192."
 MAX_NUM_SEQS_HELP = "Maximum number of sequences per batch; default up to 32."
 Overrides = Annotated[list[str] | None, option("Override a recipe value; repeatable.", "--set", metavar="a.b=x")]

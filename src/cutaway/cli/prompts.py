@@ -34,7 +34,10 @@ def collect_prompts(
 
 
 def split_prompts(text: str, split_lines: bool) -> Iterator[str]:
-    """Yield the text as one prompt, or each line as one. The final newline, which echo and editors add, is removed."""
+    """Yield the text as one prompt, without the final newline, which echo and editors add.
+
+    With `split_lines`, yield each line that is not empty as a prompt.
+    """
     if split_lines:
         # splitlines is not used, because it also splits at form feeds and Unicode separators.
         yield from (line.removesuffix("\r") for line in text.split("\n") if line.strip())

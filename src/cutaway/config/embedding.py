@@ -41,11 +41,11 @@ class Embedding(ConfigNode):
         return self.factorization.width if self.factorization else d_model
 
     def position_dim(self, d_model: int) -> int:
-        """Dimension of position and token-type embeddings and of the norm: that before or after the projection."""
+        """Dimension of position embeddings, token types and norm: `width` if before the projection, else d_model."""
         if self.factorization is None or self.factorization.positions == "after_projection":
             return d_model
         return self.factorization.width
 
     def resolve_scale(self, d_model: int) -> float:
-        """The factor on the token embedding as a number. The scale "sqrt_d_model" is resolved."""
+        """The factor on the token embedding as a number: sqrt(d_model) if `scale` is "sqrt_d_model"."""
         return math.sqrt(d_model) if self.scale == "sqrt_d_model" else self.scale

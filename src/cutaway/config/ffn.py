@@ -60,7 +60,7 @@ DenseFFN = Annotated[Mlp | Gated | ClampedSwiGLU, KIND_DISCRIMINATOR, default_ki
 
 
 class ExpertGroups(ConfigNode):
-    """Group-limited routing: select the `top_k` best groups of experts, then experts only from these (DeepSeek)."""
+    """Group-limited routing: select the `top_k` best groups of experts, then experts of these groups (DeepSeek)."""
 
     num_groups: PositiveInt
     top_k: PositiveInt

@@ -6,7 +6,7 @@ from cutaway.config.node import KIND_DISCRIMINATOR, ConfigNode, PositiveFloat, d
 
 
 class NormalInit(ConfigNode):
-    """Normal. With depth_scaled, output projections of sublayers have std / sqrt(number of sublayers) (GPT-2)."""
+    """Normal with std `std`, or std / sqrt(number of sublayers) for output projections if depth_scaled (GPT-2)."""
 
     kind: Literal["normal"] = "normal"
     std: PositiveFloat = 0.02

@@ -33,7 +33,7 @@ class SinusoidalPosition(ConfigNode):
     layout: Literal["interleaved", "halves"] = "interleaved"
     """'interleaved' alternates sin and cos (the paper); 'halves' has all sines first (tensor2tensor, Marian)."""
     table_length: PositiveInt | None = None
-    """Number of positions of a fixed table in the checkpoint (Marian). By default any position is computed."""
+    """Number of positions of a fixed table in the checkpoint (Marian). By default there is no table and no limit."""
 
 
 # ---------------------------------------------------------------------------------------- inside attention

@@ -104,8 +104,8 @@ class Stack(ConfigNode):
             )
         if len(self.leading_blocks) + len(self.block) > self.layers and len(self.block) > 1:
             raise ValueError(
-                f"layers {self.layers} is fewer than the {len(self.leading_blocks)} leading blocks and the pattern of"
-                f" {len(self.block)}; shorten the pattern or add layers"
+                f"layers is {self.layers}, but {len(self.leading_blocks)} leading blocks and a pattern of"
+                f" {len(self.block)} blocks need more layers; shorten the pattern or add layers"
             )
         if self.layer_groups is not None:
             if self.layer_groups > self.layers:

@@ -149,7 +149,7 @@ def evaluate_calibration(
     targets: ArrayLike | None = None,
     num_bins: int = NUM_BINS,
 ) -> Calibration:
-    """Calibration of predictions.
+    """Return the calibration of predictions.
 
     Pass either `confidence`, the probability of each prediction, and `correct`, whether each prediction was right; or
     `targets`, the true classes, and the `logits` or probabilities `p` of all classes. The prediction is then the most
@@ -172,7 +172,8 @@ def evaluate_calibration(
         raise InputError(f"{shapes}; pass arrays of equal, non-empty shapes")
     if not ((confidences >= 0) & (confidences <= 1)).all() or not np.isin(hits, (0, 1)).all():
         raise InputError(
-            "confidence has a value outside 0 to 1, or correct one other than 0 and 1; pass probabilities and booleans"
+            "confidence has a value outside 0 to 1, or correct has a value other than 0 and 1; pass probabilities and"
+            " booleans"
         )
     return bin_predictions(confidences.reshape(-1), hits.reshape(-1), num_bins)
 

@@ -57,10 +57,11 @@ def evaluate_causal_lm(
     batch_size: int | None = None,
     progress: ProgressFn | None = None,
 ) -> CausalLMResult:
-    """Evaluate a decoder on texts. Each token is scored exactly once, except the BOS, or the first token without a BOS.
+    """Evaluate a decoder on texts.
 
-    A token is scored with at least `context − stride` tokens before it, if the text has that many. A text that fits
-    into the context is one window.
+    Each token is scored exactly once, except the BOS or, if there is no BOS, the first token. A token is scored with at
+    least `context − stride` tokens before it, if the text has that many. A text that fits into the context is one
+    window.
 
     Args:
         context: maximum number of input tokens of a window; the default is the model's context, but at most 4,096.

@@ -12,7 +12,7 @@ from cutaway.errors import InputError
 from cutaway.evaluate.functional import NATS_PER_UNIT, array_namespace, is_tensor, log, log_softmax
 
 ArrayLike: TypeAlias = Iterable[Any]
-"""Probabilities or logits as a list, an array, a tensor or another iterable. Several distributions are nested."""
+"""Probabilities or logits as a list, an array, a tensor or another iterable, nested for several distributions."""
 Samples: TypeAlias = Iterable[Hashable]
 """Observed outcomes."""
 Array: TypeAlias = Any
@@ -38,7 +38,7 @@ def require_exactly_one(quantity: str, **arguments: object) -> str:
 
 
 def parse_unit(unit: str) -> float:
-    """Return how many nats one unit ('bits' or 'nats') is."""
+    """Return the number of nats in one unit ('bits' or 'nats')."""
     if unit not in NATS_PER_UNIT:
         raise InputError(f"unit is {unit!r:.40}; use 'bits' or 'nats'")
     return NATS_PER_UNIT[unit]
@@ -98,7 +98,7 @@ def _check_no_element(name: str, x: Array, invalid: Array, reason: str) -> None:
 
 
 def as_float_array(name: str, values: ArrayLike | None, description: str) -> Array:
-    """Convert to a float64 array, or a tensor to at least float32. The last axis is over the outcomes."""
+    """Convert to a float64 array; convert a tensor to at least float32. The last axis is over the outcomes."""
     array: Array = values
     if is_tensor(values):
         torch = array_namespace(values)

@@ -1,8 +1,8 @@
 """Entropy, cross-entropy and KL divergence in nats along the last axis, for numpy arrays and PyTorch tensors.
 
-Inputs are not validated, which would need a device synchronization: lens, training and serve call these functions on
-softmax outputs. `information` has the same functions with validation. torch is not imported here, because a caller that
-has a tensor has already imported it.
+Inputs are not validated, because validation would synchronize with the device, and because lens, training and serve
+call these functions on softmax outputs. `information` has the same functions with validation. torch is not imported
+here, because a caller that has a tensor has already imported it.
 """
 
 import math

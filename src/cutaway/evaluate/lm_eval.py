@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _GenerationKwargs = dict[str, Any]
 """A task's generation settings, or arguments of `generate`."""
 DEFAULT_MAX_NEW_TOKENS = 256
-"""Default number of generated tokens, for tasks that do not set it."""
+"""Default maximum number of generated tokens, for tasks that do not set it."""
 _MAX_TOKENS_ALIASES = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 """Names that tasks use for the maximum number of generated tokens."""
 

@@ -229,8 +229,8 @@ HF_ACTIVATIONS = {
     "leaky_relu": "leaky_relu", "hardswish": "hardswish", "mish": "mish", "laplace": "laplace",
     "sqrtsoftplus": "sqrt_softplus", "sigmoid": "sigmoid", "tanh": "tanh", "linear": "identity",
 }  # fmt: skip
-"""Activation name of transformers → name in Config. Several names may mean one function: then `to_hf` writes the
-family's default name if it is one of them, else the first."""
+"""Activation name of transformers → name in Config. If several names mean the same function, `to_hf` writes
+the family's default name if that is one of them, else the first of them."""
 
 
 def activation(key: str, path: Paths, default: str) -> Choice:
@@ -311,7 +311,7 @@ class LayerTypes:
 
 
 def full_attention_every(default_period: int, key: str | None = None) -> Callable[[HFConfigReader, int], list[str]]:
-    """Return a function that computes the default `layer_types`: full attention in every n-th layer, else a window.
+    """Return a function that computes the default `layer_types`: full attention in every n-th layer, else windows.
 
     n is the config.json value at `key`, or `default_period` if it is absent.
     """

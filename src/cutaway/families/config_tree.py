@@ -56,7 +56,7 @@ class ConfigTree:
     def set(self, path: str, value: object) -> None:
         """Set the value at a path and create missing dicts on the way."""
         if isinstance(value, list | dict | str) and len(value) > 4096:
-            raise ConfigError(f"{path} is a {type(value).__name__} of length {len(value):,}; at most 4096 are allowed")
+            raise ConfigError(f"{path} is a {type(value).__name__} of length {len(value):,}; use at most 4096 items")
         for table, key in self._resolve_path(path, create=True):
             table[key] = deepcopy(value)
 

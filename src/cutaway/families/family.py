@@ -55,8 +55,8 @@ IGNORED_CONFIG_KEYS = keys_by_reason(
 """Common config.json keys that do not change what a model computes, with the reason."""
 
 COMMON_FIELDS: ConfigFields = (
-    SupportedValues("quantization_config", (None,), "its weights are quantized; load the unquantized checkpoint"),
-    SupportedValues("compression_config", (None,), "its weights are quantized; load the unquantized checkpoint"),
+    SupportedValues("quantization_config", (None,), "the weights are quantized; load the unquantized checkpoint"),
+    SupportedValues("compression_config", (None,), "the weights are quantized; load the unquantized checkpoint"),
     SupportedValues("pruned_heads", ({}, None), "attention heads are pruned; save the model without pruning"),
     SupportedValues("cross_attention_hidden_size", (None,), "the model attends to an encoder of another hidden size"),
     SupportedValues("add_cross_attention", (False, None), "the model attends to an encoder that is not in the file"),
@@ -86,7 +86,7 @@ class Family:
     base_architecture: str | None = None
     """transformers class of the base model, for models without a head."""
     ignored_weights: Mapping[str, str] = field(default_factory=dict)
-    """Ignored tensors: regular expression of the full name → reason. {past} matches an index after the last layer."""
+    """Ignored tensors: regular expression of the full name → reason. {past} matches an index past the last layer."""
     ignored_config_keys: Mapping[str, str] = field(default_factory=dict)
     """config.json keys that do not change what the model computes → the reason."""
     attribute_map: Mapping[str, str] = field(default_factory=dict)
@@ -158,7 +158,7 @@ class Family:
         """Convert a Config to config.json; raise ConfigError if the family cannot represent it."""
         form = self.template["form"]
         if config.form != form:
-            raise ConfigError(f"{self.name}: the model is of form '{config.form}', but this family of form '{form}'")
+            raise ConfigError(f"{self.name}: the model is of form '{config.form}', but this family has form '{form}'")
         hf_config: dict[str, object] = {"architectures": [self.architecture_for(config)], "model_type": self.name}
         tree = ConfigTree.from_config(config)
         try:
@@ -172,7 +172,7 @@ class Family:
         except CutawayError as error:
             raise ConfigError(f"family '{self.name}' cannot represent this model: {error}") from None
         except (TypeError, ValueError, KeyError, AttributeError, IndexError, ArithmeticError):
-            reason = "the family does not have its kinds of components"
+            reason = "the family does not have the model's kinds of components"
             raise ConfigError(f"family '{self.name}' cannot represent this model: {reason}") from None
         differences = diff_configs(config, restored)
         if differences:

@@ -41,9 +41,9 @@ def load(
     A Hub id is 'owner/name[@revision]'; 'tiny-python' is the pretrained model shipped with cutaway.
 
     `dtype` is the dtype of the weights, by default the stored one. `check_finite` says whether all weights are checked
-    for NaN and infinity. By default, this is so in checkpoints of up to half a gigabyte; in larger ones only small
-    tensors are checked, so that memory-mapped pages are not read before their first use. `progress(done, total)` is
-    called after each loaded tensor.
+    for NaN and infinity. By default, all weights are checked in checkpoints of up to half a gigabyte. In larger
+    checkpoints only small tensors are checked, so that memory-mapped pages are not read before their first use.
+    `progress(done, total)` is called after each loaded tensor.
     """
     path = resolve_checkpoint_path(source)
     options = LoadOptions(device, dtype, check_finite, progress)
@@ -118,7 +118,7 @@ def _download_from_hub(repo_id: str, revision: str | None) -> Path:
         return Path(snapshot_download(repo_id, revision=revision, allow_patterns=list(_HUB_ALLOW_PATTERNS)))
     except (OfflineModeIsEnabled, LocalEntryNotFoundError):
         hint = "check the spelling and the network, or pass a directory"
-        raise InputError(f"'{repo_id}' is not local, and the Hub cannot be reached; {hint}") from None
+        raise InputError(f"'{repo_id}' is not stored locally, and the Hub cannot be reached; {hint}") from None
     except (HfHubHTTPError, OSError, ValueError) as error:
         hint = "check the name, and log in if it is private"
         raise InputError(f"'{repo_id}' cannot be downloaded: {format_error(error)}; {hint}") from None

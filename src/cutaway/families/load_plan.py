@@ -157,6 +157,6 @@ def _find_mismatched_keys(plan: LoadPlan, model: Transformer, tensor_infos: Mapp
         for name, tensor in zip(conversion.checkpoint_keys, expected, strict=True):
             info = tensor_infos[name]
             if not info.dtype.is_floating_point:
-                yield f"'{name}' is stored as {info.storage_type}, which are integers without a scale"
+                yield f"'{name}' is stored as integers ({info.storage_type}) without a scale"
             if info.shape != tuple(tensor.shape):
                 yield f"'{name}' has shape {list(info.shape)}, but config.json requires {list(tensor.shape)}"

@@ -42,9 +42,11 @@ def load_native_checkpoint(directory: Path, options: LoadOptions) -> tuple[Trans
     """Load a native checkpoint."""
     data = read_json_object(directory / NATIVE_CONFIG_NAME, ConfigError)
     version, tree = data.get("format"), data.get("config")
-    if version != FORMAT_VERSION or not isinstance(tree, dict):
-        reason = f"this version of cutaway reads {FORMAT_VERSION}"
+    if version != FORMAT_VERSION:
+        reason = f"this version of cutaway reads format {FORMAT_VERSION}"
         raise ConfigError(f"'{NATIVE_CONFIG_NAME}' has format {version!r}, but {reason}; update cutaway")
+    if not isinstance(tree, dict):
+        raise ConfigError(f"'{NATIVE_CONFIG_NAME}' has no object 'config'; write the checkpoint again with ct.save")
     config, reader = read_config(tree), open_safetensors(directory)
     check_config_fits_weights(config, reader, str(directory))
     return load_model(NativeFamily(config), {}, reader, str(directory), options)

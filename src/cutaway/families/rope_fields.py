@@ -209,7 +209,7 @@ class RopeFieldByLayerType(RopeField):
 
 
 def resolve_head_dim(tree: ConfigTree, stack: str) -> int:
-    """Head dimension of the first layer: the one that RoPE rotates (d_rope for latent attention)."""
+    """Number of dimensions of a head that RoPE can rotate, in the first layer: d_rope, or the head dimension."""
     attention = tree.blocks(stack)[0]["attention"]
     head_dim = attention.get("d_rope") or attention.get("d_head")
     try:

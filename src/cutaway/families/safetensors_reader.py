@@ -164,9 +164,12 @@ def _read_shard_index(directory: Path, index: Path) -> list[Path]:
     files = sorted(set(names))
     for name in files:
         if Path(name).name != name or not name.endswith(".safetensors") or len(name.encode(errors="replace")) > 255:
-            raise WeightError(f"'{index.name}' lists {name!r}, not a safetensors file beside it; it is not opened")
+            raise WeightError(
+                f"'{index.name}' lists {name!r}, which is not a safetensors file in the same directory, so it is not"
+                " opened; correct the index"
+            )
         if not (directory / name).is_file():
-            raise WeightError(f"shard '{name}' is in '{index.name}' but missing; download it again")
+            raise WeightError(f"shard '{name}' of '{index.name}' does not exist; download it again")
     return [directory / name for name in files]
 
 
@@ -175,7 +178,7 @@ def check_not_pickle(path: Path) -> None:
     if path.suffix in _PICKLE_SUFFIXES:
         raise WeightError(
             f"'{path.name}' is a pickle, which can run code when opened, so it is not loaded; use the model's"
-            " safetensors, or convert it if you trust it: transformers' from_pretrained, then save_pretrained"
+            " safetensors, or convert a trusted pickle with transformers: from_pretrained, then save_pretrained"
         )
 
 

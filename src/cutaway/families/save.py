@@ -1,4 +1,4 @@
-"""Save a checkpoint as a transformers or native directory, with the inverse of the weight mappings used to load."""
+"""Save a checkpoint as a transformers or native directory, with the inverse of the weight mappings of loading."""
 
 import ctypes
 import errno
@@ -26,7 +26,7 @@ from cutaway.families.safetensors_reader import SAFE_WEIGHTS_INDEX_NAME
 from cutaway.model import Transformer
 
 _MAX_SHARD_SIZE = 5_000_000_000
-"""Maximum number of bytes of weights per file, and of memory that saving needs besides the model."""
+"""Maximum number of bytes of weights per file. Saving needs up to this much memory in addition to the model."""
 
 
 def save(
@@ -175,7 +175,7 @@ def _resolve_hf_config(checkpoint: Checkpoint, family_name: str | None) -> tuple
         ids = {f"{name}_token_id": getattr(checkpoint.tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
         known = {key: value for key, value in ids.items() if value is None or value < config.vocab_size}
         hf_config = hf_config | known
-        if config.form == "encoder-decoder":  # the default of `read_generation_config`
+        if config.form == "encoder-decoder":  # as `read_generation_config` does by default
             hf_config["decoder_start_token_id"] = known.get("bos_token_id")
     dtype = str(checkpoint.model.dtype).removeprefix("torch.")
     dropped = ("torch_dtype", "auto_map", "transformers_version")
@@ -198,7 +198,7 @@ ExportedTensors = tuple[tuple[str, ...], Callable[[], list[Tensor]], int]
 
 
 def export_weights(family: Family, model: Transformer) -> Iterator[ExportedTensors]:
-    """Yield the weights of a model with the keys and layout of a family. Tensors are converted only when called."""
+    """Yield the weights of a model with the keys and layout of a family. Each yielded function converts its tensors."""
     state = model.state_dict(keep_vars=True)
     canonical = canonical_keys(model)
     exported: set[str] = set()

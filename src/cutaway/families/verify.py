@@ -2,7 +2,7 @@
 
 import re
 from contextlib import redirect_stderr
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import import_module
 from io import StringIO
@@ -42,7 +42,6 @@ class VerificationResult:
     num_gradients_compared: int
     greedy_tokens: str
     """Result of greedy decoding: 'equal', 'first difference at token …' or 'not applicable (encoder)'."""
-    notes: list[str] = field(default_factory=list)
 
     @property
     def first_mismatch(self) -> str | None:
@@ -66,10 +65,9 @@ class VerificationResult:
             lines.append(f"  {name:<{width}}  max diff {diff:.1e}  tolerance {bound:.1e}{mark}")
         lines += [
             f"logits: max diff {self.max_logit_diff:.1e}, tolerance {self.logit_tolerance:.1e}",
-            f"gradients: max relative diff {self.max_grad_diff:.1e} of {self.num_gradients_compared}"
+            f"gradients: max relative diff {self.max_grad_diff:.1e} over {self.num_gradients_compared} tensors"
             f" ({self.max_grad_diff_parameter}), tolerance 1.0e-04",
             f"greedy tokens: {self.greedy_tokens}",
-            *self.notes,
             "equal" if self.ok else f"NOT equal; the first difference is at {self.first_mismatch or 'the logits'}",
         ]
         return "\n".join(lines)
@@ -243,7 +241,7 @@ def _compare_gradients(checkpoint: Checkpoint, peer: Peer) -> tuple[float, str, 
                 if pad is not None and peer_grad.ndim == 2 and len(peer_grad) == peer.config.vocab_size:
                     grad[pad] = peer_grad[pad] = 0  # transformers has no gradient for the padding token
                 if re.search("position", name) and peer_grad.ndim == 2:
-                    grad[:2] = peer_grad[:2] = 0  # nor for the padding positions
+                    grad[:2] = peer_grad[:2] = 0  # and none for the padding positions
                 diff = float((grad - peer_grad).norm()) / max(float(peer_grad.norm()), 1e-3 * scale)
                 compared += 1
                 if not diff <= worst:

@@ -221,7 +221,7 @@ def _load_weights(
                 reader.release_tensor(key)
         return loaded
 
-    # The largest tensors come first: their temporary copies are allocated while most of the model is not yet in memory.
+    # The largest tensors are loaded first, so that their temporary copies exist before most of the model is in memory.
     order = sorted(plan.conversions, key=lambda conversion: -sum(state[name].numel() for name in conversion.model_keys))
     with ThreadPoolExecutor(_NUM_READER_THREADS) as pool:
         for done, loaded in enumerate(pool.map(load_conversion, order), 1):
@@ -276,7 +276,7 @@ def _check_finite_if_small(name: str, tensor: Tensor) -> Tensor:
 
 
 def _check_finite(name: str, tensor: Tensor) -> Tensor:
-    """Raise on NaN and infinity. For speed, elements are checked only if their sum is not finite (it can overflow)."""
+    """Raise on NaN and infinity. For speed, elements are checked only if the sum, which can overflow, is not finite."""
     if tensor.itemsize == 1 and tensor.is_floating_point():
         _check_finite(name, tensor.float())  # torch has no sum for fp8
     elif tensor.is_floating_point() and not torch.isfinite(tensor.sum()):

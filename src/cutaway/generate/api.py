@@ -56,11 +56,12 @@ def generate(
     `sampling_params`: the fields of `SamplingParams`: max_new_tokens, temperature, top_k, top_p, min_p, seed, stop, n,
     … If top_k, top_p or min_p is set and temperature is not, temperature is 1.
     `beams`: use beam search with this many beams, instead of sampling.
-    `draft_model`: use speculative decoding: a smaller model, or n-gram lookup if it is 'ngram', proposes
-    `num_draft_tokens` tokens at a time, and the model verifies them in one forward pass.
-    `weight_bits`: bits per weight in decode steps: 16, 8, or 4 (on a GPU only). The default is the model's dtype.
+    `draft_model`: use speculative decoding. This smaller model, or n-gram lookup for 'ngram', proposes up to
+    `num_draft_tokens` tokens per step, and the model verifies them in one forward pass.
+    `weight_bits`: 16, 8 or 4 bits per weight in decode steps; 4 needs a GPU. The default is the model's dtype.
     `compile`: whether to use fast decode steps (CUDA graphs on a GPU, torch.compile on the CPU). True: from the first
-    step on. False: never. None: on a GPU, as soon as they are expected to save more time than their warm-up takes.
+    step on. False: never. None: on a GPU, as soon as they are expected to save more time than their warm-up takes; on
+    the CPU, never.
     `on_chunk(completion_index, chunk)`: called for each new piece of a completion; an exception in it stops generation.
     """
     params = build_sampling_params(sampling_params if beams is not None else resolve_temperature(sampling_params))

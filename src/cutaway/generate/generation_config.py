@@ -14,7 +14,9 @@ from cutaway.tokenizer import Tokenizer
 DEFAULT_MAX_NEW_TOKENS = 256
 """max_new_tokens if neither the caller nor the checkpoint sets it."""
 MAX_PENALTY = 6
-"""Maximum of repetition_penalty and of |length_penalty|. A million tokens raised to this power is finite in float32."""
+"""Maximum of repetition_penalty and of |length_penalty|.
+
+A length of a million tokens, raised to this power, is finite in float32."""
 EarlyStopping = bool | Literal["never"]
 _SPECIAL_TOKENS = ("eos_token_id", "pad_token_id", "bos_token_id", "decoder_start_token_id")
 
@@ -128,7 +130,7 @@ def read_generation_config(
         "bad_words_ids": tuple(words for words in config.bad_words_ids if words not in {(end,) for end in eos}),
     }
     if not generation_config and hf_config.get("force_bos_token_to_be_generated") is True:
-        changes["forced_bos_token_id"] = bos  # the former name of this setting
+        changes["forced_bos_token_id"] = bos  # former name: force_bos_token_to_be_generated
     return config.model_copy(update=changes)
 
 

@@ -23,7 +23,7 @@ def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         return [prompts]
     items = _as_list(prompts)
     if items is None:
-        raise InputError(f"prompts is a {type(prompts).__name__}; pass a text, a list of token ids, or a list of those")
+        raise InputError(f"prompts is a {type(prompts).__name__}; pass a text, token ids, or a list of prompts")
     if items and (as_int(items[0]) is not None or isinstance(items[0], Mapping)):
         return [items]
     return items

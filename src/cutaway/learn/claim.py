@@ -42,7 +42,7 @@ def claim(
     """
     measured = float(measured)
     if predicted is None and above is None and below is None:
-        raise ValueError(f"'{statement}' predicts nothing; pass predicted=, above= or below=")
+        raise ValueError(f"'{statement}' has no prediction; pass predicted=, above= or below=")
     holds, parts = math.isfinite(measured), []
     if predicted is not None:
         holds &= abs(measured - predicted) <= rtol * abs(predicted) + 1e-12

@@ -31,7 +31,8 @@ class Edit:
 
     `edits` is a mapping from site names or patterns to edits, or the path of a JSON file with such a mapping. An edit
     is an operation ('zero', 'skip', …), a dict {"do": …}, an `Intervention`, a tensor or a function. Edits of the same
-    activation are applied in order. If the model does not reach the site of an edit, the end of the with-block raises.
+    activation are applied in the order of the mapping. If the model does not reach the site of an edit, the end of the
+    with-block raises.
     """
 
     def __init__(self, model: ModelLike, edits: Mapping[str, EditSpec] | str | Path) -> None:
@@ -82,7 +83,7 @@ class Edit:
             return
         check_sites_in_model(self.model, [site for _, site, _ in self.value_edits])
         if unused := [name for name, count in self.call_counts.items() if not count]:
-            problem = f"{', '.join(unused)} was not reached, so that edit did nothing"
+            problem = f"{', '.join(unused)} was not reached, so the edit had no effect"
             raise InputError(f"{problem}; call the model itself, not a compiled copy of it, inside the with-block")
 
     def _restore(self) -> None:
@@ -138,9 +139,9 @@ def _structural_op(spec: EditSpec) -> str | None:
 def _check_keys(name: str, spec: Mapping[str, Any], keys: tuple[str, ...]) -> Mapping[str, Any]:
     extra = min(map(str, spec.keys() - set(keys)), default=None)
     if extra is not None:
-        raise InputError(f"the edit of {name} has '{extra}', but its keys are {', '.join(keys)}; leave {extra} out")
+        raise InputError(f"the edit of {name} has '{extra}', but allowed keys are {', '.join(keys)}; leave {extra} out")
     if "do" not in spec:
-        raise InputError(f"the edit of {name} has no 'do'; its keys are {', '.join(keys)}")
+        raise InputError(f"the edit of {name} has no 'do'; add it (allowed keys: {', '.join(keys)})")
     return spec
 
 
@@ -151,7 +152,10 @@ def _parse_intervention(name: str, spec: EditSpec) -> Intervention | TensorFn:
         return Intervention("replace", spec)
     if isinstance(spec, str):
         if (op := _structural_op(spec)) is not None:
-            raise InputError(f"'{op}' is a structural edit, which does not apply to '{name}'; use it on blocks.0, say")
+            raise InputError(
+                f"'{op}' is a structural edit, which does not apply to '{name}';"
+                " use it on a block (blocks.0), final_norm, mask or positions"
+            )
         return Intervention(spec)
     if isinstance(spec, Mapping):
         return Intervention(**_check_keys(name, spec, ("do", "value", "positions", "heads", "units")))

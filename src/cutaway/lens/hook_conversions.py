@@ -134,7 +134,7 @@ class FlattenedBatch(HookConversion):
         def unflatten_hook(value: Tensor, original: Tensor) -> Tensor | None:
             new = hook(value if value.ndim > 2 else value.reshape(*batch_shape, -1), original)
             if new is not None and self.read_only:
-                raise InputError("the residual stream inside this model's blocks is read-only; load it with ct.load")
+                raise InputError("the residual stream inside the blocks is read-only; load the model with ct.load")
             return None if new is None else new.reshape(value.shape)
 
         handles = HookConversion().register_hooks(self.outer_module, record_batch_shape, on_input=True)
@@ -148,7 +148,7 @@ class FlattenedBatch(HookConversion):
 class NthCall(HookConversion):
     """Selects the call with index `call_index` of a module that is called several times, because layers share a block.
 
-    Calls are counted from the last call of `outer_module`.
+    The count restarts at each call of `outer_module`.
     """
 
     inner: HookConversion

@@ -1,7 +1,7 @@
 """Forward hooks at sites: `SiteHooks` calls a function with each activation, and the function may return a new one.
 
 All hooks of a `SiteHooks` are removed together, also after an exception. Hooks that only read run after hooks that
-modify, regardless of registration order, so a trace records the values that the model goes on to use.
+modify, regardless of registration order, so a trace records the edited values.
 """
 
 from collections.abc import Callable, Iterable
@@ -66,7 +66,7 @@ class SiteHooks:
 
     def remove(self) -> None:
         self._remove_handles()
-        self.requests = []  # the hook functions hold their owner, and with it all recorded tensors
+        self.requests = []  # the hook functions hold references to the trace and its recorded tensors
         if self in ACTIVE_HOOKS:
             ACTIVE_HOOKS.remove(self)
 
@@ -139,7 +139,7 @@ class SiteHooks:
             return _replace_item(result, site.arg_index, new)
 
         def attention_hook(module: Kernel, args: ModuleArgs, result: Tensor) -> Tensor | None:
-            """Recompute scores or patterns from the kernel's arguments, and apply a change to the kernel's output z."""
+            """Recompute scores or patterns from the kernel's arguments. If the hook changes them, also recompute z."""
             if is_other_layer(module):
                 return None
             attention = self.attention_scores(module, args, heads)
@@ -221,7 +221,7 @@ def _shared_block_call(site: Site) -> int | None:
     if stack is None or sum(shared) < 2:
         return None
     if stack.activation_checkpointing != "none" and stack.training:
-        problem = "layers share a block, and its recomputation by activation checkpointing does not know the layer"
+        problem = "layers share a block, so it is not known for which layer activation checkpointing recomputes it"
         raise InputError(f"{problem}; call model.use_activation_checkpointing('none')")
     return sum(shared[:layer])
 

@@ -63,7 +63,7 @@ class Intervention:
         return resolve_heads(site, self.heads)
 
     def selected_indices(self, site: Site, value: Tensor) -> list[tuple[int, list[int]]]:
-        """Return (axis, indices) for each axis that is restricted."""
+        """Return (axis, indices) for each axis on which `positions`, `heads` or `units` select indices."""
         selection = []
         if self.positions is not None:
             axis = site.token_axis
@@ -71,8 +71,9 @@ class Intervention:
                 raise InputError(f"positions is set, but {site.name} has no token axis; leave positions out")
             selection.append((axis, resolve_positions(self.positions, value.shape[axis])))
         heads = self.selected_heads(site)
+        # Scores and patterns are recomputed for these heads only, so no selection is needed.
         if heads is not None and site.head_axis is not None and not site.is_recomputed:
-            selection.append((site.head_axis, heads))  # scores and patterns are computed for these heads only
+            selection.append((site.head_axis, heads))
         if self.units is not None:
             units = resolve_indices(self.units, value.shape[-1], "units", f"the last axis of {site.name}")
             selection.append((value.ndim - 1, units))
@@ -95,7 +96,7 @@ class Intervention:
             return value.mean(dims, keepdim=True).expand_as(value)
         if self.do == "resample":
             if "N" in site.axes:
-                raise InputError(f"'resample' uses another batch row, but {site.name} has no batch axis; do not use it")
+                raise InputError(f"'resample' uses another batch row, but {site.name} has no batch axis; use 'mean'")
             if len(value) == 1:
                 raise InputError(f"'resample' at {site.name} uses another batch row; pass at least two batch rows")
             return value.roll(-1, 0)

@@ -212,7 +212,7 @@ def top_tokens(logits: Tensor) -> list[TopTokens]:
 
 
 def residual_sum_error(model: Transformer, recorder: TokenRecorder, sites: dict[str, Site]) -> float | None:
-    """Largest |embed + Σ sublayer outputs − last resid_post| of all stacks. None if a stack is not such a sum."""
+    """Largest |embed + Σ sublayer outputs − last resid_post| of all stacks, or None if post-norm changes the sum."""
     errors = [_stack_sum_error(stack, recorder, sites) for stack in model.stacks.values()]
     defined = [error for error in errors if error is not None]
     return max(defined) if len(defined) == len(errors) else None

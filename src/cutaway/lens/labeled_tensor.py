@@ -282,7 +282,7 @@ def _wrap_text(text: str, width: float) -> str:
 
 
 def _is_heatmap(tensor: LabeledTensor) -> bool:
-    """Whether the plot is a heat map, for two axes. If the second axis is `layer`, each row is a line instead."""
+    """Whether a tensor with two axes is plotted as a heat map. If the second axis is `layer`, each row is a line."""
     return len(tensor.axes) == 2 and tensor.axes[1] != "layer"
 
 
@@ -398,7 +398,7 @@ def _set_ticks(axis: Any, name: str, labels: tuple[str, ...]) -> None:
     step = -(-len(labels) // _MAX_TICK_LABELS)
     ticks = list(range(0, len(labels), step))
     texts = [_truncate(labels[tick], 40) for tick in ticks]
-    # Inches, without the y tick labels and the color bar.
+    # Width of the panel in inches, without the y tick labels and the color bar.
     width = axis.get_figure().get_figwidth() / axis.axes.get_gridspec().ncols - 1.6
     overlap = axis.axis_name == "x" and _CHAR_INCHES * max(map(len, texts), default=0) > width / max(len(texts), 1)
     axis.set_ticks(ticks, texts, fontsize=7, rotation=90 if overlap else 0)

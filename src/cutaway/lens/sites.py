@@ -1,11 +1,13 @@
-"""Sites (hook points): the named activations of a model. Each is the input or output of a module.
+"""Sites (hook points): the named activations of a model.
+
+A site is the input or output of a module; scores and patterns are recomputed from an attention kernel's arguments.
 
     embed · final_norm · logits
     blocks.{i}. resid_pre · attn.{in, q, k, v, scores, pattern, z, out} · resid_mid · ffn.{in, hidden, out} · resid_post
 
 In an encoder-decoder, names have the prefix `encoder.` or `decoder.`. The decoder's blocks also have `cross.*`, with
 the same names as `attn.*`, and `cross.resid_pre`, the residual stream before cross-attention. `*.out` is exactly what
-is added to the residual stream. A mixture of experts has `ffn.router`, the weights of the selected experts.
+is added to the residual stream. A mixture of experts has `ffn.router`, the routing weights of the selected experts.
 
 Axes: B batch, T query tokens, S key tokens, H query heads, G key-value heads, D query and key head width, E value head
 width, d residual stream width (d_model), h FFN width, V vocabulary, N tokens of all batch rows, K selected experts.
@@ -198,7 +200,9 @@ def resolve_indices(indices: Indices, size: int, arg_name: str, axis_name: str) 
         raise InputError(f"{arg_name} is empty, which selects none of {axis_name}; leave it out to select all")
     for index in listed:
         if isinstance(index, bool) or not isinstance(index, int) or not -size <= index < size:
-            raise InputError(f"{arg_name} contains {index!r}; {axis_name} are 0 to {size - 1}, or −1 from the end")
+            raise InputError(
+                f"{arg_name} contains {index!r}; {axis_name} are 0 to {size - 1}, or −1, −2, … from the end"
+            )
     return [index % size for index in listed]
 
 

@@ -1,6 +1,7 @@
 """Structural edits: skip or reorder blocks, remove residuals, drop the final norm or mask, drop or move positions.
 
-Functions that apply an edit register in `undo` what restores the model, and call `on_call` at each forward pass.
+Each function that applies an edit adds callbacks to `undo`, which restore the model. `on_call` is called at each
+forward pass.
 """
 
 from collections.abc import Callable
@@ -85,7 +86,7 @@ def _unsupported_reason(target: StructuralTarget, op: str) -> str | None:
     if layer is not None:
         block = blocks[layer]
         if sum(other is block for other in blocks) > 1:
-            return f"{name} is shared by several layers, so one alone cannot be edited; edit attn.out and ffn.out"
+            return f"{name} is shared by several layers, so one layer alone cannot be edited; edit attn.out and ffn.out"
         if op == "swap" and isinstance(block, ParallelBlock):
             return f"{name} computes attention and FFN in parallel, so there is no order to swap"
     if kind == "final_norm" and isinstance(stack.final_norm, nn.Identity):
@@ -96,7 +97,7 @@ def _unsupported_reason(target: StructuralTarget, op: str) -> str | None:
         if stack.embed.position is None and not stack.positions:
             return f"this model has no {name}"
         if op == "drop" and any(isinstance(block.attn.f, LatentAttention) for block in blocks):
-            return f"{name} cannot be dropped: latent attention has a part of each key that consists only of RoPE"
+            return f"{name} cannot be dropped: in latent attention, a part of each key exists only for RoPE"
         if op in _POSITION_OPS and any(isinstance(module, ScoreBias) for module in stack.positions.values()):
             return f"{name} are biases on the attention scores (ALiBi, T5 bias), which cannot be moved; use 'drop'"
     return None
@@ -176,7 +177,7 @@ def _move_positions(stack: Stack, name: str, op: str, value: object, on_call: _O
     """Shift positions by `value`, or permute them with seed `value`. The mask does not change."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         meaning = "the offset of the positions" if op == "shift" else "the seed of the permutation"
-        raise InputError(f"'{op}' of {name} must be {meaning}, an integer ≥ 0, but is {value!r}")
+        raise InputError(f"the value of '{op}' for {name} is {value!r}; pass {meaning}, an integer ≥ 0")
 
     def move(position: Tensor) -> Tensor:
         if op == "shift":
@@ -188,7 +189,7 @@ def _move_positions(stack: Stack, name: str, op: str, value: object, on_call: _O
         on_call()
         new, limit = move(args[0]), getattr(module, "max_positions", None)
         if limit is not None and int(new.max()) >= limit:
-            problem = f"'{op}' moves a token to {int(new.max())}, but the model has positions 0 to {limit - 1}"
+            problem = f"'{op}' moves a token to position {int(new.max())}, but the model has positions 0 to {limit - 1}"
             raise InputError(f"{problem}; use a smaller offset or a shorter text")
         return (new, *args[1:])
 

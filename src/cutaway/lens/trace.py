@@ -4,8 +4,8 @@ with ct.trace(model, "resid_post", "attn.pattern", layers=[0, -1]) as t:
     model(tokens)
 t["blocks.0.attn.pattern"]
 
-The sites of a transformers model have the same names. Only those are available whose value is the input or output of
-one of the model's modules. In any other module, sites are named by submodule paths.
+The sites of a transformers model have the same names. A site is available if its value is the input or output of one
+of the model's modules. In any other `nn.Module`, sites are named by submodule paths.
 """
 
 from collections.abc import Callable, Iterator
@@ -171,7 +171,7 @@ class Trace:
                 self._record_attention_gradient(context, call)
             elif value.requires_grad:
                 # A sublayer's input may be used elsewhere too (by the residual connection, by the other branch of a
-                # parallel block). The gradient of a view contains only the sublayer's own use of it.
+                # parallel block). The gradient of a view contains only the sublayer's contribution.
                 if site.name.endswith(".in"):
                     value = value.view_as(value)
                 if site.conversion is None or value is not context.value:
@@ -305,7 +305,7 @@ class Trace:
         return sum(value.nbytes for calls in self._values.values() for value in calls)
 
     def estimate_memory(self, batch_size: int, seq_len: int, source_len: int | None = None) -> TraceMemoryEstimate:
-        """Return the memory that one call with a batch of this shape would record. The model is not run."""
+        """Estimate the size of the activations that one call with this batch shape records. The model is not run."""
         check_positive_int("batch_size", batch_size)
         check_positive_int("seq_len", seq_len)
         check_positive_int("source_len", 1 if source_len is None else source_len)

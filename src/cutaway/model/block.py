@@ -40,7 +40,7 @@ class Branch(nn.Module):
 class Block(nn.Module):
     """x + attention(x), then x + FFN(x). The placement (pre, post, sandwich, output) says where the norms are.
 
-    In the decoder of an encoder-decoder, cross-attention comes between attention and FFN.
+    In the decoder of an encoder-decoder, cross-attention is between attention and FFN.
     """
 
     def __init__(self, config: cfg.Block, stack: cfg.Stack, d_model: int, *, is_first: bool = False) -> None:

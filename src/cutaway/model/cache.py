@@ -108,12 +108,12 @@ class Cache:
         self.min_len = 0
         """Lower bound of seq_lens, known without reading values from the device."""
         self.static_shapes = False
-        """Attend over all slots in every step, so that shapes are static (CUDA graphs, torch.compile)."""
+        """Whether attention reads all slots in every step, so that shapes are static (CUDA graphs, torch.compile)."""
 
     def assign_slots(
         self, num_tokens: int, mask: Bool[Tensor, "B T"] | None
     ) -> tuple[TokenPositions, dict[int, SlotMapping]]:
-        """Return positions of `num_tokens` new tokens per row, and a slot mapping per number of slots of a layer."""
+        """Return the positions of `num_tokens` new tokens per row, and a dict from number of slots to slot mapping."""
         if not torch.compiler.is_compiling():
             self.check_capacity(num_tokens)
         index = torch.arange(num_tokens, device=self.seq_lens.device).expand(self.batch_size, num_tokens)

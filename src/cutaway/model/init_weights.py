@@ -1,4 +1,4 @@
-"""Weight initialization, as the table in `init_weights` says."""
+"""Weight initialization. The docstring of `init_weights` has a table of all schemes."""
 
 import math
 import re

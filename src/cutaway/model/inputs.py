@@ -72,7 +72,7 @@ def check_cache(cache: Cache, cache_shapes: list[CacheShape], name: str, batch_s
         raise InputError("the cache was allocated for another model; allocate one with new_cache of this model")
     if batch_size != cache.batch_size:
         raise InputError(
-            f"{name} has {batch_size} rows, but the cache has {cache.batch_size}; pass as many, or a new cache"
+            f"{name} has {batch_size} rows, but the cache has {cache.batch_size}; pass as many rows, or a new cache"
         )
 
 

@@ -226,7 +226,10 @@ def _sequential_block_mask(
 
 
 def _compile_unless_compiling(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """Compile `function` once per process: eagerly, it materializes all query-key pairs. On the CPU, do not compile."""
+    """Return `function` compiled, because in eager mode it materializes all query-key pairs.
+
+    On the CPU, and inside torch.compile, `function` is returned unchanged.
+    """
     return function if device.type == "cpu" or torch.compiler.is_compiling() else _compile_once(function)
 
 

@@ -68,7 +68,7 @@ class TokenPositions:
     document_id: Int[Tensor, "#B T"] | None = None
     prefix_length: Int[Tensor, "#B 1"] | None = None
     is_sequential: bool = False
-    """True if, without reading values, positions are known to be 0, 1, 2 …: no padding, one document, no prefix."""
+    """True if positions are known to be 0, 1, 2 … without reading values (no padding, one document, no prefix)."""
     limit: int | None = None
     """Exclusive upper bound of the positions, where it is known without reading values."""
 

@@ -18,7 +18,7 @@ from cutaway.model.layers import Linear
 class Router(nn.Module):
     """Computes scores by softmax or sigmoid, and selects the top_k experts of each token (from the best groups).
 
-    Returns the weights of the selected experts, in fp32 or fp64, and their indices.
+    Returns the routing weights of the selected experts, in fp32 or fp64, and the indices of these experts.
     """
 
     def __init__(self, config: cfg.Router, d_model: int, num_experts: int) -> None:
@@ -53,7 +53,7 @@ class Router(nn.Module):
         return weights * self.scale, selected
 
     def compute_logits(self, x: Float[Tensor, "n d"]) -> Float[Tensor, "n e"]:
-        """x·Wᵀ + b, returned in fp32 or higher; computed in that dtype or in the model's dtype, as `dtype` says."""
+        """x·Wᵀ + b in fp32 or higher. Without `logits_in_fp32`, it is computed in the model's dtype and then cast."""
         if not self.logits_in_fp32:
             logits = F.linear(x, self.weight, self.bias)
             return logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -47,7 +47,7 @@ class SinusoidalPosition(ConstantBuffers):
     def encode(self, num_positions: int) -> Float[Tensor, "n w"]:
         """Encode positions 0 to num_positions − 1 by the formula.
 
-        Angles are computed in fp64, because in fp32 the angles of large positions lose all digits.
+        Angles are computed in fp64, because fp32 is too imprecise for the angles of large positions.
         """
         exponent = torch.arange(0, self.width, 2, dtype=torch.float64, device="cpu") / self.width
         angle = torch.arange(num_positions, device="cpu").unsqueeze(-1) * self.base**-exponent
@@ -85,7 +85,8 @@ class ScoreBias(nn.Module):
 class Alibi(ScoreBias, ConstantBuffers):
     """ALiBi: −slope_h · |i − j|; the slopes are a geometric series over the heads. https://arxiv.org/abs/2108.12409
 
-    With `round_to_bf16` (Falcon) the bias is slope_h · j in bf16. It differs by a constant per query and by rounding.
+    With `round_to_bf16` (Falcon) the bias is slope_h · j in bf16. For j ≤ i, this differs from the bias above by a
+    constant per query and by rounding.
     """
 
     def __init__(self, config: cfg.Alibi, heads: int) -> None:
@@ -96,7 +97,8 @@ class Alibi(ScoreBias, ConstantBuffers):
         self.register_constants()
 
     def compute_constants(self) -> dict[str, Tensor]:
-        # Heads not a power of two: the series of the next lower power, then every other slope of the next higher power.
+        # If the number of heads is not a power of two, the series for the next lower power is followed by every other
+        # slope of the series for the next higher power.
         below = 2 ** math.floor(math.log2(self.heads))
         series = [2 ** (-self.max_bias * (i + 1) / below) for i in range(below)]
         series += [2 ** (-self.max_bias * (2 * i + 1) / (2 * below)) for i in range(self.heads - below)]

@@ -102,8 +102,8 @@ def resolve_attention_factor(config: cfg.Rope) -> float:
 def scale_llama3_frequency(frequency: Float[Tensor, " pairs"], scaling: cfg.Llama3Scaling) -> Float[Tensor, " pairs"]:
     """Llama 3.1: keep high frequencies, divide low ones by `factor`, and blend in between.
 
-    A frequency is high with a wavelength below original_length / high_frequency_factor, and low with a wavelength above
-    original_length / low_frequency_factor.
+    A frequency is high if its wavelength is below original_length / high_frequency_factor, and low if its wavelength is
+    above original_length / low_frequency_factor.
     """
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
     rotations = scaling.original_length * frequency / (2 * math.pi)  # in the original context

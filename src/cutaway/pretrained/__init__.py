@@ -4,7 +4,7 @@ from pathlib import Path
 
 PRETRAINED_DIR = Path(__file__).parent
 ABLATIONS_FILE = PRETRAINED_DIR / "ablations.json"
-"""Results of the shipped ablation study: components removed from the trained weights, and models trained without."""
+"""Results of the shipped ablation study: components removed after training, and models trained without them."""
 
 
 def list_pretrained() -> list[str]:

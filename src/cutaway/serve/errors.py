@@ -7,7 +7,7 @@ from starlette.responses import JSONResponse
 from cutaway.serve.limits import Limits
 
 ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
-"""Error type by status code. Other codes are invalid_request_error below 500 and server_error from 500."""
+"""Error type by status code. Other codes have invalid_request_error below 500 and server_error from 500 on."""
 
 
 class APIError(Exception):

@@ -36,7 +36,7 @@ class Limits:
     max_prompt_characters: int = 1_000_000
     """Maximum number of characters in all prompts of a request."""
     max_characters_per_token: int = 64
-    """Texts with more characters than this times the maximum prompt length are rejected without tokenizing them."""
+    """A text with more characters than this × the maximum prompt length in tokens is rejected before tokenizing it."""
     max_prompt_tokens: int = 131_072
     """Maximum number of tokens of a prompt. The model's context may limit it further."""
     max_tokens: int = 32_768

@@ -182,7 +182,7 @@ class SecurityMiddleware:
                 self.on_response(getattr(scope.get("route"), "path", "none"), status, time.monotonic() - start_time)
 
     def check_origin(self, scope: Scope, headers: dict[bytes, str]) -> None:
-        """Raise unless the Host header is allowed and the request does not come from a web page of another origin."""
+        """Raise if the Host header is not allowed, or if a web page of another origin sent the request."""
         host = headers.get(b"host", "")
         if not self.access_policy.allows_host(host):
             message = "the Host header is not a name of this server; use the URL printed at startup"
@@ -199,13 +199,13 @@ class SecurityMiddleware:
         return scope["method"] == "GET" and scope["path"] in self.access_policy.navigable_paths
 
     def authenticate(self, scope: Scope, headers: dict[bytes, str]) -> Response | None:
-        """Raise unless the request has the API key or a session cookie, or the server has no key.
+        """Raise if the server has an API key and the request has neither this key nor a session cookie.
 
         If the key is in the query string of a page, return a redirect that sets a session cookie and removes the key
         from the URL.
         """
         policy = self.access_policy
-        # The port is in the name, because a browser shares cookies between the ports of a host.
+        # The cookie name contains the port, because a browser shares cookies between the ports of a host.
         cookie_name = f"cutaway-{(scope.get('server') or ('', 0))[1]}"
         query = QueryParams(scope["query_string"]).multi_items()
         query_keys = [value for key, value in query if key == "api_key"]

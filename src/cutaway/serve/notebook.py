@@ -78,6 +78,9 @@ class _WidgetBridge:
         future.add_done_callback(lambda _: self.send_frame(query_id, None))
 
     def send_frame(self, query_id: int, frame: bytes | None) -> None:
-        """Send a frame of a query, or its end (None). The lock is held, as the widget's channel is not thread-safe."""
+        """Send a frame of a query's result. If `frame` is None, send the end of the result.
+
+        The lock is needed because the widget's channel is not thread-safe.
+        """
         with self._send_lock:
             self.widget.send({"id": query_id, "end": frame is None}, [] if frame is None else [frame])

@@ -32,7 +32,7 @@ WILDCARD_HOSTS = ("0.0.0.0", "::", "")
 def build_access_policy(host: str, api_key: str | None, extra_hosts: tuple[str, ...] = ()) -> AccessPolicy:
     """Build the access policy of a server bound to `host`. Raise if `host` is not loopback and there is no API key.
 
-    `extra_hosts` are further names that the Host header may have.
+    `extra_hosts` are further names that are accepted in the Host header.
     """
     if api_key is not None and not re.fullmatch("[!-~]{8,512}", api_key):
         raise InputError("the API key must have 8 to 512 printable ASCII characters without spaces; choose another")
@@ -93,7 +93,8 @@ class _TimeoutProtocol(H11Protocol):
         self._start_header_timer()
 
     def data_received(self, data: bytes) -> None:
-        if self.over_capacity:  # wait for the request: an earlier response would be lost when the connection closes
+        # Status 503 is sent when the request arrives. If sent earlier, it would be lost when the connection closes.
+        if self.over_capacity:
             self.transport.write(SERVICE_UNAVAILABLE_RESPONSE)
             self.transport.close()
             return

@@ -1,4 +1,4 @@
-"""Static files of the built web page. They are read once and served by name, so a request cannot name other paths."""
+"""Static files of the built web page. They are read once and looked up by name. A request cannot read other files."""
 
 from functools import cache
 from pathlib import Path

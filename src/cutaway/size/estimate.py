@@ -212,7 +212,7 @@ class SizeEstimate:
 
     @property
     def memory(self) -> MemoryBreakdown:
-        """Peak memory of one device in the mode of the options."""
+        """Peak memory of one device in training or in inference, according to `options.mode`."""
         return self.training_memory if self.options.mode == "train" else self.inference_memory
 
     @property
@@ -280,8 +280,8 @@ class SizeEstimate:
     def train_time(self) -> RooflineBound | None:
         """Time of a training step.
 
-        Weights are read in the forward and the backward pass, gradients are written and read, and weights and optimizer
-        state are updated."""
+        Its memory traffic: weights are read in the forward and in the backward pass and written in the optimizer step;
+        gradients and optimizer state are read and written."""
         if self.options.hardware is None:
             return None
         memory, mode = self.training_memory.bytes_by_component, self.options.activation_checkpointing
@@ -391,7 +391,7 @@ def size(
 
 _CONVENTION = (
     "2 FLOPs per multiply-add, matrix multiplications only; 'full' counts attention over all pairs of tokens,"
-    " 'visible' over the pairs that the mask leaves visible (and MLA with absorbed up-projections if that is less);"
+    " 'visible' over the pairs that the mask leaves visible (MLA: with absorbed up-projections if this needs fewer);"
     " memory is per device, in bytes, with a fused optimizer"
 )
 
@@ -450,7 +450,7 @@ def _all_flops_to_dict(estimate: SizeEstimate, train_estimate: SizeEstimate) -> 
     if params.is_encoder_decoder:
         encoder_parameters = sum(layer.active for layer in params.unique_layers if layer.stack == "encoder")
     decoder_parameters = params.active - encoder_parameters
-    # N·D, summed over encoder and decoder
+    # parameters · tokens (N·D), summed over encoder and decoder
     parameter_tokens = encoder_parameters * options.source_len + decoder_parameters * options.context
     result: dict[str, object] = {"forward": _flops_to_dict(estimate.forward_flops, "2ND", 2 * parameter_tokens)}
     if estimate.decode_flops is not None:

@@ -36,7 +36,7 @@ class FlopCounts:
         return self.total_visible / self.num_tokens
 
     def with_last_logits_only(self) -> "FlopCounts":
-        """Return the counts if the logits of only one token are computed."""
+        """Return the counts of a pass that computes the logits of only one token."""
         full, visible = (
             {component: flops // (self.num_tokens if component == "head" else 1) for component, flops in counts.items()}
             for counts in (self.full, self.visible)

@@ -91,5 +91,5 @@ def kv_cache_size(
 
 
 def _kv_bytes_per_token(attention: MultiHeadBase, d_model: int, dtype: str) -> int:
-    """Number of bytes of the keys and values of one token: `num_kv_heads` vectors of each."""
+    """Number of bytes of the keys and values of one token: one key and one value vector per key-value head."""
     return 2 * attention.num_kv_heads * kv_vector_bytes(dtype, attention.head_dim(d_model))

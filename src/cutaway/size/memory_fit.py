@@ -38,7 +38,7 @@ class MemoryFit:
     unbounded_context: bool = False
     """Whether `max_context` is the search limit: longer contexts may fit, as with sliding windows."""
     max_position_embeddings: int | None = None
-    """Number of rows of the position embedding table; None if there is none."""
+    """Number of rows of the smallest position embedding table; None if the model has no such table."""
     max_batch_size: int | None = None
     """Largest global batch size at the given context; None if one sequence per device does not fit."""
     unbounded_batch_size: bool = False
@@ -142,7 +142,7 @@ def find_max_context(options: SizeOptions, memory_budget: int, limit: int, sourc
 
 
 def find_max_fitting(total_bytes: Callable[[int], int], memory_budget: int, limit: int) -> int | None:
-    """Largest n in [1, limit] with total_bytes(n) ≤ memory_budget; None if there is none.
+    """Largest n in [1, limit] with total_bytes(n) ≤ memory_budget; None if there is no such n.
 
     total_bytes must not decrease. It is nearly piecewise linear, so the secant method converges in a few steps. Every
     third step bisects the logarithm of n, which bounds the number of steps.

@@ -27,7 +27,7 @@ _WIDTH_CANDIDATES = (128, 256, 384, 512, 768, 1024, 1536, 2048, 2560, 3072, 4096
 _MIN_ASPECT_RATIO, _MAX_ASPECT_RATIO = 24, 192
 """Range of d_model / layers; nearly all published models are within it."""
 _MAX_WIDTH_MULTIPLE = 128
-"""Scaled widths keep the power-of-two divisor of the source's width, up to this value."""
+"""A scaled width is a multiple of the largest power of two, up to this value, that divides the source's width."""
 
 SCALING_FAMILIES = ("classic", "llama")
 """Families of shapes that can be used in place of a configuration."""
@@ -170,7 +170,8 @@ def _round_divide(numerator: int, denominator: int) -> int:
 def list_shapes_near_budget(options: SizeOptions, memory_budget: int) -> tuple[tuple[ModelShape, ...], str]:
     """Return the model shapes whose memory is near the budget, and remarks on the list.
 
-    For each width, these are the depths whose memory is from 1/8 of the budget up to the first that exceeds it."""
+    For each width, depths are listed from the first that needs 1/8 of the budget to the first that exceeds the budget.
+    """
     source, notes = options.config, []
     total = cache(lambda config: SizeEstimate(replace(options, config=config)).memory.total_bytes)
     columns = [_configs_at_width(source, width) for width in _candidate_values(_WIDTH_CANDIDATES, source.d_model)]
@@ -252,8 +253,7 @@ def _configs_near_budget(
 def _limit_table(max_size: int, configs: list[Config], own_shape: tuple[int, int]) -> list[Config]:
     """Keep the configurations of at most `max_size` widths and of at most `max_size` depths.
 
-    Kept are the source's own width and depth (`own_shape`: layers, d_model), and those that most configurations have.
-    """
+    The source's own width and depth (`own_shape`: layers, d_model) and the most frequent other values are kept."""
     for dimension, own_value in ((lambda config: config.d_model, own_shape[1]), (num_layers, own_shape[0])):
         counts = Counter(dimension(config) for config in configs)
         selected = set(sorted(counts, key=lambda value: (value == own_value, counts[value], value))[-max_size:])

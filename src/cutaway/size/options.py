@@ -62,7 +62,7 @@ class SizeOptions:
 
 
 def resolve_hardware(hardware: Hardware | str | None) -> Hardware | None:
-    """Look up a device by name; 'local' is this machine as measured by `cutaway bench`. Other values are unchanged."""
+    """Look up a device by name; 'local' is this machine as measured by `cutaway bench`. A `Hardware` is unchanged."""
     if hardware is None or isinstance(hardware, Hardware):
         return hardware
     if not isinstance(hardware, str):

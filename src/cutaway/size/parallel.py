@@ -9,8 +9,8 @@ from cutaway.config.transformer import Config, EncoderDecoder
 from cutaway.errors import InputError
 
 _PARALLEL_STRATEGIES = ("dp", "fsdp", "tp")
-"""How the devices that `dp_shard` and `tp` leave over are used: as data-parallel replicas; for FSDP, which shards
-weights, gradients and optimizer state; or for tensor parallelism, which shards each matrix."""
+"""Use of the devices that remain after `dp_shard` and `tp`. 'dp': data-parallel replicas. 'fsdp': sharding of weights,
+gradients and optimizer state. 'tp': sharding of each matrix."""
 
 
 @dataclass(frozen=True)

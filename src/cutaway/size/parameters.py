@@ -81,7 +81,7 @@ class ParameterCounts:
 
     @property
     def active(self) -> int:
-        """Number of parameters with the top-k experts only. Embedding tables count in full."""
+        """Number of parameters, counting only top_k experts of each MoE layer. Embedding tables count in full."""
         return self.non_layer + sum(layer.active for layer in self.unique_layers)
 
     @property
@@ -223,7 +223,7 @@ def _num_norms(stack: Stack, layer_index: int, block: Block) -> int:
 
 
 def _count_multi_head(attention: MultiHead | Cross, d_model: int) -> int:
-    """d · H·d_head for q and o each, d · H_kv·d_head for k and v each; biases, QK-norm gains and a sink per head."""
+    """d · H·d_head for q and o each, d · H_kv·d_head for k and v each; plus biases, QK-norm and one sink per head."""
     d_head = attention.head_dim(d_model)
     q, kv = attention.heads * d_head, attention.num_kv_heads * d_head
     widths = {"q": q, "k": kv, "v": kv}
@@ -234,7 +234,9 @@ def _count_multi_head(attention: MultiHead | Cross, d_model: int) -> int:
 
 
 def _count_qk_norm(qk_norm: QKNorm | None, attention: MultiHeadBase, d_head: int) -> int:
-    """d_head for queries and d_head for keys; with gain_per_head or over='full', d_head per head."""
+    """Number of QK-norm parameters.
+
+    Queries and keys have d_head gains each; with gain_per_head or over='full', each head has d_head gains."""
     if qk_norm is None:
         return 0
     gain_per_dimension = qk_norm.over == "full" or qk_norm.gain_per_head

@@ -138,7 +138,7 @@ def _plot_memory(axes: "Axes", estimates: Sequence[_NamedEstimates]) -> None:
 
 
 def group_components(bytes_by_component: Mapping[str, int]) -> dict[str, int]:
-    """Sum the bytes of memory components by the component that the plot shows them as."""
+    """Return the bytes of each plotted component, summed over the memory components that it includes."""
     grouped = dict.fromkeys(_COMPONENT_COLORS, 0)
     for component, nbytes in bytes_by_component.items():
         grouped[component_group(component)] += nbytes
@@ -208,12 +208,12 @@ def _plot_time_by_context(axes: "Axes", estimates: Sequence[_NamedEstimates]) ->
                 low = [bound.expected_seconds_low for _, bound in known]
                 high = [bound.expected_seconds_high for _, bound in known]
                 axes.fill_between(contexts, low, high, color=color, alpha=0.15, linewidth=0)
-    axes.set_title("Minimum time" + (" (shaded in both: expected)" if len(estimates) == 1 else ""))
+    axes.set_title("Minimum time" + (" (shaded in both plots: expected)" if len(estimates) == 1 else ""))
     _format_log_axes(axes, "context (tokens)", "seconds", legend=True)
 
 
 def _context_grid(estimate: SizeEstimate) -> list[int]:
-    """Powers of two from 128 to the model's or the given context, whichever is longer."""
+    """List the context lengths to plot: powers of two from 128, and the longer of the model's and the given context."""
     longest = max(estimate.options.context, estimate.options.config.context or 0)
     shortest = 7 if longest > 128 else 0  # a short grid starts at 1, because a line needs two points
     between = {length for power in range(shortest, 24) if (length := 2**power) < longest}

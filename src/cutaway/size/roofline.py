@@ -121,7 +121,7 @@ def weight_bytes_read(config: Config, precision: Precision, num_tokens: int, *, 
 
 
 def _is_encoder_side(name: str) -> bool:
-    """Whether a weight is used once per source and not in each decode step.
+    """Whether a weight is used once per source sequence and not in each decode step.
 
     This holds for the encoder and for the key and value projections of cross-attention."""
     return name.startswith(("encoder", "source_tokens")) or ".cross.k" in name or ".cross.v" in name

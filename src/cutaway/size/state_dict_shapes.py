@@ -19,9 +19,9 @@ class TensorSpec:
     name: str
     shape: tuple[int, ...]
     quantizable: bool = False
-    """Whether quantization applies: to matrices of layers, and to stacks of such matrices with one per expert."""
+    """Whether quantization applies. It applies to the matrices of layers, including the stacked matrices of experts."""
     uses_muon: bool = False
-    """Whether Muon applies: to single matrices of layers with more than one row and more than one column."""
+    """Whether Muon applies. It applies to matrices of layers (not stacked) with more than one row and column."""
     requires_grad: bool = True
     is_parameter: bool = True
     """False for a buffer, which is saved but not counted as a parameter."""

@@ -26,7 +26,7 @@ class DecodeStream:
     def __init__(
         self, tokenizer: _Decoder, *, skip_special_tokens: bool = True, prefix_ids: Sequence[int] = ()
     ) -> None:
-        """`prefix_ids` are the ids of the prompt: the first new token keeps its leading space, as after a prompt."""
+        """`prefix_ids` are the ids of the prompt. With them, the first new token keeps its leading space."""
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         context_ids = prefix_ids[-_NUM_CONTEXT_IDS:]

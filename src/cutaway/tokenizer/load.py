@@ -52,7 +52,7 @@ _CLASS_BY_ALIAS = {alias: name for name, aliases in _ALIASES_BY_CLASS.items() fo
 def _resolve_pipeline(
     cfg: TokenizerConfig, model_config: JsonObject, tokenizer_json: JsonObject | None
 ) -> PipelineSpec | None:
-    """Return the pipeline of the tokenizer class, or None: then tokenizer.json or the vocabulary file defines it."""
+    """Return the pipeline of the tokenizer class, or None if tokenizer.json or the vocabulary file defines it."""
     declared = cfg.get_str("tokenizer_class") or model_config.get("tokenizer_class")
     declared = declared.removesuffix("Fast") if isinstance(declared, str) else None
     model = model_config.get("model_type")

@@ -117,7 +117,7 @@ def _build_wordpiece(vocabulary: Vocabulary, cfg: TokenizerConfig) -> Tokenizer:
 
 
 def _template_processor(first: str | None, last: str) -> _PostProcessorBuilder:
-    """Builder of a post-processor: the special token `first`, text, `last`; for pairs also a second text and `last`."""
+    """Return a builder of a post-processor: `first` A `last` for a text A, `first` A `last` B `last` for a pair."""
 
     def template(ids: _SpecialTokenIds) -> processors.PostProcessor:
         head = f"{ids[first][0]}:0 " if first else ""
@@ -236,7 +236,7 @@ PIPELINES: dict[str, PipelineSpec] = {
 def bos_eos_processor(
     bos: tuple[str, int] | None, eos: tuple[str, int] | None, add_bos_eos: tuple[bool, bool]
 ) -> processors.TemplateProcessing:
-    """Post-processor that adds BOS before and EOS after a text. `add_bos_eos` and None disable either."""
+    """Post-processor: BOS before and EOS after a text. A token that is None or whose flag is False is omitted."""
     first, last = (token if flag else None for token, flag in zip((bos, eos), add_bos_eos, strict=True))
     # Template ids are arbitrary names; the text of the tokens may contain colons and spaces.
     begin, end = (["BOS:0"] if first else []), (["EOS:0"] if last else [])

@@ -22,7 +22,7 @@ def serialize_config(tokenizer: "Tokenizer", config: Mapping[str, object]) -> di
     """File name → content, for tokenizer_config.json and the chat template."""
     template = tokenizer.chat_template
     if isinstance(template, dict):
-        # Several templates go into tokenizer_config.json, because their names need not be valid file names.
+        # Several templates are written to tokenizer_config.json, because their names need not be valid file names.
         config = {**config, "chat_template": [{"name": n, "template": t} for n, t in template.items()]}
     files = {"tokenizer_config.json": json.dumps(config, indent=2, ensure_ascii=False).encode()}
     return files | {CHAT_TEMPLATE_FILE: template.encode()} if isinstance(template, str) else files
@@ -146,7 +146,7 @@ class Tokenizer:
         chat_template: str | None = None,
         **template_kwargs: object,
     ) -> str:
-        """Render messages to a prompt. `chat_template` is a template, or the name of one of this tokenizer's."""
+        """Render messages to a prompt. `chat_template` is a template, or the name of a template of this tokenizer."""
         source = self._select_chat_template(chat_template, with_tools=tools is not None)
         values = {**self.special_tokens_map, **template_kwargs, "tools": tools}
         return render_chat_template(source, messages, {**values, "add_generation_prompt": add_generation_prompt})

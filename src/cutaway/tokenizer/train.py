@@ -23,7 +23,7 @@ _TOKENS_BY_ROLE = {
 
 
 def byte_tokenizer(*, special_tokens: Sequence[str] = DEFAULT_SPECIAL_TOKENS) -> Tokenizer:
-    """Build a byte tokenizer: UTF-8 bytes are ids 0 to 255, then special tokens. `encode` adds no special tokens."""
+    """Build a byte tokenizer: UTF-8 bytes have ids 0 to 255; special tokens follow. `encode` adds no special tokens."""
     _check_special_tokens(special_tokens)
     ids = {character: byte for byte, character in bytes_to_unicode().items()}
     backend = tokenizers.Tokenizer(models.BPE(vocab=ids, merges=[]))
@@ -45,7 +45,9 @@ def train_bpe(
     _check_special_tokens(special_tokens)
     min_size = 256 + len(special_tokens)
     if not isinstance(vocab_size, int) or not min_size <= vocab_size <= MAX_VOCAB_SIZE:
-        raise InputError(f"vocab_size is {vocab_size!r}; it must be at least {min_size} (bytes and special tokens)")
+        raise InputError(
+            f"vocab_size is {vocab_size!r}; it must be at least {min_size} (bytes and special tokens) and at most 2^22"
+        )
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = build_byte_level_pre_tokenizer([GPT4_SPLIT_PATTERN])
     backend.decoder = decoders.ByteLevel()

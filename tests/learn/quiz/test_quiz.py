@@ -185,7 +185,7 @@ def test_missed_questions_are_repeated_first(run_cli: CliRunner) -> None:
     output = run_cli("learn", "quiz", "--num-questions", 3, "--seed", 3, stdin="\n".join(lines) + "\n")
     assert "2 of 3 correct; 2 of all" in output
     assert "no such thing!' is no" in output
-    assert f"These are repeated first: {second}." in output
+    assert f"Next time, these questions are asked first: {second}." in output
     assert question_order(9, 1) == [second]
     again = run_cli("learn", "quiz", "--num-questions", 1, "--seed", 9, stdin=answer_text(second, 9) + "\n")
     assert "1 of 1 correct" in again
@@ -207,6 +207,14 @@ def test_interrupted_round_keeps_answers(run_cli: CliRunner, ending: str | bytes
     stdin = f"{answer_text(first, 2)}\n".encode() + (ending.encode() if isinstance(ending, str) else ending)
     assert "1 of 1 correct" in run_cli("learn", "quiz", "--seed", 2, stdin=stdin)
     assert QuizProgress.load().status(first) == "known"
+
+
+def test_rest_of_a_too_long_answer_is_ignored(run_cli: CliRunner) -> None:
+    (first,) = question_order(2, 1)
+    stdin = "x" * 10_000 + f"\n{answer_text(first, 2)}\n"
+    output = run_cli("learn", "quiz", "--num-questions", 1, "--seed", 2, stdin=stdin)
+    assert "1 of 1 correct" in output
+    assert output.count("q: quit)>") == 2  # the too long answer is one answer
 
 
 def test_keyboard_interrupt_ends_the_round(run_cli: CliRunner, monkeypatch: pytest.MonkeyPatch) -> None:

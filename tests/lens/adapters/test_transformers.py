@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from support.activation_parity import assert_same, call_arguments, compare_activations, count_hooks
+from support.activation_parity import assert_same, call_arguments, compare_activations
 from support.family_parity import randomize_weights
+from support.tracing import count_hooks
 from torch import Tensor, nn
 
 import cutaway as ct

@@ -72,7 +72,7 @@ def test_invalid_experiments_are_errors(model: Transformer) -> None:
         activation_patching(model, CLEAN, CORRUPTED, 5, by_head=True)
     with pytest.raises(InputError, match="not one site that writes"):
         path_patching(model, CLEAN, CORRUPTED, 5, "attn.out")
-    with pytest.raises(InputError, match="comes later"):
+    with pytest.raises(InputError, match="pass a receiver after the sender"):
         path_patching(model, CLEAN, CORRUPTED, 5, "blocks.3.ffn.out", receivers=["attn.out"])
     with pytest.raises(InputError, match="post-norm"):
         path_patching(ct.build("tiny-bert", seed=0), CLEAN, CORRUPTED, 5, "blocks.0.attn.out")

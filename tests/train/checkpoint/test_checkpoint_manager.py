@@ -175,7 +175,7 @@ def test_foreign_files_are_kept(tmp_path: Path) -> None:
     assert checkpoint_manager.load_latest(log=fail_on_message) is None
     (save_step(checkpoint_manager, 1) / "notes.txt").write_text("another note")
     save_step(checkpoint_manager, 2)
-    with pytest.raises(CheckpointWriteError, match=r"step-000000003': the path of the checkpoint is a file"):
+    with pytest.raises(CheckpointWriteError, match=r"step-000000003': the target path is a file"):
         save_step(checkpoint_manager, 3)
     save_step(checkpoint_manager, 4)
     assert list_names(tmp_path) == sorted([*before, "step-000000001", "step-000000004"])

@@ -25,8 +25,9 @@ from cutaway.train.data.documents import Document, SkippedDocuments, read_docume
 from cutaway.train.data.prepare import PreparedData, prepare_data
 from cutaway.train.data.shuffle import shuffle_indices
 from cutaway.train.data.sources import list_source_files
+from cutaway.train.data.training_data import load_training_data
 from cutaway.train.distributed.process_group import rank_positions
-from cutaway.train.recipe.schema import SourceConfig
+from cutaway.train.recipe.schema import DataConfig, Seq2SeqConfig, SourceConfig
 
 BYTES = byte_tokenizer()
 EOS_ID = BYTES.eos_token_id
@@ -367,7 +368,7 @@ import sys
 from pathlib import Path
 from cutaway.tokenizer import byte_tokenizer
 from cutaway.train.data import prepare, tokenize
-from cutaway.train.recipe.schema import SourceConfig
+from cutaway.train.recipe.schema import DataConfig, Seq2SeqConfig, SourceConfig
 print("started")
 prepare.MIN_PARALLEL_BYTES, tokenize.CHUNK_DOCUMENTS, prepare.num_cores = 0, 7, lambda: 2
 tokenize.encode_documents = None
@@ -413,7 +414,7 @@ import os, signal, sys
 from pathlib import Path
 from cutaway.tokenizer import byte_tokenizer
 from cutaway.train.data import prepare, tokenize
-from cutaway.train.recipe.schema import SourceConfig
+from cutaway.train.recipe.schema import DataConfig, Seq2SeqConfig, SourceConfig
 tokenize.CHUNK_DOCUMENTS = 5
 def die(*_): os.kill(os.getpid(), signal.SIGKILL)
 path, directory, when = sys.argv[1:]
@@ -587,6 +588,11 @@ def test_long_pairs_are_skipped_and_counted(pairs: Path, tmp_path: Path) -> None
     assert data.get_batch(0, 10).target.shape == (10, 12)
     with pytest.raises(InputError, match="longer than 2 tokens"):
         Seq2SeqDataset(split, 4, start_id=1, max_len=2)
+    messages: list[str] = []
+    config = DataConfig(sources=(text_source(pairs, "de", "en"),), seq_len=11, validation_split=0.5)
+    base_info: Any = SimpleNamespace(decoder_start_token_id=lambda tokenizer: 1)
+    load_training_data(config, Seq2SeqConfig(), BYTES, base_info, 0, messages.append)
+    assert messages == ["skipped source-target pairs: 10 are longer than data.seq_len 11"]
 
 
 def test_start_token_from_the_tokenizer_is_not_repeated() -> None:

@@ -13,7 +13,7 @@ class Palette {
     return `rgb(${this.color(name).join(" ")})`;
   }
 
-  /** 256 colors from 0 to 1; callers index it by the square root of a weight, so that small weights are visible. */
+  /** Colormap of 256 colors from 0 to 1. Callers index it by the square root of a weight, so that small weights are visible. */
   get weightColormap(): Uint8ClampedArray {
     const key = theme.key;
     if (this.#table?.key === key) return this.#table.colors;

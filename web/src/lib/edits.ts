@@ -7,7 +7,7 @@ export interface Edit {
 }
 export type Edits = Record<string, Edit>;
 
-/** blocks.3:swap,blocks.2.attn.z:zero@1.3,positions:shift=7 */
+/** Format edits for the URL fragment, such as blocks.3:swap,blocks.2.attn.z:zero@1.3,positions:shift=7; null if there are none. */
 export function formatEdits(edits: Edits): string | null {
   const terms = Object.entries(edits).map(([site, { do: op, value, heads }]) => {
     const argument = value === undefined ? "" : `=${value}`;

@@ -49,7 +49,7 @@ class Session {
   tokenStrs = $state.raw<string[]>([]);
   sourceTokenStrs = $state.raw<string[]>([]);
   #tokenized = $state.raw<ModelInput>();
-  /** Active edits. The edit screen compares with the unedited model and passes the edits itself, so there they are not part of the input. */
+  /** Active edits. They are empty on the edit screen, which compares with the unedited model and passes the edits itself. */
   edits = $derived(urlState.screen === "edit" || !this.modelInfo ? {} : parseEdits(urlState.get("edits")));
   modelInput = $derived(this.#tokenized && Object.keys(this.edits).length ? { ...this.#tokenized, edits: this.edits } : this.#tokenized);
   problem = $state<string>();

@@ -82,18 +82,21 @@ def _infer_properties(checked: CheckedModel) -> None:
             "so pass a function that returns them as logits="
         )
     checked.vocab_size = checked.vocab_size or out.shape[-1]
-    for name in ("pad_token_id", "eos_token_id"):  # some configurations name tokens beyond the vocabulary
+    for name in ("pad_token_id", "eos_token_id"):  # some configurations have token ids outside the vocabulary
         if not 0 <= (getattr(checked, name) or 0) < checked.vocab_size:
             setattr(checked, name, None)
     is_transformers = checked.module is not None and is_transformers_model(checked.module)
-    if checked.max_seq_len is None and not is_transformers:  # a transformers configuration without one has no limit
+    if checked.max_seq_len is None and not is_transformers:  # None means no limit in a transformers model
         with upcast_to_fp32(checked.module) if can_upcast(checked) else nullcontext():  # a CPU can be slow in bf16
             checked.max_seq_len = _probe_max_seq_len(checked, token)
     checked.dtype = checked.dtype or out.dtype
 
 
 def _probe_max_seq_len(checked: CheckedModel, token: int) -> int | None:
-    """Find the maximum sequence length by binary search; None if it is at least _MAX_PROBED_SEQ_LEN."""
+    """Find the maximum sequence length by binary search; None if it is at least _MAX_PROBED_SEQ_LEN.
+
+    On a GPU, return the number of rows of the smallest embedding instead.
+    """
     if checked.device.type != "cpu":  # an index error on a GPU breaks the CUDA context: use the embedding sizes instead
         submodules = checked.module.modules() if checked.module is not None else ()
         sizes = [submodule.num_embeddings for submodule in submodules if isinstance(submodule, nn.Embedding)]

@@ -74,7 +74,7 @@ def validate_same_shapes(module: nn.Module, state_dict: Mapping[str, Tensor]) ->
 
 
 def iter_config_changes(node: Node | list[Any], path: Path, d_model: int) -> Iterator[tuple[Path, object]]:
-    """Yield (path, changed value) for each field under `node` that affects the logits. `path` is that of `node`."""
+    """Yield (path, changed value) for each field under `node` that affects the logits. `path` leads to `node`."""
     ineffective = _ineffective_keys(node, d_model) if isinstance(node, dict) else ()
     for key, value in enumerate(node) if isinstance(node, list) else node.items():
         if key in ineffective:
@@ -135,8 +135,10 @@ def _changed_cutaway_value(node: Node, key: str, value: Any) -> object:
 
 
 def find_config_values(config: TransformersConfig, key: str) -> list[tuple[str, TransformersConfig, object]]:
-    """(path, config with the field, value) of a field that is set. If its value is a config, one triple for each of its
-    fields."""
+    """Return the triple (path, config that has the field, value) of the field `key`; no triple if it is not set.
+
+    If the value is itself a config, return one triple for each field of that config.
+    """
     value: Any = getattr(config, key, None)
     if hasattr(value, "to_dict"):
         return [(f"{key}.{name}", value, item) for name, item in value.to_dict().items() if item is not None]

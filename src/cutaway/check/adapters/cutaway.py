@@ -111,7 +111,7 @@ _DraftModel = Transformer | NgramConfig
 def _add_cache_functions(
     checked: CheckedModel, model: Transformer, forward: _ForwardWithCache, source: Tensor | None = None
 ) -> None:
-    """Set the functions of `checked` that use a KV cache or generate. An encoder-decoder generates from `source`."""
+    """Set the functions of `checked` that use a KV cache or generate tokens (from `source` in an encoder-decoder)."""
     source_row = None if source is None else source[0].tolist()
 
     def step(tokens: Tensor, cache: Cache | None) -> tuple[Tensor, Cache]:

@@ -19,8 +19,8 @@ KERNEL_HEADS, KERNEL_HEAD_DIM, _KERNEL_VOCAB_SIZE = 4, 16, 64
 def adapt_module(module: nn.Module, overrides: Mapping[str, object]) -> CheckedModel:
     """Build the `CheckedModel` of an nn.Module.
 
-    If its forward has an argument `targets`, it gets shifted labels, as in nanoGPT; an argument `labels` gets unshifted
-    ones.
+    If its forward has an argument `targets`, shifted labels are passed, as in nanoGPT; if it has an argument `labels`,
+    unshifted labels are passed.
     """
     checked = adapt_function(module, overrides, module.forward)
     checked.name, checked.module = type(module).__name__, module

@@ -1,6 +1,6 @@
 """Adapter for transformers models: logits, cache, generation, loss, kernels, saving and loading, config variants.
 
-Importing this module does not import transformers: a transformers model has already imported it.
+Importing this module does not import transformers. The code that built the checked model has imported it.
 """
 
 import inspect
@@ -61,7 +61,7 @@ _PAD_POSITION_METHODS = (
 )
 """Methods of embeddings that derive positions from the pad token id."""
 _MASK_POSITION_EMBEDDING = "embed_positions"
-"""Name of a position embedding that derives positions from attention_mask, if its forward takes one (OPT)."""
+"""Name of a position embedding that derives positions from attention_mask, if its forward has this argument (OPT)."""
 _LENGTH_DEPENDENT_ROPE_TYPES = ("dynamic", "longrope")
 """RoPE scalings that change the angles of all tokens beyond the original length."""
 
@@ -99,7 +99,8 @@ def _build_kernel_logits(model: TransformersModel, logits: LogitsFunction) -> di
 def _rebuild_with_kernels(model: TransformersModel) -> dict[str, LogitsFunction]:
     """Map each attention implementation to a logits function, for models that cannot change it after they are built.
 
-    Each call rebuilds the model with the same weights. Empty for large models and those without SDPA.
+    Each call rebuilds the model with the same weights. The result is empty for large models, models without SDPA, and
+    encoder-decoders.
     """
     is_small = count_parameters(model) <= _MAX_REBUILT_PARAMS
     if not is_small or not getattr(model, "_supports_sdpa", False) or model.config.is_encoder_decoder:
@@ -458,7 +459,7 @@ def _set_config_properties(checked: CheckedModel, config: TransformersConfig) ->
     layer_types = set(getattr(config, "layer_types", None) or [])
     window = getattr(config, "sliding_window", None)
     has_window = not layer_types or "sliding_attention" in layer_types
-    # Bidirectional windows are counted differently.
+    # The window of an encoder extends to both sides, so its size is counted differently.
     checked.windows = (window,) if has_window and isinstance(window, int) and checked.kind == "decoder" else ()
     checked.window = window if checked.windows and layer_types <= {"sliding_attention"} else None
 

@@ -112,7 +112,7 @@ def fp16_overflow(ctx: CheckContext) -> CaseResult:
     for other models the message says whether fp16 would overflow.
 
     Cause: weights of a model trained in bf16 or fp32 are used in fp16, or a factor is wrong.
-    Fix: run it in bf16 or fp32, or keep the named layer in fp32.
+    Fix: run the model in bf16 or fp32, or keep the named layer in fp32.
     """
     calls = _trace_activations(ctx)[0].linear_calls
     if not calls:
@@ -205,7 +205,7 @@ def dead_heads(ctx: CheckContext) -> Iterator[CaseResult]:
         importances.append(grad.float().abs().amax((0, 2, 3)))
     overall = max(float(importance.max()) for importance in importances)
     if overall == 0.0:
-        yield success("no head has an effect yet: the output projections are zero, as some models are initialized")
+        yield success("no head has an effect yet: some models initialize the output projections to zero")
         return
     for call, importance in zip(attentions, importances, strict=True):
         highest = float(importance.max())
@@ -221,8 +221,9 @@ def dead_heads(ctx: CheckContext) -> Iterator[CaseResult]:
 def dead_neurons(ctx: CheckContext) -> Iterator[CaseResult]:
     """Catches FFN neurons that are never active, or whose output weights are zero.
 
-    Find pairs of linear layers that expand and contract. A neuron is dead if it is zero for all tokens and its
-    pre-activation is six standard deviations below zero; or if its output weights are all zero.
+    Find FFNs: a linear layer that increases the dimension, and one that reduces it again. A neuron is dead if it is
+    zero for all tokens and the mean of its pre-activations is six standard deviations below zero; or if its output
+    weights are all zero.
 
     Cause: a large negative bias, a wrong sign before the activation, or zero weights.
     Fix: inspect the weights and biases on both sides of the named layer.
@@ -231,7 +232,7 @@ def dead_neurons(ctx: CheckContext) -> Iterator[CaseResult]:
     if not pairs:
         raise SkipCheckError("needs FFNs of two linear layers")
     unread = [down.weight.abs().amax(0) == 0 for down, _ in pairs]  # per FFN, (neurons,)
-    zero_init = all(bool(mask.all()) for mask in unread)  # all output weights are zero: initialized so
+    zero_init = all(bool(mask.all()) for mask in unread)  # some models initialize all output weights to zero
     for (down, pre_activation), unread_neurons in zip(pairs, unread, strict=True):
         x = down.x.float().flatten(0, -2)
         largest = x.abs().amax(0)

@@ -138,9 +138,9 @@ def softmax_dim(ctx: CheckContext) -> Iterator[CaseResult]:
     """Catches a softmax over queries or heads, or attention weights that do not sum to one.
 
     Trace every attention softmax: it must normalize the axis that the product with v sums over, and the weights that
-    are multiplied with v must still sum to one. A kernel passed as `attention` must return ones for values of ones.
+    are multiplied with v must still sum to one. A kernel passed as `attention` must return ones if v is all ones.
 
-    Cause: softmax has the wrong dim (or none, which PyTorch guesses), or the mask is applied after it.
+    Cause: softmax has the wrong dim (or PyTorch's implicit default), or the mask is applied after it.
     Fix: apply softmax over the keys, dim=-1, after masking with -inf.
     """
     if ctx.model.attention is not None:
@@ -148,8 +148,8 @@ def softmax_dim(ctx: CheckContext) -> Iterator[CaseResult]:
         ones = torch.ones_like(v)
         diff = ctx.compare(lambda: attention(q, k, ones), lambda: ones)
         yield diff.expect_equal(
-            passed="values of ones give ones",
-            failed="values of ones do not give ones: the attention weights do not sum to one",
+            passed="if v is all ones, the output is all ones",
+            failed="if v is all ones, the output is not all ones: the attention weights do not sum to one",
         )
     calls = ctx.trace_attention(ctx.random_tokens(2, min(ctx.seq_len, 11)))
     if not calls:
@@ -218,7 +218,7 @@ def _head_groups(x: Tensor) -> list[int]:
 
 
 def _check_kernel_groups(ctx: CheckContext) -> Iterator[CaseResult]:
-    """Compare a kernel with shared kv heads and the same heads repeated."""
+    """Compare the output of a kernel for shared kv heads with its output for the same heads repeated."""
     attention = require(ctx.model.attention)
     for kv_heads in (1, 2):
         q, k, v = _random_qkv(ctx, kv_heads)
@@ -333,8 +333,8 @@ def _check_kernel_scale(ctx: CheckContext) -> CaseResult:
 def attention_kernels(ctx: CheckContext) -> Iterator[CaseResult]:
     """Catches attention kernels with different results: one ignores the softcap, the sinks, the bias or the window.
 
-    Run one sequence, longer than the windows, with each kernel: the logits must be equal. A kernel passed as
-    `attention` is compared with softmax(q·kᵀ·scale)·v.
+    Run two sequences, longer than windows of up to 64 tokens, with each kernel: the logits must be equal. A kernel
+    passed as `attention` is compared with softmax(q·kᵀ·scale)·v.
 
     Cause: one kernel supports a feature, and the other ignores the argument instead of raising an error.
     Fix: raise an error for features that a kernel does not support, and compare all kernels with the equation.

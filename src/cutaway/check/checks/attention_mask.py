@@ -98,10 +98,10 @@ def mask_polarity(ctx: CheckContext) -> Iterator[CaseResult]:
 def mask_diagonal(ctx: CheckContext) -> CaseResult:
     """Catches a token that cannot attend to itself: the mask also covers the diagonal.
 
-    Inspect the scores and the pattern of each attention call: no token may be masked for itself, in any head, at any
-    position. A sequence of one token, which can attend only to itself, must give finite logits.
+    Inspect the scores and the pattern of each attention call: the key at a query's own position must be visible in
+    every head. A sequence of one token, which can attend only to itself, must give finite logits.
 
-    Cause: the triangle starts one position too early (j < i instead of j <= i), or a window excludes the token itself.
+    Cause: query i attends only to keys j < i instead of j <= i, or a window excludes the token itself.
     Fix: mask key j for query i where j > i, and keep j = i: torch.triu(…, diagonal=1).
     """
     logits, tokens = ctx.logits, ctx.random_tokens(1, min(8, ctx.seq_len))
@@ -132,7 +132,7 @@ def mask_diagonal(ctx: CheckContext) -> CaseResult:
 
 
 def _masked_diagonal(attention: AttentionCall, seq_len: int) -> Tensor:
-    """Boolean (heads, T - 1): True where a token is masked for itself, by a mask before the softmax or zeros after it.
+    """Boolean (heads, T - 1): True where a token cannot attend to itself: masked before the softmax or zero after it.
     The first position is left out, because a fully masked row may have any pattern."""
     masked = masked_positions(attention)[0, ..., :seq_len].diagonal(dim1=-2, dim2=-1)
     if attention.applied_pattern is not None and attention.applied_pattern.shape[-2:] == attention.pattern.shape[-2:]:

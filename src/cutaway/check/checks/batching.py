@@ -14,7 +14,7 @@ from cutaway.check.registry import register_check
 from cutaway.check.report.finding import CaseResult, SkipCheckError, failure, skipped, success
 
 _ZERO_GRADIENT_RATIO = 1e-12
-"""Maximum gradient with respect to another row, relative to that with respect to the row itself."""
+"""Maximum gradient with respect to another row, relative to the gradient with respect to the row itself."""
 
 
 @register_check("batch-isolation", preflight=True)

@@ -19,7 +19,7 @@ _ZERO_GRADIENT_RATIO = 1e-12
 """Maximum gradient with respect to a masked token, relative to the largest gradient. A correct gradient is exactly
 zero; this limit is far below any rounding error."""
 _PATH_CUTS = (1, 6, 23)
-"""Positions from which on all tokens are replaced, on every code path."""
+"""On every code path, all tokens from one of these positions on are replaced."""
 
 
 def _check_leaks(
@@ -85,7 +85,7 @@ def causality_tile_edges(ctx: CheckContext) -> CaseResult:
     In a sequence of 67 tokens, replace all tokens from a position on, for positions just before, at and just after 8,
     16, 32 and 64: the earlier logits must not change.
 
-    Cause: a tile on the diagonal is not masked, or the last, partial tile of a sequence is not.
+    Cause: a tile on the diagonal, or the last, partial tile of a sequence, is not masked.
     Fix: mask each tile by its absolute positions, and test lengths around every multiple of the tile size.
     """
     longest = ctx.model.max_seq_len or 10_000
@@ -129,7 +129,7 @@ def causality_gradient(ctx: CheckContext) -> CaseResult:
         return failure(message, float(above.max()), tolerance, f"position {position}")
     if not norms.any():
         if bool((out == out[..., :1]).all()):
-            raise SkipCheckError("all logits are equal: the head is zero, as some models are initialized")
+            raise SkipCheckError("all logits are equal: some models initialize the head to zero")
         if (0, 0) not in _find_independent_pairs(ctx, tokens, {0}):
             raise SkipCheckError("the logits require no gradient")
         return failure("the logits do not depend on any token", 0.0, 0.0)
@@ -174,7 +174,7 @@ def causality_paths(ctx: CheckContext) -> Iterator[CaseResult]:
     Repeat the causality check in training mode (with the same dropout masks in all runs), with gradients, with each
     kernel, with a mask, in a batch, and within a chunk after cached tokens. The labels must not change the logits.
 
-    Cause: each branch builds its own mask: with a padding mask, a cache, dropout or another kernel.
+    Cause: each branch of the code (a padding mask, a cache, dropout, another kernel) builds its own mask.
     Fix: build the mask in one place from positions, and use it on every code path.
     """
     model, tokens = ctx.model, ctx.random_tokens()

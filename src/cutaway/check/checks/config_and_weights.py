@@ -31,7 +31,7 @@ def config_fields(ctx: CheckContext) -> Iterator[CaseResult]:
 
     Change each config field alone, with the same weights: the logits must change, or the value must be rejected.
 
-    Cause: the field is stored in the configuration and never used, or only on another code path (another kernel).
+    Cause: the field is stored in the configuration but never used, or used only on another code path (another kernel).
     Fix: pass it to the code that should use it, or reject values that this code does not support.
     """
     tokens = ctx.random_tokens()
@@ -172,8 +172,8 @@ _UNREGISTERED_FIX = "use nn.ModuleList, nn.ModuleDict or nn.ParameterList"
 def unused_parameters(ctx: CheckContext) -> Iterator[CaseResult]:
     """Catches parameters that are never used, or not loaded: random values instead of trained ones.
 
-    Save and load the model, if possible: there must be no missing and no unexpected keys. Then trace a forward pass, a
-    batch and the training loss: every parameter must be read by some op.
+    Save and load the model, if possible: there must be no missing and no unexpected keys. Then trace forward
+    passes of a sequence, of a batch and of the training loss: every parameter must be read by some op.
 
     Cause: a name differs between checkpoint and model, or a layer, bias or norm is created and never called.
     Fix: load with strict=True and inspect missing and unexpected keys; call the module, or remove it.
@@ -226,7 +226,8 @@ def save_load(ctx: CheckContext) -> CaseResult:
 
     Save the model (with slightly perturbed weights, if it is small), load it, and compare the logits.
 
-    Cause: a tensor, buffer or config field is not saved, is saved under another name, or is transposed one way only.
+    Cause: a tensor, buffer or config field is not saved, is saved under another name, or is transposed only when saved
+    or only when loaded.
     Fix: save everything that the logits depend on, and compare logits after every change of the format.
     """
     model, logits = ctx.model, ctx.logits

@@ -88,7 +88,7 @@ def _compare_runs(ctx: CheckContext, tokens: Tensor, first: Tensor, second: Tens
     diff = ctx.compare_runs(first, second, run)
     location = None if diff.within_tolerance else find_first_divergence(ctx, run, lambda: run(ctx.seed + 1))
     return diff.expect_equal(
-        passed=f"the same logits {condition}", failed=f"the logits differ {condition}", location=location
+        passed=f"the logits are equal {condition}", failed=f"the logits differ {condition}", location=location
     )
 
 

@@ -27,8 +27,8 @@ def _generate_continuation(
 ) -> tuple[Tensor, CaseResult | None]:
     """Generate from a prompt; return the new tokens, without the prompt, and a failure if their number is wrong.
 
-    Generation may end early at an eos token. If that smaller number of tokens is then requested, exactly that number
-    must be generated.
+    Generation may end early at an eos token. In that case, the number of generated tokens is requested in a second
+    call, which must generate as many.
     """
 
     def generate_new(n: int) -> Tensor:
@@ -194,7 +194,7 @@ def mode_restored(ctx: CheckContext) -> Iterator[CaseResult]:
             module.train(training)
             params = {name: param for name, param in module.named_parameters() if param.is_floating_point()}
             requires_grad = {name: param.requires_grad for name, param in params.items()}
-            for param in params.values():  # set all, so that parameters that an earlier call froze are found too
+            for param in params.values():  # so that parameters that an earlier call froze are found too
                 param.requires_grad_(True)
             with torch.enable_grad():
                 try:
@@ -225,7 +225,7 @@ _NUM_BEAMS = 3
 
 
 _MAX_PROMPTS = 8
-"""Maximum number of prompts that are tried, if the model is fast, until the beams of one are reordered."""
+"""Maximum number of prompts that are tried until the beams of one are reordered. A slow model gets one prompt."""
 
 
 _NUM_SAMPLES, _MIN_EXPECTED_COUNT = 4000, 20.0
@@ -339,7 +339,7 @@ def sampling(ctx: CheckContext) -> Iterator[CaseResult]:
     Fix: divide by the temperature once, keep the token that crosses top_p, and map sorted indices back to token ids.
     """
     sample = require(ctx.model.sample)
-    # Unsorted, so that a sorted index used as a token id is detected; the last token is practically impossible.
+    # The logits are unsorted, to detect sorted indices used as token ids. The last token is practically impossible.
     logits = torch.tensor([0.3, 2.0, -1.0, 1.2, 0.0, 1.7, -0.4, 0.9, -40.0], device=ctx.model.device)
     names = argument_names(sample)
     values = {"temperature": (0.5, 2.0), "top_k": (3, 1), "top_p": (0.7, 0.05)}

@@ -44,7 +44,8 @@ def cache_decode(ctx: CheckContext) -> Iterator[CaseResult]:
     forward pass without a cache.
 
     Cause: positions do not continue from the cache length, or keys are stored twice or before RoPE.
-    Fix: number new tokens from the cache length, store each key once and as it is used, and mask by positions.
+    Fix: number new tokens from the cache length, store each key once, in the form that attention uses, and mask
+    by positions.
     """
     max_len, no_prompt_len, num_decoded = (10, 8, 3) if ctx.is_slow else (_LONG_SEQ_LEN, 12, 6)
     sequence = ctx.random_tokens(2, min(max_len, ctx.model.max_seq_len or max_len))
@@ -73,8 +74,8 @@ def cache_decode(ctx: CheckContext) -> Iterator[CaseResult]:
 def cache_chunked_prefill(ctx: CheckContext) -> Iterator[CaseResult]:
     """Catches chunked prefill that gives other logits: the mask of a chunk does not cover the cached tokens.
 
-    Prefill a sequence in two chunks, split at every position (at two, if the model is slow), and in chunks of three:
-    the logits must equal those of one forward pass.
+    Prefill a sequence in two chunks, split at every position, and in chunks of three (for a slow model, split at two
+    positions, and in chunks of seven): the logits must equal those of one forward pass.
 
     Cause: the causal mask of a chunk is built as if the sequence started with it, or is missing.
     Fix: build the mask from the positions of the queries and of all cached keys, not from the shape of the chunk.

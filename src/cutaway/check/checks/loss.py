@@ -46,7 +46,7 @@ def _mean_loss(logits: Tensor, labels: Tensor, shift: int) -> Tensor:
 
 
 def _require_vocab_logits(ctx: CheckContext, logits: Tensor) -> Tensor:
-    """Return the logits; raise SkipCheckError if they are narrower than the vocabulary, as without an output head."""
+    """Return the logits; raise SkipCheckError if their last axis is smaller than the vocabulary (no output head)."""
     if logits.shape[-1] < (ctx.model.vocab_size or 0):
         raise SkipCheckError("needs logits over the vocabulary")
     return logits
@@ -109,7 +109,7 @@ def loss_shift(ctx: CheckContext) -> CaseResult:
     """Catches labels shifted twice or not at all: the model learns the token after the next, or to copy its input.
 
     Compare the loss with the mean of −log p from the model's own logits, with labels shifted by 0, 1 and 2. The loss of
-    a decoder must be the one with a shift of 1, that of an encoder the one with a shift of 0.
+    a decoder must equal the mean with a shift of 1, and the loss of an encoder the mean with a shift of 0.
 
     Cause: data and model both shift the labels, or neither does; or the shift crosses row boundaries.
     Fix: shift once, per row: logits[:, :-1] against labels[:, 1:].
@@ -150,7 +150,7 @@ def _losses_by_shift(logits: Tensor, tokens: Tensor, expected_shift: int) -> Ite
         yield f"{_SHIFT_NAMES[shift]}, across row boundaries", float(across_rows.mean())
         rolled = -log_probs.gather(-1, tokens.roll(-shift, 1)[..., None])
         yield f"{_SHIFT_NAMES[shift]}, with the labels rolled around each row", float(rolled.mean())
-    # Shifted once per row and once in the flattened batch.
+    # The labels are shifted once per row and once in the flattened batch.
     mixed = -log_probs[:, :-2].gather(-1, tokens[:, 2:, None]).sum() - flat[tokens.shape[1] - 2, tokens[1, 0]]
     yield f"{_SHIFT_NAMES[2]}, across row boundaries", float(mixed) / (tokens.numel() - 2)
 

@@ -19,13 +19,13 @@ _FAR_POSITION = 1000
 
 @register_check("parity", needs=("logits", "reference_logits|reload"))
 def parity(ctx: CheckContext) -> CaseResult:
-    """Catches a difference between two implementations with the same weights, and the first layer where they differ.
+    """Catches a difference between two implementations with the same weights; locates the first layer that differs.
 
     Run the same tokens with the model and with a reference implementation: the logits must be equal. The reference is
     `reference_logits`, or, for a transformers model, cutaway's implementation loaded from the saved checkpoint.
 
     Cause: the two interpret a config field or a tensor differently: a layout, an epsilon, a scale, an activation.
-    Fix: compare the first layer that differs op by op; one of the two deviates from the published equations.
+    Fix: compare the two op by op in the first layer that differs; one of them deviates from the published equations.
     """
     model, logits = ctx.model, ctx.logits
     if model.reference_logits is not None:

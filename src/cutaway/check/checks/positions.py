@@ -50,8 +50,8 @@ _LAYOUT_NAMES = {"half": "(j, j + rotary_dim/2)", "interleaved": "(2j, 2j + 1)"}
 
 
 def _repeated_token(ctx: CheckContext) -> Tensor:
-    """A sequence (1, T) of one repeated token. Without position information, the model cannot distinguish its
-    tokens."""
+    """A sequence (1, T) of one repeated token. Its logits are the same at all positions if the model has no position
+    information."""
     return ctx.random_tokens(1, 1).expand(-1, min(ctx.seq_len, 13)).contiguous()
 
 
@@ -279,7 +279,7 @@ def rope_precision(ctx: CheckContext) -> CaseResult:
             message = f"cos or sin is computed in {name} for angles up to {call.max_abs:.0f}"
             error = call.max_abs * torch.finfo(call.dtype).eps / 2
             return failure(f"{message}, whose rounding error is up to {error:.2g}", error, 1e-3, call.module or None)
-    return success(f"{len(tracer.trig_calls)} cos and sin calls have fp32 angles")
+    return success(f"in {len(tracer.trig_calls)} cos and sin calls, no large angle is in bf16 or fp16")
 
 
 def _rotary_start(layer: RopeLayer) -> int:
@@ -342,7 +342,7 @@ def rope_layout(ctx: CheckContext) -> CaseResult:
 def _check_layout_without_config(ctx: CheckContext) -> CaseResult:
     """Without a configuration, check that the same pairs of q and k are rotated."""
     if not ctx.model.has_positions or not _compare_positions(ctx, _repeated_token(ctx)).within_tolerance:
-        raise SkipCheckError("for models with RoPE only")
+        raise SkipCheckError("for models with RoPE")
     tolerance, num_checked = rotation_tolerance(ctx), 0
     for layer in trace_rope_layers(ctx):
         (_, q), (_, k) = layer.queries_and_keys()

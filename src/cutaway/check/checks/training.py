@@ -1,5 +1,4 @@
-"""Training checks: initial-loss, gradient-flow, overfit, update-ratio, gradient-accumulation,
-activation-checkpointing."""
+"""Training: initial-loss, gradient-flow, overfit, update-ratio, gradient-accumulation, activation-checkpointing."""
 
 import math
 from collections.abc import Iterator
@@ -73,7 +72,7 @@ class _GradientStats:
     is_finite: bool
     is_nonzero: bool
     update_ratio: float | None
-    """RMS of the first Adam update divided by that of the parameter; None if it has no gradient or is a vector."""
+    """RMS of the first Adam update divided by the RMS of the parameter; None for a vector or without a gradient."""
 
 
 @compute_once

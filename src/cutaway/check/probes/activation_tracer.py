@@ -97,7 +97,7 @@ class ResidualStream:
 
 @contextmanager
 def trace_residual_streams(module: nn.Module) -> Iterator[list[ResidualStream]]:
-    """Record chains of sibling modules, each of which takes the output of the previous one: Transformer blocks."""
+    """Record the residual streams of blocks: sibling modules that each take the output of the previous one."""
     current: dict[str, ResidualStream] = {}
     streams: list[ResidualStream] = []
 

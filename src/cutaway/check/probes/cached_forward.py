@@ -43,7 +43,7 @@ def forward_in_chunks(ctx: CheckContext, tokens: Tensor, sizes: Sequence[int]) -
 def compare_in_chunks(
     ctx: CheckContext, tokens: Tensor, sizes: Sequence[int], full_logits: Tensor
 ) -> tuple[Difference, int]:
-    """Compare the logits of a cached forward pass in chunks with `full_logits`, those of one forward pass.
+    """Compare the logits of a cached forward pass in chunks with `full_logits` of one forward pass.
 
     Returns the difference and the first position where it exceeds the tolerance.
     """

@@ -23,7 +23,7 @@ def find_first_divergence(
 ) -> str | None:
     """Path of the first module whose output differs at `positions`; None if there is no module or no difference.
 
-    A submodule finishes before the module that contains it, so the path is that of the innermost module.
+    A submodule finishes before the module that contains it, so the innermost module with a difference is returned.
     `second_positions` are the corresponding positions in the second run; the default is `positions`.
     """
     module = ctx.model.module

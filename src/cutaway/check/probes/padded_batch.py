@@ -30,7 +30,7 @@ def pad_rows(
 ) -> tuple[Tensor, Tensor]:
     """Pad rows (1, n) of different lengths to one batch; return tokens and mask (B, T).
 
-    The default pad token is that of the model or, if it has none, the first token that is not special.
+    The default pad token is the model's pad token or, if it has none, the first token that is not special.
     """
     pad_token_id = ctx.model.pad_token_id if pad_token_id is None else pad_token_id
     pad_token_id = int(ctx.allowed_tokens[0]) if pad_token_id is None else pad_token_id
@@ -49,7 +49,7 @@ def select_real_tokens(output: Tensor, mask: Tensor) -> Tensor:
 
 
 def random_ragged_rows(ctx: CheckContext) -> tuple[list[Tensor], int]:
-    """Draw three random rows of different lengths; return them and the padded length, which is that of the first."""
+    """Draw three random rows of different lengths; return them and the padded length, the length of the first row."""
     short_len, seq_len = choose_lengths(ctx)
     lengths = (seq_len, (short_len + seq_len) // 2, short_len)
     return [ctx.random_tokens(1, length) for length in lengths], seq_len

@@ -28,7 +28,7 @@ def get_reloaded_model(ctx: CheckContext, *, allow_error: bool = False) -> Reloa
 
 @compute_once
 def _reload_model(ctx: CheckContext) -> ReloadedModel | SkipCheckError:
-    """Reload the model with perturbed weights, and compare logits, constants and the reference implementation."""
+    """Reload the model with perturbed weights; compare the original with the reloaded model and with the reference."""
     model, module, logits = ctx.model, ctx.model.module, ctx.logits
     if module is None:
         return SkipCheckError("needs the module")
@@ -41,7 +41,7 @@ def _reload_model(ctx: CheckContext) -> ReloadedModel | SkipCheckError:
         except SkipCheckError as error:
             return error
         except OSError as error:
-            return SkipCheckError(f"needs disk space to save it ({error})")
+            return SkipCheckError(f"needs disk space to save the model ({error})")
         except Exception as error:  # raised by the model's own code: the check save-load reports it
             return ReloadedModel(module, error=f"{type(error).__name__}: {format_error(error)}")
         reloaded.module.eval()
@@ -111,7 +111,7 @@ def _compare_constants(module: nn.Module, reloaded: ReloadedModel) -> None:
 
 
 def _copy_rounded_constants(module: nn.Module, reloaded: ReloadedModel) -> None:
-    """Copy constants that `model.to(bfloat16)` rounded into the reloaded model, so that they cause no difference.
+    """Copy into the reloaded model the constants that `model.to(bfloat16)` rounded, so that they cause no difference.
 
     The check rope-precision tests their rounding.
     """

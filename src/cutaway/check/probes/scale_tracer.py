@@ -225,7 +225,7 @@ def _max_elementwise(*scales: TensorScale) -> float | None:
 
 
 def _propagate_matmul(func: TorchFunction, args: Args, kwargs: Kwargs, inputs: list[_TracedInput]) -> TensorScale:
-    """Scale of a product of two activations. The product is scores, unless one operand already is (pattern·v)."""
+    """Scale of a product of two activations. The product is q·k, unless one operand derives from scores (pattern·v)."""
     activations = [(x, scale) for x, scale in inputs if scale is not None and scale.origin != "learned"]
     (x, x_scale), (y, y_scale) = activations[-2:]
     if "scores" in (x_scale.origin, y_scale.origin) or x.ndim < 3 or y.ndim < 3:

@@ -39,7 +39,7 @@ def bench(
     context: Annotated[str | None, option("Context length; default 128, on a GPU 1,024.", metavar="N")] = None,
     num_steps: Annotated[int | None, option("Number of decode steps; default 64.", min=1)] = None,
     dtype: Annotated[DType | None, option("Data type of the weights; default float32, on a GPU bfloat16.")] = None,
-    weight_bits: Annotated[int | None, option("Weight quantization during decode.", metavar="16|8|4")] = None,
+    weight_bits: Annotated[int | None, option("Number of bits per weight during decode.", metavar="16|8|4")] = None,
     compile_model: Annotated[bool, option("Compile decode steps on a CPU.", "--compile")] = False,
     baseline: Annotated[
         bool | None, option("Compare with transformers; by default if possible.", "--baseline/--no-baseline")

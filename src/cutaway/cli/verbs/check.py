@@ -75,7 +75,7 @@ def check(
     from cutaway.check.registry import select_checks
 
     select_checks(only_names, skip_names)  # raise for unknown names before loading the model
-    with redirect_stdout(sys.stderr) if as_json else nullcontext():  # output of the user's code is not JSON
+    with redirect_stdout(sys.stderr) if as_json else nullcontext():  # standard output has only JSON
         notes: list[str] = []
         model, overrides = _load_checked_model(source, library, device, dtype, seed, notes, quiet=as_json)
         from cutaway.check import check as run_checks
@@ -167,7 +167,7 @@ def _build_untrained_model(
     from cutaway.size.parameters import count_parameters
     from cutaway.size.units import format_count
 
-    model_config = config(source)  # an unknown name raises with the nearest preset
+    model_config = config(source)  # an unknown name raises an error that suggests a preset
     torch_dtype = torch.float32 if dtype is None else dtype
     num_parameters = count_parameters(model_config).total
     free_bytes = free_memory(device) or math.inf

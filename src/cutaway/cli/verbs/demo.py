@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 def demo(
     source: Annotated[str | None, argument("Preset name, or .toml or .json config, to trace a token through.")] = None,
-    text: Annotated[str | None, option("Input of that model, tokenized to bytes.")] = None,
+    text: Annotated[str | None, option("Input text of the traced model, tokenized to bytes.")] = None,
     seed: Annotated[int, option("Random seed of the weights.")] = 0,
-    steps: Annotated[int | None, option("Number of training steps; by default about one minute.", min=1)] = None,
+    steps: Annotated[int | None, option("Number of training steps; default as many as run in a minute.", min=1)] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Train a small model for about a minute, evaluate it, and trace a token through a trained model.
 
-    With a preset or a text, build that model, run it, and show the shape and norm of the last token at each site.
+    With SOURCE or --text, build a model with random weights and show shape and norm of the last token at each site.
 
     Example: cutaway demo
 

@@ -122,7 +122,7 @@ def hint(
     all_hints: Annotated[bool, option("Show all hints.", "--all")] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Show the hints of an exercise that you have seen, and the next one. Later hints are more specific.
+    """Show the next hint of an exercise, after the hints already shown. Later hints are more specific.
 
     Example: cutaway learn hint 3
     """

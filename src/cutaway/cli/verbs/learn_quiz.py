@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # --help does not need the questions
 DEFAULT_NUM_QUESTIONS = 10
 """Default number of questions."""
 MAX_ANSWER_BYTES = 4096
-"""Maximum length of an answer in bytes. The rest is ignored."""
+"""Maximum number of bytes of an answer. The rest of a longer line is ignored."""
 
 
 def quiz(

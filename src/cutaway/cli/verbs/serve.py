@@ -19,7 +19,7 @@ def serve(
     host: opt.Host = "127.0.0.1",
     port: opt.Port = 8000,
     api_key: Annotated[
-        str | None, opt.api_key_option("API key that clients must send; visible to other users of this machine.")
+        str | None, opt.api_key_option("API key that clients must send; other users can read it in the process list.")
     ] = None,
     api_key_file: opt.ApiKeyFile = None,
     allowed_hosts: Annotated[

@@ -20,7 +20,7 @@ COUNT_OPTIONS = ("batch_size", "context", "source_len", "world_size", "tp", "dp_
 PLAIN_OPTIONS = (
     "dtype", "kv_cache_dtype", "optimizer", "activation_checkpointing", "kernel", "loss", "parallel", "price_per_hour",
 )  # fmt: skip
-"""Options that are passed unchanged to `cutaway.size`. COUNT_OPTIONS are parsed as counts before."""
+"""Options that are passed unchanged to `cutaway.size`. COUNT_OPTIONS are first parsed as counts."""
 
 
 def size(
@@ -37,7 +37,7 @@ def size(
     context: Annotated[OptionText, option("Context length; 8k is 8,000 and 8Ki 8,192.", metavar="N")] = None,
     source_len: Annotated[OptionText, option("Source length, for encoder-decoders.", metavar="N")] = None,
     dtype: Annotated[
-        OptionText, option("fp32, bf16, fp16, mixed; for inference also fp8, int8, int4.", metavar="NAME")
+        OptionText, option("Data type: fp32, bf16, fp16, mixed; for inference also fp8, int8, int4.", metavar="NAME")
     ] = None,
     kv_cache_dtype: Annotated[
         OptionText, option("Data type of the KV cache: fp32, bf16, fp16, fp8, int8, int4.", metavar="NAME")

@@ -71,7 +71,7 @@ def trace_token(
     saved_sites: list[str] | None = None,
     save_path: Path | None = None,
 ) -> "Journey":
-    """Follow the token at `position` through `shown_sites`.
+    """Record the activations of the token at `position` at the sites `shown_sites`.
 
     With `save_path`, also save the activations of all tokens at `saved_sites`, in the same forward pass.
     """

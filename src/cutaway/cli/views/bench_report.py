@@ -37,7 +37,8 @@ def render_speed(source: str, measurement: "ThroughputResult") -> None:
     out.print(indent(table))
     if measurement.speedups:
         low, high = quartiles(measurement.speedups)
-        out.print(f"{median(measurement.speedups):.2f} times as fast, paired runs (quartiles {low:.2f}–{high:.2f})")
+        speedup = f"{median(measurement.speedups):.2f} times as fast as transformers"
+        out.print(f"{speedup}, in paired runs (quartiles {low:.2f}–{high:.2f})")
     work, rate = format_si(measurement.min_bytes, "B"), format_si(measurement.hardware_limit, "B/s")
     lines = [f"a decode step reads {work}; a copy on this device reaches {rate}"]
     if is_prefill:

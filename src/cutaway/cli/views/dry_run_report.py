@@ -46,4 +46,5 @@ def _render_dry_run(result: dict[str, Any]) -> None:
             sizes = [format_si(entry[name], "B") for name in ("bytes", "predicted_bytes")]
             table.add_row(kind, f"{entry['count']:,}", sizes[0], f"{entry['predicted_count']:,}", sizes[1])
         out.print(indent(table))
-    out.print(Text("No data was read, computed or written; bytes of a collective are those of its full tensor.", "dim"))
+    note = "No data was read, computed or written. The bytes of a collective are the size of its full tensor."
+    out.print(Text(note, "dim"))

@@ -13,7 +13,7 @@ from cutaway.learn.runner.grader import GradeReport, TaskGrade
 
 Row = dict[str, Any]
 MAX_PRINTED_LINES = 20
-"""Maximum number of lines printed of what the learner's file prints."""
+"""Maximum number of lines of the learner's output that are printed."""
 STATE_STYLES = {"passed": "green", "attempted": "yellow", "started": "cyan", "not started": "dim"}
 VERDICT_SYMBOLS = {"correct": ("✓", "green"), "incorrect": ("✗", "red"), "error": ("✗", "red"), "missing": ("✗", "red")}
 

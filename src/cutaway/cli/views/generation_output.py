@@ -136,7 +136,7 @@ def iter_text(chunks: Iterable[CompletionChunk], checkpoint: "Checkpoint") -> It
 def _print_completion(
     output: OutputWriter, prompt: str, texts: Iterable[str], index: int | None, *, is_continuation: bool
 ) -> None:
-    """Print one completion while it is generated, after its prompt if that is echoed.
+    """Print one completion while it is generated. If the prompt is echoed, print the prompt first.
 
     If the completion does not continue the prompt (a reply to a chat message), it starts on a new line. `index` is the
     number of the completion, or None if there is only one.

@@ -46,10 +46,12 @@ class QuizConsole:
         self.prompt = f"  {_answer_hint(question)} (Enter: skip, q: quit)> "
 
     def read_answer(self, max_bytes: int) -> str | None:
-        """Read a line, or return None at the end of input."""
+        """Read a line, or return None at the end of input. The line is truncated to `max_bytes`."""
         self.console.print(Text(self.prompt, "dim"), end="")
         sys.stdout.flush()
-        line = b"" if sys.stdin is None else sys.stdin.buffer.readline(max_bytes)
+        line = rest = b"" if sys.stdin is None else sys.stdin.buffer.readline(max_bytes)
+        while len(rest) == max_bytes and not rest.endswith(b"\n"):
+            rest = sys.stdin.buffer.readline(max_bytes)
         answer = line.decode("utf-8", "replace").rstrip("\r\n")
         if not line or not sys.stdin.isatty():  # echo the answer, as a terminal does
             self.console.print(Text(answer if answer.isprintable() else repr(answer)))
@@ -85,7 +87,7 @@ class QuizConsole:
         known = f"{num_known} of all {len(all_questions)} questions known"
         self.print_text(f"{num_correct} of {num_answered} correct; {known}.", "bold")
         if missed:
-            self.print_text(f"These are repeated first: {', '.join(missed)}.")
+            self.print_text(f"Next time, these questions are asked first: {', '.join(missed)}.")
 
     def print_question_list(self, quiz_questions: Sequence[Question], score: QuizProgress) -> None:
         table = borderless_table("lllll", ["", "question", "section", "topic", "notebooks"])

@@ -225,9 +225,9 @@ def _budget_section(report: Data) -> list[RenderableType]:
     budget, options = report["training_budget"], report["options"]["train"]
     table = borderless_table("ll")
     chinchilla = format_count(budget["chinchilla_tokens"])
-    token_ratio = f"{budget['tokens_per_parameter']:.3g} per parameter; Chinchilla's 20 are {chinchilla}"
+    token_ratio = f"{budget['tokens_per_parameter']:.3g} per parameter; Chinchilla's 20 per parameter are {chinchilla}"
     table.add_row("tokens", f"{format_count(budget['train_tokens'])} ({token_ratio})")
-    table.add_row("steps", f"{budget['num_steps']:,} of {options['batch_size'] * options['context']:,} tokens")
+    table.add_row("steps", f"{budget['num_steps']:,} with {options['batch_size'] * options['context']:,} tokens each")
     error = f"{budget['flops_6nd'] / budget['flops'] - 1:+.1%}".replace("-", "−")
     table.add_row("FLOPs", f"{budget['flops']:.4g} (6ND = {budget['flops_6nd']:.4g}, {error})".replace("e+", "e"))
 
@@ -242,7 +242,7 @@ def _budget_section(report: Data) -> list[RenderableType]:
     if "kwh_low" in budget:
         table.add_row("energy", f"{range_of('kwh')} kWh at rated power")
     if "cost_low" in budget:
-        table.add_row("cost", f"{range_of('cost')} at {options['price_per_hour']:g} per hour")
+        table.add_row("cost", f"{range_of('cost')} at {options['price_per_hour']:g} per device-hour")
     return [format_heading("training run"), indent(table)]
 
 
@@ -280,7 +280,7 @@ def render_comparison(reports: list[Data]) -> None:
         for name in dict.fromkeys(name for column in columns for name in column):
             table.add_row(name, *(column.get(name, "") for column in columns))
         out.print(table, Text())
-    out.print(Text("per device; --json has all digits, and one SOURCE the full report", "dim"))
+    out.print(Text("per device; --json prints all digits, and a single SOURCE prints the full report", "dim"))
 
 
 def _comparison_column(report: Data) -> dict[str, str]:
@@ -337,7 +337,7 @@ def render_fit(name: str, fit: "MemoryFit") -> None:
         counts = (format_count(shape.num_parameters, 3) if shape else "" for shape in row)
         marks = ({True: " ✓", False: " ✗"}[shape.fits] if shape else "" for shape in row)
         table.add_row(f"{layers} layers", *map(str.__add__, counts, marks))
-    out.print(format_heading("shapes of this family", "by parameters; ✓ fits, ✗ does not fit"), indent(table))
+    out.print(format_heading("shapes of this family", "number of parameters; ✓ fits, ✗ does not fit"), indent(table))
     assumptions = f"batch {options.batch_size:,}, context {options.context:,}, {options.precision.name}"
     assumptions += "; change with --batch-size, --context, --dtype or --mode."
     out.print(Text(f"{fit.note} {assumptions}".strip(), "dim"))

@@ -1,4 +1,4 @@
-"""Terminal table of `cutaway trace` and `cutaway demo`, with one line per site that a token passes."""
+"""Terminal table of `cutaway trace` and `cutaway demo`, with one line per site."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict

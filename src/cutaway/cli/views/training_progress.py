@@ -127,7 +127,7 @@ def _write_json(row: Row) -> None:
 
 
 def _format_layer_stats(layer_stats: Row) -> str:
-    """Format the layer statistics in one line: the largest gradient norm and update ratio, and the range of others."""
+    """Format layer statistics: maximum gradient norm and update ratio, first and last residual norm, entropy range."""
     items = [f"{name} ≤ {_format_max(layer_stats[key])}" for name, key in LAYER_METRICS.items() if layer_stats.get(key)]
     norms = list(layer_stats["resid_norm"].values())
     items.append(f"residual norm {norms[0]:.2g} → {norms[-1]:.2g}")
@@ -194,9 +194,9 @@ def format_run_status(status: Row) -> list[str]:
         lines.append(f"training loss {status['loss']:.3f} nats per token")
     if status["evals"]:
         last = status["evals"][-1]
-        bits = f"; {last['bits_per_byte']:.3f} bits per byte" if last.get("bits_per_byte") is not None else ""
-        best = f"{status['best_eval_loss']:.3f} best{bits}"
-        lines.append(f"eval loss {last['eval_loss']:.3f} at step {last['step']:,}, {best}")
+        bits = f" ({last['bits_per_byte']:.3f} bits per byte)" if last.get("bits_per_byte") is not None else ""
+        best = f"best eval loss {status['best_eval_loss']:.3f}"
+        lines.append(f"eval loss {last['eval_loss']:.3f}{bits} at step {last['step']:,}, {best}")
     width = max(map(len, status["files"]), default=0)
     lines += [f"  {name:<{width}}  {RUN_FILES[name]}" for name in status["files"]]
     if status["step"] < status["max_steps"]:

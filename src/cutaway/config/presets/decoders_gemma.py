@@ -19,7 +19,7 @@ GEMMA_NORM = RMSNorm(unit_offset=True)
 def gemma_like(vocab_size: int, size: Size, layer_pattern: tuple[MultiHead, ...], **options: Any) -> Decoder:
     """The architecture of all Gemma generations. `layer_pattern` has the attention of each layer and is repeated.
 
-    `options` are those of `build_decoder`.
+    `options` are passed to `build_decoder`.
     """
     ffn, embedding = Gated(hidden=size.hidden, activation="gelu_tanh"), Embedding(scale="sqrt_d_model")
     return build_decoder(vocab_size, size, layer_pattern, ffn, norm=GEMMA_NORM, embedding=embedding, **options)

@@ -89,7 +89,7 @@ def granite(
     vocab_size: int, size: Size, *, logits_scaling: float, context: int = 4096, dropout: float = 0.1, **options: Any
 ) -> Decoder:
     """https://github.com/ibm-granite/granite-3.0-language-models: scores divided by d_head, residual_scale below 1
-    (https://arxiv.org/abs/2408.13359). `options` are those of `llama`."""
+    (https://arxiv.org/abs/2408.13359). `options` are passed to `llama`."""
     plain = llama(vocab_size, size, scale=size.heads / size.d_model, context=context, dropout=dropout, **options)
     return plain.replace({**GRANITE_MULTIPLIERS, "head": LMHead(scale=1 / logits_scaling)})
 

@@ -67,8 +67,8 @@ def deepseek(
 ) -> Decoder:
     """https://arxiv.org/abs/2405.04434 (V2), https://arxiv.org/abs/2412.19437 (V3): MLA and MoE.
 
-    YaRN's attention factor, 0.1 · mscale_all_dim · ln 40 + 1, is not on cos and sin, because RoPE rotates only a part
-    of each head. Instead, all scores are multiplied by its square: one factor for the query, one for the key.
+    YaRN's attention factor, 0.1 · mscale_all_dim · ln 40 + 1, is not applied to cos and sin, because RoPE rotates only
+    a part of each head. Instead, all scores are multiplied by its square: one factor for the query, one for the key.
     """
     attention = LatentAttention(
         heads=size.heads,

@@ -47,8 +47,9 @@ def t5(
 ) -> EncoderDecoder:
     """https://arxiv.org/abs/1910.10683; 1.1: https://arxiv.org/abs/2002.05202; mT5: https://arxiv.org/abs/2010.11934.
 
-    Scores are not scaled. In T5 1.0, the head is tied and logits are scaled by 1/sqrt(d_model); the gated T5 1.1 does
-    neither. In uMT5 (https://arxiv.org/abs/2304.09151), every layer has its own relative bias.
+    Scores are not scaled. In T5 1.0, the head is tied and logits are scaled by 1/sqrt(d_model); in the gated T5 1.1,
+    the head is untied and logits are not scaled. In uMT5 (https://arxiv.org/abs/2304.09151), every layer has its own
+    relative bias.
     """
     position = RelativeBias(shared=shared_bias)
     attention = MultiHead(heads=size.heads, d_head=d_head, scale=1.0, position=position, dropout=dropout)

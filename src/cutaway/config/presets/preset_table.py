@@ -21,7 +21,7 @@ UNTIED_HEAD = LMHead(tied=False)
 
 
 class Size(NamedTuple):
-    """Dimensions in which the models of a family differ. `kv_heads` and `hidden` may be unset, as in the Config."""
+    """Dimensions in which the models of a family differ. None selects the default of the Config."""
 
     d_model: int
     layers: int
@@ -42,7 +42,7 @@ def build_decoder(
     init: Init = NormalInit(),
     **stack: Any,
 ) -> Decoder:
-    """Decoder with the same FFN in all layers. `attention` is that of all layers, or a pattern that layers repeat.
+    """Decoder with the same FFN in all layers. `attention` is one attention for all layers, or a repeated pattern.
 
     `stack` are other fields of the Stack.
     """

@@ -12,7 +12,7 @@ from cutaway.families.tables import gemma, gpt2, llama
 from cutaway.families.weight_conversion import QKV, PermuteForRope, Split, SubtractOffset, WeightMapping
 
 _TIED_HEAD_KEY = "head.tied"
-"""Metadata key that is used only here: GGUF has none for this. In a GGUF file, a head is tied if it has no matrix."""
+"""Internal key for a tied head, because GGUF has no key for it: the head is tied if the file has no head matrix."""
 
 
 def _common_fields(arch: str, norm: str) -> ConfigFields:
@@ -49,7 +49,7 @@ def _check_value_length(metadata: HFConfigReader, tree: ConfigTree) -> None:
 
 
 def _sliding_window_field(arch: str, full_attention_period: int | None) -> Custom:
-    """Field of the window size. Every n-th layer has full attention, or none if `full_attention_period` is None."""
+    """Field of the window size. Every `full_attention_period`-th layer has full attention; if None, no layer has it."""
     key = f"{arch}.attention.sliding_window"
 
     def from_hf(metadata: HFConfigReader, tree: ConfigTree) -> None:

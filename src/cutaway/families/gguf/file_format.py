@@ -181,7 +181,7 @@ def write_gguf(
     *,
     overwrite: bool = False,
 ) -> None:
-    """Write a GGUF file under a temporary name, renamed when complete. Vectors stay fp32, as GGUF readers expect."""
+    """Write a GGUF file under a temporary name, renamed when complete. Vectors are fp32, as GGUF readers expect."""
     gguf = _import_gguf()
     try:
         handle, staging = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)

@@ -13,7 +13,7 @@ _ROPE_FREQS = "rope_freqs.weight"
 ROPE_FACTORS_LONG, ROPE_FACTORS_SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 ROPE_TENSORS = (_ROPE_FREQS, ROPE_FACTORS_LONG, ROPE_FACTORS_SHORT)
 _LLAMA3_SCALINGS = (Llama3Scaling(factor=8.0), Llama3Scaling(factor=32.0))
-"""Scalings of Llama 3.1 and 3.2. GGUF stores only the divisor of each frequency, so these are compared."""
+"""Scalings of Llama 3.1 and 3.2. GGUF stores only frequency divisors, which are compared with these scalings."""
 
 
 def llama3_rope_factors(scaling: Llama3Scaling, theta: float, rotary_dim: int) -> list[float]:

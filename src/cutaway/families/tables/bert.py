@@ -127,7 +127,7 @@ def ignored_weights(*head_prefixes: str) -> dict[str, str]:
     """Tensors that published files contain besides the encoder and its masked-LM head, and that are ignored."""
     heads = "|".join(("classifier", "qa_outputs", *head_prefixes))
     return {
-        r"\w+\.embeddings\.(position|token_type)_ids": "constant ids",
+        r"\w+\.embeddings\.(position|token_type)_ids": "constant position and token-type ids",
         rf"(\w+\.)?({heads})\..*": "head of another task, which is not loaded",
         r"(cls\.predictions|predictions|lm_head)\.bias": "the bias of an untied head is decoder.bias",
     }

@@ -1,4 +1,4 @@
-"""Command R7B and Command A: three sliding-window layers with RoPE, then a full-attention layer without. https://arxiv.org/abs/2504.00698"""
+"""Command R7B and Command A: three sliding-window layers with RoPE, then a full-attention layer without RoPE. https://arxiv.org/abs/2504.00698"""
 
 from cutaway.families import config_fields
 from cutaway.families.config_fields import Custom, HFConfigReader, Key, LayerTypes, SupportedValues

@@ -46,7 +46,7 @@ def _read_kv_heads(hf_config: HFConfigReader, tree: ConfigTree) -> None:
     """Raise unless the number of key-value heads equals the number of heads."""
     kv_heads, heads = hf_config.get("num_key_value_heads"), tree.get(f"{ATTENTION}.heads")
     if kv_heads not in (None, heads):
-        raise ConfigError(f"'num_key_value_heads' is {kv_heads!r}; with latent attention, it must be the {heads} heads")
+        raise ConfigError(f"'num_key_value_heads' is {kv_heads!r}; latent attention requires {heads}, one per head")
 
 
 def _write_kv_heads(tree: ConfigTree, hf_config: dict[str, object]) -> None:

@@ -20,7 +20,7 @@ def _get_bool(hf_config: HFConfigReader, key: str, default: bool) -> bool:
 
 
 def _read_layout(hf_config: HFConfigReader, tree: ConfigTree) -> None:
-    """Read the layout. 40b: GQA, parallel, one norm or two. 7b: MQA, parallel, one norm. rw: MHA, sequential blocks."""
+    """Read the layout: 40b (GQA, parallel, one or two norms), 7b (MQA, parallel, one norm) or rw (MHA, sequential)."""
     new_architecture = _get_bool(hf_config, "new_decoder_architecture", False)
     two_norms = new_architecture and hf_config.get("num_ln_in_parallel_attn") in (None, 2)
     parallel = new_architecture or _get_bool(hf_config, "parallel_attn", True)
@@ -69,7 +69,7 @@ FAMILY = Family(
         Custom((*LAYOUT_KEYS, "alibi"), _read_layout, _write_layout),
         RopeField(full_rotary_only=True),
         SupportedValues("hidden_dropout", (0.0, None), "in training, attention and FFN would share one dropout mask"),
-        SupportedValues("attention_dropout", (0.0, None), "in training, where it applies depends on the layout"),
+        SupportedValues("attention_dropout", (0.0, None), "in training, the layout determines where it is applied"),
         NO_POST_NORM_RESIDUAL,
     ),
     weight_mappings=llama.weights(

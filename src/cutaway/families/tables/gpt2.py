@@ -30,7 +30,10 @@ def build_template(attention: Node, ffn: Node | None = None, head: Node | None =
 
 
 def _read_attention_scale(hf_config: HFConfigReader, tree: ConfigTree) -> None:
-    """Set the attention scale: 1/sqrt(d_head), or 1 if disabled. An option divides it by the layer index + 1."""
+    """Set the attention scale: 1/sqrt(d_head), or 1 if `scale_attn_weights` is false.
+
+    `scale_attn_by_inverse_layer_idx` divides it by the layer index + 1.
+    """
     for number, block in enumerate(tree.blocks("decoder"), 1):
         head_dim = tree.data["d_model"] // block["attention"]["heads"]
         scale = head_dim**-0.5 if hf_config.get(SCALE_KEYS[0], True) else 1.0

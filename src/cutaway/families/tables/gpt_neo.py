@@ -18,7 +18,7 @@ def _read_attention_layers(hf_config: HFConfigReader, tree: ConfigTree) -> None:
         limit = 1 + len(blocks)  # limits the size of the list; more layers are an error anyway
         kinds = [kind for pattern, repeats in types for kind in list(pattern)[:limit] * min(repeats, limit)]
     if len(kinds) != len(blocks) or not {"global", "local"}.issuperset(kinds):
-        raise ConfigError(f"config.json's attention layers are {kinds}; use {len(blocks)}, each global or local")
+        raise ConfigError(f"config.json's attention layers are {kinds}; use {len(blocks)} values, each global or local")
     for block, kind in zip(blocks, kinds, strict=True):
         block["attention"]["window"] = hf_config.get_number("window_size", 256) if kind == "local" else None
 

@@ -8,14 +8,14 @@ from cutaway.families.weight_conversion import QKV, SplitGroupedQKV, WeightMappi
 
 PARALLEL = {"kind": "parallel", "norms": "two"}
 NO_POST_NORM_RESIDUAL = SupportedValues(
-    "apply_residual_connection_post_layernorm", (False,), "the residual would follow the norm"
+    "apply_residual_connection_post_layernorm", (False,), "the residual would be taken after the norm"
 )
 MEGATRON_KEYS = {"embed": "transformer.word_embeddings", "norm": "transformer.ln_f", "layer": "transformer.h"}
 """Keys of BLOOM and Falcon for `llama.weights`."""
 
 
 def megatron_weights(attention_prefix: str) -> tuple[WeightMapping, ...]:
-    """Weight mappings of a layer with Megatron's names, which store q, k and v as one tensor, interleaved by head."""
+    """Weight mappings of a layer in Megatron's format, which stores q, k and v as one tensor, interleaved by head."""
     return (
         WeightMapping(f"{attention_prefix}.query_key_value", QKV, SplitGroupedQKV()),
         WeightMapping(f"{attention_prefix}.dense", "attn.f.o"),

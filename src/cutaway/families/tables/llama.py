@@ -58,7 +58,10 @@ def size_fields(
 
 
 def head_fields(num_heads: int = 32, num_kv_heads: int | None = None, head_dim: object = None) -> ConfigFields:
-    """Config fields of the heads, with their defaults. num_kv_heads None: num_heads. head_dim None: d_model / heads."""
+    """Config fields of the heads. The arguments are the family's defaults.
+
+    If `num_kv_heads` is None, the default is the number of heads; if `head_dim` is None, d_model / heads.
+    """
     return (
         Key("num_attention_heads", f"{ATTENTION}.heads", num_heads),
         Key("num_key_value_heads", f"{ATTENTION}.kv_heads", num_kv_heads),

@@ -20,7 +20,7 @@ LAYER_TYPE_THETAS = (
 
 
 def _full_attention_first(hf_config: HFConfigReader, num_layers: int) -> list[str]:
-    """Default `layer_types`: full attention in layer 0 and every n-th layer after it."""
+    """Default `layer_types`: full attention in layers 0, n, 2n …, where n is `global_attn_every_n_layers`."""
     period = hf_config.get_number("global_attn_every_n_layers", 3)
     return ["sliding_attention" if i % period else "full_attention" for i in range(num_layers)]
 

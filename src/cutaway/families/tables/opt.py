@@ -20,7 +20,7 @@ def _write_norm_placement(tree: ConfigTree, hf_config: dict[str, object]) -> Non
 
 
 def _read_embedding_projection(hf_config: HFConfigReader, tree: ConfigTree) -> None:
-    """Factorized embedding (OPT-350m): a projection to d_model after the embedding, and back before the logits."""
+    """Read the factorized embedding (OPT-350m): projections to d_model after the embedding, back before the logits."""
     width = hf_config.get("word_embed_proj_dim")
     if width in (None, tree.get("d_model")):
         return

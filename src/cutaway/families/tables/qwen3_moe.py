@@ -12,7 +12,7 @@ from cutaway.families.weight_conversion import MergeModulelist, WeightMapping
 
 
 def _read_sparse_layers(hf_config: HFConfigReader, tree: ConfigTree) -> None:
-    """Every `decoder_sparse_step`-th layer has experts, except those in `mlp_only_layers`."""
+    """Set a dense FFN in `mlp_only_layers` and in all but every `decoder_sparse_step`-th layer."""
     dense, step = hf_config.get("mlp_only_layers") or [], hf_config.get_number("decoder_sparse_step", 1)
     for i, block in enumerate(tree.blocks("decoder")):
         if i in dense or (i + 1) % step or hf_config.get("num_local_experts", 128) == 0:

@@ -7,7 +7,7 @@ from cutaway.families.tables import llama
 
 
 def _rope_layers(hf_config: HFConfigReader, num_layers: int) -> list[int]:
-    """For each layer, 1 with RoPE or 0 without, as in `no_rope_layers`. By default every fourth layer has no RoPE."""
+    """Return 1 for a layer with RoPE, 0 without, as in `no_rope_layers`. By default every fourth layer has no RoPE."""
     layers = hf_config.get("no_rope_layers")
     interval = hf_config.get_number("no_rope_layer_interval", 4)
     return [int((i + 1) % interval != 0) for i in range(num_layers)] if layers is None else list(layers)

@@ -1,4 +1,4 @@
-"""StableLM 3B, 2 1.6B and 2 12B: Llama with LayerNorm and RoPE on 25% of a head. https://arxiv.org/abs/2402.17834"""
+"""StableLM 3B, StableLM 2 1.6B and StableLM 2 12B: Llama with LayerNorm and RoPE on 25% of a head. https://arxiv.org/abs/2402.17834"""
 
 from cutaway.families.config_fields import Key, activation, flag
 from cutaway.families.rope_fields import RopeField

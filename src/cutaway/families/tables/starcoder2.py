@@ -1,4 +1,4 @@
-"""StarCoder2: Llama names with LayerNorm, biases and an ungated FFN. https://arxiv.org/abs/2402.19173"""
+"""StarCoder2: tensor names of Llama; LayerNorm, biases and an ungated FFN. https://arxiv.org/abs/2402.19173"""
 
 from cutaway.families.config_fields import Key, SupportedValues, activation, flag
 from cutaway.families.rope_fields import RopeField

@@ -66,7 +66,7 @@ def common_fields(vocab_size: int, d_ff: int, num_layers: int, num_heads: int, f
 
 
 def _read_head(hf_config: HFConfigReader, tree: ConfigTree) -> None:
-    """By default a tied head (T5 1.0) is scaled by 1/sqrt(d_model), and an untied one (T5 1.1) is not scaled."""
+    """Read the head. By default, a tied head (T5 1.0) is scaled by 1/sqrt(d_model), an untied head (T5 1.1) is not."""
     tied = hf_config.get("tie_word_embeddings") is not False
     scaled = hf_config.get("scale_decoder_outputs")
     scaled = tied if scaled is None else scaled

@@ -57,14 +57,14 @@ class EngineConfig:
     max_source_len: int = 512
     """Maximum number of source tokens of an encoder-decoder."""
     weight_bits: int | None = None
-    """Bits per weight in decode steps: 16, 8, or 4 (on a GPU only). The default is the model's dtype.
+    """16, 8 or 4 bits per weight in decode steps; 4 needs a GPU. The default is the model's dtype.
 
     With fewer bits a step reads fewer bytes, but the weights have a larger rounding error."""
     compile: bool | None = None
     """Whether to use fast decode steps: CUDA graphs on a GPU, torch.compile on the CPU.
 
-    True: from the first step on. False: never. None (on a GPU only): as soon as they are expected to save more time
-    than their warm-up takes."""
+    True: from the first step on. False: never. None: on a GPU, as soon as they are expected to save more time than
+    their warm-up takes; on the CPU, never."""
     eos_token_ids: Collection[int] = field(default_factory=frozenset)
     """Tokens that end a sequence. `generate` reads them from the checkpoint's files."""
     decoder_start_token_id: int | None = None
@@ -151,9 +151,10 @@ class EngineConfig:
         return min(PAGE_SIZE, self.num_slots)
 
     def num_pages(self) -> int | None:
-        """Number of pages that fit in kv_cache_memory_bytes, not counting the null page.
+        """Number of pages that fit in kv_cache_memory_bytes, but at most the number that max_num_seqs sequences need.
 
-        None if the cache is not paged or kv_cache_memory_bytes is not set: `BatchKVCache` then chooses the number."""
+        The null page is not counted. None if the cache is not paged or kv_cache_memory_bytes is not set:
+        `BatchKVCache` then chooses the number."""
         if self.cache_implementation != "paged" or self.kv_cache_memory_bytes is None:
             return None
         page_bytes, pages_per_seq = self.bytes_for_slots(self.page_size), -(-self.num_slots // self.page_size)
@@ -261,7 +262,7 @@ class EngineConfig:
     def resolve_max_tokens(
         self, input_ids: Sequence[int], sampling_params: SamplingParams, output_prefix: Sequence[int]
     ) -> int:
-        """Maximum number of completion tokens: max_new_tokens, limited by the cache slots that `input_ids` leaves."""
+        """Maximum number of completion tokens: max_new_tokens, limited by the slots that `input_ids` leaves free."""
         sampling_params.check_vocab(self.model.config.vocab_size)
         available = self.num_slots - len(input_ids) + len(output_prefix)
         return max(1, min(sampling_params.max_new_tokens or available, available))

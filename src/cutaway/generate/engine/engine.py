@@ -29,7 +29,7 @@ class BusyError(CutawayError):
 
 
 class Engine:
-    """Continuous-batching engine for one model. Call `step` until it returns False, or `start` a thread that does.
+    """Continuous-batching engine for one model. Call `step` until it returns False, or `start` to do so in a thread.
 
     The engine caches keys, values and packed weights: build a new engine after a change of weights or hooks.
     `submit`, `Request.abort` and `close` are thread-safe; everything else runs in the one thread that calls `step`.
@@ -173,7 +173,7 @@ class Engine:
 
     @contextmanager
     def _isolate_failures(self, requests: Sequence[Request]) -> Iterator[None]:
-        """Context manager: an exception inside fails only `requests`, whose cache rows are zeroed."""
+        """Context manager: if its body raises, only `requests` fail, and their cache rows are zeroed."""
         try:
             yield
         except Exception as error:
@@ -228,7 +228,7 @@ class Engine:
                 self.scheduler.start_prefill(request)
 
     def _prefill_step(self) -> None:
-        """Prefill one chunk of one or more prompts, in total at most `prefill_chunk_size` tokens with padding."""
+        """Prefill the next chunk of one or more prompts, at most `prefill_chunk_size` tokens in total with padding."""
         prefilling = self.scheduler.prefilling()
         if not prefilling:
             return
@@ -238,8 +238,8 @@ class Engine:
             chunk = self._next_prefill_chunk(request)
             longest = max(map(len, [*chunks, chunk]))
             max_computed = max(each.num_computed_tokens for each in [*batch, request])
-            # Cost of the batch: (requests, longest chunk) with padding. Padding is written to slots as well, so the
-            # row with the most computed tokens must have `longest` free slots.
+            # The padded batch is (requests, longest chunk). Padding is written to slots as well, so the row with the
+            # most computed tokens must have `longest` free slots.
             too_many_tokens = longest * (len(batch) + 1) > self.config.prefill_chunk_size
             if batch and (too_many_tokens or max_computed + longest > self.model_runner.cache.num_slots):
                 break
@@ -305,9 +305,9 @@ class Engine:
         """Append a sampled token to a request; finish the request, or prefill it again at a LongRoPE switch length."""
         if invalid:
             reason = (
-                f"the logits for token {len(request.output.tokens)} of the completion contain NaN, or all tokens are"
-                " suppressed; check the weights (ct.load(..., check=True)), the dtype (float16 overflows in some"
-                " models) and suppress_tokens"
+                f"the logits for token {len(request.output.tokens)} of the completion contain NaN or +inf, or all"
+                " tokens are suppressed; check the weights (ct.load(..., check=True)), the dtype (float16 overflows in"
+                " some models) and suppress_tokens"
             )
             request.finish(error=EngineError(reason))
             self.scheduler.release(request, cache_valid=False)

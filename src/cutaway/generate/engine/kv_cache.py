@@ -63,7 +63,7 @@ class KVBuffer:
         values = (values if isinstance(page_index, slice) else values.flatten(1, 2))[:, :num_slots]
         if self.scale is None:
             return values.to(dtype)
-        scale = self.scale[page_index]  # as values, without D
+        scale = self.scale[page_index]  # the shape of `values` without D
         scale = (scale if isinstance(page_index, slice) else scale.flatten(1, 2))[:, :num_slots]
         return (values.float() * scale.float().unsqueeze(-1)).to(dtype)
 
@@ -109,7 +109,7 @@ class PagedLayerCache(LayerCache):
 
 
 class BatchKVCache(Cache):
-    """KV cache of `batch_size` rows, each of which is assigned to and released by one request at a time."""
+    """KV cache of `batch_size` rows. A row is assigned to at most one request at a time."""
 
     def __init__(
         self,

@@ -57,7 +57,7 @@ class ModelRunner:
                 "weight_bits needs fast decode steps, which support CUDA and CPU models without hooks; leave out"
                 " weight_bits, or remove the hooks"
             )
-        # Compiling on the CPU takes most of a minute and swallows Ctrl-C.
+        # Compiling on the CPU takes most of a minute, in which Ctrl-C may have no effect.
         skip_cpu_compile = compile is None and device_type == "cpu"
         self.warmup_policy = None
         if supported and compile is not False and not skip_cpu_compile:
@@ -160,8 +160,8 @@ class ModelRunner:
     def decode(self, num_rows: int, max_len: int, steps_left: int = 1) -> SamplerOutput:
         """Decode one token for each of the first `num_rows` rows.
 
-        `max_len`: upper bound of the rows' lengths. `steps_left`: upper bound of the number of steps to come, from
-        which the warm-up policy decides whether fast steps save time.
+        `max_len`: upper bound of the rows' lengths. `steps_left`: upper bound of the number of remaining steps,
+        from which the warm-up policy decides whether fast steps save time.
         """
         if self.warmup_policy is None:
             return self._decode_once(num_rows, max_len)
@@ -188,8 +188,8 @@ class ModelRunner:
         features = self.sampler.features(num_rows)
         if self.cuda_graphs is not None:
             return self.cuda_graphs(num_rows, features)
-        # max_len changes every step; as a Python int it would recompile the step each time. As the size of a tensor it
-        # is a dynamic dimension, provided that it is neither 0 nor 1, which torch.compile specializes.
+        # max_len changes in every step. Passed as a Python int, it would recompile the step each time. Passed as the
+        # size of a tensor, it is a dynamic dimension, except for the sizes 0 and 1, which torch.compile specializes.
         length_carrier = torch.empty(max(2, max_len + 1), dtype=torch.bool)
         if self.compiled_decode_logits is not None:  # torch._dynamo takes a second to import
             torch._dynamo.mark_dynamic(length_carrier, 0)

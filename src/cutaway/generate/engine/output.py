@@ -49,7 +49,7 @@ class OutputProcessor:
         eos_token_ids: Iterable[int] = (),
         prompt_tokens: Sequence[int] = (),
     ) -> None:
-        """`max_tokens`: maximum number of tokens. `prompt_tokens`: context for detokenizing the first tokens."""
+        """`max_tokens`: maximum number of completion tokens. `prompt_tokens`: context to detokenize the first ones."""
         self.max_tokens = max_tokens
         self.stop_token_ids = sampling_params.all_stop_token_ids(eos_token_ids)
         self.detokenizer = None if tokenizer is None else tokenizer.decode_stream(prefix_ids=prompt_tokens)

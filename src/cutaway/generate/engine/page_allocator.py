@@ -26,7 +26,7 @@ class CachedPage:
 
 
 class PagePool:
-    """Pages 1 … num_pages − 1 of `page_size` tokens each.
+    """Allocator of the pages 1 … num_pages − 1, of `page_size` tokens each.
 
     A page is free, in use (reference count above 0), or evictable (cached, reference count 0). Allocation takes free
     pages first, then evicts cached pages, least recently used first.

@@ -66,7 +66,7 @@ def build_cpu_decode_model(model: T, linear_class: type[PackedLinear]) -> T:
     decode_model = copy.deepcopy(model, shared)
     head = decode_model.head
     assert isinstance(head, LMHead)
-    weight = head.matrix.weight  # of an Embedding or a Linear
+    weight = head.matrix.weight  # `matrix` is an Embedding or a Linear
     assert isinstance(weight, Tensor)
     decode_model.head = PackedHead(head, linear_class(weight, head.bias))
     _pack_linears(decode_model.stacks["decoder"], linear_class)

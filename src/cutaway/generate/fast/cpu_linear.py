@@ -13,7 +13,7 @@ from cutaway.device import has_native_bf16, has_onednn
 from cutaway.generate.fast.quantized_weights import quantize
 
 _NUM_ACCUMULATORS = 4
-"""Independent sums in a GEMV, to hide the latency of a floating-point addition (several cycles)."""
+"""Number of independent sums in a GEMV, to hide the latency of a floating-point addition (several cycles)."""
 
 
 class PackedLinear(nn.Module):

@@ -41,7 +41,7 @@ ACTIVATION_NAMES = {function: name for name, function in ACTIVATIONS.items()}
 
 
 class PagedAttentionKernel(Kernel):
-    """Attention that reads keys and values in the paged cache: no mask tensor and no gathered copy.
+    """Attention that reads keys and values from the paged cache, without a mask tensor and without a gathered copy.
 
     The prepared mask is the position of each row's query, (B,). The query attends to positions up to its own.
     """
@@ -74,7 +74,10 @@ class FastAttention:
 
 
 class FastFFN:
-    """FFN sublayer: down(act(up(h))), or down(act(gate(h)) · up(h)), for h = norm(x). Norm to act is one kernel."""
+    """FFN sublayer: down(act(up(h))), or down(act(gate(h)) · up(h)), for h = norm(x).
+
+    With one row and unpacked weights, one kernel computes everything before `down`.
+    """
 
     def __init__(self, ffn: MLP | GatedMLP, norm: nn.Module, *, bits: int | None) -> None:
         self.norm, self.act = _norm_params(norm), ACTIVATION_NAMES[ffn.act]
@@ -118,7 +121,7 @@ class FastBlock(nn.Module):
     def forward(self, x: Tensor, context: LayerContext) -> Tensor:
         block, attention, ffn = self.block, self.fast_attention, self.fast_ffn
         if isinstance(block, ParallelBlock):
-            h = x if attention is not None else block.norm(x)  # both sublayers are fast, with a fused norm, or neither
+            h = x if attention is not None else block.norm(x)  # both sublayers are fast (fused norm), or neither is
             after_attn = self._residual_branch(x, h, block.attn, attention, None, context)
             return self._residual_branch(after_attn, h, block.ffn, ffn, self.next_attention)
         next_sublayer = ffn if block.cross is None and _is_identity(block.norm_after_attn) else None
@@ -140,7 +143,7 @@ class FastBlock(nn.Module):
     ) -> Tensor:
         """Return residual + branch(x).
 
-        `next_sublayer`: the sublayer that reads this sum. The kernel that computes the sum also applies its norm."""
+        `next_sublayer`: the sublayer that reads this sum, and whose norm the kernel of the sum also computes."""
         if fast is None:
             return residual + branch(x, *args)
         h = self.precomputed_norm.pop(x, fast.norm)

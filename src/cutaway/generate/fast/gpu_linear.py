@@ -17,7 +17,7 @@ MAX_ROWS = 64
 
 @dataclass(frozen=True)
 class NormParams:
-    """Norm before a product: RMSNorm or LayerNorm."""
+    """Parameters of the RMSNorm or LayerNorm before a matrix product."""
 
     weight: Tensor
     bias: Tensor | None
@@ -180,7 +180,7 @@ def _words_per_group(weight: LinearWeight) -> int:
 
 
 def _num_splits(weight: LinearWeight) -> int:
-    """Number of splits of K: doubled until there are enough programs for all SMs (at most 4)."""
+    """Number of splits of K, at most 4: doubled until there are enough programs for all SMs."""
     splits, columns = 1, weight.values.shape[1]
     while splits < 4 and weight.out_features // 64 * splits < 200 and columns % (256 * splits) == 0:
         splits *= 2

@@ -236,7 +236,7 @@ def paged_attention(
     split_z = torch.empty(rows, num_heads, splits, d_head, dtype=torch.float32, device=q.device)
     split_max = torch.empty(rows, num_heads, splits, dtype=torch.float32, device=q.device)
     split_sum = torch.empty_like(split_max)
-    # tl.dot needs at least 16 rows: query heads of the group, padded.
+    # tl.dot needs at least 16 rows, so the query heads of a group are padded.
     block_heads = max(16, triton.next_power_of_2(num_heads // kv_heads))
     split_attention_kernel[(rows, kv_heads, splits)](
         q, key_buffer.values, value_buffer.values, key_scale, value_scale, page_table, position,
@@ -255,6 +255,6 @@ def paged_attention(
 
 
 def _num_splits(num_programs: int, num_slots: int) -> int:
-    """Number of splits of a row's slots: about 264 programs (two per SM of an H200), at least 128 slots per split."""
+    """Number of splits of a row's slots, for about 264 programs (two per SM of an H200) of about 128 slots or more."""
     max_splits = triton.next_power_of_2(-(-num_slots // 128))
     return max(1, min(64, triton.next_power_of_2(-(-264 // num_programs)), max_splits))

@@ -6,7 +6,7 @@ Converting each weight to float would take longer than reading it, so neither ke
   values, less than that of bf16.
 - Several rows: a shift and a mask move a value into the first mantissa bits of a float (the byte u becomes 1 + u/256),
   which tensor cores multiply. x is in the layout (values per word, M, words): first all elements that are multiplied by
-  a word's first value, then by its second, and so on, so that the columns of a tile are contiguous.
+  the first value of a word, then those for the second value, and so on, so that the columns of a tile are contiguous.
 """
 
 import triton
@@ -35,7 +35,7 @@ def _unpack_value(w, i: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def _packed_column(i, BITS: tl.constexpr):
-    """Which of the columns packed in a word its i-th field holds, counting fields from the lowest bits.
+    """Index, among the columns packed in a word, of the column in field i. Field 0 has the lowest bits.
 
     In int4, columns 0-3 are in the low nibbles of the word's four bytes and columns 4-7 in the high nibbles."""
     return i if BITS == 8 else i // 2 + 4 * (i % 2)
@@ -59,7 +59,7 @@ def _dp4a(w, high, low):
 
 @triton.jit
 def _packed_dot(w, high, low, scale, i: tl.constexpr, BITS: tl.constexpr):
-    """Dot product of the i-th four values of each word with four values of x.
+    """Dot product of the i-th group of four values of each word with four values of x.
 
     An int4 value is stored as value + 8, so 8 · Σx is subtracted."""
     if BITS == 8:

@@ -80,7 +80,7 @@ def pack_weight(weight: LinearWeight, bits: int | None) -> LinearWeight:
     return LinearWeight(packed.contiguous().view(torch.int32), weight.bias, scale, bits, weight.values.dtype)
 
 
-def quantize(values: Float[Tensor, "n k"], bits: int) -> tuple[Float[Tensor, "n *g"], Float[Tensor, "n k"]]:
+def quantize(values: Float[Tensor, "n k"], bits: int) -> tuple[Float[Tensor, " n *g"], Float[Tensor, "n k"]]:
     """Return (scales, integers) with values ≈ scale · integer, rounded to the nearest integer.
 
     int8 has one scale per row and integers from −127 to 127. int4 has one scale per GROUP_SIZE values of a row."""

@@ -1,6 +1,6 @@
 """Triton kernels that sample a token from logits with a large vocabulary.
 
-The filters and random numbers are those of `logits_processing`, in three passes over the vocabulary instead of twenty.
+Filters and random numbers are those of `logits_processing`, but with three passes over the vocabulary, not twenty.
 A logit is represented by a sort key: the bits of (max logit − logit) / temperature. Bits of non-negative floats have
 the order of their values, so a top-k or top-p filter is a threshold on integers: tokens with key < threshold are kept,
 and so are the first `num_ties` of the tokens with key = threshold (ties).
@@ -55,8 +55,9 @@ def block_sums_kernel(
 ):
     """Write three sums per block of the vocabulary. A weight is an unnormalized probability.
 
-    They are the sum of the weights with key < threshold, the number of ties (key = threshold), and the sum of the
-    weights with key ≤ threshold in fixed point (see `MASS_SCALE`), which does not depend on the order of additions.
+    The first sum is over the weights with key < threshold that min-p keeps. The second is the number of ties
+    (key = threshold). The third is over the weights with key ≤ threshold, in fixed point (see `MASS_SCALE`), so that it
+    does not depend on the order of additions.
     """
     row, block = tl.program_id(0), tl.program_id(1)
     v = block * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)

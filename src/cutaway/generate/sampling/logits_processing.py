@@ -159,7 +159,7 @@ def _threshold_of_unsorted_keys(
 def inverse_cdf_sample(weight: Float[Tensor, "n V"], u: Float64[Tensor, " n"]) -> Int64[Tensor, " n"]:
     """Sample one token per row with probability proportional to `weight`, from a uniform number u in [0, 1).
 
-    It is the first token at which the cumulative weight exceeds u · total. A token with weight 0 is never returned."""
+    The sampled token is the first at which the cumulative weight exceeds u · total. Its weight is never 0."""
     cdf = weight.cumsum(-1, dtype=torch.float64)
     index = torch.searchsorted(cdf, u.unsqueeze(-1) * cdf[:, -1:], right=True).clamp(max=weight.shape[-1] - 1)
     # A parallel cumulative sum may increase by a rounding error at a token of weight 0; use the argmax then.

@@ -16,7 +16,7 @@ from cutaway.generate.sampling.sampling_params import SamplingParams
 from cutaway.generate.sampling.sampling_state import SamplingFeatures, SamplingState, required_features
 
 _MIN_TEMPERATURE, _MAX_TEMPERATURE = 1.2e-38, 1e38
-"""Temperatures above 0 are clamped to this range, in which float32 is neither 0 nor infinite."""
+"""Temperatures above 0 are clamped to this range, so that they are neither 0 nor infinite in float32."""
 
 
 class SamplerOutput(NamedTuple):
@@ -180,18 +180,18 @@ def largest_divisor_up_to_sqrt(size: int) -> int:
 
 
 def _num_argmax_splits(x: Tensor) -> int:
-    """Number of parts of an argmax.
+    """Number of parallel parts of an argmax.
 
-    A GPU reduces a row on one SM, which for a large vocabulary takes as long as a layer."""
+    With one part, a GPU reduces a row on one SM, which for a large vocabulary takes as long as a decoder layer."""
     return largest_divisor_up_to_sqrt(x.shape[-1]) if x.is_cuda and len(x) < 64 else 1
 
 
 def gather_logprobs(
     logits: Float[Tensor, "n V"], tokens: Int64[Tensor, " n"], features: SamplingFeatures
 ) -> tuple[Tensor | None, ...]:
-    """Return the sampled tokens' log-probabilities, the most likely tokens, and the most likely log-probabilities.
+    """Return the sampled tokens' log-probabilities, the most likely tokens, and the log-probabilities of the latter.
 
-    `features.num_logprobs` is the number of most likely tokens. What is not requested is None."""
+    `features.num_logprobs` is the number of most likely tokens. An output that is not requested is None."""
     if features.num_logprobs < 0:
         return None, None, None
     logprobs = logits.float().log_softmax(-1)

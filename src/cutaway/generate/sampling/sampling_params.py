@@ -63,7 +63,7 @@ class SamplingParams:
     min_new_tokens: int = 0
     """Minimum number of completion tokens before an EOS or stop token."""
     temperature: float = 0.0
-    """0 for greedy decoding."""
+    """Divisor of the logits before softmax; 0 for greedy decoding."""
     top_k: int | None = None
     """Keep only the k most likely tokens."""
     top_p: float | None = None
@@ -247,7 +247,9 @@ def _check_stop_strings(value: object) -> tuple[str, ...]:
 
 
 def resolve_temperature(arguments: Mapping[str, object]) -> dict[str, object]:
-    """Return the arguments, with temperature 1 if only top_k, top_p or min_p is set: they need temperature > 0."""
+    """Return the arguments, with temperature 1 if top_k, top_p or min_p is set and temperature is not.
+
+    These filters have no effect at temperature 0."""
     has_filter = any(arguments.get(name) is not None for name in ("top_k", "top_p", "min_p"))
     return ({"temperature": 1.0} if has_filter else {}) | dict(arguments)
 

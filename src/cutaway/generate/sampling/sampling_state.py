@@ -9,9 +9,9 @@ from torch import Tensor
 from cutaway.generate.sampling.sampling_params import SamplingParams
 
 _TOP_K_WINDOWS = (64, 256, 1024)
-"""Numbers of largest logits that are sorted for top-k and top-p: the first that is at least top_k.
+"""Numbers of largest logits that can be sorted for top-k and top-p. The first number that is at least top_k is used.
 
-If none is, or if top-p is used without top-k, a radix select over the vocabulary replaces the sort."""
+If all are below top_k, or if top-p is used without top-k, a radix select over the vocabulary replaces the sort."""
 
 
 @dataclass(frozen=True)

@@ -143,7 +143,7 @@ def _beam_to_completion(
     output = OutputProcessor(
         sampling_params, len(beam.tokens), tokenizer, engine_config.eos_token_ids, prompt_tokens=context_tokens
     )
-    # In this case the last token was forced and is not part of the text.
+    # A forced EOS is the last token of a beam that reaches the maximum length. It is not part of the text.
     forced_eos = engine_config.forced_eos_token_id is not None and beam.finish_reason == "length"
     for length, token in enumerate(beam.tokens, 1):
         output.append_token(token, forced_eos=forced_eos and length == len(beam.tokens))

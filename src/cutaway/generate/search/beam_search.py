@@ -58,8 +58,8 @@ def _search(
     """The beam search loop: return scores and tokens of the finished beams per prompt.
 
     A running beam's score is the sum of its log-probabilities; −inf marks an empty slot. Dimensions: P prompts, R beams
-    per prompt (1 before the first step), V the vocabulary. `prompt_tokens`: tokens that the logits processor sees
-    before the first new token. Each step synchronizes once with the device, to find the prompts that are finished and
+    per prompt (1 before the first step), V the vocabulary. `prompt_tokens`: history of the logits processor before
+    the first new token. Each step synchronizes once with the device, to find the prompts that are finished and
     remove them from the batch.
     """
     device, vocab_size, num_beams = logits.device, logits_processor.vocab_size, params.num_beams

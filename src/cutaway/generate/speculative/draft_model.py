@@ -71,7 +71,7 @@ class DraftModelProposer:
             max_source_len=target_config.max_source_len,
             decoder_start_token_id=target_config.decoder_start_token_id,
         )
-        # While other rows process the tokens accepted since the last step (up to two), a row without drafts is padded.
+        # One more slot: a row without drafts is padded while other rows process up to two newly accepted tokens.
         config = reserve_draft_slots(config, num_draft_tokens + 1)
         self.model_runner = ModelRunner(model, config.build_cache(), compile=False)
         self.prefill_chunk_size = config.prefill_chunk_size
@@ -114,7 +114,7 @@ class DraftModelProposer:
         self, requests: Sequence[Request], max_tokens: Sequence[int], state: SamplingState, features: SamplingFeatures
     ) -> Proposal:
         sequences = [request.all_token_ids for request in requests]
-        # The last draft token is not fed back.
+        # The last draft token is not an input of the draft model, so it does not count towards max_len.
         limits = [max(0, self.max_len + 1 - len(tokens)) for tokens in sequences]
         counts = [min(pair) for pair in zip(max_tokens, limits, strict=True)]
         if not any(counts):

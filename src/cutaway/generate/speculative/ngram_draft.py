@@ -18,7 +18,7 @@ class NgramConfig:
     """Prompt lookup decoding (Saxena 2023): drafts from earlier occurrences of the last tokens, without a model."""
 
     max_ngram_size: int = 3
-    """Length of the longest n-gram to look up. If it is not found, the n-gram with one token less is, and so on."""
+    """Length of the longest n-gram to look up. If it is not found, a shorter one is looked up."""
     min_ngram_size: int = 2
     """Length of the shortest n-gram to look up."""
 
@@ -62,7 +62,7 @@ class NgramIndex:
 
 
 class NgramProposer:
-    """Proposes, for each request, the tokens that followed its last n-gram at the previous occurrence.
+    """Proposes, for each request, the tokens that followed the previous occurrence of its last n-gram.
 
     The source of an encoder-decoder is searched too, if source and target have the same vocabulary."""
 

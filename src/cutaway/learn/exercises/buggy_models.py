@@ -1,7 +1,7 @@
 """Small models for exercise 10: a correct model, and six with one bug each, which the learner has to identify.
 
-All models have the same weights. Which letter has which bug is computed from a checksum, so that this file does not
-reveal it.
+All models have the same weights. The bug of each letter is computed from a checksum, so that this file does not reveal
+it.
 """
 
 import math

@@ -7,8 +7,9 @@
 #
 # $$\text{weights} = \text{softmax}\left(\frac{q k^\top}{\sqrt{d}}\right) \qquad \text{out} = \text{weights} \cdot v$$
 #
-# The softmax runs over the **keys**: one query, all keys. $d$ is the dimension of $q$ and $k$. A dot product of $d$
-# random pairs has standard deviation $\sqrt d$, so without the root the softmax of a wide head saturates on one key.
+# The softmax runs over the **keys**: one query, all keys. $d$ is the dimension of $q$ and $k$. The dot product of two
+# vectors of $d$ random entries with variance 1 has standard deviation $\sqrt d$, so without the division by $\sqrt d$
+# the softmax of a wide head saturates on one key.
 #
 # **A worked example.** One query $q = (2, 0, 0, 0)$ and two keys $k_1 = (2, 0, 0, 0)$, $k_2 = (0, 2, 0, 0)$. The dot
 # products are 4 and 0, divided by $\sqrt 4$ they are 2 and 0, and $e^2/(e^2 + e^0) = 0.8808$. With values 10 and 20 the
@@ -16,7 +17,7 @@
 #
 # Implement it with products, `exp`, sums and `max`; that is what "by hand" means (`torch.softmax` passes too). Note
 # that `exp(1000)` overflows. To avoid this, subtract the maximum of each row first, which does not change the softmax.
-# There is no mask here; that is exercise 2. The theory is in notebook 2, attention.
+# There is no mask here; exercise 2 adds it. The theory is in notebook 2, attention.
 
 # %%
 import math
@@ -37,7 +38,7 @@ def attention_weights(q: Tensor, k: Tensor) -> Tensor:
 
 # %%
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Map the values (batch, key, width of v) to their sums, weighted by attention: (batch, query, width of v)."""
+    """Sum the values (batch, key, width of v) with the weights of each query: (batch, query, width of v)."""
     # begin solution
     return attention_weights(q, k) @ v
     # end solution

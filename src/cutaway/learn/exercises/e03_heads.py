@@ -53,7 +53,7 @@ def repeat_kv(k: Tensor, n_heads: int) -> Tensor:
 
 
 # %% [markdown]
-# Number the columns and follow them, then run `cutaway learn check 3`.
+# Split a tensor of consecutive numbers and find the columns of each head, then run `cutaway learn check 3`.
 
 # %%
 split_heads(torch.arange(8).reshape(1, 2, 4), 2)

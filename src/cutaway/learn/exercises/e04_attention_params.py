@@ -2,10 +2,10 @@
 # # 4 · Count Q, K, V and O
 #
 # Attention has four matrices. Three project the residual stream of dimension $d$: $W_Q$ computes one query per query
-# head, $W_K$ and $W_V$ one key and one value per key head (with grouped-query attention there are fewer of these). The
-# fourth, $W_O$, projects the concatenated head outputs back to dimension $d$. A matrix from $n$ to $m$ dimensions has
-# $n \cdot m$ parameters, and its bias has one per **output**, $m$. Heads times head dimension is often $d$, but it need
-# not be: the head dimension is a separate setting.
+# head, $W_K$ and $W_V$ one key and one value per key head (with grouped-query attention there are fewer key heads than
+# query heads). The fourth, $W_O$, projects the concatenated head outputs back to dimension $d$. A matrix from $n$ to
+# $m$ dimensions has $n \cdot m$ parameters, and its bias has $m$, one per **output**. Heads times head dimension is
+# often $d$, but it need not be: the head dimension is a separate setting.
 #
 # **A worked example.** GPT-2 small: $d = 768$, 12 heads of dimension 64 for queries and for keys, with biases: $4 \cdot
 # 768 \cdot 768 + 4 \cdot 768 = 2{,}362{,}368$. `cutaway size gpt2` counts 28,348,416 in twelve such layers. The theory

@@ -62,7 +62,7 @@ CASES = [
     Case("for one vector with γ and β", random_inputs(1, 5)),
     Case("for a batch of (2, 3) tokens", random_inputs(2, 2, 3, 4)),
     Case("for numbers around 3", random_inputs(3, 1, 2, 6, offset=3.0)),
-    Case("for numbers near 0.001, where ε counts", random_inputs(4, 2, 3, scale=1e-3)),
+    Case("for numbers near 0.001, where ε matters", random_inputs(4, 2, 3, scale=1e-3)),
     Case("for a vector of zeros", (torch.zeros(2, 3), torch.ones(3), torch.ones(3), 1e-5)),
 ]
 TASKS = [

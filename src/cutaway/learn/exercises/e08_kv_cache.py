@@ -8,8 +8,8 @@
 # bytes per number that is $2 \cdot 32 \cdot 8 \cdot 128 \cdot 8192 \cdot 2 = 1{,}073{,}741{,}824$ bytes: exactly 1 GiB
 # for one sequence. With one key head per query head it would be 4 GiB.
 #
-# A GiB is $2^{30}$ bytes; a GB is $10^9$, 7 % less. Here we count in GiB; `cutaway size llama-3-8b --context 8192`
-# reports 1.074 GB for the same bytes. The theory is in notebook 9, decoding.
+# A GiB is $2^{30}$ bytes; a GB is $10^9$, 7 % less. This exercise counts in GiB;
+# `cutaway size llama-3-8b --context 8192` reports 1.074 GB for the same bytes. The theory is in notebook 9, decoding.
 
 
 # %%
@@ -34,7 +34,7 @@ def bytes_to_gib(n_bytes: int) -> float:
 def max_cached_tokens(
     gib: float, n_layers: int, n_heads: int, n_kv_heads: int, d_head: int, batch: int, bytes_per_value: int
 ) -> int:
-    """Maximum number of tokens in each of `batch` sequences whose cache fits in `gib` GiB."""
+    """Maximum number of tokens per sequence with which the KV cache of `batch` sequences fits in `gib` GiB."""
     # begin solution
     return int(gib * 2**30) // kv_cache_bytes(n_layers, n_heads, n_kv_heads, d_head, 1, batch, bytes_per_value)
     # end solution

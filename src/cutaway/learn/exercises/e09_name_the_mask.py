@@ -11,13 +11,13 @@
 #
 # The masks are `bidirectional` (every query attends to every key) and `causal` (a query attends to itself and earlier
 # positions). Padding is masked in each of them: **keys** that are padding are visible to no query. The row of a padded
-# query does not matter, since its output is never used: leave it as if the query were real. In cross-attention the
-# queries come from the target and the keys from the source, all of which is known.
+# query does not matter, since its output is never used: compute it as for a real query. In cross-attention the queries
+# are computed from the target and the keys from the source. The whole source is known.
 #
 # Some decoders use other masks: in a sliding `window` of $w$ a token attends to itself and the $w - 1$ tokens before
 # it; with a `prefix` the first tokens all attend to each other, and the rest is causal; packed `documents` are
-# concatenated in one row, each causal and masked from the others. Where each token attends to itself alone, call it a
-# window (of 1).
+# concatenated in one row, each causal and masked from the others. A mask in which each token attends only to itself is
+# a window (of 1).
 #
 # ```
 #   causal        window 2      prefix 2      documents 2 + 1

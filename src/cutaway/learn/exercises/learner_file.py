@@ -31,7 +31,9 @@ def read_code_cells(path: Path) -> list[CodeCell]:
         raise InputError(f"'{path.name}' is neither a .py nor an .ipynb file; pass the file that you wrote")
     size = path.stat().st_size
     if size > MAX_FILE_BYTES:
-        raise InputError(f"'{path.name}' has {size:,} bytes; the limit is {MAX_FILE_BYTES:,}: is it the right file?")
+        raise InputError(
+            f"'{path.name}' has {size:,} bytes; the limit is {MAX_FILE_BYTES:,}; pass the file that you wrote"
+        )
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:

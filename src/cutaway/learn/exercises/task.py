@@ -38,8 +38,8 @@ class FunctionTask:
     axes: Sequence[str] = ()
     """Names of the axes of a returned tensor."""
     max_mistakes: int = 2
-    """Maximum number of mistakes that are tried together. Use 1 for boolean results, which pairs of mistakes match
-    too easily."""
+    """Maximum number of mistakes that are tried together. Use 1 for boolean results: a pair of mistakes often gives the
+    same booleans by chance."""
 
     @property
     def name(self) -> str:

@@ -19,7 +19,7 @@ _ERROR_HINTS = {
     "view size is not compatible": "after a transpose the tensor is not contiguous: use reshape, or contiguous() "
     "before view",
     "shapes cannot be multiplied": "write the shapes next to the product: the last axis of the left operand must "
-    "equal the last but one of the right",
+    "equal the last but one axis of the right operand",
     "must match the size of tensor": "write the shapes of both operands next to the line: an axis is missing, or two "
     "are swapped",
     "is invalid for input of size": "the sizes of the new shape must multiply to the number of elements",

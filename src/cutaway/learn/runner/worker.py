@@ -101,7 +101,7 @@ def _grade_cells(tasks: Tasks, cells: list[CodeCell], path: Path) -> GradeReport
     if replaced:
         return GradeReport("error", f"replaces {replaced[0]}, so that results are unreliable: use another name")
     grades = grade_tasks(tasks, namespace, source)
-    if notes and all(grade.status == "missing" for grade in grades):  # it failed before the definitions
+    if notes and all(grade.status == "missing" for grade in grades):  # the file failed before the definitions
         return GradeReport("error", notes[0]["message"], notes[0]["location"])
     replaced = find_replaced_names(snapshot)
     if replaced:

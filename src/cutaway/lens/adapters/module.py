@@ -1,6 +1,7 @@
 """Sites of an arbitrary nn.Module.
 
-The site `path.in` is the first tensor in the input of the submodule at `path`, and `path.out` that in its output.
+The site `path.in` is the first tensor in the input of the submodule at `path`, and `path.out` is the first
+tensor in its output.
 """
 
 from torch import nn
@@ -10,7 +11,7 @@ from cutaway.lens.sites import Site, SiteKind, SiteMap
 
 
 def module_sites(model: nn.Module, reason: str) -> SiteMap:
-    """Return a site for the input and the output of each submodule. `reason` says why there are no named sites."""
+    """Return a site for the input and the output of each submodule. `reason` says why there are no other sites."""
     sites: list[Site] = []
     kinds: tuple[SiteKind, ...] = ("in", "out")
     for path, module in model.named_modules():

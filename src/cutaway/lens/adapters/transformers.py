@@ -60,7 +60,7 @@ class _ModuleMap:
                 self.mapped_modules.setdefault(name, []).extend(mapped)
 
     def find(self, path: str) -> _MappedModule | None:
-        """Return the first of a cutaway module's mapped paths that exists in the transformers model, or None."""
+        """Return the first mapping of a cutaway module whose path exists in the transformers model, or None."""
         mapped = self.mapped_modules.get(f"{path}.weight", []) + self.mapped_modules.get(f"{path}.bias", [])
         return next((candidate for candidate in mapped if candidate.path in self.hf_modules), None)
 
@@ -116,15 +116,15 @@ class _ModuleMap:
 
 
 _HookLocation = tuple[nn.Module | None, bool, HookConversion]
-"""Transformers module, True if the value is the module's input or False if its output, and the conversion."""
+"""Transformers module, whether the value is the module's input (True) or output (False), and the conversion."""
 
 
 class _SiteUnavailableError(Exception):
     """A transformers model does not expose the value of a site. The message says why."""
 
 
-_USE_CT_LOAD = "load the model with ct.load, which exposes them"
-_NO_MODULE = "it is not the input or output of any module that the family's weight mapping locates"
+_USE_CT_LOAD = "load the model with ct.load, where this site is available"
+_NO_MODULE = "its value is not the input or output of any module that the family's weight mapping locates"
 
 
 def transformers_sites(model: nn.Module) -> SiteMap:
@@ -283,7 +283,7 @@ def _locate_projection(projection: str, path: str, module_map: _ModuleMap) -> _H
     if projection in "qk" and (has_rope or not isinstance(getattr(f, f"{projection}_norm"), nn.Identity)):
         raise _SiteUnavailableError(f"QK-norm or RoPE is applied inside its attention module; {_USE_CT_LOAD}")
     if f.clip_qkv is not None:
-        raise _SiteUnavailableError(f"they are clipped inside its attention module; {_USE_CT_LOAD}")
+        raise _SiteUnavailableError(f"q, k and v are clipped inside its attention module; {_USE_CT_LOAD}")
     path = f"{path}.f.{projection}"
     conversion = SplitHeads(f.heads if projection == "q" else f.kv_heads, module_map.output_columns(path))
     return module_map.hf_module(path), False, conversion

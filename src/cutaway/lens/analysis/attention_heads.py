@@ -13,7 +13,7 @@ from cutaway.model import EncoderDecoder, Transformer
 
 HEAD_TYPES = ("previous_token", "duplicate_token", "induction", "first_token")
 _DEFAULT_REPEAT_LEN = 32
-"""Default number of random tokens before they are repeated."""
+"""Default number of random tokens that are repeated once."""
 
 
 def attention_entropy(model: ModelLike, tokens: TextOrTokens, *, source: TextOrTokens | None = None) -> LabeledTensor:
@@ -73,16 +73,17 @@ def head_scores(
     half = tokens.shape[1] // 2
     patterns = _attention_patterns(AnalysisInputs(transformer, None, tokens, None))
     scores = {name: torch.stack(pattern_head_scores(pattern, half), -1) for name, pattern in patterns.items()}
-    # Uniform attention is 1 / visible tokens in a decoder (mean over the second half), 1 / all tokens in an encoder.
+    # Uniform attention weights are 1 / number of visible tokens in a decoder (mean over the second half), and
+    # 1 / number of all tokens in an encoder.
     num_visible = torch.arange(half + 1, 2 * half + 1)
     is_causal = transformer.stacks.keys() == {"decoder"}
     uniform = float((1.0 / num_visible).mean()) if is_causal else 1 / (2 * half)
-    note = f"{batch_size} sequences of {half} random tokens, repeated once; uniform attention scores {uniform:.3f}"
+    note = f"{batch_size} sequences of {half} random tokens, repeated once; uniform attention has score {uniform:.3f}"
     return _build_result(scores, "head scores", "fraction of attention", note)
 
 
 def pattern_head_scores(pattern: Tensor, repeat_len: int) -> list[Tensor]:
-    """Return one tensor (H,) per head type, averaged over the second half, because only there the types differ."""
+    """Return one tensor (H,) per head type, averaged over the second half, whose tokens have an earlier copy."""
     # (B, H, T − offset): attention of query t to key t − offset.
     diagonals = {offset: pattern.diagonal(-offset, -2, -1) for offset in (1, repeat_len, repeat_len - 1)}
     previous = diagonals[1][..., repeat_len - 1 :].mean((0, 2))

@@ -113,7 +113,7 @@ def direct_logit_attribution(
 
 
 def check_attributable(inputs: AnalysisInputs) -> None:
-    """Raise unless the residual stream is a plain sum and the head is linear."""
+    """Raise if the residual stream is not a plain sum or the head is not linear."""
     inputs.require_additive_residual("direct logit attribution")
     inputs.require_linear_head("direct logit attribution")
 
@@ -128,7 +128,7 @@ def logit_contributions(
     by_head: bool,
     by_token: bool,
 ) -> Iterator[LogitContribution]:
-    """Yield the contributions to the logit of embed, each sublayer (or head) and the biases, in model order.
+    """Yield the contributions of embed, of each sublayer (or head) and of the biases to the logit, in model order.
 
     `at_position` has the activations at the attributed position, `all_positions` has v at all positions.
     """
@@ -171,7 +171,7 @@ def _logit_direction(head: LMHead, token: int) -> tuple[Tensor, Tensor]:
 def _head_contributions(
     branch: Branch, at_position: ActivationMap, values: Tensor | None, site: str, direction: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the contributions to the logit of the heads and of the biases (None without biases).
+    """Return the contributions of the heads and of the biases (None without biases) to the logit.
 
     The heads' contributions are (H,), or (H, S) with one column per attended token if `values` is not None.
     """

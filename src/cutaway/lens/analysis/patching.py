@@ -64,7 +64,7 @@ def activation_patching(
             fractions.append(experiment.recovered_fraction({layer_site.name: patch}, len(indices)))
         rows.append(torch.cat(fractions))
     if len({len(row) for row in rows}) > 1:
-        raise InputError("the layers differ in their number of heads; pass layers that have equally many")
+        raise InputError("the layers differ in their number of heads; pass layers with equal numbers of heads")
     labels = tuple(str(head) for head in range(len(rows[0]))) if by_head else experiment.token_labels
     names = tuple(layer_site.name.removesuffix(f".{site}").replace("blocks.", "") for layer_site in layer_sites)
     title = f"activation patching of {site}: recovered fraction of {experiment.title}"
@@ -188,7 +188,7 @@ def path_patching(
     sender_site = matches[0]
     writer = experiment.all_sites.get(sender_site.name.rsplit(".", 1)[0] + ".out")
     if writer is None or writer.stack is not experiment.clean.stack or len(matches) > 1:
-        raise InputError(f"'{sender}' is not one site that writes to the residual stream; pass blocks.0.attn.out, say")
+        raise InputError(f"'{sender}' is not one site that writes to the residual stream; pass e.g. blocks.0.attn.out")
     order = list(experiment.all_sites)
     # In a parallel block the FFN has the same input as attention, so it does not read the output of attention.
     is_parallel = isinstance(experiment.clean.blocks[writer.layer or 0], ParallelBlock)
@@ -198,7 +198,7 @@ def path_patching(
         if order.index(site.name) > order.index(writer.name) and not (is_parallel and site.layer == writer.layer)
     ]
     if not receiver_sites:
-        raise InputError(f"none of {', '.join(receivers)} reads {sender}; pass a receiver that comes later")
+        raise InputError(f"none of {', '.join(receivers)} reads {sender}; pass a receiver after the sender")
     delta = _sender_difference(experiment, sender_site, writer, heads)
     scores = [
         _patch_receiver(experiment, site, delta)

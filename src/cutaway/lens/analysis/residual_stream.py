@@ -33,7 +33,8 @@ def update_cosine_similarities(
 ) -> LabeledTensor:
     """Cosine similarity of each sublayer output with the residual stream it is added to: sublayer × token.
 
-    1 means that the sublayer amplifies the residual stream, −1 that it removes from it, 0 that it adds a new direction.
+    1 means that the output amplifies the residual stream, −1 that it shrinks the residual stream, 0 that it is
+    orthogonal to the residual stream.
     """
     inputs = prepare_inputs(model, tokens, source)
     names, pairs = _sublayer_updates(inputs)

@@ -31,7 +31,10 @@ class ActivationCache:
         self.attention_calls: dict[str, tuple[Kernel, tuple[Any, ...]]] = {}
         """Attention name (`blocks.0.attn`) → the kernel and the arguments it was called with."""
         self.position_outputs: dict[str, Any] = {}
-        """Position module → its output. The name is `embed.position`, or the key in `Stack.positions`."""
+        """Name of a position module (`embed.position`, or a key of `Stack.positions`) → its output.
+
+        In an encoder-decoder, the name has the prefix `encoder.` or `decoder.`.
+        """
 
     def build_hook(self, job: QueryJob, on_site: Callable[[str, Tensor], None]) -> Callable[[HookContext], None]:
         """Return a forward hook that stores a site's activation and calls `on_site(name, activation)`.

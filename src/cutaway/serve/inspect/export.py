@@ -1,4 +1,4 @@
-"""Export of the inspector page as one HTML file with script, style and the results of all queries about one text."""
+"""Export of the inspector page as one HTML file: script, style, and the query results of three screens for one text."""
 
 import base64
 import html
@@ -21,9 +21,9 @@ CONTENT_SECURITY_POLICY = (
 
 
 def export_html(inspector: Inspector, progress: Callable[[int, int], None]) -> tuple[str, bool]:
-    """Return the HTML page, and whether it has the results of all queries about the default text.
+    """Return the HTML page, and whether it contains all query results for the default text.
 
-    If the results exceed MAX_EXPORT_BYTES, those about the first tokens of the text are left out.
+    If the results exceed MAX_EXPORT_BYTES, the results for the first tokens of the text are left out.
     """
     results: dict[str, str] = {}
     size, is_complete = 0, True
@@ -32,7 +32,7 @@ def export_html(inspector: Inspector, progress: Callable[[int, int], None]) -> t
         progress(done, len(queries))
         try:
             result = QUERIES[name].model_validate_json(json.dumps(params)).run(inspector, QueryJob())
-        except CutawayError:  # the live page shows the same error: a model without a head, a layer without positions
+        except CutawayError:  # the live page shows the same error, such as that the model has no head
             continue
         encoded = base64.b64encode(result.to_safetensors()).decode()
         size += len(encoded)

@@ -17,7 +17,7 @@ from cutaway.errors import InputError
 from cutaway.lens.labeled_tensor import replace_nonfinite
 
 PROGRESS, RESULT, ERROR, PARTIAL = range(4)
-"""Frame kinds, with these payloads: JSON {completed, total, description}, result, JSON {message}, partial result."""
+"""Frame kinds. Their payloads, in this order: JSON {completed, total, description}, result, JSON {message}, result."""
 
 
 @dataclass(frozen=True)

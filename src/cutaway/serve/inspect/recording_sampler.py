@@ -92,7 +92,7 @@ class RecordingSampler(Sampler):
 
 
 def slot_positions(cache: Cache, num_slots: int) -> list[int]:
-    """Return the position of the token in each filled slot of a ring buffer, which is the last token written there."""
+    """Return the position of the token in each filled slot of a ring buffer: the last token written to the slot."""
     length = int(cache.seq_lens[0])
     return [length - 1 - (length - 1 - slot) % num_slots for slot in range(min(length, num_slots))]
 

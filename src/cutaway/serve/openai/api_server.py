@@ -138,7 +138,7 @@ def build_router(serving: ServingEngine) -> APIRouter:
         """Tokenize a text or a chat."""
         _check_request(request, serving)
         if (request.prompt is None) == (request.messages is None):
-            raise APIError(400, "pass either prompt or messages", param="prompt")
+            raise APIError(400, "prompt and messages are both set or both missing; pass one of them", param="prompt")
         tokenizer = serving.get_tokenizer()
         if request.messages is not None:
             encode_prompts = request_mapping.build_chat_encoder(request.messages, serving)

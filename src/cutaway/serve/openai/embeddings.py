@@ -1,6 +1,6 @@
 """Text embeddings: the last hidden states, pooled and L2-normalized.
 
-The pooling mode is that of the checkpoint's sentence-transformers config, by default the mean.
+The checkpoint's sentence-transformers config sets the pooling mode. The default is the mean over tokens.
 """
 
 import base64
@@ -24,7 +24,10 @@ POOLING_MODES = {
 
 
 def read_pooling_mode(directory: Path) -> str | None:
-    """Read the pooling mode of a sentence-transformers checkpoint. None if there is no `1_Pooling/config.json`."""
+    """Read the pooling mode of a sentence-transformers checkpoint.
+
+    Return None if `1_Pooling/config.json` does not exist or sets none of `POOLING_MODES`.
+    """
     path = directory / "1_Pooling" / "config.json"
     if not path.is_file():
         return None
@@ -71,7 +74,7 @@ def _pool_hidden_states(model: Transformer, tokens: Tensor, mask: Tensor, poolin
 
 
 def encode_float32_base64(vector: list[float]) -> str:
-    """Encode as little-endian float32 in base64."""
+    """Encode a vector in base64, as little-endian float32 bytes."""
     import numpy as np
 
     return base64.b64encode(np.asarray(vector, dtype="<f4").tobytes()).decode("ascii")

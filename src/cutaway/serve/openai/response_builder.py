@@ -75,8 +75,8 @@ class ResponseBuilder:
     ) -> Data | None:
         """Build the log-probabilities of tokens and of their alternatives, or None if they were not requested.
 
-        `offset` is the length of the text before these tokens. `drop_last` leaves out the last token, for stop tokens,
-        which are not part of the text.
+        `offset` is the length of the text before these tokens. `drop_last` leaves out the last token. It is set
+        if that token is a stop token, which is not part of the text.
         """
         if self.num_logprobs is None:
             return None

@@ -25,7 +25,7 @@ log = logging.getLogger("cutaway.serve")
 
 
 class ServingEngine:
-    """One checkpoint, its served name and its engine. Public methods are called on the event loop."""
+    """One checkpoint, its served name and its engine. `submit` and `run_in_pool` must be called on the event loop."""
 
     def __init__(
         self,
@@ -198,7 +198,10 @@ class ServingEngine:
             raise
 
     def _resolve_max_new_tokens(self, prompt: Sequence[int], params: SamplingParams) -> SamplingParams:
-        """Return `params` with max_new_tokens, by default the rest of the context. Raise if it exceeds the context."""
+        """Return `params` with max_new_tokens and the generation config applied. Raise if the context is too short.
+
+        Without max_new_tokens in the request, the generation config sets it, or else it is the rest of the context.
+        """
         self.check_prompt_length(len(prompt))
         num_context_tokens = 1 if self.is_encoder_decoder else len(prompt)
         max_new, max_new_tokens = self.max_model_len - num_context_tokens, params.max_new_tokens
@@ -225,7 +228,7 @@ class ServingEngine:
             raise APIError(400, message, param="input")
 
     def check_text_length(self, texts: Sequence[str], param: str) -> None:
-        """Raise if texts are too long, before tokenizing them."""
+        """Raise if the texts are too long. This is called before they are tokenized."""
         if sum(map(len, texts)) > self.limits.max_prompt_characters:
             message = f"the texts have more than {self.limits.max_prompt_characters} characters; send fewer"
             raise APIError(400, message, param=param)

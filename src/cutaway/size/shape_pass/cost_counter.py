@@ -45,7 +45,7 @@ class CostCounter:
 
 @dataclass
 class BlockMatmuls:
-    """The matmuls of a block in order, each with whether selective checkpointing keeps its output."""
+    """The matmuls of a block in order, each with a flag: True if selective checkpointing keeps its output."""
 
     matmuls: list[tuple[MatmulFlops, bool]] = field(default_factory=list)
     num_needed: int = 0

@@ -12,7 +12,7 @@ class PassShape:
     source_len: int
     num_cached_tokens: int = 0
     serving: bool = False
-    """Whether keys and values go to a KV cache and only the logits of the last token are computed."""
+    """Whether keys and values are written to a KV cache and only the logits of the last token are computed."""
     source_cached: bool = False
     """Whether the keys and values of cross-attention are cached too."""
 

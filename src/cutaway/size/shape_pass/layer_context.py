@@ -1,4 +1,4 @@
-"""Layer contexts of a shape pass: RoPE tables, masks and position biases. Layers share those that are equal."""
+"""Layer contexts of a shape pass: RoPE tables, masks and position biases. Equal ones are shared between layers."""
 
 from dataclasses import dataclass
 

@@ -47,8 +47,9 @@ def inference_pass(
     """Run the forward pass over `seq_len` tokens per sequence, without gradients.
 
     `num_cached_tokens` tokens per sequence are already in the KV cache. The encoder of an encoder-decoder runs too,
-    unless `source_cached` is True; the default is True if any tokens are cached. With `serving`, keys and values go to
-    a KV cache, whose memory is counted elsewhere, and only the logits of the last token of each sequence are computed.
+    unless `source_cached` is True; the default is True if any tokens are cached. With `serving`, keys and values are
+    written to a KV cache, whose memory is counted elsewhere, and only the logits of each sequence's last token are
+    computed.
     """
     tape = Tape(replace(execution, grad=False))
     has_cached_source = num_cached_tokens > 0 if source_cached is None else source_cached

@@ -166,7 +166,7 @@ class Tape:
         min_flops: int | None = None,
         in_fp32: bool = False,
     ) -> ShapeTensor:
-        """Record x·Wᵀ + b. `min_flops`: FLOPs of a cheaper way to compute the same (absorbed MLA), if there is one."""
+        """Record x·Wᵀ + b. `min_flops`: FLOPs of an equivalent, cheaper computation (absorbed MLA), if there is one."""
         d_in = x.shape[-1]
         weight = Weight(key, (d_out, d_in), in_matmul=True)
         weights = [weight, Weight((*key, "bias"), (d_out,), in_matmul=True)] if bias else [weight]
@@ -218,7 +218,7 @@ class Tape:
         return out
 
     def register_backward_hook(self, hook: Callable[[], None]) -> None:
-        """Call `hook` in the backward pass, after the gradients of all operations that are recorded from now on."""
+        """Call `hook` in the backward pass, after the backward of all operations that are recorded from now on."""
         node = GradNode(0, [])
         node.hook = hook
         self.nodes.append(node)

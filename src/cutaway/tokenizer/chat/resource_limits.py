@@ -18,7 +18,7 @@ MAX_VALUE_SIZE = 4_000_000
 _MAX_TOTAL_SIZE = 64_000_000
 """Maximum total size of all values created in one rendering, which could all be in memory at once."""
 MAX_SECONDS = 2.0
-"""Maximum CPU time of one rendering, which other work on the machine does not change."""
+"""Maximum CPU time of one rendering, in seconds. CPU time does not depend on other work on the machine."""
 ITEM_SIZE = 16
 """Size of an entry of a list or dict, in addition to its value."""
 MAX_INT_BITS = 4096
@@ -38,7 +38,7 @@ class ResourceMeter:
             raise SecurityError(f"it uses more than {MAX_SECONDS:g} seconds of CPU time")
 
     def check_size(self, size: int) -> None:
-        """Raise SecurityError if a value of `size`, about to be created, is too large, or after the deadline."""
+        """Raise SecurityError if a new value of this size would be too large, or if the deadline has passed."""
         self.check_time()
         if size > MAX_VALUE_SIZE:
             raise SecurityError(f"it creates a value of more than {MAX_VALUE_SIZE:,} characters")

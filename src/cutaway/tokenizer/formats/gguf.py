@@ -45,7 +45,10 @@ class _GGUFTokenizerMetadata:
         self._metadata = metadata
         self.tokens: list[str] = self.get_list("tokens", str) or []
         if not self.tokens or len(self.tokens) > MAX_VOCAB_SIZE:
-            raise InputError(f"the GGUF metadata has no list {_GGML_KEY_PREFIX}tokens; use a file with a tokenizer")
+            raise InputError(
+                f"the GGUF metadata has no list {_GGML_KEY_PREFIX}tokens, or one that is too long; use a file with a"
+                " tokenizer"
+            )
         self.token_types = self.get_list("token_type", int) or [spm.NORMAL] * len(self.tokens)
         if len(self.token_types) != len(self.tokens):
             counts = f"{len(self.token_types)} token types for {len(self.tokens)} tokens"

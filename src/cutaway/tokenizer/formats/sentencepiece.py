@@ -73,7 +73,7 @@ def parse_sentencepiece_model(data: bytes) -> SentencePieceModel:
         for name in names:
             setattr(model, name, getattr(spec, name))
     validate_sentencepiece_model(model)
-    # protobuf skips fields of the wrong type and unknown piece types. Raise, because the rest would be a smaller model.
+    # protobuf skips fields of the wrong type and unknown piece types. Raise, because the parsed model is incomplete.
     # The trainer_spec is not checked, because new trainer options do not change how text is encoded.
     proto.ClearField("trainer_spec")
     size = proto.ByteSize()
@@ -103,7 +103,7 @@ def validate_sentencepiece_model(model: SentencePieceModel) -> None:
 
 
 def validate_charsmap(precompiled_charsmap: bytes) -> None:
-    """Raise unless the table is: size of a trie in bytes, trie of 32-bit units, replacements of at most 256 bytes."""
+    """Raise unless the table has a trie size in bytes, a trie of 32-bit units and replacements of at most 256 bytes."""
     size = int.from_bytes(precompiled_charsmap[:4], "little")
     is_valid = len(precompiled_charsmap) >= 8 and not size % 4 and 0 < size <= len(precompiled_charsmap) - 4
     if not is_valid or max(map(len, precompiled_charsmap[4 + size :].split(b"\0"))) > 256:

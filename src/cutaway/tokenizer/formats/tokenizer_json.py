@@ -88,7 +88,7 @@ def parse_vocabulary(content: Mapping[str, object], path: Path) -> Vocabulary:
         if len(scores) > MAX_VOCAB_SIZE or (
             unk is not None and (not isinstance(unk, int) or not 0 <= unk < len(scores))
         ):
-            raise InputError(f"{path} has unk_id {unk!r}, which is not in its vocabulary; download the file again")
+            raise InputError(f"{path} has too many tokens or no token with its unk_id {unk!r}; download the file again")
         return Vocabulary("Unigram", scores=scores, unk_id=unk, precompiled_charsmap=charsmap, post_processor=post)
     ids = validate_vocab(tokens, path)
     if not isinstance(merges, list):

@@ -1,4 +1,4 @@
-"""Training budgets: compute the cost of a variant, and match it to the first variant by parameters or FLOPs."""
+"""Training budgets: compute a variant's cost, and match its number of parameters or FLOPs to the first variant."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -50,7 +50,7 @@ def _flops_per_sequence(config: Config, seq_len: int) -> int:
 
 
 def match_budget(name: str, recipe: Recipe, baseline: Recipe, match: BudgetKind) -> Recipe:
-    """Change a variant so that it has the budget of the baseline: its FFN width, or its number of steps."""
+    """Change the FFN width or the number of steps of a variant, so that it has the same budget as the baseline."""
     if match == "tokens":
         return recipe
     if match == "parameters":
@@ -75,7 +75,7 @@ def _match_parameters(name: str, config: Config, target: int) -> Config:
     num_parameters = count_parameters(closest).total
     if abs(num_parameters - target) > PARAMETER_RTOL * target:
         raise InputError(
-            f"'{name}' cannot have {target:,} parameters by changing its FFN width alone (the closest is"
+            f"no FFN width gives '{name}' the {target:,} parameters of the first variant (the closest is"
             f" {num_parameters:,}); use a value closer to the first variant, or match tokens or flops"
         )
     return closest

@@ -69,8 +69,8 @@ def run_jobs(
     pending.sort(key=lambda run: run[1])  # all variants of the first seed, then all of the next seed
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     max_workers = min(num_workers or (num_cores() if device == "cpu" else 1), len(directories))
-    # This must not depend on pending runs or free memory: with another number of threads, the results of a resumed run
-    # would not be bit-identical.
+    # The number of threads must not depend on pending runs or free memory: with another number of threads, the results
+    # of a resumed run would not be bit-identical.
     num_threads = max(1, num_cores() // max_workers)
     num_parallel = max_workers if num_workers else min(max_workers, _max_parallel_runs(plan, torch.device(device)))
     running: list[_RunningJob] = []
@@ -143,13 +143,13 @@ def _check_finished(job: _RunningJob) -> None:
     if job.finished is False:
         raise AblationStoppedError
     raise InputError(
-        f"the process of {job.name} died (exit code {job.process.exitcode}), possibly out of memory; run fewer at a"
-        " time with --jobs, and resume with the same command"
+        f"the process of {job.name} died (exit code {job.process.exitcode}), possibly out of memory; repeat the command"
+        " to resume, with a lower --jobs if memory was the cause"
     )
 
 
 def _terminate_jobs(jobs: list[_RunningJob]) -> None:
-    """Send SIGTERM to each worker, which then finishes its current step and saves a checkpoint. Wait for all."""
+    """Send SIGTERM to each worker, which then saves a checkpoint after its current step. Wait until all have ended."""
     for job in jobs:
         job.process.terminate()
     for job in jobs:

@@ -21,12 +21,12 @@ from cutaway.train.objectives.objective import Objective
 from cutaway.train.trainer.trainer import Trainer
 
 Measurement = dict[str, Any]
-"""The name of the `condition`, and values by metric name, as in `metrics.METRICS`."""
+"""Measured values under one condition: the name of the `condition`, and a value per key of `metrics.METRICS`."""
 
 NUM_EVAL_SEQUENCES = 256
 """Number of validation sequences over which the loss is averaged."""
 NUM_SEQUENCES = 64
-"""Number of validation sequences for the other measurements."""
+"""Number of validation sequences for component removal. Positions are measured on at most half as many."""
 MAX_LENGTH_FACTOR = 4
 """Length of the longest measured sequence, as a multiple of the trained length."""
 POSITION_SHIFT = 7
@@ -36,7 +36,7 @@ NUM_TIMED_STEPS = 12
 
 
 def _spread_indices(trainer: Trainer, count: int) -> list[int]:
-    """Positions of `count` evenly spaced validation sequences, or of all sequences if there are fewer."""
+    """Indices of `count` evenly spaced validation sequences, or of all sequences if there are fewer."""
     num_sequences = trainer.data.num_validation_sequences
     count = min(count, num_sequences)
     return [index * num_sequences // count for index in range(count)]
@@ -200,9 +200,9 @@ def token_losses(model: Transformer, tokens: Tensor) -> Tensor:
 
 @torch.no_grad()
 def permutation_sensitivity(model: Transformer, tokens: Tensor) -> float:
-    """Change ‖f(P·x) − P·f(x)‖ for a permutation P of tokens, divided by the spread of the hidden states f.
+    """Norm of f(P·x) − P·f(x) for a permutation P of the tokens x, where f(x) are the hidden states.
 
-    0 if the order of tokens has no effect.
+    The norm is divided by the norm of the centered hidden states. It is 0 if the order of tokens has no effect.
     """
     generator = torch.Generator().manual_seed(0)
     order = torch.randperm(tokens.shape[1], generator=generator).to(tokens.device)
@@ -211,7 +211,7 @@ def permutation_sensitivity(model: Transformer, tokens: Tensor) -> float:
 
 @torch.no_grad()
 def shift_sensitivity(model: Transformer, tokens: Tensor) -> float:
-    """Relative change of hidden states if POSITION_SHIFT is added to all positions. 0 if only relative ones matter."""
+    """Relative change of hidden states if POSITION_SHIFT is added to all positions. 0 for purely relative positions."""
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     return _relative_change(_hidden_states(model, tokens), _hidden_states(model, tokens, positions + POSITION_SHIFT))
 

@@ -31,7 +31,10 @@ class Metric:
         return math.log(max(value, 1e-30)) if self.is_ratio else value
 
     def interval_to_dict(self, interval: ConfidenceInterval) -> IntervalTable:
-        """Interval as JSON values. It means mean ± half_width or, for a ratio, from mean / factor to mean · factor."""
+        """Interval as JSON values.
+
+        The interval is mean ± half_width or, for a ratio, the range from mean / factor to mean · factor.
+        """
         if not self.is_ratio:
             return {"mean": interval.mean, "half_width": interval.half_width, "count": interval.count}
         factor = None if interval.half_width is None else math.exp(interval.half_width)

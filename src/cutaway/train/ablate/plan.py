@@ -62,7 +62,7 @@ def combine_variations(variations: Sequence[Variation]) -> list[VariantSpec]:
         raise ConfigError("a key is in --vary twice; pass all of its values at once, as in norm=layernorm,rmsnorm")
     if "training.seed" in keys:
         raise ConfigError("training.seed cannot be varied: every variant is trained with all seeds; use --num-seeds")
-    # A key is shortened to the last component of its path, if these are distinct.
+    # Each key is shortened to the last component of its path, if the last components of all keys are distinct.
     ends = [key.removesuffix(".kind").rpartition(".")[2] for key in keys]
     names = ends if len(set(ends)) == len(ends) else keys
     specs = []
@@ -86,7 +86,7 @@ def build_plan(
     if len(specs) < 2 and measurement is None:
         raise ConfigError("there is only one variant, so there is nothing to compare; vary a key, as in depth=2,4")
     if num_seeds < 1:
-        raise InputError(f"num_seeds is {num_seeds}; pass 1 or more, and 3 or more for a confidence interval")
+        raise InputError(f"num_seeds is {num_seeds}; pass 1 or more, and 3 or more for a useful confidence interval")
     first_seed = recipe.training.seed
     recipe = recipe.replace(eval=recipe.eval.replace(sample_prompt=None))  # samples are not used
     tokenizers = _TokenizerCache(output_dir)
@@ -128,7 +128,7 @@ class _TokenizerCache:
         self._tokenizers: dict[str, tuple[int, TokenizerConfig | None]] = {}
 
     def resolve_recipe(self, recipe: Recipe) -> Recipe:
-        """Replace a tokenizer that must be trained by a trained tokenizer, and set vocab_size of the model."""
+        """Return the recipe with a trained tokenizer, and with the tokenizer's vocab_size in the model config."""
         key = recipe.data.model_dump_json(include={"sources", "tokenizer"})
         if key not in self._tokenizers:
             self._tokenizers[key] = self._prepare_tokenizer(recipe, hashlib.sha256(key.encode()).hexdigest()[:12])

@@ -55,7 +55,7 @@ def _small_recipe(
     }
 
 
-# Gradients by depth (claim 1)
+# Gradients by depth
 
 DEPTHS = (2, 6, 12)
 NO_WARMUP_DEPTH = 6
@@ -98,7 +98,7 @@ def _compare_depths(results: Results) -> list[Comparison]:
     return comparisons
 
 
-# Components removed (claim 2)
+# Components removed
 
 FULL_MODEL = "full model"
 
@@ -144,7 +144,7 @@ def _compare_component_removal(results: Results) -> list[Comparison]:
     return [*comparisons, Comparison(unmasked, baseline, label=label, baseline_label=FULL_MODEL)]
 
 
-# Positions (claim 3)
+# Positions
 
 POSITION_METHODS = ("none", "sinusoidal", "learned", "rope", "alibi", "relative-bias")
 SEQ_LEN = 64
@@ -152,11 +152,12 @@ SEQ_LEN = 64
 
 def _positions_study() -> Study:
     recipe = _small_recipe(layers=3, d_model=64, seq_len=SEQ_LEN, max_steps=250, embedding={"scale": "sqrt_d_model"})
-    # With this initialization, embeddings have the norm of sinusoidal positions, which would dominate smaller ones.
+    # With this initialization, embeddings have the same norm as sinusoidal positions. Smaller embeddings would be
+    # dominated by the positions.
     recipe["model"]["init"] = {"kind": "xavier"}
     recipe["model"]["context"] = 5 * SEQ_LEN  # learned positions need rows beyond the trained length too
     return Study(
-        f"sensitivity of each position method to order and offset, and its loss beyond the {SEQ_LEN} trained tokens",
+        f"sensitivity of each position method to order and offset, and its loss beyond the trained {SEQ_LEN} positions",
         recipe,
         tuple(VariantSpec(method, (("position", method),)) for method in POSITION_METHODS),
         _compare_positions,
@@ -187,7 +188,7 @@ def _compare_positions(results: Results) -> list[Comparison]:
     return comparisons
 
 
-# Components at equal budget (claim 6)
+# Components at equal budget
 
 
 def _components_study() -> Study:

@@ -29,7 +29,7 @@ from cutaway.user_files import write_text_atomically
 
 OUTCOME_FILE = "outcome.json"
 Outcome = dict[str, Any]
-"""Losses, time, memory and measurements of a run. For a run that failed, only `failed`, the reason."""
+"""Losses, time, memory and measurements of a run. A failed run has only the key `failed`, with the reason."""
 PROGRESS_INTERVAL_SECONDS = 0.2
 """Minimum time between two progress messages."""
 
@@ -122,7 +122,7 @@ def _collect_outcome(trainer: Trainer, job: Job, loss: float) -> Outcome:
     if job.measurement is not None:
         outcome["measurements"] = MEASUREMENTS[job.measurement](trainer)
     trainer.model.train()
-    outcome["step_seconds"] = step_seconds(trainer)  # after the measurements, because these steps change the weights
+    outcome["step_seconds"] = step_seconds(trainer)  # after the measurements, because timed steps change the weights
     if job.measure_memory:
         outcome["peak_memory"] = peak_step_memory(trainer)
     return outcome

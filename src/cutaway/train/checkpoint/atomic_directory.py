@@ -61,7 +61,7 @@ def rename_into_place(temporary: Path, target: Path) -> Path | None:
     replaced = None
     if target.exists():
         if not target.is_dir():
-            raise FileExistsError(errno.EEXIST, "the path of the checkpoint is a file, not a directory")
+            raise FileExistsError(errno.EEXIST, "the target path is a file, not a directory")
         replaced = hidden_path(target, REPLACED)
         target.rename(replaced)
         hit_failpoint("between-renames")
@@ -89,7 +89,10 @@ def remove_hidden_directory(path: Path, recover: Callable[[Path], bool] | None =
 
 @contextmanager
 def _try_lock_directory(directory: Path) -> Iterator[bool]:
-    """Try to lock a directory without waiting, and yield whether it is locked. The lock ends with the process."""
+    """Try to lock a directory without waiting, and yield whether this succeeded.
+
+    The lock is released at the end of the context, and also when the process is killed.
+    """
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         try:

@@ -44,7 +44,7 @@ class LoadedCheckpoint:
 class ManifestEntry(BaseModel):
     """Size in bytes and checksum of a file of a checkpoint.
 
-    `group` names the state dict of which the file has tensors, e.g. 'model' or 'optimizer'. It is None for state.json.
+    `group` names the state dict whose tensors are in the file, e.g. 'model' or 'optimizer'. It is None for state.json.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -87,7 +87,7 @@ def is_checkpoint_name(name: str) -> bool:
 
 
 def list_checkpoints(directory: Path) -> list[Path]:
-    """Checkpoints in a directory, newest first. Those without a readable manifest come before all others."""
+    """Checkpoints in a directory, newest first. Checkpoints without a readable manifest precede all others."""
     sort_keys = {}
     for path in list_directory(directory):
         if is_checkpoint_name(path.name) and path.is_dir():
@@ -98,7 +98,7 @@ def list_checkpoints(directory: Path) -> list[Path]:
 
 
 def read_manifest(directory: Path, name: str | None = None) -> Manifest | str:
-    """Read the manifest of a checkpoint directory, or return a text that says what is wrong with it.
+    """Read the manifest of a checkpoint directory, or return a description of the problem as a string.
 
     The step of the manifest must match `name`, which is by default the name of the directory.
     """
@@ -136,7 +136,7 @@ def find_mismatched_files(directory: Path, manifest: Manifest) -> list[str]:
 
 
 def read_checkpoint(directory: Path) -> LoadedCheckpoint | str:
-    """Read and verify a checkpoint, or return a text that says what is wrong with it. Each file is read only once."""
+    """Read and verify a checkpoint, or return a description of the problems as a string. Each file is read once."""
     manifest = read_manifest(directory)
     if isinstance(manifest, str):
         return manifest

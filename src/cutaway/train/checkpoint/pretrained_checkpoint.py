@@ -19,7 +19,7 @@ from cutaway.train.recipe.schema import ModelSource, PretrainedModelConfig, read
 
 @dataclass(frozen=True)
 class BaseCheckpointInfo:
-    """Information about the base checkpoint that a run stores, so that it can resume without the base checkpoint.
+    """Metadata of the base checkpoint. A run stores the metadata, so that it can resume without the base checkpoint.
 
     All fields are empty if the run trains from scratch.
     """

@@ -56,7 +56,7 @@ class RunDirectory:
         except (OSError, ValueError) as error:
             raise InputError(f"cannot read '{path}': {error}; restore it, or start a new run") from None
         if not isinstance(metadata, dict) or metadata.get("format") != RUN_FORMAT:
-            raise InputError(f"'{path}' does not have 'format': {RUN_FORMAT}, the only one supported; update cutaway")
+            raise InputError(f"'{path}' does not have the supported format ('format': {RUN_FORMAT}); update cutaway")
         base_info = BaseCheckpointInfo(**metadata.get("base_checkpoint", {}))
         return cls(directory, load_recipe(metadata["recipe"]), str(metadata["data_fingerprint"]), base_info)
 
@@ -115,7 +115,8 @@ def load_snapshot(directory: Path, *, device: str | None = None) -> tuple[Checkp
     recipe, base_info = run_directory.recipe, run_directory.base_info
     config = resolve_model_config(recipe.model, run_directory.tokenizer, base_info)
     model = build(config, device=device, seed=recipe.training.seed)
-    loaded = map(read_checkpoint, list_checkpoints(run_directory.checkpoint_directory))  # removes no partial saves
+    # Unlike CheckpointManager.load_latest, this does not remove partial saves.
+    loaded = map(read_checkpoint, list_checkpoints(run_directory.checkpoint_directory))
     latest = next((each for each in loaded if isinstance(each, LoadedCheckpoint)), None)
     if latest is None and base_info.config is not None:
         raise InputError(f"'{directory}' has no checkpoint yet; wait for the first, or open the base checkpoint")

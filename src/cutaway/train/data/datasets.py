@@ -79,6 +79,8 @@ class _SplitDataset(PositionalDataset[BatchT]):
 
     num_sequences: int
     """Number of sequences per epoch."""
+    num_skipped: int = 0
+    """Number of documents that are left out because they are too long."""
 
     def __init__(self, split: TokenSplit, seed: int, shuffle: bool) -> None:
         self.split, self.seed, self.shuffle = split, seed, shuffle
@@ -256,7 +258,8 @@ class MixtureDataset(PositionalDataset[BatchT]):
     def locate(self, position: int) -> tuple[int, int]:
         """Return the index of the dataset of a position, and the position within that dataset.
 
-        Of the first p positions, a dataset with share s has ⌊p·s + phase⌋. The datasets after it have the others.
+        Of the first p positions, a dataset with share s has ⌊p·s + phase⌋. The other positions belong to the datasets
+        after it.
         """
         for index, (share, phase) in enumerate(zip(self.shares, self.phases, strict=True)):
             num_before = (position * share + phase) >> 32

@@ -149,7 +149,7 @@ def _read_parquet(path: Path, source: SourceConfig, skipped: SkippedDocuments) -
     try:
         parquet: Any = importlib.import_module("pyarrow.parquet")
     except ImportError:
-        raise InputError(f"'{path}' needs pyarrow; pip install pyarrow, or convert it to JSON Lines") from None
+        raise InputError(f"'{path}' needs pyarrow; pip install pyarrow, or convert the file to JSON Lines") from None
     columns = list(dict.fromkeys(source.columns))
     number = 0
     try:

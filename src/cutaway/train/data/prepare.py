@@ -30,7 +30,7 @@ from cutaway.train.recipe.schema import SourceConfig
 CACHE_FORMAT = 2
 """Version of the cache. Increase it when the code reads, tokenizes or splits the same sources differently."""
 MIN_PARALLEL_BYTES = 1 << 26
-"""Total size of the source files in bytes from which several processes tokenize. Below it, one process is faster."""
+"""Minimum total size of the source files in bytes for tokenizing with several processes. Below, one is faster."""
 MIN_DOCUMENTS, MIN_DOCUMENT_CHARS = 64, 256
 """If there are fewer than MIN_DOCUMENTS text files, the files are split into about MIN_DOCUMENTS documents, of at least
 MIN_DOCUMENT_CHARS characters."""
@@ -75,7 +75,7 @@ def prepare_data(
         try:
             directory.mkdir(parents=True, exist_ok=True)
             for path in list_directory(directory):
-                if HIDDEN_NAME_PATTERN.fullmatch(path.name):  # of a killed process, or locked by a running one
+                if HIDDEN_NAME_PATTERN.fullmatch(path.name):  # left by a killed process, or locked by a running one
                     remove_hidden_directory(path)
             with temporary_directory(prepared_directory) as temporary:
                 _write_splits(source_files, tokenizer, temporary, validation_split, seed)
@@ -196,7 +196,7 @@ def _check_split_sizes(directory: Path, validation_split: float) -> None:
         return  # reported by the caller, which opens it again
     count = prepared.train.num_documents + prepared.validation.num_documents
     if not count:
-        reason = f"all were skipped: {prepared.skipped}" if prepared.skipped.total else "there are none"
+        reason = f"all were skipped: {prepared.skipped}" if prepared.skipped.total else "the files contain none"
         raise InputError(f"data.sources has no documents ({reason}); use files that contain text")
     if not prepared.train.num_documents or (validation_split and not prepared.validation.num_documents):
         split = "validation" if prepared.train.num_documents else "training"

@@ -77,6 +77,8 @@ def load_training_data(
 
     train = [build_dataset(each.train, True) for each in prepared]
     validation = [build_dataset(each.validation, False) for each in prepared]
+    if num_skipped := sum(dataset.num_skipped for dataset in (*train, *validation)):
+        log(f"skipped source-target pairs: {num_skipped:,} are longer than data.seq_len {data.seq_len}")
     bytes_per_token = None
     if isinstance(objective, CausalLMConfig):
         num_tokens = sum(len(each.validation.tokens) for each in prepared)

@@ -67,7 +67,10 @@ def local_shard(full: Tensor, like: Tensor) -> Tensor:
 
 
 def as_dtensor_like(local: Tensor, like: Tensor) -> Tensor:
-    """Wrap a local shard as a DTensor with the mesh and placements of `like`. Unchanged if `like` is not a DTensor."""
+    """Wrap a local shard as a DTensor with the mesh and placements of `like`.
+
+    The shard is returned unchanged if `like` is not a DTensor, or has a different number of dimensions.
+    """
     if not is_dtensor(like) or local.ndim != like.ndim:
         return local
     from torch.distributed.tensor import DTensor
@@ -104,7 +107,7 @@ class TensorGatherer:
 
     def __init__(self, tensors: TensorGroups) -> None:
         groups = [group for _, group in sorted(tensors.items())]
-        self.remaining = (group[name] for group in groups for name in sorted(group))  # as in a checkpoint
+        self.remaining = (group[name] for group in groups for name in sorted(group))  # in checkpoint order
 
     def gather_next_to_cpu(self, tensor: Tensor) -> Tensor:
         """Gather the next tensor and copy it to the CPU."""

@@ -195,7 +195,7 @@ class MultiProcessContext(DistributedContext):
         return total
 
     def is_first_failure(self) -> bool:
-        """Whether this is the first rank that failed. Only the error of the first rank is reported to the user."""
+        """Whether this is the first rank that failed. Only the error of the first failed rank is reported."""
         try:
             return self.store.compare_set(FAILED_KEY, "", str(self.rank)).decode() == str(self.rank)
         except RuntimeError:  # the process that hosts the store is gone
@@ -204,7 +204,7 @@ class MultiProcessContext(DistributedContext):
 
 @contextmanager
 def init_distributed(device: DeviceLike = None) -> Iterator[DistributedContext]:
-    """Yield the DistributedContext of this process, started by torchrun or alone."""
+    """Yield a MultiProcessContext if torchrun started several processes, otherwise SINGLE_PROCESS."""
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         yield SINGLE_PROCESS
         return

@@ -213,7 +213,7 @@ def _unsupported(what: str) -> InputError:
 
 
 def _parallelize_attention(module: MultiHead, tp_mesh: DeviceMesh) -> None:
-    for name, count in (("query heads", module.heads), ("key heads", module.kv_heads)):
+    for name, count in (("query heads", module.heads), ("KV heads", module.kv_heads)):
         _check_divisible(name, count, tp_mesh)
     for matrix in (module.q, module.k, module.v):
         _column_parallel(matrix, tp_mesh)
@@ -265,7 +265,7 @@ def _row_parallel(matrix: nn.Module, tp_mesh: DeviceMesh) -> None:
 
 
 def _copy_inputs(module: nn.Module, tp_mesh: DeviceMesh) -> None:
-    """Register a hook that sums the gradients of residual stream and encoder output, the inputs, over ranks."""
+    """Register a hook that sums the gradients of the inputs (residual stream and encoder output) over ranks."""
 
     def hook(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         x, *rest = args
@@ -277,7 +277,7 @@ def _copy_inputs(module: nn.Module, tp_mesh: DeviceMesh) -> None:
 
 
 def _shard_params(module: nn.Module, tp_mesh: DeviceMesh, **dims: int) -> None:
-    """Replace parameters by DTensors. `dims` has the dimension to shard for each parameter name."""
+    """Replace parameters by DTensors. `dims` maps each parameter name to the dimension to shard."""
     for name, dim in dims.items():
         full = module._parameters[name]
         assert full is not None

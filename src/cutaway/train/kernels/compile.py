@@ -24,13 +24,13 @@ from cutaway.model.stack import Stack
 
 GELU_ACTIVATIONS = (F.gelu, gelu_tanh)
 BLOCKS_PER_GRAPH = 16
-"""Maximum number of blocks compiled together, so that a residual addition fuses with the norm of the next block."""
+"""Maximum number of blocks per compiled graph. Within a graph, a residual addition fuses with the next block's norm."""
 
 
 def compile_for_training(
     model: Transformer, compile_blocks: bool | None, *, single_process: bool = True
 ) -> Callable[[], AbstractContextManager[None]]:
-    """Return a function that creates a context manager for the forward and backward pass of a step.
+    """Return a function that creates a context in which a step runs with compiled blocks and fused projections.
 
     If `compile_blocks` is None, blocks are compiled on a GPU only.
     """

@@ -91,7 +91,7 @@ def _shade_lr(axes: "Axes", steps: Sequence[float], lr: Sequence[float]) -> None
     lr_axes = axes.twinx()
     lr_axes.fill_between(steps, lr, color="#EEEEEE", linewidth=0)
     lr_axes.set_ylim(0, 1.15 * max(lr))
-    lr_axes.set_yticks([0, max(lr)], ["0", "full"], color="#999999", fontsize=8)
+    lr_axes.set_yticks([0, max(lr)], ["0", "max"], color="#999999", fontsize=8)
     lr_axes.set_ylabel("learning rate", color="#999999", fontsize=8)
     lr_axes.tick_params(length=0)
     lr_axes.spines[:].set_visible(False)

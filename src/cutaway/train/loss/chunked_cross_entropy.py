@@ -188,7 +188,7 @@ def _forward_in_chunks(
 
 
 def _check_targets(targets: Tensor, vocab_size: int) -> None:
-    """Raise InputError if a target is outside the vocabulary. Not checked on a GPU, which would have to synchronize."""
+    """Raise InputError if a target is outside the vocabulary. On a GPU, the check is skipped, because it would sync."""
     if targets.device.type == "cpu" and not torch.compiler.is_compiling():
         low, high = (int(each) for each in torch.aminmax(targets))
         if low < 0 or high >= vocab_size:

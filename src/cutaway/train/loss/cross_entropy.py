@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class VocabShard(NamedTuple):
-    """This rank's shard of a vocabulary of `vocab_size` ids. It starts at id `start`. `group` has all ranks."""
+    """This rank's shard of a vocabulary of `vocab_size` ids. It starts at id `start`. `group` has a rank per shard."""
 
     vocab_size: int
     start: int
@@ -70,8 +70,8 @@ def cross_entropy_with_grad(
 ) -> tuple[Float[Tensor, "n V"], Float[Tensor, "n 1"], Float[Tensor, "n 1"]]:
     """Return ∂loss/∂logits, the loss of each row, and the cross-entropy of each row without smoothing and z-loss.
 
-    The gradient is computed in the memory of the log-probabilities, which is `out` if that is passed. With
-    compute_grad=False the log-probabilities are returned instead of the gradient.
+    The gradient overwrites the log-probabilities. They are written to `out` if it is passed and the vocabulary is not
+    sharded. With compute_grad=False the log-probabilities are returned instead of the gradient.
     """
     shard = options.vocab_shard
     if shard is not None:

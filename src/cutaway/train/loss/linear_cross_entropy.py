@@ -18,7 +18,7 @@ from cutaway.train.loss.cross_entropy import CrossEntropyOptions, cross_entropy_
 MAX_CHUNK_LOGITS = {"cpu": 2**26, "cuda": 2**30}
 """Maximum number of logits per chunk, by device type. Larger matrix products are faster, but need more memory."""
 MIN_CPU_LOGITS = 2**22
-"""On a CPU, this implementation is used from this number of logits on (targets · vocabulary), where it is faster."""
+"""Minimum number of logits (targets · vocabulary size) on a CPU. With fewer, this implementation is not faster."""
 VOCAB_TILE = 128
 """On a GPU, the vocabulary is padded to a multiple of this: matrix products of other widths take twice as long."""
 
@@ -33,9 +33,10 @@ class _LinearCrossEntropyOutput(NamedTuple):
 
 
 def can_use_linear_cross_entropy(head: Any, x: Tensor, head_params: Sequence[Tensor]) -> bool:
-    """Whether the head is one trainable matrix, without bias, transform, scale or softcap.
+    """Whether `linear_cross_entropy` supports the head and x.
 
-    The device and dtype of x must be supported too and, on a CPU, there must be at least MIN_CPU_LOGITS logits.
+    The head must be one trainable matrix, without bias, transform, scale or softcap. The device and dtype of x must be
+    supported and, on a CPU, there must be at least MIN_CPU_LOGITS logits.
     """
     is_linear = isinstance(head, LMHead) and head.transform is None and head.bias is None and head.softcap is None
     if not is_linear or head.scale != 1.0 or not len(x):

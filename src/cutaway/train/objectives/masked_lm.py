@@ -49,7 +49,9 @@ def masked_lm(
             f"mlm_probability is {mlm_probability}; it is the fraction of masked tokens, so pass a number in (0, 1)"
         )
     if len(positions) != len(tokens):
-        raise InputError(f"positions has {len(positions)} items, but tokens has {len(tokens)} rows; pass one per row")
+        raise InputError(
+            f"positions has {len(positions)} items, but tokens has {len(tokens)} rows; pass one position per row"
+        )
     noise = _MaskingNoise(seed, [int(position) for position in positions], tokens)
     # `replacement`, a number in [0, 1), determines what a masked token becomes.
     is_masked, replacement = (
@@ -75,7 +77,7 @@ def masked_lm(
 
 
 class _MaskingNoise:
-    """Uniform random numbers in [0, 1) for each token: a function of seed, data position of the row and index."""
+    """Uniform random numbers in [0, 1) for each token, determined by seed, data position of the row and token index."""
 
     def __init__(self, seed: int, positions: list[int], tokens: Int[Tensor, "B T"]) -> None:
         rows = [derive_seed(seed, position) for position in positions]
@@ -85,7 +87,7 @@ class _MaskingNoise:
     def uniform(self, stream: int, left_context: int = 0) -> Float[Tensor, "B T"]:
         """Random numbers from the stream with id `stream`, one per token.
 
-        `left_context` more numbers per row, for the positions before the first token, come first.
+        Each row starts with `left_context` additional numbers, for the positions before the first token.
         """
         columns = torch.arange(-left_context, self.seq_len, device=self.row_seeds.device).expand(
             len(self.row_seeds), -1

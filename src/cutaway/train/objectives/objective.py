@@ -111,7 +111,7 @@ def seq2seq(
 
 
 def document_kwargs(document_ids: Int[Tensor, "B T"]) -> dict[str, Tensor]:
-    """Keyword arguments of the model: `document_ids`, or none if every row is one document, because this is faster."""
+    """Keyword argument `document_ids` of the model. It is left out if every row is one document, which is faster."""
     return {"document_ids": document_ids} if bool((document_ids != document_ids[:, :1]).any()) else {}
 
 

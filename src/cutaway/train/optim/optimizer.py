@@ -24,10 +24,11 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def has_weight_decay(name: str, parameter: Tensor) -> bool:
-    """Whether weight decay applies to the parameter: to weight matrices and embedding tables, as in GPT-2 and nanoGPT.
+    """Whether weight decay applies to the parameter.
 
-    Weight decay does not apply to norm gains and biases, even if they have two dimensions, such as a gain or bias per
-    head or per expert and T5's table of relative position biases.
+    Weight decay applies to weight matrices and embedding tables, as in GPT-2 and nanoGPT. It does not apply to norm
+    gains and biases, even if they have two dimensions, such as a gain or bias per head or per expert and T5's table of
+    relative position biases.
     """
     owner, _, leaf = name.rpartition(".")
     is_bias = leaf != "weight" or "positions" in owner.split(".")
@@ -199,7 +200,7 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module) -> OptimizersCont
 
 
 def _can_skip_on_device(optimizer: Optimizer) -> bool:
-    """Whether a step can be skipped on the device: only by fused AdamW.
+    """Whether the optimizer can skip a step on the device. Only fused AdamW can.
 
     If fused SGD skipped its first step, its momentum buffers would stay uninitialized.
     """

@@ -135,7 +135,7 @@ class AdamWConfig(ConfigNode):
 
 
 class MuonConfig(ConfigNode):
-    """Muon (Jordan, 2024), which orthogonalizes momentum, for weight matrices inside layers. AdamW for the others."""
+    """Muon (Jordan, 2024), which orthogonalizes momentum, for weight matrices in layers. Other parameters use AdamW."""
 
     kind: Literal["muon"] = "muon"
     lr: PositiveFloat = 1e-3
@@ -232,8 +232,8 @@ class EvalConfig(ConfigNode):
     num_sequences: PositiveInt = 64
     """Number of validation sequences per evaluation."""
     sample_prompt: str | None = None
-    """Prompt from which a sample is generated at each evaluation. A decoder continues the prompt, an encoder fills its
-    masks, and an encoder-decoder has it as its source. None: no sample."""
+    """Prompt from which a sample is generated at each evaluation. A decoder continues the prompt, an encoder fills the
+    masks in the prompt, and an encoder-decoder uses the prompt as its source. None: no sample."""
     num_exact_match: NonNegativeInt = 64
     """Number of source-target pairs per evaluation for which an output is generated and compared with the target."""
 

@@ -26,7 +26,7 @@ SPIKE_RATIO, SPIKE_DEVIATIONS = 3.0, 6.0
 """A gradient norm is a spike if it is more than SPIKE_RATIO times the running (geometric) mean, and its logarithm is
 more than SPIKE_DEVIATIONS standard deviations above the mean of the logarithm."""
 MAX_CONSECUTIVE_SPIKES = 5
-"""Maximum number of consecutive spikes that are skipped. After that, a step is accepted as the new level."""
+"""Maximum number of consecutive spikes that are skipped. The next spike is accepted as the new level."""
 EPS = 1e-30
 NORMAL, NONFINITE, SPIKE, NEW_LEVEL = range(4)
 """Verdicts on a step. NEW_LEVEL: the norm is far above the mean, but the step is accepted, and statistics restart."""

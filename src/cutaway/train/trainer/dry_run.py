@@ -255,7 +255,7 @@ def _fake_process_group(world_size: int) -> Iterator[DistributedContext]:
 
 
 def _vocab_size(recipe: Recipe) -> int:
-    """Vocabulary size of the recipe's tokenizer. A BPE tokenizer is not trained to determine it."""
+    """Vocabulary size of the recipe's tokenizer. For BPE, the size is read from the recipe, without training."""
     if isinstance(recipe.data.tokenizer, BPETokenizerConfig):
         return recipe.data.tokenizer.vocab_size
     return build_tokenizer(recipe.data, recipe.objective).vocab_size

@@ -62,7 +62,8 @@ def exact_match(checkpoint: Checkpoint, data: TrainingData, recipe: Recipe) -> M
     tokenizer = checkpoint.tokenizer
     assert tokenizer is not None
     rows = data.validation.get_rows(range(min(recipe.eval.num_exact_match, data.num_validation_sequences)))
-    # An output that differs from the target does so within one token more than the longest target has.
+    # Targets include EOS, so this is at least one token more than the longest text has. An output that is longer than
+    # its target is thus recognized.
     max_new_tokens = max(len(target) for _, target in rows)
     sources = [source.tolist() for source, _ in rows]
     completions = generate(checkpoint, sources, beams=1, temperature=0.0, max_new_tokens=max_new_tokens)

@@ -25,7 +25,7 @@ SAMPLE_SIZE = 1 << 16
 """Maximum number of values per parameter from which the update ratio is estimated. The values are evenly spaced. A
 sample is enough, and a second copy of all weights is not needed."""
 MAX_TOKENS = 512
-"""Maximum length of the analyzed sequence. Memory is quadratic in it: a pattern has a value per pair of tokens."""
+"""Maximum length of the analyzed sequence. Attention patterns need memory quadratic in this length."""
 COLLAPSED_ENTROPY_BITS = 0.01
 """Attention entropy in bits below which a head counts as attending to one token only."""
 MAX_UPDATE_RATIO = 0.5
@@ -150,8 +150,8 @@ def _run_and_record(model: Transformer, objective: Objective) -> tuple[dict[str,
 def attention_entropy(num_visible: Tensor, pattern: Tensor) -> Tensor | None:
     """Attention entropy −Σ p·log₂ p in bits of each head, averaged over queries with more than one visible key.
 
-    `num_visible` (B, H or 1, T) is the number of visible keys of each query. None if every query has a single one. An
-    attention sink counts as one more key.
+    `num_visible` (B, H or 1, T) is the number of visible keys of each query. Returns None if a head has no query with
+    more than one visible key. An attention sink counts as one more key in the entropy.
     """
     pattern = pattern.float()
     sink = 1 - pattern.sum(-1, keepdim=True)

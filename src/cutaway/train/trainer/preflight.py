@@ -27,5 +27,5 @@ def _raise_on_leak(report: Report) -> None:
             raise InputError(
                 f"the model attends to future tokens, so it would learn to copy its targets and report a loss that is"
                 f" too low: {finding.message}{f' ({finding.location})' if finding.location else ''}. Likely cause:"
-                f" {finding.cause}. Run `cutaway check` for details; training.preflight = false trains it anyway"
+                f" {finding.cause}. Run `cutaway check` for details; set training.preflight = false to train it anyway"
             )

@@ -34,9 +34,9 @@ class TrainStepRunner:
     objective_fn: ObjectiveFn
     step_policy: BadStepPolicy
     grad_scaler: GradScaler | None = None
-    """Loss scaling. None unless the precision is fp16."""
+    """Dynamic loss scale for fp16. None for other precisions."""
     wrapped_module: nn.Module | None = None
-    """DDP or FSDP wrapper of `training_module`, which is called instead. None: `training_module` itself is called."""
+    """Module that a step calls, e.g. a DDP wrapper of `training_module`. None: `training_module` itself is called."""
     dist_context: DistributedContext = SINGLE_PROCESS
     update_stats: UpdateStats | None = field(default=None, init=False)
     """Update statistics of the last step. None if the last step did not record them."""

@@ -75,7 +75,7 @@ class Trainer:
     run_directory: RunDirectory
     training_module: TrainingModule
     wrapped_module: nn.Module
-    """Module that a training step calls: `training_module`, or its DDP or FSDP wrapper."""
+    """Module that a training step calls: `training_module`, or its DDP wrapper."""
     optimizer: OptimizersContainer
     data: TrainingData
     objective_fn: ObjectiveFn

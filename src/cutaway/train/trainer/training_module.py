@@ -31,7 +31,7 @@ def build_training_model(config: Config, training: TrainingConfig, device: torch
 
 
 class TrainingModule(nn.Module):
-    """Model and loss in one module. DDP and FSDP wrap this module, so that they see every gradient."""
+    """Model and loss in one module. DDP and FSDP wrap this module, so that they synchronize all gradients."""
 
     def __init__(
         self, model: Transformer, objective: ObjectiveConfig = CausalLMConfig(), precision: Precision = "fp32"

@@ -72,7 +72,7 @@ export const TYPE_DESCRIPTIONS: Record<string, string> = {
   induction: "attends to the token after an earlier occurrence of the same token",
   first_token: "attends to the first token",
 };
-/** Fraction of attention from which on a head counts as of a type. */
+/** Minimum score, as a fraction of the attention weight, at which a head is assigned a type. */
 export const MIN_TYPE_SCORE = 0.4;
 
 /** Display name of a head type. */

@@ -69,7 +69,7 @@ export interface MemoryFit {
 
 const SI_PREFIXES: [number, string][] = [[1e24, "Y"], [1e21, "Z"], [1e18, "E"], [1e15, "P"], [1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]];
 
-/** 1.24e8 → 124 M */
+/** Format a number with an SI prefix: 1.24e8 → 124 M. */
 export function formatSi(value: number, unit = ""): string {
   for (const [step, name] of SI_PREFIXES) if (value >= step) return `${Number((value / step).toPrecision(3))} ${name}${unit}`;
   return `${Number(value.toPrecision(3))}${unit ? ` ${unit}` : ""}`;

@@ -1,4 +1,4 @@
-// Points of the residual stream with the sublayer outputs added before each, from the stages of a journey.
+// Points of the residual stream, each with the sublayer outputs added since the previous point, from the stages of a journey.
 import { parseSite, SUBLAYER_LABELS } from "../../lib/sites";
 
 export interface TokenProbability {
@@ -63,7 +63,7 @@ export function residualPoints(stages: readonly Stage[]): ResidualPoint[] {
   return points;
 }
 
-/** Derived values that have no site of their own, by the site they belong to. */
+/** Names of values that are not stages of a journey and are shown at the point of this site. */
 function derivedSites(site: string): string[] {
   if (site.endsWith(".q")) return ["scores", "pattern", "mask", "position"].map((name) => site.replace(/q$/, name));
   return site.endsWith("embed") ? [`${site}.token`, `${site}.position`] : [];

@@ -77,7 +77,7 @@ def _describe_values(
         "equation": equation,
         "formulas": list_formulas(inspector.model, site_name, inspector.sites),
         "axes": [{"letter": letter, "name": name, "size": size} for letter, name, size in named_axes],
-        "value_axes": axes.replace("T" if "T" in axes else "S", ""),  # keys and values of cross-attention have no T
+        "value_axes": axes.replace("T" if "T" in axes else "S", ""),  # keys and values have the axis S instead of T
         "python_code": build_snippet(inspector, model_input, site_name, position),
         "norm": float(finite.norm()),
         "min": float(finite.min()),
@@ -102,7 +102,7 @@ def _read_activation(
 def compute_attention_row(
     activations: ActivationCache, site_name: str, position: int
 ) -> tuple[Tensor, str, tuple[int, ...]]:
-    """Recompute the row (H, S) of one query in the scores, pattern or mask. Return it with all rows' axes and shape."""
+    """Recompute one query's row (H, S) of the scores, pattern or mask. Also return the axes and shape of all rows."""
     attention, _, suffix = site_name.rpartition(".")
     kernel, args = activations.attention_calls[attention]
     q, k, v, prepared_mask, sink = attention_pattern.unpack_kernel_args(args)
@@ -123,7 +123,7 @@ def compute_attention_row(
 def _compute_position_values(
     inspector: Inspector, activations: ActivationCache, site_name: str, position: int
 ) -> tuple[Tensor, str, tuple[int, ...]]:
-    """Return the token embedding, or what depends on the position: embedding, RoPE angles or bias on the scores."""
+    """Return one token's token embedding, position embedding, RoPE angles or attention bias, with axes and shape."""
     if site_name.endswith("embed.token"):
         side, model_input = site_name.removesuffix("embed.token"), activations.model_input
         token_ids = model_input.source if side == "encoder." and model_input.source else model_input.tokens

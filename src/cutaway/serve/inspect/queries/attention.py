@@ -39,7 +39,7 @@ class AttentionLayers(Query):
 
 
 class AttentionThumbnails(InputQuery):
-    """Thumbnails of the attention patterns of all heads of one attention."""
+    """Thumbnails of the attention patterns of all heads of one attention module."""
 
     attention: AttentionName
 

@@ -20,8 +20,8 @@ from cutaway.serve.inspect.recording_sampler import RecordingSampler, SamplingSt
 
 MAX_NEW_TOKENS, MAX_TOKENS_PER_QUERY = 512, 64
 PREFILL_CHUNK_RANGE = 16, 512
-"""Minimum and maximum number of tokens of a prefill chunk. A chunk has the size of the smallest attention window, if
-that is in this range, because larger chunks need larger ring buffers."""
+"""Minimum and maximum number of tokens of a prefill chunk. A chunk has the size of the smallest attention window,
+clamped to this range, because larger chunks need larger ring buffers."""
 
 
 class Generate(InputQuery):

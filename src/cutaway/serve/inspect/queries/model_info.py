@@ -55,7 +55,7 @@ def _describe_layers(stack: Stack) -> list[dict[str, int | None]]:
 
 
 class Tokenize(Query):
-    """Token ids of a text and the text of each token. `field` is "source" for the input of an encoder."""
+    """Token ids of a text and the text of each token. `field` is "source" for the encoder of an encoder-decoder."""
 
     text: Annotated[str, Field(max_length=MAX_CHARACTERS)]
     field: Literal["text", "source"] = "text"

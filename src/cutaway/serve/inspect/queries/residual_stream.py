@@ -1,4 +1,4 @@
-"""Queries: norms of the residual stream of all tokens, and one token at every site."""
+"""Queries: residual stream norms of all tokens, and norms and logit lens of one token at every site."""
 
 from dataclasses import asdict
 
@@ -71,7 +71,10 @@ class TokenJourney(InputQuery):
 def _collect_token_values(
     inspector: Inspector, activations: ActivationCache, position: int, source_position: int
 ) -> TokenRecorder:
-    """Return the cached activations of one token, which is at `source_position` in the encoder of two stacks."""
+    """Return the cached activations of the token at `position`.
+
+    In the encoder of an encoder-decoder, they are the activations of the token at `source_position`.
+    """
     stacks = inspector.model.stacks
     tokens, source = inspector.to_tensors(activations.model_input)
     position = resolve_position(position, tokens)

@@ -26,7 +26,7 @@ Row = dict[str, Any]
 
 
 class RunMetrics(Query):
-    """Metrics of a training run. If the log still has `known_bytes` bytes, the result only says so, without metrics."""
+    """Metrics of a training run. If the log size is still `known_bytes`, the result is `unchanged`, without metrics."""
 
     known_bytes: Annotated[int, Field(strict=True, ge=0)] = 0
 
@@ -81,7 +81,7 @@ def _read_metrics(path: Path, job: QueryJob) -> tuple[list[Row], list[Row], list
 
 
 def downsample_curves(step_rows: list[Row]) -> dict[str, Tensor]:
-    """Average loss (with minimum and maximum), gradient norm and learning rate over groups of steps."""
+    """Return the mean loss, gradient norm and learning rate, and the loss range, of each group of steps."""
     if not step_rows:
         return {}
     group_size = -(-len(step_rows) // MAX_POINTS)
