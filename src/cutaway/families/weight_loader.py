@@ -276,7 +276,11 @@ def _check_finite_if_small(name: str, tensor: Tensor) -> Tensor:
 
 
 def _check_finite(name: str, tensor: Tensor) -> Tensor:
-    """Raise on NaN and infinity. For speed, elements are checked only if the sum, which can overflow, is not finite."""
+    """Raise on NaN and infinity.
+
+    For speed, only the sum of the elements is checked first. The sum of finite elements can overflow, so a sum that is
+    not finite is followed by a check of each element.
+    """
     if tensor.itemsize == 1 and tensor.is_floating_point():
         _check_finite(name, tensor.float())  # torch has no sum for fp8
     elif tensor.is_floating_point() and not torch.isfinite(tensor.sum()):

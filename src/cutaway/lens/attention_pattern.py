@@ -64,7 +64,7 @@ def compute_scores(
 
 
 def values_per_head(kernel_args: ModuleArgs, heads: list[int] | None = None) -> Tensor:
-    """Return the values of the selected query heads: (B, S, H, E)."""
+    """Return the value vectors v (B, S, H, E) that the selected query heads read. Shared kv heads are repeated."""
     q, _, v, *_ = unpack_kernel_args(kernel_args)
     return _repeat_kv(v, q, heads)
 

@@ -38,7 +38,7 @@ class KVCacheSize:
 
     @property
     def total_bytes(self) -> int:
-        """Number of bytes if sliding-window layers cache only their window."""
+        """Number of bytes of the KV cache, if sliding-window layers cache only the tokens in their window."""
         return self.batch_size * sum(layer.bytes_for(self.num_tokens(layer)) for layer in self.layers)
 
     @property

@@ -33,8 +33,10 @@ def _scale_number(value: object, factor: float) -> float | None:
 
 
 def _random_state_dict(module: nn.Module, seed: int) -> dict[str, Tensor]:
-    """A random state dict in which every parameter affects the logits: weights of usual size, no zero biases, no unit
-    gains. Tied parameters stay tied."""
+    """A random state dict in which every parameter affects the logits. Tied parameters stay tied.
+
+    Weights have the scale of a usual initialization, biases are not 0, and gains are not 1.
+    """
     generator = torch.Generator().manual_seed(seed)
     drawn: dict[int, Tensor] = {}
     state = {}
@@ -86,10 +88,10 @@ def iter_config_changes(node: Node | list[Any], path: Path, d_model: int) -> Ite
 
 
 def _ineffective_keys(node: Node, d_model: int) -> tuple[str, ...]:
-    """Keys of a config node that are not changed, because they need not affect the logits.
+    """Keys of a config node that the check does not vary, because they need not affect the logits.
 
     If the window is 1, the softmax has one key, so the scores do not matter. If a head has at most 4 dimensions, its
-    positions hardly matter. In all other nodes, initialization and RoPE scaling are left out.
+    positions hardly matter. In all other nodes, these are the keys of initialization and RoPE scaling.
     """
     if node.get("window") == 1:
         return "position", "scale", "softcap", "qk_norm"

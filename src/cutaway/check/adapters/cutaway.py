@@ -75,7 +75,7 @@ def _build_config_variants(model: Transformer, seed: int) -> ConfigVariants:
 def _logits_with_config(
     model: Transformer, config: dict[str, object], state_dict: Mapping[str, Tensor], seed: int
 ) -> LogitsFunction:
-    """Logits function of a model with this configuration and these weights."""
+    """Build a model with this configuration and these weights; return its function tokens → logits."""
     variant = build(read_config(config), device="meta", dtype=model.dtype)
     validate_same_shapes(variant, state_dict)
     for name, tensor in state_dict.items():

@@ -274,7 +274,7 @@ def _build_config_variants(model: TransformersModel, seed: int) -> ConfigVariant
 def _logits_with_config(
     model: TransformersModel, changes: dict[str, object], state_dict: Mapping[str, Tensor], seed: int
 ) -> LogitsFunction:
-    """Logits function of a model with these config changes and weights."""
+    """Build a copy of the model with these config changes and weights; return its function tokens → logits."""
     config = deepcopy(model.config)
     for path, value in changes.items():
         parent, _, key = path.rpartition(".")

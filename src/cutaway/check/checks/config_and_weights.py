@@ -156,7 +156,7 @@ def _is_not_constant(x: Tensor) -> bool:
 
 
 def _compare_ties(before: dict[str, frozenset[str]], after: dict[str, frozenset[str]], operation: str) -> CaseResult:
-    """Compare the groups of tied parameters before and after an operation."""
+    """Return a failure if parameters are tied only before or only after `operation`, else a success."""
     for groups, others, change in ((before, after, "one tensor, but two"), (after, before, "two tensors, but one")):
         for name, group in groups.items():
             if lost := sorted(group - others.get(name, frozenset({name}))):

@@ -38,7 +38,9 @@ def _generate_continuation(
 
     out, requested = generate_new(num_tokens), num_tokens
     if out.ndim != 2 or len(out) != len(prompt):
-        raise SkipCheckError(f"the generated tokens have shape {tuple(out.shape)} for {len(prompt)} prompts")
+        raise SkipCheckError(
+            f"the generated tokens have shape {tuple(out.shape)}, not one row for each of {len(prompt)} prompts"
+        )
     generated = out.shape[1]
     if generated < num_tokens:
         requested = max(1, generated)

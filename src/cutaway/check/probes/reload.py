@@ -100,7 +100,11 @@ def _named_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _compare_constants(module: nn.Module, reloaded: ReloadedModel) -> None:
-    """Set `rounded_constants` and `changed_constants`: the constants that differ from those of the reloaded model."""
+    """Set `reloaded.rounded_constants` and `reloaded.changed_constants`.
+
+    The former are the constants of `module` that equal those of the reloaded model rounded to bf16 or fp16; the latter
+    are all other constants that differ.
+    """
     reloaded_tensors = _named_tensors(reloaded.module)
     for name, original in _constant_tensors(module).items():
         other = reloaded_tensors.get(name)

@@ -71,7 +71,7 @@ def open_page(
 def export_page(
     path: Path, source: str, text: str | None, device: str | None, dtype: opt.DType | None, *, as_json: bool
 ) -> None:
-    """Export the page to a file, which is written atomically."""
+    """Export the inspector page to an HTML file, which is written atomically."""
     from cutaway.cli.verbs.trace import check_output_file
     from cutaway.cli.views.terminal import progress_bar
 

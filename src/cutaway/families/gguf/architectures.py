@@ -67,9 +67,9 @@ def _sliding_window_field(arch: str, full_attention_period: int | None) -> Custo
 
 
 def _query_scale_field(largest_num_layers: int) -> Custom:
-    """Field that sets the attention scale of Gemma, which GGUF does not store.
+    """Config field of Gemma's attention scale, which a GGUF file does not store.
 
-    It is 1/sqrt(d_head), but 1/sqrt(d_model / heads) in the largest model, which has `largest_num_layers` layers.
+    The scale is 1/sqrt(d_head). The largest model, which has `largest_num_layers` layers, has 1/sqrt(d_model / heads).
     """
 
     def from_hf(metadata: HFConfigReader, tree: ConfigTree) -> None:

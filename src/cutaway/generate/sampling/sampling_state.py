@@ -36,7 +36,7 @@ class SamplingFeatures:
 
     @property
     def modifies_logits(self) -> bool:
-        """Whether any feature changes the logits before temperature."""
+        """Whether any sampling parameter changes the logits before they are divided by the temperature."""
         return self.repetition_penalty or self.count_penalties or self.logit_bias or self.min_new_tokens
 
 

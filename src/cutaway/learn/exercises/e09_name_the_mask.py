@@ -35,7 +35,7 @@ from torch import Tensor
 
 # %%
 def attention_masks(form: str) -> dict[str, str]:
-    """Name of the mask of each attention in the form "encoder-only", "decoder-only" or "encoder-decoder"."""
+    """Name of the mask of each attention sublayer, for `form` "encoder-only", "decoder-only" or "encoder-decoder"."""
     # begin solution
     if form == "encoder-only":
         return {"self": "bidirectional"}

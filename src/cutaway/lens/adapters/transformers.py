@@ -165,7 +165,7 @@ def _find_family(model: nn.Module) -> tuple[Family | None, dict[str, object]]:
 
 
 def _has_lm_head(family: Family, model: nn.Module) -> bool | None:
-    """Whether an encoder has a language modeling head. None for the other forms, which always have a head."""
+    """Whether an encoder has a language modeling head. None for decoders and encoder-decoders."""
     if family.template["form"] != "encoder":
         return None
     paths = {path for path, _ in model.named_modules()}

@@ -72,7 +72,7 @@ def _round_size(value: object, precision: object = 0, method: object = "common")
 
 
 def _word_list_size(value: object) -> int:
-    """Size estimate of a filter that builds a list of all words."""
+    """Upper bound of the size of the list of all words of `value`, which some Jinja filters build."""
     return 16 * estimate_size(value)
 
 

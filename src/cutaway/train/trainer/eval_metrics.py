@@ -18,7 +18,7 @@ NUM_SHOWN = 3
 
 
 def needs_full_model(recipe: Recipe) -> bool:
-    """Whether evaluations compute metrics that need the gathered model: accuracy, exact match or a sample."""
+    """Whether evaluations need the gathered model: for accuracy or exact match, or to generate a sample text."""
     return recipe.eval.sample_prompt is not None or isinstance(
         recipe.objective, MaskedLMConfig | Seq2SeqConfig | PrefixLMConfig
     )

@@ -26,7 +26,10 @@ def size_step(
     *,
     packed: bool = False,
 ) -> SizeEstimate:
-    """Size estimate of a step with a rank's largest micro-batch. `packed`: a sequence may have several documents."""
+    """Estimate memory, FLOPs and time of a training step, with the largest micro-batch of a rank.
+
+    `packed`: a sequence may contain several documents.
+    """
     training = recipe.training
     ranges = dist_context.micro_batch_ranges(training.batch_size, training.grad_accum_steps)
     rows = max(1, *(high - low for low, high in ranges))
