@@ -40,7 +40,7 @@ def resolve_device(device: torch.device | str | None) -> torch.device:
 
 
 def check_seed(seed: int | None) -> None:
-    """Raise InputError unless the seed is None or an integer that torch.manual_seed accepts."""
+    """Raise InputError unless the seed is None or an integer from 0 to 2**63 - 1."""
     if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63):
         raise InputError(f"seed is {seed!r}; pass an integer from 0 to 2**63 - 1")
 
@@ -63,7 +63,10 @@ def check_tokens(name: str, tokens: Tensor, vocab_size: int) -> Tensor:
 
 
 def check_same_shape(name: str, value: Tensor | None, tokens: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """Check that a per-token tensor has the shape of `tokens` and is bool (mask) or integer (positions, ids)."""
+    """Check that a tensor has the shape of `tokens` and holds bools if `dtype` is torch.bool, else integers.
+
+    Return it, integers as int64. None is returned unchanged.
+    """
     if value is None or torch.compiler.is_compiling():
         return value
     if not isinstance(value, Tensor):
@@ -118,7 +121,7 @@ def check_positions(positions: Tensor, mask: Tensor | None, document_ids: Tensor
 
 
 def check_prefix_lengths(prefix_lengths: Tensor, tokens: Tensor) -> Tensor:
-    """Check that there is one prefix length per row, from 0 to the number of tokens in a row."""
+    """Check that there is one prefix length per batch row, from 0 to its number of tokens; return them as int64."""
     if torch.compiler.is_compiling():
         return prefix_lengths.long()
     rows, length = tokens.shape

@@ -37,7 +37,7 @@ def read_text_file(path: Path, error: type[Exception], max_bytes: int = MAX_BYTE
 
 
 def parse_json_object(text: str, path: Path, error: type[Exception]) -> dict[str, Any]:
-    """Parse the text of a JSON file. Raise `error` if it is not a JSON object."""
+    """Parse `text`, the content of the JSON file `path`. Raise `error` if it is not a JSON object."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as problem:
@@ -49,5 +49,5 @@ def parse_json_object(text: str, path: Path, error: type[Exception]) -> dict[str
 
 
 def read_json_object(path: Path, error: type[Exception], max_bytes: int = MAX_BYTES) -> dict[str, Any]:
-    """Read a JSON object from a file. Raise `error` if this fails."""
+    """Read a JSON object from a file. Raise `error` as `read_text_file` does, or if the file is not a JSON object."""
     return parse_json_object(read_text_file(path, error, max_bytes), path, error)

@@ -20,7 +20,7 @@ def free_memory(device: torch.device) -> int | None:
 
 
 def _linux_available_memory() -> int | None:
-    """MemAvailable of /proc/meminfo, in bytes."""
+    """MemAvailable of /proc/meminfo in bytes; None if the file or the entry does not exist."""
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:  # noqa: PTH123
             found = dict(line.split(":", 1) for line in lines)
@@ -41,5 +41,5 @@ def has_onednn() -> bool:
 
 
 def has_native_bf16() -> bool:
-    """Whether the CPU has bf16 instructions. Without them bf16 matrix products are hundreds of times slower."""
+    """Whether oneDNN supports bf16 on this CPU. If not, bf16 matrix products are hundreds of times slower."""
     return has_onednn() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

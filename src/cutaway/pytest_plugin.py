@@ -41,7 +41,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_make_collect_report(
     collector: pytest.Collector,
 ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    """Collect the models after the project's own tests."""
+    """Add one collector per --cutaway option after the tests that pytest has collected."""
     report = yield
     if isinstance(collector, pytest.Session) and report.passed:
         report.result += _collect_models(collector)
@@ -49,7 +49,10 @@ def pytest_make_collect_report(
 
 
 def _collect_models(session: pytest.Session) -> list["ModelCollector"]:
-    """Build one collector per --cutaway option. An invalid name is a usage error, reported before any test runs."""
+    """Build one collector per --cutaway option.
+
+    An invalid factory or check name is a usage error, reported before any test runs.
+    """
     option = session.config.getoption
     sources = list(dict.fromkeys(option("--cutaway")))
     if not sources:
@@ -88,7 +91,7 @@ class ModelCollector(pytest.Collector):
         return [CheckItem.from_parent(self, name=name) for name in self.checks]
 
     def get_finding(self, check: str) -> "Finding":
-        """Finding of one check; run the checks first if they have not run."""
+        """Return the finding of one check. Run all selected checks first if they have not run; raise if that failed."""
         if self.report is None and self.error is None:
             self.run_checks()
         if self.error is not None:
@@ -111,7 +114,7 @@ class ModelCollector(pytest.Collector):
 
 
 class CheckItem(pytest.Item):
-    """One check of one model."""
+    """pytest item that runs one check of one model."""
 
     def runtest(self) -> None:
         assert isinstance(self.parent, ModelCollector)
@@ -127,7 +130,7 @@ class CheckItem(pytest.Item):
             warnings.warn(CutawayWarning(str(finding)), stacklevel=1)
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: object = None) -> str | TerminalRepr:
-        """The finding, or the error in the factory, without a traceback."""
+        """Return the finding, or the CutawayError of the factory, as text; other errors keep their traceback."""
         if isinstance(excinfo.value, CheckFailedError | CutawayError):
             return str(excinfo.value)
         return super().repr_failure(excinfo)

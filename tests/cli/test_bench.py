@@ -146,8 +146,8 @@ def test_missing_baseline_has_a_note(run: CliRunner, tmp_path: Path, monkeypatch
     ("arguments", "message"),
     [
         (["decode"], "SOURCE is missing"),
-        (["decode", "tiny-bert"], "only decoder-only models"),
-        (["prefill", "tiny-t5"], "only decoder-only models"),
+        (["decode", "tiny-bert"], "not decoder-only"),
+        (["prefill", "tiny-t5"], "not decoder-only"),
         (["decode", "nowhere"], "no preset or file named 'nowhere'"),
         (["decode", "tiny-gpt", "--context", "1000"], "64 learned positions"),
         (["decode", "tiny-gpt", "--batch-size", "0"], "--batch-size"),

@@ -163,7 +163,7 @@ def test_invalid_arguments_raise_one_line_errors(
         (ENCODER, [1], {}, "encoder-only, so it cannot generate; use fill_mask"),
         (ENCODER, [1], {"beams": 2}, "encoder-only, so it cannot generate"),
         (build(decoder_config(), device="meta"), [1], {}, "on the meta device"),
-        (LEARNED, [1], {"max_model_len": 17}, "has 16 learned positions; lower max_model_len"),
+        (LEARNED, [1], {"max_model_len": 17}, "has 16 positions; lower max_model_len"),
         (LEARNED, [1] * 16, {}, "the prompt has 16 tokens, but .* at most 16 .max_model_len.; shorten"),
         (LEARNED, [1] * 99, {"beams": 2}, "the prompt has 99 tokens, but .* at most 16 .max_model_len.; shorten"),
         (

@@ -151,7 +151,7 @@ def test_positions_can_be_shifted_and_shuffled() -> None:
                 assert torch.equal(model(later)[:, :-1], model(TOKENS)[:, :-1])  # the mask is unchanged
     for spec, message in (
         ({"do": "shift", "value": 60}, "has positions 0 to 63"),
-        ({"do": "shift"}, "must be the offset of the positions, an integer ≥ 0"),
+        ({"do": "shift"}, "pass the offset of the positions, an integer ≥ 0"),
         ({"do": "drop", "value": 1}, "'drop' takes none"),
         ({"do": "drop", "heads": 1}, "has 'heads'"),
     ):

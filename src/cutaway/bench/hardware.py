@@ -54,7 +54,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def measure_copy_bandwidth(device: torch.device) -> float:
-    """Maximum copy bandwidth in bytes per second, counting both reads and writes."""
+    """Maximum bandwidth of copies in the memory of a device, in bytes per second, counting both reads and writes."""
     x = torch.zeros(2**30 if device.type == "cuda" else 2**28, dtype=torch.uint8, device=device)
     y = torch.empty_like(x)
     return 2 * x.numel() / min(_time_runs(lambda: y.copy_(x), device))
@@ -77,7 +77,10 @@ def matmul_flops_at_size(size: int, device: torch.device, dtype: torch.dtype) ->
 def measure_hardware(
     device: str | None = None, *, model: str | None = None, progress: StageCallback = lambda what: None
 ) -> MeasuredHardware:
-    """Measure bandwidth, matmul FLOP/s and the efficiency of a model. This takes about half a minute."""
+    """Measure bandwidth and matmul FLOP/s of a device, and the efficiency of a model on it.
+
+    The efficiency is a fraction of the roofline bound. The measurement takes about half a minute.
+    """
     torch_device = resolve_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     name = model or ("llama-3.2-1b" if torch_device.type == "cuda" else "smollm2-135m")
     if torch_device.type not in ("cpu", "cuda"):

@@ -39,7 +39,7 @@ ProgressCallback = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Timing:
-    """Timing of one implementation. `seconds` is the time per decode step, or per prefill, in each round."""
+    """Timing of cutaway or of the baseline. `seconds` is the time per decode step, or per prefill, in each round."""
 
     seconds: list[float]
     num_tokens: int
@@ -67,7 +67,7 @@ class Timing:
 
 @dataclass(frozen=True, kw_only=True)
 class ThroughputResult:
-    """Result of `measure_throughput`."""
+    """Conditions, workload and timings of a call of `measure_throughput`."""
 
     phase: InferencePhase
     device: str
@@ -89,7 +89,7 @@ class ThroughputResult:
 
     @property
     def speedups(self) -> list[float]:
-        """Speedup over the baseline in each round."""
+        """Speedup over the baseline in each round. Empty without a baseline."""
         if self.baseline is None:
             return []
         return [b / a for a, b in zip(self.cutaway.seconds, self.baseline.seconds, strict=True)]
@@ -124,8 +124,8 @@ def measure_throughput(
 ) -> ThroughputResult:
     """Measure the throughput of decode or prefill, in rounds that run cutaway and the baseline one after the other.
 
-    Other load on the machine thus slows both. Their order changes from round to round. `baseline_dir` is a directory
-    from which transformers loads the same model.
+    Other load on the machine thus slows both implementations. Their order changes from round to round. `baseline_dir`
+    is a directory from which transformers loads the same model.
     """
     check_is_decoder(model)
     device, dtype = model.device, DTYPE_NAMES.get(model.dtype)
@@ -198,7 +198,7 @@ def check_is_decoder(model: Transformer) -> None:
 
 
 def _default_context(config: Config, device: torch.device, num_reserved_tokens: int) -> int:
-    """Default context length, reduced if the model's context minus `num_reserved_tokens` is shorter."""
+    """Default number of tokens per prompt, but at most the model's context length minus `num_reserved_tokens`."""
     default = DEFAULT_SEQ_LENS.get(device.type, 128)
     return max(1, min(default, config.context - num_reserved_tokens)) if config.context else default
 
@@ -249,7 +249,10 @@ def _raise_request_errors(requests: Sequence[Request]) -> None:
 def _build_transformers_runner(
     directory: Path, phase: InferencePhase, prompts: torch.Tensor, dtype: torch.dtype
 ) -> Callable[[int], None]:
-    """Return a function that runs transformers' model in a plain greedy loop, which is faster than its `generate`."""
+    """Return a function that runs a given number of decode steps or prefills with transformers' model.
+
+    Tokens are chosen in a plain greedy loop, which is faster than transformers' `generate`.
+    """
     logging.disable(logging.WARNING)  # warnings about optional dependencies
     try:
         transformers: Any = import_module("transformers")

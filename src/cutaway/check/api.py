@@ -142,7 +142,10 @@ def _calibrate_context(ctx: CheckContext) -> None:
 
 
 def _run_check(check: Check, ctx: CheckContext, failed_dependencies: list[str]) -> Finding:
-    """Run one check, and return the worst of its case results (a failure, else a warning) as the finding."""
+    """Run one check, and return the worst of its case results (a failure, else a warning) as the finding.
+
+    An exception that the model raises becomes a warning.
+    """
     start = time.monotonic()
     if reason := _skip_reason(check, ctx, failed_dependencies):
         return Finding(check.name, "skip", f"skipped: {reason}", docs_path=check.docs_path)

@@ -142,7 +142,7 @@ class CheckedModel:
     """Whether the model is trained; None if unknown. The check initial-loss is for untrained models only."""
 
     def available_functions(self) -> list[str]:
-        """Names of the functions that are set."""
+        """Names of the function fields, including `module`, that are set."""
         return [name for name in FUNCTION_FIELDS if getattr(self, name) is not None and getattr(self, name) != {}]
 
     def properties(self) -> dict[str, object]:

@@ -56,12 +56,12 @@ class CheckContext:
 
     @property
     def module(self) -> nn.Module:
-        """The module, for checks that need one."""
+        """The nn.Module of the model under test, which must not be None."""
         return require(self.model.module)
 
     @property
     def seconds_left(self) -> float:
-        """Remaining seconds of the budget."""
+        """Remaining seconds of the time budget; negative if it is exceeded."""
         return self.budget - (self.clock() - self.start_time)
 
     # inputs

@@ -28,7 +28,7 @@ _FACTORY_RETURNS = "a model, a function tokens → logits, a dict of CheckedMode
 
 
 def is_factory_spec(source: str) -> bool:
-    """Whether a source has the form `module.path:factory` and is not a file."""
+    """Whether the model source has the form `module.path:factory` and is neither an existing path nor a URL."""
     return ":" in source and "://" not in source and not Path(source).exists()
 
 
@@ -158,7 +158,7 @@ def shrink_config(config: Config) -> Config:
 
 
 def _shrink_attention(attention: MultiHeadBase | LatentAttention, old_d_model: int) -> MultiHeadBase | LatentAttention:
-    """Reduce the number of heads; keep the head dimension and the kind of grouping (MHA, GQA or MQA)."""
+    """Reduce the heads of an attention configuration; keep the head dimension and the grouping (MHA, GQA or MQA)."""
     if isinstance(attention, LatentAttention):
         return attention.replace(heads=min(attention.heads, _MAX_HEADS))
     heads = min(attention.heads, _MAX_HEADS)
@@ -172,7 +172,7 @@ def _shrink_attention(attention: MultiHeadBase | LatentAttention, old_d_model: i
 
 
 def _shrink_ffn(ffn: DenseFFN, old_d_model: int, new_d_model: int) -> DenseFFN:
-    """Shrink the hidden dimension in proportion to d_model."""
+    """Shrink the hidden dimension of an FFN configuration in proportion to d_model."""
     if ffn.hidden is None:
         return ffn
     return ffn.replace(hidden=max(16, ffn.hidden * new_d_model // old_d_model // 8 * 8))

@@ -53,7 +53,7 @@ def swap_tensors(tensors: Iterable[Tensor], replace: Callable[[Tensor], Tensor |
 
 
 def upcast_to_fp32(module: nn.Module | None) -> AbstractContextManager[None]:
-    """Convert bf16 and fp16 weights to fp32 while the context is active."""
+    """Convert the bf16 and fp16 parameters and buffers of a module to fp32 while the context is active."""
     tensors = [] if module is None else [*module.parameters(), *module.buffers()]
     return swap_tensors(tensors, lambda data: data.float() if data.dtype in LOW_PRECISION_DTYPES else None)
 
@@ -88,7 +88,7 @@ def perturb_weights(module: nn.Module, generator: torch.Generator) -> AbstractCo
 
 
 def add_noise(params: Sequence[nn.Parameter], scale: float, generator: torch.Generator) -> AbstractContextManager[None]:
-    """Add normal noise, whose standard deviation is `scale` times a parameter's RMS, while the context is active."""
+    """Add normal noise to `params` while the context is active; its std is `scale` times the RMS of each parameter."""
 
     def perturb(data: Tensor) -> Tensor:
         rms = float(data.float().square().mean().sqrt()) or 1.0

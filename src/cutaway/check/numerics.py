@@ -70,7 +70,7 @@ class RoundingNoise(EagerDispatchMode):
         return out
 
     def _perturb(self, x: Tensor) -> Tensor:
-        """Multiply by 1 + u·eps with u uniform in ±_MAX_ULPS."""
+        """Multiply each element of x by 1 + u·eps, with u uniform in ±_MAX_ULPS and the eps of its dtype."""
         if not x.is_floating_point() or x.numel() == 0 or x.is_meta:
             return x
         if x.device not in self.generators:
@@ -122,7 +122,7 @@ def max_difference(a: Tensor, b: Tensor) -> Difference:
 
 
 def max_finite_abs(x: Tensor) -> float:
-    """The largest finite absolute value; 0 if there is none."""
+    """The largest finite absolute value in x; 0 if there is none."""
     values = x.detach().float().abs()
     values = values.masked_fill(~values.isfinite(), 0.0)
     return float(values.max()) if values.numel() else 0.0

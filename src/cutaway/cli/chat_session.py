@@ -89,7 +89,7 @@ class ChatSession:
         self.messages = list(self.system_messages)
 
     def submit(self, message: str) -> tuple[TimedGeneration, Request]:
-        """Submit the conversation with a new user message."""
+        """Submit the conversation and a new user message to the engine. The message is not added to the history."""
         prompt = self.tokenizer.encode_chat([*self.messages, {"role": "user", "content": message}])
         params = apply_generation_config(self.params, self.generation_config, len(prompt))
         if self.params.max_new_tokens is None and self.generation_config.max_new_tokens_for(len(prompt)) is None:
@@ -132,7 +132,7 @@ def _cancel_on_interrupt(request: Request) -> Iterator[None]:
 
 
 def _read_messages(initial_messages: Sequence[str], output: OutputWriter, interactive: bool) -> Iterator[str]:
-    """Yield the initial messages, then the lines of standard input."""
+    """Yield the initial messages, then the lines of standard input that are not empty, until /quit or its end."""
     for message in initial_messages:
         if interactive:
             output.stdout.write_dim(f"> {message}\n")

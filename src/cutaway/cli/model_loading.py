@@ -55,7 +55,7 @@ def load_checkpoint(
 
 
 def is_config_source(source: str) -> bool:
-    """Whether a source is a preset name or a config file, not a checkpoint."""
+    """Whether a source is a preset name or a config file. An unknown name without a slash counts as a preset name."""
     from cutaway.config import presets
     from cutaway.pretrained import find_pretrained
 

@@ -22,7 +22,7 @@ def option(
     max: float | None = None,
     panel: str | None = None,
 ) -> object:
-    """Return a typer option. The default of `flags` is the parameter's name.
+    """Return a typer option. Without `flags`, the flag has the name of the verb's parameter.
 
     The help of an option in a panel does not show the option's default value.
     """

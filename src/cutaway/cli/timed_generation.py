@@ -85,7 +85,7 @@ class TimedGeneration:
 
     @property
     def first_token_time(self) -> float:
-        """Time of the earliest generated token, over all requests."""
+        """Time (`time.perf_counter`) of the earliest generated token over all requests, or 0 if there is none."""
         return min((self.token_times[request][1][0] for request in self.started_requests), default=0.0)
 
     @property

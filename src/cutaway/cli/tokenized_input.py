@@ -36,7 +36,7 @@ class TokenizedInput:
                 raise InputError(f"the {name} has {len(token_ids)} tokens; {limit}")
 
     def token_str(self, token: int) -> str:
-        """Return a token's text for display."""
+        """Return a token's text in quotes, with control characters escaped. Without a text, return the id as <id>."""
         if self.is_untrained:
             return repr(bytes([token]))[1:] if token < 256 else f"<{token}>"
         from cutaway.cli.views.terminal import escape_control_characters
@@ -57,7 +57,11 @@ class TokenizedInput:
         return self.tokens if self.source is None or self.target is not None else self.source
 
     def resolve_position(self, position: str) -> int:
-        """Return the index of a token. `position` is its index, or a part of the text that ends in this token."""
+        """Return the index of a token in `traced_tokens`.
+
+        `position` is the token's index, which may be negative, or a part of the text whose last occurrence ends in the
+        token.
+        """
         tokens = self.traced_tokens
         try:
             index = int(position)

@@ -25,7 +25,7 @@ class FactorizedEmbedding(ConfigNode):
 
 
 class Embedding(ConfigNode):
-    """token · scale + position + token_type, then norm and dropout."""
+    """Input embedding: token · scale + position + token_type, then norm and dropout."""
 
     position: EmbeddingPosition = NoPosition()
     scale: PositiveFloat | Literal["sqrt_d_model"] = 1.0
@@ -41,7 +41,7 @@ class Embedding(ConfigNode):
         return self.factorization.width if self.factorization else d_model
 
     def position_dim(self, d_model: int) -> int:
-        """Dimension of position embeddings, token types and norm: `width` if before the projection, else d_model."""
+        """Dimension of positions, token types and norm: `factorization.width` before the projection, else d_model."""
         if self.factorization is None or self.factorization.positions == "after_projection":
             return d_model
         return self.factorization.width

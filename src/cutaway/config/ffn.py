@@ -13,7 +13,7 @@ Activation = Literal[
 
 
 class Mlp(ConfigNode):
-    """down(act(up(x)))."""
+    """Ungated FFN (two matrices): down(act(up(x)))."""
 
     kind: Literal["mlp"] = "mlp"
     hidden: PositiveInt | None = None
@@ -49,7 +49,7 @@ class Gated(GatedBase):
 
 
 class ClampedSwiGLU(GatedBase):
-    """down((up + 1) · gate · sigmoid(alpha · gate)) with gate and up clamped to `limit` (gpt-oss)."""
+    """down((up + 1) · gate · sigmoid(alpha · gate)) with gate ≤ limit and |up| ≤ limit (gpt-oss)."""
 
     kind: Literal["clamped-swiglu"] = "clamped-swiglu"
     limit: PositiveFloat = 7.0
@@ -89,7 +89,7 @@ class Router(ConfigNode):
 
 
 class Moe(ConfigNode):
-    """Mixture of experts without a capacity limit (dropless). https://arxiv.org/abs/1701.06538"""
+    """Mixture of experts without a limit of tokens per expert (dropless). https://arxiv.org/abs/1701.06538"""
 
     kind: Literal["moe"] = "moe"
     experts: PositiveInt

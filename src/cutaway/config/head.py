@@ -16,7 +16,7 @@ class HeadTransform(ConfigNode):
 
 
 class LMHead(ConfigNode):
-    """logits = softcap(scale · (x·Eᵀ + bias)); E is the token embedding if tied."""
+    """logits = softcap(scale · (x·Eᵀ + bias)); E is the token embedding if tied, else a matrix of its own."""
 
     kind: Literal["lm"] = "lm"
     tied: bool = True

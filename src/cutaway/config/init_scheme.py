@@ -6,7 +6,10 @@ from cutaway.config.node import KIND_DISCRIMINATOR, ConfigNode, PositiveFloat, d
 
 
 class NormalInit(ConfigNode):
-    """Normal with std `std`, or std / sqrt(number of sublayers) for output projections if depth_scaled (GPT-2)."""
+    """Weights are normal with std `std`.
+
+    If `depth_scaled`, output projections of sublayers have std / sqrt(number of sublayers of the stack) (GPT-2).
+    """
 
     kind: Literal["normal"] = "normal"
     std: PositiveFloat = 0.02
@@ -14,7 +17,10 @@ class NormalInit(ConfigNode):
 
 
 class XavierInit(ConfigNode):
-    """Uniform in ±sqrt(6 / (fan_in + fan_out)). Embeddings are normal with std 1/sqrt(d_model) (Vaswani et al.)."""
+    """Weights are uniform in ±sqrt(6 / (fan_in + fan_out)). Embeddings are normal with std 1/sqrt(d_model).
+
+    Used by the 2017 Transformer.
+    """
 
     kind: Literal["xavier"] = "xavier"
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def _check_magnitude(value: float) -> float:
-    """Reject numbers whose square, log or inverse overflows, because they would lead to NaN."""
+    """Return the number; raise ValueError if its square or inverse could overflow, which would lead to NaN."""
     if value != 0 and not 1e-30 < abs(value) < 1e30:
         raise ValueError(f"input should be between 1e-30 and 1e30 in magnitude, not {value}")
     return value

@@ -17,7 +17,7 @@ class NoPosition(ConfigNode):
 
 
 class LearnedPosition(ConfigNode):
-    """Learned absolute positions: one vector per position, up to `length`."""
+    """Learned absolute positions: one vector per position, for `length` positions."""
 
     kind: Literal["learned"] = "learned"
     length: PositiveInt
@@ -26,7 +26,7 @@ class LearnedPosition(ConfigNode):
 
 
 class SinusoidalPosition(ConfigNode):
-    """sin and cos of pos / base^(2i/d): no parameters, no length limit. https://arxiv.org/abs/1706.03762"""
+    """Sinusoidal positions: sin and cos of pos / base^(2i/d); no parameters, no length limit. https://arxiv.org/abs/1706.03762"""
 
     kind: Literal["sinusoidal"] = "sinusoidal"
     base: PositiveFloat = 10000.0
@@ -98,7 +98,7 @@ class LongRope(ConfigNode):
 
     @property
     def is_length_dependent(self) -> bool:
-        """Whether short and long sequences have different rotation angles."""
+        """Whether the rotation angles depend on the sequence length, i.e. short and long factors differ."""
         return self.short_factors != self.long_factors
 
 

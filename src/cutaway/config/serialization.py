@@ -97,7 +97,7 @@ def map_dicts(value: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) ->
 
 
 def _one_of_to_any_of(node: dict[str, Any]) -> dict[str, Any]:
-    """Replace oneOf by anyOf, because a table without the key `kind` may match several variants."""
+    """Replace oneOf by anyOf in a node of the schema: a table without the key `kind` may match several variants."""
     return {"anyOf" if key == "oneOf" else key: item for key, item in node.items() if key != "discriminator"}
 
 

@@ -13,7 +13,7 @@ from cutaway.config.norms import Norm, RMSNorm
 
 
 class PreNorm(ConfigNode):
-    """x + F(norm(x)). https://arxiv.org/abs/2002.04745"""
+    """Norm before each sublayer F (attention or FFN): x + F(norm(x)). https://arxiv.org/abs/2002.04745"""
 
     kind: Literal["pre"] = "pre"
     final_norm: bool = True
@@ -22,7 +22,7 @@ class PreNorm(ConfigNode):
 
 
 class PostNorm(ConfigNode):
-    """norm(x·skip_scale + F(x)) (the 2017 Transformer, BERT; DeepNorm with skip_scale). https://arxiv.org/abs/2203.00555"""
+    """Norm after each addition: norm(x·skip_scale + F(x)) (2017 Transformer, BERT; DeepNorm with skip_scale). https://arxiv.org/abs/2203.00555"""
 
     kind: Literal["post"] = "post"
     final_norm: bool = False
@@ -30,21 +30,21 @@ class PostNorm(ConfigNode):
 
 
 class SandwichNorm(ConfigNode):
-    """x + norm2(F(norm1(x))) (Gemma 2)."""
+    """Norms before and after each sublayer F: x + norm2(F(norm1(x))) (Gemma 2)."""
 
     kind: Literal["sandwich"] = "sandwich"
     final_norm: bool = True
 
 
 class OutputNorm(ConfigNode):
-    """x + norm(F(x)) (OLMo 2)."""
+    """Norm on the output of each sublayer F: x + norm(F(x)) (OLMo 2)."""
 
     kind: Literal["output"] = "output"
     final_norm: bool = True
 
 
 class ParallelResidual(ConfigNode):
-    """x + attention(norm(x)) + FFN(norm(x)) (GPT-J)."""
+    """Attention and FFN of the same input: x + attention(norm(x)) + FFN(norm(x)) (GPT-J)."""
 
     kind: Literal["parallel"] = "parallel"
     final_norm: bool = True

@@ -14,7 +14,7 @@ from cutaway.config.stack import Block, CrossBlock, CrossStack, Stack
 
 
 class TransformerConfig(ConfigNode):
-    """Fields that all architectures share."""
+    """Configuration of a whole model: fields that decoders, encoders and encoder-decoders share."""
 
     vocab_size: PositiveInt
     d_model: PositiveInt
@@ -35,14 +35,14 @@ class TransformerConfig(ConfigNode):
 
 
 class Decoder(TransformerConfig):
-    """Decoder-only, causal (GPT, Llama)."""
+    """Configuration of a decoder-only model with causal attention (GPT, Llama)."""
 
     form: Literal["decoder"] = "decoder"
     decoder: Stack
 
 
 class Encoder(TransformerConfig):
-    """Encoder-only, bidirectional (BERT)."""
+    """Configuration of an encoder-only model with bidirectional attention (BERT)."""
 
     form: Literal["encoder"] = "encoder"
     encoder: Stack
@@ -51,7 +51,7 @@ class Encoder(TransformerConfig):
 
 
 class EncoderDecoder(TransformerConfig):
-    """Encoder-decoder with cross-attention (the 2017 Transformer, T5, BART)."""
+    """Configuration of an encoder-decoder with cross-attention (the 2017 Transformer, T5, BART)."""
 
     form: Literal["encoder-decoder"] = "encoder-decoder"
     encoder: Stack

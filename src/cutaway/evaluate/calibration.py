@@ -53,7 +53,9 @@ class Calibration:
 
     @property
     def confidence(self) -> float:
-        """Mean confidence. If it is above the accuracy, the model is overconfident; if below, underconfident."""
+        """Mean confidence of all predictions.
+
+        If it is above the accuracy, the model is overconfident; if below, underconfident."""
         return math.fsum(self.bin_confidence_sums) / self.count
 
     @property

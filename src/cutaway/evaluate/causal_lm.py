@@ -129,7 +129,7 @@ def sliding_windows(document: int, num_tokens: int, first_target: int, context: 
 
 
 def _score_windows(model: DecoderOnly, documents: list[TokenIds], windows: list[Window]) -> EvalResult:
-    """Return the summed loss of the tokens that these windows score."""
+    """Return the summed loss and the calibration of the tokens that these windows score."""
     tokens, padding_mask = pad_rows([documents[w.document][w.start : w.end] for w in windows], model.device)
     x = model.hidden_states(tokens, padding_mask)  # (B, T, d)
     # The token at position i is predicted from the hidden state at i − 1.

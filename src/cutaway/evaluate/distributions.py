@@ -45,7 +45,7 @@ def parse_unit(unit: str) -> float:
 
 
 class Operand(NamedTuple):
-    """One argument of a measure, as probabilities, logits or samples."""
+    """A distribution given to a measure such as `kl_divergence`, as probabilities `p`, logits or samples."""
 
     name: str
     p: ArrayLike | None
@@ -53,7 +53,7 @@ class Operand(NamedTuple):
     samples: Samples | None = None
 
     def check(self, **alternatives: object) -> None:
-        """Raise unless exactly one of the fields and alternatives is set."""
+        """Raise unless exactly one of `p`, `logits`, `samples` and the alternatives is set (not None)."""
         fields = {"": self.p, "_logits": self.logits, "_samples": self.samples}
         require_exactly_one(self.name, **alternatives, **{self.name + end: value for end, value in fields.items()})
 
@@ -98,7 +98,7 @@ def _check_no_element(name: str, x: Array, invalid: Array, reason: str) -> None:
 
 
 def as_float_array(name: str, values: ArrayLike | None, description: str) -> Array:
-    """Convert to a float64 array; convert a tensor to at least float32. The last axis is over the outcomes."""
+    """Convert `values` to a float64 array, or a tensor to at least float32. The last axis is over the outcomes."""
     array: Array = values
     if is_tensor(values):
         torch = array_namespace(values)

@@ -38,7 +38,7 @@ _MAX_TOKENS_ALIASES = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_comp
 
 @register_model("cutaway")
 class CutawayLM(LM):
-    """A decoder and its tokenizer with the harness's `LM` interface."""
+    """A decoder and its tokenizer with the `LM` interface of lm-evaluation-harness."""
 
     def __init__(
         self,
@@ -75,11 +75,11 @@ class CutawayLM(LM):
     # Interface of the harness
 
     def loglikelihood(self, requests: list["Instance"], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Return log p(continuation | context), and whether greedy decoding generates the continuation."""
+        """Return, per request, log p(continuation | context) and whether greedy decoding generates the continuation."""
         return self._loglikelihood_tokens([self.encode_pair(*request.args) for request in requests], disable_tqdm)
 
     def loglikelihood_rolling(self, requests: list["Instance"], disable_tqdm: bool = False) -> list[float]:
-        """Return log p of whole texts after the prefix token. The tokenizer's BOS is scored too, as with "hf"."""
+        """Return log p of each whole text after the prefix token. The tokenizer's BOS is scored too, as with "hf"."""
         windows_per_text = [
             list(rolling_windows([self.prefix_token_id, *self.tok_encode(request.args[0])], self.max_length))
             for request in requests
@@ -89,7 +89,7 @@ class CutawayLM(LM):
         return [sum(next(results)[0] for _ in text_windows) for text_windows in windows_per_text]
 
     def generate_until(self, requests: list["Instance"], disable_tqdm: bool = False) -> list[str]:
-        """Continue each context up to the first stop string."""
+        """Return the generated continuation of each context, up to the first stop string."""
         texts: dict[int, str] = {}
         groups: dict[str, list[int]] = {}  # requests with equal generation settings run in one call
         for index, request in enumerate(requests):
@@ -121,7 +121,7 @@ class CutawayLM(LM):
 
     @property
     def tokenizer_name(self) -> str:
-        """Key of the tokenizer in the harness's cache of prompts."""
+        """Name of the tokenizer, which distinguishes the entries of the harness's cache of prompts."""
         return f"cutaway-{self.tokenizer.vocab_size}"
 
     # Implementation

@@ -45,7 +45,7 @@ def compute_loglikelihoods(
     batch_size: int | None = None,
     progress: ProgressFn | None = None,
 ) -> list[Loglikelihood]:
-    """Return one result per request, in the order of the requests.
+    """Return −log p(continuation | context) of each request, in order, and whether greedy decoding generates it.
 
     The input has at most `max_length` tokens; a longer context is truncated on the left. Requests with equal input
     tokens, that is, whose continuations differ only in the last token, share a batch row. This is common in

@@ -74,7 +74,7 @@ def evaluate_masked_lm(
 
 
 def _score_chunks(model: EncoderOnly, mask_token_id: int, chunks: list[_MaskedChunk]) -> EvalResult:
-    """Return the summed loss of the masked tokens."""
+    """Return the summed loss and the calibration of the masked tokens of these chunks."""
     assert model.head is not None
     tokens, padding_mask = pad_rows([ids for ids, _ in chunks], model.device)
     rows = torch.tensor([row for row, (_, masked) in enumerate(chunks) for _ in masked], device=tokens.device)

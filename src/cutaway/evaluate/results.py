@@ -19,7 +19,7 @@ class EvalResult:
 
     @property
     def loss(self) -> float:
-        """Nats per token."""
+        """Mean loss in nats per scored token."""
         return self.total_nll / self.num_tokens
 
     @property
@@ -29,7 +29,7 @@ class EvalResult:
 
 @dataclass(frozen=True)
 class CausalLMResult(EvalResult):
-    """Result of a decoder on texts."""
+    """Loss, bits per byte and calibration of a decoder on texts."""
 
     num_bytes: int
     """Number of UTF-8 bytes of the scored tokens. A first token without context is not scored."""
@@ -47,7 +47,7 @@ class CausalLMResult(EvalResult):
 
 @dataclass(frozen=True)
 class MaskedLMResult(EvalResult):
-    """Result of an encoder on masked tokens."""
+    """Loss, accuracy and calibration of an encoder on masked tokens, which are the scored tokens."""
 
     num_correct: int
     """Number of masked tokens that were the most likely prediction."""
@@ -61,7 +61,9 @@ class MaskedLMResult(EvalResult):
 
 @dataclass(frozen=True)
 class Seq2SeqResult(EvalResult):
-    """Result of an encoder-decoder on (source, target) pairs. The scored tokens are those of the targets."""
+    """Loss, accuracy and calibration of an encoder-decoder on (source, target) pairs.
+
+    The scored tokens are those of the targets. The accuracy is the fraction of exact matches."""
 
     num_exact_matches: int
     """Number of pairs whose greedily decoded text equals the target."""

@@ -62,7 +62,7 @@ def score_batches(
     batch_size: int | None,
     progress: ProgressFn | None,
 ) -> EvalResult:
-    """Batch the items (at least one), call `score` on each batch in evaluation mode, and return the sum."""
+    """Batch the items (at least one), call `score` on each batch in evaluation mode, and add up the results."""
     sums, done = [], 0
     with evaluation_mode(model):
         for batch in batch_by_length(items, length, batch_size, model.device):
@@ -78,7 +78,9 @@ def score_batches(
 def compute_token_losses(
     head: nn.Module, x: Float[Tensor, "N d"], targets: Int[Tensor, " N"], vocab_size: int
 ) -> TokenLosses:
-    """Return the loss of each target. `x` is the head's input. The logits are computed in chunks, to save memory."""
+    """Return, per target, its loss, whether it is the most likely token, and the probability of the most likely token.
+
+    `x` is the head's input. The logits are computed in chunks, to save memory. Raise if a loss is NaN."""
     chunk = max(1, MAX_LOGITS_PER_CHUNK // vocab_size)
     nll, correct, confidence = [], [], []
     for start in range(0, len(x), chunk):
@@ -122,7 +124,7 @@ def batch_by_length(
 
 
 def pad_rows(rows: Sequence[_TokenRow], device: torch.device) -> tuple[Int[Tensor, "B T"], Tensor | None]:
-    """Right-pad rows of ids to one tensor. Return it and the mask, True for tokens, or None if nothing is padded."""
+    """Right-pad rows of token ids to one tensor. Return it and its mask: True for tokens; None without padding."""
     width = max(map(len, rows))
     tokens, mask = torch.zeros(len(rows), width, dtype=torch.long), torch.zeros(len(rows), width, dtype=torch.bool)
     for index, row in enumerate(rows):
@@ -142,7 +144,7 @@ def resolve_length(name: str, value: int | None, default: int, maximum: int | No
 
 
 def resolve_context(model: Transformer, context: int | None) -> int:
-    """Return the maximum input length. The default is the model's context, but at most _DEFAULT_CONTEXT."""
+    """Return the maximum number of input tokens. The default is the model's context, but at most _DEFAULT_CONTEXT."""
     [stack] = model.stacks.values()
     limit: int | None = getattr(stack.embed.position, "max_positions", None)
     default = min(length for length in (model.config.context, limit, _DEFAULT_CONTEXT) if length is not None)

@@ -139,13 +139,13 @@ def _matches(expected: object, value: object) -> bool:
 
 
 def flag(key: str, path: Paths, default: bool, *, on: object = True, off: object = False) -> Choice:
-    """A boolean config.json key. `on` and `off` are the Config values for true and false."""
+    """Return the field of a boolean config.json key. `on` and `off` are the Config values for true and false."""
     return Choice(key, path, default, {True: on, False: off})
 
 
 @dataclass(frozen=True)
 class SupportedValues(_OneKey):
-    """A config.json key that must have one of `values`. Others raise ConfigError, as they would change the model."""
+    """A config.json key that must have one of `values`. Other values raise ConfigError, as they change the model."""
 
     values: tuple[object, ...]
     """The first value is the default."""
@@ -157,7 +157,7 @@ class SupportedValues(_OneKey):
             raise ConfigError(f"config.json's '{self.key}' is {value!r}, which cutaway does not support: {self.reason}")
 
     def to_hf(self, tree: ConfigTree, hf_config: dict[str, object]) -> None:
-        """Write nothing: the default is a supported value."""
+        """Write nothing: if the key is absent, transformers uses the default, which is a supported value."""
 
 
 def _do_nothing(source: object, target: object) -> None:
@@ -166,7 +166,7 @@ def _do_nothing(source: object, target: object) -> None:
 
 @dataclass(frozen=True)
 class Custom:
-    """A mapping given by two functions: from config.json keys to Config values, and the inverse."""
+    """A ConfigField given by two functions: `from_hf` (config.json keys to Config values) and its inverse `to_hf`."""
 
     keys: tuple[str, ...]
     from_hf: Callable[[HFConfigReader, ConfigTree], None] = _do_nothing
@@ -175,7 +175,7 @@ class Custom:
 
 @dataclass(frozen=True)
 class SameAs:
-    """A Config path with the value of another path. `config_to_hf` raises if the two values differ."""
+    """Sets the Config value at `path` to the value at `source`. `config_to_hf` raises if the two values differ."""
 
     path: str
     source: str
@@ -185,7 +185,7 @@ class SameAs:
         tree.set(self.path, tree.get(self.source))
 
     def to_hf(self, tree: ConfigTree, hf_config: dict[str, object]) -> None:
-        """Write nothing: the field of the other path writes the value."""
+        """Write nothing: the field of the path `source` writes the value."""
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ class IfHead:
 
 
 def clear_out_of_vocab_pad_token(default_pad_token_id: int) -> Custom:
-    """Field that saves `pad_token_id` as null if the family's default id is outside of the vocabulary."""
+    """Field that saves `pad_token_id` as null if the family's default of it is outside of the vocabulary."""
 
     def to_hf(tree: ConfigTree, hf_config: dict[str, object]) -> None:
         if tree.data["vocab_size"] <= default_pad_token_id:
@@ -234,7 +234,7 @@ the family's default name if that is one of them, else the first of them."""
 
 
 def activation(key: str, path: Paths, default: str) -> Choice:
-    """A config.json key whose value is an activation name of transformers."""
+    """Return the field of a config.json key whose value is an activation name of transformers."""
     return Choice(key, path, default, HF_ACTIVATIONS)
 
 
@@ -311,7 +311,7 @@ class LayerTypes:
 
 
 def full_attention_every(default_period: int, key: str | None = None) -> Callable[[HFConfigReader, int], list[str]]:
-    """Return a function that computes the default `layer_types`: full attention in every n-th layer, else windows.
+    """Return a function that computes the default `layer_types`: full attention in every n-th layer, else a window.
 
     n is the config.json value at `key`, or `default_period` if it is absent.
     """

@@ -17,7 +17,7 @@ MISSING = object()
 
 
 class ConfigTree:
-    """Nested dicts addressed by dotted paths. `block` in a path addresses every layer of the stack."""
+    """A Config as nested dicts, addressed by dotted paths. `block` in a path addresses every layer of the stack."""
 
     def __init__(self, data: Mapping[str, object]) -> None:
         self.data: Node = deepcopy(dict(data))

@@ -155,7 +155,7 @@ class Family:
         return self.architecture if config.head.kind != "none" else self.base_architecture or self.architecture
 
     def config_to_hf(self, config: Config) -> dict[str, object]:
-        """Convert a Config to config.json; raise ConfigError if the family cannot represent it."""
+        """Convert a Config to the contents of config.json; raise ConfigError if the family cannot represent it."""
         form = self.template["form"]
         if config.form != form:
             raise ConfigError(f"{self.name}: the model is of form '{config.form}', but this family has form '{form}'")

@@ -33,13 +33,13 @@ class NativeFamily(Family):
 
 
 def write_native_config(config: Config, directory: Path) -> None:
-    """Write cutaway.json, the file that marks a native checkpoint."""
+    """Write the Config to cutaway.json, the file by which a native checkpoint is recognized."""
     text = json.dumps({"format": FORMAT_VERSION, "config": to_dict(config)}, indent=2)
     (directory / NATIVE_CONFIG_NAME).write_text(text + "\n")
 
 
 def load_native_checkpoint(directory: Path, options: LoadOptions) -> tuple[Transformer, Config, LoadReport]:
-    """Load a native checkpoint."""
+    """Load a checkpoint directory in the native format; return (model, Config, load report)."""
     data = read_json_object(directory / NATIVE_CONFIG_NAME, ConfigError)
     version, tree = data.get("format"), data.get("config")
     if version != FORMAT_VERSION:

@@ -75,7 +75,7 @@ class MXFP4Reader:
 
 
 class FP8Reader:
-    """FP8: `x` (rows, columns) in fp8, multiplied by `x_scale_inv`, which has one factor per tile of `block_size`."""
+    """FP8: a weight is the fp8 tensor `x` (rows, columns) times `x_scale_inv`, one factor per tile of `block_size`."""
 
     def __init__(self, reader: TensorReader, block_size: tuple[int, int] = (128, 128)) -> None:
         self.reader, self.block_size = reader, block_size

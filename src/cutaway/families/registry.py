@@ -47,7 +47,7 @@ def config_from_hf(hf_config: Mapping[str, object]) -> Config:
 
 
 def find_family(config: Config, name: str | None = None) -> tuple[Family, dict[str, object]]:
-    """Return a family that can represent a Config (the named one, or the first that can), and its config.json."""
+    """Return (family, contents of config.json) of a Config: the named family, or the first that can represent it."""
     known = families()
     if name is not None:
         if name not in known:

@@ -13,7 +13,7 @@ _ROPE_TYPES = ("linear", "dynamic", "yarn", "longrope", "llama3")
 
 @dataclass(frozen=True)
 class RopeField:
-    """RoPE settings of a family in which all layers with RoPE have the same RoPE."""
+    """Config field of the RoPE settings of a family in which all layers with RoPE have the same RoPE."""
 
     stack: str = "decoder"
     default_theta: float = 10000.0
@@ -158,7 +158,7 @@ class RopeField:
 
 @dataclass(frozen=True)
 class RopeFieldByLayerType(RopeField):
-    """One RoPE for sliding-window layers and one for full-attention layers, in `rope_parameters` by layer type."""
+    """Config field of two RoPEs, for sliding-window and full-attention layers: `rope_parameters` by layer type."""
 
     layer_type_thetas: tuple[tuple[str, float, str], ...] = (
         ("full_attention", 1_000_000.0, "rope_theta"),
@@ -201,7 +201,7 @@ class RopeFieldByLayerType(RopeField):
         hf_config["rope_parameters"] = by_type
 
     def write_legacy_keys(self, hf_config: dict[str, object]) -> None:
-        """Write the legacy theta key of each layer type."""
+        """Copy the theta of each layer type to its legacy key, for older versions of transformers."""
         by_type = hf_config["rope_parameters"]
         assert isinstance(by_type, dict)  # written by to_hf
         for kind, _, legacy_key in self.layer_type_thetas:

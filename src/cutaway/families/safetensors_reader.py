@@ -48,7 +48,7 @@ class TensorReader(Protocol):
 
     @property
     def tensor_infos(self) -> Mapping[str, TensorInfo]:
-        """Name → shape, dtype and quantization."""
+        """Tensor name → shape, dtype and quantization."""
 
     def read_tensor(self, name: str) -> Tensor:
         """Read one tensor; quantized tensors are dequantized."""
@@ -174,7 +174,7 @@ def _read_shard_index(directory: Path, index: Path) -> list[Path]:
 
 
 def check_not_pickle(path: Path) -> None:
-    """Raise WeightError if a path has the suffix of a pickle."""
+    """Raise WeightError if a file has the suffix of a pickle (such as .bin), which could run code when opened."""
     if path.suffix in _PICKLE_SUFFIXES:
         raise WeightError(
             f"'{path.name}' is a pickle, which can run code when opened, so it is not loaded; use the model's"

@@ -82,7 +82,7 @@ def save(
 
 
 def _check_output_directory(target: Path, overwrite: bool) -> None:
-    """Raise unless `target` is new, empty, or a model directory to overwrite."""
+    """Raise InputError unless `target` is new, is empty, or contains a model and `overwrite` is True."""
     try:
         if not target.exists() and not target.is_symlink():
             return
@@ -99,7 +99,7 @@ def _check_output_directory(target: Path, overwrite: bool) -> None:
 
 
 def resolve_output_path(target: object) -> Path:
-    """Validate an output path and expand '~'."""
+    """Return an output path with '~' expanded; raise InputError if it is not a valid path."""
     if not isinstance(target, str | Path) or not str(target).strip() or "\0" in str(target):
         raise InputError(f"{target!r} is not a path to write to; pass the path of a directory or file")
     try:
@@ -198,7 +198,7 @@ ExportedTensors = tuple[tuple[str, ...], Callable[[], list[Tensor]], int]
 
 
 def export_weights(family: Family, model: Transformer) -> Iterator[ExportedTensors]:
-    """Yield the weights of a model with the keys and layout of a family. Each yielded function converts its tensors."""
+    """Yield the weights of a model as (checkpoint keys of `family`, function that returns their tensors, bytes)."""
     state = model.state_dict(keep_vars=True)
     canonical = canonical_keys(model)
     exported: set[str] = set()
@@ -222,7 +222,7 @@ def export_weights(family: Family, model: Transformer) -> Iterator[ExportedTenso
 def _write_shards(
     family: Family, model: Transformer, directory: Path, max_shard_size: int, progress: Callable[[int, int], None]
 ) -> None:
-    """Write shards of at most `max_shard_size` bytes, and an index if there are several."""
+    """Write the weights as safetensors shards of at most `max_shard_size` bytes, and an index if there are several."""
     shards: list[list[ExportedTensors]] = [[]]
     shard_size = total = 0
     for exported in export_weights(family, model):
@@ -249,7 +249,7 @@ def _write_shards(
 
 
 def _clone_shared_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Clone tensors that share storage, which safetensors rejects."""
+    """Return the tensors without shared storage, which safetensors rejects: of each storage, all but one are cloned."""
     first: dict[int, str] = {}
     owners = {name: first.setdefault(t.untyped_storage().data_ptr(), name) for name, t in tensors.items()}
     return {name: t if owners[name] == name else t.clone() for name, t in tensors.items()}

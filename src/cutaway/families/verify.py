@@ -45,7 +45,7 @@ class VerificationResult:
 
     @property
     def first_mismatch(self) -> str | None:
-        """The first layer whose output differs by more than its tolerance, or None."""
+        """Name of the first layer whose output differs by more than its tolerance, or None."""
         return next((name for name, diff, bound in self.layer_diffs if not diff <= bound), None)
 
     @property
@@ -138,7 +138,7 @@ def _load_transformers_model(checkpoint: Checkpoint, path: Path) -> Peer:
 
 
 def _random_inputs(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """A batch of random tokens: sequences of different lengths, padded on the right."""
+    """A batch of random tokens with masks: sequences of different lengths, padded on the right."""
     g = torch.Generator().manual_seed(0)
     config = checkpoint.config
     limits = [getattr(stack.embedding.position, "length", SEQ_LEN) for stack in config.stacks.values()]
@@ -254,7 +254,7 @@ def _compare_gradients(checkpoint: Checkpoint, peer: Peer) -> tuple[float, str, 
 
 @torch.no_grad()
 def _compare_greedy_tokens(checkpoint: Checkpoint, peer: Peer, inputs: dict[str, Tensor]) -> str:
-    """Compare greedy decoding with a KV cache over MAX_NEW_TOKENS tokens."""
+    """Compare greedy decoding of MAX_NEW_TOKENS tokens with a KV cache; return `VerificationResult.greedy_tokens`."""
     model = checkpoint.model
     if isinstance(checkpoint.config, Encoder):
         return "not applicable (encoder)"

@@ -23,7 +23,7 @@ class ConversionOp(ABC):
 
     @abstractmethod
     def to_model(self, tensors: "Tensors", model_shapes: Shapes, d_head: int) -> "list[Tensor]":
-        """Convert checkpoint tensors to model tensors. `d_head` is the head dimension of the layer."""
+        """Convert checkpoint tensors to model tensors of `model_shapes`. `d_head` is the layer's head dimension."""
 
     @abstractmethod
     def to_checkpoint(self, tensors: "Tensors", d_head: int) -> "list[Tensor]":
@@ -32,7 +32,7 @@ class ConversionOp(ABC):
 
 @dataclass(frozen=True)
 class Identity(ConversionOp):
-    """No conversion."""
+    """No conversion: the checkpoint stores the model tensors unchanged."""
 
     def to_model(self, tensors: "Tensors", model_shapes: Shapes, d_head: int) -> "list[Tensor]":
         return list(tensors)
@@ -71,7 +71,7 @@ class Split(ConversionOp):
 
 
 class SplitGroupedQKV(ConversionOp):
-    """Fused q, k and v, interleaved by group: the queries of a key-value head, then its key, then its value."""
+    """One checkpoint tensor has the rows of q, k and v by key-value head: its queries, then its key, then its value."""
 
     def to_model(self, tensors: "Tensors", model_shapes: Shapes, d_head: int) -> "list[Tensor]":
         groups = model_shapes[1][0] // d_head
@@ -149,7 +149,7 @@ def _transpose(tensor: "Tensor") -> "Tensor":
 
 
 def _unflatten_first_dim(tensor: "Tensor", *sizes: int) -> "Tensor":
-    """Split dim 0 into dims of these sizes."""
+    """Reshape a tensor: dim 0 becomes several dims of these sizes."""
     return tensor.reshape(*sizes, *tensor.shape[1:])
 
 

@@ -145,7 +145,7 @@ def _resolve_config(family: Family, hf_config: HFConfig, reader: TensorReader) -
 
 
 def _majority_dtype(reader: TensorReader) -> torch.dtype:
-    """The floating-point dtype that most elements have; 8-bit dtypes are ignored."""
+    """Floating-point dtype (wider than 8 bits) of most elements of the stored tensors; float32 if there is none."""
     counts: Counter[torch.dtype] = Counter()
     for info in reader.tensor_infos.values():
         if info.dtype.is_floating_point and info.dtype.itemsize > 1:
@@ -271,12 +271,15 @@ def set_module_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
 
 
 def _check_finite_if_small(name: str, tensor: Tensor) -> Tensor:
-    """Check a tensor only if it is small. Checking all would read every memory-mapped page of a large model."""
+    """Return the tensor; raise WeightError if it is small and contains NaN or infinity.
+
+    Checking large tensors would read every memory-mapped page of a large model.
+    """
     return _check_finite(name, tensor) if tensor.numel() <= 1 << 16 else tensor
 
 
 def _check_finite(name: str, tensor: Tensor) -> Tensor:
-    """Raise on NaN and infinity.
+    """Return the tensor; raise WeightError if it contains NaN or infinity.
 
     For speed, only the sum of the elements is checked first. The sum of finite elements can overflow, so a sum that is
     not finite is followed by a check of each element.

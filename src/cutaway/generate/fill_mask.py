@@ -62,7 +62,9 @@ def fill_mask(
 
 
 def _predict_masks(model: EncoderOnly, sequences: list[list[int]], mask_id: int, top_k: int) -> tuple[Tensor, Tensor]:
-    """Return probabilities and ids of the most likely tokens at each mask, both (masks, top_k), in row order."""
+    """Return probabilities and ids of the most likely tokens at each mask, both (masks, top_k).
+
+    The masks are ordered by sequence, then by position."""
     assert model.head is not None
     max_len = max(map(len, sequences))
     tokens = torch.tensor([row + [mask_id] * (max_len - len(row)) for row in sequences], device=model.device)

@@ -7,12 +7,12 @@ from cutaway.errors import CutawayError
 
 
 class ClaimError(CutawayError, AssertionError):
-    """The measurement contradicts the prediction."""
+    """The measurement of a claim contradicts its prediction."""
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim that holds. It is created by `claim`."""
+    """A statement whose measurement agrees with its prediction. It is created by `claim`."""
 
     statement: str
     measured: float
@@ -32,9 +32,9 @@ def claim(
     above: float | None = None,
     below: float | None = None,
 ) -> Claim:
-    """Compare a measured number with a predicted value, within `rtol`, or with bounds.
+    """Compare a measured number with a predicted value, within the relative tolerance `rtol`, or with bounds.
 
-    Raise ClaimError if the measurement contradicts the prediction.
+    Return the claim if the measurement agrees with the prediction, else raise ClaimError.
 
     >>> claim("scores of random vectors spread by √d_head", 7.97, predicted=8, rtol=0.05)
     ✓ scores of random vectors spread by √d_head
@@ -60,7 +60,7 @@ def claim(
 
 
 def format_number(value: float) -> str:
-    """Format a number with four significant digits and thousands separators."""
+    """Format an integer in full with thousands separators, and any other number with four significant digits."""
     if math.isfinite(value) and value == int(value) and abs(value) < 1e15:
         return f"{int(value):,}"
     return f"{value:,.4g}" if 1e-3 <= abs(value) < 1e6 else f"{value:.4g}"

@@ -63,7 +63,7 @@ def build_lessons(config: Config, *, is_untrained: bool = False) -> list[Lesson]
 
 
 def _docs_page(lesson: Table, tags: set[str]) -> str:
-    """Return the documentation page for the first tag that holds for the model, or the default page."""
+    """Return the lesson's documentation page for the first tag that holds for the model, or its default page."""
     return str(next((page for tag, page in lesson.get("docs_pages", {}).items() if tag in tags), lesson["docs_page"]))
 
 
@@ -82,13 +82,13 @@ def _read_lessons() -> list[Table]:
 
 
 def _conditions_hold(table: Table, key: str, tags: set[str]) -> bool:
-    """Whether all tags listed under a key hold for the model. A tag with a leading ! must not hold."""
+    """Whether all tags listed in `table[key]` are in `tags`. A tag with a leading ! must not be in `tags`."""
     conditions = [part.strip() for part in table.get(key, "").split(",") if part.strip()]
     return all((condition.removeprefix("!") in tags) != condition.startswith("!") for condition in conditions)
 
 
 def _model_facts(config: Config) -> tuple[dict[str, str], set[str]]:
-    """Return the formatted numbers of a model's last stack, and the tags that hold for the model."""
+    """Return the numbers that lesson texts quote, by name and formatted, and the tags that hold for the model."""
     stack = list(config.stacks.values())[-1]
     block = stack.blocks[-1]
     windows = sorted({b.attention.window for b in stack.blocks if b.attention.window is not None})
@@ -125,7 +125,7 @@ def _num_learned_positions(stack: Stack) -> int:
 
 
 def _model_tags(config: Config, stack: Stack, block: Block) -> set[str]:
-    """Return the tags that hold for the model."""
+    """Return the tags that hold for the model: names of its properties, such as 'causal', 'tied' or 'moe'."""
     attention, ffn, placement = block.attention, block.ffn, stack.placement
     embedding_position = stack.embedding.position.kind
     attention_positions = {b.attention.position.kind for b in stack.blocks} - {"none"}

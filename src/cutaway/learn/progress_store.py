@@ -18,7 +18,9 @@ class ProgressStoreError(CutawayError):
 
 
 def read_progress(name: str, adapter: TypeAdapter[dict[K, V]]) -> tuple[dict[K, V], Path | None]:
-    """Return (progress in the file `name`.json, None). If the file is damaged, rename it and return ({}, new path)."""
+    """Return (progress in the file `name`.json, None). If the file is damaged, rename it and return ({}, new path).
+
+    Raises ProgressStoreError if the file exists and cannot be read."""
     path = user_state_dir() / f"{name}.json"
     try:
         return adapter.validate_json(path.read_bytes(), strict=True), None
@@ -37,7 +39,7 @@ def read_progress(name: str, adapter: TypeAdapter[dict[K, V]]) -> tuple[dict[K, 
 
 
 def write_progress(name: str, adapter: TypeAdapter[dict[K, V]], data: dict[K, V]) -> Path:
-    """Write the progress to the file `name`.json and return its path."""
+    """Write the progress to the file `name`.json and return its path; raise if it cannot be written."""
     path = user_state_dir() / f"{name}.json"
     try:
         write_text_atomically(path, adapter.dump_json(data, indent=1).decode() + "\n")

@@ -108,7 +108,7 @@ class Edit:
         self.call_counts[name] += 1
 
     def to_dict(self) -> dict[str, object]:
-        """Return the edits as JSON values."""
+        """Return the edits by site name, as JSON values. Raise if an edit is a function."""
         return {name: _spec_to_json(name, spec) for name, spec in self.edits.items()}
 
     def save(self, path: str | Path) -> None:
@@ -118,7 +118,7 @@ class Edit:
 
 
 def _read_edits(path: str | Path) -> dict[str, EditSpec]:
-    """Read edits from a JSON file."""
+    """Read a mapping from site names to edits from a JSON file. Raise InputError if this fails."""
     try:
         edits = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:

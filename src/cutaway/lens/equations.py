@@ -14,7 +14,7 @@ from cutaway.model.stack import Stack
 
 
 def site_equation(model: Transformer, site: Site) -> str:
-    """Return the equation of a site in textbook notation, with x for the residual stream."""
+    """Return the equation of the value at a site, in textbook notation with x for the residual stream."""
     if site.stack is None:
         return _head_equation(model)
     if site.layer is None:

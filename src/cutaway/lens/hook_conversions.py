@@ -25,7 +25,7 @@ ValueHook = Callable[[Tensor, Tensor], Tensor | None]
 
 @dataclass(frozen=True)
 class HookConversion:
-    """Base class of the conversions. The value is the first tensor of the input or output, unchanged."""
+    """Base class of hook conversions. Its value is the first tensor in a module's input or output, unchanged."""
 
     def matches(self, key: Key, tensor: Tensor) -> bool:
         """Whether this item of a tuple or dict contains the value."""

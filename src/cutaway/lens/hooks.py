@@ -25,7 +25,7 @@ ATTENTION_OVERRIDES: WeakKeyDictionary[nn.Module, dict[tuple[str, int | None, in
 
 
 class HookContext(NamedTuple):
-    """An activation at a site, with the module call that it belongs to."""
+    """An activation at a site, with the arguments and the output of the module call that it belongs to."""
 
     site: Site
     value: Tensor
@@ -41,7 +41,7 @@ HookRequest = tuple[Site, HookFn, list[int] | None]
 
 
 class SiteHooks:
-    """A group of hooks that is registered and removed together."""
+    """Hooks at sites that are registered and removed together. `modifies` says whether they may change activations."""
 
     def __init__(self, *, modifies: bool = False) -> None:
         self.modifies = modifies

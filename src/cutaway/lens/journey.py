@@ -34,7 +34,7 @@ TOP_K = 5
 
 @dataclass(frozen=True)
 class Stage:
-    """Values of the followed token at one site."""
+    """Equation, shape, norm and logit lens predictions of the followed token's vector at one site."""
 
     site: str
     equation: str
@@ -219,7 +219,10 @@ def residual_sum_error(model: Transformer, recorder: TokenRecorder, sites: dict[
 
 
 def _stack_sum_error(stack: Stack, recorder: TokenRecorder, sites: dict[str, Site]) -> float | None:
-    """Sum embed and sublayer outputs in the model's order and dtype, and compare with the last resid_post."""
+    """Return max |embed + Σ sublayer outputs − last resid_post| of one stack, or None if post-norm changes the sum.
+
+    The sum is computed in the model's order and dtype.
+    """
     if not has_additive_residual(stack):
         return None
     names = [name for name, site in sites.items() if site.stack is stack]

@@ -141,7 +141,7 @@ class LabeledTensor:
         return fields if self.annotations is None else fields | {"annotations": self.annotations.tolist()}
 
     def plot(self, **plot_kwargs: Any) -> "Figure":
-        """Plot a tensor with one axis as a line or bars, with two as a heat map, with three as several heat maps."""
+        """Plot a line or bars (for one axis), a heat map or lines (for two), or several of these (for three axes)."""
         return _plot_labeled_tensor(self, plot_kwargs)
 
     def __repr__(self) -> str:
@@ -287,7 +287,7 @@ def _is_heatmap(tensor: LabeledTensor) -> bool:
 
 
 def _has_horizontal_bars(tensor: LabeledTensor) -> bool:
-    """Whether the bars are horizontal, which leaves space for long labels."""
+    """Whether the tensor is plotted as horizontal bars, which leave space for long labels."""
     is_bar_plot = len(tensor.axes) == 1 and tensor.axes[0] not in _ORDERED_AXES
     return is_bar_plot and max(map(len, tensor.labels[0])) > _LONG_LABEL_CHARS
 
@@ -394,7 +394,7 @@ def _format_cell(value: float, tensor: LabeledTensor) -> str:
 
 
 def _set_ticks(axis: Any, name: str, labels: tuple[str, ...]) -> None:
-    """Set at most _MAX_TICK_LABELS ticks, rotated if they would overlap."""
+    """Set the name and at most _MAX_TICK_LABELS tick labels of a plot axis; x labels that would overlap are rotated."""
     step = -(-len(labels) // _MAX_TICK_LABELS)
     ticks = list(range(0, len(labels), step))
     texts = [_truncate(labels[tick], 40) for tick in ticks]

@@ -71,7 +71,7 @@ class Site:
 
     @property
     def token_axis(self) -> int | None:
-        """Index of the query token axis T, or of the key token axis S if there is no T."""
+        """Index of the query token axis T, or of the key token axis S if there is no T, or None."""
         return next((self.axes.index(letter) for letter in "TS" if letter in self.axes), None)
 
     @property
@@ -106,7 +106,10 @@ Indices = int | slice | Iterable[int]
 
 
 def select_sites(sites: Mapping[str, Site], patterns: Iterable[str], layers: Indices | None = None) -> list[Site]:
-    """Return the sites that match any of the patterns, without duplicates, in the order of the forward pass."""
+    """Return the sites that match any of the patterns, without duplicates, in the order of the forward pass.
+
+    With `layers`, sites in other blocks are left out. Raise InputError if a pattern matches no site.
+    """
     names: dict[str, None] = {}
     for pattern in patterns:
         if not isinstance(pattern, str):

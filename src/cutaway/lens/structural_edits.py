@@ -51,7 +51,7 @@ def structural_targets(model: nn.Module) -> dict[str, StructuralTarget]:
 
 
 def apply_structural_edit(target: StructuralTarget, op: str, value: object, on_call: _OnCall, undo: ExitStack) -> None:
-    """Apply the edit. `op` is one of STRUCTURAL_OPS."""
+    """Apply the operation `op`, one of STRUCTURAL_OPS, to a part of the model. Raise if this is not supported."""
     kind, stack, layer, name = target
     if op not in STRUCTURAL_OPS[kind]:
         raise InputError(f"'{op}' does not apply to {name}; use one of {', '.join(STRUCTURAL_OPS[kind])}")
@@ -80,7 +80,7 @@ def apply_structural_edit(target: StructuralTarget, op: str, value: object, on_c
 
 
 def _unsupported_reason(target: StructuralTarget, op: str) -> str | None:
-    """Return why this model does not support the edit, or None if it does."""
+    """Return why the operation `op` cannot be applied to the target, or None if it can."""
     kind, stack, layer, name = target
     blocks = get_blocks(stack)
     if layer is not None:

@@ -40,7 +40,7 @@ class LayerContext:
 
 
 class QueryKeyNorm(nn.Module):
-    """QK-norm: normalizes each head's vector, or the concatenation of all heads (`over="full"`)."""
+    """QK-norm: normalizes each head's query or key vector, or the concatenated vectors of all heads (`over="full"`)."""
 
     def __init__(self, config: cfg.QKNorm, heads: int, d_head: int) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class MultiHead(nn.Module):
         return (self.kv_heads, self.d_head), (self.kv_heads, self.d_head)
 
     def split_heads(self, x: Float[Tensor, "B T HD"]) -> Float[Tensor, "B T H D"]:
-        """Clamp a projection to ±clip_qkv, if set, and reshape it to heads."""
+        """Clamp projected queries, keys or values to ±clip_qkv, if set, and split their last axis into heads."""
         if self.clip_qkv is not None:
             x = x.clamp(-self.clip_qkv, self.clip_qkv)
         return x.view(*x.shape[:-1], -1, self.d_head)

@@ -16,7 +16,7 @@ CacheShape = tuple[tuple[int, int], tuple[int, int]]
 
 
 class SlotMapping(NamedTuple):
-    """Slots of the new tokens, and key positions, for all layers with the same number of slots."""
+    """Cache slots of the new tokens, and positions of the keys, for all layers with the same number of slots."""
 
     slots: Int[Tensor, "B T"]
     key_positions: TokenPositions
@@ -45,7 +45,7 @@ class LayerCache:
         return self.k[:, : slot_mapping.num_keys].to(k.dtype), self.v[:, : slot_mapping.num_keys].to(v.dtype)
 
     def select_rows(self, rows: Int[Tensor, " B"]) -> None:
-        """Replace row i by row rows[i]."""
+        """Replace batch row i of the keys and values by row rows[i]."""
         self.k, self.v = self.k[rows], self.v[rows]
 
 
@@ -56,7 +56,7 @@ class CrossCache:
     v: Tensor | None = None
 
     def select_rows(self, rows: Int[Tensor, " B"]) -> None:
-        """Replace row i by row rows[i]."""
+        """Replace batch row i of the keys and values by row rows[i]."""
         if self.k is not None and self.v is not None:
             self.k, self.v = self.k[rows], self.v[rows]
 
@@ -65,7 +65,7 @@ LayerCacheBuilder = Callable[[int, int, CacheShape, torch.device, torch.dtype], 
 
 
 class Cache:
-    """KV cache of all layers, with `seq_lens` tokens in each row.
+    """KV cache of all layers. `seq_lens` holds the number of tokens in each batch row.
 
     The token at position p is in slot p, or in slot p modulo the number of slots in a ring buffer. The position of the
     token in a slot is therefore computed from the row's sequence length, and the mask from the positions. Padding is
@@ -142,7 +142,7 @@ class Cache:
         return new, slot_mappings
 
     def check_capacity(self, num_tokens: int) -> None:
-        """Raise if `num_tokens` more tokens do not fit."""
+        """Raise if `num_tokens` more tokens per row do not fit, or exceed the `chunk_size` of ring buffers."""
         if self.max_len + num_tokens > self.num_slots:
             self.max_len = int(self.seq_lens.max())  # max_len is an upper bound; read the true lengths
         if self.max_len + num_tokens > self.num_slots:
@@ -157,7 +157,7 @@ class Cache:
             )
 
     def commit(self, new_positions: TokenPositions, *, has_padding: bool) -> None:
-        """Add the new tokens to `seq_lens`. A forward pass that failed before this call can be repeated."""
+        """Add the numbers of new tokens to `seq_lens`. A forward pass that failed before this call can be repeated."""
         num_tokens = new_positions.position.shape[-1]
         torch.maximum(self.write_end, self.seq_lens + num_tokens, out=self.write_end)
         self.seq_lens += (new_positions.position >= 0).sum(-1)
@@ -194,7 +194,7 @@ class Cache:
             self.max_len = min(self.max_len, max_length)
 
     def select_rows(self, rows: Int[Tensor, " B"]) -> None:
-        """Replace row i by row rows[i], e.g. to reorder beams."""
+        """Replace batch row i of the cache by row rows[i], e.g. to reorder beams. The batch size becomes len(rows)."""
         for layer in self.layers + (self.cross_layers or []):
             layer.select_rows(rows)
         self.seq_lens, self.write_end = self.seq_lens[rows], self.write_end[rows]

@@ -54,7 +54,7 @@ class GatedMLP(nn.Module):
         return self.act(gate) * up
 
     def project_gate_up(self, x: Float[Tensor, "*batch d"], *offsets: Tensor) -> tuple[Tensor, Tensor]:
-        """gate(x) and up(x)."""
+        """Return gate(x) and up(x). `offsets` is passed on to the grouped linear layers of experts (MoE)."""
         return self.gate(x, *offsets), self.up(x, *offsets)
 
     def forward(self, x: Float[Tensor, "*batch d"], *offsets: Tensor) -> Float[Tensor, "*batch d"]:

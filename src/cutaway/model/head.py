@@ -26,7 +26,7 @@ class HeadTransform(nn.Module):
 
 
 class LMHead(nn.Module):
-    """logits = softcap(scale · (x·Eᵀ + b)); E is the token embedding if tied."""
+    """logits = softcap(scale · (transform(x)·Eᵀ + b)); E is the token embedding if tied."""
 
     def __init__(self, config: cfg.LMHead, d_model: int, vocab_size: int, token_table: EmbeddingTable) -> None:
         super().__init__()

@@ -17,7 +17,7 @@ RELATIVE_BIAS_PATTERN = r"positions\.\d+\.table\.weight$"
 
 
 def init_weights(model: nn.Module, config: cfg.Config, parameters: Iterable[tuple[str, Tensor]] | None = None) -> None:
-    """Initialize all parameters.
+    """Initialize all parameters of a model by the scheme `config.init`.
 
     | what                    | normal (GPT-2)       | xavier (2017)       | small (NeoX)        | t5              |
     |-------------------------|----------------------|---------------------|---------------------|-----------------|
@@ -62,7 +62,7 @@ def _init_vector(model: nn.Module, name: str, parameter: Tensor) -> None:
 
 
 def _weight_std(name: str, parameter: Tensor, config: cfg.Config) -> float:
-    """Standard deviation of one matrix, from the table in `init_weights`."""
+    """Standard deviation of the initial values of one matrix, from the table in `init_weights`."""
     d_model, fan_in = config.d_model, parameter.shape[-1]
     stack = config.stacks.get(name.split(".")[0])
     is_residual_output = stack is not None and re.search(RESIDUAL_OUTPUT_PATTERN, name)
@@ -98,7 +98,10 @@ def _query_head_dim(name: str, config: cfg.Config) -> int:
 def init_weights_with_seed(
     model: nn.Module, config: cfg.Config, seed: int | None, parameters: Iterable[tuple[str, Tensor]] | None = None
 ) -> None:
-    """Initialize from `seed` without changing the global random generators. If `seed` is None, use the global ones."""
+    """Initialize the weights from `seed` without changing the global random generators.
+
+    If `seed` is None, the global random generators are used.
+    """
     if seed is None:
         init_weights(model, config, parameters)
         return

@@ -13,7 +13,7 @@ from cutaway.model.stack import Stack
 
 
 class StackInputs(NamedTuple):
-    """Inputs of a stack: token ids, and optional tensors of the same shape (`prefix_lengths`: one per row)."""
+    """Inputs of a stack: token ids, and optional tensors of the same shape (`prefix_lengths`: one length per row)."""
 
     name: str
     """Name of the argument that holds the tokens ('tokens', 'source' or 'target'), for error messages."""

@@ -23,7 +23,10 @@ Scores = Float[Tensor, "B H T S"]
 
 
 class Kernel(nn.Module):
-    """softmax(q·kᵀ·scale + mask)·v. `prepare_mask` runs once per forward pass for all layers with the same mask."""
+    """Base class of attention kernels, which compute softmax(q·kᵀ·scale + mask)·v.
+
+    `prepare_mask` runs once per forward pass for all layers with the same mask.
+    """
 
     name: ClassVar[str]
     supports: ClassVar[frozenset[str]]
@@ -55,7 +58,7 @@ def _dense_bias(bias: ScoreBias, mask_spec: MaskSpec, dtype: torch.dtype) -> Flo
 
 
 class DenseMask(NamedTuple):
-    """A materialized mask and score bias."""
+    """Prepared mask of the explicit kernel: mask and score bias as dense tensors."""
 
     visible: Bool[Tensor, "#B 1 T S"]
     fully_masked: Bool[Tensor, "#B 1 T 1"]
@@ -140,7 +143,7 @@ class Sdpa(Kernel):
 
 
 class FlexMask(NamedTuple):
-    """A block mask, and the score bias as a function of (batch, head, query index, key index)."""
+    """Prepared mask of flex: block mask, and score bias as a function of (batch, head, query index, key index)."""
 
     block_mask: BlockMask
     score_bias: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None
@@ -198,7 +201,7 @@ class Flex(Kernel):
 
 
 def _build_block_mask(mask_spec: MaskSpec) -> BlockMask:
-    """Find the blocks of 128 × 128 query-key pairs that have visible pairs, and those that have no masked pairs."""
+    """Build a block mask: which blocks of 128 × 128 query-key pairs have visible pairs, and which no masked pairs."""
     q, k = mask_spec.q, mask_spec.k
     device, num_queries, num_keys = q.position.device, q.position.shape[-1], k.position.shape[-1]
     if q.is_sequential and k.is_sequential and not torch.compiler.is_compiling():
@@ -216,7 +219,7 @@ def _build_block_mask(mask_spec: MaskSpec) -> BlockMask:
 def _sequential_block_mask(
     rules: tuple[MaskRule, ...], num_queries: int, num_keys: int, device: torch.device
 ) -> BlockMask:
-    """The block mask of positions 0, 1, 2 …. It is cached, because it is the same in every forward pass."""
+    """Block mask of queries and keys at positions 0, 1, 2 …, cached because it is the same in every forward pass."""
 
     def is_visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return all_rules_hold(rules, TokenInfo(i), TokenInfo(j))

@@ -33,7 +33,7 @@ class ConstantBuffers(nn.Module):
         raise NotImplementedError
 
     def register_constants(self, device: torch.device | None = None) -> None:
-        """Register the buffers on `device`, replacing earlier ones."""
+        """Compute the buffers and register them on `device` (None: the default device), replacing earlier ones."""
         with torch.device("cpu"):
             values = self.compute_constants()
         for name, value in values.items():

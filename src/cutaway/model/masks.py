@@ -102,7 +102,10 @@ def number_tokens(
     prefix_lengths: Int[Tensor, " B"] | None = None,
     positions: Int[Tensor, "B T"] | None = None,
 ) -> TokenPositions:
-    """Number the tokens of each row from 0, and again from 0 in each document. Padding is not counted."""
+    """Number the tokens of each row from 0, and again from 0 in each document. Padding is not counted.
+
+    If `positions` is given, these positions are used instead.
+    """
     equal_rows = mask is None and document_ids is None and prefix_lengths is None
     position = torch.arange(seq_len, device=device).expand(1 if equal_rows else batch_size, seq_len)
     if mask is not None:
@@ -147,7 +150,7 @@ class MaskSpec:
 def self_attention_mask(
     q: TokenPositions, k: TokenPositions, *, is_causal: bool, window: int | None = None
 ) -> MaskSpec:
-    """Mask of self-attention: padding, causal or prefix LM, sliding window, document."""
+    """Return the mask of self-attention, with all rules that apply: padding, causal or prefix LM, window, document."""
     rules: list[MaskRule] = [padding_mask]
     if is_causal:
         rules.append(causal_mask if q.prefix_length is None else prefix_lm_mask)
@@ -163,5 +166,5 @@ def self_attention_mask(
 
 
 def cross_attention_mask(q: TokenPositions, k: TokenPositions) -> MaskSpec:
-    """Mask of cross-attention: source padding."""
+    """Return the mask of cross-attention, which hides only the padding of the encoder input."""
     return MaskSpec(q, k, (padding_mask,), "full" if k.is_sequential else None)

@@ -16,7 +16,7 @@ from cutaway.model.layers import Linear
 
 
 class Router(nn.Module):
-    """Computes scores by softmax or sigmoid, and selects the top_k experts of each token (from the best groups).
+    """Computes scores by softmax or sigmoid, and selects the top_k experts of each token (from the best expert groups).
 
     Returns the routing weights of the selected experts, in fp32 or fp64, and the indices of these experts.
     """
@@ -53,7 +53,10 @@ class Router(nn.Module):
         return weights * self.scale, selected
 
     def compute_logits(self, x: Float[Tensor, "n d"]) -> Float[Tensor, "n e"]:
-        """x·Wᵀ + b in fp32 or higher. Without `logits_in_fp32`, it is computed in the model's dtype and then cast."""
+        """Return the router logits x·Wᵀ + b in fp32 or higher.
+
+        Without `logits_in_fp32`, they are computed in the model's dtype and then cast.
+        """
         if not self.logits_in_fp32:
             logits = F.linear(x, self.weight, self.bias)
             return logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -64,7 +67,7 @@ class Router(nn.Module):
 
 
 def _no_autocast(x: Tensor) -> AbstractContextManager[object]:
-    """Disable autocast where it is enabled, so that an fp32 product is not computed in a lower precision."""
+    """Context manager that disables autocast on the device of x, so that an fp32 product is computed in fp32."""
     if x.is_meta or not torch.is_autocast_enabled(x.device.type):
         return nullcontext()
     return torch.autocast(x.device.type, enabled=False)
@@ -80,7 +83,10 @@ def _mask_unselected_groups(scores: Float[Tensor, "n e"], groups: cfg.ExpertGrou
 
 
 class GroupedLinear(nn.Module):
-    """One weight matrix per expert. The rows of x are sorted by expert; expert e's rows end at offsets[e]."""
+    """Linear layer with one weight matrix per expert.
+
+    The rows of x are sorted by expert; expert e's rows end at offsets[e].
+    """
 
     def __init__(self, num_experts: int, d_in: int, d_out: int, bias: bool) -> None:
         super().__init__()

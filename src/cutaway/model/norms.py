@@ -9,7 +9,7 @@ import cutaway.config as cfg
 
 
 class LayerNorm(nn.Module):
-    """y = (x − mean) / sqrt(var + eps) · γ + β, with mean and variance of each token."""
+    """y = (x − mean) / sqrt(var + eps) · γ + β, with mean and variance over the last dimension."""
 
     def __init__(self, config: cfg.LayerNorm, *shape: int) -> None:
         super().__init__()

@@ -24,7 +24,10 @@ class LearnedPosition(nn.Module):
 
 
 class SinusoidalPosition(ConstantBuffers):
-    """PE(pos, 2i) = sin(pos / base^(2i/d)), PE(pos, 2i+1) = cos(pos / base^(2i/d)). https://arxiv.org/abs/1706.03762"""
+    """PE(pos, 2i) = sin(pos / base^(2i/d)), PE(pos, 2i+1) = cos(pos / base^(2i/d)). https://arxiv.org/abs/1706.03762
+
+    With the layout 'halves', all sines are before all cosines.
+    """
 
     def __init__(self, config: cfg.SinusoidalPosition, width: int) -> None:
         super().__init__()
@@ -40,7 +43,7 @@ class SinusoidalPosition(ConstantBuffers):
         return {} if self.table is not None else {"encoding": self.encode(self.num_positions)}
 
     def init_table(self) -> None:
-        """Fill the frozen table (Marian, Pegasus) by the formula. A loaded table is kept as it is."""
+        """Fill the frozen table (Marian, Pegasus) by the formula. A table in a checkpoint replaces it."""
         if self.table is not None:
             self.table.data.copy_(self.encode(len(self.table)))
 
@@ -56,7 +59,7 @@ class SinusoidalPosition(ConstantBuffers):
         return torch.stack((angle.sin(), angle.cos()), -1).flatten(-2).float()
 
     def forward(self, position: Int[Tensor, "B T"], limit: int | None = None) -> Float[Tensor, "B T w"]:
-        """Encode positions below `limit`. If `limit` is None, the largest position is read from the tensor."""
+        """Encode positions, all below `limit`. If `limit` is None, the largest position is read from the tensor."""
         position = position.clamp(min=0)
         if self.table is not None:
             return self.table[position]
@@ -78,7 +81,7 @@ class ScoreBias(nn.Module):
         return self.elementwise_bias(q[:, None, :, None], k[:, None, None, :], head).expand(-1, -1, q.shape[-1], -1)
 
     def elementwise_bias(self, q: Tensor, k: Tensor, head: Tensor) -> Tensor:
-        """The bias for broadcastable positions and heads. Flex attention calls this for each element."""
+        """The bias for positions and heads that broadcast. Flex attention calls this for each query, key and head."""
         raise NotImplementedError
 
 

@@ -78,7 +78,7 @@ class Rope(ConstantBuffers):
         return Rotation(angle.cos() * self.attention_factor, angle.sin() * self.attention_factor, self.interleaved)
 
     def select_frequencies(self, token_positions: TokenPositions) -> Float[Tensor, "*any pairs"]:
-        """Frequency of each pair, or of each pair and sequence if the scaling depends on the sequence length."""
+        """Rotary frequency of each pair of dimensions, per sequence if the scaling depends on the sequence length."""
         if self.switch_length is None:
             return self.frequency
         length = token_positions.sequence_length().unsqueeze(-1)
@@ -90,7 +90,7 @@ class Rope(ConstantBuffers):
 
 
 def resolve_attention_factor(config: cfg.Rope) -> float:
-    """Factor on cos and sin: YaRN and LongRoPE scale attention logits up in long contexts."""
+    """Factor on cos and sin: 1, except with YaRN and LongRoPE, which scale attention logits up for long contexts."""
     match config.scaling:
         case cfg.Yarn(attention_factor=None, factor=factor):
             return 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -34,7 +34,7 @@ def build_position(attention: cfg.Attention, d_model: int, *, causal: bool) -> R
 
 
 class Stack(nn.Module):
-    """Token ids in, normalized residual stream out."""
+    """Embedding, blocks and final norm: maps token ids to the residual stream after the final norm."""
 
     def __init__(self, config: cfg.Stack, d_model: int, token_table: EmbeddingTable, *, causal: bool) -> None:
         super().__init__()

@@ -24,7 +24,7 @@ from cutaway.model.stack import Stack
 
 
 class Transformer(nn.Module):
-    """Base class of the three architectures; `build` creates the one that a configuration describes."""
+    """Base class of DecoderOnly, EncoderOnly and EncoderDecoder. `build` selects one by the configuration."""
 
     config: cfg.Config
 
@@ -96,7 +96,7 @@ class Transformer(nn.Module):
         memory: Float[Tensor, "B S d"] | None = None,
         memory_positions: TokenPositions | None = None,
     ) -> tuple[Float[Tensor, "B T d"], TokenPositions]:
-        """Validate the inputs, number the tokens and run the stack."""
+        """Validate the inputs, number the tokens and run the stack. Return its output and the token positions."""
         stack_inputs = inputs.validate_inputs(stack, stack_inputs, cache)
         name, tokens, mask, token_types, positions, document_ids, prefix_lengths = stack_inputs
         batch_size, seq_len = tokens.shape
@@ -130,7 +130,7 @@ Logits = Float[Tensor, "B T V"]
 
 
 class EncoderOptions(TypedDict, total=False):
-    """Optional inputs with one value per token, besides the mask."""
+    """Optional keyword arguments of an encoder, besides the mask: integer tensors with one value per token."""
 
     token_types: IntPerToken
     positions: IntPerToken
@@ -138,7 +138,7 @@ class EncoderOptions(TypedDict, total=False):
 
 
 class DecoderOptions(EncoderOptions, total=False):
-    """The inputs of an encoder, and the length of each row's bidirectional prefix."""
+    """Optional keyword arguments of a decoder: those of an encoder, and the length of each row's prefix (prefix LM)."""
 
     prefix_lengths: Int[Tensor, " B"] | None
 
@@ -171,7 +171,7 @@ class DecoderOnly(Transformer):
         prefix_lengths: Int[Tensor, " B"] | None = None,
         cache: Cache | None = None,
     ) -> Logits:
-        """Compute logits.
+        """Compute the logits of the next token at each position.
 
         `mask` is True for tokens and False for padding; `document_ids` separates the documents of a packed sequence;
         the first `prefix_lengths[b]` tokens of row b attend to each other in both directions (prefix LM).
@@ -204,7 +204,7 @@ class EncoderOnly(Transformer):
     def encode(
         self, tokens: Tokens, mask: Mask = None, *, cache: Cache | None = None, **options: Unpack[EncoderOptions]
     ) -> HiddenStates:
-        """Compute the hidden state of each token. Takes `token_types`, `positions` and `document_ids`."""
+        """Compute the last hidden state of each token. `options` are `token_types`, `positions` and `document_ids`."""
         return self._run_stack(self.encoder, StackInputs("tokens", tokens, mask, **options), cache)[0]
 
     def pool(self, tokens: Tokens, mask: Mask = None, *, token_types: IntPerToken = None) -> Float[Tensor, "B d"]:
@@ -265,7 +265,7 @@ class EncoderDecoder(Transformer):
     def _get_memory(
         self, source: Source | None, source_mask: SourceMask, target: Tokens, cache: Cache | None
     ) -> tuple[Float[Tensor, "B S d"] | None, TokenPositions]:
-        """Encoder output and its positions; only the positions if the cache already holds the source."""
+        """Return the encoder output, or None if the cache already holds the source, and the positions of the source."""
         if cache is not None and cache.memory_positions is not None:
             if source is not None:
                 raise InputError("the cache already holds a source; pass source=None to continue, or a new cache")

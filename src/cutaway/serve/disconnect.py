@@ -19,7 +19,7 @@ class ClientDisconnectedError(APIError):
 
 
 async def run_until_disconnect(work: Awaitable[T], receive: Receive) -> T:
-    """Await `work` and return its result. If the client disconnects first, cancel `work` and raise."""
+    """Return the result of `work`. If the client disconnects first, cancel `work` and raise ClientDisconnectedError."""
     work_task = asyncio.ensure_future(work)
     disconnect_task = asyncio.ensure_future(_wait_for_disconnect(receive))
     try:

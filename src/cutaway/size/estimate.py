@@ -47,7 +47,7 @@ _cached_inference_pass = lru_cache(maxsize=32)(inference_pass)
 
 
 class SizeEstimate:
-    """Size estimate of one configuration. Each attribute is computed on first access."""
+    """Parameters, FLOPs, memory and time of one configuration. Each attribute is computed when it is first read."""
 
     def __init__(self, options: SizeOptions) -> None:
         self.options = options
@@ -66,7 +66,7 @@ class SizeEstimate:
 
     @cached_property
     def checkpoint(self) -> CheckpointSize:
-        """Number of tensors, elements and bytes of a checkpoint."""
+        """Number of tensors, elements and bytes of a checkpoint of the model in the precision of `options`."""
         return checkpoint_size(self.options.config, self.options.precision)
 
     # ------------------------------------------------------------------------------------ one device's share
@@ -115,20 +115,20 @@ class SizeEstimate:
 
     @cached_property
     def prefill_pass(self) -> PassCost:
-        """Forward pass over one sequence of `context` tokens, on one device."""
+        """Cost of the forward pass over one sequence of `context` tokens, on one device."""
         return _cached_inference_pass(
             self.rank_config, 1, self.options.context, self.execution_config(), source_len=self.options.source_len
         )
 
     @cached_property
     def decode_pass(self) -> PassCost:
-        """Decode step that extends one sequence to `context` tokens, on one device."""
+        """Cost of the decode step that extends one sequence to `context` tokens, on one device."""
         lengths = {"source_len": self.options.source_len, "num_cached_tokens": self.options.context - 1}
         return _cached_inference_pass(self.rank_config, 1, 1, self.execution_config(), source_cached=True, **lengths)
 
     @cached_property
     def train_pass(self) -> PassCost:
-        """Forward and backward pass of one training step, on one device."""
+        """Cost of the forward and backward pass of one training step over the sequences of one device."""
         options = self.options
         return training_pass(
             self.rank_config,
@@ -151,17 +151,19 @@ class SizeEstimate:
 
     @cached_property
     def forward_flops(self) -> FlopCounts:
-        """FLOPs of the forward pass over one sequence of `context` tokens."""
+        """FLOPs of the unsharded model in the forward pass over one sequence of `context` tokens."""
         return count_flops(self.unsharded.prefill_pass.counter, self.options.context)
 
     @cached_property
     def decode_flops(self) -> FlopCounts | None:
-        """FLOPs of the decode step that extends a sequence to `context` tokens; None for an encoder."""
+        """FLOPs of the unsharded model in the decode step that extends one sequence to `context` tokens.
+
+        None for an encoder."""
         return None if isinstance(self.options.config, Encoder) else count_flops(self.unsharded.decode_pass.counter, 1)
 
     @cached_property
     def train_flops(self) -> dict[str, FlopCounts]:
-        """FLOPs of the forward and backward pass over one sequence, by activation checkpointing mode."""
+        """FLOPs of the unsharded model in forward and backward over one sequence, by activation checkpointing mode."""
         config, context, source_len = self.options.config, self.options.context, self.options.source_len
         if self.unsharded.batch_size_per_device == 1:
             counter = self.unsharded.train_pass.counter
@@ -206,7 +208,9 @@ class SizeEstimate:
 
     @property
     def collectives(self) -> dict[str, tuple[int, int]]:
-        """Collectives of one training step: {kind: (count, bytes of the unsharded tensors)}."""
+        """Collectives of one rank in one training step: {kind: (count, bytes)}.
+
+        Of each collective, the larger of input and output is counted. The gradient all-reduce of DDP is not counted."""
         counter = self.train_pass.counter
         return {kind: (count, counter.collective_bytes[kind]) for kind, count in counter.num_collectives.items()}
 
@@ -271,17 +275,19 @@ class SizeEstimate:
 
     @cached_property
     def compute_bound_batch_size(self) -> int | None:
-        """Batch size per device from which decode is compute-bound; None if it stays bandwidth-bound."""
+        """Batch size per device from which decode is compute-bound.
+
+        None if decode stays bandwidth-bound, if no device is set, or if the model is an encoder."""
         if self.decode_time is None:
             return None
         return find_compute_bound_batch_size(self.decode_workload, self.decode_time.ridge_point)
 
     @cached_property
     def train_time(self) -> RooflineBound | None:
-        """Time of a training step.
+        """Bounds of the time of a training step; None if no device is set.
 
-        Its memory traffic: weights are read in the forward and in the backward pass and written in the optimizer step;
-        gradients and optimizer state are read and written."""
+        Memory traffic of the step: weights are read in the forward and the backward pass and written in the optimizer
+        step; gradients and optimizer state are read and written."""
         if self.options.hardware is None:
             return None
         memory, mode = self.training_memory.bytes_by_component, self.options.activation_checkpointing
@@ -293,7 +299,9 @@ class SizeEstimate:
 
     @property
     def time(self) -> RooflineBound | None:
-        """Time of a training step (mode 'train'), of a decode step (mode 'infer'), or of prefill (an encoder)."""
+        """Bounds of the time of a training step (mode 'train'), a decode step (mode 'infer') or prefill (an encoder).
+
+        None if no device is set."""
         if self.options.mode == "train":
             return self.train_time
         return self.prefill_time if isinstance(self.options.config, Encoder) else self.decode_time
@@ -397,7 +405,7 @@ _CONVENTION = (
 
 
 def estimates_to_dict(estimate: SizeEstimate, *others: SizeEstimate) -> dict[str, Any]:
-    """Convert an estimate to a dict; `others` are estimates of the same model and options in another mode."""
+    """Convert an estimate to a JSON dict; `others` are estimates of the same model and options in another mode."""
     config = estimate.options.config
     estimates = {item.options.mode: item for item in (estimate, *others)}
     training = estimates.get("train")
@@ -442,7 +450,7 @@ def _pick(item: object, *names: str) -> dict[str, object]:
 
 
 def _all_flops_to_dict(estimate: SizeEstimate, train_estimate: SizeEstimate) -> dict[str, object]:
-    """FLOPs of a forward pass, a decode step and a training pass.
+    """FLOPs of one sequence in a forward pass, a decode step and a training pass, each with its rule of thumb.
 
     The FLOPs of the training pass are read from `train_estimate`, where they may be cached."""
     params, options = estimate.parameters, estimate.options

@@ -10,7 +10,7 @@ _FLOP_COMPONENTS = ("projections", "scores", "values", "ffn", "combine", "head",
 
 @dataclass(frozen=True)
 class FlopCounts:
-    """FLOPs by component, with attention over all pairs of tokens (`full`) and over visible pairs only (`visible`)."""
+    """FLOPs of a pass by component: with attention over all pairs of tokens (`full`), or visible pairs (`visible`)."""
 
     full: dict[str, int]
     visible: dict[str, int]
@@ -36,7 +36,7 @@ class FlopCounts:
         return self.total_visible / self.num_tokens
 
     def with_last_logits_only(self) -> "FlopCounts":
-        """Return the counts of a pass that computes the logits of only one token."""
+        """Return the counts of the same pass if it computes the logits of only one of its tokens."""
         full, visible = (
             {component: flops // (self.num_tokens if component == "head" else 1) for component, flops in counts.items()}
             for counts in (self.full, self.visible)

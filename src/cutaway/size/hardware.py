@@ -77,7 +77,9 @@ class Hardware:
 
 
 def get_hardware(name: str) -> Hardware:
-    """Look up a device by name, title or alias; case, spaces, dashes and the vendor name are ignored."""
+    """Look up a device by name, title or alias; raise if there is none.
+
+    Case, spaces, dashes and the vendor name are ignored."""
     key = _name_index().get(_normalize_name(name))
     if key is None:
         problem = f"unknown device {name!r}{_suggest_names(name)}"
@@ -86,7 +88,7 @@ def get_hardware(name: str) -> Hardware:
 
 
 def list_hardware() -> tuple[Hardware, ...]:
-    """All devices of the table, sorted by kind, year and name."""
+    """List all devices of hardware.toml, sorted by kind, year and name."""
     devices = _devices().values()
     return tuple(sorted(devices, key=lambda device: (HARDWARE_KINDS.index(device.kind), device.year or 0, device.name)))
 
@@ -113,7 +115,7 @@ def custom_hardware(
 
 
 def _normalize_name(name: str) -> str:
-    """Letters and digits without vendor names: "NVIDIA GeForce RTX-4090" becomes "rtx4090"."""
+    """Reduce a device name to letters and digits without vendor names: "NVIDIA GeForce RTX-4090" → "rtx4090"."""
     return "".join(word for word in re.findall("[a-z0-9]+", name.lower()) if word not in _VENDOR_WORDS)
 
 
@@ -130,7 +132,7 @@ def _devices() -> dict[str, Hardware]:
 
 @cache
 def _name_index() -> dict[str, str]:
-    """Device names by normalized name, title and alias."""
+    """Map the normalized name, title and aliases of each device to its name."""
     names = {name: (name, device.title, *device.aliases) for name, device in _devices().items()}
     return {_normalize_name(alias): name for name, aliases in names.items() for alias in aliases}
 

@@ -10,7 +10,7 @@ from cutaway.size.precision import kv_vector_bytes
 
 @dataclass(frozen=True)
 class LayerCacheSize:
-    """Cache size of one attention layer."""
+    """KV cache size of one attention layer, in bytes per token."""
 
     kind: str
     """'full', 'window', 'latent' or 'cross'."""
@@ -26,7 +26,7 @@ class LayerCacheSize:
 
 @dataclass(frozen=True)
 class KVCacheSize:
-    """Size of the keys and values of all layers for a batch; slot positions (8 bytes each) are not counted."""
+    """KV cache size of a batch: keys and values of all layers, without the 8 bytes per slot that hold its position."""
 
     layers: tuple[LayerCacheSize, ...]
     batch_size: int
@@ -43,22 +43,22 @@ class KVCacheSize:
 
     @property
     def unwindowed_bytes(self) -> int:
-        """Number of bytes if every layer caches every token."""
+        """Number of bytes of the KV cache if every layer, also with a sliding window, caches every token."""
         return self.batch_size * sum(layer.bytes_per_token * self.num_tokens(layer) for layer in self.layers)
 
     @property
     def expanded_bytes(self) -> int:
-        """Number of bytes if every layer caches every token and MLA caches the up-projected keys and values."""
+        """Bytes of the KV cache if every layer caches every token and MLA caches the up-projected keys and values."""
         return self.batch_size * sum(layer.expanded_bytes_per_token * self.num_tokens(layer) for layer in self.layers)
 
     @property
     def bytes_per_token(self) -> int:
-        """Number of bytes that one more token of one sequence adds before any window is full."""
+        """Number of bytes that one more token of one sequence adds to the KV cache before any window is full."""
         return sum(layer.bytes_per_token for layer in self.layers if layer.kind != "cross")
 
     @property
     def by_kind(self) -> dict[str, tuple[int, int]]:
-        """Number of layers and bytes by kind of layer: {kind: (layers, bytes)}."""
+        """Number of attention layers of each kind, and bytes of their KV cache: {kind: (layers, bytes)}."""
         result: dict[str, tuple[int, int]] = {}
         for layer in self.layers:
             count, nbytes = result.get(layer.kind, (0, 0))
@@ -69,7 +69,9 @@ class KVCacheSize:
 def kv_cache_size(
     config: Config, *, batch_size: int, context: int, source_len: int | None = None, dtype: str = "bf16"
 ) -> KVCacheSize:
-    """Compute the KV cache size. Encoders have no cache; an encoder-decoder caches target and source tokens."""
+    """Compute the KV cache size of `batch_size` sequences of `context` tokens.
+
+    Encoders have no cache; an encoder-decoder caches target tokens and `source_len` source tokens."""
     d_model = config.d_model
     layers: list[LayerCacheSize] = []
     if not isinstance(config, Encoder):

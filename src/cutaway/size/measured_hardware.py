@@ -15,7 +15,7 @@ LOCAL_HARDWARE = "local"
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredHardware:
-    """Measured rates (per second) of one machine, and the fraction of the roofline bound that each workload reached."""
+    """Measured bandwidth and FLOPS of a machine, and the fraction of the roofline bound that each workload reached."""
 
     device: str
     kind: str
@@ -43,7 +43,7 @@ def save_measured_hardware(measured: MeasuredHardware) -> Path:
 
 
 def load_measured_hardware() -> MeasuredHardware | None:
-    """Load the measurement of this machine; None if `cutaway bench` has not stored one."""
+    """Load the measurement of this machine, or None if `cutaway bench` has not stored one; raise if it is invalid."""
     try:
         measured = MeasuredHardware(**json.loads(measured_hardware_path().read_text(encoding="utf-8")))
         figures = [measured.bandwidth, measured.memory, *measured.flops.values(), *measured.efficiency.values()]
@@ -58,7 +58,7 @@ def load_measured_hardware() -> MeasuredHardware | None:
 
 
 def local_hardware() -> Hardware:
-    """Specification of this machine, as measured by `cutaway bench`."""
+    """Specification of this machine, as measured by `cutaway bench`; raise if it has not been measured."""
     measured = load_measured_hardware()
     if measured is None:
         raise InputError(
@@ -77,9 +77,9 @@ def local_hardware() -> Hardware:
 
 
 def expected_efficiency(workload: str, hardware: Hardware, dtype: str) -> EfficiencyRange:
-    """Efficiency range of a workload: the measured efficiency ± 1/3, or the default range.
+    """Expected efficiency of a workload ('prefill', 'decode' or 'train'): the measured one ± 1/3, or the default range.
 
-    The measurement is used only if it was made on this device and in this dtype."""
+    The measurement is used only if it was made on `hardware` in `dtype`."""
     try:
         measured = load_measured_hardware()
     except InputError:  # an invalid file; hardware='local' raises the error

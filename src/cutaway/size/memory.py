@@ -19,7 +19,7 @@ _PREFILL_CHUNK_TOKENS = 8192
 
 @dataclass(frozen=True)
 class MemoryBreakdown:
-    """Memory of one device.
+    """Peak memory of one device, in bytes by component.
 
     `peak_by_component` holds what is allocated at the peak; its sum is `total_bytes`. `bytes_by_component` holds the
     size of each component on its own."""
@@ -37,7 +37,9 @@ class MemoryBreakdown:
 def inference_memory(
     config: Config, precision: Precision, kv_cache: KVCacheSize, prefill_pass: PassCost, *, on_gpu: bool
 ) -> MemoryBreakdown:
-    """Memory of weights, KV cache and prefill activations. `config`: configuration of one tensor-parallel rank."""
+    """Peak memory of inference on one device: weights, KV cache, and the activations and logits of the prefill pass.
+
+    `config`: configuration of one tensor-parallel rank."""
     logits_bytes, peak_bytes = prefill_pass.logits_bytes, prefill_pass.peak_bytes
     resident = {"weights": checkpoint_size(config, precision).total_bytes, "kv cache": kv_cache.total_bytes}
     sizes = resident | {
@@ -53,9 +55,9 @@ def inference_memory(
 
 
 def training_memory(options: SizeOptions, config: Config, train_pass: PassCost, *, on_gpu: bool) -> MemoryBreakdown:
-    """Memory of a training step: weights and optimizer state, plus activations and gradients at their peak.
+    """Peak memory of a training step on one device: weights, optimizer state, activations and gradients.
 
-    `config`: configuration of one tensor-parallel rank.
+    `config`: configuration of one tensor-parallel rank. Raises an error if the dtype is for inference only.
     """
     precision, parallel_dims = options.precision, options.parallel_dims
     if not precision.can_train:
@@ -92,7 +94,7 @@ def _peak(components: dict[str, int], *, on_gpu: bool) -> dict[str, int]:
 def prefill_chunks(
     batch_size: int, context: int, source_len: int, *, unchunked: bool
 ) -> list[tuple[int, int, int, int]]:
-    """List candidate prefill chunks: (sequences, tokens per sequence, cached tokens, source tokens).
+    """List candidate prefill chunks: (sequences, and per sequence new tokens, cached tokens and source tokens).
 
     The peak memory is the maximum over these candidates: many short sequences can need more memory than a few long
     ones. An encoder is not chunked.

@@ -38,7 +38,7 @@ class MemoryFit:
     unbounded_context: bool = False
     """Whether `max_context` is the search limit: longer contexts may fit, as with sliding windows."""
     max_position_embeddings: int | None = None
-    """Number of rows of the smallest position embedding table; None if the model has no such table."""
+    """Number of rows of the smallest position table that limits the context; None if no table limits it."""
     max_batch_size: int | None = None
     """Largest global batch size at the given context; None if one sequence per device does not fit."""
     unbounded_batch_size: bool = False
@@ -109,9 +109,10 @@ def compare_models(sources: Iterable[_ConfigSource], **options: object) -> list[
 
 
 def max_position_embeddings(options: SizeOptions, source_follows_context: bool) -> int | None:
-    """Number of rows of the smallest position table; None if there is no table.
+    """Number of rows of the smallest position table that limits the context; None if no table limits it.
 
-    Raises an error if `context` or `source_len` exceeds the number of rows of its table."""
+    The table of source positions counts only with `source_follows_context`. Raises an error if `context` or
+    `source_len` exceeds the number of rows of its table."""
     config = options.config
     limits = []
     for name, stack in config.stacks.items():
@@ -130,7 +131,7 @@ def max_position_embeddings(options: SizeOptions, source_follows_context: bool) 
 
 
 def find_max_context(options: SizeOptions, memory_budget: int, limit: int, source_follows_context: bool) -> int | None:
-    """Longest context up to `limit` whose memory is within the budget; None if one token does not fit.
+    """Longest context up to `limit` whose peak memory is within the budget; None if one token does not fit.
 
     With `source_follows_context`, the source length equals the context."""
 
@@ -144,8 +145,8 @@ def find_max_context(options: SizeOptions, memory_budget: int, limit: int, sourc
 def find_max_fitting(total_bytes: Callable[[int], int], memory_budget: int, limit: int) -> int | None:
     """Largest n in [1, limit] with total_bytes(n) ≤ memory_budget; None if there is no such n.
 
-    total_bytes must not decrease. It is nearly piecewise linear, so the secant method converges in a few steps. Every
-    third step bisects the logarithm of n, which bounds the number of steps.
+    total_bytes(n) must not decrease with n. It is nearly piecewise linear, so the secant method converges in a few
+    steps. Every third step bisects the logarithm of n, which bounds the number of steps.
     """
     previous = 1, total_bytes(1)
     if previous[1] > memory_budget:

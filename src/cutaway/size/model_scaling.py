@@ -53,7 +53,9 @@ class ModelShape:
 
 
 def build_family_config(name: str, context: int | None = None) -> Config:
-    """Build the family's configuration with 32 layers and d_model 4,096; learned positions cover `context`."""
+    """Build the configuration of a family ('classic' or 'llama') with 32 layers and d_model 4,096.
+
+    The position table of 'classic' has at least `context` rows."""
     if name == "classic":
         length = max(context or 0, 2048)
         attention = MultiHead(heads=32, bias=("q", "k", "v", "o"), position=NoPosition())
@@ -80,7 +82,7 @@ def num_layers(config: Config) -> int:
 
 
 def num_heads(config: Config) -> int:
-    """Maximum number of query heads in the repeated block pattern."""
+    """Maximum number of query heads in the repeated block pattern of the stack that `_main_stack` returns."""
     return max(block.attention.heads for block in _main_stack(config).block)
 
 
@@ -90,7 +92,9 @@ def max_head_dim(config: Config) -> int:
 
 
 def min_layers(config: Config) -> int:
-    """Minimum depth: the leading blocks and one full block pattern in every stack."""
+    """Minimum number of layers of a scaled configuration, at most the number of layers of `config`.
+
+    Every stack must have room for its leading blocks and one full block pattern."""
     source_layers = num_layers(config)
     minimum = 1
     for stack in config.stacks.values():
@@ -100,7 +104,7 @@ def min_layers(config: Config) -> int:
 
 
 def scale_config(config: Config, layers: int, d_model: int) -> Config:
-    """Change the number of layers and d_model; with the source's own values this returns an equal configuration.
+    """Return `config` with this number of layers and d_model; with its own values, the result is equal to `config`.
 
     Unchanged are the head dimension, the ratio of FFN and latent dimensions to d_model, the GQA group size, leading
     blocks and block pattern, windows, experts, positions and vocabulary. The two stacks of an encoder-decoder keep
@@ -134,9 +138,9 @@ def _scale_attention(
 
 
 def _scale_kv_heads(attention: MultiHeadBase, new_heads: int) -> int | None:
-    """Number of key-value heads that divides the new heads and gives the closest GQA group size.
+    """Number of key-value heads: the divisor of `new_heads` that gives the GQA group size closest to the old one.
 
-    MHA and MQA are unchanged."""
+    The values of MHA (None) and MQA (1) are returned unchanged."""
     kv_heads = attention.kv_heads
     if kv_heads is None or kv_heads == 1:
         return kv_heads
@@ -170,7 +174,9 @@ def _round_divide(numerator: int, denominator: int) -> int:
 def list_shapes_near_budget(options: SizeOptions, memory_budget: int) -> tuple[tuple[ModelShape, ...], str]:
     """Return the model shapes whose memory is near the budget, and remarks on the list.
 
-    For each width, depths are listed from the first that needs 1/8 of the budget to the first that exceeds the budget.
+    For each width, depths are listed from the first that needs at least 1/8 of the budget to the first that exceeds
+    the budget, if that one needs at most twice the budget. If no shape is near the budget, the smallest
+    shape or the largest shapes are listed.
     """
     source, notes = options.config, []
     total = cache(lambda config: SizeEstimate(replace(options, config=config)).memory.total_bytes)
@@ -203,12 +209,12 @@ def list_shapes_near_budget(options: SizeOptions, memory_budget: int) -> tuple[t
 
 
 def _candidate_values(candidates: tuple[int, ...], own_value: int) -> list[int]:
-    """Return the candidates and the source's own value, without the candidates within 10 % of the own value."""
+    """Return `own_value` and the candidates that differ from it by more than 10 %, sorted."""
     return sorted({own_value, *(value for value in candidates if abs(value - own_value) > own_value / 10)})
 
 
 def _configs_at_width(source: Config, d_model: int) -> list[Config]:
-    """List the configurations of one width within the aspect-ratio range, sorted by depth.
+    """Scale `source` to width `d_model` and all depths in the range of d_model / layers; sort by depth.
 
     The source's own shape is included even if it is outside the range."""
     source_layers, minimum = num_layers(source), min_layers(source)
@@ -223,7 +229,7 @@ def _configs_at_width(source: Config, d_model: int) -> list[Config]:
 
 
 def _can_shard(config: Config, options: SizeOptions) -> bool:
-    """Whether tensor parallelism can split the configuration."""
+    """Whether the configuration can be split over the tensor-parallel ranks of `options`."""
     try:
         shard_config(config, options.parallel_dims.tp)
     except InputError:
@@ -234,9 +240,9 @@ def _can_shard(config: Config, options: SizeOptions) -> bool:
 def _configs_near_budget(
     configs: list[Config], options: SizeOptions, memory_budget: int, total_bytes: Callable[[Config], int]
 ) -> list[Config]:
-    """Select the configurations of one width, sorted by depth, that are near the budget.
+    """Select those of `configs` (one width, sorted by depth) whose memory is near the budget.
 
-    The size of a deep configuration is slow to compute and memory is nearly linear in depth, so the selection
+    The memory of a deep configuration is slow to compute and memory is nearly linear in depth, so the selection
     extrapolates from the two shallowest configurations. The totals of the selected shapes are computed exactly.
     """
     minimum, maximum = _MIN_BUDGET_FRACTION * memory_budget, _MAX_BUDGET_FRACTION * memory_budget

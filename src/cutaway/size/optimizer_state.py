@@ -10,29 +10,34 @@ _QUANTIZATION_BLOCK, _MIN_8BIT_NUMEL = 256, 4096
 
 
 def _adamw_bytes(tensor: TensorSpec, itemsize: int) -> int:
-    """Two moments per weight and an fp32 step count per tensor."""
+    """Bytes of AdamW state of a tensor: two moments per weight and an fp32 step count."""
     return 2 * tensor.numel * itemsize + 4
 
 
 def _adamw_8bit_bytes(tensor: TensorSpec, itemsize: int) -> int:
-    """Both moments in 8 bits, each with one scale per block and a table of 256 fp32 values."""
+    """Bytes of 8-bit AdamW state of a tensor: two moments in 8 bits per weight, and an fp32 step count.
+
+    Each moment has one scale per block and a table of 256 fp32 values. Tensors that are small or not a multiple of a
+    block have the state of `_adamw_bytes`."""
     if tensor.numel < _MIN_8BIT_NUMEL or tensor.numel % _QUANTIZATION_BLOCK:
         return _adamw_bytes(tensor, itemsize)
     return 2 * (tensor.numel + 4 * (tensor.numel // _QUANTIZATION_BLOCK) + 4 * 256) + 4
 
 
 def _momentum_bytes(tensor: TensorSpec, itemsize: int) -> int:
-    """One momentum buffer per weight."""
+    """Bytes of the momentum buffer of a tensor: one value per weight."""
     return tensor.numel * itemsize
 
 
 def _muon_bytes(tensor: TensorSpec, itemsize: int) -> int:
-    """Momentum for single matrices of layers; AdamW state for all other tensors, including stacked experts."""
+    """Bytes of Muon state: momentum for single matrices of layers; AdamW for other tensors, such as stacked experts."""
     return _momentum_bytes(tensor, itemsize) if tensor.uses_muon else _adamw_bytes(tensor, itemsize)
 
 
 def _adafactor_bytes(tensor: TensorSpec, itemsize: int) -> int:
-    """Factored second moment: one value per row and per column, or per element of a vector. Plus a step count."""
+    """Bytes of Adafactor state of a tensor: factored second moment and a step count.
+
+    The second moment has one value per row and per column, or per element of a vector."""
     if len(tensor.shape) < 2:
         return tensor.numel * itemsize + 4
     *stack, rows, columns = tensor.shape
@@ -50,5 +55,5 @@ OPTIMIZERS: dict[str, Callable[[TensorSpec, int], int]] = {
 
 
 def optimizer_state_bytes(name: str, tensors: Iterable[TensorSpec], itemsize: int) -> int:
-    """Number of bytes of optimizer state for all trainable tensors. `itemsize`: number of bytes per weight."""
+    """Number of bytes of state of the optimizer `name` for all trainable tensors. `itemsize`: bytes per weight."""
     return sum(OPTIMIZERS[name](tensor, itemsize) for tensor in tensors if tensor.requires_grad)

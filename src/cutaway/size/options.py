@@ -50,7 +50,9 @@ class SizeOptions:
 
     @property
     def context_warning(self) -> str:
-        """Warning if the context exceeds the position table or the model's context length; else an empty string."""
+        """Warning if `context` or `source_len` exceeds the position table or the model's context length; else "".
+
+        It names only the limit, as in "its context length is 2,048"."""
         positions = [stack.embedding.position for stack in self.config.stacks.values()]
         limits = [getattr(p, "length", None) or getattr(p, "table_length", None) for p in positions]
         max_len = max(self.context, self.source_len if len(self.config.stacks) == 2 else 0)
@@ -62,7 +64,9 @@ class SizeOptions:
 
 
 def resolve_hardware(hardware: Hardware | str | None) -> Hardware | None:
-    """Look up a device by name; 'local' is this machine as measured by `cutaway bench`. A `Hardware` is unchanged."""
+    """Look up a device by name; 'local' is this machine, as measured by `cutaway bench`.
+
+    A `Hardware` or None is returned unchanged."""
     if hardware is None or isinstance(hardware, Hardware):
         return hardware
     if not isinstance(hardware, str):

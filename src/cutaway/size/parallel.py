@@ -36,7 +36,10 @@ class ParallelDims:
 def resolve_parallel_dims(
     strategy: str, world_size: int, batch_size: int, dp_shard: int | None, tp: int | None
 ) -> ParallelDims:
-    """Compute the mesh dimensions; raise if they do not divide `world_size` or the batch size."""
+    """Compute the device mesh dimensions. `strategy` uses the devices that remain after `dp_shard` and `tp`.
+
+    Raises an error if the dimensions do not divide `world_size`, or the data-parallel size does not divide the batch
+    size."""
     if strategy not in _PARALLEL_STRATEGIES:
         raise InputError(f"parallel {strategy!r} is not known; use one of {', '.join(_PARALLEL_STRATEGIES)}")
     tp_size = tp or (world_size if strategy == "tp" else 1)
@@ -55,7 +58,9 @@ def resolve_parallel_dims(
 
 
 def shard_config(config: Config, tp: int) -> Config:
-    """Configuration of one tensor-parallel rank: heads, hidden dimension and vocabulary are split, norms are not."""
+    """Configuration of one tensor-parallel rank: heads, hidden dimension and vocabulary are split, norms are not.
+
+    Raises an error if the heads or the hidden dimension cannot be split over `tp` ranks."""
     if tp == 1:
         return config
     shard_attention = partial(_shard_attention, d_model=config.d_model, tp=tp)

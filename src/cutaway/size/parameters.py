@@ -86,7 +86,7 @@ class ParameterCounts:
 
     @property
     def non_embedding(self) -> int:
-        """The total without token, position and token-type embeddings and without the output matrix and its bias."""
+        """Number of parameters without token, position and token-type embeddings, output matrix and output bias."""
         return self.total - self.embedding - self.positions - self.token_types - self.head
 
 
@@ -112,12 +112,12 @@ def count_parameters(config: Config) -> ParameterCounts:
 
 
 def _count_linear(inputs: int, outputs: int, *, bias: bool) -> int:
-    """inputs · outputs, plus outputs if there is a bias."""
+    """Number of parameters of a linear layer: inputs · outputs, plus outputs if it has a bias."""
     return inputs * outputs + bias * outputs
 
 
 def _count_norm(norm: Norm, width: int) -> int:
-    """LayerNorm: a gain and a bias per dimension, if enabled. RMSNorm: a gain per dimension."""
+    """Number of parameters of a norm. LayerNorm: a gain and a bias per dimension, if enabled. RMSNorm: only a gain."""
     if isinstance(norm, NoNorm):
         return 0
     return width * (norm.gain + norm.bias) if isinstance(norm, LayerNorm) else width
@@ -127,7 +127,9 @@ def _count_norm(norm: Norm, width: int) -> int:
 
 
 def _count_token_embeddings(config: Config) -> int:
-    """vocab_size · width per table. Encoder and decoder share one table unless source_vocab_size is set."""
+    """Number of parameters of the token embedding tables: vocab_size · width each.
+
+    Encoder and decoder share one table unless source_vocab_size is set."""
     widths = {name: stack.embedding.token_table_dim(config.d_model) for name, stack in config.stacks.items()}
     if isinstance(config, EncoderDecoder) and config.source_vocab_size is not None:
         return config.source_vocab_size * widths["encoder"] + config.vocab_size * widths["decoder"]
@@ -135,7 +137,9 @@ def _count_token_embeddings(config: Config) -> int:
 
 
 def _count_position_embeddings(embedding: Embedding, d_model: int) -> int:
-    """(length + offset) · width for learned positions, length · width for sinusoids in a frozen table, else 0."""
+    """Number of parameters of the position embedding table.
+
+    (length + offset) · width for learned positions, length · width for sinusoids in a frozen table, else 0."""
     position, rows = embedding.position, 0
     if isinstance(position, LearnedPosition):
         rows = position.length + position.offset
@@ -145,7 +149,7 @@ def _count_position_embeddings(embedding: Embedding, d_model: int) -> int:
 
 
 def _count_embedding_projection(embedding: Embedding, d_model: int) -> int:
-    """width · d_model for a factorized embedding, plus its bias."""
+    """Number of parameters of the projection of a factorized embedding: width · d_model plus bias. Else 0."""
     factor = embedding.factorization
     return 0 if factor is None else _count_linear(factor.width, d_model, bias=factor.bias)
 
@@ -157,7 +161,7 @@ def _head_input_width(config: Config, head: LMHead) -> int:
 
 
 def _count_head(config: Config) -> int:
-    """vocab_size · width unless the head is tied, plus vocab_size for a learned bias."""
+    """Number of parameters of the head: vocab_size · width unless it is tied, plus vocab_size for a learned bias."""
     head = config.head
     if not isinstance(head, LMHead):
         return 0
@@ -166,7 +170,7 @@ def _count_head(config: Config) -> int:
 
 
 def _count_head_transform(config: Config) -> int:
-    """d_model · width for the transform before the output matrix, plus its bias and its norm."""
+    """Number of parameters of the transform before the output matrix: d_model · width, plus its bias and its norm."""
     head = config.head
     if not isinstance(head, LMHead) or head.transform is None:
         return 0
@@ -223,7 +227,9 @@ def _num_norms(stack: Stack, layer_index: int, block: Block) -> int:
 
 
 def _count_multi_head(attention: MultiHead | Cross, d_model: int) -> int:
-    """d · H·d_head for q and o each, d · H_kv·d_head for k and v each; plus biases, QK-norm and one sink per head."""
+    """Number of parameters of multi-head attention, including biases, QK-norm and one sink per head.
+
+    d · H·d_head for q and o each, d · H_kv·d_head for k and v each."""
     d_head = attention.head_dim(d_model)
     q, kv = attention.heads * d_head, attention.num_kv_heads * d_head
     widths = {"q": q, "k": kv, "v": kv}
@@ -279,7 +285,7 @@ def _count_active_ffn(ffn: FFN, d_model: int) -> int:
 
 
 def _count_router_and_shared_expert(moe: Moe, d_model: int) -> int:
-    """d_model · experts for the router, plus the shared expert and its gate.
+    """Number of parameters of the router (d_model · experts and bias), the shared expert and its gate.
 
     The router's selection bias is a buffer and not counted."""
     router = _count_linear(d_model, moe.experts, bias=moe.router.bias)

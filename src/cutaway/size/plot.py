@@ -60,7 +60,7 @@ _NamedEstimates = tuple[str, Sequence[SizeEstimate]]
 
 
 def plot_sizes(path: Path | str, estimates: Sequence[_NamedEstimates]) -> Path:
-    """Plot estimates to an .svg, .png or .pdf file."""
+    """Plot peak memory and, if a device is set, throughput and time to an .svg, .png or .pdf file; return its path."""
     path = Path(path)
     if path.suffix.lower() not in _PLOT_SUFFIXES:
         raise InputError(f"the plot format of '{path}' is not supported; use the suffix .svg, .png or .pdf")
@@ -86,7 +86,7 @@ def plot_sizes(path: Path | str, estimates: Sequence[_NamedEstimates]) -> Path:
 
 
 def _figure_title(estimates: Sequence[_NamedEstimates]) -> str:
-    """Title: models, options and device."""
+    """Return the figure title: model names, batch size, context, dtypes and device."""
     names = ", ".join(dict.fromkeys(name for name, _ in estimates))
     first = estimates[0][1]
     options = first[0].options
@@ -105,7 +105,7 @@ def _figure_title(estimates: Sequence[_NamedEstimates]) -> str:
 
 
 def _plot_memory(axes: "Axes", estimates: Sequence[_NamedEstimates]) -> None:
-    """Plot one bar per model and mode, stacked by component."""
+    """Plot the peak memory as one bar per model and mode, stacked by component."""
     from matplotlib.patches import Patch
 
     rows = [(name, estimate) for name, several in estimates for estimate in several]
@@ -184,7 +184,7 @@ def _plot_throughput_by_batch_size(axes: "Axes", estimates: Sequence[_NamedEstim
 
 
 def _plot_time_by_context(axes: "Axes", estimates: Sequence[_NamedEstimates]) -> None:
-    """Plot the minimum time in seconds by context length."""
+    """Plot the minimum time of a training step, or of prefill and a decode step, by context length."""
     colors = cycle(LINE_COLORS)
     for name, several in estimates:
         estimate, color = several[0], next(colors)
@@ -221,14 +221,14 @@ def _context_grid(estimate: SizeEstimate) -> list[int]:
 
 
 def _with_context(estimate: SizeEstimate, context: int) -> SizeEstimate:
-    """Change the context length. A source length that is equal to the context changes too."""
+    """Return the estimate for another context length. A source length that is equal to the old one changes too."""
     options = estimate.options
     source_len = context if options.source_len == options.context else options.source_len
     return SizeEstimate(replace(options, context=context, source_len=source_len))
 
 
 def _throughput_range(bound: RooflineBound | None) -> tuple[float, float, float]:
-    """Tokens per second: maximum, lower and upper end of the expected range."""
+    """Return (maximum, lower end of the expected range, upper end of the expected range) of the tokens per second."""
     assert bound is not None
     low, high = bound.num_tokens / bound.expected_seconds_high, bound.num_tokens / bound.expected_seconds_low
     return bound.max_tokens_per_second, low, high

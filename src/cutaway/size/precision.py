@@ -8,7 +8,9 @@ from cutaway.errors import InputError
 
 @dataclass(frozen=True)
 class Precision:
-    """One value of `--dtype`. Tensors other than layer matrices (embeddings, norms, biases) use `unquantized_bytes`."""
+    """Sizes of weights, gradients and activations for one value of `--dtype`.
+
+    Weights other than layer matrices (embeddings, norms, biases) use `unquantized_bytes`."""
 
     name: str
     weight_bits: int
@@ -28,7 +30,7 @@ class Precision:
         return self.weight_bits == 8 * self.unquantized_bytes
 
     def tensor_bytes(self, shape: tuple[int, ...], *, quantizable: bool) -> int:
-        """Number of bytes of one tensor, including quantization scales."""
+        """Number of bytes of a weight of this shape; if it is quantized, including its quantization scales."""
         if not quantizable or self.weight_bits == 8 * self.unquantized_bytes:
             return prod(shape) * self.unquantized_bytes
         rows, width = prod(shape[:-1]), shape[-1]
@@ -60,7 +62,7 @@ PRECISIONS = {
 
 
 def get_precision(name: str) -> Precision:
-    """Look up a precision by name."""
+    """Look up a precision by the value of `--dtype`; raise if it is not known."""
     if not isinstance(name, str) or name not in PRECISIONS:
         raise InputError(f"dtype {name!r} is not known; use one of {', '.join(PRECISIONS)}")
     return PRECISIONS[name]
@@ -71,6 +73,6 @@ KV_CACHE_DTYPES = {"fp32": (4, 0), "bf16": (2, 0), "fp16": (2, 0), "fp8": (1, 0)
 
 
 def kv_vector_bytes(dtype: str, width: int) -> int:
-    """Number of bytes of one head's key or value vector in the cache."""
+    """Number of bytes of a key or value vector of `width` elements in the KV cache, including its scale."""
     value, scale = KV_CACHE_DTYPES[dtype]
     return -(-int(2 * value) * width // 2) + scale

@@ -49,7 +49,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class RooflineBound:
-    """Lower bound of the time of a pass, and the expected range."""
+    """Lower bound of the time of a pass on a device (`min_seconds`), and the expected range of the time."""
 
     name: str
     compute_seconds: float
@@ -103,7 +103,8 @@ def weight_bytes_read(config: Config, precision: Precision, num_tokens: int, *, 
     """Number of bytes of weights that a pass over `num_tokens` tokens reads.
 
     Only the rows of an embedding table that are looked up are counted. Of the MoE experts, top_k are counted (the
-    minimum), or, with `expected`, the expected number of distinct experts under uniform routing.
+    minimum), or, with `expected`, the expected number of distinct experts under uniform routing. A decode step reads no
+    weights for which `_is_encoder_side` holds.
     """
     total = 0.0
     for tensor in list_tensors(config):
@@ -128,7 +129,7 @@ def _is_encoder_side(name: str) -> bool:
 
 
 def find_compute_bound_batch_size(workload_at: Callable[[int], Workload], ridge_point: float) -> int | None:
-    """Smallest batch size at which decode is compute-bound; None if decode is always bandwidth-bound.
+    """Smallest batch size at which decode is compute-bound; None if it is bandwidth-bound up to a batch size of 2²⁰.
 
     Decode can stay bandwidth-bound because each sequence adds reads of its own cache. Of the MoE experts, the expected
     number of distinct experts is read."""

@@ -14,7 +14,7 @@ from cutaway.size.shape_pass import ExecutionConfig, Weight, inference_pass
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor of the state dict; tied weights appear once."""
+    """Name, shape and uses of one tensor of the state dict; tied weights are one tensor."""
 
     name: str
     shape: tuple[int, ...]

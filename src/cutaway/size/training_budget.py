@@ -12,7 +12,9 @@ _CHINCHILLA_TOKENS_PER_PARAMETER = 20
 
 @dataclass(frozen=True)
 class TrainingBudget:
-    """Budget of a training run. `low` and `high` are the ends of the expected range (see `RooflineBound`)."""
+    """Tokens, steps, FLOPs, device hours, days, energy and cost of a training run.
+
+    `low` and `high` are the ends of the expected range (see `RooflineBound`)."""
 
     train_tokens: int
     chinchilla_tokens: int

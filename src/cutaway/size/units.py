@@ -90,7 +90,7 @@ def format_count(count: float, digits: int = 4) -> str:
 
 
 def format_duration(value: float) -> str:
-    """Format seconds: 0.0123 becomes '12.3 ms'."""
+    """Format a duration in seconds: 0.0123 becomes '12.3 ms'."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if value >= scale:
             return f"{value / scale:,.3g} {unit}" if value < 1e3 else f"{value:,.0f} s"

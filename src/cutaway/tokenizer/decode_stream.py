@@ -21,7 +21,7 @@ class _Decoder(Protocol):
 
 
 class DecodeStream:
-    """Incremental decoder. All texts that `push` and `finish` return, joined, equal `decode` of all ids."""
+    """Incremental decoder of token ids. The joined texts of `push` and `finish` equal `decode` of all ids."""
 
     def __init__(
         self, tokenizer: _Decoder, *, skip_special_tokens: bool = True, prefix_ids: Sequence[int] = ()
@@ -37,7 +37,7 @@ class DecodeStream:
         """Number of characters of the text of `_ids` that were returned already."""
 
     def push(self, token_id: int) -> str:
-        """Add an id. Return the new text that is final, or '' while the last character is incomplete."""
+        """Add a token id. Return the new text that later ids cannot change, or '' while a character is incomplete."""
         token = self._tokenizer.id_to_token(token_id)
         if token is None or (self._skip_special_tokens and token_id in self._tokenizer.decode_skip_ids):
             return ""
@@ -53,7 +53,7 @@ class DecodeStream:
         return new
 
     def finish(self) -> str:
-        """Return the remaining text, with replacement characters for incomplete characters, and reset."""
+        """Return the remaining text, with replacement characters for incomplete characters, and drop all ids."""
         rest = self._decode(self._ids)[self._num_emitted_chars :]
         self._ids, self._num_emitted_chars = [], 0
         return rest
@@ -67,7 +67,7 @@ class DecodeStream:
         return int(text.endswith("\ufffd") and len(text) > self._num_emitted_chars)
 
     def _trim_context(self) -> None:
-        """Drop old ids. The first id kept is not a byte token, because runs of byte tokens are decoded together."""
+        """Drop old token ids. The first one kept is not a byte token: runs of byte tokens are decoded together."""
         if self._tokenizer.clean_up_tokenization_spaces:
             return
         for start in range(len(self._ids) - _NUM_CONTEXT_IDS, 0, -1):

@@ -230,7 +230,7 @@ def _load_sentencepiece(data: bytes, path: Path, cfg: TokenizerConfig, pipeline:
 
 
 def _load_tiktoken(data: bytes, path: Path, cfg: TokenizerConfig, model_config: JsonObject) -> Tokenizer:
-    """Build a tokenizer from tiktoken ranks. Special tokens come from added_tokens_decoder; other ids are reserved."""
+    """Build a tokenizer from tiktoken ranks. added_tokens_decoder has the special tokens; other ids are reserved."""
     vocabulary = parse_tiktoken(data, path)
     pattern = QWEN2_SPLIT_PATTERN if model_config.get("model_type") in ("qwen", "qwen2") else GPT4_SPLIT_PATTERN
     backend = wrap_tokenizers_errors(path, lambda: build_tiktoken_pipeline(vocabulary, [pattern]))

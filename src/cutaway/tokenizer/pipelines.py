@@ -156,7 +156,7 @@ class PipelineSpec:
 
 
 def sentinel_tokens(pipeline: PipelineSpec, cfg: TokenizerConfig) -> list[AddedToken]:
-    """Sentinel tokens <extra_id_n> (T5)."""
+    """Sentinel tokens <extra_id_n> of T5. Their number is `extra_ids` of tokenizer_config.json or the class default."""
     count = cfg.options.get("extra_ids", pipeline.num_extra_ids)
     if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= 10_000:
         source = cfg.source

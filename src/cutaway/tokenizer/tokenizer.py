@@ -19,7 +19,7 @@ from cutaway.tokenizer.tokenizer_config import SPECIAL_TOKENS_ATTRIBUTES, ChatTe
 
 
 def serialize_config(tokenizer: "Tokenizer", config: Mapping[str, object]) -> dict[str, bytes]:
-    """File name → content, for tokenizer_config.json and the chat template."""
+    """Return {file name: content} of tokenizer_config.json, which has the keys `config`, and of the chat template."""
     template = tokenizer.chat_template
     if isinstance(template, dict):
         # Several templates are written to tokenizer_config.json, because their names need not be valid file names.
@@ -35,7 +35,7 @@ _CLEAN_UP_REPLACEMENTS += [(" ' ", "'"), *((f" {end}", end) for end in ("n't", "
 
 
 class Tokenizer:
-    """Text to token ids and back. See `load_tokenizer`, `tokenizer_from_gguf`, `byte_tokenizer`, `train_bpe`."""
+    """Encodes text, decodes token ids. See `load_tokenizer`, `tokenizer_from_gguf`, `byte_tokenizer`, `train_bpe`."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class Tokenizer:
         return text
 
     def decode_stream(self, *, skip_special_tokens: bool = True, prefix_ids: Sequence[int] = ()) -> DecodeStream:
-        """Incremental decoder of generated ids, as the continuation of `prefix_ids`."""
+        """Return an incremental decoder of generated token ids, which continue the prompt `prefix_ids`."""
         return DecodeStream(self, skip_special_tokens=skip_special_tokens, prefix_ids=prefix_ids)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
@@ -122,7 +122,10 @@ class Tokenizer:
         return self.backend.id_to_token(_validate_token_id(token_id))
 
     def format_token(self, token_id: int) -> str | None:
-        """Text of a token for display. A token that is only a part of a character is shown as bytes: <0xF0 0x9F>."""
+        """Text of a token for display, or None if no token has this id.
+
+        A token that is only a part of a character is shown as bytes: <0xF0 0x9F>.
+        """
         text, name = self.decode([token_id], skip_special_tokens=False), self.id_to_token(token_id)
         if name is None or (text and "\ufffd" not in text):
             return text or name
@@ -175,7 +178,7 @@ class Tokenizer:
         write_files_atomically(Path(directory), self._serialize_files())
 
     def _serialize_files(self) -> dict[str, bytes]:
-        """Files of a tokenizer directory. The class is PreTrainedTokenizerFast, which uses tokenizer.json unchanged."""
+        """Return {file name: content}. The saved class is PreTrainedTokenizerFast, which uses tokenizer.json as is."""
         named_tokens = set(self.special_tokens_map.values())
         added = sorted(self.backend.get_added_tokens_decoder().items())
         config: dict[str, object] = {

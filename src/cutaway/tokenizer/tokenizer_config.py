@@ -42,7 +42,7 @@ class TokenizerConfig:
         return value
 
     def resolve_special_tokens(self, default_special_tokens: Mapping[str, str]) -> dict[str, str | AddedToken]:
-        """Special tokens of the directory, with the defaults of the class for absent keys. A null key has no default.
+        """Special tokens of the directory, with the class defaults for absent keys. A key that is null gets no default.
 
         The order is that of SPECIAL_TOKENS_ATTRIBUTES: tokens missing from the vocabulary get their ids in this order.
         """
@@ -59,7 +59,7 @@ class TokenizerConfig:
 
     @property
     def model_max_length(self) -> int | None:
-        """`model_max_length` of the file. None if it is absent or 1e30, which transformers writes for 'no limit'."""
+        """`model_max_length` of the file. None if it is absent or ≥ 1e18: transformers writes 1e30 for 'no limit'."""
         value = self.options.get("model_max_length")
         if value is None:
             return None
@@ -69,7 +69,11 @@ class TokenizerConfig:
 
 
 def load_tokenizer_config(directory: Path, tokenizer_json: JsonObject | None = None) -> TokenizerConfig:
-    """Load the config files with the precedence of transformers: added_tokens_decoder overrides the legacy files."""
+    """Load tokenizer_config.json and the chat template.
+
+    Without added_tokens_decoder, special tokens are also read from special_tokens_map.json, and added tokens from
+    added_tokens.json and tokenizer.json, as in transformers.
+    """
     path = directory / "tokenizer_config.json"
     options = read_json_object(path) if path_exists(path) else {}
     source = str(path)

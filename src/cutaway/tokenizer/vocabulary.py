@@ -16,7 +16,7 @@ MAX_PIECE_LENGTH = 4096
 
 @dataclass
 class Vocabulary:
-    """Tokens, merges, scores and normalization table, independent of the file format."""
+    """Contents of a vocabulary file in any format: tokens, merges, scores and normalization table."""
 
     model_type: Literal["BPE", "Unigram", "WordPiece"]
     ids: dict[str, int] = field(default_factory=dict)
@@ -53,7 +53,7 @@ def generate_merges(ranks: Mapping[str, int], skip_tokens: Collection[str] = ())
 
 
 def validate_vocab(value: object, source: object) -> dict[str, int]:
-    """Validate a token → id mapping: string tokens, and integer ids below MAX_VOCAB_SIZE."""
+    """Return a token → id mapping; raise InputError unless tokens are strings and ids integers below MAX_VOCAB_SIZE."""
     if not isinstance(value, dict) or not value:
         raise InputError(f"{source} has no vocabulary that maps tokens to ids; download the file again")
     if len(value) > MAX_VOCAB_SIZE:

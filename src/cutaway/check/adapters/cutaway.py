@@ -50,7 +50,7 @@ def _save_and_reload(model: Transformer) -> ReloadedModel:
 
 
 def _load_from_meta(model: Transformer) -> nn.Module:
-    """Build the model on the meta device, allocate it with to_empty, and load the weights."""
+    """Build a copy of `model` on the meta device, allocate it with to_empty, and load the weights of `model`."""
     loaded = build(model.config, device="meta", dtype=model.dtype)
     loaded.to_empty(device=model.device)
     loaded.load_state_dict(model.state_dict())
@@ -129,7 +129,7 @@ def _add_cache_functions(
         return torch.tensor([beam.tokens for beam in beams]), torch.tensor([beam.score for beam in beams])
 
     def speculate(tokens: Tensor, n: int) -> Tensor:
-        """Use n-gram drafts for even rows, and drafts of the model itself, which are all accepted, for odd rows."""
+        """Decode speculatively, with n-gram drafts in even rows, and drafts of the model (all accepted) in odd rows."""
         drafts = [model if index % 2 else NgramConfig() for index in range(len(tokens))]
         rows = zip(tokens.tolist(), drafts, strict=True)
         return torch.cat([_generate(model, [row], n, source_row, draft) for row, draft in rows])
@@ -186,7 +186,7 @@ def _generate(
 def _sample_tokens(
     logits: Tensor, num_samples: int, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None
 ) -> Tensor:
-    """Draw `num_samples` tokens from softmax(logits / temperature), each with its own seed."""
+    """Draw `num_samples` tokens from softmax(logits / temperature) after top_k and top_p, each with its own seed."""
     sampler = Sampler(num_samples, len(logits), logits.device)
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
     sampler.set_row(0, params, [], seed=0)
@@ -197,7 +197,7 @@ def _sample_tokens(
 
 
 def _forward_in_chunks(forward: _ForwardWithCache, tokens: Tensor, cache: Cache, chunk_size: int) -> Tensor:
-    """Logits of a prefill in chunks of `chunk_size` tokens."""
+    """Logits of a prefill of `cache` with `tokens`, in chunks of `chunk_size` tokens."""
     return torch.cat(
         [forward(tokens[:, start : start + chunk_size], cache) for start in range(0, tokens.shape[1], chunk_size)], 1
     )
@@ -249,7 +249,7 @@ def adapt_cutaway_model(model: nn.Module, seed: int) -> CheckedModel:
 
 
 def _set_config_properties(checked: CheckedModel, config: Config) -> None:
-    """Set the number of layers, windows, maximum length and position properties of `checked` from the configuration."""
+    """Set `num_layers`, `max_seq_len`, `tied_embeddings`, and the window and position properties of `checked`."""
     checked.num_layers = len(self_attention_configs(config))
     set_attention_properties(checked, config)
     lengths = [getattr(stack_config.embedding.position, "length", None) for stack_config in config.stacks.values()]
@@ -284,7 +284,7 @@ def _adapt_encoder_decoder(checked: CheckedModel, model: EncoderDecoder, seed: i
 
 
 def _build_kernel_logits(model: Transformer, logits: LogitsFunction) -> dict[str, LogitsFunction]:
-    """Logits function per supported kernel. The kernel flex is left out, because it must be compiled."""
+    """Map each supported attention kernel to a logits function that uses it. Flex is left out: it must be compiled."""
 
     @contextmanager
     def use_kernel(name: str) -> Iterator[None]:

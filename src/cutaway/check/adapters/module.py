@@ -60,7 +60,10 @@ def adapt_function(
 
 
 def _next_token_loss(function: Callable[..., object], tokens: Tensor, targets: Tensor) -> Any:
-    """Loss with shifted targets. The ignore index is -100, or -1 if the function rejects -100 (nanoGPT)."""
+    """Loss that `function` returns for targets that are already shifted.
+
+    The ignore index is -100, or -1 if the function rejects -100 (nanoGPT).
+    """
     tokens, targets = tokens.contiguous(), targets.contiguous()
     try:
         return extract_loss(function(tokens, targets=targets))
@@ -105,7 +108,10 @@ def _find_tensor(output: object, ndim: int) -> Any:
 
 
 def adapt_attention_kernel(checked: CheckedModel) -> None:
-    """Wrap an attention kernel as a model. Each token id has random q, k and v; the kernel's output is the logits."""
+    """Set `checked.logits` to a function that runs the attention kernel `checked.attention`.
+
+    Each token id has random q, k and v; the kernel's output is used as the logits.
+    """
     attention = require(checked.attention)
     generator = torch.Generator().manual_seed(0)
     shape = (_KERNEL_VOCAB_SIZE, KERNEL_HEADS, KERNEL_HEAD_DIM)

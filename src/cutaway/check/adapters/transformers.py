@@ -140,7 +140,7 @@ def _set_gradient_checkpointing(model: TransformersModel, enabled: bool) -> None
 
 
 def _accepts_num_items_in_batch(model: TransformersModel) -> bool:
-    """Whether transformers' Trainer passes `num_items_in_batch`, the number of labels in all micro-batches."""
+    """Whether transformers' Trainer passes the number of labels in all micro-batches to the model's forward."""
     declared = getattr(model, "accepts_loss_kwargs", None)
     kinds = [parameter.kind for parameter in inspect.signature(model.forward).parameters.values()]
     return inspect.Parameter.VAR_KEYWORD in kinds if declared is None else bool(declared)
@@ -161,7 +161,7 @@ def _accumulated_loss(
 
 @contextmanager
 def silence_transformers() -> Iterator[None]:
-    """Suppress transformers' progress bars and log messages."""
+    """Suppress transformers' progress bars and log messages, and all output to stderr, while the context is active."""
     logging = import_module("transformers.utils.logging")
     verbosity, progress_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
@@ -334,7 +334,10 @@ def _run_generate(
 
 
 def _build_sampler(model: TransformersModel, build_inputs: _InputBuilder) -> Callable[..., Tensor]:
-    """Function that samples with the model's `generate`. A logits processor replaces the model's logits."""
+    """Return a function that samples tokens from given logits with the model's `generate`.
+
+    A logits processor replaces the model's logits by the given ones.
+    """
 
     def sample(logits: Tensor, n: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> Tensor:
         inputs = build_inputs(torch.full((n, 1), 1, device=logits.device), None)
@@ -442,7 +445,7 @@ def _infer_kind(model: TransformersModel, config: TransformersConfig) -> ModelKi
 
 
 def _set_config_properties(checked: CheckedModel, config: TransformersConfig) -> None:
-    """Set vocabulary size, number of layers, special tokens, maximum length and windows of `checked`."""
+    """Set vocabulary size, layer count, tied embeddings, special tokens, maximum length and windows of `checked`."""
     checked.vocab_size = getattr(config, "decoder_vocab_size", None) or getattr(config, "vocab_size", None)
     checked.num_layers = getattr(config, "num_hidden_layers", None)
     checked.tied_embeddings = getattr(config, "tie_word_embeddings", None)

@@ -36,7 +36,7 @@ def _trace_activations(ctx: CheckContext) -> tuple[ActivationTracer, Tensor]:
 
 
 def _trace_gated_attentions(ctx: CheckContext) -> list[GatedAttention]:
-    """The attention calls of the traced forward pass."""
+    """The attention calls of the traced forward pass; raise SkipCheckError if there are none."""
     attentions = _trace_activations(ctx)[0].gated_attentions
     if not attentions:
         raise SkipCheckError("needs attention by softmax or scaled_dot_product_attention")
@@ -248,8 +248,8 @@ def dead_neurons(ctx: CheckContext) -> Iterator[CaseResult]:
 
 
 def _never_active(pre_activation: Tensor, num_neurons: int) -> Tensor:
-    """Boolean per neuron: True if the pre-activation is far below zero. Gate and up projections may be one matrix, in
-    halves or interleaved."""
+    """Boolean per neuron: True if the mean of its pre-activations is `_DEAD_SIGMAS` standard deviations below zero.
+    Gate and up projections may be one matrix, in halves or interleaved."""
     y = pre_activation.float().flatten(0, -2)
     inactive = y.mean(0) + _DEAD_SIGMAS * y.std(0) <= 0
     if len(inactive) == num_neurons:

@@ -43,7 +43,7 @@ def trace_self_attention(ctx: CheckContext, tokens: Tensor) -> list[AttentionCal
 
 
 def visible_keys(attention: AttentionCall) -> Tensor:
-    """Boolean (B, H, T, S): True where a key is visible to a query."""
+    """Boolean (B, H, T, T): True where a key is visible to a query, in self-attention. Attention sinks are left out."""
     scores = attention.scores[..., : attention.scores.shape[-2]].float()
     return scores > scores.amax(-1, keepdim=True) - _MASKED_SCORE_GAP
 
@@ -113,7 +113,7 @@ def _check_visible_rows(ctx: CheckContext, tokens: Tensor, windows: tuple[int, .
 
 
 def _random_qkv(ctx: CheckContext, kv_heads: int, seq_len: int = 12) -> tuple[Tensor, Tensor, Tensor]:
-    """Random q, k, v (B, H, T, D) for a kernel."""
+    """Random q (B, H, T, D), k and v (B, kv_heads, T, D) as inputs of an attention kernel."""
     shapes = [(2, heads, seq_len, KERNEL_HEAD_DIM) for heads in (KERNEL_HEADS, kv_heads, kv_heads)]
     q, k, v = (torch.randn(shape, generator=ctx.generator) for shape in shapes)
     device, dtype = ctx.model.device, ctx.model.dtype or torch.float32
@@ -121,7 +121,7 @@ def _random_qkv(ctx: CheckContext, kv_heads: int, seq_len: int = 12) -> tuple[Te
 
 
 def _reference_attention(ctx: CheckContext, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
-    """softmax(q·kᵀ·scale)·v with the model's mask."""
+    """softmax(q·kᵀ·scale)·v with the model's window and, unless it is an encoder, a causal mask."""
     model, length = ctx.model, q.shape[-2]
     scale = scale or model.attention_scale or 1 / math.sqrt(q.shape[-1])
     scores = (q @ k.transpose(-1, -2)) * scale
@@ -210,7 +210,7 @@ def grouped_query_attention(ctx: CheckContext) -> Iterator[CaseResult]:
 
 
 def _head_groups(x: Tensor) -> list[int]:
-    """Group index of each head, in order of first appearance; heads with equal values are one group."""
+    """Group index of each head of x (B, H, T, D), in order of first appearance; equal heads are one group."""
     heads = x.unbind(1)
     first_heads = [next(n for n, other in enumerate(heads) if torch.equal(other, head)) for head in heads]
     groups = list(dict.fromkeys(first_heads))
@@ -277,7 +277,7 @@ def attention_scale(ctx: CheckContext) -> CaseResult:
 
 
 def _expected_scales(ctx: CheckContext, scales: list[AttentionScale]) -> tuple[list[float], bool]:
-    """Expected scale of each attention call, and whether it is configured (not only the default)."""
+    """Expected scale of each attention call, and whether it is known; if not, the default 1/sqrt(d_head) is assumed."""
     if ctx.model.attention_scale is not None:
         return [ctx.model.attention_scale] * len(scales), True
     defaults = [scale.scores.head_dim**-0.5 for scale in scales]
@@ -296,7 +296,7 @@ def _expected_scales(ctx: CheckContext, scales: list[AttentionScale]) -> tuple[l
 
 
 def _describe_wrong_scale(scores: TensorScale) -> str:
-    """The mistake that explains a wrong factor, in parentheses; empty if no known mistake does."""
+    """The mistake that explains a wrong factor on q·k, in parentheses; empty if no known mistake does."""
     d = scores.head_dim
     mistakes = {
         "no scale": 1.0,
@@ -310,7 +310,7 @@ def _describe_wrong_scale(scores: TensorScale) -> str:
 
 
 def _check_kernel_scale(ctx: CheckContext) -> CaseResult:
-    """Find the scale for which softmax(q·kᵀ·scale)·v equals the output of a kernel."""
+    """Check that the output of a kernel equals softmax(q·kᵀ·scale)·v for the expected scale, not for another one."""
     attention, expected = require(ctx.model.attention), ctx.model.attention_scale or KERNEL_HEAD_DIM**-0.5
     q, k, v = _random_qkv(ctx, KERNEL_HEADS)
     d = KERNEL_HEAD_DIM
@@ -363,7 +363,7 @@ def attention_kernels(ctx: CheckContext) -> Iterator[CaseResult]:
 
 
 def _check_large_scores(ctx: CheckContext, q: Tensor, k: Tensor, v: Tensor) -> CaseResult:
-    """Check that the softmax does not overflow at scores above 100, which occur in practice."""
+    """Check that the output of the attention kernel is finite at scores above 100, which occur in practice."""
     factor = 8.0 * math.sqrt(q.shape[-1])
     if bool(require(ctx.model.attention)(factor * q, factor * k / 8, v).isfinite().all()):
         return success("large scores do not overflow")

@@ -48,7 +48,7 @@ def batch_isolation(ctx: CheckContext) -> Iterator[CaseResult]:
 
 
 def _check_gradient_isolation(ctx: CheckContext, tokens: Tensor) -> Iterator[CaseResult]:
-    """Check the gradients of one row's logits in eval and training mode, and of a loss with labels in one row only."""
+    """Check that one row's logits (in eval and training mode) and loss have no gradient with respect to other rows."""
     logits, loss = ctx.logits, ctx.model.loss
 
     def row_logits() -> Tensor:
@@ -81,7 +81,7 @@ def _check_gradient_isolation(ctx: CheckContext, tokens: Tensor) -> Iterator[Cas
 
 
 def _embedding_gradient(ctx: CheckContext, tokens: Tensor, compute: TensorFunction) -> Tensor:
-    """Gradient of a scalar with respect to the token embeddings of all rows, (B, T, d)."""
+    """Gradient of the scalar `compute()` with respect to the token embeddings of all rows, (B, T, d)."""
     value, offset = forward_with_offset(ctx.model.module, lambda _: compute(), tokens)
     (gradient,) = torch.autograd.grad(value, offset, allow_unused=True)
     return torch.zeros_like(offset) if gradient is None else gradient.float()

@@ -155,7 +155,7 @@ def _infer_window(zero_pairs: list[tuple[int, int]], seq_len: int) -> int:
 
 
 def _find_independent_pairs(ctx: CheckContext, tokens: Tensor, positions: set[int]) -> set[tuple[int, int]]:
-    """Pairs (position, token) for which none of eight replacements of the token changes the logits."""
+    """Pairs (t, s), s in `positions`, where none of eight replacements of token s changes the logits at position t."""
     logits, length = ctx.logits, tokens.shape[1]
     pairs = set()
     for s in positions:
@@ -212,7 +212,7 @@ def _check_label_leak(ctx: CheckContext, tokens: Tensor) -> CaseResult:
 
 
 def _forward_paths(ctx: CheckContext) -> dict[str, LogitsFunction]:
-    """Forward passes that code often handles in separate branches: gradients, training mode, each kernel."""
+    """Logits functions of code paths (with gradients, in training mode, with each kernel), by name of the path."""
     paths: dict[str, LogitsFunction] = {}
 
     def with_gradients(tokens: Tensor) -> Tensor:

@@ -107,7 +107,7 @@ def _check_mode_preserved(ctx: CheckContext, module: nn.Module) -> CaseResult:
 
 
 class _RandomMaskTracer(EagerDispatchMode):
-    """Dispatch mode that records every op that draws a random mask, whatever Python function called the op."""
+    """Dispatch mode that records the module of every op that draws a random mask, whatever function called the op."""
 
     def __init__(self, op_tracer: OpTracer) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

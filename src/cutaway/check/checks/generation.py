@@ -292,7 +292,7 @@ def beam_search(ctx: CheckContext) -> CaseResult:
 
 
 def _sequence_log_probs(ctx: CheckContext, prompt: Tensor, continuations: Tensor) -> Tensor:
-    """Sum of the log-probabilities of each continuation, (N,)."""
+    """Sum of the log-probabilities of the tokens of each continuation of `prompt`, (N,)."""
     tokens = torch.cat((prompt.expand(len(continuations), -1), continuations.to(prompt)), 1)
     log_probs = ctx.logits(tokens)[:, prompt.shape[1] - 1 : -1].float().log_softmax(-1)
     return log_probs.gather(-1, continuations.to(prompt)[..., None])[..., 0].sum(-1)
@@ -360,7 +360,7 @@ def sampling(ctx: CheckContext) -> Iterator[CaseResult]:
 
 
 def _test_counts(counts: Tensor, expected: Tensor, path: str) -> CaseResult:
-    """Compare the counts of sampled tokens with their probabilities."""
+    """Compare the counts of sampled tokens with the `expected` probabilities, by a chi-square test."""
     num_samples, impossible = int(counts.sum()), expected < 1e-12
     if int(counts[impossible].sum()):
         token = int((counts * impossible).argmax())
@@ -395,7 +395,7 @@ def _count_samples(ctx: CheckContext, sample: Callable[[int], Tensor], vocab_siz
 
 
 def _expected_probabilities(logits: Tensor, params: Mapping[str, float]) -> Tensor:
-    """The distribution that a correct sampler draws from."""
+    """Probability (V,) with which a correct sampler with the parameters `params` draws each token."""
     p = (logits.double() / params.get("temperature", 1.0)).softmax(-1)
     order = p.argsort(descending=True)
     if "top_k" in params:

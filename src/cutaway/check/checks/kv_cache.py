@@ -205,7 +205,7 @@ def cache_sliding_window(ctx: CheckContext) -> Iterator[CaseResult]:
 
 
 def _estimate_seconds(ctx: CheckContext, seq_len: int) -> float:
-    """Estimated time of one forward pass over the sequence and of decoding half of it."""
+    """Estimated seconds of one forward pass over `seq_len` tokens and of decoding half of them token by token."""
     return ctx.seconds_per_forward * (seq_len / ctx.seq_len + seq_len / 4)
 
 
@@ -248,7 +248,7 @@ def cache_reuse(ctx: CheckContext) -> Iterator[CaseResult]:
 
 
 def _forward_paths(ctx: CheckContext) -> dict[str, LogitsFunction]:
-    """Forward passes that may leave state in the model."""
+    """Logits functions that may leave state in the model, by name: a forward pass, and decoding with a cache."""
     paths = {"a forward pass": ctx.logits}
     if ctx.model.logits_with_cache is not None:
         paths["decoding with a cache"] = lambda tokens: forward_in_chunks(ctx, tokens, [tokens.shape[1] - 1, 1])[0]

@@ -53,7 +53,7 @@ def _require_vocab_logits(ctx: CheckContext, logits: Tensor) -> Tensor:
 
 
 def compute_loss(ctx: CheckContext, tokens: Tensor) -> Tensor:
-    """The model's own loss, or the loss computed from the logits if the model has no loss function."""
+    """Loss with `tokens` as labels: the model's own or, if it has no loss function, computed from the logits."""
     if ctx.model.loss is not None:
         return _require_scalar(ctx.model.loss(tokens, tokens)).reshape(())
     return _mean_loss(_require_vocab_logits(ctx, ctx.logits(tokens)), tokens, _label_shift(ctx))
@@ -76,7 +76,7 @@ def _reference_loss(ctx: CheckContext, logits: Tensor, labels: Tensor) -> Tensor
 
 
 def _compare_loss(ctx: CheckContext, tokens: Tensor, labels: Tensor, logits: Tensor) -> Difference:
-    """Compare the model's own loss with the reference loss."""
+    """Compare the model's own loss with the loss computed from `logits`."""
     diff = ctx.compare(lambda: _reference_loss(ctx, logits, labels), lambda: model_loss(ctx, tokens, labels))
     # Implementations round a mean differently, and the noise of a single number is underestimated.
     scale = max(1.0, float(logits.float().abs().max()))

@@ -123,7 +123,7 @@ def position_encoding(ctx: CheckContext) -> CaseResult:
 
 
 def _uses_positions(ctx: CheckContext) -> bool:
-    """Whether positions that are passed to the model have an effect; True if none can be passed."""
+    """Whether positions that are passed to the model change its logits or scores; True if that cannot be tested."""
     model = ctx.model
     logits_with_positions, tokens = model.logits_with_positions, ctx.random_tokens()
     if logits_with_positions is None or not model.has_positions or model.window == 1:
@@ -239,7 +239,7 @@ def _count_growing_heads(scores: Tensor, visible: Tensor, tolerance: float) -> i
 
 
 def _check_shifted_positions(ctx: CheckContext) -> Iterator[CaseResult]:
-    """Compare the logits at positions 0, 1, 2, … with those after all positions are shifted by 1, and then by 37."""
+    """Check that the logits do not change when all positions are shifted by 1 or by 37."""
     logits_with_positions, tokens = require(ctx.model.logits_with_positions), ctx.random_tokens()
     positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
     max_logit = max_finite_abs(logits_with_positions(tokens, positions))
@@ -288,8 +288,10 @@ def _rotary_start(layer: RopeLayer) -> int:
 
 
 def _rotary_layout(layer: RopeLayer, x: Tensor) -> str:
-    """The configured layout. For latent attention, the layout that fits better, because some libraries permute the
-    dimensions first, which does not change the scores."""
+    """RoPE layout of x: the configured layout or, for latent attention, the layout that fits x better.
+
+    Some libraries permute the dimensions of latent attention first, which does not change the scores.
+    """
     if not layer.is_latent:
         return require(layer.rope).layout
     return min(_LAYOUT_NAMES, key=lambda layout: rotation_error(x, layout, layer.rotary_dim, _rotary_start(layer)))
@@ -391,7 +393,10 @@ class _AngleError(NamedTuple):
 
 
 def _max_angle_error(layer: RopeLayer, x: Tensor, frequency: Tensor, ctx: CheckContext) -> _AngleError:
-    """Compare the angle of each rotated pair of x at each position with position times frequency; return the worst."""
+    """Largest error, relative to its tolerance, of the angles of x (queries or keys).
+
+    The angle of each rotated pair is compared with position times frequency.
+    """
     z = rotary_pairs(x, _rotary_layout(layer, x), layer.rotary_dim, _rotary_start(layer)).cpu()
     first = z[..., 0, :].abs()
     head = first.argmax(0)  # per pair, the head with the largest norm
@@ -436,7 +441,7 @@ def rope_scaling(ctx: CheckContext) -> Iterator[CaseResult]:
 
 
 def _check_angles(ctx: CheckContext, beyond_length: int | None) -> CaseResult:
-    """Compare the angles and the attention factor of each layer with the configured formula."""
+    """Compare the angles of q and k, and the factor on cos and sin, with the configured formula, in each layer."""
     layers = [layer for layer in trace_rope_layers(ctx, beyond_length=beyond_length) if layer.rope is not None]
     if not layers:
         raise SkipCheckError("needs queries and keys that can be traced, without other positions in them")

@@ -86,7 +86,7 @@ def _collect_gradient_stats(ctx: CheckContext) -> tuple[Tensor, float, dict[str,
 
 
 def _gradient_stats(parameter: nn.Parameter) -> _GradientStats:
-    """Statistics of a parameter's gradient, from a sample of its elements."""
+    """Statistics of a parameter's gradient. `update_ratio` is computed from a sample of the elements."""
     if parameter.grad is None:
         return _GradientStats(True, False, None)
     total = float(parameter.grad.abs().sum())
@@ -144,7 +144,7 @@ def initial_loss(ctx: CheckContext) -> CaseResult:
 
 
 def _is_untrained(module: nn.Module, vocab_size: int | None) -> bool:
-    """Whether the model is untrained: gains and biases are constant, and embedding rows have similar norms."""
+    """Whether the model is probably untrained: initial gains and biases, and embedding rows of similar norms."""
     vectors = [param for param in module.parameters() if param.ndim == 1 and param.numel() > 1]  # gains and biases
     if not vectors or not all(bool((x == x[0]).all()) for x in vectors if not _is_default_bias_init(x)):
         return False

@@ -77,7 +77,7 @@ class ActivationTracer(OpTracer):
         return out if is_router or out.ndim > 4 else self._apply_gate(out, x.detach(), out.detach())
 
     def _apply_gate(self, out: Tensor, scores: Tensor, pattern: Tensor) -> Tensor:
-        """Record the attention call and multiply its output by a gate of ones that requires a gradient."""
+        """Record the attention call; multiply `out` (its output or pattern) by a gate of ones with requires_grad."""
         gate = torch.ones(*out.shape[:-1], 1, dtype=out.dtype, device=out.device, requires_grad=True)
         if pattern.ndim == 3:
             batch_size = self.batch_size if pattern.shape[0] % self.batch_size == 0 else 1

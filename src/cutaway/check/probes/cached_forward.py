@@ -45,7 +45,7 @@ def compare_in_chunks(
 ) -> tuple[Difference, int]:
     """Compare the logits of a cached forward pass in chunks with `full_logits` of one forward pass.
 
-    Returns the difference and the first position where it exceeds the tolerance.
+    Returns the difference and the first position where it exceeds the tolerance (the first one compared, if none).
     """
     out, positions = forward_in_chunks(ctx, tokens, sizes)
     diff = ctx.compare(
@@ -58,7 +58,7 @@ def compare_in_chunks(
 
 
 def first_position_beyond(first: Tensor, second: Tensor, tolerance: float) -> int:
-    """First position where two results (B, T, V) differ by more than the tolerance, or one of them is NaN."""
+    """First position where two results (B, T, V) differ by more than the tolerance, or one is NaN; 0 if none."""
     exceeds = ~((first.float() - second.float()).abs().amax((0, 2)) <= tolerance)
     return int(exceeds.long().argmax())
 

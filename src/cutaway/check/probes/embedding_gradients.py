@@ -31,7 +31,7 @@ def _find_embeddings(module: nn.Module, forward: LogitsFunction, tokens: Tensor)
 
 
 def _receives_tokens(inputs: Args, tokens: Tensor) -> bool:
-    """Whether the first input is equal to `tokens`."""
+    """Whether the first of a module's `inputs` is equal to `tokens`."""
     first = inputs[0] if inputs else None
     return isinstance(first, Tensor) and first.shape == tokens.shape and bool((first == tokens).all())
 

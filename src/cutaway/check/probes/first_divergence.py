@@ -41,7 +41,7 @@ def find_first_divergence(
 
 
 def _record_outputs(module: nn.Module, run: Callable[[], object], positions: slice) -> list[tuple[str, Tensor]]:
-    """Record the (B, T, d) outputs of all modules at `positions` in one run, in order."""
+    """Record (module path, output at `positions`) of each module with a (B, T, d) output, in the order they finish."""
     outputs: list[tuple[str, Tensor]] = []
 
     def record(name: str, _module: nn.Module, _inputs: object, out: Any) -> None:

@@ -21,7 +21,7 @@ from cutaway.check.numerics import Args, Kwargs, TorchFunction
 
 
 def torch_functions(names: str) -> set[TorchFunction]:
-    """All functions of torch, Tensor and torch.nn.functional with these names, separated by spaces."""
+    """All functions of torch, Tensor and torch.nn.functional that have one of the space-separated `names`."""
     owners = (torch, Tensor, F)
     return {getattr(owner, name) for owner in owners for name in names.split() if hasattr(owner, name)}
 
@@ -47,7 +47,7 @@ class _BatchedMatmul(NamedTuple):
 
 
 def _parse_matmul(func: TorchFunction, args: Args, kwargs: Kwargs) -> _BatchedMatmul | None:
-    """Convert the arguments of matmul, bmm, baddbmm or einsum; None if the call is not a batched matrix product."""
+    """Parse a call of matmul, bmm, baddbmm or einsum; None if it is not a batched matrix product."""
     if func in _BADDBMM_FUNCTIONS:
         args = (*args[1:], *(kwargs[name] for name in ("batch1", "batch2") if name in kwargs))
     if func is torch.einsum:
@@ -112,7 +112,7 @@ class AttentionCall:
 
 @dataclass
 class DropoutCall:
-    """One dropout call."""
+    """One call of a dropout function, with its probability and training flag."""
 
     module: str
     p: float
@@ -121,7 +121,7 @@ class DropoutCall:
 
 @dataclass
 class TrigCall:
-    """One cos or sin call, probably of rotary angles."""
+    """One cos or sin call, probably of rotary angles, with their dtype and largest absolute value."""
 
     module: str
     dtype: torch.dtype
@@ -188,7 +188,7 @@ class OpTracer(TorchFunctionMode):
 
     @contextmanager
     def _patch_attention_functions(self) -> Iterator[None]:
-        """Record the softmax and the fused kernel that nn.MultiheadAttention's function calls."""
+        """Patch F.softmax and F.scaled_dot_product_attention to record their calls by nn.MultiheadAttention."""
         softmax = F.softmax
 
         def traced_softmax(x: Tensor, dim: int | None = None, **kwargs: Any) -> Tensor:
@@ -201,7 +201,7 @@ class OpTracer(TorchFunctionMode):
             yield
 
     def record_sdpa(self, out: Tensor, args: Args, kwargs: Kwargs) -> Tensor:
-        """Record a fused attention kernel; return its output."""
+        """Record a call of a fused attention kernel; return its output `out` unchanged."""
         self.attentions.append(attention_from_sdpa(self.module_stack[-1], *args, **kwargs))
         return out
 

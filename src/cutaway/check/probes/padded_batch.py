@@ -65,7 +65,7 @@ def locate_token(rows: list[Tensor], token_index: int) -> tuple[int, int]:
 
 
 def forward_rows_alone(rows: list[Tensor], forward: Callable[[Tensor], Tensor]) -> Tensor:
-    """Run each row alone and concatenate the logits to (N, V)."""
+    """Run each row alone and concatenate the logits of all their tokens to (N, V)."""
     return torch.cat([forward(row)[0] for row in rows])
 
 

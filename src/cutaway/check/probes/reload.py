@@ -28,7 +28,10 @@ def get_reloaded_model(ctx: CheckContext, *, allow_error: bool = False) -> Reloa
 
 @compute_once
 def _reload_model(ctx: CheckContext) -> ReloadedModel | SkipCheckError:
-    """Reload the model with perturbed weights; compare the original with the reloaded model and with the reference."""
+    """Reload the model with perturbed weights; compare the original with the reloaded model and with the reference.
+
+    A SkipCheckError is returned, not raised, so that `compute_once` stores it too.
+    """
     model, module, logits = ctx.model, ctx.model.module, ctx.logits
     if module is None:
         return SkipCheckError("needs the module")
@@ -68,7 +71,7 @@ def _reload_model(ctx: CheckContext) -> ReloadedModel | SkipCheckError:
 
 
 def _rebuild_and_load(model: CheckedModel) -> ReloadedModel:
-    """Rebuild the model with `build_module` and load its state dict."""
+    """Build a new module with `build_module`, and load the state dict of the original module into it."""
     module, build_module = model.module, model.build_module
     if build_module is None or module is None:
         raise SkipCheckError("needs build_module or reload")

@@ -56,7 +56,10 @@ class RopeLayer:
 
 
 def get_rope_configs(ctx: CheckContext) -> list[tuple[RopeConfig | None, bool]] | None:
-    """(RoPE configuration or None, whether attention is latent) of each layer; None if the configuration is unknown."""
+    """(RoPE configuration or None, whether attention is latent) of each layer; None if the configuration is unknown.
+
+    If the user passed `rope=`, the only entry is for all layers.
+    """
     if ctx.model.rope is not None:
         return [(RopeConfig.model_validate({"kind": "rope", **ctx.model.rope}), False)]
     config = get_config(ctx.model)

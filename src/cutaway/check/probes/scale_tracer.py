@@ -170,7 +170,7 @@ class ScaleTracer(OpTracer):
 def _propagate_mul(
     current: TensorScale, is_division: bool, args: Args, kwargs: Kwargs, inputs: list[_TracedInput]
 ) -> TensorScale:
-    """Scale after a product with, or a division by, a number, a constant tensor, or an activation."""
+    """Scale of a tensor after a product with, or a division by, a number, a constant tensor, or an activation."""
     if len(inputs) < 2:
         numbers = [x for x in (*args, *kwargs.values()) if isinstance(x, int | float) and not isinstance(x, bool)]
         factor = float(numbers[0]) if numbers else 1.0
@@ -216,7 +216,7 @@ def _constant_value(x: Tensor) -> float | None:
 
 
 def _combine_qk(q: TensorScale, k: TensorScale, head_dim: int) -> TensorScale:
-    """Scale of the scores q·k."""
+    """Scale of the scores q·k, from the scales of q and k."""
     return TensorScale("scores", q.factor * k.factor, q.uncertainty or k.uncertainty, head_dim, _max_elementwise(q, k))
 
 
@@ -242,7 +242,7 @@ def _propagate_matmul(func: TorchFunction, args: Args, kwargs: Kwargs, inputs: l
 
 
 def _propagate_add(func: TorchFunction, scales: list[TensorScale]) -> TensorScale:
-    """Scale of a sum or concatenation."""
+    """Scale of a sum or concatenation of tensors with these scales."""
     first, is_sum = scales[0], func not in _CONCAT_FUNCTIONS
     is_same_product = all(scale.matmul_id == first.matmul_id for scale in scales)
     if first.origin == "scores" and is_same_product:  # such as scores minus their maximum

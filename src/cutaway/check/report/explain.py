@@ -14,7 +14,7 @@ def load_known_bugs() -> dict[str, dict[str, str]]:
 
 
 def explain_check(name: str, *, image: str | None = None) -> str:
-    """Write the documentation page of a check in Markdown; `image` is the path of a screenshot of a failure."""
+    """Return the documentation page of a check in Markdown; `image` is the path of a screenshot of a failure."""
     check = get_check(name)
     parts = [f"# {name}", f"**Catches** {check.catches}.", "## How it works", check.description]
     parts.append(_describe_applicability(check))
@@ -29,7 +29,7 @@ def explain_check(name: str, *, image: str | None = None) -> str:
 
 
 def _describe_applicability(check: Check) -> str:
-    """The model kinds, functions and dtype that a check runs with."""
+    """Sentences on the model kinds and functions that a check needs, its dtype, and whether training runs it."""
     needs = ", ".join(" or ".join(f"`{name}`" for name in need.split("|")) for need in check.needs)
     kinds = "all Transformers" if check.kinds == ALL_KINDS else " and ".join(f"{kind}s" for kind in check.kinds)
     sentences = [f"Applies to {kinds}; requires {needs or 'nothing else'}."]

@@ -111,7 +111,7 @@ class Report:
         return asdict(self) | {"ok": self.ok, "counts": self.counts()}
 
     def summary(self) -> str:
-        """The counts and the time, in one line."""
+        """The number of findings per verdict and the run time in seconds, in one line."""
         counts = self.counts()
         warnings = f"{counts['warn']} warning{'s' * (counts['warn'] != 1)}"
         rest = f"{counts['pass']} passed, {counts['skip']} skipped, in {self.seconds:.1f} s"
@@ -123,4 +123,4 @@ class Report:
 
 
 class SkipCheckError(Exception):
-    """Raised by a check that does not apply; the message is the reason."""
+    """Raised by a check that does not apply to the model; the message is the reason."""

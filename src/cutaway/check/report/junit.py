@@ -50,7 +50,7 @@ def _add_properties(parent: Tree.Element, values: dict[str, object]) -> None:
 
 
 def _escape_unprintable(text: str) -> str:
-    """Escape characters that XML does not allow."""
+    """Escape all unprintable characters except newline and tab, because XML does not allow some of them."""
     return "".join(char if char in "\n\t" or char.isprintable() else repr(char)[1:-1] for char in text)
 
 

@@ -126,7 +126,7 @@ def _load_or_build_checkpoint(source: str, device: str | None, dtype: DType | No
 def _saved_for_transformers(checkpoint: "Checkpoint", requested: bool | None) -> "Iterator[tuple[Path | None, str]]":
     """Context manager: save the model in a temporary directory that transformers can load.
 
-    Yield the directory and "", or None and a note that says why there is no baseline.
+    Yield the directory and "", or None and a note that says why there is no baseline ("" with --no-baseline).
     """
     import tempfile
     from importlib.util import find_spec

@@ -134,7 +134,10 @@ def _load_checked_model(
     *,
     quiet: bool,
 ) -> "ModelAndOverrides":
-    """Return the model to check, and arguments of `check` that its factory sets. Append remarks on it to `notes`."""
+    """Return the model to check, and arguments of `check` that its factory sets.
+
+    Notes about the model, such as "random weights", are appended to `notes`.
+    """
     from cutaway.check import model_sources
     from cutaway.cli.model_loading import default_device, is_config_source, load_checkpoint, to_torch_dtype
 
@@ -157,7 +160,10 @@ def _load_checked_model(
 def _build_untrained_model(
     source: str, device: "torch.device", dtype: "torch.dtype | None", seed: int, notes: list[str]
 ) -> "Transformer":
-    """Build a preset or config file with random weights. If the model is too large, reduce its config first."""
+    """Build the model of a preset or config file with random weights, and append notes about it to `notes`.
+
+    If the model has more than MAX_PARAMETERS parameters or does not fit in the free memory, its config is reduced.
+    """
     import torch
 
     from cutaway.check.model_sources import shrink_config

@@ -118,7 +118,7 @@ def _run_guided_demo(*, steps: int | None, seed: int, as_json: bool) -> None:
 
 
 def _estimate_steps(directory: Path, seed: int) -> int:
-    """Run a few steps to estimate how many steps take about a minute on this machine."""
+    """Return the number of training steps that take about a minute on this machine, estimated from a few steps."""
     import time
 
     from cutaway.train.logging.callbacks import Callback
@@ -130,7 +130,7 @@ def _estimate_steps(directory: Path, seed: int) -> int:
 
 
 def _train_model(directory: Path, steps: int, seed: int, *, as_json: bool) -> "tuple[float, Checkpoint]":
-    """Train the shipped recipe for `steps` steps. Return the validation bits per byte and the trained model."""
+    """Train the recipe python-stdlib for `steps` steps. Return the validation bits per byte and the trained model."""
     from contextlib import nullcontext
 
     from cutaway.cli.views.training_progress import TrainingProgress
@@ -154,7 +154,7 @@ def _build_trainer(
     num_eval_sequences: int = 32,
     preflight: bool = True,
 ) -> "Trainer":
-    """Build a trainer for the shipped recipe that evaluates and saves only at the last step."""
+    """Build a trainer for the recipe python-stdlib that evaluates and saves only at the last step."""
     from cutaway.train.recipe.load import load_recipe
     from cutaway.train.trainer.launch import prepare_trainer
 
@@ -172,7 +172,7 @@ def _build_trainer(
 
 
 def _evaluate_model(checkpoint: "Checkpoint", seed: int) -> dict[str, Any]:
-    """Return the bits per byte on unseen text, and a sample."""
+    """Return the model's bits per byte on text that is not in its training data, and a text sample of the model."""
     from cutaway.evaluate import evaluate_causal_lm
     from cutaway.generate.api import generate
 

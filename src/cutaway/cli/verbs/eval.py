@@ -102,7 +102,7 @@ def _read_documents(source: "SourceConfig", skipped: "SkippedDocuments") -> "Ite
 
 
 def _run_evaluation(checkpoint: "Checkpoint", documents: "list[Document]", options: Results, *, quiet: bool) -> Results:
-    """Run the evaluation for the form of the model. In the result, means come before counts."""
+    """Run the evaluation for the form of the model: decoder, encoder or encoder-decoder."""
     from cutaway.cli.views.terminal import progress_bar
     from cutaway.evaluate import evaluate_causal_lm, evaluate_masked_lm, evaluate_seq2seq
 
@@ -117,14 +117,14 @@ def _run_evaluation(checkpoint: "Checkpoint", documents: "list[Document]", optio
 
 
 def _result_to_dict(result: "EvalResult") -> Results:
-    """Return the means, the counts and the calibration as JSON values."""
+    """Return the results of an evaluation as JSON values: means, then counts, then calibration."""
     names = [name for name in ("accuracy", "loss", "perplexity", "bits_per_byte") if hasattr(result, name)]
     means = {name: getattr(result, name) for name in names}
     return means | asdict(result) | {"calibration": result.calibration.to_dict()}
 
 
 def _render_results(results: Results, skipped: "SkippedDocuments") -> None:
-    """Print the results as a table."""
+    """Print the evaluation results as a table, and a note about skipped documents to standard error."""
     from rich.text import Text
 
     from cutaway.cli.views.terminal import borderless_table, escape_control_characters, print_without_wrapping

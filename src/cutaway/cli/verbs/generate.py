@@ -173,7 +173,7 @@ def _check_options(options: dict[str, Any]) -> None:
 
 
 def _parse_sampling_params(options: dict[str, Any]) -> "SamplingParams":
-    """Build the sampling parameters from the options that have the same names as their fields."""
+    """Build SamplingParams from the options. A field has the name of its option, except n, which is --num-samples."""
     from cutaway.cli.prompts import parse_logit_bias, parse_token_ids
     from cutaway.generate.sampling.sampling_params import SamplingParams, resolve_temperature
 
@@ -201,7 +201,7 @@ def _build_sampling_params(fields: dict[str, Any]) -> "SamplingParams":
 
 
 def _resolve_temperature(params: "SamplingParams", checkpoint: "Checkpoint") -> "SamplingParams":
-    """Set temperature 1 for several completions, unless the checkpoint defaults to beam search."""
+    """Return `params` with temperature 1 instead of 0 if n > 1, unless the checkpoint defaults to beam search."""
     from cutaway.generate.generation_config import unpack_checkpoint
     from cutaway.generate.search.beam_generation import default_num_beams
 

@@ -191,7 +191,8 @@ def check(
     file: Annotated[
         Path | None,
         argument(
-            "Your .py or .ipynb file; default the file in this directory, or the last file used.", show_default=False
+            "Your .py or .ipynb file; default the file in learn/ or in this directory, or the last file used.",
+            show_default=False,
         ),
     ] = None,
     as_json: JsonFlag = False,
@@ -225,7 +226,7 @@ def check(
 
 
 def _find_exercise_file(exercise: "Exercise", record: "ExerciseRecord") -> Path:
-    """Return the exercise's file in this directory, or else the file that was last started or checked."""
+    """Return the exercise's file in `learn` or in this directory, or else the file last started or checked."""
     default_paths = [
         directory / f"{exercise.slug}.{suffix}" for directory in (Path("learn"), Path()) for suffix in ("py", "ipynb")
     ]

@@ -53,7 +53,10 @@ def quiz(
 def _run_quiz(
     quiz_questions: "tuple[Question, ...]", score: "QuizProgress", view: "QuizConsole", seed: int, *, show_code: bool
 ) -> None:
-    """Ask the questions until all are answered or the input ends."""
+    """Ask the questions, grade and record the answers, and print a summary.
+
+    The quiz ends early at the answer q, at Ctrl-C or at the end of the input.
+    """
     from cutaway.learn.quiz import grade_answer
 
     view.print_note(score.note)

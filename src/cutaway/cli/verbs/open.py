@@ -95,7 +95,7 @@ def export_page(
 def load_inspector(
     source: str, text: str | None, device: str | None, dtype: opt.DType | None, *, quiet: bool = False
 ) -> "Inspector":
-    """Load a checkpoint or the snapshot of a run, or build an untrained model, for inspection."""
+    """Return an inspector of a checkpoint, of the latest snapshot of a training run, or of an untrained model."""
     from cutaway.cli.model_loading import build_untrained_model
     from cutaway.config.serialization import path_satisfies
     from cutaway.families.load import RUN_FILE_NAME

@@ -99,7 +99,10 @@ def load_api_key(api_key: str | None, path: Path | None) -> str | None:
 
 
 def default_model_name(source: str) -> str:
-    """Return the default model name: the hub id, or the last part of the path."""
+    """Return the default name of the served model.
+
+    It is the hub id without revision, the name of the directory, or the name of the file without suffix.
+    """
     if Path(source).exists():
         path = Path(source).resolve()
         return path.stem if path.is_file() else path.name

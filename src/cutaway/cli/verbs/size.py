@@ -119,7 +119,10 @@ def size(
 
 
 def _compute_sizes(sources: list[str], mode: str | None, options: dict[str, Any]) -> "list[list[SizeEstimate]]":
-    """Estimate each source in each mode. Without a mode, a dtype that cannot train is estimated for inference only."""
+    """Return for each source one size estimate per mode.
+
+    If `mode` is None, the modes are inference and training, or only inference if the dtype cannot be used for training.
+    """
     from cutaway.config import config
     from cutaway.size import size as estimate_size
     from cutaway.size.precision import get_precision

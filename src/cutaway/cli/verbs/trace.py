@@ -95,9 +95,10 @@ def trace_token(
 
 
 def default_sites(model: "Transformer", *, all_blocks: bool = False) -> list[str]:
-    """Return the sites outside blocks, and those of the first and last blocks or of all blocks.
+    """Return the sites outside blocks, and the sites of the first and last NUM_END_BLOCKS blocks of each stack.
 
-    Residual-stream sites with the same value as the site before them are left out.
+    With `all_blocks`, return the sites of all blocks. Residual-stream sites with the same value as the site before them
+    are left out.
     """
     from cutaway.lens import sites
     from cutaway.lens.sites import is_repeated_resid
@@ -112,7 +113,7 @@ def default_sites(model: "Transformer", *, all_blocks: bool = False) -> list[str
 
 
 def check_output_file(path: Path, option: str = "--save", suffix: str = ".safetensors") -> None:
-    """Raise if the file could not be written. This is called before the model is loaded."""
+    """Raise if `path` has another suffix, exists, or cannot be written. Verbs call this before they load the model."""
     if path.suffix != suffix:
         raise InputError(f"{option} is '{path}', which does not end in {suffix}; rename it")
     if path.exists() or path.is_symlink():
@@ -121,7 +122,7 @@ def check_output_file(path: Path, option: str = "--save", suffix: str = ".safete
 
 
 def _save_trace(t: "Trace", path: Path) -> None:
-    """Save atomically: write the file to a temporary directory, then rename it."""
+    """Save the traced activations atomically: write the file to a temporary directory, then move it to `path`."""
     import tempfile
 
     with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as temporary:

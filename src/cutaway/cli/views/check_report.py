@@ -56,7 +56,7 @@ def render_report(
 
 
 def _describe_target(report: Report) -> str:
-    """Describe the checked model in one line."""
+    """Return one line with the kind, number of layers, vocabulary size, dtype and device of the checked model."""
     properties = report.properties
     kind = str(properties.get("kind", ""))
     items = [kind] if kind and kind not in report.model_name else []
@@ -82,7 +82,7 @@ def _render_finding(finding: Finding) -> RenderableType:
 
 
 def _hanging_indent(text: Text) -> RenderableType:
-    """Indent the lines of a text after its symbol, which is in the first two columns."""
+    """Render a text that starts with a symbol and a space. Its further lines are indented by two columns."""
     table = borderless_table("lL", gap=0)
     table.add_row(text[:2], text[2:])
     return table
@@ -127,7 +127,7 @@ def _findings_table(report: Report, *, show_times: bool) -> RenderableType:
 
 
 def _format_verdict(report: Report, *, show_times: bool) -> Text:
-    """Format the last line: verdict and counts."""
+    """Format the last line of the report: the overall verdict and the number of checks by verdict."""
     counts = report.counts()
     num_run = len(report.findings) - counts["skip"]
     if not report.ok:
@@ -143,7 +143,7 @@ def _format_verdict(report: Report, *, show_times: bool) -> Text:
 
 
 def render_check_list(checks: Mapping[str, Check]) -> None:
-    """Print all checks, grouped by module."""
+    """Print the name of each check and what it catches, grouped by module."""
     out = build_console()
     table = borderless_table("lL")
     previous_module = None

@@ -98,7 +98,7 @@ def generate_and_print(
 
 
 def _build_messages(text: PromptInput, system: str | None, checkpoint: "Checkpoint") -> list[dict[str, str]]:
-    """Return a text as the first user message of a chat."""
+    """Return the messages of a chat: the system message, if there is one, and the text as user message."""
     check_chat_template(checkpoint)
     system_messages = [] if system is None else [{"role": "system", "content": system}]
     return [*system_messages, {"role": "user", "content": str(text)}]
@@ -170,7 +170,7 @@ def print_result_details(
 
 
 def _render_logprobs(result: Completion, checkpoint: "Checkpoint") -> None:
-    """Print each token with its probability and the alternatives."""
+    """Print each token of a completion with its probability, and the most likely tokens at its position."""
     tokenizer = checkpoint.tokenizer
 
     def entry(token: int, logprob: float) -> tuple[str, str]:
@@ -192,7 +192,7 @@ def fill_masks(
     top_k: int,
     output: OutputWriter,
 ) -> None:
-    """Print the predictions of an encoder for each mask."""
+    """Print the `top_k` most likely tokens for each mask token of the input texts, with an encoder."""
     if unsupported_options:
         option = f"--{unsupported_options[0].replace('_', '-')}".replace("compile-model", "compile")
         raise InputError(f"this model is an encoder, which fills masks, so {option} does not apply; leave it out")

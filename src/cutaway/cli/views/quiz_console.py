@@ -103,7 +103,7 @@ class QuizConsole:
 
 
 def _answer_hint(question: Question) -> str:
-    """Describe what kind of answer is expected."""
+    """Return which kind of answer a question expects, such as "a letter"."""
     if isinstance(question, ChoiceQuestion):
         return "all correct letters" if question.multiple else "a letter"
     return f"a number, in {question.unit}" if question.unit else "a number"

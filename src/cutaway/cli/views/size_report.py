@@ -48,7 +48,7 @@ def _stacked_bar(parts: dict[str, float], unit: str, width: int, *, limit: float
 
 
 def render_size(report: Data) -> None:
-    """Print the report of one model."""
+    """Print the size report of one model: parameters, FLOPs, memory, and time and training cost if estimated."""
     out = build_console()
     sections: list[list[RenderableType]] = [[_format_title(report)]]
     sections += [_parameters_section(report, out.width), _flops_section(report, out.width)]
@@ -106,7 +106,10 @@ def _labeled_items(label: str, items: Iterable[str], width: int) -> Text:
 
 
 def _group_layers(layers: list[Data], *, several: bool) -> list[str]:
-    """Return one text per group of equal layers, with the number of layers and the parameters of one layer."""
+    """Return one text per group of equal layers, with the number of layers and the parameters of one layer.
+
+    If the model has `several` stacks, the text also names the stack.
+    """
     counts: dict[tuple[Any, ...], int] = {}
     for layer in layers:
         key = layer["stack"], layer["total"], layer["active"], layer["shared_with"] is not None
@@ -270,7 +273,7 @@ def _format_assumptions(report: Data) -> Text:
 
 
 def render_comparison(reports: list[Data]) -> None:
-    """Print a table with one column per model, or several tables if the terminal is too narrow."""
+    """Print the sizes of models in a table with one column per model, or in several tables on a narrow terminal."""
     out = build_console()
     num_columns = max(1, (out.width - 26) // max(16, *(len(report["source"]) + 2 for report in reports)))
     for start in range(0, len(reports), num_columns):

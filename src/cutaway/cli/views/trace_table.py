@@ -27,7 +27,7 @@ MAX_TEXT_LENGTH, MAX_NUMBERED_TOKENS = 160, 24
 
 
 def journey_to_dict(journey: "Journey", tokenized: "TokenizedInput") -> dict[str, object]:
-    """Convert a journey to JSON values."""
+    """Convert the trace of a token (its activations, predictions and consistency checks) to JSON values."""
 
     def to_dicts(token_ids: Iterable[int]) -> list[dict[str, object]]:
         return [{"token": token, "text": tokenized.token_str(token)} for token in token_ids]
@@ -52,7 +52,10 @@ def journey_to_dict(journey: "Journey", tokenized: "TokenizedInput") -> dict[str
 
 
 def render_journey(journey: "Journey", tokenized: "TokenizedInput", name: str, *, hint: str = "") -> None:
-    """Print the table, the predictions and the consistency checks. `hint` names the option that shows all blocks."""
+    """Print the trace of a token: the input, a table of sites, the predictions and the consistency checks.
+
+    `name` is the model's name. `hint` names the option that shows all blocks.
+    """
     console = Console(highlight=False)
     lines = _header_lines(journey, tokenized, name, console.width)
     lines += _table_lines(journey, tokenized, hint, wide=console.width >= WIDE_TERMINAL)
@@ -63,7 +66,7 @@ def render_journey(journey: "Journey", tokenized: "TokenizedInput", name: str, *
 
 
 def _legend_lines(journey: "Journey", width: int) -> list[Text]:
-    """Explain the axis letters, and the columns that are not empty."""
+    """Format the legend of the table: the axis letters, and the columns that are not empty."""
     letters = {axis for stage in journey.stages for axis in stage.axes.split()}
     items = [f"{axis} {description}" for axis, description in AXIS_NAMES.items() if axis in letters]
     items += ["norm: L2 norm of the token's vector"]
@@ -94,7 +97,7 @@ def _header_lines(journey: "Journey", tokenized: "TokenizedInput", name: str, wi
 
 
 def _input_line(stack: str, text: str | None, tokens: list[int], position: int, tokenized: "TokenizedInput") -> Text:
-    """Format the text and the traced token."""
+    """Format one line with the input text of a stack, its number of tokens and the traced token."""
     quoted = "" if text is None else f'"{escape_control_characters(_truncate_middle(text))}" '
     description = "the last" if position + 1 == len(tokens) else f"index {position}"
     count = f"{len(tokens)} token{'s' if len(tokens) != 1 else ''}"
@@ -213,7 +216,7 @@ def _format_percent(fraction: float) -> str:
 
 
 def _prediction_lines(journey: "Journey", tokenized: "TokenizedInput") -> list[Text]:
-    """Format the top five predictions."""
+    """Format the five most likely tokens with their probabilities. Return no lines if there are no predictions."""
     if not journey.top_tokens:
         return []
     target = "the next token" if "decoder" in tokenized.model.stacks else "this position"

@@ -33,7 +33,7 @@ SMOOTHING = 0.1
 
 
 class TrainingProgress:
-    """Prints step, loss, tokens per second, MFU, memory and remaining time."""
+    """Prints the progress of a training run: step, loss, tokens per second, MFU, memory and remaining time."""
 
     def __init__(self, *, as_json: bool) -> None:
         self.as_json = as_json
@@ -85,7 +85,7 @@ class TrainingProgress:
             self.on_message(f"{row['step']}/{self.max_steps}  {text}")
 
     def _format_step(self, row: Row, timing: Row, now: float) -> str:
-        """Format a step in one line. Metrics that were not measured are left out."""
+        """Format the metrics of a training step in one line. Metrics that were not measured are left out."""
         parts = [f"loss {row['loss']:.3f}", f"{self.smoothed_metrics['tokens_per_second']:,.0f} tokens/s"]
         if "mfu" in timing:
             parts.append(f"{self.smoothed_metrics['mfu']:.0%} MFU")
@@ -160,7 +160,7 @@ RUN_FILES = {
 
 
 def load_run_status(directory: Path) -> Row:
-    """Load the status of a run as JSON values."""
+    """Load the status of a training run (recipe, latest step, losses, duration, files) as JSON values."""
     run = RunDirectory.open(directory)
     logs = [directory / name for name in ("metrics.jsonl", "timings.jsonl")]
     rows, timings = (list(read_metrics_log(path)) if path.exists() else [] for path in logs)
@@ -181,7 +181,7 @@ def load_run_status(directory: Path) -> Row:
 
 
 def format_run_status(status: Row) -> list[str]:
-    """Format the status of a run as text lines."""
+    """Format the status of a training run, from `load_run_status`, as lines of text."""
     recipe = status["recipe"]
     model = recipe["model"] if isinstance(recipe["model"], str) else f"custom model ({recipe['model'].get('form')})"
     skipped = f", {status['num_skipped_steps']} skipped" if status["num_skipped_steps"] else ""

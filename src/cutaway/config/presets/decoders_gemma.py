@@ -17,7 +17,7 @@ GEMMA_NORM = RMSNorm(unit_offset=True)
 
 
 def gemma_like(vocab_size: int, size: Size, layer_pattern: tuple[MultiHead, ...], **options: Any) -> Decoder:
-    """The architecture of all Gemma generations. `layer_pattern` has the attention of each layer and is repeated.
+    """The architecture of all Gemma generations. `layer_pattern` has one attention per layer and is repeated.
 
     `options` are passed to `build_decoder`.
     """
@@ -26,7 +26,7 @@ def gemma_like(vocab_size: int, size: Size, layer_pattern: tuple[MultiHead, ...]
 
 
 def gemma(size: Size) -> Decoder:
-    """https://arxiv.org/abs/2403.08295"""
+    """https://arxiv.org/abs/2403.08295: heads of 256 dimensions, pre-norm."""
     attention = MultiHead(heads=size.heads, kv_heads=size.kv_heads, d_head=256)
     return gemma_like(256000, size, (attention,), context=8192)
 

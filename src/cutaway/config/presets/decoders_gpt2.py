@@ -65,14 +65,14 @@ def mpt(size: Size, *, context: int) -> Decoder:
 
 
 def falcon_rw(size: Size) -> Decoder:
-    """https://arxiv.org/abs/2306.01116: ALiBi, added before the division by sqrt(d_head)."""
+    """https://arxiv.org/abs/2306.01116: ALiBi, added to the scores before their division by sqrt(d_head)."""
     position = Alibi(scale=(size.d_model // size.heads) ** -0.5, round_to_bf16=True)
     attention = MultiHead(heads=size.heads, bias=ALL_BIASES, position=position)
     return build_decoder(50304, size, attention, Mlp(activation="gelu"), context=2048)
 
 
 def starcoder2(size: Size, *, theta: float, std: float, tied: bool = True) -> Decoder:
-    """https://arxiv.org/abs/2402.19173"""
+    """https://arxiv.org/abs/2402.19173: RoPE, GQA, and a window of 4096 tokens in all layers."""
     position, embedding = Rope(theta=theta), Embedding(dropout=0.1)
     attention = MultiHead(
         heads=size.heads, kv_heads=size.kv_heads, bias=ALL_BIASES, position=position, window=4096, dropout=0.1

@@ -103,7 +103,7 @@ def smollm3() -> Decoder:
 
 
 def olmo2(size: Size) -> Decoder:
-    """https://arxiv.org/abs/2501.00656: output norms, and QK-norm over all heads."""
+    """https://arxiv.org/abs/2501.00656: norms on the sublayer outputs, and QK-norm over all heads."""
     plain = llama(100352, size, context=4096, theta=500000.0, norm=RMSNorm(), qk_norm=QKNorm(over="full"))
     return plain.replace({"decoder.placement": OutputNorm(), "init": NormalInit(depth_scaled=False)})
 

@@ -18,7 +18,7 @@ moe_llama = partial(build_decoder, norm=RMSNorm(eps=1e-5), head=UNTIED_HEAD)
 
 
 def mixtral(vocab_size: int, size: Size, *, context: int) -> Decoder:
-    """https://arxiv.org/abs/2401.04088: two of eight experts."""
+    """https://arxiv.org/abs/2401.04088: the router selects two of eight experts per token."""
     attention = MultiHead(heads=size.heads, kv_heads=size.kv_heads, position=Rope(theta=1e6))
     ffn = Moe(experts=8, router=Router(top_k=2), expert=Gated(hidden=size.hidden))
     return moe_llama(vocab_size, size, attention, ffn, context=context)
@@ -32,14 +32,14 @@ def dbrx() -> Decoder:
 
 
 def olmoe() -> Decoder:
-    """https://arxiv.org/abs/2409.02060: 8 of 64 experts, softmax weights without renormalization."""
+    """https://arxiv.org/abs/2409.02060: 8 of 64 experts per token, softmax weights without renormalization."""
     attention = MultiHead(heads=16, qk_norm=QKNorm(norm=RMSNorm(eps=1e-5), over="full"))
     ffn = Moe(experts=64, router=Router(top_k=8, renormalize=False), expert=Gated(hidden=1024))
     return moe_llama(50304, Size(2048, 16, 16), attention, ffn, context=4096)
 
 
 def qwen3_moe(size: Size) -> Decoder:
-    """https://arxiv.org/abs/2505.09388: 8 of 128 experts."""
+    """https://arxiv.org/abs/2505.09388: 8 of 128 experts per token."""
     position = Rope(theta=1e6)
     attention = MultiHead(heads=size.heads, kv_heads=size.kv_heads, d_head=128, qk_norm=QKNorm(), position=position)
     ffn = Moe(experts=128, router=Router(top_k=8), expert=Gated(hidden=size.hidden))
@@ -47,7 +47,7 @@ def qwen3_moe(size: Size) -> Decoder:
 
 
 def granite_moe(size: Size, *, experts: int) -> Decoder:
-    """https://github.com/ibm-granite/granite-3.0-language-models: 8 small experts, and Granite's multipliers."""
+    """https://github.com/ibm-granite/granite-3.0-language-models: 8 of `experts` experts, Granite's multipliers."""
     attention = MultiHead(heads=size.heads, kv_heads=size.kv_heads, scale=size.heads / size.d_model)
     ffn = Moe(experts=experts, router=Router(top_k=8), expert=Gated(hidden=size.hidden))
     plain = moe_llama(49155, size, attention, ffn, context=4096, norm=RMSNorm(), head=LMHead(scale=1 / 6))

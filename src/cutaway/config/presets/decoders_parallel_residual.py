@@ -18,7 +18,7 @@ parallel_decoder = partial(build_decoder, context=2048, placement=ParallelResidu
 
 
 def gpt_j() -> Decoder:
-    """https://github.com/kingoflolz/mesh-transformer-jax: RoPE on 64 of 256 dimensions, interleaved layout."""
+    """https://github.com/kingoflolz/mesh-transformer-jax: RoPE on 64 of the 256 dimensions of a head, interleaved."""
     attention = MultiHead(heads=16, position=Rope(rotary_dim=64, layout="interleaved"))
     return parallel_decoder(50400, Size(4096, 28, 16), attention, GELU_TANH_MLP, head=BIASED_HEAD)
 
@@ -38,7 +38,7 @@ def falcon(size: Size, *, norms: Literal["one", "two"] = "one") -> Decoder:
 
 
 def phi(size: Size, *, rotary_dim: int, dropout: float = 0.0) -> Decoder:
-    """https://arxiv.org/abs/2309.05463"""
+    """https://arxiv.org/abs/2309.05463: RoPE on `rotary_dim` dimensions of a head; biases, also on the logits."""
     attention = MultiHead(heads=size.heads, bias=ALL_BIASES, position=Rope(rotary_dim=rotary_dim))
     return parallel_decoder(51200, size, attention, GELU_TANH_MLP, head=BIASED_HEAD, dropout=dropout)
 

@@ -16,7 +16,10 @@ _TIED_HEAD_KEY = "head.tied"
 
 
 def _common_fields(arch: str, norm: str) -> ConfigFields:
-    """Config fields of every GGUF architecture. `arch` is the prefix of its metadata keys."""
+    """Config fields that all GGUF architectures share.
+
+    `arch` and `norm` are parts of the metadata keys, e.g. of `{arch}.attention.{norm}_epsilon`.
+    """
     attention = f"{arch}.attention"
     no_experts = "the FFNs are mixtures of experts, which cutaway does not load from GGUF"
     return (
@@ -42,7 +45,7 @@ def _qk_norm_field(arch: str) -> Key:
 
 
 def _check_value_length(metadata: HFConfigReader, tree: ConfigTree) -> None:
-    """Raise if the value dimension differs from the key dimension."""
+    """Raise if the value vectors of a head have another dimension than its key vectors."""
     for key, length in metadata.data.items():
         if key.endswith(".attention.value_length") and length != metadata.get(key.replace("value", "key")):
             raise ConfigError(f"'{key}' is {length!r}, but it must equal the key length; cutaway supports no other")

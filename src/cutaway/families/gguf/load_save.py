@@ -64,7 +64,7 @@ def _check_known_keys(family: Family, metadata: Mapping[str, object]) -> None:
 
 
 def _eos_token_ids(gguf_file: GGUFFile) -> object:
-    """The end-of-sequence token id, a list if there are several, or None."""
+    """The end-of-sequence token id of a GGUF file, a list if there are several, or None if there is none."""
     ids = [gguf_file.metadata.get(_TOKEN_ID_KEY_FORMAT.format(name)) for name in _EOS_TOKEN_NAMES]
     tokens = gguf_file.metadata.get("tokenizer.ggml.tokens")
     if isinstance(tokens, list) and ids[1] is None:

@@ -29,7 +29,7 @@ def llama3_rope_factors(scaling: Llama3Scaling, theta: float, rotary_dim: int) -
 
 @dataclass(frozen=True)
 class GGUFRopeField:
-    """RoPE settings. Frequency factors that the file stores as tensors are expected in the metadata, as lists."""
+    """Config field of the RoPE settings. The file's tensors of RoPE factors must be in the metadata, as lists."""
 
     arch: str
     sliding_window_theta: float | None = None

@@ -20,7 +20,7 @@ STACKS = ("encoder", "decoder")
 
 
 def build_template(placement: str, embedding: Node) -> Node:
-    """Template of an encoder-decoder with biases on all projections and a fixed bias on the logits."""
+    """Config template of an encoder-decoder with biases on all projections and a fixed bias on the logits."""
     stack = {"embedding": embedding, "norm": LAYERNORM, "placement": {"kind": placement}}
     block = {"attention": SELF_ATTENTION, "ffn": {"kind": "mlp"}}
     return {
@@ -41,7 +41,7 @@ def _write_embedding_scale(tree: ConfigTree, hf_config: dict[str, object]) -> No
 
 
 def both_stacks(*paths: str) -> tuple[str, ...]:
-    """Config paths with the prefixes `encoder.` and `decoder.`."""
+    """Return each Config path twice: with the prefix `encoder.` and with the prefix `decoder.`."""
     return tuple(f"{side}.{path}" for path in paths for side in STACKS)
 
 
@@ -69,7 +69,7 @@ TIED_EMBEDDINGS_ONLY = SupportedValues("tie_word_embeddings", (True, None), "the
 
 
 def legacy_flags(*, pre_norm: bool, embedding_norm: bool, sinusoidal: bool) -> ConfigFields:
-    """Keys of older config.json files. They must have the values given here, which the family implies."""
+    """Fields of legacy config.json keys, which must have the family's values. The arguments are these values."""
     reason = "the family has a fixed value for it"
     return (
         SupportedValues("normalize_before", (pre_norm, None), reason),
@@ -124,7 +124,7 @@ IGNORED_CONFIG_KEYS = {
 def build_family(
     name: str, architecture: str, template: Node, fields: ConfigFields, weight_mappings: tuple[WeightMapping, ...]
 ) -> Family:
-    """A family with the prefix, the aliases and the ignored keys of BART."""
+    """Build a family with BART's prefix of checkpoint keys, config.json aliases, ignored tensors and ignored keys."""
     return Family(
         name,
         architecture,

@@ -15,7 +15,10 @@ LAYERNORM: Node = {"kind": "layernorm"}
 def build_template(
     *, norm: Node = LAYERNORM, position: Node | None = None, embedding: Node | None = None, **stack: object
 ) -> Node:
-    """Template of a post-norm encoder with biases, learned positions and a masked-LM head. `stack` adds fields."""
+    """Config template of a post-norm encoder with biases, learned positions and a masked-LM head.
+
+    `stack` are more fields of the Stack.
+    """
     attention = {"kind": "multi-head", "bias": ("q", "k", "v", "o"), "position": position or {"kind": "none"}}
     return {
         "form": "encoder",
@@ -31,7 +34,7 @@ def build_template(
 
 
 def _require_token_types(num_token_types: int) -> int:
-    """Raise if there are no token types, which these families require."""
+    """Return the number of token types; raise ConfigError if it is 0, because these families require one or more."""
     if not num_token_types:
         raise ConfigError("token_types is 0, but this family requires at least one; set it to 1 or more")
     return num_token_types
@@ -72,7 +75,7 @@ HEAD_ACTIVATION_FIELD = IfHead(SameAs("head.transform.activation", "encoder.bloc
 
 
 def embedding_weights(prefix: str) -> tuple[WeightMapping, ...]:
-    """Weight mappings of the embedding. Checkpoint keys start with `prefix`."""
+    """Weight mappings of the embedding (tokens, positions, token types, norm). Checkpoint keys start with `prefix`."""
     return add_prefix(
         f"{prefix}.embeddings",
         "encoder.embed",
@@ -124,7 +127,7 @@ def mlm_head_weights(prefix: str, dense: str, norm: str) -> tuple[WeightMapping,
 
 
 def ignored_weights(*head_prefixes: str) -> dict[str, str]:
-    """Tensors that published files contain besides the encoder and its masked-LM head, and that are ignored."""
+    """Return {pattern: reason} of the tensors of published files that are ignored, such as heads of other tasks."""
     heads = "|".join(("classifier", "qa_outputs", *head_prefixes))
     return {
         r"\w+\.embeddings\.(position|token_type)_ids": "constant position and token-type ids",
@@ -146,7 +149,7 @@ def build_family(
     other_heads: tuple[str, ...] = (),
     **options: Any,
 ) -> Family:
-    """A family with the prefix, the legacy names and the ignored tensors of BERT.
+    """Build a family with BERT's legacy tensor names and ignored tensors. Keys of the base model start with `name`.
 
     `class_prefix` starts the names of its transformers classes. `other_heads` are patterns of heads that are ignored.
     """

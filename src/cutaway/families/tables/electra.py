@@ -8,7 +8,7 @@ from cutaway.families.weight_conversion import WeightMapping
 
 
 def _read_embedding_size(hf_config: HFConfigReader, tree: ConfigTree) -> None:
-    """Add a projection only if the embedding dimension is not d_model."""
+    """Read the embedding dimension. If it is not d_model, the embedding is factorized: a projection follows it."""
     width = hf_config.get_number("embedding_size", 128)
     tree.set("encoder.embedding.factorization", None if width == tree.data["d_model"] else {"width": width})
 

@@ -20,7 +20,10 @@ def _get_bool(hf_config: HFConfigReader, key: str, default: bool) -> bool:
 
 
 def _read_layout(hf_config: HFConfigReader, tree: ConfigTree) -> None:
-    """Read the layout: 40b (GQA, parallel, one or two norms), 7b (MQA, parallel, one norm) or rw (MHA, sequential)."""
+    """Read the block layout, and whether the positions are ALiBi.
+
+    Layouts: 40b (GQA, parallel, one or two norms), 7b (MQA, parallel, one norm), rw (MHA, sequential).
+    """
     new_architecture = _get_bool(hf_config, "new_decoder_architecture", False)
     two_norms = new_architecture and hf_config.get("num_ln_in_parallel_attn") in (None, 2)
     parallel = new_architecture or _get_bool(hf_config, "parallel_attn", True)

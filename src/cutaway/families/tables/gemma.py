@@ -11,7 +11,7 @@ NORM = {"kind": "rmsnorm", "unit_offset": True}
 def build_template(
     placement: str, attention: Node | None = None, ffn: Node | None = None, head: Node | None = None
 ) -> Node:
-    """Template shared by Gemma 1 to 3."""
+    """Config template shared by Gemma 1 to 3. `attention`, `ffn` and `head` add fields of the node that they name."""
     embedding = {"scale": "sqrt_d_model"}
     return llama.build_template(attention, ffn, norm=NORM, placement=placement, head=head, embedding=embedding)
 

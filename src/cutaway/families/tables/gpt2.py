@@ -19,7 +19,7 @@ SCALE_KEYS = ("scale_attn_weights", "scale_attn_by_inverse_layer_idx")
 
 
 def build_template(attention: Node, ffn: Node | None = None, head: Node | None = None) -> Node:
-    """Template of GPT-2 and GPT-Neo: learned positions, LayerNorm before each sublayer, ungated FFN."""
+    """Config template of GPT-2 and GPT-Neo: learned positions, LayerNorm before each sublayer, ungated FFN."""
     return llama.build_template(
         {"position": {"kind": "none"}, **attention},
         {"kind": "mlp", **(ffn or {})},
@@ -32,7 +32,7 @@ def build_template(attention: Node, ffn: Node | None = None, head: Node | None =
 def _read_attention_scale(hf_config: HFConfigReader, tree: ConfigTree) -> None:
     """Set the attention scale: 1/sqrt(d_head), or 1 if `scale_attn_weights` is false.
 
-    `scale_attn_by_inverse_layer_idx` divides it by the layer index + 1.
+    If `scale_attn_by_inverse_layer_idx` is true, the scale is divided by the layer index + 1.
     """
     for number, block in enumerate(tree.blocks("decoder"), 1):
         head_dim = tree.data["d_model"] // block["attention"]["heads"]

@@ -24,7 +24,7 @@ def build_template(
     head: Node | None = None,
     **stack: object,
 ) -> Node:
-    """Template of a Llama decoder. Arguments add or replace fields of the node that they name."""
+    """Config template of a Llama decoder. Arguments add or replace fields of the node that they name."""
     block = {"attention": {"kind": "multi-head", **(attention or {})}, "ffn": {"kind": "gated", **(ffn or {})}}
     return {
         "form": "decoder",
@@ -58,7 +58,7 @@ def size_fields(
 
 
 def head_fields(num_heads: int = 32, num_kv_heads: int | None = None, head_dim: object = None) -> ConfigFields:
-    """Config fields of the heads. The arguments are the family's defaults.
+    """Config fields of the attention heads. The arguments are the family's defaults.
 
     If `num_kv_heads` is None, the default is the number of heads; if `head_dim` is None, d_model / heads.
     """
@@ -70,7 +70,7 @@ def head_fields(num_heads: int = 32, num_kv_heads: int | None = None, head_dim: 
 
 
 def computed_head_fields(d_model: int, num_heads: int, num_kv_heads: int | None) -> ConfigFields:
-    """Config fields of the heads. `head_dim` is hidden_size / num_attention_heads if it is absent or null."""
+    """Config fields of the attention heads. An absent or null `head_dim` is hidden_size / num_attention_heads."""
 
     def head_dim(hf_config: HFConfigReader) -> int:
         width = hf_config.get_number("hidden_size", d_model)
@@ -80,7 +80,7 @@ def computed_head_fields(d_model: int, num_heads: int, num_kv_heads: int | None)
 
 
 def block_fields(eps: float = 1e-6, *, qk_norm: bool = False) -> ConfigFields:
-    """Config fields of a block: eps of the norms, activation of the FFN, dropout of the attention."""
+    """Config fields of a block: eps of the norms (and of QK-norm, if `qk_norm`), activation, attention dropout."""
     eps_paths = ("decoder.norm.eps", f"{ATTENTION}.qk_norm.norm.eps") if qk_norm else "decoder.norm.eps"
     act = activation("hidden_act", f"{FFN}.activation", "silu")
     return (Key("rms_norm_eps", eps_paths, eps), act, ATTENTION_DROPOUT)
@@ -147,7 +147,7 @@ def build_family(
     ignored_config_keys: Mapping[str, str] | None = None,
     attribute_map: Mapping[str, str] | None = None,
 ) -> Family:
-    """A family with the prefix and the ignored tensors of the Llama format."""
+    """Build a family with the prefix of checkpoint keys (`model.`) and the ignored tensors of the Llama format."""
     return Family(
         name,
         architecture,

@@ -12,7 +12,7 @@ VOCAB_KEYS = ("vocab_size", "decoder_vocab_size", "share_encoder_decoder_embeddi
 
 
 def _read_vocab_sizes(hf_config: HFConfigReader, tree: ConfigTree) -> None:
-    """Read the vocabulary size of one shared embedding, or of two (config.json's `vocab_size` is the source's)."""
+    """Read the vocabulary sizes of encoder (`vocab_size`) and decoder. They are equal if both share one embedding."""
     source = hf_config.get_number(VOCAB_KEYS[0], 58101)
     target = hf_config.get(VOCAB_KEYS[1]) or source
     shared = hf_config.get(VOCAB_KEYS[2], True)

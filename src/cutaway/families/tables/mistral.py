@@ -9,7 +9,7 @@ SLIDING_WINDOW_FIELD = LayerTypes(lambda hf_config, num_layers: ["sliding_attent
 
 
 def _write_sliding_window(tree: ConfigTree, hf_config: dict[str, object]) -> None:
-    """Write the window of all layers and, if layers differ, `layer_types` (model type Ministral in transformers)."""
+    """Write the window size and, if only some layers have a window, `layer_types` (Ministral in transformers)."""
     hf_config["sliding_window"] = None
     SLIDING_WINDOW_FIELD.to_hf(tree, hf_config)
     if len({block["attention"]["window"] for block in tree.blocks("decoder")}) == 1:

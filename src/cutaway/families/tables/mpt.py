@@ -12,7 +12,7 @@ from cutaway.families.weight_conversion import QKV, Split, WeightMapping
 
 @dataclass(frozen=True)
 class _NestedFields:
-    """Fields of a nested object of config.json."""
+    """Applies `fields` to the nested object of config.json at `key`."""
 
     key: str
     fields: ConfigFields
@@ -36,7 +36,7 @@ class _NestedFields:
 
 
 def _write_softmax_scale(tree: ConfigTree, hf_config: dict[str, object]) -> None:
-    """Write the scale, or null if the scale is 1/sqrt(d_head)."""
+    """Write the attention scale to `softmax_scale`, or null if the scale is 1/sqrt(d_head)."""
     scale = tree.get(f"{ATTENTION}.scale")
     hf_config["softmax_scale"] = None if scale == tree.get(f"{ATTENTION}.d_head") ** -0.5 else scale
 

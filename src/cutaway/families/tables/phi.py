@@ -8,7 +8,7 @@ from cutaway.families.weight_conversion import WeightMapping
 
 
 def qk_layernorm_field(key: str = "qk_layernorm", *, gain_per_head: bool = False) -> Custom:
-    """QK-norm by LayerNorm with the eps of the other norms. If each head has its own gain, there are no biases."""
+    """Field of QK-norm: LayerNorm with the eps of the other norms. If each head has its own gain, it has no bias."""
     path = f"{llama.ATTENTION}.qk_norm"
 
     def from_hf(hf_config: HFConfigReader, tree: ConfigTree) -> None:

@@ -7,7 +7,7 @@ from cutaway.families.tables import llama
 
 
 def _uses_sliding_window(hf_config: HFConfigReader) -> bool:
-    """Whether sliding windows are enabled; otherwise `sliding_window` has no effect."""
+    """Whether config.json enables sliding windows; otherwise its `sliding_window` has no effect."""
     return bool(hf_config.get("use_sliding_window", False)) and hf_config.get("sliding_window", 4096) is not None
 
 

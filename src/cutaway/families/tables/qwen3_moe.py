@@ -12,7 +12,10 @@ from cutaway.families.weight_conversion import MergeModulelist, WeightMapping
 
 
 def _read_sparse_layers(hf_config: HFConfigReader, tree: ConfigTree) -> None:
-    """Set a dense FFN in `mlp_only_layers` and in all but every `decoder_sparse_step`-th layer."""
+    """Set a dense FFN in `mlp_only_layers` and in all but every `decoder_sparse_step`-th layer.
+
+    If `num_local_experts` is 0, all layers have a dense FFN.
+    """
     dense, step = hf_config.get("mlp_only_layers") or [], hf_config.get_number("decoder_sparse_step", 1)
     for i, block in enumerate(tree.blocks("decoder")):
         if i in dense or (i + 1) % step or hf_config.get("num_local_experts", 128) == 0:
@@ -47,7 +50,7 @@ MOE_FIELDS = (
 
 
 def dense_fields(intermediate_size: int) -> WhereFFN:
-    """Config fields of the layers without experts. `intermediate_size` is the default."""
+    """Config fields of the layers without experts. `intermediate_size` is the family's default hidden dimension."""
     hidden = Key("intermediate_size", f"{llama.FFN}.hidden", intermediate_size)
     return WhereFFN("gated", (hidden, activation("hidden_act", f"{llama.FFN}.activation", "silu")))
 

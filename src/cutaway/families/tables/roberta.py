@@ -8,7 +8,7 @@ POSITION_PATH = "encoder.embedding.position"
 
 
 def _read_positions(hf_config: HFConfigReader, tree: ConfigTree) -> None:
-    """Read the positions: position 0 is row pad_token_id + 1, and `max_position_embeddings` counts all rows."""
+    """Read the position table: row pad_token_id + 1 is position 0; `max_position_embeddings` counts all rows."""
     offset = hf_config.get_number("pad_token_id", 1) + 1
     tree.set(f"{POSITION_PATH}.offset", offset)
     tree.set(f"{POSITION_PATH}.length", hf_config.get_number("max_position_embeddings", 512) - offset)

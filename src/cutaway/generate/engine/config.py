@@ -131,7 +131,7 @@ class EngineConfig:
 
     @property
     def max_position_embeddings(self) -> int | None:
-        """Number of learned positions; None for other position methods, which have no limit."""
+        """Number of rows of the decoder's table of position embeddings; None if there is no table, hence no limit."""
         return getattr(self.decoder.embed.position, "max_positions", None)
 
     def _resolve_max_model_len(self) -> int:
@@ -140,14 +140,13 @@ class EngineConfig:
         max_model_len = check_int("max_model_len", requested, 2, MAX_TOKENS)
         if max_positions is not None and max_model_len > max_positions:
             raise InputError(
-                f"max_model_len is {max_model_len}, but the model has {max_positions} learned positions; lower"
-                " max_model_len"
+                f"max_model_len is {max_model_len}, but the model has {max_positions} positions; lower max_model_len"
             )
         return max_model_len
 
     @property
     def page_size(self) -> int:
-        """Number of tokens per page."""
+        """Number of tokens per page of a paged KV cache."""
         return min(PAGE_SIZE, self.num_slots)
 
     def num_pages(self) -> int | None:
@@ -268,7 +267,7 @@ class EngineConfig:
         return max(1, min(sampling_params.max_new_tokens or available, available))
 
     def max_slots(self, request: Request) -> int:
-        """Maximum number of cache slots of a request. The last sampled token is never written to the cache."""
+        """Maximum number of KV cache slots that a request uses. Its last sampled token is never written to them."""
         return len(request.input_ids) + request.output.max_tokens - len(request.output_prefix) - 1
 
 

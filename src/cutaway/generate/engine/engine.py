@@ -25,7 +25,7 @@ class EngineError(CutawayError):
 
 
 class BusyError(CutawayError):
-    """The waiting queue is full."""
+    """The engine did not accept a request, because the waiting queue is full."""
 
 
 class Engine:
@@ -114,7 +114,7 @@ class Engine:
         self.close()
 
     def close(self) -> None:
-        """Stop the thread; unfinished requests fail with an EngineError."""
+        """Close the engine and stop its thread, if one was started. Unfinished requests fail with an EngineError."""
         with self.condition:
             self.closed = True
             self.condition.notify_all()
@@ -125,7 +125,7 @@ class Engine:
         self.model_runner.release_compiled()
 
     def run(self) -> None:
-        """Step until all requests are finished."""
+        """Call `step` until all requests are finished."""
         while self.step():
             pass
 
@@ -133,7 +133,7 @@ class Engine:
 
     @property
     def num_decoding(self) -> int:
-        """Number of requests in decode."""
+        """Number of running requests whose prefill is complete, so that they decode in each step."""
         return self.scheduler.num_decoding
 
     @property
@@ -141,7 +141,7 @@ class Engine:
         return bool(self.waiting or self.scheduler.running or self.pending)
 
     def step(self) -> bool:
-        """Admit waiting requests, prefill one chunk, decode one token per request. Return whether requests remain."""
+        """Admit waiting requests, run a prefill step and a decode step. Return whether unfinished requests remain."""
         training = any(model.training for model in self.models)
         try:
             with eval_mode(*self.models) if training else nullcontext():
@@ -192,7 +192,7 @@ class Engine:
             self._process_pending()
 
     def _remove_aborted(self) -> None:
-        """Finish aborted requests and free their rows."""
+        """Finish aborted requests with the finish reason "abort" and free their KV cache rows."""
         with self.condition:
             aborted = [request for request in self.waiting if request.aborted]
             for request in aborted:
@@ -257,7 +257,9 @@ class Engine:
                 self.scheduler.maybe_start_decode(request)
 
     def _next_prefill_chunk(self, request: Request) -> list[int]:
-        """Next tokens to prefill. The last prompt token is left to the first decode step, which needs its logits."""
+        """Return the next tokens of `request` to prefill.
+
+        The last token is left to the first decode step, which needs its logits. A full prefill includes it."""
         token_ids = request.all_token_ids
         if self._needs_full_prefill(token_ids):
             return token_ids[request.num_computed_tokens :]
@@ -289,7 +291,7 @@ class Engine:
             self._process_pending()
 
     def _process_pending(self) -> None:
-        """Wait for the pending tokens and append them to their requests."""
+        """Wait until the tokens of the pending decode step are on the host, and append them to their requests."""
         pending, self.pending = self.pending, None
         if pending is None:
             return
@@ -324,7 +326,7 @@ class Engine:
             self.scheduler.restart_prefill(request)  # from this length on, LongRoPE uses other frequencies for all keys
 
     def _fail_all(self, reason: str) -> None:
-        """Fail all running, waiting and pending requests."""
+        """Finish all running, waiting and pending requests with an EngineError that has the message `reason`."""
         pending = [] if self.pending is None else self.pending.requests
         requests = [*self.scheduler.running, *self.waiting, *pending]
         self.waiting.clear()

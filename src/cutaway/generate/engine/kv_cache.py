@@ -44,7 +44,7 @@ class KVBuffer:
             self.scale = torch.zeros(num_pages, page_size, head_shape[0], device=device, dtype=torch.float16)
 
     def write(self, slots: Int[Tensor, "B T"], x: Float[Tensor, "B T G D"]) -> None:
-        """Write x to flat slots."""
+        """Write the keys or values x to flat slots. In an int8 buffer, x is quantized first."""
         if self.scale is not None:
             # Divide by the rounded float16 scale, the one that `gather` multiplies by.
             scale = (x.abs().amax(-1).float() / 127).clamp(min=1e-7).half()
@@ -55,7 +55,7 @@ class KVBuffer:
     def gather(
         self, page_index: Int[Tensor, "B P"] | slice, num_slots: int, dtype: torch.dtype
     ) -> Float[Tensor, "B S G D"]:
-        """Return the first `num_slots` slots of each row, dequantized to `dtype`.
+        """Return the keys or values in the first `num_slots` slots of each row, converted to `dtype`.
 
         `page_index`: page ids per row, or the range of rows in the layouts with one page per row (a view, no copy).
         """
@@ -72,7 +72,7 @@ class KVBuffer:
 
 
 class PagedLayerCache(LayerCache):
-    """Keys and values of one layer in pages: one page per row, or the pages in the page table."""
+    """Keys and values of one layer in pages. A row has one page, or the pages that the page table lists for it."""
 
     def __init__(
         self,
@@ -187,7 +187,7 @@ class BatchKVCache(Cache):
     def view_rows(self, start: int, stop: int, *, max_len: int) -> "BatchKVCache":
         """Return a cache of rows start … stop − 1 that shares this cache's memory.
 
-        `max_len`: upper bound of the rows' lengths, known on the host, which limits the number of keys.
+        `max_len`: upper bound of the rows' lengths, known on the host, which limits how many keys attention reads.
         """
         view = copy.copy(self)
         view.first_row, view.batch_size, view.max_len = start, stop - start, max_len
@@ -260,14 +260,14 @@ class BatchKVCache(Cache):
             target.k[row, :length], target.v[row, :length] = source.k[0], source.v[0]  # type: ignore[index]
 
     def kv_tensors(self) -> list[Tensor]:
-        """All key and value buffers; dimension 0 is the row or the page."""
+        """Self-attention keys and values of all layers, and their int8 scales. Dimension 0 is the page, or the row."""
         return [x for layer in self.paged_layers for buffer in (layer.keys, layer.values) for x in buffer.tensors()]
 
     def cross_tensors(self) -> list[Tensor]:
-        """All cross-attention keys and values; dimension 0 is the row."""
+        """Cross-attention keys and values of all layers. Dimension 0 is the row."""
         return [x for layer in self.cross_layers or [] for x in (layer.k, layer.v) if x is not None]
 
     @property
     def num_bytes(self) -> int:
-        """Number of bytes of all keys and values."""
+        """Number of bytes of all keys, values and int8 scales, including the keys and values of cross-attention."""
         return sum(x.nbytes for x in [*self.kv_tensors(), *self.cross_tensors()])

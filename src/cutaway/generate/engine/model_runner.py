@@ -24,7 +24,7 @@ _GenerativeModel: TypeAlias = DecoderOnly | EncoderDecoder
 
 
 class ModelRunner:
-    """Owns a model, its KV cache and its sampler on one device.
+    """Runs the prefill and decode steps of a model, with its KV cache and its sampler on one device.
 
     Decode runs in one of four ways: eager; eager with packed CPU weights; torch.compile (CPU); CUDA graphs, with Triton
     kernels where they support the model (GPU). Prefill is always eager, with the original model.
@@ -81,7 +81,9 @@ class ModelRunner:
             self.compiled_decode_logits = torch.compile(self._decode_logits, fullgraph=True)
 
     def pack_cpu_weights(self, weight_bits: int | None, *, single_row: bool) -> None:
-        """Use packed weights in CPU decode steps."""
+        """Use a copy of the model with packed weights in CPU decode steps. Raise if `weight_bits` is 4.
+
+        `single_row`: decode steps are compiled and decode one sequence."""
         from cutaway.generate.fast.cpu_decode_model import build_cpu_decode_model, select_linear_class
 
         if weight_bits == 4:
@@ -205,7 +207,7 @@ class ModelRunner:
         return self.forward_logits(self.decode_model, tokens, None, cache_view)[:, -1]
 
     def _decode_fixed_shape(self, num_rows: int, features: SamplingFeatures) -> SamplerOutput:
-        """Decode step for CUDA graphs: shapes depend only on `num_rows`, and attention runs over all slots.
+        """Decode one token per row, for CUDA graphs: shapes depend only on `num_rows`, attention runs over all slots.
 
         Inactive rows are padding: their cache length, sampler state and next token do not change.
         """
@@ -256,7 +258,7 @@ def _is_keyboard_interrupt(error: BaseException | None) -> bool:
 
 
 def _has_hooks(model: Transformer) -> bool:
-    """Whether a module has forward hooks, which fast decode steps would skip."""
+    """Whether any module of the model has forward hooks, which fast decode steps would skip."""
     return any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
@@ -285,7 +287,9 @@ class PendingTokens:
         self.host_output = sampler_output
 
     def results(self) -> Iterator[tuple[Request, int, bool, float | None, dict[int, float] | None]]:
-        """Wait for the copies; yield (request, token, invalid logits, log-probability, top log-probabilities)."""
+        """Wait for the copies; yield (request, token, invalid, log-probability, top log-probabilities).
+
+        `invalid`: whether the logits of the token are invalid (see `SamplerOutput`)."""
         if self.copy_event is not None:
             self.copy_event.synchronize()
         columns = [repeat(None, len(self.requests)) if part is None else part.tolist() for part in self.host_output]
@@ -296,6 +300,6 @@ class PendingTokens:
 
 
 def _copy_to_pinned(tensor: Tensor) -> Tensor:
-    """Start an asynchronous copy to pinned host memory, which is complete when the CUDA stream has executed it."""
+    """Return a copy in pinned host memory. It is asynchronous: complete when the CUDA stream has executed it."""
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)

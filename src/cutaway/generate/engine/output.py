@@ -10,7 +10,7 @@ from cutaway.tokenizer import Tokenizer
 
 @dataclass
 class Completion:
-    """The output of one request."""
+    """The output of one request: the generated tokens, their text, and why generation ended."""
 
     tokens: list[int]
     """All generated tokens, including the stop token."""
@@ -30,7 +30,8 @@ class Completion:
 
 @dataclass
 class CompletionChunk:
-    """Output of one step. The text may be empty: characters and stop strings can span several tokens."""
+    """New tokens of a completion and the new text. The text may be empty: characters and stop strings can span several
+    tokens."""
 
     text: str = ""
     tokens: list[int] = field(default_factory=list)
@@ -39,7 +40,7 @@ class CompletionChunk:
 
 
 class OutputProcessor:
-    """Converts sampled tokens to text incrementally and sets the finish reason."""
+    """Converts the sampled tokens of one request to text incrementally and sets its finish reason."""
 
     def __init__(
         self,
@@ -49,7 +50,9 @@ class OutputProcessor:
         eos_token_ids: Iterable[int] = (),
         prompt_tokens: Sequence[int] = (),
     ) -> None:
-        """`max_tokens`: maximum number of completion tokens. `prompt_tokens`: context to detokenize the first ones."""
+        """`max_tokens`: maximum number of completion tokens.
+
+        `prompt_tokens`: tokens before the completion, on which the text of its first tokens may depend."""
         self.max_tokens = max_tokens
         self.stop_token_ids = sampling_params.all_stop_token_ids(eos_token_ids)
         self.detokenizer = None if tokenizer is None else tokenizer.decode_stream(prefix_ids=prompt_tokens)

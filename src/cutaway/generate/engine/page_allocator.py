@@ -13,8 +13,8 @@ NULL_PAGE = 0
 class CachedPage:
     """A full page with known tokens, which sequences with the same prefix can share.
 
-    Pages form a tree: a page is identified by its own tokens and the key of the page before it, since keys and values
-    depend on all earlier tokens.
+    Pages form a tree: a page is identified by its own tokens and the `key` of the page before it, because the attention
+    keys and values in the page depend on all earlier tokens.
     """
 
     page_id: int
@@ -84,9 +84,10 @@ class PagePool:
         return prefix
 
     def cache_full_pages(self, page_ids: Sequence[int], tokens: Sequence[int]) -> None:
-        """Make full pages shareable, after the keys and values of `tokens` were written to them.
+        """Add a sequence's full pages to the prefix index, after the keys and values of `tokens` were written to them.
 
-        If another sequence cached the same tokens first, its page stays the shared one and this page is not cached."""
+        If another sequence cached the same tokens first, its page stays in the index and this sequence's page is not
+        added."""
         parent_key = 0
         for i in range(len(tokens) // self.page_size if self.prefix_caching else 0):
             page_tokens = tuple(tokens[i * self.page_size : (i + 1) * self.page_size])

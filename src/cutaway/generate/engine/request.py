@@ -46,7 +46,8 @@ class Request:
     def stream(self, timeout: float | None = None) -> Iterator[CompletionChunk]:
         """Yield chunks until the request is finished. Each chunk is yielded once, even if several callers stream.
 
-        `queue.Empty` is raised if no chunk arrives within `timeout` seconds.
+        `queue.Empty` is raised if no chunk arrives within `timeout` seconds. If the request failed, its error is raised
+        after the last chunk.
         """
         while (chunk := self._chunks.get(timeout=timeout)) is not None:
             yield chunk
@@ -54,7 +55,7 @@ class Request:
         self._raise_error()
 
     def pop_chunks(self) -> list[CompletionChunk]:
-        """Return the chunks available now, without waiting."""
+        """Return and remove the chunks that are available now, without waiting."""
         chunks = []
         while not self._chunks.empty():
             chunk = self._chunks.get()
@@ -65,7 +66,9 @@ class Request:
         return chunks
 
     def result(self, timeout: float | None = None) -> Completion:
-        """Wait until the request is finished and return its completion."""
+        """Wait until the request is finished and return its completion; raise its error if it failed.
+
+        TimeoutError is raised if the request does not finish within `timeout` seconds."""
         if not self.finished.wait(timeout):
             raise TimeoutError(f"the request did not finish within {timeout} seconds")
         self._raise_error()
@@ -79,7 +82,7 @@ class Request:
 
     @property
     def all_token_ids(self) -> list[int]:
-        """Decoder tokens so far: the prompt and the completion."""
+        """Decoder tokens so far: `input_ids`, then the sampled tokens of the completion."""
         return self.input_ids + self.output.tokens[len(self.output_prefix) :]
 
     @property

@@ -58,7 +58,9 @@ class Scheduler:
         return True
 
     def start_prefill(self, request: Request) -> None:
-        """Initialize the assigned row, and encode the source of an encoder-decoder."""
+        """Initialize the request's row of the cache and the sampler, and encode the source of an encoder-decoder.
+
+        If all but the last token are already cached, the request moves to decode at once."""
         assert request.row is not None
         self.model_runner.init_row(request.row, request, self.config.eos_token_ids)
         self.maybe_start_decode(request)

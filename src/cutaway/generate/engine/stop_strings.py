@@ -24,7 +24,7 @@ class StopStrings:
         self._build_failure_links()
 
     def feed(self, chunk: str) -> str:
-        """Read a chunk and return the text that can be released, which is empty after a stop string was found."""
+        """Read a chunk of text; return the text that can be released, which is empty after a stop string was found."""
         if self.found is not None:
             return ""
         if not self.strings:
@@ -48,7 +48,7 @@ class StopStrings:
         return string[:depth]
 
     def _release_text(self, previous_state: int, chunk: str, num_hidden: int) -> str:
-        """Return the held text followed by the chunk, without the last `num_hidden` characters."""
+        """Return the text held back before `chunk`, then `chunk`, without the last `num_hidden` characters."""
         string, num_held = self.prefix_of_state[previous_state]
         if num_hidden >= len(chunk):
             return string[: num_held + len(chunk) - num_hidden]

@@ -47,7 +47,7 @@ class FusedGatedMLP(GatedMLP):
 
 
 class PackedHead(nn.Module):
-    """logits = softcap(scale · (x·Eᵀ + b)) with packed output weights E."""
+    """logits = softcap(scale · (transform(x)·Eᵀ + b)) with packed output weights E."""
 
     def __init__(self, head: LMHead, linear: PackedLinear) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def build_cpu_decode_model(model: T, linear_class: type[PackedLinear]) -> T:
 
 
 def _pack_linears(module: nn.Module, linear_class: type[PackedLinear]) -> None:
-    """Replace all linear layers below `module` by packed ones."""
+    """Replace all linear layers below `module` by packed ones, with q, k and v fused, and gate and up fused."""
     for name, child in list(module.named_children()):
         if type(child) is MultiHead:
             attention = _recast_module(child, FusedQKVAttention)

@@ -17,10 +17,10 @@ _NUM_ACCUMULATORS = 4
 
 
 class PackedLinear(nn.Module):
-    """y = x·Wᵀ + b with a packed copy of the weights. Later changes of the original weights have no effect on the copy.
+    """y = x·Wᵀ + b, (…, d_in) → (…, d_out), with weights in a layout that `pack` sets. y has the dtype of x.
 
-    (…, d_in) → (…, d_out), in x's dtype. The packed layout is specific to this machine: it is not in the state dict and
-    cannot be moved or cast.
+    The weights may be a copy: do not change the original weights afterwards. The layout is specific to this machine: it
+    is not in the state dict and cannot be moved or cast.
     """
 
     bias: Tensor | None
@@ -55,7 +55,7 @@ class UnpackedLinear(PackedLinear):
 
 
 class Bf16Linear(PackedLinear):
-    """Weights and x in bfloat16, with accumulation in fp32. The weights take half the bytes of fp32."""
+    """Linear layer with weights and x in bfloat16 and accumulation in fp32. The weights take half the bytes of fp32."""
 
     bias_dtype = torch.bfloat16
 
@@ -107,7 +107,7 @@ class Int8DynamicLinear(PackedLinear):
 
 
 class GemvLinear(PackedLinear):
-    """Matrix-vector product for torch.compile, which fuses the upcast of the weights into the loop.
+    """Linear layer for one row under torch.compile, which fuses the upcast of W into the loop of the product.
 
     Without compilation, or with several rows, W is first converted to fp32, which is correct but slow.
     """
@@ -136,14 +136,17 @@ class GemvLinear(PackedLinear):
 
 
 class WeightOnlyBf16Linear(GemvLinear):
-    """bfloat16 weights, x in fp32."""
+    """`GemvLinear` with bfloat16 weights. x is in fp32."""
 
     def pack(self, weight: Tensor) -> None:
         self.weight = weight.bfloat16()
 
 
 class WeightOnlyInt8Linear(GemvLinear):
-    """int8 weights, x in fp32: more accurate than `Int8DynamicLinear`, and faster for one row when compiled."""
+    """`GemvLinear` with int8 weights. x is in fp32.
+
+    It is more accurate than `Int8DynamicLinear`, and faster for one row when compiled.
+    """
 
     def pack(self, weight: Tensor) -> None:
         self.scale, integers = quantize(weight, 8)
@@ -151,7 +154,7 @@ class WeightOnlyInt8Linear(GemvLinear):
 
 
 class FusedLinear(nn.Module):
-    """Several linear layers with the same input in one matrix product; the output is split."""
+    """Several linear layers with the same input in one matrix product. The output is one tensor per layer."""
 
     def __init__(self, linear: PackedLinear, split_sizes: Sequence[int]) -> None:
         super().__init__()

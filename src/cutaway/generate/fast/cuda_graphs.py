@@ -12,7 +12,7 @@ _CAPTURE_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 
 class CUDAGraphRunner:
-    """Captures `decode_fn(num_rows, features)` on first use of each (batch size, features)."""
+    """Runs `decode_fn(num_rows, features)` as CUDA graphs, captured on first use of each (batch size, features)."""
 
     def __init__(self, decode_fn: Callable[[int, SamplingFeatures], SamplerOutput], active_rows: torch.Tensor) -> None:
         """`active_rows`: mask that `decode_fn` reads on the device. A step changes only the rows where it is True."""
@@ -23,7 +23,7 @@ class CUDAGraphRunner:
         self.num_active = -1
 
     def __call__(self, num_rows: int, features: SamplingFeatures) -> SamplerOutput:
-        """Run the step of the first `num_rows` rows. The returned tensors are overwritten by the next call."""
+        """Run a decode step of the first `num_rows` rows. The returned tensors are overwritten by the next call."""
         size = min((size for size in _CAPTURE_SIZES if size >= num_rows), default=num_rows)
         size = min(size, len(self.active_rows))
         if (size, features) not in self.captured:
@@ -37,9 +37,10 @@ class CUDAGraphRunner:
         return SamplerOutput(*(None if part is None else part[:num_rows] for part in output))  # type: ignore[arg-type]
 
     def capture(self, size: int, features: SamplingFeatures) -> tuple[torch.cuda.CUDAGraph, SamplerOutput]:
-        """Capture one step, after two warm-up runs on a side stream, which torch.cuda.graph requires.
+        """Capture a decode step of `size` rows; return the graph and its output tensors.
 
-        Triton kernels are compiled in the warm-up runs. No row is active, so these runs change no state.
+        Two warm-up runs on a side stream, which torch.cuda.graph requires, precede the capture and compile
+        Triton kernels. No row is active, so these runs change no state.
         """
         self.active_rows[:] = False
         self.num_active = -1

@@ -43,7 +43,8 @@ ACTIVATION_NAMES = {function: name for name, function in ACTIVATIONS.items()}
 class PagedAttentionKernel(Kernel):
     """Attention that reads keys and values from the paged cache, without a mask tensor and without a gathered copy.
 
-    The prepared mask is the position of each row's query, (B,). The query attends to positions up to its own.
+    The prepared mask is the position of each row's query, (B,). The query attends to positions up to its own, in the
+    sliding window if the layer has one.
     """
 
     name = "paged"
@@ -54,7 +55,7 @@ class PagedAttentionKernel(Kernel):
 
 
 class FastAttention:
-    """Attention sublayer for one token per row: norm + qkv product, RoPE + cache write, paged attention, o."""
+    """Attention sublayer for one token per row: norm + qkv, RoPE + cache write, paged attention, output projection."""
 
     def __init__(self, attention: MultiHead, norm: nn.Module, params: AttentionParams, *, bits: int | None) -> None:
         self.norm, self.params = _norm_params(norm), params
@@ -62,7 +63,10 @@ class FastAttention:
         self.out_weight = pack_weight(concat_linears(attention.o), bits)
 
     def forward_before_out_proj(self, x: Tensor, norm: NormParams | None, context: LayerContext) -> Tensor:
-        """Return z, the input of the output projection. x: (M, d), already normalized if `norm` is None."""
+        """Return z, the input of the output projection: see `paged_attention`.
+
+        x: (M, d). If `norm` is None, x is not normalized here, and may be in the layout that a product with `in_weight`
+        reads."""
         layer, slot_mapping, position = context.cache, context.slot_mapping, context.prepared_mask
         assert isinstance(layer, PagedLayerCache)
         assert slot_mapping is not None
@@ -87,7 +91,10 @@ class FastFFN:
         self.out_weight = pack_weight(concat_linears(ffn.down), bits)  # type: ignore[arg-type]
 
     def forward_before_out_proj(self, x: Tensor, norm: NormParams | None) -> Tensor:
-        """Return the input of the output projection. x: (M, d), already normalized if `norm` is None."""
+        """Return the input of the projection `down`, in the layout that a product with `out_weight` reads.
+
+        x: (M, d). If `norm` is None, x is not normalized here, and may be in the layout that a product with `in_weight`
+        reads."""
         return fused_linear(x, self.in_weight, norm=norm, act=self.act, gated=self.gated, next_weight=self.out_weight)
 
 
@@ -143,6 +150,7 @@ class FastBlock(nn.Module):
     ) -> Tensor:
         """Return residual + branch(x).
 
+        `fast`: the fast sublayer that computes branch(x), or None to call `branch`.
         `next_sublayer`: the sublayer that reads this sum, and whose norm the kernel of the sum also computes."""
         if fast is None:
             return residual + branch(x, *args)
@@ -228,7 +236,7 @@ def _build_fast_block(
 
 
 def _attention_params(stack: Stack, layer: int, attention: nn.Module) -> AttentionParams | None:
-    """Parameters of the attention kernels for a layer, or None if they do not support it."""
+    """Parameters of the attention kernels for a layer, or None if the kernels do not support this layer."""
     if type(attention) is not MultiHead or attention.clip_qkv is not None:
         return None
     name = stack.layer_position_keys[layer]
@@ -269,5 +277,5 @@ def _norm_params(norm: nn.Module) -> NormParams | None:
 
 
 def can_build_gpu_decode_model(model: Transformer, cache: BatchKVCache) -> bool:
-    """Whether the Triton kernels support the device, the dtype and the batch size."""
+    """Whether the Triton kernels support the model's device, its dtype and the batch size of the cache."""
     return model.device.type == "cuda" and model.dtype != torch.float64 and cache.batch_size <= MAX_ROWS

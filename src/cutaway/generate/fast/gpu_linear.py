@@ -115,7 +115,7 @@ def fused_linear(
 
 
 def split_k_linear(x: Tensor, weight: LinearWeight) -> Tensor:
-    """Return x·Wᵀ as partial sums over splits of K, (splits, M, N) in fp32.
+    """Return x·Wᵀ + b as partial sums over splits of K, (splits, M, N) in fp32. The first split includes b.
 
     The splits let a W with few rows occupy all SMs. With packed weights, x must have more than one row.
     """
@@ -188,7 +188,9 @@ def _num_splits(weight: LinearWeight) -> int:
 
 
 def _gemv_tile(out_features: int, weight: LinearWeight) -> tuple[int, int, int]:
-    """(rows, columns, warps) of a program's tile, chosen by measurements on an H200."""
+    """(rows, columns, warps) of a program's tile of W, chosen by measurements on an H200.
+
+    If W is packed, a column is a 32-bit word."""
     columns = weight.values.shape[1]
     if weight.scale is not None:
         block_k = max(16, triton.next_power_of_2(columns))
@@ -202,7 +204,9 @@ def _gemv_tile(out_features: int, weight: LinearWeight) -> tuple[int, int, int]:
 
 
 def _small_batch_tile(weight: LinearWeight, splits: int, batch_tile: int, *, gated: bool) -> tuple[int, int, int, int]:
-    """(rows, columns, stages, warps) of a program's tile, chosen by measurements on an H200."""
+    """(rows, columns, pipeline stages, warps) of a program's tile of W, chosen by measurements on an H200.
+
+    If W is packed, a column is a 32-bit word."""
     columns = triton.next_power_of_2(weight.values.shape[1] // splits)
     if weight.scale is not None:
         return 64, min(64 if splits > 1 else 32, max(16, columns)), 3, 4

@@ -17,7 +17,7 @@ PDL = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 
 
 def pdl_options() -> dict[str, bool]:
-    """Launch options of a Triton kernel that calls `pdl_wait`."""
+    """Launch options of a Triton kernel that calls `pdl_wait`: programmatic dependent launch, if the GPU has it."""
     return {"launch_pdl": True} if PDL else {}
 
 
@@ -31,7 +31,7 @@ def pdl_wait(PDL: tl.constexpr):
 
 @triton.jit
 def apply_activation(y, ACT: tl.constexpr):
-    """Apply the activation with the number ACT in gpu_linear.ACTIVATION_IDS."""
+    """Return act(y), where act is the activation function with the number ACT in gpu_linear.ACTIVATION_IDS."""
     if ACT == 1:
         y = y * tl.sigmoid(y)
     elif ACT == 2:  # GELU (tanh): 0.5 · (1 + tanh(z)) = sigmoid(2z), with 2z = 2·√(2/π) · (y + 0.044715·y³)

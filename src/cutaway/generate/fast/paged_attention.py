@@ -201,10 +201,10 @@ def paged_attention(
     sin: Tensor | None,
     next_weight: LinearWeight | None = None,
 ) -> Tensor:
-    """Write one new token per row to the cache and attend to it and all earlier tokens.
+    """Write k and v of one new token per row to the cache; attend to it and to earlier tokens in the layer's window.
 
     qkv: (M, (H + 2G)·D). position, slot: (M,), the new token's position and flat cache slot. cos, sin: (M, rotary
-    pairs). Returns z: (M, H·D), in the layout that a product with `next_weight` reads.
+    pairs). Returns z: (M, H·D); if D is a multiple of 4, in the layout that a product with `next_weight` reads.
     """
     rows, attention, q_norm, k_norm = len(qkv), params.attention, params.q_norm, params.k_norm
     num_heads, kv_heads, d_head = attention.heads, attention.kv_heads, attention.d_head
@@ -215,7 +215,7 @@ def paged_attention(
     q = qkv.new_empty(rows, num_heads, d_head)
 
     def pointer(tensor: Tensor | None) -> Tensor:
-        """Return the tensor, or any tensor for None: a kernel needs a pointer for inputs it does not read."""
+        """Return `tensor`, or any tensor if it is None: a kernel needs a pointer for inputs it does not read, too."""
         return position if tensor is None else tensor
 
     key_scale, value_scale = pointer(key_buffer.scale), pointer(value_buffer.scale)

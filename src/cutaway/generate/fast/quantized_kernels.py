@@ -59,7 +59,7 @@ def _dp4a(w, high, low):
 
 @triton.jit
 def _packed_dot(w, high, low, scale, i: tl.constexpr, BITS: tl.constexpr):
-    """Dot product of the i-th group of four values of each word with four values of x.
+    """Dot product of the i-th four weights in each word w with four fixed-point values of x (high, low, scale).
 
     An int4 value is stored as value + 8, so 8 · Σx is subtracted."""
     if BITS == 8:

@@ -62,7 +62,8 @@ def concat_linears(*layers: nn.Linear) -> LinearWeight:
 def pack_weight(weight: LinearWeight, bits: int | None) -> LinearWeight:
     """Quantize and pack a matrix: int8 with one scale per row, or int4 with one scale per GROUP_SIZE weights of a row.
 
-    A matrix whose in_features is not a multiple of 4 (int8) or GROUP_SIZE (int4) is returned unchanged.
+    A matrix is returned unchanged if its in_features is not a multiple of 4 (int8) or GROUP_SIZE (int4), or if `bits`
+    is None.
     """
     if bits is None:
         return weight
@@ -83,7 +84,8 @@ def pack_weight(weight: LinearWeight, bits: int | None) -> LinearWeight:
 def quantize(values: Float[Tensor, "n k"], bits: int) -> tuple[Float[Tensor, " n *g"], Float[Tensor, "n k"]]:
     """Return (scales, integers) with values ≈ scale · integer, rounded to the nearest integer.
 
-    int8 has one scale per row and integers from −127 to 127. int4 has one scale per GROUP_SIZE values of a row."""
+    int8 has one scale per row and integers from −127 to 127. int4 has one scale per GROUP_SIZE values of a row and
+    integers from −8 to 7. Raise if a value is NaN or infinite."""
     max_int = (1 << (bits - 1)) - 1
     values_fp32 = values.float()
     groups = values_fp32 if bits == 8 else values_fp32.unflatten(-1, (-1, GROUP_SIZE))

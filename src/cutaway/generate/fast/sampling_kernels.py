@@ -26,7 +26,7 @@ KERNEL_UNIFORM_BITS, KERNEL_MASS_SCALE = tl.constexpr(UNIFORM_BITS), tl.constexp
 
 @triton.jit
 def _mix64(x):
-    """`rng.mix64` of a scalar."""
+    """Triton implementation of `rng.mix64` for a 64-bit integer."""
     x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * KERNEL_MIX_MULTIPLIER_1
     x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * KERNEL_MIX_MULTIPLIER_2
     return x ^ ((x >> 31) & ((1 << 33) - 1))

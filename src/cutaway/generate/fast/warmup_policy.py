@@ -27,14 +27,14 @@ _Seconds = Annotated[float, Field(ge=0, lt=1e6)]
 
 @dataclass(frozen=True)
 class WarmupCost:
-    """Seconds of the warm-up, of an eager step and of a fast step."""
+    """Seconds of the warm-up of fast decode steps, of one eager decode step and of one fast decode step."""
 
     warmup_seconds: _Seconds
     eager_step_seconds: _Seconds
     fast_step_seconds: _Seconds
 
     def pays_off(self, num_steps: int) -> bool:
-        """Whether `num_steps` steps finish sooner with the warm-up."""
+        """Whether warm-up and `num_steps` fast decode steps take less time than `num_steps` eager ones."""
         return self.warmup_seconds < num_steps * (self.eager_step_seconds - self.fast_step_seconds)
 
 
@@ -54,7 +54,9 @@ class WarmupCostStore:
         self.measured = self._load().get(self.key)
 
     def estimate(self, eager_step_seconds: float) -> WarmupCost:
-        """The measured warm-up cost, or an estimate from the time of an eager step in this run."""
+        """Return the cost from the measured warm-up and fast step if stored, else from default values.
+
+        `eager_step_seconds`: time of an eager decode step in this run."""
         if self.measured is not None:
             fast_step_seconds = min(eager_step_seconds, self.measured.fast_step_seconds)
             return WarmupCost(self.measured.warmup_seconds, eager_step_seconds, fast_step_seconds)
@@ -82,7 +84,7 @@ class WarmupCostStore:
 
 
 class WarmupPolicy:
-    """Times eager steps, decides when to warm up, and stores the measured cost."""
+    """Records the times of decode steps, decides when to warm up fast ones, and stores the measured warm-up cost."""
 
     def __init__(self, cost_store: WarmupCostStore) -> None:
         self.cost_store = cost_store
@@ -92,7 +94,7 @@ class WarmupPolicy:
         self.warmup_seconds = 0.0
 
     def record_warmup(self, seconds: float) -> None:
-        """Record a warm-up that was done before the first step."""
+        """Record the time of a warm-up that was done before the first decode step."""
         self.warmed_up, self.warmup_seconds = True, seconds
 
     def should_warm_up(self, steps_left: int) -> bool:
@@ -103,7 +105,7 @@ class WarmupPolicy:
         return self.warmed_up
 
     def record_step(self, seconds: float) -> bool:
-        """Record the time of a step. Returns True when the cost is measured and stored."""
+        """Record the time of a decode step. Return True after the fifth fast step, when the warm-up cost is stored."""
         if not self.warmed_up:
             self.eager_times = [*self.eager_times[-7:], seconds]
             return False

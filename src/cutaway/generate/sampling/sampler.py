@@ -20,7 +20,9 @@ _MIN_TEMPERATURE, _MAX_TEMPERATURE = 1.2e-38, 1e38
 
 
 class SamplerOutput(NamedTuple):
-    """Tokens of one step. Log-probabilities are those of the model, before any processing; None if not requested."""
+    """Sampled tokens of one step, one per row.
+
+    Log-probabilities are those of the model, before any logits processing; None if not requested."""
 
     tokens: Tensor  # (n,) int64
     invalid: Tensor  # (n,) bool: a logit was NaN or +inf, or all tokens were suppressed
@@ -30,7 +32,7 @@ class SamplerOutput(NamedTuple):
 
 
 class Sampler:
-    """Sampling parameters and state of up to `max_num_seqs` requests, one per row, on the device."""
+    """Samples next tokens; holds the sampling parameters and token histories of up to `max_num_seqs` requests."""
 
     def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device | str = "cpu") -> None:
         self.vocab_size, self.device = vocab_size, torch.device(device)
@@ -52,7 +54,7 @@ class Sampler:
         eos_token_ids: Iterable[int] = (),
         output_tokens: Sequence[int] = (),
     ) -> None:
-        """Assign a row to a request. `output_tokens`: completion tokens that already exist."""
+        """Set the sampling parameters and the token history of a row. `output_tokens`: completion tokens so far."""
         size, state = self.vocab_size, self.sampling_state
         stop_ids = params.all_stop_token_ids(eos_token_ids)
         features = required_features(params, size, stop_ids)
@@ -81,11 +83,11 @@ class Sampler:
         self._set_features(row, features)
 
     def clear_row(self, row: int) -> None:
-        """Release a row, so that its features are no longer computed."""
+        """Release a row, so that the sampling features of its request are no longer computed."""
         self._set_features(row, SamplingFeatures())
 
     def swap_rows(self, a: int, b: int) -> None:
-        """Exchange two rows."""
+        """Exchange the sampling parameters and token histories of rows `a` and `b`."""
         for tensor in self.sampling_state.tensors():
             swap_tensor_rows(tensor, a, b)
         first, second = self.row_features[a], self.row_features[b]
@@ -93,7 +95,7 @@ class Sampler:
         self._set_features(b, first)
 
     def features(self, num_rows: int) -> SamplingFeatures:
-        """Union of the features of rows 0 … num_rows − 1."""
+        """Union of the sampling features that the requests in rows 0 … num_rows − 1 use."""
         if num_rows not in self.combined_features:
             combined = SamplingFeatures()
             for features in self.row_features[:num_rows]:
@@ -102,13 +104,13 @@ class Sampler:
         return self.combined_features[num_rows]
 
     def first_rows(self, num_rows: int) -> SamplingState:
-        """View of the state of the first rows, for `apply_logits_processors` and `logits_to_probs`."""
+        """View of the state of the first `num_rows` rows, for `apply_logits_processors` and `logits_to_probs`."""
         return self.sampling_state.first_rows(num_rows)
 
     def sample(
         self, logits: Float[Tensor, "n V"], features: SamplingFeatures, active_rows: Bool[Tensor, " n"] | None = None
     ) -> SamplerOutput:
-        """Sample the next token of each row and append it to the state of the active rows."""
+        """Sample the next token of each row and append it to the token history of the active rows (default: all)."""
         state = self.sampling_state.first_rows(len(logits))
         x = apply_logits_processors(logits, state, features)
         max_logits, tokens = max_and_argmax(x, _num_argmax_splits(x))

@@ -55,7 +55,7 @@ _OPTIONAL = ("max_new_tokens", "top_k", "top_p", "min_p", "seed", "logprobs")
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling parameters: length limits, temperature and filters, penalties, stop conditions, log-probabilities."""
+    """Sampling parameters: length limits, temperature, top-k, top-p, min-p, penalties, stop conditions, logprobs."""
 
     max_new_tokens: int | None = None
     """Maximum number of completion tokens. None: until the context is full; `generate` replaces it by the limit in the
@@ -140,7 +140,7 @@ def format_value(value: object) -> str:
 
 
 def check_int(name: str, value: object, minimum: int, maximum: int) -> int:
-    """Return the value as int (any integer type except bool); raise if it is not in the range."""
+    """Return the value as int; raise unless it is an integer (not bool) from `minimum` to `maximum`."""
     expected = f"an integer from {minimum} to {maximum}" if maximum < MAX_TOKENS else f"an integer, {minimum} or more"
     expected = "an integer from 0 to 2**63 - 1" if maximum == 2**63 - 1 else expected
     integer = as_int(value)
@@ -160,7 +160,7 @@ def as_int(value: object) -> int | None:
 
 
 def _check_float(name: str, value: object, minimum: float, maximum: float, expected: str) -> float:
-    """Return the value as float; raise if it is not finite or not in the range."""
+    """Return the value as float; raise unless it is a finite number from `minimum` to `maximum`."""
     number = as_float(value)
     if number is None or not math.isfinite(number) or not minimum <= number <= maximum:
         raise InputError(f"{name} is {format_value(value)}; pass a number {expected}")
@@ -228,7 +228,7 @@ def _check_logit_bias(value: object) -> dict[int, float]:
 
 
 def _check_stop_strings(value: object) -> tuple[str, ...]:
-    """Return a stop string, or a list of stop strings, as a tuple."""
+    """Return a stop string, or a list of stop strings, as a tuple; raise if one is empty or if there are too many."""
     entries = (value,) if isinstance(value, str) else _as_iterable(value)
     if entries is None:
         raise InputError(f"stop is {format_value(value)}; pass a string or a list of strings")
@@ -249,7 +249,7 @@ def _check_stop_strings(value: object) -> tuple[str, ...]:
 def resolve_temperature(arguments: Mapping[str, object]) -> dict[str, object]:
     """Return the arguments, with temperature 1 if top_k, top_p or min_p is set and temperature is not.
 
-    These filters have no effect at temperature 0."""
+    At temperature 0, top_k, top_p and min_p have no effect."""
     has_filter = any(arguments.get(name) is not None for name in ("top_k", "top_p", "min_p"))
     return ({"temperature": 1.0} if has_filter else {}) | dict(arguments)
 

@@ -41,7 +41,7 @@ class SamplingFeatures:
 
 
 def required_features(params: SamplingParams, vocab_size: int, stop_token_ids: Iterable[int]) -> SamplingFeatures:
-    """Features that one request uses."""
+    """Return the sampling features that a request with these sampling parameters uses."""
     sampled = params.temperature > 0
     top_k_size = min(params.top_k or vocab_size, vocab_size)
     top_k, top_p = sampled and top_k_size < vocab_size, sampled and (params.top_p or 1) < 1
@@ -89,7 +89,7 @@ class SamplingState:
         return [tensor for tensor in vars(self).values() if tensor is not None]
 
     def first_rows(self, num_rows: int) -> "SamplingState":
-        """View of the first `num_rows` rows."""
+        """Return a state whose tensors are views of the first `num_rows` rows."""
         return SamplingState(**{name: tensor[:num_rows] for name, tensor in vars(self).items() if tensor is not None})
 
     def copy(self) -> "SamplingState":

@@ -31,7 +31,7 @@ _SAMPLING_ONLY = [
 
 
 def _first_sampling_only_param(sampling_params: SamplingParams) -> str | None:
-    """Name of the first parameter that is set and that beam search does not support; None if there is none."""
+    """Name of the first sampling parameter that is set and that beam search does not support; None if none is."""
     defaults = SamplingParams()
     return next((name for name in _SAMPLING_ONLY if getattr(sampling_params, name) != getattr(defaults, name)), None)
 
@@ -119,7 +119,7 @@ def _max_beam_len(engine_config: EngineConfig, prompt: Sequence[int], sampling_p
 
 
 def _max_prompts_per_batch(engine_config: EngineConfig, num_beams: int) -> int:
-    """Number of prompts per batch that fit in memory; raise if not even one does."""
+    """Number of prompts per batch whose KV caches fit in the free memory; raise if not even one does."""
     free = free_memory(engine_config.model.device)
     slots = engine_config.num_slots
     full = replace(engine_config, max_model_len=slots, cache_implementation="full", kv_cache_dtype=None)

@@ -54,7 +54,7 @@ class BeamSearchParams:
 
 
 class BeamLogitsProcessor:
-    """Processes log-probabilities of the next token, with the same order and precedence of rules as transformers."""
+    """Applies penalties, suppressed and forced tokens to next-token log-probabilities, in the order of transformers."""
 
     def __init__(self, vocab_size: int, device: torch.device, params: BeamSearchParams) -> None:
         self.vocab_size, self.params = vocab_size, params

@@ -35,7 +35,7 @@ class Proposer(Protocol):
     """Proposes draft tokens for the sequences in the rows of the batch."""
 
     def add_requests(self, requests: Sequence[Request]) -> None:
-        """Add requests that were assigned to consecutive rows."""
+        """Prepare to propose draft tokens for new requests, which are in consecutive rows."""
         ...
 
     def swap_rows(self, a: int, b: int) -> None: ...
@@ -47,7 +47,7 @@ class Proposer(Protocol):
         ...
 
     def truncate(self, lengths: Sequence[int]) -> None:
-        """Drop rejected tokens: keep the first `lengths[i]` tokens of row i."""
+        """Drop rejected draft tokens from the proposer's cache: keep the first `lengths[i]` tokens of row i."""
         ...
 
 
@@ -135,7 +135,7 @@ class DraftModelProposer:
         return Proposal(torch.stack(draft_tokens, -1), counts, probs)
 
     def _prefill_new_tokens(self, chunks: Sequence[Sequence[int]]) -> Float[Tensor, "n V"]:
-        """Process the tokens accepted since the last call; return the logits after the last token of each chunk.
+        """Run the draft model on the tokens accepted since the last call; return the logits after each chunk.
 
         The logits of a row with an empty chunk are undefined."""
         longest = max(map(len, chunks))
@@ -150,7 +150,7 @@ class DraftModelProposer:
         return self.model_runner.model.head(x[torch.arange(len(x), device=x.device), last_index])
 
     def _decode(self, tokens: Int64[Tensor, " n"], active_rows: Sequence[bool]) -> Float[Tensor, "n V"]:
-        """Process the draft tokens of the active rows; return the logits after them."""
+        """Run the draft model on one draft token per active row; return the logits of the next token."""
         mask = None if all(active_rows) else torch.tensor(active_rows).unsqueeze(-1)
         x = self._forward_hidden(tokens.clamp(max=self.max_token_id).unsqueeze(-1), mask)
         for row, active in enumerate(active_rows):
@@ -206,7 +206,7 @@ def reserve_draft_slots(config: EngineConfig, num_draft_tokens: int) -> EngineCo
 def check_draft_compatibility(
     model: Transformer, tokenizer: Tokenizer | None, draft_model: Transformer, draft_tokenizer: Tokenizer | None
 ) -> None:
-    """Raise if the draft model differs in structure (encoder, decoder) or vocabulary."""
+    """Raise if the draft model differs from the target `model` in its stacks (encoder, decoder) or its vocabulary."""
     if draft_model.stacks.keys() != model.stacks.keys():
         ours, theirs = (" and ".join(each.stacks) for each in (draft_model, model))
         raise InputError(

@@ -48,7 +48,7 @@ class NgramIndex:
             self.tokens.append(token)
 
     def propose(self, num_tokens: int) -> list[int]:
-        """Return the continuation of the longest suffix that occurred before; an empty list if none did.
+        """Return `num_tokens` tokens: the continuation of the longest suffix that occurred before. Empty if none did.
 
         A continuation that reaches the end of the sequence starts again, so that periodic text is continued.
         """

@@ -17,7 +17,7 @@ _ACCEPT_STREAM = 2
 
 
 class RejectionSamplerOutput(NamedTuple):
-    """Result of one verification step."""
+    """Tokens that one verification step of draft tokens appends to each row."""
 
     tokens: Int64[Tensor, "n T"]
     """Accepted draft tokens, then one token sampled with the target model. The rest of the row is undefined."""

@@ -39,7 +39,7 @@ from cutaway.tokenizer import Tokenizer
 
 @dataclass
 class SpeculativeStats:
-    """Statistics of speculative decoding."""
+    """Numbers of draft tokens, forward passes and output tokens, over all requests of a `SpeculativeDecoder`."""
 
     num_drafted: int = 0
     num_accepted: int = 0

@@ -11,13 +11,13 @@ __all__ = ["Exercise", "get_exercise", "load_exercises"]
 
 @cache
 def load_exercises() -> tuple[Exercise, ...]:
-    """Load all exercises, in order."""
+    """Load all exercises, in the order of their numbers."""
     files = sorted(Path(__file__).parent.glob("e[0-9][0-9]_*.py"))
     return tuple(Exercise(path, path.read_text(encoding="utf-8")) for path in files)
 
 
 def get_exercise(number: int) -> Exercise:
-    """Return the exercise with this number."""
+    """Return the exercise with this number; raise if there is none."""
     exercises = load_exercises()
     for exercise in exercises:
         if exercise.number == number:

@@ -22,7 +22,7 @@ LETTERS = "ABCDEF"
 
 
 def bug_of_letter(letter: str) -> str:
-    """Return the bug of the model with this letter."""
+    """Return the name of the bug (one of `BUGS`) of the model with this letter, A to F."""
     order = sorted(BUGS, key=lambda name: sha256(f"ward {name}".encode()).hexdigest())
     return dict(zip(LETTERS, order, strict=True))[letter]
 
@@ -65,7 +65,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm block."""
+    """Pre-norm Transformer block: attention and a feed-forward layer with GELU."""
 
     def __init__(self, d: int, heads: int, bug: str) -> None:
         super().__init__()
@@ -80,7 +80,9 @@ class Block(nn.Module):
 
 
 class BuggyModel(nn.Module):
-    """A decoder with learned positions: vocabulary 32, d_model 32, two blocks of four heads, random weights."""
+    """A decoder with an optional bug.
+
+    It has learned positions, vocabulary 32, d_model 32, two blocks of four heads and random weights."""
 
     vocab_size, max_len = 32, 96
 
@@ -120,7 +122,7 @@ class BuggyModel(nn.Module):
         return self.head(self.norm(x)) + self.rounding_noise(tokens), new_cache
 
     def rounding_noise(self, tokens: Tensor) -> float:
-        """Return deterministic noise, which simulates the rounding errors of another order of summation."""
+        """Return deterministic noise for the logits, which simulates the rounding errors of another summation order."""
         return self.rounding * math.sin(tokens.numel() + int(tokens.sum()))
 
     def loss(self, tokens: Tensor, labels: Tensor | None = None) -> Tensor:

@@ -38,7 +38,7 @@ def attention_weights(q: Tensor, k: Tensor) -> Tensor:
 
 # %%
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Sum the values (batch, key, width of v) with the weights of each query: (batch, query, width of v)."""
+    """Sum the values v (batch, key, width of v), weighted by attention_weights: (batch, query, width of v)."""
     # begin solution
     return attention_weights(q, k) @ v
     # end solution

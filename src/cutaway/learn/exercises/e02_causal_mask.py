@@ -29,7 +29,7 @@ from torch import Tensor
 
 # %%
 def causal_mask(length: int) -> Tensor:
-    """Boolean mask (query, key): True where query i may attend to key j."""
+    """Boolean causal mask (query, key) of `length` tokens: True where query i may attend to key j."""
     # begin solution
     return torch.ones(length, length, dtype=torch.bool).tril()
     # end solution
@@ -37,7 +37,7 @@ def causal_mask(length: int) -> Tensor:
 
 # %%
 def cached_mask(num_new: int, num_cached: int) -> Tensor:
-    """Mask of `num_new` new tokens after `num_cached` cached tokens: (num_new, num_cached + num_new)."""
+    """Boolean causal mask of `num_new` new tokens after `num_cached` cached tokens: (num_new, num_cached + num_new)."""
     # begin solution
     return torch.ones(num_new, num_cached + num_new, dtype=torch.bool).tril(num_cached)
     # end solution

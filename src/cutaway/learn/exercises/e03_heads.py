@@ -46,7 +46,7 @@ def merge_heads(z: Tensor) -> Tensor:
 
 # %%
 def repeat_kv(k: Tensor, n_heads: int) -> Tensor:
-    """Repeat keys or values (batch, group, time, width) for each query head: (batch, head, time, width)."""
+    """Repeat keys or values (batch, group, time, width) for each query head of a group: (batch, head, time, width)."""
     # begin solution
     return k.repeat_interleave(n_heads // k.shape[1], 1)
     # end solution

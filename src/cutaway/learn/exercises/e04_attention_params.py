@@ -14,7 +14,7 @@
 
 # %%
 def qkvo_params(d_model: int, n_heads: int, n_kv_heads: int, d_head: int, bias: bool) -> int:
-    """Number of parameters of Q, K, V and O in one layer."""
+    """Number of parameters of the matrices Q, K, V and O of one layer, and of their biases if `bias` is True."""
     # begin solution
     queries, keys = n_heads * d_head, n_kv_heads * d_head
     matrices = d_model * (queries + 2 * keys) + queries * d_model
@@ -24,7 +24,7 @@ def qkvo_params(d_model: int, n_heads: int, n_kv_heads: int, d_head: int, bias: 
 
 # %%
 def gqa_savings(d_model: int, n_heads: int, n_kv_heads: int, d_head: int) -> float:
-    """Fraction (0 to 1) of the parameters without biases that GQA saves, compared with n_kv_heads = n_heads."""
+    """Fraction (0 to 1) of the QKVO parameters without biases that GQA saves, compared with n_kv_heads = n_heads."""
     # begin solution
     mha_params = qkvo_params(d_model, n_heads, n_heads, d_head, False)
     return 1 - qkvo_params(d_model, n_heads, n_kv_heads, d_head, False) / mha_params

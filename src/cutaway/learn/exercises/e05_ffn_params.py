@@ -19,7 +19,7 @@
 
 # %%
 def ffn_params(d_model: int, d_hidden: int, gated: bool, bias: bool) -> int:
-    """Number of parameters of one feed-forward layer."""
+    """Number of parameters of one feed-forward layer, gated or classic, with or without biases."""
     # begin solution
     num_in = 2 if gated else 1
     return (num_in + 1) * d_model * d_hidden + (num_in * d_hidden + d_model if bias else 0)
@@ -28,7 +28,9 @@ def ffn_params(d_model: int, d_hidden: int, gated: bool, bias: bool) -> int:
 
 # %%
 def swiglu_hidden(d_model: int, multiple: int) -> int:
-    """Hidden width at which a gated layer has as many parameters as the classic one, rounded up to a multiple."""
+    """Hidden width at which a gated layer has as many parameters as the classic one with hidden width 4 · d_model.
+
+    It is rounded up to a multiple of `multiple`."""
     # begin solution
     width = (8 * d_model + 2) // 3  # 2/3 · 4d, rounded up
     return (width + multiple - 1) // multiple * multiple

@@ -22,7 +22,7 @@ from torch import Tensor
 
 # %%
 def layer_norm(x: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> Tensor:
-    """Normalize each vector along the last axis of x. There may be any number of leading axes."""
+    """Apply LayerNorm to each vector along the last axis of x. There may be any number of leading axes."""
     # begin solution
     centered = x - x.mean(-1, keepdim=True)
     variance = centered.square().mean(-1, keepdim=True)
@@ -32,7 +32,7 @@ def layer_norm(x: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> Tensor:
 
 # %%
 def rms_norm(x: Tensor, gamma: Tensor, eps: float) -> Tensor:
-    """Normalize each vector along the last axis of x."""
+    """Apply RMSNorm to each vector along the last axis of x. There may be any number of leading axes."""
     # begin solution
     return gamma * x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
     # end solution

@@ -34,7 +34,7 @@ Branch = Callable[[Tensor], Tensor]
 
 # %%
 def pre_norm(x: Tensor, attention: Branch, ffn: Branch, norm1: Branch, norm2: Branch) -> Tensor:
-    """Residual stream (token, width) after one pre-norm block."""
+    """Apply one pre-norm block to the residual stream x (token, width); return the new residual stream."""
     # begin solution
     x = x + attention(norm1(x))
     return x + ffn(norm2(x))
@@ -43,7 +43,7 @@ def pre_norm(x: Tensor, attention: Branch, ffn: Branch, norm1: Branch, norm2: Br
 
 # %%
 def post_norm(x: Tensor, attention: Branch, ffn: Branch, norm1: Branch, norm2: Branch) -> Tensor:
-    """Residual stream (token, width) after one post-norm block."""
+    """Apply one post-norm block to the residual stream x (token, width); return the new residual stream."""
     # begin solution
     x = norm1(x + attention(x))
     return norm2(x + ffn(x))
@@ -52,7 +52,9 @@ def post_norm(x: Tensor, attention: Branch, ffn: Branch, norm1: Branch, norm2: B
 
 # %%
 def pre_norm_model(x: Tensor, blocks: Sequence[Branch], final_norm: Branch) -> Tensor:
-    """Input of the head: apply all pre-norm blocks and what must follow them. A block returns the residual stream."""
+    """Return the input of the head: apply all pre-norm blocks to x, and then what must follow them.
+
+    Each block returns the new residual stream."""
     # begin solution
     for block in blocks:
         x = block(x)
@@ -85,7 +87,7 @@ def toy_attention(x: Tensor) -> Tensor:
 
 
 def toy_ffn(x: Tensor) -> Tensor:
-    """Stand-in for a feed-forward layer."""
+    """Stand-in for a feed-forward layer: tanh of the scaled and shifted vector in reverse order."""
     return torch.tanh(x.flip(-1) * 1.5 + 0.3)
 
 

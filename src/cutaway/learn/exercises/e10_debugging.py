@@ -63,7 +63,7 @@ def cache_differs(model: nn.Module) -> bool:
 
 # %%
 def padding_changes_logits(model: nn.Module) -> bool:
-    """Whether left padding changes the logits of the sequence."""
+    """Whether padding on the left of a sequence changes the logits of its tokens."""
     # begin solution
     tokens = torch.arange(1, 11)[None]
     padded = torch.cat((torch.zeros(1, 4, dtype=torch.long), tokens), 1)

@@ -65,13 +65,13 @@ class Exercise:
 
     @property
     def instructions(self) -> str:
-        """Text of the exercise, as markdown."""
+        """Text of the exercise that the learner reads: its markdown cells."""
         parts = [cell for kind, cell in parse_cells(self.visible_cells) if kind == "markdown"]
         return "\n\n".join(parts)
 
     @property
     def stub(self) -> str:
-        """The file that the learner starts with."""
+        """Text of the file that the learner starts with: the cells before `# %% checker`, without the solutions."""
         lines: list[str] = []
         inside, replaced = False, False
         for line in self.visible_cells.splitlines():
@@ -126,12 +126,12 @@ class Exercise:
 
     @property
     def minutes(self) -> int:
-        """Approximate duration in minutes."""
+        """Approximate number of minutes that the exercise takes."""
         return int(self.metadata["minutes"])
 
     @property
     def notebook(self) -> str:
-        """Name of the corresponding notebook."""
+        """Name of the notebook with the theory of the exercise, such as `02_attention`."""
         return str(self.metadata["notebook"])
 
     @property

@@ -22,7 +22,7 @@ class CodeCell:
 
 
 def read_code_cells(path: Path) -> list[CodeCell]:
-    """Read the code cells of a file, in order."""
+    """Read the code cells of a notebook, in order, or a .py file as one cell; raise if the file cannot be read."""
     if not path.exists():
         raise InputError(f"there is no file '{path}'; `cutaway learn start` writes a stub")
     if path.is_dir():
@@ -51,14 +51,16 @@ def _read_notebook_cells(text: str, name: str) -> list[CodeCell]:
 
 
 def _strip_magics(source: str) -> str:
-    """Comment out Jupyter magics and shell lines. Line numbers do not change."""
+    """Comment out Jupyter magics and shell lines. Line numbers do not change.
+
+    A cell with a cell magic other than %%time, %%timeit and %%capture becomes empty."""
     if source.startswith("%%") and not re.match(r"%%(time|timeit|capture)\b", source):
         return ""
     return "\n".join("# " + line if _MAGIC_OR_SHELL.match(line) else line for line in source.split("\n"))
 
 
 def to_notebook(text: str) -> dict[str, object]:
-    """Convert a file of cells to the Jupyter notebook format."""
+    """Convert the text of a .py file of cells to the Jupyter notebook format."""
     cells: list[dict[str, object]] = []
     for n, (kind, body) in enumerate(parse_cells(text)):
         cell: dict[str, object] = {
@@ -76,9 +78,9 @@ def to_notebook(text: str) -> dict[str, object]:
 def write_stub(
     exercise: Exercise, directory: Path, *, as_notebook: bool = False, restart: bool = False
 ) -> tuple[Path, Path | None]:
-    """Write the stub. Return its path, and the path of the backup of an existing file or None.
+    """Write the stub of an exercise to `directory`. Return its path, and the path of the backup or None.
 
-    An existing file is renamed to its backup path if `restart`. Otherwise an error is raised.
+    If the file already exists, it is renamed to the backup path with `restart`, and an error is raised without it.
     """
     path = directory / f"{exercise.slug}.{'ipynb' if as_notebook else 'py'}"
     text = json.dumps(to_notebook(exercise.stub), indent=1, ensure_ascii=False) + "\n" if as_notebook else exercise.stub
@@ -98,6 +100,6 @@ def write_stub(
 
 
 def _backup_path(path: Path) -> Path:
-    """Return the first unused backup name."""
+    """Return the first unused path for a backup of `path`, such as 01-attention.old.py or 01-attention.old1.py."""
     names = (path.with_name(f"{path.stem}.old{n or ''}{path.suffix}") for n in range(10_000))
     return next(name for name in names if not name.exists())

@@ -14,7 +14,7 @@ STORE_NAME = "exercises"
 
 @dataclass(frozen=True, kw_only=True)
 class ExerciseRecord:
-    """Progress on one exercise."""
+    """The learner's progress on one exercise."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 

@@ -22,7 +22,7 @@ class ConflictingMistakesError(CutawayError):
 
 @dataclass(frozen=True)
 class Case:
-    """Arguments of one test call."""
+    """One test case of a function: the arguments of the call, and a description."""
 
     description: str
     """Description for messages, such as `for one token`."""
@@ -31,7 +31,7 @@ class Case:
 
 @dataclass(frozen=True, eq=False)
 class FunctionTask:
-    """One function to write. The exercise's TOML file lists its common mistakes."""
+    """One function that the learner has to write. The exercise's TOML file lists its common mistakes."""
 
     solution: Callable[..., object]
     cases: Sequence[Case]
@@ -61,7 +61,9 @@ class FunctionTask:
             yield from (MistakeSet(names) for names in combinations(self.mistakes, size))
 
     def simulate_mistakes(self, mistakes: MistakeSet, *args: object) -> object:
-        """Call the solution after making these mistakes in its source, and return the result."""
+        """Call the solution after making these mistakes in its source, and return the result.
+
+        Raises ConflictingMistakesError if the text that a mistake replaces does not occur in the source."""
         source = self.exercise.solution_functions
         replacements = [self.mistakes[name].replace for name in self.mistakes if name in mistakes]
         for old, new in (pair for replacement in replacements for pair in replacement.items()):

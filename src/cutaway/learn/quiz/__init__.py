@@ -42,7 +42,7 @@ SECTIONS = (
 
 @dataclass(frozen=True)
 class Section:
-    """One section of the quiz."""
+    """One section of the quiz: name of its file, title and questions."""
 
     slug: str
     title: str
@@ -61,7 +61,9 @@ def _read_section(slug: str) -> Section:
 
 
 def find_questions(topic: str | None = None) -> tuple[Question, ...]:
-    """Return all questions, or those of a section (such as 'inference') or of a topic (such as 'attention')."""
+    """Return all questions, or those of a section (such as 'inference') or of a topic (such as 'attention').
+
+    Raises an error if there are none."""
     questions = tuple(question for section in load_sections() for question in section.questions)
     if topic is None:
         return questions
@@ -76,7 +78,7 @@ def find_questions(topic: str | None = None) -> tuple[Question, ...]:
 
 
 def get_question(question_id: str) -> Question:
-    """Return the question with this id."""
+    """Return the question with this id; raise if there is none."""
     for question in find_questions():
         if question.id == question_id:
             return question

@@ -19,7 +19,7 @@ _THOUSANDS = re.compile(r"[+-]?[1-9]\d{0,2}(,\d{3})+(\.\d+)?(e[+-]?\d+)?", re.IG
 
 @dataclass(frozen=True)
 class AnswerGrade:
-    """Whether an answer is correct, and why."""
+    """Whether the given answer is correct, and why; and the correct answer."""
 
     correct: bool
     explanation: str
@@ -30,14 +30,16 @@ class AnswerGrade:
 
 
 def shuffle_choices(question: ChoiceQuestion, seed: int | str = 0) -> tuple[Choice, ...]:
-    """Shuffle the choices of a question. The order depends only on the seed and the question id."""
+    """Return the choices of a question in a shuffled order. The order depends only on the seed and the question id."""
     choices = list(question.choices)
     Random(f"{seed} {question.id}").shuffle(choices)
     return tuple(choices)
 
 
 def grade_answer(question: ChoiceQuestion | NumberQuestion, answer_text: str, seed: int | str = 0) -> AnswerGrade:
-    """Grade a typed answer: a number, or letters of the choices shuffled with this seed. Empty text is incorrect."""
+    """Grade a typed answer: a number, or letters of the choices shuffled with this seed. Empty text is incorrect.
+
+    Raises an error if the text cannot be parsed."""
     if isinstance(question, ChoiceQuestion):
         return _grade_choices(question, _parse_choices(question, answer_text, seed))
     return _grade_number(question, None if not answer_text.strip() else parse_number(question, answer_text))

@@ -34,7 +34,7 @@ _STATS = TypeAdapter(dict[Annotated[str, Field(pattern=r"^[a-z0-9-]{1,80}$")], Q
 
 @dataclass
 class QuizProgress:
-    """Answer statistics of the quiz, by question id."""
+    """The learner's answer statistics, by question id."""
 
     stats: dict[str, QuestionStats] = field(default_factory=dict)
     note: str = ""
@@ -42,7 +42,7 @@ class QuizProgress:
 
     @classmethod
     def load(cls) -> "QuizProgress":
-        """Load the progress. A damaged file is renamed, and counting starts over."""
+        """Load the learner's progress. A damaged file is renamed, and counting starts over."""
         try:
             stats, damaged_path = progress_store.read_progress(STORE_NAME, _STATS)
         except progress_store.ProgressStoreError as error:
@@ -60,7 +60,7 @@ class QuizProgress:
         self.save()
 
     def save(self) -> None:
-        """Save the progress. If it cannot be written, set `note` to the reason and continue."""
+        """Save the progress. If it cannot be written, set `note` to the reason instead of raising an error."""
         try:
             progress_store.write_progress(STORE_NAME, _STATS, self.stats)
         except progress_store.ProgressStoreError as error:
@@ -75,7 +75,7 @@ class QuizProgress:
         return "new" if stats is None else "known" if stats.last_correct else "missed"
 
     def order_questions(self, questions: Iterable[Question], seed: int | str = 0) -> tuple[Question, ...]:
-        """Order questions: missed, then new, then known ones by time of the last answer. Ties are shuffled by seed."""
+        """Return the questions in order: missed, new, then known, least recently answered first. Ties are shuffled."""
         shuffled = list(questions)
         Random(f"{seed} order").shuffle(shuffled)
         priority = {"missed": 0, "new": 1, "known": 2}

@@ -28,7 +28,7 @@ class _QuizModel(BaseModel):
 
 
 class Choice(_QuizModel):
-    """One of the choices of a question."""
+    """One of the choices of a question, and its explanation."""
 
     text: _NonBlankText
     explanation: _NonBlankText
@@ -37,7 +37,7 @@ class Choice(_QuizModel):
 
 
 class CommonMistake(_QuizModel):
-    """A wrong number with a known cause."""
+    """A wrong answer to a number question, and the mistake that leads to it."""
 
     value: float
     mistake: _NonBlankText
@@ -69,12 +69,12 @@ class QuestionBase(_QuizModel):
         return _PROOF_PREAMBLE + self.proof.strip() + "\n" if self.proof else ""
 
     def to_dict(self) -> dict[str, object]:
-        """Return the question as JSON values, for the web page and --json."""
+        """Return the question as a dict that can be written as JSON. Its `proof` is the complete program."""
         return self.model_dump(mode="json", exclude_none=True) | {"proof": self.program}
 
 
 class ChoiceQuestion(QuestionBase):
-    """A question with choices. One is correct, or if `multiple`, all correct choices must be selected."""
+    """A question with choices. One is correct; with `multiple`, several may be, and all of them must be selected."""
 
     kind: Literal["choice"] = "choice"
     choices: Annotated[tuple[Choice, ...], Field(min_length=3, max_length=5)]
@@ -134,9 +134,9 @@ class ProofError(CutawayError, AssertionError):
 
 
 def run_proof(question: Question) -> float | bool | None:
-    """Run the verification program and compare its result with the stored answer. Return None if there is no program.
+    """Run the verification program of a question; return the computed answer (True for choices).
 
-    This imports torch.
+    Raise ProofError if it differs from the stored answer. Return None if there is no program. This imports torch.
     """
     if not question.proof:
         return None

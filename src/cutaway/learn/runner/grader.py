@@ -79,7 +79,7 @@ class LearnerSource:
 
 
 def precompute_solutions(tasks: Tasks) -> None:
-    """Compute the expected values before any of the learner's code runs."""
+    """Compute and cache the expected values of all test cases, before any of the learner's code runs."""
     for task in tasks:
         if isinstance(task, FunctionTask):
             for n in range(len(task.cases)):
@@ -87,7 +87,7 @@ def precompute_solutions(tasks: Tasks) -> None:
 
 
 def grade_tasks(tasks: Tasks, namespace: Mapping[str, object], source: LearnerSource) -> list[TaskGrade]:
-    """Grade all tasks, in order."""
+    """Grade the functions and tables in the learner's namespace, in the order of the tasks."""
     return [
         grade_table(task, namespace) if isinstance(task, TableTask) else grade_function(task, namespace, source)
         for task in tasks
@@ -95,7 +95,7 @@ def grade_tasks(tasks: Tasks, namespace: Mapping[str, object], source: LearnerSo
 
 
 def grade_function(task: FunctionTask, namespace: Mapping[str, object], source: LearnerSource) -> TaskGrade:
-    """Grade one function: run all cases, then search for mistakes that produce the same values."""
+    """Grade one function: run all test cases; if any fails, search for mistakes that produce the same values."""
     function = namespace.get(task.name)
     if function is None:
         return TaskGrade(task.name, "missing", "is not defined: the stub defines it; was it renamed?")
@@ -144,12 +144,12 @@ def _run_case(
 
 
 def is_not_written(error: BaseException) -> bool:
-    """Whether this is the NotImplementedError of the stub, with the stub's message or without a message."""
+    """Whether `error` is a NotImplementedError with the stub's message or without a message."""
     return isinstance(error, NotImplementedError) and str(error) in (NOT_WRITTEN, "")
 
 
 def _not_written_grade(task: FunctionTask, error: NotImplementedError, source: LearnerSource) -> TaskGrade:
-    """Return the grade of a function that is not written, or that calls a function that is not written."""
+    """Return the grade of a function that raised NotImplementedError itself or in a function that it calls."""
     frames = [frame.name for frame in traceback.extract_tb(error.__traceback__) if frame.filename in source.sources]
     if not is_not_written(error):
         message = f"raises NotImplementedError: {format_error(error)}"
@@ -179,7 +179,7 @@ def is_memory_error(error: BaseException) -> bool:
 
 
 def _find_mistakes(task: FunctionTask, expected: list[PlainValue], actual: list[PlainValue]) -> MistakeSet:
-    """Return the smallest set of mistakes that produces the learner's values and not the expected values.
+    """Return the smallest set of mistakes that produces the learner's and not the expected values, or an empty set.
 
     The values of all cases must match. If no set of mistakes matches all of them, cases in which the learner's function
     returned no value are left out.

@@ -96,14 +96,16 @@ class WorkerProcess:
         return "".join(self.output_parts)
 
     def _next_line(self, timeout: float) -> str | None:
-        """Return the next line, or None if the worker exited or exceeded the timeout."""
+        """Return the next line of the worker's standard output, or None if it exited or exceeded the timeout."""
         try:
             return self.lines.get(timeout=timeout)
         except queue.Empty:
             return None
 
     def results(self, count: int) -> list[GradeReport]:
-        """Return one result per file. After a crash or timeout, all remaining files get the same error."""
+        """Return one report per file. After a crash or timeout, all remaining files get the same error.
+
+        Raises WorkerError if the worker did not start."""
         if self._next_line(_STARTUP_TIMEOUT_SECONDS) is None:
             self.terminate()
             reason = self.output.strip().splitlines()[-1:] or ["it printed nothing"]
@@ -150,7 +152,7 @@ class WorkerProcess:
 
 
 def _worker_environment() -> dict[str, str]:
-    """Return the environment of the worker: the same packages, one thread, no GPU, no Hugging Face Hub."""
+    """Return the environment variables of the worker: the same packages, one thread, no GPU, no Hugging Face Hub."""
     inherited = {name: os.environ[name] for name in _INHERITED_ENV_VARS.split() if name in os.environ}
     fixed = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     return {**inherited, **fixed, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

@@ -13,7 +13,9 @@ class TimeLimitError(BaseException):
 
 
 def set_resource_limits(seconds: float) -> None:
-    """Set the limits of the current process. On platforms without `resource`, only the launcher's timeout applies."""
+    """Limit the CPU time (to `seconds` from now), memory and file size of the current process.
+
+    On platforms without `resource`, only the launcher's timeout applies."""
     try:
         import resource
     except ImportError:  # Windows
@@ -34,5 +36,5 @@ def set_resource_limits(seconds: float) -> None:
 
 
 def raise_time_limit(*_: object) -> None:
-    """Signal handler of the timer."""
+    """Signal handler of the timer, which raises TimeLimitError."""
     raise TimeLimitError

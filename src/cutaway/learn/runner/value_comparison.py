@@ -66,7 +66,7 @@ def _tensor_to_plain_value(value: "Tensor") -> PlainValue:
 
 
 def describe_difference(expected: PlainValue, actual: PlainValue, axes: Sequence[str] = ()) -> str | None:
-    """Describe the first difference as a sentence without its subject, or return None if the values are equal."""
+    """Describe the first difference of two values as a sentence without subject, or return None if they are equal."""
     if expected.kind != actual.kind:
         return _describe_kind_mismatch(expected, actual)
     if expected.kind == "tensor":
@@ -95,7 +95,7 @@ def _describe_kind_mismatch(expected: PlainValue, actual: PlainValue) -> str | N
 
 
 def _compare_items(expected: PlainValue, actual: PlainValue) -> str | None:
-    """Compare lists and dicts, item by item."""
+    """Describe the first difference of two lists or dicts, or return None if they are equal."""
     actual_items, expected_items = dict(actual.items), dict(expected.items)
     missing = [key for key in expected_items if key not in actual_items]
     if missing and expected.kind == "list":
@@ -181,7 +181,7 @@ def _guess_shape_mistake(expected: PlainValue, actual: PlainValue, axes: Sequenc
 
 
 def _format_value(value: object) -> str:
-    """Format a float with six significant digits, and an int with thousands separators."""
+    """Format a float with six significant digits, an int with thousands separators, and other values with repr."""
     if isinstance(value, float):
         return f"{value:.6g}"
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else repr(value)[:80]

@@ -40,7 +40,7 @@ from cutaway.learn.runner.limits import MAX_MEMORY_BYTES, TimeLimitError, raise_
 
 
 class LearnerSyntaxError(CutawayError):
-    """A file is not valid Python. `location` is the line of the error."""
+    """The learner's file is not valid Python. `location` is the line of the error."""
 
     def __init__(self, error: BaseException, cell: CodeCell) -> None:
         super().__init__(error.msg if isinstance(error, SyntaxError) else format_error(error))
@@ -50,7 +50,7 @@ class LearnerSyntaxError(CutawayError):
 
 
 def main(arguments: list[str]) -> None:
-    """Grade the files of an exercise and write one JSON result per line."""
+    """Grade the files of an exercise; write one report per line as JSON to standard output."""
     results = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # the learner's output goes to standard error
 
@@ -75,7 +75,7 @@ def _flush_output() -> None:
 
 
 def grade_file(tasks: Tasks, path: Path, time_limit: float) -> GradeReport:
-    """Grade one file within the time limit."""
+    """Grade one file. The report of a file that exceeds `time_limit` seconds is an error."""
     has_timer = hasattr(signal, "setitimer")
     if has_timer:
         signal.signal(signal.SIGALRM, raise_time_limit)
@@ -120,7 +120,7 @@ def _grade_cells(tasks: Tasks, cells: list[CodeCell], path: Path) -> GradeReport
 def _run_cells(
     cells: list[CodeCell], path: Path, source: LearnerSource
 ) -> tuple[dict[str, object], list[dict[str, str]]]:
-    """Run a file statement by statement, and continue after errors. Return the namespace and the errors."""
+    """Run a file statement by statement, and continue after errors. Return the namespace and notes on the errors."""
     module = types.ModuleType(LEARNER_MODULE)
     module.__file__ = str(path)
     sys.modules[LEARNER_MODULE] = module

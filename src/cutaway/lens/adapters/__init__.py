@@ -38,7 +38,10 @@ def require_cutaway_model(model: ModelLike) -> Transformer:
 
 
 def run_model(model: Transformer, tokens: Tensor, source: Tensor | None) -> Tensor:
-    """Return the logits, or the encoder output if the model is an encoder without a head."""
+    """Run the model. Return the logits, or the encoder output if it is an encoder without a head.
+
+    `source` is the encoder input of an encoder-decoder, else None.
+    """
     if isinstance(model, EncoderDecoder):
         return model(source, tokens)
     if isinstance(model, EncoderOnly) and model.head is None:

@@ -60,12 +60,12 @@ class _ModuleMap:
                 self.mapped_modules.setdefault(name, []).extend(mapped)
 
     def find(self, path: str) -> _MappedModule | None:
-        """Return the first mapping of a cutaway module whose path exists in the transformers model, or None."""
+        """Return the first `_MappedModule` of a cutaway module that exists in the transformers model, or None."""
         mapped = self.mapped_modules.get(f"{path}.weight", []) + self.mapped_modules.get(f"{path}.bias", [])
         return next((candidate for candidate in mapped if candidate.path in self.hf_modules), None)
 
     def hf_module(self, path: str) -> nn.Module | None:
-        """Return the transformers module that holds the weights of a cutaway module."""
+        """Return the transformers module that holds the weights of a cutaway module, or None."""
         mapped = self.find(path)
         return None if mapped is None else self.hf_modules[mapped.path]
 
@@ -92,7 +92,7 @@ class _ModuleMap:
         return any(name.startswith(f"{path}.") for name in self.mapped_modules)
 
     def shared_block_call(self, stack: str, layer: int) -> int | None:
-        """Return the number of earlier layers that use the same block, or None if no block is shared."""
+        """Return the number of earlier layers that use the same block as `layer`, or None if no block is shared."""
         blocks = list(self.cutaway_model.stacks[stack].blocks)
         if len(set(blocks)) == len(blocks):
             return None
@@ -128,7 +128,7 @@ _NO_MODULE = "its value is not the input or output of any module that the family
 
 
 def transformers_sites(model: nn.Module) -> SiteMap:
-    """Return the cutaway site names if a family supports the model, else submodule paths."""
+    """Return the sites of a module, with cutaway's site names if a family supports it, else with submodule paths."""
     family, hf_config = _find_family(model)
     if family is None:
         return module_sites(model, "no cutaway family supports this model, so its sites are module paths")
@@ -207,7 +207,7 @@ def _locate_in_block(suffix: str, block_path: str, module_map: _ModuleMap) -> _H
 def _locate_mid_resid(path: str, module_map: _ModuleMap) -> _HookLocation:
     """Locate the residual stream before a sublayer that is not the block's first.
 
-    With post-norm it is the output of the norm, else the input of the module that reads it.
+    With post-norm it is the output of the norm after the previous sublayer, else the input of the module that reads it.
     """
     block = path.rpartition(".")[0]
     for previous in ("cross", "attn"):
@@ -230,7 +230,7 @@ _INPUT_PROJECTIONS = ("f.q", "f.k", "f.v", "f.kv_down", "f.gate", "f.up")
 
 
 def _locate_sublayer_input(path: str, module_map: _ModuleMap) -> _HookLocation:
-    """Locate a sublayer's input, as the input of a module that reads this value and no other."""
+    """Locate a sublayer's input: the input of a module that reads only this value, else the output of the norm."""
     module = _sublayer_input_module(path, module_map)
     if module is None:
         return module_map.hf_module(f"{path}.norm_in"), False, HookConversion()

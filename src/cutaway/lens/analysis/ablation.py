@@ -79,7 +79,7 @@ def head_ablation(
 
 
 def _default_edits(inputs: AnalysisInputs) -> dict[str, dict[str, EditSpec]]:
-    """Return all structural ablations that this model supports."""
+    """Return {label: edits} for all structural ablations that the stack of `inputs` supports."""
     targets = structural_targets(inputs.model)
     edits: dict[str, dict[str, EditSpec]] = {}
     for (kind, op), label in _EDIT_LABELS.items():

@@ -21,7 +21,7 @@ _Kwargs = dict[str, object]
 def activation_checkpointing_cost(
     model: ModelLike, tokens: TextOrTokens, *, source: TextOrTokens | None = None, num_repeats: int = 3
 ) -> LabeledTensor:
-    """Saved activations in megabytes and time of a forward and backward pass in milliseconds, for each mode."""
+    """Size of the saved activations (MB) and time of a forward and backward pass (ms), for each checkpointing mode."""
     inputs = prepare_inputs(model, tokens, source)
     modes = {stack: stack.activation_checkpointing for stack in inputs.model.stacks.values()}
     training = inputs.model.training

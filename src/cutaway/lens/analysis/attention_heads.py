@@ -28,7 +28,7 @@ def attention_entropy(model: ModelLike, tokens: TextOrTokens, *, source: TextOrT
 
 
 def pattern_entropy(pattern: Tensor) -> Tensor:
-    """Mean entropy of each head in bits: (B, H, T, S) → (H,)."""
+    """Entropy of each head's attention in bits, averaged over batch and queries: (B, H, T, S) → (H,)."""
     return pattern_entropy_by_query(pattern).mean((0, 2))
 
 
@@ -45,7 +45,7 @@ def _attention_patterns(inputs: AnalysisInputs) -> dict[str, Tensor]:
 
 
 def _build_result(scores: dict[str, Tensor], title: str, unit: str, note: str = "") -> LabeledTensor:
-    """Stack one row per layer. If layers differ in their number of heads, shorter rows are padded with NaN."""
+    """Stack the scores of all layers to layer × head (× head_type). Layers with fewer heads are padded with NaN."""
     rows = list(scores.values())
     max_heads = max(map(len, rows))
     values = rows[0].new_full((len(rows), max_heads, *rows[0].shape[1:]), float("nan"))
@@ -83,7 +83,7 @@ def head_scores(
 
 
 def pattern_head_scores(pattern: Tensor, repeat_len: int) -> list[Tensor]:
-    """Return one tensor (H,) per head type, averaged over the second half, whose tokens have an earlier copy."""
+    """Return the heads' scores (H,) for each head type, averaged over the repeated second half of the tokens."""
     # (B, H, T − offset): attention of query t to key t − offset.
     diagonals = {offset: pattern.diagonal(-offset, -2, -1) for offset in (1, repeat_len, repeat_len - 1)}
     previous = diagonals[1][..., repeat_len - 1 :].mean((0, 2))

@@ -66,7 +66,7 @@ class ActivationMap(Protocol):
 
 @dataclass(frozen=True)
 class LogitContribution:
-    """Contribution of one component to the logit."""
+    """Contribution of one component (embed, sublayer, attention head or bias) to the attributed logit."""
 
     name: str
     contribution: Tensor
@@ -113,7 +113,7 @@ def direct_logit_attribution(
 
 
 def check_attributable(inputs: AnalysisInputs) -> None:
-    """Raise if the residual stream is not a plain sum or the head is not linear."""
+    """Raise InputError if the residual stream is not a plain sum, or if the language modeling head is not linear."""
     inputs.require_additive_residual("direct logit attribution")
     inputs.require_linear_head("direct logit attribution")
 
@@ -171,7 +171,7 @@ def _logit_direction(head: LMHead, token: int) -> tuple[Tensor, Tensor]:
 def _head_contributions(
     branch: Branch, at_position: ActivationMap, values: Tensor | None, site: str, direction: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the contributions of the heads and of the biases (None without biases) to the logit.
+    """Return the contributions of the heads and of the biases (None without biases) of an attention sublayer.
 
     The heads' contributions are (H,), or (H, S) with one column per attended token if `values` is not None.
     """
@@ -222,7 +222,7 @@ def _build_result(
 
 
 def _contribution_by_token(contribution: LogitContribution, position: int, seq_len: int, source_len: int) -> Tensor:
-    """Return a component's contribution by token. A scalar is attributed to the token at `position`."""
+    """Return a component's contribution by token, (T + S,). A scalar is attributed to the token at `position`."""
     value = contribution.contribution
     row = value.new_zeros(seq_len + source_len)
     if value.ndim == 0:

@@ -134,7 +134,7 @@ class AnalysisInputs:
 
 
 def prepare_inputs(model: ModelLike, tokens: TextOrTokens, source: TextOrTokens | None = None) -> AnalysisInputs:
-    """Unwrap the model and tokenize the text to (1, T)."""
+    """Unwrap the model, and convert the text, and the source of an encoder-decoder, to token ids (1, T)."""
     tokenizer, transformer = getattr(model, "tokenizer", None), require_cutaway_model(model)
     if isinstance(transformer, EncoderDecoder) and source is None:
         raise InputError("this model is an encoder-decoder, so it needs a source; pass source=…")

@@ -23,7 +23,7 @@ def logit_lens(
     unit: LogitLensUnit = "probability",
     source: TextOrTokens | None = None,
 ) -> LabeledTensor:
-    """Apply the final norm and the head to the residual stream after each block: layer × token.
+    """Apply the final norm and the head to the residual stream after the embedding and each block: layer × token.
 
     Reports the most likely token and its probability, or the probability, logit or rank of `token`.
     """

@@ -44,6 +44,9 @@ def activation_patching(
 ) -> LabeledTensor:
     """Patch the clean activation at `site` into the corrupted run: layer × token, or layer × head with `by_head`.
 
+    The values are the recovered fraction of the metric, which is 0 in the corrupted run and 1 in the clean run. The
+    metric is the logit of `answer_token` at `position`, minus the logit of `incorrect_token` if given.
+
     Both texts must have the same number of tokens. For an encoder-decoder, `source` is the pair of clean and corrupted
     encoder inputs.
     """
@@ -118,17 +121,17 @@ class _PatchingExperiment:
         return select_sites(self.all_sites, [f"{self.clean.site_prefix}blocks.*.{site}"], layers)
 
     def logit_metric(self, logits: Tensor) -> Tensor:
-        """Return the metric of each batch row: (B, T, V) → (B,)."""
+        """Return the logit of the answer, minus that of the incorrect token if there is one: (B, T, V) → (B,)."""
         answer, *incorrect = upcast_float32(logits)[:, self.position, self.tokens].unbind(-1)
         return answer - incorrect[0] if incorrect else answer
 
     def cache_activations(self, inputs: AnalysisInputs, sites: Iterable[Site]) -> dict[str, Tensor]:
-        """Run the model and return the activations at these sites."""
+        """Run the model on `inputs`, and return the activations at these sites by name."""
         t = inputs.trace(*(site.name for site in sites))
         return {name: t[name].as_subclass(Tensor) for name in t}
 
     def recovered_fraction(self, edits: Mapping[str, EditSpec], batch_size: int = 1) -> Tensor:
-        """Run the corrupted inputs with these edits. Return the recovered fraction of each batch row, (B,)."""
+        """Run the corrupted inputs with these edits. Return each batch row's recovered fraction of the metric, (B,)."""
         with self.clean.eval_mode(), edit(self.clean.model, edits):
             patched = self.logit_metric(_expand_batch(self.corrupted, batch_size).run())
         return (patched - self.corrupted_metric) / (self.clean_metric - self.corrupted_metric)
@@ -176,6 +179,7 @@ def path_patching(
 ) -> LabeledTensor:
     """Recovered fraction of the metric if only the direct path from a sender to one receiver is clean, per receiver.
 
+    The metric is the same as in `activation_patching`.
     `sender` is a site that writes to the residual stream (`blocks.2.attn.out`), or `blocks.2.attn.z` with `heads`. The
     difference between the sender's clean and corrupted value is added to the input of one receiver alone, and the
     receiver's new output is patched into the corrupted run. For the receiver `logits`, the difference is added to the

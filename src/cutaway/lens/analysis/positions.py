@@ -35,7 +35,7 @@ def position_similarity(model: ModelLike, token: TokenOrId, *, seq_len: int = 32
 
 
 def _position_vectors(inputs: AnalysisInputs, layer: int) -> tuple[str, Tensor]:
-    """Return a description of the position method, and its vectors (T, H, D)."""
+    """Return a description of the position method, and one vector per position and head, (T, H, D)."""
     embed_position, layer_position = inputs.stack.embed.position, position_module(inputs.stack, layer)
     if embed_position is None and isinstance(layer_position, ScoreBias):
         raise InputError(f"block {layer} adds positions to scores, so it has no position vectors; trace 'attn.scores'")

@@ -69,11 +69,14 @@ class ActivationCache:
         return hook
 
     def __getitem__(self, name: str) -> Tensor:
-        """Return an activation without the batch dimension (the batch size is 1)."""
+        """Return the activation at the site `name`, without the batch dimension (the batch size is 1)."""
         return self.values[name][0]
 
     def recompute_attention(self, attention: str, heads: list[int] | None = None) -> attention_pattern.AttentionScores:
-        """Recompute the scores and the pattern, both (1, H, T, S), of an attention module such as `blocks.0.attn`."""
+        """Recompute the scores and the pattern, both (1, H, T, S), of an attention module such as `blocks.0.attn`.
+
+        `heads` are the indices of the query heads to compute. The default is all heads.
+        """
         kernel, args = self.attention_calls[attention]
         return attention_pattern.compute_scores(kernel, args, heads, attention_pattern.build_dense_mask(args))
 

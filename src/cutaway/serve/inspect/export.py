@@ -21,7 +21,7 @@ CONTENT_SECURITY_POLICY = (
 
 
 def export_html(inspector: Inspector, progress: Callable[[int, int], None]) -> tuple[str, bool]:
-    """Return the HTML page, and whether it contains all query results for the default text.
+    """Return the inspector page as HTML, and whether it contains all query results for the default text.
 
     If the results exceed MAX_EXPORT_BYTES, the results for the first tokens of the text are left out.
     """
@@ -45,7 +45,7 @@ def export_html(inspector: Inspector, progress: Callable[[int, int], None]) -> t
 
 
 def _result_key(query_name: str, params: dict[str, object]) -> str:
-    """Return the key under which a query's result is stored. The web page builds the same string."""
+    """Return the key of a query's result in the exported page. The script of the page builds the same string."""
     return f"{query_name} {json.dumps(_drop_none(params), separators=(',', ':'), sort_keys=True, ensure_ascii=False)}"
 
 
@@ -56,7 +56,10 @@ def _drop_none(value: object) -> object:
 
 
 def _list_export_queries(inspector: Inspector) -> Iterator[tuple[str, dict[str, object]]]:
-    """Yield the queries of the screens Trace, Attention and Learn for the default text, last token first."""
+    """Yield name and parameters of the queries that the screens Trace, Attention and Learn send for the default text.
+
+    Queries about single tokens start with the last token.
+    """
     yield "model_info", {}
     tokenizer = inspector.tokenizer
     yield "tokenize", {"text": tokenizer.default_text, "field": "text"}
@@ -99,7 +102,7 @@ def _list_activation_sites(inspector: Inspector, attention_names: list[str]) -> 
 
 
 def _render_html(model_name: str, results: dict[str, str]) -> str:
-    """Render the page, which makes no network requests. The model name and the query results are escaped."""
+    """Return the exported page as HTML without network requests. The model name and the query results are escaped."""
     files = load_static_files()
     script = files["page.js"].decode().replace("</script", "<\\/script").replace("<!--", "<\\!--")
     style = files["page.css"].decode().replace("</style", "<\\/style")

@@ -16,7 +16,7 @@ from cutaway.model.positions import Alibi, LearnedPosition, SinusoidalPosition
 
 
 def list_formulas(model: Transformer, site_name: str, sites: Mapping[str, Site]) -> list[str]:
-    """Return the formula names of a site, in the order of computation."""
+    """Return the names of the formulas that compute the activation at a site, in the order of computation."""
     if site_name in ("logits", "softmax"):
         head: Any = model.head
         return ["softmax"] if site_name == "softmax" else ["logits.capped" if head.softcap is not None else "logits"]

@@ -55,7 +55,7 @@ class Inspector:
     def get_activations(
         self, model_input: ModelInput, job: QueryJob, on_site: SiteCallback = lambda name, value: None
     ) -> ActivationCache:
-        """Return the activations of an input.
+        """Return the model's activations for an input.
 
         If they are not cached, run a forward pass, which calls `on_site(name, activation)` at each site.
         """
@@ -73,9 +73,9 @@ class Inspector:
             return activations
 
     def get_activations_at(self, model_input: ModelInput, site_names: list[str], job: QueryJob) -> ActivationCache:
-        """Return the activations of an input, including those at `site_names`.
+        """Return the model's activations for an input, including the activations at `site_names`.
 
-        A second forward pass computes those that `get_activations` leaves out to save memory.
+        A second forward pass computes the activations that `get_activations` leaves out to save memory.
         """
         activations = self.get_activations(model_input, job)
         missing = [name for name in site_names if name not in activations.values]
@@ -126,7 +126,7 @@ class Inspector:
 
     @contextmanager
     def edited_model(self, model_input: ModelInput) -> Iterator[None]:
-        """Context manager: hold the lock, with the model in eval mode, without gradients, and the edits applied."""
+        """Context manager: hold the lock, with the model in eval mode, no gradients, and the input's edits applied."""
         with self.lock, torch.no_grad(), eval_mode(self.model), ExitStack() as stack:
             if model_input.edits:
                 stack.enter_context(edit(self.model, model_input.edits))
@@ -143,7 +143,7 @@ class Inspector:
         return self.model.hidden_states(tokens)
 
     def to_tensors(self, model_input: ModelInput) -> tuple[Tensor, Tensor | None]:
-        """Return the tokens (1, T), and the source (1, S) of an encoder-decoder."""
+        """Return the token ids (1, T), and the encoder token ids (1, S), which are None if the input has no source."""
         device = self.model.device
         source = None if model_input.source is None else torch.tensor([model_input.source], device=device)
         return torch.tensor([model_input.tokens], device=device), source
@@ -161,7 +161,7 @@ class Inspector:
             return head.forward(hidden).float()
 
     def validate_input(self, model_input: ModelInput) -> None:
-        """Raise if the model cannot process this input."""
+        """Raise if a source is missing, if the model takes no source, or if a token id is not in the vocabulary."""
         is_encoder_decoder = isinstance(self.model, EncoderDecoder)
         if is_encoder_decoder and model_input.source is None:
             raise InputError("source is missing; this model is an encoder-decoder, so pass a source")

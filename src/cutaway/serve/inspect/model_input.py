@@ -73,7 +73,7 @@ class TokenizerAdapter:
         return [byte % self.vocab_size for byte in text.encode("utf-8", "replace")]
 
     def decode_token(self, token: int) -> str:
-        """Return the text of a token."""
+        """Return the text of a token. Without a tokenizer, return the printable ASCII character, or else <id>."""
         if self.tokenizer is not None:
             return token_text(self.tokenizer, token)
         return chr(token) if 32 <= token < 127 else f"<{token}>"

@@ -44,7 +44,10 @@ class QueryExecutor:
         self.pool.shutdown(wait=True, cancel_futures=True)
 
     async def stream(self, query: Query) -> AsyncGenerator[bytes, None]:
-        """Run a query and yield its frames."""
+        """Run a query in the thread pool and yield the frames of its result.
+
+        Raise an error with status 429 if too many queries wait. The query is canceled when the generator is closed.
+        """
         if len(self.jobs) >= MAX_PENDING_QUERIES:
             raise APIError(429, "too many queries are waiting; try again later", headers={"retry-after": "1"})
         loop = asyncio.get_running_loop()
@@ -82,7 +85,10 @@ def _enqueue_frame(loop: asyncio.AbstractEventLoop, frames: "asyncio.Queue[bytes
 
 
 def parse_query(name: str, params: bytes | object) -> Query:
-    """Validate a query from a JSON body (bytes), or from parameters that a notebook has already parsed."""
+    """Return the query of this name. Raise an APIError if the name or the parameters are invalid.
+
+    `params` is a JSON body (bytes), or parameters that a notebook has already parsed.
+    """
     query_class = QUERIES.get(name)
     if query_class is None:
         raise APIError(404, f"there is no such query; use one of {', '.join(QUERIES)}")

@@ -15,7 +15,10 @@ NUM_TOP_TOKENS = 20
 
 
 def build_snippet(inspector: Inspector, model_input: ModelInput, site_name: str, position: int) -> str:
-    """Return the snippet for the token at `position`, or "" if no short expression computes the activation."""
+    """Return Python code that prints the activation of the token at `position` at a site.
+
+    Return "" if no short expression computes the activation.
+    """
     lines = ["import torch", "import cutaway as ct", ""]
     if inspector.tokenizer.is_untrained:
         lines.append(f"model = ct.build({inspector.name!r}, seed=0)")
@@ -46,7 +49,7 @@ def _model_call(inspector: Inspector) -> str:
 
 
 def _direct_expression(inspector: Inspector, site_name: str, position: int) -> str:
-    """Return an expression for embedding rows or RoPE angles, which have no site, or "" if there is none."""
+    """Return a Python expression for an embedding row or RoPE angles, which have no site, or "" if there is none."""
     stacks = inspector.model.stacks
     side = next(side for side in stacks if site_name.startswith(f"{side}.") or len(stacks) == 1)
     if site_name.endswith("embed.token"):

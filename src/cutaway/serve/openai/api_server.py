@@ -40,7 +40,7 @@ STREAMING_RESPONSES: dict[int | str, dict[str, Any]] = {
 
 
 def build_router(serving: ServingEngine) -> APIRouter:
-    """Build the routes of the API."""
+    """Build the router with the routes of the OpenAI-compatible API."""
     router = APIRouter(responses=ERROR_RESPONSES)
     model_card = {
         "id": serving.served_model_name,
@@ -179,7 +179,7 @@ def build_openai_app(
     pooling: str | None = None,
     weight_bits: int | None = None,
 ) -> tuple[FastAPI, ServingEngine]:
-    """Build the application and its `ServingEngine`, which is closed when the server shuts down."""
+    """Build the OpenAI-compatible application and its `ServingEngine`, which is closed when the server shuts down."""
     limits = limits or Limits()
     serving = ServingEngine(
         checkpoint,

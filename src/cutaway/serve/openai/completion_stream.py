@@ -48,9 +48,9 @@ class CompletionStream:
             request.on_update = partial(self.on_output, index, request)
 
     def on_output(self, index: int, request: Request) -> None:
-        """Record the time of a new token. This is called by the engine's thread.
+        """Record the time of a completion's new token. This is called by the engine's thread.
 
-        When streaming, the event loop is notified of each token, otherwise only when the request is finished.
+        When streaming, the event loop is notified of each token, otherwise only when the completion is finished.
         """
         self.token_times[index][1:] = [time.monotonic()]
         if self.is_streaming or request.finished.is_set():
@@ -90,7 +90,7 @@ class CompletionStream:
         return sum(len(request.output.tokens) for request in self.requests)
 
     def abort(self) -> None:
-        """Abort unfinished completions."""
+        """Abort the unfinished completions of the request, and record the metrics."""
         for request in self.requests:
             request.abort()
         self.record_metrics()

@@ -38,7 +38,7 @@ def read_pooling_mode(directory: Path) -> str | None:
 def compute_embeddings(
     model: Transformer, token_ids: Sequence[Sequence[int]], pooling: str | None, should_continue: Callable[[], bool]
 ) -> list[list[float]]:
-    """Compute one embedding per text, in batches of similar length.
+    """Compute one L2-normalized embedding per row of `token_ids`, in batches of rows of similar length.
 
     `should_continue` is called before each batch. If it returns False, the result is an empty list.
     """

@@ -95,7 +95,10 @@ def map_chat_request(
 
 
 def as_prompt_list(prompts: PromptInput, param: str, limit: int) -> list[str | list[int]]:
-    """Normalize a text, a list of texts, token ids or lists of token ids to a list of prompts."""
+    """Normalize a text, a list of texts, token ids or lists of token ids to a list of prompts.
+
+    Raise if the list is empty or has more than `limit` prompts.
+    """
     is_single = isinstance(prompts, str) or (prompts and isinstance(prompts[0], int))
     prompt_list = cast("list[str | list[int]]", [prompts] if is_single else prompts)  # mypy cannot split the union
     if not prompt_list:

@@ -25,7 +25,7 @@ def _timeout_error(limits: Limits) -> APIError:
 
 
 async def with_cancellation(request: Request, work: Awaitable[T], limits: Limits) -> T:
-    """Await `work` and return its result. Cancel it when the client disconnects or the request times out."""
+    """Return the result of `work`. Cancel `work` and raise if the client disconnects or the request times out."""
     try:
         async with asyncio.timeout(limits.request_timeout):
             return await run_until_disconnect(work, request.receive)

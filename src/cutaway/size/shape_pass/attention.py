@@ -58,7 +58,7 @@ def _project_keys_values(
 def _project_heads(
     tape: Tape, x: ShapeTensor, config: MultiHead | Cross, name: str, heads: int, key: WeightKey, d_head: int
 ) -> ShapeTensor:
-    """Project, clamp to ±clip_qkv and split into heads, (B, T, H, D)."""
+    """Project x to queries, keys or values (`name`), clamp to ±clip_qkv if set, and split into heads: (B, T, H, D)."""
     y = tape.linear(x, heads * d_head, (*key, name), bias=name in config.bias, component="projections")
     if config.clip_qkv is not None:
         y = tape.record_op([y], saved=[y])
@@ -66,7 +66,7 @@ def _project_heads(
 
 
 def _qk_norm(tape: Tape, x: ShapeTensor, config: QKNorm | None, key: WeightKey) -> ShapeTensor:
-    """QK-norm on queries or keys."""
+    """Apply QK-norm, if configured, to queries or keys (B, T, H, D)."""
     if config is None:
         return x
     heads, d_head = x.shape[-2:]
@@ -76,7 +76,9 @@ def _qk_norm(tape: Tape, x: ShapeTensor, config: QKNorm | None, key: WeightKey) 
 
 
 def _apply_rope(tape: Tape, x: ShapeTensor, rope_tables: RopeTables) -> ShapeTensor:
-    """(a, b) → (a·cos − b·sin, b·cos + a·sin); dimensions beyond the rotary dimension are unchanged."""
+    """Apply RoPE to queries or keys: (a, b) → (a·cos − b·sin, b·cos + a·sin).
+
+    Dimensions beyond the rotary dimension are unchanged."""
     cos, sin = (tape.cast(table, x.itemsize) for table in rope_tables)
     half = (*x.shape[:-1], cos.shape[-1])
     a, b = tape.narrow(x, *half), tape.narrow(x, *half)
@@ -91,7 +93,7 @@ def _apply_rope(tape: Tape, x: ShapeTensor, rope_tables: RopeTables) -> ShapeTen
 
 
 def _read_cache(tape: Tape, x: ShapeTensor, mask: MaskShape) -> ShapeTensor:
-    """Return all cached keys or values, including those of the new tokens. No memory is allocated."""
+    """Return all cached keys, values or latents, including those of the new tokens (x). No memory is allocated."""
     return ShapeTensor((x.shape[0], mask.num_keys, *x.shape[2:]), x.itemsize, tape.empty((0,), 0).storage, None)
 
 

@@ -14,7 +14,7 @@ _AttentionFlops = tuple[MatmulFlops, MatmulFlops]
 
 @dataclass
 class MaskShape:
-    """A mask that one or more layers use: its size, and the tensors that the attention kernel needs."""
+    """An attention mask that one or more layers use: its size, and the tensors that the attention kernel needs."""
 
     kernel: str
     num_queries: int
@@ -45,7 +45,7 @@ def scaled_dot_product_attention(
     sink: Weight | None = None,
     min_flop_widths: tuple[int, int] | None = None,
 ) -> ShapeTensor:
-    """Attention: q (B, T, H, D), k (B, S, G, D) and v (B, S, G, E) → (B, T, H, E).
+    """Record attention with the kernel of the mask: q (B, T, H, D), k (B, S, G, D), v (B, S, G, E) → (B, T, H, E).
 
     `min_flop_widths` are the key and value widths of an equivalent computation with fewer FLOPs (absorbed MLA).
     """
@@ -64,7 +64,7 @@ def scaled_dot_product_attention(
 
 
 def _has_fused_kernel(tape: Tape, qkv: QKV, mask: MaskShape, dropout: float) -> bool:
-    """Whether PyTorch's SDPA has a fused kernel for these inputs, which does not materialize the scores."""
+    """Whether PyTorch's SDPA has a fused kernel, which does not materialize the scores, for these inputs."""
     q, k, v = qkv
     trained_bias = mask.mask_tensor is not None and mask.mask_tensor.node is not None
     if tape.execution.device == "cpu":
@@ -81,7 +81,7 @@ def _scale_matmul(matmul: MatmulFlops, factor: int) -> MatmulFlops:
 def _fused_attention(
     tape: Tape, qkv: QKV, mask: MaskShape, flops: _AttentionFlops, *, sink: Weight | None
 ) -> ShapeTensor:
-    """Fused kernel: saves q, k, v, the output and one log-sum-exp per query; backward recomputes the scores."""
+    """Record a fused kernel. It saves q, k, v, output and a log-sum-exp per query; backward recomputes the scores."""
     q, _, v = qkv
     batch, queries, heads, _ = q.shape
     inputs = list(qkv)
@@ -116,7 +116,7 @@ def _explicit_attention(
     dropout: float,
     sink: Weight | None,
 ) -> ShapeTensor:
-    """Explicit kernel: materializes the scores and the pattern, (B, H, T, S)."""
+    """Record the explicit kernel, which materializes the scores and the attention pattern, (B, H, T, S) each."""
     (q, k, v), (score_matmul, value_matmul) = qkv, flops
     k, v = _repeat_kv(tape, k, q.shape[2]), _repeat_kv(tape, v, q.shape[2])
     s = _attention_scores(tape, tape.record_op([q]), k, score_matmul)
@@ -143,7 +143,7 @@ def _explicit_attention(
 
 
 def _math_attention(tape: Tape, qkv: QKV, mask: MaskShape, flops: _AttentionFlops, dropout: float) -> ShapeTensor:
-    """SDPA's math backend, used where no fused kernel applies: materializes the scores, in fp32 or wider."""
+    """Record SDPA's math backend, used if no fused kernel applies. It materializes the scores, in fp32 or wider."""
     (q, k, v), (score_matmul, value_matmul) = qkv, flops
     heads, dtype = q.shape[2], q.itemsize
     q, k, v = (tape.cast(x, max(4, dtype)) for x in (q, k, v))
@@ -172,7 +172,7 @@ def _contiguous_by_head(tape: Tape, x: ShapeTensor) -> ShapeTensor:
 
 
 def _attention_scores(tape: Tape, q: ShapeTensor, k: ShapeTensor, score_matmul: MatmulFlops) -> ShapeTensor:
-    """q·kᵀ in head-major layout, (B, H, T, S)."""
+    """Record q·kᵀ; return the scores in head-major layout: (B, H, T, S)."""
     q, k = _contiguous_by_head(tape, q), _contiguous_by_head(tape, k)
     return _record_matmul(tape, (q.shape[0], q.shape[2], q.shape[1], k.shape[1]), [q, k], score_matmul)
 
@@ -190,7 +190,7 @@ def _record_matmul(tape: Tape, shape: Shape, inputs: list[ShapeTensor], flops: M
 
 
 def _apply_pattern(tape: Tape, pattern: ShapeTensor, v: ShapeTensor, value_matmul: MatmulFlops) -> ShapeTensor:
-    """pattern·v in token-major layout, (B, T, H, E)."""
+    """Record pattern·v; return the product in token-major layout: (B, T, H, E)."""
     v = _contiguous_by_head(tape, v)
     shape = (pattern.shape[0], pattern.shape[2], pattern.shape[1], v.shape[3])
     return _contiguous_by_head(tape, _record_matmul(tape, shape, [pattern, v], value_matmul))

@@ -24,7 +24,9 @@ class PassShape:
 
 @dataclass(frozen=True)
 class ExecutionConfig:
-    """How a pass is executed. Item sizes are bytes per element."""
+    """Dtypes, attention kernel, activation checkpointing, device and parallelism of a shape pass.
+
+    Item sizes are bytes per element."""
 
     weight_itemsize: int = 4
     compute_itemsize: int = 4

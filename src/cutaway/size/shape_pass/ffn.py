@@ -42,13 +42,13 @@ def _dense_ffn(
 
 
 def _gated_activation(tape: Tape, activation: Activation, gate: ShapeTensor, up: ShapeTensor) -> ShapeTensor:
-    """act(gate) · up."""
+    """Record act(gate) · up, the hidden activations of a gated FFN."""
     activated = apply_activation(tape, gate, activation)
     return tape.record_op([activated, up], saved=[activated, up])
 
 
 def _clamped_swiglu(tape: Tape, gate: ShapeTensor, up: ShapeTensor) -> ShapeTensor:
-    """gate · sigmoid(alpha · gate) · (up + 1) with gate and up clamped."""
+    """Record gate · sigmoid(alpha · gate) · (up + 1) with gate and up clamped."""
     gate, up = tape.record_op([gate], saved=[gate]), tape.record_op([up], saved=[up])
     scaled = tape.record_op([gate])
     sigmoid = tape.record_op([scaled], save_output=True)
@@ -128,7 +128,7 @@ def _grouped_linear(tape: Tape, config: Moe, num_rows: int) -> LinearFn:
 
 
 def _combine_experts(tape: Tape, weights: ShapeTensor, y: ShapeTensor) -> ShapeTensor:
-    """Σ weight · y over the top_k experts, which is counted as a matmul if top_k > 1."""
+    """Record Σ weight · y over the top_k experts of each token, which is counted as a matmul if top_k > 1."""
     num_tokens, top_k, d_model = y.shape
     if tape.execution.autocast:
         weights, y = tape.cast(weights, tape.execution.compute_itemsize), tape.cast(y, tape.execution.compute_itemsize)

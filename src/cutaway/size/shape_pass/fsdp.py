@@ -17,7 +17,7 @@ _GATHERED_WEIGHTS, _REDUCE_SCATTER_BUFFERS = "all-gathered weights", "reduce-sca
 
 
 def _find_param_group(key: WeightKey, shared_stacks: Collection[str] = ()) -> ParamGroup:
-    """Parameter group of a weight: its block, or the root group if it is outside a block or shared between layers."""
+    """FSDP group of a weight: its block, or the root group if it is outside a block or shared between layers."""
     in_block = len(key) > 2 and isinstance(key[1], int) and key[2] != "relative_bias" and key[0] not in shared_stacks
     return key[:2] if in_block else ROOT_GROUP
 
@@ -76,7 +76,7 @@ class FSDPState:
             self.unsharded_weights[group] = Storage(self.memory_tracker, nbytes, _GATHERED_WEIGHTS)
 
     def pre_forward(self, group: ParamGroup) -> None:
-        """All-gather the group before its forward pass."""
+        """All-gather the weights of a group before its forward pass."""
         self.all_gather(group)
         self.previous_all_gather_output = None
         self.copy_out(group)
@@ -91,7 +91,7 @@ class FSDPState:
             del self.unsharded_weights[group]
 
     def pre_backward(self, group: ParamGroup) -> None:
-        """All-gather the group before its backward pass, and prefetch the next group."""
+        """All-gather the weights of a group before its backward pass, and prefetch those of the next group."""
         assert self.forward_order[-1] == group
         self.all_gather(group)
         self.copy_out(group)

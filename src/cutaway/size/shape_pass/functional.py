@@ -36,7 +36,7 @@ def apply_activation(tape: Tape, x: ShapeTensor, name: Activation) -> ShapeTenso
 
 
 def dropout(tape: Tape, x: ShapeTensor, rate: float) -> ShapeTensor:
-    """Dropout. An element of the saved mask has one byte on the GPU, and the item size of the input on the CPU."""
+    """Record dropout. An element of the saved mask has one byte on the GPU, and the item size of x on the CPU."""
     if rate == 0 or not tape.execution.grad:
         return x
     return tape.record_op([x], extra_saved_bytes=x.numel * (1 if tape.execution.device == "cuda" else x.itemsize))
@@ -47,7 +47,7 @@ def add(tape: Tape, a: ShapeTensor, b: ShapeTensor) -> ShapeTensor:
 
 
 def norm(tape: Tape, x: ShapeTensor, config: Norm, key: WeightKey, *, gain_shape: tuple[int, ...] = ()) -> ShapeTensor:
-    """Norm over the last dimension. `gain_shape`: shape of the gain, if it is not (width,), as with gains per head."""
+    """Record a norm over the last dimension. `gain_shape`: shape of the gain if not (width,), as for gains per head."""
     if isinstance(config, NoNorm):
         return x
     width = x.shape[-1]

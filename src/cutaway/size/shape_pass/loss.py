@@ -12,7 +12,7 @@ CHUNK_TOKENS = 1024
 
 
 def cross_entropy(tape: Tape, logits: ShapeTensor) -> ShapeTensor:
-    """Cross-entropy: −log softmax at the target.
+    """Record the cross-entropy of the logits, −log softmax at the target; return the loss.
 
     On the GPU, autocast computes log softmax in the logits' dtype and casts the result to fp32. On the CPU, autocast
     casts the logits to fp32 first."""
@@ -27,7 +27,7 @@ def cross_entropy(tape: Tape, logits: ShapeTensor) -> ShapeTensor:
 
 
 def chunked_cross_entropy(tape: Tape, x: ShapeTensor, config: Config) -> tuple[ShapeTensor, int]:
-    """Return the loss, and the number of bytes of the largest chunk's logits.
+    """Record the cross-entropy in chunks of targets; return the loss and the bytes of the largest chunk's logits.
 
     Gradients are computed in the forward pass, chunk by chunk."""
     targets, width = x.numel // x.shape[-1], x.shape[-1]
@@ -44,7 +44,7 @@ def chunked_cross_entropy(tape: Tape, x: ShapeTensor, config: Config) -> tuple[S
 
 
 def _chunk_sizes(num_targets: int) -> list[tuple[int, int]]:
-    """List (targets per chunk, number of such chunks)."""
+    """List the sizes of the chunks: (targets per chunk, number of chunks of this size)."""
     chunks = (CHUNK_TOKENS, num_targets // CHUNK_TOKENS), (num_targets % CHUNK_TOKENS, 1)
     return [(size, count) for size, count in chunks if size and count]
 
@@ -52,7 +52,7 @@ def _chunk_sizes(num_targets: int) -> list[tuple[int, int]]:
 def _run_chunk(tape: Tape, num_rows: int, repeats: int, x: ShapeTensor, config: Config) -> int:
     """Run the head's forward and backward pass for one chunk; return the number of bytes of its logits.
 
-    FLOPs, collectives and operations are counted `repeats` times."""
+    FLOPs, collectives and operations are counted `repeats` times, once for each chunk of this size."""
     chunk_tape = Tape(tape.execution)
     chunk_tape.memory_tracker, chunk_tape.autocast_copies = tape.memory_tracker, tape.autocast_copies
     chunk_tape.component = "logits"

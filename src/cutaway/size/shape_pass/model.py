@@ -153,7 +153,7 @@ def _embed(tape: Tape, config: Config, embedding: Embedding, name: str, batch_si
 
 
 def run_head(tape: Tape, x: ShapeTensor, config: Config) -> ShapeTensor:
-    """Apply the head's transform, if any, and the output matrix."""
+    """Apply the head's transform, if any, the output matrix, scale and softcap; return the logits."""
     config_head = config.head
     assert isinstance(config_head, LMHead)
     transform = config_head.transform

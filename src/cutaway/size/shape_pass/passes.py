@@ -44,7 +44,7 @@ def inference_pass(
     serving: bool = False,
     source_cached: bool | None = None,
 ) -> PassCost:
-    """Run the forward pass over `seq_len` tokens per sequence, without gradients.
+    """Run the forward pass on shapes, over `seq_len` tokens per sequence and without gradients; return its cost.
 
     `num_cached_tokens` tokens per sequence are already in the KV cache. The encoder of an encoder-decoder runs too,
     unless `source_cached` is True; the default is True if any tokens are cached. With `serving`, keys and values are
@@ -73,10 +73,10 @@ def training_pass(
     loss: str = "full",
     packed: bool = False,
 ) -> PassCost:
-    """Run the forward pass, cross-entropy and backward pass. With `packed`, sequences hold several documents.
+    """Run the forward pass, cross-entropy and backward pass on shapes; return their cost.
 
-    With the 'full' loss, all logits stay allocated until the end of the step, because callers usually hold a reference
-    to them. 'chunked' is the loss of `cutaway train`.
+    With `packed`, sequences hold several documents. With the 'full' loss, all logits stay allocated until the end of
+    the step, because callers usually hold a reference to them. 'chunked' is the loss of `cutaway train`.
     """
     tape = Tape(replace(execution, grad=True, mask_batch_size=batch_size if packed else 0))
     fsdp = None
@@ -119,7 +119,7 @@ def training_pass(
 
 
 def _count_saved_bytes(tape: Tape) -> int:
-    """Number of bytes saved for backward. Each storage counts once."""
+    """Number of bytes that the forward pass has saved for backward. Each storage counts once."""
     saved = {storage for node in tape.nodes for storage in node.saved_storages}
     for node in tape.nodes:
         if node.checkpoint_frame is not None:

@@ -64,7 +64,7 @@ class Tape:
         kept_by_selective: bool = False,
         extra_saved_bytes: int = 0,
     ) -> ShapeTensor:
-        """Record one operation: its output, the tensors it saves for backward, and its matmuls.
+        """Record one operation with its matmuls and the tensors that it saves for backward; return its output.
 
         The output has the given shape and item size, by default those of the first input.
         `extra_saved_bytes` is the number of bytes that are allocated and saved in addition to the output (the
@@ -117,7 +117,7 @@ class Tape:
         return ShapeTensor(shape, x.itemsize, x.storage, node)
 
     def copy_to_tp_region(self, x: ShapeTensor) -> ShapeTensor:
-        """Input of a tensor-parallel region: identity in forward, all-reduce of the gradient in backward."""
+        """Return the input of a tensor-parallel region: identity in forward, all-reduce of the gradient in backward."""
         if self.execution.tp == 1:
             return x
         x = self.narrow(x, *x.shape)
@@ -126,14 +126,16 @@ class Tape:
         return x
 
     def reduce_from_tp_region(self, x: ShapeTensor) -> ShapeTensor:
-        """Output of a tensor-parallel region: all-reduce in forward, identity in backward."""
+        """Return the output of a tensor-parallel region: all-reduce in forward, identity in backward."""
         if self.execution.tp == 1:
             return x
         self.counter.add_collective("all-reduce", x.nbytes)
         return self.record_op([x], passes_grad_through=True)
 
     def save_for_backward(self, node: GradNode, storage: Storage) -> None:
-        """Save a storage for backward. In a checkpointed block, save an empty slot, which the recomputation fills."""
+        """Save a storage for the backward of a node. In a checkpointed block, save an empty slot instead.
+
+        The recomputation fills the slots. Raises StopRecomputationError when it has filled the last one."""
         frame = self.checkpoint_frame
         if self.block_matmuls is not None:
             self.block_matmuls.num_needed = len(self.block_matmuls.matmuls)
@@ -287,7 +289,9 @@ class Tape:
         node.saved_storages.clear()
 
     def _accumulate_weight_grad(self, weight: Weight) -> None:
-        """Allocate a weight's gradient. If the weight is used twice, allocate the second gradient and the sum too."""
+        """Allocate a weight's gradient.
+
+        If the weight is used twice, allocate the second gradient too and, without autocast, the sum."""
         execution, component = self.execution, TEMPORARY_GRADS
         fp32_grad = compute_grad = None
         if weight.has_fp32_grad:

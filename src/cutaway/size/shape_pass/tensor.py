@@ -28,7 +28,7 @@ class Storage:
         tracker.allocate(nbytes, component)
 
     def reassign(self, component: str) -> "Storage":
-        """Count the storage under another component from now on."""
+        """Count the storage under another memory component from now on; return it."""
         self.tracker.free(self.nbytes, self.component)
         self.component = component
         self.tracker.allocate(self.nbytes, component)
@@ -84,7 +84,7 @@ class ShapeTensor:
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter; tied weights have the same `key`."""
+    """Key, shape and use of a parameter; tied weights have the same `key`."""
 
     key: WeightKey
     shape: Shape

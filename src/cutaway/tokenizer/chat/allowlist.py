@@ -63,7 +63,7 @@ def _batch_filter_size(values: object, size: object, fill: object = None) -> int
 
 
 def _sum_size(values: object, attribute: object = None, start: object = 0) -> int:
-    """Size of a sum. A sum of lists copies the partial sum at each step, so its size is quadratic."""
+    """Upper bound on the size of all partial sums. It is quadratic for lists: each step copies the partial sum."""
     return estimate_size(values) * (1 if isinstance(start, int | float) else estimate_size(values))
 
 
@@ -81,7 +81,7 @@ def _escape_size(value: object) -> int:
 
 
 def _tojson_size(value: object, *_: object, indent: object = None, separators: object = None, **__: object) -> int:
-    """Size of JSON. With `indent`, each item starts a new line that is indented by its depth."""
+    """Estimate of the size of `value` as JSON. With `indent`, each item is on a new line, indented by its depth."""
     step = 0 if indent is None else _width_size(indent)
     total = estimate_size(separators)
     pending: list[tuple[object, int]] = [(value, 1)]
@@ -102,7 +102,7 @@ def to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Plain JSON. The tojson filter of Jinja, which this replaces, escapes HTML."""
+    """Return `value` as plain JSON. Replaces Jinja's tojson filter, which escapes HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

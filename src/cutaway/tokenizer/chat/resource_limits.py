@@ -26,25 +26,25 @@ MAX_INT_BITS = 4096
 
 
 class ResourceMeter:
-    """CPU time and total size used by one rendering, all of it in one thread."""
+    """Measures and limits the CPU time and the total size of all values of one rendering, which runs in one thread."""
 
     def __init__(self) -> None:
         self._total_size = 0
         self._deadline = time.thread_time() + MAX_SECONDS
 
     def check_time(self) -> None:
-        """Raise SecurityError after the deadline."""
+        """Raise SecurityError if the rendering has used more than MAX_SECONDS of CPU time."""
         if time.thread_time() > self._deadline:
             raise SecurityError(f"it uses more than {MAX_SECONDS:g} seconds of CPU time")
 
     def check_size(self, size: int) -> None:
-        """Raise SecurityError if a new value of this size would be too large, or if the deadline has passed."""
+        """Raise SecurityError if a new value of this size would be too large, or if the CPU time is used up."""
         self.check_time()
         if size > MAX_VALUE_SIZE:
             raise SecurityError(f"it creates a value of more than {MAX_VALUE_SIZE:,} characters")
 
     def charge_value(self, value: T) -> T:
-        """Check the size of a new value and add its size to the total."""
+        """Check the size of a new value, add it to the total (a list or dict without its items); return the value."""
         self.check_size(estimate_size(value))
         if isinstance(value, str):
             self._charge(len(value))
@@ -53,7 +53,7 @@ class ResourceMeter:
         return value
 
     def charge_output(self, text: str) -> str:
-        """Add rendered text to the total."""
+        """Add the length of rendered text to the total size; return the text."""
         self.check_time()
         self._charge(len(text))
         return text

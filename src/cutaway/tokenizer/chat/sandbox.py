@@ -36,7 +36,7 @@ _MAX_TEMPLATE_NODES = 10_000
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` marks assistant text for training; the text is rendered unchanged."""
+    """Jinja tag `{% generation %}`, which marks assistant text for training; the text is rendered unchanged."""
 
     tags = {"generation"}
 
@@ -220,7 +220,7 @@ def _metered_dict(*pairs: Iterable[tuple[str, object]], **named: object) -> dict
 
 
 class _TemplateNamespace(Namespace):
-    """Variables that persist after a loop. Names with a leading underscore are rejected."""
+    """`namespace()` of templates: variables that persist after a loop. Names with a leading underscore are rejected."""
 
     def __init__(self, /, *pairs: Iterable[tuple[str, object]], **named: object) -> None:
         values: dict[str, object] = dict(*pairs, **named)
@@ -243,7 +243,7 @@ def _check_namespace_key(name: str) -> None:
 
 
 class TemplateRaisedError(TemplateError):
-    """Raised by raise_exception in a template."""
+    """Raised if a template calls `raise_exception`, e.g. for messages that it does not support."""
 
 
 def _raise_exception(message: object) -> None:

@@ -17,7 +17,7 @@ _MAX_TEMPLATE_CHARS = 100_000
 
 
 def render_chat_template(template: str, messages: Sequence[Message], variables: Mapping[str, object]) -> str:
-    """Render a template with messages and variables, within the limits of `resource_limits`."""
+    """Render a chat template with messages and variables, within the limits of `resource_limits`."""
     chat = _validate_messages(messages)
     values = {name: _to_json_types(value, name) for name, value in variables.items()}
     values.setdefault("documents", None)

@@ -128,7 +128,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, object]) -> Tokenizer:
 
 
 def _read_chat_templates(metadata: Mapping[str, object]) -> ChatTemplate:
-    """The chat template, or a dict of templates by name if there are several."""
+    """The chat template, a dict of templates by name if there are several, or None if there is none."""
     names = metadata.get(f"{_CHAT_TEMPLATE_KEY}s") or []
     if not isinstance(names, list):
         raise InputError(f"the GGUF metadata has {_CHAT_TEMPLATE_KEY}s that are not a list of names; fix the file")
@@ -195,7 +195,7 @@ def _sentencepiece_model(
 
 
 def _build_bert(metadata: _GGUFTokenizerMetadata) -> tokenizers.Tokenizer:
-    """Build WordPiece. llama.cpp marks the starts of words with ▁; BERT marks continuations with ##."""
+    """Build a WordPiece tokenizer. llama.cpp marks the starts of words with ▁; BERT marks continuations with ##."""
     ids: dict[str, int] = {}
     for token_id, (token, token_type) in enumerate(zip(metadata.tokens, metadata.token_types, strict=True)):
         if token_type not in (spm.CONTROL, spm.UNKNOWN):
@@ -282,7 +282,7 @@ def _adds_space_prefix(steps: list[Step]) -> bool:
 
 
 def _token_metadata(tokenizer: Tokenizer, model: Step) -> dict[str, object]:
-    """Tokens and types in the order of ids, with placeholders for unused ids; also scores for SentencePiece models."""
+    """Metadata lists by token id: tokens, token types and, for SentencePiece, scores. Unused ids get placeholders."""
     vocab = tokenizer.backend.get_vocab(with_added_tokens=True)
     size = max(vocab.values()) + 1
     tokens = [f"[PAD{token_id}]" for token_id in range(size)]

@@ -48,7 +48,7 @@ class SentencePieceModel:
 
     @property
     def added_tokens(self) -> list[AddedToken]:
-        """Control pieces (special) and user-defined pieces, which are matched in the text."""
+        """Pieces that are matched in the text before it is split: control (special tokens) and user-defined pieces."""
         matched = [(piece, kind) for piece, _, kind in self.pieces if kind in (CONTROL, USER_DEFINED)]
         return [AddedToken(piece, normalized=False, special=kind == CONTROL) for piece, kind in matched]
 
@@ -103,7 +103,7 @@ def validate_sentencepiece_model(model: SentencePieceModel) -> None:
 
 
 def validate_charsmap(precompiled_charsmap: bytes) -> None:
-    """Raise unless the table has a trie size in bytes, a trie of 32-bit units and replacements of at most 256 bytes."""
+    """Raise unless a normalization table has a trie size, a trie of 32-bit units and replacements of ≤ 256 bytes."""
     size = int.from_bytes(precompiled_charsmap[:4], "little")
     is_valid = len(precompiled_charsmap) >= 8 and not size % 4 and 0 < size <= len(precompiled_charsmap) - 4
     if not is_valid or max(map(len, precompiled_charsmap[4 + size :].split(b"\0"))) > 256:
@@ -119,7 +119,7 @@ def escape_control_pieces(model: SentencePieceModel) -> SentencePieceModel:
 def build_vocabulary(
     model: SentencePieceModel, pipeline: PipelineSpec | None, extra_tokens: Sequence[AddedToken] = ()
 ) -> Vocabulary:
-    """Vocabulary of a model. `extra_tokens` are sentinel tokens of T5, which follow the pieces in reverse order."""
+    """Vocabulary of a SentencePiece model. `extra_tokens` are T5's sentinels: they follow the pieces in reverse."""
     kind = pipeline.model_type if pipeline is not None else ("BPE" if model.model_type == BPE_MODEL else "Unigram")
     scores = [(piece, score) for piece, score, _ in model.pieces]
     vocabulary = Vocabulary(kind, unk_id=model.unk_id, precompiled_charsmap=model.precompiled_charsmap or None)
@@ -143,7 +143,7 @@ def build_vocabulary(
 
 
 def build_sentencepiece_pipeline(model: SentencePieceModel, vocabulary: Vocabulary) -> Tokenizer:
-    """Build a tokenizer with the rules of the model file, for tokenizer classes without a pipeline."""
+    """Build a tokenizer with the normalization, prefix space and byte fallback that the model file specifies."""
     unk = model.pieces[model.unk_id][0]
     fallback = model.byte_fallback
     if vocabulary.model_type == "BPE":

@@ -34,7 +34,10 @@ def check_text_expansion(content: Mapping[str, object], path: Path) -> None:
 
 
 def flatten_steps(steps: list[object]) -> list[JsonObject]:
-    """All nested steps in their order. Values that are not objects are skipped; the library rejects them."""
+    """All pipeline steps of tokenizer.json, nested ones included, in order.
+
+    Values that are not objects are skipped; the tokenizers library rejects them.
+    """
     flat, pending = [], [*reversed(steps)]
     while pending:
         step = pending.pop()
@@ -77,7 +80,7 @@ def _as_list(value: object) -> list[object]:
 
 
 def parse_vocabulary(content: Mapping[str, object], path: Path) -> Vocabulary:
-    """Parse and validate the vocabulary; the tokenizers library validates the rest of the file."""
+    """Parse and validate the vocabulary of tokenizer.json; the tokenizers library validates the rest of the file."""
     model = content.get("model")
     if not isinstance(model, dict):
         raise InputError(f"{path} has no model; download the file again")
@@ -125,7 +128,7 @@ def _find_precompiled_charsmap(normalizer: object, path: Path) -> bytes | None:
 
 
 def _parse_post_processor(content: Mapping[str, object], path: Path) -> processors.PostProcessor | None:
-    """Parse the post-processor. The library can only parse a whole tokenizer, so a minimal one is built."""
+    """Parse the post-processor. The library parses only whole tokenizers, so a minimal tokenizer is built around it."""
     if content.get("post_processor") is None:
         return None
     minimal = json.loads(tokenizers.Tokenizer(BPE()).to_str()) | {"post_processor": content["post_processor"]}

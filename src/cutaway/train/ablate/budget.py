@@ -50,7 +50,10 @@ def _flops_per_sequence(config: Config, seq_len: int) -> int:
 
 
 def match_budget(name: str, recipe: Recipe, baseline: Recipe, match: BudgetKind) -> Recipe:
-    """Change the FFN width or the number of steps of a variant, so that it has the same budget as the baseline."""
+    """Return the recipe of a variant, changed so that its `match` budget equals the budget of the baseline.
+
+    The FFN width is changed to match parameters, and max_steps to match FLOPs. For tokens, nothing is changed.
+    """
     if match == "tokens":
         return recipe
     if match == "parameters":

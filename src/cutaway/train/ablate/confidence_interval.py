@@ -20,7 +20,7 @@ class ConfidenceInterval:
 
     @property
     def excludes_zero(self) -> bool:
-        """Whether the interval excludes zero."""
+        """Whether the interval excludes zero. False for a single value, which has no interval."""
         return self.half_width is not None and abs(self.mean) > self.half_width
 
     @property

@@ -120,7 +120,10 @@ def _max_parallel_runs(plan: AblationPlan, device: torch.device) -> int:
 
 
 def _poll_jobs(jobs: list[_RunningJob], on_progress: ProgressFn) -> None:
-    """Wait at most half a second for a message or for the end of a process, and handle the messages."""
+    """Wait at most half a second for a message or for the end of a process, and handle the messages.
+
+    Raises InputError if a worker reports an error.
+    """
     ready = connection.wait([*(job.pipe for job in jobs), *(job.process.sentinel for job in jobs)], timeout=0.5)
     for job in jobs:
         while job.pipe in ready and job.pipe.poll():

@@ -48,7 +48,7 @@ def _spread_objective(trainer: Trainer, count: int) -> Objective:
 
 @torch.no_grad()
 def eval_loss(trainer: Trainer) -> float:
-    """Validation loss in nats per target."""
+    """Loss on at most NUM_EVAL_SEQUENCES evenly spaced validation sequences, in nats per target."""
     trainer.model.eval()
     indices, batch_size = _spread_indices(trainer, NUM_EVAL_SEQUENCES), trainer.recipe.training.batch_size
     total = weight = 0.0
@@ -153,7 +153,7 @@ def _removal_measurement(condition: str, output: EvalOutput, baseline: EvalOutpu
 
 
 def _measure_positions(trainer: Trainer) -> list[Measurement]:
-    """Sensitivity to token order and position offset, and loss beyond the trained length."""
+    """Sensitivity of hidden states to token order and position offset, and loss beyond the trained length."""
     model, seq_len = trainer.model.eval(), trainer.recipe.data.seq_len
     tokens = _single_document_sequences(trainer, MAX_LENGTH_FACTOR * seq_len)
     short = tokens[:, :seq_len]
@@ -177,7 +177,10 @@ def _measure_positions(trainer: Trainer) -> list[Measurement]:
 
 
 def _single_document_sequences(trainer: Trainer, seq_len: int) -> Tensor:
-    """Validation sequences of `seq_len` + 1 tokens, each within a single document."""
+    """Evenly spaced validation sequences of `seq_len` + 1 tokens, each within a single document.
+
+    Raises InputError if there are none.
+    """
     validation = trainer.data.validation
     if not isinstance(validation, PackedDataset):
         raise InputError("the measurement of positions needs a single source of plain text; use a recipe with one")
@@ -233,7 +236,10 @@ MEASUREMENTS: dict[str, Callable[[Trainer], list[Measurement]]] = {
 
 
 def step_seconds(trainer: Trainer) -> float:
-    """Median time of a step. On a CPU, this is CPU time per thread, which other processes hardly affect."""
+    """Run NUM_TIMED_STEPS more training steps, and return the median time of a step in seconds.
+
+    On a CPU, this is CPU time per thread, which other processes hardly affect.
+    """
     on_gpu = trainer.model.device.type == "cuda"
     clock = time.perf_counter if on_gpu else time.process_time
 

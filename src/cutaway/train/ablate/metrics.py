@@ -15,7 +15,7 @@ SCIENTIFIC_BELOW = 1e-3
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric. If `is_ratio` is set, logarithms of its values are averaged.
+    """Title, unit and wording of a metric of runs. If `is_ratio` is set, logarithms of its values are averaged.
 
     `lower_word` and `higher_word` describe a lower or higher value in sentences.
     """
@@ -27,11 +27,11 @@ class Metric:
     is_ratio: bool = False
 
     def transform(self, value: float) -> float:
-        """Value that is averaged: the logarithm of a ratio, otherwise the value itself."""
+        """Value that is averaged over seeds: log(value) if `is_ratio` is set, otherwise the value itself."""
         return math.log(max(value, 1e-30)) if self.is_ratio else value
 
     def interval_to_dict(self, interval: ConfidenceInterval) -> IntervalTable:
-        """Interval as JSON values.
+        """Convert a confidence interval to a dict for results.json.
 
         The interval is mean ± half_width or, for a ratio, the range from mean / factor to mean · factor.
         """
@@ -133,7 +133,7 @@ def _decimal_places(half_width: float, mean: float) -> int:
 
 
 def _format_number(value: float) -> str:
-    """Format with three significant digits."""
+    """Format with at least three significant digits, in scientific notation below 1e-4 and from 1e8 on."""
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
     digits = 2 - math.floor(math.log10(abs(value)))

@@ -17,7 +17,7 @@ from cutaway.train.recipe.schema import BPETokenizerConfig, PretrainedTokenizerC
 
 @dataclass(frozen=True)
 class Variant:
-    """A variant of the base recipe, which is compared with other variants."""
+    """A variant of the base recipe. An ablation trains all variants and compares them."""
 
     name: str
     recipe: Recipe
@@ -82,7 +82,10 @@ def build_plan(
     match: BudgetKind = "tokens",
     measurement: str | None = None,
 ) -> AblationPlan:
-    """Build a plan, and check its variants before anything is trained."""
+    """Build the plan of an ablation. BPE tokenizers are trained and saved in `output_dir`; models are not trained yet.
+
+    Raises ConfigError or InputError if a variant is invalid, or if two variants are identical.
+    """
     if len(specs) < 2 and measurement is None:
         raise ConfigError("there is only one variant, so there is nothing to compare; vary a key, as in depth=2,4")
     if num_seeds < 1:

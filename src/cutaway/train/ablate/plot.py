@@ -24,7 +24,7 @@ BAND_LABEL = "{} seeds, seed effect removed, 95 % CI of the mean"
 
 
 def plot_results(data: ResultsTable, output_dir: Path) -> list[Path]:
-    """Write curves.svg and losses.svg, and gradients.svg if gradients were measured."""
+    """Write the plots curves.svg, losses.svg and, if gradients were measured, gradients.svg. Return their paths."""
     height = 0.36 * len(data["variants"]) + 1.4
     paths = [_save_figure(output_dir / "curves.svg", (7.5, 4.2), lambda axes: _plot_loss_curves(axes, data))]
     paths.append(_save_figure(output_dir / "losses.svg", (7.5, height), lambda axes: _plot_final_losses(axes, data)))
@@ -45,7 +45,7 @@ def _save_figure(path: Path, size: tuple[float, float], draw: Callable[["Axes"],
 
 
 def _variant_styles(data: ResultsTable) -> list[tuple[str, str]]:
-    """Color and line style of each variant."""
+    """Color and line style of each variant in the plots."""
     count = len(data["variants"])
     return [
         (LINE_COLORS[index % len(LINE_COLORS)], LINE_STYLES[index // len(LINE_COLORS) % len(LINE_STYLES)])
@@ -82,7 +82,7 @@ def _plot_loss_curves(axes: "Axes", data: ResultsTable) -> None:
 
 
 def _downsample_curve(curve: Sequence[tuple[int, float | None]]) -> list[tuple[float, float]]:
-    """Divide a curve into about CURVE_POINTS intervals, and return mean step and mean loss of each.
+    """Divide a curve of (step, loss) into about CURVE_POINTS intervals, and return mean step and mean loss of each.
 
     The mean is NaN if a loss in the interval is missing.
     """
@@ -97,7 +97,7 @@ def _downsample_curve(curve: Sequence[tuple[int, float | None]]) -> list[tuple[f
 def _remove_seed_effect(
     values: Sequence[Sequence[float]], all_values: Sequence[Sequence[Sequence[float]]]
 ) -> list[list[float]]:
-    """Remove the effect that a seed has on all variants, e.g. because its text is easier (Cousineau, 2005).
+    """Return `values` without the effect that a seed has on all variants, e.g. easier text (Cousineau, 2005).
 
     `values` is indexed by [seed][point], and `all_values` by [variant][seed][point]. If a run failed, or the variants
     have different numbers of points, the values are returned unchanged.

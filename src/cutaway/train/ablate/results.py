@@ -17,7 +17,7 @@ ResultsTable = dict[str, Any]
 
 @dataclass(frozen=True)
 class MetricRef:
-    """A metric of a variant. If `condition` is given, the metric is measured under this condition."""
+    """Reference to a metric of a variant. `condition` is the condition of a measurement, e.g. 'trained', or None."""
 
     variant: str
     metric: str = "loss"
@@ -94,18 +94,18 @@ class Results:
         return metric.describe_difference(name, comparison.baseline_label or comparison.baseline.label, interval)
 
     def peak_memory(self, variant: str) -> int | None:
-        """Peak memory of a step in bytes, measured with one seed."""
+        """Peak memory of a training step of a variant in bytes, measured with one seed. None if not measured."""
         values = [self.outcomes[variant, seed].get("peak_memory") for seed in self.plan.seeds]
         return next((value for value in values if value is not None), None)
 
     def conditions(self) -> list[str]:
-        """Conditions of the measurements, in the order of measurement."""
+        """Names of the conditions under which the trained models were measured, in the order of measurement."""
         runs = (run.get("measurements", []) for run in self.outcomes.values())
         return list(dict.fromkeys(row["condition"] for rows in runs for row in rows))
 
 
 def compare_to_first(results: Results) -> list[Comparison]:
-    """Comparisons of the loss of every other variant with the loss of the first variant."""
+    """Comparisons of each later variant with the first variant, by `results.metric` (loss or bits per byte)."""
     first = results.variant_names[0]
     return [
         Comparison(MetricRef(name, results.metric), MetricRef(first, results.metric))

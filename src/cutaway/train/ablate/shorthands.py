@@ -31,12 +31,12 @@ def _map_stacks(config: Config, edit: Callable[[cfg.Stack], cfg.Stack]) -> Confi
 
 
 def _map_attention(config: Config, edit: AttentionEdit) -> Config:
-    """Edit every self-attention and cross-attention."""
+    """Return the config with every self-attention and cross-attention changed by `edit`."""
     return _map_stacks(config, lambda stack: stack.edit_layers(attention=edit))
 
 
 def map_ffns(config: Config, edit: Callable[[DenseFFN], DenseFFN]) -> Config:
-    """Edit every dense FFN, and the experts of every mixture of experts."""
+    """Return the config with every dense FFN, and the experts of every mixture of experts, changed by `edit`."""
     return _map_stacks(config, lambda stack: stack.edit_layers(ffn=edit))
 
 
@@ -141,7 +141,7 @@ SHORTHANDS: dict[str, Callable[[Config, str], Config]] = {
 
 
 def apply_shorthand(config: Config, name: str, value: str) -> Config:
-    """Apply one shorthand to a config."""
+    """Return the config with a shorthand applied, e.g. depth=4. Raises ConfigError if the value is invalid."""
     try:
         return SHORTHANDS[name](config, value)
     except ValidationError as error:

@@ -16,7 +16,7 @@ Column = tuple[str, str]
 
 @dataclass(frozen=True)
 class Study:
-    """A recipe, its variants, and the comparisons between the variants."""
+    """A predefined ablation: a recipe, its variants, and the comparisons between the variants."""
 
     description: str
     recipe: Table

@@ -91,7 +91,10 @@ def _to_plain(value: object) -> object:
 
 
 def _set_everywhere(data: Table, key: str, value: str) -> None:
-    """Set a value at a path. If the path contains a list, e.g. of several blocks, set it in every item."""
+    """Set a value of the recipe dict `data` at the dotted path `key`, in place.
+
+    If the path contains a list, e.g. of several blocks, set the value in every item.
+    """
     *parents, last = key.split(".")
     tables = [data]
     for name in parents:
@@ -131,7 +134,10 @@ def _drop_unknown_keys(data: Table, table: Table, adapter: TypeAdapter[Any]) -> 
 
 
 def describe_differences(before: Config | Recipe, after: Config | Recipe) -> list[str]:
-    """Differences as 'path: old → new'. If the kind of a node differs, the whole node is one difference."""
+    """Differences between two configs or two recipes, as 'path: old → new'. The models of recipes are not compared.
+
+    If the kind of a node differs, the whole node is one difference.
+    """
     old, new = _non_default_values(before), _non_default_values(after)
     for recipe in (old, new):
         recipe.pop("model", None)  # the model config of a recipe is compared separately

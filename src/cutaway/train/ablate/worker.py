@@ -49,7 +49,11 @@ class Job:
 
 
 def run_worker(job: Job, env: dict[str, str], pipe: "connection.Connection") -> None:
-    """Run a job, and send messages (kind, value) to the parent process through `pipe`."""
+    """Train and measure the run of a job, and send messages (kind, value) to the parent process through `pipe`.
+
+    The kind is 'step' with the step number, 'error' with the error message, or 'done' with False if the run was
+    interrupted and True otherwise.
+    """
     Thread(target=_exit_with_parent, daemon=True).start()
     os.environ.clear()
     os.environ.update(env)  # the fork server has the environment from when it was started
@@ -65,7 +69,7 @@ def run_worker(job: Job, env: dict[str, str], pipe: "connection.Connection") -> 
 
 
 def _exit_with_parent() -> None:
-    """Exit when the parent process ends, because then another process may start to write to the run directory."""
+    """Wait until the parent process ends, then exit, because another process may then write to the run directory."""
     parent = parent_process()
     if parent is not None:
         connection.wait([parent.sentinel])
@@ -73,7 +77,10 @@ def _exit_with_parent() -> None:
 
 
 def _train_and_measure(job: Job, pipe: "connection.Connection") -> bool:
-    """Train from the start or from the last checkpoint, measure the model, and return whether training is completed."""
+    """Train from the start or from the last checkpoint, measure the model, and write the outcome.
+
+    Returns False if training was interrupted, otherwise True. The outcome of a failed run is the reason.
+    """
     directory = Path(job.directory)
     last_report = 0.0
 

@@ -43,7 +43,7 @@ def fsync_directory(directory: Path) -> None:
 
 @contextmanager
 def temporary_directory(target: Path) -> Iterator[Path]:
-    """Create a hidden, locked directory beside the target. It is removed at the end, unless it was renamed."""
+    """Context with a hidden, locked directory beside `target`. At the end it is removed, unless it was renamed."""
     temporary = hidden_path(target, SAVING)
     temporary.mkdir()
     try:

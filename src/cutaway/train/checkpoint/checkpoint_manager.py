@@ -55,7 +55,10 @@ CopyFn = Callable[[Tensor], Tensor]
 
 
 class CheckpointWriteError(CutawayError):
-    """A checkpoint could not be written. Earlier checkpoints are unchanged, and training can continue."""
+    """A checkpoint could not be written, or it was written but old directories could not be removed.
+
+    Training can continue. If the checkpoint could not be written, earlier checkpoints are unchanged.
+    """
 
 
 class CheckpointManager:
@@ -69,7 +72,7 @@ class CheckpointManager:
         """The last asynchronous save, until its error is raised or it is known to have succeeded."""
 
     def save(self, tensors: TensorGroups, state: TrainerState, copy_to_cpu: CopyFn = copy_to_cpu) -> Path:
-        """Write a checkpoint. It is on disk when this returns.
+        """Write a checkpoint, flush it to disk, and return its directory.
 
         `copy_to_cpu` copies a tensor to the CPU. It is called once per tensor, in order of group and name.
         """
@@ -92,7 +95,10 @@ class CheckpointManager:
             save.result()
 
     def load_latest(self, *, log: Callable[[str], None]) -> LoadedCheckpoint | None:
-        """Load the newest valid checkpoint. None if there is no checkpoint. Damaged ones are logged and skipped."""
+        """Load the newest valid checkpoint. None if there is no checkpoint. Damaged ones are logged and skipped.
+
+        Raises InputError if all checkpoints are damaged.
+        """
         wait(self._pending_saves)
         problems = []
         try:
@@ -132,7 +138,8 @@ class CheckpointManager:
                 fsync_directory(self.directory)
         except OSError as error:
             raise CheckpointWriteError(
-                f"could not save '{target}': {error.strerror or error}; free disk space, or use another directory"
+                f"could not save '{target}': {error.strerror or error}. Earlier checkpoints are kept; free disk space,"
+                " or use another directory"
             ) from error
         self._damaged.discard(target)
         try:
@@ -180,7 +187,11 @@ class CheckpointManager:
         return problems
 
     def _prune(self) -> list[str]:
-        """Keep only the newest `keep` checkpoints and the best. Damaged ones are neither counted nor removed."""
+        """Remove all checkpoints except the newest `keep` and the one with the lowest evaluation loss.
+
+        Damaged checkpoints are neither counted nor removed. Checkpoints with files that a user added are not removed.
+        Returns error messages.
+        """
         manifests = {
             path: read_manifest(path) for path in list_checkpoints(self.directory) if path not in self._damaged
         }
@@ -215,7 +226,10 @@ def _recover_partial_save(path: Path) -> bool:
 
 
 def _split_into_files(tensors: Mapping[str, Tensor]) -> list[list[str]]:
-    """Tensor names of each file. There is at least one file, so that a group without tensors is stored too."""
+    """Divide the tensors of a group into files, and return the tensor names of each file.
+
+    There is at least one file, so that a group without tensors is stored too.
+    """
     files: list[list[str]] = [[]]
     file_size = 0
     for name, tensor in sorted(tensors.items()):

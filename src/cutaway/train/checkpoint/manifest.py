@@ -20,7 +20,7 @@ MANIFEST_FILE, STATE_FILE = "manifest.json", "state.json"
 
 
 class TrainerState(BaseModel):
-    """State of a run that is not stored in tensors."""
+    """State of a run other than its tensors. A checkpoint stores it in state.json."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")  # JSON has no NaN
     step: int
@@ -34,7 +34,7 @@ class TrainerState(BaseModel):
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """A verified checkpoint."""
+    """Tensors and state of a checkpoint whose files match their checksums."""
 
     path: Path
     tensor_groups: dict[str, dict[str, Tensor]]
@@ -120,7 +120,7 @@ def read_manifest(directory: Path, name: str | None = None) -> Manifest | str:
 
 
 def find_mismatched_files(directory: Path, manifest: Manifest) -> list[str]:
-    """Problems found without reading the files: a file is missing, has the wrong size, or is not in the manifest."""
+    """Return a message for each file that is missing, has the wrong size or is not in the manifest. No file is read."""
     stats = {path.name: path.lstat() for path in directory.iterdir() if path.name != MANIFEST_FILE}
     problems = []
     for name in sorted(stats.keys() | manifest.files.keys()):

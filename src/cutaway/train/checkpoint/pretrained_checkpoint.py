@@ -41,7 +41,7 @@ class BaseCheckpointInfo:
         )
 
     def decoder_start_token_id(self, tokenizer: Tokenizer) -> int:
-        """Id of the token that starts every target of an encoder-decoder."""
+        """Id of the token that starts every target of an encoder-decoder. Raises InputError if there is none."""
         config = read_generation_config(self.generation_config, self.hf_config, tokenizer)
         token_id = config.decoder_start_token_id
         if token_id is None:
@@ -73,7 +73,8 @@ def resolve_model_config(source: ModelSource, tokenizer: Tokenizer, base_info: B
     """Config of the model to train.
 
     A fine-tuning run uses the config of the base checkpoint. A run from scratch uses the config of the recipe, with the
-    vocab_size of the tokenizer.
+    vocab_size of the tokenizer. Raises InputError if the tokenizer has more tokens than the vocab_size of the base
+    checkpoint.
     """
     if base_info.config is None:
         return read_model_config(source).replace(vocab_size=tokenizer.vocab_size)
@@ -87,7 +88,7 @@ def resolve_model_config(source: ModelSource, tokenizer: Tokenizer, base_info: B
 
 
 def base_tokenizer(base_checkpoint: Checkpoint) -> Tokenizer:
-    """Tokenizer of the base checkpoint."""
+    """Tokenizer of the base checkpoint. Raises InputError if there is none, or if it cannot encode targets (Marian)."""
     if base_checkpoint.tokenizer is None:
         raise InputError("the checkpoint has no tokenizer; set data.tokenizer to the tokenizer it was trained with")
     if isinstance(base_checkpoint.tokenizer, MarianTokenizer):

@@ -30,7 +30,7 @@ class RunDirectory:
     def create(
         cls, directory: Path, recipe: Recipe, tokenizer: Tokenizer, data_fingerprint: str, base_info: BaseCheckpointInfo
     ) -> "RunDirectory":
-        """Create a new run directory. If the directory exists, it must be empty."""
+        """Create a run directory with the recipe and the tokenizer. If the directory exists, it must be empty."""
         check_new_directory(directory)
         directory.mkdir(parents=True, exist_ok=True)
         tokenizer.save(directory / "tokenizer")
@@ -47,7 +47,7 @@ class RunDirectory:
 
     @classmethod
     def open(cls, directory: Path) -> "RunDirectory":
-        """Open an existing run directory."""
+        """Read the recipe and the metadata of a run directory. Raises InputError if it is not a run directory."""
         path = directory / RUN_FILE
         try:
             metadata = json.loads(path.read_text(encoding="utf-8"))
@@ -109,7 +109,8 @@ def check_new_directory(directory: Path) -> None:
 def load_snapshot(directory: Path, *, device: str | None = None) -> tuple[Checkpoint, int]:
     """Load the model of the newest valid checkpoint in a run directory, and return it with its step.
 
-    If the run has no checkpoint yet, the model has its initial weights and the step is 0.
+    If the run has no checkpoint yet, the model has its initial weights and the step is 0. A fine-tuning run without a
+    checkpoint raises InputError instead.
     """
     run_directory = RunDirectory.open(directory)
     recipe, base_info = run_directory.recipe, run_directory.base_info

@@ -52,7 +52,7 @@ class PrefixBatch(NamedTuple):
 
 
 class PositionalDataset(ABC, Generic[BatchT]):
-    """Dataset that returns the rows, or a batch, for given positions."""
+    """Dataset that returns the rows, or a batch, at given data positions. Positions continue from epoch to epoch."""
 
     batch_format: Hashable
     """Format of the batches. Datasets with equal formats can be mixed."""
@@ -155,7 +155,7 @@ class _PairDataset(_SplitDataset[BatchT]):
 
     @abstractmethod
     def _lengths(self) -> NDArray[np.int64]:
-        """Length of each pair in tokens. Pairs with a length above `max_len` are left out."""
+        """For each pair of the split, the number of tokens that is compared with `max_len`."""
 
     def _get_pair(self, index: int) -> Row:
         index = self.indices[index]
@@ -218,7 +218,7 @@ class PrefixDataset(_PairDataset[PrefixBatch]):
         return np.diff(self.split.offsets)
 
     def _get_row(self, index: int) -> Row:
-        """Source without EOS, and target without BOS."""
+        """Tokens of a source without EOS, and tokens of its target without BOS."""
         source, target = self._get_pair(index)
         source = source[:-1] if len(source) > 1 and source[-1] == self.eos_id else source
         return source, target[1:] if len(target) > 1 and target[0] == self.bos_id else target
@@ -258,8 +258,8 @@ class MixtureDataset(PositionalDataset[BatchT]):
     def locate(self, position: int) -> tuple[int, int]:
         """Return the index of the dataset of a position, and the position within that dataset.
 
-        Of the first p positions, a dataset with share s has ⌊p·s + phase⌋. The other positions belong to the datasets
-        after it.
+        Of the first p positions that the datasets before it leave over, a dataset with share s has ⌊p·s + phase⌋. The
+        others belong to the datasets after it.
         """
         for index, (share, phase) in enumerate(zip(self.shares, self.phases, strict=True)):
             num_before = (position * share + phase) >> 32

@@ -116,7 +116,7 @@ def read_jsonl(name: str, stream: BinaryIO, source: SourceConfig, skipped: Skipp
 
 
 def _iter_lines(name: str, stream: BinaryIO, skipped: SkippedDocuments) -> Iterator[tuple[str, str]]:
-    """Iterate over (location, text) of the lines that are not blank."""
+    """Iterate over ('NAME line NUMBER', text) of the lines that are not blank. Invalid UTF-8 is added to `skipped`."""
     for number, line in enumerate(stream, 1):
         if not line.strip():
             continue

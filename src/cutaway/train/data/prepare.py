@@ -39,7 +39,7 @@ SourceFiles = list[tuple[SourceConfig, SourceFile]]
 
 @dataclass(frozen=True)
 class PreparedData:
-    """Tokenized documents in memory-mapped files."""
+    """Tokenized documents of the training and validation splits, in memory-mapped files."""
 
     train: TokenSplit
     validation: TokenSplit
@@ -170,9 +170,9 @@ def _write_splits(
 
 
 def _max_document_chars(source_files: SourceFiles) -> int:
-    """Maximum document length in characters.
+    """Maximum number of characters of a document. Longer text files are split into several documents.
 
-    If there are only a few text files, it is lower, so that both splits, training and validation, have documents.
+    The maximum is lower if there are only a few text files, so that both training and validation split have documents.
     """
     has_rows = any(file.path.suffix in (".jsonl", ".parquet", ".tsv") for _, file in source_files)
     if len(source_files) >= MIN_DOCUMENTS or has_rows:

@@ -69,7 +69,7 @@ def _append_eos(ids: list[int], tokenizer: Tokenizer) -> list[int]:
 
 
 def chunk_documents(documents: Iterable[Document]) -> Iterator[Chunk]:
-    """Group documents into chunks of about CHUNK_CHARS characters."""
+    """Group documents into chunks of about CHUNK_CHARS characters, and at most CHUNK_DOCUMENTS documents."""
     chunk: Chunk = []
     size = 0
     for document in documents:

@@ -110,7 +110,7 @@ class TensorGatherer:
         self.remaining = (group[name] for group in groups for name in sorted(group))  # in checkpoint order
 
     def gather_next_to_cpu(self, tensor: Tensor) -> Tensor:
-        """Gather the next tensor and copy it to the CPU."""
+        """Gather `tensor`, which must be the next in order, and return a copy of the full tensor on the CPU."""
         expected = next(self.remaining)
         assert expected is tensor, "tensors are gathered out of order"
         return copy_to_cpu(full_tensor(tensor))

@@ -43,7 +43,7 @@ def parallelize_module(training_module: "TrainingModule", dist_context: Distribu
 
 
 def _apply_fsdp(training_module: "TrainingModule", mesh: DeviceMesh) -> None:
-    """Shard each block separately, so that blocks are gathered one at a time.
+    """Apply FSDP2 in place. Each block is sharded separately, so that blocks are gathered one at a time.
 
     Parameters outside blocks are gathered for the whole step.
     """

@@ -79,11 +79,11 @@ class DistributedContext:
         return condition
 
     def sum_over_dp(self, value: NumberT) -> NumberT:
-        """Sum over data-parallel ranks."""
+        """Return the sum of `value` over the data-parallel ranks."""
         return value
 
     def sum_over_ranks(self, value: Tensor) -> Tensor:
-        """Sum over all ranks."""
+        """Return the sum of `value` over all ranks."""
         return value
 
     def micro_batch_ranges(self, batch_size: int, grad_accum_steps: int) -> list[tuple[int, int]]:
@@ -106,7 +106,7 @@ def rank_positions(first: int, count: int, rank: int, world_size: int) -> range:
 
 
 class RankFailedError(CutawayError):
-    """A process of the process group has failed."""
+    """Another process of the process group has failed, or did not respond before the timeout."""
 
 
 class MultiProcessContext(DistributedContext):
@@ -173,7 +173,7 @@ class MultiProcessContext(DistributedContext):
         return int(self.store.get(key))
 
     def _wait_for_key(self, key: str) -> None:
-        """Wait for a key without a time limit. Exit if another rank has failed."""
+        """Wait without a time limit until the key-value store has the key. Exit if another rank has failed."""
         while not self.store.check([key]):
             if self.store.check([FAILED_KEY]):
                 raise SystemExit(1)
@@ -195,7 +195,7 @@ class MultiProcessContext(DistributedContext):
         return total
 
     def is_first_failure(self) -> bool:
-        """Whether this is the first rank that failed. Only the error of the first failed rank is reported."""
+        """Record that this rank failed, and return whether it is the first. Only the first failure is reported."""
         try:
             return self.store.compare_set(FAILED_KEY, "", str(self.rank)).decode() == str(self.rank)
         except RuntimeError:  # the process that hosts the store is gone

@@ -105,12 +105,12 @@ def _fused_qkv(self: MultiHead, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _fused_gate_up(self: Any, x: Tensor) -> tuple[Tensor]:
-    """Compute gate and up projection with one matrix product, concatenated in the last dimension."""
+    """Compute the gate and up projections with one matrix product. They are concatenated in the last dimension."""
     return (_fused_linear(x, self.gate, self.up),)
 
 
 def _fused_swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) · up."""
+    """Return silu(gate) · up. `gate_up` contains gate and up, concatenated in the last dimension."""
     from cutaway.train.kernels.activations import SwiGLU
 
     output: Tensor = SwiGLU.apply(gate_up.flatten(0, -2))

@@ -60,7 +60,7 @@ def plot_losses(rows: Iterable[Metrics], path: Path, title: str = "") -> Path:
 
 
 def group_steps(steps: Sequence[float]) -> list[slice]:
-    """Divide steps into groups, one for each point of a line.
+    """Divide the list of steps into groups (slices), one for each point of a line in the plot.
 
     In short runs each group is one step. In long runs the size of the groups grows geometrically with the step.
     """

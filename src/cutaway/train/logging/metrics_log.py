@@ -12,7 +12,7 @@ Metrics = dict[str, Any]
 
 
 class MetricsLog:
-    """Log file to which rows are appended. On resume, rows written after the checkpoint are removed."""
+    """JSON Lines file to which metrics are appended. On resume, rows written after the checkpoint are removed."""
 
     def __init__(self, path: Path, num_bytes: int | None = None) -> None:
         """Open the log at `path`, and truncate it to `num_bytes`, the size stored in the checkpoint of a resumed run.

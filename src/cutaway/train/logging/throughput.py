@@ -51,7 +51,10 @@ def flops_per_step(recipe: Recipe, config: Config) -> float | None:
 
 
 def peak_flops_per_second(device: torch.device, precision: str) -> float | None:
-    """Peak FLOP/s: published value of a GPU in the hardware table, otherwise the value measured by `cutaway bench`."""
+    """Peak FLOP/s: published value of a GPU in the hardware table, otherwise the value measured by `cutaway bench`.
+
+    None if there is neither.
+    """
     dtype = precision
     if device.type == "cuda" and precision == "fp32" and torch.get_float32_matmul_precision() != "highest":
         dtype = "tf32"

@@ -22,7 +22,10 @@ from cutaway.train.loss.cross_entropy import CrossEntropyOptions, cross_entropy_
 
 
 class LossSums(NamedTuple):
-    """Sums over targets. The caller divides by the total weight of a step, over all its micro-batches and ranks."""
+    """Loss, weight and cross-entropy, each summed over the targets of a micro-batch.
+
+    The caller divides by the total weight of a step, over all its micro-batches and ranks.
+    """
 
     loss: Float[Tensor, ""]
     """The loss that training minimizes. Only this sum is differentiable."""
@@ -150,7 +153,7 @@ def _forward_in_chunks(
     weights: Tensor,
     grad_buffers: GradBuffers | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss, and the cross-entropy without smoothing and z-loss.
+    """Return the loss, and the cross-entropy without smoothing and z-loss, as weighted sums over all targets.
 
     The gradient of x is written to its buffer, and gradients of parameters are added to their buffers. If
     `grad_buffers` is None, no gradients are computed.

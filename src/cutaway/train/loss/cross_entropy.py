@@ -46,7 +46,7 @@ class VocabShard(NamedTuple):
 
 
 class CrossEntropyOptions(NamedTuple):
-    """Options of the loss."""
+    """Options of the cross-entropy: label smoothing, z-loss, chunk size, vocabulary shard and reused buffers."""
 
     label_smoothing: float = 0.0
     z_loss_coef: float = 0.0
@@ -70,8 +70,9 @@ def cross_entropy_with_grad(
 ) -> tuple[Float[Tensor, "n V"], Float[Tensor, "n 1"], Float[Tensor, "n 1"]]:
     """Return ∂loss/∂logits, the loss of each row, and the cross-entropy of each row without smoothing and z-loss.
 
-    The gradient overwrites the log-probabilities. They are written to `out` if it is passed and the vocabulary is not
-    sharded. With compute_grad=False the log-probabilities are returned instead of the gradient.
+    All three are multiplied by the weight of the row. The gradient overwrites the log-probabilities. They are written
+    to `out` if it is passed and the vocabulary is not sharded. With compute_grad=False the log-probabilities are
+    returned instead of the gradient.
     """
     shard = options.vocab_shard
     if shard is not None:

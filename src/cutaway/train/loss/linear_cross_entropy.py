@@ -24,7 +24,7 @@ VOCAB_TILE = 128
 
 
 class _LinearCrossEntropyOutput(NamedTuple):
-    """Sums over targets, and gradients of the loss that are not yet multiplied by the upstream gradient."""
+    """Loss and cross-entropy, summed over targets, and gradients not yet multiplied by the upstream gradient."""
 
     loss: Tensor
     cross_entropy: Tensor

@@ -45,7 +45,7 @@ def record_routing(model: nn.Module) -> Iterator[RoutingRecords]:
 
 
 def load_balancing_loss(records: RoutingRecords) -> Float[Tensor, ""]:
-    """Mean of the load-balancing loss over routers.
+    """Mean over routers of the load-balancing loss E · Σ f·P, as defined at the top of this module.
 
     f and P are means over the tokens of one micro-batch on one rank. The loss of a step is the mean over micro-batches
     and ranks, as is usual, and depends on how the batch is divided, because f·P is a product of means. Cross-entropy
@@ -62,7 +62,7 @@ def load_balancing_loss(records: RoutingRecords) -> Float[Tensor, ""]:
 def _load_balancing_loss_of_router(
     softmax: bool, logits: Float[Tensor, "n e"], expert_ids: Int[Tensor, "n k"]
 ) -> Float[Tensor, ""]:
-    """Load-balancing loss E · Σ f·P of one router."""
+    """Load-balancing loss E · Σ f·P of one router, where f is the fraction of choices and P the mean probability."""
     num_experts = logits.shape[-1]
     ones = torch.ones_like(expert_ids).flatten()
     counts = ones.new_zeros(num_experts).scatter_add_(0, expert_ids.flatten(), ones)  # bincount would synchronize

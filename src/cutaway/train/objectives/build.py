@@ -30,7 +30,7 @@ OBJECTIVE_FORMS = {
 
 
 def check_objective(objective: ObjectiveConfig, config: Config, training: TrainingConfig) -> None:
-    """Raise InputError if the objective cannot train a model with this config, e.g. because the form differs."""
+    """Raise InputError if the objective cannot train a model with this config, e.g. masked-lm and a decoder."""
     form = OBJECTIVE_FORMS[type(objective)]
     if config.form != form:
         raise InputError(

@@ -23,7 +23,7 @@ from cutaway.train.loss.cross_entropy import CrossEntropyOptions
 
 @dataclass(frozen=True)
 class Objective:
-    """Model inputs, and the target and weight of each output position."""
+    """Model inputs of a batch, and the target token and the loss weight of each output position."""
 
     inputs: tuple[Tensor | None, ...]
     targets: Int[Tensor, "B T"]

@@ -58,7 +58,7 @@ class SourceConfig(ConfigNode):
 
     @property
     def columns(self) -> list[str]:
-        """Columns that every row must have."""
+        """Columns that every row of a JSON Lines, Parquet or TSV file must have."""
         return [self.text_column, *(column for column in (self.target_column, self.group_column) if column is not None)]
 
 
@@ -293,7 +293,7 @@ class Recipe(ConfigNode):
 
     @property
     def transformer_config(self) -> Config:
-        """Config of a model trained from scratch. Raises ConfigError if the model is a checkpoint to fine-tune."""
+        """Config of the model, if it is trained from scratch. Raises ConfigError if it is a checkpoint to fine-tune."""
         return read_model_config(self.model)
 
 

@@ -58,7 +58,9 @@ class BadStepPolicy:
         of consecutive non-finite steps."""
 
     def check_grad_norm(self, grad_norm: Tensor) -> tuple[Tensor, Tensor]:
-        """Update the statistics. Return tensors: whether to skip this step, and the `verdict_values` for `report_step`.
+        """Update the statistics of the gradient norm, and return whether to skip this step.
+
+        The second returned tensor has the `verdict_values` for `report_step`.
 
         A skipped step leaves the weights and the running mean and variance unchanged. Restoring a checkpoint would not
         help: a step depends only on the weights and the step number, so training would reach the same spike again.
@@ -93,9 +95,10 @@ class BadStepPolicy:
         return ~accepted, torch.stack((verdict, mean.exp(), nonfinite))
 
     def report_step(self, metrics: Metrics, verdict_values: list[float]) -> None:
-        """Log a step that `check_grad_norm` skipped, and set metrics["skipped"] to the reason.
+        """Log the step if it was skipped, or was accepted as a new level of the gradient norm.
 
-        Raises TrainingError after MAX_NONFINITE_STEPS consecutive steps with a non-finite gradient.
+        If the step was skipped, metrics["skipped"] is set to the reason. Raises TrainingError after MAX_NONFINITE_STEPS
+        consecutive steps with a non-finite gradient.
         """
         verdict, mean_norm, consecutive_nonfinite = verdict_values
         step = metrics["step"]

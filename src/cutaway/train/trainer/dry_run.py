@@ -174,7 +174,7 @@ class DryRunReport:
     predicted: StepUsage
 
     def to_dict(self) -> dict[str, object]:
-        """JSON-serializable dict."""
+        """Measured and predicted values as a JSON-serializable dict."""
         data: dict[str, object] = {"world_size": self.world_size, **asdict(self.devices)}
         data["num_parameters"] = self.num_parameters
         for name in ("weights", "gradients", "optimizer", "transient", "peak_bytes"):
@@ -292,7 +292,7 @@ def _measure_usage(model: Transformer, optimizer: OptimizersContainer, tracker: 
 
 
 def _predict_usage(estimate: SizeEstimate, recipe: Recipe, dist_context: DistributedContext) -> StepUsage:
-    """Usage of the same step as estimated by `cutaway.size`."""
+    """Memory and collectives of a step that the estimate of `cutaway.size` predicts."""
     memory = estimate.training_memory
     training = recipe.training
     repeats = len(dist_context.micro_batch_ranges(training.batch_size, training.grad_accum_steps))

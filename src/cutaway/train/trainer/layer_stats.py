@@ -57,7 +57,10 @@ class UpdateStats:
         return {layer: math.sqrt(total) for layer, total in self._sum_by_layer(squares).items()}
 
     def update_ratios(self) -> dict[str, float]:
-        """Update ratio ‖w' − w‖ / ‖w‖ by layer, where w' are the weights after the step."""
+        """Update ratio ‖w' − w‖ / ‖w‖ by layer, where w' are the weights after the step.
+
+        The ratio is estimated from a sample of the weights.
+        """
         change, norm = {}, {}
         for name, parameter in self.parameters.items():
             old, new = self.initial_values[name], _sample_values(parameter)
@@ -81,7 +84,7 @@ class UpdateStats:
 def compute_layer_stats(
     training_module: TrainingModule, objective: Objective, update_stats: UpdateStats | None
 ) -> LayerStats:
-    """Statistics by name, then by layer.
+    """Compute statistics of all layers, as {name: {layer: value}}, with the first sequence of `objective` as input.
 
     The names are grad_norm, update_ratio, resid_norm (mean over tokens) and attn_entropy (in bits, one value per head).
     Without `update_stats`, the first two are left out.

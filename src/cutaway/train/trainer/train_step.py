@@ -81,7 +81,7 @@ class TrainStepRunner:
         }
 
     def forward_backward_with_oom_retry(self, step: int) -> tuple[Tensor, float]:
-        """Run `forward_backward`. If it runs out of memory, retry with more and smaller micro-batches."""
+        """Run `forward_backward`. If a single process runs out of memory, retry with more and smaller micro-batches."""
         while True:
             try:
                 return self.forward_backward(step)

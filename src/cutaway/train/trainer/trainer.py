@@ -70,7 +70,7 @@ def _stop_on_signals(stop_requested: threading.Event) -> Iterator[None]:
 
 @dataclass
 class Trainer:
-    """Trains a model on data, in a run directory."""
+    """Trains a model on data, and writes logs, checkpoints and the exported model to a run directory."""
 
     run_directory: RunDirectory
     training_module: TrainingModule
@@ -133,7 +133,7 @@ class Trainer:
         return {name: component for name, component in components if component is not None}
 
     def save_checkpoint(self) -> None:
-        """Save everything that the next step depends on. If the disk is full, report it and continue training."""
+        """Save everything that the next step depends on. If writing fails, report it and continue training."""
         self.run_logger.flush()
         state = TrainerState(
             step=self.global_step,
@@ -150,7 +150,7 @@ class Trainer:
         try:
             yield
         except CheckpointWriteError as error:
-            self.callback.on_message(f"{error}; training continues, and the previous checkpoint is kept")
+            self.callback.on_message(f"{error}; training continues")
 
     def restore_checkpoint(self) -> None:
         """Restore the newest valid checkpoint, or start at step 0 if there is none."""
@@ -245,7 +245,7 @@ class Trainer:
         return nullcontext() if self.ema is None else self.ema.averaged_weights()
 
     def _log_pending_step(self) -> None:
-        """Write the metrics of the last step to the logs; this synchronizes with the device."""
+        """Write the metrics of the last step to the logs, unless already written. This synchronizes with the device."""
         if self.pending_metrics is None:
             return
         metrics, self.pending_metrics = metrics_to_python(self.pending_metrics), None
@@ -312,7 +312,10 @@ class Trainer:
         return None if model is None else self.run_directory.build_checkpoint(model)
 
     def export_model(self) -> None:
-        """Write the model in the Hugging Face format of its family, or in cutaway's own format if no family matches."""
+        """Write the model to the run directory, in the Hugging Face format of its family.
+
+        If no family matches, cutaway's own format is used.
+        """
         self.model.eval()
         checkpoint = self.build_checkpoint(torch.device("cpu"))
         if checkpoint is not None:

@@ -23,7 +23,7 @@ NUM_HISTOGRAM_BINS = 60
 
 
 class Activation(InputQuery):
-    """One token's activation at a site.
+    """One token's activation at a site, with its formulas, axes, statistics and a Python snippet.
 
     The query also accepts names that are not sites: `embed.token`, `embed.position`, `….attn.position`,
     `….attn.mask`, `softmax`.
@@ -68,7 +68,10 @@ def _describe_values(
     shape: tuple[int, ...],
     values: Tensor,
 ) -> dict[str, object]:
-    """Return formulas, axes, snippet and statistics of one token's values. `axes` and `shape` include all tokens."""
+    """Return formulas, axes, Python snippet and statistics of one token's values as JSON values.
+
+    `axes` and `shape` describe the activation of all tokens.
+    """
     finite = values[values.isfinite()].float()
     finite = finite if len(finite) else torch.zeros(1)
     named_axes = [(letter, AXIS_NAMES[letter], size) for letter, size in zip(axes, shape, strict=True)]
@@ -89,7 +92,7 @@ def _describe_values(
 def _read_activation(
     inspector: Inspector, activations: ActivationCache, site_name: str, position: int
 ) -> tuple[Tensor, str, tuple[int, ...]]:
-    """Return one token's values, and the axes and shape of the whole activation."""
+    """Return one token's values at a site, and the axes and shape of the activation of all tokens."""
     if site_name.endswith((".scores", ".pattern", ".mask")):
         return compute_attention_row(activations, site_name, position)
     if site_name.endswith(".position") or site_name.endswith("embed.token"):
@@ -102,7 +105,10 @@ def _read_activation(
 def compute_attention_row(
     activations: ActivationCache, site_name: str, position: int
 ) -> tuple[Tensor, str, tuple[int, ...]]:
-    """Recompute one query's row (H, S) of the scores, pattern or mask. Also return the axes and shape of all rows."""
+    """Recompute the scores, pattern or mask (H, S) of the query token at `position`.
+
+    Also return the axes and shape of the rows of all query tokens.
+    """
     attention, _, suffix = site_name.rpartition(".")
     kernel, args = activations.attention_calls[attention]
     q, k, v, prepared_mask, sink = attention_pattern.unpack_kernel_args(args)
@@ -123,7 +129,10 @@ def compute_attention_row(
 def _compute_position_values(
     inspector: Inspector, activations: ActivationCache, site_name: str, position: int
 ) -> tuple[Tensor, str, tuple[int, ...]]:
-    """Return one token's token embedding, position embedding, RoPE angles or attention bias, with axes and shape."""
+    """Return one token's token embedding, position embedding, RoPE angles or attention bias.
+
+    Also return the axes and shape of these values for all tokens.
+    """
     if site_name.endswith("embed.token"):
         side, model_input = site_name.removesuffix("embed.token"), activations.model_input
         token_ids = model_input.source if side == "encoder." and model_input.source else model_input.tokens
@@ -160,7 +169,7 @@ def final_norm_site(inspector: Inspector) -> str:
 def _logits_result(
     inspector: Inspector, activations: ActivationCache, query: Activation, site_name: str
 ) -> QueryResult:
-    """Return the top tokens and a histogram of the logits or probabilities over the vocabulary."""
+    """Return the top tokens at the query's position, and a histogram of the logits or probabilities of all tokens."""
     logits = inspector.logits(activations[final_norm_site(inspector)][query.position])
     values = logits if site_name == "logits" else logits.softmax(-1)
     top = values.topk(min(NUM_TOP_LOGITS, len(values)))

@@ -31,7 +31,7 @@ AttentionName = Annotated[str, Field(max_length=100)]
 
 
 class AttentionLayers(Query):
-    """Layer, number of heads, window and causality of each attention module."""
+    """Layer, number of heads, sliding window, causality and sink of each attention module."""
 
     def run(self, inspector: Inspector, job: QueryJob) -> QueryResult:
         sites = [site for site in inspector.sites.values() if site.kind == "pattern"]
@@ -58,7 +58,7 @@ class AttentionThumbnails(InputQuery):
 
 
 class AttentionHead(InputQuery):
-    """Attention pattern of one head, and its entropy per query."""
+    """Attention pattern of one head, max-pooled if it is large, and its entropy per query token."""
 
     attention: AttentionName
     head: TokenIndex
@@ -83,7 +83,7 @@ class AttentionHead(InputQuery):
 
 
 class AttentionRow(InputQuery):
-    """Attention weights of one query of one head, without pooling."""
+    """Attention weights of one query token in one head, without pooling."""
 
     attention: AttentionName
     head: TokenIndex
@@ -152,7 +152,7 @@ def _compute_pattern(
 
 
 def _has_edited_pattern(inspector: Inspector, model_input: ModelInput, attention: str) -> bool:
-    """Whether the edits change the scores or the pattern of this attention."""
+    """Whether the input's edits change the scores or the pattern of the attention module named `attention`."""
     site_names = {f"{attention}.scores", f"{attention}.pattern"}
     return bool(model_input.edits) and any(
         site.name in site_names for _, site, _ in edit(inspector.model, model_input.edits).value_edits
@@ -160,19 +160,19 @@ def _has_edited_pattern(inspector: Inspector, model_input: ModelInput, attention
 
 
 def _max_pool(values: Tensor, max_size: int) -> Tensor:
-    """Max-pool (H, T, S) over axes longer than `max_size`."""
+    """Max-pool a tensor (H, T, S) such as a pattern, so that T and S are at most `max_size`."""
     size = [min(extent, max_size) for extent in values.shape[-2:]]
     return values if size == list(values.shape[-2:]) else F.adaptive_max_pool2d(values, size)
 
 
 def _first_token_weight(pattern: Tensor) -> Tensor:
-    """Return each head's mean attention weight on the first token, averaged over all later queries: (H,)."""
+    """Return each head's mean attention weight on the first token, averaged over all later query tokens: (H,)."""
     later = pattern[:, 1:, 0]
     return later.mean(-1) if later.shape[-1] else pattern[:, :, 0].mean(-1)
 
 
 class AttentionByLayer(InputQuery):
-    """Attention weights of one query in each layer, averaged over heads."""
+    """Attention weights of one query token in each layer, averaged over heads."""
 
     position: TokenIndex
 

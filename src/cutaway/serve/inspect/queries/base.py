@@ -22,10 +22,10 @@ class Query(BaseModel, ABC):
 
     @abstractmethod
     def run(self, inspector: Inspector, job: QueryJob) -> QueryResult:
-        """Compute the result. Raise a CutawayError if the parameters are invalid."""
+        """Return the result of the query. Raise a CutawayError if the parameters are invalid for this model."""
 
 
 class InputQuery(Query):
-    """Query about one input of the model."""
+    """Query about the forward pass of the model on one input (tokens, source and edits)."""
 
     input: ModelInput

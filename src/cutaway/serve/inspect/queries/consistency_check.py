@@ -15,7 +15,11 @@ NUM_CACHED_STEPS = 16
 
 
 class ConsistencyCheck(InputQuery):
-    """Checks: embedding + Σ sublayer outputs = residual stream; pattern rows sum to 1; cached = uncached logits."""
+    """Maximum errors of three consistency checks.
+
+    These are: embedding + Σ sublayer outputs = residual stream after the last block; rows of attention patterns sum to
+    1; logits with KV cache = logits without.
+    """
 
     def run(self, inspector: Inspector, job: QueryJob) -> QueryResult:
         query_sites = [name for name in inspector.sites if name.endswith(".q")]
@@ -42,7 +46,7 @@ def _residual_sum_error(inspector: Inspector, activations: ActivationCache, stac
     """Return the largest |embedding + Σ sublayer outputs − residual stream| over all tokens.
 
     It is relative to the largest absolute value of the residual stream after the last block. Return None if the input
-    has edits, or if the residual stream is not such a sum, because norms act on it (post-norm).
+    has edits, or if the residual stream is not such a sum, because it is normalized (post-norm) or scaled.
     """
     site_names = [name for name, site in inspector.sites.items() if site.stack is stack]
     site_stack = inspector.sites[site_names[0]].stack
@@ -71,7 +75,10 @@ def _pattern_row_error(inspector: Inspector, activations: ActivationCache, job: 
 def _cache_error(
     inspector: Inspector, activations: ActivationCache, job: QueryJob
 ) -> tuple[float | None, float | None]:
-    """Return max |cached − full logit| and max |logit|, or (None, None) if the model is an encoder or has no head."""
+    """Return max |logit with KV cache − logit without| and max |logit| over the last tokens of the input.
+
+    Return (None, None) if the model is an encoder or has no head.
+    """
     model_input, model = activations.model_input, inspector.model
     if isinstance(model, EncoderOnly) or inspector.head is None:
         return None, None

@@ -80,7 +80,10 @@ def _top_tokens_before_after(inspector: Inspector, before: Tensor, after: Tensor
 def _compute_kl_and_loss(
     inspector: Inspector, original: ActivationCache, edited: ActivationCache, job: QueryJob
 ) -> QueryResult:
-    """Compute KL divergence and loss per token, in chunks. `lens.analysis.ablation` averages the same values."""
+    """Compute for each token the KL divergence, the top-5 overlap and the losses before and after the edits.
+
+    `lens.analysis.ablation` averages the same values.
+    """
     tokens = torch.tensor(original.model_input.tokens, device=inspector.model.device)
     length = len(tokens)
     has_targets = not isinstance(inspector.model, EncoderOnly) and length > 1

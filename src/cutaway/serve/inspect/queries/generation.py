@@ -139,7 +139,10 @@ class GenerationSession:
         return self.request.output.finish_reason if self.request.finished.is_set() else None
 
     def finish(self, job: QueryJob) -> QueryResult:
-        """Return the finish reason, the cache size and the comparison of the logits with those of a full pass."""
+        """Return the finish reason, and the number of slots and the kind of the KV cache.
+
+        Also return the differences between the logits of the decode steps and the logits of one full forward pass.
+        """
         self.engine.model_runner.release_compiled()
         data: dict[str, object] = {
             "finish_reason": self.finish_reason,

@@ -29,7 +29,7 @@ Count = Annotated[int, Field(strict=True, ge=1, le=10**9)]
 
 
 class ModelShape(BaseModel):
-    """A base model and the config fields to override."""
+    """Name of a base model (the inspected model or a preset), and values that override fields of its config."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -42,7 +42,7 @@ class ModelShape(BaseModel):
     vocab_size: Count | None = None
 
     def resolve_config(self, inspector: Inspector) -> Config:
-        """Return the config with the overrides. An invalid combination raises the same error as `ct.config`."""
+        """Return the base model's config with the overrides. Invalid overrides raise the same error as `ct.config`."""
         if self.base != LOADED_MODEL and self.base not in PRESETS:
             raise InputError(f"'{self.base[:40]}' is not a preset; choose one from the list")
         base_config = inspector.config if self.base == LOADED_MODEL else read_config(self.base)
@@ -51,7 +51,7 @@ class ModelShape(BaseModel):
 
 
 def apply_overrides(base_config: Config, overrides: dict[str, int]) -> Config:
-    """Override fields in every stack and block that has them."""
+    """Return the config with these fields overridden in every stack and block that has them."""
 
     def select(*names: str) -> dict[str, int]:
         return {name: overrides[name] for name in names if name in overrides}
@@ -70,7 +70,10 @@ def apply_overrides(base_config: Config, overrides: dict[str, int]) -> Config:
 
 
 def _get_shape(config: Config) -> dict[str, int | None]:
-    """Return the values of the fields that can be overridden, None for fields that the model does not have."""
+    """Return the config fields that can be overridden, and the context. They are None if the model does not have them.
+
+    Values that differ between blocks are those of the last block of the last stack.
+    """
     stack = list(config.stacks.values())[-1]
     block = stack.blocks[-1]
     expert = block.ffn.expert if block.ffn.kind == "moe" else block.ffn
@@ -86,7 +89,7 @@ def _get_shape(config: Config) -> dict[str, int | None]:
 
 
 class SizeQuery(Query):
-    """Options shared by the size queries."""
+    """Base class of the size queries, with the options of `ct.size` that these queries share."""
 
     batch_size: Annotated[int, Field(strict=True, ge=1, le=2**20)] = 1
     context: Annotated[int, Field(strict=True, ge=1, le=2**24)] | None = None
@@ -216,7 +219,7 @@ class MemoryFit(SizeQuery):
 
 
 class SizeCatalog(Query):
-    """Presets, devices and dtypes that can be selected."""
+    """Presets, devices and dtypes that can be selected for the size queries."""
 
     def run(self, inspector: Inspector, job: QueryJob) -> QueryResult:
         data = {"loaded_model": LOADED_MODEL, "presets": list(presets()), "dtypes": list(PRECISIONS)}

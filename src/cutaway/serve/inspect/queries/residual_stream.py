@@ -20,7 +20,7 @@ from cutaway.serve.inspect.queries.base import InputQuery, Inspector, QueryJob, 
 
 
 class ResidualNorms(InputQuery):
-    """Norm of every token's residual stream at every site. Partial results are sent during the forward pass."""
+    """Norm of every token at every residual-stream site. Partial results are sent during the forward pass."""
 
     def run(self, inspector: Inspector, job: QueryJob) -> QueryResult:
         stack_names = {stack: stack_name for stack_name, stack in inspector.model.stacks.items()}
@@ -48,7 +48,7 @@ class ResidualNorms(InputQuery):
 
 
 class TokenJourney(InputQuery):
-    """Norm and logit lens predictions of one token at every site.
+    """Norm of one token's activation at every cached site, with logit lens predictions at residual-stream sites.
 
     Sublayer outputs also have their norm relative to the residual stream, and their cosine similarity with it.
     """

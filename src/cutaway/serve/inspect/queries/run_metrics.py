@@ -81,7 +81,7 @@ def _read_metrics(path: Path, job: QueryJob) -> tuple[list[Row], list[Row], list
 
 
 def downsample_curves(step_rows: list[Row]) -> dict[str, Tensor]:
-    """Return the mean loss, gradient norm and learning rate, and the loss range, of each group of steps."""
+    """Return mean loss, gradient norm and learning rate, and loss range, of at most MAX_POINTS groups of steps."""
     if not step_rows:
         return {}
     group_size = -(-len(step_rows) // MAX_POINTS)
