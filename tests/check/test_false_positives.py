@@ -12,7 +12,7 @@ import torch
 import transformers
 from hypothesis import given, settings
 from support.config_strategies import SEEDS, build_randomized_model, configs
-from support.transformers_models import FAMILIES, build_transformers_model, find_peers
+from support.transformers_models import FAMILIES, build_transformers_model, find_peers, supported_kernels
 
 import cutaway as ct
 from cutaway.check import Report
@@ -46,9 +46,7 @@ def unexpected_findings(report: Report, family: str = "") -> list[str]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_transformers_models_pass(family: str, seed: int, dtype: torch.dtype) -> None:
     for peer in find_peers(family, seed):
-        for kernel in ("eager", "sdpa"):
-            if kernel == "eager" and peer.skip_eager:
-                continue
+        for kernel in supported_kernels(peer):
             report = ct.check(build_transformers_model(peer, seed, kernel=kernel).to(dtype), seed=seed, budget=120)
             assert not unexpected_findings(report, family), (kernel, peer.config.to_diff_dict())
 

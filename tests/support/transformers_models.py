@@ -42,6 +42,12 @@ def find_peers(family: str, seed: int = 0) -> list[PeerModel]:
     return peers
 
 
+def supported_kernels(peer: PeerModel) -> list[str]:
+    """Attention implementations of transformers that work for the reference model."""
+    has_sdpa = peer.auto_class._model_mapping[type(peer.config)]._supports_sdpa
+    return [kernel for kernel, works in (("eager", not peer.skip_eager), ("sdpa", has_sdpa)) if works]
+
+
 def build_transformers_model(peer: PeerModel, seed: int = 0, *, kernel: str | None = None) -> Any:
     """Build a transformers model with random weights in all parameters, without the patches that family tests apply."""
     torch.manual_seed(seed)
