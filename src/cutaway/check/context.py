@@ -30,7 +30,7 @@ TensorFunction = Callable[[], Tensor]
 
 
 class CheckContext:
-    """The model under test, with random inputs, measured noise and comparison functions."""
+    """The model under test, with random inputs, its measured rounding noise, and functions that compare outputs."""
 
     clock = staticmethod(time.monotonic)
     """Clock in seconds. Tests replace it, so that no result depends on how busy the machine is."""

@@ -220,7 +220,7 @@ def resolve_head_dim(tree: ConfigTree, stack: str) -> int:
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
-    """YaRN attention factor, on queries and on keys: 0.1 · mscale · ln(factor) + 1, or 1 if factor ≤ 1."""
+    """YaRN attention factor, by which queries and keys are each multiplied: 0.1 · mscale · ln(factor) + 1, or 1."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 

@@ -16,7 +16,7 @@ CacheShape = tuple[tuple[int, int], tuple[int, int]]
 
 
 class SlotMapping(NamedTuple):
-    """Cache slots of the new tokens, and positions of the keys, for all layers with the same number of slots."""
+    """Cache slots of the new tokens, and positions of the cached keys, of layers that have equally many slots."""
 
     slots: Int[Tensor, "B T"]
     key_positions: TokenPositions

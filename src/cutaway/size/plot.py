@@ -138,7 +138,7 @@ def _plot_memory(axes: "Axes", estimates: Sequence[_NamedEstimates]) -> None:
 
 
 def group_components(bytes_by_component: Mapping[str, int]) -> dict[str, int]:
-    """Return the bytes of each plotted component, summed over the memory components that it includes."""
+    """Return the bytes of each bar of the plot: the sum over the memory components that the bar combines."""
     grouped = dict.fromkeys(_COMPONENT_COLORS, 0)
     for component, nbytes in bytes_by_component.items():
         grouped[component_group(component)] += nbytes

@@ -265,8 +265,8 @@ def _rope_switch_length(attention: MultiHead | LatentAttention) -> int | None:
 
 
 def _adapt_encoder_decoder(checked: CheckedModel, model: EncoderDecoder, seed: int) -> None:
-    """Set the functions of `checked` for an encoder-decoder. Functions without a source argument use a fixed random
-    source."""
+    """Set the functions of `checked` for an encoder-decoder. Functions without a source argument use a fixed
+    random source sequence."""
     size = model.config.source_vocab_size or model.config.vocab_size  # type: ignore[union-attr]
     source = torch.randint(size, (1, 9), generator=torch.Generator().manual_seed(seed + 1)).to(model.device)
 

@@ -102,7 +102,7 @@ def _get_field(output: object, name: str) -> object:
 
 
 def _find_tensor(output: object, ndim: int) -> Any:
-    """The first tensor in a tuple that has `ndim` dimensions; `output` itself if there is none."""
+    """Return the first tensor with `ndim` dimensions in the tuple `output`; if there is none, return `output`."""
     items = output if isinstance(output, tuple | list) else ()
     return next((item for item in items if isinstance(item, Tensor) and item.ndim == ndim), output)
 

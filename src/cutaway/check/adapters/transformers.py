@@ -501,8 +501,8 @@ def _seq2seq_loss(model: TransformersModel, source: Tensor, labels: Tensor) -> T
 def _adapt_encoder_decoder(
     checked: CheckedModel, model: TransformersModel, config: TransformersConfig, seed: int
 ) -> None:
-    """Set the functions of `checked` for an encoder-decoder. Functions without a source argument use a fixed random
-    source."""
+    """Set the functions of `checked` for an encoder-decoder. Functions without a source argument use a fixed
+    random source sequence."""
     source = _random_source_tokens(model, config, seed)
 
     def expand_source(tokens: Tensor) -> Tensor:

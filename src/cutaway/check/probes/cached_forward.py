@@ -83,7 +83,11 @@ def locate_divergence(ctx: CheckContext, tokens: Tensor, sizes: Sequence[int], p
 
 
 def infer_wrong_position(ctx: CheckContext, tokens: Tensor, sizes: Sequence[int], expected_position: int) -> int | None:
-    """The wrong position id that gives the cached logits of the token at `expected_position`; None if none does."""
+    """Find the wrong position id that explains the cached logits of the token at `expected_position`.
+
+    With this position id, a forward pass without a cache gives the logits that a cached pass over chunks of `sizes`
+    gives. Return None if no candidate does.
+    """
     logits_with_positions = ctx.model.logits_with_positions
     if logits_with_positions is None:
         return None

@@ -44,7 +44,10 @@ def pad_rows(
 
 
 def select_real_tokens(output: Tensor, mask: Tensor) -> Tensor:
-    """Select the outputs of real tokens, (N, V). Some models drop trailing positions that are padding in all rows."""
+    """Select the outputs (N, V) of the tokens that are not padding.
+
+    `output` may have fewer positions than `mask`: some models drop trailing positions that are padding in all rows.
+    """
     return output[mask[:, : output.shape[1]]]
 
 

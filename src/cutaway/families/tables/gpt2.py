@@ -49,7 +49,7 @@ def _write_attention_scale(tree: ConfigTree, hf_config: dict[str, object]) -> No
 def common_fields(
     vocab_size: int, n_embd: int, n_layer: int, n_head: int, *, tie_word_embeddings: bool, dropout: float
 ) -> ConfigFields:
-    """Config fields of GPT-2 and GPT-J. The arguments are the family's defaults."""
+    """Config fields of GPT-2 and GPT-J. The arguments are default values of config.json keys."""
     return (
         Key("vocab_size", "vocab_size", vocab_size),
         Key("n_embd", "d_model", n_embd),

@@ -42,7 +42,7 @@ def size_fields(
     *,
     tie_word_embeddings: bool = False,
 ) -> ConfigFields:
-    """Config fields of vocabulary, dimensions, layers and context length. The arguments are the family's defaults.
+    """Config fields of vocabulary, dimensions, layers and context length. The arguments are default values.
 
     If `intermediate_size` is None, the family has another key for the FFN dimension.
     """
@@ -58,7 +58,7 @@ def size_fields(
 
 
 def head_fields(num_heads: int = 32, num_kv_heads: int | None = None, head_dim: object = None) -> ConfigFields:
-    """Config fields of the attention heads. The arguments are the family's defaults.
+    """Config fields of the attention heads. The arguments are default values.
 
     If `num_kv_heads` is None, the default is the number of heads; if `head_dim` is None, d_model / heads.
     """

@@ -46,7 +46,7 @@ def _ffn_field(default_feed_forward_proj: str) -> Custom:
 
 
 def common_fields(vocab_size: int, d_ff: int, num_layers: int, num_heads: int, feed_forward_proj: str) -> ConfigFields:
-    """Config fields of T5 and mT5. The arguments are the family's defaults."""
+    """Config fields of T5 and mT5. The arguments are default values of config.json keys."""
     dropout_paths = (*ATTENTION_PATHS, *FFN_PATHS, *STACKS, *both_stacks("embedding"))
     return (
         Key("vocab_size", "vocab_size", vocab_size),

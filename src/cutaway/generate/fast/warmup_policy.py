@@ -105,7 +105,7 @@ class WarmupPolicy:
         return self.warmed_up
 
     def record_step(self, seconds: float) -> bool:
-        """Record the time of a decode step. Return True after the fifth fast step, when the warm-up cost is stored."""
+        """Record the time of a decode step. Return True when the fifth fast step stores the warm-up cost."""
         if not self.warmed_up:
             self.eager_times = [*self.eager_times[-7:], seconds]
             return False

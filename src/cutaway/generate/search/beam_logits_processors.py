@@ -54,7 +54,7 @@ class BeamSearchParams:
 
 
 class BeamLogitsProcessor:
-    """Applies penalties, suppressed and forced tokens to next-token log-probabilities, in the order of transformers."""
+    """Changes next-token log-probabilities by penalties, suppressed tokens and forced tokens, as transformers does."""
 
     def __init__(self, vocab_size: int, device: torch.device, params: BeamSearchParams) -> None:
         self.vocab_size, self.params = vocab_size, params

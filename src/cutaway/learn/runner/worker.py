@@ -75,7 +75,7 @@ def _flush_output() -> None:
 
 
 def grade_file(tasks: Tasks, path: Path, time_limit: float) -> GradeReport:
-    """Grade one file. The report of a file that exceeds `time_limit` seconds is an error."""
+    """Grade one file. If this takes more than `time_limit` seconds, the status of the report is "error"."""
     has_timer = hasattr(signal, "setitimer")
     if has_timer:
         signal.signal(signal.SIGALRM, raise_time_limit)

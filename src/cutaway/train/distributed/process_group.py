@@ -214,7 +214,7 @@ def init_distributed(device: DeviceLike = None) -> Iterator[DistributedContext]:
 
 @contextmanager
 def _join_process_group(device: DeviceLike) -> Iterator[MultiProcessContext]:
-    """Initialize the process group from torchrun's environment variables, and destroy it at the end.
+    """Context manager: initialize the process group from torchrun's environment variables, and destroy it on exit.
 
     When a rank fails, the other ranks fail as a consequence. Only the first failure is reported.
     """
