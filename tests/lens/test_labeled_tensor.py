@@ -39,3 +39,11 @@ def test_small_heat_maps_are_annotated() -> None:
     figure.canvas.draw()  # dollar signs are not parsed as math
     negative = LabeledTensor("a title", values - 0.5, ("layer", "token"), labels).plot().axes[0].images[0]
     assert negative.get_clim() == pytest.approx((-0.5, 0.5))
+
+
+def test_long_axes_of_indices_have_few_tick_labels() -> None:
+    indices = tuple(map(str, range(65)))
+    figure = LabeledTensor("pattern", torch.rand(65, 65), ("T", "S"), (indices, indices)).plot()
+    width, height = figure.get_size_inches()
+    assert max(width, height) < 8
+    assert [text.get_text() for text in figure.axes[0].get_xticklabels()] == [str(i) for i in range(0, 65, 5)]

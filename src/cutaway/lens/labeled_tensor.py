@@ -27,6 +27,8 @@ _MAX_TABLE_ROWS, _MAX_TABLE_COLUMNS = 64, 24
 _ORDERED_AXES = ("layer", "sublayer", "position", "other position")
 """Axes whose labels have an order and which are plotted as lines. Other axes are plotted as bars."""
 _MAX_TICK_LABELS = 72
+_MAX_INDEX_LABELS = 16
+"""Maximum number of tick labels of an axis whose labels are the indices 0, 1, 2 …."""
 _MAX_ANNOTATED_CELLS = 120
 """Maximum number of heat map cells or bars that are annotated with their values."""
 _SIGN_TOLERANCE = 1e-4
@@ -301,7 +303,8 @@ def _panel_size(tensor: LabeledTensor) -> tuple[float, float]:
     column = 0.42 if tensor.values.numel() <= _MAX_ANNOTATED_CELLS else 0.3
     column = column if tensor.annotations is None else 0.62
     names = 0.07 * max(map(len, tensor.labels[0]))
-    height, width = 1.4 + 0.25 * tensor.shape[0], 1.6 + names + column * tensor.shape[1]
+    num_rows, num_columns = (min(len(labels), _max_tick_labels(labels)) for labels in tensor.labels)
+    height, width = 1.4 + 0.25 * num_rows, 1.6 + names + column * num_columns
     return min(max(2.4, height), 12.0), min(max(2.8, width), 12.0)
 
 
@@ -394,8 +397,8 @@ def _format_cell(value: float, tensor: LabeledTensor) -> str:
 
 
 def _set_ticks(axis: Any, name: str, labels: tuple[str, ...]) -> None:
-    """Set the name and at most _MAX_TICK_LABELS tick labels of a plot axis; x labels that would overlap are rotated."""
-    step = -(-len(labels) // _MAX_TICK_LABELS)
+    """Set the name and the tick labels of a plot axis; x labels that would overlap are rotated."""
+    step = -(-len(labels) // _max_tick_labels(labels))
     ticks = list(range(0, len(labels), step))
     texts = [_truncate(labels[tick], 40) for tick in ticks]
     # Width of the panel in inches, without the y tick labels and the color bar.
@@ -404,6 +407,11 @@ def _set_ticks(axis: Any, name: str, labels: tuple[str, ...]) -> None:
     axis.set_ticks(ticks, texts, fontsize=7, rotation=90 if overlap else 0)
     axis.set_tick_params(length=2, color="grey")
     axis.set_label_text(name)
+
+
+def _max_tick_labels(labels: tuple[str, ...]) -> int:
+    """Maximum number of tick labels of an axis with these labels."""
+    return _MAX_INDEX_LABELS if labels == tuple(map(str, range(len(labels)))) else _MAX_TICK_LABELS
 
 
 def _truncate(text: str, max_chars: int) -> str:
