@@ -21,4 +21,5 @@ def main() -> None:
         sys.exit(f"{result.stdout}{result.stderr}")
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -15,11 +15,14 @@ from pathlib import Path
 from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from support.server import serve_in_thread
+
 from cutaway.cli.verbs.open import load_inspector
 from cutaway.serve import static_files
 from cutaway.serve.app import build_app
 from cutaway.serve.inspect import routes
-from cutaway.serve.server import bind_socket, build_access_policy, serve_in_thread
+from cutaway.serve.server import bind_socket, build_access_policy
 from hatch_build import ROOT, WEB, find_node_and_npm
 
 NUM_COLORS = 96
