@@ -149,7 +149,7 @@ def test_missing_baseline_has_a_note(run: CliRunner, tmp_path: Path, monkeypatch
         (["decode", "tiny-bert"], "not decoder-only"),
         (["prefill", "tiny-t5"], "not decoder-only"),
         (["decode", "nowhere"], "no preset or file named 'nowhere'"),
-        (["decode", "tiny-gpt", "--context", "1000"], "64 learned positions"),
+        (["decode", "tiny-gpt", "--context", "1000"], "has 64 positions"),
         (["decode", "tiny-gpt", "--batch-size", "0"], "--batch-size"),
         (["decode", "tiny-gpt", "--model", "gpt2"], "--model is for measuring the machine"),
         (["--num-steps", "3"], "--num-steps applies to one model"),
