@@ -8,6 +8,7 @@ bytes of the weights divided by the measured read bandwidth.
 """
 
 import argparse
+import importlib
 import json
 import statistics
 import sys
@@ -26,9 +27,9 @@ SHORT_TOKENS, LONG_TOKENS = 8, 72
 
 
 def build_transformers_runner() -> Callable[[int], float]:
-    from transformers import GPT2Config, GPT2LMHeadModel
+    transformers: Any = importlib.import_module("transformers")  # Any: its types are incomplete
 
-    model = GPT2LMHeadModel(GPT2Config()).eval()
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config()).eval()
     tokens = torch.tensor([PROMPT])
 
     def run(count: int) -> float:

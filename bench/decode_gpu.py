@@ -133,19 +133,13 @@ def bench_gpt_fast_steps(folder: str, batch_size: int, context: int) -> dict[str
 
 
 def build_transformers_model(config: Any) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
+    transformers: Any = importlib.import_module("transformers")  # Any: its types are incomplete
 
-    shape: dict[str, Any] = {
-        "rope_theta": 5e5,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-    }
-    hf_config = LlamaConfig(vocab_size=config.vocab_size, num_key_value_heads=8, **shape)
+    shape = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
+    hf_config = transformers.LlamaConfig(vocab_size=config.vocab_size, num_key_value_heads=8, rope_theta=5e5, **shape)
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda"):
-        model = LlamaForCausalLM(hf_config).eval()
+        model = transformers.LlamaForCausalLM(hf_config).eval()
     torch.set_default_dtype(torch.float32)
     return model
 

@@ -7,6 +7,7 @@ quartiles, and the limit is the time of the same matmuls alone.
 """
 
 import argparse
+import importlib
 import json
 import statistics
 import time
@@ -48,10 +49,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    from transformers import GPT2Config, GPT2LMHeadModel
+    transformers: Any = importlib.import_module("transformers")  # Any: its types are incomplete
 
-    options: dict[str, Any] = {"attn_implementation": "sdpa", "use_cache": False}
-    transformers_model = GPT2LMHeadModel(GPT2Config(**options)).eval()
+    hf_config = transformers.GPT2Config(attn_implementation="sdpa", use_cache=False)
+    transformers_model = transformers.GPT2LMHeadModel(hf_config).eval()
     cutaway_model = ct.build(ct.config("gpt2"), seed=0)
     tokens = torch.randint(0, 50257, (2, 256))
 

@@ -7,6 +7,7 @@ TransformerLens is measured if it is installed.
 """
 
 import argparse
+import importlib
 import importlib.util
 import json
 import statistics
@@ -24,11 +25,13 @@ SEQ_LEN = 256
 
 
 def build_cases() -> tuple[dict[str, Callable[[], Any]], Any]:
-    from transformers import GPT2Config, GPT2LMHeadModel
+    transformers: Any = importlib.import_module("transformers")  # Any: its types are incomplete
 
     tokens = torch.randint(0, 50257, (1, SEQ_LEN), generator=torch.Generator().manual_seed(0))
     model = ct.build("gpt2", seed=0).eval()
-    transformers_model = GPT2LMHeadModel(GPT2Config(attn_implementation="sdpa", use_cache=False)).eval()
+    transformers_model = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(attn_implementation="sdpa", use_cache=False)
+    ).eval()
     cases: dict[str, Callable[[], Any]] = {
         "cutaway": lambda: model(tokens),
         "transformers": lambda: transformers_model(tokens).logits,
@@ -36,7 +39,9 @@ def build_cases() -> tuple[dict[str, Callable[[], Any]], Any]:
         "cutaway, everything": lambda: run_traced(model, tokens, "*"),
     }
     if importlib.util.find_spec("transformer_lens"):
-        cases |= build_transformer_lens_cases(GPT2LMHeadModel(GPT2Config(use_cache=False)).eval(), tokens)
+        cases |= build_transformer_lens_cases(
+            transformers.GPT2LMHeadModel(transformers.GPT2Config(use_cache=False)).eval(), tokens
+        )
     return cases, (model, tokens)
 
 

@@ -7,6 +7,7 @@ its trainer, transformers a plain loop with fused AdamW. Dropout is off for all.
 """
 
 import argparse
+import importlib
 import json
 import resource
 import statistics
@@ -79,10 +80,12 @@ def build_cutaway_step() -> Callable[[int], float]:
 
 
 def build_transformers_step(compiled: bool) -> Callable[[int], float]:
-    from transformers import GPT2Config, GPT2LMHeadModel
+    transformers: Any = importlib.import_module("transformers")  # Any: its types are incomplete
 
     dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    model: Any = GPT2LMHeadModel(GPT2Config(attn_implementation="sdpa", use_cache=False, **dropouts)).train()
+    model: Any = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(attn_implementation="sdpa", use_cache=False, **dropouts)
+    ).train()
     decayed = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     not_decayed = [parameter for parameter in model.parameters() if parameter.ndim < 2]
     groups = [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": not_decayed, "weight_decay": 0.0}]

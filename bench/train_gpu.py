@@ -9,6 +9,7 @@ a GPU is slower when it is warm. Prints a table and a JSON line.
 
 import argparse
 import gc
+import importlib
 import itertools
 import json
 import sys
@@ -106,21 +107,27 @@ def build_nanogpt_step(directory: str, batch_size: int, seq_len: int) -> StepFn:
 
 
 def build_transformers_gpt2_step(batch_size: int, seq_len: int) -> StepFn:
-    from transformers import GPT2Config, GPT2LMHeadModel
+    transformers: Any = importlib.import_module("transformers")  # Any: its types are incomplete
 
     kwargs = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "use_cache": False}
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=50304, attn_implementation="sdpa", **kwargs)).to("cuda").train()
+    model = (
+        transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=50304, attn_implementation="sdpa", **kwargs))
+        .to("cuda")
+        .train()
+    )
     compiled = torch.compile(model)
     x = torch.randint(50257, (batch_size, seq_len), device="cuda")
     return build_torch_step(model, lambda: compiled(input_ids=x, labels=x).loss)
 
 
 def build_transformers_llama_step(batch_size: int, seq_len: int) -> StepFn:
-    from transformers import LlamaConfig, LlamaForCausalLM
+    transformers: Any = importlib.import_module("transformers")  # Any: its types are incomplete
 
     with torch.device("cuda"):
-        config = LlamaConfig(**LLAMA_CONFIG, rope_theta=500000.0, attn_implementation="sdpa", use_cache=False)
-        model = LlamaForCausalLM(config).train()
+        config = transformers.LlamaConfig(
+            **LLAMA_CONFIG, rope_theta=500000.0, attn_implementation="sdpa", use_cache=False
+        )
+        model = transformers.LlamaForCausalLM(config).train()
     compiled = torch.compile(model)
     x = torch.randint(50257, (batch_size, seq_len), device="cuda")
     return build_torch_step(model, lambda: compiled(input_ids=x, labels=x).loss)

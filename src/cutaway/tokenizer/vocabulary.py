@@ -57,7 +57,9 @@ def validate_vocab(value: object, source: object) -> dict[str, int]:
     if not isinstance(value, dict) or not value:
         raise InputError(f"{source} has no vocabulary that maps tokens to ids; download the file again")
     if len(value) > MAX_VOCAB_SIZE:
-        raise InputError(f"{source} has {len(value):,} tokens, but at most {MAX_VOCAB_SIZE:,} are supported")
+        raise InputError(
+            f"{source} has {len(value):,} tokens, but at most {MAX_VOCAB_SIZE:,} are supported; download the file again"
+        )
     for token, token_id in value.items():
         if not isinstance(token, str) or isinstance(token_id, bool) or not isinstance(token_id, int):
             raise InputError(f"{source} has the id {token_id!r} for token {token!r}, not an integer; fix it")
