@@ -16,14 +16,14 @@ import cutaway as ct
 from cutaway.cli import main
 from cutaway.config import config as read_config
 from cutaway.errors import CutawayError
-from cutaway.train.ablate.ablation import Ablation, build_ablation
-from cutaway.train.ablate.budget import training_cost
-from cutaway.train.ablate.confidence_interval import (
+from cutaway.evaluate.confidence_interval import (
     ConfidenceInterval,
     mean_confidence_interval,
     paired_difference,
     t_quantile,
 )
+from cutaway.train.ablate.ablation import Ablation, build_ablation
+from cutaway.train.ablate.budget import training_cost
 from cutaway.train.ablate.measurements import permutation_sensitivity, shift_sensitivity, token_losses
 from cutaway.train.ablate.metrics import METRICS
 from cutaway.train.ablate.plan import build_plan

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cutaway.train.ablate.confidence_interval import ConfidenceInterval
+from cutaway.evaluate.confidence_interval import ConfidenceInterval
 
 IntervalTable = dict[str, float | int | None]
 """A confidence interval in results.json: mean, count, and half_width (or factor, for a ratio)."""

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from cutaway.evaluate.confidence_interval import mean_confidence_interval
 from cutaway.size.plot import LINE_COLORS, MATPLOTLIB_STYLE, TEXT_COLOR
-from cutaway.train.ablate.confidence_interval import mean_confidence_interval
 from cutaway.train.ablate.metrics import METRICS
 from cutaway.train.ablate.results import ResultsTable
 from cutaway.train.ablate.worker import Outcome

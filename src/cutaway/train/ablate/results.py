@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from cutaway.train.ablate.confidence_interval import ConfidenceInterval, mean_confidence_interval, paired_difference
+from cutaway.evaluate.confidence_interval import ConfidenceInterval, mean_confidence_interval, paired_difference
 from cutaway.train.ablate.launcher import RunOutcomes
 from cutaway.train.ablate.metrics import METRICS, IntervalTable
 from cutaway.train.ablate.plan import AblationPlan
