@@ -329,3 +329,20 @@ def test_ascii_terminal() -> None:
 def test_file_that_is_not_a_config_is_an_error(run: CliRunner, tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     assert "is not a configuration" in run(str(tmp_path / "model.gguf"), code=2)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "line"),
+    [
+        ("15T", "15T: 1,868 per parameter, 93.4 × Chinchilla's 20 (160.6B)"),
+        ("100B", "100B: 12.5 per parameter, 0.623 × Chinchilla's 20 (160.6B)"),
+        ("160605224960", "160.6B: 20 per parameter, compute-optimal (Chinchilla)"),
+    ],
+)
+def test_training_tokens_are_compared_with_chinchilla(run: CliRunner, tokens: str, line: str) -> None:
+    options = ("llama-3-8b", "--mode", "train", "--train-tokens", tokens)
+    assert line in run(*options)
+    budget = json.loads(run(*options, "--json"))["training_budget"]
+    assert budget["chinchilla_tokens"] == 20 * 8_030_261_248
+    assert budget["chinchilla_ratio"] == pytest.approx(budget["train_tokens"] / budget["chinchilla_tokens"])
+    assert budget["tokens_per_parameter"] == pytest.approx(budget["train_tokens"] / 8_030_261_248)

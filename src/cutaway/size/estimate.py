@@ -41,6 +41,7 @@ from cutaway.size.roofline import (
 from cutaway.size.shape_pass import ExecutionConfig, PassCost, inference_pass, training_pass
 from cutaway.size.state_dict_shapes import CheckpointSize, checkpoint_size
 from cutaway.size.training_budget import TrainingBudget, compute_training_budget
+from cutaway.size.unpublished_sizes import check_size_is_published
 
 _cached_inference_pass = lru_cache(maxsize=32)(inference_pass)
 """Cached because estimates that differ only in batch size or device share these passes."""
@@ -351,6 +352,7 @@ def size(
     tensor-parallel and FSDP group sizes. `parallel='tp'` or `parallel='fsdp'` uses all remaining devices of
     `world_size` for that dimension.
     """
+    check_size_is_published(source)
     config = read_config(source)
     for name, value, choices in (
         ("mode", mode, MODE_LABELS),
@@ -440,7 +442,8 @@ def estimates_to_dict(estimate: SizeEstimate, *others: SizeEstimate) -> dict[str
     if training is not None:
         budget = training.training_budget
         known = {name: value for name, value in asdict(budget).items() if value is not None}
-        result["training_budget"] = known | {"tokens_per_parameter": budget.tokens_per_parameter}
+        ratios = {name: getattr(budget, name) for name in ("tokens_per_parameter", "chinchilla_ratio")}
+        result["training_budget"] = known | ratios
     return result
 
 

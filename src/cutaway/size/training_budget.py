@@ -35,7 +35,12 @@ class TrainingBudget:
 
     @property
     def tokens_per_parameter(self) -> float:
-        return _CHINCHILLA_TOKENS_PER_PARAMETER * self.train_tokens / self.chinchilla_tokens
+        return _CHINCHILLA_TOKENS_PER_PARAMETER * self.chinchilla_ratio
+
+    @property
+    def chinchilla_ratio(self) -> float:
+        """Training tokens, as a multiple of the compute-optimal number."""
+        return self.train_tokens / self.chinchilla_tokens
 
 
 def compute_training_budget(

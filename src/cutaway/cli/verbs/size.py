@@ -126,9 +126,12 @@ def _compute_sizes(sources: list[str], mode: str | None, options: dict[str, Any]
     from cutaway.config import config
     from cutaway.size import size as estimate_size
     from cutaway.size.precision import get_precision
+    from cutaway.size.unpublished_sizes import check_size_is_published
 
     can_train = "dtype" not in options or get_precision(options["dtype"]).can_train
     modes = [mode] if mode is not None else ["infer", "train"] if can_train else ["infer"]
+    for source in sources:
+        check_size_is_published(source)
     models = [config(source) for source in sources]
     if len(models) == 1:
         return [[estimate_size(models[0], mode=name, **options) for name in modes]]

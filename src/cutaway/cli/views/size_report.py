@@ -224,12 +224,19 @@ def _time_section(report: Data) -> list[RenderableType]:
 PHASE_NAMES = {"prefill": "prefill", "decode": "decode", "train_step": "training step"}
 
 
+def _format_token_ratio(budget: Data) -> str:
+    """Format the training tokens per parameter, as a number and as a multiple of the compute-optimal number."""
+    if budget["train_tokens"] == budget["chinchilla_tokens"]:
+        return "20 per parameter, compute-optimal (Chinchilla)"
+    per_parameter, ratio = (format_number(budget[name]) for name in ("tokens_per_parameter", "chinchilla_ratio"))
+    optimal = format_count(budget["chinchilla_tokens"])
+    return f"{per_parameter} per parameter, {ratio} × Chinchilla's 20 ({optimal})"
+
+
 def _budget_section(report: Data) -> list[RenderableType]:
     budget, options = report["training_budget"], report["options"]["train"]
     table = borderless_table("ll")
-    chinchilla = format_count(budget["chinchilla_tokens"])
-    token_ratio = f"{budget['tokens_per_parameter']:.3g} per parameter; Chinchilla's 20 per parameter are {chinchilla}"
-    table.add_row("tokens", f"{format_count(budget['train_tokens'])} ({token_ratio})")
+    table.add_row("tokens", f"{format_count(budget['train_tokens'])}: {_format_token_ratio(budget)}")
     table.add_row("steps", f"{budget['num_steps']:,} with {options['batch_size'] * options['context']:,} tokens each")
     error = f"{budget['flops_6nd'] / budget['flops'] - 1:+.1%}".replace("-", "−")
     table.add_row("FLOPs", f"{budget['flops']:.4g} (6ND = {budget['flops_6nd']:.4g}, {error})".replace("e+", "e"))
