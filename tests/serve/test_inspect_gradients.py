@@ -9,11 +9,13 @@ import torch
 import cutaway as ct
 from cutaway.cli.verbs.open import load_inspector
 from cutaway.errors import InputError
+from cutaway.learn.studies import load_results
 from cutaway.lens.analysis import gradient_by_depth, gradient_by_placement
+from cutaway.lens.analysis.gradients import InitName, placement_config
 from cutaway.serve.inspect.inspector import Inspector
 from cutaway.serve.inspect.model_input import ModelInput, TokenizerAdapter
 from cutaway.serve.inspect.protocol import QueryCancelled, QueryJob
-from cutaway.serve.inspect.queries.gradient_norms import GradientsByDepth, GradientsByPlacement, build_small_config
+from cutaway.serve.inspect.queries.gradient_norms import GradientsByDepth, GradientsByPlacement
 from cutaway.serve.inspect.queries.run_metrics import RunMetrics, downsample_curves
 
 pytestmark = pytest.mark.unchecked
@@ -24,17 +26,25 @@ def build_inspector(name: str, run: Path | None = None) -> Inspector:
     return Inspector(model, TokenizerAdapter(model.config.vocab_size), name=name, run_directory=run)
 
 
-@pytest.mark.parametrize("init", ["normal", "xavier"])
-def test_gradients_by_placement_equal_the_analysis(init: str) -> None:
-    result = GradientsByPlacement(depths=(2, 5), num_seeds=2, d_model=32, seq_len=8, init=init).run(
-        build_inspector("tiny-gpt"), QueryJob()
-    )
-    expected = gradient_by_placement(build_small_config(32, 2, init), depths=(2, 5), num_seeds=2, seq_len=8)
-    for row, placement in enumerate(("pre", "post")):
-        for column, depth in enumerate((2, 5)):
-            mean = result.tensors[f"{placement}.{depth}"].log().mean(0).exp()
-            torch.testing.assert_close(mean, expected.values[row, :depth, column])
-            assert result.data["first_to_last_ratio"][f"{placement}.{depth}"] == pytest.approx(float(mean[0]), rel=1e-5)
+def test_gradients_by_placement_equal_the_study() -> None:
+    """The measurement of the page with ten seeds is the stored result of the study, which the page also quotes."""
+    query = GradientsByPlacement(depths=(6,), num_seeds=10, form="encoder", activation="relu", init="xavier")
+    result = query.run(build_inspector("tiny-gpt"), QueryJob())
+    for placement, sentence in zip(result.data["placements"], result.data["study"], strict=True):
+        stored = load_results("norm-placement").get(f"gradient/{placement}/encoder/relu/xavier/6")
+        assert result.data["first_to_last_ratio"][f"{placement}.6"] == pytest.approx(stored.mean, rel=1e-3)
+        assert str(stored) in sentence
+
+
+@pytest.mark.parametrize("init", ["normal", "gpt2"])
+def test_gradients_by_placement_equal_the_analysis(init: InitName) -> None:
+    result = GradientsByPlacement(depths=(6,), num_seeds=2, init=init).run(build_inspector("tiny-gpt"), QueryJob())
+    config = placement_config("pre", 6, activation="relu", init=init)
+    placements = ("pre", "post", "sandwich")
+    expected = gradient_by_placement(config, placements=placements, depths=(6,), num_seeds=2, num_texts=3)
+    for row, placement in enumerate(placements):
+        mean = result.tensors[f"{placement}.6"].log().mean(0).exp()
+        torch.testing.assert_close(mean, expected.values[row, :, 0])
 
 
 def test_cancelled_query_raises() -> None:

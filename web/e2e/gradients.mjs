@@ -1,16 +1,20 @@
-// Gradients: stacks are measured one after another, can be stopped, and are part of the URL.
+// Gradients: models are measured one after another, can be stopped, and are part of the URL; the study is quoted.
 import assert from "node:assert/strict";
 
 export async function run(page, url) {
-  await page.goto(`${url}#/gradients?depths=4.8&num_seeds=2&stack_d_model=32`);
-  await page.getByText("8 stacks measured.").waitFor();
+  await page.goto(`${url}#/gradients?depths=6.12&num_seeds=2&stack_form=encoder`);
+  await page.getByText("12 models measured.").waitFor();
   const figures = page.getByRole("img", { name: /pre-norm: .* at the first block/ });
   assert.equal(await figures.count(), 2);
-  await page.getByText(/Gradient norm at the first of 8 blocks relative to the last/).waitFor();
+  await page.getByText(/Gradient norm after the first of 12 blocks relative to the last/).waitFor();
 
-  await page.getByRole("button", { name: "4", exact: true }).click();
-  assert.match(page.url(), /depths=8(&|$)/);
-  await page.getByText("4 stacks measured.").waitFor();
+  await page.getByText(/^post-norm, 12 blocks: the gradient norm after the first block/).waitFor();
+
+  await page.getByRole("button", { name: "6", exact: true }).click();
+  assert.match(page.url(), /depths=12(&|$)/);
+  await page.getByText("6 models measured.").waitFor();
+  await page.getByLabel("Activation").selectOption("gelu");
+  assert.match(page.url(), /stack_activation=gelu/);
 
   await page.getByRole("button", { name: "48", exact: true }).click();
   await page.getByRole("button", { name: "Stop" }).click();

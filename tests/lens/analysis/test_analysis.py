@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given
+from matplotlib import pyplot
 from support.config_strategies import SEEDS, build_randomized_model, configs, random_tokens
 
 import cutaway as ct
@@ -28,6 +29,7 @@ from cutaway.lens.analysis import (
     update_norm_ratios,
 )
 from cutaway.lens.analysis.attention_heads import HEAD_TYPES, pattern_entropy, pattern_head_scores
+from cutaway.lens.analysis.gradients import relative_gradient_norms
 from cutaway.model import Transformer, build
 
 TINY = [name for name in ct.presets() if name.startswith("tiny-")]
@@ -230,10 +232,19 @@ def test_gradient_by_depth_equals_autograd() -> None:
 
 def test_gradient_by_placement() -> None:
     result = gradient_by_placement("tiny-gpt", depths=(1, 3), num_seeds=1, seq_len=8)
-    assert result.shape == (2, 3, 2)
-    assert result.values[:, 2, 1].tolist() == [1.0, 1.0]
+    assert result.shape == (4, 3, 2)
+    assert result.values[:, 2, 1].tolist() == [1.0] * 4
     assert result.values[:, 1:, 0].isnan().all()
     assert result.to_dict()["values"][0][1][0] is None
+
+
+def test_relative_gradient_norms_equal_gradient_by_depth() -> None:
+    """The texts of one batch have the gradients of separate texts."""
+    model = build_randomized_model(ct.config("tiny-gpt"), torch.float64)
+    texts = torch.randint(model.config.vocab_size, (2, 3, 8), generator=torch.Generator().manual_seed(5))[0]
+    norms = torch.stack([gradient_by_depth(model, text[None]).values[1:] for text in texts])
+    expected = (norms / norms[:, -1:]).log().mean(0).exp()
+    torch.testing.assert_close(relative_gradient_norms(model, 8, 5, num_texts=3), expected)
 
 
 def test_position_similarity() -> None:
@@ -273,7 +284,7 @@ def test_labeled_tensor_is_indexed_by_labels() -> None:
 
 
 def test_labeled_tensor_display() -> None:
-    result = small_tensor()
+    result, opened_before = small_tensor(), pyplot.get_fignums()
     assert all(part in repr(result) for part in ("a title (logit)", "·a", "-2", "a note"))
     assert "<th>&lt;b&gt;</th>" in result._repr_html_()
     assert result.to_dict()["values"][1] == [0.0, None, 3.0]
@@ -281,9 +292,7 @@ def test_labeled_tensor_display() -> None:
         assert plotted.plot().axes
     with pytest.raises(InputError, match="0 axes"):
         result[0, 0].plot()
-    from matplotlib import pyplot
-
-    assert not pyplot.get_fignums()
+    assert pyplot.get_fignums() == opened_before
 
 
 def test_text_inputs_and_labels() -> None:

@@ -4,6 +4,7 @@ from cutaway.lens.analysis.ablation import ablation, head_ablation
 from cutaway.lens.analysis.activation_checkpointing import activation_checkpointing_cost
 from cutaway.lens.analysis.attention_heads import attention_entropy, head_scores
 from cutaway.lens.analysis.attribution import direct_logit_attribution
+from cutaway.lens.analysis.component_effects import component_effects, pair_ablation
 from cutaway.lens.analysis.gradients import gradient_by_depth, gradient_by_placement
 from cutaway.lens.analysis.kv_cache import cached_decoding_error
 from cutaway.lens.analysis.logit_lens import logit_lens
@@ -20,6 +21,7 @@ __all__ = [
     "activation_patching",
     "attention_entropy",
     "cached_decoding_error",
+    "component_effects",
     "direct_logit_attribution",
     "gradient_by_depth",
     "gradient_by_placement",
@@ -28,6 +30,7 @@ __all__ = [
     "logit_lens",
     "neuron_activations",
     "neuron_logit_effects",
+    "pair_ablation",
     "path_patching",
     "position_similarity",
     "resid_norms",

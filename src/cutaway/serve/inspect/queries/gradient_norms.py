@@ -1,4 +1,4 @@
-"""Queries: gradient norms by depth, in small untrained models (pre-norm and post-norm) and in the inspected model."""
+"""Queries: gradient norms by depth, in small untrained models by norm placement, and in the inspected model."""
 
 from typing import Annotated, Literal
 
@@ -6,62 +6,57 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from cutaway.config import Config
-from cutaway.config import config as read_config
 from cutaway.errors import InputError
+from cutaway.learn.studies.norm_placement import NUM_TEXTS, SEQ_LEN, Setting, describe_gradient
 from cutaway.lens.analysis import gradient_by_depth
-from cutaway.lens.analysis.gradients import PLACEMENTS, relative_gradient_norms
+from cutaway.lens.analysis.gradients import InitName, PlacementName, placement_config, relative_gradient_norms
 from cutaway.model import build
 from cutaway.serve.inspect.queries.base import InputQuery, Inspector, Query, QueryJob, QueryResult
 
 MAX_GRADIENT_TOKENS = 512
 """Maximum number of tokens of a backward pass. It is limited because all activations are stored."""
 
-NumLayers = Annotated[int, Field(strict=True, ge=2, le=48)]
+PLACEMENTS: tuple[PlacementName, ...] = ("pre", "post", "sandwich")
 
 
 class GradientsByPlacement(Query):
-    """Gradient norm after each block of untrained pre-norm and post-norm models, by depth and seed.
+    """Gradient norm after each block of untrained models with pre-norm, post-norm and sandwich norm, by depth and seed.
 
-    Norms are relative to the norm after the last block. `lens.analysis.gradient_by_placement` averages the same values.
-    Here, the values of each depth and placement are sent as a partial result.
+    Norms are relative to the norm after the last block. The models, texts and seeds are those of the study
+    `norm-placement`, whose result over ten seeds is part of the answer. The values of each depth and placement are
+    sent as a partial result.
     """
 
-    depths: Annotated[tuple[NumLayers, ...], Field(min_length=1, max_length=6)] = (4, 12, 24)
+    depths: Annotated[tuple[Literal[6, 12, 24, 48], ...], Field(min_length=1, max_length=4)] = (6, 12, 24)
     num_seeds: Annotated[int, Field(strict=True, ge=1, le=10)] = 3
-    d_model: Annotated[int, Field(strict=True, ge=16, le=256, multiple_of=16)] = 64
-    seq_len: Annotated[int, Field(strict=True, ge=2, le=128)] = 32
-    init: Literal["normal", "xavier"] = "xavier"
+    form: Literal["decoder", "encoder"] = "decoder"
+    activation: Literal["gelu", "relu"] = "relu"
+    init: InitName = "xavier"
 
     def run(self, inspector: Inspector, job: QueryJob) -> QueryResult:
         depths = tuple(dict.fromkeys(self.depths))
         total, done = len(PLACEMENTS) * len(depths) * self.num_seeds, 0
         grad_norms: dict[str, Tensor] = {}
         for depth in depths:
-            for name, placement in PLACEMENTS.items():
-                config = build_small_config(self.d_model, depth, self.init)
-                config = config.replace(decoder=config.stacks["decoder"].replace(placement=placement))
+            for placement in PLACEMENTS:
+                config = placement_config(placement, depth, form=self.form, activation=self.activation, init=self.init)
                 rows: list[Tensor] = []
                 for seed in range(self.num_seeds):
-                    job.report_progress(done, total, f"{depth} blocks, {name}-norm, seed {seed}")
-                    rows.append(relative_gradient_norms(build(config, seed=seed), self.seq_len, seed))
+                    job.report_progress(done, total, f"{depth} blocks, {placement}-norm, seed {seed}")
+                    model = build(config, seed=seed)
+                    rows.append(relative_gradient_norms(model, SEQ_LEN, seed, num_texts=NUM_TEXTS))
                     done += 1
-                grad_norms[f"{name}.{depth}"] = torch.stack(rows)
-                part = {"relative_grad_norms": grad_norms[f"{name}.{depth}"]}
-                job.send_partial(QueryResult({"depth": depth, "placement": name}, part))
+                grad_norms[f"{placement}.{depth}"] = torch.stack(rows)
+                part = {"relative_grad_norms": grad_norms[f"{placement}.{depth}"]}
+                job.send_partial(QueryResult({"depth": depth, "placement": placement}, part))
         # the first block's gradient norm relative to the last block's: geometric mean over seeds
         ratios = {name: float(rows[:, 0].log().mean().exp()) for name, rows in grad_norms.items()}
-        data = {"depths": depths, "placements": list(PLACEMENTS), "first_to_last_ratio": ratios}
+        study = [
+            describe_gradient(Setting(placement, self.form, self.activation, self.init), max(depths))
+            for placement in PLACEMENTS
+        ]
+        data = {"depths": depths, "placements": PLACEMENTS, "first_to_last_ratio": ratios, "study": study}
         return QueryResult(data, grad_norms)
-
-
-def build_small_config(d_model: int, num_layers: int, init: str) -> Config:
-    """Return the config of a small decoder: LayerNorm, head dimension 16, FFN hidden dimension 4·d_model."""
-    block = {"attention": {"heads": d_model // 16}, "ffn": {"kind": "mlp"}}
-    decoder = {"layers": num_layers, "norm": {"kind": "layernorm"}, "block": block}
-    return read_config(
-        {"form": "decoder", "vocab_size": 259, "d_model": d_model, "decoder": decoder, "init": {"kind": init}}
-    )
 
 
 class GradientsByDepth(InputQuery):
