@@ -1,4 +1,4 @@
-"""Hatch build hook: build the web page into the package with Node from PyPI. Wheels contain the built page.
+"""Hatch build hook: build the web page into the package with Node from PyPI. Wheels contain the page and the notebooks.
 
     python hatch_build.py        # build in place, if the sources have changed
 
@@ -24,6 +24,9 @@ WEB, PAGE = ROOT / "web", ROOT / "src" / "cutaway" / "serve" / "static"
 class PageHook(BuildHookInterface):  # type: ignore[type-arg,misc]
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         build()
+        if self.target_name == "wheel" and version == "standard":  # an editable install reads the notebooks in place
+            paths = sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.py"))
+            build_data["force_include"] |= {str(path): f"cutaway/learn/notebooks/{path.name}" for path in paths}
 
 
 def build() -> None:

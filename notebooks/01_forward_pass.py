@@ -46,7 +46,7 @@ claim("number of parameters from five sizes", sum(p.numel() for p in model.param
 #
 # The tokenizer splits the text into tokens of its vocabulary. A token is an integer; its embedding is the row of the
 # embedding matrix with that index. No position is added here: this model encodes positions in attention, by rotation
-# (RoPE, notebook 3).
+# (RoPE, [notebook 3](03_positions.py)).
 
 # %%
 ids = tokenizer.encode(text)
@@ -300,8 +300,8 @@ claim("share of predictions that are final after block 2", (final_depth <= N // 
 #
 # - Change `text` and read the logit lens. After `"self.name = name\nself.path = path\nself.size ="` the prediction, a
 #   space, is final from block 2; after `"def f(self):\n    return self."` it changes until block 3.
-# - Remove `/ math.sqrt(D)` in `attend`: the first site that differs is `blocks.0.attn.scores`. Notebook 2 explains
-#   the division.
+# - Remove `/ math.sqrt(D)` in `attend`: the first site that differs is `blocks.0.attn.scores`. [Notebook
+#   2](02_attention.py) explains the division.
 # - Remove the mask: the pattern of the first query changes most. The last token's activations change in later blocks
 #   only, since all keys are visible to it in block 0 anyway.
 #

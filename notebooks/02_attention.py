@@ -6,7 +6,7 @@
 # information leak from later tokens, what the heads of a trained model attend to, how grouped-query attention reduces
 # the KV cache, and that attention without a mask and without positions is permutation-equivariant.
 #
-# Prerequisites: notebook 1.
+# Prerequisites: [notebook 1](01_forward_pass.py).
 
 # %%
 import math
@@ -366,7 +366,7 @@ claim("GQA against MHA with repeated heads: largest difference", (grouped(ids) -
 #
 # $\mathrm{softmax}(QK^\top)V$ is a sum over keys, and a sum does not depend on order. Without a mask or positions,
 # permuting the tokens permutes the outputs: $f(Px) = P f(x)$. A causal mask breaks this, and so does every position
-# encoding (notebook 3).
+# encoding ([notebook 3](03_positions.py)).
 
 # %%
 no_positions = {"layers": 2, "block": {"attention": {"heads": 4, "position": {"kind": "none"}}}}

@@ -1,12 +1,12 @@
 # %% [markdown]
 # # 3. Position encodings and length extrapolation
 #
-# Attention without position information is permutation-equivariant (notebook 2). This notebook compares five position
-# encodings and a model without any. It shows what each encoding adds and where, to which changes of a text each is
-# sensitive, which encodings fail beyond the trained length, and how RoPE scaling extends the context of a trained model
-# without further training.
+# Attention without position information is permutation-equivariant ([notebook 2](02_attention.py)). This notebook
+# compares five position encodings and a model without any. It shows what each encoding adds and where, to which changes
+# of a text each is sensitive, which encodings fail beyond the trained length, and how RoPE scaling extends the context
+# of a trained model without further training.
 #
-# Prerequisites: notebook 2.
+# Prerequisites: [notebook 2](02_attention.py).
 
 # %%
 import argparse

@@ -5,7 +5,7 @@
 # is applied to each token independently, computes an FFN, two norms and a block by hand, counts parameters, and
 # predicts the variance of the residual stream at any depth from the initialization.
 #
-# Prerequisites: notebook 1.
+# Prerequisites: [notebook 1](01_forward_pass.py).
 
 # %%
 import math
@@ -332,8 +332,9 @@ claim("trained: largest relative deviation from 1/√n, blocks 1 to 5", error, b
 # %% [markdown]
 # The trained ratios are within 25 % of $1/\sqrt n$ on this text (on five excerpts of the standard library the largest
 # deviation was 18 to 20 %), but the assumptions of the derivation do not hold: the norm of the updates grows with
-# depth, as measured below, and the updates are not orthogonal to the residual stream (notebook 1). A second prediction
-# failed: the ratio of the last FFN was expected to be above the 0.45 of the rule, but it is 0.38.
+# depth, as measured below, and the updates are not orthogonal to the residual stream ([notebook
+# 1](01_forward_pass.py)). A second prediction failed: the ratio of the last FFN was expected to be above the 0.45 of
+# the rule, but it is 0.38.
 
 # %%
 update_norm = (after - before).norm(dim=-1).mean((1, 2))
@@ -361,8 +362,8 @@ claim("trained: ‖update‖ of block 5 / of block 1 (1 under the assumption)", 
 #   square by about 0.3 instead of 0.5, so the final variance is lower.
 # - Give `single_tokens` the shape (16, 16): attention averages the values of several tokens, which reduces the variance
 #   that it adds, and the final variance is below the prediction.
-# - Use `placement="post"` with 32 blocks: the variance is 1 after every block for any initialization. Notebook 5
-#   measures the effect on gradients.
+# - Use `placement="post"` with 32 blocks: the variance is 1 after every block for any initialization. [Notebook
+#   5](05_gradients.py) measures the effect on gradients.
 #
 # Exercises: `cutaway learn start 5` (FFN against attention parameters), `cutaway learn start 6` (LayerNorm and
 # RMSNorm of one vector), `cutaway learn start 7` (pre-norm and post-norm equations).

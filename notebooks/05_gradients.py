@@ -6,10 +6,12 @@
 # pre-norm without warm-up and post-norm with and without it, and measures the memory and FLOPs of activation
 # checkpointing.
 #
-# Prerequisites: attention (notebook 2), norms and the residual stream (notebook 4).
+# Prerequisites: attention ([notebook 2](02_attention.py)), norms and the residual stream ([notebook
+# 4](04_ffn_norms_residuals.py)).
 
 # %%
 import math
+from itertools import product
 
 import matplotlib.pyplot as plt
 import torch
@@ -19,7 +21,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import cutaway as ct
 from cutaway.learn import claim
+from cutaway.learn.studies import load_results
+from cutaway.learn.studies.norm_placement import Setting, all_settings, describe_gradient, measure_gradient
 from cutaway.lens.analysis import activation_checkpointing_cost
+from cutaway.lens.analysis.gradients import placement_config
 
 torch.manual_seed(0)
 checkpoint = ct.load("tiny-python", dtype=torch.float64)
@@ -68,7 +73,7 @@ print(claim("singular values of RMSNorm's Jacobian that are 0", null_dims[0], pr
 claim("singular values of LayerNorm's Jacobian that are 0", null_dims[1], predicted=2, rtol=0)
 
 # %% [markdown]
-# ## Gradients under pre-norm and post-norm
+# ## Gradients by norm placement
 #
 # With $F$ for a sublayer, a gradient $g$ at the output of a block becomes, at its input,
 #
@@ -76,11 +81,42 @@ claim("singular values of LayerNorm's Jacobian that are 0", null_dims[1], predic
 # \text{post-norm: } (I + J_F^\top)\, J_\text{norm}^\top g .$$
 #
 # The pre-norm gradient contains $g$ unchanged (the identity path). In the post-norm gradient every path contains a
-# norm, which divides by the scale of $x + F(x)$ ([Xiong et al. 2020](https://arxiv.org/abs/2002.04745)).
+# norm, which divides by the scale of $x + F(x)$ ([Xiong et al. 2020](https://arxiv.org/abs/2002.04745)). Texts conclude
+# that post-norm gradients vanish with depth. This does not follow: $I + J_F^\top$ multiplies by more than 1. Which of
+# the two factors is larger depends on the mask, the activation and the initialization.
 #
-# How large is this scale? With Xavier initialization a square matrix preserves variance, and so does $W_o W_v$. The
-# FFN, $d \to 4d \to d$ with ReLU, multiplies variance by $\frac{2}{5}\cdot\frac12\cdot 4\cdot\frac25 = 0.32$, in the
-# forward and in the backward pass.
+# The study `norm-placement` measures the gradient norm after the first block relative to the last block of untrained
+# models: four placements, three initializations, both masks, two activations, 6 to 96 blocks, ten seeds. Its sentences
+# for 24 blocks are printed below; the Gradients screen of the page shows the same sentences. `cutaway learn study
+# norm-placement` lists all values.
+
+# %%
+for form, activation, init in product(("decoder", "encoder"), ("relu", "gelu"), ("xavier", "gpt2")):
+    print(f"{form}, {activation}, {init} initialization")
+    for placement in ("pre", "post", "sandwich"):
+        print("  ", describe_gradient(Setting(placement, form, activation, init), 24))
+
+# %% [markdown]
+# One setting is measured again, to show that the stored value is reproduced: the encoder with ReLU and Xavier
+# initialization, which is the setting of the 2017 Transformer.
+
+# %%
+study = load_results("norm-placement")
+setting = Setting("post", "encoder", "relu", "xavier")
+again = measure_gradient(setting, 24).mean
+print(claim("post-norm, 24 blocks: measured again", again, predicted=study.get(setting.key(24)).mean, rtol=1e-3))
+
+decays = {s: study.get(s.key(24)).high < 0.5 for s in all_settings() if s.residual and s.placement == "post"}
+print("post-norm, 24 blocks: the gradient decays by more than a factor of 2 with", end=" ")
+print("; ".join(f"{s.form}, {s.activation}, {s.init}" for s, decay in decays.items() if decay))
+claim("settings of 12 in which post-norm gradients decay by more than 2 over 24 blocks", sum(decays.values()), below=4)
+
+# %% [markdown]
+# ## Why the gradient decays in an encoder with ReLU
+#
+# How large is the scale of $x + F(x)$ after Xavier initialization? A square Xavier matrix preserves variance, and so
+# does $W_o W_v$. The FFN, $d \to 4d \to d$ with ReLU, multiplies variance by $\frac{2}{5}\cdot\frac12\cdot
+# 4\cdot\frac25 = 0.32$, in the forward and in the backward pass.
 #
 # Attention differs between the passes. Untrained heads attend nearly uniformly, so attention adds a linear map of the
 # mean over tokens. Let $c$ be the component of the residual stream that is common to all tokens: attention adds a
@@ -91,30 +127,22 @@ claim("singular values of LayerNorm's Jacobian that are 0", null_dims[1], predic
 # $\sqrt{1.32}$ and the sum of identity and FFN multiplies by $\sqrt{1.32}$. Predictions for the token-specific
 # gradient, that is, the gradient minus its mean over tokens:
 #
-# - **post-norm**: once tokens are nearly equal, it shrinks by $1/\sqrt2 \approx 0.71$ per block towards the input;
+# - **post-norm**: once tokens are nearly equal, it shrinks by $1/\sqrt2 \approx 0.71$ per block towards the input. The
+#   whole gradient, which the study reports, shrinks less: its common part is propagated by attention.
 # - **pre-norm**: it does not shrink. The lower bound is the growth with the FFN alone, $\sqrt{1 + 0.32 / r^2}$ per
 #   block, where $r$ is the RMS of the residual stream at the input of the FFN's norm. The upper bound is the growth if
 #   attention propagated the gradient in proportion to what it adds to the residual stream: the gradient would then grow
 #   towards the input by the factor by which the residual stream grows towards the output. The measured growth should be
 #   between the two bounds.
+#
+# In a decoder the first token attends to itself alone and every token to a different set, so the tokens stay different.
+# With N(0, 0.02) at this width, sublayers add little, so that norms divide by little more than 1.
 
 
 # %%
-def build_untrained(placement, layers, seed, *, form="encoder", d_model=64, vocab_size=256):
-    stack = {
-        "layers": layers,
-        "placement": {"kind": placement},
-        "norm": {"kind": "layernorm"},
-        "embedding": {"scale": "sqrt_d_model"},  # entries with standard deviation 1
-        "block": {"attention": {"heads": 4}, "ffn": {"kind": "mlp", "activation": "relu"}},
-    }
-    config = {"form": form, "vocab_size": vocab_size, "d_model": d_model, "init": {"kind": "xavier"}, form: stack}
-    return ct.build(config, seed=seed)
-
-
 def trace_gradients(placement, layers, seed, batch_size=2, length=64):
     """resid_mid and the gradient of resid_post in each block, (layers, B, T, d), for random tokens and targets."""
-    untrained = build_untrained(placement, layers, seed)
+    untrained = ct.build(placement_config(placement, layers, form="encoder", activation="relu"), seed=seed)
     generator = torch.Generator().manual_seed(seed)
     inputs, targets = torch.randint(256, (2, batch_size, length), generator=generator)
     mids, posts = ([f"blocks.{i}.{site}" for i in range(layers)] for site in ("resid_mid", "resid_post"))
@@ -172,16 +200,16 @@ axes.set(
     ylim=(0.008, 3),
     xlabel="block",
     ylabel="token-specific gradient norm\n/ last block's",
-    title="Gradient norm by depth, mean of three seeds",
+    title="Token-specific gradient norm: encoder, ReLU, Xavier, three seeds",
 )
 axes.legend(fontsize=7, ncol=3, loc="lower center")
 figure.tight_layout()
 
 # %% [markdown]
-# Over the last eight of 16 blocks the post-norm curve follows $1/\sqrt2$ per block, then it levels off. In the lowest
-# blocks the tokens are not yet nearly equal, so attention adds little and the norm divides by less; and the common part
-# of the gradient, which attention does propagate, becomes token-specific again where ReLU is active for some tokens
-# only. With 16 blocks the gradient norm is smallest a third of the way up, not at the first block.
+# In this setting, over the last eight of 16 blocks, the post-norm curve follows $1/\sqrt2$ per block, then it levels
+# off. In the lowest blocks the tokens are not yet nearly equal, so attention adds little and the norm divides by less;
+# and the common part of the gradient, which attention does propagate, becomes token-specific again where ReLU is active
+# for some tokens only. With 16 blocks the gradient norm is smallest a third of the way up, not at the first block.
 
 # %% [markdown]
 # ## Post-norm and learning rate warm-up
@@ -212,7 +240,7 @@ def sample_chain(count, length, generator):
 
 def train(placement, warmup_steps, steps=40, lr=0.01, seed=0):
     """Return the training loss at each step."""
-    trained = build_untrained(placement, 6, seed, form="decoder", d_model=32, vocab_size=16)
+    trained = ct.build(placement_config(placement, 6, activation="relu", d_model=32, vocab_size=16), seed=seed)
     optimizer = torch.optim.AdamW(trained.parameters(), betas=(0.9, 0.98))
     batches = sample_chain(32 * steps, 13, torch.Generator().manual_seed(seed)).split(32)
     losses = []
@@ -251,6 +279,43 @@ axes.set(
 )
 axes.legend(fontsize=7)
 figure.tight_layout()
+
+# %% [markdown]
+# The study trains the same task for 200 steps with ten seeds, four learning rates, with and without warm-up, to 96
+# blocks. The figure shows, for the best learning rate, the progress from $H(\pi)$ to the entropy rate. Pre-norm and
+# sandwich norm train at every depth and learning rate. Post-norm with Xavier initialization needs warm-up at the
+# highest learning rate with 6 blocks, trains partly with 12 blocks, and with 24 or more at none of the four learning
+# rates, although the gradient norm at initialization is not small there: the ratio for this decoder is printed below.
+# So the decay of the gradient norm does not explain the failure. Without residual connections no model of 6 or more
+# blocks trains; without norms, 6 blocks train and 12 do not.
+
+# %%
+depths = (6, 12, 24, 48, 96)
+variants = ("pre", "sandwich", "post", "none", "pre, no residual")
+figure, axes = plt.subplots(figsize=(6, 3.2))
+for variant, color in zip(variants, ("#0072b2", "#56b4e9", "#d55e00", "#009e73", "black"), strict=True):
+    best = [study.get(f"train-best/{variant}/{depth}/50") for depth in depths]
+    label = "no norm" if variant == "none" else variant.replace("pre", "pre-norm").replace("post", "post-norm")
+    axes.plot(
+        depths, [max(0, e.mean) for e in best], "o-", color=color, label=label.replace("sandwich", "sandwich norm")
+    )
+    axes.fill_between(depths, [max(0, e.low) for e in best], [max(0, e.high) for e in best], color=color, alpha=0.2)
+axes.set(
+    xscale="log",
+    xlabel="blocks",
+    ylabel="progress",
+    title="Training with warm-up, best of four learning rates, 10 seeds",
+)
+axes.set_xticks(depths, map(str, depths))
+axes.minorticks_off()
+axes.legend(fontsize=7)
+figure.tight_layout()
+
+# %%
+print(describe_gradient(Setting("post", "decoder", "relu", "xavier"), 24))
+print(claim("pre-norm, 96 blocks: progress", study.get("train-best/pre/96/50").low, above=0.9))
+print(claim("post-norm, 24 blocks: progress", study.get("train-best/post/24/50").high, below=0.1))
+claim("pre-norm without residuals, 12 blocks: progress", study.get("train-best/pre, no residual/12/50").high, below=0.1)
 
 # %% [markdown]
 # ## Activation checkpointing
@@ -354,11 +419,12 @@ claim("memory of selective between full (0) and none (1)", fraction, above=0, be
 # %% [markdown]
 # ## Try
 #
-# - Call `trace_gradients` with `form="decoder"` in `build_untrained`: under a causal mask the first tokens attend to
-#   few others, and the post-norm gradient shrinks less.
+# - Use `form="decoder"` in `trace_gradients`: under a causal mask the first tokens attend to few others, and the
+#   post-norm gradient shrinks less.
 # - Use `lr=0.002` in `train`: with smaller updates post-norm needs no warm-up, and the loss decreases more slowly.
-# - Use `"placement": {"kind": "sandwich"}` or `"output"`: which of the two curves do they follow, and why?
+# - Use the placement `"sandwich"` or `"none"` in `trace_gradients`: which of the two curves do they follow, and why?
 #
-# Exercise 7 (`cutaway learn start 7`): the two block equations. The comparison with confidence intervals: `cutaway
-# ablate depth-and-norm`. Previous: [4. FFN, norms, residual stream](04_ffn_norms_residuals.py). Next: [6. Decoder,
-# encoder, encoder-decoder](06_forms.py).
+# Exercise 7 (`cutaway learn start 7`): the two block equations. Training on text with confidence intervals: `cutaway
+# ablate depth-and-norm`. Gradients of every weight by hand: [12. Backward pass by hand](12_backward_by_hand.py).
+# Previous: [4. FFN, norms, residual stream](04_ffn_norms_residuals.py). Next: [6. Decoder, encoder,
+# encoder-decoder](06_forms.py).

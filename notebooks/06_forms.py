@@ -6,7 +6,7 @@
 # in each, computes cross-attention by hand, shows the inputs, targets and loss weights of each objective, and trains
 # each form on a small task for which the minimal loss is known.
 #
-# Prerequisites: attention and masks (notebook 2).
+# Prerequisites: attention and masks ([notebook 2](02_attention.py)).
 
 # %%
 import math

@@ -6,7 +6,7 @@
 # models across tokenizers by bits per byte, measures the mutual information of bytes by distance, and measures the
 # calibration of a trained model.
 #
-# Prerequisites: softmax; notebook 5 for training.
+# Prerequisites: softmax; [notebook 5](05_gradients.py) for training.
 
 # %%
 import argparse

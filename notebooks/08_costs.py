@@ -5,8 +5,8 @@
 # bound of the time can be computed from these and from the peak FLOP/s and memory bandwidth of the device. This
 # notebook compares rules of thumb with exact counts, and the exact counts with measurements by PyTorch.
 #
-# Prerequisites: attention (notebook 2), the FFN (notebook 4), activation checkpointing (notebook 5) for the memory of
-# training.
+# Prerequisites: attention ([notebook 2](02_attention.py)), the FFN ([notebook 4](04_ffn_norms_residuals.py)),
+# activation checkpointing ([notebook 5](05_gradients.py)) for the memory of training.
 
 # %%
 import math
@@ -34,14 +34,16 @@ def make_classic_config(layers, d_model, vocab_size, heads=32):
 # %% [markdown]
 # ## Parameters
 #
-# Attention has four $d \times d$ matrices, the FFN two of $d \times 4d$: $4d^2 + 8d^2 = 12 d^2$ per block, of which the
-# FFN has two thirds. The embedding and an untied head have $V d$ each:
+# In a classic block (one key-value head per query head, no gate) attention has four $d \times d$ matrices, the FFN two
+# of $d \times 4d$: $4d^2 + 8d^2 = 12 d^2$, of which the FFN has two thirds. The embedding and an untied head have $V d$
+# each:
 #
 # $$12\,N d^2 + 2\,V d.$$
 #
 # Norms and biases are omitted: they have from $2d$ parameters per block (Llama) to $13d$ (GPT-2), compared with
-# $12 d^2$. With $N=32$, $d=4096$, $V=50{,}000$ the formula gives 6.85 billion parameters, or 13.7 GB at two bytes each,
-# which fits in 16 GB. A model with $N=40$, $d=5120$ does not fit. `ct.size` counts every tensor.
+# $12 d^2$. With $N=32$, $d=4096$, $V=50{,}000$ the formula gives 6.85 billion parameters. At two bytes each the weights
+# alone take 13.7 GB of a memory of 16 GB; KV cache, activations and the runtime need the rest. The weights of a model
+# with $N=40$, $d=5120$ do not fit. `ct.size` counts every tensor.
 
 # %%
 V = 50_000

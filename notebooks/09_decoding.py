@@ -5,7 +5,7 @@
 # measures the work that a KV cache saves, the size of the cache, its quantization and paging, prefill and batching,
 # sampling (temperature, top-k, top-p, min-p), beam search, and speculative decoding.
 #
-# Prerequisites: attention and the causal mask (notebook 2).
+# Prerequisites: attention and the causal mask ([notebook 2](02_attention.py)).
 
 # %%
 import math
@@ -231,10 +231,10 @@ claim(
 # ## Prefill, decode and batching
 #
 # A forward pass reads all weights once, for one token or for many. A decode step of one sequence computes one token per
-# pass and is bandwidth-bound (notebook 8). Prefill processes all tokens of a prompt in one pass, and a batch shares a
-# pass between its sequences. The number of forward passes is counted here: 16 requests with 16 new tokens each take one
-# prefill pass and 16 decode passes each if they run one at a time, $16 \cdot 17 = 272$. With all 16 in one batch at
-# least 17 passes are needed; prefill in several groups adds a few.
+# pass and is bandwidth-bound ([notebook 8](08_costs.py)). Prefill processes all tokens of a prompt in one pass, and a
+# batch shares a pass between its sequences. The number of forward passes is counted here: 16 requests with 16 new
+# tokens each take one prefill pass and 16 decode passes each if they run one at a time, $16 \cdot 17 = 272$. With all
+# 16 in one batch at least 17 passes are needed; prefill in several groups adds a few.
 
 # %%
 prompts = ["import os\n\ndef ", "class Queue:\n    def ", "try:\n    value = ", "# Copyright"]

@@ -6,8 +6,8 @@
 # run. This notebook applies each method to `tiny-python` with a prediction, and uses activation patching to find the
 # head that copies a name from one line of code to the next.
 #
-# Prerequisites: attention (notebook 2), the residual stream (notebook 4). The gallery (`docs/gallery.md`) shows more
-# analyses of the same model.
+# Prerequisites: attention ([notebook 2](02_attention.py)), the residual stream ([notebook
+# 4](04_ffn_norms_residuals.py)). The gallery (`docs/gallery.md`) shows more analyses of the same model.
 
 # %%
 import json

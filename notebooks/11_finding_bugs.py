@@ -6,7 +6,8 @@
 # what shape annotations can and cannot detect, compares the training loss of a model with an information leak with the
 # entropy rate of its data, and predicts attention entropy and residual norms of untrained models.
 #
-# Prerequisites: attention, masks and positions (notebooks 2 and 3), objectives (notebook 6), the KV cache (notebook 9).
+# Prerequisites: attention, masks and positions (notebooks [2](02_attention.py) and [3](03_positions.py)), objectives
+# ([notebook 6](06_forms.py)), the KV cache ([notebook 9](09_decoding.py)).
 
 # %%
 import math

@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 from matplotlib import rc_context
-from run_notebook import MATPLOTLIB_STYLE
+
+from cutaway.learn.notebooks.figures import FIGURE_STYLE
 
 GALLERY_PAGE = Path(__file__).parents[1] / "docs" / "gallery.md"
 BLOCK_PATTERN = re.compile(r"```python\n(.*?)```\n(?:\s*!\[[^\]]*\]\(gallery/([\w-]+\.svg)\))?", re.DOTALL)
@@ -48,7 +49,7 @@ def run_gallery(page: str, out: Path) -> dict[str, Any]:
             tree.body[-1] = ast.copy_location(ast.Assign([ast.Name("figure", ast.Store())], last.value), last)
         exec(compile(ast.fix_missing_locations(tree), str(GALLERY_PAGE), "exec"), namespace)
         if figure_name:
-            with rc_context(MATPLOTLIB_STYLE):
+            with rc_context(FIGURE_STYLE):
                 namespace.pop("figure").savefig(out / figure_name, metadata={"Date": None})
     return namespace | {"numbers": collect_numbers(namespace)}
 

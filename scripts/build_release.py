@@ -37,6 +37,7 @@ SMOKE_COMMANDS = (
     ["check", "tiny-gpt", "--only", "causality"],
     ["open", "tiny-python", "import os", "--export", "page.html"],
     ["learn", "list"],
+    ["learn", "notebook", "1"],
 )
 """Smoke tests, run in an empty directory."""
 
@@ -72,6 +73,8 @@ def check_wheel_contents(wheel: Path) -> None:
     tracked_files = {
         f"cutaway/{path.relative_to(ROOT / 'src' / 'cutaway').as_posix()}" for path in list_tracked_files(ROOT / "src")
     }
+    notebooks = [path.name for path in list_tracked_files(ROOT / "notebooks") if path.suffix == ".py"]
+    tracked_files |= {f"cutaway/learn/notebooks/{name}" for name in notebooks}
     missing = sorted((tracked_files | set(REQUIRED_FILES)) - wheel_files)
     unexpected = sorted(
         name for name in wheel_files - tracked_files if not name.startswith(("cutaway/serve/static/", "cutaway-"))

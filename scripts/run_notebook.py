@@ -6,33 +6,19 @@ A notebook is a Python file in jupytext's percent format. A claim that does not 
 """
 
 import argparse
-import ast
-import contextlib
-import io
 import json
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import jupytext
-import matplotlib
 import torch
 
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
-from matplotlib.figure import Figure
-
-MATPLOTLIB_STYLE: Any = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "cutaway",
-    "font.sans-serif": ["DejaVu Sans", "sans-serif"],
-}
+from cutaway.learn.notebooks import Notebook
+from cutaway.learn.notebooks.execution import run_cells
 
 
 @dataclass
-class NotebookResult:
-    """Result of an executed notebook."""
+class NotebookPage:
+    """Markdown page of an executed notebook, its claims, the paths of its figures, and the run time."""
 
     page: str
     claims: list[str] = field(default_factory=list)
@@ -62,61 +48,23 @@ def main() -> None:
         print(json.dumps(summary) if args.json else line)  # noqa: T201
 
 
-def run_notebook(path: Path, out: Path) -> NotebookResult:
-    """Run the cells of a notebook in one namespace, and save its figures in `out`.
-
-    Gradient mode and matplotlib settings are restored afterwards.
-    """
+def run_notebook(path: Path, out: Path) -> NotebookPage:
+    """Run the cells of a notebook in one namespace, and save its figures in `out`."""
     out.mkdir(parents=True, exist_ok=True)
-    result, namespace, start = NotebookResult(""), {"__name__": "__main__"}, time.perf_counter()
+    result = run_cells(Notebook(path, path.read_text(encoding="utf-8")).cells, path.name)
+    page = NotebookPage("", result.claims, seconds=result.seconds)
     parts: list[str] = []
-    with matplotlib.rc_context(MATPLOTLIB_STYLE), torch.enable_grad():
-        plt.close("all")
-        for index, cell in enumerate(jupytext.read(path).cells):
-            if cell.cell_type == "markdown":
-                parts.append(cell.source)
-                continue
-            output, value = run_cell(cell.source, namespace, f"{path.name}, cell {index}")
-            parts.append(f"```python\n{cell.source}\n```")
-            result.claims += [line.removeprefix("✓ ") for line in output.splitlines() if line.startswith("✓ ")]
-            if output:
-                parts.append(f"```text\n{output}\n```")
-            for figure in open_figures(value):
-                figure_path = out / f"{path.stem}-{len(result.figures) + 1}.svg"
-                figure.savefig(figure_path, metadata={"Date": None}, bbox_inches="tight")
-                result.figures.append(figure_path)
-                parts.append(f"![{figure_title(figure)}]({figure_path.name})")
-            plt.close("all")
-    result.page, result.seconds = "\n\n".join(parts) + "\n", time.perf_counter() - start
-    return result
-
-
-def run_cell(code: str, namespace: dict[str, Any], filename: str) -> tuple[str, Any]:
-    """Run a cell. Return its output, and the value of its last statement if that is an expression, else None.
-
-    The output includes the repr of that value.
-    """
-    stdout, value = io.StringIO(), None
-    tree = ast.parse(code)
-    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
-    with contextlib.redirect_stdout(stdout):
-        exec(compile(tree, filename, "exec"), namespace)
-        if last is not None:
-            value = eval(compile(ast.Expression(last.value), filename, "eval"), namespace)  # noqa: S307
-            if value is not None and "matplotlib" not in type(value).__module__:
-                print(repr(value))  # noqa: T201
-    return stdout.getvalue().rstrip(), value
-
-
-def open_figures(value: Any) -> list[Figure]:
-    """Return the open pyplot figures, and `value`, the value of a cell, if it is another figure."""
-    opened = [plt.figure(number) for number in plt.get_fignums()]
-    return opened + [value] * (isinstance(value, Figure) and value not in opened)
-
-
-def figure_title(figure: Figure) -> str:
-    texts = [figure.get_suptitle(), *(axes.get_title() for axes in figure.axes)]
-    return next((text for text in texts if text), "figure").replace("\n", " ")
+    for cell in result.cells:
+        parts.append(cell.source if cell.kind == "markdown" else f"```python\n{cell.source}\n```")
+        if cell.output:
+            parts.append(f"```text\n{cell.output}\n```")
+        for figure in cell.figures:
+            figure_path = out / f"{path.stem}-{len(page.figures) + 1}.svg"
+            figure_path.write_text(figure.svg, encoding="utf-8")
+            page.figures.append(figure_path)
+            parts.append(f"![{figure.title}]({figure_path.name})")
+    page.page = "\n\n".join(parts) + "\n"
+    return page
 
 
 if __name__ == "__main__":

@@ -16,6 +16,18 @@ from cutaway.generate.speculative.speculative_decoder import SpeculativeDecoder
 from cutaway.train import objectives
 
 PROMPT = "for name in sorted(os."
+CERTAIN_PROMPT = "def __init__(self"
+LEAST_PROBABILITY = 1e-6
+"""Lower end of the axis of the sampling figure."""
+SAMPLING_CASES: tuple[tuple[str, dict[str, Any], str], ...] = (
+    ("temperature 1", {"temperature": 1.0}, "-"),
+    ("temperature 0.5", {"temperature": 0.5}, "-"),
+    ("temperature 2", {"temperature": 2.0}, "-"),
+    ("top_k 5", {"temperature": 1.0, "top_k": 5}, "-"),
+    ("top_p 0.8", {"temperature": 1.0, "top_p": 0.8}, "--"),
+    ("min_p 0.1", {"temperature": 1.0, "min_p": 0.1}, ":"),
+)
+"""Name, sampling parameters and line style of each curve."""
 
 
 def plot_kv_cache() -> Figure:
@@ -40,30 +52,30 @@ def plot_kv_cache() -> Figure:
 
 
 def plot_sampling() -> Figure:
-    """Plot the next-token probabilities after a line of Python, with each of several sampling filters."""
+    """Plot the next-token probabilities of two prompts by rank, with each of several sampling settings.
+
+    On the logarithmic scale, temperature changes the slope, and a filter cuts the curve off and shifts it up.
+    """
     checkpoint = ct.load("tiny-python", dtype=torch.float32)
     tokenizer: Any = checkpoint.tokenizer
-    with torch.no_grad():
-        logits = checkpoint.model(torch.tensor([tokenizer.encode(PROMPT)]))[0, -1:]
-    order = logits[0].argsort(descending=True)[:24]
-    cases = (
-        ("temperature 1", {"temperature": 1.0}),
-        ("temperature 0.5", {"temperature": 0.5}),
-        ("temperature 2", {"temperature": 2.0}),
-        ("top_k 5", {"temperature": 1.0, "top_k": 5}),
-        ("top_p 0.8", {"temperature": 1.0, "top_p": 0.8}),
-        ("min_p 0.1", {"temperature": 1.0, "min_p": 0.1}),
-    )
-    figure = Figure(figsize=(6.4, 3.6), layout="constrained")
-    for axis, (name, params), color in zip(
-        figure.subplots(2, 3, sharex=True, sharey=True).flat, cases, COLORS, strict=False
-    ):
-        probs = sampling_probabilities(logits, SamplingParams(**params))
-        num_left = int((probs > 0).sum())
-        axis.bar(range(24), probs[order], color=color)
-        axis.set_title(f"{name}: {num_left:,} left")
-    figure.supxlabel("the 24 most likely tokens", fontsize=9)
-    figure.supylabel("probability", fontsize=9)
+    figure, axes = make_figure(2, height=3.9, sharex=True, sharey=True)
+    for axis, prompt in zip(axes, (PROMPT, CERTAIN_PROMPT), strict=True):
+        with torch.no_grad():
+            logits = checkpoint.model(torch.tensor([tokenizer.encode(prompt)]))[0, -1:]
+        order = logits[0].argsort(descending=True)
+        for (name, params, style), color in zip(SAMPLING_CASES, COLORS, strict=False):
+            probs = sampling_probabilities(logits, SamplingParams(**params))[order]
+            num_left = int((probs > 0).sum())
+            ranks, heights = [*range(1, num_left + 1), num_left], [*probs[:num_left].tolist(), LEAST_PROBABILITY]
+            axis.plot(ranks, heights, style, color=color, label=f"{name}: {num_left:,} left")
+        axis.set(
+            xscale="log", yscale="log", xlim=(0.9, 3000), ylim=(LEAST_PROBABILITY, 1.5), xlabel="rank of the token"
+        )
+        axis.set_xticks([1, 10, 100, 1000], ["1", "10", "100", "1,000"])
+        axis.minorticks_off()
+        axis.set_title(prompt, family="monospace", fontsize=8.5)
+        axis.legend(fontsize=7, loc="upper right")
+    axes[0].set_ylabel("probability")
     return figure
 
 

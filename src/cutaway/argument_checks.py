@@ -136,9 +136,11 @@ def check_prefix_lengths(prefix_lengths: Tensor, tokens: Tensor) -> Tensor:
 def values_are_readable(value: Tensor) -> bool:
     """Whether to read the values of a tensor for validation.
 
-    True on the CPU. On other devices a read synchronizes, so single tokens are not read, and neither are tensors that
-    the caller has validated (VALUES_CHECKED).
+    True on the CPU, except inside `torch.func` transforms, where values cannot be read. On other devices a read
+    synchronizes, so single tokens are not read, and neither are tensors that the caller has validated (VALUES_CHECKED).
     """
+    if torch._C._functorch.is_functorch_wrapped_tensor(value):
+        return False
     if value.device.type == "cpu":
         return True
     skip = VALUES_CHECKED.get() or value.device.type == "meta"

@@ -371,6 +371,10 @@ def test_invalid_utf8_is_an_error(run: CliRunner, checkpoint_dir: Path, chat_che
     assert "does not exist" in run("nowhere", "x", code=2)
 
 
+def test_preset_has_no_weights_to_generate_with(run: CliRunner) -> None:
+    assert "'tiny-bert' is a preset, which has no weights; for random weights use" in run("tiny-bert", "x", code=2)
+
+
 # ---------------------------------------------------------------------------------------- terminals
 
 

@@ -8,7 +8,7 @@ from pydantic import TypeAdapter
 from support.cli_runner import CliRunner
 
 from cutaway.learn import progress_store
-from cutaway.learn.exercises import get_exercise
+from cutaway.learn.exercises import get_exercise, load_exercises
 from cutaway.user_files import user_state_dir
 
 pytestmark = pytest.mark.unchecked
@@ -24,9 +24,11 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_exercise_from_start_to_passed(run_cli: CliRunner, home: Path) -> None:
     assert "Splitting heads" in run_cli("learn", "list")
     rows = json.loads(run_cli("learn", "list", "--json"))
-    assert [row["number"] for row in rows] == list(range(1, 11))
+    assert [row["number"] for row in rows] == list(range(1, len(rows) + 1))
     assert {row["status"] for row in rows} == {"not started"}
-    assert "learn/04-attention-params.py" in run_cli("learn", "start", 4)
+    output = run_cli("learn", "start", 4)
+    assert "learn/04-attention-params.py" in output
+    assert "`cutaway learn notebook 8`" in output
     path = home / "learn" / "04-attention-params.py"
     assert path.read_text() == get_exercise(4).stub
     assert "not written yet" in run_cli("learn", "check", 4, code=1)
@@ -55,7 +57,7 @@ def test_exercise_from_start_to_passed(run_cli: CliRunner, home: Path) -> None:
     path.write_text(get_exercise(4).stub)
     run_cli("learn", "check", 4, code=1)  # checks the file in this directory, not the last one checked
     assert "passed" in run_cli("learn", "progress")  # a passed exercise stays passed
-    assert "1 of 10 passed; next: `cutaway learn start 1`" in run_cli("learn", "progress")
+    assert f"1 of {len(rows)} passed; next: `cutaway learn start 1`" in run_cli("learn", "progress")
 
 
 def test_existing_files_are_not_overwritten(run_cli: CliRunner, home: Path) -> None:
@@ -75,7 +77,7 @@ def test_existing_files_are_not_overwritten(run_cli: CliRunner, home: Path) -> N
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["start", 11], "there is no exercise 11; exercises are numbered 1 to 10"),
+        (["start", 99], f"there is no exercise 99; exercises are numbered 1 to {len(load_exercises())}"),
         (["check", 3], "exercise 3 has no file to check; write one with `cutaway learn start 3`"),
         (["check", 3, "nope.py"], "there is no file 'nope.py'"),
         (["check", 3, "."], "is a directory"),
@@ -98,7 +100,7 @@ def test_damaged_progress_file_is_renamed(run_cli: CliRunner, home: Path, capsys
     path.parent.mkdir()
     for text in ("{", '{"3": {"attempts": "many"}}', "[1]", '{"3": {"colour": 1}}', '{"three": {}}'):
         path.write_text(text)
-        assert "0 of 10 passed" in run_cli("learn", "progress")
+        assert f"0 of {len(load_exercises())} passed" in run_cli("learn", "progress")
         assert not path.exists()
     damaged_files = list(path.parent.glob("exercises.damaged-*.json"))
     assert damaged_files

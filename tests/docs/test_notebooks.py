@@ -1,5 +1,6 @@
 """Every notebook runs, its claims hold, and Jupyter can open it."""
 
+from itertools import product
 from pathlib import Path
 
 import build_docs
@@ -8,12 +9,14 @@ import pytest
 import torch
 from run_notebook import run_notebook
 
+from cutaway.learn.studies.norm_placement import Setting, describe_gradient
+
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.py"))
 
 
-def test_notebooks_are_numbered_1_to_11() -> None:
-    assert [int(path.name[:2]) for path in NOTEBOOKS] == list(range(1, 12))
+def test_notebooks_are_numbered_consecutively_from_1() -> None:
+    assert [int(path.name[:2]) for path in NOTEBOOKS] == list(range(1, len(NOTEBOOKS) + 1))
 
 
 SLOW_NOTEBOOKS = [pytest.param(path, marks=pytest.mark.nightly) for path in NOTEBOOKS[1:]]
@@ -46,3 +49,14 @@ def test_grad_mode_is_restored_after_a_notebook(tmp_path: Path) -> None:
     path.write_text("# %%\nimport torch\ntorch.set_grad_enabled(False)\ntorch.is_grad_enabled()\n")
     assert "False" in run_notebook(path, tmp_path).page
     assert torch.is_grad_enabled()
+
+
+@pytest.mark.unchecked
+@pytest.mark.nightly
+def test_gradients_notebook_states_the_sentences_of_the_page() -> None:
+    """Notebook 5 and the Gradients screen state the same figures for every setting that both have."""
+    build_docs.run_notebook_if_changed(ROOT / "notebooks" / "05_gradients.py")
+    text = (build_docs.NOTEBOOK_DIR / "05_gradients.md").read_text()
+    for form, activation, init in product(("decoder", "encoder"), ("relu", "gelu"), ("xavier", "gpt2")):
+        for placement in ("pre", "post", "sandwich"):
+            assert describe_gradient(Setting(placement, form, activation, init), 24) in text

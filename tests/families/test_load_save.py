@@ -35,6 +35,26 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return ct.save(checkpoint, tmp_path_factory.mktemp("llama") / "model")
 
 
+@pytest.mark.parametrize("preset", ["tiny-bert", "llama-3-8b"])
+def test_load_of_a_preset_says_that_it_has_no_weights(preset: str) -> None:
+    with pytest.raises(InputError, match=f"'{preset}' is a preset, which has no weights") as error:
+        ct.load(preset)
+    for alternative in (f"ct.build('{preset}')", f"`cutaway open {preset}`", "'tiny-python'", "Hub id ('owner/name')"):
+        assert alternative in str(error.value)
+
+
+def test_directory_with_the_name_of_a_preset_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ct.build("tiny-gpt", seed=0)
+    ct.save(ct.Checkpoint(model, model.config), tmp_path / "tiny-bert")
+    monkeypatch.chdir(tmp_path)
+    assert_same_weights(ct.load("tiny-bert").model, model)
+
+
+def test_misspelled_name_of_a_pretrained_model_has_a_suggestion() -> None:
+    with pytest.raises(InputError, match=r"'tiny-pyton' does not exist; .*; did you mean 'tiny-python'\?"):
+        ct.load("tiny-pyton")
+
+
 @pytest.mark.parametrize("preset", TINY)
 def test_native_format_round_trip(preset: str, tmp_path: Path) -> None:
     model = ct.build(preset, seed=0)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import cutaway as ct
+from cutaway.evaluate.confidence_interval import mean_confidence_interval
 from cutaway.lens.analysis import ablation, resid_norms
 from cutaway.pretrained import ABLATIONS_FILE
 from cutaway.serve.inspect.inspector import Inspector
@@ -13,7 +14,6 @@ from cutaway.serve.inspect.model_input import ModelInput, TokenizerAdapter
 from cutaway.serve.inspect.protocol import QueryJob
 from cutaway.serve.inspect.queries.ablation_results import AblationResults, load_ablation_results
 from cutaway.serve.inspect.queries.edit_effect import EditEffect
-from cutaway.train.ablate.confidence_interval import mean_confidence_interval
 from cutaway.train.ablate.studies import FULL_MODEL, component_removal_study
 
 pytestmark = pytest.mark.unchecked

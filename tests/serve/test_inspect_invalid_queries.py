@@ -108,8 +108,8 @@ INVALID_QUERIES: list[tuple[str, Any, str]] = [
     ),
     ("generate", {"input": TEXT, "num_prompt_tokens": 3, "num_tokens": 10**9}, "num_tokens: Input should be less"),
     ("generate", {"input": TEXT, "num_prompt_tokens": 9}, "num_prompt_tokens is 9"),
-    ("gradients_by_placement", {"depths": [10**6]}, "depths.0: Input should be less"),
-    ("gradients_by_placement", {"depths": list(range(1, 400))}, "depths: Tuple should have at most 6"),
+    ("gradients_by_placement", {"depths": [10**6]}, "depths.0: Input should be 6, 12, 24 or 48"),
+    ("gradients_by_placement", {"depths": [6] * 400}, "depths: Tuple should have at most 4"),
     ("model_sizes", {"models": [{"base": "gpt2", "layers": 10**18}]}, "layers: Input should be less"),
     ("memory_fit", {"model": {"base": "/etc/passwd"}}, "is not a preset"),
     ("run_metrics", {"path": "/etc"}, "path: Extra inputs"),
@@ -204,7 +204,7 @@ def test_only_static_files_are_served(executor_and_url: tuple[routes.QueryExecut
 
 def test_disconnect_cancels_the_query(executor_and_url: tuple[routes.QueryExecutor, str]) -> None:
     executor, url = executor_and_url
-    params = {"depths": [48, 48, 48], "num_seeds": 8, "d_model": 256}
+    params = {"depths": [48, 24], "num_seeds": 10}
     connection = HTTPConnection(urlsplit(url).netloc, timeout=60)
     connection.request(
         "POST", "/api/query/gradients_by_placement", json.dumps(params), {"content-type": "application/json"}

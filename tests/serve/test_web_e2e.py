@@ -21,6 +21,7 @@ from cutaway.lens.analysis import ablation
 from cutaway.serve import static_files
 from cutaway.serve.app import build_app
 from cutaway.serve.inspect import routes
+from cutaway.serve.notebook_pages import build_notebook_router
 from cutaway.serve.server import bind_socket, build_access_policy
 
 ROOT = Path(__file__).parents[2]
@@ -39,7 +40,7 @@ def page() -> Iterator[str]:
     executor = routes.QueryExecutor(load_inspector("tiny-python", None, "cpu", None))
     access_policy = build_access_policy("127.0.0.1", None)
     app = build_app(
-        [routes.build_router(executor), static_files.build_static_router()],
+        [routes.build_router(executor), build_notebook_router(), static_files.build_static_router()],
         access_policy=access_policy,
         on_shutdown=[executor.close],
     )

@@ -57,7 +57,7 @@ export async function run(page, url, facts) {
   // Edits apply on the other screens until they are reset.
   await page.goto(`${url}#/trace?edits=blocks.1:skip`);
   await page.getByText("block 1: skipped").waitFor();
-  await page.getByText("prediction unchanged from here").waitFor();
+  await page.getByText("logit lens unchanged from here").waitFor();
   const rows = page.getByRole("listbox", { name: "Residual stream from embedding to logits" }).getByRole("option");
   const numRows = await rows.count();
   await page.getByRole("button", { name: "Reset" }).click();

@@ -4,7 +4,7 @@ import assert from "node:assert/strict";
 export async function run(page, url, facts) {
   await page.goto(`file://${facts.file}`);
   const rows = page.getByRole("listbox", { name: "Residual stream from embedding to logits" }).getByRole("option");
-  await page.getByText("prediction unchanged from here").waitFor();
+  await page.getByText("logit lens unchanged from here").waitFor();
   assert.equal(await rows.count(), facts.points.length);
   const label = await rows.last().getAttribute("aria-label");
   assert.ok(label.includes(`logit lens ${facts.points.at(-1).top_token}`), label);

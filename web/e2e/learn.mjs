@@ -57,6 +57,15 @@ export async function run(page, url, facts) {
   await page.reload();
   await page.getByRole("heading", { name: /questions, 1 answered correctly/ }).waitFor();
 
+  // The notebook of a lesson opens on the server.
+  await page.goto(`${url}#/learn?step=scores`);
+  const opened = page.context().waitForEvent("page");
+  await page.getByText("documentation page").getByRole("link", { name: /^notebook \d+$/ }).click();
+  const notebook = await opened;
+  await notebook.getByRole("heading", { level: 1, name: /^\d+\. / }).waitFor();
+  assert.ok((await notebook.locator("math").count()) > 0, "the notebook's page has no formulas");
+  await notebook.close();
+
   // Hints are shown one at a time.
   await page.goto(`${url}#/learn?step=pattern`);
   const exercise = page.getByRole("region", { name: "Exercise 1" });

@@ -33,7 +33,7 @@ export async function run(page, url, facts) {
     { url, fragment: `/trace?text=${encodeURIComponent(facts.text)}` },
   );
   const rows = page.getByRole("listbox", { name: "Residual stream from embedding to logits" }).getByRole("option");
-  await page.getByText("prediction unchanged from here").waitFor();
+  await page.getByText("logit lens unchanged from here").waitFor();
   assert.equal(await rows.count(), facts.points.length);
   const before = page.url();
   await page.getByRole("link", { name: "Attention" }).click();

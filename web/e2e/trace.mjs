@@ -8,23 +8,23 @@ export const expected = /status of 400/;
 export async function run(page, url, facts) {
   await page.goto(`${url}#/trace?text=${encodeURIComponent(facts.text)}`);
   const rows = page.getByRole("listbox", { name: "Residual stream from embedding to logits" }).getByRole("option");
-  await page.getByText("prediction unchanged from here").waitFor();
+  await page.getByText("logit lens unchanged from here").waitFor();
   assert.equal(await rows.count(), facts.points.length);
   for (const [number, point] of facts.points.entries()) {
     const label = await rows.nth(number).getAttribute("aria-label");
     assert.ok(label.includes(`norm ${point.norm}`), `${label} should contain ${point.norm}`);
     assert.ok(label.includes(`logit lens ${point.top_token}`), `${label} should contain ${point.top_token}`);
   }
-  await page.getByText("prediction unchanged from here").waitFor();
+  await page.getByText("logit lens unchanged from here").waitFor();
   for (const check of ["embedding + all additions = residual stream", "attention rows sum to 1", "cached = uncached"]) {
     assert.match(await page.locator(".check", { hasText: check }).innerText(), /✓/);
   }
-  // The prediction, with a link to the sublayer after which it no longer changes.
+  // The prediction, with a link to the sublayer from which on the logit lens shows it.
   assert.ok((await page.locator(".prediction").innerText()).includes(facts.points.at(-1).top_token));
-  const fixedLink = page.getByRole("button", { name: /^unchanged after / });
+  const fixedLink = page.locator(".prediction").getByRole("button", { name: / of block \d+$/ });
   await rows.nth(0).click();
   await fixedLink.click();
-  const [sublayer, block] = (await fixedLink.innerText()).match(/^unchanged after (.*) of block (\d+)$/).slice(1);
+  const [sublayer, block] = (await fixedLink.innerText()).match(/^(.*) of block (\d+)$/).slice(1);
   await page.getByRole("heading", { name: new RegExp(`^${sublayer}: .* block ${block}$`, "i") }).waitFor();
 
   const next = page.getByRole("img", { name: facts.next_tokens[0] });
@@ -98,13 +98,13 @@ export async function run(page, url, facts) {
   assert.equal(await rows.count(), 0);
   assert.equal(await strip.getByRole("option").count(), 0);
   await prompt.fill("import os");
-  await page.getByText("prediction unchanged from here").waitFor();
+  await page.getByText("logit lens unchanged from here").waitFor();
   assert.equal(await page.title(), "Trace · tiny-python · cutaway");
 
   // A fractional position in the URL is truncated; the first Tab focuses the top of the page.
   await page.goto("about:blank");
   await page.goto(`${url}#/trace?text=${encodeURIComponent(facts.text)}&position=1.5`);
-  await page.getByText("prediction unchanged from here").waitFor();
+  await page.getByText("logit lens unchanged from here").waitFor();
   assert.equal(await strip.getByRole("option", { selected: true }).getAttribute("title"), "token 1");
   await page.keyboard.press("Tab");
   assert.equal(await page.evaluate(() => document.activeElement?.closest("header") !== null), true);

@@ -1,5 +1,6 @@
 """Load a checkpoint from a directory, a training run, a GGUF file or the Hugging Face Hub."""
 
+import difflib
 import re
 from collections.abc import Callable
 from functools import partial
@@ -17,7 +18,7 @@ from cutaway.families.quantized import open_quantized
 from cutaway.families.registry import resolve_family
 from cutaway.families.safetensors_reader import TensorReader, check_not_pickle, open_safetensors
 from cutaway.families.weight_loader import LoadOptions, load_model
-from cutaway.pretrained import find_pretrained
+from cutaway.pretrained import find_pretrained, list_pretrained
 
 if TYPE_CHECKING:
     from cutaway.tokenizer import Tokenizer
@@ -38,7 +39,8 @@ def load(
 ) -> Checkpoint:
     """Load a checkpoint: a transformers or cutaway directory, a training run, a .gguf file, or a Hub id.
 
-    A Hub id is 'owner/name[@revision]'; 'tiny-python' is the pretrained model shipped with cutaway.
+    A Hub id is 'owner/name[@revision]'; 'tiny-python' is the pretrained model shipped with cutaway. A preset has no
+    weights: use `ct.build`.
 
     `dtype` is the dtype of the weights, by default the stored one. `check_finite` says whether all weights are checked
     for NaN and infinity. By default, all weights are checked in checkpoints of up to half a gigabyte. In larger
@@ -104,10 +106,26 @@ def resolve_checkpoint_path(source: str | Path) -> Path:
         raise InputError(f"{str(source)[:80]!r} cannot be opened: {reason}") from None
     if (pretrained := find_pretrained(str(source))) is not None:
         return pretrained
+    _check_not_preset(str(source))
     name, _, revision = str(source).partition("@")
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name, re.ASCII) or ".." in name:
-        raise InputError(f"'{source}' does not exist; pass a model directory, a .gguf file or a Hub id ('owner/name')")
+        near = difflib.get_close_matches(str(source), list_pretrained(), n=1)
+        suggestion = f"; did you mean '{near[0]}'?" if near else ""
+        hint = "pass a model directory, a .gguf file or a Hub id ('owner/name')"
+        raise InputError(f"'{source}' does not exist; {hint}{suggestion}")
     return _download_from_hub(name, revision or None)
+
+
+def _check_not_preset(source: str) -> None:
+    """Raise if the source is the name of a preset."""
+    from cutaway.config import presets  # large tables
+
+    if source in presets():
+        raise InputError(
+            f"'{source}' is a preset, which has no weights; for random weights use ct.build('{source}') or `cutaway "
+            f"open {source}`, for the trained model of the package 'tiny-python', and for other weights pass a model "
+            "directory, a .gguf file or a Hub id ('owner/name')"
+        )
 
 
 def _download_from_hub(repo_id: str, revision: str | None) -> Path:

@@ -1,4 +1,4 @@
-"""Teaching material: measured claims, automatically graded exercises, lessons on the forward pass, and a quiz."""
+"""Teaching material: notebooks with measured claims, graded exercises, lessons, a quiz and interview questions."""
 
 from cutaway.learn.claim import Claim, claim
 

@@ -1,9 +1,11 @@
 """`claim`: compare a measured number with a prediction. The notebooks use it."""
 
 import math
+import sys
 from dataclasses import dataclass
 
 from cutaway.errors import CutawayError
+from cutaway.learn.notebooks.script_output import SCRIPT_OUTPUT
 
 
 class ClaimError(CutawayError, AssertionError):
@@ -18,9 +20,12 @@ class Claim:
     measured: float
     prediction: str
     """The prediction as text, such as `8 ± 5 %` or `above 1.5`."""
+    id: str | None = None
+    """Id of the statement in the table of claims, such as `C051`."""
 
     def __repr__(self) -> str:
-        return f"✓ {self.statement}\n  predicted {self.prediction}   measured {format_number(self.measured)}"
+        suffix = "" if self.id is None else f" ({self.id})"
+        return f"✓ {self.statement}{suffix}\n  predicted {self.prediction}   measured {format_number(self.measured)}"
 
 
 def claim(
@@ -31,10 +36,12 @@ def claim(
     rtol: float = 0.01,
     above: float | None = None,
     below: float | None = None,
+    id: str | None = None,
 ) -> Claim:
     """Compare a measured number with a predicted value, within the relative tolerance `rtol`, or with bounds.
 
-    Return the claim if the measurement agrees with the prediction, else raise ClaimError.
+    Return the claim if the measurement agrees with the prediction, else raise ClaimError. A notebook that runs as a
+    script prints its claims. `id` is the id of the statement in the table of claims, such as `C051`.
 
     >>> claim("scores of random vectors spread by √d_head", 7.97, predicted=8, rtol=0.05)
     ✓ scores of random vectors spread by √d_head
@@ -56,7 +63,14 @@ def claim(
     prediction = " and ".join(parts)
     if not holds:
         raise ClaimError(f"'{statement}' does not hold: predicted {prediction}, measured {format_number(measured)}")
-    return Claim(statement, measured, prediction)
+    if id is not None:
+        from cutaway.learn.claims import get_claim
+
+        get_claim(id)  # raise for an id that is not in the table
+    result = Claim(statement, measured, prediction, id)
+    if SCRIPT_OUTPUT is not None:
+        SCRIPT_OUTPUT.print_claim(result, sys._getframe(1))
+    return result
 
 
 def format_number(value: float) -> str:

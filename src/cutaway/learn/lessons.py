@@ -11,6 +11,7 @@ from cutaway.config import Config
 from cutaway.config.attention import LatentAttention, MultiHeadBase
 from cutaway.config.ffn import GatedBase, Moe
 from cutaway.config.stack import Block, Stack
+from cutaway.learn.claims import fill_figures
 
 Table = dict[str, Any]
 """A table of lessons.toml."""
@@ -32,6 +33,8 @@ class Lesson:
     topics: tuple[str, ...] = ()
     """Quiz topics and stages whose questions belong to this lesson."""
     exercises: tuple[int, ...] = ()
+    claim_topics: tuple[str, ...] = ()
+    """Topics of the claims that are shown with the lesson."""
 
 
 def build_lessons(config: Config, *, is_untrained: bool = False) -> list[Lesson]:
@@ -56,6 +59,7 @@ def build_lessons(config: Config, *, is_untrained: bool = False) -> list[Lesson]
             docs_page=_docs_page(table, tags),
             topics=tuple(table["topics"]),
             exercises=tuple(table["exercises"]),
+            claim_topics=tuple(table.get("claim_topics", ())),
         )
         for table in tables
         if _conditions_hold(table, "requires", tags)
@@ -78,7 +82,7 @@ def find_lesson(lessons: list[Lesson], topic: str, stage: str) -> str | None:
 
 @cache
 def _read_lessons() -> list[Table]:
-    return list(tomllib.loads(Path(__file__).with_name("lessons.toml").read_text("utf-8"))["lesson"])
+    return list(tomllib.loads(fill_figures(Path(__file__).with_name("lessons.toml").read_text("utf-8")))["lesson"])
 
 
 def _conditions_hold(table: Table, key: str, tags: set[str]) -> bool:

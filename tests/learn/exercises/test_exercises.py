@@ -10,6 +10,8 @@ from typing import Any
 
 import jupytext
 import pytest
+import torch
+import torch.nn.functional as F
 
 from cutaway.config import config
 from cutaway.learn.exercises import Exercise, get_exercise, load_exercises
@@ -34,9 +36,10 @@ def grade(exercise: Exercise, text: str, directory: Path) -> dict[str, Any]:
     return asdict(grade_file(run_exercise(exercise.number)["TASKS"], path, 60))
 
 
-def test_ten_exercises_are_numbered_in_order() -> None:
-    assert [exercise.number for exercise in load_exercises()] == list(range(1, 11))
-    assert len({exercise.title for exercise in load_exercises()}) == 10
+def test_exercises_are_numbered_consecutively_from_1() -> None:
+    exercises = load_exercises()
+    assert [exercise.number for exercise in exercises] == list(range(1, len(exercises) + 1))
+    assert len({exercise.title for exercise in exercises}) == len(exercises)
 
 
 @ALL_EXERCISES
@@ -143,6 +146,26 @@ LEARNER_CODE = [
         "leaks_future",
         "a = torch.arange(9)[None]; return bool((model(a) - model(a + a // 6)).abs().max() > 1e-4)",
         [CHANGED],
+    ),
+    (11, "softmax_backward", "return grad * (p - p ** 2)", ["only the diagonal"]),
+    (
+        11,
+        "rmsnorm_backward",
+        "r = (x ** 2).mean(1, True).add(eps).sqrt(); return {'x': grad * gamma / r, 'gamma': (grad * x / r).sum(0)}",
+        ["r treated as a constant"],
+    ),
+    (
+        11,
+        "linear_backward",
+        "w = torch.einsum('to,ti->toi', grad, x).mean(0); return dict(x=grad @ weight, weight=w, bias=grad.mean(0))",
+        ["mean over the tokens"],
+    ),
+    (
+        11,
+        "ffn_backward",
+        "h = (w1 @ x + b1).clamp(0); g = w2.T @ grad;"
+        " return dict(x=w1.T @ g, w1=g[:, None] * x, b1=g, w2=grad[:, None] * h, b2=grad)",
+        ["slope forgotten"],
     ),
 ]
 
@@ -258,6 +281,39 @@ def test_notebook_error_location_names_the_cell(tmp_path: Path) -> None:
     result = asdict(grade_file(run_exercise(1)["TASKS"], tmp_path / "mine.ipynb", 60))
     assert result["tasks"][0]["status"] == "correct"
     assert result["tasks"][1]["location"] == "line 3 of cell 4: return 1 / 0"
+
+
+@pytest.mark.parametrize("name", ["softmax_backward", "rmsnorm_backward", "linear_backward", "ffn_backward"])
+def test_backward_solutions_equal_autograd(name: str) -> None:
+    """The expected values of exercise 11 are gradients, and those of its text are right."""
+    forward = {
+        "softmax_backward": lambda s: s.softmax(-1),
+        "rmsnorm_backward": lambda x, gamma, eps: F.rms_norm(x, x.shape[-1:], gamma, eps),
+        "linear_backward": lambda x, weight, bias: F.linear(x, weight, bias),
+        "ffn_backward": lambda x, w1, b1, w2, b2: w2 @ (w1 @ x + b1).relu() + b2,
+    }[name]
+    exercise = run_exercise(11)
+    [cases] = [task.cases for task in exercise["TASKS"] if task.name == name]
+    for case in cases:
+        grad, *args = case.args
+        inputs = [arg.log().clamp(min=-1e3) if name == "softmax_backward" else arg for arg in args]
+        inputs += [torch.zeros_like(grad if grad.ndim == 1 else grad[0])] * name.startswith(("linear", "ffn"))
+        tensors = [arg.clone().requires_grad_() for arg in inputs if isinstance(arg, torch.Tensor)]
+        expected = torch.autograd.grad(
+            forward(*tensors, *(arg for arg in inputs if isinstance(arg, float))), tensors, grad
+        )
+        result = exercise[name](*case.args)
+        values = [result] if isinstance(result, torch.Tensor) else list(result.values())
+        assert [value.shape for value in values] == [value.shape for value in expected]
+        assert max((one - other).abs().max() for one, other in zip(values, expected, strict=True)) < 1e-12
+
+
+def test_worked_examples_of_the_backward_exercise() -> None:
+    exercise = run_exercise(11)
+    softmax, rmsnorm, _, ffn = (exercise[task.name](*task.cases[0].args) for task in exercise["TASKS"])
+    assert softmax.tolist() == pytest.approx([0.25, -0.15, -0.10])
+    assert rmsnorm["x"][0].tolist() == pytest.approx([0.181, -0.136], abs=5e-4)
+    assert ffn["x"].tolist() == [4, 0]
 
 
 def test_worked_examples_equal_count_parameters() -> None:

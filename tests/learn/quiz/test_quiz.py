@@ -12,6 +12,7 @@ import pytest
 from support.cli_runner import CliRunner
 
 from cutaway.errors import InputError
+from cutaway.learn.notebooks import load_notebooks
 from cutaway.learn.quiz import (
     SECTIONS,
     ChoiceQuestion,
@@ -66,7 +67,8 @@ def test_every_section_has_questions_at_several_levels() -> None:
         assert len(section.questions) >= 4
         assert len({question.level for question in section.questions}) >= 2
     assert Counter(question.id for question in ALL_QUESTIONS).most_common(1)[0][1] == 1
-    assert {number for question in ALL_QUESTIONS for number in question.notebooks} == set(range(1, 12))
+    notebooks = {notebook.number for notebook in load_notebooks()}
+    assert set(range(1, 12)) <= {number for question in ALL_QUESTIONS for number in question.notebooks} <= notebooks
 
 
 def test_docs_pages_exist() -> None:
@@ -250,6 +252,60 @@ def test_section_list_json_and_show_code_options(run_cli: CliRunner) -> None:
     assert all(question.id in listed for question in find_questions("inference"))
     assert "no questions about 'atention'" in run_cli("learn", "quiz", "--section", "atention", code=2)
     assert "import cutaway as ct" in run_cli("learn", "quiz", "--section", "sites", "--show-code", stdin="a\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        ("claims", {"claims"}),
+        ("Inference", {"inference"}),
+        ("norms", {"norms"}),
+        ("LayerNorm", {"norms"}),
+        ("feed-forward", {"ffn"}),
+        ("rotary", {"rope"}),
+        ("worked", {"worked-examples"}),
+        ("variants", {"components"}),
+        ("mutual information", {"mutual-information"}),
+        ("cross attention", {"cross-attention"}),
+        ("post-norm", {"placement"}),
+        ("expert", {"experts"}),
+        ("information", {"information"}),
+    ],
+)
+def test_sections_and_topics_are_found_by_words_of_their_titles(words: str, names: set[str]) -> None:
+    questions = find_questions(words)
+    assert questions
+    assert all({question.section, question.topic} & names for question in questions)
+    assert set(find_questions()) - set(questions)
+
+
+def test_every_word_of_a_section_title_finds_its_questions() -> None:
+    for section in load_sections():
+        for word in section.title.split():
+            if word != "and":
+                found = find_questions(word)
+                assert set(section.questions) <= set(found) or any(question.topic == word for question in found), word
+
+
+def test_unknown_topic_lists_the_choices(run_cli: CliRunner) -> None:
+    message = run_cli("learn", "quiz", "--section", "normz", code=2)
+    assert "there are no questions about 'normz'; did you mean 'norms'?" in message
+    for name in (*SECTIONS, "norms", "rope", "speculation"):
+        assert name in message
+
+
+@pytest.mark.parametrize("level", ["recall", "reason", "what-if"])
+def test_level_option(run_cli: CliRunner, level: str) -> None:
+    questions = json.loads(run_cli("learn", "quiz", "--level", level, "--json"))
+    assert len(questions) == sum(question.level == level for question in ALL_QUESTIONS)
+    assert {question["level"] for question in questions} == {level}
+    assert f"· {level}" in run_cli("learn", "quiz", "--level", level, "--num-questions", 1, stdin="q\n")
+
+
+def test_level_without_questions_is_an_error(run_cli: CliRunner) -> None:
+    message = run_cli("learn", "quiz", "--section", "perplexity", "--level", "what-if", code=2)
+    assert "no question about 'perplexity' has the level what-if; the questions have re" in message
+    assert "'hard' is not one of" in run_cli("learn", "quiz", "--level", "hard", code=2)
 
 
 def test_quiz_does_not_import_torch(home: Path) -> None:

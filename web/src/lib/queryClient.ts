@@ -26,6 +26,9 @@ export function setTransport(newTransport: Transport): void {
   transport = newTransport;
 }
 
+/** Whether the page is served by `cutaway open`; false in an exported file and in a notebook. */
+export const isServed = (): boolean => transport === httpTransport;
+
 export async function runQuery<F>(query: string, params: unknown, options: QueryOptions = {}): Promise<QueryResult<F>> {
   const frames = new FrameDecoder();
   for await (const chunk of transport(query, params, options.signal)) {

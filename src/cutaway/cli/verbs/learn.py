@@ -18,18 +18,25 @@ if TYPE_CHECKING:
     from cutaway.learn.exercises.progress import ExerciseProgress, ExerciseRecord
     from cutaway.learn.runner.grader import GradeReport
 
-_NAMES = ("start", "check", "hint", "solution", "progress")
 VERBS = {
     "list": "cutaway.cli.verbs.learn:list_exercises",
-    **{name: f"cutaway.cli.verbs.learn:{name}" for name in _NAMES},
+    "start": "cutaway.cli.verbs.learn:start",
+    "check": "cutaway.cli.verbs.learn:check",
+    "hint": "cutaway.cli.verbs.learn:hint",
+    "solution": "cutaway.cli.verbs.learn:solution",
+    "progress": "cutaway.cli.verbs.learn:progress",
     "quiz": "cutaway.cli.verbs.learn_quiz:quiz",
+    "interview": "cutaway.cli.verbs.learn_interview:interview",
+    "notebook": "cutaway.cli.verbs.learn_notebook:notebook",
+    "claims": "cutaway.cli.verbs.learn_claims:claims",
+    "study": "cutaway.cli.verbs.learn_study:study",
 }
 """Sub-verb → import path of its function."""
-ExerciseNumber = Annotated[int, argument("Number of the exercise, 1 to 10.", show_default=False)]
+ExerciseNumber = Annotated[int, argument("Number of the exercise.", show_default=False)]
 
 
 def learn() -> None:
-    """Learn the Transformer with ten graded exercises and a quiz.
+    """Learn the Transformer with notebooks, graded exercises, a quiz and interview questions.
 
     Example: cutaway learn start 3
     """

@@ -1,6 +1,6 @@
 """`cutaway learn quiz`: quiz questions with explanations."""
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cutaway.cli.json_output import print_json
 from cutaway.cli.options import json_flag, option
@@ -18,7 +18,10 @@ MAX_ANSWER_BYTES = 4096
 
 
 def quiz(
-    section: Annotated[str | None, option("Section or topic, such as inference or norms.", metavar="NAME")] = None,
+    section: Annotated[
+        str | None, option("Section or topic, or words of its title: inference, norms, feed-forward.", metavar="NAME")
+    ] = None,
+    level: Annotated[Literal["recall", "reason", "what-if"] | None, option("Level of the questions.")] = None,
     num_questions: Annotated[int | None, option("Number of questions; default 10.", metavar="N", min=1)] = None,
     seed: Annotated[int | None, option("Random seed for the order of questions and choices.", metavar="N")] = None,
     show_code: Annotated[bool, option("Print the Python code that verifies each answer.", "--show-code")] = False,
@@ -27,14 +30,14 @@ def quiz(
 ) -> None:
     """Answer quiz questions about the Transformer. Questions that you missed are asked first.
 
-    Example: cutaway learn quiz --section attention --num-questions 5
+    Example: cutaway learn quiz --section attention --level what-if --num-questions 5
     """
     from cutaway.learn.quiz import find_questions
     from cutaway.learn.quiz.progress import QuizProgress
 
     progress = QuizProgress.load()
     seed = progress.num_answers if seed is None else seed
-    questions = find_questions(section)
+    questions = find_questions(section, level)
     if as_json:
         selected = questions if list_questions else progress.order_questions(questions, seed)
         data = [question.to_dict() | {"status": progress.status(question.id)} for question in selected[:num_questions]]

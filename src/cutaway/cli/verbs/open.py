@@ -41,16 +41,18 @@ def open_page(
     if export is not None:
         export_page(export, source, text, device, dtype, as_json=as_json)
         return
+    from cutaway.cli.model_loading import is_config_source
     from cutaway.cli.verbs.serve import load_api_key
     from cutaway.serve.app import build_app
     from cutaway.serve.inspect import routes
     from cutaway.serve.limits import Limits
+    from cutaway.serve.notebook_pages import build_notebook_router
     from cutaway.serve.server import bind_socket, build_access_policy, run_server, server_url
 
     limits, key = Limits(), load_api_key(api_key, api_key_file)
     access_policy, sock = build_access_policy(host, key), bind_socket(host, port)
     executor = routes.QueryExecutor(load_inspector(source, text, device, dtype, quiet=as_json))
-    routers = [routes.build_router(executor), static_files.build_static_router()]
+    routers = [routes.build_router(executor), build_notebook_router(), static_files.build_static_router()]
     app = build_app(routers, access_policy=access_policy, limits=limits, on_shutdown=[executor.close])
     url = f"{server_url(sock)}/"
 
@@ -58,7 +60,8 @@ def open_page(
         if as_json:
             print_json({"source": source, "url": url}, indent=None)
             return
-        sys.stdout.write(f"{source} is open at {url}\nCtrl-C to stop.\n")
+        weights = ", with random weights" if is_config_source(source) else ""
+        sys.stdout.write(f"{source} is open at {url}{weights}\nCtrl-C to stop.\n")
         sys.stdout.flush()
         if browser:
             import webbrowser

@@ -58,6 +58,7 @@ def render_started(exercise: Exercise, path: Path, previous_file: Path | None) -
     out.print(f"Written to '{escape(str(path))}'. {instruction}", soft_wrap=True)
     out.print(f"  cutaway learn check {exercise.number}")
     out.print(f"  cutaway learn hint {exercise.number}")
+    out.print(f"The theory is in `cutaway learn notebook {int(exercise.notebook[:2])}`.")
 
 
 def render_hints(exercise: Exercise, num_hints: int, *, is_new: bool) -> None:

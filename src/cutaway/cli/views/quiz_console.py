@@ -1,14 +1,14 @@
 """Terminal output of `cutaway learn quiz`."""
 
-import sys
 from collections.abc import Sequence
-from textwrap import fill, indent
+from textwrap import indent
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from cutaway.cli.views.question_console import QuestionConsole
 from cutaway.cli.views.terminal import borderless_table
+from cutaway.learn.claims import claims_of_question
 from cutaway.learn.quiz import AnswerGrade, ChoiceQuestion, Question, find_questions, load_sections, shuffle_choices
 from cutaway.learn.quiz.grading import CHOICE_LETTERS
 from cutaway.learn.quiz.progress import QuizProgress
@@ -16,25 +16,15 @@ from cutaway.learn.quiz.progress import QuizProgress
 STATE_SYMBOLS = {"known": ("✓", "green"), "missed": ("✗", "red"), "new": ("·", "dim")}
 
 
-class QuizConsole:
-    """Prints questions and verdicts, at most 100 columns wide, and reads answers."""
+class QuizConsole(QuestionConsole):
+    """Prints questions and verdicts, and reads answers."""
 
     def __init__(self) -> None:
-        self.console = Console(highlight=False)
-        self.width = min(self.console.width, 100)
+        super().__init__()
         self.section_titles = {section.slug: section.title for section in load_sections()}
 
-    def print_text(self, text: str, style: str = "", indent: int = 0) -> None:
-        space = " " * indent
-        lines = fill(text, self.width, initial_indent=space, subsequent_indent=space, break_on_hyphens=False)
-        self.console.print(Text(lines, style), soft_wrap=True)
-
-    def print_note(self, text: str) -> None:
-        if text:
-            self.print_text(text, "yellow")
-
     def print_question(self, question: Question, number: int, total: int, seed: int) -> None:
-        header = f"{number} of {total} · {self.section_titles[question.section]} · {question.topic}"
+        header = f"{number} of {total} · {self.section_titles[question.section]} · {question.topic} · {question.level}"
         self.print_blank_line()
         self.print_text(header, "dim")
         self.print_text(question.question, "bold")
@@ -45,21 +35,6 @@ class QuizConsole:
             self.console.print(grid, width=self.width)
         self.prompt = f"  {_answer_hint(question)} (Enter: skip, q: quit)> "
 
-    def read_answer(self, max_bytes: int) -> str | None:
-        """Read a line, or return None at the end of input. The line is truncated to `max_bytes`."""
-        self.console.print(Text(self.prompt, "dim"), end="")
-        sys.stdout.flush()
-        line = rest = b"" if sys.stdin is None else sys.stdin.buffer.readline(max_bytes)
-        while len(rest) == max_bytes and not rest.endswith(b"\n"):
-            rest = sys.stdin.buffer.readline(max_bytes)
-        answer = line.decode("utf-8", "replace").rstrip("\r\n")
-        if not line or not sys.stdin.isatty():  # echo the answer, as a terminal does
-            self.console.print(Text(answer if answer.isprintable() else repr(answer)))
-        return answer if line else None
-
-    def print_blank_line(self) -> None:
-        self.console.print()
-
     def print_verdict(self, question: Question, verdict: AnswerGrade, *, answered: bool, show_code: bool) -> None:
         if verdict.correct:
             self.print_text(f"✓ Correct. {verdict.correct_explanation}", "green", indent=2)
@@ -69,9 +44,10 @@ class QuizConsole:
             self.print_text(f"→ {verdict.correct_answer}", "bold", indent=2)
             if verdict.explanation != verdict.correct_explanation:
                 self.print_text(verdict.correct_explanation, indent=4)
-        plural = "s" if len(question.notebooks) > 1 else ""
-        page = "" if question.docs_page is None else f", docs/{question.docs_page}"
-        self.print_text(f"see notebook{plural} {' and '.join(map(str, question.notebooks))}{page}", "dim", indent=4)
+        for row in claims_of_question(question.id):
+            figure = f" {row.figure}." if row.figure else ""
+            self.print_text(f"{row.id}: {row.statement} {row.verdict.capitalize()}.{figure}", "dim", indent=4)
+        self.print_references(question.notebooks, question.docs_page)
         if show_code and question.proof:
             self.console.print(Text(indent(question.program.rstrip(), " " * 4), "cyan"), soft_wrap=True)
 
@@ -90,11 +66,15 @@ class QuizConsole:
             self.print_text(f"Next time, these questions are asked first: {', '.join(missed)}.")
 
     def print_question_list(self, quiz_questions: Sequence[Question], score: QuizProgress) -> None:
-        table = borderless_table("lllll", ["", "question", "section", "topic", "notebooks"])
+        table = borderless_table("lllll", ["", "question", "topic", "level", "notebooks"])
+        section = ""
         for question in quiz_questions:
+            if question.section != section:
+                section = question.section
+                table.add_row("", Text(self.section_titles[section], "bold"))
             symbol, style = STATE_SYMBOLS[score.status(question.id)]
             notebooks = ", ".join(map(str, question.notebooks))
-            table.add_row(Text(symbol, style), question.id, question.section, question.topic, notebooks)
+            table.add_row(Text(symbol, style), question.id, question.topic, question.level, notebooks)
         self.console.print(table)
         states = [score.status(question.id) for question in quiz_questions]
         counts = f"{states.count('known')} known, {states.count('missed')} missed"

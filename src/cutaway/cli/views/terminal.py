@@ -129,6 +129,14 @@ def indent(body: RenderableType) -> RenderableType:
     return Padding(body, (0, 0, 0, 2), expand=False)
 
 
+def wrap_text(text: str, width: int, indent: int = 0, hanging: int = 0) -> str:
+    """Wrap a text to lines of at most `width` columns, indented by `indent`, and after the first by `hanging` more."""
+    from textwrap import fill
+
+    first, rest = " " * indent, " " * (indent + hanging)
+    return fill(text, width, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False)
+
+
 def wrap_items(items: Iterable[Text], width: int, gap: str = "   ") -> Text:
     """Join items to lines of at most `width` columns. Lines are broken only between items."""
     lines = [Text()]

@@ -1,4 +1,4 @@
-"""The ten exercises. Each is a Python file of cells and a TOML file, in the format that `exercise_file` describes."""
+"""The exercises. Each is a Python file of cells and a TOML file, in the format that `exercise_file` describes."""
 
 from functools import cache
 from pathlib import Path

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,8 +62,13 @@ def _strip_magics(source: str) -> str:
 
 def to_notebook(text: str) -> dict[str, object]:
     """Convert the text of a .py file of cells to the Jupyter notebook format."""
+    return build_notebook(parse_cells(text))
+
+
+def build_notebook(sources: Sequence[tuple[str, str]]) -> dict[str, object]:
+    """Return cells, each a pair of the kind and the text, in the Jupyter notebook format."""
     cells: list[dict[str, object]] = []
-    for n, (kind, body) in enumerate(parse_cells(text)):
+    for n, (kind, body) in enumerate(sources):
         cell: dict[str, object] = {
             "cell_type": kind,
             "id": f"cell-{n}",
@@ -91,7 +97,7 @@ def write_stub(
                 f"'{path}' already exists and may contain your work; continue with it, or start over with --restart, "
                 "which keeps the old file as a backup"
             )
-        backup = _backup_path(path)
+        backup = backup_path(path)
         path.rename(backup)
     directory.mkdir(parents=True, exist_ok=True)
     with path.open("x", encoding="utf-8") as file:  # x: never overwrite a file created in the meantime
@@ -99,7 +105,7 @@ def write_stub(
     return path, backup
 
 
-def _backup_path(path: Path) -> Path:
+def backup_path(path: Path) -> Path:
     """Return the first unused path for a backup of `path`, such as 01-attention.old.py or 01-attention.old1.py."""
     names = (path.with_name(f"{path.stem}.old{n or ''}{path.suffix}") for n in range(10_000))
     return next(name for name in names if not name.exists())

@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 
 from cutaway.errors import CutawayError
 
-_Level = Literal["recall", "reason", "what-if"]
+Level = Literal["recall", "reason", "what-if"]
 """The question asks to recall a fact, to reason from facts, or to predict the effect of a change."""
 Stage = Literal[
     "embed", "resid_pre", "attn.in", "attn.q", "attn.k", "attn.v", "attn.scores", "attn.pattern", "attn.z", "attn.out",
@@ -14,7 +14,7 @@ Stage = Literal[
     "sampling", "cache", "loss", "gradients", "size", "checks",
 ]  # fmt: skip
 """Stage of the forward pass that a question is about: a site, or a use of the model outside the forward pass."""
-_PROOF_PREAMBLE = "import math\n\nimport torch\nimport torch.nn.functional as F\n\nimport cutaway as ct\n\n"
+PROOF_PREAMBLE = "import math\n\nimport torch\nimport torch.nn.functional as F\n\nimport cutaway as ct\n\n"
 """Imports at the start of every verification program."""
 _MISTAKE_RTOL = 1e-3
 """Relative tolerance on the values of common mistakes. It does not depend on the tolerance of the answer."""
@@ -52,10 +52,10 @@ class QuestionBase(_QuizModel):
     section: str
     """Name of the section file, without its suffix."""
     topic: Annotated[str, Field(pattern=r"^[a-z0-9]+(-[a-z0-9]+)*$")]
-    level: _Level
+    level: Level
     question: _NonBlankText
     stage: Stage
-    notebooks: Annotated[tuple[Annotated[int, Field(ge=1, le=11)], ...], Field(min_length=1)]
+    notebooks: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)]
     """Numbers of the notebooks that cover the topic of the question."""
     docs_page: str | None = None
     """Path of a documentation page, relative to docs/."""
@@ -66,7 +66,7 @@ class QuestionBase(_QuizModel):
     @property
     def program(self) -> str:
         """Runnable Python program that verifies the answer, or "" if there is none."""
-        return _PROOF_PREAMBLE + self.proof.strip() + "\n" if self.proof else ""
+        return PROOF_PREAMBLE + self.proof.strip() + "\n" if self.proof else ""
 
     def to_dict(self) -> dict[str, object]:
         """Return the question as a dict that can be written as JSON. Its `proof` is the complete program."""

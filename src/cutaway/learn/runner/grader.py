@@ -3,8 +3,8 @@
 import copy
 import sys
 import traceback
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Literal
 
@@ -88,14 +88,24 @@ def precompute_solutions(tasks: Tasks) -> None:
 
 def grade_tasks(tasks: Tasks, namespace: Mapping[str, object], source: LearnerSource) -> list[TaskGrade]:
     """Grade the functions and tables in the learner's namespace, in the order of the tasks."""
-    return [
-        grade_table(task, namespace) if isinstance(task, TableTask) else grade_function(task, namespace, source)
-        for task in tasks
-    ]
+    grades: list[TaskGrade] = []
+    for task in tasks:
+        if isinstance(task, TableTask):
+            grades.append(grade_table(task, namespace))
+        else:
+            wrong = [grade.name for grade in grades if grade.status in ("incorrect", "error")]
+            grades.append(grade_function(task, namespace, source, wrong))
+    return grades
 
 
-def grade_function(task: FunctionTask, namespace: Mapping[str, object], source: LearnerSource) -> TaskGrade:
-    """Grade one function: run all test cases; if any fails, search for mistakes that produce the same values."""
+def grade_function(
+    task: FunctionTask, namespace: Mapping[str, object], source: LearnerSource, wrong_names: Sequence[str] = ()
+) -> TaskGrade:
+    """Grade one function: run all test cases; if any fails, search for mistakes that produce the same values.
+
+    `wrong_names` are the names of functions that are known to be wrong. If this function calls one of them, no other
+    hint is given.
+    """
     function = namespace.get(task.name)
     if function is None:
         return TaskGrade(task.name, "missing", "is not defined: the stub defines it; was it renamed?")
@@ -114,10 +124,32 @@ def grade_function(task: FunctionTask, namespace: Mapping[str, object], source: 
         return TaskGrade(task.name, "correct")
     matching = _find_mistakes(task, expected, actual)
     mistakes = tuple(name for name in task.mistakes if name in matching)
+    called = getattr(getattr(function, "__code__", None), "co_names", ())
+    wrong_calls = [name for name in wrong_names if name in called]
+    if not mistakes and wrong_calls:
+        return replace(first_failure, hints=(f"it calls {wrong_calls[0]}, which is wrong: correct that first",))
     if not mistakes:
-        return first_failure
+        return _add_diagnosis(task, first_failure, namespace, source, expected, actual)
     hints = tuple(task.mistakes[name].hint for name in mistakes)
     return TaskGrade(task.name, first_failure.status, first_failure.message, mistakes, hints, first_failure.location)
+
+
+def _add_diagnosis(
+    task: FunctionTask,
+    grade: TaskGrade,
+    namespace: Mapping[str, object],
+    source: LearnerSource,
+    expected: list[PlainValue],
+    actual: list[PlainValue],
+) -> TaskGrade:
+    """Add hints for a mistake that is not listed: how the result differs, and the step that is wrong."""
+    from cutaway.learn.runner.diagnosis import diagnose
+
+    try:
+        hints = diagnose(task, namespace, source.sources, expected, actual)
+    except TimeLimitError:  # the search for a hint is not part of the learner's time
+        return grade
+    return replace(grade, hints=(*grade.hints, *hints))
 
 
 def _run_case(

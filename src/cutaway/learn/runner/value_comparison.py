@@ -77,7 +77,7 @@ def describe_difference(expected: PlainValue, actual: PlainValue, axes: Sequence
         return None
     if expected.kind == "float" and _is_close(expected.elements[0], actual.elements[0]):
         return None
-    return f"returned {_format_value(actual.elements[0])}; expected {_format_value(expected.elements[0])}"
+    return f"returned {format_value(actual.elements[0])}; expected {format_value(expected.elements[0])}"
 
 
 def _describe_kind_mismatch(expected: PlainValue, actual: PlainValue) -> str | None:
@@ -87,7 +87,7 @@ def _describe_kind_mismatch(expected: PlainValue, actual: PlainValue) -> str | N
         value = actual.elements[0]
         if value == expected.elements[0]:
             return f"returned {value}, a float; expected an int: use int(…), or // of ints"
-        return f"returned {_format_value(value)}; expected the int {_format_value(expected.elements[0])}"
+        return f"returned {format_value(value)}; expected the int {format_value(expected.elements[0])}"
     if actual.kind == "tensor" and len(actual.elements) == 1 and expected.kind in ("int", "float", "bool"):
         return f"returned a tensor of one element; expected {expected.description}: use `.item()`"
     expectation = "" if actual.kind == "none" else f"; expected {expected.description}"
@@ -123,8 +123,8 @@ def _compare_tensors(expected: PlainValue, actual: PlainValue, axes: Sequence[st
             index = _format_index(n, expected.shape, axes)
             if element != element:
                 causes = "0/0, ∞−∞, or a fully masked row"
-                return f"returned NaN{index}; expected {_format_value(expected_element)}: {causes}"
-            return f"returned {_format_value(element)}{index}; expected {_format_value(expected_element)}"
+                return f"returned NaN{index}; expected {format_value(expected_element)}: {causes}"
+            return f"returned {format_value(element)}{index}; expected {format_value(expected_element)}"
     return None
 
 
@@ -180,7 +180,7 @@ def _guess_shape_mistake(expected: PlainValue, actual: PlainValue, axes: Sequenc
     return ": the first axis is missing" if got == want[1:] else ""
 
 
-def _format_value(value: object) -> str:
+def format_value(value: object) -> str:
     """Format a float with six significant digits, an int with thousands separators, and other values with repr."""
     if isinstance(value, float):
         return f"{value:.6g}"

@@ -1,5 +1,16 @@
 // Types of lessons, quiz questions and exercises, and the grading of answers.
 
+/** A statement of books or papers, with the verdict of a test or measurement. */
+export interface Claim {
+  id: string;
+  statement: string;
+  verdict: string;
+  /** Condition or correction; may be empty. */
+  explanation: string;
+  /** Measured figure; may be empty. */
+  figure: string;
+}
+
 export interface Lesson {
   slug: string;
   title: string;
@@ -10,6 +21,7 @@ export interface Lesson {
   docs_page: string;
   exercises: number[];
   questions: string[];
+  claims: Claim[];
 }
 
 export interface QuizChoice {
@@ -24,6 +36,8 @@ interface QuestionBase {
   notebooks: number[];
   /** Python code that verifies the answer; may be empty. */
   proof: string;
+  /** Claims that the question is about. */
+  claims: Claim[];
 }
 
 export type Question =

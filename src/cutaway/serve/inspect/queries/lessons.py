@@ -1,5 +1,6 @@
 """Queries: lessons about the forward pass with their quiz questions and exercises, and exercise progress."""
 
+from cutaway.learn.claims import ClaimRow, claims_of_question, load_claims
 from cutaway.learn.exercises import load_exercises, progress
 from cutaway.learn.lessons import build_lessons, find_lesson
 from cutaway.learn.quiz import ChoiceQuestion, Question, find_questions, get_question, load_sections, shuffle_choices
@@ -24,6 +25,9 @@ class Lessons(Query):
         for lesson in lesson_data:
             ids = [question for question, slug in slugs.items() if slug == lesson["slug"]]
             lesson["questions"] = sorted(ids, key=_difficulty)
+        for lesson, source in zip(lesson_data, lessons, strict=True):
+            rows = [row for row in load_claims() if row.topic in source.claim_topics and row.kind != "feature"]
+            lesson["claims"] = [_claim_to_dict(row) for row in rows]
         sections = [(section.title, [question.id for question in section.questions]) for section in load_sections()]
         data = {
             "lessons": lesson_data,
@@ -42,9 +46,14 @@ def _difficulty(question_id: str) -> int:
     return ("recall", "reason", "what-if").index(get_question(question_id).level)
 
 
+def _claim_to_dict(row: ClaimRow) -> dict[str, object]:
+    return row.model_dump(include={"id", "statement", "verdict", "explanation", "figure"})
+
+
 def _question_to_dict(question: Question) -> dict[str, object]:
     """Return a question as JSON values: shuffled choices, explanations and the program that verifies the answer."""
     data: dict[str, object] = question.to_dict()
+    data["claims"] = [_claim_to_dict(row) for row in claims_of_question(question.id)]
     if isinstance(question, ChoiceQuestion):
         data["choices"] = [choice.model_dump() for choice in shuffle_choices(question)]
     return data

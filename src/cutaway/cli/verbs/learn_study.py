@@ -1,0 +1,44 @@
+"""`cutaway learn study`: stored results of the studies, and the measurements again."""
+
+from pathlib import Path
+from typing import Annotated
+
+from cutaway.cli.json_output import print_json
+from cutaway.cli.options import JsonFlag, argument, option
+
+
+def study(
+    name: Annotated[str | None, argument("Name of the study; default a list.", show_default=False)] = None,
+    run: Annotated[bool, option("Repeat the measurements instead of showing the stored results.", "--run")] = False,
+    out: Annotated[Path | None, option("With --run: write the results to this JSON file.", metavar="FILE")] = None,
+    search: Annotated[str | None, option("Show only results whose key contains this text.", metavar="TEXT")] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Show the results of a study: means and 95 % confidence intervals over seeds.
+
+    Example: cutaway learn study norm-placement --search post/decoder
+    """
+    from cutaway.cli.views import study_report
+    from cutaway.errors import InputError
+    from cutaway.learn.studies import STUDIES, get_study, load_results, write_results
+
+    if name is None:
+        rows = [study_report.summarize(study) for study in STUDIES.values()]
+        print_json(rows) if as_json else study_report.render_studies(rows)
+        return
+    selected = get_study(name)
+    if out is not None and not run:
+        raise InputError("--out is set without --run; add --run to repeat the measurements")
+    if run:
+        with study_report.study_progress() as progress:
+            results = selected.run(progress)
+        if out is not None:
+            write_results(results, out)
+    else:
+        results = load_results(name)
+    if search is not None:
+        results = study_report.select_results(results, search)
+    if as_json:
+        print_json(study_report.results_to_dict(results))
+    else:
+        study_report.render_results(results)

@@ -1,0 +1,59 @@
+"""Terminal view of `cutaway learn study`."""
+
+from contextlib import AbstractContextManager
+from dataclasses import asdict, replace
+from typing import Any
+
+from rich.text import Text
+
+from cutaway.cli.views.terminal import borderless_table, build_console, print_without_wrapping, progress_bar
+from cutaway.errors import InputError
+from cutaway.learn.studies import Study, StudyResults, load_results
+
+
+def study_progress() -> AbstractContextManager[Any]:
+    return progress_bar("measuring", quiet=False)
+
+
+def summarize(study: Study) -> dict[str, Any]:
+    """Return the name, the title, the number of stored results and the seconds that they took."""
+    row: dict[str, Any] = {"name": study.name, "title": study.title, "results": 0, "seconds": None}
+    if study.results_file.exists():
+        results = load_results(study.name)
+        row |= {"results": len(results.estimates), "seconds": results.seconds}
+    return row
+
+
+def render_studies(rows: list[dict[str, Any]]) -> None:
+    table = borderless_table("lLrr", ["study", "about", "results", "minutes"])
+    for row in rows:
+        minutes = "" if row["seconds"] is None else f"{row['seconds'] / 60:.1f}"
+        table.add_row(row["name"], row["title"], str(row["results"] or "none"), minutes)
+    out = build_console()
+    out.print(table)
+    out.print("[dim]Show one with `cutaway learn study NAME`; repeat its measurements with --run.[/dim]")
+
+
+def select_results(results: StudyResults, text: str) -> StudyResults:
+    """Return the results whose key contains the text."""
+    selected = {key: value for key, value in results.estimates.items() if text in key}
+    if not selected:
+        first = ", ".join(list(results.estimates)[:3])
+        raise InputError(f"no result of study '{results.name}' contains '{text}'; keys are such as {first}")
+    return replace(results, estimates=selected)
+
+
+def results_to_dict(results: StudyResults) -> dict[str, Any]:
+    data = {name: getattr(results, name) for name in ("name", "command", "settings", "environment", "seconds")}
+    return data | {"estimates": {key: asdict(value) for key, value in results.estimates.items()}}
+
+
+def render_results(results: StudyResults) -> None:
+    table = borderless_table("lrlr", ["result", "mean", "95 % interval", "seeds"])
+    for key, value in results.estimates.items():
+        mean, _, interval = str(value).partition(" ")
+        table.add_row(key, mean, interval.strip("()"), str(value.count))
+    print_without_wrapping(table)
+    out = build_console()
+    settings = ", ".join(f"{name} {value}" for name, value in results.settings.items())
+    out.print(Text(f"{settings}. {results.environment}, {results.seconds / 60:.1f} minutes: {results.command}", "dim"))

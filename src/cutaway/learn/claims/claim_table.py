@@ -1,0 +1,136 @@
+"""The table of claims, read from claims.toml. This module does not import torch.
+
+A figure that a study measured is written as ${study:key} and replaced by the stored estimate, so that every text that
+quotes it shows the same number.
+"""
+
+import re
+import tomllib
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from cutaway.errors import InputError
+from cutaway.learn.studies.study import load_results
+
+CLAIMS_FILE = Path(__file__).with_name("claims.toml")
+Kind = Literal["exact", "measured", "disputed", "feature"]
+Verdict = Literal["holds", "holds when", "does not hold", "available", "left out", "not measured yet"]
+KINDS: dict[Kind, str] = {
+    "exact": "an exact computation, shown by a test",
+    "measured": "an empirical statement, measured over seeds",
+    "disputed": "a statement that texts make imprecisely or contradict each other on",
+    "feature": "a question, exercise or view that a learner asks for",
+}
+VERDICTS: dict[Verdict, str] = {
+    "holds": "holds as stated",
+    "holds when": "holds under the stated condition",
+    "does not hold": "does not hold as stated",
+    "available": "exists in the product",
+    "left out": "does not exist in the product, for the stated reason",
+    "not measured yet": "no measurement exists",
+}
+_FIGURE = re.compile(r"\$\{([\w-]+):([^}]+)\}")
+EVIDENCE_KINDS = ("test", "notebook", "study", "command", "docs", "exercise", "quiz", "interview", "page", "source")
+_Text = Annotated[str, Field(min_length=1, pattern=r"^\S(.*\S)?$")]
+_Evidence = Annotated[str, Field(pattern=rf"^({'|'.join(EVIDENCE_KINDS)}): \S")]
+
+
+class ClaimRow(BaseModel):
+    """One statement, its verdict, and where it is shown."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    id: Annotated[str, Field(pattern=r"^C\d{3}$")]
+    topic: str
+    kind: Kind
+    statement: _Text
+    """The statement as texts make it."""
+    verdict: Verdict
+    explanation: str = ""
+    """The condition under which it holds, the correction, or the reason why it is left out."""
+    figure: str = ""
+    """The measured figure."""
+    pattern: str = ""
+    """Regular expression of sentences elsewhere that state the same figure: a test compares their numbers."""
+    evidence: tuple[_Evidence, ...] = ()
+    """Where the statement is shown, such as `test: claims/test_norms.py::test_c100_layernorm_statistics`."""
+
+
+class ClaimTopic(BaseModel):
+    """A group of claims."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    slug: str
+    title: str
+
+
+@cache
+def _read_file() -> dict[str, Any]:
+    return tomllib.loads(CLAIMS_FILE.read_text("utf-8"))
+
+
+def load_surprising_ids() -> tuple[str, ...]:
+    """Ids of the claims whose result differs most from what texts say."""
+    return tuple(_read_file()["surprising"])
+
+
+@cache
+def load_topics() -> tuple[ClaimTopic, ...]:
+    return tuple(ClaimTopic.model_validate(table) for table in _read_file()["topics"])
+
+
+@cache
+def load_claims() -> tuple[ClaimRow, ...]:
+    """Load all claims, with the figures of the studies filled in."""
+    rows = [ClaimRow.model_validate(table) for table in _read_file()["claims"]]
+    return tuple(
+        row.model_copy(update={name: fill_figures(getattr(row, name)) for name in ("explanation", "figure")})
+        for row in rows
+    )
+
+
+def fill_figures(text: str) -> str:
+    """Replace each ${study:key} with the stored estimate of the study: mean and 95 % interval."""
+    return _FIGURE.sub(lambda match: str(load_results(match[1]).get(match[2])), text)
+
+
+def get_claim(claim_id: str) -> ClaimRow:
+    for row in load_claims():
+        if row.id == claim_id.upper():
+            return row
+    raise InputError(f"there is no claim '{claim_id}'; the ids are {load_claims()[0].id} to {load_claims()[-1].id}")
+
+
+def claims_of_question(question_id: str) -> list[ClaimRow]:
+    """Claims whose evidence names the quiz question."""
+    return [row for row in load_claims() if f"quiz: {question_id}" in row.evidence]
+
+
+def find_claims(
+    query: str | None = None, *, verdict: str | None = None, kind: str | None = None
+) -> tuple[ClaimRow, ...]:
+    """Find claims by id, topic or words of the text, by verdict and by kind."""
+    for name, value, choices in (("verdict", verdict, VERDICTS), ("kind", kind, KINDS)):
+        if value is not None and value not in choices:
+            raise InputError(f"{name} is '{value}'; use one of {', '.join(choices)}")
+    rows = [row for row in load_claims() if verdict in (None, row.verdict) and kind in (None, row.kind)]
+    if query is None:
+        return tuple(rows)
+    titles = {topic.slug: topic.title for topic in load_topics()}
+    words = query.lower().split()
+
+    def matches(row: ClaimRow) -> bool:
+        if row.id.lower() in words:
+            return True
+        text = f"{row.topic} {titles[row.topic]} {row.statement} {row.explanation}".lower()
+        return all(word in text for word in words)
+
+    found = tuple(row for row in rows if matches(row))
+    if not found:
+        slugs = ", ".join(titles)
+        raise InputError(f"no claim matches '{query}'; pass an id such as C051, words, or a topic: {slugs}")
+    return found

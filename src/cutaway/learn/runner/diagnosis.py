@@ -1,0 +1,106 @@
+"""Hints for mistakes that an exercise does not list: how the result differs, and which step is wrong."""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from cutaway.learn.exercises.task import FunctionTask
+from cutaway.learn.runner.instrumentation import StepRecorder, instrument_functions
+from cutaway.learn.runner.repair import InstrumentedFunction, find_repair
+from cutaway.learn.runner.step_comparison import ReferenceSteps, describe_first_unknown_step, list_value_edits
+from cutaway.learn.runner.value_comparison import PlainValue, to_plain_value, values_equal
+from cutaway.learn.runner.value_relations import (
+    NamedArray,
+    constant_ratio,
+    describe_relation,
+    explain_factors,
+    to_array,
+)
+
+
+def diagnose(
+    task: FunctionTask,
+    namespace: Mapping[str, object],
+    sources: Mapping[str, str],
+    expected: Sequence[PlainValue],
+    actual: Sequence[PlainValue],
+) -> tuple[str, ...]:
+    """Return hints for a wrong function: a relation of the result to the expected one, and the wrong step.
+
+    `sources` are the texts of the learner's file or cells, by name.
+    """
+    main_case = _choose_case(expected, actual)
+    known = _named_arguments(task, main_case)
+    hints = []
+    value, right = to_array(actual[main_case]), to_array(expected[main_case])
+    if value is not None and right is not None:
+        relation = describe_relation(value, right, task.axes, known)
+        explanation = _explain_factor(task, expected, actual)
+        hints += (
+            []
+            if relation is None
+            else [
+                f"{task.cases[main_case].description} the result {relation}{f': {explanation}' if explanation else ''}"
+            ]
+        )
+    recorder = StepRecorder()
+    copied, steps = instrument_functions(sources, namespace, recorder)
+    if any(step.function == task.name for step in steps):
+        learner = InstrumentedFunction(copied[task.name], steps, recorder)
+        hints += _describe_wrong_steps(task, learner, expected, main_case, known)
+    return tuple(hints)
+
+
+def _describe_wrong_steps(
+    task: FunctionTask,
+    learner: InstrumentedFunction,
+    expected: Sequence[PlainValue],
+    main_case: int,
+    known: Sequence[NamedArray],
+) -> list[str]:
+    """Describe a change that makes the function correct, else a value that does, and the first step that is wrong."""
+    repair = find_repair(task, learner, expected, main_case)
+    if repair is not None:
+        return [repair.description]
+    reference, args = ReferenceSteps(task), task.cases[main_case].args
+    learner.run(args, main_case)
+    edits = list(list_value_edits(learner, reference, main_case, to_array(expected[main_case])))
+    repair = find_repair(task, learner, expected, main_case, edits)
+    learner.run(args, main_case)
+    first = describe_first_unknown_step(learner, reference, main_case, known)
+    return [text for text in (first, repair and repair.description) if text]
+
+
+def _explain_factor(task: FunctionTask, expected: Sequence[PlainValue], actual: Sequence[PlainValue]) -> str | None:
+    """Explain the factors between the results and the expected values of all wrong cases, or return None."""
+    factors, arguments = list[float](), list[list[NamedArray]]()
+    for number, (right, value) in enumerate(zip(expected, actual, strict=True)):
+        if values_equal(right, value):
+            continue
+        arrays = to_array(value), to_array(right)
+        if arrays[0] is None or arrays[1] is None or arrays[0].shape != arrays[1].shape:
+            return None
+        factor = constant_ratio(arrays[0], arrays[1])
+        if factor is None:
+            return None
+        factors.append(factor)
+        arguments.append(_named_arguments(task, number))
+    return explain_factors(factors, arguments) if factors else None
+
+
+def _choose_case(expected: Sequence[PlainValue], actual: Sequence[PlainValue]) -> int:
+    """Return the index of the wrong case with the most different numbers; cases without a value come last."""
+
+    def num_different(index: int) -> tuple[bool, int]:
+        return actual[index].kind != "error", len(set(expected[index].elements))
+
+    wrong = [n for n in range(len(expected)) if not values_equal(expected[n], actual[n])]
+    return max(wrong, key=num_different, default=0)
+
+
+def _named_arguments(task: FunctionTask, case_index: int) -> list[NamedArray]:
+    """Return the tensors and numbers among the arguments of a case, with the names of the parameters."""
+    names = inspect.signature(task.solution).parameters
+    arguments: dict[str, Any] = dict(zip(names, task.cases[case_index].args, strict=False))
+    arrays = {name: to_array(to_plain_value(value)) for name, value in arguments.items()}
+    return [NamedArray(name, array) for name, array in arrays.items() if array is not None]

@@ -1,0 +1,470 @@
+"""Components of a decoder at an equal number of training tokens: validation loss by variant, paired over seeds."""
+
+import math
+import platform
+import sysconfig
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import product
+from pathlib import Path
+from statistics import fmean
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cutaway.config import Config
+from cutaway.config import config as read_config
+from cutaway.learn.studies.study import Estimate, ProgressFn, estimate
+from cutaway.learn.studies.train_grid import (
+    LossFn,
+    TrainedGrid,
+    TrainingData,
+    TrainingGrid,
+    next_token_loss,
+    train_grid,
+)
+from cutaway.lens.edit import edit
+from cutaway.model import EncoderDecoder, Transformer, build
+
+VOCAB_SIZE = 256
+UNIFORM_LOSS = math.log(VOCAB_SIZE)
+"""Loss of uniform predictions. After training, a loss that is higher or not finite counts as this loss."""
+D_MODEL, LAYERS, HIDDEN, SEQ_LEN = 64, 3, 176, 64
+GRID = TrainingGrid(lrs=(1e-3, 3e-3, 1e-2), warmups=(50,), num_seeds=10, steps=600, batch_size=16, seq_len=SEQ_LEN + 1)
+NUM_EVAL_SEQUENCES = 128
+EVAL_SEED = 10_000
+PREFIX_LENGTHS = range(SEQ_LEN // 2, SEQ_LEN + 1)
+
+
+@dataclass(frozen=True)
+class LibraryText:
+    """Bytes of the top-level modules of Python's standard library, in order of their names.
+
+    Every tenth module is for validation. Sequences are windows at random offsets.
+    """
+
+    split: Literal["training", "validation"] = "training"
+
+    @cached_property
+    def text(self) -> Tensor:
+        paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+        paths = [path for path in paths if not path.name.startswith("_sysconfigdata")]  # depends on the machine
+        selected = [path for index, path in enumerate(paths) if (index % 10 == 9) == (self.split == "validation")]
+        return torch.frombuffer(bytearray(b"".join(path.read_bytes() for path in selected)), dtype=torch.uint8)
+
+    @cached_property
+    def unigram_entropy(self) -> float:
+        """Entropy of the frequencies of bytes, in nats."""
+        frequencies = torch.bincount(self.text.long(), minlength=VOCAB_SIZE) / len(self.text)
+        return float(torch.special.entr(frequencies).sum())
+
+    def sample(self, count: int, length: int, generator: torch.Generator) -> Tensor:
+        offsets = torch.randint(len(self.text) - length, (count, 1), generator=generator)
+        return self.text[offsets + torch.arange(length)].long()
+
+
+TRAINING_TEXT, VALIDATION_TEXT = LibraryText("training"), LibraryText("validation")
+Table = Mapping[str, Any]
+
+# ---------------------------------------------------------------------------------------- variants of a decoder
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Changes of the decoder's configuration and structural edits, which hold in training and in evaluation."""
+
+    stack: Table = field(default_factory=dict)
+    attention: Table = field(default_factory=dict)
+    ffn: Table = field(default_factory=dict)
+    tied: bool = True
+    edits: Mapping[str, str] | None = None
+
+    @property
+    def config(self) -> Config:
+        attention = {"heads": 4, "position": {"kind": "rope"}} | dict(self.attention)
+        ffn = {"kind": "gated", "hidden": HIDDEN} | dict(self.ffn)
+        stack = {"layers": LAYERS, "block": {"attention": attention, "ffn": ffn}} | dict(self.stack)
+        head = {"tied": self.tied}
+        return read_config(
+            {"form": "decoder", "vocab_size": VOCAB_SIZE, "d_model": D_MODEL, "head": head, "decoder": stack}
+        )
+
+
+NO_FFN, NO_ATTENTION = {"blocks.*.ffn.out": "zero"}, {"blocks.*.attn.out": "zero"}
+SWAP, NO_FINAL_NORM, NO_MASK = {"blocks.*": "swap"}, {"final_norm": "drop"}, {"mask": "drop"}
+SMALLEST_FFN, SMALLEST_ATTENTION = {"hidden": 1}, {"heads": 1, "d_head": 2}
+"""Sublayers whose output is set to zero are as small as possible."""
+BASELINE = "baseline"
+VARIANTS = {
+    BASELINE: Variant(),  # RMSNorm, pre-norm, SwiGLU, 4 heads, RoPE, tied embeddings
+    "untied": Variant(tied=False),
+    "untied-equal": Variant(tied=False, ffn={"hidden": HIDDEN - 28}),
+    "gelu": Variant(ffn={"kind": "mlp", "activation": "gelu", "bias": False, "hidden": HIDDEN * 3 // 2}),
+    "relu": Variant(ffn={"kind": "mlp", "activation": "relu", "bias": False, "hidden": HIDDEN * 3 // 2}),
+    "no-ffn": Variant(ffn=SMALLEST_FFN, edits=NO_FFN),
+    "no-attention": Variant(attention=SMALLEST_ATTENTION, edits=NO_ATTENTION),
+    "no-ffn-equal": Variant(ffn=SMALLEST_FFN, edits=NO_FFN, stack={"layers": 9}),
+    "no-attention-equal": Variant(attention=SMALLEST_ATTENTION, edits=NO_ATTENTION, ffn={"hidden": HIDDEN + 85}),
+    "layernorm": Variant(stack={"norm": {"kind": "layernorm"}}),
+    "no-norm": Variant(stack={"norm": {"kind": "none"}}),
+    "post-norm": Variant(stack={"placement": {"kind": "post"}}),
+    "no-final-norm": Variant(stack={"placement": {"kind": "pre", "final_norm": False}}),
+    "swap": Variant(edits=SWAP),
+    "heads-1": Variant(attention={"heads": 1}),
+    "heads-2": Variant(attention={"heads": 2}),
+    "heads-8": Variant(attention={"heads": 8}),
+    "ffn-half": Variant(ffn={"hidden": HIDDEN // 2}),
+    "ffn-double": Variant(ffn={"hidden": HIDDEN * 2}),
+    "no-mask": Variant(edits=NO_MASK),
+}
+"""Variants of the baseline. Those with `equal` have the number of parameters of the baseline, within 1 %."""
+DIFFERENCES = (
+    ("untied", BASELINE),
+    ("untied-equal", BASELINE),
+    ("gelu", BASELINE),
+    ("relu", BASELINE),
+    ("relu", "gelu"),
+    ("no-ffn", BASELINE),
+    ("no-attention", BASELINE),
+    ("no-ffn", "no-attention"),
+    ("no-ffn-equal", BASELINE),
+    ("no-attention-equal", BASELINE),
+    ("no-ffn-equal", "no-attention-equal"),
+    ("layernorm", BASELINE),
+    ("no-norm", BASELINE),
+    ("post-norm", BASELINE),
+    ("no-final-norm", BASELINE),
+    ("swap", BASELINE),
+    ("heads-1", BASELINE),
+    ("heads-2", BASELINE),
+    ("heads-8", BASELINE),
+    ("ffn-half", BASELINE),
+    ("ffn-double", BASELINE),
+    ("no-mask", BASELINE),
+)
+"""Pairs of variants whose losses are compared."""
+EDITS_AFTER_TRAINING = {
+    "no-ffn": NO_FFN,
+    "no-attention": NO_ATTENTION,
+    "no-final-norm": NO_FINAL_NORM,
+    "swap": SWAP,
+    "no-mask": NO_MASK,
+}
+
+
+def run(progress: ProgressFn) -> tuple[dict[str, Any], dict[str, Estimate]]:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    trained: dict[str, TrainedVariant] = {}
+    estimates: dict[str, Estimate] = {}
+    forms = list(product(FORM_TASKS, FORMS))
+    for done, name in enumerate(VARIANTS):
+        progress(done, len(VARIANTS) + len(forms), f"variant: {name}")
+        trained[name] = train_variant(name, device)
+        estimates |= trained[name].estimates()
+    estimates |= compare_variants(trained)
+    estimates |= measure_edits(trained[BASELINE])
+    estimates |= measure_missing_mask(trained[BASELINE], trained["no-mask"])
+    results: dict[tuple[str, str], FormResults] = {}
+    for done, (task, form) in enumerate(forms, len(VARIANTS)):
+        progress(done, len(VARIANTS) + len(forms), f"form: {form}, {task}")
+        results[task, form] = measure_form(task, form, device)
+    return {
+        "text": f"bytes of the top-level modules of Python {platform.python_version()}'s standard library",
+        "baseline": "decoder, RMSNorm, pre-norm, SwiGLU, 4 heads, RoPE, tied embeddings",
+        "d_model": D_MODEL,
+        "layers": LAYERS,
+        "seeds": GRID.num_seeds,
+        "training": f"Adam, {GRID.steps} steps of {GRID.batch_size} × {SEQ_LEN} bytes, best of lr {GRID.lrs}",
+        "forms": f"{FORM_LAYERS} layers, sinusoidal, {FORM_GRID.steps} steps of {FORM_GRID.batch_size} sequences",
+    }, estimates | compare_forms(results)
+
+
+# ---------------------------------------------------------------------------------------- training and evaluation
+
+
+@dataclass(frozen=True)
+class TrainedVariant:
+    """A trained variant, and its validation losses by learning rate, one per seed."""
+
+    name: str
+    variant: Variant
+    trained: TrainedGrid
+    losses: Mapping[float, Sequence[float]]
+
+    @property
+    def best_lr(self) -> float:
+        """Learning rate with the lowest mean loss over seeds."""
+        return min(self.losses, key=lambda lr: fmean(self.losses[lr]))
+
+    @property
+    def best_losses(self) -> Sequence[float]:
+        return self.losses[self.best_lr]
+
+    def models(self) -> Iterator[Transformer]:
+        """Load the models with the best learning rate, one per seed. Each becomes invalid when the next is loaded."""
+        for index, (lr, _, _) in enumerate(self.trained.grid.members):
+            if lr == self.best_lr:
+                model = self.trained.load_member(index)
+                assert isinstance(model, Transformer)
+                yield model
+
+    def estimates(self) -> dict[str, Estimate]:
+        """Loss by learning rate and at the best one, and number of seeds with a loss below the unigram entropy."""
+        results = {f"loss/{self.name}": estimate(self.best_losses)}
+        results[f"best-lr/{self.name}"] = _exact(self.best_lr, 1)
+        results[f"parameters/{self.name}"] = _exact(sum(p.numel() for p in self.trained.model.parameters()), 1)
+        for lr, losses in self.losses.items():
+            num_trained = sum(loss < TRAINING_TEXT.unigram_entropy for loss in losses)
+            results[f"loss/{self.name}/{lr:g}"] = estimate(losses)
+            results[f"trained-seeds/{self.name}/{lr:g}"] = _exact(num_trained, len(losses))
+        return results
+
+
+def _exact(value: float, count: int) -> Estimate:
+    return Estimate(value, value, value, count)
+
+
+def train_variant(name: str, device: str = "cpu", grid: TrainingGrid = GRID) -> TrainedVariant:
+    """Train a variant with every learning rate and seed, and measure its validation losses."""
+    variant = VARIANTS[name]
+    trained = train_grid(
+        lambda seed: build(variant.config, seed=seed), TRAINING_TEXT, grid, edits=variant.edits, device=device
+    )
+    losses: dict[float, list[float]] = {}
+    for index, (lr, _, _) in enumerate(grid.members):
+        losses.setdefault(lr, []).append(_limit(validation_loss(trained.load_member(index), variant.edits)))
+    return TrainedVariant(name, variant, trained, losses)
+
+
+def _sample_evaluation(data: TrainingData, length: int, device: torch.device | str) -> Tensor:
+    generator = torch.Generator().manual_seed(EVAL_SEED)
+    return data.sample(NUM_EVAL_SEQUENCES, length, generator).to(device)
+
+
+@torch.no_grad()
+def validation_loss(model: nn.Module, edits: Mapping[str, str] | None = None) -> float:
+    """Loss of a model on the validation text under `edits`."""
+    tokens = _sample_evaluation(VALIDATION_TEXT, SEQ_LEN + 1, next(model.parameters()).device)
+    with edit(model, edits) if edits else nullcontext():
+        return float(next_token_loss(model(tokens), tokens))
+
+
+def _limit(loss: float) -> float:
+    return min(loss, UNIFORM_LOSS) if math.isfinite(loss) else UNIFORM_LOSS
+
+
+def compare_variants(trained: Mapping[str, TrainedVariant]) -> dict[str, Estimate]:
+    """Differences between losses of models with equal seeds."""
+    return {
+        f"difference/{a}-{b}": _difference(trained[a].best_losses, trained[b].best_losses)
+        for a, b in DIFFERENCES
+        if a in trained and b in trained
+    }
+
+
+def _difference(values: Sequence[float], others: Sequence[float]) -> Estimate:
+    """Mean of the differences between values of equal seeds."""
+    return estimate([value - other for value, other in zip(values, others, strict=True)])
+
+
+def measure_edits(baseline: TrainedVariant) -> dict[str, Estimate]:
+    """Loss of the trained baseline after an edit, its increase, and the scale of the logits without the final norm."""
+    results = {}
+    for name, edits in EDITS_AFTER_TRAINING.items():
+        losses = [validation_loss(model, edits) for model in baseline.models()]
+        results[f"after/{name}"] = estimate(losses)
+        results[f"difference/after-{name}"] = _difference(losses, baseline.best_losses)
+    ratios = [logit_scale(model, NO_FINAL_NORM) / logit_scale(model) for model in baseline.models()]
+    results["logit-scale/no-final-norm"] = estimate(ratios, ratio=True)
+    return results
+
+
+@torch.no_grad()
+def logit_scale(model: Transformer, edits: Mapping[str, str] | None = None) -> float:
+    """Standard deviation of the logits over the vocabulary."""
+    tokens = _sample_evaluation(VALIDATION_TEXT, SEQ_LEN, model.device)
+    with edit(model, edits) if edits else nullcontext():
+        return float(model(tokens).std(-1).mean())
+
+
+def measure_missing_mask(baseline: TrainedVariant, no_mask: TrainedVariant) -> dict[str, Estimate]:
+    """Models trained without the causal mask: their loss without the mask, with the mask, and in generation.
+
+    `prefix-loss` is the loss of the next byte as in generation: the model sees a prefix and no later byte.
+    """
+    with_mask = [validation_loss(model) for model in no_mask.models()]
+    prefix_losses = [[prefix_loss(model, v.variant.edits) for model in v.models()] for v in (no_mask, baseline)]
+    return {
+        "no-mask/loss-without-mask": estimate(no_mask.best_losses),
+        "no-mask/loss-with-mask": estimate(with_mask),
+        "difference/no-mask-with-mask": _difference(with_mask, no_mask.best_losses),
+        "difference/no-mask-with-mask-baseline": _difference(with_mask, baseline.best_losses),
+        "prefix-loss/no-mask": estimate(prefix_losses[0]),
+        f"prefix-loss/{BASELINE}": estimate(prefix_losses[1]),
+        "difference/prefix-loss-no-mask": _difference(*prefix_losses),
+    }
+
+
+@torch.no_grad()
+def prefix_loss(model: Transformer, edits: Mapping[str, str] | None = None) -> float:
+    """Loss of the byte after prefixes of validation text of PREFIX_LENGTHS bytes."""
+    tokens = _sample_evaluation(VALIDATION_TEXT, SEQ_LEN + 1, model.device)
+    with edit(model, edits) if edits else nullcontext():
+        losses = [F.cross_entropy(model(tokens[:, :length])[:, -1], tokens[:, length]) for length in PREFIX_LENGTHS]
+    return float(torch.stack(losses).mean())
+
+
+# ---------------------------------------------------------------------------------------- forms
+
+SOURCE_LENGTH = 12
+NUM_SYMBOLS = 32
+SEPARATOR = NUM_SYMBOLS
+TEXT_PREFIX_LENGTH = SEQ_LEN // 2
+FORM_LAYERS, FORM_HIDDEN = 4, HIDDEN
+CROSS_HIDDEN = FORM_HIDDEN - 2 * D_MODEL // 3
+"""Hidden dimension of the encoder-decoder: its cross-attentions have the parameters that its FFNs lack."""
+FORMS = ("decoder", "prefix", "encoder-decoder")
+FORM_GRID = TrainingGrid(lrs=(1e-3, 3e-3), warmups=(50,), num_seeds=10, steps=500, batch_size=16, seq_len=0)
+
+
+class PairData:
+    """Source and target sequences of a toy task: SOURCE_LENGTH symbols, a separator, SOURCE_LENGTH symbols.
+
+    `translate` replaces each symbol by another one and reverses the order; `sort` sorts the symbols.
+    """
+
+    prefix_length: ClassVar[int] = SOURCE_LENGTH
+    vocab_size: ClassVar[int] = NUM_SYMBOLS + 1
+
+    def __init__(self, task: Literal["translate", "sort"]) -> None:
+        self.task = task
+        self.dictionary = torch.randperm(NUM_SYMBOLS, generator=torch.Generator().manual_seed(0))
+
+    def sample(self, count: int, length: int, generator: torch.Generator) -> Tensor:
+        source = torch.randint(NUM_SYMBOLS, (count, SOURCE_LENGTH), generator=generator)
+        target = self.dictionary[source].flip(1) if self.task == "translate" else source.sort(1).values
+        return torch.cat([source, torch.full((count, 1), SEPARATOR), target], 1)
+
+
+class TextPairData:
+    """Windows of text. The source is the first half."""
+
+    prefix_length: ClassVar[int] = TEXT_PREFIX_LENGTH
+    vocab_size: ClassVar[int] = VOCAB_SIZE
+
+    def __init__(self, text: LibraryText) -> None:
+        self.text = text
+
+    def sample(self, count: int, length: int, generator: torch.Generator) -> Tensor:
+        return self.text.sample(count, length, generator)
+
+
+FORM_TASKS = ("translate", "sort", "text")
+
+
+def form_config(form: str, vocab_size: int) -> Config:
+    """Config of a form. All forms have the same number of layers and, within 1 %, of parameters."""
+    hidden = CROSS_HIDDEN if form == "encoder-decoder" else FORM_HIDDEN
+    block: dict[str, Any] = {
+        "attention": {"heads": 4, "position": {"kind": "none"}},
+        "ffn": {"kind": "gated", "hidden": hidden},
+    }
+    # Positions are on the embedding, so that cross-attention has them too.
+    stack = {
+        "layers": FORM_LAYERS,
+        "embedding": {"position": {"kind": "sinusoidal"}, "scale": "sqrt_d_model"},
+        "block": block,
+    }
+    common = {"vocab_size": vocab_size, "d_model": D_MODEL, "init": {"kind": "xavier"}}
+    if form != "encoder-decoder":
+        return read_config(common | {"form": "decoder", "decoder": stack})
+    half = stack | {"layers": FORM_LAYERS // 2}
+    decoder = half | {"block": block | {"cross": {"heads": 4}}}
+    return read_config(common | {"form": "encoder-decoder", "encoder": half, "decoder": decoder})
+
+
+class FormModel(nn.Module):
+    """A model of a form that maps tokens (B, T), source and target, to logits (B, T, V).
+
+    The logits of an encoder-decoder at source positions are zero.
+    """
+
+    def __init__(self, form: str, model: Transformer, prefix_length: int) -> None:
+        super().__init__()
+        self.form, self.model, self.prefix_length = form, model.use_kernel("explicit"), prefix_length
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if isinstance(self.model, EncoderDecoder):
+            source, target = tokens.split([self.prefix_length, tokens.shape[1] - self.prefix_length], 1)
+            return F.pad(self.model(source, target), (0, 0, self.prefix_length, 0))
+        if self.form == "prefix":
+            lengths = torch.full((len(tokens),), self.prefix_length, device=tokens.device)
+            return self.model(tokens, prefix_lengths=lengths)
+        return self.model(tokens)
+
+
+def target_loss(prefix_length: int) -> LossFn:
+    """Loss on the tokens after the first target token (the separator, in a toy task)."""
+
+    def loss(logits: Tensor, tokens: Tensor) -> Tensor:
+        return next_token_loss(logits[:, prefix_length:], tokens[:, prefix_length:])
+
+    return loss
+
+
+@dataclass(frozen=True)
+class FormResults:
+    """Losses on target tokens and shares of exactly correct targets, one per seed, and the number of parameters."""
+
+    losses: Sequence[float]
+    exact: Sequence[float]
+    parameters: int
+
+
+def measure_form(task: str, form: str, device: str = "cpu", grid: TrainingGrid = FORM_GRID) -> FormResults:
+    """Train a form on a task, and evaluate the members with the best learning rate.
+
+    A decoder learns from every token of a text, the other forms from the tokens of the target.
+    """
+    data = TextPairData(TRAINING_TEXT) if task == "text" else PairData(task)  # type: ignore[arg-type]
+    evaluation = TextPairData(VALIDATION_TEXT) if task == "text" else data
+    length = SEQ_LEN if task == "text" else 2 * SOURCE_LENGTH + 1
+    config = form_config(form, data.vocab_size)
+
+    def build_model(seed: int) -> nn.Module:
+        return FormModel(form, build(config, seed=seed), data.prefix_length)
+
+    loss = next_token_loss if form == "decoder" and task == "text" else target_loss(data.prefix_length)
+    trained = train_grid(build_model, data, replace(grid, seq_len=length), loss=loss, device=device)
+    tokens = _sample_evaluation(evaluation, length, device)
+    results: dict[float, list[tuple[float, float]]] = {}
+    for index, (lr, _, _) in enumerate(grid.members):
+        results.setdefault(lr, []).append(_evaluate_form(trained.load_member(index), tokens, data.prefix_length))
+    losses, exact = zip(*min(results.values(), key=lambda pairs: fmean(loss for loss, _ in pairs)), strict=True)
+    return FormResults(losses, exact, sum(p.numel() for p in trained.model.parameters()))
+
+
+@torch.no_grad()
+def _evaluate_form(model: nn.Module, tokens: Tensor, prefix_length: int) -> tuple[float, float]:
+    """Loss on the target, and share of targets that greedy decoding would produce exactly."""
+    logits = model(tokens)
+    correct = (logits.argmax(-1)[:, prefix_length:-1] == tokens[:, prefix_length + 1 :]).all(1)
+    return _limit(float(target_loss(prefix_length)(logits, tokens))), float(correct.float().mean())
+
+
+def compare_forms(results: Mapping[tuple[str, str], FormResults]) -> dict[str, Estimate]:
+    """Losses of the forms, and differences to the decoder with the same seed."""
+    estimates = {}
+    for (task, form), result in results.items():
+        estimates[f"forms/{task}/loss/{form}"] = estimate(result.losses)
+        estimates[f"forms/{task}/parameters/{form}"] = _exact(result.parameters, 1)
+        if task != "text":
+            estimates[f"forms/{task}/exact/{form}"] = estimate(result.exact)
+        if form != "decoder":
+            difference = _difference(result.losses, results[task, "decoder"].losses)
+            estimates[f"forms/{task}/difference/{form}-decoder"] = difference
+    return estimates

@@ -1,0 +1,180 @@
+"""Norm placement: gradients at initialization, and training, by depth, initialization, mask and activation."""
+
+import math
+import os
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from itertools import product
+from multiprocessing import get_context
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+
+from cutaway.learn.studies.study import Estimate, ProgressFn, estimate, load_results
+from cutaway.learn.studies.train_grid import MarkovChain, TrainingGrid, train_grid
+from cutaway.lens.analysis.gradients import InitName, PlacementName, placement_config, relative_gradient_norms
+from cutaway.lens.trace import trace
+from cutaway.model import build
+
+PLACEMENTS: tuple[PlacementName, ...] = ("pre", "post", "sandwich", "none")
+INITS: tuple[InitName, ...] = ("xavier", "normal", "gpt2")
+FORMS: tuple[Literal["decoder", "encoder"], ...] = ("decoder", "encoder")
+ACTIVATIONS: tuple[Literal["relu", "gelu"], ...] = ("relu", "gelu")
+DEPTHS = (6, 12, 24, 48, 96)
+STATS_DEPTH = 24
+"""Depth of the measurements of weight gradients and of the residual stream."""
+NUM_SEEDS, NUM_TEXTS, SEQ_LEN = 10, 3, 32
+GRID = TrainingGrid()
+TRAINED = 0.5
+"""A model counts as trained if it makes at least this part of the possible progress."""
+VARIANTS = {
+    "pre": ("pre", True),
+    "post": ("post", True),
+    "sandwich": ("sandwich", True),
+    "none": ("none", True),
+    "pre, no residual": ("pre", False),
+    "post, no residual": ("post", False),
+}
+"""Trained variants: placement, and whether there are residual connections."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A setting of the model other than its depth."""
+
+    placement: PlacementName
+    form: Literal["decoder", "encoder"]
+    activation: Literal["relu", "gelu"]
+    init: InitName
+    residual: bool = True
+
+    def key(self, depth: int, measure: str = "gradient") -> str:
+        suffix = "" if self.residual else "/no-residual"
+        return f"{measure}/{self.placement}/{self.form}/{self.activation}/{self.init}/{depth}{suffix}"
+
+
+def run(progress: ProgressFn) -> tuple[dict[str, Any], dict[str, Estimate]]:
+    """Measure gradients in worker processes and, at the same time, train in this process, on a GPU if there is one."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    settings, runs = list(all_settings()), list(product(VARIANTS, DEPTHS))
+    training: dict[str, Estimate] = {}
+    gradients: dict[str, Estimate] = {}
+    num_workers = max(1, (os.cpu_count() or 1) - 1)
+    with ProcessPoolExecutor(num_workers, mp_context=get_context("spawn"), initializer=_use_one_thread) as pool:
+        futures = [pool.submit(measure_setting, setting) for setting in settings]
+        for done, (variant, depth) in enumerate(runs):
+            progress(done, len(runs) + len(settings), f"training: {variant}, {depth} blocks")
+            training |= measure_training(variant, depth, device)
+        for done, (setting, future) in enumerate(zip(settings, futures, strict=True), len(runs)):
+            name = f"{setting.placement}, {setting.form}, {setting.activation}, {setting.init}"
+            progress(done, len(runs) + len(settings), f"gradients: {name}")
+            gradients |= future.result()
+    return {
+        "d_model": 64,
+        "seeds": NUM_SEEDS,
+        "texts per seed": NUM_TEXTS,
+        "tokens per text": SEQ_LEN,
+        "training": f"d_model 32, ReLU, Xavier, Adam, {GRID.steps} steps, {GRID.batch_size}×{GRID.seq_len - 1} tokens",
+    }, gradients | training
+
+
+def _use_one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def measure_setting(setting: Setting) -> dict[str, Estimate]:
+    """All measurements of a setting without training."""
+    estimates = {setting.key(depth): measure_gradient(setting, depth) for depth in DEPTHS}
+    return estimates | measure_stats(setting) if setting.residual else estimates
+
+
+def all_settings() -> Iterator[Setting]:
+    for combination in product(PLACEMENTS, FORMS, ACTIVATIONS, INITS):
+        yield Setting(*combination)
+    for placement, form, activation in product(("pre", "post", "none"), FORMS, ACTIVATIONS):
+        yield Setting(placement, form, activation, "xavier", residual=False)  # type: ignore[arg-type]
+
+
+def measure_gradient(setting: Setting, depth: int, num_seeds: int = NUM_SEEDS) -> Estimate:
+    """Gradient norm of the residual stream after the first block, relative to the last block."""
+    ratios = []
+    for seed in range(num_seeds):
+        model = build(_config(setting, depth), seed=seed)
+        norms = relative_gradient_norms(model, SEQ_LEN, seed, num_texts=NUM_TEXTS, residual=setting.residual)
+        ratios.append(_clamp(float(norms[0])))
+    return estimate(ratios, ratio=True)
+
+
+def _clamp(ratio: float) -> float:
+    """Limit a ratio to 1e±30: a gradient that overflowed or is not a number counts as exploded."""
+    return min(max(ratio, 1e-30), 1e30) if math.isfinite(ratio) else 1e30
+
+
+def measure_stats(setting: Setting) -> dict[str, Estimate]:
+    """Weight gradient and RMS of the residual stream, first block relative to the last, at STATS_DEPTH blocks."""
+    weight_ratios, stream_ratios = [], []
+    first, last = "blocks.0.resid_post", f"blocks.{STATS_DEPTH - 1}.resid_post"
+    for seed in range(NUM_SEEDS):
+        model = build(_config(setting, STATS_DEPTH), seed=seed)
+        tokens, targets = torch.randint(259, (2, NUM_TEXTS, SEQ_LEN), generator=torch.Generator().manual_seed(seed))
+        with trace(model, first, last) as t:
+            F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()).backward()
+        blocks = getattr(model, setting.form).blocks
+        norms = [float(block.ffn.f.down.weight.grad.norm()) for block in (blocks[0], blocks[-1])]
+        weight_ratios.append(_clamp(norms[0] / max(norms[1], 1e-30)))
+        stream_ratios.append(_clamp(float(t[last].norm() / t[first].norm())))
+    return {
+        setting.key(STATS_DEPTH, "weight-gradient"): estimate(weight_ratios, ratio=True),
+        setting.key(STATS_DEPTH, "stream-growth"): estimate(stream_ratios, ratio=True),
+    }
+
+
+def _config(setting: Setting, depth: int) -> Any:
+    return placement_config(
+        setting.placement, depth, form=setting.form, activation=setting.activation, init=setting.init
+    )
+
+
+def measure_training(variant: str, depth: int, device: str = "cpu", grid: TrainingGrid = GRID) -> dict[str, Estimate]:
+    """Progress from the unigram entropy to the entropy rate of a Markov chain, by learning rate and warm-up.
+
+    `train` is the mean progress over seeds, `trained-seeds` the number of seeds with more than half of the possible
+    progress, and `trained-lrs` the number of learning rates at which every seed trains.
+    """
+    placement, residual = VARIANTS[variant]
+    data = MarkovChain()
+    config = placement_config(placement, depth, activation="relu", d_model=32, vocab_size=data.num_symbols)  # type: ignore[arg-type]
+    edits = None if residual else {"blocks.*": "no_residual"}
+    trained = train_grid(lambda seed: build(config, seed=seed), data, grid, edits=edits, device=device)
+    estimates = {}
+    for (lr, warmup), by_seed in trained.final_losses().items():
+        fractions = [max(-1.0, data.progress(loss)) for loss in by_seed]
+        key = f"{variant}/{depth}/{lr:g}/{warmup}"
+        estimates[f"train/{key}"] = estimate(fractions)
+        num_trained = sum(fraction > TRAINED for fraction in fractions)
+        estimates[f"trained-seeds/{key}"] = Estimate(num_trained, num_trained, num_trained, len(fractions))
+    for warmup in grid.warmups:
+        keys = [f"{variant}/{depth}/{lr:g}/{warmup}" for lr in grid.lrs]
+        num_lrs = sum(estimates[f"trained-seeds/{key}"].mean == grid.num_seeds for key in keys)
+        estimates[f"trained-lrs/{variant}/{depth}/{warmup}"] = Estimate(num_lrs, num_lrs, num_lrs, 1)
+        best = max((estimates[f"train/{key}"] for key in keys), key=lambda result: result.mean)
+        estimates[f"train-best/{variant}/{depth}/{warmup}"] = best
+    return estimates
+
+
+def describe_gradient(setting: Setting, depth: int) -> str:
+    """Sentence on the stored gradient ratio of a setting. The page, the notebook and the documentation show it."""
+    ratio = load_results("norm-placement").get(setting.key(depth))
+    if ratio.low > 0.9 and ratio.high < 1.1:
+        trend = "the gradient is preserved within 10 %"
+    elif ratio.high < 1:
+        trend = f"the gradient decays towards the input{' by more than a factor of 2' if ratio.high < 0.5 else ''}"
+    elif ratio.low > 1:
+        trend = f"the gradient grows towards the input{' by more than a factor of 2' if ratio.low > 2 else ''}"
+    else:
+        trend = "neither decay nor growth: the interval contains 1"
+    name = "no norm" if setting.placement == "none" else f"{setting.placement}-norm"
+    statement = f"the gradient norm after the first block is {ratio} times that after the last"
+    return f"{name}, {depth} blocks: {statement}; {trend}."

@@ -1,0 +1,170 @@
+"""Studies: experiments over seeds whose results are stored with the package, each with the command that repeats it."""
+
+import importlib
+import json
+import math
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from statistics import fmean
+
+from cutaway.errors import InputError
+from cutaway.evaluate.confidence_interval import mean_confidence_interval
+
+RESULTS_DIR = Path(__file__).parent / "results"
+ProgressFn = Callable[[int, int, str], None]
+"""Called with the number of completed measurements, the total number, and a description of the next one."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Mean of a measured quantity over seeds, and its 95 % confidence interval.
+
+    The mean is geometric if the quantity is a ratio.
+    """
+
+    mean: float
+    low: float
+    high: float
+    count: int
+
+    def __str__(self) -> str:
+        if self.low == self.high:  # a count, or an estimate without variation
+            return format_count(self.mean) if float(self.mean).is_integer() else format_figure(self.mean)
+        if self.low < 0:  # a difference: digits below 0.001 are noise
+            mean, low, high = (f"{value:.3f}".replace("-", "−") for value in (self.mean, self.low, self.high))
+        else:
+            mean, low, high = (format_figure(value) for value in (self.mean, self.low, self.high))
+        return f"{mean} ({low} to {high})"
+
+
+def estimate(values: Sequence[float], *, ratio: bool = False) -> Estimate:
+    """Estimate the mean over seeds with Student's t. For a ratio, on a log scale."""
+    if ratio:
+        logs = estimate([math.log(value) for value in values])
+        return Estimate(math.exp(logs.mean), math.exp(logs.low), math.exp(logs.high), logs.count)
+    interval = mean_confidence_interval(values)
+    half_width = interval.half_width or 0.0
+    return Estimate(fmean(values), interval.mean - half_width, interval.mean + half_width, interval.count)
+
+
+def format_count(value: float) -> str:
+    return f"{value:,.0f}".replace("-", "−") if abs(value) < 1e6 else f"{value:.1e}"
+
+
+def format_figure(value: float) -> str:
+    """Format a number with two significant digits below 10, and with three above."""
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    if not 1e-3 <= abs(value) < 1e6:
+        return f"{value:.1e}"
+    digits = 2 if abs(value) < 10 else 3
+    rounded = float(f"{value:.{digits}g}")
+    decimals = max(0, digits - 1 - math.floor(math.log10(abs(rounded))))
+    return f"{rounded:,.{decimals}f}"
+
+
+@dataclass(frozen=True)
+class StudyResults:
+    """Stored results of a study."""
+
+    name: str
+    command: str
+    settings: Mapping[str, object]
+    environment: str
+    seconds: float
+    estimates: Mapping[str, Estimate]
+
+    def get(self, key: str) -> Estimate:
+        """Return the estimate with this key, such as `first_to_last/post/decoder/gelu/xavier/24`."""
+        if key not in self.estimates:
+            raise InputError(
+                f"study '{self.name}' has no result '{key}'; list them with `cutaway learn study {self.name}`"
+            )
+        return self.estimates[key]
+
+
+@dataclass(frozen=True)
+class Study:
+    """A study. `module` has a function `run(progress)` that returns the settings and the estimates by key."""
+
+    name: str
+    title: str
+    module: str
+
+    @property
+    def results_file(self) -> Path:
+        return RESULTS_DIR / f"{self.name}.json"
+
+    @property
+    def command(self) -> str:
+        return f"cutaway learn study {self.name} --run"
+
+    def run(self, progress: ProgressFn) -> StudyResults:
+        """Repeat the measurements of the study."""
+        start = time.perf_counter()
+        settings, estimates = importlib.import_module(self.module).run(progress)
+        environment = f"torch {version('torch')}, {platform.machine()}"
+        return StudyResults(self.name, self.command, settings, environment, time.perf_counter() - start, estimates)
+
+
+_MODULES = "cutaway.learn.studies"
+STUDIES = {
+    study.name: study
+    for study in (
+        Study("norm-placement", "Gradients and training by norm placement and depth", f"{_MODULES}.norm_placement"),
+        Study("layer-speed", "Time of norms, heads, attention and recurrence", f"{_MODULES}.layer_speed"),
+        Study("positions", "Loss of position methods within and beyond the training length", f"{_MODULES}.positions"),
+        Study("components", "Loss of a decoder by component at equal training tokens", f"{_MODULES}.components"),
+        Study("representation", "Superposition, probes, heads, facts and answers", f"{_MODULES}.representation"),
+        Study(
+            "training-inference", "Exposure bias, KL penalty, decoding time and bugs", f"{_MODULES}.training_inference"
+        ),
+        Study("recurrent", "Gradients, recall and speed of an RNN, an LSTM and a Transformer", f"{_MODULES}.recurrent"),
+        Study("residual-depth", "Paths, deletion and loss landscape of residual stacks", f"{_MODULES}.residual_depth"),
+        Study("saturation", "Saturated softmax, dead ReLU units and unscaled attention", f"{_MODULES}.saturation"),
+    )
+}
+
+
+def get_study(name: str) -> Study:
+    if name not in STUDIES:
+        raise InputError(f"there is no study '{name}'; the studies are {', '.join(STUDIES)}")
+    return STUDIES[name]
+
+
+@cache
+def load_results(name: str) -> StudyResults:
+    """Load the stored results of a study."""
+    study = get_study(name)
+    if not study.results_file.exists():
+        raise InputError(f"study '{name}' has no stored results; measure them with `{study.command}`")
+    return read_results(study.results_file)
+
+
+def read_results(path: Path) -> StudyResults:
+    data = json.loads(path.read_text(encoding="utf-8"))
+    data["estimates"] = {key: Estimate(*values) for key, values in data["estimates"].items()}
+    return StudyResults(**data)
+
+
+def write_results(results: StudyResults, path: Path) -> None:
+    """Write results as JSON, one estimate per line: mean, low, high, count."""
+    head = {name: getattr(results, name) for name in ("name", "command", "settings", "environment")}
+    lines = [f" {json.dumps(name)}: {json.dumps(value)}," for name, value in head.items()]
+    lines.append(f' "seconds": {results.seconds:.0f},')
+    rows = [
+        f"  {json.dumps(key)}: {json.dumps([_round(e.mean), _round(e.low), _round(e.high), e.count])}"
+        for key, e in results.estimates.items()
+    ]
+    text = "\n".join(["{", *lines, ' "estimates": {', ",\n".join(rows), " }", "}", ""])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+
+
+def _round(value: float) -> float:
+    return float(f"{value:.6g}")

@@ -1,0 +1,86 @@
+"""Stored results of studies: estimates, files, and the sentences that quote them."""
+
+import importlib
+import math
+from pathlib import Path
+
+import pytest
+
+from cutaway.errors import InputError
+from cutaway.learn.studies import STUDIES, Estimate, StudyResults, estimate, get_study, load_results, read_results
+from cutaway.learn.studies.norm_placement import DEPTHS, Setting, all_settings, describe_gradient, measure_gradient
+from cutaway.learn.studies.study import RESULTS_DIR, format_figure, write_results
+
+
+def test_estimate_has_students_interval() -> None:
+    result = estimate([1.0, 2.0, 3.0])
+    assert (result.mean, result.count) == (2.0, 3)
+    assert result.high - result.mean == pytest.approx(4.303 / math.sqrt(3), rel=1e-3)
+    ratio = estimate([0.5, 2.0], ratio=True)
+    assert ratio.mean == pytest.approx(1.0)
+    assert ratio.low * ratio.high == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0, "0"),
+        (1.249, "1.2"),
+        (0.0456, "0.046"),
+        (23.44, "23.4"),
+        (1234.5, "1,230"),
+        (1.6e16, "1.6e+16"),
+        (9.96, "10"),
+    ],
+)
+def test_figures_have_two_or_three_digits(value: float, text: str) -> None:
+    assert format_figure(value) == text
+
+
+def test_results_survive_writing_and_reading(tmp_path: Path) -> None:
+    results = StudyResults("x", "command", {"seeds": 3}, "torch", 12.0, {"a/b": Estimate(1.0, 0.5, 2.0, 3)})
+    write_results(results, tmp_path / "x.json")
+    assert read_results(tmp_path / "x.json") == results
+
+
+def test_stored_results_belong_to_studies() -> None:
+    stored = [path.stem for path in RESULTS_DIR.glob("*.json")]
+    assert {"norm-placement", "layer-speed"} <= set(stored) <= set(STUDIES)
+    for name in stored:
+        results = load_results(name)
+        assert results.estimates
+        assert results.command == f"cutaway learn study {name} --run"
+        assert all(e.low <= e.mean <= e.high for e in results.estimates.values())
+
+
+def test_study_without_results_says_how_to_measure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("cutaway.learn.studies.study.RESULTS_DIR", tmp_path)
+    with pytest.raises(InputError, match="cutaway learn study layer-speed --run"):
+        load_results.__wrapped__("layer-speed")
+
+
+def test_every_study_can_be_imported() -> None:
+    for study in STUDIES.values():
+        assert callable(importlib.import_module(study.module).run)
+
+
+def test_unknown_names_are_errors() -> None:
+    with pytest.raises(InputError, match="norm-placement"):
+        get_study("norms")
+    with pytest.raises(InputError, match="no result 'x'"):
+        load_results("norm-placement").get("x")
+
+
+def test_norm_placement_results_are_complete() -> None:
+    """Every setting of the page has a sentence, with the figure of the study."""
+    results = load_results("norm-placement")
+    for setting in all_settings():
+        for depth in DEPTHS:
+            assert str(results.get(setting.key(depth))) in describe_gradient(setting, depth)
+
+
+@pytest.mark.unchecked
+def test_norm_placement_measurement_equals_the_stored_result() -> None:
+    setting = Setting("post", "decoder", "relu", "xavier")
+    stored = load_results("norm-placement").get(setting.key(6))
+    assert measure_gradient(setting, 6).mean == pytest.approx(stored.mean, rel=1e-3)
