@@ -77,10 +77,12 @@ def test_figures_are_up_to_date(tmp_path: Path) -> None:
     import draw_component_figures
 
     unstable = re.compile(r"\b[mp][0-9a-f]{10}\b|[-\d.]+|base64,[^\"]*")
-    for name in draw_component_figures.FIGURES:
+    directories = dict.fromkeys(draw_component_figures.FIGURES, COMPONENTS_DIR / "img")
+    directories |= dict.fromkeys(draw_component_figures.CONCEPT_FIGURES, COMPONENTS_DIR.parent / "concepts" / "img")
+    for name, committed_dir in directories.items():
         draw_component_figures.save_figure(name, tmp_path / f"{name}.svg")
         drawn, committed = (
             unstable.sub("", (directory / f"{name}.svg").read_text(encoding="utf-8"))
-            for directory in (tmp_path, COMPONENTS_DIR / "img")
+            for directory in (tmp_path, committed_dir)
         )
         assert drawn == committed, f"{name}: run scripts/draw_component_figures.py"

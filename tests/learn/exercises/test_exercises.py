@@ -208,7 +208,7 @@ HALVED = "def kv_cache_bytes(a, b, c, d, e, f, g): return 4 * a * c * d * e * f 
             "returned shape (1, 2, 4); expected (1, 2, 2, 2) (batch, head, time, width)",
         ),
         (3, SWAPPED, "axes time and width seem to be swapped"),
-        (6, IN_PLACE, "modified its argument in place"),
+        (6, IN_PLACE, "modified `x` in place"),
         (8, HALVED, "// of ints"),
     ],
 )
@@ -220,7 +220,7 @@ def test_message_describes_first_difference(number: int, body: str, message: str
 def test_error_has_learner_line_as_location(tmp_path: Path) -> None:
     text = "\ndef split_heads(x, n_heads):\n    return x.transpose(1, 2).view(x.shape)\n"
     result = grade(get_exercise(3), text, tmp_path)["tasks"][0]
-    assert result["location"] == "line 3 of 03-heads.py: return x.transpose(1, 2).view(x.shape)"
+    assert result["location"] == "line 3 of 03-heads.py: `return x.transpose(1, 2).view(x.shape)`"
     assert "use reshape" in result["hints"][0]
 
 
@@ -280,7 +280,7 @@ def test_notebook_error_location_names_the_cell(tmp_path: Path) -> None:
     (tmp_path / "mine.ipynb").write_text(json.dumps(notebook))
     result = asdict(grade_file(run_exercise(1)["TASKS"], tmp_path / "mine.ipynb", 60))
     assert result["tasks"][0]["status"] == "correct"
-    assert result["tasks"][1]["location"] == "line 3 of cell 4: return 1 / 0"
+    assert result["tasks"][1]["location"] == "line 3 of cell 4: `return 1 / 0`"
 
 
 @pytest.mark.parametrize("name", ["softmax_backward", "rmsnorm_backward", "linear_backward", "ffn_backward"])

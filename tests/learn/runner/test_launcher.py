@@ -12,14 +12,14 @@ pytestmark = pytest.mark.unchecked
 COUNTING = get_exercise(4)  # imports no torch, so that the worker starts at once
 LOOP = "def f():\n    while True:\n        try:\n            pass\n        except Exception:\n            pass\nf()"
 FAILURES = {
-    "exit": ("import sys\nsys.exit(3)", "calls exit()", "line 2 of exit.py: sys.exit(3)"),
+    "exit": ("import sys\nsys.exit(3)", "calls exit()", "line 2 of exit.py: `sys.exit(3)`"),
     "memory": (
         "x = bytearray(10 * 10**9)",
         "exceeded the memory limit",
-        "line 1 of memory.py: x = bytearray(10 * 10**9)",
+        "line 1 of memory.py: `x = bytearray(10 * 10**9)`",
     ),
     "syntax": ("def f(:\n", "is not valid Python", "line 1 of syntax.py: def f(:"),
-    "input": ("input('name?')", "waits for keyboard input", "line 1 of input.py: input('name?')"),
+    "input": ("input('name?')", "waits for keyboard input", "line 1 of input.py: `input('name?')`"),
     "raises": ("import math\nmath.sqrt(-1)", "raised ValueError", "line 2 of raises.py: math.sqrt(-1)"),
     "file": ("open('big', 'wb').truncate(1 << 40)", "raised OSError", "line 1 of file.py"),
     "loop": (LOOP, "ran longer than 1 s", "of loop.py: "),

@@ -78,6 +78,44 @@ PRE_NORM = """
     return x + ffn(norm2(x))"""
 CACHE = """
     return 2 * n_layers * n_kv_heads * d_head ** 2 * tokens * batch * bytes_per_value"""
+LATE_SCALE = """
+    scores = q @ k.transpose(-2, -1)
+    return scores.softmax(-1) / math.sqrt(q.shape[-1])"""
+RESHAPED_KEYS = """
+    scores = q @ k.reshape(k.shape[0], k.shape[2], k.shape[1]) / math.sqrt(q.shape[-1])
+    return scores.softmax(-1)"""
+SCALED_TWICE = """
+    return attention_weights(q / math.sqrt(q.shape[-1]), k) @ v"""
+CONCATENATED = """
+    past = torch.ones(num_new, num_cached, dtype=torch.bool)
+    return torch.cat([causal_mask(num_new), past], dim=1)"""
+UNGROUPED_VALUES = """
+    q = d_model * n_heads * d_head
+    kv = d_model * n_kv_heads * d_head + d_model * n_heads * d_head
+    b = (n_heads + 2 * n_kv_heads) * d_head + d_model
+    return 2 * q + kv + (b if bias else 0)"""
+CONDITION = """
+    q, kv = d_model * n_heads * d_head, d_model * n_kv_heads * d_head
+    b = (n_heads + 2 * n_kv_heads) * d_head + d_model
+    return 2 * q + 2 * kv + b if bias else 0"""
+SQUARE_OUTPUT = """
+    q, kv, o = d_model * n_heads * d_head, d_model * n_kv_heads * d_head, d_model * d_model
+    b = (n_heads + 2 * n_kv_heads) * d_head + d_model
+    return q + 2 * kv + o + (b if bias else 0)"""
+WITH_BIASES = """
+    full = qkvo_params(d_model, n_heads, n_heads, d_head, True)
+    return 1 - qkvo_params(d_model, n_heads, n_kv_heads, d_head, True) / full"""
+FIXED_AXIS = """
+    mu = x.mean(dim=1, keepdim=True)
+    var = ((x - mu) ** 2).mean(dim=1, keepdim=True)
+    return gamma * (x - mu) / torch.sqrt(var + eps) + beta"""
+OVERWRITTEN = """
+    x = norm1(x)
+    x = x + attention(x)
+    return x + ffn(norm2(x))"""
+EXCHANGED = """
+    x = norm2(x + attention(x))
+    return norm1(x + ffn(x))"""
 
 
 @pytest.mark.parametrize(
@@ -86,11 +124,47 @@ CACHE = """
         (4, "qkvo_params", PARAMS, "`3` in `3 * q`: the result is correct with 2"),
         (7, "pre_norm", PRE_NORM, "with `norm1` in place of `norm2`"),
         (8, "kv_cache_bytes", CACHE, "`d_head ** 2`: the result is correct without"),
+        (1, "attention_weights", LATE_SCALE, "division by `math.sqrt(q.shape[-1])` moved to line"),
+        (1, "attention_weights", RESHAPED_KEYS, "with transpose(-2, -1) in place of reshape"),
+        (1, "attention", SCALED_TWICE, "without this operation: `q` alone"),
+        (2, "cached_mask", CONCATENATED, "with its parts in reversed order"),
+        (
+            4,
+            "qkvo_params",
+            UNGROUPED_VALUES,
+            "`n_heads` in `d_model * n_heads`: the result is correct with `n_kv_heads`",
+        ),
+        (4, "qkvo_params", CONDITION, "with parentheses: `(b if bias else 0)`"),
+        (4, "qkvo_params", SQUARE_OUTPUT, "the right value depends on `d_head` and `n_heads` too"),
+        (4, "gqa_savings", WITH_BIASES, "with False in place of True, here and in line"),
+        (6, "layer_norm", FIXED_AXIS, "with axis -1 in place of 1, here and in line"),
+        (7, "pre_norm", OVERWRITTEN, "with the argument `x`, which has been assigned another value"),
+        (7, "post_norm", EXCHANGED, "with `norm1` and `norm2` exchanged in lines"),
     ],
-    ids=["numbers", "functions", "power"],
 )
 def test_hints_of_other_exercises(number: int, function: str, body: str, hint: str, tmp_path: Path) -> None:
     assert hint in "\n".join(grade(number, function, body, tmp_path).hints)
+
+
+@pytest.mark.parametrize(
+    ("number", "function", "body", "line"),
+    [
+        (
+            1,
+            "attention_weights",
+            "\n    q /= math.sqrt(q.shape[-1])\n    return (q @ k.mT).softmax(-1)",
+            "q /= math.sqrt",
+        ),
+        (2, "masked_weights", "\n    return scores.masked_fill_(~mask, float('-inf')).softmax(-1)", "return scores"),
+        (7, "pre_norm", "\n    x += attention(norm1(x))\n    return x + ffn(norm2(x))", "x += attention(norm1(x))"),
+    ],
+)
+def test_modified_argument_has_its_line(number: int, function: str, body: str, line: str, tmp_path: Path) -> None:
+    result = grade(number, function, body, tmp_path)
+    assert "returned the correct value, but modified `" in result.message
+    [hint] = result.hints
+    assert f": `{line}" in hint
+    assert " modifies `" in hint
 
 
 def test_location_is_the_line_of_the_learner(tmp_path: Path) -> None:

@@ -95,7 +95,8 @@ def render_grade(exercise: Exercise, path: Path, result: GradeReport) -> None:
     for task in result.tasks:
         _render_verdict(task, explained)
     for note in result.notes:
-        out.print(Text(f"· {escape_control_characters(note['location'] or path.name)} {note['message']}", "dim"))
+        location = escape_control_characters(note["location"] or path.name)
+        out.print(Text(f"· outside the graded functions, {location} {note['message']}", "dim"))
     number = exercise.number
     if result.passed:
         out.print(Text.assemble((f"✓ {number} · {exercise.title}: passed", "bold green"), f"  {path}"), soft_wrap=True)

@@ -1,6 +1,8 @@
 """Terminal view of `cutaway learn study`."""
 
-from contextlib import AbstractContextManager
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -9,10 +11,18 @@ from rich.text import Text
 from cutaway.cli.views.terminal import borderless_table, build_console, print_without_wrapping, progress_bar
 from cutaway.errors import InputError
 from cutaway.learn.studies import Study, StudyResults, load_results
+from cutaway.learn.studies.study import ProgressFn
 
 
-def study_progress() -> AbstractContextManager[Any]:
-    return progress_bar("measuring", quiet=False)
+@contextmanager
+def study_progress() -> Iterator[ProgressFn]:
+    """Show a progress bar on a terminal, else one line on stderr per measurement: a study can take an hour."""
+
+    def print_line(done: int, total: int, description: str) -> None:
+        print(f"{done + 1}/{total} {description}", file=sys.stderr, flush=True)  # noqa: T201
+
+    with progress_bar("measuring", quiet=False) as update:
+        yield update if sys.stderr.isatty() else print_line
 
 
 def summarize(study: Study) -> dict[str, Any]:

@@ -110,8 +110,8 @@ TOY_BLOCKS = [
     Case("for one token", (random_resid(2, 1, 5), toy_attention, toy_ffn, *random_norms(5))),
 ]
 TASKS = [
-    FunctionTask(pre_norm, TOY_BLOCKS, ("token", "number")),
-    FunctionTask(post_norm, TOY_BLOCKS, ("token", "number")),
+    FunctionTask(pre_norm, TOY_BLOCKS, ("token", "feature")),
+    FunctionTask(post_norm, TOY_BLOCKS, ("token", "feature")),
     FunctionTask(
         pre_norm_model,
         [
@@ -122,6 +122,6 @@ TASKS = [
             Case("for one block", (random_resid(4, 1, 3), [lambda x: x + toy_ffn(x)], random_norms(3)[1])),
             Case("for zero blocks", (random_resid(5, 2, 3), [], random_norms(3)[0])),
         ],
-        ("token", "number"),
+        ("token", "feature"),
     ),
 ]

@@ -1,13 +1,18 @@
 """Hints for mistakes that an exercise does not list: how the result differs, and which step is wrong."""
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from cutaway.learn.exercises.task import FunctionTask
 from cutaway.learn.runner.instrumentation import StepRecorder, instrument_functions
 from cutaway.learn.runner.repair import InstrumentedFunction, find_repair
-from cutaway.learn.runner.step_comparison import ReferenceSteps, describe_first_unknown_step, list_value_edits
+from cutaway.learn.runner.step_comparison import (
+    ReferenceSteps,
+    compare_steps,
+    find_departure,
+    list_value_edits,
+)
 from cutaway.learn.runner.value_comparison import PlainValue, to_plain_value, values_equal
 from cutaway.learn.runner.value_relations import (
     NamedArray,
@@ -24,30 +29,28 @@ def diagnose(
     sources: Mapping[str, str],
     expected: Sequence[PlainValue],
     actual: Sequence[PlainValue],
+    right_functions: Collection[str] = (),
 ) -> tuple[str, ...]:
     """Return hints for a wrong function: a relation of the result to the expected one, and the wrong step.
 
-    `sources` are the texts of the learner's file or cells, by name.
+    `sources` are the texts of the learner's file or cells, by name, and `right_functions` the names of functions that
+    are known to be right.
     """
-    main_case = _choose_case(expected, actual)
-    known = _named_arguments(task, main_case)
+    cases = _choose_cases(expected, actual)
+    main_case = cases[0]
     hints = []
     value, right = to_array(actual[main_case]), to_array(expected[main_case])
     if value is not None and right is not None:
-        relation = describe_relation(value, right, task.axes, known)
-        explanation = _explain_factor(task, expected, actual)
-        hints += (
-            []
-            if relation is None
-            else [
-                f"{task.cases[main_case].description} the result {relation}{f': {explanation}' if explanation else ''}"
-            ]
-        )
+        relation = describe_relation(value, right, task.axes, _named_arguments(task, main_case))
+        if relation is not None:
+            explanation = _explain_factor(task, expected, actual)
+            reason = f": {explanation}" if explanation else ""
+            hints.append(f"{task.cases[main_case].description} the result {relation}{reason}")
     recorder = StepRecorder()
     copied, steps = instrument_functions(sources, namespace, recorder)
     if any(step.function == task.name for step in steps):
         learner = InstrumentedFunction(copied[task.name], steps, recorder)
-        hints += _describe_wrong_steps(task, learner, expected, main_case, known)
+        hints += _describe_wrong_steps(task, learner, expected, cases, right_functions)
     return tuple(hints)
 
 
@@ -55,20 +58,34 @@ def _describe_wrong_steps(
     task: FunctionTask,
     learner: InstrumentedFunction,
     expected: Sequence[PlainValue],
-    main_case: int,
-    known: Sequence[NamedArray],
+    wrong_cases: Sequence[int],
+    right_functions: Collection[str],
 ) -> list[str]:
     """Describe a change that makes the function correct, else a value that does, and the first step that is wrong."""
-    repair = find_repair(task, learner, expected, main_case)
+    reference = ReferenceSteps(task)
+    comparison = compare_steps(task, learner, reference)
+    main_case = max(wrong_cases, key=lambda number: comparison.num_unknown[number])
+    args, known = task.cases[main_case].args, _named_arguments(task, main_case)
+    learner.run(args, main_case)
+    edits = list(list_value_edits(learner, reference, comparison, main_case, to_array(expected[main_case])))
+    repair = find_repair(
+        task,
+        learner,
+        expected,
+        main_case,
+        right_steps=comparison.right_statements(learner.steps),
+        right_functions=right_functions,
+    )
     if repair is not None:
         return [repair.description]
-    reference, args = ReferenceSteps(task), task.cases[main_case].args
+    repair = find_repair(task, learner, expected, main_case, edits, right_functions=right_functions)
     learner.run(args, main_case)
-    edits = list(list_value_edits(learner, reference, main_case, to_array(expected[main_case])))
-    repair = find_repair(task, learner, expected, main_case, edits)
-    learner.run(args, main_case)
-    first = describe_first_unknown_step(learner, reference, main_case, known)
-    return [text for text in (first, repair and repair.description) if text]
+    departure = find_departure(learner, reference, comparison, main_case, known)
+    if repair is None or departure is None:
+        return [found.description for found in (departure, repair) if found is not None]
+    if departure.step is not None and departure.step.line == repair.step.line:
+        return ["; ".join(part for part in (repair.description, departure.following) if part)]
+    return [departure.description, repair.description]
 
 
 def _explain_factor(task: FunctionTask, expected: Sequence[PlainValue], actual: Sequence[PlainValue]) -> str | None:
@@ -88,14 +105,15 @@ def _explain_factor(task: FunctionTask, expected: Sequence[PlainValue], actual: 
     return explain_factors(factors, arguments) if factors else None
 
 
-def _choose_case(expected: Sequence[PlainValue], actual: Sequence[PlainValue]) -> int:
-    """Return the index of the wrong case with the most different numbers; cases without a value come last."""
+def _choose_cases(expected: Sequence[PlainValue], actual: Sequence[PlainValue]) -> list[int]:
+    """Return the indices of the wrong cases with the most different numbers. Cases without a value come last."""
 
     def num_different(index: int) -> tuple[bool, int]:
         return actual[index].kind != "error", len(set(expected[index].elements))
 
     wrong = [n for n in range(len(expected)) if not values_equal(expected[n], actual[n])]
-    return max(wrong, key=num_different, default=0)
+    most = max(map(num_different, wrong))
+    return [n for n in wrong if num_different(n) == most]
 
 
 def _named_arguments(task: FunctionTask, case_index: int) -> list[NamedArray]:

@@ -3,7 +3,7 @@
 import copy
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Literal
@@ -11,6 +11,7 @@ from typing import Literal
 from cutaway.errors import format_error
 from cutaway.learn.exercises.exercise_file import NOT_WRITTEN
 from cutaway.learn.exercises.task import Case, FunctionTask, MistakeSet, TableTask, Tasks
+from cutaway.learn.runner.argument_changes import find_modification
 from cutaway.learn.runner.limits import TimeLimitError
 from cutaway.learn.runner.value_comparison import PlainValue, describe_difference, to_plain_value, values_equal
 
@@ -75,7 +76,7 @@ class LearnerSource:
         last = frames[-1]
         lines = self.sources[last.filename].splitlines()
         line = lines[last.lineno - 1].strip() if last.lineno and last.lineno <= len(lines) else ""
-        return f"line {last.lineno} of {last.filename}: {line}"
+        return f"line {last.lineno} of {last.filename}: `{line}`"
 
 
 def precompute_solutions(tasks: Tasks) -> None:
@@ -93,18 +94,17 @@ def grade_tasks(tasks: Tasks, namespace: Mapping[str, object], source: LearnerSo
         if isinstance(task, TableTask):
             grades.append(grade_table(task, namespace))
         else:
-            wrong = [grade.name for grade in grades if grade.status in ("incorrect", "error")]
-            grades.append(grade_function(task, namespace, source, wrong))
+            grades.append(grade_function(task, namespace, source, grades))
     return grades
 
 
 def grade_function(
-    task: FunctionTask, namespace: Mapping[str, object], source: LearnerSource, wrong_names: Sequence[str] = ()
+    task: FunctionTask, namespace: Mapping[str, object], source: LearnerSource, grades: Sequence[TaskGrade] = ()
 ) -> TaskGrade:
     """Grade one function: run all test cases; if any fails, search for mistakes that produce the same values.
 
-    `wrong_names` are the names of functions that are known to be wrong. If this function calls one of them, no other
-    hint is given.
+    `grades` are those of other functions. If this function calls one that is wrong, no other hint is given; in one that
+    is right, no mistake is searched for.
     """
     function = namespace.get(task.name)
     if function is None:
@@ -122,14 +122,18 @@ def grade_function(
             return failure
     if first_failure is None:
         return TaskGrade(task.name, "correct")
-    matching = _find_mistakes(task, expected, actual)
-    mistakes = tuple(name for name in task.mistakes if name in matching)
     called = getattr(getattr(function, "__code__", None), "co_names", ())
-    wrong_calls = [name for name in wrong_names if name in called]
+    calls = [grade for grade in grades if grade.name in called]
+    right_calls = {grade.name for grade in calls if grade.status == "correct"}
+    matching = _find_mistakes(task, expected, actual, right_calls)
+    mistakes = tuple(name for name in task.mistakes if name in matching)
+    wrong_calls = [grade.name for grade in calls if grade.status in ("incorrect", "error")]
     if not mistakes and wrong_calls:
         return replace(first_failure, hints=(f"it calls {wrong_calls[0]}, which is wrong: correct that first",))
+    if all(values_equal(*pair) for pair in zip(expected, actual, strict=True)):
+        return first_failure  # an argument was modified
     if not mistakes:
-        return _add_diagnosis(task, first_failure, namespace, source, expected, actual)
+        return _add_diagnosis(task, first_failure, namespace, source, expected, actual, right_calls)
     hints = tuple(task.mistakes[name].hint for name in mistakes)
     return TaskGrade(task.name, first_failure.status, first_failure.message, mistakes, hints, first_failure.location)
 
@@ -141,12 +145,13 @@ def _add_diagnosis(
     source: LearnerSource,
     expected: list[PlainValue],
     actual: list[PlainValue],
+    right_functions: Collection[str],
 ) -> TaskGrade:
     """Add hints for a mistake that is not listed: how the result differs, and the step that is wrong."""
     from cutaway.learn.runner.diagnosis import diagnose
 
     try:
-        hints = diagnose(task, namespace, source.sources, expected, actual)
+        hints = diagnose(task, namespace, source.sources, expected, actual, right_functions)
     except TimeLimitError:  # the search for a hint is not part of the learner's time
         return grade
     return replace(grade, hints=(*grade.hints, *hints))
@@ -170,9 +175,19 @@ def _run_case(
     if difference is not None:
         return value, TaskGrade(task.name, "incorrect", f"{case.description} {difference}")
     if any(describe_difference(before, to_plain_value(arg)) for before, arg in zip(args_before, args, strict=True)):
-        message = "returned the correct value, but modified its argument in place: create a new tensor instead"
-        return value, TaskGrade(task.name, "incorrect", f"{case.description} {message}")
+        return value, _modified_argument_grade(task, function, case, source)
     return value, None
+
+
+def _modified_argument_grade(
+    task: FunctionTask, function: Callable[..., object], case: Case, source: LearnerSource
+) -> TaskGrade:
+    """Return the grade of a function that returns the correct value and modifies an argument."""
+    modification = find_modification(function, copy.deepcopy(case.args), source.sources)
+    name = f"`{modification.argument}`" if modification else "its argument"
+    message = f"returned the correct value, but modified {name} in place: create a new tensor instead"
+    hints = (f"{modification.location} modifies {name}",) if modification else ()
+    return TaskGrade(task.name, "incorrect", f"{case.description} {message}", hints=hints)
 
 
 def is_not_written(error: BaseException) -> bool:
@@ -210,14 +225,18 @@ def is_memory_error(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or "not enough memory" in str(error) or "can't allocate memory" in str(error)
 
 
-def _find_mistakes(task: FunctionTask, expected: list[PlainValue], actual: list[PlainValue]) -> MistakeSet:
+def _find_mistakes(
+    task: FunctionTask, expected: list[PlainValue], actual: list[PlainValue], right_calls: set[str]
+) -> MistakeSet:
     """Return the smallest set of mistakes that produces the learner's and not the expected values, or an empty set.
 
-    The values of all cases must match. If no set of mistakes matches all of them, cases in which the learner's function
-    returned no value are left out.
+    Mistakes in functions that are called and right are left out. The values of all cases must match. If no set of
+    mistakes matches all of them, cases in which the learner's function returned no value are left out.
     """
     for cases in (range(len(actual)), [n for n, value in enumerate(actual) if value.kind != "error"]):
         for mistakes in task.mistake_sets():
+            if any(right_calls & set(task.mistakes[name].tasks) for name in mistakes):
+                continue
             fits = all(values_equal(_simulated_value(task, mistakes, n), actual[n]) for n in cases)
             if fits and not all(values_equal(_simulated_value(task, mistakes, n), expected[n]) for n in cases):
                 return mistakes

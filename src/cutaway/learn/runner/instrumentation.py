@@ -53,7 +53,7 @@ _AXIS_METHODS = frozenset({
     "stack", "std", "sum", "swapaxes", "transpose", "unbind", "unsqueeze", "var",
 })  # fmt: skip
 """Functions whose constant arguments are axes."""
-StepKind = Literal["name", "constant", "operator", "comparison", "method", "value"]
+StepKind = Literal["name", "constant", "operator", "comparison", "method", "conditional", "value"]
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,9 @@ class Step:
     index: int
     kind: StepKind
     detail: str
-    """Name of the variable or method, symbol of the operator, or text of the constant."""
+    """Name of the variable or method, symbol of the operator, or text of the constant.
+
+    For `a + b if test else c`, the text `b if test else c`."""
     function: str
     """Name of the function that contains the step."""
     filename: str
@@ -102,8 +104,14 @@ class Edit:
     """Another method or function."""
     keywords: Mapping[str, Any] | None = None
     """Keyword arguments that are added to a call."""
+    reverse_parts: bool = False
+    """Whether the list that is the first argument of a call, as of `torch.cat`, is reversed."""
+    add_parentheses: bool = False
+    """Whether `a + b if test else c` is evaluated as `a + (b if test else c)`."""
     change: "Callable[[Any, StepRecorder], Any] | None" = None
     """Function of the value of the step and the recorder that returns another value."""
+    others: "tuple[Edit, ...]" = ()
+    """Changes of other steps that are made together with this one."""
 
 
 class StepLimitError(BaseException):
@@ -115,7 +123,10 @@ class StepRecorder:
     """Evaluates the steps of instrumented code, applies an edit, and records values."""
 
     max_steps: int = 20_000
-    edit: Edit | None = None
+    edits: dict[int, Edit] = field(default_factory=dict)
+    """The edits in effect, by index of the step."""
+    exchange: tuple[str, str] | None = None
+    """Arguments that are exchanged."""
     case_index: int = 0
     """Index of the test case that is running."""
     num_steps: int = 0
@@ -129,10 +140,14 @@ class StepRecorder:
     """(function, variable) → index of the step that was assigned last."""
     name_sources: dict[int, int] = field(default_factory=dict)
     """Index of a name → index of the step that had been assigned to the variable when it was read."""
+    unchanged_values: dict[int, dict[int, Any]] = field(default_factory=dict)
+    """Case → values of the steps without an edit, from a run of `InstrumentedFunction.record_unchanged`."""
 
     def start(self, case_index: int, edit: Edit | None = None) -> None:
         """Forget all values, and run with this edit from now on."""
-        self.case_index, self.edit, self.num_steps = case_index, edit, 0
+        self.case_index, self.num_steps = case_index, 0
+        self.edits = {} if edit is None else {part.index: part for part in (edit, *edit.others)}
+        self.exchange = None if edit is None else edit.exchange
         for table in (self.values, self.arguments, self.variables, self.sources, self.name_sources):
             table.clear()
 
@@ -140,8 +155,8 @@ class StepRecorder:
         self.arguments[function], self.variables[function] = {**arguments}, {**arguments}
 
     def name(self, index: int, function: str, name: str, value: Any) -> Any:
-        if self.edit is not None and self.edit.exchange is not None and name in self.edit.exchange:
-            one, other = self.edit.exchange
+        if self.exchange is not None and name in self.exchange:
+            one, other = self.exchange
             value = self.arguments[function][other if name == one else one]
         self.variables.setdefault(function, {})[name] = value
         if (function, name) in self.sources:
@@ -158,31 +173,54 @@ class StepRecorder:
         self.num_steps += 1
         if self.num_steps > self.max_steps:
             raise StepLimitError
-        if self.edit is not None and self.edit.index == index and self.edit.change is not None:
-            value = self.edit.change(value, self)
+        edit = self.edits.get(index)
+        if edit is not None and edit.change is not None:
+            value = edit.change(value, self)
         self.values[index] = value
         return value
 
     def operate(self, index: int, symbol: str, left: Any, right: Any) -> Any:
         """Evaluate an operator or a comparison."""
-        edit = self.edit if self.edit is not None and self.edit.index == index else None
+        edit = self.edits.get(index)
         if edit is not None:
             symbol = edit.symbol or symbol
             left, right = (right, left) if edit.swap_operands else (left, right)
-        if self.edit is not None and symbol == "**" and isinstance(right, int) and right > _MAX_EXPONENT:
+        if self.edits and symbol == "**" and isinstance(right, int) and right > _MAX_EXPONENT:
             raise OverflowError("a change has led to a power of a huge number")
         function = BINARY_OPERATORS.get(symbol) or COMPARISONS[symbol]
         return self.value(index, function(left, right))
 
     def call(self, index: int, owner: Any, method: str, *args: Any, **keywords: Any) -> Any:
         """Call a method of an object, or a function of a module."""
-        edit = self.edit if self.edit is not None and self.edit.index == index else None
+        edit = self.edits.get(index)
         if edit is not None:
             method, keywords = edit.method or method, keywords | dict(edit.keywords or {})
             if edit.swap_arguments is not None:
                 one, other = edit.swap_arguments
+                if max(one, other) >= len(args):
+                    raise IndexError("the other arguments are keywords")
                 args = tuple(args[{one: other, other: one}.get(n, n)] for n in range(len(args)))
+            if edit.reverse_parts:
+                args = (list(reversed(args[0])), *args[1:])
         return self.value(index, getattr(owner, method)(*args, **keywords))
+
+    def choose(
+        self,
+        index: int,
+        operation: int,
+        symbol: str,
+        test: Any,
+        left: Callable[[], Any],
+        right: Callable[[], Any],
+        otherwise: Callable[[], Any],
+    ) -> Any:
+        """Evaluate `left symbol right if test else otherwise`. `operation` is the index of the operator."""
+        edit = self.edits.get(index)
+        if edit is not None and edit.add_parentheses:
+            value = self.operate(operation, symbol, left(), right() if test else otherwise())
+        else:
+            value = self.operate(operation, symbol, left(), right()) if test else otherwise()
+        return self.value(index, value)
 
 
 class _Instrumenter(ast.NodeTransformer):
@@ -212,15 +250,22 @@ class _Instrumenter(ast.NodeTransformer):
         return node if isinstance(node, _UNCHANGED_NODES) else super().visit(node)
 
     def visit_Assign(self, node: ast.Assign) -> ast.AST:
-        before = len(self.steps)
-        node.value = self._visit_root(node.value)
-        target = node.targets[0]
-        if len(node.targets) == 1 and isinstance(target, ast.Name) and len(self.steps) > before:
-            index = self.steps[-1].index
-            node.value = self._recorder_call(
-                "bind", ast.Constant(self.function), ast.Constant(target.id), ast.Constant(index), node.value
-            )
+        target, value = node.targets[0] if len(node.targets) == 1 else None, node.value
+        if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
+            pairs = zip(target.elts, value.elts, strict=True)
+            node.value = ast.Tuple([self._visit_assigned(part, element) for part, element in pairs], ast.Load())
+        else:
+            node.value = self._visit_assigned(target, value)
         return node
+
+    def _visit_assigned(self, target: ast.expr | None, value: ast.expr) -> ast.expr:
+        """Instrument an assigned expression, and record the assignment if its target is a variable."""
+        before = len(self.steps)
+        value = self._visit_root(value)
+        if not isinstance(target, ast.Name) or len(self.steps) == before:
+            return value
+        index = ast.Constant(self.steps[-1].index)
+        return self._recorder_call("bind", ast.Constant(self.function), ast.Constant(target.id), index, value)
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
         node.value = None if node.value is None else self._visit_root(node.value)
@@ -305,7 +350,20 @@ class _Instrumenter(ast.NodeTransformer):
         return self._generic(node) if isinstance(node.ctx, ast.Load) else node
 
     def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
-        return self._generic(node)
+        body = node.body
+        symbol = _SYMBOLS.get(type(body.op)) if isinstance(body, ast.BinOp) else None
+        if not isinstance(body, ast.BinOp) or symbol is None:
+            return self._generic(node)
+        text, body_text = self._text(node), self._text(body)
+        detail = f"{self._text(body.right)} if {self._text(node.test)} else {self._text(node.orelse)}"
+        outer, self.children = self.children, []
+        test, otherwise = self.visit(node.test), self.visit(node.orelse)
+        (left, right), operands = self._visit_children([body.left, body.right])
+        operation = self._add(body, "operator", symbol, operands, body_text)
+        children, self.children = tuple(self.children), outer
+        index = self._add(node, "conditional", detail, children, text)
+        constants = (ast.Constant(index), ast.Constant(operation), ast.Constant(symbol))
+        return self._recorder_call("choose", *constants, test, _lambda(left), _lambda(right), _lambda(otherwise))
 
     def _generic(self, node: ast.expr) -> ast.AST:
         """Instrument the parts of an expression, and record its value."""
@@ -354,6 +412,10 @@ class _Instrumenter(ast.NodeTransformer):
     @staticmethod
     def _recorder_call(method: str, *args: ast.expr) -> ast.Call:
         return _call(ast.Attribute(ast.Name(RECORDER_NAME, ast.Load()), method, ast.Load()), list(args))
+
+
+def _lambda(body: ast.expr) -> ast.Lambda:
+    return ast.Lambda(ast.arguments(posonlyargs=[], args=[], kwonlyargs=[], kw_defaults=[], defaults=[]), body)
 
 
 def _call(function: ast.expr, args: list[ast.expr], keywords: list[ast.keyword] | None = None) -> ast.Call:

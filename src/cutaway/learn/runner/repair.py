@@ -9,10 +9,9 @@ import copy
 import io
 import math
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import combinations
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations, groupby
 from typing import Any
 
 from cutaway.learn.exercises.task import FunctionTask
@@ -29,8 +28,8 @@ from cutaway.learn.runner.value_comparison import PlainValue, format_value, to_p
 _Change = Callable[[Any, StepRecorder], Any]
 _LEFT_OUT, _OPERATOR, _FUNCTION, _ADDED = 0, 1, 3, 4
 """Ranks of changes: steps left out, other operators, other functions, added steps. All others have rank 2."""
-_MAX_SECONDS = 3.0
-"""Limit of the CPU time of a search. Most searches take less than a second."""
+_MAX_SEARCH_STEPS = 300_000
+"""Limit of the number of evaluated steps of a search, a few seconds. Most searches take less than a second."""
 _OPERATION_NAMES = {
     "+": "an addition", "-": "a subtraction", "*": "a multiplication", "/": "a division", "@": "a matrix product",
     "**": "a power", "//": "an integer division", "<": "<", "<=": "≤", ">": ">", ">=": "≥", "==": "=", "!=": "≠",
@@ -50,7 +49,9 @@ _ALTERNATIVE_METHODS = (
 """Groups of functions that are confused with each other."""
 _KEYWORDS = {"keepdim": (True, False), "correction": (0, 1), "unbiased": (False, True)}
 _REDUCTIONS = frozenset(("mean", "sum", "amax", "amin", "max", "min", "std", "var", "prod", "norm", "logsumexp"))
-_ADDED_OPERATORS = {"*": "multiplied by", "/": "divided by", "+": "increased by", "-": "decreased by"}
+_ADDED_OPERATORS = {
+    "*": "it is multiplied by {}", "/": "it is divided by {}", "+": "{} is added to it", "-": "{} is subtracted from it"
+}  # fmt: skip
 _UNARY_FUNCTIONS: Mapping[str, Callable[[Any], Any]] = {
     "its sign is changed": lambda v: -v,
     "its square root is taken": lambda v: v**0.5,
@@ -99,6 +100,32 @@ class InstrumentedFunction:
         except (Exception, StepLimitError, SystemExit):  # changed code may fail in any way
             return None
 
+    def dependencies(self, index: int) -> set[int]:
+        """Return the indices of all steps from which a step was computed in the last run, through variables too."""
+        found: set[int] = set()
+        pending = [index]
+        while pending:
+            step = self.steps[pending.pop()]
+            source = self.recorder.name_sources.get(step.index)
+            for child in (*step.children, *([] if source is None else [source])):
+                if child not in found and child != index:
+                    found.add(child)
+                    pending.append(child)
+        return found
+
+    def used_arguments(self, index: int) -> set[str]:
+        """Return the names of the arguments of the step's function from which the step was computed."""
+        step = self.steps[index]
+        arguments = self.recorder.arguments.get(step.function, {})
+        used = [self.steps[n] for n in (index, *self.dependencies(index)) if n not in self.recorder.name_sources]
+        return {other.detail for other in used if other.kind == "name" and other.detail in arguments}
+
+    def record_unchanged(self, task: FunctionTask) -> None:
+        """Run all cases without an edit, and keep the values of the steps."""
+        for number, case in enumerate(task.cases):
+            self.run(case.args, number)
+            self.recorder.unchanged_values[number] = dict(self.recorder.values)
+
 
 def _copy(value: Any) -> Any:
     """Copy an argument. For a tensor, this is much faster than deepcopy."""
@@ -111,57 +138,85 @@ def find_repair(
     expected: Sequence[PlainValue],
     main_case: int,
     edits: Sequence[tuple[Step, Edit]] | None = None,
+    *,
+    right_steps: Collection[int] = (),
+    right_functions: Collection[str] = (),
 ) -> Repair | None:
     """Return the first change of one step that makes the function correct for all cases, or None.
 
-    The main case is run first. Without `edits`, all changes of `list_edits` are tried.
+    The main case is run first. Without `edits`, all changes of `list_edits` are tried; those of `right_steps`, whose
+    values are right, come last. Steps of `right_functions` are not changed.
     """
+    learner.record_unchanged(task)
     learner.run(task.cases[main_case].args, main_case)
     learner.recorder.max_steps = 3 * learner.recorder.num_steps + 100
     order = [main_case, *(n for n in range(len(task.cases)) if n != main_case)]
-    deadline = time.process_time() + _MAX_SECONDS
-    for step, edit in _list_all_edits(learner, task.name) if edits is None else edits:
-        if time.process_time() > deadline:
+    num_steps = 0
+    if edits is None:
+        edits = _list_all_edits(learner, task.name, right_steps)
+    for step, edit in edits:
+        if step.function in right_functions:
+            continue
+        if num_steps > _MAX_SEARCH_STEPS:
             return None
-        if all(_is_correct(learner.run(task.cases[n].args, n, edit), expected[n]) for n in order):
+        for case_index in order:
+            is_correct = _is_correct(learner.run(task.cases[case_index].args, case_index, edit), expected[case_index])
+            num_steps += learner.recorder.num_steps
+            if not is_correct:
+                break
+        else:
             return Repair(step, edit)
     return None
 
 
-def _list_all_edits(learner: InstrumentedFunction, function: str) -> list[tuple[Step, Edit]]:
+def _list_all_edits(
+    learner: InstrumentedFunction, function: str, right_steps: Collection[int]
+) -> list[tuple[Step, Edit]]:
     """Return the changes of all steps that were evaluated, the most likely first.
 
-    Steps of this function come before those of functions that it calls."""
-    values, variables = dict(learner.recorder.values), dict(learner.recorder.variables)
+    Steps of this function come before those of functions that it calls. Within them, changes of an expression whose
+    value is right come last: they compensate a mistake elsewhere. An operation can be missing after a right step.
+    """
+    recorder, steps = learner.recorder, learner.steps
+    values, variables = dict(recorder.values), dict(recorder.variables)
     edits = [
-        (learner.steps[index], edit)
+        (steps[index], edit)
         for index in values
-        for edit in list_edits(learner.steps[index], values, variables.get(learner.steps[index].function, {}))
+        for edit in list_edits(steps, index, values, variables.get(steps[index].function, {}))
     ]
-    own = [index for index in values if learner.steps[index].function == function]
-    if own:
-        edits += [(learner.steps[own[-1]], edit) for edit in _exchange_arguments(own[-1], learner.recorder, function)]
-    return sorted(edits, key=lambda item: (item[0].function != function, item[1].rank))
+    edits += _repeat_edits(edits)
+    own = [steps[index] for index in values if steps[index].function == function]
+    edits += [*_edit_names(own, recorder, right_steps), *_exchange_arguments(own, recorder, function)]
+    edits += _move_operations(own, values, learner)
+
+    def likelihood(item: tuple[Step, Edit]) -> tuple[bool, bool, int]:
+        step, edit = item
+        return step.function != function, step.index in right_steps and edit.rank != _ADDED, edit.rank
+
+    return sorted(edits, key=likelihood)
 
 
 def _is_correct(value: PlainValue | None, expected: PlainValue) -> bool:
     return value is not None and values_equal(value, expected)
 
 
-def list_edits(step: Step, values: Mapping[int, Any], variables: Mapping[str, Any]) -> Iterator[Edit]:
+def list_edits(
+    steps: Sequence[Step], index: int, values: Mapping[int, Any], variables: Mapping[str, Any]
+) -> Iterator[Edit]:
     """Yield the changes of one step that are tried. `values` are the values of all steps in the unchanged function."""
-    value = values[step.index]
+    step, value = steps[index], values[index]
     if step.kind == "constant":
         yield from _edit_constant(step, value)
-    elif step.kind == "name":
-        yield from _edit_name(step, value, variables)
     elif step.kind in ("operator", "comparison"):
         yield from _edit_operator(step)
     elif step.kind == "method":
-        yield from _edit_method(step)
+        yield from _edit_method(step, value, values)
+    elif step.kind == "conditional":
+        text = f"with parentheses: `({step.detail})`"
+        yield Edit(index, text, _OPERATOR, add_parentheses=True)
     if step.kind != "constant" and is_numeric(value):
         if step.kind != "name":
-            yield from _leave_out(step, value, values)
+            yield from _leave_out(steps, step, value, values)
         yield from _add_operation(step, value, variables)
 
 
@@ -192,11 +247,29 @@ def _edit_constant(step: Step, value: Any) -> Iterator[Edit]:
             yield Edit(step.index, text, change=_constant(other))
 
 
-def _edit_name(step: Step, value: Any, variables: Mapping[str, Any]) -> Iterator[Edit]:
-    for name, other in variables.items():
-        if name != step.detail and _are_exchangeable(value, other):
-            change = _read_variable(step.function, name)
-            yield Edit(step.index, f"with `{name}` in place of `{step.detail}`", change=change)
+def _edit_names(
+    own: Sequence[Step], recorder: StepRecorder, right_steps: Collection[int]
+) -> Iterator[tuple[Step, Edit]]:
+    """Yield the changes that read another variable, or an argument before it was assigned again.
+
+    A variable whose value is wrong is not replaced: the mistake is in the expression that was assigned to it.
+    """
+    for step in own:
+        source = recorder.name_sources.get(step.index)
+        if step.kind != "name" or not (
+            source is None or source in right_steps or not is_numeric(recorder.values[source])
+        ):
+            continue
+        value, variables = recorder.values[step.index], recorder.variables[step.function]
+        for name, other in variables.items():
+            if name != step.detail and _are_exchangeable(value, other):
+                change = _read_variable(step.function, name)
+                yield step, Edit(step.index, f"with `{name}` in place of `{step.detail}`", change=change)
+    for step in own:
+        is_assigned = step.kind == "name" and step.index in recorder.name_sources
+        if is_assigned and step.detail in recorder.arguments[step.function]:
+            text = f"with the argument `{step.detail}`, which has been assigned another value before this line"
+            yield step, Edit(step.index, text, change=_read_argument(step.function, step.detail))
 
 
 def _are_exchangeable(one: Any, other: Any) -> bool:
@@ -220,7 +293,7 @@ def _definite(phrase: str) -> str:
     return f"the {phrase.removeprefix('an ').removeprefix('a ')}" if phrase.startswith(("a ", "an ")) else phrase
 
 
-def _edit_method(step: Step) -> Iterator[Edit]:
+def _edit_method(step: Step, value: Any, values: Mapping[int, Any]) -> Iterator[Edit]:
     for group in _ALTERNATIVE_METHODS:
         for name in group if step.detail in group else ():
             if name != step.detail:
@@ -231,30 +304,96 @@ def _edit_method(step: Step) -> Iterator[Edit]:
     for one, other in combinations(range(min(len(step.children) - 1, 4)), 2):
         text = f"with its arguments {one + 1} and {other + 1} exchanged"
         yield Edit(step.index, text, swap_arguments=(one, other))
+    if step.detail in ("cat", "concat", "stack"):
+        yield Edit(step.index, "with its parts in reversed order", reverse_parts=True)
+    if step.detail in ("reshape", "view") and step.children:
+        yield from _edit_reshape(step, value, values.get(step.children[0]))
     if step.detail in _REDUCTIONS:
         for keyword, choices in _KEYWORDS.items():
             for choice in choices:
                 yield Edit(step.index, f"with {keyword}={choice}", keywords={keyword: choice})
 
 
-def _exchange_arguments(index: int, recorder: StepRecorder, function: str) -> Iterator[Edit]:
-    """Yield the exchanges of two arguments of a function."""
+def _edit_reshape(step: Step, value: Any, owner: Any) -> Iterator[Edit]:
+    """Yield the changes that exchange two axes where a reshape has the resulting shape."""
+    for one, other in combinations(range(-owner.ndim, 0), 2) if is_tensor(owner) else ():
+        if owner.transpose(one, other).shape == value.shape:
+            text = f"with transpose({one}, {other}) in place of {step.detail}, which keeps the elements in order"
+            yield Edit(step.index, text, change=_transpose_step(step.children[0], one, other))
+
+
+def _exchange_arguments(own: Sequence[Step], recorder: StepRecorder, function: str) -> Iterator[tuple[Step, Edit]]:
+    """Yield the exchanges of two arguments of a function, at the first step that reads one of them."""
     arguments = recorder.arguments.get(function, {})
     for one, other in combinations(arguments, 2):
-        if _are_exchangeable(arguments[one], arguments[other]):
-            yield Edit(index, f"with `{one}` and `{other}` exchanged", exchange=(one, other))
+        readers = [step for step in own if step.kind == "name" and step.detail in (one, other)]
+        if readers and _are_exchangeable(arguments[one], arguments[other]):
+            lines = _join_lines(readers)
+            text = f"with `{one}` and `{other}` exchanged{f' in {lines}' if ' and ' in lines else ''}"
+            yield readers[0], Edit(readers[0].index, text, exchange=(one, other))
+
+
+def _join_lines(steps: Sequence[Step]) -> str:
+    lines = [str(line) for line in sorted({step.line for step in steps})]
+    return f"line {lines[0]}" if len(lines) == 1 else f"lines {', '.join(lines[:-1])} and {lines[-1]}"
+
+
+def _repeat_edits(edits: Sequence[tuple[Step, Edit]]) -> Iterator[tuple[Step, Edit]]:
+    """Yield the changes of constants and keywords that are made wherever the same constant or function occurs."""
+    repeatable = [item for item in edits if item[0].kind == "constant" or item[1].keywords is not None]
+
+    def place(item: tuple[Step, Edit]) -> tuple[str, str, bool, str]:
+        step, edit = item
+        return step.function, step.detail, step.is_axis, edit.description
+
+    for _, group in groupby(sorted(repeatable, key=place), key=place):
+        (step, edit), *others = sorted(group, key=lambda item: item[0].line)
+        if others:
+            places = f"here and in {_join_lines([other for other, _ in others])}"
+            if others[-1][0].line == step.line:
+                places = "in all places of this line"
+            yield step, replace(edit, description=f"{edit.description}, {places}", others=tuple(e for _, e in others))
 
 
 # ---------------------------------------------------------------------------------------- steps left out and added
 
 
-def _leave_out(step: Step, value: Any, values: Mapping[int, Any]) -> Iterator[Edit]:
+def _leave_out(steps: Sequence[Step], step: Step, value: Any, values: Mapping[int, Any]) -> Iterator[Edit]:
     """Yield the changes that replace a step by one of its operands of the same shape."""
     is_operation = step.kind in ("operator", "method") or step.detail not in ("Attribute", "Subscript", "IfExp")
+    is_operation = is_operation and step.kind != "conditional"
     for child in step.children if is_operation else ():
         operand = values.get(child)
         if is_numeric(operand) and getattr(operand, "shape", None) == getattr(value, "shape", None):
-            yield Edit(step.index, "without this operation", _LEFT_OUT, change=_read_step(child))
+            text = f"without this operation: `{steps[child].text}` alone"
+            yield Edit(step.index, text, _LEFT_OUT, change=_read_step(child))
+
+
+def _move_operations(
+    own: Sequence[Step], values: Mapping[int, Any], learner: InstrumentedFunction
+) -> Iterator[tuple[Step, Edit]]:
+    """Yield the changes that apply an operation with an independent operand to another step, such as a scale."""
+    targets = [step for step in own if step.kind in ("operator", "method", "value") and is_tensor(values[step.index])]
+    targets.sort(key=lambda step: step.kind != "operator")
+    for step in own:
+        if step.kind != "operator" or step.detail not in _ADDED_OPERATORS or len(step.children) != 2:
+            continue
+        kept, operand = step.children
+        if not is_tensor(values[kept]) or values[kept].shape != getattr(values[step.index], "shape", None):
+            continue
+        noun = _OPERATION_NAMES[step.detail].partition(" ")[2]
+        preposition = {"/": "by", "*": "by", "+": "of", "-": "of"}[step.detail]
+        used = learner.dependencies(operand) | {operand}
+        for target in targets:
+            if target.index in (step.index, kept) or target.index in used:
+                continue
+            apply = _operate(step.detail, _read_unchanged(operand))
+            moved = f"the {noun} {preposition} `{learner.steps[operand].text}` moved to line {target.line}"
+            text = f"with {moved}, to `{target.text}`"
+            yield (
+                step,
+                Edit(step.index, text, _ADDED, change=_read_step(kept), others=(Edit(target.index, "", change=apply),)),
+            )
 
 
 def _add_operation(step: Step, value: Any, variables: Mapping[str, Any]) -> Iterator[Edit]:
@@ -271,11 +410,11 @@ def _add_operation(step: Step, value: Any, variables: Mapping[str, Any]) -> Iter
     operands += [(str(number), _constant(number)) for number in (1, 2)]
     for name, read in operands:
         for symbol, phrase in _ADDED_OPERATORS.items():
-            yield Edit(step.index, f"if it is {phrase} {name}", _ADDED, change=_operate(symbol, read))
+            yield Edit(step.index, f"if {phrase.format(name)}", _ADDED, change=_operate(symbol, read))
     for name, read in _list_sizes(step.function, variables):
         for symbol in ("*", "/"):
             change = _operate(symbol, read)
-            yield Edit(step.index, f"if it is {_ADDED_OPERATORS[symbol]} {name}", _ADDED, change=change)
+            yield Edit(step.index, f"if {_ADDED_OPERATORS[symbol].format(name)}", _ADDED, change=change)
 
 
 def _list_sizes(function: str, variables: Mapping[str, Any]) -> Iterator[tuple[str, _Change]]:
@@ -313,6 +452,18 @@ def _call_method(name: str, *args: int) -> _Change:
 
 def _read_step(index: int) -> _Change:
     return lambda _, recorder: recorder.values[index]
+
+
+def _transpose_step(index: int, one: int, other: int) -> _Change:
+    return lambda _, recorder: recorder.values[index].transpose(one, other)
+
+
+def _read_argument(function: str, name: str) -> _Change:
+    return lambda _, recorder: recorder.arguments[function][name]
+
+
+def _read_unchanged(index: int) -> _Change:
+    return lambda _, recorder: recorder.unchanged_values[recorder.case_index][index]
 
 
 def _read_variable(function: str, name: str) -> _Change:

@@ -6,6 +6,7 @@ from is known, is where the learner's function leaves the solution. The code of 
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -51,9 +52,12 @@ class ReferenceSteps:
         namespace, self.steps = instrument_functions(sources, cast(Any, task.solution).__globals__, recorder)
         function = InstrumentedFunction(namespace[task.name], self.steps, recorder)
         self.values: list[dict[int, Any]] = []
+        self.used_arguments: dict[int, set[str]] = {}
+        """Index of a step → arguments from which it is computed."""
         for number, case in enumerate(task.cases):
             function.run(case.args, number)
             self.values.append({n: v for n, v in recorder.values.items() if is_numeric(v)})
+            self.used_arguments |= {index: function.used_arguments(index) for index in self.values[-1]}
 
     def arrays(self, case_index: int) -> dict[int, Array]:
         return to_arrays(self.values[case_index])
@@ -65,8 +69,54 @@ def to_arrays(values: Mapping[int, Any]) -> dict[int, Array]:
     return {index: array for index, array in arrays.items() if array is not None}
 
 
+def find_known_steps(values: Mapping[int, Array], solution: Mapping[int, Array]) -> set[int]:
+    """Return the indices of the values that the solution computes too."""
+    return {n for n, value in values.items() if any(_same_numbers(value, other) for other in solution.values())}
+
+
+@dataclass(frozen=True)
+class StepComparison:
+    """Steps of the learner compared with the solution in all cases."""
+
+    known: set[int]
+    """Steps whose value the solution computes too, in every case that evaluates them."""
+    right: set[int]
+    """Known steps and all steps from which a known one is computed, in every case."""
+    num_unknown: Sequence[int]
+    """Number of steps that are not known, by case."""
+
+    def right_statements(self, steps: Sequence[Step]) -> set[int]:
+        """Return the right steps whose whole statement is right."""
+        parents = {child: step.index for step in steps for child in step.children}
+
+        def statement(index: int) -> int:
+            while index in parents:
+                index = parents[index]
+            return index
+
+        return {index for index in self.right if statement(index) in self.right}
+
+
+def compare_steps(task: FunctionTask, learner: InstrumentedFunction, reference: ReferenceSteps) -> StepComparison:
+    known, num_unknown = set(range(len(learner.steps))), list[int]()
+    right = set(known)
+    for number, case in enumerate(task.cases):
+        learner.run(case.args, number)
+        values = to_arrays(learner.recorder.values)
+        matched = find_known_steps(values, reference.arrays(number))
+        computed = [index for index in matched if learner.steps[index].kind not in ("name", "constant")]
+        known -= values.keys() - matched
+        right -= values.keys() - {n for index in computed for n in (index, *learner.dependencies(index))}
+        num_unknown.append(len(values) - len(matched))
+    return StepComparison(known, right, num_unknown)
+
+
 def list_value_edits(
-    learner: InstrumentedFunction, reference: ReferenceSteps, case_index: int, expected: Array | None
+    learner: InstrumentedFunction,
+    reference: ReferenceSteps,
+    comparison: StepComparison,
+    case_index: int,
+    expected: Array | None,
 ) -> Iterator[tuple[Step, Edit]]:
     """Yield the changes that replace the value of a step that is not known by a value of the solution.
 
@@ -75,13 +125,21 @@ def list_value_edits(
     known = reference.arrays(case_index)
     for index, value in to_arrays(learner.recorder.values).items():
         step = learner.steps[index]
-        if step.kind in ("name", "constant") or any(arrays_close(value, other) for other in known.values()):
+        if step.kind in ("name", "constant") or index in comparison.known:
             continue
         for reference_index, other in known.items():
-            if other.shape != value.shape or (expected is not None and arrays_close(other, expected)):
+            is_result = expected is not None and arrays_close(other, expected)
+            if is_result or other.shape != value.shape or arrays_close(other, value):
                 continue
             noun = _NOUNS.get(reference.steps[reference_index].detail, "")
             text = f"with the right value here{f', {noun}' if noun else ''}: {_describe_values(value, other)}"
+            if step.function == reference.steps[reference_index].function:
+                missing = sorted(reference.used_arguments[reference_index] - learner.used_arguments(index))
+                text += (
+                    f"; the right value depends on {' and '.join(f'`{name}`' for name in missing)} too"
+                    if missing
+                    else ""
+                )
             yield step, Edit(index, text, change=_replace_value(reference, reference_index))
 
 
@@ -95,38 +153,58 @@ def _describe_values(actual: Array, expected: Array) -> str:
         return f"yours {relation}"
     position = tuple(int(n) for n in np.argwhere(~np.isclose(actual, expected, 1e-4, 1e-5, equal_nan=True))[0])
     place = f" at {list(position)}" if position else ""
-    return f"{format_value(float(expected[position]))} in place of {format_value(float(actual[position]))}{place}"
+    right, wrong = (_format_number(float(array[position])) for array in (expected, actual))
+    return f"{right} in place of {wrong}{place}"
 
 
-def describe_first_unknown_step(
-    learner: InstrumentedFunction, reference: ReferenceSteps, case_index: int, known: Sequence[NamedArray]
-) -> str | None:
-    """Describe the first step that leaves the solution, and what the solution does with the same values.
+def _format_number(value: float) -> str:
+    return format_value(int(value) if value.is_integer() else value)
 
-    `learner` has run this case.
+
+@dataclass(frozen=True)
+class Departure:
+    """The first step of the learner that leaves the solution, and what the solution does with the same values.
+
+    `step` is None if every value of the learner is right, and steps are missing.
     """
+
+    step: Step | None
+    relation: str
+    following: str
+
+    @property
+    def description(self) -> str:
+        if self.step is None:
+            return f"every value of the function is right so far; {self.following}"
+        parts = [f"{self.step.location} is the first value that a correct solution does not compute"]
+        return "; ".join([*parts, *(part for part in (self.relation, self.following) if part)])
+
+
+def find_departure(
+    learner: InstrumentedFunction,
+    reference: ReferenceSteps,
+    comparison: StepComparison,
+    case_index: int,
+    known: Sequence[NamedArray],
+) -> Departure | None:
+    """Find the first step that leaves the solution. `learner` has run this case."""
     values, solution = to_arrays(learner.recorder.values), reference.arrays(case_index)
-    matched = {n for n, value in values.items() if any(_same_numbers(value, other) for other in solution.values())}
     missing = [n for n, other in solution.items() if not any(_same_numbers(other, value) for value in values.values())]
-    step = _find_first_unknown(learner, values, matched)
+    step = _find_first_unknown(learner, values, comparison)
     if step is None:
         following = _describe_next_step(learner, reference, values, solution, missing, list(values.values()), known)
-        return f"every value of the function is right so far; {following}" if following else None
-    parts = [f"{step.location} is the first value that a correct solution does not compute"]
-    value = values[step.index]
+        return Departure(None, "", following) if following else None
+    value, relation = values[step.index], ""
     if not np.isfinite(value).all():
-        parts.append(f"it has {int((~np.isfinite(value)).sum())} NaN or infinite values of {value.size}")
+        relation = f"it has {int((~np.isfinite(value)).sum())} NaN or infinite values of {value.size}"
     for index in missing:
-        relation = _describe_ratio(value, solution[index]) or describe_exact_relation(
-            value, solution[index], known=known
-        )
-        if relation is not None:
-            parts.append(f"compared with the nearest correct step, it {relation}")
-            missing = [index]
+        exact = _describe_ratio(value, solution[index]) or describe_exact_relation(value, solution[index], known=known)
+        if exact is not None:
+            relation, missing = f"compared with the nearest correct step, it {exact}", [index]
             break
     operands = [values[child] for child in step.children if child in values and values[child].size > 1]
     following = _describe_next_step(learner, reference, values, solution, missing, operands, known)
-    return "; ".join([*parts, *([following] if following else [])])
+    return Departure(step, relation, following or "")
 
 
 def _describe_ratio(actual: Array, expected: Array) -> str | None:
@@ -145,35 +223,19 @@ def _same_numbers(one: Array, other: Array) -> bool:
     return arrays_close(one.squeeze(), other.squeeze())
 
 
-def _find_first_unknown(learner: InstrumentedFunction, values: Mapping[int, Array], matched: set[int]) -> Step | None:
-    """Return the first unknown step whose operands are known, and from which no known step is computed."""
-    rejoined: set[int] = set()
-    for index in matched:
-        if learner.steps[index].kind != "constant" and values[index].size > 1:
-            rejoined |= _dependencies(learner, index)
+def _find_first_unknown(
+    learner: InstrumentedFunction, values: Mapping[int, Array], comparison: StepComparison
+) -> Step | None:
+    """Return the first step that is neither known nor part of a right one, and whose operands are known."""
     for index in values:
         step = learner.steps[index]
-        if step.kind in ("name", "constant") or index in matched or index in rejoined:
+        is_constant = values[index].size > 1 and len(np.unique(values[index])) == 1  # such as torch.ones
+        if step.kind in ("name", "constant") or index in comparison.known | comparison.right or is_constant:
             continue
         operands = [child for child in step.children if child in values]
-        if all(child in matched or learner.steps[child].kind == "constant" for child in operands):
+        if all(child in comparison.known or learner.steps[child].kind == "constant" for child in operands):
             return step
     return None
-
-
-def _dependencies(learner: InstrumentedFunction, index: int) -> set[int]:
-    """Return the indices of all steps from which a step is computed, through variables too."""
-    found: set[int] = set()
-    pending = [index]
-    while pending:
-        step = learner.steps[pending.pop()]
-        children = list(step.children)
-        source = learner.recorder.name_sources.get(step.index)
-        for child in children + ([source] if source is not None else []):
-            if child not in found and child != index:
-                found.add(child)
-                pending.append(child)
-    return found
 
 
 def _describe_next_step(
@@ -201,9 +263,10 @@ def _name_value(
     learner: InstrumentedFunction, values: Mapping[int, Array], value: Array, known: Sequence[NamedArray]
 ) -> str:
     """Return the learner's own text for a value, or a description of a value that the learner does not compute."""
+    assigned = {name for _, name in learner.recorder.sources}
     for item in known:
         if arrays_close(item.value, value):
-            return f"`{item.name}`"
+            return f"the argument `{item.name}`" if item.name in assigned else f"`{item.name}`"
     names = [index for index in values if learner.steps[index].kind == "name"]
     others = [index for index in values if learner.steps[index].kind not in ("name", "constant")]
     for index in [*names, *others]:

@@ -122,8 +122,7 @@ def _compare_tensors(expected: PlainValue, actual: PlainValue, axes: Sequence[st
         if not _is_close(expected_element, element):
             index = _format_index(n, expected.shape, axes)
             if element != element:
-                causes = "0/0, ∞−∞, or a fully masked row"
-                return f"returned NaN{index}; expected {format_value(expected_element)}: {causes}"
+                return f"returned NaN{index}; expected {format_value(expected_element)}: 0/0 or ∞ − ∞"
             return f"returned {format_value(element)}{index}; expected {format_value(expected_element)}"
     return None
 
@@ -173,7 +172,7 @@ def _guess_shape_mistake(expected: PlainValue, actual: PlainValue, axes: Sequenc
         fitting = [p for p in permutations(range(len(want))) if tuple(want[n] for n in p) == got]
         permutation = min(fitting, key=lambda p: sum(n != m for n, m in enumerate(p)))
         swapped = [n for n, m in enumerate(permutation) if n != m]
-        names = axes if len(axes) == len(want) else [f"axis {n}" for n in range(len(want))]
+        names = axes if len(axes) == len(want) else [str(n) for n in range(len(want))]
         return f": axes {' and '.join(names[n] for n in swapped)} seem to be swapped"
     if math.prod(want) == math.prod(got):
         return ": the number of elements is right, the layout is not"

@@ -175,6 +175,6 @@ def describe_gradient(setting: Setting, depth: int) -> str:
         trend = f"the gradient grows towards the input{' by more than a factor of 2' if ratio.low > 2 else ''}"
     else:
         trend = "neither decay nor growth: the interval contains 1"
-    name = "no norm" if setting.placement == "none" else f"{setting.placement}-norm"
+    name = {"none": "no norm", "sandwich": "sandwich norm"}.get(setting.placement, f"{setting.placement}-norm")
     statement = f"the gradient norm after the first block is {ratio} times that after the last"
     return f"{name}, {depth} blocks: {statement}; {trend}."
