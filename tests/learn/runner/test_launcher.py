@@ -20,7 +20,7 @@ FAILURES = {
     ),
     "syntax": ("def f(:\n", "is not valid Python", "line 1 of syntax.py: def f(:"),
     "input": ("input('name?')", "waits for keyboard input", "line 1 of input.py: `input('name?')`"),
-    "raises": ("import math\nmath.sqrt(-1)", "raised ValueError", "line 2 of raises.py: math.sqrt(-1)"),
+    "raises": ("import math\nmath.sqrt(-1)", "raised ValueError", "line 2 of raises.py: `math.sqrt(-1)`"),
     "file": ("open('big', 'wb').truncate(1 << 40)", "raised OSError", "line 1 of file.py"),
     "loop": (LOOP, "ran longer than 1 s", "of loop.py: "),
     "zeros": ("\0", "is not valid Python", ""),

@@ -117,6 +117,20 @@ EXCHANGED = """
     x = norm2(x + attention(x))
     return norm1(x + ffn(x))"""
 
+FIRST_FACTOR = """
+    n = 3 if gated else 2 * d_model * d_hidden
+    return n + ((2 if gated else 1) * d_hidden + d_model if bias else 0)"""
+BIAS_SIZES = """
+    n = (3 if gated else 2) * d_model * d_hidden
+    return n + ((2 if gated else 1) * d_model + d_hidden if bias else 0)"""
+HEAD_DIM = """
+    d_head = d_model // n_kv_heads
+    kv = n_kv_heads * d_head
+    return ffn_params(d_model, d_hidden, gated, False) / (2 * d_model * d_model + 2 * d_model * kv)"""
+ONE_SEQUENCE = """
+    per_token = kv_cache_bytes(n_layers, n_heads, n_kv_heads, d_head, 1, 1, bytes_per_value)
+    return int(gib * 2**30 // per_token)"""
+
 
 @pytest.mark.parametrize(
     ("number", "function", "body", "hint"),
@@ -137,6 +151,16 @@ EXCHANGED = """
         (4, "qkvo_params", CONDITION, "with parentheses: `(b if bias else 0)`"),
         (4, "qkvo_params", SQUARE_OUTPUT, "the right value depends on `d_head` and `n_heads` too"),
         (4, "gqa_savings", WITH_BIASES, "with False in place of True, here and in line"),
+        (5, "ffn_params", FIRST_FACTOR, "with parentheses: `(3 if gated else 2)`"),
+        (
+            5,
+            "ffn_params",
+            BIAS_SIZES,
+            "`(2 if gated else 1) * d_model`: the result is correct with `d_model` and `d_hid",
+        ),
+        (5, "ffn_attention_ratio", HEAD_DIM, "n_kv_heads heads of d_model / n_heads dimensions"),
+        (8, "bytes_to_gib", "\n    return n_bytes / 1024 * 1024 * 1024", "`n_bytes / (1024 * 1024 * 1024)`"),
+        (8, "max_cached_tokens", ONE_SEQUENCE, "with `batch` in place of 1"),
         (6, "layer_norm", FIXED_AXIS, "with axis -1 in place of 1, here and in line"),
         (7, "pre_norm", OVERWRITTEN, "with the argument `x`, which has been assigned another value"),
         (7, "post_norm", EXCHANGED, "with `norm1` and `norm2` exchanged in lines"),
@@ -194,7 +218,7 @@ def test_caller_of_a_wrong_function_gets_no_other_hint(tmp_path: Path) -> None:
 
 def test_incomplete_function_gets_the_next_step(tmp_path: Path) -> None:
     [hint] = grade(6, "rms_norm", "\n    return x", tmp_path).hints
-    assert hint == "every value of the function is right so far; a correct solution multiplies `gamma` by `x`"
+    assert hint == "the steps are right, but not complete: a correct solution multiplies `gamma` by `x`"
 
 
 def test_endless_changed_code_is_stopped(tmp_path: Path) -> None:

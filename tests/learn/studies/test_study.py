@@ -9,7 +9,7 @@ import pytest
 from cutaway.errors import InputError
 from cutaway.learn.studies import STUDIES, Estimate, StudyResults, estimate, get_study, load_results, read_results
 from cutaway.learn.studies.norm_placement import DEPTHS, Setting, all_settings, describe_gradient, measure_gradient
-from cutaway.learn.studies.study import RESULTS_DIR, format_figure, write_results
+from cutaway.learn.studies.study import RESULTS_DIR, estimate_share, format_figure, write_results
 
 
 def test_estimate_has_students_interval() -> None:
@@ -84,3 +84,10 @@ def test_norm_placement_measurement_equals_the_stored_result() -> None:
     setting = Setting("post", "decoder", "relu", "xavier")
     stored = load_results("norm-placement").get(setting.key(6))
     assert measure_gradient(setting, 6).mean == pytest.approx(stored.mean, rel=1e-3)
+
+
+def test_interval_of_a_share_is_within_0_and_1() -> None:
+    none, some = estimate_share([0.0] * 10), estimate_share([1.0, 0.0, 0.0, 0.0])
+    assert (none.mean, none.low) == (0, 0)
+    assert none.high == pytest.approx(0.2775, abs=1e-4)  # z² / (n + z²)
+    assert 0 < some.low < some.mean == 0.25 < some.high < 1

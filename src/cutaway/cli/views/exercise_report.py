@@ -127,5 +127,5 @@ def _render_verdict(result: TaskGrade, explained: set[str]) -> None:
         if name not in explained:
             out.print(indent(indent(Text(hint))))
         explained.add(name)
-    for hint in () if result.mistakes else result.hints:
+    for hint in result.hints[len(result.mistakes) :]:
         out.print(indent(Text(hint)))

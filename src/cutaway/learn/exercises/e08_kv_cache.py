@@ -64,6 +64,7 @@ TASKS = [
             Case("for Llama-3 8B in 1 GiB", (1.0, 32, 32, 8, 128, 1, 2)),
             Case("for 16 sequences in 8 GiB", (8.0, 80, 64, 8, 128, 16, 2)),
             Case("for memory that is not a multiple of one token", (0.1, 3, 6, 2, 40, 3, 4)),
+            Case("for a remainder of more than half a token", (1.0, 32, 32, 8, 128, 3, 2)),
             Case("for less memory than one token needs", (0.0001, 80, 64, 8, 128, 4, 2)),
         ],
     ),

@@ -30,17 +30,19 @@ def diagnose(
     expected: Sequence[PlainValue],
     actual: Sequence[PlainValue],
     right_functions: Collection[str] = (),
+    *,
+    repair_only: bool = False,
 ) -> tuple[str, ...]:
     """Return hints for a wrong function: a relation of the result to the expected one, and the wrong step.
 
     `sources` are the texts of the learner's file or cells, by name, and `right_functions` the names of functions that
-    are known to be right.
+    are known to be right. With `repair_only`, the only hint is a change of one step that makes the function correct.
     """
     cases = _choose_cases(expected, actual)
     main_case = cases[0]
     hints = []
     value, right = to_array(actual[main_case]), to_array(expected[main_case])
-    if value is not None and right is not None:
+    if value is not None and right is not None and not repair_only:
         relation = describe_relation(value, right, task.axes, _named_arguments(task, main_case))
         if relation is not None:
             explanation = _explain_factor(task, expected, actual)
@@ -50,7 +52,7 @@ def diagnose(
     copied, steps = instrument_functions(sources, namespace, recorder)
     if any(step.function == task.name for step in steps):
         learner = InstrumentedFunction(copied[task.name], steps, recorder)
-        hints += _describe_wrong_steps(task, learner, expected, cases, right_functions)
+        hints += _describe_wrong_steps(task, learner, expected, cases, right_functions, repair_only=repair_only)
     return tuple(hints)
 
 
@@ -60,6 +62,8 @@ def _describe_wrong_steps(
     expected: Sequence[PlainValue],
     wrong_cases: Sequence[int],
     right_functions: Collection[str],
+    *,
+    repair_only: bool,
 ) -> list[str]:
     """Describe a change that makes the function correct, else a value that does, and the first step that is wrong."""
     reference = ReferenceSteps(task)
@@ -75,9 +79,10 @@ def _describe_wrong_steps(
         main_case,
         right_steps=comparison.right_statements(learner.steps),
         right_functions=right_functions,
+        likely_only=repair_only,
     )
-    if repair is not None:
-        return [repair.description]
+    if repair is not None or repair_only:
+        return [] if repair is None else [repair.description]
     repair = find_repair(task, learner, expected, main_case, edits, right_functions=right_functions)
     learner.run(args, main_case)
     departure = find_departure(learner, reference, comparison, main_case, known)

@@ -1,6 +1,7 @@
 """Grade a learner's functions and tables: find the first value that differs and the likely mistakes."""
 
 import copy
+import inspect
 import sys
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -135,7 +136,10 @@ def grade_function(
     if not mistakes:
         return _add_diagnosis(task, first_failure, namespace, source, expected, actual, right_calls)
     hints = tuple(task.mistakes[name].hint for name in mistakes)
-    return TaskGrade(task.name, first_failure.status, first_failure.message, mistakes, hints, first_failure.location)
+    grade = replace(first_failure, mistakes=mistakes, hints=hints)
+    if len(mistakes) > 1:
+        return grade
+    return _add_diagnosis(task, grade, namespace, source, expected, actual, right_calls)
 
 
 def _add_diagnosis(
@@ -147,11 +151,16 @@ def _add_diagnosis(
     actual: list[PlainValue],
     right_functions: Collection[str],
 ) -> TaskGrade:
-    """Add hints for a mistake that is not listed: how the result differs, and the step that is wrong."""
+    """Add hints for a mistake that is not listed: how the result differs, and the step that is wrong.
+
+    For a listed mistake, add the change of one step that corrects it, if there is one.
+    """
     from cutaway.learn.runner.diagnosis import diagnose
 
     try:
-        hints = diagnose(task, namespace, source.sources, expected, actual, right_functions)
+        hints = diagnose(
+            task, namespace, source.sources, expected, actual, right_functions, repair_only=bool(grade.mistakes)
+        )
     except TimeLimitError:  # the search for a hint is not part of the learner's time
         return grade
     return replace(grade, hints=(*grade.hints, *hints))
@@ -173,7 +182,7 @@ def _run_case(
         return PlainValue("error", type(error).__name__), _error_grade(task, case, error, source)
     difference = describe_difference(expected, value, task.axes)
     if difference is not None:
-        return value, TaskGrade(task.name, "incorrect", f"{case.description} {difference}")
+        return value, TaskGrade(task.name, "incorrect", f"{_describe_case(task, case)} {difference}")
     if any(describe_difference(before, to_plain_value(arg)) for before, arg in zip(args_before, args, strict=True)):
         return value, _modified_argument_grade(task, function, case, source)
     return value, None
@@ -188,6 +197,14 @@ def _modified_argument_grade(
     message = f"returned the correct value, but modified {name} in place: create a new tensor instead"
     hints = (f"{modification.location} modifies {name}",) if modification else ()
     return TaskGrade(task.name, "incorrect", f"{case.description} {message}", hints=hints)
+
+
+def _describe_case(task: FunctionTask, case: Case) -> str:
+    """Describe a case. Arguments are included if they are numbers."""
+    if not all(isinstance(arg, int | float) for arg in case.args):
+        return case.description
+    names = inspect.signature(task.solution).parameters
+    return f"{case.description} ({', '.join(f'{name}={arg}' for name, arg in zip(names, case.args, strict=False))})"
 
 
 def is_not_written(error: BaseException) -> bool:
@@ -218,7 +235,7 @@ def _error_grade(task: FunctionTask, case: Case, error: BaseException, source: L
         return TaskGrade(task.name, "error", message)
     else:
         message = f"raised {type(error).__name__}: {format_error(error)}"
-    return TaskGrade(task.name, "error", f"{case.description} {message}", hints=hints, location=location)
+    return TaskGrade(task.name, "error", f"{_describe_case(task, case)} {message}", hints=hints, location=location)
 
 
 def is_memory_error(error: BaseException) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-RECORDER_NAME = "_cutaway_steps"
+RECORDER_NAME, _START_NAME = "_cutaway_steps", "_cutaway_start"
 _MAX_TEXT = 60
 _MAX_EXPONENT = 64
 """Largest exponent that a changed function may compute: larger powers of integers take seconds."""
@@ -65,7 +65,7 @@ class Step:
     detail: str
     """Name of the variable or method, symbol of the operator, or text of the constant.
 
-    For `a + b if test else c`, the text `b if test else c`."""
+    For a conditional, the part that may lack parentheses: `b if test else c` of `a + b if test else c`."""
     function: str
     """Name of the function that contains the step."""
     filename: str
@@ -99,7 +99,8 @@ class Edit:
     swap_arguments: tuple[int, int] | None = None
     """Positions of two arguments of a call that are exchanged."""
     exchange: tuple[str, str] | None = None
-    """Names of two arguments of the function of the step that are exchanged everywhere."""
+    """Names of two arguments of the function that are exchanged in these steps and in `exchanged_steps`."""
+    exchanged_steps: frozenset[int] = frozenset()
     method: str | None = None
     """Another method or function."""
     keywords: Mapping[str, Any] | None = None
@@ -107,7 +108,7 @@ class Edit:
     reverse_parts: bool = False
     """Whether the list that is the first argument of a call, as of `torch.cat`, is reversed."""
     add_parentheses: bool = False
-    """Whether `a + b if test else c` is evaluated as `a + (b if test else c)`."""
+    """Whether the conditional of `a + b if test else c` or `a if test else b * c` is evaluated first."""
     change: "Callable[[Any, StepRecorder], Any] | None" = None
     """Function of the value of the step and the recorder that returns another value."""
     others: "tuple[Edit, ...]" = ()
@@ -125,8 +126,8 @@ class StepRecorder:
     max_steps: int = 20_000
     edits: dict[int, Edit] = field(default_factory=dict)
     """The edits in effect, by index of the step."""
-    exchange: tuple[str, str] | None = None
-    """Arguments that are exchanged."""
+    exchange_edit: Edit | None = None
+    """The edit in effect, if it exchanges two arguments."""
     case_index: int = 0
     """Index of the test case that is running."""
     num_steps: int = 0
@@ -147,7 +148,7 @@ class StepRecorder:
         """Forget all values, and run with this edit from now on."""
         self.case_index, self.num_steps = case_index, 0
         self.edits = {} if edit is None else {part.index: part for part in (edit, *edit.others)}
-        self.exchange = None if edit is None else edit.exchange
+        self.exchange_edit = edit if edit is not None and edit.exchange is not None else None
         for table in (self.values, self.arguments, self.variables, self.sources, self.name_sources):
             table.clear()
 
@@ -155,8 +156,8 @@ class StepRecorder:
         self.arguments[function], self.variables[function] = {**arguments}, {**arguments}
 
     def name(self, index: int, function: str, name: str, value: Any) -> Any:
-        if self.exchange is not None and name in self.exchange:
-            one, other = self.exchange
+        if self.exchange_edit is not None and index in self.exchange_edit.exchanged_steps:
+            one, other = self.exchange_edit.exchange or ("", "")
             value = self.arguments[function][other if name == one else one]
         self.variables.setdefault(function, {})[name] = value
         if (function, name) in self.sources:
@@ -222,6 +223,15 @@ class StepRecorder:
             value = self.operate(operation, symbol, left(), right()) if test else otherwise()
         return self.value(index, value)
 
+    def choose_start(
+        self, index: int, test: Any, body: Callable[[], Any], start: Callable[[], Any], rest: Callable[[Any], Any]
+    ) -> Any:
+        """Evaluate `body if test else rest(start)`; with parentheses, `rest(body if test else start)`."""
+        edit = self.edits.get(index)
+        if edit is not None and edit.add_parentheses:
+            return self.value(index, rest(body() if test else start()))
+        return self.value(index, body() if test else rest(start()))
+
 
 class _Instrumenter(ast.NodeTransformer):
     """Replaces the expressions in the body of one function."""
@@ -282,7 +292,7 @@ class _Instrumenter(ast.NodeTransformer):
     # ------------------------------------------------------------------------------------ expressions
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
-        if not isinstance(node.ctx, ast.Load):
+        if not isinstance(node.ctx, ast.Load) or node.id == _START_NAME:
             return node
         index = self._add(node, "name", node.id)
         return self._recorder_call(
@@ -353,7 +363,7 @@ class _Instrumenter(ast.NodeTransformer):
         body = node.body
         symbol = _SYMBOLS.get(type(body.op)) if isinstance(body, ast.BinOp) else None
         if not isinstance(body, ast.BinOp) or symbol is None:
-            return self._generic(node)
+            return self._conditional_start(node) if isinstance(node.orelse, ast.BinOp) else self._generic(node)
         text, body_text = self._text(node), self._text(body)
         detail = f"{self._text(body.right)} if {self._text(node.test)} else {self._text(node.orelse)}"
         outer, self.children = self.children, []
@@ -364,6 +374,21 @@ class _Instrumenter(ast.NodeTransformer):
         index = self._add(node, "conditional", detail, children, text)
         constants = (ast.Constant(index), ast.Constant(operation), ast.Constant(symbol))
         return self._recorder_call("choose", *constants, test, _lambda(left), _lambda(right), _lambda(otherwise))
+
+    def _conditional_start(self, node: ast.IfExp) -> ast.AST:
+        """Instrument `a if test else b * c`, which may be meant as `(a if test else b) * c`."""
+        text, parent, first = self._text(node), node, node.orelse
+        while isinstance(first, ast.BinOp):
+            parent, first = first, first.left  # type: ignore[assignment]
+        detail = f"{self._text(node.body)} if {self._text(node.test)} else {self._text(first)}"
+        outer, self.children = self.children, []
+        test, body, start = self.visit(node.test), self.visit(node.body), self.visit(first)
+        parent.left = ast.copy_location(ast.Name(_START_NAME, ast.Load()), first)  # type: ignore[attr-defined]
+        rest = self.visit(node.orelse)
+        children, self.children = tuple(self.children), outer
+        index = self._add(node, "conditional", detail, children, text)
+        functions = (_lambda(body), _lambda(start), _lambda(rest, _START_NAME))
+        return self._recorder_call("choose_start", ast.Constant(index), test, *functions)
 
     def _generic(self, node: ast.expr) -> ast.AST:
         """Instrument the parts of an expression, and record its value."""
@@ -414,8 +439,9 @@ class _Instrumenter(ast.NodeTransformer):
         return _call(ast.Attribute(ast.Name(RECORDER_NAME, ast.Load()), method, ast.Load()), list(args))
 
 
-def _lambda(body: ast.expr) -> ast.Lambda:
-    return ast.Lambda(ast.arguments(posonlyargs=[], args=[], kwonlyargs=[], kw_defaults=[], defaults=[]), body)
+def _lambda(body: ast.expr, *names: str) -> ast.Lambda:
+    args = [ast.arg(name) for name in names]
+    return ast.Lambda(ast.arguments(posonlyargs=[], args=args, kwonlyargs=[], kw_defaults=[], defaults=[]), body)
 
 
 def _call(function: ast.expr, args: list[ast.expr], keywords: list[ast.keyword] | None = None) -> ast.Call:

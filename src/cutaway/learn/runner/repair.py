@@ -52,6 +52,7 @@ _REDUCTIONS = frozenset(("mean", "sum", "amax", "amin", "max", "min", "std", "va
 _ADDED_OPERATORS = {
     "*": "it is multiplied by {}", "/": "it is divided by {}", "+": "{} is added to it", "-": "{} is subtracted from it"
 }  # fmt: skip
+_PREFIX = "the result is correct"
 _UNARY_FUNCTIONS: Mapping[str, Callable[[Any], Any]] = {
     "its sign is changed": lambda v: -v,
     "its square root is taken": lambda v: v**0.5,
@@ -80,7 +81,10 @@ class Repair:
 
     @property
     def description(self) -> str:
-        return f"{self.step.location}: the result is correct {self.edit.description}"
+        text = self.edit.description
+        return (
+            f"{self.step.location} {text}" if text.startswith("has to") else f"{self.step.location}: {_PREFIX} {text}"
+        )
 
 
 @dataclass
@@ -141,11 +145,13 @@ def find_repair(
     *,
     right_steps: Collection[int] = (),
     right_functions: Collection[str] = (),
+    likely_only: bool = False,
 ) -> Repair | None:
     """Return the first change of one step that makes the function correct for all cases, or None.
 
     The main case is run first. Without `edits`, all changes of `list_edits` are tried; those of `right_steps`, whose
-    values are right, come last. Steps of `right_functions` are not changed.
+    values are right, come last. Steps of `right_functions` are not changed. With `likely_only`, `right_steps` are not
+    changed either, and no operation is added.
     """
     learner.record_unchanged(task)
     learner.run(task.cases[main_case].args, main_case)
@@ -154,6 +160,8 @@ def find_repair(
     num_steps = 0
     if edits is None:
         edits = _list_all_edits(learner, task.name, right_steps)
+    if likely_only:
+        edits = [item for item in edits if item[0].index not in right_steps and item[1].rank < _ADDED]
     for step, edit in edits:
         if step.function in right_functions:
             continue
@@ -197,6 +205,9 @@ def _list_all_edits(
 
 
 def _is_correct(value: PlainValue | None, expected: PlainValue) -> bool:
+    """Whether a value is correct. An integer may be a float: the type is corrected after the value."""
+    if value is not None and value.kind == "float" and expected.kind == "int":
+        return float(value.elements[0]) == expected.elements[0]
     return value is not None and values_equal(value, expected)
 
 
@@ -206,9 +217,10 @@ def list_edits(
     """Yield the changes of one step that are tried. `values` are the values of all steps in the unchanged function."""
     step, value = steps[index], values[index]
     if step.kind == "constant":
-        yield from _edit_constant(step, value)
+        yield from _edit_constant(step, value, variables)
     elif step.kind in ("operator", "comparison"):
         yield from _edit_operator(step)
+        yield from _add_parentheses(steps, step)
     elif step.kind == "method":
         yield from _edit_method(step, value, values)
     elif step.kind == "conditional":
@@ -233,11 +245,11 @@ def is_numeric(value: object) -> bool:
 # ---------------------------------------------------------------------------------------- changed parts of a step
 
 
-def _edit_constant(step: Step, value: Any) -> Iterator[Edit]:
+def _edit_constant(step: Step, value: Any, variables: Mapping[str, Any]) -> Iterator[Edit]:
     if isinstance(value, bool):
         candidates: list[Any] = [not value]
     elif isinstance(value, int):
-        candidates = [-1, -2, 0, 1, 2, 3, value + 1, value - 1, 2 * value, -value]
+        candidates = [-1, -2, 0, 1, 2, 3, value + 1, value - 1, 2 * value, 4 * value, value // 2, -value]
     else:
         candidates = [0.5, -0.5, 1.0, 2.0, -value, 1 / value if value else 1.0]
     word = "axis " if step.is_axis and not isinstance(value, bool) else ""
@@ -245,6 +257,11 @@ def _edit_constant(step: Step, value: Any) -> Iterator[Edit]:
         if other != value:
             text = f"with {word}{format_value(other)} in place of {format_value(value)}"
             yield Edit(step.index, text, change=_constant(other))
+    if isinstance(value, int) and not isinstance(value, bool) and not step.is_axis:
+        for name, other in variables.items():
+            if isinstance(other, int) and not isinstance(other, bool):
+                text = f"with `{name}` in place of {format_value(value)}"
+                yield Edit(step.index, text, change=_read_variable(step.function, name))
 
 
 def _edit_names(
@@ -289,6 +306,32 @@ def _edit_operator(step: Step) -> Iterator[Edit]:
         yield Edit(step.index, "with the two operands exchanged", _OPERATOR, swap_operands=True)
 
 
+def _add_parentheses(steps: Sequence[Step], step: Step) -> Iterator[Edit]:
+    """Yield the other orders of evaluation: a·b + c as a·(b + c) and as (a·b) + c, and a / b·c as a / (b·c)."""
+    if len(step.children) != 2:
+        return
+    left, right = (steps[child] for child in step.children)
+    if left.kind == "operator" and len(left.children) == 2:
+        first, last = left.children
+        text = f"with parentheses: `{steps[first].text} {left.detail} ({steps[last].text} {step.detail} {right.text})`"
+        change = _regroup((first, last, right.index), (left.detail, step.detail), right_first=True)
+        yield Edit(step.index, text, _OPERATOR, change=change)
+    if right.kind == "operator" and len(right.children) == 2:
+        first, last = right.children
+        text = f"with parentheses: `({left.text} {step.detail} {steps[first].text}) {right.detail} {steps[last].text}`"
+        change = _regroup((left.index, first, last), (step.detail, right.detail), right_first=False)
+        yield Edit(step.index, text, _OPERATOR, change=change)
+    operands, node = [right], left
+    while step.detail == "*" and node.kind == "operator" and len(node.children) == 2 and node.detail in "*/":
+        operands.insert(0, steps[node.children[1]])
+        if node.detail == "/" and len(operands) > 2:
+            product = " * ".join(operand.text for operand in operands)
+            text = f"with parentheses: `{steps[node.children[0]].text} / ({product})`"
+            change = _divide_by_product(node.children[0], [operand.index for operand in operands])
+            yield Edit(step.index, text, _OPERATOR, change=change)
+        node = steps[node.children[0]]
+
+
 def _definite(phrase: str) -> str:
     return f"the {phrase.removeprefix('an ').removeprefix('a ')}" if phrase.startswith(("a ", "an ")) else phrase
 
@@ -323,14 +366,19 @@ def _edit_reshape(step: Step, value: Any, owner: Any) -> Iterator[Edit]:
 
 
 def _exchange_arguments(own: Sequence[Step], recorder: StepRecorder, function: str) -> Iterator[tuple[Step, Edit]]:
-    """Yield the exchanges of two arguments of a function, at the first step that reads one of them."""
+    """Yield the exchanges of two arguments of a function, in one line and in all lines that read them."""
     arguments = recorder.arguments.get(function, {})
     for one, other in combinations(arguments, 2):
         readers = [step for step in own if step.kind == "name" and step.detail in (one, other)]
-        if readers and _are_exchangeable(arguments[one], arguments[other]):
-            lines = _join_lines(readers)
-            text = f"with `{one}` and `{other}` exchanged{f' in {lines}' if ' and ' in lines else ''}"
-            yield readers[0], Edit(readers[0].index, text, exchange=(one, other))
+        if len({step.detail for step in readers}) < 2 or not _are_exchangeable(arguments[one], arguments[other]):
+            continue
+        by_line = [[step for step in readers if step.line == line] for line in sorted({step.line for step in readers})]
+        for group in (*by_line, readers) if len(by_line) > 1 else by_line:
+            lines = f" in {_join_lines(group)}" if len({step.line for step in group}) > 1 else ""
+            text = f"with `{one}` and `{other}` exchanged{lines}"
+            indices = frozenset(step.index for step in group)
+            if len({step.detail for step in group}) == 2:
+                yield group[0], Edit(group[0].index, text, _OPERATOR, exchange=(one, other), exchanged_steps=indices)
 
 
 def _join_lines(steps: Sequence[Step]) -> str:
@@ -452,6 +500,19 @@ def _call_method(name: str, *args: int) -> _Change:
 
 def _read_step(index: int) -> _Change:
     return lambda _, recorder: recorder.values[index]
+
+
+def _regroup(operands: tuple[int, int, int], symbols: tuple[str, str], *, right_first: bool) -> _Change:
+    def change(_: Any, recorder: StepRecorder) -> Any:
+        a, b, c = (recorder.values[index] for index in operands)
+        one, other = (BINARY_OPERATORS[symbol] for symbol in symbols)
+        return one(a, other(b, c)) if right_first else other(one(a, b), c)
+
+    return change
+
+
+def _divide_by_product(numerator: int, factors: Sequence[int]) -> _Change:
+    return lambda _, recorder: recorder.values[numerator] / math.prod(recorder.values[index] for index in factors)
 
 
 def _transpose_step(index: int, one: int, other: int) -> _Change:

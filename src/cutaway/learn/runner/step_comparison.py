@@ -104,7 +104,13 @@ def compare_steps(task: FunctionTask, learner: InstrumentedFunction, reference: 
         learner.run(case.args, number)
         values = to_arrays(learner.recorder.values)
         matched = find_known_steps(values, reference.arrays(number))
-        computed = [index for index in matched if learner.steps[index].kind not in ("name", "constant")]
+        numbers = {arg for arg in case.args if isinstance(arg, int | float)}  # equal by chance
+        computed = [
+            index
+            for index in matched
+            if learner.steps[index].kind not in ("name", "constant")
+            and not (values[index].size == 1 and values[index].item() in numbers)
+        ]
         known -= values.keys() - matched
         right -= values.keys() - {n for index in computed for n in (index, *learner.dependencies(index))}
         num_unknown.append(len(values) - len(matched))
@@ -132,7 +138,7 @@ def list_value_edits(
             if is_result or other.shape != value.shape or arrays_close(other, value):
                 continue
             noun = _NOUNS.get(reference.steps[reference_index].detail, "")
-            text = f"with the right value here{f', {noun}' if noun else ''}: {_describe_values(value, other)}"
+            text = f"has to be another value{f', {noun}' if noun else ''}: {_describe_values(value, other)}"
             if step.function == reference.steps[reference_index].function:
                 missing = sorted(reference.used_arguments[reference_index] - learner.used_arguments(index))
                 text += (
@@ -175,7 +181,7 @@ class Departure:
     @property
     def description(self) -> str:
         if self.step is None:
-            return f"every value of the function is right so far; {self.following}"
+            return f"the steps are right, but not complete: {self.following}"
         parts = [f"{self.step.location} is the first value that a correct solution does not compute"]
         return "; ".join([*parts, *(part for part in (self.relation, self.following) if part)])
 

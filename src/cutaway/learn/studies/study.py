@@ -52,6 +52,14 @@ def estimate(values: Sequence[float], *, ratio: bool = False) -> Estimate:
     return Estimate(fmean(values), interval.mean - half_width, interval.mean + half_width, interval.count)
 
 
+def estimate_share(flags: Sequence[float]) -> Estimate:
+    """Estimate the share of ones among zeros and ones, with Wilson's score interval."""
+    count, share, z = len(flags), fmean(flags), 1.959964
+    center = (share + z * z / (2 * count)) / (1 + z * z / count)
+    half_width = z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    return Estimate(share, max(0.0, center - half_width), min(1.0, center + half_width), count)
+
+
 def format_count(value: float) -> str:
     return f"{value:,.0f}".replace("-", "−") if abs(value) < 1e6 else f"{value:.1e}"
 

@@ -10,7 +10,7 @@ from cutaway.evaluate.functional import entropy
 from cutaway.families.checkpoint import Checkpoint
 from cutaway.learn.studies.representation.attention_weights import spearman
 from cutaway.learn.studies.representation.python_texts import MODULES, PROMPTS, load_model, load_module_text
-from cutaway.learn.studies.study import Estimate, estimate
+from cutaway.learn.studies.study import Estimate, estimate, estimate_share
 from cutaway.lens.analysis import LabeledTensor, component_effects, direct_logit_attribution
 from cutaway.lens.analysis.component_effects import ABLATION_METHODS, AblationMethod
 from cutaway.lens.journey import follow_token
@@ -90,7 +90,8 @@ def measure_logit_lens_cause(
                 for key, value in row.items():
                     rows.setdefault(key, []).append(value)
             for key, values in rows.items():
-                estimates[f"logit-lens/{key}/{group}/{method}"] = estimate(values)
+                function = estimate if key == "num-necessary" else estimate_share
+                estimates[f"logit-lens/{key}/{group}/{method}"] = function(values)
     return estimates
 
 
@@ -136,7 +137,8 @@ def measure_attribution(device: str, prompts: Sequence[str] = PROMPTS) -> dict[s
         }
         for key, value in row.items():
             rows.setdefault(key, []).append(value)
-    return {f"attribution/{key}": estimate(values) for key, values in rows.items()}
+    shares = {"attribution/same-largest": estimate_share(rows.pop("same-largest"))}
+    return {f"attribution/{key}": estimate(values) for key, values in rows.items()} | shares
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from cutaway.config import Config
 from cutaway.config import config as read_config
 from cutaway.learn.studies.representation.python_texts import MODULES, load_model, load_module_text
 from cutaway.learn.studies.representation.stacked_weights import ffn_output_weights, logit_directions
-from cutaway.learn.studies.study import Estimate, estimate
+from cutaway.learn.studies.study import Estimate, estimate, estimate_share
 from cutaway.learn.studies.train_grid import TrainingGrid, train_grid
 from cutaway.lens.edit import EditSpec, edit
 from cutaway.lens.trace import trace
@@ -229,7 +229,7 @@ def measure_neuron_memory(device: str, num_modules: int = NUM_MODULES) -> dict[s
             "agreement-random": _agreement(following[positions.roll(1, 0)], raised),
         }
         for name, flags in values.items():
-            estimates[f"neurons/{name}/{layer}"] = estimate(flags.tolist())
+            estimates[f"neurons/{name}/{layer}"] = estimate_share(flags.tolist())
     return estimates
 
 
