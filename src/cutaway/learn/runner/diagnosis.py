@@ -6,7 +6,8 @@ from typing import Any
 
 from cutaway.learn.exercises.task import FunctionTask
 from cutaway.learn.runner.instrumentation import StepRecorder, instrument_functions
-from cutaway.learn.runner.repair import InstrumentedFunction, find_repair
+from cutaway.learn.runner.instrumented_function import InstrumentedFunction
+from cutaway.learn.runner.repair import find_repair
 from cutaway.learn.runner.step_comparison import (
     ReferenceSteps,
     compare_steps,

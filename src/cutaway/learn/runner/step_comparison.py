@@ -13,7 +13,7 @@ import numpy as np
 
 from cutaway.learn.exercises.task import FunctionTask
 from cutaway.learn.runner.instrumentation import Edit, Step, StepRecorder, instrument_functions
-from cutaway.learn.runner.repair import InstrumentedFunction, is_numeric
+from cutaway.learn.runner.instrumented_function import InstrumentedFunction, is_numeric
 from cutaway.learn.runner.value_comparison import format_value, to_plain_value
 from cutaway.learn.runner.value_relations import (
     Array,
