@@ -5,10 +5,18 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 
 from cutaway.errors import InputError
 from cutaway.learn.studies import STUDIES, Estimate, StudyResults, estimate, get_study, load_results, read_results
-from cutaway.learn.studies.norm_placement import DEPTHS, Setting, all_settings, describe_gradient, measure_gradient
+from cutaway.learn.studies.norm_placement import (
+    DEPTHS,
+    VARIANTS,
+    Setting,
+    all_settings,
+    describe_gradient,
+    measure_gradient,
+)
 from cutaway.learn.studies.study import RESULTS_DIR, estimate_share, format_figure, write_results
 
 
@@ -91,3 +99,12 @@ def test_interval_of_a_share_is_within_0_and_1() -> None:
     assert (none.mean, none.low) == (0, 0)
     assert none.high == pytest.approx(0.2775, abs=1e-4)  # z² / (n + z²)
     assert 0 < some.low < some.mean == 0.25 < some.high < 1
+
+
+def test_deepnorm_scales_residuals_and_weights() -> None:
+    post, deepnorm = (VARIANTS[name].build(8, 16, 0) for name in ("post", "post, DeepNorm"))
+    assert deepnorm.config.stacks["decoder"].placement.skip_scale == pytest.approx(2)  # 16^¼
+    for name, parameter in deepnorm.named_parameters():
+        is_scaled = name.endswith("weight") and any(part in name for part in (".v.", ".o.", ".up.", ".down."))
+        expected = post.get_parameter(name) * (64**-0.25 if is_scaled else 1)
+        torch.testing.assert_close(parameter, expected)

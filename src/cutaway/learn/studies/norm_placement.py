@@ -12,11 +12,12 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 
+from cutaway.config import PostNorm
 from cutaway.learn.studies.study import Estimate, ProgressFn, estimate, load_results
 from cutaway.learn.studies.train_grid import MarkovChain, TrainingGrid, train_grid
 from cutaway.lens.analysis.gradients import InitName, PlacementName, placement_config, relative_gradient_norms
 from cutaway.lens.trace import trace
-from cutaway.model import build
+from cutaway.model import Transformer, build
 
 PLACEMENTS: tuple[PlacementName, ...] = ("pre", "post", "sandwich", "none")
 INITS: tuple[InitName, ...] = ("xavier", "normal", "gpt2")
@@ -29,15 +30,46 @@ NUM_SEEDS, NUM_TEXTS, SEQ_LEN = 10, 3, 32
 GRID = TrainingGrid()
 TRAINED = 0.5
 """A model counts as trained if it makes at least this part of the possible progress."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A trained variant of the model."""
+
+    placement: PlacementName
+    residual: bool = True
+    init: InitName = "xavier"
+    deepnorm: bool = False
+    """Whether residual connections are multiplied by (2·depth)^¼ and Xavier's W_V, W_O and FFN matrices by (8·depth)^−¼
+    (https://arxiv.org/abs/2203.00555)."""
+
+    def build(self, depth: int, vocab_size: int, seed: int) -> Transformer:
+        config = placement_config(
+            self.placement, depth, activation="relu", init=self.init, d_model=32, vocab_size=vocab_size
+        )
+        if not self.deepnorm:
+            return build(config, seed=seed)
+        stack = config.stacks["decoder"]
+        config = config.replace(decoder=stack.replace(placement=PostNorm(skip_scale=(2 * depth) ** 0.25)))
+        model = build(config, seed=seed)
+        with torch.no_grad():
+            for block in model.get_submodule("decoder.blocks").children():
+                for name in ("attn.f.v", "attn.f.o", "ffn.f.up", "ffn.f.down"):
+                    block.get_parameter(f"{name}.weight").mul_((8 * depth) ** -0.25)
+        return model
+
+
 VARIANTS = {
-    "pre": ("pre", True),
-    "post": ("post", True),
-    "sandwich": ("sandwich", True),
-    "none": ("none", True),
-    "pre, no residual": ("pre", False),
-    "post, no residual": ("post", False),
+    "pre": Variant("pre"),
+    "post": Variant("post"),
+    "sandwich": Variant("sandwich"),
+    "none": Variant("none"),
+    "pre, no residual": Variant("pre", residual=False),
+    "post, no residual": Variant("post", residual=False),
+    "post, GPT-2 init": Variant("post", init="gpt2"),
+    "post, DeepNorm": Variant("post", deepnorm=True),
 }
-"""Trained variants: placement, and whether there are residual connections."""
+"""Trained variants by name."""
 
 
 @dataclass(frozen=True)
@@ -143,11 +175,11 @@ def measure_training(variant: str, depth: int, device: str = "cpu", grid: Traini
     `train` is the mean progress over seeds, `trained-seeds` the number of seeds with more than half of the possible
     progress, and `trained-lrs` the number of learning rates at which every seed trains.
     """
-    placement, residual = VARIANTS[variant]
-    data = MarkovChain()
-    config = placement_config(placement, depth, activation="relu", d_model=32, vocab_size=data.num_symbols)  # type: ignore[arg-type]
-    edits = None if residual else {"blocks.*": "no_residual"}
-    trained = train_grid(lambda seed: build(config, seed=seed), data, grid, edits=edits, device=device)
+    data, settings = MarkovChain(), VARIANTS[variant]
+    edits = None if settings.residual else {"blocks.*": "no_residual"}
+    trained = train_grid(
+        lambda seed: settings.build(depth, data.num_symbols, seed), data, grid, edits=edits, device=device
+    )
     estimates = {}
     for (lr, warmup), by_seed in trained.final_losses().items():
         fractions = [max(-1.0, data.progress(loss)) for loss in by_seed]
