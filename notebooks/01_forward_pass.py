@@ -103,7 +103,7 @@ def attend(q, k, v):  # (1, T, H, D) each
 
 
 # %%
-claim("norm of 100·x after RMSNorm without gains, √d", norm(100 * x, 1.0).norm(dim=-1).mean(), predicted=16)
+claim("norm of 100·x after RMSNorm without gains, √d", norm(100 * x, 1.0).norm(dim=-1).mean(), predicted=16, id="C103")
 
 # %% [markdown]
 # ## One block: two residual additions
@@ -165,7 +165,7 @@ def relative_error(a, b):
 
 
 worst = max(relative_error(activations[name], t[name].as_subclass(torch.Tensor)) for name in activations)
-claim("by hand against the library: largest relative error over 87 sites", worst, below=1e-5)
+claim("by hand against the library: largest relative error over 87 sites", worst, below=1e-5, id="C001")
 
 # %% [markdown]
 # ## The residual stream is a sum
@@ -181,7 +181,9 @@ outputs = {
 }  # 12 × (d,)
 total = activations["embed"][0, -1] + sum(outputs.values())
 final_resid = t["blocks.5.resid_post"][0, -1]
-claim("embedding + 12 sublayer outputs = final residual stream", relative_error(total, final_resid), below=1e-5)
+claim(
+    "embedding + 12 sublayer outputs = final residual stream", relative_error(total, final_resid), below=1e-5, id="C121"
+)
 
 # %% [markdown]
 # If the sublayer outputs were orthogonal, the squared norm of the sum would be the sum of the squared norms
@@ -215,7 +217,9 @@ top = probs.topk(5)
 for prob, token in zip(top.values, top.indices, strict=True):
     print(f"{tokenizer.decode([token])!r:10} {prob:.3f}")
 [completion] = ct.generate(checkpoint, text, max_new_tokens=1)
-claim("the token with the largest logit is generated", top.indices[0], predicted=completion.tokens[0], rtol=0)
+claim(
+    "the token with the largest logit is generated", top.indices[0], predicted=completion.tokens[0], rtol=0, id="C009"
+)
 
 # %% [markdown]
 # The head is linear, and the final norm divides the residual stream of a token by one number, its RMS. With the RMS
@@ -230,7 +234,7 @@ library = analysis.direct_logit_attribution(checkpoint, text, completion.text).v
 difference = (contributions - library).abs().max()
 print(claim("direct logit attribution by hand against the library: largest difference", difference, below=1e-3))
 logit = float(activations["logits"][0, -1].max())
-claim("the contributions sum to the logit", contributions.sum(), predicted=logit, rtol=1e-4)
+claim("the contributions sum to the logit", contributions.sum(), predicted=logit, rtol=1e-4, id="C273")
 
 # %% [markdown]
 # ## Logit lens: the prediction after each block

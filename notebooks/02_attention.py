@@ -36,9 +36,9 @@ BLUE, ORANGE, GREEN, GRAY = "#0072B2", "#E69F00", "#009E73", "#999999"
 widths = [4, 16, 64, 256, 1024]
 q, k = torch.randn(2, 10_000, 1024, generator=generator)
 score_std = torch.stack([(q[:, :width] * k[:, :width]).sum(-1).std() for width in widths])
-print(claim("standard deviation of q·k at d_head = 64", score_std[2], predicted=8, rtol=0.05))
+print(claim("standard deviation of q·k at d_head = 64", score_std[2], predicted=8, rtol=0.05, id="C052"))
 exponent = (score_std[-1] / score_std[0]).log() / math.log(widths[-1] / widths[0])
-claim("exponent of d_head in the standard deviation of q·k", exponent, predicted=0.5, rtol=0.03)
+claim("exponent of d_head in the standard deviation of q·k", exponent, predicted=0.5, rtol=0.03, id="C051")
 
 # %% [markdown]
 # What is softmax of scores with standard deviation 8? Let 128 keys have scores $s_j \sim N(0, \sigma^2)$, and measure
@@ -59,9 +59,9 @@ q, k = torch.randn(2000, 1, 64, generator=generator), torch.randn(2000, n, 64, g
 scores = (q * k).sum(-1)  # (2000, n)
 unscaled, scaled = scores.softmax(-1), (scores / math.sqrt(64)).softmax(-1)
 concentration = {name: p.square().sum(-1).mean() for name, p in (("unscaled", unscaled), ("scaled", scaled))}
-print(claim("divided by √64: concentration Σp²", concentration["scaled"], predicted=math.e / n, rtol=0.08))
+print(claim("divided by √64: concentration Σp²", concentration["scaled"], predicted=math.e / n, rtol=0.08, id="C053"))
 limit = 1 - math.sqrt(2 * math.log(n)) / 8
-claim("not divided: concentration Σp²", concentration["unscaled"], predicted=limit, rtol=0.15)
+claim("not divided: concentration Σp²", concentration["unscaled"], predicted=limit, rtol=0.15, id="C053")
 
 # %%
 sigma = torch.linspace(0.25, 12, 48)
@@ -92,7 +92,7 @@ axes.legend(frameon=False, loc="lower right")
 softmax_jacobian = torch.func.vmap(torch.func.jacrev(lambda s: s.softmax(-1)))(scores[:20])  # (20, n, n)
 trace = softmax_jacobian.diagonal(dim1=-2, dim2=-1).sum(-1).mean()
 expected = 1 - float(unscaled[:20].square().sum(-1).mean())
-claim("not divided: Σ ∂p/∂s over the keys, by autograd", trace, predicted=expected, rtol=1e-4)
+claim("not divided: Σ ∂p/∂s over the keys, by autograd", trace, predicted=expected, rtol=1e-4, id="C053")
 
 # %% [markdown]
 # ## The shapes of GPT-2
@@ -105,8 +105,8 @@ claim("not divided: Σ ∂p/∂s over the keys, by autograd", trace, predicted=e
 gpt2 = ct.build("gpt2", device="meta")
 estimate = ct.trace(gpt2, "attn.q", "attn.scores", layers=0).estimate_memory(batch_size=1, seq_len=128)
 print(estimate)
-print(claim("d_head of GPT-2, 768 / 12", estimate[0].shape[-1], predicted=64, rtol=0))
-claim("number of scores in one layer", math.prod(estimate[1].shape), predicted=12 * 128 * 128, rtol=0)
+print(claim("d_head of GPT-2, 768 / 12", estimate[0].shape[-1], predicted=64, rtol=0, id="C055"))
+claim("number of scores in one layer", math.prod(estimate[1].shape), predicted=12 * 128 * 128, rtol=0, id="C294")
 
 # %% [markdown]
 # ## Attention in four lines, on a trained model
@@ -138,8 +138,13 @@ scores = q @ k.mT / math.sqrt(32)  # (1, H, T, T)
 scores = scores + torch.full((T, T), -torch.inf).triu(1)
 pattern = scores.softmax(-1)
 z = (pattern @ v).transpose(1, 2)  # (1, T, H, D)
-print(claim("by hand against the library: largest difference in z", (z - attn["z"]).abs().max(), below=1e-4))
-claim("row sums of the pattern: largest difference from 1", (attn["pattern"].sum(-1) - 1).abs().max(), below=1e-5)
+print(claim("by hand against the library: largest difference in z", (z - attn["z"]).abs().max(), below=1e-4, id="C048"))
+claim(
+    "row sums of the pattern: largest difference from 1",
+    (attn["pattern"].sum(-1) - 1).abs().max(),
+    below=1e-5,
+    id="C050",
+)
 
 # %% [markdown]
 # Heads are independent until $W_o$. $W_o$ applied to the concatenated heads equals the sum of each head's output
@@ -150,7 +155,7 @@ claim("row sums of the pattern: largest difference from 1", (attn["pattern"].sum
 columns = model.decoder.blocks[2].attn.f.o.weight.view(256, 8, 32)  # (d, H, D)
 by_head = torch.einsum("bthe,dhe->bhtd", attn["z"], columns)  # (1, H, T, d)
 difference = (by_head.sum(1) - attn["out"]).abs().max()
-claim("per-head outputs sum to attn.out: largest difference", difference, below=1e-4)
+claim("per-head outputs sum to attn.out: largest difference", difference, below=1e-4, id="C057")
 
 # %% [markdown]
 # ## Six masks
@@ -207,7 +212,7 @@ t5 = ct.build("tiny-t5", seed=0)
 cross = visible_pairs(t5, source, ids, source_mask, site="decoder.blocks.0.cross.pattern")
 masks["cross, source 9 − 2"] = (cross, 12 * 7)
 for name, (visible, num_pairs) in masks.items():
-    print(claim(f"{name}: visible pairs", visible.sum(), predicted=num_pairs, rtol=0))
+    print(claim(f"{name}: visible pairs", visible.sum(), predicted=num_pairs, rtol=0, id="C070"))
 
 # %%
 figure, all_axes = plt.subplots(2, 3, figsize=(6, 4.2), layout="constrained")
@@ -244,8 +249,8 @@ with ct.edit(model, {"mask": "drop"}):
     without_mask = max_logit_change()
 tolerance = 1e-3
 changed_pairs = (with_mask > tolerance).sum()
-print(claim("pairs (token, position) whose logits change", changed_pairs, predicted=20 * 21 // 2, rtol=0))
-print(claim("largest change at an earlier position", with_mask.tril(-1).max(), below=tolerance))
+print(claim("pairs (token, position) whose logits change", changed_pairs, predicted=20 * 21 // 2, rtol=0, id="C078"))
+print(claim("largest change at an earlier position", with_mask.tril(-1).max(), below=tolerance, id="C078"))
 claim("pairs whose logits change without the mask", (without_mask > tolerance).sum(), predicted=20 * 20, rtol=0)
 
 # %%
@@ -317,8 +322,8 @@ uniform = sum(1 / t for t in range(33, 65)) / 32
 print(claim("mean induction score of the heads of block 0", induction[0].mean(), predicted=uniform, rtol=0.1))
 best_previous, best_induction = (divmod(int(values.argmax()), 8) for values in (previous, induction))
 print(f"best previous-token head {best_previous}, best induction head {best_induction}, as (block, head)")
-print(claim("score of the best previous-token head / uniform", previous.max() / uniform, above=10))
-print(claim("score of the best induction head / uniform", induction.max() / uniform, above=5))
+print(claim("score of the best previous-token head / uniform", previous.max() / uniform, above=10, id="C270"))
+print(claim("score of the best induction head / uniform", induction.max() / uniform, above=5, id="C270"))
 claim("block of the induction head − block of the previous-token head", best_induction[0] - best_previous[0], above=0)
 
 # %%
@@ -345,7 +350,15 @@ for kv_heads in (32, 8, 1):
     size = ct.size(config, batch_size=1, context=8192, dtype="bf16")
     cache_bytes[kv_heads] = size.memory.peak_by_component["kv cache"]
 print({f"{kv_heads} KV heads": f"{num_bytes / 2**30:.3f} GiB" for kv_heads, num_bytes in cache_bytes.items()})
-print(claim("GQA with 8 of 32 KV heads: cache / MHA cache", cache_bytes[8] / cache_bytes[32], predicted=1 / 4, rtol=0))
+print(
+    claim(
+        "GQA with 8 of 32 KV heads: cache / MHA cache",
+        cache_bytes[8] / cache_bytes[32],
+        predicted=1 / 4,
+        rtol=0,
+        id="C199",
+    )
+)
 claim("MQA with 1 of 32 KV heads: cache / MHA cache", cache_bytes[1] / cache_bytes[32], predicted=1 / 32, rtol=0)
 
 # %% [markdown]
@@ -359,7 +372,12 @@ for name, weight in weights.items():
     if name.endswith((".k.weight", ".v.weight")):  # (2·8, 32) → (4·8, 32)
         weights[name] = weight.view(2, 8, 32).repeat_interleave(2, 0).flatten(0, 1)
 full.load_state_dict(weights)
-claim("GQA against MHA with repeated heads: largest difference", (grouped(ids) - full(ids)).abs().max(), below=1e-5)
+claim(
+    "GQA against MHA with repeated heads: largest difference",
+    (grouped(ids) - full(ids)).abs().max(),
+    below=1e-5,
+    id="C063",
+)
 
 # %% [markdown]
 # ## Permutation equivariance
@@ -382,8 +400,8 @@ def equivariance_error(model):
 shape = {"vocab_size": 64, "d_model": 32, "init": {"kind": "xavier"}}
 encoder = ct.build({"form": "encoder", "encoder": no_positions, **shape}, seed=0)
 decoder = ct.build({"form": "decoder", "decoder": no_positions, **shape}, seed=0)
-print(claim("no positions, no mask: equivariance error", equivariance_error(encoder), below=1e-5))
-claim("no positions, causal mask: equivariance error", equivariance_error(decoder), above=0.01)
+print(claim("no positions, no mask: equivariance error", equivariance_error(encoder), below=1e-5, id="C022"))
+claim("no positions, causal mask: equivariance error", equivariance_error(decoder), above=0.01, id="C024")
 
 # %% [markdown]
 # ## Try

@@ -71,10 +71,10 @@ omega = 10000 ** (-torch.arange(0, width, 2) / width).double()
 rotations = [torch.tensor([[math.cos(a), math.sin(a)], [-math.sin(a), math.cos(a)]]) for a in omega * k]
 M = torch.block_diag(*rotations).double()  # (width, width)
 difference = (PE[k:] - PE[:-k] @ M.T).abs().max()
-print(claim("PE(p + 7) − M₇·PE(p): largest difference over 193 positions", difference, below=1e-5))
+print(claim("PE(p + 7) − M₇·PE(p): largest difference over 193 positions", difference, below=1e-5, id="C027"))
 print(claim("norm of PE(p), mean over positions", PE.norm(dim=-1).mean(), predicted=math.sqrt(width / 2), rtol=1e-6))
 products = PE[100] @ PE.T
-claim("PE(100)·PE(107) = Σ cos 7ω", products[107], predicted=float((omega * k).cos().sum()), rtol=1e-6)
+claim("PE(100)·PE(107) = Σ cos 7ω", products[107], predicted=float((omega * k).cos().sum()), rtol=1e-6, id="C030")
 
 # %%
 figure, axes = plt.subplots(figsize=(6, 3.2))
@@ -103,7 +103,7 @@ try:
 except InputError as error:
     num_errors = 1
     print(error)
-claim("97 tokens with a table of 96 rows: number of errors", num_errors, predicted=1, rtol=0)
+claim("97 tokens with a table of 96 rows: number of errors", num_errors, predicted=1, rtol=0, id="C034")
 
 # %% [markdown]
 # ## RoPE: scores depend on relative positions
@@ -127,7 +127,9 @@ for start in (0, 1000):
 scores = [torch.nan_to_num(t["blocks.1.attn.scores"], neginf=0.0) for t in traces]
 queries = [t["blocks.0.attn.q"] for t in traces]
 print(claim("positions shifted by 1,000: largest change of q", (queries[1] - queries[0]).abs().max(), above=0.1))
-claim("positions shifted by 1,000: largest change of a score", (scores[1] - scores[0]).abs().max(), below=1e-4)
+claim(
+    "positions shifted by 1,000: largest change of a score", (scores[1] - scores[0]).abs().max(), below=1e-4, id="C036"
+)
 
 # %% [markdown]
 # Two options of the configuration:
@@ -251,11 +253,11 @@ losses = {
 above_512 = {name: loss[512:].mean() for name, loss in losses.items()}
 print({name: f"{loss[:512].mean():.2f} → {loss[512:].mean():.2f}" for name, loss in losses.items()})
 increase = above_512["no scaling"] - losses["no scaling"][:512].mean()
-print(claim("no scaling: loss above 512 − loss below, nats per token", increase, above=0.3))
+print(claim("no scaling: loss above 512 − loss below, nats per token", increase, above=0.3, id="C038"))
 yarn_gain = above_512["no scaling"] - above_512["YaRN ×2"]
-print(claim("above 512: loss without scaling − loss with YaRN", yarn_gain, above=0.3))
+print(claim("above 512: loss without scaling − loss with YaRN", yarn_gain, above=0.3, id="C039"))
 dynamic_gain = above_512["no scaling"] - above_512["dynamic NTK"]
-claim("above 512: loss without scaling − loss with dynamic NTK", dynamic_gain, above=0.3)
+claim("above 512: loss without scaling − loss with dynamic NTK", dynamic_gain, above=0.3, id="C039")
 
 # %%
 figure, axes = plt.subplots(figsize=(6, 3.2))
@@ -284,11 +286,13 @@ with ct.edit(alibi, {"blocks.0.attn.q": "zero"}), ct.trace(alibi, "attn.pattern"
     alibi(torch.zeros(1, 768, dtype=torch.long))
 pattern = t["blocks.0.attn.pattern"][0, :, -1].flip(-1)  # (6, 768), by distance
 slope = 2.0 ** -torch.arange(1, 7)
-print(claim("slope of the first head", (pattern[0, 0] / pattern[0, 1]).log(), predicted=1 / 2, rtol=1e-3))
+print(claim("slope of the first head", (pattern[0, 0] / pattern[0, 1]).log(), predicted=1 / 2, rtol=1e-3, id="C040"))
 mean_distance = (pattern * torch.arange(768)).sum(-1)  # (6,)
 expected = 1 / (slope.exp() - 1)
 print([f"{a:.1f}" for a in mean_distance.tolist()], "expected", [f"{a:.1f}" for a in expected.tolist()])
-claim("mean distance of the sixth head, slope 1/64", mean_distance[5], predicted=float(expected[5]), rtol=0.01)
+claim(
+    "mean distance of the sixth head, slope 1/64", mean_distance[5], predicted=float(expected[5]), rtol=0.01, id="C040"
+)
 
 # %% [markdown]
 # ## T5 relative bias: one learned number per bucket of distances
@@ -356,7 +360,7 @@ def measure_sensitivity(attention, embedding):
 # %%
 sensitivity = torch.tensor([measure_sensitivity(*method) for method in METHODS.values()])  # (6 methods, 3 changes)
 predicted = torch.tensor([[0, 0, 0], [1, 1, 1], [1, 1, 1], [1, 0, 1], [1, 0, 0], [1, 0, 1]]).bool()
-print(claim("largest relative change where none is predicted", sensitivity[~predicted].max(), below=1e-5))
+print(claim("largest relative change where none is predicted", sensitivity[~predicted].max(), below=1e-5, id="C025"))
 claim("smallest relative change where one is predicted", sensitivity[predicted].min(), above=1e-3)
 
 # %%
@@ -442,10 +446,10 @@ axes.legend(frameon=False, ncols=2, fontsize=8, loc="upper left")
 
 # %%
 for name in ("sinusoidal", "learned", "RoPE"):
-    print(claim(f"{name}: loss at positions 48 to 95", beyond[name], above=uniform))
-print(claim("T5 bias: loss at positions 48 to 95", beyond["T5 bias"], below=uniform / 2))
+    print(claim(f"{name}: loss at positions 48 to 95", beyond[name], above=uniform, id="C044"))
+print(claim("T5 bias: loss at positions 48 to 95", beyond["T5 bias"], below=uniform / 2, id="C044"))
 increase = beyond["ALiBi"] - within["ALiBi"]
-print(claim("ALiBi: loss at positions 48 to 95 − loss at positions 0 to 23", increase, below=0.15))
+print(claim("ALiBi: loss at positions 48 to 95 − loss at positions 0 to 23", increase, below=0.15, id="C041"))
 print(claim("none: loss at positions 0 to 23 / ALiBi's", within["none"] / within["ALiBi"], above=2))
 initial = ct.build(make_config(*METHODS["learned"]), seed=0).decoder.embed.position.table.weight
 updated = (models["learned"].decoder.embed.position.table.weight - initial).norm(dim=-1) > 0

@@ -52,8 +52,10 @@ def max_logit_change():
 with_attention = max_logit_change()
 with ct.edit(model, {"blocks.*.attn.out": "zero"}):
     without_attention = max_logit_change()
-print(claim("positions that change without attention", (without_attention > 1e-3).sum(), predicted=1, rtol=0))
-claim("positions that change with attention", (with_attention > 1e-3).sum(), predicted=10, rtol=0)
+print(
+    claim("positions that change without attention", (without_attention > 1e-3).sum(), predicted=1, rtol=0, id="C008")
+)
+claim("positions that change with attention", (with_attention > 1e-3).sum(), predicted=10, rtol=0, id="C008")
 
 # %%
 figure, axes = plt.subplots(figsize=(6, 3))
@@ -93,7 +95,7 @@ with ct.edit(one_block, {"blocks.0.ffn.in": x}), ct.trace(one_block, "ffn.hidden
 hidden = t["blocks.0.ffn.hidden"][0, 0]
 by_hand = torch.tensor([0.9, 0, 0.3, 1.25])
 print(hidden)
-claim("FFN by hand: largest difference", (hidden - by_hand).abs().max(), below=1e-6)
+claim("FFN by hand: largest difference", (hidden - by_hand).abs().max(), below=1e-6, id="C288")
 
 # %% [markdown]
 # ## LayerNorm and RMSNorm by hand
@@ -109,8 +111,15 @@ x = torch.tensor([1.0, 2.0, 3.0, 4.0])
 layer_norm, rms_norm = build_norm(LayerNorm(eps=1e-6), 4), build_norm(RMSNorm(eps=1e-6), 4)
 print(layer_norm(x), rms_norm(x))
 layer_expected, rms_expected = torch.tensor([-1.342, -0.447, 0.447, 1.342]), torch.tensor([0.365, 0.730, 1.095, 1.461])
-print(claim("LayerNorm of (1, 2, 3, 4): largest difference", (layer_norm(x) - layer_expected).abs().max(), below=5e-4))
-claim("RMSNorm of (1, 2, 3, 4): largest difference", (rms_norm(x) - rms_expected).abs().max(), below=5e-4)
+print(
+    claim(
+        "LayerNorm of (1, 2, 3, 4): largest difference",
+        (layer_norm(x) - layer_expected).abs().max(),
+        below=5e-4,
+        id="C287",
+    )
+)
+claim("RMSNorm of (1, 2, 3, 4): largest difference", (rms_norm(x) - rms_expected).abs().max(), below=5e-4, id="C101")
 
 # %% [markdown]
 # Both are invariant to the scale of a vector. LayerNorm is also invariant to adding a constant to all entries; RMSNorm
@@ -118,11 +127,16 @@ claim("RMSNorm of (1, 2, 3, 4): largest difference", (rms_norm(x) - rms_expected
 
 # %%
 v = torch.randn(100, 4, generator=torch.Generator().manual_seed(0))
-print(claim("RMSNorm of 10·x: change", (rms_norm(10 * v) - rms_norm(v)).abs().max(), below=1e-3))
-print(claim("LayerNorm of x + 10: change", (layer_norm(v + 10) - layer_norm(v)).abs().max(), below=1e-2))
-print(claim("RMSNorm of x + 10: change", (rms_norm(v + 10) - rms_norm(v)).abs().max(), above=0.5))
+print(claim("RMSNorm of 10·x: change", (rms_norm(10 * v) - rms_norm(v)).abs().max(), below=1e-3, id="C104"))
+print(claim("LayerNorm of x + 10: change", (layer_norm(v + 10) - layer_norm(v)).abs().max(), below=1e-2, id="C104"))
+print(claim("RMSNorm of x + 10: change", (rms_norm(v + 10) - rms_norm(v)).abs().max(), above=0.5, id="C101"))
 centered = v - v.mean(-1, keepdim=True)
-claim("LayerNorm against RMSNorm of the centered vector", (layer_norm(v) - rms_norm(centered)).abs().max(), below=1e-3)
+claim(
+    "LayerNorm against RMSNorm of the centered vector",
+    (layer_norm(v) - rms_norm(centered)).abs().max(),
+    below=1e-3,
+    id="C100",
+)
 
 # %% [markdown]
 # ## A block by hand
@@ -147,9 +161,13 @@ for placement in ("pre", "post"):
     resid_post[placement] = t["blocks.0.resid_post"][0]
 print(resid_post["pre"])
 by_hand = torch.tensor([[1.632, 3.265], [3.849, 5.131]])
-print(claim("pre-norm block by hand: largest difference", (resid_post["pre"] - by_hand).abs().max(), below=1e-3))
+print(
+    claim(
+        "pre-norm block by hand: largest difference", (resid_post["pre"] - by_hand).abs().max(), below=1e-3, id="C290"
+    )
+)
 rms = resid_post["post"].square().mean(-1).sqrt()
-claim("post-norm block: root mean square, mean over tokens", rms.mean(), predicted=1, rtol=1e-4)
+claim("post-norm block: root mean square, mean over tokens", rms.mean(), predicted=1, rtol=1e-4, id="C133")
 
 # %% [markdown]
 # ## Parameters of attention and FFN
@@ -174,12 +192,20 @@ def num_ffn_params(ffn, d_model=4096):
 gpt2 = ct.build("gpt2", device="meta").decoder.blocks[0]
 llama = ct.build("llama-3-8b", device="meta").decoder.blocks[0]
 ratio = num_matrix_params(gpt2.ffn) / num_matrix_params(gpt2.attn)
-print(claim("GPT-2: FFN parameters / attention parameters", ratio, predicted=2, rtol=0))
+print(claim("GPT-2: FFN parameters / attention parameters", ratio, predicted=2, rtol=0, id="C089"))
 classic, gated = num_ffn_params({"kind": "mlp"}), num_ffn_params({"kind": "gated"})
-print(claim("classic FFN at d = 4,096, millions of parameters", classic / 1e6, predicted=8 * 4096**2 / 1e6, rtol=0))
-print(claim("SwiGLU with 2/3 · 4d hidden units / classic FFN", gated / classic, predicted=1, rtol=1e-3))
+print(
+    claim(
+        "classic FFN at d = 4,096, millions of parameters",
+        classic / 1e6,
+        predicted=8 * 4096**2 / 1e6,
+        rtol=0,
+        id="C226",
+    )
+)
+print(claim("SwiGLU with 2/3 · 4d hidden units / classic FFN", gated / classic, predicted=1, rtol=1e-3, id="C085"))
 millions = num_matrix_params(llama.ffn) / 1e6
-claim("Llama-3 8B: FFN of one layer, millions of parameters", millions, predicted=176.16, rtol=1e-4)
+claim("Llama-3 8B: FFN of one layer, millions of parameters", millions, predicted=176.16, rtol=1e-4, id="C227")
 
 # %% [markdown]
 # ## Initialization: variance through a chain of matrices
@@ -220,7 +246,7 @@ print(
 print(
     claim("ten matrices of σ = 0.1: log₁₀ of the standard deviation", large, predicted=10 * math.log10(1.6), rtol=0.1)
 )
-claim("ten Xavier matrices: standard deviation", stds["Xavier"][-1], predicted=1, rtol=0.2)
+claim("ten Xavier matrices: standard deviation", stds["Xavier"][-1], predicted=1, rtol=0.2, id="C184")
 
 # %%
 figure, axes = plt.subplots(figsize=(6, 3.2))
@@ -240,8 +266,8 @@ axes.legend(frameon=False)
 # %%
 xavier = build_relu_decoder(256, 1024, heads=4, init={"kind": "xavier"}).decoder.blocks[0]
 q_std, up_std = xavier.attn.f.q.weight.std(), xavier.ffn.f.up.weight.std()
-print(claim("Xavier, 256 → 256: standard deviation", q_std, predicted=math.sqrt(2 / 512), rtol=0.02))
-claim("Xavier, 256 → 1024: standard deviation", up_std, predicted=math.sqrt(2 / 1280), rtol=0.02)
+print(claim("Xavier, 256 → 256: standard deviation", q_std, predicted=math.sqrt(2 / 512), rtol=0.02, id="C184"))
+claim("Xavier, 256 → 1024: standard deviation", up_std, predicted=math.sqrt(2 / 1280), rtol=0.02, id="C184")
 
 # %% [markdown]
 # ## Initialization: variance of the residual stream
@@ -280,11 +306,15 @@ for scaled in (False, True):
         variances[scaled, depth] = [float(t[name].square().mean()) for name in t]  # depth + 1 values
 unscaled_variance = sigma**2 + 3 * 32 * d**2 * sigma**4
 scaled_variance = sigma**2 + 1.5 * d**2 * sigma**4
-print(claim("32 blocks, not scaled: variance", variances[False, 32][-1], predicted=unscaled_variance, rtol=0.15))
-print(claim("32 blocks, scaled: variance", variances[True, 32][-1], predicted=scaled_variance, rtol=0.15))
-print(claim("4 blocks, scaled: variance", variances[True, 4][-1], predicted=scaled_variance, rtol=0.25))
+print(
+    claim(
+        "32 blocks, not scaled: variance", variances[False, 32][-1], predicted=unscaled_variance, rtol=0.15, id="C173"
+    )
+)
+print(claim("32 blocks, scaled: variance", variances[True, 32][-1], predicted=scaled_variance, rtol=0.15, id="C173"))
+print(claim("4 blocks, scaled: variance", variances[True, 4][-1], predicted=scaled_variance, rtol=0.25, id="C173"))
 ratio = (variances[False, 32][-1] - sigma**2) / (variances[False, 4][-1] - sigma**2)
-claim("not scaled: variance added by 32 blocks / by 4 blocks", ratio, predicted=8, rtol=0.25)
+claim("not scaled: variance added by 32 blocks / by 4 blocks", ratio, predicted=8, rtol=0.25, id="C132")
 
 # %%
 figure, axes = plt.subplots(figsize=(6, 3.4))
@@ -313,7 +343,13 @@ before, after = t.stack_activation("resid_pre"), t.stack_activation("resid_post"
 untrained_ratio = ((after - before).norm(dim=-1) / before.norm(dim=-1)).mean((1, 2))  # (32,)
 a = 3 * d**2 * sigma**4
 expected = [math.sqrt(a / (sigma**2 + n * a)) for n in range(32)]
-claim("untrained: ‖update‖ / ‖residual stream‖ of block 31", untrained_ratio[31], predicted=expected[31], rtol=0.1)
+claim(
+    "untrained: ‖update‖ / ‖residual stream‖ of block 31",
+    untrained_ratio[31],
+    predicted=expected[31],
+    rtol=0.1,
+    id="C281",
+)
 
 # %% [markdown]
 # The derivation does not apply to trained weights: updates of trained blocks need not have equal variance or be
@@ -327,7 +363,7 @@ before, after = t.stack_activation("resid_pre"), t.stack_activation("resid_post"
 trained_ratio = ((after - before).norm(dim=-1) / before.norm(dim=-1)).mean((1, 2))  # (6,)
 rule = 1 / torch.arange(1, 6).sqrt()
 error = (trained_ratio[1:] / rule - 1).abs().max()
-claim("trained: largest relative deviation from 1/√n, blocks 1 to 5", error, below=0.25)
+claim("trained: largest relative deviation from 1/√n, blocks 1 to 5", error, below=0.25, id="C281")
 
 # %% [markdown]
 # The trained ratios are within 25 % of $1/\sqrt n$ on this text (on five excerpts of the standard library the largest

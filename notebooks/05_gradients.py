@@ -56,7 +56,7 @@ r = (x.square().mean() + rms_norm.eps).sqrt()
 by_hand = (rms_norm.weight.detach() / r)[:, None] * (eye - torch.outer(x / r, x / r) / d)  # (d, d)
 rms_jacobian = jacobian(rms_norm, x)
 difference = (by_hand - rms_jacobian).abs().max()
-claim("RMSNorm's Jacobian is (γ/r)(I − x̂x̂ᵀ/d): largest difference from autograd", difference, below=1e-9)
+claim("RMSNorm's Jacobian is (γ/r)(I − x̂x̂ᵀ/d): largest difference from autograd", difference, below=1e-9, id="C141")
 
 # %%
 layer_norm_model = ct.build(ct.config("tiny-gpt").replace(d_model=d), dtype=torch.float64)
@@ -66,11 +66,11 @@ x_hat = (x - x.mean()) / sigma
 by_hand = (eye - 1 / d - torch.outer(x_hat, x_hat) / d) / sigma  # γ = 1
 layer_jacobian = jacobian(layer_norm, x)
 difference = (by_hand - layer_jacobian).abs().max()
-print(claim("LayerNorm's Jacobian is (γ/σ)(I − 11ᵀ/d − x̂x̂ᵀ/d): largest difference", difference, below=1e-9))
+print(claim("LayerNorm's Jacobian is (γ/σ)(I − 11ᵀ/d − x̂x̂ᵀ/d): largest difference", difference, below=1e-9, id="C140"))
 
 null_dims = [int((torch.linalg.svdvals(matrix) < 1e-4).sum()) for matrix in (rms_jacobian, layer_jacobian)]
-print(claim("singular values of RMSNorm's Jacobian that are 0", null_dims[0], predicted=1, rtol=0))
-claim("singular values of LayerNorm's Jacobian that are 0", null_dims[1], predicted=2, rtol=0)
+print(claim("singular values of RMSNorm's Jacobian that are 0", null_dims[0], predicted=1, rtol=0, id="C141"))
+claim("singular values of LayerNorm's Jacobian that are 0", null_dims[1], predicted=2, rtol=0, id="C140")
 
 # %% [markdown]
 # ## Gradients by norm placement
@@ -104,12 +104,21 @@ for form, activation, init in product(("decoder", "encoder"), ("relu", "gelu"), 
 study = load_results("norm-placement")
 setting = Setting("post", "encoder", "relu", "xavier")
 again = measure_gradient(setting, 24).mean
-print(claim("post-norm, 24 blocks: measured again", again, predicted=study.get(setting.key(24)).mean, rtol=1e-3))
+print(
+    claim(
+        "post-norm, 24 blocks: measured again", again, predicted=study.get(setting.key(24)).mean, rtol=1e-3, id="C150"
+    )
+)
 
 decays = {s: study.get(s.key(24)).high < 0.5 for s in all_settings() if s.residual and s.placement == "post"}
 print("post-norm, 24 blocks: the gradient decays by more than a factor of 2 with", end=" ")
 print("; ".join(f"{s.form}, {s.activation}, {s.init}" for s, decay in decays.items() if decay))
-claim("settings of 12 in which post-norm gradients decay by more than 2 over 24 blocks", sum(decays.values()), below=4)
+claim(
+    "settings of 12 in which post-norm gradients decay by more than 2 over 24 blocks",
+    sum(decays.values()),
+    below=4,
+    id="C150",
+)
 
 # %% [markdown]
 # ## Why the gradient decays in an encoder with ReLU
@@ -170,9 +179,11 @@ def geometric_mean(values):
 
 per_block = geometric_mean([relative_norms["post", 16, s][-5] ** (1 / 4) for s in range(seeds)])
 expected = 1 / math.sqrt(2)
-print(claim("post-norm: factor per block over the last four blocks", per_block, predicted=expected, rtol=0.12))
+print(
+    claim("post-norm: factor per block over the last four blocks", per_block, predicted=expected, rtol=0.12, id="C150")
+)
 smallest = min(relative_norms["pre", n, s].min() for n in depths for s in range(seeds))
-claim("pre-norm: smallest gradient norm at any depth / last block's", smallest, above=0.99)
+claim("pre-norm: smallest gradient norm at any depth / last block's", smallest, above=0.99, id="C151")
 
 
 # %%
@@ -185,7 +196,7 @@ def growth_bounds(resid_mid):
 bounds = [torch.stack(growth_bounds(traces["pre", 16, s][0])) for s in range(seeds)]
 lower, upper = geometric_mean(bounds).tolist()
 ratio = geometric_mean([relative_norms["pre", 16, s][0] for s in range(seeds)])
-claim("pre-norm, 16 blocks: first block's gradient norm / last block's", ratio, above=lower, below=upper)
+claim("pre-norm, 16 blocks: first block's gradient norm / last block's", ratio, above=lower, below=upper, id="C151")
 
 # %%
 figure, axes = plt.subplots(figsize=(6, 3.2))
@@ -259,10 +270,14 @@ final_losses = {name: sum(losses[-8:]) / 8 for name, losses in curves.items()}
 
 # %%
 final = final_losses["post-norm"]
-print(claim("post-norm without warm-up: final loss is H(π)", final, predicted=unigram_entropy, rtol=0.04))
+print(claim("post-norm without warm-up: final loss is H(π)", final, predicted=unigram_entropy, rtol=0.04, id="C182"))
 progress = {name: (unigram_entropy - loss) / (unigram_entropy - entropy_rate) for name, loss in final_losses.items()}
-print(claim("pre-norm without warm-up: progress from H(π) to the entropy rate", progress["pre-norm"], above=0.85))
-print(claim("post-norm with warm-up: progress", progress["post-norm, 25 warm-up steps"], above=0.6))
+print(
+    claim(
+        "pre-norm without warm-up: progress from H(π) to the entropy rate", progress["pre-norm"], above=0.85, id="C182"
+    )
+)
+print(claim("post-norm with warm-up: progress", progress["post-norm, 25 warm-up steps"], above=0.6, id="C182"))
 
 figure, axes = plt.subplots(figsize=(6, 3.2))
 for (name, losses), color in zip(curves.items(), ("#0072b2", "#d55e00", "#009e73"), strict=True):
@@ -313,9 +328,14 @@ figure.tight_layout()
 
 # %%
 print(describe_gradient(Setting("post", "decoder", "relu", "xavier"), 24))
-print(claim("pre-norm, 96 blocks: progress", study.get("train-best/pre/96/50").low, above=0.9))
-print(claim("post-norm, 24 blocks: progress", study.get("train-best/post/24/50").high, below=0.1))
-claim("pre-norm without residuals, 12 blocks: progress", study.get("train-best/pre, no residual/12/50").high, below=0.1)
+print(claim("pre-norm, 96 blocks: progress", study.get("train-best/pre/96/50").low, above=0.9, id="C172"))
+print(claim("post-norm, 24 blocks: progress", study.get("train-best/post/24/50").high, below=0.1, id="C168"))
+claim(
+    "pre-norm without residuals, 12 blocks: progress",
+    study.get("train-best/pre, no residual/12/50").high,
+    below=0.1,
+    id="C170",
+)
 
 # %% [markdown]
 # ## Activation checkpointing
@@ -369,7 +389,7 @@ for mode in ("none", "full"):
     measured_mb, predicted_mb = measured[mode, 6] / 1e6, predicted[mode, 6] / 1e6
     print(claim(f"checkpointing {mode}: saved MB of six blocks", measured_mb, predicted=predicted_mb, rtol=0.02))
 per_block = (measured["full", 6] - measured["full", 4]) / 2
-claim("checkpointing full: saved bytes per block, 4·B·T·d", per_block, predicted=4 * B * T * d, rtol=0)
+claim("checkpointing full: saved bytes per block, 4·B·T·d", per_block, predicted=4 * B * T * d, rtol=0, id="C190")
 
 # %%
 figure, axes = plt.subplots(figsize=(6, 3.2))
@@ -399,9 +419,9 @@ def forward_backward(mode):
 (flops, gradients), (full_flops, recomputed) = forward_backward("none"), forward_backward("full")
 w_down, block, head = d * 768, 4 * d * d + 3 * d * 768, d * 2048  # multiplications per token, without the scores
 extra = 6 * (block - w_down) / (3 * (6 * block + head))
-print(claim("FLOPs with full checkpointing / without", full_flops / flops, predicted=1 + extra, rtol=0.02))
+print(claim("FLOPs with full checkpointing / without", full_flops / flops, predicted=1 + extra, rtol=0.02, id="C191"))
 num_different = sum(int((a != b).sum()) for a, b in zip(gradients, recomputed, strict=True))
-claim("gradient entries that differ in any bit", num_different, predicted=0, rtol=0)
+claim("gradient entries that differ in any bit", num_different, predicted=0, rtol=0, id="C190")
 
 # %% [markdown]
 # `analysis.activation_checkpointing_cost` measures memory and time of any model, also for the mode `selective`, which

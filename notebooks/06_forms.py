@@ -61,9 +61,19 @@ with torch.no_grad():
         forms["encoder-decoder"](source, tokens)
     patterns["encoder-decoder"] = t["decoder.blocks.0.cross.pattern"][0, 0]
 num_visible = {form: int((pattern > 0).sum()) for form, pattern in patterns.items()}
-print(claim("decoder: visible pairs in self-attention", num_visible["decoder"], predicted=T * (T + 1) / 2, rtol=0))
-print(claim("encoder: visible pairs in self-attention", num_visible["encoder"], predicted=T * T, rtol=0))
-claim("encoder-decoder: visible pairs in cross-attention", num_visible["encoder-decoder"], predicted=T * S, rtol=0)
+print(
+    claim(
+        "decoder: visible pairs in self-attention", num_visible["decoder"], predicted=T * (T + 1) / 2, rtol=0, id="C077"
+    )
+)
+print(claim("encoder: visible pairs in self-attention", num_visible["encoder"], predicted=T * T, rtol=0, id="C077"))
+claim(
+    "encoder-decoder: visible pairs in cross-attention",
+    num_visible["encoder-decoder"],
+    predicted=T * S,
+    rtol=0,
+    id="C077",
+)
 
 # %%
 figure, panels = plt.subplots(1, 3, figsize=(7, 2.6))
@@ -99,7 +109,7 @@ with torch.no_grad():
     pattern = (q @ k.transpose(-1, -2) / math.sqrt(8)).softmax(-1)  # (1, 4, T, S)
     by_hand = cross.o((pattern @ v).transpose(1, 2).flatten(2))  # (1, T, 32)
 difference = (by_hand - cross_out).abs().max()
-claim("cross-attention by hand: largest difference from the library", difference, below=1e-5)
+claim("cross-attention by hand: largest difference from the library", difference, below=1e-5, id="C065")
 
 # %% [markdown]
 # ## Training objectives: inputs, targets, loss weights
@@ -123,7 +133,13 @@ print(claim("masked LM: share of targets that are unchanged", unchanged, predict
 target_mask = torch.tensor([[True] * 6 + [False] * 2, [True] * 8])  # targets of 6 and 8 tokens
 task = objectives.seq2seq(source.expand(2, -1), None, tokens.expand(2, -1), target_mask)
 print(task.weights.int())
-claim("seq2seq: number of targets, all tokens but the first of each", task.weights.sum(), predicted=5 + 7, rtol=0)
+claim(
+    "seq2seq: number of targets, all tokens but the first of each",
+    task.weights.sum(),
+    predicted=5 + 7,
+    rtol=0,
+    id="C080",
+)
 
 # %% [markdown]
 # ## Decoder and encoder on the same data
@@ -179,7 +195,15 @@ uniform, (_, middle, last) = math.log(M), losses_by_form["decoder"]
 print(claim("decoder: loss of s is ln 5", middle, predicted=uniform, rtol=0.05))
 print(claim("decoder: loss of b, nats", last, below=0.1))
 total = losses_by_form["decoder"].sum()
-print(claim("decoder: sum of the losses is the entropy of a sequence, 2·ln 5", total, predicted=2 * uniform, rtol=0.05))
+print(
+    claim(
+        "decoder: sum of the losses is the entropy of a sequence, 2·ln 5",
+        total,
+        predicted=2 * uniform,
+        rtol=0.05,
+        id="C243",
+    )
+)
 print(claim("encoder: loss of s with a and b visible, nats", losses_by_form["encoder"][1], below=0.1))
 
 figure, axes = plt.subplots(figsize=(6, 3))
@@ -299,8 +323,15 @@ checkpoint = ct.load("tiny-python", dtype=torch.float32)
 decoder_error = cached_decoding_error(checkpoint, "for name in sorted(os.listdir(path)):")
 reverser_error = cached_decoding_error(reverser, task.inputs[1][:1], source=task.inputs[0][:1])
 print(decoder_error.note)
-print(claim("decoder: one pass against cached decoding, largest difference", decoder_error.values.max(), below=1e-4))
-claim("encoder-decoder: one pass against cached decoding", reverser_error.values.max(), below=1e-4)
+print(
+    claim(
+        "decoder: one pass against cached decoding, largest difference",
+        decoder_error.values.max(),
+        below=1e-4,
+        id="C181",
+    )
+)
+claim("encoder-decoder: one pass against cached decoding", reverser_error.values.max(), below=1e-4, id="C180")
 
 # %% [markdown]
 # An encoder cannot be decoded step by step: each position attends to later ones. Replacing the last token changes the
@@ -314,8 +345,22 @@ with torch.no_grad():
     for form in ("decoder", "encoder"):
         change = (forms[form](replaced) - forms[form](tokens))[0, :-1].abs().amax(-1)  # (T − 1,)
         num_changed[form] = int((change > 0).sum())
-print(claim("decoder: earlier positions that change with the last token", num_changed["decoder"], predicted=0, rtol=0))
-claim("encoder: earlier positions that change with the last token", num_changed["encoder"], predicted=T - 1, rtol=0)
+print(
+    claim(
+        "decoder: earlier positions that change with the last token",
+        num_changed["decoder"],
+        predicted=0,
+        rtol=0,
+        id="C078",
+    )
+)
+claim(
+    "encoder: earlier positions that change with the last token",
+    num_changed["encoder"],
+    predicted=T - 1,
+    rtol=0,
+    id="C256",
+)
 
 # %% [markdown]
 # ## Try

@@ -48,16 +48,16 @@ from cutaway.learn import claim
 
 # %%
 P, Q = [0.7, 0.2, 0.1], [0.5, 0.3, 0.2]
-print(claim("entropy of a fair coin, bits", entropy([0.5, 0.5]), predicted=1, rtol=0))
-print(claim("entropy of a coin of 0.9 and 0.1, bits", entropy([0.9, 0.1]), predicted=0.469, rtol=1e-3))
+print(claim("entropy of a fair coin, bits", entropy([0.5, 0.5]), predicted=1, rtol=0, id="C240"))
+print(claim("entropy of a coin of 0.9 and 0.1, bits", entropy([0.9, 0.1]), predicted=0.469, rtol=1e-3, id="C240"))
 for p, bits in ((0.9, 0.1520), (0.4, 1.3219), (0.01, 6.6439)):
     measured = cross_entropy(q=[p, 1 - p], target=0)
-    print(claim(f"cross-entropy at a correct class of p = {p}, bits", measured, predicted=bits, rtol=1e-3))
-print(claim("perplexity at p = 0.9", perplexity(q=[0.9, 0.1], target=0), predicted=1.11, rtol=2e-3))
-print(claim("perplexity at p = 0.4", perplexity(q=[0.4, 0.6], target=0), predicted=2.5, rtol=0))
-print(claim("H(P)", entropy(P), predicted=1.1568, rtol=1e-4))
-print(claim("KL(P ‖ Q)", kl_divergence(P, Q), predicted=0.1228, rtol=1e-3))
-claim("H(P, Q) = H(P) + KL(P ‖ Q)", cross_entropy(P, Q), predicted=1.1568 + 0.1228, rtol=1e-4)
+    print(claim(f"cross-entropy at a correct class of p = {p}, bits", measured, predicted=bits, rtol=1e-3, id="C245"))
+print(claim("perplexity at p = 0.9", perplexity(q=[0.9, 0.1], target=0), predicted=1.11, rtol=2e-3, id="C293"))
+print(claim("perplexity at p = 0.4", perplexity(q=[0.4, 0.6], target=0), predicted=2.5, rtol=0, id="C293"))
+print(claim("H(P)", entropy(P), predicted=1.1568, rtol=1e-4, id="C292"))
+print(claim("KL(P ‖ Q)", kl_divergence(P, Q), predicted=0.1228, rtol=1e-3, id="C292"))
+claim("H(P, Q) = H(P) + KL(P ‖ Q)", cross_entropy(P, Q), predicted=1.1568 + 0.1228, rtol=1e-4, id="C292")
 
 # %%
 figure, axes = plt.subplots(figsize=(6, 3))
@@ -92,9 +92,15 @@ mean_loss = sum(initial_losses) / 3
 print([round(loss, 3) for loss in initial_losses])
 expected = math.log(2048) + 0.02**2 * 256 / 2
 print(
-    claim("initial loss, mean of three seeds: ln V + σ²/2, nats per token", mean_loss, predicted=expected, rtol=0.003)
+    claim(
+        "initial loss, mean of three seeds: ln V + σ²/2, nats per token",
+        mean_loss,
+        predicted=expected,
+        rtol=0.003,
+        id="C176",
+    )
 )
-claim("initial perplexity is close to V", math.exp(mean_loss), predicted=2048, rtol=0.1)
+claim("initial perplexity is close to V", math.exp(mean_loss), predicted=2048, rtol=0.1, id="C176")
 
 # %% [markdown]
 # ## Minimal loss on a known source
@@ -161,7 +167,11 @@ for sharpness in (4, 2, 0.75):
     curves.append(losses)
     eval_losses.append(eval_loss)
     divergences.append(divergence)
-    print(claim(f"loss on unseen sequences, entropy rate {rate:.3f} nats", eval_loss, predicted=rate, rtol=0.12))
+    print(
+        claim(
+            f"loss on unseen sequences, entropy rate {rate:.3f} nats", eval_loss, predicted=rate, rtol=0.12, id="C243"
+        )
+    )
 
 # %%
 differences = [
@@ -169,7 +179,9 @@ differences = [
     for loss, rate, divergence in zip(eval_losses, entropy_rates, divergences, strict=True)
 ]
 print([f"{divergence:.4f}" for divergence in divergences])
-print(claim("loss − (entropy rate + divergence): largest of three chains, nats", max(differences), below=0.04))
+print(
+    claim("loss − (entropy rate + divergence): largest of three chains, nats", max(differences), below=0.04, id="C243")
+)
 
 figure, axes = plt.subplots(figsize=(6, 3.2))
 for losses, rate, color in zip(curves, entropy_rates, ("#0072b2", "#009e73", "#d55e00"), strict=True):
@@ -204,9 +216,9 @@ token_ids, text_bytes = checkpoint.tokenizer.encode(text), list(text.encode())
 token_entropy, byte_entropy = (entropy(samples=samples, unit="nats") for samples in (token_ids, text_bytes))
 bytes_per_token = len(text_bytes) / len(token_ids)
 print(f"{len(text_bytes):,} bytes, {len(token_ids):,} tokens, {bytes_per_token:.2f} bytes per token")
-print(claim("frequencies: nats per token / nats per byte", token_entropy / byte_entropy, above=1))
+print(claim("frequencies: nats per token / nats per byte", token_entropy / byte_entropy, above=1, id="C253"))
 ratio = bits_per_byte(token_entropy, bytes_per_token) / bits_per_byte(byte_entropy, 1)
-claim("frequencies: bits per byte with tokens / with bytes", ratio, below=1)
+claim("frequencies: bits per byte with tokens / with bytes", ratio, below=1, id="C253")
 
 # %% [markdown]
 # The trained model also uses the context. Its bits per byte on held-out code of the standard library are 1.087. On
@@ -353,7 +365,7 @@ overconfidence = calibrations[0.5].confidence - calibrations[0.5].accuracy
 underconfidence = calibrations[2.0].accuracy - calibrations[2.0].confidence
 print(claim("τ = 0.5: confidence − accuracy", overconfidence, above=0.05))
 print(claim("τ = 2: accuracy − confidence", underconfidence, above=0.05))
-claim("τ = 1: expected calibration error", calibrations[1.0].ece, below=0.06)
+claim("τ = 1: expected calibration error", calibrations[1.0].ece, below=0.06, id="C255")
 
 # %%
 figure, axes = plt.subplots(figsize=(4.2, 3.6))

@@ -51,15 +51,27 @@ for layers, d in ((32, 4096), (40, 5120)):
     size = ct.size(make_classic_config(layers, d, V), dtype="fp16", context=1)
     rule = 12 * layers * d**2 + 2 * V * d
     billions = size.num_parameters / 1e9
-    print(claim(f"N = {layers}, d = {d:,}: billions of parameters", billions, predicted=rule / 1e9, rtol=1e-3))
+    print(
+        claim(f"N = {layers}, d = {d:,}: billions of parameters", billions, predicted=rule / 1e9, rtol=1e-3, id="C220")
+    )
     print(f"  weights: {size.memory.bytes_by_component['weights'] / 1e9:.1f} GB of 16 GB")
 
 # %%
 layer = ct.size(make_classic_config(1, 4096, V)).parameters.per_layer[0]
-print(claim("classic FFN at d = 4,096: 8d² parameters", layer.ffn, predicted=8 * 4096**2, rtol=0))
-print(claim("classic block: FFN parameters / attention parameters", layer.ffn / layer.attention, predicted=2, rtol=0))
+print(claim("classic FFN at d = 4,096: 8d² parameters", layer.ffn, predicted=8 * 4096**2, rtol=0, id="C226"))
+print(
+    claim(
+        "classic block: FFN parameters / attention parameters",
+        layer.ffn / layer.attention,
+        predicted=2,
+        rtol=0,
+        id="C089",
+    )
+)
 llama = ct.size("llama-3-8b").parameters.per_layer[0]
-claim("Llama 3 8B: SwiGLU of one layer, 3·4096·14336 parameters", llama.ffn, predicted=3 * 4096 * 14336, rtol=0)
+claim(
+    "Llama 3 8B: SwiGLU of one layer, 3·4096·14336 parameters", llama.ffn, predicted=3 * 4096 * 14336, rtol=0, id="C227"
+)
 
 # %%
 names = ["gpt2", "gpt2-xl", "opt-6.7b", "llama-2-7b", "llama-3-8b", "gpt3-175b"]
@@ -76,7 +88,7 @@ axes.invert_yaxis()
 axes.set(xlabel="error of 12Nd² + 2Vd, %", title="Rule of thumb compared with the exact number of parameters")
 figure.tight_layout()
 worst = max(abs(relative_errors[name]) for name in names if "llama" not in name)
-claim("largest relative error of the rule for GPT-2, OPT and GPT-3", worst, below=0.02)
+claim("largest relative error of the rule for GPT-2, OPT and GPT-3", worst, below=0.02, id="C220")
 
 # %% [markdown]
 # Llama 2 has SwiGLU with $h \approx \frac23 \cdot 4d$, so $3dh \approx 8d^2$, and the rule applies. Llama 3 has fewer
@@ -97,13 +109,23 @@ claim("largest relative error of the rule for GPT-2, OPT and GPT-3", worst, belo
 # %%
 llama_2 = ct.size("llama-2-7b", context=1)
 gigaflop = llama_2.decode_flops.total / 1e9
-print(claim("Llama 2 7B: GFLOP per token, 2N", gigaflop, predicted=2 * llama_2.num_parameters / 1e9, rtol=0.03))
+print(
+    claim("Llama 2 7B: GFLOP per token, 2N", gigaflop, predicted=2 * llama_2.num_parameters / 1e9, rtol=0.03, id="C213")
+)
 gpt3 = ct.size("gpt3-175b", context=1)
 teraflops = 100 * gpt3.decode_flops.total / 1e12
-print(claim("GPT-3 at 100 tokens per second: TFLOP/s", teraflops, predicted=35, rtol=0.03))
+print(claim("GPT-3 at 100 tokens per second: TFLOP/s", teraflops, predicted=35, rtol=0.03, id="C214"))
 budget = ct.size("llama-3-8b", mode="train", train_tokens=15 * 10**12).training_budget
-print(claim("Llama 3 8B on 15 T: tokens per parameter", budget.tokens_per_parameter, predicted=1875, rtol=0.01))
-claim("multiple of Chinchilla's tokens", budget.train_tokens / budget.chinchilla_tokens, predicted=94, rtol=0.01)
+print(
+    claim("Llama 3 8B on 15 T: tokens per parameter", budget.tokens_per_parameter, predicted=1875, rtol=0.01, id="C218")
+)
+claim(
+    "multiple of Chinchilla's tokens",
+    budget.train_tokens / budget.chinchilla_tokens,
+    predicted=94,
+    rtol=0.01,
+    id="C218",
+)
 
 # %% [markdown]
 # The next cell repeats this count for a real model with PyTorch's FLOP counter. `tiny-python` has a tied embedding of
@@ -130,8 +152,18 @@ def count_flops(length, *, backward):
 T = 64
 forward_flops, training_flops = count_flops(T, backward=False), count_flops(T, backward=True)
 rule = 2 * N + 4 * layers * T * d
-print(claim("forward pass: FLOPs per token, 2N + 4·layers·T·d", forward_flops / T, predicted=rule, rtol=0.01))
-print(claim("forward and backward pass: FLOPs per token, 3 × that", training_flops / T, predicted=3 * rule, rtol=0.01))
+print(
+    claim("forward pass: FLOPs per token, 2N + 4·layers·T·d", forward_flops / T, predicted=rule, rtol=0.01, id="C216")
+)
+print(
+    claim(
+        "forward and backward pass: FLOPs per token, 3 × that",
+        training_flops / T,
+        predicted=3 * rule,
+        rtol=0.01,
+        id="C215",
+    )
+)
 difference = ct.size(model.config, context=512).forward_flops.total - count_flops(512, backward=False)
 claim("ct.size − PyTorch's counter at 512 tokens, FLOPs", difference, predicted=0, rtol=0)
 
@@ -148,7 +180,7 @@ for T in lengths:
     for counts, shares in ((flops.full, all_pairs_share), (flops.visible, visible_share)):
         quadratic = counts["scores"] + counts["values"]
         shares.append(quadratic / (quadratic + counts["projections"] + counts["ffn"]))
-print(claim("GPT-2: share of the quadratic term at T = 6d", all_pairs_share[2], predicted=0.5, rtol=0.01))
+print(claim("GPT-2: share of the quadratic term at T = 6d", all_pairs_share[2], predicted=0.5, rtol=0.01, id="C216"))
 
 figure, axes = plt.subplots(figsize=(6, 3))
 axes.plot(lengths, all_pairs_share, "o-", color="#d55e00", label="all pairs")
@@ -199,7 +231,7 @@ def tiled_attention(q, k, v, tile_size):
 q, k, v = torch.randn(3, 8, 512, 32, generator=torch.Generator().manual_seed(0))
 direct = (q @ k.transpose(-1, -2) / math.sqrt(32)).softmax(-1) @ v
 difference = (tiled_attention(q, k, v, 64) - direct).abs().max()
-claim("tiles of 64 keys against the full matrix: largest difference", difference, below=1e-5)
+claim("tiles of 64 keys against the full matrix: largest difference", difference, below=1e-5, id="C066")
 
 # %% [markdown]
 # The library has both kernels: `explicit` computes the full score matrix, `sdpa` is tiled. With `sdpa`, autograd stores
@@ -225,11 +257,15 @@ def saved_bytes(kernel, length):
 
 saved = {(kernel, T): saved_bytes(kernel, T) for kernel in ("sdpa", "explicit") for T in (256, 512)}
 model.use_kernel("sdpa")
-print(claim("sdpa: bytes at 512 tokens / at 256", saved["sdpa", 512] / saved["sdpa", 256], predicted=2, rtol=0.02))
+print(
+    claim(
+        "sdpa: bytes at 512 tokens / at 256", saved["sdpa", 512] / saved["sdpa", 256], predicted=2, rtol=0.02, id="C192"
+    )
+)
 extra = {T: saved["explicit", T] - saved["sdpa", T] for T in (256, 512)}
-print(claim("explicit − sdpa: bytes at 512 tokens / at 256", extra[512] / extra[256], predicted=4, rtol=0.1))
+print(claim("explicit − sdpa: bytes at 512 tokens / at 256", extra[512] / extra[256], predicted=4, rtol=0.1, id="C192"))
 num_matrices = extra[512] / (6 * 8 * 512**2 * 4)
-claim("explicit − sdpa in T × T matrices per head and layer", num_matrices, above=0.9, below=3.1)
+claim("explicit − sdpa in T × T matrices per head and layer", num_matrices, above=0.9, below=3.1, id="C192")
 
 # %% [markdown]
 # ## Roofline: compute-bound and bandwidth-bound
@@ -253,12 +289,20 @@ options = {"context": 64, "dtype": "fp32", "hardware": "epyc-9654"}
 decode = ct.size(config, **options).decode_time
 train = ct.size(config, **options, batch_size=8, mode="train").train_time
 print(f"ridge point of the EPYC 9654: {decode.ridge_point:.1f} FLOPs per byte")
-print(claim("decoding one sequence: FLOPs per byte", decode.arithmetic_intensity, predicted=0.5, rtol=0.15))
-print(claim("training on 512 tokens: FLOPs per byte, n/6", train.arithmetic_intensity, predicted=512 / 6, rtol=0.25))
+print(claim("decoding one sequence: FLOPs per byte", decode.arithmetic_intensity, predicted=0.5, rtol=0.15, id="C205"))
+print(
+    claim(
+        "training on 512 tokens: FLOPs per byte, n/6",
+        train.arithmetic_intensity,
+        predicted=512 / 6,
+        rtol=0.25,
+        id="C189",
+    )
+)
 decode_ratio = decode.bandwidth_seconds / decode.compute_seconds
-print(claim("decoding is bandwidth-bound: bandwidth time / compute time", decode_ratio, above=1))
+print(claim("decoding is bandwidth-bound: bandwidth time / compute time", decode_ratio, above=1, id="C189"))
 train_ratio = train.compute_seconds / train.bandwidth_seconds
-claim("training is compute-bound: compute time / bandwidth time", train_ratio, above=1)
+claim("training is compute-bound: compute time / bandwidth time", train_ratio, above=1, id="C189")
 
 # %% [markdown]
 # A batch shares one read of the weights, while each sequence has its own KV cache. With $W$ bytes of weights in matrix
@@ -273,7 +317,7 @@ weight_bytes = 4 * (size.num_parameters - 2048 * 384)  # without the embedding, 
 sequence_bytes = size.kv_cache.total_bytes
 expected = (weight_bytes + sequence_bytes) / (weight_bytes / 32 + sequence_bytes)
 ratio = intensity[32] / intensity[1]
-claim("batch of 32: FLOPs per byte relative to one sequence", ratio, predicted=expected, rtol=0.02)
+claim("batch of 32: FLOPs per byte relative to one sequence", ratio, predicted=expected, rtol=0.02, id="C206")
 
 # %% [markdown]
 # The following cells measure this machine: its copy bandwidth and matrix-product FLOP/s, the speed of a decode step and
@@ -401,14 +445,16 @@ def cache_bytes(model):
 
 
 gelu, swiglu, gqa, layer_norm = (size.num_parameters for size in sizes.values())
-print(claim("SwiGLU with 2/3 of the hidden units: parameters / GELU's", swiglu / gelu, predicted=1, rtol=0.005))
+print(
+    claim("SwiGLU with 2/3 of the hidden units: parameters / GELU's", swiglu / gelu, predicted=1, rtol=0.005, id="C085")
+)
 print(claim("GQA with a wider FFN: parameters / GELU's", gqa / gelu, predicted=1, rtol=0.005))
 flops = {name: size.flops.total for name, size in sizes.items()}
 print(
     claim("largest FLOPs / smallest FLOPs of the four variants", max(flops.values()) / min(flops.values()), below=1.01)
 )
 ratio = cache_bytes(models["GELU"]) / cache_bytes(models["GQA, 2 KV heads"])
-print(claim("KV cache tensors: 8 KV heads / 2 KV heads", ratio, predicted=4, rtol=0))
+print(claim("KV cache tensors: 8 KV heads / 2 KV heads", ratio, predicted=4, rtol=0, id="C198"))
 claim("LayerNorm's additional parameters / all parameters", layer_norm / gelu - 1, below=1e-3)
 
 # %% [markdown]

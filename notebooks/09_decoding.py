@@ -79,13 +79,23 @@ for n in lengths:
     with KeyCounter() as counter:
         cached = decode_greedily(n, cache=model.new_cache(1, n))
     cached_counts.append(counter.num_keys)
-print(claim("40 tokens without a cache: 40·41/2 pairs per layer", uncached_counts[-1], predicted=40 * 41 / 2, rtol=0))
-print(claim("40 tokens with a cache: 40 pairs per layer", cached_counts[-1], predicted=40, rtol=0))
+print(
+    claim(
+        "40 tokens without a cache: 40·41/2 pairs per layer",
+        uncached_counts[-1],
+        predicted=40 * 41 / 2,
+        rtol=0,
+        id="C200",
+    )
+)
+print(claim("40 tokens with a cache: 40 pairs per layer", cached_counts[-1], predicted=40, rtol=0, id="C200"))
 print(claim("tokens that differ between the two", (uncached != cached).sum(), predicted=0))
 quadratic = torch.tensor([[n * n, n, 1.0] for n in lengths[1:]], dtype=torch.float64)  # fit of three counts
 a, b, c = torch.linalg.solve(quadratic, torch.tensor(uncached_counts[1:]).double())
 extrapolated = a * 1e6 + b * 1e3 + c
-claim("1,000 tokens without a cache, extrapolated: about 500,000 pairs per layer", extrapolated, predicted=5e5)
+claim(
+    "1,000 tokens without a cache, extrapolated: about 500,000 pairs per layer", extrapolated, predicted=5e5, id="C201"
+)
 
 # %%
 figure, axes = plt.subplots(figsize=(6, 3.2))
@@ -115,7 +125,7 @@ q, k, v = (t[f"blocks.2.attn.{name}"][0] for name in "qkv")  # (T, H, D)
 scores = torch.einsum("hd,shd->hs", q[-1], k) / math.sqrt(q.shape[-1])  # (H, S)
 z = torch.einsum("hs,shd->hd", scores.softmax(-1), v)  # (H, D)
 difference = (z - t["blocks.2.attn.z"][0, -1]).abs().max()
-claim("attention of the last token by hand: largest difference", difference, below=1e-5)
+claim("attention of the last token by hand: largest difference", difference, below=1e-5, id="C048")
 
 # %% [markdown]
 # So cached decoding gives the logits of a full forward pass, up to rounding. float32 has a 24-bit significand. A few
@@ -126,7 +136,12 @@ claim("attention of the last token by hand: largest difference", difference, bel
 # %%
 error = analysis.cached_decoding_error(checkpoint, text)
 largest_logit = model(tokens).detach().abs().max()
-claim("cached decoding against one pass: difference / largest logit", error.values.max() / largest_logit, below=1e-5)
+claim(
+    "cached decoding against one pass: difference / largest logit",
+    error.values.max() / largest_logit,
+    below=1e-5,
+    id="C181",
+)
 
 # %% [markdown]
 # ## Size of the cache
@@ -141,7 +156,7 @@ claim("cached decoding against one pass: difference / largest logit", error.valu
 # %%
 cache = model.new_cache(1, 512)
 num_bytes = sum(layer.k.nbytes + layer.v.nbytes for layer in cache.layers)
-claim("bytes of the cache tensors", num_bytes, predicted=2 * 6 * 8 * 32 * 512 * 4, rtol=0)
+claim("bytes of the cache tensors", num_bytes, predicted=2 * 6 * 8 * 32 * 512 * 4, rtol=0, id="C198")
 
 # %% [markdown]
 # In grouped-query attention ([GQA](https://arxiv.org/abs/2305.13245)) several query heads share a key-value head, so
@@ -154,8 +169,8 @@ contexts = [2**n for n in range(10, 18)]
 names = {"llama-2-7b": RED, "llama-3-8b": ORANGE, "falcon-7b": BLUE}
 gib = {name: [ct.size(name, context=n, dtype="bf16").kv_cache.total_bytes / 2**30 for n in contexts] for name in names}
 expected = 2 * 32 * 8 * 128 * 8192 * 2 / 2**30
-print(claim("Llama-3 8B: GiB of cache at 8,192 tokens", gib["llama-3-8b"][3], predicted=expected))
-print(claim("cache of Llama-2 7B / Llama-3 8B", gib["llama-2-7b"][3] / gib["llama-3-8b"][3], predicted=4))
+print(claim("Llama-3 8B: GiB of cache at 8,192 tokens", gib["llama-3-8b"][3], predicted=expected, id="C199"))
+print(claim("cache of Llama-2 7B / Llama-3 8B", gib["llama-2-7b"][3] / gib["llama-3-8b"][3], predicted=4, id="C199"))
 claim("cache of Llama-2 7B / Falcon 7B", gib["llama-2-7b"][3] / gib["falcon-7b"][3], predicted=64)
 
 # %%
@@ -251,8 +266,8 @@ def count_forward_passes(max_num_seqs):
 
 
 (single_passes, single_tokens), (batched_passes, batched_tokens) = (count_forward_passes(n) for n in (1, 16))
-print(claim("forward passes, one request at a time", single_passes, predicted=16 * 17, rtol=0))
-print(claim("forward passes, 16 requests at a time", batched_passes, above=16, below=24))
+print(claim("forward passes, one request at a time", single_passes, predicted=16 * 17, rtol=0, id="C195"))
+print(claim("forward passes, 16 requests at a time", batched_passes, above=16, below=24, id="C206"))
 num_different = sum(a != b for a, b in zip(single_tokens, batched_tokens, strict=True))
 claim("requests whose tokens differ between the two", num_different, predicted=0)
 
@@ -319,8 +334,10 @@ mean_logit = (p * logits).sum()
 variance = float((p * (logits - mean_logit) ** 2).sum())
 entropy_difference = entropy(sampling_probs(temperature=1.05)) - entropy(sampling_probs(temperature=0.95))
 derivative = entropy_difference / 0.1 * math.log(2)  # in nats
-print(claim("derivative of the entropy at temperature 1", derivative, predicted=variance, rtol=0.02))
-claim("entropy at temperature 100, bits", entropy(sampling_probs(temperature=100.0)), predicted=11, rtol=0.01)
+print(claim("derivative of the entropy at temperature 1", derivative, predicted=variance, rtol=0.02, id="C209"))
+claim(
+    "entropy at temperature 100, bits", entropy(sampling_probs(temperature=100.0)), predicted=11, rtol=0.01, id="C209"
+)
 
 # %% [markdown]
 # ## Top-k, top-p and min-p
@@ -344,7 +361,7 @@ print(num_kept)
 print(claim("tokens kept by top_p = 0.9", num_kept["top_p = 0.9"], predicted=top_p_count, rtol=0))
 bound = 1 / (0.1 * float(p.max())) + 1e-6
 print(claim("tokens kept by min_p = 0.1, at most 1/(m·p_max)", num_kept["min_p = 0.1"], below=bound))
-claim("largest entropy with top_k = 16 at any temperature, bits", max(bits["top_k = 16"]), above=3, below=4)
+claim("largest entropy with top_k = 16 at any temperature, bits", max(bits["top_k = 16"]), above=3, below=4, id="C211")
 
 # %%
 figure, axes = plt.subplots(figsize=(6, 3.2))
@@ -386,7 +403,7 @@ counts = torch.bincount(samples, minlength=len(probs)).double()
 possible = probs > 0
 expected_tv = float((2 * probs * (1 - probs) / (math.pi * n)).sqrt().sum() / 2)
 chi_squared = float(((counts - n * probs)[possible] ** 2 / (n * probs[possible])).sum())
-print(claim("samples outside the 16 tokens", counts[~possible].sum(), predicted=0))
+print(claim("samples outside the 16 tokens", counts[~possible].sum(), predicted=0, id="C210"))
 total_variation = (counts / n - probs).abs().sum() / 2
 print(claim("total variation distance of 3,000 samples", total_variation, predicted=expected_tv, rtol=0.5))
 bound = 15 + 4 * math.sqrt(30)

@@ -60,7 +60,7 @@ with torch.no_grad(), ct.trace(model, "embed", "attn.out", "ffn.out", "resid_pos
 outputs = [t[f"blocks.{layer}.{sublayer}.out"] for layer in range(6) for sublayer in ("attn", "ffn")]
 final_resid = t["blocks.5.resid_post"]  # (1, T, d)
 error = (t["embed"] + sum(outputs) - final_resid).norm() / final_resid.norm()
-claim("embedding + sublayer outputs − final residual stream: relative error", error, below=1e-6)
+claim("embedding + sublayer outputs − final residual stream: relative error", error, below=1e-6, id="C121")
 
 # %% [markdown]
 # ## Norm and direction of the sublayer outputs
@@ -83,7 +83,12 @@ expected = math.sqrt(2 / math.pi / 256)
 print(claim("untrained: mean |cosine|", cosines["untrained"].abs().mean(), predicted=expected, rtol=0.2))
 threshold = 3 / math.sqrt(256)  # three standard deviations of one random cosine
 print(claim("trained: mean cosine", cosines["trained"].mean(), above=threshold))
-claim("‖output‖ / ‖residual stream‖: block 5's FFN / block 0's FFN", norm_ratios[11] / norm_ratios[1], below=0.2)
+claim(
+    "‖output‖ / ‖residual stream‖: block 5's FFN / block 0's FFN",
+    norm_ratios[11] / norm_ratios[1],
+    below=0.2,
+    id="C281",
+)
 
 # %%
 figure, panels = plt.subplots(1, 2, figsize=(6, 3))
@@ -142,7 +147,7 @@ error_id, err_id = (tokenizer.encode(name)[-1] for name in ("error", "err"))
 logit_difference = float(last_logits[error_id] - last_logits[err_id])
 print(contributions)
 total = contributions.values.sum()
-claim("contributions sum to the logit difference", total, predicted=logit_difference, rtol=1e-4)
+claim("contributions sum to the logit difference", total, predicted=logit_difference, rtol=1e-4, id="C273")
 
 # %% [markdown]
 # ## Attention entropy
@@ -159,7 +164,15 @@ entropies = {
     name: analysis.attention_entropy(m, tokens).values for name, m in (("untrained", untrained), ("trained", model))
 }
 uniform_entropy = math.lgamma(tokens.shape[1] + 1) / math.log(2) / tokens.shape[1]
-print(claim("untrained: smallest entropy, bits", entropies["untrained"].min(), predicted=uniform_entropy, rtol=0.01))
+print(
+    claim(
+        "untrained: smallest entropy, bits",
+        entropies["untrained"].min(),
+        predicted=uniform_entropy,
+        rtol=0.01,
+        id="C280",
+    )
+)
 print(claim("trained: largest entropy, bits", entropies["trained"].max(), below=uniform_entropy))
 claim("trained: smallest entropy / uniform", entropies["trained"].min() / uniform_entropy, below=0.5)
 
@@ -183,7 +196,7 @@ untrained_mean = analysis.head_scores(untrained).select(head_type="induction").v
 print(
     claim("untrained: mean induction score is that of uniform attention", untrained_mean, predicted=uniform, rtol=0.05)
 )
-print(claim("score of the best induction head / uniform", induction_score / uniform, above=5))
+print(claim("score of the best induction head / uniform", induction_score / uniform, above=5, id="C270"))
 distance = int(induction_head[0]) - int(previous_head[0])
 claim("block of the induction head − block of the previous-token head", distance, above=0)
 
@@ -208,7 +221,11 @@ def measure_without(head):
 baseline = measure_induction()
 remaining = [measure_without(head) / baseline for head in range(8)]
 controls = [share for head, share in enumerate(remaining) if head != int(previous_head[1])]
-print(claim("previous-token head ablated: remaining induction score", remaining[int(previous_head[1])], below=0.6))
+print(
+    claim(
+        "previous-token head ablated: remaining induction score", remaining[int(previous_head[1])], below=0.6, id="C270"
+    )
+)
 claim("another head of the block ablated: smallest remaining score", min(controls), above=0.85)
 
 # %%
@@ -323,13 +340,17 @@ middle_blocks = [loss_increase(f"without block {layer}") for layer in (1, 2, 3, 
 print(f"loss of the unchanged model: {baseline:.3f} nats per token")
 
 # %%
-print(claim("without a middle block: largest loss increase, nats per token", max(middle_blocks), above=0, below=1))
+print(
+    claim(
+        "without a middle block: largest loss increase, nats per token", max(middle_blocks), above=0, below=1, id="C127"
+    )
+)
 ratio = loss_increase("without block 0") / max(middle_blocks)
-print(claim("loss increase without block 0 / largest of a middle block", ratio, above=5))
+print(claim("loss increase without block 0 / largest of a middle block", ratio, above=5, id="C127"))
 without_norm = float(ablation["without the final norm", "loss"])
-print(claim("without the final norm: loss", without_norm, predicted=predicted_loss, rtol=0.02))
+print(claim("without the final norm: loss", without_norm, predicted=predicted_loss, rtol=0.02, id="C119"))
 overlap = ablation["without the final norm", "top-5 overlap"].values
-print(claim("without the final norm: share of the top 5 that stays", overlap, above=0.9))
+print(claim("without the final norm: share of the top 5 that stays", overlap, above=0.9, id="C119"))
 print(claim("without the mask: loss increase", loss_increase("without the mask"), above=0.3))
 print(claim("without positions: loss increase", loss_increase("without positions"), above=0.3))
 claim("FFN before attention in block 3: loss increase", loss_increase("FFN before attention in block 3"), below=0.1)
@@ -344,7 +365,9 @@ with torch.no_grad(), ct.edit(checkpoint, {"blocks.*.attn.z": "zero"}):
     all_heads = float(F.cross_entropy(model(tokens)[0, :-1], tokens[0, 1:])) - baseline
 sum_of_single = float(single_heads.values.sum())
 print(f"sum of 48 single ablations {sum_of_single:.2f}, all heads at once {all_heads:.2f} nats per token")
-print(claim("median loss increase without one head, nats per token", single_heads.values.median(), below=0.05))
+print(
+    claim("median loss increase without one head, nats per token", single_heads.values.median(), below=0.05, id="C128")
+)
 claim("loss increase without all heads / sum of single ablations", all_heads / sum_of_single, above=1.5)
 
 # %%
@@ -396,7 +419,7 @@ absent = {name: trained_losses[variant] - trained_losses["full model"] for name,
 removed = {name: ablated_losses[condition] - ablated_losses["baseline"] for name, (_, condition) in components.items()}
 difference = removed["positions"] - absent["positions"]
 print(claim("positions: loss increase if removed − if absent during training", difference, above=0))
-claim("trained without a mask: loss", trained_losses["no mask"], above=0, below=0.5)
+claim("trained without a mask: loss", trained_losses["no mask"], above=0, below=0.5, id="C079")
 
 # %%
 figure, axes = plt.subplots(figsize=(6, 3))

@@ -213,7 +213,7 @@ reports = {model_class: run_checks(model_class(), skip=slow_checks) for model_cl
 for model_class, report in reports.items():
     print(f"{model_class.__name__}: {report[predicted[model_class]].message}")
 num_caught = sum(report[predicted[model_class]].verdict == "fail" for model_class, report in reports.items())
-claim("bugs for which the predicted check fails", num_caught, predicted=8, rtol=0)
+claim("bugs for which the predicted check fails", num_caught, predicted=8, rtol=0, id="C284")
 
 # %% [markdown]
 # Checks must also pass where there is no bug. A bug can fail several checks (a softmax over queries also leaks
@@ -233,7 +233,7 @@ axes.set(title="Failed checks (filled) and predicted checks (framed)")
 figure.tight_layout()
 
 # %%
-claim("failed checks beyond the predicted ones, over eight bugs", float(grid.sum()) - 8, below=4)
+claim("failed checks beyond the predicted ones, over eight bugs", float(grid.sum()) - 8, below=4, id="C282")
 
 # %% [markdown]
 # ## What shape annotations detect
@@ -267,9 +267,15 @@ correct_split, wrong_view = Attention(32, 4).split, NoTranspose(32, 4).split
 splits = {"correct": correct_split, "no transpose": split_without_transpose, "wrong view": wrong_view}
 rejected = {name: [is_rejected(split, 7), is_rejected(split, 4)] for name, split in splits.items()}
 print("rejected at 7 tokens, at 4 tokens (the number of heads):", rejected)
-print(claim("correct split: rejections", sum(rejected["correct"]), predicted=0))
+print(claim("correct split: rejections", sum(rejected["correct"]), predicted=0, id="C277"))
 print(
-    claim("missing transpose: rejections, at 7 tokens but not at 4", sum(rejected["no transpose"]), predicted=1, rtol=0)
+    claim(
+        "missing transpose: rejections, at 7 tokens but not at 4",
+        sum(rejected["no transpose"]),
+        predicted=1,
+        rtol=0,
+        id="C277",
+    )
 )
 claim("wrong view with the correct shape: rejections", sum(rejected["wrong view"]), predicted=0)
 
@@ -344,10 +350,14 @@ model_classes = {
 runs = {name: train(model_class) for name, model_class in model_classes.items()}
 final_losses = {name: sum(losses[-20:]) / 20 for name, (_, losses) in runs.items()}
 print({name: round(loss, 3) for name, loss in final_losses.items()})
-print(claim("correct model: loss is the entropy rate", final_losses["correct"], predicted=entropy_rate, rtol=0.03))
+print(
+    claim(
+        "correct model: loss is the entropy rate", final_losses["correct"], predicted=entropy_rate, rtol=0.03, id="C243"
+    )
+)
 print(claim("labels shifted twice: loss", final_losses["labels shifted twice"], predicted=two_ahead, rtol=0.03))
 print(claim("labels not shifted: loss", final_losses["labels not shifted"], above=0, below=0.1))
-claim("mask off by one: loss / entropy rate", final_losses["mask off by one"] / entropy_rate, below=0.5)
+claim("mask off by one: loss / entropy rate", final_losses["mask off by one"] / entropy_rate, below=0.5, id="C079")
 
 # %%
 figure, axes = plt.subplots(figsize=(6, 3.4))
@@ -385,7 +395,7 @@ def loss_from_prefixes(model):
 prefix_losses = {name: loss_from_prefixes(runs[name][0]) for name in ("correct", "mask off by one")}
 print({name: round(loss, 3) for name, loss in prefix_losses.items()})
 print(claim("correct model: loss from prefixes", prefix_losses["correct"], predicted=entropy_rate, rtol=0.08))
-claim("mask off by one: loss from prefixes", prefix_losses["mask off by one"], above=math.log(12))
+claim("mask off by one: loss from prefixes", prefix_losses["mask off by one"], above=math.log(12), id="C079")
 
 # %% [markdown]
 # Selecting by training loss would choose the model with the bug. `cutaway train` runs `causality` before the first step
@@ -423,7 +433,7 @@ entropy_differences = {
 }
 scaled, unscaled = (values[-1] for values in entropy_differences.values())
 print(claim("head width 64: entropy below uniform, nats", scaled, predicted=mean_factor / 18, rtol=0.12))
-claim("head width 64: not divided / divided", unscaled / scaled, above=10)
+claim("head width 64: not divided / divided", unscaled / scaled, above=10, id="C280")
 
 # %% [markdown]
 # **Residual norms.** In an untrained model the output of a block is nearly orthogonal to the residual stream, so
@@ -452,8 +462,14 @@ def residual_streams(with_norms, layers=16):
 normalized, unnormalized = residual_streams(with_norms=True), residual_streams(with_norms=False)
 added = normalized.diff(dim=0).pow(2).sum(-1).mean((1, 2))  # (layers,): |a|²
 squares, unnormalized_squares = (x.pow(2).sum(-1).mean((1, 2)) for x in (normalized, unnormalized))  # (layers + 1,)
-print(claim("with norms: |x|² after 16 blocks", squares[-1], predicted=float(squares[0] + added.sum()), rtol=0.2))
-print(claim("with norms: |x|² after 8 blocks / after 16", squares[8] / squares[-1], predicted=0.5, rtol=0.25))
+print(
+    claim(
+        "with norms: |x|² after 16 blocks", squares[-1], predicted=float(squares[0] + added.sum()), rtol=0.2, id="C132"
+    )
+)
+print(
+    claim("with norms: |x|² after 8 blocks / after 16", squares[8] / squares[-1], predicted=0.5, rtol=0.25, id="C133")
+)
 log_growth = (unnormalized_squares / unnormalized_squares[0]).log10()
 claim("without norms: log growth of 16 blocks / of 8", log_growth[16] / log_growth[8], predicted=2, rtol=0.25)
 

@@ -82,11 +82,11 @@ F.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
 p = logits.detach().softmax(-1)
 by_hand = (p - F.one_hot(targets, p.shape[-1])) / targets.numel()
 difference = largest_difference(by_hand, logits.grad)
-print(claim("cross-entropy: largest difference of (p − y)/N from autograd", difference, below=1e-12))
+print(claim("cross-entropy: largest difference of (p − y)/N from autograd", difference, below=1e-12, id="C187"))
 wrong = 1 - p.gather(-1, targets[..., None])[..., 0]  # q, (1, T)
 ratio = by_hand.norm(dim=-1) * targets.numel() / wrong
-print(claim("smallest ‖p − y‖ / q", ratio.min(), above=1))
-claim("largest ‖p − y‖ / q", ratio.max(), below=math.sqrt(2))
+print(claim("smallest ‖p − y‖ / q", ratio.min(), above=1, id="C187"))
+claim("largest ‖p − y‖ / q", ratio.max(), below=math.sqrt(2), id="C187")
 
 # %% [markdown]
 # ## Softmax
@@ -103,11 +103,20 @@ claim("largest ‖p − y‖ / q", ratio.max(), below=math.sqrt(2))
 scores, g = randn(2, 6)
 p = scores.softmax(-1)
 J = torch.diag(p) - torch.outer(p, p)
-print(claim("softmax: diag(p) − ppᵀ", largest_difference(J, jacobian(lambda s: s.softmax(-1), scores)), below=1e-12))
-print(claim("softmax: p ⊙ (g − pᵀg)", largest_difference(p * (g - p @ g), J @ g), below=1e-12))
+print(
+    claim(
+        "softmax: diag(p) − ppᵀ",
+        largest_difference(J, jacobian(lambda s: s.softmax(-1), scores)),
+        below=1e-12,
+        id="C159",
+    )
+)
+print(claim("softmax: p ⊙ (g − pᵀg)", largest_difference(p * (g - p @ g), J @ g), below=1e-12, id="C159"))
 saturated = torch.tensor([[10, 0], [20, 0]], dtype=torch.float64).softmax(-1)
 norms = [float((torch.diag(p) - torch.outer(p, p)).norm()) for p in saturated]
-claim("two scores: ln‖J‖ falls by 10 as Δ grows by 10", math.log(norms[0] / norms[1]), predicted=10, rtol=1e-4)
+claim(
+    "two scores: ln‖J‖ falls by 10 as Δ grows by 10", math.log(norms[0] / norms[1]), predicted=10, rtol=1e-4, id="C159"
+)
 
 # %% [markdown]
 # ## Norms: γ and β
@@ -131,7 +140,14 @@ gamma, beta = randn(2, 8)
 gamma.requires_grad_(), beta.requires_grad_()
 F.layer_norm(x, (8,), gamma, beta).backward(g)
 x_hat = (x - x.mean(-1, keepdim=True)) / (x.var(-1, correction=0, keepdim=True) + 1e-5).sqrt()
-print(claim("∂L/∂γ = Σ g·x̂ over 3 × 5 tokens", largest_difference((g * x_hat).sum((0, 1)), gamma.grad), below=1e-12))
+print(
+    claim(
+        "∂L/∂γ = Σ g·x̂ over 3 × 5 tokens",
+        largest_difference((g * x_hat).sum((0, 1)), gamma.grad),
+        below=1e-12,
+        id="C163",
+    )
+)
 print(claim("∂L/∂β = Σ g", largest_difference(g.sum((0, 1)), beta.grad), below=1e-12))
 for name, forward in (("layernorm", F.layer_norm), ("rmsnorm", F.rms_norm)):
     x_grad = torch.autograd.grad(forward(x.requires_grad_(), (8,), gamma, eps=1e-5), x, g)[0]
@@ -168,7 +184,7 @@ def random_mlp(activation, d_model=32, seed=0):
 mlp, x = random_mlp("gelu"), randn(32)
 slopes = backward.ACTIVATION_SLOPES["gelu"](mlp.up(x))
 J = mlp.down.weight @ torch.diag(slopes) @ mlp.up.weight
-print(claim("MLP: W₂·diag(σ′)·W₁", largest_difference(J, jacobian(mlp, x)), below=1e-12))
+print(claim("MLP: W₂·diag(σ′)·W₁", largest_difference(J, jacobian(mlp, x)), below=1e-12, id="C156"))
 swiglu, x = model.decoder.blocks[3].ffn.f, randn(256)
 with torch.no_grad():
     gate, up = swiglu.gate(x), swiglu.up(x)
@@ -192,8 +208,8 @@ predicted = {"relu": 1.0, "gelu": 0.5 * (1 + math.erf(1)) + math.sqrt(2) * math.
 root = grid[((grid * (grid / 2).tanh() - 2).abs() + (grid < 0)).argmin()]  # the positive solution, 2.3994
 predicted["silu"] = float(backward.ACTIVATION_SLOPES["silu"](root))
 for name, slope in curves.items():
-    print(claim(f"{name}: largest slope", slope.max(), predicted=predicted[name], rtol=1e-6))
-    print(claim(f"{name}: smallest slope", slope.min(), predicted=1 - predicted[name], rtol=1e-4))
+    print(claim(f"{name}: largest slope", slope.max(), predicted=predicted[name], rtol=1e-6, id="C157"))
+    print(claim(f"{name}: smallest slope", slope.min(), predicted=1 - predicted[name], rtol=1e-4, id="C157"))
 print(claim("GELU: position of the largest slope, √2", grid[curves["gelu"].argmax()], predicted=2**0.5, rtol=1e-4))
 
 figure, axes = plt.subplots(figsize=(6, 3.2))
@@ -233,7 +249,7 @@ def relative_jacobian_norm(seed, share_left=0.1):
 
 interval = mean_confidence_interval([relative_jacobian_norm(seed) for seed in range(10)])
 print(f"‖J‖ with 10 % of the active units: {interval.mean:.3f} ± {interval.half_width:.3f} (10 seeds)")
-claim("‖J_FFN‖ with 10 % of the active ReLU units", interval.mean, predicted=math.sqrt(0.1), rtol=0.1)
+claim("‖J_FFN‖ with 10 % of the active ReLU units", interval.mean, predicted=math.sqrt(0.1), rtol=0.1, id="C158")
 
 # %% [markdown]
 # ## Attention
@@ -403,7 +419,13 @@ for name, values, predicted in zip(names, exponents.T.tolist(), (-1, -0.5, 0.5, 
     interval = mean_confidence_interval(values)
     print(f"{name}: exponent of s {interval.mean:+.3f} ± {interval.half_width:.3f} (95 %, 8 texts)")
     print(
-        claim(f"{name}: exponent minus the predicted {predicted}", interval.mean - predicted, above=-0.15, below=0.15)
+        claim(
+            f"{name}: exponent minus the predicted {predicted}",
+            interval.mean - predicted,
+            above=-0.15,
+            below=0.15,
+            id="C160",
+        )
     )
 
 # %%
@@ -457,7 +479,7 @@ for layer in reversed(range(6)):
 rms = [float(t[f"blocks.{layer}.resid_pre"].detach().square().mean().sqrt()) for layer in range(6)]
 print("root mean square of the residual stream before blocks 0 to 5: ", *(f"{value:.2f}" for value in rms))
 print("‖path‖ / ‖identity‖, from block 5 to 0 (FFN, attention): ", *(f"{value:.2f}" for value in path_ratios))
-claim("identity + path at the input of every block: largest difference", difference, below=1e-10)
+claim("identity + path at the input of every block: largest difference", difference, below=1e-10, id="C161")
 
 # %%
 figure, (left, right) = plt.subplots(1, 2, figsize=(6.6, 3), layout="constrained")
@@ -495,7 +517,7 @@ for title, (x, g, block, context) in cases.items():
     grad_x, grads = backward.block_backward(g, x, block, context)
     print(f"\n{title}")
     difference = compare({"input": grad_x} | grads, autograd_block(x, g, block, context))
-    print(claim(f"{title}: largest difference of any parameter", difference, below=1e-10))
+    print(claim(f"{title}: largest difference of any parameter", difference, below=1e-10, id="C164"))
 
 # %% [markdown]
 # ## Spectra: which directions a block shrinks
@@ -564,15 +586,22 @@ def jacobian_factors(net, x, layer=3):
 eye = torch.eye(512, dtype=torch.float64)
 J_attn, _, J_ffn, _ = jacobian_factors(model, resid[3])
 difference = largest_difference((eye + J_ffn) @ (eye + J_attn), trained[3])
-print(claim("pre-norm block: J = (I + J_ffn)(I + J_attn), largest difference", difference, below=1e-10))
+print(claim("pre-norm block: J = (I + J_ffn)(I + J_attn), largest difference", difference, below=1e-10, id="C137"))
 post_norm = build_untrained("post", "xavier", seed=0)
 [J_block], [x] = block_jacobians(post_norm, first_two, [3])
 A, N1, B, N2 = jacobian_factors(post_norm, x)
 difference = largest_difference(N2 @ (eye + B) @ N1 @ (eye + A), J_block)
-print(claim("post-norm block: J = J_norm(I + J_ffn)J_norm(I + J_attn), largest difference", difference, below=1e-10))
-print(claim("J_ffn between different tokens: largest entry", J_ffn[:256, 256:].abs().max(), predicted=0))
+print(
+    claim(
+        "post-norm block: J = J_norm(I + J_ffn)J_norm(I + J_attn), largest difference",
+        difference,
+        below=1e-10,
+        id="C138",
+    )
+)
+print(claim("J_ffn between different tokens: largest entry", J_ffn[:256, 256:].abs().max(), predicted=0, id="C097"))
 x = resid[3].flatten()
-print(claim("‖(I + J_attn)x − x‖ / ‖x‖", (J_attn @ x).norm() / x.norm(), below=1e-4))
+print(claim("‖(I + J_attn)x − x‖ / ‖x‖", (J_attn @ x).norm() / x.norm(), below=1e-4, id="C146"))
 with ct.trace(model, "embed", "blocks.5.resid_post", gradients=True) as t:
     model(first_two).logsumexp(-1).sum().backward()
 model.zero_grad()
@@ -580,7 +609,9 @@ g = t.gradient("blocks.5.resid_post").flatten()
 for J in reversed(trained):
     g = J.T @ g
 difference = largest_difference(g, t.gradient("embed").flatten())
-claim("gradient at the embedding = product of all block Jacobians: largest difference", difference, below=1e-10)
+claim(
+    "gradient at the embedding = product of all block Jacobians: largest difference", difference, below=1e-10, id="C139"
+)
 
 # %%
 seeds, spectra = range(5), {}
@@ -662,7 +693,7 @@ figure.suptitle("Singular values of a block's Jacobian (two tokens)", fontsize=1
 # ## A whole model: embedding and tied head
 #
 # The embedding copies rows of a table, so its backward pass adds the gradient at each position to the row of its token
-# (scatter-add). Rows of tokens that do not occur have the gradient 0. The head $z = x E^	op$ is a linear layer, and
+# (scatter-add). Rows of tokens that do not occur have the gradient 0. The head $z = x E^\top$ is a linear layer, and
 # every row of $E$ has a gradient, because every token has a probability above 0. If the head is tied, $E$ is the
 # embedding table, and its gradient is the sum of both.
 
@@ -684,7 +715,9 @@ model.zero_grad()
 F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()).backward()
 expected = {name: parameter.grad for name, parameter in model.named_parameters()}
 difference = compare(gradients, expected, merge_blocks=True)
-claim("tiny-python, 5.6 million parameters: largest difference of any gradient entry", difference, below=1e-10)
+claim(
+    "tiny-python, 5.6 million parameters: largest difference of any gradient entry", difference, below=1e-10, id="C164"
+)
 
 # %% [markdown]
 # ## Activation checkpointing
@@ -704,7 +737,15 @@ for mode in ("none", "selective", "full"):
 for mode in ("selective", "full"):
     pairs = zip(recomputed["none"], recomputed[mode], strict=True)
     num_different = sum(int((one != other).sum()) for one, other in pairs)
-    print(claim(f"checkpointing {mode}: gradient entries that differ in any bit", num_different, predicted=0, rtol=0))
+    print(
+        claim(
+            f"checkpointing {mode}: gradient entries that differ in any bit",
+            num_different,
+            predicted=0,
+            rtol=0,
+            id="C190",
+        )
+    )
 model.eval().use_activation_checkpointing("none").zero_grad()
 
 # %% [markdown]

@@ -108,7 +108,12 @@ for test_sparsity in (0.99, 0.9, 0.7):
     error = (torch.relu(x @ W[-1] @ W[-1].mT + b[-1]) - x).square().mean(1)
     recovered[test_sparsity] = float((1 - error / x.var(1, correction=0) > 0.5).sum(-1).float().mean())
 print(recovered)
-claim("trained at 0.99, tested at 0.7: recovered / recovered at 0.99", recovered[0.7] / recovered[0.99], below=0.3)
+claim(
+    "trained at 0.99, tested at 0.7: recovered / recovered at 0.99",
+    recovered[0.7] / recovered[0.99],
+    below=0.3,
+    id="C274",
+)
 
 # %%
 figure, panels = plt.subplots(1, 3, figsize=(8, 2.9), gridspec_kw={"width_ratios": [1.5, 1, 1]}, layout="constrained")
@@ -333,8 +338,8 @@ for name, edits in {
         model(ids)
     outputs[name] = (t["blocks.2.attn.out"] - 2 * baseline_trace["blocks.2.attn.out"]).norm()
 relative = {name: float(value / (2 * baseline_trace["blocks.2.attn.out"]).norm()) for name, value in outputs.items()}
-print(claim("values × 2: relative difference to 2 × output", relative["values"], below=1e-6))
-claim("queries, keys and values × 2: relative difference to 2 × output", relative["input"], above=0.05)
+print(claim("values × 2: relative difference to 2 × output", relative["values"], below=1e-6, id="C067"))
+claim("queries, keys and values × 2: relative difference to 2 × output", relative["input"], above=0.05, id="C067")
 
 # %% [markdown]
 # ## Attention weight is not importance
@@ -350,7 +355,12 @@ readout = torch.tensor([0.0, 1.0])
 answer = a @ values @ readout
 effects = [float(answer - (a * (torch.arange(2) != key)) @ values @ readout) for key in range(2)]
 print(f"answer {answer:.2f}; effect of removing key 0: {effects[0]:.2f}, key 1: {effects[1]:.2f}")
-claim("effect of the edge with weight 0.99 / effect of the edge with weight 0.01", effects[0] / effects[1], predicted=0)
+claim(
+    "effect of the edge with weight 0.99 / effect of the edge with weight 0.01",
+    effects[0] / effects[1],
+    predicted=0,
+    id="C271",
+)
 
 # %% [markdown]
 # In `tiny-python` the edges from the last token are removed one at a time: the term $a_s v_s$ of one head and one key
@@ -368,7 +378,7 @@ weight, effect = torch.cat(weight), torch.cat(effect)
 large = weight > 0.5
 small_share = float((effect[large] < 0.01).float().mean())
 print(f"{len(weight)} edges, {int(large.sum())} with a weight above 0.5")
-print(claim("rank correlation of weight and effect", attention_weights.spearman(weight, effect), above=0.5, id="C068"))
+print(claim("rank correlation of weight and effect", attention_weights.spearman(weight, effect), above=0.5))
 print(claim("weight above 0.5: share of edges with an effect below 0.01 nats", small_share, above=0.1, id="C271"))
 spread = float(effect[large].max() / effect[large].min())
 claim("weight above 0.5: largest / smallest effect", spread, above=50, id="C271")

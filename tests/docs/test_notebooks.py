@@ -1,5 +1,6 @@
 """Every notebook runs, its claims hold, and Jupyter can open it."""
 
+import ast
 from itertools import product
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from run_notebook import run_notebook
 
+from cutaway.learn.claims import load_claims
 from cutaway.learn.studies.norm_placement import Setting, describe_gradient
 
 ROOT = Path(__file__).parents[2]
@@ -42,6 +44,20 @@ def test_notebook_round_trips_through_ipynb(path: Path, tmp_path: Path) -> None:
     jupytext.write(book, tmp_path / "book.ipynb")
     reloaded = jupytext.read(tmp_path / "book.ipynb")
     assert [cell.source for cell in reloaded.cells] == [cell.source for cell in book.cells]
+
+
+def claim_ids(source: str) -> list[str]:
+    """Return the ids passed to `claim` in a notebook. An id is a string literal."""
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    claims = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "claim"]
+    return [ast.literal_eval(keyword.value) for call in claims for keyword in call.keywords if keyword.arg == "id"]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_claims_of_notebooks_have_ids_of_the_table(path: Path) -> None:
+    ids = set(claim_ids(path.read_text()))
+    assert ids <= {row.id for row in load_claims()}
+    assert len(ids) >= 5
 
 
 def test_grad_mode_is_restored_after_a_notebook(tmp_path: Path) -> None:

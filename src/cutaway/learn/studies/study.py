@@ -38,7 +38,10 @@ class Estimate:
         if self.low < 0:  # a difference: digits below 0.001 are noise
             mean, low, high = (f"{value:.3f}".replace("-", "−") for value in (self.mean, self.low, self.high))
         else:
-            mean, low, high = (format_figure(value) for value in (self.mean, self.low, self.high))
+            values = (self.mean, self.low, self.high)
+            mean, low, high = map(format_figure, values)
+            if low == high:  # a narrow interval
+                mean, low, high = (format_figure(value, extra_digits=1) for value in values)
         return f"{mean} ({low} to {high})"
 
 
@@ -64,13 +67,13 @@ def format_count(value: float) -> str:
     return f"{value:,.0f}".replace("-", "−") if abs(value) < 1e6 else f"{value:.1e}"
 
 
-def format_figure(value: float) -> str:
-    """Format a number with two significant digits below 10, and with three above."""
+def format_figure(value: float, extra_digits: int = 0) -> str:
+    """Format a number with two significant digits below 10, and with three above; more with `extra_digits`."""
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
     if not 1e-3 <= abs(value) < 1e6:
-        return f"{value:.1e}"
-    digits = 2 if abs(value) < 10 else 3
+        return f"{value:.{1 + extra_digits}e}"
+    digits = (2 if abs(value) < 10 else 3) + extra_digits
     rounded = float(f"{value:.{digits}g}")
     decimals = max(0, digits - 1 - math.floor(math.log10(abs(rounded))))
     return f"{rounded:,.{decimals}f}"
