@@ -19,13 +19,13 @@ from cutaway.learn.studies.components import (
     FormModel,
     FormResults,
     PairData,
-    TrainedVariant,
+    VariantLosses,
     compare_forms,
+    compare_missing_mask,
     compare_variants,
     form_config,
     measure_edits,
     measure_form,
-    measure_missing_mask,
     prefix_loss,
     train_variant,
     validation_loss,
@@ -88,7 +88,14 @@ def test_missing_mask_is_measured_with_and_without_the_mask(monkeypatch: pytest.
     monkeypatch.setattr(components, "NUM_EVAL_SEQUENCES", 4)
     monkeypatch.setattr(components, "PREFIX_LENGTHS", range(60, SEQ_LEN + 1))
     baseline, no_mask = (train_variant(name, grid=SMALLEST_GRID) for name in (BASELINE, "no-mask"))
-    estimates = measure_missing_mask(baseline, no_mask)
+    values = [
+        {
+            "loss-with-mask": [validation_loss(model) for model in variant.models()],
+            "prefix-loss": [prefix_loss(model, variant.variant.edits) for model in variant.models()],
+        }
+        for variant in (baseline, no_mask)
+    ]
+    estimates = compare_missing_mask({BASELINE: baseline, "no-mask": no_mask}, *values)
     with_mask, without_mask = (estimates[f"no-mask/loss-{name}-mask"].mean for name in ("with", "without"))
     assert with_mask != without_mask
     assert estimates["difference/no-mask-with-mask"].mean == pytest.approx(with_mask - without_mask)
@@ -112,8 +119,8 @@ def test_edits_after_training_are_compared_with_the_same_seeds(monkeypatch: pyte
 
 
 def test_differences_are_paired_by_seed() -> None:
-    def variant(name: str, losses: list[float]) -> TrainedVariant:
-        return TrainedVariant(name, VARIANTS[name], None, {3e-3: losses})  # type: ignore[arg-type]
+    def variant(name: str, losses: list[float]) -> VariantLosses:
+        return VariantLosses(name, {3e-3: losses})
 
     trained = {"gelu": variant("gelu", [1.1, 5.1, 9.1]), BASELINE: variant(BASELINE, [1.0, 5.0, 9.0])}
     estimates = compare_variants(trained)

@@ -24,7 +24,7 @@ from cutaway.learn.studies.positions import (
     method_properties,
     position_config,
     shift_effect,
-    summarize,
+    summarize_task,
 )
 from cutaway.learn.studies.study import Estimate
 from cutaway.model import build
@@ -108,7 +108,7 @@ def test_evaluation_covers_the_last_half_training_length() -> None:
 def test_summary_has_progress_and_paired_changes() -> None:
     chance = DistanceTask().chance
     losses = {("rope", 1): [0.0, 0.2], ("rope", 2): [1.0, 1.2], ("rope-yarn", 2): [0.5, 0.7], ("alibi", 1): [0.3, 0.5]}
-    estimates = summarize(DistanceTask(), losses)
+    estimates = summarize_task(DistanceTask(), losses)
     assert estimates["progress/rope/distance/1x"].mean == pytest.approx(1 - 0.1 / chance)
     assert estimates["change/rope/distance/2x"].mean == pytest.approx(1)
     assert estimates["change/rope-yarn/distance/2x"].high == pytest.approx(0.5)
@@ -117,7 +117,7 @@ def test_summary_has_progress_and_paired_changes() -> None:
 
 def test_every_result_has_a_stable_key() -> None:
     losses = {(method, 1): [0.1, 0.2] for method in METHODS}
-    keys = summarize(IndexTask(), losses)
+    keys = summarize_task(IndexTask(), losses)
     assert {f"progress/{method}/index/1x" for method in METHODS} <= keys.keys()
 
 

@@ -123,7 +123,10 @@ def test_transformer_learns_to_copy() -> None:
 def test_equal_time_gives_fewer_steps_to_the_slower_model() -> None:
     steps = torch.arange(100, 0, -1.0)[:, None]
     curves: dict[ModelName, torch.Tensor] = {"lstm": 2 * steps, "transformer": steps}
-    times = {("lstm", 32): Estimate(4.0, 4.0, 4.0, 1), ("lstm", 64): Estimate(0.5, 0.5, 0.5, 1)}
+    times = {
+        "step-time/lstm-to-transformer/32": Estimate(4.0, 4.0, 4.0, 1),
+        "step-time/lstm-to-transformer/64": Estimate(0.5, 0.5, 0.5, 1),
+    }
     estimates = {key: value.mean for key, value in compare_on_text(curves, times).items()}
     assert estimates["text-loss-difference/equal-steps/lstm"] == 2 - 1
     assert estimates["text-loss-difference/equal-time/32/lstm"] == 2 * 76 - 1  # 25 of 100 steps

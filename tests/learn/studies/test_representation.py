@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cutaway.evaluate.functional import kl_divergence_from_logits
 from cutaway.learn.studies import get_study
-from cutaway.learn.studies.representation import PARTS, run
+from cutaway.learn.studies.representation import PARTS, list_parts
 from cutaway.learn.studies.representation.answers import logit_lens_sublayer, measure_logit_lens_cause
 from cutaway.learn.studies.representation.attention_weights import measure_edges, spearman
 from cutaway.learn.studies.representation.facts import FactModel, FactTable, ablate_neurons, fact_config
@@ -27,7 +27,7 @@ def encode(prompt: str) -> Tensor:
 
 
 def test_study_is_registered() -> None:
-    assert get_study("representation").module == run.__module__
+    assert get_study("representation").module == list_parts.__module__
     assert len(PARTS) == len(set(PARTS))
 
 

@@ -1,6 +1,5 @@
 """Stored results of studies: estimates, files, and the sentences that quote them."""
 
-import importlib
 import math
 from pathlib import Path
 
@@ -65,11 +64,6 @@ def test_study_without_results_says_how_to_measure(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("cutaway.learn.studies.study.RESULTS_DIR", tmp_path)
     with pytest.raises(InputError, match="cutaway learn study layer-speed --run"):
         load_results.__wrapped__("layer-speed")
-
-
-def test_every_study_can_be_imported() -> None:
-    for study in STUDIES.values():
-        assert callable(importlib.import_module(study.module).run)
 
 
 def test_unknown_names_are_errors() -> None:

@@ -10,7 +10,11 @@ from cutaway.cli.options import JsonFlag, argument, option
 def study(
     name: Annotated[str | None, argument("Name of the study; default a list.", show_default=False)] = None,
     run: Annotated[bool, option("Repeat the measurements instead of showing the stored results.", "--run")] = False,
-    out: Annotated[Path | None, option("With --run: write the results to this JSON file.", metavar="FILE")] = None,
+    out: Annotated[
+        Path | None,
+        option("With --run: write the results to this JSON file. An interrupted run continues.", metavar="FILE"),
+    ] = None,
+    jobs: Annotated[int, option("With --run: number of processes. Parts that measure time run alone.", min=1)] = 1,
     search: Annotated[str | None, option("Show only results whose key contains this text.", metavar="TEXT")] = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -27,13 +31,17 @@ def study(
         print_json(rows) if as_json else study_report.render_studies(rows)
         return
     selected = get_study(name)
-    if out is not None and not run:
-        raise InputError("--out is set without --run; add --run to repeat the measurements")
+    if not run and (out is not None or jobs > 1):
+        raise InputError("--out or --jobs is set without --run; add --run to repeat the measurements")
     if run:
+        from cutaway.learn.studies.study_run import run_study
+
+        partial_file = None if out is None else out.with_name(f"{out.name}.partial")
         with study_report.study_progress() as progress:
-            results = selected.run(progress)
-        if out is not None:
+            results = run_study(selected, progress, partial_file=partial_file, jobs=jobs)
+        if out is not None and partial_file is not None:
             write_results(results, out)
+            partial_file.unlink(missing_ok=True)
     else:
         results = load_results(name)
     if search is not None:

@@ -6,11 +6,11 @@ import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
 from pathlib import Path
 from statistics import fmean
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from cutaway.config import Config
 from cutaway.config import config as read_config
-from cutaway.learn.studies.study import Estimate, ProgressFn, estimate
+from cutaway.learn.studies.study import Estimate, PartFn, PartResults, estimate
 from cutaway.learn.studies.train_grid import (
     LossFn,
     TrainedGrid,
@@ -156,22 +156,32 @@ EDITS_AFTER_TRAINING = {
 }
 
 
-def run(progress: ProgressFn) -> tuple[dict[str, Any], dict[str, Estimate]]:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    trained: dict[str, TrainedVariant] = {}
-    estimates: dict[str, Estimate] = {}
-    forms = list(product(FORM_TASKS, FORMS))
-    for done, name in enumerate(VARIANTS):
-        progress(done, len(VARIANTS) + len(forms), f"variant: {name}")
-        trained[name] = train_variant(name, device)
-        estimates |= trained[name].estimates()
-    estimates |= compare_variants(trained)
-    estimates |= measure_edits(trained[BASELINE])
-    estimates |= measure_missing_mask(trained[BASELINE], trained["no-mask"])
-    results: dict[tuple[str, str], FormResults] = {}
-    for done, (task, form) in enumerate(forms, len(VARIANTS)):
-        progress(done, len(VARIANTS) + len(forms), f"form: {form}, {task}")
-        results[task, form] = measure_form(task, form, device)
+def list_parts(device: str) -> dict[str, PartFn]:
+    parts: dict[str, PartFn] = {f"variant: {name}": partial(measure_variant, name, device) for name in VARIANTS}
+    for task, form in product(FORM_TASKS, FORMS):
+        parts[f"form: {form}, {task}"] = partial(measure_form_part, task, form, device)
+    return parts
+
+
+def measure_variant(name: str, device: str, grid: TrainingGrid | None = None) -> PartResults:
+    """Validation losses of a variant by learning rate, one per seed, and further measurements of two variants."""
+    variant = train_variant(name, device, grid or GRID)
+    results: dict[str, Estimate | Sequence[float]] = {f"loss/{lr:g}": losses for lr, losses in variant.losses.items()}
+    results["parameters"] = [sum(p.numel() for p in variant.trained.model.parameters())]
+    if name == BASELINE:
+        results |= measure_edits(variant)
+    if name in (BASELINE, "no-mask"):
+        results["prefix-loss"] = [prefix_loss(model, variant.variant.edits) for model in variant.models()]
+        results["loss-with-mask"] = [validation_loss(model) for model in variant.models()]
+    return results
+
+
+def measure_form_part(task: str, form: str, device: str) -> PartResults:
+    result = measure_form(task, form, device)
+    return {"losses": result.losses, "exact": result.exact, "parameters": [result.parameters]}
+
+
+def describe_settings(device: str) -> dict[str, Any]:
     return {
         "text": f"bytes of the top-level modules of Python {platform.python_version()}'s standard library",
         "baseline": "decoder, RMSNorm, pre-norm, SwiGLU, 4 heads, RoPE, tied embeddings",
@@ -180,19 +190,39 @@ def run(progress: ProgressFn) -> tuple[dict[str, Any], dict[str, Estimate]]:
         "seeds": GRID.num_seeds,
         "training": f"Adam, {GRID.steps} steps of {GRID.batch_size} × {SEQ_LEN} bytes, best of lr {GRID.lrs}",
         "forms": f"{FORM_LAYERS} layers, sinusoidal, {FORM_GRID.steps} steps of {FORM_GRID.batch_size} sequences",
-    }, estimates | compare_forms(results)
+    }
+
+
+def summarize(results: Mapping[str, PartResults]) -> dict[str, Estimate]:
+    """Estimates of all parts, and differences between variants and between forms."""
+    variants: dict[str, VariantLosses] = {}
+    forms: dict[tuple[str, str], FormResults] = {}
+    estimates: dict[str, Estimate] = {}
+    for part, values in results.items():
+        raw = {key: value for key, value in values.items() if not isinstance(value, Estimate)}
+        estimates |= {key: value for key, value in values.items() if isinstance(value, Estimate)}
+        kind, _, name = part.partition(": ")
+        if kind == "form":
+            form, task = name.split(", ")
+            forms[task, form] = FormResults(raw["losses"], raw["exact"], int(raw["parameters"][0]))
+            continue
+        losses = {float(key.removeprefix("loss/")): value for key, value in raw.items() if key.startswith("loss/")}
+        variants[name] = VariantLosses(name, losses)
+        estimates |= variants[name].estimates() | {f"parameters/{name}": _exact(raw["parameters"][0], 1)}
+    estimates |= compare_variants(variants)
+    masked, unmasked = (cast(Mapping[str, Sequence[float]], results[f"variant: {n}"]) for n in (BASELINE, "no-mask"))
+    estimates |= compare_missing_mask(variants, masked, unmasked)
+    return estimates | compare_forms(forms)
 
 
 # ---------------------------------------------------------------------------------------- training and evaluation
 
 
 @dataclass(frozen=True)
-class TrainedVariant:
-    """A trained variant, and its validation losses by learning rate, one per seed."""
+class VariantLosses:
+    """Validation losses of a trained variant by learning rate, one per seed."""
 
     name: str
-    variant: Variant
-    trained: TrainedGrid
     losses: Mapping[float, Sequence[float]]
 
     @property
@@ -204,6 +234,24 @@ class TrainedVariant:
     def best_losses(self) -> Sequence[float]:
         return self.losses[self.best_lr]
 
+    def estimates(self) -> dict[str, Estimate]:
+        """Loss by learning rate and at the best one, and number of seeds with a loss below the unigram entropy."""
+        results = {f"loss/{self.name}": estimate(self.best_losses)}
+        results[f"best-lr/{self.name}"] = _exact(self.best_lr, 1)
+        for lr, losses in self.losses.items():
+            num_trained = sum(loss < TRAINING_TEXT.unigram_entropy for loss in losses)
+            results[f"loss/{self.name}/{lr:g}"] = estimate(losses)
+            results[f"trained-seeds/{self.name}/{lr:g}"] = _exact(num_trained, len(losses))
+        return results
+
+
+@dataclass(frozen=True)
+class TrainedVariant(VariantLosses):
+    """A trained variant, with the weights of all models."""
+
+    variant: Variant
+    trained: TrainedGrid
+
     def models(self) -> Iterator[Transformer]:
         """Load the models with the best learning rate, one per seed. Each becomes invalid when the next is loaded."""
         for index, (lr, _, _) in enumerate(self.trained.grid.members):
@@ -211,17 +259,6 @@ class TrainedVariant:
                 model = self.trained.load_member(index)
                 assert isinstance(model, Transformer)
                 yield model
-
-    def estimates(self) -> dict[str, Estimate]:
-        """Loss by learning rate and at the best one, and number of seeds with a loss below the unigram entropy."""
-        results = {f"loss/{self.name}": estimate(self.best_losses)}
-        results[f"best-lr/{self.name}"] = _exact(self.best_lr, 1)
-        results[f"parameters/{self.name}"] = _exact(sum(p.numel() for p in self.trained.model.parameters()), 1)
-        for lr, losses in self.losses.items():
-            num_trained = sum(loss < TRAINING_TEXT.unigram_entropy for loss in losses)
-            results[f"loss/{self.name}/{lr:g}"] = estimate(losses)
-            results[f"trained-seeds/{self.name}/{lr:g}"] = _exact(num_trained, len(losses))
-        return results
 
 
 def _exact(value: float, count: int) -> Estimate:
@@ -237,7 +274,7 @@ def train_variant(name: str, device: str = "cpu", grid: TrainingGrid = GRID) -> 
     losses: dict[float, list[float]] = {}
     for index, (lr, _, _) in enumerate(grid.members):
         losses.setdefault(lr, []).append(_limit(validation_loss(trained.load_member(index), variant.edits)))
-    return TrainedVariant(name, variant, trained, losses)
+    return TrainedVariant(name, losses, variant, trained)
 
 
 def _sample_evaluation(data: TrainingData, length: int, device: torch.device | str) -> Tensor:
@@ -257,7 +294,7 @@ def _limit(loss: float) -> float:
     return min(loss, UNIFORM_LOSS) if math.isfinite(loss) else UNIFORM_LOSS
 
 
-def compare_variants(trained: Mapping[str, TrainedVariant]) -> dict[str, Estimate]:
+def compare_variants(trained: Mapping[str, VariantLosses]) -> dict[str, Estimate]:
     """Differences between losses of models with equal seeds."""
     return {
         f"difference/{a}-{b}": _difference(trained[a].best_losses, trained[b].best_losses)
@@ -291,18 +328,22 @@ def logit_scale(model: Transformer, edits: Mapping[str, str] | None = None) -> f
         return float(model(tokens).std(-1).mean())
 
 
-def measure_missing_mask(baseline: TrainedVariant, no_mask: TrainedVariant) -> dict[str, Estimate]:
+def compare_missing_mask(
+    variants: Mapping[str, VariantLosses],
+    baseline: Mapping[str, Sequence[float]],
+    no_mask: Mapping[str, Sequence[float]],
+) -> dict[str, Estimate]:
     """Models trained without the causal mask: their loss without the mask, with the mask, and in generation.
 
     `prefix-loss` is the loss of the next byte as in generation: the model sees a prefix and no later byte.
     """
-    with_mask = [validation_loss(model) for model in no_mask.models()]
-    prefix_losses = [[prefix_loss(model, v.variant.edits) for model in v.models()] for v in (no_mask, baseline)]
+    without_mask, with_mask = variants["no-mask"].best_losses, no_mask["loss-with-mask"]
+    prefix_losses = no_mask["prefix-loss"], baseline["prefix-loss"]
     return {
-        "no-mask/loss-without-mask": estimate(no_mask.best_losses),
+        "no-mask/loss-without-mask": estimate(without_mask),
         "no-mask/loss-with-mask": estimate(with_mask),
-        "difference/no-mask-with-mask": _difference(with_mask, no_mask.best_losses),
-        "difference/no-mask-with-mask-baseline": _difference(with_mask, baseline.best_losses),
+        "difference/no-mask-with-mask": _difference(with_mask, without_mask),
+        "difference/no-mask-with-mask-baseline": _difference(with_mask, variants[BASELINE].best_losses),
         "prefix-loss/no-mask": estimate(prefix_losses[0]),
         f"prefix-loss/{BASELINE}": estimate(prefix_losses[1]),
         "difference/prefix-loss-no-mask": _difference(*prefix_losses),

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -9,28 +10,40 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cutaway.learn.studies.study import Estimate, ProgressFn, estimate
+from cutaway.learn.studies.study import Estimate, PartFn, estimate
 
 NORM_WIDTHS = (256, 1024, 4096)
 NORM_TOKENS = {"cpu": 512, "cuda": 16384}
 LENGTHS = {"cpu": (64, 256, 1024), "cuda": (256, 1024, 4096)}
 REPEATS, ROUNDS = 5, 10
 WIDTH, HEADS = 256, 8
+MEASUREMENTS = ("norms", "sequence layers", "heads", "returned weights")
+TIMED_PARTS = tuple(f"{name} on {device}" for name in MEASUREMENTS for device in ("cpu", "cuda"))
 
 
-def run(progress: ProgressFn) -> tuple[dict[str, Any], dict[str, Estimate]]:
-    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-    parts = (measure_norms, measure_sequence_layers, measure_heads, measure_need_weights)
-    estimates: dict[str, Estimate] = {}
+def list_parts(device: str) -> dict[str, PartFn]:
+    """All measurements on the CPU, and on a GPU if `device` is one."""
+    functions = (measure_norms, measure_sequence_layers, measure_heads, measure_need_weights)
+    return {
+        f"{name} on {place}": partial(run_with_one_thread, measure, place)
+        for place in dict.fromkeys(["cpu", device])
+        for name, measure in zip(MEASUREMENTS, functions, strict=True)
+    }
+
+
+def describe_settings(device: str) -> dict[str, Any]:
+    settings = {"repeats": REPEATS, "rounds": ROUNDS, "width": WIDTH, "heads": HEADS, "cpu device": "one thread"}
+    return settings | ({"cuda device": torch.cuda.get_device_name()} if device == "cuda" else {})
+
+
+def run_with_one_thread(measure: Callable[[str], dict[str, Estimate]], device: str) -> dict[str, Estimate]:
+    """Measure times with one thread on the CPU."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    for index, (device, part) in enumerate((device, part) for device in devices for part in parts):
-        progress(index, len(devices) * len(parts), f"{part.__name__} on {device}")
-        estimates |= part(device)
-    torch.set_num_threads(threads)
-    names = {"cpu": "one thread", "cuda": torch.cuda.get_device_name() if "cuda" in devices else ""}
-    settings = {"repeats": REPEATS, "rounds": ROUNDS, "width": WIDTH, "heads": HEADS}
-    return settings | {f"{device} device": names[device] for device in devices}, estimates
+    try:
+        return measure(device)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def time_ratio(first: Callable[[], object], second: Callable[[], object], device: str) -> Estimate:

@@ -1,19 +1,17 @@
 """Norm placement: gradients at initialization, and training, by depth, initialization, mask and activation."""
 
 import math
-import os
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
-from multiprocessing import get_context
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 
 from cutaway.config import PostNorm
-from cutaway.learn.studies.study import Estimate, ProgressFn, estimate, load_results
+from cutaway.learn.studies.study import Estimate, PartFn, estimate, load_results
 from cutaway.learn.studies.train_grid import MarkovChain, TrainingGrid, train_grid
 from cutaway.lens.analysis.gradients import InitName, PlacementName, placement_config, relative_gradient_norms
 from cutaway.lens.trace import trace
@@ -87,33 +85,25 @@ class Setting:
         return f"{measure}/{self.placement}/{self.form}/{self.activation}/{self.init}/{depth}{suffix}"
 
 
-def run(progress: ProgressFn) -> tuple[dict[str, Any], dict[str, Estimate]]:
-    """Measure gradients in worker processes and, at the same time, train in this process, on a GPU if there is one."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    settings, runs = list(all_settings()), list(product(VARIANTS, DEPTHS))
-    training: dict[str, Estimate] = {}
-    gradients: dict[str, Estimate] = {}
-    num_workers = max(1, (os.cpu_count() or 1) - 1)
-    with ProcessPoolExecutor(num_workers, mp_context=get_context("spawn"), initializer=_use_one_thread) as pool:
-        futures = [pool.submit(measure_setting, setting) for setting in settings]
-        for done, (variant, depth) in enumerate(runs):
-            progress(done, len(runs) + len(settings), f"training: {variant}, {depth} blocks")
-            training |= measure_training(variant, depth, device)
-        for done, (setting, future) in enumerate(zip(settings, futures, strict=True), len(runs)):
-            name = f"{setting.placement}, {setting.form}, {setting.activation}, {setting.init}"
-            progress(done, len(runs) + len(settings), f"gradients: {name}")
-            gradients |= future.result()
+def list_parts(device: str) -> dict[str, PartFn]:
+    """Gradients by setting, on the CPU, and training by variant and depth."""
+    parts: dict[str, PartFn] = {}
+    for setting in all_settings():
+        name = f"gradients: {setting.placement}, {setting.form}, {setting.activation}, {setting.init}"
+        parts[name if setting.residual else f"{name}, no residual"] = partial(measure_setting, setting)
+    for variant, depth in product(VARIANTS, DEPTHS):
+        parts[f"training: {variant}, {depth} blocks"] = partial(measure_training, variant, depth, device)
+    return parts
+
+
+def describe_settings(device: str) -> dict[str, Any]:
     return {
         "d_model": 64,
         "seeds": NUM_SEEDS,
         "texts per seed": NUM_TEXTS,
         "tokens per text": SEQ_LEN,
         "training": f"d_model 32, ReLU, Xavier, Adam, {GRID.steps} steps, {GRID.batch_size}×{GRID.seq_len - 1} tokens",
-    }, gradients | training
-
-
-def _use_one_thread() -> None:
-    torch.set_num_threads(1)
+    }
 
 
 def measure_setting(setting: Setting) -> dict[str, Estimate]:

@@ -4,10 +4,10 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product, takewhile
 from statistics import fmean
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from cutaway.config import Config
 from cutaway.config import config as read_config
 from cutaway.learn.studies.components import TRAINING_TEXT, VALIDATION_TEXT
-from cutaway.learn.studies.study import Estimate, ProgressFn, estimate
+from cutaway.learn.studies.study import Estimate, PartFn, PartResults, estimate
 from cutaway.learn.studies.train_grid import TrainedGrid, TrainingGrid, train_grid
 from cutaway.model import build
 
@@ -310,19 +310,20 @@ DIFFERENCES = (("sinusoidal", "learned"), ("rope", "sinusoidal"), ("rope", "lear
 """Pairs of methods whose losses within the training length are compared."""
 
 
-def run(progress: ProgressFn) -> tuple[dict[str, Any], dict[str, Estimate]]:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    runs = list(product(tasks(device).values(), METHODS))
-    losses: dict[str, Losses] = {}
-    estimates: dict[str, Estimate] = {}
-    for done, (task, method) in enumerate(runs):
-        progress(done, len(runs), f"{task.name}: {method}")
-        by_length, shifts = measure_method(task, method, device)
-        losses.setdefault(task.name, {}).update(by_length)
-        if task.name == "text":
-            estimates[f"shift/{method}"] = estimate(shifts)
-    for task in tasks(device).values():
-        estimates |= summarize(task, losses[task.name])
+def list_parts(device: str) -> dict[str, PartFn]:
+    return {
+        f"{task}: {method}": partial(measure_part, task, method, device)
+        for task, method in product(tasks(device), METHODS)
+    }
+
+
+def measure_part(task: str, method: str, device: str) -> dict[str, list[float]]:
+    """Losses by `METHOD/LENGTH` and effects of a shift, one per seed."""
+    losses, shifts = measure_method(tasks(device)[task], method, device)
+    return {f"{name}/{length}": values for (name, length), values in losses.items()} | {"shift": shifts}
+
+
+def describe_settings(device: str) -> dict[str, Any]:
     return {
         "model": f"decoder, {LAYERS} layers, d_model {D_MODEL}, {HEADS} heads",
         "training": f"Adam, {GRID.steps} steps of {GRID.batch_size} × {TRAINING_LENGTH} tokens, best of lr {GRID.lrs}",
@@ -330,10 +331,27 @@ def run(progress: ProgressFn) -> tuple[dict[str, Any], dict[str, Estimate]]:
         "seeds": GRID.num_seeds,
         "evaluated positions": f"last {TRAINING_LENGTH // 2}",
         "absent": "learned positions beyond the table; RoPE scaling at 1x; task index beyond 1x",
-    }, estimates
+    }
 
 
-def summarize(task: Task, losses: Losses) -> dict[str, Estimate]:
+def summarize(results: Mapping[str, PartResults]) -> dict[str, Estimate]:
+    """Estimates of the values by seed of all parts."""
+    estimates: dict[str, Estimate] = {}
+    for task in tasks().values():
+        losses: Losses = {}
+        for method in METHODS:
+            values = {key: list(cast(Sequence[float], part)) for key, part in results[f"{task.name}: {method}"].items()}
+            shifts = values.pop("shift")
+            if task.name == "text":
+                estimates[f"shift/{method}"] = estimate(shifts)
+            for key, by_seed in values.items():
+                name, _, length = key.rpartition("/")
+                losses[name, int(length)] = by_seed
+        estimates |= summarize_task(task, losses)
+    return estimates
+
+
+def summarize_task(task: Task, losses: Losses) -> dict[str, Estimate]:
     """Loss, progress from chance to optimum, change of the loss with the length, and differences between methods.
 
     Changes and differences are between models with equal seeds.

@@ -5,10 +5,12 @@ equations of `nn.RNN` and `nn.LSTM` to their weights in training, and calls the 
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
 from statistics import median
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cutaway.config import Config
 from cutaway.config import config as read_config
 from cutaway.learn.studies.components import TRAINING_TEXT, VOCAB_SIZE
-from cutaway.learn.studies.study import Estimate, ProgressFn, estimate
+from cutaway.learn.studies.study import Estimate, PartFn, PartResults, estimate
 from cutaway.learn.studies.train_grid import TrainedGrid, TrainingGrid, next_token_loss, train_grid
 from cutaway.model import Transformer, build
 
@@ -43,21 +45,27 @@ TIMED_SIZES = {"cpu": ((32, 16, 128), (128, 8, 256)), "cuda": ((32, 16, 128), (5
 REPEATS = 10
 
 
-def run(progress: ProgressFn) -> tuple[dict[str, Any], dict[str, Estimate]]:
-    """Train on a GPU if there is one. Dependent steps and gradients are measured on the same device."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+def list_parts(device: str) -> dict[str, PartFn]:
     tasks: list[Task] = [CopyTask(gap) for gap in COPY_GAPS] + [RecallTask(pairs) for pairs in RECALL_PAIRS]
-    total, estimates = 3 + len(tasks) * len(TRAINED_MODELS), count_dependent_steps()
-    progress(0, total, "gradients at initialization")
-    for name in MODELS:
-        estimates |= measure_gradients(name, device)
-    for index, (task, name) in enumerate((task, name) for task in tasks for name in TRAINED_MODELS):
-        progress(1 + index, total, f"{task.key}: {name}")
-        estimates |= measure_task(task, name, device)
-    progress(total - 2, total, "text: loss by step")
-    curves = {name: train_on_text(name, device) for name in TRAINED_MODELS}
-    progress(total - 1, total, "time of a training step")
-    estimates |= compare_on_text(curves, measure_step_times(device))
+    parts: dict[str, PartFn] = {"dependent products": count_dependent_steps}
+    parts |= {f"gradients: {name}": partial(measure_gradients, name, device) for name in MODELS}
+    for task, name in product(tasks, TRAINED_MODELS):
+        parts[f"{task.key}: {name}"] = partial(measure_task, task, name, device)
+    parts |= {f"text: {name}": partial(measure_text, name, device) for name in TRAINED_MODELS}
+    return parts | {"step times": partial(measure_step_times, device)}
+
+
+TIMED_PARTS = ("step times",)
+
+
+def summarize(results: Mapping[str, PartResults]) -> dict[str, Estimate]:
+    """Estimates of all parts, and the comparison of losses on text after equal steps and after equal time."""
+    estimates = {key: value for part in results.values() for key, value in part.items() if isinstance(value, Estimate)}
+    curves = {name: torch.tensor(list(results[f"text: {name}"].values())).T for name in TRAINED_MODELS}
+    return estimates | compare_on_text(curves, cast(Mapping[str, Estimate], results["step times"]))
+
+
+def describe_settings(device: str) -> dict[str, Any]:
     return {
         "layers": LAYERS,
         "d_model of the Transformer": D_MODEL,
@@ -67,7 +75,7 @@ def run(progress: ProgressFn) -> tuple[dict[str, Any], dict[str, Estimate]]:
         "text": f"bytes of Python's standard library, {_describe(TEXT_GRID)} of {TEXT_GRID.seq_len - 1} bytes",
         "learning rate": "the one with the lowest mean final loss, by model and task",
         "time": f"{torch.cuda.get_device_name() if device == 'cuda' else 'CPU'}, nn.LSTM and nn.RNN, SDPA",
-    }, estimates
+    }
 
 
 def _describe(grid: TrainingGrid) -> str:
@@ -426,6 +434,12 @@ def train_on_text(name: ModelName, device: str = "cpu", grid: TrainingGrid = TEX
     return _trailing_mean(trained.losses[:, best_members(trained)], max(1, grid.steps // 20)).cpu()
 
 
+def measure_text(name: ModelName, device: str) -> dict[str, list[float]]:
+    """Training losses by step, for each seed."""
+    curves = train_on_text(name, device).T
+    return {f"seed {seed}": curve.tolist() for seed, curve in enumerate(curves)}
+
+
 def _trailing_mean(values: Tensor, width: int) -> Tensor:
     sums = F.pad(values.cumsum(0), (0, 0, 1, 0))
     ends = torch.arange(1, len(values) + 1, device=values.device)
@@ -433,7 +447,7 @@ def _trailing_mean(values: Tensor, width: int) -> Tensor:
     return (sums[ends] - sums[starts]) / (ends - starts)[:, None]
 
 
-def measure_step_times(device: str) -> dict[tuple[str, int], Estimate]:
+def measure_step_times(device: str) -> dict[str, Estimate]:
     """Time of a training step relative to the Transformer, by model and d_model, in alternating rounds."""
     ratios = {}
     for d_model, batch_size, length in TIMED_SIZES[device]:
@@ -444,7 +458,9 @@ def measure_step_times(device: str) -> dict[tuple[str, int], Estimate]:
             _time(step, device)  # warm-up
         rounds = [{name: _time(step, device) for name, step in steps.items()} for _ in range(REPEATS)]
         for name in ("rnn", "lstm"):
-            ratios[name, d_model] = estimate([times[name] / times["transformer"] for times in rounds], ratio=True)
+            ratios[f"step-time/{name}-to-transformer/{d_model}"] = estimate(
+                [times[name] / times["transformer"] for times in rounds], ratio=True
+            )
     return ratios
 
 
@@ -473,14 +489,14 @@ def _time(step: Callable[[], None], device: str) -> float:
     return median(seconds)
 
 
-def compare_on_text(curves: dict[ModelName, Tensor], times: dict[tuple[str, int], Estimate]) -> dict[str, Estimate]:
+def compare_on_text(curves: Mapping[ModelName, Tensor], times: Mapping[str, Estimate]) -> dict[str, Estimate]:
     """Loss of each model and difference to the Transformer, after equal steps and after equal time.
 
     Equal time is by the ratio of step times at each measured d_model; the slower model has fewer steps.
     `text-steps-to-equal` is the number of steps after which the Transformer has the final loss of the recurrent model,
     as a part of all steps; it is 1 if it never has.
     """
-    estimates = {f"step-time/{name}-to-transformer/{d_model}": ratio for (name, d_model), ratio in times.items()}
+    estimates: dict[str, Estimate] = {}
     transformer = curves["transformer"]
     steps = len(transformer)
     for name, curve in curves.items():
@@ -488,7 +504,8 @@ def compare_on_text(curves: dict[ModelName, Tensor], times: dict[tuple[str, int]
         if name == "transformer":
             continue
         estimates[f"text-loss-difference/equal-steps/{name}"] = estimate((curve[-1] - transformer[-1]).tolist())
-        for (timed, d_model), ratio in times.items():
+        for key, ratio in times.items():
+            timed, d_model = key.removeprefix("step-time/").split("-to-transformer/")
             if name.startswith(timed):
                 step, other = (max(1, round(steps * min(1.0, part))) - 1 for part in (1 / ratio.mean, ratio.mean))
                 difference = (curve[step] - transformer[other]).tolist()

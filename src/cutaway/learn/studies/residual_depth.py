@@ -18,7 +18,7 @@ from cutaway.config import Config, ParallelResidual
 from cutaway.config import config as read_config
 from cutaway.families.load import load
 from cutaway.learn.studies.components import TRAINING_TEXT, VALIDATION_TEXT, VOCAB_SIZE
-from cutaway.learn.studies.study import Estimate, ProgressFn, estimate
+from cutaway.learn.studies.study import Estimate, PartFn, estimate
 from cutaway.learn.studies.train_grid import MarkovChain, TrainedGrid, TrainingGrid, next_token_loss, train_grid
 from cutaway.lens.analysis.gradients import placement_config
 from cutaway.lens.edit import edit
@@ -48,20 +48,19 @@ NUM_DIRECTIONS, NUM_POINTS, RADIUS = 3, 41, 1.0
 HESSIAN_ITERATIONS = 20
 
 
-def run(progress: ProgressFn) -> tuple[dict[str, Any], dict[str, Estimate]]:
-    """Measure tiny-python and models trained on bytes, on a GPU if there is one."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    parts: dict[str, Callable[[], dict[str, Estimate]]] = {"tiny-python": partial(measure_tiny_python, device)}
+def list_parts(device: str) -> dict[str, PartFn]:
+    """Measurements of tiny-python and of models trained on bytes."""
+    parts: dict[str, PartFn] = {"paths": count_paths, "tiny-python": partial(measure_tiny_python, device)}
     for name in GRIDS:
         parts[f"training and measuring {name}"] = partial(measure_trained, name, device)
     for depth in LANDSCAPE_DEPTHS:
         for residual in (True, False):
             name = f"loss landscape, {depth} blocks, {'residual' if residual else 'no residual'}"
             parts[name] = partial(measure_landscape, depth, residual, device)
-    estimates = count_paths()
-    for index, (name, part) in enumerate(parts.items()):
-        progress(index, len(parts), name)
-        estimates |= part()
+    return parts
+
+
+def describe_settings(device: str) -> dict[str, Any]:
     return {
         "tiny-python": f"{NUM_GROUPS} groups of {GROUP_SIZE} texts of {TEXT_TOKENS} tokens from the standard library",
         "trained models": {
@@ -72,7 +71,7 @@ def run(progress: ProgressFn) -> tuple[dict[str, Any], dict[str, Estimate]]:
         "expansion": f"{EXPANDED_TOKENS} tokens, all subsets of up to {MAX_EXPANDED} sublayers, fp64",
         "landscape": f"pre-norm, d_model 32, Markov chain, {LANDSCAPE_GRID.steps} steps,"
         f" {NUM_DIRECTIONS} filter-normalized directions per seed, {NUM_POINTS} points in ±{RADIUS:g}",
-    }, estimates
+    }
 
 
 # ---------------------------------------------------------------------------------------- a stack as sublayers

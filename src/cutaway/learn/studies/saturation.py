@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cutaway.config import Config
-from cutaway.learn.studies.study import Estimate, ProgressFn, estimate
+from cutaway.learn.studies.study import Estimate, PartFn, estimate
 from cutaway.learn.studies.train_grid import MarkovChain, TrainingGrid, train_grid
 from cutaway.lens.analysis.gradients import PlacementName, placement_config, relative_gradient_norms
 from cutaway.lens.edit import edit
@@ -31,10 +31,9 @@ VARIANTS: tuple[tuple[PlacementName, bool], ...] = (("post", True), ("post", Fal
 """Trained variants: norm placement, and whether scores are scaled."""
 
 
-def run(progress: ProgressFn) -> tuple[dict[str, Any], dict[str, Estimate]]:
-    """Measure on the CPU, and train on a GPU if there is one."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    parts: dict[str, Callable[[], dict[str, Estimate]]] = {
+def list_parts(device: str) -> dict[str, PartFn]:
+    """Measurements on the CPU, and training on `device`."""
+    parts: dict[str, PartFn] = {
         "softmax by d_head": measure_softmax,
         "dead ReLU units": measure_dead_units,
         "saturated attention": measure_saturated_attention,
@@ -43,17 +42,17 @@ def run(progress: ProgressFn) -> tuple[dict[str, Any], dict[str, Estimate]]:
     for (placement, scaled), depth in product(VARIANTS, POST_NORM_DEPTHS):
         name = f"training: {placement}-norm, {'scaled' if scaled else 'unscaled'}, {depth} blocks"
         parts[name] = partial(measure_training, placement, scaled, depth, device)
-    estimates: dict[str, Estimate] = {}
-    for index, (name, part) in enumerate(parts.items()):
-        progress(index, len(parts), name)
-        estimates |= part()
+    return parts
+
+
+def describe_settings(device: str) -> dict[str, Any]:
     return {
         "seeds": NUM_SEEDS,
         "softmax": f"{NUM_QUERIES} queries and {NUM_KEYS} keys of N(0, 1) per seed",
         "dead units, saturated attention": f"pre-norm decoder, {BLOCKS} blocks, d_model 64, ReLU, Xavier",
         "training": "d_model 32, 1 head, ReLU, Xavier, Markov chain, Adam,"
         f" {GRID.steps} steps of {GRID.batch_size} × {GRID.seq_len - 1} tokens",
-    }, estimates
+    }
 
 
 # ---------------------------------------------------------------------------------------- softmax by d_head

@@ -1,14 +1,10 @@
 """Studies: experiments over seeds whose results are stored with the package, each with the command that repeats it."""
 
-import importlib
 import json
 import math
-import platform
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
 
@@ -99,9 +95,19 @@ class StudyResults:
         return self.estimates[key]
 
 
+PartResults = Mapping[str, Estimate | Sequence[float]]
+"""Results of a part of a study: estimates, or values by seed, which the study's `summarize` compares."""
+PartFn = Callable[[], PartResults]
+
+
 @dataclass(frozen=True)
 class Study:
-    """A study. `module` has a function `run(progress)` that returns the settings and the estimates by key."""
+    """A study that consists of independent parts.
+
+    `module` has `list_parts(device)`, functions by name, and `describe_settings(device)`. It may have
+    `summarize(results)`, which makes the estimates of the results by part; without it, the parts return estimates. It
+    may have `TIMED_PARTS`, the names of parts that measure time and never run beside others.
+    """
 
     name: str
     title: str
@@ -114,13 +120,6 @@ class Study:
     @property
     def command(self) -> str:
         return f"cutaway learn study {self.name} --run"
-
-    def run(self, progress: ProgressFn) -> StudyResults:
-        """Repeat the measurements of the study."""
-        start = time.perf_counter()
-        settings, estimates = importlib.import_module(self.module).run(progress)
-        environment = f"torch {version('torch')}, {platform.machine()}"
-        return StudyResults(self.name, self.command, settings, environment, time.perf_counter() - start, estimates)
 
 
 _MODULES = "cutaway.learn.studies"

@@ -2,9 +2,8 @@
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
-
-import torch
 
 from cutaway.learn.studies.representation import superposition
 from cutaway.learn.studies.representation.answers import (
@@ -21,7 +20,7 @@ from cutaway.learn.studies.representation.heads import (
 )
 from cutaway.learn.studies.representation.probes import measure_probes
 from cutaway.learn.studies.representation.two_targets import measure_saturation, measure_two_targets
-from cutaway.learn.studies.study import Estimate, ProgressFn
+from cutaway.learn.studies.study import Estimate, PartFn
 
 PARTS: tuple[Callable[[str], dict[str, Estimate]], ...] = (
     superposition.measure_superposition,
@@ -41,15 +40,13 @@ PARTS: tuple[Callable[[str], dict[str, Estimate]], ...] = (
 )
 
 
-def run(progress: ProgressFn) -> tuple[dict[str, Any], dict[str, Estimate]]:
-    """Run all measurements, on a GPU if there is one."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    estimates: dict[str, Estimate] = {}
-    for index, part in enumerate(PARTS):
-        progress(index, len(PARTS), part.__name__.removeprefix("measure_").replace("_", " "))
-        estimates |= part(device)
+def list_parts(device: str) -> dict[str, PartFn]:
+    return {part.__name__.removeprefix("measure_").replace("_", " "): partial(part, device) for part in PARTS}
+
+
+def describe_settings(device: str) -> dict[str, Any]:
     return {
         "model": "tiny-python, and models trained by the study",
         "text": f"modules of the standard library of Python {sys.version_info[0]}.{sys.version_info[1]}",
         "superposition": f"{superposition.NUM_FEATURES} features in {superposition.NUM_DIMS} dimensions",
-    }, estimates
+    }

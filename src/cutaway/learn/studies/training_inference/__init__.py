@@ -1,11 +1,10 @@
 """Training and inference: exposure bias, entropy floor, KL penalty, update ratios, decoding time, bugs and checks."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-import torch
-
-from cutaway.learn.studies.study import Estimate, ProgressFn
+from cutaway.learn.studies.study import Estimate, PartFn
 from cutaway.learn.studies.training_inference import exposure, preferences
 from cutaway.learn.studies.training_inference.bug_checks import measure_bug_checks
 from cutaway.learn.studies.training_inference.decoding import measure_decoding
@@ -16,19 +15,21 @@ PARTS: tuple[Callable[[str], dict[str, Estimate]], ...] = (
     exposure.measure_update_ratio,
     preferences.measure_preferences,
     measure_bug_checks,
-    measure_decoding,
 )
+TIMED_PARTS = ("decoding on cpu", "decoding on cuda")
 
 
-def run(progress: ProgressFn) -> tuple[dict[str, Any], dict[str, Estimate]]:
-    """Run all measurements, on a GPU if there is one; the time of decoding on both devices."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    runs = [(part, device) for part in PARTS] + ([(measure_decoding, "cpu")] if device == "cuda" else [])
-    estimates: dict[str, Estimate] = {}
-    for index, (part, part_device) in enumerate(runs):
-        name = part.__name__.removeprefix("measure_").replace("_", " ")
-        progress(index, len(runs), f"{name} on {part_device}")
-        estimates |= part(part_device)
+def list_parts(device: str) -> dict[str, PartFn]:
+    """All measurements; the time of decoding on the CPU, and on a GPU if `device` is one."""
+    parts: dict[str, PartFn] = {
+        part.__name__.removeprefix("measure_").replace("_", " "): partial(part, device) for part in PARTS
+    }
+    return parts | {
+        f"decoding on {place}": partial(measure_decoding, place) for place in dict.fromkeys(["cpu", device])
+    }
+
+
+def describe_settings(device: str) -> dict[str, Any]:
     updates, batch_size = preferences.NUM_UPDATES, preferences.BATCH_SIZE
     return {
         "model": "d_model 32, 2 layers, 2 heads, RoPE",
@@ -38,4 +39,4 @@ def run(progress: ProgressFn) -> tuple[dict[str, Any], dict[str, Estimate]]:
         "continuations": f"{exposure.NUM_CONTINUATIONS} of {exposure.NUM_STEPS} tokens per seed",
         "policies": f"{updates} updates of {batch_size} texts of {preferences.NUM_TOKENS} tokens",
         "decoding": f"{device}, one thread on the CPU",
-    }, estimates
+    }
