@@ -2,7 +2,9 @@
 # # 13. Representation: superposition, probes, attention weights and facts
 #
 # What does a vector of the residual stream contain, and what does a component contribute? This notebook trains toy
-# models whose answer is known and applies the same measurements to `tiny-python`:
+# models whose answer is known and applies the same measurements to `tiny-python`.
+#
+# Contents:
 #
 # - *superposition*: how many features fit into $d$ dimensions, and what they cost each other;
 # - *linear probes*: how many bits on a property of the text a linear readout extracts, by depth;

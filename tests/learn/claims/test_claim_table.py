@@ -161,3 +161,20 @@ def test_a_conflicting_figure_is_found() -> None:
     row = get_claim("C157")
     assert find_conflicts(row, "its slope is between -0.129 and 1.129") == []
     assert find_conflicts(row, "its slope is between -0.2 and 1.129") == ["slope is between -0.2 and 1.129"]
+
+
+def test_id_and_topic_find_exactly_their_claims() -> None:
+    for query in ("C039", "c39", "39"):
+        assert [row.id for row in find_claims(query)] == ["C039"]
+    assert {row.topic for row in find_claims("norms")} == {"norms"}
+    assert {row.id for row in find_claims("warmup")} == {row.id for row in find_claims("warm-up")}
+    assert find_claims(verdict="does-not-hold") == find_claims(verdict="does not hold")
+    with pytest.raises(InputError, match="no claim of the 1 that match 'C150' has verdict 'holds'"):
+        find_claims("C150", verdict="holds")
+    with pytest.raises(InputError, match="did you mean the topic 'norms'"):
+        find_claims("normz")
+
+
+def test_studies_without_results_are_not_evidence() -> None:
+    shown = {item.partition(": ")[2] for row in load_claims() for item in row.evidence if item.startswith("study: ")}
+    assert shown == {name for name, study in STUDIES.items() if study.results_file.exists()}

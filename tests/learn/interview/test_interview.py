@@ -78,7 +78,7 @@ def test_filters() -> None:
     assert {question.type for question in find_interview_questions(question_type="trade-off")} == {"trade-off"}
     assert {question.topic for question in find_interview_questions(topic="feed-forward")} == {"ffn"}
     assert {question.topic for question in find_interview_questions(topic="pre-norm")} == {"placement"}
-    with pytest.raises(InputError, match=r"about 'normz'; did you mean 'norms'\?; use a topic \(ablation, "):
+    with pytest.raises(InputError, match=r"about 'normz' \(did you mean 'norms'\?\); use a topic \(ablation, "):
         find_interview_questions(topic="normz")
     with pytest.raises(InputError, match="there are easy recall, medium trade-off questions"):
         find_interview_questions("hard", "cache")

@@ -289,7 +289,7 @@ def test_every_word_of_a_section_title_finds_its_questions() -> None:
 
 def test_unknown_topic_lists_the_choices(run_cli: CliRunner) -> None:
     message = run_cli("learn", "quiz", "--section", "normz", code=2)
-    assert "there are no questions about 'normz'; did you mean 'norms'?" in message
+    assert "there are no questions about 'normz' (did you mean 'norms'?)" in message
     for name in (*SECTIONS, "norms", "rope", "speculation"):
         assert name in message
 

@@ -95,6 +95,16 @@ def list_exercises(as_json: JsonFlag = False) -> None:
         exercise_report.render_exercise_list(rows)
 
 
+def create_directory(directory: Path) -> None:
+    """Create the directory of --dir."""
+    if directory.exists() and not directory.is_dir():
+        raise InputError(f"--dir is '{directory}', which is a file; pass a directory")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--dir '{directory}' cannot be created ({error.strerror}); pass another directory") from None
+
+
 def start(
     number: ExerciseNumber,
     directory: Annotated[Path, option("Directory of the exercise file.", "--dir")] = Path("learn"),
@@ -110,8 +120,7 @@ def start(
     from cutaway.learn.exercises.learner_file import write_stub
 
     exercise = get_exercise(number)
-    if directory.exists() and not directory.is_dir():
-        raise InputError(f"--dir is '{directory}', which is a file; pass a directory")
+    create_directory(directory)
     path, previous_file = write_stub(exercise, directory, as_notebook=as_notebook, restart=restart)
     with _warn_if_not_saved():
         _load_progress().mark_started(number, path)
@@ -155,7 +164,7 @@ def solution(
     force: Annotated[bool, option("Show the solution without an attempt.", "--force")] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Show the solution of an exercise, after at least one attempt.
+    """Show the solution of an exercise, after at least one attempt or all hints.
 
     Example: cutaway learn solution 3
     """
@@ -163,7 +172,8 @@ def solution(
 
     exercise = get_exercise(number)
     progress = _load_progress()
-    if not force and not progress.get(number).attempts:
+    record = progress.get(number)
+    if not force and not record.attempts and record.num_hints < len(exercise.hints):
         raise InputError(
             f"exercise {number} has no attempt, and the solution teaches more after one; try `cutaway learn hint"
             f" {number}`, or pass --force to show it now"

@@ -8,10 +8,11 @@ from cutaway.cli.options import JsonFlag, argument, option
 
 def claims(
     query: Annotated[
-        str | None, argument("Id (C051), topic (norms) or words; default all.", show_default=False)
+        list[str] | None, argument("Id (C051), topic (norms) or words; default all.", show_default=False)
     ] = None,
     verdict: Annotated[
-        str | None, option("holds, 'holds when', 'does not hold', available or 'left out'.", metavar="VERDICT")
+        str | None,
+        option("holds, 'holds when', 'does not hold', available, 'left out' or 'not measured yet'.", metavar="VERDICT"),
     ] = None,
     kind: Annotated[str | None, option("exact, measured, disputed or feature.", metavar="KIND")] = None,
     as_json: JsonFlag = False,
@@ -22,7 +23,7 @@ def claims(
     """
     from cutaway.learn.claims import find_claims
 
-    rows = find_claims(query, verdict=verdict, kind=kind)
+    rows = find_claims(" ".join(query) if query else None, verdict=verdict, kind=kind)
     if as_json:
         print_json([row.model_dump() for row in rows])
         return

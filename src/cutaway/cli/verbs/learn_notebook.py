@@ -8,6 +8,7 @@ import typer
 
 from cutaway.cli.json_output import print_json
 from cutaway.cli.options import JsonFlag, argument, option
+from cutaway.cli.verbs.learn import create_directory
 from cutaway.errors import InputError
 
 if TYPE_CHECKING:
@@ -43,8 +44,6 @@ def notebook(
     if number is None and not all_notebooks:
         _list_notebooks(as_json=as_json)
         return
-    if directory.exists() and not directory.is_dir():
-        raise InputError(f"--dir is '{directory}', which is a file; pass a directory")
     if open_copy and number is None:
         raise InputError("--open opens one notebook; pass its number")
     selected = load_notebooks() if number is None else (get_notebook(number),)
@@ -99,6 +98,7 @@ def _copy_notebook(
         cells, claims = result.cells, result.claim_results
         row |= {"claims": [{"statement": statement, "result": measured} for statement, measured in claims]}
         row |= {"figures": len(result.figures), "seconds": round(result.seconds, 1)}
+    create_directory(directory)
     copy = notebook_copy.write_copy(book, cells, directory, copy_format, restart=restart)
     if not quiet:
         missing = notebook_copy.missing_links(book, directory, copy_format)
@@ -130,7 +130,8 @@ def _open_file(path: Path, copy_format: "CopyFormat") -> None:
     if copy_format == "html":
         import webbrowser
 
-        webbrowser.open(path.resolve().as_uri())
+        is_open = webbrowser.open(path.resolve().as_uri())
+        typer.echo(f"'{path}' is open in a browser." if is_open else f"No browser was found; open '{path}' in one.")
         return
     command = find_jupyter()
     if command is None:

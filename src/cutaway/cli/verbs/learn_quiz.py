@@ -30,7 +30,7 @@ def quiz(
 ) -> None:
     """Answer quiz questions about the Transformer. Questions that you missed are asked first.
 
-    Example: cutaway learn quiz --section attention --level what-if --num-questions 5
+    Example: cutaway learn quiz --section norms --level what-if --num-questions 5
     """
     from cutaway.learn.quiz import find_questions
     from cutaway.learn.quiz.progress import QuizProgress

@@ -27,6 +27,8 @@ def study(
     from cutaway.learn.studies import STUDIES, get_study, load_results, write_results
 
     if name is None:
+        if run or search is not None or out is not None:
+            raise InputError("no study is named; pass its name, such as `cutaway learn study norm-placement`")
         rows = [study_report.summarize(study) for study in STUDIES.values()]
         print_json(rows) if as_json else study_report.render_studies(rows)
         return

@@ -30,7 +30,9 @@ def render_exercise_list(rows: list[Row]) -> None:
         table.add_row(str(row["number"]), row["title"], str(row["minutes"]), notebook, row["site"], status)
     out = build_console()
     out.print(table)
-    out.print("[dim]Start with `cutaway learn start 1`; the file has the instructions.[/dim]")
+    next_number = next((row["number"] for row in rows if row["status"] == "not started"), None)
+    if next_number is not None:
+        out.print(f"[dim]Start with `cutaway learn start {next_number}`; the file has the instructions.[/dim]")
 
 
 def render_progress(rows: list[Row], passed: int) -> None:
@@ -57,7 +59,7 @@ def render_started(exercise: Exercise, path: Path, previous_file: Path | None) -
     instruction = "Replace each line that raises NotImplementedError, then run:"
     out.print(f"Written to '{escape(str(path))}'. {instruction}", soft_wrap=True)
     out.print(f"  cutaway learn check {exercise.number}")
-    out.print(f"  cutaway learn hint {exercise.number}")
+    out.print(f"If you are stuck: `cutaway learn hint {exercise.number}`.")
     out.print(f"The theory is in `cutaway learn notebook {int(exercise.notebook[:2])}`.")
 
 

@@ -132,7 +132,11 @@ def _flops_section(report: Data, width: int) -> list[RenderableType]:
     def row(name: str, entry: Data, divisor: int = 1) -> None:
         rule = entry["rule_of_thumb"]
         flops = [format_si(value / divisor) for value in (entry["total_visible"], entry["total"], rule["flops"])]
-        cells = (*flops[:2], f"{rule['name']} = {flops[2]}", f"{rule['error']:+.1%}")
+        cells = (
+            *flops[:2],
+            f"{rule['name']} = {flops[2]}",
+            f"{rule['error']:+.{0 if abs(rule['error']) >= 0.0995 else 1}%}",
+        )
         table.add_row(name, *(cell.replace("-", "−") for cell in cells))
 
     row("forward, per token", flops["forward"], context)

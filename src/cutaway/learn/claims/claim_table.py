@@ -4,6 +4,7 @@ A figure that a study measured is written as ${study:key} and replaced by the st
 quotes it shows the same number.
 """
 
+import difflib
 import re
 import tomllib
 from functools import cache
@@ -13,14 +14,14 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from cutaway.errors import InputError
-from cutaway.learn.studies.study import load_results
+from cutaway.learn.studies.study import STUDIES, load_results
 
 CLAIMS_FILE = Path(__file__).with_name("claims.toml")
 Kind = Literal["exact", "measured", "disputed", "feature"]
 Verdict = Literal["holds", "holds when", "does not hold", "available", "left out", "not measured yet"]
 KINDS: dict[Kind, str] = {
     "exact": "an exact computation, shown by a test",
-    "measured": "an empirical statement, measured over seeds",
+    "measured": "an empirical statement, measured over seeds unless the figure says otherwise",
     "disputed": "a statement that texts make imprecisely or contradict each other on",
     "feature": "a question, exercise or view that a learner asks for",
 }
@@ -85,12 +86,19 @@ def load_topics() -> tuple[ClaimTopic, ...]:
 
 @cache
 def load_claims() -> tuple[ClaimRow, ...]:
-    """Load all claims, with the figures of the studies filled in."""
-    rows = [ClaimRow.model_validate(table) for table in _read_file()["claims"]]
-    return tuple(
-        row.model_copy(update={name: fill_figures(getattr(row, name)) for name in ("explanation", "figure")})
-        for row in rows
-    )
+    """Load all claims, with the figures of the studies filled in. Studies without stored results are not evidence."""
+    rows = []
+    for table in _read_file()["claims"]:
+        row = ClaimRow.model_validate(table)
+        update: dict[str, Any] = {name: fill_figures(getattr(row, name)) for name in ("explanation", "figure")}
+        update["evidence"] = tuple(item for item in row.evidence if not _is_unmeasured_study(item))
+        rows.append(row.model_copy(update=update))
+    return tuple(rows)
+
+
+def _is_unmeasured_study(evidence: str) -> bool:
+    kind, _, name = evidence.partition(": ")
+    return kind == "study" and name in STUDIES and not STUDIES[name].results_file.exists()
 
 
 def fill_figures(text: str) -> str:
@@ -99,38 +107,56 @@ def fill_figures(text: str) -> str:
 
 
 def get_claim(claim_id: str) -> ClaimRow:
+    """Return the claim with this id. `c51` and `51` are short for C051."""
+    number = claim_id.strip().upper().removeprefix("C")
     for row in load_claims():
-        if row.id == claim_id.upper():
+        if number.isdecimal() and int(number) == int(row.id[1:]):
             return row
     raise InputError(f"there is no claim '{claim_id}'; the ids are {load_claims()[0].id} to {load_claims()[-1].id}")
 
 
 def claims_of_question(question_id: str) -> list[ClaimRow]:
-    """Claims whose evidence names the quiz question."""
-    return [row for row in load_claims() if f"quiz: {question_id}" in row.evidence]
+    """Claims whose evidence names the quiz question; features are not claims about Transformers."""
+    return [row for row in load_claims() if f"quiz: {question_id}" in row.evidence and row.kind != "feature"]
 
 
 def find_claims(
     query: str | None = None, *, verdict: str | None = None, kind: str | None = None
 ) -> tuple[ClaimRow, ...]:
-    """Find claims by id, topic or words of the text, by verdict and by kind."""
+    """Find claims by id, topic or words of the text, by verdict and by kind.
+
+    An id finds one claim and a topic all claims of this topic. Words ignore hyphens: `warmup` finds `warm-up`.
+    """
+    verdict = verdict.replace("-", " ") if verdict else verdict
     for name, value, choices in (("verdict", verdict, VERDICTS), ("kind", kind, KINDS)):
         if value is not None and value not in choices:
             raise InputError(f"{name} is '{value}'; use one of {', '.join(choices)}")
-    rows = [row for row in load_claims() if verdict in (None, row.verdict) and kind in (None, row.kind)]
-    if query is None:
-        return tuple(rows)
+    found = load_claims() if query is None else _match_claims(query)
+    selected = tuple(row for row in found if verdict in (None, row.verdict) and kind in (None, row.kind))
+    if not selected:
+        options = " and ".join(f"{name} '{value}'" for name, value in (("verdict", verdict), ("kind", kind)) if value)
+        matching = "" if query is None else f" of the {len(found)} that match '{query}'"
+        raise InputError(f"no claim{matching} has {options}; leave an option out")
+    return selected
+
+
+def _match_claims(query: str) -> tuple[ClaimRow, ...]:
+    if re.fullmatch(r"[cC]?\d{1,3}", query.strip()):
+        return (get_claim(query),)
     titles = {topic.slug: topic.title for topic in load_topics()}
-    words = query.lower().split()
+    if query.lower() in titles:
+        return tuple(row for row in load_claims() if row.topic == query.lower())
+    words = query.lower().replace("-", "").split()
 
     def matches(row: ClaimRow) -> bool:
-        if row.id.lower() in words:
-            return True
-        text = f"{row.topic} {titles[row.topic]} {row.statement} {row.explanation}".lower()
+        text = f"{row.topic} {titles[row.topic]} {row.statement} {row.explanation}".lower().replace("-", "")
         return all(word in text for word in words)
 
-    found = tuple(row for row in rows if matches(row))
+    found = tuple(row for row in load_claims() if matches(row))
     if not found:
-        slugs = ", ".join(titles)
-        raise InputError(f"no claim matches '{query}'; pass an id such as C051, words, or a topic: {slugs}")
+        near = difflib.get_close_matches(query.lower(), titles, 1)
+        suggestion = f"did you mean the topic '{near[0]}'? Else pass" if near else "pass"
+        raise InputError(
+            f"no claim matches '{query}'; {suggestion} an id such as C051, words, or a topic: {', '.join(titles)}"
+        )
     return found

@@ -25,7 +25,7 @@ class CodeCell:
 def read_code_cells(path: Path) -> list[CodeCell]:
     """Read the code cells of a notebook, in order, or a .py file as one cell; raise if the file cannot be read."""
     if not path.exists():
-        raise InputError(f"there is no file '{path}'; `cutaway learn start` writes a stub")
+        raise InputError(f"there is no file '{path}'; `cutaway learn start NUMBER` writes one")
     if path.is_dir():
         raise InputError(f"'{path}' is a directory; pass the file that you wrote")
     if path.suffix not in (".py", ".ipynb"):

@@ -46,9 +46,9 @@ def match_names(query: str, titles: Mapping[str, str]) -> set[str]:
 
 
 def suggest_names(query: str, names: Iterable[str]) -> str:
-    """Return "; did you mean …?" with the most similar name, or an empty string."""
+    """Return " (did you mean …?)" with the most similar name, or an empty string."""
     near = difflib.get_close_matches(query.lower(), list(names), n=1)
-    return f"; did you mean '{near[0]}'?" if near else ""
+    return f" (did you mean '{near[0]}'?)" if near else ""
 
 
 def _has_words(query: str, title: str) -> bool:

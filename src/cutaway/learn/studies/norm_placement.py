@@ -108,7 +108,10 @@ def describe_settings(device: str) -> dict[str, Any]:
 
 def measure_setting(setting: Setting) -> dict[str, Estimate]:
     """All measurements of a setting without training."""
-    estimates = {setting.key(depth): measure_gradient(setting, depth) for depth in DEPTHS}
+    estimates: dict[str, Estimate] = {}
+    for depth in DEPTHS:
+        first, smallest = measure_gradients(setting, depth)
+        estimates |= {setting.key(depth): first, setting.key(depth, "smallest-gradient"): smallest}
     return estimates | measure_stats(setting) if setting.residual else estimates
 
 
@@ -121,12 +124,18 @@ def all_settings() -> Iterator[Setting]:
 
 def measure_gradient(setting: Setting, depth: int, num_seeds: int = NUM_SEEDS) -> Estimate:
     """Gradient norm of the residual stream after the first block, relative to the last block."""
-    ratios = []
+    return measure_gradients(setting, depth, num_seeds)[0]
+
+
+def measure_gradients(setting: Setting, depth: int, num_seeds: int = NUM_SEEDS) -> tuple[Estimate, Estimate]:
+    """Gradient norms of the residual stream relative to the last block: after the first block, and the smallest."""
+    ratios, smallest = [], []
     for seed in range(num_seeds):
         model = build(_config(setting, depth), seed=seed)
         norms = relative_gradient_norms(model, SEQ_LEN, seed, num_texts=NUM_TEXTS, residual=setting.residual)
         ratios.append(_clamp(float(norms[0])))
-    return estimate(ratios, ratio=True)
+        smallest.append(_clamp(float(norms.nan_to_num(nan=1e30).min())))
+    return estimate(ratios, ratio=True), estimate(smallest, ratio=True)
 
 
 def _clamp(ratio: float) -> float:
@@ -196,7 +205,10 @@ def describe_gradient(setting: Setting, depth: int) -> str:
     elif ratio.low > 1:
         trend = f"the gradient grows towards the input{' by more than a factor of 2' if ratio.low > 2 else ''}"
     else:
-        trend = "neither decay nor growth: the interval contains 1"
+        trend = "decay or growth is not decided: the interval contains 1"
     name = {"none": "no norm", "sandwich": "sandwich norm"}.get(setting.placement, f"{setting.placement}-norm")
     statement = f"the gradient norm after the first block is {ratio} times that after the last"
+    smallest = load_results("norm-placement").get(setting.key(depth, "smallest-gradient"))
+    if smallest.high < min(1.0, ratio.mean):
+        trend += f"; the smallest gradient norm of any block is {smallest} times that of the last"
     return f"{name}, {depth} blocks: {statement}; {trend}."

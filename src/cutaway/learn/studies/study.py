@@ -1,5 +1,6 @@
 """Studies: experiments over seeds whose results are stored with the package, each with the command that repeats it."""
 
+import difflib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -142,8 +143,12 @@ STUDIES = {
 
 
 def get_study(name: str) -> Study:
+    """Return the study with this name, in upper or lower case."""
+    name = name.lower()
     if name not in STUDIES:
-        raise InputError(f"there is no study '{name}'; the studies are {', '.join(STUDIES)}")
+        near = difflib.get_close_matches(name, STUDIES, 1)
+        suggestion = f"did you mean '{near[0]}'? The" if near else "the"
+        raise InputError(f"there is no study '{name}'; {suggestion} studies are {', '.join(STUDIES)}")
     return STUDIES[name]
 
 

@@ -26,7 +26,7 @@ class Lessons(Query):
             ids = [question for question, slug in slugs.items() if slug == lesson["slug"]]
             lesson["questions"] = sorted(ids, key=_difficulty)
         for lesson, source in zip(lesson_data, lessons, strict=True):
-            rows = [row for row in load_claims() if row.topic in source.claim_topics and row.kind != "feature"]
+            rows = [row for row in load_claims() if row.topic in source.claim_topics and _has_result(row)]
             lesson["claims"] = [_claim_to_dict(row) for row in rows]
         sections = [(section.title, [question.id for question in section.questions]) for section in load_sections()]
         data = {
@@ -44,6 +44,10 @@ class Lessons(Query):
 def _difficulty(question_id: str) -> int:
     """Return the sort key of a question: 0 for recall, 1 for reason, 2 for what-if."""
     return ("recall", "reason", "what-if").index(get_question(question_id).level)
+
+
+def _has_result(row: ClaimRow) -> bool:
+    return row.kind != "feature" and row.verdict != "not measured yet"
 
 
 def _claim_to_dict(row: ClaimRow) -> dict[str, object]:
