@@ -68,7 +68,11 @@ def render_row(row: ClaimRow) -> str:
 
 def escape(text: str) -> str:
     """Escape characters that Markdown would interpret inside a table cell, and link the notebooks."""
-    escaped = re.sub(r"([|*_<`])", r"\\\1", text)
+    parts = text.split("`")  # the odd ones are code
+    if len(parts) % 2 == 0:
+        raise ValueError(f"unbalanced backticks: {text}")
+    parts = [part if n % 2 else re.sub(r"([|*_<])", r"\\\1", part) for n, part in enumerate(parts)]
+    escaped = "`".join(parts)
     return re.sub(r"\b[Nn]otebook (\d+)", lambda match: f"[{match[0]}]({notebook_path(match[1])})", escaped)
 
 
