@@ -293,7 +293,8 @@ def _move_operations(
         noun = _OPERATION_NAMES[step.detail].partition(" ")[2]
         preposition = {"/": "by", "*": "by", "+": "of", "-": "of"}[step.detail]
         used = learner.dependencies(operand) | {operand}
-        for target in targets:
+        # A scale belongs to an early product, an offset to the value next to where it is now.
+        for target in targets if step.detail in "*/" else reversed(targets):
             if target.index in (step.index, kept) or target.index in used:
                 continue
             apply = _operate(step.detail, _read_unchanged(operand))
