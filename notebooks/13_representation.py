@@ -28,6 +28,7 @@ import torch.nn.functional as F
 
 import cutaway as ct
 from cutaway.learn import claim
+from cutaway.learn.studies.rank_correlation import spearman
 from cutaway.learn.studies.representation import answers, attention_weights, facts, python_texts, two_targets
 from cutaway.lens import analysis
 
@@ -380,7 +381,7 @@ weight, effect = torch.cat(weight), torch.cat(effect)
 large = weight > 0.5
 small_share = float((effect[large] < 0.01).float().mean())
 print(f"{len(weight)} edges, {int(large.sum())} with a weight above 0.5")
-print(claim("rank correlation of weight and effect", attention_weights.spearman(weight, effect), above=0.5))
+print(claim("rank correlation of weight and effect", spearman(weight, effect), above=0.5))
 print(claim("weight above 0.5: share of edges with an effect below 0.01 nats", small_share, above=0.1, id="C271"))
 spread = float(effect[large].max() / effect[large].min())
 claim("weight above 0.5: largest / smallest effect", spread, above=50, id="C271")

@@ -1,8 +1,9 @@
 """Storage of the learner's progress. Each name has one JSON file in the user's state directory, written atomically."""
 
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from pydantic import TypeAdapter
 
@@ -47,3 +48,33 @@ def write_progress(name: str, adapter: TypeAdapter[dict[K, V]], data: dict[K, V]
         problem = f"progress cannot be saved in '{path.parent}': {format_error(error)}"
         raise ProgressStoreError(f"{problem}; set CUTAWAY_HOME to a writable directory") from error
     return path
+
+
+@dataclass
+class AnswerProgress(Generic[V]):
+    """The learner's statistics on questions, by question id. A subclass names the file and the statistics' type."""
+
+    store_name: ClassVar[str]
+    adapter: ClassVar[TypeAdapter[Any]]
+    stats: dict[str, V] = field(default_factory=dict)
+    note: str = ""
+    """Message about the progress file: that it was damaged, or cannot be written."""
+
+    @classmethod
+    def load(cls) -> Self:
+        """Load the learner's progress. A damaged file is renamed, and counting starts over."""
+        try:
+            stats, damaged_path = read_progress(cls.store_name, cls.adapter)
+        except ProgressStoreError as error:
+            return cls(note=str(error))
+        progress = cls(stats)
+        if damaged_path is not None:
+            progress.note = f"the progress file was damaged and renamed to '{damaged_path}'; all questions count as new"
+        return progress
+
+    def save(self) -> None:
+        """Save the progress. If it cannot be written, set `note` to the reason instead of raising an error."""
+        try:
+            write_progress(self.store_name, self.adapter, self.stats)
+        except ProgressStoreError as error:
+            self.note = str(error)

@@ -15,7 +15,6 @@ from cutaway.learn.studies.recurrent import (
     RecallTask,
     RecurrentModel,
     Task,
-    best_members,
     build_model,
     compare_on_text,
     count_dependent_steps,
@@ -112,7 +111,7 @@ def test_task_results_by_distance() -> None:
 
 def test_best_members_are_the_seeds_of_one_learning_rate() -> None:
     trained = train_task(CopyTask(4), "rnn", grid=replace(SMALLEST_GRID, lrs=(1e-2, 1e3), steps=10))
-    assert best_members(trained) == [0, 1]
+    assert trained.best_members() == [0, 1]
 
 
 def test_transformer_learns_to_copy() -> None:

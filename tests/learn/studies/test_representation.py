@@ -9,9 +9,10 @@ from torch import Tensor
 
 from cutaway.evaluate.functional import kl_divergence_from_logits
 from cutaway.learn.studies import get_study
+from cutaway.learn.studies.rank_correlation import spearman
 from cutaway.learn.studies.representation import PARTS, list_parts
 from cutaway.learn.studies.representation.answers import logit_lens_sublayer, measure_logit_lens_cause
-from cutaway.learn.studies.representation.attention_weights import measure_edges, spearman
+from cutaway.learn.studies.representation.attention_weights import measure_edges
 from cutaway.learn.studies.representation.facts import FactModel, FactTable, ablate_neurons, fact_config
 from cutaway.learn.studies.representation.heads import attention_targets, composition_scores
 from cutaway.learn.studies.representation.probes import NUM_LABELS, ProbeData, train_probes

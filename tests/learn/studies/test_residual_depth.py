@@ -6,25 +6,30 @@ import pytest
 import torch
 
 import cutaway.learn.studies.residual_depth as study
-from cutaway.learn.studies.residual_depth import (
-    GRIDS,
-    LANDSCAPE_GRID,
+from cutaway.learn.studies import loss_landscape
+from cutaway.learn.studies.loss_landscape import (
+    GRID as LANDSCAPE_GRID,
+)
+from cutaway.learn.studies.loss_landscape import (
     LossSurface,
-    ResidualStack,
     count_maxima,
-    count_paths,
-    decoder_config,
     describe_slice,
     lanczos,
+    measure_landscape,
+)
+from cutaway.learn.studies.rank_correlation import spearman
+from cutaway.learn.studies.residual_depth import (
+    GRIDS,
+    ResidualStack,
+    count_paths,
+    decoder_config,
     measure_deletions,
     measure_gradient_paths,
-    measure_landscape,
     measure_model,
     measure_reads,
     measure_survival,
     measure_tiny_python,
     measure_trained,
-    rank_correlation,
     residual_stack,
     truncated_expansion,
 )
@@ -147,8 +152,8 @@ def test_trained_models_are_measured_by_seed(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_rank_correlation() -> None:
-    assert rank_correlation([1, 2, 30], [0.1, 0.2, 0.3]) == pytest.approx(1)
-    assert rank_correlation([1, 2, 30], [3, 2, 1]) == pytest.approx(-1)
+    assert spearman(torch.tensor([1, 2, 30]), torch.tensor([0.1, 0.2, 0.3])) == pytest.approx(1)
+    assert spearman(torch.tensor([1, 2, 30]), torch.tensor([3, 2, 1])) == pytest.approx(-1)
 
 
 def test_slice_of_a_parabola_is_convex() -> None:
@@ -192,7 +197,7 @@ def test_directions_have_the_norms_of_the_rows_of_the_weights() -> None:
 
 def test_landscape_without_residual_connections_is_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"NUM_POINTS": 5, "NUM_DIRECTIONS": 1, "HESSIAN_ITERATIONS": 3}.items():
-        monkeypatch.setattr(study, name, value)
+        monkeypatch.setattr(loss_landscape, name, value)
     grid = replace(LANDSCAPE_GRID, lrs=(3e-3,), num_seeds=2, steps=3, batch_size=2)
     with_residual, without = (measure_landscape(1, residual, grid=grid) for residual in (True, False))
     curvatures = with_residual["landscape/curvature/residual/1"], without["landscape/curvature/no-residual/1"]

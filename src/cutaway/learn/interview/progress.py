@@ -2,14 +2,14 @@
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from random import Random
 from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter
 
-from cutaway.learn import progress_store
 from cutaway.learn.interview.question import InterviewQuestion
+from cutaway.learn.progress_store import AnswerProgress
 
 STORE_NAME = "interview"
 _AnswerStatus = Literal["new", "partial", "complete"]
@@ -32,33 +32,17 @@ _STATS = TypeAdapter(dict[Annotated[str, Field(pattern=r"^[a-z0-9-]{1,80}$")], A
 
 
 @dataclass
-class InterviewProgress:
+class InterviewProgress(AnswerProgress[AnswerStats]):
     """The learner's statistics, by question id."""
 
-    stats: dict[str, AnswerStats] = field(default_factory=dict)
-    note: str = ""
-    """Message about the progress file: that it was damaged, or cannot be written."""
-
-    @classmethod
-    def load(cls) -> "InterviewProgress":
-        """Load the learner's progress. A damaged file is renamed, and counting starts over."""
-        try:
-            stats, damaged_path = progress_store.read_progress(STORE_NAME, _STATS)
-        except progress_store.ProgressStoreError as error:
-            return cls(note=str(error))
-        progress = cls(stats)
-        if damaged_path is not None:
-            progress.note = f"the progress file was damaged and renamed to '{damaged_path}'; all questions count as new"
-        return progress
+    store_name = STORE_NAME
+    adapter = _STATS
 
     def record_answer(self, question_id: str, num_points: int) -> None:
         """Count one answer and save the progress. If it cannot be written, set `note` to the reason."""
         stats = self.stats.setdefault(question_id, AnswerStats())
         stats.num_answers, stats.num_points, stats.answered_at = stats.num_answers + 1, num_points, time.time()
-        try:
-            progress_store.write_progress(STORE_NAME, _STATS, self.stats)
-        except progress_store.ProgressStoreError as error:
-            self.note = str(error)
+        self.save()
 
     @property
     def num_answers(self) -> int:

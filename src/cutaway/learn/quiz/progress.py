@@ -2,13 +2,13 @@
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from random import Random
 from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter
 
-from cutaway.learn import progress_store
+from cutaway.learn.progress_store import AnswerProgress
 from cutaway.learn.quiz.question import Question
 
 STORE_NAME = "quiz"
@@ -33,24 +33,11 @@ _STATS = TypeAdapter(dict[Annotated[str, Field(pattern=r"^[a-z0-9-]{1,80}$")], Q
 
 
 @dataclass
-class QuizProgress:
+class QuizProgress(AnswerProgress[QuestionStats]):
     """The learner's answer statistics, by question id."""
 
-    stats: dict[str, QuestionStats] = field(default_factory=dict)
-    note: str = ""
-    """Message about the progress file: that it was damaged, or cannot be written."""
-
-    @classmethod
-    def load(cls) -> "QuizProgress":
-        """Load the learner's progress. A damaged file is renamed, and counting starts over."""
-        try:
-            stats, damaged_path = progress_store.read_progress(STORE_NAME, _STATS)
-        except progress_store.ProgressStoreError as error:
-            return cls(note=str(error))
-        progress = cls(stats)
-        if damaged_path is not None:
-            progress.note = f"the progress file was damaged and renamed to '{damaged_path}'; all questions count as new"
-        return progress
+    store_name = STORE_NAME
+    adapter = _STATS
 
     def record_answer(self, question_id: str, *, correct: bool) -> None:
         """Count one answer and save the progress at once, so that an interrupted quiz does not lose it."""
@@ -58,13 +45,6 @@ class QuizProgress:
         stats.num_correct, stats.num_incorrect = stats.num_correct + correct, stats.num_incorrect + (not correct)
         stats.last_correct, stats.answered_at = correct, time.time()
         self.save()
-
-    def save(self) -> None:
-        """Save the progress. If it cannot be written, set `note` to the reason instead of raising an error."""
-        try:
-            progress_store.write_progress(STORE_NAME, _STATS, self.stats)
-        except progress_store.ProgressStoreError as error:
-            self.note = str(error)
 
     @property
     def num_answers(self) -> int:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from cutaway.config import Config
 from cutaway.config import config as read_config
-from cutaway.learn.studies.study import Estimate, PartFn, PartResults, estimate
+from cutaway.learn.studies.study import Estimate, PartFn, PartResults, estimate, estimate_difference, exact
 from cutaway.learn.studies.train_grid import (
     LossFn,
     TrainedGrid,
@@ -208,7 +208,7 @@ def summarize(results: Mapping[str, PartResults]) -> dict[str, Estimate]:
             continue
         losses = {float(key.removeprefix("loss/")): value for key, value in raw.items() if key.startswith("loss/")}
         variants[name] = VariantLosses(name, losses)
-        estimates |= variants[name].estimates() | {f"parameters/{name}": _exact(raw["parameters"][0], 1)}
+        estimates |= variants[name].estimates() | {f"parameters/{name}": exact(raw["parameters"][0])}
     estimates |= compare_variants(variants)
     masked, unmasked = (cast(Mapping[str, Sequence[float]], results[f"variant: {n}"]) for n in (BASELINE, "no-mask"))
     estimates |= compare_missing_mask(variants, masked, unmasked)
@@ -237,11 +237,11 @@ class VariantLosses:
     def estimates(self) -> dict[str, Estimate]:
         """Loss by learning rate and at the best one, and number of seeds with a loss below the unigram entropy."""
         results = {f"loss/{self.name}": estimate(self.best_losses)}
-        results[f"best-lr/{self.name}"] = _exact(self.best_lr, 1)
+        results[f"best-lr/{self.name}"] = exact(self.best_lr)
         for lr, losses in self.losses.items():
             num_trained = sum(loss < TRAINING_TEXT.unigram_entropy for loss in losses)
             results[f"loss/{self.name}/{lr:g}"] = estimate(losses)
-            results[f"trained-seeds/{self.name}/{lr:g}"] = _exact(num_trained, len(losses))
+            results[f"trained-seeds/{self.name}/{lr:g}"] = exact(num_trained, len(losses))
         return results
 
 
@@ -259,10 +259,6 @@ class TrainedVariant(VariantLosses):
                 model = self.trained.load_member(index)
                 assert isinstance(model, Transformer)
                 yield model
-
-
-def _exact(value: float, count: int) -> Estimate:
-    return Estimate(value, value, value, count)
 
 
 def train_variant(name: str, device: str = "cpu", grid: TrainingGrid = GRID) -> TrainedVariant:
@@ -297,15 +293,10 @@ def _limit(loss: float) -> float:
 def compare_variants(trained: Mapping[str, VariantLosses]) -> dict[str, Estimate]:
     """Differences between losses of models with equal seeds."""
     return {
-        f"difference/{a}-{b}": _difference(trained[a].best_losses, trained[b].best_losses)
+        f"difference/{a}-{b}": estimate_difference(trained[a].best_losses, trained[b].best_losses)
         for a, b in DIFFERENCES
         if a in trained and b in trained
     }
-
-
-def _difference(values: Sequence[float], others: Sequence[float]) -> Estimate:
-    """Mean of the differences between values of equal seeds."""
-    return estimate([value - other for value, other in zip(values, others, strict=True)])
 
 
 def measure_edits(baseline: TrainedVariant) -> dict[str, Estimate]:
@@ -314,7 +305,7 @@ def measure_edits(baseline: TrainedVariant) -> dict[str, Estimate]:
     for name, edits in EDITS_AFTER_TRAINING.items():
         losses = [validation_loss(model, edits) for model in baseline.models()]
         results[f"after/{name}"] = estimate(losses)
-        results[f"difference/after-{name}"] = _difference(losses, baseline.best_losses)
+        results[f"difference/after-{name}"] = estimate_difference(losses, baseline.best_losses)
     ratios = [logit_scale(model, NO_FINAL_NORM) / logit_scale(model) for model in baseline.models()]
     results["logit-scale/no-final-norm"] = estimate(ratios, ratio=True)
     return results
@@ -342,11 +333,11 @@ def compare_missing_mask(
     return {
         "no-mask/loss-without-mask": estimate(without_mask),
         "no-mask/loss-with-mask": estimate(with_mask),
-        "difference/no-mask-with-mask": _difference(with_mask, without_mask),
-        "difference/no-mask-with-mask-baseline": _difference(with_mask, variants[BASELINE].best_losses),
+        "difference/no-mask-with-mask": estimate_difference(with_mask, without_mask),
+        "difference/no-mask-with-mask-baseline": estimate_difference(with_mask, variants[BASELINE].best_losses),
         "prefix-loss/no-mask": estimate(prefix_losses[0]),
         f"prefix-loss/{BASELINE}": estimate(prefix_losses[1]),
-        "difference/prefix-loss-no-mask": _difference(*prefix_losses),
+        "difference/prefix-loss-no-mask": estimate_difference(*prefix_losses),
     }
 
 
@@ -502,10 +493,10 @@ def compare_forms(results: Mapping[tuple[str, str], FormResults]) -> dict[str, E
     estimates = {}
     for (task, form), result in results.items():
         estimates[f"forms/{task}/loss/{form}"] = estimate(result.losses)
-        estimates[f"forms/{task}/parameters/{form}"] = _exact(result.parameters, 1)
+        estimates[f"forms/{task}/parameters/{form}"] = exact(result.parameters)
         if task != "text":
             estimates[f"forms/{task}/exact/{form}"] = estimate(result.exact)
         if form != "decoder":
-            difference = _difference(result.losses, results[task, "decoder"].losses)
+            difference = estimate_difference(result.losses, results[task, "decoder"].losses)
             estimates[f"forms/{task}/difference/{form}-decoder"] = difference
     return estimates

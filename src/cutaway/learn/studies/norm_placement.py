@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from cutaway.config import PostNorm
-from cutaway.learn.studies.study import Estimate, PartFn, estimate, load_results
+from cutaway.learn.studies.study import Estimate, PartFn, estimate, exact, load_results
 from cutaway.learn.studies.train_grid import MarkovChain, TrainingGrid, train_grid
 from cutaway.lens.analysis.gradients import InitName, PlacementName, placement_config, relative_gradient_norms
 from cutaway.lens.trace import trace
@@ -185,11 +185,11 @@ def measure_training(variant: str, depth: int, device: str = "cpu", grid: Traini
         key = f"{variant}/{depth}/{lr:g}/{warmup}"
         estimates[f"train/{key}"] = estimate(fractions)
         num_trained = sum(fraction > TRAINED for fraction in fractions)
-        estimates[f"trained-seeds/{key}"] = Estimate(num_trained, num_trained, num_trained, len(fractions))
+        estimates[f"trained-seeds/{key}"] = exact(num_trained, len(fractions))
     for warmup in grid.warmups:
         keys = [f"{variant}/{depth}/{lr:g}/{warmup}" for lr in grid.lrs]
         num_lrs = sum(estimates[f"trained-seeds/{key}"].mean == grid.num_seeds for key in keys)
-        estimates[f"trained-lrs/{variant}/{depth}/{warmup}"] = Estimate(num_lrs, num_lrs, num_lrs, 1)
+        estimates[f"trained-lrs/{variant}/{depth}/{warmup}"] = exact(num_lrs)
         best = max((estimates[f"train/{key}"] for key in keys), key=lambda result: result.mean)
         estimates[f"train-best/{variant}/{depth}/{warmup}"] = best
     return estimates

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import product, takewhile
-from statistics import fmean
 from typing import Any, ClassVar, cast
 
 import torch
@@ -16,8 +15,8 @@ from torch import Tensor, nn
 from cutaway.config import Config
 from cutaway.config import config as read_config
 from cutaway.learn.studies.components import TRAINING_TEXT, VALIDATION_TEXT
-from cutaway.learn.studies.study import Estimate, PartFn, PartResults, estimate
-from cutaway.learn.studies.train_grid import TrainedGrid, TrainingGrid, train_grid
+from cutaway.learn.studies.study import Estimate, PartFn, PartResults, estimate, estimate_difference
+from cutaway.learn.studies.train_grid import TrainingGrid, train_grid
 from cutaway.model import build
 
 METHODS = ("none", "sinusoidal", "learned", "rope", "alibi", "relative-bias")
@@ -257,7 +256,7 @@ def measure_method(
     """
     config = position_config(method, task.num_symbols)
     trained = train_grid(lambda seed: build(config, seed=seed), task, grid, loss=task.loss, device=device)
-    members = best_members(trained)
+    members = trained.best_members()
     tokens = task.sample_evaluation(max(LENGTHS) * TRAINING_LENGTH).to(device)
     losses: Losses = {}
     for length, scaling in product(LENGTHS, (None, *SCALINGS)):
@@ -276,13 +275,6 @@ def is_defined(task: Task, method: str, length: int, scaling: str | None) -> boo
     if length == 1:
         return scaling is None
     return task.extends and method != "learned" and (scaling is None or method == "rope")
-
-
-def best_members(trained: TrainedGrid) -> list[int]:
-    """Indices of the members with the learning rate whose mean training loss at the end is lowest, one per seed."""
-    losses = trained.final_losses()
-    best = min(losses, key=lambda setting: fmean(losses[setting]))
-    return [index for index, (lr, warmup, _) in enumerate(trained.grid.members) if (lr, warmup) == best]
 
 
 @torch.no_grad()
@@ -365,16 +357,11 @@ def summarize_task(task: Task, losses: Losses) -> dict[str, Estimate]:
             estimates[f"progress/{key}"] = estimate([(task.chance - value) / span for value in values])
         if length > 1:
             base = losses["rope" if method.startswith("rope") else method, 1]
-            estimates[f"change/{key}"] = _difference(values, base)
+            estimates[f"change/{key}"] = estimate_difference(values, base)
     for a, b in DIFFERENCES:
         if (a, 1) in losses and (b, 1) in losses:
-            estimates[f"difference/{a}-{b}/{task.name}/1x"] = _difference(losses[a, 1], losses[b, 1])
+            estimates[f"difference/{a}-{b}/{task.name}/1x"] = estimate_difference(losses[a, 1], losses[b, 1])
     return estimates
-
-
-def _difference(values: Sequence[float], others: Sequence[float]) -> Estimate:
-    """Mean of the differences between values of equal seeds."""
-    return estimate([value - other for value, other in zip(values, others, strict=True)])
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cutaway.config import Config
 from cutaway.config import config as read_config
 from cutaway.learn.studies.components import TRAINING_TEXT, VOCAB_SIZE
-from cutaway.learn.studies.study import Estimate, PartFn, PartResults, estimate
+from cutaway.learn.studies.study import Estimate, PartFn, PartResults, estimate, exact
 from cutaway.learn.studies.train_grid import TrainedGrid, TrainingGrid, next_token_loss, train_grid
 from cutaway.model import Transformer, build
 
@@ -223,7 +223,7 @@ def count_dependent_steps() -> dict[str, Estimate]:
     for name in ("rnn", "lstm", "transformer"):
         for length in STEP_LENGTHS:
             count = dependent_products(build_model(name, 16, 0), length)
-            estimates[f"dependent-products/{name}/{length}"] = Estimate(count, count, count, 1)
+            estimates[f"dependent-products/{name}/{length}"] = exact(count)
     return estimates
 
 
@@ -394,7 +394,7 @@ def measure_task(
     targets, distances = task.targets(tokens), task.distances(tokens)
     accuracies, by_distance, norms = [], [], []
     bands = _distance_bands(distances)
-    for member in best_members(trained):
+    for member in trained.best_members():
         model = trained.load_member(member)
         with torch.no_grad():
             correct = (model(tokens)[:, -targets.shape[1] :].argmax(-1) == targets).double()
@@ -418,20 +418,13 @@ def _distance_bands(distances: Tensor) -> list[tuple[int, int]]:
     return [band for band in bands if bool(((distances >= band[0]) & (distances < band[1])).any())]
 
 
-def best_members(trained: TrainedGrid) -> list[int]:
-    """The members, one per seed, at the learning rate and warm-up with the lowest mean final loss."""
-    losses = trained.final_losses()
-    best = min(losses, key=lambda setting: sum(losses[setting]))
-    return [index for index, (lr, warmup, _) in enumerate(trained.grid.members) if (lr, warmup) == best]
-
-
 # ---------------------------------------------------------------------------------------- text: loss by step and time
 
 
 def train_on_text(name: ModelName, device: str = "cpu", grid: TrainingGrid = TEXT_GRID) -> Tensor:
     """(steps, seeds): training loss at the best learning rate, as mean over the last 5 % of the steps so far."""
     trained = train_grid(lambda seed: build_model(name, VOCAB_SIZE, seed), TRAINING_TEXT, grid, device=device)
-    return _trailing_mean(trained.losses[:, best_members(trained)], max(1, grid.steps // 20)).cpu()
+    return _trailing_mean(trained.losses[:, trained.best_members()], max(1, grid.steps // 20)).cpu()
 
 
 def measure_text(name: ModelName, device: str) -> dict[str, list[float]]:

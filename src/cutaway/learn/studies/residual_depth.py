@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import combinations, pairwise
@@ -12,15 +11,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
 
 from cutaway.config import Config, ParallelResidual
 from cutaway.config import config as read_config
 from cutaway.families.load import load
+from cutaway.learn.studies import loss_landscape
 from cutaway.learn.studies.components import TRAINING_TEXT, VALIDATION_TEXT, VOCAB_SIZE
-from cutaway.learn.studies.study import Estimate, PartFn, estimate
-from cutaway.learn.studies.train_grid import MarkovChain, TrainedGrid, TrainingGrid, next_token_loss, train_grid
-from cutaway.lens.analysis.gradients import placement_config
+from cutaway.learn.studies.rank_correlation import spearman
+from cutaway.learn.studies.study import Estimate, PartFn, estimate, exact
+from cutaway.learn.studies.train_grid import TrainingGrid, next_token_loss, train_grid
 from cutaway.lens.edit import edit
 from cutaway.model import Transformer, build
 from cutaway.model.masks import number_tokens
@@ -42,10 +41,6 @@ RATIO_MEASURES = {"path-sum-error", "gradient-by-path-length", "update-size"}
 """Measures whose mean over seeds is geometric."""
 NUM_DELETIONS = 20
 """Number of random subsets for each number of deleted blocks."""
-LANDSCAPE_DEPTHS = (3, 6, 12)
-LANDSCAPE_GRID = TrainingGrid(lrs=(1e-3, 3e-3), warmups=(50,), num_seeds=10, steps=1000)
-NUM_DIRECTIONS, NUM_POINTS, RADIUS = 3, 41, 1.0
-HESSIAN_ITERATIONS = 20
 
 
 def list_parts(device: str) -> dict[str, PartFn]:
@@ -53,10 +48,10 @@ def list_parts(device: str) -> dict[str, PartFn]:
     parts: dict[str, PartFn] = {"paths": count_paths, "tiny-python": partial(measure_tiny_python, device)}
     for name in GRIDS:
         parts[f"training and measuring {name}"] = partial(measure_trained, name, device)
-    for depth in LANDSCAPE_DEPTHS:
+    for depth in loss_landscape.DEPTHS:
         for residual in (True, False):
             name = f"loss landscape, {depth} blocks, {'residual' if residual else 'no residual'}"
-            parts[name] = partial(measure_landscape, depth, residual, device)
+            parts[name] = partial(loss_landscape.measure_landscape, depth, residual, device)
     return parts
 
 
@@ -69,8 +64,7 @@ def describe_settings(device: str) -> dict[str, Any]:
             for name, (_, d_model, grid) in GRIDS.items()
         },
         "expansion": f"{EXPANDED_TOKENS} tokens, all subsets of up to {MAX_EXPANDED} sublayers, fp64",
-        "landscape": f"pre-norm, d_model 32, Markov chain, {LANDSCAPE_GRID.steps} steps,"
-        f" {NUM_DIRECTIONS} filter-normalized directions per seed, {NUM_POINTS} points in ±{RADIUS:g}",
+        "landscape": loss_landscape.describe_settings(),
     }
 
 
@@ -152,7 +146,7 @@ def count_paths(depths: Sequence[int] = (1, 6, 12, 32)) -> dict[str, Estimate]:
     for placement in ("sequential", "parallel"):
         for depth in depths:
             count = _count_paths(placement, depth)
-            estimates[f"paths/{placement}/{depth}"] = Estimate(count, count, count, 1)
+            estimates[f"paths/{placement}/{depth}"] = exact(count)
     return estimates
 
 
@@ -337,9 +331,11 @@ def measure_deletions(stack: ResidualStack) -> dict[str, float]:
         results[f"delete-sublayers/{count}"] = fmean(_random_deletions(stack, singles, count).values())
     block_sizes, sublayer_sizes = update_sizes(stack)
     results |= {f"update-size/{index}": size for index, size in enumerate(block_sizes)}
-    results["size-cost-correlation/blocks"] = rank_correlation(block_sizes, blocks)
-    results["size-cost-correlation/blocks-without-first"] = rank_correlation(block_sizes[1:], blocks[1:])
-    results["size-cost-correlation/sublayers"] = rank_correlation(sublayer_sizes, sublayers)
+    results["size-cost-correlation/blocks"] = spearman(torch.tensor(block_sizes), torch.tensor(blocks))
+    results["size-cost-correlation/blocks-without-first"] = spearman(
+        torch.tensor(block_sizes[1:]), torch.tensor(blocks[1:])
+    )
+    results["size-cost-correlation/sublayers"] = spearman(torch.tensor(sublayer_sizes), torch.tensor(sublayers))
     return results
 
 
@@ -365,12 +361,6 @@ def update_sizes(stack: ResidualStack) -> tuple[list[float], list[float]]:
         return [float(((after - x).norm(dim=-1) / x.norm(dim=-1)).mean()) for x, after in pairwise(selected)]
 
     return sizes(streams[::2]), sizes(streams)
-
-
-def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
-    """Spearman's correlation."""
-    ranks = torch.stack([torch.tensor(values).argsort().argsort().double() for values in (first, second)])
-    return float(torch.corrcoef(ranks)[0, 1])
 
 
 def measure_heads(model: nn.Module, tokens: Tensor) -> dict[str, float]:
@@ -450,147 +440,3 @@ def measure_reads(stack: ResidualStack) -> dict[str, float]:
             values = [cost for (source, reader), cost in by_pair.items() if reader - source == distance]
             results[f"{measure}-by-distance/{distance}"] = fmean(values)
     return results
-
-
-# ---------------------------------------------------------------------------------------- loss landscape
-
-
-def measure_landscape(
-    depth: int, residual: bool, device: str = "cpu", grid: TrainingGrid = LANDSCAPE_GRID
-) -> dict[str, Estimate]:
-    """Shape of the loss around trained weights and between two seeds, at the learning rate with the lowest mean loss.
-
-    Along filter-normalized random directions: `curvature` is the second derivative at the center, `sharpness` the
-    increase of the loss at half of the radius, `nonconvex` the share of points with a negative second difference and
-    `local-maxima` the number of maxima in the interior. Between seeds: `barrier` is the largest loss above the line
-    between the losses of both. `hessian-max` is the largest eigenvalue of the Hessian, `hessian-negative` the absolute
-    value of the most negative one, and `hessian-negative-to-max` their ratio.
-    """
-    data, edits = MarkovChain(), None if residual else {"blocks.*": "no_residual"}
-    config = placement_config("pre", depth, activation="relu", d_model=32, vocab_size=data.num_symbols)
-    trained = train_grid(lambda seed: build(config, seed=seed), data, grid, edits=edits, device=device)
-    losses = trained.final_losses()
-    best = min(losses, key=lambda setting: sum(losses[setting]))
-    members = [index for index, (*setting, _) in enumerate(grid.members) if tuple(setting) == best]
-    tokens = data.sample(64, grid.seq_len, torch.Generator().manual_seed(EVAL_SEED)).to(device)
-    rows = []
-    with torch.no_grad(), nullcontext() if edits is None else edit(trained.model, edits):
-        surface = LossSurface(trained, tokens)
-        for seed, (member, other) in enumerate(zip(members, [*members[1:], members[0]], strict=True)):
-            weights, others = trained.weights[member], trained.weights[other]
-            rows.append(_slice_stats(surface, weights, seed) | _interpolation_stats(surface, weights, others))
-            rows[-1] |= {"progress": data.progress(float(surface.losses(weights[None])[0]))}
-            rows[-1] |= _hessian_stats(surface, weights, seed)
-    key = f"{'residual' if residual else 'no-residual'}/{depth}"
-    ratios = {"curvature", "sharpness", "hessian-max", "hessian-negative", "hessian-negative-to-max"}
-    return {
-        f"landscape/{measure}/{key}": estimate(
-            [row[measure] for row in rows], ratio=measure in ratios and min(row[measure] for row in rows) > 0
-        )
-        for measure in rows[0]
-    }
-
-
-class LossSurface:
-    """Loss on fixed tokens as a function of the flat weights (P,) of a member of a grid."""
-
-    def __init__(self, trained: TrainedGrid, tokens: Tensor) -> None:
-        self.model, self.tokens = trained.model, tokens
-        self.shapes = {name: parameter.shape for name, parameter in trained.model.named_parameters()}
-
-    def loss(self, flat: Tensor) -> Tensor:
-        pieces = flat.split([shape.numel() for shape in self.shapes.values()])
-        weights = {name: piece.view(shape) for (name, shape), piece in zip(self.shapes.items(), pieces, strict=True)}
-        return next_token_loss(functional_call(self.model, weights, (self.tokens,)), self.tokens)
-
-    def losses(self, weights: Tensor) -> Tensor:
-        """(K,): losses at weights (K, P)."""
-        return vmap(self.loss, chunk_size=16)(weights)
-
-    def random_direction(self, flat: Tensor, generator: torch.Generator) -> Tensor:
-        """A filter-normalized direction: each row of a matrix has the norm of the row of the weights, vectors are 0."""
-        pieces = []
-        for shape, piece in zip(
-            self.shapes.values(), flat.split([shape.numel() for shape in self.shapes.values()]), strict=True
-        ):
-            direction = torch.randn(shape, generator=generator).to(flat)
-            rows = piece.view(shape)
-            scale = rows.norm(dim=-1, keepdim=True) / direction.norm(dim=-1, keepdim=True)
-            pieces.append((direction * scale if len(shape) > 1 else torch.zeros_like(direction)).flatten())
-        return torch.cat(pieces)
-
-    def hessian_product(self, flat: Tensor, vector: Tensor) -> Tensor:
-        return grad(lambda weights: grad(self.loss)(weights) @ vector)(flat)
-
-
-def _slice_stats(surface: LossSurface, weights: Tensor, seed: int) -> dict[str, float]:
-    generator = torch.Generator().manual_seed(seed)
-    steps = torch.linspace(-RADIUS, RADIUS, NUM_POINTS, device=weights.device)
-    slices = []
-    for _ in range(NUM_DIRECTIONS):
-        direction = surface.random_direction(weights, generator)
-        slices.append(describe_slice(surface.losses(weights + steps[:, None] * direction)))
-    return {measure: sum(row[measure] for row in slices) / len(slices) for measure in slices[0]}
-
-
-def describe_slice(losses: Tensor) -> dict[str, float]:
-    """Measures of the losses (K,) at equally spaced points in ±RADIUS."""
-    center, spacing = len(losses) // 2, 2 * RADIUS / (len(losses) - 1)
-    second = losses[2:] - 2 * losses[1:-1] + losses[:-2]
-    half = (losses[center // 2] + losses[center + (len(losses) - center) // 2]) / 2
-    return {
-        "curvature": float(second[center - 1]) / spacing**2,
-        "sharpness": float(half - losses[center]),
-        "nonconvex": float((second < 0).double().mean()),
-        "local-maxima": float(count_maxima(losses)),
-    }
-
-
-def count_maxima(values: Tensor, prominence: float = 0.01) -> int:
-    """Number of interior local maxima that exceed the lowest value on each side by a part of the range."""
-    limit = prominence * float(values.max() - values.min())
-    first, *rest = values.tolist()
-    count, low, high, rising = 0, first, first, False
-    for value in rest:
-        if rising:
-            high = max(high, value)
-            if high - value > limit:
-                count, rising, low = count + 1, False, value
-        else:
-            low = min(low, value)
-            if value - low > limit:
-                rising, high = True, value
-    return count
-
-
-def _interpolation_stats(surface: LossSurface, first: Tensor, second: Tensor) -> dict[str, float]:
-    """Loss on the line between the weights of two seeds."""
-    parts = torch.linspace(0, 1, NUM_POINTS, device=first.device)
-    losses = surface.losses(torch.lerp(first, second, parts[:, None]))
-    chord = torch.lerp(losses[0], losses[-1], parts)
-    return {"barrier": float((losses - chord).max()), "barrier-maxima": float(count_maxima(losses))}
-
-
-def _hessian_stats(surface: LossSurface, weights: Tensor, seed: int) -> dict[str, float]:
-    """Extreme eigenvalues of the Hessian by the Lanczos method."""
-    vector = torch.randn(len(weights), generator=torch.Generator().manual_seed(seed)).to(weights)
-    eigenvalues = lanczos(lambda v: surface.hessian_product(weights, v), vector, HESSIAN_ITERATIONS)
-    largest, negative = float(eigenvalues.max()), max(1e-6, -float(eigenvalues.min()))
-    return {"hessian-max": largest, "hessian-negative": negative, "hessian-negative-to-max": negative / largest}
-
-
-def lanczos(product: Callable[[Tensor], Tensor], start: Tensor, iterations: int) -> Tensor:
-    """Eigenvalues of the tridiagonal matrix of the Lanczos method, with full orthogonalization."""
-    basis = [start / start.norm()]
-    diagonal, off_diagonal = [], []
-    for _ in range(iterations):
-        vector = product(basis[-1])
-        diagonal.append(vector @ basis[-1])
-        for _ in range(2):
-            for other in basis:
-                vector = vector - (vector @ other) * other
-        off_diagonal.append(vector.norm())
-        basis.append(vector / off_diagonal[-1])
-    matrix = torch.diag(torch.stack(diagonal))
-    side = torch.diag(torch.stack(off_diagonal[:-1]), 1)
-    return torch.linalg.eigvalsh((matrix + side + side.T).double().cpu())

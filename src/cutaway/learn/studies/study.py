@@ -52,6 +52,16 @@ def estimate(values: Sequence[float], *, ratio: bool = False) -> Estimate:
     return Estimate(fmean(values), interval.mean - half_width, interval.mean + half_width, interval.count)
 
 
+def exact(value: float, count: int = 1) -> Estimate:
+    """A number without variation, such as a count."""
+    return Estimate(value, value, value, count)
+
+
+def estimate_difference(values: Sequence[float], others: Sequence[float]) -> Estimate:
+    """Estimate the mean difference between values of equal seeds."""
+    return estimate([value - other for value, other in zip(values, others, strict=True)])
+
+
 def estimate_share(flags: Sequence[float]) -> Estimate:
     """Estimate the share of ones among zeros and ones, with Wilson's score interval."""
     count, share, z = len(flags), fmean(flags), 1.959964

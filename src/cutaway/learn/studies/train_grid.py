@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
+from statistics import fmean
 from typing import Protocol
 
 import torch
@@ -117,6 +118,12 @@ class TrainedGrid:
             results.setdefault((lr, warmup), []).append(loss)
         return results
 
+    def best_members(self) -> list[int]:
+        """Indices of the members at the learning rate and warm-up with the lowest mean final loss, one per seed."""
+        losses = self.final_losses()
+        best = min(losses, key=lambda setting: fmean(losses[setting]))
+        return [index for index, (lr, warmup, _) in enumerate(self.grid.members) if (lr, warmup) == best]
+
     @torch.no_grad()
     def load_member(self, index: int) -> nn.Module:
         """Load the weights of a member into the model and return it. Earlier results become invalid."""
@@ -168,20 +175,24 @@ def train_grid(
     return TrainedGrid(grid, model, trainer.weights, losses)
 
 
+def call_with_weights(model: nn.Module, flat: Tensor, tokens: Tensor) -> Tensor:
+    """Call a model with other weights, all of them in one vector, in the order of its parameters."""
+    params = dict(model.named_parameters())
+    pieces = flat.split([param.numel() for param in params.values()])
+    weights = {name: piece.view(params[name].shape) for name, piece in zip(params, pieces, strict=True)}
+    return functional_call(model, weights, (tokens,), tie_weights=False)  # a tied module is shared
+
+
 class _GridTrainer:
     """Weights and Adam state of all members, (members, parameters), and a training step."""
 
     def __init__(self, model: nn.Module, weights: Tensor, loss: LossFn) -> None:
         self.model, self.weights, self.compute_loss = model, weights, loss
         self.first, self.second = torch.zeros_like(weights), torch.zeros_like(weights)
-        self.shapes = {name: param.shape for name, param in model.named_parameters()}
 
     def loss(self, flat: Tensor, tokens: Tensor) -> Tensor:
         """Loss of one member."""
-        pieces = flat.split([shape.numel() for shape in self.shapes.values()])
-        weights = {name: piece.view(shape) for (name, shape), piece in zip(self.shapes.items(), pieces, strict=True)}
-        logits = functional_call(self.model, weights, (tokens,), tie_weights=False)  # a tied module is shared
-        return self.compute_loss(logits, tokens)
+        return self.compute_loss(call_with_weights(self.model, flat, tokens), tokens)
 
     def step(self, tokens: Tensor, schedule: Tensor) -> Tensor:
         """Adam step of all members, in place. `schedule` has, by member, the learning rate and two bias corrections.

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from cutaway.evaluate.functional import entropy
 from cutaway.families.checkpoint import Checkpoint
-from cutaway.learn.studies.representation.attention_weights import spearman
+from cutaway.learn.studies.rank_correlation import spearman
 from cutaway.learn.studies.representation.python_texts import MODULES, PROMPTS, load_model, load_module_text
 from cutaway.learn.studies.study import Estimate, estimate, estimate_share
 from cutaway.lens.analysis import LabeledTensor, component_effects, direct_logit_attribution

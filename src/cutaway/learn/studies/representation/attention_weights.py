@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from cutaway.evaluate.functional import kl_divergence_from_logits
+from cutaway.learn.studies.rank_correlation import spearman
 from cutaway.learn.studies.representation.python_texts import PROMPTS, load_model
 from cutaway.learn.studies.representation.stacked_weights import attention_weights, num_layers
 from cutaway.learn.studies.study import Estimate, estimate
@@ -77,12 +78,6 @@ def _token_effects(model: Transformer, ids: Tensor, logits: Tensor) -> Tensor:
     with edit(model, {"blocks.*.attn.pattern": remove}):
         new = model(ids.expand(len(rows), -1))[:, -1]
     return kl_divergence_from_logits(logits.expand_as(new), new)
-
-
-def spearman(a: Tensor, b: Tensor) -> float:
-    """Rank correlation of two tensors of the same shape, without a correction for ties."""
-    ranks = torch.stack([values.flatten().argsort().argsort().float() for values in (a, b)])
-    return float(torch.corrcoef(ranks)[0, 1])
 
 
 def measure_attention_weights(device: str, prompts: Sequence[str] = PROMPTS) -> dict[str, Estimate]:

@@ -7,10 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cutaway.evaluate.functional import entropy
-from cutaway.learn.studies.representation.attention_weights import spearman
+from cutaway.learn.studies.rank_correlation import spearman
 from cutaway.learn.studies.representation.python_texts import MODULES, is_punctuation, load_model, load_module_text
 from cutaway.learn.studies.representation.stacked_weights import attention_weights
-from cutaway.learn.studies.study import Estimate, estimate
+from cutaway.learn.studies.study import Estimate, estimate, exact
 from cutaway.lens.analysis import head_scores
 from cutaway.lens.edit import edit
 from cutaway.lens.trace import trace
@@ -130,9 +130,9 @@ def measure_composition(device: str, num_rotations: int = NUM_ROTATIONS) -> dict
         estimates[f"composition/{name}/above-random"] = estimate(shares)
         into = score[:, :, best["induction"][0], best["induction"][1]]
         rank = 1 + int((into > into[best["previous_token"]]).sum())
-        estimates[f"composition/{name}/induction-rank"] = Estimate(rank, rank, rank, 1)
+        estimates[f"composition/{name}/induction-rank"] = exact(rank)
     candidates = best["induction"][0] * attention_weights(model).o.shape[1]
-    return estimates | {"composition/induction-candidates": Estimate(candidates, candidates, candidates, 1)}
+    return estimates | {"composition/induction-candidates": exact(candidates)}
 
 
 def _best_head(model: Transformer, head_type: str) -> tuple[int, int]:

@@ -6,7 +6,7 @@ import torch
 
 from cutaway.check import check, get_checks
 from cutaway.learn.exercises.buggy_models import BUGS, BuggyModel
-from cutaway.learn.studies.study import Estimate
+from cutaway.learn.studies.study import Estimate, exact
 
 MASK_CHECKS = (
     "causality", "causality-tile-edges", "causality-gradient", "causality-paths", "packing", "bidirectional-attention",
@@ -27,15 +27,15 @@ def measure_bug_checks(device: str) -> dict[str, Estimate]:
     names = set(get_checks())
     assert names >= {*MASK_CHECKS, *AXIS_CHECKS}
     estimates = {
-        "bugs/checks": _exact(len(names)),
-        "bugs/mask-share": _exact(len(MASK_CHECKS) / len(names)),
-        "bugs/axis-share": _exact(len(AXIS_CHECKS) / len(names)),
+        "bugs/checks": exact(len(names)),
+        "bugs/mask-share": exact(len(MASK_CHECKS) / len(names)),
+        "bugs/axis-share": exact(len(AXIS_CHECKS) / len(names)),
     }
     for bug in ("", *BUGS):
         failed = failing_checks(bug)
-        estimates[f"bugs/failing-checks/{bug or 'correct'}"] = _exact(len(failed))
+        estimates[f"bugs/failing-checks/{bug or 'correct'}"] = exact(len(failed))
     shapes = {BuggyModel(bug)(torch.zeros(2, 5, dtype=torch.long)).shape for bug in ("", *BUGS)}
-    return estimates | {"bugs/output-shapes": _exact(len(shapes))}
+    return estimates | {"bugs/output-shapes": exact(len(shapes))}
 
 
 def failing_checks(bug: str, only: Sequence[str] | None = None) -> set[str]:
@@ -54,7 +54,3 @@ def failing_checks(bug: str, only: Sequence[str] | None = None) -> set[str]:
         max_seq_len=model.max_len,
     )
     return {finding.check for finding in report.failures}
-
-
-def _exact(value: float) -> Estimate:
-    return Estimate(value, value, value, 1)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import cutaway.config as cfg
-from cutaway.learn.studies.study import Estimate, estimate
+from cutaway.learn.studies.study import Estimate, estimate, exact
 from cutaway.learn.studies.train_grid import next_token_loss
 from cutaway.model import Transformer, build
 
@@ -89,15 +89,11 @@ def measure_large_model(device: str) -> dict[str, Estimate]:
     training = _time_rounds(_train_step(model, tokens, device), device)
     return estimates | {
         f"roofline/{device}/flops-per-byte": _ratio([flops], [bandwidth]),
-        f"roofline/{device}/decode-flops-per-weight": _exact(count_decode_flops(model, device) / num_weights),
+        f"roofline/{device}/decode-flops-per-weight": exact(count_decode_flops(model, device) / num_weights),
         f"roofline/{device}/decode-bandwidth-share": estimate([bytes_read / t / bandwidth for t in steps[1]]),
         f"roofline/{device}/decode-flops-share": estimate([2 * num_weights / t / flops for t in steps[1]]),
         f"roofline/{device}/train-flops-share": estimate([6 * num_weights * tokens / t / flops for t in training]),
     }
-
-
-def _exact(value: float) -> Estimate:
-    return Estimate(value, value, value, 1)
 
 
 def _decode_step(model: Transformer, batch_size: int, device: str, context: int = CONTEXT) -> Callable[[], object]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import cutaway.config as cfg
-from cutaway.learn.studies.study import Estimate, estimate
+from cutaway.learn.studies.study import Estimate, estimate, exact
 from cutaway.learn.studies.train_grid import TrainedGrid, TrainingData, TrainingGrid, next_token_loss, train_grid
 from cutaway.learn.studies.training_inference.sources import FiniteText, PairChain, Source, TopicChain
 from cutaway.lens.trace import trace
@@ -131,13 +131,13 @@ def _compare_contexts_of_model(model: nn.Module, source: Source, seed: int, devi
 def measure_entropy_floor(device: str) -> dict[str, Estimate]:
     """Loss on fresh text minus the entropy rate of the source by training steps, and after a finite text."""
     source = PairChain()
-    estimates = {"floor/entropy-rate": Estimate(*(source.entropy_rate,) * 3, 1)}
+    estimates = {"floor/entropy-rate": exact(source.entropy_rate)}
     for steps in BUDGETS["pair"]:
         losses = fresh_losses(train("pair", steps, device), source, device)
         above = sum(loss > source.entropy_rate for loss in losses)
         estimates[f"floor/loss/{steps}"] = estimate(losses)
         estimates[f"floor/excess/{steps}"] = estimate([loss - source.entropy_rate for loss in losses])
-        estimates[f"floor/seeds-above/{steps}"] = Estimate(above, above, above, len(losses))
+        estimates[f"floor/seeds-above/{steps}"] = exact(above, len(losses))
     finite = FiniteText(source, FINITE_SEQUENCES)
     trained = train_on(finite, source.num_symbols, FINITE_STEPS, device)
     text = finite.text(PROMPT_LEN + NUM_STEPS).to(device)

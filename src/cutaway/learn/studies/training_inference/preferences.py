@@ -5,9 +5,10 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call, vmap
+from torch.func import vmap
 
 from cutaway.learn.studies.study import Estimate, estimate
+from cutaway.learn.studies.train_grid import call_with_weights
 from cutaway.learn.studies.training_inference import exposure
 
 BETAS = (0.0, 0.1, 0.3, 1.0)
@@ -55,10 +56,7 @@ class Policies:
         return vmap(self._logits_of_member)(weights, tokens)
 
     def _logits_of_member(self, flat: Tensor, tokens: Tensor) -> Tensor:
-        params = dict(self.model.named_parameters())
-        pieces = flat.split([param.numel() for param in params.values()])
-        named = {name: piece.view_as(params[name]) for name, piece in zip(params, pieces, strict=True)}
-        return functional_call(self.model, named, (tokens,), tie_weights=False)
+        return call_with_weights(self.model, flat, tokens)
 
     @torch.no_grad()
     def sample(self, weights: Tensor, prompts: Tensor, generator: torch.Generator) -> Tensor:
