@@ -512,3 +512,4 @@ claim("sublayer of the logit lens: not necessary in … of 10 prompts", necessar
 #   of [notebook 10](10_inside.py).
 #
 # Previous: [12. The backward pass by hand](12_backward_by_hand.py).
+# Next: [14. Depth, residual connections and recurrence](14_depth_and_recurrence.py).

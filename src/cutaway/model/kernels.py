@@ -1,6 +1,7 @@
 """Attention kernels with one interface: sdpa, explicit (the reference) and flex. Tests check that they agree."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import cache, lru_cache
 from typing import Any, ClassVar, NamedTuple
 
@@ -8,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
 from cutaway.errors import KernelError
@@ -140,6 +142,15 @@ class Sdpa(Kernel):
         if prepared_mask.fully_masked is not None:
             z = z.masked_fill(prepared_mask.fully_masked, 0.0)
         return z.transpose(1, 2)
+
+
+def shape_agnostic_sdpa() -> AbstractContextManager[None]:
+    """Context manager in which SDPA does not use the cuDNN backend.
+
+    cuDNN builds a plan for every new shape, which takes longer than the attention itself. Prompts have many
+    lengths, and every decoding step has one more key.
+    """
+    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
 class FlexMask(NamedTuple):

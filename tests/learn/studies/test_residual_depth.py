@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import cutaway.learn.studies.residual_depth as study
-from cutaway.learn.studies import loss_landscape
+from cutaway.learn.studies import copy_by_depth, loss_landscape
 from cutaway.learn.studies.loss_landscape import (
     GRID as LANDSCAPE_GRID,
 )
@@ -33,7 +33,7 @@ from cutaway.learn.studies.residual_depth import (
     residual_stack,
     truncated_expansion,
 )
-from cutaway.learn.studies.train_grid import MarkovChain, next_token_loss, train_grid
+from cutaway.learn.studies.train_grid import MarkovChain, TrainingGrid, next_token_loss, train_grid
 from cutaway.lens.edit import edit
 from cutaway.model import Transformer, build
 
@@ -203,3 +203,16 @@ def test_landscape_without_residual_connections_is_another_one(monkeypatch: pyte
     curvatures = with_residual["landscape/curvature/residual/1"], without["landscape/curvature/no-residual/1"]
     assert curvatures[0].count == 2
     assert curvatures[0] != curvatures[1]
+
+
+def test_copying_loss_is_that_of_each_token_at_its_own_position() -> None:
+    tokens = copy_by_depth.RandomTokens().sample(2, 5, torch.Generator().manual_seed(0))
+    logits = 50 * torch.nn.functional.one_hot(tokens, copy_by_depth.VOCAB_SIZE).float()
+    assert copy_by_depth.copy_loss(logits, tokens) < 1e-6 < copy_by_depth.copy_loss(logits.roll(1, 1), tokens)
+
+
+def test_one_block_learns_to_copy_and_eight_without_residual_connections_do_not() -> None:
+    grid = TrainingGrid(lrs=(1e-2,), warmups=(0,), num_seeds=2, steps=50)
+    shallow, deep = (copy_by_depth.measure_copying(depth, False, grid=grid) for depth in (1, 8))
+    assert shallow["copy-accuracy/no-residual/1"].mean > 0.9
+    assert deep["copy-accuracy/no-residual/8"].mean < 0.5

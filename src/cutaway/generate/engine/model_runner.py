@@ -3,13 +3,12 @@
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from itertools import repeat
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cutaway.errors import InputError
 from cutaway.generate.engine.kv_cache import BatchKVCache
@@ -18,6 +17,7 @@ from cutaway.generate.fast.warmup_policy import WarmupCostStore, WarmupPolicy
 from cutaway.generate.sampling.sampler import Sampler, SamplerOutput, swap_tensor_rows
 from cutaway.generate.sampling.sampling_state import SamplingFeatures
 from cutaway.model import DecoderOnly, EncoderDecoder, Transformer
+from cutaway.model.kernels import shape_agnostic_sdpa
 from cutaway.model.moe import MixtureOfExperts
 
 _GenerativeModel: TypeAlias = DecoderOnly | EncoderDecoder
@@ -154,7 +154,7 @@ class ModelRunner:
         assert isinstance(self.model, EncoderDecoder)
         source_cache = self.model.new_cache(1, len(decoder_tokens))
         source, target = (torch.tensor([list(x)], device=self.model.device) for x in (source_tokens, decoder_tokens))
-        with _shape_agnostic_sdpa():
+        with shape_agnostic_sdpa():
             self.model.hidden_states(source, target, cache=source_cache)
         self.cache.store_cross_cache(row, source_cache)
 
@@ -227,7 +227,7 @@ class ModelRunner:
     def forward_hidden(
         self, model: _GenerativeModel, tokens: Tensor, mask: Tensor | None, cache: BatchKVCache
     ) -> Tensor:
-        with _shape_agnostic_sdpa() if tokens.is_cuda else nullcontext():
+        with shape_agnostic_sdpa() if tokens.is_cuda else nullcontext():
             if isinstance(model, EncoderDecoder):
                 return model.hidden_states(None, tokens, None, mask, cache=cache)
             return model.hidden_states(tokens, mask, cache=cache)
@@ -238,14 +238,6 @@ class ModelRunner:
             self.cache.swap_rows(a, b)
             self.sampler.swap_rows(a, b)
             swap_tensor_rows(self.next_tokens, a, b)
-
-
-def _shape_agnostic_sdpa() -> AbstractContextManager[None]:
-    """Context manager in which SDPA does not use the cuDNN backend.
-
-    cuDNN builds a plan for every new shape, which takes longer than the prefill itself, and prompts have many lengths.
-    """
-    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
 def _is_keyboard_interrupt(error: BaseException | None) -> bool:

@@ -1,4 +1,4 @@
-"""Residual stacks as sums of paths: expansion by orders, deletion of blocks, survival of writes, loss landscape."""
+"""Residual stacks: sums of paths, deletion of blocks, survival of writes, loss landscape, and copying by depth."""
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from cutaway.config import Config, ParallelResidual
 from cutaway.config import config as read_config
 from cutaway.families.load import load
-from cutaway.learn.studies import loss_landscape
+from cutaway.learn.studies import copy_by_depth, loss_landscape
 from cutaway.learn.studies.components import TRAINING_TEXT, VALIDATION_TEXT, VOCAB_SIZE
 from cutaway.learn.studies.rank_correlation import spearman
 from cutaway.learn.studies.study import Estimate, PartFn, estimate, exact
@@ -52,6 +52,10 @@ def list_parts(device: str) -> dict[str, PartFn]:
         for residual in (True, False):
             name = f"loss landscape, {depth} blocks, {'residual' if residual else 'no residual'}"
             parts[name] = partial(loss_landscape.measure_landscape, depth, residual, device)
+    for depth in copy_by_depth.DEPTHS:
+        for residual in (True, False):
+            name = f"copying, {depth} blocks, {'residual' if residual else 'no residual'}"
+            parts[name] = partial(copy_by_depth.measure_copying, depth, residual, device)
     return parts
 
 
@@ -65,6 +69,7 @@ def describe_settings(device: str) -> dict[str, Any]:
         },
         "expansion": f"{EXPANDED_TOKENS} tokens, all subsets of up to {MAX_EXPANDED} sublayers, fp64",
         "landscape": loss_landscape.describe_settings(),
+        "copying": copy_by_depth.describe_settings(),
     }
 
 
