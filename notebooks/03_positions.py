@@ -22,6 +22,7 @@ import cutaway as ct
 from cutaway.config import to_dict
 from cutaway.errors import InputError
 from cutaway.learn import claim
+from cutaway.learn.studies import load_results
 
 # %%
 torch.set_grad_enabled(False)
@@ -454,6 +455,79 @@ print(claim("none: loss at positions 0 to 23 / ALiBi's", within["none"] / within
 initial = ct.build(make_config(*METHODS["learned"]), seed=0).decoder.embed.position.table.weight
 updated = (models["learned"].decoder.embed.position.table.weight - initial).norm(dim=-1) > 0
 claim("learned: rows of 96 updated by training", updated.sum(), predicted=24, rtol=0)
+
+# %% [markdown]
+# ## Six tasks, ten seeds
+#
+# The study `positions` trains six methods with ten seeds each on tasks whose optimum is known: *local* (next token of a
+# second-order Markov chain), *distance* (the token five positions back), *absolute* (the token at position 5), the same
+# with a start token, and *index* (the token plus a number that belongs to its position). The figure shows the progress
+# from chance (0) to the optimum (1) within the training length of 32 tokens, and the increase of the loss on text
+# beyond it. Predictions: sinusoidal and learned positions are equally good, also on *index*; ALiBi fails where an exact
+# position or distance is needed, unless a start token marks the position; RoPE is best on text and not on *absolute*.
+
+# %%
+study = load_results("positions")
+methods = ("none", "sinusoidal", "learned", "rope", "alibi", "relative-bias")
+tasks = ("local", "distance", "absolute", "absolute-start", "index")
+progress = torch.tensor([[study.get(f"progress/{m}/{task}/1x").mean for task in tasks] for m in methods])
+figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3.2), layout="constrained")
+left.imshow(progress, cmap="viridis", vmin=0, vmax=1, aspect="auto")
+for row, column in torch.cartesian_prod(torch.arange(6), torch.arange(5)).tolist():
+    value = float(progress[row, column])
+    left.text(
+        column, row, f"{value:.2f}", ha="center", va="center", color="black" if value > 0.6 else "white", fontsize=8
+    )
+left.set_xticks(range(5), [task.replace("-", "\n") for task in tasks], fontsize=8)
+left.set_yticks(range(6), methods, fontsize=8)
+left.set_title("Progress within the training length", fontsize=10)
+beyond_methods = [m for m in methods if m != "learned"] + ["rope-linear", "rope-ntk", "rope-yarn"]
+changes = {name: study.get(f"change/{name}/text/2x") for name in beyond_methods}
+right.barh(
+    range(len(changes)),
+    [change.mean for change in changes.values()],
+    xerr=[[c.mean - c.low for c in changes.values()], [c.high - c.mean for c in changes.values()]],
+    color="#0072B2",
+)
+right.set_yticks(range(len(changes)), changes, fontsize=8)
+right.invert_yaxis()
+right.set_xlabel("increase of the loss, nats per byte")
+right.set_title("Text at twice the training length", fontsize=10)
+
+# %%
+difference = study.get("difference/sinusoidal-learned/text/1x")
+print(claim("sinusoidal − learned on text, nats per byte", difference.mean, above=-0.05, below=0.05, id="C033"))
+print(
+    claim(
+        "index: progress with sinusoidal positions",
+        study.get("progress/sinusoidal/index/1x").low,
+        above=0.98,
+        id="C035",
+    )
+)
+print(claim("absolute: progress with ALiBi", study.get("progress/alibi/absolute/1x").high, below=0.2, id="C042"))
+print(
+    claim(
+        "absolute-start: progress with ALiBi", study.get("progress/alibi/absolute-start/1x").low, above=0.8, id="C042"
+    )
+)
+print(
+    claim(
+        "RoPE − sinusoidal on text, nats per byte",
+        study.get("difference/rope-sinusoidal/text/1x").high,
+        below=0,
+        id="C047",
+    )
+)
+print(
+    claim("RoPE − sinusoidal on absolute", study.get("difference/rope-sinusoidal/absolute/1x").low, above=0, id="C047")
+)
+claim(
+    "text at twice the length: increase with YaRN / without scaling",
+    changes["rope-yarn"].high / changes["rope"].low,
+    below=0.2,
+    id="C039",
+)
 
 # %% [markdown]
 # ## Try

@@ -17,16 +17,13 @@ from cutaway.learn.studies.positions import (
     DistanceTask,
     IndexTask,
     LocalTask,
-    MethodProperties,
     StartTokenTask,
     evaluate,
     measure_method,
-    method_properties,
     position_config,
     shift_effect,
     summarize_task,
 )
-from cutaway.learn.studies.study import Estimate
 from cutaway.model import build
 
 SMALLEST_GRID = replace(positions.GRID, lrs=(3e-3,), num_seeds=2, steps=2, batch_size=2)
@@ -119,16 +116,3 @@ def test_every_result_has_a_stable_key() -> None:
     losses = {(method, 1): [0.1, 0.2] for method in METHODS}
     keys = summarize_task(IndexTask(), losses)
     assert {f"progress/{method}/index/1x" for method in METHODS} <= keys.keys()
-
-
-def test_table_of_methods_follows_from_the_estimates() -> None:
-    small, same, worse = (Estimate(value, value, value, 10) for value in (1e-7, 0.01, 1.0))
-    estimates = {f"shift/{method}": small for method in METHODS} | {"shift/learned": worse}
-    for method in ("none", "sinusoidal", "rope", "alibi", "relative-bias", *(f"rope-{name}" for name in SCALINGS)):
-        estimates |= {f"change/{method}/text/2x": same, f"change/{method}/text/4x": same}
-    estimates |= {"change/rope-yarn/text/4x": worse, "change/rope/text/2x": worse}
-    table = method_properties(estimates)
-    assert table["alibi"] == MethodProperties(is_relative=True, can_run_longer=True, extrapolates_to=4)
-    assert table["rope-yarn"] == MethodProperties(is_relative=True, can_run_longer=True, extrapolates_to=2)
-    assert table["rope"] == MethodProperties(is_relative=True, can_run_longer=True, extrapolates_to=1)
-    assert table["learned"] == MethodProperties(is_relative=False, can_run_longer=False, extrapolates_to=1)

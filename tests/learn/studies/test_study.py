@@ -16,7 +16,7 @@ from cutaway.learn.studies.norm_placement import (
     describe_gradient,
     measure_gradient,
 )
-from cutaway.learn.studies.study import RESULTS_DIR, estimate_share, format_figure, write_results
+from cutaway.learn.studies.study import RESULTS_DIR, estimate_share, format_figure, load_measures, write_results
 
 
 def test_estimate_has_students_interval() -> None:
@@ -102,3 +102,11 @@ def test_deepnorm_scales_residuals_and_weights() -> None:
         is_scaled = name.endswith("weight") and any(part in name for part in (".v.", ".o.", ".up.", ".down."))
         expected = post.get_parameter(name) * (64**-0.25 if is_scaled else 1)
         torch.testing.assert_close(parameter, expected)
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_every_result_has_a_described_measure(name: str) -> None:
+    measures = load_measures(name)
+    results = load_results(name).estimates
+    assert all(sum(measure.includes(key) for measure in measures) == 1 for key in results)
+    assert all(any(measure.includes(key) for key in results) for measure in measures)

@@ -15,10 +15,11 @@ def study(
         option("With --run: write the results to this JSON file. An interrupted run continues.", metavar="FILE"),
     ] = None,
     jobs: Annotated[int, option("With --run: number of processes. Parts that measure time run alone.", min=1)] = 1,
-    search: Annotated[str | None, option("Show only results whose key contains this text.", metavar="TEXT")] = None,
+    search: Annotated[str | None, option("Show the results whose key contains this text.", metavar="TEXT")] = None,
+    show_all: Annotated[bool, option("Show all results instead of a list of what is measured.", "--all")] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Show the results of a study: means and 95 % confidence intervals over seeds.
+    """Show what a study measures, and its results: means and 95 % confidence intervals over seeds.
 
     Example: cutaway learn study norm-placement --search post/decoder
     """
@@ -27,7 +28,7 @@ def study(
     from cutaway.learn.studies import STUDIES, get_study, load_results, write_results
 
     if name is None:
-        if run or search is not None or out is not None:
+        if run or show_all or search is not None or out is not None:
             raise InputError("no study is named; pass its name, such as `cutaway learn study norm-placement`")
         rows = [study_report.summarize(study) for study in STUDIES.values()]
         print_json(rows) if as_json else study_report.render_studies(rows)
@@ -50,5 +51,7 @@ def study(
         results = study_report.select_results(results, search)
     if as_json:
         print_json(study_report.results_to_dict(results))
-    else:
+    elif run or show_all or search is not None:
         study_report.render_results(results)
+    else:
+        study_report.render_measures(results)

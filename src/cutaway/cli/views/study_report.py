@@ -10,8 +10,9 @@ from rich.text import Text
 
 from cutaway.cli.views.terminal import borderless_table, build_console, print_without_wrapping, progress_bar
 from cutaway.errors import InputError
+from cutaway.learn.claims import load_claims
 from cutaway.learn.studies import Study, StudyResults, load_results
-from cutaway.learn.studies.study import ProgressFn
+from cutaway.learn.studies.study import ProgressFn, load_measures
 
 
 @contextmanager
@@ -55,7 +56,22 @@ def select_results(results: StudyResults, text: str) -> StudyResults:
 
 def results_to_dict(results: StudyResults) -> dict[str, Any]:
     data = {name: getattr(results, name) for name in ("name", "command", "settings", "environment", "seconds")}
-    return data | {"estimates": {key: asdict(value) for key, value in results.estimates.items()}}
+    measures = [asdict(measure) for measure in load_measures(results.name)]
+    return data | {"measures": measures, "estimates": {key: asdict(v) for key, v in results.estimates.items()}}
+
+
+def render_measures(results: StudyResults) -> None:
+    """Print what the study measures, the parts of the keys, and how to show results."""
+    table = borderless_table("lLr", ["measure", "about", "results"])
+    for measure in load_measures(results.name):
+        keys = [key for key in results.estimates if measure.includes(key)]
+        about = Text.assemble(measure.about, " · ", (f"{measure.name}/{measure.key}", "dim"))
+        table.add_row(measure.name, about, str(len(keys)))
+    out = build_console()
+    out.print(table)
+    first = next(iter(results.estimates))
+    out.print(Text(f"Show results with `cutaway learn study {results.name} --search {first}`, or --all.", "dim"))
+    out.print(_describe_run(results))
 
 
 def render_results(results: StudyResults) -> None:
@@ -64,6 +80,18 @@ def render_results(results: StudyResults) -> None:
         mean, _, interval = str(value).partition(" ")
         table.add_row(key, mean, interval.strip("()"), str(value.count))
     print_without_wrapping(table)
-    out = build_console()
-    settings = ", ".join(f"{name} {value}" for name, value in results.settings.items())
-    out.print(Text(f"{settings}. {results.environment}, {results.seconds / 60:.1f} minutes: {results.command}", "dim"))
+    build_console().print(_describe_run(results))
+
+
+def _describe_run(results: StudyResults) -> Text:
+    """Settings, one per line, then the claims that the study measures, the machine, the time and the command."""
+    lines = [f"{name}: {_format_setting(value)}" for name, value in results.settings.items()]
+    claims = [row.id for row in load_claims() if f"study: {results.name}" in row.evidence]
+    if claims:
+        lines.append(f"claims: {', '.join(claims)}")
+    lines.append(f"{results.environment}, {results.seconds / 60:.1f} minutes: {results.command}")
+    return Text("\n".join(lines), "dim")
+
+
+def _format_setting(value: Any) -> str:
+    return "; ".join(f"{name} {part}" for name, part in value.items()) if isinstance(value, dict) else str(value)

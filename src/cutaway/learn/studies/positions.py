@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import product, takewhile
+from itertools import product
 from typing import Any, ClassVar, cast
 
 import torch
@@ -30,10 +30,6 @@ D_MODEL, LAYERS, HEADS = 64, 2, 4
 GRID = TrainingGrid(lrs=(1e-3, 3e-3), warmups=(50,), num_seeds=10, steps=1000, batch_size=16, seq_len=TRAINING_LENGTH)
 NUM_EVAL_SEQUENCES = 128
 EVAL_SEED = 10_000
-MAX_SHIFT_EFFECT = 1e-4
-"""Largest relative change of the logits by rounding."""
-TOLERANCE = 0.1
-"""Largest increase of the loss on text, in nats per byte, of a method that extrapolates."""
 IGNORED = -100
 """Label of a position without a loss."""
 
@@ -362,30 +358,3 @@ def summarize_task(task: Task, losses: Losses) -> dict[str, Estimate]:
         if (a, 1) in losses and (b, 1) in losses:
             estimates[f"difference/{a}-{b}/{task.name}/1x"] = estimate_difference(losses[a, 1], losses[b, 1])
     return estimates
-
-
-@dataclass(frozen=True)
-class MethodProperties:
-    """Measured properties of a position method: a row of the table of position methods."""
-
-    is_relative: bool
-    """Shifting all positions does not change the logits."""
-    can_run_longer: bool
-    """Sequences beyond the training length can be evaluated."""
-    extrapolates_to: int
-    """Largest length, in training lengths, up to which the loss on text increases by less than TOLERANCE."""
-
-
-def method_properties(estimates: Mapping[str, Estimate]) -> dict[str, MethodProperties]:
-    """Table of position methods, from the estimates of this study. Scaled RoPE has a row for each scaling."""
-    table = {}
-    for method in (*METHODS, *(f"rope-{scaling}" for scaling in SCALINGS)):
-        trained_method = "rope" if method.startswith("rope") else method
-        changes = {length: estimates.get(f"change/{method}/text/{length}x") for length in LENGTHS[1:]}
-        passed = takewhile(lambda item: item[1] is not None and item[1].high < TOLERANCE, changes.items())
-        table[method] = MethodProperties(
-            is_relative=estimates[f"shift/{trained_method}"].high < MAX_SHIFT_EFFECT,
-            can_run_longer=any(changes.values()),
-            extrapolates_to=max((length for length, _ in passed), default=1),
-        )
-    return table

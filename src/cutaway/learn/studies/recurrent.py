@@ -72,7 +72,7 @@ def describe_settings(device: str) -> dict[str, Any]:
         "parameters without embeddings": {name: num_core_parameters(name) for name in TRAINED_MODELS},
         "copy": f"{CopyTask.num_copied} of {CopyTask.num_symbols} symbols, {_describe(COPY_GRID)}",
         "recall": f"{RecallTask.num_keys} keys, {RecallTask.num_values} values, {_describe(RECALL_GRID)}",
-        "text": f"bytes of Python's standard library, {_describe(TEXT_GRID)} of {TEXT_GRID.seq_len - 1} bytes",
+        "text": f"{TEXT_GRID.seq_len - 1} bytes of Python's standard library per sequence, {_describe(TEXT_GRID)}",
         "learning rate": "the one with the lowest mean final loss, by model and task",
         "time": f"{torch.cuda.get_device_name() if device == 'cuda' else 'CPU'}, nn.LSTM and nn.RNN, SDPA",
     }

@@ -3,6 +3,7 @@
 import difflib
 import json
 import math
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -13,6 +14,7 @@ from cutaway.errors import InputError
 from cutaway.evaluate.confidence_interval import mean_confidence_interval
 
 RESULTS_DIR = Path(__file__).parent / "results"
+MEASURES_FILE = Path(__file__).with_name("measures.toml")
 ProgressFn = Callable[[int, int, str], None]
 """Called with the number of completed measurements, the total number, and a description of the next one."""
 
@@ -160,6 +162,25 @@ def get_study(name: str) -> Study:
         suggestion = f"did you mean '{near[0]}'? The" if near else "the"
         raise InputError(f"there is no study '{name}'; {suggestion} studies are {', '.join(STUDIES)}")
     return STUDIES[name]
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A group of results of a study: those whose key is `name`, or starts with it and a slash."""
+
+    name: str
+    key: str
+    """What the other parts of the key are, such as METHOD/TASK/LENGTH."""
+    about: str
+
+    def includes(self, key: str) -> bool:
+        return key == self.name or key.startswith(f"{self.name}/")
+
+
+def load_measures(study: str) -> list[Measure]:
+    """Measures of a study, in order."""
+    tables = tomllib.loads(MEASURES_FILE.read_text(encoding="utf-8"))
+    return [Measure(name, **fields) for name, fields in tables[study].items()]
 
 
 @cache
