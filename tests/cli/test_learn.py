@@ -123,3 +123,13 @@ def test_read_only_state_directory_is_not_fatal(
     monkeypatch.delenv("CUTAWAY_HOME")
     monkeypatch.setenv("XDG_STATE_HOME", str(home / "xdg"))
     assert user_state_dir() == home / "xdg" / "cutaway"
+
+
+@pytest.mark.parametrize(("text", "number"), [("kv cache", 8), ("Causal", 2), ("11", 11)])
+def test_exercise_by_words_of_its_title(run_cli: CliRunner, home: Path, text: str, number: int) -> None:
+    assert json.loads(run_cli("learn", "start", text, "--json"))["number"] == number
+
+
+@pytest.mark.parametrize(("text", "message"), [("softmax", "no title contains"), ("mask", "2 The causal mask; 9 Name")])
+def test_unclear_words_list_the_titles(run_cli: CliRunner, home: Path, text: str, message: str) -> None:
+    assert message in " ".join(run_cli("learn", "start", text, code=2).replace("│", " ").split())

@@ -1,5 +1,6 @@
 """Options and arguments that several verbs share, each with its type, flag and help text."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -10,8 +11,14 @@ from cutaway.errors import InputError
 DType = Literal["float32", "float16", "bfloat16"]
 
 
-def argument(help_text: str, *, metavar: str | None = None, show_default: bool = True) -> object:
-    return typer.Argument(help=help_text, metavar=metavar, show_default=show_default)
+def argument(
+    help_text: str,
+    *,
+    metavar: str | None = None,
+    show_default: bool = True,
+    parser: Callable[[str], object] | None = None,
+) -> object:
+    return typer.Argument(help=help_text, metavar=metavar, show_default=show_default, parser=parser)
 
 
 def option(

@@ -1,7 +1,7 @@
 """`cutaway learn`: exercises with automatic grading. This module does not import torch."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -32,7 +32,33 @@ VERBS = {
     "study": "cutaway.cli.verbs.learn_study:study",
 }
 """Sub-verb → import path of its function."""
-ExerciseNumber = Annotated[int, argument("Number of the exercise.", show_default=False)]
+
+
+def select_number(text: str, titles: Mapping[int, str]) -> int:
+    """Return the number in `text`, or that of the only title that contains all of its words."""
+    if text.lstrip("-").isdecimal():
+        return int(text)
+    words = text.casefold().split()
+    matches = [number for number, title in titles.items() if all(word in title.casefold() for word in words)]
+    if len(matches) == 1:
+        return matches[0]
+    listed = "; ".join(f"{number} {titles[number]}" for number in matches or titles)
+    problem = "several titles contain" if matches else "no title contains"
+    raise typer.BadParameter(f"{problem} '{text}'; pass a number: {listed}")
+
+
+def _parse_exercise(text: str) -> int:
+    from cutaway.learn.exercises import load_exercises
+
+    return select_number(text, {exercise.number: exercise.title for exercise in load_exercises()})
+
+
+ExerciseNumber = Annotated[
+    int,
+    argument(
+        "Number of the exercise, or words of its title.", show_default=False, parser=_parse_exercise, metavar="EXERCISE"
+    ),
+]
 
 
 def learn() -> None:

@@ -12,7 +12,7 @@ def claims(
     ] = None,
     verdict: Annotated[
         str | None,
-        option("holds, 'holds when', 'does not hold', available, 'left out' or 'not measured yet'.", metavar="VERDICT"),
+        option("holds, 'holds when', 'does not hold', available or 'left out'.", metavar="VERDICT"),
     ] = None,
     kind: Annotated[str | None, option("exact, measured, disputed or feature.", metavar="KIND")] = None,
     as_json: JsonFlag = False,

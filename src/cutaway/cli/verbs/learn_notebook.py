@@ -8,7 +8,7 @@ import typer
 
 from cutaway.cli.json_output import print_json
 from cutaway.cli.options import JsonFlag, argument, option
-from cutaway.cli.verbs.learn import create_directory
+from cutaway.cli.verbs.learn import create_directory, select_number
 from cutaway.errors import InputError
 
 if TYPE_CHECKING:
@@ -19,8 +19,22 @@ if TYPE_CHECKING:
     from cutaway.learn.notebooks.notebook_copy import CopyFormat
 
 
+def _parse_notebook(text: str) -> int:
+    from cutaway.learn.notebooks import load_notebooks
+
+    return select_number(text, {book.number: book.title for book in load_notebooks()})
+
+
 def notebook(
-    number: Annotated[int | None, argument("Number of the notebook; default: list all.", show_default=False)] = None,
+    number: Annotated[
+        int | None,
+        argument(
+            "Number of the notebook, or words of its title; default: list all.",
+            show_default=False,
+            parser=_parse_notebook,
+            metavar="NOTEBOOK",
+        ),
+    ] = None,
     all_notebooks: Annotated[bool, option("Copy all notebooks.", "--all")] = False,
     directory: Annotated[Path, option("Directory of the copy.", "--dir")] = Path("learn"),
     copy_format: Annotated[

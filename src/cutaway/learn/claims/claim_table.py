@@ -14,11 +14,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from cutaway.errors import InputError
-from cutaway.learn.studies.study import STUDIES, load_results
+from cutaway.learn.studies.study import load_results
 
 CLAIMS_FILE = Path(__file__).with_name("claims.toml")
 Kind = Literal["exact", "measured", "disputed", "feature"]
-Verdict = Literal["holds", "holds when", "does not hold", "available", "left out", "not measured yet"]
+Verdict = Literal["holds", "holds when", "does not hold", "available", "left out"]
 KINDS: dict[Kind, str] = {
     "exact": "an exact computation, shown by a test",
     "measured": "an empirical statement, measured over seeds unless the figure says otherwise",
@@ -31,7 +31,6 @@ VERDICTS: dict[Verdict, str] = {
     "does not hold": "does not hold as stated",
     "available": "exists in the product",
     "left out": "does not exist in the product, for the stated reason",
-    "not measured yet": "no measurement exists",
 }
 _FIGURE = re.compile(r"\$\{([\w-]+):([^}]+)\}")
 EVIDENCE_KINDS = ("test", "notebook", "study", "command", "docs", "exercise", "quiz", "interview", "page", "source")
@@ -86,19 +85,13 @@ def load_topics() -> tuple[ClaimTopic, ...]:
 
 @cache
 def load_claims() -> tuple[ClaimRow, ...]:
-    """Load all claims, with the figures of the studies filled in. Studies without stored results are not evidence."""
+    """Load all claims, with the figures of the studies filled in."""
     rows = []
     for table in _read_file()["claims"]:
         row = ClaimRow.model_validate(table)
-        update: dict[str, Any] = {name: fill_figures(getattr(row, name)) for name in ("explanation", "figure")}
-        update["evidence"] = tuple(item for item in row.evidence if not _is_unmeasured_study(item))
-        rows.append(row.model_copy(update=update))
+        filled = {name: fill_figures(getattr(row, name)) for name in ("explanation", "figure")}
+        rows.append(row.model_copy(update=filled))
     return tuple(rows)
-
-
-def _is_unmeasured_study(evidence: str) -> bool:
-    kind, _, name = evidence.partition(": ")
-    return kind == "study" and name in STUDIES and not STUDIES[name].results_file.exists()
 
 
 def fill_figures(text: str) -> str:

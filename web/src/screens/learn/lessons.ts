@@ -9,6 +9,9 @@ export interface Claim {
   explanation: string;
   /** Measured figure; may be empty. */
   figure: string;
+  /** Notebooks, and commands and tests, that show it. */
+  notebooks: number[];
+  commands: string[];
 }
 
 export interface Lesson {

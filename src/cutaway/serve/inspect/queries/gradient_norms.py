@@ -27,7 +27,7 @@ class GradientsByPlacement(Query):
     sent as a partial result.
     """
 
-    depths: Annotated[tuple[Literal[6, 12, 24, 48], ...], Field(min_length=1, max_length=4)] = (6, 12, 24)
+    depths: Annotated[tuple[Literal[6, 12, 24, 48, 96], ...], Field(min_length=1, max_length=5)] = (6, 12, 24)
     num_seeds: Annotated[int, Field(strict=True, ge=1, le=10)] = 3
     form: Literal["decoder", "encoder"] = "decoder"
     activation: Literal["gelu", "relu"] = "relu"

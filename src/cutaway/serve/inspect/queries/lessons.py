@@ -26,7 +26,7 @@ class Lessons(Query):
             ids = [question for question, slug in slugs.items() if slug == lesson["slug"]]
             lesson["questions"] = sorted(ids, key=_difficulty)
         for lesson, source in zip(lesson_data, lessons, strict=True):
-            rows = [row for row in load_claims() if row.topic in source.claim_topics and _has_result(row)]
+            rows = [row for row in load_claims() if row.topic in source.claim_topics and row.kind != "feature"]
             lesson["claims"] = [_claim_to_dict(row) for row in rows]
         sections = [(section.title, [question.id for question in section.questions]) for section in load_sections()]
         data = {
@@ -46,12 +46,15 @@ def _difficulty(question_id: str) -> int:
     return ("recall", "reason", "what-if").index(get_question(question_id).level)
 
 
-def _has_result(row: ClaimRow) -> bool:
-    return row.kind != "feature" and row.verdict != "not measured yet"
-
-
 def _claim_to_dict(row: ClaimRow) -> dict[str, object]:
-    return row.model_dump(include={"id", "statement", "verdict", "explanation", "figure"})
+    """A claim with the notebooks, tests and commands that show it."""
+    data: dict[str, object] = row.model_dump(include={"id", "statement", "verdict", "explanation", "figure"})
+    evidence = [item.partition(": ") for item in row.evidence]
+    numbers = [int(target.partition(",")[0]) for kind, _, target in evidence if kind == "notebook"]
+    studies = [f"cutaway learn study {target}" for kind, _, target in evidence if kind == "study"]
+    tests = [f"pytest tests/{target}" for kind, _, target in evidence if kind == "test"]
+    commands = [target for kind, _, target in evidence if kind == "command"]
+    return data | {"notebooks": sorted(set(numbers)), "commands": studies + commands + tests}
 
 
 def _question_to_dict(question: Question) -> dict[str, object]:
