@@ -464,7 +464,8 @@ claim("learned: rows of 96 updated by training", updated.sum(), predicted=24, rt
 # with a start token, and *index* (the token plus a number that belongs to its position). The figure shows the progress
 # from chance (0) to the optimum (1) within the training length of 32 tokens, and the increase of the loss on text
 # beyond it. Predictions: sinusoidal and learned positions are equally good, also on *index*; ALiBi fails where an exact
-# position or distance is needed, unless a start token marks the position; RoPE is best on text and not on *absolute*.
+# position or distance is needed, unless a start token marks the position; RoPE is better than both on text and worse on
+# *absolute*.
 
 # %%
 study = load_results("positions")

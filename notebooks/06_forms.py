@@ -371,9 +371,9 @@ claim(
 # predicted; *translate*, a reversal with a dictionary; and *sort*. The figure shows the loss minus that of the decoder.
 #
 # On text the decoder is better: each token of a window is a target, while the other forms learn from the second half
-# only. On *translate* there is no difference. Sorting needs the whole source before the first target token, and an
-# encoder, whose layers see it from the start, is better. Here decoders are favored by the data rather than by the
-# architecture: text has no source, and all of it is a target.
+# only. On *translate* the forms are nearly equal. In *sort*, the source tokens of a decoder cannot be compared with
+# later ones, and forms with a bidirectional source learn faster. Here decoders are favored by the data rather than by
+# the architecture: text has no source, and all of it is a target.
 
 # %%
 study = load_results("components")

@@ -168,8 +168,8 @@ def test_every_form_trains(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_forms_are_compared_with_the_decoder() -> None:
     results = {
-        ("sort", "decoder"): FormResults([1.0, 2.0], [0, 0], 5),
-        ("sort", "prefix"): FormResults([0.5, 1.5], [0, 1], 5),
+        ("sort", "decoder"): FormResults([1.0, 2.0], [0, 0], 5, 1e-3),
+        ("sort", "prefix"): FormResults([0.5, 1.5], [0, 1], 5, 1e-3),
     }
     estimates = compare_forms(results)
     assert estimates["forms/sort/difference/prefix-decoder"].mean == -0.5

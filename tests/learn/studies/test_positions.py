@@ -78,13 +78,13 @@ def test_labels_of_tasks_on_random_tokens() -> None:
 
 def test_results_are_absent_where_a_method_has_no_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(positions, "NUM_EVAL_SEQUENCES", 4)
-    learned, _ = measure_method(DistanceTask(), "learned", grid=SMALLEST_GRID)
+    learned, *_ = measure_method(DistanceTask(), "learned", grid=SMALLEST_GRID)
     assert set(learned) == {("learned", 1)}
-    rope, _ = measure_method(DistanceTask(), "rope", grid=SMALLEST_GRID)
+    rope, *_ = measure_method(DistanceTask(), "rope", grid=SMALLEST_GRID)
     scaled = {(f"rope-{scaling}", length) for scaling in SCALINGS for length in (2, 4)}
     assert set(rope) == {("rope", 1), ("rope", 2), ("rope", 4)} | scaled
     assert all(len(losses) == SMALLEST_GRID.num_seeds for losses in rope.values())
-    index, _ = measure_method(IndexTask(), "alibi", grid=SMALLEST_GRID)
+    index, *_ = measure_method(IndexTask(), "alibi", grid=SMALLEST_GRID)
     assert set(index) == {("alibi", 1)}
 
 

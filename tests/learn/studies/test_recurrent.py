@@ -131,3 +131,9 @@ def test_equal_time_gives_fewer_steps_to_the_slower_model() -> None:
     assert estimates["text-loss-difference/equal-time/32/lstm"] == 2 * 76 - 1  # 25 of 100 steps
     assert estimates["text-loss-difference/equal-time/64/lstm"] == 2 - 51  # 50 steps of the Transformer
     assert estimates["text-steps-to-equal/lstm"] == pytest.approx(0.99)
+
+
+def test_baselines_ignore_the_token_to_be_found() -> None:
+    assert CopyTask(4).baseline == 1 / 14
+    assert RecallTask(1).baseline == 1
+    assert RecallTask(2).baseline == pytest.approx((1 / 16 * 2 + 15 / 16) / 2, abs=0.005)

@@ -34,7 +34,8 @@ VOCAB_SIZE = 256
 UNIFORM_LOSS = math.log(VOCAB_SIZE)
 """Loss of uniform predictions. After training, a loss that is higher or not finite counts as this loss."""
 D_MODEL, LAYERS, HIDDEN, SEQ_LEN = 64, 3, 176, 64
-GRID = TrainingGrid(lrs=(1e-3, 3e-3, 1e-2), warmups=(50,), num_seeds=10, steps=600, batch_size=16, seq_len=SEQ_LEN + 1)
+LRS = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)
+GRID = TrainingGrid(lrs=LRS, warmups=(50,), num_seeds=10, steps=600, batch_size=16, seq_len=SEQ_LEN + 1)
 NUM_EVAL_SEQUENCES = 128
 EVAL_SEED = 10_000
 PREFIX_LENGTHS = range(SEQ_LEN // 2, SEQ_LEN + 1)
@@ -178,7 +179,12 @@ def measure_variant(name: str, device: str, grid: TrainingGrid | None = None) ->
 
 def measure_form_part(task: str, form: str, device: str) -> PartResults:
     result = measure_form(task, form, device)
-    return {"losses": result.losses, "exact": result.exact, "parameters": [result.parameters]}
+    return {
+        "losses": result.losses,
+        "exact": result.exact,
+        "parameters": [float(result.parameters)],
+        "lr": [result.lr],
+    }
 
 
 def describe_settings(device: str) -> dict[str, Any]:
@@ -204,7 +210,7 @@ def summarize(results: Mapping[str, PartResults]) -> dict[str, Estimate]:
         kind, _, name = part.partition(": ")
         if kind == "form":
             form, task = name.split(", ")
-            forms[task, form] = FormResults(raw["losses"], raw["exact"], int(raw["parameters"][0]))
+            forms[task, form] = FormResults(raw["losses"], raw["exact"], int(raw["parameters"][0]), raw["lr"][0])
             continue
         losses = {float(key.removeprefix("loss/")): value for key, value in raw.items() if key.startswith("loss/")}
         variants[name] = VariantLosses(name, losses)
@@ -360,7 +366,7 @@ FORM_LAYERS, FORM_HIDDEN = 4, HIDDEN
 CROSS_HIDDEN = FORM_HIDDEN - 2 * D_MODEL // 3
 """Hidden dimension of the encoder-decoder: its cross-attentions have the parameters that its FFNs lack."""
 FORMS = ("decoder", "prefix", "encoder-decoder")
-FORM_GRID = TrainingGrid(lrs=(1e-3, 3e-3), warmups=(50,), num_seeds=10, steps=500, batch_size=16, seq_len=0)
+FORM_GRID = TrainingGrid(lrs=LRS[:-1], warmups=(50,), num_seeds=10, steps=500, batch_size=16, seq_len=0)
 
 
 class PairData:
@@ -450,11 +456,12 @@ def target_loss(prefix_length: int) -> LossFn:
 
 @dataclass(frozen=True)
 class FormResults:
-    """Losses on target tokens and shares of exactly correct targets, one per seed, and the number of parameters."""
+    """Losses on target tokens, shares of exactly correct targets, one per seed; parameters and best learning rate."""
 
     losses: Sequence[float]
     exact: Sequence[float]
     parameters: int
+    lr: float
 
 
 def measure_form(task: str, form: str, device: str = "cpu", grid: TrainingGrid = FORM_GRID) -> FormResults:
@@ -476,8 +483,9 @@ def measure_form(task: str, form: str, device: str = "cpu", grid: TrainingGrid =
     results: dict[float, list[tuple[float, float]]] = {}
     for index, (lr, _, _) in enumerate(grid.members):
         results.setdefault(lr, []).append(_evaluate_form(trained.load_member(index), tokens, data.prefix_length))
-    losses, exact = zip(*min(results.values(), key=lambda pairs: fmean(loss for loss, _ in pairs)), strict=True)
-    return FormResults(losses, exact, sum(p.numel() for p in trained.model.parameters()))
+    best_lr = min(results, key=lambda lr: fmean(loss for loss, _ in results[lr]))
+    losses, exact = zip(*results[best_lr], strict=True)
+    return FormResults(losses, exact, sum(p.numel() for p in trained.model.parameters()), best_lr)
 
 
 @torch.no_grad()
@@ -494,6 +502,7 @@ def compare_forms(results: Mapping[tuple[str, str], FormResults]) -> dict[str, E
     for (task, form), result in results.items():
         estimates[f"forms/{task}/loss/{form}"] = estimate(result.losses)
         estimates[f"forms/{task}/parameters/{form}"] = exact(result.parameters)
+        estimates[f"forms/{task}/best-lr/{form}"] = exact(result.lr)
         if task != "text":
             estimates[f"forms/{task}/exact/{form}"] = estimate(result.exact)
         if form != "decoder":

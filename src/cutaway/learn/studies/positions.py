@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from cutaway.config import Config
 from cutaway.config import config as read_config
 from cutaway.learn.studies.components import TRAINING_TEXT, VALIDATION_TEXT
-from cutaway.learn.studies.study import Estimate, PartFn, PartResults, estimate, estimate_difference
+from cutaway.learn.studies.study import Estimate, PartFn, PartResults, estimate, estimate_difference, exact
 from cutaway.learn.studies.train_grid import TrainingGrid, train_grid
 from cutaway.model import build
 
@@ -27,7 +27,14 @@ TRAINING_LENGTH = 32
 LENGTHS = (1, 2, 4)
 """Lengths of the evaluated sequences, in training lengths."""
 D_MODEL, LAYERS, HEADS = 64, 2, 4
-GRID = TrainingGrid(lrs=(1e-3, 3e-3), warmups=(50,), num_seeds=10, steps=1000, batch_size=16, seq_len=TRAINING_LENGTH)
+GRID = TrainingGrid(
+    lrs=(5e-4, 1e-3, 2e-3, 4e-3, 8e-3),
+    warmups=(50,),
+    num_seeds=10,
+    steps=1000,
+    batch_size=16,
+    seq_len=TRAINING_LENGTH,
+)
 NUM_EVAL_SEQUENCES = 128
 EVAL_SEED = 10_000
 IGNORED = -100
@@ -244,8 +251,8 @@ Losses = dict[tuple[str, int], list[float]]
 
 def measure_method(
     task: Task, method: str, device: str = "cpu", grid: TrainingGrid = GRID
-) -> tuple[Losses, list[float]]:
-    """Train a position method on a task, and return its losses by length and the effects of a shift, one per seed.
+) -> tuple[Losses, list[float], float]:
+    """Train a position method on a task; return its losses by length, the effects of a shift, and the learning rate.
 
     Of the learning rates, the one with the lowest training loss is used. Results are absent for learned positions
     beyond their table, and beyond the training length if the task does not extend.
@@ -263,7 +270,7 @@ def measure_method(
         view = replace(trained, model=model)
         name = method if scaling is None else f"{method}-{scaling}"
         losses[name, length] = [evaluate(view.load_member(member), task, tokens, length) for member in members]
-    return losses, [shift_effect(trained.load_member(member), tokens) for member in members]
+    return losses, [shift_effect(trained.load_member(member), tokens) for member in members], trained.best_lr
 
 
 def is_defined(task: Task, method: str, length: int, scaling: str | None) -> bool:
@@ -306,9 +313,9 @@ def list_parts(device: str) -> dict[str, PartFn]:
 
 
 def measure_part(task: str, method: str, device: str) -> dict[str, list[float]]:
-    """Losses by `METHOD/LENGTH` and effects of a shift, one per seed."""
-    losses, shifts = measure_method(tasks(device)[task], method, device)
-    return {f"{name}/{length}": values for (name, length), values in losses.items()} | {"shift": shifts}
+    """Losses by `METHOD/LENGTH` and effects of a shift, one per seed, and the learning rate."""
+    losses, shifts, lr = measure_method(tasks(device)[task], method, device)
+    return {f"{name}/{length}": values for (name, length), values in losses.items()} | {"shift": shifts, "lr": [lr]}
 
 
 def describe_settings(device: str) -> dict[str, Any]:
@@ -330,6 +337,7 @@ def summarize(results: Mapping[str, PartResults]) -> dict[str, Estimate]:
         for method in METHODS:
             values = {key: list(cast(Sequence[float], part)) for key, part in results[f"{task.name}: {method}"].items()}
             shifts = values.pop("shift")
+            estimates[f"best-lr/{method}/{task.name}"] = exact(values.pop("lr")[0])
             if task.name == "text":
                 estimates[f"shift/{method}"] = estimate(shifts)
             for key, by_seed in values.items():

@@ -32,9 +32,10 @@ D_MODEL, LAYERS = 32, 2
 """Width of the Transformer, and number of blocks or recurrent layers."""
 COPY_GAPS = (4, 16, 64)
 RECALL_PAIRS = (4, 8, 16)
-COPY_GRID = TrainingGrid(lrs=(1e-3, 3e-3, 1e-2), warmups=(50,), steps=1000, batch_size=32)
+LRS = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
+COPY_GRID = TrainingGrid(lrs=LRS, warmups=(50,), steps=1000, batch_size=32)
 RECALL_GRID = replace(COPY_GRID, steps=1500)
-TEXT_GRID = TrainingGrid(lrs=(1e-3, 3e-3, 1e-2), warmups=(50,), steps=1000, batch_size=16, seq_len=129)
+TEXT_GRID = TrainingGrid(lrs=LRS, warmups=(50,), steps=1000, batch_size=16, seq_len=129)
 DISTANCES = (1, 2, 4, 8, 16, 32, 64)
 """Distances k from the last position T at which the gradient of its output is measured."""
 GRADIENT_BATCH = 16
@@ -46,13 +47,16 @@ REPEATS = 10
 
 
 def list_parts(device: str) -> dict[str, PartFn]:
-    tasks: list[Task] = [CopyTask(gap) for gap in COPY_GAPS] + [RecallTask(pairs) for pairs in RECALL_PAIRS]
     parts: dict[str, PartFn] = {"dependent products": count_dependent_steps}
     parts |= {f"gradients: {name}": partial(measure_gradients, name, device) for name in MODELS}
-    for task, name in product(tasks, TRAINED_MODELS):
+    for task, name in product(list_tasks(), TRAINED_MODELS):
         parts[f"{task.key}: {name}"] = partial(measure_task, task, name, device)
     parts |= {f"text: {name}": partial(measure_text, name, device) for name in TRAINED_MODELS}
     return parts | {"step times": partial(measure_step_times, device)}
+
+
+def list_tasks() -> list["Task"]:
+    return [CopyTask(gap) for gap in COPY_GAPS] + [RecallTask(pairs) for pairs in RECALL_PAIRS]
 
 
 TIMED_PARTS = ("step times",)
@@ -61,7 +65,12 @@ TIMED_PARTS = ("step times",)
 def summarize(results: Mapping[str, PartResults]) -> dict[str, Estimate]:
     """Estimates of all parts, and the comparison of losses on text after equal steps and after equal time."""
     estimates = {key: value for part in results.values() for key, value in part.items() if isinstance(value, Estimate)}
-    curves = {name: torch.tensor(list(results[f"text: {name}"].values())).T for name in TRAINED_MODELS}
+    estimates |= {f"baseline/{task.key}": exact(task.baseline) for task in list_tasks()}
+    curves = {}
+    for name in TRAINED_MODELS:
+        *seeds, lr = cast(Sequence[Sequence[float]], results[f"text: {name}"].values())
+        curves[name] = torch.tensor(seeds).T
+        estimates[f"best-lr/text/{name}"] = exact(lr[0])
     return estimates | compare_on_text(curves, cast(Mapping[str, Estimate], results["step times"]))
 
 
@@ -70,7 +79,7 @@ def describe_settings(device: str) -> dict[str, Any]:
         "layers": LAYERS,
         "d_model of the Transformer": D_MODEL,
         "parameters without embeddings": {name: num_core_parameters(name) for name in TRAINED_MODELS},
-        "copy": f"{CopyTask.num_copied} of {CopyTask.num_symbols} symbols, {_describe(COPY_GRID)}",
+        "copy": f"{CopyTask.num_copied} of {CopyTask.num_symbols - 2} symbols, {_describe(COPY_GRID)}",
         "recall": f"{RecallTask.num_keys} keys, {RecallTask.num_values} values, {_describe(RECALL_GRID)}",
         "text": f"{TEXT_GRID.seq_len - 1} bytes of Python's standard library per sequence, {_describe(TEXT_GRID)}",
         "learning rate": "the one with the lowest mean final loss, by model and task",
@@ -285,6 +294,11 @@ class Task(Protocol):
     @property
     def key(self) -> str: ...
     @property
+    def baseline(self) -> float:
+        """Expected accuracy of the best answer that does not depend on the copied or recalled token."""
+        ...
+
+    @property
     def length(self) -> int: ...
     @property
     def grid(self) -> TrainingGrid: ...
@@ -309,6 +323,10 @@ class CopyTask:
     @property
     def key(self) -> str:
         return f"copy/{self.gap}"
+
+    @property
+    def baseline(self) -> float:
+        return 1 / (self.num_symbols - 2)
 
     @property
     def length(self) -> int:
@@ -343,6 +361,13 @@ class RecallTask:
     @property
     def key(self) -> str:
         return f"recall/{self.num_pairs}"
+
+    @property
+    def baseline(self) -> float:
+        """The most frequent value of the sequence, whatever the key."""
+        tokens = self.sample(100_000, self.length, torch.Generator().manual_seed(EVAL_SEED))
+        values = F.one_hot(tokens[:, 1 : 2 * self.num_pairs : 2] - self.num_keys, self.num_values)
+        return float(values.sum(1).amax(1).double().mean()) / self.num_pairs
 
     @property
     def length(self) -> int:
@@ -402,7 +427,8 @@ def measure_task(
         by_distance.append([float(correct[(distances >= low) & (distances < high)].mean()) for low, high in bands])
         norms.append(gradient_by_distance(model, tokens[:GRADIENT_BATCH]))
     key = f"{task.key}/{name}"
-    estimates = {f"accuracy/{key}": estimate(accuracies)} | _summarize_gradients(f"trained/{key}", norms)
+    estimates = {f"accuracy/{key}": estimate(accuracies), f"best-lr/{key}": exact(trained.best_lr)}
+    estimates |= _summarize_gradients(f"trained/{key}", norms)
     if bool((distances == distances[0, 0]).all()):
         ratios = [float(by_position.flip(0)[distances[0, 0]] / by_position.max()) for by_position in norms]
         estimates[f"gradient-at-target/{key}"] = estimate([max(ratio, 1e-30) for ratio in ratios], ratio=True)
@@ -421,16 +447,17 @@ def _distance_bands(distances: Tensor) -> list[tuple[int, int]]:
 # ---------------------------------------------------------------------------------------- text: loss by step and time
 
 
-def train_on_text(name: ModelName, device: str = "cpu", grid: TrainingGrid = TEXT_GRID) -> Tensor:
-    """(steps, seeds): training loss at the best learning rate, as mean over the last 5 % of the steps so far."""
+def train_on_text(name: ModelName, device: str = "cpu", grid: TrainingGrid = TEXT_GRID) -> tuple[Tensor, float]:
+    """Training loss at the best learning rate, (steps, seeds), as mean over the last 5 % of the steps; that rate."""
     trained = train_grid(lambda seed: build_model(name, VOCAB_SIZE, seed), TRAINING_TEXT, grid, device=device)
-    return _trailing_mean(trained.losses[:, trained.best_members()], max(1, grid.steps // 20)).cpu()
+    losses = _trailing_mean(trained.losses[:, trained.best_members()], max(1, grid.steps // 20))
+    return losses.cpu(), trained.best_lr
 
 
 def measure_text(name: ModelName, device: str) -> dict[str, list[float]]:
-    """Training losses by step, for each seed."""
-    curves = train_on_text(name, device).T
-    return {f"seed {seed}": curve.tolist() for seed, curve in enumerate(curves)}
+    """Training losses by step, for each seed, and the learning rate."""
+    curves, lr = train_on_text(name, device)
+    return {f"seed {seed}": curve.tolist() for seed, curve in enumerate(curves.T)} | {"lr": [lr]}
 
 
 def _trailing_mean(values: Tensor, width: int) -> Tensor:

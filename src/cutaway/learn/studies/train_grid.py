@@ -124,6 +124,11 @@ class TrainedGrid:
         best = min(losses, key=lambda setting: fmean(losses[setting]))
         return [index for index, (lr, warmup, _) in enumerate(self.grid.members) if (lr, warmup) == best]
 
+    @property
+    def best_lr(self) -> float:
+        """Learning rate of the best members."""
+        return self.grid.members[self.best_members()[0]][0]
+
     @torch.no_grad()
     def load_member(self, index: int) -> nn.Module:
         """Load the weights of a member into the model and return it. Earlier results become invalid."""
