@@ -294,8 +294,8 @@ panels[1].set(ylabel="accuracy", title="Copy and recall, equal parameters")
 #
 # All models have 25 thousand parameters without embeddings and equal training. Over a gap of 4 tokens every model
 # copies. Over 64 only the Transformer does: the gradient at the token to be copied vanishes in the others. In recall,
-# where pairs of key and value are followed by a key, the distance is short and the recurrent models still fail: their
-# accuracy is that of the most frequent value, whatever the key (dotted line).
+# where pairs of key and value are followed by a key, the distance is short and the recurrent models still fail: they
+# are hardly better than the most frequent value, whatever the key (dotted line), or worse.
 
 # %%
 print(
@@ -316,7 +316,7 @@ claim(
 #
 # On text with short dependencies a small RNN learns about as fast per step as a Transformer. The time of a step depends
 # on the size: at d_model 32 cuDNN runs all steps of an RNN in one kernel, faster than the Transformer runs its own; at
-# d_model 512 and 1,024 tokens it is several times slower. The table shows the loss minus that of the Transformer after
+# d_model 512 and 1,024 tokens it is several times slower. The cell prints the loss minus that of the Transformer after
 # equal steps, and after equal time with the step times of both sizes. The losses are those of d_model 32.
 
 # %%
@@ -338,6 +338,7 @@ claim("stored: step time of the RNN / of the Transformer, d_model 512, H200", sl
 #
 # - Use `post-norm` for copying without residual connections (`placement_config("post", …)`): does it help?
 # - Delete two blocks at once: `stack.cost([2, 3, 4, 5])`. Is the cost the sum of the two?
-# - Set `recurrent.COPY_GAPS` to 32 and train an LSTM with `recurrent.measure_task`: how many steps does it need?
+# - Copy over a gap of 32 with `recurrent.measure_task(recurrent.CopyTask(32), "lstm-forget-1")` (minutes on a CPU). Which
+#   accuracy does it reach, between those of 16 and 64?
 #
 # Previous: [13. Representation](13_representation.py).

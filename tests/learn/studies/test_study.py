@@ -1,6 +1,8 @@
 """Stored results of studies: estimates, files, and the sentences that quote them."""
 
 import math
+import re
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -109,4 +111,20 @@ def test_every_result_has_a_described_measure(name: str) -> None:
     measures = load_measures(name)
     results = load_results(name).estimates
     assert all(sum(measure.includes(key) for measure in measures) == 1 for key in results)
-    assert all(any(measure.includes(key) for key in results) for measure in measures)
+    for measure in measures:
+        keys = [key.removeprefix(measure.name) for key in results if measure.includes(key)]
+        assert {key.count("/") for key in keys} == _numbers_of_parts(measure.key), measure.name
+
+
+def _numbers_of_parts(pattern: str) -> set[int]:
+    """Possible numbers of parts of a key: [/PART] may be absent, and | separates alternatives."""
+    numbers = set()
+    for alternative in pattern.split(" | "):
+        required, optional = re.sub(r"\[.*?\]", "", alternative), re.findall(r"\[.*?\]", alternative)
+        added = {
+            sum(part.count("/") for part in chosen)
+            for n in range(len(optional) + 1)
+            for chosen in combinations(optional, n)
+        }
+        numbers |= {required.count("/") + 1 + number for number in added}
+    return numbers

@@ -15,7 +15,9 @@ def study(
         option("With --run: write the results to this JSON file. An interrupted run continues.", metavar="FILE"),
     ] = None,
     jobs: Annotated[int, option("With --run: number of processes. Parts that measure time run alone.", min=1)] = 1,
-    search: Annotated[str | None, option("Show the results whose key contains this text.", metavar="TEXT")] = None,
+    search: Annotated[
+        str | None, option("Show the result with this key, or those whose key contains all words.", metavar="TEXT")
+    ] = None,
     show_all: Annotated[bool, option("Show all results instead of a list of what is measured.", "--all")] = False,
     as_json: JsonFlag = False,
 ) -> None:

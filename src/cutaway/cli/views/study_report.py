@@ -11,7 +11,7 @@ from rich.text import Text
 from cutaway.cli.views.terminal import borderless_table, build_console, print_without_wrapping, progress_bar
 from cutaway.errors import InputError
 from cutaway.learn.claims import load_claims
-from cutaway.learn.studies import Study, StudyResults, load_results
+from cutaway.learn.studies import Study, StudyResults, get_study, load_results
 from cutaway.learn.studies.study import ProgressFn, load_measures
 
 
@@ -46,11 +46,14 @@ def render_studies(rows: list[dict[str, Any]]) -> None:
 
 
 def select_results(results: StudyResults, text: str) -> StudyResults:
-    """Return the results whose key contains the text."""
-    selected = {key: value for key, value in results.estimates.items() if text in key}
+    """Return the result with this key, else the results whose key contains all words, in upper or lower case."""
+    words = text.casefold().split()
+    selected = {key: value for key, value in results.estimates.items() if all(word in key.casefold() for word in words)}
+    if text in results.estimates:
+        selected = {text: results.estimates[text]}
     if not selected:
-        first = ", ".join(list(results.estimates)[:3])
-        raise InputError(f"no result of study '{results.name}' contains '{text}'; keys are such as {first}")
+        names = ", ".join(measure.name for measure in load_measures(results.name))
+        raise InputError(f"no result of study '{results.name}' contains '{text}'; its measures are {names}")
     return replace(results, estimates=selected)
 
 
@@ -75,7 +78,7 @@ def render_measures(results: StudyResults) -> None:
 
 
 def render_results(results: StudyResults) -> None:
-    table = borderless_table("lrlr", ["result", "mean", "95 % interval", "seeds"])
+    table = borderless_table("lrlr", ["result", "mean", "95 % interval", "n"])
     for key, value in results.estimates.items():
         mean, _, interval = str(value).partition(" ")
         table.add_row(key, mean, interval.strip("()"), str(value.count))
@@ -84,11 +87,12 @@ def render_results(results: StudyResults) -> None:
 
 
 def _describe_run(results: StudyResults) -> Text:
-    """Settings, one per line, then the claims that the study measures, the machine, the time and the command."""
-    lines = [f"{name}: {_format_setting(value)}" for name, value in results.settings.items()]
+    """Title and settings, one per line, then the claims of the study, the machine, the time and the command."""
+    lines = [f"{get_study(results.name).title}; n: number of seeds, texts or rounds"]
+    lines += [f"{name}: {_format_setting(value)}" for name, value in results.settings.items()]
     claims = [row.id for row in load_claims() if f"study: {results.name}" in row.evidence]
     if claims:
-        lines.append(f"claims: {', '.join(claims)}")
+        lines.append(f"claims: {', '.join(claims)} (`cutaway learn claims {claims[0]}`)")
     lines.append(f"{results.environment}, {results.seconds / 60:.1f} minutes: {results.command}")
     return Text("\n".join(lines), "dim")
 

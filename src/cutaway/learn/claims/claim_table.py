@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from cutaway.errors import InputError
-from cutaway.learn.studies.study import load_results
+from cutaway.learn.studies.study import STUDIES, load_results
 
 CLAIMS_FILE = Path(__file__).with_name("claims.toml")
 Kind = Literal["exact", "measured", "disputed", "feature"]
@@ -118,7 +118,7 @@ def find_claims(
 ) -> tuple[ClaimRow, ...]:
     """Find claims by id, topic or words of the text, by verdict and by kind.
 
-    An id finds one claim and a topic all claims of this topic. Words ignore hyphens: `warmup` finds `warm-up`.
+    An id finds one claim, a topic or a study all of its claims. Words ignore hyphens: `warmup` finds `warm-up`.
     """
     verdict = verdict.replace("-", " ") if verdict else verdict
     for name, value, choices in (("verdict", verdict, VERDICTS), ("kind", kind, KINDS)):
@@ -134,16 +134,18 @@ def find_claims(
 
 
 def _match_claims(query: str) -> tuple[ClaimRow, ...]:
-    if re.fullmatch(r"[cC]?\d{1,3}", query.strip()):
-        return (get_claim(query),)
+    if all(re.fullmatch(r"[cC]?\d{1,3}", part) for part in query.split()):
+        return tuple(get_claim(part) for part in query.split())
+    if query.lower() in STUDIES:
+        return tuple(row for row in load_claims() if f"study: {query.lower()}" in row.evidence)
     titles = {topic.slug: topic.title for topic in load_topics()}
     if query.lower() in titles:
         return tuple(row for row in load_claims() if row.topic == query.lower())
-    words = query.lower().replace("-", "").split()
+    words = [word.replace("-", "") for word in query.lower().replace("positional", "position").split()]
 
     def matches(row: ClaimRow) -> bool:
         text = f"{row.topic} {titles[row.topic]} {row.statement} {row.explanation}".lower().replace("-", "")
-        return all(word in text for word in words)
+        return all(word in text or word in text.replace(" ", "") for word in words)
 
     found = tuple(row for row in load_claims() if matches(row))
     if not found:
