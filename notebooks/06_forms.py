@@ -366,7 +366,7 @@ claim(
 # %% [markdown]
 # ## Why decoder-only? Three forms at an equal budget
 #
-# The study `components` trains a decoder, a decoder with a bidirectional prefix and an encoder-decoder with equal
+# The study `forms` trains a decoder, a decoder with a bidirectional prefix and an encoder-decoder with equal
 # parameters and equal sequences, ten seeds each, on three tasks: *text*, where the second half of a window is
 # predicted; *translate*, a reversal with a dictionary; and *sort*. The figure shows the loss minus that of the decoder.
 #
@@ -376,11 +376,11 @@ claim(
 # the architecture: text has no source, and all of it is a target.
 
 # %%
-study = load_results("components")
+study = load_results("forms")
 figure, axes = plt.subplots(figsize=(6, 2.8), layout="constrained")
 for shift, (form, color) in zip((-0.15, 0.15), (("prefix", "#E69F00"), ("encoder-decoder", "#0072B2")), strict=True):
     for place, task in enumerate(("text", "translate", "sort")):
-        difference = study.get(f"forms/{task}/difference/{form}-decoder")
+        difference = study.get(f"difference/{task}/{form}-decoder")
         errors = [[difference.mean - difference.low], [difference.high - difference.mean]]
         label = form if place == 0 else None
         axes.bar(place + shift, difference.mean, width=0.28, yerr=errors, color=color, label=label, capsize=3)
@@ -390,8 +390,8 @@ axes.set(ylabel="loss − decoder's, nats", title="Equal parameters and sequence
 axes.legend(fontsize=8, frameon=False)
 
 # %%
-text, sort = (study.get(f"forms/{task}/difference/encoder-decoder-decoder") for task in ("text", "sort"))
-parameters = [study.get(f"forms/sort/parameters/{form}").mean for form in ("decoder", "encoder-decoder")]
+text, sort = (study.get(f"difference/{task}/encoder-decoder-decoder") for task in ("text", "sort"))
+parameters = [study.get(f"parameters/sort/{form}").mean for form in ("decoder", "encoder-decoder")]
 print(claim("parameters: encoder-decoder / decoder", parameters[1] / parameters[0], predicted=1, rtol=0.01, id="C260"))
 print(claim("text: encoder-decoder − decoder, nats per byte", text.low, above=0, id="C260"))
 claim("sort: encoder-decoder − decoder, nats per token", sort.high, below=0, id="C260")

@@ -338,7 +338,8 @@ claim("stored: step time of the RNN / of the Transformer, d_model 512, H200", sl
 #
 # - Use `post-norm` for copying without residual connections (`placement_config("post", …)`): does it help?
 # - Delete two blocks at once: `stack.cost([2, 3, 4, 5])`. Is the cost the sum of the two?
-# - Copy over a gap of 32 with `recurrent.measure_task(recurrent.CopyTask(32), "lstm-forget-1")` (minutes on a CPU).
+# - Copy over a gap of 32 with `recurrent.measure_task(recall_tasks.CopyTask(32), "lstm-forget-1")`, after
+#   `from cutaway.learn.studies import recall_tasks` (minutes on a CPU).
 #   Which accuracy does it reach, between those of 16 and 64?
 #
 # Previous: [13. Representation](13_representation.py).

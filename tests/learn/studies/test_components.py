@@ -10,22 +10,14 @@ from cutaway.learn.studies.components import (
     BASELINE,
     EDITS_AFTER_TRAINING,
     NO_ATTENTION,
-    SEPARATOR,
     SEQ_LEN,
-    SOURCE_LENGTH,
     TRAINING_TEXT,
     VALIDATION_TEXT,
     VARIANTS,
-    FormModel,
-    FormResults,
-    PairData,
     VariantLosses,
-    compare_forms,
     compare_missing_mask,
     compare_variants,
-    form_config,
     measure_edits,
-    measure_form,
     prefix_loss,
     train_variant,
     validation_loss,
@@ -46,12 +38,6 @@ def _num_parameters(model: torch.nn.Module) -> int:
 def test_variants_have_the_parameters_of_the_baseline(name: str) -> None:
     counts = [_num_parameters(build(VARIANTS[key].config, device="meta")) for key in (name, BASELINE)]
     assert counts[0] == pytest.approx(counts[1], rel=0.01)
-
-
-@pytest.mark.parametrize("vocab_size", [33, 256])
-def test_forms_have_equal_parameters(vocab_size: int) -> None:
-    decoder, pair = (build(form_config(form, vocab_size), device="meta") for form in ("decoder", "encoder-decoder"))
-    assert _num_parameters(pair) == pytest.approx(_num_parameters(decoder), rel=0.01)
 
 
 def test_text_is_bytes_of_disjoint_modules() -> None:
@@ -100,7 +86,7 @@ def test_missing_mask_is_measured_with_and_without_the_mask(monkeypatch: pytest.
     assert with_mask != without_mask
     assert estimates["difference/no-mask-with-mask"].mean == pytest.approx(with_mask - without_mask)
     model = next(baseline.models())
-    tokens = components._sample_evaluation(VALIDATION_TEXT, SEQ_LEN + 1, "cpu")
+    tokens = components.sample_evaluation(VALIDATION_TEXT, SEQ_LEN + 1, "cpu")
     with torch.no_grad():
         teacher_forced = float(next_token_loss(model(tokens)[:, 59:], tokens[:, 59:]))
     assert prefix_loss(model) == pytest.approx(teacher_forced, rel=1e-5)
@@ -127,50 +113,3 @@ def test_differences_are_paired_by_seed() -> None:
     assert set(estimates) == {"difference/gelu-baseline"}
     assert estimates["difference/gelu-baseline"].low == pytest.approx(0.1)
     assert estimates["difference/gelu-baseline"].high == pytest.approx(0.1)
-
-
-def test_target_of_toy_tasks() -> None:
-    for task in ("translate", "sort"):
-        data = PairData(task)
-        tokens = data.sample(3, 2 * SOURCE_LENGTH + 1, torch.Generator().manual_seed(0))
-        source, target = tokens[:, :SOURCE_LENGTH], tokens[:, SOURCE_LENGTH + 1 :]
-        assert (tokens[:, SOURCE_LENGTH] == SEPARATOR).all()
-        expected = data.dictionary[source].flip(1) if task == "translate" else source.sort(1).values
-        assert torch.equal(target, expected)
-
-
-def test_forms_see_the_source_as_their_masks_say() -> None:
-    tokens = PairData("sort").sample(1, 2 * SOURCE_LENGTH + 1, torch.Generator().manual_seed(0))
-    changed = tokens.clone()
-    changed[:, SOURCE_LENGTH - 1] = (tokens[:, SOURCE_LENGTH - 1] + 1) % 32
-    sees_later_source = {}
-    for form in components.FORMS:
-        model = FormModel(form, build(form_config(form, 33), seed=0), SOURCE_LENGTH)
-        logits, after_change = model(tokens), model(changed)
-        sees_later_source[form] = not torch.equal(logits[:, 0], after_change[:, 0])
-        assert not torch.allclose(logits[:, SOURCE_LENGTH], after_change[:, SOURCE_LENGTH])
-        future = model(torch.cat([tokens[:, :-1], (tokens[:, -1:] + 1) % 32], 1))
-        torch.testing.assert_close(logits[:, :-1], future[:, :-1])
-        if form == "encoder-decoder":
-            assert not logits[:, :SOURCE_LENGTH].any()
-    assert sees_later_source == {"decoder": False, "prefix": True, "encoder-decoder": False}
-
-
-@pytest.mark.parametrize("form", components.FORMS)
-def test_every_form_trains(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(components, "NUM_EVAL_SEQUENCES", 16)
-    short, longer = (
-        measure_form("sort", form, grid=replace(SMALLEST_GRID, lrs=(3e-3,), steps=steps, batch_size=8))
-        for steps in (1, 20)
-    )
-    assert max(longer.losses) < min(short.losses)
-
-
-def test_forms_are_compared_with_the_decoder() -> None:
-    results = {
-        ("sort", "decoder"): FormResults([1.0, 2.0], [0, 0], 5, 1e-3),
-        ("sort", "prefix"): FormResults([0.5, 1.5], [0, 1], 5, 1e-3),
-    }
-    estimates = compare_forms(results)
-    assert estimates["forms/sort/difference/prefix-decoder"].mean == -0.5
-    assert estimates["forms/sort/exact/prefix"].mean == 0.5

@@ -5,16 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from cutaway.learn.studies.recall_tasks import COPY_GRID, CopyTask, RecallTask, Task
 from cutaway.learn.studies.recurrent import (
-    COPY_GRID,
     MODELS,
     STEP_LENGTHS,
     TRAINED_MODELS,
-    CopyTask,
     ModelName,
-    RecallTask,
     RecurrentModel,
-    Task,
     build_model,
     compare_on_text,
     count_dependent_steps,

@@ -35,16 +35,19 @@ VERBS = {
 
 
 def select_number(text: str, titles: Mapping[int, str]) -> int:
-    """Return the number in `text`, or that of the only title that contains all of its words."""
+    """Return the number in `text`, or that of the only title that has all of its words."""
+    from cutaway.learn.quiz.question_search import match_names, suggest_names
+
     if text.lstrip("-").isdecimal():
         return int(text)
-    words = text.casefold().split()
-    matches = [number for number, title in titles.items() if all(word in title.casefold() for word in words)]
+    matches = sorted(map(int, match_names(text, {str(number): title for number, title in titles.items()})))
     if len(matches) == 1:
         return matches[0]
     listed = "; ".join(f"{number} {titles[number]}" for number in matches or titles)
     problem = "several titles contain" if matches else "no title contains"
-    raise typer.BadParameter(f"{problem} '{text}'; pass a number: {listed}")
+    words = [word.strip(",:") for title in titles.values() for word in title.lower().split()]
+    suggestion = "" if matches else suggest_names(text, words)
+    raise typer.BadParameter(f"{problem} '{text}'{suggestion}; pass a number: {listed}")
 
 
 def _parse_exercise(text: str) -> int:

@@ -5,12 +5,11 @@ import platform
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import product
 from pathlib import Path
 from statistics import fmean
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +19,6 @@ from cutaway.config import Config
 from cutaway.config import config as read_config
 from cutaway.learn.studies.study import Estimate, PartFn, PartResults, estimate, estimate_difference, exact
 from cutaway.learn.studies.train_grid import (
-    LossFn,
     TrainedGrid,
     TrainingData,
     TrainingGrid,
@@ -28,7 +26,7 @@ from cutaway.learn.studies.train_grid import (
     train_grid,
 )
 from cutaway.lens.edit import edit
-from cutaway.model import EncoderDecoder, Transformer, build
+from cutaway.model import Transformer, build
 
 VOCAB_SIZE = 256
 UNIFORM_LOSS = math.log(VOCAB_SIZE)
@@ -158,10 +156,7 @@ EDITS_AFTER_TRAINING = {
 
 
 def list_parts(device: str) -> dict[str, PartFn]:
-    parts: dict[str, PartFn] = {f"variant: {name}": partial(measure_variant, name, device) for name in VARIANTS}
-    for task, form in product(FORM_TASKS, FORMS):
-        parts[f"form: {form}, {task}"] = partial(measure_form_part, task, form, device)
-    return parts
+    return {name: partial(measure_variant, name, device) for name in VARIANTS}
 
 
 def measure_variant(name: str, device: str, grid: TrainingGrid | None = None) -> PartResults:
@@ -177,16 +172,6 @@ def measure_variant(name: str, device: str, grid: TrainingGrid | None = None) ->
     return results
 
 
-def measure_form_part(task: str, form: str, device: str) -> PartResults:
-    result = measure_form(task, form, device)
-    return {
-        "losses": result.losses,
-        "exact": result.exact,
-        "parameters": [float(result.parameters)],
-        "lr": [result.lr],
-    }
-
-
 def describe_settings(device: str) -> dict[str, Any]:
     return {
         "text": f"bytes of the top-level modules of Python {platform.python_version()}'s standard library",
@@ -195,30 +180,22 @@ def describe_settings(device: str) -> dict[str, Any]:
         "layers": LAYERS,
         "seeds": GRID.num_seeds,
         "training": f"Adam, {GRID.steps} steps of {GRID.batch_size} × {SEQ_LEN} bytes, best of lr {GRID.lrs}",
-        "forms": f"{FORM_LAYERS} layers, sinusoidal, {FORM_GRID.steps} steps of {FORM_GRID.batch_size} sequences",
     }
 
 
 def summarize(results: Mapping[str, PartResults]) -> dict[str, Estimate]:
-    """Estimates of all parts, and differences between variants and between forms."""
+    """Estimates of all variants, and differences between them."""
     variants: dict[str, VariantLosses] = {}
-    forms: dict[tuple[str, str], FormResults] = {}
     estimates: dict[str, Estimate] = {}
-    for part, values in results.items():
+    for name, values in results.items():
         raw = {key: value for key, value in values.items() if not isinstance(value, Estimate)}
         estimates |= {key: value for key, value in values.items() if isinstance(value, Estimate)}
-        kind, _, name = part.partition(": ")
-        if kind == "form":
-            form, task = name.split(", ")
-            forms[task, form] = FormResults(raw["losses"], raw["exact"], int(raw["parameters"][0]), raw["lr"][0])
-            continue
         losses = {float(key.removeprefix("loss/")): value for key, value in raw.items() if key.startswith("loss/")}
         variants[name] = VariantLosses(name, losses)
         estimates |= variants[name].estimates() | {f"parameters/{name}": exact(raw["parameters"][0])}
     estimates |= compare_variants(variants)
-    masked, unmasked = (cast(Mapping[str, Sequence[float]], results[f"variant: {n}"]) for n in (BASELINE, "no-mask"))
-    estimates |= compare_missing_mask(variants, masked, unmasked)
-    return estimates | compare_forms(forms)
+    masked, unmasked = (cast(Mapping[str, Sequence[float]], results[name]) for name in (BASELINE, "no-mask"))
+    return estimates | compare_missing_mask(variants, masked, unmasked)
 
 
 # ---------------------------------------------------------------------------------------- training and evaluation
@@ -275,11 +252,12 @@ def train_variant(name: str, device: str = "cpu", grid: TrainingGrid = GRID) -> 
     )
     losses: dict[float, list[float]] = {}
     for index, (lr, _, _) in enumerate(grid.members):
-        losses.setdefault(lr, []).append(_limit(validation_loss(trained.load_member(index), variant.edits)))
+        losses.setdefault(lr, []).append(limit_loss(validation_loss(trained.load_member(index), variant.edits)))
     return TrainedVariant(name, losses, variant, trained)
 
 
-def _sample_evaluation(data: TrainingData, length: int, device: torch.device | str) -> Tensor:
+def sample_evaluation(data: TrainingData, length: int, device: torch.device | str) -> Tensor:
+    """(NUM_EVAL_SEQUENCES, length): the same sequences for all models."""
     generator = torch.Generator().manual_seed(EVAL_SEED)
     return data.sample(NUM_EVAL_SEQUENCES, length, generator).to(device)
 
@@ -287,12 +265,13 @@ def _sample_evaluation(data: TrainingData, length: int, device: torch.device | s
 @torch.no_grad()
 def validation_loss(model: nn.Module, edits: Mapping[str, str] | None = None) -> float:
     """Loss of a model on the validation text under `edits`."""
-    tokens = _sample_evaluation(VALIDATION_TEXT, SEQ_LEN + 1, next(model.parameters()).device)
+    tokens = sample_evaluation(VALIDATION_TEXT, SEQ_LEN + 1, next(model.parameters()).device)
     with edit(model, edits) if edits else nullcontext():
         return float(next_token_loss(model(tokens), tokens))
 
 
-def _limit(loss: float) -> float:
+def limit_loss(loss: float) -> float:
+    """The loss, at most UNIFORM_LOSS."""
     return min(loss, UNIFORM_LOSS) if math.isfinite(loss) else UNIFORM_LOSS
 
 
@@ -320,7 +299,7 @@ def measure_edits(baseline: TrainedVariant) -> dict[str, Estimate]:
 @torch.no_grad()
 def logit_scale(model: Transformer, edits: Mapping[str, str] | None = None) -> float:
     """Standard deviation of the logits over the vocabulary."""
-    tokens = _sample_evaluation(VALIDATION_TEXT, SEQ_LEN, model.device)
+    tokens = sample_evaluation(VALIDATION_TEXT, SEQ_LEN, model.device)
     with edit(model, edits) if edits else nullcontext():
         return float(model(tokens).std(-1).mean())
 
@@ -350,162 +329,7 @@ def compare_missing_mask(
 @torch.no_grad()
 def prefix_loss(model: Transformer, edits: Mapping[str, str] | None = None) -> float:
     """Loss of the byte after prefixes of validation text of PREFIX_LENGTHS bytes."""
-    tokens = _sample_evaluation(VALIDATION_TEXT, SEQ_LEN + 1, model.device)
+    tokens = sample_evaluation(VALIDATION_TEXT, SEQ_LEN + 1, model.device)
     with edit(model, edits) if edits else nullcontext():
         losses = [F.cross_entropy(model(tokens[:, :length])[:, -1], tokens[:, length]) for length in PREFIX_LENGTHS]
     return float(torch.stack(losses).mean())
-
-
-# ---------------------------------------------------------------------------------------- forms
-
-SOURCE_LENGTH = 12
-NUM_SYMBOLS = 32
-SEPARATOR = NUM_SYMBOLS
-TEXT_PREFIX_LENGTH = SEQ_LEN // 2
-FORM_LAYERS, FORM_HIDDEN = 4, HIDDEN
-CROSS_HIDDEN = FORM_HIDDEN - 2 * D_MODEL // 3
-"""Hidden dimension of the encoder-decoder: its cross-attentions have the parameters that its FFNs lack."""
-FORMS = ("decoder", "prefix", "encoder-decoder")
-FORM_GRID = TrainingGrid(lrs=LRS[:-1], warmups=(50,), num_seeds=10, steps=500, batch_size=16, seq_len=0)
-
-
-class PairData:
-    """Source and target sequences of a toy task: SOURCE_LENGTH symbols, a separator, SOURCE_LENGTH symbols.
-
-    `translate` replaces each symbol by another one and reverses the order; `sort` sorts the symbols.
-    """
-
-    prefix_length: ClassVar[int] = SOURCE_LENGTH
-    vocab_size: ClassVar[int] = NUM_SYMBOLS + 1
-
-    def __init__(self, task: Literal["translate", "sort"]) -> None:
-        self.task = task
-        self.dictionary = torch.randperm(NUM_SYMBOLS, generator=torch.Generator().manual_seed(0))
-
-    def sample(self, count: int, length: int, generator: torch.Generator) -> Tensor:
-        source = torch.randint(NUM_SYMBOLS, (count, SOURCE_LENGTH), generator=generator)
-        target = self.dictionary[source].flip(1) if self.task == "translate" else source.sort(1).values
-        return torch.cat([source, torch.full((count, 1), SEPARATOR), target], 1)
-
-
-class TextPairData:
-    """Windows of text. The source is the first half."""
-
-    prefix_length: ClassVar[int] = TEXT_PREFIX_LENGTH
-    vocab_size: ClassVar[int] = VOCAB_SIZE
-
-    def __init__(self, text: LibraryText) -> None:
-        self.text = text
-
-    def sample(self, count: int, length: int, generator: torch.Generator) -> Tensor:
-        return self.text.sample(count, length, generator)
-
-
-FORM_TASKS = ("translate", "sort", "text")
-
-
-def form_config(form: str, vocab_size: int) -> Config:
-    """Config of a form. All forms have the same number of layers and, within 1 %, of parameters."""
-    hidden = CROSS_HIDDEN if form == "encoder-decoder" else FORM_HIDDEN
-    block: dict[str, Any] = {
-        "attention": {"heads": 4, "position": {"kind": "none"}},
-        "ffn": {"kind": "gated", "hidden": hidden},
-    }
-    # Positions are on the embedding, so that cross-attention has them too.
-    stack = {
-        "layers": FORM_LAYERS,
-        "embedding": {"position": {"kind": "sinusoidal"}, "scale": "sqrt_d_model"},
-        "block": block,
-    }
-    common = {"vocab_size": vocab_size, "d_model": D_MODEL, "init": {"kind": "xavier"}}
-    if form != "encoder-decoder":
-        return read_config(common | {"form": "decoder", "decoder": stack})
-    half = stack | {"layers": FORM_LAYERS // 2}
-    decoder = half | {"block": block | {"cross": {"heads": 4}}}
-    return read_config(common | {"form": "encoder-decoder", "encoder": half, "decoder": decoder})
-
-
-class FormModel(nn.Module):
-    """A model of a form that maps tokens (B, T), source and target, to logits (B, T, V).
-
-    The logits of an encoder-decoder at source positions are zero.
-    """
-
-    def __init__(self, form: str, model: Transformer, prefix_length: int) -> None:
-        super().__init__()
-        self.form, self.model, self.prefix_length = form, model.use_kernel("explicit"), prefix_length
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        if isinstance(self.model, EncoderDecoder):
-            source, target = tokens.split([self.prefix_length, tokens.shape[1] - self.prefix_length], 1)
-            return F.pad(self.model(source, target), (0, 0, self.prefix_length, 0))
-        if self.form == "prefix":
-            lengths = torch.full((len(tokens),), self.prefix_length, device=tokens.device)
-            return self.model(tokens, prefix_lengths=lengths)
-        return self.model(tokens)
-
-
-def target_loss(prefix_length: int) -> LossFn:
-    """Loss on the tokens after the first target token (the separator, in a toy task)."""
-
-    def loss(logits: Tensor, tokens: Tensor) -> Tensor:
-        return next_token_loss(logits[:, prefix_length:], tokens[:, prefix_length:])
-
-    return loss
-
-
-@dataclass(frozen=True)
-class FormResults:
-    """Losses on target tokens, shares of exactly correct targets, one per seed; parameters and best learning rate."""
-
-    losses: Sequence[float]
-    exact: Sequence[float]
-    parameters: int
-    lr: float
-
-
-def measure_form(task: str, form: str, device: str = "cpu", grid: TrainingGrid = FORM_GRID) -> FormResults:
-    """Train a form on a task, and evaluate the members with the best learning rate.
-
-    A decoder learns from every token of a text, the other forms from the tokens of the target.
-    """
-    data = TextPairData(TRAINING_TEXT) if task == "text" else PairData(task)  # type: ignore[arg-type]
-    evaluation = TextPairData(VALIDATION_TEXT) if task == "text" else data
-    length = SEQ_LEN if task == "text" else 2 * SOURCE_LENGTH + 1
-    config = form_config(form, data.vocab_size)
-
-    def build_model(seed: int) -> nn.Module:
-        return FormModel(form, build(config, seed=seed), data.prefix_length)
-
-    loss = next_token_loss if form == "decoder" and task == "text" else target_loss(data.prefix_length)
-    trained = train_grid(build_model, data, replace(grid, seq_len=length), loss=loss, device=device)
-    tokens = _sample_evaluation(evaluation, length, device)
-    results: dict[float, list[tuple[float, float]]] = {}
-    for index, (lr, _, _) in enumerate(grid.members):
-        results.setdefault(lr, []).append(_evaluate_form(trained.load_member(index), tokens, data.prefix_length))
-    best_lr = min(results, key=lambda lr: fmean(loss for loss, _ in results[lr]))
-    losses, exact = zip(*results[best_lr], strict=True)
-    return FormResults(losses, exact, sum(p.numel() for p in trained.model.parameters()), best_lr)
-
-
-@torch.no_grad()
-def _evaluate_form(model: nn.Module, tokens: Tensor, prefix_length: int) -> tuple[float, float]:
-    """Loss on the target, and share of targets that greedy decoding would produce exactly."""
-    logits = model(tokens)
-    correct = (logits.argmax(-1)[:, prefix_length:-1] == tokens[:, prefix_length + 1 :]).all(1)
-    return _limit(float(target_loss(prefix_length)(logits, tokens))), float(correct.float().mean())
-
-
-def compare_forms(results: Mapping[tuple[str, str], FormResults]) -> dict[str, Estimate]:
-    """Losses of the forms, and differences to the decoder with the same seed."""
-    estimates = {}
-    for (task, form), result in results.items():
-        estimates[f"forms/{task}/loss/{form}"] = estimate(result.losses)
-        estimates[f"forms/{task}/parameters/{form}"] = exact(result.parameters)
-        estimates[f"forms/{task}/best-lr/{form}"] = exact(result.lr)
-        if task != "text":
-            estimates[f"forms/{task}/exact/{form}"] = estimate(result.exact)
-        if form != "decoder":
-            difference = estimate_difference(result.losses, results[task, "decoder"].losses)
-            estimates[f"forms/{task}/difference/{form}-decoder"] = difference
-    return estimates

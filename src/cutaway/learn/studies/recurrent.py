@@ -6,11 +6,11 @@ equations of `nn.RNN` and `nn.LSTM` to their weights in training, and calls the 
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from statistics import median
-from typing import Any, ClassVar, Literal, Protocol, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cutaway.config import Config
 from cutaway.config import config as read_config
 from cutaway.learn.studies.components import TRAINING_TEXT, VOCAB_SIZE
+from cutaway.learn.studies.recall_tasks import (
+    COPY_GRID,
+    EVAL_SEED,
+    LRS,
+    RECALL_GRID,
+    CopyTask,
+    RecallTask,
+    Task,
+    list_tasks,
+)
 from cutaway.learn.studies.study import Estimate, PartFn, PartResults, estimate, exact
 from cutaway.learn.studies.train_grid import TrainedGrid, TrainingGrid, next_token_loss, train_grid
 from cutaway.model import Transformer, build
@@ -30,17 +40,12 @@ MODELS: tuple[ModelName, ...] = ("rnn", "rnn-orthogonal", "lstm", "lstm-forget-1
 TRAINED_MODELS: tuple[ModelName, ...] = ("rnn", "lstm", "lstm-forget-1", "transformer")
 D_MODEL, LAYERS = 32, 2
 """Width of the Transformer, and number of blocks or recurrent layers."""
-COPY_GAPS = (4, 16, 64)
-RECALL_PAIRS = (4, 8, 16)
-LRS = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
-COPY_GRID = TrainingGrid(lrs=LRS, warmups=(50,), steps=1000, batch_size=32)
-RECALL_GRID = replace(COPY_GRID, steps=1500)
 TEXT_GRID = TrainingGrid(lrs=LRS, warmups=(50,), steps=1000, batch_size=16, seq_len=129)
 DISTANCES = (1, 2, 4, 8, 16, 32, 64)
 """Distances k from the last position T at which the gradient of its output is measured."""
 GRADIENT_BATCH = 16
 STEP_LENGTHS = (16, 32, 64)
-NUM_EVAL_SEQUENCES, EVAL_SEED = 512, 10_000
+NUM_EVAL_SEQUENCES = 512
 TIMED_SIZES = {"cpu": ((32, 16, 128), (128, 8, 256)), "cuda": ((32, 16, 128), (512, 16, 1024))}
 """d_model, batch size and sequence length of timed training steps, by device."""
 REPEATS = 10
@@ -53,10 +58,6 @@ def list_parts(device: str) -> dict[str, PartFn]:
         parts[f"{task.key}: {name}"] = partial(measure_task, task, name, device)
     parts |= {f"text: {name}": partial(measure_text, name, device) for name in TRAINED_MODELS}
     return parts | {"step times": partial(measure_step_times, device)}
-
-
-def list_tasks() -> list["Task"]:
-    return [CopyTask(gap) for gap in COPY_GAPS] + [RecallTask(pairs) for pairs in RECALL_PAIRS]
 
 
 TIMED_PARTS = ("step times",)
@@ -284,116 +285,6 @@ def _summarize_gradients(key: str, norms: Sequence[Tensor]) -> dict[str, Estimat
 
 
 # ---------------------------------------------------------------------------------------- copy and recall
-
-
-class Task(Protocol):
-    """Sequences of tokens. The last positions have targets, which are at known distances."""
-
-    num_symbols: ClassVar[int]
-
-    @property
-    def key(self) -> str: ...
-    @property
-    def baseline(self) -> float:
-        """Expected accuracy of the best answer that does not depend on the copied or recalled token."""
-        ...
-
-    @property
-    def length(self) -> int: ...
-    @property
-    def grid(self) -> TrainingGrid: ...
-    def sample(self, count: int, length: int, generator: torch.Generator) -> Tensor: ...
-    def targets(self, tokens: Tensor) -> Tensor:
-        """(B, n): the targets of the last n positions."""
-        ...
-
-    def distances(self, tokens: Tensor) -> Tensor:
-        """(B, n): number of positions from each of the last n positions back to its target."""
-        ...
-
-
-@dataclass(frozen=True)
-class CopyTask:
-    """Random symbols, a gap of blanks, then cues: the targets at the cues are the symbols, in order."""
-
-    gap: int
-    num_symbols: ClassVar[int] = 16
-    num_copied: ClassVar[int] = 4
-
-    @property
-    def key(self) -> str:
-        return f"copy/{self.gap}"
-
-    @property
-    def baseline(self) -> float:
-        return 1 / (self.num_symbols - 2)
-
-    @property
-    def length(self) -> int:
-        return 2 * self.num_copied + self.gap
-
-    @property
-    def grid(self) -> TrainingGrid:
-        return COPY_GRID
-
-    def sample(self, count: int, length: int, generator: torch.Generator) -> Tensor:
-        blank, cue = self.num_symbols - 2, self.num_symbols - 1
-        symbols = torch.randint(blank, (count, self.num_copied), generator=generator)
-        blanks = torch.full((count, length - 2 * self.num_copied), blank)
-        return torch.cat([symbols, blanks, torch.full_like(symbols, cue)], 1)
-
-    def targets(self, tokens: Tensor) -> Tensor:
-        return tokens[:, : self.num_copied]
-
-    def distances(self, tokens: Tensor) -> Tensor:
-        return torch.full_like(self.targets(tokens), self.num_copied + self.gap)
-
-
-@dataclass(frozen=True)
-class RecallTask:
-    """Associative recall: pairs of a key and a value, then each key in random order: its target is the value."""
-
-    num_pairs: int
-    num_keys: ClassVar[int] = 16
-    num_values: ClassVar[int] = 16
-    num_symbols: ClassVar[int] = 32
-
-    @property
-    def key(self) -> str:
-        return f"recall/{self.num_pairs}"
-
-    @property
-    def baseline(self) -> float:
-        """The most frequent value of the sequence, whatever the key."""
-        tokens = self.sample(100_000, self.length, torch.Generator().manual_seed(EVAL_SEED))
-        values = F.one_hot(tokens[:, 1 : 2 * self.num_pairs : 2] - self.num_keys, self.num_values)
-        return float(values.sum(1).amax(1).double().mean()) / self.num_pairs
-
-    @property
-    def length(self) -> int:
-        return 3 * self.num_pairs
-
-    @property
-    def grid(self) -> TrainingGrid:
-        return RECALL_GRID
-
-    def sample(self, count: int, length: int, generator: torch.Generator) -> Tensor:
-        keys = torch.rand(count, self.num_keys, generator=generator).argsort(1)[:, : self.num_pairs]
-        values = self.num_keys + torch.randint(self.num_values, (count, self.num_pairs), generator=generator)
-        order = torch.rand(count, self.num_pairs, generator=generator).argsort(1)
-        return torch.cat([torch.stack([keys, values], 2).flatten(1), keys.gather(1, order)], 1)
-
-    def _matches(self, tokens: Tensor) -> Tensor:
-        """(B, queries, pairs): whether the query is the key of the pair."""
-        return tokens[:, 2 * self.num_pairs :, None] == tokens[:, None, : 2 * self.num_pairs : 2]
-
-    def targets(self, tokens: Tensor) -> Tensor:
-        return (self._matches(tokens) * tokens[:, None, 1 : 2 * self.num_pairs : 2]).sum(-1)
-
-    def distances(self, tokens: Tensor) -> Tensor:
-        values = torch.arange(1, 2 * self.num_pairs, 2, device=tokens.device)
-        queries = torch.arange(2 * self.num_pairs, 3 * self.num_pairs, device=tokens.device)
-        return queries - (self._matches(tokens) * values).sum(-1)
 
 
 def train_task(task: Task, name: ModelName, device: str = "cpu", grid: TrainingGrid | None = None) -> TrainedGrid:

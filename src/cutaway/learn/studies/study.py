@@ -143,6 +143,7 @@ STUDIES = {
         Study("layer-speed", "Time of norms, heads, attention and recurrence", f"{_MODULES}.layer_speed"),
         Study("positions", "Loss of position methods within and beyond the training length", f"{_MODULES}.positions"),
         Study("components", "Loss of a decoder by component at equal training tokens", f"{_MODULES}.components"),
+        Study("forms", "Decoder, prefix decoder and encoder-decoder at equal parameters", f"{_MODULES}.forms"),
         Study("representation", "Superposition, probes, heads, facts and answers", f"{_MODULES}.representation"),
         Study(
             "training-inference", "Exposure bias, KL penalty, decoding time and bugs", f"{_MODULES}.training_inference"
