@@ -405,5 +405,5 @@ claim("sort: encoder-decoder − decoder, nats per token", sort.high, below=0, i
 # - Make the target the sorted source: what should the cross-attention pattern be?
 #
 # Exercises 2 (`cutaway learn start 2`, causal mask) and 9 (name the mask). A trained encoder-decoder that parses dates
-# in 47 locales: `cutaway train dates` with the data of `examples/dates`. Previous: [5. Gradients](05_gradients.py).
-# Next: [7. Information](07_information.py).
+# in 47 locales: `tiny-dates`, trained on the data of `examples/tiny-dates`.
+# Previous: [5. Gradients](05_gradients.py). Next: [7. Information](07_information.py).

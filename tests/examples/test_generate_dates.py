@@ -12,7 +12,7 @@ from cutaway.tokenizer import byte_tokenizer
 from cutaway.train.data.prepare import prepare_data
 from cutaway.train.recipe.load import load_recipe
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "dates" / "generate_dates.py"
+SCRIPT = Path(__file__).parents[2] / "examples" / "tiny-dates" / "generate_dates.py"
 BYTES = byte_tokenizer()
 dates: Any = SimpleNamespace(**runpy.run_path(str(SCRIPT)))
 
@@ -47,7 +47,7 @@ def test_a_date_is_in_one_split_in_all_languages(tmp_path: Path) -> None:
     path = tmp_path / "dates.jsonl"
     rows = [json.dumps({"text": text, "iso": iso}) for text, iso in dates.generate_pairs(200, 6)]
     path.write_text("\n".join(rows))
-    [source] = load_recipe("dates", ["data.sources.0.path=" + str(path)]).data.sources
+    [source] = load_recipe("tiny-dates", ["data.sources.0.path=" + str(path)]).data.sources
     prepared = prepare_data([source], BYTES, tmp_path / "data", validation_split=0.2, seed=0)
     dates_by_split = []
     for split in (prepared.train, prepared.validation):

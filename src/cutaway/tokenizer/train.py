@@ -11,13 +11,13 @@ from cutaway.tokenizer.split_patterns import GPT4_SPLIT_PATTERN, build_byte_leve
 from cutaway.tokenizer.tokenizer import Tokenizer
 
 DEFAULT_SPECIAL_TOKENS = ("<|bos|>", "<|eos|>", "<|pad|>")
-MASK_TOKEN = "<mask>"
-"""Mask token for masked language modeling. It includes the preceding space, as most word tokens do."""
+MASK_TOKEN = "[MASK]"
+"""Mask token for masked language modeling, as in BERT. It includes the preceding space, as most word tokens do."""
 _TOKENS_BY_ROLE = {
     "bos_token": ("<|bos|>", "<s>", "<bos>", "<|begin_of_text|>", "<|endoftext|>"),
     "eos_token": ("<|eos|>", "</s>", "<eos>", "<|end_of_text|>", "<|endoftext|>"),
     "pad_token": ("<|pad|>", "<pad>", "<|padding|>"),
-    "mask_token": (MASK_TOKEN, "<|mask|>", "[MASK]"),
+    "mask_token": (MASK_TOKEN, "<mask>", "<|mask|>"),
 }
 """Role → common texts of this special token. A token in `special_tokens` gets the role that lists its text."""
 
@@ -74,7 +74,10 @@ def _check_special_tokens(special_tokens: Sequence[str]) -> None:
 
 
 def _as_added_tokens(tokens: Iterable[str]) -> list[str | AddedToken]:
-    return [AddedToken(token, normalized=False, special=True, lstrip=token == MASK_TOKEN) for token in tokens]
+    return [
+        AddedToken(token, normalized=False, special=True, lstrip=token in _TOKENS_BY_ROLE["mask_token"])
+        for token in tokens
+    ]
 
 
 def _map_special_tokens(special_tokens: Sequence[str]) -> dict[str, str]:

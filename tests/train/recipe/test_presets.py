@@ -85,7 +85,9 @@ def test_preset_models_have_the_expected_sizes_and_families() -> None:
     assert (
         families.items()
         >= {
-            "dates": "pegasus",
+            "tiny-dates": "pegasus",
+            "tiny-english": "llama",
+            "tiny-english-encoder": "modernbert",
             "fill-mask": "modernbert",
             "gpt2-124m": "gpt2",
             "llama-1b": "llama",
@@ -130,7 +132,7 @@ def test_small_preset_trains_and_opens_in_transformers(name: str, text: Path, su
         "training.grad_accum_steps=2",
         "eval.num_sequences=4",
         "data.validation_split=0.3",
-        "eval.sample_prompt=1 <mask> 2" if name == "fill-mask" else "eval.sample_prompt=1 and 2",
+        "eval.sample_prompt=1 [MASK] 2" if name == "fill-mask" else "eval.sample_prompt=1 and 2",
     ]
     texts = [sums if name == "translate" else text]
     run = train(name, tmp_path / "run", overrides=overrides, texts=texts, device="cpu")
@@ -154,11 +156,11 @@ def test_recipe_without_text_is_an_error(tmp_path: Path) -> None:
 
 
 def test_overrides_of_list_items_and_texts() -> None:
-    overridden = load_recipe("dates", ["data.sources.0.weight=2", "data.sources.0.path=mine.jsonl"])
+    overridden = load_recipe("tiny-dates", ["data.sources.0.weight=2", "data.sources.0.path=mine.jsonl"])
     assert (overridden.data.sources[0].weight, overridden.data.sources[0].path) == (2.0, "mine.jsonl")
     listed = load_recipe("python-stdlib", ['data.sources=[{path="a"}, {path="b"}]'])
     assert [source.path for source in listed.data.sources] == ["a", "b"]
-    with_texts = load_recipe("dates", texts=["a.jsonl", Path("b.jsonl")])
+    with_texts = load_recipe("tiny-dates", texts=["a.jsonl", Path("b.jsonl")])
     assert [(source.path, source.target_column, source.group_column) for source in with_texts.data.sources] == [
         ("a.jsonl", "iso", "iso"),
         ("b.jsonl", "iso", "iso"),
@@ -166,7 +168,7 @@ def test_overrides_of_list_items_and_texts() -> None:
     assert load_recipe({}, texts=["x"]).data.sources[0].path == "x"
     for override in ("data.sources.1.path=x", "data.sources.first.path=x"):
         with pytest.raises(CutawayError, match="is not an index of a list of 1 items; use an index"):
-            load_recipe("dates", [override])
+            load_recipe("tiny-dates", [override])
 
 
 @pytest.mark.unchecked
@@ -281,7 +283,7 @@ def test_mask_token_includes_the_space_before_it() -> None:
         train_bpe(["import os\n"] * 9, 300, special_tokens=(*DEFAULT_SPECIAL_TOKENS, MASK_TOKEN)),
     ):
         assert tokenizer.mask_token_id == tokenizer.vocab_size - 1
-        assert tokenizer.encode("import <mask>") == [*tokenizer.encode("import"), tokenizer.mask_token_id]
+        assert tokenizer.encode("import [MASK]") == [*tokenizer.encode("import"), tokenizer.mask_token_id]
 
 
 def test_encoder_learns_to_fill_masks(text: Path, tmp_path: Path) -> None:
@@ -291,14 +293,14 @@ def test_encoder_learns_to_fill_masks(text: Path, tmp_path: Path) -> None:
         "optimizer": {"lr": 3e-3},
         "data": {"seq_len": 64, "validation_split": 0.2, "sources": [{"path": str(text)}]},
         "training": {"max_steps": 40, "batch_size": 8},
-        "eval": {"interval": 20, "num_sequences": 8, "sample_prompt": "1<mask>and 2 make 3"},
+        "eval": {"interval": 20, "num_sequences": 8, "sample_prompt": "1[MASK]and 2 make 3"},
     }
     run = train(recipe, tmp_path / "run", device="cpu")
     rows = read_evals(run.directory)
     assert rows[-1]["accuracy"] > max(0.15, rows[0]["accuracy"] - 0.1)
     checkpoint = ct.load(run.directory)
     assert checkpoint.tokenizer is not None
-    [[best, *_]] = fill_mask(checkpoint.model, checkpoint.tokenizer, ["1<mask>and 2 make 3"])[0]
+    [[best, *_]] = fill_mask(checkpoint.model, checkpoint.tokenizer, ["1[MASK]and 2 make 3"])[0]
     assert best.text == rows[-1]["sample"].splitlines()[0]
 
 

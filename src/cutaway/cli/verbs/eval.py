@@ -51,7 +51,7 @@ def evaluate(
 
     Example: cutaway eval ./gpt2 --text book.txt --context 1024 --stride 512
 
-    Example: cutaway eval runs/dates --text dates.jsonl --text-column date --target-column iso --json
+    Example: cutaway eval tiny-dates --text dates.jsonl --target-column iso --json
     """
     paths = [*(text or []), *(extra_files or [])]
     if not paths:

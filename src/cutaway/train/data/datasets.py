@@ -22,8 +22,8 @@ from cutaway.train.data.shuffle import shuffle_indices
 from cutaway.train.seeds import derive_seed
 
 TokenIds = NDArray[np.int64]
-Row = tuple[TokenIds, TokenIds]
-"""Tokens and document ids of a packed sequence, or source and target of a pair."""
+Row = tuple[TokenIds, ...]
+"""Tokens, document ids and `distill` of a packed sequence, or source and target of a pair."""
 BatchT = TypeVar("BatchT")
 
 
@@ -32,6 +32,8 @@ class PackedBatch(NamedTuple):
 
     tokens: Int64[Tensor, "B T"]
     document_ids: Int64[Tensor, "B T"]
+    distill: Bool[Tensor, " B"] | None = None
+    """`SourceConfig.distill` of each sequence."""
 
 
 class Seq2SeqBatch(NamedTuple):
@@ -105,9 +107,13 @@ class PackedDataset(_SplitDataset[PackedBatch]):
     per epoch. Tokens at the end that do not fill a sequence are left out.
     """
 
-    def __init__(self, split: TokenSplit, seq_len: int, seed: int, *, shuffle: bool = True) -> None:
+    def __init__(
+        self, split: TokenSplit, seq_len: int, seed: int, *, shuffle: bool = True, distill: bool = True
+    ) -> None:
+        """`distill`: `SourceConfig.distill` of the source."""
         super().__init__(split, seed, shuffle)
         self.seq_len, self.num_sequences = seq_len, (len(split.tokens) - 1) // seq_len
+        self.distill = np.array([distill], np.int64)
         self.batch_format = PackedDataset, seq_len
         if split.targets is not None:
             raise InputError(
@@ -121,17 +127,18 @@ class PackedDataset(_SplitDataset[PackedBatch]):
             )
 
     def _get_row(self, index: int) -> Row:
-        """Tokens of a sequence, and the document index of each token."""
+        """Tokens of a sequence, the document index of each token, and `distill`."""
         start, end = index * self.seq_len, (index + 1) * self.seq_len
         first, last = np.searchsorted(self.split.offsets, [start, end], "right")
         is_document_start = np.zeros(self.seq_len + 1, np.int64)
         is_document_start[self.split.offsets[first:last] - start] = 1
-        return self.split.tokens[start : end + 1].astype(np.int64), is_document_start.cumsum()
+        return self.split.tokens[start : end + 1].astype(np.int64), is_document_start.cumsum(), self.distill
 
     def collate(self, rows: Sequence[Row]) -> PackedBatch:
         shape = (-1, self.seq_len + 1)  # explicit, because the list of rows may be empty
         tokens, document_ids = (np.array([row[i] for row in rows], np.int64).reshape(shape) for i in (0, 1))
-        return PackedBatch(torch.from_numpy(tokens), torch.from_numpy(document_ids))
+        distill = np.array([row[2] for row in rows], bool).reshape(-1)
+        return PackedBatch(*(torch.from_numpy(each) for each in (tokens, document_ids, distill)))
 
 
 class _PairDataset(_SplitDataset[BatchT]):

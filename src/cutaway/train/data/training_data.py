@@ -17,13 +17,17 @@ from cutaway.train.recipe.schema import (
     BPETokenizerConfig,
     CausalLMConfig,
     DataConfig,
+    DistillationConfig,
     MaskedLMConfig,
     ObjectiveConfig,
     PrefixLMConfig,
     PretrainedTokenizerConfig,
     Seq2SeqConfig,
+    SourceConfig,
 )
 from cutaway.user_files import user_cache_dir
+
+_SourceDataset = PackedDataset | Seq2SeqDataset | PrefixDataset
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,7 @@ class TrainingData:
     validation: Dataset
     num_validation_sequences: int
     bytes_per_token: float | None
-    """UTF-8 bytes per token of the validation text. None if the objective is not causal-lm."""
+    """UTF-8 bytes per token of the validation text. None if the objective is neither causal-lm nor distillation."""
     fingerprint: str
     """Hash of documents and token ids; see `PreparedData.fingerprint`."""
 
@@ -49,6 +53,11 @@ def load_training_data(
 ) -> TrainingData:
     """Tokenize the sources, unless their tokens are in the cache, and open them as datasets. Log skipped documents."""
     directory, split, sources = user_cache_dir() / "data", data.validation_split, data.sources
+    if len({source.distill for source in sources}) > 1 and not any(source.weight is not None for source in sources):
+        raise InputError(
+            "data.sources[].distill differs between sources, which needs weights, because sources without weights are"
+            " concatenated; set data.sources[].weight"
+        )
     is_weighted = any(source.weight is not None for source in sources)
     groups = [(source,) for source in sources] if is_weighted else [sources]
     prepared = [prepare_data(group, tokenizer, directory, validation_split=split, seed=seed) for group in groups]
@@ -57,7 +66,7 @@ def load_training_data(
             log(f"skipped documents: {each.skipped}")
     fingerprint = hashlib.sha256("".join(each.fingerprint for each in prepared).encode()).hexdigest()
 
-    def build_dataset(split: TokenSplit, shuffle: bool) -> PackedDataset | Seq2SeqDataset | PrefixDataset:
+    def build_dataset(split: TokenSplit, source: SourceConfig, shuffle: bool) -> _SourceDataset:
         pad_id, seq_len = tokenizer.pad_token_id or 0, data.seq_len
         match objective:
             case Seq2SeqConfig():
@@ -66,21 +75,24 @@ def load_training_data(
             case PrefixLMConfig():
                 bos_id, eos_id = tokenizer.bos_token_id, tokenizer.eos_token_id
                 return PrefixDataset(split, seq_len, seed, bos_id=bos_id, eos_id=eos_id, pad_id=pad_id, shuffle=shuffle)
-        return PackedDataset(split, seq_len, seed, shuffle=shuffle)
+        return PackedDataset(split, seq_len, seed, shuffle=shuffle, distill=source.distill)
 
-    def mix(datasets: list[PackedDataset | Seq2SeqDataset | PrefixDataset]) -> Dataset:
+    def mix(datasets: list[_SourceDataset]) -> Dataset:
         if len(datasets) == 1:
             return datasets[0]
         return MixtureDataset(
             [(each, source.weight or 1.0) for each, source in zip(datasets, sources, strict=True)], seed
         )
 
-    train = [build_dataset(each.train, True) for each in prepared]
-    validation = [build_dataset(each.validation, False) for each in prepared]
+    # Without weights, all sources are one dataset, so `distill` must be the same for all.
+    train = [build_dataset(each.train, source, True) for each, (source, *_) in zip(prepared, groups, strict=True)]
+    validation = [
+        build_dataset(each.validation, source, False) for each, (source, *_) in zip(prepared, groups, strict=True)
+    ]
     if num_skipped := sum(dataset.num_skipped for dataset in (*train, *validation)):
         log(f"skipped source-target pairs: {num_skipped:,} are longer than data.seq_len {data.seq_len}")
     bytes_per_token = None
-    if isinstance(objective, CausalLMConfig):
+    if isinstance(objective, CausalLMConfig | DistillationConfig):
         num_tokens = sum(len(each.validation.tokens) for each in prepared)
         bytes_per_token = sum(each.validation.num_bytes for each in prepared) / num_tokens
     num_validation = sum(dataset.num_sequences for dataset in validation)

@@ -9,7 +9,7 @@ The gradient with respect to the logits is computed by this formula. Autograd co
 parameters and inputs, so the head can be any module.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from jaxtyping import Float, Int
@@ -50,6 +50,21 @@ class LossTargets(NamedTuple):
         return LossTargets(targets, weights, total_weight, indices)
 
 
+class SoftTargets(Protocol):
+    """Target distributions beside the target tokens, e.g. those of a teacher."""
+
+    def loss_with_grad(
+        self,
+        logits: Tensor,
+        target: Tensor,
+        weight: Tensor,
+        rows: slice,
+        options: CrossEntropyOptions,
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Like `cross_entropy_with_grad`, for the targets with index `rows`."""
+
+
 def select_targets(targets: Int[Tensor, " N"], weights: Float[Tensor, " N"]) -> LossTargets:
     """Select the targets whose weight is not 0. If the weights are on the CPU, this does not synchronize with a GPU."""
     weight = weights.detach().to(_accumulation_dtype(weights.dtype))
@@ -68,10 +83,15 @@ def to_device_async(tensor: Tensor, device: torch.device | str) -> Tensor:
 
 
 def chunked_cross_entropy(
-    head: nn.Module, x: Float[Tensor, "N d"], selected: LossTargets, options: CrossEntropyOptions
+    head: nn.Module,
+    x: Float[Tensor, "N d"],
+    selected: LossTargets,
+    options: CrossEntropyOptions,
+    soft_targets: SoftTargets | None = None,
 ) -> LossSums:
     """Σ weight · [cross-entropy with label smoothing + z·logsumexp²] in fp32 or wider, a chunk of targets at a time.
 
+    With `soft_targets`, their loss takes the place of the cross-entropy in training.
     The parameters of the head are read during the call, so a wrapper that shards them (FSDP) must keep them gathered.
     """
     # Each parameter must be an input of the autograd function. Otherwise a tied embedding would lose this part of its
@@ -79,11 +99,11 @@ def chunked_cross_entropy(
     head_params = [parameter for parameter in head.parameters() if parameter.requires_grad]
     if torch.is_grad_enabled() and (x.requires_grad or head_params):
         loss, cross_entropy = _ChunkedCrossEntropy.apply(
-            head, options, selected.indices, selected.targets, selected.weights, x, *head_params
+            head, options, soft_targets, selected.indices, selected.targets, selected.weights, x, *head_params
         )  # type: ignore[no-untyped-call]
     else:
         rows = x if selected.indices is None else x[selected.indices]
-        loss, cross_entropy = _forward_in_chunks(head, options, rows, selected.targets, selected.weights, None)
+        loss, cross_entropy = _forward_in_chunks(head, options, rows, selected.targets, selected.weights, None, None)
     return LossSums(loss, selected.total_weight, cross_entropy)
 
 
@@ -95,6 +115,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         ctx: Any,
         head: nn.Module,
         options: CrossEntropyOptions,
+        soft_targets: SoftTargets | None,
         indices: Tensor | None,
         targets: Tensor,
         weights: Tensor,
@@ -103,7 +124,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         rows = x.detach() if indices is None else x.detach()[indices]
         ctx.linear_output = None
-        if options.vocab_shard is None and linear_cross_entropy.can_use_linear_cross_entropy(head, rows, head_params):
+        is_plain = options.vocab_shard is None and soft_targets is None
+        if is_plain and linear_cross_entropy.can_use_linear_cross_entropy(head, rows, head_params):
             _check_targets(targets, len(head_params[0]))
             output = linear_cross_entropy.linear_cross_entropy(head_params[0], rows, targets, weights, options)
             ctx.linear_output = output
@@ -112,7 +134,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             x_grad = torch.zeros_like(rows) if x.requires_grad else None
             param_grads = [torch.zeros_like(each, dtype=_accumulation_dtype(each.dtype)) for each in head_params]
             grad_buffers = (x_grad, list(head_params), param_grads)
-            loss, cross_entropy = _forward_in_chunks(head, options, rows, targets, weights, grad_buffers)
+            loss, cross_entropy = _forward_in_chunks(head, options, rows, targets, weights, grad_buffers, soft_targets)
         ctx.save_for_backward(indices, x_grad, *param_grads)
         ctx.shape, ctx.dtype, ctx.dtypes = x.shape, x.dtype, [each.dtype for each in head_params]
         ctx.mark_non_differentiable(cross_entropy)
@@ -138,7 +160,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 x_grad = x_grad.new_zeros(ctx.shape).index_copy_(0, indices, x_grad)
         scaled = param_grads if grad_output is None else [each * grad_output for each in param_grads]
         grads = [each.to(dtype) for each, dtype in zip(scaled, ctx.dtypes, strict=True)]
-        return None, None, None, None, None, x_grad, *grads
+        return None, None, None, None, None, None, x_grad, *grads
 
 
 GradBuffers = tuple[Tensor | None, list[Tensor], list[Tensor]]
@@ -152,6 +174,7 @@ def _forward_in_chunks(
     targets: Tensor,
     weights: Tensor,
     grad_buffers: GradBuffers | None,
+    soft_targets: SoftTargets | None,
 ) -> tuple[Tensor, Tensor]:
     """Return the loss, and the cross-entropy without smoothing and z-loss, as weighted sums over all targets.
 
@@ -172,9 +195,14 @@ def _forward_in_chunks(
             _check_targets(targets, logits.shape[-1] if options.vocab_shard is None else options.vocab_shard.vocab_size)
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
             dtype = torch.promote_types(sum_dtype, logits.dtype)
-            logits_grad, losses, cross_entropies = cross_entropy_with_grad(
-                logits.detach(), target, weight, options, dtype, compute_grad=grad_buffers is not None
-            )
+            if soft_targets is None:
+                logits_grad, losses, cross_entropies = cross_entropy_with_grad(
+                    logits.detach(), target, weight, options, dtype, compute_grad=grad_buffers is not None
+                )
+            else:
+                logits_grad, losses, cross_entropies = soft_targets.loss_with_grad(
+                    logits.detach(), target, weight, chunk, options, dtype
+                )
             loss += losses.sum()
             cross_entropy += cross_entropies.sum()
             if grad_buffers is None:

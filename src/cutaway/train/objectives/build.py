@@ -8,13 +8,16 @@ from cutaway.config import Config
 from cutaway.config.ffn import Moe
 from cutaway.errors import InputError
 from cutaway.tokenizer import Tokenizer
+from cutaway.train.objectives.distillation import distillation, load_teacher
 from cutaway.train.objectives.masked_lm import masked_lm
 from cutaway.train.objectives.objective import Objective, ObjectiveFn, causal_lm, prefix_lm, seq2seq
 from cutaway.train.recipe.schema import (
     CausalLMConfig,
     DataConfig,
+    DistillationConfig,
     MaskedLMConfig,
     ObjectiveConfig,
+    ParallelConfig,
     PrefixLMConfig,
     Seq2SeqConfig,
     TrainingConfig,
@@ -22,6 +25,7 @@ from cutaway.train.recipe.schema import (
 
 OBJECTIVE_FORMS = {
     CausalLMConfig: "decoder",
+    DistillationConfig: "decoder",
     MaskedLMConfig: "encoder",
     Seq2SeqConfig: "encoder-decoder",
     PrefixLMConfig: "decoder",
@@ -29,7 +33,9 @@ OBJECTIVE_FORMS = {
 """Model form that each objective requires."""
 
 
-def check_objective(objective: ObjectiveConfig, config: Config, training: TrainingConfig) -> None:
+def check_objective(
+    objective: ObjectiveConfig, config: Config, training: TrainingConfig, parallel: ParallelConfig
+) -> None:
     """Raise InputError if the objective cannot train a model with this config, e.g. masked-lm and a decoder."""
     form = OBJECTIVE_FORMS[type(objective)]
     if config.form != form:
@@ -39,6 +45,11 @@ def check_objective(objective: ObjectiveConfig, config: Config, training: Traini
         )
     if config.head.kind == "none":
         raise InputError("the model has no output head, so it computes no logits; set model.head.kind = 'lm'")
+    if isinstance(objective, DistillationConfig) and parallel.tp > 1:
+        raise InputError(
+            f"objective distillation needs the full vocabulary on each rank, but parallel.tp is {parallel.tp}; set"
+            " parallel.tp = 1, and use parallel.dp_shard to save memory"
+        )
     blocks = [block for stack in config.stacks.values() for block in stack.blocks]
     if objective.aux_loss_coef and not any(isinstance(block.ffn, Moe) for block in blocks):
         raise InputError(
@@ -60,6 +71,11 @@ def build_objective_fn(
         return lambda batch, first: causal_lm(batch.tokens, batch.document_ids if data.document_mask else None).to(
             device
         )
+    if isinstance(objective, DistillationConfig):
+        teacher = load_teacher(objective.teacher, tokenizer, objective.kd_ratio, device)
+        return lambda batch, first: distillation(
+            batch.tokens, batch.document_ids if data.document_mask else None, batch.distill, teacher
+        ).to(device)
     if isinstance(objective, Seq2SeqConfig):
         return lambda batch, first: seq2seq(*batch).to(device)
     if isinstance(objective, PrefixLMConfig):

@@ -56,6 +56,10 @@ class SourceConfig(ConfigNode):
     """Sampling weight relative to the other sources. If no source has a weight, sources are sampled in proportion to
     their length. If some have a weight, the others have weight 1."""
 
+    distill: bool = True
+    """For the objective distillation: use the teacher's distribution as a target. False for text outside the teacher's
+    domain, where only the text's tokens are targets."""
+
     @property
     def columns(self) -> list[str]:
         """Columns that every row of a JSON Lines, Parquet or TSV file must have."""
@@ -91,6 +95,17 @@ class CausalLMConfig(LossTermsConfig):
     kind: Literal["causal-lm"] = "causal-lm"
 
 
+class DistillationConfig(LossTermsConfig):
+    """Next-token prediction with a teacher, whose distribution of the next token is a target beside the text."""
+
+    kind: Literal["distillation"] = "distillation"
+    teacher: str
+    """Checkpoint of the teacher, a decoder: a checkpoint directory, a run directory, a .gguf file or a Hugging Face Hub
+    id. Its tokenizer may differ from the tokenizer of the recipe."""
+    kd_ratio: Probability = 0.5
+    """Weight of the divergence from the teacher's distribution; 1 − kd_ratio is the weight of the cross-entropy."""
+
+
 class MaskedLMConfig(LossTermsConfig):
     """Masked language modeling: some tokens are masked and predicted from the others."""
 
@@ -119,7 +134,9 @@ class PrefixLMConfig(LossTermsConfig):
 
 
 ObjectiveConfig = Annotated[
-    Annotated[CausalLMConfig | MaskedLMConfig | Seq2SeqConfig | PrefixLMConfig, KIND_DISCRIMINATOR],
+    Annotated[
+        CausalLMConfig | DistillationConfig | MaskedLMConfig | Seq2SeqConfig | PrefixLMConfig, KIND_DISCRIMINATOR
+    ],
     default_kind("causal-lm"),
 ]
 

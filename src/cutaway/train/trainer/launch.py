@@ -116,7 +116,7 @@ def prepare_trainer(
 
         # Model. A sharded model is built on the meta device, without values.
         config = resolve_model_config(recipe.model, tokenizer, base_info)
-        check_objective(recipe.objective, config, recipe.training)
+        check_objective(recipe.objective, config, recipe.training, recipe.parallel)
         check_memory(recipe, config, device, dist_context, log)
         model = build_training_model(config, recipe.training, torch.device("meta") if is_sharded else device)
 

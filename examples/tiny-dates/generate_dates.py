@@ -1,6 +1,6 @@
-"""Write dates in many languages and their ISO form to a JSON Lines file, as data for the recipe `dates`.
+"""Write dates in many languages and their ISO form to a JSON Lines file, as data for the recipe `tiny-dates`.
 
-    python examples/dates/generate_dates.py dates.jsonl
+    python examples/tiny-dates/generate_dates.py data/dates.jsonl
 
 The date formats are those of Unicode's CLDR tables (Babel). Only unambiguous formats are used: formats like 3/4/2021,
 which may be March or April, and formats with two-digit years are excluded.
@@ -30,6 +30,13 @@ PREPOSITIONS = {
     "da": "den", "nb": "den", "ca": "el",
 }  # fmt: skip
 """Word that may precede a date within a sentence."""
+ORDINALS = (
+    "first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth", "eleventh",
+    "twelfth", "thirteenth", "fourteenth", "fifteenth", "sixteenth", "seventeenth", "eighteenth", "nineteenth",
+    "twentieth", "twenty-first", "twenty-second", "twenty-third", "twenty-fourth", "twenty-fifth", "twenty-sixth",
+    "twenty-seventh", "twenty-eighth", "twenty-ninth", "thirtieth", "thirty-first",
+)  # fmt: skip
+"""The days of a month in words."""
 NUM_DATES, VARIANTS_PER_DATE = 24_000, 8
 """Number of dates, and number of formats per date."""
 FULL_RANGE, COMMON_RANGE = (date(1000, 1, 1), date(2999, 12, 31)), (date(1900, 1, 1), date(2099, 12, 31))
@@ -62,14 +69,15 @@ def _sample_date(index: int) -> date:
 
 
 def list_date_formats() -> list[_DateFormat]:
-    """All unambiguous formats of each locale, and two formats with English ordinals."""
+    """All unambiguous formats of each locale, and formats with English ordinals: 3rd and third."""
     date_formats = {}
     for locale in LOCALES:
         formats = babel.Locale.parse(locale).date_formats
         for pattern in (formats[style].pattern for style in FORMAT_STYLES):
             if _is_unambiguous(pattern):
                 date_formats[_DateFormat(locale, pattern)] = True
-    date_formats |= {_DateFormat("en", pattern): True for pattern in ("MMMM {th}, y", "'the' {th} 'of' MMMM y")}
+    english = ("MMMM {th}, y", "'the' {th} 'of' MMMM y", "MMMM {ordinal}, y", "'the' {ordinal} 'of' MMMM y")
+    date_formats |= {_DateFormat("en", pattern): True for pattern in english}
     return list(date_formats)
 
 
@@ -87,6 +95,7 @@ def _is_unambiguous(pattern: str) -> bool:
 def format_date(day: date, date_format: _DateFormat) -> str:
     """Format a date. Special spaces become plain spaces, and marks of writing direction are removed."""
     pattern = date_format.pattern.replace("{th}", f"'{_format_ordinal(day.day)}'")
+    pattern = pattern.replace("{ordinal}", f"'{ORDINALS[day.day - 1]}'")
     text = babel.dates.format_date(day, pattern, date_format.locale)
     return re.sub(r"[\u200e\u200f]", "", re.sub(r"\s", " ", text))
 
@@ -105,4 +114,6 @@ def _format_ordinal(number: int) -> str:
 
 if __name__ == "__main__":
     rows = [json.dumps({"text": text, "iso": iso}, ensure_ascii=False) for text, iso in generate_pairs()]
-    Path(sys.argv[1]).write_text("\n".join(rows) + "\n", encoding="utf-8")
+    path = Path(sys.argv[1])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(rows) + "\n", encoding="utf-8")
