@@ -228,7 +228,6 @@ def test_failed_save_leaves_no_file(
         (["tiny-gpt", "abc", "--save", "no/such/a.safetensors"], "is not a directory"),
         (["tiny-gpt", "abc", "--device", "tpu"], "is not available"),
         (["tiny-gpt", "abc", "--device", "meta"], "no values"),
-        (["tiny-gpt"], "Missing argument 'TEXT'"),
     ],
 )
 def test_errors_exit_with_code_two(run: CliRunner, arguments: list[str], message: str) -> None:

@@ -12,11 +12,16 @@ PromptInput = str | list[int]
 
 
 def collect_prompts(
-    texts: Sequence[str], files: Sequence[Path], tokens: Sequence[str], *, split_lines: bool
+    texts: Sequence[str], files: Sequence[Path], tokens: Sequence[str], *, split_lines: bool, default: str | None = None
 ) -> list[PromptInput]:
-    """Collect the prompts: texts, then files, then token ids. Without any, read standard input if it is a pipe."""
+    """Collect the prompts: texts, then files, then token ids. Without any, read standard input if it is a pipe.
+
+    If it is a terminal, the prompt is `default`.
+    """
     from_stdin = not (texts or files or tokens)
     if from_stdin and (sys.stdin is None or sys.stdin.isatty()):
+        if default is not None:
+            return [default]
         raise InputError("there is no prompt; pass one after SOURCE, pipe one in, or use --chat")
     if split_lines and not from_stdin and not files and "-" not in texts:
         raise InputError("--lines splits a file or standard input; pass --file, or - for standard input")

@@ -39,8 +39,8 @@ def load(
 ) -> Checkpoint:
     """Load a checkpoint: a transformers or cutaway directory, a training run, a .gguf file, or a Hub id.
 
-    A Hub id is 'owner/name[@revision]'; 'tiny-python' is the pretrained model shipped with cutaway. A preset has no
-    weights: use `ct.build`.
+    A Hub id is 'owner/name[@revision]'. The models of `cutaway.pretrained`, such as 'tiny-english', are loaded by name.
+    A preset has no weights: use `ct.build`.
 
     `dtype` is the dtype of the weights, by default the stored one. `check_finite` says whether all weights are checked
     for NaN and infinity. By default, all weights are checked in checkpoints of up to half a gigabyte. In larger

@@ -1,10 +1,19 @@
-"""Pretrained models shipped with the package: `tiny-python`."""
+"""Pretrained models shipped with the package: two decoders, an encoder and an encoder-decoder."""
 
 from pathlib import Path
 
 PRETRAINED_DIR = Path(__file__).parent
 ABLATIONS_FILE = PRETRAINED_DIR / "ablations.json"
 """Results of the shipped ablation study: components removed after training, and models trained without them."""
+DEFAULT_MODEL = "tiny-english"
+"""Model of the commands whose SOURCE is optional."""
+EXAMPLE_TEXTS = {
+    "tiny-english": "The cat sat on the",
+    "tiny-english-encoder": "The [MASK] sat on the mat.",
+    "tiny-dates": "March 3rd, 2021",
+    "tiny-python": "for name in sorted(os.",
+}
+"""An input text of each model, for which its prediction is good."""
 
 
 def list_pretrained() -> list[str]:
@@ -15,3 +24,8 @@ def list_pretrained() -> list[str]:
 def find_pretrained(name: str) -> Path | None:
     """Directory of a pretrained model, or None."""
     return PRETRAINED_DIR / name if name in list_pretrained() else None
+
+
+def example_text(name: str) -> str:
+    """The input text of a pretrained model, or of the default model for other names."""
+    return EXAMPLE_TEXTS.get(name, EXAMPLE_TEXTS[DEFAULT_MODEL])

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cutaway.cli.json_output import print_json
 from cutaway.cli.options import JsonFlag, argument, option
 from cutaway.errors import InputError
+from cutaway.pretrained import DEFAULT_MODEL, example_text
 
 if TYPE_CHECKING:
     from cutaway.families.checkpoint import Checkpoint
@@ -63,18 +64,20 @@ def _print_next_steps() -> None:
     commands = {
         "open": "the same trace in the browser",
         "presets": "list the presets",
-        "trace tiny-python 'import o' --all-blocks": "trace any text, model and token",
+        "trace tiny-english 'Lily had a red' --all-blocks": "trace any text, model and token",
         "demo tiny-mla": "trace an untrained model: latent attention and experts",
         "train python-stdlib": "part 1 of this demo, with more steps",
-        "generate tiny-python 'import '": "generate more text",
+        "generate tiny-english 'Once upon a time' -t 0.8": "generate a story",
+        "generate tiny-english-encoder": "predict a masked word with an encoder",
+        "generate tiny-dates '3. März 2021'": "convert a date with an encoder-decoder",
+        "learn": "exercises, notebooks and a quiz",
     }
     console.print("\n[bold]try next[/bold]")
     for arguments, description in commands.items():
-        console.print(f"  {command} {arguments:36} {description}", soft_wrap=True)
+        console.print(f"  {command} {arguments:{max(map(len, commands))}}  {description}", soft_wrap=True)
 
 
-PRETRAINED_MODEL = "tiny-python"
-PROMPT = "def "
+PYTHON_MODEL, PROMPT, STORY_PROMPT = "tiny-python", "def ", "Once upon a time"
 EVAL_FILES = ("cli/verbs/demo.py", "pretrained/__init__.py", "errors.py")
 """Files of cutaway's own source, used as evaluation text because they are in neither model's training data."""
 TRAIN_SECONDS, NUM_TRIAL_STEPS, MIN_STEPS, MAX_STEPS = 60.0, 5, 20, 120
@@ -82,7 +85,7 @@ TRAIN_SECONDS, NUM_TRIAL_STEPS, MIN_STEPS, MAX_STEPS = 60.0, 5, 20, 120
 
 
 def _run_guided_demo(*, steps: int | None, seed: int, as_json: bool) -> None:
-    """Train a model, compare its bits per byte and a sample with those of a pretrained model, and trace a token."""
+    """Train a model, compare it with a pretrained model, generate text with another, and trace a token through it."""
     import torch
     from rich.console import Console
     from rich.text import Text
@@ -98,22 +101,26 @@ def _run_guided_demo(*, steps: int | None, seed: int, as_json: bool) -> None:
     with TemporaryDirectory(prefix="cutaway-demo-") as directory:
         steps = _estimate_steps(Path(directory) / "trial", seed) if steps is None else steps
         bits_per_byte, trained = _train_model(Path(directory) / "run", steps, seed, as_json=as_json)
-        pretrained = load(PRETRAINED_MODEL, dtype=torch.float32)  # bfloat16 is slow on many CPUs
+        pretrained = load(PYTHON_MODEL, dtype=torch.float32)  # bfloat16 is slow on many CPUs
         data: dict[str, Any] = {"steps": steps, "validation_bits_per_byte": bits_per_byte}
         console.print("\n[bold]2  Evaluate[/bold]  [dim]your model, and one trained for a minute on a GPU[/dim]")
-        for name, checkpoint in (("yours", trained), (PRETRAINED_MODEL, pretrained)):
+        for name, checkpoint in (("yours", trained), (PYTHON_MODEL, pretrained)):
             data[name] = _evaluate_model(checkpoint, seed)
             score = f"{data[name]['bits_per_byte']:.2f} bits per byte on cutaway's own source"
             console.print(f"\n[bold]{name}[/bold]  d_model {checkpoint.model.config.d_model}, {score}; sample:")
             console.print(indent(Text(escape_control_characters(data[name]["sample"]), "cyan")))
-    tokenized = tokenize_for_checkpoint(pretrained, "for name in sorted(os.", None)
+    english = load(DEFAULT_MODEL, dtype=torch.float32)
+    data[DEFAULT_MODEL] = {"sample": _sample(english, STORY_PROMPT, seed)}
+    console.print(f"\n[bold]3  Generate text[/bold]  [dim]with {DEFAULT_MODEL}, trained on children's stories[/dim]\n")
+    console.print(indent(Text(escape_control_characters(data[DEFAULT_MODEL]["sample"]), "cyan")))
+    tokenized = tokenize_for_checkpoint(english, example_text(DEFAULT_MODEL), None)
     journey = trace_token(tokenized, shown_sites=None if as_json else default_sites(tokenized.model))
     if as_json:
         data["journey"] = trace_table.journey_to_dict(journey, tokenized)
         print_json(data)
         return
-    console.print("\n[bold]3  Trace a token[/bold]\n")
-    trace_table.render_journey(journey, tokenized, PRETRAINED_MODEL)
+    console.print("\n[bold]4  Trace a token[/bold]\n")
+    trace_table.render_journey(journey, tokenized, DEFAULT_MODEL)
     _print_next_steps()
 
 
@@ -174,9 +181,14 @@ def _build_trainer(
 def _evaluate_model(checkpoint: "Checkpoint", seed: int) -> dict[str, Any]:
     """Return the model's bits per byte on text that is not in its training data, and a text sample of the model."""
     from cutaway.evaluate import evaluate_causal_lm
-    from cutaway.generate.api import generate
 
     package_dir = Path(__file__).parents[2]
     result = evaluate_causal_lm(checkpoint, [(package_dir / name).read_text(encoding="utf-8") for name in EVAL_FILES])
-    [completion] = generate(checkpoint, PROMPT, max_new_tokens=120, temperature=0.7, top_k=40, seed=seed)
-    return {"bits_per_byte": result.bits_per_byte, "sample": PROMPT + (completion.text or "").rstrip()}
+    return {"bits_per_byte": result.bits_per_byte, "sample": _sample(checkpoint, PROMPT, seed)}
+
+
+def _sample(checkpoint: "Checkpoint", prompt: str, seed: int) -> str:
+    from cutaway.generate.api import generate
+
+    [completion] = generate(checkpoint, prompt, max_new_tokens=120, temperature=0.7, top_k=40, seed=seed)
+    return prompt + (completion.text or "").rstrip()

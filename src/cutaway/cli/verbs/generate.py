@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cutaway.cli import options as opt
 from cutaway.cli.model_loading import load_checkpoint
 from cutaway.errors import InputError
+from cutaway.pretrained import DEFAULT_MODEL, EXAMPLE_TEXTS
 
 if TYPE_CHECKING:  # torch is imported when it is needed
     from cutaway.cli.timed_generation import GenerateOptions
@@ -41,7 +42,7 @@ _beam_search, _engine, _output = _panel("Beam search"), _panel("Engine"), _panel
 
 
 def generate(
-    source: Annotated[str, opt.argument("Model directory, .gguf file or hub id.", metavar="SOURCE")],
+    source: Annotated[str, opt.argument("Model directory, .gguf file or hub id.", metavar="SOURCE")] = DEFAULT_MODEL,
     prompts: Annotated[
         list[str] | None, opt.argument("Prompts; - reads standard input.", metavar="PROMPT", show_default=False)
     ] = None,
@@ -104,23 +105,26 @@ def generate(
 ) -> None:
     """Generate text from prompts or chat messages, chat interactively, or fill masks.
 
-    Example: cutaway generate ./gpt2 "Once upon a time" --max-new-tokens 100 --temperature 0.8 --seed 1
+    Example: cutaway generate tiny-english "Once upon a time" --max-new-tokens 100 --temperature 0.8 --seed 1
 
     Example: cutaway generate SmolLM2.gguf --message "What is the capital of Italy"
 
     Example: cutaway generate SmolLM2.gguf --chat --system "You are brief."
 
-    Example: cutaway generate ./bert "Paris is the [MASK] of France."
+    Example: cutaway generate tiny-english-encoder "The [MASK] sat on the mat."
 
     Example: cat questions.txt | cutaway generate SmolLM2.gguf --message --lines --json
     """
     options: dict[str, Any] = dict(locals())
     _check_options(options)
     opt.check_weight_bits(weight_bits)
-    from cutaway.cli.prompts import collect_prompts
+    from cutaway.cli.prompts import PromptInput, collect_prompts
 
     starts_empty = chat and not (prompts or file)
-    inputs = [] if starts_empty else collect_prompts(prompts or [], file or [], token_ids or [], split_lines=lines)
+    inputs: list[PromptInput] = []
+    if not starts_empty:
+        default = EXAMPLE_TEXTS.get(source)
+        inputs = collect_prompts(prompts or [], file or [], token_ids or [], split_lines=lines, default=default)
     params = _parse_sampling_params(options)
     max_len = opt.parse_length(max_model_len)
     import torch

@@ -7,6 +7,7 @@ from urllib.parse import urlencode
 
 from cutaway.cli import options as opt
 from cutaway.cli.json_output import print_json
+from cutaway.pretrained import DEFAULT_MODEL
 
 if TYPE_CHECKING:  # torch is imported when it is needed
     from cutaway.families.checkpoint import Checkpoint
@@ -15,7 +16,7 @@ if TYPE_CHECKING:  # torch is imported when it is needed
 
 
 def open_page(
-    source: opt.ModelSource = "tiny-python",
+    source: opt.ModelSource = DEFAULT_MODEL,
     text: Annotated[str | None, opt.argument("Initial input text.", metavar="TEXT")] = None,
     export: Annotated[Path | None, opt.option("Export the page for TEXT as one .html file.", metavar="FILE")] = None,
     host: opt.Host = "127.0.0.1",
@@ -33,7 +34,7 @@ def open_page(
 
     Example: cutaway open ./gpt2 "The capital of Italy is"
 
-    Example: cutaway open tiny-python --export page.html "for name in sorted(os."
+    Example: cutaway open tiny-english --export page.html "The cat sat on the"
     """
     from cutaway.serve import static_files
 

@@ -43,7 +43,7 @@ def serve(
 
     Only this machine has access, unless --host and an API key are set. Ctrl-C lets the requests in progress finish.
 
-    Example: cutaway serve tiny-python
+    Example: cutaway serve tiny-english
 
     Example: cutaway serve SmolLM2.gguf --port 8080 --max-num-seqs 16 --max-model-len 4Ki
 

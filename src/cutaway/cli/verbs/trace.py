@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 from cutaway.cli.json_output import print_json
 from cutaway.cli.options import Device, ModelSource, WeightDType, argument, check_output_path, json_flag, option
 from cutaway.errors import InputError
+from cutaway.pretrained import DEFAULT_MODEL, example_text
 
 if TYPE_CHECKING:  # torch is imported when it is needed
     from cutaway.cli.tokenized_input import TokenizedInput
@@ -18,8 +19,10 @@ NUM_END_BLOCKS = 2
 
 
 def trace(
-    source: ModelSource,
-    text: Annotated[str, argument("Input text; - reads standard input.", metavar="TEXT")],
+    source: ModelSource = DEFAULT_MODEL,
+    text: Annotated[
+        str | None, argument("Input text; - reads standard input; default an example.", metavar="TEXT")
+    ] = None,
     position: Annotated[
         str | None,
         option(
@@ -39,7 +42,7 @@ def trace(
 ) -> None:
     """Trace a token through a model: shape, norm, contribution and logit lens at each site.
 
-    Example: cutaway trace tiny-python "for name in sorted(os."
+    Example: cutaway trace tiny-english "The cat sat on the"
 
     Example: cutaway trace ./gpt2 "The cat sat on the" --position cat --sites attn.out --sites ffn.out --all-blocks
 
@@ -49,7 +52,9 @@ def trace(
         check_output_file(save)
     from cutaway.cli.tokenized_input import load_tokenized_input
 
-    tokenized = load_tokenized_input(source, text, target, device, dtype, quiet=as_json)
+    tokenized = load_tokenized_input(
+        source, example_text(source) if text is None else text, target, device, dtype, quiet=as_json
+    )
     token_index = None if position is None else tokenized.resolve_position(position)
     from cutaway.cli.views import trace_table
 

@@ -150,6 +150,7 @@ STUDIES = {
         ),
         Study("recurrent", "Gradients, recall and speed of an RNN, an LSTM and a Transformer", f"{_MODULES}.recurrent"),
         Study("residual-depth", "Paths, deletion and loss landscape of residual stacks", f"{_MODULES}.residual_depth"),
+        Study("mechanisms", "Mechanisms of the pretrained models, by intervention", f"{_MODULES}.mechanisms"),
         Study("saturation", "Saturated softmax, dead ReLU units and unscaled attention", f"{_MODULES}.saturation"),
     )
 }

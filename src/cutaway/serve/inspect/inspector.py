@@ -21,8 +21,9 @@ from cutaway.lens.sites import is_resid_site, is_sublayer_output
 from cutaway.model import DecoderOnly, EncoderDecoder, EncoderOnly, Transformer
 from cutaway.model.head import LMHead
 from cutaway.model.stack import Stack
+from cutaway.pretrained import example_text
 from cutaway.serve.inspect.activation_cache import QUADRATIC_SITES, ActivationCache, estimate_bytes
-from cutaway.serve.inspect.model_input import DEFAULT_CODE, DEFAULT_TEXT, ModelInput, TokenizerAdapter
+from cutaway.serve.inspect.model_input import ModelInput, TokenizerAdapter
 from cutaway.serve.inspect.protocol import QueryJob
 
 SiteCallback = Callable[[str, Tensor], None]
@@ -202,7 +203,7 @@ def build_inspector(
     model, tokenizer, generation_config = unpack_checkpoint(model_or_checkpoint)
     if model.device.type == "meta":
         raise InputError("the model is on the meta device, which has no values; build it on another device")
-    text = text or (DEFAULT_CODE if name == "tiny-python" else DEFAULT_TEXT)
+    text = text or example_text(name)
     adapter = TokenizerAdapter(
         model.config.vocab_size,
         tokenizer,

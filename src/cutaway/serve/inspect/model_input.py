@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from cutaway.generate.generation_config import GenerationConfig
 from cutaway.lens.analysis.inputs import token_text
+from cutaway.pretrained import DEFAULT_MODEL, EXAMPLE_TEXTS
 from cutaway.tokenizer import Tokenizer
 
 MAX_TOKENS = 2048
@@ -40,9 +41,6 @@ class ModelInput(BaseModel):
         return self.model_copy(update={"edits": {}})
 
 
-DEFAULT_CODE, DEFAULT_TEXT = "import os\n\nfor name in sorted(os.", "The capital of Italy is"
-
-
 @dataclass(frozen=True)
 class TokenizerAdapter:
     """A tokenizer, and the web page's default input. Without a tokenizer, each byte of a text is a token."""
@@ -51,7 +49,7 @@ class TokenizerAdapter:
     tokenizer: Tokenizer | None = None
     decoder_start_token_id: int | None = None
     """First decoder token of an encoder-decoder; None for other models."""
-    default_text: str = DEFAULT_TEXT
+    default_text: str = EXAMPLE_TEXTS[DEFAULT_MODEL]
     default_source: str | None = None
     generation_config: GenerationConfig | None = None
     """Generation defaults of the checkpoint."""
