@@ -1,4 +1,4 @@
-"""Evaluate a pretrained model and write its model card, training log and loss curve.
+"""Evaluate a pretrained model and write its model card, training log, loss curve and examples for the web page.
 
 python scripts/write_model_cards.py tiny-english --run runs/tiny-english --data data
 python scripts/write_model_cards.py --render         # all cards, from the stored evaluations
@@ -188,9 +188,21 @@ def render_card(name: str) -> str:
         **{f"heads_{key}": ", ".join(heads) for key, heads in evaluation.get("heads", {}).items()},
     }
     template = (TEMPLATES / f"{name}.md").read_text(encoding="utf-8")
-    results = load_results("mechanisms")
-    template = re.sub(r"\$\{mechanisms:([^}]+)\}", lambda match: str(results.get(match[1])), template)
+    template = insert_mechanisms(template)
     return re.sub(r"\{(\w+)(?::([^}]*))?\}", lambda match: format(values[match[1]], match[2] or ""), template)
+
+
+def insert_mechanisms(text: str) -> str:
+    """Insert results of the study `mechanisms`: ${mechanisms:KEY} with its interval, ${KEY} as an integer."""
+    results = load_results("mechanisms")
+    text = re.sub(r"\$\{mechanisms:([^}]+)\}", lambda match: str(results.get(match[1])), text)
+    return re.sub(r"\$\{([^}]+)\}", lambda match: f"{results.get(match[1]).mean:.0f}", text)
+
+
+def render_examples(name: str) -> str:
+    """The examples of a model for the web page, as JSON."""
+    tables = tomllib.loads(insert_mechanisms((TEMPLATES / "examples.toml").read_text(encoding="utf-8")))
+    return json.dumps(tables[name], indent=1, ensure_ascii=False) + "\n"
 
 
 def format_cloze(row: Evaluation) -> str:
@@ -214,6 +226,7 @@ def main() -> None:
         path.write_text(json.dumps(evaluation, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     for name in EVALUATIONS if args.render else [args.name]:
         (PRETRAINED_DIR / name / "README.md").write_text(render_card(name), encoding="utf-8")
+        (PRETRAINED_DIR / name / "examples.json").write_text(render_examples(name), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -8,12 +8,20 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 
 import cutaway as ct
 from cutaway.cli import main
 from cutaway.generate.fill_mask import fill_mask
-from cutaway.pretrained import DEFAULT_MODEL, EXAMPLE_TEXTS, example_text, find_pretrained, list_pretrained
+from cutaway.pretrained import (
+    DEFAULT_MODEL,
+    EXAMPLE_TEXTS,
+    example_text,
+    find_pretrained,
+    list_pretrained,
+    load_examples,
+)
 from cutaway.train.recipe.load import load_recipe
 
 MAX_BYTES = {"tiny-english": 12e6, "tiny-english-encoder": 8e6, "tiny-dates": 4e6, "tiny-python": 12e6}
@@ -129,6 +137,7 @@ def test_model_cards_are_rendered_from_their_evaluation() -> None:
         directory = find_pretrained(name)
         assert directory is not None
         assert (directory / "README.md").read_text(encoding="utf-8") == cards["render_card"](name)
+        assert (directory / "examples.json").read_text(encoding="utf-8") == cards["render_examples"](name)
         log = [json.loads(line) for line in (directory / "training_log.jsonl").read_text().splitlines()]
         evaluation = json.loads((directory / "evaluation.json").read_text(encoding="utf-8"))
         assert [row["step"] for row in log if "loss" in row][-1] == pytest.approx(evaluation["steps"], abs=10)
@@ -146,3 +155,25 @@ def test_english_evaluation_is_that_of_the_weights() -> None:
         measured = cards["cloze_row"](checkpoint, prompt, words.split())
         assert (row["prompt"], row["rank"]) == (prompt, measured["rank"])
         assert row.get("probability") == pytest.approx(measured.get("probability"), abs=1e-3)
+
+
+@pytest.mark.parametrize("name", ["tiny-english", "tiny-dates"])
+def test_edits_of_examples_change_the_prediction(name: str) -> None:
+    """The edits of the examples of the web page lower the probability of the most probable next token."""
+    checkpoint = ct.load(name, dtype=torch.float32)
+    assert checkpoint.tokenizer is not None
+    examples = [example for example in load_examples(name) if "edits" in example["fragment"]]
+    assert examples
+    for example in examples:
+        fragment = example["fragment"]
+        texts = [fragment["source"], fragment["text"]] if "source" in fragment else [fragment["text"]]
+        tokens = [torch.tensor([checkpoint.tokenizer.encode(text)]) for text in texts]
+        if len(tokens) == 2:
+            tokens[1] = F.pad(tokens[1], (1, 0), value=checkpoint.tokenizer.bos_token_id)
+        site, head = fragment["edits"].split(":zero@")
+        with torch.no_grad():
+            before = checkpoint.model(*tokens)[0, -1].softmax(-1)
+            with ct.edit(checkpoint.model, {site: {"do": "zero", "heads": [int(head)]}}):
+                after = checkpoint.model(*tokens)[0, -1].softmax(-1)
+        best = int(before.argmax())
+        assert after[best] < 0.7 * before[best], example["title"]

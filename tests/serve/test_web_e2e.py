@@ -18,6 +18,7 @@ import cutaway as ct
 from cutaway.cli.verbs.open import export_page, load_inspector
 from cutaway.lens import follow_token
 from cutaway.lens.analysis import ablation
+from cutaway.pretrained import load_examples
 from cutaway.serve import static_files
 from cutaway.serve.app import build_app
 from cutaway.serve.inspect import routes
@@ -29,15 +30,15 @@ sys.path.insert(0, str(ROOT))
 from hatch_build import find_node_and_npm  # noqa: E402
 
 pytestmark = pytest.mark.unchecked
-TEXT = "import os\n\nfor name in sorted(os."
-LONG = "def first(values):\n    for value in values:\n        if value is not None:\n            return value\n" * 24
+TEXT = "Lily had a ball.\nThe cat sat on the"
+LONG = "Lily had a red ball. She played with it in the park, and her dog ran after it.\n" * 25
 
 
 @pytest.fixture(scope="module")
 def page() -> Iterator[str]:
     """URL of a server with the pretrained model."""
     assert shutil.which("chromium"), "this test needs Chromium; install Debian's chromium package"
-    executor = routes.QueryExecutor(load_inspector("tiny-python", None, "cpu", None))
+    executor = routes.QueryExecutor(load_inspector("tiny-english", None, "cpu", None))
     access_policy = build_access_policy("127.0.0.1", None)
     app = build_app(
         [routes.build_router(executor), build_notebook_router(), static_files.build_static_router()],
@@ -52,8 +53,8 @@ def page() -> Iterator[str]:
 def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Expected values, computed with the library."""
     file = tmp_path_factory.mktemp("page") / "page.html"
-    export_page(file, "tiny-python", TEXT, "cpu", None, as_json=True)
-    checkpoint = ct.load("tiny-python", dtype=torch.float32)
+    export_page(file, "tiny-english", TEXT, "cpu", None, as_json=True)
+    checkpoint = ct.load("tiny-english", dtype=torch.float32)
     model, tokenizer = checkpoint.model, checkpoint.tokenizer
     assert tokenizer is not None
     token_ids = tokenizer.encode(TEXT)
@@ -105,6 +106,7 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             ],
         },
         "long": text,
+        "example": load_examples("tiny-english")[1],
         "long_tokens": len(tokenizer.encode(text)),
         "longest_task": 200,  # milliseconds of CPU time
     }

@@ -99,7 +99,7 @@ export async function run(page, url, facts) {
   assert.equal(await strip.getByRole("option").count(), 0);
   await prompt.fill("import os");
   await page.getByText("logit lens unchanged from here").waitFor();
-  assert.equal(await page.title(), "Trace · tiny-python · cutaway");
+  assert.equal(await page.title(), "Trace · tiny-english · cutaway");
 
   // A fractional position in the URL is truncated; the first Tab focuses the top of the page.
   await page.goto("about:blank");
@@ -108,4 +108,11 @@ export async function run(page, url, facts) {
   assert.equal(await strip.getByRole("option", { selected: true }).getAttribute("title"), "token 1");
   await page.keyboard.press("Tab");
   assert.equal(await page.evaluate(() => document.activeElement?.closest("header") !== null), true);
+
+  // An example of a pretrained model sets the text, the edits and the screen, and says what the edit shows.
+  await page.getByRole("button", { name: facts.example.title, exact: true }).click();
+  await page.getByText(facts.example.about).waitFor();
+  await page.getByText(/top-5 overlap/).waitFor();
+  assert.equal(await prompt.inputValue(), facts.example.fragment.text);
+  assert.ok(decodeURIComponent(page.url()).includes(`edits=${facts.example.fragment.edits}`), page.url());
 }

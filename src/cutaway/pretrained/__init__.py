@@ -1,6 +1,8 @@
 """Pretrained models shipped with the package: two decoders, an encoder and an encoder-decoder."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 PRETRAINED_DIR = Path(__file__).parent
 ABLATIONS_FILE = PRETRAINED_DIR / "ablations.json"
@@ -24,6 +26,13 @@ def list_pretrained() -> list[str]:
 def find_pretrained(name: str) -> Path | None:
     """Directory of a pretrained model, or None."""
     return PRETRAINED_DIR / name if name in list_pretrained() else None
+
+
+def load_examples(name: str) -> list[dict[str, Any]]:
+    """Examples of a pretrained model for the web page: inputs and edits that show its mechanisms."""
+    directory = find_pretrained(name)
+    path = None if directory is None else directory / "examples.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path is not None and path.is_file() else []
 
 
 def example_text(name: str) -> str:

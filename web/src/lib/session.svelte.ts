@@ -1,7 +1,7 @@
 // State shared by all screens: the loaded model and the tokenized text.
 import { runQuery, ConnectionError } from "./queryClient";
 import { parseEdits } from "./edits";
-import { urlState } from "./urlState.svelte";
+import { urlState, type Screen } from "./urlState.svelte";
 
 export interface Layer {
   heads: number;
@@ -26,6 +26,14 @@ export interface ModelInfo {
   max_tokens: number;
   default_text: string;
   default_source: string | null;
+  examples: Example[];
+}
+
+/** An input of a pretrained model that shows one of its mechanisms. `fragment` has the screen and the URL parameters. */
+export interface Example {
+  title: string;
+  about: string;
+  fragment: { screen: Screen } & Record<string, string>;
 }
 
 export interface ModelInput {

@@ -20,7 +20,7 @@ from cutaway.learn.studies.mechanisms.dates_prompts import (
     sample_batch,
     select_rows,
 )
-from cutaway.learn.studies.study import Estimate, estimate, estimate_share
+from cutaway.learn.studies.study import Estimate, estimate, estimate_share, exact
 from cutaway.lens.edit import EditSpec, TensorFn, edit
 from cutaway.lens.trace import trace
 from cutaway.model import EncoderDecoder
@@ -76,7 +76,7 @@ def measure_alignment(device: str) -> dict[str, Estimate]:
     selected, measured = (_cross_attention(model, each) for each in (selection, batch))
     block_scores = [_is_aligned(selected.mean(2), selection, field).float().mean((1, 2)) for field in FIELDS]
     block = int(torch.stack(block_scores).mean(0).argmax())
-    estimates = {}
+    estimates = {"dates/alignment/block": exact(block)}
     for field in FIELDS:
         scores = _is_aligned(selected.transpose(1, 2), selection, field).float().mean((2, 3))  # (layers, heads)
         layer, head = divmod(int(scores.argmax()), scores.shape[1])
@@ -182,7 +182,8 @@ def measure_field_head(device: str) -> dict[str, Estimate]:
     site, head = max(scores, key=lambda key: scores[key])
     others = [other for other in heads if other != head]
     z, vectors = record(model, batch, site)[site], _position_vectors(model, batch)
-    estimates = {}
+    layer = int(site.split(".")[2])  # decoder.blocks.LAYER.attn.z
+    estimates = {"dates/field-head/head/layer": exact(layer), "dates/field-head/head/index": exact(head)}
     for name, (at, source) in swaps.items():
         for kind, selected in (("head", [head]), ("other-heads", others)):
             flags = _copy_and_predict(model, batch, site, z, selected, at, source)

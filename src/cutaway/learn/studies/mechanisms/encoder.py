@@ -185,7 +185,17 @@ def measure_pronoun_heads(device: str) -> dict[str, Estimate]:
         keys = F.one_hot(position, batch.ids.shape[1]).bool()
         margin = answer_margin(predict(model, batch, _knock_out(batch, keys)), batch)
         estimates[f"encoder/pronoun/knock-out/{name}"] = share(margin > 0)
-    return estimates
+    return estimates | _list_heads("encoder/pronoun", heads)
+
+
+def _list_heads(key: str, heads: Sequence[Head]) -> dict[str, Estimate]:
+    """Block and index of each selected head, in the order of their scores."""
+    rows = enumerate(heads)
+    return {
+        f"{key}/head/{rank}/{name}": exact(part)
+        for rank, head in rows
+        for name, part in zip(("layer", "index"), head, strict=True)
+    }
 
 
 def _donate_pairs(outputs: Sequence[Tensor]) -> list[Tensor]:
@@ -265,7 +275,7 @@ def measure_copying(device: str) -> dict[str, Estimate]:
     for name, position in (("noun", batch.words), ("previous-token", batch.words - 1)):
         keys = F.one_hot(position, batch.ids.shape[1]).bool()
         estimates[f"encoder/copy/knock-out/{name}"] = share(matches(batch.answers, _knock_out(batch, keys)))
-    return estimates
+    return estimates | _list_heads("encoder/copy", heads)
 
 
 def measure_categories(device: str) -> dict[str, Estimate]:

@@ -8,6 +8,7 @@ from cutaway.errors import InputError
 from cutaway.lens.structural_edits import STRUCTURAL_OPS, structural_targets, supports_structural_edit
 from cutaway.model import Transformer
 from cutaway.model.stack import Stack
+from cutaway.pretrained import load_examples
 from cutaway.serve.inspect.model_input import MAX_TOKENS
 from cutaway.serve.inspect.queries.base import Inspector, Query, QueryJob, QueryResult
 
@@ -36,6 +37,7 @@ class ModelInfo(Query):
             "is_untrained": tokenizer.is_untrained,
             "default_text": tokenizer.default_text,
             "default_source": tokenizer.default_source,
+            "examples": load_examples(inspector.name),
         }
         return QueryResult(data)
 
