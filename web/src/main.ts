@@ -2,14 +2,14 @@
 import { mount, unmount } from "svelte";
 import App from "./App.svelte";
 import { setTransport } from "./lib/queryClient";
-import { exportTransport } from "./lib/exportTransport";
+import { exportedResults, exportTransport } from "./lib/exportTransport";
 import { notebookTransport, type WidgetModel } from "./lib/notebookTransport";
 import { urlState } from "./lib/urlState.svelte";
 import "./page.css";
 
 const root = document.getElementById("cutaway");
 if (root) {
-  const exported = document.getElementById("cutaway-results");
+  const exported = exportedResults();
   if (exported) {
     const { name, results } = JSON.parse(exported.textContent ?? "") as { name: string; results: Record<string, string> };
     setTransport(exportTransport(results, name));

@@ -2,6 +2,11 @@
 import { QueryError, type Transport } from "./queryClient";
 import { RESULT } from "./protocol";
 
+/** Element with the stored results of an exported page; null in other pages. */
+export function exportedResults(): HTMLElement | null {
+  return document.getElementById("cutaway-results");
+}
+
 /** Canonical key of a query: sorted parameter names, without null and undefined. */
 export function resultKey(query: string, params: unknown): string {
   return `${query} ${JSON.stringify(dropNullish(params))}`;
