@@ -1,9 +1,10 @@
-"""Build docs/gallery: run the Python blocks of docs/gallery.md, and write their figures and numbers.
+"""Build docs/gallery: run the Python blocks of docs/gallery.md and docs/mechanisms.md, and write figures and numbers.
 
 python scripts/build_gallery.py [--out docs/gallery]
 
 If an image follows a block, the last expression of the block is a figure and is saved as this image. The numbers in the
-text are computed from the variables of the blocks. The model is the pretrained one, so the output is deterministic.
+text of gallery.md are computed from the variables of the blocks. The models are pretrained, so the output is the same
+on every run.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from matplotlib import rc_context
 from cutaway.learn.notebooks.figures import FIGURE_STYLE
 
 GALLERY_PAGE = Path(__file__).parents[1] / "docs" / "gallery.md"
+MECHANISMS_PAGE = GALLERY_PAGE.with_name("mechanisms.md")
 BLOCK_PATTERN = re.compile(r"```python\n(.*?)```\n(?:\s*!\[[^\]]*\]\(gallery/([\w-]+\.svg)\))?", re.DOTALL)
 COMMAND_PATTERN = re.compile(r"```console\n\$ cutaway (.*?)\n(.*?)```", re.DOTALL)
 
@@ -32,14 +34,15 @@ def main() -> None:
     out = parser.parse_args().out
     out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)  # deterministic order of summation
-    namespace = run_gallery(GALLERY_PAGE.read_text(), out)
+    run_blocks(MECHANISMS_PAGE.read_text(), out)
+    namespace = run_blocks(GALLERY_PAGE.read_text(), out)
     (out / "trace.txt").write_text(capture_trace_table(GALLERY_PAGE.read_text()))
-    text = json.dumps(round_values(namespace["numbers"]), indent=1, ensure_ascii=False)
+    text = json.dumps(round_values(collect_numbers(namespace)), indent=1, ensure_ascii=False)
     (out / "numbers.json").write_text(text + "\n")
 
 
-def run_gallery(page: str, out: Path) -> dict[str, Any]:
-    """Run the Python blocks of the page and save their figures. Return their variables and the quoted `numbers`."""
+def run_blocks(page: str, out: Path) -> dict[str, Any]:
+    """Run the Python blocks of a page and save their figures. Return their variables."""
     namespace: dict[str, Any] = {}
     for code, figure_name in BLOCK_PATTERN.findall(page):
         tree = ast.parse(code)
@@ -51,7 +54,7 @@ def run_gallery(page: str, out: Path) -> dict[str, Any]:
         if figure_name:
             with rc_context(FIGURE_STYLE):
                 namespace.pop("figure").savefig(out / figure_name, metadata={"Date": None})
-    return namespace | {"numbers": collect_numbers(namespace)}
+    return namespace
 
 
 def capture_trace_table(page: str) -> str:

@@ -23,7 +23,7 @@ REQUIRED_FILES = (
     "cutaway/py.typed",
     "cutaway/serve/static/index.html",
     "cutaway/serve/static/page.js",
-    "cutaway/pretrained/tiny-python/model.safetensors",
+    "cutaway/pretrained/tiny-english/model.safetensors",
     "cutaway/size/hardware.toml",
     "cutaway/learn/claim.py",
 )
@@ -32,10 +32,10 @@ SMOKE_COMMANDS = (
     ["--version"],
     ["presets", "gpt2"],
     ["size", "llama-3-8b", "--gpu", "h100"],
-    ["generate", "tiny-python", "import ", "--max-new-tokens", "8"],
-    ["trace", "tiny-python", "import os"],
+    ["generate", "tiny-english", "The cat sat on the", "--max-new-tokens", "8"],
+    ["trace", "tiny-dates", "March 3rd, 2021"],
     ["check", "tiny-gpt", "--only", "causality"],
-    ["open", "tiny-python", "import os", "--export", "page.html"],
+    ["open", "tiny-english", "The cat sat on the", "--export", "page.html"],
     ["learn", "list"],
     ["learn", "notebook", "1"],
 )

@@ -40,7 +40,8 @@ def test_numbers_in_the_text_are_measured() -> None:
 
 
 def test_figures_exist_and_are_small() -> None:
-    linked = re.findall(r"\]\(gallery/([\w-]+\.svg)\)", PAGE.read_text())
+    pages = PAGE.read_text() + PAGE.with_name("mechanisms.md").read_text()
+    linked = re.findall(r"\]\(gallery/([\w-]+\.svg)\)", pages)
     assert sorted(linked) == sorted(path.name for path in GALLERY_DIR.glob("*.svg"))
     for path in GALLERY_DIR.glob("*.svg"):
         assert path.stat().st_size < 60_000
