@@ -183,6 +183,19 @@ def test_student_equal_to_its_teacher_has_no_divergence(tmp_path: Path) -> None:
         torch.testing.assert_close(objective.loss(checkpoint.model).loss, expected.loss)
 
 
+@pytest.mark.parametrize("own_tokenizer", [True, False])
+def test_student_with_padded_vocabulary(own_tokenizer: bool, tmp_path: Path) -> None:
+    """The ids of the model beyond the tokenizer's are tokens that the teacher cannot produce."""
+    tokenizer = train_bpe(TEXT, 300)
+    build_checkpoint(tokenizer if own_tokenizer else byte_tokenizer(), 0, tmp_path / "teacher")
+    vocab_size = tokenizer.backend.get_vocab_size() + 20
+    config = {"form": "decoder", "vocab_size": vocab_size, "d_model": 16, "context": 64, "decoder": DECODER}
+    teacher = Teacher(ct.load(tmp_path / "teacher"), tokenizer, 0.5, torch.device("cpu"), vocab_size)
+    loss = distillation(torch.tensor([tokenizer.encode(TEXT[0])[:12]]), None, None, teacher).loss(ct.build(config))
+    loss.loss.backward()
+    assert torch.isfinite(loss.loss)
+
+
 def test_recipe_with_teacher_of_another_tokenizer(tmp_path: Path) -> None:
     """A run with a teacher trains, and sources with distill = false are trained on their text only."""
     teacher = build_checkpoint(byte_tokenizer(), 0, tmp_path / "teacher")

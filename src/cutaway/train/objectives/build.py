@@ -7,8 +7,9 @@ import torch
 from cutaway.config import Config
 from cutaway.config.ffn import Moe
 from cutaway.errors import InputError
+from cutaway.families.load import load
 from cutaway.tokenizer import Tokenizer
-from cutaway.train.objectives.distillation import distillation, load_teacher
+from cutaway.train.objectives.distillation import Teacher, distillation
 from cutaway.train.objectives.masked_lm import masked_lm
 from cutaway.train.objectives.objective import Objective, ObjectiveFn, causal_lm, prefix_lm, seq2seq
 from cutaway.train.recipe.schema import (
@@ -72,7 +73,7 @@ def build_objective_fn(
             device
         )
     if isinstance(objective, DistillationConfig):
-        teacher = load_teacher(objective.teacher, tokenizer, objective.kd_ratio, device)
+        teacher = Teacher(load(objective.teacher), tokenizer, objective.kd_ratio, device, vocab_size)
         return lambda batch, first: distillation(
             batch.tokens, batch.document_ids if data.document_mask else None, batch.distill, teacher
         ).to(device)

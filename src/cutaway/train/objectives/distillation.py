@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from cutaway.argument_checks import VALUES_CHECKED
 from cutaway.errors import InputError
 from cutaway.families.checkpoint import Checkpoint
-from cutaway.families.load import load
 from cutaway.generate.generation_config import unpack_checkpoint
 from cutaway.model import DecoderOnly, Transformer
 from cutaway.model.head import LMHead
@@ -42,19 +41,22 @@ class TokenAlignment:
     BOS token, and its first token is encoded as the start of a text, where some tokenizers add a space.
     """
 
-    def __init__(self, tokenizer: Tokenizer, teacher_tokenizer: Tokenizer, eos_id: int | None) -> None:
-        """`eos_id`: the token that ends a document of the teacher."""
-        self.vocab_size = tokenizer.backend.get_vocab_size(with_added_tokens=True)
+    def __init__(
+        self, tokenizer: Tokenizer, teacher_tokenizer: Tokenizer, eos_id: int | None, vocab_size: int | None = None
+    ) -> None:
+        """`eos_id`: the teacher's token that ends a document. `vocab_size`: that of the student, if it is padded."""
+        num_tokens = tokenizer.backend.get_vocab_size(with_added_tokens=True)
+        self.vocab_size = num_tokens if vocab_size is None else vocab_size
         vocab, teacher_vocab = tokenizer.backend.get_vocab(), teacher_tokenizer.backend.get_vocab()
         special = tokenizer.backend.get_added_tokens_decoder()
         bos_id = teacher_tokenizer.bos_token_id
         if vocab == teacher_vocab:
-            pieces = [[token] for token in range(self.vocab_size)]
+            pieces = [[token] if token < num_tokens else [] for token in range(self.vocab_size)]
             self._set_tables(pieces, pieces)
             return
         pieces, start_pieces = [], []
         for token in range(self.vocab_size):
-            text = tokenizer.decode([token])
+            text = tokenizer.decode([token]) if token < num_tokens else "\ufffd"
             if token in special or "\ufffd" in text:  # U+FFFD: the token is a part of a character
                 ids = [eos_id] if token == tokenizer.eos_token_id and eos_id is not None else []
                 start = ids
@@ -118,13 +120,21 @@ class TeacherInputs:
 class Teacher:
     """A frozen causal language model that gives the target distribution of the next token."""
 
-    def __init__(self, checkpoint: Checkpoint, tokenizer: Tokenizer, kd_ratio: float, device: torch.device) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        tokenizer: Tokenizer,
+        kd_ratio: float,
+        device: torch.device,
+        vocab_size: int | None = None,
+    ) -> None:
+        """`vocab_size`: that of the student, if it is larger than the tokenizer's."""
         model, teacher_tokenizer, generation_config = unpack_checkpoint(checkpoint)
         if not isinstance(model, DecoderOnly) or not isinstance(model.head, LMHead) or teacher_tokenizer is None:
             raise InputError("objective.teacher is not a decoder with a language modeling head and a tokenizer")
         self.kd_ratio = kd_ratio
         eos_id = next(iter(generation_config.eos_token_ids), None)
-        self.alignment = TokenAlignment(tokenizer, teacher_tokenizer, eos_id)
+        self.alignment = TokenAlignment(tokenizer, teacher_tokenizer, eos_id, vocab_size)
         self.groups = TokenGroups.from_first_tokens(self.alignment.first_tokens, device)
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.model: DecoderOnly = model.to(device, dtype).eval().requires_grad_(False)
@@ -190,11 +200,6 @@ class DistillationObjective(Objective):
             teacher_inputs=self.teacher_inputs.to(device),
             use_teacher=to_device_async(self.use_teacher, device),
         )
-
-
-def load_teacher(source: str, tokenizer: Tokenizer, kd_ratio: float, device: torch.device) -> Teacher:
-    """Load the teacher of a recipe."""
-    return Teacher(load(source), tokenizer, kd_ratio, device)
 
 
 def distillation(
