@@ -79,7 +79,7 @@ def test_examples_have_good_predictions() -> None:
     assert ct.generate(dates, example_text("tiny-dates"))[0].text == "2021-03-03"
     encoder = ct.load("tiny-english-encoder", dtype=torch.float32)
     assert encoder.tokenizer is not None
-    [[fills]] = fill_mask(encoder.model, encoder.tokenizer, [example_text("tiny-english-encoder")], top_k=5)  # type: ignore[arg-type]
+    [[fills]] = fill_mask(encoder.model, encoder.tokenizer, [example_text("tiny-english-encoder")], top_k=5)
     assert {"cat", "dog", "bird", "bear"} & {fill.token.strip() for fill in fills}
 
 

@@ -7,8 +7,8 @@ text, so that both models have the same context at the end of each student token
 import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields
-from typing import cast
+from dataclasses import dataclass, fields, replace
+from typing import Self, cast
 
 import numpy as np
 import torch
@@ -131,7 +131,10 @@ class Teacher:
         """`vocab_size`: that of the student, if it is larger than the tokenizer's."""
         model, teacher_tokenizer, generation_config = unpack_checkpoint(checkpoint)
         if not isinstance(model, DecoderOnly) or not isinstance(model.head, LMHead) or teacher_tokenizer is None:
-            raise InputError("objective.teacher is not a decoder with a language modeling head and a tokenizer")
+            raise InputError(
+                "objective.teacher must predict the next token, but it is not a decoder with a language modeling head"
+                " and a tokenizer; pass the checkpoint of a causal language model"
+            )
         self.kd_ratio = kd_ratio
         eos_id = next(iter(generation_config.eos_token_ids), None)
         self.alignment = TokenAlignment(tokenizer, teacher_tokenizer, eos_id, vocab_size)
@@ -176,30 +179,24 @@ class DistillationObjective(Objective):
         if not torch.is_grad_enabled():
             return super().loss(model, options)
         assert isinstance(model.head, LMHead)
-        x, targets = self.hidden_states(model).flatten(0, 1), self.loss_targets or self._all_targets().to(model.device)
+        x, targets = (
+            self.hidden_states(model).flatten(0, 1),
+            self.loss_targets or self.select_targets().to(model.device),
+        )
         hidden = self.teacher.hidden_states(self.teacher_inputs)
         soft_targets = DistillationTargets(
             hidden, self.use_teacher.flatten(), self.teacher.head, self.teacher.groups, self.teacher.kd_ratio
         )
         return chunked_cross_entropy(model.head, x, targets, options._replace(chunk_size=CHUNK_SIZE), soft_targets)
 
-    def _all_targets(self) -> LossTargets:
+    def select_targets(self) -> LossTargets:
         """All targets, including those with weight 0, so that every batch has the same shape and is compiled once."""
         weights = self.weights.flatten()
         return LossTargets(self.targets.flatten(), weights, weights.sum(), None)
 
-    def to(self, device: torch.device | str) -> "DistillationObjective":
-        moved = super().to(device)
-        return DistillationObjective(
-            moved.inputs,
-            moved.targets,
-            moved.weights,
-            moved.model_kwargs,
-            self._all_targets().to(device),
-            teacher=self.teacher,
-            teacher_inputs=self.teacher_inputs.to(device),
-            use_teacher=to_device_async(self.use_teacher, device),
-        )
+    def to(self, device: torch.device | str) -> Self:
+        teacher_inputs, use_teacher = self.teacher_inputs.to(device), to_device_async(self.use_teacher, device)
+        return replace(super().to(device), teacher_inputs=teacher_inputs, use_teacher=use_teacher)
 
 
 def distillation(

@@ -1,8 +1,8 @@
 """Training objectives (causal LM, prefix LM, sequence to sequence): model inputs, targets and weights of a batch."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -43,15 +43,19 @@ class Objective:
         if not isinstance(head, torch.nn.Module):
             raise InputError("the model has no output head, so it computes no logits; set model.head.kind = 'lm'")
         x = self.hidden_states(model).flatten(0, 1)
-        selected = self.loss_targets or select_targets(self.targets.flatten(), self.weights.flatten()).to(x.device)
+        selected = self.loss_targets or self.select_targets().to(x.device)
         return chunked_cross_entropy(head, x, selected, options)
 
-    def to(self, device: torch.device | str) -> "Objective":
+    def select_targets(self) -> LossTargets:
+        """Targets of the loss: those whose weight is not 0."""
+        return select_targets(self.targets.flatten(), self.weights.flatten())
+
+    def to(self, device: torch.device | str) -> Self:
         """Copy the objective to a device asynchronously. Only `weights` stay on the CPU, to sum them without a sync."""
         inputs = tuple(None if tensor is None else to_device_async(tensor, device) for tensor in self.inputs)
         model_kwargs = {name: to_device_async(tensor, device) for name, tensor in self.model_kwargs.items()}
-        selected = select_targets(self.targets.flatten(), self.weights.flatten()).to(device)
-        return Objective(inputs, to_device_async(self.targets, device), self.weights, model_kwargs, selected)
+        targets, selected = to_device_async(self.targets, device), self.select_targets().to(device)
+        return replace(self, inputs=inputs, targets=targets, model_kwargs=model_kwargs, loss_targets=selected)
 
 
 ObjectiveFn = Callable[[Any, int], Objective]
