@@ -6,8 +6,8 @@
 # name. It then measures what each sublayer adds to the residual stream and to a logit, and at which depth the
 # predicted token stops changing.
 #
-# Prerequisites: matrices, softmax. The model is `tiny-python`, which is included in cutaway: 6 blocks, 8 heads,
-# d_model 256, trained on Python's standard library.
+# Prerequisites: matrices, softmax. The model is `tiny-english`, which is included in cutaway: 6 blocks, 8 heads,
+# d_model 256, trained on children's stories.
 
 # %%
 import math
@@ -21,10 +21,10 @@ from cutaway.learn import claim
 from cutaway.lens import analysis
 
 torch.set_grad_enabled(False)
-checkpoint = ct.load("tiny-python", dtype=torch.float32)
+checkpoint = ct.load("tiny-english", dtype=torch.float32)
 model, tokenizer = checkpoint.model, checkpoint.tokenizer
 w = {name.removeprefix("decoder."): weight for name, weight in model.state_dict().items()}
-text = "for name in sorted(os."
+text = "The cat sat on the"
 
 # %% [markdown]
 # ## Number of parameters
@@ -36,7 +36,7 @@ text = "for name in sorted(os."
 # $$V d + N\,(4 d^2 + 3 d h + 2 d) + d$$
 
 # %%
-V, d, N, H, h = 2048, 256, 6, 8, 768
+V, d, N, H, h = 4096, 256, 6, 8, 688
 D = d // H  # 32, d_head
 closed_form = V * d + N * (4 * d * d + 3 * d * h + 2 * d) + d
 claim("number of parameters from five sizes", sum(p.numel() for p in model.parameters()), predicted=closed_form, rtol=0)
@@ -46,7 +46,7 @@ claim("number of parameters from five sizes", sum(p.numel() for p in model.param
 #
 # The tokenizer splits the text into tokens of its vocabulary. A token is an integer; its embedding is the row of the
 # embedding matrix with that index. No position is added here: this model encodes positions in attention, by rotation
-# (RoPE, [notebook 3](03_positions.py)).
+# (RoPE, [notebook 3](03_positions.py)). A space belongs to the token after it: `The` and ` the` are different tokens.
 
 # %%
 ids = tokenizer.encode(text)
@@ -59,15 +59,31 @@ print(dict(zip(token_texts, ids, strict=True)), "→", tuple(x.shape))
 # %% [markdown]
 # The head is tied to the embedding: the logit of token $j$ is the dot product of the residual stream with row $j$. If
 # the head is applied to the embedding directly, without any block, the token itself should have the largest logit,
-# because the dot product of a vector with itself is large and two unrelated directions in 256 dimensions have a
-# cosine of about $1/\sqrt{256} = 0.06$. The prediction is that this holds for more than 90 % of the 2,048 tokens. It
-# fails for a token if the row of a similar token has a larger norm.
+# because the dot product of a vector with itself is large and two random directions in 256 dimensions have a cosine
+# of about $1/\sqrt{256} = 0.06$. The prediction is that this holds for more than 90 % of the 4,096 tokens. It fails
+# for a token if the row of a similar token has a larger norm.
 
 # %%
 embedding = w["embed.token.weight"]
 predicted_tokens = model.head(model.decoder.final_norm(embedding)).argmax(-1)  # (V,)
-itself = (predicted_tokens == torch.arange(V)).float().mean()
-claim("without blocks the token itself has the largest logit: share of the vocabulary", itself, above=0.9)
+is_itself = predicted_tokens == torch.arange(V)
+claim(
+    "without blocks the token itself has the largest logit: share of the vocabulary",
+    is_itself.float().mean(),
+    above=0.9,
+)
+
+# %% [markdown]
+# Most exceptions are single bytes (the tokenizer has a token for each of the 256 bytes) that hardly occur in stories.
+# The others are pieces of words that are usually merged further, such as `itchen` in ` kitchen`. Almost all of the
+# gradient of such a row is from the softmax, which decreases the logits of all absent tokens alike. So these rows
+# should be nearly parallel.
+
+# %%
+exceptions = F.normalize(embedding[~is_itself], dim=-1)  # (number of exceptions, d)
+cosines = (exceptions @ exceptions.T)[~torch.eye(len(exceptions), dtype=torch.bool)]
+print(f"{len(exceptions)} exceptions, of which {(~is_itself[:256]).sum()} are single bytes")
+claim("mean cosine between the rows of two exceptions", cosines.mean(), above=0.7)
 
 # %% [markdown]
 # ## RMSNorm, RoPE and attention
@@ -201,7 +217,7 @@ axes.plot(
     labels, terms.cumsum(0).norm(dim=-1), color="black", marker="o", markersize=3, label="residual stream after it"
 )
 axes.plot(labels, orthogonal_norms, color="black", linestyle=":", label="if all outputs were orthogonal")
-axes.set(ylabel="norm", title=f"Outputs of attention (blue) and FFN (orange) at token “{token_texts[-1]}”")
+axes.set(ylabel="norm", title=f"Outputs of attention (blue) and FFN (orange) at token “{token_texts[-1].strip()}”")
 axes.tick_params(axis="x", rotation=60)
 axes.legend(frameon=False)
 claim("norm of the residual stream / norm if outputs were orthogonal", total.norm() / orthogonal_norms[-1], above=1)
@@ -209,7 +225,7 @@ claim("norm of the residual stream / norm if outputs were orthogonal", total.nor
 # %% [markdown]
 # ## From the residual stream to the next token
 #
-# Softmax turns the last token's 2,048 logits into probabilities. Greedy decoding selects the largest.
+# Softmax turns the last token's 4,096 logits into probabilities. Greedy decoding selects the largest.
 
 # %%
 probs = activations["logits"][0, -1].softmax(-1)
@@ -242,25 +258,21 @@ claim("the contributions sum to the logit", contributions.sum(), predicted=logit
 # The residual stream has the same width after every block, so the final norm and the head can be applied after any
 # block. This is the *logit lens*. There are two predictions. After the embedding, the largest logit is usually that of
 # the token itself, which is rarely the next token, so the loss should be above that of a uniform distribution,
-# $\log_2 2048 = 11$ bits. The mean loss at the next token should decrease with every block.
+# $\log_2 4096 = 12$ bits. The mean loss at the next token should decrease with every block. The text is a short story.
 
 # %%
-code = '''def read(path, encoding="utf-8"):
-    """Return the text of a file, line by line."""
-    lines = []
-    with open(path, encoding=encoding) as file:
-        for line in file:
-            line = line.strip()
-            if line:
-                lines.append(line)
-    return lines
-'''
-code_tokens = torch.tensor([tokenizer.encode(code)])
+story = (
+    "Once upon a time, there was a girl named Sue. She had a friend named Ben. One day, Sue and Ben went to the park "
+    'to play with a red ball. Ben kicked the ball very hard, and it flew over the fence. "Oh no!" said Sue. "We have '
+    'to get the ball back." A big dog was behind the fence. The dog had the ball in its mouth. Ben was scared, but Sue '
+    "said hello to the dog. The dog dropped the ball and wagged its tail. Sue and Ben were very happy."
+)
+story_tokens = torch.tensor([tokenizer.encode(story)])
 with ct.trace(model, "embed", "resid_post") as t:
-    model(code_tokens)
+    model(story_tokens)
 resid = torch.cat([t[name].as_subclass(torch.Tensor) for name in t])  # (N + 1, T, d)
 logits = model.head(model.decoder.final_norm(resid))  # (N + 1, T, V)
-target = code_tokens[:, 1:].expand(N + 1, -1)
+target = story_tokens[:, 1:].expand(N + 1, -1)
 loss = F.cross_entropy(logits[:, :-1].transpose(1, 2), target, reduction="none") / math.log(2)  # bits
 loss_by_depth = loss.mean(1)
 print(claim("logit lens at the embedding: mean loss, bits per token", loss_by_depth[0], above=math.log2(V)))
@@ -272,7 +284,7 @@ figure, axes = plt.subplots(figsize=(6, 3.2))
 low, high = loss.quantile(torch.tensor([0.25, 0.75]), dim=1)
 axes.fill_between(depths, low, high, color="#0072B2", alpha=0.2, label="25th to 75th percentile")
 axes.plot(depths, loss_by_depth, color="#0072B2", marker="o", label="mean")
-axes.axhline(math.log2(V), color="black", linestyle=":", label="uniform over 2,048 tokens")
+axes.axhline(math.log2(V), color="black", linestyle=":", label="uniform over 4,096 tokens")
 axes.set(
     xlabel="after block", ylabel="loss, bits per token", title="Logit lens: the mean loss decreases with every block"
 )
@@ -302,12 +314,12 @@ claim("share of predictions that are final after block 2", (final_depth <= N // 
 # %% [markdown]
 # ## Try
 #
-# - Change `text` and read the logit lens. After `"self.name = name\nself.path = path\nself.size ="` the prediction, a
-#   space, is final from block 2; after `"def f(self):\n    return self."` it changes until block 3.
+# - Change `text` and read the logit lens. After `"Once upon a time"` the prediction, a comma, is final from block 1;
+#   after `"Sue had a friend named Ben. One day, Sue and"` it is final from block 3: `Ben`.
 # - Remove `/ math.sqrt(D)` in `attend`: the first site that differs is `blocks.0.attn.scores`. [Notebook
 #   2](02_attention.py) explains the division.
 # - Remove the mask: the pattern of the first query changes most. The last token's activations change in later blocks
 #   only, since all keys are visible to it in block 0 anyway.
 #
 # Exercises: `cutaway learn start 1` (attention by hand), `cutaway learn start 3` (head splitting),
-# `cutaway learn start 4` (count the parameters of Q, K, V, O). The same steps as figures: `cutaway open tiny-python`.
+# `cutaway learn start 4` (count the parameters of Q, K, V, O). The same steps as figures: `cutaway open`.

@@ -111,22 +111,19 @@ claim("number of scores in one layer", math.prod(estimate[1].shape), predicted=1
 # %% [markdown]
 # ## Attention in four lines, on a trained model
 #
-# q, k and v are recorded from the trained model; scores, pattern and z are computed by hand.
+# q, k and v are recorded from `tiny-english`, a model of 6 blocks with 8 heads that is trained on children's stories;
+# scores, pattern and z are computed by hand.
 
 # %%
-checkpoint = ct.load("tiny-python", dtype=torch.float32)
+checkpoint = ct.load("tiny-english", dtype=torch.float32)
 model, tokenizer = checkpoint.model, checkpoint.tokenizer
-code = '''def read(path, encoding="utf-8"):
-    """Return the text of a file, line by line."""
-    lines = []
-    with open(path, encoding=encoding) as file:
-        for line in file:
-            line = line.strip()
-            if line:
-                lines.append(line)
-    return lines
-'''
-tokens = torch.tensor([tokenizer.encode(code)])  # (1, T)
+story = (
+    "Once upon a time, there was a girl named Sue. She had a friend named Ben. One day, Sue and Ben went to the park "
+    'to play with a red ball. Ben kicked the ball very hard, and it flew over the fence. "Oh no!" said Sue. "We have '
+    'to get the ball back." A big dog was behind the fence. The dog had the ball in its mouth. Ben was scared, but Sue '
+    "said hello to the dog. The dog dropped the ball and wagged its tail. Sue and Ben were very happy."
+)
+tokens = torch.tensor([tokenizer.encode(story)])  # (1, T)
 T = tokens.shape[1]
 with ct.trace(model, "blocks.2.attn.*") as t:
     model(tokens)
@@ -235,7 +232,7 @@ figure.suptitle("Visible pairs under six masks", fontsize=10)
 # %%
 short = tokens[:, :20]
 variants = short.repeat(21, 1)  # the last row is the unchanged text
-variants[range(20), range(20)] = (variants[range(20), range(20)] + 1) % 2048
+variants[range(20), range(20)] = (variants[range(20), range(20)] + 1) % 4096
 
 
 def max_logit_change():
@@ -274,7 +271,7 @@ figure.suptitle("Logits that change when one token is replaced", fontsize=10)
 
 # %%
 untrained = ct.build(checkpoint.config, seed=0)
-distinct_tokens = torch.randperm(2000, generator=generator)[:64][None]
+distinct_tokens = torch.randperm(4096, generator=generator)[:64][None]
 uniform_entropy = math.log2(math.factorial(64)) / 64
 mean_factor = 1 - sum(1 / t for t in range(1, 65)) / 64  # mean of 1 − 1/t
 expected = 0.32**4 / 2 / math.log(2) * mean_factor
@@ -286,7 +283,7 @@ claim("untrained, block 0: entropy below uniform, bits", uniform_entropy - block
 # selective head is less than a quarter of that of uniform attention. Each point is a head, on one text:
 
 # %%
-trained_entropy = analysis.attention_entropy(checkpoint, code).values  # (layers, heads)
+trained_entropy = analysis.attention_entropy(checkpoint, story).values  # (layers, heads)
 untrained_entropy = analysis.attention_entropy(untrained, tokens).values
 uniform_entropy = math.lgamma(T + 1) / math.log(2) / T
 figure, axes = plt.subplots(figsize=(6, 3.2))
@@ -309,17 +306,39 @@ claim("effective number of keys of the most selective head / uniform", ratio, be
 # A *previous-token head* attends to the token before the query. An *induction head* attends to the token that followed
 # the previous occurrence of the query's token, and so copies repetitions ([Olsson et al.
 # 2022](https://arxiv.org/abs/2209.11895)). An induction head needs keys that encode the preceding token; in block 0 a
-# key encodes only its own token. So, on a sequence of random tokens that is repeated:
+# key encodes only its own token. So, on a sequence of 32 random tokens that is repeated:
 #
-# - heads of block 0 cannot be induction heads: their mean score is that of uniform attention, the mean of $1/t$ over
-#   the second half, 0.021;
+# - heads of block 0 cannot be induction heads. The induction target is 31 positions before the query, and in block 0 it
+#   is a random token like its neighbor at 30 positions, so the mean weights on the two are equal. (They are not those
+#   of uniform attention: some heads of block 0 attend to the earlier copy of the query's token, at 32 positions.)
 # - the best induction head is in a later block than the best previous-token head.
+
+# %%
+generator.manual_seed(0)
+repeated = torch.stack([torch.randperm(4096, generator=generator)[:32] for _ in range(64)]).repeat(1, 2)  # (64, 64)
+with ct.trace(model, "attn.pattern") as t:
+    model(repeated)
+patterns = t.stack_activation("attn.pattern")  # (layers, B, H, T, T)
+
+
+def weight_at_offset(offset):
+    """(layers, heads): mean attention weight on the token `offset` positions before a query of the second half."""
+    return patterns.diagonal(-offset, -2, -1)[..., -31:].mean((1, 3))
+
+
+target, neighbor = weight_at_offset(31), weight_at_offset(30)
+ratio = target[0].mean() / neighbor[0].mean()
+print(claim("block 0: weight on the induction target / on its neighbor", ratio, predicted=1, rtol=0.1))
+claim("best induction head: weight on the induction target / on its neighbor", (target / neighbor).max(), above=10)
+
+# %% [markdown]
+# The library's `head_scores` measures both types, as the mean attention weight on the previous token and on the
+# induction target. Uniform attention has a score of 0.021, the mean of $1/t$ over the second half.
 
 # %%
 head_scores = analysis.head_scores(checkpoint)  # 32 random tokens, repeated once
 previous, induction = (head_scores.select(head_type=name).values for name in ("previous_token", "induction"))
 uniform = sum(1 / t for t in range(33, 65)) / 32
-print(claim("mean induction score of the heads of block 0", induction[0].mean(), predicted=uniform, rtol=0.1))
 best_previous, best_induction = (divmod(int(values.argmax()), 8) for values in (previous, induction))
 print(f"best previous-token head {best_previous}, best induction head {best_induction}, as (block, head)")
 print(claim("score of the best previous-token head / uniform", previous.max() / uniform, above=10, id="C270"))
@@ -333,6 +352,59 @@ for axes, values, name in zip(panels, (previous, induction), ("previous token", 
     axes.set(title=name, xlabel="head", ylabel="block")
     figure.colorbar(image, ax=axes, shrink=0.7)
 figure.suptitle("Attention weight on the previous token and on the induction target", fontsize=10)
+
+# %% [markdown]
+# ## Heads that attend to a name
+#
+# After “Sue had a friend named Ben. One day, Sue and”, the next token is the other name. Prediction: some heads attend
+# from the last token to `Ben`, and they are needed. If the outputs of all heads with more than half of their weight on
+# `Ben` are set to zero, the probability of `Ben` falls below 0.5. The control sets as many other heads of the same
+# blocks to zero, those with the smallest weight on `Ben`.
+
+# %%
+name_text = "Sue had a friend named Ben. One day, Sue and"
+name_tokens = torch.tensor([tokenizer.encode(name_text)])
+name_texts = [tokenizer.decode([token]).strip() for token in name_tokens[0].tolist()]
+[ben] = tokenizer.encode(" Ben")
+
+
+def probability_without(heads):
+    """Probability of the next token `Ben`, with the outputs of the given heads (block, head) set to zero."""
+    edits = {f"blocks.{i}.attn.z": {"do": "zero", "heads": [h for j, h in heads if j == i]} for i, _ in heads}
+    with ct.edit(model, edits):
+        return model(name_tokens)[0, -1].softmax(-1)[ben]
+
+
+with ct.trace(model, "attn.pattern") as t:
+    probability = model(name_tokens)[0, -1].softmax(-1)[ben]
+last_token = t.stack_activation("attn.pattern")[:, 0, :, -1]  # (layers, heads, T): weights of the last token
+on_name = last_token[..., name_texts.index("Ben")]  # (layers, heads)
+name_heads = [tuple(head) for head in (on_name > 0.5).nonzero().tolist()]
+control_heads = []
+for i in range(6):
+    count = int((on_name[i] > 0.5).sum())
+    control_heads += [(i, int(head)) for head in on_name[i].argsort()[:count]]
+print("heads with more than half of their weight on Ben, as (block, head):", *name_heads)
+print(claim("probability of Ben", probability, above=0.9))
+print(claim("probability of Ben without these heads", probability_without(name_heads), below=0.5))
+claim("probability of Ben without as many other heads", probability_without(control_heads), above=0.9)
+
+# %%
+figure, axes = plt.subplots(figsize=(6.4, 3), layout="constrained")
+rows = torch.stack([last_token[head] for head in name_heads])  # (heads, T)
+image = axes.imshow(rows, cmap="Blues", vmin=0, vmax=1, aspect="auto")
+axes.set_xticks(range(len(name_texts)), name_texts, rotation=60)
+axes.set_yticks(range(len(name_heads)), [f"{i}.{h}" for i, h in name_heads])
+axes.set(xlabel="key", ylabel="head (block.head)", title="Attention weights of the last token")
+figure.colorbar(image, ax=axes, shrink=0.8)
+
+# %% [markdown]
+# Several heads attend to the name, and one can replace another: without the head that has the largest weight, the
+# probability of `Ben` is still above 0.9. So a large attention weight alone does not show that a head is needed.
+
+# %%
+best = divmod(int(on_name.argmax()), 8)
+claim("probability of Ben without the head with the largest weight", probability_without([best]), above=0.9)
 
 # %% [markdown]
 # ## Grouped-query attention

@@ -16,18 +16,14 @@ import torch
 import cutaway as ct
 from cutaway.config import LayerNorm, RMSNorm
 from cutaway.learn import claim
-from cutaway.lens import analysis
 from cutaway.model.norms import build_norm
 
 torch.set_grad_enabled(False)
 BLUE, ORANGE, GREEN, GRAY = "#0072B2", "#E69F00", "#009E73", "#999999"
-code = """def read(path, encoding="utf-8"):
-    lines = []
-    with open(path, encoding=encoding) as file:
-        for line in file:
-            lines.append(line.strip())
-    return lines
-"""
+story = (
+    "Sue had a friend named Ben. One day, Sue and Ben went to the park to play with a red ball. Ben kicked the ball "
+    "very hard, and it flew over the fence."
+)
 
 # %% [markdown]
 # ## The FFN is applied to each token independently
@@ -35,13 +31,15 @@ code = """def read(path, encoding="utf-8"):
 # $\mathrm{FFN}(x_t)$ depends on $x_t$ only, and so do norms and residual additions. So with the outputs of attention
 # set to zero, the logits at a position depend on its own token only: replacing token 10 of 20 changes the logits at 1
 # position. With attention, the logits change at all positions to which token 10 is visible: the 10 positions 10 to 19.
+# The model is `tiny-english`, which is trained on children's stories, and token 10 is the name `Sue`, which is replaced
+# by `Lily`.
 
 # %%
-checkpoint = ct.load("tiny-python", dtype=torch.float32)
+checkpoint = ct.load("tiny-english", dtype=torch.float32)
 model = checkpoint.model
-tokens = torch.tensor([checkpoint.tokenizer.encode(code)[:20]])
+tokens = torch.tensor([checkpoint.tokenizer.encode(story)[:20]])
 replaced = tokens.clone()
-replaced[0, 10] = 300
+replaced[0, 10] = checkpoint.tokenizer.encode(" Lily")[0]
 
 
 def max_logit_change():
@@ -62,7 +60,7 @@ figure, axes = plt.subplots(figsize=(6, 3))
 axes.bar(torch.arange(20) - 0.2, with_attention, width=0.4, color=BLUE, label="unchanged model")
 axes.bar(torch.arange(20) + 0.2, without_attention, width=0.4, color=ORANGE, label="attn.out set to zero")
 axes.set(xlabel="position", ylabel="largest change of a logit", xticks=range(0, 20, 2))
-axes.set_title("Token 10 is replaced: only attention affects other positions")
+axes.set_title("Token 10, “Sue”, is replaced: only attention affects other positions")
 axes.legend(frameon=False)
 
 # %% [markdown]
@@ -352,44 +350,87 @@ claim(
 )
 
 # %% [markdown]
-# The derivation does not apply to trained weights: updates of trained blocks need not have equal variance or be
-# orthogonal. The cell compares blocks 1 to 5 of `tiny-python` with $1/\sqrt n$ anyway, with a tolerance of 25 %. Block
-# 0 is excluded: its update has ten times the norm of the embedding.
+# The derivation does not apply to trained weights, because both of its assumptions can fail, with opposite effects:
+#
+# - *equal norms*: if the norm of the updates grows with depth, the ratio is larger than $1/\sqrt n$;
+# - *orthogonal updates*: if an update has a positive cosine with the residual stream, the residual stream grows faster
+#   than the root of the sum of squares, and the ratio is smaller.
+#
+# Two trained models are measured, each on text like its training data: `tiny-english` on the story and `tiny-python` on
+# Python code. Let $u_n$ and $r_n$ be the root mean squares over tokens of the norms of block $n$'s update and of its
+# input. With orthogonal updates the norm of the input would be $o_n = \sqrt{r_0^2 + \sum_{m<n} u_m^2}$. So the ratio
+# relative to the rule is the product of two factors:
+#
+# $$\frac{u_n}{r_n} \Big/ \frac{1}{\sqrt n} = \frac{u_n \sqrt n}{o_n} \cdot \frac{o_n}{r_n}$$
+#
+# The first is 1 if all updates have equal norms, the second if they are orthogonal. Block 0 is excluded: its update has
+# more than ten times the norm of the embedding. The story does not begin with “Once upon a time”: in `tiny-english` the
+# tokens of this phrase have several times the norm of other tokens and would dominate the means.
 
 # %%
-with ct.trace(model, "resid_pre", "resid_post") as t:
-    model(torch.tensor([checkpoint.tokenizer.encode(code)]))
-before, after = t.stack_activation("resid_pre"), t.stack_activation("resid_post")  # (6, 1, T, d)
-trained_ratio = ((after - before).norm(dim=-1) / before.norm(dim=-1)).mean((1, 2))  # (6,)
+code = """def read(path, encoding="utf-8"):
+    lines = []
+    with open(path, encoding=encoding) as file:
+        for line in file:
+            lines.append(line.strip())
+    return lines
+"""
+
+
+def measure_norms(checkpoint, text):
+    """(6,) each: root mean square over tokens of the norm of each block's update and of its input."""
+    with ct.trace(checkpoint.model, "resid_pre", "resid_post") as t:
+        checkpoint.model(torch.tensor([checkpoint.tokenizer.encode(text)]))
+    before, after = t.stack_activation("resid_pre"), t.stack_activation("resid_post")  # (6, 1, T, d)
+    return [(x.square().sum(-1).mean((1, 2))).sqrt() for x in (after - before, before)]
+
+
 rule = 1 / torch.arange(1, 6).sqrt()
-error = (trained_ratio[1:] / rule - 1).abs().max()
-claim("trained: largest relative deviation from 1/√n, blocks 1 to 5", error, below=0.25, id="C281")
+trained_ratio = {}
+for name, text in (("tiny-english", story), ("tiny-python", code)):
+    u, r = measure_norms(ct.load(name, dtype=torch.float32), text)
+    o = (r[0] ** 2 + u.square().cumsum(0)[:-1]).sqrt()  # (5,): the input of blocks 1 to 5 if updates were orthogonal
+    trained_ratio[name] = u[1:] / r[1:]
+    rows = {
+        "ratio": u[1:] / r[1:],
+        "ratio · √n": u[1:] / r[1:] / rule,
+        "u √n / o": u[1:] / o / rule,
+        "o / r": o / r[1:],
+    }
+    print(f"{name}, blocks 1 to 5")
+    for label, values in rows.items():
+        print(f"  {label:10}", *(f"{value:5.2f}" for value in values))
+    print(claim(f"{name}: ‖update‖ of block 5 / of block 1 (1 under the assumption)", u[5] / u[1], above=1.5))
+    print(claim(f"{name}: o / r in block 5 (1 if orthogonal)", o[4] / r[5], below=0.85))
+
+# %%
+english, python = trained_ratio["tiny-english"], trained_ratio["tiny-python"]
+print(claim("tiny-english: ratio of block 4 / of block 1", english[3] / english[0], below=0.8, id="C281"))
+print(claim("tiny-english: ratio of block 5 relative to 1/√5", english[4] / rule[4], above=1.5, id="C281"))
+error = (python / rule - 1).abs().max()
+claim("tiny-python: largest relative deviation from 1/√n, blocks 1 to 5", error, below=0.25, id="C281")
 
 # %% [markdown]
-# The trained ratios are within 25 % of $1/\sqrt n$ on this text (on five excerpts of the standard library the largest
-# deviation was 18 to 20 %), but the assumptions of the derivation do not hold: the norm of the updates grows with
-# depth, as measured below, and the updates are not orthogonal to the residual stream ([notebook
-# 1](01_forward_pass.py)). A second prediction failed: the ratio of the last FFN was expected to be above the 0.45 of
-# the rule, but it is 0.38.
+# In both models the ratio decreases over the first blocks, and both assumptions fail: the norms of the updates grow
+# with depth, and the updates are not orthogonal to the residual stream ([notebook 1](01_forward_pass.py)). The factor
+# $o_n/r_n$ of the directions is nearly the same in both models, about 0.7 in block 5. In `tiny-python` the updates grow
+# by a factor of two, which compensates it, so the ratio is close to $1/\sqrt n$. In `tiny-english` they grow by a
+# factor of five; the ratio in block 5 is twice that of the rule, and larger than in block 4. So agreement with the rule
+# in one model does not confirm its assumptions.
 
 # %%
-update_norm = (after - before).norm(dim=-1).mean((1, 2))
-sublayer_ratio = analysis.update_norm_ratios(checkpoint, code).values.mean(1).view(6, 2)  # (blocks, attention and FFN)
-figure, (left, right) = plt.subplots(1, 2, figsize=(6.4, 3.2), layout="constrained")
+figure, (left, right) = plt.subplots(1, 2, figsize=(6.8, 3.2), layout="constrained")
 left.loglog(range(1, 32), untrained_ratio[1:], "o", markersize=3, color=GRAY, label="measured")
 left.loglog(range(1, 32), expected[1:], color="black", linestyle=":", label="predicted")
 left.set_yticks([1, 0.5, 0.3, 0.2], ["1", "0.5", "0.3", "0.2"])
 left.minorticks_off()
 left.set(title="untrained, 32 blocks", xlabel="block", ylabel="‖update‖ / ‖residual stream‖")
-right.plot(range(1, 6), trained_ratio[1:], "o", color=GRAY, label="block")
+right.plot(range(1, 6), english, "o-", linewidth=1, color=BLUE, label="tiny-english")
+right.plot(range(1, 6), python, "s-", linewidth=1, color=ORANGE, label="tiny-python")
 right.plot(range(1, 6), rule, color="black", linestyle=":", label="1/√n")
-for column, (name, color) in enumerate((("attention", BLUE), ("FFN", ORANGE))):
-    right.plot(range(1, 6), sublayer_ratio[1:, column], marker="s", markersize=3, linewidth=1, color=color, label=name)
-right.set(title="tiny-python, trained", xlabel="block", ylim=(0, None))
-left.legend(frameon=False), right.legend(frameon=False)
+right.set(title="trained, 6 blocks", xlabel="block", ylim=(0, None))
+left.legend(frameon=False), right.legend(frameon=False, loc="lower left")
 figure.suptitle("Norm of the update relative to the residual stream", fontsize=10)
-growth = update_norm[5] / update_norm[1]
-claim("trained: ‖update‖ of block 5 / of block 1 (1 under the assumption)", growth, above=1.5)
 
 # %% [markdown]
 # ## Try

@@ -27,9 +27,9 @@ from cutaway.lens.analysis import activation_checkpointing_cost
 from cutaway.lens.analysis.gradients import placement_config
 
 torch.manual_seed(0)
-checkpoint = ct.load("tiny-python", dtype=torch.float64)
+checkpoint = ct.load("tiny-english", dtype=torch.float64)  # trained on children's stories
 model = checkpoint.model
-text = "def read(path):\n    with open(path) as file:\n        return file.read()\n"
+text = "Sue had a friend named Ben. One day, Sue and Ben went to the park to play with a red ball."
 tokens = torch.tensor([checkpoint.tokenizer.encode(text)])  # (1, T)
 
 # %% [markdown]
@@ -355,6 +355,7 @@ claim(
 # - *results*: recomputation repeats the same operations, so gradients are equal bit for bit.
 #
 # `ct.size` predicts the stored bytes by running the forward pass on shapes. PyTorch's saved-tensor hooks measure them.
+# The models have the configuration of `tiny-english` with 2, 4 and 6 blocks and random weights.
 
 
 # %%
@@ -379,7 +380,7 @@ def saved_bytes(module, tokens):
 
 
 B, T, depths = 2, 128, (2, 4, 6)
-batch = torch.randint(2048, (B, T), generator=torch.Generator().manual_seed(0))
+batch = torch.randint(4096, (B, T), generator=torch.Generator().manual_seed(0))
 options = {"mode": "train", "batch_size": B, "context": T, "dtype": "fp32", "hardware": "epyc-9654"}  # any CPU
 measured, predicted = {}, {}
 for layers in depths:
@@ -422,7 +423,7 @@ def forward_backward(mode):
 
 
 (flops, gradients), (full_flops, recomputed) = forward_backward("none"), forward_backward("full")
-w_down, block, head = d * 768, 4 * d * d + 3 * d * 768, d * 2048  # multiplications per token, without the scores
+w_down, block, head = d * 688, 4 * d * d + 3 * d * 688, d * 4096  # multiplications per token, without the scores
 extra = 6 * (block - w_down) / (3 * (6 * block + head))
 print(claim("FLOPs with full checkpointing / without", full_flops / flops, predicted=1 + extra, rtol=0.02, id="C191"))
 num_different = sum(int((a != b).sum()) for a, b in zip(gradients, recomputed, strict=True))

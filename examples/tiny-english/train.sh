@@ -17,7 +17,7 @@ if [ ! -e data/stories15M/config.json ]; then
 fi
 [ -e data/heldout/stories.jsonl ] ||
     python "$scripts/sample_stories.py" data/stories15M data/heldout --num-stories 4096 --seed 1
-[ -e data/books.jsonl ] || {
+[ -e data/lists.jsonl ] || {
     python "$scripts/sample_stories.py" data/stories15M data/stories
     python "$scripts/prepare_text.py" data/packages data
 }

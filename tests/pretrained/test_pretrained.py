@@ -170,10 +170,11 @@ def test_edits_of_examples_change_the_prediction(name: str) -> None:
         tokens = [torch.tensor([checkpoint.tokenizer.encode(text)]) for text in texts]
         if len(tokens) == 2:
             tokens[1] = F.pad(tokens[1], (1, 0), value=checkpoint.tokenizer.bos_token_id)
-        site, head = fragment["edits"].split(":zero@")
+        terms = [term.split(":zero@") for term in fragment["edits"].split(",")]
+        edits = {site: {"do": "zero", "heads": [int(head) for head in heads.split(".")]} for site, heads in terms}
         with torch.no_grad():
             before = checkpoint.model(*tokens)[0, -1].softmax(-1)
-            with ct.edit(checkpoint.model, {site: {"do": "zero", "heads": [int(head)]}}):
+            with ct.edit(checkpoint.model, edits):
                 after = checkpoint.model(*tokens)[0, -1].softmax(-1)
         best = int(before.argmax())
         assert after[best] < 0.7 * before[best], example["title"]

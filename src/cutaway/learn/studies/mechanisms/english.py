@@ -12,9 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cutaway.learn.studies.mechanisms.english_prompts import PromptSet, load_model, load_prompts, word_tokens
+from cutaway.learn.studies.mechanisms.english_probe import measure_quotation_probe
+from cutaway.learn.studies.mechanisms.english_prompts import (
+    REPEAT_LEN,
+    PromptSet,
+    load_model,
+    load_prompts,
+    repeated_words,
+)
 from cutaway.learn.studies.representation.stacked_weights import attention_weights
-from cutaway.learn.studies.study import Estimate, estimate, estimate_difference, estimate_share, exact
+from cutaway.learn.studies.study import Estimate, estimate, estimate_share, exact
 from cutaway.lens.edit import EditSpec, edit
 from cutaway.lens.trace import trace
 
@@ -24,8 +31,8 @@ MECHANISMS = ("name-memory", "quotes", "agreement", "pronoun")
 """Mechanisms whose heads are selected by ablation."""
 HALF_TRANSFER = 0.5
 """A patch has an effect if at least this share of the score is transferred."""
-NUM_SEQUENCES, REPEAT_LEN = 32, 24
-"""Sequences of random words, and the number of words that are repeated."""
+NUM_INDUCTION_HEADS = 2
+"""Number of induction heads that are selected on repeated lists of random words."""
 
 Head = tuple[int, int]
 """Layer and index of a head."""
@@ -165,11 +172,10 @@ def measure_mechanism(mechanism: str, device: str) -> dict[str, Estimate]:
         "score": estimate(measurement.by_group(score)),
         "correct": estimate_share((score > 0).float().tolist()),
         "probability": estimate(measurement.by_group(probability)),
-        "head/layer": exact(layer),
-        "head/index": exact(head),
         "attention": estimate(measurement.by_group(weights[head])),
         "attention/other-heads": estimate(measurement.by_group(weights[other_heads].mean(0))),
     }
+    estimates |= exact_heads("head", heads)
     interventions: dict[str, Sequence[Edits]] = {
         "head": [ablate(heads[:1])],
         "head/random-head": ablate_random(heads[:1], device),
@@ -184,6 +190,12 @@ def measure_mechanism(mechanism: str, device: str) -> dict[str, Estimate]:
         estimates[f"decrease/{name}"] = estimate(measurement.by_group(score - edited_score))
         estimates[f"probability/{name}"] = estimate(measurement.by_group(edited_probability))
     return _add_prefix(mechanism, estimates)
+
+
+def exact_heads(name: str, heads: Sequence[Head]) -> dict[str, Estimate]:
+    """Layer and index of heads, by rank."""
+    parts = {f"{name}/{rank}": zip(("layer", "index"), head, strict=True) for rank, head in enumerate(heads)}
+    return {f"{key}/{part}": exact(value) for key, pairs in parts.items() for part, value in pairs}
 
 
 def _add_prefix(mechanism: str, estimates: Mapping[str, Estimate]) -> dict[str, Estimate]:
@@ -275,7 +287,7 @@ def measure_induction(device: str) -> dict[str, Estimate]:
 
     `decrease` is the decrease of the score without the previous-token head, without its attention from the nouns to the
     adjectives, and without the induction heads. `attention` is the attention of the induction heads to the right noun
-    minus that to the other noun. `random-words` is the loss on random words and on their repetition, in nats.
+    minus that to the other noun.
     """
     measurement, (previous_head, heads) = Measurement("induction", device), select_induction_heads(device)
     prompts, (score, probability) = measurement.prompts, measurement.scores()
@@ -295,11 +307,8 @@ def measure_induction(device: str) -> dict[str, Estimate]:
         "score": estimate(measurement.by_group(score)),
         "correct": estimate_share((score > 0).float().tolist()),
         "probability": estimate(measurement.by_group(probability)),
-        "previous-token-head/layer": exact(previous_head[0]),
-        "previous-token-head/index": exact(previous_head[1]),
     }
-    for rank, (layer, head) in enumerate(heads):
-        estimates |= {f"induction-head/{rank}/layer": exact(layer), f"induction-head/{rank}/index": exact(head)}
+    estimates |= exact_heads("previous-token-head", [previous_head]) | exact_heads("induction-head", heads)
     indices = tuple(torch.tensor(heads, device=device).T)
     for name, edits in {"": [None], **interventions}.items():
         if name.startswith("induction-heads"):
@@ -309,21 +318,69 @@ def measure_induction(device: str) -> dict[str, Estimate]:
     for name, edits in interventions.items():
         edited_score, _ = measurement.mean_scores(edits)
         estimates[f"decrease/{name}"] = estimate(measurement.by_group(score - edited_score))
-    return _add_prefix("induction", estimates | _random_word_losses(device))
+    return _add_prefix("induction", estimates)
 
 
 @torch.no_grad()
-def _random_word_losses(device: str) -> dict[str, Estimate]:
-    """Loss on random words, on their repetition, and the difference, over sequences."""
-    generator, words = torch.Generator().manual_seed(0), torch.tensor(word_tokens())
-    first = words[torch.randint(len(words), (NUM_SEQUENCES, REPEAT_LEN), generator=generator)]
-    ids = torch.cat((first, first), 1).to(device)
-    logits = load_model(device).model(ids)
-    losses = F.cross_entropy(logits[:, :-1].mT, ids[:, 1:], reduction="none")
-    halves = {"first": losses[:, : REPEAT_LEN - 1], "repeated": losses[:, REPEAT_LEN:]}
-    means: dict[str, list[float]] = {name: half.mean(1).tolist() for name, half in halves.items()}
-    estimates = {f"random-words/{name}": estimate(values) for name, values in means.items()}
-    return estimates | {"random-words/difference": estimate_difference(means["first"], means["repeated"])}
+def _repeated_word_losses(ids: Tensor, edits: Edits | None = None) -> Tensor:
+    """(B, REPEAT_LEN − 1): loss on the repetition of a list of random words, after its first word."""
+    model = load_model(str(ids.device)).model
+    if edits:
+        with edit(model, edits):
+            return _repeated_word_losses(ids)
+    losses = F.cross_entropy(model(ids)[:, :-1].mT, ids[:, 1:], reduction="none")
+    return losses[:, 1 - REPEAT_LEN :]
+
+
+@torch.no_grad()
+def _repetition_attention(ids: Tensor, edits: Edits | None = None) -> tuple[Tensor, Tensor]:
+    """(layers, heads, B) each: attention to the previous token, and to the token after the previous occurrence."""
+    model = load_model(str(ids.device)).model
+    if edits:
+        with edit(model, edits):
+            return _repetition_attention(ids)
+    with trace(model, "attn.pattern") as t:
+        model(ids)
+    patterns = torch.stack([t[f"blocks.{layer}.attn.pattern"].as_subclass(Tensor) for layer in range(len(t))])
+    previous = patterns.diagonal(-1, -2, -1).mean(-1)
+    distance = ids.shape[1] - REPEAT_LEN - 1  # from a word of the repetition to the word after its first occurrence
+    after_match = patterns.diagonal(-distance, -2, -1)[..., 1:].mean(-1)
+    return previous.transpose(1, 2), after_match.transpose(1, 2)
+
+
+def measure_repetition(device: str) -> dict[str, Estimate]:
+    """Induction on a list of random words that is repeated on a new line, and its cause.
+
+    The previous-token head and the induction heads of later blocks have the largest attention to the previous token,
+    and to the token after the previous occurrence, on other lists. `increase` is that of the loss on the repetition
+    without these heads, in nats, and `attention` that of the induction heads to the token after the previous
+    occurrence. In `loss/same-line` the lists are not separated by a newline, unlike the lists in the training text.
+    """
+    previous, after_match = (each.mean(-1) for each in _repetition_attention(repeated_words(False, device)))
+    (previous_head,) = top_heads(previous, 1)
+    after_match[: previous_head[0] + 1] = -1
+    heads = top_heads(after_match, NUM_INDUCTION_HEADS)
+    ids = repeated_words(True, device)
+    first = _repeated_word_losses(ids[:, :REPEAT_LEN])
+    losses = {"first": first, "repeated": _repeated_word_losses(ids)}
+    losses["same-line"] = _repeated_word_losses(torch.cat((ids[:, :REPEAT_LEN], ids[:, -REPEAT_LEN:]), 1))
+    estimates = {f"loss/{name}": estimate(values.mean(1).tolist()) for name, values in losses.items()}
+    estimates |= exact_heads("previous-token-head", [previous_head]) | exact_heads("induction-head", heads)
+    interventions: dict[str, Sequence[Edits]] = {
+        "previous-token-head": [ablate([previous_head])],
+        "previous-token-head/random-head": ablate_random([previous_head], device),
+        "induction-heads": [ablate(heads)],
+        "induction-heads/random-heads": ablate_random(heads, device),
+    }
+    for name, edits in interventions.items():
+        edited = torch.stack([_repeated_word_losses(ids, change) for change in edits]).mean(0)
+        estimates[f"increase/{name}"] = estimate((edited - losses["repeated"]).mean(1).tolist())
+    indices = tuple(torch.tensor(heads, device=device).T)
+    for name in ("", "previous-token-head", "previous-token-head/random-head"):
+        changes: Sequence[Edits | None] = interventions.get(name, [None])
+        weights = torch.stack([_repetition_attention(ids, change)[1][indices].mean(0) for change in changes]).mean(0)
+        estimates[f"attention/{name}".rstrip("/")] = estimate(weights.tolist())
+    return _add_prefix("repetition", estimates)
 
 
 def measure_specificity(device: str) -> dict[str, Estimate]:
@@ -343,10 +400,12 @@ def measure_specificity(device: str) -> dict[str, Estimate]:
 
 
 PARTS: tuple[Callable[[str], dict[str, Estimate]], ...] = (
+    measure_repetition,
     measure_induction,
     measure_name_memory,
     measure_quotes,
     measure_agreement,
     measure_pronoun,
     measure_specificity,
+    measure_quotation_probe,
 )

@@ -18,6 +18,8 @@ from cutaway.tokenizer import Tokenizer
 
 NUM_SELECTION, NUM_HELD_OUT, MAX_DRAWS = 12, 32, 1000
 """Pairs of prompts, or prompts without a pair, that select heads, and that measure the effect; limit of draws."""
+NUM_LISTS, REPEAT_LEN, MIN_WORD_LEN = 32, 24, 4
+"""Lists of random words, the words of a list, and the minimum number of letters of a word."""
 
 GIRLS = (
     "Lily", "Sue", "Anna", "Jane", "Amy", "Ella", "Lisa", "Bella", "Mia", "Sara", "Lucy", "Mary", "Jill", "Emma",
@@ -178,10 +180,25 @@ def _words(words: Sequence[str]) -> list[str]:
     return [word for word in words if len(get_tokenizer().encode(f" {word}")) == 1]
 
 
-def word_tokens() -> list[int]:
-    """Tokens that are a lower-case word with a leading space."""
+@cache
+def repeated_words(held_out: bool, device: str) -> Tensor:
+    """(B, 2·REPEAT_LEN + 1): lists of random words, each written twice, on two lines.
+
+    The first word of a line has no leading space. All words are one token, and some are the beginning of a longer word.
+    """
     texts = [get_tokenizer().decode([token]) for token in range(get_tokenizer().vocab_size)]
-    return [token for token, text in enumerate(texts) if text[:1] == " " and text[1:].isalpha() and text.islower()]
+    is_word = [text[:1] == " " and text[1:].isalpha() and text.islower() and len(text) > MIN_WORD_LEN for text in texts]
+    words = torch.tensor([token for token, word in enumerate(is_word) if word])
+    stripped = {texts[token].strip() for token in words.tolist()}
+    starts = torch.tensor([token for token, text in enumerate(texts) if text in stripped])
+    generator = torch.Generator().manual_seed(int(held_out))
+    starts, words = (
+        each[torch.randint(len(each), (NUM_LISTS, count), generator=generator)]
+        for each, count in ((starts, 1), (words, REPEAT_LEN - 1))
+    )
+    newline = torch.full((NUM_LISTS, 1), get_tokenizer().encode("\n", add_special_tokens=False)[0])
+    line = torch.cat((starts, words), 1)
+    return torch.cat((line, newline, line), 1).to(device)
 
 
 def _half(items: Sequence[str], held_out: bool) -> list[str]:
