@@ -23,12 +23,12 @@ from cutaway.model.kernels import Softmax
 from cutaway.model.masks import cross_attention_mask, number_tokens, self_attention_mask
 
 CPU = torch.device("cpu")
-PROMPT = "for name in sorted(os."
+PROMPT = "Tom had a red ball. He gave the ball to Anna."
 
 
 def plot_multi_head() -> Figure:
-    """Plot the attention patterns of all eight heads of one block of the pretrained model, on a line of Python."""
-    checkpoint = ct.load("tiny-python", dtype=torch.float32)
+    """Plot the attention patterns of all eight heads of one block of the pretrained model, on two sentences."""
+    checkpoint = ct.load("tiny-english", dtype=torch.float32)
     tokenizer: Any = checkpoint.tokenizer
     tokens = tokenizer.encode(PROMPT)
     with ct.trace(checkpoint.model, "attn.pattern", layers=[2]) as t:

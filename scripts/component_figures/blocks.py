@@ -25,7 +25,7 @@ from cutaway.lens.analysis import gradient_by_depth, resid_norms, update_norm_ra
 from cutaway.model.activations import ACTIVATIONS
 from cutaway.model.norms import build_norm
 
-PROMPT = "for name in sorted(os."
+PROMPT = "The cat sat on the"
 PLACEMENTS = ("pre", "post", "sandwich", "output", "parallel")
 
 
@@ -163,7 +163,7 @@ def plot_norm_placement() -> Figure:
 
 
 def plot_residual_stream() -> Figure:
-    checkpoint = ct.load("tiny-python", dtype=torch.float32)
+    checkpoint = ct.load("tiny-english", dtype=torch.float32)
     norms, added = resid_norms(checkpoint, PROMPT), update_norm_ratios(checkpoint, PROMPT)
     figure, (norm_axis, update_axis) = make_figure(2)
     norm_axis.plot(norms.values.mean(-1), "o-", color=BLUE)
@@ -177,7 +177,7 @@ def plot_residual_stream() -> Figure:
 
 
 def plot_head() -> Figure:
-    checkpoint = ct.load("tiny-python", dtype=torch.float32)
+    checkpoint = ct.load("tiny-english", dtype=torch.float32)
     tokenizer: Any = checkpoint.tokenizer
     with torch.no_grad():
         logits = checkpoint.model(torch.tensor([tokenizer.encode(PROMPT)]))[0, -1]
@@ -185,11 +185,14 @@ def plot_head() -> Figure:
     figure, axes = make_figure(2, sharey=True, height=2.7)
     names = [repr(tokenizer.decode([token])) for token in best.indices.tolist()]
     probs = logits.softmax(-1)[best.indices]
-    for axis, values, unit in ((axes[0], best.values, "logit"), (axes[1], probs, "probability")):
+    for axis, values, unit, digits in ((axes[0], best.values, "logit", 2), (axes[1], probs, "probability", 3)):
         axis.barh(range(8), values.tolist(), color=BLUE if unit == "logit" else ORANGE)
         axis.set_xlabel(unit)
+        axis.locator_params("x", nbins=4)
         for index, value in enumerate(values.tolist()):
-            axis.annotate(f"{value:.2f}", (value, index), (3, 0), textcoords="offset points", va="center", fontsize=8)
+            axis.annotate(
+                f"{value:.{digits}f}", (value, index), (3, 0), textcoords="offset points", va="center", fontsize=8
+            )
         axis.margins(x=0.18)
     axes[0].set_yticks(range(8), names)
     axes[0].invert_yaxis()

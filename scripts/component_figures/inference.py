@@ -15,8 +15,8 @@ from cutaway.generate.speculative.rejection_sampler import expected_tokens
 from cutaway.generate.speculative.speculative_decoder import SpeculativeDecoder
 from cutaway.train import objectives
 
-PROMPT = "for name in sorted(os."
-CERTAIN_PROMPT = "def __init__(self"
+PROMPT = "The cat sat on the"
+CERTAIN_PROMPT = "He drank a glass of"
 LEAST_PROBABILITY = 1e-6
 """Lower end of the axis of the sampling figure."""
 SAMPLING_CASES: tuple[tuple[str, dict[str, Any], str], ...] = (
@@ -56,7 +56,7 @@ def plot_sampling() -> Figure:
 
     On the logarithmic scale, temperature changes the slope, and a filter cuts the curve off and shifts it up.
     """
-    checkpoint = ct.load("tiny-python", dtype=torch.float32)
+    checkpoint = ct.load("tiny-english", dtype=torch.float32)
     tokenizer: Any = checkpoint.tokenizer
     figure, axes = make_figure(2, height=3.9, sharex=True, sharey=True)
     for axis, prompt in zip(axes, (PROMPT, CERTAIN_PROMPT), strict=True):
@@ -66,10 +66,11 @@ def plot_sampling() -> Figure:
         for (name, params, style), color in zip(SAMPLING_CASES, COLORS, strict=False):
             probs = sampling_probabilities(logits, SamplingParams(**params))[order]
             num_left = int((probs > 0).sum())
-            ranks, heights = [*range(1, num_left + 1), num_left], [*probs[:num_left].tolist(), LEAST_PROBABILITY]
-            axis.plot(ranks, heights, style, color=color, label=f"{name}: {num_left:,} left")
+            ranks = sorted({min(round(1.02**n), num_left) for n in range(430)})  # equidistant on the logarithmic axis
+            heights = [*probs[[rank - 1 for rank in ranks]].tolist(), LEAST_PROBABILITY]
+            axis.plot([*ranks, num_left], heights, style, color=color, label=f"{name}: {num_left:,} left")
         axis.set(
-            xscale="log", yscale="log", xlim=(0.9, 3000), ylim=(LEAST_PROBABILITY, 1.5), xlabel="rank of the token"
+            xscale="log", yscale="log", xlim=(0.9, 6000), ylim=(LEAST_PROBABILITY, 1.5), xlabel="rank of the token"
         )
         axis.set_xticks([1, 10, 100, 1000], ["1", "10", "100", "1,000"])
         axis.minorticks_off()
@@ -100,17 +101,17 @@ def plot_speculative_decoding() -> Figure:
             color=color,
             label=f"{num_draft} draft tokens",
         )
-    checkpoint = ct.load("tiny-python", dtype=torch.float32)
+    checkpoint = ct.load("tiny-english", dtype=torch.float32)
     tokenizer: Any = checkpoint.tokenizer
     params = SamplingParams(max_new_tokens=60)
     for text in (
-        "def add(self, other):\n        return self.value + other\n\n    def sub(",
-        "import os\nimport sys\nimport ",
+        "The cat said meow. The dog said woof. The cat said meow. The dog",
+        "Lily has a ball. Lily has a dog. Lily has a",
         PROMPT,
     ):
         prompt = tokenizer.encode(text)
         engine = SpeculativeDecoder(
-            EngineConfig(checkpoint.model, max_num_seqs=1),
+            EngineConfig(checkpoint.model, max_num_seqs=1, eos_token_ids=[tokenizer.eos_token_id]),
             tokenizer=tokenizer,
             draft_model=NgramConfig(),
             num_draft_tokens=4,

@@ -79,6 +79,33 @@ def test_errors_exit_with_code_two(arguments: list[str], message: str) -> None:
     assert "Traceback" not in error
 
 
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(
+    ("arguments", "command"),
+    [
+        (
+            ["generate", "The cat sat on the", "--max-new-tokens", "4"],
+            'cutaway generate tiny-english "The cat sat on the"',
+        ),
+        (["trace", "The cat sat on the"], 'cutaway trace tiny-english "The cat sat on the"'),
+        (["open", "It cost $5"], "cutaway open tiny-english 'It cost $5'"),
+        (["serve", "The cat"], "as in cutaway serve tiny-english"),
+        (["eval", "The cat", "--text", "text.txt"], "as in cutaway eval tiny-english"),
+    ],
+)
+def test_text_in_place_of_the_model_prints_the_command(arguments: list[str], command: str) -> None:
+    error = cutaway(*arguments, code=2)
+    assert f"'{arguments[1]}' does not exist; the first argument is the model" in error
+    assert error.endswith(f"{command}\n")
+
+
+def test_model_path_may_contain_spaces(tmp_path: Path) -> None:
+    path = tmp_path / "my models" / "config.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps({"model_type": "llama"}))
+    assert "first argument" not in cutaway("generate", str(path.parent), "The cat", code=2)
+
+
 def test_help_has_an_example() -> None:
     for verb in ("demo", "presets"):
         assert "Example: cutaway" in cutaway(verb, "--help")

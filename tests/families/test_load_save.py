@@ -39,7 +39,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_load_of_a_preset_says_that_it_has_no_weights(preset: str) -> None:
     with pytest.raises(InputError, match=f"'{preset}' is a preset, which has no weights") as error:
         ct.load(preset)
-    for alternative in (f"ct.build('{preset}')", f"`cutaway open {preset}`", "'tiny-python'", "Hub id ('owner/name')"):
+    for alternative in (f"ct.build('{preset}')", f"`cutaway open {preset}`", "'tiny-english'", "Hub id ('owner/name')"):
         assert alternative in str(error.value)
 
 

@@ -1,5 +1,6 @@
 """Options and arguments that several verbs share, each with its type, flag and help text."""
 
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
@@ -7,8 +8,11 @@ from typing import Annotated, Literal
 import typer
 
 from cutaway.errors import InputError
+from cutaway.pretrained import DEFAULT_MODEL
 
 DType = Literal["float32", "float16", "bfloat16"]
+TEXT_METAVARS = frozenset(["PROMPT", "TEXT"])
+"""Names in the help of the argument that is the input text of a verb."""
 
 
 def argument(
@@ -38,6 +42,28 @@ def option(
     )
 
 
+def source_argument(help_text: str, metavar: str = "SOURCE") -> object:
+    """Return a typer argument for the model, the first argument of a verb."""
+    return typer.Argument(help=help_text, metavar=metavar, callback=check_not_text)
+
+
+def check_not_text(context: typer.Context, source: str | None) -> str | None:
+    """Raise if SOURCE is a text instead of a model: it contains whitespace and is not a path."""
+    if source is None or not any(character.isspace() for character in source.strip()):
+        return source
+    from cutaway.config.serialization import path_satisfies  # imports pydantic
+
+    if path_satisfies(Path(source).expanduser(), Path.exists):
+        return source
+    command = f"cutaway {context.info_name} {DEFAULT_MODEL}"
+    if any(parameter.metavar in TEXT_METAVARS for parameter in context.command.params):
+        quoted = shlex.quote(source) if set(source) & set('"$`\\!') else f'"{source}"'
+        raise InputError(
+            f"'{source}' does not exist; the first argument is the model, and the text follows it: {command} {quoted}"
+        )
+    raise InputError(f"'{source}' does not exist; the first argument is the model, as in {command}")
+
+
 def json_flag(help_text: str) -> object:
     return option(help_text, "--json")
 
@@ -45,8 +71,8 @@ def json_flag(help_text: str) -> object:
 JsonFlag = Annotated[bool, json_flag("Print JSON.")]
 JsonObjectFlag = Annotated[bool, json_flag("Print one JSON object.")]
 ServerJsonFlag = Annotated[bool, json_flag("Print one JSON object when the server is ready.")]
-CheckpointSource = Annotated[str, argument("Model or run directory, .gguf file or hub id.", metavar="SOURCE")]
-ModelSource = Annotated[str, argument("Model or run directory, .gguf file, hub id or preset name.", metavar="SOURCE")]
+CheckpointSource = Annotated[str, source_argument("Model or run directory, .gguf file or hub id.")]
+ModelSource = Annotated[str, source_argument("Model or run directory, .gguf file, hub id or preset name.")]
 Device = Annotated[str | None, option("Device: cpu or cuda; default cuda if available.")]
 WeightDType = Annotated[DType | None, option("Data type of the weights; default as stored.")]
 WEIGHT_BITS_HELP = "Number of bits per weight during decode; 4 requires a GPU."

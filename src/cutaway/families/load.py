@@ -18,7 +18,7 @@ from cutaway.families.quantized import open_quantized
 from cutaway.families.registry import resolve_family
 from cutaway.families.safetensors_reader import TensorReader, check_not_pickle, open_safetensors
 from cutaway.families.weight_loader import LoadOptions, load_model
-from cutaway.pretrained import find_pretrained, list_pretrained
+from cutaway.pretrained import DEFAULT_MODEL, find_pretrained, list_pretrained
 
 if TYPE_CHECKING:
     from cutaway.tokenizer import Tokenizer
@@ -123,7 +123,7 @@ def _check_not_preset(source: str) -> None:
     if source in presets():
         raise InputError(
             f"'{source}' is a preset, which has no weights; for random weights use ct.build('{source}') or `cutaway "
-            f"open {source}`, for the trained model of the package 'tiny-python', and for other weights pass a model "
+            f"open {source}`, for a trained model of the package '{DEFAULT_MODEL}', and for other weights pass a model "
             "directory, a .gguf file or a Hub id ('owner/name')"
         )
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from cutaway.cli.json_output import print_json
-from cutaway.cli.options import Device, DType, JsonObjectFlag, WeightDType, check_output_path, option
+from cutaway.cli.options import Device, DType, JsonObjectFlag, WeightDType, check_output_path, option, source_argument
 from cutaway.errors import InputError
 
 if TYPE_CHECKING:  # torch is imported when it is needed
@@ -29,10 +29,9 @@ Library = Literal["cutaway", "transformers"]
 def check(
     source: Annotated[
         str | None,
-        typer.Argument(
-            metavar="SOURCE",
-            help="Model directory, run directory, .gguf file, hub id or preset name; or module.path:factory, a "
-            "function that returns the model. Only this last form runs Python code.",
+        source_argument(
+            "Model directory, run directory, .gguf file, hub id or preset name; or module.path:factory, a "
+            "function that returns the model. Only this last form runs Python code."
         ),
     ] = None,
     only: Annotated[

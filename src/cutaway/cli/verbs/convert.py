@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import typer
 
 from cutaway.cli.json_output import print_json
-from cutaway.cli.options import JsonFlag, WeightDType, argument, option
+from cutaway.cli.options import JsonFlag, WeightDType, argument, option, source_argument
 from cutaway.errors import InputError
 
 OutputFormat = Literal["hf", "gguf", "cutaway"]
@@ -14,7 +14,7 @@ GGUFQuantization = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1",
 
 
 def convert(
-    source: Annotated[str, argument("Model directory, .gguf file or hub id.", metavar="SRC")],
+    source: Annotated[str, source_argument("Model directory, .gguf file or hub id.", metavar="SRC")],
     out: Annotated[Path | None, argument("Output path; without it, only the report is printed.", metavar="OUT")] = None,
     to: Annotated[OutputFormat, option("Output format.")] = "hf",
     family: Annotated[

@@ -42,7 +42,7 @@ _beam_search, _engine, _output = _panel("Beam search"), _panel("Engine"), _panel
 
 
 def generate(
-    source: Annotated[str, opt.argument("Model directory, .gguf file or hub id.", metavar="SOURCE")] = DEFAULT_MODEL,
+    source: Annotated[str, opt.source_argument("Model directory, .gguf file or hub id.")] = DEFAULT_MODEL,
     prompts: Annotated[
         list[str] | None, opt.argument("Prompts; - reads standard input.", metavar="PROMPT", show_default=False)
     ] = None,
