@@ -129,20 +129,20 @@ claim(
 )
 
 # %% [markdown]
-# The next cell repeats this count for a real model with PyTorch's FLOP counter. `tiny-python` has a tied embedding of
-# 2,048 × 256, which is counted once as a parameter and once in a matrix product (the head; a lookup has no FLOPs), and
+# The next cell repeats this count for a real model with PyTorch's FLOP counter. `tiny-english` has a tied embedding of
+# 4,096 × 256, which is counted once as a parameter and once in a matrix product (the head; a lookup has no FLOPs), and
 # norms, which are not matrix products. $N$ is the number of all parameters. The quadratic term is $4\,T\,d$ per layer
 # and token over *all* pairs, because PyTorch counts masked pairs too.
 
 # %%
-model = ct.load("tiny-python", dtype=torch.float32).model
+model = ct.load("tiny-english", dtype=torch.float32).model
 model.use_kernel("explicit")  # PyTorch's counter does not count its fused attention kernel on CPUs
 N, layers, d = sum(param.numel() for param in model.parameters()), 6, 256
 
 
 def count_flops(length, *, backward):
     """Count the FLOPs of a forward pass, or of a forward and backward pass, over `length` tokens."""
-    tokens = torch.randint(2048, (1, length), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(4096, (1, length), generator=torch.Generator().manual_seed(0))
     with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(backward):
         logits = model(tokens)
         if backward:

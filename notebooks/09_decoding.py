@@ -24,9 +24,9 @@ from cutaway.learn import claim
 from cutaway.lens import analysis
 
 BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
-checkpoint = ct.load("tiny-python", dtype=torch.float32)
+checkpoint = ct.load("tiny-english", dtype=torch.float32)
 model, tokenizer = checkpoint.model, checkpoint.tokenizer
-text = "class Reader:\n    def __init__(self, path):\n        self."
+text = "Mom and Lily were in the kitchen. It was late, and the cat sat on the"
 tokens = torch.tensor([tokenizer.encode(text)])  # (1, T)
 
 # %% [markdown]
@@ -63,7 +63,7 @@ class KeyCounter:
 @torch.no_grad()
 def decode_greedily(n, cache=None):
     """Decode n tokens from a prompt of one token."""
-    sequence = torch.tensor([[tokenizer.encode("import")[0]]])
+    sequence = torch.tensor([[tokenizer.encode("Once")[0]]])
     for _ in range(n):
         inputs = sequence if cache is None else sequence[:, -1:]
         sequence = torch.cat((sequence, model(inputs, cache=cache)[:, -1:].argmax(-1)), 1)
@@ -252,7 +252,12 @@ claim(
 # 16 in one batch at least 17 passes are needed; prefill in several groups adds a few.
 
 # %%
-prompts = ["import os\n\ndef ", "class Queue:\n    def ", "try:\n    value = ", "# Copyright"]
+prompts = [
+    "Once upon a time, there was a",
+    "Lily and Ben went to the park. They",
+    "One day, Tom found a big box. He",
+    "The dog was sad because",
+]
 
 
 def count_forward_passes(max_num_seqs):
@@ -311,12 +316,12 @@ figure.tight_layout()
 # ## Temperature
 #
 # With temperature $T$, the probability of a token with logit $x_i$ is $p_i \propto e^{x_i/T}$. As $T \to 0$ the entropy
-# goes to 0; as $T \to \infty$ it goes to $\log_2 V = 11$ bits at $V = 2048$. Its derivative follows from
+# goes to 0; as $T \to \infty$ it goes to $\log_2 V = 12$ bits at $V = 4096$. Its derivative follows from
 # $H = \ln Z - \langle x \rangle / T$ with $Z = \sum e^{x/T}$:
 #
 # $$\frac{dH}{dT} = \frac{\operatorname{Var}_p(x)}{T^3} \ge 0.$$
 #
-# The logits are those after `self.`, and the distributions are computed by the library's sampler.
+# The logits are those after "the cat sat on the", and the distributions are computed by the library's sampler.
 
 # %%
 logits = exact[0, -1]  # (V,)
@@ -329,6 +334,10 @@ def sampling_probs(**params):
     return logits_to_probs(logits[None], sampler.first_rows(1), sampler.features(1))[0]
 
 
+for temperature in (0.5, 1.0, 2.0):
+    top_probs, top_ids = sampling_probs(temperature=temperature).topk(5)
+    shown = [f"{tokenizer.decode([int(token)])} {prob:.3f}" for prob, token in zip(top_probs, top_ids, strict=True)]
+    print(f"temperature {temperature}:", *shown)
 p = sampling_probs()
 mean_logit = (p * logits).sum()
 variance = float((p * (logits - mean_logit) ** 2).sum())
@@ -336,7 +345,7 @@ entropy_difference = entropy(sampling_probs(temperature=1.05)) - entropy(samplin
 derivative = entropy_difference / 0.1 * math.log(2)  # in nats
 print(claim("derivative of the entropy at temperature 1", derivative, predicted=variance, rtol=0.02, id="C209"))
 claim(
-    "entropy at temperature 100, bits", entropy(sampling_probs(temperature=100.0)), predicted=11, rtol=0.01, id="C209"
+    "entropy at temperature 100, bits", entropy(sampling_probs(temperature=100.0)), predicted=12, rtol=0.01, id="C209"
 )
 
 # %% [markdown]
@@ -367,15 +376,15 @@ claim("largest entropy with top_k = 16 at any temperature, bits", max(bits["top_
 figure, axes = plt.subplots(figsize=(6, 3.2))
 for (name, values), color in zip(bits.items(), ["0.3", BLUE, GREEN, ORANGE], strict=True):
     axes.plot(temperatures, values, "o-", ms=4, color=color, label=name)
-axes.axhline(11, color="0.7", lw=0.8, ls=":")
-axes.text(0.25, 11.1, "log₂ V", va="bottom", color="0.4")
+axes.axhline(12, color="0.7", lw=0.8, ls=":")
+axes.text(0.25, 12.1, "log₂ V", va="bottom", color="0.4")
 axes.axhline(4, color=BLUE, lw=0.8, ls=":")
 axes.text(5, 4.1, "log₂ 16", ha="right", va="bottom", color=BLUE)
 axes.set(
     xlabel="temperature",
     ylabel="entropy of the next token, bits",
-    title="Entropy by temperature and truncation, after “self.”",
-    ylim=(0, 12.5),
+    title="Entropy of the token after “the cat sat on the”",
+    ylim=(0, 13.5),
 )
 axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
 figure.tight_layout()
@@ -496,7 +505,7 @@ claim("simulation: total variation distance from p", total_variation, predicted=
 # a sequence is truncated; so the tolerance is 20 %.
 
 # %%
-draft_model = ct.load("tiny-python", dtype=torch.float32).model
+draft_model = ct.load("tiny-english", dtype=torch.float32).model
 generator = torch.Generator().manual_seed(0)
 with torch.no_grad():
     for weight in draft_model.parameters():
@@ -537,10 +546,10 @@ figure.tight_layout()
 #
 # - Count key-value pairs for a prompt of 100 tokens and 40 decoded tokens. Without a cache each pass includes the
 #   prompt: $40 \cdot 100 + 39 \cdot 40 / 2$. With a cache: the prompt once and one pair per step.
-# - Generate a class with temperature 1.5 and `min_p=0.1`, then with temperature 1.5 alone. Compare the entropies in the
+# - Generate a story with temperature 1.5 and `min_p=0.1`, then with temperature 1.5 alone. Compare the entropies in the
 #   figure first.
 # - Use 8 draft tokens instead of 4. Compute the expected tokens per pass at this $\alpha$ before running it.
 #
-# Exercise: `cutaway learn start 8` (memory of a KV cache). `cutaway bench decode tiny-python` compares decode steps
-# with this machine's limits, and the *Generate* screen of the web page (`cutaway open tiny-python`) shows the
+# Exercise: `cutaway learn start 8` (memory of a KV cache). `cutaway bench decode tiny-english` compares decode steps
+# with this machine's limits, and the *Generate* screen of the web page (`cutaway open tiny-english`) shows the
 # probabilities of each token.

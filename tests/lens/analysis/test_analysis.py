@@ -191,11 +191,11 @@ def test_first_token_head_scores_1() -> None:
 
 def test_pretrained_model_has_induction_heads() -> None:
     """Some heads have an induction score many times the median."""
-    scores = head_scores(ct.load("tiny-python", dtype=torch.float32))
+    scores = head_scores(ct.load("tiny-english", dtype=torch.float32))
     induction = scores.select(head_type="induction")
     (head, score), *_ = induction.top(1)
-    assert head == ("4", "5")
-    assert score > 0.15 > 5 * float(induction.values.median())
+    assert head == ("3", "3")
+    assert score > 0.4 > 5 * float(induction.values.median())
     assert scores.select(head_type="previous_token").top(1)[0][0] == ("2", "7")
 
 
