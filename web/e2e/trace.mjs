@@ -109,6 +109,16 @@ export async function run(page, url, facts) {
   await page.keyboard.press("Tab");
   assert.equal(await page.evaluate(() => document.activeElement?.closest("header") !== null), true);
 
+  // What the prediction depends on is measured: the token, the sublayers and the heads.
+  await page.goto(`${url}#/trace?text=${encodeURIComponent("The birds in the park")}`);
+  await page.getByText("It depends most on “·birds” (token 1): without attention to this token, the prediction is “·was”").waitFor();
+  await page.getByText(/of 12 sublayers (is|are) necessary on this text/).waitFor();
+  const components = page.getByRole("table", { name: "Effect of each component" });
+  assert.equal(await components.getByRole("row").count(), 1 + 1 + 12); // header, embedding, sublayers
+  await page.getByText("Heads with the largest effect").waitFor();
+  await page.getByRole("button", { name: /^head \d of the attention of block \d$/ }).first().click();
+  await page.getByText("Attention patterns of all heads").waitFor();
+
   // An example of a pretrained model sets the text, the edits and the screen, and says what the edit shows.
   await page.getByRole("button", { name: facts.example.title, exact: true }).click();
   await page.getByText(facts.example.about).waitFor();

@@ -233,7 +233,7 @@ def test_teacher_must_be_a_decoder() -> None:
 def test_tiny_english_distills() -> None:
     recipe = load_recipe("tiny-english")
     assert recipe.objective.kind == "distillation"
-    assert [source.distill for source in recipe.data.sources] == [True, False, False]
+    assert [source.distill for source in recipe.data.sources] == [True, False, False, False]
 
 
 def test_tensor_parallel_is_an_error() -> None:
