@@ -3,6 +3,7 @@
 from cutaway.lens.analysis.ablation import ablation, head_ablation
 from cutaway.lens.analysis.activation_checkpointing import activation_checkpointing_cost
 from cutaway.lens.analysis.attention_heads import attention_entropy, head_scores
+from cutaway.lens.analysis.attention_knockout import attention_knockout
 from cutaway.lens.analysis.attribution import direct_logit_attribution
 from cutaway.lens.analysis.component_effects import component_effects, pair_ablation
 from cutaway.lens.analysis.gradients import gradient_by_depth, gradient_by_placement
@@ -20,6 +21,7 @@ __all__ = [
     "activation_checkpointing_cost",
     "activation_patching",
     "attention_entropy",
+    "attention_knockout",
     "cached_decoding_error",
     "component_effects",
     "direct_logit_attribution",

@@ -160,6 +160,17 @@ def pair_ablation(
     return LabeledTensor(title, values, ("component", "other", "metric"), labels, note=experiment.note)
 
 
+def ablated_logits(
+    inputs: AnalysisInputs, position: int, ablation: AblationMethod = "zero", *, by_head: bool = False
+) -> dict[str, Tensor]:
+    """Logits at `position`, (V,), without each attention and FFN sublayer (or head) in turn, by component."""
+    experiment = _Experiment(inputs, None, None, None, position, by_head=by_head)
+    replacements = experiment.ablation_values(ablation, None)
+    targets = [_Target((component,)) for component in experiment.components]
+    logits = experiment.run(inputs, targets, replacements, False, "ablating")
+    return {component.name: row for component, row in zip(experiment.components, logits, strict=True)}
+
+
 class _Experiment:
     """Clean and corrupted inputs of a model, the components, the answer and the token it is compared with."""
 
@@ -256,7 +267,7 @@ class _Experiment:
         self, targets: Sequence[_Target], replacements: Mapping[str, Tensor], progress: bool
     ) -> list[Tensor]:
         """Return the changes of logit difference and probability, and whether the top-1 token changes, (targets,)."""
-        logits = self._run(self.clean, targets, replacements, progress, "ablating")
+        logits = self.run(self.clean, targets, replacements, progress, "ablating")
         difference = self.logit_difference(logits) - self.logit_difference(self.logits)
         probability = logits.softmax(-1)[:, self.answer] - self.logits.softmax(-1)[self.answer]
         return [difference, probability, (logits.argmax(-1) != self.answer).to(difference)]
@@ -274,12 +285,12 @@ class _Experiment:
         """Return the recovered fraction of the logit difference and whether the answer becomes top-1, (targets,)."""
         assert self.corrupted is not None
         assert self.corrupted_logits is not None
-        logits = self._run(self.corrupted, targets, self.record(self.clean), progress, "patching")
+        logits = self.run(self.corrupted, targets, self.record(self.clean), progress, "patching")
         start = self.logit_difference(self.corrupted_logits)
         recovered = (self.logit_difference(logits) - start) / (self.logit_difference(self.logits) - start)
         return [recovered, (logits.argmax(-1) == self.answer).to(recovered)]
 
-    def _run(
+    def run(
         self,
         inputs: AnalysisInputs,
         targets: Sequence[_Target],

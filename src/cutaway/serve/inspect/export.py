@@ -71,6 +71,7 @@ def _list_export_queries(inspector: Inspector) -> Iterator[tuple[str, dict[str, 
     tokens = list(range(len(model_input["tokens"])))[::-1]
     yield "residual_norms", {"input": model_input}
     yield "consistency_check", {"input": model_input}
+    yield "interventions", {"input": model_input, "position": tokens[0]}
     yield from (("attention_layers", {}), ("head_types", {}), ("lessons", {}))
     positions = [(position, last_source_position) for position in tokens]
     positions += [(tokens[0], position) for position in range(last_source_position)]

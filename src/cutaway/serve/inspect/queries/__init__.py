@@ -9,6 +9,7 @@ from cutaway.serve.inspect.queries.consistency_check import ConsistencyCheck
 from cutaway.serve.inspect.queries.edit_effect import EditEffect
 from cutaway.serve.inspect.queries.generation import FillMask, Generate
 from cutaway.serve.inspect.queries.gradient_norms import GradientsByDepth, GradientsByPlacement
+from cutaway.serve.inspect.queries.interventions import Interventions
 from cutaway.serve.inspect.queries.lessons import ExerciseProgress, Lessons
 from cutaway.serve.inspect.queries.logit_attribution import LogitAttribution
 from cutaway.serve.inspect.queries.model_info import ModelInfo, Tokenize
@@ -38,6 +39,7 @@ QUERIES: dict[str, "type[Query]"] = {
     "attention_by_layer": attention.AttentionByLayer,
     "consistency_check": ConsistencyCheck,
     "edit_effect": EditEffect,
+    "interventions": Interventions,
     "ablation_results": AblationResults,
     "gradients_by_placement": GradientsByPlacement,
     "gradients_by_depth": GradientsByDepth,

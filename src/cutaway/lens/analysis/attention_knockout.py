@@ -1,0 +1,103 @@
+"""Attention knockout: effect of the attention from one position to each token on the prediction at that position.
+
+The attention weights from the position to one token are set to zero in all blocks and heads, and the other weights of
+the position are scaled so that their sum stays the same (Geva et al. 2023, arXiv:2304.14767). The position itself and
+the information that other positions have already taken from the token are not affected.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from cutaway.errors import InputError
+from cutaway.lens.adapters import ModelLike, sites
+from cutaway.lens.analysis.inputs import AnalysisInputs, TextOrTokens, TokenOrId, prepare_inputs, upcast_float32
+from cutaway.lens.analysis.patching import track_progress
+from cutaway.lens.edit import TensorFn, edit
+from cutaway.lens.labeled_tensor import LabeledTensor
+
+KNOCKOUT_METRICS = ("log probability", "probability", "top-1 changes")
+_BATCH_SIZE = 32
+"""Number of knockouts per forward pass. Each batch row has one knockout."""
+
+
+def attention_knockout(
+    model: ModelLike,
+    tokens: TextOrTokens,
+    answer_token: TokenOrId | None = None,
+    *,
+    position: int = -1,
+    source: TextOrTokens | None = None,
+    to_source: bool = False,
+    progress: bool = True,
+) -> LabeledTensor:
+    """Effect of the attention from `position` to each token on the probability of the answer: token × metric.
+
+    - `log probability`: change of the log-probability of the answer, in nats.
+    - `probability`: probability of the answer without the attention to the token.
+    - `top-1 changes`: 1 if the top-1 token is another one without the attention to the token, else 0.
+
+    The default `answer_token` is the top-1 token at `position`. For an encoder-decoder, `to_source` knocks out the
+    cross-attention to each token of `source` instead. Tokens that are masked at `position` have no effect.
+    """
+    inputs = prepare_inputs(model, tokens, source)
+    inputs.require_head()
+    if to_source and inputs.source is None:
+        raise InputError("to_source is set, but the model has no cross-attention; leave to_source out")
+    position = inputs.resolve_position(position)
+    clean = inputs.logits()[position]
+    answer = int(clean.argmax()) if answer_token is None else inputs.resolve_token(answer_token, "answer_token")
+    logits = knocked_out_logits(inputs, position, to_source=to_source, progress=progress)
+    log_probs = logits.log_softmax(-1)[:, answer]
+    values = torch.stack(
+        (
+            log_probs - clean.log_softmax(-1)[answer],
+            log_probs.exp(),
+            (logits.argmax(-1) != clean.argmax()).to(log_probs),
+        ),
+        -1,
+    )
+    answer_text, *_ = inputs.decode_tokens([answer])
+    keys = inputs.source if to_source else inputs.tokens
+    assert keys is not None
+    labels = inputs.decode_tokens(keys[0].tolist())
+    title = f"attention knockout: effect on '{answer_text}' at position {position}"
+    note = f"the probability is {float(clean.softmax(-1)[answer]):.3f} without a knockout"
+    return LabeledTensor(title, values, ("token", "metric"), (labels, KNOCKOUT_METRICS), note=note)
+
+
+def knocked_out_logits(inputs: AnalysisInputs, position: int, *, to_source: bool, progress: bool) -> Tensor:
+    """(tokens, V): logits at the position, without the attention from it to each token in turn."""
+    sublayer, keys = ("cross", inputs.source) if to_source else ("attn", inputs.tokens)
+    assert keys is not None
+    names = [name for name in sites(inputs.model) if _is_pattern(name, inputs.site_prefix, sublayer)]
+    logits = []
+    for start in track_progress(list(range(0, keys.shape[1], _BATCH_SIZE)), progress, "knocking out attention"):
+        batch = list(range(start, min(start + _BATCH_SIZE, keys.shape[1])))
+        expanded = replace(
+            inputs,
+            tokens=inputs.tokens.expand(len(batch), -1),
+            source=None if inputs.source is None else inputs.source.expand(len(batch), -1),
+        )
+        with inputs.eval_mode(), edit(inputs.model, dict.fromkeys(names, _remove_weights(position, batch))):
+            logits.append(upcast_float32(expanded.run()[:, position]))
+    return torch.cat(logits)
+
+
+def _is_pattern(name: str, prefix: str, sublayer: str) -> bool:
+    return name.startswith(f"{prefix}blocks.") and name.endswith(f".{sublayer}.pattern")
+
+
+def _remove_weights(position: int, keys: list[int]) -> TensorFn:
+    """Return an edit that, in batch row r, moves the weights of the position on key `keys[r]` to its other keys."""
+
+    def remove(pattern: Tensor) -> Tensor:  # (B, H, T, S)
+        rows = torch.arange(len(keys), device=pattern.device)
+        weights = pattern[:, :, position].clone()  # (B, H, S)
+        total = weights.sum(-1, keepdim=True)
+        weights[rows, :, torch.tensor(keys, device=pattern.device)] = 0
+        pattern[:, :, position] = weights * (total / weights.sum(-1, keepdim=True).clamp(min=1e-9))
+        return pattern
+
+    return remove

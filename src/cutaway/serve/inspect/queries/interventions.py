@@ -1,0 +1,91 @@
+"""Query: effect of interventions on a prediction, i.e. attention knockout by token and ablation by component."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from cutaway.errors import InputError
+from cutaway.lens.analysis.attention_knockout import knocked_out_logits
+from cutaway.lens.analysis.component_effects import AblationMethod, ablated_logits
+from cutaway.lens.analysis.inputs import AnalysisInputs
+from cutaway.serve.inspect.inspector import check_position
+from cutaway.serve.inspect.queries.base import InputQuery, Inspector, QueryJob, QueryResult, TokenIndex
+
+MIN_MEAN_TOKENS = 4
+"""Minimum number of tokens for mean ablation, which replaces an output by its mean over the tokens of the text."""
+MAX_HEADS_FLOPS = 2e11
+"""The heads are ablated one by one only if this takes at most this number of FLOPs, unless the query asks for it."""
+
+Effect = dict[str, object]
+
+
+class Interventions(InputQuery):
+    """Probability of the predicted token, and the top-1 token, after each intervention.
+
+    `tokens`: without the attention from the position to one token, in all blocks; for an encoder-decoder also to one
+    token of the source. `sublayers`: without one attention or FFN sublayer, by zero ablation and by mean ablation.
+    `heads`: without one head, by zero ablation. Partial results are sent after each of these steps.
+    """
+
+    position: TokenIndex
+    heads: bool = False
+    """Ablate the heads in any case. By default they are ablated if this is fast."""
+
+    def run(self, inspector: Inspector, job: QueryJob) -> QueryResult:
+        check_position(self.position, self.input.tokens)
+        if self.input.edits:
+            raise InputError("interventions are measured on the unedited model; remove the edits")
+        if inspector.head is None:
+            raise InputError("this model has no LM head, so it predicts no token; inspect its activations instead")
+        tokens, source = inspector.to_tensors(self.input)
+        inputs = AnalysisInputs(inspector.model, inspector.tokenizer.tokenizer, tokens, source)
+        with inspector.edited_model(self.input):
+            clean = inputs.logits()[self.position]
+        answer = int(clean.argmax())
+        data: dict[str, object] = {
+            "token": answer,
+            "text": inspector.tokenizer.decode_token(answer),
+            "probability": float(clean.softmax(-1)[answer]),
+            "in_text": [index for index, token in enumerate(self.input.tokens) if token == answer],
+        }
+
+        def effects(logits: Tensor) -> list[Effect]:
+            probabilities, tops = logits.softmax(-1)[:, answer].tolist(), logits.argmax(-1).tolist()
+            return [
+                {"probability": probability, "top": top, "top_text": inspector.tokenizer.decode_token(top)}
+                for probability, top in zip(probabilities, tops, strict=True)
+            ]
+
+        def by_component(ablation: AblationMethod, *, by_head: bool = False) -> dict[str, Effect]:
+            logits: Mapping[str, Tensor] = ablated_logits(inputs, self.position, ablation, by_head=by_head)
+            return dict(zip(logits, effects(torch.stack([*logits.values()])), strict=True))
+
+        job.report_progress(0, 4, "attention knockout")
+        with inspector.edited_model(self.input):
+            data["tokens"] = effects(knocked_out_logits(inputs, self.position, to_source=False, progress=False))
+            if source is not None:
+                data["source_tokens"] = effects(
+                    knocked_out_logits(inputs, self.position, to_source=True, progress=False)
+                )
+        job.send_partial(QueryResult(data))
+        job.report_progress(1, 4, "zero ablation")
+        with inspector.edited_model(self.input):
+            data["zero"] = by_component("zero")
+        job.send_partial(QueryResult(data))
+        job.report_progress(2, 4, "mean ablation")
+        if len(self.input.tokens) >= MIN_MEAN_TOKENS:
+            with inspector.edited_model(self.input):
+                data["mean"] = by_component("mean")
+        if self.heads or self._heads_flops(inspector) <= MAX_HEADS_FLOPS:
+            job.send_partial(QueryResult(data))
+            job.report_progress(3, 4, "ablation of heads")
+            with inspector.edited_model(self.input):
+                data["heads"] = by_component("zero", by_head=True)
+        return QueryResult(data)
+
+    def _heads_flops(self, inspector: Inspector) -> float:
+        """FLOPs of one forward pass for each head, by the rule 2·parameters·tokens."""
+        num_heads = sum(site.num_heads or 0 for name, site in inspector.sites.items() if name.endswith(".z"))
+        num_parameters = sum(parameter.numel() for parameter in inspector.model.parameters())
+        return 2.0 * num_parameters * len(self.input.tokens) * num_heads

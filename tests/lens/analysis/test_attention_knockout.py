@@ -1,0 +1,52 @@
+"""Attention knockout: equal to masking the token for one query, and without effect on tokens that are masked anyway."""
+
+import pytest
+import torch
+from support.config_strategies import build_randomized_model, random_tokens
+
+import cutaway as ct
+from cutaway.errors import InputError
+from cutaway.lens.analysis import attention_knockout
+from cutaway.lens.analysis.attention_knockout import knocked_out_logits
+from cutaway.lens.analysis.inputs import prepare_inputs
+
+
+@pytest.mark.parametrize("preset", ["tiny-gpt", "tiny-llama", "tiny-bert"])
+@torch.no_grad()
+def test_knockout_equals_a_score_of_minus_infinity(preset: str) -> None:
+    """Zero weights with renormalization equal a mask of one query and key before the softmax, in all blocks."""
+    config = ct.config(preset)
+    model, tokens, position = build_randomized_model(config, torch.float64), random_tokens(config, 1, 7, 0), 4
+    logits = knocked_out_logits(prepare_inputs(model, tokens, None), position, to_source=False, progress=False)
+    for key in range(7):
+
+        def mask(scores: torch.Tensor, key: int = key) -> torch.Tensor:
+            scores[:, :, position, key] = -torch.inf
+            return scores
+
+        with ct.edit(model, {"blocks.*.attn.scores": mask}):
+            expected = model(tokens)[0, position]
+        assert (logits[key] - expected).abs().max() < 1e-5
+        is_masked_anyway = config.form == "decoder" and key > position
+        assert ((expected - model(tokens)[0, position]).abs().max() < 1e-5) == is_masked_anyway
+
+
+def test_name_is_copied_from_its_first_occurrence() -> None:
+    """In tiny-english, the second name of a story depends on the attention to its first occurrence."""
+    story = "Once upon a time, there was a girl named Sue. She had a friend named Ben. One day, Sue and"
+    result = attention_knockout(ct.load("tiny-english", dtype=torch.float32), story, " Ben", progress=False)
+    effect = result.select(metric="log probability")
+    (token, change), *_ = sorted(zip(result.labels[0], effect.values.tolist(), strict=True), key=lambda row: row[1])
+    assert "Ben" in token
+    assert change < -2
+    assert float(result.select(metric="top-1 changes").values[result.labels[0].index(token)]) == 1
+
+
+def test_cross_attention_knockout_of_the_month_changes_the_month() -> None:
+    checkpoint = ct.load("tiny-dates", dtype=torch.float32)
+    target = [checkpoint.tokenizer.bos_token_id, *checkpoint.tokenizer.encode("1832-", add_special_tokens=False)]
+    result = attention_knockout(checkpoint, target, source="12 Nisan 1832", to_source=True, progress=False)
+    changes = dict(zip(result.labels[0], result.select(metric="log probability").values.tolist(), strict=True))
+    assert "Nisan" in min(changes, key=lambda token: changes[token])
+    with pytest.raises(InputError, match="to_source is set, but the model has no cross-attention"):
+        attention_knockout(ct.load("tiny-english"), "The cat", to_source=True)

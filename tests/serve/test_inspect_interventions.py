@@ -1,0 +1,65 @@
+"""The interventions query: each reported effect equals a forward pass of the edited model."""
+
+import pytest
+import torch
+
+import cutaway as ct
+from cutaway.errors import InputError
+from cutaway.serve.inspect.inspector import Inspector, build_inspector
+from cutaway.serve.inspect.model_input import ModelInput, TokenizerAdapter
+from cutaway.serve.inspect.protocol import QueryJob
+from cutaway.serve.inspect.queries.interventions import Interventions
+
+pytestmark = pytest.mark.unchecked
+
+
+@torch.no_grad()
+def test_effects_equal_forward_passes_of_the_edited_model() -> None:
+    inspector = build_inspector(ct.load("tiny-english", dtype=torch.float32), name="tiny-english")
+    tokens = inspector.tokenizer.encode("The birds in the park")
+    data = Interventions(input=ModelInput(tokens=tuple(tokens)), position=4).run(inspector, QueryJob()).data
+    assert data["text"] == " were"
+    model, ids, answer = inspector.model, torch.tensor([tokens]), data["token"]
+    for name, site in (("3.attn", "blocks.3.attn.out"), ("5.ffn", "blocks.5.ffn.out")):
+        for method in ("zero", "mean"):
+            with ct.edit(model, {site: method}):
+                probabilities = model(ids)[0, -1].softmax(-1)
+            effect = data[method][name]
+            assert effect["probability"] == pytest.approx(float(probabilities[answer]), abs=1e-5)
+            assert effect["top"] == int(probabilities.argmax())
+    with ct.edit(model, {"blocks.5.attn.z": {"do": "zero", "heads": [0]}}):
+        probabilities = model(ids)[0, -1].softmax(-1)
+    assert data["heads"]["5.attn.0"]["probability"] == pytest.approx(float(probabilities[answer]), abs=1e-5)
+    by_token = [effect["probability"] for effect in data["tokens"]]
+    assert min(range(5), key=by_token.__getitem__) == 1  # birds
+    assert data["tokens"][1]["top_text"] == " was"
+
+
+def test_source_of_an_encoder_decoder_and_copied_tokens() -> None:
+    inspector = build_inspector(ct.load("tiny-dates", dtype=torch.float32), name="tiny-dates")
+    source, target = inspector.tokenizer.encode_source("12 Nisan 1832"), inspector.tokenizer.encode("1832-")
+    model_input = ModelInput(tokens=tuple(target), source=tuple(source))
+    data = Interventions(input=model_input, position=len(target) - 1).run(inspector, QueryJob()).data
+    texts = [inspector.tokenizer.decode_token(token) for token in source]
+    effects = [effect["probability"] for effect in data["source_tokens"]]
+    assert "Nisan" in texts[min(range(len(effects)), key=effects.__getitem__)]
+    assert "4.attn" not in data["zero"] or data["zero"]["0.cross"]
+
+
+@pytest.mark.parametrize("preset", ["tiny-gpt", "tiny-bert", "tiny-t5", "tiny-moe", "tiny-mla", "tiny-gemma"])
+def test_all_forms(preset: str) -> None:
+    model = ct.build(preset, seed=0)
+    adapter = TokenizerAdapter(model.config.vocab_size, decoder_start_token_id=0 if len(model.stacks) > 1 else None)
+    inspector = Inspector(model, adapter, name=preset)
+    model_input = ModelInput(tokens=(3, 1, 4, 1, 5), source=(2, 7) if len(model.stacks) > 1 else None)
+    data = Interventions(input=model_input, position=2).run(inspector, QueryJob()).data
+    assert len(data["tokens"]) == 5
+    assert set(data["zero"]) == set(data["mean"])
+    assert len(data["heads"]) >= len(data["zero"])
+
+
+def test_edits_are_rejected() -> None:
+    inspector = build_inspector(ct.build("tiny-gpt", seed=0))
+    query = Interventions(input=ModelInput(tokens=(1, 2), edits={"blocks.0": "skip"}), position=0)
+    with pytest.raises(InputError, match="remove the edits"):
+        query.run(inspector, QueryJob())
