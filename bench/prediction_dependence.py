@@ -1,0 +1,98 @@
+"""Whether what the page says about a prediction holds: repeat each named intervention with `ct.edit`.
+
+    python bench/prediction_dependence.py [--num-texts 200] [--json FILE]
+
+For texts of two models, the query `interventions` names the token with the largest effect and the necessary sublayers.
+Each is removed again by other means: the token by attention scores of −∞, a sublayer by an edit of its output. A
+statement holds if its effect, on the probability or on the top-1 token, is at least half of the stated one.
+"""
+
+import argparse
+import json
+import math
+import random
+import sysconfig
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import cutaway as ct
+from cutaway.families.checkpoint import Checkpoint
+from cutaway.serve.inspect.inspector import build_inspector
+from cutaway.serve.inspect.model_input import ModelInput
+from cutaway.serve.inspect.protocol import QueryJob
+from cutaway.serve.inspect.queries.interventions import Interventions
+
+OPENINGS = ("Once upon a time", "One day,", "Tom and Lily", "The little dog", '"Mom,')
+MIN_EFFECT = 0.1
+"""Smallest change of the log-probability for which the page names a token, in nats."""
+
+
+def sample_texts(name: str, checkpoint: Checkpoint, count: int) -> list[str]:
+    """Story beginnings of the model itself, or beginnings of modules of the standard library."""
+    rng = random.Random(0)
+    if name == "tiny-english":
+        prompts = [rng.choice(OPENINGS) for _ in range(count)]
+        outputs = ct.generate(checkpoint, prompts, max_new_tokens=48, temperature=1.0, seed=0)
+        texts = [f"{prompt}{output.text}" for prompt, output in zip(prompts, outputs, strict=True)]
+    else:
+        paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+        texts = [path.read_text(encoding="utf-8")[2000:2300] for path in rng.choices(paths, k=count)]
+    return [text[: rng.randint(20, 200)] for text in texts if len(text) > 20]
+
+
+@torch.no_grad()
+def check_text(checkpoint: Checkpoint, text: str) -> list[tuple[str, bool]]:
+    """Each statement about the text, with whether its effect was measured again."""
+    inspector = build_inspector(checkpoint)
+    tokens = inspector.tokenizer.encode(text)
+    position = len(tokens) - 1
+    data = Interventions(input=ModelInput(tokens=tuple(tokens)), position=position).run(inspector, QueryJob()).data
+    model, ids, answer, clean = checkpoint.model, torch.tensor([tokens]), int(data["token"]), float(data["probability"])
+    statements = []
+
+    def holds(edits: dict[str, object], effect: dict[str, object]) -> bool:
+        with ct.edit(model, edits):
+            logits = model(ids)[0, -1]
+        measured = math.log(max(float(logits.softmax(-1)[answer]), 1e-12) / clean)
+        stated = math.log(max(float(effect["probability"]), 1e-12) / clean)
+        return (int(logits.argmax()) != answer and effect["top"] != answer) or (
+            stated * measured > 0 and abs(measured) >= abs(stated) / 2
+        )
+
+    index, effect = min(enumerate(data["tokens"]), key=lambda row: row[1]["probability"])
+    if math.log(max(effect["probability"], 1e-12) / clean) < -MIN_EFFECT and len(tokens) > 1:
+
+        def mask(scores: Tensor) -> Tensor:
+            scores[:, :, position, index] = -torch.inf
+            return scores
+
+        statements.append(("token", holds({"blocks.*.attn.scores": mask}, effect)))
+    zero, mean = data["zero"], data.get("mean", data["zero"])
+    for name in zero:
+        if zero[name]["top"] != answer and mean[name]["top"] != answer:
+            layer, sublayer = name.split(".")
+            statements.append(("sublayer", holds({f"blocks.{layer}.{sublayer}.out": "zero"}, zero[name])))
+    return statements
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--num-texts", type=int, default=200)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    report = {}
+    for name in ("tiny-english", "tiny-python"):
+        checkpoint = ct.load(name, dtype=torch.float32)
+        results = [check_text(checkpoint, text) for text in sample_texts(name, checkpoint, args.num_texts)]
+        for kind in ("token", "sublayer"):
+            flags = [flag for statements in results for each, flag in statements if each == kind]
+            report[f"{name} {kind}"] = {"statements": len(flags), "share": sum(flags) / max(1, len(flags))}
+            print(f"{name}, {kind}: {sum(flags)} of {len(flags)} statements hold, {len(results)} texts", flush=True)
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
