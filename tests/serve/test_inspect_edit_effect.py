@@ -4,8 +4,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.inspector import open_inspector
 
 import cutaway as ct
+from cutaway.errors import InputError
 from cutaway.evaluate.confidence_interval import mean_confidence_interval
 from cutaway.lens.analysis import ablation, resid_norms
 from cutaway.pretrained import ABLATIONS_FILE
@@ -14,6 +16,7 @@ from cutaway.serve.inspect.model_input import ModelInput, TokenizerAdapter
 from cutaway.serve.inspect.protocol import QueryJob
 from cutaway.serve.inspect.queries.ablation_results import AblationResults, load_ablation_results
 from cutaway.serve.inspect.queries.edit_effect import EditEffect
+from cutaway.serve.inspect.queries.edit_experiment import EditExperiment, sample_texts
 from cutaway.train.ablate.studies import FULL_MODEL, component_removal_study
 
 pytestmark = pytest.mark.unchecked
@@ -97,3 +100,42 @@ def test_ablated_and_retrained_losses_have_intervals_over_seeds() -> None:
         "edit": "no_residual", "component": "no residual", "ablated": None, "retrained": None,
     }  # fmt: skip
     assert data["unmasked_loss"]["mean"] < data["baseline"]["mean"] < rows["mask"]["retrained"]["mean"]
+
+
+@torch.no_grad()
+def test_edit_experiment_equals_forward_passes_on_sampled_texts() -> None:
+    inspector = open_inspector("tiny-english")
+    tokens = tuple(inspector.tokenizer.encode("The cat sat on the"))
+    edits = {"blocks.3": "skip"}
+    data = EditExperiment(input=ModelInput(tokens=tokens, edits=edits)).run(inspector, QueryJob()).data
+    texts = sample_texts(inspector)
+    assert texts.shape == (16, 48)
+
+    def losses() -> list[float]:
+        logits = inspector.model(texts)[:, :-1]
+        return torch.nn.functional.cross_entropy(logits.mT, texts[:, 1:], reduction="none").mean(1).tolist()
+
+    before = losses()
+    with ct.edit(inspector.model, edits):
+        after = losses()
+        ids = torch.tensor([tokens])
+        for text in data["continuations"][1]:
+            ids = torch.cat((ids, inspector.model(ids)[:, -1].argmax(-1, keepdim=True)), 1)
+            assert inspector.tokenizer.decode_token(int(ids[0, -1])) == text
+    assert data["loss_before"]["mean"] == pytest.approx(sum(before) / 16, abs=1e-5)
+    assert data["loss_after"]["mean"] == pytest.approx(sum(after) / 16, abs=1e-5)
+    assert data["difference"]["low"] > 0.2  # a block is needed
+    assert data["continuations"][0][0] == " floor"
+
+
+def test_removing_the_mask_raises_the_loss_on_sampled_texts() -> None:
+    """On one short text the loss may fall, because the target is visible; over sampled texts it rises."""
+    inspector = open_inspector("tiny-english")
+    tokens = tuple(inspector.tokenizer.encode("The cat sat on the"))
+    data = EditExperiment(input=ModelInput(tokens=tokens, edits={"mask": "drop"})).run(inspector, QueryJob())
+    assert data.data["difference"]["low"] > 0
+
+
+def test_edit_experiment_needs_a_decoder() -> None:
+    with pytest.raises(InputError, match="need a decoder"):
+        EditExperiment(input=ModelInput(tokens=(1, 2))).run(build_inspector("tiny-bert"), QueryJob())

@@ -62,4 +62,12 @@ export async function run(page, url, facts) {
   const numRows = await rows.count();
   await page.getByRole("button", { name: "Reset" }).click();
   await page.waitForFunction((count) => document.querySelectorAll('[aria-label="Residual stream from embedding to logits"] [role="option"]').length > count, numRows);
+
+  // The experiment: the user predicts, then the loss on sampled texts and both continuations are shown.
+  await page.goto("about:blank");
+  await page.goto(`${url}#/edit?text=${encodeURIComponent("The cat sat on the")}&edits=mask:drop`);
+  await page.getByRole("button", { name: "it falls", exact: true }).click();
+  await page.getByText("The loss rises by 1 nat or more, other than predicted").waitFor();
+  await page.getByText(/leakage, not a better model/).waitFor();
+  await page.getByText("Greedy continuation without edits").waitFor();
 }

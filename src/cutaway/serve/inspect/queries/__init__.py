@@ -7,6 +7,7 @@ from cutaway.serve.inspect.queries.ablation_results import AblationResults
 from cutaway.serve.inspect.queries.activation import Activation
 from cutaway.serve.inspect.queries.consistency_check import ConsistencyCheck
 from cutaway.serve.inspect.queries.edit_effect import EditEffect
+from cutaway.serve.inspect.queries.edit_experiment import EditExperiment
 from cutaway.serve.inspect.queries.generation import FillMask, Generate
 from cutaway.serve.inspect.queries.gradient_norms import GradientsByDepth, GradientsByPlacement
 from cutaway.serve.inspect.queries.interventions import Interventions
@@ -39,6 +40,7 @@ QUERIES: dict[str, "type[Query]"] = {
     "attention_by_layer": attention.AttentionByLayer,
     "consistency_check": ConsistencyCheck,
     "edit_effect": EditEffect,
+    "edit_experiment": EditExperiment,
     "interventions": Interventions,
     "ablation_results": AblationResults,
     "gradients_by_placement": GradientsByPlacement,
