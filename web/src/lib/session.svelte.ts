@@ -63,6 +63,8 @@ class Session {
   edits = $derived(urlState.screen === "edit" || !this.modelInfo ? {} : parseEdits(urlState.get("edits")));
   modelInput = $derived(this.#tokenized && Object.keys(this.edits).length ? { ...this.#tokenized, edits: this.edits } : this.#tokenized);
   problem = $state<string>();
+  /** Whether another model is being opened. No screen is shown then, so that no query is sent about either model. */
+  isOpeningModel = $state(false);
   #requests = 0;
 
   /** Prefix of the site names of the stack that computes the logits. */
@@ -79,13 +81,18 @@ class Session {
 
   /** Open another model of `list_models` with its default text. */
   async openModel(id: string): Promise<void> {
-    const { data } = await runQuery<{ generation: number }>("open_model", { id });
-    setModelGeneration(data.generation);
-    const { data: modelInfo } = await runQuery<ModelInfo>("model_info", {});
-    this.#requests += 1; // drop the result of a running request
-    [this.tokenStrs, this.sourceTokenStrs, this.#tokenized, this.problem] = [[], [], undefined, undefined];
-    urlState.clear();
-    this.modelInfo = modelInfo;
+    this.isOpeningModel = true;
+    try {
+      const { data } = await runQuery<{ generation: number }>("open_model", { id });
+      setModelGeneration(data.generation);
+      const { data: modelInfo } = await runQuery<ModelInfo>("model_info", {});
+      this.#requests += 1; // drop the result of a running request
+      [this.tokenStrs, this.sourceTokenStrs, this.#tokenized, this.problem] = [[], [], undefined, undefined];
+      urlState.clear();
+      this.modelInfo = modelInfo;
+    } finally {
+      this.isOpeningModel = false;
+    }
   }
 
   /** Tokenize both texts; results of outdated requests are dropped. */

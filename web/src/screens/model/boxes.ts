@@ -145,7 +145,7 @@ function embeddingBox(context: Context): Box {
   return {
     id: `${prefix}embed`, kind: "embed", title: embedding.position === "none" ? "Embedding" : `Embedding + ${embedding.position} positions`, shape: vectorShape(context),
     parameters: embedding.token_parameters + embedding.other_parameters,
-    note: [embedding.is_shared ? "shared" : "", embedding.norm === "none" ? "" : `then ${normTitle(embedding.norm)}`].filter(Boolean).join(", "),
+    note: [embedding.is_shared ? "table of the encoder" : "", embedding.norm === "none" ? "" : `then ${normTitle(embedding.norm)}`].filter(Boolean).join(", "),
     about: `The embedding table has one row of ${formatInteger(embedding.table_dim)} numbers per token of the vocabulary. The rows of the tokens of the text are the first values of the residual stream. ${positionText}`,
     formulas: embedding.formulas, facts, links: traceLinks(context, `${prefix}embed`),
   }; // prettier-ignore
@@ -174,7 +174,7 @@ function attentionBox(context: Context, name: "attn" | "cross"): Box {
     note: attentionNote(sizes), zoom: name,
     about: `For each token, attention computes a weighted sum of value vectors of ${visible}. The weights are the softmax of products of queries and keys. ${formatInteger(sizes.heads)} heads do this in parallel with ${formatInteger(sizes.d_head)} dimensions each.`,
     formulas: ["scores", "pattern", "z", "out"].flatMap((step) => kindOf(context).formulas[`${name}.${step}`] ?? []),
-    facts: attentionFacts(sizes),
+    facts: attentionFacts(sizes, stack.embedding.position),
     links: [headLink(context, name, 0), ...traceLinks(context, `${site}.out`, "Output in Trace")].map((link) => (link.screen === "attention" ? { ...link, label: `Attention patterns of block ${context.block}` } : link)),
   }; // prettier-ignore
 }
@@ -186,11 +186,11 @@ function attentionNote(sizes: AttentionSizes): string {
   return [heads, kv, position, sizes.window ? `window ${formatInteger(sizes.window)}` : ""].filter(Boolean).join(" · ");
 }
 
-function attentionFacts(sizes: AttentionSizes): Box["facts"] {
+function attentionFacts(sizes: AttentionSizes, embeddingPosition: string): Box["facts"] {
   const facts: Box["facts"] = [["heads", `${sizes.heads} of ${formatInteger(sizes.d_head)} dimensions`]];
   if (sizes.kind === "latent") facts.push(["latent attention", `keys and values from a latent of ${formatInteger(sizes.kv_rank ?? 0)} dimensions${sizes.q_rank ? `, queries from one of ${formatInteger(sizes.q_rank)}` : ""}`]);
   else facts.push(["key-value heads", `${sizes.kv_heads} (${sizes.kv_heads === sizes.heads ? "multi-head attention" : sizes.kv_heads === 1 ? "multi-query attention" : `grouped-query attention: ${sizes.heads / sizes.kv_heads} heads share one`})`]);
-  if (sizes.kind !== "cross") facts.push(["position", `${positionName(sizes.position)}${sizes.rotary_dim && sizes.rotary_dim < sizes.d_head ? ` on ${sizes.rotary_dim} of ${sizes.d_head} dimensions` : ""}${sizes.buckets ? `, ${sizes.buckets} buckets` : ""}`]);
+  if (sizes.kind !== "cross") facts.push(["position", `${sizes.position === "none" && embeddingPosition !== "none" ? `none in attention; ${embeddingPosition} in the embedding` : positionName(sizes.position)}${sizes.rotary_dim && sizes.rotary_dim < sizes.d_head ? ` on ${sizes.rotary_dim} of ${sizes.d_head} dimensions` : ""}${sizes.buckets ? `, ${sizes.buckets} buckets` : ""}`]);
   if (sizes.kind !== "cross") facts.push(["window", sizes.window ? `${formatInteger(sizes.window)} tokens` : "none: full attention"]);
   if (sizes.softcap) facts.push(["softcap of the scores", String(sizes.softcap)]);
   if (sizes.has_qk_norm) facts.push(["QK-norm", "yes"]);
@@ -343,8 +343,11 @@ export function buildAttentionSteps(context: Context, name: "attn" | "cross"): A
 }
 
 export interface FfnSteps {
-  rows: Box[][];
-  /** Number of experts, drawn as a grid after the router. */
+  before: Box[];
+  /** Matrices and activation of the FFN, or of each expert. */
+  inner: Box[][];
+  after: Box[];
+  /** Number of experts, drawn as a grid; 0 for a dense FFN. */
   experts: number;
   topK: number;
 }
@@ -376,5 +379,5 @@ export function buildFfnSteps(context: Context): FfnSteps {
   const router = project("router", "Router", "router", `${T} × ${sizes.experts ?? 0}`, `The router computes one score per expert and selects the ${sizes.top_k} experts with the highest scores for each token.`, "router");
   const sum = step("out", "Weighted sum", `${T} × ${d}`, `The outputs of the ${sizes.top_k} selected experts are added with the weights of the router.${sizes.shared_hidden ? ` The output of the shared expert (hidden size ${formatInteger(sizes.shared_hidden)}) is added for every token.` : ""}`, "out", { note: sizes.shared_hidden ? "+ shared expert" : "" });
   const inner = [isGated ? [gate, up] : [up], [activation], [down]];
-  return { rows: isMoe ? [[input], [router], ...inner, [sum]] : [[input], ...inner], experts: sizes.experts ?? 0, topK: sizes.top_k ?? 0 };
+  return { before: isMoe ? [input, router] : [input], inner, after: isMoe ? [sum] : [], experts: sizes.experts ?? 0, topK: sizes.top_k ?? 0 };
 }

@@ -178,14 +178,14 @@ def _label_kinds(kinds: list[tuple[Block, bool]], d_model: int) -> list[str]:
             "position": _label_position(block.attention),
             "ffn": "mixture of experts" if isinstance(block.ffn, Moe) else "dense FFN",
             "hidden": f"FFN hidden size {_describe_ffn(block.ffn, d_model)['hidden']:,}",
-            "norm": "no norm before attention" if skips_norm else "",
+            "norm": "no norm before attention" if skips_norm else "norm before attention",
         }
         for block, skips_norm in kinds
     ]
     if len({labels["ffn"] for labels in described}) > 1:
         described = [labels | {"hidden": ""} for labels in described]
     names = [name for name in described[0] if len({labels[name] for labels in described}) > 1]
-    return [", ".join(labels[name] for name in names if labels[name]) or "others" for labels in described]
+    return [", ".join(labels[name] for name in names if labels[name]) for labels in described]
 
 
 def _label_position(attention: MultiHead | LatentAttention) -> str:
