@@ -56,7 +56,7 @@ def _drop_none(value: object) -> object:
 
 
 def _list_export_queries(inspector: Inspector) -> Iterator[tuple[str, dict[str, object]]]:
-    """Yield name and parameters of the queries that the screens Model, Trace, Attention and Learn send for the default text.
+    """Yield name and parameters of the queries for the default text: screens Model, Trace, Attention and Learn.
 
     Queries about single tokens start with the last token.
     """

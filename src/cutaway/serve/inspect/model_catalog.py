@@ -21,7 +21,7 @@ from cutaway.serve.inspect.protocol import QueryJob
 from cutaway.size.parameters import count_parameters
 
 MAX_PRESET_PARAMETERS = 200_000_000
-"""Presets with more parameters are not offered, because initialization and forward pass would take too long on a CPU."""
+"""Larger presets are not offered, because initialization and forward pass would take too long on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -46,23 +46,23 @@ class ModelCatalog:
         self.current, self.generation = inspector, 0
         self.reload_start_model = reload_start_model
         self.device = inspector.model.device
-        start_id = find_listed_id(inspector.name) or "start"
-        self.start_id = self.current_id = start_id
-        config = inspector.config
-        start = ModelEntry(
-            start_id, _short_name(inspector.name), "start", config.form, count_parameters(config).total
-        )  # fmt: skip
-        entries = [*list_pretrained_entries(), *list_preset_entries()]
-        self.entries = {entry.id: entry for entry in (*([start] if start_id == "start" else []), *entries)}
+        config, entries = inspector.config, [*list_pretrained_entries(), *list_preset_entries()]
+        self.start_id = self.current_id = find_listed_id(inspector.name) or "start"
+        if self.start_id == "start":
+            num_parameters = count_parameters(config).total
+            entries.insert(0, ModelEntry("start", _short_name(inspector.name), "start", config.form, num_parameters))
+        self.entries = {entry.id: entry for entry in entries}
         self._load_lock = threading.Lock()
         inspector.catalog = self
 
     def open(self, model_id: str, job: QueryJob) -> Inspector:
         """Load a listed model and make it the open one. Raise an InputError for others, and during another load."""
         if model_id not in self.entries:
-            raise InputError(f"'{model_id[:40]}' is not a model of the list; choose one of list_models")
+            raise InputError(f"'{model_id[:40]}' is not a model of the list; choose one from the list of the page")
         if not self._load_lock.acquire(blocking=False):
-            raise InputError("another model is being loaded, and only one is loaded at a time; try again when it is open")
+            raise InputError(
+                "another model is being loaded, and only one is loaded at a time; try again when it is open"
+            )
         try:
             inspector = self._load(self.entries[model_id])
             job.check_cancelled()
@@ -102,9 +102,7 @@ def list_preset_entries() -> tuple[ModelEntry, ...]:
     """Presets up to MAX_PRESET_PARAMETERS, smallest first."""
     counts = {name: count_parameters(build_preset(name)).total for name in presets()}
     names = sorted((name for name in counts if counts[name] <= MAX_PRESET_PARAMETERS), key=counts.__getitem__)
-    return tuple(
-        ModelEntry(f"preset:{name}", name, "preset", build_preset(name).form, counts[name]) for name in names
-    )  # fmt: skip
+    return tuple(ModelEntry(f"preset:{name}", name, "preset", build_preset(name).form, counts[name]) for name in names)
 
 
 def find_listed_id(source: str) -> str | None:

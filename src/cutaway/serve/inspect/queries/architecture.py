@@ -55,7 +55,9 @@ class ParameterCounter:
         self.counted: set[int] = set()
 
     def count(self, *modules: Any) -> int:
-        new = {id(parameter): parameter for module in modules if module is not None for parameter in module.parameters()}
+        new = {
+            id(parameter): parameter for module in modules if module is not None for parameter in module.parameters()
+        }
         total = sum(parameter.numel() for key, parameter in new.items() if key not in self.counted)
         self.counted |= new.keys()
         return total
@@ -101,7 +103,11 @@ def _describe_embedding(
     inspector: Inspector, prefix: str, config: StackConfig, stack: Stack, counter: ParameterCounter
 ) -> dict[str, Any]:
     embedding, d_model = config.embedding, inspector.config.d_model
-    position = embedding.position
+    position, max_positions = embedding.position, None
+    if isinstance(position, LearnedPosition):
+        max_positions = position.length
+    elif isinstance(position, SinusoidalPosition):
+        max_positions = position.table_length
     is_shared = all(id(parameter) in counter.counted for parameter in stack.embed.token.parameters())
     return {
         "token_parameters": counter.count(stack.embed.token),
@@ -110,11 +116,7 @@ def _describe_embedding(
         "table_dim": embedding.token_table_dim(d_model),
         "scale": stack.embed.scale,
         "position": position.kind,
-        "max_positions": position.length
-        if isinstance(position, LearnedPosition)
-        else position.table_length
-        if isinstance(position, SinusoidalPosition)
-        else None,
+        "max_positions": max_positions,
         "token_types": embedding.token_types,
         "norm": embedding.norm.kind,
         "formulas": list_formulas(inspector.model, f"{prefix}embed", inspector.sites),
@@ -134,6 +136,9 @@ def _describe_attention(attention: Any, d_model: int) -> dict[str, Any]:
     position = getattr(attention, "position", None)
     is_latent = isinstance(attention, LatentAttention)
     d_head = attention.head_dim(d_model)
+    rotary_dim = getattr(position, "rotary_dim", None) or d_head
+    if isinstance(attention, LatentAttention):
+        rotary_dim = attention.d_rope
     return {
         "kind": attention.kind,
         "heads": attention.heads,
@@ -144,7 +149,7 @@ def _describe_attention(attention: Any, d_model: int) -> dict[str, Any]:
         "kv_rank": attention.kv_rank if is_latent else None,
         "window": getattr(attention, "window", None),
         "position": "none" if position is None else position.kind,
-        "rotary_dim": (position.rotary_dim or attention.max_rotary_dim(d_model)) if isinstance(position, Rope) else None,
+        "rotary_dim": rotary_dim if isinstance(position, Rope) else None,
         "buckets": position.buckets if isinstance(position, RelativeBias) else None,
         "softcap": getattr(attention, "softcap", None),
         "has_qk_norm": getattr(attention, "qk_norm", None) is not None,
@@ -213,8 +218,7 @@ def _count_block(stack: Stack, config: StackConfig, layer: int, counter: Paramet
     groups = config.layer_groups or config.layers
     group = layer * groups // config.layers
     first = next(other for other in range(layer + 1) if other * groups // config.layers == group)
-    position_key = stack.layer_position_keys[layer]
-    position = stack.positions[position_key] if position_key in stack.positions else None
+    position = dict(stack.positions.items()).get(stack.layer_position_keys[layer])
 
     def count_norm(module: nn.Module | None) -> int | None:
         return None if module is None or _is_identity(module) else counter.count(module)
