@@ -114,7 +114,7 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             "hidden": block_configs[0].ffn.hidden_dim(model.config.d_model),
         },
         "long": text,
-        "example": load_examples("tiny-english")[1],
+        "example": next(example for example in load_examples("tiny-english") if "edits" in example["fragment"]),
         "long_tokens": len(tokenizer.encode(text)),
         "longest_task": 200,  # milliseconds of CPU time
     }

@@ -90,3 +90,18 @@ export interface Architecture {
   pooler: number | null;
   num_parameters: number;
 }
+
+/** Number of parameters in each kind of component. */
+export function countByComponent({ stacks, head, pooler }: Architecture): { name: string; label: string; count: number }[] {
+  const all = Object.values(stacks);
+  const blocks = all.flatMap((stack) => stack.blocks);
+  const sum = (values: (number | null | undefined)[]): number => values.reduce<number>((total, value) => total + (value ?? 0), 0);
+  const sublayers = blocks.flatMap((block) => Object.values(block.sublayers));
+  return [
+    { name: "embedding", label: "embedding", count: sum(all.flatMap(({ embedding }) => [embedding.token_parameters, embedding.other_parameters])) },
+    { name: "attention", label: "attention", count: sum(blocks.flatMap(({ sublayers: { attn, cross } }) => [attn?.parameters, cross?.parameters])) },
+    { name: "ffn", label: "FFN", count: sum(blocks.map(({ sublayers: { ffn } }) => ffn?.parameters)) },
+    { name: "norms", label: "norms", count: sum([...all.map((stack) => stack.final_norm), ...blocks.map((block) => block.norm), ...sublayers.flatMap((sublayer) => [sublayer.norm_in, sublayer.norm_out, sublayer.norm_after])]) },
+    { name: "head", label: pooler === null ? "head" : "head and pooler", count: sum([head?.parameters, pooler]) },
+  ];
+}

@@ -255,9 +255,9 @@ function buildEnd(context: Context): Box[] {
     boxes.push({ id: "encoder.output", kind: "output", title: "Encoder output", shape: vectorShape(context), about: "The cross-attention of every decoder block computes keys and values from these vectors. They are computed once per source text.", formulas: [], facts: [["used by", "cross-attention of every decoder block"]], links: traceLinks(context, "encoder.final_norm") });
     return boxes;
   }
-  if (architecture.head) boxes.push(headBox(context));
-  if (architecture.pooler !== null) boxes.push({ id: "pooler", kind: "head", title: "Pooler", shape: `1 × ${formatInteger(architecture.d_model)}`, parameters: architecture.pooler, about: "The pooler applies a linear layer and tanh to the vector of the first token. The result is one vector for the whole text.", formulas: [], facts: [], links: [] });
   if (!architecture.head) boxes.push({ id: "hidden_states", kind: "output", title: "Hidden states", shape: vectorShape(context), about: "This model has no language-model head: its output is one vector per token.", formulas: [], facts: [], links: traceLinks(context, `${stack.prefix}final_norm`) });
+  if (architecture.pooler !== null) boxes.push({ id: "pooler", kind: "head", title: architecture.head ? "Pooler (beside the head)" : "Pooler", shape: `1 × ${formatInteger(architecture.d_model)}`, parameters: architecture.pooler, about: "The pooler applies a linear layer and tanh to the vector of the first token. The result is one vector for the whole text.", formulas: [], facts: [], links: [] });
+  if (architecture.head) boxes.push(headBox(context));
   return boxes;
 }
 
@@ -287,7 +287,8 @@ const matrixSizes = (matrix: Matrix): string => `${formatInteger(inputWidth(matr
 
 export interface AttentionSteps {
   inputs: Box[];
-  projections: Box[];
+  /** Columns of projections from the inputs; the projections of a column follow each other. */
+  projections: Box[][];
   /** QK-norm and RoPE: steps between the projections and the heads. */
   prepared: Box[];
   /** Scores, mask, softmax and weighted sum, computed by each head. */
@@ -317,11 +318,11 @@ export function buildAttentionSteps(context: Context, name: "attn" | "cross"): A
   const valueText = "one value per token and key-value head. The output of a head is a weighted sum of values.";
   const projections =
     sizes.kind === "latent"
-      ? [query, project("kv_down", "Latent", "kv_down", `${S} × ${formatInteger(sizes.kv_rank ?? 0)}`, "A linear layer compresses each token's vector to a latent from which keys and values of all heads are computed. Only the latent and the rotated part of the key are cached."), project("kv_up", "Keys and values", "kv_up", shapeOf(S, heads, sizes.d_head), "A linear layer computes keys and values of all heads from the latent.")]
+      ? [[query], [project("kv_down", "Latent", "kv_down", `${S} × ${formatInteger(sizes.kv_rank ?? 0)}`, "A linear layer compresses each token's vector to a latent from which keys and values of all heads are computed. Only the latent and the rotated part of the key are cached."), project("kv_up", "Keys and values", "kv_up", shapeOf(S, heads, sizes.d_head), "A linear layer computes keys and values of all heads from the latent.")]]
       : [
-          query,
-          project("k", "Keys", "k", shapeOf(S, sizes.kv_heads, sizes.d_head), `A linear layer computes ${keyText}`),
-          project("v", "Values", "v", shapeOf(S, sizes.kv_heads, sizes.d_value), `A linear layer computes ${valueText}`),
+          [query],
+          [project("k", "Keys", "k", shapeOf(S, sizes.kv_heads, sizes.d_head), `A linear layer computes ${keyText}`)],
+          [project("v", "Values", "v", shapeOf(S, sizes.kv_heads, sizes.d_value), `A linear layer computes ${valueText}`)],
         ];
   const prepared: Box[] = [];
   if (sizes.has_qk_norm) prepared.push(step("qk_norm", "QK-norm", shapeOf(T, heads, sizes.d_head), "A norm is applied to queries and keys before their product, which limits the size of the scores.", { kind: "norm" }));
