@@ -95,10 +95,10 @@ export async function run(page, url, facts) {
   await select.selectOption("preset:tiny-moe");
   await box(page, "ffn").getByText("2 of 4 experts").waitFor();
   await select.selectOption("preset:pythia-70m");
-  await page.getByText("70.43 M parameters").waitFor();
+  await page.getByText("70.43 M parameters").first().waitFor();
   assert.deepEqual(await boxOrder(page), ["input", "embed", "blocks", "attn.norm_in", "attn", "ffn.norm_in", "ffn", "ffn.add", "final_norm", "head", "prediction"]);
   await select.selectOption({ label: "tiny-english" }); // the model of the other tests
-  await page.getByText("5.80 M parameters").waitFor();
+  await page.getByText("5.80 M parameters").first().waitFor();
 }
 
 const box = (page, id) => page.locator(`[data-box="${id}"]`);
