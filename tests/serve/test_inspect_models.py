@@ -1,7 +1,9 @@
 """The page can open another model of the list; running queries keep their model."""
 
+import gc
 import json
 import threading
+import weakref
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
@@ -59,6 +61,15 @@ def test_open_model(model_id: str, form: str, is_untrained: bool) -> None:
     assert info["default_text"] or info["default_source"]
     assert run_query(catalog.current, "list_models")[0]["current"] == model_id
     assert before.model is not catalog.current.model  # a query that runs on `before` is not affected
+
+
+def test_previous_model_is_released() -> None:
+    executor = routes.QueryExecutor(open_catalog().current)
+    before = weakref.ref(executor.inspector.model)
+    run_query(executor.inspector, "open_model", id="preset:tiny-gemma")
+    gc.collect()
+    assert before() is None
+    executor.close()
 
 
 def test_start_model_is_listed_and_reopened_with_its_text(tmp_path: Path) -> None:

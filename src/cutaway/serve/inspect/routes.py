@@ -36,14 +36,18 @@ class QueryExecutor:
     """Thread pool that runs queries."""
 
     def __init__(self, inspector: Inspector) -> None:
-        self._inspector, self.catalog = inspector, inspector.catalog
+        self.catalog = inspector.catalog
+        self._fixed_inspector = inspector if self.catalog is None else None
         self.pool = ThreadPoolExecutor(NUM_WORKERS, "cutaway-query")
         self.jobs: set[QueryJob] = set()
 
     @property
     def inspector(self) -> Inspector:
         """Inspector of the open model."""
-        return self._inspector if self.catalog is None else self.catalog.current
+        if self.catalog is not None:
+            return self.catalog.current
+        assert self._fixed_inspector is not None
+        return self._fixed_inspector
 
     def close(self) -> None:
         for job in list(self.jobs):
