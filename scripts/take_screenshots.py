@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from support.server import serve_in_thread
 
-from cutaway.cli.verbs.open import load_inspector
+from cutaway.cli.verbs.open import load_catalog
 from cutaway.pretrained import DEFAULT_MODEL
 from cutaway.serve import static_files
 from cutaway.serve.app import build_app
@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("screens", nargs="*", metavar="SCREEN", help="screens to take; default all")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "page")
     args = parser.parse_args()
-    executor = routes.QueryExecutor(load_inspector(DEFAULT_MODEL, None, "cpu", None))
+    executor = routes.QueryExecutor(load_catalog(DEFAULT_MODEL, None, "cpu", None, quiet=True).current)
     app = build_app(
         [routes.build_router(executor), static_files.build_static_router()],
         access_policy=build_access_policy("127.0.0.1", None),

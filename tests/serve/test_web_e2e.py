@@ -15,7 +15,7 @@ from support.nightly import nightly_except
 from support.server import serve_in_thread
 
 import cutaway as ct
-from cutaway.cli.verbs.open import export_page, load_inspector
+from cutaway.cli.verbs.open import export_page, load_catalog
 from cutaway.lens import follow_token
 from cutaway.lens.analysis import ablation
 from cutaway.pretrained import load_examples
@@ -38,7 +38,7 @@ LONG = "Lily had a red ball. She played with it in the park, and her dog ran aft
 def page() -> Iterator[str]:
     """URL of a server with the pretrained model."""
     assert shutil.which("chromium"), "this test needs Chromium; install Debian's chromium package"
-    executor = routes.QueryExecutor(load_inspector("tiny-english", None, "cpu", None))
+    executor = routes.QueryExecutor(load_catalog("tiny-english", None, "cpu", None, quiet=True).current)
     access_policy = build_access_policy("127.0.0.1", None)
     app = build_app(
         [routes.build_router(executor), build_notebook_router(), static_files.build_static_router()],
@@ -80,6 +80,7 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         )
     edits: dict[str, Any] = {"blocks.1": "swap", "blocks.2.attn.z": {"do": "zero", "heads": [1, 3]}}
     original, edited = ablation(model, token_ids, {"it": edits}, progress=False).values.tolist()
+    block_configs = model.config.stacks["decoder"].blocks
     long = tokenizer.encode(LONG)[:512]
     text = tokenizer.decode(long)
     return {
@@ -104,6 +105,13 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
                 format_number(edited[1]),
                 format_percent(edited[2]),
             ],
+        },
+        "architecture": {
+            "d_model": model.config.d_model,
+            "vocab_size": model.config.vocab_size,
+            "layers": len(block_configs),
+            "heads": block_configs[0].attention.heads,
+            "hidden": block_configs[0].ffn.hidden_dim(model.config.d_model),
         },
         "long": text,
         "example": next(example for example in load_examples("tiny-english") if "edits" in example["fragment"]),
@@ -135,13 +143,13 @@ def show_whitespace(text: str) -> str:
     return "·" * left + shown.strip(" ") + "·" * right
 
 
-SCREENS = ["trace", "attention", "generate", "edit", "gradients", "size", "learn"]
+SCREENS = ["model", "trace", "attention", "generate", "edit", "gradients", "size", "learn"]
 
 
 PAGE_TESTS = [*SCREENS, "long-text", "exported-file", "notebook", "accessibility"]
 
 
-@pytest.mark.parametrize("name", nightly_except(("trace",), PAGE_TESTS))
+@pytest.mark.parametrize("name", nightly_except(("model", "trace"), PAGE_TESTS))
 def test_web_page(name: str, page: str, facts: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "facts.json").write_text(json.dumps(facts))
     node, _ = find_node_and_npm()

@@ -2,11 +2,11 @@
 import { AxeBuilder } from "@axe-core/playwright";
 import assert from "node:assert/strict";
 
-const SCREENS = { trace: "Trace", edit: "Edit", attention: "Attention", generate: "Generate", gradients: "Gradients", size: "Size", learn: "Learn" };
+const SCREENS = { model: "Model", trace: "Trace", edit: "Edit", attention: "Attention", generate: "Generate", gradients: "Gradients", size: "Size", learn: "Learn" };
 
 export async function run(page, url) {
   await page.goto(url);
-  await page.getByRole("navigation").waitFor();
+  await page.getByRole("navigation", { name: "Screens" }).waitFor();
   for (const [number, [screen, title]] of Object.entries(SCREENS).entries()) {
     await page.locator("body").click({ position: { x: 2, y: 2 } });
     await page.keyboard.press(String(number + 1));
@@ -27,6 +27,19 @@ export async function run(page, url) {
       assert.ok(scrollWidth <= clientWidth, `${screen} is ${scrollWidth} px wide at ${width}`);
       if (process.env.SCREENSHOTS) await page.screenshot({ path: `${process.env.SCREENSHOTS}/${screen}-${width}.png`, fullPage: true });
     }
+    await page.setViewportSize({ width: 1280, height: 900 });
+  }
+  // The steps inside attention and FFN.
+  for (const zoom of ["attn", "ffn"]) {
+    await page.goto(`${url}#/model?zoom=${zoom}`);
+    await page.getByRole("group", { name: /^Steps of/ }).waitFor();
+    await waitUntilIdle(page);
+    const results = await new AxeBuilder({ page }).analyze();
+    assert.deepEqual(results.violations.map((violation) => `${zoom}: ${violation.id}: ${violation.nodes.map((node) => node.html.slice(0, 160)).join(" | ")}`), []);
+    await page.setViewportSize({ width: 360, height: 900 });
+    await waitUntilIdle(page);
+    const [scrollWidth, clientWidth] = await page.evaluate(() => [document.documentElement.scrollWidth, document.documentElement.clientWidth]);
+    assert.ok(scrollWidth <= clientWidth, `${zoom} is ${scrollWidth} px wide at 360`);
     await page.setViewportSize({ width: 1280, height: 900 });
   }
   // Tab reaches the prompt.

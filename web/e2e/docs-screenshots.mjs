@@ -5,6 +5,7 @@ import { ARGUMENTS, EXECUTABLE } from "./browser.mjs";
 
 const [url, folder, ...screens] = process.argv.slice(2);
 const VIEWS = {
+  model: ["/model?", "light"],
   trace: ["/trace?", "light"],
   edit: ["/edit?edits=blocks.3:swap", "light"],
   attention: ["/attention?", "dark"],
@@ -17,6 +18,7 @@ const browser = await chromium.launch({ executablePath: EXECUTABLE, args: ARGUME
 for (const [name, [fragment, colorScheme]] of Object.entries(VIEWS)) {
   if (screens.length && !screens.includes(name)) continue;
   const page = await browser.newPage({ viewport: { width: 1200, height: 860 }, colorScheme });
+  await page.addInitScript(() => localStorage.setItem("cutaway.tour", "seen"));
   await page.goto(`${url}#${fragment}`);
   await page.waitForLoadState("networkidle");
   await page.waitForTimeout(1500);

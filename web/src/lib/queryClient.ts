@@ -21,6 +21,12 @@ export class QueryError extends Error {}
 export class ConnectionError extends QueryError {}
 
 let transport: Transport = httpTransport;
+/** Generation of the open model, sent with each query: the server rejects queries about a model that is no longer open. */
+let modelGeneration: number | undefined;
+
+export function setModelGeneration(generation: number | undefined): void {
+  modelGeneration = generation;
+}
 
 export function setTransport(newTransport: Transport): void {
   transport = newTransport;
@@ -45,7 +51,7 @@ export async function runQuery<F>(query: string, params: unknown, options: Query
 async function* httpTransport(query: string, params: unknown, signal?: AbortSignal): AsyncIterable<Uint8Array> {
   const response = await fetch(`api/query/${query}`, {
     method: "POST",
-    headers: { "content-type": "application/json" },
+    headers: { "content-type": "application/json", ...(modelGeneration === undefined ? {} : { "x-cutaway-model-generation": String(modelGeneration) }) },
     body: JSON.stringify(params),
     signal: signal ?? null,
   }).catch((error: unknown) => {

@@ -1,5 +1,5 @@
 // State shared by all screens: the loaded model and the tokenized text.
-import { runQuery, ConnectionError } from "./queryClient";
+import { runQuery, setModelGeneration, ConnectionError } from "./queryClient";
 import { parseEdits } from "./edits";
 import { urlState, type Screen } from "./urlState.svelte";
 
@@ -11,6 +11,8 @@ export interface Layer {
 
 export interface ModelInfo {
   name: string;
+  /** Number of models opened by the server before this one. */
+  generation: number;
   form: "decoder" | "encoder" | "encoder-decoder";
   num_parameters: number;
   dtype: string;
@@ -61,6 +63,8 @@ class Session {
   edits = $derived(urlState.screen === "edit" || !this.modelInfo ? {} : parseEdits(urlState.get("edits")));
   modelInput = $derived(this.#tokenized && Object.keys(this.edits).length ? { ...this.#tokenized, edits: this.edits } : this.#tokenized);
   problem = $state<string>();
+  /** Whether another model is being opened. No screen is shown then, so that no query is sent about either model. */
+  isOpeningModel = $state(false);
   #requests = 0;
 
   /** Prefix of the site names of the stack that computes the logits. */
@@ -72,6 +76,23 @@ class Session {
 
   async open(): Promise<void> {
     this.modelInfo = (await runQuery<ModelInfo>("model_info", {})).data;
+    setModelGeneration(this.modelInfo.generation);
+  }
+
+  /** Open another model of `list_models` with its default text. */
+  async openModel(id: string): Promise<void> {
+    this.isOpeningModel = true;
+    try {
+      const { data } = await runQuery<{ generation: number }>("open_model", { id });
+      setModelGeneration(data.generation);
+      const { data: modelInfo } = await runQuery<ModelInfo>("model_info", {});
+      this.#requests += 1; // drop the result of a running request
+      [this.tokenStrs, this.sourceTokenStrs, this.#tokenized, this.problem] = [[], [], undefined, undefined];
+      urlState.clear();
+      this.modelInfo = modelInfo;
+    } finally {
+      this.isOpeningModel = false;
+    }
   }
 
   /** Tokenize both texts; results of outdated requests are dropped. */

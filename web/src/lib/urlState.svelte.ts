@@ -1,11 +1,11 @@
 // State in the URL fragment: the screen and the selection on it, so that a link reproduces the view.
-export const SCREENS = ["trace", "edit", "attention", "generate", "gradients", "size", "learn"] as const;
+export const SCREENS = ["model", "trace", "edit", "attention", "generate", "gradients", "size", "learn"] as const;
 export type Screen = (typeof SCREENS)[number];
 
 type Changes = Record<string, string | number | null | undefined>;
 
 class UrlState {
-  screen = $state<Screen>("trace");
+  screen = $state<Screen>("model");
   #params = $state<Record<string, string>>({});
   /** Whether the page may change the address; false in a notebook. */
   ownsAddress = true;
@@ -35,6 +35,11 @@ class UrlState {
     else history.replaceState(null, "", address);
   }
 
+  /** Remove all parameters, such as when another model is opened. */
+  clear(): void {
+    this.update(Object.fromEntries(Object.keys(this.#params).map((name) => [name, null])), { pushHistory: true });
+  }
+
   toFragment(screen: Screen = this.screen): string {
     return `/${screen}?${new URLSearchParams(Object.entries(this.#params).sort()).toString()}`;
   }
@@ -48,7 +53,7 @@ class UrlState {
   parseFragment(fragment: string = location.hash.slice(1)): void {
     const [path = "", query = ""] = fragment.split("?", 2);
     const name = path.replace(/^\//, "") as Screen;
-    this.screen = SCREENS.includes(name) ? name : "trace";
+    this.screen = SCREENS.includes(name) ? name : "model";
     this.#params = Object.fromEntries(new URLSearchParams(query));
   }
 }

@@ -13,6 +13,7 @@ if TYPE_CHECKING:  # torch is imported when it is needed
     from cutaway.families.checkpoint import Checkpoint
     from cutaway.model import Transformer
     from cutaway.serve.inspect.inspector import Inspector
+    from cutaway.serve.inspect.model_catalog import ModelCatalog
 
 
 def open_page(
@@ -52,7 +53,7 @@ def open_page(
 
     limits, key = Limits(), load_api_key(api_key, api_key_file)
     access_policy, sock = build_access_policy(host, key), bind_socket(host, port)
-    executor = routes.QueryExecutor(load_inspector(source, text, device, dtype, quiet=as_json))
+    executor = routes.QueryExecutor(load_catalog(source, text, device, dtype, quiet=as_json).current)
     routers = [routes.build_router(executor), build_notebook_router(), static_files.build_static_router()]
     app = build_app(routers, access_policy=access_policy, limits=limits, on_shutdown=[executor.close])
     url = f"{server_url(sock)}/"
@@ -94,6 +95,16 @@ def export_page(
         return
     note = "" if is_complete else "; the text is long, so the activations of its first tokens are left out"
     sys.stdout.write(f"{path}: {megabytes:.1f} MB, opens in any browser without a server{note}\n")
+
+
+def load_catalog(
+    source: str, text: str | None, device: str | None, dtype: opt.DType | None, *, quiet: bool = False
+) -> "ModelCatalog":
+    """Load a model and return the catalog of the models that the page can open instead of it."""
+    from cutaway.serve.inspect.model_catalog import ModelCatalog
+
+    inspector = load_inspector(source, text, device, dtype, quiet=quiet)
+    return ModelCatalog(inspector, lambda: load_inspector(source, text, device, dtype, quiet=True))
 
 
 def load_inspector(

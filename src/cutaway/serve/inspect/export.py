@@ -1,4 +1,4 @@
-"""Export of the inspector page as one HTML file: script, style, and the query results of three screens for one text."""
+"""Export of the inspector page as one HTML file: script, style, and the query results of four screens for one text."""
 
 import base64
 import html
@@ -56,11 +56,12 @@ def _drop_none(value: object) -> object:
 
 
 def _list_export_queries(inspector: Inspector) -> Iterator[tuple[str, dict[str, object]]]:
-    """Yield name and parameters of the queries that the screens Trace, Attention and Learn send for the default text.
+    """Yield name and parameters of the queries for the default text: screens Model, Trace, Attention and Learn.
 
     Queries about single tokens start with the last token.
     """
     yield "model_info", {}
+    yield "architecture", {}
     tokenizer = inspector.tokenizer
     yield "tokenize", {"text": tokenizer.default_text, "field": "text"}
     model_input = {"tokens": tokenizer.encode(tokenizer.default_text)}

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -25,6 +26,9 @@ from cutaway.pretrained import example_text
 from cutaway.serve.inspect.activation_cache import QUADRATIC_SITES, ActivationCache, estimate_bytes
 from cutaway.serve.inspect.model_input import ModelInput, TokenizerAdapter
 from cutaway.serve.inspect.protocol import QueryJob
+
+if TYPE_CHECKING:
+    from cutaway.serve.inspect.model_catalog import ModelCatalog
 
 SiteCallback = Callable[[str, Tensor], None]
 MAX_CACHED_BYTES = 1 << 30
@@ -47,6 +51,8 @@ class Inspector:
         self.run_directory, self.max_cached_bytes = run_directory, max_cached_bytes
         self.sites = sites(model)
         self.lock = threading.RLock()
+        self.catalog: ModelCatalog | None = None
+        """The models that the page can open instead of this one. None if the model is fixed."""
         self.activation_caches: OrderedDict[str, ActivationCache] = OrderedDict()
 
     @property

@@ -26,6 +26,8 @@ NUM_WORKERS = 4
 MAX_PENDING_QUERIES = 64
 QUERY_TIMEOUT = 300.0
 """Maximum duration of a query in seconds."""
+GENERATION_HEADER = "x-cutaway-model-generation"
+"""Request header: generation of the model catalog that the page was loaded with."""
 BINARY_MEDIA_TYPE = "application/octet-stream"
 log = logging.getLogger("cutaway.serve")
 
@@ -34,9 +36,18 @@ class QueryExecutor:
     """Thread pool that runs queries."""
 
     def __init__(self, inspector: Inspector) -> None:
-        self.inspector = inspector
+        self.catalog = inspector.catalog
+        self._fixed_inspector = inspector if self.catalog is None else None
         self.pool = ThreadPoolExecutor(NUM_WORKERS, "cutaway-query")
         self.jobs: set[QueryJob] = set()
+
+    @property
+    def inspector(self) -> Inspector:
+        """Inspector of the open model."""
+        if self.catalog is not None:
+            return self.catalog.current
+        assert self._fixed_inspector is not None
+        return self._fixed_inspector
 
     def close(self) -> None:
         for job in list(self.jobs):
@@ -54,7 +65,7 @@ class QueryExecutor:
         frames: asyncio.Queue[bytes | None] = asyncio.Queue()
         job = QueryJob(lambda frame: _enqueue_frame(loop, frames, frame), QUERY_TIMEOUT)
         self.jobs.add(job)
-        work = loop.run_in_executor(self.pool, self.execute, query, job)
+        work = loop.run_in_executor(self.pool, self.execute, query, job, self.inspector)
         work.add_done_callback(lambda _: frames.put_nowait(None))
         try:
             while (frame := await frames.get()) is not None:
@@ -63,10 +74,11 @@ class QueryExecutor:
             job.cancelled.set()
             self.jobs.discard(job)
 
-    def execute(self, query: Query, job: QueryJob) -> None:
+    def execute(self, query: Query, job: QueryJob, inspector: Inspector | None = None) -> None:
+        """Run a query with this inspector, by default that of the open model, and send its result or error."""
         try:
             job.check_cancelled()
-            job.send_result(query.run(self.inspector, job))
+            job.send_result(query.run(inspector or self.inspector, job))
         except QueryCancelled:
             return
         except CutawayError as error:
@@ -99,12 +111,21 @@ def parse_query(name: str, params: bytes | object) -> Query:
         raise invalid_field_error(first["loc"], first["msg"], "the query") from None
 
 
+def check_generation(executor: QueryExecutor, generation: str | None) -> None:
+    """Raise an APIError if the page was loaded before another model was opened, such as in another browser tab."""
+    if generation is not None and executor.catalog is not None and generation != str(executor.catalog.generation):
+        name = executor.inspector.name
+        raise APIError(409, f"the server has opened another model, {name}; reload the page to inspect it")
+
+
 def build_router(executor: QueryExecutor) -> APIRouter:
     router = APIRouter(prefix="/api")
 
     @router.post("/query/{name}", include_in_schema=False)
     async def query(name: str, request: Request) -> StreamingResponse:
-        frames = executor.stream(parse_query(name, await request.body()))
+        body = await request.body()
+        check_generation(executor, request.headers.get(GENERATION_HEADER))
+        frames = executor.stream(parse_query(name, body))
         try:
             first = await run_until_disconnect(anext(frames, None), request.receive)
             if first is None:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from cutaway.serve.inspect.queries import attention
 from cutaway.serve.inspect.queries.ablation_results import AblationResults
 from cutaway.serve.inspect.queries.activation import Activation
+from cutaway.serve.inspect.queries.architecture import Architecture
 from cutaway.serve.inspect.queries.consistency_check import ConsistencyCheck
 from cutaway.serve.inspect.queries.edit_effect import EditEffect
 from cutaway.serve.inspect.queries.edit_experiment import EditExperiment
@@ -15,6 +16,7 @@ from cutaway.serve.inspect.queries.lessons import ExerciseProgress, Lessons
 from cutaway.serve.inspect.queries.logit_attribution import LogitAttribution
 from cutaway.serve.inspect.queries.model_info import ModelInfo, Tokenize
 from cutaway.serve.inspect.queries.model_size import MemoryFit, ModelSizes, SizeCatalog
+from cutaway.serve.inspect.queries.models import ListModels, OpenModel
 from cutaway.serve.inspect.queries.next_token import NextToken
 from cutaway.serve.inspect.queries.residual_stream import ResidualNorms, TokenJourney
 from cutaway.serve.inspect.queries.run_metrics import RunMetrics
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
 
 QUERIES: dict[str, "type[Query]"] = {
     "model_info": ModelInfo,
+    "architecture": Architecture,
+    "list_models": ListModels,
+    "open_model": OpenModel,
     "tokenize": Tokenize,
     "residual_norms": ResidualNorms,
     "journey": TokenJourney,

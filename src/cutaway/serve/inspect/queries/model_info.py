@@ -22,6 +22,7 @@ class ModelInfo(Query):
         model, config, tokenizer = inspector.model, inspector.config, inspector.tokenizer
         data = {
             "name": inspector.name,
+            "generation": 0 if inspector.catalog is None else inspector.catalog.generation,
             "form": config.form,
             "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
             "dtype": str(model.dtype).removeprefix("torch."),
