@@ -161,7 +161,8 @@ def _describe_norm(norm: nn.Module, inputs: StageInputs, x: Tensor | None) -> st
         gains = "" if norm.weight is None else f", multiplies by the learned gains ({_format_range(norm.weight)})"
         bias = "" if norm.bias is None else " and adds the learned bias"
         return _join(f"Subtracts {mean}, divides by {std}{gains}{bias}", after)
-    return f"No norm here: the sublayer reads the residual stream itself, norm {_norm(inputs.values)}."
+    reader = "head" if inputs.site_name.endswith("final_norm") else "sublayer"
+    return f"No norm here: the {reader} reads the residual stream itself, norm {_norm(inputs.values)}."
 
 
 def _describe_addition(inputs: StageInputs) -> str:
@@ -196,7 +197,8 @@ def _describe_addition(inputs: StageInputs) -> str:
 def _describe_output(inputs: StageInputs, sublayer: str) -> str:
     matrix = "W_O combines the outputs of all heads" if sublayer != "ffn" else "W_2 combines the hidden units"
     if sublayer == "ffn" and hasattr(inputs.block.ffn.f, "router"):
-        matrix = "The outputs of the selected experts are summed"
+        shared = getattr(inputs.block.ffn.f, "shared", None) is not None
+        matrix = f"The outputs of the selected experts{' and the shared expert' if shared else ''} are summed"
     resid = inputs.read_norm(resid_before_sublayer(inputs.site))
     share = ""
     if resid:

@@ -16,6 +16,7 @@ from cutaway.model.masks import number_tokens
 from cutaway.model.positions import Alibi, LearnedPosition, ScoreBias, SinusoidalPosition
 from cutaway.model.rope import Rope, Rotation
 from cutaway.serve.inspect.activation_cache import ActivationCache
+from cutaway.serve.inspect.formulas import is_default_scale, list_formulas
 from cutaway.serve.inspect.queries.attention import (
     AttentionName,
     compute_pattern,
@@ -56,7 +57,7 @@ class WorkedAttention(InputQuery):
             steps, tensors = _score_steps(call, key, visible[self.position])
             rotation = _find_rotation(activations, site)
             position_data, position_tensors = _describe_positions(site, rotation, call, self.position, key)
-            value_data, value_tensors = _value_steps(activations, site, call, weights, head, self.position)
+            value_data, value_tensors = _value_steps(activations, site, call, weights, head, self.position, key)
         data = {
             "attention": name,
             "head": head,
@@ -70,6 +71,10 @@ class WorkedAttention(InputQuery):
             "has_edited_pattern": has_edited_pattern(inspector, self.input, name),
             "mask": _describe_mask(site, visible, self.position, key),
             "position_method": position_data,
+            "formulas": {
+                part: list_formulas(inspector.model, f"{name}.{part}", inspector.sites)
+                for part in ("scores", "mask", "pattern", "position", "z")
+            },
             "weight_shares": _weight_shares(self.input.tokens, self.input.source, site, pattern, visible),
             **steps,
             **value_data,
@@ -137,7 +142,7 @@ def _score_steps(call: _HeadCall, key: int, visible: Tensor) -> tuple[dict[str, 
         "d_head": len(call.q),
         "dot": dot,
         "scale": call.scale,
-        "is_default_scale": abs(call.scale * len(call.q) ** 0.5 - 1) < 1e-6,
+        "is_default_scale": is_default_scale(call.scale, len(call.q)),
         "scaled": scaled,
         "softcap": call.softcap,
         "capped": capped,
@@ -151,7 +156,7 @@ def _score_steps(call: _HeadCall, key: int, visible: Tensor) -> tuple[dict[str, 
 
 
 def _value_steps(
-    activations: ActivationCache, site: Site, call: _HeadCall, weights: Tensor, head: int, position: int
+    activations: ActivationCache, site: Site, call: _HeadCall, weights: Tensor, head: int, position: int, key: int
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return z = Σ w·v with the head output at the site `z` to compare, and the norm of what W_O adds."""
     name = site.name.removesuffix(".pattern")
@@ -173,7 +178,7 @@ def _value_steps(
         "has_output_norm": has_output_norm,
         "resid_norm": None if resid is None else float(upcast_float32(resid[0, position]).norm()),
     }
-    return data, {"value_norms": call.v.norm(dim=-1), "z": site_z[head]}
+    return data, {"value_norms": call.v.norm(dim=-1), "z": site_z[head], "v": call.v[key]}
 
 
 def _describe_mask(site: Site, visible: Tensor, position: int, key: int) -> dict[str, Any]:
