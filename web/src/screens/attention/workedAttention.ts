@@ -1,6 +1,6 @@
 // Worked example of attention: the query, and sentences with the numbers of one head, query and key.
 import { runQuery, QueryError } from "../../lib/queryClient";
-import { formatNumber, formatPercent, showWhitespace } from "../../lib/format";
+import { formatNumber, formatPercent, formatSignificant, showWhitespace } from "../../lib/format";
 import type { ModelInput } from "../../lib/session.svelte";
 import type { NumericArray } from "../../lib/protocol";
 
@@ -80,7 +80,7 @@ export async function fetchWorkedAttention(modelInput: ModelInput, attention: st
 }
 
 /** Number in a product: negative numbers are in parentheses. */
-export const formatFactor = (value: number): string => (value < 0 ? `(${formatNumber(value)})` : formatNumber(value));
+export const formatFactor = (value: number): string => (value < 0 ? `(${formatSignificant(value)})` : formatSignificant(value));
 
 /** Indices of the entries with the largest absolute value, largest first. */
 export function largestEntries(values: ArrayLike<number>, count: number): number[] {
@@ -94,8 +94,8 @@ export function writeOutDotProduct(q: ArrayLike<number>, k: ArrayLike<number>, d
   const rest = dot - shown.reduce((sum, index) => sum + (products[index] ?? 0), 0);
   const terms = shown.map((index) => `${formatFactor(q[index] ?? 0)}·${formatFactor(k[index] ?? 0)}`);
   const numOthers = products.length - shown.length;
-  const others = numOthers > 0 ? ` + … (${numOthers} more ${numOthers === 1 ? "term" : "terms"}, sum ${formatNumber(rest)})` : "";
-  return `${terms.join(" + ")}${others} = ${formatNumber(dot)}`;
+  const others = numOthers > 0 ? ` + … (${numOthers} more ${numOthers === 1 ? "term" : "terms"}, sum ${formatSignificant(rest)})` : "";
+  return `${terms.join(" + ")}${others} = ${formatSignificant(dot)}`;
 }
 
 export const SHARE_LABELS: Record<string, string> = {
@@ -169,8 +169,8 @@ export interface PairRotation {
   contribution: number;
 }
 
-/** The rotary pairs with the largest absolute contribution to q·k. */
-export function largestPairs(worked: WorkedAttention, count = 3): PairRotation[] {
+/** The rotary pairs with the largest absolute contribution to q·k, and the pair with the highest frequency, by pair. */
+export function selectPairs(worked: WorkedAttention, count = 2): PairRotation[] {
   const { rope, q, k } = worked;
   if (!rope) return [];
   const at = (values: ArrayLike<number>, [a, b]: [number, number]): [number, number] => [values[a] ?? 0, values[b] ?? 0];
@@ -179,5 +179,7 @@ export function largestPairs(worked: WorkedAttention, count = 3): PairRotation[]
     const [qAfter, kAfter] = [at(q, dims), at(k, dims)];
     return { pair, dims, qBefore: at(rope.qBefore, dims), qAfter, kBefore: at(rope.kBefore, dims), kAfter, qAngle: rope.qAngle[pair] ?? 0, kAngle: rope.kAngle[pair] ?? 0, frequency, contribution: qAfter[0] * kAfter[0] + qAfter[1] * kAfter[1] };
   });
-  return all.sort((a, b) => Math.abs(b.contribution) - Math.abs(a.contribution)).slice(0, count);
+  const fastest = all.reduce((best, pair) => (pair.frequency > best.frequency ? pair : best));
+  const largest = [...all].sort((a, b) => Math.abs(b.contribution) - Math.abs(a.contribution)).slice(0, count);
+  return [...new Set([fastest, ...largest])].sort((a, b) => a.pair - b.pair);
 }
