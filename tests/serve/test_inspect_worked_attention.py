@@ -199,6 +199,21 @@ def test_weight_shares_equal_the_pattern() -> None:
     assert "next_token" not in shares
 
 
+def test_weight_share_on_the_first_token_counts_queries_beyond_the_window() -> None:
+    inspector = build_inspector("tiny-gemma")
+    layers = run_query(inspector, "attention_layers")[0]["layers"]
+    windowed = next(layer["name"] for layer in layers if layer["window"] == 8)
+    params = {"input": {"tokens": random_token_ids(NUM_TOKENS, 256)}, "attention": windowed, "head": 1}
+    shares = run_query(inspector, "worked_attention", **params, position=5)[0]["weight_shares"]
+    first = next(share for share in shares if share["type"] == "first_token")
+    data, _ = run_query(inspector, "attention_head", **params)
+    assert first == {
+        "type": "first_token",
+        "share": pytest.approx(data["first_token_weight"]),
+        "num_queries": NUM_TOKENS - 1,
+    }
+
+
 def test_edited_pattern_and_moved_positions_are_reported() -> None:
     inspector = build_inspector("tiny-llama")
     params = {"attention": "blocks.0.attn", "head": 1, "position": 5, "key": 3}

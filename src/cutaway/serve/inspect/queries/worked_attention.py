@@ -274,8 +274,9 @@ def _weight_shares(
 ) -> list[dict[str, Any]]:
     """Return the head's share of attention weight on each type of key, averaged over the queries that have one.
 
-    The types overlap: the previous token may be the first token. The query 0 is left out of self-attention, because it
-    has no previous token and, with a causal mask, no choice.
+    A key outside of a sliding window counts with weight 0. The types overlap: the previous token may be the first
+    token. The query 0 is left out of self-attention, because it has no previous token and, with a causal mask, no
+    choice.
     """
     weights, is_cross = pattern[0], ".cross." in site.name
     query_ids = torch.tensor(source if site.name.startswith("encoder.") and source is not None else tokens)
@@ -305,7 +306,7 @@ def _weight_shares(
         queries = torch.arange(len(query_ids)) > 0
     shares = []
     for name, selected in types.items():
-        chosen = queries & (selected & visible.cpu()).any(-1)
+        chosen = queries & selected.any(-1)
         share = float((weights.cpu() * selected).sum(-1)[chosen].mean()) if chosen.any() else None
         shares.append({"type": name, "share": share, "num_queries": int(chosen.sum())})
     return shares
