@@ -1,6 +1,7 @@
 """End-to-end tests of the web page in Chromium: the page shows the values of the library."""
 
 import json
+import math
 import random
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 import torch
 from support.nightly import nightly_except
 from support.server import serve_in_thread
+from torch import Tensor
 
 import cutaway as ct
 from cutaway.cli.verbs.open import export_page, load_catalog
@@ -78,6 +80,7 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
                 "value": format_number(float(activation.reshape(-1)[index])),
             }
         )
+    worked = work_out_attention(model, tokens, "blocks.3.attn", head=2, position=len(token_ids) - 2, key=3)
     edits: dict[str, Any] = {"blocks.1": "swap", "blocks.2.attn.z": {"do": "zero", "heads": [1, 3]}}
     original, edited = ablation(model, token_ids, {"it": edits}, progress=False).values.tolist()
     block_configs = model.config.stacks["decoder"].blocks
@@ -98,6 +101,9 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             for token, probability in journey.top_tokens
         ],
         "values": values,
+        "token_strs": [show_whitespace(tokenizer.decode([token])) for token in token_ids],
+        "worked": worked,
+        "final_rms": format_number(stages[-2].norm / model.config.d_model**0.5),
         "edited": {
             "edits": "blocks.1:swap,blocks.2.attn.z:zero@1.3",
             "values": [
@@ -118,6 +124,29 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "long_tokens": len(tokenizer.encode(text)),
         "longest_task": 200,  # milliseconds of CPU time
     }
+
+
+def work_out_attention(model: Any, tokens: Tensor, name: str, *, head: int, position: int, key: int) -> dict[str, Any]:
+    """Numbers of the worked example of one head, query and key, from the activations at the sites."""
+    with torch.no_grad(), ct.trace(model, *(f"{name}.{site}" for site in ("q", "k", "scores", "pattern", "z"))) as t:
+        model(tokens)
+    pattern = t[f"{name}.pattern"][0, head, position]
+    return {
+        "attention": name,
+        "head": head,
+        "position": position,
+        "key": key,
+        "dot": format_significant(float(t[f"{name}.q"][0, position, head] @ t[f"{name}.k"][0, key, head])),
+        "score": format_significant(float(t[f"{name}.scores"][0, head, position, key])),
+        "weight": format_percent(float(pattern[key])),
+        "z_norm": format_number(float(t[f"{name}.z"][0, position, head].norm())),
+    }
+
+
+def format_significant(value: float, digits: int = 4) -> str:
+    """Format a number with significant digits like the web page."""
+    decimals = max(0, digits - 1 - math.floor(math.log10(abs(value))))
+    return f"{value:.{decimals}f}".replace("-", "−")
 
 
 def format_number(value: float) -> str:

@@ -1,7 +1,8 @@
-// Attention: thumbnails are computed, a head is selected by click and by keys, the URL reproduces the view.
+// Attention: thumbnails are computed, a head is selected by click and by keys, the URL reproduces the view, the worked example
+// shows the numbers of the library.
 import assert from "node:assert/strict";
 
-export async function run(page, url) {
+export async function run(page, url, facts) {
   await page.goto(`${url}#/attention?`);
   const grid = page.getByRole("grid", { name: /^Heads/ });
   const first = grid.getByRole("gridcell").first();
@@ -40,7 +41,50 @@ export async function run(page, url) {
   await page.getByRole("heading", { name: "Layer 0 · head 1" }).waitFor();
   assert.match(await readout.innerText(), /\(1\) attends to/);
 
+  await checkWorkedExample(page, url, facts);
+
   const download = page.waitForEvent("download");
   await page.getByRole("button", { name: "Attention pattern: save as CSV" }).click();
   assert.match((await download).suggestedFilename(), /^attention-.*\.csv$/);
+}
+
+/** The worked example shows the numbers of the library; a masked key is named masked; a cell selects query and key. */
+async function checkWorkedExample(page, url, { text, token_strs: tokenStrs, worked }) {
+  const { attention, head, position, key } = worked;
+  const address = (query, selected) => `${url}#/attention?text=${encodeURIComponent(text)}&attention=${attention}&head=${head}&position=${query}&key=${selected}`;
+  const panel = page.getByRole("region", { name: "Worked example" });
+  const heading = (query, selected) => panel.getByRole("heading", { name: `query ‘${tokenStrs[query]}’, key ‘${tokenStrs[selected]}’, head ${head} of block 3` });
+  await page.goto(address(position, key));
+  await heading(position, key).waitFor();
+  const shown = (await panel.innerText()).replace(/\s+/g, " ");
+  for (const expected of [
+    `more terms, sum`, `= ${worked.dot}`, `score ${worked.score}; the model’s value at ${attention}.scores is ${worked.score}, equal within rounding`,
+    `becomes the weight ${worked.weight}`, `has norm ${worked.z_norm} and equals the model’s value at ${attention}.z within rounding`,
+    "3. Mask: visible", "6. Positions: RoPE", "sum 100.0 %", "Direct logit attribution of this head",
+  ]) assert.ok(shown.includes(expected), `the worked example should contain ‘${expected}’: ${shown}`); // prettier-ignore
+  assert.match(shown, /On this text, head \d+ of block 3 has (no position type above 40 %|\d+\.\d % of its weight on)/);
+  assert.equal(await panel.locator("figure svg").count(), 3);
+
+  // A key after the query is masked: never drawn as 0.
+  await page.goto(address(1, 4));
+  await heading(1, 4).waitFor();
+  const maskedText = (await panel.innerText()).replace(/\s+/g, " ");
+  assert.match(maskedText, /3\. Mask: masked/);
+  assert.match(maskedText, /is masked for .*: it comes after the query and the mask is causal/);
+  assert.match(maskedText, /scores is −∞/);
+  const mask = panel.getByRole("img", { name: /^Mask of query/ });
+  await mask.focus();
+  await page.keyboard.press("End");
+  await panel.getByText(/^key ‘.*’ \(\d+\): masked$/).waitFor();
+
+  // A click on a cell of the attention pattern selects query and key.
+  const canvas = page.getByRole("application").locator("canvas");
+  const { width, height } = await canvas.boundingBox();
+  await canvas.click({ position: { x: width - 4, y: height - 4 } });
+  const last = tokenStrs.length - 1;
+  await heading(last, last).waitFor();
+  assert.match(page.url(), new RegExp(`key=${last}&position=${last}`));
+  await panel.getByLabel("Key", { exact: true }).selectOption("0");
+  await heading(last, 0).waitFor();
+  assert.match(page.url(), /key=0/);
 }

@@ -69,7 +69,20 @@ export async function run(page, url, facts) {
     const toolbar = page.getByRole("toolbar", { name: "Sites of this sublayer" });
     await toolbar.getByRole("button", { name: label, exact: true }).click();
     await page.locator(".formulas math").first().waitFor();
+    assert.match(await page.locator(".sentence").innerText(), /\d.*\.$/, `${label} has a sentence with numbers`);
   }
+  // The mask of the last token has no masked key, the mask of an earlier one is hatched; the norm is the one of the library.
+  const last = facts.token_strs.length - 1;
+  const panel = page.getByRole("region", { name: "Activation" });
+  await page.goto(`${url}#/trace?text=${encodeURIComponent(facts.text)}&site=blocks.1.attn.mask`);
+  await panel.getByText(`The last token sees all ${last + 1} tokens; no key is masked.`).waitFor();
+  assert.equal(await panel.locator(".legend .masked").count(), 0);
+  await page.goto(`${url}#/trace?text=${encodeURIComponent(facts.text)}&site=blocks.1.attn.mask&position=2`);
+  await panel.getByText(`sees 3 tokens (tokens 0 to 2) of ${last + 1}; ${last - 2} later tokens masked (causal mask).`).waitFor();
+  assert.equal(await panel.locator(".legend .masked").count(), 1);
+  await page.goto(`${url}#/trace?text=${encodeURIComponent(facts.text)}&site=final_norm`);
+  await panel.getByText(`Divides the residual stream by its RMS ${facts.final_rms} and multiplies by the learned gains`).waitFor();
+  await page.goto(`${url}#/trace?text=${encodeURIComponent(facts.text)}&site=blocks.1.attn.out`);
   await page.getByText("Python code", { exact: true }).click();
   assert.match(await page.getByLabel("Python code").innerText(), /ct\.trace\(model/);
 

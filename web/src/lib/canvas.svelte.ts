@@ -45,14 +45,14 @@ export function renderWeights(weights: ArrayLike<number>, visible: ArrayLike<num
 }
 
 /** Draw the hatching of masked entries. */
-export function drawHatching(ctx: CanvasRenderingContext2D, x: number, y: number, width: number, height: number, step = 5): void {
+export function drawHatching(ctx: CanvasRenderingContext2D, x: number, y: number, width: number, height: number, step = 5, color = "border"): void {
   ctx.save();
   ctx.beginPath();
   ctx.rect(x, y, width, height);
   ctx.clip();
   ctx.fillStyle = palette.cssColor("background");
   ctx.fillRect(x, y, width, height);
-  ctx.strokeStyle = palette.cssColor("border");
+  ctx.strokeStyle = palette.cssColor(color);
   ctx.lineWidth = 1;
   ctx.beginPath();
   for (let offset = -height; offset < width; offset += step) {

@@ -13,4 +13,12 @@ export function formatNumber(value: number): string {
   return text.replace("-", "−");
 }
 
+/** Format a number with a fixed number of significant digits, so that a reader can recompute a result from its factors. */
+export function formatSignificant(value: number, digits = 4): string {
+  if (value === 0 || !Number.isFinite(value)) return formatNumber(value).replace(/\.0+$/, "");
+  const magnitude = Math.abs(value);
+  const text = magnitude < 1e-4 || magnitude >= 1e6 ? value.toExponential(digits - 1) : value.toFixed(Math.max(0, digits - 1 - Math.floor(Math.log10(magnitude))));
+  return text.replaceAll("-", "−");
+}
+
 export const formatPercent = (fraction: number): string => (fraction > 0 && fraction < 0.001 ? "<0.1 %" : `${(100 * fraction).toFixed(1)} %`);

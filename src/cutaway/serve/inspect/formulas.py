@@ -79,7 +79,10 @@ def _attention_formulas(attention: Any, suffix: str, stack: Any, layer: int) -> 
             return [rope]
         return ["position.alibi" if isinstance(position, Alibi) else "position.bias"] if position is not None else []
     if suffix == "scores":
+        is_latent = isinstance(attention, LatentAttention)
+        d_head = attention.d_nope + attention.d_rope if is_latent else attention.d_head
         formulas = ["scores.capped" if attention.kernel.softcap is not None else "scores"]
+        formulas[0] += "" if is_default_scale(attention.kernel.scale, d_head) else ".scale"
         return formulas if has_rope or is_cross or position is None else [*formulas, "scores.bias"]
     if suffix == "mask":
         if is_cross or not stack.causal:
@@ -88,6 +91,11 @@ def _attention_formulas(attention: Any, suffix: str, stack: Any, layer: int) -> 
     if suffix == "pattern":
         return ["pattern" if attention.sink is None else "pattern.sink"]
     return ["z"] if suffix == "z" else ["out"]
+
+
+def is_default_scale(scale: float, d_head: int) -> bool:
+    """Whether the scale of the scores is 1/√d_head."""
+    return abs(scale * d_head**0.5 - 1) < 1e-6
 
 
 def _ffn_formulas(ffn: Any, suffix: str) -> list[str]:

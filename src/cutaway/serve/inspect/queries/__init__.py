@@ -20,6 +20,7 @@ from cutaway.serve.inspect.queries.models import ListModels, OpenModel
 from cutaway.serve.inspect.queries.next_token import NextToken
 from cutaway.serve.inspect.queries.residual_stream import ResidualNorms, TokenJourney
 from cutaway.serve.inspect.queries.run_metrics import RunMetrics
+from cutaway.serve.inspect.queries.worked_attention import WorkedAttention
 
 if TYPE_CHECKING:
     from cutaway.serve.inspect.queries.base import Query
@@ -36,6 +37,7 @@ QUERIES: dict[str, "type[Query]"] = {
     "attention_thumbnails": attention.AttentionThumbnails,
     "attention_head": attention.AttentionHead,
     "attention_row": attention.AttentionRow,
+    "worked_attention": WorkedAttention,
     "logit_attribution": LogitAttribution,
     "head_types": attention.HeadTypes,
     "generate": Generate,

@@ -16,6 +16,7 @@ from cutaway.serve.inspect.inspector import check_position
 from cutaway.serve.inspect.model_input import ModelInput
 from cutaway.serve.inspect.queries.base import InputQuery, Inspector, QueryJob, QueryResult, TokenIndex
 from cutaway.serve.inspect.snippet import build_snippet
+from cutaway.serve.inspect.stage_sentences import StageInputs, describe_logits, describe_stage
 
 NUM_TOP_LOGITS = 50
 """Number of largest logits that are returned."""
@@ -53,6 +54,8 @@ class Activation(InputQuery):
         site = inspector.sites.get(name)
         equation = "" if site is None else site_equation(inspector.model, site)
         data = _describe_values(inspector, self.input, name, token_index, equation, axes, shape, values)
+        with torch.no_grad():
+            data["sentence"] = describe_stage(StageInputs(inspector, activations, name, token_index, values))
         masked = values == -torch.inf
         tensors = {"values": values.masked_fill(masked, 0.0), "masked": masked} if masked.any() else {"values": values}
         return QueryResult(data, tensors)
@@ -179,5 +182,7 @@ def _logits_result(
     equation = site_equation(inspector.model, inspector.sites["logits"]) if is_logits else "softmax(logits)"
     data = _describe_values(inspector, query.input, site_name, query.position, equation, "TV", shape, values)
     tokens = top.indices.tolist()
-    data |= {"tokens": tokens, "token_strs": [inspector.tokenizer.decode_token(token) for token in tokens]}
+    token_strs = [inspector.tokenizer.decode_token(token) for token in tokens]
+    sentence = describe_logits(values, token_strs, is_logits=is_logits)
+    data |= {"tokens": tokens, "token_strs": token_strs, "sentence": sentence}
     return QueryResult(data, {"values": top.values, "histogram": counts})

@@ -44,8 +44,8 @@ class AttentionThumbnails(InputQuery):
     attention: AttentionName
 
     def run(self, inspector: Inspector, job: QueryJob) -> QueryResult:
-        site = _find_attention_site(inspector, self.attention)
-        pattern, visible, sink = _compute_pattern(inspector, self.input, site, None, job)
+        site = find_attention_site(inspector, self.attention)
+        pattern, visible, sink = compute_pattern(inspector, self.input, site, None, job)
         tensors = {
             "thumbnails": _max_pool(pattern, THUMBNAIL_SIZE),
             "visible": _max_pool(visible[None].float(), THUMBNAIL_SIZE)[0] > 0,
@@ -64,8 +64,8 @@ class AttentionHead(InputQuery):
     head: TokenIndex
 
     def run(self, inspector: Inspector, job: QueryJob) -> QueryResult:
-        site = _find_attention_site(inspector, self.attention, self.head)
-        pattern, visible, sink = _compute_pattern(inspector, self.input, site, [self.head], job)
+        site = find_attention_site(inspector, self.attention, self.head)
+        pattern, visible, sink = compute_pattern(inspector, self.input, site, [self.head], job)
         tensors = {
             "pattern": _max_pool(pattern, MAX_MATRIX_SIZE)[0],
             "visible": _max_pool(visible[None].float(), MAX_MATRIX_SIZE)[0] > 0,
@@ -90,8 +90,8 @@ class AttentionRow(InputQuery):
     position: TokenIndex
 
     def run(self, inspector: Inspector, job: QueryJob) -> QueryResult:
-        site = _find_attention_site(inspector, self.attention, self.head)
-        pattern, visible, sink = _compute_pattern(inspector, self.input, site, [self.head], job)
+        site = find_attention_site(inspector, self.attention, self.head)
+        pattern, visible, sink = compute_pattern(inspector, self.input, site, [self.head], job)
         if self.position >= pattern.shape[1]:
             raise InputError(f"position is {self.position}, but the query positions are 0 to {pattern.shape[1] - 1}")
         data = {"sink_weight": None if sink is None else float(sink[0, self.position])}
@@ -120,7 +120,7 @@ def _describe_attention(inspector: Inspector, site: Site) -> dict[str, object]:
     }
 
 
-def _find_attention_site(inspector: Inspector, attention: str, head: int | None = None) -> Site:
+def find_attention_site(inspector: Inspector, attention: str, head: int | None = None) -> Site:
     site = inspector.sites.get(f"{attention}.pattern")
     if site is None:
         names = [name.removesuffix(".pattern") for name in inspector.sites if name.endswith(".pattern")]
@@ -130,7 +130,7 @@ def _find_attention_site(inspector: Inspector, attention: str, head: int | None 
     return site
 
 
-def _compute_pattern(
+def compute_pattern(
     inspector: Inspector, model_input: ModelInput, site: Site, heads: list[int] | None, job: QueryJob
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the fp32 patterns (H, T, S), whether each key is visible (T, S), and the sink weights (H, T) or None."""
@@ -141,7 +141,7 @@ def _compute_pattern(
     with torch.no_grad():
         attention = activations.recompute_attention(name, heads)
         visible = (attention.scores[0] != -torch.inf).any(0)
-        if _has_edited_pattern(inspector, model_input, name):  # an edited pattern cannot be recomputed from q and k
+        if has_edited_pattern(inspector, model_input, name):  # an edited pattern cannot be recomputed from q and k
             with inspector.edited_model(model_input), trace(inspector.model, site.name, heads=heads) as t:
                 inspector.last_hidden_state(model_input)
             pattern = upcast_float32(t[site.name])[0]
@@ -151,7 +151,7 @@ def _compute_pattern(
     return pattern, visible, sink
 
 
-def _has_edited_pattern(inspector: Inspector, model_input: ModelInput, attention: str) -> bool:
+def has_edited_pattern(inspector: Inspector, model_input: ModelInput, attention: str) -> bool:
     """Whether the input's edits change the scores or the pattern of the attention module named `attention`."""
     site_names = {f"{attention}.scores", f"{attention}.pattern"}
     return bool(model_input.edits) and any(
