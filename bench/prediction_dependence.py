@@ -13,6 +13,7 @@ import math
 import random
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,11 +49,12 @@ def check_text(checkpoint: Checkpoint, text: str) -> list[tuple[str, bool]]:
     inspector = build_inspector(checkpoint)
     tokens = inspector.tokenizer.encode(text)
     position = len(tokens) - 1
-    data = Interventions(input=ModelInput(tokens=tuple(tokens)), position=position).run(inspector, QueryJob()).data
+    query = Interventions(input=ModelInput(tokens=tuple(tokens)), position=position)
+    data: Any = query.run(inspector, QueryJob()).data
     model, ids, answer, clean = checkpoint.model, torch.tensor([tokens]), int(data["token"]), float(data["probability"])
     statements = []
 
-    def holds(edits: dict[str, object], effect: dict[str, object]) -> bool:
+    def holds(edits: dict[str, Any], effect: dict[str, Any]) -> bool:
         with ct.edit(model, edits):
             logits = model(ids)[0, -1]
         measured = math.log(max(float(logits.softmax(-1)[answer]), 1e-12) / clean)
