@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import cutaway as ct
 from cutaway.cli.verbs.open import export_page, load_inspector
 from cutaway.lens import follow_token
 from cutaway.lens.analysis import ablation
-from cutaway.pretrained import load_examples
+from cutaway.pretrained import list_pretrained, load_examples
 from cutaway.serve import static_files
 from cutaway.serve.app import build_app
 from cutaway.serve.inspect import routes
@@ -34,11 +35,11 @@ TEXT = "Lily had a ball.\nThe cat sat on the"
 LONG = "Lily had a red ball. She played with it in the park, and her dog ran after it.\n" * 25
 
 
-@pytest.fixture(scope="module")
-def page() -> Iterator[str]:
-    """URL of a server with the pretrained model."""
+@contextmanager
+def serve_page(model: str) -> Iterator[str]:
+    """URL of a server with a pretrained model."""
     assert shutil.which("chromium"), "this test needs Chromium; install Debian's chromium package"
-    executor = routes.QueryExecutor(load_inspector("tiny-english", None, "cpu", None))
+    executor = routes.QueryExecutor(load_inspector(model, None, "cpu", None))
     access_policy = build_access_policy("127.0.0.1", None)
     app = build_app(
         [routes.build_router(executor), build_notebook_router(), static_files.build_static_router()],
@@ -47,6 +48,12 @@ def page() -> Iterator[str]:
     )
     with serve_in_thread(app, bind_socket("127.0.0.1", 0)) as url:
         yield f"{url}/"
+
+
+@pytest.fixture(scope="module")
+def page() -> Iterator[str]:
+    with serve_page("tiny-english") as url:
+        yield url
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +150,18 @@ PAGE_TESTS = [*SCREENS, "long-text", "exported-file", "notebook", "accessibility
 
 @pytest.mark.parametrize("name", nightly_except(("trace",), PAGE_TESTS))
 def test_web_page(name: str, page: str, facts: dict[str, Any], tmp_path: Path) -> None:
+    run_in_browser(name, page, facts, tmp_path)
+
+
+def test_all_screens_of_the_pretrained_models_have_no_messages(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        models = {model: stack.enter_context(serve_page(model)) for model in list_pretrained()}
+        inputs = {"tiny-dates": {"target": "2021-03-03"}, "tiny-english-encoder": {"mask": "[MASK]"}}
+        run_in_browser("all-screens", models["tiny-english"], {"models": models, "inputs": inputs}, tmp_path)
+
+
+def run_in_browser(name: str, page: str, facts: dict[str, Any], tmp_path: Path) -> None:
+    """Run a file of web/e2e in Chromium."""
     (tmp_path / "facts.json").write_text(json.dumps(facts))
     node, _ = find_node_and_npm()
     command = [node, "e2e/run-tests.mjs", page, str(tmp_path / "facts.json"), name]

@@ -21,11 +21,17 @@ export interface ModelInfo {
   sites: string[];
   structural_edits: Record<string, string[]>;
   has_head: boolean;
+  /** Why direct logit attribution does not apply to this model; null if it applies. */
+  attribution_error: string | null;
   is_untrained: boolean;
   is_run_directory: boolean;
   max_tokens: number;
   default_text: string;
   default_source: string | null;
+  /** Token selected for the default input; null: the last one. */
+  default_position: number | null;
+  /** Mask token of an encoder; null for other models. */
+  mask_token_id: number | null;
   examples: Example[];
 }
 
@@ -66,9 +72,20 @@ class Session {
   /** Prefix of the site names of the stack that computes the logits. */
   sitePrefix = $derived(this.modelInfo?.form === "encoder-decoder" ? "decoder." : "");
   outputStack = $derived(this.modelInfo?.form === "encoder" ? "encoder" : "decoder");
-  /** Index of the selected token; default: the last one. */
-  position = $derived(clampIndex(urlState.number("position"), this.tokenStrs));
+  /** Index of the selected token; default: the first mask of an encoder, the default position of the default input, or the last token. */
+  position = $derived(clampIndex(urlState.number("position") ?? this.#defaultPosition(), this.tokenStrs));
   sourcePosition = $derived(clampIndex(urlState.number("source_position"), this.sourceTokenStrs));
+
+  #defaultPosition(): number | undefined {
+    const info = this.modelInfo;
+    if (!info) return undefined;
+    if (info.mask_token_id !== null) {
+      const index = this.#tokenized?.tokens.indexOf(info.mask_token_id) ?? -1;
+      return index < 0 ? undefined : index;
+    }
+    const isDefault = this.text === info.default_text && this.source === (info.default_source ?? "");
+    return isDefault ? (info.default_position ?? undefined) : undefined;
+  }
 
   async open(): Promise<void> {
     this.modelInfo = (await runQuery<ModelInfo>("model_info", {})).data;

@@ -4,7 +4,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -21,8 +20,8 @@ from cutaway.lens.sites import is_resid_site, is_sublayer_output
 from cutaway.model import DecoderOnly, EncoderDecoder, EncoderOnly, Transformer
 from cutaway.model.head import LMHead
 from cutaway.model.stack import Stack
-from cutaway.pretrained import example_text
 from cutaway.serve.inspect.activation_cache import QUADRATIC_SITES, ActivationCache, estimate_bytes
+from cutaway.serve.inspect.default_input import build_tokenizer_adapter
 from cutaway.serve.inspect.model_input import ModelInput, TokenizerAdapter
 from cutaway.serve.inspect.protocol import QueryJob
 
@@ -198,19 +197,13 @@ def build_inspector(
 ) -> Inspector:
     """Build an inspector of a checkpoint or a model. Without a tokenizer, each byte of a text is a token.
 
-    `text` is the default input of the page. `run_directory` has the metrics log shown on the page.
+    `text` is the default input of the page (the source of an encoder-decoder). `run_directory` has the metrics log
+    shown on the page.
     """
     model, tokenizer, generation_config = unpack_checkpoint(model_or_checkpoint)
     if model.device.type == "meta":
         raise InputError("the model is on the meta device, which has no values; build it on another device")
-    text = text or example_text(name)
-    adapter = TokenizerAdapter(
-        model.config.vocab_size,
-        tokenizer,
-        default_text=text,
-        generation_config=None if model is model_or_checkpoint else generation_config,
+    adapter = build_tokenizer_adapter(
+        model, tokenizer, None if model is model_or_checkpoint else generation_config, text, name
     )
-    if len(model.stacks) > 1:
-        start_token = generation_config.decoder_start_token_id or 0
-        adapter = replace(adapter, decoder_start_token_id=start_token, default_text="", default_source=text)
     return Inspector(model, adapter, name=name, run_directory=run_directory)

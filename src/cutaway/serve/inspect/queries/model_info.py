@@ -2,11 +2,14 @@
 
 from typing import Annotated, Any, Literal
 
+import torch
 from pydantic import Field
 
-from cutaway.errors import InputError
+from cutaway.errors import CutawayError, InputError
+from cutaway.lens.analysis.attribution import check_attributable
+from cutaway.lens.analysis.inputs import AnalysisInputs
 from cutaway.lens.structural_edits import STRUCTURAL_OPS, structural_targets, supports_structural_edit
-from cutaway.model import Transformer
+from cutaway.model import EncoderOnly, Transformer
 from cutaway.model.stack import Stack
 from cutaway.pretrained import load_examples
 from cutaway.serve.inspect.model_input import MAX_TOKENS
@@ -32,14 +35,28 @@ class ModelInfo(Query):
             "sites": list(inspector.sites),
             "structural_edits": _list_structural_edits(model),
             "has_head": inspector.head is not None,
+            "attribution_error": _find_attribution_error(inspector),
             "is_run_directory": inspector.run_directory is not None,
             "max_tokens": MAX_TOKENS,
             "is_untrained": tokenizer.is_untrained,
             "default_text": tokenizer.default_text,
             "default_source": tokenizer.default_source,
+            "default_position": tokenizer.default_position,
+            "mask_token_id": tokenizer.mask_token_id if isinstance(model, EncoderOnly) else None,
             "examples": load_examples(inspector.name),
         }
         return QueryResult(data)
+
+
+def _find_attribution_error(inspector: Inspector) -> str | None:
+    """Return why direct logit attribution does not apply to the model; None if it applies."""
+    source = torch.zeros(1, 1, dtype=torch.long) if len(inspector.model.stacks) > 1 else None
+    inputs = AnalysisInputs(inspector.model, None, torch.zeros(1, 1, dtype=torch.long), source)
+    try:
+        check_attributable(inputs)
+    except CutawayError as error:
+        return str(error)
+    return None
 
 
 def _list_structural_edits(model: Transformer) -> dict[str, list[str]]:
