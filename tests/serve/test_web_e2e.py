@@ -113,7 +113,7 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             ],
         },
         "long": text,
-        "example": load_examples("tiny-english")[1],
+        "example": next(item for item in load_examples("tiny-english") if item["fragment"]["screen"] == "edit"),
         "long_tokens": len(tokenizer.encode(text)),
         "longest_task": 200,  # milliseconds of CPU time
     }

@@ -20,16 +20,29 @@ export class QueryError extends Error {}
 /** The server could not be reached or closed the connection. */
 export class ConnectionError extends QueryError {}
 
+/** Results that need no transport: those of an exported page. */
+export type LocalResults = (query: string, params: unknown) => { result: QueryResult<unknown>; partials: QueryResult<unknown>[] };
+
 let transport: Transport = httpTransport;
+let localResults: LocalResults | undefined;
+
+export function setLocalResults(results: LocalResults): void {
+  localResults = results;
+}
 
 export function setTransport(newTransport: Transport): void {
   transport = newTransport;
 }
 
 /** Whether the page is served by `cutaway open`; false in an exported file and in a notebook. */
-export const isServed = (): boolean => transport === httpTransport;
+export const isServed = (): boolean => transport === httpTransport && !localResults;
 
 export async function runQuery<F>(query: string, params: unknown, options: QueryOptions = {}): Promise<QueryResult<F>> {
+  if (localResults) {
+    const { result, partials } = localResults(query, params);
+    for (const partial of partials) options.onPartial?.(partial as QueryResult<never>);
+    return result as QueryResult<F>;
+  }
   const frames = new FrameDecoder();
   for await (const chunk of transport(query, params, options.signal)) {
     for (const { kind, bytes } of frames.push(chunk)) {

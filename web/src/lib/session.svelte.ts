@@ -1,6 +1,7 @@
 // State shared by all screens: the loaded model and the tokenized text.
 import { runQuery, ConnectionError } from "./queryClient";
 import { parseEdits } from "./edits";
+import { exportedPage } from "./exportTransport";
 import { urlState, type Screen } from "./urlState.svelte";
 
 export interface Layer {
@@ -18,6 +19,7 @@ export interface ModelInfo {
   vocab_size: number;
   context: number | null;
   stacks: Record<string, Layer[]>;
+  /** Sites, and the position values that the model has, such as `embed.position`. */
   sites: string[];
   structural_edits: Record<string, string[]>;
   has_head: boolean;
@@ -58,13 +60,13 @@ class Session {
   /** Model name without its directory. */
   modelName = $derived(this.modelInfo?.name.replace(/[/\\]+$/, "").split(/[/\\]/).at(-1) ?? "");
   /** Text of the URL fragment; default: the model's default text. */
-  text = $derived(urlState.get("text") ?? this.modelInfo?.default_text ?? "");
-  source = $derived(urlState.get("source") ?? this.modelInfo?.default_source ?? "");
+  text = $derived((exportedPage() ? undefined : urlState.get("text")) ?? this.modelInfo?.default_text ?? "");
+  source = $derived((exportedPage() ? undefined : urlState.get("source")) ?? this.modelInfo?.default_source ?? "");
   tokenStrs = $state.raw<string[]>([]);
   sourceTokenStrs = $state.raw<string[]>([]);
   #tokenized = $state.raw<ModelInput>();
-  /** Active edits. They are empty on the edit screen, which compares with the unedited model and passes the edits itself. */
-  edits = $derived(urlState.screen === "edit" || !this.modelInfo ? {} : parseEdits(urlState.get("edits")));
+  /** Active edits. They are empty on the edit screen, which compares with the unedited model and passes the edits itself, and in an exported page, which has results of edits on that screen only. */
+  edits = $derived(urlState.screen === "edit" || exportedPage() || !this.modelInfo ? {} : parseEdits(urlState.get("edits")));
   modelInput = $derived(this.#tokenized && Object.keys(this.edits).length ? { ...this.#tokenized, edits: this.edits } : this.#tokenized);
   problem = $state<string>();
   #requests = 0;
@@ -73,8 +75,15 @@ class Session {
   sitePrefix = $derived(this.modelInfo?.form === "encoder-decoder" ? "decoder." : "");
   outputStack = $derived(this.modelInfo?.form === "encoder" ? "encoder" : "decoder");
   /** Index of the selected token; default: the first mask of an encoder, the default position of the default input, or the last token. */
-  position = $derived(clampIndex(urlState.number("position") ?? this.#defaultPosition(), this.tokenStrs));
+  position = $derived(this.#findPosition());
   sourcePosition = $derived(clampIndex(urlState.number("source_position"), this.sourceTokenStrs));
+
+  #findPosition(): number {
+    const position = clampIndex(urlState.number("position") ?? this.#defaultPosition(), this.tokenStrs);
+    const exported = exportedPage();
+    if (!exported || position < 0) return position;
+    return urlState.screen === "edit" ? exported.edit_position : Math.max(position, exported.positions[0] ?? 0);
+  }
 
   #defaultPosition(): number | undefined {
     const info = this.modelInfo;

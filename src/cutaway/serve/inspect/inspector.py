@@ -66,11 +66,15 @@ class Inspector:
                 activations = ActivationCache(model_input)
                 self._run_forward(activations, self._select_cached_sites(model_input), job, on_site)
                 self.activation_caches[model_input.cache_key] = activations
+                self._evict()
             self.activation_caches.move_to_end(model_input.cache_key)
-            num_bytes = sum(cached.nbytes for cached in self.activation_caches.values())
-            while len(self.activation_caches) > 1 and num_bytes > self.max_cached_bytes:
-                num_bytes -= self.activation_caches.popitem(last=False)[1].nbytes
             return activations
+
+    def _evict(self) -> None:
+        """Remove the least recently used activations while all of them exceed `max_cached_bytes`."""
+        num_bytes = sum(cached.nbytes for cached in self.activation_caches.values())
+        while len(self.activation_caches) > 1 and num_bytes > self.max_cached_bytes:
+            num_bytes -= self.activation_caches.popitem(last=False)[1].nbytes
 
     def get_activations_at(self, model_input: ModelInput, site_names: list[str], job: QueryJob) -> ActivationCache:
         """Return the model's activations for an input, including the activations at `site_names`.
@@ -84,6 +88,7 @@ class Inspector:
                 self.check_site(name)
             with self.lock:
                 self._run_forward(activations, missing, job)
+                self._evict()
         return activations
 
     def check_site(self, name: str) -> None:

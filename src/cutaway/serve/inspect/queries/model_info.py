@@ -32,7 +32,7 @@ class ModelInfo(Query):
             "vocab_size": config.vocab_size,
             "context": config.context,
             "stacks": {name: _describe_layers(stack) for name, stack in model.stacks.items()},
-            "sites": list(inspector.sites),
+            "sites": [*inspector.sites, *_list_position_values(model)],
             "structural_edits": _list_structural_edits(model),
             "has_head": inspector.head is not None,
             "attribution_error": _find_attribution_error(inspector),
@@ -46,6 +46,18 @@ class ModelInfo(Query):
             "examples": load_examples(inspector.name),
         }
         return QueryResult(data)
+
+
+def _list_position_values(model: Transformer) -> list[str]:
+    """Return the names of the position embeddings and of the attention positions (angles or biases) that exist."""
+    names = []
+    for stack_name, stack in model.stacks.items():
+        prefix = f"{stack_name}." if len(model.stacks) > 1 else ""
+        if stack.embed.position is not None:
+            names.append(f"{prefix}embed.position")
+        if len(stack.positions):
+            names += [f"{prefix}blocks.{layer}.attn.position" for layer in range(len(stack.blocks))]
+    return names
 
 
 def _find_attribution_error(inspector: Inspector) -> str | None:
