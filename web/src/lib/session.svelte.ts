@@ -23,6 +23,8 @@ export interface ModelInfo {
   sites: string[];
   structural_edits: Record<string, string[]>;
   has_head: boolean;
+  /** Whether the output matrix is the token embedding. */
+  is_tied: boolean;
   /** Why direct logit attribution does not apply to this model; null if it applies. */
   attribution_error: string | null;
   is_untrained: boolean;

@@ -35,6 +35,7 @@ class ModelInfo(Query):
             "sites": [*inspector.sites, *_list_position_values(model)],
             "structural_edits": _list_structural_edits(model),
             "has_head": inspector.head is not None,
+            "is_tied": inspector.head is not None and inspector.head.matrix is inspector.output_stack.embed.token,
             "attribution_error": _find_attribution_error(inspector),
             "is_run_directory": inspector.run_directory is not None,
             "max_tokens": MAX_TOKENS,
@@ -96,6 +97,10 @@ class Tokenize(Query):
         token_ids = tokenizer.encode_source(self.text) if self.field == "source" else tokenizer.encode(self.text)
         if not token_ids:
             raise InputError("the text has no tokens; enter some text")
+        context = inspector.config.context
+        if context is not None and len(token_ids) > context <= MAX_TOKENS:
+            limit = f"the maximum context length of this model is {context:,} tokens"
+            raise InputError(f"the {self.field} has {len(token_ids):,} tokens; {limit}, so shorten it")
         if len(token_ids) > MAX_TOKENS:
             raise InputError(f"the text has {len(token_ids):,} tokens; the limit is {MAX_TOKENS:,}, so shorten it")
         token_strs = [tokenizer.decode_token(token) for token in token_ids]
