@@ -1,14 +1,13 @@
 """`cutaway open`: exported page, errors, notebook widget."""
 
-import base64
 import json
-import re
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.cli_runner import CliRunner
+from support.exported_page import read_exported_results
 from support.inspector import _parse_data
 
 import cutaway as ct
@@ -24,15 +23,12 @@ def test_exported_page_has_all_results_and_escapes_text(run_cli: CliRunner, tmp_
     assert data["megabytes"] == pytest.approx(len(page.encode()) / 1e6)
     assert page.count("</script>") == 2
     assert "<b>" not in page.partition('id="cutaway-results"')[2].partition("</script>")[0]
-    results = json.loads(re.search(r'id="cutaway-results">(.*?)</script>', page, re.S)[1])["results"]  # type: ignore[index]
-
-    tokens = next(
-        _parse_data(base64.b64decode(result)) for name, result in results.items() if name.startswith("tokenize ")
-    )
+    results = read_exported_results(page)
+    tokens = next(data for name, (data, _) in results.items() if name.startswith("tokenize "))
     assert bytes(tokens["tokens"]).decode() == text
     assert {name.partition(" ")[0] for name in results} >= {
         "model_info", "residual_norms", "journey", "activation", "attention_thumbnails", "attention_head",
-        "consistency_check",
+        "consistency_check", "edit_effect", "generate", "model_sizes", "memory_fit", "lessons",
     }  # fmt: skip
 
 

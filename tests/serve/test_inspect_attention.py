@@ -1,5 +1,8 @@
 """Attention, logit attribution and head-type queries equal the library."""
 
+import re
+from contextlib import nullcontext
+
 import pytest
 import torch
 from support.inspector import open_inspector, random_token_ids, run_query
@@ -176,3 +179,13 @@ def test_invalid_query_is_an_error() -> None:
         )
     with pytest.raises(InputError, match="post-norm"):
         run_query(open_inspector("tiny-bert"), "logit_attribution", input=model_input, position=0)
+
+
+def test_model_info_has_the_error_of_logit_attribution() -> None:
+    for name in ("tiny-python", "tiny-dates", "tiny-english-encoder", "tiny-bert", "tiny-t5"):
+        inspector = open_inspector(name)
+        error = run_query(inspector, "model_info")[0]["attribution_error"]
+        source = {"source": [1, 2]} if len(inspector.model.stacks) > 1 else {}
+        expected = nullcontext() if error is None else pytest.raises(InputError, match=re.escape(error))
+        with expected:
+            run_query(inspector, "logit_attribution", input={"tokens": [1, 2], **source}, position=0)

@@ -97,7 +97,7 @@ INVALID_QUERIES: list[tuple[str, Any, str]] = [
     ("next_token", {"input": TEXT, "position": 0, "top_k": 0}, "top_k: Input should be greater"),
     ("next_token", {"input": TEXT, "position": 0, "top_p": 2}, "top_p: Input should be less"),
     ("tokenize", {"text": "x" * 70_000}, "text: String should have at most"),
-    ("tokenize", {"text": "x" * 3000}, "the limit is 2,048"),
+    ("tokenize", {"text": "x" * 3000}, "the maximum context length of this model is"),
     ("tokenize", {"text": ""}, "has no tokens"),
     ("tokenize", {"text": "a", "field": "elsewhere"}, "field: Input should be"),
     ("attention_head", {"input": TEXT, "attention": "blocks.0.attn", "head": 99}, "head is 99"),

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,14 @@ from torch import Tensor
 
 import cutaway as ct
 from cutaway.cli.verbs.open import export_page, load_catalog
+from cutaway.config import to_dict
 from cutaway.lens import follow_token
 from cutaway.lens.analysis import ablation
-from cutaway.pretrained import load_examples
+from cutaway.pretrained import list_pretrained, load_examples
 from cutaway.serve import static_files
 from cutaway.serve.app import build_app
 from cutaway.serve.inspect import routes
+from cutaway.serve.inspect.inspector import Inspector, build_inspector
 from cutaway.serve.notebook_pages import build_notebook_router
 from cutaway.serve.server import bind_socket, build_access_policy
 
@@ -36,11 +39,12 @@ TEXT = "Lily had a ball.\nThe cat sat on the"
 LONG = "Lily had a red ball. She played with it in the park, and her dog ran after it.\n" * 25
 
 
-@pytest.fixture(scope="module")
-def page() -> Iterator[str]:
-    """URL of a server with the pretrained model."""
+@contextmanager
+def serve_page(model: str | Inspector) -> Iterator[str]:
+    """URL of a server with a pretrained model or an inspector."""
     assert shutil.which("chromium"), "this test needs Chromium; install Debian's chromium package"
-    executor = routes.QueryExecutor(load_catalog("tiny-english", None, "cpu", None, quiet=True).current)
+    inspector = load_catalog(model, None, "cpu", None, quiet=True).current if isinstance(model, str) else model
+    executor = routes.QueryExecutor(inspector)
     access_policy = build_access_policy("127.0.0.1", None)
     app = build_app(
         [routes.build_router(executor), build_notebook_router(), static_files.build_static_router()],
@@ -49,6 +53,12 @@ def page() -> Iterator[str]:
     )
     with serve_in_thread(app, bind_socket("127.0.0.1", 0)) as url:
         yield f"{url}/"
+
+
+@pytest.fixture(scope="module")
+def page() -> Iterator[str]:
+    with serve_page("tiny-english") as url:
+        yield url
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +130,7 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             "hidden": block_configs[0].ffn.hidden_dim(model.config.d_model),
         },
         "long": text,
-        "example": next(example for example in load_examples("tiny-english") if "edits" in example["fragment"]),
+        "example": next(item for item in load_examples("tiny-english") if item["fragment"]["screen"] == "edit"),
         "long_tokens": len(tokenizer.encode(text)),
         "longest_task": 200,  # milliseconds of CPU time
     }
@@ -180,6 +190,25 @@ PAGE_TESTS = [*SCREENS, "long-text", "exported-file", "notebook", "accessibility
 
 @pytest.mark.parametrize("name", nightly_except(("model", "trace"), PAGE_TESTS))
 def test_web_page(name: str, page: str, facts: dict[str, Any], tmp_path: Path) -> None:
+    if name != "long-text":
+        run_in_browser(name, page, facts, tmp_path)
+        return
+    config = ct.config({**to_dict(ct.config("tiny-llama")), "context": 1024})
+    with serve_page(build_inspector(ct.build(config, seed=0), name="tiny-llama")) as url:
+        text = ("one token per byte of this text. " * 40)[:999]
+        thousand = f"{text[:500]}Z{text[500:]}"
+        run_in_browser(name, page, {**facts, "thousand_url": url, "thousand": thousand}, tmp_path)
+
+
+def test_all_screens_of_the_pretrained_models_have_no_messages(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        models = {model: stack.enter_context(serve_page(model)) for model in list_pretrained()}
+        inputs = {"tiny-dates": {"target": "2021-03-03"}, "tiny-english-encoder": {"mask": "[MASK]"}}
+        run_in_browser("all-screens", models["tiny-english"], {"models": models, "inputs": inputs}, tmp_path)
+
+
+def run_in_browser(name: str, page: str, facts: dict[str, Any], tmp_path: Path) -> None:
+    """Run a file of web/e2e in Chromium."""
     (tmp_path / "facts.json").write_text(json.dumps(facts))
     node, _ = find_node_and_npm()
     command = [node, "e2e/run-tests.mjs", page, str(tmp_path / "facts.json"), name]

@@ -1,20 +1,23 @@
 // Entry point of the page in its three forms: served, exported as a file with its results, and as a notebook widget.
 import { mount, unmount } from "svelte";
 import App from "./App.svelte";
-import { setTransport } from "./lib/queryClient";
-import { exportedResults, exportTransport } from "./lib/exportTransport";
+import { setLocalResults, setTransport } from "./lib/queryClient";
+import { ExportBundle } from "./lib/exportBundle";
+import { exportedPage, exportedResults, type ExportedPage } from "./lib/exportTransport";
 import { notebookTransport, type WidgetModel } from "./lib/notebookTransport";
 import { urlState } from "./lib/urlState.svelte";
 import "./page.css";
 
 const root = document.getElementById("cutaway");
 if (root) {
-  const exported = exportedResults();
-  if (exported) {
-    const { name, results } = JSON.parse(exported.textContent ?? "") as { name: string; results: Record<string, string> };
-    setTransport(exportTransport(results, name));
-  }
-  mount(App, { target: root });
+  const exported = exportedPage();
+  if (exported) void openExported(root, exported);
+  else mount(App, { target: root });
+}
+
+async function openExported(target: HTMLElement, { name, bundle, bundle_bytes }: ExportedPage): Promise<void> {
+  setLocalResults(exportedResults(await ExportBundle.decode(bundle, bundle_bytes), name));
+  mount(App, { target });
 }
 
 /** anywidget interface: notebooks call `render`. */

@@ -20,12 +20,20 @@ export class QueryError extends Error {}
 /** The server could not be reached or closed the connection. */
 export class ConnectionError extends QueryError {}
 
+/** Results that need no transport: those of an exported page. */
+export type LocalResults = (query: string, params: unknown) => { result: QueryResult<unknown>; partials: QueryResult<unknown>[] };
+
 let transport: Transport = httpTransport;
 /** Generation of the open model, sent with each query: the server rejects queries about a model that is no longer open. */
 let modelGeneration: number | undefined;
+let localResults: LocalResults | undefined;
 
 export function setModelGeneration(generation: number | undefined): void {
   modelGeneration = generation;
+}
+
+export function setLocalResults(results: LocalResults): void {
+  localResults = results;
 }
 
 export function setTransport(newTransport: Transport): void {
@@ -33,9 +41,14 @@ export function setTransport(newTransport: Transport): void {
 }
 
 /** Whether the page is served by `cutaway open`; false in an exported file and in a notebook. */
-export const isServed = (): boolean => transport === httpTransport;
+export const isServed = (): boolean => transport === httpTransport && !localResults;
 
 export async function runQuery<F>(query: string, params: unknown, options: QueryOptions = {}): Promise<QueryResult<F>> {
+  if (localResults) {
+    const { result, partials } = localResults(query, params);
+    for (const partial of partials) options.onPartial?.(partial as QueryResult<never>);
+    return result as QueryResult<F>;
+  }
   const frames = new FrameDecoder();
   for await (const chunk of transport(query, params, options.signal)) {
     for (const { kind, bytes } of frames.push(chunk)) {

@@ -1,6 +1,7 @@
 // State shared by all screens: the loaded model and the tokenized text.
 import { runQuery, setModelGeneration, ConnectionError } from "./queryClient";
 import { parseEdits } from "./edits";
+import { exportedPage } from "./exportTransport";
 import { urlState, type Screen } from "./urlState.svelte";
 
 export interface Layer {
@@ -20,14 +21,23 @@ export interface ModelInfo {
   vocab_size: number;
   context: number | null;
   stacks: Record<string, Layer[]>;
+  /** Sites, and the position values that the model has, such as `embed.position`. */
   sites: string[];
   structural_edits: Record<string, string[]>;
   has_head: boolean;
+  /** Whether the output matrix is the token embedding. */
+  is_tied: boolean;
+  /** Why direct logit attribution does not apply to this model; null if it applies. */
+  attribution_error: string | null;
   is_untrained: boolean;
   is_run_directory: boolean;
   max_tokens: number;
   default_text: string;
   default_source: string | null;
+  /** Token selected for the default input; null: the last one. */
+  default_position: number | null;
+  /** Mask token of an encoder; null for other models. */
+  mask_token_id: number | null;
   examples: Example[];
 }
 
@@ -54,13 +64,13 @@ class Session {
   /** Model name without its directory. */
   modelName = $derived(this.modelInfo?.name.replace(/[/\\]+$/, "").split(/[/\\]/).at(-1) ?? "");
   /** Text of the URL fragment; default: the model's default text. */
-  text = $derived(urlState.get("text") ?? this.modelInfo?.default_text ?? "");
-  source = $derived(urlState.get("source") ?? this.modelInfo?.default_source ?? "");
+  text = $derived((exportedPage() ? undefined : urlState.get("text")) ?? this.modelInfo?.default_text ?? "");
+  source = $derived((exportedPage() ? undefined : urlState.get("source")) ?? this.modelInfo?.default_source ?? "");
   tokenStrs = $state.raw<string[]>([]);
   sourceTokenStrs = $state.raw<string[]>([]);
   #tokenized = $state.raw<ModelInput>();
-  /** Active edits. They are empty on the edit screen, which compares with the unedited model and passes the edits itself. */
-  edits = $derived(urlState.screen === "edit" || !this.modelInfo ? {} : parseEdits(urlState.get("edits")));
+  /** Active edits. They are empty on the edit screen, which compares with the unedited model and passes the edits itself, and in an exported page, which has results of edits on that screen only. */
+  edits = $derived(urlState.screen === "edit" || exportedPage() || !this.modelInfo ? {} : parseEdits(urlState.get("edits")));
   modelInput = $derived(this.#tokenized && Object.keys(this.edits).length ? { ...this.#tokenized, edits: this.edits } : this.#tokenized);
   problem = $state<string>();
   /** Whether another model is being opened. No screen is shown then, so that no query is sent about either model. */
@@ -70,9 +80,27 @@ class Session {
   /** Prefix of the site names of the stack that computes the logits. */
   sitePrefix = $derived(this.modelInfo?.form === "encoder-decoder" ? "decoder." : "");
   outputStack = $derived(this.modelInfo?.form === "encoder" ? "encoder" : "decoder");
-  /** Index of the selected token; default: the last one. */
-  position = $derived(clampIndex(urlState.number("position"), this.tokenStrs));
+  /** Index of the selected token; default: the first mask of an encoder, the default position of the default input, or the last token. */
+  position = $derived(this.#findPosition());
   sourcePosition = $derived(clampIndex(urlState.number("source_position"), this.sourceTokenStrs));
+
+  #findPosition(): number {
+    const position = clampIndex(urlState.number("position") ?? this.#defaultPosition(), this.tokenStrs);
+    const exported = exportedPage();
+    if (!exported || position < 0) return position;
+    return urlState.screen === "edit" ? exported.edit_position : Math.max(position, exported.positions[0] ?? 0);
+  }
+
+  #defaultPosition(): number | undefined {
+    const info = this.modelInfo;
+    if (!info) return undefined;
+    if (info.mask_token_id !== null) {
+      const index = this.#tokenized?.tokens.indexOf(info.mask_token_id) ?? -1;
+      return index < 0 ? undefined : index;
+    }
+    const isDefault = this.text === info.default_text && this.source === (info.default_source ?? "");
+    return isDefault ? (info.default_position ?? undefined) : undefined;
+  }
 
   async open(): Promise<void> {
     this.modelInfo = (await runQuery<ModelInfo>("model_info", {})).data;

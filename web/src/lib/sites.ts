@@ -43,7 +43,7 @@ export function sublayerSites(site: string, known: ReadonlySet<string>): SiteSte
   const { stack, block, sublayer, name: siteName } = parseSite(site);
   const prefix = stack ? `${stack}.` : "";
   if (block === undefined) {
-    if (siteName === "embed" || sublayer === "embed") return listSites(`${prefix}embed`, ["token", "position"], "sum");
+    if (siteName === "embed" || sublayer === "embed") return listSites(`${prefix}embed`, known.has(`${prefix}embed.position`) ? ["token", "position"] : ["token"], "sum");
     return [
       { site: `${prefix}final_norm`, label: "final norm" },
       ...(known.has("logits") && stack !== "encoder" ? [{ site: "logits", label: "logits" }, { site: "softmax", label: "softmax" }] : []),
@@ -59,7 +59,7 @@ export function sublayerSites(site: string, known: ReadonlySet<string>): SiteSte
   const attentionNames = ["in", "q", "k", "v", "position", "scores", "mask", "pattern", "z", "out"];
   const residualSite = target === "attn" && known.has(`${blockPrefix}.cross.resid_pre`) ? `${blockPrefix}.cross.resid_pre` : isParallel ? `${blockPrefix}.resid_post` : `${blockPrefix}.resid_mid`;
   return [
-    ...attentionNames.filter((name) => !(target === "cross" && name === "position")).map((name) => ({ site: `${blockPrefix}.${target}.${name}`, label: siteLabel(name) })),
+    ...attentionNames.filter((name) => name !== "position" || known.has(`${blockPrefix}.${target}.position`)).map((name) => ({ site: `${blockPrefix}.${target}.${name}`, label: siteLabel(name) })),
     { site: residualSite, label: "add" },
   ];
 }

@@ -1,6 +1,10 @@
 // State in the URL fragment: the screen and the selection on it, so that a link reproduces the view.
-export const SCREENS = ["model", "trace", "edit", "attention", "generate", "gradients", "size", "learn"] as const;
-export type Screen = (typeof SCREENS)[number];
+import { exportedPage } from "./exportTransport";
+
+const ALL_SCREENS = ["model", "trace", "edit", "attention", "generate", "gradients", "size", "learn"] as const;
+export type Screen = (typeof ALL_SCREENS)[number];
+/** Screens of the page. Gradients are measured on a server, so an exported page has no such screen. */
+export const SCREENS: readonly Screen[] = ALL_SCREENS.filter((screen) => screen !== "gradients" || !exportedPage());
 
 type Changes = Record<string, string | number | null | undefined>;
 

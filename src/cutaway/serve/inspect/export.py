@@ -1,114 +1,240 @@
-"""Export of the inspector page as one HTML file: script, style, and the query results of four screens for one text."""
+"""Export of the inspector page as one HTML file: script, style, and the results of the queries of its screens."""
 
-import base64
 import html
 import json
 from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
 
 from cutaway.errors import CutawayError
-from cutaway.model import EncoderDecoder
+from cutaway.model import EncoderDecoder, EncoderOnly
+from cutaway.serve.inspect.export_activations import add_activations, list_shown_sites
+from cutaway.serve.inspect.export_bundle import FLOAT16, FLOAT16_8_BIT, FLOAT32, ExportBundle, encode_base85
 from cutaway.serve.inspect.inspector import Inspector
-from cutaway.serve.inspect.protocol import QueryJob
+from cutaway.serve.inspect.protocol import QueryJob, QueryResult
 from cutaway.serve.inspect.queries import QUERIES
 from cutaway.serve.static_files import load_static_files
 
 MAX_EXPORT_BYTES = 48 << 20
-"""Maximum size of all query results in bytes. Queries are included in order until this limit is reached."""
+"""Maximum size of the activations in bytes. If those of all tokens exceed it, the first tokens are left out."""
+MAX_POSITION_PAIRS = 1024
+"""Maximum number of pairs of a target and a source token of an encoder-decoder."""
+MAX_HEAD_EDITS = 128
+"""Maximum number of edits of single heads; with more heads, none is included."""
+NUM_NEW_TOKENS = 24
+"""Number of generated tokens, as in Generate.svelte."""
+SIZE_DEVICES = ("h100-sxm", "rtx-4090")
+"""Devices of the screen Size, besides the first Apple device and the first CPU of the catalog."""
+EDIT_TENSORS = ("kl", "norms_before", "norms_after")
+"""Tensors of the query `edit_effect` that the page shows."""
+PRECISIONS = {"attention_head": FLOAT16, "attention_thumbnails": FLOAT16_8_BIT, "edit_effect": FLOAT16}
 CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none';"
     " form-action 'none'"
 )
+Params = dict[str, Any]
 
 
 def export_html(inspector: Inspector, progress: Callable[[int, int], None]) -> tuple[str, bool]:
-    """Return the inspector page as HTML, and whether it contains all query results for the default text.
-
-    If the results exceed MAX_EXPORT_BYTES, the results for the first tokens of the text are left out.
-    """
-    results: dict[str, str] = {}
-    size, is_complete = 0, True
-    queries = list(_list_export_queries(inspector))
+    """Return the inspector page as HTML, and whether it contains the results of all tokens of the default text."""
+    exporter = _Exporter(inspector)
+    queries = list(exporter.list_queries())
+    total = len(queries) + 1
     for done, (name, params) in enumerate(queries):
-        progress(done, len(queries))
+        progress(done, total)
+        exporter.run(name, params)
+    progress(len(queries), total)
+    exporter.add_activations()
+    progress(total, total)
+    return _render_html(inspector.name, exporter), len(exporter.positions) == len(exporter.model_input["tokens"])
+
+
+class _RecordingJob(QueryJob):
+    """A job that keeps partial results."""
+
+    def __init__(self, partials: list[QueryResult]) -> None:
+        super().__init__()
+        self.partials = partials
+
+    def send_partial(self, result: QueryResult) -> None:
+        self.partials.append(result)
+
+
+class _Exporter:
+    """The default input of an inspector, and the results of the queries that the exported page sends for it."""
+
+    def __init__(self, inspector: Inspector) -> None:
+        self.inspector, tokenizer = inspector, inspector.tokenizer
+        self.model_input: Params = {"tokens": tokenizer.encode(tokenizer.default_text)}
+        if isinstance(inspector.model, EncoderDecoder):
+            self.model_input["source"] = tokenizer.encode_source(tokenizer.default_source or "")
+        self.bundle = ExportBundle(
+            str(self.model_input["tokens"])
+        )  # the Python code of each activation has the token ids
+        length, self.num_source = len(self.model_input["tokens"]), len(self.model_input.get("source", ()))
+        self.positions = self._select_positions(length)
+        default = tokenizer.default_position
+        self.position = self.positions[-1] if default is None or default not in self.positions else default
+        self.edits: list[dict[str, Any]] = []
+        self.devices: list[str] = []
+
+    def _select_positions(self, length: int) -> list[int]:
+        """Return the last positions whose activations fit in MAX_EXPORT_BYTES."""
+        per_token = 0
+        for name in list_shown_sites(self.inspector):
+            site = self.inspector.sites.get(name)
+            if site is not None:
+                shape = site.shape(1, length, self.num_source or None)
+                per_token += 2 * torch.Size(shape).numel() // max(1, length)
+        count = max(1, min(length, MAX_EXPORT_BYTES // max(1, per_token)))
+        return list(range(length - count, length))
+
+    def run(self, name: str, params: Params) -> None:
+        """Run a query and add its result. A query that does not apply to the model has none."""
+        partials: list[QueryResult] = []
+        job = _RecordingJob(partials)
         try:
-            result = QUERIES[name].model_validate_json(json.dumps(params)).run(inspector, QueryJob())
+            result = QUERIES[name].model_validate_json(json.dumps(params)).run(self.inspector, job)
         except CutawayError:  # the live page shows the same error, such as that the model has no head
-            continue
-        encoded = base64.b64encode(result.to_safetensors()).decode()
-        size += len(encoded)
-        if size > MAX_EXPORT_BYTES:
-            is_complete = False
-            break
-        results[_result_key(name, params)] = encoded
-    progress(len(queries), len(queries))
-    return _render_html(inspector.name, results), is_complete
+            return
+        if name == "size_catalog":
+            result = self._filter_catalog(result)
+        if name == "model_info":
+            result = QueryResult({**result.data, "examples": []}, result.tensors)
+        if name == "edit_effect":
+            self.edits.append(params["input"].get("edits", {}))
+            result = QueryResult(
+                result.data, {key: result.tensors[key] for key in EDIT_TENSORS if key in result.tensors}
+            )
+        self.bundle.add(
+            name,
+            params,
+            result,
+            group=str(params.get("attention", "")),
+            partials=partials if name == "generate" else None,
+            precision=PRECISIONS.get(name, FLOAT32),
+        )
+
+    def _filter_catalog(self, result: QueryResult) -> QueryResult:
+        devices = [device for device in result.data["devices"] if device["name"] in self.devices]  # type: ignore[attr-defined]
+        return QueryResult({**result.data, "presets": [], "dtypes": [], "devices": devices})
+
+    def add_activations(self) -> None:
+        sources = list(range(self.num_source))
+        add_activations(self.bundle, self.inspector, self.model_input, self.positions, sources)
+
+    def list_queries(self) -> Iterator[tuple[str, Params]]:
+        """Yield name and parameters of the queries that the exported page sends, except those of single activations."""
+        inspector, tokenizer, model_input = self.inspector, self.inspector.tokenizer, self.model_input
+        yield from (("model_info", {}), ("architecture", {}))
+        yield "tokenize", {"text": tokenizer.default_text, "field": "text"}
+        if self.num_source:
+            yield "tokenize", {"text": tokenizer.default_source or "", "field": "source"}
+        for name in ("residual_norms", "consistency_check"):
+            yield name, {"input": model_input}
+        yield from (("attention_layers", {}), ("head_types", {}), ("lessons", {}), ("ablation_results", {}))
+        for position, source_position in self.list_position_pairs():
+            yield "journey", {"input": model_input, "position": position, "source_position": source_position}
+        for position in self.positions:
+            yield "attention_by_layer", {"input": model_input, "position": position}
+            yield "next_token", {"input": model_input, "position": position, "temperature": 1}
+            yield "logit_attribution", {"input": model_input, "position": position}
+        for attention in [name.removesuffix(".q") for name in inspector.sites if name.endswith(".q")]:
+            yield "attention_thumbnails", {"input": model_input, "attention": attention}
+            is_source = self.num_source > 0 and attention.startswith("encoder.")
+            position = self.num_source - 1 if is_source else self.position
+            for head in range(inspector.sites[f"{attention}.q"].num_heads or 0):
+                params = {"input": model_input, "attention": attention, "head": head}
+                yield "attention_head", params
+                yield "worked_attention", {**params, "position": position}
+        yield "interventions", {"input": model_input, "position": self.position}
+        for edits in self.list_edits():
+            yield "edit_effect", {"input": {**model_input, "edits": edits}, "position": self.position}
+        yield from self.list_generation()
+        yield from self.list_sizes()
+
+    def list_position_pairs(self) -> list[tuple[int, int]]:
+        """Return pairs of a target and a source position: all of them, or the first ones if there are too many."""
+        sources = range(max(1, self.num_source))
+        pairs = [(position, source) for position in self.positions for source in reversed(sources)]
+        default = [(position, sources[-1]) for position in self.positions]
+        default += [(self.position, source) for source in sources]
+        return pairs if len(pairs) <= MAX_POSITION_PAIRS else list(dict.fromkeys(default))
+
+    def list_edits(self) -> list[dict[str, Any]]:
+        """Return single edits: none, no mask, no positions, and without a block, a sublayer or a head."""
+        info = QUERIES["model_info"]().run(self.inspector, QueryJob()).data
+        structural: Any = info["structural_edits"]
+        stack_prefixes = [f"{name}." for name in self.inspector.model.stacks] if self.num_source else [""]
+        edits: list[dict[str, Any]] = [{}]
+        heads: list[dict[str, Any]] = []
+        for prefix in stack_prefixes:
+            for name in ("mask", "positions"):
+                if "drop" in structural.get(f"{prefix}{name}", ()):
+                    edits.append({f"{prefix}{name}": {"do": "drop"}})
+            stack = self.inspector.model.stacks[prefix.removesuffix(".")] if prefix else self.inspector.output_stack
+            for layer in range(len(stack.blocks)):
+                block = f"{prefix}blocks.{layer}"
+                if "skip" in structural.get(block, ()):
+                    edits.append({block: {"do": "skip"}})
+                sublayers = [f"{block}.{name}.out" for name in ("attn", "cross", "ffn")]
+                edits += [{site: {"do": "zero"}} for site in sublayers if site in self.inspector.sites]
+                num_heads = self.inspector.sites[f"{block}.attn.q"].num_heads or 0
+                heads += [{f"{block}.attn.z": {"do": "zero", "heads": [head]}} for head in range(num_heads)]
+        return edits + (heads if len(heads) <= MAX_HEAD_EDITS else [])
+
+    def list_generation(self) -> Iterator[tuple[str, Params]]:
+        """Yield the query of the greedy continuation, or of the predictions at the masks of an encoder."""
+        if isinstance(self.inspector.model, EncoderOnly):
+            yield "fill_mask", {"text": self.inspector.tokenizer.default_text}
+            return
+        tokens = self.model_input["tokens"][:1] if self.num_source else self.model_input["tokens"]
+        context = self.inspector.config.context
+        if not self.num_source and context is not None and len(tokens) >= context:
+            return
+        yield (
+            "generate",
+            {
+                "input": {**self.model_input, "tokens": tokens},
+                "num_prompt_tokens": len(tokens),
+                "num_tokens": NUM_NEW_TOKENS,
+                "max_new_tokens": NUM_NEW_TOKENS,
+                "temperature": 0,
+                "seed": 0,
+            },
+        )
+
+    def list_sizes(self) -> Iterator[tuple[str, Params]]:
+        """Yield the queries of the size of the model for inference and training on a few devices."""
+        catalog: Any = QUERIES["size_catalog"]().run(self.inspector, QueryJob()).data
+        by_kind = {device["kind"]: device["name"] for device in reversed(catalog["devices"])}
+        names = {device["name"] for device in catalog["devices"]}
+        selected = (*SIZE_DEVICES, by_kind.get("apple", ""), by_kind.get("cpu", ""))
+        self.devices = [name for name in selected if name in names]
+        yield "size_catalog", {}
+        for hardware in self.devices:
+            for mode in ("infer", "train"):
+                options = {"batch_size": 1, "mode": mode, "hardware": hardware}
+                yield "model_sizes", {"models": [{"base": catalog["loaded_model"]}], **options}
+                yield "memory_fit", {"model": {"base": catalog["loaded_model"]}, **options}
 
 
-def _result_key(query_name: str, params: dict[str, object]) -> str:
-    """Return the key of a query's result in the exported page. The script of the page builds the same string."""
-    return f"{query_name} {json.dumps(_drop_none(params), separators=(',', ':'), sort_keys=True, ensure_ascii=False)}"
-
-
-def _drop_none(value: object) -> object:
-    if isinstance(value, dict):
-        return {key: _drop_none(inner) for key, inner in value.items() if inner is not None}
-    return [_drop_none(inner) for inner in value] if isinstance(value, list) else value
-
-
-def _list_export_queries(inspector: Inspector) -> Iterator[tuple[str, dict[str, object]]]:
-    """Yield name and parameters of the queries for the default text: screens Model, Trace, Attention and Learn.
-
-    Queries about single tokens start with the last token.
-    """
-    yield "model_info", {}
-    yield "architecture", {}
-    tokenizer = inspector.tokenizer
-    yield "tokenize", {"text": tokenizer.default_text, "field": "text"}
-    model_input = {"tokens": tokenizer.encode(tokenizer.default_text)}
-    if isinstance(inspector.model, EncoderDecoder):
-        yield "tokenize", {"text": tokenizer.default_source or "", "field": "source"}
-        model_input["source"] = tokenizer.encode_source(tokenizer.default_source or "")
-    last_source_position = max(len(model_input.get("source", ())) - 1, 0)
-    tokens = list(range(len(model_input["tokens"])))[::-1]
-    yield "residual_norms", {"input": model_input}
-    yield "consistency_check", {"input": model_input}
-    yield "interventions", {"input": model_input, "position": tokens[0]}
-    yield from (("attention_layers", {}), ("head_types", {}), ("lessons", {}))
-    positions = [(position, last_source_position) for position in tokens]
-    positions += [(tokens[0], position) for position in range(last_source_position)]
-    for position, source_position in positions:
-        yield "journey", {"input": model_input, "position": position, "source_position": source_position}
-    for position in tokens:
-        yield "attention_by_layer", {"input": model_input, "position": position}
-        yield "next_token", {"input": model_input, "position": position, "temperature": 1}
-        yield "logit_attribution", {"input": model_input, "position": position}
-    attentions = [name.removesuffix(".q") for name in inspector.sites if name.endswith(".q")]
-    heads = [(name, head) for name in attentions for head in range(inspector.sites[f"{name}.q"].num_heads or 0)]
-    for name in attentions:
-        yield "attention_thumbnails", {"input": model_input, "attention": name}
-        for head in [head for attention, head in heads if attention == name]:
-            yield "attention_head", {"input": model_input, "attention": name, "head": head}
-    for position, source_position in positions:
-        for site in _list_activation_sites(inspector, attentions):
-            positions_at = {"position": position, "source_position": source_position}
-            yield "activation", {"input": model_input, **positions_at, "site": site}
-        for name, head in heads:
-            yield "attention_row", {"input": model_input, "attention": name, "head": head, "position": position}
-
-
-def _list_activation_sites(inspector: Inspector, attention_names: list[str]) -> list[str]:
-    embeddings = [name for name in inspector.sites if name.endswith("embed")]
-    attention_sites = [f"{name}.{suffix}" for name in attention_names for suffix in ("mask", "position")]
-    embedding_sites = [f"{name}.{suffix}" for name in embeddings for suffix in ("token", "position")]
-    return [*inspector.sites, *attention_sites, *embedding_sites, "softmax"]
-
-
-def _render_html(model_name: str, results: dict[str, str]) -> str:
+def _render_html(model_name: str, exporter: _Exporter) -> str:
     """Return the exported page as HTML without network requests. The model name and the query results are escaped."""
     files = load_static_files()
     script = files["page.js"].decode().replace("</script", "<\\/script").replace("<!--", "<\\!--")
     style = files["page.css"].decode().replace("</style", "<\\/style")
-    embedded_results = json.dumps({"name": model_name, "results": results}, ensure_ascii=False).replace("<", "\\u003c")
+    bundle = exporter.bundle.to_bytes()
+    embedded = {
+        "name": model_name,
+        "positions": exporter.positions,
+        "edit_position": exporter.position,
+        "edits": exporter.edits,
+        "bundle": encode_base85(bundle),
+        "bundle_bytes": len(bundle),
+    }
+    embedded_results = json.dumps(embedded, ensure_ascii=False).replace("<", "\\u003c")
     return f"""<!doctype html>
 <html lang="en">
 <head>

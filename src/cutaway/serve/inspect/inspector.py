@@ -4,7 +4,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,8 +21,8 @@ from cutaway.lens.sites import is_resid_site, is_sublayer_output
 from cutaway.model import DecoderOnly, EncoderDecoder, EncoderOnly, Transformer
 from cutaway.model.head import LMHead
 from cutaway.model.stack import Stack
-from cutaway.pretrained import example_text
 from cutaway.serve.inspect.activation_cache import QUADRATIC_SITES, ActivationCache, estimate_bytes
+from cutaway.serve.inspect.default_input import build_tokenizer_adapter
 from cutaway.serve.inspect.model_input import ModelInput, TokenizerAdapter
 from cutaway.serve.inspect.protocol import QueryJob
 
@@ -73,11 +72,15 @@ class Inspector:
                 activations = ActivationCache(model_input)
                 self._run_forward(activations, self._select_cached_sites(model_input), job, on_site)
                 self.activation_caches[model_input.cache_key] = activations
+                self._evict()
             self.activation_caches.move_to_end(model_input.cache_key)
-            num_bytes = sum(cached.nbytes for cached in self.activation_caches.values())
-            while len(self.activation_caches) > 1 and num_bytes > self.max_cached_bytes:
-                num_bytes -= self.activation_caches.popitem(last=False)[1].nbytes
             return activations
+
+    def _evict(self) -> None:
+        """Remove the least recently used activations while all of them exceed `max_cached_bytes`."""
+        num_bytes = sum(cached.nbytes for cached in self.activation_caches.values())
+        while len(self.activation_caches) > 1 and num_bytes > self.max_cached_bytes:
+            num_bytes -= self.activation_caches.popitem(last=False)[1].nbytes
 
     def get_activations_at(self, model_input: ModelInput, site_names: list[str], job: QueryJob) -> ActivationCache:
         """Return the model's activations for an input, including the activations at `site_names`.
@@ -91,6 +94,7 @@ class Inspector:
                 self.check_site(name)
             with self.lock:
                 self._run_forward(activations, missing, job)
+                self._evict()
         return activations
 
     def check_site(self, name: str) -> None:
@@ -204,19 +208,13 @@ def build_inspector(
 ) -> Inspector:
     """Build an inspector of a checkpoint or a model. Without a tokenizer, each byte of a text is a token.
 
-    `text` is the default input of the page. `run_directory` has the metrics log shown on the page.
+    `text` is the default input of the page (the source of an encoder-decoder). `run_directory` has the metrics log
+    shown on the page.
     """
     model, tokenizer, generation_config = unpack_checkpoint(model_or_checkpoint)
     if model.device.type == "meta":
         raise InputError("the model is on the meta device, which has no values; build it on another device")
-    text = text or example_text(name)
-    adapter = TokenizerAdapter(
-        model.config.vocab_size,
-        tokenizer,
-        default_text=text,
-        generation_config=None if model is model_or_checkpoint else generation_config,
+    adapter = build_tokenizer_adapter(
+        model, tokenizer, None if model is model_or_checkpoint else generation_config, text, name
     )
-    if len(model.stacks) > 1:
-        start_token = generation_config.decoder_start_token_id or 0
-        adapter = replace(adapter, decoder_start_token_id=start_token, default_text="", default_source=text)
     return Inspector(model, adapter, name=name, run_directory=run_directory)

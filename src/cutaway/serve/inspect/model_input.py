@@ -51,12 +51,24 @@ class TokenizerAdapter:
     """First decoder token of an encoder-decoder; None for other models."""
     default_text: str = EXAMPLE_TEXTS[DEFAULT_MODEL]
     default_source: str | None = None
+    default_position: int | None = None
+    """Index of the token that the page selects for the default input; None: the last token."""
     generation_config: GenerationConfig | None = None
     """Generation defaults of the checkpoint."""
 
     @property
     def is_untrained(self) -> bool:
         return self.tokenizer is None
+
+    @property
+    def mask_token_id(self) -> int | None:
+        return None if self.tokenizer is None else self.tokenizer.mask_token_id
+
+    @property
+    def mask_token(self) -> str | None:
+        if self.tokenizer is None or self.tokenizer.mask_token_id is None:
+            return None
+        return self.tokenizer.special_tokens_map["mask_token"]
 
     def encode(self, text: str) -> list[int]:
         """Tokenize the text. For an encoder-decoder, the text is the decoder input and the start token is prepended."""

@@ -30,10 +30,11 @@ class QueryResult:
     def to_safetensors(self) -> bytes:
         """Serialize as safetensors, with the data as metadata. Floats become fp32, integers int32, booleans uint8."""
         data = json.dumps(replace_nonfinite(dict(self.data)), allow_nan=False, separators=(",", ":"))
-        return save({name: _to_wire_tensor(tensor) for name, tensor in self.tensors.items()}, {"data": data})
+        return save({name: to_wire_tensor(tensor) for name, tensor in self.tensors.items()}, {"data": data})
 
 
-def _to_wire_tensor(value: Tensor) -> Tensor:
+def to_wire_tensor(value: Tensor) -> Tensor:
+    """Return a tensor on the CPU in a dtype of the protocol: fp32, int32 or uint8."""
     value = value.detach().as_subclass(Tensor).cpu().contiguous()
     if value.dtype == torch.bool:
         return value.to(torch.uint8)

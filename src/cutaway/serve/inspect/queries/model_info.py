@@ -2,11 +2,14 @@
 
 from typing import Annotated, Any, Literal
 
+import torch
 from pydantic import Field
 
-from cutaway.errors import InputError
+from cutaway.errors import CutawayError, InputError
+from cutaway.lens.analysis.attribution import check_attributable
+from cutaway.lens.analysis.inputs import AnalysisInputs
 from cutaway.lens.structural_edits import STRUCTURAL_OPS, structural_targets, supports_structural_edit
-from cutaway.model import Transformer
+from cutaway.model import EncoderOnly, Transformer
 from cutaway.model.stack import Stack
 from cutaway.pretrained import load_examples
 from cutaway.serve.inspect.model_input import MAX_TOKENS
@@ -30,17 +33,44 @@ class ModelInfo(Query):
             "vocab_size": config.vocab_size,
             "context": config.context,
             "stacks": {name: _describe_layers(stack) for name, stack in model.stacks.items()},
-            "sites": list(inspector.sites),
+            "sites": [*inspector.sites, *_list_position_values(model)],
             "structural_edits": _list_structural_edits(model),
             "has_head": inspector.head is not None,
+            "is_tied": inspector.head is not None and inspector.head.matrix is inspector.output_stack.embed.token,
+            "attribution_error": _find_attribution_error(inspector),
             "is_run_directory": inspector.run_directory is not None,
             "max_tokens": MAX_TOKENS,
             "is_untrained": tokenizer.is_untrained,
             "default_text": tokenizer.default_text,
             "default_source": tokenizer.default_source,
+            "default_position": tokenizer.default_position,
+            "mask_token_id": tokenizer.mask_token_id if isinstance(model, EncoderOnly) else None,
             "examples": load_examples(inspector.name),
         }
         return QueryResult(data)
+
+
+def _list_position_values(model: Transformer) -> list[str]:
+    """Return the names of the position embeddings and of the attention positions (angles or biases) that exist."""
+    names = []
+    for stack_name, stack in model.stacks.items():
+        prefix = f"{stack_name}." if len(model.stacks) > 1 else ""
+        if stack.embed.position is not None:
+            names.append(f"{prefix}embed.position")
+        if len(stack.positions):
+            names += [f"{prefix}blocks.{layer}.attn.position" for layer in range(len(stack.blocks))]
+    return names
+
+
+def _find_attribution_error(inspector: Inspector) -> str | None:
+    """Return why direct logit attribution does not apply to the model; None if it applies."""
+    source = torch.zeros(1, 1, dtype=torch.long) if len(inspector.model.stacks) > 1 else None
+    inputs = AnalysisInputs(inspector.model, None, torch.zeros(1, 1, dtype=torch.long), source)
+    try:
+        check_attributable(inputs)
+    except CutawayError as error:
+        return str(error)
+    return None
 
 
 def _list_structural_edits(model: Transformer) -> dict[str, list[str]]:
@@ -68,6 +98,10 @@ class Tokenize(Query):
         token_ids = tokenizer.encode_source(self.text) if self.field == "source" else tokenizer.encode(self.text)
         if not token_ids:
             raise InputError("the text has no tokens; enter some text")
+        context = inspector.config.context
+        if context is not None and len(token_ids) > context <= MAX_TOKENS:
+            limit = f"the maximum context length of this model is {context:,} tokens"
+            raise InputError(f"the {self.field} has {len(token_ids):,} tokens; {limit}, so shorten it")
         if len(token_ids) > MAX_TOKENS:
             raise InputError(f"the text has {len(token_ids):,} tokens; the limit is {MAX_TOKENS:,}, so shorten it")
         token_strs = [tokenizer.decode_token(token) for token in token_ids]

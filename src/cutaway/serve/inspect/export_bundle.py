@@ -1,0 +1,169 @@
+"""Compact file of query results: one compressed stream with the JSON data and the tensors of all results.
+
+Layout before compression (zlib): length of the header (4 bytes, little-endian), header (JSON), high bytes of all
+float16 values, low bytes of all float16 values, float32 values, int32 values, bytes. High and low bytes of float16
+values are separated because the high bytes (sign and exponent) repeat and the low bytes do not.
+`web/src/lib/exportBundle.ts` reads it.
+"""
+
+import json
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from cutaway.lens.labeled_tensor import replace_nonfinite
+from cutaway.serve.inspect.protocol import QueryResult, to_wire_tensor
+
+MAX_FLOAT16 = 60000.0
+SIGNIFICANT_DIGITS = 5
+"""Digits of the numbers in the JSON data. The page shows at most four."""
+BASE85 = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz!#$%.()*+-;,=>?@^_`{|}~"
+"""Digits of the text encoding: four bytes are five characters, none of which has a meaning in HTML or JSON."""
+FLOAT16, FLOAT16_8_BIT, FLOAT32 = "float16", "float16 with 8 bits of mantissa", "float32"
+"""Precision of the float tensors of a result: relative rounding errors of at most 0.05 %, 0.2 %, and none."""
+SHARED_TEXT = "\x01"
+"""Placeholder of the shared text."""
+
+
+class ExportBundle:
+    """Results by key. Fields and tensors that results share are stored once."""
+
+    def __init__(self, shared_text: str = "") -> None:
+        """`shared_text` is stored once; in the strings of the results it is replaced by a control character."""
+        self.shared_text = shared_text
+        self.results: dict[str, list[Any]] = {}
+        self.bases: list[dict[str, Any]] = []
+        self.base_indices: dict[str, int] = {}
+        self.tensors: list[tuple[Any, ...]] = []
+        """Dtype, shape, offset in the section of the dtype, and the strides of views."""
+        self.tensor_indices: dict[tuple[str, tuple[int, ...], bytes], int] = {}
+        self.float16: list[np.ndarray[Any, Any]] = []
+        self.sections: dict[str, list[bytes]] = {"F32": [], "I32": [], "U8": []}
+        self.sizes = {"F16": 0, "F32": 0, "I32": 0, "U8": 0}
+
+    def add(
+        self,
+        query_name: str,
+        params: Mapping[str, object],
+        result: QueryResult,
+        *,
+        group: str = "",
+        partials: list[QueryResult] | None = None,
+        precision: str = FLOAT32,
+        views: Mapping[str, int] | None = None,
+        is_variant: bool = False,
+    ) -> None:
+        """Add the result of a query. Results of one `group` share the fields of its first result.
+
+        `precision` is that of the float tensors. `views` are indices of tensors that replace those of the result.
+        A variant has only the fields that differ from those of the first result of the group.
+        """
+        entry = self._encode(result, f"{query_name} {group}", precision, views or {}, is_variant=is_variant)
+        if partials:
+            entry.append([self._encode(part, f"{query_name} partial", FLOAT32, {}) for part in partials])
+        self.results[result_key(query_name, params)] = entry
+
+    def add_view(self, first: int, shape: Sequence[int], strides: Sequence[int], start: int) -> int:
+        """Add a strided view of the section of the tensor `first`, from its element `start` on; return its index."""
+        dtype, _, offset, *_ = self.tensors[first]
+        self.tensors.append((dtype, list(shape), offset + start, list(strides)))
+        return len(self.tensors) - 1
+
+    def _encode(
+        self, result: QueryResult, group: str, precision: str, views: Mapping[str, int], *, is_variant: bool = False
+    ) -> list[Any]:
+        data = round_numbers(replace_nonfinite(dict(result.data)))
+        if self.shared_text:
+            data = {
+                name: value.replace(self.shared_text, SHARED_TEXT) if isinstance(value, str) else value
+                for name, value in data.items()
+            }
+        if group not in self.base_indices:
+            self.base_indices[group] = len(self.bases)
+            self.bases.append(data)
+        index = self.base_indices[group]
+        base = self.bases[index]
+        if not is_variant and any(name not in data for name in base):  # another set of fields: a base of its own
+            index, base = len(self.bases), data
+            self.bases.append(data)
+        changes = {name: value for name, value in data.items() if name not in base or base[name] != value}
+        tensors = {name: views.get(name, -1) for name in result.tensors}
+        for name in [name for name, view in tensors.items() if view < 0]:
+            tensors[name] = self._add_tensor(result.tensors[name], precision)
+        return [index, changes, tensors]
+
+    def _add_tensor(self, value: Tensor, precision: str) -> int:
+        array = to_wire_tensor(value).numpy()
+        dtype = {"float32": "F32", "int32": "I32", "uint8": "U8"}[array.dtype.name]
+        if dtype == "F32" and precision != FLOAT32 and array.size and float(np.abs(array).max()) < MAX_FLOAT16:
+            dtype, array = "F16", array.astype(np.float16)
+            if precision == FLOAT16_8_BIT:  # round to a multiple of four units in the last place; a carry is correct
+                array = ((array.view(np.uint16) + np.uint16(2)) & np.uint16(0xFFFC)).view(np.float16)
+        content = array.tobytes()
+        key = (dtype, array.shape, content)
+        if key not in self.tensor_indices:
+            self.tensor_indices[key] = len(self.tensors)
+            self.tensors.append((dtype, list(array.shape), self.sizes[dtype]))
+            self.sizes[dtype] += array.size
+            if dtype == "F16":
+                self.float16.append(array.reshape(-1))
+            else:
+                self.sections[dtype].append(content)
+        return self.tensor_indices[key]
+
+    def to_bytes(self) -> bytes:
+        """Return the compressed bundle."""
+        header = json.dumps(
+            {
+                "shared_text": self.shared_text,
+                "results": self.results,
+                "bases": self.bases,
+                "tensors": self.tensors,
+                "sizes": self.sizes,
+            },
+            ensure_ascii=False,
+            separators=(",", ":"),
+            allow_nan=False,
+        ).encode()
+        header += b" " * (-len(header) % 4)
+        float16 = np.concatenate(self.float16) if self.float16 else np.zeros(0, np.float16)
+        planes = float16.view(np.uint8).reshape(-1, 2)  # little-endian: low byte, high byte
+        parts = [len(header).to_bytes(4, "little"), header, planes[:, 1].tobytes(), planes[:, 0].tobytes()]
+        return zlib.compress(b"".join([*parts, *(b"".join(chunks) for chunks in self.sections.values())]), 6)
+
+
+def encode_base85(data: bytes) -> str:
+    """Encode bytes, padded with zeros to a multiple of four, in base 85."""
+    words = np.frombuffer(data + b"\0" * (-len(data) % 4), ">u4").astype(np.uint32)
+    digits = np.empty((len(words), 5), np.uint8)
+    for column in range(4, -1, -1):
+        words, digits[:, column] = np.divmod(words, 85)
+    return np.frombuffer(BASE85.encode(), np.uint8)[digits].tobytes().decode()
+
+
+def result_key(query_name: str, params: Mapping[str, object]) -> str:
+    """Return the key of a query's result in the exported page. The script of the page builds the same string.
+
+    The token ids are left out, because an exported page has one text.
+    """
+    return f"{query_name} {json.dumps(_clean(params), separators=(',', ':'), sort_keys=True, ensure_ascii=False)}"
+
+
+def _clean(value: object) -> object:
+    """Drop None and the token ids."""
+    if isinstance(value, Mapping):
+        return {key: _clean(inner) for key, inner in value.items() if inner is not None and key != "tokens"}
+    return [_clean(inner) for inner in value] if isinstance(value, list) else value
+
+
+def round_numbers(value: Any) -> Any:
+    """Round the floats of JSON data to SIGNIFICANT_DIGITS."""
+    if isinstance(value, float) and math.isfinite(value) and value:
+        return float(f"{value:.{SIGNIFICANT_DIGITS}g}")
+    if isinstance(value, Mapping):
+        return {name: round_numbers(inner) for name, inner in value.items()}
+    return [round_numbers(inner) for inner in value] if isinstance(value, list | tuple) else value

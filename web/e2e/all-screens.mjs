@@ -1,0 +1,57 @@
+// Every screen of every model of facts.models (name → URL): no console message of any level, no failed request, no error on the page.
+import assert from "node:assert/strict";
+
+const SCREENS = ["Model", "Trace", "Edit", "Attention", "Generate", "Gradients", "Size", "Learn"];
+
+export async function run(page, url, facts) {
+  const messages = [];
+  page.on("console", (message) => messages.push(`${message.type()}: ${message.text()} (${message.location().url})`));
+  page.on("pageerror", (error) => messages.push(`page error: ${error.message}`));
+  page.on("response", (response) => response.status() >= 400 && messages.push(`HTTP ${response.status()}: ${response.url()} ${response.request().postData() ?? ""}`));
+  page.on("requestfailed", (request) => {
+    const reason = request.failure()?.errorText; // the page aborts requests whose result is no longer shown
+    if (reason !== "net::ERR_ABORTED") messages.push(`${reason}: ${request.url()}`);
+  });
+  for (const [name, modelUrl] of Object.entries(facts.models)) {
+    await page.goto(modelUrl);
+    for (const screen of SCREENS) {
+      await page.getByRole("navigation", { name: "Screens" }).getByRole("link", { name: screen, exact: true }).click();
+      await waitUntilComplete(page, `${name}, ${screen}`);
+      if (screen === "Learn") await visitLessons(page, name);
+      await checkInput(page, name, screen, facts);
+      assert.deepEqual(messages, [], `${name}, ${screen}`);
+      if (process.env.SCREENSHOTS) await page.screenshot({ path: `${process.env.SCREENSHOTS}/${name}-${screen}.png`, fullPage: true });
+    }
+  }
+}
+
+async function visitLessons(page, name) {
+  const lessons = page.getByRole("navigation", { name: "Lessons" }).getByRole("listitem").getByRole("button");
+  const count = await lessons.count();
+  assert.ok(count > 0, `${name} has no lessons`);
+  for (let number = 0; number < count; number++) {
+    await lessons.nth(number).click();
+    await waitUntilComplete(page, `${name}, lesson ${number + 1}`);
+  }
+}
+
+/** Wait until no request is running and no status says that something is computed; no alert may be shown. */
+async function waitUntilComplete(page, place) {
+  await page.waitForLoadState("networkidle");
+  await page.waitForFunction(() => document.querySelector("main h2") && ![...document.querySelectorAll("main [role=status]")].some((status) => status.textContent.includes("…")));
+  const alerts = await page.locator("main [role=alert]").allInnerTexts();
+  assert.deepEqual(alerts, [], place);
+}
+
+/** Default inputs: a target of an encoder-decoder, a selected mask of an encoder, the alignment on the screen Attention. */
+async function checkInput(page, name, screen, facts) {
+  const expected = facts.inputs[name] ?? {};
+  const selected = page.getByRole("listbox", { name: "Tokens", exact: true }).getByRole("option", { selected: true });
+  if (expected.target && ["Model", "Trace", "Generate", "Edit", "Attention"].includes(screen)) assert.equal(await page.locator("#prompt").inputValue(), expected.target);
+  if (expected.mask && screen !== "Gradients" && screen !== "Size") assert.equal(await selected.innerText(), expected.mask);
+  if (expected.mask && screen === "Generate") await page.getByRole("heading", { name: "Mask 1" }).waitFor();
+  if (expected.target && screen === "Attention") {
+    assert.equal(await page.getByRole("group", { name: "Attention type" }).getByRole("button", { pressed: true }).innerText(), "Cross-attention");
+    await page.getByText(/of the source tokens, .* has the largest weight for the target token/).waitFor();
+  }
+}

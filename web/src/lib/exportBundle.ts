@@ -1,0 +1,88 @@
+// Results of an exported page: one compressed stream, written by src/cutaway/serve/inspect/export_bundle.py.
+import type { NumericArray, QueryResult, Tensor } from "./protocol";
+
+const BASE85 = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz!#$%.()*+-;,=>?@^_`{|}~";
+const SHARED_TEXT = "\u0001";
+
+type Entry = [base: number, changes: Record<string, unknown>, tensors: Record<string, number>, partials?: Entry[]];
+type Dtype = "F16" | "F32" | "I32" | "U8";
+
+interface Header {
+  shared_text: string;
+  results: Record<string, Entry>;
+  bases: Record<string, unknown>[];
+  /** Dtype, shape, offset in the section of the dtype, and the strides of a view. */
+  tensors: [Dtype, number[], number, number[]?][];
+  sizes: Record<Dtype, number>;
+}
+
+export class ExportBundle {
+  readonly #header: Header;
+  readonly #high: Uint8Array;
+  readonly #low: Uint8Array;
+  readonly #sections: { F32: Float32Array; I32: Int32Array; U8: Uint8Array };
+
+  private constructor(bytes: Uint8Array) {
+    const headerSize = new DataView(bytes.buffer, bytes.byteOffset).getUint32(0, true);
+    this.#header = JSON.parse(new TextDecoder().decode(bytes.subarray(4, 4 + headerSize))) as Header;
+    const { F16, F32, I32, U8 } = this.#header.sizes;
+    let offset = 4 + headerSize;
+    const next = (size: number): Uint8Array => bytes.slice(offset, (offset += size)); // a copy, because typed arrays need aligned offsets
+    [this.#high, this.#low] = [next(F16), next(F16)];
+    this.#sections = { F32: new Float32Array(next(4 * F32).buffer), I32: new Int32Array(next(4 * I32).buffer), U8: next(U8) };
+  }
+
+  /** Decode the text of a bundle of this many bytes. */
+  static async decode(text: string, numBytes: number): Promise<ExportBundle> {
+    const stream = new Blob([decodeBase85(text).subarray(0, numBytes)]).stream().pipeThrough(new DecompressionStream("deflate"));
+    return new ExportBundle(new Uint8Array(await new Response(stream).arrayBuffer()));
+  }
+
+  has(key: string): boolean {
+    return this.#header.results[key] !== undefined;
+  }
+
+  /** Result of a query, with its partial results. */
+  get(key: string): { result: QueryResult<unknown>; partials: QueryResult<unknown>[] } | undefined {
+    const entry = this.#header.results[key];
+    return entry && { result: this.#decodeEntry(entry), partials: (entry[3] ?? []).map((partial) => this.#decodeEntry(partial)) };
+  }
+
+  #decodeEntry([base, changes, tensors]: Entry): QueryResult<unknown> {
+    const fields = Object.entries({ ...this.#header.bases[base], ...changes });
+    const data = Object.fromEntries(fields.map(([name, value]) => [name, typeof value === "string" ? value.replaceAll(SHARED_TEXT, this.#header.shared_text) : value]));
+    return { data, tensors: Object.fromEntries(Object.entries(tensors).map(([name, index]) => [name, this.#decodeTensor(index)])) };
+  }
+
+  #decodeTensor(index: number): Tensor {
+    const [dtype, shape, offset, strides] = this.#header.tensors[index] ?? ["U8", [0], 0];
+    const size = shape.reduce((product, extent) => product * extent, 1);
+    if (dtype !== "F16") return { shape, data: this.#sections[dtype].slice(offset, offset + size) as NumericArray };
+    const data = new Float32Array(size);
+    const [columns = 1, stride = 0] = [shape.at(-1), strides?.[0]];
+    for (let element = 0; element < size; element++) {
+      const at = strides ? offset + Math.floor(element / columns) * stride + (element % columns) : offset + element;
+      data[element] = decodeFloat16(((this.#high[at] ?? 0) << 8) | (this.#low[at] ?? 0));
+    }
+    return { shape, data };
+  }
+}
+
+function decodeFloat16(bits: number): number {
+  const [exponent, mantissa] = [(bits >> 10) & 31, bits & 1023];
+  const magnitude = exponent === 0 ? mantissa * 2 ** -24 : (1 + mantissa / 1024) * 2 ** (exponent - 15);
+  return bits & 0x8000 ? -magnitude : magnitude;
+}
+
+/** Four bytes of five digits. */
+function decodeBase85(text: string): Uint8Array<ArrayBuffer> {
+  const values = new Uint8Array(128);
+  for (let digit = 0; digit < 85; digit++) values[BASE85.charCodeAt(digit)] = digit;
+  const bytes = new DataView(new ArrayBuffer((text.length / 5) * 4));
+  for (let index = 0, at = 0; index < text.length; index += 5, at += 4) {
+    let word = 0;
+    for (let digit = 0; digit < 5; digit++) word = word * 85 + (values[text.charCodeAt(index + digit)] ?? 0);
+    bytes.setUint32(at, word);
+  }
+  return new Uint8Array(bytes.buffer);
+}
