@@ -21,13 +21,14 @@ def test_exported_page_has_all_results_and_escapes_text(run_cli: CliRunner, tmp_
     assert data["is_complete"]
     page = file.read_text(encoding="utf-8")
     assert data["megabytes"] == pytest.approx(len(page.encode()) / 1e6)
-    assert page.count("</script>") == 2
+    assert page.count("</script>") == 3
     assert "<b>" not in page.partition('id="cutaway-results"')[2].partition("</script>")[0]
     results = read_exported_results(page)
     tokens = next(data for name, (data, _) in results.items() if name.startswith("tokenize "))
     assert bytes(tokens["tokens"]).decode() == text
     assert {name.partition(" ")[0] for name in results} >= {
         "model_info", "residual_norms", "journey", "activation", "attention_thumbnails", "attention_head",
+        "architecture", "interventions", "worked_attention",
         "consistency_check", "edit_effect", "generate", "model_sizes", "memory_fit", "lessons",
     }  # fmt: skip
 

@@ -61,6 +61,14 @@ def test_stored_results_equal_the_queries(name: str) -> None:
     check(
         inspector, results, "attention_head", {"input": model_input, "attention": f"{prefix}blocks.1.attn", "head": 1}
     )
+    position = last if tokenizer.default_position is None else tokenizer.default_position
+    params = {"input": model_input, "attention": f"{prefix}blocks.0.attn", "head": 0, "position": position}
+    check(inspector, results, "worked_attention", params)
+    if source:
+        params |= {"attention": "encoder.blocks.0.attn", "position": len(source["source"]) - 1}
+        check(inspector, results, "worked_attention", params)
+    check(inspector, results, "interventions", {"input": model_input, "position": position})
+    check(inspector, results, "architecture", {})
     check(inspector, results, "attention_thumbnails", {"input": model_input, "attention": f"{prefix}blocks.0.attn"})
 
 

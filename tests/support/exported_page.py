@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from cutaway.serve.inspect.export_bundle import BASE85, SHARED_TEXT
+from cutaway.serve.inspect.export_bundle import BASE85, POSITION, SHARED_TEXT
 
 Results = dict[str, tuple[dict[str, Any], dict[str, np.ndarray[Any, Any]]]]
 
@@ -37,15 +37,19 @@ def read_exported_results(page: str) -> Results:
             return np.lib.stride_tricks.as_strided(section, shape, [4 * stride for stride in strides[0]])
         return section[: int(np.prod(shape))].reshape(shape)
 
-    def decode(entry: list[Any]) -> tuple[dict[str, Any], dict[str, np.ndarray[Any, Any]]]:
+    def decode(key: str, entry: list[Any]) -> tuple[dict[str, Any], dict[str, np.ndarray[Any, Any]]]:
         fields = {**header["bases"][entry[0]], **entry[1]}
+        match = re.search(r'position":(\d+)', key)
+        position = match[1] if match else ""
         shared = {
-            name: value.replace(SHARED_TEXT, header["shared_text"]) if isinstance(value, str) else value
+            name: value.replace(SHARED_TEXT, header["shared_text"]).replace(POSITION, position)
+            if name == "python_code"
+            else value
             for name, value in fields.items()
         }
         return shared, {name: decode_tensor(index) for name, index in entry[2].items()}
 
-    return {key: decode(entry) for key, entry in header["results"].items()}
+    return {key: decode(key, entry) for key, entry in header["results"].items()}
 
 
 def _decode_base85(text: str) -> bytes:

@@ -3,6 +3,7 @@ import type { NumericArray, QueryResult, Tensor } from "./protocol";
 
 const BASE85 = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz!#$%.()*+-;,=>?@^_`{|}~";
 const SHARED_TEXT = "\u0001";
+const POSITION = "\u0002";
 
 type Entry = [base: number, changes: Record<string, unknown>, tensors: Record<string, number>, partials?: Entry[]];
 type Dtype = "F16" | "F32" | "I32" | "U8";
@@ -45,12 +46,13 @@ export class ExportBundle {
   /** Result of a query, with its partial results. */
   get(key: string): { result: QueryResult<unknown>; partials: QueryResult<unknown>[] } | undefined {
     const entry = this.#header.results[key];
-    return entry && { result: this.#decodeEntry(entry), partials: (entry[3] ?? []).map((partial) => this.#decodeEntry(partial)) };
+    const position = /position":(\d+)/.exec(key)?.[1] ?? "";
+    return entry && { result: this.#decodeEntry(entry, position), partials: (entry[3] ?? []).map((partial) => this.#decodeEntry(partial, position)) };
   }
 
-  #decodeEntry([base, changes, tensors]: Entry): QueryResult<unknown> {
+  #decodeEntry([base, changes, tensors]: Entry, position: string): QueryResult<unknown> {
     const fields = Object.entries({ ...this.#header.bases[base], ...changes });
-    const data = Object.fromEntries(fields.map(([name, value]) => [name, typeof value === "string" ? value.replaceAll(SHARED_TEXT, this.#header.shared_text) : value]));
+    const data = Object.fromEntries(fields.map(([name, value]) => [name, name === "python_code" && typeof value === "string" ? value.replaceAll(SHARED_TEXT, this.#header.shared_text).replaceAll(POSITION, position) : value]));
     return { data, tensors: Object.fromEntries(Object.entries(tensors).map(([name, index]) => [name, this.#decodeTensor(index)])) };
   }
 

@@ -14,11 +14,19 @@ from torch import Tensor
 
 from cutaway.errors import CutawayError
 from cutaway.serve.inspect.activation_cache import ActivationCache
-from cutaway.serve.inspect.export_bundle import FLOAT16_8_BIT, FLOAT32, ExportBundle, result_key, round_numbers
+from cutaway.serve.inspect.export_bundle import (
+    FLOAT16_8_BIT,
+    FLOAT32,
+    POSITION,
+    ExportBundle,
+    result_key,
+    round_numbers,
+)
 from cutaway.serve.inspect.inspector import Inspector
 from cutaway.serve.inspect.model_input import ModelInput
 from cutaway.serve.inspect.protocol import QueryJob, QueryResult
 from cutaway.serve.inspect.queries import QUERIES
+from cutaway.serve.inspect.queries.activation import compute_position_values
 from cutaway.serve.inspect.snippet import build_snippet
 from cutaway.serve.inspect.stage_sentences import StageInputs, describe_stage
 
@@ -125,12 +133,12 @@ def _list_results(
     template = query(indices[-1]) if indices else None
     if template is None:
         return
-    values = _read_all_tokens(activations, site)
+    values = _read_all_tokens(inspector, activations, site, max(indices) + 1)
     if values is not None:
         build = _ResultBuilder(inspector, activations, model_input, site, values, template)
         if all(_are_equal(build(index), query(index)) for index in {indices[0], indices[-1]}):
-            yield indices[0], build(indices[0]), False
-            yield from ((index, build(index, is_variant=True), True) for index in indices[1:])
+            yield indices[0], build.first(indices[0]), False
+            yield from ((index, build.variant(index), True) for index in indices[1:])
             return
     for index in indices:
         result = query(index)
@@ -162,24 +170,35 @@ class _ResultBuilder:
             "mean": (flat.masked_fill(~finite, 0.0).sum(1) / count).tolist(),
         }
         self.has_values = finite.any(1).tolist()
+        self.code = build_snippet(inspector, model_input, site, POSITION)
 
-    def __call__(self, index: int, *, is_variant: bool = False) -> QueryResult:
+    def __call__(self, index: int) -> QueryResult:
+        """Return the result of the query for a token."""
+        result = self.variant(index)
+        code = self.code.replace(POSITION, str(index))
+        return QueryResult({**self.template.data, **result.data, "python_code": code}, result.tensors)
+
+    def first(self, index: int) -> QueryResult:
+        """Return the result to store for the first token: the Python code has a placeholder for the position."""
+        result = self.variant(index)
+        return QueryResult({**self.template.data, **result.data, "python_code": self.code}, result.tensors)
+
+    def variant(self, index: int) -> QueryResult:
+        """Return the fields that differ from those of the first token, and the tensors."""
         statistics = {
             name: values[index] if self.has_values[index] else 0.0 for name, values in self.statistics.items()
         }
-        code = build_snippet(self.inspector, self.model_input, self.site, index)
         masked = self.masked[index]
         tensors = {"values": self.values[index]}
         if masked.any():
             tensors = {"values": tensors["values"].masked_fill(masked, 0.0), "masked": masked}
         with torch.no_grad():
             stage = StageInputs(self.inspector, self.activations, self.site, index, self.values[index])
-            changes = {**statistics, "python_code": code, "sentence": describe_stage(stage)}
-        return QueryResult(changes if is_variant else {**self.template.data, **changes}, tensors)
+            return QueryResult({**statistics, "sentence": describe_stage(stage)}, tensors)
 
 
-def _read_all_tokens(activations: ActivationCache, site: str) -> Tensor | None:
-    """Return the values (T, …) of all tokens at a site; None if they are not a cached activation."""
+def _read_all_tokens(inspector: Inspector, activations: ActivationCache, site: str, num_tokens: int) -> Tensor | None:
+    """Return the values (T, …) of the tokens at a site; None for logits and softmax."""
     attention, _, suffix = site.rpartition(".")
     with torch.no_grad():
         if suffix in ("scores", "pattern", "mask") and attention in activations.attention_calls:
@@ -188,6 +207,9 @@ def _read_all_tokens(activations: ActivationCache, site: str) -> Tensor | None:
             if suffix == "mask":
                 return torch.zeros_like(scores).masked_fill(scores == -torch.inf, -torch.inf)
             return scores if suffix == "scores" else recomputed.pattern()[0].transpose(0, 1).float()
+        if suffix in ("token", "position"):
+            rows = [compute_position_values(inspector, activations, site, index)[0] for index in range(num_tokens)]
+            return torch.stack(rows)
         if site not in activations.values:
             return None
         value = activations.values[site]

@@ -26,14 +26,16 @@ BASE85 = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz!#$%.()*
 FLOAT16, FLOAT16_8_BIT, FLOAT32 = "float16", "float16 with 8 bits of mantissa", "float32"
 """Precision of the float tensors of a result: relative rounding errors of at most 0.05 %, 0.2 %, and none."""
 SHARED_TEXT = "\x01"
-"""Placeholder of the shared text."""
+"""Placeholder of the shared text in Python code."""
+POSITION = "\x02"
+"""Placeholder of the token position in Python code; the key of the result has the position."""
 
 
 class ExportBundle:
     """Results by key. Fields and tensors that results share are stored once."""
 
     def __init__(self, shared_text: str = "") -> None:
-        """`shared_text` is stored once; in the strings of the results it is replaced by a control character."""
+        """`shared_text` is stored once; in the Python code of the results it is replaced by a control character."""
         self.shared_text = shared_text
         self.results: dict[str, list[Any]] = {}
         self.bases: list[dict[str, Any]] = []
@@ -77,11 +79,8 @@ class ExportBundle:
         self, result: QueryResult, group: str, precision: str, views: Mapping[str, int], *, is_variant: bool = False
     ) -> list[Any]:
         data = round_numbers(replace_nonfinite(dict(result.data)))
-        if self.shared_text:
-            data = {
-                name: value.replace(self.shared_text, SHARED_TEXT) if isinstance(value, str) else value
-                for name, value in data.items()
-            }
+        if self.shared_text and "python_code" in data:
+            data["python_code"] = data["python_code"].replace(self.shared_text, SHARED_TEXT)
         if group not in self.base_indices:
             self.base_indices[group] = len(self.bases)
             self.bases.append(data)

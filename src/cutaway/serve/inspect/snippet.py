@@ -14,8 +14,8 @@ NUM_TOP_TOKENS = 20
 """Number of largest logits that are printed."""
 
 
-def build_snippet(inspector: Inspector, model_input: ModelInput, site_name: str, position: int) -> str:
-    """Return Python code that prints the activation of the token at `position` at a site.
+def build_snippet(inspector: Inspector, model_input: ModelInput, site_name: str, position: int | str) -> str:
+    """Return Python code that prints the activation of the token at `position`, a number or an expression, at a site.
 
     Return "" if no short expression computes the activation.
     """
@@ -48,7 +48,7 @@ def _model_call(inspector: Inspector) -> str:
     return "model.encode(tokens)" if has_no_head else "model(tokens)"
 
 
-def _direct_expression(inspector: Inspector, site_name: str, position: int) -> str:
+def _direct_expression(inspector: Inspector, site_name: str, position: int | str) -> str:
     """Return a Python expression for an embedding row or RoPE angles, which have no site, or "" if there is none."""
     stacks = inspector.model.stacks
     side = next(side for side in stacks if site_name.startswith(f"{side}.") or len(stacks) == 1)
@@ -66,7 +66,7 @@ def _direct_expression(inspector: Inspector, site_name: str, position: int) -> s
     return f"({angles} + torch.pi) % (2 * torch.pi) - torch.pi"
 
 
-def _trace_expression(site_name: str, position: int) -> tuple[str, str, str]:
+def _trace_expression(site_name: str, position: int | str) -> tuple[str, str, str]:
     """Return the site to trace, the index into its value, and the operation applied to the indexed value."""
     index = f"[0, {position}]"
     if site_name == "softmax":

@@ -99,7 +99,7 @@ def _read_activation(
     if site_name.endswith((".scores", ".pattern", ".mask")):
         return compute_attention_row(activations, site_name, position)
     if site_name.endswith(".position") or site_name.endswith("embed.token"):
-        return _compute_position_values(inspector, activations, site_name, position)
+        return compute_position_values(inspector, activations, site_name, position)
     value, axes = activations.values[site_name], inspector.sites[site_name].axes
     value, axes = (value, "TK") if axes == "NK" else (value[0], axes[1:])
     return value[position].float(), axes, tuple(value.shape)
@@ -129,7 +129,7 @@ def compute_attention_row(
     return values[0, :, 0].float(), "HTS", shape
 
 
-def _compute_position_values(
+def compute_position_values(
     inspector: Inspector, activations: ActivationCache, site_name: str, position: int
 ) -> tuple[Tensor, str, tuple[int, ...]]:
     """Return one token's token embedding, position embedding, RoPE angles or attention bias.
