@@ -127,6 +127,7 @@ export async function run(page, url, facts) {
   await page.getByText("It depends most on “·birds” (token 1): without attention to this token, the prediction is “·was”").waitFor();
   await page.getByText(/of 12 sublayers (is|are) necessary on this text/).waitFor();
   const components = page.getByRole("table", { name: "Effect of each component" });
+  await components.getByText("embedding", { exact: true }).first().waitFor(); // the direct contributions are another query
   assert.equal(await components.getByRole("row").count(), 1 + 1 + 12); // header, embedding, sublayers
   await page.getByText("Heads with the largest effect").waitFor();
   await page.getByRole("button", { name: /^head \d of the attention of block \d$/ }).first().click();
