@@ -5,14 +5,13 @@ the position are scaled so that their sum stays the same (Geva et al. 2023, arXi
 the information that other positions have already taken from the token are not affected.
 """
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
 from cutaway.errors import InputError
 from cutaway.lens.adapters import ModelLike, sites
-from cutaway.lens.analysis.inputs import AnalysisInputs, TextOrTokens, TokenOrId, prepare_inputs, upcast_float32
+from cutaway.lens.analysis.component_effects import expand_batch
+from cutaway.lens.analysis.inputs import AnalysisInputs, TextOrTokens, TokenOrId, prepare_inputs
 from cutaway.lens.analysis.patching import track_progress
 from cutaway.lens.edit import TensorFn, edit
 from cutaway.lens.labeled_tensor import LabeledTensor
@@ -76,13 +75,8 @@ def knocked_out_logits(inputs: AnalysisInputs, position: int, *, to_source: bool
     size = max(1, min(_MAX_BATCH_SIZE, _MAX_BATCH_PATTERN // (inputs.tokens.shape[1] * num_keys)))
     for start in track_progress(list(range(0, num_keys, size)), progress, "knocking out attention"):
         batch = list(range(start, min(start + size, num_keys)))
-        expanded = replace(
-            inputs,
-            tokens=inputs.tokens.expand(len(batch), -1),
-            source=None if inputs.source is None else inputs.source.expand(len(batch), -1),
-        )
         with inputs.eval_mode(), edit(inputs.model, dict.fromkeys(names, _remove_weights(position, batch))):
-            logits.append(upcast_float32(expanded.run()[:, position]))
+            logits.append(expand_batch(inputs, len(batch)).logits_at(position))
     return torch.cat(logits)
 
 

@@ -48,7 +48,7 @@ class Interventions(InputQuery):
         tokens, source = inspector.to_tensors(self.input)
         inputs = AnalysisInputs(inspector.model, inspector.tokenizer.tokenizer, tokens, source)
         with inspector.edited_model(self.input):
-            clean = inputs.logits()[self.position]
+            clean = inputs.logits_at(self.position)[0]
         answer = int(clean.argmax())
         data: dict[str, object] = {
             "token": answer,
