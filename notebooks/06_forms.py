@@ -23,6 +23,7 @@ import cutaway as ct
 from cutaway.generate.fill_mask import fill_mask
 from cutaway.learn import claim
 from cutaway.learn.studies import load_results
+from cutaway.learn.studies.mechanisms.encoder_prompts import VERB_OBJECTS  # verbs, and an object of each
 from cutaway.lens.analysis import cached_decoding_error
 from cutaway.train import objectives
 
@@ -277,24 +278,10 @@ for text in (
 #   at least 2 nats larger than in the encoder.
 
 # %%
-objects = {
-    "kicked": "ball",
-    "read": "book",
-    "drove": "car",
-    "drank": "milk",
-    "rode": "bike",
-    "wore": "hat",
-    "ate": "cake",
-    "climbed": "tree",
-    "sang": "song",
-    "flew": "kite",
-    "opened": "door",
-    "heard": "noise",
-}
 verb_rows = torch.cat(
-    [encode(english_encoder, f"The boy saw the [MASK] and {verb} it.") for verb in objects]
+    [encode(english_encoder, f"The boy saw the [MASK] and {verb} it.") for verb in VERB_OBJECTS]
 )  # (12, T)
-object_ids = torch.cat([encode(english_encoder, f" {noun}")[0] for noun in objects.values()])  # (12,)
+object_ids = torch.cat([encode(english_encoder, f" {noun}")[0] for noun in VERB_OBJECTS.values()])  # (12,)
 mask_position = int((verb_rows[0] == english_encoder.tokenizer.mask_token_id).nonzero())
 
 
@@ -315,7 +302,7 @@ at_mask = torch.zeros_like(later).index_fill(0, torch.tensor(mask_position), Tru
 both_sides, no_right, causal = object_log_probs(), object_log_probs(later & at_mask), object_log_probs(later)
 with torch.no_grad():
     left_log_probs = english.model(encode(english, "The boy saw the"))[0, -1].log_softmax(-1)
-decoder_ids = torch.cat([encode(english, f" {noun}")[0] for noun in objects.values()])
+decoder_ids = torch.cat([encode(english, f" {noun}")[0] for noun in VERB_OBJECTS.values()])
 
 # %%
 own_verb = (both_sides.argmax(0) == torch.arange(12)).float().mean()
@@ -336,8 +323,8 @@ claim("decoder: loss minus that of the encoder, nats", increases["decoder"], abo
 # %%
 figure, axes = plt.subplots(figsize=(5.6, 4.4), layout="constrained")
 image = axes.imshow(both_sides - both_sides.mean(0), cmap="RdBu", vmin=-7, vmax=7)
-axes.set_xticks(range(12), objects.values(), rotation=60)
-axes.set_yticks(range(12), objects)
+axes.set_xticks(range(12), VERB_OBJECTS.values(), rotation=60)
+axes.set_yticks(range(12), VERB_OBJECTS)
 axes.set(xlabel="object at the mask", ylabel="verb on the right")
 axes.set_title("“The boy saw the [MASK] and VERB it.”", fontsize=10)
 figure.colorbar(image, ax=axes, shrink=0.8, label="log-probability at the mask\nminus its mean over verbs, nats")

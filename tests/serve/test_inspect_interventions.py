@@ -58,8 +58,10 @@ def test_all_forms(preset: str) -> None:
     assert len(data["heads"]) >= len(data["zero"])
 
 
-def test_edits_are_rejected() -> None:
+def test_edits_and_long_texts_are_rejected() -> None:
     inspector = build_inspector(ct.build("tiny-gpt", seed=0))
     query = Interventions(input=ModelInput(tokens=(1, 2), edits={"blocks.0": "skip"}), position=0)
     with pytest.raises(InputError, match="remove the edits"):
         query.run(inspector, QueryJob())
+    with pytest.raises(InputError, match="for up to 256; use a shorter text"):
+        Interventions(input=ModelInput(tokens=(1,) * 257), position=0).run(inspector, QueryJob())

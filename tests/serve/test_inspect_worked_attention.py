@@ -10,6 +10,7 @@ from torch import Tensor
 import cutaway as ct
 from cutaway.errors import InputError
 from cutaway.lens.sites import attention_module, get_blocks
+from cutaway.model.attention import MultiHead
 from cutaway.serve.inspect.inspector import Inspector
 from cutaway.serve.inspect.model_input import TokenizerAdapter
 
@@ -131,8 +132,9 @@ def test_q_before_rotation_is_the_projection(name: str) -> None:
     tokens = random_token_ids(NUM_TOKENS, 256)
     t = trace_attention(inspector, {"tokens": tokens})
     module = attention_module(get_blocks(inspector.model.stacks["decoder"])[1].attn)
+    assert isinstance(module, MultiHead)
     with torch.no_grad():
-        q, k, _ = module.project_qkv(plain(t["blocks.1.attn.in"]))  # type: ignore[union-attr]
+        q, k, _ = module.project_qkv(plain(t["blocks.1.attn.in"]))
     params = {"input": {"tokens": tokens}, "attention": "blocks.1.attn", "head": 3, "position": 11, "key": 4}
     data, tensors = run_query(inspector, "worked_attention", **params)
     torch.testing.assert_close(tensors["q_before"], q[0, 11, 3], rtol=1e-4, atol=1e-5)

@@ -5,21 +5,20 @@ the position are scaled so that their sum stays the same (Geva et al. 2023, arXi
 the information that other positions have already taken from the token are not affected.
 """
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
 from cutaway.errors import InputError
 from cutaway.lens.adapters import ModelLike, sites
-from cutaway.lens.analysis.inputs import AnalysisInputs, TextOrTokens, TokenOrId, prepare_inputs, upcast_float32
+from cutaway.lens.analysis.component_effects import expand_batch
+from cutaway.lens.analysis.inputs import AnalysisInputs, TextOrTokens, TokenOrId, prepare_inputs
 from cutaway.lens.analysis.patching import track_progress
 from cutaway.lens.edit import TensorFn, edit
 from cutaway.lens.labeled_tensor import LabeledTensor
 
 KNOCKOUT_METRICS = ("log probability", "probability", "top-1 changes")
-_BATCH_SIZE = 32
-"""Number of knockouts per forward pass. Each batch row has one knockout."""
+_MAX_BATCH_SIZE, _MAX_BATCH_PATTERN = 32, 2**22
+"""Maximum number of knockouts per forward pass, each in one batch row, and of their attention weights per head."""
 
 
 def attention_knockout(
@@ -72,16 +71,12 @@ def knocked_out_logits(inputs: AnalysisInputs, position: int, *, to_source: bool
     sublayer, keys = ("cross", inputs.source) if to_source else ("attn", inputs.tokens)
     assert keys is not None
     names = [name for name in sites(inputs.model) if _is_pattern(name, inputs.site_prefix, sublayer)]
-    logits = []
-    for start in track_progress(list(range(0, keys.shape[1], _BATCH_SIZE)), progress, "knocking out attention"):
-        batch = list(range(start, min(start + _BATCH_SIZE, keys.shape[1])))
-        expanded = replace(
-            inputs,
-            tokens=inputs.tokens.expand(len(batch), -1),
-            source=None if inputs.source is None else inputs.source.expand(len(batch), -1),
-        )
+    num_keys, logits = keys.shape[1], []
+    size = max(1, min(_MAX_BATCH_SIZE, _MAX_BATCH_PATTERN // (inputs.tokens.shape[1] * num_keys)))
+    for start in track_progress(list(range(0, num_keys, size)), progress, "knocking out attention"):
+        batch = list(range(start, min(start + size, num_keys)))
         with inputs.eval_mode(), edit(inputs.model, dict.fromkeys(names, _remove_weights(position, batch))):
-            logits.append(upcast_float32(expanded.run()[:, position]))
+            logits.append(expand_batch(inputs, len(batch)).logits_at(position))
     return torch.cat(logits)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from cutaway.errors import InputError
 from cutaway.lens.adapters import ModelLike, sites
-from cutaway.lens.analysis.inputs import AnalysisInputs, TextOrTokens, TokenOrId, prepare_inputs, upcast_float32
+from cutaway.lens.analysis.inputs import AnalysisInputs, TextOrTokens, TokenOrId, prepare_inputs
 from cutaway.lens.analysis.patching import track_progress
 from cutaway.lens.edit import TensorFn, edit
 from cutaway.lens.labeled_tensor import LabeledTensor, show_whitespace
@@ -305,7 +305,7 @@ class _Experiment:
             names = dict.fromkeys(component.site for target in batch for component in target.components)
             edits = {name: _replace_rows(name, batch, replacements[name]) for name in names}
             with inputs.eval_mode(), edit(inputs.model, edits):
-                logits.append(upcast_float32(_expand_batch(inputs, len(batch)).run()[:, self.position]))
+                logits.append(expand_batch(inputs, len(batch)).logits_at(self.position))
         return torch.cat(logits)
 
 
@@ -347,7 +347,7 @@ def _prepare_pair(
     return clean, inputs
 
 
-def _expand_batch(inputs: AnalysisInputs, batch_size: int) -> AnalysisInputs:
+def expand_batch(inputs: AnalysisInputs, batch_size: int) -> AnalysisInputs:
     source = None if inputs.source is None else inputs.source.expand(batch_size, -1)
     return replace(inputs, tokens=inputs.tokens.expand(batch_size, -1), source=source)
 

@@ -13,7 +13,7 @@ from cutaway.eval_mode import eval_mode
 from cutaway.lens.adapters import ModelLike, require_cutaway_model, run_model
 from cutaway.lens.sites import get_blocks, has_additive_residual, resolve_index
 from cutaway.lens.trace import Trace
-from cutaway.model import EncoderDecoder, Transformer
+from cutaway.model import DecoderOnly, EncoderDecoder, EncoderOnly, Transformer
 from cutaway.model.block import Block, ParallelBlock
 from cutaway.model.head import LMHead
 from cutaway.model.stack import Stack
@@ -109,6 +109,23 @@ class AnalysisInputs:
     def logits(self) -> Tensor:
         """Return the logits of the text in at least fp32, (T, V), in evaluation mode."""
         return upcast_float32(self.run())[0]
+
+    def logits_at(self, position: int) -> Tensor:
+        """Return the logits at one position in at least fp32, (B, V), in evaluation mode.
+
+        The head is applied at this position only: with a large vocabulary, the logits of all positions of a batch would
+        need more memory than the rest of the forward pass.
+        """
+        head = self.require_head()
+        with self.eval_mode():
+            if isinstance(self.model, EncoderDecoder):
+                hidden = self.model.hidden_states(self.source, self.tokens)
+            elif isinstance(self.model, EncoderOnly):
+                hidden = self.model.encode(self.tokens)
+            else:
+                assert isinstance(self.model, DecoderOnly)
+                hidden = self.model.hidden_states(self.tokens)
+            return upcast_float32(head(hidden[:, position]))
 
     def trace(self, *names: str) -> Trace:
         """Run the model in evaluation mode, and record the activations at these sites."""

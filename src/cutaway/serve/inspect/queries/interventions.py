@@ -12,6 +12,8 @@ from cutaway.lens.analysis.inputs import AnalysisInputs
 from cutaway.serve.inspect.inspector import check_position
 from cutaway.serve.inspect.queries.base import InputQuery, Inspector, QueryJob, QueryResult, TokenIndex
 
+MAX_INPUT_TOKENS = 256
+"""Longer texts would need a forward pass of the whole text for each of many tokens."""
 MIN_MEAN_TOKENS = 4
 """Minimum number of tokens for mean ablation, which replaces an output by its mean over the tokens of the text."""
 MAX_HEADS_FLOPS = 2e11
@@ -34,6 +36,11 @@ class Interventions(InputQuery):
 
     def run(self, inspector: Inspector, job: QueryJob) -> QueryResult:
         check_position(self.position, self.input.tokens)
+        if len(self.input.tokens) > MAX_INPUT_TOKENS:
+            raise InputError(
+                f"the text has {len(self.input.tokens)} tokens, and interventions are measured for up to"
+                f" {MAX_INPUT_TOKENS}; use a shorter text"
+            )
         if self.input.edits:
             raise InputError("interventions are measured on the unedited model; remove the edits")
         if inspector.head is None:
@@ -41,7 +48,7 @@ class Interventions(InputQuery):
         tokens, source = inspector.to_tensors(self.input)
         inputs = AnalysisInputs(inspector.model, inspector.tokenizer.tokenizer, tokens, source)
         with inspector.edited_model(self.input):
-            clean = inputs.logits()[self.position]
+            clean = inputs.logits_at(self.position)[0]
         answer = int(clean.argmax())
         data: dict[str, object] = {
             "token": answer,
