@@ -4,12 +4,13 @@ import html
 import json
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from cutaway.errors import CutawayError
-from cutaway.model import EncoderDecoder, EncoderOnly
+from cutaway.model import EncoderDecoder, EncoderOnly, Transformer
 from cutaway.serve.inspect.export_activations import add_activations, list_shown_sites
 from cutaway.serve.inspect.export_bundle import BASE85, FLOAT16, FLOAT16_8_BIT, FLOAT32, ExportBundle, encode_base85
 from cutaway.serve.inspect.inspector import Inspector
@@ -19,6 +20,7 @@ from cutaway.serve.static_files import load_static_files
 
 MAX_EXPORT_BYTES = 48 << 20
 """Maximum size of the activations in bytes. If those of all tokens exceed it, the first tokens are left out."""
+MAX_SINGLE_THREAD_PARAMETERS = 30_000_000
 MAX_POSITION_PAIRS = 1024
 """Maximum number of pairs of a target and a source token of an encoder-decoder."""
 MAX_HEAD_EDITS = 128
@@ -62,13 +64,26 @@ def export_html(inspector: Inspector, progress: Callable[[int, int], None]) -> t
     exporter = _Exporter(inspector)
     queries = list(exporter.list_queries())
     total = len(queries) + 1
-    for done, (name, params) in enumerate(queries):
-        progress(done, total)
-        exporter.run(name, params)
-    progress(len(queries), total)
-    exporter.add_activations()
+    with _one_thread(inspector.model):
+        for done, (name, params) in enumerate(queries):
+            progress(done, total)
+            exporter.run(name, params)
+        progress(len(queries), total)
+        exporter.add_activations()
     progress(total, total)
     return _render_html(inspector.name, exporter), len(exporter.positions) == len(exporter.model_input["tokens"])
+
+
+@contextmanager
+def _one_thread(model: Transformer) -> Iterator[None]:
+    """Run a small model in one thread: its operations take less time than the synchronization of several threads."""
+    num_threads = torch.get_num_threads()
+    if sum(parameter.numel() for parameter in model.parameters()) < MAX_SINGLE_THREAD_PARAMETERS:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 class _RecordingJob(QueryJob):

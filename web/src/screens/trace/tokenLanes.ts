@@ -7,7 +7,7 @@ export interface Lane {
 }
 
 /** Width of a lane in pixels. */
-const LANE_WIDTH = 15;
+const LANE_WIDTH = 11;
 
 /**
  * Lanes of the tokens from `first` to `last`, between the coordinates `left` and `right`.
@@ -29,7 +29,7 @@ export function layOutLanes(first: number, last: number, left: number, right: nu
       else spans.push([token, token]);
     }
   }
-  const width = Math.min(LANE_WIDTH * 1.6, (right - left) / spans.length);
+  const width = Math.min(LANE_WIDTH * 2, (right - left) / spans.length);
   // Lanes are next to the selected token: on its left side they end at `right`, on its right side they start at `left`.
   return spans.map(([from, to], index) => ({ first: from, last: to, x: left + (index + 0.5) * width }));
 }
