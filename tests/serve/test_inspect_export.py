@@ -1,6 +1,4 @@
-"""Exported page: the stored results equal those of the queries; limits of size and time."""
-
-import time
+"""Exported page: the stored results equal those of the queries; limit of size."""
 
 import numpy as np
 import pytest
@@ -13,7 +11,7 @@ from cutaway.serve.inspect.inspector import Inspector
 
 pytestmark = pytest.mark.unchecked
 
-MAX_BYTES, MAX_SECONDS = 4_000_000, 8.0
+MAX_BYTES = 4_000_000
 STORY = "Once upon a time, there was a girl named Sue. She had a friend named Ben. They liked to play with a ball. "
 
 
@@ -23,16 +21,13 @@ def export(inspector: Inspector) -> str:
     return page
 
 
-def test_a_page_of_64_tokens_is_small_and_fast() -> None:
+def test_a_page_of_64_tokens_has_at_most_4_megabytes() -> None:
     tokenizer = open_inspector("tiny-english").tokenizer
     assert tokenizer.tokenizer is not None
     text = tokenizer.tokenizer.decode(tokenizer.encode(STORY * 3)[:64])
     inspector = open_inspector("tiny-english", text)
     assert len(inspector.tokenizer.encode(text)) == 64
-    start = time.process_time()
-    page = export(inspector)
-    assert time.process_time() - start < 1.5 * MAX_SECONDS, "CPU time: the machine may run other processes"
-    assert len(page.encode()) <= MAX_BYTES
+    assert len(export(inspector).encode()) <= MAX_BYTES
 
 
 @pytest.mark.parametrize("name", ["tiny-python", "tiny-dates", "tiny-english-encoder", "tiny-t5", "tiny-bert"])
