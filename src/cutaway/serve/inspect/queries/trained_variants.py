@@ -94,9 +94,7 @@ class TrainedVariants(Query):
                     "loss": interval_bounds(own["loss"]),
                     "loss_beyond": interval_bounds(own["loss_beyond"]),
                     "difference": interval_bounds([a - b for a, b in zip(own["loss"], base["loss"], strict=True)]),
-                    "loss_by_position": [
-                        sum(seeds) / len(seeds) for seeds in zip(*own["loss_by_position"], strict=True)
-                    ],
+                    "loss_by_position": [sum(seeds) / len(seeds) for seeds in by_position],
                 }
             )
         bucket = results["bucket"]
