@@ -23,7 +23,7 @@ MAX_EXPORT_BYTES = 48 << 20
 MAX_SINGLE_THREAD_PARAMETERS = 30_000_000
 MAX_POSITION_PAIRS = 1024
 """Maximum number of pairs of a target and a source token of an encoder-decoder."""
-MAX_HEAD_EDITS = 128
+MAX_HEAD_EDITS = 32
 """Maximum number of edits of single heads; with more heads, none is included."""
 NUM_NEW_TOKENS = 24
 """Number of generated tokens, as in Generate.svelte."""
