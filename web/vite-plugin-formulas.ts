@@ -22,5 +22,8 @@ function renderMathml(tex: string): string {
   const html = katex.renderToString(tex, { output: "mathml", displayMode: true, throwOnError: true, strict: "error" });
   const match = /<math[\s\S]*<\/math>/.exec(html);
   if (!match) throw new Error(`KaTeX rendered no MathML for ${tex}`);
-  return match[0].replace(/<annotation[\s\S]*?<\/annotation>/, ""); // drop the TeX source, which screen readers would read too
+  return match[0]
+    .replace(/<annotation[\s\S]*?<\/annotation>/, "") // drop the TeX source, which screen readers would read too
+    // Browsers stretch the parentheses of a matrix only with a mathematical font; a border has the right height with any font.
+    .replace(/<mo fence="true">\(<\/mo><mtable([\s\S]*?<\/mtable>)<mo fence="true">\)<\/mo>/g, '<mtable class="parenthesized"$1');
 }

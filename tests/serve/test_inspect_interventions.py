@@ -8,6 +8,7 @@ from cutaway.errors import InputError
 from cutaway.serve.inspect.inspector import Inspector, build_inspector
 from cutaway.serve.inspect.model_input import ModelInput, TokenizerAdapter
 from cutaway.serve.inspect.protocol import QueryJob
+from cutaway.serve.inspect.queries.find_token import FindToken
 from cutaway.serve.inspect.queries.interventions import Interventions
 
 pytestmark = pytest.mark.unchecked
@@ -33,6 +34,34 @@ def test_effects_equal_forward_passes_of_the_edited_model() -> None:
     by_token = [effect["probability"] for effect in data["tokens"]]
     assert min(range(5), key=by_token.__getitem__) == 1  # birds
     assert data["tokens"][1]["top_text"] == " was"
+
+
+@torch.no_grad()
+def test_effects_on_another_token() -> None:
+    inspector = build_inspector(ct.load("tiny-english", dtype=torch.float32), name="tiny-english")
+    tokens = inspector.tokenizer.encode("The birds in the park")
+    was = FindToken(text="was").run(inspector, QueryJob()).data
+    assert (was["text"], was["num_tokens"]) == (" was", 1)
+    query = Interventions(input=ModelInput(tokens=tuple(tokens)), position=4, token=was["token"])
+    data = query.run(inspector, QueryJob()).data
+    assert data["token"] == was["token"] != data["predicted"]
+    probability = inspector.model(torch.tensor([tokens]))[0, -1].softmax(-1)[was["token"]]
+    assert data["probability"] == pytest.approx(float(probability), abs=1e-5)
+    assert data["tokens"][1]["probability"] > data["probability"]  # without attention to the plural "birds"
+    with pytest.raises(InputError, match="vocabulary"):
+        Interventions(input=ModelInput(tokens=tuple(tokens)), position=4, token=4096).run(inspector, QueryJob())
+
+
+def test_find_token() -> None:
+    inspector = build_inspector(ct.load("tiny-english", dtype=torch.float32), name="tiny-english")
+    long = FindToken(text="hippopotamus").run(inspector, QueryJob()).data
+    assert long["num_tokens"] > 1
+    assert "hippopotamus".startswith(long["text"].strip())
+    assert FindToken(text=".").run(inspector, QueryJob()).data["text"].strip() == "."
+    byte_model = build_inspector(ct.build("tiny-gpt", seed=0))
+    assert FindToken(text="a").run(byte_model, QueryJob()).data == {"token": 97, "text": "a", "num_tokens": 1}
+    encoder = build_inspector(ct.load("tiny-english-encoder", dtype=torch.float32), name="tiny-english-encoder")
+    assert FindToken(text="cat").run(encoder, QueryJob()).data["text"].strip() == "cat"
 
 
 def test_source_of_an_encoder_decoder_and_copied_tokens() -> None:

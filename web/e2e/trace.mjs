@@ -130,6 +130,14 @@ export async function run(page, url, facts) {
   await components.getByText("embedding", { exact: true }).first().waitFor(); // the direct contributions are another query
   assert.equal(await components.getByRole("row").count(), 1 + 1 + 12); // header, embedding, sublayers
   await page.getByText("Heads with the largest effect").waitFor();
+
+  // Another token, by typing it: the sum of its direct contributions is its logit.
+  await page.getByLabel("Another token:").fill("was");
+  await page.keyboard.press("Enter");
+  await page.getByRole("heading", { name: /^What ·was .* depends on$/ }).waitFor();
+  await page.getByText(/direct contribution of each output to the logit of ·was/).waitFor();
+  await page.getByRole("button", { name: "predicted token" }).click();
+  await page.getByRole("heading", { name: /^What ·were .* depends on$/ }).waitFor();
   await page.getByRole("button", { name: /^head \d of the attention of block \d$/ }).first().click();
   await page.getByText("Attention patterns of all heads").waitFor();
 

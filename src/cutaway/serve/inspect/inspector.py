@@ -101,6 +101,11 @@ class Inspector:
         if name not in self.sites:
             raise InputError(f"'{name}' is not a site of this model; use one of {', '.join(list(self.sites)[:4])} …")
 
+    def check_token(self, token: int | None) -> None:
+        """Raise if a token id is not in the vocabulary."""
+        if token is not None and token >= self.config.vocab_size:
+            raise InputError(f"token is {token}; use ids 0 to {self.config.vocab_size - 1}, the vocabulary")
+
     def _select_cached_sites(self, model_input: ModelInput) -> list[str]:
         """Return the names of the sites to cache.
 

@@ -195,7 +195,7 @@ def _describe_addition(inputs: StageInputs) -> str:
 
 
 def _describe_output(inputs: StageInputs, sublayer: str) -> str:
-    matrix = "W_O combines the outputs of all heads" if sublayer != "ffn" else "W_2 combines the hidden units"
+    matrix = "Wₒ combines the outputs of all heads" if sublayer != "ffn" else "W₂ combines the hidden units"
     if sublayer == "ffn" and hasattr(inputs.block.ffn.f, "router"):
         shared = getattr(inputs.block.ffn.f, "shared", None) is not None
         matrix = f"The outputs of the selected experts{' and the shared expert' if shared else ''} are summed"

@@ -2,7 +2,7 @@
 import { formatPercent, showWhitespace } from "../../lib/format";
 import { SUBLAYER_LABELS } from "../../lib/sites";
 
-/** The prediction after one intervention: the probability of the original top-1 token, and the new top-1 token. */
+/** The prediction after one intervention: the probability of the token, and the new top-1 token. */
 export interface Effect {
   probability: number;
   top: number;
@@ -10,7 +10,9 @@ export interface Effect {
 }
 
 export interface Interventions {
+  /** The token whose probability is measured, and the predicted one, which is the same by default. */
   token: number;
+  predicted: number;
   text: string;
   probability: number;
   /** Positions of the predicted token in the text. */
@@ -30,7 +32,7 @@ export interface Interventions {
 const MIN_EFFECT = 0.1;
 const MAX_NAMED = 3;
 
-/** Change of the log-probability of the predicted token, in nats. */
+/** Change of the log-probability of the token, in nats. */
 export function logChange(effect: Effect, data: Interventions): number {
   return Math.log(Math.max(effect.probability, 1e-12) / Math.max(data.probability, 1e-12));
 }
@@ -56,7 +58,7 @@ export function tokenSentence(data: Interventions, tokenStrs: readonly string[],
   if (logChange(effect, data) > -MIN_EFFECT) return "No single token is needed: without attention to any one of them, the probability stays about the same.";
   const token = `${quote(text)} (token ${index}${isSource ? " of the source" : ""})`;
   const probability = `${quote(data.text)} has ${formatPercent(effect.probability)}`;
-  const changes = effect.top !== data.token;
+  const changes = effect.top !== data.predicted;
   const isCopied = !isSource && data.in_text.includes(index) && changes;
   const lead = isCopied ? `It is copied from ${token}: without attention to this token` : `It depends most on ${token}: without attention to this token`;
   return changes ? `${lead}, the prediction is ${quote(effect.top_text)} and ${probability}.` : `${lead}, ${probability}; no single token changes the prediction.`;
@@ -65,7 +67,7 @@ export function tokenSentence(data: Interventions, tokenStrs: readonly string[],
 /** Sublayers whose ablation alone changes the prediction, with both methods. */
 export function necessarySublayers(data: Interventions): string[] {
   const { zero, mean } = data;
-  return zero ? Object.keys(zero).filter((name) => zero[name]?.top !== data.token && (!mean || mean[name]?.top !== data.token)) : [];
+  return zero ? Object.keys(zero).filter((name) => zero[name]?.top !== data.predicted && (!mean || mean[name]?.top !== data.predicted)) : [];
 }
 
 /** How many sublayers the prediction depends on, by ablation of one at a time. */

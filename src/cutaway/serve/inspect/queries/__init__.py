@@ -9,6 +9,7 @@ from cutaway.serve.inspect.queries.architecture import Architecture
 from cutaway.serve.inspect.queries.consistency_check import ConsistencyCheck
 from cutaway.serve.inspect.queries.edit_effect import EditEffect
 from cutaway.serve.inspect.queries.edit_experiment import EditExperiment
+from cutaway.serve.inspect.queries.find_token import FindToken
 from cutaway.serve.inspect.queries.generation import FillMask, Generate
 from cutaway.serve.inspect.queries.gradient_norms import GradientsByDepth, GradientsByPlacement
 from cutaway.serve.inspect.queries.interventions import Interventions
@@ -45,6 +46,7 @@ QUERIES: dict[str, "type[Query]"] = {
     "fill_mask": FillMask,
     "activation": Activation,
     "next_token": NextToken,
+    "find_token": FindToken,
     "attention_by_layer": attention.AttentionByLayer,
     "consistency_check": ConsistencyCheck,
     "edit_effect": EditEffect,

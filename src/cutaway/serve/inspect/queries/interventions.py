@@ -10,6 +10,7 @@ from cutaway.lens.analysis.attention_knockout import knocked_out_logits
 from cutaway.lens.analysis.component_effects import AblationMethod, ablated_logits
 from cutaway.lens.analysis.inputs import AnalysisInputs
 from cutaway.serve.inspect.inspector import check_position
+from cutaway.serve.inspect.model_input import TokenId
 from cutaway.serve.inspect.queries.base import InputQuery, Inspector, QueryJob, QueryResult, TokenIndex
 
 MAX_INPUT_TOKENS = 256
@@ -23,7 +24,7 @@ Effect = dict[str, object]
 
 
 class Interventions(InputQuery):
-    """Probability of the predicted token, and the top-1 token, after each intervention.
+    """Probability of a token, and the top-1 token, after each intervention.
 
     `tokens`: without the attention from the position to one token, in all blocks; for an encoder-decoder also to one
     token of the source. `sublayers`: without one attention or FFN sublayer, by zero ablation and by mean ablation.
@@ -31,11 +32,14 @@ class Interventions(InputQuery):
     """
 
     position: TokenIndex
+    token: TokenId | None = None
+    """The token whose probability is measured; by default the predicted one."""
     heads: bool = False
     """Ablate the heads in any case. By default they are ablated if this is fast."""
 
     def run(self, inspector: Inspector, job: QueryJob) -> QueryResult:
         check_position(self.position, self.input.tokens)
+        inspector.check_token(self.token)
         if len(self.input.tokens) > MAX_INPUT_TOKENS:
             raise InputError(
                 f"the text has {len(self.input.tokens)} tokens, and interventions are measured for up to"
@@ -49,9 +53,11 @@ class Interventions(InputQuery):
         inputs = AnalysisInputs(inspector.model, inspector.tokenizer.tokenizer, tokens, source)
         with inspector.edited_model(self.input):
             clean = inputs.logits_at(self.position)[0]
-        answer = int(clean.argmax())
+        predicted = int(clean.argmax())
+        answer = predicted if self.token is None else self.token
         data: dict[str, object] = {
             "token": answer,
+            "predicted": predicted,
             "text": inspector.tokenizer.decode_token(answer),
             "probability": float(clean.softmax(-1)[answer]),
             "in_text": [index for index, token in enumerate(self.input.tokens) if token == answer],

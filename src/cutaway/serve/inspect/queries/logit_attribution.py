@@ -23,8 +23,7 @@ class LogitAttribution(InputQuery):
 
     def run(self, inspector: Inspector, job: QueryJob) -> QueryResult:
         check_position(self.position, self.input.tokens)
-        if self.token is not None and self.token >= inspector.config.vocab_size:
-            raise InputError(f"token is {self.token}; use ids 0 to {inspector.config.vocab_size - 1}, the vocabulary")
+        inspector.check_token(self.token)
         tokens, source = inspector.to_tensors(self.input)
         inputs = AnalysisInputs(inspector.model, inspector.tokenizer.tokenizer, tokens, source)
         check_attributable(inputs)
