@@ -131,8 +131,42 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         },
         "long": text,
         "example": next(item for item in load_examples("tiny-english") if item["fragment"]["screen"] == "edit"),
+        "compare": compare_facts(model, tokenizer),
         "long_tokens": len(tokenizer.encode(text)),
         "longest_task": 200,  # milliseconds of CPU time
+    }
+
+
+def compare_facts(model: Any, tokenizer: Any) -> dict[str, Any]:
+    """Values of the first pair of the screen Compare with a name, and of one patch in both directions."""
+    examples = [item for item in load_examples("tiny-english") if item["fragment"]["screen"] == "compare"]
+    example = next(item for item in examples if item["title"] == "Pronoun")
+    texts = {run: example["fragment"][key] for run, key in (("clean", "text"), ("changed", "changed"))}
+    inputs = {run: torch.tensor([tokenizer.encode(text)]) for run, text in texts.items()}
+    site, position = "blocks.4.resid_pre", 1
+    values, logits = {}, {}
+    for run, tokens in inputs.items():
+        with torch.no_grad(), ct.trace(model, site) as t:
+            logits[run] = model(tokens)[0, -1]
+        values[run] = t[site].as_subclass(Tensor)[:, [position]]
+    answers = [int(logits[run].argmax()) for run in ("clean", "changed")]
+    differences = {run: float(own[answers[0]] - own[answers[1]]) for run, own in logits.items()}
+    shares = {}
+    for direction, donor, receiver in (("forward", "clean", "changed"), ("reverse", "changed", "clean")):
+        edits = {site: {"do": "replace", "value": values[donor], "positions": [position]}}
+        with torch.no_grad(), ct.edit(model, edits):
+            patched = model(inputs[receiver])[0, -1]
+        patched_difference = float(patched[answers[0]] - patched[answers[1]])
+        share = (patched_difference - differences[receiver]) / (differences[donor] - differences[receiver])
+        shares[direction] = {"share": f"{100 * share:.1f} %", "difference": format_number(patched_difference)}
+    return {
+        "title": example["title"],
+        "texts": texts,
+        "answers": [show_whitespace(tokenizer.decode([answer])) for answer in answers],
+        "differences": [format_number(differences[run]) for run in ("clean", "changed")],
+        "position": position,
+        "row": 4,
+        "patches": shares,
     }
 
 
@@ -182,7 +216,7 @@ def show_whitespace(text: str) -> str:
     return "·" * left + shown.strip(" ") + "·" * right
 
 
-SCREENS = ["model", "trace", "attention", "generate", "edit", "gradients", "size", "learn"]
+SCREENS = ["model", "trace", "attention", "generate", "edit", "compare", "gradients", "size", "learn"]
 
 
 PAGE_TESTS = [*SCREENS, "long-text", "exported-file", "notebook", "accessibility"]

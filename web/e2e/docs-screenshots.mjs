@@ -8,6 +8,7 @@ const VIEWS = {
   model: ["/model?", "light"],
   trace: ["/trace?", "light"],
   edit: ["/edit?edits=blocks.3:swap", "light"],
+  compare: [`/compare?${new URLSearchParams({ text: "The girl was sad because", changed: "The boy was sad because", patches: "blocks.3.resid_pre@1" })}`, "light"],
   attention: ["/attention?", "dark"],
   generate: ["/generate?", "light"],
   gradients: ["/gradients?", "dark"],
