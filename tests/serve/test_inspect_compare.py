@@ -5,11 +5,13 @@ import io
 import json
 import random
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import cutaway as ct
 from cutaway.config import to_dict
@@ -328,3 +330,46 @@ def test_a_changed_text_is_suggested(preset: str) -> None:
     assert len(changed) == len(text)
     single = {"input": model_input, "text": "cat", "position": 0}
     assert run_query(inspector, "suggest_changed_text", **single).data["changed"] is None
+
+
+def test_map_equals_plain_hooks_on_a_transformers_gpt2(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=50, n_positions=16, n_embd=16, n_layer=3, n_head=2, initializer_range=0.4)
+    model = GPT2LMHeadModel(config).eval()
+    model.save_pretrained(tmp_path)
+    inspector = Inspector(ct.load(tmp_path, dtype=torch.float32).model, TokenizerAdapter(50), name="gpt2")
+    clean, changed = [3, 14, 15, 9, 2], [3, 14, 40, 9, 26]
+    params = {"input": {"tokens": clean}, "changed": {"tokens": changed}, "position": 4}
+    answers: Any = run_query(inspector, "compare_texts", **params).data["answers"]
+    own, other = (answer["token"] for answer in answers)
+    stream: dict[int, Tensor] = {}
+
+    def metric(tokens: list[int]) -> float:
+        with torch.no_grad():
+            logits = model(torch.tensor([tokens])).logits[0, -1]
+        return float(logits[own] - logits[other])
+
+    def record(layer: int) -> Any:
+        return lambda module, args: stream.update({layer: args[0].clone()})
+
+    def patch(layer: int, position: int) -> Any:
+        def hook(module: Any, args: Any) -> Any:
+            patched = args[0].clone()
+            patched[0, position] = stream[layer][0, position]
+            return (patched, *args[1:])
+
+        return hook
+
+    handles = [block.register_forward_pre_hook(record(layer)) for layer, block in enumerate(model.transformer.h)]
+    clean_metric = metric(clean)
+    for handle in handles:
+        handle.remove()
+    changed_metric = metric(changed)
+    expected = torch.zeros(3, 5)
+    for layer, block in enumerate(model.transformer.h):
+        for position in range(5):
+            handle = block.register_forward_pre_hook(patch(layer, position))
+            expected[layer, position] = (metric(changed) - changed_metric) / (clean_metric - changed_metric)
+            handle.remove()
+    shares = run_query(inspector, "activation_patching", **params, stack="decoder", component="resid").tensors["shares"]
+    torch.testing.assert_close(shares[:3], expected, atol=1e-4, rtol=1e-4)

@@ -6,6 +6,7 @@ import random
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -27,6 +28,8 @@ from cutaway.serve import static_files
 from cutaway.serve.app import build_app
 from cutaway.serve.inspect import routes
 from cutaway.serve.inspect.inspector import Inspector, build_inspector
+from cutaway.serve.inspect.queries import activation_patching
+from cutaway.serve.inspect.queries.activation_patching import ActivationPatching
 from cutaway.serve.notebook_pages import build_notebook_router
 from cutaway.serve.server import bind_socket, build_access_policy
 
@@ -239,6 +242,20 @@ def test_all_screens_of_the_pretrained_models_have_no_messages(tmp_path: Path) -
         models = {model: stack.enter_context(serve_page(model)) for model in list_pretrained()}
         inputs = {"tiny-dates": {"target": "2021-03-03"}, "tiny-english-encoder": {"mask": "[MASK]"}}
         run_in_browser("all-screens", models["tiny-english"], {"models": models, "inputs": inputs}, tmp_path)
+
+
+@pytest.mark.nightly
+def test_patching_maps_of_large_models_are_measured_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_patches = ActivationPatching.run_patches
+
+    def run_slowly(*args: Any) -> Tensor:
+        time.sleep(0.5)
+        return run_patches(*args)
+
+    monkeypatch.setattr(activation_patching, "MAX_FAST_FLOPS", 0)
+    monkeypatch.setattr(ActivationPatching, "run_patches", run_slowly)
+    with serve_page("tiny-english") as url:
+        run_in_browser("compare-on-request", url, {}, tmp_path)
 
 
 def run_in_browser(name: str, page: str, facts: dict[str, Any], tmp_path: Path) -> None:

@@ -41,9 +41,8 @@ COMPONENTS: tuple[Component, ...] = ("resid", "attn.out", "cross.out", "ffn.out"
 
 
 def list_patch_maps(inspector: Inspector) -> list[dict[str, str]]:
-    """Stack and component of each map that the model has. The stack of the logits is first."""
-    stacks = reversed(inspector.model.stacks)
-    maps = [(stack, component) for stack in stacks for component in COMPONENTS]
+    """Stack and component of each map that the model has. The encoder of an encoder-decoder is first."""
+    maps = [(stack, component) for stack in inspector.model.stacks for component in COMPONENTS]
     return [{"stack": s, "component": c} for s, c in maps if map_sites(inspector, s, c)]
 
 
