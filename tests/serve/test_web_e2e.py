@@ -245,6 +245,18 @@ def test_all_screens_of_the_pretrained_models_have_no_messages(tmp_path: Path) -
 
 
 @pytest.mark.nightly
+def test_comparison_of_untrained_models_has_no_messages(tmp_path: Path) -> None:
+    presets = ("tiny-gpt", "tiny-bert", "tiny-albert", "tiny-t5", "tiny-moe", "tiny-mla", "tiny-gemma")
+    with ExitStack() as stack:
+        models = {
+            preset: stack.enter_context(serve_page(build_inspector(ct.build(preset, seed=0), name=preset)))
+            for preset in presets
+        }
+        facts = {"models": models, "inputs": {}, "screens": ["Compare"]}
+        run_in_browser("all-screens", models["tiny-gpt"], facts, tmp_path)
+
+
+@pytest.mark.nightly
 def test_patching_maps_of_large_models_are_measured_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_patches = ActivationPatching.run_patches
 

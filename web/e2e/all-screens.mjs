@@ -1,4 +1,4 @@
-// Every screen of every model of facts.models (name → URL): no console message of any level, no failed request, no error on the page.
+// Every screen, or those of facts.screens, of every model of facts.models (name → URL): no console message of any level, no failed request, no error on the page.
 import assert from "node:assert/strict";
 
 const SCREENS = ["Model", "Trace", "Edit", "Compare", "Attention", "Generate", "Gradients", "Size", "Learn"];
@@ -14,7 +14,7 @@ export async function run(page, url, facts) {
   });
   for (const [name, modelUrl] of Object.entries(facts.models)) {
     await page.goto(modelUrl);
-    for (const screen of SCREENS) {
+    for (const screen of facts.screens ?? SCREENS) {
       await page.getByRole("navigation", { name: "Screens" }).getByRole("link", { name: screen, exact: true }).click();
       await waitUntilComplete(page, `${name}, ${screen}`);
       if (screen === "Learn") await visitLessons(page, name);

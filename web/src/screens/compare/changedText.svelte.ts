@@ -21,9 +21,9 @@ export class ChangedText {
   #tokenized = $state.raw<{ text: string; tokens: number[] }>();
   /** Input of the model with the changed text; undefined while it is tokenized. */
   modelInput = $derived.by<ModelInput | undefined>(() => {
-    const input = session.modelInput;
-    if (!input || this.#tokenized?.text !== this.text) return undefined;
-    return this.isSource ? { ...input, source: this.#tokenized?.tokens ?? [] } : { ...input, tokens: this.#tokenized?.tokens ?? [] };
+    const [input, tokenized] = [session.modelInput, this.#tokenized];
+    if (!input || !tokenized || tokenized.text !== this.text) return undefined;
+    return this.isSource ? { ...input, source: tokenized.tokens } : { ...input, tokens: tokenized.tokens };
   });
 
   /** Request a suggestion if no text is known. For $effect. */

@@ -63,9 +63,17 @@ export function pairLabel(pair: PositionPair | undefined, texts: TokenTexts): st
 
 /** The aligned tokens that differ, as "“·Tom” instead of “·Ben”"; undefined if there are none or many. */
 export function describeChange(pairs: PositionPair[], texts: TokenTexts): string | undefined {
-  const different = pairs.filter(([own, other]) => texts.clean[own] !== texts.changed[other]);
-  if (!different.length || different.length > 3 || texts.clean.length !== texts.changed.length) return undefined;
-  return different.map(([own, other]) => `${quote(texts.changed[other] ?? "")} instead of ${quote(texts.clean[own] ?? "")}`).join(" and ");
+  if (texts.clean.length !== texts.changed.length) return undefined;
+  const changes: { end: number; clean: string; changed: string }[] = []; // adjacent differing tokens are one change
+  for (const [own, other] of pairs) {
+    const [clean, changed] = [texts.clean[own] ?? "", texts.changed[other] ?? ""];
+    const last = changes.at(-1);
+    if (clean === changed) continue;
+    if (last?.end === own) Object.assign(last, { end: own + 1, clean: last.clean + clean, changed: last.changed + changed });
+    else changes.push({ end: own + 1, clean, changed });
+  }
+  if (!changes.length || changes.length > 3) return undefined;
+  return changes.map(({ clean, changed }) => `${quote(changed)} instead of ${quote(clean)}`).join(" and ");
 }
 
 /** How the prediction changes from the clean to the changed text. */
