@@ -4,7 +4,7 @@ import assert from "node:assert/strict";
 export async function run(page, url) {
   await page.goto(`${url}#/compare?`);
   const panel = page.getByRole("region", { name: "Activation patching" });
-  await panel.getByText("This model is large").waitFor();
+  await panel.getByText("The map takes a while for this model and text").waitFor();
   const measure = panel.getByRole("button", { name: "Measure" });
   await measure.click();
   await panel.getByText(/Patching layer [2-6] of 7/).waitFor();

@@ -30,7 +30,7 @@ MAX_INPUT_TOKENS = 256
 """Longer texts would need too many forward passes."""
 MAX_SHORT_TOKENS = 64
 """In longer texts only the tokens from the first difference on are patched."""
-MAX_FAST_FLOPS = 2e12
+MAX_FAST_FLOPS = 3e11
 """A map that takes at most this number of FLOPs is measured without being requested."""
 MAX_PATCHES = 64
 MAP_CACHE: WeakKeyDictionary[ActivationCache, dict[str, QueryResult]] = WeakKeyDictionary()
