@@ -1,4 +1,4 @@
-"""Models that the web page can open: pretrained models, presets with random weights, and the model given at start."""
+"""Models that the web page can open: pretrained models, trained variants, presets, and the model given at start."""
 
 import threading
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from cutaway.errors import InputError
 from cutaway.families.load import load
 from cutaway.generate.fast.cpu_linear import should_upcast_on_cpu
 from cutaway.model import build
-from cutaway.pretrained import PRETRAINED_DIR, list_pretrained
+from cutaway.pretrained import PRETRAINED_DIR, list_pretrained, list_variants
 from cutaway.serve.inspect.inspector import Inspector, build_inspector
 from cutaway.serve.inspect.protocol import QueryJob
 from cutaway.size.parameters import count_parameters
@@ -30,7 +30,7 @@ class ModelEntry:
 
     id: str
     name: str
-    group: Literal["start", "pretrained", "preset"]
+    group: Literal["start", "pretrained", "variant", "preset"]
     form: str | None = None
     num_parameters: int | None = None
 
@@ -77,7 +77,7 @@ class ModelCatalog:
         # The names are not given to a function that accepts paths: a directory could have the same name.
         if entry.id == self.start_id:
             return self.reload_start_model()
-        if entry.group == "pretrained":
+        if entry.group in ("pretrained", "variant"):
             checkpoint = load(PRETRAINED_DIR / entry.name, device=self.device)
             if should_upcast_on_cpu(checkpoint.model):
                 checkpoint.model.float()
@@ -94,7 +94,9 @@ class ModelCatalog:
 
 @cache
 def list_pretrained_entries() -> tuple[ModelEntry, ...]:
-    return tuple(ModelEntry(f"pretrained:{name}", name, "pretrained") for name in list_pretrained())
+    models = [ModelEntry(f"pretrained:{name}", name, "pretrained") for name in list_pretrained()]
+    variants = [ModelEntry(f"pretrained:{name}", name, "variant") for name in list_variants()]
+    return (*models, *variants)
 
 
 @cache
