@@ -221,10 +221,10 @@ def format_edits(heads: dict[int, list[int]]) -> str:
     return ",".join(f"blocks.{layer}.attn.z:zero@{'.'.join(map(str, heads[layer]))}" for layer in sorted(heads))
 
 
-def render_examples(name: str) -> str:
-    """The examples of a model for the web page, as JSON."""
+def render_examples() -> dict[str, str]:
+    """The examples of the web page as JSON, by model."""
     tables = tomllib.loads(insert_mechanisms((TEMPLATES / "examples.toml").read_text(encoding="utf-8")))
-    return json.dumps(tables[name], indent=1, ensure_ascii=False) + "\n"
+    return {name: json.dumps(examples, indent=1, ensure_ascii=False) + "\n" for name, examples in tables.items()}
 
 
 def format_cloze(row: Evaluation) -> str:
@@ -246,9 +246,10 @@ def main() -> None:
         cost = stored if args.run is None else write_training_log(args.run, directory)
         evaluation = cost | EVALUATIONS[args.name](ct.load(args.name, dtype=torch.float32), args.data)
         path.write_text(json.dumps(evaluation, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    for name, examples in render_examples().items():
+        (PRETRAINED_DIR / name / "examples.json").write_text(examples, encoding="utf-8")
     for name in EVALUATIONS if args.render else [args.name]:
         (PRETRAINED_DIR / name / "README.md").write_text(render_card(name), encoding="utf-8")
-        (PRETRAINED_DIR / name / "examples.json").write_text(render_examples(name), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import random
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -27,6 +28,8 @@ from cutaway.serve import static_files
 from cutaway.serve.app import build_app
 from cutaway.serve.inspect import routes
 from cutaway.serve.inspect.inspector import Inspector, build_inspector
+from cutaway.serve.inspect.queries import activation_patching
+from cutaway.serve.inspect.queries.activation_patching import ActivationPatching
 from cutaway.serve.notebook_pages import build_notebook_router
 from cutaway.serve.server import bind_socket, build_access_policy
 
@@ -131,8 +134,42 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         },
         "long": text,
         "example": next(item for item in load_examples("tiny-english") if item["fragment"]["screen"] == "edit"),
+        "compare": compare_facts(model, tokenizer),
         "long_tokens": len(tokenizer.encode(text)),
         "longest_task": 200,  # milliseconds of CPU time
+    }
+
+
+def compare_facts(model: Any, tokenizer: Any) -> dict[str, Any]:
+    """Values of the first pair of the screen Compare with a name, and of one patch in both directions."""
+    examples = [item for item in load_examples("tiny-english") if item["fragment"]["screen"] == "compare"]
+    example = next(item for item in examples if item["title"] == "Pronoun")
+    texts = {run: example["fragment"][key] for run, key in (("clean", "text"), ("changed", "changed"))}
+    inputs = {run: torch.tensor([tokenizer.encode(text)]) for run, text in texts.items()}
+    site, position = "blocks.4.resid_pre", 1
+    values, logits = {}, {}
+    for run, tokens in inputs.items():
+        with torch.no_grad(), ct.trace(model, site) as t:
+            logits[run] = model(tokens)[0, -1]
+        values[run] = t[site].as_subclass(Tensor)[:, [position]]
+    answers = [int(logits[run].argmax()) for run in ("clean", "changed")]
+    differences = {run: float(own[answers[0]] - own[answers[1]]) for run, own in logits.items()}
+    shares = {}
+    for direction, donor, receiver in (("forward", "clean", "changed"), ("reverse", "changed", "clean")):
+        edits = {site: {"do": "replace", "value": values[donor], "positions": [position]}}
+        with torch.no_grad(), ct.edit(model, edits):
+            patched = model(inputs[receiver])[0, -1]
+        patched_difference = float(patched[answers[0]] - patched[answers[1]])
+        share = (patched_difference - differences[receiver]) / (differences[donor] - differences[receiver])
+        shares[direction] = {"share": f"{100 * share:.1f} %", "difference": format_number(patched_difference)}
+    return {
+        "title": example["title"],
+        "texts": texts,
+        "answers": [show_whitespace(tokenizer.decode([answer])) for answer in answers],
+        "differences": [format_number(differences[run]) for run in ("clean", "changed")],
+        "position": position,
+        "row": 4,
+        "patches": shares,
     }
 
 
@@ -182,7 +219,7 @@ def show_whitespace(text: str) -> str:
     return "·" * left + shown.strip(" ") + "·" * right
 
 
-SCREENS = ["model", "trace", "attention", "generate", "edit", "gradients", "size", "learn"]
+SCREENS = ["model", "trace", "attention", "generate", "edit", "compare", "gradients", "size", "learn"]
 
 
 PAGE_TESTS = [*SCREENS, "long-text", "exported-file", "notebook", "accessibility"]
@@ -205,6 +242,32 @@ def test_all_screens_of_the_pretrained_models_have_no_messages(tmp_path: Path) -
         models = {model: stack.enter_context(serve_page(model)) for model in list_pretrained()}
         inputs = {"tiny-dates": {"target": "2021-03-03"}, "tiny-english-encoder": {"mask": "[MASK]"}}
         run_in_browser("all-screens", models["tiny-english"], {"models": models, "inputs": inputs}, tmp_path)
+
+
+@pytest.mark.nightly
+def test_comparison_of_untrained_models_has_no_messages(tmp_path: Path) -> None:
+    presets = ("tiny-gpt", "tiny-bert", "tiny-albert", "tiny-t5", "tiny-moe", "tiny-mla", "tiny-gemma")
+    with ExitStack() as stack:
+        models = {
+            preset: stack.enter_context(serve_page(build_inspector(ct.build(preset, seed=0), name=preset)))
+            for preset in presets
+        }
+        facts = {"models": models, "inputs": {}, "screens": ["Compare"]}
+        run_in_browser("all-screens", models["tiny-gpt"], facts, tmp_path)
+
+
+@pytest.mark.nightly
+def test_patching_maps_of_large_models_are_measured_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_patches = ActivationPatching.run_patches
+
+    def run_slowly(*args: Any) -> Tensor:
+        time.sleep(0.5)
+        return run_patches(*args)
+
+    monkeypatch.setattr(activation_patching, "MAX_FAST_FLOPS", 0)
+    monkeypatch.setattr(ActivationPatching, "run_patches", run_slowly)
+    with serve_page("tiny-english") as url:
+        run_in_browser("compare-on-request", url, {}, tmp_path)
 
 
 def run_in_browser(name: str, page: str, facts: dict[str, Any], tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
-// Every screen of every model of facts.models (name → URL): no console message of any level, no failed request, no error on the page.
+// Every screen, or those of facts.screens, of every model of facts.models (name → URL): no console message of any level, no failed request, no error on the page.
 import assert from "node:assert/strict";
 
-const SCREENS = ["Model", "Trace", "Edit", "Attention", "Generate", "Gradients", "Size", "Learn"];
+const SCREENS = ["Model", "Trace", "Edit", "Compare", "Attention", "Generate", "Gradients", "Size", "Learn"];
 
 export async function run(page, url, facts) {
   const messages = [];
@@ -14,7 +14,7 @@ export async function run(page, url, facts) {
   });
   for (const [name, modelUrl] of Object.entries(facts.models)) {
     await page.goto(modelUrl);
-    for (const screen of SCREENS) {
+    for (const screen of facts.screens ?? SCREENS) {
       await page.getByRole("navigation", { name: "Screens" }).getByRole("link", { name: screen, exact: true }).click();
       await waitUntilComplete(page, `${name}, ${screen}`);
       if (screen === "Learn") await visitLessons(page, name);
@@ -47,7 +47,7 @@ async function waitUntilComplete(page, place) {
 async function checkInput(page, name, screen, facts) {
   const expected = facts.inputs[name] ?? {};
   const selected = page.getByRole("listbox", { name: "Tokens", exact: true }).getByRole("option", { selected: true });
-  if (expected.target && ["Model", "Trace", "Generate", "Edit", "Attention"].includes(screen)) assert.equal(await page.locator("#prompt").inputValue(), expected.target);
+  if (expected.target && ["Model", "Trace", "Generate", "Edit", "Compare", "Attention"].includes(screen)) assert.equal(await page.locator("#prompt").inputValue(), expected.target);
   if (expected.mask && screen !== "Gradients" && screen !== "Size") assert.equal(await selected.innerText(), expected.mask);
   if (expected.mask && screen === "Generate") await page.getByRole("heading", { name: "Mask 1" }).waitFor();
   if (expected.target && screen === "Attention") {

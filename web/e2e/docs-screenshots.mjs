@@ -8,6 +8,7 @@ const VIEWS = {
   model: ["/model?", "light"],
   trace: ["/trace?", "light"],
   edit: ["/edit?edits=blocks.3:swap", "light"],
+  compare: [`/compare?${new URLSearchParams({ text: "The girl was sad because", changed: "The boy was sad because", patches: "blocks.3.resid_pre@1" })}`, "light"],
   attention: ["/attention?", "dark"],
   generate: ["/generate?", "light"],
   gradients: ["/gradients?", "dark"],
@@ -25,6 +26,7 @@ for (const [name, [fragment, colorScheme]] of Object.entries(VIEWS)) {
   if (name === "generate") for (let step = 0; step < 12; step++) await page.getByRole("button", { name: "Step", exact: true }).click();
   await page.waitForLoadState("networkidle");
   await page.waitForTimeout(2500);
+  if (name === "compare") await page.getByRole("region", { name: "Residual stream" }).evaluate((region) => region.scrollIntoView());
   await page.screenshot({ path: `${folder}/${name}.png` });
   await page.close();
 }

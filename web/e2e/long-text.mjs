@@ -17,7 +17,7 @@ export async function run(page, url, facts) {
   // A text that is longer than the context has one message on all screens.
   await page.goto("about:blank");
   await page.goto(`${facts.thousand_url}#/trace?text=${encodeURIComponent("a".repeat(1100))}`);
-  for (const screen of ["trace", "edit", "attention", "generate"]) {
+  for (const screen of ["trace", "edit", "compare", "attention", "generate"]) {
     await page.evaluate((name) => { location.hash = location.hash.replace(/^#\/\w+/, `#/${name}`); }, screen);
     await page.getByText("the text has 1,100 tokens; the maximum context length of this model is 1,024 tokens").waitFor();
     assert.equal(await page.locator("main [role=alert]").count(), 1);

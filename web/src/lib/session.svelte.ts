@@ -69,8 +69,8 @@ class Session {
   tokenStrs = $state.raw<string[]>([]);
   sourceTokenStrs = $state.raw<string[]>([]);
   #tokenized = $state.raw<ModelInput>();
-  /** Active edits. They are empty on the edit screen, which compares with the unedited model and passes the edits itself, and in an exported page, which has results of edits on that screen only. */
-  edits = $derived(urlState.screen === "edit" || exportedPage() || !this.modelInfo ? {} : parseEdits(urlState.get("edits")));
+  /** Active edits. They are empty on the edit screen, which compares with the unedited model and passes the edits itself, on the compare screen, which compares texts on the unedited model, and in an exported page, which has results of edits on that screen only. */
+  edits = $derived(urlState.screen === "edit" || urlState.screen === "compare" || exportedPage() || !this.modelInfo ? {} : parseEdits(urlState.get("edits")));
   modelInput = $derived(this.#tokenized && Object.keys(this.edits).length ? { ...this.#tokenized, edits: this.edits } : this.#tokenized);
   problem = $state<string>();
   /** Whether another model is being opened. No screen is shown then, so that no query is sent about either model. */

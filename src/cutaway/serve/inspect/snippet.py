@@ -19,11 +19,7 @@ def build_snippet(inspector: Inspector, model_input: ModelInput, site_name: str,
 
     Return "" if no short expression computes the activation.
     """
-    lines = ["import torch", "import cutaway as ct", ""]
-    if inspector.tokenizer.is_untrained:
-        lines.append(f"model = ct.build({inspector.name!r}, seed=0)")
-    else:
-        lines.append(f"model = ct.load({inspector.name!r}, dtype={inspector.model.dtype}).model")
+    lines = model_lines(inspector)
     lines.append(f"tokens = torch.tensor([{list(model_input.tokens)}])")
     if model_input.source is not None:
         lines.append(f"source = torch.tensor([{list(model_input.source)}])")
@@ -39,6 +35,15 @@ def build_snippet(inspector: Inspector, model_input: ModelInput, site_name: str,
     lines += [f"with {edit_context}torch.no_grad(), ct.trace(model, {site!r}) as t:", f"    {_model_call(inspector)}"]
     top_k = f".topk({min(NUM_TOP_TOKENS, inspector.model.config.vocab_size)})" if site == "logits" else ""
     return "\n".join([*lines, f"values = t[{site!r}]{index}{operation}", f"print(values{top_k})", ""])
+
+
+def model_lines(inspector: Inspector) -> list[str]:
+    """Return the lines of Python code that build or load the model."""
+    if inspector.tokenizer.is_untrained:
+        model = f"ct.build({inspector.name!r}, seed=0)"
+    else:
+        model = f"ct.load({inspector.name!r}, dtype={inspector.model.dtype}).model"
+    return ["import torch", "import cutaway as ct", "", f"model = {model}"]
 
 
 def _model_call(inspector: Inspector) -> str:

@@ -5,7 +5,9 @@ from typing import TYPE_CHECKING
 from cutaway.serve.inspect.queries import attention
 from cutaway.serve.inspect.queries.ablation_results import AblationResults
 from cutaway.serve.inspect.queries.activation import Activation
+from cutaway.serve.inspect.queries.activation_patching import ActivationPatching, PatchEffect
 from cutaway.serve.inspect.queries.architecture import Architecture
+from cutaway.serve.inspect.queries.compare_texts import CompareAttention, CompareResidualStreams, CompareTexts
 from cutaway.serve.inspect.queries.consistency_check import ConsistencyCheck
 from cutaway.serve.inspect.queries.edit_effect import EditEffect
 from cutaway.serve.inspect.queries.edit_experiment import EditExperiment
@@ -21,6 +23,7 @@ from cutaway.serve.inspect.queries.models import ListModels, OpenModel
 from cutaway.serve.inspect.queries.next_token import NextToken
 from cutaway.serve.inspect.queries.residual_stream import ResidualNorms, TokenJourney
 from cutaway.serve.inspect.queries.run_metrics import RunMetrics
+from cutaway.serve.inspect.queries.suggest_changed_text import SuggestChangedText
 from cutaway.serve.inspect.queries.trained_variants import TrainedVariants, VariantContinuation
 from cutaway.serve.inspect.queries.worked_attention import WorkedAttention
 
@@ -52,6 +55,12 @@ QUERIES: dict[str, "type[Query]"] = {
     "edit_effect": EditEffect,
     "edit_experiment": EditExperiment,
     "interventions": Interventions,
+    "compare_texts": CompareTexts,
+    "compare_residual_streams": CompareResidualStreams,
+    "compare_attention": CompareAttention,
+    "suggest_changed_text": SuggestChangedText,
+    "activation_patching": ActivationPatching,
+    "patch_effect": PatchEffect,
     "ablation_results": AblationResults,
     "trained_variants": TrainedVariants,
     "variant_continuation": VariantContinuation,

@@ -1,0 +1,95 @@
+// Compare: an example pair, the sentence about both answers, a patch set by clicking a cell, its effect in both directions, and combined patches.
+import assert from "node:assert/strict";
+
+export async function run(page, url, facts) {
+  const { compare } = facts;
+  await page.goto(`${url}#/compare?`);
+  await page.getByRole("heading", { name: "Compare two texts" }).waitFor();
+  await page.getByRole("button", { name: compare.title, exact: true }).click();
+  assert.equal(await page.locator("#prompt").inputValue(), compare.texts.clean);
+  assert.equal(await page.locator("#changed").inputValue(), compare.texts.changed);
+  const differing = page.getByRole("list", { name: "Tokens of the changed text" }).locator("mark");
+  await differing.waitFor();
+  assert.deepEqual(await differing.allInnerTexts(), ["·boy"]);
+
+  // The answers and the logit differences are those of the library.
+  const answers = page.getByRole("region", { name: "Answers" });
+  await answers.getByText(`With “·boy” instead of “·girl”, the next token changes from “${compare.answers[0]}”`).waitFor();
+  const sentence = await answers.locator(".sentence").innerText();
+  assert.ok(sentence.includes(`goes from ${compare.differences[0]} to ${compare.differences[1]}`), sentence);
+
+  // A click on a cell sets the patch; its effect is that of ct.edit.
+  const map = page.getByRole("img", { name: /^Residual stream: restored share/ });
+  await map.waitFor();
+  await page.waitForFunction(() => !document.querySelector('[aria-label="Activation patching"] [role=status]'));
+  await clickCell(page, map, compare.row, compare.position);
+  const patched = page.getByRole("region", { name: "Patches" });
+  const effect = patched.locator(".sentence");
+  await effect.waitFor();
+  assert.match(await effect.innerText(), new RegExp(`^Copying the residual stream of “·girl” \\(token ${compare.position}\\) after block ${compare.row - 1} from the clean run into the changed run restores ${compare.patches.forward.share} of the logit difference:`));
+  await patched.getByText(`without patches → ${compare.patches.forward.difference} with this patch`).waitFor();
+  assert.match(decodeURIComponent(page.url()), /patches=blocks\.4\.resid_pre@1/);
+
+  // The other direction.
+  await page.getByRole("button", { name: "changed → clean" }).click();
+  await patched.getByText(`from the changed run into the clean run moves the logit difference by ${compare.patches.reverse.share}`).waitFor();
+  await patched.getByText(`without patches → ${compare.patches.reverse.difference} with this patch`).waitFor();
+  await patched.getByText("Python code", { exact: true }).click();
+  assert.match(await patched.locator("pre").innerText(), /ct\.edit\(model/);
+
+  // The URL reproduces the view.
+  const link = page.url();
+  await page.goto("about:blank");
+  await page.goto(link);
+  await patched.getByText(compare.patches.reverse.difference).first().waitFor();
+  assert.equal(await page.getByRole("button", { name: "changed → clean" }).getAttribute("aria-pressed"), "true");
+
+  // Head outputs, with the keyboard: patches are combined, and removed one by one.
+  await page.getByLabel("Patched activation").selectOption({ label: "Attention heads, all tokens" });
+  const heads = page.getByRole("img", { name: /^Attention heads: share/ });
+  await heads.waitFor();
+  await page.waitForFunction(() => !document.querySelector('[aria-label="Activation patching"] [role=status]'));
+  await heads.focus();
+  await page.keyboard.press("End");
+  await page.keyboard.press("Enter");
+  await patched.getByText("Copying these 2 activations").waitFor();
+  await patched.getByRole("button", { name: /^Remove the residual stream/ }).click();
+  await patched.getByText(/^Copying the output of head 7 of the attention of block 5 at all aligned tokens/).waitFor();
+  await patched.getByRole("button", { name: /^Remove the output/ }).click();
+  await patched.waitFor({ state: "detached" });
+
+  // Differences: the head with the largest distance, another one by click, a site, the logit lens.
+  await page.getByText(/^Total variation distance between/).waitFor();
+  await page.getByRole("img", { name: /^Self-attention difference/ }).focus();
+  await page.keyboard.press("Home");
+  await page.keyboard.press("Enter");
+  await page.getByRole("heading", { name: "Head 0 of the attention of block 0" }).waitFor();
+  await page.getByLabel("Site").selectOption("embed");
+  await page.getByText("Cosine similarity of both vectors 1.000").waitFor(); // the selected token is the same in both texts
+  await page.getByText(/^The top tokens of the logit lens differ first after block/).waitFor();
+  await page.getByText(/The contributions add up to the logit difference of each text/).waitFor();
+
+  // Texts of different length are aligned; equal answers are not divided by.
+  await page.locator("#changed").fill("The little boy was sad because");
+  await page.getByText("The texts have 5 and 6 tokens.").waitFor();
+  await page.locator("#changed").fill(compare.texts.clean);
+  await page.getByText("Patching is not measured here: both texts have the same answer").waitFor();
+  await page.locator("#changed").fill("");
+  await page.getByText("the text has no tokens; enter some text").waitFor();
+}
+
+/** Row labels are left of the cells and column labels above: the cells end at the right and bottom edge of the canvas. */
+async function clickCell(page, canvas, row, column) {
+  const label = page.locator(".readout", { hasText: `(token ${column}), after block ${row - 1}:` });
+  await canvas.scrollIntoViewIfNeeded();
+  const box = await canvas.boundingBox();
+  for (let y = 4; y < box.height; y += 6) {
+    for (let x = 4; x < box.width; x += 8) {
+      await page.mouse.move(box.x + x, box.y + y);
+      if (await label.count()) return page.mouse.click(box.x + x, box.y + y);
+    }
+  }
+  throw new Error(`there is no cell of token ${column} after block ${row - 1}`);
+}
+
+export const expected = /status of 400/; // the empty text

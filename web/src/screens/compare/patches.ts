@@ -1,0 +1,91 @@
+// Patches of the screen Compare: conversion to and from the URL fragment, labels, and the sentence about their effect.
+import { formatPercent } from "../../lib/format";
+import { parseSite, SUBLAYER_LABELS } from "../../lib/sites";
+import { quote, type PatchMap, type TopToken } from "./comparison";
+
+export interface Patch {
+  site: string;
+  /** Token of the clean text; absent: all aligned tokens. */
+  position?: number;
+  head?: number;
+}
+
+export interface PatchEffect {
+  top_tokens: TopToken[];
+  logit_difference: number;
+  share: number;
+  python_code: string;
+}
+
+/** Format patches for the URL fragment, such as blocks.4.resid_pre@3,blocks.5.attn.z@*.0; null if there are none. */
+export function formatPatches(patches: readonly Patch[]): string | null {
+  return patches.map(patchKey).join(",") || null;
+}
+
+export const patchKey = ({ site, position, head }: Patch): string => `${site}@${position ?? "*"}${head === undefined ? "" : `.${head}`}`;
+
+export function parsePatches(text: string | undefined, sites: ReadonlySet<string>): Patch[] {
+  return (text ?? "").split(",").flatMap((term) => {
+    const match = /^([\w.]+)@(\*|\d+)(?:\.(\d+))?$/.exec(term);
+    if (!match?.[1] || !sites.has(match[1])) return [];
+    return [{ site: match[1], ...(match[2] === "*" ? {} : { position: Number(match[2]) }), ...(match[3] === undefined ? {} : { head: Number(match[3]) }) }];
+  });
+}
+
+/** Add a patch, or remove it if it is in the list. */
+export function togglePatch(patches: readonly Patch[], patch: Patch): Patch[] {
+  const rest = patches.filter((other) => patchKey(other) !== patchKey(patch));
+  return rest.length < patches.length ? rest : [...rest, patch];
+}
+
+const COMPONENT_TITLES: Record<PatchMap["component"], string> = {
+  resid: "Residual stream",
+  "attn.out": "Attention output",
+  "cross.out": "Cross-attention output",
+  "ffn.out": "FFN output",
+  "attn.z": "Attention heads",
+  "cross.z": "Cross-attention heads",
+};
+
+export const mapTitle = (map: PatchMap, hasTwoStacks: boolean): string => (hasTwoStacks ? `${map.stack === "encoder" ? "Encoder" : "Decoder"}: ${COMPONENT_TITLES[map.component].toLowerCase().replace("ffn", "FFN")}` : COMPONENT_TITLES[map.component]);
+
+/** Row label of a site in a map, such as "after block 3". */
+export function rowLabel(site: string): string {
+  const { block = 0, name } = parseSite(site);
+  if (name === "resid_post") return `after block ${block}`;
+  if (name === "resid_pre") return block ? `after block ${block - 1}` : "embedding";
+  return `block ${block}`;
+}
+
+/** A patch in words, such as "the residual stream of “·Ben” after block 3". */
+export function describePatch({ site, position, head }: Patch, tokenStrs: readonly string[]): string {
+  const { stack, block, sublayer, name } = parseSite(site);
+  const place = stack ? ` of the ${stack}` : "";
+  const token = position === undefined ? "all aligned tokens" : `${quote(tokenStrs[position] ?? "")} (token ${position})`;
+  if (!sublayer || name.startsWith("resid")) return `the residual stream${place} of ${token} ${rowLabel(site) === "embedding" ? "after the embedding" : rowLabel(site)}`;
+  const label = `${SUBLAYER_LABELS[sublayer] ?? sublayer} of block ${block}${place}`;
+  return head === undefined ? `the output of the ${label} at ${token}` : `the output of head ${head} of the ${label} at ${token}`;
+}
+
+export const formatShare = (share: number): string => (Math.abs(share) < 5e-4 ? "0.0 %" : `${(100 * share).toFixed(1).replace("-", "−")} %`);
+
+/** What a restored share means for the choice between the two answers. */
+function interpretShare(share: number, answers: readonly [string, string], subject: string): string {
+  const choice = `between ${quote(answers[0])} and ${quote(answers[1])} here`;
+  const verb = subject === "this activation" ? "carries" : "carry";
+  if (share >= 0.8) return `${subject} ${verb} the information that decides ${choice}${share > 1.05 ? "; more than 100 % means that the patched run prefers the answer of the donor run more than the donor run itself does" : ""}`;
+  if (share >= 0.2) return `${subject} ${verb} part of the information that decides ${choice}`;
+  if (share > -0.1) return `${subject} alone ${verb === "carries" ? "decides" : "decide"} little ${choice}`;
+  return `the patched run prefers the answer of the donor run even less than before, so other activations compensate for ${subject === "this activation" ? "it" : "them"}`;
+}
+
+/** The effect of patches in one sentence. */
+export function effectSentence(patches: readonly Patch[], effect: PatchEffect, answers: readonly [string, string], tokenStrs: (patch: Patch) => readonly string[], reverse: boolean): string {
+  const [first] = patches;
+  const what = patches.length === 1 && first ? describePatch(first, tokenStrs(first)) : `these ${patches.length} activations`;
+  const [donor, receiver] = reverse ? ["changed", "clean"] : ["clean", "changed"];
+  const subject = patches.length === 1 ? "this activation" : "these activations";
+  const verb = reverse ? "moves the logit difference by" : "restores";
+  const rest = reverse ? "of the distance to that of the changed run" : "of the logit difference";
+  return `Copying ${what} from the ${donor} run into the ${receiver} run ${verb} ${formatShare(effect.share)} ${rest}: ${interpretShare(effect.share, answers, subject)}. The top token is then ${quote(effect.top_tokens[0]?.text ?? "")} (${formatPercent(effect.top_tokens[0]?.probability ?? 0)}).`;
+}
