@@ -14,6 +14,7 @@ from cutaway.serve.inspect.queries.gradient_norms import GradientsByDepth, Gradi
 from cutaway.serve.inspect.queries.interventions import Interventions
 from cutaway.serve.inspect.queries.lessons import ExerciseProgress, Lessons
 from cutaway.serve.inspect.queries.logit_attribution import LogitAttribution
+from cutaway.serve.inspect.queries.model_check import ListChecks, RunCheck
 from cutaway.serve.inspect.queries.model_info import ModelInfo, Tokenize
 from cutaway.serve.inspect.queries.model_size import MemoryFit, ModelSizes, SizeCatalog
 from cutaway.serve.inspect.queries.models import ListModels, OpenModel
@@ -56,6 +57,8 @@ QUERIES: dict[str, "type[Query]"] = {
     "size_catalog": SizeCatalog,
     "model_sizes": ModelSizes,
     "memory_fit": MemoryFit,
+    "list_checks": ListChecks,
+    "run_check": RunCheck,
     "lessons": Lessons,
     "exercise_progress": ExerciseProgress,
 }
