@@ -169,7 +169,13 @@ class _Exporter:
             yield "tokenize", {"text": tokenizer.default_source or "", "field": "source"}
         for name in ("residual_norms", "consistency_check"):
             yield name, {"input": model_input}
-        yield from (("attention_layers", {}), ("head_types", {}), ("lessons", {}), ("ablation_results", {}))
+        yield from (
+            ("attention_layers", {}),
+            ("head_types", {}),
+            ("lessons", {}),
+            ("interview_questions", {}),
+            ("ablation_results", {}),
+        )
         for position, source_position in self.list_position_pairs():
             yield "journey", {"input": model_input, "position": position, "source_position": source_position}
         for position in self.positions:
