@@ -1,7 +1,7 @@
 // Every screen of every model of facts.models (name → URL): no console message of any level, no failed request, no error on the page.
 import assert from "node:assert/strict";
 
-const SCREENS = ["Model", "Trace", "Edit", "Attention", "Generate", "Gradients", "Size", "Learn"];
+const SCREENS = ["Model", "Trace", "Edit", "Attention", "Generate", "Gradients", "Size", "Check", "Learn"];
 
 export async function run(page, url, facts) {
   const messages = [];

@@ -1,10 +1,11 @@
 // State in the URL fragment: the screen and the selection on it, so that a link reproduces the view.
 import { exportedPage } from "./exportTransport";
 
-const ALL_SCREENS = ["model", "trace", "edit", "attention", "generate", "gradients", "size", "learn"] as const;
+const ALL_SCREENS = ["model", "trace", "edit", "attention", "generate", "gradients", "size", "check", "learn"] as const;
 export type Screen = (typeof ALL_SCREENS)[number];
-/** Screens of the page. Gradients are measured on a server, so an exported page has no such screen. */
-export const SCREENS: readonly Screen[] = ALL_SCREENS.filter((screen) => screen !== "gradients" || !exportedPage());
+/** Screens that compute on request, so that an exported page has none of them. */
+const COMPUTED_SCREENS: readonly Screen[] = ["gradients", "check"];
+export const SCREENS: readonly Screen[] = ALL_SCREENS.filter((screen) => !COMPUTED_SCREENS.includes(screen) || !exportedPage());
 
 type Changes = Record<string, string | number | null | undefined>;
 

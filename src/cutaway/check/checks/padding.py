@@ -135,7 +135,7 @@ def _difference_by_row(rows: list[Tensor], alone: Tensor, padded: Tensor, side: 
         f"Logits in a {side}-padded batch − logits of the row alone",
         "position of the token in its row",
         "largest absolute difference",
-        [part.tolist() for part in by_token.split(lengths)],
+        [part.tolist() for part in torch.split(by_token, lengths)],
         [f"{length} tokens" for length in lengths],
         "differences within rounding",
     )

@@ -1,0 +1,83 @@
+// Types of the checks and their findings, as in cutaway.check.report.finding.
+import type { Line } from "../../components/LineChart.svelte";
+
+export type Verdict = "pass" | "fail" | "warn" | "skip";
+
+export interface CheckInfo {
+  name: string;
+  title: string;
+  subject: string;
+  /** The bug that the check finds. */
+  catches: string;
+  /** How the check works. */
+  description: string;
+  /** Whether training runs the check before its first step. */
+  preflight: boolean;
+}
+
+/** Measured values that can be drawn: the rows of a matrix, or lines over one axis. */
+export interface MeasuredArray {
+  kind: "matrix" | "lines";
+  title: string;
+  x_label: string;
+  y_label: string;
+  values: number[][];
+  names: string[];
+  expected: string;
+}
+
+export interface CaseResult {
+  verdict: Verdict;
+  message: string;
+  measured: number | null;
+  threshold: number | null;
+  /** Which side of the threshold is correct; null without a threshold. */
+  bound: "at most" | "at least" | null;
+  location: string | null;
+  cause: string | null;
+  fix: string | null;
+  array: MeasuredArray | null;
+}
+
+export interface Finding extends CaseResult {
+  check: string;
+  seconds: number;
+  cases: CaseResult[];
+}
+
+export const VERDICT_NAMES: Record<Verdict, string> = { pass: "passed", fail: "failed", warn: "warning", skip: "does not apply" };
+
+/** Whether a check did not run because the time was over, which is not the same as that it does not apply. */
+export const isOutOfTime = (finding: Finding): boolean => finding.verdict === "skip" && finding.message.includes("budget");
+
+/** Message without the prefix that its verdict repeats. */
+export const shownMessage = (result: CaseResult): string => result.message.replace(/^skipped: /, "");
+
+const count = (number: number, singular: string, plural: string): string => `${number} ${number === 1 ? singular : plural}`;
+
+/** One sentence on all findings: `41 checks passed, 0 failed, 12 do not apply`. */
+export function summarize(findings: readonly Finding[]): string {
+  const number = (verdict: Verdict): number => findings.filter((finding) => finding.verdict === verdict).length;
+  const late = findings.filter(isOutOfTime).length;
+  const parts = [`${count(number("pass"), "check", "checks")} passed`, `${number("fail")} failed`];
+  if (number("warn")) parts.push(count(number("warn"), "warning", "warnings"));
+  parts.push(`${count(number("skip") - late, "does", "do")} not apply`);
+  if (late) parts.push(`${late} not run because the time was over`);
+  return parts.join(", ");
+}
+
+const LINE_COLORS: Line["color"][] = ["accent", "positive", "negative", "success", "text", "muted"];
+
+/** Lines of a chart; at most as many as there are colors. */
+export function toLines(array: MeasuredArray): Line[] {
+  return array.values.slice(0, LINE_COLORS.length).map((values, number) => ({
+    name: shortenName(array.names[number] ?? String(number)),
+    color: LINE_COLORS[number] ?? "muted",
+    x: values.map((_, index) => index),
+    y: values,
+    dots: values.length <= 40,
+  }));
+}
+
+/** Module path without its constant parts: `decoder.blocks.0.attn.f.kernel` → `blocks.0.attn`. */
+export const shortenName = (name: string): string => name.replace(/\.f\.kernel$|\.kernel$/, "").replace(/^decoder\.(?=blocks)/, "");
