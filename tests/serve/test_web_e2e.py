@@ -199,9 +199,11 @@ PAGE_TESTS = [*SCREENS, "long-text", "exported-file", "notebook", "accessibility
 
 
 @pytest.mark.parametrize("name", nightly_except(("model", "trace"), PAGE_TESTS))
-def test_web_page(name: str, page: str, facts: dict[str, Any], tmp_path: Path) -> None:
+def test_web_page(name: str, page: str, facts: dict[str, Any], tmp_path: Path, exercise_access: ExerciseAccess) -> None:
     if name == "check":
         facts = {**facts, "checks": run_checks()}
+    if name == "learn":
+        facts = {**facts, "exercise_token": exercise_access.token}
     if name != "long-text":
         run_in_browser(name, page, facts, tmp_path)
         return

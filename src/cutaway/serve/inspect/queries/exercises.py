@@ -24,6 +24,8 @@ from cutaway.serve.inspect.exercise_access import ExerciseAccess
 from cutaway.serve.inspect.queries.base import Inspector, Query, QueryJob, QueryResult
 
 MAX_TEXT_CHARACTERS = 200_000
+CANCEL_SECONDS = 3.0
+"""Time in which the worker process of a canceled query ends."""
 Version = Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")]
 """Version of the learner's file that the page has read, as `file_version` returns it."""
 
@@ -103,7 +105,7 @@ class GradeExercise(SaveExercise):
         exercise, progress, path, is_saved = self.save(job)
         if not is_saved:
             return QueryResult({"is_saved": False, "exercise": _describe(exercise, progress, path)})
-        if not job.exercise_access.grading.acquire(blocking=False):
+        if not job.exercise_access.grading.acquire(timeout=CANCEL_SECONDS):
             raise InputError(
                 "another exercise is being graded by this server; wait until it has finished, or cancel it"
             )
