@@ -41,6 +41,7 @@ FORK_BOMBS = {
     "os.fork": "import os\nwhile True:\n    os.fork()\n",
     "subprocess": "import subprocess\nwhile True:\n    subprocess.Popen(['sleep', '100'])\n",
     "multiprocessing": "import multiprocessing\nmultiprocessing.get_context('fork').Process(target=print).start()\n",
+    "spawn": "import multiprocessing\nmultiprocessing.get_context('spawn').Process(target=print).start()\n",
 }
 
 

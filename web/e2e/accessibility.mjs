@@ -42,6 +42,24 @@ export async function run(page, url) {
     assert.ok(scrollWidth <= clientWidth, `${zoom} is ${scrollWidth} px wide at 360`);
     await page.setViewportSize({ width: 1280, height: 900 });
   }
+  // The tabs of Learn.
+  for (const tab of ["exercises", "quiz", "interview"]) {
+    await page.goto(`${url}#/learn?tab=${tab}`);
+    await page.locator("main h2").first().waitFor();
+    for (const scheme of ["light", "dark"]) {
+      await page.emulateMedia({ colorScheme: scheme });
+      await waitUntilIdle(page);
+      const results = await new AxeBuilder({ page }).analyze();
+      assert.deepEqual(results.violations.map((violation) => `${tab}, ${scheme}: ${violation.id}: ${violation.nodes.map((node) => node.html.slice(0, 160)).join(" | ")}`), []);
+    }
+    for (const width of [360, 1920]) {
+      await page.setViewportSize({ width, height: 900 });
+      await waitUntilIdle(page);
+      const [scrollWidth, clientWidth] = await page.evaluate(() => [document.documentElement.scrollWidth, document.documentElement.clientWidth]);
+      assert.ok(scrollWidth <= clientWidth, `${tab} is ${scrollWidth} px wide at ${width}`);
+    }
+    await page.setViewportSize({ width: 1280, height: 900 });
+  }
   // Tab reaches the prompt.
   await page.goto(url);
   await page.getByRole("textbox").waitFor();

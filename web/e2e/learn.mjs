@@ -203,7 +203,7 @@ async function solveExercise(page, url, facts) {
 
   // With the token, progress is that of the command line.
   await page.getByRole("navigation", { name: "Parts of the screen Learn" }).getByRole("button", { name: /^Quiz/ }).click();
-  await page.getByText("Answers are stored with those of `cutaway learn quiz`.").waitFor();
+  await page.getByText("Answers are stored with those of cutaway learn quiz.").waitFor();
   const recorded = page.waitForResponse((response) => response.url().endsWith("/record_quiz_answer"));
   const question = page.locator("form").filter({ has: page.getByRole("radio") }).first();
   await question.locator("label").first().click();

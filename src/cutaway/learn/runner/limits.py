@@ -1,7 +1,9 @@
 """Resource limits of a worker: CPU time, memory, size of written files, no child processes and no network."""
 
 import sys
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 MAX_MEMORY_BYTES = 4 << 30
 """Number of bytes that the worker may allocate in addition to what it uses at the start."""
@@ -64,6 +66,20 @@ def forbid_processes_and_network() -> None:
     This contains accidents such as a loop that forks. It is not a sandbox: native code can evade it.
     """
     sys.addaudithook(_check_audit_event)
+    if (module := _import_posixsubprocess()) is not None:
+        module.fork_exec = _refuse_process  # type: ignore[attr-defined]  # has no audit event in `multiprocessing`
+
+
+def _import_posixsubprocess() -> ModuleType | None:
+    """The module with which `subprocess` and `multiprocessing` start processes; None on Windows."""
+    try:
+        return import_module("_posixsubprocess")
+    except ImportError:
+        return None
+
+
+def _refuse_process(*_: object) -> int:
+    raise ForbiddenOperationError("the code of an exercise must not start processes")
 
 
 def _check_audit_event(event: str, _: object) -> None:
