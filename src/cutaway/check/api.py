@@ -157,8 +157,10 @@ def _run_check(check: Check, ctx: CheckContext, failed_dependencies: list[str]) 
     An exception that the model raises becomes a warning.
     """
     start = time.monotonic()
-    if reason := _skip_reason(check, ctx, failed_dependencies):
+    if reason := _inapplicable_reason(check, ctx):
         return Finding(check.name, "skip", f"skipped: {reason}", docs_path=check.docs_path)
+    if reason := _not_run_reason(ctx, failed_dependencies):
+        return Finding(check.name, "skip", f"skipped: {reason}", not_run=True, docs_path=check.docs_path)
     ctx.generator.manual_seed(ctx.seed)  # a check draws the same tokens whether or not other checks run before it
     try:
         result = check.run(ctx)
@@ -181,14 +183,19 @@ def _run_check(check: Check, ctx: CheckContext, failed_dependencies: list[str]) 
     return Finding(check.name, **fields, docs_path=check.docs_path, seconds=seconds, cases=cases)
 
 
-def _skip_reason(check: Check, ctx: CheckContext, failed_dependencies: list[str]) -> str | None:
-    """Why a check is skipped: model kind, missing function, failed dependency or time budget. None if it runs."""
+def _inapplicable_reason(check: Check, ctx: CheckContext) -> str | None:
+    """Why a check does not apply to the model: its kind, or a missing function. None if it applies."""
     if ctx.model.kind not in check.kinds:
         return f"for {' and '.join(f'{kind}s' for kind in check.kinds)} only"
     available = set(ctx.model.available_functions())
     for requirement in check.needs:
         if not available & set(requirement.split("|")):
             return f"needs {requirement.replace('|', ' or ')}"
+    return None
+
+
+def _not_run_reason(ctx: CheckContext, failed_dependencies: list[str]) -> str | None:
+    """Why a check that applies is skipped: a failed dependency, or the time budget. None if it runs."""
     if failed_dependencies:
         return f"{failed_dependencies[0]} failed, and the same bug would fail this check"
     if ctx.seconds_left <= 0:

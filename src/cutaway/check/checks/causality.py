@@ -52,8 +52,11 @@ def _check_leaks(
         array.values.append(difference_by_position(base, changed))
         worst = max(worst, diff, key=lambda item: item.max_abs)
         if not diff.within_tolerance:
-            array.names = array.names[: len(array.values)]
-            return _leak_result(ctx, logits, tokens, cut, diff, path, array)
+            result = _leak_result(ctx, logits, tokens, cut, diff, path, array)
+            for later in cuts[len(array.values) :]:  # the other rows of the figure
+                other = ctx.replace_tokens(tokens, slice(later, None))
+                array.values.append(difference_by_position(base, logits(other)))
+            return result
     return worst.success(f"no logit changes with a later token{path} ({len(cuts)} positions)", array)
 
 

@@ -42,13 +42,12 @@ export interface CaseResult {
 export interface Finding extends CaseResult {
   check: string;
   seconds: number;
+  /** Whether the check applies, but was not run because another check failed or the time was over. */
+  not_run: boolean;
   cases: CaseResult[];
 }
 
 export const VERDICT_NAMES: Record<Verdict, string> = { pass: "passed", fail: "failed", warn: "warning", skip: "does not apply" };
-
-/** Whether a check did not run because the time was over, which is not the same as that it does not apply. */
-export const isOutOfTime = (finding: Finding): boolean => finding.verdict === "skip" && finding.message.includes("budget");
 
 /** Message without the prefix that its verdict repeats. */
 export const shownMessage = (result: CaseResult): string => result.message.replace(/^skipped: /, "");
@@ -58,11 +57,11 @@ const count = (number: number, singular: string, plural: string): string => `${n
 /** One sentence on all findings: `41 checks passed, 0 failed, 12 do not apply`. */
 export function summarize(findings: readonly Finding[]): string {
   const number = (verdict: Verdict): number => findings.filter((finding) => finding.verdict === verdict).length;
-  const late = findings.filter(isOutOfTime).length;
+  const notRun = findings.filter((finding) => finding.not_run).length;
   const parts = [`${count(number("pass"), "check", "checks")} passed`, `${number("fail")} failed`];
   if (number("warn")) parts.push(count(number("warn"), "warning", "warnings"));
-  parts.push(`${count(number("skip") - late, "does", "do")} not apply`);
-  if (late) parts.push(`${late} not run because the time was over`);
+  parts.push(`${count(number("skip") - notRun, "does", "do")} not apply`);
+  if (notRun) parts.push(`${notRun} not run`);
   return parts.join(", ");
 }
 
