@@ -64,14 +64,14 @@ class Finding:
     cause: str | None = None
     """The usual cause of the problem; None if there is no problem."""
     fix: str | None = None
-    array: MeasuredArray | None = None
-    """Measured values to draw, of this case or of the first one that has any."""
-    not_run: bool = False
-    """Whether a skipped check applies to the model, but a check that it depends on failed, or the time was over."""
     docs_path: str = ""
     """Documentation page of the check; `cutaway check --explain NAME` prints the same text."""
     seconds: float = 0.0
     cases: list[CaseResult] = field(default_factory=list)
+    array: MeasuredArray | None = None
+    """Measured values to draw, of this case or of the first one that has any."""
+    not_run: bool = False
+    """Whether a skipped check applies to the model, but a check that it depends on failed, or the time was over."""
 
     def __str__(self) -> str:
         lines = [f"{self.verdict:<4}  {self.check}: {self.message}"]
