@@ -6,14 +6,15 @@ from typing import Any
 import pytest
 
 import cutaway as ct
-from cutaway.learn.exercises import load_exercises, progress
+from cutaway.learn.exercises import load_exercises
+from cutaway.learn.interview import load_interview_questions
 from cutaway.learn.lessons import build_lessons
 from cutaway.learn.quiz import find_questions
 from cutaway.serve.inspect.inspector import Inspector
 from cutaway.serve.inspect.model_input import ModelInput, TokenizerAdapter
 from cutaway.serve.inspect.protocol import QueryJob
 from cutaway.serve.inspect.queries.activation import Activation
-from cutaway.serve.inspect.queries.lessons import ExerciseProgress, Lessons
+from cutaway.serve.inspect.queries.lessons import InterviewQuestions, Lessons
 
 pytestmark = pytest.mark.unchecked
 FIGURES = {"tokens", "residual_stream", "next", "cache", "gradients", "size", "verification"}
@@ -103,11 +104,30 @@ def test_lessons_cover_all_exercises_and_questions() -> None:
     assert sorted(data["questions"]) == sorted(question.id for question in find_questions())
 
 
-def test_exercise_progress_query(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUTAWAY_HOME", str(tmp_path))
-    progress.ExerciseProgress().mark_attempted(3, tmp_path / "mine.py", passed=True)
+def test_exercise_texts_are_html_with_formulas() -> None:
     model = ct.build("tiny-gpt", seed=0)
-    inspector = Inspector(model, TokenizerAdapter(model.config.vocab_size), name="it")
-    states = ExerciseProgress().run(inspector, QueryJob()).data["states"]
-    assert states["3"] == "passed"
-    assert states["4"] == "not started"
+    data = Lessons().run(Inspector(model, TokenizerAdapter(model.config.vocab_size), name="it"), QueryJob()).data
+    for exercise in data["exercises"].values():
+        assert exercise["instructions"].startswith("<p>"), exercise["title"]
+        assert "$" not in exercise["instructions"], exercise["title"]
+        assert "<code>\\" not in exercise["instructions"], exercise["title"]
+    assert "<math" in data["exercises"]["1"]["instructions"]
+
+
+def test_every_question_has_a_level_and_every_level_has_questions() -> None:
+    assert {question.level for question in find_questions()} == {"recall", "reason", "what-if"}
+    for level in ("recall", "reason", "what-if"):
+        assert find_questions(level=level)
+
+
+def test_interview_questions_are_those_of_the_library() -> None:
+    model = ct.build("tiny-gpt", seed=0)
+    data = (
+        InterviewQuestions()
+        .run(Inspector(model, TokenizerAdapter(model.config.vocab_size), name="it"), QueryJob())
+        .data
+    )
+    for row, question in zip(data["questions"], load_interview_questions(), strict=True):
+        assert row["id"] == question.id
+        assert row["paragraphs"] == question.paragraphs
+        assert tuple(row["key_points"]) == question.key_points

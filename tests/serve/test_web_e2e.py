@@ -19,6 +19,7 @@ from support.server import serve_in_thread
 from torch import Tensor
 
 import cutaway as ct
+from cutaway.check import get_checks
 from cutaway.cli.verbs.open import export_page, load_catalog
 from cutaway.config import to_dict
 from cutaway.lens import follow_token
@@ -27,6 +28,7 @@ from cutaway.pretrained import list_pretrained, load_examples
 from cutaway.serve import static_files
 from cutaway.serve.app import build_app
 from cutaway.serve.inspect import routes
+from cutaway.serve.inspect.exercise_access import ExerciseAccess
 from cutaway.serve.inspect.inspector import Inspector, build_inspector
 from cutaway.serve.inspect.queries import activation_patching
 from cutaway.serve.inspect.queries.activation_patching import ActivationPatching
@@ -43,11 +45,11 @@ LONG = "Lily had a red ball. She played with it in the park, and her dog ran aft
 
 
 @contextmanager
-def serve_page(model: str | Inspector) -> Iterator[str]:
+def serve_page(model: str | Inspector, exercise_access: ExerciseAccess | None = None) -> Iterator[str]:
     """URL of a server with a pretrained model or an inspector."""
     assert shutil.which("chromium"), "this test needs Chromium; install Debian's chromium package"
     inspector = load_catalog(model, None, "cpu", None, quiet=True).current if isinstance(model, str) else model
-    executor = routes.QueryExecutor(inspector)
+    executor = routes.QueryExecutor(inspector, exercise_access)
     access_policy = build_access_policy("127.0.0.1", None)
     app = build_app(
         [routes.build_router(executor), build_notebook_router(), static_files.build_static_router()],
@@ -59,8 +61,16 @@ def serve_page(model: str | Inspector) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def page() -> Iterator[str]:
-    with serve_page("tiny-english") as url:
+def exercise_access(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExerciseAccess]:
+    """Exercises in a temporary directory, with progress in another one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUTAWAY_HOME", str(tmp_path_factory.mktemp("state")))
+        yield ExerciseAccess("", directory=tmp_path_factory.mktemp("exercises"))
+
+
+@pytest.fixture(scope="module")
+def page(exercise_access: ExerciseAccess) -> Iterator[str]:
+    with serve_page("tiny-english", exercise_access) as url:
         yield url
 
 
@@ -219,14 +229,18 @@ def show_whitespace(text: str) -> str:
     return "·" * left + shown.strip(" ") + "·" * right
 
 
-SCREENS = ["model", "trace", "attention", "generate", "edit", "compare", "gradients", "size", "learn"]
+SCREENS = ["model", "trace", "attention", "generate", "edit", "compare", "gradients", "size", "check", "learn"]
 
 
 PAGE_TESTS = [*SCREENS, "long-text", "exported-file", "notebook", "accessibility"]
 
 
 @pytest.mark.parametrize("name", nightly_except(("model", "trace"), PAGE_TESTS))
-def test_web_page(name: str, page: str, facts: dict[str, Any], tmp_path: Path) -> None:
+def test_web_page(name: str, page: str, facts: dict[str, Any], tmp_path: Path, exercise_access: ExerciseAccess) -> None:
+    if name == "check":
+        facts = {**facts, "checks": run_checks()}
+    if name == "learn":
+        facts = {**facts, "exercise_token": exercise_access.token}
     if name != "long-text":
         run_in_browser(name, page, facts, tmp_path)
         return
@@ -235,6 +249,12 @@ def test_web_page(name: str, page: str, facts: dict[str, Any], tmp_path: Path) -
         text = ("one token per byte of this text. " * 40)[:999]
         thousand = f"{text[:500]}Z{text[500:]}"
         run_in_browser(name, page, {**facts, "thousand_url": url, "thousand": thousand}, tmp_path)
+
+
+def run_checks() -> list[dict[str, str]]:
+    """Titles and verdicts of all checks of the model that the page opens."""
+    report = ct.check(ct.load("tiny-english", dtype=torch.float32).model, budget=240)
+    return [{"title": get_checks()[item.check].title, "verdict": item.verdict} for item in report.findings]
 
 
 def test_all_screens_of_the_pretrained_models_have_no_messages(tmp_path: Path) -> None:

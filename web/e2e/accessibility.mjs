@@ -2,7 +2,7 @@
 import { AxeBuilder } from "@axe-core/playwright";
 import assert from "node:assert/strict";
 
-const SCREENS = { model: "Model", trace: "Trace", edit: "Edit", compare: "Compare", attention: "Attention", generate: "Generate", gradients: "Gradients", size: "Size", learn: "Learn" };
+const SCREENS = { model: "Model", trace: "Trace", edit: "Edit", compare: "Compare", attention: "Attention", generate: "Generate", gradients: "Gradients", size: "Size", check: "Check", learn: "Learn" };
 
 export async function run(page, url) {
   await page.goto(url);
@@ -40,6 +40,24 @@ export async function run(page, url) {
     await waitUntilIdle(page);
     const [scrollWidth, clientWidth] = await page.evaluate(() => [document.documentElement.scrollWidth, document.documentElement.clientWidth]);
     assert.ok(scrollWidth <= clientWidth, `${zoom} is ${scrollWidth} px wide at 360`);
+    await page.setViewportSize({ width: 1280, height: 900 });
+  }
+  // The tabs of Learn.
+  for (const tab of ["exercises", "quiz", "interview"]) {
+    await page.goto(`${url}#/learn?tab=${tab}`);
+    await page.locator("main h2").first().waitFor();
+    for (const scheme of ["light", "dark"]) {
+      await page.emulateMedia({ colorScheme: scheme });
+      await waitUntilIdle(page);
+      const results = await new AxeBuilder({ page }).analyze();
+      assert.deepEqual(results.violations.map((violation) => `${tab}, ${scheme}: ${violation.id}: ${violation.nodes.map((node) => node.html.slice(0, 160)).join(" | ")}`), []);
+    }
+    for (const width of [360, 1920]) {
+      await page.setViewportSize({ width, height: 900 });
+      await waitUntilIdle(page);
+      const [scrollWidth, clientWidth] = await page.evaluate(() => [document.documentElement.scrollWidth, document.documentElement.clientWidth]);
+      assert.ok(scrollWidth <= clientWidth, `${tab} is ${scrollWidth} px wide at ${width}`);
+    }
     await page.setViewportSize({ width: 1280, height: 900 });
   }
   // Tab reaches the prompt.

@@ -1,7 +1,7 @@
 // Every screen, or those of facts.screens, of every model of facts.models (name → URL): no console message of any level, no failed request, no error on the page.
 import assert from "node:assert/strict";
 
-const SCREENS = ["Model", "Trace", "Edit", "Compare", "Attention", "Generate", "Gradients", "Size", "Learn"];
+const SCREENS = ["Model", "Trace", "Edit", "Compare", "Attention", "Generate", "Gradients", "Size", "Check", "Learn"];
 
 export async function run(page, url, facts) {
   const messages = [];
@@ -18,6 +18,7 @@ export async function run(page, url, facts) {
       await page.getByRole("navigation", { name: "Screens" }).getByRole("link", { name: screen, exact: true }).click();
       await waitUntilComplete(page, `${name}, ${screen}`);
       if (screen === "Learn") await visitLessons(page, name);
+      if (screen === "Check") await runQuickChecks(page, name);
       await checkInput(page, name, screen, facts);
       assert.deepEqual(messages, [], `${name}, ${screen}`);
       if (process.env.SCREENSHOTS) await page.screenshot({ path: `${process.env.SCREENSHOTS}/${name}-${screen}.png`, fullPage: true });
@@ -33,6 +34,18 @@ async function visitLessons(page, name) {
     await lessons.nth(number).click();
     await waitUntilComplete(page, `${name}, lesson ${number + 1}`);
   }
+  const tabs = page.getByRole("navigation", { name: "Parts of the screen Learn" }).getByRole("button");
+  for (const tab of ["Exercises", "Quiz", "Interview", "Lessons"]) {
+    await tabs.filter({ hasText: tab }).click();
+    await waitUntilComplete(page, `${name}, ${tab}`);
+  }
+}
+
+/** The quick checks pass on every model. */
+async function runQuickChecks(page, name) {
+  await page.getByRole("button", { name: /^Run the \d+ quick checks$/ }).click();
+  const summary = await page.getByText(/^\d+ checks? passed, /).innerText();
+  assert.match(summary, /^[1-9]\d* checks? passed, 0 failed, /, name);
 }
 
 /** Wait until no request is running and no status says that something is computed; no alert may be shown. */
@@ -48,7 +61,7 @@ async function checkInput(page, name, screen, facts) {
   const expected = facts.inputs[name] ?? {};
   const selected = page.getByRole("listbox", { name: "Tokens", exact: true }).getByRole("option", { selected: true });
   if (expected.target && ["Model", "Trace", "Generate", "Edit", "Compare", "Attention"].includes(screen)) assert.equal(await page.locator("#prompt").inputValue(), expected.target);
-  if (expected.mask && screen !== "Gradients" && screen !== "Size") assert.equal(await selected.innerText(), expected.mask);
+  if (expected.mask && !["Gradients", "Size", "Check"].includes(screen)) assert.equal(await selected.innerText(), expected.mask);
   if (expected.mask && screen === "Generate") await page.getByRole("heading", { name: "Mask 1" }).waitFor();
   if (expected.target && screen === "Attention") {
     assert.equal(await page.getByRole("group", { name: "Attention type" }).getByRole("button", { pressed: true }).innerText(), "Cross-attention");

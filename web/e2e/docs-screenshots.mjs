@@ -13,6 +13,7 @@ const VIEWS = {
   generate: ["/generate?", "light"],
   gradients: ["/gradients?", "dark"],
   size: ["/size?size.base=llama-3-8b", "light"],
+  check: ["/check?", "light"],
   learn: ["/learn?step=mask", "light"],
 };
 const browser = await chromium.launch({ executablePath: EXECUTABLE, args: ARGUMENTS });
@@ -24,6 +25,11 @@ for (const [name, [fragment, colorScheme]] of Object.entries(VIEWS)) {
   await page.waitForLoadState("networkidle");
   await page.waitForTimeout(1500);
   if (name === "generate") for (let step = 0; step < 12; step++) await page.getByRole("button", { name: "Step", exact: true }).click();
+  if (name === "check") {
+    await page.getByRole("button", { name: /^Run all/ }).click();
+    await page.getByText(/^\d+ checks passed, /).waitFor();
+    await page.locator("details").filter({ hasText: "no logit changes with a later token (7 positions)" }).first().locator("summary").click();
+  }
   await page.waitForLoadState("networkidle");
   await page.waitForTimeout(2500);
   if (name === "compare") await page.getByRole("region", { name: "Residual stream" }).evaluate((region) => region.scrollIntoView());

@@ -123,6 +123,23 @@ export async function run(page, url, facts) {
     await lessons.nth(number).click();
     await check(`lesson ${number + 1}`);
   }
-  await page.getByRole("button", { name: /^All \d+ questions/ }).click();
+  const tabs = page.getByRole("navigation", { name: "Parts of the screen Learn" }).getByRole("button");
+  await tabs.filter({ hasText: "Quiz" }).click();
+  const question = page.locator("form").first();
+  await question.locator("label").first().click();
+  if (await question.getByRole("textbox").count()) await question.getByRole("textbox").fill("1");
+  await question.getByRole("button", { name: "Answer" }).click();
+  await question.getByText(/^(Correct|Incorrect)\./).waitFor();
   await check("quiz");
+  await tabs.filter({ hasText: "Interview" }).click();
+  await page.getByRole("button", { name: "Show the model answer" }).click();
+  await check("interview");
+  await tabs.filter({ hasText: "Exercises" }).click();
+  const exercises = page.getByRole("navigation", { name: "Exercises" }).getByRole("button");
+  for (let number = 1; number <= (await exercises.count()); number++) {
+    await exercises.nth(number - 1).click();
+    await page.getByText(`cutaway learn check ${number}`, { exact: false }).first().waitFor();
+    await check(`exercise ${number}`);
+  }
+  assert.equal(await page.getByRole("button", { name: "Run", exact: true }).count(), 0);
 }

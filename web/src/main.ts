@@ -4,6 +4,7 @@ import App from "./App.svelte";
 import { setLocalResults, setTransport } from "./lib/queryClient";
 import { ExportBundle } from "./lib/exportBundle";
 import { exportedPage, exportedResults, type ExportedPage } from "./lib/exportTransport";
+import { takeExerciseToken } from "./lib/exerciseToken";
 import { notebookTransport, type WidgetModel } from "./lib/notebookTransport";
 import { urlState } from "./lib/urlState.svelte";
 import "./page.css";
@@ -12,7 +13,10 @@ const root = document.getElementById("cutaway");
 if (root) {
   const exported = exportedPage();
   if (exported) void openExported(root, exported);
-  else mount(App, { target: root });
+  else {
+    takeExerciseToken();
+    mount(App, { target: root });
+  }
 }
 
 async function openExported(target: HTMLElement, { name, bundle, bundle_bytes }: ExportedPage): Promise<void> {

@@ -24,6 +24,8 @@ _SINGLE_THREAD_MAX_PARAMS = 20_000_000
 busy machine."""
 ProgressCallback = Callable[[int, int, str], None]
 """Called with the number of finished checks, the number of all checks, and the name of the next check."""
+FindingCallback = Callable[[Finding], None]
+"""Called with the finding of each check when it has finished."""
 
 
 def check(
@@ -35,6 +37,7 @@ def check(
     budget: float = 30.0,
     preflight: bool = False,
     progress: ProgressCallback | None = None,
+    on_finding: FindingCallback | None = None,
     **overrides: Any,
 ) -> Report:
     """Run correctness checks on a Transformer and return a report.
@@ -43,8 +46,8 @@ def check(
     (B, T, V). `overrides` are fields of `CheckedModel`: further functions of the model (`logits_with_mask=`,
     `logits_with_cache=`, `loss=` …) and its properties (`kind=`, `window=` …).
     `only` and `skip` select checks by name. Checks that have not started after `budget` seconds are skipped.
-    `preflight` runs only the checks that training runs before its first step. The module's state is restored
-    afterwards.
+    `preflight` runs only the checks that training runs before its first step. `progress` is called before and
+    `on_finding` after each check; an exception that they raise ends the run. The module's state is restored afterwards.
     """
     selected = select_checks(only, skip)
     if preflight:
@@ -58,7 +61,7 @@ def check(
     preserved = nullcontext() if module is None else preserve_state(module)
     with preserved, _preserve_process_state(num_params, seed), torch.no_grad():
         checked = build_checked_model(model, overrides, seed=seed)
-        report = _run_checks(CheckContext(checked, seed=seed, budget=budget), selected, progress)
+        report = _run_checks(CheckContext(checked, seed=seed, budget=budget), selected, progress, on_finding)
     report.seconds = time.monotonic() - start
     return report
 
@@ -92,7 +95,12 @@ def _preserve_process_state(num_params: int, seed: int) -> Iterator[None]:
         torch.backends.mkldnn.enabled = onednn
 
 
-def _run_checks(ctx: CheckContext, checks: list[Check], progress: ProgressCallback | None) -> Report:
+def _run_checks(
+    ctx: CheckContext,
+    checks: list[Check],
+    progress: ProgressCallback | None,
+    on_finding: FindingCallback | None,
+) -> Report:
     """Run the checks and return a report. The weights of a bf16 or fp16 model are upcast to fp32 for most checks.
 
     Checks with `native_dtype` then run in the model's own dtype.
@@ -118,6 +126,8 @@ def _run_checks(ctx: CheckContext, checks: list[Check], progress: ProgressCallba
                 failed = [name for name in entry.depends_on if name in findings and findings[name].verdict == "fail"]
                 findings[entry.name] = _run_check(entry, ctx, failed)
                 buffers.restore()
+                if on_finding is not None:
+                    on_finding(findings[entry.name])
     ordered = [findings[entry.name] for entry in checks]
     return Report(model.name, ordered, ctx.seed, properties=model.properties(), noise=noise)
 
@@ -147,8 +157,10 @@ def _run_check(check: Check, ctx: CheckContext, failed_dependencies: list[str]) 
     An exception that the model raises becomes a warning.
     """
     start = time.monotonic()
-    if reason := _skip_reason(check, ctx, failed_dependencies):
+    if reason := _inapplicable_reason(check, ctx):
         return Finding(check.name, "skip", f"skipped: {reason}", docs_path=check.docs_path)
+    if reason := _not_run_reason(ctx, failed_dependencies):
+        return Finding(check.name, "skip", f"skipped: {reason}", not_run=True, docs_path=check.docs_path)
     ctx.generator.manual_seed(ctx.seed)  # a check draws the same tokens whether or not other checks run before it
     try:
         result = check.run(ctx)
@@ -163,21 +175,27 @@ def _run_check(check: Check, ctx: CheckContext, failed_dependencies: list[str]) 
         ctx.model.module.eval()
     cases = cases or [skipped("there are no cases to run")]
     worst = max(cases, key=lambda case: (SEVERITY[case.verdict], case.verdict == "pass"))
-    fields = vars(worst) | {"cause": None, "fix": None}
+    array = worst.array or next((case.array for case in cases if case.array is not None), None)
+    fields = vars(worst) | {"cause": None, "fix": None, "array": array}
     if worst.verdict in ("fail", "warn") and not worst.message.startswith(_COULD_NOT_RUN):
         fields |= {"cause": worst.cause or check.cause, "fix": worst.fix or check.fix}
     seconds = time.monotonic() - start
     return Finding(check.name, **fields, docs_path=check.docs_path, seconds=seconds, cases=cases)
 
 
-def _skip_reason(check: Check, ctx: CheckContext, failed_dependencies: list[str]) -> str | None:
-    """Why a check is skipped: model kind, missing function, failed dependency or time budget. None if it runs."""
+def _inapplicable_reason(check: Check, ctx: CheckContext) -> str | None:
+    """Why a check does not apply to the model: its kind, or a missing function. None if it applies."""
     if ctx.model.kind not in check.kinds:
         return f"for {' and '.join(f'{kind}s' for kind in check.kinds)} only"
     available = set(ctx.model.available_functions())
     for requirement in check.needs:
         if not available & set(requirement.split("|")):
             return f"needs {requirement.replace('|', ' or ')}"
+    return None
+
+
+def _not_run_reason(ctx: CheckContext, failed_dependencies: list[str]) -> str | None:
+    """Why a check that applies is skipped: a failed dependency, or the time budget. None if it runs."""
     if failed_dependencies:
         return f"{failed_dependencies[0]} failed, and the same bug would fail this check"
     if ctx.seconds_left <= 0:

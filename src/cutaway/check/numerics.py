@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cutaway.check.report.finding import CaseResult
+from cutaway.check.report.finding import CaseResult, MeasuredArray
 
 TorchFunction = Callable[..., Any]
 Args = tuple[Any, ...]
@@ -95,15 +95,21 @@ class Difference:
     def within_tolerance(self) -> bool:
         return self.max_abs <= self.tolerance
 
-    def success(self, message: str) -> CaseResult:
+    def success(self, message: str, array: MeasuredArray | None = None) -> CaseResult:
         """A passed case with this difference as the measured value."""
-        return CaseResult("pass", message, self.max_abs, self.tolerance)
+        return CaseResult("pass", message, self.max_abs, self.tolerance, array=array)
 
     def failure(
-        self, message: str, location: str | None = None, *, cause: str | None = None, fix: str | None = None
+        self,
+        message: str,
+        location: str | None = None,
+        *,
+        cause: str | None = None,
+        fix: str | None = None,
+        array: MeasuredArray | None = None,
     ) -> CaseResult:
         """A failed case with this difference as the measured value."""
-        return CaseResult("fail", message, self.max_abs, self.tolerance, location, cause, fix)
+        return CaseResult("fail", message, self.max_abs, self.tolerance, location, cause, fix, array)
 
     def expect_equal(self, *, passed: str, failed: str, location: str | None = None) -> CaseResult:
         """A passed case if the difference is within its tolerance, otherwise a failed case, with these messages."""
@@ -119,6 +125,11 @@ def max_difference(a: Tensor, b: Tensor) -> Difference:
     flat_index = int(diff.argmax())
     index = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat_index), diff.shape))
     return Difference(float(diff.flatten()[flat_index]), 0.0, index)
+
+
+def difference_by_position(a: Tensor, b: Tensor) -> list[float]:
+    """Largest absolute difference of two results (B, T, V) at each of the T positions."""
+    return [float(x) for x in (a.detach().float() - b.detach().float()).abs().amax((0, 2))]
 
 
 def max_finite_abs(x: Tensor) -> float:

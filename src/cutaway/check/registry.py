@@ -19,6 +19,10 @@ CHECK_MODULES = (
     "eval_mode", "causality", "batching", "attention_mask", "padding", "cross_attention", "kv_cache", "generation",
     "attention", "positions", "config_and_weights", "loss", "training", "activations", "parity",
 )  # fmt: skip
+_WORDS = {"rope": "RoPE", "cache": "KV cache", "moe": "MoE", "eos": "EOS"}
+"""Words of check names that are written differently in titles."""
+_SUBJECTS = {"eval_mode": "Evaluation mode", "kv_cache": "KV cache", "parity": "Comparison with a reference"}
+"""Module of checks → subject, where it is not the name of the module."""
 CAUSAL_KINDS = ("decoder", "encoder-decoder")
 ALL_KINDS = ("decoder", "encoder", "encoder-decoder")
 CheckFunction = Callable[["CheckContext"], CaseResult | Iterable[CaseResult]]
@@ -48,6 +52,18 @@ class Check:
     """The usual cause of a failure."""
     fix: str
     """How to fix the usual cause."""
+
+    @property
+    def title(self) -> str:
+        """The name in words: `RoPE shift invariance`."""
+        words = " ".join(_WORDS.get(word, word) for word in self.name.split("-"))
+        return words[0].upper() + words[1:]
+
+    @property
+    def subject(self) -> str:
+        """The subject of the check, which is that of its module: `KV cache`."""
+        module = self.run.__module__.rpartition(".")[2]
+        return _SUBJECTS.get(module, module.replace("_", " ").capitalize())
 
     @property
     def docs_path(self) -> str:

@@ -1,10 +1,10 @@
 // State in the URL fragment: the screen and the selection on it, so that a link reproduces the view.
 import { exportedPage } from "./exportTransport";
 
-const ALL_SCREENS = ["model", "trace", "edit", "compare", "attention", "generate", "gradients", "size", "learn"] as const;
+const ALL_SCREENS = ["model", "trace", "edit", "compare", "attention", "generate", "gradients", "size", "check", "learn"] as const;
 export type Screen = (typeof ALL_SCREENS)[number];
 /** Screens that need a server: an exported page does not have them. */
-const SERVER_SCREENS: readonly Screen[] = ["compare", "gradients"];
+const SERVER_SCREENS: readonly Screen[] = ["compare", "gradients", "check"];
 export const SCREENS: readonly Screen[] = ALL_SCREENS.filter((screen) => !SERVER_SCREENS.includes(screen) || !exportedPage());
 
 type Changes = Record<string, string | number | null | undefined>;

@@ -15,7 +15,7 @@ from cutaway.check.probes.activation_tracer import (
     trace_residual_streams,
 )
 from cutaway.check.registry import register_check
-from cutaway.check.report.finding import CaseResult, SkipCheckError, failure, success, warning
+from cutaway.check.report.finding import CaseResult, MeasuredArray, SkipCheckError, failure, success, warning
 
 _MIN_VISIBLE_KEYS = 4
 """Queries with fewer visible keys are ignored."""
@@ -160,8 +160,13 @@ def residual_growth(ctx: CheckContext) -> Iterator[CaseResult]:
     streams = [stream for stream in streams if len(stream.block_names) > 1]
     if not streams:
         raise SkipCheckError("needs blocks: modules that each take the output of the previous one")
-    for stream in streams:
+    array = MeasuredArray(
+        "lines", "Residual stream by block", "block (0: embedding)", "median RMS of a token's vector", []
+    )
+    for number, stream in enumerate(streams):
         rms = [float(x.float().square().mean(-1).sqrt().median()) for x in stream.values]
+        array.values.append(rms)
+        array.names.append(f"stack {number}" if len(streams) > 1 else "RMS")
         for n, name in enumerate(stream.block_names):
             if not all(bool(x.isfinite().all()) for x in stream.values[n : n + 2]):
                 yield failure("the residual stream is not finite", location=name)
@@ -173,7 +178,7 @@ def residual_growth(ctx: CheckContext) -> Iterator[CaseResult]:
                 if not 1 / limit < ratio < limit:
                     change = "grows" if ratio > 1 else "shrinks"
                     yield warning(f"the residual stream {change} by a factor of {ratio:.2g} {span}", ratio, limit, name)
-    yield success("the residual stream neither explodes nor vanishes")
+    yield success("the residual stream neither explodes nor vanishes", array=array)
 
 
 @register_check("dead-heads")
@@ -214,7 +219,16 @@ def dead_heads(ctx: CheckContext) -> Iterator[CaseResult]:
         if dead:
             message = f"head {dead[0]} has no effect ({len(dead)} of {len(importance)} heads)"
             yield warning(message, float(importance[dead[0]]), _DEAD_RATIO * highest, call.module)
-    yield success("every head has an effect")
+    array = MeasuredArray(
+        "matrix",
+        "Effect of each head: largest gradient of the logits with respect to its gate",
+        "head",
+        "attention call",
+        [importance.tolist() for importance in importances],
+        [call.module or str(number) for number, call in enumerate(attentions)],
+        "nonzero for every head",
+    )
+    yield success("every head has an effect", array=array if len({len(row) for row in array.values}) == 1 else None)
 
 
 @register_check("dead-neurons")

@@ -14,7 +14,7 @@ from cutaway.check.context import CheckContext
 from cutaway.check.probes.op_tracer import AttentionCall
 from cutaway.check.probes.scale_tracer import LEARNED_BIAS, AttentionScale, ScaleTracer, TensorScale
 from cutaway.check.registry import register_check
-from cutaway.check.report.finding import CaseResult, SkipCheckError, failure, skipped, success
+from cutaway.check.report.finding import CaseResult, MeasuredArray, SkipCheckError, failure, skipped, success
 
 _MASKED_SCORE_GAP = 5000.0
 """A key whose score is this far below the row's maximum counts as masked. Masks subtract at least twice as much."""
@@ -155,8 +155,21 @@ def softmax_dim(ctx: CheckContext) -> Iterator[CaseResult]:
     if not calls:
         raise SkipCheckError("needs attention whose softmax can be traced")
     names = {-1: "keys", -2: "queries", -3: "heads", -4: "rows of the batch"}
+    array = MeasuredArray(
+        "lines",
+        "Sum of the attention weights of each query (mean over heads)",
+        "query position",
+        "sum of the weights",
+        [],
+        expected="1 at every position",
+    )
     for call in calls:
         applied = call.applied_pattern
+        if call.softmax_dim == -1:
+            weights = call.pattern if applied is None else applied
+            row_sums = weights.float().sum(-1)
+            array.values.append(row_sums.reshape(len(row_sums), -1, row_sums.shape[-1])[0].mean(0).tolist())
+            array.names.append(call.module or f"call {len(array.values)}")
         if applied is None:
             continue
         if call.summed_dim != call.softmax_dim:
@@ -173,9 +186,10 @@ def softmax_dim(ctx: CheckContext) -> Iterator[CaseResult]:
             position = int(errors.amax((0, 1)).argmax())
             worst = float(sums.flatten()[errors.argmax()])
             message = f"the attention weights of position {position} sum to {worst:.3g} in the product with v, not to 1"
-            yield failure(message, float(errors.max()), tolerance, call.module or None)
+            yield failure(message, float(errors.max()), tolerance, call.module or None, array=array)
             return
-    yield success(f"the weights of {len(calls)} attention calls sum to one over the keys")
+    message = f"the weights of {len(calls)} attention calls sum to one over the keys"
+    yield success(message, array=array if array.values else None)
 
 
 @register_check("grouped-query-attention")

@@ -9,7 +9,7 @@ from cutaway.check.context import CheckContext
 from cutaway.check.probes.op_tracer import AttentionCall, OpTracer
 from cutaway.check.probes.padded_batch import choose_lengths, masked_positions, pad_rows
 from cutaway.check.registry import register_check
-from cutaway.check.report.finding import CaseResult, SkipCheckError, failure, success
+from cutaway.check.report.finding import CaseResult, MeasuredArray, SkipCheckError, failure, success
 
 _MAX_PADDING_WEIGHT = 1 - 1e-4
 """If a larger share of the attention is on padding, real tokens are effectively masked."""
@@ -110,6 +110,7 @@ def mask_diagonal(ctx: CheckContext) -> CaseResult:
             "the logits of a sequence of one token are not finite: it cannot attend to itself", location="position 0"
         )
     num_calls, length = 0, tokens.shape[1]
+    array: MeasuredArray | None = None
     for call in ctx.trace_attention(tokens):
         if (
             call.pattern.shape[-2] != length
@@ -118,6 +119,14 @@ def mask_diagonal(ctx: CheckContext) -> CaseResult:
         ):
             continue
         num_calls += 1
+        array = array or MeasuredArray(
+            "matrix",
+            f"Attention weights of head 0, {call.module or 'first attention call'}",
+            "key position",
+            "query position",
+            call.pattern.reshape(-1, *call.pattern.shape[-2:])[0, :, :length].float().tolist(),
+            expected="nonzero on the diagonal",
+        )
         masked = _masked_diagonal(call, length)  # (heads, T - 1)
         if bool(masked.any()):
             heads, positions = masked.any(-1), masked.any(0)
@@ -125,10 +134,10 @@ def mask_diagonal(ctx: CheckContext) -> CaseResult:
             message = f"position {first} cannot attend to itself ({int(positions.sum())} of {length - 1} positions, "
             message += f"{int(heads.sum())} of {len(heads)} heads): it is masked"
             location = f"position {first}" + (f", {call.module}" if call.module else "")
-            return failure(message, float(masked.float().mean()), 0.0, location)
+            return failure(message, float(masked.float().mean()), 0.0, location, array=array)
     if not num_calls:
         raise SkipCheckError("needs attention by PyTorch's softmax or scaled_dot_product_attention; none was recorded")
-    return success(f"tokens attend to themselves in {num_calls} attention calls")
+    return success(f"tokens attend to themselves in {num_calls} attention calls", array=array)
 
 
 def _masked_diagonal(attention: AttentionCall, seq_len: int) -> Tensor:

@@ -8,11 +8,11 @@ from torch import Tensor
 from cutaway.check.checked_model import LogitsFunction, require
 from cutaway.check.context import CheckContext
 from cutaway.check.module_state import preserve_state
-from cutaway.check.numerics import NOISE_MARGIN, Difference, max_finite_abs
+from cutaway.check.numerics import NOISE_MARGIN, Difference, difference_by_position, max_finite_abs
 from cutaway.check.probes.embedding_gradients import forward_with_offset
 from cutaway.check.probes.first_divergence import find_first_divergence
 from cutaway.check.registry import CAUSAL_KINDS, register_check
-from cutaway.check.report.finding import CaseResult, SkipCheckError, failure, success
+from cutaway.check.report.finding import CaseResult, MeasuredArray, SkipCheckError, failure, success
 
 _TILE_SIZES = (8, 16, 32, 64)
 _ZERO_GRADIENT_RATIO = 1e-12
@@ -31,17 +31,43 @@ def _check_leaks(
     """
     base = logits(tokens)
     worst = Difference(0.0, 0.0, ())
+    array = MeasuredArray(
+        "matrix",
+        "Largest change of a logit if all tokens from one position on are replaced",
+        "position of the logits",
+        "first replaced token",
+        [],
+        [str(cut) for cut in cuts],
+        "zero to the left of the first replaced token",
+    )
     for cut in cuts:
         other = ctx.replace_tokens(tokens, slice(cut, None))
-        diff = ctx.compare(lambda: logits(tokens)[:, :cut], lambda: logits(other)[:, :cut], first_result=base[:, :cut])
+        changed = logits(other)
+        diff = ctx.compare(
+            lambda: logits(tokens)[:, :cut],
+            lambda: logits(other)[:, :cut],
+            first_result=base[:, :cut],
+            second_result=changed[:, :cut],
+        )
+        array.values.append(difference_by_position(base, changed))
         worst = max(worst, diff, key=lambda item: item.max_abs)
         if not diff.within_tolerance:
-            return _leak_result(ctx, logits, tokens, cut, diff, path)
-    return worst.success(f"no logit changes with a later token{path} ({len(cuts)} positions)")
+            result = _leak_result(ctx, logits, tokens, cut, diff, path, array)
+            for later in cuts[len(array.values) :]:  # the other rows of the figure
+                other = ctx.replace_tokens(tokens, slice(later, None))
+                array.values.append(difference_by_position(base, logits(other)))
+            return result
+    return worst.success(f"no logit changes with a later token{path} ({len(cuts)} positions)", array)
 
 
 def _leak_result(
-    ctx: CheckContext, logits: LogitsFunction, tokens: Tensor, cut: int, diff: Difference, path: str
+    ctx: CheckContext,
+    logits: LogitsFunction,
+    tokens: Tensor,
+    cut: int,
+    diff: Difference,
+    path: str,
+    array: MeasuredArray,
 ) -> CaseResult:
     """Describe a leak: the position, the later token that changes its logits, and the first module that differs."""
     position = diff.index[1]
@@ -52,7 +78,7 @@ def _leak_result(
     module = find_first_divergence(ctx, lambda: logits(tokens), lambda: logits(other), slice(0, cut))
     location = f"position {position}" + (f", first in {module}" if module else "")
     message = f"the logits at position {position}{path} change with token {later}, which comes later"
-    return diff.failure(message, location)
+    return diff.failure(message, location, array=array)
 
 
 @register_check("causality", kinds=CAUSAL_KINDS, preflight=True)
@@ -121,12 +147,20 @@ def causality_gradient(ctx: CheckContext) -> CaseResult:
             norms[t] = gradient[0].float().norm(dim=-1).cpu()
     if not norms.isfinite().all():
         return failure("the gradient of the logits with respect to the token embeddings is not finite")
+    array = MeasuredArray(
+        "matrix",
+        "Gradient norm of the logits with respect to the token embeddings",
+        "token",
+        "position of the logits",
+        norms.tolist(),
+        expected="zero above the diagonal, nonzero on and below it",
+    )
     above = norms.triu(1)
     tolerance = _ZERO_GRADIENT_RATIO * float(norms.max())
     if float(above.max()) > tolerance:
         position, token = divmod(int(above.argmax()), length)
         message = f"the logits at position {position} have a gradient with respect to token {token}, which comes later"
-        return failure(message, float(above.max()), tolerance, f"position {position}")
+        return failure(message, float(above.max()), tolerance, f"position {position}", array=array)
     if not norms.any():
         if bool((out == out[..., :1]).all()):
             raise SkipCheckError("all logits are equal: some models initialize the head to zero")
@@ -141,10 +175,10 @@ def causality_gradient(ctx: CheckContext) -> CaseResult:
     if window == 0:
         position, token = dead[0]
         message = f"the logits at position {position} do not depend on token {token}, which should be visible"
-        return failure(message, 0.0, 0.0, f"position {position}")
+        return failure(message, 0.0, 0.0, f"position {position}", array=array)
     reach = "" if window == length else f" within {window} tokens"
     message = f"the gradient is zero for later tokens and nonzero for earlier ones{reach}"
-    return success(message, float(above.max()), tolerance)
+    return success(message, float(above.max()), tolerance, array=array)
 
 
 def _infer_window(zero_pairs: list[tuple[int, int]], seq_len: int) -> int:

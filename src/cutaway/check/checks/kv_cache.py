@@ -53,16 +53,16 @@ def cache_decode(ctx: CheckContext) -> Iterator[CaseResult]:
     for path, first_chunk in (("token by token", 0), ("token by token after a prompt", prompt_len)):
         tokens = sequence if first_chunk else sequence[:, :no_prompt_len]
         sizes = chunk_sizes(tokens.shape[1], 1, first_chunk)
-        diff, position = compare_in_chunks(ctx, tokens, sizes, ctx.logits(tokens))
+        diff, position, array = compare_in_chunks(ctx, tokens, sizes, ctx.logits(tokens))
         if not diff.within_tolerance:
             message = f"decoded {path}, the logits at position {position} differ from those of one forward pass"
             wrong_position = infer_wrong_position(ctx, tokens, sizes, position)
             if wrong_position is not None:
                 message += f" and equal those at position {wrong_position}: positions do not continue from the cache"
             location = locate_divergence(ctx, tokens, sizes, position)
-            yield diff.failure(message, location)
+            yield diff.failure(message, location, array=array)
             return
-        yield diff.success(f"decoded {path}, the logits equal those of one forward pass")
+        yield diff.success(f"decoded {path}, the logits equal those of one forward pass", array)
 
 
 @register_check(
@@ -90,7 +90,7 @@ def cache_chunked_prefill(ctx: CheckContext) -> Iterator[CaseResult]:
     worst, num_passed, unsupported = Difference(0.0, 0.0, ()), 0, ""
     for description, sizes in splits:
         try:
-            diff, position = compare_in_chunks(ctx, tokens, sizes, base)
+            diff, position, _ = compare_in_chunks(ctx, tokens, sizes, base)
         except UNSUPPORTED_ERRORS as error:
             reason = str(error).strip().splitlines()[0][:120] if str(error) else type(error).__name__
             unsupported = unsupported or f"{description}: {reason}"

@@ -18,7 +18,7 @@ from cutaway.check.probes.padded_batch import (
     select_real_tokens,
 )
 from cutaway.check.registry import register_check
-from cutaway.check.report.finding import CaseResult, SkipCheckError, failure, skipped, success, warning
+from cutaway.check.report.finding import CaseResult, MeasuredArray, SkipCheckError, failure, skipped, success, warning
 
 _MAX_GRADIENT_NUMEL = 1 << 16
 """Largest parameter, in elements, whose gradient is inspected."""
@@ -106,7 +106,11 @@ def _check_padded_rows(ctx: CheckContext, side: str) -> Iterator[CaseResult]:
             with torch.set_grad_enabled(bool(path)):
                 return select_real_tokens(logits_with_mask(tokens, mask), mask).detach()
 
-        diff = ctx.compare(lambda: forward_rows_alone(rows, logits), padded_logits, first_result=base)
+        padded = padded_logits()
+        diff = ctx.compare(
+            lambda: forward_rows_alone(rows, logits), padded_logits, first_result=base, second_result=padded
+        )
+        array = _difference_by_row(rows, base, padded, side)
         if not diff.within_tolerance:
             row, position = locate_token(rows, diff.index[0])
             num_pads = seq_len - rows[row].shape[1]
@@ -115,9 +119,26 @@ def _check_padded_rows(ctx: CheckContext, side: str) -> Iterator[CaseResult]:
                 yield skipped(reason)
                 return
             message = f"with {num_pads} padding tokens on the {side}{path}, the logits at position {position}"
-            yield diff.failure(f"{message} differ from those of the row alone", f"row {row}, position {position}")
+            yield diff.failure(
+                f"{message} differ from those of the row alone", f"row {row}, position {position}", array=array
+            )
             return
-        yield diff.success(f"with {side} padding{path}, each row gives the same logits as alone")
+        yield diff.success(f"with {side} padding{path}, each row gives the same logits as alone", array)
+
+
+def _difference_by_row(rows: list[Tensor], alone: Tensor, padded: Tensor, side: str) -> MeasuredArray:
+    """Largest difference of the logits of each token (N, V) in a padded batch and alone, by row and position."""
+    lengths = [row.shape[1] for row in rows]
+    by_token = (alone.float() - padded.float()).abs().amax(-1)
+    return MeasuredArray(
+        "lines",
+        f"Logits in a {side}-padded batch − logits of the row alone",
+        "position of the token in its row",
+        "largest absolute difference",
+        [part.tolist() for part in torch.split(by_token, lengths)],
+        [f"{length} tokens" for length in lengths],
+        "differences within rounding",
+    )
 
 
 @compute_once

@@ -25,7 +25,7 @@ from cutaway.check.probes.rope_probe import (
     trace_rope_layers,
 )
 from cutaway.check.registry import register_check
-from cutaway.check.report.finding import CaseResult, SkipCheckError, failure, success
+from cutaway.check.report.finding import CaseResult, MeasuredArray, SkipCheckError, failure, success
 from cutaway.config import DynamicNTK, LongRope
 
 _ROPE_NAME_PATTERN = re.compile(r"rope|rotary|inv_freq|freqs|frequenc|cos|sin_?cached")
@@ -203,7 +203,7 @@ def _has_attention_sinks(ctx: CheckContext, tokens: Tensor) -> bool:
 
 def _check_score_diagonals(ctx: CheckContext, tokens: Tensor, *, center_rows: bool = False) -> CaseResult:
     """Check that scores are constant along each diagonal. `center_rows` is for ALiBi, which may add a row constant."""
-    worst = Difference(0.0, 0.0, ())
+    worst, array = Difference(0.0, 0.0, ()), None
     for call in trace_self_attention(ctx, tokens):
         v = call.v
         if v is not None and not torch.allclose(v, v[..., :1, :], rtol=1e-3, atol=1e-3 * max_finite_abs(v)):
@@ -213,6 +213,14 @@ def _check_score_diagonals(ctx: CheckContext, tokens: Tensor, *, center_rows: bo
         is_max_subtracted = float(call.scores.amax(-1).abs().max()) < _ROW_MAX_TOLERANCE
         if center_rows or is_max_subtracted:
             scores = scores - scores.diagonal(dim1=-2, dim2=-1)[..., None]
+        array = array or MeasuredArray(
+            "matrix",
+            f"Scores of a repeated token, head 0 of {call.module or 'the first attention call'}",
+            "key position",
+            "query position",
+            scores.masked_fill(~visible, 0.0).reshape(-1, length, length)[0].tolist(),
+            expected="the same along each diagonal: a score depends on the distance only; masked keys are shown as 0",
+        )
         both = visible[..., 1:, 1:] & visible[..., :-1, :-1]
         later, earlier = (x.masked_fill(~both, 0.0) for x in (scores[..., 1:, 1:], scores[..., :-1, :-1]))
         diff = max_difference(later, earlier)
@@ -220,12 +228,12 @@ def _check_score_diagonals(ctx: CheckContext, tokens: Tensor, *, center_rows: bo
         if not diff.within_tolerance:
             _, head, i, j = diff.index
             message = f"the score at distance {i - j} differs between query positions {i} and {i + 1} (head {head})"
-            return diff.failure(f"{message}, for a repeated token", call.module or None)
+            return diff.failure(f"{message}, for a repeated token", call.module or None, array=array)
         if heads := _count_growing_heads(scores, visible, diff.tolerance):
             message = f"the scores grow linearly with the distance of the key (all {heads} heads)"
             return failure(message, location=call.module or None, cause=_ALIBI_SIGN_CAUSE, fix=_ALIBI_SIGN_FIX)
         worst = max(worst, diff, key=lambda item: item.max_abs)
-    return worst.success("the scores of a repeated token depend only on the distance")
+    return worst.success("the scores of a repeated token depend only on the distance", array)
 
 
 def _count_growing_heads(scores: Tensor, visible: Tensor, tolerance: float) -> int:

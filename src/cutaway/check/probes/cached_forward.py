@@ -8,9 +8,9 @@ from torch import Tensor
 
 from cutaway.check.checked_model import require
 from cutaway.check.context import CheckContext
-from cutaway.check.numerics import Difference
+from cutaway.check.numerics import Difference, difference_by_position
 from cutaway.check.probes.first_divergence import find_first_divergence
-from cutaway.check.report.finding import SkipCheckError
+from cutaway.check.report.finding import MeasuredArray, SkipCheckError
 
 UNSUPPORTED_ERRORS = (ValueError, NotImplementedError, AssertionError, TypeError)
 """Exceptions by which a model rejects unsupported arguments."""
@@ -42,10 +42,11 @@ def forward_in_chunks(ctx: CheckContext, tokens: Tensor, sizes: Sequence[int]) -
 
 def compare_in_chunks(
     ctx: CheckContext, tokens: Tensor, sizes: Sequence[int], full_logits: Tensor
-) -> tuple[Difference, int]:
+) -> tuple[Difference, int, MeasuredArray]:
     """Compare the logits of a cached forward pass in chunks with `full_logits` of one forward pass.
 
-    Returns the difference and the first position where it exceeds the tolerance (the first one compared, if none).
+    Returns the difference, the first position where it exceeds the tolerance (the first one compared, if none), and the
+    difference by position.
     """
     out, positions = forward_in_chunks(ctx, tokens, sizes)
     diff = ctx.compare(
@@ -54,7 +55,19 @@ def compare_in_chunks(
         first_result=full_logits[:, positions],
         second_result=out,
     )
-    return diff, positions[first_position_beyond(out, full_logits[:, positions], diff.tolerance)]
+    by_position = [0.0] * tokens.shape[1]
+    for position, value in zip(positions, difference_by_position(out, full_logits[:, positions]), strict=True):
+        by_position[position] = value
+    array = MeasuredArray(
+        "lines",
+        "Logits with KV cache − logits without, by position",
+        "position",
+        "largest absolute difference",
+        [by_position],
+        ["difference"],
+        f"at most {diff.tolerance:.1e}, the tolerance for rounding",
+    )
+    return diff, positions[first_position_beyond(out, full_logits[:, positions], diff.tolerance)], array
 
 
 def first_position_beyond(first: Tensor, second: Tensor, tolerance: float) -> int:

@@ -10,6 +10,24 @@ SEVERITY: dict[Verdict, int] = {"pass": 0, "skip": 0, "warn": 1, "fail": 2}
 
 
 @dataclass
+class MeasuredArray:
+    """Measured values of a case that can be drawn: a matrix, or lines over one axis."""
+
+    kind: Literal["matrix", "lines"]
+    title: str
+    x_label: str
+    """What the columns of a matrix, or the points of a line, are."""
+    y_label: str
+    """What the rows of a matrix, or the values of a line, are."""
+    values: list[list[float]]
+    """The rows of a matrix, or one list per line."""
+    names: list[str] = field(default_factory=list)
+    """Names of the rows or lines; empty if the rows are numbered."""
+    expected: str = ""
+    """What the values of a correct model are."""
+
+
+@dataclass
 class CaseResult:
     """Result of one case of a check, such as one code path, one padding side or one layer."""
 
@@ -22,6 +40,7 @@ class CaseResult:
     cause: str | None = None
     """The usual cause, if it differs from the check's `cause`."""
     fix: str | None = None
+    array: MeasuredArray | None = None
 
 
 failure, warning, success = partial(CaseResult, "fail"), partial(CaseResult, "warn"), partial(CaseResult, "pass")
@@ -49,6 +68,10 @@ class Finding:
     """Documentation page of the check; `cutaway check --explain NAME` prints the same text."""
     seconds: float = 0.0
     cases: list[CaseResult] = field(default_factory=list)
+    array: MeasuredArray | None = None
+    """Measured values to draw, of this case or of the first one that has any."""
+    not_run: bool = False
+    """Whether a skipped check applies to the model, but a check that it depends on failed, or the time was over."""
 
     def __str__(self) -> str:
         lines = [f"{self.verdict:<4}  {self.check}: {self.message}"]

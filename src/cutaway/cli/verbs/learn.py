@@ -201,8 +201,7 @@ def solution(
 
     exercise = get_exercise(number)
     progress = _load_progress()
-    record = progress.get(number)
-    if not force and not record.attempts and record.num_hints < len(exercise.hints):
+    if not force and not progress.may_show_solution(exercise):
         raise InputError(
             f"exercise {number} has no attempt, and the solution teaches more after one; try `cutaway learn hint"
             f" {number}`, or pass --force to show it now"
@@ -273,12 +272,10 @@ def check(
 
 def _find_exercise_file(exercise: "Exercise", record: "ExerciseRecord") -> Path:
     """Return the exercise's file in `learn` or in this directory, or else the file last started or checked."""
-    default_paths = [
-        directory / f"{exercise.slug}.{suffix}" for directory in (Path("learn"), Path()) for suffix in ("py", "ipynb")
-    ]
-    for path in [*default_paths, *([Path(record.file)] if record.file else [])]:
-        if path.is_file():
-            return path
+    from cutaway.learn.exercises.learner_file import find_learner_file
+
+    if (path := find_learner_file(exercise, record.file)) is not None:
+        return path
     number = exercise.number
     raise InputError(
         f"exercise {number} has no file to check; write one with `cutaway learn start {number}`, or pass yours:"

@@ -47,28 +47,33 @@ def open_page(
     from cutaway.cli.verbs.serve import load_api_key
     from cutaway.serve.app import build_app
     from cutaway.serve.inspect import routes
+    from cutaway.serve.inspect.exercise_access import build_exercise_access
     from cutaway.serve.limits import Limits
     from cutaway.serve.notebook_pages import build_notebook_router
     from cutaway.serve.server import bind_socket, build_access_policy, run_server, server_url
 
     limits, key = Limits(), load_api_key(api_key, api_key_file)
     access_policy, sock = build_access_policy(host, key), bind_socket(host, port)
-    executor = routes.QueryExecutor(load_catalog(source, text, device, dtype, quiet=as_json).current)
+    exercise_access = build_exercise_access(sock)
+    catalog = load_catalog(source, text, device, dtype, quiet=as_json)
+    executor = routes.QueryExecutor(catalog.current, exercise_access)
     routers = [routes.build_router(executor), build_notebook_router(), static_files.build_static_router()]
     app = build_app(routers, access_policy=access_policy, limits=limits, on_shutdown=[executor.close])
     url = f"{server_url(sock)}/"
+    # The token is in the fragment, which a browser does not send: only this address allows the page to run exercises.
+    fragment = "" if exercise_access.problem else f"#/model?token={exercise_access.token}"
 
     def on_ready() -> None:
         if as_json:
-            print_json({"source": source, "url": url}, indent=None)
+            print_json({"source": source, "url": url, "page": f"{url}{fragment}"}, indent=None)
             return
         weights = ", with random weights" if is_config_source(source) else ""
-        sys.stdout.write(f"{source} is open at {url}{weights}\nCtrl-C to stop.\n")
+        sys.stdout.write(f"{source} is open at {url}{fragment}{weights}\nCtrl-C to stop.\n")
         sys.stdout.flush()
         if browser:
             import webbrowser
 
-            webbrowser.open(url if key is None else f"{url}?{urlencode({'api_key': key})}")
+            webbrowser.open(f"{url}{'' if key is None else '?' + urlencode({'api_key': key})}{fragment}")
 
     run_server(app, sock, limits, on_ready)
 

@@ -1,17 +1,23 @@
 """The learner's file, which is a .py file of cells or a Jupyter notebook: write the stub, read the code cells."""
 
+import hashlib
 import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cutaway.errors import InputError
+from cutaway.errors import CutawayError, InputError
 from cutaway.learn.exercises.exercise_file import Exercise, parse_cells
+from cutaway.user_files import write_text_atomically
 
 MAX_FILE_BYTES = 4 << 20
 """Maximum size of a file in bytes. Notebooks with figures are smaller than this."""
 _MAGIC_OR_SHELL = re.compile(r"^\s*[%!]")
+
+
+class FileChangedError(CutawayError):
+    """The learner's file is not the one that was read before: it was changed, created or deleted meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -109,3 +115,35 @@ def backup_path(path: Path) -> Path:
     """Return the first unused path for a backup of `path`, such as 01-attention.old.py or 01-attention.old1.py."""
     names = (path.with_name(f"{path.stem}.old{n or ''}{path.suffix}") for n in range(10_000))
     return next(name for name in names if not name.exists())
+
+
+def find_learner_file(exercise: Exercise, last_file: str | None, directory: Path = Path("learn")) -> Path | None:
+    """Return the exercise's file in `directory` or in the current one, else `last_file` if it exists, else None."""
+    default_paths = [
+        parent / f"{exercise.slug}.{suffix}" for parent in (directory, Path()) for suffix in ("py", "ipynb")
+    ]
+    paths = [*default_paths, *([Path(last_file)] if last_file else [])]
+    return next((path for path in paths if path.is_file()), None)
+
+
+def file_version(path: Path) -> str:
+    """Return a hash of the file's content, or "" if there is no file."""
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except FileNotFoundError:
+        return ""
+
+
+def replace_learner_text(path: Path, text: str, version: str) -> str:
+    """Write a .py file atomically and return its new version. `version` is that of the content that was read before.
+
+    Raises FileChangedError if the file has another version now, so that changes made in another editor are not lost.
+    """
+    if file_version(path) != version:
+        raise FileChangedError(f"'{path}' was changed by another program since it was read; choose which text to keep")
+    try:
+        write_text_atomically(path.resolve(), text)
+    except OSError as error:
+        problem = f"'{path}' cannot be written ({error.strerror})"
+        raise InputError(f"{problem}; run `cutaway open` in a directory that you can write to") from error
+    return file_version(path)

@@ -7,7 +7,7 @@ from pathlib import Path
 from pydantic import ConfigDict, TypeAdapter
 
 from cutaway.learn import progress_store
-from cutaway.learn.exercises import load_exercises
+from cutaway.learn.exercises import Exercise, load_exercises
 
 STORE_NAME = "exercises"
 
@@ -67,6 +67,16 @@ class ExerciseProgress:
             status="passed" if passed_at else "attempted",
             file=str(file.resolve()),
         )
+
+    def mark_next_hint(self, exercise: Exercise) -> ExerciseRecord:
+        """Count one more hint as seen, if there is one."""
+        num_hints = min(self.get(exercise.number).num_hints + 1, len(exercise.hints))
+        return self.update(exercise.number, num_hints=num_hints)
+
+    def may_show_solution(self, exercise: Exercise) -> bool:
+        """Whether there was an attempt, or all hints were seen."""
+        record = self.get(exercise.number)
+        return record.attempts > 0 or record.num_hints >= len(exercise.hints)
 
     @property
     def num_passed(self) -> int:

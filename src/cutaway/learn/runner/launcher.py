@@ -7,7 +7,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import IO
@@ -29,6 +30,12 @@ _INHERITED_ENV_VARS = "PATH HOME LANG LC_ALL LC_CTYPE TMPDIR TEMP TMP SYSTEMROOT
 """Environment variables that are passed to the worker. Tokens and passwords are not among them."""
 
 
+_POLL_SECONDS = 0.2
+"""Time between two calls of a poll function."""
+PollFunction = Callable[[str], None]
+"""Called repeatedly while the worker runs, with what it does. An exception that it raises ends the worker."""
+
+
 _REPORT = TypeAdapter(GradeReport)
 
 
@@ -37,13 +44,17 @@ class WorkerError(CutawayError):
 
 
 def grade_files(
-    exercise: Exercise, paths: Sequence[Path], *, time_limit: float = _TIME_LIMIT_SECONDS
+    exercise: Exercise,
+    paths: Sequence[Path],
+    *,
+    time_limit: float = _TIME_LIMIT_SECONDS,
+    poll: PollFunction = lambda phase: None,
 ) -> list[GradeReport]:
     """Grade the files in one worker process. The `output` of every report is what all files together have printed."""
     with tempfile.TemporaryDirectory(prefix="cutaway-learn-") as directory:
         worker = WorkerProcess(exercise, [path.resolve() for path in paths], directory, time_limit)
         try:
-            results = worker.results(len(paths))
+            results = worker.results(len(paths), poll)
         finally:
             worker.terminate()
     return [replace(result, output=worker.output) for result in results]
@@ -95,25 +106,30 @@ class WorkerProcess:
     def output(self) -> str:
         return "".join(self.output_parts)
 
-    def _next_line(self, timeout: float) -> str | None:
+    def _next_line(self, timeout: float, poll: PollFunction, phase: str) -> str | None:
         """Return the next line of the worker's standard output, or None if it exited or exceeded the timeout."""
-        try:
-            return self.lines.get(timeout=timeout)
-        except queue.Empty:
-            return None
+        deadline = time.monotonic() + timeout
+        while (remaining := deadline - time.monotonic()) > 0:
+            poll(phase)
+            try:
+                return self.lines.get(timeout=min(remaining, _POLL_SECONDS))
+            except queue.Empty:
+                continue
+        return None
 
-    def results(self, count: int) -> list[GradeReport]:
+    def results(self, count: int, poll: PollFunction = lambda phase: None) -> list[GradeReport]:
         """Return one report per file. After a crash or timeout, all remaining files get the same error.
 
         Raises WorkerError if the worker did not start."""
-        if self._next_line(_STARTUP_TIMEOUT_SECONDS) is None:
+        if self._next_line(_STARTUP_TIMEOUT_SECONDS, poll, "starting the process that runs your code") is None:
             self.terminate()
             reason = self.output.strip().splitlines()[-1:] or ["it printed nothing"]
             raise WorkerError(f"the process that grades exercises did not start: {reason[0]}")
         results: list[GradeReport] = []
         while len(results) < count:
             try:
-                results.append(_REPORT.validate_json(self._next_line(self.timeout) or ""))
+                line = self._next_line(self.timeout, poll, "running the test cases")
+                results.append(_REPORT.validate_json(line or ""))
             except ValueError:
                 return [*results, *[GradeReport("error", self._exit_reason())] * (count - len(results))]
         return results

@@ -2,9 +2,9 @@
 
     python -m cutaway.learn.runner.worker <exercise> <seconds> <file> …
 
-The separate process protects against accidents (infinite loops, memory exhaustion, exits, crashes). It is not a
-sandbox: the file is trusted like any other program. The results are written to standard output, one JSON object per
-line. What the learner's code prints is redirected to standard error.
+The separate process protects against accidents (infinite loops, memory exhaustion, exits, crashes, loops that fork). It
+is not a sandbox: the file is trusted like any other program. The results are written to standard output, one JSON
+object per line. What the learner's code prints is redirected to standard error.
 """
 
 import __future__
@@ -36,7 +36,13 @@ from cutaway.learn.runner.grader import (
     precompute_solutions,
     snapshot_torch,
 )
-from cutaway.learn.runner.limits import MAX_MEMORY_BYTES, TimeLimitError, raise_time_limit, set_resource_limits
+from cutaway.learn.runner.limits import (
+    MAX_MEMORY_BYTES,
+    TimeLimitError,
+    forbid_processes_and_network,
+    raise_time_limit,
+    set_resource_limits,
+)
 
 
 class LearnerSyntaxError(CutawayError):
@@ -58,6 +64,7 @@ def main(arguments: list[str]) -> None:
     tasks: Tasks = runpy.run_path(str(get_exercise(int(number)).path))["TASKS"]
     precompute_solutions(tasks)
     set_resource_limits(2 * float(seconds) * len(files))
+    forbid_processes_and_network()
     print("ready", file=results, flush=True)
     for file in files:
         report = grade_file(tasks, Path(file), float(seconds))

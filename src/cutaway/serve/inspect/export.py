@@ -29,6 +29,15 @@ NUM_NEW_TOKENS = 24
 """Number of generated tokens, as in Generate.svelte."""
 SIZE_DEVICES = ("h100-sxm", "rtx-4090")
 """Devices of the screen Size, besides the first Apple device and the first CPU of the catalog."""
+WITHOUT_INPUT = (
+    "attention_layers",
+    "head_types",
+    "lessons",
+    "interview_questions",
+    "ablation_results",
+    "trained_variants",
+)
+"""Queries without parameters."""
 EDIT_TENSORS = ("kl", "norms_before", "norms_after")
 """Tensors of the query `edit_effect` that the page shows."""
 PRECISIONS = {
@@ -169,7 +178,7 @@ class _Exporter:
             yield "tokenize", {"text": tokenizer.default_source or "", "field": "source"}
         for name in ("residual_norms", "consistency_check"):
             yield name, {"input": model_input}
-        for name in ("attention_layers", "head_types", "lessons", "ablation_results", "trained_variants"):
+        for name in WITHOUT_INPUT:
             yield name, {}
         for position, source_position in self.list_position_pairs():
             yield "journey", {"input": model_input, "position": position, "source_position": source_position}

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from cutaway.errors import InputError
 from cutaway.lens.labeled_tensor import replace_nonfinite
+from cutaway.serve.inspect.exercise_access import ExerciseAccess
 
 PROGRESS, RESULT, ERROR, PARTIAL = range(4)
 """Frame kinds. Their payloads, in this order: JSON {completed, total, description}, result, JSON {message}, result."""
@@ -58,8 +59,14 @@ class QueryCancelled(Exception):  # noqa: N818  # named like asyncio.CancelledEr
 class QueryJob:
     """A running query: sends progress and results as frames, and checks for cancellation and timeout."""
 
-    def __init__(self, send: Callable[[bytes], None] = lambda frame: None, timeout: float = float("inf")) -> None:
+    def __init__(
+        self,
+        send: Callable[[bytes], None] = lambda frame: None,
+        timeout: float = float("inf"),
+        exercise_access: ExerciseAccess | None = None,
+    ) -> None:
         self.send, self.timeout = send, timeout
+        self.exercise_access = exercise_access or ExerciseAccess()
         self.cancelled = threading.Event()
         self.deadline = time.monotonic() + timeout
 

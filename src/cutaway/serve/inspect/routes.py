@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from cutaway.errors import CutawayError
 from cutaway.serve.disconnect import run_until_disconnect
 from cutaway.serve.errors import APIError, invalid_field_error
+from cutaway.serve.inspect.exercise_access import ExerciseAccess
 from cutaway.serve.inspect.inspector import Inspector
 from cutaway.serve.inspect.protocol import ERROR, QueryCancelled, QueryJob, encode_json_frame
 from cutaway.serve.inspect.queries import QUERIES
@@ -35,7 +36,8 @@ log = logging.getLogger("cutaway.serve")
 class QueryExecutor:
     """Thread pool that runs queries."""
 
-    def __init__(self, inspector: Inspector) -> None:
+    def __init__(self, inspector: Inspector, exercise_access: ExerciseAccess | None = None) -> None:
+        self.exercise_access = exercise_access or ExerciseAccess()
         self.catalog = inspector.catalog
         self._fixed_inspector = inspector if self.catalog is None else None
         self.pool = ThreadPoolExecutor(NUM_WORKERS, "cutaway-query")
@@ -63,7 +65,7 @@ class QueryExecutor:
             raise APIError(429, "too many queries are waiting; try again later", headers={"retry-after": "1"})
         loop = asyncio.get_running_loop()
         frames: asyncio.Queue[bytes | None] = asyncio.Queue()
-        job = QueryJob(lambda frame: _enqueue_frame(loop, frames, frame), QUERY_TIMEOUT)
+        job = QueryJob(lambda frame: _enqueue_frame(loop, frames, frame), QUERY_TIMEOUT, self.exercise_access)
         self.jobs.add(job)
         work = loop.run_in_executor(self.pool, self.execute, query, job, self.inspector)
         work.add_done_callback(lambda _: frames.put_nowait(None))

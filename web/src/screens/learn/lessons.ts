@@ -33,8 +33,13 @@ export interface QuizChoice {
   correct: boolean;
 }
 
+export type QuizLevel = "recall" | "reason" | "what-if";
+
 interface QuestionBase {
   id: string;
+  level: QuizLevel;
+  topic: string;
+  topic_title: string;
   question: string;
   notebooks: number[];
   /** Python code that verifies the answer; may be empty. */
@@ -52,6 +57,9 @@ export interface Exercise {
   title: string;
   minutes: number;
   hints: string[];
+  notebook: number;
+  /** Text of the task, as HTML. */
+  instructions: string;
 }
 
 export interface Lessons {

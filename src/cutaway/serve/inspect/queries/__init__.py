@@ -11,12 +11,22 @@ from cutaway.serve.inspect.queries.compare_texts import CompareAttention, Compar
 from cutaway.serve.inspect.queries.consistency_check import ConsistencyCheck
 from cutaway.serve.inspect.queries.edit_effect import EditEffect
 from cutaway.serve.inspect.queries.edit_experiment import EditExperiment
+from cutaway.serve.inspect.queries.exercises import (
+    GradeExercise,
+    NextHint,
+    OpenExercise,
+    ResetExercise,
+    SaveExercise,
+    ShowSolution,
+)
 from cutaway.serve.inspect.queries.find_token import FindToken
 from cutaway.serve.inspect.queries.generation import FillMask, Generate
 from cutaway.serve.inspect.queries.gradient_norms import GradientsByDepth, GradientsByPlacement
 from cutaway.serve.inspect.queries.interventions import Interventions
-from cutaway.serve.inspect.queries.lessons import ExerciseProgress, Lessons
+from cutaway.serve.inspect.queries.learner_progress import LearnerProgress, RecordInterviewAnswer, RecordQuizAnswer
+from cutaway.serve.inspect.queries.lessons import InterviewQuestions, Lessons
 from cutaway.serve.inspect.queries.logit_attribution import LogitAttribution
+from cutaway.serve.inspect.queries.model_check import ListChecks, RunCheck
 from cutaway.serve.inspect.queries.model_info import ModelInfo, Tokenize
 from cutaway.serve.inspect.queries.model_size import MemoryFit, ModelSizes, SizeCatalog
 from cutaway.serve.inspect.queries.models import ListModels, OpenModel
@@ -70,6 +80,17 @@ QUERIES: dict[str, "type[Query]"] = {
     "size_catalog": SizeCatalog,
     "model_sizes": ModelSizes,
     "memory_fit": MemoryFit,
+    "list_checks": ListChecks,
+    "run_check": RunCheck,
     "lessons": Lessons,
-    "exercise_progress": ExerciseProgress,
+    "interview_questions": InterviewQuestions,
+    "learner_progress": LearnerProgress,
+    "record_quiz_answer": RecordQuizAnswer,
+    "record_interview_answer": RecordInterviewAnswer,
+    "open_exercise": OpenExercise,
+    "save_exercise": SaveExercise,
+    "grade_exercise": GradeExercise,
+    "reset_exercise": ResetExercise,
+    "next_hint": NextHint,
+    "show_solution": ShowSolution,
 }

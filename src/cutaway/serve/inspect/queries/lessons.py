@@ -1,9 +1,12 @@
-"""Queries: lessons about the forward pass with their quiz questions and exercises, and exercise progress."""
+"""Queries: lessons about the forward pass with their quiz questions and exercises, and the interview questions."""
 
 from cutaway.learn.claims import ClaimRow, claims_of_question, load_claims
-from cutaway.learn.exercises import load_exercises, progress
+from cutaway.learn.exercises import Exercise, load_exercises
+from cutaway.learn.interview import InterviewQuestion, load_interview_questions
 from cutaway.learn.lessons import build_lessons, find_lesson
+from cutaway.learn.notebooks.html_page import render_markdown
 from cutaway.learn.quiz import ChoiceQuestion, Question, find_questions, get_question, load_sections, shuffle_choices
+from cutaway.learn.quiz.question_search import topic_title
 from cutaway.serve.inspect.queries.base import Inspector, Query, QueryJob, QueryResult
 
 EXERCISE_FIELDS = ("number", "title", "minutes", "hints")
@@ -13,8 +16,7 @@ LESSON_FIELDS = ("slug", "title", "sentences", "figure", "notebook", "docs_page"
 class Lessons(Query):
     """The lessons that apply to this model, the quiz questions and the exercises.
 
-    Questions include their solutions, because the web page grades the answers. Learners' code is not run here; `cutaway
-    learn check` runs it.
+    Questions include their solutions, because the web page grades the answers.
     """
 
     def run(self, inspector: Inspector, job: QueryJob) -> QueryResult:
@@ -33,10 +35,7 @@ class Lessons(Query):
             "lessons": lesson_data,
             "questions": {question.id: _question_to_dict(question) for question in questions},
             "sections": [{"title": title, "questions": ids} for title, ids in sections],
-            "exercises": {
-                str(exercise.number): {name: getattr(exercise, name) for name in EXERCISE_FIELDS}
-                for exercise in load_exercises()
-            },
+            "exercises": {str(exercise.number): _exercise_to_dict(exercise) for exercise in load_exercises()},
         }
         return QueryResult(data)
 
@@ -57,19 +56,33 @@ def _claim_to_dict(row: ClaimRow) -> dict[str, object]:
     return data | {"notebooks": sorted(set(numbers)), "commands": studies + commands + tests}
 
 
+def _exercise_to_dict(exercise: Exercise) -> dict[str, object]:
+    """Return an exercise as JSON values, with its text as HTML without the title."""
+    data = {name: getattr(exercise, name) for name in EXERCISE_FIELDS}
+    text = exercise.instructions.partition("\n")[2]
+    return data | {
+        "notebook": int(exercise.notebook[:2]),
+        "instructions": render_markdown(text, lambda name: f"notebooks/{int(name[:2])}"),
+    }
+
+
 def _question_to_dict(question: Question) -> dict[str, object]:
     """Return a question as JSON values: shuffled choices, explanations and the program that verifies the answer."""
     data: dict[str, object] = question.to_dict()
+    data["topic_title"] = topic_title(question.topic)
     data["claims"] = [_claim_to_dict(row) for row in claims_of_question(question.id)]
     if isinstance(question, ChoiceQuestion):
         data["choices"] = [choice.model_dump() for choice in shuffle_choices(question)]
     return data
 
 
-class ExerciseProgress(Query):
-    """Status of each exercise for the local user. An exported page does not contain it."""
+class InterviewQuestions(Query):
+    """The interview questions with their model answers and key points, in the order of difficulty."""
 
     def run(self, inspector: Inspector, job: QueryJob) -> QueryResult:
-        stored = progress.ExerciseProgress()
-        numbers = [exercise.number for exercise in load_exercises()]
-        return QueryResult({"states": {str(number): stored.get(number).status for number in numbers}})
+        return QueryResult({"questions": [_interview_question_to_dict(item) for item in load_interview_questions()]})
+
+
+def _interview_question_to_dict(question: InterviewQuestion) -> dict[str, object]:
+    names = ("id", "level", "type", "question", "paragraphs", "key_points", "notebooks", "exercise")
+    return {name: getattr(question, name) for name in names} | {"topic": topic_title(question.topic)}
