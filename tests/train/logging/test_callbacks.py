@@ -101,7 +101,7 @@ def test_status_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     assert status["best_eval_loss"] == min(
         row["eval_loss"] for row in read_metrics(tmp_path / "run") if "eval_loss" in row
     )
-    assert set(status["files"]) == {"metrics.jsonl", "timings.jsonl", "loss.svg", "checkpoints", "model"}
+    assert set(status["files"]) == {"metrics.jsonl", "timings.jsonl", "loss.svg", "checkpoints", "snapshots", "model"}
     assert run_train_command(monkeypatch, "--status", str(tmp_path)) == 2
     assert "is not a run directory" in capsys.readouterr().err
 
