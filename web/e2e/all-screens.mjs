@@ -1,7 +1,7 @@
 // Every screen of every model of facts.models (name → URL): no console message of any level, no failed request, no error on the page.
 import assert from "node:assert/strict";
 
-const SCREENS = ["Model", "Trace", "Edit", "Attention", "Generate", "Gradients", "Size", "Learn"];
+const SCREENS = ["Model", "Trace", "Edit", "Attention", "Generate", "Training", "Size", "Learn"];
 
 export async function run(page, url, facts) {
   const messages = [];
@@ -48,7 +48,7 @@ async function checkInput(page, name, screen, facts) {
   const expected = facts.inputs[name] ?? {};
   const selected = page.getByRole("listbox", { name: "Tokens", exact: true }).getByRole("option", { selected: true });
   if (expected.target && ["Model", "Trace", "Generate", "Edit", "Attention"].includes(screen)) assert.equal(await page.locator("#prompt").inputValue(), expected.target);
-  if (expected.mask && screen !== "Gradients" && screen !== "Size") assert.equal(await selected.innerText(), expected.mask);
+  if (expected.mask && screen !== "Training" && screen !== "Size") assert.equal(await selected.innerText(), expected.mask);
   if (expected.mask && screen === "Generate") await page.getByRole("heading", { name: "Mask 1" }).waitFor();
   if (expected.target && screen === "Attention") {
     assert.equal(await page.getByRole("group", { name: "Attention type" }).getByRole("button", { pressed: true }).innerText(), "Cross-attention");

@@ -10,7 +10,7 @@ const VIEWS = {
   edit: ["/edit?edits=blocks.3:swap", "light"],
   attention: ["/attention?", "dark"],
   generate: ["/generate?", "light"],
-  gradients: ["/gradients?", "dark"],
+  training: ["/training?run_head=blocks.0.attn:4", "light"],
   size: ["/size?size.base=llama-3-8b", "light"],
   learn: ["/learn?step=mask", "light"],
 };
@@ -25,6 +25,7 @@ for (const [name, [fragment, colorScheme]] of Object.entries(VIEWS)) {
   if (name === "generate") for (let step = 0; step < 12; step++) await page.getByRole("button", { name: "Step", exact: true }).click();
   await page.waitForLoadState("networkidle");
   await page.waitForTimeout(2500);
+  if (name === "training") await page.getByRole("heading", { name: "Checkpoints" }).evaluateAll((headings) => headings[0]?.scrollIntoView());
   await page.screenshot({ path: `${folder}/${name}.png` });
   await page.close();
 }

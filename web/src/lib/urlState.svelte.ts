@@ -1,10 +1,13 @@
 // State in the URL fragment: the screen and the selection on it, so that a link reproduces the view.
 import { exportedPage } from "./exportTransport";
 
-const ALL_SCREENS = ["model", "trace", "edit", "attention", "generate", "gradients", "size", "learn"] as const;
+const ALL_SCREENS = ["model", "trace", "edit", "attention", "generate", "training", "size", "learn"] as const;
 export type Screen = (typeof ALL_SCREENS)[number];
-/** Screens of the page. Gradients are measured on a server, so an exported page has no such screen. */
-export const SCREENS: readonly Screen[] = ALL_SCREENS.filter((screen) => screen !== "gradients" || !exportedPage());
+/** Screens of the page. Runs and gradients are measured on a server, so an exported page has no screen Training. */
+export const SCREENS: readonly Screen[] = ALL_SCREENS.filter((screen) => screen !== "training" || !exportedPage());
+
+/** Former names of screens in links. */
+const RENAMED_SCREENS: Record<string, Screen> = { gradients: "training" };
 
 type Changes = Record<string, string | number | null | undefined>;
 
@@ -56,9 +59,11 @@ class UrlState {
 
   parseFragment(fragment: string = location.hash.slice(1)): void {
     const [path = "", query = ""] = fragment.split("?", 2);
-    const name = path.replace(/^\//, "") as Screen;
+    const requested = path.replace(/^\//, "");
+    const name = (RENAMED_SCREENS[requested] ?? requested) as Screen;
     this.screen = SCREENS.includes(name) ? name : "model";
     this.#params = Object.fromEntries(new URLSearchParams(query));
+    if (requested in RENAMED_SCREENS && this.ownsAddress) history.replaceState(null, "", `#${this.toFragment()}`);
   }
 }
 

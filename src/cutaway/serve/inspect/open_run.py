@@ -24,7 +24,8 @@ IDLE_SECONDS = 120.0
 """On a file system without locks, a run counts as stopped if its log has had no new row for this many seconds."""
 MIN_PROMPT_CHARACTERS = 8
 """A shorter sample prompt is not the default text, because its attention patterns have too few tokens."""
-MAX_CACHED_RESULTS = 64
+MAX_CACHED_BYTES = 1 << 26
+"""Maximum size of the cached results of queries about checkpoints in bytes."""
 
 
 class OpenRun:
@@ -99,6 +100,9 @@ class OpenRun:
         return self._results.get(key)
 
     def cache_result(self, key: tuple[object, ...], result: QueryResult) -> None:
+        """Cache a result, and remove the oldest ones while all of them exceed MAX_CACHED_BYTES."""
         self._results[key] = result
-        while len(self._results) > MAX_CACHED_RESULTS:
+        sizes = [sum(tensor.nbytes for tensor in each.tensors.values()) for each in self._results.values()]
+        while len(self._results) > 1 and sum(sizes) > MAX_CACHED_BYTES:
             self._results.popitem(last=False)
+            sizes.pop(0)
