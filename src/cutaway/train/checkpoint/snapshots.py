@@ -4,7 +4,8 @@ A snapshot is one safetensors file. It is written under a hidden name and rename
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -46,15 +47,43 @@ def snapshot_path(directory: Path, step: int) -> Path:
     return directory / f"{checkpoint_name(step)}.safetensors"
 
 
+class SnapshotWriter:
+    """Writes the snapshots of a run in a thread, so that training does not wait for the disk."""
+
+    def __init__(self, directory: Path, steps: Collection[int], log: Callable[[str], None]) -> None:
+        self.directory, self.steps, self.log = directory, steps, log
+        self._executor = ThreadPoolExecutor(1, "snapshot")
+        self._pending: tuple[int, Future[None]] | None = None
+
+    def is_due(self, step: int) -> bool:
+        """Whether the step has a snapshot that is not written yet. A resumed run repeats steps with the same result."""
+        return step in self.steps and not snapshot_path(self.directory, step).exists()
+
+    def save(self, step: int, weights: Mapping[str, Tensor]) -> None:
+        """Copy the weights to the CPU and write them in the thread."""
+        self.wait()  # before copying, so that there is one copy in memory at a time
+        copies = {name: copy_to_cpu(weight) for name, weight in weights.items()}
+        self._pending = step, self._executor.submit(save_snapshot, self.directory, step, copies)
+
+    def wait(self) -> None:
+        """Wait until the last snapshot is written. If writing failed, log it."""
+        if self._pending is None:
+            return
+        (step, future), self._pending = self._pending, None
+        try:
+            future.result()
+        except OSError as error:
+            reason = error.strerror or error
+            self.log(f"could not save the snapshot of step {step}: {reason}; training continues")
+
+
 def save_snapshot(directory: Path, step: int, weights: Mapping[str, Tensor]) -> None:
-    """Write a snapshot, unless the step has one already: a resumed run repeats steps with the same result."""
+    """Write a snapshot and flush it to disk."""
     path = snapshot_path(directory, step)
-    if path.exists():
-        return
     directory.mkdir(exist_ok=True)
     temporary = path.with_name(f".{path.name}.saving")
     temporary.unlink(missing_ok=True)  # left by a killed process
-    write_file(temporary, serialize_safetensors({name: copy_to_cpu(weight) for name, weight in weights.items()}))
+    write_file(temporary, serialize_safetensors(dict(weights)))
     hit_failpoint("before-snapshot-rename")
     temporary.replace(path)
     fsync_directory(directory)

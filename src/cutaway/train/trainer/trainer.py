@@ -30,7 +30,7 @@ from cutaway.train.checkpoint.failpoints import hit_failpoint
 from cutaway.train.checkpoint.manifest import TrainerState
 from cutaway.train.checkpoint.pretrained_checkpoint import resolve_export_family
 from cutaway.train.checkpoint.run_directory import RunDirectory
-from cutaway.train.checkpoint.snapshots import resolve_num_snapshots, save_snapshot, snapshot_steps
+from cutaway.train.checkpoint.snapshots import SnapshotWriter, resolve_num_snapshots, snapshot_steps
 from cutaway.train.data.training_data import TrainingData
 from cutaway.train.distributed.parallelize import gather_full_model
 from cutaway.train.distributed.process_group import DistributedContext
@@ -91,7 +91,9 @@ class Trainer:
         num_snapshots = resolve_num_snapshots(self.recipe.checkpoint.num_snapshots, num_parameters)
         has_snapshots = self.dist_context.mesh is None and self.dist_context.is_main_process
         steps = snapshot_steps(num_snapshots, self.recipe.training.max_steps) if has_snapshots else []
-        self.snapshot_steps = frozenset(steps)
+        self.snapshot_writer = SnapshotWriter(
+            self.run_directory.snapshot_directory, frozenset(steps), self.callback.on_message
+        )
         self.global_step = 0
         self.best_eval_loss: float | None = None
         self.metrics_log: MetricsLog
@@ -153,16 +155,11 @@ class Trainer:
 
     def save_snapshot(self) -> None:
         """Save the weights for inspection, if this step has a snapshot. If writing fails, report it and continue."""
-        if self.global_step not in self.snapshot_steps:
+        if not self.snapshot_writer.is_due(self.global_step):
             return
         self._log_pending_step()
-        try:
-            with self.averaged_weights():
-                save_snapshot(self.run_directory.snapshot_directory, self.global_step, self.model.state_dict())
-        except OSError as error:
-            self.callback.on_message(
-                f"could not save the snapshot of step {self.global_step}: {error.strerror or error}; training continues"
-            )
+        with self.averaged_weights():
+            self.snapshot_writer.save(self.global_step, self.model.state_dict())
         self.step_start_time = time.perf_counter()
 
     @contextmanager
@@ -252,6 +249,7 @@ class Trainer:
         try:
             yield
         finally:
+            self.snapshot_writer.wait()
             with self._report_write_errors():
                 self.checkpoint_manager.wait_for_async_save()
 
