@@ -70,4 +70,16 @@ export async function run(page, url, facts) {
   await page.getByText("The loss rises by 1 nat or more, other than predicted").waitFor();
   await page.getByText(/leakage, not a better model/).waitFor();
   await page.getByText("Greedy continuation without edits").waitFor();
+
+  // Models trained with another component: a prediction, the losses of the results, both continuations, and the model on all screens.
+  await page.getByRole("group", { name: "Positions", exact: true }).getByRole("button", { name: "ALiBi" }).click();
+  await page.getByRole("button", { name: "within 0.02 nats" }).click();
+  await page.getByText("The loss is within 0.02 nats, as predicted").waitFor();
+  await page.getByText(/Greedy continuation, ALiBi/).waitFor();
+  await page.getByRole("img", { name: /^Base: .* ALiBi: / }).waitFor();
+  await page.getByRole("button", { name: "Open this model on all screens" }).click();
+  await page.waitForFunction(() => document.querySelector("select[aria-label=Model]")?.value === "pretrained:variants/alibi");
+  await page.getByText("No edits.").waitFor();
+  await page.getByRole("combobox", { name: "Model" }).selectOption("pretrained:tiny-english");
+  await page.waitForFunction(() => document.title.includes("tiny-english"));
 }

@@ -1,4 +1,4 @@
-"""Pretrained models shipped with the package: two decoders, an encoder and an encoder-decoder."""
+"""Pretrained models shipped with the package: two decoders, an encoder, an encoder-decoder, and trained variants."""
 
 import json
 from pathlib import Path
@@ -7,6 +7,8 @@ from typing import Any
 PRETRAINED_DIR = Path(__file__).parent
 ABLATIONS_FILE = PRETRAINED_DIR / "ablations.json"
 """Results of the shipped ablation study: components removed after training, and models trained without them."""
+VARIANTS_DIR = PRETRAINED_DIR / "variants"
+"""Small story models that differ from `variants/base` in one component, and their losses (`results.json`)."""
 DEFAULT_MODEL = "tiny-english"
 """Model of the commands whose SOURCE is optional."""
 EXAMPLE_TEXTS = {
@@ -23,9 +25,14 @@ def list_pretrained() -> list[str]:
     return sorted(path.name for path in PRETRAINED_DIR.iterdir() if (path / "config.json").is_file())
 
 
+def list_variants() -> list[str]:
+    """Names of the trained variants, such as "variants/alibi"."""
+    return sorted(f"{VARIANTS_DIR.name}/{path.name}" for path in VARIANTS_DIR.iterdir() if path.is_dir())
+
+
 def find_pretrained(name: str) -> Path | None:
-    """Directory of a pretrained model, or None."""
-    return PRETRAINED_DIR / name if name in list_pretrained() else None
+    """Directory of a pretrained model or of a trained variant, or None."""
+    return PRETRAINED_DIR / name if name in list_pretrained() or name in list_variants() else None
 
 
 def load_examples(name: str) -> list[dict[str, Any]]:

@@ -23,7 +23,7 @@ MAX_EXPORT_BYTES = 48 << 20
 MAX_SINGLE_THREAD_PARAMETERS = 30_000_000
 MAX_POSITION_PAIRS = 1024
 """Maximum number of pairs of a target and a source token of an encoder-decoder."""
-MAX_HEAD_EDITS = 128
+MAX_HEAD_EDITS = 32
 """Maximum number of edits of single heads; with more heads, none is included."""
 NUM_NEW_TOKENS = 24
 """Number of generated tokens, as in Generate.svelte."""
@@ -169,7 +169,8 @@ class _Exporter:
             yield "tokenize", {"text": tokenizer.default_source or "", "field": "source"}
         for name in ("residual_norms", "consistency_check"):
             yield name, {"input": model_input}
-        yield from (("attention_layers", {}), ("head_types", {}), ("lessons", {}), ("ablation_results", {}))
+        for name in ("attention_layers", "head_types", "lessons", "ablation_results", "trained_variants"):
+            yield name, {}
         for position, source_position in self.list_position_pairs():
             yield "journey", {"input": model_input, "position": position, "source_position": source_position}
         for position in self.positions:

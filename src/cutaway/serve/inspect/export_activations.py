@@ -6,7 +6,7 @@ tokens are compared with those of the query; if they differ, a query is run for 
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -68,11 +68,18 @@ def add_activations(
                 return None
 
         indices = source_positions if is_source else positions
-        for index, result, is_variant in _list_results(inspector, activations, validated, site, indices, query):
+        precision = FLOAT32 if site in ("logits", "softmax") else FLOAT16_8_BIT
+        stored: dict[str, int] = {}  # name of a tensor → index of the stored tensor of all tokens
+        for index, result, all_tokens in _list_results(inspector, activations, validated, site, indices, query):
+            views = {} if pattern is None else pattern.view(bundle, index)
+            for tensor_name in (all_tokens.keys() & result.tensors.keys()) - views.keys():
+                if tensor_name not in stored:
+                    rows = all_tokens[tensor_name][indices[0] : indices[-1] + 1]
+                    stored[tensor_name] = bundle.add_tensor(rows, precision)
+                views[tensor_name] = bundle.add_row(stored[tensor_name], index - indices[0])
             # A key without the position of the other text: the result does not depend on it.
             params = {"input": model_input, name: index, "site": site}
-            precision = FLOAT32 if site in ("logits", "softmax") else FLOAT16_8_BIT
-            views = {} if pattern is None else pattern.view(bundle, index)
+            is_variant = bool(all_tokens) and index != indices[0]
             bundle.add(
                 "activation", params, result, group=site, precision=precision, views=views, is_variant=is_variant
             )
@@ -128,22 +135,25 @@ def _list_results(
     site: str,
     indices: Sequence[int],
     query: Query,
-) -> Iterator[tuple[int, QueryResult, bool]]:
-    """Yield token, result, and whether the result has only the fields that differ from those of the first one."""
+) -> Iterator[tuple[int, QueryResult, Mapping[str, Tensor]]]:
+    """Yield token, result, and the tensors of all tokens, whose rows are the tensors of the result.
+
+    If there are tensors of all tokens, the results after the first have only the fields that differ from the first.
+    """
     template = query(indices[-1]) if indices else None
     if template is None:
         return
     values = _read_all_tokens(inspector, activations, site, max(indices) + 1)
     if values is not None:
         build = _ResultBuilder(inspector, activations, model_input, site, values, template)
-        if all(_are_equal(build(index), query(index)) for index in {indices[0], indices[-1]}):
-            yield indices[0], build.first(indices[0]), False
-            yield from ((index, build.variant(index), True) for index in indices[1:])
+        if _are_equal(build(indices[-1]), template) and _are_equal(build(indices[0]), query(indices[0])):
+            yield indices[0], build.first(indices[0]), build.all_tokens
+            yield from ((index, build.variant(index), build.all_tokens) for index in indices[1:])
             return
     for index in indices:
         result = query(index)
         if result is not None:
-            yield index, result, False
+            yield index, result, {}
 
 
 class _ResultBuilder:
@@ -160,7 +170,9 @@ class _ResultBuilder:
     ) -> None:
         self.inspector, self.activations, self.template = inspector, activations, template
         self.model_input, self.site = model_input, site
-        self.values, self.masked = values, values == -torch.inf
+        self.values, masked = values, values == -torch.inf
+        self.has_masked = masked.flatten(1).any(1).tolist()
+        self.all_tokens = {"values": values.masked_fill(masked, 0.0), "masked": masked}
         flat, finite = values.flatten(1), values.flatten(1).isfinite()
         count = finite.sum(1).clamp(min=1)
         self.statistics = {
@@ -188,10 +200,8 @@ class _ResultBuilder:
         statistics = {
             name: values[index] if self.has_values[index] else 0.0 for name, values in self.statistics.items()
         }
-        masked = self.masked[index]
-        tensors = {"values": self.values[index]}
-        if masked.any():
-            tensors = {"values": tensors["values"].masked_fill(masked, 0.0), "masked": masked}
+        names = ("values", "masked") if self.has_masked[index] else ("values",)
+        tensors = {name: self.all_tokens[name][index] for name in names}
         with torch.no_grad():
             stage = StageInputs(self.inspector, self.activations, self.site, index, self.values[index])
             return QueryResult({**statistics, "sentence": describe_stage(stage)}, tensors)

@@ -92,10 +92,17 @@ class ExportBundle:
         changes = {name: value for name, value in data.items() if name not in base or base[name] != value}
         tensors = {name: views.get(name, -1) for name in result.tensors}
         for name in [name for name, view in tensors.items() if view < 0]:
-            tensors[name] = self._add_tensor(result.tensors[name], precision)
+            tensors[name] = self.add_tensor(result.tensors[name], precision)
         return [index, changes, tensors]
 
-    def _add_tensor(self, value: Tensor, precision: str) -> int:
+    def add_row(self, first: int, row: int) -> int:
+        """Add a view of one row of the stored tensor `first`; return its index."""
+        dtype, (_, *shape), offset = self.tensors[first]
+        self.tensors.append((dtype, shape, offset + row * math.prod(shape)))
+        return len(self.tensors) - 1
+
+    def add_tensor(self, value: Tensor, precision: str) -> int:
+        """Add a tensor, unless an equal one is stored; return its index."""
         array = to_wire_tensor(value).numpy()
         dtype = {"float32": "F32", "int32": "I32", "uint8": "U8"}[array.dtype.name]
         if dtype == "F32" and precision != FLOAT32 and array.size and float(np.abs(array).max()) < MAX_FLOAT16:

@@ -1,4 +1,4 @@
-"""Models that the web page can open: the model given at start, pretrained models, presets, checkpoints of a run."""
+"""Models that the web page can open: pretrained models, trained variants, presets, checkpoints, the start model."""
 
 import threading
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from cutaway.errors import InputError
 from cutaway.families.load import load
 from cutaway.generate.fast.cpu_linear import should_upcast_on_cpu
 from cutaway.model import build
-from cutaway.pretrained import PRETRAINED_DIR, list_pretrained
+from cutaway.pretrained import PRETRAINED_DIR, list_pretrained, list_variants
 from cutaway.serve.inspect.inspector import Inspector, build_inspector
 from cutaway.serve.inspect.protocol import QueryJob
 from cutaway.size.parameters import count_parameters
@@ -32,7 +32,7 @@ class ModelEntry:
 
     id: str
     name: str
-    group: Literal["start", "checkpoint", "pretrained", "preset"]
+    group: Literal["start", "checkpoint", "pretrained", "variant", "preset"]
     form: str | None = None
     num_parameters: int | None = None
 
@@ -99,7 +99,7 @@ class ModelCatalog:
                 name = f"{self.run.name} at {entry.name}"
                 text = self.run.default_text if self.text is None else self.text
                 return build_inspector(checkpoint, text, name=name, run=self.run, run_step=saved.step)
-        if entry.group == "pretrained":
+        if entry.group in ("pretrained", "variant"):
             checkpoint = load(PRETRAINED_DIR / entry.name, device=self.device)
             if should_upcast_on_cpu(checkpoint.model):
                 checkpoint.model.float()
@@ -116,7 +116,9 @@ class ModelCatalog:
 
 @cache
 def list_pretrained_entries() -> tuple[ModelEntry, ...]:
-    return tuple(ModelEntry(f"pretrained:{name}", name, "pretrained") for name in list_pretrained())
+    models = [ModelEntry(f"pretrained:{name}", name, "pretrained") for name in list_pretrained()]
+    variants = [ModelEntry(f"pretrained:{name}", name, "variant") for name in list_variants()]
+    return (*models, *variants)
 
 
 @cache

@@ -21,6 +21,7 @@ from cutaway.serve.inspect.queries.next_token import NextToken
 from cutaway.serve.inspect.queries.residual_stream import ResidualNorms, TokenJourney
 from cutaway.serve.inspect.queries.run_checkpoints import CheckpointActivations, RunCheckpoints
 from cutaway.serve.inspect.queries.run_metrics import RunMetrics
+from cutaway.serve.inspect.queries.trained_variants import TrainedVariants, VariantContinuation
 from cutaway.serve.inspect.queries.worked_attention import WorkedAttention
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ QUERIES: dict[str, "type[Query]"] = {
     "edit_experiment": EditExperiment,
     "interventions": Interventions,
     "ablation_results": AblationResults,
+    "trained_variants": TrainedVariants,
+    "variant_continuation": VariantContinuation,
     "gradients_by_placement": GradientsByPlacement,
     "gradients_by_depth": GradientsByDepth,
     "run_metrics": RunMetrics,

@@ -1,15 +1,17 @@
 """Base classes of inspector queries. Parameters are pydantic fields, and `run` computes the result."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from cutaway.evaluate.confidence_interval import mean_confidence_interval
 from cutaway.serve.inspect.inspector import Inspector
 from cutaway.serve.inspect.model_input import MAX_TOKENS, ModelInput
 from cutaway.serve.inspect.protocol import QueryJob, QueryResult
 
-__all__ = ["InputQuery", "Inspector", "Query", "QueryJob", "QueryResult", "TokenIndex"]
+__all__ = ["InputQuery", "Inspector", "Query", "QueryJob", "QueryResult", "TokenIndex", "interval_bounds"]
 
 TokenIndex = Annotated[int, Field(strict=True, ge=0, lt=MAX_TOKENS)]
 """Index of a token, from 0."""
@@ -29,3 +31,10 @@ class InputQuery(Query):
     """Query about the forward pass of the model on one input (tokens, source and edits)."""
 
     input: ModelInput
+
+
+def interval_bounds(values: Sequence[float]) -> dict[str, float]:
+    """Mean of the values, and the bounds of its 95 % confidence interval."""
+    interval = mean_confidence_interval(values)
+    half_width = interval.half_width or 0.0
+    return {"mean": interval.mean, "low": interval.mean - half_width, "high": interval.mean + half_width}

@@ -7,10 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cutaway.errors import InputError
-from cutaway.evaluate.confidence_interval import ConfidenceInterval, mean_confidence_interval
 from cutaway.model import DecoderOnly
 from cutaway.serve.inspect.model_input import ModelInput
-from cutaway.serve.inspect.queries.base import InputQuery, Inspector, QueryJob, QueryResult
+from cutaway.serve.inspect.queries.base import InputQuery, Inspector, QueryJob, QueryResult, interval_bounds
 
 NUM_TEXTS, TEXT_LEN, NUM_NEW_TOKENS = 16, 48, 20
 """Sampled texts and their tokens, and the tokens of a continuation."""
@@ -40,9 +39,9 @@ class EditExperiment(InputQuery):
         differences = [after - first for first, after in zip(*losses, strict=True)]
         data = {
             "continuations": continuations,
-            "loss_before": _interval(mean_confidence_interval(losses[0])),
-            "loss_after": _interval(mean_confidence_interval(losses[1])),
-            "difference": _interval(mean_confidence_interval(differences)),
+            "loss_before": interval_bounds(losses[0]),
+            "loss_after": interval_bounds(losses[1]),
+            "difference": interval_bounds(differences),
             "num_texts": NUM_TEXTS,
             "example": "".join(inspector.tokenizer.decode_token(token) for token in texts[0].tolist()),
         }
@@ -81,8 +80,3 @@ def sample_texts(inspector: Inspector) -> Tensor:
                 tokens = torch.cat((tokens, torch.multinomial(probabilities, 1, generator=generator).to(device)), 1)
         SAMPLES[inspector] = tokens
     return SAMPLES[inspector]
-
-
-def _interval(interval: ConfidenceInterval) -> dict[str, float]:
-    half_width = interval.half_width or 0.0
-    return {"mean": interval.mean, "low": interval.mean - half_width, "high": interval.mean + half_width}

@@ -1,0 +1,148 @@
+"""Queries: small models that were trained with another norm, norm placement or position method."""
+
+import json
+from functools import cache
+from itertools import pairwise
+from typing import Annotated, Any, NamedTuple
+
+import torch
+from pydantic import Field
+
+from cutaway.errors import InputError
+from cutaway.families.checkpoint import Checkpoint
+from cutaway.families.load import load
+from cutaway.pretrained import VARIANTS_DIR
+from cutaway.serve.inspect.queries.base import Inspector, Query, QueryJob, QueryResult, interval_bounds
+
+BASE = "base"
+NUM_NEW_TOKENS = 24
+MAX_PROMPT_TOKENS = 128
+
+
+class Variant(NamedTuple):
+    """A value of a component, and the model that was trained with it."""
+
+    component: str
+    label: str
+    name: str
+    explanation: str
+    """What differs from the base model and why this matters. The losses are from the results."""
+
+
+VARIANTS = (
+    Variant("Norm", "RMSNorm", BASE, ""),
+    Variant(
+        "Norm",
+        "LayerNorm",
+        "layernorm",
+        "LayerNorm also subtracts the mean and adds a bias; RMSNorm only divides by the root mean square. Both keep the"
+        " inputs of the sublayers at one scale, so that the losses differ by little.",
+    ),
+    Variant("Norm placement", "pre-norm", BASE, ""),
+    Variant(
+        "Norm placement",
+        "post-norm",
+        "post-norm",
+        "With post-norm, every block normalizes the residual stream itself, and gradients pass through all norms. With"
+        " 4 blocks and a learning rate warmup this trains well; the screen Training compares deeper models.",
+    ),
+    Variant("Positions", "RoPE", BASE, ""),
+    Variant(
+        "Positions",
+        "learned",
+        "learned",
+        "One learned vector per position is added to the embedding. The vectors of positions beyond the training length"
+        " were never trained, so that the loss rises there.",
+    ),
+    Variant(
+        "Positions",
+        "sinusoidal",
+        "sinusoidal",
+        "Sines and cosines of the position are added to the embedding. They exist for every position, but the model has"
+        " not been trained with those beyond the training length.",
+    ),
+    Variant(
+        "Positions",
+        "ALiBi",
+        "alibi",
+        "Attention scores decrease linearly with the distance between query and key, with a slope per head. Distant"
+        " keys have almost no weight, so that longer texts look like those of the training.",
+    ),
+    Variant(
+        "Positions",
+        "none",
+        "no-positions",
+        "Without positions, attention cannot tell the order of earlier tokens directly. The causal mask still makes the"
+        " positions differ: a token attends to as many tokens as precede it, and the model can learn to use this.",
+    ),
+)
+
+
+class TrainedVariants(Query):
+    """The variants with their losses on held-out stories, with confidence intervals over seeds."""
+
+    def run(self, inspector: Inspector, job: QueryJob) -> QueryResult:
+        results = load_variant_results()
+        losses = results["variants"]
+        variants = []
+        for variant in VARIANTS:
+            own, base = losses[variant.name], losses[BASE]
+            by_position = zip(*own["loss_by_position"], strict=True)
+            variants.append(
+                {
+                    **variant._asdict(),
+                    "loss": interval_bounds(own["loss"]),
+                    "loss_beyond": interval_bounds(own["loss_beyond"]),
+                    "difference": interval_bounds([a - b for a, b in zip(own["loss"], base["loss"], strict=True)]),
+                    "loss_by_position": [sum(seeds) / len(seeds) for seeds in by_position],
+                }
+            )
+        bucket = results["bucket"]
+        ends = range(0, bucket * (len(losses[BASE]["loss_by_position"][0]) + 1), bucket)
+        return QueryResult(
+            {
+                "variants": variants,
+                "positions": [(start + end) / 2 for start, end in pairwise(ends)],
+                "num_seeds": len(losses[BASE]["loss"]),
+                **{name: results[name] for name in ("seq_len", "num_sequences", "max_steps", "tokens")},
+            }
+        )
+
+
+class VariantContinuation(Query):
+    """Greedy continuation of a text by the base model or a variant."""
+
+    name: Annotated[str, Field(max_length=40)]
+    text: Annotated[str, Field(max_length=4000)]
+
+    def run(self, inspector: Inspector, job: QueryJob) -> QueryResult:
+        if self.name not in {variant.name for variant in VARIANTS}:
+            names = ", ".join(dict.fromkeys(variant.name for variant in VARIANTS))
+            raise InputError(f"'{self.name}' is not a trained variant; choose one of {names}")
+        checkpoint = _load_variant(self.name)
+        assert checkpoint.tokenizer is not None
+        prompt = checkpoint.tokenizer.encode(self.text)[-MAX_PROMPT_TOKENS:]
+        if not prompt:
+            raise InputError("the text is empty; write at least one word")
+        tokens = torch.tensor([prompt])
+        new: list[int] = []
+        with torch.inference_mode():
+            while len(new) < NUM_NEW_TOKENS:
+                job.check_cancelled()
+                token = int(checkpoint.model(tokens)[0, -1].argmax())
+                if token == checkpoint.tokenizer.eos_token_id:
+                    break
+                new.append(token)
+                tokens = torch.cat((tokens, torch.tensor([[token]])), 1)
+        return QueryResult({"continuation": checkpoint.tokenizer.decode(new)})
+
+
+@cache
+def load_variant_results() -> dict[str, Any]:
+    """Losses of every variant and seed, by position, which examples/tiny-english/evaluate_variants.py has measured."""
+    return json.loads((VARIANTS_DIR / "results.json").read_text(encoding="utf-8"))
+
+
+@cache
+def _load_variant(name: str) -> Checkpoint:
+    return load(VARIANTS_DIR / name, device="cpu", dtype=torch.float32)
