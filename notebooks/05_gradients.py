@@ -87,7 +87,7 @@ claim("singular values of LayerNorm's Jacobian that are 0", null_dims[1], predic
 #
 # The study `norm-placement` measures the gradient norm after the first block relative to the last block of untrained
 # models: four placements, three initializations, both masks, two activations, 6 to 96 blocks, ten seeds. Its sentences
-# for 24 blocks are printed below; the Gradients screen of the page shows the same sentences. `cutaway learn study
+# for 24 blocks are printed below; the Training screen of the page shows the same sentences. `cutaway learn study
 # norm-placement` lists all values.
 
 # %%

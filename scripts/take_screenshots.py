@@ -1,6 +1,8 @@
 """Take the screenshots of docs/page: one per screen of the web page, with the pretrained model.
 
-python scripts/take_screenshots.py [SCREEN ...] [--out docs/page]
+python scripts/take_screenshots.py [SCREEN ...] [--source MODEL] [--out docs/page]
+
+The screen training is taken with a run: cutaway train python-stdlib, then --source runs/python-stdlib.
 
 Needs the built page (hatch_build.py), web/node_modules and Chromium. The environment variable CHROMIUM is the path of
 Chromium (default /usr/bin/chromium).
@@ -33,9 +35,10 @@ NUM_COLORS = 96
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("screens", nargs="*", metavar="SCREEN", help="screens to take; default all")
+    parser.add_argument("--source", default=DEFAULT_MODEL, help="model or run directory")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "page")
     args = parser.parse_args()
-    executor = routes.QueryExecutor(load_catalog(DEFAULT_MODEL, None, "cpu", None, quiet=True).current)
+    executor = routes.QueryExecutor(load_catalog(args.source, None, "cpu", None, quiet=True).current)
     app = build_app(
         [routes.build_router(executor), static_files.build_static_router()],
         access_policy=build_access_policy("127.0.0.1", None),

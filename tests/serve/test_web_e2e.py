@@ -6,6 +6,7 @@ import random
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -34,6 +35,11 @@ from cutaway.serve.inspect.queries import activation_patching
 from cutaway.serve.inspect.queries.activation_patching import ActivationPatching
 from cutaway.serve.notebook_pages import build_notebook_router
 from cutaway.serve.server import bind_socket, build_access_policy
+from cutaway.train.checkpoint.run_directory import RunDirectory
+from cutaway.train.checkpoint.saved_models import SavedModel, list_saved_models, load_saved_model
+from cutaway.train.logging.callbacks import Callback
+from cutaway.train.recipe.load import load_recipe
+from cutaway.train.trainer.launch import prepare_trainer, train
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
@@ -229,7 +235,7 @@ def show_whitespace(text: str) -> str:
     return "·" * left + shown.strip(" ") + "·" * right
 
 
-SCREENS = ["model", "trace", "attention", "generate", "edit", "compare", "gradients", "size", "check", "learn"]
+SCREENS = ["model", "trace", "attention", "generate", "edit", "compare", "training", "size", "check", "learn"]
 
 
 PAGE_TESTS = [*SCREENS, "long-text", "exported-file", "notebook", "accessibility"]
@@ -241,6 +247,10 @@ def test_web_page(name: str, page: str, facts: dict[str, Any], tmp_path: Path, e
         facts = {**facts, "checks": run_checks()}
     if name == "learn":
         facts = {**facts, "exercise_token": exercise_access.token}
+    if name == "training":
+        with serve_runs(tmp_path) as run_facts:
+            run_in_browser(name, page, facts | run_facts, tmp_path)
+        return
     if name != "long-text":
         run_in_browser(name, page, facts, tmp_path)
         return
@@ -255,6 +265,46 @@ def run_checks() -> list[dict[str, str]]:
     """Titles and verdicts of all checks of the model that the page opens."""
     report = ct.check(ct.load("tiny-english", dtype=torch.float32).model, budget=240)
     return [{"title": get_checks()[item.check].title, "verdict": item.verdict} for item in report.findings]
+
+
+@contextmanager
+def serve_runs(tmp_path: Path) -> Iterator[dict[str, Any]]:
+    """Facts about two runs: one before its first step, and one that trains while the page is open."""
+    text = tmp_path / "a.txt"
+    text.write_text("to be or not to be, that is the question. " * 60)
+    recipe: dict[str, Any] = {
+        "model": {
+            "form": "decoder", "vocab_size": 259, "d_model": 16, "context": 32,
+            "decoder": {"layers": 2, "block": {"attention": {"heads": 2}}},
+        },
+        "data": {"seq_len": 16, "sources": [{"path": str(text)}], "validation_split": 0.2},
+        "training": {"max_steps": 40, "batch_size": 2, "preflight": False},
+        "eval": {"interval": 10, "num_sequences": 2, "sample_prompt": "to be or not"},
+        "checkpoint": {"interval": 20, "num_snapshots": 3},
+    }  # fmt: skip
+    callback = Callback(on_step_end=lambda row, timing: time.sleep(0.5))
+    live = prepare_trainer(load_recipe(recipe), tmp_path / "live", device="cpu", callback=callback)
+    overrides = ["training.max_steps=6"]
+    unstarted = prepare_trainer(load_recipe(recipe, overrides), tmp_path / "unstarted", device="cpu")
+    reference = train(load_recipe(recipe), tmp_path / "reference", device="cpu")  # training is deterministic
+    expected = {saved.step: measure_loss(reference, saved, "to be or not") for saved in list_saved_models(reference)}
+    thread = threading.Thread(target=live.train)
+    with ExitStack() as stack:
+        runs = {"unstarted": unstarted.run_directory.directory, "live": live.run_directory.directory}
+        urls = {name: stack.enter_context(serve_page(str(path))) for name, path in runs.items()}
+        thread.start()
+        stack.callback(thread.join)
+        stack.callback(live.stop_requested.set)
+        yield {"models": urls, "steps": list(expected), "losses": list(expected.values())}
+
+
+def measure_loss(run: RunDirectory, saved: SavedModel, text: str) -> str:
+    checkpoint = load_saved_model(run, saved)
+    assert checkpoint.tokenizer is not None
+    tokens = torch.tensor([checkpoint.tokenizer.encode(text)])
+    with torch.no_grad():
+        logits = checkpoint.model(tokens)
+    return format_number(float(torch.nn.functional.cross_entropy(logits[0, :-1], tokens[0, 1:])))
 
 
 def test_all_screens_of_the_pretrained_models_have_no_messages(tmp_path: Path) -> None:

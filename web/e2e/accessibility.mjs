@@ -2,7 +2,7 @@
 import { AxeBuilder } from "@axe-core/playwright";
 import assert from "node:assert/strict";
 
-const SCREENS = { model: "Model", trace: "Trace", edit: "Edit", compare: "Compare", attention: "Attention", generate: "Generate", gradients: "Gradients", size: "Size", check: "Check", learn: "Learn" };
+const SCREENS = { model: "Model", trace: "Trace", edit: "Edit", compare: "Compare", attention: "Attention", generate: "Generate", training: "Training", size: "Size", check: "Check", learn: "Learn" };
 
 export async function run(page, url) {
   await page.goto(url);

@@ -1,7 +1,7 @@
 // Every screen, or those of facts.screens, of every model of facts.models (name → URL): no console message of any level, no failed request, no error on the page.
 import assert from "node:assert/strict";
 
-const SCREENS = ["Model", "Trace", "Edit", "Compare", "Attention", "Generate", "Gradients", "Size", "Check", "Learn"];
+const SCREENS = ["Model", "Trace", "Edit", "Compare", "Attention", "Generate", "Training", "Size", "Check", "Learn"];
 
 export async function run(page, url, facts) {
   const messages = [];
@@ -61,7 +61,7 @@ async function checkInput(page, name, screen, facts) {
   const expected = facts.inputs[name] ?? {};
   const selected = page.getByRole("listbox", { name: "Tokens", exact: true }).getByRole("option", { selected: true });
   if (expected.target && ["Model", "Trace", "Generate", "Edit", "Compare", "Attention"].includes(screen)) assert.equal(await page.locator("#prompt").inputValue(), expected.target);
-  if (expected.mask && !["Gradients", "Size", "Check"].includes(screen)) assert.equal(await selected.innerText(), expected.mask);
+  if (expected.mask && !["Training", "Size", "Check"].includes(screen)) assert.equal(await selected.innerText(), expected.mask);
   if (expected.mask && screen === "Generate") await page.getByRole("heading", { name: "Mask 1" }).waitFor();
   if (expected.target && screen === "Attention") {
     assert.equal(await page.getByRole("group", { name: "Attention type" }).getByRole("button", { pressed: true }).innerText(), "Cross-attention");

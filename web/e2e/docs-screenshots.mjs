@@ -11,7 +11,7 @@ const VIEWS = {
   compare: [`/compare?${new URLSearchParams({ text: "The girl was sad because", changed: "The boy was sad because", patches: "blocks.3.resid_pre@1" })}`, "light"],
   attention: ["/attention?", "dark"],
   generate: ["/generate?", "light"],
-  gradients: ["/gradients?", "dark"],
+  training: ["/training?run_head=blocks.0.attn:4", "light"],
   size: ["/size?size.base=llama-3-8b", "light"],
   check: ["/check?", "light"],
   learn: ["/learn?step=mask", "light"],
@@ -33,6 +33,7 @@ for (const [name, [fragment, colorScheme]] of Object.entries(VIEWS)) {
   await page.waitForLoadState("networkidle");
   await page.waitForTimeout(2500);
   if (name === "compare") await page.getByRole("region", { name: "Residual stream" }).evaluate((region) => region.scrollIntoView());
+  if (name === "training") await page.getByRole("heading", { name: "Checkpoints" }).evaluateAll((headings) => headings[0]?.scrollIntoView());
   await page.screenshot({ path: `${folder}/${name}.png` });
   await page.close();
 }

@@ -16,7 +16,7 @@ from cutaway.serve.static_files import load_static_files
 if TYPE_CHECKING:
     from anywidget import AnyWidget
 
-SCREENS = ("model", "trace", "edit", "compare", "attention", "generate", "gradients", "size")
+SCREENS = ("model", "trace", "edit", "compare", "attention", "generate", "training", "size")
 
 
 def view(

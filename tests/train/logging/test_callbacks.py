@@ -67,6 +67,7 @@ def test_log_output_is_plain_lines_and_json_output_is_json_only(
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "\x1b" not in captured.err
+    assert f"open the run in a browser: cutaway open {tmp_path / 'log'}" in captured.err.splitlines()
     lines = [line for line in captured.err.splitlines() if re.match(r"\d+/12 ", line)]
     assert len(lines) == 12
     pattern = r"loss \d\.\d{3}  [\d,]+ tokens/s  \d+% MFU  [\d.]+ GB  \d+:\d\d"
@@ -101,7 +102,7 @@ def test_status_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     assert status["best_eval_loss"] == min(
         row["eval_loss"] for row in read_metrics(tmp_path / "run") if "eval_loss" in row
     )
-    assert set(status["files"]) == {"metrics.jsonl", "timings.jsonl", "loss.svg", "checkpoints", "model"}
+    assert set(status["files"]) == {"metrics.jsonl", "timings.jsonl", "loss.svg", "checkpoints", "snapshots", "model"}
     assert run_train_command(monkeypatch, "--status", str(tmp_path)) == 2
     assert "is not a run directory" in capsys.readouterr().err
 

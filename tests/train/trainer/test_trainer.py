@@ -120,7 +120,10 @@ def test_ct_train_shows_its_signature() -> None:
 
 
 @pytest.mark.unchecked
-@pytest.mark.parametrize("failpoint", ["after-step:7", pytest.param("after-checkpoint:2", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "failpoint",
+    ["after-step:7", "before-snapshot-rename:4", pytest.param("after-checkpoint:2", marks=pytest.mark.nightly)],
+)
 def test_killed_run_resumes_bit_exactly(failpoint: str, texts: Path, tmp_path: Path) -> None:
     uninterrupted = train(sampling_recipe(texts), tmp_path / "uninterrupted", device="cpu")
     (tmp_path / "recipe.json").write_text(json.dumps(sampling_recipe(texts)))

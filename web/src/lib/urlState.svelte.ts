@@ -1,11 +1,14 @@
 // State in the URL fragment: the screen and the selection on it, so that a link reproduces the view.
 import { exportedPage } from "./exportTransport";
 
-const ALL_SCREENS = ["model", "trace", "edit", "compare", "attention", "generate", "gradients", "size", "check", "learn"] as const;
+const ALL_SCREENS = ["model", "trace", "edit", "compare", "attention", "generate", "training", "size", "check", "learn"] as const;
 export type Screen = (typeof ALL_SCREENS)[number];
 /** Screens that need a server: an exported page does not have them. */
-const SERVER_SCREENS: readonly Screen[] = ["compare", "gradients", "check"];
+const SERVER_SCREENS: readonly Screen[] = ["compare", "training", "check"];
 export const SCREENS: readonly Screen[] = ALL_SCREENS.filter((screen) => !SERVER_SCREENS.includes(screen) || !exportedPage());
+
+/** Former names of screens in links. */
+const RENAMED_SCREENS: Record<string, Screen> = { gradients: "training" };
 
 type Changes = Record<string, string | number | null | undefined>;
 
@@ -57,9 +60,11 @@ class UrlState {
 
   parseFragment(fragment: string = location.hash.slice(1)): void {
     const [path = "", query = ""] = fragment.split("?", 2);
-    const name = path.replace(/^\//, "") as Screen;
+    const requested = path.replace(/^\//, "");
+    const name = (RENAMED_SCREENS[requested] ?? requested) as Screen;
     this.screen = SCREENS.includes(name) ? name : "model";
     this.#params = Object.fromEntries(new URLSearchParams(query));
+    if (requested in RENAMED_SCREENS && this.ownsAddress) history.replaceState(null, "", `#${this.toFragment()}`);
   }
 }
 

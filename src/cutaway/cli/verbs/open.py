@@ -14,6 +14,7 @@ if TYPE_CHECKING:  # torch is imported when it is needed
     from cutaway.model import Transformer
     from cutaway.serve.inspect.inspector import Inspector
     from cutaway.serve.inspect.model_catalog import ModelCatalog
+    from cutaway.serve.inspect.open_run import OpenRun
 
 
 def open_page(
@@ -109,39 +110,55 @@ def load_catalog(
     from cutaway.serve.inspect.model_catalog import ModelCatalog
 
     inspector = load_inspector(source, text, device, dtype, quiet=quiet)
-    return ModelCatalog(inspector, lambda: load_inspector(source, text, device, dtype, quiet=True))
+    run = inspector.run  # the function must not keep the inspector, so that its model can be released
+    return ModelCatalog(inspector, lambda: load_inspector(source, text, device, dtype, quiet=True, run=run), text)
 
 
 def load_inspector(
-    source: str, text: str | None, device: str | None, dtype: opt.DType | None, *, quiet: bool = False
+    source: str,
+    text: str | None,
+    device: str | None,
+    dtype: opt.DType | None,
+    *,
+    quiet: bool = False,
+    run: "OpenRun | None" = None,
 ) -> "Inspector":
-    """Return an inspector of a checkpoint, of the latest snapshot of a training run, or of an untrained model."""
+    """Return an inspector of a checkpoint, of the newest weights of a training run, or of an untrained model.
+
+    `run` is the run at `source`, if it is open already.
+    """
     from cutaway.cli.model_loading import build_untrained_model
     from cutaway.config.serialization import path_satisfies
     from cutaway.families.load import RUN_FILE_NAME
     from cutaway.generate.fast.cpu_linear import should_upcast_on_cpu
     from cutaway.serve.inspect.inspector import build_inspector
+    from cutaway.serve.inspect.open_run import OpenRun
 
     path = Path(source).expanduser()
-    run_directory = path if path_satisfies(path / RUN_FILE_NAME, Path.is_file) else None
+    if run is None and path_satisfies(path / RUN_FILE_NAME, Path.is_file):
+        run = OpenRun(path)
+    run_step = None
     model: Transformer | Checkpoint | None = build_untrained_model(source, device, dtype)
     if model is None:
-        model = checkpoint = _load_checkpoint_or_snapshot(source, run_directory, device, dtype, quiet=quiet)
+        checkpoint, run_step = _load_checkpoint_or_run(source, run, device, dtype, quiet=quiet)
+        model = checkpoint
         if dtype is None and should_upcast_on_cpu(checkpoint.model):
             checkpoint.model.float()  # 16-bit rounding would hide errors that the consistency checks look for
-    return build_inspector(model, text, name=source, run_directory=run_directory)
+    text = text if text is not None or run is None else run.default_text
+    return build_inspector(model, text, name=source, run=run, run_step=run_step)
 
 
-def _load_checkpoint_or_snapshot(
-    source: str, run_directory: Path | None, device: str | None, dtype: opt.DType | None, *, quiet: bool
-) -> "Checkpoint":
-    """Load a checkpoint. If the source is an unfinished run, load its latest snapshot."""
-    if run_directory is None or (run_directory / "model").is_dir():
+def _load_checkpoint_or_run(
+    source: str, run: "OpenRun | None", device: str | None, dtype: opt.DType | None, *, quiet: bool
+) -> "tuple[Checkpoint, int | None]":
+    """Load a checkpoint, or the newest weights of a run and their step."""
+    if run is None or run.directory.model_directory.is_dir():
         from cutaway.cli.model_loading import load_checkpoint
 
-        return load_checkpoint(source, device, dtype, quiet=quiet)
-    from cutaway.train.checkpoint.run_directory import load_snapshot
+        return load_checkpoint(source, device, dtype, quiet=quiet), None if run is None else run.max_steps
+    from cutaway.train.checkpoint.saved_models import load_newest_model
 
-    checkpoint, step = load_snapshot(run_directory, device=device)
-    sys.stderr.write(f"{source} is not finished: this is the model after {step:,} steps\n")
-    return checkpoint
+    checkpoint, step = load_newest_model(run.directory, device=device)
+    if not quiet:
+        sys.stderr.write(f"{source} is not finished: this is the model after {step:,} steps\n")
+    return checkpoint, step

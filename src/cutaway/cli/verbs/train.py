@@ -91,6 +91,8 @@ def train(
             loaded_recipe = load_recipe(str(recipe), overrides or [], texts or [])
             run_directory = out or Path("runs") / Path(str(recipe)).stem
             trainer = prepare_trainer(loaded_recipe, run_directory, device=device, callback=callback, dist_context=dist)
+        if dist.is_main_process and not as_json:
+            sys.stderr.write(f"open the run in a browser: cutaway open {trainer.run_directory.directory}\n")
         with progress.track(trainer) if dist.is_main_process else nullcontext():
             trainer.train()
     _print_outcome(trainer, as_json=as_json, is_main_process=dist.is_main_process)

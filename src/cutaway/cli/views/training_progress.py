@@ -155,6 +155,7 @@ RUN_FILES = {
     "loss.svg": "loss plot",
     "tensorboard": "metrics for TensorBoard",
     "checkpoints": "checkpoints for --resume",
+    "snapshots": "weights at several steps: cutaway open RUN",
     "model": "trained model: cutaway generate RUN TEXT",
 }
 

@@ -4,7 +4,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,6 +23,7 @@ from cutaway.model.stack import Stack
 from cutaway.serve.inspect.activation_cache import QUADRATIC_SITES, ActivationCache, estimate_bytes
 from cutaway.serve.inspect.default_input import build_tokenizer_adapter
 from cutaway.serve.inspect.model_input import ModelInput, TokenizerAdapter
+from cutaway.serve.inspect.open_run import OpenRun
 from cutaway.serve.inspect.protocol import QueryJob
 
 if TYPE_CHECKING:
@@ -43,11 +43,14 @@ class Inspector:
         tokenizer: TokenizerAdapter,
         *,
         name: str = "",
-        run_directory: Path | None = None,
+        run: OpenRun | None = None,
+        run_step: int | None = None,
         max_cached_bytes: int = MAX_CACHED_BYTES,
     ) -> None:
         self.model, self.tokenizer, self.name = model.eval(), tokenizer, name
-        self.run_directory, self.max_cached_bytes = run_directory, max_cached_bytes
+        self.run, self.max_cached_bytes = run, max_cached_bytes
+        self.run_step = run_step
+        """Step of the run after which the model has these weights. None if the model is not from a run."""
         self.sites = sites(model)
         self.lock = threading.RLock()
         self.catalog: ModelCatalog | None = None
@@ -209,12 +212,13 @@ def build_inspector(
     text: str | None = None,
     *,
     name: str = "",
-    run_directory: Path | None = None,
+    run: OpenRun | None = None,
+    run_step: int | None = None,
 ) -> Inspector:
     """Build an inspector of a checkpoint or a model. Without a tokenizer, each byte of a text is a token.
 
-    `text` is the default input of the page (the source of an encoder-decoder). `run_directory` has the metrics log
-    shown on the page.
+    `text` is the default input of the page (the source of an encoder-decoder). `run` is the training run that the
+    model is from, and `run_step` the step of its weights.
     """
     model, tokenizer, generation_config = unpack_checkpoint(model_or_checkpoint)
     if model.device.type == "meta":
@@ -222,4 +226,4 @@ def build_inspector(
     adapter = build_tokenizer_adapter(
         model, tokenizer, None if model is model_or_checkpoint else generation_config, text, name
     )
-    return Inspector(model, adapter, name=name, run_directory=run_directory)
+    return Inspector(model, adapter, name=name, run=run, run_step=run_step)

@@ -1,4 +1,4 @@
-"""Models that the web page can open: pretrained models, trained variants, presets, and the model given at start."""
+"""Models that the web page can open: pretrained models, trained variants, presets, checkpoints, the start model."""
 
 import threading
 from collections.abc import Callable
@@ -23,6 +23,8 @@ from cutaway.size.parameters import count_parameters
 MAX_PRESET_PARAMETERS = 200_000_000
 """Larger presets are not offered, because initialization and forward pass would take too long on a CPU."""
 
+CHECKPOINT_PREFIX = "checkpoint:"
+
 
 @dataclass(frozen=True)
 class ModelEntry:
@@ -30,7 +32,7 @@ class ModelEntry:
 
     id: str
     name: str
-    group: Literal["start", "pretrained", "variant", "preset"]
+    group: Literal["start", "checkpoint", "pretrained", "variant", "preset"]
     form: str | None = None
     num_parameters: int | None = None
 
@@ -42,8 +44,12 @@ class ModelCatalog:
     number of models opened so far; the page sends it, so that a query of another model is not answered by this one.
     """
 
-    def __init__(self, inspector: Inspector, reload_start_model: Callable[[], Inspector]) -> None:
+    def __init__(
+        self, inspector: Inspector, reload_start_model: Callable[[], Inspector], text: str | None = None
+    ) -> None:
+        """`text` is the default text of the checkpoints of the run that the start model is from."""
         self.current, self.generation = inspector, 0
+        self.run, self.text = inspector.run, text
         self.reload_start_model = reload_start_model
         self.device = inspector.model.device
         config, entries = inspector.config, [*list_pretrained_entries(), *list_preset_entries()]
@@ -51,20 +57,30 @@ class ModelCatalog:
         if self.start_id == "start":
             num_parameters = count_parameters(config).total
             entries.insert(0, ModelEntry("start", _short_name(inspector.name), "start", config.form, num_parameters))
-        self.entries = {entry.id: entry for entry in entries}
+        self.fixed_entries = {entry.id: entry for entry in entries}
         self._load_lock = threading.Lock()
         inspector.catalog = self
 
+    @property
+    def entries(self) -> dict[str, ModelEntry]:
+        """Models that can be opened, by id. The checkpoints of a run that trains change."""
+        saved_models = [] if self.run is None else self.run.list_saved_models()
+        checkpoints = [
+            ModelEntry(f"{CHECKPOINT_PREFIX}{saved.id}", f"step {saved.step:,}", "checkpoint") for saved in saved_models
+        ]
+        return self.fixed_entries | {entry.id: entry for entry in checkpoints}
+
     def open(self, model_id: str, job: QueryJob) -> Inspector:
         """Load a listed model and make it the open one. Raise an InputError for others, and during another load."""
-        if model_id not in self.entries:
+        entry = self.entries.get(model_id)
+        if entry is None:
             raise InputError(f"'{model_id[:40]}' is not a model of the list; choose one from the list of the page")
         if not self._load_lock.acquire(blocking=False):
             raise InputError(
                 "another model is being loaded, and only one is loaded at a time; try again when it is open"
             )
         try:
-            inspector = self._load(self.entries[model_id])
+            inspector = self._load(entry)
             job.check_cancelled()
             inspector.catalog = self
             self.current, self.current_id = inspector, model_id
@@ -77,6 +93,12 @@ class ModelCatalog:
         # The names are not given to a function that accepts paths: a directory could have the same name.
         if entry.id == self.start_id:
             return self.reload_start_model()
+        if entry.group == "checkpoint":
+            assert self.run is not None
+            with self.run.load_model(entry.id.removeprefix(CHECKPOINT_PREFIX), self.device) as (checkpoint, saved):
+                name = f"{self.run.name} at {entry.name}"
+                text = self.run.default_text if self.text is None else self.text
+                return build_inspector(checkpoint, text, name=name, run=self.run, run_step=saved.step)
         if entry.group in ("pretrained", "variant"):
             checkpoint = load(PRETRAINED_DIR / entry.name, device=self.device)
             if should_upcast_on_cpu(checkpoint.model):

@@ -91,7 +91,10 @@ def build_plan(
     if num_seeds < 1:
         raise InputError(f"num_seeds is {num_seeds}; pass 1 or more, and 3 or more for a useful confidence interval")
     first_seed = recipe.training.seed
-    recipe = recipe.replace(eval=recipe.eval.replace(sample_prompt=None))  # samples are not used
+    # samples and snapshots are not used
+    recipe = recipe.replace(
+        eval=recipe.eval.replace(sample_prompt=None), checkpoint=recipe.checkpoint.replace(num_snapshots=0)
+    )
     tokenizers = _TokenizerCache(output_dir)
     base = tokenizers.resolve_recipe(recipe)
     variants: list[Variant] = []

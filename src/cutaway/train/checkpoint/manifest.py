@@ -4,6 +4,7 @@ import hashlib
 import math
 import re
 import stat
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -135,8 +136,11 @@ def find_mismatched_files(directory: Path, manifest: Manifest) -> list[str]:
     return problems
 
 
-def read_checkpoint(directory: Path) -> LoadedCheckpoint | str:
-    """Read and verify a checkpoint, or return a description of the problems as a string. Each file is read once."""
+def read_checkpoint(directory: Path, groups: Collection[str] | None = None) -> LoadedCheckpoint | str:
+    """Read and verify a checkpoint, or return a description of the problems as a string. Each file is read once.
+
+    With `groups`, files of other groups, such as the optimizer state, are not read.
+    """
     manifest = read_manifest(directory)
     if isinstance(manifest, str):
         return manifest
@@ -149,6 +153,8 @@ def read_checkpoint(directory: Path) -> LoadedCheckpoint | str:
     tensors: dict[str, dict[str, Tensor]] = {}
     state = None
     for name, entry in manifest.files.items():
+        if groups is not None and entry.group is not None and entry.group not in groups:
+            continue
         try:
             data = (directory / name).read_bytes()
             if sha256_hex(data) != entry.sha256:

@@ -1,15 +1,17 @@
-"""Run directory: recipe, tokenizer, logs, checkpoints and the exported model of a training run."""
+"""Run directory: recipe, tokenizer, logs, checkpoints, snapshots and the exported model of a training run."""
 
+import fcntl
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from cutaway.errors import InputError
 from cutaway.families.checkpoint import Checkpoint
-from cutaway.model import Transformer, build
+from cutaway.model import Transformer
 from cutaway.tokenizer import Tokenizer, load_tokenizer
-from cutaway.train.checkpoint.manifest import LoadedCheckpoint, list_checkpoints, read_checkpoint
-from cutaway.train.checkpoint.pretrained_checkpoint import BaseCheckpointInfo, resolve_model_config
+from cutaway.train.checkpoint.pretrained_checkpoint import BaseCheckpointInfo
 from cutaway.train.recipe.load import load_recipe
 from cutaway.train.recipe.schema import Recipe
 
@@ -93,8 +95,34 @@ class RunDirectory:
         return self.directory / "checkpoints"
 
     @property
+    def snapshot_directory(self) -> Path:
+        return self.directory / "snapshots"
+
+    @property
     def model_directory(self) -> Path:
         return self.directory / "model"
+
+    @contextmanager
+    def training_lock(self) -> Iterator[None]:
+        """Context in which `is_training` is true for other processes. A killed process releases the lock."""
+        with (self.directory / RUN_FILE).open("rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH)
+            except OSError:  # the file system has no locks
+                yield
+                return
+            yield
+
+    def is_training(self) -> bool | None:
+        """Whether a process trains this run. None if the file system has no locks."""
+        with (self.directory / RUN_FILE).open("rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+            except OSError:
+                return None
+            return False
 
 
 def check_new_directory(directory: Path) -> None:
@@ -104,23 +132,3 @@ def check_new_directory(directory: Path) -> None:
         raise InputError(f"'{directory}' is a file, but a run needs a directory; pass another path")
     if directory.exists() and {path.name for path in directory.iterdir()} - startup_files:
         raise InputError(f"'{directory}' is not empty; resume the run with --resume, or pass another directory")
-
-
-def load_snapshot(directory: Path, *, device: str | None = None) -> tuple[Checkpoint, int]:
-    """Load the model of the newest valid checkpoint in a run directory, and return it with its step.
-
-    If the run has no checkpoint yet, the model has its initial weights and the step is 0. A fine-tuning run without a
-    checkpoint raises InputError instead.
-    """
-    run_directory = RunDirectory.open(directory)
-    recipe, base_info = run_directory.recipe, run_directory.base_info
-    config = resolve_model_config(recipe.model, run_directory.tokenizer, base_info)
-    model = build(config, device=device, seed=recipe.training.seed)
-    # Unlike CheckpointManager.load_latest, this does not remove partial saves.
-    loaded = map(read_checkpoint, list_checkpoints(run_directory.checkpoint_directory))
-    latest = next((each for each in loaded if isinstance(each, LoadedCheckpoint)), None)
-    if latest is None and base_info.config is not None:
-        raise InputError(f"'{directory}' has no checkpoint yet; wait for the first, or open the base checkpoint")
-    if latest is not None:
-        model.load_state_dict(latest.tensor_groups["model"])
-    return run_directory.build_checkpoint(model.eval()), 0 if latest is None else latest.state.step

@@ -47,6 +47,32 @@ def read_metrics_log(path: Path) -> Iterator[Metrics]:
                 yield json.loads(line)
 
 
+class MetricsReader:
+    """Rows of a log that another process is writing. Each call of `read` parses only the rows added since the last."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.rows: list[Metrics] = []
+        self._offset, self._last_line = 0, b""
+
+    def read(self) -> list[Metrics]:
+        """All rows of the log. There are none if the log does not exist."""
+        try:
+            file = self.path.open("rb")
+        except FileNotFoundError:
+            return []
+        with file:
+            file.seek(self._offset - len(self._last_line))
+            if file.read(len(self._last_line)) != self._last_line:  # a resumed run has truncated the log
+                self.rows, self._offset, self._last_line = [], 0, b""
+                file.seek(0)
+            for line in file:
+                if line.endswith(b"\n"):
+                    self.rows.append(json.loads(line))
+                    self._offset, self._last_line = self._offset + len(line), line
+        return self.rows
+
+
 def to_json_value(value: object) -> object:
     """Convert dicts and sequences, recursively, to values that JSON can represent. Non-finite numbers become None."""
     if isinstance(value, Mapping):

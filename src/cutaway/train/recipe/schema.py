@@ -256,10 +256,14 @@ class EvalConfig(ConfigNode):
 
 
 class CheckpointConfig(ConfigNode):
-    """Number of steps between checkpoints, and number of checkpoints that are kept."""
+    """Number of steps between checkpoints, and number of checkpoints and snapshots that are kept."""
 
     interval: PositiveInt = 50
     keep: PositiveInt = 2
+    num_snapshots: NonNegativeInt | None = None
+    """Number of snapshots: files with the weights only, at step 0 and at logarithmically spaced steps, that are kept to
+    inspect them with `cutaway open RUN`. A snapshot has 4 bytes per parameter. Sharded models have none. Default: 12
+    for models of up to 30 million parameters, otherwise 0."""
 
 
 class LoggingConfig(ConfigNode):

@@ -30,6 +30,7 @@ from cutaway.train.checkpoint.failpoints import hit_failpoint
 from cutaway.train.checkpoint.manifest import TrainerState
 from cutaway.train.checkpoint.pretrained_checkpoint import resolve_export_family
 from cutaway.train.checkpoint.run_directory import RunDirectory
+from cutaway.train.checkpoint.snapshots import SnapshotWriter, resolve_num_snapshots, snapshot_steps
 from cutaway.train.data.training_data import TrainingData
 from cutaway.train.distributed.parallelize import gather_full_model
 from cutaway.train.distributed.process_group import DistributedContext
@@ -86,6 +87,13 @@ class Trainer:
         self.recipe: Recipe = self.run_directory.recipe
         directory = self.run_directory.checkpoint_directory
         self.checkpoint_manager = CheckpointManager(directory, keep=self.recipe.checkpoint.keep)
+        num_parameters = sum(parameter.numel() for parameter in self.training_module.model.parameters())
+        num_snapshots = resolve_num_snapshots(self.recipe.checkpoint.num_snapshots, num_parameters)
+        has_snapshots = self.dist_context.mesh is None and self.dist_context.is_main_process
+        steps = snapshot_steps(num_snapshots, self.recipe.training.max_steps) if has_snapshots else []
+        self.snapshot_writer = SnapshotWriter(
+            self.run_directory.snapshot_directory, frozenset(steps), self.callback.on_message
+        )
         self.global_step = 0
         self.best_eval_loss: float | None = None
         self.metrics_log: MetricsLog
@@ -145,6 +153,15 @@ class Trainer:
         with self._report_write_errors():
             save_state(self.checkpoint_manager, self.dist_context, self.state_tensors(), state)
 
+    def save_snapshot(self) -> None:
+        """Save the weights for inspection, if this step has a snapshot. If writing fails, report it and continue."""
+        if not self.snapshot_writer.is_due(self.global_step):
+            return
+        self._log_pending_step()
+        with self.averaged_weights():
+            self.snapshot_writer.save(self.global_step, self.model.state_dict())
+        self.step_start_time = time.perf_counter()
+
     @contextmanager
     def _report_write_errors(self) -> Iterator[None]:
         try:
@@ -184,19 +201,27 @@ class Trainer:
     # Training
 
     def train(self) -> None:
-        """Train until `training.max_steps`, or until a stop is requested."""
+        """Train until `training.max_steps`, or until a stop is requested. At the end, export the model."""
+        with self.run_directory.training_lock() if self.dist_context.is_main_process else nullcontext():
+            self._run_steps()
+            if self.global_step == self.recipe.training.max_steps:
+                with self.averaged_weights():
+                    self.export_model()
+
+    def _run_steps(self) -> None:
         recipe = self.recipe
         steps = recipe.training.max_steps
         self.model.train()
         device = self.model.device
         cuda_devices = [device] if device.type == "cuda" else []
-        # When `train` returns, the caller's random state is restored and the last asynchronous save is complete.
+        # When this returns, the caller's random state is restored and the last asynchronous save is complete.
         with (
             closing(self.run_logger),
             _stop_on_signals(self.stop_requested),
             self._wait_for_async_save(),
             torch.random.fork_rng(cuda_devices),
         ):
+            self.save_snapshot()
             self.step_start_time = time.perf_counter()
             stopping = self.dist_context.any_rank(self.stop_requested.is_set())
             while self.global_step < steps and not stopping:
@@ -211,21 +236,20 @@ class Trainer:
                 if should_evaluate:
                     with self.averaged_weights():
                         self.evaluate()
+                self.save_snapshot()
                 stopping = self.dist_context.any_rank(self.stop_requested.is_set())
                 if should_save or stopping:
                     self._log_pending_step()
                     self.save_checkpoint()
                     self.step_start_time = time.perf_counter()
                     hit_failpoint("after-checkpoint")
-        if self.global_step == steps:
-            with self.averaged_weights():
-                self.export_model()
 
     @contextmanager
     def _wait_for_async_save(self) -> Iterator[None]:
         try:
             yield
         finally:
+            self.snapshot_writer.wait()
             with self._report_write_errors():
                 self.checkpoint_manager.wait_for_async_save()
 

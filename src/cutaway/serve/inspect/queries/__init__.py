@@ -32,6 +32,7 @@ from cutaway.serve.inspect.queries.model_size import MemoryFit, ModelSizes, Size
 from cutaway.serve.inspect.queries.models import ListModels, OpenModel
 from cutaway.serve.inspect.queries.next_token import NextToken
 from cutaway.serve.inspect.queries.residual_stream import ResidualNorms, TokenJourney
+from cutaway.serve.inspect.queries.run_checkpoints import CheckpointActivations, RunCheckpoints
 from cutaway.serve.inspect.queries.run_metrics import RunMetrics
 from cutaway.serve.inspect.queries.suggest_changed_text import SuggestChangedText
 from cutaway.serve.inspect.queries.trained_variants import TrainedVariants, VariantContinuation
@@ -77,6 +78,8 @@ QUERIES: dict[str, "type[Query]"] = {
     "gradients_by_placement": GradientsByPlacement,
     "gradients_by_depth": GradientsByDepth,
     "run_metrics": RunMetrics,
+    "run_checkpoints": RunCheckpoints,
+    "checkpoint_activations": CheckpointActivations,
     "size_catalog": SizeCatalog,
     "model_sizes": ModelSizes,
     "memory_fit": MemoryFit,

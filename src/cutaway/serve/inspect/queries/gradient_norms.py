@@ -16,6 +16,8 @@ from cutaway.serve.inspect.queries.base import InputQuery, Inspector, Query, Que
 MAX_GRADIENT_TOKENS = 512
 """Maximum number of tokens of a backward pass. It is limited because all activations are stored."""
 
+STUDY_SETTING, STUDY_DEPTH = Setting("pre", "decoder", "gelu", "gpt2"), 24
+"""Setting of the study that is quoted beside the gradient norms of the inspected model."""
 PLACEMENTS: tuple[PlacementName, ...] = ("pre", "post", "sandwich")
 
 
@@ -23,8 +25,8 @@ class GradientsByPlacement(Query):
     """Gradient norm after each block of untrained models with pre-norm, post-norm and sandwich norm, by depth and seed.
 
     Norms are relative to the norm after the last block. The models, texts and seeds are those of the study
-    `norm-placement`, whose result over ten seeds is part of the answer. The values of each depth and placement are
-    sent as a partial result.
+    `norm-placement`, whose result over ten seeds is sent first, as a partial result. The values of each depth and
+    placement are sent as partial results too.
     """
 
     depths: Annotated[tuple[Literal[6, 12, 24, 48, 96], ...], Field(min_length=1, max_length=5)] = (6, 12, 24)
@@ -36,6 +38,11 @@ class GradientsByPlacement(Query):
     def run(self, inspector: Inspector, job: QueryJob) -> QueryResult:
         depths = tuple(dict.fromkeys(self.depths))
         total, done = len(PLACEMENTS) * len(depths) * self.num_seeds, 0
+        study = [
+            describe_gradient(Setting(placement, self.form, self.activation, self.init), max(depths))
+            for placement in PLACEMENTS
+        ]
+        job.send_partial(QueryResult({"study": study}))  # before the measurement, which takes seconds
         grad_norms: dict[str, Tensor] = {}
         for depth in depths:
             for placement in PLACEMENTS:
@@ -51,10 +58,6 @@ class GradientsByPlacement(Query):
                 job.send_partial(QueryResult({"depth": depth, "placement": placement}, part))
         # the first block's gradient norm relative to the last block's: geometric mean over seeds
         ratios = {name: float(rows[:, 0].log().mean().exp()) for name, rows in grad_norms.items()}
-        study = [
-            describe_gradient(Setting(placement, self.form, self.activation, self.init), max(depths))
-            for placement in PLACEMENTS
-        ]
         data = {"depths": depths, "placements": PLACEMENTS, "first_to_last_ratio": ratios, "study": study}
         return QueryResult(data, grad_norms)
 
@@ -71,4 +74,5 @@ class GradientsByDepth(InputQuery):
         source = None if self.input.source is None else list(self.input.source)
         with inspector.edited_model(self.input):
             gradients = gradient_by_depth(inspector.model, list(self.input.tokens), source=source)
-        return QueryResult({"sites": list(gradients.labels[0])}, {"grad_norms": gradients.values})
+        study = describe_gradient(STUDY_SETTING, STUDY_DEPTH)
+        return QueryResult({"sites": list(gradients.labels[0]), "study": study}, {"grad_norms": gradients.values})

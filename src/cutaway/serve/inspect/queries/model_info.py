@@ -38,7 +38,7 @@ class ModelInfo(Query):
             "has_head": inspector.head is not None,
             "is_tied": inspector.head is not None and inspector.head.matrix is inspector.output_stack.embed.token,
             "attribution_error": _find_attribution_error(inspector),
-            "is_run_directory": inspector.run_directory is not None,
+            "is_run_directory": inspector.run is not None,
             "max_tokens": MAX_TOKENS,
             "is_untrained": tokenizer.is_untrained,
             "default_text": tokenizer.default_text,
