@@ -137,7 +137,7 @@ def attention(q, k, v):
 /** With the token: a wrong solution and its diagnosis, a hint, a canceled infinite loop, a correct solution, a file changed elsewhere. */
 async function solveExercise(page, url, facts) {
   await page.goto("about:blank");
-  await page.goto(`${url}#/learn?tab=exercises&exercise=1&token=${facts.exercise_token}`);
+  await page.goto(`${url}#/learn?tab=exercises&exercise=1&exercise_token=${facts.exercise_token}`);
   const editor = page.getByRole("textbox", { name: "Code of exercise 1" });
   await editor.waitFor();
   assert.ok(!page.url().includes(facts.exercise_token), "the address still has the token");

@@ -7,10 +7,10 @@ let token: string | undefined;
 export function takeExerciseToken(): void {
   const [path = "", query = ""] = location.hash.slice(1).split("?", 2);
   const params = new URLSearchParams(query);
-  const received = params.get("token");
+  const received = params.get("exercise_token");
   if (received === null) return;
   token = received;
-  params.delete("token");
+  params.delete("exercise_token");
   history.replaceState(null, "", `#${path}?${params.toString()}`);
   try {
     localStorage.setItem(KEY, received);

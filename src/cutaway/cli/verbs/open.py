@@ -62,7 +62,7 @@ def open_page(
     app = build_app(routers, access_policy=access_policy, limits=limits, on_shutdown=[executor.close])
     url = f"{server_url(sock)}/"
     # The token is in the fragment, which a browser does not send: only this address allows the page to run exercises.
-    fragment = "" if exercise_access.problem else f"#/model?token={exercise_access.token}"
+    fragment = "" if exercise_access.problem else f"#/model?exercise_token={exercise_access.token}"
 
     def on_ready() -> None:
         if as_json:
