@@ -1,6 +1,9 @@
 """Take the screenshots of docs/page: one per screen of the web page, with the pretrained model.
 
 python scripts/take_screenshots.py [SCREEN ...] [--source MODEL] [--out docs/page]
+python scripts/take_screenshots.py --recording
+
+--recording writes recording.webp instead, an animated image of one minute.
 
 The screen training is taken with a run: cutaway train python-stdlib, then --source runs/python-stdlib.
 
@@ -9,6 +12,7 @@ Chromium (default /usr/bin/chromium).
 """
 
 import argparse
+import json
 import subprocess
 import sys
 import tempfile
@@ -31,12 +35,15 @@ from hatch_build import ROOT, WEB, find_node_and_npm
 NUM_COLORS = 96
 """Number of colors per file. The page uses few colors, so a palette halves the file size without visible loss."""
 
+RECORDING_QUALITY = 60
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("screens", nargs="*", metavar="SCREEN", help="screens to take; default all")
     parser.add_argument("--source", default=DEFAULT_MODEL, help="model or run directory")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "page")
+    parser.add_argument("--recording", action="store_true", help="record a visit of the page instead")
     args = parser.parse_args()
     executor = routes.QueryExecutor(load_catalog(args.source, None, "cpu", None, quiet=True).current)
     app = build_app(
@@ -46,8 +53,11 @@ def main() -> None:
     )
     node, _ = find_node_and_npm()
     with tempfile.TemporaryDirectory() as directory, serve_in_thread(app, bind_socket("127.0.0.1", 0)) as url:
-        command = [node, "e2e/docs-screenshots.mjs", f"{url}/", directory, *args.screens]
-        subprocess.run(command, cwd=WEB, check=True)
+        script = "e2e/record.mjs" if args.recording else "e2e/docs-screenshots.mjs"
+        subprocess.run([node, script, f"{url}/", directory, *args.screens], cwd=WEB, check=True)
+        if args.recording:
+            save_recording(Path(directory), args.out / "recording.webp")
+            return
         for path in sorted(Path(directory).glob("*.png")):
             save_compressed(path, args.out / path.name)
 
@@ -57,6 +67,15 @@ def save_compressed(source: Path, target: Path) -> None:
     with Image.open(source) as image:
         palette_image = image.convert("RGB").quantize(NUM_COLORS, dither=Image.Dither.NONE)
         palette_image.save(target, optimize=True)
+
+
+def save_recording(frames: Path, target: Path) -> None:
+    """Save the frames of e2e/record.mjs as an animated WebP image."""
+    durations = json.loads((frames / "durations.json").read_text())
+    images = [Image.open(path).convert("RGB") for path in sorted(frames.glob("*.png"))]
+    images[0].save(
+        target, save_all=True, append_images=images[1:], duration=durations, loop=0, quality=RECORDING_QUALITY, method=6
+    )
 
 
 if __name__ == "__main__":

@@ -51,12 +51,14 @@ def loss_by_position(directory: Path, sequences: torch.Tensor) -> torch.Tensor:
 
 
 def copy_model(run_model: Path, directory: Path) -> None:
-    """Copy config and tokenizer, and the weights in bfloat16."""
+    """Copy the config, the tokenizer as compact JSON, and the weights in bfloat16."""
     directory.mkdir(parents=True, exist_ok=True)
     for file in run_model.glob("*.json"):
         shutil.copyfile(file, directory / file.name)
     for name in TOKENIZER_FILES:
-        shutil.copyfile(PRETRAINED_DIR / "tiny-english" / name, directory / name)
+        tokenizer = json.loads((PRETRAINED_DIR / "tiny-english" / name).read_text(encoding="utf-8"))
+        compact = json.dumps(tokenizer, ensure_ascii=False, separators=(",", ":"))
+        (directory / name).write_text(f"{compact}\n", encoding="utf-8")
     weights = {name: weight.to(torch.bfloat16) for name, weight in load_file(run_model / WEIGHTS_FILE).items()}
     save_file(weights, directory / WEIGHTS_FILE, metadata={"format": "pt"})
 

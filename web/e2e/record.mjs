@@ -64,7 +64,7 @@ await caption("Every activation: what it is, its values, and the code that print
 await settle();
 await frame(2600);
 await scrollTo(page.getByRole("region", { name: "What the prediction depends on" }));
-await caption("Measured, not guessed: attention knockout by token, ablation by component");
+await caption("Measured effects: attention knockout by token, ablation by component");
 await frame(4200);
 
 await open("Attention", "Attention: all heads; a click enlarges one");
