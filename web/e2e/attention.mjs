@@ -10,14 +10,14 @@ export async function run(page, url, facts) {
 
   // The thumbnails of a layer are loaded when it is visible.
   await page.waitForFunction(() => document.querySelector('[role="gridcell"]')?.getAttribute("aria-label")?.includes("entropy"));
-  assert.match(await first.getAttribute("aria-label"), /^Layer 0, head 0, .*entropy \d+\.\d+ bits/);
+  assert.match(await first.getAttribute("aria-label"), /^Block 0, head 0, .*entropy \d+\.\d+ bits/);
 
   await first.click();
-  await page.getByRole("heading", { name: "Layer 0 · head 0" }).waitFor();
+  await page.getByRole("heading", { name: "Block 0 · head 0" }).waitFor();
   assert.match(page.url(), /head=0/);
   await page.keyboard.press("ArrowRight");
   await page.keyboard.press("Enter");
-  await page.getByRole("heading", { name: "Layer 0 · head 1" }).waitFor();
+  await page.getByRole("heading", { name: "Block 0 · head 1" }).waitFor();
   assert.match(page.url(), /attention=(decoder\.)?blocks\.0\.attn&head=1/);
 
   // Arrow keys show the weights of the matrix; with a causal mask the first token attends only to itself.
@@ -38,7 +38,7 @@ export async function run(page, url, facts) {
   const link = page.url();
   await page.goto("about:blank");
   await page.goto(link);
-  await page.getByRole("heading", { name: "Layer 0 · head 1" }).waitFor();
+  await page.getByRole("heading", { name: "Block 0 · head 1" }).waitFor();
   assert.match(await readout.innerText(), /\(1\) attends to/);
 
   await checkWorkedExample(page, url, facts);

@@ -48,4 +48,14 @@ export async function run(page, url) {
   const download = page.waitForEvent("download");
   await page.getByRole("button", { name: /cache.*save as CSV/ }).click();
   assert.equal((await download).suggestedFilename(), "kv-cache.csv");
+
+  // Active edits apply to the generation: one request, and other tokens than without the edit.
+  const requests = [];
+  page.on("request", (request) => request.url().endsWith("/query/generate") && requests.push(request.postDataJSON()));
+  await page.goto("about:blank");
+  await page.goto(`${url}#/generate?text=${encodeURIComponent("The cat sat on the")}&edits=blocks.3:skip`);
+  await page.getByText("Edited model: block 3: skipped").waitFor();
+  await page.getByText(/tokens, also those not shown yet, were decoded with the KV cache/).waitFor();
+  assert.equal(requests.length, 1);
+  assert.deepEqual(requests[0].input.edits, { "blocks.3": { do: "skip" } });
 }

@@ -125,6 +125,7 @@ export async function run(page, url, facts) {
   // What the prediction depends on is measured: the token, the sublayers and the heads.
   await page.goto(`${url}#/trace?text=${encodeURIComponent("The birds in the park")}`);
   await page.getByText("It depends most on “·birds” (token 1): without attention to this token, the prediction is “·was”").waitFor();
+  await page.getByText("“·were” does not occur in the text, so it is not copied").waitFor();
   await page.getByText(/of 12 sublayers (is|are) necessary on this text/).waitFor();
   const components = page.getByRole("table", { name: "Effect of each component" });
   await components.getByText("embedding", { exact: true }).first().waitFor(); // the direct contributions are another query

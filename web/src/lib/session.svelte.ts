@@ -1,6 +1,6 @@
 // State shared by all screens: the loaded model and the tokenized text.
 import { runQuery, setModelGeneration, ConnectionError } from "./queryClient";
-import { parseEdits } from "./edits";
+import { parseEdits, type Edits } from "./edits";
 import { exportedPage } from "./exportTransport";
 import { urlState, type Screen } from "./urlState.svelte";
 
@@ -71,7 +71,8 @@ class Session {
   #tokenized = $state.raw<ModelInput>();
   /** Active edits. They are empty on the edit screen, which compares with the unedited model and passes the edits itself, on the compare screen, which compares texts on the unedited model, and in an exported page, which has results of edits on that screen only. */
   edits = $derived(urlState.screen === "edit" || urlState.screen === "compare" || exportedPage() || !this.modelInfo ? {} : parseEdits(urlState.get("edits")));
-  modelInput = $derived(this.#tokenized && Object.keys(this.edits).length ? { ...this.#tokenized, edits: this.edits } : this.#tokenized);
+  modelInput = $derived(this.#withEdits(this.#tokenized, this.edits));
+  #edited: { tokenized: ModelInput; key: string; input: ModelInput } | undefined;
   problem = $state<string>();
   /** Whether another model is being opened. No screen is shown then, so that no query is sent about either model. */
   isOpeningModel = $state(false);
@@ -83,6 +84,14 @@ class Session {
   /** Index of the selected token; default: the first mask of an encoder, the default position of the default input, or the last token. */
   position = $derived(this.#findPosition());
   sourcePosition = $derived(clampIndex(urlState.number("source_position"), this.sourceTokenStrs));
+
+  /** The input with the active edits: the same object for equal edits, because a new one would start all queries again. */
+  #withEdits(tokenized: ModelInput | undefined, edits: Edits): ModelInput | undefined {
+    const key = JSON.stringify(edits);
+    if (!tokenized || key === "{}") return tokenized;
+    if (this.#edited?.tokenized !== tokenized || this.#edited.key !== key) this.#edited = { tokenized, key, input: { ...tokenized, edits } };
+    return this.#edited.input;
+  }
 
   #findPosition(): number {
     const position = clampIndex(urlState.number("position") ?? this.#defaultPosition(), this.tokenStrs);

@@ -55,13 +55,15 @@ export function tokenSentence(data: Interventions, tokenStrs: readonly string[],
   const strongest = candidates.sort((a, b) => a.effect.probability - b.effect.probability)[0];
   if (!strongest) return undefined;
   const { effect, index, text, isSource } = strongest;
-  if (logChange(effect, data) > -MIN_EFFECT) return "No single token is needed: without attention to any one of them, the probability stays about the same.";
+  const isNew = !data.in_text.length && !data.source_tokens && data.token === data.predicted;
+  const origin = isNew ? ` ${quote(data.text)} does not occur in the text, so it is not copied: it comes from what the model has learned.` : "";
+  if (logChange(effect, data) > -MIN_EFFECT) return `No single token is needed: without attention to any one of them, the probability stays about the same.${origin}`;
   const token = `${quote(text)} (token ${index}${isSource ? " of the source" : ""})`;
   const probability = `${quote(data.text)} has ${formatPercent(effect.probability)}`;
   const changes = effect.top !== data.predicted;
   const isCopied = !isSource && data.in_text.includes(index) && changes;
   const lead = isCopied ? `It is copied from ${token}: without attention to this token` : `It depends most on ${token}: without attention to this token`;
-  return changes ? `${lead}, the prediction is ${quote(effect.top_text)} and ${probability}.` : `${lead}, ${probability}; no single token changes the prediction.`;
+  return changes ? `${lead}, the prediction is ${quote(effect.top_text)} and ${probability}.${origin}` : `${lead}, ${probability}; no single token changes the prediction.${origin}`;
 }
 
 /** Sublayers whose ablation alone changes the prediction, with both methods. */
@@ -75,11 +77,11 @@ export function sublayerSentence(data: Interventions): string | undefined {
   const { zero, mean } = data;
   if (!zero) return undefined;
   const names = Object.keys(zero);
-  const methods = mean ? "zero ablation and mean ablation" : "zero ablation";
+  const methods = mean ? "its output set to zero, or to its mean over the text" : "its output set to zero";
   const size = (name: string): number => Math.min(...[zero[name], mean?.[name]].map((effect) => (effect ? -logChange(effect, data) : Infinity)));
   const necessary = necessarySublayers(data).sort((a, b) => size(b) - size(a));
-  if (!necessary.length) return `Without any one of the ${names.length} sublayers (${methods}), the prediction stays the same with at least one method: no sublayer alone is necessary.`;
+  if (!necessary.length) return `No sublayer alone is necessary: without any one of the ${names.length} (${methods}), the prediction stays the same${mean ? " with at least one of the two" : ""}.`;
   const named = necessary.slice(0, MAX_NAMED).map(componentLabel).join(", ");
   const rest = necessary.length > MAX_NAMED ? ` and ${necessary.length - MAX_NAMED} more` : "";
-  return `${necessary.length} of ${names.length} sublayers ${necessary.length === 1 ? "is" : "are"} necessary on this text, i.e. the prediction changes without ${necessary.length === 1 ? "it" : "one of them"} (${methods} agree): ${named}${rest}.`;
+  return `${necessary.length} of ${names.length} sublayers ${necessary.length === 1 ? "is" : "are"} necessary on this text, i.e. the prediction changes without ${necessary.length === 1 ? "it" : "one of them"} (${methods}): ${named}${rest}.`;
 }
