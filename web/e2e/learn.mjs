@@ -60,7 +60,7 @@ export async function run(page, url, facts) {
   // The notebook of a lesson opens on the server.
   await page.goto(`${url}#/learn?step=scores`);
   const opened = page.context().waitForEvent("page");
-  await page.getByText("documentation page").getByRole("link", { name: /^notebook \d+$/ }).click();
+  await page.getByText("documentation:").getByRole("link", { name: /^notebook \d+$/ }).click();
   const notebook = await opened;
   await notebook.getByRole("heading", { level: 1, name: /^\d+\. / }).waitFor();
   assert.ok((await notebook.locator("math").count()) > 0, "the notebook's page has no formulas");
