@@ -32,7 +32,9 @@ from cutaway.serve.inspect import routes
 from cutaway.serve.inspect.exercise_access import ExerciseAccess
 from cutaway.serve.inspect.inspector import Inspector, build_inspector
 from cutaway.serve.inspect.queries import activation_patching
+from cutaway.serve.inspect.queries.ablation_results import load_ablation_results
 from cutaway.serve.inspect.queries.activation_patching import ActivationPatching
+from cutaway.serve.inspect.queries.trained_variants import BASE, VARIANTS
 from cutaway.serve.notebook_pages import build_notebook_router
 from cutaway.serve.server import bind_socket, build_access_policy
 from cutaway.train.checkpoint.run_directory import RunDirectory
@@ -140,7 +142,9 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
                 format_number(edited[1]),
                 format_percent(edited[2]),
             ],
+            "unmasked": describe_unmasked_losses(),
         },
+        "variants": ["RMSNorm, pre-norm, RoPE", *(variant.label for variant in VARIANTS if variant.name != BASE)],
         "architecture": {
             "d_model": model.config.d_model,
             "vocab_size": model.config.vocab_size,
@@ -186,7 +190,51 @@ def compare_facts(model: Any, tokenizer: Any) -> dict[str, Any]:
         "position": position,
         "row": 4,
         "patches": shares,
+        "summary": summarize_sufficient_patches(model, tokenizer, inputs, answers),
     }
+
+
+def summarize_sufficient_patches(model: Any, tokenizer: Any, inputs: dict[str, Tensor], answers: list[int]) -> str:
+    """The sentence on the tokens and layers whose residual stream alone restores 90 % of the logit difference."""
+    num_layers = len(model.config.stacks["decoder"].blocks)
+    sites = [*(f"blocks.{block}.resid_pre" for block in range(num_layers)), f"blocks.{num_layers - 1}.resid_post"]
+    layers = ["embedding", *(f"after block {block}" for block in range(num_layers))]
+    with torch.no_grad(), ct.trace(model, *sites) as t:
+        clean = model(inputs["clean"])[0, -1]
+    values = {site: t[site].as_subclass(Tensor) for site in sites}
+    with torch.no_grad():
+        changed = model(inputs["changed"])[0, -1]
+    start, end = (float(logits[answers[0]] - logits[answers[1]]) for logits in (changed, clean))
+    terms = []
+    for position, (own, other) in enumerate(zip(*(tokens[0].tolist() for tokens in inputs.values()), strict=True)):
+        shares = []
+        for site in sites:
+            edits = {site: {"do": "replace", "value": values[site][:, [position]], "positions": [position]}}
+            with torch.no_grad(), ct.edit(model, edits):
+                logits = model(inputs["changed"])[0, -1]
+            shares.append((float(logits[answers[0]] - logits[answers[1]]) - start) / (end - start))
+        rows = [row for row, share in enumerate(shares) if share >= 0.9]
+        if not rows:
+            continue
+        assert rows == list(range(rows[0], rows[-1] + 1))
+        names = [show_whitespace(tokenizer.decode([token])) for token in dict.fromkeys((own, other))]
+        low, high = (f"{100 * bound(shares[row] for row in rows):.0f}" for bound in (min, max))
+        layer_range = " to ".join(dict.fromkeys((layers[rows[0]], layers[rows[-1]])))
+        terms.append((rows[0], f"{'|'.join(names)}, {layer_range} ({' to '.join(dict.fromkeys((low, high)))} %)"))
+    return f"Enough alone (at least 90 %): {'; '.join(term for _, term in sorted(terms))}."
+
+
+def describe_unmasked_losses() -> str:
+    """Losses of the model that was trained without a mask, without and with the mask, as the page words them."""
+    means = {
+        row["condition"]: row["mean"]
+        for row in load_ablation_results()["measurements"]
+        if row["metric"] == "loss" and row["variant"] == "no mask"
+    }
+    return (
+        f"the loss without the mask is {format_number(means['baseline'])}, because every token attends to the one to "
+        f"predict; the same model measured with the mask: {means['with the mask']:.1f}"
+    )
 
 
 def work_out_attention(model: Any, tokens: Tensor, name: str, *, head: int, position: int, key: int) -> dict[str, Any]:

@@ -28,6 +28,11 @@ export async function run(page, url, facts) {
   const shown = Object.fromEntries(await rows.evaluateAll((all) => all.map((row) => [row.querySelector(".title").firstChild.textContent.trim(), row.querySelector(".verdict").textContent])));
   for (const { title, verdict } of facts.checks) assert.equal(shown[title], { pass: "passed", fail: "failed", warn: "warning", skip: "does not apply" }[verdict], title);
 
+  // What the result means, and reasons in words instead of names of arguments.
+  await page.getByText(/^No failure was found by these checks\. The logits were not compared with another implementation/).waitFor();
+  await rows.filter({ hasText: "a loss function was not given" }).first().waitFor();
+  assert.equal(await page.locator("summary .message", { hasText: /needs (loss|reference_logits|window)|\(1 positions\)/ }).count(), 0);
+
   // Opened rows show what is compared and a figure of the measured values.
   const row = (title) => rows.filter({ has: page.locator(".title", { hasText: new RegExp(`^${title} passed`) }) });
   await row("Causality").locator("summary").click();

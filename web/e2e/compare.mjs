@@ -22,7 +22,10 @@ export async function run(page, url, facts) {
   const map = page.getByRole("img", { name: /^Residual stream: restored share/ });
   await map.waitFor();
   await page.waitForFunction(() => !document.querySelector('[aria-label="Activation patching"] [role=status]'));
-  await clickCell(page, map, compare.row, compare.position);
+  assert.equal(await page.locator(".summary").innerText(), compare.summary);
+  await clickCell(page, map, compare.row - 1, compare.position);
+  await page.getByRole("region", { name: "Patches" }).getByText(`after block ${compare.row - 2} from the clean run`).waitFor();
+  await clickCell(page, map, compare.row, compare.position); // replaces the patch
   const patched = page.getByRole("region", { name: "Patches" });
   const effect = patched.locator(".sentence");
   await effect.waitFor();
@@ -44,16 +47,24 @@ export async function run(page, url, facts) {
   await patched.getByText(compare.patches.reverse.difference).first().waitFor();
   assert.equal(await page.getByRole("button", { name: "changed → clean" }).getAttribute("aria-pressed"), "true");
 
-  // Head outputs, with the keyboard: patches are combined, and removed one by one.
+  // Head outputs, with the keyboard: Enter replaces the patch, Shift+Enter or the checkbox combines patches; they are removed one by one.
   await page.getByLabel("Patched activation").selectOption({ label: "Attention heads, all tokens" });
   const heads = page.getByRole("img", { name: /^Attention heads: share/ });
   await heads.waitFor();
   await page.waitForFunction(() => !document.querySelector('[aria-label="Activation patching"] [role=status]'));
   await heads.focus();
   await page.keyboard.press("End");
+  await page.keyboard.press("Shift+Enter");
+  await patched.getByText("Copying these 2 activations").waitFor();
+  await page.keyboard.press("Home");
+  await page.keyboard.press("Enter");
+  await patched.getByText(/^Copying the output of head 0 of the attention of block 0 at all aligned tokens/).waitFor();
+  await page.getByLabel("combine patches").check();
+  await heads.focus();
+  await page.keyboard.press("End");
   await page.keyboard.press("Enter");
   await patched.getByText("Copying these 2 activations").waitFor();
-  await patched.getByRole("button", { name: /^Remove the residual stream/ }).click();
+  await patched.getByRole("button", { name: /^Remove the output of head 0/ }).click();
   await patched.getByText(/^Copying the output of head 7 of the attention of block 5 at all aligned tokens/).waitFor();
   await patched.getByRole("button", { name: /^Remove the output/ }).click();
   await patched.waitFor({ state: "detached" });

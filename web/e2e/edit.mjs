@@ -54,6 +54,13 @@ export async function run(page, url, facts) {
   await page.getByText("ablated", { exact: true }).first().waitFor();
   await page.getByText("retrained", { exact: true }).first().waitFor();
 
+  await page.getByRole("heading", { name: "Small models: ablated after training vs. trained without the component" }).waitFor();
+  await page.getByText(facts.edited.unmasked).waitFor();
+
+  // The link at the top moves the focus to the trained variants.
+  await page.getByRole("button", { name: "trained variants" }).click();
+  assert.equal(await page.evaluate(() => document.activeElement.textContent), "Trained variants: another norm, norm placement or position method");
+
   // Edits apply on the other screens until they are reset.
   await page.goto(`${url}#/trace?edits=blocks.1:skip`);
   await page.getByText("block 1: skipped").waitFor();
@@ -66,8 +73,10 @@ export async function run(page, url, facts) {
   // The experiment: the user predicts, then the loss on sampled texts and both continuations are shown.
   await page.goto("about:blank");
   await page.goto(`${url}#/edit?text=${encodeURIComponent("The cat sat on the")}&edits=mask:drop`);
+  await page.getByText("On one short text the loss can fall by chance. The experiment below measures 16 texts.").waitFor();
   await page.getByRole("button", { name: "it falls", exact: true }).click();
   await page.getByText("The loss rises by 1 nat or more, other than predicted").waitFor();
+  await page.getByText("over 16 texts").waitFor();
   await page.getByText(/leakage, not a better model/).waitFor();
   await page.getByText("Greedy continuation without edits").waitFor();
 
@@ -77,6 +86,9 @@ export async function run(page, url, facts) {
   await page.getByText("The loss is within 0.02 nats, as predicted").waitFor();
   await page.getByText(/Greedy continuation, ALiBi/).waitFor();
   await page.getByRole("img", { name: /^Base: .* ALiBi: / }).waitFor();
+  await page.getByText("All variants", { exact: true }).click();
+  const variants = page.getByRole("region", { name: "Losses of all variants" }).locator("tbody tr");
+  assert.deepEqual(await variants.locator("th").allInnerTexts(), facts.variants);
   await page.getByRole("button", { name: "Open this model on all screens" }).click();
   await page.waitForFunction(() => document.querySelector("select[aria-label=Model]")?.value === "pretrained:variants/alibi");
   await page.getByText("No edits.").waitFor();

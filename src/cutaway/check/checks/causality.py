@@ -57,7 +57,8 @@ def _check_leaks(
                 other = ctx.replace_tokens(tokens, slice(later, None))
                 array.values.append(difference_by_position(base, logits(other)))
             return result
-    return worst.success(f"no logit changes with a later token{path} ({len(cuts)} positions)", array)
+    positions = "1 position" if len(cuts) == 1 else f"{len(cuts)} positions"
+    return worst.success(f"no logit changes with a later token{path} ({positions})", array)
 
 
 def _leak_result(

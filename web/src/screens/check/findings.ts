@@ -1,5 +1,8 @@
 // Types of the checks and their findings, as in cutaway.check.report.finding.
 import type { Line } from "../../components/LineChart.svelte";
+import { describeSkip } from "./skipReasons";
+
+const SKIPPED = "skipped: ";
 
 export type Verdict = "pass" | "fail" | "warn" | "skip";
 
@@ -49,8 +52,8 @@ export interface Finding extends CaseResult {
 
 export const VERDICT_NAMES: Record<Verdict, string> = { pass: "passed", fail: "failed", warn: "warning", skip: "does not apply" };
 
-/** Message without the prefix that its verdict repeats. */
-export const shownMessage = (result: CaseResult): string => result.message.replace(/^skipped: /, "");
+/** Message; that of a skipped check is the reason in words. */
+export const shownMessage = ({ message }: CaseResult): string => (message.startsWith(SKIPPED) ? describeSkip(message.slice(SKIPPED.length)) : message);
 
 const count = (number: number, singular: string, plural: string): string => `${number} ${number === 1 ? singular : plural}`;
 

@@ -32,9 +32,10 @@ export function parsePatches(text: string | undefined, sites: ReadonlySet<string
   });
 }
 
-/** Add a patch, or remove it if it is in the list. */
-export function togglePatch(patches: readonly Patch[], patch: Patch): Patch[] {
+/** Replace the patches by one, or combine it with them. A patch that is chosen again is removed. */
+export function choosePatch(patches: readonly Patch[], patch: Patch, combine: boolean): Patch[] {
   const rest = patches.filter((other) => patchKey(other) !== patchKey(patch));
+  if (!combine) return patches.length === 1 && !rest.length ? [] : [patch];
   return rest.length < patches.length ? rest : [...rest, patch];
 }
 
