@@ -139,7 +139,9 @@ class ExportBundle:
         float16 = np.concatenate(self.float16) if self.float16 else np.zeros(0, np.float16)
         planes = float16.view(np.uint8).reshape(-1, 2)  # little-endian: low byte, high byte
         parts = [len(header).to_bytes(4, "little"), header, planes[:, 1].tobytes(), planes[:, 0].tobytes()]
-        return zlib.compress(b"".join([*parts, *(b"".join(chunks) for chunks in self.sections.values())]), 6)
+        content = b"".join([*parts, *(b"".join(chunks) for chunks in self.sections.values())])
+        compressor = zlib.compressobj(9, memLevel=9, strategy=zlib.Z_FILTERED)  # for numbers with little repetition
+        return compressor.compress(content) + compressor.flush()
 
 
 def encode_base85(data: bytes) -> str:
