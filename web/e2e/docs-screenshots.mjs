@@ -32,7 +32,7 @@ for (const [name, [fragment, colorScheme]] of Object.entries(VIEWS)) {
   }
   await page.waitForLoadState("networkidle");
   await page.waitForTimeout(2500);
-  if (name === "compare") await page.getByRole("region", { name: "Residual stream" }).evaluate((region) => region.scrollIntoView());
+  if (name === "compare") await page.getByRole("region", { name: "Residual stream", exact: true }).evaluate((region) => region.scrollIntoView());
   if (name === "training") await page.getByRole("heading", { name: "Checkpoints" }).evaluateAll((headings) => headings[0]?.scrollIntoView());
   await page.screenshot({ path: `${folder}/${name}.png` });
   await page.close();
