@@ -61,7 +61,7 @@ async function checkLiveRun(page, url, facts) {
     if (index) await page.keyboard.press("ArrowLeft");
   }
   assert.match(page.url(), /checkpoint=0/);
-  await checkpoints.getByRole("group", { name: "Heads of layer 1" }).getByRole("button", { name: "Head 1" }).click();
+  await checkpoints.getByRole("group", { name: "Heads of block 1" }).getByRole("button", { name: "Head 1" }).click();
   assert.match(page.url(), /run_head=blocks\.1\.attn%3A1/);
   assert.equal(await checkpoints.getByRole("img", { name: /^(previous token|induction|first token) score of 4 heads/ }).count(), 3);
   await checkpoints.getByText("List of the checkpoints").click();
