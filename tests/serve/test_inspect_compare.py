@@ -272,7 +272,8 @@ def test_long_texts_are_patched_from_the_first_difference_on(inspector: Inspecto
     params = pair_params(inspector, f"{story}{CLEAN}", f"{story}{CHANGED}")
     result = run_query(inspector, "activation_patching", **params, stack="decoder", component="resid")
     assert len(params["input"]["tokens"]) > 64
-    assert len(result.data["pairs"]) == 4  # type: ignore[arg-type]
+    pairs: Any = result.data["pairs"]
+    assert len(pairs) == 4
     assert float(result.tensors["shares"][0, 0]) == pytest.approx(1, abs=1e-4)
 
 

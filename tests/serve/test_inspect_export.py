@@ -1,5 +1,7 @@
 """Exported page: the stored results equal those of the queries; limit of size."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from support.exported_page import read_exported_results
@@ -67,7 +69,7 @@ def test_stored_results_equal_the_queries(name: str) -> None:
     check(inspector, results, "attention_thumbnails", {"input": model_input, "attention": f"{prefix}blocks.0.attn"})
 
 
-def check(inspector: Inspector, results: dict, name: str, params: dict, **defaults: int) -> None:  # type: ignore[type-arg]
+def check(inspector: Inspector, results: dict[str, Any], name: str, params: dict[str, Any], **defaults: int) -> None:
     data, tensors = run_query(inspector, name, **params, **defaults)
     stored_data, stored_tensors = results[result_key(name, params)]
     assert_close(stored_data, data)

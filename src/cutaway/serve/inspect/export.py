@@ -162,8 +162,9 @@ class _Exporter:
         )
 
     def _filter_catalog(self, result: QueryResult) -> QueryResult:
-        devices = [device for device in result.data["devices"] if device["name"] in self.devices]  # type: ignore[attr-defined]
-        return QueryResult({**result.data, "presets": [], "dtypes": [], "devices": devices})
+        devices: Any = result.data["devices"]
+        kept = [device for device in devices if device["name"] in self.devices]
+        return QueryResult({**result.data, "presets": [], "dtypes": [], "devices": kept})
 
     def add_activations(self) -> None:
         sources = list(range(self.num_source))

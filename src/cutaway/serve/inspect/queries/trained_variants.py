@@ -11,6 +11,7 @@ from pydantic import Field
 from cutaway.errors import InputError
 from cutaway.families.checkpoint import Checkpoint
 from cutaway.families.load import load
+from cutaway.generate.api import generate
 from cutaway.pretrained import VARIANTS_DIR
 from cutaway.serve.inspect.queries.base import Inspector, Query, QueryJob, QueryResult, interval_bounds
 
@@ -124,17 +125,8 @@ class VariantContinuation(Query):
         prompt = checkpoint.tokenizer.encode(self.text)[-MAX_PROMPT_TOKENS:]
         if not prompt:
             raise InputError("the text is empty; write at least one word")
-        tokens = torch.tensor([prompt])
-        new: list[int] = []
-        with torch.inference_mode():
-            while len(new) < NUM_NEW_TOKENS:
-                job.check_cancelled()
-                token = int(checkpoint.model(tokens)[0, -1].argmax())
-                if token == checkpoint.tokenizer.eos_token_id:
-                    break
-                new.append(token)
-                tokens = torch.cat((tokens, torch.tensor([[token]])), 1)
-        return QueryResult({"continuation": checkpoint.tokenizer.decode(new)})
+        [completion] = generate(checkpoint, prompt, max_new_tokens=NUM_NEW_TOKENS, temperature=0)
+        return QueryResult({"continuation": completion.text})
 
 
 @cache
