@@ -217,8 +217,11 @@ _ALL_KINDS = tuple(kind for kinds in _HOOK_ORDER for kind in kinds)
 def _shared_block_call(site: Site) -> int | None:
     """Return the number of earlier layers that use the same block as the site, or None if its block is not shared."""
     stack, layer = site.stack, site.layer
-    shared = [] if stack is None or layer is None else [block is stack.blocks[layer] for block in stack.blocks]
-    if stack is None or sum(shared) < 2:
+    if stack is None or layer is None:
+        return None
+    block = stack.blocks[layer]
+    shared = [other is block for other in stack.blocks]
+    if sum(shared) < 2:
         return None
     if stack.activation_checkpointing != "none" and stack.training:
         problem = "layers share a block, so it is not known for which layer activation checkpointing recomputes it"

@@ -101,7 +101,7 @@ class Cache:
         self.cross_layers = [CrossCache() for _ in cache_shapes] if has_cross_attention else None
         self.memory_positions: TokenPositions | None = None
         self.seq_lens = torch.zeros(batch_size, dtype=torch.long, device=device)
-        self.write_end = torch.zeros_like(self.seq_lens)
+        self.write_end = self.seq_lens.clone()  # zeros_like on meta imports SymPy, which takes 0.5 s
         """One more than the last position ever written in each row, including padding and tokens removed by `crop`."""
         self.max_len = 0
         """Upper bound of seq_lens, known without reading values from the device."""

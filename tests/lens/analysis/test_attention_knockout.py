@@ -2,9 +2,12 @@
 
 import pytest
 import torch
-from support.config_strategies import build_randomized_model, random_tokens
+from hypothesis import given
+from hypothesis import strategies as st
+from support.config_strategies import SEEDS, build_randomized_model, configs, random_tokens, tolerance
 
 import cutaway as ct
+import cutaway.config as c
 from cutaway.errors import InputError
 from cutaway.lens.analysis import attention_knockout
 from cutaway.lens.analysis.attention_knockout import knocked_out_logits
@@ -29,6 +32,17 @@ def test_knockout_equals_a_score_of_minus_infinity(preset: str) -> None:
         assert (logits[key] - expected).abs().max() < 1e-5
         is_masked_anyway = config.form == "decoder" and key > position
         assert ((expected - model(tokens)[0, position]).abs().max() < 1e-5) == is_masked_anyway
+
+
+@given(config=configs(forms=("decoder", "encoder-decoder")), seed=SEEDS, position=st.integers(0, 6))
+def test_knockout_with_a_cache_equals_that_of_the_whole_text(config: c.Config, seed: int, position: int) -> None:
+    model, tokens = build_randomized_model(config, torch.float64, seed), random_tokens(config, 1, 7, seed)
+    source = random_tokens(config, 1, 5, seed, "source") if config.form == "encoder-decoder" else None
+    inputs = prepare_inputs(model, tokens, source)
+    for to_source in (False, True)[: 1 if source is None else 2]:
+        logits = knocked_out_logits(inputs, position, to_source=to_source, progress=False)
+        expected = knocked_out_logits(inputs, position, to_source=to_source, progress=False, use_cache=False)
+        assert (logits - expected).abs().max() < tolerance(torch.float64, expected)
 
 
 def test_name_is_copied_from_its_first_occurrence() -> None:

@@ -1,10 +1,13 @@
 """Component effects: planted circuits are found, and each value equals a single edit."""
 
+import importlib
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from support.config_strategies import build_randomized_model, random_tokens
+from hypothesis import given
+from support.config_strategies import SEEDS, build_randomized_model, configs, random_tokens, tolerance
 from torch import Tensor
 
 import cutaway as ct
@@ -12,8 +15,12 @@ from cutaway import config as c
 from cutaway.errors import InputError
 from cutaway.lens import edit, trace
 from cutaway.lens.analysis import LabeledTensor, component_effects, logit_lens, pair_ablation
+from cutaway.lens.analysis.component_effects import ablated_logits
+from cutaway.lens.analysis.inputs import prepare_inputs
 from cutaway.model import Transformer
 
+MODULE = importlib.import_module("cutaway.lens.analysis.component_effects")
+"""The module; the name `component_effects` of the package is the function."""
 VOCAB, CONTEXT, D_HEAD, HIDDEN = 10, 8, 16, 4
 TOKEN, POSITION, PREVIOUS, OUTPUT = slice(0, 10), slice(10, 18), slice(18, 28), slice(28, 38)
 """Parts of the residual stream: one-hot token, one-hot position, previous token, and logits of the next token."""
@@ -223,6 +230,19 @@ def test_each_value_equals_a_single_edit() -> None:
         fraction = (difference(patched) - difference(corrupted)) / (difference(clean) - difference(corrupted))
         assert float(result["recovered"]) == pytest.approx(fraction, abs=1e-9)
         assert bool(result["sufficient"].values) == (int(patched.argmax()) == answer)
+
+
+@given(config=configs(), seed=SEEDS)
+def test_a_batch_that_starts_at_a_later_block_equals_edits_of_the_whole_model(config: c.Config, seed: int) -> None:
+    model, tokens = build_randomized_model(config, torch.float64, seed), random_tokens(config, 1, 4, seed)
+    source = random_tokens(config, 1, 5, seed, "source") if config.form == "encoder-decoder" else None
+    inputs = prepare_inputs(model, tokens, source)
+    with mock.patch.object(MODULE, "_CPU_BATCH_TOKENS", 4):  # one intervention per batch
+        logits = ablated_logits(inputs, 2, "mean")
+    for name, values in logits.items():
+        with edit(model, {f"{inputs.site_prefix}blocks.{name}.out": "mean"}):
+            expected = inputs.logits_at(2)[0]
+        assert (values - expected).abs().max() < tolerance(torch.float64, expected)
 
 
 def test_pair_equals_two_edits() -> None:

@@ -90,7 +90,7 @@ class PagedLayerCache(LayerCache):
         self.keys, self.values = (KVBuffer(num_pages, self.page_size, width, device, dtype) for width in cache_shape)
         # Index that `gather` uses: a slice of rows, which gives a view, or the page table.
         self.page_index: Int[Tensor, "B P"] | slice = slice(0, batch_size)
-        self.page_table = torch.arange(batch_size, device=device).unsqueeze(-1)
+        self.page_table = torch.arange(batch_size).to(device).unsqueeze(-1)  # arange on meta imports SymPy
         """Page ids of each row. If a row has one page, the page id is the row number."""
 
     def update(

@@ -5,16 +5,21 @@ the position are scaled so that their sum stays the same (Geva et al. 2023, arXi
 the information that other positions have already taken from the token are not affected.
 """
 
+from copy import deepcopy
+
 import torch
 from torch import Tensor
 
 from cutaway.errors import InputError
 from cutaway.lens.adapters import ModelLike, sites
 from cutaway.lens.analysis.component_effects import expand_batch
-from cutaway.lens.analysis.inputs import AnalysisInputs, TextOrTokens, TokenOrId, prepare_inputs
+from cutaway.lens.analysis.inputs import AnalysisInputs, TextOrTokens, TokenOrId, prepare_inputs, upcast_float32
 from cutaway.lens.analysis.patching import track_progress
 from cutaway.lens.edit import TensorFn, edit
 from cutaway.lens.labeled_tensor import LabeledTensor
+from cutaway.model import DecoderOnly, EncoderDecoder, EncoderOnly, Transformer
+from cutaway.model.cache import Cache
+from cutaway.model.rope import Rope
 
 KNOCKOUT_METRICS = ("log probability", "probability", "top-1 changes")
 _MAX_BATCH_SIZE, _MAX_BATCH_PATTERN = 32, 2**22
@@ -66,33 +71,76 @@ def attention_knockout(
     return LabeledTensor(title, values, ("token", "metric"), (labels, KNOCKOUT_METRICS), note=note)
 
 
-def knocked_out_logits(inputs: AnalysisInputs, position: int, *, to_source: bool, progress: bool) -> Tensor:
+def knocked_out_logits(
+    inputs: AnalysisInputs, position: int, *, to_source: bool, progress: bool, use_cache: bool = True
+) -> Tensor:
     """(tokens, V): logits at the position, without the attention from it to each token in turn."""
     sublayer, keys = ("cross", inputs.source) if to_source else ("attn", inputs.tokens)
     assert keys is not None
     names = [name for name in sites(inputs.model) if _is_pattern(name, inputs.site_prefix, sublayer)]
-    num_keys, logits = keys.shape[1], []
-    size = max(1, min(_MAX_BATCH_SIZE, _MAX_BATCH_PATTERN // (inputs.tokens.shape[1] * num_keys)))
+    num_keys, cache = keys.shape[1], _fill_cache(inputs, position) if use_cache else None
+    if cache is not None and not to_source:
+        num_keys = position + 1  # later tokens are masked: their knockout has no effect
+    query = position if cache is None else 0
+    num_queries = inputs.tokens.shape[1] if cache is None else 1
+    size = max(1, min(_MAX_BATCH_SIZE, _MAX_BATCH_PATTERN // (num_queries * num_keys)))
+    logits = []
     for start in track_progress(list(range(0, num_keys, size)), progress, "knocking out attention"):
         batch = list(range(start, min(start + size, num_keys)))
-        with inputs.eval_mode(), edit(inputs.model, dict.fromkeys(names, _remove_weights(position, batch))):
-            logits.append(expand_batch(inputs, len(batch)).logits_at(position))
+        with inputs.eval_mode(), edit(inputs.model, dict.fromkeys(names, _remove_weights(query, batch))):
+            if cache is None:
+                logits.append(expand_batch(inputs, len(batch)).logits_at(position))
+            else:
+                logits.append(_decode(inputs, position, cache, len(batch)))
+    if num_keys < keys.shape[1]:
+        logits.append(inputs.logits_at(position).expand(keys.shape[1] - num_keys, -1))
     return torch.cat(logits)
+
+
+def _fill_cache(inputs: AnalysisInputs, position: int) -> Cache | None:
+    """Return a KV cache of the tokens before the position; None if the whole text has to be run for each knockout.
+
+    In a causal decoder, a knockout at the position changes the residual stream of this position only. A RoPE whose
+    angles depend on the length of the text is an exception, because the cached text ends at the position.
+    """
+    model, stack = inputs.model, inputs.stack
+    ropes = [rope for rope in stack.positions.values() if isinstance(rope, Rope)]
+    if isinstance(model, EncoderOnly) or not position or any(rope.switch_length is not None for rope in ropes):
+        return None
+    cache = model.new_cache(1, position + 1)
+    with inputs.eval_mode():
+        _run_decoder(model, inputs.source, inputs.tokens[:, :position], cache)
+    return cache
+
+
+def _decode(inputs: AnalysisInputs, position: int, cache: Cache, batch_size: int) -> Tensor:
+    """(B, V): logits at the position in each batch row, with the keys and values of the tokens before it."""
+    cache = deepcopy(cache)
+    cache.select_rows(torch.zeros(batch_size, dtype=torch.long, device=cache.seq_lens.device))
+    tokens = inputs.tokens[:, position : position + 1].expand(batch_size, 1)
+    return upcast_float32(inputs.require_head()(_run_decoder(inputs.model, None, tokens, cache)[:, 0]))
+
+
+def _run_decoder(model: Transformer, source: Tensor | None, tokens: Tensor, cache: Cache) -> Tensor:
+    if isinstance(model, EncoderDecoder):
+        return model.hidden_states(source, tokens, cache=cache)
+    assert isinstance(model, DecoderOnly)
+    return model.hidden_states(tokens, cache=cache)
 
 
 def _is_pattern(name: str, prefix: str, sublayer: str) -> bool:
     return name.startswith(f"{prefix}blocks.") and name.endswith(f".{sublayer}.pattern")
 
 
-def _remove_weights(position: int, keys: list[int]) -> TensorFn:
-    """Return an edit that, in batch row r, moves the weights of the position on key `keys[r]` to its other keys."""
+def _remove_weights(query: int, keys: list[int]) -> TensorFn:
+    """Return an edit that, in batch row r, moves the weights of the query on key `keys[r]` to its other keys."""
 
     def remove(pattern: Tensor) -> Tensor:  # (B, H, T, S)
         rows = torch.arange(len(keys), device=pattern.device)
-        weights = pattern[:, :, position].clone()  # (B, H, S)
+        weights = pattern[:, :, query].clone()  # (B, H, S)
         total = weights.sum(-1, keepdim=True)
         weights[rows, :, torch.tensor(keys, device=pattern.device)] = 0
-        pattern[:, :, position] = weights * (total / weights.sum(-1, keepdim=True).clamp(min=1e-9))
+        pattern[:, :, query] = weights * (total / weights.sum(-1, keepdim=True).clamp(min=1e-9))
         return pattern
 
     return remove

@@ -20,16 +20,22 @@ from cutaway.errors import InputError
 from cutaway.lens.adapters import ModelLike, sites
 from cutaway.lens.analysis.inputs import AnalysisInputs, TextOrTokens, TokenOrId, prepare_inputs
 from cutaway.lens.analysis.patching import track_progress
-from cutaway.lens.edit import TensorFn, edit
+from cutaway.lens.edit import EditSpec, TensorFn, edit
 from cutaway.lens.labeled_tensor import LabeledTensor, show_whitespace
+from cutaway.lens.structural_edits import supports_structural_edit
+from cutaway.lens.trace import Trace
 
 AblationMethod = Literal["zero", "mean", "resample"]
 ABLATION_METHODS: tuple[AblationMethod, ...] = ("zero", "mean", "resample")
 ABLATION_METRICS = ("logit difference", "probability", "necessary")
 PATCHING_METRICS = ("recovered", "sufficient")
 PAIR_METRICS = ("logit difference", "interaction", "necessary")
-_BATCH_SIZE = 32
-"""Number of interventions per forward pass. Each batch row has one intervention."""
+_BATCH_SIZE, _CPU_BATCH_TOKENS = 32, 512
+"""Maximum number of interventions per forward pass, each in one batch row; on a CPU also of tokens in a batch.
+
+A batch starts at the first block of its interventions, so that small batches skip more blocks. This saves time where
+larger batches do not make a forward pass more efficient.
+"""
 
 
 class _Component(NamedTuple):
@@ -37,6 +43,7 @@ class _Component(NamedTuple):
 
     name: str
     site: str
+    layer: int
     head: int | None = None
 
 
@@ -102,7 +109,7 @@ def component_effects(
         _, pair_necessary = experiment.measure_pairs(replacements, progress)
         columns.append(_jointly_necessary(columns[-1], pair_necessary))
         metrics = (*metrics, "jointly necessary")
-    if experiment.corrupted is not None:
+    if experiment.corrupted_run is not None:
         columns += experiment.measure_patches(targets, progress)
         metrics = (*metrics, *PATCHING_METRICS)
     values = torch.stack(columns, -1)
@@ -167,8 +174,20 @@ def ablated_logits(
     experiment = _Experiment(inputs, None, None, None, position, by_head=by_head)
     replacements = experiment.ablation_values(ablation, None)
     targets = [_Target((component,)) for component in experiment.components]
-    logits = experiment.run(inputs, targets, replacements, False, "ablating")
+    logits = experiment.run(experiment.clean_run, targets, replacements, False, "ablating")
     return {component.name: row for component, row in zip(experiment.components, logits, strict=True)}
+
+
+class _Run(NamedTuple):
+    """Inputs and the recorded values of one forward pass."""
+
+    inputs: AnalysisInputs
+    logits: Tensor
+    """Logits at the position, (V,)."""
+    outputs: dict[str, Tensor]
+    """Outputs of all components, (T, …), by site."""
+    block_inputs: dict[int, Tensor]
+    """Residual stream before each block, (1, T, d), by layer; empty if layers share a block."""
 
 
 class _Experiment:
@@ -185,11 +204,13 @@ class _Experiment:
         by_head: bool,
     ) -> None:
         clean.require_head()
-        self.clean, self.corrupted = clean, corrupted
+        self.clean = clean
         self.position = clean.resolve_position(position)
         self.components = list_components(clean, by_head=by_head)
-        self.logits = clean.logits()[self.position]  # (V,)
-        self.corrupted_logits = None if corrupted is None else corrupted.logits()[self.position]
+        self.clean_run = self.record(clean)
+        self.corrupted_run = None if corrupted is None else self.record(corrupted)
+        self.logits = self.clean_run.logits
+        self.corrupted_logits = None if self.corrupted_run is None else self.corrupted_run.logits
         self.answer = int(self.logits.argmax())
         self._check_answer(answer_token)
         self.incorrect = self._resolve_incorrect(incorrect_token)
@@ -230,10 +251,17 @@ class _Experiment:
         """(…, V) → (…): logit of the answer minus that of the incorrect token."""
         return logits[..., self.answer] - logits[..., self.incorrect]
 
-    def record(self, inputs: AnalysisInputs) -> dict[str, Tensor]:
-        """Return the outputs of all components, (T, …), by site."""
-        t = inputs.trace(*dict.fromkeys(component.site for component in self.components))
-        return {name: t[name].as_subclass(Tensor)[0] for name in t}
+    def record(self, inputs: AnalysisInputs) -> _Run:
+        """Run the model on a text, and record the outputs of the components and the inputs of the blocks."""
+        names = dict.fromkeys(component.site for component in self.components)
+        blocks = [f"{inputs.site_prefix}blocks.{layer}" for layer in range(len(inputs.blocks))]
+        if not all(supports_structural_edit(inputs.model, name, "skip") for name in blocks):
+            blocks = []
+        with Trace(inputs.model, *names, *(f"{name}.resid_pre" for name in blocks)) as t:
+            logits = inputs.logits_at(self.position)[0]
+        values = {name: t[name].as_subclass(Tensor) for name in t}
+        block_inputs = {layer: values[f"{name}.resid_pre"] for layer, name in enumerate(blocks)}
+        return _Run(inputs, logits, {name: values[name][0] for name in names}, block_inputs)
 
     def ablation_values(self, method: AblationMethod, reference: Iterable[TextOrTokens] | None) -> dict[str, Tensor]:
         """Return the values that replace the outputs, (T, …), by site."""
@@ -242,10 +270,10 @@ class _Experiment:
         if reference is not None and method != "mean":
             raise InputError(f"reference is set, but ablation is '{method}'; leave reference out, or use 'mean'")
         if method == "resample":
-            if self.corrupted is None:
+            if self.corrupted_run is None:
                 raise InputError("ablation 'resample' takes outputs of another text; pass it as corrupted")
-            return self.record(self.corrupted)
-        clean = self.record(self.clean)
+            return self.corrupted_run.outputs
+        clean = self.clean_run.outputs
         if method == "zero":
             return {site: torch.zeros_like(value) for site, value in clean.items()}
         return self._mean_values(clean, reference)
@@ -255,7 +283,8 @@ class _Experiment:
         runs = [clean]
         if reference is not None:
             texts = [reference] if isinstance(reference, str) else list(reference)
-            runs = [self.record(prepare_inputs(self.clean, text, self.clean.source)) for text in texts]
+            traces = [prepare_inputs(self.clean, text, self.clean.source).trace(*clean) for text in texts]
+            runs = [{site: t[site].as_subclass(Tensor)[0] for site in clean} for t in traces]
             if not runs:
                 raise InputError("reference is empty; pass at least one text, or leave reference out")
         return {
@@ -267,7 +296,7 @@ class _Experiment:
         self, targets: Sequence[_Target], replacements: Mapping[str, Tensor], progress: bool
     ) -> list[Tensor]:
         """Return the changes of logit difference and probability, and whether the top-1 token changes, (targets,)."""
-        logits = self.run(self.clean, targets, replacements, progress, "ablating")
+        logits = self.run(self.clean_run, targets, replacements, progress, "ablating")
         difference = self.logit_difference(logits) - self.logit_difference(self.logits)
         probability = logits.softmax(-1)[:, self.answer] - self.logits.softmax(-1)[self.answer]
         return [difference, probability, (logits.argmax(-1) != self.answer).to(difference)]
@@ -283,27 +312,33 @@ class _Experiment:
 
     def measure_patches(self, targets: Sequence[_Target], progress: bool) -> list[Tensor]:
         """Return the recovered fraction of the logit difference and whether the answer becomes top-1, (targets,)."""
-        assert self.corrupted is not None
-        assert self.corrupted_logits is not None
-        logits = self.run(self.corrupted, targets, self.record(self.clean), progress, "patching")
-        start = self.logit_difference(self.corrupted_logits)
+        assert self.corrupted_run is not None
+        logits = self.run(self.corrupted_run, targets, self.clean_run.outputs, progress, "patching")
+        start = self.logit_difference(self.corrupted_run.logits)
         recovered = (self.logit_difference(logits) - start) / (self.logit_difference(self.logits) - start)
         return [recovered, (logits.argmax(-1) == self.answer).to(recovered)]
 
     def run(
         self,
-        inputs: AnalysisInputs,
+        base: _Run,
         targets: Sequence[_Target],
         replacements: Mapping[str, Tensor],
         progress: bool,
         description: str,
     ) -> Tensor:
         """Return the logits at the position, (targets, V), with each target in turn replaced."""
-        logits = []
-        for start in track_progress(list(range(0, len(targets), _BATCH_SIZE)), progress, description):
-            batch = targets[start : start + _BATCH_SIZE]
-            names = dict.fromkeys(component.site for target in batch for component in target.components)
-            edits = {name: _replace_rows(name, batch, replacements[name]) for name in names}
+        inputs, logits, size = base.inputs, [], _BATCH_SIZE
+        if inputs.tokens.device.type == "cpu":
+            size = max(1, min(size, _CPU_BATCH_TOKENS // inputs.tokens.shape[1]))
+        for start in track_progress(list(range(0, len(targets), size)), progress, description):
+            batch = targets[start : start + size]
+            components = [component for target in batch for component in target.components]
+            names = dict.fromkeys(component.site for component in components)
+            edits: dict[str, EditSpec] = {name: _replace_rows(name, batch, replacements[name]) for name in names}
+            first = min(component.layer for component in components)
+            if first and first in base.block_inputs:  # the blocks before compute the same values in all rows
+                edits |= {f"{inputs.site_prefix}blocks.{layer}": "skip" for layer in range(first)}
+                edits[f"{inputs.site_prefix}blocks.{first}.resid_pre"] = _replace_all(base.block_inputs[first])
             with inputs.eval_mode(), edit(inputs.model, edits):
                 logits.append(expand_batch(inputs, len(batch)).logits_at(self.position))
         return torch.cat(logits)
@@ -320,9 +355,9 @@ def list_components(inputs: AnalysisInputs, *, by_head: bool = False) -> list[_C
                 continue
             if by_head and sublayer != "ffn":
                 z = all_sites[f"{base}.z"]
-                components += [_Component(f"{name}.{head}", z.name, head) for head in range(z.num_heads or 0)]
+                components += [_Component(f"{name}.{head}", z.name, layer, head) for head in range(z.num_heads or 0)]
             else:
-                components.append(_Component(name, f"{base}.out"))
+                components.append(_Component(name, f"{base}.out", layer))
     return components
 
 
@@ -366,6 +401,11 @@ def _replace_rows(site: str, targets: Sequence[_Target], replacement: Tensor) ->
         return value
 
     return edit_rows
+
+
+def _replace_all(replacement: Tensor) -> TensorFn:
+    """Return an edit that replaces the values of all batch rows by `replacement`, (1, T, …)."""
+    return lambda value: replacement.expand_as(value)
 
 
 def _pair_matrix(values: Tensor, size: int) -> Tensor:

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from cutaway.lens.labeled_tensor import replace_nonfinite
 from cutaway.serve.inspect.protocol import QueryResult, to_wire_tensor
 
 MAX_FLOAT16 = 60000.0
@@ -78,7 +77,7 @@ class ExportBundle:
     def _encode(
         self, result: QueryResult, group: str, precision: str, views: Mapping[str, int], *, is_variant: bool = False
     ) -> list[Any]:
-        data = round_numbers(replace_nonfinite(dict(result.data)))
+        data = round_numbers(dict(result.data))
         if self.shared_text and "python_code" in data:
             data["python_code"] = data["python_code"].replace(self.shared_text, SHARED_TEXT)
         if group not in self.base_indices:
@@ -140,7 +139,7 @@ class ExportBundle:
         planes = float16.view(np.uint8).reshape(-1, 2)  # little-endian: low byte, high byte
         parts = [len(header).to_bytes(4, "little"), header, planes[:, 1].tobytes(), planes[:, 0].tobytes()]
         content = b"".join([*parts, *(b"".join(chunks) for chunks in self.sections.values())])
-        compressor = zlib.compressobj(9, memLevel=9, strategy=zlib.Z_FILTERED)  # for numbers with little repetition
+        compressor = zlib.compressobj(8, memLevel=9, strategy=zlib.Z_FILTERED)  # for numbers with little repetition
         return compressor.compress(content) + compressor.flush()
 
 
@@ -169,9 +168,9 @@ def _clean(value: object) -> object:
 
 
 def round_numbers(value: Any) -> Any:
-    """Round the floats of JSON data to SIGNIFICANT_DIGITS."""
-    if isinstance(value, float) and math.isfinite(value) and value:
-        return float(f"{value:.{SIGNIFICANT_DIGITS}g}")
-    if isinstance(value, Mapping):
+    """Round the floats of JSON data to SIGNIFICANT_DIGITS. NaN and infinity become None, because JSON has neither."""
+    if isinstance(value, float):
+        return float(f"{value:.{SIGNIFICANT_DIGITS}g}") if math.isfinite(value) else None
+    if isinstance(value, dict):
         return {name: round_numbers(inner) for name, inner in value.items()}
     return [round_numbers(inner) for inner in value] if isinstance(value, list | tuple) else value

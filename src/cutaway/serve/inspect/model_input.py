@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -55,6 +55,8 @@ class TokenizerAdapter:
     """Index of the token that the page selects for the default input; None: the last token."""
     generation_config: GenerationConfig | None = None
     """Generation defaults of the checkpoint."""
+    token_texts: dict[int, str] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Texts that `decode_token` has returned. A page shows the same few tokens in many places."""
 
     @property
     def is_untrained(self) -> bool:
@@ -84,6 +86,8 @@ class TokenizerAdapter:
 
     def decode_token(self, token: int) -> str:
         """Return the text of a token. Without a tokenizer, return the printable ASCII character, or else <id>."""
-        if self.tokenizer is not None:
-            return token_text(self.tokenizer, token)
-        return chr(token) if 32 <= token < 127 else f"<{token}>"
+        if self.tokenizer is None:
+            return chr(token) if 32 <= token < 127 else f"<{token}>"
+        if token not in self.token_texts:
+            self.token_texts[token] = token_text(self.tokenizer, token)
+        return self.token_texts[token]

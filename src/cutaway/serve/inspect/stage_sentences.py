@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from cutaway.lens import attention_pattern
 from cutaway.lens.analysis.inputs import upcast_float32
 from cutaway.lens.equations import position_module, uses_rope
 from cutaway.lens.labeled_tensor import show_whitespace
-from cutaway.lens.sites import Site, get_blocks, resid_before_sublayer, site_suffix
+from cutaway.lens.sites import Site, resid_before_sublayer, site_suffix
 from cutaway.lens.structural_edits import structural_targets
 from cutaway.model.attention import LatentAttention
 from cutaway.model.block import ParallelBlock
@@ -36,17 +37,17 @@ class StageInputs:
     values: Tensor
     """The values at the site, without the token axis; scores and mask have −∞ where masked."""
 
-    @property
+    @cached_property
     def site(self) -> Site:
         """The site, or for values without a site (mask, position) the site `q` of the same attention."""
         sites = self.inspector.sites
         return sites.get(self.site_name) or sites[f"{self.site_name.rpartition('.')[0]}.q"]
 
-    @property
+    @cached_property
     def block(self) -> Any:
         assert self.site.stack is not None
         assert self.site.layer is not None
-        return get_blocks(self.site.stack)[self.site.layer]
+        return self.site.stack.blocks[self.site.layer]
 
     @property
     def is_cross(self) -> bool:

@@ -1,7 +1,5 @@
 """Queries: residual stream norms of all tokens, and norms and logit lens of one token at every site."""
 
-from dataclasses import asdict
-
 import torch
 from torch import Tensor
 
@@ -94,4 +92,4 @@ def _stage_to_dict(stage: Stage, tokenizer: TokenizerAdapter) -> dict[str, objec
         {"token": token, "text": tokenizer.decode_token(token), "probability": probability}
         for token, probability in stage.top_tokens
     ]
-    return asdict(stage) | {"top_tokens": top_tokens}
+    return vars(stage) | {"top_tokens": top_tokens}
