@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load
+from support.inspector import open_inspector
 from support.nightly import nightly_except
 from torch import Tensor
 
@@ -120,6 +121,19 @@ def test_journey_equals_follow_token(name: str) -> None:
             stage.top_tokens
         )
     assert data["residual_sum_error"] == journey.residual_sum_error
+
+
+def test_text_of_a_continuation_adds_exactly_the_predicted_token() -> None:
+    """The texts are only at the last position, and a token that no text adds, such as a special token, has none."""
+    inspector = open_inspector("tiny-english")
+    tokens = inspector.tokenizer.encode("The cat sat on the")
+    data = run_query(inspector, "next_token", input={"tokens": tokens}, position=len(tokens) - 1).data
+    for row in data["top_tokens"]:
+        assert inspector.tokenizer.encode(f"The cat sat on the{row['continuation']}") == [*tokens, row["token"]]
+    earlier = run_query(inspector, "next_token", input={"tokens": tokens}, position=1).data
+    assert not any("continuation" in row for row in earlier["top_tokens"])
+    end_of_text = inspector.tokenizer.tokenizer.eos_token_id
+    assert inspector.tokenizer.continuation_text(tokens, end_of_text) is None
 
 
 @pytest.mark.parametrize("name", MODELS)

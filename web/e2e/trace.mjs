@@ -31,6 +31,13 @@ export async function run(page, url, facts) {
   await next.waitFor();
   assert.equal(await next.getAttribute("aria-label"), facts.next_tokens.join(", "));
 
+  // A predicted token is appended to the text and becomes the selected token.
+  const append = page.getByRole("group", { name: "Append a token to the text" }).getByRole("button").first();
+  const appended = (await append.innerText()).trim();
+  await append.click();
+  await page.getByRole("heading", { name: `Residual stream of ${appended}` }).waitFor();
+  await page.goBack();
+
   // Values at positions chosen at random.
   for (const { site, position, value, index } of facts.values) {
     const response = page.waitForResponse(async (candidate) => candidate.url().endsWith("/query/activation") && (candidate.request().postData() ?? "").includes(`"${site}"`));

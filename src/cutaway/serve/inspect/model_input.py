@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -91,3 +92,11 @@ class TokenizerAdapter:
         if token not in self.token_texts:
             self.token_texts[token] = token_text(self.tokenizer, token)
         return self.token_texts[token]
+
+    def continuation_text(self, tokens: Sequence[int], token: int) -> str | None:
+        """Return the text that adds exactly this token when it is appended to the text of `tokens`, or None."""
+        if self.tokenizer is None:
+            return chr(token) if 32 <= token < 127 else None
+        text, continued = self.tokenizer.decode(tokens), self.tokenizer.decode([*tokens, token])
+        is_exact = continued.startswith(text) and self.encode(continued) == [*tokens, token]
+        return continued[len(text) :] if is_exact else None

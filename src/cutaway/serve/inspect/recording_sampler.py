@@ -2,6 +2,7 @@
 
 from collections import deque
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,7 +46,7 @@ class SamplingStep:
             "num_candidates": int((self.sampling_probs > 0).sum()),
         }
 
-    def top_tokens(self, tokenizer: TokenizerAdapter) -> list[dict[str, object]]:
+    def top_tokens(self, tokenizer: TokenizerAdapter) -> list[dict[str, Any]]:
         """Return the most likely tokens, most likely first, with model probability and sampling probability."""
         probabilities = self.logits.softmax(-1)
         top = probabilities.topk(min(NUM_TOP_TOKENS, len(probabilities)))
