@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from support.nightly import nightly_except
 from support.tiny_runs import TEXT, run_digest, tiny_recipe, write_texts
 
 import cutaway as ct
@@ -122,7 +123,7 @@ def test_ct_train_shows_its_signature() -> None:
 @pytest.mark.unchecked
 @pytest.mark.parametrize(
     "failpoint",
-    ["after-step:7", "before-snapshot-rename:4", pytest.param("after-checkpoint:2", marks=pytest.mark.nightly)],
+    nightly_except(("after-step:7",), ["after-step:7", "before-snapshot-rename:4", "after-checkpoint:2"]),
 )
 def test_killed_run_resumes_bit_exactly(failpoint: str, texts: Path, tmp_path: Path) -> None:
     uninterrupted = train(sampling_recipe(texts), tmp_path / "uninterrupted", device="cpu")
