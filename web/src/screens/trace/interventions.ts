@@ -69,10 +69,11 @@ export function sublayerSentence(data: Interventions): string | undefined {
   const { both, one } = countedSublayers(data);
   const count = Object.keys(zero).length;
   const size = (name: string): number => Math.min(...[zero[name], mean?.[name]].map((effect) => (effect ? -logChange(effect, data) : Infinity)));
-  const methods = mean ? "both with zero and with mean ablation" : "with zero ablation";
-  const others = one.length ? ` ${one.length === 1 ? "One more changes" : `${one.length} more change`} it with one of the two only.` : "";
-  if (!both.length) return mean ? `No sublayer alone is necessary: without any one of the ${count}, the prediction is the same with zero or with mean ablation.${others.replace("more ", "")}` : `No sublayer alone is necessary: without any one of the ${count} (zero ablation), the prediction is the same.`;
+  if (!both.length && one.length) return `No sublayer alone is necessary: ${one.length} of ${count} ${one.length === 1 ? "changes" : "change"} the prediction with zero or with mean ablation, but none with both.`;
+  if (!both.length) return `No sublayer alone is necessary: without any one of the ${count}, the prediction stays the same, with zero ${mean ? "and with mean " : ""}ablation.`;
   const named = both.sort((a, b) => size(b) - size(a)).slice(0, MAX_NAMED).map(componentLabel).join(", ");
   const rest = both.length > MAX_NAMED ? ` and ${both.length - MAX_NAMED} more` : "";
-  return `${both.length} of ${count} sublayers ${both.length === 1 ? "is" : "are"} necessary on this text, i.e. the prediction changes without ${both.length === 1 ? "it" : "one of them"}, ${methods}: ${named}${rest}.${others}`;
+  const others = one.length ? ` ${one.length === 1 ? "One other changes" : `${one.length} others change`} it with one of the two only.` : "";
+  const [are, them] = both.length === 1 ? ["is", "it"] : ["are", "any one of them"];
+  return `${both.length} of ${count} sublayers ${are} necessary on this text (${named}${rest}): without ${them}, the prediction changes${mean ? ", both with zero and with mean ablation" : " (zero ablation)"}.${others}`;
 }
