@@ -10,6 +10,8 @@ const MAX_LISTED = 4;
 export interface InputTexts {
   tokenStrs: readonly string[];
   sourceTokenStrs: readonly string[];
+  /** What the prediction can be copied from: the text up to the selected token, or all of it in an encoder, and the source. */
+  visibleText: string;
   /** The token that the prediction follows; undefined in an encoder, whose prediction is at the position itself. */
   previous: string | undefined;
 }
@@ -50,16 +52,25 @@ function copySentence(copy: Copy, data: Interventions, previous: string | undefi
 }
 
 /** Whether the prediction is copied: from an occurrence in the text, or, for an encoder-decoder, in the source. */
-function originSentence(copies: Copy[], data: Interventions, previous: string | undefined): string {
+function originSentence(copies: Copy[], data: Interventions, { visibleText, previous }: InputTexts): string {
   const copy = copies.find(({ effect }) => isCopied(effect, data)) ?? copies[0];
   if (data.is_special) return `${quote(data.text)} is a special token, so it is not copied.`;
   if (copy && (isCopied(copy.effect, data) || !data.is_own_token)) return copySentence(copy, data, previous);
   if (data.is_own_token) return "It is the selected token itself, whose residual stream starts with it; so knockout of attention does not show whether it is copied.";
-  return `${quote(data.text)} does not occur in the ${data.source_tokens ? "text or the source" : "text"}, so it is not copied: it comes from what the model has learned.`;
+  const input = data.source_tokens ? "text or the source" : "text";
+  if (hasWord(visibleText, data.text.trim())) return `${quote(data.text)} occurs in the ${input} as other tokens, so knockout of one token does not show whether it is copied.`;
+  return `${quote(data.text)} does not occur in the ${input}, so it is not copied${data.source_tokens ? "." : ": it comes from what the model has learned."}`;
+}
+
+/** Whether a word occurs in a text, not as a part of a longer word. */
+function hasWord(text: string, word: string): boolean {
+  const pattern = word.replace(/[.*+?^${}()|[\]\\]/g, "\\$&");
+  return word !== "" && new RegExp(`(?<![\\p{L}\\p{N}])${pattern}(?![\\p{L}\\p{N}])`, "iu").test(text);
 }
 
 /** What the prediction depends on most, and whether it is copied. */
-export function tokenSentence(data: Interventions, { tokenStrs, sourceTokenStrs, previous }: InputTexts): string | undefined {
+export function tokenSentence(data: Interventions, texts: InputTexts): string | undefined {
+  const { tokenStrs, sourceTokenStrs, previous } = texts;
   const candidates = [
     ...(data.tokens ?? []).map((effect, index) => ({ effect, positions: [index], texts: tokenStrs, isSource: false })),
     ...(data.source_tokens ?? []).map((effect, index) => ({ effect, positions: [index], texts: sourceTokenStrs, isSource: true })),
@@ -70,7 +81,7 @@ export function tokenSentence(data: Interventions, { tokenStrs, sourceTokenStrs,
     { ...data.occurrences, texts: tokenStrs, isSource: false },
     { ...data.source_occurrences, texts: sourceTokenStrs, isSource: true },
   ].filter((copy): copy is Copy => Boolean(copy.effect));
-  const origin = originSentence(copies, data, previous);
+  const origin = originSentence(copies, data, texts);
   const isOccurrence = copies.some((copy) => copy.isSource === strongest.isSource && copy.positions.length === 1 && copy.positions[0] === strongest.positions[0] && isCopied(copy.effect, data));
   if (isOccurrence) return origin;
   const copiedFirst = copies.some(({ effect }) => isCopied(effect, data));
