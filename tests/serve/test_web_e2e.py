@@ -49,7 +49,12 @@ from hatch_build import find_node_and_npm  # noqa: E402
 
 pytestmark = pytest.mark.unchecked
 TEXT = "Lily had a ball.\nThe cat sat on the"
-COPIED = ["Lily met Max. Lily said hi to", "Max was sad. Lily met Max. Lily said hi to", "Once upon a"]
+COPIED = [
+    "Lily met Max. Lily said hi to",
+    "Max was sad. Lily met Max. Lily said hi to",
+    "Once upon a",
+    "Once upon a time, there was",
+]
 LONG = "Lily had a red ball. She played with it in the park, and her dog ran after it.\n" * 25
 
 
@@ -183,8 +188,13 @@ def copied_facts(checkpoint: Any, text: str) -> dict[str, str]:
     quoted = [f"“{show_whitespace(string)}”" for string in (strs[positions[0]], answer_str)]
     place = f"token{'s' if len(positions) > 1 else ''} {', '.join(map(str, positions))}"
     them = "them" if len(positions) > 1 else "it"
-    new = show_whitespace(tokenizer.decode([int(probabilities.argmax())]))
-    effect = f"the prediction is “{new}” and {quoted[1]} has {format_percent(float(probabilities[answer]))}"
+    new, probability = int(probabilities.argmax()), format_percent(float(probabilities[answer]))
+    if new == answer:
+        sentence = (
+            f"is not copied by direct attention to the same token: without attention to {them}, {quoted[1]} still"
+        )
+        return {"text": text, "sentence": f"It occurs in the text ({place}), but {sentence} has {probability}."}
+    effect = f"the prediction is “{show_whitespace(tokenizer.decode([new]))}” and {quoted[1]} has {probability}"
     return {
         "text": text,
         "sentence": f"It is mostly copied from {quoted[0]} ({place}): without attention to {them}, {effect}.",
