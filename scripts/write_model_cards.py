@@ -27,7 +27,7 @@ from cutaway.families.checkpoint import Checkpoint
 from cutaway.generate.fill_mask import fill_mask
 from cutaway.learn.notebooks.figures import FIGURE_STYLE
 from cutaway.learn.studies.mechanisms.english import NUM_HEADS
-from cutaway.learn.studies.study import StudyResults, load_results
+from cutaway.learn.studies.study import Estimate, StudyResults, load_results
 from cutaway.lens.analysis import head_scores
 from cutaway.pretrained import PRETRAINED_DIR
 from cutaway.tokenizer import Tokenizer
@@ -200,12 +200,22 @@ def render_card(name: str) -> str:
 def insert_mechanisms(text: str) -> str:
     """Insert results of the study `mechanisms`: ${mechanisms:KEY} with its interval, ${KEY} as an integer.
 
-    ${edits:MECHANISM} are the edits of the web page that zero the selected heads.
+    ${change:KEY} is a decrease in words, such as "raises them by 0.5 (0.4 to 0.6) nats". ${edits:MECHANISM} are the
+    edits of the web page that zero the selected heads.
     """
     results = load_results("mechanisms")
     text = re.sub(r"\$\{edits:([^}]+)\}", lambda match: format_edits(select_heads(results, match[1])), text)
+    text = re.sub(r"\$\{change:([^}]+)\}", lambda match: describe_decrease(results.get(match[1])), text)
     text = re.sub(r"\$\{mechanisms:([^}]+)\}", lambda match: str(results.get(match[1])), text)
     return re.sub(r"\$\{([^}]+)\}", lambda match: f"{results.get(match[1]).mean:.0f}", text)
+
+
+def describe_decrease(decrease: Estimate) -> str:
+    """A decrease in nats in words: a negative one is an increase, one whose interval contains 0 a signed change."""
+    if decrease.low > 0:
+        return f"lowers them by {decrease} nats"
+    increase = Estimate(-decrease.mean, -decrease.high, -decrease.low, decrease.count)
+    return f"{'raises' if increase.low > 0 else 'changes'} them by {increase} nats"
 
 
 def select_heads(results: StudyResults, mechanism: str) -> dict[int, list[int]]:

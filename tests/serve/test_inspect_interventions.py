@@ -1,5 +1,7 @@
 """The interventions query: each reported effect equals a forward pass of the edited model."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -34,6 +36,61 @@ def test_effects_equal_forward_passes_of_the_edited_model() -> None:
     by_token = [effect["probability"] for effect in data["tokens"]]
     assert min(range(5), key=by_token.__getitem__) == 1  # birds
     assert data["tokens"][1]["top_text"] == " was"
+
+
+@torch.no_grad()
+def test_occurrences_are_knocked_out_jointly() -> None:
+    """The joint effect equals a forward pass with scores of −∞ on all earlier occurrences of the predicted token."""
+    inspector = build_inspector(ct.load("tiny-english", dtype=torch.float32), name="tiny-english")
+    tokens = inspector.tokenizer.encode("Max was sad. Lily met Max. Lily said hi to")
+    texts = [inspector.tokenizer.decode_token(token) for token in tokens]
+    data = run_interventions(inspector, tokens)
+    positions = [index for index, text in enumerate(texts) if text.strip() == "Max"]
+    assert (data["text"], texts[0], len(positions)) == (" Max", "Max", 2)
+    assert (data["is_own_token"], data["is_special"]) == (False, False)
+
+    def mask(scores: torch.Tensor) -> torch.Tensor:
+        scores[:, :, -1, positions] = -torch.inf
+        return scores
+
+    with ct.edit(inspector.model, {"blocks.*.attn.scores": mask}):
+        probabilities = inspector.model(torch.tensor([tokens]))[0, -1].softmax(-1)
+    assert data["occurrences"]["positions"] == positions
+    effect = data["occurrences"]["effect"]
+    assert effect["probability"] == pytest.approx(float(probabilities[data["token"]]), abs=1e-5)
+    assert effect["top"] == int(probabilities.argmax()) != data["predicted"]
+
+    assert run_interventions(inspector, tokens[:3])["occurrences"] == {"positions": [], "effect": None}
+    sentence = inspector.tokenizer.encode("The girl was very")
+    very = Interventions(input=ModelInput(tokens=tuple(sentence)), position=3, token=sentence[3])
+    data = very.run(inspector, QueryJob()).data
+    assert (data["is_own_token"], data["occurrences"]["positions"]) == (True, [])
+
+
+@torch.no_grad()
+def test_occurrences_in_encoders_and_in_the_source() -> None:
+    inspector = build_inspector(ct.load("tiny-english-encoder", dtype=torch.float32), name="tiny-english-encoder")
+    tokens = inspector.tokenizer.encode("Lily loved the [MASK] very much. Mom gave Lily the drum.")
+    mask_token_id = inspector.tokenizer.mask_token_id
+    assert mask_token_id is not None
+    drum = next(token for token in tokens if inspector.tokenizer.decode_token(token).strip() == "drum")
+    query = Interventions(input=ModelInput(tokens=tuple(tokens)), position=tokens.index(mask_token_id), token=drum)
+    occurrences = query.run(inspector, QueryJob()).data["occurrences"]
+    assert occurrences["positions"] == [tokens.index(drum)]  # after the position
+    inspector = build_inspector(ct.load("tiny-dates", dtype=torch.float32), name="tiny-dates")
+    source, target = inspector.tokenizer.encode_source("12 Nisan 1832"), inspector.tokenizer.encode("")
+    data = run_interventions(inspector, target, source)
+    found = data["source_occurrences"]
+    assert found["positions"]
+    if len(found["positions"]) == 1:
+        assert found["effect"] == data["source_tokens"][found["positions"][0]]
+    assert data["occurrences"]["positions"] == []
+
+
+def run_interventions(inspector: Inspector, tokens: list[int], source: list[int] | None = None) -> dict[str, Any]:
+    """Interventions on the prediction at the last token."""
+    model_input = ModelInput(tokens=tuple(tokens), source=None if source is None else tuple(source))
+    return Interventions(input=model_input, position=len(tokens) - 1).run(inspector, QueryJob()).data
 
 
 @torch.no_grad()

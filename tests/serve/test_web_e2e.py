@@ -49,6 +49,12 @@ from hatch_build import find_node_and_npm  # noqa: E402
 
 pytestmark = pytest.mark.unchecked
 TEXT = "Lily had a ball.\nThe cat sat on the"
+COPIED = [
+    "Lily met Max. Lily said hi to",
+    "Max was sad. Lily met Max. Lily said hi to",
+    "Once upon a",
+    "Once upon a time, there was",
+]
 LONG = "Lily had a red ball. She played with it in the park, and her dog ran after it.\n" * 25
 
 
@@ -154,9 +160,44 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         },
         "long": text,
         "example": next(item for item in load_examples("tiny-english") if item["fragment"]["screen"] == "edit"),
+        "copied": [copied_facts(checkpoint, text) for text in COPIED],
         "compare": compare_facts(model, tokenizer),
         "long_tokens": len(tokenizer.encode(text)),
         "longest_task": 200,  # milliseconds of CPU time
+    }
+
+
+def copied_facts(checkpoint: Any, text: str) -> dict[str, str]:
+    """A text, and the sentence about the occurrences of its predicted token, which are masked jointly."""
+    model, tokenizer = checkpoint.model, checkpoint.tokenizer
+    token_ids = tokenizer.encode(text)
+    tokens, strs = torch.tensor([token_ids]), [tokenizer.decode([token]) for token in token_ids]
+
+    def mask(scores: Tensor) -> Tensor:
+        scores[:, :, -1, positions] = -torch.inf
+        return scores
+
+    with torch.no_grad():
+        answer = int(model(tokens)[0, -1].argmax())
+        answer_str = tokenizer.decode([answer])
+        positions = [index for index, string in enumerate(strs) if string.strip() == answer_str.strip()]
+        with ct.edit(model, {"blocks.*.attn.scores": mask}):
+            probabilities = model(tokens)[0, -1].softmax(-1)
+    if not positions:
+        return {"text": text, "sentence": f"“{show_whitespace(answer_str)}” does not occur in the text"}
+    quoted = [f"“{show_whitespace(string)}”" for string in (strs[positions[0]], answer_str)]
+    place = f"token{'s' if len(positions) > 1 else ''} {', '.join(map(str, positions))}"
+    them = "them" if len(positions) > 1 else "it"
+    new, probability = int(probabilities.argmax()), format_percent(float(probabilities[answer]))
+    if new == answer:
+        sentence = (
+            f"is not copied by direct attention to the same token: without attention to {them}, {quoted[1]} still"
+        )
+        return {"text": text, "sentence": f"It occurs in the text ({place}), but {sentence} has {probability}."}
+    effect = f"the prediction is “{show_whitespace(tokenizer.decode([new]))}” and {quoted[1]} has {probability}"
+    return {
+        "text": text,
+        "sentence": f"It is mostly copied from {quoted[0]} ({place}): without attention to {them}, {effect}.",
     }
 
 

@@ -67,7 +67,7 @@ export async function run(page, url, facts) {
   await page.getByText("logit lens unchanged from here").waitFor();
   const rows = page.getByRole("listbox", { name: "Residual stream from embedding to logits" }).getByRole("option");
   const numRows = await rows.count();
-  await page.getByRole("button", { name: "Reset" }).click();
+  await page.getByRole("button", { name: "Reset", exact: true }).click();
   await page.waitForFunction((count) => document.querySelectorAll('[aria-label="Residual stream from embedding to logits"] [role="option"]').length > count, numRows);
 
   // The experiment: the user predicts, then the loss on sampled texts and both continuations are shown.

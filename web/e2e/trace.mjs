@@ -136,8 +136,41 @@ export async function run(page, url, facts) {
   await page.getByText(/of 12 sublayers (is|are) necessary on this text/).waitFor();
   const components = page.getByRole("table", { name: "Effect of each component" });
   await components.getByText("embedding", { exact: true }).first().waitFor(); // the direct contributions are another query
+  // The counts of the sentence are those of the table: rows whose prediction changes in both columns, or in one.
+  const summary = await page.locator(".prediction").innerText();
+  const [both] = summary.match(/(\d+) of 12 sublayers/).slice(1).map(Number);
+  const one = Number((summary.match(/(One|\d+) others? changes? it with one of the two only/)?.[1] ?? "0").replace("One", "1"));
+  const changedCells = await components.getByRole("row").evaluateAll((elements) => elements.map((row) => row.querySelectorAll(".changed").length));
+  assert.deepEqual([both, one], [changedCells.filter((count) => count === 2).length, changedCells.filter((count) => count === 1).length]);
   assert.equal(await components.getByRole("row").count(), 1 + 1 + 12); // header, embedding, sublayers
   await page.getByText("Heads with the largest effect").waitFor();
+  const effects = await page.locator("li", { has: page.getByRole("button", { name: /^head \d/ }) }).locator(".number:first-of-type").allInnerTexts();
+  const sizes = effects.map((text) => Math.abs(Number(text.replaceAll("−", "-"))));
+  assert.ok(sizes.length > 0 && sizes.length <= 8 && sizes.every((size) => size >= 0.0099 * sizes[0]), effects.join(", "));
+  // The table of attention weights says that a weight is not an effect, and leads to the measured effects.
+  await page.getByText("A weight is not an effect").waitFor();
+  await page.getByRole("button", { name: "Measured effects of the tokens" }).click();
+  assert.ok(await page.evaluate(() => document.activeElement?.querySelector('[aria-label="Effect of attention to each token"]') !== null));
+
+  // Whether the prediction is copied is said in any case: from one occurrence, from several, or not from the text.
+  const statement = page.locator(".prediction");
+  for (const { text, sentence } of facts.copied) {
+    await page.goto(`${url}#/trace?text=${encodeURIComponent(text)}`);
+    await statement.getByText(sentence).waitFor();
+  }
+  await page.getByText("· is a space", { exact: true }).waitFor();
+  await page.goto(`${url}#/trace?text=Once`);
+  await page.getByText("· is a space", { exact: true }).waitFor({ state: "detached" });
+  await page.goto(`${url}#/trace?text=${encodeURIComponent("One\nTwo")}`);
+  await page.getByText("↵ is a line break", { exact: true }).waitFor();
+
+  // With an active edit, the page says why there are no interventions; the button resets the edits.
+  await page.goto(`${url}#/trace?text=${encodeURIComponent("The birds in the park")}&edits=blocks.3:skip`);
+  await statement.getByText("What it depends on is measured on the unedited model only.").waitFor();
+  await page.getByText("What the prediction depends on is measured on the unedited model only.").waitFor();
+  await statement.getByRole("button", { name: "Reset the edits" }).click();
+  await statement.getByText("It depends most on “·birds” (token 1)").waitFor();
+  assert.ok(!page.url().includes("edits="), page.url());
 
   // Another token, by typing it: the sum of its direct contributions is its logit.
   await page.getByLabel("Another token:").fill("was");
@@ -149,8 +182,12 @@ export async function run(page, url, facts) {
   await page.getByRole("button", { name: /^head \d of the attention of block \d$/ }).first().click();
   await page.getByText("Attention patterns of all heads").waitFor();
 
-  // An example of a pretrained model sets the text, the edits and the screen, and says what the edit shows.
-  await page.getByRole("button", { name: facts.example.title, exact: true }).click();
+  // An example of a pretrained model sets the text, the edits and the screen, and says what the edit shows. Its button
+  // names the screen if this is another one.
+  const exampleButton = page.getByRole("button", { name: `${facts.example.title} → Edit`, exact: true });
+  await exampleButton.click();
+  await page.getByRole("button", { name: facts.example.title, exact: true, pressed: true }).waitFor();
+  assert.equal(await exampleButton.count(), 0);
   await page.getByText(facts.example.about).waitFor();
   await page.getByText(/top-5 overlap/).waitFor();
   assert.equal(await prompt.inputValue(), facts.example.fragment.text);

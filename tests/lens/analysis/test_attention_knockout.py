@@ -1,5 +1,7 @@
 """Attention knockout: equal to masking the token for one query, and without effect on tokens that are masked anyway."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -34,6 +36,28 @@ def test_knockout_equals_a_score_of_minus_infinity(preset: str) -> None:
         assert ((expected - model(tokens)[0, position]).abs().max() < 1e-5) == is_masked_anyway
 
 
+@pytest.mark.parametrize("preset", ["tiny-gpt", "tiny-llama", "tiny-bert"])
+@torch.no_grad()
+def test_joint_knockout_equals_scores_of_minus_infinity(preset: str) -> None:
+    """A set of keys is knocked out in one forward pass; a set without a visible key has no effect."""
+    config = ct.config(preset)
+    model, tokens, position = build_randomized_model(config, torch.float64), random_tokens(config, 1, 7, 0), 4
+    inputs, key_sets = prepare_inputs(model, tokens, None), [[1, 3], [5, 6], [0, 2, 6], [], [4]]
+    logits = knocked_out_logits(inputs, position, to_source=False, progress=False, key_sets=key_sets)
+    assert logits.shape == (len(key_sets), config.vocab_size)
+    for row, keys in zip(logits, key_sets, strict=True):
+
+        def mask(scores: torch.Tensor, keys: list[int] = keys) -> torch.Tensor:
+            scores[:, :, position, keys] = -torch.inf
+            return scores
+
+        with ct.edit(model, {"blocks.*.attn.scores": mask}):
+            expected = model(tokens)[0, position]
+        assert (row - expected).abs().max() < 1e-5
+    single = knocked_out_logits(inputs, position, to_source=False, progress=False)
+    assert (logits[4] - single[4]).abs().max() < 1e-5
+
+
 @given(config=configs(forms=("decoder", "encoder-decoder")), seed=SEEDS, position=st.integers(0, 6))
 def test_knockout_with_a_cache_equals_that_of_the_whole_text(config: c.Config, seed: int, position: int) -> None:
     model, tokens = build_randomized_model(config, torch.float64, seed), random_tokens(config, 1, 7, seed)
@@ -42,6 +66,10 @@ def test_knockout_with_a_cache_equals_that_of_the_whole_text(config: c.Config, s
     for to_source in (False, True)[: 1 if source is None else 2]:
         logits = knocked_out_logits(inputs, position, to_source=to_source, progress=False)
         expected = knocked_out_logits(inputs, position, to_source=to_source, progress=False, use_cache=False)
+        assert (logits - expected).abs().max() < tolerance(torch.float64, expected)
+        options: Any = {"to_source": to_source, "progress": False, "key_sets": [[0, 2], [1, 3, 4]]}
+        logits = knocked_out_logits(inputs, position, **options)
+        expected = knocked_out_logits(inputs, position, **options, use_cache=False)
         assert (logits - expected).abs().max() < tolerance(torch.float64, expected)
 
 

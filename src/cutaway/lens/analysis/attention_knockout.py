@@ -5,6 +5,7 @@ the position are scaled so that their sum stays the same (Geva et al. 2023, arXi
 the information that other positions have already taken from the token are not affected.
 """
 
+from collections.abc import Sequence
 from copy import deepcopy
 
 import torch
@@ -72,29 +73,44 @@ def attention_knockout(
 
 
 def knocked_out_logits(
-    inputs: AnalysisInputs, position: int, *, to_source: bool, progress: bool, use_cache: bool = True
+    inputs: AnalysisInputs,
+    position: int,
+    *,
+    to_source: bool,
+    progress: bool,
+    use_cache: bool = True,
+    key_sets: Sequence[Sequence[int]] | None = None,
 ) -> Tensor:
-    """(tokens, V): logits at the position, without the attention from it to each token in turn."""
+    """(sets, V): logits at the position, without the attention from it to all tokens of each set in `key_sets`.
+
+    By default each token is a set of its own, so that the shape is (tokens, V).
+    """
     sublayer, keys = ("cross", inputs.source) if to_source else ("attn", inputs.tokens)
     assert keys is not None
     names = [name for name in sites(inputs.model) if _is_pattern(name, inputs.site_prefix, sublayer)]
     num_keys, cache = keys.shape[1], _fill_cache(inputs, position) if use_cache else None
+    sets = [[key] for key in range(num_keys)] if key_sets is None else key_sets
     if cache is not None and not to_source:
         num_keys = position + 1  # later tokens are masked: their knockout has no effect
+    visible = [[key for key in keys_of_set if key < num_keys] for keys_of_set in sets]
+    measured = [index for index, keys_of_set in enumerate(visible) if keys_of_set]
     query = position if cache is None else 0
     num_queries = inputs.tokens.shape[1] if cache is None else 1
     size = max(1, min(_MAX_BATCH_SIZE, _MAX_BATCH_PATTERN // (num_queries * num_keys)))
-    logits = []
-    for start in track_progress(list(range(0, num_keys, size)), progress, "knocking out attention"):
-        batch = list(range(start, min(start + size, num_keys)))
-        with inputs.eval_mode(), edit(inputs.model, dict.fromkeys(names, _remove_weights(query, batch))):
+    results: dict[int, Tensor] = {}
+    for start in track_progress(list(range(0, len(measured), size)), progress, "knocking out attention"):
+        batch = measured[start : start + size]
+        remove = _remove_weights(query, [visible[index] for index in batch])
+        with inputs.eval_mode(), edit(inputs.model, dict.fromkeys(names, remove)):
             if cache is None:
-                logits.append(expand_batch(inputs, len(batch)).logits_at(position))
+                logits = expand_batch(inputs, len(batch)).logits_at(position)
             else:
-                logits.append(_decode(inputs, position, cache, len(batch)))
-    if num_keys < keys.shape[1]:
-        logits.append(inputs.logits_at(position).expand(keys.shape[1] - num_keys, -1))
-    return torch.cat(logits)
+                logits = _decode(inputs, position, cache, len(batch))
+        results |= dict(zip(batch, logits, strict=True))
+    if len(measured) < len(sets):
+        clean = inputs.logits_at(position)[0]
+        results |= {index: clean for index in range(len(sets)) if index not in results}
+    return torch.stack([results[index] for index in range(len(sets))])
 
 
 def _fill_cache(inputs: AnalysisInputs, position: int) -> Cache | None:
@@ -132,14 +148,16 @@ def _is_pattern(name: str, prefix: str, sublayer: str) -> bool:
     return name.startswith(f"{prefix}blocks.") and name.endswith(f".{sublayer}.pattern")
 
 
-def _remove_weights(query: int, keys: list[int]) -> TensorFn:
-    """Return an edit that, in batch row r, moves the weights of the query on key `keys[r]` to its other keys."""
+def _remove_weights(query: int, key_sets: Sequence[Sequence[int]]) -> TensorFn:
+    """Return an edit that, in batch row r, moves the weights of the query on the keys `key_sets[r]` to its others."""
+    rows = [row for row, keys in enumerate(key_sets) for _ in keys]
+    columns = [key for keys in key_sets for key in keys]
 
     def remove(pattern: Tensor) -> Tensor:  # (B, H, T, S)
-        rows = torch.arange(len(keys), device=pattern.device)
         weights = pattern[:, :, query].clone()  # (B, H, S)
         total = weights.sum(-1, keepdim=True)
-        weights[rows, :, torch.tensor(keys, device=pattern.device)] = 0
+        device = pattern.device
+        weights[torch.tensor(rows, device=device), :, torch.tensor(columns, device=device)] = 0
         pattern[:, :, query] = weights * (total / weights.sum(-1, keepdim=True).clamp(min=1e-9))
         return pattern
 

@@ -1,5 +1,4 @@
-// The result of the query interventions, and sentences about what the prediction depends on. Each sentence states a measured effect.
-import { formatPercent, showWhitespace } from "../../lib/format";
+// The result of the query interventions, and a sentence about the sublayers that the prediction depends on. It states measured effects.
 import { SUBLAYER_LABELS } from "../../lib/sites";
 
 /** The prediction after one intervention: the probability of the token, and the new top-1 token. */
@@ -9,14 +8,26 @@ export interface Effect {
   top_text: string;
 }
 
+interface Occurrences {
+  positions: number[];
+  /** null without occurrences */
+  effect: Effect | null;
+}
+
 export interface Interventions {
   /** The token whose probability is measured, and the predicted one, which is the same by default. */
   token: number;
   predicted: number;
   text: string;
   probability: number;
-  /** Positions of the predicted token in the text. */
-  in_text: number[];
+  /** Whether it is a special token, such as the one that ends a text. */
+  is_special: boolean;
+  /** Whether the selected token has the same text. */
+  is_own_token: boolean;
+  /** Other tokens with the same text that the selected position attends to, knocked out jointly. */
+  occurrences?: Occurrences;
+  /** Tokens of the source with the same text. */
+  source_occurrences?: Occurrences;
   /** Without attention from the selected position to each token, in all blocks. */
   tokens?: Effect[];
   /** Without cross-attention to each token of the source. */
@@ -28,8 +39,8 @@ export interface Interventions {
   heads?: Record<string, Effect>;
 }
 
-/** Smallest change of the log-probability that is named, in nats. */
-const MIN_EFFECT = 0.1;
+/** Minimum number of tokens of mean ablation, as in the query. */
+export const MIN_MEAN_TOKENS = 4;
 const MAX_NAMED = 3;
 
 /** Change of the log-probability of the token, in nats. */
@@ -44,44 +55,25 @@ export function componentLabel(name: string): string {
   return head === undefined ? label : `head ${head} of the ${label}`;
 }
 
-const quote = (text: string): string => `“${showWhitespace(text)}”`;
-
-/** The token on which the prediction depends most, by attention knockout. */
-export function tokenSentence(data: Interventions, tokenStrs: readonly string[], sourceTokenStrs: readonly string[]): string | undefined {
-  const candidates = [
-    ...(data.tokens ?? []).map((effect, index) => ({ effect, index, text: tokenStrs[index] ?? "", isSource: false })),
-    ...(data.source_tokens ?? []).map((effect, index) => ({ effect, index, text: sourceTokenStrs[index] ?? "", isSource: true })),
-  ];
-  const strongest = candidates.sort((a, b) => a.effect.probability - b.effect.probability)[0];
-  if (!strongest) return undefined;
-  const { effect, index, text, isSource } = strongest;
-  const isNew = !data.in_text.length && !data.source_tokens && data.token === data.predicted;
-  const origin = isNew ? ` ${quote(data.text)} does not occur in the text, so it is not copied: it comes from what the model has learned.` : "";
-  if (logChange(effect, data) > -MIN_EFFECT) return `No single token is needed: without attention to any one of them, the probability stays about the same.${origin}`;
-  const token = `${quote(text)} (token ${index}${isSource ? " of the source" : ""})`;
-  const probability = `${quote(data.text)} has ${formatPercent(effect.probability)}`;
-  const changes = effect.top !== data.predicted;
-  const isCopied = !isSource && data.in_text.includes(index) && changes;
-  const lead = isCopied ? `It is copied from ${token}: without attention to this token` : `It depends most on ${token}: without attention to this token`;
-  return changes ? `${lead}, the prediction is ${quote(effect.top_text)} and ${probability}.${origin}` : `${lead}, ${probability}; no single token changes the prediction.${origin}`;
+/** Sublayers whose ablation alone changes the prediction: with both methods, or with one of them only. */
+function countedSublayers({ zero = {}, mean, predicted }: Interventions): { both: string[]; one: string[] } {
+  const changes = (name: string): boolean[] => [zero[name], ...(mean ? [mean[name]] : [])].map((effect) => effect?.top !== predicted);
+  const names = Object.keys(zero);
+  return { both: names.filter((name) => changes(name).every(Boolean)), one: names.filter((name) => changes(name).some(Boolean) && !changes(name).every(Boolean)) };
 }
 
-/** Sublayers whose ablation alone changes the prediction, with both methods. */
-export function necessarySublayers(data: Interventions): string[] {
-  const { zero, mean } = data;
-  return zero ? Object.keys(zero).filter((name) => zero[name]?.top !== data.predicted && (!mean || mean[name]?.top !== data.predicted)) : [];
-}
-
-/** How many sublayers the prediction depends on, by ablation of one at a time. */
+/** How many sublayers the prediction depends on, by ablation of one at a time. The table of the components has the same counts. */
 export function sublayerSentence(data: Interventions): string | undefined {
   const { zero, mean } = data;
-  if (!zero) return undefined;
-  const names = Object.keys(zero);
-  const methods = mean ? "its output set to zero, or to its mean over the text" : "its output set to zero";
+  if (!zero || (!mean && (data.tokens?.length ?? 0) >= MIN_MEAN_TOKENS)) return undefined; // the mean ablation is still being measured
+  const { both, one } = countedSublayers(data);
+  const count = Object.keys(zero).length;
   const size = (name: string): number => Math.min(...[zero[name], mean?.[name]].map((effect) => (effect ? -logChange(effect, data) : Infinity)));
-  const necessary = necessarySublayers(data).sort((a, b) => size(b) - size(a));
-  if (!necessary.length) return `No sublayer alone is necessary: without any one of the ${names.length} (${methods}), the prediction stays the same${mean ? " with at least one of the two" : ""}.`;
-  const named = necessary.slice(0, MAX_NAMED).map(componentLabel).join(", ");
-  const rest = necessary.length > MAX_NAMED ? ` and ${necessary.length - MAX_NAMED} more` : "";
-  return `${necessary.length} of ${names.length} sublayers ${necessary.length === 1 ? "is" : "are"} necessary on this text, i.e. the prediction changes without ${necessary.length === 1 ? "it" : "one of them"} (${methods}): ${named}${rest}.`;
+  if (!both.length && one.length) return `No sublayer alone is necessary: ${one.length} of ${count} ${one.length === 1 ? "changes" : "change"} the prediction with zero or with mean ablation, but none with both.`;
+  if (!both.length) return `No sublayer alone is necessary: without any one of the ${count}, the prediction stays the same, with zero ${mean ? "and with mean " : ""}ablation.`;
+  const named = both.sort((a, b) => size(b) - size(a)).slice(0, MAX_NAMED).map(componentLabel).join(", ");
+  const rest = both.length > MAX_NAMED ? ` and ${both.length - MAX_NAMED} more` : "";
+  const others = one.length ? ` ${one.length === 1 ? "One other changes" : `${one.length} others change`} it with one of the two only.` : "";
+  const [are, them] = both.length === 1 ? ["is", "it"] : ["are", "any one of them"];
+  return `${both.length} of ${count} sublayers ${are} necessary on this text (${named}${rest}): without ${them}, the prediction changes${mean ? ", both with zero and with mean ablation" : " (zero ablation)"}.${others}`;
 }

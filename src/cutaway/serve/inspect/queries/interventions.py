@@ -1,6 +1,6 @@
 """Query: effect of interventions on a prediction, i.e. attention knockout by token and ablation by component."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -9,6 +9,7 @@ from cutaway.errors import InputError
 from cutaway.lens.analysis.attention_knockout import knocked_out_logits
 from cutaway.lens.analysis.component_effects import AblationMethod, ablated_logits
 from cutaway.lens.analysis.inputs import AnalysisInputs
+from cutaway.model import EncoderOnly
 from cutaway.serve.inspect.inspector import check_position
 from cutaway.serve.inspect.model_input import TokenId
 from cutaway.serve.inspect.queries.base import InputQuery, Inspector, QueryJob, QueryResult, TokenIndex
@@ -26,9 +27,10 @@ Effect = dict[str, object]
 class Interventions(InputQuery):
     """Probability of a token, and the top-1 token, after each intervention.
 
-    `tokens`: without the attention from the position to one token, in all blocks; for an encoder-decoder also to one
-    token of the source. `sublayers`: without one attention or FFN sublayer, by zero ablation and by mean ablation.
-    `heads`: without one head, by zero ablation. Partial results are sent after each of these steps.
+    `tokens`: without the attention from the position to one token, in all blocks; `source_tokens`: to one token of the
+    source of an encoder-decoder. `occurrences` and `source_occurrences`: to all other tokens with the same text as the
+    measured one, jointly. `zero` and `mean`: without one attention or FFN sublayer, by zero ablation and by mean
+    ablation. `heads`: without one head, by zero ablation. Partial results are sent after each of these steps.
     """
 
     position: TokenIndex
@@ -50,23 +52,31 @@ class Interventions(InputQuery):
         if inspector.head is None:
             raise InputError("this model has no LM head, so it predicts no token; inspect its activations instead")
         tokens, source = inspector.to_tensors(self.input)
-        inputs = AnalysisInputs(inspector.model, inspector.tokenizer.tokenizer, tokens, source)
+        tokenizer, decode = inspector.tokenizer.tokenizer, inspector.tokenizer.decode_token
+        inputs = AnalysisInputs(inspector.model, tokenizer, tokens, source)
         with inspector.edited_model(self.input):
             clean = inputs.logits_at(self.position)[0]
         predicted = int(clean.argmax())
         answer = predicted if self.token is None else self.token
+
+        def is_answer(token: int) -> bool:
+            """Whether a token is the answer, up to spaces around it and case, such as "Max" for " Max"."""
+            text = decode(token).strip().casefold()
+            return token == answer or (text != "" and text == decode(answer).strip().casefold())
+
         data: dict[str, object] = {
             "token": answer,
             "predicted": predicted,
-            "text": inspector.tokenizer.decode_token(answer),
+            "text": decode(answer),
             "probability": float(clean.softmax(-1)[answer]),
-            "in_text": [index for index, token in enumerate(self.input.tokens) if token == answer],
+            "is_special": tokenizer is not None and answer in tokenizer.all_special_ids,
+            "is_own_token": is_answer(self.input.tokens[self.position]),
         }
 
         def effects(logits: Tensor) -> list[Effect]:
             probabilities, tops = logits.softmax(-1)[:, answer].tolist(), logits.argmax(-1).tolist()
             return [
-                {"probability": probability, "top": top, "top_text": inspector.tokenizer.decode_token(top)}
+                {"probability": probability, "top": top, "top_text": decode(top)}
                 for probability, top in zip(probabilities, tops, strict=True)
             ]
 
@@ -74,12 +84,23 @@ class Interventions(InputQuery):
             logits: Mapping[str, Tensor] = ablated_logits(inputs, self.position, ablation, by_head=by_head)
             return dict(zip(logits, effects(torch.stack([*logits.values()])), strict=True))
 
+        def by_token(tokens: Sequence[int], end: int, *, to_source: bool) -> tuple[list[Effect], Effect]:
+            """Effects of each token, and the joint effect of the occurrences of the answer before position `end`."""
+            own = None if to_source else self.position
+            found = [key for key, token in enumerate(tokens[:end]) if key != own and is_answer(token)]
+            key_sets = [[key] for key in range(len(tokens))] + ([found] if found else [])
+            by_set = effects(
+                knocked_out_logits(inputs, self.position, to_source=to_source, progress=False, key_sets=key_sets)
+            )
+            return by_set[: len(tokens)], {"positions": found, "effect": by_set[-1] if found else None}
+
         job.report_progress(0, 4, "attention knockout")
         with inspector.edited_model(self.input):
-            data["tokens"] = effects(knocked_out_logits(inputs, self.position, to_source=False, progress=False))
-            if source is not None:
-                data["source_tokens"] = effects(
-                    knocked_out_logits(inputs, self.position, to_source=True, progress=False)
+            end = len(self.input.tokens) if isinstance(inspector.model, EncoderOnly) else self.position
+            data["tokens"], data["occurrences"] = by_token(self.input.tokens, end, to_source=False)
+            if self.input.source is not None:
+                data["source_tokens"], data["source_occurrences"] = by_token(
+                    self.input.source, len(self.input.source), to_source=True
                 )
         job.send_partial(QueryResult(data))
         job.report_progress(1, 4, "zero ablation")
