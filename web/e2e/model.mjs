@@ -24,6 +24,8 @@ export async function run(page, url, facts) {
   await page.keyboard.press("Escape");
   await tour.waitFor({ state: "detached" });
 
+  await diagram.getByText("residual stream: 256 numbers per token").waitFor();
+
   // Sizes of tiny-english, and the prediction for the text.
   const { d_model: d, heads, layers, hidden, vocab_size: vocabSize } = facts.architecture;
   const strip = page.getByRole("listbox", { name: "block" });
