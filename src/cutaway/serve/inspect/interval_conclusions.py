@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 SMALL_DIFFERENCE = 0.02
 """Difference of the losses of two trained models, in nats per token, below which they count as about the same."""
 MIN_EDIT_CHANGE, LARGE_EDIT_CHANGE = 0.05, 1.0
-"""Changes of the loss by an edit, in nats per token: the smallest that counts as a change, and the smallest large one."""
+"""Changes of the loss by an edit, in nats per token: the smallest one that counts, and the smallest large one."""
 
 VariantOutcome = Literal["lower", "similar", "higher"]
 EditOutcome = Literal["falls", "similar", "rises", "rises much"]
