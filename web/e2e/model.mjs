@@ -44,6 +44,7 @@ export async function run(page, url, facts) {
   await box(page, "ffn.add").click();
   const explanation = page.getByRole("region", { name: "Explanation" });
   await explanation.getByRole("heading", { name: "Addition to the residual stream" }).waitFor();
+  await explanation.getByText(`: ${d} numbers per token`).waitFor();
   await explanation.locator("math").first().waitFor();
   await explanation.getByRole("button", { name: /Residual stream in Trace/ }).click();
   assert.match(page.url(), /#\/trace\?.*site=blocks\.0\.resid_post/);
