@@ -36,10 +36,24 @@ def test_model_sizes_equal_size(inspector: Inspector, base: str, mode: Any) -> N
         == expected.memory.total_bytes
         == sum(data["memory"]["peak_by_component"].values())
     )
+    details = data["memory"]["peak_details"]
+    totals = {group: sum(components.values()) for group, components in details.items()}
+    assert totals == data["memory"]["peak_by_component"]
+    assert details["other"] == {"workspace": 64 << 20}  # the page names it
     assert data["fits"] == expected.fits
     times = [expected.train_time] if mode == "train" else [expected.prefill_time, expected.decode_time]
     expected_bounds = [(bound.min_seconds, bound.arithmetic_intensity) for bound in times if bound is not None]
     assert [(bound["min_seconds"], bound["arithmetic_intensity"]) for bound in data["bounds"]] == expected_bounds
+
+
+def test_gradients_at_the_start_of_the_backward_pass_are_those_of_the_logits(inspector: Inspector) -> None:
+    """The page explains with this why gradients can be larger than the weights."""
+    query = ModelSizes(models=(ModelShape(base="gpt2"),), batch_size=8, context=512, mode="train")
+    [data] = query.run(inspector, QueryJob()).data["models"]
+    assert data["memory"]["peak_phase"] == "start of backward"
+    [(name, num_bytes)] = data["memory"]["peak_details"]["gradients"].items()
+    loss_bytes = 4
+    assert (name, num_bytes) == ("temporary gradients", 8 * 512 * 50257 * 4 + loss_bytes)
 
 
 def test_default_is_the_inspected_model(inspector: Inspector) -> None:

@@ -71,3 +71,16 @@ def test_queries() -> None:
         run_query(inspector, "variant_continuation", name="../tiny-english", text=text)
     with pytest.raises(InputError, match="empty"):
         run_query(inspector, "variant_continuation", name="base", text="")
+
+
+def test_conclusions_on_the_shipped_models() -> None:
+    data, _ = run_query(open_inspector("tiny-english"), "trained_variants")
+    summaries = {variant["label"]: variant["summary"] for variant in data["variants"] if variant["name"] != "base"}
+    assert summaries == {
+        "LayerNorm": "slightly lower",
+        "post-norm": "no difference beyond the seeds",
+        "learned": "slightly higher",
+        "sinusoidal": "higher",
+        "ALiBi": "slightly higher",
+        "none": "higher",
+    }

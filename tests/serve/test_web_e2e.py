@@ -31,10 +31,12 @@ from cutaway.serve.app import build_app
 from cutaway.serve.inspect import routes
 from cutaway.serve.inspect.exercise_access import ExerciseAccess
 from cutaway.serve.inspect.inspector import Inspector, build_inspector
+from cutaway.serve.inspect.interval_conclusions import conclude_variant_difference
 from cutaway.serve.inspect.queries import activation_patching
 from cutaway.serve.inspect.queries.ablation_results import load_ablation_results
 from cutaway.serve.inspect.queries.activation_patching import ActivationPatching
-from cutaway.serve.inspect.queries.trained_variants import BASE, VARIANTS
+from cutaway.serve.inspect.queries.base import interval_bounds
+from cutaway.serve.inspect.queries.trained_variants import BASE, VARIANTS, load_variant_results
 from cutaway.serve.notebook_pages import build_notebook_router
 from cutaway.serve.server import bind_socket, build_access_policy
 from cutaway.train.checkpoint.run_directory import RunDirectory
@@ -150,7 +152,7 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             ],
             "unmasked": describe_unmasked_losses(),
         },
-        "variants": ["RMSNorm, pre-norm, RoPE", *(variant.label for variant in VARIANTS if variant.name != BASE)],
+        "variants": conclude_on_variants(),
         "architecture": {
             "d_model": model.config.d_model,
             "vocab_size": model.config.vocab_size,
@@ -263,6 +265,17 @@ def summarize_sufficient_patches(model: Any, tokenizer: Any, inputs: dict[str, T
         layer_range = " to ".join(dict.fromkeys((layers[rows[0]], layers[rows[-1]])))
         terms.append((rows[0], f"{'|'.join(names)}, {layer_range} ({' to '.join(dict.fromkeys((low, high)))} %)"))
     return f"Enough alone (at least 90 %): {'; '.join(term for _, term in sorted(terms))}."
+
+
+def conclude_on_variants() -> dict[str, dict[str, str]]:
+    """Summary and conclusion by variant, from the losses of the seeds."""
+    losses = {name: results["loss"] for name, results in load_variant_results()["variants"].items()}
+    conclusions = {}
+    for variant in VARIANTS:
+        if variant.name != BASE:
+            differences = [own - base for own, base in zip(losses[variant.name], losses[BASE], strict=True)]
+            conclusions[variant.label] = conclude_variant_difference(interval_bounds(differences))
+    return {label: {"summary": item.summary, "conclusion": item.conclusion} for label, item in conclusions.items()}
 
 
 def describe_unmasked_losses() -> str:

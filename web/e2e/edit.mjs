@@ -75,23 +75,51 @@ export async function run(page, url, facts) {
   await page.goto(`${url}#/edit?text=${encodeURIComponent("The cat sat on the")}&edits=mask:drop`);
   await page.getByText("On one short text the loss can fall by chance. The experiment below measures 16 texts.").waitFor();
   await page.getByRole("button", { name: "it falls", exact: true }).click();
-  await page.getByText("The loss rises by 1 nat or more, other than predicted").waitFor();
+  const experiment = await page.getByText("The prediction was another one.").innerText();
+  const [low, high] = /difference [\d.]+ \(([\d.]+) to ([\d.]+)\)/.exec(experiment).slice(1).map(Number); // the sentence agrees with the interval
+  assert.match(experiment, low >= 1 ? /^The loss rises by 1 nat or more\./ : high < 1 ? /^The loss rises by less than 1 nat\./ : /^The loss rises; the interval includes 1 nat/);
   await page.getByText("over 16 texts").waitFor();
   await page.getByText(/leakage, not a better model/).waitFor();
   await page.getByText("Greedy continuation without edits").waitFor();
 
   // Models trained with another component: a prediction, the losses of the results, both continuations, and the model on all screens.
   await page.getByRole("group", { name: "Positions", exact: true }).getByRole("button", { name: "ALiBi" }).click();
-  await page.getByRole("button", { name: "within 0.02 nats" }).click();
-  await page.getByText("The loss is within 0.02 nats, as predicted").waitFor();
+  await page.getByRole("button", { name: "about the same (within 0.02 nats)" }).click();
+  await page.getByText(`${facts.variants.ALiBi.conclusion} This agrees with the prediction.`).waitFor();
   await page.getByText(/Greedy continuation, ALiBi/).waitFor();
   await page.getByRole("img", { name: /^Base: .* ALiBi: / }).waitFor();
   await page.getByText("All variants", { exact: true }).click();
   const variants = page.getByRole("region", { name: "Losses of all variants" }).locator("tbody tr");
-  assert.deepEqual(await variants.locator("th").allInnerTexts(), facts.variants);
+  const names = (await variants.locator("th").allInnerTexts()).map((text) => text.split("\n")[0]);
+  assert.deepEqual(names, ["RMSNorm, pre-norm, RoPE", ...Object.keys(facts.variants)]);
+  assert.deepEqual((await variants.locator("td:nth-child(3)").allInnerTexts()).slice(1), Object.values(facts.variants).map(({ summary }) => summary));
+  await checkVariantsLayout(page);
+  // The result without a prediction: every conclusion is that of the interval.
+  for (const [label, { conclusion }] of Object.entries(facts.variants)) {
+    await page.getByRole("region", { name: "Trained variants" }).getByRole("button", { name: label, exact: true }).click();
+    await page.getByRole("region", { name: "Trained variants" }).getByRole("button", { name: "show the result" }).click();
+    await page.getByText(conclusion).waitFor();
+  }
+  await page.getByRole("group", { name: "Positions", exact: true }).getByRole("button", { name: "ALiBi" }).click();
+  await page.getByRole("region", { name: "Trained variants" }).getByRole("button", { name: "show the result" }).click();
   await page.getByRole("button", { name: "Open this model on all screens" }).click();
   await page.waitForFunction(() => document.querySelector("select[aria-label=Model]")?.value === "pretrained:variants/alibi");
   await page.getByText("No edits.").waitFor();
   await page.getByRole("combobox", { name: "Model" }).selectOption("pretrained:tiny-english");
   await page.waitForFunction(() => document.title.includes("tiny-english"));
+}
+
+/** The table of all variants fits at 1280 px, scrolls inside its box at 390 px, and the section precedes the study of short training. */
+async function checkVariantsLayout(page) {
+  const table = page.getByRole("region", { name: "Losses of all variants" });
+  for (const [width, fits] of [[390, false], [1280, true]]) {
+    await page.setViewportSize({ width, height: 900 });
+    await page.waitForTimeout(200);
+    const [own, inner, pageWidth] = await table.evaluate((element) => [element.clientWidth, element.scrollWidth, document.documentElement.scrollWidth]);
+    assert.equal(inner <= own, fits, `the table is ${inner} px wide in ${own} px at ${width} px`);
+    assert.ok(pageWidth <= width, `the page is ${pageWidth} px wide at ${width} px`);
+  }
+  const headings = await page.getByRole("heading", { level: 3 }).allInnerTexts();
+  const [variants, study] = ["Trained variants", "Small models"].map((start) => headings.findIndex((text) => text.startsWith(start)));
+  assert.ok(variants >= 0 && variants < study, headings.join(" | "));
 }

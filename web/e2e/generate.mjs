@@ -10,6 +10,9 @@ export async function run(page, url) {
   await page.getByRole("button", { name: "Step", exact: true }).click();
   await page.getByRole("heading", { name: /^Token 1: / }).waitFor();
   assert.equal(await tokens.count(), 1);
+  await page.getByText("Greedy decoding (temperature 0): the most likely token is always taken.").waitFor();
+  await page.getByText("the last generated token has not been processed yet").waitFor();
+  await page.getByText("Dotted underline").waitFor();
   await page.keyboard.press("ArrowRight");
   await page.getByRole("heading", { name: /^Token 2: / }).waitFor();
   assert.match(page.url(), /shown=2/);
@@ -30,7 +33,7 @@ export async function run(page, url) {
   await tokens.nth(1).click();
   const other = page.locator("table button:not([disabled])").first();
   await other.click();
-  await page.getByText("selected by you").waitFor();
+  await page.getByText("selected by you", { exact: true }).waitFor();
   assert.equal(await tokens.count(), 2);
   const after = await tokens.allInnerTexts();
   assert.equal(after[0], before[0]);

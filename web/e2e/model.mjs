@@ -24,6 +24,8 @@ export async function run(page, url, facts) {
   await page.keyboard.press("Escape");
   await tour.waitFor({ state: "detached" });
 
+  await diagram.getByText("residual stream: 256 numbers per token").waitFor();
+
   // Sizes of tiny-english, and the prediction for the text.
   const { d_model: d, heads, layers, hidden, vocab_size: vocabSize } = facts.architecture;
   const strip = page.getByRole("listbox", { name: "block" });
@@ -42,6 +44,7 @@ export async function run(page, url, facts) {
   await box(page, "ffn.add").click();
   const explanation = page.getByRole("region", { name: "Explanation" });
   await explanation.getByRole("heading", { name: "Addition to the residual stream" }).waitFor();
+  await explanation.getByText(`: ${d} numbers per token`).waitFor();
   await explanation.locator("math").first().waitFor();
   await explanation.getByRole("button", { name: /Residual stream in Trace/ }).click();
   assert.match(page.url(), /#\/trace\?.*site=blocks\.0\.resid_post/);

@@ -31,4 +31,32 @@ export async function run(page, url) {
   await page.getByLabel("training", { exact: true }).check();
   await page.getByText("Training memory").waitFor();
   assert.match(page.url(), /size\.mode=train/);
+  await checkMemoryColors(page, url);
+
+  // Reset: batch size, mode and device, too.
+  await page.goto(`${url}#/size?size.batch=8&size.mode=train&size.hardware=t4`);
+  await page.getByText("Training memory").waitFor();
+  await page.getByRole("button", { name: "Reset to this model" }).click();
+  await page.getByText("Inference memory").waitFor();
+  assert.doesNotMatch(page.url(), /size\./);
+  assert.ok(await page.getByRole("button", { name: "Reset to this model" }).isDisabled());
+}
+
+/** Every component of the memory has its own color, the same in the bar and in the legend, in both themes. */
+async function checkMemoryColors(page, url) {
+  const cases = [["train", "gradients", /^Gradients: those that are allocated at the peak\./], ["infer", "KV cache", /^cuBLAS workspace: .* 64 MiB for a model of any size/]];
+  for (const [mode, component, explanation] of cases) {
+    await page.goto(`${url}#/size?size.mode=${mode}&size.batch=8`);
+    const panel = page.locator("section", { has: page.getByRole("heading", { name: mode === "train" ? "Training memory" : "Inference memory" }) });
+    await panel.locator("li", { hasText: component }).waitFor();
+    await panel.getByText(explanation).waitFor();
+    for (const colorScheme of ["dark", "light"]) {
+      await page.emulateMedia({ colorScheme });
+      const bars = await panel.locator("svg rect").evaluateAll((elements) => elements.map((element) => getComputedStyle(element).fill));
+      const legend = await panel.locator("li i").evaluateAll((elements) => elements.map((element) => getComputedStyle(element).backgroundColor));
+      assert.ok(bars.length >= 5, `${bars.length} components`);
+      assert.equal(new Set(bars).size, bars.length, bars.join(" "));
+      assert.deepEqual(bars, legend);
+    }
+  }
 }

@@ -32,6 +32,25 @@ async function checkGradients(page, url) {
 
   await page.getByText(/The gradient norm after the first block is \S+ times the gradient norm after the last block\./).waitFor();
   assert.equal(await page.getByRole("img", { name: /By block: embed/ }).count(), 1);
+
+  // The link opens Edit at the trained variants, also in a new tab; the parameter is removed from the URL.
+  const link = page.getByRole("link", { name: "Edit, Trained variants" });
+  const address = await link.getAttribute("href");
+  await page.waitForLoadState("networkidle"); // the navigation aborts no query
+  await link.click();
+  await checkVariantsInView(page);
+  await page.goto("about:blank");
+  await page.goto(`${url}${address}`);
+  await checkVariantsInView(page);
+}
+
+async function checkVariantsInView(page) {
+  await page.waitForFunction(() => document.activeElement?.textContent.startsWith("Trained variants"));
+  await page.waitForLoadState("networkidle");
+  const top = await page.evaluate(() => document.activeElement.getBoundingClientRect().top);
+  assert.ok(top >= 0 && top < 300, `the heading is at ${top} px`);
+  assert.match(page.url(), /#\/edit/);
+  assert.doesNotMatch(page.url(), /edit_section/);
 }
 
 async function checkUnstartedRun(page, url) {

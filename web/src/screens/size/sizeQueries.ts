@@ -20,6 +20,14 @@ export interface Bound {
   expected_tokens_per_second: [number, number];
 }
 
+export interface MemorySize {
+  total_bytes: number;
+  peak_by_component: Record<string, number>;
+  /** Bytes of the parts of each component of peak_by_component. */
+  peak_details: Record<string, Record<string, number>>;
+  peak_phase: string;
+}
+
 export interface ModelSize {
   base: string;
   error?: undefined;
@@ -32,7 +40,7 @@ export interface ModelSize {
   num_active_parameters: number;
   parameters_by_component: Record<string, number>;
   flops: { total: number; per_token: number; visible_by_component: Record<string, number> };
-  memory: { total_bytes: number; peak_by_component: Record<string, number>; peak_phase: string };
+  memory: MemorySize;
   fits: boolean | null;
   bounds: Bound[];
 }

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from cutaway.errors import InputError
 from cutaway.model import DecoderOnly
+from cutaway.serve.inspect.interval_conclusions import conclude_edit_difference
 from cutaway.serve.inspect.model_input import ModelInput
 from cutaway.serve.inspect.queries.base import InputQuery, Inspector, QueryJob, QueryResult, interval_bounds
 
@@ -36,12 +37,13 @@ class EditExperiment(InputQuery):
         continuations = []
         for model_input in (before, self.input):
             continuations.append(self._continuation(inspector, model_input, job))
-        differences = [after - first for first, after in zip(*losses, strict=True)]
+        difference = interval_bounds([after - first for first, after in zip(*losses, strict=True)])
         data = {
             "continuations": continuations,
             "loss_before": interval_bounds(losses[0]),
             "loss_after": interval_bounds(losses[1]),
-            "difference": interval_bounds(differences),
+            "difference": difference,
+            **conclude_edit_difference(difference)._asdict(),
             "num_texts": NUM_TEXTS,
             "example": "".join(inspector.tokenizer.decode_token(token) for token in texts[0].tolist()),
         }

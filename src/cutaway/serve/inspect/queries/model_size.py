@@ -1,5 +1,6 @@
 """Queries: parameters, FLOPs, memory and roofline of model shapes (`ct.size`)."""
 
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Annotated, Any, Literal
@@ -14,7 +15,7 @@ from cutaway.errors import CutawayError, InputError
 from cutaway.serve.inspect.queries.base import Inspector, Query, QueryJob, QueryResult
 from cutaway.size import Hardware, SizeEstimate, list_hardware, size
 from cutaway.size.memory_fit import SEARCH_LIMIT, find_max_context, find_max_fitting, max_position_embeddings
-from cutaway.size.plot import group_components
+from cutaway.size.plot import component_group, group_components
 from cutaway.size.precision import PRECISIONS
 from cutaway.size.roofline import RooflineBound
 
@@ -148,11 +149,20 @@ def _size_to_dict(size_result: SizeEstimate) -> dict[str, object]:
         "memory": {
             "total_bytes": memory.total_bytes,
             "peak_by_component": peak_by_component,
+            "peak_details": _components_by_group(memory.peak_by_component),
             "peak_phase": memory.peak_phase,
         },
         "fits": size_result.fits,
         "bounds": [_bound_to_dict(bound) for bound in _roofline_bounds(size_result)],
     }
+
+
+def _components_by_group(peak_by_component: Mapping[str, int]) -> dict[str, dict[str, int]]:
+    """Return the memory components that each bar of the page combines, with their bytes."""
+    groups: dict[str, dict[str, int]] = {}
+    for component, num_bytes in peak_by_component.items():
+        groups.setdefault(component_group(component), {})[component] = num_bytes
+    return groups
 
 
 def _parameters_by_component(size_result: SizeEstimate) -> dict[str, int]:

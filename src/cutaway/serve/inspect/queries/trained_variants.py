@@ -13,6 +13,7 @@ from cutaway.families.checkpoint import Checkpoint
 from cutaway.families.load import load
 from cutaway.generate.api import generate
 from cutaway.pretrained import VARIANTS_DIR
+from cutaway.serve.inspect.interval_conclusions import SMALL_DIFFERENCE, conclude_variant_difference
 from cutaway.serve.inspect.queries.base import Inspector, Query, QueryJob, QueryResult, interval_bounds
 
 BASE = "base"
@@ -80,7 +81,7 @@ VARIANTS = (
 
 
 class TrainedVariants(Query):
-    """The variants with their losses on held-out stories, with confidence intervals over seeds."""
+    """The variants with their losses on held-out stories, confidence intervals over seeds, and conclusions."""
 
     def run(self, inspector: Inspector, job: QueryJob) -> QueryResult:
         results = load_variant_results()
@@ -89,12 +90,14 @@ class TrainedVariants(Query):
         for variant in VARIANTS:
             own, base = losses[variant.name], losses[BASE]
             by_position = zip(*own["loss_by_position"], strict=True)
+            difference = interval_bounds([a - b for a, b in zip(own["loss"], base["loss"], strict=True)])
             variants.append(
                 {
                     **variant._asdict(),
+                    **conclude_variant_difference(difference)._asdict(),
                     "loss": interval_bounds(own["loss"]),
                     "loss_beyond": interval_bounds(own["loss_beyond"]),
-                    "difference": interval_bounds([a - b for a, b in zip(own["loss"], base["loss"], strict=True)]),
+                    "difference": difference,
                     "loss_by_position": [sum(seeds) / len(seeds) for seeds in by_position],
                 }
             )
@@ -104,6 +107,7 @@ class TrainedVariants(Query):
             {
                 "variants": variants,
                 "positions": [(start + end) / 2 for start, end in pairwise(ends)],
+                "small_difference": SMALL_DIFFERENCE,
                 "num_seeds": len(losses[BASE]["loss"]),
                 **{name: results[name] for name in ("seq_len", "num_sequences", "max_steps", "tokens")},
             }
