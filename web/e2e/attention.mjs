@@ -66,7 +66,7 @@ async function checkHeadTypes(page, headTypes) {
   const worked = page.getByRole("region", { name: "Worked example" });
   await worked.getByText(/^Weight by position type on this text and on random tokens$/).click();
   await worked.getByRole("row", { name: new RegExp(`^the ${type} .*${score}`) }).waitFor();
-  await page.getByText("Weight on first token, mean over the queries of this text").waitFor();
+  await page.getByText("Weight on first token, mean over the queries of this text after the first").waitFor();
 }
 
 /** The worked example shows the numbers of the library; a masked key is named masked; a cell selects query and key. */
