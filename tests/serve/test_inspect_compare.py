@@ -22,7 +22,7 @@ from cutaway.pretrained import load_examples
 from cutaway.serve.inspect.inspector import Inspector, build_inspector
 from cutaway.serve.inspect.model_input import TokenizerAdapter
 from cutaway.serve.inspect.protocol import PARTIAL, PROGRESS, QueryCancelled, QueryJob, QueryResult
-from cutaway.serve.inspect.queries import QUERIES, text_pair
+from cutaway.serve.inspect.queries import QUERIES
 
 pytestmark = pytest.mark.unchecked
 CLEAN, CHANGED = "The girl was sad because", "The boy was sad because"
@@ -54,8 +54,13 @@ def test_answers_and_logit_differences_are_those_of_the_model(inspector: Inspect
         top = logits.softmax(-1).topk(5)
         assert [token["token"] for token in data[run]["top_tokens"]] == top.indices.tolist()
         assert data[run]["top_tokens"][0]["probability"] == pytest.approx(float(top.values[0]), abs=1e-5)
-    assert data["patching_problem"] is None
     assert data["is_patching_fast"]
+    metric: Mapping[str, Any] = run_query(inspector, "patching_metric", **params).data
+    assert (metric["answer"], metric["incorrect"]) == tuple(data["answers"])
+    assert [metric[run] for run in ("clean", "changed")] == [
+        pytest.approx(data[run]["logit_difference"]) for run in ("clean", "changed")
+    ]
+    assert metric["problem"] is None
 
 
 def test_residual_and_attention_differences_are_those_of_traces(inspector: Inspector) -> None:
@@ -69,10 +74,11 @@ def test_residual_and_attention_differences_are_those_of_traces(inspector: Inspe
     clean, changed = (t["blocks.3.resid_post"][0] for t in traces)
     expected = (clean - changed).norm(dim=-1) / clean.norm(dim=-1)
     torch.testing.assert_close(streams.tensors["decoder"][4], expected.as_subclass(Tensor), atol=1e-5, rtol=1e-4)
-    clean_lens, changed_lens = streams.data["clean_lens"], streams.data["changed_lens"]
-    assert isinstance(clean_lens, list)
-    assert isinstance(changed_lens, list)
-    assert (clean_lens[-1]["text"], changed_lens[-1]["text"]) == (" she", " he")
+    lens: Mapping[str, Any] = run_query(inspector, "compare_logit_lens", **params).data
+    metric = run_query(inspector, "patching_metric", **params).data
+    for run, text in (("clean", " she"), ("changed", " he")):
+        assert lens[run][-1]["text"] == text
+        assert lens[run][-1]["metric"] == pytest.approx(metric[run], abs=1e-4)
     distances = run_query(inspector, "compare_attention", **params).tensors["attn"]
     rows = [t["blocks.5.attn.pattern"][0, :, -1].as_subclass(Tensor) for t in traces]
     torch.testing.assert_close(distances[5], (rows[0] - rows[1]).abs().sum(-1) / 2, atol=1e-5, rtol=1e-4)
@@ -96,6 +102,53 @@ def test_maps_equal_the_analysis_with_full_forward_passes(inspector: Inspector, 
     torch.testing.assert_close(shares[: len(expected)], expected, atol=2e-5, rtol=1e-4)
     if component == "resid":  # the last row is after the last block: only the selected token decides
         assert shares[-1].tolist() == pytest.approx([0, 0, 0, 0, 1], abs=1e-5)
+
+
+@pytest.mark.parametrize("tokens", [(), (" very",), (" not", " a")])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_map_of_texts_with_the_same_answer_equals_edited_runs(
+    inspector: Inspector, tokens: tuple[str, ...], reverse: bool
+) -> None:
+    """The default metric is the log-probability of the token whose probability changes most, here the answer."""
+    params = pair_params(inspector, "The girl was", "The king was")
+    clean, changed = (torch.tensor([params[name]["tokens"]]) for name in ("input", "changed"))
+    names = ("answer_token", "incorrect_token")
+    chosen = {name: inspector.tokenizer.encode(text)[-1] for name, text in zip(names, tokens, strict=False)}
+    metric: Mapping[str, Any] = run_query(inspector, "patching_metric", **params, **chosen).data
+    texts = [token["text"] for token in (metric["answer"], metric["incorrect"]) if token]
+    assert texts == list(tokens or (" very",))
+    ids = [token["token"] for token in (metric["answer"], metric["incorrect"]) if token]
+
+    def measure(logits: Tensor) -> float:
+        log_probabilities = logits.log_softmax(-1)[ids].tolist()  # their difference is the logit difference
+        return log_probabilities[0] if len(ids) == 1 else log_probabilities[0] - log_probabilities[1]
+
+    with torch.no_grad():
+        assert metric["clean"] == pytest.approx(measure(inspector.model(clean)[0, -1]), abs=1e-4)
+        assert metric["changed"] == pytest.approx(measure(inspector.model(changed)[0, -1]), abs=1e-4)
+    start, end = (metric["clean"], metric["changed"]) if reverse else (metric["changed"], metric["clean"])
+    donor, receiver = (changed, clean) if reverse else (clean, changed)
+    result = run_query(
+        inspector, "activation_patching", **params, **chosen, stack="decoder", component="resid", reverse=reverse
+    )
+    sites: Any = result.data["sites"]
+    with torch.no_grad(), ct.trace(inspector.model, *sites) as t:
+        inspector.model(donor)
+    for row, site in enumerate(sites):
+        for position in range(3):
+            value = t[site].as_subclass(Tensor)[:, [position]]
+            edits: dict[str, Any] = {site: {"do": "replace", "value": value, "positions": [position]}}
+            with torch.no_grad(), ct.edit(inspector.model, edits):
+                patched = measure(inspector.model(receiver)[0, -1])
+            expected = (patched - start) / (end - start)
+            assert float(result.tensors["shares"][row, position]) == pytest.approx(expected, abs=1e-3), (site, position)
+    patches = [{"site": "blocks.2.ffn.out", "position": 1}]
+    effect: Mapping[str, Any] = run_query(
+        inspector, "patch_effect", **params, **chosen, patches=patches, reverse=reverse
+    ).data
+    assert run_python(effect["python_code"]) == pytest.approx(effect["metric"], abs=1e-3)
+    kind = "logit difference, ' not' minus ' a'" if len(ids) == 2 else "log-probability of ' very'"
+    assert f"# metric: {kind}\n" in effect["python_code"]
 
 
 def test_head_outputs_at_the_selected_position(inspector: Inspector) -> None:
@@ -126,13 +179,7 @@ FORMS = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def small_differences(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Allow patches although the logit differences of untrained models are small."""
-    monkeypatch.setattr(text_pair, "MIN_LOGIT_DIFFERENCE", 0.01)
-
-
-def untrained(preset: str) -> tuple[Inspector, dict[str, Any]]:
+def untrained(preset: str, *, has_same_answers: bool = False) -> tuple[Inspector, dict[str, Any]]:
     config = ct.config("tiny-bert" if preset == "shared blocks" else preset)
     if preset == "shared blocks":
         config = ct.config({**to_dict(config), "encoder": {**to_dict(config)["encoder"], "layer_groups": 1}})
@@ -140,7 +187,7 @@ def untrained(preset: str) -> tuple[Inspector, dict[str, Any]]:
     adapter = TokenizerAdapter(model.config.vocab_size, decoder_start_token_id=None if source is None else 0)
     inspector = Inspector(model, adapter, name=preset)
     rng = random.Random(1)
-    for _ in range(200):  # a pair whose answers differ
+    for _ in range(200):  # a pair for which the metric changes
         clean: dict[str, Any] = {"tokens": [rng.randrange(model.config.vocab_size) for _ in range(6)]}
         changed = {"tokens": list(clean["tokens"])}
         for index in (1, 3):  # with random weights, the answer depends most on the selected token, 3
@@ -149,28 +196,30 @@ def untrained(preset: str) -> tuple[Inspector, dict[str, Any]]:
             clean["source"] = [rng.randrange(model.config.vocab_size) for _ in range(4)]
             changed["source"] = [rng.randrange(model.config.vocab_size) for _ in range(4)]
         params = {"input": clean, "changed": changed, "position": 3}
-        if run_query(inspector, "compare_texts", **params).data["patching_problem"] is None:
+        metric: Mapping[str, Any] = run_query(inspector, "patching_metric", **params).data
+        if metric["problem"] is None and (metric["incorrect"] is None) == has_same_answers:
             return inspector, params
-    raise AssertionError("no pair of random texts has different answers")
+    raise AssertionError("no pair of random texts has such answers")
 
 
-@pytest.mark.usefixtures("small_differences")
+@pytest.mark.parametrize("has_same_answers", [False, True])
 @pytest.mark.parametrize("preset", FORMS)
-def test_patching_everything_restores_the_clean_logits_and_nothing_leaves_them(preset: str) -> None:
-    inspector, params = untrained(preset)
-    data: Mapping[str, Any] = run_query(inspector, "compare_texts", **params).data
+def test_patching_everything_restores_the_clean_metric_and_nothing_leaves_it(
+    preset: str, has_same_answers: bool
+) -> None:
+    inspector, params = untrained(preset, has_same_answers=has_same_answers)
+    data: Mapping[str, Any] = run_query(inspector, "patching_metric", **params).data
     prefixes = ["encoder.", "decoder."] if FORMS[preset] else [""]
     everything = [{"site": f"{prefix}blocks.0.resid_pre"} for prefix in prefixes]
     for reverse, (donor, receiver) in ((False, ("clean", "changed")), (True, ("changed", "clean"))):
         effect = run_query(inspector, "patch_effect", **params, patches=everything, reverse=reverse).data
-        assert effect["logit_difference"] == pytest.approx(data[donor]["logit_difference"], abs=1e-4)
+        assert effect["metric"] == pytest.approx(data[donor], abs=1e-4)
         assert effect["share"] == pytest.approx(1, abs=1e-4)
         effect = run_query(inspector, "patch_effect", **params, patches=[], reverse=reverse).data
-        assert effect["logit_difference"] == pytest.approx(data[receiver]["logit_difference"], abs=1e-4)
+        assert effect["metric"] == pytest.approx(data[receiver], abs=1e-4)
         assert effect["share"] == pytest.approx(0, abs=1e-4)
 
 
-@pytest.mark.usefixtures("small_differences")
 @pytest.mark.parametrize("preset", FORMS)
 def test_cells_of_every_map_equal_their_python_code(preset: str) -> None:
     inspector, params = untrained(preset)
@@ -188,7 +237,7 @@ def test_cells_of_every_map_equal_their_python_code(preset: str) -> None:
         effect: Mapping[str, Any] = run_query(inspector, "patch_effect", **params, patches=[patch]).data
         assert effect["share"] == pytest.approx(float(shares[row, column]), abs=1e-4), patch
         if preset != "shared blocks":  # the code names a preset
-            assert run_python(effect["python_code"]) == pytest.approx(effect["logit_difference"], abs=1e-4), patch
+            assert run_python(effect["python_code"]) == pytest.approx(effect["metric"], abs=1e-4), patch
 
 
 def run_python(code: str) -> float:
@@ -211,7 +260,7 @@ def test_combined_patches_and_their_python_code(inspector: Inspector) -> None:
         effect: Mapping[str, Any] = run_query(
             inspector, "patch_effect", **params, patches=patches, reverse=reverse
         ).data
-        assert run_python(effect["python_code"]) == pytest.approx(effect["logit_difference"], abs=1e-3)
+        assert run_python(effect["python_code"]) == pytest.approx(effect["metric"], abs=1e-3)
 
 
 def test_texts_of_different_length_are_aligned(inspector: Inspector) -> None:
@@ -225,7 +274,7 @@ def test_texts_of_different_length_are_aligned(inspector: Inspector) -> None:
     patches = [{"site": "blocks.5.resid_post", "position": 4}]
     effect: Mapping[str, Any] = run_query(inspector, "patch_effect", **params, patches=patches).data
     assert effect["share"] == pytest.approx(1, abs=1e-5)
-    assert run_python(effect["python_code"]) == pytest.approx(effect["logit_difference"], abs=1e-3)
+    assert run_python(effect["python_code"]) == pytest.approx(effect["metric"], abs=1e-3)
     with pytest.raises(InputError, match="token 1 of the text has no counterpart"):
         run_query(inspector, "compare_texts", **params | {"position": 1})
     with pytest.raises(InputError, match="no counterpart in the changed text; patch an aligned token"):
@@ -252,14 +301,25 @@ def test_rows_are_sent_as_they_are_measured_and_the_map_is_cached(inspector: Ins
 
 def test_what_cannot_be_patched_is_explained(inspector: Inspector) -> None:
     params = pair_params(inspector, CLEAN, CLEAN)
-    problem = run_query(inspector, "compare_texts", **params).data["patching_problem"]
-    assert (
-        problem == "both texts have the same answer, ' she', so there is no difference to restore; change another word"
-    )
+    problem = run_query(inspector, "patching_metric", **params).data["problem"]
+    assert problem == "both texts are equal, so there is no difference to restore; change a word of the changed text"
     with pytest.raises(InputError, match="no difference to restore"):
         run_query(inspector, "patch_effect", **params, patches=[])
+    params = pair_params(inspector)
+    tokens = {"answer_token": 7, "incorrect_token": 7}
+    assert "so it is always 0; choose two tokens" in str(
+        run_query(inspector, "patching_metric", **params, **tokens).data
+    )
+    with pytest.raises(InputError, match="answer_token is 100000; the vocabulary has"):
+        run_query(inspector, "patching_metric", **params, answer_token=100_000)
+    with pytest.raises(InputError, match="incorrect_token is set, but answer_token is not; pass both"):
+        run_query(inspector, "patching_metric", **params, incorrect_token=7)
+    # The selected token is the same and does not see the later one, so that the predictions are equal.
+    params = pair_params(inspector, "The girl was sad", "The girl was happy") | {"position": 2}
+    problem = str(run_query(inspector, "patching_metric", **params).data["problem"])
+    assert problem.startswith("the metric changes by only 0.0000 between the two texts")
     long = {"input": {"tokens": [5] * 257}, "changed": {"tokens": [6] * 257}, "position": 256}
-    assert "for up to 256; use a shorter text" in str(run_query(inspector, "compare_texts", **long).data)
+    assert "for up to 256; use a shorter text" in str(run_query(inspector, "patching_metric", **long).data)
     edited = {**pair_params(inspector)["input"], "edits": {"blocks.0": "skip"}}
     with pytest.raises(InputError, match="remove the edits"):
         run_query(inspector, "compare_texts", **pair_params(inspector) | {"input": edited})
@@ -313,24 +373,46 @@ def test_answers_of_the_example_pairs_differ(name: str) -> None:
         data: Mapping[str, Any] = run_query(
             inspector, "compare_texts", input=inputs[0], changed=inputs[1], position=position
         ).data
-        assert data["patching_problem"] is None, fragment
         assert data["clean"]["logit_difference"] > 0.5 > -0.5 > data["changed"]["logit_difference"], fragment
 
 
-@pytest.mark.parametrize("preset", ["tiny-gpt", "tiny-bert", "tiny-t5"])
-def test_a_changed_text_is_suggested(preset: str) -> None:
-    inspector = build_inspector(ct.build(preset, seed=0), name=preset)
-    text = "The cat sat on the"
+SUGGESTIONS = {
+    "tiny-english": ["The dog ran to the", "The king was"],
+    "tiny-english-encoder": ["The [MASK] ran to the park."],
+    "tiny-dates": ["12 Nisan 1832"],
+}
+
+
+@pytest.mark.parametrize("name", SUGGESTIONS)
+def test_a_suggested_text_replaces_one_word_or_number(name: str) -> None:
+    inspector = build_inspector(ct.load(name, dtype=torch.float32), name=name)
     tokenizer = inspector.tokenizer
-    model_input = {"tokens": tokenizer.encode(text)}
+    for text in SUGGESTIONS[name]:
+        model_input: dict[str, Any] = {"tokens": tokenizer.encode(text)}
+        if tokenizer.default_source is not None:
+            model_input = {"tokens": tokenizer.encode("1832-"), "source": tokenizer.encode_source(text)}
+        position = len(model_input["tokens"]) - 1
+        if tokenizer.mask_token_id is not None:
+            position = model_input["tokens"].index(tokenizer.mask_token_id)
+        params = {"input": model_input, "text": text, "position": position}
+        changed = run_query(inspector, "suggest_changed_text", **params).data["changed"]
+        assert isinstance(changed, str)
+        words, changed_words = text.split(), changed.split()
+        assert sum(own != other for own, other in zip(words, changed_words, strict=True)) == 1
+        assert max(map(changed_words.count, changed_words)) == max(map(words.count, words)), "a word is repeated"
+        assert "[MASK]" in changed_words or "[MASK]" not in words
+
+
+@pytest.mark.parametrize("preset", ["tiny-english", "tiny-gpt", "tiny-bert", "tiny-t5"])
+def test_no_text_is_suggested_without_a_plausible_word(preset: str) -> None:
+    model = ct.load(preset, dtype=torch.float32) if preset == "tiny-english" else ct.build(preset, seed=0)
+    inspector = build_inspector(model, name=preset)
+    text = "cat" if preset == "tiny-english" else "The cat sat on the"
+    model_input = {"tokens": inspector.tokenizer.encode(text)}
     if preset == "tiny-t5":
-        model_input["source"] = tokenizer.encode_source(text)
-    changed = run_query(inspector, "suggest_changed_text", input=model_input, text=text, position=3).data["changed"]
-    assert isinstance(changed, str)
-    assert changed != text
-    assert len(changed) == len(text)
-    single = {"input": model_input, "text": "cat", "position": 0}
-    assert run_query(inspector, "suggest_changed_text", **single).data["changed"] is None
+        model_input["source"] = inspector.tokenizer.encode_source(text)
+    params = {"input": model_input, "text": text, "position": 0}
+    assert run_query(inspector, "suggest_changed_text", **params).data["changed"] is None
 
 
 def test_map_equals_plain_hooks_on_a_transformers_gpt2(tmp_path: Path) -> None:

@@ -24,7 +24,8 @@ from cutaway.check import get_checks
 from cutaway.cli.verbs.open import export_page, load_catalog
 from cutaway.config import to_dict
 from cutaway.lens import follow_token
-from cutaway.lens.analysis import ablation
+from cutaway.lens.analysis import ablation, head_scores
+from cutaway.lens.analysis.attention_heads import HEAD_TYPES
 from cutaway.pretrained import list_pretrained, load_examples
 from cutaway.serve import static_files
 from cutaway.serve.app import build_app
@@ -35,6 +36,7 @@ from cutaway.serve.inspect.interval_conclusions import conclude_variant_differen
 from cutaway.serve.inspect.queries import activation_patching
 from cutaway.serve.inspect.queries.ablation_results import load_ablation_results
 from cutaway.serve.inspect.queries.activation_patching import ActivationPatching
+from cutaway.serve.inspect.queries.attention import HEAD_TYPE_BATCH_SIZE
 from cutaway.serve.inspect.queries.base import interval_bounds
 from cutaway.serve.inspect.queries.trained_variants import BASE, VARIANTS, load_variant_results
 from cutaway.serve.notebook_pages import build_notebook_router
@@ -142,6 +144,7 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "values": values,
         "token_strs": [show_whitespace(tokenizer.decode([token])) for token in token_ids],
         "worked": worked,
+        "head_types": list_head_types(checkpoint),
         "final_rms": format_number(stages[-2].norm / model.config.d_model**0.5),
         "edited": {
             "edits": "blocks.1:swap,blocks.2.attn.z:zero@1.3",
@@ -225,9 +228,13 @@ def compare_facts(model: Any, tokenizer: Any) -> dict[str, Any]:
         patched_difference = float(patched[answers[0]] - patched[answers[1]])
         share = (patched_difference - differences[receiver]) / (differences[donor] - differences[receiver])
         shares[direction] = {"share": f"{100 * share:.1f} %", "difference": format_number(patched_difference)}
+    same = ("The girl was", "The king was")
+    runs = {run: torch.tensor([tokenizer.encode(text)]) for run, text in zip(texts, same, strict=True)}
+    metrics = [describe_metric(model, tokenizer, runs, chosen) for chosen in ([" very"], [" happy", " sad"])]
     return {
         "title": example["title"],
         "texts": texts,
+        "same": {"texts": same, "metrics": metrics, "typed": ["happy", "sad"]},
         "answers": [show_whitespace(tokenizer.decode([answer])) for answer in answers],
         "differences": [format_number(differences[run]) for run in ("clean", "changed")],
         "position": position,
@@ -237,8 +244,35 @@ def compare_facts(model: Any, tokenizer: Any) -> dict[str, Any]:
     }
 
 
+def describe_metric(model: Any, tokenizer: Any, inputs: dict[str, Tensor], texts: list[str]) -> dict[str, str]:
+    """Name of the metric of one or two tokens, its values in both runs, and the sentence on sufficient patches."""
+    tokens = [tokenizer.encode(text)[-1] for text in texts]
+    with torch.no_grad():
+        values = {run: measure_metric(model(own)[0, -1], tokens) for run, own in inputs.items()}
+    shown = {
+        run: format_number(value)
+        if len(tokens) == 2
+        else f"{format_number(value)} nats ({format_percent(math.exp(value))})"
+        for run, value in values.items()
+    }
+    summary = summarize_sufficient_patches(model, tokenizer, inputs, tokens)
+    return {"name": name_metric(tokenizer, tokens), **shown, "summary": summary}
+
+
+def measure_metric(logits: Tensor, tokens: list[int]) -> float:
+    """Log-probability of one token, or logit difference between two."""
+    if len(tokens) == 1:
+        return float(logits.log_softmax(-1)[tokens[0]])
+    return float(logits[tokens[0]] - logits[tokens[1]])
+
+
+def name_metric(tokenizer: Any, tokens: list[int]) -> str:
+    names = [f"“{show_whitespace(tokenizer.decode([token]))}”" for token in tokens]
+    return f"log-probability of {names[0]}" if len(names) == 1 else f"logit difference {names[0]} − {names[1]}"
+
+
 def summarize_sufficient_patches(model: Any, tokenizer: Any, inputs: dict[str, Tensor], answers: list[int]) -> str:
-    """The sentence on the tokens and layers whose residual stream alone restores 90 % of the logit difference."""
+    """The sentence on the tokens and layers whose residual stream alone restores 90 % of the change of the metric."""
     num_layers = len(model.config.stacks["decoder"].blocks)
     sites = [*(f"blocks.{block}.resid_pre" for block in range(num_layers)), f"blocks.{num_layers - 1}.resid_post"]
     layers = ["embedding", *(f"after block {block}" for block in range(num_layers))]
@@ -247,7 +281,7 @@ def summarize_sufficient_patches(model: Any, tokenizer: Any, inputs: dict[str, T
     values = {site: t[site].as_subclass(Tensor) for site in sites}
     with torch.no_grad():
         changed = model(inputs["changed"])[0, -1]
-    start, end = (float(logits[answers[0]] - logits[answers[1]]) for logits in (changed, clean))
+    start, end = (measure_metric(logits, answers) for logits in (changed, clean))
     terms = []
     for position, (own, other) in enumerate(zip(*(tokens[0].tolist() for tokens in inputs.values()), strict=True)):
         shares = []
@@ -255,7 +289,7 @@ def summarize_sufficient_patches(model: Any, tokenizer: Any, inputs: dict[str, T
             edits = {site: {"do": "replace", "value": values[site][:, [position]], "positions": [position]}}
             with torch.no_grad(), ct.edit(model, edits):
                 logits = model(inputs["changed"])[0, -1]
-            shares.append((float(logits[answers[0]] - logits[answers[1]]) - start) / (end - start))
+            shares.append((measure_metric(logits, answers) - start) / (end - start))
         rows = [row for row, share in enumerate(shares) if share >= 0.9]
         if not rows:
             continue
@@ -264,7 +298,9 @@ def summarize_sufficient_patches(model: Any, tokenizer: Any, inputs: dict[str, T
         low, high = (f"{100 * bound(shares[row] for row in rows):.0f}" for bound in (min, max))
         layer_range = " to ".join(dict.fromkeys((layers[rows[0]], layers[rows[-1]])))
         terms.append((rows[0], f"{'|'.join(names)}, {layer_range} ({' to '.join(dict.fromkeys((low, high)))} %)"))
-    return f"Enough alone (at least 90 %): {'; '.join(term for _, term in sorted(terms))}."
+    name = name_metric(tokenizer, answers)
+    sufficient = "; ".join(term for _, term in sorted(terms))
+    return f"Enough alone (at least 90 % of the change of the {name}): {sufficient}."
 
 
 def conclude_on_variants() -> dict[str, dict[str, str]]:
@@ -306,6 +342,28 @@ def work_out_attention(model: Any, tokens: Tensor, name: str, *, head: int, posi
         "weight": format_percent(float(pattern[key])),
         "z_norm": format_number(float(t[f"{name}.z"][0, position, head].norm())),
     }
+
+
+def list_head_types(checkpoint: Any) -> list[dict[str, Any]]:
+    """Head types with the heads whose highest score is of this type, as the page lists them."""
+    scores = head_scores(checkpoint, batch_size=HEAD_TYPE_BATCH_SIZE)
+    rows = []
+    for number, name in enumerate(HEAD_TYPES):
+        best = scores.values.argmax(-1) == number
+        heads = [
+            (float(scores.values[block, head, number]), int(block), int(head))
+            for block, head in best.nonzero().tolist()
+            if scores.values[block, head, number] >= 0.4
+        ]
+        shown = [
+            {"block": block, "head": head, "score": format_percent(score)}
+            for score, block, head in sorted(heads, key=lambda item: -item[0])
+        ]
+        if shown:
+            terms = [f"{item['block']}.{item['head']} {item['score']}" for item in shown[:6]]
+            terms += [f"and {len(shown) - 6} more"] if len(shown) > 6 else []
+            rows.append({"type": name.replace("_", " "), "heads": shown, "text": " ".join(terms)})
+    return rows
 
 
 def format_significant(value: float, digits: int = 4) -> str:

@@ -18,12 +18,23 @@ export async function run(page, url, facts) {
       await page.getByRole("navigation", { name: "Screens" }).getByRole("link", { name: screen, exact: true }).click();
       await waitUntilComplete(page, `${name}, ${screen}`);
       if (screen === "Learn") await visitLessons(page, name);
+      if (screen === "Compare") await enterChangedText(page, `${name}, ${screen}`);
       if (screen === "Check") await runQuickChecks(page, name);
       await checkInput(page, name, screen, facts);
       assert.deepEqual(messages, [], `${name}, ${screen}`);
       if (process.env.SCREENSHOTS) await page.screenshot({ path: `${process.env.SCREENSHOTS}/${name}-${screen}.png`, fullPage: true });
     }
   }
+}
+
+/** A model without examples and without a plausible change has an empty changed text; enter one. */
+async function enterChangedText(page, place) {
+  const changed = page.locator("#changed");
+  if (await changed.inputValue()) return;
+  const clean = await page.locator((await page.locator("#source").count()) ? "#source" : "#prompt").inputValue();
+  await changed.fill(clean.replace("cat", "dog"));
+  await page.getByRole("region", { name: "Activations" }).waitFor();
+  await waitUntilComplete(page, place);
 }
 
 async function visitLessons(page, name) {

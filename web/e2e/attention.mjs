@@ -32,7 +32,7 @@ export async function run(page, url, facts) {
   await page.keyboard.press("ArrowDown");
   await page.keyboard.press("Enter");
   assert.match(page.url(), /[?&]position=1/);
-  await page.getByRole("img", { name: /attends to ‘/ }).waitFor();
+  await page.getByRole("img", { name: /attends to “/ }).waitFor();
 
   // The URL reproduces the view.
   const link = page.url();
@@ -42,10 +42,31 @@ export async function run(page, url, facts) {
   assert.match(await readout.innerText(), /\(1\) attends to/);
 
   await checkWorkedExample(page, url, facts);
+  await checkHeadTypes(page, facts.head_types);
 
   const download = page.waitForEvent("download");
   await page.getByRole("button", { name: "Attention pattern: save as CSV" }).click();
   assert.match((await download).suggestedFilename(), /^attention-.*\.csv$/);
+}
+
+/** Heads are listed by type with their scores on random tokens; a click selects a head. */
+async function checkHeadTypes(page, headTypes) {
+  const list = page.getByRole("region", { name: "Head types" });
+  await list.waitFor();
+  assert.deepEqual((await list.locator("dt").allInnerTexts()).map((text) => text.replace(/^\S+\s+/, "")), headTypes.map(({ type }) => type));
+  const rows = (await list.locator("dd").allInnerTexts()).map((text) => text.replace(/\s+/g, " ").trim());
+  assert.deepEqual(rows, headTypes.map(({ text }) => text));
+  const [{ type, heads }] = headTypes;
+  const [{ block, head, score }] = heads;
+  await list.getByRole("button", { name: `Block ${block}, head ${head}: ${type} ${score}` }).click();
+  await page.getByRole("heading", { name: `Block ${block} · head ${head}` }).waitFor();
+  await page.getByText(`${type} ${score}`, { exact: true }).waitFor(); // head type of the selected head
+  const cell = page.getByRole("gridcell", { name: new RegExp(`^Block ${block}, head ${head}, `) });
+  assert.match(await cell.getAttribute("title"), new RegExp(`${type} head \\(${score} on random tokens\\)`));
+  const worked = page.getByRole("region", { name: "Worked example" });
+  await worked.getByText(/^Weight by position type on this text and on random tokens$/).click();
+  await worked.getByRole("row", { name: new RegExp(`^the ${type} .*${score}`) }).waitFor();
+  await page.getByText("Weight on first token, mean over the queries of this text after the first").waitFor();
 }
 
 /** The worked example shows the numbers of the library; a masked key is named masked; a cell selects query and key. */
@@ -53,7 +74,7 @@ async function checkWorkedExample(page, url, { text, token_strs: tokenStrs, work
   const { attention, head, position, key } = worked;
   const address = (query, selected) => `${url}#/attention?text=${encodeURIComponent(text)}&attention=${attention}&head=${head}&position=${query}&key=${selected}`;
   const panel = page.getByRole("region", { name: "Worked example" });
-  const heading = (query, selected) => panel.getByRole("heading", { name: `query ‘${tokenStrs[query]}’, key ‘${tokenStrs[selected]}’, head ${head} of block 3` });
+  const heading = (query, selected) => panel.getByRole("heading", { name: `query “${tokenStrs[query]}”, key “${tokenStrs[selected]}”, head ${head} of block 3` });
   await page.goto(address(position, key));
   await heading(position, key).waitFor();
   const shown = (await panel.innerText()).replace(/\s+/g, " ");
@@ -61,7 +82,7 @@ async function checkWorkedExample(page, url, { text, token_strs: tokenStrs, work
     `more terms, sum`, `= ${worked.dot}`, `score ${worked.score}; the model’s value at ${attention}.scores is ${worked.score}, equal within rounding`,
     `becomes the weight ${worked.weight}`, `has norm ${worked.z_norm} and equals the model’s value at ${attention}.z within rounding`,
     "3. Mask: visible", "6. Positions: RoPE", "sum 100.0 %", "Direct logit attribution of this head",
-  ]) assert.ok(shown.includes(expected), `the worked example should contain ‘${expected}’: ${shown}`); // prettier-ignore
+  ]) assert.ok(shown.includes(expected), `the worked example should contain “${expected}”: ${shown}`); // prettier-ignore
   assert.match(shown, /On this text, head \d+ of block 3 has (no position type above 40 %|\d+\.\d % of its weight on)/);
   assert.equal(await panel.locator("figure svg").count(), 3);
 
@@ -75,7 +96,7 @@ async function checkWorkedExample(page, url, { text, token_strs: tokenStrs, work
   const mask = panel.getByRole("img", { name: /^Mask of query/ });
   await mask.focus();
   await page.keyboard.press("End");
-  await panel.getByText(/^key ‘.*’ \(\d+\): masked$/).waitFor();
+  await panel.getByText(/^key “.*” \(\d+\): masked$/).waitFor();
 
   // A click on a cell of the attention pattern selects query and key.
   const canvas = page.getByRole("application").locator("canvas");

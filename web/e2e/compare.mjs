@@ -1,4 +1,5 @@
-// Compare: an example pair, the sentence about both answers, a patch set by clicking a cell, its effect in both directions, and combined patches.
+// Compare: an example pair, the sentence about both answers, a patch set by clicking a cell, its effect in both directions, combined patches,
+// texts with the same answer, the choice of the metric's tokens, and the hints about the changed text.
 import assert from "node:assert/strict";
 
 export async function run(page, url, facts) {
@@ -29,13 +30,13 @@ export async function run(page, url, facts) {
   const patched = page.getByRole("region", { name: "Patches" });
   const effect = patched.locator(".sentence");
   await effect.waitFor();
-  assert.match(await effect.innerText(), new RegExp(`^Copying the residual stream of “·girl” \\(token ${compare.position}\\) after block ${compare.row - 1} from the clean run into the changed run restores ${compare.patches.forward.share} of the logit difference:`));
+  assert.match(await effect.innerText(), new RegExp(`^Copying the residual stream of “·girl” \\(token ${compare.position}\\) after block ${compare.row - 1} from the clean run into the changed run restores ${compare.patches.forward.share} of the logit difference “·she” − “·he”:`));
   await patched.getByText(`without patches → ${compare.patches.forward.difference} with this patch`).waitFor();
   assert.match(decodeURIComponent(page.url()), /patches=blocks\.4\.resid_pre@1/);
 
   // The other direction.
   await page.getByRole("button", { name: "changed → clean" }).click();
-  await patched.getByText(`from the changed run into the clean run moves the logit difference by ${compare.patches.reverse.share}`).waitFor();
+  await patched.getByText(`from the changed run into the clean run moves the logit difference “·she” − “·he” by ${compare.patches.reverse.share}`).waitFor();
   await patched.getByText(`without patches → ${compare.patches.reverse.difference} with this patch`).waitFor();
   await patched.getByText("Python code", { exact: true }).click();
   assert.match(await patched.locator("pre").innerText(), /ct\.edit\(model/);
@@ -80,13 +81,73 @@ export async function run(page, url, facts) {
   await page.getByText(/^The top tokens of the logit lens differ first after block/).waitFor();
   await page.getByText(/The contributions add up to the logit difference of each text/).waitFor();
 
-  // Texts of different length are aligned; equal answers are not divided by.
+  // Texts of different length are aligned; equal texts have nothing to restore.
+  const input = page.getByRole("region", { name: "Changed text" });
   await page.locator("#changed").fill("The little boy was sad because");
-  await page.getByText("The texts have 5 and 6 tokens.").waitFor();
-  await page.locator("#changed").fill(compare.texts.clean);
-  await page.getByText("Patching is not measured here: both texts have the same answer").waitFor();
+  await input.getByText("The texts have 5 and 6 tokens. Their predictions are compared").waitFor();
+  await input.getByRole("button", { name: "Copy the clean text" }).click();
+  await page.getByText("Patching is not measured here: both texts are equal, so there is no difference to restore").waitFor();
+  assert.equal(await page.locator("#changed").inputValue(), compare.texts.clean);
+
+  await checkSameAnswers(page, url, compare.same);
+  await checkSuggestion(page, url);
+}
+
+/** Texts with the same answer: the log-probability of one token is measured, and other tokens can be chosen. */
+async function checkSameAnswers(page, url, same) {
+  await page.goto(`${url}#/compare?text=${encodeURIComponent(same.texts[0])}&changed=${encodeURIComponent(same.texts[1])}`);
+  const panel = page.getByRole("region", { name: "Activation patching" });
+  const measured = async ({ name, clean, changed, summary }) => {
+    await panel.getByText(`Metric: ${name}, ${clean} in the clean run, ${changed} in the changed run.`).waitFor();
+    await panel.getByRole("img", { name: `Residual stream: restored share, ${name}` }).waitFor();
+    await page.waitForFunction(() => !document.querySelector('[aria-label="Activation patching"] [role=status]'));
+    assert.equal(await panel.locator(".summary").innerText(), summary);
+  };
+  await measured(same.metrics[0]);
+  const tokens = panel.getByRole("group", { name: "Tokens of the metric" });
+  await tokens.getByLabel("Answer token").fill(same.typed[0]);
+  await page.keyboard.press("Enter");
+  await tokens.getByLabel("minus token").fill(same.typed[1]);
+  await page.keyboard.press("Enter");
+  await measured(same.metrics[1]);
+  await page.getByRole("region", { name: "Answers" }).getByText(`${same.metrics[1].name}: ${same.metrics[1].clean}`).waitFor();
+  await page.getByRole("region", { name: "Direct logit attribution" }).getByRole("heading", { name: `Direct contributions to the ${same.metrics[1].name}` }).waitFor();
+  assert.match(page.url(), /answer=\d+&changed=.*&incorrect=\d+/);
+  const link = page.url();
+  await page.goto("about:blank");
+  await page.goto(link);
+  await measured(same.metrics[1]);
+  await tokens.getByRole("button", { name: "default tokens" }).click();
+  await measured(same.metrics[0]);
+  const map = panel.getByRole("img", { name: /^Residual stream: restored share/ });
+  await map.focus();
+  await page.keyboard.press("Home");
+  await page.keyboard.press("Enter");
+  const patched = page.getByRole("region", { name: "Patches" });
+  await patched.getByText(`of the change of the ${same.metrics[0].name}`).waitFor();
+  await patched.getByText("Python code", { exact: true }).click();
+  assert.match(await patched.locator("pre").innerText(), /# metric: log-probability of ' /);
+}
+
+/** Without a changed text there is a hint and a proposal; a later change of the clean text is pointed out. */
+async function checkSuggestion(page, url) {
+  await page.goto(`${url}#/compare?text=The+dog+ran+to+the`);
+  const input = page.getByRole("region", { name: "Changed text" });
+  await input.getByText("No changed text: enter the clean text with one word changed.").waitFor();
+  assert.equal(await page.locator("#changed").inputValue(), "");
+  const proposal = input.getByRole("button", { name: /^Use “/ });
+  const text = (await proposal.innerText()).slice("Use “".length, -1);
+  await proposal.click();
+  await input.getByRole("list").locator("mark").waitFor();
+  assert.equal(await input.getByRole("list").locator("mark").count(), 1);
+  assert.equal(await page.locator("#changed").inputValue(), text);
+  await page.getByRole("region", { name: "Answers" }).waitFor();
+  await page.locator("#prompt").fill("The girl was");
+  await input.getByText("The texts have 3 and 5 tokens.").waitFor();
+  await page.getByRole("region", { name: "Answers" }).waitFor();
   await page.locator("#changed").fill("");
-  await page.getByText("the text has no tokens; enter some text").waitFor();
+  await input.getByText("No changed text").waitFor();
+  await page.getByRole("region", { name: "Answers" }).waitFor({ state: "detached" });
 }
 
 /** Row labels are left of the cells and column labels above: the cells end at the right and bottom edge of the canvas. */
@@ -102,5 +163,3 @@ async function clickCell(page, canvas, row, column) {
   }
   throw new Error(`there is no cell of token ${column} after block ${row - 1}`);
 }
-
-export const expected = /status of 400/; // the empty text

@@ -78,7 +78,8 @@ def head_scores(
     num_visible = torch.arange(half + 1, 2 * half + 1)
     is_causal = transformer.stacks.keys() == {"decoder"}
     uniform = float((1.0 / num_visible).mean()) if is_causal else 1 / (2 * half)
-    note = f"{batch_size} sequences of {half} random tokens, repeated once; uniform attention has score {uniform:.3f}"
+    baseline = f"uniform attention has score {100 * uniform:.1f} %"
+    note = f"{batch_size} sequences of {half} random tokens, repeated once; {baseline}"
     return _build_result(scores, "head scores", "fraction of attention", note)
 
 

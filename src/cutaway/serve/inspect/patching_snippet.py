@@ -15,11 +15,12 @@ def build_patching_snippet(
     receiver: ModelInput,
     patches: Sequence[Patch],
     position: int,
-    answers: tuple[int, int],
+    answer_token: int,
+    incorrect_token: int | None,
 ) -> str:
-    """Return Python code that copies activations of the donor run and prints the logit difference of the receiver run.
+    """Return Python code that copies activations of the donor run and prints the metric of the receiver run.
 
-    `answers` are the tokens whose logits are subtracted, and `position` is the position of these logits.
+    The metric is the log-probability of `answer_token` at `position`, or its logit minus that of `incorrect_token`.
     """
     lines = model_lines(inspector)
     for name, model_input in (("donor", donor), ("receiver", receiver)):
@@ -34,6 +35,15 @@ def build_patching_snippet(
         head = "slice(None)" if patch.head is None else patch.head
         lines.append(f"    ({patch.site!r}, {list(patch.positions)}, {head}),")
     sites = list(dict.fromkeys(patch.site for patch in patches))
+    answer = repr(inspector.tokenizer.decode_token(answer_token))
+    if incorrect_token is None:
+        metric = [f"# metric: log-probability of {answer}", f"print(logits.log_softmax(-1)[{answer_token}])"]
+    else:
+        incorrect = repr(inspector.tokenizer.decode_token(incorrect_token))
+        metric = [
+            f"# metric: logit difference, {answer} minus {incorrect}",
+            f"print(logits[{answer_token}] - logits[{incorrect_token}])",
+        ]
     edits = "{site: copy_from_donor(site) for site, _, _ in patches}"
     lines += [
         "]",
@@ -54,7 +64,7 @@ def build_patching_snippet(
         "",
         f"with torch.no_grad(), ct.edit(model, {edits}):",
         f"    logits = model(*receiver)[0, {position}]",
-        f"print(logits[{answers[0]}] - logits[{answers[1]}])",
+        *metric,
         "",
     ]
     return "\n".join(lines)

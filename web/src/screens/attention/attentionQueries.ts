@@ -88,10 +88,28 @@ export function headTypeScores(types: HeadTypes | undefined, name: string, head:
   return scores.some(Number.isNaN) ? undefined : scores;
 }
 
-/** Type with the highest score, if it is at least MIN_TYPE_SCORE. */
-export function headType(types: HeadTypes | undefined, name: string, head: number): string | undefined {
+/** Type with the highest score and this score, if it is at least MIN_TYPE_SCORE. */
+export function headType(types: HeadTypes | undefined, name: string, head: number): { type: string; score: number } | undefined {
   const scores = headTypeScores(types, name, head);
   if (!scores) return undefined;
-  const best = scores.indexOf(Math.max(...scores));
-  return (scores[best] ?? 0) >= MIN_TYPE_SCORE ? types?.head_types[best] : undefined;
+  const score = Math.max(...scores);
+  const type = types?.head_types[scores.indexOf(score)];
+  return type !== undefined && score >= MIN_TYPE_SCORE ? { type, score } : undefined;
+}
+
+export interface TypedHead {
+  attention: string;
+  layer: number;
+  head: number;
+  score: number;
+}
+
+/** Heads of each type, with the highest score first; types without heads are left out. */
+export function headsByType(types: HeadTypes, layers: readonly AttentionLayer[]): { type: string; heads: TypedHead[] }[] {
+  const all = layers.flatMap(({ name, layer, heads }) =>
+    Array.from({ length: heads }, (_, head) => ({ attention: name, layer, head, ...headType(types, name, head) })).filter((typed) => typed.type !== undefined),
+  );
+  return types.head_types
+    .map((type) => ({ type, heads: all.flatMap(({ type: own, score = 0, ...typed }) => (own === type ? [{ ...typed, score }] : [])).sort((a, b) => b.score - a.score) }))
+    .filter(({ heads }) => heads.length > 0);
 }

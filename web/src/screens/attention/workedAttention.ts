@@ -111,19 +111,22 @@ export const SHARE_LABELS: Record<string, string> = {
   same_text: "source tokens equal to the query token",
 };
 export const MIN_SHARE = 0.4;
+/** Head types, which are scored on random tokens, by the position type that is measured on a text. */
+export const HEAD_TYPE_OF_SHARE: Record<string, string> = { first_token: "first_token", previous_token: "previous_token", earlier_occurrence: "duplicate_token", after_earlier_occurrence: "induction" };
 
-/** Sentence on where the weights of a head are on this text, from the shares of weight by type of key. */
-export function describeShares(worked: WorkedAttention, layer: number): string {
+/** Sentence on where the weights of a head are on this text, from the shares of weight by type of key. `randomScore` is the score on random tokens. */
+export function describeShares(worked: WorkedAttention, layer: number, randomScore: (type: string) => number | undefined): string {
   const name = `head ${worked.head} of block ${layer}`;
   const best = worked.weight_shares.filter((share) => share.share !== null).sort((a, b) => (b.share ?? 0) - (a.share ?? 0))[0];
   if (!best || best.share === null) return `The text is too short to measure where the weight of ${name} is.`;
   const type = SHARE_LABELS[best.type] ?? best.type;
   const queries = `mean over ${best.num_queries} query ${best.num_queries === 1 ? "token" : "tokens"}`;
   if (best.share < MIN_SHARE) return `On this text, ${name} has no position type above ${Math.round(100 * MIN_SHARE)} % of its weight; the largest is ${formatPercent(best.share)} on ${type} (${queries}).`;
-  return `On this text, ${name} has ${formatPercent(best.share)} of its weight on ${type} (${queries}).`;
+  const score = randomScore(best.type);
+  return `On this text, ${name} has ${formatPercent(best.share)} of its weight on ${type} (${queries})${score === undefined ? "" : `; on random tokens, ${formatPercent(score)}`}.`;
 }
 
-const nameToken = (tokenStrs: string[], index: number): string => `‘${showWhitespace(tokenStrs[index] ?? "")}’ (${index})`;
+const nameToken = (tokenStrs: string[], index: number): string => `“${showWhitespace(tokenStrs[index] ?? "")}” (${index})`;
 
 /** Sentence on whether the key is visible to the query, and why. */
 export function describeMask({ mask, position, key }: WorkedAttention, queryTokenStrs: string[], keyTokenStrs: string[]): string {

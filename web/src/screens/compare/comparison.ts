@@ -2,10 +2,24 @@
 import { formatNumber, formatPercent, showWhitespace } from "../../lib/format";
 import type { ModelInput } from "../../lib/session.svelte";
 
-export interface TopToken {
+export interface Token {
   token: number;
   text: string;
+}
+
+export interface TopToken extends Token {
   probability: number;
+}
+
+/** Metric of activation patching: the log-probability of the answer, or its logit minus that of the incorrect token. */
+export interface Metric {
+  answer: Token;
+  incorrect: Token | null;
+  /** Value in the clean and in the changed run. */
+  clean: number;
+  changed: number;
+  /** Why patching is not measured; null if it is. */
+  problem: string | null;
 }
 
 interface Run {
@@ -31,14 +45,13 @@ export interface Comparison {
   /** Absent if the model has no LM head. */
   clean?: Run;
   changed?: Run;
-  answers?: [{ token: number; text: string }, { token: number; text: string }];
+  answers?: [Token, Token];
   maps?: PatchMap[];
-  patching_problem?: string | null;
   is_patching_fast?: boolean;
 }
 
 export interface LensToken extends TopToken {
-  logit_difference: number;
+  metric: number;
 }
 
 /** Parameters that all queries about two texts have. */
@@ -48,12 +61,24 @@ export interface PairParams {
   position: number;
 }
 
+/** Parameters of the queries that measure a metric. */
+export interface MetricParams extends PairParams {
+  answer_token: number;
+  incorrect_token: number | null;
+}
+
 export interface TokenTexts {
   clean: string[];
   changed: string[];
 }
 
 export const quote = (text: string): string => `“${showWhitespace(text)}”`;
+
+/** Such as "log-probability of “·very”" or "logit difference “·she” − “·he”". */
+export const metricName = ({ answer, incorrect }: Metric): string => (incorrect ? `logit difference ${quote(answer.text)} − ${quote(incorrect.text)}` : `log-probability of ${quote(answer.text)}`);
+
+/** Value of a metric with its unit: a log-probability is in nats, with the probability; a logit difference has no unit. */
+export const formatMetric = ({ incorrect }: Metric, value: number): string => (incorrect ? formatNumber(value) : `${formatNumber(value)} nats (${formatPercent(Math.exp(value))})`);
 
 /** Label of a pair of tokens: one text if they are equal, else both. */
 export function pairLabel(pair: PositionPair | undefined, texts: TokenTexts): string {
@@ -89,9 +114,11 @@ export function answerSentence(data: Comparison, change: string | undefined, isE
   return `${lead}, ${subject} changes from ${quote(own.text)} (${formatPercent(clean.answer_probabilities[0])}) to ${quote(other.text)} (${formatPercent(changed.answer_probabilities[1])}); the logit difference ${quote(own.text)} − ${quote(other.text)} goes from ${formatNumber(clean.logit_difference)} to ${formatNumber(changed.logit_difference)}.`;
 }
 
-/** How the tokens of two texts of different length are aligned; undefined for texts of equal length. */
-export function alignmentSentence(pairs: PositionPair[], texts: TokenTexts): string | undefined {
+/** That the texts have different lengths or little in common, and what is compared then; undefined if they differ in few tokens. */
+export function mismatchSentence(pairs: PositionPair[], texts: TokenTexts): string | undefined {
   const [numClean, numChanged] = [texts.clean.length, texts.changed.length];
-  if (numClean === numChanged) return undefined;
-  return `The texts have ${numClean} and ${numChanged} tokens. They are aligned by their common tokens: ${pairs.length} pairs, and only these are compared and patched.`;
+  const advice = "To measure the effect of one word, copy the clean text and change this word.";
+  if (numClean !== numChanged) return `The texts have ${numClean} and ${numChanged} tokens. Their predictions are compared; residual streams, attention and patches are compared for the ${pairs.length} aligned ${pairs.length === 1 ? "pair" : "pairs"} of tokens only. ${advice}`;
+  const numDifferent = pairs.filter(([own, other]) => texts.clean[own] !== texts.changed[other]).length;
+  return numDifferent > Math.max(3, numClean / 2) ? `${numDifferent} of ${numClean} tokens differ between the texts. Everything below is the effect of all these changes together. ${advice}` : undefined;
 }

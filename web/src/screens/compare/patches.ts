@@ -1,7 +1,7 @@
 // Patches of the screen Compare: conversion to and from the URL fragment, labels, and the sentence about their effect.
 import { formatPercent } from "../../lib/format";
 import { parseSite, SUBLAYER_LABELS } from "../../lib/sites";
-import { quote, type PatchMap, type TopToken } from "./comparison";
+import { metricName, quote, type Metric, type PatchMap, type TopToken } from "./comparison";
 
 export interface Patch {
   site: string;
@@ -12,7 +12,8 @@ export interface Patch {
 
 export interface PatchEffect {
   top_tokens: TopToken[];
-  logit_difference: number;
+  /** Value of the metric. */
+  metric: number;
   share: number;
   python_code: string;
 }
@@ -70,23 +71,24 @@ export function describePatch({ site, position, head }: Patch, tokenStrs: readon
 
 export const formatShare = (share: number): string => (Math.abs(share) < 5e-4 ? "0.0 %" : `${(100 * share).toFixed(1).replace("-", "−")} %`);
 
-/** What a restored share means for the choice between the two answers. */
-function interpretShare(share: number, answers: readonly [string, string], subject: string): string {
-  const choice = `between ${quote(answers[0])} and ${quote(answers[1])} here`;
-  const verb = subject === "this activation" ? "carries" : "carry";
-  if (share >= 0.8) return `${subject} ${verb} the information that decides ${choice}${share > 1.05 ? "; more than 100 % means that the patched run prefers the answer of the donor run more than the donor run itself does" : ""}`;
-  if (share >= 0.2) return `${subject} ${verb} part of the information that decides ${choice}`;
-  if (share > -0.1) return `${subject} alone ${verb === "carries" ? "decides" : "decide"} little ${choice}`;
-  return `the patched run prefers the answer of the donor run even less than before, so other activations compensate for ${subject === "this activation" ? "it" : "them"}`;
+/** What a restored share means for the metric. */
+function interpretShare(share: number, { answer, incorrect }: Metric, subject: string): string {
+  const isOne = subject === "this activation";
+  const carry = isOne ? "carries" : "carry";
+  const what = incorrect ? `decides between ${quote(answer.text)} and ${quote(incorrect.text)} here` : `changes the probability of ${quote(answer.text)} here`;
+  if (share >= 0.8) return `${subject} ${carry} the information that ${what}${share > 1.05 ? "; more than 100 % means that the patched run goes beyond the donor run" : ""}`;
+  if (share >= 0.2) return `${subject} ${carry} part of the information that ${what}`;
+  if (share > -0.1) return `${subject} alone ${carry} little of the information that ${what}`;
+  return `the patched run differs from the donor run more than before, so other activations compensate for ${isOne ? "it" : "them"}`;
 }
 
 /** The effect of patches in one sentence. */
-export function effectSentence(patches: readonly Patch[], effect: PatchEffect, answers: readonly [string, string], tokenStrs: (patch: Patch) => readonly string[], reverse: boolean): string {
+export function effectSentence(patches: readonly Patch[], effect: PatchEffect, metric: Metric, tokenStrs: (patch: Patch) => readonly string[], reverse: boolean): string {
   const [first] = patches;
   const what = patches.length === 1 && first ? describePatch(first, tokenStrs(first)) : `these ${patches.length} activations`;
   const [donor, receiver] = reverse ? ["changed", "clean"] : ["clean", "changed"];
   const subject = patches.length === 1 ? "this activation" : "these activations";
-  const verb = reverse ? "moves the logit difference by" : "restores";
-  const rest = reverse ? "of the distance to that of the changed run" : "of the logit difference";
-  return `Copying ${what} from the ${donor} run into the ${receiver} run ${verb} ${formatShare(effect.share)} ${rest}: ${interpretShare(effect.share, answers, subject)}. The top token is then ${quote(effect.top_tokens[0]?.text ?? "")} (${formatPercent(effect.top_tokens[0]?.probability ?? 0)}).`;
+  const name = metricName(metric);
+  const result = reverse ? `moves the ${name} by ${formatShare(effect.share)} of the distance to that of the changed run` : `restores ${formatShare(effect.share)} of the ${metric.incorrect ? name : `change of the ${name}`}`;
+  return `Copying ${what} from the ${donor} run into the ${receiver} run ${result}: ${interpretShare(effect.share, metric, subject)}. The top token is then ${quote(effect.top_tokens[0]?.text ?? "")} (${formatPercent(effect.top_tokens[0]?.probability ?? 0)}).`;
 }

@@ -1,7 +1,7 @@
 // One sentence about a patching map: the tokens or heads that are enough alone, with the layers in which they are.
 import { tensorRow, type Tensor } from "../../lib/protocol";
 
-/** Share of the logit difference from which on a patch is enough alone. */
+/** Share of the change of the metric from which on a patch is enough alone. */
 const SUFFICIENT = 0.9;
 const MAX_RANGES = 5;
 
@@ -30,8 +30,8 @@ function findRanges(shares: Tensor): Range[] {
 /** Share as a whole number of percent, without the unit. */
 export const formatRounded = (share: number): string => (Math.abs(share) < 0.005 ? "0" : (100 * share).toFixed(0).replace("-", "−"));
 
-/** Such as "Enough alone (at least 90 %): ·girl, embedding to after block 2 (100 to 102 %)."; empty if no cell is. */
-export function sufficientCells(shares: Tensor, rowLabels: readonly string[], columnLabels: readonly string[]): string {
+/** Such as "Enough alone (at least 90 % of the change of the logit difference): ·girl, embedding to after block 2 (100 to 102 %)."; empty if no cell is. */
+export function sufficientCells(shares: Tensor, rowLabels: readonly string[], columnLabels: readonly string[], metric: string): string {
   const ranges = findRanges(shares);
   if (!ranges.length) return "";
   const terms = ranges.slice(0, MAX_RANGES).map(({ column, first, last, low, high }) => {
@@ -40,5 +40,5 @@ export function sufficientCells(shares: Tensor, rowLabels: readonly string[], co
     return `${columnLabels[column]}, ${layers} (${from === to ? from : `${from} to ${to}`} %)`;
   });
   if (ranges.length > MAX_RANGES) terms.push(`and ${ranges.length - MAX_RANGES} more`);
-  return `Enough alone (at least ${100 * SUFFICIENT} %): ${terms.join("; ")}.`;
+  return `Enough alone (at least ${100 * SUFFICIENT} % of the change of the ${metric}): ${terms.join("; ")}.`;
 }

@@ -7,7 +7,12 @@ from cutaway.serve.inspect.queries.ablation_results import AblationResults
 from cutaway.serve.inspect.queries.activation import Activation
 from cutaway.serve.inspect.queries.activation_patching import ActivationPatching, PatchEffect
 from cutaway.serve.inspect.queries.architecture import Architecture
-from cutaway.serve.inspect.queries.compare_texts import CompareAttention, CompareResidualStreams, CompareTexts
+from cutaway.serve.inspect.queries.compare_texts import (
+    CompareAttention,
+    CompareLogitLens,
+    CompareResidualStreams,
+    CompareTexts,
+)
 from cutaway.serve.inspect.queries.consistency_check import ConsistencyCheck
 from cutaway.serve.inspect.queries.edit_effect import EditEffect
 from cutaway.serve.inspect.queries.edit_experiment import EditExperiment
@@ -31,6 +36,7 @@ from cutaway.serve.inspect.queries.model_info import ModelInfo, Tokenize
 from cutaway.serve.inspect.queries.model_size import MemoryFit, ModelSizes, SizeCatalog
 from cutaway.serve.inspect.queries.models import ListModels, OpenModel
 from cutaway.serve.inspect.queries.next_token import NextToken
+from cutaway.serve.inspect.queries.patching_metric import PatchingMetric
 from cutaway.serve.inspect.queries.residual_stream import ResidualNorms, TokenJourney
 from cutaway.serve.inspect.queries.run_checkpoints import CheckpointActivations, RunCheckpoints
 from cutaway.serve.inspect.queries.run_metrics import RunMetrics
@@ -68,8 +74,10 @@ QUERIES: dict[str, "type[Query]"] = {
     "interventions": Interventions,
     "compare_texts": CompareTexts,
     "compare_residual_streams": CompareResidualStreams,
+    "compare_logit_lens": CompareLogitLens,
     "compare_attention": CompareAttention,
     "suggest_changed_text": SuggestChangedText,
+    "patching_metric": PatchingMetric,
     "activation_patching": ActivationPatching,
     "patch_effect": PatchEffect,
     "ablation_results": AblationResults,

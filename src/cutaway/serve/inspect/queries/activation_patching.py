@@ -13,21 +13,16 @@ from cutaway.errors import InputError
 from cutaway.lens.analysis.patched_logits import Patch, PositionPairs, patched_logits
 from cutaway.serve.inspect.activation_cache import ActivationCache
 from cutaway.serve.inspect.inspector import Inspector
-from cutaway.serve.inspect.model_input import ModelInput
 from cutaway.serve.inspect.patching_snippet import build_patching_snippet
-from cutaway.serve.inspect.queries.base import InputQuery, QueryJob, QueryResult, TokenIndex
+from cutaway.serve.inspect.queries.base import QueryJob, QueryResult, TokenIndex
+from cutaway.serve.inspect.queries.patching_metric import Metric, MetricQuery, find_patching_problem
 from cutaway.serve.inspect.queries.text_pair import (
-    Answers,
     TextPair,
     analysis_inputs,
     both_activations,
-    build_text_pair,
     describe_top_tokens,
-    find_answers,
 )
 
-MAX_INPUT_TOKENS = 256
-"""Longer texts would need too many forward passes."""
 MAX_SHORT_TOKENS = 64
 """In longer texts only the tokens from the first difference on are patched."""
 MAX_FAST_FLOPS = 3e11
@@ -57,23 +52,6 @@ def map_sites(inspector: Inspector, stack: str, component: Component) -> list[st
     return [name for name in names if name in inspector.sites]
 
 
-def find_patching_problem(inspector: Inspector, pair: TextPair, answers: Answers) -> str | None:
-    """Why patching does not apply to these texts; None if it applies."""
-    longest = max(len(ids or ()) for text in (pair.clean, pair.changed) for ids in (text.tokens, text.source))
-    if longest > MAX_INPUT_TOKENS:
-        return (
-            f"the text has {longest} tokens, and patches are measured for up to {MAX_INPUT_TOKENS}; use a shorter text"
-        )
-    if answers.clean_token == answers.changed_token:
-        text = inspector.tokenizer.decode_token(answers.clean_token)
-        return f"both texts have the same answer, {text!r}, so there is no difference to restore; change another word"
-    if not answers.differ:
-        change = abs(answers.clean_difference - answers.changed_difference)
-        problem = f"the logit difference changes by {change:.2f} only"
-        return f"{problem}, so the texts do not differ in the answer; change another word"
-    return None
-
-
 def is_fast(inspector: Inspector, pair: TextPair) -> bool:
     """Whether a map over layers and tokens takes few FLOPs, by the rule 2·parameters·tokens per forward pass."""
     num_parameters = sum(parameter.numel() for parameter in inspector.model.parameters())
@@ -82,21 +60,17 @@ def is_fast(inspector: Inspector, pair: TextPair) -> bool:
     return num_parameters * num_tokens * len(pair.token_pairs + pair.source_pairs) * num_layers <= MAX_FAST_FLOPS
 
 
-class PatchingQuery(InputQuery):
+class PatchingQuery(MetricQuery):
     """Query about patches between two texts. With `reverse`, activations of the changed run go into the clean run."""
 
-    changed: ModelInput
-    position: TokenIndex
     reverse: bool = False
 
-    def prepare(self, inspector: Inspector, job: QueryJob) -> tuple[TextPair, Answers]:
-        if inspector.head is None:
-            raise InputError("this model has no LM head, so it has no answer to restore; compare its activations")
-        pair = build_text_pair(self.input, self.changed, self.position)
-        answers = find_answers(inspector, pair, job)
-        if problem := find_patching_problem(inspector, pair, answers):
+    def prepare(self, inspector: Inspector, job: QueryJob) -> tuple[TextPair, Metric]:
+        pair = self.text_pair()
+        metric = self.choose_metric(inspector, pair, job)
+        if problem := find_patching_problem(pair, metric):
             raise InputError(problem)
-        return pair, answers
+        return pair, metric
 
     def run_patches(
         self,
@@ -133,7 +107,7 @@ class PatchingQuery(InputQuery):
 
 
 class ActivationPatching(PatchingQuery):
-    """Share of the logit difference that is restored by copying one activation: layer × token, or layer × head.
+    """Share of the metric's change that is restored by copying one activation: layer × token, or layer × head.
 
     The head outputs `z` are copied at all aligned positions, or with `at_position` only at the selected position.
     Rows are sent as they are measured; rows that are not measured yet, and heads that a layer does not have, are NaN.
@@ -144,19 +118,19 @@ class ActivationPatching(PatchingQuery):
     at_position: bool = False
 
     def run(self, inspector: Inspector, job: QueryJob) -> QueryResult:
-        pair, answers = self.prepare(inspector, job)
+        pair, metric = self.prepare(inspector, job)
         if self.stack not in inspector.model.stacks or not map_sites(inspector, self.stack, self.component):
             raise InputError(f"this model has no {self.component} in the {self.stack}; choose another component")
         receiver = inspector.get_activations(self.input if self.reverse else self.changed, job)
         finished, key = MAP_CACHE.setdefault(receiver, {}), self.model_dump_json()
         if key not in finished:
-            for result in self._measure_rows(inspector, pair, answers, job):
+            for result in self._measure_rows(inspector, pair, metric, job):
                 job.send_partial(result)
             finished[key] = result
         return finished[key]
 
     def _measure_rows(
-        self, inspector: Inspector, pair: TextPair, answers: Answers, job: QueryJob
+        self, inspector: Inspector, pair: TextPair, metric: Metric, job: QueryJob
     ) -> Iterator[QueryResult]:
         names = map_sites(inspector, self.stack, self.component)
         is_source = self.stack == "encoder" and len(inspector.model.stacks) > 1
@@ -174,7 +148,7 @@ class ActivationPatching(PatchingQuery):
             else:
                 patch_sets = [[Patch(name, self.orient([shown]))] for shown in pairs]
             logits = self.run_patches(inspector, pair, patch_sets, job)
-            shares[row, : len(patch_sets)] = answers.restored_share(logits, reverse=self.reverse).cpu()
+            shares[row, : len(patch_sets)] = metric.restored_share(logits, reverse=self.reverse).cpu()
             yield QueryResult(data | {"completed": row + 1}, {"shares": shares.clone()})
 
 
@@ -198,24 +172,25 @@ class PatchSpec(BaseModel):
 
 
 class PatchEffect(PatchingQuery):
-    """Top tokens and logit difference with chosen patches, the restored share, and Python code that reproduces it."""
+    """Top tokens and metric with chosen patches, the restored share, and Python code that reproduces the metric."""
 
     patches: Annotated[tuple[PatchSpec, ...], Field(max_length=MAX_PATCHES)]
 
     def run(self, inspector: Inspector, job: QueryJob) -> QueryResult:
-        pair, answers = self.prepare(inspector, job)
+        pair, metric = self.prepare(inspector, job)
         patches = [self._resolve(inspector, pair, spec) for spec in self.patches]
         logits = self.run_patches(inspector, pair, [patches], job)[0]
         data = {
             "top_tokens": describe_top_tokens(inspector, logits),
-            "logit_difference": float(answers.logit_difference(logits)),
-            "share": float(answers.restored_share(logits, reverse=self.reverse)),
+            "metric": float(metric.measure(logits)),
+            "share": float(metric.restored_share(logits, reverse=self.reverse)),
             "python_code": build_patching_snippet(
                 inspector,
                 *((self.changed, self.input) if self.reverse else (self.input, self.changed)),
                 patches,
                 pair.position if self.reverse else pair.changed_position,
-                (answers.clean_token, answers.changed_token),
+                metric.answer_token,
+                metric.incorrect_token,
             ),
         }
         return QueryResult(data)

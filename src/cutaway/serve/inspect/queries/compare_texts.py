@@ -4,28 +4,18 @@ import torch
 from torch import Tensor
 
 from cutaway.serve.inspect.inspector import Inspector
-from cutaway.serve.inspect.model_input import ModelInput
 from cutaway.serve.inspect.queries.activation import compute_attention_row
-from cutaway.serve.inspect.queries.activation_patching import find_patching_problem, is_fast, list_patch_maps
-from cutaway.serve.inspect.queries.base import InputQuery, QueryJob, QueryResult, TokenIndex
+from cutaway.serve.inspect.queries.activation_patching import is_fast, list_patch_maps
+from cutaway.serve.inspect.queries.base import QueryJob, QueryResult
+from cutaway.serve.inspect.queries.patching_metric import Metric, MetricQuery
 from cutaway.serve.inspect.queries.text_pair import (
     Answers,
-    TextPair,
+    ComparisonQuery,
     both_activations,
-    build_text_pair,
+    describe_token,
     describe_top_tokens,
     find_answers,
 )
-
-
-class ComparisonQuery(InputQuery):
-    """Query about two inputs. `input` is the clean text, and `position` the selected token in it."""
-
-    changed: ModelInput
-    position: TokenIndex
-
-    def text_pair(self) -> TextPair:
-        return build_text_pair(self.input, self.changed, self.position)
 
 
 class CompareTexts(ComparisonQuery):
@@ -45,12 +35,8 @@ class CompareTexts(ComparisonQuery):
         data |= {
             "clean": _describe_run(inspector, answers, answers.clean_logits),
             "changed": _describe_run(inspector, answers, answers.changed_logits),
-            "answers": [
-                {"token": token, "text": inspector.tokenizer.decode_token(token)}
-                for token in (answers.clean_token, answers.changed_token)
-            ],
+            "answers": [describe_token(inspector, token) for token in (answers.clean_token, answers.changed_token)],
             "maps": list_patch_maps(inspector),
-            "patching_problem": find_patching_problem(inspector, pair, answers),
             "is_patching_fast": is_fast(inspector, pair),
         }
         return QueryResult(data)
@@ -67,7 +53,7 @@ def _describe_run(inspector: Inspector, answers: Answers, logits: Tensor) -> dic
 
 
 class CompareResidualStreams(ComparisonQuery):
-    """Norm of the difference of both residual streams relative to the clean norm, and the logit lens of both texts.
+    """Norm of the difference of both residual streams relative to the clean norm.
 
     A tensor per stack has one row for the embedding and one per block, and one column per pair of aligned positions.
     """
@@ -83,15 +69,7 @@ class CompareResidualStreams(ComparisonQuery):
                 own, other = (torch.tensor(side) for side in zip(*pairs, strict=True))
                 rows = [_relative_difference(clean[name][own], changed[name][other]) for name in names]
                 tensors[stack_name] = torch.stack(rows)
-        data: dict[str, object] = {}
-        if inspector.head is not None:
-            answers = find_answers(inspector, pair, job)
-            names = [*sites.values()][-1]
-            data["clean_lens"] = [_decode_residual(inspector, answers, clean[name][pair.position]) for name in names]
-            data["changed_lens"] = [
-                _decode_residual(inspector, answers, changed[name][pair.changed_position]) for name in names
-            ]
-        return QueryResult(data, tensors)
+        return QueryResult({}, tensors)
 
 
 def _resid_sites(inspector: Inspector, stack_name: str) -> list[str]:
@@ -107,17 +85,28 @@ def _relative_difference(clean: Tensor, changed: Tensor) -> Tensor:
     return (clean - changed).norm(dim=-1) / clean.norm(dim=-1).clamp(min=1e-12)
 
 
-def _decode_residual(inspector: Inspector, answers: Answers, residual: Tensor) -> dict[str, object]:
-    """Logit lens of one vector: the top token, and the logit difference between the answers."""
+class CompareLogitLens(MetricQuery):
+    """Logit lens of both texts at the selected position: the top token and the metric after each block."""
+
+    def run(self, inspector: Inspector, job: QueryJob) -> QueryResult:
+        pair = self.text_pair()
+        metric = self.choose_metric(inspector, pair, job)
+        names = _resid_sites(inspector, [*inspector.model.stacks][-1])
+        clean, changed = both_activations(inspector, pair, names, job)
+        data = {
+            "clean": [_decode_residual(inspector, metric, clean[name][pair.position]) for name in names],
+            "changed": [_decode_residual(inspector, metric, changed[name][pair.changed_position]) for name in names],
+        }
+        return QueryResult(data)
+
+
+def _decode_residual(inspector: Inspector, metric: Metric, residual: Tensor) -> dict[str, object]:
+    """Logit lens of one vector: the top token, and the metric."""
     with torch.no_grad():
         logits = inspector.logits(inspector.output_stack.final_norm.forward(residual))
     top = int(logits.argmax())
-    return {
-        "token": top,
-        "text": inspector.tokenizer.decode_token(top),
-        "probability": float(logits.softmax(-1)[top]),
-        "logit_difference": float(answers.logit_difference(logits)),
-    }
+    values = {"probability": float(logits.softmax(-1)[top]), "metric": float(metric.measure(logits))}
+    return describe_token(inspector, top) | values
 
 
 class CompareAttention(ComparisonQuery):

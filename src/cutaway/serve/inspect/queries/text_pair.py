@@ -12,9 +12,8 @@ from cutaway.serve.inspect.inspector import Inspector, check_position
 from cutaway.serve.inspect.model_input import ModelInput
 from cutaway.serve.inspect.protocol import QueryJob
 from cutaway.serve.inspect.queries.activation import final_norm_site
+from cutaway.serve.inspect.queries.base import InputQuery, TokenIndex
 
-MIN_LOGIT_DIFFERENCE = 0.5
-"""Smaller changes of the logit difference are not divided by: the texts do not differ in the answer."""
 NUM_TOP_TOKENS = 5
 
 
@@ -51,27 +50,6 @@ class Answers:
         """Logit of the clean answer minus that of the changed answer, (…, V) → (…)."""
         return logits[..., self.clean_token] - logits[..., self.changed_token]
 
-    @property
-    def clean_difference(self) -> float:
-        return float(self.logit_difference(self.clean_logits))
-
-    @property
-    def changed_difference(self) -> float:
-        return float(self.logit_difference(self.changed_logits))
-
-    @property
-    def differ(self) -> bool:
-        return abs(self.clean_difference - self.changed_difference) >= MIN_LOGIT_DIFFERENCE
-
-    def restored_share(self, logits: Tensor, *, reverse: bool) -> Tensor:
-        """Share of the logit difference that patches restore, (…, V) → (…): 0 in the receiver run, 1 in the donor run.
-
-        The receiver is the run on the changed text, or with `reverse` the run on the clean text.
-        """
-        start, end = self.changed_difference, self.clean_difference
-        start, end = (end, start) if reverse else (start, end)
-        return (self.logit_difference(logits) - start) / (end - start)
-
 
 def build_text_pair(clean: ModelInput, changed: ModelInput, position: int) -> TextPair:
     """Align the tokens of two inputs. Raise if the token at `position` has no counterpart in the changed text."""
@@ -87,6 +65,16 @@ def build_text_pair(clean: ModelInput, changed: ModelInput, position: int) -> Te
         problem = f"token {position} of the text has no counterpart in the changed text"
         raise InputError(f"{problem}; select a token that both texts have, such as the last one")
     return TextPair(clean, changed, position, changed_position, token_pairs, source_pairs)
+
+
+class ComparisonQuery(InputQuery):
+    """Query about two inputs. `input` is the clean text, and `position` the selected token in it."""
+
+    changed: ModelInput
+    position: TokenIndex
+
+    def text_pair(self) -> TextPair:
+        return build_text_pair(self.input, self.changed, self.position)
 
 
 def find_answers(inspector: Inspector, pair: TextPair, job: QueryJob) -> Answers:
@@ -112,9 +100,13 @@ def both_activations(
     )
 
 
+def describe_token(inspector: Inspector, token: int) -> dict[str, object]:
+    return {"token": token, "text": inspector.tokenizer.decode_token(token)}
+
+
 def describe_top_tokens(inspector: Inspector, logits: Tensor) -> list[dict[str, object]]:
     top = logits.softmax(-1).topk(min(NUM_TOP_TOKENS, len(logits)))
     return [
-        {"token": token, "text": inspector.tokenizer.decode_token(token), "probability": probability}
+        describe_token(inspector, token) | {"probability": probability}
         for token, probability in zip(top.indices.tolist(), top.values.tolist(), strict=True)
     ]
