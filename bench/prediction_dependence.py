@@ -2,9 +2,10 @@
 
     python bench/prediction_dependence.py [--num-texts 200] [--json FILE]
 
-For texts of two models, the query `interventions` names the token with the largest effect and the necessary sublayers.
-Each is removed again by other means: the token by attention scores of −∞, a sublayer by an edit of its output. A
-statement holds if its effect, on the probability or on the top-1 token, is at least half of the stated one.
+For texts of two models, the query `interventions` names the token with the largest effect, the tokens that a prediction
+is copied from, and the necessary sublayers. Each is removed again by other means: tokens by attention scores of −∞, a
+sublayer by an edit of its output. A statement holds if its effect, on the probability or on the top-1 token, is at least
+half of the stated one.
 """
 
 import argparse
@@ -63,14 +64,19 @@ def check_text(checkpoint: Checkpoint, text: str) -> list[tuple[str, bool]]:
             stated * measured > 0 and abs(measured) >= abs(stated) / 2
         )
 
-    index, effect = min(enumerate(data["tokens"]), key=lambda row: row[1]["probability"])
-    if math.log(max(effect["probability"], 1e-12) / clean) < -MIN_EFFECT and len(tokens) > 1:
-
-        def mask(scores: Tensor) -> Tensor:
-            scores[:, :, position, index] = -torch.inf
+    def mask(keys: list[int]) -> dict[str, Any]:
+        def set_scores(scores: Tensor) -> Tensor:
+            scores[:, :, position, keys] = -torch.inf
             return scores
 
-        statements.append(("token", holds({"blocks.*.attn.scores": mask}, effect)))
+        return {"blocks.*.attn.scores": set_scores}
+
+    index, effect = min(enumerate(data["tokens"]), key=lambda row: row[1]["probability"])
+    if math.log(max(effect["probability"], 1e-12) / clean) < -MIN_EFFECT and len(tokens) > 1:
+        statements.append(("token", holds(mask([index]), effect)))
+    occurrences, joint = data["occurrences"]["positions"], data["occurrences"]["effect"]
+    if joint is not None and (joint["top"] != answer or joint["probability"] < clean / 2):
+        statements.append(("copy", holds(mask(occurrences), joint)))
     zero, mean = data["zero"], data.get("mean", data["zero"])
     for name in zero:
         if zero[name]["top"] != answer and mean[name]["top"] != answer:
@@ -88,7 +94,7 @@ def main() -> None:
     for name in ("tiny-english", "tiny-python"):
         checkpoint = ct.load(name, dtype=torch.float32)
         results = [check_text(checkpoint, text) for text in sample_texts(name, checkpoint, args.num_texts)]
-        for kind in ("token", "sublayer"):
+        for kind in ("token", "copy", "sublayer"):
             flags = [flag for statements in results for each, flag in statements if each == kind]
             report[f"{name} {kind}"] = {"statements": len(flags), "share": sum(flags) / max(1, len(flags))}
             print(f"{name}, {kind}: {sum(flags)} of {len(flags)} statements hold, {len(results)} texts", flush=True)
