@@ -4,8 +4,8 @@
 
 For texts of two models, the query `interventions` names the token with the largest effect, the tokens that a prediction
 is copied from, and the necessary sublayers. Each is removed again by other means: tokens by attention scores of −∞, a
-sublayer by an edit of its output. A statement holds if its effect, on the probability or on the top-1 token, is at least
-half of the stated one.
+sublayer by an edit of its output. A statement holds if its effect, on the probability or on the top-1 token, is at
+least half of the stated one.
 """
 
 import argparse
