@@ -38,11 +38,11 @@ export async function run(page, url, facts) {
   const before = page.url();
   await page.getByRole("link", { name: "Attention" }).click();
   await page.getByRole("heading", { name: "Attention patterns of all heads" }).waitFor();
-  await page.getByRole("link", { name: "Trace", exact: true }).click();
+  await page.getByRole("navigation", { name: "Screens" }).getByRole("link", { name: "Trace" }).click();
   await rows.first().waitFor();
   assert.equal(page.url(), before);
   await page.keyboard.press("3"); // the notebook handles the keys
-  assert.equal(await page.getByRole("link", { name: "Trace", exact: true }).getAttribute("aria-current"), "page");
+  assert.equal(await page.getByRole("navigation", { name: "Screens" }).getByRole("link", { name: "Trace" }).getAttribute("aria-current"), "page");
   await page.evaluate(() => window.unmountWidget());
   assert.equal(await page.locator("#cell").innerText(), "");
   assert.equal(await page.locator("#around").innerText(), "around");
