@@ -151,6 +151,24 @@ def test_logit_attribution_equals_direct_logit_attribution(name: str, edits: dic
         assert data["heads"][attention][2] == pytest.approx(float(attribution.select(component=label)), abs=1e-5)
 
 
+@torch.no_grad()
+def test_attention_by_layer_equals_trace_and_a_skipped_block_has_no_weights() -> None:
+    inspector = open_inspector("tiny-english")
+    tokens = inspector.tokenizer.encode("The cat sat on the")
+    for edits in ({}, {"blocks.3": "skip"}):
+        model_input = {"tokens": tokens, "edits": edits}
+        _, tensors = run_query(inspector, "attention_by_layer", input=model_input, position=2)
+        kept = [layer for layer in range(6) if f"blocks.{layer}" not in edits]
+        patterns = [f"blocks.{layer}.attn.pattern" for layer in kept]
+        edited = ct.edit(inspector.model, edits) if edits else nullcontext()
+        with edited, ct.trace(inspector.model, *patterns) as t:
+            inspector.model(torch.tensor([tokens]))
+        expected = torch.zeros(6, len(tokens))
+        for layer in kept:
+            expected[layer] = t[f"blocks.{layer}.attn.pattern"].as_subclass(torch.Tensor)[0, :, 2].mean(0)
+        torch.testing.assert_close(tensors["attn"], expected)
+
+
 def test_head_types_equal_head_scores() -> None:
     inspector = open_inspector("tiny-llama")
     data, tensors = run_query(inspector, "head_types")

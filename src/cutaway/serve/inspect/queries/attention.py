@@ -172,7 +172,10 @@ def _first_token_weight(pattern: Tensor) -> Tensor:
 
 
 class AttentionByLayer(InputQuery):
-    """Attention weights of one query token in each layer, averaged over heads."""
+    """Attention weights of one query token in each layer, averaged over heads: (layers, keys).
+
+    The weights of a layer that an edit skips are zero.
+    """
 
     position: TokenIndex
 
@@ -180,14 +183,23 @@ class AttentionByLayer(InputQuery):
         query_sites = [name for name in inspector.sites if name.endswith(".q")]
         activations = inspector.get_activations_at(self.input, query_sites, job)
         position = check_position(self.position, self.input.tokens)
-        rows: dict[str, list[Tensor]] = {"attn": [], "cross": []}
+        rows: dict[str, dict[int, Tensor]] = {"attn": {}, "cross": {}}
         output_stack = inspector.output_stack
         with inspector.lock, torch.no_grad():
             for name in activations.attention_calls:
-                if inspector.sites[f"{name}.q"].stack is output_stack:
+                site = inspector.sites[f"{name}.q"]
+                if site.stack is output_stack and site.layer is not None:
                     row = compute_attention_row(activations, f"{name}.pattern", position)[0].mean(0)
-                    rows[name.rsplit(".", 1)[-1]].append(row)
-        return QueryResult({}, {kind: torch.stack(stacked_rows) for kind, stacked_rows in rows.items() if stacked_rows})
+                    rows[name.rsplit(".", 1)[-1]][site.layer] = row
+        layers = range(len(output_stack.blocks))
+        stacked = {
+            kind: torch.stack(
+                [by_layer.get(layer, torch.zeros_like(next(iter(by_layer.values())))) for layer in layers]
+            )
+            for kind, by_layer in rows.items()
+            if by_layer
+        }
+        return QueryResult({}, stacked)
 
 
 class HeadTypes(Query):
