@@ -2,7 +2,11 @@
 
 import pytest
 
-from cutaway.serve.inspect.interval_conclusions import conclude_edit_difference, conclude_variant_difference
+from cutaway.serve.inspect.interval_conclusions import (
+    conclude_beyond_training_length,
+    conclude_edit_difference,
+    conclude_variant_difference,
+)
 
 
 def interval(low: float, high: float) -> dict[str, float]:
@@ -45,3 +49,19 @@ def test_difference_by_an_edit(bounds: tuple[float, float], outcomes: list[str],
     result = conclude_edit_difference(interval(*bounds))
     assert result.outcomes == outcomes
     assert words in result.conclusion
+
+
+@pytest.mark.parametrize(
+    ("rise", "difference", "words"),
+    [
+        ((0.3, 0.6), (-1.4, -0.9), "the loss rises, and is lower than that of the base model"),
+        ((1.0, 2.0), (0.1, 0.5), "the loss rises, and is higher than that of the base model"),
+        ((-0.1, 0.1), (-0.2, 0.4), "does not change beyond the variation between the seeds, and is no different from"),
+        ((-0.019, -0.001), (-1.8, -1.6), "the loss changes little, and is lower"),
+        ((-0.2, -0.1), (-1.8, -1.6), "the loss falls, and is lower"),
+    ],
+)  # fmt: skip
+def test_loss_beyond_the_training_length(
+    rise: tuple[float, float], difference: tuple[float, float], words: str
+) -> None:
+    assert words in conclude_beyond_training_length(interval(*rise), interval(*difference))

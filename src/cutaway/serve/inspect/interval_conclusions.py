@@ -43,6 +43,22 @@ def conclude_variant_difference(difference: Mapping[str, float]) -> VariantConcl
     return VariantConclusion("similar" if is_small else direction, summary, conclusion)
 
 
+def conclude_beyond_training_length(rise: Mapping[str, float], difference: Mapping[str, float]) -> str:
+    """State how the loss of a trained variant changes beyond the training length, and how it compares with the base.
+
+    `rise` is the interval of the loss beyond the training length minus the loss within it, `difference` that of the
+    losses of variant and base model beyond the training length, both over the seeds.
+    """
+    change = "changes little" if abs(rise["mean"]) < SMALL_DIFFERENCE else "rises" if rise["mean"] > 0 else "falls"
+    if rise["low"] <= 0 <= rise["high"]:
+        change = "does not change beyond the variation between the seeds"
+    if difference["low"] <= 0 <= difference["high"]:
+        relation = "no different from that of the base model beyond the variation between the seeds"
+    else:
+        relation = f"{'lower' if difference['mean'] < 0 else 'higher'} than that of the base model"
+    return f"Beyond the training length, the loss {change}, and is {relation}."
+
+
 def conclude_edit_difference(difference: Mapping[str, float]) -> EditConclusion:
     """State how an edit changes the loss, by the interval of the change over the texts."""
     mean, low, high = difference["mean"], difference["low"], difference["high"]

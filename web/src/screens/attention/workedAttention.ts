@@ -141,7 +141,7 @@ export function describeMask({ mask, position, key }: WorkedAttention, queryToke
   if (!mask.is_visible) return `${keyName} is masked for ${query}: ${mask.masked_by.map((rule) => reasons[rule] ?? rule).join(", and ")}. Its score is −∞ and its weight is exactly 0. ${count}`;
   if (mask.is_cross) return `${keyName} is visible: in cross-attention every source token is visible to every query. ${count}`;
   const rules = [
-    ...(mask.is_causal ? [key === position ? "a token sees itself" : "it comes before the query"] : []),
+    ...(mask.is_causal ? [`${key === position ? "a token sees itself" : "it comes before the query"} (a later token would have score −∞ and weight 0)`] : []),
     ...(mask.window === null ? [] : [`its distance ${distance} is less than the window of ${mask.window} tokens`]),
   ];
   return `${keyName} is visible to ${query}: ${rules.length ? rules.join(", and ") : "attention is bidirectional, so no key is masked"}. ${count}`;

@@ -10,6 +10,7 @@ export interface Variant {
   explanation: string;
   loss: Interval;
   loss_beyond: Interval;
+  conclusion_beyond: string;
   /** Difference of the loss to the base model, and what follows from its interval. */
   difference: Interval;
   outcome: Outcome;

@@ -189,7 +189,7 @@ function attentionNote(sizes: AttentionSizes): string {
 function attentionFacts(sizes: AttentionSizes, embeddingPosition: string): Box["facts"] {
   const facts: Box["facts"] = [["heads", `${sizes.heads} of ${formatInteger(sizes.d_head)} dimensions`]];
   if (sizes.kind === "latent") facts.push(["latent attention", `keys and values from a latent of ${formatInteger(sizes.kv_rank ?? 0)} dimensions${sizes.q_rank ? `, queries from one of ${formatInteger(sizes.q_rank)}` : ""}`]);
-  else facts.push(["key-value heads", `${sizes.kv_heads} (${sizes.kv_heads === sizes.heads ? "multi-head attention" : sizes.kv_heads === 1 ? "multi-query attention" : `grouped-query attention: ${sizes.heads / sizes.kv_heads} heads share one`})`]);
+  else facts.push(["key-value heads", `${sizes.kv_heads}${sizes.kv_heads === sizes.heads ? ": each head has its own keys and values (multi-head attention)" : sizes.kv_heads === 1 ? ": all heads share keys and values (multi-query attention)" : `: ${sizes.heads / sizes.kv_heads} heads share keys and values (grouped-query attention)`}`]);
   if (sizes.kind !== "cross") facts.push(["position", `${sizes.position === "none" && embeddingPosition !== "none" ? `none in attention; ${embeddingPosition} in the embedding` : positionName(sizes.position)}${sizes.rotary_dim && sizes.rotary_dim < sizes.d_head ? ` on ${sizes.rotary_dim} of ${sizes.d_head} dimensions` : ""}${sizes.buckets ? `, ${sizes.buckets} buckets` : ""}`]);
   if (sizes.kind !== "cross") facts.push(["window", sizes.window ? `${formatInteger(sizes.window)} tokens` : "none: full attention"]);
   if (sizes.softcap) facts.push(["softcap of the scores", String(sizes.softcap)]);

@@ -1,6 +1,7 @@
 """Queries: small models that were trained with another norm, norm placement or position method."""
 
 import json
+from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
 from typing import Annotated, Any, NamedTuple
@@ -13,7 +14,11 @@ from cutaway.families.checkpoint import Checkpoint
 from cutaway.families.load import load
 from cutaway.generate.api import generate
 from cutaway.pretrained import VARIANTS_DIR
-from cutaway.serve.inspect.interval_conclusions import SMALL_DIFFERENCE, conclude_variant_difference
+from cutaway.serve.inspect.interval_conclusions import (
+    SMALL_DIFFERENCE,
+    conclude_beyond_training_length,
+    conclude_variant_difference,
+)
 from cutaway.serve.inspect.queries.base import Inspector, Query, QueryJob, QueryResult, interval_bounds
 
 BASE = "base"
@@ -90,13 +95,17 @@ class TrainedVariants(Query):
         for variant in VARIANTS:
             own, base = losses[variant.name], losses[BASE]
             by_position = zip(*own["loss_by_position"], strict=True)
-            difference = interval_bounds([a - b for a, b in zip(own["loss"], base["loss"], strict=True)])
+            difference = _difference(own["loss"], base["loss"])
+            beyond = conclude_beyond_training_length(
+                _difference(own["loss_beyond"], own["loss"]), _difference(own["loss_beyond"], base["loss_beyond"])
+            )
             variants.append(
                 {
                     **variant._asdict(),
                     **conclude_variant_difference(difference)._asdict(),
                     "loss": interval_bounds(own["loss"]),
                     "loss_beyond": interval_bounds(own["loss_beyond"]),
+                    "conclusion_beyond": beyond,
                     "difference": difference,
                     "loss_by_position": [sum(seeds) / len(seeds) for seeds in by_position],
                 }
@@ -112,6 +121,11 @@ class TrainedVariants(Query):
                 **{name: results[name] for name in ("seq_len", "num_sequences", "max_steps", "tokens")},
             }
         )
+
+
+def _difference(losses: Sequence[float], others: Sequence[float]) -> dict[str, float]:
+    """Interval of the difference of two losses of the same seeds."""
+    return interval_bounds([loss - other for loss, other in zip(losses, others, strict=True)])
 
 
 class VariantContinuation(Query):
