@@ -281,6 +281,44 @@ def test_texts_of_different_length_are_aligned(inspector: Inspector) -> None:
         run_query(inspector, "patch_effect", **params, patches=[{"site": "blocks.0.attn.out", "position": 1}])
 
 
+def test_texts_without_aligned_tokens_are_explained(inspector: Inspector) -> None:
+    params = pair_params(inspector, "One day, a little boy", "Tom was sad because he")
+    data: Mapping[str, Any] = run_query(inspector, "compare_texts", **params).data
+    assert (data["token_pairs"], data["maps"]) == ([], [])
+    problem = run_query(inspector, "patching_metric", **params).data["problem"]
+    expected = (
+        "the texts share no aligned tokens, so no activation can be copied; use the same text with one word changed"
+    )
+    assert problem == expected
+    for component in ("resid", "attn.out", "attn.z"):
+        with pytest.raises(InputError, match=expected):
+            run_query(inspector, "activation_patching", **params, stack="decoder", component=component)
+    with pytest.raises(InputError, match=expected):
+        run_query(inspector, "patch_effect", **params, patches=[{"site": "blocks.0.attn.z"}])
+
+
+def test_sources_without_aligned_tokens_leave_the_maps_of_the_decoder() -> None:
+    inspector, params = untrained("tiny-t5")
+    assert "encoder" in {item["stack"] for item in patch_maps(inspector, params)}
+    tokens = (token for token in range(inspector.config.vocab_size) if token not in params["input"]["source"])
+    params["changed"]["source"] = [next(tokens) for _ in range(5)]
+    assert run_query(inspector, "compare_texts", **params).data["source_pairs"] == []
+    assert run_query(inspector, "patching_metric", **params).data["problem"] is None
+    assert {item["stack"] for item in patch_maps(inspector, params)} == {"decoder"}
+    result = run_query(inspector, "activation_patching", **params, stack="decoder", component="resid")
+    assert result.tensors["shares"].isfinite().all()
+    with pytest.raises(InputError, match="the inputs of the encoder share no aligned tokens"):
+        run_query(inspector, "activation_patching", **params, stack="encoder", component="resid")
+    with pytest.raises(InputError, match=r"encoder\.blocks\.0\.attn\.out has no aligned tokens"):
+        run_query(inspector, "patch_effect", **params, patches=[{"site": "encoder.blocks.0.attn.out"}])
+
+
+def patch_maps(inspector: Inspector, params: dict[str, Any]) -> list[dict[str, str]]:
+    data: Mapping[str, Any] = run_query(inspector, "compare_texts", **params).data
+    maps: list[dict[str, str]] = data["maps"]
+    return maps
+
+
 def test_rows_are_sent_as_they_are_measured_and_the_map_is_cached(inspector: Inspector) -> None:
     params = pair_params(inspector, "The birds in the park", "The bird in the park")
     frames: list[int] = []

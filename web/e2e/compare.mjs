@@ -91,6 +91,52 @@ export async function run(page, url, facts) {
 
   await checkSameAnswers(page, url, compare.same);
   await checkSuggestion(page, url);
+  await checkPatchesOfOtherTexts(page, url, compare.texts);
+  await checkNoAlignedTokens(page, url);
+}
+
+/** Patches are removed when a text changes, and a patch of a link that does not fit the texts is explained. No query fails: run-tests.mjs fails otherwise. */
+async function checkPatchesOfOtherTexts(page, url, { clean, changed }) {
+  const open = async (changedText, patches) => {
+    await page.goto("about:blank");
+    await page.goto(`${url}#/compare?text=${encodeURIComponent(clean)}&changed=${encodeURIComponent(changedText)}&patches=${patches}`);
+  };
+  const panel = page.getByRole("region", { name: "Activation patching" });
+  const patched = page.getByRole("region", { name: "Patches" });
+  const isRemoved = () => page.waitForFunction(() => !location.hash.includes("patches="));
+  const last = "blocks.4.resid_pre@4";
+  await open(changed, last);
+  await patched.getByText(/^Copying the residual stream of “·because” \(token 4\)/).waitFor();
+  await page.locator("#prompt").fill("The girl");
+  await isRemoved();
+  await patched.waitFor({ state: "detached" });
+  await panel.getByRole("img", { name: /^Residual stream: restored share/ }).waitFor();
+
+  await open(changed, last);
+  await patched.locator(".sentence").waitFor();
+  await page.locator("#changed").fill("The dog was sad because");
+  await isRemoved();
+  await patched.waitFor({ state: "detached" });
+
+  // Token 1 has no counterpart in a longer text, and token 40 does not exist; token 2 is aligned.
+  await open("The little boy was sad because", "blocks.4.resid_pre@1,blocks.4.resid_pre@40,blocks.4.resid_pre@2");
+  await panel.getByText("2 patches of the URL are not applied, because no token of the changed text is aligned with their tokens: blocks.4.resid_pre at token 1, blocks.4.resid_pre at token 40.").waitFor();
+  await patched.getByText(/^Copying the residual stream of “·was” \(token 2\)/).waitFor();
+  await panel.getByRole("button", { name: "Remove from the URL" }).click();
+  await panel.getByText("not applied").waitFor({ state: "detached" });
+  assert.match(decodeURIComponent(page.url()), /patches=blocks\.4\.resid_pre@2$|patches=blocks\.4\.resid_pre@2&/);
+}
+
+/** Texts without aligned tokens: one sentence instead of the map, no empty panel, and no patch. */
+async function checkNoAlignedTokens(page, url) {
+  await page.goto(`${url}#/compare?text=One+day,+a+little+boy&changed=Tom+was+sad+because+he&patches=blocks.4.resid_pre@4`);
+  const panel = page.getByRole("region", { name: "Activation patching" });
+  await panel.getByText("Patching is not measured here: the texts share no aligned tokens, so no activation can be copied; use the same text with one word changed.").waitFor();
+  await page.getByRole("region", { name: "Changed text" }).getByText("The texts have 6 and 5 tokens, and no tokens are aligned.").waitFor();
+  await page.getByRole("region", { name: "Direct logit attribution" }).getByRole("heading", { name: /^Direct contributions to/ }).waitFor();
+  assert.equal(await page.getByRole("region", { name: "Residual stream" }).count(), 0);
+  assert.equal(await page.getByRole("region", { name: "Patches" }).count(), 0);
+  assert.equal(await page.getByRole("alert").count(), 0);
 }
 
 /** Texts with the same answer: the log-probability of one token is measured, and other tokens can be chosen. */

@@ -118,6 +118,7 @@ export function answerSentence(data: Comparison, change: string | undefined, isE
 export function mismatchSentence(pairs: PositionPair[], texts: TokenTexts): string | undefined {
   const [numClean, numChanged] = [texts.clean.length, texts.changed.length];
   const advice = "To measure the effect of one word, copy the clean text and change this word.";
+  if (!pairs.length) return `The texts have ${numClean} and ${numChanged} tokens, and no tokens are aligned. Their predictions are compared; residual streams and patches are compared for aligned tokens only. ${advice}`;
   if (numClean !== numChanged) return `The texts have ${numClean} and ${numChanged} tokens. Their predictions are compared; residual streams, attention and patches are compared for the ${pairs.length} aligned ${pairs.length === 1 ? "pair" : "pairs"} of tokens only. ${advice}`;
   const numDifferent = pairs.filter(([own, other]) => texts.clean[own] !== texts.changed[other]).length;
   return numDifferent > Math.max(3, numClean / 2) ? `${numDifferent} of ${numClean} tokens differ between the texts. Everything below is the effect of all these changes together. ${advice}` : undefined;

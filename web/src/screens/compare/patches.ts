@@ -1,7 +1,7 @@
 // Patches of the screen Compare: conversion to and from the URL fragment, labels, and the sentence about their effect.
 import { formatPercent } from "../../lib/format";
 import { parseSite, SUBLAYER_LABELS } from "../../lib/sites";
-import { metricName, quote, type Metric, type PatchMap, type TopToken } from "./comparison";
+import { metricName, quote, type Comparison, type Metric, type PatchMap, type TopToken } from "./comparison";
 
 export interface Patch {
   site: string;
@@ -31,6 +31,20 @@ export function parsePatches(text: string | undefined, sites: ReadonlySet<string
     if (!match?.[1] || !sites.has(match[1])) return [];
     return [{ site: match[1], ...(match[2] === "*" ? {} : { position: Number(match[2]) }), ...(match[3] === undefined ? {} : { head: Number(match[3]) }) }];
   });
+}
+
+/** Whether the token of a patch, or any token if it has none, is aligned. The selected token is, with that of the changed text. */
+export function isAligned({ site, position }: Patch, { token_pairs, source_pairs }: Comparison, selected: number): boolean {
+  const isSource = site.startsWith("encoder.");
+  const pairs = isSource ? source_pairs : token_pairs;
+  if (position === undefined) return pairs.length > 0;
+  return (!isSource && position === selected) || pairs.some(([own]) => own === position);
+}
+
+/** Why patches are not applied, in one sentence. */
+export function unalignedSentence(patches: readonly Patch[]): string {
+  const names = patches.map(({ site, position }) => `${site} at ${position === undefined ? "all aligned tokens" : `token ${position}`}`);
+  return `${patches.length === 1 ? "A patch of the URL is" : `${patches.length} patches of the URL are`} not applied, because no token of the changed text is aligned with ${patches.length === 1 ? "its token" : "their tokens"}: ${names.join(", ")}.`;
 }
 
 /** Replace the patches by one, or combine it with them. A patch that is chosen again is removed. */

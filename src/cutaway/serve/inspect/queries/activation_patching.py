@@ -35,9 +35,13 @@ Component = Literal["resid", "attn.out", "cross.out", "ffn.out", "attn.z", "cros
 COMPONENTS: tuple[Component, ...] = ("resid", "attn.out", "cross.out", "ffn.out", "attn.z", "cross.z")
 
 
-def list_patch_maps(inspector: Inspector) -> list[dict[str, str]]:
-    """Stack and component of each map that the model has. The encoder of an encoder-decoder is first."""
-    maps = [(stack, component) for stack in inspector.model.stacks for component in COMPONENTS]
+def list_patch_maps(inspector: Inspector, pair: TextPair) -> list[dict[str, str]]:
+    """Stack and component of each map: those of the model whose stack has aligned tokens.
+
+    The encoder of an encoder-decoder is first.
+    """
+    stacks = [name for name in inspector.model.stacks if pair.pairs(is_source=_is_source(inspector, name))]
+    maps = [(stack, component) for stack in stacks for component in COMPONENTS]
     return [{"stack": s, "component": c} for s, c in maps if map_sites(inspector, s, c)]
 
 
@@ -50,6 +54,11 @@ def map_sites(inspector: Inspector, stack: str, component: Component) -> list[st
     if component == "resid":
         names.append(f"{prefix}blocks.{len(layers) - 1}.resid_post")
     return [name for name in names if name in inspector.sites]
+
+
+def _is_source(inspector: Inspector, stack: str) -> bool:
+    """Whether the input of a stack is the source of an encoder-decoder."""
+    return stack == "encoder" and len(inspector.model.stacks) > 1
 
 
 def is_fast(inspector: Inspector, pair: TextPair) -> bool:
@@ -121,6 +130,9 @@ class ActivationPatching(PatchingQuery):
         pair, metric = self.prepare(inspector, job)
         if self.stack not in inspector.model.stacks or not map_sites(inspector, self.stack, self.component):
             raise InputError(f"this model has no {self.component} in the {self.stack}; choose another component")
+        if not pair.pairs(is_source=_is_source(inspector, self.stack)):
+            problem = f"the inputs of the {self.stack} share no aligned tokens, so no activation can be copied"
+            raise InputError(f"{problem}; choose a map of another stack, or use the same text with one word changed")
         receiver = inspector.get_activations(self.input if self.reverse else self.changed, job)
         finished, key = MAP_CACHE.setdefault(receiver, {}), self.model_dump_json()
         if key not in finished:
@@ -133,7 +145,7 @@ class ActivationPatching(PatchingQuery):
         self, inspector: Inspector, pair: TextPair, metric: Metric, job: QueryJob
     ) -> Iterator[QueryResult]:
         names = map_sites(inspector, self.stack, self.component)
-        is_source = self.stack == "encoder" and len(inspector.model.stacks) > 1
+        is_source = _is_source(inspector, self.stack)
         pairs = _shown_pairs(pair, is_source=is_source)
         by_head = self.component.endswith(".z")
         num_columns = max(inspector.sites[name].num_heads or 0 for name in names) if by_head else len(pairs)
@@ -204,6 +216,8 @@ class PatchEffect(PatchingQuery):
             raise InputError(f"{spec.site} has no head {spec.head}; use attn.z, with heads from 0")
         is_source = spec.site.startswith("encoder.")
         pairs = pair.pairs(is_source=is_source)
+        if spec.position is None and not pairs:
+            raise InputError(f"{spec.site} has no aligned tokens, so none can be copied; remove this patch")
         if spec.position is not None:
             pairs = [both for both in pairs if both[0] == spec.position]
             if not is_source and spec.position == pair.position:

@@ -36,7 +36,7 @@ class CompareTexts(ComparisonQuery):
             "clean": _describe_run(inspector, answers, answers.clean_logits),
             "changed": _describe_run(inspector, answers, answers.changed_logits),
             "answers": [describe_token(inspector, token) for token in (answers.clean_token, answers.changed_token)],
-            "maps": list_patch_maps(inspector),
+            "maps": list_patch_maps(inspector, pair),
             "is_patching_fast": is_fast(inspector, pair),
         }
         return QueryResult(data)

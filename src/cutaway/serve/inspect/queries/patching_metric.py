@@ -111,6 +111,9 @@ def find_patching_problem(pair: TextPair, metric: Metric) -> str | None:
         )
     if pair.clean == pair.changed:
         return "both texts are equal, so there is no difference to restore; change a word of the changed text"
+    if not pair.token_pairs and not pair.source_pairs:
+        problem = "the texts share no aligned tokens, so no activation can be copied"
+        return f"{problem}; use the same text with one word changed"
     if metric.answer_token == metric.incorrect_token:
         return "both tokens of the logit difference are the same, so it is always 0; choose two tokens"
     if metric.change < MIN_CHANGE:
