@@ -30,26 +30,38 @@ def read_exported_results(page: str) -> Results:
         offset += sections[name].nbytes
     assert offset == len(data)
 
-    def decode_tensor(index: int) -> np.ndarray[Any, Any]:
-        dtype, shape, start, *strides = header["tensors"][index]
+    def decode_tensor(
+        dtype: str, shape: list[int], start: int, strides: list[int] | None = None
+    ) -> np.ndarray[Any, Any]:
         section = sections[dtype][start:]
-        if strides:
-            return np.lib.stride_tricks.as_strided(section, shape, [4 * stride for stride in strides[0]])
+        if strides is not None:
+            return np.lib.stride_tricks.as_strided(section, shape, [4 * stride for stride in strides])
         return section[: int(np.prod(shape))].reshape(shape)
 
-    def decode(key: str, entry: list[Any]) -> tuple[dict[str, Any], dict[str, np.ndarray[Any, Any]]]:
-        fields = {**header["bases"][entry[0]], **entry[1]}
-        match = re.search(r'position":(\d+)', key)
-        position = match[1] if match else ""
-        shared = {
-            name: value.replace(SHARED_TEXT, header["shared_text"]).replace(POSITION, position)
-            if name == "python_code"
-            else value
-            for name, value in fields.items()
-        }
-        return shared, {name: decode_tensor(index) for name, index in entry[2].items()}
+    def decode_fields(base: int, changes: dict[str, Any], position: object) -> dict[str, Any]:
+        fields = {**header["bases"][base], **changes}
+        if "python_code" in fields:
+            code = fields["python_code"].replace(SHARED_TEXT, header["shared_text"])
+            fields["python_code"] = code.replace(POSITION, str(position))
+        return fields
 
-    return {key: decode(key, entry) for key, entry in header["results"].items()}
+    results: Results = {}
+    for key, (base, changes, tensors, *_) in header["results"].items():
+        match = re.search(r'position":(\d+)', key)
+        fields = decode_fields(base, changes, match[1] if match else "")
+        results[key] = fields, {name: decode_tensor(*header["tensors"][index]) for name, index in tensors.items()}
+    for key, rows in header["rows"].items():
+        for row in range(len(next(iter(rows["columns"].values())))):
+            position = rows["first"] + row
+            changes = {name: values[row] for name, values in rows["columns"].items()}
+            fields = decode_fields(rows["base"], changes, position)
+            decoded = {
+                name: decode_tensor(t["dtype"], t["shape"], t["offset"] + row * t["step"], t["strides"])
+                for name, t in rows["tensors"].items()
+                if t["present"] is None or t["present"][row]
+            }
+            results[key.replace(POSITION, str(position))] = fields, decoded
+    return results
 
 
 def _decode_base85(text: str) -> bytes:

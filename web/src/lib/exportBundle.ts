@@ -4,13 +4,24 @@ import type { NumericArray, QueryResult, Tensor } from "./protocol";
 const BASE85 = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz!#$%.()*+-;,=>?@^_`{|}~";
 const SHARED_TEXT = "\u0001";
 const POSITION = "\u0002";
+const POSITION_VALUE = /("(?:source_)?position":)(\d+)/;
 
 type Entry = [base: number, changes: Record<string, unknown>, tensors: Record<string, number>, partials?: Entry[]];
 type Dtype = "F16" | "F32" | "I32" | "U8";
 
+/** Results at consecutive positions: values by field, and tensors that are views at equal distances. */
+interface Rows {
+  first: number;
+  base: number;
+  columns: Record<string, unknown[]>;
+  tensors: Record<string, { dtype: Dtype; offset: number; step: number; shape: number[]; strides: number[] | null; present: number[] | null }>;
+}
+
 interface Header {
   shared_text: string;
   results: Record<string, Entry>;
+  /** By key with a placeholder for the position. */
+  rows: Record<string, Rows>;
   bases: Record<string, unknown>[];
   /** Dtype, shape, offset in the section of the dtype, and the strides of a view. */
   tensors: [Dtype, number[], number, number[]?][];
@@ -40,24 +51,43 @@ export class ExportBundle {
   }
 
   has(key: string): boolean {
-    return this.#header.results[key] !== undefined;
+    return this.#header.results[key] !== undefined || this.#findRow(key) !== undefined;
+  }
+
+  #findRow(key: string): { rows: Rows; row: number; position: string } | undefined {
+    const position = POSITION_VALUE.exec(key)?.[2] ?? "";
+    const rows = this.#header.rows[key.replace(POSITION_VALUE, `$1${POSITION}`)];
+    const row = Number(position) - (rows?.first ?? 0);
+    return rows && row >= 0 && row < (Object.values(rows.columns)[0]?.length ?? 0) ? { rows, row, position } : undefined;
   }
 
   /** Result of a query, with its partial results. */
   get(key: string): { result: QueryResult<unknown>; partials: QueryResult<unknown>[] } | undefined {
+    const found = this.#findRow(key);
+    if (found) return { result: this.#decodeRow(found.rows, found.row, found.position), partials: [] };
     const entry = this.#header.results[key];
-    const position = /position":(\d+)/.exec(key)?.[1] ?? "";
+    const position = POSITION_VALUE.exec(key)?.[2] ?? "";
     return entry && { result: this.#decodeEntry(entry, position), partials: (entry[3] ?? []).map((partial) => this.#decodeEntry(partial, position)) };
   }
 
   #decodeEntry([base, changes, tensors]: Entry, position: string): QueryResult<unknown> {
-    const fields = Object.entries({ ...this.#header.bases[base], ...changes });
-    const data = Object.fromEntries(fields.map(([name, value]) => [name, name === "python_code" && typeof value === "string" ? value.replaceAll(SHARED_TEXT, this.#header.shared_text).replaceAll(POSITION, position) : value]));
-    return { data, tensors: Object.fromEntries(Object.entries(tensors).map(([name, index]) => [name, this.#decodeTensor(index)])) };
+    const decode = (index: number): Tensor => this.#decodeTensor(...(this.#header.tensors[index] ?? (["U8", [0], 0] satisfies Header["tensors"][number])));
+    return { data: this.#decodeFields(base, changes, position), tensors: Object.fromEntries(Object.entries(tensors).map(([name, index]) => [name, decode(index)])) };
   }
 
-  #decodeTensor(index: number): Tensor {
-    const [dtype, shape, offset, strides] = this.#header.tensors[index] ?? ["U8", [0], 0];
+  #decodeRow({ base, columns, tensors }: Rows, row: number, position: string): QueryResult<unknown> {
+    const fields = Object.fromEntries(Object.entries(columns).map(([name, values]) => [name, values[row]]));
+    const present = Object.entries(tensors).filter(([, tensor]) => tensor.present?.[row] !== 0);
+    const decoded = present.map(([name, { dtype, shape, offset, step, strides }]) => [name, this.#decodeTensor(dtype, shape, offset + row * step, strides ?? undefined)] as const);
+    return { data: this.#decodeFields(base, fields, position), tensors: Object.fromEntries(decoded) };
+  }
+
+  #decodeFields(base: number, changes: Record<string, unknown>, position: string): Record<string, unknown> {
+    const fields = Object.entries({ ...this.#header.bases[base], ...changes });
+    return Object.fromEntries(fields.map(([name, value]) => [name, name === "python_code" && typeof value === "string" ? value.replaceAll(SHARED_TEXT, this.#header.shared_text).replaceAll(POSITION, position) : value]));
+  }
+
+  #decodeTensor(dtype: Dtype, shape: number[], offset: number, strides?: number[]): Tensor {
     const size = shape.reduce((product, extent) => product * extent, 1);
     if (dtype !== "F16") return { shape, data: this.#sections[dtype].slice(offset, offset + size) as NumericArray };
     const data = new Float32Array(size);

@@ -6,7 +6,7 @@ tokens are compared with those of the query; if they differ, a query is run for 
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from cutaway.serve.inspect.export_bundle import (
     FLOAT32,
     POSITION,
     ExportBundle,
+    RowTensor,
     result_key,
     round_numbers,
 )
@@ -69,20 +70,21 @@ def add_activations(
 
         indices = source_positions if is_source else positions
         precision = FLOAT32 if site in ("logits", "softmax") else FLOAT16_8_BIT
-        stored: dict[str, int] = {}  # name of a tensor → index of the stored tensor of all tokens
-        for index, result, all_tokens in _list_results(inspector, activations, validated, site, indices, query):
-            views = {} if pattern is None else pattern.view(bundle, index)
-            for tensor_name in (all_tokens.keys() & result.tensors.keys()) - views.keys():
-                if tensor_name not in stored:
-                    rows = all_tokens[tensor_name][indices[0] : indices[-1] + 1]
-                    stored[tensor_name] = bundle.add_tensor(rows, precision)
-                views[tensor_name] = bundle.add_row(stored[tensor_name], index - indices[0])
-            # A key without the position of the other text: the result does not depend on it.
-            params = {"input": model_input, name: index, "site": site}
-            is_variant = bool(all_tokens) and index != indices[0]
-            bundle.add(
-                "activation", params, result, group=site, precision=precision, views=views, is_variant=is_variant
-            )
+        # A key without the position of the other text: the result does not depend on it.
+        params = {"input": model_input, "site": site}
+        template = query(indices[-1]) if indices else None
+        if template is None:
+            continue
+        rows = _build_rows(inspector, activations, validated, site, indices, query, template)
+        if rows is None:
+            for index in indices:
+                result = query(index)
+                assert result is not None
+                bundle.add("activation", {**params, name: index}, result, group=site, precision=precision)
+            continue
+        stored = {} if pattern is None else {"values": pattern.rows(bundle, indices[0])}
+        tensors = rows.store_tensors(bundle, indices, precision, stored)
+        bundle.add_rows("activation", params, name, indices[0], rows.shared_fields, rows.columns(indices), tensors)
 
 
 class _StoredPattern(NamedTuple):
@@ -94,10 +96,11 @@ class _StoredPattern(NamedTuple):
     num_keys: int
     stride: int
 
-    def view(self, bundle: ExportBundle, index: int) -> dict[str, int]:
-        """Return a view of the weights (H, S) of one query token."""
-        shape, strides = [self.num_heads, self.num_keys], [self.stride, 1]
-        return {"values": bundle.add_view(self.first, shape, strides, index * self.num_keys)}
+    def rows(self, bundle: ExportBundle, first: int) -> RowTensor:
+        """Return views of the weights (H, S) of the query tokens from `first` on."""
+        dtype, _, offset = bundle.tensors[self.first]
+        start, shape = offset + first * self.num_keys, [self.num_heads, self.num_keys]
+        return RowTensor(dtype, start, self.num_keys, shape, [self.stride, 1])
 
 
 def _find_pattern(
@@ -128,32 +131,25 @@ def reads_source(inspector: Inspector, site: str) -> bool:
     return is_encoder_decoder and (site.startswith("encoder.") or (".cross." in site and site.endswith((".k", ".v"))))
 
 
-def _list_results(
+def _build_rows(
     inspector: Inspector,
     activations: ActivationCache,
     model_input: ModelInput,
     site: str,
     indices: Sequence[int],
     query: Query,
-) -> Iterator[tuple[int, QueryResult, Mapping[str, Tensor]]]:
-    """Yield token, result, and the tensors of all tokens, whose rows are the tensors of the result.
+    template: QueryResult,
+) -> "_ResultBuilder | None":
+    """Return the results of all tokens, or None if they cannot be built from the cached activations.
 
-    If there are tensors of all tokens, the results after the first have only the fields that differ from the first.
+    `template` is the result of the query for the last token.
     """
-    template = query(indices[-1]) if indices else None
-    if template is None:
-        return
     values = _read_all_tokens(inspector, activations, site, max(indices) + 1)
-    if values is not None:
-        build = _ResultBuilder(inspector, activations, model_input, site, values, template)
-        if _are_equal(build(indices[-1]), template) and _are_equal(build(indices[0]), query(indices[0])):
-            yield indices[0], build.first(indices[0]), build.all_tokens
-            yield from ((index, build.variant(index), build.all_tokens) for index in indices[1:])
-            return
-    for index in indices:
-        result = query(index)
-        if result is not None:
-            yield index, result, {}
+    if values is None:
+        return None
+    build = _ResultBuilder(inspector, activations, model_input, site, values, template)
+    is_equal = _are_equal(build(indices[-1]), template) and _are_equal(build(indices[0]), query(indices[0]))
+    return build if is_equal else None
 
 
 class _ResultBuilder:
@@ -186,25 +182,41 @@ class _ResultBuilder:
 
     def __call__(self, index: int) -> QueryResult:
         """Return the result of the query for a token."""
-        result = self.variant(index)
+        names = ("values", "masked") if self.has_masked[index] else ("values",)
         code = self.code.replace(POSITION, str(index))
-        return QueryResult({**self.template.data, **result.data, "python_code": code}, result.tensors)
+        data = {**self.template.data, **self.fields(index), "python_code": code}
+        return QueryResult(data, {name: self.all_tokens[name][index] for name in names})
 
-    def first(self, index: int) -> QueryResult:
-        """Return the result to store for the first token: the Python code has a placeholder for the position."""
-        result = self.variant(index)
-        return QueryResult({**self.template.data, **result.data, "python_code": self.code}, result.tensors)
+    @property
+    def shared_fields(self) -> dict[str, object]:
+        """The fields that are the same for all tokens; the Python code has a placeholder for the position."""
+        return {**self.template.data, "python_code": self.code}
 
-    def variant(self, index: int) -> QueryResult:
-        """Return the fields that differ from those of the first token, and the tensors."""
+    def columns(self, indices: Sequence[int]) -> dict[str, list[object]]:
+        """Return the fields that differ between the tokens: a list of their values by name."""
+        rows = [self.fields(index) for index in indices]
+        return {name: [row[name] for row in rows] for name in rows[0]}
+
+    def store_tensors(
+        self, bundle: ExportBundle, indices: Sequence[int], precision: str, stored: Mapping[str, RowTensor]
+    ) -> dict[str, RowTensor]:
+        """Store the tensors of consecutive tokens, except those that are stored already."""
+        rows, tensors = slice(indices[0], indices[-1] + 1), dict(stored)
+        if "values" not in tensors:
+            tensors["values"] = bundle.add_row_tensor(self.all_tokens["values"][rows], precision)
+        if any(self.has_masked[rows]):
+            masked = bundle.add_row_tensor(self.all_tokens["masked"][rows], precision)
+            tensors["masked"] = masked._replace(present=[int(has) for has in self.has_masked[rows]])
+        return tensors
+
+    def fields(self, index: int) -> dict[str, object]:
+        """Return the fields of a token that differ between the tokens."""
         statistics = {
             name: values[index] if self.has_values[index] else 0.0 for name, values in self.statistics.items()
         }
-        names = ("values", "masked") if self.has_masked[index] else ("values",)
-        tensors = {name: self.all_tokens[name][index] for name in names}
         with torch.no_grad():
             stage = StageInputs(self.inspector, self.activations, self.site, index, self.values[index])
-            return QueryResult({**statistics, "sentence": describe_stage(stage)}, tensors)
+            return {**statistics, "sentence": describe_stage(stage)}
 
 
 def _read_all_tokens(inspector: Inspector, activations: ActivationCache, site: str, num_tokens: int) -> Tensor | None:

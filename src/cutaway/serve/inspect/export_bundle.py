@@ -10,7 +10,7 @@ import json
 import math
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -30,6 +30,18 @@ POSITION = "\x02"
 """Placeholder of the token position in Python code; the key of the result has the position."""
 
 
+class RowTensor(NamedTuple):
+    """Tensors of consecutive positions, which are views of a section: position `first + row` is at `row · step`."""
+
+    dtype: str
+    offset: int
+    step: int
+    shape: list[int]
+    strides: list[int] | None = None
+    present: list[int] | None = None
+    """1 for each position that has the tensor; None if all have it."""
+
+
 class ExportBundle:
     """Results by key. Fields and tensors that results share are stored once."""
 
@@ -37,6 +49,7 @@ class ExportBundle:
         """`shared_text` is stored once; in the Python code of the results it is replaced by a control character."""
         self.shared_text = shared_text
         self.results: dict[str, list[Any]] = {}
+        self.rows: dict[str, dict[str, Any]] = {}
         self.bases: list[dict[str, Any]] = []
         self.base_indices: dict[str, int] = {}
         self.tensors: list[tuple[Any, ...]] = []
@@ -55,28 +68,40 @@ class ExportBundle:
         group: str = "",
         partials: list[QueryResult] | None = None,
         precision: str = FLOAT32,
-        views: Mapping[str, int] | None = None,
-        is_variant: bool = False,
     ) -> None:
         """Add the result of a query. Results of one `group` share the fields of its first result.
 
-        `precision` is that of the float tensors. `views` are indices of tensors that replace those of the result.
-        A variant has only the fields that differ from those of the first result of the group.
+        `precision` is that of the float tensors.
         """
-        entry = self._encode(result, f"{query_name} {group}", precision, views or {}, is_variant=is_variant)
+        entry = self._encode(result, f"{query_name} {group}", precision)
         if partials:
-            entry.append([self._encode(part, f"{query_name} partial", FLOAT32, {}) for part in partials])
+            entry.append([self._encode(part, f"{query_name} partial", FLOAT32) for part in partials])
         self.results[result_key(query_name, params)] = entry
 
-    def add_view(self, first: int, shape: Sequence[int], strides: Sequence[int], start: int) -> int:
-        """Add a strided view of the section of the tensor `first`, from its element `start` on; return its index."""
-        dtype, _, offset, *_ = self.tensors[first]
-        self.tensors.append((dtype, list(shape), offset + start, list(strides)))
-        return len(self.tensors) - 1
+    def add_rows(
+        self,
+        query_name: str,
+        params: Mapping[str, object],
+        position_name: str,
+        first: int,
+        shared_fields: Mapping[str, object],
+        columns: Mapping[str, Sequence[object]],
+        tensors: Mapping[str, RowTensor],
+    ) -> None:
+        """Add the results of a query for consecutive positions, the parameter `position_name`, from `first` on.
 
-    def _encode(
-        self, result: QueryResult, group: str, precision: str, views: Mapping[str, int], *, is_variant: bool = False
-    ) -> list[Any]:
+        `columns` has the values at each position of the fields that differ, and `shared_fields` the other fields.
+        """
+        key = row_key(query_name, params, position_name)
+        base, *_ = self._encode(QueryResult(shared_fields), key, FLOAT32)
+        self.rows[key] = {
+            "first": first,
+            "base": base,
+            "columns": round_numbers(dict(columns)),
+            "tensors": {name: tensor._asdict() for name, tensor in tensors.items()},
+        }
+
+    def _encode(self, result: QueryResult, group: str, precision: str) -> list[Any]:
         data = round_numbers(dict(result.data))
         if self.shared_text and "python_code" in data:
             data["python_code"] = data["python_code"].replace(self.shared_text, SHARED_TEXT)
@@ -85,20 +110,12 @@ class ExportBundle:
             self.bases.append(data)
         index = self.base_indices[group]
         base = self.bases[index]
-        if not is_variant and any(name not in data for name in base):  # another set of fields: a base of its own
+        if any(name not in data for name in base):  # another set of fields: a base of its own
             index, base = len(self.bases), data
             self.bases.append(data)
         changes = {name: value for name, value in data.items() if name not in base or base[name] != value}
-        tensors = {name: views.get(name, -1) for name in result.tensors}
-        for name in [name for name, view in tensors.items() if view < 0]:
-            tensors[name] = self.add_tensor(result.tensors[name], precision)
+        tensors = {name: self.add_tensor(tensor, precision) for name, tensor in result.tensors.items()}
         return [index, changes, tensors]
-
-    def add_row(self, first: int, row: int) -> int:
-        """Add a view of one row of the stored tensor `first`; return its index."""
-        dtype, (_, *shape), offset = self.tensors[first]
-        self.tensors.append((dtype, shape, offset + row * math.prod(shape)))
-        return len(self.tensors) - 1
 
     def add_tensor(self, value: Tensor, precision: str) -> int:
         """Add a tensor, unless an equal one is stored; return its index."""
@@ -120,12 +137,18 @@ class ExportBundle:
                 self.sections[dtype].append(content)
         return self.tensor_indices[key]
 
+    def add_row_tensor(self, value: Tensor, precision: str) -> RowTensor:
+        """Add a tensor (rows, …), whose rows are the tensors of consecutive positions."""
+        dtype, (_, *shape), offset = self.tensors[self.add_tensor(value, precision)]
+        return RowTensor(dtype, offset, math.prod(shape), shape)
+
     def to_bytes(self) -> bytes:
         """Return the compressed bundle."""
         header = json.dumps(
             {
                 "shared_text": self.shared_text,
                 "results": self.results,
+                "rows": self.rows,
                 "bases": self.bases,
                 "tensors": self.tensors,
                 "sizes": self.sizes,
@@ -158,6 +181,12 @@ def result_key(query_name: str, params: Mapping[str, object]) -> str:
     The token ids are left out, because an exported page has one text.
     """
     return f"{query_name} {json.dumps(_clean(params), separators=(',', ':'), sort_keys=True, ensure_ascii=False)}"
+
+
+def row_key(query_name: str, params: Mapping[str, object], position_name: str) -> str:
+    """Return the key of the results at all positions: that of one result, with a placeholder for the position."""
+    key = result_key(query_name, {**params, position_name: 0})
+    return key.replace(f'"{position_name}":0', f'"{position_name}":{POSITION}')
 
 
 def _clean(value: object) -> object:
