@@ -7,6 +7,7 @@ the information that other positions have already taken from the token are not a
 
 from collections.abc import Sequence
 from copy import deepcopy
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,11 +15,11 @@ from torch import Tensor
 from cutaway.errors import InputError
 from cutaway.lens.adapters import ModelLike, sites
 from cutaway.lens.analysis.component_effects import expand_batch
-from cutaway.lens.analysis.inputs import AnalysisInputs, TextOrTokens, TokenOrId, prepare_inputs, upcast_float32
+from cutaway.lens.analysis.inputs import AnalysisInputs, TextOrTokens, TokenOrId, prepare_inputs
 from cutaway.lens.analysis.patching import track_progress
 from cutaway.lens.edit import TensorFn, edit
 from cutaway.lens.labeled_tensor import LabeledTensor
-from cutaway.model import DecoderOnly, EncoderDecoder, EncoderOnly, Transformer
+from cutaway.model import EncoderOnly
 from cutaway.model.cache import Cache
 from cutaway.model.rope import Rope
 
@@ -124,8 +125,7 @@ def _fill_cache(inputs: AnalysisInputs, position: int) -> Cache | None:
     if isinstance(model, EncoderOnly) or not position or any(rope.switch_length is not None for rope in ropes):
         return None
     cache = model.new_cache(1, position + 1)
-    with inputs.eval_mode():
-        _run_decoder(model, inputs.source, inputs.tokens[:, :position], cache)
+    replace(inputs, tokens=inputs.tokens[:, :position]).logits_at(-1, cache)
     return cache
 
 
@@ -134,14 +134,7 @@ def _decode(inputs: AnalysisInputs, position: int, cache: Cache, batch_size: int
     cache = deepcopy(cache)
     cache.select_rows(torch.zeros(batch_size, dtype=torch.long, device=cache.seq_lens.device))
     tokens = inputs.tokens[:, position : position + 1].expand(batch_size, 1)
-    return upcast_float32(inputs.require_head()(_run_decoder(inputs.model, None, tokens, cache)[:, 0]))
-
-
-def _run_decoder(model: Transformer, source: Tensor | None, tokens: Tensor, cache: Cache) -> Tensor:
-    if isinstance(model, EncoderDecoder):
-        return model.hidden_states(source, tokens, cache=cache)
-    assert isinstance(model, DecoderOnly)
-    return model.hidden_states(tokens, cache=cache)
+    return replace(inputs, tokens=tokens, source=None).logits_at(0, cache)
 
 
 def _is_pattern(name: str, prefix: str, sublayer: str) -> bool:

@@ -15,6 +15,7 @@ from cutaway.lens.sites import get_blocks, has_additive_residual, resolve_index
 from cutaway.lens.trace import Trace
 from cutaway.model import DecoderOnly, EncoderDecoder, EncoderOnly, Transformer
 from cutaway.model.block import Block, ParallelBlock
+from cutaway.model.cache import Cache
 from cutaway.model.head import LMHead
 from cutaway.model.stack import Stack
 
@@ -110,8 +111,10 @@ class AnalysisInputs:
         """Return the logits of the text in at least fp32, (T, V), in evaluation mode."""
         return upcast_float32(self.run())[0]
 
-    def logits_at(self, position: int) -> Tensor:
+    def logits_at(self, position: int, cache: Cache | None = None) -> Tensor:
         """Return the logits at one position in at least fp32, (B, V), in evaluation mode.
+
+        `cache` is the KV cache of a decoder; `source` is None if the cache holds it already.
 
         The head is applied at this position only: with a large vocabulary, the logits of all positions of a batch would
         need more memory than the rest of the forward pass.
@@ -119,12 +122,12 @@ class AnalysisInputs:
         head = self.require_head()
         with self.eval_mode():
             if isinstance(self.model, EncoderDecoder):
-                hidden = self.model.hidden_states(self.source, self.tokens)
+                hidden = self.model.hidden_states(self.source, self.tokens, cache=cache)
             elif isinstance(self.model, EncoderOnly):
                 hidden = self.model.encode(self.tokens)
             else:
                 assert isinstance(self.model, DecoderOnly)
-                hidden = self.model.hidden_states(self.tokens)
+                hidden = self.model.hidden_states(self.tokens, cache=cache)
             return upcast_float32(head(hidden[:, position]))
 
     def trace(self, *names: str) -> Trace:
