@@ -1,6 +1,7 @@
 // Attention: thumbnails are computed, a head is selected by click and by keys, the URL reproduces the view, the worked example
 // shows the numbers of the library.
 import assert from "node:assert/strict";
+import { saveFigure } from "./save-figure.mjs";
 
 export async function run(page, url, facts) {
   await page.goto(`${url}#/attention?`);
@@ -44,9 +45,8 @@ export async function run(page, url, facts) {
   await checkWorkedExample(page, url, facts);
   await checkHeadTypes(page, facts.head_types);
 
-  const download = page.waitForEvent("download");
-  await page.getByRole("button", { name: "Attention pattern: save as CSV" }).click();
-  assert.match((await download).suggestedFilename(), /^attention-.*\.csv$/);
+  const download = await saveFigure(page, "Attention pattern: save as CSV");
+  assert.match(download.suggestedFilename(), /^attention-.*\.csv$/);
 }
 
 /** Heads are listed by type with their scores on random tokens; a click selects a head. */

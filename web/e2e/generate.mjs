@@ -1,5 +1,6 @@
 // Generate: step, play, pause, force another token; the URL reproduces the text.
 import assert from "node:assert/strict";
+import { saveFigure } from "./save-figure.mjs";
 
 export async function run(page, url) {
   await page.goto(`${url}#/generate?max_new_tokens=24`);
@@ -48,9 +49,8 @@ export async function run(page, url) {
   await page.getByRole("heading", { name: /^Token 3: / }).waitFor();
   assert.deepEqual(await tokens.allInnerTexts(), texts);
 
-  const download = page.waitForEvent("download");
-  await page.getByRole("button", { name: /cache.*save as CSV/ }).click();
-  assert.equal((await download).suggestedFilename(), "kv-cache.csv");
+  const download = await saveFigure(page, /cache.*save as CSV/);
+  assert.equal(download.suggestedFilename(), "kv-cache.csv");
 
   // Active edits apply to the generation: one request, and other tokens than without the edit.
   const requests = [];

@@ -1,6 +1,7 @@
 // Trace: values equal those of the library; every site opens; figures are downloaded; the URL reproduces the view.
 import assert from "node:assert/strict";
 import { readFile } from "node:fs/promises";
+import { saveFigure } from "./save-figure.mjs";
 
 /** An empty text is an error of the server. */
 export const expected = /status of 400/;
@@ -99,12 +100,12 @@ export async function run(page, url, facts) {
   await page.getByText("1 candidate to sample from").waitFor();
 
   // Figures can be downloaded.
+  await page.locator(".plot path.ramp").first().waitFor();
   for (const format of ["SVG", "PNG", "CSV"]) {
-    const download = page.waitForEvent("download");
-    await page.getByRole("button", { name: `Residual stream, from embedding to logits: save as ${format}` }).click();
-    assert.equal((await download).suggestedFilename(), `residual-stream.${format.toLowerCase()}`);
+    const download = await saveFigure(page, `Residual stream, from embedding to logits: save as ${format}`);
+    assert.equal(download.suggestedFilename(), `residual-stream.${format.toLowerCase()}`);
     if (format !== "SVG") continue;
-    const svg = await readFile(await (await download).path(), "utf8");
+    const svg = await readFile(await download.path(), "utf8");
     assert.ok(!/var\(--|color-mix|oklab/.test(svg), "colors in the SVG are rgb() values");
     const numRamps = await page.locator(".plot path.ramp").count();
     assert.ok(numRamps > 0);

@@ -66,8 +66,12 @@ export function toSvg(figure: SVGSVGElement | HTMLCanvasElement): string {
 export async function toPng(figure: SVGSVGElement | HTMLCanvasElement): Promise<Blob> {
   const { width, height } = figure.getBoundingClientRect();
   const image = new Image();
+  const loaded = new Promise<void>((resolve, reject) => {
+    image.onload = () => resolve(); // decode() waits for a frame of the compositor, which a busy browser delays
+    image.onerror = () => reject(new Error("this browser cannot draw the figure as an image; save it as SVG"));
+  });
   image.src = `data:image/svg+xml;charset=utf-8,${encodeURIComponent(toSvg(figure))}`;
-  await image.decode();
+  await loaded;
   const canvas = document.createElement("canvas");
   canvas.width = Math.ceil(width * 2); // twice the resolution, for print
   canvas.height = Math.ceil(height * 2);
