@@ -2,6 +2,8 @@
 
 MAX_MESSAGE_CHARS = 900
 """Number of characters above which an error message is shortened."""
+_MAX_LINE_CHARS = 200
+"""Number of characters of a line of another library's error that are shown."""
 
 
 class CutawayError(ValueError):
@@ -36,6 +38,12 @@ def format_error(error: BaseException) -> str:
 
 
 def format_raised(error: BaseException) -> str:
-    """The class name and the message of an error: 'raised ValueError: …'."""
-    name, message = type(error).__name__, format_error(error)
-    return f"raised {name}" if message == name else f"raised {name}: {message}"
+    """The class name and the message of an error: 'raised ValueError: …'.
+
+    Of a message with several lines, the first and the last are used; the first is left out if it is a single word.
+    """
+    name, lines = type(error).__name__, [line.strip() for line in str(error).splitlines() if line.strip()]
+    if len(lines) > 1 and len(lines[0].split()) == 1:
+        lines = lines[1:]
+    message = " … ".join(line[:_MAX_LINE_CHARS] for line in dict.fromkeys(lines[:1] + lines[-1:]))
+    return f"raised {name}: {message}" if message else f"raised {name}"

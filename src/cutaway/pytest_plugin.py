@@ -126,6 +126,9 @@ class CheckItem(pytest.Item):
             pytest.skip(finding.message.removeprefix("skipped: "))
         if finding.verdict == "fail":
             raise CheckFailedError(str(finding).partition(": ")[2])  # pytest prints the name and the verdict
+        if finding.verdict == "inconclusive":  # neither passed nor failed
+            warnings.warn(CutawayWarning(str(finding)), stacklevel=1)
+            pytest.skip(finding.message)
         if finding.verdict == "warn":
             warnings.warn(CutawayWarning(str(finding)), stacklevel=1)
 

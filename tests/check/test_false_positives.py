@@ -35,8 +35,8 @@ KNOWN_DEFECTS: dict[tuple[str, str], str] = {
 
 
 def unexpected_findings(report: Report, family: str = "") -> list[str]:
-    """Failures and warnings that are not known defects."""
-    findings = [*report.failures, *report.warnings]
+    """Failures, inconclusive checks and warnings that are not known defects."""
+    findings = [*report.failures, *report.inconclusive, *report.warnings]
     return [str(finding) for finding in findings if (family, finding.check) not in KNOWN_DEFECTS]
 
 

@@ -122,7 +122,7 @@ def test_json_is_one_object_despite_output_of_user_code(run_cli: CliRunner) -> N
     [finding] = report["findings"]
     assert finding["check"] == "causality-tile-edges"
     assert finding["measured"] > finding["threshold"]
-    assert report["counts"] == {"fail": 1, "warn": 0, "pass": 0, "skip": 0}
+    assert report["counts"] == {"fail": 1, "inconclusive": 0, "warn": 0, "pass": 0, "skip": 0}
 
 
 @pytest.mark.parametrize("name", ["instance", "logits_only", "function"])
@@ -136,7 +136,7 @@ def test_factory_may_return_a_model_a_dict_or_a_function(run_cli: CliRunner, nam
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["mine:raises"], "raised RuntimeError: the weights; it must return a model"),
+        (["mine:raises"], "raised RuntimeError: the weights … are not there; it must return a model"),
         (["mine:nothing"], "returned None"),
         (["mine:three"], "returned a tuple of (int, int, int)"),
         (["mine:empty"], "returned a dict without a model"),

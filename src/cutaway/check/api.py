@@ -12,10 +12,20 @@ from cutaway.check.adapters.auto import build_checked_model
 from cutaway.check.adapters.user_functions import UserFunctionError
 from cutaway.check.checked_model import count_parameters, require
 from cutaway.check.context import CheckContext
+from cutaway.check.function_calls import locate_exception
 from cutaway.check.module_state import BufferSnapshot, can_upcast, fork_rng, preserve_state, upcast_to_fp32
 from cutaway.check.numerics import LOW_PRECISION_DTYPES
 from cutaway.check.registry import Check, select_checks
-from cutaway.check.report.finding import SEVERITY, CaseResult, Finding, Report, SkipCheckError, skipped, warning
+from cutaway.check.report.finding import (
+    SEVERITY,
+    CaseResult,
+    Finding,
+    Report,
+    SkipCheckError,
+    failure,
+    skipped,
+    warning,
+)
 from cutaway.errors import CutawayError, InputError, format_raised
 
 _COULD_NOT_RUN = "could not run"
@@ -154,7 +164,8 @@ def _calibrate_context(ctx: CheckContext) -> None:
 def _run_check(check: Check, ctx: CheckContext, failed_dependencies: list[str]) -> Finding:
     """Run one check, and return the worst of its case results (a failure, else a warning) as the finding.
 
-    An exception that the model raises becomes a warning.
+    An exception of a function that has worked before is a failure, any other exception a warning. Cases before the
+    exception are kept.
     """
     start = time.monotonic()
     if reason := _inapplicable_reason(check, ctx):
@@ -162,25 +173,39 @@ def _run_check(check: Check, ctx: CheckContext, failed_dependencies: list[str]) 
     if reason := _not_run_reason(ctx, failed_dependencies):
         return Finding(check.name, "skip", f"skipped: {reason}", not_run=True, docs_path=check.docs_path)
     ctx.generator.manual_seed(ctx.seed)  # a check draws the same tokens whether or not other checks run before it
+    cases: list[CaseResult] = []
     try:
         result = check.run(ctx)
-        cases = [result] if isinstance(result, CaseResult) else list(result)
+        for case in [result] if isinstance(result, CaseResult) else result:
+            weighed = ctx.weigh_case(case)
+            # Checks in the model's own dtype test whether rounding explains a difference, so noise is what they expect.
+            cases.append(case if check.native_dtype else weighed)
     except SkipCheckError as error:
-        cases = [skipped(error)]
+        cases.append(skipped(error))
     except UserFunctionError as error:
-        cases = [warning(f"{_COULD_NOT_RUN}: {error}")]
-    except Exception as error:  # raised by the checked model: report a warning and continue with the other checks
-        cases = [warning(f"{_COULD_NOT_RUN}: the model {format_raised(error)}")]
+        cases.append(warning(f"{_COULD_NOT_RUN}: {error}"))
+    except Exception as error:  # raised by the checked model: report it and continue with the other checks
+        cases.append(_exception_result(ctx, error))
     if ctx.model.module is not None:
         ctx.model.module.eval()
     cases = cases or [skipped("there are no cases to run")]
     worst = max(cases, key=lambda case: (SEVERITY[case.verdict], case.verdict == "pass"))
     array = worst.array or next((case.array for case in cases if case.array is not None), None)
-    fields = vars(worst) | {"cause": None, "fix": None, "array": array}
+    fields = vars(worst) | {"array": array}
     if worst.verdict in ("fail", "warn") and not worst.message.startswith(_COULD_NOT_RUN):
         fields |= {"cause": worst.cause or check.cause, "fix": worst.fix or check.fix}
     seconds = time.monotonic() - start
     return Finding(check.name, **fields, docs_path=check.docs_path, seconds=seconds, cases=cases)
+
+
+def _exception_result(ctx: CheckContext, error: Exception) -> CaseResult:
+    """A failure if the exception was raised by a function of the model that has worked before, else a warning."""
+    location, crash = locate_exception(error), ctx.calls.describe_crash(error)
+    if crash is None:
+        return warning(f"{_COULD_NOT_RUN}: the model {format_raised(error)}", location=location)
+    cause = "the code path of this input was not run before, or depends on a shape, a dtype or a state of the module"
+    fix = "run the model on this input, and follow the traceback; reject unsupported inputs with NotImplementedError"
+    return failure(crash, location=location, cause=cause, fix=fix)
 
 
 def _inapplicable_reason(check: Check, ctx: CheckContext) -> str | None:

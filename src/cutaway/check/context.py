@@ -9,9 +9,18 @@ import torch
 from torch import Tensor, nn
 
 from cutaway.check.checked_model import CheckedModel, count_parameters, require
-from cutaway.check.numerics import NOISE_MARGIN, Difference, RoundingNoise, max_difference, max_finite_abs
+from cutaway.check.function_calls import FunctionCalls
+from cutaway.check.numerics import (
+    MAX_CONCLUSIVE_NOISE,
+    NOISE_MARGIN,
+    Difference,
+    RoundingNoise,
+    max_difference,
+    max_finite_abs,
+    output_variation,
+)
 from cutaway.check.probes.op_tracer import AttentionCall, OpTracer
-from cutaway.check.report.finding import SkipCheckError
+from cutaway.check.report.finding import CaseResult, SkipCheckError
 
 _DEFAULT_SEQ_LEN, _SLOW_MODEL_SEQ_LEN, _LOW_PRECISION_SEQ_LEN = 16, 8, 6
 """Sequence lengths of the random tokens: default, for slow models, and in a model's own low-precision dtype."""
@@ -41,10 +50,16 @@ class CheckContext:
         self.generator = torch.Generator().manual_seed(seed)
         self.noise_ratio = 0.0
         """The model's rounding noise relative to its largest output, measured by `calibrate`."""
+        self.variation_ratio = 1.0
+        """How much the outputs vary with the tokens, relative to the largest output, measured by `calibrate`."""
         self.seconds_per_forward = 0.0
         self.is_slow = False
         """Whether the model is slow, so that checks use fewer and shorter sequences."""
+        self.calls = FunctionCalls(model)
         self.logits, vocab_size = require(model.logits), require(model.vocab_size)
+        self._noise_of_equality = self._noise_of_difference = 0.0
+        """Largest noise, relative to the variation of the outputs, of the comparisons of the current case whose results
+        differ by no more than their tolerance; the second one is of results that must differ."""
         special = set(model.special_token_ids)
         allowed = [token for token in range(min(vocab_size, 50_000)) if token not in special]
         self.allowed_tokens = torch.tensor(allowed or list(range(vocab_size)))
@@ -100,6 +115,7 @@ class CheckContext:
                 break
         noise = self.measure_noise(lambda: self.logits(tokens), base)
         self.noise_ratio = noise / max(max_finite_abs(base), 1e-30)
+        self.variation_ratio = output_variation(base) / max(max_finite_abs(base), 1e-30) or 1.0
         num_params = 0 if self.model.module is None else count_parameters(self.module)
         self.is_slow = num_params > _SLOW_MODEL_PARAMS or self.seconds_per_forward > _SLOW_FORWARD_SECONDS
         if self.is_slow:
@@ -144,10 +160,12 @@ class CheckContext:
             return Difference(0.0, 0.0, ())
         diff = max_difference(a, b)
         diff.tolerance = self.rounding_tolerance(a, b)
+        self.record_match(diff, a, b)
         if diff.within_tolerance or diff.max_abs == float("inf"):  # rounding does not turn a number into NaN
             return diff
         noise = max(self.measure_noise(compute_first, a), self.measure_noise(compute_second, b))
         diff.tolerance = max(diff.tolerance, NOISE_MARGIN * noise)
+        self.record_match(diff, a, b)
         return diff
 
     def compare_expecting_difference(
@@ -165,7 +183,11 @@ class CheckContext:
             diff.tolerance = self.rounding_tolerance(first_result, second)
             if diff.max_abs > _CLEAR_DIFFERENCE_FACTOR * diff.tolerance:
                 return diff
-        return self.compare(compute_first, compute_second, first_result=first_result)
+        diff = self.compare(compute_first, compute_second, first_result=first_result, second_result=second)
+        if diff.within_tolerance:
+            noise = self._relative_noise(diff, first_result, second)
+            self._noise_of_difference = max(self._noise_of_difference, noise)
+        return diff
 
     def compare_runs(self, first: Tensor, second: Tensor, rerun: TensorFunction) -> Difference:
         """Compare two runs of one forward pass, which are usually equal bit for bit. `rerun` runs it once more.
@@ -182,6 +204,36 @@ class CheckContext:
     def rounding_tolerance(self, *results: Tensor) -> float:
         """`NOISE_MARGIN` times `noise_ratio` times the largest finite absolute value of the results."""
         return NOISE_MARGIN * (self.noise_ratio * max(map(max_finite_abs, results)))
+
+    def record_match(self, diff: Difference, *results: Tensor) -> None:
+        """Record the noise of results that count as equal because they differ by no more than the tolerance.
+
+        Results that are equal bit for bit are proven equal, whatever the noise is.
+        """
+        if diff.within_tolerance and diff.max_abs > 0.0:
+            self._noise_of_equality = max(self._noise_of_equality, self._relative_noise(diff, *results))
+
+    def _relative_noise(self, diff: Difference, *results: Tensor) -> float:
+        """The noise behind the tolerance of a comparison, relative to how much the results vary with the tokens."""
+        variation = self.variation_ratio * max(map(max_finite_abs, results))
+        return diff.tolerance / NOISE_MARGIN / variation if variation > 0 else 0.0
+
+    def weigh_case(self, case: CaseResult) -> CaseResult:
+        """Return the case, or an inconclusive one if its verdict depends on a comparison that the noise decides.
+
+        The record of comparisons is reset for the next case.
+        """
+        equality, difference = self._noise_of_equality, self._noise_of_difference
+        self._noise_of_equality = self._noise_of_difference = 0.0
+        noise = {"pass": equality, "warn": difference, "fail": difference}.get(case.verdict, 0.0)
+        if noise <= MAX_CONCLUSIVE_NOISE:
+            return case
+        tested = "equality" if case.verdict == "pass" else "an effect"
+        reason = f"the rounding noise is {noise:.0%} of the variation of the outputs, so {tested} cannot be tested"
+        fix = (
+            "check the model in fp32; if it is in fp32, remove the cancellation of large values that amplifies rounding"
+        )
+        return CaseResult("inconclusive", reason, noise, MAX_CONCLUSIVE_NOISE, case.location, fix=fix)
 
     def trace_attention(self, tokens: Tensor) -> list[AttentionCall]:
         """Record every attention call of one forward pass, in order."""

@@ -26,6 +26,11 @@ LOW_PRECISION_DTYPES = (torch.bfloat16, torch.float16)
 
 NOISE_MARGIN = 10.0
 """Tolerance of a comparison divided by the measured rounding noise."""
+MAX_CONCLUSIVE_NOISE = 0.05
+"""Largest noise, relative to how much the outputs vary, at which results that differ by rounding only prove something.
+
+The tolerance is then half of the variation. With more noise, the effect of a bug would be within the tolerance.
+"""
 
 
 _PERTURBED_OPS = (
@@ -130,6 +135,15 @@ def max_difference(a: Tensor, b: Tensor) -> Difference:
 def difference_by_position(a: Tensor, b: Tensor) -> list[float]:
     """Largest absolute difference of two results (B, T, V) at each of the T positions."""
     return [float(x) for x in (a.detach().float() - b.detach().float()).abs().amax((0, 2))]
+
+
+def output_variation(logits: Tensor) -> float:
+    """Largest deviation of logits (B, T, V) from their mean over tokens.
+
+    A constant that is added to all logits does not count, because no token changes it.
+    """
+    values = logits.detach().float()
+    return max_finite_abs(values - values.nanmean((0, 1)))
 
 
 def max_finite_abs(x: Tensor) -> float:

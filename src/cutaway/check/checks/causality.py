@@ -8,7 +8,7 @@ from torch import Tensor
 from cutaway.check.checked_model import LogitsFunction, require
 from cutaway.check.context import CheckContext
 from cutaway.check.module_state import preserve_state
-from cutaway.check.numerics import NOISE_MARGIN, Difference, difference_by_position, max_finite_abs
+from cutaway.check.numerics import Difference, difference_by_position
 from cutaway.check.probes.embedding_gradients import forward_with_offset
 from cutaway.check.probes.first_divergence import find_first_divergence
 from cutaway.check.registry import CAUSAL_KINDS, register_check
@@ -196,7 +196,7 @@ def _find_independent_pairs(ctx: CheckContext, tokens: Tensor, positions: set[in
     for s in positions:
         out = logits(torch.cat([ctx.replace_tokens(tokens, slice(s, s + 1)) for _ in range(8)])).float()
         change = (out - out[:1]).abs().amax((0, 2))
-        tolerance = NOISE_MARGIN * ctx.noise_ratio * max_finite_abs(out)
+        tolerance = ctx.rounding_tolerance(out)
         pairs |= {(t, s) for t in range(length) if not float(change[t]) > tolerance}
     return pairs
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from cutaway.check.adapters.module import argument_names
 from cutaway.check.checked_model import GenerateFunction, require
 from cutaway.check.context import CheckContext
-from cutaway.check.numerics import NOISE_MARGIN
+from cutaway.check.numerics import NOISE_MARGIN, Difference
 from cutaway.check.probes.cached_forward import UNSUPPORTED_ERRORS
 from cutaway.check.registry import CAUSAL_KINDS, register_check
 from cutaway.check.report.finding import CaseResult, SkipCheckError, failure, skipped, success
@@ -73,11 +73,11 @@ def find_non_greedy_token(
         deficit = deficit.masked_fill(after_eos, 0.0)
     # Twice the noise: it affects both logits of the difference.
     tolerance = 2 * NOISE_MARGIN * ctx.noise_ratio * float(out.abs().max())
-    if bool((deficit <= tolerance).all()):
-        return None
-    tolerance = max(tolerance, 2 * NOISE_MARGIN * ctx.measure_noise(forward, out))
+    if not bool((deficit <= tolerance).all()):
+        tolerance = max(tolerance, 2 * NOISE_MARGIN * ctx.measure_noise(forward, out))
     exceeds = ~(deficit <= tolerance)
     if not bool(exceeds.any()):
+        ctx.record_match(Difference(float(deficit.max()), tolerance / 2, ()), out)
         return None
     index = int(exceeds.any(0).long().argmax())
     row = int(exceeds[:, index].long().argmax())

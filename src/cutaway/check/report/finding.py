@@ -5,8 +5,10 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Literal
 
-Verdict = Literal["fail", "warn", "pass", "skip"]
-SEVERITY: dict[Verdict, int] = {"pass": 0, "skip": 0, "warn": 1, "fail": 2}
+Verdict = Literal["fail", "inconclusive", "warn", "pass", "skip"]
+"""`inconclusive`: the rounding noise of the model is so large that the check proves nothing."""
+SEVERITY: dict[Verdict, int] = {"pass": 0, "skip": 0, "warn": 1, "inconclusive": 2, "fail": 3}
+Status = Literal["passed", "failed", "inconclusive"]
 
 
 @dataclass
@@ -75,9 +77,14 @@ class Finding:
 
     def __str__(self) -> str:
         lines = [f"{self.verdict:<4}  {self.check}: {self.message}"]
-        if self.verdict in ("fail", "warn"):
+        if self.is_problem:
             lines += [f"      {name}: {text}" for name, text in self.details() if text]
         return "\n".join(lines)
+
+    @property
+    def is_problem(self) -> bool:
+        """Whether the finding needs attention: a failure, a warning or an inconclusive check."""
+        return SEVERITY[self.verdict] > 0
 
     def details(self) -> list[tuple[str, str | None]]:
         """(label, text) pairs that describe a problem in addition to the message; the text is None if it is unknown."""
@@ -107,13 +114,22 @@ class Report:
     """dtype → rounding noise relative to the largest output."""
 
     @property
+    def status(self) -> Status:
+        """`failed` if a check failed, else `inconclusive` if a check was inconclusive, else `passed`."""
+        return "failed" if self.failures else "inconclusive" if self.inconclusive else "passed"
+
+    @property
     def ok(self) -> bool:
-        """Whether no check failed; warnings and skipped checks do not count as failures."""
-        return not self.failures
+        """Whether the status is `passed`. Warnings and skipped checks do not change the status."""
+        return self.status == "passed"
 
     @property
     def failures(self) -> list[Finding]:
         return [finding for finding in self.findings if finding.verdict == "fail"]
+
+    @property
+    def inconclusive(self) -> list[Finding]:
+        return [finding for finding in self.findings if finding.verdict == "inconclusive"]
 
     @property
     def warnings(self) -> list[Finding]:
@@ -128,20 +144,21 @@ class Report:
     def counts(self) -> dict[str, int]:
         """Number of findings per verdict."""
         counted = Counter(finding.verdict for finding in self.findings)
-        return {verdict: counted[verdict] for verdict in ("fail", "warn", "pass", "skip")}
+        return {verdict: counted[verdict] for verdict in ("fail", "inconclusive", "warn", "pass", "skip")}
 
     def to_dict(self) -> dict[str, object]:
-        return asdict(self) | {"ok": self.ok, "counts": self.counts()}
+        return asdict(self) | {"ok": self.ok, "status": self.status, "counts": self.counts()}
 
     def summary(self) -> str:
         """The number of findings per verdict and the run time in seconds, in one line."""
         counts = self.counts()
         warnings = f"{counts['warn']} warning{'s' * (counts['warn'] != 1)}"
+        warnings = f"{counts['inconclusive']} inconclusive, {warnings}" if counts["inconclusive"] else warnings
         rest = f"{counts['pass']} passed, {counts['skip']} skipped, in {self.seconds:.1f} s"
         return f"{counts['fail']} failed, {warnings}, {rest}"
 
     def __str__(self) -> str:
-        shown = [finding for finding in self.findings if finding.verdict in ("fail", "warn")]
+        shown = [finding for finding in self.findings if finding.is_problem]
         return "\n".join([*map(str, shown), f"{self.model_name}: {self.summary()}"])
 
 

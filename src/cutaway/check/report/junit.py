@@ -9,12 +9,15 @@ from cutaway.errors import InputError
 
 
 def _format_junit(report: Report) -> str:
-    """Format a report as JUnit XML: one test case per check. Warnings pass, with their text in system-out."""
+    """Format a report as JUnit XML: one test case per check.
+
+    Warnings pass, with their text in system-out. Inconclusive checks are errors.
+    """
     counts = report.counts()
     figures = {
         "tests": str(len(report.findings)),
         "failures": str(counts["fail"]),
-        "errors": "0",
+        "errors": str(counts["inconclusive"]),
         "skipped": str(counts["skip"]),
         "time": f"{report.seconds:.3f}",
     }
@@ -36,6 +39,8 @@ def _add_test_case(suite: Tree.Element, model_name: str, finding: Finding) -> No
     _add_properties(case, {name: getattr(finding, name) for name in ("verdict", "measured", "threshold", "location")})
     if finding.verdict == "fail":
         Tree.SubElement(case, "failure", {"message": message, "type": finding.check}).text = text
+    elif finding.verdict == "inconclusive":
+        Tree.SubElement(case, "error", {"message": message, "type": "inconclusive"}).text = text
     elif finding.verdict == "skip":
         Tree.SubElement(case, "skipped", {"message": message})
     elif finding.verdict == "warn":

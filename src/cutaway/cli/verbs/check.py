@@ -24,6 +24,8 @@ MAX_PARAMETERS = 500_000_000
 
 
 Library = Literal["cutaway", "transformers"]
+EXIT_CODES = {"passed": 0, "failed": 1, "inconclusive": 3}
+"""Exit code by status of the report; 2 is for invalid arguments."""
 
 
 def check(
@@ -52,7 +54,8 @@ def check(
 ) -> None:
     """Check a Transformer for common bugs: causality, padding, KV cache, positions, loss, gradients.
 
-    The exit code is 1 if a check fails. Checks that do not apply are reported as skipped, not as passed.
+    The exit code is 1 if a check fails, and 3 if none fails but one is inconclusive, because the rounding noise of the
+    model is too large. Checks that do not apply are reported as skipped, not as passed.
 
     Example: cutaway check ./my-model --junit report.xml
 
@@ -102,7 +105,7 @@ def check(
 
         check_report.render_report(report, source, notes, verbose=verbose)
     if not report.ok:
-        raise typer.Exit(1)
+        raise typer.Exit(EXIT_CODES[report.status])
 
 
 def _print_check_docs(explain: str | None, *, as_json: bool) -> None:

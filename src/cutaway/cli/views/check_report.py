@@ -18,6 +18,7 @@ from cutaway.cli.views.terminal import (
 
 VERDICT_SYMBOLS = {
     "fail": ("✗", "bold red"),
+    "inconclusive": ("?", "bold magenta"),
     "warn": ("!", "bold yellow"),
     "pass": ("✓", "green"),
     "skip": ("·", "dim"),
@@ -45,7 +46,7 @@ def render_report(
         indent(Text(_describe_target(report), "dim")),
     ]
     parts += [indent(Text(escape_control_characters(note), "dim")) for note in notes]
-    for finding in (*report.failures, *report.warnings):
+    for finding in (*report.failures, *report.inconclusive, *report.warnings):
         parts += [Text(), _render_finding(finding)]
     parts.append(Text())
     if verbose:
@@ -67,7 +68,7 @@ def _describe_target(report: Report) -> str:
 
 
 def _render_finding(finding: Finding) -> RenderableType:
-    """Render a failure or warning with its details."""
+    """Render a failure, an inconclusive check or a warning, with its details."""
     symbol, style = VERDICT_SYMBOLS[finding.verdict]
     body = borderless_table("lL")
     for name, text in finding.details():
@@ -130,13 +131,16 @@ def _format_verdict(report: Report, *, show_times: bool) -> Text:
     """Format the last line of the report: the overall verdict and the number of checks by verdict."""
     counts = report.counts()
     num_run = len(report.findings) - counts["skip"]
-    if not report.ok:
+    if report.failures:
         verdict = Text(f"{counts['fail']} of {num_run} checks failed", "bold red")
+    elif report.inconclusive:
+        verdict = Text(f"{counts['inconclusive']} of {num_run} checks are inconclusive", "bold magenta")
     elif num_run:
         verdict = Text("no problems found" if not counts["warn"] else "no check failed", "bold green")
     else:
         verdict = Text("no check could be run", "bold yellow")
-    counts_text = [f"{counts['warn']} warning{'s' * (counts['warn'] != 1)}"] if counts["warn"] else []
+    counts_text = [f"{counts['inconclusive']} inconclusive"] if report.failures and report.inconclusive else []
+    counts_text += [f"{counts['warn']} warning{'s' * (counts['warn'] != 1)}"] if counts["warn"] else []
     counts_text += [f"{counts['pass']} passed", f"{counts['skip']} skipped"]
     counts_text += [f"{report.seconds:.1f} s"] if show_times else []
     return verdict.append(f" · {' · '.join(counts_text)}", "not bold default")

@@ -4,7 +4,7 @@ import { describeSkip } from "./skipReasons";
 
 const SKIPPED = "skipped: ";
 
-export type Verdict = "pass" | "fail" | "warn" | "skip";
+export type Verdict = "pass" | "fail" | "inconclusive" | "warn" | "skip";
 
 export interface CheckInfo {
   name: string;
@@ -50,10 +50,13 @@ export interface Finding extends CaseResult {
   cases: CaseResult[];
 }
 
-export const VERDICT_NAMES: Record<Verdict, string> = { pass: "passed", fail: "failed", warn: "warning", skip: "does not apply" };
+export const VERDICT_NAMES: Record<Verdict, string> = { pass: "passed", fail: "failed", inconclusive: "inconclusive", warn: "warning", skip: "does not apply" };
 
 /** Message; that of a skipped check is the reason in words. */
 export const shownMessage = ({ message }: CaseResult): string => (message.startsWith(SKIPPED) ? describeSkip(message.slice(SKIPPED.length)) : message);
+
+/** Whether a finding needs attention. */
+export const isProblem = (verdict: Verdict | undefined): boolean => verdict === "fail" || verdict === "inconclusive" || verdict === "warn";
 
 const count = (number: number, singular: string, plural: string): string => `${number} ${number === 1 ? singular : plural}`;
 
@@ -62,6 +65,7 @@ export function summarize(findings: readonly Finding[]): string {
   const number = (verdict: Verdict): number => findings.filter((finding) => finding.verdict === verdict).length;
   const notRun = findings.filter((finding) => finding.not_run).length;
   const parts = [`${count(number("pass"), "check", "checks")} passed`, `${number("fail")} failed`];
+  if (number("inconclusive")) parts.push(`${number("inconclusive")} inconclusive`);
   if (number("warn")) parts.push(count(number("warn"), "warning", "warnings"));
   parts.push(`${count(number("skip") - notRun, "does", "do")} not apply`);
   if (notRun) parts.push(`${notRun} not run`);
