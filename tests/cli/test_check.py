@@ -12,7 +12,8 @@ from support.cli_runner import CliRunner
 import cutaway as ct
 from cutaway.check import CaseResult, Finding, Report, get_checks
 from cutaway.check.model_sources import shrink_config
-from cutaway.check.report.junit import write_junit
+from cutaway.check.report.junit import format_junit
+from cutaway.check.report.text_file import write_atomically
 from cutaway.cli.verbs.check import MAX_PARAMETERS, parse_duration
 from cutaway.cli.views.check_report import skipped_by_reason
 from cutaway.errors import InputError
@@ -234,11 +235,8 @@ def build_report() -> Report:
     )
 
 
-def test_junit_xml(tmp_path: Path) -> None:
-    path = tmp_path / "report.xml"
-    path.write_text("an older one")
-    write_junit(build_report(), path)
-    root = Tree.parse(path).getroot()
+def test_junit_xml() -> None:
+    root = Tree.fromstring(format_junit(build_report()))
     assert root.tag == "testsuites"
     [suite] = root
     assert {
@@ -263,9 +261,16 @@ def test_junit_xml(tmp_path: Path) -> None:
     assert skipped.get("message") == "skipped: needs logits_with_cache"
     assert cases["order"].find("failure") is None
     assert "two heads are dead" in cases["heads"].findtext("system-out", "")
+
+
+def test_files_are_written_atomically(tmp_path: Path) -> None:
+    path = tmp_path / "report.xml"
+    path.write_text("an older one")
+    write_atomically(path, "new")
+    assert path.read_text() == "new"
     assert [item.name for item in tmp_path.iterdir() if item.name.startswith(".report")] == []
     with pytest.raises(InputError, match="cannot be written"):
-        write_junit(build_report(), tmp_path / "absent" / "report.xml")
+        write_atomically(tmp_path / "absent" / "report.xml", "new")
 
 
 def test_junit_is_written_if_a_check_fails(run_cli: CliRunner, tmp_path: Path) -> None:
