@@ -48,7 +48,9 @@ def check(
         option("Run only these checks, given by name, prefix (cache) or pattern (causality*).", metavar="A,B"),
     ] = None,
     skip: Annotated[list[str] | None, option("Skip these checks.", metavar="A,B")] = None,
-    preflight: Annotated[bool, option("Run only the quick checks that training runs before its first step.")] = False,
+    preflight: Annotated[
+        bool, option("Run only the quick checks that training runs before its first step.", "--preflight")
+    ] = False,
     budget: Annotated[str, option("Time budget, after which remaining checks are skipped.", metavar="TIME")] = "30s",
     seed: Annotated[int, option("Random seed of the inputs and of a preset's weights.", min=0)] = 0,
     library: Annotated[Library, option("Library that loads the model: cutaway or transformers.")] = "cutaway",
@@ -62,10 +64,16 @@ def check(
         Path | None,
         ci_option("File of accepted findings, which do not change the exit code.", metavar="FILE"),
     ] = None,
-    write_baseline: Annotated[bool, ci_option("Accept all current problems: write them to --baseline.")] = False,
+    write_baseline: Annotated[
+        bool, ci_option("Accept all current problems: write them to --baseline.", "--write-baseline")
+    ] = False,
     changed: Annotated[
         bool,
-        ci_option("Only run if the factory's module or a module that it imports has changed since the last commit."),
+        ci_option(
+            "Only run if the factory's module or a module that it imports has changed since the last commit; in CI, "
+            "since the target branch.",
+            "--changed",
+        ),
     ] = False,
     changed_since: Annotated[
         str | None, ci_option("As --changed, since the merge base with a branch or commit.", metavar="REF")
