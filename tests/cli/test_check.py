@@ -1,6 +1,7 @@
 """`cutaway check`: terminal report, JSON, JUnit, factories and errors."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -164,7 +165,9 @@ def test_factory_may_return_a_model_a_dict_or_a_function(run_cli: CliRunner, nam
         (["mine:raises", "--sarif", "nowhere/report.sarif"], "'nowhere' is not a directory"),
         (["mine:raises", "--badge", "x", "--markdown", "./x"], "--markdown and --badge both name"),
         (["mine:raises", "--baseline", "absent.json"], "the baseline 'absent.json' does not exist; create it"),
+        (["mine:raises", "--baseline", "nowhere/b.json"], "the baseline 'nowhere/b.json' does not exist; create it"),
         (["mine:raises", "--baseline", "mine.py"], "is not valid JSON"),
+        (["mine:raises", "--baseline", "b.json", "--sarif", "b.json"], "--sarif and --baseline both name 'b.json'"),
         (["mine:raises", "--write-baseline"], "--write-baseline needs the file to write"),
         (["tiny-gpt", "--changed"], "--changed follows the imports of module.path:factory"),
         ([], "SOURCE is missing"),
@@ -289,8 +292,11 @@ def test_junit_is_written_if_a_check_fails(run_cli: CliRunner, tmp_path: Path) -
 def test_read_only_directory_is_refused_before_the_model_is_built(
     run_cli: CliRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("os.access", lambda *_: False)  # root may write everywhere
+    monkeypatch.setattr("os.access", lambda _, mode: mode != os.W_OK)  # root may write everywhere
     assert "is read-only" in run_cli("check", "mine:raises", "--badge", "badge.svg", code=2)
+    Path("b.json").write_text('{"version": 1, "accepted": []}')
+    assert "is read-only" in run_cli("check", "mine:raises", "--baseline", "b.json", "--write-baseline", code=2)
+    assert "the weights" in run_cli("check", "mine:raises", "--baseline", "b.json", code=2)  # the file is only read
 
 
 def test_all_outputs_of_one_run(run_cli: CliRunner, tmp_path: Path) -> None:

@@ -20,13 +20,16 @@ import torch
 weight = torch.randn(31, 31, generator=torch.Generator().manual_seed(0))
 
 
-def causal():
-    return lambda tokens: weight[tokens].cumsum(1)
-
-
 def leaks():
     return lambda tokens: weight[tokens].cumsum(1) + weight[tokens].sum(1, keepdim=True)
 """
+PYTHON = f'#!/bin/sh\nexec "{sys.executable}" "$@"\n'
+ARGUMENT_PRINTER = """#!/bin/bash
+printf '%s\\n' "$@"
+echo "a report" > "${@: -3:1}"  # the value of --markdown
+exit CODE
+"""
+"""In place of python: prints its arguments, one per line."""
 
 
 @dataclass
@@ -37,8 +40,11 @@ class ActionRun:
     summary: str
 
 
-def run_action(directory: Path, **inputs: str) -> ActionRun:
-    """Run the step that checks the model as GitHub runs `shell: bash`, with the defaults of the other inputs."""
+def run_action(directory: Path, python: str = PYTHON, **inputs: str) -> ActionRun:
+    """Run the step that checks the model as GitHub runs `shell: bash`, with the defaults of the other inputs.
+
+    `python` is the script that is run as `python`.
+    """
     unknown = {name.replace("_", "-") for name in inputs} - ACTION["inputs"].keys()
     assert not unknown
     values = {name: entry.get("default", "") for name, entry in ACTION["inputs"].items()}
@@ -47,7 +53,7 @@ def run_action(directory: Path, **inputs: str) -> ActionRun:
     assert step["shell"] == "bash"
     variables = {name: EXPRESSION.sub(lambda match: values[match[1]], text) for name, text in step["env"].items()}
     (directory / "bin").mkdir(exist_ok=True)
-    (directory / "bin" / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    (directory / "bin" / "python").write_text(python)
     (directory / "bin" / "python").chmod(0o755)
     outputs = {"GITHUB_STEP_SUMMARY": directory / "summary.txt", "GITHUB_OUTPUT": directory / "output.txt"}
     for path in outputs.values():
@@ -66,28 +72,31 @@ def run_action(directory: Path, **inputs: str) -> ActionRun:
     )
 
 
-@pytest.fixture
-def project(tmp_path: Path) -> Path:
+def test_failed_model(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MODULE)
-    return tmp_path
+    run = run_action(tmp_path, model="mine:leaks", args="--only causality\n--skip causality-paths", sarif="r.sarif")
+    assert (run.code, run.status) == (1, "failed"), run.output
+    assert run.summary.startswith("earlier\n### cutaway check `mine:leaks`: ❌ failed")
+    assert '"ruleId": "causality"' in (tmp_path / "r.sarif").read_text()
 
 
-def test_passed_and_failed_model(project: Path) -> None:
-    failed = run_action(project, model="mine:leaks", args="--only causality\n--skip causality-paths", sarif="r.sarif")
-    assert (failed.code, failed.status) == (1, "failed"), failed.output
-    assert failed.summary.startswith("earlier\n### cutaway check `mine:leaks`: ❌ failed")
-    assert '"ruleId": "causality"' in (project / "r.sarif").read_text()
-    passed = run_action(project, model="mine:causal", args="--only causality", summary="false")
-    assert (passed.code, passed.status) == (0, "passed"), passed.output
-    assert passed.summary == "earlier\n"
+@pytest.mark.parametrize(("code", "status"), [(0, "passed"), (1, "failed"), (2, "error"), (3, "inconclusive")])
+def test_status_and_exit_code(tmp_path: Path, code: int, status: str) -> None:
+    run = run_action(tmp_path, ARGUMENT_PRINTER.replace("CODE", str(code)), model="mine:make")
+    assert (run.code, run.status, run.summary) == (code, status, "earlier\na report\n"), run.output
+    run = run_action(tmp_path, ARGUMENT_PRINTER.replace("CODE", str(code)), model="mine:make", summary="false")
+    assert (run.code, run.summary) == (code, "earlier\n")
 
 
-def test_inputs_are_not_run_as_shell_code(project: Path) -> None:
-    result = run_action(project, model="$(touch a):`touch b`", args="; touch c", baseline="d; touch d")
-    assert (result.code, result.status) == (2, "error")
-    assert not {"a", "b", "c", "d"} & {path.name for path in project.iterdir()}
-    option = run_action(project, model="--list")
-    assert (option.code, option.status) == (2, "error"), option.output
+def test_inputs_are_arguments_and_not_shell_code(tmp_path: Path) -> None:
+    inputs = {"model": "$(touch a):`touch b`", "args": "; touch c\n--only *", "baseline": "my b.json", "sarif": "$HOME"}
+    run = run_action(tmp_path, ARGUMENT_PRINTER.replace("CODE", "0"), **inputs)
+    arguments = run.output.splitlines()
+    options = [";", "touch", "c", "--only", "*", "--baseline", "my b.json", "--sarif", "$HOME", "--markdown"]
+    assert arguments[:3] == ["-m", "cutaway", "check"]
+    assert arguments[3:-3] == options
+    assert arguments[-2:] == ["--", "$(touch a):`touch b`"]
+    assert not {"a", "b", "c"} & {path.name for path in tmp_path.iterdir()}
 
 
 def test_metadata() -> None:

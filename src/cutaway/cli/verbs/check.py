@@ -107,7 +107,7 @@ def check(
     only_names, skip_names = _split_names(only), _split_names(skip)
     paths = {"junit": junit, "sarif": sarif, "markdown": markdown, "badge": badge}
     outputs = {name: path for name, path in paths.items() if path is not None}
-    _check_output_paths(outputs | ({"baseline": baseline} if baseline is not None else {}))
+    _check_output_paths(outputs, baseline, write_baseline=write_baseline)
     if write_baseline and baseline is None:
         raise InputError("--write-baseline needs the file to write; pass it with --baseline FILE")
     notes: list[str] = []
@@ -156,11 +156,12 @@ def check(
         raise typer.Exit(EXIT_CODES[report.status])
 
 
-def _check_output_paths(paths: dict[str, Path]) -> None:
+def _check_output_paths(outputs: dict[str, Path], baseline: Path | None, *, write_baseline: bool) -> None:
     """Raise if an output file cannot be written, or if two options name the same file."""
     names: dict[Path, str] = {}
-    for name, path in paths.items():
-        check_output_path(path)
+    for name, path in (outputs | ({} if baseline is None else {"baseline": baseline})).items():
+        if name != "baseline" or write_baseline:
+            check_output_path(path)
         other = names.setdefault(path.resolve(), name)
         if other != name:
             raise InputError(f"--{other} and --{name} both name '{path}'; pass two different files")
