@@ -370,9 +370,11 @@ def check_export(peer: PeerModel, model: Any, checkpoint: Checkpoint, directory:
     """Save the checkpoint without its original config.json; assert that transformers and cutaway load it exactly."""
     without_files = replace(checkpoint, hf_config={}, generation_config={}, tokenizer_loader=lambda: None)
     ct.save(without_files, directory / "cutaway", family=checkpoint.family)
-    loaded_peer = peer.auto_class.from_pretrained(
-        directory / "cutaway", attn_implementation=model.config._attn_implementation
+    loaded_peer, loading_info = peer.auto_class.from_pretrained(
+        directory / "cutaway", attn_implementation=model.config._attn_implementation, output_loading_info=True
     )
+    assert not loading_info["missing_keys"], f"not in the export: {sorted(loading_info['missing_keys'])}"
+    assert not loading_info["unexpected_keys"], f"not in transformers: {sorted(loading_info['unexpected_keys'])}"
     assert_same_state_dict(loaded_peer.state_dict(), model.state_dict(), peer)
     check_config(peer, loaded_peer.config, checkpoint)
     loaded = ct.load(directory / "cutaway")

@@ -167,6 +167,10 @@ class WeightMapping:
     op: ConversionOp = Identity()
     condition: "Callable[[Config], bool] | None" = None
     """Return whether the mapping applies to a Config. By default it always applies."""
+    save_only: bool = False
+    """Save a copy of the model tensor under this key, too, and do not load it.
+
+    For tensors that transformers requires in the file, but does not use."""
 
     @property
     def model_keys(self) -> tuple[str, ...]:

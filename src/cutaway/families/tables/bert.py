@@ -112,10 +112,14 @@ def _has_tied_head(config: Config) -> bool:
     return getattr(config.head, "tied", True)
 
 
+def _has_untied_head(config: Config) -> bool:
+    return not _has_tied_head(config)
+
+
 def mlm_head_weights(prefix: str, dense: str, norm: str) -> tuple[WeightMapping, ...]:
     """Weight mappings of a masked-LM head with output matrix `decoder`.
 
-    The output bias is stored under two checkpoint keys if the head is tied, and under one key if it is untied.
+    The output bias is stored under two checkpoint keys. If the head is untied, only the bias of `decoder` is used.
     """
     return (
         WeightMapping(f"{prefix}.{dense}", "head.transform.dense"),
@@ -123,6 +127,7 @@ def mlm_head_weights(prefix: str, dense: str, norm: str) -> tuple[WeightMapping,
         WeightMapping(f"{prefix}.decoder", "head.matrix"),
         WeightMapping(f"{prefix}.bias", "head.bias", condition=_has_tied_head),
         WeightMapping(f"{prefix}.decoder.bias", "head.bias"),
+        WeightMapping(f"{prefix}.bias", "head.bias", condition=_has_untied_head, save_only=True),
     )
 
 
@@ -132,7 +137,7 @@ def ignored_weights(*head_prefixes: str) -> dict[str, str]:
     return {
         r"\w+\.embeddings\.(position|token_type)_ids": "constant position and token-type ids",
         rf"(\w+\.)?({heads})\..*": "head of another task, which is not loaded",
-        r"(cls\.predictions|predictions|lm_head)\.bias": "the bias of an untied head is decoder.bias",
+        r"(cls\.predictions|predictions|lm_head)\.bias": "unused: the bias of an untied head is decoder.bias",
     }
 
 
