@@ -171,7 +171,12 @@ def blocks(draw: DrawFn, d_model: int, positions: tuple[str, ...], *, cross: boo
 @st.composite
 def embeddings(draw: DrawFn, d_model: int, positions: tuple[str, ...]) -> c.Embedding:
     learned = st.builds(c.LearnedPosition, length=st.just(4 * SEQ_LEN), offset=st.sampled_from([0, 2]))
-    sinusoidal = st.builds(c.SinusoidalPosition, layout=st.sampled_from(["interleaved", "halves"]))
+    sinusoidal = st.builds(
+        c.SinusoidalPosition,
+        layout=st.sampled_from(["interleaved", "halves"]),
+        endpoint=st.booleans(),
+        offset=st.sampled_from([0, 2]),
+    )
     choices = {"none": st.just(c.NoPosition()), "learned": learned, "sinusoidal": sinusoidal}
     factor = st.builds(
         c.FactorizedEmbedding,

@@ -151,12 +151,14 @@ def build_family(
     fields: ConfigFields,
     weight_mappings: tuple[WeightMapping, ...],
     *,
+    base_model_prefix: str | None = None,
     other_heads: tuple[str, ...] = (),
     **options: Any,
 ) -> Family:
-    """Build a family with BERT's legacy tensor names and ignored tensors. Keys of the base model start with `name`.
+    """Build a family with BERT's legacy tensor names and ignored tensors.
 
-    `class_prefix` starts the names of its transformers classes. `other_heads` are patterns of heads that are ignored.
+    `class_prefix` starts the names of its transformers classes. Checkpoint keys of the base model start with
+    `base_model_prefix`, by default the name. `other_heads` are patterns of heads that are ignored.
     """
     return Family(
         name,
@@ -164,7 +166,7 @@ def build_family(
         template,
         fields,
         weight_mappings,
-        base_model_prefix=f"{name}.",
+        base_model_prefix=f"{base_model_prefix or name}.",
         base_architecture=f"{class_prefix}Model",
         ignored_weights=ignored_weights(*other_heads),
         weight_renamings=WEIGHT_RENAMINGS,
