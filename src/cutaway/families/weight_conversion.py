@@ -53,20 +53,21 @@ class Transpose(ConversionOp):
 
 @dataclass(frozen=True)
 class Split(ConversionOp):
-    """One checkpoint tensor is the concatenation of several model tensors along dim 0."""
+    """One checkpoint tensor is the concatenation of several model tensors along `dim`."""
 
     transposed: bool = False
+    dim: int = 0
 
     def to_model(self, tensors: "Tensors", model_shapes: Shapes, d_head: int) -> "list[Tensor]":
         import torch
 
         fused = _transpose(tensors[0]) if self.transposed else tensors[0]
-        return list(torch.split(fused, [shape[0] for shape in model_shapes]))
+        return list(torch.split(fused, [shape[self.dim] for shape in model_shapes], self.dim))
 
     def to_checkpoint(self, tensors: "Tensors", d_head: int) -> "list[Tensor]":
         import torch
 
-        fused = torch.cat(list(tensors))
+        fused = torch.cat(list(tensors), self.dim)
         return [_transpose(fused) if self.transposed else fused]
 
 
@@ -95,6 +96,21 @@ class MergeModulelist(ConversionOp):
 
     def to_checkpoint(self, tensors: "Tensors", d_head: int) -> "list[Tensor]":
         return list(tensors[0].unbind())
+
+
+@dataclass(frozen=True)
+class SplitExperts(ConversionOp):
+    """One checkpoint matrix is the concatenation of the experts' matrices along dim 0."""
+
+    transposed: bool = False
+    """The checkpoint stores the matrix of each expert as (in, out) instead of (out, in)."""
+
+    def to_model(self, tensors: "Tensors", model_shapes: Shapes, d_head: int) -> "list[Tensor]":
+        experts = _unflatten_first_dim(tensors[0], model_shapes[0][0], -1)
+        return [_transpose(experts) if self.transposed else experts]
+
+    def to_checkpoint(self, tensors: "Tensors", d_head: int) -> "list[Tensor]":
+        return [(_transpose(tensors[0]) if self.transposed else tensors[0]).flatten(0, 1)]
 
 
 class Deinterleave(ConversionOp):
