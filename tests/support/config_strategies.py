@@ -211,6 +211,7 @@ def stacks(
         if not leading and len(pattern) == 1 and layers > 1 and shared_bias
         else None
     )
+    layers_per_group = draw(st.sampled_from([1, 2])) if groups == 1 else 1
     placements = [
         st.builds(c.PreNorm, skip_first_prenorm=st.booleans() if groups is None else st.just(False)),
         st.builds(c.PostNorm, skip_scale=st.sampled_from([1.0, 1.5])),
@@ -221,7 +222,7 @@ def stacks(
         placements.append(st.builds(c.ParallelResidual, norms=st.sampled_from(["one", "two"])))
     kind = c.CrossStack if cross else c.Stack
     return kind(
-        layers=layers,
+        layers=layers * layers_per_group,
         block=pattern,
         leading_blocks=leading,
         embedding=draw(embeddings(d_model, embedding_positions)),
@@ -229,6 +230,7 @@ def stacks(
         placement=draw(st.one_of(placements)),
         residual_scale=draw(st.sampled_from([1.0, 0.5])),
         layer_groups=groups,
+        layers_per_group=layers_per_group,
     )
 
 

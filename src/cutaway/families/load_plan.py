@@ -84,7 +84,8 @@ def _matching_layers(mapping: WeightMapping, config: Config) -> Iterator[tuple[i
 def _format_key(pattern: str, layer: int, config: Config) -> str:
     if "{g}" in pattern:
         (stack,) = config.stacks.values()
-        pattern = pattern.replace("{g}", str(layer * (stack.layer_groups or stack.layers) // stack.layers))
+        group, index = divmod(stack.weight_sets[layer], stack.layers_per_group)
+        pattern = pattern.replace("{g}", str(group)).replace("{j}", str(index))
     return pattern.replace("{i}", str(layer))
 
 

@@ -173,9 +173,9 @@ def _unflatten_first_dim(tensor: "Tensor", *sizes: int) -> "Tensor":
 class WeightMapping:
     """Checkpoint key ↔ model key(s). The key of a module covers its `.weight` and, if present, its `.bias`.
 
-    {i} is the layer index, {g} the index of a group of layers with shared weights, {e} the expert index. Several
-    mappings may have the same model key. Saving uses the first of them. Loading needs one of their tensors; if the
-    file has several, they must be equal.
+    {i} is the layer index, {g} the index of a group of layers with shared weights, {j} the index of a layer in its
+    group, {e} the expert index. Several mappings may have the same model key. Saving uses the first of them. Loading
+    needs one of their tensors; if the file has several, they must be equal.
     """
 
     checkpoint_key: str

@@ -107,9 +107,8 @@ def _run_stack(tape: Tape, config: Config, name: str, shape: PassShape, memory: 
     tape.component = "embedding"
     x = _embed(tape, config, stack.embedding, name, shape.batch_size, shape.seq_len)
     contexts = LayerContextBuilder(tape, stack, d_model, shape, causal=name == "decoder")
-    for index, block in enumerate(stack.blocks):
+    for index, (block, owner) in enumerate(zip(stack.blocks, stack.weight_sets, strict=True)):
         context = contexts.context_for(index, memory)
-        owner = index if stack.layer_groups is None else index * stack.layer_groups // stack.layers
         key: WeightKey = (name, owner)
         run_block = partial(_run_block, tape, block, stack, context, key, d_model, owner == 0)
         x = tape.run_block(run_block, x, key)
