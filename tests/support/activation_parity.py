@@ -68,10 +68,11 @@ def check_sites(checkpoint_model: Any, tokens: tuple[Tensor, ...]) -> None:
 
 
 def check_residual_sums(model: Any, t: Any, tokens: tuple[Tensor, ...]) -> None:
-    """embed + Σ out = resid_post and Σ attributions = logit, unless norms are on the residual stream (post-norm)."""
+    """embed + Σ out = resid_post and Σ attributions = logit, unless norms are on the residual stream."""
     source = {"source": tokens[0][:1]} if len(tokens) > 1 else {}
     for name, stack in model.stacks.items():
-        if isinstance(model.config.stacks[name].placement, PostNorm):
+        placement = model.config.stacks[name].placement
+        if isinstance(placement, PostNorm) or getattr(placement, "norm_skip", False):
             continue
         prefix = f"{name}." if len(model.stacks) > 1 else ""
         outputs = [site for site in t if site.startswith(f"{prefix}blocks.") and site.endswith(".out")]

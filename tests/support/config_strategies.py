@@ -213,7 +213,11 @@ def stacks(
     )
     layers_per_group = draw(st.sampled_from([1, 2])) if groups == 1 else 1
     placements = [
-        st.builds(c.PreNorm, skip_first_prenorm=st.booleans() if groups is None else st.just(False)),
+        st.builds(
+            c.PreNorm,
+            skip_first_prenorm=st.booleans() if groups is None else st.just(False),
+            norm_skip=st.sampled_from([False, False, True]),
+        ),
         st.builds(c.PostNorm, skip_scale=st.sampled_from([1.0, 1.5])),
         st.just(c.SandwichNorm()),
         st.just(c.OutputNorm()),

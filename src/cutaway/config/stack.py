@@ -19,6 +19,8 @@ class PreNorm(ConfigNode):
     final_norm: bool = True
     skip_first_prenorm: bool = False
     """Leave out the norm before the first attention (ModernBERT)."""
+    norm_skip: bool = False
+    """The skip connection starts after the norm: norm(x) + F(norm(x)) (an option of BLOOM)."""
 
 
 class PostNorm(ConfigNode):

@@ -64,6 +64,10 @@ def _run_block(
         y = branch(x, f, name, rate, norm_in=norm_in, norm_out=isinstance(placement, SandwichNorm | OutputNorm))
         if isinstance(placement, PostNorm) and placement.skip_scale != 1.0:
             x = tape.record_op([x])
+        if norm_in and isinstance(placement, PreNorm) and placement.norm_skip:
+            tape.component = "norms"
+            x = norm(tape, x, stack.norm, (*key, name, "norm_in"))
+            tape.component = "residual"
         x = add(tape, x, y)
         tape.component = "norms"
         return norm(tape, x, stack.norm, (*key, name, "after")) if isinstance(placement, PostNorm) else x
