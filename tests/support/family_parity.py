@@ -72,7 +72,7 @@ def randomize_weights(model: Any, seed: int, frozen: tuple[str, ...] = ()) -> No
             noise = torch.randn(p.shape, generator=g)
             lower_name = name.lower()
             # A matrix is a norm's gain only if its own module is a norm: DBRX has attention in `norm_attn_norm`.
-            norm_name = lower_name if p.ndim < 2 else lower_name.split(".")[-2]
+            norm_name = lower_name if p.ndim < 2 else lower_name.split(".")[-2:][0]
             is_norm = "norm" in norm_name or ".ln" in norm_name or "ln_" in norm_name
             if is_norm and name.endswith("weight"):
                 p.copy_((0.0 if "gemma" in model.config.model_type else 1.0) + 0.3 * noise)
