@@ -4,11 +4,11 @@ import copy
 from typing import Any
 
 import torch
+from support.config_strategies import has_additive_residual
 from support.tracing import count_hooks
 from torch import Tensor
 
 import cutaway as ct
-from cutaway.config import PostNorm
 from cutaway.lens import sites
 from cutaway.lens.analysis import direct_logit_attribution
 
@@ -71,8 +71,7 @@ def check_residual_sums(model: Any, t: Any, tokens: tuple[Tensor, ...]) -> None:
     """embed + Σ out = resid_post and Σ attributions = logit, unless norms are on the residual stream."""
     source = {"source": tokens[0][:1]} if len(tokens) > 1 else {}
     for name, stack in model.stacks.items():
-        placement = model.config.stacks[name].placement
-        if isinstance(placement, PostNorm) or getattr(placement, "norm_skip", False):
+        if not has_additive_residual(model.config.stacks[name]):
             continue
         prefix = f"{name}." if len(model.stacks) > 1 else ""
         outputs = [site for site in t if site.startswith(f"{prefix}blocks.") and site.endswith(".out")]

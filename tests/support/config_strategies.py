@@ -238,6 +238,12 @@ def stacks(
     )
 
 
+def has_additive_residual(stack: c.Stack) -> bool:
+    """Whether blocks only add to the residual stream: not with post-norm or with a norm on the skip connection."""
+    placement = stack.placement
+    return not isinstance(placement, c.PostNorm) and not (isinstance(placement, c.PreNorm) and placement.norm_skip)
+
+
 FORMS = ("decoder", "encoder", "encoder-decoder")
 EMBEDDING_POSITIONS = ("none", "learned", "sinusoidal")
 ATTENTION_POSITIONS = ("none", "rope", "alibi", "relative-bias")
