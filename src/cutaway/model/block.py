@@ -65,8 +65,7 @@ class Block(nn.Module):
 
     def skip_connection(self, x: Float[Tensor, "B T d"], branch: Branch) -> Float[Tensor, "B T d"]:
         """Return what the output of `branch` is added to: x, x · `skip_scale` (DeepNorm's alpha), or norm(x)."""
-        if self.norm_skip:
-            return branch.norm_in(x)
+        x = branch.norm_in(x) if self.norm_skip else x
         return x if self.skip_scale == 1.0 else x * self.skip_scale
 
     def forward(self, x: Float[Tensor, "B T d"], context: LayerContext) -> Float[Tensor, "B T d"]:

@@ -54,8 +54,7 @@ class SinusoidalPosition(ConstantBuffers):
 
         Angles are computed in fp64, because fp32 is too imprecise for the angles of large positions.
         """
-        last = self.width - 2 if self.endpoint else self.width
-        exponent = torch.arange(0, self.width, 2, dtype=torch.float64, device="cpu") / last
+        exponent = torch.arange(0, self.width, 2, dtype=torch.float64, device="cpu") / (self.width - 2 * self.endpoint)
         angle = (torch.arange(num_positions, device="cpu") + self.offset).unsqueeze(-1) * self.base**-exponent
         if self.layout == "halves":
             return torch.cat((angle.sin(), angle.cos()), -1).float()

@@ -41,10 +41,8 @@ class Stack(nn.Module):
         self.causal, self.vocab_size = causal, token_table.num_embeddings
         self.embed = Embedding(config.embedding, d_model, token_table)
         weight_sets = config.weight_sets  # ALBERT: layers with the same weight set are the same block
-        blocks = {
-            index: build_block(config.blocks[weight_sets.index(index)], config, d_model, is_first=index == 0)
-            for index in sorted(set(weight_sets))
-        }
+        first_layers = [weight_sets.index(index) for index in range(max(weight_sets) + 1)]
+        blocks = [build_block(config.blocks[i], config, d_model, is_first=i == 0) for i in first_layers]
         self.blocks = nn.ModuleList(blocks[index] for index in weight_sets)
         # Layers with the same position method share it: RoPE angles are computed once per pass, T5's bias is one table.
         keys = [_position_sharing_key(config, layer, d_model) for layer in range(config.layers)]
