@@ -244,10 +244,11 @@ def attention_module(branch: Branch) -> MultiHead | LatentAttention:
 
 
 def has_additive_residual(stack: Stack) -> bool:
-    """Whether blocks only add to the residual stream, and do not normalize (post-norm) or scale the sum."""
+    """Whether blocks only add to the residual stream, and do not normalize or scale it or the sum (post-norm)."""
     for block in get_blocks(stack):
         if isinstance(block, Block):
             norms = (block.norm_after_attn, block.norm_after_cross, block.norm_after_ffn)
-            if block.skip_scale != 1.0 or not all(isinstance(norm, nn.Identity | None) for norm in norms):
+            has_norms = not all(isinstance(norm, nn.Identity | None) for norm in norms)
+            if block.skip_scale != 1.0 or block.norm_skip or has_norms:
                 return False
     return True

@@ -144,10 +144,10 @@ def _skip_block(block: _AnyBlock, x: Tensor, context: LayerContext) -> Tensor:
 def _ffn_before_attention(block: _AnyBlock, x: Tensor, context: LayerContext) -> Tensor:
     """Block forward with the FFN first and attention last."""
     assert isinstance(block, Block)
-    x = block.norm_after_ffn(block.scale_skip(x) + block.ffn(x))
+    x = block.norm_after_ffn(block.skip_connection(x, block.ffn) + block.ffn(x))
     if block.cross is not None and block.norm_after_cross is not None:
-        x = block.norm_after_cross(block.scale_skip(x) + block.cross(x, context))
-    return block.norm_after_attn(block.scale_skip(x) + block.attn(x, context))
+        x = block.norm_after_cross(block.skip_connection(x, block.cross) + block.cross(x, context))
+    return block.norm_after_attn(block.skip_connection(x, block.attn) + block.attn(x, context))
 
 
 def _without_residual(block: _AnyBlock, x: Tensor, context: LayerContext) -> Tensor:
