@@ -395,6 +395,8 @@ def adapt_transformers_model(model: TransformersModel, seed: int) -> CheckedMode
         _adapt_encoder_decoder(checked, model, config, seed)
         _add_attention_functions(checked, model)
         return checked
+    if checked.positions_from_pad_token and checked.max_seq_len is not None:
+        checked.max_seq_len -= (checked.pad_token_id or 0) + 1  # positions start after the pad token id
     if "position_ids" in forward_args or checked.positions_from_pad_token:
         checked.positions_skip_padding = True
 

@@ -2,7 +2,7 @@
 dead-heads, dead-neurons."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -216,7 +216,8 @@ def residual_connection(ctx: CheckContext) -> Iterator[CaseResult]:
     """Catches a missing residual connection: the output of a sublayer replaces the residual stream.
 
     Multiply the input of the first block by 10⁴, so that sublayers behind a norm add almost nothing to it: the output
-    of each block with attention must point in the direction of its input.
+    of each block with attention must point in the direction of its input. Blocks that end with a norm (post-norm) are
+    left out.
 
     Cause: x = sublayer(norm(x)) instead of x = x + sublayer(norm(x)), or the residual is overwritten before the sum.
     Fix: add the output of each sublayer to its input, once.
@@ -232,13 +233,19 @@ def residual_connection(ctx: CheckContext) -> Iterator[CaseResult]:
     num_blocks = 0
     for stream in streams:
         first = ctx.module.get_submodule(stream.block_names[0])
-        with _scale_input(first, _STREAM_FACTOR), trace_residual_streams(ctx.module) as scaled_streams:
+        with (
+            _scale_input(first, _STREAM_FACTOR),
+            trace_residual_streams(ctx.module) as scaled_streams,
+            _trace_norm_outputs(ctx.module) as norm_outputs,
+        ):
             ctx.logits(ctx.random_tokens())
         scaled = next((other for other in scaled_streams if other.block_names == stream.block_names), None)
         if scaled is None or not all(bool(x.isfinite().all()) for x in scaled.values):
             continue
         for n, name in enumerate(stream.block_names):
             before, after = scaled.values[n].float(), scaled.values[n + 1].float()
+            if any(x.shape == after.shape and torch.equal(x.float(), after) for x in norm_outputs):
+                continue
             similarity = float(torch.cosine_similarity(before, after, -1).mean())
             num_blocks += 1
             if similarity < _MIN_RESIDUAL_SIMILARITY:
@@ -246,13 +253,29 @@ def residual_connection(ctx: CheckContext) -> Iterator[CaseResult]:
                 yield failure(message, similarity, _MIN_RESIDUAL_SIMILARITY, name)
                 return
     if not num_blocks:
-        raise SkipCheckError("the blocks do not support inputs of another size")
+        raise SkipCheckError("needs blocks that do not end with a norm, and that take larger inputs")
     yield success(f"the residual stream passes through {num_blocks} blocks")
 
 
 def _contains(block: str, attention_modules: list[str]) -> bool:
     """Whether one of the attention calls is in this block."""
     return any(name == block or name.startswith(f"{block}.") for name in attention_modules)
+
+
+@contextmanager
+def _trace_norm_outputs(module: nn.Module) -> Iterator[list[Tensor]]:
+    """Record the outputs of all submodules whose class name contains "norm"."""
+    outputs: list[Tensor] = []
+
+    def record(_module: nn.Module, _args: Args, out: object) -> None:
+        if is_hidden_state(out):
+            outputs.append(out.detach())
+
+    with ExitStack() as hooks:
+        for submodule in module.modules():
+            if "norm" in type(submodule).__name__.lower():
+                hooks.enter_context(submodule.register_forward_hook(record))
+        yield outputs
 
 
 @contextmanager
