@@ -1,7 +1,7 @@
 """Linear probes: predict a label of each token from its activation, with a held-out split, an interval and a control.
 
-A probe's accuracy alone does not show that the model represents a label: a probe may learn it from the token. The control
-is the same probe for labels without meaning (Hewitt & Liang 2019, https://arxiv.org/abs/1909.03368).
+A probe's accuracy alone does not show that the model represents a label: a probe may learn it from the token. The
+control is the same probe for labels without meaning (Hewitt & Liang 2019, https://arxiv.org/abs/1909.03368).
 """
 
 import math
@@ -82,7 +82,7 @@ class Probe:
         return {self.site: Intervention("add", self.direction(label) * amount, positions=positions)}
 
     def ablate(self, *, label: int = 1) -> dict[str, TensorFn]:
-        """Return the edits for `ct.edit` that set the component along the direction to its mean over the training set."""
+        """Return the edits for `ct.edit` that set the component along the direction to its mean on the training set."""
         direction, mean = self.direction(label), self.mean
 
         def project(value: Tensor) -> Tensor:
@@ -167,7 +167,9 @@ def _check_labels(dataset: ActivationDataset, labels: Tensor, kind: ProbeKind) -
     if kind not in ("logistic", "ridge"):
         raise InputError(f"kind is {kind!r}; use 'logistic' for classes or 'ridge' for numbers")
     if labels.shape != (len(dataset),):
-        raise InputError(f"labels has shape {tuple(labels.shape)}; pass one label for each of the {len(dataset)} tokens")
+        raise InputError(
+            f"labels has shape {tuple(labels.shape)}; pass one label for each of the {len(dataset)} tokens"
+        )
     if kind == "ridge":
         return labels.float()
     if labels.is_floating_point():
@@ -207,8 +209,14 @@ def _fit_and_score(
     weight, bias = fit(data.x[train], labels[train], l2)
     scores, targets = data.x[test] @ weight.T + bias, labels[test]
     if kind == "logistic":
-        columns = torch.stack(((scores.argmax(1) == targets).double(), torch.ones(len(targets), dtype=torch.float64)), 1)
-        return weight, bias, _bootstrap(columns, data.groups[test], lambda sums: sums[:, 0] / sums[:, 1], num_bootstrap, seed)
+        columns = torch.stack(
+            ((scores.argmax(1) == targets).double(), torch.ones(len(targets), dtype=torch.float64)), 1
+        )
+        return (
+            weight,
+            bias,
+            _bootstrap(columns, data.groups[test], lambda sums: sums[:, 0] / sums[:, 1], num_bootstrap, seed),
+        )
     error, y = (scores[:, 0] - targets).double(), targets.double()
     columns = torch.stack((error.square(), y.square(), y, torch.ones_like(y)), 1)
 
@@ -250,11 +258,11 @@ def _bootstrap(
     columns: Tensor, groups: Tensor, score: Callable[[Tensor], Tensor], count: int, seed: int
 ) -> ScoreInterval:
     """Return the score of sums of `columns`, (n, c), and its interval when sequences are resampled with replacement."""
-    numbers = torch.unique(groups, return_inverse=True)[1]  # type: ignore[no-untyped-call]
+    numbers = torch.unique(groups, return_inverse=True)[1]
     sums = columns.new_zeros(int(numbers.max()) + 1, columns.shape[1]).index_add(0, numbers, columns)
     generator = torch.Generator().manual_seed(seed)
-    resampled = torch.stack([
-        sums[torch.randint(len(sums), (len(sums),), generator=generator)].sum(0) for _ in range(count)
-    ])
+    resampled = torch.stack(
+        [sums[torch.randint(len(sums), (len(sums),), generator=generator)].sum(0) for _ in range(count)]
+    )
     low, high = score(resampled).quantile(torch.tensor(_INTERVAL, dtype=torch.float64)).tolist()
     return ScoreInterval(float(score(sums.sum(0)[None])[0]), low, high)

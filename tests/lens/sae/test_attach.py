@@ -79,7 +79,10 @@ def test_feature_edits_add_multiples_of_the_decoder_direction(model: Transformer
             expected = model(TOKENS)
         torch.testing.assert_close(edited, expected, rtol=1e-4, atol=1e-4)
         assert not torch.equal(edited, plain)
-    with attach_sae(model, sae), ct.edit(model, {name: {"do": "replace", "value": 7.0, "units": [feature], "positions": 3}}):
+    with (
+        attach_sae(model, sae),
+        ct.edit(model, {name: {"do": "replace", "value": 7.0, "units": [feature], "positions": 3}}),
+    ):
         edited = model(TOKENS)
     assert torch.equal(edited[:, :3], plain[:, :3])
     assert not torch.equal(edited[:, 3], plain[:, 3])
@@ -149,15 +152,19 @@ def test_two_autoencoders_and_a_transformers_model() -> None:
 
 
 def test_errors(model: Transformer) -> None:
-    with pytest.raises(InputError, match="no site in its configuration"), attach_sae(
-        model, SparseAutoencoder(SAEConfig("standard", 64, 96))
+    with (
+        pytest.raises(InputError, match="no site in its configuration"),
+        attach_sae(model, SparseAutoencoder(SAEConfig("standard", 64, 96))),
     ):
         pass
     with pytest.raises(InputError, match="is 4 sites"), attach_sae(model, build_sae(), site="resid_post"):
         pass
-    with pytest.raises(InputError, match="leave its with-block"), attach_sae(model, build_sae()):
-        with attach_sae(model, build_sae()):
-            pass
+    with (
+        pytest.raises(InputError, match="leave its with-block"),
+        attach_sae(model, build_sae()),
+        attach_sae(model, build_sae()),
+    ):
+        pass
     with pytest.raises(InputError, match="d_in = 32"), attach_sae(model, build_sae(d_in=32)):
         model(TOKENS)
     assert count_hooks(model) == 0

@@ -22,7 +22,12 @@ def randn(*shape: int, seed: int) -> Tensor:
 
 
 X = randn(2, 5, D_IN, seed=0)
-W_ENC, B_ENC, W_DEC, B_DEC = randn(D_IN, D_SAE, seed=1), randn(D_SAE, seed=2), randn(D_SAE, D_IN, seed=3), randn(D_IN, seed=4)
+W_ENC, B_ENC, W_DEC, B_DEC = (
+    randn(D_IN, D_SAE, seed=1),
+    randn(D_SAE, seed=2),
+    randn(D_SAE, D_IN, seed=3),
+    randn(D_IN, seed=4),
+)
 THRESHOLD = randn(D_SAE, seed=5).abs()
 WEIGHTS = {"W_enc": W_ENC, "b_enc": B_ENC, "W_dec": W_DEC, "b_dec": B_DEC}
 
@@ -51,7 +56,9 @@ def test_saelens_standard(tmp_path: Path) -> None:
     directory = write_saelens(tmp_path, WEIGHTS, architecture="standard", apply_b_dec_to_input=True, metadata=metadata)
     sae = assert_features(directory, ((X - B_DEC) @ W_ENC + B_ENC).relu())
     assert sae.cfg.site == "blocks.8.resid_pre"
-    write_saelens(tmp_path, WEIGHTS, architecture="standard", apply_b_dec_to_input=False, hook_name="blocks.1.hook_mlp_out")
+    write_saelens(
+        tmp_path, WEIGHTS, architecture="standard", apply_b_dec_to_input=False, hook_name="blocks.1.hook_mlp_out"
+    )
     sae = assert_features(directory, (X @ W_ENC + B_ENC).relu())
     assert sae.cfg.site == "blocks.1.ffn.out"
 

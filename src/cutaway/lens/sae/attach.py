@@ -33,8 +33,8 @@ def attach_sae(
     """Context manager: the model has the sites `SITE.sae.acts` (features), `.sae.recons` and `.sae.error`.
 
     They can be traced and edited. The value at `site` becomes the reconstruction from the features, plus the error of
-    the reconstruction. Without an edit, it is unchanged bit for bit. `include_error=False` leaves the error out, so that
-    the model runs on the reconstruction alone. The with-block's value is the name of the feature site.
+    the reconstruction. Without an edit, it is unchanged bit for bit. `include_error=False` leaves the error out, so
+    that the model runs on the reconstruction alone. The with-block's value is the name of the feature site.
 
     `site` is by default the one in the autoencoder's configuration. At `attn.z`, the heads are concatenated.
     """

@@ -1,6 +1,7 @@
 """`SparseAutoencoder`: features of an activation, f = act(W_enc·x + b_enc), and the reconstruction W_dec·f + b_dec.
 
-Parameters have the names and shapes of SAELens: W_enc (d_in, d_sae), b_enc (d_sae,), W_dec (d_sae, d_in), b_dec (d_in,).
+Parameters have the names and shapes of SAELens: W_enc (d_in, d_sae), b_enc (d_sae,), W_dec (d_sae, d_in), b_dec
+(d_in,).
 """
 
 from dataclasses import dataclass
@@ -20,8 +21,8 @@ class SAEConfig:
     """Configuration of a sparse autoencoder, with the keys of cfg.json in SAELens.
 
     standard: ReLU (Bricken et al. 2023). topk: ReLU of the `k` largest pre-activations of a token (Gao et al. 2024).
-    jumprelu: pre-activations above a threshold per feature (Rajamanoharan et al. 2024). gated: ReLU with a separate gate
-    that decides which features are active (Rajamanoharan et al. 2024).
+    jumprelu: pre-activations above a threshold per feature. gated: ReLU with a separate gate that decides which
+    features are active (both Rajamanoharan et al. 2024).
     """
 
     architecture: Architecture
@@ -39,7 +40,9 @@ class SAEConfig:
         check_positive_int("d_in", self.d_in)
         check_positive_int("d_sae", self.d_sae)
         if (self.k is not None) != (self.architecture == "topk"):
-            raise InputError(f"k is {self.k!r}, but the architecture is {self.architecture}; topk needs k, others have none")
+            raise InputError(
+                f"k is {self.k!r}, but the architecture is {self.architecture}; topk needs k, others have none"
+            )
         if self.k is not None:
             check_positive_int("k", self.k)
             if self.k > self.d_sae:

@@ -46,7 +46,7 @@ _HOOK_NAMES = {
 def load_sae(
     path: str | Path, *, site: str | None = None, device: str | None = None, dtype: torch.dtype = torch.float32
 ) -> SparseAutoencoder:
-    """Load a sparse autoencoder from a directory in the layout of SAELens, sparsify or Gemma Scope, or from a .npz file.
+    """Load a sparse autoencoder: a directory in the layout of SAELens, sparsify or Gemma Scope, or a .npz file.
 
     `site` is the site of its input. By default it is the hook name of the SAELens configuration; the other layouts do
     not store it.
@@ -71,8 +71,9 @@ def save_sae(sae: SparseAutoencoder, directory: str | Path) -> None:
     """Write a sparse autoencoder in the layout of SAELens."""
     directory, cfg = Path(directory), sae.cfg
     directory.mkdir(parents=True, exist_ok=True)
-    save_file({name: value.detach().cpu().contiguous() for name, value in sae.state_dict().items()},
-              directory / SAELENS_FILE)
+    save_file(
+        {name: value.detach().cpu().contiguous() for name, value in sae.state_dict().items()}, directory / SAELENS_FILE
+    )
     data: dict[str, Any] = {
         "architecture": cfg.architecture,
         "d_in": cfg.d_in,
@@ -177,7 +178,7 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
 def _build(
     cfg: SAEConfig, tensors: dict[str, Tensor], path: Path, device: str | None, dtype: torch.dtype
 ) -> SparseAutoencoder:
-    """Return an autoencoder with these weights. Raise unless names and shapes are exactly those of the configuration."""
+    """Return an autoencoder with these weights. Raise unless their names and shapes follow from the configuration."""
     with torch.device("meta"):
         sae = SparseAutoencoder(cfg)
     expected = {name: tuple(value.shape) for name, value in sae.state_dict().items()}
@@ -185,7 +186,9 @@ def _build(
         shape = tuple(tensors[name].shape) if name in tensors else None
         if shape != expected.get(name):
             problem = f"'{path}' has {name} of shape {shape}" if shape is not None else f"'{path}' has no {name}"
-            raise WeightError(f"{problem}, but a {cfg.architecture} autoencoder has {expected.get(name)}; check the files")
+            raise WeightError(
+                f"{problem}, but a {cfg.architecture} autoencoder has {expected.get(name)}; check the files"
+            )
     state = {name: value.to(device=device or "cpu", dtype=dtype).contiguous() for name, value in tensors.items()}
     sae.load_state_dict(state, assign=True)
     return sae.eval()

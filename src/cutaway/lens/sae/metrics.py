@@ -45,7 +45,8 @@ class SAEMetrics:
         return (
             f"explained variance {self.explained_variance:.3f}, L0 {self.l0:.1f}, dead {self.dead_fraction:.1%}, "
             f"loss {self.loss:.3f}, reconstructed {self.loss_reconstructed:.3f}, "
-            f"zero-ablated {self.loss_zero_ablated:.3f}, recovered {self.loss_recovered:.3f} ({self.num_tokens:,} tokens)"
+            f"zero-ablated {self.loss_zero_ablated:.3f}, recovered {self.loss_recovered:.3f} "
+            f"({self.num_tokens:,} tokens)"
         )
 
 

@@ -130,7 +130,9 @@ def feature_logit_effects(model: ModelLike, sae: SparseAutoencoder, feature: int
     order = effects.argsort(descending=True, stable=True)
     ids = torch.cat((order[:top_k], order[-top_k:]))
     labels = (inputs.decode_tokens(ids.tolist()),)
-    return LabeledTensor(f"logit effects of feature {feature}", effects[ids], ("token",), labels, "proportional to logits")
+    return LabeledTensor(
+        f"logit effects of feature {feature}", effects[ids], ("token",), labels, "proportional to logits"
+    )
 
 
 def _unembedding_directions(inputs: AnalysisInputs) -> Tensor:

@@ -135,7 +135,7 @@ class _Trainer:
             _remove_parallel_gradient(sae.W_dec)
             torch.nn.utils.clip_grad_norm_(sae.parameters(), 1.0 * math.sqrt(self.cfg.d_in))
             self.optimizer.step()
-            sae.W_dec /= sae.W_dec.norm(dim=1, keepdim=True)
+            sae.W_dec.div_(sae.W_dec.norm(dim=1, keepdim=True))
             if self.cfg.architecture == "jumprelu":
                 sae.threshold.clamp_(min=0.0)
             active = (acts > 0).any(0)
@@ -149,8 +149,9 @@ class _Trainer:
     def _activate(self, pre: Tensor) -> tuple[Tensor, Tensor]:
         """Return the features, (n, d_sae), and their sparsity loss."""
         if self.cfg.architecture == "jumprelu":
-            acts: Tensor = _JumpReLU.apply(pre, self.sae.threshold)
-            return acts, _Step.apply(pre, self.sae.threshold).sum(1).mean()
+            acts: Tensor = _JumpReLU.apply(pre, self.sae.threshold)  # type: ignore[no-untyped-call]
+            active: Tensor = _Step.apply(pre, self.sae.threshold)  # type: ignore[no-untyped-call]
+            return acts, active.sum(1).mean()
         if self.cfg.architecture == "topk":
             assert self.cfg.k is not None
             values, indices = pre.topk(self.cfg.k, dim=1)
@@ -240,7 +241,9 @@ def _sample_inputs(dataset: ActivationDataset, site: str, seed: int) -> Tensor:
 def _iterate_inputs(dataset: ActivationDataset, site: str, batch_size: int, seed: int) -> Iterator[Tensor]:
     """Yield batches of activations, (n, d_in), in a new order in each pass over the dataset."""
     if len(dataset) < batch_size:
-        raise InputError(f"the dataset has {len(dataset)} tokens, fewer than batch_size = {batch_size}; pass a smaller one")
+        raise InputError(
+            f"the dataset has {len(dataset)} tokens, fewer than batch_size = {batch_size}; pass a smaller one"
+        )
     epoch = 0
     while True:
         for batch in dataset.batches(batch_size, seed=seed + epoch, sites=[site], drop_last=True):
@@ -248,9 +251,7 @@ def _iterate_inputs(dataset: ActivationDataset, site: str, batch_size: int, seed
         epoch += 1
 
 
-def _track_steps(
-    steps: Iterator[tuple[int, Tensor]], num_steps: int, progress: bool
-) -> Iterator[tuple[int, Tensor]]:
+def _track_steps(steps: Iterator[tuple[int, Tensor]], num_steps: int, progress: bool) -> Iterator[tuple[int, Tensor]]:
     if not progress or not sys.stderr.isatty():
         return steps
     from rich.console import Console
