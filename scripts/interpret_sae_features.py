@@ -33,6 +33,7 @@ from cutaway.lens.sae import (
     attach_sae,
     evaluate_sae,
     feature_report,
+    load_sae,
     save_sae,
     train_sae,
 )
@@ -42,9 +43,11 @@ PROMPTS = ("Once upon a time", "One day,", "Tom and", "Lily")
 STORIES_PER_PROMPT, STORY_TOKENS = 96, 140
 CONFIG = SAEConfig("topk", d_in=256, d_sae=1024, k=16, site=SITE)
 NUM_STEPS, LR, SEED = 400, 2e-3, 0
-NUM_CONTROLS = 5
-MAX_POSITIONS = 6
-"""Number of positions of each story at which a feature is edited."""
+NUM_TEST_STORIES, TEST_TOKENS = 64, 64
+"""Number of held-out stories in which features are edited, and the number of their first tokens that are used."""
+MAX_POSITIONS = 3
+"""Maximum number of positions of each story at which a feature is edited."""
+NUM_CONTROLS = 3
 CLASSES = {
     "names of persons": "Lily Tim Timmy Tom Max Sue Mia Sam Ben Anna Lucy Sara Jack Jane Emma Amy Mary Bob",
     "members of the family": "mom mommy dad daddy mother father brother sister grandma grandpa parents family",
@@ -159,37 +162,37 @@ def measure_feature(
                 continue
             old = acts[at, feature]
             step = mean - old if operation == "set" else -old  # (positions,)
-            rows = {
-                number: _log_prob_change(checkpoint, sae, tokens, plain, at, step, number, class_ids)
-                for number in (feature, *controls)
-            }
-            changes[operation].append(rows[feature])
-            changes[f"{operation} control"].append(sum(rows[number] for number in controls) / len(controls))
+            own, *others = _log_prob_changes(checkpoint, sae, tokens, plain, at, step, [feature, *controls], class_ids)
+            changes[operation].append(own)
+            changes[f"{operation} control"].append(sum(others) / len(others))
     return changes
 
 
-def _log_prob_change(
+def _log_prob_changes(
     checkpoint: ct.Checkpoint,
     sae: SparseAutoencoder,
     tokens: Tensor,
     plain: Tensor,
     positions: Tensor,
     step: Tensor,
-    feature: int,
+    features: list[int],
     class_ids: Tensor,
-) -> float:
-    """Return the mean change of log p(class) if `step` is added to a feature, at one position at a time."""
-    rows = tokens.expand(len(positions), -1)
+) -> list[float]:
+    """Return the mean change of log p(class), if `step` is added to each feature, at one position at a time."""
+    # One row of the batch for each pair of a feature and a position.
+    row_positions, row_steps = positions.repeat(len(features)), step.repeat(len(features))
+    row_features = torch.tensor(features).repeat_interleave(len(positions))
+    rows = torch.arange(len(row_features))
 
     def add_step(acts: Tensor) -> Tensor:
-        acts[torch.arange(len(positions)), positions, feature] += step
+        acts[rows, row_positions, row_features] += row_steps
         return acts
 
     with attach_sae(checkpoint, sae) as site, ct.edit(checkpoint, {site: add_step}):
-        edited = checkpoint.model(rows)
-    after = edited[torch.arange(len(positions)), positions].log_softmax(-1)[:, class_ids].logsumexp(-1)
-    before = plain[0, positions].log_softmax(-1)[:, class_ids].logsumexp(-1)
-    return float((after - before).mean())
+        edited = checkpoint.model(tokens.expand(len(rows), -1))
+    after = edited[rows, row_positions].log_softmax(-1)[:, class_ids].logsumexp(-1)
+    before = plain[0, row_positions].log_softmax(-1)[:, class_ids].logsumexp(-1)
+    return (after - before).view(len(features), -1).mean(1).tolist()
 
 
 def token_ids(checkpoint: ct.Checkpoint, words: str) -> Tensor:
@@ -201,7 +204,9 @@ def token_ids(checkpoint: ct.Checkpoint, words: str) -> Tensor:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--directory", help="where to write the stories, the activations and the autoencoder")
+    parser.add_argument(
+        "--directory", help="for the stories, the activations and the autoencoder; existing ones are used"
+    )
     parser.add_argument("--json", metavar="FILE", help="write the results to this file")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
@@ -224,15 +229,17 @@ def run(directory: Path) -> dict[str, object]:
     dataset = collect_activations(
         checkpoint, train, SITE, directory=directory / "activations", batch_size=32, packing=True
     )
-    sae = train_sae(dataset, CONFIG, num_steps=NUM_STEPS, lr=LR, seed=SEED)
-    save_sae(sae, directory / "sae")
+    if not (directory / "sae").exists():
+        save_sae(train_sae(dataset, CONFIG, num_steps=NUM_STEPS, lr=LR, seed=SEED), directory / "sae")
+    sae = load_sae(directory / "sae")
     metrics = evaluate_sae(checkpoint, sae, test)
     print_line(f"{metrics}  ({time.perf_counter() - start:.0f} s)\n")
     tests = []
     for name, words in CLASSES.items():
         class_ids = token_ids(checkpoint, words)
         feature, f1, mean = select_feature(sae, dataset, class_ids)
-        changes = measure_feature(checkpoint, sae, test, class_ids, feature, mean)
+        short = [ids[:TEST_TOKENS] for ids in test[:NUM_TEST_STORIES]]
+        changes = measure_feature(checkpoint, sae, short, class_ids, feature, mean)
         intervals = [mean_confidence_interval(changes[key]) for key in ("set", "set control", "zero", "zero control")]
         tests.append(FeatureTest(name, feature, f1, *intervals))
         print_line(tests[-1])

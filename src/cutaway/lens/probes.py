@@ -20,6 +20,8 @@ from cutaway.lens.edit import TensorFn
 from cutaway.lens.interventions import Intervention
 from cutaway.lens.sites import Indices
 
+__all__ = ["Probe", "ScoreInterval", "fit_probe"]
+
 ProbeKind = Literal["logistic", "ridge"]
 ControlKind = Literal["shuffled", "control_task"]
 _MAX_LBFGS_STEPS = 100

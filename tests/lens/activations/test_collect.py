@@ -202,7 +202,7 @@ def test_killed_process_is_resumed_bit_for_bit(model: Transformer, tmp_path: Pat
 
 
 def test_resume_needs_the_same_arguments(model: Transformer, tmp_path: Path) -> None:
-    sequences = random_sequences()
+    sequences = random_sequences(24)
 
     def interrupted() -> Iterator[list[int]]:
         yield from sequences[:10]
@@ -228,6 +228,9 @@ def test_resume_needs_the_same_arguments(model: Transformer, tmp_path: Path) -> 
         collect([[7, 7, *ids] for ids in sequences])
     collect(sequences)
     assert ActivationDataset(tmp_path / "a").index.complete
+    collect(sequences)
+    with pytest.raises(InputError, match="of a shorter corpus"):
+        collect([*sequences, [1, 2, 3]])
 
 
 def test_later_blocks_are_not_computed(model: Transformer, tmp_path: Path) -> None:

@@ -41,8 +41,9 @@ def collect_activations(
     """Write the activations of a corpus at `sites` to `directory`, and return them as an `ActivationDataset`.
 
     The directory has safetensors shards and index.json. A run that was interrupted at any moment is continued if this
-    function is called again with the same arguments; the result is equal bit for bit to that of one run. The memory
-    does not depend on the length of the corpus. Blocks after the last site are not computed.
+    function is called again with the same arguments; the result is equal bit for bit to that of one run. After a
+    complete run, the same call compares the tokens of the corpus and returns the dataset. The memory does not depend on
+    the length of the corpus. Blocks after the last site are not computed.
 
     Args:
         model: a cutaway model or checkpoint, a transformers model, or another module that takes token ids.
@@ -65,12 +66,16 @@ def collect_activations(
     infos = {site.name: SiteInfo(_token_axes(site), ()) for site in trace.sites}
     dtype = dtype or next(module.parameters()).dtype
     dtype_name = str(dtype).removeprefix("torch.")
-    index = Index(describe_model(module), infos, dtype_name, seq_len, batch_size, packing, tokens_per_shard)
+    description = describe_model(module)
+    index = Index(description, infos, dtype_name, seq_len, batch_size, packing, tokens_per_shard, max_tokens)
     index = _open_directory(directory, index)
-    if index.complete:
-        return ActivationDataset(directory)
     batches = iterate_batches(corpus, tokenizer, seq_len=seq_len, batch_size=batch_size, packing=packing)
     batches = _skip_written(_limit_tokens(batches, max_tokens), index, directory)
+    if index.complete:
+        if next(batches, None) is not None:
+            problem = f"'{directory}' has all activations of a shorter corpus"
+            raise InputError(f"{problem}; pass another directory, or open it with ActivationDataset")
+        return ActivationDataset(directory)
     with ShardWriter(directory, index) as writer:
         for batch in _record_batches(trace, _track_tokens(batches, max_tokens, progress)):
             writer.put(batch)

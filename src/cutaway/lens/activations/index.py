@@ -52,6 +52,7 @@ class Index:
     packing: bool
     tokens_per_shard: int
     """Minimum number of tokens of a shard, except for the last one. A shard has whole batches."""
+    max_tokens: int | None
     shards: list[Shard] = field(default_factory=list)
     complete: bool = False
 
