@@ -264,6 +264,11 @@ class Trace:
         """Return the activations recorded at a site, one per call of the model."""
         return self._values[self.resolve_name(name)]
 
+    def clear(self) -> None:
+        """Discard the recorded activations and gradients, so that the memory of a loop of calls is constant."""
+        for name in self._values:
+            self._values[name], self._gradients[name] = [], {}
+
     def resolve_name(self, name: str) -> str:
         """Return the full name of a traced site, from its name or from a suffix that only one site has."""
         matches = [name] if name in self._values else [key for key in self._values if key.endswith(f".{name}")]
