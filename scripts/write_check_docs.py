@@ -32,6 +32,8 @@ from cutaway.cli.views.check_report import render_report  # noqa: E402
 from cutaway.config.field_docstrings import read_field_docstrings  # noqa: E402
 
 FONT_FACE_PATTERN = re.compile(r"\s*@font-face \{.*?\}", re.DOTALL)
+GUIDES = ("README.md", "five-minutes.md")
+"""Pages that are not about one check."""
 INDEX_PAGE = ROOT / "docs" / "checks" / "README.md"
 GENERATED_SECTION = re.compile(r"(<!-- made: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 """Generated sections of the index."""
@@ -66,7 +68,7 @@ def render_pages() -> dict[str, str]:
 def remove_stale_files(out: Path) -> None:
     """Delete the pages and figures of checks that no longer exist."""
     for path in [*out.glob("*.md"), *out.glob("img/*.svg")]:
-        if path.stem not in get_checks() and path.name != "README.md":
+        if path.stem not in get_checks() and path.name not in GUIDES:
             path.unlink()
 
 

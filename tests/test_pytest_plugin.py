@@ -1,5 +1,6 @@
 """The pytest plugin: `pytest --cutaway module:factory` runs each check as a test."""
 
+import json
 import os
 import subprocess
 import sys
@@ -19,6 +20,8 @@ pytestmark = pytest.mark.unchecked
 pytest_plugins = ["pytester"]
 ROOT = Path(__file__).parent.parent
 CHECK_NAMES = list(get_checks())  # imported here so that a nested run does not register the checks twice
+FIRST_MESSAGE = "the logits at position # change with token #, which comes later"
+SECOND_MESSAGE = "the logits of the first # tokens alone differ from those within # tokens"
 MODULE = """
 import support.seeded_bugs.causality
 from support.seeded_bugs.reference_gpt import ReferenceGPT, check_kwargs
@@ -102,9 +105,28 @@ def test_warning_passes_with_a_pytest_warning(project: Run) -> None:
     assert "CutawayWarning: warn  causality-paths: could not run: the model raised ZeroDivisionError" in output
 
 
+def test_accepted_findings_are_xfailed(project: Run) -> None:
+    def write(model: str, message: str) -> None:
+        entry = {"model": model, "check": "causality", "verdict": "fail", "message": message, "reason": "a known leak"}
+        Path("b.json").write_text(json.dumps({"version": 1, "accepted": [entry, {**entry, "message": SECOND_MESSAGE}]}))
+
+    arguments = ("--cutaway-only", "causality", "--cutaway-baseline", "b.json")
+    write("mine:leaky", FIRST_MESSAGE)
+    output = project("--cutaway", "mine:leaky", *arguments, "-rx", code=0)
+    assert "cutaway::causality XFAIL (accepted (a known leak): the logits at position 0 change" in output
+    project("--cutaway", "mine:leaky", *arguments, "--runxfail", code=1)
+    write("mine:leaky", "another message")
+    assert "cutaway::causality FAILED" in project("--cutaway", "mine:leaky", *arguments, code=1)
+    write("mine:forward_only", FIRST_MESSAGE)
+    output = project("--cutaway", "mine:forward_only", *arguments, code=0)
+    assert "cutaway::causality PASSED" in output
+    assert f"CutawayWarning: fixed  causality: {FIRST_MESSAGE}; remove it from the baseline" in output
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
+        (["mine:correct", "--cutaway-baseline", "absent.json"], 4, "absent.json' does not exist; create it with"),
         (["mine:absent"], 4, "--cutaway: 'mine' has no 'absent'"),
         (["absent:make"], 4, "--cutaway: there is no module 'absent'"),
         (["mine:correct", "--cutaway-only", "causalty"], 4, "--cutaway: there is no check 'causalty'"),

@@ -15,10 +15,11 @@ from cutaway.errors import CutawayError
 
 if TYPE_CHECKING:
     from cutaway.check import Finding, Report
+    from cutaway.check.report.baseline import Baseline
 
 
 class CutawayWarning(UserWarning):
-    """A check returned a warning."""
+    """A check returned a warning, or a finding of the baseline no longer occurs."""
 
 
 class CheckFailedError(Exception):
@@ -35,6 +36,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--cutaway-budget", type=float, default=30.0, metavar="SECONDS", help="time limit per model; default 30"
     )
+    help_text = "accepted findings, written by cutaway check --write-baseline; they are reported as xfailed"
+    group.addoption("--cutaway-baseline", type=Path, default=None, metavar="FILE", help=help_text)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -59,15 +62,18 @@ def _collect_models(session: pytest.Session) -> list["ModelCollector"]:
         return []
     from cutaway.check.model_sources import import_factory
     from cutaway.check.registry import select_checks
+    from cutaway.check.report.baseline import load_baseline
 
     collectors = []
+    path: Path | None = option("--cutaway-baseline")
     try:
+        baseline = None if path is None else load_baseline(session.config.invocation_params.dir / path)
         only, skip = _split_names(option("--cutaway-only")), _split_names(option("--cutaway-skip"))
         names = [check.name for check in select_checks(only, skip)]
         for source in sources:
             factory = import_factory(source, session.config.invocation_params.dir)
             name = "cutaway" if len(sources) == 1 else f"cutaway[{source}]"
-            kwargs = {"source": source, "factory": factory, "checks": names}
+            kwargs = {"source": source, "factory": factory, "checks": names, "baseline": baseline}
             collectors.append(ModelCollector.from_parent(session, name=name, nodeid=name, **kwargs))
     except CutawayError as error:
         raise pytest.UsageError(f"--cutaway: {error}") from None
@@ -81,9 +87,15 @@ def _split_names(names: list[str] | None) -> list[str] | None:
 class ModelCollector(pytest.Collector):
     """Collector of one model's checks. The first test builds the model and runs all selected checks at once."""
 
-    def __init__(self, *, source: str, factory: object, checks: list[str], **kwargs: Any) -> None:
+    def __init__(
+        self, *, source: str, factory: object, checks: list[str], baseline: "Baseline | None", **kwargs: Any
+    ) -> None:
         super().__init__(**kwargs)
-        self.source, self.factory, self.checks = source, factory, checks
+        self.source, self.factory, self.checks, self.baseline = source, factory, checks, baseline
+        self.accepted: dict[str, str] = {}
+        """Name of each check whose problems are all in the baseline → the reasons."""
+        self.fixed: dict[str, list[str]] = {}
+        """Check → messages in the baseline that no longer occur."""
         self.report: Report | None = None
         self.error: CutawayError | None = None
 
@@ -109,6 +121,11 @@ class ModelCollector(pytest.Collector):
         try:
             model, overrides = build_from_factory(self.source, self.factory, seed=seed)
             self.report = check(model, only=names, seed=seed, budget=budget, **overrides)
+            if self.baseline is not None:
+                self.report = compared = self.baseline.apply(self.report, self.source)
+                self.accepted = compared.accepted
+                for entry in compared.fixed:
+                    self.fixed.setdefault(entry.check, []).append(entry.message)
         except CutawayError as error:
             self.error = error
 
@@ -122,6 +139,12 @@ class CheckItem(pytest.Item):
         for name in ("measured", "threshold", "location"):
             if getattr(finding, name) is not None:
                 self.user_properties.append((name, getattr(finding, name)))
+        for message in self.parent.fixed.get(self.name, ()):
+            text = f"fixed  {self.name}: {message}; remove it from the baseline"
+            warnings.warn(CutawayWarning(text), stacklevel=1)
+        if self.name in self.parent.accepted:
+            reason = self.parent.accepted[self.name]
+            pytest.xfail(f"accepted{f' ({reason})' if reason else ''}: {finding.message}")
         if finding.verdict == "skip":
             pytest.skip(finding.message.removeprefix("skipped: "))
         if finding.verdict == "fail":

@@ -1,6 +1,5 @@
 """Verdicts of a check: inconclusive if the noise is too large, failed if a function that worked before raises."""
 
-from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as Tree
 
@@ -10,7 +9,7 @@ from support.seeded_bugs.reference_gpt import ReferenceGPT, check_kwargs
 from torch import Tensor, nn
 
 import cutaway as ct
-from cutaway.check.report.junit import write_junit
+from cutaway.check.report.junit import format_junit
 
 pytestmark = [pytest.mark.unchecked, pytest.mark.usefixtures("frozen_check_clock")]
 
@@ -52,7 +51,7 @@ def test_results_that_are_equal_bit_for_bit_are_conclusive() -> None:
     assert ct.check(logits, only=["causality"], has_positions=False)["causality"].verdict == "pass"
 
 
-def test_status_distinguishes_passed_failed_and_inconclusive(tmp_path: Path) -> None:
+def test_status_distinguishes_passed_failed_and_inconclusive() -> None:
     model = ReferenceGPT()
     passed = ct.check(model, only=["causality"], **check_kwargs(model))
     assert (passed.status, passed.ok) == ("passed", True)
@@ -61,8 +60,7 @@ def test_status_distinguishes_passed_failed_and_inconclusive(tmp_path: Path) -> 
     assert not noisy.ok
     assert "rounding noise" in noisy["causality-paths"].message
     assert "1 inconclusive" in noisy.summary()
-    write_junit(noisy, tmp_path / "report.xml")
-    suite = Tree.parse(tmp_path / "report.xml").getroot()
+    suite = Tree.fromstring(format_junit(noisy))
     assert suite.get("errors") == "1"
     assert suite.find(".//testcase/error") is not None
 

@@ -1,6 +1,7 @@
 """`cutaway check`: terminal report, JSON, JUnit, factories and errors."""
 
 import json
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,8 @@ from support.cli_runner import CliRunner
 import cutaway as ct
 from cutaway.check import CaseResult, Finding, Report, get_checks
 from cutaway.check.model_sources import shrink_config
-from cutaway.check.report.junit import write_junit
+from cutaway.check.report.junit import format_junit
+from cutaway.check.report.text_file import write_atomically
 from cutaway.cli.verbs.check import MAX_PARAMETERS, parse_duration
 from cutaway.cli.views.check_report import skipped_by_reason
 from cutaway.errors import InputError
@@ -159,6 +161,12 @@ def test_factory_may_return_a_model_a_dict_or_a_function(run_cli: CliRunner, nam
         (["tiny-gpt", "--budget", "0"], "--budget is '0'"),
         (["tiny-gpt", "--junit", "nowhere/report.xml"], "'nowhere' is not a directory"),
         (["tiny-gpt", "--junit", "."], "is a directory"),
+        (["mine:raises", "--sarif", "nowhere/report.sarif"], "'nowhere' is not a directory"),
+        (["mine:raises", "--badge", "x", "--markdown", "./x"], "--markdown and --badge both name"),
+        (["mine:raises", "--baseline", "absent.json"], "the baseline 'absent.json' does not exist; create it"),
+        (["mine:raises", "--baseline", "mine.py"], "is not valid JSON"),
+        (["mine:raises", "--write-baseline"], "--write-baseline needs the file to write"),
+        (["tiny-gpt", "--changed"], "--changed follows the imports of module.path:factory"),
         ([], "SOURCE is missing"),
         (["--explain", "causalty"], "did you mean 'causality'"),
     ],
@@ -234,11 +242,8 @@ def build_report() -> Report:
     )
 
 
-def test_junit_xml(tmp_path: Path) -> None:
-    path = tmp_path / "report.xml"
-    path.write_text("an older one")
-    write_junit(build_report(), path)
-    root = Tree.parse(path).getroot()
+def test_junit_xml() -> None:
+    root = Tree.fromstring(format_junit(build_report()))
     assert root.tag == "testsuites"
     [suite] = root
     assert {
@@ -263,15 +268,93 @@ def test_junit_xml(tmp_path: Path) -> None:
     assert skipped.get("message") == "skipped: needs logits_with_cache"
     assert cases["order"].find("failure") is None
     assert "two heads are dead" in cases["heads"].findtext("system-out", "")
+
+
+def test_files_are_written_atomically(tmp_path: Path) -> None:
+    path = tmp_path / "report.xml"
+    path.write_text("an older one")
+    write_atomically(path, "new")
+    assert path.read_text() == "new"
     assert [item.name for item in tmp_path.iterdir() if item.name.startswith(".report")] == []
     with pytest.raises(InputError, match="cannot be written"):
-        write_junit(build_report(), tmp_path / "absent" / "report.xml")
+        write_atomically(tmp_path / "absent" / "report.xml", "new")
 
 
 def test_junit_is_written_if_a_check_fails(run_cli: CliRunner, tmp_path: Path) -> None:
     run_cli("check", "mine:leaks", "--only", "causality*", "--junit", tmp_path / "r.xml", code=1)
     cases = {case.get("name"): case for case in Tree.parse(tmp_path / "r.xml").getroot().iter("testcase")}
     assert cases["causality"].find("failure") is not None
+
+
+def test_read_only_directory_is_refused_before_the_model_is_built(
+    run_cli: CliRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.access", lambda *_: False)  # root may write everywhere
+    assert "is read-only" in run_cli("check", "mine:raises", "--badge", "badge.svg", code=2)
+
+
+def test_all_outputs_of_one_run(run_cli: CliRunner, tmp_path: Path) -> None:
+    names = {"junit": "r.xml", "sarif": "r.sarif", "markdown": "r.md", "badge": "r.svg"}
+    options = [part for name, file in names.items() for part in (f"--{name}", file)]
+    run_cli("check", "mine:leaks", "--only", "causality", *options, code=1)
+    [run] = json.loads((tmp_path / "r.sarif").read_text())["runs"]
+    [location] = run["results"][0]["locations"]
+    assert location["physicalLocation"]["artifactLocation"]["uri"] == "mine.py"
+    line = location["physicalLocation"]["region"]["startLine"]
+    assert MODULE.splitlines()[line - 1] == "def leaks():"  # the class is not in the working directory
+    assert "1 failed" in (tmp_path / "r.svg").read_text()
+    assert "| causality | fail |" in (tmp_path / "r.md").read_text()
+    assert (tmp_path / "r.xml").is_file()
+
+
+def test_baseline_accepts_the_findings_of_a_model(run_cli: CliRunner, tmp_path: Path) -> None:
+    options = ("--only", "causality,packing", "--baseline", "b.json")
+    output = run_cli("check", "mine:leaks", *options, "--write-baseline")
+    assert "no new problems found" in output
+    data = json.loads((tmp_path / "b.json").read_text())
+    assert {entry["check"] for entry in data["accepted"]} == {"causality"}
+    for entry in data["accepted"]:
+        entry["reason"] = "a known leak"
+    (tmp_path / "b.json").write_text(json.dumps(data))
+    output = run_cli("check", "mine:leaks", *options, "--seed", 1, columns=160)
+    assert "~ accepted" in output
+    assert "(a known leak)" in " ".join(output.split())
+    assert "~ accepted" in run_cli("check", "mine:leaks", *options, "--verbose", columns=160)
+    run_cli("check", "mine:leaks", *options, "--write-baseline")
+    assert json.loads((tmp_path / "b.json").read_text()) == data
+    (tmp_path / "b.json").write_text((tmp_path / "b.json").read_text().replace("mine:leaks", "mine:correct"))
+    report = run_json(run_cli, "mine:correct", *options)
+    assert report["accepted"] == {}
+    assert {entry["check"] for entry in report["fixed"]} == {"causality"}
+    assert "✓ fixed" in run_cli("check", "mine:correct", *options)
+    run_cli("check", "mine:leaks", *options, code=1)
+
+
+def test_preflight_selects_the_quick_checks(run_cli: CliRunner) -> None:
+    report = run_json(run_cli, "mine:correct", "--preflight", "--only", "causality*")
+    names = [check.name for check in get_checks().values() if check.preflight and check.name.startswith("causality")]
+    assert [finding["check"] for finding in report["findings"]] == names
+
+
+def test_changed(run_cli: CliRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CI", raising=False)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    arguments = ("mine:leaks", "--only", "causality", "--changed", "--badge", "b.svg")
+    output = run_cli("check", *arguments, code=1, columns=160)
+    assert "the changed files are unknown, so the checks run: not a git repository" in output
+    (tmp_path / "b.svg").unlink()
+    for command in (
+        ["init", "-q"],
+        ["add", "mine.py"],
+        ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "a"],
+    ):
+        subprocess.run(["git", *command], check=True)
+    output = run_cli("check", *arguments)
+    assert output == "mine:leaks: not checked, changed since HEAD: no file that the model imports\n"
+    assert not (tmp_path / "b.svg").exists()
+    assert run_json(run_cli, *arguments)["status"] == "unchanged"
+    (tmp_path / "mine.py").write_text(f"{MODULE}# changed\n")
+    assert "changed since HEAD: mine.py" in run_cli("check", *arguments, code=1)
 
 
 def test_terminal_report(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,6 @@
 """Options and arguments that several verbs share, each with its type, flag and help text."""
 
+import os
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -106,3 +107,7 @@ def check_output_path(path: Path) -> None:
         raise InputError(f"'{path}' is a directory; pass the path of a file")
     if not path.parent.is_dir():
         raise InputError(f"'{path.parent}' is not a directory, so nothing can be written there; create it")
+    if not os.access(path.parent, os.W_OK):
+        raise InputError(
+            f"the directory '{path.parent}' is read-only, so '{path.name}' cannot be written; pass another"
+        )

@@ -1,1 +1,1 @@
-"""Findings, reports, JUnit XML, and the documentation page of a check."""
+"""Findings and reports, their output formats (JUnit, SARIF, Markdown, badge), baselines, and the page of a check."""

@@ -4,8 +4,9 @@ import math
 import re
 import sys
 from contextlib import nullcontext, redirect_stdout
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -17,8 +18,11 @@ if TYPE_CHECKING:  # torch is imported when it is needed
     import torch
 
     from cutaway.check.model_sources import ModelAndOverrides
+    from cutaway.check.report.source_location import SourceLocator
     from cutaway.model import Transformer
 
+MAX_FILES_SHOWN = 3
+"""Maximum number of changed files that are named."""
 MAX_PARAMETERS = 500_000_000
 """Maximum number of parameters of a preset that is built at full size. Larger ones would exceed the time budget."""
 
@@ -26,6 +30,9 @@ MAX_PARAMETERS = 500_000_000
 Library = Literal["cutaway", "transformers"]
 EXIT_CODES = {"passed": 0, "failed": 1, "inconclusive": 3}
 """Exit code by status of the report; 2 is for invalid arguments."""
+
+
+ci_option = partial(option, panel="Continuous integration")
 
 
 def check(
@@ -41,12 +48,36 @@ def check(
         option("Run only these checks, given by name, prefix (cache) or pattern (causality*).", metavar="A,B"),
     ] = None,
     skip: Annotated[list[str] | None, option("Skip these checks.", metavar="A,B")] = None,
+    preflight: Annotated[
+        bool, option("Run only the quick checks that training runs before its first step.", "--preflight")
+    ] = False,
     budget: Annotated[str, option("Time budget, after which remaining checks are skipped.", metavar="TIME")] = "30s",
     seed: Annotated[int, option("Random seed of the inputs and of a preset's weights.", min=0)] = 0,
     library: Annotated[Library, option("Library that loads the model: cutaway or transformers.")] = "cutaway",
     device: Device = None,
     dtype: WeightDType = None,
-    junit: Annotated[Path | None, option("Also write the report as JUnit XML.", metavar="FILE")] = None,
+    junit: Annotated[Path | None, ci_option("Also write the report as JUnit XML.", metavar="FILE")] = None,
+    sarif: Annotated[Path | None, ci_option("Also write the problems as SARIF 2.1.0.", metavar="FILE")] = None,
+    markdown: Annotated[Path | None, ci_option("Also write the report as Markdown.", metavar="FILE")] = None,
+    badge: Annotated[Path | None, ci_option("Also write an SVG badge.", metavar="FILE")] = None,
+    baseline: Annotated[
+        Path | None,
+        ci_option("File of accepted findings, which do not change the exit code.", metavar="FILE"),
+    ] = None,
+    write_baseline: Annotated[
+        bool, ci_option("Accept all current problems: write them to --baseline.", "--write-baseline")
+    ] = False,
+    changed: Annotated[
+        bool,
+        ci_option(
+            "Only run if the factory's module or a module that it imports has changed since the last commit; in CI, "
+            "since the target branch.",
+            "--changed",
+        ),
+    ] = False,
+    changed_since: Annotated[
+        str | None, ci_option("As --changed, since the merge base with a branch or commit.", metavar="REF")
+    ] = None,
     explain: Annotated[str | None, option("Print what a check catches and how to fix it.", metavar="NAME")] = None,
     list_checks: Annotated[bool, option("List all checks.", "--list")] = False,
     verbose: Annotated[bool, option("Print all cases with their measurements.", "--verbose", "-v")] = False,
@@ -63,6 +94,8 @@ def check(
 
     Example: cutaway check models.gpt:make --budget 2m
 
+    Example: cutaway check models.gpt:make --baseline cutaway-baseline.json --sarif cutaway.sarif
+
     Example: cutaway check --explain left-padding
     """
     if explain is not None or list_checks:
@@ -72,13 +105,22 @@ def check(
         raise InputError("SOURCE is missing; pass a model, or --list to list the checks")
     seconds = parse_duration(budget)
     only_names, skip_names = _split_names(only), _split_names(skip)
-    if junit is not None:
-        check_output_path(junit)
+    paths = {"junit": junit, "sarif": sarif, "markdown": markdown, "badge": badge}
+    outputs = {name: path for name, path in paths.items() if path is not None}
+    _check_output_paths(outputs | ({"baseline": baseline} if baseline is not None else {}))
+    if write_baseline and baseline is None:
+        raise InputError("--write-baseline needs the file to write; pass it with --baseline FILE")
+    notes: list[str] = []
+    if (changed or changed_since is not None) and not _has_changed(source, changed_since, baseline, notes):
+        _print_unchanged(source, notes, as_json=as_json)
+        return
     from cutaway.check.registry import select_checks
+    from cutaway.check.report.baseline import Baseline, load_baseline
 
     select_checks(only_names, skip_names)  # raise for unknown names before loading the model
+    is_new_baseline = baseline is None or (write_baseline and not baseline.exists())
+    accepted = Baseline() if baseline is None or is_new_baseline else load_baseline(baseline)
     with redirect_stdout(sys.stderr) if as_json else nullcontext():  # standard output has only JSON
-        notes: list[str] = []
         model, overrides = _load_checked_model(source, library, device, dtype, seed, notes, quiet=as_json)
         from cutaway.check import check as run_checks
         from cutaway.cli.views.terminal import progress_bar
@@ -90,13 +132,19 @@ def check(
                 skip=skip_names,
                 seed=seed,
                 budget=seconds,
+                preflight=preflight,
                 progress=lambda done, total, _: progress(done, total),
                 **overrides,
             )
-    if junit is not None:
-        from cutaway.check.report.junit import write_junit
+    if baseline is not None:
+        if write_baseline:
+            accepted = accepted.update(report, source)
+            accepted.write(baseline)
+        report = accepted.apply(report, source)
+    if outputs:
+        from cutaway.check.report.formats import write_outputs
 
-        write_junit(report, junit)
+        write_outputs(report, outputs, _build_locator(source, model, overrides))
     if as_json:
         data = {"source": source, "library": library, "notes": notes} | report.to_dict()
         print_json(data, default=str)
@@ -106,6 +154,49 @@ def check(
         check_report.render_report(report, source, notes, verbose=verbose)
     if not report.ok:
         raise typer.Exit(EXIT_CODES[report.status])
+
+
+def _check_output_paths(paths: dict[str, Path]) -> None:
+    """Raise if an output file cannot be written, or if two options name the same file."""
+    names: dict[Path, str] = {}
+    for name, path in paths.items():
+        check_output_path(path)
+        other = names.setdefault(path.resolve(), name)
+        if other != name:
+            raise InputError(f"--{other} and --{name} both name '{path}'; pass two different files")
+
+
+def _has_changed(source: str, since: str | None, baseline: Path | None, notes: list[str]) -> bool:
+    """Whether the checks must run because a file of the model or the baseline has changed.
+
+    If git cannot tell, the checks run. The reason, or the changed files, are appended to `notes`.
+    """
+    from cutaway.cli.changed_files import UnknownChangesError, find_changed_imports
+
+    try:
+        files, base = find_changed_imports(source, since, [] if baseline is None else [baseline], Path.cwd())
+    except UnknownChangesError as error:
+        notes.append(f"the changed files are unknown, so the checks run: {error}")
+        return True
+    shown = ", ".join(files[:MAX_FILES_SHOWN]) + (" …" if len(files) > MAX_FILES_SHOWN else "")
+    notes.append(f"changed since {base}: {shown or 'no file that the model imports'}")
+    return bool(files)
+
+
+def _print_unchanged(source: str, notes: list[str], *, as_json: bool) -> None:
+    """Print that the checks did not run. No output file is written: an empty one would say that nothing was found."""
+    if as_json:
+        print_json({"source": source, "notes": notes, "ok": True, "status": "unchanged"})
+    else:
+        typer.echo(f"{source}: not checked, {notes[0]}")
+
+
+def _build_locator(source: str, model: object, overrides: "dict[str, Any]") -> "SourceLocator":
+    from cutaway.check.model_sources import import_factory, is_factory_spec
+    from cutaway.check.report.source_location import SourceLocator
+
+    factory = import_factory(source) if is_factory_spec(source) else None  # imported before, so this is a lookup
+    return SourceLocator(source, model, overrides, factory)
 
 
 def _print_check_docs(explain: str | None, *, as_json: bool) -> None:

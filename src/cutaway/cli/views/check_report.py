@@ -4,9 +4,11 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
+from rich.table import Table
 from rich.text import Text
 
 from cutaway.check.registry import Check
+from cutaway.check.report.baseline import BaselineReport, get_accepted
 from cutaway.check.report.finding import CaseResult, Finding, Report
 from cutaway.cli.views.terminal import (
     borderless_table,
@@ -22,6 +24,7 @@ VERDICT_SYMBOLS = {
     "warn": ("!", "bold yellow"),
     "pass": ("✓", "green"),
     "skip": ("·", "dim"),
+    "accepted": ("~", "dim"),
 }
 MAX_EXTRA_MESSAGES = 3
 """Maximum number of messages of further cases that are shown with a finding."""
@@ -50,7 +53,7 @@ def render_report(
         parts += [Text(), _render_finding(finding)]
     parts.append(Text())
     if verbose:
-        parts += [_findings_table(report, show_times=show_times), Text()]
+        parts += [_findings_table(report, show_times=show_times), Text(), *_render_baseline(report)]
     else:
         parts += _render_passed_and_skipped(report)
     out.print(Group(*parts, _format_verdict(report, show_times=show_times)))
@@ -90,7 +93,7 @@ def _hanging_indent(text: Text) -> RenderableType:
 
 
 def _render_passed_and_skipped(report: Report) -> Iterator[RenderableType]:
-    """Render the passed checks in one row, and the skipped checks in one row per reason."""
+    """Render the passed checks in one row, the skipped checks in one row per reason, and the baseline."""
     table = borderless_table("lL")
     passed = [finding.check for finding in report.findings if finding.verdict == "pass"]
     if passed:
@@ -98,9 +101,29 @@ def _render_passed_and_skipped(report: Report) -> Iterator[RenderableType]:
     for reason, names in skipped_by_reason(report).items():
         reason_text = f"{escape_control_characters(reason)}: "
         table.add_row(Text("· skipped", "dim"), Text.assemble((reason_text, "dim"), ", ".join(names)))
+    _add_baseline_rows(table, report)
     if table.row_count:
         yield table
         yield Text()
+
+
+def _render_baseline(report: Report) -> Iterator[RenderableType]:
+    """Render the accepted findings, and the entries of the baseline that no longer occur."""
+    table = borderless_table("lL")
+    _add_baseline_rows(table, report)
+    if table.row_count:
+        yield table
+        yield Text()
+
+
+def _add_baseline_rows(table: Table, report: Report) -> None:
+    """Add one row per accepted finding, and one row per entry of the baseline that no longer occurs."""
+    for check, reason in get_accepted(report).items():
+        message = escape_control_characters(f"{report[check].message}{f' ({reason})' if reason else ''}")
+        table.add_row(Text("~ accepted", "dim"), Text.assemble(f"{check}: ", (message, "dim")))
+    for entry in report.fixed if isinstance(report, BaselineReport) else ():
+        message = escape_control_characters(f"{entry.message}; remove it from the baseline")
+        table.add_row(Text("✓ fixed", "green"), Text.assemble(f"{entry.check}: ", (message, "dim")))
 
 
 def skipped_by_reason(report: Report) -> dict[str, list[str]]:
@@ -115,7 +138,7 @@ def skipped_by_reason(report: Report) -> dict[str, list[str]]:
 def _findings_table(report: Report, *, show_times: bool) -> RenderableType:
     """Return a table of all checks and cases, with their measurements."""
     headers = ["", "check", "case", "measured", "threshold", *(["seconds"] if show_times else [])]
-    table = borderless_table("llLrrr"[: len(headers)], headers)
+    table, accepted = borderless_table("llLrrr"[: len(headers)], headers), get_accepted(report)
     for finding in report.findings:
         single_case = CaseResult(finding.verdict, finding.message, finding.measured, finding.threshold)
         for index, case in enumerate(finding.cases or [single_case]):
@@ -123,7 +146,8 @@ def _findings_table(report: Report, *, show_times: bool) -> RenderableType:
             texts += ["" if value is None else f"{value:.3g}" for value in (case.measured, case.threshold)]
             if show_times:
                 texts.append(f"{finding.seconds:.2f}" if index == 0 else "")
-            table.add_row(Text(*VERDICT_SYMBOLS[case.verdict]), *map(Text, texts))
+            is_accepted = finding.check in accepted and case.verdict not in ("pass", "skip")
+            table.add_row(Text(*VERDICT_SYMBOLS["accepted" if is_accepted else case.verdict]), *map(Text, texts))
     return table
 
 
@@ -136,11 +160,13 @@ def _format_verdict(report: Report, *, show_times: bool) -> Text:
     elif report.inconclusive:
         verdict = Text(f"{counts['inconclusive']} of {num_run} checks are inconclusive", "bold magenta")
     elif num_run:
-        verdict = Text("no problems found" if not counts["warn"] else "no check failed", "bold green")
+        problems = "no new problems found" if counts.get("accepted") else "no problems found"
+        verdict = Text(problems if not counts["warn"] else "no check failed", "bold green")
     else:
         verdict = Text("no check could be run", "bold yellow")
     counts_text = [f"{counts['inconclusive']} inconclusive"] if report.failures and report.inconclusive else []
     counts_text += [f"{counts['warn']} warning{'s' * (counts['warn'] != 1)}"] if counts["warn"] else []
+    counts_text += [f"{counts['accepted']} accepted"] if counts.get("accepted") else []
     counts_text += [f"{counts['pass']} passed", f"{counts['skip']} skipped"]
     counts_text += [f"{report.seconds:.1f} s"] if show_times else []
     return verdict.append(f" · {' · '.join(counts_text)}", "not bold default")
