@@ -23,7 +23,10 @@ PUBLIC_MODULES = (
     "cutaway.generate",
     "cutaway.learn",
     "cutaway.lens",
+    "cutaway.lens.activations",
     "cutaway.lens.analysis",
+    "cutaway.lens.probes",
+    "cutaway.lens.sae",
     "cutaway.evaluate",
     "cutaway.size",
 )

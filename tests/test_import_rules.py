@@ -59,6 +59,7 @@ IMPORTABLE_ANYWHERE = {
     "device",
     "errors",
     "eval_mode",
+    "forward_context",
     "pretrained",
     "user_files",
 }

@@ -119,6 +119,7 @@ def test_toml_json_and_dict_round_trip(config: c.Config) -> None:
         ),
         ("decoder.embedding.position", {"kind": "learned"}, "decoder.embedding.position.length: this key is required"),
         ("decoder.layer_groups", 3, "decoder: layer_groups 3 is more than the 2 layers"),
+        ("decoder.layers_per_group", 2, "decoder: layers_per_group needs layer_groups"),
         ("head", {"kind": "none"}, "head: kind 'none' is for encoders"),
         ("pooler", True, "unknown key 'pooler'"),
     ],

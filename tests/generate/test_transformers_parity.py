@@ -16,11 +16,12 @@ from cutaway.generate import Completion
 
 FAMILY_TESTS = Path(__file__).parents[1] / "families" / "tables"
 DECODERS = [
-    "bloom", "cohere", "cohere2", "deepseek_v3", "falcon", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neo",
-    "gpt_neox", "gpt_oss", "gptj", "granite", "llama", "mistral", "mixtral", "mpt", "olmo", "olmo2", "opt", "phi",
-    "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3", "stablelm", "starcoder2",
+    "bloom", "cohere", "cohere2", "dbrx", "deepseek_v2", "deepseek_v3", "ernie4_5", "falcon", "gemma", "gemma2",
+    "gemma3_text", "glm", "glm4", "gpt2", "gpt_neo", "gpt_neox", "gpt_oss", "gptj", "granite", "granitemoe", "llama",
+    "mistral", "mixtral", "mpt", "olmo", "olmo2", "olmoe", "opt", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3",
+    "qwen3_moe", "smollm3", "stablelm", "starcoder2",
 ]  # fmt: skip
-ENCODER_DECODERS = ["bart", "marian", "mt5", "pegasus", "t5"]
+ENCODER_DECODERS = ["bart", "m2m_100", "marian", "mbart", "mt5", "pegasus", "t5"]
 GENERATIVE = [*DECODERS, *ENCODER_DECODERS]
 EVERY_RUN = ("bloom", "llama", "qwen3_moe", "t5")
 """Families tested in every run: ALiBi, GQA, experts, encoder-decoder."""

@@ -18,7 +18,8 @@ import cutaway as ct
 from cutaway.errors import InputError
 from cutaway.lens import Intervention, edit, sites, trace
 from cutaway.lens.analysis import LabeledTensor, head_ablation, path_patching
-from cutaway.lens.hooks import ACTIVE_HOOKS, ATTENTION_OVERRIDES
+from cutaway.lens.context_hooks import has_active_hooks
+from cutaway.lens.hooks import ATTENTION_OVERRIDES
 from cutaway.model import Transformer
 
 PATTERN, SCORES, Z = "blocks.0.attn.pattern", "blocks.0.attn.scores", "blocks.0.attn.z"
@@ -29,8 +30,8 @@ def model() -> Any:
     model = ct.build("tiny-llama", seed=0)
     yield model
     assert count_hooks(model) == 0
-    assert not ACTIVE_HOOKS
-    assert not ATTENTION_OVERRIDES
+    assert not has_active_hooks()
+    assert not ATTENTION_OVERRIDES.values
 
 
 def trace_edited(model: Transformer, edits: Any, *names: str) -> Any:

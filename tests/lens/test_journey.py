@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings
-from support.config_strategies import SEEDS, build_randomized_model, configs, random_tokens
+from support.config_strategies import SEEDS, build_randomized_model, configs, has_additive_residual, random_tokens
 
 import cutaway as ct
 from cutaway.config import Config
@@ -19,6 +19,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "parallel": {"placement": {"kind": "parallel"}},
     "parallel, two norms": {"placement": {"kind": "parallel", "norms": "two"}},
     "deep norm": {"placement": {"kind": "post", "skip_scale": 1.7}},
+    "norm skip": {"placement": {"kind": "pre", "norm_skip": True}},
     "scaled": {"residual_scale": 0.3},
     "shared": {"layer_groups": 1, "layers": 3},
 }
@@ -75,7 +76,8 @@ def test_journey_equals_trace(name: str) -> None:
     for stage in journey.stages:
         if stage.site.endswith(".out"):
             block, sublayer, _ = stage.site.rsplit(".", 2)
-            resid = traced_vector(f"{block}.{before[sublayer]}") * skip_scale
+            skipped = f"{sublayer}.in" if name == "norm skip" else before[sublayer]
+            resid = traced_vector(f"{block}.{skipped}") * skip_scale
             out = traced_vector(stage.site)
             assert stage.relative_norm == pytest.approx(float(out.norm() / resid.norm()), rel=1e-5)
             assert stage.cosine == pytest.approx(float(torch.cosine_similarity(resid, out, 0)), abs=1e-5)
@@ -103,7 +105,7 @@ def test_residual_sum_and_pattern_rows(name: str) -> None:
     """embed + Σ sublayer outputs equals the residual stream bit for bit, except with post-norm or skip scales."""
     model, tokens, source = build_with_tokens(name)
     journey = follow_token(model, tokens, source)
-    is_additive = all(stack.placement.kind != "post" for stack in model.config.stacks.values())
+    is_additive = all(has_additive_residual(stack) for stack in model.config.stacks.values())
     assert journey.residual_sum_error == (0.0 if is_additive else None)
     assert journey.pattern_row_error is not None
     assert journey.pattern_row_error < 1e-6
@@ -230,7 +232,7 @@ def test_follow_token_for_random_configs(config: Config, seed: int) -> None:
     journey = follow_token(model, tokens, source, position=2, source_position=1)
     assert [stage.site for stage in journey.stages] == list(sites(model))
     assert all(stage.equation for stage in journey.stages)
-    is_additive = all(stack.placement.kind != "post" for stack in config.stacks.values())
+    is_additive = all(has_additive_residual(stack) for stack in config.stacks.values())
     assert (
         journey.residual_sum_error == 0.0
         if is_additive

@@ -7,7 +7,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.config_strategies import SEEDS, SEQ_LEN, build_randomized_model, configs, ragged_padding_mask
+from support.config_strategies import (
+    SEEDS,
+    SEQ_LEN,
+    build_randomized_model,
+    configs,
+    has_additive_residual,
+    ragged_padding_mask,
+)
 from support.tracing import BATCH_SIZE, TOKENS, count_hooks, run_random_tokens
 from torch import nn
 
@@ -49,7 +56,7 @@ def test_residual_stream_is_embed_plus_sublayer_outputs(config: c.Config, seed: 
     with trace(model, "embed", "*.out", "resid_post") as t:
         run_random_tokens(model, config, seed)
     for name, stack in config.stacks.items():
-        if isinstance(stack.placement, c.PostNorm):
+        if not has_additive_residual(stack):
             continue
         prefix = f"{name}." if len(config.stacks) > 1 else ""
         total = t[f"{prefix}embed"] + sum(

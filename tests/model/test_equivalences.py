@@ -13,6 +13,7 @@ from support.config_strategies import (
     build_randomized_model,
     compute_logits,
     configs,
+    has_additive_residual,
     ragged_padding_mask,
     random_tokens,
     tolerance,
@@ -220,7 +221,7 @@ def test_residual_stream_is_the_sum_of_embedding_and_branches(config: c.Config, 
     final: dict[str, torch.Tensor] = {}
     hooks = []
     for name, stack in model.stacks.items():
-        if isinstance(config.stacks[name].placement, c.PostNorm):
+        if not has_additive_residual(config.stacks[name]):
             continue
         add = lambda m, i, o, name=name: sums.__setitem__(name, sums.get(name, 0) + o)  # noqa: E731
         hooks.append(stack.embed.register_forward_hook(add))

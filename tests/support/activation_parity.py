@@ -4,11 +4,11 @@ import copy
 from typing import Any
 
 import torch
+from support.config_strategies import has_additive_residual
 from support.tracing import count_hooks
 from torch import Tensor
 
 import cutaway as ct
-from cutaway.config import PostNorm
 from cutaway.lens import sites
 from cutaway.lens.analysis import direct_logit_attribution
 
@@ -68,10 +68,10 @@ def check_sites(checkpoint_model: Any, tokens: tuple[Tensor, ...]) -> None:
 
 
 def check_residual_sums(model: Any, t: Any, tokens: tuple[Tensor, ...]) -> None:
-    """embed + Σ out = resid_post and Σ attributions = logit, unless norms are on the residual stream (post-norm)."""
+    """embed + Σ out = resid_post and Σ attributions = logit, unless norms are on the residual stream."""
     source = {"source": tokens[0][:1]} if len(tokens) > 1 else {}
     for name, stack in model.stacks.items():
-        if isinstance(model.config.stacks[name].placement, PostNorm):
+        if not has_additive_residual(model.config.stacks[name]):
             continue
         prefix = f"{name}." if len(model.stacks) > 1 else ""
         outputs = [site for site in t if site.startswith(f"{prefix}blocks.") and site.endswith(".out")]

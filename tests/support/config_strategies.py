@@ -171,7 +171,12 @@ def blocks(draw: DrawFn, d_model: int, positions: tuple[str, ...], *, cross: boo
 @st.composite
 def embeddings(draw: DrawFn, d_model: int, positions: tuple[str, ...]) -> c.Embedding:
     learned = st.builds(c.LearnedPosition, length=st.just(4 * SEQ_LEN), offset=st.sampled_from([0, 2]))
-    sinusoidal = st.builds(c.SinusoidalPosition, layout=st.sampled_from(["interleaved", "halves"]))
+    sinusoidal = st.builds(
+        c.SinusoidalPosition,
+        layout=st.sampled_from(["interleaved", "halves"]),
+        endpoint=st.booleans(),
+        offset=st.sampled_from([0, 2]),
+    )
     choices = {"none": st.just(c.NoPosition()), "learned": learned, "sinusoidal": sinusoidal}
     factor = st.builds(
         c.FactorizedEmbedding,
@@ -206,8 +211,13 @@ def stacks(
         if not leading and len(pattern) == 1 and layers > 1 and shared_bias
         else None
     )
+    layers_per_group = draw(st.sampled_from([1, 2])) if groups == 1 else 1
     placements = [
-        st.builds(c.PreNorm, skip_first_prenorm=st.booleans() if groups is None else st.just(False)),
+        st.builds(
+            c.PreNorm,
+            skip_first_prenorm=st.booleans() if groups is None else st.just(False),
+            norm_skip=st.sampled_from([False, False, True]),
+        ),
         st.builds(c.PostNorm, skip_scale=st.sampled_from([1.0, 1.5])),
         st.just(c.SandwichNorm()),
         st.just(c.OutputNorm()),
@@ -216,7 +226,7 @@ def stacks(
         placements.append(st.builds(c.ParallelResidual, norms=st.sampled_from(["one", "two"])))
     kind = c.CrossStack if cross else c.Stack
     return kind(
-        layers=layers,
+        layers=layers * layers_per_group,
         block=pattern,
         leading_blocks=leading,
         embedding=draw(embeddings(d_model, embedding_positions)),
@@ -224,7 +234,14 @@ def stacks(
         placement=draw(st.one_of(placements)),
         residual_scale=draw(st.sampled_from([1.0, 0.5])),
         layer_groups=groups,
+        layers_per_group=layers_per_group,
     )
+
+
+def has_additive_residual(stack: c.Stack) -> bool:
+    """Whether blocks only add to the residual stream: not with post-norm or with a norm on the skip connection."""
+    placement = stack.placement
+    return not isinstance(placement, c.PostNorm) and not (isinstance(placement, c.PreNorm) and placement.norm_skip)
 
 
 FORMS = ("decoder", "encoder", "encoder-decoder")

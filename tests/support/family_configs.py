@@ -90,6 +90,17 @@ def random_bert_config(seed: int, **overrides: Any) -> dict[str, Any]:
     } | overrides
 
 
+def random_roberta_config(seed: int, **overrides: Any) -> dict[str, Any]:
+    """`random_bert_config` with several values of pad_token_id, which shifts the positions."""
+    return random_bert_config(seed, pad_token_id=[1, 0, 3, 1][seed % 4], bos_token_id=0, eos_token_id=2, **overrides)
+
+
+def roberta_peer(config: Any, auto_class: Any) -> PeerModel:
+    """Peer of the RoBERTa-like families. An untied head of transformers has a second, unused bias."""
+    unused = () if config.tie_word_embeddings else ("lm_head.bias",)
+    return PeerModel(config, auto_class, long_seq_len=36, pass_position_ids=False, unused_parameters=unused)
+
+
 def random_bart_config(seed: int, **overrides: Any) -> dict[str, Any]:
     """Random config of the BART-like families; encoder and decoder differ wherever they can."""
     r = rng(seed)

@@ -71,7 +71,9 @@ def randomize_weights(model: Any, seed: int, frozen: tuple[str, ...] = ()) -> No
             randomized.add(id(p))
             noise = torch.randn(p.shape, generator=g)
             lower_name = name.lower()
-            is_norm = "norm" in lower_name or ".ln" in lower_name or "ln_" in lower_name
+            # A matrix is a norm's gain only if its own module is a norm: DBRX has attention in `norm_attn_norm`.
+            norm_name = lower_name if p.ndim < 2 else lower_name.split(".")[-2:][0]
+            is_norm = "norm" in norm_name or ".ln" in norm_name or "ln_" in norm_name
             if is_norm and name.endswith("weight"):
                 p.copy_((0.0 if "gemma" in model.config.model_type else 1.0) + 0.3 * noise)
             elif p.ndim < 2 or "bias" in lower_name.rsplit(".", 1)[-1]:
@@ -370,9 +372,11 @@ def check_export(peer: PeerModel, model: Any, checkpoint: Checkpoint, directory:
     """Save the checkpoint without its original config.json; assert that transformers and cutaway load it exactly."""
     without_files = replace(checkpoint, hf_config={}, generation_config={}, tokenizer_loader=lambda: None)
     ct.save(without_files, directory / "cutaway", family=checkpoint.family)
-    loaded_peer = peer.auto_class.from_pretrained(
-        directory / "cutaway", attn_implementation=model.config._attn_implementation
+    loaded_peer, loading_info = peer.auto_class.from_pretrained(
+        directory / "cutaway", attn_implementation=model.config._attn_implementation, output_loading_info=True
     )
+    assert not loading_info["missing_keys"], f"not in the export: {sorted(loading_info['missing_keys'])}"
+    assert not loading_info["unexpected_keys"], f"not in transformers: {sorted(loading_info['unexpected_keys'])}"
     assert_same_state_dict(loaded_peer.state_dict(), model.state_dict(), peer)
     check_config(peer, loaded_peer.config, checkpoint)
     loaded = ct.load(directory / "cutaway")

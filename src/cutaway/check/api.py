@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from cutaway.check.adapters.auto import build_checked_model
+from cutaway.check.adapters.cached_forward import describe_cached_forward
 from cutaway.check.adapters.user_functions import UserFunctionError
 from cutaway.check.checked_model import count_parameters, require
 from cutaway.check.context import CheckContext
@@ -215,8 +216,15 @@ def _inapplicable_reason(check: Check, ctx: CheckContext) -> str | None:
     available = set(ctx.model.available_functions())
     for requirement in check.needs:
         if not available & set(requirement.split("|")):
-            return f"needs {requirement.replace('|', ' or ')}"
+            return f"needs {requirement.replace('|', ' or ')}" + _hint(requirement, ctx)
     return None
+
+
+def _hint(requirement: str, ctx: CheckContext) -> str:
+    """The argument that is missing, as code, if it is a forward pass with a KV cache."""
+    if requirement != "logits_with_cache":
+        return ""
+    return f"; {describe_cached_forward(None if ctx.model.module is None else ctx.module.forward)}"
 
 
 def _not_run_reason(ctx: CheckContext, failed_dependencies: list[str]) -> str | None:

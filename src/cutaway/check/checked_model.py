@@ -60,10 +60,13 @@ class CheckedModel:
     The logits of each document must be the same as if it were alone."""
     logits_with_cache: CachedForward | None = None
     """tokens, cache (None at first) → logits of these tokens, updated cache."""
+    logits_with_padded_cache: Callable[[Tensor, Tensor, Any], tuple[Tensor, Any]] | None = None
+    """tokens, mask of the cached and the new tokens, cache (None at first) → logits of these tokens, updated cache.
+    The first call gets a left-padded batch."""
     generate: GenerateFunction | None = None
     """tokens, n → (B, n) new tokens by greedy decoding."""
     generate_padded: Callable[[Tensor, Tensor, int], Tensor] | None = None
-    """tokens, mask, n → (B, n) new tokens by greedy decoding of a left-padded batch."""
+    """tokens, mask, n → (B, n) new tokens by greedy decoding of a padded batch; see `padding_side`."""
     beam_search: Callable[[Tensor, int, int], tuple[Tensor, Tensor]] | None = None
     """tokens (1, T), n, k → the k best continuations of n tokens (k, n), and their summed log-probabilities (k,)."""
     sample: Callable[..., Tensor] | None = None
@@ -128,6 +131,9 @@ class CheckedModel:
     """Whether only relative positions matter (RoPE, ALiBi), so that shifting all positions changes nothing."""
     positions_skip_padding: bool | None = None
     """Whether `logits_with_mask` numbers only real tokens, so that left padding is supported; None if unknown."""
+    padding_side: Literal["left", "right", "both"] | None = None
+    """Side of the padding that `generate_padded` supports. If it is None, left padding must work, and wrong tokens with
+    right padding are a warning."""
     positions_from_pad_token: bool = False
     """Whether positions are derived from the pad token id (RoBERTa), so that padding must use that token."""
     source_vocab_size: int | None = None

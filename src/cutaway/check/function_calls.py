@@ -23,6 +23,7 @@ _TRACKED_FUNCTIONS = {
     "logits_with_positions": "a forward pass with position ids",
     "logits_with_documents": "a forward pass with packed documents",
     "logits_with_cache": "a forward pass with a KV cache",
+    "logits_with_padded_cache": "a forward pass with padding and a KV cache",
     "logits_with_filled_cache": "a forward pass with a KV cache",
     "logits_with_rolling_cache": "a forward pass with a rolling KV cache",
     "logits_with_source": "a forward pass with a source",

@@ -151,7 +151,10 @@ def shrink_config(config: Config) -> Config:
         if (factorization := embedding.factorization) is not None:
             width = min(factorization.width, _MAX_EMBEDDING_FACTOR)
             embedding = embedding.replace(factorization=factorization.replace(width=width))
-        layer_groups = None if stack.layer_groups is None else min(stack.layer_groups, layers)
+        layer_groups = None
+        if stack.layer_groups is not None:
+            repeats = -(-layers // stack.layers_per_group)
+            layers, layer_groups = repeats * stack.layers_per_group, min(stack.layer_groups, repeats)
         stack = stack.edit_layers(shrink_attention, shrink_ffn)
         changes[name] = stack.replace(layers=layers, embedding=embedding, layer_groups=layer_groups)
     return config.replace(**changes)

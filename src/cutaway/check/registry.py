@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from cutaway.check.context import CheckContext
 
 CHECK_MODULES = (
-    "eval_mode", "causality", "batching", "attention_mask", "padding", "cross_attention", "kv_cache", "generation",
-    "attention", "positions", "config_and_weights", "loss", "training", "activations", "parity",
+    "eval_mode", "causality", "batching", "embedding", "attention_mask", "padding", "cross_attention", "kv_cache",
+    "generation", "attention", "positions", "config_and_weights", "loss", "training", "activations", "parity",
 )  # fmt: skip
 _WORDS = {"rope": "RoPE", "cache": "KV cache", "moe": "MoE", "eos": "EOS"}
 """Words of check names that are written differently in titles."""

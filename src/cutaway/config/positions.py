@@ -32,6 +32,10 @@ class SinusoidalPosition(ConfigNode):
     base: PositiveFloat = 10000.0
     layout: Literal["interleaved", "halves"] = "interleaved"
     """'interleaved' alternates sin and cos (the paper); 'halves' has all sines first (tensor2tensor, Marian)."""
+    endpoint: bool = False
+    """Frequencies from 1 to 1/base inclusive, base^(−2i/(d−2)) (tensor2tensor, M2M100), instead of base^(−2i/d)."""
+    offset: int = Field(default=0, ge=0, lt=2**31)
+    """Number of the first position (M2M100: 2, because padding has the numbers 0 and 1)."""
     table_length: PositiveInt | None = None
     """Number of positions of a fixed table in the checkpoint (Marian). By default there is no table and no limit."""
 

@@ -19,6 +19,8 @@ class PreNorm(ConfigNode):
     final_norm: bool = True
     skip_first_prenorm: bool = False
     """Leave out the norm before the first attention (ModernBERT)."""
+    norm_skip: bool = False
+    """The skip connection starts after the norm: norm(x) + F(norm(x)) (an option of BLOOM)."""
 
 
 class PostNorm(ConfigNode):
@@ -95,6 +97,8 @@ class Stack(ConfigNode):
     """Dropout after the final norm (T5)."""
     layer_groups: PositiveInt | None = None
     """Cross-layer weight sharing: layer i uses weight set ⌊i·layer_groups/layers⌋ (ALBERT: 1)."""
+    layers_per_group: PositiveInt = 1
+    """With layer_groups: number of consecutive layers, each with its own weights, that a group repeats together."""
 
     @model_validator(mode="after")
     def _check_layer_pattern(self) -> "Stack":
@@ -107,9 +111,16 @@ class Stack(ConfigNode):
                 f"layers is {self.layers}, but {len(self.leading_blocks)} leading blocks and a pattern of"
                 f" {len(self.block)} blocks need more layers; shorten the pattern or add layers"
             )
-        if self.layer_groups is not None:
-            if self.layer_groups > self.layers:
-                raise ValueError(f"layer_groups {self.layer_groups} is more than the {self.layers} layers")
+        if self.layer_groups is None:
+            if self.layers_per_group > 1:
+                raise ValueError("layers_per_group needs layer_groups, the number of groups; set it, or leave both out")
+        else:
+            if self.layers % self.layers_per_group:
+                raise ValueError(f"layers_per_group {self.layers_per_group} does not divide the {self.layers} layers")
+            repeats = self.layers // self.layers_per_group
+            if self.layer_groups > repeats:
+                each = "" if self.layers_per_group == 1 else f" in groups of {self.layers_per_group}"
+                raise ValueError(f"layer_groups {self.layer_groups} is more than the {self.layers} layers{each}")
             if len(set(self.blocks)) > 1:
                 raise ValueError(
                     "layer_groups shares weights, so all layers must be equal; use one block and no leading_blocks"
@@ -125,6 +136,15 @@ class Stack(ConfigNode):
         """The block configuration of each layer."""
         rest = self.layers - len(self.leading_blocks)
         return self.leading_blocks + (self.block * -(-rest // len(self.block)))[:rest]
+
+    @property
+    def weight_sets(self) -> tuple[int, ...]:
+        """Index of the weight set of each layer. Layers with equal indices share their weights."""
+        if self.layer_groups is None:
+            return tuple(range(self.layers))
+        size, groups = self.layers_per_group, self.layer_groups
+        repeats = self.layers // size
+        return tuple(i // size * groups // repeats * size + i % size for i in range(self.layers))
 
     def edit_layers(
         self,

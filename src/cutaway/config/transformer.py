@@ -114,6 +114,10 @@ def _check_sinusoidal_dim(path: str, embedding: Embedding, d_model: int) -> None
     dim = embedding.position_dim(d_model)
     if isinstance(embedding.position, SinusoidalPosition) and dim % 2:
         raise ValueError(f"{path}.position: sinusoidal positions need an even dimension, not {dim}")
+    if isinstance(embedding.position, SinusoidalPosition) and embedding.position.endpoint and dim < 4:
+        raise ValueError(
+            f"{path}.position.endpoint: the exponents 2i/(d − 2) need a dimension of at least 4, not {dim}"
+        )
 
 
 def _check_heads(path: str, attention: MultiHeadBase, d_model: int) -> None:

@@ -174,6 +174,26 @@ class Custom:
 
 
 @dataclass(frozen=True)
+class Nested(_OneKey):
+    """Applies `fields` to the JSON object at a config.json key."""
+
+    fields: ConfigFields
+
+    def from_hf(self, hf_config: HFConfigReader, tree: ConfigTree) -> None:
+        inner = hf_config.get(self.key) or {}
+        if not isinstance(inner, Mapping):
+            raise ConfigError(f"config.json's '{self.key}' is {inner!r}, not a JSON object; correct it")
+        for entry in self.fields:
+            entry.from_hf(HFConfigReader(inner), tree)
+
+    def to_hf(self, tree: ConfigTree, hf_config: dict[str, object]) -> None:
+        inner: dict[str, object] = {}
+        for entry in self.fields:
+            entry.to_hf(tree, inner)
+        hf_config[self.key] = inner
+
+
+@dataclass(frozen=True)
 class SameAs:
     """Sets the Config value at `path` to the value at `source`. `config_to_hf` raises if the two values differ."""
 

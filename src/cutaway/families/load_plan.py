@@ -22,6 +22,8 @@ class TensorConversion:
     op: ConversionOp
     d_head: int
     """Head dimension of the layer; 0 outside of layers."""
+    save_only: bool = False
+    """`WeightMapping.save_only`: saved in addition to another conversion of the same model tensor."""
 
 
 @dataclass
@@ -65,7 +67,7 @@ def expand_mappings(rows: Sequence[WeightMapping], config: Config, model: Transf
                 key = _format_key(mapping.checkpoint_key, i, config) + leaf
                 count = state[model_keys[0]].shape[0] if "{e}" in key else 1
                 checkpoint_keys = tuple(key.replace("{e}", str(e)) for e in range(count))
-                yield TensorConversion(checkpoint_keys, model_keys, mapping.op, d_head)
+                yield TensorConversion(checkpoint_keys, model_keys, mapping.op, d_head, mapping.save_only)
 
 
 def _matching_layers(mapping: WeightMapping, config: Config) -> Iterator[tuple[int, int]]:
@@ -82,7 +84,8 @@ def _matching_layers(mapping: WeightMapping, config: Config) -> Iterator[tuple[i
 def _format_key(pattern: str, layer: int, config: Config) -> str:
     if "{g}" in pattern:
         (stack,) = config.stacks.values()
-        pattern = pattern.replace("{g}", str(layer * (stack.layer_groups or stack.layers) // stack.layers))
+        group, index = divmod(stack.weight_sets[layer], stack.layers_per_group)
+        pattern = pattern.replace("{g}", str(group)).replace("{j}", str(index))
     return pattern.replace("{i}", str(layer))
 
 
@@ -95,7 +98,8 @@ def build_load_plan(
     canonical = canonical_keys(model)
     loaded: dict[str, TensorConversion] = {}
     expected: dict[str, TensorConversion] = {}
-    for conversion in expand_mappings(family.weight_mappings, config, model):
+    loadable = [mapping for mapping in family.weight_mappings if not mapping.save_only]
+    for conversion in expand_mappings(loadable, config, model):
         model_keys = tuple(canonical[name] for name in conversion.model_keys)
         conversion = replace(conversion, model_keys=model_keys)
         expected.setdefault(model_keys[0], conversion)

@@ -204,7 +204,7 @@ def export_weights(family: Family, model: Transformer) -> Iterator[ExportedTenso
     exported: set[str] = set()
     prefix = "" if _has_head(model.config) else family.base_model_prefix
     for conversion in expand_mappings(family.weight_mappings, model.config, model):
-        if canonical[conversion.model_keys[0]] in exported:
+        if canonical[conversion.model_keys[0]] in exported and not conversion.save_only:
             continue
         exported.update(canonical[name] for name in conversion.model_keys)
 

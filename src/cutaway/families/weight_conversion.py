@@ -53,20 +53,21 @@ class Transpose(ConversionOp):
 
 @dataclass(frozen=True)
 class Split(ConversionOp):
-    """One checkpoint tensor is the concatenation of several model tensors along dim 0."""
+    """One checkpoint tensor is the concatenation of several model tensors along `dim`."""
 
     transposed: bool = False
+    dim: int = 0
 
     def to_model(self, tensors: "Tensors", model_shapes: Shapes, d_head: int) -> "list[Tensor]":
         import torch
 
         fused = _transpose(tensors[0]) if self.transposed else tensors[0]
-        return list(torch.split(fused, [shape[0] for shape in model_shapes]))
+        return list(torch.split(fused, [shape[self.dim] for shape in model_shapes], self.dim))
 
     def to_checkpoint(self, tensors: "Tensors", d_head: int) -> "list[Tensor]":
         import torch
 
-        fused = torch.cat(list(tensors))
+        fused = torch.cat(list(tensors), self.dim)
         return [_transpose(fused) if self.transposed else fused]
 
 
@@ -95,6 +96,21 @@ class MergeModulelist(ConversionOp):
 
     def to_checkpoint(self, tensors: "Tensors", d_head: int) -> "list[Tensor]":
         return list(tensors[0].unbind())
+
+
+@dataclass(frozen=True)
+class SplitExperts(ConversionOp):
+    """One checkpoint matrix is the concatenation of the experts' matrices along dim 0."""
+
+    transposed: bool = False
+    """The checkpoint stores the matrix of each expert as (in, out) instead of (out, in)."""
+
+    def to_model(self, tensors: "Tensors", model_shapes: Shapes, d_head: int) -> "list[Tensor]":
+        experts = _unflatten_first_dim(tensors[0], model_shapes[0][0], -1)
+        return [_transpose(experts) if self.transposed else experts]
+
+    def to_checkpoint(self, tensors: "Tensors", d_head: int) -> "list[Tensor]":
+        return [(_transpose(tensors[0]) if self.transposed else tensors[0]).flatten(0, 1)]
 
 
 class Deinterleave(ConversionOp):
@@ -157,9 +173,9 @@ def _unflatten_first_dim(tensor: "Tensor", *sizes: int) -> "Tensor":
 class WeightMapping:
     """Checkpoint key ↔ model key(s). The key of a module covers its `.weight` and, if present, its `.bias`.
 
-    {i} is the layer index, {g} the index of a group of layers with shared weights, {e} the expert index. Several
-    mappings may have the same model key. Saving uses the first of them. Loading needs one of their tensors; if the
-    file has several, they must be equal.
+    {i} is the layer index, {g} the index of a group of layers with shared weights, {j} the index of a layer in its
+    group, {e} the expert index. Several mappings may have the same model key. Saving uses the first of them. Loading
+    needs one of their tensors; if the file has several, they must be equal.
     """
 
     checkpoint_key: str
@@ -167,6 +183,10 @@ class WeightMapping:
     op: ConversionOp = Identity()
     condition: "Callable[[Config], bool] | None" = None
     """Return whether the mapping applies to a Config. By default it always applies."""
+    save_only: bool = False
+    """Save a copy of the model tensor under this key, too, and do not load it.
+
+    For tensors that transformers requires in the file, but does not use."""
 
     @property
     def model_keys(self) -> tuple[str, ...]:

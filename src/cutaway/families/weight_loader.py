@@ -111,7 +111,7 @@ _DIMENSION_FIELDS = (
 def check_config_fits_weights(config: Config, reader: TensorReader, source: str) -> None:
     """Raise if the Config is too large for the tensors. This prevents huge allocations for a wrong config.json."""
     max_numel = max((info.numel for info in reader.tensor_infos.values()), default=0)
-    layers = sum(stack.layer_groups or stack.layers for stack in config.stacks.values())
+    layers = sum(len(set(stack.weight_sets)) for stack in config.stacks.values())
     if layers > len(reader.tensor_infos):
         counts = f"{len(reader.tensor_infos)} tensors, but its config.json has {layers} layers"
         raise WeightError(f"'{source}' has {counts}; weights and config.json do not match, or a file is missing")

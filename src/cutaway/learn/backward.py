@@ -307,16 +307,16 @@ def block_backward(
     _check_supported(block)
     if isinstance(block, ParallelBlock):
         return _parallel_block_backward(grad, x, block, context)
-    attn_sum = block.scale_skip(x) + block.attn(x, context)
+    attn_sum = block.skip_connection(x, block.attn) + block.attn(x, context)
     resid_mid = block.norm_after_attn(attn_sum)
-    ffn_sum = block.scale_skip(resid_mid) + block.ffn(resid_mid)
+    ffn_sum = block.skip_connection(resid_mid, block.ffn) + block.ffn(resid_mid)
 
     grad, norm_after_ffn = norm_backward(grad, ffn_sum, block.norm_after_ffn)
     path, ffn = branch_backward(grad, resid_mid, block.ffn)
-    grad = block.scale_skip(grad) + path
+    grad = grad * block.skip_scale + path
     grad, norm_after_attn = norm_backward(grad, attn_sum, block.norm_after_attn)
     path, attn = branch_backward(grad, x, block.attn, context)
-    grad = block.scale_skip(grad) + path
+    grad = grad * block.skip_scale + path
 
     grads = _add_prefix("attn", attn) | _add_prefix("norm_after_attn", norm_after_attn)
     return grad, grads | _add_prefix("ffn", ffn) | _add_prefix("norm_after_ffn", norm_after_ffn)
@@ -425,6 +425,7 @@ def _check_supported(root: nn.Module) -> None:
             "softcap on scores": isinstance(module, MultiHead) and module.kernel.softcap is not None,
             "an attention sink": isinstance(module, MultiHead) and module.sink is not None,
             "the kernel 'flex'": isinstance(module, MultiHead) and module.kernel.name == "flex",
+            "a skip connection after the norm (norm_skip)": isinstance(module, Block) and module.norm_skip,
             "cross-attention": isinstance(module, Block) and module.cross is not None,
             "the clamped SwiGLU": isinstance(module, ClampedSwiGLUMLP),
             "a relative position bias": isinstance(module, RelativeBias),

@@ -1,4 +1,7 @@
-"""Tracing, editing and analyzing activations: `trace`, `edit`, `sites`, `follow_token`."""
+"""Tracing, editing and analyzing activations: `trace`, `edit`, `sites`, `follow_token`.
+
+Public subpackages: `analysis`, `activations` (datasets on disk), `probes`, `sae` (sparse autoencoders).
+"""
 
 from cutaway.lens.adapters import sites
 from cutaway.lens.edit import Edit, edit

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cutaway.errors import KernelError
-from cutaway.lens.hook_conversions import ModuleArgs
+from cutaway.lens.context_hooks import ModuleArgs
 from cutaway.model.kernels import DenseMask, FlexMask, Kernel, SdpaMask, Softmax
 
 _INF = float("inf")

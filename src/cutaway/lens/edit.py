@@ -6,7 +6,6 @@ with ct.edit(model, {"blocks.3.attn.z": {"do": "zero", "heads": [4]}, "blocks.5"
 
 import json
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -17,6 +16,7 @@ from torch import Tensor
 from cutaway.errors import InputError
 from cutaway.lens import structural_edits
 from cutaway.lens.adapters import ModelLike, sites, unwrap_model
+from cutaway.lens.context_hooks import ContextHooks
 from cutaway.lens.hooks import HookContext, SiteHooks
 from cutaway.lens.interventions import OPERATIONS, Intervention
 from cutaway.lens.sites import Site, check_sites_in_model, select_sites
@@ -33,6 +33,9 @@ class Edit:
     is an operation ('zero', 'skip', …), a dict {"do": …}, an `Intervention`, a tensor or a function. Edits of the same
     activation are applied in the order of the mapping. If the model does not reach the site of an edit, the end of the
     with-block raises.
+
+    Other threads use the unedited model, unless they run in a copied context (`asyncio.to_thread`,
+    `contextvars.copy_context().run`). Threads with different edits of one model do not affect each other.
     """
 
     def __init__(self, model: ModelLike, edits: Mapping[str, EditSpec] | str | Path) -> None:
@@ -57,17 +60,19 @@ class Edit:
                 self.value_edits += [(name, site, intervention) for site in select_sites(all_sites, [name])]
         self.call_counts: dict[str, int] = {}
         self._hooks = SiteHooks(modifies=True)
-        self._undo = ExitStack()
+        self._structural_hooks = ContextHooks()
 
     def __enter__(self) -> "Edit":
         self._hooks.check_not_registered()
         check_sites_in_model(self.model, [site for _, site, _ in self.value_edits])
         names = [name for name, *_ in self.value_edits] + [target.name for target, *_ in self.structural_edits]
         self.call_counts = dict.fromkeys(names, 0)
+        self._structural_hooks = ContextHooks()
+        for target, op, value in self.structural_edits:
+            on_call = partial(self._count_call, target.name)
+            structural_edits.apply_structural_edit(target, op, value, on_call, self._structural_hooks)
         try:
-            for target, op, value in self.structural_edits:
-                on_call = partial(self._count_call, target.name)
-                structural_edits.apply_structural_edit(target, op, value, on_call, self._undo)
+            self._structural_hooks.activate()
             self._hooks.register(
                 (site, self._hook_fn(name, intervention), _attention_heads(site, intervention))
                 for name, site, intervention in self.value_edits
@@ -88,7 +93,7 @@ class Edit:
 
     def _restore(self) -> None:
         self._hooks.remove()
-        self._undo.close()
+        self._structural_hooks.deactivate()
 
     def _hook_fn(self, name: str, intervention: Intervention | TensorFn) -> Callable[[HookContext], Tensor]:
         def hook_fn(context: HookContext) -> Tensor:

@@ -46,6 +46,7 @@ def _resid_equation(name: str, block: Block | ParallelBlock) -> str:
     writers = {"cross.resid_pre": "attn", "resid_mid": "attn" if block.cross is None else "cross", "resid_post": "ffn"}
     sublayer = writers[name]
     skip = "x" if block.skip_scale == 1.0 else f"{block.skip_scale:.3g}·x"
+    skip = _wrap_norm(getattr(block, sublayer).norm_in, skip) if block.norm_skip else skip
     return _wrap_norm(getattr(block, f"norm_after_{sublayer}"), f"{skip} + {sublayer}.out")
 
 

@@ -4,19 +4,18 @@ The activation (called value here) may be an item of a tuple or dict, or a part 
 maps the gradient of the original tensor to the gradient of the value.
 """
 
+import threading
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from copy import copy
 from dataclasses import dataclass
 from inspect import signature
-from typing import Any, TypeAlias
+from typing import Any
 
 from torch import Size, Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from cutaway.errors import InputError
+from cutaway.lens.context_hooks import FIRST, ContextHooks, ModuleArgs, ModuleKwargs
 
-ModuleArgs: TypeAlias = tuple[Any, ...]
-"""Positional arguments of a module, with the type that PyTorch declares for them."""
 Key = str | int | None
 """Key of an item in a dict, index in a tuple, or None for an input or output that is neither."""
 ValueHook = Callable[[Tensor, Tensor], Tensor | None]
@@ -54,13 +53,10 @@ class HookConversion:
                 return None if new is None else (key, self.revert(item, new))
         return None
 
-    def register_hooks(self, module: nn.Module, hook: ValueHook, *, on_input: bool) -> list[RemovableHandle]:
-        """Register hooks that call `hook` with the value at every call of the module.
+    def add_hooks(self, hooks: ContextHooks, target: "HookTarget", hook: ValueHook) -> None:
+        """Add hooks that call `hook` with the value at every call of the target's module."""
 
-        The value is in the module's input if `on_input`, else in its output.
-        """
-
-        def pre_hook(module: nn.Module, args: ModuleArgs, kwargs: dict[str, object]) -> tuple[Any, Any] | None:
+        def pre_hook(module: nn.Module, args: ModuleArgs, kwargs: ModuleKwargs) -> tuple[Any, Any] | None:
             changed = self.run_hook((*enumerate(args), *_kwargs_in_signature_order(module, kwargs)), hook)
             if changed is None:
                 return None
@@ -72,9 +68,28 @@ class HookConversion:
             changed = self.run_hook(_items(result), hook)
             return None if changed is None else _replace_item(result, *changed)
 
-        if on_input:
-            return [module.register_forward_pre_hook(pre_hook, with_kwargs=True)]
-        return [module.register_forward_hook(output_hook)]
+        if target.on_input:
+            hooks.add_pre_hook(target.module, pre_hook, target.order)
+        else:
+            hooks.add_output_hook(target.module, output_hook, target.order)
+
+
+@dataclass(frozen=True, eq=False)
+class HookTarget:
+    """A module, whether the value is in its input or in its output, and the order among the hooks of the module."""
+
+    module: nn.Module
+    on_input: bool
+    order: int = 0
+
+
+class CallState(threading.local):
+    """State of the current forward pass, for each thread."""
+
+    num_calls = 0
+    """Number of calls of the module since the last call of its outer module."""
+    batch_shape: tuple[int, ...] = ()
+    """(B, T) of the last call of the outer module."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,20 +140,20 @@ class FlattenedBatch(HookConversion):
     read_only: bool = False
     """Whether replacing the value raises an error, because the model also uses the original tensor elsewhere."""
 
-    def register_hooks(self, module: nn.Module, hook: ValueHook, *, on_input: bool) -> list[RemovableHandle]:
-        batch_shape: list[int] = []  # [B, T] of the current call
+    def add_hooks(self, hooks: ContextHooks, target: HookTarget, hook: ValueHook) -> None:
+        state = CallState()
 
         def record_batch_shape(value: Tensor, original: Tensor) -> None:
-            batch_shape[:] = value.shape[:2]
+            state.batch_shape = tuple(value.shape[:2])
 
         def unflatten_hook(value: Tensor, original: Tensor) -> Tensor | None:
-            new = hook(value if value.ndim > 2 else value.reshape(*batch_shape, -1), original)
+            new = hook(value if value.ndim > 2 else value.reshape(*state.batch_shape, -1), original)
             if new is not None and self.read_only:
                 raise InputError("the residual stream inside the blocks is read-only; load the model with ct.load")
             return None if new is None else new.reshape(value.shape)
 
-        handles = HookConversion().register_hooks(self.outer_module, record_batch_shape, on_input=True)
-        return handles + super().register_hooks(module, unflatten_hook, on_input=on_input)
+        HookConversion().add_hooks(hooks, HookTarget(self.outer_module, True, FIRST), record_batch_shape)
+        super().add_hooks(hooks, target, unflatten_hook)
 
     def convert_gradient(self, gradient: Tensor, shape: Size) -> Tensor:
         return gradient.reshape(shape)
@@ -155,18 +170,18 @@ class NthCall(HookConversion):
     call_index: int
     outer_module: nn.Module
 
-    def register_hooks(self, module: nn.Module, hook: ValueHook, *, on_input: bool) -> list[RemovableHandle]:
-        num_calls = [0]
+    def add_hooks(self, hooks: ContextHooks, target: HookTarget, hook: ValueHook) -> None:
+        state = CallState()
 
         def reset(value: Tensor, original: Tensor) -> None:
-            num_calls[0] = 0
+            state.num_calls = 0
 
         def hook_nth_call(value: Tensor, original: Tensor) -> Tensor | None:
-            num_calls[0] += 1
-            return hook(value, original) if num_calls[0] == self.call_index + 1 else None
+            state.num_calls += 1
+            return hook(value, original) if state.num_calls == self.call_index + 1 else None
 
-        handles = HookConversion().register_hooks(self.outer_module, reset, on_input=True)
-        return handles + self.inner.register_hooks(module, hook_nth_call, on_input=on_input)
+        HookConversion().add_hooks(hooks, HookTarget(self.outer_module, True, FIRST), reset)
+        self.inner.add_hooks(hooks, target, hook_nth_call)
 
     def convert_gradient(self, gradient: Tensor, shape: Size) -> Tensor:
         return self.inner.convert_gradient(gradient, shape)
@@ -176,7 +191,7 @@ class NthCall(HookConversion):
 class PatternOutput(HookConversion):
     """The attention pattern that an attention module returns with its output: the last tensor with four axes."""
 
-    def register_hooks(self, module: nn.Module, hook: ValueHook, *, on_input: bool) -> list[RemovableHandle]:
+    def add_hooks(self, hooks: ContextHooks, target: HookTarget, hook: ValueHook) -> None:
         def output_hook(module: nn.Module, args: ModuleArgs, result: object) -> None:
             patterns = [item for _, item in _items(result) if isinstance(item, Tensor) and item.ndim == 4]
             if not patterns:
@@ -185,7 +200,7 @@ class PatternOutput(HookConversion):
             if hook(patterns[-1], patterns[-1]) is not None:
                 raise InputError("this model's attention pattern is read-only; load the model with ct.load to edit it")
 
-        return [module.register_forward_hook(output_hook)]
+        hooks.add_output_hook(target.module, output_hook, target.order)
 
 
 @dataclass(frozen=True)
@@ -198,7 +213,8 @@ class LogitsOutput(HookConversion):
 
 def _kwargs_in_signature_order(module: nn.Module, kwargs: dict[str, object]) -> list[tuple[str, object]]:
     """Sort keyword arguments by the parameter order of the module's forward."""
-    names = list(signature(module.forward).parameters) if len(kwargs) > 1 else []
+    # The class's method: the instance may have a wrapped one.
+    names = list(signature(type(module).forward).parameters) if len(kwargs) > 1 else []
     return sorted(kwargs.items(), key=lambda item: names.index(item[0]) if item[0] in names else len(names))
 
 

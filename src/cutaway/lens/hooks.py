@@ -1,27 +1,36 @@
 """Forward hooks at sites: `SiteHooks` calls a function with each activation, and the function may return a new one.
 
-All hooks of a `SiteHooks` are removed together, also after an exception. Hooks that only read run after hooks that
-modify, regardless of registration order, so a trace records the edited values.
+All hooks of a `SiteHooks` are removed together, also after an exception, and run only in the context that registered
+them (`context_hooks.py`). Hooks that only read run after hooks that modify, regardless of registration order, so a
+trace records the edited values.
 """
 
+import threading
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
-from weakref import WeakKeyDictionary
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from cutaway.errors import InputError
 from cutaway.lens import attention_pattern
 from cutaway.lens.attention_pattern import AttentionMask, AttentionScores
-from cutaway.lens.hook_conversions import HookConversion, ModuleArgs
+from cutaway.lens.context_hooks import FIRST, LAST, ContextHooks, ModuleArgs, ModuleKwargs
+from cutaway.lens.hook_conversions import CallState, HookConversion, HookTarget
 from cutaway.lens.sites import Site
 from cutaway.model.kernels import Kernel
 
-ATTENTION_OVERRIDES: WeakKeyDictionary[nn.Module, dict[tuple[str, int | None, int], Tensor]] = WeakKeyDictionary()
-"""Attention kernel → the scores and patterns that edits have set in its current call, by (kind, layer, head)."""
+
+class _AttentionOverrides(threading.local):
+    """The scores and patterns that edits have set in the current call of an attention kernel, for each thread."""
+
+    def __init__(self) -> None:
+        self.values: dict[tuple[str, int | None, int], Tensor] = {}
+        """(kind, layer, head) → value. Kernels are not nested, so one dict is enough."""
+
+
+ATTENTION_OVERRIDES = _AttentionOverrides()
 
 
 class HookContext(NamedTuple):
@@ -40,114 +49,81 @@ HookRequest = tuple[Site, HookFn, list[int] | None]
 """Site, hook function, and the heads for which scores and patterns are recomputed (None for all)."""
 
 
+class _RecomputedAttention(threading.local):
+    """Scores and dense mask of the last kernel call, for each thread."""
+
+    scores: tuple[ModuleArgs, list[int] | None, AttentionScores] | None = None
+    mask: tuple[tuple[object, int, int], AttentionMask] | None = None
+
+
 class SiteHooks:
     """Hooks at sites that are registered and removed together. `modifies` says whether they may change activations."""
 
     def __init__(self, *, modifies: bool = False) -> None:
         self.modifies = modifies
-        self.requests: list[HookRequest] = []
-        self.handles: list[RemovableHandle] = []
-        self.cached_scores: tuple[ModuleArgs, list[int] | None, AttentionScores] | None = None
-        self.cached_mask: tuple[tuple[object, int, int], AttentionMask] | None = None
+        self.hooks: ContextHooks | None = None
+        self.recomputed = _RecomputedAttention()
 
     def register(self, requests: Iterable[HookRequest]) -> None:
         self.check_not_registered()
-        self.requests = list(requests)
-        try:
-            ACTIVE_HOOKS.append(self)
-            self._register_in_order()
-        except BaseException:
-            self.remove()
-            raise
+        hooks = ContextHooks()
+        for site, hook_fn, heads in requests:
+            self._add_hook(hooks, site, hook_fn, heads)
+        hooks.activate()
+        self.hooks = hooks
 
     def check_not_registered(self) -> None:
-        if self in ACTIVE_HOOKS:
+        if self.hooks is not None:
             raise InputError("this trace or edit is already active, so it cannot be entered again; create a second one")
 
     def remove(self) -> None:
-        self._remove_handles()
-        self.requests = []  # the hook functions hold references to the trace and its recorded tensors
-        if self in ACTIVE_HOOKS:
-            ACTIVE_HOOKS.remove(self)
+        if self.hooks is not None:
+            self.hooks.deactivate()
+        self.hooks, self.recomputed = None, _RecomputedAttention()
 
-    def _register_in_order(self) -> None:
-        """Register the hooks of this group, and re-register those of active groups on the same modules.
-
-        PyTorch runs hooks in registration order. A new modifying group must run before the reading groups that are
-        already active, so their hooks are removed and added again after it.
-        """
-        modules = self.modules
-        groups = [self]
-        if self.modifies:
-            groups = [group for group in ACTIVE_HOOKS if not modules.isdisjoint(group.modules)]
-        for group in groups:
-            group._remove_handles()
-        for kinds in _HOOK_ORDER:
-            for group in groups:
-                if group.modifies:
-                    group._add_hooks(kinds)
-        for group in groups:
-            if not group.modifies:
-                group._add_hooks(_ALL_KINDS)
-
-    @property
-    def modules(self) -> set[nn.Module]:
-        return {site.module for site, *_ in self.requests}
-
-    def _add_hooks(self, kinds: tuple[str, ...]) -> None:
-        for site, hook_fn, heads in self.requests:
-            if site.kind in kinds:
-                self._add_hook(site, hook_fn, heads)
-
-    def _remove_handles(self) -> None:
-        for handle in self.handles:
-            handle.remove()
-        self.handles.clear()
-        self.cached_scores, self.cached_mask = None, None
-        for site, *_ in self.requests if self.modifies else ():
-            ATTENTION_OVERRIDES.pop(site.module, None)
-
-    def _add_hook(self, site: Site, hook_fn: HookFn, heads: list[int] | None) -> None:
+    def _add_hook(self, hooks: ContextHooks, site: Site, hook_fn: HookFn, heads: list[int] | None) -> None:
+        order = _HOOK_ORDER[site.kind] if self.modifies else _READ_ORDER
         if site.conversion is not None:
-            self._add_converted_hook(site, site.conversion, hook_fn)
+            _add_converted_hook(hooks, site, site.conversion, hook_fn, order)
             return
-        call_index, num_calls = _shared_block_call(site), [0]
+        call_index, state = _shared_block_call(site), CallState()
 
-        def reset(module: nn.Module, args: ModuleArgs) -> None:
-            num_calls[0] = 0
+        def reset(module: nn.Module, args: ModuleArgs, kwargs: ModuleKwargs) -> None:
+            state.num_calls = 0
 
-        def is_other_layer(module: nn.Module) -> bool:
-            if module is not site.module:  # a deep copy of the model, which copies hooks too
-                return True
-            num_calls[0] += 1
-            return call_index is not None and num_calls[0] != call_index + 1
+        def is_other_layer() -> bool:
+            state.num_calls += 1
+            return call_index is not None and state.num_calls != call_index + 1
 
         if call_index is not None and site.stack is not None:
-            self.handles.append(site.stack.register_forward_pre_hook(reset))
+            hooks.add_pre_hook(site.stack, reset, FIRST)
 
-        def pre_hook(module: nn.Module, args: ModuleArgs) -> ModuleArgs | None:
-            if is_other_layer(module):
+        def pre_hook(
+            module: nn.Module, args: ModuleArgs, kwargs: ModuleKwargs
+        ) -> tuple[ModuleArgs, ModuleKwargs] | None:
+            if is_other_layer():
                 return None
-            return _replace_item(args, site.arg_index, hook_fn(HookContext(site, args[site.arg_index], args, None)))
+            new = hook_fn(HookContext(site, args[site.arg_index], args, None))
+            return None if new is None else (_replace_item(args, site.arg_index, new), kwargs)
 
         def output_hook(module: nn.Module, args: ModuleArgs, result: Tensor | ModuleArgs) -> object:
-            if is_other_layer(module):
+            if is_other_layer():
                 return None
             if isinstance(result, Tensor):
                 return hook_fn(HookContext(site, result, args, result))
             new = hook_fn(HookContext(site, result[site.arg_index], args, result))
-            return _replace_item(result, site.arg_index, new)
+            return None if new is None else _replace_item(result, site.arg_index, new)
 
-        def attention_hook(module: Kernel, args: ModuleArgs, result: Tensor) -> Tensor | None:
+        def attention_hook(module: Any, args: ModuleArgs, result: Tensor) -> Tensor | None:
             """Recompute scores or patterns from the kernel's arguments. If the hook changes them, also recompute z."""
-            if is_other_layer(module):
+            if is_other_layer():
                 return None
             attention = self.attention_scores(module, args, heads)
             head_indices = list(range(attention.scores.shape[1])) if heads is None else heads
 
             def with_overrides(kind: str, value: Tensor) -> Tensor:
                 """Replace the heads of `value` (B, H, T, S) that an earlier edit has set in this call."""
-                overrides = ATTENTION_OVERRIDES.get(module)
+                overrides = ATTENTION_OVERRIDES.values
                 if not overrides:
                     return value
                 pairs = zip(head_indices, value.unbind(1), strict=True)
@@ -162,7 +138,7 @@ class SiteHooks:
             if new is None:
                 return None
             new_pattern = attention.pattern(new) if site.kind == "scores" else new
-            overrides = ATTENTION_OVERRIDES.setdefault(module, {})
+            overrides = ATTENTION_OVERRIDES.values
             for kind, values in (("pattern", new_pattern), (site.kind, new)):
                 pairs = zip(head_indices, values.unbind(1), strict=True)
                 overrides |= {(kind, site.layer, head): own for head, own in pairs}
@@ -170,22 +146,13 @@ class SiteHooks:
             z = _recompute_z(module, z, old_pattern, new_pattern, attention_pattern.values_per_head(args, heads))
             return z if heads is None else result.index_copy(2, index_tensor(heads, result), z)
 
-        if site.is_recomputed and self.modifies:
-            self.handles.append(site.module.register_forward_pre_hook(_clear_overrides))
+        if site.is_recomputed:
+            hooks.add_pre_hook(site.module, _clear_overrides, FIRST)  # of a call that ended with an exception
+            hooks.add_output_hook(site.module, _clear_overrides, LAST)
         if site.kind == "in":
-            self.handles.append(site.module.register_forward_pre_hook(pre_hook))
-        elif site.is_recomputed:
-            self.handles.append(site.module.register_forward_hook(attention_hook))
+            hooks.add_pre_hook(site.module, pre_hook, order)
         else:
-            self.handles.append(site.module.register_forward_hook(output_hook))
-
-    def _add_converted_hook(self, site: Site, conversion: HookConversion, hook_fn: HookFn) -> None:
-        """Register the hooks of a site in a module of another library."""
-
-        def convert_hook(value: Tensor, original: Tensor) -> Tensor | None:
-            return hook_fn(HookContext(site, value, (), original))
-
-        self.handles += conversion.register_hooks(site.module, convert_hook, on_input=site.kind == "in")
+            hooks.add_output_hook(site.module, attention_hook if site.is_recomputed else output_hook, order)
 
     def _grad_mode(self) -> torch.set_grad_enabled:
         """Context manager: record gradients of recomputed attention only if this group modifies activations."""
@@ -193,25 +160,36 @@ class SiteHooks:
 
     def attention_scores(self, kernel: Kernel, kernel_args: ModuleArgs, heads: list[int] | None) -> AttentionScores:
         """Recompute the scores of a kernel call. Hooks on the scores and the pattern of one call share the result."""
-        if self.cached_scores is None or self.cached_scores[0] is not kernel_args or self.cached_scores[1] != heads:
+        cached = self.recomputed.scores
+        if cached is None or cached[0] is not kernel_args or cached[1] != heads:
             with self._grad_mode():
                 scores = attention_pattern.compute_scores(kernel, kernel_args, heads, self._dense_mask(kernel_args))
-            self.cached_scores = kernel_args, heads, scores
-        return self.cached_scores[2]
+            cached = self.recomputed.scores = kernel_args, heads, scores
+        return cached[2]
 
     def _dense_mask(self, kernel_args: ModuleArgs) -> AttentionMask:
         """Convert the prepared mask of a kernel call to a dense mask, once for all layers that share it."""
         key = kernel_args[3], kernel_args[0].shape[1], kernel_args[1].shape[1]
-        if self.cached_mask is None or self.cached_mask[0][0] is not key[0] or self.cached_mask[0][1:] != key[1:]:
-            self.cached_mask = key, attention_pattern.build_dense_mask(kernel_args)
-        return self.cached_mask[1]
+        cached = self.recomputed.mask
+        if cached is None or cached[0][0] is not key[0] or cached[0][1:] != key[1:]:
+            cached = self.recomputed.mask = key, attention_pattern.build_dense_mask(kernel_args)
+        return cached[1]
 
 
-ACTIVE_HOOKS: list[SiteHooks] = []
-"""All registered groups of hooks, in order of registration."""
-_HOOK_ORDER: tuple[tuple[str, ...], ...] = (("in", "scores"), ("pattern",), ("out",))
+_HOOK_ORDER = {"in": 0, "scores": 0, "pattern": 1, "out": 2}
 """Order of modifying hooks: inputs and scores, then the pattern computed from the scores, then outputs (z)."""
-_ALL_KINDS = tuple(kind for kinds in _HOOK_ORDER for kind in kinds)
+_READ_ORDER = 3
+
+
+def _add_converted_hook(
+    hooks: ContextHooks, site: Site, conversion: HookConversion, hook_fn: HookFn, order: int
+) -> None:
+    """Add the hooks of a site in a module of another library."""
+
+    def convert_hook(value: Tensor, original: Tensor) -> Tensor | None:
+        return hook_fn(HookContext(site, value, (), original))
+
+    conversion.add_hooks(hooks, HookTarget(site.module, site.kind == "in", order), convert_hook)
 
 
 def _shared_block_call(site: Site) -> int | None:
@@ -241,18 +219,14 @@ def _recompute_z(kernel: Kernel, z: Tensor, old_pattern: Tensor, new_pattern: Te
     return torch.where(changed, torch.einsum("bhts,bshe->bthe", new_pattern, values), shifted)
 
 
-def _replace_item(items: ModuleArgs, index: int, new: Tensor | None) -> ModuleArgs | None:
-    return None if new is None else (*items[:index], new, *items[index + 1 :])
+def _replace_item(items: ModuleArgs, index: int, new: Tensor) -> ModuleArgs:
+    return (*items[:index], new, *items[index + 1 :])
 
 
-def _clear_overrides(module: nn.Module, args: ModuleArgs) -> None:
-    ATTENTION_OVERRIDES.pop(module, None)
+def _clear_overrides(module: nn.Module, args: ModuleArgs, _: object) -> None:
+    """Used as a pre-hook and as an output hook."""
+    ATTENTION_OVERRIDES.values.clear()
 
 
 def index_tensor(indices: list[int], like: Tensor) -> Tensor:
     return torch.tensor(indices, device=like.device)
-
-
-def is_in_backward() -> bool:
-    """Whether a backward pass is running. A forward call is then a recomputation by activation checkpointing."""
-    return torch._C._current_graph_task_id() != -1

@@ -17,6 +17,7 @@ from cutaway.lens.equations import site_equation
 from cutaway.lens.hooks import HookContext, SiteHooks
 from cutaway.lens.sites import (
     Site,
+    get_blocks,
     has_additive_residual,
     is_resid_site,
     is_sublayer_output,
@@ -25,6 +26,7 @@ from cutaway.lens.sites import (
     select_sites,
 )
 from cutaway.model import Transformer
+from cutaway.model.block import ParallelBlock
 from cutaway.model.stack import Stack
 
 TopTokens = tuple[tuple[int, float], ...]
@@ -166,7 +168,7 @@ def build_stage(model: Transformer, site: Site, recorder: TokenRecorder, decoded
     vector = _to_float64(recorder.vectors[site.name]).flatten()
     relative_norm, cosine, norm = None, None, float(vector.norm())
     if is_sublayer_output(site.name):
-        resid = _to_float64(recorder.vectors[resid_before_sublayer(site)]) * _skip_scale(site)
+        resid = _to_float64(_skip_connection(site, recorder.vectors[resid_before_sublayer(site)]))
         resid_norm = float(resid.norm())
         relative_norm = norm / resid_norm if resid_norm else None
         cosine = float((resid @ vector) / (resid_norm * norm)) if resid_norm and norm else None
@@ -179,11 +181,15 @@ def _to_float64(vector: Tensor) -> Tensor:
     return vector.cpu().double()  # not every accelerator supports float64
 
 
-def _skip_scale(site: Site) -> float:
-    """Factor by which the block multiplies the residual stream before adding the sublayer output."""
+@torch.no_grad()
+def _skip_connection(site: Site, resid: Tensor) -> Tensor:
+    """Return what the block adds the sublayer output to, given the residual stream (d,) before the sublayer."""
     assert site.stack is not None
     assert site.layer is not None
-    return float(getattr(site.stack.blocks[site.layer], "skip_scale", 1.0))
+    block = get_blocks(site.stack)[site.layer]
+    if isinstance(block, ParallelBlock):
+        return resid
+    return block.skip_connection(resid[None, None], getattr(block, site.name.split(".")[-2]))[0, 0]
 
 
 def decode_residuals(

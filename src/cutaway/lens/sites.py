@@ -10,7 +10,8 @@ the same names as `attn.*`, and `cross.resid_pre`, the residual stream before cr
 is added to the residual stream. A mixture of experts has `ffn.router`, the routing weights of the selected experts.
 
 Axes: B batch, T query tokens, S key tokens, H query heads, G key-value heads, D query and key head width, E value head
-width, d residual stream width (d_model), h FFN width, V vocabulary, N tokens of all batch rows, K selected experts.
+width, d residual stream width (d_model), h FFN width, V vocabulary, N tokens of all batch rows, K selected experts, F
+features of a sparse autoencoder.
 """
 
 from collections.abc import Iterable, Mapping
@@ -22,6 +23,7 @@ from typing import Any, Literal, cast
 from torch import nn
 
 from cutaway.errors import InputError
+from cutaway.lens.attached_sites import attached_sites
 from cutaway.lens.hook_conversions import HookConversion
 from cutaway.model.attention import LatentAttention, MultiHead
 from cutaway.model.block import Block, Branch, ParallelBlock
@@ -34,6 +36,7 @@ SiteKind = Literal["in", "out", "scores", "pattern"]
 AXIS_NAMES = {
     "T": "tokens", "S": "key positions", "H": "heads", "G": "KV heads", "D": "head dim", "E": "value head dim",
     "d": "d_model", "h": "FFN hidden size", "K": "top-k experts", "V": "vocabulary", "P": "rotary pairs",
+    "F": "SAE features",
 }  # fmt: skip
 """Descriptions of the axes, as `cutaway trace` and the web page show them; P is an axis of RoPE angles."""
 
@@ -95,7 +98,7 @@ class SiteMap(dict[str, Site]):
 
 def check_sites_in_model(model: nn.Module, sites: Iterable[Site]) -> None:
     """Raise if a site's module was replaced after the site was looked up. `use_kernel` replaces modules."""
-    modules = set(model.modules())
+    modules = set(model.modules()) | {site.module for site in attached_sites(model)}
     missing = next((site.name for site in sites if site.module not in modules), None)
     if missing is not None:
         raise InputError(f"the module of {missing} was replaced in the model; call use_kernel before trace or edit")
@@ -244,10 +247,11 @@ def attention_module(branch: Branch) -> MultiHead | LatentAttention:
 
 
 def has_additive_residual(stack: Stack) -> bool:
-    """Whether blocks only add to the residual stream, and do not normalize (post-norm) or scale the sum."""
+    """Whether blocks only add to the residual stream, and do not normalize or scale it or the sum (post-norm)."""
     for block in get_blocks(stack):
         if isinstance(block, Block):
             norms = (block.norm_after_attn, block.norm_after_cross, block.norm_after_ffn)
-            if block.skip_scale != 1.0 or not all(isinstance(norm, nn.Identity | None) for norm in norms):
+            has_norms = not all(isinstance(norm, nn.Identity | None) for norm in norms)
+            if block.skip_scale != 1.0 or block.norm_skip or has_norms:
                 return False
     return True

@@ -1,30 +1,37 @@
 """Structural edits: skip or reorder blocks, remove residuals, drop the final norm or mask, drop or move positions.
 
-Each function that applies an edit adds callbacks to `undo`, which restore the model. `on_call` is called at each
-forward pass.
+Each function that applies an edit adds hooks, which change the model in the context of the edit only. `on_call` is
+called at each forward pass.
 """
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import replace
-from types import MethodType
-from typing import NamedTuple
-from weakref import WeakKeyDictionary
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from cutaway.errors import InputError
-from cutaway.lens.hook_conversions import ModuleArgs
+from cutaway.lens.context_hooks import (
+    CONTEXT_CLASSES,
+    FIRST,
+    ContextHooks,
+    ModuleArgs,
+    ModuleKwargs,
+    get_attribute,
+)
 from cutaway.lens.sites import get_blocks
 from cutaway.model import Transformer
 from cutaway.model.attention import LatentAttention, LayerContext
 from cutaway.model.block import Block, ParallelBlock
+from cutaway.model.embedding import Embedding
 from cutaway.model.positions import ScoreBias
 from cutaway.model.stack import Stack
 
 _OnCall = Callable[[], None]
 _AnyBlock = Block | ParallelBlock
+_Forward = Callable[..., Any]
 
 
 class StructuralTarget(NamedTuple):
@@ -50,7 +57,9 @@ def structural_targets(model: nn.Module) -> dict[str, StructuralTarget]:
     return {target.name: target for target in targets}
 
 
-def apply_structural_edit(target: StructuralTarget, op: str, value: object, on_call: _OnCall, undo: ExitStack) -> None:
+def apply_structural_edit(
+    target: StructuralTarget, op: str, value: object, on_call: _OnCall, hooks: ContextHooks
+) -> None:
     """Apply the operation `op`, one of STRUCTURAL_OPS, to a part of the model. Raise if this is not supported."""
     kind, stack, layer, name = target
     if op not in STRUCTURAL_OPS[kind]:
@@ -58,25 +67,47 @@ def apply_structural_edit(target: StructuralTarget, op: str, value: object, on_c
     if reason := _unsupported_reason(target, op):
         raise InputError(reason)
     if op in _POSITION_OPS:
-        _move_positions(stack, name, op, value, on_call, undo)
+        _move_positions(stack, name, op, value, on_call, hooks)
         return
     if value is not None:
         raise InputError(f"the edit of {name} has a value, but '{op}' takes none; leave it out")
     if kind == "final_norm":
-        _drop_final_norm(stack, on_call, undo)
+        _drop_final_norm(stack, on_call, hooks)
         return
     module = stack if layer is None else get_blocks(stack)[layer]
     # The hook also disables fast paths, which are not used for a block with hooks.
-    undo.callback(module.register_forward_pre_hook(lambda module, args: on_call()).remove)
+    hooks.add_pre_hook(module, lambda module, args, kwargs: on_call())
     if isinstance(module, Block | ParallelBlock):
-        _patch_block_forward(module, op, undo)
+        hooks.add_forward_wrapper(module, partial(_BLOCK_FORWARDS[op], module))
     elif kind == "mask":
-        undo.callback(setattr, stack, "causal", True)
-        stack.causal = False
+        hooks.set_attribute(stack, "causal", False)
     else:
-        undo.callback(setattr, stack.embed, "position", stack.embed.position)
-        undo.callback(setattr, stack, "positions", stack.positions)
-        stack.embed.position, stack.positions = None, nn.ModuleDict()
+        hooks.set_attribute(stack.embed, "position", None)
+        hooks.set_attribute(stack, "positions", nn.ModuleDict())
+
+
+class _EditedStack(Stack):
+    """Class of a stack while a context edits its mask or positions; other contexts read the original values."""
+
+    @property
+    def causal(self) -> bool:  # type: ignore[override]
+        return get_attribute(self, "causal", self.__dict__["causal"])
+
+    @property
+    def positions(self) -> nn.ModuleDict:  # type: ignore[override]
+        return get_attribute(self, "positions", self._modules["positions"])
+
+
+class _EditedEmbedding(Embedding):
+    """Class of an embedding while a context drops its positions; other contexts read the original value."""
+
+    @property
+    def position(self) -> Any:  # type: ignore[override]
+        own = self._modules["position"] if "position" in self._modules else self.__dict__["position"]
+        return get_attribute(self, "position", own)
+
+
+CONTEXT_CLASSES |= {Stack: _EditedStack, Embedding: _EditedEmbedding}
 
 
 def _unsupported_reason(target: StructuralTarget, op: str) -> str | None:
@@ -118,39 +149,20 @@ STRUCTURAL_OPS = {
 """Kind of a structural target → the operations it supports."""
 
 
-_PATCHED_BLOCKS: WeakKeyDictionary[nn.Module, list[MethodType]] = WeakKeyDictionary()
-"""Block → patched forward methods of the active edits. The last method in the list is in effect."""
-
-
-def _patch_block_forward(block: _AnyBlock, op: str, undo: ExitStack) -> None:
-    forward, patches = MethodType(_BLOCK_FORWARDS[op], block), _PATCHED_BLOCKS.setdefault(block, [])
-    patches.append(forward)
-    block.forward = forward  # type: ignore[method-assign]
-
-    def restore() -> None:
-        patches[:] = [patch for patch in patches if patch is not forward]
-        if patches:  # other edits of this block, which may be undone in any order
-            block.forward = patches[-1]  # type: ignore[method-assign]
-        else:
-            del block.forward, _PATCHED_BLOCKS[block]
-
-    undo.callback(restore)
-
-
-def _skip_block(block: _AnyBlock, x: Tensor, context: LayerContext) -> Tensor:
+def _skip_block(block: _AnyBlock, _: _Forward, x: Tensor, context: LayerContext) -> Tensor:
     return x
 
 
-def _ffn_before_attention(block: _AnyBlock, x: Tensor, context: LayerContext) -> Tensor:
+def _ffn_before_attention(block: _AnyBlock, _: _Forward, x: Tensor, context: LayerContext) -> Tensor:
     """Block forward with the FFN first and attention last."""
     assert isinstance(block, Block)
-    x = block.norm_after_ffn(block.scale_skip(x) + block.ffn(x))
+    x = block.norm_after_ffn(block.skip_connection(x, block.ffn) + block.ffn(x))
     if block.cross is not None and block.norm_after_cross is not None:
-        x = block.norm_after_cross(block.scale_skip(x) + block.cross(x, context))
-    return block.norm_after_attn(block.scale_skip(x) + block.attn(x, context))
+        x = block.norm_after_cross(block.skip_connection(x, block.cross) + block.cross(x, context))
+    return block.norm_after_attn(block.skip_connection(x, block.attn) + block.attn(x, context))
 
 
-def _without_residual(block: _AnyBlock, x: Tensor, context: LayerContext) -> Tensor:
+def _without_residual(block: _AnyBlock, _: _Forward, x: Tensor, context: LayerContext) -> Tensor:
     """Block forward without the residual connections."""
     if isinstance(block, ParallelBlock):
         h = block.norm(x)
@@ -164,16 +176,16 @@ def _without_residual(block: _AnyBlock, x: Tensor, context: LayerContext) -> Ten
 _BLOCK_FORWARDS = {"skip": _skip_block, "swap": _ffn_before_attention, "no_residual": _without_residual}
 
 
-def _drop_final_norm(stack: Stack, on_call: _OnCall, undo: ExitStack) -> None:
+def _drop_final_norm(stack: Stack, on_call: _OnCall, hooks: ContextHooks) -> None:
     def return_input(module: nn.Module, args: ModuleArgs, result: Tensor) -> object:
         on_call()
         return args[0]
 
     # This hook runs before all others, so that it does not overwrite their changes of the output.
-    undo.callback(stack.final_norm.register_forward_hook(return_input, prepend=True).remove)
+    hooks.add_output_hook(stack.final_norm, return_input, FIRST)
 
 
-def _move_positions(stack: Stack, name: str, op: str, value: object, on_call: _OnCall, undo: ExitStack) -> None:
+def _move_positions(stack: Stack, name: str, op: str, value: object, on_call: _OnCall, hooks: ContextHooks) -> None:
     """Shift positions by `value`, or permute them with seed `value`. The mask does not change."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         meaning = "the offset of the positions" if op == "shift" else "the seed of the permutation"
@@ -185,19 +197,20 @@ def _move_positions(stack: Stack, name: str, op: str, value: object, on_call: _O
         order = torch.randperm(int(position.max()) + 1, generator=torch.Generator().manual_seed(value))
         return torch.where(position < 0, position, order.to(position.device)[position.clamp(min=0)])
 
-    def embedding_hook(module: nn.Module, args: ModuleArgs) -> ModuleArgs:
+    def embedding_hook(module: nn.Module, args: ModuleArgs, kwargs: ModuleKwargs) -> tuple[ModuleArgs, ModuleKwargs]:
         on_call()
         new, limit = move(args[0]), getattr(module, "max_positions", None)
         if limit is not None and int(new.max()) >= limit:
             problem = f"'{op}' moves a token to position {int(new.max())}, but the model has positions 0 to {limit - 1}"
             raise InputError(f"{problem}; use a smaller offset or a shorter text")
-        return (new, *args[1:])
+        return (new, *args[1:]), kwargs
 
-    def rope_hook(module: nn.Module, args: ModuleArgs) -> ModuleArgs:
+    def rope_hook(module: nn.Module, args: ModuleArgs, kwargs: ModuleKwargs) -> tuple[ModuleArgs, ModuleKwargs]:
         on_call()
-        return (replace(args[0], position=move(args[0].position), is_sequential=False, limit=None), *args[1:])
+        moved = replace(args[0], position=move(args[0].position), is_sequential=False, limit=None)
+        return (moved, *args[1:]), kwargs
 
     for rope in stack.positions.values():
-        undo.callback(rope.register_forward_pre_hook(rope_hook).remove)
+        hooks.add_pre_hook(rope, rope_hook)
     if stack.embed.position is not None:
-        undo.callback(stack.embed.position.register_forward_pre_hook(embedding_hook).remove)
+        hooks.add_pre_hook(stack.embed.position, embedding_hook)

@@ -8,6 +8,7 @@ The sites of a transformers model have the same names. A site is available if it
 of the model's modules. In any other `nn.Module`, sites are named by submodule paths.
 """
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,8 +20,9 @@ from cutaway.argument_checks import check_dtype, check_positive_int, resolve_dev
 from cutaway.errors import InputError
 from cutaway.lens import attention_pattern
 from cutaway.lens.adapters import ModelLike, sites, unwrap_model
+from cutaway.lens.context_hooks import is_in_backward
 from cutaway.lens.display import format_axes, format_site_table, render_html_table
-from cutaway.lens.hooks import HookContext, SiteHooks, index_tensor, is_in_backward
+from cutaway.lens.hooks import HookContext, SiteHooks, index_tensor
 from cutaway.lens.sites import (
     Indices,
     Site,
@@ -102,7 +104,9 @@ _UNNAMED_AXIS = "·"
 class Trace:
     """Context manager that records the activations at the selected sites.
 
-    `t[site]` is the recorded activation, or `t[site, call]` if the model was called several times.
+    `t[site]` is the recorded activation, or `t[site, call]` if the model was called several times. Forward passes of
+    other threads are not recorded, unless they run in a copied context (`asyncio.to_thread`,
+    `contextvars.copy_context().run`); their calls are recorded in the order in which they reach each site.
 
     Args:
         model: a cutaway model or checkpoint, a transformers model, or another nn.Module.
@@ -132,7 +136,7 @@ class Trace:
         self.records_gradients, self.device, self.dtype = gradients, device, dtype
         self._values: dict[str, list[Tensor]] = {site.name: [] for site in self.sites}
         self._gradients: dict[str, dict[int, Tensor]] = {site.name: {} for site in self.sites}
-        self._hooks = SiteHooks()
+        self._hooks, self._lock = SiteHooks(), threading.Lock()
         for site in self.sites:
             self._selected_heads(site)  # raises on invalid heads before the model runs
             if not site.axes and not (positions is None and heads is None):
@@ -165,7 +169,10 @@ class Trace:
         if is_in_backward():  # activation checkpointing recomputes a block
             return None
         site, value = context.site, context.value
-        call = len(self._values[site.name])
+        recorded = self._select_part(site, value)
+        with self._lock:  # threads with a copied context record to the same trace
+            call = len(self._values[site.name])
+            self._values[site.name].append(recorded)
         if self.records_gradients:
             if site.is_recomputed:
                 self._record_attention_gradient(context, call)
@@ -178,7 +185,6 @@ class Trace:
                     _register_grad_hook(value, lambda grad: self._store_gradient(site, call, grad))
                 else:
                     self._record_converted_gradient(context, call)
-        self._values[site.name].append(self._select_part(site, context.value))
         return None if value is context.value else value
 
     def _record_attention_gradient(self, context: HookContext, call: int) -> None:
@@ -263,6 +269,11 @@ class Trace:
     def calls(self, name: str) -> list[Tensor]:
         """Return the activations recorded at a site, one per call of the model."""
         return self._values[self.resolve_name(name)]
+
+    def clear(self) -> None:
+        """Discard the recorded activations and gradients, so that the memory of a loop of calls is constant."""
+        for name in self._values:
+            self._values[name], self._gradients[name] = [], {}
 
     def resolve_name(self, name: str) -> str:
         """Return the full name of a traced site, from its name or from a suffix that only one site has."""

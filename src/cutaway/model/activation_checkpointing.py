@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import cutaway.model.moe  # noqa: F401  # registers torch.ops.cutaway.grouped_mm
+from cutaway.forward_context import keep_context
 
 ActivationCheckpointing = Literal["none", "selective", "full"]
 """'none' stores all activations, 'selective' outputs of matrix products, attention and top-k, 'full' block inputs."""
@@ -37,7 +38,6 @@ def run_block(mode: ActivationCheckpointing, block: nn.Module, x: Tensor, contex
     """Compute block(x, context). `mode` determines which activations are stored for the backward pass."""
     if mode == "none" or not (block.training and torch.is_grad_enabled()):
         return block(x, context)
-    if mode == "full":
-        return checkpoint(block, x, context, use_reentrant=False)
-    contexts = partial(create_selective_checkpoint_contexts, _selective_policy)
-    return checkpoint(block, x, context, use_reentrant=False, context_fn=contexts)
+    run = block if torch.compiler.is_compiling() else keep_context(block)
+    options: dict[str, Any] = {"context_fn": partial(create_selective_checkpoint_contexts, _selective_policy)}
+    return checkpoint(run, x, context, use_reentrant=False, **(options if mode == "selective" else {}))

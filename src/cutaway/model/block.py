@@ -51,6 +51,7 @@ class Block(nn.Module):
         skip_prenorm = is_first and isinstance(placement, cfg.PreNorm) and placement.skip_first_prenorm
         post_norm = stack.norm if isinstance(placement, cfg.PostNorm) else cfg.NoNorm()
         self.skip_scale = placement.skip_scale if isinstance(placement, cfg.PostNorm) else 1.0
+        self.norm_skip = isinstance(placement, cfg.PreNorm) and placement.norm_skip
         attention = build_attention(config.attention, d_model)
         self.attn = Branch(attention, stack, d_model, norm_in=norm_in and not skip_prenorm, norm_out=norm_out)
         self.norm_after_attn = build_norm(post_norm, d_model)
@@ -62,15 +63,16 @@ class Block(nn.Module):
         self.ffn = Branch(build_ffn(config.ffn, d_model), stack, d_model, norm_in=norm_in, norm_out=norm_out)
         self.norm_after_ffn = build_norm(post_norm, d_model)
 
-    def scale_skip(self, x: Float[Tensor, "B T d"]) -> Float[Tensor, "B T d"]:
-        """Scale the skip connection (DeepNorm's alpha); the identity unless `skip_scale` is set."""
+    def skip_connection(self, x: Float[Tensor, "B T d"], branch: Branch) -> Float[Tensor, "B T d"]:
+        """Return what the output of `branch` is added to: x, x · `skip_scale` (DeepNorm's alpha), or norm(x)."""
+        x = branch.norm_in(x) if self.norm_skip else x
         return x if self.skip_scale == 1.0 else x * self.skip_scale
 
     def forward(self, x: Float[Tensor, "B T d"], context: LayerContext) -> Float[Tensor, "B T d"]:
-        x = self.norm_after_attn(self.scale_skip(x) + self.attn(x, context))
+        x = self.norm_after_attn(self.skip_connection(x, self.attn) + self.attn(x, context))
         if self.cross is not None and self.norm_after_cross is not None:
-            x = self.norm_after_cross(self.scale_skip(x) + self.cross(x, context))
-        return self.norm_after_ffn(self.scale_skip(x) + self.ffn(x))
+            x = self.norm_after_cross(self.skip_connection(x, self.cross) + self.cross(x, context))
+        return self.norm_after_ffn(self.skip_connection(x, self.ffn) + self.ffn(x))
 
 
 class ParallelBlock(nn.Module):

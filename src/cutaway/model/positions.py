@@ -26,12 +26,14 @@ class LearnedPosition(nn.Module):
 class SinusoidalPosition(ConstantBuffers):
     """PE(pos, 2i) = sin(pos / base^(2i/d)), PE(pos, 2i+1) = cos(pos / base^(2i/d)). https://arxiv.org/abs/1706.03762
 
-    With the layout 'halves', all sines are before all cosines.
+    With the layout 'halves', all sines are before all cosines. With `endpoint`, the exponents are 2i/(d − 2), so that
+    the last frequency is exactly 1/base. Positions are counted from `offset`.
     """
 
     def __init__(self, config: cfg.SinusoidalPosition, width: int) -> None:
         super().__init__()
         self.base, self.width, self.layout, self.max_positions = config.base, width, config.layout, config.table_length
+        self.endpoint, self.offset = config.endpoint, config.offset
         self.table = None
         if config.table_length is not None:
             self.table = nn.Parameter(torch.empty(config.table_length, width), requires_grad=False)
@@ -52,8 +54,8 @@ class SinusoidalPosition(ConstantBuffers):
 
         Angles are computed in fp64, because fp32 is too imprecise for the angles of large positions.
         """
-        exponent = torch.arange(0, self.width, 2, dtype=torch.float64, device="cpu") / self.width
-        angle = torch.arange(num_positions, device="cpu").unsqueeze(-1) * self.base**-exponent
+        exponent = torch.arange(0, self.width, 2, dtype=torch.float64, device="cpu") / (self.width - 2 * self.endpoint)
+        angle = (torch.arange(num_positions, device="cpu") + self.offset).unsqueeze(-1) * self.base**-exponent
         if self.layout == "halves":
             return torch.cat((angle.sin(), angle.cos()), -1).float()
         return torch.stack((angle.sin(), angle.cos()), -1).flatten(-2).float()

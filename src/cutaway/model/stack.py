@@ -40,13 +40,10 @@ class Stack(nn.Module):
         super().__init__()
         self.causal, self.vocab_size = causal, token_table.num_embeddings
         self.embed = Embedding(config.embedding, d_model, token_table)
-        num_groups = config.layer_groups or config.layers  # ALBERT: layers of a group share their weights
-        group_of_layer = [layer * num_groups // config.layers for layer in range(config.layers)]
-        group_blocks = [
-            build_block(config.blocks[group_of_layer.index(group)], config, d_model, is_first=group == 0)
-            for group in range(num_groups)
-        ]
-        self.blocks = nn.ModuleList(group_blocks[group] for group in group_of_layer)
+        weight_sets = config.weight_sets  # ALBERT: layers with the same weight set are the same block
+        first_layers = [weight_sets.index(index) for index in range(max(weight_sets) + 1)]
+        blocks = [build_block(config.blocks[i], config, d_model, is_first=i == 0) for i in first_layers]
+        self.blocks = nn.ModuleList(blocks[index] for index in weight_sets)
         # Layers with the same position method share it: RoPE angles are computed once per pass, T5's bias is one table.
         keys = [_position_sharing_key(config, layer, d_model) for layer in range(config.layers)]
         first = [keys.index(key) for key in keys]  # for each layer, the first layer with the same key

@@ -115,8 +115,10 @@ def scale_config(config: Config, layers: int, d_model: int) -> Config:
     scale_ffn = partial(_scale_ffn, d_model=config.d_model, new_d_model=d_model)
     stacks: dict[str, Stack] = {}
     for name, stack in config.stacks.items():
-        new_layers = max(1, _round_divide(stack.layers * layers, source_layers))
-        groups = None if stack.layer_groups is None else min(stack.layer_groups, new_layers)
+        size = stack.layers_per_group
+        repeats = max(1, _round_divide(stack.layers * layers, source_layers * size))
+        new_layers = repeats * size
+        groups = None if stack.layer_groups is None else min(stack.layer_groups, repeats)
         scaled = stack.edit_layers(scale_attention, scale_ffn)
         stacks[name] = scaled.replace(layers=new_layers, layer_groups=groups)
     return config.replace(d_model=d_model, **stacks)

@@ -187,8 +187,8 @@ def _count_layers(name: str, stack: Stack, d_model: int) -> Iterator[LayerParame
     A relative bias has buckets · heads parameters. A shared relative bias is counted in the first layer that uses it.
     """
     counted_tables: set[tuple[RelativeBias, int]] = set()
-    first_in_group: dict[int, int] = {}
-    for index, block in enumerate(stack.blocks):
+    first_with_weights: dict[int, int] = {}
+    for index, (block, weight_set) in enumerate(zip(stack.blocks, stack.weight_sets, strict=True)):
         if isinstance(block.attention, LatentAttention):
             attention = _count_latent(block.attention, d_model)
         else:
@@ -197,8 +197,7 @@ def _count_layers(name: str, stack: Stack, d_model: int) -> Iterator[LayerParame
         if isinstance(position, RelativeBias) and not (position.shared and (position, heads) in counted_tables):
             attention += position.buckets * heads
             counted_tables.add((position, heads))
-        group = index if stack.layer_groups is None else index * stack.layer_groups // stack.layers
-        first = first_in_group.setdefault(group, index)
+        first = first_with_weights.setdefault(weight_set, index)
         yield LayerParameterCounts(
             stack=name,
             attention=attention,

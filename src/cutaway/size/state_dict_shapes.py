@@ -77,8 +77,7 @@ def list_tensors(config: Config) -> tuple[TensorSpec, ...]:
         if isinstance(position, SinusoidalPosition) and position.table_length is not None:
             shape = position.table_length, stack.embedding.position_dim(d_model)
             tensors.append(TensorSpec(f"{name}.positions", shape, requires_grad=False, is_lookup_table=True))
-        owners = stack.blocks if stack.layer_groups is None else stack.blocks[: stack.layer_groups]
-        for index, block in enumerate(owners):
+        for index, block in dict(zip(stack.weight_sets, stack.blocks, strict=True)).items():
             if isinstance(block.ffn, Moe) and block.ffn.router.selection_bias:
                 bias = f"{name}.{index}.ffn.selection_bias"
                 tensors.append(

@@ -13,13 +13,19 @@ from cutaway.errors import ConfigError
 
 
 def settings(seed: int, **overrides: Any) -> Any:
-    """Numbers of groups that divide the layers or not; an untied head requires embedding_size = hidden_size."""
+    """Numbers of groups that divide the layers or not; an untied head requires embedding_size = hidden_size.
+
+    `inner_group_num` is the number of layers of a group.
+    """
     r = rng(seed)
     config = random_bert_config(seed, hidden_act=["gelu_new", "gelu", "relu"][seed % 3])
-    layers, groups = [(4, 1), (5, 2), (4, 3), (3, 3), (2, 1), (1, 1), (4, 2), (5, 4)][seed]
+    layers, groups, inner = [(4, 1, 1), (5, 2, 1), (4, 3, 1), (2, 2, 2), (2, 1, 3), (1, 1, 2), (3, 2, 2), (2, 1, 2)][
+        seed
+    ]
     tied = config["tie_word_embeddings"]
     sizes = {"embedding_size": r.choice([10, 14]) if tied else config["hidden_size"]}
     config |= sizes | {"num_hidden_layers": layers, "num_hidden_groups": groups, "bos_token_id": 2, "eos_token_id": 3}
+    config["inner_group_num"] = inner
     return transformers.AlbertConfig(**config | overrides)
 
 

@@ -24,6 +24,7 @@ def test_bloom_matches_transformers(seed: int, tmp_path: Path) -> None:
         layer_norm_epsilon=r.choice([1e-5, 1e-3]),
         pretraining_tp=r.choice([1, 4]),
         tie_word_embeddings=r.random() < 0.7,
+        apply_residual_connection_post_layernorm=seed % 2 == 0,
         bos_token_id=1,
         eos_token_id=None,
     )

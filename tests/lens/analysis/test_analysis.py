@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from matplotlib import pyplot
-from support.config_strategies import SEEDS, build_randomized_model, configs, random_tokens
+from support.config_strategies import SEEDS, build_randomized_model, configs, has_additive_residual, random_tokens
 
 import cutaway as ct
 from cutaway import config as c
@@ -50,7 +50,7 @@ def compute_logits(model: Transformer, text: dict[str, Any]) -> torch.Tensor:
 
 def is_attributable(config: c.Config) -> bool:
     stack = getattr(config, "decoder", None) or config.encoder
-    return not isinstance(stack.placement, c.PostNorm) and config.head.transform is None
+    return has_additive_residual(stack) and config.head.transform is None
 
 
 def check_contributions_sum_to_logit(config: c.Config, seed: int) -> None:

@@ -1,8 +1,12 @@
 """Seeded bugs in activations: uniform attention, overflow, residual growth, dead heads and neurons."""
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
-from support.seeded_bugs.reference_gpt import ReferenceGPT
+from support.seeded_bugs.reference_gpt import Block, ReferenceGPT
 from support.seeded_bugs.registry import seeded_bug
+from torch import Tensor
 from torch.nn import functional as F
 
 
@@ -86,4 +90,58 @@ def negated_pre_activation() -> ReferenceGPT:
 def pruned_columns() -> ReferenceGPT:
     model = ReferenceGPT()
     model.blocks[1].down.weight.data[:, ::4] = 0.0
+    return model
+
+
+class NoAttentionResidual(Block):
+    """The attention output replaces the residual stream instead of being added to it."""
+
+    def forward(self, x: Tensor, positions: Tensor, documents: Tensor | None, cache: Any) -> tuple[Tensor, Any]:
+        x, cache = self.attention(self.norm1(x), positions, documents, cache)
+        return x + self.down(F.gelu(self.up(self.norm2(x)))), cache
+
+
+class NoFFNResidual(Block):
+    def forward(self, x: Tensor, positions: Tensor, documents: Tensor | None, cache: Any) -> tuple[Tensor, Any]:
+        out, cache = self.attention(self.norm1(x), positions, documents, cache)
+        return self.down(F.gelu(self.up(self.norm2(x + out)))), cache
+
+
+class NoNorm(Block):
+    """The input of the FFN is not normalized, so that its output grows with the residual stream."""
+
+    def forward(self, x: Tensor, positions: Tensor, documents: Tensor | None, cache: Any) -> tuple[Tensor, Any]:
+        out, cache = self.attention(self.norm1(x), positions, documents, cache)
+        x = x + out
+        return x + self.down(F.gelu(self.up(x))), cache
+
+
+def replace_blocks(block_class: type[Block], layers: Iterable[int] | None = None, num_layers: int = 4) -> ReferenceGPT:
+    model = ReferenceGPT(num_layers=num_layers)
+    for layer in range(num_layers) if layers is None else layers:
+        model.blocks[layer].__class__ = block_class
+    return model
+
+
+@seeded_bug("residual-connection")
+def no_residual_around_attention() -> ReferenceGPT:
+    return replace_blocks(NoAttentionResidual)
+
+
+@seeded_bug("residual-connection")
+def no_residual_around_ffn() -> ReferenceGPT:
+    return replace_blocks(NoFFNResidual)
+
+
+@seeded_bug("residual-connection")
+def no_residual_in_one_block() -> ReferenceGPT:
+    return replace_blocks(NoAttentionResidual, [2])
+
+
+@seeded_bug("residual-growth")
+def ffn_without_norm() -> ReferenceGPT:
+    """The residual stream doubles in each of 12 blocks."""
+    model = replace_blocks(NoNorm, num_layers=12)
+    for block in model.blocks:
+        block.up.weight.data.mul_(2.0)
     return model

@@ -4,6 +4,7 @@ from importlib import import_module
 
 BUG_MODULE_NAMES = (
     "causality",
+    "embedding",
     "batching",
     "masks_and_padding",
     "kv_cache",

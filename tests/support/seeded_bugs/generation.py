@@ -53,6 +53,14 @@ def first_row_repeated() -> ReferenceGPT:
     return model
 
 
+@seeded_bug("generation")
+def last_position_of_a_right_padded_batch() -> ReferenceGPT:
+    """The first new token is taken from the last position of the batch, which is padding in shorter rows."""
+    model = ReferenceGPT()
+    model.last_real = lambda logits, mask: logits[:, -1:]  # type: ignore[method-assign]
+    return model
+
+
 # speculative-decoding
 
 

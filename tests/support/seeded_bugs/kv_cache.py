@@ -1,10 +1,11 @@
 """Seeded bugs in the KV cache: decode, chunked prefill, unused slots, sliding window, reuse."""
 
+from types import MethodType
 from typing import Any
 
 import torch
 import transformers
-from support.seeded_bugs.reference_gpt import ReferenceGPT, check_kwargs
+from support.seeded_bugs.reference_gpt import Attention, ReferenceGPT, check_kwargs
 from support.seeded_bugs.registry import seeded_bug
 from torch import Tensor
 
@@ -273,3 +274,84 @@ def generate_leaves_cache() -> ReferenceGPT:
 
     model.generate = generate  # type: ignore[method-assign]
     return model
+
+
+# cache-padding
+
+
+@seeded_bug("cache-padding")
+def cached_padding_is_visible() -> tuple[ReferenceGPT, dict[str, Any]]:
+    """Decode steps attend to the cached padding of a left-padded batch."""
+    model = ReferenceGPT()
+
+    def visible(self: Attention, query: Tensor, key: Tensor) -> Tensor:
+        mask = Attention.visible(self, query, key)
+        return mask | (key[:, None, :] < 0) if query.shape[1] == 1 else mask
+
+    for block in model.blocks:
+        block.attention.visible = MethodType(visible, block.attention)
+    kwargs = check_kwargs(model)
+    return model, {name: kwargs[name] for name in ("logits", "logits_with_cache", "logits_with_padded_cache")}
+
+
+@seeded_bug("cache-padding")
+def positions_of_new_tokens_count_padding() -> tuple[ReferenceGPT, dict[str, Any]]:
+    model = ReferenceGPT()
+
+    def number_tokens(tokens: Tensor, mask: Tensor | None, cached_positions: Tensor | None) -> Tensor:
+        if cached_positions is None:
+            return ReferenceGPT.number_tokens(model, tokens, mask, None)
+        return torch.full_like(tokens, cached_positions.shape[1])
+
+    model.number_tokens = number_tokens  # type: ignore[method-assign]
+    kwargs = check_kwargs(model)
+    return model, {name: kwargs[name] for name in ("logits", "logits_with_padded_cache")}
+
+
+# cache-decode, found without logits_with_cache=: the arguments of forward are recognized
+
+
+class StatefulGPT(ReferenceGPT):
+    """Forward takes start_pos and keeps the cache in the module, as in Meta's Llama; positions restart at zero."""
+
+    def forward(self, tokens: Tensor, start_pos: int = 0) -> Tensor:  # type: ignore[override]
+        positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+        self.state = self.state if start_pos else None
+        logits, self.state = ReferenceGPT.forward(self, tokens, position_ids=positions, cache=self.state)
+        return logits
+
+    state: Any = None
+
+
+class CacheArgumentGPT(ReferenceGPT):
+    """Forward takes `cache` and returns (logits, cache); decode steps restart positions at zero."""
+
+    def forward(self, tokens: Tensor, cache: Any = None) -> tuple[Tensor, Any]:  # type: ignore[override]
+        positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+        return ReferenceGPT.forward(self, tokens, position_ids=positions, cache=cache)
+
+
+class PastKeyValuesGPT(ReferenceGPT):
+    """Forward takes past_key_values and use_cache; decode steps restart positions at zero."""
+
+    def forward(  # type: ignore[override]
+        self, tokens: Tensor, past_key_values: Any = None, use_cache: bool = False
+    ) -> tuple[Any, ...]:
+        positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+        logits, cache = ReferenceGPT.forward(self, tokens, position_ids=positions, cache=past_key_values)
+        return (logits, cache) if use_cache else (logits,)
+
+
+@seeded_bug("cache-decode", also_caught_by=("causality-paths",))
+def start_pos_ignored() -> tuple[ReferenceGPT, dict[str, Any]]:
+    return StatefulGPT(), {}
+
+
+@seeded_bug("cache-decode")
+def cache_argument_restarts_positions() -> tuple[ReferenceGPT, dict[str, Any]]:
+    return CacheArgumentGPT(), {}
+
+
+@seeded_bug("cache-decode")
+def past_key_values_restart_positions() -> tuple[ReferenceGPT, dict[str, Any]]:
+    return PastKeyValuesGPT(), {}

@@ -46,3 +46,19 @@ def fp16_overflow() -> ReferenceGPT:
         model.blocks[0].up.weight *= 5e4
         model.blocks[0].down.weight /= 5e4
     return model.to(torch.float16)
+
+
+class LowPrecisionRMSNorm(nn.RMSNorm):
+    """RMSNorm whose mean of squares is computed in the dtype of its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.weight
+
+
+@seeded_bug("norm-precision")
+def norms_in_bf16() -> ReferenceGPT:
+    model = ReferenceGPT().to(torch.bfloat16)
+    for module in model.modules():
+        if isinstance(module, nn.RMSNorm):
+            module.__class__ = LowPrecisionRMSNorm
+    return model

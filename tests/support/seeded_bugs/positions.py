@@ -1,5 +1,6 @@
 """Seeded bugs in positions: missing RoPE, different rotations of q and k, low precision, wrong scaling."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -196,3 +197,59 @@ def dynamic_ntk_never_grows() -> tuple[Any, dict[str, Any]]:
     return set_rope_attributes(
         build_cutaway_model({"kind": "dynamic", "factor": 2.0, "original_length": 32}), switch_length=None
     )
+
+
+# position-range
+
+
+@seeded_bug("position-range", also_caught_by=("rope-scaling", "rope-layout"))
+def positions_clamped_at_31() -> ReferenceGPT:
+    model = ReferenceGPT()
+    for block in model.blocks:
+        attention = block.attention
+        original = attention.apply_rope
+        attention.apply_rope = lambda x, positions, original=original: original(x, positions.clamp(max=31))
+    return model
+
+
+class LearnedPositions(ReferenceGPT):
+    """Learned absolute positions whose index is `index(position)`; no RoPE."""
+
+    def __init__(self, index: Any) -> None:
+        super().__init__()
+        self.index = index
+        self.position_table = torch.nn.Embedding(128, 32)
+        for block in self.blocks:
+            block.attention.apply_rope = lambda x, positions: x
+
+    def forward(self, tokens: Tensor, *args: Any, **kwargs: Any) -> Any:
+        length = tokens.shape[1]
+        table = self.position_table(self.index(torch.arange(length, device=tokens.device)))
+        hook = self.embed.register_forward_hook(lambda module, args, out: out + table)
+        try:
+            return super().forward(tokens, *args, **kwargs)
+        finally:
+            hook.remove()
+
+
+def learned_positions(index: Any) -> tuple[ReferenceGPT, dict[str, Any]]:
+    model = LearnedPositions(index).eval()
+    return model, {"logits": lambda tokens: model(tokens)[0], "max_seq_len": 128}
+
+
+@seeded_bug("position-range")
+def learned_positions_clamped_at_40() -> tuple[ReferenceGPT, dict[str, Any]]:
+    return learned_positions(lambda positions: positions.clamp(max=40))
+
+
+@seeded_bug("position-range")
+def learned_positions_modulo_32() -> tuple[ReferenceGPT, dict[str, Any]]:
+    return learned_positions(lambda positions: positions % 32)
+
+
+@seeded_bug("rope-scaling")
+def theta_of_the_config_ignored() -> tuple[ReferenceGPT, dict[str, Any]]:
+    """The module states rope_theta = 500000 in its config; its frequencies use 10000."""
+    model = ReferenceGPT()
+    model.config = SimpleNamespace(rope_theta=500_000.0, n_layer=2)  # type: ignore[assignment]
+    return model, {"logits": lambda tokens: model(tokens)[0]}

@@ -169,10 +169,17 @@ class ReferenceGPT(nn.Module):
             counts
         )  # type: ignore[return-value]
 
+    def last_real(self, logits: Tensor, mask: Tensor | None) -> Tensor:
+        """Logits (B, 1, V) of the last token of each row that is not padding."""
+        if mask is None:
+            return logits[:, -1:]
+        last = (mask * torch.arange(1, mask.shape[1] + 1, device=mask.device)).argmax(1)
+        return logits[torch.arange(len(logits)), last][:, None]
+
     def generate(self, tokens: Tensor, num_tokens: int, mask: Tensor | None = None) -> Tensor:
         """Greedy decoding with the cache."""
         logits, cache = self(tokens, mask)
-        new_tokens = [logits[:, -1:].argmax(-1)]
+        new_tokens = [self.last_real(logits, mask).argmax(-1)]
         for _ in range(num_tokens - 1):
             logits, cache = self(new_tokens[-1], cache=cache)
             new_tokens.append(logits[:, -1:].argmax(-1))
@@ -257,6 +264,7 @@ def check_kwargs(model: ReferenceGPT) -> dict[str, Any]:
             tokens, position_ids=document_positions(documents), documents=documents
         )[0],
         "logits_with_cache": lambda tokens, cache: model(tokens, cache=cache),
+        "logits_with_padded_cache": lambda tokens, mask, cache: model(tokens, mask[:, -tokens.shape[1] :], cache=cache),
         "generate": model.generate,
         "generate_padded": lambda tokens, mask, n: model.generate(tokens, n, mask),
         "beam_search": model.beam_search,

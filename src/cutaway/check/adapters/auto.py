@@ -1,12 +1,13 @@
 """`build_checked_model`: select the adapter for a model, apply overrides, infer missing properties."""
 
 from bisect import bisect_left
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, replace
 
 import torch
 from torch import Tensor, nn
 
+from cutaway.check.adapters.cached_forward import add_cached_forward
 from cutaway.check.adapters.cutaway import adapt_cutaway_model
 from cutaway.check.adapters.module import adapt_attention_kernel, adapt_function, adapt_module
 from cutaway.check.adapters.transformers import adapt_transformers_model, is_transformers_model
@@ -32,6 +33,10 @@ def build_checked_model(model: object, overrides: dict[str, object], *, seed: in
     for name, value in overrides.items():
         setattr(checked, name, validate_override(name, value))
     _infer_properties(checked)
+    source = checked.module if checked.module is not None else model
+    if checked.logits_with_cache is None and callable(source) and checked.kind != "encoder":
+        with _fp32_if_possible(checked):
+            add_cached_forward(checked, source)
     return checked
 
 
@@ -87,9 +92,14 @@ def _infer_properties(checked: CheckedModel) -> None:
             setattr(checked, name, None)
     is_transformers = checked.module is not None and is_transformers_model(checked.module)
     if checked.max_seq_len is None and not is_transformers:  # None means no limit in a transformers model
-        with upcast_to_fp32(checked.module) if can_upcast(checked) else nullcontext():  # a CPU can be slow in bf16
+        with _fp32_if_possible(checked):
             checked.max_seq_len = _probe_max_seq_len(checked, token)
     checked.dtype = checked.dtype or out.dtype
+
+
+def _fp32_if_possible(checked: CheckedModel) -> AbstractContextManager[None]:
+    """Context manager: the weights in fp32, if there is a module and enough memory. A CPU can be slow in bf16."""
+    return upcast_to_fp32(checked.module) if can_upcast(checked) else nullcontext()
 
 
 def _probe_max_seq_len(checked: CheckedModel, token: int) -> int | None:

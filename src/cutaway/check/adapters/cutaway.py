@@ -137,6 +137,12 @@ def _add_cache_functions(
     checked.logits_with_cache = step
     checked.generate = lambda tokens, n: torch.cat([_generate(model, [row], n, source_row) for row in tokens.tolist()])
     if source_row is None:
+
+        def padded_step(tokens: Tensor, mask: Tensor, cache: Cache | None) -> tuple[Tensor, Cache]:
+            cache = model.new_cache(len(tokens), 512) if cache is None else cache
+            return model(tokens, mask[:, -tokens.shape[1] :], cache=cache), cache
+
+        checked.logits_with_padded_cache, checked.padding_side = padded_step, "both"
         checked.generate_padded = lambda tokens, mask, n: _generate(
             model, [row[real].tolist() for row, real in zip(tokens, mask, strict=True)], n
         )

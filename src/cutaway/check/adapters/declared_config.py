@@ -1,5 +1,6 @@
 """The cutaway `Config` of a checked model: a cutaway model, or a transformers model of a supported family."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -9,6 +10,10 @@ from cutaway.config import Config
 from cutaway.errors import CutawayError
 from cutaway.families import config_from_hf
 from cutaway.model import Transformer
+
+_CONFIG_ATTRIBUTES = ("config", "cfg", "args", "params", "hparams", "model_args")
+_THETA_FIELDS = ("rope_theta", "rope_base", "rotary_base", "rotary_emb_base", "rope_freq_base")
+_SCALING_FIELDS = ("rope_scaling", "rope_adjustments", "use_scaled_rope", "rope_scaling_factor", "rope_condense_ratio")
 
 
 def get_config(model: CheckedModel) -> Config | None:
@@ -27,6 +32,22 @@ def get_module_config(module: nn.Module) -> Config | None:
         return config_from_hf(hf_config.to_dict())
     except (CutawayError, ValueError, KeyError, TypeError, AttributeError):
         return None
+
+
+def find_declared_theta(module: nn.Module) -> float | None:
+    """The RoPE base that a module of another library states in its configuration; None if it states none or a scaling.
+
+    The configuration is an attribute such as `config` or `args`: an object or a mapping.
+    """
+    for attribute in _CONFIG_ATTRIBUTES:
+        config = getattr(module, attribute, None)
+        values = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
+        if any(values.get(name) for name in _SCALING_FIELDS):
+            return None
+        theta = next((values[name] for name in _THETA_FIELDS if isinstance(values.get(name), int | float)), None)
+        if theta:
+            return float(theta)
+    return None
 
 
 def self_attention_configs(config: Config) -> list[Any]:

@@ -318,6 +318,7 @@ def _add_generation_functions(checked: CheckedModel, model: TransformersModel, b
     checked.generate = generate_row_by_row if has_encoder else generate
     if not has_encoder:
         checked.generate_padded = lambda tokens, mask, n: generate(tokens, n, mask)
+        checked.padding_side = "left"
     checked.beam_search, checked.generate_speculative = search_beams, speculate
     checked.sample = _build_sampler(model, build_inputs)
 
@@ -394,6 +395,8 @@ def adapt_transformers_model(model: TransformersModel, seed: int) -> CheckedMode
         _adapt_encoder_decoder(checked, model, config, seed)
         _add_attention_functions(checked, model)
         return checked
+    if checked.positions_from_pad_token and checked.max_seq_len is not None:
+        checked.max_seq_len -= (checked.pad_token_id or 0) + 1  # positions start after the pad token id
     if "position_ids" in forward_args or checked.positions_from_pad_token:
         checked.positions_skip_padding = True
 
@@ -425,7 +428,15 @@ def adapt_transformers_model(model: TransformersModel, seed: int) -> CheckedMode
             out = model(input_ids=tokens, past_key_values=cache, use_cache=True)
             return out.logits, out.past_key_values
 
+        def padded_step(tokens: Tensor, mask: Tensor, cache: object) -> tuple[Tensor, object]:
+            positions = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
+            kwargs = {"position_ids": positions} if pass_positions else {}
+            out = model(input_ids=tokens, attention_mask=mask.long(), past_key_values=cache, use_cache=True, **kwargs)
+            return out.logits, out.past_key_values
+
         checked.logits_with_cache = step
+        if checked.logits_with_mask is not None:
+            checked.logits_with_padded_cache = padded_step
         checked.logits_with_filled_cache = partial(_logits_with_filled_cache, model)
         if model.can_generate():
             _add_generation_functions(checked, model, _build_generate_inputs)

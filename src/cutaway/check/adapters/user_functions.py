@@ -26,6 +26,8 @@ def validate_override(name: str, value: object) -> object:
     validated too."""
     if name == "kind" and value not in get_args(ModelKind):
         raise InputError(f"kind is {value!r}; pass one of {', '.join(get_args(ModelKind))}")
+    if name == "padding_side" and value not in (None, "left", "right", "both"):
+        raise InputError(f"padding_side is {value!r}; pass left, right or both")
     if value is None:
         return None
     if name in _INTEGER_FIELDS and (not isinstance(value, int) or isinstance(value, bool)):
@@ -109,5 +111,6 @@ _VALIDATORS: dict[str, Callable[[str, Any, Args], object]] = {
     **dict.fromkeys(_LOGITS_FUNCTIONS, _validate_logits),
     **dict.fromkeys(("generate", "generate_padded", "generate_speculative"), _validate_tokens),
     "logits_with_cache": _validate_cached,
+    "logits_with_padded_cache": _validate_cached,
     "loss": _validate_loss,
 }

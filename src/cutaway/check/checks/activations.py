@@ -1,19 +1,24 @@
-"""Activation checks: attention-entropy, attention-logits, fp16-overflow, residual-growth, dead-heads, dead-neurons."""
+"""Activation checks: attention-entropy, attention-logits, fp16-overflow, residual-growth, residual-connection,
+dead-heads, dead-neurons."""
 
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cutaway.check.context import CheckContext, compute_once
 from cutaway.check.module_state import require_uncompiled
+from cutaway.check.numerics import Args, Kwargs
 from cutaway.check.probes.activation_tracer import (
     MASKED_SCORE,
     ActivationTracer,
     GatedAttention,
     LinearCall,
+    is_hidden_state,
     trace_residual_streams,
 )
+from cutaway.check.probes.op_tracer import OpTracer
 from cutaway.check.registry import register_check
 from cutaway.check.report.finding import CaseResult, MeasuredArray, SkipCheckError, failure, success, warning
 
@@ -22,6 +27,9 @@ _MIN_VISIBLE_KEYS = 4
 _FLAT_SPREAD, _COLLAPSED_WEIGHT, _MAX_LOGIT_SPREAD = 1e-6, 0.995, 500.0
 _FP16_MAX, _FP16_HEADROOM = 65504.0, 4.0
 _MAX_BLOCK_GROWTH, _MAX_TOTAL_GROWTH = 1e3, 1e6
+_MIN_STEADY_GROWTH, _NUM_GROWING_BLOCKS = 1.6, 6
+_STREAM_FACTOR, _MIN_RESIDUAL_SIMILARITY = 1e4, 0.2
+"""Factor on the input of the first block, and the smallest cosine similarity of a block's output and input."""
 _DEAD_RATIO, _DEAD_SIGMAS, _MAX_DEAD_SHARE, _MAX_UNREAD_SHARE = 1e-6, 6.0, 0.3, 0.05
 
 
@@ -149,7 +157,9 @@ def residual_growth(ctx: CheckContext) -> Iterator[CaseResult]:
     """Catches a residual stream that explodes or vanishes from block to block.
 
     Trace the residual stream through blocks that each take the output of the previous one. The median RMS of a token's
-    vector must not grow or shrink by a factor of more than 1000 in one block, or 10⁶ in total.
+    vector must not grow or shrink by a factor of more than 1000 in one block or 10⁶ in total, and not grow by a factor
+    of 1.6 per block over six blocks: with a norm in front of each sublayer, its output does not grow with the residual
+    stream.
 
     Cause: a missing norm, a wrong factor on a sublayer, or a missing residual connection.
     Fix: normalize the input of each sublayer, add its output to the residual stream, and check the block's scale.
@@ -178,7 +188,109 @@ def residual_growth(ctx: CheckContext) -> Iterator[CaseResult]:
                 if not 1 / limit < ratio < limit:
                     change = "grows" if ratio > 1 else "shrinks"
                     yield warning(f"the residual stream {change} by a factor of {ratio:.2g} {span}", ratio, limit, name)
+        yield from _check_steady_growth(rms, stream.block_names)
     yield success("the residual stream neither explodes nor vanishes", array=array)
+
+
+def _check_steady_growth(rms: list[float], block_names: list[str]) -> Iterator[CaseResult]:
+    """Warn if the residual stream grows by a similar factor in each of many consecutive blocks.
+
+    The first block is left out: the embedding is often much smaller than the output of a block.
+    """
+    for start in range(1, len(rms) - _NUM_GROWING_BLOCKS):
+        end = start + _NUM_GROWING_BLOCKS
+        ratio = (rms[end] / max(rms[start], 1e-30)) ** (1 / _NUM_GROWING_BLOCKS)
+        if ratio >= _MIN_STEADY_GROWTH:
+            total = rms[-1] / max(rms[0], 1e-30)
+            message = (
+                f"the residual stream grows by a factor of {ratio:.2g} per block over {_NUM_GROWING_BLOCKS} blocks"
+            )
+            message += f", and of {total:.2g} in total"
+            cause = "a sublayer reads the residual stream without a norm, so that its output grows with the stream"
+            yield warning(message, ratio, _MIN_STEADY_GROWTH, block_names[start], cause)
+            return
+
+
+@register_check("residual-connection", needs=("logits", "module"))
+def residual_connection(ctx: CheckContext) -> Iterator[CaseResult]:
+    """Catches a missing residual connection: the output of a sublayer replaces the residual stream.
+
+    Multiply the input of the first block by 10⁴, so that sublayers behind a norm add almost nothing to it: the output
+    of each block with attention must point in the direction of its input. Blocks that end with a norm (post-norm) are
+    left out.
+
+    Cause: x = sublayer(norm(x)) instead of x = x + sublayer(norm(x)), or the residual is overwritten before the sum.
+    Fix: add the output of each sublayer to its input, once.
+    """
+    require_uncompiled(ctx.module)
+    with trace_residual_streams(ctx.module) as streams, OpTracer(ctx.module) as tracer:
+        ctx.logits(ctx.random_tokens())
+    attentions = [call.module for call in tracer.attentions]
+    streams = [stream for stream in streams if len(stream.block_names) > 1]
+    streams = [stream for stream in streams if all(_contains(name, attentions) for name in stream.block_names)]
+    if not streams:
+        raise SkipCheckError("needs blocks with attention: modules that each take the output of the previous one")
+    num_blocks = 0
+    for stream in streams:
+        first = ctx.module.get_submodule(stream.block_names[0])
+        with (
+            _scale_input(first, _STREAM_FACTOR),
+            trace_residual_streams(ctx.module) as scaled_streams,
+            _trace_norm_outputs(ctx.module) as norm_outputs,
+        ):
+            ctx.logits(ctx.random_tokens())
+        scaled = next((other for other in scaled_streams if other.block_names == stream.block_names), None)
+        if scaled is None or not all(bool(x.isfinite().all()) for x in scaled.values):
+            continue
+        for n, name in enumerate(stream.block_names):
+            before, after = scaled.values[n].float(), scaled.values[n + 1].float()
+            if any(x.shape == after.shape and torch.equal(x.float(), after) for x in norm_outputs):
+                continue
+            similarity = float(torch.cosine_similarity(before, after, -1).mean())
+            num_blocks += 1
+            if similarity < _MIN_RESIDUAL_SIMILARITY:
+                message = f"the output of the block does not contain its input (cosine similarity {similarity:.2f})"
+                yield failure(message, similarity, _MIN_RESIDUAL_SIMILARITY, name)
+                return
+    if not num_blocks:
+        raise SkipCheckError("needs blocks that do not end with a norm, and that take larger inputs")
+    yield success(f"the residual stream passes through {num_blocks} blocks")
+
+
+def _contains(block: str, attention_modules: list[str]) -> bool:
+    """Whether one of the attention calls is in this block."""
+    return any(name == block or name.startswith(f"{block}.") for name in attention_modules)
+
+
+@contextmanager
+def _trace_norm_outputs(module: nn.Module) -> Iterator[list[Tensor]]:
+    """Record the outputs of all submodules whose class name contains "norm"."""
+    outputs: list[Tensor] = []
+
+    def record(_module: nn.Module, _args: Args, out: object) -> None:
+        if is_hidden_state(out):
+            outputs.append(out.detach())
+
+    with ExitStack() as hooks:
+        for submodule in module.modules():
+            if "norm" in type(submodule).__name__.lower():
+                hooks.enter_context(submodule.register_forward_hook(record))
+        yield outputs
+
+
+@contextmanager
+def _scale_input(block: nn.Module, factor: float) -> Iterator[None]:
+    """Multiply the hidden states in the arguments of a block by a factor."""
+
+    def scale(_module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        scaled = [value * factor if is_hidden_state(value) else value for value in args[:1]]
+        if not any(is_hidden_state(value) for value in args[:1]):
+            name = next((name for name, value in kwargs.items() if is_hidden_state(value)), None)
+            kwargs = kwargs if name is None else kwargs | {name: kwargs[name] * factor}
+        return (*scaled, *args[1:]), kwargs
+
+    with block.register_forward_pre_hook(scale, with_kwargs=True):
+        yield
 
 
 @register_check("dead-heads")

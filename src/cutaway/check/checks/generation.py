@@ -1,6 +1,7 @@
 """Generation checks: generation, speculative-decoding, mode-restored, beam-search, sampling."""
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -123,7 +124,7 @@ def generation(ctx: CheckContext) -> Iterator[CaseResult]:
     """Catches generated tokens that do not follow the logits: one step late, stale cache, wrong row, padded positions.
 
     Generate greedily and run the result in one forward pass: each token must be the most likely one, up to noise. Then
-    generate from a left-padded batch of prompts of different lengths, and compare each row with the row alone.
+    generate from a padded batch of prompts of different lengths, and compare each row with the row alone.
 
     Cause: the next token is taken from the wrong position or fed twice, or positions count the padding.
     Fix: use the logits of the last real token, feed each token once, and number positions from the first real token.
@@ -137,19 +138,33 @@ def generation(ctx: CheckContext) -> Iterator[CaseResult]:
             prompt = ctx.random_tokens(1, max(1, length // 2))
             yield _check_greedy(ctx, model.generate, prompt, num_tokens, "alone")
     if model.generate_padded is not None:
-        padded, mask, unpadded = _padded_prompts(ctx, length)
-        generate_padded = model.generate_padded
-        yield _check_greedy(
-            ctx, lambda _, n: generate_padded(padded, mask, n), padded, num_tokens, "with left padding", unpadded
-        )
+        for side in ("left", "right"):
+            if model.padding_side in (None, "both", side):
+                yield _check_padded_generation(ctx, side, length, num_tokens)
 
 
-def _padded_prompts(ctx: CheckContext, seq_len: int) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Three prompts of different lengths: the left-padded batch, its mask, and the prompts alone."""
+def _check_padded_generation(ctx: CheckContext, side: str, length: int, num_tokens: int) -> CaseResult:
+    """Check that each row of a padded batch gives the tokens of the row alone."""
+    generate_padded = require(ctx.model.generate_padded)
+    padded, mask, unpadded = _padded_prompts(ctx, length, side)
+    case = _check_greedy(
+        ctx, lambda _, n: generate_padded(padded, mask, n), padded, num_tokens, f"with {side} padding", unpadded
+    )
+    if side == "left" or ctx.model.padding_side is not None or case.verdict != "fail":
+        return case
+    cause = "the first new token is taken from the last position, which is padding in a right-padded row"
+    fix = (
+        "use the logits of the last real token of each row; pass padding_side='left' if right padding is not supported"
+    )
+    return replace(case, verdict="warn", cause=cause, fix=fix)
+
+
+def _padded_prompts(ctx: CheckContext, seq_len: int, side: str) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Three prompts of different lengths: the padded batch, its mask, and the prompts alone."""
     prompt = ctx.random_tokens(3, seq_len)
     mask = torch.ones_like(prompt, dtype=torch.bool)
     for row, num_pads in enumerate((0, seq_len // 3, seq_len - 1)):
-        mask[row, :num_pads] = False
+        mask[row, slice(num_pads) if side == "left" else slice(seq_len - num_pads, None)] = False
     prompt = prompt.masked_fill(~mask, 0 if ctx.model.pad_token_id is None else ctx.model.pad_token_id)
     return prompt, mask, [row[real][None] for row, real in zip(prompt, mask, strict=True)]
 

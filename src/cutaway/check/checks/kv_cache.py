@@ -1,4 +1,5 @@
-"""KV cache checks: cache-decode, cache-chunked-prefill, cache-unused-slots, cache-sliding-window, cache-reuse."""
+"""KV cache checks: cache-decode, cache-chunked-prefill, cache-padding, cache-unused-slots, cache-sliding-window,
+cache-reuse."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -18,8 +19,10 @@ from cutaway.check.probes.cached_forward import (
     infer_wrong_position,
     locate_divergence,
 )
+from cutaway.check.probes.padded_batch import pad_rows, random_ragged_rows
 from cutaway.check.registry import CAUSAL_KINDS, register_check
 from cutaway.check.report.finding import CaseResult, SkipCheckError, failure, skipped, success
+from cutaway.errors import format_raised
 
 _LONG_SEQ_LEN, _SHORT_SEQ_LEN = 34, 12
 """Length of a sequence that is longer than a tile of 32 tokens, and of one that is split at many positions."""
@@ -88,12 +91,12 @@ def cache_chunked_prefill(ctx: CheckContext) -> Iterator[CaseResult]:
     splits.append((f"in chunks of {chunk_size}", chunk_sizes(length, chunk_size)))
     base = logits(tokens)
     worst, num_passed, unsupported = Difference(0.0, 0.0, ()), 0, ""
+    num_chunked = 0  # passed splits whose later chunks have several tokens
     for description, sizes in splits:
         try:
             diff, position, _ = compare_in_chunks(ctx, tokens, sizes, base)
         except UNSUPPORTED_ERRORS as error:
-            reason = str(error).strip().splitlines()[0][:120] if str(error) else type(error).__name__
-            unsupported = unsupported or f"{description}: {reason}"
+            unsupported = unsupported or f"{description}, which {format_raised(error)}"
             continue
         if not diff.within_tolerance:
             message = f"a prefill {description} gives other logits than one forward pass, from position {position} on"
@@ -101,11 +104,57 @@ def cache_chunked_prefill(ctx: CheckContext) -> Iterator[CaseResult]:
             yield diff.failure(message, location)
             return
         num_passed += 1
+        num_chunked += sizes[-1] > 1
         worst = max(worst, diff, key=lambda item: item.max_abs)
     if num_passed:
         yield worst.success(f"a chunked prefill gives the logits of one forward pass ({num_passed} splits)")
-    if unsupported:
+    if unsupported and num_chunked:
+        cause = "the mask or the positions of a chunk are built for some sizes only"
+        yield failure(f"other splits work, but not a prefill {unsupported}", cause=cause)
+    elif unsupported:
         yield skipped(f"the model does not support a prefill {unsupported}")
+
+
+@register_check(
+    "cache-padding",
+    needs=("logits", "logits_with_padded_cache"),
+    kinds=CAUSAL_KINDS,
+    depends_on=("causality", "cache-decode", "left-padding"),
+)
+def cache_padding(ctx: CheckContext) -> Iterator[CaseResult]:
+    """Catches decoding of a left-padded batch that gives other logits: cached padding is visible or counted.
+
+    Prefill a left-padded batch of three rows with a mask, and decode further tokens: the logits of each row must equal
+    those of the row alone, in one forward pass.
+
+    Cause: decode steps use a mask of the new tokens only, or number them by the cache length instead of real tokens.
+    Fix: keep the mask of the cached tokens, and number new tokens from the number of real tokens of each row.
+    """
+    forward, num_decoded = require(ctx.model.logits_with_padded_cache), 2 if ctx.is_slow else 3
+    rows, seq_len = random_ragged_rows(ctx)
+    tokens, mask = pad_rows(ctx, rows, seq_len, "left")
+    prompt_len = seq_len - num_decoded
+    if prompt_len <= seq_len - rows[-1].shape[1]:
+        raise SkipCheckError(f"the maximum length of {ctx.model.max_seq_len} is too short")
+
+    def decode() -> Tensor:
+        out, cache = forward(tokens[:, :prompt_len], mask[:, :prompt_len], None)
+        steps = [out[:, -1:]]
+        for position in range(prompt_len, seq_len):
+            out, cache = forward(tokens[:, position : position + 1], mask[:, : position + 1], cache)
+            steps.append(out[:, -1:])
+        return torch.cat(steps, 1)
+
+    def forward_alone() -> Tensor:
+        return torch.cat([ctx.logits(row)[:, -num_decoded - 1 :] for row in rows])
+
+    diff = ctx.compare(forward_alone, decode)
+    row, step = diff.index[:2] if diff.index else (0, 0)
+    yield diff.expect_equal(
+        passed="decoded from a left-padded batch, each row gives the same logits as alone",
+        failed=f"decoded from a left-padded batch, the logits of row {row} differ from those of the row alone",
+        location=f"row {row}, " + ("the last token of the prompt" if step == 0 else f"new token {step - 1}"),
+    )
 
 
 @register_check(

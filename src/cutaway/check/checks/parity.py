@@ -1,4 +1,4 @@
-"""Parity checks: parity (two implementations) and low-precision (bf16 or fp16 against fp32)."""
+"""Parity checks: parity (two implementations), low-precision (bf16 or fp16 against fp32) and norm-precision."""
 
 from collections.abc import Callable, Iterator
 
@@ -9,9 +9,10 @@ from cutaway.check.context import CheckContext
 from cutaway.check.module_state import upcast_to_fp32
 from cutaway.check.numerics import LOW_PRECISION_DTYPES
 from cutaway.check.probes.first_divergence import find_first_divergence
+from cutaway.check.probes.op_tracer import OpTracer
 from cutaway.check.probes.reload import get_reloaded_model
 from cutaway.check.registry import register_check
-from cutaway.check.report.finding import CaseResult, SkipCheckError, failure
+from cutaway.check.report.finding import CaseResult, SkipCheckError, failure, success, warning
 
 _FAR_POSITION = 1000
 """A position beyond the integers that bf16 represents exactly."""
@@ -84,3 +85,25 @@ def low_precision(ctx: CheckContext) -> Iterator[CaseResult]:
             failed=f"the difference between {dtype} and fp32 exceeds rounding noise{where}",
             location=None if diff.within_tolerance else find_first_divergence(ctx, run, run_in_fp32),
         )
+
+
+@register_check("norm-precision", native_dtype=True)
+def norm_precision(ctx: CheckContext) -> CaseResult:
+    """Catches a norm whose mean square or variance is computed in bf16 or fp16 instead of fp32.
+
+    Trace the square roots of one number per token in a forward pass in the model's own dtype: none may be in bf16 or
+    fp16. PyTorch's own norms accumulate in fp32.
+
+    Cause: the norm does not convert its input to fp32: squares have errors of 0.4 % in bf16, and overflow in fp16.
+    Fix: compute x.float().pow(2).mean(-1, keepdim=True) and its rsqrt in fp32, then convert the normalized x back.
+    """
+    if ctx.model.dtype not in LOW_PRECISION_DTYPES:
+        raise SkipCheckError("needs weights in bf16 or fp16")
+    with OpTracer(ctx.model.module) as tracer:
+        ctx.logits(ctx.random_tokens())
+    low = [call for call in tracer.root_calls if call.dtype in LOW_PRECISION_DTYPES]
+    if not low:
+        return success("no norm is computed in bf16 or fp16")
+    dtype = "bf16" if low[0].dtype == torch.bfloat16 else "fp16"
+    message = f"a mean square or variance is computed in {dtype} ({len(low)} of {len(tracer.root_calls)} norms)"
+    return warning(message, float(len(low)), 0.0, low[0].module or None)

@@ -1,13 +1,15 @@
-"""Position checks: position-encoding, rope-shift-invariance, rope-precision, rope-layout, rope-scaling."""
+"""Position checks: position-encoding, position-range, rope-shift-invariance, rope-precision, rope-layout,
+rope-scaling."""
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from cutaway.check.adapters.declared_config import get_config, self_attention_configs
+from cutaway.check.adapters.declared_config import find_declared_theta, get_config, self_attention_configs
 from cutaway.check.checked_model import require
 from cutaway.check.checks.attention import trace_self_attention, visible_keys
 from cutaway.check.context import CheckContext
@@ -27,6 +29,7 @@ from cutaway.check.probes.rope_probe import (
 from cutaway.check.registry import register_check
 from cutaway.check.report.finding import CaseResult, MeasuredArray, SkipCheckError, failure, success
 from cutaway.config import DynamicNTK, LongRope
+from cutaway.config import Rope as RopeConfig
 
 _ROPE_NAME_PATTERN = re.compile(r"rope|rotary|inv_freq|freqs|frequenc|cos|sin_?cached")
 _MIN_SCORE_ROUNDING = 1e-5
@@ -42,6 +45,10 @@ _MAGNITUDE_TOLERANCE = 5e-3
 """Relative tolerance of the attention factor on cos and sin."""
 _MAX_SEQ_LEN = 96
 """Maximum length of the sequence that is used to test a RoPE scaling beyond its original length."""
+_RANGE_SEQ_LEN, _SLOW_RANGE_SEQ_LEN, _MIN_RANGE_SEQ_LEN = 160, 96, 16
+"""Lengths of the sequence whose positions are compared: default, for slow models, and the smallest."""
+_MIN_EQUAL_QUERIES = 6
+"""Smallest number of queries by which two key positions are compared."""
 _MAX_ANGLE_UNCERTAINTY = 0.3
 """Angles whose possible rounding error is larger than this, in radians, are not compared."""
 _SAME_FREQUENCY_CAUSE = "the exponent is the same for all pairs: an integer division, or the pair index is missing"
@@ -139,8 +146,57 @@ def _uses_positions(ctx: CheckContext) -> bool:
     return not (len(results[0]) == len(results[1]) > 1 and all(map(torch.equal, *results)))
 
 
+@register_check("position-range", depends_on=("eval-determinism", "position-encoding"))
+def position_range(ctx: CheckContext) -> CaseResult:
+    """Catches far positions that are clamped or wrapped: the model cannot distinguish them from other positions.
+
+    Run a long sequence of one repeated token, and compare its attention scores in layers whose scores depend on the
+    position: no two key positions may have the same scores for all later queries.
+
+    Cause: positions are clamped to the size of a table or taken modulo a number, or a table is too short.
+    Fix: use a table or formula for all positions up to the maximum length, and raise an error beyond it.
+    """
+    model = ctx.model
+    length = min(_RANGE_SEQ_LEN if not ctx.is_slow else _SLOW_RANGE_SEQ_LEN, model.max_seq_len or _RANGE_SEQ_LEN)
+    if not model.has_positions or length < _MIN_RANGE_SEQ_LEN:
+        raise SkipCheckError(f"needs positions and sequences of {_MIN_RANGE_SEQ_LEN} tokens")
+    tokens = ctx.random_tokens(1, 1).expand(-1, length).contiguous()
+    num_checked = 0
+    for call in trace_self_attention(ctx, tokens):
+        spread, rounding = _score_spread(ctx, call)
+        if spread <= 10 * rounding:  # a layer without positions
+            continue
+        num_checked += 1
+        pair = _find_equal_positions(call, rounding)
+        if pair is not None:
+            message = f"positions {pair[0]} and {pair[1]} have the same scores for all later queries"
+            location = f"position {pair[1]}" + (f", {call.module}" if call.module else "")
+            return failure(f"{message}, so the model cannot distinguish them", location=location)
+    if not num_checked:
+        raise SkipCheckError("needs attention scores that depend on the position")
+    return success(f"all {length} positions have different scores in {num_checked} attention calls")
+
+
+def _find_equal_positions(attention: AttentionCall, rounding: float) -> tuple[int, int] | None:
+    """The first two key positions whose scores are equal for all later queries that attend to both; None if none are.
+
+    Only positions with enough such queries are compared, so that a sliding window leaves few pairs.
+    """
+    scores, visible = attention.scores[0, ..., : attention.scores.shape[-2]].float(), visible_keys(attention)[0]
+    length = scores.shape[-1]
+    for second in range(1, length - _MIN_EQUAL_QUERIES):
+        rows = slice(second, None)
+        both = visible[:, rows, :second] & visible[:, rows, second : second + 1]  # (H, T - second, second)
+        difference = (scores[:, rows, :second] - scores[:, rows, second : second + 1]).abs().masked_fill(~both, 0.0)
+        equal = (difference.amax((0, 1)) <= rounding) & (both.sum(1).amin(0) >= _MIN_EQUAL_QUERIES)
+        if bool(equal.any()):
+            return int(equal.long().argmax()), second
+    return None
+
+
 @register_check(
-    "rope-shift-invariance", depends_on=("causality-tile-edges", "causality", "causality-paths", "batch-isolation")
+    "rope-shift-invariance",
+    depends_on=("causality-tile-edges", "causality", "causality-paths", "batch-isolation", "position-range"),
 )
 def rope_shift_invariance(ctx: CheckContext) -> Iterator[CaseResult]:
     """Catches RoPE scores that depend on absolute positions: q and k are rotated differently.
@@ -436,7 +492,11 @@ def rope_scaling(ctx: CheckContext) -> Iterator[CaseResult]:
     """
     ropes = get_rope_configs(ctx)
     if ropes is None:
-        raise SkipCheckError("needs the RoPE parameters (the property rope=)")
+        theta = None if ctx.model.module is None else find_declared_theta(ctx.module)
+        if theta is None:
+            raise SkipCheckError("needs the RoPE parameters (the property rope=)")
+        yield _check_declared_theta(ctx, theta)
+        return
     if not any(rope for rope, _ in ropes):
         raise SkipCheckError("for models with RoPE")
     lengths: list[int | None] = [None]
@@ -446,6 +506,45 @@ def rope_scaling(ctx: CheckContext) -> Iterator[CaseResult]:
             lengths += [original] if ctx.model.logits_with_positions is not None or original + 3 <= _MAX_SEQ_LEN else []
     for length in dict.fromkeys(lengths):
         yield _check_angles(ctx, length)
+
+
+def _check_declared_theta(ctx: CheckContext, theta: float) -> CaseResult:
+    """Compare the angles of q and k with the theta in the module's own configuration. The layout is measured."""
+    tolerance, num_checked = rotation_tolerance(ctx), 0
+    for layer in trace_rope_layers(ctx):
+        q, k = (x for _, x in layer.queries_and_keys())
+        if max(map(max_relative_change, (q, k))) <= tolerance:  # a layer without RoPE
+            continue
+        layouts = find_rotation_layouts(q, tolerance) & find_rotation_layouts(k, tolerance)
+        layouts = {layout for layout in layouts if layout[1] > 2 and layout[2] == 0}
+        if not layouts:
+            continue
+        num_checked += 1
+        candidates = [
+            replace(layer, rope=RopeConfig(theta=theta, layout=layout, rotary_dim=rotary_dim))
+            for layout, rotary_dim, _ in layouts
+        ]
+        angles = [_max_angle_error(other, k, expected_frequencies(other)[0], ctx) for other in candidates]
+        index = min(range(len(angles)), key=lambda n: angles[n].ratio)
+        angle = angles[index]
+        if angle.ratio > 1:
+            message = (
+                f"pair {angle.pair} of the keys at position {angle.position} has another angle than theta {theta:g}"
+            )
+            measured = _measure_theta(candidates[index], k)
+            message += f", which the configuration states, gives; the measured theta is {measured:.4g}"
+            return failure(message, measured, theta, layer.module_path)
+    if not num_checked:
+        raise SkipCheckError("needs queries and keys that are rotated")
+    return success(f"in {num_checked} layers k has the angles of theta {theta:g}, which the configuration states")
+
+
+def _measure_theta(layer: RopeLayer, x: Tensor) -> float:
+    """The theta that explains the angle of pair 1 between positions 0 and 1: its frequency is theta^(-2 / dim)."""
+    z = rotary_pairs(x, require(layer.rope).layout, layer.rotary_dim, 0)[..., 1]  # (H, T)
+    head = int(z[:, 0].abs().argmax())
+    frequency = float(torch.angle(z[head, 1] / z[head, 0]).abs())
+    return frequency ** (-layer.rotary_dim / 2)
 
 
 def _check_angles(ctx: CheckContext, beyond_length: int | None) -> CaseResult:

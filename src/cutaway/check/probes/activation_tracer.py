@@ -103,9 +103,9 @@ def trace_residual_streams(module: nn.Module) -> Iterator[list[ResidualStream]]:
 
     def record(name: str, _module: nn.Module, args: Args, kwargs: Kwargs, out: object) -> None:
         parent = name.rpartition(".")[0]
-        x = next((value for value in (*args, *kwargs.values()) if _is_hidden_state(value)), None)
+        x = next((value for value in (*args, *kwargs.values()) if is_hidden_state(value)), None)
         y = out[0] if isinstance(out, tuple | list) and out else out
-        if x is None or not _is_hidden_state(y) or y.shape != x.shape:
+        if x is None or not is_hidden_state(y) or y.shape != x.shape:
             return
         x, y = x.detach(), y.detach()
         stream = current.get(parent)
@@ -122,5 +122,6 @@ def trace_residual_streams(module: nn.Module) -> Iterator[list[ResidualStream]]:
         yield streams
 
 
-def _is_hidden_state(x: object) -> TypeGuard[Tensor]:
+def is_hidden_state(x: object) -> TypeGuard[Tensor]:
+    """Whether x may be a residual stream: a floating-point tensor (B, T, d)."""
     return isinstance(x, Tensor) and x.ndim == 3 and x.is_floating_point()

@@ -33,6 +33,7 @@ SOFTMAX_FUNCTIONS = torch_functions("softmax")
 _DROPOUT_FUNCTIONS = torch_functions("dropout")
 _ROUTING_FUNCTIONS = torch_functions("topk argmax sort argsort")
 _TRIG_FUNCTIONS = torch_functions("cos sin")
+_ROOT_FUNCTIONS = torch_functions("rsqrt sqrt")
 _BADDBMM_FUNCTIONS = torch_functions("baddbmm")
 BATCHED_MATMUL_FUNCTIONS = torch_functions("matmul __matmul__ bmm baddbmm einsum")
 
@@ -128,6 +129,14 @@ class TrigCall:
     max_abs: float
 
 
+@dataclass
+class RootCall:
+    """One sqrt or rsqrt call on one number per token, probably the mean square or the variance of a norm."""
+
+    module: str
+    dtype: torch.dtype
+
+
 class OpTracer(TorchFunctionMode):
     """Function mode that records attention, dropout and cos/sin calls."""
 
@@ -137,6 +146,7 @@ class OpTracer(TorchFunctionMode):
         self.attentions: list[AttentionCall] = []
         self.dropouts: list[DropoutCall] = []
         self.trig_calls: list[TrigCall] = []
+        self.root_calls: list[RootCall] = []
         self.num_routing_calls = 0
         """Number of top-k, argmax and sort calls, which routers use."""
         self.module_stack: list[str] = [""]
@@ -184,6 +194,8 @@ class OpTracer(TorchFunctionMode):
             self.num_routing_calls += 1
         elif func in _TRIG_FUNCTIONS and args[0].is_floating_point() and args[0].numel():
             self.trig_calls.append(TrigCall(self.module_stack[-1], args[0].dtype, float(args[0].detach().abs().max())))
+        elif func in _ROOT_FUNCTIONS and isinstance(out, Tensor) and out.ndim >= 3 and out.shape[-1] == 1:
+            self.root_calls.append(RootCall(self.module_stack[-1], out.dtype))
         return out
 
     @contextmanager

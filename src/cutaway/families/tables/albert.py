@@ -1,7 +1,7 @@
 """ALBERT: factorized embedding and weights shared across layers. https://arxiv.org/abs/1909.11942"""
 
 from cutaway.errors import ConfigError
-from cutaway.families.config_fields import Custom, HFConfigReader, Key, SupportedValues
+from cutaway.families.config_fields import Custom, HFConfigReader, Key
 from cutaway.families.config_tree import ConfigTree
 from cutaway.families.family import keys_by_reason
 from cutaway.families.tables import bert
@@ -20,12 +20,29 @@ def _check_factorized_head_is_tied(hf_config: HFConfigReader, tree: ConfigTree) 
 
 TIED_FACTORIZED_HEAD = Custom((), _check_factorized_head_is_tied)
 
+
+def _read_layers(hf_config: HFConfigReader, tree: ConfigTree) -> None:
+    """Read the layers: `num_hidden_layers` is how often a group runs, and a group has `inner_group_num` layers."""
+    size = hf_config.get_number("inner_group_num", 1)
+    tree.set("encoder.layers", hf_config.get_number("num_hidden_layers", 12) * size)
+    tree.set("encoder.layers_per_group", size)
+
+
+def _write_layers(tree: ConfigTree, hf_config: dict[str, object]) -> None:
+    size = tree.get("encoder.layers_per_group")
+    hf_config["inner_group_num"] = size
+    hf_config["num_hidden_layers"] = tree.get("encoder.layers") // size
+
+
+SIZE_FIELDS = bert.size_fields(30000, 4096, 12, 64, 16384, "gelu_new")
+
 FAMILY = bert.build_family(
     "albert",
     "Albert",
     bert.build_template(embedding={"factorization": {}}, dropout=0.0),
     fields=(
-        *bert.size_fields(30000, 4096, 12, 64, 16384, "gelu_new"),
+        Custom(("num_hidden_layers", "inner_group_num"), _read_layers, _write_layers),
+        *(field for field in SIZE_FIELDS if "num_hidden_layers" not in field.keys),
         *bert.POSITION_FIELDS,
         bert.TOKEN_TYPES_FIELD,
         Key("embedding_size", "encoder.embedding.factorization.width", 128),
@@ -35,13 +52,12 @@ FAMILY = bert.build_family(
         bert.TIE_EMBEDDINGS_FIELD,
         TIED_FACTORIZED_HEAD,
         bert.HEAD_ACTIVATION_FIELD,
-        SupportedValues("inner_group_num", (1,), "a group would have several layers"),
     ),
     weight_mappings=(
         *bert.embedding_weights("albert"),
         WeightMapping("albert.encoder.embedding_hidden_mapping_in", "encoder.embed.project"),
         *add_prefix(
-            "albert.encoder.albert_layer_groups.{g}.albert_layers.0",
+            "albert.encoder.albert_layer_groups.{g}.albert_layers.{j}",
             "encoder.blocks.{i}",
             *(WeightMapping(f"attention.{p}", f"attn.f.{p[0]}") for p in ("query", "key", "value")),
             WeightMapping("attention.dense", "attn.f.o"),

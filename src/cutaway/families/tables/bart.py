@@ -1,4 +1,6 @@
-"""BART, and components shared with Marian and Pegasus. https://arxiv.org/abs/1910.13461"""
+"""BART, and components shared with mBART, M2M100, Marian and Pegasus. https://arxiv.org/abs/1910.13461"""
+
+from collections.abc import Mapping
 
 from cutaway.families.config_fields import (
     ConfigFields,
@@ -19,21 +21,16 @@ CROSS_ATTENTION = {"kind": "cross", "bias": QKVO}
 STACKS = ("encoder", "decoder")
 
 
-def build_template(placement: str, embedding: Node) -> Node:
-    """Config template of an encoder-decoder with biases on all projections and a fixed bias on the logits."""
+def build_template(placement: str, embedding: Node, *, head_bias: str = "fixed") -> Node:
+    """Config template of an encoder-decoder with biases on all projections. `head_bias` is the bias on the logits."""
     stack = {"embedding": embedding, "norm": LAYERNORM, "placement": {"kind": placement}}
     block = {"attention": SELF_ATTENTION, "ffn": {"kind": "mlp"}}
     return {
         "form": "encoder-decoder",
         "encoder": stack | {"block": block},
         "decoder": stack | {"block": block | {"cross": CROSS_ATTENTION}},
-        "head": {"kind": "lm", "bias": "fixed"},
+        "head": {"kind": "lm", "bias": head_bias},
     }
-
-
-def _read_embedding_scale(hf_config: HFConfigReader, tree: ConfigTree) -> None:
-    for side in STACKS:
-        tree.set(f"{side}.embedding.scale", "sqrt_d_model" if hf_config.get("scale_embedding") else 1.0)
 
 
 def _write_embedding_scale(tree: ConfigTree, hf_config: dict[str, object]) -> None:
@@ -46,22 +43,39 @@ def both_stacks(*paths: str) -> tuple[str, ...]:
 
 
 def common_fields(position_attribute: str) -> ConfigFields:
-    """Config fields of BART, Marian and Pegasus. `position_attribute` is `length` or `table_length`."""
+    """Config fields of BART, mBART, Marian and Pegasus. `position_attribute` is `length` or `table_length`."""
+    return (
+        *stack_fields("gelu", 0.0),
+        Key("max_position_embeddings", both_stacks(f"embedding.position.{position_attribute}"), 1024),
+        SameAs("context", f"decoder.embedding.position.{position_attribute}"),
+        SupportedValues("encoder_layerdrop", (0.0, None), "LayerDrop would skip layers in training"),
+        SupportedValues("decoder_layerdrop", (0.0, None), "LayerDrop would skip layers in training"),
+    )
+
+
+def stack_fields(activation_function: str, attention_dropout: float, *, scale_embedding: bool = False) -> ConfigFields:
+    """Config fields of dimensions, layers, activation, dropout and embedding scale. The arguments are defaults."""
+
+    def read_embedding_scale(hf_config: HFConfigReader, tree: ConfigTree) -> None:
+        scale = "sqrt_d_model" if hf_config.get("scale_embedding", scale_embedding) else 1.0
+        for path in both_stacks("embedding.scale"):
+            tree.set(path, scale)
+
     return (
         Key("d_model", "d_model", 1024),
         *(Key(f"{side}_layers", f"{side}.layers", 12) for side in STACKS),
         Key("encoder_attention_heads", "encoder.block.attention.heads", 16),
         Key("decoder_attention_heads", ("decoder.block.attention.heads", "decoder.block.cross.heads"), 16),
         *(Key(f"{side}_ffn_dim", f"{side}.block.ffn.hidden", 4096) for side in STACKS),
-        activation("activation_function", both_stacks("block.ffn.activation"), "gelu"),
-        Key("max_position_embeddings", both_stacks(f"embedding.position.{position_attribute}"), 1024),
-        SameAs("context", f"decoder.embedding.position.{position_attribute}"),
+        activation("activation_function", both_stacks("block.ffn.activation"), activation_function),
         Key("dropout", both_stacks("dropout", "embedding.dropout"), 0.1),
-        Key("attention_dropout", (*both_stacks("block.attention.dropout"), "decoder.block.cross.dropout"), 0.0),
+        Key(
+            "attention_dropout",
+            (*both_stacks("block.attention.dropout"), "decoder.block.cross.dropout"),
+            attention_dropout,
+        ),
         Key("activation_dropout", both_stacks("block.ffn.dropout"), 0.0),
-        Custom(("scale_embedding",), _read_embedding_scale, _write_embedding_scale),
-        SupportedValues("encoder_layerdrop", (0.0, None), "LayerDrop would skip layers in training"),
-        SupportedValues("decoder_layerdrop", (0.0, None), "LayerDrop would skip layers in training"),
+        Custom(("scale_embedding",), read_embedding_scale, _write_embedding_scale),
     )
 
 
@@ -109,6 +123,7 @@ ATTRIBUTE_MAP = {
     "num_hidden_layers": "encoder_layers",
 }
 IGNORED_WEIGHTS = {
+    r"model\.(encoder|decoder)\.embed_positions\.weights": "sinusoidal positions, computed from the configuration",
     r"model\.(encoder|decoder)\.version": "version of a legacy file layout",
     r"(model\.)?(classification_head|qa_outputs)\..*": "head of another task, which is not loaded",
 }
@@ -122,7 +137,13 @@ IGNORED_CONFIG_KEYS = {
 
 
 def build_family(
-    name: str, architecture: str, template: Node, fields: ConfigFields, weight_mappings: tuple[WeightMapping, ...]
+    name: str,
+    architecture: str,
+    template: Node,
+    fields: ConfigFields,
+    weight_mappings: tuple[WeightMapping, ...],
+    *,
+    ignored_config_keys: Mapping[str, str] = IGNORED_CONFIG_KEYS,
 ) -> Family:
     """Build a family with BART's prefix of checkpoint keys, config.json aliases, ignored tensors and ignored keys."""
     return Family(
@@ -134,14 +155,21 @@ def build_family(
         base_model_prefix="model.",
         attribute_map=ATTRIBUTE_MAP,
         ignored_weights=IGNORED_WEIGHTS,
-        ignored_config_keys=IGNORED_CONFIG_KEYS,
+        ignored_config_keys=ignored_config_keys,
     )
 
+
+LEARNED_EMBEDDING = {"position": {"kind": "learned", "offset": 2}, "norm": LAYERNORM}
+LEARNED_EMBEDDING_WEIGHTS = (
+    *(WeightMapping(f"model.{side}.embed_positions", f"{side}.embed.position.table") for side in STACKS),
+    *(WeightMapping(f"model.{side}.layernorm_embedding", f"{side}.embed.norm") for side in STACKS),
+)
+FINAL_NORM_WEIGHTS = tuple(WeightMapping(f"model.{side}.layer_norm", f"{side}.final_norm") for side in STACKS)
 
 FAMILY = build_family(
     "bart",
     "BartForConditionalGeneration",
-    build_template("post", {"position": {"kind": "learned", "offset": 2}, "norm": LAYERNORM}),
+    build_template("post", LEARNED_EMBEDDING),
     fields=(
         Key("vocab_size", "vocab_size", 50265),
         *common_fields("length"),
@@ -150,8 +178,7 @@ FAMILY = build_family(
     ),
     weight_mappings=(
         SHARED_EMBEDDING,
-        *(WeightMapping(f"model.{side}.embed_positions", f"{side}.embed.position.table") for side in STACKS),
-        *(WeightMapping(f"model.{side}.layernorm_embedding", f"{side}.embed.norm") for side in STACKS),
+        *LEARNED_EMBEDDING_WEIGHTS,
         *stack_weights(pre_norm=False),
     ),
 )

@@ -112,10 +112,14 @@ def _has_tied_head(config: Config) -> bool:
     return getattr(config.head, "tied", True)
 
 
+def _has_untied_head(config: Config) -> bool:
+    return not _has_tied_head(config)
+
+
 def mlm_head_weights(prefix: str, dense: str, norm: str) -> tuple[WeightMapping, ...]:
     """Weight mappings of a masked-LM head with output matrix `decoder`.
 
-    The output bias is stored under two checkpoint keys if the head is tied, and under one key if it is untied.
+    The output bias is stored under two checkpoint keys. If the head is untied, only the bias of `decoder` is used.
     """
     return (
         WeightMapping(f"{prefix}.{dense}", "head.transform.dense"),
@@ -123,6 +127,7 @@ def mlm_head_weights(prefix: str, dense: str, norm: str) -> tuple[WeightMapping,
         WeightMapping(f"{prefix}.decoder", "head.matrix"),
         WeightMapping(f"{prefix}.bias", "head.bias", condition=_has_tied_head),
         WeightMapping(f"{prefix}.decoder.bias", "head.bias"),
+        WeightMapping(f"{prefix}.bias", "head.bias", condition=_has_untied_head, save_only=True),
     )
 
 
@@ -132,7 +137,7 @@ def ignored_weights(*head_prefixes: str) -> dict[str, str]:
     return {
         r"\w+\.embeddings\.(position|token_type)_ids": "constant position and token-type ids",
         rf"(\w+\.)?({heads})\..*": "head of another task, which is not loaded",
-        r"(cls\.predictions|predictions|lm_head)\.bias": "the bias of an untied head is decoder.bias",
+        r"(cls\.predictions|predictions|lm_head)\.bias": "unused: the bias of an untied head is decoder.bias",
     }
 
 
@@ -146,12 +151,14 @@ def build_family(
     fields: ConfigFields,
     weight_mappings: tuple[WeightMapping, ...],
     *,
+    base_model_prefix: str | None = None,
     other_heads: tuple[str, ...] = (),
     **options: Any,
 ) -> Family:
-    """Build a family with BERT's legacy tensor names and ignored tensors. Keys of the base model start with `name`.
+    """Build a family with BERT's legacy tensor names and ignored tensors.
 
-    `class_prefix` starts the names of its transformers classes. `other_heads` are patterns of heads that are ignored.
+    `class_prefix` starts the names of its transformers classes. Checkpoint keys of the base model start with
+    `base_model_prefix`, by default the name. `other_heads` are patterns of heads that are ignored.
     """
     return Family(
         name,
@@ -159,7 +166,7 @@ def build_family(
         template,
         fields,
         weight_mappings,
-        base_model_prefix=f"{name}.",
+        base_model_prefix=f"{base_model_prefix or name}.",
         base_architecture=f"{class_prefix}Model",
         ignored_weights=ignored_weights(*other_heads),
         weight_renamings=WEIGHT_RENAMINGS,

@@ -3,7 +3,7 @@
 from cutaway.families.config_fields import Key, SupportedValues, flag
 from cutaway.families.family import Family
 from cutaway.families.tables import llama
-from cutaway.families.tables.gpt_neox import MEGATRON_KEYS, NO_POST_NORM_RESIDUAL, megatron_weights
+from cutaway.families.tables.gpt_neox import MEGATRON_KEYS, megatron_weights
 from cutaway.families.weight_conversion import WeightMapping
 
 FAMILY = Family(
@@ -25,7 +25,7 @@ FAMILY = Family(
         llama.ATTENTION_DROPOUT,
         Key("hidden_dropout", "decoder.dropout", 0.0),
         flag("tie_word_embeddings", "head.tied", True),
-        NO_POST_NORM_RESIDUAL,
+        flag("apply_residual_connection_post_layernorm", "decoder.placement.norm_skip", False),
         SupportedValues("slow_but_exact", (False,), "this tensor-parallel sum leaves the biases out"),
         SupportedValues("n_inner", (None,), "the FFN hidden dimension is always 4 · d_model"),
     ),

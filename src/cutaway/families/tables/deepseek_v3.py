@@ -21,7 +21,7 @@ MOE_TEMPLATE = {
 }
 
 
-class _MscaleRopeField(RopeField):
+class MscaleRopeField(RopeField):
     """RoPE with YaRN's `mscale_all_dim`, which scales all scores and is therefore part of the attention's `scale`."""
 
     def from_hf(self, hf_config: HFConfigReader, tree: ConfigTree) -> None:
@@ -53,24 +53,33 @@ def _write_kv_heads(tree: ConfigTree, hf_config: dict[str, object]) -> None:
     hf_config["num_key_value_heads"] = tree.get(f"{ATTENTION}.heads")
 
 
-def _read_dense_layers(hf_config: HFConfigReader, tree: ConfigTree) -> None:
-    """Set a dense FFN in the first `first_k_dense_replace` layers."""
-    for block in tree.blocks("decoder")[: hf_config.get_number("first_k_dense_replace", 3)]:
-        block["ffn"] = {"kind": "gated"}
+KV_HEADS_FIELD = Custom(("num_key_value_heads",), _read_kv_heads, _write_kv_heads)
 
 
-def _write_dense_layers(tree: ConfigTree, hf_config: dict[str, object]) -> None:
-    hf_config["first_k_dense_replace"] = sum(block["ffn"]["kind"] != "moe" for block in tree.blocks("decoder"))
+def dense_layers_field(default: int) -> Custom:
+    """Field of `first_k_dense_replace`, the number of layers at the start that have a dense FFN."""
+
+    def from_hf(hf_config: HFConfigReader, tree: ConfigTree) -> None:
+        for block in tree.blocks("decoder")[: hf_config.get_number("first_k_dense_replace", default)]:
+            block["ffn"] = {"kind": "gated"}
+
+    def to_hf(tree: ConfigTree, hf_config: dict[str, object]) -> None:
+        hf_config["first_k_dense_replace"] = sum(block["ffn"]["kind"] != "moe" for block in tree.blocks("decoder"))
+
+    return Custom(("first_k_dense_replace",), from_hf, to_hf)
 
 
-def _read_shared_experts(hf_config: HFConfigReader, tree: ConfigTree) -> None:
-    """Represent the shared experts as one FFN with the sum of their hidden dimensions."""
-    hidden = hf_config.get_number("n_shared_experts", 1) * hf_config.get_number("moe_intermediate_size", 2048)
-    tree.set(f"{FFN}.shared.hidden", hidden)
+def shared_experts_field(num_shared: int, intermediate_size: int) -> Custom:
+    """Field of the shared experts: one FFN with the sum of their hidden dimensions. The arguments are defaults."""
 
+    def from_hf(hf_config: HFConfigReader, tree: ConfigTree) -> None:
+        hidden = hf_config.get_number("moe_intermediate_size", intermediate_size)
+        tree.set(f"{FFN}.shared.hidden", hf_config.get_number("n_shared_experts", num_shared) * hidden)
 
-def _write_shared_experts(tree: ConfigTree, hf_config: dict[str, object]) -> None:
-    hf_config["n_shared_experts"] = tree.get(f"{FFN}.shared.hidden") // tree.get(f"{FFN}.expert.hidden")
+    def to_hf(tree: ConfigTree, hf_config: dict[str, object]) -> None:
+        hf_config["n_shared_experts"] = tree.get(f"{FFN}.shared.hidden") // tree.get(f"{FFN}.expert.hidden")
+
+    return Custom(("n_shared_experts",), from_hf, to_hf)
 
 
 def _read_expert_groups(hf_config: HFConfigReader, tree: ConfigTree) -> None:
@@ -85,15 +94,38 @@ def _write_expert_groups(tree: ConfigTree, hf_config: dict[str, object]) -> None
     hf_config["n_group"], hf_config["topk_group"] = groups["num_groups"], groups["top_k"]
 
 
+MLA_FIELDS = (
+    Key("q_lora_rank", f"{ATTENTION}.q_rank", 1536),
+    Key("kv_lora_rank", f"{ATTENTION}.kv_rank", 512),
+    Key("qk_nope_head_dim", f"{ATTENTION}.d_nope", 128),
+    Key("qk_rope_head_dim", f"{ATTENTION}.d_rope", 64),
+    Key("v_head_dim", f"{ATTENTION}.d_value", 128),
+    flag("attention_bias", f"{ATTENTION}.bias", False),
+    llama.ATTENTION_DROPOUT,
+)
 MOE_FIELDS = (
     Key("moe_intermediate_size", f"{FFN}.expert.hidden", 2048),
-    Custom(("n_shared_experts",), _read_shared_experts, _write_shared_experts),
+    shared_experts_field(1, 2048),
     activation("hidden_act", (f"{FFN}.expert.activation", f"{FFN}.shared.activation"), "silu"),
     Key("n_routed_experts", f"{FFN}.experts", 256),
     Key("num_experts_per_tok", f"{FFN}.router.top_k", 8),
     flag("norm_topk_prob", f"{FFN}.router.renormalize", True),
     Key("routed_scaling_factor", f"{FFN}.router.scale", 2.5),
     Custom(("n_group", "topk_group"), _read_expert_groups, _write_expert_groups),
+)
+
+MLA_WEIGHTS = (
+    WeightMapping("self_attn.q_proj", "attn.f.q"),
+    WeightMapping("self_attn.q_a_proj", "attn.f.q.0"),
+    WeightMapping("self_attn.q_a_layernorm", "attn.f.q.1"),
+    WeightMapping("self_attn.q_b_proj", "attn.f.q.2"),
+    WeightMapping("self_attn.kv_a_proj_with_mqa", "attn.f.kv_down"),
+    WeightMapping("self_attn.kv_a_layernorm", "attn.f.kv_norm"),
+    WeightMapping("self_attn.kv_b_proj", "attn.f.kv_up"),
+    WeightMapping("self_attn.o_proj", "attn.f.o"),
+)
+SHARED_EXPERT_WEIGHTS = tuple(
+    WeightMapping(f"mlp.shared_experts.{p}_proj", f"ffn.f.shared.{p}") for p in ("gate", "up", "down")
 )
 
 FAMILY = llama.build_family(
@@ -104,17 +136,11 @@ FAMILY = llama.build_family(
         *llama.size_fields(129280, 7168, None, 61, 4096),
         Key("rms_norm_eps", "decoder.norm.eps", 1e-6),
         Key("num_attention_heads", f"{ATTENTION}.heads", 128),
-        Custom(("num_key_value_heads",), _read_kv_heads, _write_kv_heads),
-        Key("q_lora_rank", f"{ATTENTION}.q_rank", 1536),
-        Key("kv_lora_rank", f"{ATTENTION}.kv_rank", 512),
-        Key("qk_nope_head_dim", f"{ATTENTION}.d_nope", 128),
-        Key("qk_rope_head_dim", f"{ATTENTION}.d_rope", 64),
-        Key("v_head_dim", f"{ATTENTION}.d_value", 128),
-        flag("attention_bias", f"{ATTENTION}.bias", False),
-        llama.ATTENTION_DROPOUT,
-        _MscaleRopeField(default_max_positions=4096, full_rotary_only=True),
+        KV_HEADS_FIELD,
+        *MLA_FIELDS,
+        MscaleRopeField(default_max_positions=4096, full_rotary_only=True),
         flag("rope_interleave", f"{ATTENTION}.position.layout", True, on="interleaved", off="half"),
-        Custom(("first_k_dense_replace",), _read_dense_layers, _write_dense_layers),
+        dense_layers_field(3),
         WhereFFN("moe", MOE_FIELDS),
         dense_fields(18432),
         SupportedValues("topk_method", ("noaux_tc",), "the router of this family selects with a load-balancing bias"),
@@ -123,19 +149,12 @@ FAMILY = llama.build_family(
     ),
     weight_mappings=llama.weights(
         *llama.NORM_WEIGHTS,
-        WeightMapping("self_attn.q_proj", "attn.f.q"),
-        WeightMapping("self_attn.q_a_proj", "attn.f.q.0"),
-        WeightMapping("self_attn.q_a_layernorm", "attn.f.q.1"),
-        WeightMapping("self_attn.q_b_proj", "attn.f.q.2"),
-        WeightMapping("self_attn.kv_a_proj_with_mqa", "attn.f.kv_down"),
-        WeightMapping("self_attn.kv_a_layernorm", "attn.f.kv_norm"),
-        WeightMapping("self_attn.kv_b_proj", "attn.f.kv_up"),
-        WeightMapping("self_attn.o_proj", "attn.f.o"),
+        *MLA_WEIGHTS,
         *llama.FFN_WEIGHTS,
         WeightMapping("mlp.gate", "ffn.f.router"),
         WeightMapping("mlp.gate.e_score_correction_bias", "ffn.f.router.selection_bias"),
         *EXPERT_WEIGHTS,
-        *(WeightMapping(f"mlp.shared_experts.{p}_proj", f"ffn.f.shared.{p}") for p in ("gate", "up", "down")),
+        *SHARED_EXPERT_WEIGHTS,
     ),
     ignored_weights={
         **llama.IGNORED_WEIGHTS,

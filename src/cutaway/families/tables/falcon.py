@@ -8,7 +8,7 @@ from cutaway.families.config_tree import ConfigTree
 from cutaway.families.family import Family
 from cutaway.families.rope_fields import RopeField, resolve_head_dim
 from cutaway.families.tables import llama
-from cutaway.families.tables.gpt_neox import MEGATRON_KEYS, NO_POST_NORM_RESIDUAL, megatron_weights
+from cutaway.families.tables.gpt_neox import MEGATRON_KEYS, megatron_weights
 from cutaway.families.weight_conversion import WeightMapping
 
 LAYOUT_KEYS = ("new_decoder_architecture", "parallel_attn", "num_ln_in_parallel_attn", "multi_query", "num_kv_heads")
@@ -73,7 +73,9 @@ FAMILY = Family(
         RopeField(full_rotary_only=True),
         SupportedValues("hidden_dropout", (0.0, None), "in training, attention and FFN would share one dropout mask"),
         SupportedValues("attention_dropout", (0.0, None), "in training, the layout determines where it is applied"),
-        NO_POST_NORM_RESIDUAL,
+        SupportedValues(
+            "apply_residual_connection_post_layernorm", (False,), "the residual would be taken after the norm"
+        ),
     ),
     weight_mappings=llama.weights(
         WeightMapping("input_layernorm", "norm"),

@@ -7,9 +7,6 @@ from cutaway.families.tables import llama
 from cutaway.families.weight_conversion import QKV, SplitGroupedQKV, WeightMapping, add_prefix
 
 PARALLEL = {"kind": "parallel", "norms": "two"}
-NO_POST_NORM_RESIDUAL = SupportedValues(
-    "apply_residual_connection_post_layernorm", (False,), "the residual would be taken after the norm"
-)
 MEGATRON_KEYS = {"embed": "transformer.word_embeddings", "norm": "transformer.ln_f", "layer": "transformer.h"}
 """Keys of BLOOM and Falcon for `llama.weights`."""
 

@@ -9,6 +9,13 @@ def _reciprocal(value: float) -> float:
     return 1 / value
 
 
+MULTIPLIER_FIELDS = (
+    Key("embedding_multiplier", "decoder.embedding.scale", 1.0),
+    Key("attention_multiplier", f"{llama.ATTENTION}.scale", 1.0),
+    Key("residual_multiplier", "decoder.residual_scale", 1.0),
+    Key("logits_scaling", "head.scale", 1.0, _reciprocal, _reciprocal),
+)
+
 FAMILY = llama.build_family(
     "granite",
     "GraniteForCausalLM",
@@ -19,10 +26,7 @@ FAMILY = llama.build_family(
         *llama.block_fields(),
         llama.ATTENTION_BIAS,
         llama.MLP_BIAS,
-        Key("embedding_multiplier", "decoder.embedding.scale", 1.0),
-        Key("attention_multiplier", f"{llama.ATTENTION}.scale", 1.0),
-        Key("residual_multiplier", "decoder.residual_scale", 1.0),
-        Key("logits_scaling", "head.scale", 1.0, _reciprocal, _reciprocal),
+        *MULTIPLIER_FIELDS,
         RopeField(full_rotary_only=True),
     ),
 )

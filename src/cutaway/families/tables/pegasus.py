@@ -22,7 +22,7 @@ FAMILY = bart.build_family(
     weight_mappings=(
         bart.SHARED_EMBEDDING,
         *POSITION_WEIGHTS,
-        *(WeightMapping(f"model.{side}.layer_norm", f"{side}.final_norm") for side in bart.STACKS),
+        *bart.FINAL_NORM_WEIGHTS,
         *bart.stack_weights(pre_norm=True),
     ),
 )

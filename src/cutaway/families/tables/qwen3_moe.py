@@ -11,22 +11,25 @@ from cutaway.families.tables.qwen3 import QK_NORM
 from cutaway.families.weight_conversion import MergeModulelist, WeightMapping
 
 
-def _read_sparse_layers(hf_config: HFConfigReader, tree: ConfigTree) -> None:
-    """Set a dense FFN in `mlp_only_layers` and in all but every `decoder_sparse_step`-th layer.
+def sparse_layers_field(experts_key: str, num_experts: int) -> Custom:
+    """Field of the layers without experts: `mlp_only_layers`, and all but every `decoder_sparse_step`-th layer.
 
-    If `num_local_experts` is 0, all layers have a dense FFN.
+    If the number of experts at `experts_key` is 0, all layers have a dense FFN. `num_experts` is its default.
     """
-    dense, step = hf_config.get("mlp_only_layers") or [], hf_config.get_number("decoder_sparse_step", 1)
-    for i, block in enumerate(tree.blocks("decoder")):
-        if i in dense or (i + 1) % step or hf_config.get("num_local_experts", 128) == 0:
-            block["ffn"] = {"kind": "gated"}
 
+    def from_hf(hf_config: HFConfigReader, tree: ConfigTree) -> None:
+        dense, step = hf_config.get("mlp_only_layers") or [], hf_config.get_number("decoder_sparse_step", 1)
+        for i, block in enumerate(tree.blocks("decoder")):
+            if i in dense or (i + 1) % step or hf_config.get(experts_key, num_experts) == 0:
+                block["ffn"] = {"kind": "gated"}
 
-def _write_sparse_layers(tree: ConfigTree, hf_config: dict[str, object]) -> None:
-    blocks = list(enumerate(tree.blocks("decoder"), 1))
-    step = math.gcd(*(n for n, block in blocks if block["ffn"]["kind"] == "moe")) or 1
-    hf_config["decoder_sparse_step"] = step
-    hf_config["mlp_only_layers"] = [n - 1 for n, block in blocks if block["ffn"]["kind"] != "moe" and n % step == 0]
+    def to_hf(tree: ConfigTree, hf_config: dict[str, object]) -> None:
+        blocks = list(enumerate(tree.blocks("decoder"), 1))
+        step = math.gcd(*(n for n, block in blocks if block["ffn"]["kind"] == "moe")) or 1
+        hf_config["decoder_sparse_step"] = step
+        hf_config["mlp_only_layers"] = [n - 1 for n, block in blocks if block["ffn"]["kind"] != "moe" and n % step == 0]
+
+    return Custom(("mlp_only_layers", "decoder_sparse_step"), from_hf, to_hf)
 
 
 def _read_sliding_window(hf_config: HFConfigReader, tree: ConfigTree) -> None:
@@ -70,7 +73,7 @@ FAMILY = llama.build_family(
         Key("rms_norm_eps", ("decoder.norm.eps", f"{llama.ATTENTION}.qk_norm.norm.eps"), 1e-6),
         llama.ATTENTION_BIAS,
         llama.ATTENTION_DROPOUT,
-        Custom(("mlp_only_layers", "decoder_sparse_step"), _read_sparse_layers, _write_sparse_layers),
+        sparse_layers_field("num_local_experts", 128),
         WhereFFN("moe", MOE_FIELDS),
         dense_fields(6144),
         Custom(("use_sliding_window", "sliding_window"), _read_sliding_window, _write_sliding_window),

@@ -1,7 +1,8 @@
-"""RoBERTa: BERT with positions that start after the padding token id. https://arxiv.org/abs/1907.11692"""
+"""RoBERTa, and components shared with XLM-R and CamemBERT: BERT with positions that start after the padding token id. https://arxiv.org/abs/1907.11692"""
 
 from cutaway.families.config_fields import Custom, HFConfigReader, SameAs
 from cutaway.families.config_tree import ConfigTree
+from cutaway.families.family import Family
 from cutaway.families.tables import bert
 
 POSITION_PATH = "encoder.embedding.position"
@@ -20,20 +21,26 @@ def _write_positions(tree: ConfigTree, hf_config: dict[str, object]) -> None:
     hf_config["max_position_embeddings"] = tree.get(f"{POSITION_PATH}.length") + offset
 
 
-FAMILY = bert.build_family(
-    "roberta",
-    "Roberta",
-    bert.build_template(),
-    fields=(
-        *bert.size_fields(50265, 768, 12, 12, 3072),
-        Custom(("max_position_embeddings", "pad_token_id"), _read_positions, _write_positions),
-        SameAs("context", f"{POSITION_PATH}.length"),
-        bert.TOKEN_TYPES_FIELD,
-        *bert.DROPOUT_FIELDS,
-        bert.TIE_EMBEDDINGS_FIELD,
-    ),
-    weight_mappings=(
-        *bert.encoder_weights("roberta", *bert.LAYER_WEIGHTS),
-        *bert.mlm_head_weights("lm_head", "dense", "layer_norm"),
-    ),
-)
+def build_family(name: str, class_prefix: str, vocab_size: int) -> Family:
+    """Build a family of RoBERTa's architecture. Keys of the base model start with `roberta`."""
+    return bert.build_family(
+        name,
+        class_prefix,
+        bert.build_template(),
+        fields=(
+            *bert.size_fields(vocab_size, 768, 12, 12, 3072),
+            Custom(("max_position_embeddings", "pad_token_id"), _read_positions, _write_positions),
+            SameAs("context", f"{POSITION_PATH}.length"),
+            bert.TOKEN_TYPES_FIELD,
+            *bert.DROPOUT_FIELDS,
+            bert.TIE_EMBEDDINGS_FIELD,
+        ),
+        weight_mappings=(
+            *bert.encoder_weights("roberta", *bert.LAYER_WEIGHTS),
+            *bert.mlm_head_weights("lm_head", "dense", "layer_norm"),
+        ),
+        base_model_prefix="roberta",
+    )
+
+
+FAMILY = build_family("roberta", "Roberta", 50265)

@@ -9,6 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from contextvars import copy_context
 
 from cutaway.errors import CutawayError
 from cutaway.eval_mode import eval_mode
@@ -99,10 +100,12 @@ class Engine:
         )
 
     def start(self) -> "Engine":
-        """Start a thread that calls `step` while there are requests."""
+        """Start a thread that calls `step` while there are requests. Edits (`ct.edit`) of the caller apply in it."""
         if self.thread is not None or self.closed:
             raise EngineError("the engine was already started or closed; build a new one")
-        self.thread = threading.Thread(target=self._run_loop, name="cutaway-engine", daemon=True)
+        self.thread = threading.Thread(
+            target=copy_context().run, args=(self._run_loop,), name="cutaway-engine", daemon=True
+        )
         self.thread.start()
         atexit.register(self.close)  # exiting the interpreter while a thread is inside PyTorch aborts the process
         return self

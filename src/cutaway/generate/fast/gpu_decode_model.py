@@ -133,11 +133,15 @@ class FastBlock(nn.Module):
             return self._residual_branch(after_attn, h, block.ffn, ffn, self.next_attention)
         next_sublayer = ffn if block.cross is None and _is_identity(block.norm_after_attn) else None
         x = block.norm_after_attn(
-            self._residual_branch(block.scale_skip(x), x, block.attn, attention, next_sublayer, context)
+            self._residual_branch(
+                block.skip_connection(x, block.attn), x, block.attn, attention, next_sublayer, context
+            )
         )
         if block.cross is not None:
-            x = block.norm_after_cross(block.scale_skip(x) + block.cross(x, context))
-        return block.norm_after_ffn(self._residual_branch(block.scale_skip(x), x, block.ffn, ffn, self.next_attention))
+            x = block.norm_after_cross(block.skip_connection(x, block.cross) + block.cross(x, context))
+        return block.norm_after_ffn(
+            self._residual_branch(block.skip_connection(x, block.ffn), x, block.ffn, ffn, self.next_attention)
+        )
 
     def _residual_branch(
         self,

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from cutaway.errors import InputError
 from cutaway.lens.adapters.cutaway import cutaway_sites
+from cutaway.lens.attached_sites import with_attached_sites
 from cutaway.lens.sites import SiteMap
 from cutaway.model import EncoderDecoder, EncoderOnly, Transformer
 
@@ -55,6 +56,10 @@ def sites(model: nn.Module) -> SiteMap:
     For a transformers model, these are the sites that the family's weight mapping can locate. For any other module, the
     sites are the submodule paths with `.in` (the input) and `.out` (the output) appended.
     """
+    return with_attached_sites(model, _model_sites(model))
+
+
+def _model_sites(model: nn.Module) -> SiteMap:
     if isinstance(model, Transformer):
         return cutaway_sites(model)
     # Imported here because this module imports all families, which most traces do not need.

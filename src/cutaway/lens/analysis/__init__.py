@@ -5,6 +5,7 @@ from cutaway.lens.analysis.activation_checkpointing import activation_checkpoint
 from cutaway.lens.analysis.attention_heads import attention_entropy, head_scores
 from cutaway.lens.analysis.attention_knockout import attention_knockout
 from cutaway.lens.analysis.attribution import direct_logit_attribution
+from cutaway.lens.analysis.attribution_patching import attribution_patching
 from cutaway.lens.analysis.component_effects import component_effects, pair_ablation
 from cutaway.lens.analysis.gradients import gradient_by_depth, gradient_by_placement
 from cutaway.lens.analysis.kv_cache import cached_decoding_error
@@ -22,6 +23,7 @@ __all__ = [
     "activation_patching",
     "attention_entropy",
     "attention_knockout",
+    "attribution_patching",
     "cached_decoding_error",
     "component_effects",
     "direct_logit_attribution",

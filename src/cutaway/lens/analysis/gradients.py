@@ -13,9 +13,10 @@ from cutaway.config import Config, EncoderDecoder, NoNorm, PostNorm, PreNorm, Sa
 from cutaway.config import config as read_config
 from cutaway.errors import InputError
 from cutaway.eval_mode import eval_mode
-from cutaway.lens.adapters import ModelLike
+from cutaway.lens.adapters import ModelLike, sites
 from cutaway.lens.analysis.inputs import AnalysisInputs, TextOrTokens, prepare_inputs, upcast_float32
 from cutaway.lens.edit import edit
+from cutaway.lens.hooks import HookContext, SiteHooks
 from cutaway.lens.labeled_tensor import LabeledTensor
 from cutaway.lens.trace import trace
 from cutaway.model import Transformer, build
@@ -71,29 +72,30 @@ def gradient_by_depth(model: ModelLike, tokens: TextOrTokens, *, source: TextOrT
     not changed.
     """
     inputs = prepare_inputs(model, tokens, source)
-    labels, (_, *names) = tuple(inputs.resid_sites), inputs.resid_sites.values()
-    gradients = _resid_gradients(inputs.model, inputs.stack.embed, names, lambda: _text_loss(inputs))
+    labels, (embed, *names) = tuple(inputs.resid_sites), inputs.resid_sites.values()
+    gradients = _resid_gradients(inputs.model, embed, names, lambda: _text_loss(inputs))
     norms = torch.stack([upcast_float32(gradient).norm() for gradient in gradients])
     return LabeledTensor("gradient norm by depth", norms, ("layer",), (labels,), "norm")
 
 
 def _resid_gradients(
-    model: nn.Module, embed: nn.Module, names: Sequence[str], compute_loss: Callable[[], Tensor]
+    model: nn.Module, embed: str, names: Sequence[str], compute_loss: Callable[[], Tensor]
 ) -> list[Tensor]:
-    """Gradients of a loss with respect to the embedding output and to the sites `names`."""
+    """Gradients of a loss with respect to the embedding output (the site `embed`) and to the sites `names`."""
     leaves: list[Tensor] = []
 
-    def make_leaf(module: nn.Module, args: object, out: Tensor) -> Tensor:
+    def make_leaf(context: HookContext) -> Tensor:
         """Start the autograd graph at the embedding output, whether or not parameters require gradients."""
-        leaves.append(out.detach().requires_grad_())
+        leaves.append(context.value.detach().requires_grad_())
         return leaves[-1]
 
-    handle = embed.register_forward_hook(make_leaf)
+    hooks = SiteHooks(modifies=True)
     try:
+        hooks.register([(sites(model)[embed], make_leaf, None)])
         with torch.enable_grad(), eval_mode(model), trace(model, *names, gradients=True) as t:
             embed_grad = torch.autograd.grad(compute_loss(), leaves)[0]
     finally:
-        handle.remove()
+        hooks.remove()
     return [embed_grad, *(t.gradient(name) for name in names)]
 
 
@@ -171,6 +173,6 @@ def relative_gradient_norms(
         return loss.mean(1).sum()  # texts are independent
 
     with nullcontext() if residual else edit(model, {"blocks.*": "no_residual"}):
-        _, *gradients = _resid_gradients(model, stack.embed, names, compute_loss)
+        _, *gradients = _resid_gradients(model, "embed", names, compute_loss)
     norms = torch.stack([gradient.flatten(1).norm(dim=1) for gradient in gradients])  # (layers, texts)
     return (norms / norms[-1]).log().mean(1).exp()

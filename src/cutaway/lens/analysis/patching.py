@@ -50,7 +50,7 @@ def activation_patching(
     Both texts must have the same number of tokens. For an encoder-decoder, `source` is the pair of clean and corrupted
     encoder inputs.
     """
-    experiment = _PatchingExperiment(model, clean, corrupted, answer_token, incorrect_token, position, source)
+    experiment = PatchingExperiment(model, clean, corrupted, answer_token, incorrect_token, position, source)
     layer_sites = experiment.select_layer_sites(site, layers)
     axis = "H" if by_head else "T"
     if any(axis not in layer_site.axes for layer_site in layer_sites):
@@ -75,7 +75,7 @@ def activation_patching(
     return LabeledTensor(title, torch.stack(rows), axes, (names, labels), note=experiment.note)
 
 
-class _PatchingExperiment:
+class PatchingExperiment:
     """Clean and corrupted inputs of one model, and the logit metric that is compared."""
 
     def __init__(
@@ -186,7 +186,7 @@ def path_patching(
     residual stream after the last block.
     """
     heads = materialize_indices(heads, "heads")
-    experiment = _PatchingExperiment(model, clean, corrupted, answer_token, incorrect_token, position, source)
+    experiment = PatchingExperiment(model, clean, corrupted, answer_token, incorrect_token, position, source)
     experiment.clean.require_additive_residual("path patching")
     matches = select_sites(experiment.all_sites, [sender])
     sender_site = matches[0]
@@ -214,7 +214,7 @@ def path_patching(
     return LabeledTensor(title, torch.cat(scores), ("receiver",), (names,), note=experiment.note)
 
 
-def _sender_difference(experiment: _PatchingExperiment, sender: Site, writer: Site, heads: Indices | None) -> Tensor:
+def _sender_difference(experiment: PatchingExperiment, sender: Site, writer: Site, heads: Indices | None) -> Tensor:
     """Return the writer's output with the clean sender value minus the writer's output in the corrupted run."""
     clean = experiment.cache_activations(experiment.clean, [sender])[sender.name]
     corrupted_output = experiment.cache_activations(experiment.corrupted, [writer])[writer.name]
@@ -230,7 +230,7 @@ def _sender_difference(experiment: _PatchingExperiment, sender: Site, writer: Si
     return t[writer.name].as_subclass(Tensor) - corrupted_output
 
 
-def _patch_receiver(experiment: _PatchingExperiment, receiver: Site, delta: Tensor) -> Tensor:
+def _patch_receiver(experiment: PatchingExperiment, receiver: Site, delta: Tensor) -> Tensor:
     """Return the recovered fraction when only this receiver reads the sender's difference."""
     prefix = experiment.clean.site_prefix
     if receiver.layer is None:

@@ -61,6 +61,8 @@ def _residual_formulas(block: Any, site_name: str) -> list[str]:
     if isinstance(block, ParallelBlock):
         return ["add.both"]
     sublayer = "ffn" if site_name.endswith("resid_post") else "attn"
+    if block.norm_skip:
+        return [_norm_formula(getattr(block, sublayer).norm_in), "add"]
     norm = getattr(block, f"norm_after_{sublayer}", None)
     return ["add"] if norm is None or isinstance(norm, nn.Identity) else ["add.normed", _norm_formula(norm)]
 

@@ -189,8 +189,9 @@ def _describe_addition(inputs: StageInputs) -> str:
     terms = [f"the {label} output (norm {_format(value or 0.0)})" for label, value in norms.items()]
     cosine = float(torch.cosine_similarity(old, inputs.values.to(old.device), dim=0))
     normed = "" if norm is None or isinstance(norm, nn.Identity) else " and normalizes the sum"
+    stream = "the normed residual stream" if getattr(block, "norm_skip", False) else "the residual stream"
     return (
-        f"Adds {' and '.join(terms)} to the residual stream (norm {_norm(old)}){normed}: the result has norm "
+        f"Adds {' and '.join(terms)} to {stream} (norm {_norm(old)}){normed}: the result has norm "
         f"{_norm(inputs.values)} and cosine similarity {cosine:.3f} with the residual stream before."
     )
 

@@ -64,6 +64,10 @@ def _run_block(
         y = branch(x, f, name, rate, norm_in=norm_in, norm_out=isinstance(placement, SandwichNorm | OutputNorm))
         if isinstance(placement, PostNorm) and placement.skip_scale != 1.0:
             x = tape.record_op([x])
+        if norm_in and isinstance(placement, PreNorm) and placement.norm_skip:
+            tape.component = "norms"
+            x = norm(tape, x, stack.norm, (*key, name, "norm_in"))
+            tape.component = "residual"
         x = add(tape, x, y)
         tape.component = "norms"
         return norm(tape, x, stack.norm, (*key, name, "after")) if isinstance(placement, PostNorm) else x
@@ -107,9 +111,8 @@ def _run_stack(tape: Tape, config: Config, name: str, shape: PassShape, memory: 
     tape.component = "embedding"
     x = _embed(tape, config, stack.embedding, name, shape.batch_size, shape.seq_len)
     contexts = LayerContextBuilder(tape, stack, d_model, shape, causal=name == "decoder")
-    for index, block in enumerate(stack.blocks):
+    for index, (block, owner) in enumerate(zip(stack.blocks, stack.weight_sets, strict=True)):
         context = contexts.context_for(index, memory)
-        owner = index if stack.layer_groups is None else index * stack.layer_groups // stack.layers
         key: WeightKey = (name, owner)
         run_block = partial(_run_block, tape, block, stack, context, key, d_model, owner == 0)
         x = tape.run_block(run_block, x, key)

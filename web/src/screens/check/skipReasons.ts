@@ -17,6 +17,7 @@ const ARGUMENTS: Record<string, string> = {
   logits_with_documents: "a forward pass with packed documents",
   logits_with_filled_cache: "a forward pass with a filled KV cache",
   logits_with_mask: "a forward pass with a padding mask",
+  logits_with_padded_cache: "a forward pass with padding and KV cache",
   logits_with_rolling_cache: "a forward pass with a rolling KV cache",
   logits_with_source: "a forward pass with source tokens",
   loss: "a loss function",
@@ -43,7 +44,7 @@ const REASONS: Record<string, string> = {
 export function describeSkip(reason: string): string {
   const known = REASONS[reason];
   if (known) return known;
-  const names = /^needs (\w+(?: or \w+)*)$/.exec(reason)?.[1]?.split(" or ").map((name) => ARGUMENTS[name]);
+  const names = /^needs (\w+(?: or \w+)*)(?:; pass .*)?$/.exec(reason)?.[1]?.split(" or ").map((name) => ARGUMENTS[name]);
   if (!names || names.includes(undefined)) return reason;
   return `${[...new Set(names)].join(" or ")} was not given`;
 }

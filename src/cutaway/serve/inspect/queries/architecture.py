@@ -215,9 +215,7 @@ def _count_block(stack: Stack, config: StackConfig, layer: int, counter: Paramet
     A relative bias that layers share is counted in the first of these layers.
     """
     block: Any = stack.blocks[layer]
-    groups = config.layer_groups or config.layers
-    group = layer * groups // config.layers
-    first = next(other for other in range(layer + 1) if other * groups // config.layers == group)
+    first = config.weight_sets.index(config.weight_sets[layer])
     position = dict(stack.positions.items()).get(stack.layer_position_keys[layer])
 
     def count_norm(module: nn.Module | None) -> int | None:
