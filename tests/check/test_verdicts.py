@@ -5,10 +5,14 @@ from xml.etree import ElementTree as Tree
 
 import pytest
 import torch
+from support.seeded_bugs.all_bugs import BUG_MODULES  # noqa: F401  registers every bug
 from support.seeded_bugs.reference_gpt import ReferenceGPT, check_kwargs
+from support.seeded_bugs.registry import SEEDED_BUGS, check_bug
 from torch import Tensor, nn
 
 import cutaway as ct
+from cutaway.check import get_checks
+from cutaway.check.report.grouping import SYMPTOMS
 from cutaway.check.report.junit import format_junit
 
 pytestmark = [pytest.mark.unchecked, pytest.mark.usefixtures("frozen_check_clock")]
@@ -122,3 +126,20 @@ def test_rejected_input_is_not_a_crash() -> None:
     report = ct.check(model, only=["cache"], **check_kwargs(model))
     assert report.ok, report
     assert isinstance(model, nn.Module)
+
+
+def test_symptoms_follow_the_problem_that_names_their_cause() -> None:
+    """A window that is one token too long also changes a rolling cache; both problems are one group."""
+    bug = SEEDED_BUGS["sliding-window/window one too wide"]
+    report = check_bug(bug, only=["sliding-window", "cache-sliding-window"])
+    names = [finding.check for finding in report.problems]
+    assert names[0] == "sliding-window"
+    for finding in report.problems[1:]:
+        assert finding.symptom_of == "sliding-window"
+        assert "same cause as: sliding-window" in str(finding)
+        assert "fix" not in dict(line.strip().split(": ", 1) for line in str(finding).splitlines()[1:])
+
+
+def test_every_symptom_names_checks() -> None:
+    assert SYMPTOMS.keys() <= get_checks().keys()
+    assert {cause for causes in SYMPTOMS.values() for cause in causes} <= get_checks().keys()

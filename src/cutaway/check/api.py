@@ -27,6 +27,7 @@ from cutaway.check.report.finding import (
     skipped,
     warning,
 )
+from cutaway.check.report.grouping import group_by_cause
 from cutaway.errors import CutawayError, InputError, format_raised
 
 _COULD_NOT_RUN = "could not run"
@@ -140,6 +141,7 @@ def _run_checks(
                 if on_finding is not None:
                     on_finding(findings[entry.name])
     ordered = [findings[entry.name] for entry in checks]
+    group_by_cause(ordered)
     return Report(model.name, ordered, ctx.seed, properties=model.properties(), noise=noise)
 
 

@@ -47,10 +47,17 @@ class Edit:
         self.edits = dict(edits)
         self.value_edits: list[tuple[str, Site, Intervention | TensorFn]] = []
         self.structural_edits: list[tuple[StructuralTarget, str, object]] = []
-        all_sites, targets = sites(self.model), structural_edits.structural_targets(self.model)
+        all_sites, targets = sites(model), structural_edits.structural_targets(self.model)
         for name, spec in self.edits.items():
             if not isinstance(name, str):
                 raise InputError(f"a site name must be a string from sites(model), not {name!r}")
+            if not targets and _structural_op(spec) is not None:
+                problem = (
+                    f"'{_structural_op(spec)}' is a structural edit, which {type(self.model).__name__} does not support"
+                )
+                raise InputError(
+                    f"{problem}; load the model with ct.load, or zero attn.out and ffn.out to skip a block"
+                )
             matching = [target for key, target in targets.items() if fnmatchcase(key, name)]
             if matching and (op := _structural_op(spec)) is not None:
                 fields = _check_keys(name, spec, ("do", "value")) if isinstance(spec, Mapping) else {}

@@ -137,8 +137,9 @@ class FlattenedBatch(HookConversion):
     """
 
     outer_module: nn.Module
-    read_only: bool = False
-    """Whether replacing the value raises an error, because the model also uses the original tensor elsewhere."""
+    in_place: bool = False
+    """Whether a new value is written into the original tensor, because the model also uses this tensor elsewhere: the
+    residual stream between two sublayers is the input of a norm and of the next residual connection."""
 
     def add_hooks(self, hooks: ContextHooks, target: HookTarget, hook: ValueHook) -> None:
         state = CallState()
@@ -148,8 +149,9 @@ class FlattenedBatch(HookConversion):
 
         def unflatten_hook(value: Tensor, original: Tensor) -> Tensor | None:
             new = hook(value if value.ndim > 2 else value.reshape(*state.batch_shape, -1), original)
-            if new is not None and self.read_only:
-                raise InputError("the residual stream inside the blocks is read-only; load the model with ct.load")
+            if new is not None and self.in_place:
+                original.copy_(new.reshape(value.shape))
+                return None
             return None if new is None else new.reshape(value.shape)
 
         HookConversion().add_hooks(hooks, HookTarget(self.outer_module, True, FIRST), record_batch_shape)
@@ -198,7 +200,8 @@ class PatternOutput(HookConversion):
                 problem = f"{type(module).__name__} returned no attention pattern"
                 raise InputError(f"{problem}; use attn_implementation='eager' and output_attentions=True")
             if hook(patterns[-1], patterns[-1]) is not None:
-                raise InputError("this model's attention pattern is read-only; load the model with ct.load to edit it")
+                problem = "the attention pattern that a module returns is read-only"
+                raise InputError(f"{problem}; to edit it, load the model with attn_implementation='sdpa' or ct.load")
 
         hooks.add_output_hook(target.module, output_hook, target.order)
 

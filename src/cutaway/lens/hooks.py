@@ -18,6 +18,7 @@ from cutaway.lens import attention_pattern
 from cutaway.lens.attention_pattern import AttentionMask, AttentionScores
 from cutaway.lens.context_hooks import FIRST, LAST, ContextHooks, ModuleArgs, ModuleKwargs
 from cutaway.lens.hook_conversions import CallState, HookConversion, HookTarget
+from cutaway.lens.sdpa_attention import InterceptedSdpa, intercept_sdpa
 from cutaway.lens.sites import Site
 from cutaway.model.kernels import Kernel
 
@@ -66,9 +67,13 @@ class SiteHooks:
 
     def register(self, requests: Iterable[HookRequest]) -> None:
         self.check_not_registered()
-        hooks = ContextHooks()
+        hooks, hosts = ContextHooks(), set()
         for site, hook_fn, heads in requests:
             self._add_hook(hooks, site, hook_fn, heads)
+            if site.host is not None and site.host not in hosts:
+                hosts.add(site.host)
+                assert isinstance(site.module, InterceptedSdpa)
+                hooks.add_forward_wrapper(site.host, intercept_sdpa(site.host, site.module))
         hooks.activate()
         self.hooks = hooks
 

@@ -57,6 +57,8 @@ class Site:
     """(axis letter, size) pairs, for the axes whose size the model config fixes."""
     conversion: HookConversion | None = None
     """How to extract the value from the input or output of another library's module."""
+    host: nn.Module | None = None
+    """Another library's attention module, whose SDPA call `module` replaces (`sdpa_attention.py`)."""
 
     def shape(self, batch_size: int, seq_len: int, source_len: int | None = None) -> tuple[int, ...]:
         """Shape of the value for a batch. `source_len` is the length of the encoder input, by default `seq_len`."""
@@ -99,7 +101,7 @@ class SiteMap(dict[str, Site]):
 def check_sites_in_model(model: nn.Module, sites: Iterable[Site]) -> None:
     """Raise if a site's module was replaced after the site was looked up. `use_kernel` replaces modules."""
     modules = set(model.modules()) | {site.module for site in attached_sites(model)}
-    missing = next((site.name for site in sites if site.module not in modules), None)
+    missing = next((site.name for site in sites if (site.host or site.module) not in modules), None)
     if missing is not None:
         raise InputError(f"the module of {missing} was replaced in the model; call use_kernel before trace or edit")
 
@@ -225,14 +227,19 @@ def is_sublayer_output(name: str) -> bool:
     return name.endswith(".out")
 
 
-def resid_before_sublayer(site: Site) -> str:
-    """Name of the residual stream site that the sublayer of `site` reads and adds its output to."""
-    assert site.stack is not None
+def resid_before_sublayer(site: Site, stack: Stack | None = None) -> str:
+    """Name of the residual stream site that the sublayer of `site` reads and adds its output to.
+
+    `stack` has the structure of the site's blocks; the default is the site's own stack, which other libraries' sites
+    do not have.
+    """
+    stack = site.stack if stack is None else stack
+    assert stack is not None
     assert site.layer is not None
     block, sublayer, _ = site.name.rsplit(".", 2)
     if sublayer == "cross":
         return f"{block}.cross.resid_pre"
-    is_parallel = isinstance(site.stack.blocks[site.layer], ParallelBlock)
+    is_parallel = isinstance(stack.blocks[site.layer], ParallelBlock)
     return f"{block}.resid_mid" if sublayer == "ffn" and not is_parallel else f"{block}.resid_pre"
 
 

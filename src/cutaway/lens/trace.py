@@ -128,7 +128,7 @@ class Trace:
         dtype: torch.dtype | None = None,
     ) -> None:
         self.model = unwrap_model(model)
-        self.sites = select_sites(sites(self.model), patterns, layers)
+        self.sites = select_sites(sites(model), patterns, layers)
         self.positions, self.heads = materialize_indices(positions, "positions"), materialize_indices(heads, "heads")
         check_dtype(dtype)
         if device is not None:

@@ -72,6 +72,8 @@ class Finding:
     cases: list[CaseResult] = field(default_factory=list)
     array: MeasuredArray | None = None
     """Measured values to draw, of this case or of the first one that has any."""
+    symptom_of: str | None = None
+    """Check that probably names the cause of this problem more precisely; None if there is none."""
     not_run: bool = False
     """Whether a skipped check applies to the model, but a check that it depends on failed, or the time was over."""
 
@@ -94,8 +96,9 @@ class Finding:
         return [
             ("measured", figures),
             ("location", self.location),
-            ("likely cause", self.cause),
-            ("fix", self.fix),
+            ("same cause as", self.symptom_of),
+            ("likely cause", self.cause if self.symptom_of is None else None),
+            ("fix", self.fix if self.symptom_of is None else None),
             ("docs", self.docs_path),
         ]
 
@@ -135,6 +138,17 @@ class Report:
     def warnings(self) -> list[Finding]:
         return [finding for finding in self.findings if finding.verdict == "warn"]
 
+    @property
+    def problems(self) -> list[Finding]:
+        """Failures, inconclusive checks and warnings, the most severe first. Symptoms follow the problem that names
+        their cause."""
+        ranked = [*self.failures, *self.inconclusive, *self.warnings]
+        checks = {finding.check for finding in ranked}
+        groups: dict[str, list[Finding]] = {}
+        for finding in ranked:
+            groups.setdefault(finding.symptom_of if finding.symptom_of in checks else finding.check, []).append(finding)
+        return [finding for cause, group in groups.items() for finding in sorted(group, key=lambda f: f.check != cause)]
+
     def __getitem__(self, check: str) -> Finding:
         for finding in self.findings:
             if finding.check == check:
@@ -158,8 +172,7 @@ class Report:
         return f"{counts['fail']} failed, {warnings}, {rest}"
 
     def __str__(self) -> str:
-        shown = [finding for finding in self.findings if finding.is_problem]
-        return "\n".join([*map(str, shown), f"{self.model_name}: {self.summary()}"])
+        return "\n".join([*map(str, self.problems), f"{self.model_name}: {self.summary()}"])
 
 
 class SkipCheckError(Exception):

@@ -12,7 +12,7 @@ def format_markdown(report: Report, source: str) -> str:
     """Format a report as Markdown: problems in a table, then the passed and the skipped checks, which are collapsed."""
     lines = [f"### cutaway check `{_escape(source).replace('`', '')}`: {_STATUS[report.status]}", "", report.summary()]
     accepted = get_accepted(report)
-    problems = [*report.failures, *report.inconclusive, *report.warnings]
+    problems = report.problems
     problems += [finding for finding in report.findings if finding.check in accepted]
     if problems:
         lines += ["", "| check | verdict | finding | location | fix |", "|---|---|---|---|---|"]

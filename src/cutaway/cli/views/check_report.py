@@ -49,7 +49,7 @@ def render_report(
         indent(Text(_describe_target(report), "dim")),
     ]
     parts += [indent(Text(escape_control_characters(note), "dim")) for note in notes]
-    for finding in (*report.failures, *report.inconclusive, *report.warnings):
+    for finding in report.problems:
         parts += [Text(), _render_finding(finding)]
     parts.append(Text())
     if verbose:

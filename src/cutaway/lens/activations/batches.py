@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cutaway.errors import InputError
-from cutaway.lens.analysis.inputs import TokenizerLike
+from cutaway.lens.adapters.tokenizer import TokenizerLike
 
 Corpus = Iterable[str] | Iterable[Sequence[int]] | Iterable[Tensor] | str | Path
 """Texts, token id sequences, or the path of a UTF-8 text file, in which blank lines separate the texts."""

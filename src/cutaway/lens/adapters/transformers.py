@@ -1,10 +1,11 @@
 """Sites of transformers models.
 
 A family's weight mapping gives the transformers module for each cutaway module. For example, `attn.z` is the input of
-the transformers module that holds the weights of `attn.f.o`. Values that are not the input or output of any module
-(rotated queries, scores) are not available, and `SiteMap.unavailable` says why. There are two differences from cutaway
-models: `attn.k` and `attn.v` contain only the tokens of the current call, because the cache is updated after the
-projection, and `*.out` is the value before dropout.
+the transformers module that holds the weights of `attn.f.o`. Queries, keys, values, scores and patterns are those of
+the call of `scaled_dot_product_attention` (the default attention implementation). With another implementation, values
+that are not the input or output of any module (rotated queries, scores) are not available, and `SiteMap.unavailable`
+says why; `attn.v` then contains only the tokens of the current call, because the cache is updated after the projection.
+One difference from cutaway models remains: `*.out` is the value before dropout.
 """
 
 import json
@@ -21,6 +22,7 @@ from cutaway.families.family import Family
 from cutaway.families.load_plan import TensorConversion, expand_mappings
 from cutaway.lens.adapters.cutaway import cutaway_sites
 from cutaway.lens.adapters.module import module_sites
+from cutaway.lens.adapters.structure import share_weights
 from cutaway.lens.equations import uses_rope
 from cutaway.lens.hook_conversions import (
     FlattenedBatch,
@@ -31,6 +33,7 @@ from cutaway.lens.hook_conversions import (
     ScaledOutput,
     SplitHeads,
 )
+from cutaway.lens.sdpa_attention import INTERCEPTED, intercepted_kernel
 from cutaway.lens.sites import Site, SiteKind, SiteMap, attention_module
 from cutaway.model import Transformer, build
 from cutaway.model.attention import LatentAttention
@@ -52,10 +55,14 @@ class _ModuleMap:
         self.cutaway_model, self.hf_model = cutaway_model, hf_model
         self.hf_modules = dict(hf_model.named_modules(remove_duplicate=False))
         has_no_prefix = not any(f"{path}.".startswith(family.base_model_prefix) for path in self.hf_modules)
+        prefix = family.base_model_prefix if has_no_prefix else ""
+        self.steps: list[TensorConversion] = []
+        """Conversions of the weight mapping, with the keys of this model."""
         self.mapped_modules: dict[str, list[_MappedModule]] = {}
         for step in expand_mappings(family.weight_mappings, cutaway_model.config, cutaway_model):
-            keys = [key.removeprefix(family.base_model_prefix if has_no_prefix else "") for key in step.checkpoint_keys]
-            mapped = [_MappedModule(key.rpartition(".")[0], step) for key in keys]
+            step = replace(step, checkpoint_keys=tuple(key.removeprefix(prefix) for key in step.checkpoint_keys))
+            self.steps.append(step)
+            mapped = [_MappedModule(key.rpartition(".")[0], step) for key in step.checkpoint_keys]
             for name in step.model_keys:
                 self.mapped_modules.setdefault(name, []).extend(mapped)
 
@@ -123,23 +130,41 @@ class _SiteUnavailableError(Exception):
     """A transformers model does not expose the value of a site. The message says why."""
 
 
-_USE_CT_LOAD = "load the model with ct.load, where this site is available"
+_USE_SDPA = "load the model with attn_implementation='sdpa' or ct.load, where this site is available"
 _NO_MODULE = "its value is not the input or output of any module that the family's weight mapping locates"
 
 
 def transformers_sites(model: nn.Module) -> SiteMap:
     """Return the sites of a module, with cutaway's site names if a family supports it, else with submodule paths."""
+    return _locate_sites(model)[0]
+
+
+def describe_transformers(model: nn.Module) -> tuple[SiteMap, Transformer | None]:
+    """Return the sites and the structure of a transformers model; the structure is None if no family supports it."""
+    sites, module_map = _locate_sites(model)
+    if module_map is None:
+        return sites, None
+    share_weights(module_map.cutaway_model, module_map.hf_modules, module_map.steps)
+    return sites, module_map.cutaway_model
+
+
+def _locate_sites(model: nn.Module) -> tuple[SiteMap, _ModuleMap | None]:
+    """Return the sites of a module, and how its modules correspond to cutaway's if a family supports it."""
     family, hf_config = _find_family(model)
     if family is None:
-        return module_sites(model, "no cutaway family supports this model, so its sites are module paths")
+        return module_sites(model, "no cutaway family supports this model, so its sites are module paths"), None
     try:
         config = family.config_from_hf(hf_config, head=_has_lm_head(family, model), pooler=False)[0]
     except ConfigError as error:
-        return module_sites(model, f"cutaway does not support its config, so its sites are module paths: {error}")
+        reason = f"cutaway does not support its config, so its sites are module paths: {error}"
+        return module_sites(model, reason), None
     cutaway_model = build(config, device="meta")
     module_map = _ModuleMap(family, cutaway_model, model)
     located, unavailable = [], {}
     for site in cutaway_sites(cutaway_model).values():
+        if (intercepted := _intercept_attention(site, module_map)) is not None:
+            located.append(intercepted)
+            continue
         try:
             module, is_input, conversion = _locate_site(site, module_map)
             if module is None:
@@ -150,8 +175,8 @@ def transformers_sites(model: nn.Module) -> SiteMap:
             kind: SiteKind = "in" if is_input else "out"
             located.append(replace(site, module=module, kind=kind, arg_index=0, stack=None, conversion=conversion))
     if not any(site.layer is not None for site in located):
-        return module_sites(model, "its modules are not at its family's paths, so its sites are module paths")
-    return SiteMap(located, unavailable)
+        return module_sites(model, "its modules are not at its family's paths, so its sites are module paths"), None
+    return SiteMap(located, unavailable), module_map
 
 
 def _find_family(model: nn.Module) -> tuple[Family | None, dict[str, object]]:
@@ -170,6 +195,23 @@ def _has_lm_head(family: Family, model: nn.Module) -> bool | None:
         return None
     paths = {path for path, _ in model.named_modules()}
     return any(row.model_keys == ("head.matrix",) and row.checkpoint_key in paths for row in family.weight_mappings)
+
+
+def _intercept_attention(site: Site, module_map: _ModuleMap) -> Site | None:
+    """Return the site of q, k, v, scores or pattern in a module that calls SDPA, or None for other sites and models."""
+    path, _, value = site.name.rpartition(".")
+    if value not in INTERCEPTED or getattr(module_map.hf_model.config, "_attn_implementation", "eager") != "sdpa":
+        return None
+    stacks = module_map.cutaway_model.stacks
+    path = path if len(stacks) > 1 else f"{next(iter(stacks))}.{path}"
+    attention, host = attention_module(module_map.branch(path)), module_map.enclosing_module(f"{path}.f")
+    assert site.layer is not None
+    if host is None or isinstance(attention, LatentAttention) or site.stack is None:
+        return None
+    if module_map.shared_block_call(path.split(".")[0], site.layer) is not None:
+        return None
+    kernel = intercepted_kernel(host, attention.kv_heads)
+    return replace(site, module=kernel, stack=None, host=host)
 
 
 def _locate_site(site: Site, module_map: _ModuleMap) -> _HookLocation:
@@ -217,7 +259,7 @@ def _locate_mid_resid(path: str, module_map: _ModuleMap) -> _HookLocation:
     reader = module_map.hf_module(f"{path}.norm_in")
     if isinstance(module_map.branch(path).norm_in, nn.Identity):
         reader = _sublayer_input_module(path, module_map)
-    return reader, True, _flattened_batch_conversion(path, module_map, read_only=True)
+    return reader, True, _flattened_batch_conversion(path, module_map, in_place=True)
 
 
 def _sublayer_input_module(path: str, module_map: _ModuleMap) -> nn.Module | None:
@@ -242,12 +284,12 @@ def _locate_sublayer_input(path: str, module_map: _ModuleMap) -> _HookLocation:
     return module, True, HookConversion()
 
 
-def _flattened_batch_conversion(path: str, module_map: _ModuleMap, *, read_only: bool = False) -> HookConversion:
+def _flattened_batch_conversion(path: str, module_map: _ModuleMap, *, in_place: bool = False) -> HookConversion:
     """Return a conversion for values that some models flatten to (B·T, d) before the FFN."""
     block = module_map.enclosing_module(path.rpartition(".")[0])
     if block is None:
         raise _SiteUnavailableError(_NO_MODULE)
-    return FlattenedBatch(block, read_only)
+    return FlattenedBatch(block, in_place)
 
 
 def _locate_sublayer_output(path: str, output_module: nn.Module | None, module_map: _ModuleMap) -> _HookLocation:
@@ -265,11 +307,14 @@ def _locate_in_attention(value: str, path: str, module_map: _ModuleMap) -> _Hook
     if value == "z":
         return module_map.hf_module(f"{path}.f.o"), True, SplitHeads(attention_module(module_map.branch(path)).heads)
     if value == "pattern":
-        if getattr(module_map.hf_model.config, "_attn_implementation", "eager") != "eager":
-            raise _SiteUnavailableError("its attention returns no pattern; load it with attn_implementation='eager'")
+        implementation = getattr(module_map.hf_model.config, "_attn_implementation", "eager")
+        if implementation == "sdpa":
+            raise _SiteUnavailableError("its layers share a block or have latent attention; load it with ct.load")
+        if implementation != "eager":
+            raise _SiteUnavailableError(f"its attention returns no pattern; {_USE_SDPA}")
         return module_map.enclosing_module(f"{path}.f"), False, PatternOutput()
     if value == "scores":
-        raise _SiteUnavailableError(f"scores are local to its attention module; {_USE_CT_LOAD}")
+        raise _SiteUnavailableError(f"scores are local to its attention module; {_USE_SDPA}")
     return _locate_projection(value, path, module_map)
 
 
@@ -281,9 +326,9 @@ def _locate_projection(projection: str, path: str, module_map: _ModuleMap) -> _H
     stack, layer = path.split(".")[0], int(path.split(".")[2])
     has_rope = path.endswith(".attn") and uses_rope(module_map.cutaway_model.stacks[stack], layer)
     if projection in "qk" and (has_rope or not isinstance(getattr(f, f"{projection}_norm"), nn.Identity)):
-        raise _SiteUnavailableError(f"QK-norm or RoPE is applied inside its attention module; {_USE_CT_LOAD}")
+        raise _SiteUnavailableError(f"QK-norm or RoPE is applied inside its attention module; {_USE_SDPA}")
     if f.clip_qkv is not None:
-        raise _SiteUnavailableError(f"q, k and v are clipped inside its attention module; {_USE_CT_LOAD}")
+        raise _SiteUnavailableError(f"q, k and v are clipped inside its attention module; {_USE_SDPA}")
     path = f"{path}.f.{projection}"
     conversion = SplitHeads(f.heads if projection == "q" else f.kv_heads, module_map.output_columns(path))
     return module_map.hf_module(path), False, conversion

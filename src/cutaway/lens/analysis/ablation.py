@@ -41,6 +41,7 @@ def ablation(
 
     `edits` maps a label to edits as `ct.edit` takes them. The default is every structural edit that the model supports:
     for each block, skip it, swap its sublayers, or drop its residual; and drop the final norm, the mask or positions.
+    In models of other libraries, only blocks can be skipped.
     Loss and KL divergence are in nats, averaged over the text.
     """
     inputs = prepare_inputs(model, tokens, source)
@@ -80,19 +81,27 @@ def head_ablation(
 
 def _default_edits(inputs: AnalysisInputs) -> dict[str, dict[str, EditSpec]]:
     """Return {label: edits} for all structural ablations that the stack of `inputs` supports."""
-    targets = structural_targets(inputs.model)
+    if inputs.cutaway_model is None:
+        inputs.require_additive_residual("the default of edits for models of other libraries")
+        all_sites, prefix = sites(inputs.model), f"{inputs.site_prefix}blocks."
+        names = [f"{prefix}{{}}.{sublayer}.out" for sublayer in ("attn", "cross", "ffn")]
+        return {  # a block that adds nothing to the residual stream is skipped
+            f"without block {layer}": {name.format(layer): "zero" for name in names if name.format(layer) in all_sites}
+            for layer in range(len(inputs.blocks))
+        }
+    targets = structural_targets(inputs.cutaway_model)
     edits: dict[str, dict[str, EditSpec]] = {}
     for (kind, op), label in _EDIT_LABELS.items():
         for name, target in targets.items():
             is_target = target.kind == kind and target.stack is inputs.stack
-            if is_target and supports_structural_edit(inputs.model, name, op):
+            if is_target and supports_structural_edit(inputs.cutaway_model, name, op):
                 edits[label if target.layer is None else f"{label} {target.layer}"] = {name: op}
     return edits
 
 
 def _no_loss_reason(inputs: AnalysisInputs) -> str:
     """Return why there is no next-token loss, or an empty string if there is one."""
-    if isinstance(inputs.model, EncoderOnly):
+    if isinstance(inputs.structure, EncoderOnly):
         return "an encoder has no next-token loss"
     return "" if inputs.tokens.shape[1] > 1 else "a text of one token has no next token"
 

@@ -23,17 +23,18 @@ def activation_checkpointing_cost(
 ) -> LabeledTensor:
     """Size of the saved activations (MB) and time of a forward and backward pass (ms), for each checkpointing mode."""
     inputs = prepare_inputs(model, tokens, source)
-    modes = {stack: stack.activation_checkpointing for stack in inputs.model.stacks.values()}
-    training = inputs.model.training
+    transformer = inputs.require_cutaway_model("the cost of cutaway's activation checkpointing")
+    modes = {stack: stack.activation_checkpointing for stack in transformer.stacks.values()}
+    training = transformer.training
     rows = []
     try:
-        inputs.model.train()
+        transformer.train()
         for mode in ACTIVATION_CHECKPOINTING_MODES:
-            inputs.model.use_activation_checkpointing(mode)
+            transformer.use_activation_checkpointing(mode)
             seconds = [_time_forward_backward(inputs) for _ in range(num_repeats + 1)][1:]  # without the warm-up run
             rows.append(torch.tensor([_saved_activation_bytes(inputs) / 1e6, median(seconds) * 1e3]))
     finally:
-        inputs.model.train(training)
+        transformer.train(training)
         for stack, mode in modes.items():
             stack.activation_checkpointing = mode
     axes = ("activation_checkpointing", "metric")
@@ -44,7 +45,7 @@ def activation_checkpointing_cost(
 
 def _time_forward_backward(inputs: AnalysisInputs) -> float:
     """Return the duration of a forward and backward pass in seconds. The parameters' `.grad` is not changed."""
-    parameters = [parameter for parameter in inputs.model.parameters() if parameter.requires_grad]
+    parameters = [parameter for parameter in inputs.module.parameters() if parameter.requires_grad]
     start = time.perf_counter()
     with torch.enable_grad():
         torch.autograd.grad(inputs.forward().float().square().mean(), parameters, allow_unused=True)

@@ -1,13 +1,21 @@
 """Attention heads: entropy of their patterns, and previous-token, duplicate-token, induction and first-token scores."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from cutaway.argument_checks import check_positive_int
 from cutaway.errors import InputError
 from cutaway.evaluate import functional
-from cutaway.lens.adapters import ModelLike, require_cutaway_model
-from cutaway.lens.analysis.inputs import AnalysisInputs, TextOrTokens, prepare_inputs, upcast_float32
+from cutaway.lens.adapters import ModelLike
+from cutaway.lens.analysis.inputs import (
+    AnalysisInputs,
+    TextOrTokens,
+    inputs_without_text,
+    prepare_inputs,
+    upcast_float32,
+)
 from cutaway.lens.labeled_tensor import LabeledTensor
 from cutaway.model import EncoderDecoder, Transformer
 
@@ -65,18 +73,18 @@ def head_scores(
     current one. duplicate_token: to the earlier copy of the current token. induction: to the token after that copy.
     first_token: to the first token of the sequence (attention sink).
     """
-    transformer = require_cutaway_model(model)
-    if isinstance(transformer, EncoderDecoder):
+    inputs = inputs_without_text(model)
+    if isinstance(inputs.structure, EncoderDecoder):
         raise InputError("head_scores needs a model with one stack; pass a decoder or an encoder")
-    special_ids = getattr(getattr(model, "tokenizer", None), "all_special_ids", ())
-    tokens = _repeated_random_tokens(transformer, set(special_ids), repeat_len, batch_size, seed)
+    special_ids = getattr(inputs.tokenizer, "all_special_ids", ())
+    tokens = _repeated_random_tokens(inputs.structure, set(special_ids), repeat_len, batch_size, seed)
     half = tokens.shape[1] // 2
-    patterns = _attention_patterns(AnalysisInputs(transformer, None, tokens, None))
+    patterns = _attention_patterns(replace(inputs, tokens=tokens.to(inputs.device)))
     scores = {name: torch.stack(pattern_head_scores(pattern, half), -1) for name, pattern in patterns.items()}
     # Uniform attention weights are 1 / number of visible tokens in a decoder (mean over the second half), and
     # 1 / number of all tokens in an encoder.
     num_visible = torch.arange(half + 1, 2 * half + 1)
-    is_causal = transformer.stacks.keys() == {"decoder"}
+    is_causal = inputs.structure.stacks.keys() == {"decoder"}
     uniform = float((1.0 / num_visible).mean()) if is_causal else 1 / (2 * half)
     baseline = f"uniform attention has score {100 * uniform:.1f} %"
     note = f"{batch_size} sequences of {half} random tokens, repeated once; {baseline}"
@@ -108,4 +116,4 @@ def _repeated_random_tokens(
     rng = torch.Generator().manual_seed(seed)
     rows = [candidates[torch.randperm(len(candidates), generator=rng)[:repeat_len]] for _ in range(batch_size)]
     tokens = torch.stack(rows)
-    return torch.cat((tokens, tokens), 1).to(model.device)
+    return torch.cat((tokens, tokens), 1)

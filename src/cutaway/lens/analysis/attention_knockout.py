@@ -19,6 +19,7 @@ from cutaway.lens.analysis.inputs import AnalysisInputs, TextOrTokens, TokenOrId
 from cutaway.lens.analysis.patching import track_progress
 from cutaway.lens.edit import TensorFn, edit
 from cutaway.lens.labeled_tensor import LabeledTensor
+from cutaway.lens.sites import select_sites
 from cutaway.model import EncoderOnly
 from cutaway.model.cache import Cache
 from cutaway.model.rope import Rope
@@ -88,7 +89,8 @@ def knocked_out_logits(
     """
     sublayer, keys = ("cross", inputs.source) if to_source else ("attn", inputs.tokens)
     assert keys is not None
-    names = [name for name in sites(inputs.model) if _is_pattern(name, inputs.site_prefix, sublayer)]
+    selected = select_sites(sites(inputs.model), [f"{inputs.site_prefix}blocks.*.{sublayer}.pattern"])
+    names = [site.name for site in selected]
     num_keys, cache = keys.shape[1], _fill_cache(inputs, position) if use_cache else None
     sets = [[key] for key in range(num_keys)] if key_sets is None else key_sets
     if cache is not None and not to_source:
@@ -120,9 +122,10 @@ def _fill_cache(inputs: AnalysisInputs, position: int) -> Cache | None:
     In a causal decoder, a knockout at the position changes the residual stream of this position only. A RoPE whose
     angles depend on the length of the text is an exception, because the cached text ends at the position.
     """
-    model, stack = inputs.model, inputs.stack
+    model, stack = inputs.cutaway_model, inputs.stack
     ropes = [rope for rope in stack.positions.values() if isinstance(rope, Rope)]
-    if isinstance(model, EncoderOnly) or not position or any(rope.switch_length is not None for rope in ropes):
+    depends_on_length = any(rope.switch_length is not None for rope in ropes)
+    if model is None or isinstance(model, EncoderOnly) or not position or depends_on_length:
         return None
     cache = model.new_cache(1, position + 1)
     replace(inputs, tokens=inputs.tokens[:, :position]).logits_at(-1, cache)
@@ -135,10 +138,6 @@ def _decode(inputs: AnalysisInputs, position: int, cache: Cache, batch_size: int
     cache.select_rows(torch.zeros(batch_size, dtype=torch.long, device=cache.seq_lens.device))
     tokens = inputs.tokens[:, position : position + 1].expand(batch_size, 1)
     return replace(inputs, tokens=tokens, source=None).logits_at(0, cache)
-
-
-def _is_pattern(name: str, prefix: str, sublayer: str) -> bool:
-    return name.startswith(f"{prefix}blocks.") and name.endswith(f".{sublayer}.pattern")
 
 
 def _remove_weights(query: int, key_sets: Sequence[Sequence[int]]) -> TensorFn:

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cutaway.errors import InputError
 from cutaway.lens.adapters import ModelLike
 from cutaway.lens.analysis.inputs import AnalysisInputs, TextOrTokens, TokenOrId, prepare_inputs, upcast_float32
 from cutaway.lens.labeled_tensor import LabeledTensor, show_whitespace
@@ -35,8 +36,15 @@ def _pull_back_through_norm(norm: nn.Module, x: Tensor, direction: Tensor) -> tu
         return gained / scale, bias
     if isinstance(norm, RMSNorm):
         return apply_norm_gain(norm, direction) / torch.sqrt(x.square().mean(-1, keepdim=True) + norm.eps), zero
-    assert isinstance(norm, nn.Identity)
+    check_known_norm(norm)
     return direction, zero
+
+
+def check_known_norm(norm: nn.Module) -> None:
+    """Raise if the norm is not one of cutaway's, so that it is not known how to linearize it."""
+    if not isinstance(norm, LayerNorm | RMSNorm | nn.Identity):
+        problem = f"the final norm is a {type(norm).__name__}, which computes neither LayerNorm nor RMSNorm"
+        raise InputError(f"{problem}, so the logit is not a sum of contributions; use ablation or patching")
 
 
 def apply_norm_gain(norm: nn.Module, direction: Tensor) -> Tensor:
@@ -48,6 +56,7 @@ def apply_norm_gain(norm: nn.Module, direction: Tensor) -> Tensor:
     if isinstance(norm, RMSNorm):
         gain = upcast_float32(norm.weight)
         return direction * (1 + gain if norm.unit_offset else gain)
+    check_known_norm(norm)
     return direction
 
 
@@ -98,7 +107,9 @@ def direct_logit_attribution(
     blocks = f"{inputs.site_prefix}blocks.*"
     attentions = [f"{blocks}.attn", f"{blocks}.cross"] if inputs.site_prefix else [f"{blocks}.attn"]
     names = [f"{inputs.site_prefix}embed", f"{blocks}.resid_post", f"{blocks}.ffn.out"]
-    names += [f"{name}.{value}" for name in attentions for value in ("out", "z", *(["pattern"] if by_token else []))]
+    per_head = ["z"] if by_head or by_token else []
+    per_token = ["pattern"] if by_token else []
+    names += [f"{name}.{value}" for name in attentions for value in ("out", *per_head, *per_token)]
     with inputs.eval_mode(), trace(inputs.model, *names, positions=position) as at_position:
         values = trace(inputs.model, *(f"{name}.v" for name in attentions)) if by_token else nullcontext(at_position)
         with values as all_positions:
@@ -150,7 +161,7 @@ def logit_contributions(
                 yield LogitContribution(name, out @ g)
                 continue
             values = all_positions[f"{site}.{kind}.v"] if by_token else None
-            heads, constant = _head_contributions(branch, at_position, values, f"{site}.{kind}", g)
+            heads, constant = _head_contributions(inputs, branch, at_position, values, f"{site}.{kind}", g)
             rows = {f"{name}.{number}": row for number, row in enumerate(heads)} if by_head else {name: heads.sum(0)}
             for label, row in rows.items():
                 yield LogitContribution(label, row, from_source=kind == "cross")
@@ -169,7 +180,12 @@ def _logit_direction(head: LMHead, token: int) -> tuple[Tensor, Tensor]:
 
 
 def _head_contributions(
-    branch: Branch, at_position: ActivationMap, values: Tensor | None, site: str, direction: Tensor
+    inputs: AnalysisInputs,
+    branch: Branch,
+    at_position: ActivationMap,
+    values: Tensor | None,
+    site: str,
+    direction: Tensor,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the contributions of the heads and of the biases (None without biases) of an attention sublayer.
 
@@ -177,7 +193,7 @@ def _head_contributions(
     """
     f = attention_module(branch)
     z = upcast_float32(at_position[f"{site}.z"][0, 0])  # (H, E)
-    weight, bias = upcast_float32(f.o.weight), None if f.o.bias is None else upcast_float32(f.o.bias)
+    weight, bias = inputs.read_weight(f.o.weight, f"{site}.out"), None if f.o.bias is None else upcast_float32(f.o.bias)
     g, norm_bias = _pull_back_through_norm(branch.norm_out, F.linear(z.flatten(), weight, bias), direction)
     z_direction = (g @ weight).view_as(z)  # (H, E): the direction pulled back through o, per head
     constant = norm_bias if bias is None else norm_bias + bias @ g

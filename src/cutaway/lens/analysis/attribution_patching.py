@@ -76,7 +76,7 @@ def _corrupted_gradients(
         leaves.append(value.detach().requires_grad_())
         return leaves[-1]
 
-    with torch.enable_grad(), eval_mode(model), edit(model, {"embed": make_leaf}):
+    with torch.enable_grad(), eval_mode(experiment.clean.module), edit(model, {"embed": make_leaf}):
         with trace(model, *names, gradients=True) as t:
             metric = experiment.logit_metric(experiment.corrupted.forward())
         torch.autograd.grad(metric.sum(), leaves, allow_unused=True)

@@ -187,7 +187,8 @@ class _Run(NamedTuple):
     outputs: dict[str, Tensor]
     """Outputs of all components, (T, …), by site."""
     block_inputs: dict[int, Tensor]
-    """Residual stream before each block, (1, T, d), by layer; empty if layers share a block."""
+    """Residual stream before each block, (1, T, d), by layer; empty if layers share a block or blocks cannot be
+    skipped."""
 
 
 class _Experiment:
@@ -255,7 +256,8 @@ class _Experiment:
         """Run the model on a text, and record the outputs of the components and the inputs of the blocks."""
         names = dict.fromkeys(component.site for component in self.components)
         blocks = [f"{inputs.site_prefix}blocks.{layer}" for layer in range(len(inputs.blocks))]
-        if not all(supports_structural_edit(inputs.model, name, "skip") for name in blocks):
+        model = inputs.cutaway_model
+        if model is None or not all(supports_structural_edit(model, name, "skip") for name in blocks):
             blocks = []
         with Trace(inputs.model, *names, *(f"{name}.resid_pre" for name in blocks)) as t:
             logits = inputs.logits_at(self.position)[0]

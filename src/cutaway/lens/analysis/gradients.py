@@ -7,13 +7,14 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from cutaway.config import Config, EncoderDecoder, NoNorm, PostNorm, PreNorm, SandwichNorm, Stack
 from cutaway.config import config as read_config
 from cutaway.errors import InputError
 from cutaway.eval_mode import eval_mode
-from cutaway.lens.adapters import ModelLike, sites
+from cutaway.lens.adapters import ModelLike, sites, unwrap_model
+from cutaway.lens.adapters.described_model import DescribedModel
 from cutaway.lens.analysis.inputs import AnalysisInputs, TextOrTokens, prepare_inputs, upcast_float32
 from cutaway.lens.edit import edit
 from cutaway.lens.hooks import HookContext, SiteHooks
@@ -79,7 +80,7 @@ def gradient_by_depth(model: ModelLike, tokens: TextOrTokens, *, source: TextOrT
 
 
 def _resid_gradients(
-    model: nn.Module, embed: str, names: Sequence[str], compute_loss: Callable[[], Tensor]
+    model: Transformer | DescribedModel, embed: str, names: Sequence[str], compute_loss: Callable[[], Tensor]
 ) -> list[Tensor]:
     """Gradients of a loss with respect to the embedding output (the site `embed`) and to the sites `names`."""
     leaves: list[Tensor] = []
@@ -92,7 +93,7 @@ def _resid_gradients(
     hooks = SiteHooks(modifies=True)
     try:
         hooks.register([(sites(model)[embed], make_leaf, None)])
-        with torch.enable_grad(), eval_mode(model), trace(model, *names, gradients=True) as t:
+        with torch.enable_grad(), eval_mode(unwrap_model(model)), trace(model, *names, gradients=True) as t:
             embed_grad = torch.autograd.grad(compute_loss(), leaves)[0]
     finally:
         hooks.remove()

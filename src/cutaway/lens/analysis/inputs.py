@@ -2,15 +2,17 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cutaway.errors import InputError
 from cutaway.eval_mode import eval_mode
-from cutaway.lens.adapters import ModelLike, require_cutaway_model, run_model
+from cutaway.lens.adapters import ModelLike, run_model
+from cutaway.lens.adapters.describe import describe_if_needed
+from cutaway.lens.adapters.described_model import DescribedModel
+from cutaway.lens.adapters.tokenizer import TokenizerLike, adapt_tokenizer
 from cutaway.lens.sites import get_blocks, has_additive_residual, resolve_index
 from cutaway.lens.trace import Trace
 from cutaway.model import DecoderOnly, EncoderDecoder, EncoderOnly, Transformer
@@ -25,29 +27,49 @@ TokenOrId = int | str
 """A token id, or a text that is exactly one token."""
 
 
-class TokenizerLike(Protocol):
-    """The tokenizer methods that an analysis uses. `lens` does not import the tokenizer package."""
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
-    def format_token(self, token_id: int, /) -> str | None: ...
-
-
 @dataclass(frozen=True)
 class AnalysisInputs:
     """A model, its tokenizer or None, and the tokens of one text, (1, T).
 
-    `source` holds the encoder's tokens if the model is an encoder-decoder, else None.
+    `source` holds the encoder's tokens if the model is an encoder-decoder, else None. `model` is what `trace` and
+    `edit` take. Forward passes run it; `structure`, `stack` and `blocks` are used to read its layout and weights only.
     """
 
-    model: Transformer
+    model: Transformer | DescribedModel
     tokenizer: TokenizerLike | None
     tokens: Tensor
     source: Tensor | None
 
     @property
+    def module(self) -> nn.Module:
+        """The module that is called."""
+        return self.model.model if isinstance(self.model, DescribedModel) else self.model
+
+    @property
+    def structure(self) -> Transformer:
+        """The model as a cutaway model: itself, or one on the meta device with the weights that analyses read."""
+        return self.model.structure if isinstance(self.model, DescribedModel) else self.model
+
+    @property
+    def cutaway_model(self) -> Transformer | None:
+        """The model if it is a cutaway model, which can be run in parts and with a KV cache, else None."""
+        return self.model if isinstance(self.model, Transformer) else None
+
+    def require_cutaway_model(self, analysis: str) -> Transformer:
+        """Return the cutaway model. Raise if the model is of another library."""
+        if self.cutaway_model is None:
+            name = type(self.module).__name__
+            raise InputError(f"{analysis} cannot be measured in a {name} of another library; load it with ct.load(…)")
+        return self.cutaway_model
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.module.parameters()).device
+
+    @property
     def stack(self) -> Stack:
         """The stack that processes `tokens` and whose residual stream the head reads."""
-        return self.model.stacks.get("decoder") or self.model.stacks["encoder"]
+        return self.structure.stacks.get("decoder") or self.structure.stacks["encoder"]
 
     @property
     def blocks(self) -> list[Block | ParallelBlock]:
@@ -56,7 +78,7 @@ class AnalysisInputs:
     @property
     def site_prefix(self) -> str:
         """Prefix of the site names of `stack`: "decoder." in an encoder-decoder, else empty."""
-        return "decoder." if len(self.model.stacks) > 1 else ""
+        return "decoder." if len(self.structure.stacks) > 1 else ""
 
     @property
     def resid_sites(self) -> dict[str, str]:
@@ -66,14 +88,28 @@ class AnalysisInputs:
 
     def require_head(self) -> LMHead:
         """Return the language modeling head. Raise if the model has none."""
-        head = getattr(self.model, "head", None)
+        head: LMHead | None = getattr(self.structure, "head", None)
         if head is None:
             raise InputError("this model has no head, so it has no logits; load a model with a language modeling head")
         return head
 
+    def require_known_head(self) -> LMHead:
+        """Return the language modeling head. Raise if the model has none, or if its weight is not known."""
+        head = self.require_head()
+        assert isinstance(head.matrix.weight, Tensor)
+        self.read_weight(head.matrix.weight[:1], "the head")
+        return head
+
+    def read_weight(self, weight: Tensor | nn.Parameter, name: str) -> Tensor:
+        """Return a weight of the structure in at least fp32. Raise if the model's own weight is not known."""
+        if weight.is_meta and self.cutaway_model is None:
+            problem = f"the weight of {name} is not known: it is quantized, or its module was not found or not stated"
+            raise InputError(f"{problem}; load the model with ct.load, or state it with lens.describe_model(sites=…)")
+        return upcast_float32(weight)
+
     def require_linear_head(self, analysis: str) -> LMHead:
         """Return the language modeling head. Raise if the logits are not a linear function of the head's input."""
-        head = self.require_head()
+        head = self.require_known_head()
         if head.transform is not None:
             raise InputError(f"the head has a layer before its output matrix; {analysis} needs a linear head")
         return head
@@ -99,7 +135,7 @@ class AnalysisInputs:
     @contextmanager
     def eval_mode(self) -> Iterator[None]:
         """Context manager: evaluation mode without gradients, in which activation checkpointing is not active."""
-        with torch.no_grad(), eval_mode(self.model):
+        with torch.no_grad(), eval_mode(self.module):
             yield
 
     def run(self) -> Tensor:
@@ -116,18 +152,21 @@ class AnalysisInputs:
 
         `cache` is the KV cache of a decoder; `source` is None if the cache holds it already.
 
-        The head is applied at this position only: with a large vocabulary, the logits of all positions of a batch would
-        need more memory than the rest of the forward pass.
+        In a cutaway model, the head is applied at this position only: with a large vocabulary, the logits of all
+        positions of a batch would need more memory than the rest of the forward pass.
         """
-        head = self.require_head()
+        head, model = self.require_head(), self.cutaway_model
         with self.eval_mode():
-            if isinstance(self.model, EncoderDecoder):
-                hidden = self.model.hidden_states(self.source, self.tokens, cache=cache)
-            elif isinstance(self.model, EncoderOnly):
-                hidden = self.model.encode(self.tokens)
+            if model is None:
+                assert cache is None
+                return upcast_float32(self.forward()[:, position])
+            if isinstance(model, EncoderDecoder):
+                hidden = model.hidden_states(self.source, self.tokens, cache=cache)
+            elif isinstance(model, EncoderOnly):
+                hidden = model.encode(self.tokens)
             else:
-                assert isinstance(self.model, DecoderOnly)
-                hidden = self.model.hidden_states(self.tokens, cache=cache)
+                assert isinstance(model, DecoderOnly)
+                hidden = model.hidden_states(self.tokens, cache=cache)
             return upcast_float32(head(hidden[:, position]))
 
     def trace(self, *names: str) -> Trace:
@@ -143,7 +182,7 @@ class AnalysisInputs:
             if len(ids) != 1:
                 raise InputError(f"{arg_name} {token!r} is {len(ids)} tokens; pass one (a leading space often matters)")
             return ids[0]
-        size = self.model.config.vocab_size
+        size = self.structure.config.vocab_size
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < size:
             raise InputError(f"{arg_name} is {token!r}; pass a token id from 0 to {size - 1}")
         return token
@@ -153,22 +192,29 @@ class AnalysisInputs:
         return resolve_index(position, length, "position", f"the {length} tokens of the text")
 
 
-def prepare_inputs(model: ModelLike, tokens: TextOrTokens, source: TextOrTokens | None = None) -> AnalysisInputs:
+def prepare_inputs(
+    model: "ModelLike | AnalysisInputs", tokens: TextOrTokens, source: TextOrTokens | None = None
+) -> AnalysisInputs:
     """Unwrap the model, and convert the text, and the source of an encoder-decoder, to token ids (1, T)."""
-    tokenizer, transformer = getattr(model, "tokenizer", None), require_cutaway_model(model)
-    if isinstance(transformer, EncoderDecoder) and source is None:
+    inputs = inputs_without_text(model)
+    is_encoder_decoder = isinstance(inputs.structure, EncoderDecoder)
+    if is_encoder_decoder and source is None:
         raise InputError("this model is an encoder-decoder, so it needs a source; pass source=…")
-    if not isinstance(transformer, EncoderDecoder) and source is not None:
+    if not is_encoder_decoder and source is not None:
         raise InputError("source is set, but this model is not an encoder-decoder; leave source out")
-    token_row = _to_token_row("tokens", tokens, tokenizer).to(transformer.device)
-    source_row = None if source is None else _to_token_row("source", source, tokenizer).to(transformer.device)
-    return AnalysisInputs(transformer, tokenizer, token_row, source_row)
+    token_row = _to_token_row("tokens", tokens, inputs.tokenizer).to(inputs.device)
+    source_row = None if source is None else _to_token_row("source", source, inputs.tokenizer).to(inputs.device)
+    return replace(inputs, tokens=token_row, source=source_row)
 
 
-def inputs_without_text(model: ModelLike) -> AnalysisInputs:
+def inputs_without_text(model: "ModelLike | AnalysisInputs") -> AnalysisInputs:
     """Return inputs with an empty text (1, 0), for analyses that only use the weights."""
     no_tokens = torch.zeros(1, 0, dtype=torch.long)
-    return AnalysisInputs(require_cutaway_model(model), getattr(model, "tokenizer", None), no_tokens, None)
+    if isinstance(model, AnalysisInputs):
+        return replace(model, tokens=no_tokens, source=None)
+    return AnalysisInputs(
+        describe_if_needed(model), adapt_tokenizer(getattr(model, "tokenizer", None)), no_tokens, None
+    )
 
 
 def _to_token_row(name: str, text: TextOrTokens, tokenizer: TokenizerLike | None) -> Tensor:
@@ -183,7 +229,8 @@ def _to_token_row(name: str, text: TextOrTokens, tokenizer: TokenizerLike | None
 
 def _encode_text(tokenizer: TokenizerLike | None, text: str, arg_name: str, *, special: bool = False) -> list[int]:
     if tokenizer is None:
-        raise InputError(f"{arg_name} is text, but there is no tokenizer; pass a checkpoint that has one, or token ids")
+        problem = f"{arg_name} is text, but there is no tokenizer"
+        raise InputError(f"{problem}; pass token ids, a checkpoint with a tokenizer, or describe_model(…, tokenizer=…)")
     return tokenizer.encode(text, add_special_tokens=special)
 
 

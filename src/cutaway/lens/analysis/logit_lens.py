@@ -32,7 +32,7 @@ def logit_lens(
     if token is None and unit == "rank":
         raise InputError("unit is 'rank', but the most likely token always has rank 1; pass the token to rank")
     inputs = prepare_inputs(model, tokens, source)
-    head, stack = inputs.require_head(), inputs.stack
+    head, stack = inputs.require_known_head(), inputs.stack
     token_id = None if token is None else inputs.resolve_token(token, "token")
     rows, ids = [], []
     t = inputs.trace(*inputs.resid_sites.values())

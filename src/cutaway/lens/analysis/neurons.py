@@ -45,7 +45,8 @@ def neuron_logit_effects(model: ModelLike, layer: int, neuron: int, *, top_k: in
         # (V, d): the unembedding with the gains of both norms.
         directions = apply_norm_gain(inputs.stack.final_norm, upcast_float32(unembedding(head)))
         directions = apply_norm_gain(branch.norm_out, directions)
-        effects = directions @ upcast_float32(output_weight) * head.scale * branch.scale
+        output = inputs.read_weight(output_weight, f"blocks.{layer}.ffn.out")
+        effects = directions @ output * head.scale * branch.scale
     size = len(effects)
     if isinstance(top_k, bool) or not isinstance(top_k, int) or not 1 <= top_k <= size // 2:
         raise InputError(f"top_k is {top_k!r}; pass an integer from 1 to {size // 2}, half the vocabulary size")

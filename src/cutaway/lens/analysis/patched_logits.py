@@ -96,9 +96,9 @@ def _run_patched(
     position: int,
 ) -> Tensor:
     """Run the model from the first patched block on, with the active edits. Return the logits at `position`."""
-    model = receiver.model
-    if any(len(set(stack.blocks)) < len(stack.blocks) for stack in model.stacks.values()):
-        # Hooks of blocks that layers share count the calls of a whole forward pass.
+    model = receiver.cutaway_model
+    if model is None or any(len(set(stack.blocks)) < len(stack.blocks) for stack in model.stacks.values()):
+        # Models of other libraries run as a whole. Hooks of blocks that layers share count the calls of a whole pass.
         source = None if receiver.source is None else receiver.source.expand(batch_size, -1)
         return replace(receiver, tokens=receiver.tokens.expand(batch_size, -1), source=source).logits_at(position)
     first: dict[Stack, int] = {}

@@ -191,7 +191,8 @@ def path_patching(
     matches = select_sites(experiment.all_sites, [sender])
     sender_site = matches[0]
     writer = experiment.all_sites.get(sender_site.name.rsplit(".", 1)[0] + ".out")
-    if writer is None or writer.stack is not experiment.clean.stack or len(matches) > 1:
+    is_in_stack = sender_site.name.startswith(f"{experiment.clean.site_prefix}blocks.")
+    if writer is None or not is_in_stack or len(matches) > 1:
         raise InputError(f"'{sender}' is not one site that writes to the residual stream; pass e.g. blocks.0.attn.out")
     order = list(experiment.all_sites)
     # In a parallel block the FFN has the same input as attention, so it does not read the output of attention.
@@ -236,7 +237,8 @@ def _patch_receiver(experiment: PatchingExperiment, receiver: Site, delta: Tenso
     if receiver.layer is None:
         last = f"{prefix}blocks.{len(experiment.clean.stack.blocks) - 1}.resid_post"
         return experiment.recovered_fraction({last: lambda value: value + delta})
-    edits: dict[str, EditSpec] = {resid_before_sublayer(receiver): lambda value: value + delta}
+    before = resid_before_sublayer(receiver, experiment.clean.stack)
+    edits: dict[str, EditSpec] = {before: lambda value: value + delta}
     with experiment.clean.eval_mode(), edit(experiment.clean.model, edits):
         t = experiment.corrupted.trace(receiver.name)
     return experiment.recovered_fraction({receiver.name: t[receiver.name].as_subclass(Tensor)})

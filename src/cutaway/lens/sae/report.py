@@ -121,9 +121,9 @@ def feature_logit_effects(model: ModelLike, sae: SparseAutoencoder, feature: int
     inputs = inputs_without_text(model)
     (feature,) = resolve_indices(feature, sae.cfg.d_sae, "feature", "the features of the autoencoder")
     direction = sae.W_dec[feature]
-    if sae.cfg.d_in != inputs.model.config.d_model:
+    if sae.cfg.d_in != inputs.structure.config.d_model:
         raise InputError("the feature's direction is not on the residual stream; use a resid or .out site")
-    effects = _unembedding_directions(inputs) @ direction.to(inputs.model.device).float()
+    effects = _unembedding_directions(inputs) @ direction.to(inputs.device).float()
     size = len(effects)
     if isinstance(top_k, bool) or not isinstance(top_k, int) or not 1 <= top_k <= size // 2:
         raise InputError(f"top_k is {top_k!r}; pass an integer from 1 to {size // 2}, half the vocabulary size")
