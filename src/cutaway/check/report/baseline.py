@@ -83,10 +83,6 @@ class BaselineReport(Report):
     def summary(self) -> str:
         return f"{super().summary()}, {len(self.accepted)} accepted"
 
-    def __str__(self) -> str:
-        shown = [*self.failures, *self.inconclusive, *self.warnings]
-        return "\n".join([*map(str, shown), f"{self.model_name}: {self.summary()}"])
-
 
 def get_accepted(report: Report) -> Mapping[str, str]:
     """Name of each accepted check → the reasons; empty for a report without a baseline."""
