@@ -126,6 +126,7 @@ def run_checks(model, **options):
         loss=model.loss,
         vocab_size=32,
         max_seq_len=64,
+        attention_scale=8**-0.5,  # declared, so that another scale is a failure instead of a warning
         budget=3600,
         **options,
     )

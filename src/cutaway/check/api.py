@@ -31,6 +31,8 @@ from cutaway.check.report.grouping import group_by_cause
 from cutaway.errors import CutawayError, InputError, format_raised
 
 _COULD_NOT_RUN = "could not run"
+_FP32_COMPARISONS = ("low-precision",)
+"""Checks that compare the model with itself in fp32; they are skipped if it does not run with fp32 weights."""
 _SINGLE_THREAD_MAX_PARAMS = 20_000_000
 """Models with fewer parameters run on one thread. More threads would gain little, and would wait for each other on a
 busy machine."""
@@ -115,10 +117,12 @@ def _run_checks(
 ) -> Report:
     """Run the checks and return a report. The weights of a bf16 or fp16 model are upcast to fp32 for most checks.
 
-    Checks with `native_dtype` then run in the model's own dtype.
+    Checks with `native_dtype` then run in the model's own dtype. A model that does not run with fp32 weights is checked
+    in its own dtype only.
     """
     model, dtype = ctx.model, require(ctx.model.dtype)
     upcast = dtype in LOW_PRECISION_DTYPES and can_upcast(model)
+    stays_in_low_precision = dtype in LOW_PRECISION_DTYPES and model.module is not None and not upcast
     findings: dict[str, Finding] = {}
     noise: dict[str, float] = {}
     # Checks in the model's own dtype run last, because a CPU can be slow in bf16 or fp16.
@@ -136,7 +140,11 @@ def _run_checks(
                 if progress is not None:
                     progress(len(findings), len(checks), entry.name)
                 failed = [name for name in entry.depends_on if name in findings and findings[name].verdict == "fail"]
-                findings[entry.name] = _run_check(entry, ctx, failed)
+                if entry.name in _FP32_COMPARISONS and stays_in_low_precision:
+                    reason = f"needs a model that also runs with its weights in fp32; this one runs in {dtype} only"
+                    findings[entry.name] = Finding(entry.name, "skip", f"skipped: {reason}", docs_path=entry.docs_path)
+                else:
+                    findings[entry.name] = _run_check(entry, ctx, failed)
                 buffers.restore()
                 if on_finding is not None:
                     on_finding(findings[entry.name])

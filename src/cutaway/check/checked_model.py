@@ -113,6 +113,9 @@ class CheckedModel:
     vocab_size: int | None = None
     max_seq_len: int | None = None
     """Maximum sequence length."""
+    multiple: int | None = None
+    """Number of which sequence lengths must be a multiple, as in block-sparse attention. Other lengths are padded on
+    the right, in an encoder with a mask."""
     window: int | None = None
     """Sliding window of all layers: the number of visible tokens, including the query's own. None if a layer has full
     attention, or if the windows of the layers differ."""
@@ -122,7 +125,11 @@ class CheckedModel:
     tied_embeddings: bool | None = None
     """Whether the output head shares the embedding matrix."""
     attention_scale: float | None = None
-    """Factor that q·k is multiplied by; None means 1/sqrt(d_head)."""
+    """Factor that q·k is multiplied by; None means 1/sqrt(d_head). If it is None, and the configuration is unknown,
+    another factor is only a warning."""
+    kv_heads: int | None = None
+    """Number of heads of k and v, each used by adjacent heads of q. If it is None, an unusual grouping is only a
+    warning."""
     rope: Mapping[str, object] | None = None
     """RoPE parameters with the field names of cutaway's configuration: theta, rotary_dim, layout, scaling."""
     has_positions: bool = True
@@ -146,6 +153,11 @@ class CheckedModel:
     dtype: torch.dtype | None = None
     trained: bool | None = None
     """Whether the model is trained; None if unknown. The check initial-loss is for untrained models only."""
+
+    def supported_length(self, length: int) -> int:
+        """The smallest supported sequence length of at least `length`; see `multiple`."""
+        can_pad = self.kind != "encoder" or self.logits_with_mask is not None
+        return length if self.multiple is None or can_pad else length + -length % self.multiple
 
     def available_functions(self) -> list[str]:
         """Names of the function fields, including `module`, that are set."""

@@ -63,7 +63,7 @@ class CheckContext:
         special = set(model.special_token_ids)
         allowed = [token for token in range(min(vocab_size, 50_000)) if token not in special]
         self.allowed_tokens = torch.tensor(allowed or list(range(vocab_size)))
-        self.seq_len = min(_DEFAULT_SEQ_LEN, model.max_seq_len or _DEFAULT_SEQ_LEN)
+        self.seq_len = model.supported_length(min(_DEFAULT_SEQ_LEN, model.max_seq_len or _DEFAULT_SEQ_LEN))
         self.uses_trig = True
         """Whether the last `trace_attention` recorded a cos or sin call; True before the first trace."""
         self.memo: dict[tuple[object, float], object] = {}
@@ -102,7 +102,8 @@ class CheckContext:
         shorter, because a CPU can be slow in these dtypes.
         """
         self.noise_ratio *= torch.finfo(dtype).eps / torch.finfo(torch.float32).eps
-        self.seq_len = min(self.seq_len, _LOW_PRECISION_SEQ_LEN // 2 if self.is_slow else _LOW_PRECISION_SEQ_LEN)
+        low_precision_len = _LOW_PRECISION_SEQ_LEN // 2 if self.is_slow else _LOW_PRECISION_SEQ_LEN
+        self.seq_len = self.model.supported_length(min(self.seq_len, low_precision_len))
 
     def calibrate(self) -> None:
         """Measure the rounding noise and the time of a forward pass on one sequence of the default length."""
@@ -119,7 +120,7 @@ class CheckContext:
         num_params = 0 if self.model.module is None else count_parameters(self.module)
         self.is_slow = num_params > _SLOW_MODEL_PARAMS or self.seconds_per_forward > _SLOW_FORWARD_SECONDS
         if self.is_slow:
-            self.seq_len = min(self.seq_len, _SLOW_MODEL_SEQ_LEN)
+            self.seq_len = self.model.supported_length(min(self.seq_len, _SLOW_MODEL_SEQ_LEN))
 
     def measure_noise(self, compute: TensorFunction, reference: Tensor | None = None) -> float:
         """Recompute a result with the random rounding of `RoundingNoise`; return its largest absolute change.

@@ -7,10 +7,11 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import Tensor, nn
 
-from cutaway.check.checked_model import CheckedModel
-from cutaway.check.numerics import LOW_PRECISION_DTYPES
+from cutaway.check.checked_model import CheckedModel, require
+from cutaway.check.numerics import LOW_PRECISION_DTYPES, LowPrecisionRecorder
 from cutaway.check.report.finding import SkipCheckError
 from cutaway.device import free_memory
+from cutaway.errors import InputError
 
 MAX_COPIED_BYTES = 2 << 30
 """Maximum size of a model's weights, in bytes, for saving or copying the model."""
@@ -27,13 +28,37 @@ _MAX_RESTORED_BUFFER_NUMEL = 1 << 20
 """Maximum number of elements of a buffer that is copied and restored."""
 
 
+def require_weights(module: nn.Module) -> None:
+    """Raise InputError if a parameter or buffer of the module is on the meta device, which stores no values."""
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    names = [name for name, tensor in tensors if tensor.is_meta]
+    if names:
+        others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        raise InputError(
+            f"{names[0]}{others} of {type(module).__name__} on the meta device cannot be checked, because tensors on "
+            "this device have no values; load the weights, or call module.to_empty(device='cpu') and initialize them"
+        )
+
+
 def can_upcast(model: CheckedModel) -> bool:
-    """Whether the model has a module, and enough memory is free for its bf16 and fp16 weights in fp32."""
+    """Whether the model can run with its bf16 and fp16 weights in fp32.
+
+    It needs a module, enough free memory, and a forward pass that then computes in fp32. Some models cast activations
+    to a configured dtype: with fp32 weights they raise an error, or still compute in bf16 or fp16.
+    """
     if model.module is None:
         return False
-    fp32_bytes = 4 * sum(param.numel() for param in model.module.parameters() if param.dtype in LOW_PRECISION_DTYPES)
+    num_upcast = sum(param.numel() for param in model.module.parameters() if param.dtype in LOW_PRECISION_DTYPES)
     free = free_memory(model.device)
-    return free is None or fp32_bytes < free / 2
+    if not num_upcast or (free is not None and 4 * num_upcast >= free / 2):
+        return not num_upcast
+    tokens = torch.full((1, model.supported_length(2)), min((model.vocab_size or 1) - 1, 1), device=model.device)
+    try:
+        with upcast_to_fp32(model.module), torch.no_grad(), LowPrecisionRecorder() as recorder:
+            require(model.logits)(tokens)
+    except Exception:  # any exception means that the model does not run with fp32 weights
+        return False
+    return not recorder.uses_low_precision
 
 
 @contextmanager
@@ -85,6 +110,15 @@ def perturb_weights(module: nn.Module, generator: torch.Generator) -> AbstractCo
     if sum(param.numel() for param in trainable) > MAX_PERTURBED_PARAMS:
         trainable = []
     return add_noise(trainable, _PERTURBATION_SCALE, generator)
+
+
+@contextmanager
+def randomize_zeros(module: nn.Module | None, generator: torch.Generator) -> Iterator[int]:
+    """Give parameters that are all zero small random values while the context is active; yield their number."""
+    params = [] if module is None else [param for param in module.parameters() if param.is_floating_point()]
+    zeros = [param for param in params if not bool(param.detach().any())]
+    with add_noise(zeros, _PERTURBATION_SCALE, generator):
+        yield len(zeros)
 
 
 def add_noise(params: Sequence[nn.Parameter], scale: float, generator: torch.Generator) -> AbstractContextManager[None]:

@@ -54,6 +54,11 @@ def op_name(func: OpOverload) -> str:
     return func._schema.name.rpartition("::")[2]
 
 
+def _is_rounded_op(name: str) -> bool:
+    """Whether an op is in `_PERTURBED_OPS` or a fused attention kernel."""
+    return name in _PERTURBED_OPS or name.startswith("_scaled_dot_product")
+
+
 class RoundingNoise(EagerDispatchMode):
     """Dispatch mode that randomly perturbs the results of the ops in `_PERTURBED_OPS` and of fused attention."""
 
@@ -66,8 +71,7 @@ class RoundingNoise(EagerDispatchMode):
         self, func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
         out = func(*args, **(kwargs or {}))
-        name = op_name(func)
-        if name in _PERTURBED_OPS or name.startswith("_scaled_dot_product"):
+        if _is_rounded_op(op_name(func)):
             if isinstance(out, Tensor):
                 return self._perturb(out)
             if isinstance(out, tuple) and out and isinstance(out[0], Tensor):
@@ -85,6 +89,23 @@ class RoundingNoise(EagerDispatchMode):
         # Values that are not finite, or would overflow, stay unchanged.
         perturbed = x + x * step.to(x.dtype) if x.dtype == torch.float64 else (x.float() * (1 + step)).to(x.dtype)
         return torch.where(perturbed.isfinite(), perturbed, x)
+
+
+class LowPrecisionRecorder(EagerDispatchMode):
+    """Dispatch mode that records whether a matrix product, a norm or attention is computed in bf16 or fp16."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.uses_low_precision = False
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
+        out = func(*args, **(kwargs or {}))
+        if _is_rounded_op(op_name(func)):
+            first = out[0] if isinstance(out, tuple) and out else out
+            self.uses_low_precision |= isinstance(first, Tensor) and first.dtype in LOW_PRECISION_DTYPES
+        return out
 
 
 @dataclass

@@ -17,5 +17,7 @@ BUG_MODULE_NAMES = (
     "training",
     "activations",
     "parity",
+    "zero_initialization",
+    "length_multiple",
 )
 BUG_MODULES = [import_module(f"support.seeded_bugs.{name}") for name in BUG_MODULE_NAMES]

@@ -63,6 +63,19 @@ def bare_kernel_permutes_heads() -> tuple[Any, dict[str, Any]]:
     return attention, {}
 
 
+@seeded_bug("attention-kernels")
+def bare_kernel_with_another_window() -> tuple[ReferenceGPT, dict[str, Any]]:
+    """The model has a window of 5; the kernel has neither this window nor none."""
+    model = ReferenceGPT(window=5)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        index = torch.arange(q.shape[-2])
+        distance = index[:, None] - index[None]
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=(distance >= 0) & (distance < 6))
+
+    return model, check_kwargs(model) | {"attention": attention}
+
+
 @seeded_bug("softmax-dim", also_caught_by=FUTURE_DEPENDENT_CHECKS)
 def softmax_over_queries() -> ReferenceGPT:
     return patch_attention(pattern=lambda scores: scores.softmax(-2).nan_to_num(0.0))
@@ -78,6 +91,11 @@ def mask_after_softmax() -> ReferenceGPT:
     return patch_attention(
         pattern=lambda scores: scores.masked_fill(scores == -torch.inf, 0.0).softmax(-1) * (scores != -torch.inf)
     )
+
+
+@seeded_bug("softmax-dim")
+def scale_after_softmax() -> ReferenceGPT:
+    return patch_attention(pattern=lambda scores: scores.softmax(-1) / math.sqrt(8))
 
 
 @seeded_bug("grouped-query-attention")
@@ -119,6 +137,18 @@ def scaled_twice() -> ReferenceGPT:
         return out.masked_fill(fully_masked[:, None], 0.0)
 
     return patch_attention(attend=attend)
+
+
+@seeded_bug("grouped-query-attention")
+def declared_grouping_not_used() -> tuple[ReferenceGPT, dict[str, Any]]:
+    model = patch_attention(repeat_kv=lambda x: x.repeat(1, 2, 1, 1))
+    return model, check_kwargs(model) | {"kv_heads": 2}
+
+
+@seeded_bug("attention-scale")
+def declared_scale_not_used() -> tuple[ReferenceGPT, dict[str, Any]]:
+    model = ReferenceGPT()
+    return model, check_kwargs(model) | {"attention_scale": 0.125}
 
 
 @seeded_bug("attention-scale", also_caught_by=("attention-kernels",))

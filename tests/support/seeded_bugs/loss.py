@@ -126,6 +126,18 @@ def mean_of_row_means() -> ModelAndKwargs:
     return build_with_loss(loss)
 
 
+@seeded_bug("loss-ignore-index")
+def labels_of_the_prompt_learned() -> ModelAndKwargs:
+    """Ignores padding at the end of a row by its length, but not the labels of a prompt."""
+
+    def loss(logits: Tensor, labels: Tensor) -> Tensor:
+        losses = F.cross_entropy(logits[:, :-1].transpose(1, 2), labels[:, 1:].clamp(min=0), reduction="none")
+        length = torch.where(labels != -100, torch.arange(1, 1 + labels.shape[1]), 0).amax(1, keepdim=True)
+        return losses[torch.arange(1, labels.shape[1]) < length].mean()
+
+    return build_with_loss(loss)
+
+
 @seeded_bug("gradient-accumulation")
 def mean_of_means() -> ModelAndKwargs:
     model = ReferenceGPT()

@@ -9,16 +9,19 @@ from torch import Tensor, nn
 
 from cutaway.check.adapters.cached_forward import add_cached_forward
 from cutaway.check.adapters.cutaway import adapt_cutaway_model
+from cutaway.check.adapters.length_multiple import pad_to_multiple
 from cutaway.check.adapters.module import adapt_attention_kernel, adapt_function, adapt_module
 from cutaway.check.adapters.transformers import adapt_transformers_model, is_transformers_model
 from cutaway.check.adapters.user_functions import UserFunctionError, describe_value, validate_override
 from cutaway.check.checked_model import CheckedModel, require
-from cutaway.check.module_state import can_upcast, upcast_to_fp32
+from cutaway.check.module_state import can_upcast, require_weights, upcast_to_fp32
 from cutaway.errors import InputError, format_raised
 from cutaway.model import Transformer
 
 _MAX_PROBED_SEQ_LEN = 72
 """Longest sequence that is tried to infer `max_seq_len`."""
+_TRIED_LENGTHS = (64, 128, 256)
+"""Sequence lengths that are tried if a forward pass on two tokens fails."""
 _FIELD_NAMES = {entry.name for entry in fields(CheckedModel)}
 
 
@@ -29,9 +32,16 @@ def build_checked_model(model: object, overrides: dict[str, object], *, seed: in
         raise InputError(
             f"'{sorted(unknown)[0]}' is not a field of CheckedModel; pass one of {', '.join(sorted(_FIELD_NAMES))}"
         )
+    for source in (model, getattr(model, "model", None), getattr(model, "module", None), overrides.get("module")):
+        if isinstance(source, nn.Module):
+            require_weights(source)
     checked = replace(model) if isinstance(model, CheckedModel) else _adapt_any(model, overrides, seed)
     for name, value in overrides.items():
         setattr(checked, name, validate_override(name, value))
+    if checked.logits is None and checked.attention is not None:
+        adapt_attention_kernel(checked)
+    if checked.multiple is not None:
+        pad_to_multiple(checked, checked.multiple)
     _infer_properties(checked)
     source = checked.module if checked.module is not None else model
     if checked.logits_with_cache is None and callable(source) and checked.kind != "encoder":
@@ -60,8 +70,6 @@ def _adapt_any(source: object, overrides: dict[str, object], seed: int) -> Check
 
 def _infer_properties(checked: CheckedModel) -> None:
     """Run a forward pass on two tokens, validate its output, and infer device, dtype, vocab_size and max_seq_len."""
-    if checked.logits is None and checked.attention is not None:
-        adapt_attention_kernel(checked)
     if checked.logits is None:
         raise InputError("there is no function to check; pass a function tokens (B, T) → logits (B, T, V) as logits=")
     if checked.module is not None:
@@ -71,20 +79,24 @@ def _infer_properties(checked: CheckedModel) -> None:
             checked.device = param.device
             checked.dtype = checked.dtype or param.dtype
     token = 0 if checked.vocab_size is None else min(checked.vocab_size - 1, 1)
-    probe = torch.full((1, 2), token, dtype=torch.long, device=checked.device)
+    probe = torch.full((1, checked.supported_length(2)), token, dtype=torch.long, device=checked.device)
     try:
         out = checked.logits(probe)
     except UserFunctionError as error:
         raise InputError(str(error)) from error
     except Exception as error:
-        raise InputError(
-            f"{checked.name} was called with two tokens and {format_raised(error)}; pass a function "
-            "tokens (B, T) → logits (B, T, V) as logits="
-        ) from error
+        message = f"{checked.name} was called with {probe.shape[1]} tokens and {format_raised(error)}"
+        if (length := _find_working_length(checked, token)) is not None:
+            raise InputError(
+                f"{message}; it works with {length} tokens, so if lengths must be a multiple of a number, pass this "
+                f"number as multiple=, such as multiple={length}"
+            ) from error
+        raise InputError(f"{message}; pass a function tokens (B, T) → logits (B, T, V) as logits=") from error
     if not isinstance(out, Tensor) or out.ndim != 3 or out.shape[:2] != probe.shape:
+        length = probe.shape[1]
         raise InputError(
-            f"{checked.name} returned {describe_value(out)} for tokens of shape (1, 2); logits have shape (1, 2, V), "
-            "so pass a function that returns them as logits="
+            f"{checked.name} returned {describe_value(out)} for tokens of shape (1, {length}); logits have shape "
+            f"(1, {length}, V), so pass a function that returns them as logits="
         )
     checked.vocab_size = checked.vocab_size or out.shape[-1]
     for name in ("pad_token_id", "eos_token_id"):  # some configurations have token ids outside the vocabulary
@@ -100,6 +112,21 @@ def _infer_properties(checked: CheckedModel) -> None:
 def _fp32_if_possible(checked: CheckedModel) -> AbstractContextManager[None]:
     """Context manager: the weights in fp32, if there is a module and enough memory. A CPU can be slow in bf16."""
     return upcast_to_fp32(checked.module) if can_upcast(checked) else nullcontext()
+
+
+def _find_working_length(checked: CheckedModel, token: int) -> int | None:
+    """The first of `_TRIED_LENGTHS` for which a forward pass works and returns logits; None if none does.
+
+    None if `multiple` is set, because the length is then not the reason of an error.
+    """
+    for length in _TRIED_LENGTHS if checked.multiple is None else ():
+        try:
+            out = require(checked.logits)(torch.full((1, length), token, device=checked.device))
+        except Exception:
+            continue
+        if isinstance(out, Tensor) and out.ndim == 3 and out.shape[1] == length:
+            return length
+    return None
 
 
 def _probe_max_seq_len(checked: CheckedModel, token: int) -> int | None:
@@ -120,8 +147,10 @@ def _probe_max_seq_len(checked: CheckedModel, token: int) -> int | None:
             return False
         return True
 
-    if works(_MAX_PROBED_SEQ_LEN):
+    step = checked.multiple or 1
+    longest = _MAX_PROBED_SEQ_LEN + -_MAX_PROBED_SEQ_LEN % step
+    if works(longest):
         return None
-    # 2 tokens work and _MAX_PROBED_SEQ_LEN do not. The first length that does not work is one above the maximum.
-    lengths = range(2, _MAX_PROBED_SEQ_LEN)
-    return bisect_left(lengths, True, key=lambda seq_len: not works(seq_len)) + 1
+    # The shortest length works and the longest does not. The maximum precedes the first length that does not work.
+    lengths = range(max(step, 2), longest, step)
+    return lengths[max(bisect_left(lengths, True, key=lambda seq_len: not works(seq_len)), 1) - 1]

@@ -13,7 +13,8 @@ from cutaway.errors import InputError
 
 _UserFunction = Callable[..., Any]
 _INTEGER_FIELDS = (
-    "vocab_size", "max_seq_len", "window", "num_layers", "source_vocab_size", "pad_token_id", "eos_token_id",
+    "vocab_size", "max_seq_len", "multiple", "window", "num_layers", "kv_heads", "source_vocab_size",
+    "pad_token_id", "eos_token_id",
 )  # fmt: skip
 
 
@@ -32,6 +33,8 @@ def validate_override(name: str, value: object) -> object:
         return None
     if name in _INTEGER_FIELDS and (not isinstance(value, int) or isinstance(value, bool)):
         raise InputError(f"{name} is {value!r}; pass an integer")
+    if name in ("multiple", "kv_heads") and isinstance(value, int) and value < 1:
+        raise InputError(f"{name} is {value}, but it is a number of at least 1; pass a positive integer")
     if name == "logits_by_kernel":
         if not isinstance(value, Mapping):
             expected = "a dict of kernel names and functions tokens → logits"

@@ -1,7 +1,9 @@
 """Attention checks: sliding-window, softmax-dim, grouped-query-attention, attention-scale, attention-kernels."""
 
+import itertools
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,13 +14,10 @@ from cutaway.check.adapters.transformers import is_transformers_model
 from cutaway.check.checked_model import require
 from cutaway.check.context import CheckContext
 from cutaway.check.probes.op_tracer import AttentionCall
+from cutaway.check.probes.padded_batch import masked_scores
 from cutaway.check.probes.scale_tracer import LEARNED_BIAS, AttentionScale, ScaleTracer, TensorScale
 from cutaway.check.registry import register_check
-from cutaway.check.report.finding import CaseResult, MeasuredArray, SkipCheckError, failure, skipped, success
-
-_MASKED_SCORE_GAP = 5000.0
-"""A key whose score is this far below the row's maximum counts as masked. Masks subtract at least twice as much."""
-
+from cutaway.check.report.finding import CaseResult, MeasuredArray, SkipCheckError, failure, skipped, success, warning
 
 _MAX_SEQ_LEN = 256
 """Maximum length of the sequence that is used to test a window."""
@@ -44,8 +43,7 @@ def trace_self_attention(ctx: CheckContext, tokens: Tensor) -> list[AttentionCal
 
 def visible_keys(attention: AttentionCall) -> Tensor:
     """Boolean (B, H, T, T): True where a key is visible to a query, in self-attention. Attention sinks are left out."""
-    scores = attention.scores[..., : attention.scores.shape[-2]].float()
-    return scores > scores.amax(-1, keepdim=True) - _MASKED_SCORE_GAP
+    return ~masked_scores(attention)[..., : attention.scores.shape[-2]]
 
 
 @register_check("sliding-window")
@@ -120,16 +118,30 @@ def _random_qkv(ctx: CheckContext, kv_heads: int, seq_len: int = 12) -> tuple[Te
     return q.to(device, dtype), k.to(device, dtype), v.to(device, dtype)
 
 
-def _reference_attention(ctx: CheckContext, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
-    """softmax(q·kᵀ·scale)·v with the model's window and, unless it is an encoder, a causal mask."""
+def _kernel_windows(ctx: CheckContext) -> list[int | None]:
+    """Windows that a kernel passed as `attention` may apply: the model's window, or none."""
+    return [None] if ctx.model.window is None else [ctx.model.window, None]
+
+
+def _describe_window(ctx: CheckContext, window: int | None) -> str:
+    """Text for a message: whether a kernel applies the model's window; empty for a model without a window."""
+    if ctx.model.window is None:
+        return ""
+    return " without the window" if window is None else f" with the window of {window}"
+
+
+def _reference_attention(
+    ctx: CheckContext, q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float | None = None
+) -> Tensor:
+    """softmax(q·kᵀ·scale)·v with this window and, unless the model is an encoder, a causal mask."""
     model, length = ctx.model, q.shape[-2]
     scale = scale or model.attention_scale or 1 / math.sqrt(q.shape[-1])
     scores = (q @ k.transpose(-1, -2)) * scale
     positions = torch.arange(length, device=q.device)
     distance = positions[:, None] - positions[None, :]
     masked = distance < 0 if model.kind != "encoder" else distance < -length
-    if model.window is not None:
-        masked = masked | (distance.abs() >= model.window)
+    if window is not None:
+        masked = masked | (distance.abs() >= window)
     return scores.masked_fill(masked, -torch.inf).softmax(-1) @ v
 
 
@@ -182,7 +194,7 @@ def softmax_dim(ctx: CheckContext) -> Iterator[CaseResult]:
         sums = applied.float().sum(-1)
         errors = torch.where(sums.abs() < _ROW_SUM_TOLERANCE, 0.0, (sums - 1).abs())  # fully masked rows sum to 0
         tolerance = max(_ROW_SUM_TOLERANCE, 16 * torch.finfo(applied.dtype).eps)
-        if float(errors.max()) > tolerance:
+        if float(errors.max()) > tolerance and not _is_sum_of_patterns(call, sums, tolerance):
             position = int(errors.amax((0, 1)).argmax())
             worst = float(sums.flatten()[errors.argmax()])
             message = f"the attention weights of position {position} sum to {worst:.3g} in the product with v, not to 1"
@@ -192,6 +204,19 @@ def softmax_dim(ctx: CheckContext) -> Iterator[CaseResult]:
     yield success(message, array=array if array.values else None)
 
 
+def _is_sum_of_patterns(attention: AttentionCall, sums: Tensor, tolerance: float) -> bool:
+    """Whether the weights are a combination of several patterns with constant factors, which need not sum to one.
+
+    Differential attention subtracts two patterns, and talking heads mix those of all heads. The sum of the weights is
+    then the same at all positions of a head, but the weights are not a multiple of the pattern of one softmax.
+    """
+    if attention.applied_pattern is None:
+        return False
+    applied, pattern = attention.applied_pattern.float(), attention.pattern.float()
+    is_constant = float((sums - sums[:1, :, :1]).abs().max()) <= tolerance
+    return is_constant and float((applied - sums[..., None] * pattern).abs().max()) > tolerance
+
+
 @register_check("grouped-query-attention")
 def grouped_query_attention(ctx: CheckContext) -> Iterator[CaseResult]:
     """Catches query heads with the wrong key and value heads: groups in the order 0, 1, 0, 1 instead of 0, 0, 1, 1.
@@ -199,28 +224,44 @@ def grouped_query_attention(ctx: CheckContext) -> Iterator[CaseResult]:
     Trace the keys and values of each head. Heads with equal keys must be adjacent, in groups of equal size, and have
     equal values. A kernel passed as `attention` must give the same result with shared and with repeated kv heads.
 
+    Another grouping is a warning if neither a known configuration nor `kv_heads=` declares it.
+
     Cause: keys or values are expanded with repeat instead of repeat_interleave.
     Fix: use the keys and values of group h // (heads / kv_heads) for head h: repeat_interleave over the head axis.
     """
     if ctx.model.attention is not None:
         yield from _check_kernel_groups(ctx)
         return
-    num_shared = 0
+    num_shared, kv_heads = 0, ctx.model.kv_heads
+    is_declared = kv_heads is not None or get_config(ctx.model) is not None
     for call in ctx.trace_attention(ctx.random_tokens(1, min(ctx.seq_len, 11))):
         layouts = [_head_groups(x) for x in (call.k, call.v) if x is not None and bool(x.any())]
         for name, groups in zip(("keys", "values"), layouts, strict=False):
             size = len(groups) // (max(groups) + 1)
             if groups != [head // size for head in range(len(groups))] and max(groups) + 1 < len(groups):
                 message = f"the heads use the {name} of groups {', '.join(map(str, groups))}"
-                yield failure(f"{message}, but adjacent heads must share a group", location=call.module or None)
+                message += ", but adjacent heads must share a group"
+                yield _undeclared_result(message, is_declared, "kv_heads=", location=call.module or None)
                 return
         if len(layouts) == 2 and layouts[0] != layouts[1]:
-            yield failure("keys and values are shared by different heads", location=call.module or None)
+            message = "keys and values are shared by different heads"
+            yield _undeclared_result(message, is_declared, "kv_heads=", location=call.module or None)
+            return
+        if kv_heads is not None and layouts and (num_groups := max(layouts[0]) + 1) != kv_heads:
+            message = f"the heads share {num_groups} different keys, but kv_heads is {kv_heads}"
+            yield failure(message, num_groups, kv_heads, call.module or None)
             return
         num_shared += bool(layouts and max(layouts[0]) + 1 < len(layouts[0]))
     if not num_shared:
         raise SkipCheckError("needs heads that share keys, and attention that can be traced")
     yield success(f"in {num_shared} attention calls adjacent heads share keys and values")
+
+
+def _undeclared_result(message: str, is_declared: bool, override: str, **fields: Any) -> CaseResult:
+    """A failure if what the model is meant to compute is declared, otherwise a warning that says how to declare it."""
+    if is_declared:
+        return failure(message, **fields)
+    return warning(f"{message}, unless that is intended; pass {override} to declare the intended value", **fields)
 
 
 def _head_groups(x: Tensor) -> list[int]:
@@ -254,7 +295,8 @@ def attention_scale(ctx: CheckContext) -> CaseResult:
     """Catches attention scores without the factor 1/sqrt(d_head), or with another: attention too sharp or too flat.
 
     Trace q and k from their projections to the softmax, and record each factor on them and on the scores. The product
-    of the factors must be the model's scale: 1/sqrt(d_head), unless the configuration sets another scale.
+    of the factors must be the model's scale: 1/sqrt(d_head), unless the configuration sets another scale. Another scale
+    is a warning if neither a known configuration nor `attention_scale=` declares it.
 
     Cause: the scale is missing, applied twice, or of the wrong dimension (d_model, or d_head without the root).
     Fix: multiply q·k by 1/sqrt(d_head) once, on every code path; pass an intended scale as attention_scale=.
@@ -282,7 +324,14 @@ def attention_scale(ctx: CheckContext) -> CaseResult:
             is_default = math.isclose(scale, scores.head_dim**-0.5, rel_tol=1e-6)
             correct = f"1/sqrt({scores.head_dim}) = {scale:.4g}" if is_default else f"{scale:.4g}"
             message = f"q·k is multiplied by {scores.factor:.4g}{_describe_wrong_scale(scores)}, not by {correct}"
-            return failure(message, scores.factor, scale, traced.module or None)
+            return _undeclared_result(
+                message,
+                is_known,
+                "attention_scale=",
+                measured=scores.factor,
+                threshold=scale,
+                location=traced.module or None,
+            )
     if not num_checked:
         reason = f"the queries, keys or scores are {uncertainty}, so the scale is not determined"
         raise SkipCheckError(f"{reason}; pass attention_scale=")
@@ -329,10 +378,10 @@ def _check_kernel_scale(ctx: CheckContext) -> CaseResult:
     q, k, v = _random_qkv(ctx, KERNEL_HEADS)
     d = KERNEL_HEAD_DIM
     candidates = (expected, 1.0, 1 / d, d**0.5, d**-0.25, (KERNEL_HEADS * d) ** -0.5, d**-0.5)
-    for scale in candidates:
-        diff = ctx.compare(lambda: attention(q, k, v), lambda: _reference_attention(ctx, q, k, v, scale))
+    for scale, window in itertools.product(candidates, _kernel_windows(ctx)):
+        diff = ctx.compare(lambda: attention(q, k, v), lambda: _reference_attention(ctx, q, k, v, window, scale))
         if diff.within_tolerance:
-            message = f"the kernel multiplies q·k by {scale:.4g}"
+            message = f"the kernel{_describe_window(ctx, window)} multiplies q·k by {scale:.4g}"
             if math.isclose(scale, expected, rel_tol=_SCALE_TOLERANCE):
                 return success(message, scale, expected)
             return failure(f"{message}, not by {expected:.4g}", scale, expected)
@@ -348,7 +397,7 @@ def attention_kernels(ctx: CheckContext) -> Iterator[CaseResult]:
     """Catches attention kernels with different results: one ignores the softcap, the sinks, the bias or the window.
 
     Run two sequences, longer than windows of up to 64 tokens, with each kernel: the logits must be equal. A kernel
-    passed as `attention` is compared with softmax(q·kᵀ·scale)·v.
+    passed as `attention` is compared with softmax(q·kᵀ·scale)·v, with and without the model's window.
 
     Cause: one kernel supports a feature, and the other ignores the argument instead of raising an error.
     Fix: raise an error for features that a kernel does not support, and compare all kernels with the equation.
@@ -366,10 +415,14 @@ def attention_kernels(ctx: CheckContext) -> Iterator[CaseResult]:
     if model.attention is not None:
         q, k, v = _random_qkv(ctx, KERNEL_HEADS)
         attention = model.attention
-        diff = ctx.compare(lambda: attention(q, k, v), lambda: _reference_attention(ctx, q, k, v))
+        for window in _kernel_windows(ctx):
+            diff = ctx.compare(lambda: attention(q, k, v), lambda: _reference_attention(ctx, q, k, v, window))
+            if diff.within_tolerance:
+                break
+        tried = f", with the window of {model.window} or without it" if model.window is not None else ""
         yield diff.expect_equal(
-            passed="the kernel gives softmax(q·kᵀ·scale)·v",
-            failed="the kernel does not give softmax(q·kᵀ·scale)·v",
+            passed=f"the kernel gives softmax(q·kᵀ·scale)·v{_describe_window(ctx, window)}",
+            failed=f"the kernel does not give softmax(q·kᵀ·scale)·v{tried}",
             location=f"head {diff.index[1]}, position {diff.index[2]}",
         )
         if diff.within_tolerance:

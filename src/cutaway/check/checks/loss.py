@@ -13,7 +13,8 @@ from cutaway.check.context import CheckContext
 from cutaway.check.module_state import perturb_weights
 from cutaway.check.numerics import NOISE_MARGIN, Difference
 from cutaway.check.registry import register_check
-from cutaway.check.report.finding import CaseResult, SkipCheckError, failure, skipped, success
+from cutaway.check.report.finding import CaseResult, SkipCheckError, failure, skipped, success, warning
+from cutaway.errors import format_raised
 
 IGNORE_INDEX = -100
 """Label that the loss ignores."""
@@ -272,8 +273,9 @@ def loss_eos(ctx: CheckContext) -> Iterator[CaseResult]:
 def loss_ignore_index(ctx: CheckContext) -> Iterator[CaseResult]:
     """Catches labels of -100 that count in the loss: padding is learned, or reduces the mean.
 
-    Set labels to -100, more in one row than in the other: the loss must be the mean over the other labels. Then replace
-    the tokens after a decoder's last label: the loss must not change.
+    Set labels at the end of the rows to -100, more in one row than in the other: the loss must be the mean over the
+    other labels. Labels of -100 at the start of a row or inside it that are not ignored are a warning. Then replace the
+    tokens after a decoder's last label: the loss must not change.
 
     Cause: the mean is over all positions, or per row, or the labels of padding are not ignored.
     Fix: exclude labels of -100 from the sum and from the count: ignore_index=-100 over the flattened batch.
@@ -283,21 +285,15 @@ def loss_ignore_index(ctx: CheckContext) -> Iterator[CaseResult]:
     if length < 5:
         raise SkipCheckError("needs sequences of five tokens")
     labels = tokens.clone()
-    labels[0, 2] = IGNORE_INDEX
+    labels[0, -1] = IGNORE_INDEX
     labels[1, length // 2 :] = IGNORE_INDEX
     with distinct_logits(ctx, tokens) as logits:
-        diff = _compare_loss(ctx, tokens, labels, logits)
-        if diff.within_tolerance:
-            yield diff.success("labels of -100 are ignored")
-        elif abs(float(model_loss(ctx, tokens, tokens) - _reference_loss(ctx, logits, tokens))) > diff.tolerance:
-            yield CaseResult("skip", "skipped: the loss has other terms", diff.max_abs, diff.tolerance)
-        else:
-            loss, expected = float(model_loss(ctx, tokens, labels)), float(_reference_loss(ctx, logits, labels))
-            rules = _losses_by_padding_rule(logits, tokens, labels, _label_shift(ctx))
-            reason = next((name for name, value in rules.items() if abs(value - loss) <= diff.tolerance), "")
-            message = f"with labels of -100 the loss is {loss:.4g}, but the mean over the other labels is "
-            yield diff.failure(f"{message}{expected:.4g}{reason}")
+        case = _check_ignored_labels(ctx, tokens, labels, logits, "at the end of a row")
+        yield case
+        if case.verdict == "fail":
             return
+        if case.verdict == "pass":
+            yield from _check_leading_labels(ctx, tokens, logits)
         if ctx.model.kind == "encoder":
             return
         labels = tokens.clone()
@@ -312,6 +308,38 @@ def loss_ignore_index(ctx: CheckContext) -> Iterator[CaseResult]:
             passed="the tokens after the last label do not change the loss",
             failed="the tokens after the last label, such as padding, change the loss",
         )
+
+
+def _check_leading_labels(ctx: CheckContext, tokens: Tensor, logits: Tensor) -> Iterator[CaseResult]:
+    """Warn if labels of -100 at the start of a row or inside it are not ignored. Padding does not need them, but
+    fine-tuning does, where the labels of a prompt are -100."""
+    length = tokens.shape[1]
+    for place, ignored in (("at the start of a row", slice(0, length // 2)), ("inside a row", slice(2, length // 2))):
+        labels = tokens.clone()
+        labels[1, ignored] = IGNORE_INDEX
+        reason = "; padding at the end of rows is ignored, but fine-tuning needs this to mask the labels of prompts"
+        try:
+            case = _check_ignored_labels(ctx, tokens, labels, logits, place)
+        except Exception as error:  # any exception means that the loss does not support these labels
+            case = failure(f"with labels of -100 {place} the loss {format_raised(error)}")
+        if case.verdict == "fail":
+            yield warning(case.message + reason, case.measured, case.threshold)
+            return
+        yield case
+
+
+def _check_ignored_labels(ctx: CheckContext, tokens: Tensor, labels: Tensor, logits: Tensor, place: str) -> CaseResult:
+    """Check that the loss is the mean over the labels that are not -100."""
+    diff = _compare_loss(ctx, tokens, labels, logits)
+    if diff.within_tolerance:
+        return diff.success(f"labels of -100 {place} are ignored")
+    if abs(float(model_loss(ctx, tokens, tokens) - _reference_loss(ctx, logits, tokens))) > diff.tolerance:
+        return CaseResult("skip", "skipped: the loss has other terms", diff.max_abs, diff.tolerance)
+    loss, expected = float(model_loss(ctx, tokens, labels)), float(_reference_loss(ctx, logits, labels))
+    rules = _losses_by_padding_rule(logits, tokens, labels, _label_shift(ctx))
+    reason = next((name for name, value in rules.items() if abs(value - loss) <= diff.tolerance), "")
+    message = f"with labels of -100 {place} the loss is {loss:.4g}, but the mean over the other labels is "
+    return diff.failure(f"{message}{expected:.4g}{reason}")
 
 
 def _losses_by_padding_rule(logits: Tensor, tokens: Tensor, labels: Tensor, shift: int) -> dict[str, float]:

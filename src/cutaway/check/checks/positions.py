@@ -13,6 +13,7 @@ from cutaway.check.adapters.declared_config import find_declared_theta, get_conf
 from cutaway.check.checked_model import require
 from cutaway.check.checks.attention import trace_self_attention, visible_keys
 from cutaway.check.context import CheckContext
+from cutaway.check.module_state import randomize_zeros
 from cutaway.check.numerics import LOW_PRECISION_DTYPES, NOISE_MARGIN, Difference, max_difference, max_finite_abs
 from cutaway.check.probes.op_tracer import AttentionCall, OpTracer
 from cutaway.check.probes.rope_probe import (
@@ -100,19 +101,29 @@ def position_encoding(ctx: CheckContext) -> CaseResult:
 
     Run a sequence of one repeated token. Without position information, its logits are the same at all positions, and so
     are all scores of every attention call. If the model takes positions, other distances between them must change the
-    logits or the scores.
+    logits or the scores. Parameters that are all zero, such as a position table before training, have small random
+    values in this check.
 
     Cause: positions are not used, are all zero, or are taken along another axis (heads, batch) than the sequence.
     Fix: number the tokens along the sequence axis, and use the positions in the embedding or on q and k; pass
     has_positions=False for a model without positions.
     """
-    model, tokens = ctx.model, _repeated_token(ctx)
-    if tokens.shape[1] < 3:
+    if min(ctx.seq_len, 13) < 3:
         raise SkipCheckError("needs sequences of three tokens")
+    with randomize_zeros(ctx.model.module, ctx.generator) as num_randomized:
+        return _check_position_information(ctx, is_randomized=num_randomized > 0)
+
+
+def _check_position_information(ctx: CheckContext, *, is_randomized: bool) -> CaseResult:
+    """Check that the logits or the scores of a repeated token change with its position."""
+    model, tokens = ctx.model, _repeated_token(ctx)
     if not _uses_positions(ctx):
         message = "the positions that are passed have no effect: doubling them changes neither logits nor scores"
         return failure(message, 0.0, 0.0)
     diff = _compare_positions(ctx, tokens)
+    if is_randomized and not diff.within_tolerance:  # the noise was measured with parameters of zeros
+        noise = ctx.measure_noise(lambda: ctx.logits(tokens))
+        diff.tolerance = max(diff.tolerance, NOISE_MARGIN * noise)
     if not diff.within_tolerance:
         if model.has_positions:
             return diff.success("the logits of a repeated token change with its position")
