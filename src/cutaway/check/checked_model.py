@@ -140,7 +140,7 @@ class CheckedModel:
     """Whether `logits_with_mask` numbers only real tokens, so that left padding is supported; None if unknown."""
     padding_side: Literal["left", "right", "both"] | None = None
     """Side of the padding that `generate_padded` supports. If it is None, left padding must work, and wrong tokens with
-    right padding are a warning."""
+    right padding are a warning. With "right", `logits_with_mask` need not support left padding either."""
     positions_from_pad_token: bool = False
     """Whether positions are derived from the pad token id (RoBERTa), so that padding must use that token."""
     source_vocab_size: int | None = None

@@ -42,6 +42,10 @@ ANALYSES: dict[str, Callable[[Any], LabeledTensor]] = {
     "activation_patching by head": lambda m: analysis.activation_patching(
         m, CLEAN, CORRUPTED, 5, incorrect_token=6, site="attn.z", by_head=True
     ),
+    "attribution_patching": lambda m: analysis.attribution_patching(m, CLEAN, CORRUPTED, 5),
+    "attribution_patching by head": lambda m: analysis.attribution_patching(
+        m, CLEAN, CORRUPTED, 5, incorrect_token=6, site="attn.z", by_head=True
+    ),
     "attention_entropy": lambda m: analysis.attention_entropy(m, CLEAN),
     "attention_knockout": lambda m: analysis.attention_knockout(m, CLEAN),
     "cached_decoding_error": lambda m: analysis.cached_decoding_error(m, CLEAN),

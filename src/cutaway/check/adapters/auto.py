@@ -18,7 +18,7 @@ from cutaway.check.module_state import can_upcast, require_weights, upcast_to_fp
 from cutaway.errors import InputError, format_raised
 from cutaway.model import Transformer
 
-_MAX_PROBED_SEQ_LEN = 72
+MAX_PROBED_SEQ_LEN = 72
 """Longest sequence that is tried to infer `max_seq_len`."""
 _TRIED_LENGTHS = (64, 128, 256)
 """Sequence lengths that are tried if a forward pass on two tokens fails."""
@@ -130,7 +130,7 @@ def _find_working_length(checked: CheckedModel, token: int) -> int | None:
 
 
 def _probe_max_seq_len(checked: CheckedModel, token: int) -> int | None:
-    """Find the maximum sequence length by binary search; None if it is at least _MAX_PROBED_SEQ_LEN.
+    """Find the maximum sequence length by binary search; None if it is at least MAX_PROBED_SEQ_LEN.
 
     On a GPU, return the number of rows of the smallest embedding instead.
     """
@@ -148,7 +148,7 @@ def _probe_max_seq_len(checked: CheckedModel, token: int) -> int | None:
         return True
 
     step = checked.multiple or 1
-    longest = _MAX_PROBED_SEQ_LEN + -_MAX_PROBED_SEQ_LEN % step
+    longest = MAX_PROBED_SEQ_LEN + -MAX_PROBED_SEQ_LEN % step
     if works(longest):
         return None
     # The shortest length works and the longest does not. The maximum precedes the first length that does not work.

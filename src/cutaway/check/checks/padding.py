@@ -151,6 +151,8 @@ def _ragged_rows_with_logits(ctx: CheckContext) -> tuple[tuple[list[Tensor], int
 def _unsupported_side_reason(ctx: CheckContext, side: str) -> str | None:
     """Return the reason why the model does not support padding on this side, or None if the model supports it."""
     model = ctx.model
+    if side == "left" and model.padding_side == "right":
+        return "the model supports right padding only (the property padding_side=)"
     if side == "right" or model.positions_skip_padding or model.relative_positions:
         return None
     if model.kind == "decoder" and model.positions_skip_padding is None:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cutaway.check.adapters.auto import MAX_PROBED_SEQ_LEN
 from cutaway.check.adapters.declared_config import find_declared_theta, get_config, self_attention_configs
 from cutaway.check.checked_model import require
 from cutaway.check.checks.attention import trace_self_attention, visible_keys
@@ -171,9 +172,15 @@ def position_range(ctx: CheckContext) -> CaseResult:
     length = min(_RANGE_SEQ_LEN if not ctx.is_slow else _SLOW_RANGE_SEQ_LEN, model.max_seq_len or _RANGE_SEQ_LEN)
     if not model.has_positions or length < _MIN_RANGE_SEQ_LEN:
         raise SkipCheckError(f"needs positions and sequences of {_MIN_RANGE_SEQ_LEN} tokens")
-    tokens = ctx.random_tokens(1, 1).expand(-1, length).contiguous()
-    num_checked = 0
-    for call in trace_self_attention(ctx, tokens):
+    token, num_checked = ctx.random_tokens(1, 1), 0
+    try:
+        calls = trace_self_attention(ctx, token.expand(-1, length).contiguous())
+    except (RuntimeError, IndexError, ValueError, AssertionError):
+        if model.max_seq_len is not None:
+            raise
+        length = MAX_PROBED_SEQ_LEN  # the maximum length is unknown, and lies between the two
+        calls = trace_self_attention(ctx, token.expand(-1, length).contiguous())
+    for call in calls:
         spread, rounding = _score_spread(ctx, call)
         if spread <= 10 * rounding:  # a layer without positions
             continue
