@@ -17,11 +17,16 @@ if TYPE_CHECKING:
 
 CHECK_MODULES = (
     "eval_mode", "causality", "batching", "embedding", "attention_mask", "padding", "cross_attention", "kv_cache",
-    "generation", "attention", "positions", "config_and_weights", "loss", "training", "activations", "parity",
+    "generation", "attention", "positions", "rope", "config_and_weights", "loss", "training", "activations", "parity",
 )  # fmt: skip
 _WORDS = {"rope": "RoPE", "cache": "KV cache", "moe": "MoE", "eos": "EOS"}
 """Words of check names that are written differently in titles."""
-_SUBJECTS = {"eval_mode": "Evaluation mode", "kv_cache": "KV cache", "parity": "Comparison with a reference"}
+_SUBJECTS = {
+    "eval_mode": "Evaluation mode",
+    "kv_cache": "KV cache",
+    "rope": "RoPE",
+    "parity": "Comparison with a reference",
+}
 """Module of checks → subject, where it is not the name of the module."""
 CAUSAL_KINDS = ("decoder", "encoder-decoder")
 ALL_KINDS = ("decoder", "encoder", "encoder-decoder")

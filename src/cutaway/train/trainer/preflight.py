@@ -17,7 +17,7 @@ def run_preflight(model: Transformer, seed: int, log: Callable[[str], None]) -> 
     """
     report = check(model, preflight=True, seed=seed, budget=BUDGET_SECONDS)
     _raise_on_leak(report)
-    for finding in (*report.failures, *report.warnings):
+    for finding in report.problems:
         log(f"{finding.check}: {finding.message} (see {finding.docs_path})")
 
 

@@ -34,7 +34,7 @@ class CheckRun {
     this.#reset();
     this.progress = { completed: 0, total: 1, description: "" };
     try {
-      const { data } = await runQuery<{ seconds: number; noise: Record<string, number> }>("run_check", options, {
+      const { data } = await runQuery<{ seconds: number; noise: Record<string, number>; symptoms: Record<string, string> }>("run_check", options, {
         signal: controller.signal,
         onProgress: (progress) => (this.progress = progress),
         onPartial: (result) => {
@@ -43,6 +43,8 @@ class CheckRun {
         },
       });
       [this.seconds, this.noise] = [data.seconds, data.noise];
+      const symptoms = Object.entries(data.symptoms).map(([name, cause]) => [name, { ...this.findings[name], symptom_of: cause }]);
+      this.findings = { ...this.findings, ...Object.fromEntries(symptoms) };
     } catch (error) {
       if (!controller.signal.aborted) this.problem = (error as Error).message;
     } finally {

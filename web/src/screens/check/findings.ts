@@ -45,6 +45,8 @@ export interface CaseResult {
 export interface Finding extends CaseResult {
   check: string;
   seconds: number;
+  /** Check that probably names the cause of this problem more precisely. */
+  symptom_of: string | null;
   /** Whether the check applies, but was not run because another check failed or the time was over. */
   not_run: boolean;
   cases: CaseResult[];

@@ -26,7 +26,8 @@ def _check_to_dict(entry: Check) -> dict[str, object]:
 
 
 class RunCheck(Query):
-    """Run the checks on the open model. Each finding is a partial result; the result has counts, time and noise.
+    """Run the checks on the open model. Each finding is a partial result; the result has counts, time, noise and which
+    problems probably have the cause that another one names.
 
     The model is locked meanwhile, because checks change its mode and weights and restore them at the end.
     """
@@ -49,7 +50,9 @@ class RunCheck(Query):
                 progress=lambda done, total, name: job.report_progress(done, total, get_checks()[name].title),
                 on_finding=send_finding,
             )
-        return QueryResult({"counts": report.counts(), "seconds": report.seconds, "noise": report.noise})
+        symptoms = {finding.check: finding.symptom_of for finding in report.findings if finding.symptom_of is not None}
+        data = {"counts": report.counts(), "seconds": report.seconds, "noise": report.noise, "symptoms": symptoms}
+        return QueryResult(data)
 
 
 def finding_to_dict(finding: Finding) -> dict[str, object]:
