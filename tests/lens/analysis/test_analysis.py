@@ -54,7 +54,7 @@ def is_attributable(config: c.Config) -> bool:
 
 
 def check_contributions_sum_to_logit(config: c.Config, seed: int) -> None:
-    """With and without `by_head` and `by_token`."""
+    """With and without `by_head`, `by_token` and `by_expert`."""
     model, text = build_randomized_model(config, torch.float64, seed), random_text(config, seed)
     if not is_attributable(config):
         with pytest.raises(InputError, match=r"not a sum of|needs a linear head"):
@@ -68,7 +68,7 @@ def check_contributions_sum_to_logit(config: c.Config, seed: int) -> None:
     if config.head.softcap is not None:  # atanh loses digits near the softcap; tanh does not
         tolerance = 1e-7 * max(1.0, float(uncapped[position].abs().max()))
     for by_head, by_token in ((False, False), (True, False), (False, True), (True, True)):
-        options = {"position": position, "by_head": by_head, "by_token": by_token}
+        options = {"position": position, "by_head": by_head, "by_token": by_token, "by_expert": by_head}
         logit = direct_logit_attribution(model, **text, answer_token=3, **options)
         assert abs(float(logit.values.sum() - uncapped[position, 3])) <= tolerance
         if cap != float("inf"):
@@ -104,6 +104,20 @@ def test_logit_contributions_of_components() -> None:
     by_token = direct_logit_attribution(model, **text, answer_token=7, position=4, by_token=True)
     assert not by_token.values[:, 5:].any()
     torch.testing.assert_close(by_token.sum("token")["0.ffn"].values, by_sublayer["0.ffn"].values)
+
+
+def test_experts_sum_to_their_sublayer() -> None:
+    config = ct.config("tiny-moe")
+    model, text = build_randomized_model(config, torch.float64), random_text(config)
+    by_sublayer = direct_logit_attribution(model, **text, answer_token=7, position=4)
+    by_expert = direct_logit_attribution(model, **text, answer_token=7, position=4, by_expert=True)
+    for layer, block in enumerate(model.decoder.blocks):
+        labels = [label for label in by_expert.labels[0] if label.startswith(f"{layer}.ffn.")]
+        with ct.trace(model, f"blocks.{layer}.ffn.in", positions=4) as t:
+            model(text["tokens"])
+        selected = block.ffn.f.router(t[f"blocks.{layer}.ffn.in"][0])[1][0].tolist()
+        assert {f"{layer}.ffn.{expert}" for expert in selected} <= set(labels)
+        torch.testing.assert_close(by_expert[labels].values.sum(), by_sublayer[f"{layer}.ffn"].values)
 
 
 @pytest.mark.parametrize("name", TINY)

@@ -22,6 +22,7 @@ from cutaway.lens.sites import attention_module
 from cutaway.lens.trace import trace
 from cutaway.model.block import Block, Branch
 from cutaway.model.head import LMHead
+from cutaway.model.moe import MixtureOfExperts
 from cutaway.model.norms import LayerNorm, RMSNorm
 
 
@@ -94,12 +95,14 @@ def direct_logit_attribution(
     source: TextOrTokens | None = None,
     by_head: bool = False,
     by_token: bool = False,
+    by_expert: bool = False,
 ) -> LabeledTensor:
     """Contribution of each component to the logit of `answer_token`, or to the logit difference to `incorrect_token`.
 
     The default `answer_token` is the most likely token. The contributions sum to the logit. `by_head` splits the
-    contribution of attention by head, `by_token` by attended token. If the head has a softcap, the attributed logit is
-    the value before the softcap.
+    contribution of attention by head, `by_token` by attended token. `by_expert` splits that of a mixture of experts by
+    the experts that the router selects at `position`, and the shared expert. If the head has a softcap, the attributed
+    logit is the value before the softcap.
     """
     inputs = prepare_inputs(model, tokens, source)
     check_attributable(inputs)
@@ -109,6 +112,9 @@ def direct_logit_attribution(
     names = [f"{inputs.site_prefix}embed", f"{blocks}.resid_post", f"{blocks}.ffn.out"]
     per_head = ["z"] if by_head or by_token else []
     per_token = ["pattern"] if by_token else []
+    if by_expert:
+        inputs.require_cutaway_model("the contribution of each expert")
+        names.append(f"{blocks}.ffn.in")
     names += [f"{name}.{value}" for name in attentions for value in ("out", *per_head, *per_token)]
     with inputs.eval_mode(), trace(inputs.model, *names, positions=position) as at_position:
         values = trace(inputs.model, *(f"{name}.v" for name in attentions)) if by_token else nullcontext(at_position)
@@ -118,7 +124,14 @@ def direct_logit_attribution(
         answer = answer if answer_token is None else inputs.resolve_token(answer_token, "answer_token")
         incorrect = None if incorrect_token is None else inputs.resolve_token(incorrect_token, "incorrect_token")
         contributions = logit_contributions(
-            inputs, at_position, all_positions, answer, incorrect, by_head=by_head, by_token=by_token
+            inputs,
+            at_position,
+            all_positions,
+            answer,
+            incorrect,
+            by_head=by_head,
+            by_token=by_token,
+            by_expert=by_expert,
         )
         return _build_result(inputs, list(contributions), position, answer, incorrect, logits, by_token=by_token)
 
@@ -138,6 +151,7 @@ def logit_contributions(
     *,
     by_head: bool,
     by_token: bool,
+    by_expert: bool = False,
 ) -> Iterator[LogitContribution]:
     """Yield the contributions of embed, of each sublayer (or head) and of the biases to the logit, in model order.
 
@@ -167,9 +181,35 @@ def logit_contributions(
                 yield LogitContribution(label, row, from_source=kind == "cross")
             if constant is not None:
                 yield LogitContribution(f"{name}.bias", constant)
-        yield LogitContribution(f"{layer}.ffn", upcast_float32(at_position[f"{site}.ffn.out"][0, 0]) @ g)
+        if by_expert and isinstance(block.ffn.f, MixtureOfExperts):
+            yield from _expert_contributions(block.ffn, at_position[f"{site}.ffn.in"][0, 0], f"{layer}.ffn", g)
+        else:
+            yield LogitContribution(f"{layer}.ffn", upcast_float32(at_position[f"{site}.ffn.out"][0, 0]) @ g)
     if head.bias is not None or getattr(stack.final_norm, "bias", None) is not None:
         yield LogitContribution("bias", norm_bias + bias)
+
+
+def _expert_contributions(branch: Branch, x: Tensor, name: str, direction: Tensor) -> Iterator[LogitContribution]:
+    """Yield the contributions of the experts that are selected for a token, and of the shared expert and the biases.
+
+    `x` is the input of the mixture of experts, (d,).
+    """
+    moe = branch.f
+    assert isinstance(moe, MixtureOfExperts)
+    x = x.as_subclass(Tensor)[None]
+    weights, selected = (row[0] for row in moe.router(x))  # (k,)
+    order = selected.argsort()
+    offsets = torch.searchsorted(selected[order], torch.arange(moe.num_experts, device=x.device), right=True)
+    outputs = upcast_float32(moe.experts(x.expand(len(selected), -1), offsets))  # (k, d), sorted by expert
+    parts = {f"{name}.{int(selected[k])}": weights[k] * y for k, y in zip(order.tolist(), outputs, strict=True)}
+    if moe.shared is not None:
+        gate = 1.0 if moe.shared_gate is None else torch.sigmoid(moe.shared_gate(x)[0])
+        parts[f"{name}.shared"] = upcast_float32(moe.shared(x)[0] * gate)
+    g, norm_bias = _pull_back_through_norm(branch.norm_out, torch.stack(list(parts.values())).sum(0), direction)
+    for label, part in parts.items():
+        yield LogitContribution(label, (part @ g) * branch.scale)
+    if getattr(branch.norm_out, "bias", None) is not None:
+        yield LogitContribution(f"{name}.bias", norm_bias * branch.scale)
 
 
 def _logit_direction(head: LMHead, token: int) -> tuple[Tensor, Tensor]:
