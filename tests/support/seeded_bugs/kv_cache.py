@@ -301,7 +301,7 @@ def positions_of_new_tokens_count_padding() -> tuple[ReferenceGPT, dict[str, Any
     def number_tokens(tokens: Tensor, mask: Tensor | None, cached_positions: Tensor | None) -> Tensor:
         if cached_positions is None:
             return ReferenceGPT.number_tokens(model, tokens, mask, None)
-        return torch.full_like(tokens, cached_positions.shape[1])
+        return (cached_positions.shape[1] + torch.arange(tokens.shape[1])).expand_as(tokens)
 
     model.number_tokens = number_tokens  # type: ignore[method-assign]
     kwargs = check_kwargs(model)

@@ -119,7 +119,7 @@ def cache_chunked_prefill(ctx: CheckContext) -> Iterator[CaseResult]:
     "cache-padding",
     needs=("logits", "logits_with_padded_cache"),
     kinds=CAUSAL_KINDS,
-    depends_on=("causality", "cache-decode", "left-padding"),
+    depends_on=("causality", "batch-isolation", "batch-invariance", "mask-polarity", "left-padding", "cache-decode"),
 )
 def cache_padding(ctx: CheckContext) -> Iterator[CaseResult]:
     """Catches decoding of a left-padded batch that gives other logits: cached padding is visible or counted.

@@ -3,6 +3,12 @@
 from cutaway.check.report.finding import Finding
 
 SYMPTOMS: dict[str, tuple[str, ...]] = {
+    "causality": ("softmax-dim",),
+    "batch-isolation": ("loss-shift",),
+    "padding-leak": ("cache-unused-slots",),
+    "position-encoding": ("left-padding",),
+    "unused-parameters": ("position-encoding",),
+    "meta-buffers": ("rope-scaling", "rope-layout"),
     "eval-determinism": ("eval-dropout", "mode-restored", "batch-isolation"),
     "cache-reuse": ("batch-isolation",),
     "causality-paths": ("batch-isolation", "cache-chunked-prefill", "cache-decode"),
@@ -19,15 +25,15 @@ SYMPTOMS: dict[str, tuple[str, ...]] = {
     "beam-search": ("batch-invariance",),
     "rope-shift-invariance": ("rope-layout", "mask-diagonal", "rope-precision"),
     "rope-layout": ("position-range",),
-    "rope-scaling": ("position-range", "meta-buffers"),
-    "packing": ("position-encoding",),
+    "rope-scaling": ("position-range",),
+    "packing": ("position-encoding", "causality-paths"),
     "attention-kernels": ("attention-scale",),
     "attention-entropy": ("attention-logits", "attention-scale", "cross-attention-source"),
     "dead-heads": ("cross-attention-source",),
-    "save-load": ("meta-buffers", "tied-weights", "unused-parameters", "rope-scaling", "rope-layout"),
+    "save-load": ("rope-scaling", "rope-layout", "meta-buffers", "tied-weights", "unused-parameters"),
     "parity": (
-        "meta-buffers", "tied-weights", "unused-parameters", "attention-kernels", "attention-scale", "rope-scaling",
-        "rope-layout", "save-load",
+        "rope-scaling", "rope-layout", "meta-buffers", "tied-weights", "unused-parameters", "attention-kernels",
+        "attention-scale", "save-load",
     ),
     "gradient-accumulation": ("loss-ignore-index", "loss-reduction", "batch-isolation", "batch-invariance"),
     "causality-gradient": ("gradient-flow",),
@@ -39,13 +45,23 @@ SYMPTOMS: dict[str, tuple[str, ...]] = {
 """Check → checks whose bugs make it fail too. These name the cause more precisely."""
 
 
+_RANDOM_MODEL_CHECKS = ("eval-dropout", "mode-restored", "eval-determinism")
+"""If one of these fails, the noise contains random changes of the model, which makes other checks inconclusive."""
+
+
 def group_by_cause(findings: list[Finding]) -> None:
     """Set `symptom_of` of each problem whose probable cause another problem names."""
     problems = {finding.check: finding for finding in findings if finding.is_problem}
     for finding in problems.values():
         root = finding
         visited = {finding.check}
-        while causes := [name for name in SYMPTOMS.get(root.check, ()) if name in problems and name not in visited]:
+        while causes := [name for name in _possible_causes(root) if name in problems and name not in visited]:
             root = problems[causes[0]]
             visited.add(root.check)
         finding.symptom_of = None if root is finding else root.check
+
+
+def _possible_causes(finding: Finding) -> tuple[str, ...]:
+    """Checks that may name the cause of a problem more precisely, the most probable first."""
+    is_inconclusive = finding.verdict == "inconclusive"
+    return (*(_RANDOM_MODEL_CHECKS if is_inconclusive else ()), *SYMPTOMS.get(finding.check, ()))
