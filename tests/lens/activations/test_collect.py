@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -171,6 +172,7 @@ def test_run_interrupted_before_any_rename_is_resumed_bit_for_bit(
 
 LONG_RUN = """
 import sys
+import threading
 import cutaway as ct
 from cutaway.lens.activations import collect_activations
 sequences = [[number % 100, 3, 4, number % 7] for number in range(1000)]
@@ -274,3 +276,20 @@ def test_errors(model: Transformer, tmp_path: Path) -> None:
         collect_activations(model, [[1]], SITES[0], directory=tmp_path / "e")
     with pytest.raises(InputError, match="encoder-decoder"):
         collect_activations(ct.build("tiny-t5", seed=0), [[1]], "decoder.embed", directory=tmp_path / "f")
+
+
+def test_forward_passes_of_other_threads_are_not_stopped(model: Transformer, tmp_path: Path) -> None:
+    """Collecting ends its own forward passes after the last site. Another thread gets its logits meanwhile."""
+    tokens, outputs = torch.tensor([[1, 2, 3]]), list[torch.Tensor]()
+    expected = model(tokens)
+
+    def sequences() -> Iterator[list[int]]:
+        for sequence in random_sequences(6):
+            thread = threading.Thread(target=lambda: outputs.append(model(tokens)))
+            thread.start()
+            thread.join()
+            yield sequence
+
+    collect_activations(model, sequences(), "blocks.0.resid_post", directory=tmp_path, batch_size=2)
+    assert len(outputs) == 6
+    assert all(torch.equal(output, expected) for output in outputs)

@@ -18,6 +18,7 @@ from cutaway.lens.activations.dataset import ActivationDataset
 from cutaway.lens.activations.index import INDEX_FILE, Index, SiteInfo, describe_model, read_index
 from cutaway.lens.activations.writer import RecordedBatch, ShardWriter
 from cutaway.lens.adapters import ModelLike, unwrap_model
+from cutaway.lens.context_hooks import LAST, ContextHooks
 from cutaway.lens.sites import Site
 from cutaway.lens.trace import Trace
 from cutaway.model import EncoderDecoder, EncoderOnly, Transformer
@@ -174,15 +175,15 @@ def _stop_after_last_site(trace: Trace) -> Iterator[None]:
         if all(trace.calls(site.name) for site in trace.sites):
             raise _LastSiteReached
 
-    handles = []
+    hooks = ContextHooks()  # forward passes of other threads are not stopped
     for module, is_input in {(site.module, site.kind == "in") for site in trace.sites}:
-        register = module.register_forward_pre_hook if is_input else module.register_forward_hook
-        handles.append(register(stop))
+        add_hook = hooks.add_pre_hook if is_input else hooks.add_output_hook
+        add_hook(module, stop, LAST)
+    hooks.activate()
     try:
         yield
     finally:
-        for handle in handles:
-            handle.remove()
+        hooks.deactivate()
 
 
 def _run_until_last_site(model: nn.Module, batch: TokenBatch) -> None:
