@@ -31,8 +31,6 @@ from cutaway.check.report.grouping import group_by_cause
 from cutaway.errors import CutawayError, InputError, format_raised
 
 _COULD_NOT_RUN = "could not run"
-_FP32_COMPARISONS = ("low-precision",)
-"""Checks that compare the model with itself in fp32; they are skipped if it does not run with fp32 weights."""
 _SINGLE_THREAD_MAX_PARAMS = 20_000_000
 """Models with fewer parameters run on one thread. More threads would gain little, and would wait for each other on a
 busy machine."""
@@ -122,7 +120,6 @@ def _run_checks(
     """
     model, dtype = ctx.model, require(ctx.model.dtype)
     upcast = dtype in LOW_PRECISION_DTYPES and can_upcast(model)
-    stays_in_low_precision = dtype in LOW_PRECISION_DTYPES and model.module is not None and not upcast
     findings: dict[str, Finding] = {}
     noise: dict[str, float] = {}
     # Checks in the model's own dtype run last, because a CPU can be slow in bf16 or fp16.
@@ -140,11 +137,7 @@ def _run_checks(
                 if progress is not None:
                     progress(len(findings), len(checks), entry.name)
                 failed = [name for name in entry.depends_on if name in findings and findings[name].verdict == "fail"]
-                if entry.name in _FP32_COMPARISONS and stays_in_low_precision:
-                    reason = f"needs a model that also runs with its weights in fp32; this one runs in {dtype} only"
-                    findings[entry.name] = Finding(entry.name, "skip", f"skipped: {reason}", docs_path=entry.docs_path)
-                else:
-                    findings[entry.name] = _run_check(entry, ctx, failed)
+                findings[entry.name] = _run_check(entry, ctx, failed)
                 buffers.restore()
                 if on_finding is not None:
                     on_finding(findings[entry.name])

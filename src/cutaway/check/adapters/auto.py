@@ -122,7 +122,7 @@ def _find_working_length(checked: CheckedModel, token: int) -> int | None:
     for length in _TRIED_LENGTHS if checked.multiple is None else ():
         try:
             out = require(checked.logits)(torch.full((1, length), token, device=checked.device))
-        except Exception:
+        except Exception:  # any exception means that this length does not work either
             continue
         if isinstance(out, Tensor) and out.ndim == 3 and out.shape[1] == length:
             return length

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from cutaway.check.context import CheckContext
-from cutaway.check.module_state import upcast_to_fp32
+from cutaway.check.module_state import can_upcast, upcast_to_fp32
 from cutaway.check.numerics import LOW_PRECISION_DTYPES
 from cutaway.check.probes.first_divergence import find_first_divergence
 from cutaway.check.probes.op_tracer import OpTracer
@@ -60,6 +60,10 @@ def low_precision(ctx: CheckContext) -> Iterator[CaseResult]:
         raise SkipCheckError("needs weights in bf16 or fp16")
     if module is None:
         raise SkipCheckError("needs the module")
+    if not can_upcast(model):
+        raise SkipCheckError(
+            f"needs a model that also runs with its weights in fp32; this one runs in {model.dtype} only"
+        )
     tokens, logits = ctx.random_tokens(), ctx.logits
     runs: dict[str, Callable[[], Tensor]] = {"": lambda: logits(tokens)}
     if model.logits_with_positions is not None and model.relative_positions:

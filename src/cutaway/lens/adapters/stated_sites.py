@@ -20,6 +20,10 @@ from cutaway.model.norms import LayerNorm, build_norm
 
 _HOST = "blocks.{i}.attn"
 """Stated name of the module that calls SDPA, which is not a site itself."""
+_KERNEL_VALUES: dict[str, tuple[SiteKind, int]] = {
+    "q": ("in", 0), "k": ("in", 1), "v": ("in", 2), "scores": ("scores", 0), "pattern": ("pattern", 0), "z": ("out", 0),
+}  # fmt: skip
+"""Value of an attention call → kind of its site and index among the arguments of the kernel."""
 _BLOCK_AXES = {
     "resid_pre": "BTd", "attn.in": "BTd", "attn.q": "BTHD", "attn.k": "BSGD", "attn.v": "BSGE", "attn.scores": "BHTS",
     "attn.pattern": "BHTS", "attn.z": "BTHE", "attn.out": "BTd", "resid_mid": "BTd", "ffn.in": "BTd",
@@ -122,9 +126,8 @@ class StatedSites:
         elif _HOST in self.paths and value in (*INTERCEPTED, "z") and suffix.startswith("attn."):
             host, _ = self._find(_HOST, layer)
             assert self.kv_heads is not None
-            kernel, index = intercepted_kernel(host, self.kv_heads), "qkv".find(value)
-            site_kind: SiteKind = value if value in ("scores", "pattern") else "in" if index >= 0 else "out"  # type: ignore[assignment]
-            return Site(name, axes, kernel, site_kind, max(index, 0), layer, axis_sizes=sizes, host=host)
+            kernel, (site_kind, arg_index) = intercepted_kernel(host, self.kv_heads), _KERNEL_VALUES[value]
+            return Site(name, axes, kernel, site_kind, arg_index, layer, axis_sizes=sizes, host=host)
         else:
             return None
         conversion, block = HookConversion(), self._find("blocks.{i}.resid_post", layer)[0]

@@ -10,6 +10,7 @@ from cutaway.argument_checks import check_positive_int
 from cutaway.errors import InputError
 from cutaway.lens.activations import ActivationDataset
 from cutaway.lens.adapters import ModelLike
+from cutaway.lens.adapters.tokenizer import TokenizerLike
 from cutaway.lens.analysis.attribution import apply_norm_gain, unembedding
 from cutaway.lens.analysis.inputs import AnalysisInputs, inputs_without_text, token_text, upcast_float32
 from cutaway.lens.labeled_tensor import LabeledTensor, show_whitespace
@@ -156,8 +157,8 @@ def _top_by_sequence(values: Tensor, sequences: Tensor, count: int) -> list[int]
 
 
 def _describe_token(
-    dataset: ActivationDataset, tokenizer: object, index: int, activation: float, context: tuple[int, int]
+    dataset: ActivationDataset, tokenizer: TokenizerLike | None, index: int, activation: float, context: tuple[int, int]
 ) -> ActivatingToken:
     ids, at = dataset.sequence_context(index, *context)
-    texts = [token_text(tokenizer, token) for token in ids.tolist()]  # type: ignore[arg-type]
+    texts = [token_text(tokenizer, token) for token in ids.tolist()]
     return ActivatingToken(activation, index, "".join(texts[:at]), texts[at], "".join(texts[at + 1 :]))
