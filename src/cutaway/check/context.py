@@ -27,8 +27,10 @@ _DEFAULT_SEQ_LEN, _SLOW_MODEL_SEQ_LEN, _LOW_PRECISION_SEQ_LEN = 16, 8, 6
 _SLOW_MODEL_PARAMS, _SLOW_FORWARD_SECONDS = 3_000_000, 0.1
 """A model with more parameters, or with more seconds per forward pass, counts as slow. For most models the number of
 parameters decides, so that the decision is the same on a busy machine."""
-_NUM_NOISE_RUNS, _SINGLE_NOISE_RUN_SECONDS = 3, 0.3
-"""Number of runs that measure the noise; there is only one if a forward pass takes more than this many seconds."""
+_SINGLE_TIMED_RUN_SECONDS = 0.3
+"""A forward pass that takes more seconds is timed once, including one-time setup."""
+_NUM_NOISE_RUNS = 3
+"""Number of runs that measure the noise; one for a slow model."""
 _CLEAR_DIFFERENCE_FACTOR = 100.0
 """A difference that exceeds the tolerance by this factor needs no noise measurement."""
 _MAX_ROUNDING_RATIO = 1e-2
@@ -68,6 +70,8 @@ class CheckContext:
         """Whether the last `trace_attention` recorded a cos or sin call; True before the first trace."""
         self.memo: dict[tuple[object, float], object] = {}
         """Results of `compute_once`."""
+        self._logits_of_tokens: dict[tuple[object, ...], Tensor] = {}
+        """Results of `base_logits`."""
 
     @property
     def module(self) -> nn.Module:
@@ -94,6 +98,17 @@ class CheckContext:
         out[:, positions] = self.allowed_tokens[(index + offset) % size].to(out.device)
         return out
 
+    def base_logits(self, tokens: Tensor) -> Tensor:
+        """The logits of one forward pass over these tokens, which checks that draw the same tokens share.
+
+        It is for results that another computation is compared with. A check that tests whether forward passes agree
+        with each other, or that changes the module, calls `logits`.
+        """
+        key = (self.noise_ratio, tokens.shape, *tokens.flatten().tolist())
+        if key not in self._logits_of_tokens:
+            self._logits_of_tokens[key] = self.logits(tokens)
+        return self._logits_of_tokens[key]
+
     # comparisons
     def switch_to_dtype(self, dtype: torch.dtype) -> None:
         """Use the tolerances and sequence lengths of a model in bf16 or fp16.
@@ -112,13 +127,13 @@ class CheckContext:
             start = self.clock()
             base = self.logits(tokens)
             self.seconds_per_forward = self.clock() - start
-            if self.seconds_per_forward > _SINGLE_NOISE_RUN_SECONDS:
+            if self.seconds_per_forward > _SINGLE_TIMED_RUN_SECONDS:
                 break
+        num_params = 0 if self.model.module is None else count_parameters(self.module)
+        self.is_slow = num_params > _SLOW_MODEL_PARAMS or self.seconds_per_forward > _SLOW_FORWARD_SECONDS
         noise = self.measure_noise(lambda: self.logits(tokens), base)
         self.noise_ratio = noise / max(max_finite_abs(base), 1e-30)
         self.variation_ratio = output_variation(base) / max(max_finite_abs(base), 1e-30) or 1.0
-        num_params = 0 if self.model.module is None else count_parameters(self.module)
-        self.is_slow = num_params > _SLOW_MODEL_PARAMS or self.seconds_per_forward > _SLOW_FORWARD_SECONDS
         if self.is_slow:
             self.seq_len = self.model.supported_length(min(self.seq_len, _SLOW_MODEL_SEQ_LEN))
 
@@ -129,7 +144,7 @@ class CheckContext:
         """
         reference = compute() if reference is None else reference
         worst = torch.zeros((), device=reference.device)
-        for run in range(_NUM_NOISE_RUNS if self.seconds_per_forward < _SINGLE_NOISE_RUN_SECONDS else 1):
+        for run in range(1 if self.is_slow else _NUM_NOISE_RUNS):
             with RoundingNoise(self.seed + run):
                 perturbed = compute()
             if perturbed.shape == reference.shape:
@@ -170,13 +185,18 @@ class CheckContext:
         return diff
 
     def compare_expecting_difference(
-        self, compute_first: TensorFunction, compute_second: TensorFunction, *, first_result: Tensor
+        self,
+        compute_first: TensorFunction,
+        compute_second: TensorFunction,
+        *,
+        first_result: Tensor,
+        second_result: Tensor | None = None,
     ) -> Difference:
         """Compare two results that must differ.
 
         Their noise is measured only if the difference does not clearly exceed the tolerance from `calibrate`.
         """
-        second = compute_second()
+        second = compute_second() if second_result is None else second_result
         if first_result.shape != second.shape:
             return Difference(float("inf"), 0.0, ())
         if second.isfinite().all() and first_result.isfinite().all():

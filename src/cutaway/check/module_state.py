@@ -1,6 +1,7 @@
 """Context managers that change a module temporarily (dtype, weights, training mode), and size limits for copies."""
 
 import copy
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
@@ -170,9 +171,11 @@ def preserve_state(module: nn.Module, *, training: bool = False) -> Iterator[Non
 
 
 def copy_parameters(module: nn.Module) -> None:
-    """Copy the parameters into memory, so that the checkpoint files that they are memory-mapped from can be deleted."""
-    for param in module.parameters():
-        param.data = param.data.clone()
+    """Copy the parameters into memory where the checkpoint files that they are mapped from can otherwise not be
+    deleted, which is on Windows."""
+    if os.name == "nt":
+        for param in module.parameters():
+            param.data = param.data.clone()
 
 
 def weight_bytes(module: nn.Module) -> int:

@@ -406,7 +406,8 @@ def attention_kernels(ctx: CheckContext) -> Iterator[CaseResult]:
     min_len = max((size + 4 for size in model.windows if size <= 64), default=0)
     tokens = ctx.random_tokens(2, min(max(ctx.seq_len, min_len), model.max_seq_len or _MAX_SEQ_LEN))
     for name, kernel_logits in model.logits_by_kernel.items():
-        diff = ctx.compare(lambda: logits(tokens), lambda: kernel_logits(tokens))
+        base = ctx.base_logits(tokens)
+        diff = ctx.compare(lambda: logits(tokens), lambda: kernel_logits(tokens), first_result=base)
         yield diff.expect_equal(
             passed=f"the kernel {name} gives the same logits",
             failed=f"the kernel {name} gives other logits",

@@ -27,7 +27,7 @@ def bidirectional_attention(ctx: CheckContext) -> CaseResult:
     if ctx.model.window == 1:
         raise SkipCheckError("with a window of one token, each token attends only to itself")
     logits, tokens = ctx.logits, ctx.random_tokens(1, min(8, ctx.seq_len))
-    base, length = logits(tokens), tokens.shape[1]
+    base, length = ctx.base_logits(tokens), tokens.shape[1]
     unaffected: dict[str, list[int]] = {"next": [], "previous": []}
     num_pairs = 0
     for replaced in range(length):
@@ -66,7 +66,7 @@ def mask_polarity(ctx: CheckContext) -> Iterator[CaseResult]:
     other_row = ctx.replace_tokens(row, slice(0, short_len - 1))
     tokens, mask = pad_rows(ctx, [row], seq_len, "left")
     other_tokens, _ = pad_rows(ctx, [other_row], seq_len, "left")
-    base = logits(row)[:, -1]
+    base = ctx.base_logits(row)[:, -1]
     with OpTracer(ctx.model.module) as tracer:
         out = logits_with_mask(tokens, mask)[:, -1]
     if ctx.compare_expecting_difference(
@@ -104,7 +104,7 @@ def mask_diagonal(ctx: CheckContext) -> CaseResult:
     Cause: query i attends only to keys j < i instead of j <= i, or a window excludes the token itself.
     Fix: mask key j for query i where j > i, and keep j = i: torch.triu(…, diagonal=1).
     """
-    logits, tokens = ctx.logits, ctx.random_tokens(1, min(8, ctx.seq_len))
+    logits, tokens = ctx.base_logits, ctx.random_tokens(1, min(8, ctx.seq_len))
     if not logits(tokens[:, :1]).isfinite().all() and logits(tokens)[:, -1].isfinite().all():
         return failure(
             "the logits of a sequence of one token are not finite: it cannot attend to itself", location="position 0"

@@ -28,7 +28,7 @@ def batch_isolation(ctx: CheckContext) -> Iterator[CaseResult]:
     Fix: keep the batch as the first axis; transpose before a view, and compute statistics per row.
     """
     logits, tokens = ctx.logits, ctx.random_tokens(3, min(8, ctx.seq_len))
-    base = logits(tokens)
+    base = ctx.base_logits(tokens)
     for row in (0, 2) if not ctx.is_slow else (0,):
         other = ctx.replace_tokens(tokens)
         other[row] = tokens[row]

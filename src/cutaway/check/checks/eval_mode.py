@@ -181,7 +181,7 @@ def forward_hooks(ctx: CheckContext) -> Iterator[CaseResult]:
     logits, tokens = ctx.logits, ctx.random_tokens()
     num_forwards: Counter[str] = Counter()
     num_hook_calls: Counter[str] = Counter()
-    base = logits(tokens)
+    base = ctx.base_logits(tokens)
     with _count_forward_calls(module, num_forwards, num_hook_calls):
         hooked = logits(tokens)
     missed = [name for name in num_forwards if name and num_hook_calls[name] < num_forwards[name]]

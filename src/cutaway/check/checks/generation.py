@@ -205,7 +205,7 @@ def mode_restored(ctx: CheckContext) -> Iterator[CaseResult]:
     model, module = ctx.model, ctx.module
     prompt = ctx.random_tokens(1, max(1, min(4, ctx.seq_len // 2)))
     submodules = dict(module.named_modules())
-    arguments = {"generate": (prompt, 2), "beam_search": (prompt[:, :1], 2, 2), "generate_speculative": (prompt, 2)}
+    arguments = {"generate": (prompt, 1), "beam_search": (prompt[:, :1], 2, 2), "generate_speculative": (prompt, 2)}
     for path in [name for name in arguments if getattr(model, name) is not None]:
         for training in (True, False):
             module.train(training)

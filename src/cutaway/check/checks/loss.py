@@ -90,7 +90,7 @@ def distinct_logits(ctx: CheckContext, tokens: Tensor) -> Iterator[Tensor]:
     """Yield the logits of these tokens. If the losses of all tokens are equal (as with a zero head), the weights of a
     small model are perturbed while the context is active."""
     with ExitStack() as stack:
-        logits = _require_vocab_logits(ctx, ctx.logits(tokens))
+        logits = _require_vocab_logits(ctx, ctx.base_logits(tokens))
         if _has_uniform_losses(ctx, tokens, logits) and ctx.model.module is not None:
             stack.enter_context(perturb_weights(ctx.module, ctx.generator))
             logits = ctx.logits(tokens)

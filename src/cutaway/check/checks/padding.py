@@ -145,7 +145,7 @@ def _difference_by_row(rows: list[Tensor], alone: Tensor, padded: Tensor, side: 
 def _ragged_rows_with_logits(ctx: CheckContext) -> tuple[tuple[list[Tensor], int], Tensor]:
     """Rows of different lengths with their padded length, and the logits of each row alone."""
     rows, seq_len = random_ragged_rows(ctx)
-    return (rows, seq_len), forward_rows_alone(rows, ctx.logits)
+    return (rows, seq_len), forward_rows_alone(rows, ctx.base_logits)
 
 
 def _unsupported_side_reason(ctx: CheckContext, side: str) -> str | None:

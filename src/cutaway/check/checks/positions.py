@@ -63,9 +63,13 @@ def _qk_size(attention: AttentionCall, scale: float) -> float:
 
 def compare_positions(ctx: CheckContext, tokens: Tensor) -> Difference:
     """Compare the logits of a repeated token at positions 1, 2, … with those at position 0."""
-    first = ctx.logits(tokens)[:, 1:]
+    logits = ctx.logits(tokens)
+    first, repeated = logits[:, 1:], logits[:, :1].expand_as(logits[:, 1:])
     return ctx.compare_expecting_difference(
-        lambda: ctx.logits(tokens)[:, 1:], lambda: ctx.logits(tokens)[:, :1].expand_as(first), first_result=first
+        lambda: ctx.logits(tokens)[:, 1:],
+        lambda: ctx.logits(tokens)[:, :1].expand_as(first),
+        first_result=first,
+        second_result=repeated,
     )
 
 
