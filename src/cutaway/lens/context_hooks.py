@@ -106,6 +106,11 @@ def has_active_hooks() -> bool:
     return bool(_ALL_ACTIVE)
 
 
+def in_hook_context() -> bool:
+    """Whether the current context has active hooks."""
+    return bool(_ACTIVE.get())
+
+
 def get_attribute(module: nn.Module, name: str, default: Any) -> Any:
     """Return the value that the last active edit of this context sets, or the default."""
     values = [value for key, value in _functions(module, "attribute") if key == name]

@@ -16,13 +16,12 @@ from cutaway.errors import InputError
 from cutaway.lens.adapters import ModelLike, sites
 from cutaway.lens.analysis.component_effects import expand_batch
 from cutaway.lens.analysis.inputs import AnalysisInputs, TextOrTokens, TokenOrId, prepare_inputs
+from cutaway.lens.analysis.patched_logits import can_resume_at_token
 from cutaway.lens.analysis.patching import track_progress
 from cutaway.lens.edit import TensorFn, edit
 from cutaway.lens.labeled_tensor import LabeledTensor
 from cutaway.lens.sites import select_sites
-from cutaway.model import EncoderOnly
 from cutaway.model.cache import Cache
-from cutaway.model.rope import Rope
 
 KNOCKOUT_METRICS = ("log probability", "probability", "top-1 changes")
 _MAX_BATCH_SIZE, _MAX_BATCH_PATTERN = 32, 2**22
@@ -119,13 +118,10 @@ def knocked_out_logits(
 def _fill_cache(inputs: AnalysisInputs, position: int) -> Cache | None:
     """Return a KV cache of the tokens before the position; None if the whole text has to be run for each knockout.
 
-    In a causal decoder, a knockout at the position changes the residual stream of this position only. A RoPE whose
-    angles depend on the length of the text is an exception, because the cached text ends at the position.
+    In a causal decoder, a knockout at the position changes the residual stream of this position only.
     """
-    model, stack = inputs.cutaway_model, inputs.stack
-    ropes = [rope for rope in stack.positions.values() if isinstance(rope, Rope)]
-    depends_on_length = any(rope.switch_length is not None for rope in ropes)
-    if model is None or isinstance(model, EncoderOnly) or not position or depends_on_length:
+    model = inputs.cutaway_model
+    if model is None or not position or not can_resume_at_token(inputs):
         return None
     cache = model.new_cache(1, position + 1)
     replace(inputs, tokens=inputs.tokens[:, :position]).logits_at(-1, cache)

@@ -6,8 +6,8 @@ means none.
 """
 
 import sys
+import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -16,7 +16,8 @@ from torch import Tensor
 from cutaway.errors import InputError
 from cutaway.lens.adapters import ModelLike, sites
 from cutaway.lens.analysis.inputs import AnalysisInputs, TextOrTokens, TokenOrId, prepare_inputs, upcast_float32
-from cutaway.lens.edit import EditSpec, TensorFn, edit
+from cutaway.lens.analysis.patched_logits import Patch, PatchSweep, resumed_sites
+from cutaway.lens.edit import EditSpec, edit
 from cutaway.lens.hooks import index_tensor
 from cutaway.lens.interventions import Intervention
 from cutaway.lens.labeled_tensor import LabeledTensor
@@ -24,8 +25,6 @@ from cutaway.lens.sites import Indices, Site, materialize_indices, resid_before_
 from cutaway.model.block import ParallelBlock
 
 Item = TypeVar("Item")
-_PATCH_BATCH_SIZE = 32
-"""Number of patches per forward pass. Each batch row has one patch."""
 
 
 def activation_patching(
@@ -56,23 +55,25 @@ def activation_patching(
     if any(axis not in layer_site.axes for layer_site in layer_sites):
         missing = "head axis; use attn.z" if by_head else "token axis; use resid_post"
         raise InputError(f"'{site}' has no {missing}")
-    cache = experiment.cache_activations(experiment.clean, layer_sites)
-    rows = []
-    for layer_site in track_progress(layer_sites, progress, f"patching {site}"):
-        value, dim = cache[layer_site.name], layer_site.axes.index(axis)
-        fractions = []
-        for start in range(0, value.shape[dim], _PATCH_BATCH_SIZE):
-            indices = range(value.shape[dim])[start : start + _PATCH_BATCH_SIZE]
-            patch = _batched_patch(value, dim, indices)
-            fractions.append(experiment.recovered_fraction({layer_site.name: patch}, len(indices)))
-        rows.append(torch.cat(fractions))
-    if len({len(row) for row in rows}) > 1:
+    if by_head and len({layer_site.num_heads for layer_site in layer_sites}) > 1:
         raise InputError("the layers differ in their number of heads; pass layers with equal numbers of heads")
-    labels = tuple(str(head) for head in range(len(rows[0]))) if by_head else experiment.token_labels
+    tokens = tuple((token, token) for token in range(experiment.clean.tokens.shape[1]))
+    patches = [
+        Patch(layer_site.name, tokens, index) if by_head else Patch(layer_site.name, (tokens[index],))
+        for layer_site in layer_sites
+        for index in range((layer_site.num_heads or 0) if by_head else len(tokens))
+    ]
+    sweep = experiment.plan_sweep(layer_sites, patches)
+    if progress:
+        sweep.state_cost(f"activation patching of {site}", experiment.seconds_per_forward)
+    logits = (sweep.logits(batch) for batch in track_progress(sweep.batches, progress, f"patching {site}"))
+    fractions = torch.cat([experiment.to_recovered_fraction(experiment.to_metric(values)) for values in logits])
+    rows = fractions.view(len(layer_sites), -1)
+    labels = tuple(str(head) for head in range(rows.shape[1])) if by_head else experiment.token_labels
     names = tuple(layer_site.name.removesuffix(f".{site}").replace("blocks.", "") for layer_site in layer_sites)
     title = f"activation patching of {site}: recovered fraction of {experiment.title}"
     axes = ("layer", "head" if by_head else "token")
-    return LabeledTensor(title, torch.stack(rows), axes, (names, labels), note=experiment.note)
+    return LabeledTensor(title, rows, axes, (names, labels), note=experiment.note)
 
 
 class PatchingExperiment:
@@ -104,7 +105,9 @@ class PatchingExperiment:
         self.position = self.clean.resolve_position(position)
         self.all_sites = sites(self.clean.model)
         self.clean_metric = self.logit_metric(self.clean.run())
+        start = time.monotonic()
         self.corrupted_metric = self.logit_metric(self.corrupted.run())
+        self.seconds_per_forward = time.monotonic() - start
         if torch.equal(self.clean_metric, self.corrupted_metric):
             raise InputError("clean and corrupted have the same metric, so no patch can recover it; pass other texts")
         answer, *incorrect = self.clean.decode_tokens(self.tokens)
@@ -122,35 +125,35 @@ class PatchingExperiment:
 
     def logit_metric(self, logits: Tensor) -> Tensor:
         """Return the logit of the answer, minus that of the incorrect token if there is one: (B, T, V) → (B,)."""
-        answer, *incorrect = upcast_float32(logits)[:, self.position, self.tokens].unbind(-1)
+        return self.to_metric(upcast_float32(logits)[:, self.position])
+
+    def to_metric(self, logits: Tensor) -> Tensor:
+        """Return the metric from the logits at `position`: (B, V) → (B,)."""
+        answer, *incorrect = logits[:, self.tokens].unbind(-1)
         return answer - incorrect[0] if incorrect else answer
+
+    def to_recovered_fraction(self, metric: Tensor) -> Tensor:
+        return (metric - self.corrupted_metric) / (self.clean_metric - self.corrupted_metric)
+
+    def plan_sweep(self, patched_sites: Iterable[Site], patches: Iterable[Patch]) -> PatchSweep:
+        """Plan forward passes of the corrupted text, each with one patch from the clean text."""
+        clean_values = self.cache_activations(self.clean, patched_sites)
+        names = resumed_sites(self.corrupted)
+        corrupted_values = self.cache_activations(self.corrupted, [self.all_sites[name] for name in names])
+        patch_sets = [[patch] for patch in patches]
+        return PatchSweep(self.corrupted, corrupted_values, clean_values, patch_sets, self.position)
 
     def cache_activations(self, inputs: AnalysisInputs, sites: Iterable[Site]) -> dict[str, Tensor]:
         """Run the model on `inputs`, and return the activations at these sites by name."""
-        t = inputs.trace(*(site.name for site in sites))
+        if not (names := [site.name for site in sites]):
+            return {}
+        t = inputs.trace(*names)
         return {name: t[name].as_subclass(Tensor) for name in t}
 
-    def recovered_fraction(self, edits: Mapping[str, EditSpec], batch_size: int = 1) -> Tensor:
-        """Run the corrupted inputs with these edits. Return each batch row's recovered fraction of the metric, (B,)."""
+    def recovered_fraction(self, edits: Mapping[str, EditSpec]) -> Tensor:
+        """Run the corrupted inputs with these edits. Return the recovered fraction of the metric, (1,)."""
         with self.clean.eval_mode(), edit(self.clean.model, edits):
-            patched = self.logit_metric(_expand_batch(self.corrupted, batch_size).run())
-        return (patched - self.corrupted_metric) / (self.clean_metric - self.corrupted_metric)
-
-
-def _batched_patch(clean: Tensor, axis: int, indices: range) -> TensorFn:
-    """Return an edit that patches the clean value at index `indices[r]` of an axis into batch row r."""
-
-    def patch(value: Tensor) -> Tensor:
-        for row, index in enumerate(indices):
-            value[row].select(axis - 1, index).copy_(clean[0].select(axis - 1, index))
-        return value
-
-    return patch
-
-
-def _expand_batch(inputs: AnalysisInputs, batch_size: int) -> AnalysisInputs:
-    source = None if inputs.source is None else inputs.source.expand(batch_size, -1)
-    return replace(inputs, tokens=inputs.tokens.expand(batch_size, -1), source=source)
+            return self.to_recovered_fraction(self.logit_metric(self.corrupted.run()))
 
 
 def track_progress(items: list[Item], progress: bool, description: str) -> Iterable[Item]:

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from cutaway.errors import InputError
-from cutaway.lens.analysis.patched_logits import Patch, PositionPairs, patched_logits
+from cutaway.lens.analysis.patched_logits import Patch, PositionPairs, patched_logits, resumed_sites
 from cutaway.serve.inspect.activation_cache import ActivationCache
 from cutaway.serve.inspect.inspector import Inspector
 from cutaway.serve.inspect.patching_snippet import build_patching_snippet
@@ -90,13 +90,7 @@ class PatchingQuery(MetricQuery):
     ) -> Tensor:
         """Return the logits of the receiver run with each set of patches, (patch sets, V)."""
         names = {patch.site for patches in patch_sets for patch in patches}
-        stacks = {name: f"{name}." if len(inspector.model.stacks) > 1 else "" for name in inspector.model.stacks}
-        names |= {
-            f"{prefix}blocks.{layer}.resid_pre"
-            for name, prefix in stacks.items()
-            for layer in range(len(inspector.model.stacks[name].blocks))
-        }
-        names |= {f"{prefix}final_norm" for prefix in stacks.values()}
+        names |= set(resumed_sites(analysis_inputs(inspector, pair.clean)))
         clean, changed = both_activations(inspector, pair, sorted(names), job)
         donor, receiver = (changed, clean) if self.reverse else (clean, changed)
         position = pair.position if self.reverse else pair.changed_position
