@@ -20,6 +20,25 @@ from torch.overrides import TorchFunctionMode
 from cutaway.check.numerics import Args, Kwargs, TorchFunction
 
 
+def _computed_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of the angles x, or bf16 or fp16 if they were rounded to this dtype before a conversion.
+
+    All values of rounded angles are numbers of the low-precision dtype. So are products of a position and a power of
+    two, but these are odd integers below the number of positions, times a power of two.
+    """
+    values = x.flatten()
+    values = values[(values != 0) & values.isfinite()]
+    for dtype in (torch.bfloat16, torch.float16):
+        if x.dtype == dtype or not values.numel() or not torch.equal(values.to(dtype).to(x.dtype), values):
+            continue
+        precision = round(1 / torch.finfo(dtype).eps) * 2  # integers up to this one are exact
+        integers = (torch.frexp(values.float()).mantissa.abs() * precision).long()
+        odd_parts = integers // (integers & -integers)
+        if int(odd_parts.max()) > max(x.shape) or max(x.shape) > precision:
+            return dtype
+    return x.dtype
+
+
 def torch_functions(names: str) -> set[TorchFunction]:
     """All functions of torch, Tensor and torch.nn.functional that have one of the space-separated `names`."""
     owners = (torch, Tensor, F)
@@ -126,6 +145,7 @@ class TrigCall:
 
     module: str
     dtype: torch.dtype
+    """The dtype in which the angles were computed: bf16 or fp16 if their values are rounded to it."""
     max_abs: float
 
 
@@ -193,7 +213,8 @@ class OpTracer(TorchFunctionMode):
         elif func in _ROUTING_FUNCTIONS:
             self.num_routing_calls += 1
         elif func in _TRIG_FUNCTIONS and args[0].is_floating_point() and args[0].numel():
-            self.trig_calls.append(TrigCall(self.module_stack[-1], args[0].dtype, float(args[0].detach().abs().max())))
+            angles = args[0].detach()
+            self.trig_calls.append(TrigCall(self.module_stack[-1], _computed_dtype(angles), float(angles.abs().max())))
         elif func in _ROOT_FUNCTIONS and isinstance(out, Tensor) and out.ndim >= 3 and out.shape[-1] == 1:
             self.root_calls.append(RootCall(self.module_stack[-1], out.dtype))
         return out
