@@ -52,7 +52,7 @@ def rope_precision(ctx: CheckContext) -> CaseResult:
     """Catches RoPE angles in bf16 or fp16: large positions are rounded to the same value, and distances change.
 
     Trace cos and sin calls in a forward pass in the model's own dtype: large angles must not be in bf16 or fp16, nor
-    rounded to these dtypes before a conversion to fp32.
+    rounded to bf16 before a conversion to fp32.
 
     Cause: positions or frequencies are cast with the rest of the model, or autocast computes their product in bf16.
     Fix: keep frequencies in fp32, compute angles, cos and sin in fp32 without autocast, and cast only cos and sin.

@@ -21,22 +21,21 @@ from cutaway.check.numerics import Args, Kwargs, TorchFunction
 
 
 def _computed_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of the angles x, or bf16 or fp16 if they were rounded to this dtype before a conversion.
+    """The dtype of the angles x, or bf16 if they were rounded to bf16 before a conversion.
 
-    All values of rounded angles are numbers of the low-precision dtype. So are products of a position and a power of
-    two, but these are odd integers below the number of positions, times a power of two.
+    All values of rounded angles are numbers of bf16. So are products of a position and a power of two, but these are
+    odd integers below the number of positions, times a power of two. The same test for fp16 would be ambiguous, because
+    products of small positions and frequencies in bf16 are exact in fp16.
     """
     values = x.flatten()
     values = values[(values != 0) & values.isfinite()]
-    for dtype in (torch.bfloat16, torch.float16):
-        if x.dtype == dtype or not values.numel() or not torch.equal(values.to(dtype).to(x.dtype), values):
-            continue
-        precision = round(1 / torch.finfo(dtype).eps) * 2  # integers up to this one are exact
-        integers = (torch.frexp(values.float()).mantissa.abs() * precision).long()
-        odd_parts = integers // (integers & -integers)
-        if int(odd_parts.max()) > max(x.shape) or max(x.shape) > precision:
-            return dtype
-    return x.dtype
+    is_rounded = x.dtype not in (torch.bfloat16, torch.float16) and values.numel() > 0
+    if not is_rounded or not torch.equal(values.bfloat16().to(x.dtype), values):
+        return x.dtype
+    integers = (torch.frexp(values.float()).mantissa.abs() * _MAX_BF16_INTEGER).long()
+    odd_parts = integers // (integers & -integers)
+    is_rounded = int(odd_parts.max()) > max(x.shape) or max(x.shape) > _MAX_BF16_INTEGER
+    return torch.bfloat16 if is_rounded else x.dtype
 
 
 def torch_functions(names: str) -> set[TorchFunction]:
@@ -54,6 +53,8 @@ _ROUTING_FUNCTIONS = torch_functions("topk argmax sort argsort")
 _TRIG_FUNCTIONS = torch_functions("cos sin")
 _ROOT_FUNCTIONS = torch_functions("rsqrt sqrt")
 _BADDBMM_FUNCTIONS = torch_functions("baddbmm")
+_MAX_BF16_INTEGER = 256
+"""All integers up to this one are exact in bf16."""
 BATCHED_MATMUL_FUNCTIONS = torch_functions("matmul __matmul__ bmm baddbmm einsum")
 
 
@@ -145,7 +146,7 @@ class TrigCall:
 
     module: str
     dtype: torch.dtype
-    """The dtype in which the angles were computed: bf16 or fp16 if their values are rounded to it."""
+    """The dtype in which the angles were computed: bf16 if their values are rounded to it."""
     max_abs: float
 
 
