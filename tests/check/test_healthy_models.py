@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 import cutaway as ct
 from cutaway.check import Report
+from cutaway.check.probes.op_tracer import OpTracer
 from cutaway.errors import InputError
 
 pytestmark = [pytest.mark.unchecked, pytest.mark.usefixtures("frozen_check_clock")]
@@ -305,3 +306,29 @@ def test_encoder_with_blocks() -> None:
 def test_invalid_multiple_is_an_error(value: object) -> None:
     with pytest.raises(InputError, match="multiple is"):
         ct.check(build_block_model(), multiple=value)
+
+
+# rope-precision: angles that are exact in bf16
+
+
+@pytest.mark.parametrize(
+    ("frequencies", "dtype", "expected"),
+    [
+        ([1.0, 0.5, 0.25], torch.float32, torch.float32),  # powers of two: no angle is rounded
+        ([1.0, 0.1, 0.01], torch.float32, torch.float32),
+        ([1.0, 0.1, 0.01], torch.bfloat16, torch.bfloat16),
+    ],
+)
+def test_angles_rounded_to_bf16_are_found(frequencies: list[float], dtype: torch.dtype, expected: torch.dtype) -> None:
+    angles = torch.arange(200).to(dtype)[:, None] * torch.tensor(frequencies, dtype=dtype)
+    with OpTracer() as tracer:
+        angles.float().cos()
+    assert [call.dtype for call in tracer.trig_calls] == [expected]
+
+
+def test_frequencies_in_bf16_are_not_angles_in_fp16() -> None:
+    """Products of small positions and frequencies in bf16 are exact in fp16, though they are computed in fp32."""
+    frequencies = torch.tensor([1.0, 0.1, 0.01]).bfloat16().float()
+    with OpTracer() as tracer:
+        (torch.arange(6.0)[:, None] * frequencies).cos()
+    assert tracer.trig_calls[0].dtype == torch.float32

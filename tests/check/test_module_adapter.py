@@ -308,3 +308,55 @@ def test_wrong_override_is_a_warning(name: str) -> None:
 def test_invalid_override_is_an_error(overrides: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=re.escape(message)):
         ct.check(initialize(ComplexRopeModel()), **overrides)
+
+
+class SourceModel(nn.Module):
+    """An encoder-decoder whose forward takes a source, a source mask and decoder tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.positions = nn.Embedding(VOCAB_SIZE, D_MODEL), nn.Embedding(96, D_MODEL)
+        self.transformer = nn.Transformer(D_MODEL, HEADS, 2, 2, 64, batch_first=True)
+        self.head = nn.Linear(D_MODEL, VOCAB_SIZE)
+
+    def embed_tokens(self, tokens: Tensor) -> Tensor:
+        return self.embed(tokens) + self.positions(torch.arange(tokens.shape[1]))  # type: ignore[no-any-return]
+
+    def forward(self, source: Tensor, mask: Tensor | None, tokens: Tensor) -> Tensor:
+        padding = None if mask is None else ~mask
+        future = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool).triu(1)
+        out = self.transformer(
+            self.embed_tokens(source),
+            self.embed_tokens(tokens),
+            tgt_mask=future,
+            src_key_padding_mask=padding,
+            memory_key_padding_mask=padding,
+        )
+        return self.head(out)  # type: ignore[no-any-return]
+
+
+def test_encoder_decoder_needs_no_other_function_than_logits_with_source() -> None:
+    model = SourceModel().eval()
+    kwargs: dict[str, Any] = {"kind": "encoder-decoder", "logits_with_source": model, "only": ["causality", "cross"]}
+    for source in (model, None):
+        report = ct.check(source, vocab_size=VOCAB_SIZE, **kwargs)
+        assert not report.problems, report
+        assert report["causality"].verdict == report["cross-attention-source"].verdict == "pass"
+    with pytest.raises(InputError, match="vocab_size is unknown"):
+        ct.check(model, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("name", "check", "output", "message"),
+    [
+        ("hidden_states", "residual-growth", [torch.ones(1, 16, 8)], "one before the first block and one per block"),
+        ("hidden_states", "residual-growth", torch.ones(1, 16, 8), r"returned a tensor of shape \(1, 16, 8\)"),
+        ("attentions", "attention-entropy", [torch.ones(2, 16, 16)], r"of shape \(2, heads, 16, 16\), one per layer"),
+    ],
+)
+def test_wrong_hidden_states_and_attentions_are_described(name: str, check: str, output: Any, message: str) -> None:
+    table = torch.randn(VOCAB_SIZE, D_MODEL, generator=torch.Generator().manual_seed(0))
+    overrides: dict[str, Any] = {name: lambda tokens: output}
+    finding = ct.check(lambda tokens: table[tokens].cumsum(1), only=[check], has_positions=False, **overrides)[check]
+    assert finding.verdict == "warn"
+    assert re.search(message, finding.message), finding

@@ -22,6 +22,8 @@ GenerateFunction = Callable[[Tensor, int], Tensor]
 CachedForward = Callable[[Tensor, Any], tuple[Tensor, Any]]
 TokensFunction = Callable[[Tensor, Tensor], Tensor]
 """tokens and a second tensor (mask, positions, labels …) → logits or loss."""
+TensorsFunction = Callable[[Tensor], Sequence[Tensor]]
+"""tokens → one tensor per layer."""
 
 
 def require(value: T | None) -> T:
@@ -83,6 +85,12 @@ class CheckedModel:
     """source tokens, source mask or None, decoder tokens → logits of an encoder-decoder."""
     load_balancing_loss: TokensFunction | None = None
     """tokens, mask → load-balancing loss of a mixture of experts."""
+    hidden_states: TensorsFunction | None = None
+    """tokens → residual stream (B, T, d) before the first block and after each block. Only needed for a function
+    without a `module`, such as a JAX model."""
+    attentions: TensorsFunction | None = None
+    """tokens → attention pattern (B, H, T, T) of each layer, after the softmax. Only needed for a function whose
+    attention is not computed by PyTorch."""
     attention: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
     """q (B, H, T, D), k and v (B, G, T, D) with G kv heads → attention output (B, H, T, D)."""
     logits_with_filled_cache: Callable[[Tensor, float], Tensor] | None = None

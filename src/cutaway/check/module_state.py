@@ -4,12 +4,14 @@ import copy
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from cutaway.check.checked_model import CheckedModel, require
-from cutaway.check.numerics import LOW_PRECISION_DTYPES, LowPrecisionRecorder
+from cutaway.check.numerics import LOW_PRECISION_DTYPES, Args, Kwargs, LowPrecisionRecorder, TorchFunction
 from cutaway.check.report.finding import SkipCheckError
 from cutaway.device import free_memory
 from cutaway.errors import InputError
@@ -82,6 +84,61 @@ def upcast_to_fp32(module: nn.Module | None) -> AbstractContextManager[None]:
     """Convert the bf16 and fp16 parameters and buffers of a module to fp32 while the context is active."""
     tensors = [] if module is None else [*module.parameters(), *module.buffers()]
     return swap_tensors(tensors, lambda data: data.float() if data.dtype in LOW_PRECISION_DTYPES else None)
+
+
+class _Fp64Functions(TorchFunctionMode):
+    """Function mode in which conversions to fp32 and new fp32 tensors are in fp64."""
+
+    def __torch_function__(
+        self, func: TorchFunction, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
+        if func is Tensor.float:
+            func = Tensor.double
+        args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
+        kwargs = {name: torch.float64 if arg is torch.float32 else arg for name, arg in (kwargs or {}).items()}
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def run_in_fp64(module: nn.Module) -> Iterator[None]:
+    """Compute in fp64 while the context is active: weights, new tensors, and conversions to fp32 in the forward pass.
+
+    The rounding error of a result is then smaller by a factor of about 10⁹; everything else is the same. Attributes
+    that the forward pass sets, such as a mask or RoPE tables of the largest length so far, are restored on exit.
+    """
+    tensors = [*module.parameters(), *module.buffers()]
+    default_dtype = torch.get_default_dtype()
+    attributes = [(submodule.__dict__, _copy_attributes(submodule.__dict__)) for submodule in module.modules()]
+    with swap_tensors(tensors, lambda data: data.double() if data.is_floating_point() else None):
+        torch.set_default_dtype(torch.float64)
+        try:
+            with _Fp64Functions():
+                yield
+        finally:
+            torch.set_default_dtype(default_dtype)
+            for current, original in attributes:
+                _restore_attributes(current, original)
+
+
+def _copy_attributes(attributes: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Attribute name → its value, and a shallow copy of the value if it is a dict or a list."""
+    return {
+        name: (value, copy.copy(value) if isinstance(value, dict | list) else None)
+        for name, value in attributes.items()
+    }
+
+
+def _restore_attributes(current: dict[str, Any], original: dict[str, tuple[Any, Any]]) -> None:
+    """Restore the attributes of a module, and the contents of dicts and lists, from `_copy_attributes`."""
+    for name in current.keys() - original.keys():
+        del current[name]
+    for name, (value, contents) in original.items():
+        current[name] = value
+        if isinstance(value, dict):
+            value.clear()
+            value.update(contents)
+        elif isinstance(value, list):
+            value[:] = contents
 
 
 @contextmanager

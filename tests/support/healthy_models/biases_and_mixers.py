@@ -9,6 +9,7 @@ from support.healthy_models.llama import Llama
 from support.healthy_models.registry import D_MODEL, HEADS, VOCAB_SIZE, healthy_model, initialize
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 
 class BiasedAttention(nn.Module):
@@ -185,3 +186,67 @@ class TiedUnembedding(nn.Module):
 @healthy_model()
 def functional_unembedding() -> Any:
     return initialize(TiedUnembedding())
+
+
+class FFTConvolution(nn.Module):
+    """A long convolution by FFT, as in Hyena. Its gradient for later tokens is zero up to rounding errors."""
+
+    def __init__(self, *, casts: bool = False) -> None:
+        super().__init__()
+        self.casts = casts
+        decay = torch.exp(-torch.arange(96) / 8)
+        self.kernel = nn.Parameter(0.3 * torch.randn(D_MODEL, 96) * decay)
+        self.in_proj, self.out = nn.Linear(D_MODEL, 2 * D_MODEL), nn.Linear(D_MODEL, D_MODEL)
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.shape[1]
+        values, gate = self.in_proj(x).transpose(1, 2).chunk(2, 1)
+        values = values.to(torch.float32) if self.casts else values
+        spectrum = torch.fft.rfft(values, 2 * length) * torch.fft.rfft(self.kernel[:, :length], 2 * length)
+        mixed = torch.fft.irfft(spectrum, 2 * length)[..., :length].to(gate.dtype)
+        return self.out((mixed * gate).transpose(1, 2))  # type: ignore[no-any-return]
+
+
+@healthy_model()
+def fft_convolution() -> Any:
+    return initialize(Llama([Block(FFTConvolution(), MLP()) for _ in range(2)]))
+
+
+@healthy_model()
+def fft_convolution_in_fp32() -> Any:
+    return initialize(Llama([Block(FFTConvolution(casts=True), MLP()) for _ in range(2)]))
+
+
+class CheckpointedBlock(Block):
+    """A block that is always run with activation checkpointing, also in eval mode."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+@healthy_model()
+def checkpointed_blocks() -> Any:
+    return initialize(Llama([LearnedPositions(), *(CheckpointedBlock(EinsumAttention(), MLP()) for _ in range(2))]))
+
+
+class RequiredMask(nn.Module):
+    """The attention mask is a required argument, and positions are derived from it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.positions = nn.Embedding(VOCAB_SIZE, D_MODEL), nn.Embedding(96, D_MODEL)
+        self.qkv, self.out, self.head = (nn.Linear(D_MODEL, n) for n in (3 * D_MODEL, D_MODEL, VOCAB_SIZE))
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        length = input_ids.shape[1]
+        x = self.embed(input_ids) + self.positions((attention_mask.cumsum(1) - 1).clamp(min=0))
+        q, k, v = (y.unflatten(-1, (HEADS, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        visible = torch.ones(length, length, dtype=torch.bool).tril() & attention_mask.bool()[:, None, None]
+        visible = visible | torch.eye(length, dtype=torch.bool)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
+        return self.head(x + self.out(y.transpose(1, 2).flatten(2)))  # type: ignore[no-any-return]
+
+
+@healthy_model()
+def required_attention_mask() -> Any:
+    return initialize(RequiredMask())

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import torch
 from support.seeded_bugs.reference_gpt import Block, ReferenceGPT
 from support.seeded_bugs.registry import seeded_bug
@@ -146,3 +147,50 @@ def ffn_without_norm() -> ReferenceGPT:
         block.norm2 = torch.nn.Identity()
         block.up.weight.data.mul_(2.0)
     return model
+
+
+def run_without_pytorch(tokens: Tensor, pattern_scale: float = 1.0) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """Logits, hidden states and attention patterns of a small model in NumPy, as of a JAX model."""
+    rng = np.random.default_rng(0)
+    embedding, query, key = rng.normal(size=(50, 16)), rng.normal(size=(4, 16, 4)), rng.normal(size=(4, 16, 4))
+    x = embedding[tokens.numpy()]
+    scores = np.einsum("btd,hde,bsf,hfe->bhts", x, query, x, key) * pattern_scale / 8
+    scores = np.where(np.tri(x.shape[1], dtype=bool), scores, -np.inf)
+    pattern = np.exp(scores - scores.max(-1, keepdims=True))
+    pattern /= pattern.sum(-1, keepdims=True)
+    hidden = [x, x + np.einsum("bhts,bsd->btd", pattern, x)]
+    hidden.append(hidden[1] + np.tanh(hidden[1]))
+    logits, *others = (torch.from_numpy(y.astype("float32")) for y in (hidden[-1] @ embedding.T, pattern, *hidden))
+    return logits, others[1:], others[:1]
+
+
+def build_without_pytorch(**overrides: Any) -> tuple[Any, dict[str, Any]]:
+    """The model of `run_without_pytorch` as functions for `ct.check`."""
+    functions = {
+        "hidden_states": lambda tokens: run_without_pytorch(tokens)[1],
+        "attentions": lambda tokens: run_without_pytorch(tokens)[2],
+        "has_positions": False,
+    }
+    return lambda tokens: run_without_pytorch(tokens)[0], functions | overrides
+
+
+@seeded_bug("attention-entropy")
+def uniform_patterns_of_a_function() -> tuple[Any, dict[str, Any]]:
+    return build_without_pytorch(attentions=lambda tokens: run_without_pytorch(tokens, pattern_scale=0.0)[2])
+
+
+@seeded_bug("residual-growth")
+def exploding_hidden_states_of_a_function() -> tuple[Any, dict[str, Any]]:
+    def hidden_states(tokens: Tensor) -> list[Tensor]:
+        first, *others = run_without_pytorch(tokens)[1]
+        return [first, *(x * 1e4 for x in others)]
+
+    return build_without_pytorch(hidden_states=hidden_states)
+
+
+@seeded_bug("dead-heads")
+def zero_pattern_of_a_function() -> tuple[Any, dict[str, Any]]:
+    def attentions(tokens: Tensor) -> list[Tensor]:
+        return [x * torch.tensor([1.0, 0.0, 1.0, 1.0])[:, None, None] for x in run_without_pytorch(tokens)[2]]
+
+    return build_without_pytorch(attentions=attentions)

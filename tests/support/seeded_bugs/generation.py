@@ -221,3 +221,51 @@ def sorted_ranks_as_tokens() -> tuple[ReferenceGPT, dict[str, Any]]:
         return torch.multinomial(logits.softmax(-1).sort(descending=True).values, n, replacement=True)
 
     return build_with_sampler(sample_tokens)
+
+
+@seeded_bug("sampling")
+def top_k_keeps_one_more_with_keyword_arguments() -> tuple[ReferenceGPT, dict[str, Any]]:
+    """The sampler takes its parameters as **kwargs."""
+
+    def sample_tokens(logits: Tensor, n: int, **kwargs: Any) -> Tensor:
+        top_k = kwargs.pop("top_k", None)
+        return sample(logits, n, top_k=None if top_k is None else top_k + 1, **kwargs)
+
+    return build_with_sampler(sample_tokens)
+
+
+@seeded_bug("sampling")
+def top_p_before_temperature() -> tuple[ReferenceGPT, dict[str, Any]]:
+    def sample_tokens(logits: Tensor, n: int, temperature: float = 1.0, top_p: float = 1.0) -> Tensor:
+        p, tokens = logits.softmax(-1).sort(descending=True)
+        p = torch.where(p.cumsum(0) - p < top_p, p, 0.0)
+        return tokens[torch.multinomial((p.log() / temperature).softmax(-1), n, replacement=True)]
+
+    return build_with_sampler(sample_tokens)
+
+
+def build_with_eos(*, stop_early: bool) -> tuple[ReferenceGPT, dict[str, Any]]:
+    """One row that ends with eos ends all rows: the others are padded with eos, or, with `stop_early`, cut off."""
+    model = ReferenceGPT()
+    tokens = torch.randint(model.vocab_size, (1, 16), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        eos = int(model(tokens)[0].argmax(-1).flatten().mode().values)
+
+    def generate(tokens: Tensor, n: int, mask: Tensor | None = None) -> Tensor:
+        out = ReferenceGPT.generate(model, tokens, n, mask)
+        ended = (out == eos).any(0)
+        end = int(ended.long().argmax()) + 1 if bool(ended.any()) else n
+        return out[:, :end] if stop_early else torch.where(torch.arange(n) < end, out, eos)
+
+    model.generate = generate  # type: ignore[method-assign]
+    return model, {**check_kwargs(model), "eos_token_id": eos, "generate_padded": None}
+
+
+@seeded_bug("generation")
+def one_eos_pads_all_rows() -> tuple[ReferenceGPT, dict[str, Any]]:
+    return build_with_eos(stop_early=False)
+
+
+@seeded_bug("generation")
+def one_eos_stops_all_rows() -> tuple[ReferenceGPT, dict[str, Any]]:
+    return build_with_eos(stop_early=True)

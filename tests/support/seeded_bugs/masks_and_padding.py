@@ -254,6 +254,14 @@ def last_source_token_dropped() -> tuple[ReferenceEncoderDecoder, dict[str, Any]
 
 
 @seeded_bug("cross-attention-source")
+def only_first_source_tokens_visible() -> tuple[ReferenceEncoderDecoder, dict[str, Any]]:
+    """The encoder reads the whole source, but cross-attention only sees its first sixteen outputs."""
+    model = ReferenceEncoderDecoder()
+    model.visible_memory = lambda memory: memory[:, :16]  # type: ignore[method-assign]
+    return encoder_decoder_kwargs(model)
+
+
+@seeded_bug("cross-attention-source")
 def causal_cross_attention() -> tuple[ReferenceEncoderDecoder, dict[str, Any]]:
     """Cross-attention uses a causal mask, which masks later source tokens."""
     model = ReferenceEncoderDecoder()

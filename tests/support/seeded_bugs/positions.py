@@ -253,3 +253,32 @@ def theta_of_the_config_ignored() -> tuple[ReferenceGPT, dict[str, Any]]:
     model = ReferenceGPT()
     model.config = SimpleNamespace(rope_theta=500_000.0, n_layer=2)  # type: ignore[assignment]
     return model, {"logits": lambda tokens: model(tokens)[0]}
+
+
+@seeded_bug("rope-precision", also_caught_by=("low-precision", "rope-shift-invariance", "rope-layout"))
+def rope_angles_rounded_to_bf16() -> tuple[ReferenceGPT, dict[str, Any]]:
+    """Positions and frequencies are in bf16, and only cos and sin are in fp32."""
+
+    def apply_rope(attention: Any, x: Tensor, positions: Tensor) -> Tensor:
+        angle = (positions[:, None, :, None].bfloat16() * attention.frequencies(x.device).bfloat16()).float()
+        cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+        a, b = x.chunk(2, -1)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+    return patch_rope(apply_rope)
+
+
+@seeded_bug("rope-layout")
+def values_rotated() -> tuple[ReferenceGPT, dict[str, Any]]:
+    """RoPE is applied to v too. The position properties of the model are not stated."""
+    model = ReferenceGPT()
+    for block in model.blocks:
+        attention = block.attention
+
+        def update_cache(k: Tensor, v: Tensor, positions: Tensor, cache: Any, attention: Any = attention) -> Any:
+            v = attention.apply_rope(v, positions.clamp(min=0))
+            return type(attention).update_cache(attention, k, v, positions, cache)
+
+        attention.update_cache = update_cache
+    kwargs = check_kwargs(model)
+    return model, {name: value for name, value in kwargs.items() if name != "relative_positions"}

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from cutaway.check.adapters.cached_forward import add_cached_forward
 from cutaway.check.adapters.cutaway import adapt_cutaway_model
 from cutaway.check.adapters.length_multiple import pad_to_multiple
-from cutaway.check.adapters.module import adapt_attention_kernel, adapt_function, adapt_module
+from cutaway.check.adapters.module import adapt_attention_kernel, adapt_function, adapt_module, adapt_source_function
 from cutaway.check.adapters.transformers import adapt_transformers_model, is_transformers_model
 from cutaway.check.adapters.user_functions import UserFunctionError, describe_value, validate_override
 from cutaway.check.checked_model import CheckedModel, require
@@ -40,6 +40,8 @@ def build_checked_model(model: object, overrides: dict[str, object], *, seed: in
         setattr(checked, name, validate_override(name, value))
     if checked.logits is None and checked.attention is not None:
         adapt_attention_kernel(checked)
+    if "logits_with_source" in overrides and "logits" not in overrides:
+        adapt_source_function(checked, seed)
     if checked.multiple is not None:
         pad_to_multiple(checked, checked.multiple)
     _infer_properties(checked)
@@ -58,7 +60,7 @@ def _adapt_any(source: object, overrides: dict[str, object], seed: int) -> Check
     if isinstance(source, nn.Module):
         is_transformers = is_transformers_model(source)
         return adapt_transformers_model(source, seed) if is_transformers else adapt_module(source, overrides)
-    if source is None and ("logits" in overrides or "attention" in overrides):
+    if source is None and overrides.keys() & {"logits", "attention", "logits_with_source"}:
         return CheckedModel()
     if callable(source):
         return adapt_function(source, overrides)

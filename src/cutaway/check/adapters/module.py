@@ -10,10 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from cutaway.check.checked_model import CheckedModel, LogitsFunction, require
+from cutaway.errors import InputError
 
 _ATTENTION_ARG_NAMES = (("q", "k", "v"), ("query", "key", "value"), ("queries", "keys", "values"))
 KERNEL_HEADS, KERNEL_HEAD_DIM, _KERNEL_VOCAB_SIZE = 4, 16, 64
 """Sizes of the random inputs of an attention kernel."""
+SOURCE_LEN = 9
+"""Length of the fixed random source of an encoder-decoder."""
 
 
 def adapt_module(module: nn.Module, overrides: Mapping[str, object]) -> CheckedModel:
@@ -35,12 +38,15 @@ def adapt_function(
     Its other arguments are recognized by the argument names of `signature`, which is the function itself by default.
     """
     checked = CheckedModel(name=getattr(function, "__name__", type(function).__name__))
-    if "logits" in overrides or "attention" in overrides:
+    if overrides.keys() & {"logits", "attention", "logits_with_source"}:
         return checked
     names = argument_names(signature or function)
     if tuple(names[:3]) in _ATTENTION_ARG_NAMES:
         checked.attention = function
         return checked
+    mask = _parameters(signature or function).get("attention_mask")
+    if mask is not None and mask.default is inspect.Parameter.empty:  # a required argument
+        function = _with_default_mask(function)
     if "targets" in names:  # without targets, nanoGPT returns the logits of the last token only
         checked.logits = lambda tokens: extract_logits(function(tokens, targets=tokens))
         checked.loss = lambda tokens, labels: _next_token_loss(function, tokens[:, :-1], labels[:, 1:])
@@ -75,10 +81,30 @@ def _next_token_loss(function: Callable[..., object], tokens: Tensor, targets: T
 
 def argument_names(function: Callable[..., object]) -> list[str]:
     """Names of a function's arguments; empty if Python cannot inspect it."""
+    return list(_parameters(function))
+
+
+def accepts_argument(function: Callable[..., object], name: str) -> bool:
+    """Whether a function can be called with the keyword argument `name`: it is named, or the function has **kwargs."""
+    parameters = _parameters(function)
+    return name in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+
+
+def _parameters(function: Callable[..., object]) -> Mapping[str, inspect.Parameter]:
+    """Parameters of a function; empty if Python cannot inspect it."""
     try:
-        return list(inspect.signature(function).parameters)
+        return inspect.signature(function).parameters
     except (TypeError, ValueError):
-        return []
+        return {}
+
+
+def _with_default_mask(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that calls `function` with an attention mask of ones, unless one is passed."""
+
+    def run(tokens: Tensor, **kwargs: Any) -> Any:
+        return function(tokens, **({"attention_mask": torch.ones_like(tokens)} | kwargs))
+
+    return run
 
 
 def extract_logits(output: object) -> Any:
@@ -121,6 +147,20 @@ def adapt_attention_kernel(checked: CheckedModel) -> None:
     def logits(tokens: Tensor) -> Tensor:
         heads = (x.to(checked.dtype or torch.float32)[tokens].transpose(1, 2) for x in (q, k, v))  # (B, H, T, D)
         return attention(*heads).transpose(1, 2).flatten(2)
+
+    checked.logits = logits
+
+
+def adapt_source_function(checked: CheckedModel, seed: int) -> None:
+    """Set `checked.logits` to a function that runs `checked.logits_with_source` with a fixed random source."""
+    logits_with_source = require(checked.logits_with_source)
+    size = checked.source_vocab_size or checked.vocab_size
+    if size is None:
+        raise InputError("vocab_size is unknown, but the source needs random tokens; pass vocab_size=")
+    source = torch.randint(size, (1, SOURCE_LEN), generator=torch.Generator().manual_seed(seed + 1))
+
+    def logits(tokens: Tensor) -> Tensor:
+        return logits_with_source(source.to(tokens.device).expand(len(tokens), -1), None, tokens)
 
     checked.logits = logits
 

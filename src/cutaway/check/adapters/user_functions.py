@@ -105,6 +105,23 @@ def _validate_tokens(name: str, output: object, args: Args) -> Tensor:
     return output
 
 
+def _validate_layers(name: str, output: object, args: Args) -> list[Tensor]:
+    """Validate the outputs of `hidden_states` and `attentions`: one tensor per layer."""
+    batch_size, seq_len = args[0].shape
+    ndim, shape = 3, f"({batch_size}, {seq_len}, d)"
+    if name == "attentions":
+        ndim, shape = 4, f"({batch_size}, heads, {seq_len}, {seq_len})"
+    layers = list(output) if isinstance(output, tuple | list) else []
+    wrong = [x for x in layers if not isinstance(x, Tensor) or x.ndim != ndim or not x.is_floating_point()]
+    wrong += [x for x in layers if not wrong and (len(x) != batch_size or x.shape[ndim - 2] != seq_len)]
+    if wrong or len(layers) < (2 if name == "hidden_states" else 1):
+        problem = f"a list with {describe_value(wrong[0])}" if wrong else describe_value(output)
+        count = "one before the first block and one per block" if name == "hidden_states" else "one per layer"
+        message = f"{name}= returned {problem}; it must return a list of floating-point tensors of shape {shape}"
+        raise UserFunctionError(f"{message}, {count}")
+    return layers
+
+
 _LOGITS_FUNCTIONS = [
     "logits",
     "reference_logits",
@@ -116,4 +133,6 @@ _VALIDATORS: dict[str, Callable[[str, Any, Args], object]] = {
     "logits_with_cache": _validate_cached,
     "logits_with_padded_cache": _validate_cached,
     "loss": _validate_loss,
+    "hidden_states": _validate_layers,
+    "attentions": _validate_layers,
 }

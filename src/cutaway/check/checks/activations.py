@@ -13,8 +13,10 @@ from cutaway.check.numerics import Args, Kwargs
 from cutaway.check.probes.activation_tracer import (
     MASKED_SCORE,
     ActivationTracer,
-    GatedAttention,
+    AttentionScores,
     LinearCall,
+    ResidualStream,
+    TracedAttention,
     is_hidden_state,
     trace_residual_streams,
 )
@@ -43,15 +45,26 @@ def _trace_activations(ctx: CheckContext) -> tuple[ActivationTracer, Tensor]:
         return tracer, ctx.logits(tokens)
 
 
-def _trace_gated_attentions(ctx: CheckContext) -> list[GatedAttention]:
+def _trace_attentions(ctx: CheckContext) -> list[TracedAttention]:
     """The attention calls of the traced forward pass; raise SkipCheckError if there are none."""
-    attentions = _trace_activations(ctx)[0].gated_attentions
+    attentions = _trace_activations(ctx)[0].traced_attentions
     if not attentions:
         raise SkipCheckError("needs attention by softmax or scaled_dot_product_attention")
     return attentions
 
 
-def _score_spread(attention: GatedAttention) -> tuple[Tensor, Tensor]:
+def _get_attention_scores(ctx: CheckContext) -> list[AttentionScores]:
+    """The attention calls of one forward pass: from the function `attentions`, if it was passed, otherwise traced.
+
+    The scores of a pattern are its logarithms, up to a constant per query.
+    """
+    if ctx.model.attentions is None:
+        return list(_trace_attentions(ctx))
+    patterns = ctx.model.attentions(ctx.random_tokens(1 if ctx.is_slow else 2))
+    return [AttentionScores(f"layer {n}", x.float().log(), x.float()) for n, x in enumerate(patterns)]
+
+
+def _score_spread(attention: AttentionScores) -> tuple[Tensor, Tensor]:
     """Spread (maximum minus minimum) of the visible scores of each query, and the number of visible keys."""
     visible = (attention.scores > MASKED_SCORE) & attention.scores.isfinite()
     high = attention.scores.masked_fill(~visible, -torch.inf).amax(-1)
@@ -63,20 +76,22 @@ def _score_spread(attention: GatedAttention) -> tuple[Tensor, Tensor]:
 def attention_entropy(ctx: CheckContext) -> Iterator[CaseResult]:
     """Catches uniform attention (the same weight for every key), or attention on a single key in all heads.
 
-    Trace every attention softmax of one forward pass. A head is uniform if the scores of each query differ by at most
-    1e-6. A layer has collapsed if at least half of the queries, over all heads, have their largest weight on another
-    key than the first, and the mean of these weights exceeds 0.995.
+    Trace every attention softmax of one forward pass, or use the patterns of the function `attentions`. A head is
+    uniform if the scores of each query differ by at most 1e-6. A layer has collapsed if at least half of the
+    queries, over all heads, have their largest weight on another key than the first, and the mean of these weights
+    exceeds 0.995.
 
     Cause: queries, keys or the scale are zero; or the scores are so large that the softmax is saturated.
     Fix: inspect the scale and the weights of q and k; in training, normalize queries and keys (QK-norm).
     """
-    for call in _trace_gated_attentions(ctx):
+    for call in _get_attention_scores(ctx):
         spread, num_keys = _score_spread(call)
         counted = num_keys >= _MIN_VISIBLE_KEYS
         if not bool(counted.any()):
             continue
         head_spread = spread.masked_fill(~counted, 0.0).amax((0, 2))
-        flat = [head for head, value in enumerate(head_spread.tolist()) if value <= _FLAT_SPREAD]
+        has_queries = counted.any(2).any(0).tolist()  # a head without visible keys is not uniform
+        flat = [head for head, value in enumerate(head_spread.tolist()) if value <= _FLAT_SPREAD and has_queries[head]]
         if flat:
             message = f"head {flat[0]} has the same weight on every key ({len(flat)} of {len(head_spread)} heads)"
             yield warning(message, float(head_spread[flat[0]]), _FLAT_SPREAD, call.module)
@@ -102,7 +117,7 @@ def attention_logits(ctx: CheckContext) -> CaseResult:
     Cause: the scale is missing or inverted, or q and k have grown without bound in training.
     Fix: multiply q·k by 1/sqrt(d_head); in training, use QK-norm, a softcap or a lower learning rate.
     """
-    spreads = [(float(_score_spread(call)[0].max()), call.module) for call in _trace_gated_attentions(ctx)]
+    spreads = [(float(_score_spread(call)[0].max()), call.module) for call in _trace_attentions(ctx)]
     worst, location = max(spreads)
     if worst > _MAX_LOGIT_SPREAD:
         return warning(f"the attention logits of one query differ by {worst:.0f}", worst, _MAX_LOGIT_SPREAD, location)
@@ -152,24 +167,19 @@ def _max_activation(call: LinearCall) -> float:
     return max((torch.inf if value != value else value for value in values), default=0.0)
 
 
-@register_check("residual-growth", needs=("logits", "module"))
+@register_check("residual-growth", needs=("logits", "module|hidden_states"))
 def residual_growth(ctx: CheckContext) -> Iterator[CaseResult]:
     """Catches a residual stream that explodes or vanishes from block to block.
 
-    Trace the residual stream through blocks that each take the output of the previous one. The median RMS of a token's
-    vector must not grow or shrink by a factor of more than 1000 in one block or 10⁶ in total, and not grow by a factor
-    of 1.6 per block over six blocks: with a norm in front of each sublayer, its output does not grow with the residual
-    stream.
+    Trace the residual stream through blocks that each take the output of the previous one, or use the function
+    `hidden_states`. The median RMS of a token's vector must not grow or shrink by a factor of more than 1000 in one
+    block or 10⁶ in total, and not grow by a factor of 1.6 per block over six blocks: with a norm in front of each
+    sublayer, its output does not grow with the residual stream.
 
     Cause: a missing norm, a wrong factor on a sublayer, or a missing residual connection.
     Fix: normalize the input of each sublayer, add its output to the residual stream, and check the block's scale.
     """
-    require_uncompiled(ctx.module)
-    with trace_residual_streams(ctx.module) as streams:
-        ctx.logits(ctx.random_tokens())
-    streams = [stream for stream in streams if len(stream.block_names) > 1]
-    if not streams:
-        raise SkipCheckError("needs blocks: modules that each take the output of the previous one")
+    streams = _get_residual_streams(ctx)
     array = MeasuredArray(
         "lines", "Residual stream by block", "block (0: embedding)", "median RMS of a token's vector", []
     )
@@ -190,6 +200,20 @@ def residual_growth(ctx: CheckContext) -> Iterator[CaseResult]:
                     yield warning(f"the residual stream {change} by a factor of {ratio:.2g} {span}", ratio, limit, name)
         yield from _check_steady_growth(rms, stream.block_names)
     yield success("the residual stream neither explodes nor vanishes", array=array)
+
+
+def _get_residual_streams(ctx: CheckContext) -> list[ResidualStream]:
+    """Residual streams of several blocks: from the function `hidden_states`, if it was passed, otherwise traced."""
+    if ctx.model.hidden_states is not None:
+        values = list(ctx.model.hidden_states(ctx.random_tokens()))
+        return [ResidualStream(values, [f"block {n}" for n in range(len(values) - 1)])]
+    require_uncompiled(ctx.module)
+    with trace_residual_streams(ctx.module) as streams:
+        ctx.logits(ctx.random_tokens())
+    streams = [stream for stream in streams if len(stream.block_names) > 1]
+    if not streams:
+        raise SkipCheckError("needs blocks: modules that each take the output of the previous one")
+    return streams
 
 
 def _check_steady_growth(rms: list[float], block_names: list[str]) -> Iterator[CaseResult]:
@@ -297,27 +321,35 @@ def _scale_input(block: nn.Module, factor: float) -> Iterator[None]:
 def dead_heads(ctx: CheckContext) -> Iterator[CaseResult]:
     """Catches attention heads without effect: their values or their part of the output projection are zero.
 
-    Multiply the output of each head by a gate of one, and compute the gradient of a random linear combination of the
-    logits with respect to the gates (Michel et al. 2019). A head whose gate has no gradient has no effect.
+    Compute the gradient of a random linear combination of the logits with respect to a gate of one that multiplies the
+    output of each head (Michel et al. 2019). A head whose gate has no gradient has no effect. If attention is not
+    computed by PyTorch, a head whose weights in the function `attentions` are all zero has no effect.
 
     Cause: weights were pruned, not loaded, or loaded into the wrong tensor; or the attention output is not used.
     Fix: inspect the v and o projections of the named layer; remove heads that are not needed.
     """
-    attentions, out = _trace_gated_attentions(ctx), _trace_activations(ctx)[1]
+    tracer, out = _trace_activations(ctx)
+    if not tracer.traced_attentions and ctx.model.attentions is not None:
+        yield from _check_zero_heads(ctx)
+        return
+    attentions = _trace_attentions(ctx)
     if not out.requires_grad:
         raise SkipCheckError("needs gradients")
+    if not all(call.out.requires_grad for call in attentions):
+        raise SkipCheckError("needs attention with gradients, without torch.no_grad() or reentrant checkpointing")
     weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(ctx.seed)).to(out.device, out.dtype)
-    gates = [call.gate for call in attentions]
+    outputs = [call.out for call in attentions]
     with torch.enable_grad():
         value = (out * weights).sum()
-    gradients = torch.autograd.grad(value, gates, allow_unused=True, retain_graph=True)
+    gradients = torch.autograd.grad(value, outputs, allow_unused=True, retain_graph=True)
     importances = []  # per attention call, (H,)
     used = {call.module for call, gradient in zip(attentions, gradients, strict=True) if gradient is not None}
     for call, gradient in zip(attentions, gradients, strict=True):
         if gradient is None and call.module in used:  # a second softmax, computed only to return the weights
-            importances.append(torch.ones(call.pattern.shape[1], device=call.gate.device))
+            importances.append(torch.ones(call.pattern.shape[1], device=call.out.device))
             continue
-        grad = torch.zeros_like(call.gate) if gradient is None else gradient
+        grad = torch.zeros_like(call.out) if gradient is None else gradient
+        grad = (grad * call.out.detach()).sum(-1, keepdim=True)  # gradient of the gate
         grad = grad.reshape(*call.pattern.shape[:2], *grad.shape[1:]) if grad.ndim == 3 else grad
         importances.append(grad.float().abs().amax((0, 2, 3)))
     overall = max(float(importance.max()) for importance in importances)
@@ -341,6 +373,17 @@ def dead_heads(ctx: CheckContext) -> Iterator[CaseResult]:
         "nonzero for every head",
     )
     yield success("every head has an effect", array=array if len({len(row) for row in array.values}) == 1 else None)
+
+
+def _check_zero_heads(ctx: CheckContext) -> Iterator[CaseResult]:
+    """Warn about heads whose attention weights are all zero."""
+    for call in _get_attention_scores(ctx):
+        largest = call.pattern.abs().amax((0, 2, 3))
+        dead = [head for head, value in enumerate(largest.tolist()) if value == 0.0]
+        if dead:
+            message = f"head {dead[0]} has no effect ({len(dead)} of {len(largest)} heads): its weights are zero"
+            yield warning(message, 0.0, 0.0, call.module)
+    yield success("every head has attention weights")
 
 
 @register_check("dead-neurons")

@@ -10,7 +10,10 @@ from cutaway.check.context import CheckContext
 from cutaway.check.probes.op_tracer import OpTracer
 from cutaway.check.probes.padded_batch import choose_lengths, masked_positions, pad_rows
 from cutaway.check.registry import register_check
-from cutaway.check.report.finding import CaseResult, failure, success
+from cutaway.check.report.finding import CaseResult, failure, skipped, success
+
+_LONG_SOURCE_LEN = 40
+"""Length of a source that is longer than the one of the other cases."""
 
 
 def _random_source_tokens(ctx: CheckContext, batch_size: int, seq_len: int) -> Tensor:
@@ -26,8 +29,8 @@ def _random_source_tokens(ctx: CheckContext, batch_size: int, seq_len: int) -> T
 def cross_attention_source(ctx: CheckContext) -> Iterator[CaseResult]:
     """Catches a decoder that ignores its source, or a part of it.
 
-    Replace the whole source, then its first and its last token: the logits at every position must change. No
-    cross-attention may mask a token of a source without padding.
+    Replace the whole source, then its first and its last token, and the last token of a longer source: the logits must
+    change. No cross-attention may mask a token of a source without padding.
 
     Cause: cross-attention is missing, does not get the encoder output, or masks a part of it.
     Fix: add cross-attention over the full encoder output to every decoder layer.
@@ -61,6 +64,7 @@ def cross_attention_source(ctx: CheckContext) -> Iterator[CaseResult]:
                 yield diff.failure(message, f"position {position}")
                 return
         yield diff.success(f"the logits change with {name}")
+    yield from _check_long_source(ctx, tokens)
     query_lengths = {call.pattern.shape[-2] for call in tracer.attentions}
     for call in tracer.attentions:
         num_queries, num_keys = call.pattern.shape[-2:]
@@ -78,6 +82,41 @@ def cross_attention_source(ctx: CheckContext) -> Iterator[CaseResult]:
             yield failure(message, float(masked.float().mean()), 0.0, call.module or None)
             return
         yield success("cross-attention attends to the full source")
+
+
+def _check_long_source(ctx: CheckContext, tokens: Tensor) -> Iterator[CaseResult]:
+    """Replace the last token of a long source: the logits of the last position of `tokens` must change."""
+    logits_with_source = require(ctx.model.logits_with_source)
+    length = min(_LONG_SOURCE_LEN, ctx.model.max_seq_len or _LONG_SOURCE_LEN)
+    source = _random_source_tokens(ctx, 1, length)
+    other = source.clone()
+    for _ in range(20):
+        other[:, -1:] = _random_source_tokens(ctx, 1, 1)
+        if bool((other != source).any()):
+            break
+    try:
+        with OpTracer(ctx.model.module) as tracer:
+            base = logits_with_source(source, None, tokens)[:, -1]
+    except (RuntimeError, IndexError, ValueError) as error:
+        yield skipped(f"a source of {length} tokens is not supported: {str(error)[:100]}")
+        return
+    diff = ctx.compare_expecting_difference(
+        lambda: logits_with_source(source, None, tokens)[:, -1],
+        lambda: logits_with_source(other, None, tokens)[:, -1],
+        first_result=base,
+    )
+    if diff.within_tolerance:
+        yield diff.failure(f"the logits do not change with the last of {length} source tokens", f"token {length - 1}")
+        return
+    query_lengths = {call.pattern.shape[-2] for call in tracer.attentions}
+    for call in tracer.attentions:
+        num_queries, num_keys = call.pattern.shape[-2:]
+        is_truncated = num_queries == tokens.shape[1] and num_keys < length and num_keys - 1 not in query_lengths
+        if is_truncated and length in query_lengths and num_keys not in query_lengths:
+            message = f"cross-attention attends to {num_keys} of the {length} source tokens"
+            yield failure(message, num_keys, length, call.module or None)
+            return
+    yield diff.success(f"the logits change with the last of {length} source tokens")
 
 
 @register_check(

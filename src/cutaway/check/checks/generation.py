@@ -7,14 +7,19 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from cutaway.check.adapters.module import argument_names
+from cutaway.check.adapters.module import accepts_argument
 from cutaway.check.checked_model import GenerateFunction, require
 from cutaway.check.context import CheckContext
 from cutaway.check.numerics import NOISE_MARGIN, Difference
 from cutaway.check.probes.cached_forward import UNSUPPORTED_ERRORS
 from cutaway.check.registry import CAUSAL_KINDS, register_check
-from cutaway.check.report.finding import CaseResult, SkipCheckError, failure, skipped, success
+from cutaway.check.report.finding import CaseResult, SkipCheckError, failure, skipped, success, warning
 from cutaway.errors import format_raised
+
+_NUM_EOS_PROMPTS = 32
+"""Number of random prompts among which one is searched that the model continues with eos."""
+_EOS_CAUSE = "one row that ends with eos ends the whole batch, or the tokens of other rows are replaced by padding"
+_EOS_FIX = "record for each row whether it has ended, and stop when all rows have"
 
 
 def _choose_prompt_lengths(ctx: CheckContext, max_new_tokens: int = 6) -> tuple[int, int]:
@@ -123,8 +128,9 @@ def _check_greedy(
 def generation(ctx: CheckContext) -> Iterator[CaseResult]:
     """Catches generated tokens that do not follow the logits: one step late, stale cache, wrong row, padded positions.
 
-    Generate greedily and run the result in one forward pass: each token must be the most likely one, up to noise. Then
-    generate from a padded batch of prompts of different lengths, and compare each row with the row alone.
+    Generate greedily and run the result in one forward pass: each token must be the most likely one, up to noise. If
+    the eos token is known, one row of a batch ends at once, and the other must continue. Then generate from a padded
+    batch of prompts of different lengths, and compare each row with the row alone.
 
     Cause: the next token is taken from the wrong position or fed twice, or positions count the padding.
     Fix: use the logits of the last real token, feed each token once, and number positions from the first real token.
@@ -137,10 +143,44 @@ def generation(ctx: CheckContext) -> Iterator[CaseResult]:
         if not ctx.is_slow:
             prompt = ctx.random_tokens(1, max(1, length // 2))
             yield _check_greedy(ctx, model.generate, prompt, num_tokens, "alone")
+            if (prompts := _find_eos_prompts(ctx, length)) is not None:
+                yield _check_generation_after_eos(ctx, model.generate, prompts, num_tokens)
     if model.generate_padded is not None:
         for side in ("left", "right"):
             if model.padding_side in (None, "both", side):
                 yield _check_padded_generation(ctx, side, length, num_tokens)
+
+
+def _find_eos_prompts(ctx: CheckContext, length: int) -> Tensor | None:
+    """Two prompts (2, T) such that the most likely next token is eos for the first one and not for the second one.
+
+    None if the eos token is unknown, or if no random prompt has it as its next token.
+    """
+    eos = ctx.model.eos_token_id
+    if eos is None:
+        return None
+    tokens = ctx.random_tokens(_NUM_EOS_PROMPTS, length)
+    ends = ctx.logits(tokens).argmax(-1).eq(eos)  # (prompts, T)
+    usable = ends & ends.logical_not().any(0)
+    if not bool(usable.any()):
+        return None
+    row, position = divmod(int(usable.flatten().long().argmax()), length)
+    other = int(ends[:, position].long().argmin())
+    return tokens[[row, other], : position + 1]
+
+
+def _check_generation_after_eos(
+    ctx: CheckContext, generate: GenerateFunction, prompts: Tensor, num_tokens: int
+) -> CaseResult:
+    """Check that the second row continues after the first row has ended with eos."""
+    generated, eos = generate(prompts, num_tokens), require(ctx.model.eos_token_id)
+    description = "in a batch whose first row ends with eos"
+    new_tokens = generated[1, -min(num_tokens, generated.shape[1]) :]
+    if generated.shape[1] < num_tokens and not bool(new_tokens.eq(eos).any()):
+        message = f"{num_tokens} tokens were requested, but {len(new_tokens)} were generated {description}"
+        return failure(message, len(new_tokens), num_tokens, "row 1", _EOS_CAUSE, _EOS_FIX)
+    case = _check_greedy(ctx, generate, prompts, num_tokens, description)
+    return replace(case, cause=_EOS_CAUSE, fix=_EOS_FIX) if case.verdict == "fail" else case
 
 
 def _check_padded_generation(ctx: CheckContext, side: str, length: int, num_tokens: int) -> CaseResult:
@@ -345,12 +385,22 @@ _EMPTY_FILTER_CAUSE = "the filter keeps one token too few, so that none is left 
 _EMPTY_FILTER_FIX = "keep the token that crosses top_p, and exactly top_k tokens"
 
 
+_TEMPERATURE_AND_TOP_P = {"temperature": 2.0, "top_p": 0.7}
+
+
+_FILTER_ORDER_CAUSE = "the logits are divided by the temperature after the top_p filter, which then keeps other tokens"
+
+
+_FILTER_ORDER_FIX = "divide by the temperature first, as transformers and vLLM do, unless the other order is intended"
+
+
 @register_check("sampling", needs=("sample",), kinds=CAUSAL_KINDS)
 def sampling(ctx: CheckContext) -> Iterator[CaseResult]:
     """Catches samples that do not follow the probabilities: temperature applied twice, a filter that keeps one too few.
 
     Draw several thousand tokens from known logits and compare the counts with the probabilities (a chi-square test that
-    a correct sampler fails once in 10¹² times). Repeat with temperature, top_k and top_p, if `sample` takes them.
+    a correct sampler fails once in 10¹² times). Repeat with temperature, top_k and top_p, if `sample` takes them, and
+    with temperature and top_p: the temperature is applied first.
 
     Cause: logits are scaled or filtered incorrectly, or sorted indices are used as token ids.
     Fix: divide by the temperature once, keep the token that crosses top_p, and map sorted indices back to token ids.
@@ -358,20 +408,32 @@ def sampling(ctx: CheckContext) -> Iterator[CaseResult]:
     sample = require(ctx.model.sample)
     # The logits are unsorted, to detect sorted indices used as token ids. The last token is practically impossible.
     logits = torch.tensor([0.3, 2.0, -1.0, 1.2, 0.0, 1.7, -0.4, 0.9, -40.0], device=ctx.model.device)
-    names = argument_names(sample)
     values = {"temperature": (0.5, 2.0), "top_k": (3, 1), "top_p": (0.7, 0.05)}
-    settings = [{}, *({name: value} for name in values if name in names for value in values[name])]
+    names = [name for name in values if accepts_argument(sample, name)]
+    settings = [{}, *({name: value} for name in names for value in values[name])]
+    if "temperature" in names and "top_p" in names:
+        settings.append(_TEMPERATURE_AND_TOP_P)
     for params in settings:
         description = ", ".join(f"{name} {value:g}" for name, value in params.items())
         path = f" with {description}" if description else ""
         try:
             counts = _count_samples(ctx, partial(sample, logits, **params), len(logits))
+        except TypeError as error:
+            if not params or "argument" not in str(error):
+                raise
+            continue  # a function with **kwargs that does not take this argument
         except (RuntimeError, IndexError, AssertionError) as error:
             if not params:
                 raise
             yield failure(f"sampling{path} {format_raised(error)}", cause=_EMPTY_FILTER_CAUSE, fix=_EMPTY_FILTER_FIX)
             continue
-        yield _test_counts(counts, _expected_probabilities(logits, params), path)
+        case = _test_counts(counts, _expected_probabilities(logits, params), path)
+        if case.verdict == "fail" and params is _TEMPERATURE_AND_TOP_P:
+            top_p_first = _test_counts(counts, _expected_probabilities(logits, params, top_p_first=True), path)
+            if top_p_first.verdict == "pass":
+                message = f"{path.strip()}, top_p is applied before the temperature"
+                case = warning(message, case.measured, case.threshold, cause=_FILTER_ORDER_CAUSE, fix=_FILTER_ORDER_FIX)
+        yield case
 
 
 def _test_counts(counts: Tensor, expected: Tensor, path: str) -> CaseResult:
@@ -409,9 +471,16 @@ def _count_samples(ctx: CheckContext, sample: Callable[[int], Tensor], vocab_siz
     return torch.bincount(tokens, minlength=vocab_size).double()
 
 
-def _expected_probabilities(logits: Tensor, params: Mapping[str, float]) -> Tensor:
-    """Probability (V,) with which a correct sampler with the parameters `params` draws each token."""
-    p = (logits.double() / params.get("temperature", 1.0)).softmax(-1)
+def _expected_probabilities(logits: Tensor, params: Mapping[str, float], *, top_p_first: bool = False) -> Tensor:
+    """Probability (V,) with which a correct sampler with the parameters `params` draws each token.
+
+    With `top_p_first`, the temperature is applied after the top_p filter.
+    """
+    temperature = params.get("temperature", 1.0)
+    if top_p_first:
+        kept = _expected_probabilities(logits, {"top_p": params["top_p"]})
+        return (kept.log() / temperature).softmax(-1)
+    p = (logits.double() / temperature).softmax(-1)
     order = p.argsort(descending=True)
     if "top_k" in params:
         p[order[int(params["top_k"]) :]] = 0.0

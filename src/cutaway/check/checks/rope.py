@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cutaway.check.adapters.declared_config import find_declared_theta
 from cutaway.check.checked_model import require
+from cutaway.check.checks.attention import trace_self_attention
 from cutaway.check.checks.positions import check_score_diagonals, compare_positions, repeated_token
 from cutaway.check.context import CheckContext
 from cutaway.check.numerics import LOW_PRECISION_DTYPES
@@ -25,7 +26,7 @@ from cutaway.check.probes.rope_probe import (
     trace_rope_layers,
 )
 from cutaway.check.registry import register_check
-from cutaway.check.report.finding import CaseResult, SkipCheckError, failure, success
+from cutaway.check.report.finding import CaseResult, SkipCheckError, failure, success, warning
 from cutaway.config import DynamicNTK, LongRope
 from cutaway.config import Rope as RopeConfig
 
@@ -39,6 +40,10 @@ _MAX_ANGLE_UNCERTAINTY = 0.3
 """Angles whose possible rounding error is larger than this, in radians, are not compared."""
 _SAME_FREQUENCY_CAUSE = "the exponent is the same for all pairs: an integer division, or the pair index is missing"
 _SAME_FREQUENCY_FIX = "use theta ** (-2 j / rotary_dim) for pair j, in floating point"
+_MIN_ROTATION = 10.0
+"""Smallest change of rotated values between positions, in units of the tolerance of a rotation."""
+_ROTATED_VALUES_CAUSE = "RoPE is applied to v too, so that the output depends on absolute positions"
+_ROTATED_VALUES_FIX = "rotate q and k only"
 _LAYOUT_NAMES = {"half": "(j, j + rotary_dim/2)", "interleaved": "(2j, 2j + 1)"}
 
 
@@ -46,7 +51,8 @@ _LAYOUT_NAMES = {"half": "(j, j + rotary_dim/2)", "interleaved": "(2j, 2j + 1)"}
 def rope_precision(ctx: CheckContext) -> CaseResult:
     """Catches RoPE angles in bf16 or fp16: large positions are rounded to the same value, and distances change.
 
-    Trace cos and sin calls in a forward pass in the model's own dtype: large angles must not be in bf16 or fp16.
+    Trace cos and sin calls in a forward pass in the model's own dtype: large angles must not be in bf16 or fp16, nor
+    rounded to bf16 before a conversion to fp32.
 
     Cause: positions or frequencies are cast with the rest of the model, or autocast computes their product in bf16.
     Fix: keep frequencies in fp32, compute angles, cos and sin in fp32 without autocast, and cast only cos and sin.
@@ -92,16 +98,20 @@ def rope_layout(ctx: CheckContext) -> CaseResult:
 
     Run a sequence of one repeated token: its queries and keys may differ between positions only by a rotation. The
     pairs of dimensions that keep their norm are the rotated ones. They must be the configured pairs or, without a known
-    configuration, the same for q and k.
+    configuration, the same for q and k. The values of the first layer must not be rotated.
 
     Cause: two layouts are mixed: pairs (j, j + rotary_dim/2) and (2j, 2j + 1), in the code, the tables or the weights.
     Fix: build cos and sin for the pairs that are rotated, and permute the q and k weights to change the layout.
     """
     ropes = get_rope_configs(ctx)
+    if ropes is not None and not any(rope for rope, _ in ropes):
+        raise SkipCheckError("for models with RoPE")
+    if (module := _find_rotated_values(ctx)) is not None:
+        case = failure if ropes is not None else warning
+        message = "the values are rotated by their positions, as the keys are"
+        return case(message, location=module or None, cause=_ROTATED_VALUES_CAUSE, fix=_ROTATED_VALUES_FIX)
     if ropes is None:
         return _check_layout_without_config(ctx)
-    if not any(rope for rope, _ in ropes):
-        raise SkipCheckError("for models with RoPE")
     layers = [layer for layer in trace_rope_layers(ctx) if layer.rope is not None]
     if not layers:
         raise SkipCheckError("needs queries and keys that can be traced, without other positions in them")
@@ -122,6 +132,18 @@ def rope_layout(ctx: CheckContext) -> CaseResult:
                 message = f"{name} are rotated in the wrong direction: by -position · frequency"
                 return failure(message, errors[0], 1.0, layer.module_path)
     return success(f"in {len(layers)} layers q and k are rotated by the configured pairs", worst, tolerance)
+
+
+def _find_rotated_values(ctx: CheckContext) -> str | None:
+    """The module of the first attention call, if its values of a repeated token are rotated as its keys; else None."""
+    tokens, tolerance = repeated_token(ctx), rotation_tolerance(ctx)
+    call = next(iter(trace_self_attention(ctx, tokens)), None)
+    if call is None or call.k is None or call.v is None:
+        return None
+    k, v = call.k[0].float(), call.v[0].float()
+    if k.shape[-1] != v.shape[-1] or max_relative_change(v) <= _MIN_ROTATION * tolerance:
+        return None
+    return call.module if find_rotation_layouts(k, tolerance) & find_rotation_layouts(v, tolerance) else None
 
 
 def _check_layout_without_config(ctx: CheckContext) -> CaseResult:

@@ -18,16 +18,23 @@ MASKED_SCORE = -9000.0
 
 
 @dataclass
-class GatedAttention:
-    """One attention call: scores and pattern (B, H, T, S), and a gate of ones that multiplies each head's output.
-
-    The gradient of the gate measures the importance of the head.
-    """
+class AttentionScores:
+    """Scores and pattern (B, H, T, S) of one attention call."""
 
     module: str
     scores: Tensor
     pattern: Tensor
-    gate: Tensor
+
+
+@dataclass
+class TracedAttention(AttentionScores):
+    """One attention call with its output, or with the pattern if the softmax is explicit: `out` (…, D) or (…, S).
+
+    The gradient with respect to `out`, multiplied by `out`, measures the importance of each head: it is the gradient of
+    a gate of one on the head.
+    """
+
+    out: Tensor
 
 
 @dataclass
@@ -42,12 +49,12 @@ class LinearCall:
 
 
 class ActivationTracer(OpTracer):
-    """Function mode that records linear layers and attention calls, and multiplies attention outputs by gates."""
+    """Function mode that records linear layers and attention calls, whose outputs require a gradient."""
 
     def __init__(self, module: nn.Module | None, batch_size: int) -> None:
         super().__init__(module)
         self.batch_size = batch_size
-        self.gated_attentions: list[GatedAttention] = []
+        self.traced_attentions: list[TracedAttention] = []
         self.linear_calls: list[LinearCall] = []
 
     def __torch_function__(
@@ -63,28 +70,34 @@ class ActivationTracer(OpTracer):
     def _record_linear(self, x: Tensor, weight: Tensor, out: object) -> None:
         """Record a linear layer, if its weight is a matrix."""
         if weight.ndim == 2 and isinstance(out, Tensor):
-            name, num_attentions = self.module_stack[-1], len(self.gated_attentions)
+            name, num_attentions = self.module_stack[-1], len(self.traced_attentions)
             self.linear_calls.append(LinearCall(name, x.detach(), weight.detach(), out.detach(), num_attentions))
 
     def record_sdpa(self, out: Tensor, args: Args, kwargs: Kwargs) -> Tensor:
-        """Record a fused attention call and multiply its output by a gate."""
+        """Record a fused attention call; return its output."""
         call = attention_from_sdpa(self.module_stack[-1], *args, **kwargs)
-        return self._apply_gate(out, call.scores, call.pattern)
+        return self._record_attention(out, call.scores, call.pattern)
 
     def record_softmax(self, out: Tensor, x: Tensor, dim: int | None, *, is_attention: bool = False) -> Tensor:
-        """Record an explicit softmax and multiply its pattern by a gate; leave the softmax of a router unchanged."""
+        """Record an explicit softmax, unless it is that of a router; return its pattern."""
         is_router = out.ndim == 3 and (out.shape[0] == self.batch_size or out.shape[0] % self.batch_size)
-        return out if is_router or out.ndim > 4 else self._apply_gate(out, x.detach(), out.detach())
+        return out if is_router or out.ndim > 4 else self._record_attention(out, x.detach(), out.detach())
 
-    def _apply_gate(self, out: Tensor, scores: Tensor, pattern: Tensor) -> Tensor:
-        """Record the attention call; multiply `out` (its output or pattern) by a gate of ones with requires_grad."""
-        gate = torch.ones(*out.shape[:-1], 1, dtype=out.dtype, device=out.device, requires_grad=True)
+    def _record_attention(self, out: Tensor, scores: Tensor, pattern: Tensor) -> Tensor:
+        """Record an attention call with its output or pattern `out`; return `out`.
+
+        No op is added to a graph, because activation checkpointing runs the same ops again in the backward pass.
+        """
+        recorded = out
+        if torch.is_grad_enabled() and not out.requires_grad:  # all parameters before are frozen
+            recorded = out.detach().requires_grad_()
+            out = recorded.clone()
         if pattern.ndim == 3:
             batch_size = self.batch_size if pattern.shape[0] % self.batch_size == 0 else 1
             scores, pattern = (x.reshape(batch_size, -1, *x.shape[1:]) for x in (scores, pattern))
-        name = self.module_stack[-1] or f"attention {len(self.gated_attentions)}"
-        self.gated_attentions.append(GatedAttention(name, scores.float(), pattern.float(), gate))
-        return out * gate
+        name = self.module_stack[-1] or f"attention {len(self.traced_attentions)}"
+        self.traced_attentions.append(TracedAttention(name, scores.float(), pattern.float(), recorded))
+        return out
 
 
 @dataclass

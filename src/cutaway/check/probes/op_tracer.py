@@ -20,6 +20,24 @@ from torch.overrides import TorchFunctionMode
 from cutaway.check.numerics import Args, Kwargs, TorchFunction
 
 
+def _computed_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of the angles x, or bf16 if they were rounded to bf16 before a conversion.
+
+    All values of rounded angles are numbers of bf16. So are products of a position and a power of two, but these are
+    odd integers below the number of positions, times a power of two. The same test for fp16 would be ambiguous, because
+    products of small positions and frequencies in bf16 are exact in fp16.
+    """
+    values = x.flatten()
+    values = values[(values != 0) & values.isfinite()]
+    is_rounded = x.dtype not in (torch.bfloat16, torch.float16) and values.numel() > 0
+    if not is_rounded or not torch.equal(values.bfloat16().to(x.dtype), values):
+        return x.dtype
+    integers = (torch.frexp(values.float()).mantissa.abs() * _MAX_BF16_INTEGER).long()
+    odd_parts = integers // (integers & -integers)
+    is_rounded = int(odd_parts.max()) > max(x.shape) or max(x.shape) > _MAX_BF16_INTEGER
+    return torch.bfloat16 if is_rounded else x.dtype
+
+
 def torch_functions(names: str) -> set[TorchFunction]:
     """All functions of torch, Tensor and torch.nn.functional that have one of the space-separated `names`."""
     owners = (torch, Tensor, F)
@@ -35,6 +53,8 @@ _ROUTING_FUNCTIONS = torch_functions("topk argmax sort argsort")
 _TRIG_FUNCTIONS = torch_functions("cos sin")
 _ROOT_FUNCTIONS = torch_functions("rsqrt sqrt")
 _BADDBMM_FUNCTIONS = torch_functions("baddbmm")
+_MAX_BF16_INTEGER = 256
+"""All integers up to this one are exact in bf16."""
 BATCHED_MATMUL_FUNCTIONS = torch_functions("matmul __matmul__ bmm baddbmm einsum")
 
 
@@ -126,6 +146,7 @@ class TrigCall:
 
     module: str
     dtype: torch.dtype
+    """The dtype in which the angles were computed: bf16 if their values are rounded to it."""
     max_abs: float
 
 
@@ -193,7 +214,8 @@ class OpTracer(TorchFunctionMode):
         elif func in _ROUTING_FUNCTIONS:
             self.num_routing_calls += 1
         elif func in _TRIG_FUNCTIONS and args[0].is_floating_point() and args[0].numel():
-            self.trig_calls.append(TrigCall(self.module_stack[-1], args[0].dtype, float(args[0].detach().abs().max())))
+            angles = args[0].detach()
+            self.trig_calls.append(TrigCall(self.module_stack[-1], _computed_dtype(angles), float(angles.abs().max())))
         elif func in _ROOT_FUNCTIONS and isinstance(out, Tensor) and out.ndim >= 3 and out.shape[-1] == 1:
             self.root_calls.append(RootCall(self.module_stack[-1], out.dtype))
         return out
