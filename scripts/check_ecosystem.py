@@ -36,10 +36,10 @@ def check_library(library: Library, args: argparse.Namespace) -> list[dict[str, 
             row["configuration"]: row
             for row in rows
             if (row["library"], row["version"]) == (library.name, library.version)
+            and not row["error"]
             and (args.configuration is None or row["configuration"] not in args.configuration)
         }
     )
-    others = [row for row in rows if row["library"] != library.name]
     say(f"{library.name} {library.version}: environment")
     python = prepare_environment(library, args.environments)
     source = prepare_source(library, args.environments, args.source.get(library.path.stem))
@@ -53,10 +53,10 @@ def check_library(library: Library, args: argparse.Namespace) -> list[dict[str, 
         if "finished" in message:
             row = {"library": library.name, "version": library.version, "configuration": message.pop("finished")}
             finished[row["configuration"]] = row | message
-            write_results([*others, *(finished[name] for name in names if name in finished)])
+            write_results(library.name, [finished[name] for name in names if name in finished])
             say(f"{library.name}: {row['configuration']}: {summarize(message)}, {time.monotonic() - start:.0f} s")
     kept = [finished[name] for name in names if name in finished]
-    write_results([*others, *kept])
+    write_results(library.name, kept)
     return kept
 
 

@@ -1,5 +1,6 @@
-"""litgpt's models with attention softcapping (Gemma-2) add the boolean mask of the KV cache to the scores, which adds 1
-to visible positions and 0 to the others: a prefill with a cache attends to later tokens. Found by `causality-paths`."""
+"""litgpt's models with attention softcapping (Gemma-2) add the boolean mask of the KV cache to the scores, which adds
+1 to visible positions and 0 to the others: a prefill with a cache attends to later tokens. Found by `causality-
+paths`."""
 
 import torch
 from litgpt import GPT, Config
@@ -17,4 +18,6 @@ for name in ("Llama-3.1-8B", "Gemma-2-2b"):
         cached = model(tokens, torch.arange(12))
         effect = (model(changed, torch.arange(12)) - cached)[:, :-1].abs().max().item()
         difference = (cached - model(tokens)).abs().max().item()
-    print(f"{name}: the last token changes earlier logits by {effect:.2g}; cached and uncached differ by {difference:.2g}")
+    print(
+        f"{name}: the last token changes earlier logits by {effect:.2g}; cached and uncached differ by {difference:.2g}"
+    )

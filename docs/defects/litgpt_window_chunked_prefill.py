@@ -1,6 +1,6 @@
-"""litgpt's ring-buffer cache for sliding windows: a prompt longer than the window raises an error that recommends chunks
-of at most the window, but from the second chunk on each token attends to later tokens of its chunk, and keys within the
-window are overwritten too early. Found by `cache-chunked-prefill`."""
+"""litgpt's ring-buffer cache for sliding windows: a prompt longer than the window raises an error, which recommends
+chunks of at most the window. But from the second chunk on, a token attends to later tokens of its chunk, and keys in
+its window are already overwritten. Found by `causality-paths` and `cache-decode`."""
 
 import torch
 from litgpt import GPT, Config

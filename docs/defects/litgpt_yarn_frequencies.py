@@ -1,5 +1,5 @@
-"""litgpt's YaRN divides the high RoPE frequencies by `factor` and keeps the low ones. The paper (arXiv 2309.00071), the
-authors' code and transformers do the opposite. Found by `rope-scaling`."""
+"""litgpt's YaRN divides the high RoPE frequencies by `factor` and keeps the low ones. The paper (arXiv 2309.00071),
+the authors' code and transformers do the opposite. Found by `rope-scaling`."""
 
 from litgpt.model import build_rope_cache
 

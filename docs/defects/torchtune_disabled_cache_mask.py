@@ -1,5 +1,5 @@
-"""torchtune after `setup_caches`: a forward pass within `disable_kv_cache` and without a mask is not causal, because the
-causal default is used only if no cache was ever set up. Found by `causality`."""
+"""torchtune after `setup_caches`: within `disable_kv_cache`, a forward pass without a mask is not causal, because the
+causal default is used only if there is no cache. Found by `causality`."""
 
 import torch
 from torchtune.models.llama3 import llama3

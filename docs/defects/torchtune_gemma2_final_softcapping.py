@@ -1,5 +1,6 @@
 """torchtune's Gemma-2 applies `final_capping_value` to the hidden states before the output layer. Gemma-2 (technical
-report, section 2, and transformers) applies it to the logits: logits are then below the value. Found by reading the code."""
+report, section 2; transformers) applies it to the logits, which are then below the value. Found by reading the
+code."""
 
 import torch
 from torchtune.models.gemma2 import gemma2

@@ -10,7 +10,14 @@ from torch import Tensor, nn
 HOMEPAGE = "https://github.com/Lightning-AI/litgpt"
 REQUIREMENTS = ("litgpt==0.5.13",)
 LENGTH = 96
-SIZES = {"n_layer": 2, "n_embd": 32, "n_head": 4, "intermediate_size": 64, "padded_vocab_size": 64, "block_size": LENGTH}
+SIZES = {
+    "n_layer": 2,
+    "n_embd": 32,
+    "n_head": 4,
+    "intermediate_size": 64,
+    "padded_vocab_size": 64,
+    "block_size": LENGTH,
+}
 GROUPED = {"n_query_groups": 2}
 WINDOW = {"sliding_window_size": 8, "sliding_window_indices": [1, 0]}
 LLAMA3_ROPE = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_seq_len": 32}
@@ -85,7 +92,9 @@ def make(base: str, changes: dict[str, Any], chunked: bool = False) -> tuple[nn.
             cached_model.set_kv_cache(batch_size=len(tokens), dtype=next(model.parameters()).dtype)
         begin = start or 0
         size = config.sliding_window_size if chunked else tokens.shape[1]
-        chunks = [(part, begin + i * size + torch.arange(part.shape[1])) for i, part in enumerate(tokens.split(size, 1))]
+        chunks = [
+            (part, begin + i * size + torch.arange(part.shape[1])) for i, part in enumerate(tokens.split(size, 1))
+        ]
         return torch.cat([cached_model(*chunk) for chunk in chunks], dim=1), begin + tokens.shape[1]
 
     def generate(tokens: Tensor, count: int) -> Tensor:
@@ -114,7 +123,8 @@ def make(base: str, changes: dict[str, Any], chunked: bool = False) -> tuple[nn.
         "kv_heads": config.n_query_groups,
         "windows": tuple(windows),
         "window": config.sliding_window_size if windows and all(indices) else None,
-        "attention_scale": (config.attention_scores_scalar or config.head_size) ** -0.5,
+        "attention_scale": (config.attention_scores_scalar or (16 if config.latent_attention else config.head_size))
+        ** -0.5,
         "relative_positions": True,
         "trained": False,
     }

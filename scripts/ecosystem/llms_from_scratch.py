@@ -1,4 +1,4 @@
-"""The package of the book "Build a Large Language Model (From Scratch)": GPT-2, Llama 3, Qwen3, with and without a cache."""
+"""The package of the book "Build a Large Language Model (From Scratch)": GPT-2, Llama 3 and Qwen3."""
 
 from collections.abc import Callable, Iterator
 from functools import partial

@@ -19,6 +19,7 @@ SIZES = {
     "intermediate_dim": 64,
     "max_seq_len": LENGTH,
 }
+LORA = {"lora_attn_modules": ["q_proj", "v_proj"], "lora_rank": 4, "lora_alpha": 8}
 GEMMA = {"head_dim": 8}
 
 
@@ -36,12 +37,10 @@ def configurations() -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "Gemma-2, window longer than the text", partial(make, "gemma2", {**GEMMA, "sliding_window_size": LENGTH})
     yield "Llama-3 with caches set up and disabled", partial(make, "llama3", {}, disabled_cache=True)
     yield "Gemma-2 with caches set up and disabled", partial(make, "gemma2", GEMMA, disabled_cache=True)
-    yield "Llama-3, LoRA", partial(make, "lora_llama3", {"lora_attn_modules": ["q_proj", "v_proj"], "lora_rank": 4})
+    yield "Llama-3, LoRA", partial(make, "lora_llama3", LORA)
 
 
-def make(
-    family: str, changes: dict[str, Any], disabled_cache: bool = False
-) -> tuple[nn.Module, dict[str, Any]]:
+def make(family: str, changes: dict[str, Any], disabled_cache: bool = False) -> tuple[nn.Module, dict[str, Any]]:
     from importlib import import_module
 
     from torchtune.generation import generate as generate_tokens

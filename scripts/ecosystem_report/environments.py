@@ -12,19 +12,17 @@ from ecosystem_report.libraries import ROOT, TORCH_REQUIREMENT, Library
 def prepare_environment(library: Library, folder: Path) -> Path:
     """Create or update the environment of a library, and return its Python.
 
-    cutaway is used from this checkout by a .pth file: building its wheel would build the web page, which no check uses.
-    Its runtime dependencies are installed without versions, so that those of the library are kept.
+    cutaway itself is not installed: building its wheel would build the web page, which no check uses. The worker
+    imports it from this checkout. Its dependencies are installed without versions: those of the library are kept.
     """
     directory = folder / library.path.stem
     python, installed = directory / "bin" / "python", directory / "installed.txt"
-    wanted = "\n".join((TORCH_REQUIREMENT, *library.requirements, str(ROOT)))
+    wanted = "\n".join((TORCH_REQUIREMENT, *library.requirements))
     if installed.is_file() and installed.read_text() == wanted:
         return python
     run([sys.executable, "-m", "venv", directory])
     run([python, "-m", "pip", "install", "--quiet", TORCH_REQUIREMENT, *library.requirements])
     run([python, "-m", "pip", "install", "--quiet", *find_runtime_dependencies()])
-    site_packages = next((directory / "lib").glob("python*/site-packages"))
-    (site_packages / "cutaway_checkout.pth").write_text(f"{ROOT / 'src'}\n")
     installed.write_text(wanted)
     return python
 

@@ -104,7 +104,7 @@ def render_findings(title: str, selected: list[tuple[Row, dict[str, str], Conclu
         groups.setdefault(key, []).append((row["configuration"], finding["message"]))
     lines = [f"## {title}\n", "| library | check | configurations | first message | reason |", "|---|---|---|---|---|"]
     for (library, check, reason), found in groups.items():
-        configurations = ", ".join(name for name, _ in found)
+        configurations = "; ".join(name for name, _ in found)
         lines.append(render_cells([library, f"`{check}`", configurations, found[0][1], reason or "not examined"]))
     return [*lines, ""]
 

@@ -20,9 +20,10 @@ def load_results() -> list[Row]:
     return rows
 
 
-def write_results(rows: list[Row]) -> None:
-    """Write the rows in the order of the libraries; the configurations of a library keep their order."""
-    rows = sorted(rows, key=lambda row: row["library"])
+def write_results(library: str, own: list[Row]) -> None:
+    """Replace the rows of a library. Rows are ordered by library; configurations keep their order."""
+    others = [row for row in load_results() if row["library"] != library]
+    rows = sorted([*others, *own], key=lambda row: row["library"])
     text = "[\n" + ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n]\n"
     temporary = RESULTS_FILE.with_suffix(".tmp")
     temporary.write_text(text, encoding="utf-8")

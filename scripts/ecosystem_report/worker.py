@@ -37,7 +37,7 @@ def load_module(path: Path) -> Any:
     spec = spec_from_file_location(f"ecosystem_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None
-    module = module_from_spec(spec)
+    module = sys.modules[spec.name] = module_from_spec(spec)  # torch.compile imports modules by name
     spec.loader.exec_module(module)
     return module
 

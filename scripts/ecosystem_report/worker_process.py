@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ecosystem_report.libraries import ROOT
+
 WORKER = Path(__file__).parent / "worker.py"
 Row = dict[str, Any]
 
@@ -42,7 +44,7 @@ def run_once(
     python: Path, library_file: Path, source: Path | None, skipped: set[str], timeout: float, log: Path
 ) -> Iterator[Row]:
     """Yield the messages of one worker process, then {"exit": what went wrong, or ""}."""
-    environment = os.environ | {"JAXTYPING_DISABLE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
+    environment = os.environ | {"JAXTYPING_DISABLE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
     command = [python, WORKER, library_file, source or "", *sorted(skipped)]
     timed_out = threading.Event()
     with log.open("a") as stderr:
