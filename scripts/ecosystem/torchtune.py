@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 HOMEPAGE = "https://github.com/pytorch/torchtune"
-REQUIREMENTS = ("torchtune==0.6.1", "torchao==0.17.0")
+REQUIREMENTS = ("torchtune==0.6.1", "torchao==0.17.0", "transformers==5.23.0")
 LENGTH, VOCAB = 96, 64
 SIZES = {
     "vocab_size": VOCAB,
@@ -19,6 +19,29 @@ SIZES = {
     "intermediate_dim": 64,
     "max_seq_len": LENGTH,
 }
+HF_SIZES = {
+    "vocab_size": VOCAB,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "max_position_embeddings": LENGTH,
+    "rms_norm_eps": 1e-6,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+WINDOW = {"head_dim": 8, "query_pre_attn_scalar": 16}
+PARITY: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "llama3": ({"model_type": "llama"}, {"rope_base": 10_000}),
+    "mistral": ({"model_type": "mistral", "sliding_window": None}, {"rope_base": 10_000}),
+    "qwen2": ({"model_type": "qwen2"}, {"rope_base": 10_000}),
+    "phi3": ({"model_type": "phi3", "sliding_window": None}, {"rope_base": 10_000}),
+    "gemma": ({"model_type": "gemma", "head_dim": 8}, {"head_dim": 8}),
+    "gemma2": ({"model_type": "gemma2", "sliding_window": 8, **WINDOW}, {"sliding_window_size": 8, **WINDOW}),
+}
+"""Module of torchtune → config of transformers, arguments of the builder of torchtune."""
 LORA = {"lora_attn_modules": ["q_proj", "v_proj"], "lora_rank": 4, "lora_alpha": 8}
 GEMMA = {"head_dim": 8}
 
@@ -38,6 +61,37 @@ def configurations() -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "Llama-3 with caches set up and disabled", partial(make, "llama3", {}, disabled_cache=True)
     yield "Gemma-2 with caches set up and disabled", partial(make, "gemma2", GEMMA, disabled_cache=True)
     yield "Llama-3, LoRA", partial(make, "lora_llama3", LORA)
+    for family in PARITY:
+        yield f"{family}, compared with transformers", partial(make_parity, family)
+
+
+def make_parity(family: str) -> tuple[nn.Module, dict[str, Any]]:
+    """A random model of transformers, converted by torchtune."""
+    from importlib import import_module
+
+    import transformers
+    from torchtune.models.convert_weights import hf_to_tune
+
+    config_changes, changes = PARITY[family]
+    config = transformers.AutoConfig.for_model(**HF_SIZES | config_changes)
+    reference = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    models = import_module(f"torchtune.models.{family}")
+    model = getattr(models, family)(**SIZES | {"norm_eps": 1e-6} | changes).eval()
+    convert, sizes = hf_to_tune, {"num_heads": 4, "num_kv_heads": 2, "dim": 32, "head_dim": 8}
+    if family in ("phi3", "qwen2", "gemma2"):
+        convert = getattr(import_module(f"torchtune.models.{family}._convert_weights"), f"{family}_hf_to_tune")
+    if family == "phi3":
+        del sizes["head_dim"]
+    weights = convert(reference.state_dict(), **sizes)
+    if config.tie_word_embeddings:
+        weights.pop("output.weight", None)
+    model.load_state_dict(weights)
+
+    def reference_logits(tokens: Tensor) -> Tensor:
+        return reference(tokens, use_cache=False).logits
+
+    facts = {"vocab_size": VOCAB, "max_seq_len": LENGTH, "only": ["parity", "causality", "batch-isolation"]}
+    return model, {"reference_logits": reference_logits, **facts}
 
 
 def make(family: str, changes: dict[str, Any], disabled_cache: bool = False) -> tuple[nn.Module, dict[str, Any]]:

@@ -345,3 +345,24 @@ def test_static_cache_of_a_model_with_convolutions() -> None:
     layers = {"layer_types": ["conv", "full_attention"], "eos_token_id": None, "pad_token_id": None}
     model = transformers.Lfm2ForCausalLM(transformers.Lfm2Config(**sizes, **heads, **layers)).eval()
     assert only(model, "cache-unused-slots").verdict in ("pass", "skip")
+
+
+def test_cache_that_needs_a_mask_is_not_left_in_the_module() -> None:
+    """Like torchtune, the module requires a mask in each forward pass after `setup_caches`."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head, self.kv_cache = nn.Embedding(50, 32), nn.Linear(32, 50), None
+
+        def setup_caches(self, batch_size: int, dtype: torch.dtype) -> None:
+            self.kv_cache = nn.Identity()
+
+        def forward(self, tokens: Tensor, mask: Tensor | None = None, input_pos: Tensor | None = None) -> Tensor:
+            if self.kv_cache is not None and mask is None:
+                raise ValueError("the cache needs a mask")
+            return self.head(self.embed(tokens))
+
+    model = Model()
+    assert only(model, "causality", has_positions=False).verdict == "pass"
+    assert model.kv_cache is None
