@@ -27,7 +27,6 @@ from support.transformers_models import FAMILIES, build_transformers_model, find
 import cutaway as ct  # noqa: E402
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-DEFECTS_DIR = ROOT / "docs" / "defects"
 
 Row = dict[str, Any]
 
@@ -75,14 +74,12 @@ def render_page(rows_by_family: dict[str, list[Row]]) -> str:
         lines.append(
             f"| {family} | {len(rows)} | {counts['pass']} | {counts['skip']} | {checks['fail']} | {checks['warn']} |"
         )
-    lines += ["", "## Defects, with scripts that reproduce them without cutaway", ""]
     lines += [
-        "Most defects need settings that few of the models above have: ALiBi, a window of one, RoPE scaling.",
         "",
+        "Most defects need settings that few of these models have: ALiBi, a window of one, RoPE scaling. They are "
+        "listed in [check results for other libraries](ecosystem.md#defects), with scripts that show them without "
+        "cutaway.",
     ]
-    for path in sorted(DEFECTS_DIR.glob("*.py")):
-        first = path.read_text().split('"""')[1].strip()
-        lines += [f"- [`{path.name}`](defects/{path.name}): {' '.join(first.split())}"]
     return "\n".join(lines) + "\n"
 
 

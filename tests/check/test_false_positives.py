@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from ecosystem_report.results import load_conclusions
 from hypothesis import given, settings
 from support.config_strategies import SEEDS, build_randomized_model, configs
 from support.transformers_models import FAMILIES, build_transformers_model, find_peers, supported_kernels
@@ -31,7 +32,11 @@ KNOWN_DEFECTS: dict[tuple[str, str], str] = {
     ("phi3", "cache-decode"): "sliding_window_of_one",
     ("phi3", "causality-paths"): "sliding_window_of_one",
 }
-"""(family, check) → script that reproduces a real defect of transformers; see docs/transformers-check-report.md."""
+"""(family, check) → script that reproduces a real defect of transformers; see docs/ecosystem.md."""
+INSTALLED_DEFECTS = [
+    defect.script for defect in load_conclusions().defects if defect.library in ("torch.nn", "transformers")
+]
+"""Scripts of the libraries that the tests install."""
 
 
 def unexpected_findings(report: Report, family: str = "") -> list[str]:
@@ -78,9 +83,9 @@ def test_trained_model_passes(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("script", sorted(DEFECTS.glob("*.py")), ids=lambda path: path.stem)
-def test_defect_script_reproduces_the_defect(script: Path) -> None:
-    result = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+@pytest.mark.parametrize("script", INSTALLED_DEFECTS)
+def test_defect_script_reproduces_the_defect(script: str) -> None:
+    result = subprocess.run([sys.executable, DEFECTS / script], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr[-2000:]
     assert result.stdout.strip()
 

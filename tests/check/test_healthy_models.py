@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 import cutaway as ct
 from cutaway.check import Report
+from cutaway.check.adapters.declared_config import find_declared_theta
 from cutaway.check.probes.op_tracer import OpTracer
 from cutaway.errors import InputError
 
@@ -332,3 +333,63 @@ def test_frequencies_in_bf16_are_not_angles_in_fp16() -> None:
     with OpTracer() as tracer:
         (torch.arange(6.0)[:, None] * frequencies).cos()
     assert tracer.trig_calls[0].dtype == torch.float32
+
+
+def test_nested_tensors_of_a_transformer_encoder_are_not_a_failure() -> None:
+    """In inference, nn.TransformerEncoder passes nested tensors, which have no shape, to its submodules."""
+
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+            self.embed, self.layers, self.head = (
+                nn.Embedding(50, 32),
+                nn.TransformerEncoder(layer, 1),
+                nn.Linear(32, 50),
+            )
+
+        def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+            padding = None if mask is None else ~mask
+            return self.head(self.layers(self.embed(tokens), src_key_padding_mask=padding))
+
+    model = Encoder().eval()
+    facts = {"kind": "encoder", "logits_with_mask": model.__call__, "has_positions": False}
+    assert only(model, "fully-masked-row", **facts).verdict == "pass"
+
+
+def test_rope_scaling_in_the_configuration_is_not_a_wrong_theta() -> None:
+    """llms-from-scratch states the scaling of Llama 3 in `cfg["rope_freq"]`."""
+    module = nn.Linear(1, 1)
+    module.cfg = {"rope_base": 10_000.0, "rope_freq": None}
+    assert find_declared_theta(module) == 10_000
+    module.cfg = {"rope_base": 10_000.0, "rope_freq": {"factor": 4.0}}
+    assert find_declared_theta(module) is None
+
+
+def test_static_cache_of_a_model_with_convolutions() -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    layers = {"layer_types": ["conv", "full_attention"], "eos_token_id": None, "pad_token_id": None}
+    model = transformers.Lfm2ForCausalLM(transformers.Lfm2Config(**sizes, **heads, **layers)).eval()
+    assert only(model, "cache-unused-slots").verdict in ("pass", "skip")
+
+
+def test_cache_that_needs_a_mask_is_not_left_in_the_module() -> None:
+    """Like torchtune, the module requires a mask in each forward pass after `setup_caches`."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head, self.kv_cache = nn.Embedding(50, 32), nn.Linear(32, 50), None
+
+        def setup_caches(self, batch_size: int, dtype: torch.dtype) -> None:
+            self.kv_cache = nn.Identity()
+
+        def forward(self, tokens: Tensor, mask: Tensor | None = None, input_pos: Tensor | None = None) -> Tensor:
+            if self.kv_cache is not None and mask is None:
+                raise ValueError("the cache needs a mask")
+            return self.head(self.embed(tokens))
+
+    model = Model()
+    assert only(model, "causality", has_positions=False).verdict == "pass"
+    assert model.kv_cache is None

@@ -7,6 +7,7 @@
 | `input_pos` | kept in the module; the argument has the positions of the new tokens |
 """
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -33,8 +34,25 @@ _MAX_CACHE_LEN = 128
 def add_cached_forward(checked: CheckedModel, function: Callable[..., Any]) -> None:
     """Set `checked.logits_with_cache` if the arguments of `function` are known, and a prompt and a new token work."""
     cached = _recognize(checked, function)
-    if cached is not None and _works(cached, checked):
+    if cached is None:
+        return
+    attributes = _copy_attributes(checked.module)
+    if _works(cached, checked):
         checked.logits_with_cache = cached
+        return
+    for submodule, values in attributes.items():  # a cache that was set up may change forward passes without a cache
+        vars(submodule).clear()
+        vars(submodule).update(values)
+
+
+def _copy_attributes(module: nn.Module | None) -> dict[nn.Module, dict[str, Any]]:
+    """The attributes of each submodule, with copies of its dicts of submodules, buffers and hooks."""
+    return {
+        submodule: {
+            name: copy.copy(value) if isinstance(value, dict) else value for name, value in vars(submodule).items()
+        }
+        for submodule in (() if module is None else module.modules())
+    }
 
 
 def describe_cached_forward(function: Callable[..., Any] | None) -> str:

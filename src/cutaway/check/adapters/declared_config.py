@@ -13,7 +13,14 @@ from cutaway.model import Transformer
 
 _CONFIG_ATTRIBUTES = ("config", "cfg", "args", "params", "hparams", "model_args")
 _THETA_FIELDS = ("rope_theta", "rope_base", "rotary_base", "rotary_emb_base", "rope_freq_base")
-_SCALING_FIELDS = ("rope_scaling", "rope_adjustments", "use_scaled_rope", "rope_scaling_factor", "rope_condense_ratio")
+_SCALING_FIELDS = (
+    "rope_scaling",
+    "rope_adjustments",
+    "rope_freq",
+    "use_scaled_rope",
+    "rope_scaling_factor",
+    "rope_condense_ratio",
+)
 
 
 def get_config(model: CheckedModel) -> Config | None:

@@ -364,6 +364,8 @@ def _logits_with_filled_cache(model: TransformersModel, tokens: Tensor, value: f
     forward(tokens[:, :1])  # allocates the buffers
     cache.reset()
     for layer in cache.layers:
+        if not hasattr(layer, "keys"):  # the state of a convolution or of linear attention has no unused slots
+            continue
         layer.keys.fill_(value)
         layer.values.fill_(value)
     return torch.cat([forward(chunk) for chunk in (tokens[:, :7], tokens[:, 7:])], 1)

@@ -33,7 +33,9 @@ def _find_embeddings(module: nn.Module, forward: LogitsFunction, tokens: Tensor)
 def _receives_tokens(inputs: Args, tokens: Tensor) -> bool:
     """Whether the first of a module's `inputs` is equal to `tokens`."""
     first = inputs[0] if inputs else None
-    return isinstance(first, Tensor) and first.shape == tokens.shape and bool((first == tokens).all())
+    if not isinstance(first, Tensor) or first.is_nested:  # a nested tensor, as in nn.TransformerEncoder, has no shape
+        return False
+    return first.shape == tokens.shape and bool((first == tokens).all())
 
 
 @contextmanager

@@ -1,0 +1,1 @@
+"""Runner and page of scripts/check_ecosystem.py."""
