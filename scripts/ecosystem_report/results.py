@@ -41,7 +41,8 @@ class Defect:
 
     def summary(self) -> str:
         """The docstring of the script, which also says what found the defect."""
-        return " ".join((DEFECTS_DIR / self.script).read_text(encoding="utf-8").split('"""')[1].split())
+        docstring = (DEFECTS_DIR / self.script).read_text(encoding="utf-8").split('"""')[1]
+        return " ".join(docstring.replace("-\n", "-").split())  # a line may end within `cache-decode`
 
 
 @dataclass(frozen=True)
