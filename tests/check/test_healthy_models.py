@@ -327,9 +327,10 @@ def test_angles_rounded_to_bf16_are_found(frequencies: list[float], dtype: torch
     assert [call.dtype for call in tracer.trig_calls] == [expected]
 
 
-def test_frequencies_in_bf16_are_not_angles_in_fp16() -> None:
-    """Products of small positions and frequencies in bf16 are exact in fp16, though they are computed in fp32."""
-    frequencies = torch.tensor([1.0, 0.1, 0.01]).bfloat16().float()
+@pytest.mark.parametrize("values", [[1.0, 0.1, 0.01], [1.0, 37 / 4096]])
+def test_frequencies_in_bf16_are_not_angles_in_bf16(values: list[float]) -> None:
+    """Products of small positions and frequencies in bf16 may be exact in bf16, though they are computed in fp32."""
+    frequencies = torch.tensor(values).bfloat16().float()
     with OpTracer() as tracer:
         (torch.arange(6.0)[:, None] * frequencies).cos()
     assert tracer.trig_calls[0].dtype == torch.float32

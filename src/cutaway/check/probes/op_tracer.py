@@ -23,19 +23,17 @@ from cutaway.check.numerics import Args, Kwargs, TorchFunction
 def _computed_dtype(x: Tensor) -> torch.dtype:
     """The dtype of the angles x, or bf16 if they were rounded to bf16 before a conversion.
 
-    All values of rounded angles are numbers of bf16. So are products of a position and a power of two, but these are
-    odd integers below the number of positions, times a power of two. The same test for fp16 would be ambiguous, because
-    products of small positions and frequencies in bf16 are exact in fp16.
+    All values of rounded angles are numbers of bf16, and angle n is not exactly n times angle 1. The axis of the
+    positions is the one along which the first angles are zero.
     """
-    values = x.flatten()
-    values = values[(values != 0) & values.isfinite()]
-    is_rounded = x.dtype not in (torch.bfloat16, torch.float16) and values.numel() > 0
-    if not is_rounded or not torch.equal(values.bfloat16().to(x.dtype), values):
+    if x.dtype in (torch.bfloat16, torch.float16) or not torch.equal(x.bfloat16().to(x.dtype), x):
         return x.dtype
-    integers = (torch.frexp(values.float()).mantissa.abs() * _MAX_BF16_INTEGER).long()
-    odd_parts = integers // (integers & -integers)
-    is_rounded = int(odd_parts.max()) > max(x.shape) or max(x.shape) > _MAX_BF16_INTEGER
-    return torch.bfloat16 if is_rounded else x.dtype
+    for axis, size in enumerate(x.shape):
+        if size > 2 and not bool(x.select(axis, 0).any()):
+            angles = x.movedim(axis, -1)
+            exact = angles[..., 1:2] * torch.arange(size, dtype=x.dtype, device=x.device)
+            return x.dtype if torch.equal(exact, angles) else torch.bfloat16
+    return x.dtype
 
 
 def torch_functions(names: str) -> set[TorchFunction]:
@@ -53,8 +51,6 @@ _ROUTING_FUNCTIONS = torch_functions("topk argmax sort argsort")
 _TRIG_FUNCTIONS = torch_functions("cos sin")
 _ROOT_FUNCTIONS = torch_functions("rsqrt sqrt")
 _BADDBMM_FUNCTIONS = torch_functions("baddbmm")
-_MAX_BF16_INTEGER = 256
-"""All integers up to this one are exact in bf16."""
 BATCHED_MATMUL_FUNCTIONS = torch_functions("matmul __matmul__ bmm baddbmm einsum")
 
 
