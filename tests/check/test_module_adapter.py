@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.seeded_bugs.reference_gpt import ReferenceGPT
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -360,3 +361,13 @@ def test_wrong_hidden_states_and_attentions_are_described(name: str, check: str,
     finding = ct.check(lambda tokens: table[tokens].cumsum(1), only=[check], has_positions=False, **overrides)[check]
     assert finding.verdict == "warn"
     assert re.search(message, finding.message), finding
+
+
+def test_a_kernel_that_is_passed_does_not_replace_the_logits_of_the_module() -> None:
+    def kernel(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    model = ReferenceGPT()
+    report = ct.check(model, attention=kernel, only=["attention-kernels", "causality"])
+    assert [finding.verdict for finding in report.findings] == ["pass", "pass"]
+    assert report.properties["vocab_size"] == model.embed.num_embeddings

@@ -38,7 +38,7 @@ def adapt_function(
     Its other arguments are recognized by the argument names of `signature`, which is the function itself by default.
     """
     checked = CheckedModel(name=getattr(function, "__name__", type(function).__name__))
-    if overrides.keys() & {"logits", "attention", "logits_with_source"}:
+    if overrides.keys() & {"logits", "logits_with_source"}:
         return checked
     names = argument_names(signature or function)
     if tuple(names[:3]) in _ATTENTION_ARG_NAMES:
