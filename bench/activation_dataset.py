@@ -61,7 +61,6 @@ def measure_memory(model: ModelLike, sites: list[str], directory: Path, num_sequ
 
 
 def collect(model: ModelLike, corpus: Iterator[list[int]] | list[list[int]], sites: list[str], directory: Path) -> None:
-    shutil.rmtree(directory, ignore_errors=True)
     collect_activations(
         model, corpus, *sites, directory=directory, seq_len=SEQ_LEN, batch_size=BATCH_SIZE, tokens_per_shard=8192
     )
@@ -98,12 +97,15 @@ def main() -> None:
             "dataset, all blocks": lambda: collect(model, sequences, ["resid_post"], directory),
         }
         seconds: dict[str, list[float]] = {name: [] for name in cases}
+        written: dict[str, int] = {}
         for repeat in range(-1, args.repeats):  # the first repeat warms up
             for name, run in list(cases.items())[:: 1 if repeat % 2 else -1]:
                 start = time.perf_counter()
                 run()
                 if repeat >= 0:
                     seconds[name].append(time.perf_counter() - start)
+                    written[name] = sum(file.stat().st_size for file in directory.glob("*"))
+                shutil.rmtree(directory, ignore_errors=True)
         rows = []
         for name, times in seconds.items():
             ratios = [
@@ -111,8 +113,11 @@ def main() -> None:
                 for baseline in ("forward pass", "forward pass, no head")
             ]
             speed = tokens / statistics.median(times)
-            rows.append({"case": name, "tokens_per_second": speed, "ratio": ratios[0], "ratio_no_head": ratios[1]})
+            rate = written[name] / statistics.median(times)
+            row = {"case": name, "tokens_per_second": speed, "ratio": ratios[0], "ratio_no_head": ratios[1]}
+            rows.append(row | {"bytes_per_second": rate})
             text = f"{ratios[0]:.2f} × the forward pass, {ratios[1]:.2f} × without the head"
+            text += f", {rate / 1e6:,.0f} MB/s written" if rate else ""
             print(f"{name:24} {speed:9,.0f} tokens/s   {text}")
         samples = measure_memory(model, [last], directory, 4 * args.sequences)
     print("resident set size: " + ", ".join(f"{size:.0f} MB at {count:,}" for count, size in samples))

@@ -1,17 +1,14 @@
 """Shard writer: writes activations in a background thread while the model computes the next batch."""
 
-import hashlib
-import os
 import queue
 import threading
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from cutaway.lens.activations.index import Index, Shard, SiteInfo
+from cutaway.lens.activations.shard_file import write_safetensors
 
 _MAX_QUEUED_BATCHES = 4
 """Number of batches that may wait for the writer. It bounds the memory if writing is slower than the model."""
@@ -83,19 +80,16 @@ class ShardWriter:
 
     def _write_shard(self) -> None:
         batches, self._batches = self._batches, []
-        tensors = {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}
+        parts = {key: [batch[key] for batch in batches] for key in batches[0]}
         if not self.index.shards:
             self.index.sites = {
-                name: SiteInfo(info.axes, tuple(tensors[name].shape[1:])) for name, info in self.index.sites.items()
+                name: SiteInfo(info.axes, tuple(parts[name][0].shape[1:])) for name, info in self.index.sites.items()
             }
         file = f"shard-{len(self.index.shards):05}.safetensors"
         temporary = self.directory / f"{file}.tmp"
-        save_file(tensors, temporary)
-        with temporary.open("rb+") as opened:
-            digest = hashlib.file_digest(opened, "sha256").hexdigest()
-            os.fsync(opened.fileno())
+        digest = write_safetensors(temporary, parts)
         temporary.replace(self.directory / file)
-        self.index.shards.append(Shard(file, len(tensors["tokens"]), len(batches), digest))
+        self.index.shards.append(Shard(file, sum(map(len, parts["tokens"])), len(batches), digest))
         self.index.write(self.directory)
 
 
