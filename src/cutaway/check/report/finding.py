@@ -96,7 +96,7 @@ class Finding:
         return [
             ("measured", figures),
             ("location", self.location),
-            ("same cause as", self.symptom_of),
+            ("probably the same cause as", self.symptom_of),
             ("likely cause", self.cause if self.symptom_of is None else None),
             ("fix", self.fix if self.symptom_of is None else None),
             ("docs", self.docs_path),
