@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 NAME = "curated-transformers"
 HOMEPAGE = "https://github.com/explosion/curated-transformers"
-REQUIREMENTS = ("curated-transformers==2.0.1", "transformers==5.23.0")
+REQUIREMENTS = ("curated-transformers==2.0.1", "transformers==4.57.6", "huggingface-hub==0.36.2", "requests==2.34.2")
 LENGTH, VOCAB = 96, 64
 SIZES = {"hidden_width": 32, "n_hidden_layers": 2, "n_pieces": VOCAB, "dtype": torch.float32}
 QUERY_HEADS = {"n_query_heads": 4}
@@ -181,7 +181,10 @@ def make_training(torch_sdp: bool) -> tuple[nn.Module, dict[str, Any]]:
     def loss(tokens: Tensor, labels: Tensor) -> Tensor:
         return nn.functional.cross_entropy(arguments["logits"](tokens)[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
-    return model, arguments | {"loss": loss, "only": ["eval", "loss", "training", "causality"]}
+    return model, arguments | {
+        "loss": loss,
+        "only": ["eval-determinism", "eval-dropout", "loss", "overfit", "causality"],
+    }
 
 
 def make_encoder(family: str, torch_sdp: bool) -> tuple[nn.Module, dict[str, Any]]:

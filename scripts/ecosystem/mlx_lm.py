@@ -30,14 +30,16 @@ SIZES: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
-GPT2 = {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": LENGTH, "n_ctx": LENGTH}
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 WINDOW = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
 ORIGINAL = {"original_max_position_embeddings": 32}
 LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **ORIGINAL}
 YARN = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, **ORIGINAL}
+LONG_ORIGINAL = {"original_max_position_embeddings": 4096}  # at least one pair is between the two limits
 SHORT, LONG = [1.0, 1.1, 1.2, 1.3], [1.0, 2.0, 3.0, 4.0]
 LONGROPE = {"type": "longrope", "rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG}
+NEOX = {"rotary_pct": 0.5, "rotary_emb_base": 10_000, "intermediate_size": 128}
+MSCALE = {"type": "yarn", "mscale": 0.707, "mscale_all_dim": 0.707}
 LATENT = {
     "q_lora_rank": 16,
     "kv_lora_rank": 16,
@@ -57,9 +59,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama, linear RoPE scaling": ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
     "Llama, Llama-3 RoPE scaling": ("llama", {"rope_scaling": LLAMA3}),
     "Llama, YaRN": ("llama", {"rope_scaling": YARN}),
-    "Llama, YaRN, truncate=false": ("llama", {"rope_scaling": {**YARN, "truncate": False}}),
+    "Llama, YaRN, truncate=false": ("llama", {"rope_scaling": {**YARN, **LONG_ORIGINAL, "truncate": False}}),
     "Mistral, window": ("mistral", {"sliding_window": 8}),
-    "Ministral, window": ("ministral3", WINDOW),
+    "Ministral": ("ministral3", {"sliding_window": None}),
     "Mixtral": ("mixtral", {**EXPERTS, "sliding_window": None}),
     "Mixtral, window": ("mixtral", {**EXPERTS, "sliding_window": 8}),
     "Qwen2": ("qwen2", {"tie_word_embeddings": True}),
@@ -84,10 +86,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Phi-3": ("phi3", {"sliding_window": None}),
     "Phi-3, window": ("phi3", {"sliding_window": 8}),
     "Phi-3, LongRoPE": ("phi3", {"sliding_window": None, "rope_scaling": LONGROPE, **ORIGINAL}),
-    "GPT-2": ("gpt2", GPT2),
-    "GPT-NeoX": ("gpt_neox", {"rotary_pct": 0.5}),
-    "GPT-NeoX, sequential residual": ("gpt_neox", {"rotary_pct": 0.5, "use_parallel_residual": False}),
-    "GPT-BigCode, one kv head": ("gpt_bigcode", {**GPT2, "multi_query": True}),
+    "GPT-NeoX": ("gpt_neox", NEOX),
+    "GPT-NeoX, sequential residual": ("gpt_neox", {**NEOX, "use_parallel_residual": False}),
     "StableLM, query and key norm, parallel residual": (
         "stablelm",
         {"qk_layernorm": True, "use_parallel_residual": True, "partial_rotary_factor": 0.5},
@@ -96,7 +96,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Cohere": ("cohere", {"logit_scale": 0.25}),
     "Cohere, query and key norm": ("cohere", {"logit_scale": 0.25, "use_qk_norm": True}),
     "Cohere-2, window": ("cohere2", {"head_dim": 8, "logit_scale": 0.25, **WINDOW, "sliding_window_pattern": 2}),
-    "OLMo": ("olmo", {"clip_qkv": 0.5}),
     "OLMo-2": ("olmo2", {}),
     "OLMo-3, window": ("olmo3", WINDOW),
     "OLMoE": ("olmoe", {**EXPERTS, "norm_topk_prob": False}),
@@ -107,24 +106,27 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "GPT-OSS, window": ("gpt_oss", {"head_dim": 8, **WINDOW, **EXPERTS, "rope_scaling": YARN}),
     "GPT-OSS, window, YaRN with truncate=false": (
         "gpt_oss",
-        {"head_dim": 8, **WINDOW, **EXPERTS, "rope_scaling": {**YARN, "truncate": False}},
+        {"head_dim": 8, **WINDOW, **EXPERTS, "rope_scaling": {**YARN, **LONG_ORIGINAL, "truncate": False}},
     ),
-    "EXAONE-4, window": ("exaone4", {**WINDOW, "sliding_window_pattern": "LG"}),
+    "EXAONE-4, window": ("exaone4", {**WINDOW, "sliding_window_pattern": "LG", "head_dim": 8, "rope_scaling": None}),
     "GLM-4": ("glm4", {"head_dim": 8, "partial_rotary_factor": 0.5}),
     "Nemotron": ("nemotron", {"partial_rotary_factor": 0.5}),
     "SmolLM-3, a layer without RoPE": ("smollm3", {"no_rope_layers": [1, 0]}),
     "Helium": ("helium", {"head_dim": 8}),
-    "DeepSeek-V2": ("deepseek_v2", {**LATENT, "topk_method": "greedy", "scoring_func": "softmax"}),
+    "DeepSeek-V2": (
+        "deepseek_v2",
+        {**LATENT, "topk_method": "greedy", "scoring_func": "softmax", "rope_scaling": {**YARN, **MSCALE}},
+    ),
     "DeepSeek-V3": ("deepseek_v3", {**LATENT, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}),
     "Mamba": ("mamba", {"state_size": 8, "conv_kernel": 4}),
 }
-SEPARATE_CACHES = ("Llama, Llama-3 RoPE scaling", "Gemma-3, window", "GPT-OSS, window")
+SMALL_STEPS = ("Llama, Llama-3 RoPE scaling", "Gemma-3, window", "GPT-OSS, window")
 
 
 def configurations() -> Iterator[tuple[str, Callable[[], Any]]]:
     for name, (family, changes) in MODELS.items():
         yield name, partial(make, family, changes)
-        if name in SEPARATE_CACHES:
+        if name in SMALL_STEPS:
             yield f"{name}, prefill in steps of 3", partial(make, family, changes, prefill_step_size=3)
     yield "Llama, RotatingKVCache of 32 tokens", partial(make, "llama", {}, max_kv_size=32)
 
@@ -134,6 +136,36 @@ def convert(array: Any) -> Tensor:
     import numpy as np
 
     return torch.from_numpy(np.array(array.astype(mx.float32)))
+
+
+def make_hub_fields(saved: dict[str, Any]) -> dict[str, Any]:
+    """The RoPE fields of configs on the hub, which transformers 5 writes as `rope_parameters`."""
+    parameters = saved.get("rope_parameters") or {}
+    if "full_attention" in parameters:  # Gemma-3
+        local, full = parameters["sliding_attention"], parameters["full_attention"]
+        return {"rope_theta": full["rope_theta"], "rope_local_base_freq": local["rope_theta"]}
+    return {"rope_theta": parameters["rope_theta"]} if "rope_theta" in parameters else {}
+
+
+def split_experts(path: Path) -> None:
+    """Write the experts of GPT-OSS with the names of mlx-lm, whose loader expects quantized experts."""
+    from safetensors.torch import load_file, save_file
+
+    weights = {}
+    for name, value in load_file(path).items():
+        if name.endswith("gate_up_proj"):
+            prefix = name.removesuffix("gate_up_proj")
+            gate, up = (value[..., i::2].transpose(-1, -2).contiguous() for i in (0, 1))
+            weights |= {f"{prefix}gate_proj.weight": gate, f"{prefix}up_proj.weight": up}
+        elif name.endswith("gate_up_proj_bias"):
+            prefix = name.removesuffix("gate_up_proj_bias")
+            gate, up = (value[..., i::2].contiguous() for i in (0, 1))
+            weights |= {f"{prefix}gate_proj.bias": gate, f"{prefix}up_proj.bias": up}
+        elif name.endswith("down_proj"):
+            weights[f"{name}.weight"] = value.transpose(-1, -2).contiguous()
+        else:
+            weights[name.replace("down_proj_bias", "down_proj.bias")] = value
+    save_file(weights, path, {"format": "pt"})
 
 
 def make(
@@ -147,7 +179,7 @@ def make(
     from mlx_lm.utils import load_model
 
     mx.set_default_device(mx.cpu)
-    scaling = {"rope_theta": THETA, **changes["rope_scaling"]} if "rope_scaling" in changes else None
+    scaling = {"rope_theta": THETA, **changes["rope_scaling"]} if changes.get("rope_scaling") else None
     fields = SIZES | changes | ({"rope_parameters": scaling} if scaling else {})
     config = transformers.AutoConfig.for_model(family, **{k: v for k, v in fields.items() if k != "rope_scaling"})
     reference = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
@@ -160,9 +192,11 @@ def make(
         reference.save_pretrained(folder)
         path = Path(folder) / "config.json"  # with the fields of configs on the hub
         saved = json.loads(path.read_text())
-        hub = {"rope_theta": THETA} if "rope_parameters" in saved and "rope_theta" not in saved else {}
+        hub = make_hub_fields(saved)
         path.write_text(json.dumps(saved | hub | {k: v for k, v in changes.items() if k != "sliding_window_pattern"}))
         extra = {k: v for k, v in changes.items() if k == "sliding_window_pattern"}
+        if family == "gpt_oss":
+            split_experts(Path(folder) / "model.safetensors")
         model = load_model(Path(folder), model_config=extra)[0]
 
     def logits(tokens: Tensor) -> Tensor:
@@ -201,7 +235,7 @@ def make(
         "reference_logits": reference_logits,
         "vocab_size": VOCAB,
         "max_seq_len": LENGTH,
-        "relative_positions": family not in ("gpt2", "gpt_bigcode", "mamba"),
+        "relative_positions": family != "mamba",
         "has_positions": True,
         "trained": True,
     }

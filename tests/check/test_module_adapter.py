@@ -371,3 +371,42 @@ def test_a_kernel_that_is_passed_does_not_replace_the_logits_of_the_module() -> 
     report = ct.check(model, attention=kernel, only=["attention-kernels", "causality"])
     assert [finding.verdict for finding in report.findings] == ["pass", "pass"]
     assert report.properties["vocab_size"] == model.embed.num_embeddings
+
+
+class KeyAlibiModel(BiasedAttentionModel):
+    """ALiBi that depends on the key only, which adds a constant to each row (curated-transformers)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rotary_embeds = None
+
+    def bias(self, distance: Tensor) -> Tensor:
+        return super().bias(distance[-1:].expand_as(distance))
+
+
+def test_attribute_without_rope_is_not_rope() -> None:
+    """`rotary_embeds = None` must not make the check compare scores with the constant of each row."""
+    report = ct.check(initialize(KeyAlibiModel()), only=["rope-shift-invariance"], relative_positions=True)
+    assert report["rope-shift-invariance"].verdict == "pass"
+
+
+class ShortformerModel(BiasedAttentionModel):
+    """Learned positions in queries and keys only, as in Shortformer."""
+
+    def __init__(self) -> None:
+        super().__init__("shortformer")
+        self.position = nn.Embedding(64, D_MODEL)
+
+    def forward(self, tokens: Tensor) -> dict[str, Tensor]:
+        x = self.embed(tokens)
+        y, position = self.norm(x), self.position(torch.arange(tokens.shape[1]))
+        q, k, v = self.qkv.weight.chunk(3)
+        heads = [F.linear(z, w).unflatten(-1, (HEADS, -1)) for z, w in ((y + position, q), (y + position, k), (y, v))]
+        z = F.scaled_dot_product_attention(*(h.transpose(1, 2) for h in heads), is_causal=True)
+        return {"logits": self.head(x + self.out(z.transpose(1, 2).flatten(2)))}
+
+
+def test_positions_of_queries_and_keys_are_not_rope() -> None:
+    facts = {"relative_positions": False, "max_seq_len": 64}
+    report = ct.check(initialize(ShortformerModel()), only=["rope-layout"], **facts)
+    assert report["rope-layout"].verdict == "skip"
