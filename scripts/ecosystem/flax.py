@@ -93,19 +93,21 @@ def make_nnx(
             return self.head(x)
 
     model = Model(nnx.Rngs(0))
+    run = nnx.jit(lambda model, tokens, mask: model(tokens, mask))
+    decode = nnx.jit(lambda model, token, start: model(token, start=start, decode=True))
 
     def logits(tokens: Tensor) -> Tensor:
-        return to_tensor(model(to_numpy(tokens)))
+        return to_tensor(run(model, to_numpy(tokens), None))
 
     def logits_with_mask(tokens: Tensor, mask: Tensor) -> Tensor:
-        return to_tensor(model(to_numpy(tokens), to_numpy(mask)))
+        return to_tensor(run(model, to_numpy(tokens), to_numpy(mask)))
 
     def logits_with_cache(tokens: Tensor, state: Any) -> tuple[Tensor, Any]:
         start = state or 0
         if start == 0:
             for block in model.blocks:
                 block.attention.init_cache((len(tokens), LENGTH, WIDTH))
-        steps = [model(to_numpy(tokens[:, i : i + 1]), start=start + i, decode=True) for i in range(tokens.shape[1])]
+        steps = [decode(model, to_numpy(tokens[:, i : i + 1]), start + i) for i in range(tokens.shape[1])]
         return to_tensor(jnp.concatenate(steps, axis=1)), start + tokens.shape[1]
 
     arguments: dict[str, Any] = {
@@ -148,11 +150,14 @@ def make_linen(**options: Any) -> tuple[Callable[[Tensor], Tensor], dict[str, An
     model, cached_model = Model(), Model(decode=True)
     params = model.init(jax.random.key(0), jnp.zeros((1, 2), dtype=int))
 
+    run = jax.jit(model.apply)
+    decode = jax.jit(partial(cached_model.apply, mutable=["cache"]))
+
     def logits(tokens: Tensor) -> Tensor:
-        return to_tensor(model.apply(params, to_numpy(tokens)))
+        return to_tensor(run(params, to_numpy(tokens)))
 
     def logits_with_mask(tokens: Tensor, mask: Tensor) -> Tensor:
-        return to_tensor(model.apply(params, to_numpy(tokens), to_numpy(mask)))
+        return to_tensor(run(params, to_numpy(tokens), to_numpy(mask)))
 
     def logits_with_cache(tokens: Tensor, state: Any) -> tuple[Tensor, Any]:
         if state is None:
@@ -162,7 +167,7 @@ def make_linen(**options: Any) -> tuple[Callable[[Tensor], Tensor], dict[str, An
         steps = []
         for i in range(tokens.shape[1]):
             variables, token = {**params, "cache": cache}, to_numpy(tokens[:, i : i + 1])
-            output, changed = cached_model.apply(variables, token, start=start + i, mutable=["cache"])
+            output, changed = decode(variables, token, start=start + i)
             steps.append(output)
             cache = changed["cache"]
         return to_tensor(jnp.concatenate(steps, axis=1)), (cache, start + tokens.shape[1])

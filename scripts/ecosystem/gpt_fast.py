@@ -1,13 +1,18 @@
-"""gpt-fast: Llama with FlexAttention; all forward passes use the KV cache and take a block mask and `input_pos`."""
+"""gpt-fast: Llama with FlexAttention; all forward passes use the KV cache and take a block mask and `input_pos`.
+
+FlexAttention without torch.compile cannot run in the dispatch modes of the checks; SDPA with the same mask replaces it.
+"""
 
 from collections.abc import Callable, Iterator
-from functools import partial
+from copy import copy
+from functools import cache, partial
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 NAME = "gpt-fast"
 HOMEPAGE = "https://github.com/meta-pytorch/gpt-fast"
@@ -33,14 +38,27 @@ def configurations() -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "Mixtral, bfloat16", make_mixtral
 
 
+def attend(q: Tensor, k: Tensor, v: Tensor, block_mask: Any, enable_gqa: bool) -> Tensor:
+    rows, columns = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])
+    mask = block_mask.mask_mod(0, 0, rows, columns)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=enable_gqa)
+
+
 def make(
     changes: dict[str, Any], cache_length: int = LENGTH, speculative: bool = False
 ) -> tuple[nn.Module, dict[str, Any]]:
     import generate as library
+    import model as model_library
     from model import ModelArgs, Transformer
     from torch.nn.attention.flex_attention import create_block_mask
 
-    library.create_block_mask = create_block_mask  # without torch.compile
+    model_library.flex_attention = attend
+    base_mask = cache(partial(create_block_mask, library.causal_mask, 1, 1, device="cpu"))
+
+    def make_mask(mask_mod: Any, batch: int, heads: int, rows: int, columns: int, device: Any = None) -> Any:
+        return copy(base_mask(rows, columns))  # `forward` changes the mask_mod of the mask
+
+    library.create_block_mask = make_mask  # without torch.compile
     sizes = SIZES | changes
 
     def build() -> nn.Module:
@@ -55,11 +73,9 @@ def make(
     def logits_with_cache(tokens: Tensor, start: int | None) -> tuple[Tensor, int]:
         if start is None:
             set_up(len(tokens))
-            mask = create_block_mask(library.causal_mask, 1, 1, tokens.shape[1], model.max_seq_length, device="cpu")
+            mask = make_mask(library.causal_mask, 1, 1, tokens.shape[1], model.max_seq_length)
             return model(mask, tokens, torch.arange(tokens.shape[1])), tokens.shape[1]
-        block_mask = create_block_mask(
-            library.causal_mask, 1, 1, model.max_seq_length, model.max_seq_length, device="cpu"
-        )
+        block_mask = make_mask(library.causal_mask, 1, 1, model.max_seq_length, model.max_seq_length)
         steps = []
         for i in range(tokens.shape[1]):  # as in decode_one_token
             position = torch.tensor([start + i])
@@ -94,7 +110,7 @@ def make(
     }
     if speculative:
         arguments["generate_speculative"] = partial(generate, draft_model=draft_model)
-        arguments["only"] = ["generation", "sampling", "causality"]
+        arguments["only"] = ["speculative-decoding", "generation", "sampling", "causality"]
     return model, arguments
 
 
@@ -135,7 +151,6 @@ def make_mixtral() -> tuple[nn.Module, dict[str, Any]]:
 
     return model, {
         "logits": logits,
-        "build_module": build,
         "vocab_size": VOCAB,
         "max_seq_len": LENGTH,
         "kv_heads": 2,

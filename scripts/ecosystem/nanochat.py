@@ -99,8 +99,7 @@ def make(
         "max_seq_len": LENGTH,
         "kv_heads": heads,
         "windows": () if window is None else (window,),
-        "attention_scale": 8**-0.5,
-        "relative_positions": True,
+        "attention_scale": 1.2**2 * 8**-0.5,  # queries and keys are multiplied by 1.2 after their norm
         "tied_embeddings": False,
         "trained": True,  # the weights that are zero at first are random
     }

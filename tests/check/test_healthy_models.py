@@ -372,7 +372,7 @@ def test_rope_scaling_in_the_configuration_is_not_a_wrong_theta() -> None:
 )
 def test_rope_scaling_of_transformer_lens_is_not_a_wrong_theta(changes: dict[str, Any]) -> None:
     module = nn.Linear(1, 1)
-    fields = {"use_yarn_rope": False, "yarn_factor": 4.0, "rotary_scaling_factor": 1.0, "rotary_base_local": None}
+    fields = {"use_yarn_rope": False, "yarn_truncate": True, "rotary_scaling_factor": 1.0, "rotary_base_local": None}
     module.cfg = {"rotary_base": 10_000, **fields}
     assert find_declared_theta(module) == 10_000
     module.cfg |= changes

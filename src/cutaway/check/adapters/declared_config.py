@@ -24,7 +24,7 @@ _SCALING_FIELDS = (
 )
 _FURTHER_FIELDS = ("rotary_scaling_factor", "rotary_base_local", "rope_local_base_freq", "rope_theta_local")
 """A linear scaling, which is 1 if there is none, or the theta of other layers."""
-_SCALING_FLAG = re.compile("yarn|ntk|scaled_rope|rope_scal")
+_SCALING_FLAG = re.compile("(yarn|ntk|scaled).*(rope|rotary)|(rope|rotary).*(yarn|ntk|scal)")
 """Names of Booleans that enable a scaling, such as `use_yarn_rope`."""
 
 
