@@ -1,5 +1,6 @@
 """Flax NNX's MultiHeadAttention with `decode=True` and `is_causal=True` attends to the first token only: the causal
-mask of one query allows the first key of the cache, wherever the query is. `decode` alone is causal. Found by `cache-decode`."""
+mask of one query allows the first key of the cache, wherever the query is. `decode` alone is causal.
+Found by `cache-decode`."""
 
 import jax.numpy as jnp
 import jax.random as jrandom

@@ -77,6 +77,8 @@ def configurations() -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "Llama, dropout, enable_torch_sdp", partial(make_training, torch_sdp=True)
     yield "Llama, dropout", partial(make_training, torch_sdp=False)
     yield "Llama, texts longer than 512 tokens", partial(make, "Llama", DECODERS["Llama"][1], length=700)
+    long_texts = partial(make, "Llama", DECODERS["Llama"][1], length=700, dtype=torch.bfloat16)
+    yield "Llama, bfloat16, texts longer than 512 tokens", long_texts
     for family in ("BERT", "RoBERTa", "ALBERT"):
         yield family, partial(make_encoder, family, torch_sdp=False)
         yield f"{family}, enable_torch_sdp", partial(make_encoder, family, torch_sdp=True)
@@ -104,7 +106,11 @@ def attention_context(torch_sdp: bool) -> Any:
 
 
 def make(
-    family: str, changes: dict[str, Any], torch_sdp: bool = False, length: int = LENGTH
+    family: str,
+    changes: dict[str, Any],
+    torch_sdp: bool = False,
+    length: int = LENGTH,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[nn.Module, dict[str, Any]]:
     from curated_transformers.generation import GreedyGeneratorConfig, SampleGeneratorConfig
     from curated_transformers.generation.generator import Generator
@@ -113,7 +119,7 @@ def make(
     config = find_class(family, "Config")(**SIZES, **changes)
 
     def build() -> nn.Module:
-        return find_class(family, "CausalLM")(config).eval()
+        return find_class(family, "CausalLM")(config).to(dtype).eval()
 
     model = build()
 

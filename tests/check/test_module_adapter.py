@@ -410,3 +410,40 @@ def test_positions_of_queries_and_keys_are_not_rope() -> None:
     facts = {"relative_positions": False, "max_seq_len": 64}
     report = ct.check(initialize(ShortformerModel()), only=["rope-layout"], **facts)
     assert report["rope-layout"].verdict == "skip"
+
+
+class TableRopeModel(BiasedAttentionModel):
+    """RoPE with a table of 512 positions that is computed again for longer sequences (curated-transformers)."""
+
+    def __init__(self, table_dtype: torch.dtype) -> None:
+        super().__init__("rope")
+        self.table_dtype, size = table_dtype, D_MODEL // HEADS
+        self.register_buffer("frequencies", 1e4 ** -(torch.arange(0, size, 2) / size), persistent=False)
+        self.extend(512)
+
+    def extend(self, length: int) -> None:
+        frequencies = self.frequencies.to(self.table_dtype)
+        angles = (torch.arange(length, dtype=self.table_dtype)[:, None] * frequencies).repeat(1, 2)
+        self.cos, self.sin = angles.cos(), angles.sin()
+
+    def rotate(self, x: Tensor) -> Tensor:
+        if len(self.cos) < x.shape[2]:
+            self.extend(x.shape[2])
+        a, b = x.chunk(2, -1)
+        cos, sin = (table[: x.shape[2]].to(x.dtype) for table in (self.cos, self.sin))
+        return x * cos + torch.cat((-b, a), -1) * sin
+
+    def forward(self, tokens: Tensor) -> dict[str, Tensor]:
+        x = self.embed(tokens)
+        q, k, v = (y.unflatten(-1, (HEADS, -1)).transpose(1, 2) for y in self.qkv(self.norm(x)).chunk(3, -1))
+        z = F.scaled_dot_product_attention(self.rotate(q), self.rotate(k), v, is_causal=True)
+        return {"logits": self.head(x + self.out(z.transpose(1, 2).flatten(2)))}
+
+
+@pytest.mark.parametrize(("table_dtype", "verdict"), [(torch.bfloat16, "fail"), (torch.float32, "pass")])
+def test_table_that_is_extended_in_low_precision(table_dtype: torch.dtype, verdict: str) -> None:
+    facts = {"relative_positions": True, "max_seq_len": 700, "only": ["rope-precision"]}
+    model = initialize(TableRopeModel(torch.float32)).bfloat16()
+    model.table_dtype = table_dtype
+    assert ct.check(model, **facts)["rope-precision"].verdict == verdict
+    assert len(model.cos) == 512
