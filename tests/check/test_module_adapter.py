@@ -424,7 +424,8 @@ class TableRopeModel(BiasedAttentionModel):
     def extend(self, length: int) -> None:
         frequencies = self.frequencies.to(self.table_dtype)
         angles = (torch.arange(length, dtype=self.table_dtype)[:, None] * frequencies).repeat(1, 2)
-        self.cos, self.sin = angles.cos(), angles.sin()
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
 
     def rotate(self, x: Tensor) -> Tensor:
         if len(self.cos) < x.shape[2]:
