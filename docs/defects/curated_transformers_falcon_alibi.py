@@ -10,14 +10,9 @@ from transformers import FalconConfig, FalconForCausalLM
 tokens, mask = torch.arange(40)[None], AttentionMask(torch.ones(1, 40, dtype=torch.bool))
 for alibi in (False, True):
     torch.manual_seed(0)
-    sizes = {
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "vocab_size": 50,
-        "multi_query": False,
-    }
-    config = FalconConfig(**sizes, alibi=alibi, parallel_attn=False, bias=True, initializer_range=0.2)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 50}
+    sizes |= {"multi_query": False, "parallel_attn": False, "bias": True}
+    config = FalconConfig(**sizes, alibi=alibi, initializer_range=0.2)
     reference = FalconForCausalLM._from_config(config, attn_implementation="sdpa").eval()
     model = FalconCausalLM.from_hf_config(hf_config={**config.to_dict(), "torch_dtype": "float32"}).eval()
     model.load_state_dict(FalconCausalLM.state_dict_from_hf(reference.state_dict()), strict=False)
