@@ -367,6 +367,18 @@ def test_rope_scaling_in_the_configuration_is_not_a_wrong_theta() -> None:
     assert find_declared_theta(module) is None
 
 
+@pytest.mark.parametrize(
+    "changes", [{"use_yarn_rope": True}, {"use_NTK_by_parts_rope": True}, {"rotary_base_local": 1e6}]
+)
+def test_rope_scaling_of_transformer_lens_is_not_a_wrong_theta(changes: dict[str, Any]) -> None:
+    module = nn.Linear(1, 1)
+    fields = {"use_yarn_rope": False, "yarn_truncate": True, "rotary_scaling_factor": 1.0, "rotary_base_local": None}
+    module.cfg = {"rotary_base": 10_000, **fields}
+    assert find_declared_theta(module) == 10_000
+    module.cfg |= changes
+    assert find_declared_theta(module) is None
+
+
 def test_static_cache_of_a_model_with_convolutions() -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}

@@ -371,3 +371,80 @@ def test_a_kernel_that_is_passed_does_not_replace_the_logits_of_the_module() -> 
     report = ct.check(model, attention=kernel, only=["attention-kernels", "causality"])
     assert [finding.verdict for finding in report.findings] == ["pass", "pass"]
     assert report.properties["vocab_size"] == model.embed.num_embeddings
+
+
+class KeyAlibiModel(BiasedAttentionModel):
+    """ALiBi that depends on the key only, which adds a constant to each row (curated-transformers)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rotary_embeds = None
+
+    def bias(self, distance: Tensor) -> Tensor:
+        return super().bias(distance[-1:].expand_as(distance))
+
+
+def test_attribute_without_rope_is_not_rope() -> None:
+    """`rotary_embeds = None` must not make the check compare scores with the constant of each row."""
+    report = ct.check(initialize(KeyAlibiModel()), only=["rope-shift-invariance"], relative_positions=True)
+    assert report["rope-shift-invariance"].verdict == "pass"
+
+
+class ShortformerModel(BiasedAttentionModel):
+    """Learned positions in queries and keys only, as in Shortformer."""
+
+    def __init__(self) -> None:
+        super().__init__("shortformer")
+        self.position = nn.Embedding(64, D_MODEL)
+
+    def forward(self, tokens: Tensor) -> dict[str, Tensor]:
+        x = self.embed(tokens)
+        y, position = self.norm(x), self.position(torch.arange(tokens.shape[1]))
+        q, k, v = self.qkv.weight.chunk(3)
+        heads = [F.linear(z, w).unflatten(-1, (HEADS, -1)) for z, w in ((y + position, q), (y + position, k), (y, v))]
+        z = F.scaled_dot_product_attention(*(h.transpose(1, 2) for h in heads), is_causal=True)
+        return {"logits": self.head(x + self.out(z.transpose(1, 2).flatten(2)))}
+
+
+def test_positions_of_queries_and_keys_are_not_rope() -> None:
+    facts = {"relative_positions": False, "max_seq_len": 64}
+    report = ct.check(initialize(ShortformerModel()), only=["rope-layout"], **facts)
+    assert report["rope-layout"].verdict == "skip"
+
+
+class TableRopeModel(BiasedAttentionModel):
+    """RoPE with a table of 512 positions that is computed again for longer sequences (curated-transformers)."""
+
+    def __init__(self, table_dtype: torch.dtype) -> None:
+        super().__init__("rope")
+        self.table_dtype, size = table_dtype, D_MODEL // HEADS
+        self.register_buffer("frequencies", 1e4 ** -(torch.arange(0, size, 2) / size), persistent=False)
+        self.extend(512)
+
+    def extend(self, length: int) -> None:
+        frequencies = self.frequencies.to(self.table_dtype)
+        angles = (torch.arange(length, dtype=self.table_dtype)[:, None] * frequencies).repeat(1, 2)
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+
+    def rotate(self, x: Tensor) -> Tensor:
+        if len(self.cos) < x.shape[2]:
+            self.extend(x.shape[2])
+        a, b = x.chunk(2, -1)
+        cos, sin = (table[: x.shape[2]].to(x.dtype) for table in (self.cos, self.sin))
+        return x * cos + torch.cat((-b, a), -1) * sin
+
+    def forward(self, tokens: Tensor) -> dict[str, Tensor]:
+        x = self.embed(tokens)
+        q, k, v = (y.unflatten(-1, (HEADS, -1)).transpose(1, 2) for y in self.qkv(self.norm(x)).chunk(3, -1))
+        z = F.scaled_dot_product_attention(self.rotate(q), self.rotate(k), v, is_causal=True)
+        return {"logits": self.head(x + self.out(z.transpose(1, 2).flatten(2)))}
+
+
+@pytest.mark.parametrize(("table_dtype", "verdict"), [(torch.bfloat16, "fail"), (torch.float32, "pass")])
+def test_table_that_is_extended_in_low_precision(table_dtype: torch.dtype, verdict: str) -> None:
+    facts = {"relative_positions": True, "max_seq_len": 700, "only": ["rope-precision"]}
+    model = initialize(TableRopeModel(torch.float32)).bfloat16()
+    model.table_dtype = table_dtype
+    assert ct.check(model, **facts)["rope-precision"].verdict == verdict
+    assert len(model.cos) == 512

@@ -1,5 +1,6 @@
 """The cutaway `Config` of a checked model: a cutaway model, or a transformers model of a supported family."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,6 +22,10 @@ _SCALING_FIELDS = (
     "rope_scaling_factor",
     "rope_condense_ratio",
 )
+_FURTHER_FIELDS = ("rotary_scaling_factor", "rotary_base_local", "rope_local_base_freq", "rope_theta_local")
+"""A linear scaling, which is 1 if there is none, or the theta of other layers."""
+_SCALING_FLAG = re.compile("(yarn|ntk|scaled).*(rope|rotary)|(rope|rotary).*(yarn|ntk|scal)")
+"""Names of Booleans that enable a scaling, such as `use_yarn_rope`."""
 
 
 def get_config(model: CheckedModel) -> Config | None:
@@ -49,12 +54,21 @@ def find_declared_theta(module: nn.Module) -> float | None:
     for attribute in _CONFIG_ATTRIBUTES:
         config = getattr(module, attribute, None)
         values = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
-        if any(values.get(name) for name in _SCALING_FIELDS):
+        if _declares_scaling(values):
             return None
         theta = next((values[name] for name in _THETA_FIELDS if isinstance(values.get(name), int | float)), None)
         if theta:
             return float(theta)
     return None
+
+
+def _declares_scaling(values: Mapping[str, Any]) -> bool:
+    """Whether a configuration has a RoPE scaling, or layers with another theta."""
+    if any(values.get(name) for name in _SCALING_FIELDS):
+        return True
+    if any(values.get(name) not in (None, False, 1) for name in _FURTHER_FIELDS):
+        return True
+    return any(value is True and _SCALING_FLAG.search(str(name).lower()) for name, value in values.items())
 
 
 def self_attention_configs(config: Config) -> list[Any]:

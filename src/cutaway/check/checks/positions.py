@@ -233,7 +233,8 @@ def _uses_rotation(ctx: CheckContext, tokens: Tensor) -> bool:
         return True
     names: list[str] = []
     for path, submodule in () if ctx.model.module is None else ctx.module.named_modules():
-        names += [path, *vars(submodule), *submodule._buffers]
+        values = vars(submodule) | submodule._buffers
+        names += [path, *(name for name, value in values.items() if value is not None)]  # None: without RoPE
     return any(_ROPE_NAME_PATTERN.search(name.lower()) for name in names)
 
 

@@ -12,6 +12,7 @@ from cutaway.check.checked_model import require
 from cutaway.check.checks.attention import trace_self_attention
 from cutaway.check.checks.positions import check_score_diagonals, compare_positions, repeated_token
 from cutaway.check.context import CheckContext
+from cutaway.check.module_state import preserve_state
 from cutaway.check.numerics import LOW_PRECISION_DTYPES
 from cutaway.check.probes.op_tracer import OpTracer
 from cutaway.check.probes.rope_probe import (
@@ -36,6 +37,8 @@ _MAGNITUDE_TOLERANCE = 5e-3
 """Relative tolerance of the attention factor on cos and sin."""
 _MAX_SEQ_LEN = 96
 """Maximum length of the sequence that is used to test a RoPE scaling beyond its original length."""
+_MIN_EXTENDING_SEQ_LEN, _EXTENDING_SEQ_LEN = 512, 1030
+"""Tables of cos and sin that grow with the sequence usually have 512 or 1024 positions at first."""
 _MAX_ANGLE_UNCERTAINTY = 0.3
 """Angles whose possible rounding error is larger than this, in radians, are not compared."""
 _SAME_FREQUENCY_CAUSE = "the exponent is the same for all pairs: an integer division, or the pair index is missing"
@@ -52,7 +55,8 @@ def rope_precision(ctx: CheckContext) -> CaseResult:
     """Catches RoPE angles in bf16 or fp16: large positions are rounded to the same value, and distances change.
 
     Trace cos and sin calls in a forward pass in the model's own dtype: large angles must not be in bf16 or fp16, nor
-    rounded to bf16 before a conversion to fp32.
+    rounded to bf16 before a conversion to fp32. A model with a table of cos and sin also runs a long sequence, for
+    which the table may be computed again.
 
     Cause: positions or frequencies are cast with the rest of the model, or autocast computes their product in bf16.
     Fix: keep frequencies in fp32, compute angles, cos and sin in fp32 without autocast, and cast only cos and sin.
@@ -60,6 +64,10 @@ def rope_precision(ctx: CheckContext) -> CaseResult:
     with OpTracer(ctx.model.module) as tracer:
         if ctx.uses_trig:
             ctx.logits(ctx.random_tokens())
+        if not tracer.trig_calls and _may_extend_table(ctx):
+            length = min(require(ctx.model.max_seq_len), _EXTENDING_SEQ_LEN)
+            with preserve_state(ctx.module):
+                ctx.logits(ctx.random_tokens(1, length))
     if not tracer.trig_calls:
         raise SkipCheckError("needs cos or sin calls in the forward pass")
     for call in tracer.trig_calls:
@@ -69,6 +77,14 @@ def rope_precision(ctx: CheckContext) -> CaseResult:
             error = call.max_abs * torch.finfo(call.dtype).eps / 2
             return failure(f"{message}, whose rounding error is up to {error:.2g}", error, 1e-3, call.module or None)
     return success(f"in {len(tracer.trig_calls)} cos and sin calls, no large angle is in bf16 or fp16")
+
+
+def _may_extend_table(ctx: CheckContext) -> bool:
+    """Whether a long sequence could make the model compute cos and sin in bf16 or fp16 for a longer table."""
+    model = ctx.model
+    if model.module is None or model.dtype not in LOW_PRECISION_DTYPES or ctx.is_slow:
+        return False
+    return model.relative_positions is True and (model.max_seq_len or 0) > _MIN_EXTENDING_SEQ_LEN
 
 
 def _rotary_start(layer: RopeLayer) -> int:
@@ -148,7 +164,9 @@ def _find_rotated_values(ctx: CheckContext) -> str | None:
 
 def _check_layout_without_config(ctx: CheckContext) -> CaseResult:
     """Without a configuration, check that the same pairs of q and k are rotated."""
-    if not ctx.model.has_positions or not compare_positions(ctx, repeated_token(ctx)).within_tolerance:
+    # queries and keys may also have learned positions that the values do not have (Shortformer)
+    is_absolute = ctx.model.relative_positions is False or not ctx.model.has_positions
+    if is_absolute or not compare_positions(ctx, repeated_token(ctx)).within_tolerance:
         raise SkipCheckError("for models with RoPE")
     tolerance, num_checked = rotation_tolerance(ctx), 0
     for layer in trace_rope_layers(ctx):
