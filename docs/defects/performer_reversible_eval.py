@@ -1,5 +1,6 @@
 """performer-pytorch with `reversible=True`: a backward pass in eval mode raises an error, because the random state is
-recorded in training mode only but always restored. `reversible=False` works. Found by `causality-gradient`."""
+recorded in training mode only but always restored. `reversible=False` works. linear-attention-transformer and
+reformer-pytorch have the same code. Found by `causality-gradient`."""
 
 import torch
 from performer_pytorch import PerformerLM
