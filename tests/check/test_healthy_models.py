@@ -406,3 +406,55 @@ def test_cache_that_needs_a_mask_is_not_left_in_the_module() -> None:
     model = Model()
     assert only(model, "causality", has_positions=False).verdict == "pass"
     assert model.kv_cache is None
+
+
+# softmax-dim, cross-attention-source: linear attention, memory keys
+
+
+class LinearAttention(nn.Module):
+    """Efficient attention of an encoder: softmax of q over its features and of k over the tokens, then two products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.qkv = nn.Embedding(50, 32), nn.Linear(32, 96, bias=False)
+        self.positions, self.head = nn.Embedding(64, 32), nn.Linear(32, 50)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) + self.positions(torch.arange(tokens.shape[1]))
+        q, k, v = (y.unflatten(-1, (4, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        q, k = q.softmax(-1) * q.shape[-1] ** -0.5, k.softmax(-2)
+        context = torch.einsum("bhnd,bhne->bhde", k, v)
+        out = torch.einsum("bhnd,bhde->bhne", q, context).transpose(1, 2).flatten(2)
+        return self.head(x + out)  # type: ignore[no-any-return]
+
+
+def test_softmax_of_linear_attention_over_the_tokens_is_right() -> None:
+    assert only(LinearAttention().eval(), "softmax-dim", kind="encoder").verdict != "fail"
+
+
+class MemoryKeys(nn.Module):
+    """An encoder-decoder whose self-attention has two memory keys, and whose cross-attention sees `visible` tokens."""
+
+    def __init__(self, visible: int = 96) -> None:
+        super().__init__()
+        self.visible, self.embed, self.positions = visible, nn.Embedding(50, 32), nn.Embedding(96, 32)
+        self.memory, self.head = nn.Parameter(torch.randn(1, 2, 32)), nn.Linear(32, 50)
+
+    def attend(self, x: Tensor, keys: Tensor, *, causal: bool = False) -> Tensor:
+        scores = x @ keys.transpose(-1, -2) * 32**-0.5
+        if causal:
+            scores = scores.masked_fill(torch.ones_like(scores).triu(1 + scores.shape[-1] - scores.shape[-2]) > 0, -1e9)
+        return x + scores[:, None].softmax(-1)[:, 0] @ keys
+
+    def forward(self, source: Tensor, mask: Tensor | None, tokens: Tensor) -> Tensor:
+        encoded, x = (self.embed(y) + self.positions(torch.arange(y.shape[1])) for y in (source, tokens))
+        encoded = self.attend(encoded, encoded)
+        x = self.attend(x, torch.cat((self.memory.expand(len(x), -1, -1), x), 1), causal=True)
+        return self.head(self.attend(x, encoded[:, -self.visible :]))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("visible", "verdict"), [(96, "pass"), (20, "fail")])
+def test_memory_keys_of_self_attention_are_not_a_truncated_source(visible: int, verdict: str) -> None:
+    model = initialize(MemoryKeys(visible))
+    kwargs: dict[str, Any] = {"kind": "encoder-decoder", "vocab_size": 50, "logits_with_source": model}
+    assert only(model, "cross-attention-source", **kwargs).verdict == verdict

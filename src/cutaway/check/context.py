@@ -19,6 +19,7 @@ from cutaway.check.numerics import (
     max_finite_abs,
     output_variation,
 )
+from cutaway.check.probes.masked_scores import move_sink_last
 from cutaway.check.probes.op_tracer import AttentionCall, OpTracer
 from cutaway.check.report.finding import CaseResult, SkipCheckError
 
@@ -257,11 +258,11 @@ class CheckContext:
         return CaseResult("inconclusive", reason, noise, MAX_CONCLUSIVE_NOISE, case.location, fix=fix)
 
     def trace_attention(self, tokens: Tensor) -> list[AttentionCall]:
-        """Record every attention call of one forward pass, in order."""
+        """Record every attention call of one forward pass, in order. A single attention sink is the last key."""
         with OpTracer(self.model.module) as tracer:
             self.logits(tokens)
         self.uses_trig = bool(tracer.trig_calls)
-        return tracer.attentions
+        return [move_sink_last(call) for call in tracer.attentions]
 
 
 def compute_once(compute: Callable[[CheckContext], T]) -> Callable[[CheckContext], T]:

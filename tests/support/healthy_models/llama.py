@@ -51,9 +51,10 @@ class RopeAttention(nn.Module):
         qk_norm: bool = False,
         window: int | None = None,
         sinks: bool = False,
+        sinks_first: bool = False,
     ) -> None:
         super().__init__()
-        self.rotate, self.kv_heads, self.window = rotate, kv_heads, window
+        self.rotate, self.kv_heads, self.window, self.sinks_first = rotate, kv_heads, window, sinks_first
         self.wq, self.wo = (nn.Linear(D_MODEL, D_MODEL, bias=False) for _ in range(2))
         self.wk, self.wv = (nn.Linear(D_MODEL, kv_heads * HEAD_DIM, bias=False) for _ in range(2))
         self.q_norm, self.k_norm = (nn.RMSNorm(HEAD_DIM) if qk_norm else nn.Identity() for _ in range(2))
@@ -71,7 +72,10 @@ class RopeAttention(nn.Module):
         scores = (q @ k.transpose(-1, -2) / math.sqrt(HEAD_DIM)).masked_fill(hidden, torch.finfo(x.dtype).min)
         if self.sinks is not None:
             sink = self.sinks.view(1, -1, 1, 1).expand(len(x), -1, length, 1)
-            pattern = torch.cat((scores, sink), -1).softmax(-1)[..., :-1]
+            if self.sinks_first:
+                pattern = torch.cat((sink, scores), -1).softmax(-1)[..., 1:]
+            else:
+                pattern = torch.cat((scores, sink), -1).softmax(-1)[..., :-1]
         else:
             pattern = scores.float().softmax(-1).type_as(x)
         return self.wo((pattern @ v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
@@ -166,6 +170,11 @@ def sliding_window() -> Any:
 @healthy_model()
 def attention_sinks() -> Any:
     return build_llama(sinks=True)
+
+
+@healthy_model()
+def attention_sinks_before_the_keys() -> Any:
+    return build_llama(sinks=True, sinks_first=True)
 
 
 @healthy_model()

@@ -13,8 +13,8 @@ from cutaway.check.adapters.module import KERNEL_HEAD_DIM, KERNEL_HEADS
 from cutaway.check.adapters.transformers import is_transformers_model
 from cutaway.check.checked_model import require
 from cutaway.check.context import CheckContext
+from cutaway.check.probes.masked_scores import masked_scores
 from cutaway.check.probes.op_tracer import AttentionCall
-from cutaway.check.probes.padded_batch import masked_scores
 from cutaway.check.probes.scale_tracer import LEARNED_BIAS, AttentionScale, ScaleTracer, TensorScale
 from cutaway.check.registry import register_check
 from cutaway.check.report.finding import CaseResult, MeasuredArray, SkipCheckError, failure, skipped, success, warning
@@ -185,6 +185,8 @@ def softmax_dim(ctx: CheckContext) -> Iterator[CaseResult]:
         if applied is None:
             continue
         if call.summed_dim != call.softmax_dim:
+            if not _is_scaled_pattern(applied, call.pattern):
+                continue  # linear attention: a softmax of k over the tokens, and the product of another softmax
             axis = names.get(call.softmax_dim, "wrong axis")
             message = f"softmax is over the {axis}, not over the keys that the product with v sums over"
             yield failure(message, call.softmax_dim, call.summed_dim, call.module or None)
@@ -202,6 +204,15 @@ def softmax_dim(ctx: CheckContext) -> Iterator[CaseResult]:
             return
     message = f"the weights of {len(calls)} attention calls sum to one over the keys"
     yield success(message, array=array if array.values else None)
+
+
+def _is_scaled_pattern(applied: Tensor, pattern: Tensor) -> bool:
+    """Whether the matrix that is multiplied with v is the pattern, up to a factor and masked weights."""
+    if applied.shape != pattern.shape:
+        return True
+    weights = torch.where(applied == 0, 0.0, pattern.float())
+    factor = applied.float().sum() / weights.sum().clamp(min=torch.finfo(torch.float32).tiny)
+    return torch.allclose(applied.float(), weights * factor, rtol=1e-2, atol=1e-3 * float(weights.max() * factor.abs()))
 
 
 def _is_sum_of_patterns(attention: AttentionCall, sums: Tensor, tolerance: float) -> bool:

@@ -66,17 +66,18 @@ def cross_attention_source(ctx: CheckContext) -> Iterator[CaseResult]:
         yield diff.success(f"the logits change with {name}")
     yield from _check_long_source(ctx, tokens)
     query_lengths = {call.pattern.shape[-2] for call in tracer.attentions}
-    for call in tracer.attentions:
+    for index, call in enumerate(tracer.attentions):
         num_queries, num_keys = call.pattern.shape[-2:]
         is_truncated = num_queries == last + 1 and num_keys < num_queries
-        if is_truncated and length in query_lengths and num_keys not in query_lengths:
+        is_truncated = is_truncated and length in query_lengths and num_keys not in query_lengths
+        if is_truncated and not _is_self_attention(ctx, source, tokens, index, num_keys):
             message = f"cross-attention attends to {num_keys} of the {length} source tokens"
             yield failure(message, num_keys, length, call.module or None)
             return
         if (num_queries, num_keys) != (last + 1, length) or call.softmax_dim != -1:
             continue
         masked = masked_positions(call)[0].any(0)
-        if bool(masked.any()):
+        if bool(masked.any()) and not _is_self_attention(ctx, source, tokens, index, num_keys):
             position, key = divmod(int(masked.flatten().long().argmax()), length)
             message = f"cross-attention at position {position} masks source token {key}, though there is no padding"
             yield failure(message, float(masked.float().mean()), 0.0, call.module or None)
@@ -109,14 +110,24 @@ def _check_long_source(ctx: CheckContext, tokens: Tensor) -> Iterator[CaseResult
         yield diff.failure(f"the logits do not change with the last of {length} source tokens", f"token {length - 1}")
         return
     query_lengths = {call.pattern.shape[-2] for call in tracer.attentions}
-    for call in tracer.attentions:
+    for index, call in enumerate(tracer.attentions):
         num_queries, num_keys = call.pattern.shape[-2:]
         is_truncated = num_queries == tokens.shape[1] and num_keys < length and num_keys - 1 not in query_lengths
-        if is_truncated and length in query_lengths and num_keys not in query_lengths:
+        is_truncated = is_truncated and length in query_lengths and num_keys not in query_lengths
+        if is_truncated and not _is_self_attention(ctx, source, tokens, index, num_keys):
             message = f"cross-attention attends to {num_keys} of the {length} source tokens"
             yield failure(message, num_keys, length, call.module or None)
             return
     yield diff.success(f"the logits change with the last of {length} source tokens")
+
+
+def _is_self_attention(ctx: CheckContext, source: Tensor, tokens: Tensor, index: int, num_keys: int) -> bool:
+    """Whether an attention call has fewer keys for fewer decoder tokens, as self-attention with memory keys has."""
+    if tokens.shape[1] < 2:
+        return False
+    with OpTracer(ctx.model.module) as tracer:
+        require(ctx.model.logits_with_source)(source, None, tokens[:, :-1])
+    return index < len(tracer.attentions) and tracer.attentions[index].pattern.shape[-1] < num_keys
 
 
 @register_check(

@@ -237,6 +237,7 @@ def moe_padding(ctx: CheckContext) -> Iterator[CaseResult]:
         raise SkipCheckError("needs a mixture of experts; no routing was recorded")
     num_pads = min(_MAX_EXTRA_PADDING, (model.max_seq_len or _MAX_EXTRA_PADDING + seq_len) - short_len)
     right_only = model.kind != "decoder" and not model.positions_skip_padding and not model.relative_positions
+    right_only = right_only or model.padding_side == "right"
     for side in ["right"] if right_only or model.positions_from_pad_token else ["left", "right"]:
         few, few_mask = pad_rows(ctx, [row, row], short_len + 1, side, int(row[0, -1]))
         many, many_mask = pad_rows(ctx, [row, row], short_len + num_pads, side, int(row[0, -1]))

@@ -48,7 +48,9 @@ def _score_spread(ctx: CheckContext, attention: AttentionCall) -> tuple[float, f
 
 def _score_rounding(attention: AttentionCall, ctx: CheckContext) -> float:
     """Upper estimate of the absolute rounding error of the scores of one attention call."""
-    scores = attention.scores.float()[..., : attention.scores.shape[-2]][visible_keys(attention)]
+    visible = visible_keys(attention)
+    visible = visible & (visible.sum(-1, keepdim=True) > 1)  # a query's only key may have any score, such as -5e4
+    scores = attention.scores.float()[..., : attention.scores.shape[-2]][visible]
     size = max(max_finite_abs(scores), _qk_size(attention, attention.scale or 0.0))  # a sum of large products
     eps = torch.finfo(attention.scores.dtype).eps
     return max(NOISE_MARGIN * ctx.noise_ratio, _MIN_SCORE_ROUNDING, 8 * eps) * size

@@ -6,17 +6,10 @@ import torch
 from torch import Tensor
 
 from cutaway.check.context import CheckContext
-from cutaway.check.numerics import max_finite_abs
+from cutaway.check.probes.masked_scores import masked_scores
 from cutaway.check.probes.op_tracer import AttentionCall
 from cutaway.check.report.finding import SkipCheckError
 
-_MASKED_SCORE_GAP = 5_000.0
-"""A finite score that is at least this far below the row's maximum may be masked. Masks add -1e4, -1e9, the lowest
-finite number or -inf."""
-_RANGE_MARGIN = 1.25
-"""A score counts as masked if its distance to the row's maximum exceeds the range of q·k by this factor."""
-_LOWEST_SCORE_RATIO = 0.99
-"""A score below this fraction of the lowest number of its dtype is masked."""
 _MAX_PADDING = 5
 """Number of padding tokens in the shortest row, unless the model's maximum length is too small."""
 
@@ -80,29 +73,3 @@ def forward_rows_alone(rows: list[Tensor], forward: Callable[[Tensor], Tensor]) 
 def masked_positions(attention: AttentionCall) -> Tensor:
     """Boolean (B, H, T, S): True where attention is masked. A weight of 0 from softmax underflow does not count."""
     return (attention.pattern == 0) & masked_scores(attention)
-
-
-def masked_scores(attention: AttentionCall) -> Tensor:
-    """Boolean (B, H, T, S): True where a mask was added to a score.
-
-    A score of -inf or of the lowest number of its dtype is masked. Any other score is masked only if it is further
-    below the row's maximum than q·k explains, because large weights give finite scores that are far apart too.
-    """
-    scores = attention.scores.float()
-    row_max = scores.amax(-1, keepdim=True).nan_to_num(0.0, 0.0, 0.0)
-    lowest = scores <= _LOWEST_SCORE_RATIO * torch.finfo(attention.scores.dtype).min
-    return lowest | (scores < row_max - max(_MASKED_SCORE_GAP, _RANGE_MARGIN * _score_range(attention, row_max)))
-
-
-def _score_range(attention: AttentionCall, row_max: Tensor) -> float:
-    """Upper estimate of the range of the scores without a mask.
-
-    It is the range of q·k, times the scale of a fused kernel; the scale of an explicit softmax is assumed to be at most
-    1. If q and k are unknown, it is twice the range that is symmetric about 0 and contains all row maxima.
-    """
-    if attention.q is None or attention.k is None:
-        return 4 * max_finite_abs(row_max)
-    q, k = attention.q.float(), attention.k.float()
-    k = k.repeat_interleave(q.shape[-3] // k.shape[-3], -3) if q.ndim > 2 and k.shape[-3] != q.shape[-3] else k  # GQA
-    products = q @ k.transpose(-1, -2)
-    return float(products.amax() - products.amin()) * (1.0 if attention.scale is None else abs(attention.scale))
