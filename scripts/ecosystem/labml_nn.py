@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 NAME = "labml-nn"
 HOMEPAGE = "https://github.com/labmlai/annotated_deep_learning_paper_implementations"
-REQUIREMENTS = ("labml==0.5.3", "einops==0.8.2")
+REQUIREMENTS = ("labml==0.4.168", "einops==0.8.2")  # later versions lack `tracker.debug`, which the layers call
 WITHOUT_DEPENDENCIES = ("labml-nn==0.5.1",)  # torchtext, which the layers do not use, has no release for this PyTorch
 LENGTH, VOCAB, WIDTH, HEADS = 96, 64, 32, 4
 Options = dict[str, Any]
