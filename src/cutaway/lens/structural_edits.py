@@ -26,7 +26,7 @@ from cutaway.model import Transformer
 from cutaway.model.attention import LatentAttention, LayerContext
 from cutaway.model.block import Block, ParallelBlock
 from cutaway.model.embedding import Embedding
-from cutaway.model.positions import ScoreBias
+from cutaway.model.positions import Disentangled, ScoreBias
 from cutaway.model.stack import Stack
 
 _OnCall = Callable[[], None]
@@ -131,6 +131,8 @@ def _unsupported_reason(target: StructuralTarget, op: str) -> str | None:
             return f"{name} cannot be dropped: in latent attention, a part of each key exists only for RoPE"
         if op in _POSITION_OPS and any(isinstance(module, ScoreBias) for module in stack.positions.values()):
             return f"{name} are biases on the attention scores (ALiBi, T5 bias), which cannot be moved; use 'drop'"
+        if any(isinstance(module, Disentangled) for module in stack.positions.values()):
+            return f"{name} cannot be edited: they are a part of the attention scores (disentangled attention)"
     return None
 
 

@@ -329,8 +329,11 @@ def _locate_projection(projection: str, path: str, module_map: _ModuleMap) -> _H
         raise _SiteUnavailableError(f"QK-norm or RoPE is applied inside its attention module; {_USE_SDPA}")
     if f.clip_qkv is not None:
         raise _SiteUnavailableError(f"q, k and v are clipped inside its attention module; {_USE_SDPA}")
-    path = f"{path}.f.{projection}"
+    host, path = module_map.enclosing_module(f"{path}.f"), f"{path}.f.{projection}"
+    conversion: HookConversion
     conversion = SplitHeads(f.heads if projection == "q" else f.kv_heads, module_map.output_columns(path))
+    if f.kernel.position_scores and host is not None:  # the second call projects relative positions (share_att_key)
+        conversion = NthCall(conversion, 0, host)
     return module_map.hf_module(path), False, conversion
 
 
