@@ -173,5 +173,6 @@ FAMILY = Family(
         }
     ),
 )
-"""The published files of DeBERTa-v3 have the head `lm_predictions.lm_head`, which transformers loads only if `legacy` is
-false. Both heads compute the same function; they are saved under the names of the legacy head."""
+"""Files of DeBERTa-v3 have the head `lm_predictions.lm_head`, which transformers loads only if `legacy` is false.
+
+Both heads compute the same function. They are saved under the names of the legacy head."""
