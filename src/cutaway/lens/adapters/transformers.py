@@ -265,7 +265,8 @@ def _locate_mid_resid(path: str, module_map: _ModuleMap) -> _HookLocation:
 def _sublayer_input_module(path: str, module_map: _ModuleMap) -> nn.Module | None:
     """Return the innermost module that contains all projections that read a sublayer's input."""
     is_moe = module_map.has_weights(f"{path}.f.router")
-    return module_map.enclosing_module(*(f"{path}.{name}" for name in (("f",) if is_moe else _INPUT_PROJECTIONS)))
+    readers = ("f.router", "f.experts") if is_moe else _INPUT_PROJECTIONS
+    return module_map.enclosing_module(*(f"{path}.{name}" for name in readers))
 
 
 _INPUT_PROJECTIONS = ("f.q", "f.k", "f.v", "f.kv_down", "f.gate", "f.up")
@@ -345,6 +346,8 @@ def _locate_in_ffn(value: str, path: str, module_map: _ModuleMap) -> _HookLocati
         module, is_input, conversion = _locate_sublayer_input(path, module_map)
     elif value == "out":
         last = module_map.enclosing_module(f"{path}.f") if is_moe else module_map.hf_module(f"{path}.f.down")
+        if is_moe and last is module_map.enclosing_module(path.rpartition(".")[0]):
+            raise _SiteUnavailableError("its layer adds the shared expert outside of any module")
         module, is_input, conversion = _locate_sublayer_output(path, last, module_map)
     else:
         dense = f"{path}.f.shared" if value == "shared.hidden" else f"{path}.f"
