@@ -129,10 +129,10 @@ def _unsupported_reason(target: StructuralTarget, op: str) -> str | None:
             return f"this model has no {name}"
         if op == "drop" and any(isinstance(block.attn.f, LatentAttention) for block in blocks):
             return f"{name} cannot be dropped: in latent attention, a part of each key exists only for RoPE"
-        if op in _POSITION_OPS and any(isinstance(module, ScoreBias) for module in stack.positions.values()):
-            return f"{name} are biases on the attention scores (ALiBi, T5 bias), which cannot be moved; use 'drop'"
-        if any(isinstance(module, Disentangled) for module in stack.positions.values()):
-            return f"{name} cannot be edited: they are a part of the attention scores (disentangled attention)"
+        if op in _POSITION_OPS and any(
+            isinstance(module, ScoreBias | Disentangled) for module in stack.positions.values()
+        ):
+            return f"{name} are added to scores (ALiBi, T5 bias, DeBERTa), which cannot be moved; use 'drop'"
     return None
 
 

@@ -72,8 +72,7 @@ class MultiHead(nn.Module):
         self.clip_qkv = config.clip_qkv
         has_sink = isinstance(config, cfg.MultiHead) and config.sink
         self.sink = nn.Parameter(torch.empty(self.heads)) if has_sink else None
-        position = config.position if isinstance(config, cfg.MultiHead) else None
-        is_disentangled = isinstance(position, cfg.Disentangled)
+        position = getattr(config, "position", None)
         self.position_q: Linear | None = None
         self.position_k: Linear | None = None
         if isinstance(position, cfg.Disentangled) and not position.share_att_key:
@@ -87,7 +86,7 @@ class MultiHead(nn.Module):
             softcap=config.softcap,
             dropout=config.dropout,
             sink=has_sink,
-            position_scores=is_disentangled,
+            position_scores=isinstance(position, cfg.Disentangled),
         )
         self.kernel = self.build_kernel("auto")
 

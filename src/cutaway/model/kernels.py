@@ -120,16 +120,8 @@ class Explicit(Kernel):
     name = "explicit"
     supports = frozenset({"softcap", "sink", "position scores"})
 
-    def __init__(
-        self,
-        scale: float,
-        softcap: float | None = None,
-        dropout: float = 0.0,
-        *,
-        sink: bool = False,
-        position_scores: bool = False,
-    ) -> None:
-        super().__init__(scale, softcap, dropout, sink=sink, position_scores=position_scores)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         self.softmax = Softmax()
 
     def prepare_mask(self, mask_spec: MaskSpec, bias: ScoreBias | None, dtype: torch.dtype) -> DenseMask:
@@ -304,18 +296,10 @@ def _compile_once(function: Callable[..., Any]) -> Callable[..., Any]:
 KERNELS: dict[str, type[Kernel]] = {kernel.name: kernel for kernel in (Sdpa, Explicit, Flex)}
 
 
-def build_kernel(
-    name: str,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    dropout: float = 0.0,
-    sink: bool = False,
-    position_scores: bool = False,
-) -> Kernel:
+def build_kernel(name: str, *, softcap: float | None = None, sink: bool = False, **options: Any) -> Kernel:
     """Build a kernel by name. 'auto' is sdpa, or explicit where softcap or a sink is needed."""
     if name == "auto":
         name = "sdpa" if softcap is None and not sink else "explicit"
     if not isinstance(name, str) or name not in KERNELS:
         raise KernelError(f"unknown kernel {name!r}; use one of auto, {', '.join(KERNELS)}")
-    return KERNELS[name](scale, softcap, dropout, sink=sink, position_scores=position_scores)
+    return KERNELS[name](softcap=softcap, sink=sink, **options)
