@@ -11,7 +11,7 @@ from cutaway.errors import ConfigError
 from cutaway.families import tables
 from cutaway.families.family import Family
 
-_PREFERRED_FAMILIES = ("bert", "gpt2", "llama", "mixtral", "roberta", "t5")
+_PREFERRED_FAMILIES = ("bert", "gpt2", "gptj", "llama", "mistral", "mixtral", "qwen2", "qwen3", "roberta", "t5")
 """Families that most tools support. They are tried first if several families can represent a model."""
 
 
