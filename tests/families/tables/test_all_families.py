@@ -14,6 +14,7 @@ from cutaway.families import families, find_family
 from cutaway.families.config_fields import HF_ACTIVATIONS
 from cutaway.families.config_tree import diff_configs, shortest_layer_pattern
 from cutaway.families.family import COMMON_FIELDS, IGNORED_CONFIG_KEYS
+from cutaway.families.registry import _UNSUPPORTED_FAMILIES
 from cutaway.model.activations import ACTIVATIONS
 
 REQUIRED_KEYS = {
@@ -118,3 +119,10 @@ def test_activations_match_transformers(name: str) -> None:
 )
 def test_shortest_layer_pattern(blocks: str, leading: str, pattern: str) -> None:
     assert shortest_layer_pattern(list(blocks)) == (list(leading), list(pattern))
+
+
+def test_unsupported_families_are_errors_with_a_reason() -> None:
+    assert not _UNSUPPORTED_FAMILIES.keys() & families().keys()
+    assert _UNSUPPORTED_FAMILIES.keys() <= set(transformers.CONFIG_MAPPING)
+    with pytest.raises(ConfigError, match="model_type 'apertus' is not supported: its activation"):
+        ct.config({"model_type": "apertus"})

@@ -11,7 +11,7 @@ from support.family_configs import random_bert_config
 from support.family_parity import PeerModel, check_family, check_legacy_config, randomize_weights, rng
 
 import cutaway as ct
-from cutaway.errors import ConfigError
+from cutaway.errors import ConfigError, KernelError
 from cutaway.model.positions import Disentangled
 
 TERMS = (["p2c", "c2p"], ["c2p"], ["p2c"], "c2p|p2c")
@@ -107,10 +107,10 @@ def test_head_of_v3_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_rows_match_transformers(seed: int) -> None:
-    """Rows of relative positions up to 3,000, beyond every bucket, equal those of transformers."""
+    """Rows of relative positions up to 1,200, beyond every bucket, equal those of transformers."""
     from transformers.models.deberta_v2.modeling_deberta_v2 import build_relative_position
 
-    buckets, max_distance = ((256, 512), (32, 128), (7, 3000))[seed]
+    buckets, max_distance = ((256, 512), (32, 128), (7, 1000))[seed]
     position = (
         ct.config(
             {
@@ -132,7 +132,7 @@ def test_rows_match_transformers(seed: int) -> None:
         .blocks[0]
         .attention.position
     )
-    length = 3000
+    length = 1200
     states = torch.empty(1, 1, length, 1)
     expected = build_relative_position(states, states, buckets, max_distance)[0, :, [0, -1]] + buckets
     positions = torch.arange(length)
@@ -157,3 +157,8 @@ def test_published_config_equals_preset() -> None:
 def test_unsupported_config_is_an_error(hf_config: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ct.config({"model_type": "deberta-v2"} | hf_config)
+
+
+def test_kernel_without_position_scores_is_an_error() -> None:
+    with pytest.raises(KernelError, match="does not support position scores; use one of: sdpa, explicit"):
+        ct.build("deberta-v3-xsmall", device="meta").use_kernel("flex")
