@@ -179,4 +179,6 @@ class Disentangled(nn.Module):
 
     def forward(self, q: Int[Tensor, "#B T"], k: Int[Tensor, "#B S"]) -> RelativePositions:
         rows = self.relative_position_row(q[:, None, :, None] - k[:, None, None, :])
-        return RelativePositions(self.norm(self.table.weight), rows, self.config)
+        # Without gradients (a pass with a cache), a parameter would still require them; FlopCounterMode rejects that.
+        embeddings = self.table.weight if torch.is_grad_enabled() else self.table.weight.detach()
+        return RelativePositions(self.norm(embeddings), rows, self.config)
