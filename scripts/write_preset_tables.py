@@ -174,6 +174,12 @@ COMPONENTS: dict[str, DescribeFn] = {
     "relative-bias": describe_position(
         c.RelativeBias, lambda position: f"{position.buckets} buckets, max_distance {position.max_distance}"
     ),
+    "disentangled": describe_position(
+        c.Disentangled,
+        lambda position: (
+            f"{', '.join(position.pos_att_type)}, {position.buckets or position.max_distance} rows per direction"
+        ),
+    ),
     "no-positions": describe_no_position,
     "grouped-query": describe_grouped_query,
     "latent": lambda config: join_unique(

@@ -1,4 +1,4 @@
-"""Figures of position methods: sinusoidal, learned, RoPE and its scalings, ALiBi, relative bias, none."""
+"""Figures of position methods: sinusoidal, learned, RoPE and its scalings, ALiBi, relative bias, disentangled, none."""
 
 import math
 from typing import Any
@@ -21,8 +21,9 @@ from component_figures.figure_style import (
     transparent_colormap,
 )
 from cutaway import config as c
+from cutaway.model.kernels import ProjectedPositions
 from cutaway.model.masks import TokenPositions
-from cutaway.model.positions import Alibi, RelativeBias, SinusoidalPosition
+from cutaway.model.positions import Alibi, Disentangled, RelativeBias, SinusoidalPosition
 from cutaway.model.rope import Rope
 from cutaway.train import objectives
 
@@ -176,6 +177,37 @@ def plot_relative_bias() -> Figure:
     return figure
 
 
+def plot_disentangled() -> Figure:
+    """Plot the row by distance, and the terms of the scores of one head of a model with random weights."""
+    figure, axes = make_figure(4, width_ratios=(1.5, 1, 1, 1))
+    distances = torch.arange(-60, 61)
+    for buckets, color in ((None, ORANGE), (16, BLUE)):
+        table = Disentangled(c.Disentangled(buckets=buckets, max_distance=48), 4)
+        label = "no buckets" if buckets is None else "16 buckets"
+        axes[0].step(distances, table.relative_position_row(distances), where="mid", color=color, label=label)
+    axes[0].set(xlabel="query − key", ylabel="row of the table", title="max_distance 48")
+    axes[0].legend(loc="upper left", fontsize=8)
+    generator = torch.Generator().manual_seed(0)
+    length, width, span = 12, 16, 16
+    q, k = (torch.randn(1, length, 1, width, generator=generator) for _ in range(2))
+    q_r, k_r = (torch.randn(2 * span, 1, width, generator=generator) for _ in range(2))
+    table = Disentangled(c.Disentangled(max_distance=span), 4)
+    position = torch.arange(length)
+    rows = table.relative_position_row(position[:, None] - position)[None, None]
+    terms = {
+        "content, content": torch.einsum("bthd,bshd->bhts", q, k),
+        "content, position": ProjectedPositions(rows, k_r, None).scores(q, k),
+        "position, content": ProjectedPositions(rows, None, q_r).scores(q, k),
+    }
+    limit = 8.0  # two standard deviations
+    for axis, (title, term) in zip(axes[1:], terms.items(), strict=True):
+        draw_matrix(axis, term[0, 0], diverging_colormap(), vmin=-limit, vmax=limit)
+        axis.set(xlabel="key", title=title)
+        axis.set_xticks(range(0, 13, 4))
+    axes[1].set(ylabel="query")
+    return figure
+
+
 def plot_no_positions() -> Figure:
     """Plot by how much a token's logits change when the tokens before it (in an encoder, around it) are permuted."""
     tokens = torch.randint(4, 256, (1, 24))
@@ -213,5 +245,6 @@ FIGURES: dict[str, FigureFn] = {
     "rope-scaling": plot_rope_scalings,
     "alibi": plot_alibi,
     "relative-bias": plot_relative_bias,
+    "disentangled": plot_disentangled,
     "no-positions": plot_no_positions,
 }

@@ -63,7 +63,8 @@ def test_toml_json_and_dict_round_trip(config: c.Config) -> None:
         (
             "decoder.block.attention.position",
             {"kind": "rop"},
-            "decoder.block.attention.position: unknown kind 'rop'; allowed here: none, rope, alibi, relative-bias",
+            "decoder.block.attention.position: unknown kind 'rop'; allowed here: none, rope, alibi, relative-bias,"
+            " disentangled",
         ),
         (
             "decoder.block.attention.position",

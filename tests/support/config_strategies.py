@@ -102,6 +102,13 @@ def multi_head_attentions(draw: DrawFn, d_model: int, positions: tuple[str, ...]
         "relative-bias": lambda: c.RelativeBias(
             buckets=draw(st.sampled_from([6, 8])), max_distance=16, shared=draw(st.booleans())
         ),
+        "disentangled": lambda: c.Disentangled(
+            pos_att_type=draw(st.sampled_from([("c2p",), ("p2c",), ("c2p", "p2c")])),
+            buckets=draw(st.sampled_from([None, 4, 6])),
+            max_distance=draw(st.sampled_from([6, 16])),
+            share_att_key=draw(st.booleans()),
+            norm=draw(norms(allow_none=True)),
+        ),
     }[kind]()
     return c.MultiHead(
         **fields, position=position, window=draw(optional(st.integers(1, SEQ_LEN))), sink=draw(st.booleans())
@@ -184,7 +191,7 @@ def embeddings(draw: DrawFn, d_model: int, positions: tuple[str, ...]) -> c.Embe
         width=st.sampled_from([4, 6]),
         bias=st.booleans(),
         positions=st.sampled_from(["before_projection", "after_projection"]),
-    )
+    ) | st.builds(c.FactorizedEmbedding, width=st.sampled_from([4, 6]), norm_after_projection=st.just(True))
     return c.Embedding(
         position=draw(st.one_of(choices[name] for name in positions)),
         scale=draw(st.sampled_from([1.0, "sqrt_d_model", 0.5])),
@@ -247,7 +254,7 @@ def has_additive_residual(stack: c.Stack) -> bool:
 
 FORMS = ("decoder", "encoder", "encoder-decoder")
 EMBEDDING_POSITIONS = ("none", "learned", "sinusoidal")
-ATTENTION_POSITIONS = ("none", "rope", "alibi", "relative-bias")
+ATTENTION_POSITIONS = ("none", "rope", "alibi", "relative-bias", "disentangled")
 
 
 @st.composite

@@ -12,6 +12,7 @@ from cutaway.config.init_scheme import Init, NormalInit, SmallInit, T5Init, Xavi
 from cutaway.config.norms import LayerNorm, NoNorm, Norm, RMSNorm
 from cutaway.config.positions import (
     Alibi,
+    Disentangled,
     DynamicNTK,
     LearnedPosition,
     LinearScaling,
@@ -54,6 +55,7 @@ __all__ = [
     "CrossStack",
     "Decoder",
     "DenseFFN",
+    "Disentangled",
     "DynamicNTK",
     "Embedding",
     "Encoder",

@@ -6,7 +6,7 @@ from pydantic import model_validator
 
 from cutaway.config.node import KIND_DISCRIMINATOR, ConfigNode, PositiveFloat, PositiveInt, Probability, default_kind
 from cutaway.config.norms import LayerNorm, RMSNorm
-from cutaway.config.positions import AttentionPosition, Rope
+from cutaway.config.positions import AttentionPosition, Disentangled, Rope
 
 Projection = Literal["q", "k", "v", "o"]
 
@@ -40,7 +40,8 @@ class MultiHeadBase(ConfigNode):
     bias: tuple[Projection, ...] = ()
     """The projections (q, k, v, o) that have a bias."""
     scale: PositiveFloat | None = None
-    """Factor on the scores; default 1/sqrt(d_head)."""
+    """Factor on the scores; default 1/sqrt(d_head). With disentangled positions, n kinds of scores are added, and the
+    default is 1/sqrt(n·d_head)."""
     softcap: PositiveFloat | None = None
     """Scores become softcap · tanh(score / softcap) (Gemma 2)."""
     qk_norm: QKNorm | None = None
@@ -65,6 +66,12 @@ class MultiHeadBase(ConfigNode):
 
     def head_dim(self, d_model: int) -> int:
         return self.d_head or d_model // self.heads
+
+    def score_scale(self, d_model: int) -> float:
+        """Factor on the scores: `scale`, or its default."""
+        position = getattr(self, "position", None)
+        num_terms = 1 + len(position.pos_att_type) if isinstance(position, Disentangled) else 1
+        return self.scale or (num_terms * self.head_dim(d_model)) ** -0.5
 
     def max_rotary_dim(self, d_model: int) -> int:
         """Number of dimensions of a head that RoPE may rotate."""
@@ -113,6 +120,10 @@ class LatentAttention(ConfigNode):
 
     def head_dim(self, d_model: int) -> int:
         return self.d_nope + self.d_rope
+
+    def score_scale(self, d_model: int) -> float:
+        """Factor on the scores: `scale`, or its default."""
+        return self.scale or self.head_dim(d_model) ** -0.5
 
     def max_rotary_dim(self, d_model: int) -> int:
         """Number of dimensions of a head that RoPE may rotate."""

@@ -3,7 +3,7 @@
 import math
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from cutaway.config.node import (
     ConfigNode,
@@ -22,6 +22,16 @@ class FactorizedEmbedding(ConfigNode):
     bias: bool = True
     positions: Literal["before_projection", "after_projection"] = "before_projection"
     """Add positions, token types and norm before the projection (ALBERT, ELECTRA) or after it (OPT-350m)."""
+    norm_after_projection: bool = False
+    """Apply the norm after the projection, although positions and token types are added before it (DeBERTa-v2)."""
+
+    @model_validator(mode="after")
+    def _check_norm(self) -> "FactorizedEmbedding":
+        if self.norm_after_projection and self.positions == "after_projection":
+            raise ValueError(
+                "with positions='after_projection', the norm is after the projection; leave out norm_after_projection"
+            )
+        return self
 
 
 class Embedding(ConfigNode):
@@ -41,10 +51,15 @@ class Embedding(ConfigNode):
         return self.factorization.width if self.factorization else d_model
 
     def position_dim(self, d_model: int) -> int:
-        """Dimension of positions, token types and norm: `factorization.width` before the projection, else d_model."""
+        """Dimension of positions and token types: `factorization.width` before the projection, else d_model."""
         if self.factorization is None or self.factorization.positions == "after_projection":
             return d_model
         return self.factorization.width
+
+    def norm_dim(self, d_model: int) -> int:
+        """Dimension of the norm: `factorization.width` before the projection, else d_model."""
+        is_after = self.factorization is not None and self.factorization.norm_after_projection
+        return d_model if is_after else self.position_dim(d_model)
 
     def resolve_scale(self, d_model: int) -> float:
         """The factor on the token embedding as a number: sqrt(d_model) if `scale` is "sqrt_d_model"."""

@@ -1,10 +1,11 @@
-"""Position methods: on the embedding (learned, sinusoidal) and inside attention (RoPE, ALiBi, relative bias)."""
+"""Position methods: on the embedding (learned, sinusoidal), and in attention (RoPE, ALiBi, relative bias, DeBERTa)."""
 
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from cutaway.config.node import KIND_DISCRIMINATOR, ConfigNode, FiniteFloat, PositiveFloat, PositiveInt
+from cutaway.config.node import KIND_DISCRIMINATOR, ConfigNode, FiniteFloat, PositiveFloat, PositiveInt, Probability
+from cutaway.config.norms import NoNorm, Norm
 
 
 class NoPosition(ConfigNode):
@@ -180,5 +181,42 @@ class RelativeBias(ConfigNode):
         return self
 
 
+class Disentangled(ConfigNode):
+    """Disentangled attention (DeBERTa): a score also compares contents with relative positions. https://arxiv.org/abs/2006.03654
+
+    All layers of a stack share one table of relative position embeddings; each layer projects it to queries and keys.
+    """
+
+    kind: Literal["disentangled"] = "disentangled"
+    pos_att_type: tuple[Literal["c2p", "p2c"], ...] = Field(default=("c2p", "p2c"), min_length=1)
+    """Added scores: 'c2p' (content to position) of queries and position keys, 'p2c' of position queries and keys."""
+    buckets: PositiveInt | None = None
+    """Number of buckets per direction: one per small distance, logarithmic beyond. By default one per distance."""
+    max_distance: PositiveInt = 512
+    """Larger distances have the same bucket."""
+    share_att_key: bool = False
+    """Project relative positions with the q and k of the layer, instead of with matrices of their own."""
+    norm: Norm = NoNorm()
+    """Norm on the relative position embeddings."""
+    dropout: Probability = 0.0
+    """Dropout on the relative position embeddings."""
+
+    @property
+    def span(self) -> int:
+        """Number of rows of the table per direction."""
+        return self.buckets or self.max_distance
+
+    @model_validator(mode="after")
+    def _check_buckets(self) -> "Disentangled":
+        if len(set(self.pos_att_type)) != len(self.pos_att_type):
+            raise ValueError(f"pos_att_type {list(self.pos_att_type)} names a score twice; name each once")
+        if self.buckets is not None and (self.buckets < 2 or self.max_distance - 1 <= self.buckets // 2):
+            raise ValueError(
+                f"buckets {self.buckets} must be at least 2, and max_distance {self.max_distance} above"
+                f" {self.buckets // 2 + 1}; distances beyond half the buckets have logarithmic buckets"
+            )
+        return self
+
+
 EmbeddingPosition = Annotated[NoPosition | LearnedPosition | SinusoidalPosition, KIND_DISCRIMINATOR]
-AttentionPosition = Annotated[NoPosition | Rope | Alibi | RelativeBias, KIND_DISCRIMINATOR]
+AttentionPosition = Annotated[NoPosition | Rope | Alibi | RelativeBias | Disentangled, KIND_DISCRIMINATOR]

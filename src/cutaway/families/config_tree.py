@@ -140,7 +140,8 @@ def _fill_attention_defaults(attention: Node, d_model: int) -> None:
     else:
         head_dim = attention["d_head"] = attention["d_head"] or d_model // attention["heads"]
         attention["kv_heads"] = attention["kv_heads"] or attention["heads"]
-        attention["scale"] = attention["scale"] or head_dim**-0.5
+        num_terms = 1 + len(attention.get("position", {}).get("pos_att_type", ()))  # kinds of scores that are added
+        attention["scale"] = attention["scale"] or (num_terms * head_dim) ** -0.5
         attention["bias"] = sorted(attention["bias"])
     position = attention.get("position", {})
     if position.get("kind") == "rope":

@@ -133,6 +133,13 @@ def build_load_plan(
     return plan, file_keys
 
 
+def rename_legacy_key(family: Family, name: str) -> str:
+    """Return the family's current name of a tensor."""
+    for old, new in family.weight_renamings:
+        name = re.sub(old, new, name)
+    return name
+
+
 def _normalize_checkpoint_keys(family: Family, tensor_infos: Mapping[str, TensorInfo]) -> dict[str, str]:
     """Return {key of the family: key in the file}: legacy names are replaced and missing prefixes added."""
     prefix = family.base_model_prefix
@@ -141,9 +148,7 @@ def _normalize_checkpoint_keys(family: Family, tensor_infos: Mapping[str, Tensor
     heads = {key.split(".")[0] for key in keys if not key.startswith(prefix)}
     file_keys = {}
     for file_key in tensor_infos:
-        name = file_key
-        for old, new in family.weight_renamings:
-            name = re.sub(old, new, name)
+        name = rename_legacy_key(family, file_key)
         if is_base_model and name.split(".")[0] not in heads:
             name = prefix + name
         file_keys[name] = file_key

@@ -11,8 +11,32 @@ from cutaway.errors import ConfigError
 from cutaway.families import tables
 from cutaway.families.family import Family
 
-_PREFERRED_FAMILIES = ("bert", "gpt2", "llama", "mixtral", "roberta", "t5")
+_PREFERRED_FAMILIES = ("bert", "gpt2", "gptj", "llama", "mistral", "mixtral", "qwen2", "qwen3", "roberta", "t5")
 """Families that most tools support. They are tried first if several families can represent a model."""
+
+
+_UNSUPPORTED_FAMILIES = {
+    "apertus": "its activation xIELU has trained parameters",
+    "bamba": "it has state-space layers (Mamba-2)",
+    "deberta": "it has other scores and positions than DeBERTa-v2; DeBERTa-v2 and v3 are the family 'deberta-v2'",
+    "deepseek_v32": "its sparse attention selects keys with a lightning indexer",
+    "falcon_h1": "it has state-space layers (Mamba-2)",
+    "granitemoehybrid": "it has state-space layers (Mamba-2)",
+    "hunyuan_v1_dense": "it applies QK-norm after RoPE",
+    "hunyuan_v1_moe": "it applies QK-norm after RoPE",
+    "jamba": "it has state-space layers (Mamba)",
+    "lfm2": "it has convolution layers",
+    "llama4": "its attention scale depends on the position",
+    "mamba": "it is a state-space model, not a Transformer",
+    "mamba2": "it is a state-space model, not a Transformer",
+    "ministral3": "its attention scale depends on the position",
+    "nemotron": "its LayerNorm multiplies by 1 + gain",
+    "nemotron_h": "it has state-space layers (Mamba-2)",
+    "phimoe": "its router is SparseMixer",
+    "qwen3_5": "it has linear attention layers (gated DeltaNet)",
+    "qwen3_next": "it has linear attention layers (gated DeltaNet)",
+}
+"""`model_type` of well-known models that no family can represent → the reason."""
 
 
 @cache
@@ -33,6 +57,8 @@ def resolve_family(hf_config: Mapping[str, object]) -> Family:
             if isinstance(class_name, str) and class_name in by_architecture:
                 return by_architecture[class_name]
         raise ConfigError(f"config.json has no 'model_type', which names the family; add one of: {', '.join(known)}")
+    if isinstance(name, str) and name in _UNSUPPORTED_FAMILIES:
+        raise ConfigError(f"model_type '{name}' is not supported: {_UNSUPPORTED_FAMILIES[name]}; use another model")
     if not isinstance(name, str) or name not in known:
         matches = difflib.get_close_matches(str(name), known, n=1)
         hint = f" (did you mean '{matches[0]}'?)" if matches else ""

@@ -86,6 +86,23 @@ class SplitGroupedQKV(ConversionOp):
         return [torch.cat([_unflatten_first_dim(part, groups, -1, d_head) for part in tensors], 1).flatten(0, 2)]
 
 
+@dataclass(frozen=True)
+class SplitShardedQVK(ConversionOp):
+    """One checkpoint tensor has `num_shards` groups of rows, each with a shard of q, then of v, then of k (CodeGen)."""
+
+    num_shards: int
+
+    def to_model(self, tensors: "Tensors", model_shapes: Shapes, d_head: int) -> "list[Tensor]":
+        shards = _unflatten_first_dim(tensors[0], self.num_shards, 3, -1)  # (N, 3, d/N, ...)
+        return [shards[:, i].flatten(0, 1) for i in range(3)]
+
+    def to_checkpoint(self, tensors: "Tensors", d_head: int) -> "list[Tensor]":
+        import torch
+
+        shards = [_unflatten_first_dim(part, self.num_shards, -1) for part in tensors]
+        return [torch.stack(shards, 1).flatten(0, 2)]
+
+
 class MergeModulelist(ConversionOp):
     """Checkpoint tensors numbered {e} are stacked along dim 0 of one model tensor (experts)."""
 

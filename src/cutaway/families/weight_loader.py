@@ -12,7 +12,7 @@ from cutaway.argument_checks import resolve_device
 from cutaway.config import Config, LMHead
 from cutaway.errors import ConfigError, InputError, WeightError
 from cutaway.families.family import Family, HFConfig, Parsed
-from cutaway.families.load_plan import LoadPlan, TensorConversion, build_load_plan
+from cutaway.families.load_plan import LoadPlan, TensorConversion, build_load_plan, rename_legacy_key
 from cutaway.families.load_report import LoadReport
 from cutaway.families.safetensors_reader import TensorReader
 from cutaway.families.weight_conversion import Identity
@@ -135,7 +135,7 @@ def _resolve_config(family: Family, hf_config: HFConfig, reader: TensorReader) -
     if family.template["form"] != "encoder":
         return family.config_from_hf(hf_config)
     prefix = family.base_model_prefix
-    names = {name.removeprefix(prefix) for name in reader.tensor_infos}
+    names = {rename_legacy_key(family, name).removeprefix(prefix) for name in reader.tensor_infos}
     names |= {name.rsplit(".", 1)[0] for name in names}
     stored = {m.model_keys[0] for m in family.weight_mappings if m.checkpoint_key.removeprefix(prefix) in names}
     # A tied head without bias is stored only as its transform, which some classification heads have, too.

@@ -27,7 +27,7 @@ from cutaway.model.head import LMHead
 from cutaway.model.kernels import DenseMask, SdpaMask
 from cutaway.model.masks import TokenPositions, number_tokens
 from cutaway.model.norms import LayerNorm, RMSNorm
-from cutaway.model.positions import LearnedPosition, RelativeBias
+from cutaway.model.positions import Disentangled, LearnedPosition, RelativeBias
 from cutaway.model.rope import Rotation
 from cutaway.model.stack import Stack
 from cutaway.model.transformer import DecoderOnly, EncoderOnly, Transformer
@@ -429,6 +429,7 @@ def _check_supported(root: nn.Module) -> None:
             "cross-attention": isinstance(module, Block) and module.cross is not None,
             "the clamped SwiGLU": isinstance(module, ClampedSwiGLUMLP),
             "a relative position bias": isinstance(module, RelativeBias),
+            "disentangled attention": isinstance(module, Disentangled),
             "a pooler": isinstance(module, EncoderOnly) and module.pooler is not None,
             "a head with a transform": isinstance(module, LMHead) and module.transform is not None,
             "softcap on logits": isinstance(module, LMHead) and module.softcap is not None,

@@ -89,6 +89,9 @@ class AttentionMask(NamedTuple):
 def build_dense_mask(kernel_args: ModuleArgs) -> AttentionMask:
     """Convert the prepared mask of any kernel to dense tensors."""
     q, k, _, prepared, _ = unpack_kernel_args(kernel_args)
+    if isinstance(prepared, DenseMask | SdpaMask) and prepared.relative_positions is not None:
+        without = build_dense_mask((q, k, k, prepared._replace(relative_positions=None)))
+        return without._replace(bias=prepared.relative_positions.scores(q, k))
     if isinstance(prepared, DenseMask):
         return AttentionMask(~prepared.visible, prepared.fully_masked, prepared.bias)
     num_queries, num_keys, device = q.shape[1], k.shape[1], q.device

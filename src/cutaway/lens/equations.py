@@ -62,9 +62,11 @@ def _embedding_equation(stack: Stack) -> str:
         equation = f"W·{equation}"
     equation += "" if embed.position is None else " + position"
     equation += "" if embed.token_types is None else " + type"
-    equation = _wrap_norm(embed.norm, equation)
-    factor = equation if equation.startswith("norm") or " + " not in equation else f"({equation})"
-    return f"W·{factor}" if embed.project is not None and not embed.project_before_positions else equation
+    if embed.project is None or embed.project_before_positions:
+        return _wrap_norm(embed.norm, equation)
+    inner = equation if embed.project_before_norm else _wrap_norm(embed.norm, equation)
+    projected = f"W·({inner})" if " + " in inner and not inner.startswith("norm") else f"W·{inner}"
+    return _wrap_norm(embed.norm, projected) if embed.project_before_norm else projected
 
 
 def _head_equation(model: Transformer) -> str:

@@ -26,7 +26,7 @@ from cutaway.model import Transformer
 from cutaway.model.attention import LatentAttention, LayerContext
 from cutaway.model.block import Block, ParallelBlock
 from cutaway.model.embedding import Embedding
-from cutaway.model.positions import ScoreBias
+from cutaway.model.positions import Disentangled, ScoreBias
 from cutaway.model.stack import Stack
 
 _OnCall = Callable[[], None]
@@ -129,8 +129,10 @@ def _unsupported_reason(target: StructuralTarget, op: str) -> str | None:
             return f"this model has no {name}"
         if op == "drop" and any(isinstance(block.attn.f, LatentAttention) for block in blocks):
             return f"{name} cannot be dropped: in latent attention, a part of each key exists only for RoPE"
-        if op in _POSITION_OPS and any(isinstance(module, ScoreBias) for module in stack.positions.values()):
-            return f"{name} are biases on the attention scores (ALiBi, T5 bias), which cannot be moved; use 'drop'"
+        if op in _POSITION_OPS and any(
+            isinstance(module, ScoreBias | Disentangled) for module in stack.positions.values()
+        ):
+            return f"{name} are added to scores (ALiBi, T5 bias, DeBERTa), which cannot be moved; use 'drop'"
     return None
 
 

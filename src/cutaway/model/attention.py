@@ -5,14 +5,16 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
 import cutaway.config as cfg
 from cutaway.model.cache import CacheShape, CrossCache, LayerCache, SlotMapping
-from cutaway.model.kernels import build_kernel
+from cutaway.model.kernels import ProjectedPositions, build_kernel
 from cutaway.model.layers import Linear
 from cutaway.model.norms import build_norm
+from cutaway.model.positions import RelativePositions
 from cutaway.model.rope import Rotation
 
 
@@ -29,6 +31,8 @@ class LayerContext:
     """Applies RoPE to queries or keys; None for other position methods."""
     cache: LayerCache | None = None
     slot_mapping: SlotMapping | None = None
+    relative_positions: RelativePositions | None = None
+    """Relative position embeddings, for disentangled attention."""
     memory: Float[Tensor, "B S d"] | None = None
     """Encoder output, for cross-attention."""
     prepared_cross_mask: Any = None
@@ -68,9 +72,21 @@ class MultiHead(nn.Module):
         self.clip_qkv = config.clip_qkv
         has_sink = isinstance(config, cfg.MultiHead) and config.sink
         self.sink = nn.Parameter(torch.empty(self.heads)) if has_sink else None
-        scale = config.scale or self.d_head**-0.5
+        position = getattr(config, "position", None)
+        self.position_q: Linear | None = None
+        self.position_k: Linear | None = None
+        if isinstance(position, cfg.Disentangled) and not position.share_att_key:
+            if "p2c" in position.pos_att_type:
+                self.position_q = Linear(d_model, self.heads * self.d_head, bias="q" in config.bias)
+            if "c2p" in position.pos_att_type:
+                self.position_k = Linear(d_model, self.kv_heads * self.d_head, bias="k" in config.bias)
         self.build_kernel = partial(
-            build_kernel, scale=scale, softcap=config.softcap, dropout=config.dropout, sink=has_sink
+            build_kernel,
+            scale=config.score_scale(d_model),
+            softcap=config.softcap,
+            dropout=config.dropout,
+            sink=has_sink,
+            position_scores=isinstance(position, cfg.Disentangled),
         )
         self.kernel = self.build_kernel("auto")
 
@@ -91,12 +107,29 @@ class MultiHead(nn.Module):
     def project_qkv(self, x: Float[Tensor, "B T d"]) -> tuple[Tensor, Tensor, Tensor]:
         return self.q_norm(self.split_heads(self.q(x))), *self.project_kv(x)
 
+    def project_positions(self, relative: RelativePositions) -> ProjectedPositions:
+        """Project relative position embeddings r to keys (content to position) and queries (position to content)."""
+        embeddings, rows, config = relative
+        r = F.dropout(embeddings, config.dropout, self.training).unsqueeze(0)  # (1, P, d)
+        k = q = None
+        if "c2p" in config.pos_att_type:
+            k = self.k_norm(self.split_heads((self.position_k or self.k)(r))).squeeze(0)  # (P, G, D)
+            k = k.repeat_interleave(self.heads // self.kv_heads, dim=1) * self.kernel.scale
+        if "p2c" in config.pos_att_type:
+            q = (
+                self.q_norm(self.split_heads((self.position_q or self.q)(r))).squeeze(0) * self.kernel.scale
+            )  # (P, H, D)
+        return ProjectedPositions(rows, k, q)
+
     def forward(self, x: Float[Tensor, "B T d"], context: LayerContext) -> Float[Tensor, "B T d"]:
         q, k, v = self.project_qkv(x)  # (B, T, H, D), (B, T, G, D)
         if context.rotate is not None:
             q, k = context.rotate(q), context.rotate(k)
         k, v = context.update_cache(k, v)
-        z = self.kernel(q, k, v, context.prepared_mask, self.sink)
+        mask = context.prepared_mask
+        if context.relative_positions is not None:
+            mask = mask._replace(relative_positions=self.project_positions(context.relative_positions))
+        z = self.kernel(q, k, v, mask, self.sink)
         return self.o(z.flatten(-2))
 
 
@@ -142,7 +175,7 @@ class LatentAttention(nn.Module):
         self.kv_up = Linear(self.kv_rank, self.heads * (self.d_nope + self.d_value), bias=False)
         self.o = Linear(self.heads * self.d_value, d_model, bias=config.bias)
         self.sink = None
-        self.build_kernel = partial(build_kernel, scale=config.scale or d_head**-0.5, dropout=config.dropout)
+        self.build_kernel = partial(build_kernel, scale=config.score_scale(d_model), dropout=config.dropout)
         self.kernel = self.build_kernel("auto")
 
     @property

@@ -25,11 +25,12 @@ class Embedding(nn.Module):
         elif isinstance(config.position, cfg.SinusoidalPosition):
             self.position = SinusoidalPosition(config.position, width)
         self.token_types = EmbeddingTable(config.token_types, width) if config.token_types else None
-        self.norm = build_norm(config.norm, width)
+        self.norm = build_norm(config.norm, config.norm_dim(d_model))
         self.dropout = config.dropout
         factorization = config.factorization
         self.project = None if factorization is None else Linear(factorization.width, d_model, bias=factorization.bias)
         self.project_before_positions = factorization is not None and factorization.positions == "after_projection"
+        self.project_before_norm = factorization is not None and factorization.norm_after_projection
 
     def forward(
         self, tokens: Int[Tensor, "B T"], token_positions: TokenPositions, token_types: Int[Tensor, "B T"] | None = None
@@ -43,7 +44,9 @@ class Embedding(nn.Module):
             x = x + self.position(token_positions.position, token_positions.limit).to(x.dtype)
         if self.token_types is not None:
             x = x + (self.token_types.weight[0] if token_types is None else self.token_types(token_types))
+        if self.project is not None and self.project_before_norm:
+            x = self.project(x)
         x = F.dropout(self.norm(x), self.dropout, self.training)
-        if self.project is not None and not self.project_before_positions:
+        if self.project is not None and not (self.project_before_positions or self.project_before_norm):
             x = self.project(x)
         return x

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
@@ -32,12 +32,24 @@ class Kernel(nn.Module):
 
     name: ClassVar[str]
     supports: ClassVar[frozenset[str]]
-    """Which of 'softcap' and 'sink' the kernel implements. Requesting one that is missing raises KernelError."""
+    """Which of 'softcap', 'sink' and 'position scores' the kernel implements.
 
-    def __init__(self, scale: float, softcap: float | None = None, dropout: float = 0.0, *, sink: bool = False) -> None:
+    Requesting one that is missing raises KernelError."""
+
+    def __init__(
+        self,
+        scale: float,
+        softcap: float | None = None,
+        dropout: float = 0.0,
+        *,
+        sink: bool = False,
+        position_scores: bool = False,
+    ) -> None:
         super().__init__()
         self.scale, self.softcap, self.dropout, self.sink = scale, softcap, dropout, sink
-        required = {name for name, is_set in (("softcap", softcap is not None), ("sink", sink)) if is_set}
+        self.position_scores = position_scores
+        features = {"softcap": softcap is not None, "sink": sink, "position scores": position_scores}
+        required = {name for name, is_set in features.items() if is_set}
         if missing := required - self.supports:
             able = ", ".join(name for name, kernel in KERNELS.items() if required <= kernel.supports)
             names = " and ".join(sorted(missing))
@@ -59,12 +71,35 @@ def _dense_bias(bias: ScoreBias, mask_spec: MaskSpec, dtype: torch.dtype) -> Flo
     return bias.dense_bias(mask_spec.q.position, mask_spec.k.position).to(dtype)
 
 
+class ProjectedPositions(NamedTuple):
+    """Relative position embeddings, projected by a layer to keys and queries and multiplied by the scale (DeBERTa)."""
+
+    rows: Int[Tensor, "#B 1 T S"]
+    """δ(i − j): the row of the embeddings for each query and key."""
+    k: Float[Tensor, "P H D"] | None
+    q: Float[Tensor, "P H D"] | None
+
+    def scores(self, q: Queries, k: Keys) -> Scores:
+        """q_i · k^r_δ (content to position) + q^r_δ · k_j (position to content) for each query i and key j."""
+        terms = []
+        if self.k is not None:
+            to_position = torch.einsum("bthd,phd->bhtp", q, self.k)
+            terms.append(to_position.gather(-1, self.rows.expand(*to_position.shape[:3], -1)))
+        if self.q is not None:
+            k = k if k.shape[2] == q.shape[2] else k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)
+            to_content = torch.einsum("bshd,phd->bhsp", k, self.q)
+            terms.append(to_content.gather(-1, self.rows.mT.expand(*to_content.shape[:3], -1)).mT)
+        return terms[0] if len(terms) == 1 else terms[0] + terms[1]
+
+
 class DenseMask(NamedTuple):
     """Prepared mask of the explicit kernel: mask and score bias as dense tensors."""
 
     visible: Bool[Tensor, "#B 1 T S"]
     fully_masked: Bool[Tensor, "#B 1 T 1"]
     bias: Float[Tensor, "#B H T S"] | None
+    relative_positions: "ProjectedPositions | None" = None
+    """Set by each layer with disentangled attention."""
 
 
 class Softmax(nn.Module):
@@ -83,10 +118,10 @@ class Explicit(Kernel):
     """The attention equation step by step, with tensors for scores and pattern. The reference for the other kernels."""
 
     name = "explicit"
-    supports = frozenset({"softcap", "sink"})
+    supports = frozenset({"softcap", "sink", "position scores"})
 
-    def __init__(self, scale: float, softcap: float | None = None, dropout: float = 0.0, *, sink: bool = False) -> None:
-        super().__init__(scale, softcap, dropout, sink=sink)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         self.softmax = Softmax()
 
     def prepare_mask(self, mask_spec: MaskSpec, bias: ScoreBias | None, dtype: torch.dtype) -> DenseMask:
@@ -100,6 +135,8 @@ class Explicit(Kernel):
             scores = self.softcap * torch.tanh(scores / self.softcap)
         if prepared_mask.bias is not None:
             scores = scores + prepared_mask.bias
+        if prepared_mask.relative_positions is not None:
+            scores = scores + prepared_mask.relative_positions.scores(q, k)
         scores = scores.masked_fill(~prepared_mask.visible, float("-inf"))
         pattern = self.softmax(scores, prepared_mask.fully_masked, sink)
         pattern = F.dropout(pattern, self.dropout, self.training)
@@ -112,16 +149,17 @@ class SdpaMask(NamedTuple):
     is_causal: bool
     mask: Tensor | None
     fully_masked: Bool[Tensor, "#B 1 T 1"] | None
+    relative_positions: ProjectedPositions | None = None
 
 
 class Sdpa(Kernel):
     """torch.nn.functional.scaled_dot_product_attention. Causal and full masks are not materialized."""
 
     name = "sdpa"
-    supports = frozenset()
+    supports = frozenset({"position scores"})
 
     def prepare_mask(self, mask_spec: MaskSpec, bias: ScoreBias | None, dtype: torch.dtype) -> SdpaMask:
-        if bias is None and mask_spec.structure is not None:
+        if bias is None and mask_spec.structure is not None and not self.position_scores:
             return SdpaMask(mask_spec.structure == "causal", None, None)
         mask, fully_masked = mask_spec.to_dense()
         if bias is not None:
@@ -129,11 +167,14 @@ class Sdpa(Kernel):
         return SdpaMask(False, mask, fully_masked)
 
     def forward(self, q: Queries, k: Keys, v: Values, prepared_mask: SdpaMask, sink: Sink = None) -> HeadOutputs:
+        mask = prepared_mask.mask
+        if prepared_mask.relative_positions is not None and mask is not None:
+            mask = torch.where(mask, prepared_mask.relative_positions.scores(q, k), float("-inf"))
         z = F.scaled_dot_product_attention(
             q.transpose(1, 2),
             k.transpose(1, 2),
             v.transpose(1, 2),
-            attn_mask=prepared_mask.mask,
+            attn_mask=mask,
             dropout_p=self.dropout if self.training else 0.0,
             is_causal=prepared_mask.is_causal,
             scale=self.scale,
@@ -255,12 +296,10 @@ def _compile_once(function: Callable[..., Any]) -> Callable[..., Any]:
 KERNELS: dict[str, type[Kernel]] = {kernel.name: kernel for kernel in (Sdpa, Explicit, Flex)}
 
 
-def build_kernel(
-    name: str, *, scale: float, softcap: float | None = None, dropout: float = 0.0, sink: bool = False
-) -> Kernel:
+def build_kernel(name: str, *, softcap: float | None = None, sink: bool = False, **options: Any) -> Kernel:
     """Build a kernel by name. 'auto' is sdpa, or explicit where softcap or a sink is needed."""
     if name == "auto":
         name = "sdpa" if softcap is None and not sink else "explicit"
     if not isinstance(name, str) or name not in KERNELS:
         raise KernelError(f"unknown kernel {name!r}; use one of auto, {', '.join(KERNELS)}")
-    return KERNELS[name](scale, softcap, dropout, sink=sink)
+    return KERNELS[name](softcap=softcap, sink=sink, **options)

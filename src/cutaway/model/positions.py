@@ -1,6 +1,7 @@
-"""Position methods on embeddings (learned, sinusoidal) and on scores (ALiBi, T5 relative bias). RoPE: rope.py."""
+"""Position methods on embeddings (learned, sinusoidal) and on scores (ALiBi, T5 bias, disentangled). RoPE: rope.py."""
 
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 import cutaway.config as cfg
 from cutaway.model.layers import ConstantBuffers, EmbeddingTable
+from cutaway.model.norms import build_norm
 
 
 class LearnedPosition(nn.Module):
@@ -139,3 +141,44 @@ class RelativeBias(ScoreBias):
 
     def elementwise_bias(self, q: Tensor, k: Tensor, head: Tensor) -> Tensor:
         return self.table.weight[self.relative_position_bucket(k - q), head]
+
+
+class RelativePositions(NamedTuple):
+    """Relative position embeddings r, and the row δ of r for each query and key."""
+
+    embeddings: Float[Tensor, "P d"]
+    rows: Int[Tensor, "#B 1 T S"]
+    config: cfg.Disentangled
+
+
+class Disentangled(nn.Module):
+    """Disentangled attention (DeBERTa): the table r of relative position embeddings, which all layers share.
+
+    The row of a query at position i and a key at position j is δ(i − j) = span + bucket(i − j). With `buckets`, each
+    distance up to buckets/2 has its own bucket, and larger ones have logarithmic buckets. Each layer projects r to
+    queries and keys (`MultiHead.project_positions`), and its kernel computes the scores (`ProjectedPositions.scores`).
+    """
+
+    def __init__(self, config: cfg.Disentangled, d_model: int) -> None:
+        super().__init__()
+        self.config = config
+        self.table = EmbeddingTable(2 * config.span, d_model)
+        self.norm = build_norm(config.norm, d_model)
+
+    def relative_position_row(self, relative_position: Int[Tensor, "*pair"]) -> Int[Tensor, "*pair"]:
+        """δ(i − j): row of the table for a relative position i − j (positive if the key is before the query)."""
+        bucket, span, buckets = relative_position, self.config.span, self.config.buckets
+        if buckets is not None:
+            near, distance = buckets // 2, relative_position.abs()
+            # log(max) in fp32, as the other logarithm: a distance on the edge of a bucket is then not rounded over it.
+            log_max = float(torch.tensor((self.config.max_distance - 1) / near, device="cpu").log())
+            ratio = torch.log(distance.clamp(min=near).float() / near) / log_max
+            far = (torch.ceil(ratio * (near - 1)) + near).long()
+            bucket = torch.where(distance <= near, relative_position, relative_position.sign() * far)
+        return (bucket + span).clamp(0, 2 * span - 1)
+
+    def forward(self, q: Int[Tensor, "#B T"], k: Int[Tensor, "#B S"]) -> RelativePositions:
+        rows = self.relative_position_row(q[:, None, :, None] - k[:, None, None, :])
+        # Without gradients (a pass with a cache), a parameter would still require them; FlopCounterMode rejects that.
+        embeddings = self.table.weight if torch.is_grad_enabled() else self.table.weight.detach()
+        return RelativePositions(self.norm(embeddings), rows, self.config)

@@ -17,12 +17,12 @@ from cutaway.model.kernels import Kernel
 from cutaway.model.layers import EmbeddingTable
 from cutaway.model.masks import MaskSpec, TokenPositions, cross_attention_mask, self_attention_mask
 from cutaway.model.norms import build_norm
-from cutaway.model.positions import Alibi, RelativeBias, ScoreBias
+from cutaway.model.positions import Alibi, Disentangled, RelativeBias, ScoreBias
 from cutaway.model.rope import Rope
 
 
-def build_position(attention: cfg.Attention, d_model: int, *, causal: bool) -> Rope | ScoreBias | None:
-    """Build the position method that acts inside attention: RoPE, ALiBi, relative bias, or None."""
+def build_position(attention: cfg.Attention, d_model: int, *, causal: bool) -> Rope | ScoreBias | Disentangled | None:
+    """Build the position method that acts inside attention: RoPE, ALiBi, relative bias, disentangled, or None."""
     position = attention.position
     if isinstance(position, cfg.Rope):
         return Rope(position, position.rotary_dim or attention.max_rotary_dim(d_model))
@@ -30,6 +30,8 @@ def build_position(attention: cfg.Attention, d_model: int, *, causal: bool) -> R
         return Alibi(position, attention.heads)
     if isinstance(position, cfg.RelativeBias):
         return RelativeBias(position, attention.heads, causal=causal)
+    if isinstance(position, cfg.Disentangled):
+        return Disentangled(position, d_model)
     return None
 
 
@@ -99,19 +101,23 @@ class Stack(nn.Module):
         """Build each layer's context. Layers with equal positions, windows and kernels share angles and masks."""
         ropes = {key: rope(token_positions, dtype) for key, rope in self.positions.items() if isinstance(rope, Rope)}
         biases = {key: bias for key, bias in self.positions.items() if isinstance(bias, ScoreBias)}
+        tables = {key: table for key, table in self.positions.items() if isinstance(table, Disentangled)}
         prepared: dict[tuple[str | None, int | None, str, int | None], Any] = {}
         contexts = []
         for layer, (position, window) in enumerate(zip(self.layer_position_keys, self.windows, strict=True)):
-            kernel, bias = _get_kernel(self.blocks[layer].attn), biases.get(position)
+            kernel = _get_kernel(self.blocks[layer].attn)
+            bias, table = biases.get(position), tables.get(position)
             layer_cache = None if cache is None else cache.layers[layer]
             num_slots = None if layer_cache is None else layer_cache.num_slots
             slot_mapping = None if num_slots is None else slot_mappings[num_slots]
-            key = None if bias is None else position, window, kernel.name, num_slots
+            key = None if bias is None and table is None else position, window, kernel.name, num_slots
             if key not in prepared:
                 key_positions = token_positions if slot_mapping is None else slot_mapping.key_positions
                 mask_spec = self_attention_mask(token_positions, key_positions, is_causal=self.causal, window=window)
-                prepared[key] = kernel.prepare_mask(mask_spec, bias, dtype)
-            contexts.append(LayerContext(prepared[key], ropes.get(position), layer_cache, slot_mapping))
+                relative = None if table is None else table(token_positions.position, key_positions.position)
+                prepared[key] = kernel.prepare_mask(mask_spec, bias, dtype), relative
+            mask, relative = prepared[key]
+            contexts.append(LayerContext(mask, ropes.get(position), layer_cache, slot_mapping, relative))
         return contexts
 
     def add_cross_attention_context(
@@ -142,4 +148,6 @@ def _position_sharing_key(config: cfg.Stack, layer: int, d_model: int) -> tuple[
     position = attention.position
     if isinstance(position, cfg.RelativeBias):
         return position, attention.heads, None if position.shared else layer
+    if isinstance(position, cfg.Disentangled):
+        return (position,)
     return position, attention.heads, attention.max_rotary_dim(d_model)

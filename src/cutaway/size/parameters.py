@@ -8,7 +8,7 @@ from cutaway.config.embedding import Embedding
 from cutaway.config.ffn import FFN, Mlp, Moe
 from cutaway.config.head import LMHead
 from cutaway.config.norms import LayerNorm, NoNorm, Norm
-from cutaway.config.positions import LearnedPosition, RelativeBias, SinusoidalPosition
+from cutaway.config.positions import Disentangled, LearnedPosition, RelativeBias, SinusoidalPosition
 from cutaway.config.stack import Block, CrossBlock, ParallelResidual, PreNorm, SandwichNorm, Stack
 from cutaway.config.transformer import Config, Encoder, EncoderDecoder
 
@@ -99,7 +99,7 @@ def count_parameters(config: Config) -> ParameterCounts:
         positions=sum(_count_position_embeddings(embedding, d) for embedding in embeddings),
         token_types=sum(embedding.token_types * embedding.position_dim(d) for embedding in embeddings),
         embedding_projection=sum(_count_embedding_projection(embedding, d) for embedding in embeddings),
-        embedding_norm=sum(_count_norm(embedding.norm, embedding.position_dim(d)) for embedding in embeddings),
+        embedding_norm=sum(_count_norm(embedding.norm, embedding.norm_dim(d)) for embedding in embeddings),
         per_layer=tuple(layer for name, stack in stacks.items() for layer in _count_layers(name, stack, d)),
         final_norm=sum(_count_norm(stack.norm, d) for stack in stacks.values() if stack.placement.final_norm),
         head=_count_head(config),
@@ -184,9 +184,9 @@ def _count_head_transform(config: Config) -> int:
 def _count_layers(name: str, stack: Stack, d_model: int) -> Iterator[LayerParameterCounts]:
     """Yield the parameter counts of each layer.
 
-    A relative bias has buckets · heads parameters. A shared relative bias is counted in the first layer that uses it.
+    A relative bias has buckets · heads parameters. Tables that layers share are counted in the first of these layers.
     """
-    counted_tables: set[tuple[RelativeBias, int]] = set()
+    counted_tables: set[tuple[object, ...]] = set()
     first_with_weights: dict[int, int] = {}
     for index, (block, weight_set) in enumerate(zip(stack.blocks, stack.weight_sets, strict=True)):
         if isinstance(block.attention, LatentAttention):
@@ -197,6 +197,11 @@ def _count_layers(name: str, stack: Stack, d_model: int) -> Iterator[LayerParame
         if isinstance(position, RelativeBias) and not (position.shared and (position, heads) in counted_tables):
             attention += position.buckets * heads
             counted_tables.add((position, heads))
+        if isinstance(position, Disentangled):
+            attention += _count_disentangled(
+                position, block.attention, d_model, is_first=(position,) not in counted_tables
+            )
+            counted_tables.add((position,))
         first = first_with_weights.setdefault(weight_set, index)
         yield LayerParameterCounts(
             stack=name,
@@ -236,6 +241,22 @@ def _count_multi_head(attention: MultiHead | Cross, d_model: int) -> int:
     out = _count_linear(q, d_model, bias="o" in attention.bias)
     sink = attention.heads if isinstance(attention, MultiHead) and attention.sink else 0
     return projections + out + _count_qk_norm(attention.qk_norm, attention, d_head) + sink
+
+
+def _count_disentangled(
+    position: Disentangled, attention: MultiHead | LatentAttention, d_model: int, *, is_first: bool
+) -> int:
+    """Number of parameters of relative position embeddings: 2 · span · d and a norm, in the first layer that uses them.
+
+    Each layer has d · H·d_head for position queries and d · H_kv·d_head for position keys, unless it shares q and k."""
+    assert isinstance(attention, MultiHead)
+    table = 2 * position.span * d_model + _count_norm(position.norm, d_model) if is_first else 0
+    if position.share_att_key:
+        return table
+    d_head, bias = attention.head_dim(d_model), attention.bias
+    matrices = {"p2c": (attention.heads, "q" in bias), "c2p": (attention.num_kv_heads, "k" in bias)}
+    used = (matrices[term] for term in position.pos_att_type)
+    return table + sum(_count_linear(d_model, heads * d_head, bias=has_bias) for heads, has_bias in used)
 
 
 def _count_qk_norm(qk_norm: QKNorm | None, attention: MultiHeadBase, d_head: int) -> int:

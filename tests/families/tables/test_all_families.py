@@ -14,7 +14,14 @@ from cutaway.families import families, find_family
 from cutaway.families.config_fields import HF_ACTIVATIONS
 from cutaway.families.config_tree import diff_configs, shortest_layer_pattern
 from cutaway.families.family import COMMON_FIELDS, IGNORED_CONFIG_KEYS
+from cutaway.families.registry import _UNSUPPORTED_FAMILIES
 from cutaway.model.activations import ACTIVATIONS
+
+REQUIRED_KEYS = {
+    "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "glm4_moe": {"head_dim": 128},
+}
+"""Keys without which the default config of transformers is no valid model: experts, and an even rotary dimension."""
 
 
 def peer_config(name: str) -> Any:
@@ -22,7 +29,7 @@ def peer_config(name: str) -> Any:
 
 
 def defaults(name: str) -> dict[str, Any]:
-    return json.loads(peer_config(name)().to_json_string(use_diff=False))
+    return json.loads(peer_config(name)(**REQUIRED_KEYS.get(name, {})).to_json_string(use_diff=False))
 
 
 @pytest.mark.parametrize("name", families())
@@ -37,7 +44,8 @@ def test_every_config_key_is_used_or_ignored_with_a_reason(name: str) -> None:
 @pytest.mark.parametrize("name", families())
 def test_defaults_match_transformers(name: str) -> None:
     family = families()[name]
-    assert not diff_configs(family.config_from_hf({})[0], family.config_from_hf(defaults(name))[0])
+    required = REQUIRED_KEYS.get(name, {})
+    assert not diff_configs(family.config_from_hf(required)[0], family.config_from_hf(defaults(name))[0])
 
 
 @pytest.mark.sample(2)
@@ -111,3 +119,10 @@ def test_activations_match_transformers(name: str) -> None:
 )
 def test_shortest_layer_pattern(blocks: str, leading: str, pattern: str) -> None:
     assert shortest_layer_pattern(list(blocks)) == (list(leading), list(pattern))
+
+
+def test_unsupported_families_are_errors_with_a_reason() -> None:
+    assert not _UNSUPPORTED_FAMILIES.keys() & families().keys()
+    assert _UNSUPPORTED_FAMILIES.keys() <= set(transformers.CONFIG_MAPPING)
+    with pytest.raises(ConfigError, match="model_type 'apertus' is not supported: its activation"):
+        ct.config({"model_type": "apertus"})

@@ -360,13 +360,13 @@ def _expected_scales(ctx: CheckContext, scales: list[AttentionScale]) -> tuple[l
         if ctx.model.module is not None and is_transformers_model(ctx.model.module):
             raise SkipCheckError("needs attention_scale: the scale of this model family is unknown")
         return defaults, False
-    configured = [layer.scale for layer in attention_configs(config)]
+    configured = [layer.score_scale(config.d_model) for layer in attention_configs(config)]
     if len(configured) != len(scales):
         if len(set(configured)) > 1:
             traced = f"{len(scales)} of {len(configured)} attention calls"
             raise SkipCheckError(f"{traced} were traced, and their scales differ")
         configured = configured[:1] * len(scales)
-    return [scale or default for scale, default in zip(configured, defaults, strict=True)], True
+    return configured, True
 
 
 def _describe_wrong_scale(scores: TensorScale) -> str:

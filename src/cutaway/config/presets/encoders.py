@@ -1,4 +1,7 @@
-"""Encoders: BERT, DistilBERT, RoBERTa, MPNet, ALBERT, ELECTRA, ModernBERT. Names with `-mlm` have a masked-LM head."""
+"""Encoders: BERT, DistilBERT, RoBERTa, MPNet, ALBERT, ELECTRA, DeBERTa-v3, ModernBERT.
+
+Names with `-mlm` have a masked-LM head.
+"""
 
 from functools import partial
 
@@ -8,7 +11,7 @@ from cutaway.config.ffn import Activation, Gated, Mlp
 from cutaway.config.head import HeadTransform, LMHead, NoHead
 from cutaway.config.init_scheme import NormalInit
 from cutaway.config.norms import LayerNorm
-from cutaway.config.positions import LearnedPosition, NoPosition, RelativeBias, Rope
+from cutaway.config.positions import Disentangled, LearnedPosition, NoPosition, RelativeBias, Rope
 from cutaway.config.presets.preset_table import ALL_BIASES, PresetTable, Size
 from cutaway.config.stack import Block, PostNorm, PreNorm, Stack
 from cutaway.config.transformer import Encoder
@@ -97,6 +100,17 @@ def electra_small() -> Encoder:
     return bert_small.replace({"encoder.embedding.factorization": FactorizedEmbedding(width=128)})
 
 
+def deberta_v3(size: Size, *, vocab_size: int = 128100) -> Encoder:
+    """https://arxiv.org/abs/2111.09543: disentangled attention, whose relative positions share the layers' q and k."""
+    bert_shape = bert_like(vocab_size, size, eps=1e-7, token_types=0)
+    position = Disentangled(
+        pos_att_type=("p2c", "c2p"), buckets=256, share_att_key=True, norm=bert_shape.encoder.norm, dropout=0.1
+    )
+    return bert_shape.replace(
+        {"encoder.embedding.position": NoPosition(), "encoder.block.attention.position": position}
+    )
+
+
 def modernbert(size: Size, *, vocab_size: int = 50368, context: int = 8192, window: int = 65) -> Encoder:
     """https://arxiv.org/abs/2412.13663: a global layer, then two with a window of ±64 tokens; no biases."""
     norm, ffn = LayerNorm(bias=False), Gated(hidden=size.hidden, activation="gelu")
@@ -133,6 +147,11 @@ PRESETS: PresetTable = {
     "electra-small": electra_small,
     "electra-base": partial(bert_like, 30522, Size(768, 12, 12)),
     "electra-large": partial(bert_like, 30522, Size(1024, 24, 16)),
+    "deberta-v3-xsmall": partial(deberta_v3, Size(384, 12, 6)),
+    "deberta-v3-small": partial(deberta_v3, Size(768, 6, 12)),
+    "deberta-v3-base": partial(deberta_v3, Size(768, 12, 12)),
+    "deberta-v3-large": partial(deberta_v3, Size(1024, 24, 16)),
+    "mdeberta-v3-base": partial(deberta_v3, Size(768, 12, 12), vocab_size=251000),
     "modernbert-base": partial(modernbert, Size(768, 22, 12, None, 1152)),
     "modernbert-large": partial(modernbert, Size(1024, 28, 16, None, 2624)),
 }

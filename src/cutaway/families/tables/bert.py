@@ -41,7 +41,14 @@ def _require_token_types(num_token_types: int) -> int:
 
 
 def size_fields(
-    vocab_size: int, d_model: int, num_layers: int, num_heads: int, intermediate_size: int, hidden_act: str = "gelu"
+    vocab_size: int,
+    d_model: int,
+    num_layers: int,
+    num_heads: int,
+    intermediate_size: int,
+    hidden_act: str = "gelu",
+    *,
+    eps: float = 1e-12,
 ) -> ConfigFields:
     """Config fields of BERT and its derivatives. The arguments are the family's default values."""
     return (
@@ -51,7 +58,7 @@ def size_fields(
         Key("num_attention_heads", "encoder.block.attention.heads", num_heads),
         Key("intermediate_size", "encoder.block.ffn.hidden", intermediate_size),
         activation("hidden_act", "encoder.block.ffn.activation", hidden_act),
-        Key("layer_norm_eps", "encoder.norm.eps", 1e-12),
+        Key("layer_norm_eps", "encoder.norm.eps", eps),
         SameAs("encoder.embedding.norm", "encoder.norm"),
         IfHead(SameAs("head.transform.norm", "encoder.norm")),
         SupportedValues("is_decoder", (False, None), "attention would be causal, as in a decoder"),

@@ -82,16 +82,19 @@ def shared_experts_field(num_shared: int, intermediate_size: int) -> Custom:
     return Custom(("n_shared_experts",), from_hf, to_hf)
 
 
-def _read_expert_groups(hf_config: HFConfigReader, tree: ConfigTree) -> None:
-    """Read group-limited routing. A single group is the same as no groups."""
-    num_groups, top_k = hf_config.get_number("n_group", 8), hf_config.get_number("topk_group", 4)
-    groups = {"num_groups": num_groups, "top_k": top_k, "score": "top2"}
-    tree.set(f"{FFN}.router.groups", None if num_groups == 1 else groups)
+def expert_groups_field(num_groups: int, top_k_groups: int) -> Custom:
+    """Field of group-limited routing. A single group is the same as no groups. The arguments are defaults."""
 
+    def from_hf(hf_config: HFConfigReader, tree: ConfigTree) -> None:
+        count, top_k = hf_config.get_number("n_group", num_groups), hf_config.get_number("topk_group", top_k_groups)
+        groups = {"num_groups": count, "top_k": top_k, "score": "top2"}
+        tree.set(f"{FFN}.router.groups", None if count == 1 else groups)
 
-def _write_expert_groups(tree: ConfigTree, hf_config: dict[str, object]) -> None:
-    groups = tree.get(f"{FFN}.router.groups") or {"num_groups": 1, "top_k": 1}
-    hf_config["n_group"], hf_config["topk_group"] = groups["num_groups"], groups["top_k"]
+    def to_hf(tree: ConfigTree, hf_config: dict[str, object]) -> None:
+        groups = tree.get(f"{FFN}.router.groups") or {"num_groups": 1, "top_k": 1}
+        hf_config["n_group"], hf_config["topk_group"] = groups["num_groups"], groups["top_k"]
+
+    return Custom(("n_group", "topk_group"), from_hf, to_hf)
 
 
 MLA_FIELDS = (
@@ -111,7 +114,7 @@ MOE_FIELDS = (
     Key("num_experts_per_tok", f"{FFN}.router.top_k", 8),
     flag("norm_topk_prob", f"{FFN}.router.renormalize", True),
     Key("routed_scaling_factor", f"{FFN}.router.scale", 2.5),
-    Custom(("n_group", "topk_group"), _read_expert_groups, _write_expert_groups),
+    expert_groups_field(8, 4),
 )
 
 MLA_WEIGHTS = (

@@ -13,7 +13,7 @@ def _read_embedding_size(hf_config: HFConfigReader, tree: ConfigTree) -> None:
     tree.set("encoder.embedding.factorization", None if width == tree.data["d_model"] else {"width": width})
 
 
-def _write_embedding_size(tree: ConfigTree, hf_config: dict[str, object]) -> None:
+def write_embedding_size(tree: ConfigTree, hf_config: dict[str, object]) -> None:
     factorization = tree.get("encoder.embedding.factorization")
     hf_config["embedding_size"] = tree.data["d_model"] if factorization is None else factorization["width"]
 
@@ -27,7 +27,7 @@ FAMILY = bert.build_family(
         *bert.POSITION_FIELDS,
         bert.TOKEN_TYPES_FIELD,
         *bert.DROPOUT_FIELDS,
-        Custom(("embedding_size",), _read_embedding_size, _write_embedding_size),
+        Custom(("embedding_size",), _read_embedding_size, write_embedding_size),
         bert.TIE_EMBEDDINGS_FIELD,
         TIED_FACTORIZED_HEAD,
     ),

@@ -265,7 +265,8 @@ def _locate_mid_resid(path: str, module_map: _ModuleMap) -> _HookLocation:
 def _sublayer_input_module(path: str, module_map: _ModuleMap) -> nn.Module | None:
     """Return the innermost module that contains all projections that read a sublayer's input."""
     is_moe = module_map.has_weights(f"{path}.f.router")
-    return module_map.enclosing_module(*(f"{path}.{name}" for name in (("f",) if is_moe else _INPUT_PROJECTIONS)))
+    readers = ("f.router", "f.experts") if is_moe else _INPUT_PROJECTIONS
+    return module_map.enclosing_module(*(f"{path}.{name}" for name in readers))
 
 
 _INPUT_PROJECTIONS = ("f.q", "f.k", "f.v", "f.kv_down", "f.gate", "f.up")
@@ -329,8 +330,11 @@ def _locate_projection(projection: str, path: str, module_map: _ModuleMap) -> _H
         raise _SiteUnavailableError(f"QK-norm or RoPE is applied inside its attention module; {_USE_SDPA}")
     if f.clip_qkv is not None:
         raise _SiteUnavailableError(f"q, k and v are clipped inside its attention module; {_USE_SDPA}")
-    path = f"{path}.f.{projection}"
+    host, path = module_map.enclosing_module(f"{path}.f"), f"{path}.f.{projection}"
+    conversion: HookConversion
     conversion = SplitHeads(f.heads if projection == "q" else f.kv_heads, module_map.output_columns(path))
+    if f.kernel.position_scores and host is not None:  # the second call projects relative positions (share_att_key)
+        conversion = NthCall(conversion, 0, host)
     return module_map.hf_module(path), False, conversion
 
 
@@ -342,6 +346,8 @@ def _locate_in_ffn(value: str, path: str, module_map: _ModuleMap) -> _HookLocati
         module, is_input, conversion = _locate_sublayer_input(path, module_map)
     elif value == "out":
         last = module_map.enclosing_module(f"{path}.f") if is_moe else module_map.hf_module(f"{path}.f.down")
+        if is_moe and last is module_map.enclosing_module(path.rpartition(".")[0]):
+            raise _SiteUnavailableError("its layer adds the shared expert outside of any module")
         module, is_input, conversion = _locate_sublayer_output(path, last, module_map)
     else:
         dense = f"{path}.f.shared" if value == "shared.hidden" else f"{path}.f"

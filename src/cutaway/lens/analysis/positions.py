@@ -14,7 +14,7 @@ from cutaway.lens.equations import position_module
 from cutaway.lens.labeled_tensor import LabeledTensor
 from cutaway.lens.sites import resolve_index
 from cutaway.model import EncoderDecoder
-from cutaway.model.positions import ScoreBias
+from cutaway.model.positions import Disentangled, ScoreBias
 
 
 def position_similarity(model: ModelLike, token: TokenOrId, *, seq_len: int = 32, layer: int = 0) -> LabeledTensor:
@@ -43,7 +43,7 @@ def position_similarity(model: ModelLike, token: TokenOrId, *, seq_len: int = 32
 def _position_vectors(inputs: AnalysisInputs, layer: int) -> tuple[str, Tensor]:
     """Return a description of the position method, and one vector per position and head, (T, H, D)."""
     embed_position, layer_position = inputs.stack.embed.position, position_module(inputs.stack, layer)
-    if embed_position is None and isinstance(layer_position, ScoreBias):
+    if embed_position is None and isinstance(layer_position, ScoreBias | Disentangled):
         raise InputError(f"block {layer} adds positions to scores, so it has no position vectors; trace 'attn.scores'")
     name = f"{inputs.site_prefix}blocks.{layer}.attn.k"
     t = inputs.trace(name)  # raises if seq_len exceeds the model's positions

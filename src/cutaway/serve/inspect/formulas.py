@@ -12,7 +12,7 @@ from cutaway.model.attention import CrossAttention, LatentAttention
 from cutaway.model.block import ParallelBlock
 from cutaway.model.ffn import GatedMLP
 from cutaway.model.norms import RMSNorm
-from cutaway.model.positions import Alibi, LearnedPosition, SinusoidalPosition
+from cutaway.model.positions import Alibi, LearnedPosition, ScoreBias, SinusoidalPosition
 
 
 def list_formulas(model: Transformer, site_name: str, sites: Mapping[str, Site]) -> list[str]:
@@ -79,7 +79,9 @@ def _attention_formulas(attention: Any, suffix: str, stack: Any, layer: int) -> 
     if suffix == "position":
         if has_rope:
             return [rope]
-        return ["position.alibi" if isinstance(position, Alibi) else "position.bias"] if position is not None else []
+        if not isinstance(position, ScoreBias):  # none, or disentangled attention, whose scores depend on q and k
+            return []
+        return ["position.alibi" if isinstance(position, Alibi) else "position.bias"]
     if suffix == "scores":
         is_latent = isinstance(attention, LatentAttention)
         d_head = attention.d_nope + attention.d_rope if is_latent else attention.d_head

@@ -17,7 +17,7 @@ from cutaway.lens.structural_edits import structural_targets
 from cutaway.model.attention import LatentAttention
 from cutaway.model.block import ParallelBlock
 from cutaway.model.norms import LayerNorm, RMSNorm
-from cutaway.model.positions import Alibi, SinusoidalPosition
+from cutaway.model.positions import Alibi, Disentangled, SinusoidalPosition
 from cutaway.serve.inspect.activation_cache import ActivationCache
 from cutaway.serve.inspect.inspector import Inspector
 
@@ -259,6 +259,8 @@ def _describe_position(inputs: StageInputs) -> str:
     low, high = (_format(value) for value in torch.aminmax(inputs.values))
     if isinstance(module, Alibi):
         return f"ALiBi adds −slope × distance to each score, with one slope per head: here {low} to {high}."
+    if isinstance(module, Disentangled):
+        return f"Scores of contents and relative positions are added to each score: here {low} to {high}."
     return f"A learned bias by distance is added to each score, one per head and bucket: here {low} to {high}."
 
 

@@ -1,8 +1,10 @@
 """Shape pass of `model/attention.py`: multi-head, cross and latent attention."""
 
+from dataclasses import replace
+
 from cutaway.config.attention import Cross, LatentAttention, MultiHead, QKNorm
-from cutaway.size.shape_pass.attention_kernels import MaskShape, scaled_dot_product_attention
-from cutaway.size.shape_pass.functional import norm
+from cutaway.size.shape_pass.attention_kernels import MaskShape, RelativePositions, scaled_dot_product_attention
+from cutaway.size.shape_pass.functional import dropout, norm
 from cutaway.size.shape_pass.layer_context import LayerContext, RopeTables
 from cutaway.size.shape_pass.tape import Tape
 from cutaway.size.shape_pass.tensor import ShapeTensor, Weight, WeightKey
@@ -20,10 +22,31 @@ def multi_head_attention(
     if context.use_cache:
         k, v = _read_cache(tape, k, context.mask), _read_cache(tape, v, context.mask)
     sink = Weight((*key, "sink"), (config.heads,)) if config.sink else None
-    z = scaled_dot_product_attention(
-        tape, q, k, v, context.mask, softcap=config.softcap, dropout=config.dropout, sink=sink
-    )
+    mask = context.mask
+    if mask.relative_positions is not None:
+        relative = _project_positions(tape, mask.relative_positions, config, key, d_head)
+        mask = replace(mask, relative_positions=relative)
+    z = scaled_dot_product_attention(tape, q, k, v, mask, softcap=config.softcap, dropout=config.dropout, sink=sink)
     return _project_output(tape, z, config, key, d_model)
+
+
+def _project_positions(
+    tape: Tape, relative: RelativePositions, config: MultiHead, key: WeightKey, d_head: int
+) -> RelativePositions:
+    """Project relative position embeddings to keys and queries (P, H, D), multiplied by the scale."""
+    position = relative.config
+    r = dropout(tape, relative.embeddings, position.dropout)
+    names = ("q", "k") if position.share_att_key else ("position_q", "position_k")
+    k = q = None
+    if "c2p" in position.pos_att_type:
+        k = _project_heads(tape, r, config, names[1], config.num_kv_heads, key, d_head)
+        k = _qk_norm(tape, k, config.qk_norm, (*key, "k_norm"))
+        k = tape.record_op([k], shape=(k.shape[0], config.heads, d_head))
+        k = tape.record_op([k])
+    if "p2c" in position.pos_att_type:
+        q = _project_heads(tape, r, config, names[0], config.heads, key, d_head)
+        q = tape.record_op([_qk_norm(tape, q, config.qk_norm, (*key, "q_norm"))])
+    return replace(relative, k=k, q=q)
 
 
 def cross_attention(
@@ -59,7 +82,8 @@ def _project_heads(
     tape: Tape, x: ShapeTensor, config: MultiHead | Cross, name: str, heads: int, key: WeightKey, d_head: int
 ) -> ShapeTensor:
     """Project x to queries, keys or values (`name`), clamp to ±clip_qkv if set, and split into heads: (B, T, H, D)."""
-    y = tape.linear(x, heads * d_head, (*key, name), bias=name in config.bias, component="projections")
+    has_bias = name.removeprefix("position_") in config.bias
+    y = tape.linear(x, heads * d_head, (*key, name), bias=has_bias, component="projections")
     if config.clip_qkv is not None:
         y = tape.record_op([y], saved=[y])
     return y.view(*y.shape[:-1], heads, d_head)

@@ -1,7 +1,8 @@
 """Shape pass of the attention kernels: fused (SDPA, FlexAttention), math and explicit."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from cutaway.config.positions import Disentangled
 from cutaway.size.shape_pass.cost_counter import MatmulFlops
 from cutaway.size.shape_pass.functional import dropout as drop
 from cutaway.size.shape_pass.tape import Tape
@@ -26,6 +27,20 @@ class MaskShape:
     bias: ShapeTensor | None = None
     fully_masked: ShapeTensor | None = None
     """Bool tensor that marks the queries without any visible key."""
+    relative_positions: "RelativePositions | None" = None
+
+
+@dataclass
+class RelativePositions:
+    """Relative position embeddings of disentangled attention, and a layer's projections of them."""
+
+    config: Disentangled
+    embeddings: ShapeTensor
+    rows: ShapeTensor
+    k: ShapeTensor | None = None
+    """(P, H, D), for content to position."""
+    q: ShapeTensor | None = None
+    """(P, H, D), for position to content."""
 
 
 def resolve_kernel(kernel: str, *, softcap: bool, sink: bool) -> str:
@@ -56,6 +71,11 @@ def scaled_dot_product_attention(
     flops, has_softcap = (scores, values), softcap is not None
     rate = dropout if tape.execution.grad else 0.0
     kernel = resolve_kernel(mask.kernel, softcap=has_softcap, sink=sink is not None)
+    if mask.relative_positions is not None and kernel == "sdpa":
+        s = _position_scores(tape, q, k, mask.relative_positions)
+        assert mask.mask_tensor is not None
+        mask = replace(mask, mask_tensor=tape.record_op([s], saved=[mask.mask_tensor]))
+        del s
     if kernel == "explicit":
         return _explicit_attention(tape, (q, k, v), mask, flops, has_softcap=has_softcap, dropout=rate, sink=sink)
     if kernel == "sdpa" and not _has_fused_kernel(tape, (q, k, v), mask, rate):
@@ -126,6 +146,8 @@ def _explicit_attention(
         s = tape.record_op([s])
     if mask.bias is not None:
         s = tape.record_op([s, mask.bias], passes_grad_through=True)
+    if mask.relative_positions is not None:
+        s = tape.record_op([s, _position_scores(tape, q, k, mask.relative_positions)], passes_grad_through=True)
     assert mask.mask_tensor is not None
     assert mask.fully_masked is not None
     s = tape.record_op([s], saved=[tape.empty(mask.mask_tensor.shape, 1)])
@@ -159,6 +181,25 @@ def _math_attention(tape: Tape, qkv: QKV, mask: MaskShape, flops: _AttentionFlop
     del s
     z = tape.cast(_apply_pattern(tape, drop(tape, pattern, dropout), v, value_matmul), dtype)
     return z if mask.fully_masked is None else tape.record_op([z], saved=[mask.fully_masked])
+
+
+def _position_scores(tape: Tape, q: ShapeTensor, k: ShapeTensor, relative: RelativePositions) -> ShapeTensor:
+    """Record the scores of contents and relative positions, (B, H, T, S): a product with all rows, then a gather."""
+    heads = q.shape[2]
+    shape = (q.shape[0], heads, q.shape[1], k.shape[1])
+    terms = []
+    for content, positions in ((q, relative.k), (k, relative.q)):
+        if positions is None:
+            continue
+        content = content if content.shape[2] == heads else _repeat_kv(tape, content, heads)
+        batch, length, _, width = content.shape
+        num_positions = positions.shape[0]
+        flops = 2 * batch * heads * length * num_positions * width
+        product_shape = (batch, heads, length, num_positions)
+        product = _record_matmul(tape, product_shape, [content, positions], ("scores", flops, flops))
+        terms.append(tape.record_op([product], shape=shape, saved=[product, relative.rows]))
+        del product
+    return terms[0] if len(terms) == 1 else tape.record_op(terms, passes_grad_through=True)
 
 
 def _repeat_kv(tape: Tape, x: ShapeTensor, heads: int) -> ShapeTensor:

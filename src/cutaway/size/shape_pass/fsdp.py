@@ -13,12 +13,13 @@ from cutaway.size.shape_pass.tensor import Storage, Weight, WeightKey
 
 ParamGroup = WeightKey
 ROOT_GROUP: ParamGroup = ()
+_SHARED_TABLES = ("relative_bias", "relative_positions")
 _GATHERED_WEIGHTS, _REDUCE_SCATTER_BUFFERS = "all-gathered weights", "reduce-scatter buffers"
 
 
 def _find_param_group(key: WeightKey, shared_stacks: Collection[str] = ()) -> ParamGroup:
     """FSDP group of a weight: its block, or the root group if it is outside a block or shared between layers."""
-    in_block = len(key) > 2 and isinstance(key[1], int) and key[2] != "relative_bias" and key[0] not in shared_stacks
+    in_block = len(key) > 2 and isinstance(key[1], int) and key[2] not in _SHARED_TABLES and key[0] not in shared_stacks
     return key[:2] if in_block else ROOT_GROUP
 
 

@@ -3,10 +3,12 @@
 from dataclasses import dataclass
 
 from cutaway.config.attention import LatentAttention, MultiHead
-from cutaway.config.positions import Alibi, RelativeBias, Rope
+from cutaway.config.positions import Alibi, Disentangled, RelativeBias, Rope
 from cutaway.config.stack import CrossBlock, Stack
-from cutaway.size.shape_pass.attention_kernels import MaskShape, resolve_kernel
+from cutaway.errors import KernelError
+from cutaway.size.shape_pass.attention_kernels import MaskShape, RelativePositions, resolve_kernel
 from cutaway.size.shape_pass.execution_config import PassShape
+from cutaway.size.shape_pass.functional import norm
 from cutaway.size.shape_pass.tape import Tape
 from cutaway.size.shape_pass.tensor import ShapeTensor, Weight, WeightKey
 
@@ -94,10 +96,14 @@ class LayerContextBuilder:
         num_keys, window = self.shape.num_cached_tokens + self.seq_len, attention.window
         position = attention.position
         bias_position = position if isinstance(position, Alibi | RelativeBias) else None
+        disentangled = position if isinstance(position, Disentangled) else None
         unshared_layer = layer_index if isinstance(position, RelativeBias) and not position.shared else None
         softcap, sink = getattr(attention, "softcap", None), getattr(attention, "sink", False)
         kernel = resolve_kernel(tape.execution.kernel, softcap=softcap is not None, sink=sink)
-        mask_key = None if bias_position is None else (position, attention.heads, unshared_layer), window, kernel
+        if disentangled is not None and kernel == "flex":
+            raise KernelError("kernel 'flex' does not support position scores; use one of: sdpa, explicit")
+        bias_key = None if bias_position is None else (position, attention.heads, unshared_layer)
+        mask_key = disentangled if bias_key is None else bias_key, window, kernel
         if mask_key in self.mask_shapes:
             return self.mask_shapes[mask_key]
         num_visible = _count_visible_pairs(self.seq_len, num_keys, window, causal=self.causal)
@@ -105,10 +111,14 @@ class LayerContextBuilder:
         self.mask_shapes[mask_key] = mask
         needs_tensor = self.shape.num_cached_tokens > 0 or (window is not None and window < num_keys)
         needs_tensor = needs_tensor or bias_position is not None or tape.execution.mask_batch_size > 0
+        needs_tensor = needs_tensor or disentangled is not None
         if kernel == "flex" or (kernel == "sdpa" and not needs_tensor):
             return mask
         mask.fully_masked = tape.empty((self.mask_batch_size, 1, self.seq_len, 1), 1)
         mask.mask_tensor = tape.empty((self.mask_batch_size, 1, self.seq_len, num_keys), 1)
+        if disentangled is not None:
+            owner = self.bias_owners.setdefault((disentangled,), layer_index)
+            mask.relative_positions = self.relative_positions(disentangled, num_keys, (self.stack_name, owner))
         if bias_position is not None:
             # A shared bias table belongs to the first layer that uses it.
             owner = self.bias_owners.setdefault((bias_position, attention.heads, unshared_layer), layer_index)
@@ -131,6 +141,17 @@ class LayerContextBuilder:
         buckets = tape.empty((self.mask_batch_size, self.seq_len, num_keys), 8)
         table = Weight((*key, "relative_bias"), (position.buckets, heads))
         return tape.record_op([], shape=shape, itemsize=tape.execution.resid_itemsize, saved=[buckets], weights=[table])
+
+    def relative_positions(self, position: Disentangled, num_keys: int, key: WeightKey) -> RelativePositions:
+        """Relative position embeddings after their norm, (P, d), and the row for each query and key."""
+        tape, shape, key = self.tape, (2 * position.span, self.d_model), (*key, "relative_positions")
+        # The table is a parameter, so reading it allocates nothing.
+        read = tape.record_op([], shape=(0,), itemsize=tape.execution.weight_itemsize, weights=[Weight(key, shape)])
+        embeddings = norm(
+            tape, ShapeTensor(shape, read.itemsize, read.storage, read.node), position.norm, (*key, "norm")
+        )
+        rows = tape.empty((self.mask_batch_size, 1, self.seq_len, num_keys), 8)
+        return RelativePositions(position, embeddings, rows)
 
     def cross_attention_mask(self, block: CrossBlock, memory: ShapeTensor) -> MaskShape:
         cross = block.cross

@@ -61,14 +61,16 @@ def _run_block(
 
     def residual(x: ShapeTensor, f: Sublayer, name: str, rate: float, *, skip_prenorm: bool = False) -> ShapeTensor:
         norm_in = isinstance(placement, PreNorm | SandwichNorm) and not skip_prenorm
-        y = branch(x, f, name, rate, norm_in=norm_in, norm_out=isinstance(placement, SandwichNorm | OutputNorm))
+        skip = x
         if isinstance(placement, PostNorm) and placement.skip_scale != 1.0:
-            x = tape.record_op([x])
+            skip = tape.record_op([x])
         if norm_in and isinstance(placement, PreNorm) and placement.norm_skip:
             tape.component = "norms"
-            x = norm(tape, x, stack.norm, (*key, name, "norm_in"))
-            tape.component = "residual"
-        x = add(tape, x, y)
+            skip = norm(tape, x, stack.norm, (*key, name, "norm_in"))
+        y = branch(x, f, name, rate, norm_in=norm_in, norm_out=isinstance(placement, SandwichNorm | OutputNorm))
+        del x
+        x = add(tape, skip, y)
+        del skip
         tape.component = "norms"
         return norm(tape, x, stack.norm, (*key, name, "after")) if isinstance(placement, PostNorm) else x
 
@@ -149,8 +151,10 @@ def _embed(tape: Tape, config: Config, embedding: Embedding, name: str, batch_si
     if embedding.token_types:
         table = Weight((name, "types"), (embedding.token_types, position_dim))
         x = tape.record_op([x], itemsize=dtype, weights=[table], passes_grad_through=x.itemsize == dtype)
+    if factor is not None and factor.norm_after_projection:
+        x = tape.linear(x, d_model, (name, "project"), bias=factor.bias, component="embedding")
     x = dropout(tape, norm(tape, x, embedding.norm, (name, "embedding_norm")), embedding.dropout)
-    if factor is not None and factor.positions == "before_projection":
+    if factor is not None and factor.positions == "before_projection" and not factor.norm_after_projection:
         x = tape.linear(x, d_model, (name, "project"), bias=factor.bias, component="embedding")
     return tape.cast(x, tape.execution.resid_itemsize) if tape.execution.resid_in_compute_dtype else x
 

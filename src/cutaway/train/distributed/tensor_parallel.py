@@ -27,7 +27,7 @@ from cutaway.model.ffn import MLP, GatedMLP
 from cutaway.model.head import LMHead
 from cutaway.model.layers import EmbeddingTable
 from cutaway.model.moe import MixtureOfExperts
-from cutaway.model.positions import RelativeBias, ScoreBias
+from cutaway.model.positions import Disentangled, RelativeBias, ScoreBias
 from cutaway.train.loss.cross_entropy import VocabShard
 
 
@@ -180,6 +180,8 @@ def apply_tensor_parallel(model: Transformer, tp_mesh: DeviceMesh) -> VocabShard
             raise _unsupported("latent attention")
         if isinstance(module, MixtureOfExperts):
             raise _unsupported("a mixture of experts")
+        if isinstance(module, Disentangled):
+            raise _unsupported("disentangled attention")
         if isinstance(module, MultiHead):
             _parallelize_attention(module, tp_mesh)
         elif isinstance(module, MLP | GatedMLP):

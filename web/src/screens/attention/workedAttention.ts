@@ -23,7 +23,7 @@ interface Facts {
   sink_logit: number | null;
   has_edited_pattern: boolean;
   mask: { is_visible: boolean; masked_by: string[]; is_causal: boolean; is_cross: boolean; window: number | null; num_visible: number; num_keys: number };
-  position_method: { kind: "rope" | "alibi" | "relative_bias" | "none"; embedding: "learned" | "sinusoidal" | null; theta?: number; is_moved?: boolean; num_pairs?: number };
+  position_method: { kind: "rope" | "alibi" | "relative_bias" | "disentangled" | "none"; embedding: "learned" | "sinusoidal" | null; theta?: number; is_moved?: boolean; num_pairs?: number };
   formulas: Record<"scores" | "mask" | "pattern" | "position" | "z", string[]>;
   weight_shares: WeightShare[];
   d_head: number;
@@ -153,6 +153,7 @@ export function describePositions({ position_method: method, bias, position, key
   const embedding = method.embedding === "learned" ? "learned position embeddings" : method.embedding === "sinusoidal" ? "sinusoidal position embeddings" : "";
   if (method.kind === "alibi") return `This model has ALiBi: no rotation; a bias of −slope × distance is added to the score, with one slope per head. Here ${distance} and the bias is ${formatNumber(bias ?? 0)}.`;
   if (method.kind === "relative_bias") return `This model has a relative position bias (T5): no rotation; a learned number per head and distance bucket is added to the score. Here ${distance} and the bias is ${formatNumber(bias ?? 0)}.`;
+  if (method.kind === "disentangled") return `This model has disentangled attention (DeBERTa): no rotation; the score also compares q and k with projections of a relative position embedding. Here ${distance} and these two scores add ${formatNumber(bias ?? 0)}.`;
   if (mask.is_cross) return `Cross-attention adds no position information to the scores.${embedding ? ` Positions enter only through the ${embedding} of the two texts.` : ""}`;
   if (embedding) return `This model adds ${embedding} to the token embeddings before block 0. Attention itself adds no position information: q and k are projections of vectors that already contain it.`;
   return "This attention has no position information of its own: no rotation, no bias and no position embedding. Only the mask depends on positions.";

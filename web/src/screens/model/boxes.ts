@@ -56,7 +56,7 @@ const NORM_TEXTS: Record<string, string> = {
   layernorm: "LayerNorm subtracts the mean of each token's vector, divides by its standard deviation, and applies a learned gain and bias.",
   rmsnorm: "RMSNorm divides each token's vector by its root mean square and multiplies it by a learned gain.",
 };
-const POSITION_NAMES: Record<string, string> = { none: "none", rope: "RoPE", alibi: "ALiBi", "relative-bias": "relative bias", learned: "learned", sinusoidal: "sinusoidal" };
+const POSITION_NAMES: Record<string, string> = { none: "none", rope: "RoPE", alibi: "ALiBi", "relative-bias": "relative bias", disentangled: "disentangled positions", learned: "learned", sinusoidal: "sinusoidal" };
 const ACTIVATION_NAMES: Record<string, string> = { gelu: "GELU", gelu_tanh: "GELU (tanh)", gelu_quick: "GELU (quick)", silu: "SiLU", relu: "ReLU", relu2: "ReLU²" };
 export const SUBLAYER_TITLES: Record<SublayerName, string> = { attn: "Attention", cross: "Cross-attention", ffn: "FFN" };
 
@@ -327,7 +327,7 @@ export function buildAttentionSteps(context: Context, name: "attn" | "cross"): A
   const prepared: Box[] = [];
   if (sizes.has_qk_norm) prepared.push(step("qk_norm", "QK-norm", shapeOf(T, heads, sizes.d_head), "A norm is applied to queries and keys before their product, which limits the size of the scores.", { kind: "norm" }));
   if (sizes.position === "rope" && name === "attn") prepared.push(step("position", "RoPE", shapeOf(T, heads, sizes.d_head), `Queries and keys are rotated by angles proportional to their position${sizes.rotary_dim && sizes.rotary_dim < sizes.d_head ? ` (${sizes.rotary_dim} of ${sizes.d_head} dimensions)` : ""}. So their product depends on the distance of the two tokens.`));
-  const bias = name === "attn" && ["alibi", "relative-bias"].includes(sizes.position) ? ` A bias that depends on the distance (${positionName(sizes.position)}) is added.` : "";
+  const bias = name === "attn" && ["alibi", "relative-bias"].includes(sizes.position) ? ` A bias that depends on the distance (${positionName(sizes.position)}) is added.` : name === "attn" && sizes.position === "disentangled" ? " Scores of q and k with projected relative position embeddings are added." : "";
   const isCausal = stack.is_causal && name === "attn";
   const perHead = [
     step("scores", "Scores: q · k / √d", `${heads} × ${T} × ${S}`, `The score of a query and a key is their dot product, divided by the square root of the head dimension ${sizes.d_head}.${sizes.softcap ? ` A softcap limits it to ±${sizes.softcap}.` : ""}${bias}`, { note: [`√${sizes.d_head} = ${Math.sqrt(sizes.d_head).toFixed(2)}`, bias ? `+ ${positionName(sizes.position)}` : "", sizes.softcap ? `softcap ${sizes.softcap}` : ""].filter(Boolean).join(", ") }),

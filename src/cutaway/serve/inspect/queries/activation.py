@@ -10,6 +10,7 @@ from cutaway.errors import InputError
 from cutaway.lens import attention_pattern
 from cutaway.lens.equations import site_equation
 from cutaway.lens.sites import AXIS_NAMES
+from cutaway.model.rope import Rotation
 from cutaway.serve.inspect.activation_cache import ActivationCache
 from cutaway.serve.inspect.formulas import list_formulas
 from cutaway.serve.inspect.inspector import check_position
@@ -154,7 +155,7 @@ def compute_position_values(
     assert stack is not None
     assert layer is not None
     rotation = activations.position_outputs.get(f"{prefix}{stack.layer_position_keys[layer]}")
-    if rotation is not None:
+    if isinstance(rotation, Rotation):
         angles = torch.atan2(rotation.sin, rotation.cos)[0].squeeze(-2)
         return angles[min(position, len(angles) - 1)].float(), "TP", tuple(angles.shape)
     args = activations.attention_calls[attention][1]

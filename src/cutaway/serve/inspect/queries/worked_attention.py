@@ -13,7 +13,7 @@ from cutaway.lens.equations import position_module
 from cutaway.lens.sites import Site, attention_module, get_blocks, resid_before_sublayer
 from cutaway.model.attention import LatentAttention
 from cutaway.model.masks import number_tokens
-from cutaway.model.positions import Alibi, LearnedPosition, ScoreBias, SinusoidalPosition
+from cutaway.model.positions import Alibi, Disentangled, LearnedPosition, ScoreBias, SinusoidalPosition
 from cutaway.model.rope import Rope, Rotation
 from cutaway.serve.inspect.activation_cache import ActivationCache
 from cutaway.serve.inspect.formulas import is_default_scale, list_formulas
@@ -231,6 +231,8 @@ def _describe_positions(
     if isinstance(module, ScoreBias):
         is_dropped = call.bias is None
         data["kind"] = "none" if is_dropped else "alibi" if isinstance(module, Alibi) else "relative_bias"
+    if isinstance(module, Disentangled):
+        data["kind"] = "disentangled"
     if not isinstance(module, Rope) or rotation is None:
         return data, {}
     cos, sin = (upcast_float32(part)[0].squeeze(-2) for part in (rotation.cos, rotation.sin))  # (T or 1, pairs)

@@ -1,0 +1,21 @@
+"""Arcee: config fields and weight mappings against transformers."""
+
+from pathlib import Path
+
+import pytest
+import transformers
+from support.family_configs import random_config_optional_head_dim
+from support.family_parity import PeerModel, check_family, rng
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("seed", range(8))
+def test_arcee_matches_transformers(seed: int, tmp_path: Path) -> None:
+    r = rng(seed)
+    settings = random_config_optional_head_dim(
+        seed,
+        attention_bias=r.random() < 0.5,
+        mlp_bias=r.random() < 0.5,
+        hidden_act=r.choice(["relu2", "silu"]),
+    )
+    check_family(PeerModel(transformers.ArceeConfig(**settings), long_seq_len=40), tmp_path, seed)

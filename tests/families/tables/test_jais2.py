@@ -1,0 +1,23 @@
+"""Jais 2: config fields and weight mappings against transformers."""
+
+from pathlib import Path
+
+import pytest
+import transformers
+from support.family_configs import random_config_optional_head_dim
+from support.family_parity import PeerModel, check_family, rng
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("seed", range(8))
+def test_jais2_matches_transformers(seed: int, tmp_path: Path) -> None:
+    r = rng(seed)
+    settings = random_config_optional_head_dim(
+        seed,
+        attention_bias=r.random() < 0.5,
+        mlp_bias=r.random() < 0.5,
+        layer_norm_eps=r.choice([1e-5, 1e-3]),
+        hidden_act=r.choice(["relu2", "silu"]),
+    )
+    del settings["rms_norm_eps"]
+    check_family(PeerModel(transformers.Jais2Config(**settings), long_seq_len=40), tmp_path, seed)
