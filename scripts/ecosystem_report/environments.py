@@ -17,13 +17,11 @@ def prepare_environment(library: Library, folder: Path) -> Path:
     """
     directory = folder / library.path.stem
     python, installed = directory / "bin" / "python", directory / "installed.txt"
-    wanted = "\n".join((TORCH_REQUIREMENT, *library.requirements, *library.without_dependencies))
+    wanted = "\n".join((TORCH_REQUIREMENT, *library.requirements))
     if installed.is_file() and installed.read_text() == wanted:
         return python
     run([sys.executable, "-m", "venv", directory])
     run([python, "-m", "pip", "install", "--quiet", TORCH_REQUIREMENT, *library.requirements])
-    if library.without_dependencies:
-        run([python, "-m", "pip", "install", "--quiet", "--no-deps", *library.without_dependencies])
     run([python, "-m", "pip", "install", "--quiet", *find_runtime_dependencies()])
     installed.write_text(wanted)
     return python

@@ -20,15 +20,13 @@ class Library:
     """Pinned requirements for pip; the first one names the version that the report shows."""
     repository: tuple[str, str] | None = None
     """(owner/name on GitHub, commit) of a project that is not on PyPI; its folder is put on sys.path."""
-    without_dependencies: tuple[str, ...] = ()
-    """Pinned requirements that are installed without their dependencies, such as packages that need an old PyTorch."""
 
     @property
     def version(self) -> str:
         """The pinned version, the commit, or the version of PyTorch."""
         if self.repository is not None:
             return self.repository[1][:8]
-        return (*self.without_dependencies, *self.requirements, TORCH_REQUIREMENT)[0].partition("==")[2]
+        return (*self.requirements, TORCH_REQUIREMENT)[0].partition("==")[2]
 
 
 def load_libraries() -> dict[str, Library]:
@@ -42,9 +40,9 @@ def read_library(path: Path) -> Library:
         for node in ast.parse(path.read_text(encoding="utf-8")).body
         if isinstance(node, ast.Assign)
         and isinstance(node.targets[0], ast.Name)
-        and node.targets[0].id in ("NAME", "HOMEPAGE", "REQUIREMENTS", "WITHOUT_DEPENDENCIES", "REPOSITORY")
+        and node.targets[0].id in ("NAME", "HOMEPAGE", "REQUIREMENTS", "REPOSITORY")
     }
-    for requirement in (*constants.get("REQUIREMENTS", ()), *constants.get("WITHOUT_DEPENDENCIES", ())):
+    for requirement in constants.get("REQUIREMENTS", ()):
         if "==" not in requirement:
             raise ValueError(
                 f"{path.name}: REQUIREMENTS has '{requirement}' without a version, but results must be reproducible; "
@@ -58,5 +56,4 @@ def read_library(path: Path) -> Library:
         constants["HOMEPAGE"],
         constants.get("REQUIREMENTS", ()),
         constants.get("REPOSITORY"),
-        constants.get("WITHOUT_DEPENDENCIES", ()),
     )

@@ -55,9 +55,14 @@ def move_sink_last(attention: AttentionCall) -> AttentionCall:
     masked = masked_scores(attention)[..., 0, :]
     if bool(masked[..., :2].any()) or not bool(masked[..., -1].all()):
         return attention
-    moved = {"scores": attention.scores.roll(-1, -1), "pattern": attention.pattern.roll(-1, -1)}
-    for name in ("k", "v"):
-        keys = getattr(attention, name)
-        if keys is not None and keys.shape[-2] == length + 1:
-            moved[name] = keys.roll(-1, -2)
-    return replace(attention, **moved)
+
+    def move(keys: Tensor | None) -> Tensor | None:
+        return keys.roll(-1, -2) if keys is not None and keys.shape[-2] == length + 1 else keys
+
+    return replace(
+        attention,
+        scores=attention.scores.roll(-1, -1),
+        pattern=attention.pattern.roll(-1, -1),
+        k=move(attention.k),
+        v=move(attention.v),
+    )

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
+from io import FileIO
 from pathlib import Path
 
 import torch
@@ -41,12 +42,15 @@ def write_safetensors(path: Path, tensors: Mapping[str, Sequence[Tensor]]) -> st
     text += b" " * (-len(text) % _ALIGNMENT)
     digest = hashlib.sha256()
     with path.open("wb", buffering=0) as file:
-        for data in (len(text).to_bytes(8, "little"), text, *(part for name in names for part in tensors[name])):
-            view = memoryview(
-                data if isinstance(data, bytes) else data.contiguous().flatten().view(torch.uint8).numpy()
-            )
-            digest.update(view)
-            while view:  # a single write call may write a part only
-                view = view[file.write(view) :]
+        _write(file, digest, memoryview(len(text).to_bytes(8, "little") + text))
+        for part in (part for name in names for part in tensors[name]):
+            _write(file, digest, memoryview(part.contiguous().flatten().view(torch.uint8).numpy()))
         os.fsync(file.fileno())
     return digest.hexdigest()
+
+
+def _write(file: FileIO, digest: "hashlib._Hash", data: memoryview) -> None:
+    """Write all bytes, which may take several calls, and add them to the digest."""
+    digest.update(data)
+    while data:
+        data = data[file.write(data) :]
