@@ -44,7 +44,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Sequence[Tensor]]) -> st
     with path.open("wb", buffering=0) as file:
         _write(file, digest, memoryview(len(text).to_bytes(8, "little") + text))
         for part in (part for name in names for part in tensors[name]):
-            _write(file, digest, memoryview(part.contiguous().flatten().view(torch.uint8).numpy()))
+            _write(file, digest, part.contiguous().flatten().view(torch.uint8).numpy().data)
         os.fsync(file.fileno())
     return digest.hexdigest()
 
