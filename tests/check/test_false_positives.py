@@ -13,36 +13,20 @@ import transformers
 from ecosystem_report.results import load_conclusions
 from hypothesis import given, settings
 from support.config_strategies import SEEDS, build_randomized_model, configs
+from support.known_defects import DEFECTS_DIR, KNOWN_DEFECTS, unexpected_findings
 from support.transformers_models import FAMILIES, build_transformers_model, find_peers, supported_kernels
 
 import cutaway as ct
-from cutaway.check import Report
 
 pytestmark = [pytest.mark.unchecked, pytest.mark.usefixtures("frozen_check_clock")]
 
 warnings.filterwarnings("ignore")
 transformers.logging.set_verbosity_error()
 
-DEFECTS = Path(__file__).parents[2] / "docs" / "defects"
-KNOWN_DEFECTS: dict[tuple[str, str], str] = {
-    ("falcon", "attention-kernels"): "falcon_alibi_kernels",
-    ("falcon", "parity"): "falcon_alibi_kernels",
-    ("falcon", "cache-unused-slots"): "falcon_alibi_static_cache",
-    ("mpt", "config-fields"): "mpt_alibi_bias_max",
-    ("phi3", "cache-decode"): "sliding_window_of_one",
-    ("phi3", "causality-paths"): "sliding_window_of_one",
-}
-"""(family, check) → script that reproduces a real defect of transformers; see docs/ecosystem.md."""
 INSTALLED_DEFECTS = [
     defect.script for defect in load_conclusions().defects if defect.library in ("torch.nn", "transformers")
 ]
 """Scripts of the libraries that the tests install."""
-
-
-def unexpected_findings(report: Report, family: str = "") -> list[str]:
-    """Failures, inconclusive checks and warnings that are not known defects."""
-    findings = [*report.failures, *report.inconclusive, *report.warnings]
-    return [str(finding) for finding in findings if (family, finding.check) not in KNOWN_DEFECTS]
 
 
 @pytest.mark.nightly
@@ -85,10 +69,10 @@ def test_trained_model_passes(dtype: torch.dtype) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("script", INSTALLED_DEFECTS)
 def test_defect_script_reproduces_the_defect(script: str) -> None:
-    result = subprocess.run([sys.executable, DEFECTS / script], capture_output=True, text=True, check=False)
+    result = subprocess.run([sys.executable, DEFECTS_DIR / script], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr[-2000:]
     assert result.stdout.strip()
 
 
 def test_every_known_defect_has_a_script() -> None:
-    assert set(KNOWN_DEFECTS.values()) <= {path.stem for path in DEFECTS.glob("*.py")}
+    assert set(KNOWN_DEFECTS.values()) <= {path.stem for path in DEFECTS_DIR.glob("*.py")}

@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 import torch
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from cutaway import config as c
@@ -289,6 +290,19 @@ def configs(
     if decoder.embedding.factorization and head.transform is None:
         head = head.replace(tied=False)
     return c.EncoderDecoder(**common, encoder=encoder, decoder=decoder, head=head, source_vocab_size=source_vocab_size)
+
+
+def draw_distinct_configs(count: int) -> list[c.Config]:
+    """At most `count` different random configurations, the same ones in each run."""
+    drawn: dict[str, c.Config] = {}
+
+    @settings(max_examples=count, derandomize=True, database=None, deadline=None, phases=[Phase.generate])
+    @given(configs())
+    def collect(config: c.Config) -> None:
+        drawn[repr(config)] = config
+
+    collect()
+    return list(drawn.values())
 
 
 @torch.no_grad()
