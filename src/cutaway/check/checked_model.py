@@ -46,7 +46,8 @@ class CheckedModel:
 
     name: str = "model"
     kind: ModelKind = "decoder"
-    """A decoder attends causally, an encoder bidirectionally. For an encoder-decoder, most checks test the decoder."""
+    """A decoder attends causally, an encoder bidirectionally. For an encoder-decoder, which is the default with
+    `logits_with_source`, most checks test the decoder."""
 
     # functions
     logits: LogitsFunction | None = None

@@ -42,6 +42,8 @@ def build_checked_model(model: object, overrides: dict[str, object], *, seed: in
         adapt_attention_kernel(checked)
     if "logits_with_source" in overrides and "logits" not in overrides:
         adapt_source_function(checked, seed)
+        if "kind" not in overrides and not isinstance(model, CheckedModel):
+            checked.kind = "encoder-decoder"
     if checked.multiple is not None:
         pad_to_multiple(checked, checked.multiple)
     _infer_properties(checked)

@@ -149,6 +149,9 @@ def generation(ctx: CheckContext) -> Iterator[CaseResult]:
         for side in ("left", "right"):
             if model.padding_side in (None, "both", side):
                 yield _check_padded_generation(ctx, side, length, num_tokens)
+    if model.generate is not None and not ctx.is_slow:
+        prompt = ctx.random_tokens(2, length)
+        yield _check_greedy(ctx, model.generate, prompt, num_tokens, "in a second batch of the same shape")
 
 
 def _find_eos_prompts(ctx: CheckContext, length: int) -> Tensor | None:
