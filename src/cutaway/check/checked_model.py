@@ -67,7 +67,7 @@ class CheckedModel:
     """tokens, mask of the cached and the new tokens, cache (None at first) → logits of these tokens, updated cache.
     The first call gets a left-padded batch."""
     generate: GenerateFunction | None = None
-    """tokens, n → (B, n) new tokens by greedy decoding."""
+    """tokens, n → (B, n) new tokens by greedy decoding; the prompt may precede them."""
     generate_padded: Callable[[Tensor, Tensor, int], Tensor] | None = None
     """tokens, mask, n → (B, n) new tokens by greedy decoding of a padded batch; see `padding_side`."""
     beam_search: Callable[[Tensor, int, int], tuple[Tensor, Tensor]] | None = None

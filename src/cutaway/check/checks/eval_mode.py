@@ -164,9 +164,10 @@ def _compare_runs(ctx: CheckContext, tokens: Tensor, first: Tensor, second: Tens
 def _check_mode_preserved(ctx: CheckContext, module: nn.Module) -> CaseResult:
     """Check that a forward pass changes no module's training flag. (The check mode-restored does so for generation.)"""
     logits, tokens = ctx.logits, ctx.random_tokens(1, min(4, ctx.seq_len))
+    submodules = dict(module.named_modules())  # without those that the forward pass may add, such as a cache
     with fork_rng():
         logits(tokens)
-    changed = [name for name, submodule in module.named_modules() if submodule.training]
+    changed = [name for name, submodule in submodules.items() if submodule.training]
     module.eval()
     if changed:
         return failure(

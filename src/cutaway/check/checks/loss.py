@@ -185,8 +185,8 @@ def loss_reduction(ctx: CheckContext) -> CaseResult:
     differ, losses with other labels show whether the loss has a wrong factor or an added term. Label smoothing and
     auxiliary losses are not bugs. If the two are equal, their gradients must be equal too.
 
-    Cause: the wrong reduction, the wrong denominator, or probabilities passed instead of logits.
-    Fix: use F.cross_entropy(logits.flatten(0, 1), labels.flatten()) on raw logits: uniform logits then give ln V.
+    Cause: the wrong reduction or denominator, ignored token ids, or probabilities passed instead of logits.
+    Fix: use F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()): uniform logits give ln V.
     """
     tokens, shift = ctx.random_tokens(2), _label_shift(ctx)
     with distinct_logits(ctx, tokens) as logits:

@@ -27,6 +27,9 @@ _ROW_MAX_TOLERANCE = 1e-6
 _ALIBI_SIGN_CAUSE = "the ALiBi bias has the wrong sign"
 _ALIBI_SIGN_FIX = "add -slope · (i - j) to the score of query i and key j"
 _RANGE_SEQ_LEN, _SLOW_RANGE_SEQ_LEN, _MIN_RANGE_SEQ_LEN = 160, 96, 16
+_KNOWN_RANGE_SEQ_LEN, _FAR_POSITION_STEP = 520, 7
+"""Length if the maximum length is known, and the step in which positions from `_RANGE_SEQ_LEN` on are compared with all
+earlier ones. bf16 rounds positions from 256 on."""
 """Lengths of the sequence whose positions are compared: default, for slow models, and the smallest."""
 _MIN_QUERY_CHANGE = 1e-3
 """Relative change of a query with its position above which it has a position encoding."""
@@ -151,7 +154,8 @@ def position_range(ctx: CheckContext) -> CaseResult:
     Fix: use a table or formula for all positions up to the maximum length, and raise an error beyond it.
     """
     model = ctx.model
-    length = min(_RANGE_SEQ_LEN if not ctx.is_slow else _SLOW_RANGE_SEQ_LEN, model.max_seq_len or _RANGE_SEQ_LEN)
+    longest = _SLOW_RANGE_SEQ_LEN if ctx.is_slow else _KNOWN_RANGE_SEQ_LEN
+    length = min(longest, model.max_seq_len or _RANGE_SEQ_LEN)
     if not model.has_positions or length < _MIN_RANGE_SEQ_LEN:
         raise SkipCheckError(f"needs positions and sequences of {_MIN_RANGE_SEQ_LEN} tokens")
     token, num_checked = ctx.random_tokens(1, 1), 0
@@ -201,7 +205,8 @@ def _find_equal_positions(attention: AttentionCall, rounding: float) -> tuple[in
     """
     scores, visible = attention.scores[0, ..., : attention.scores.shape[-2]].float(), visible_keys(attention)[0]
     length = scores.shape[-1]
-    for second in range(1, length - _MIN_EQUAL_QUERIES):
+    last = length - _MIN_EQUAL_QUERIES
+    for second in (*range(1, min(last, _RANGE_SEQ_LEN)), *range(_RANGE_SEQ_LEN, last, _FAR_POSITION_STEP)):
         rows = slice(second, None)
         both = visible[:, rows, :second] & visible[:, rows, second : second + 1]  # (H, T - second, second)
         difference = (scores[:, rows, :second] - scores[:, rows, second : second + 1]).abs().masked_fill(~both, 0.0)

@@ -317,7 +317,8 @@ def overfit(ctx: CheckContext) -> CaseResult:
                 best = min(best, loss)
                 if best <= _OVERFIT_LOSS_RATIO * first:
                     _clear_gradients(ctx)
-                    message = f"the loss on one sequence falls from {first:.4g} to {best:.4g} in {step} steps"
+                    steps = f"{step} step{'s' * (step != 1)}"
+                    message = f"the loss on one sequence falls from {first:.4g} to {best:.4g} in {steps}"
                     return success(message, best, _OVERFIT_LOSS_RATIO * first)
                 optimizer.step()
         _clear_gradients(ctx)
