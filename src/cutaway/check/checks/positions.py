@@ -150,7 +150,7 @@ def position_range(ctx: CheckContext) -> CaseResult:
     Run a long sequence of one repeated token, and compare its attention scores in layers whose scores depend on the
     position: no two key positions may have the same scores for all later queries.
 
-    Cause: positions are clamped to the size of a table or taken modulo a number, or a table is too short.
+    Cause: positions are clamped to the size of a table, rounded to bf16 or taken modulo a number, or it is too short.
     Fix: use a table or formula for all positions up to the maximum length, and raise an error beyond it.
     """
     model = ctx.model
