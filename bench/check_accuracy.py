@@ -43,7 +43,7 @@ class Row:
 def list_jobs(only: str | None, seeds: int, num_random: int) -> Iterator[Job]:
     """All models, by kind."""
     if only != "bugs":
-        yield from (("plain PyTorch", name, 0) for name in load("support.healthy_models.all_models").HEALTHY_MODELS)
+        yield from (("plain PyTorch", name, 0) for name in healthy_models())
         families = load("support.transformers_models").FAMILIES
         yield from (("transformers", family, seed) for seed in range(seeds) for family in families)
         random_configs = load("support.config_strategies").draw_distinct_configs(num_random)
@@ -56,6 +56,12 @@ def list_jobs(only: str | None, seeds: int, num_random: int) -> Iterator[Job]:
 def load(module: str) -> Any:
     """Import a module of tests/, whose types are not checked together with bench/."""
     return importlib.import_module(module)
+
+
+def healthy_models() -> dict[str, Any]:
+    load("support.healthy_models.all_models")
+    models: dict[str, Any] = load("support.healthy_models.registry").HEALTHY_MODELS
+    return models
 
 
 def run_job(job: Job) -> list[Row]:
@@ -87,7 +93,7 @@ def check_seeded_bug(name: str) -> Row:
 def check_plain_model(name: str) -> Row:
     import cutaway as ct
 
-    healthy, start = load("support.healthy_models.all_models").HEALTHY_MODELS[name], time.monotonic()
+    healthy, start = healthy_models()[name], time.monotonic()
     report = ct.check(healthy.build(), budget=BUDGET_SECONDS)
     alarms = [str(finding) for finding in report.problems if finding.check not in healthy.warnings]
     return Row("plain PyTorch", name, time.monotonic() - start, alarms)

@@ -98,11 +98,10 @@ def render_check_groups() -> Iterator[str]:
     """Yield the lines of the Markdown tables of all checks, one table per module."""
     for group in CHECK_MODULES:
         module = f"cutaway.check.checks.{group}"
-        summary = cleandoc(import_module(module).__doc__ or "").splitlines()[0]
-        yield f"### {group.replace('_', ' ').capitalize()}\n\n{summary}\n\n| check | catches |\n|---|---|"
-        for check in get_checks().values():
-            if check.run.__module__ == module:
-                yield f"| [{check.name}]({check.name}.md) | {escape_cell(check.catches)} |"
+        checks = [check for check in get_checks().values() if check.run.__module__ == module]
+        yield f"### {checks[0].subject}\n\n| check | catches |\n|---|---|"
+        for check in checks:
+            yield f"| [{check.name}]({check.name}.md) | {escape_cell(check.catches)} |"
         yield ""
 
 

@@ -2,7 +2,7 @@
 
 MAX_MESSAGE_CHARS = 900
 """Number of characters above which an error message is shortened."""
-_MAX_LINE_CHARS = 200
+_MAX_LINE_CHARS = 400
 """Number of characters of a line of another library's error that are shown."""
 
 

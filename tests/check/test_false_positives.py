@@ -51,6 +51,7 @@ def test_cutaway_models_with_the_same_weights_pass(family: str, seed: int, tmp_p
             assert not unexpected_findings(ct.check(checkpoint, seed=seed, budget=120)), (dtype, checkpoint.config)
 
 
+@pytest.mark.nightly
 @settings(max_examples=60 if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else 2)
 @given(configs(), SEEDS)
 def test_random_configurations_pass(config: Any, seed: int) -> None:

@@ -143,7 +143,7 @@ def test_factory_may_return_a_model_a_dict_or_a_function(run_cli: CliRunner, nam
         (["mine:nothing"], "returned None"),
         (["mine:three"], "returned a tuple of (int, int, int)"),
         (["mine:empty"], "returned a dict without a model"),
-        (["mine:unknown_key"], "'lojits' is not a field of CheckedModel"),
+        (["mine:unknown_key"], "no argument 'lojits'; did you mean logits=?"),
         (["mine:requires_argument"], "was called without arguments and raised TypeError"),
         (["mine:absent"], "'mine' has no 'absent'"),
         (["missing_module:make"], "there is no module 'missing_module'"),

@@ -35,6 +35,7 @@ def run_command(*args: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run([CUTAWAY, *args], capture_output=True, text=True, check=False)
 
 
+@pytest.mark.nightly
 def test_round_trip_keeps_weights_config_and_tokenizer(llama: Path, tmp_path: Path) -> None:
     native, gguf, hf = tmp_path / "own", tmp_path / "x.gguf", tmp_path / "hf"
     for source, out, to in ((llama, native, "cutaway"), (native, gguf, "gguf"), (gguf, hf, "hf")):

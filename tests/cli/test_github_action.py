@@ -72,6 +72,7 @@ def run_action(directory: Path, python: str = PYTHON, **inputs: str) -> ActionRu
     )
 
 
+@pytest.mark.nightly
 def test_failed_model(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MODULE)
     run = run_action(tmp_path, model="mine:leaks", args="--only causality\n--skip causality-paths", sarif="r.sarif")

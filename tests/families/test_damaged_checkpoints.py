@@ -383,6 +383,7 @@ def test_killed_save_leaves_old_or_new_checkpoint(pause: float, valid_checkpoint
     assert report.ok
 
 
+@pytest.mark.nightly
 def test_full_disk_keeps_old_checkpoint(valid_checkpoint: Path, tmp_path: Path) -> None:
     out = ct.save(ct.load(valid_checkpoint), tmp_path / "x")
     code = (

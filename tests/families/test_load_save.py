@@ -266,6 +266,7 @@ def test_hub_id_is_downloaded_once_and_cached(hub: str, tmp_path: Path) -> None:
     assert offline.stdout == first.stdout, offline.stderr
 
 
+@pytest.mark.nightly
 def test_unknown_hub_id_is_one_clear_error(hub: str, tmp_path: Path) -> None:
     for name, env in (("nobody/nothing", {"HF_ENDPOINT": hub}), ("nobody/nothing", {"HF_HUB_OFFLINE": "1"})):
         done = subprocess.run(

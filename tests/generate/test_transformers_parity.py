@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from support.family_configs import REQUIRED_KEYS
 from support.family_parity import PeerModel, get_vocab_size, has_batch_dependent_rope, randomize_weights
 from support.nightly import nightly_except
 
@@ -16,10 +17,12 @@ from cutaway.generate import Completion
 
 FAMILY_TESTS = Path(__file__).parents[1] / "families" / "tables"
 DECODERS = [
-    "bloom", "cohere", "cohere2", "dbrx", "deepseek_v2", "deepseek_v3", "ernie4_5", "falcon", "gemma", "gemma2",
-    "gemma3_text", "glm", "glm4", "gpt2", "gpt_neo", "gpt_neox", "gpt_oss", "gptj", "granite", "granitemoe", "llama",
-    "mistral", "mixtral", "mpt", "olmo", "olmo2", "olmoe", "opt", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3",
-    "qwen3_moe", "smollm3", "stablelm", "starcoder2",
+    "arcee", "biogpt", "bloom", "codegen", "cohere", "cohere2", "cwm", "dbrx", "deepseek_v2", "deepseek_v3",
+    "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "falcon", "gemma", "gemma2", "gemma3_text", "glm", "glm4",
+    "glm4_moe", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_oss", "gptj", "granite", "granitemoe",
+    "granitemoeshared", "helium", "jais2", "llama", "minimax_m2", "ministral", "mistral", "mixtral", "mpt", "olmo",
+    "olmo2", "olmo3", "olmoe", "opt", "persimmon", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",
+    "seed_oss", "smollm3", "stablelm", "starcoder2", "xglm",
 ]  # fmt: skip
 ENCODER_DECODERS = ["bart", "m2m_100", "marian", "mbart", "mt5", "pegasus", "t5"]
 GENERATIVE = [*DECODERS, *ENCODER_DECODERS]
@@ -159,7 +162,11 @@ def test_greedy_tokens_equal_transformers_for_more_seeds(
 def test_all_generative_families_are_listed() -> None:
     from cutaway.families import families
 
-    generative = {name for name, family in families().items() if family.config_from_hf({})[0].form != "encoder"}
+    generative = {
+        name
+        for name, family in families().items()
+        if family.config_from_hf(REQUIRED_KEYS.get(name, {}))[0].form != "encoder"
+    }
     assert generative == set(GENERATIVE)
 
 

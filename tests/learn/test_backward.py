@@ -96,6 +96,7 @@ def build_cached_model(kind: str, norm: str, placement: str, kv_heads: int, bias
     )
 
 
+@pytest.mark.sample(20)
 @pytest.mark.parametrize("placement", ["pre", "post"])
 @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
 @pytest.mark.parametrize("kind", ["mlp", "gated"])

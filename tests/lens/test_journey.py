@@ -222,6 +222,7 @@ def test_saved_trace_contains_every_site(tmp_path: Any) -> None:
         assert torch.equal(value, t[name])
 
 
+@pytest.mark.nightly
 @settings(max_examples=15)
 @given(config=configs(), seed=SEEDS)
 def test_follow_token_for_random_configs(config: Config, seed: int) -> None:

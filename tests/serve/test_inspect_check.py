@@ -15,7 +15,7 @@ from cutaway.serve.inspect.model_input import TokenizerAdapter
 from cutaway.serve.inspect.protocol import QueryCancelled, QueryJob, QueryResult
 from cutaway.serve.inspect.queries.model_check import ListChecks, RunCheck, find_bound
 
-pytestmark = pytest.mark.unchecked
+pytestmark = [pytest.mark.unchecked, pytest.mark.usefixtures("frozen_check_clock")]
 
 
 class RecordingJob(QueryJob):

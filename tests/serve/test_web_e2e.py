@@ -467,7 +467,8 @@ def measure_loss(run: RunDirectory, saved: SavedModel, text: str) -> str:
     return format_number(float(torch.nn.functional.cross_entropy(logits[0, :-1], tokens[0, 1:])))
 
 
-@pytest.mark.parametrize("name", nightly_except(("tiny-dates",), list_pretrained()))
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", list_pretrained())
 def test_all_screens_of_the_pretrained_models_have_no_messages(name: str, tmp_path: Path) -> None:
     inputs = {"tiny-dates": {"target": "2021-03-03"}, "tiny-english-encoder": {"mask": "[MASK]"}}
     with serve_page(name) as url:

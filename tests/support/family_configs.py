@@ -6,6 +6,12 @@ import torch
 import transformers
 from support.family_parity import PeerModel, rng
 
+REQUIRED_KEYS = {
+    "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "glm4_moe": {"head_dim": 128},
+}
+"""Keys without which the default config of transformers is no valid model: experts, and an even rotary dimension."""
+
 ROPE_SCALINGS: list[dict[str, Any]] = [
     {"rope_type": "default"},
     {"rope_type": "linear", "factor": 3.0},

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from cutaway.check.adapters.auto import build_checked_model
-from cutaway.check.adapters.cached_forward import describe_cached_forward
+from cutaway.check.adapters.cached_forward import describe_cached_forward, restore_cache
 from cutaway.check.adapters.user_functions import UserFunctionError
 from cutaway.check.checked_model import count_parameters, require
 from cutaway.check.context import CheckContext
@@ -25,7 +25,6 @@ from cutaway.check.report.finding import (
     SkipCheckError,
     failure,
     skipped,
-    warning,
 )
 from cutaway.check.report.grouping import group_by_cause
 from cutaway.errors import CutawayError, InputError, format_raised
@@ -71,7 +70,7 @@ def check(
     start, module = time.monotonic(), _find_module(model, overrides)
     num_params = _SINGLE_THREAD_MAX_PARAMS if module is None else count_parameters(module)
     preserved = nullcontext() if module is None else preserve_state(module)
-    with preserved, _preserve_process_state(num_params, seed), torch.no_grad():
+    with restore_cache(module), preserved, _preserve_process_state(num_params, seed), torch.no_grad():
         checked = build_checked_model(model, overrides, seed=seed)
         report = _run_checks(CheckContext(checked, seed=seed, budget=budget), selected, progress, on_finding)
     report.seconds = time.monotonic() - start
@@ -168,8 +167,8 @@ def _calibrate_context(ctx: CheckContext) -> None:
 def _run_check(check: Check, ctx: CheckContext, failed_dependencies: list[str]) -> Finding:
     """Run one check, and return the worst of its case results (a failure, else a warning) as the finding.
 
-    An exception of a function that has worked before is a failure, any other exception a warning. Cases before the
-    exception are kept.
+    An exception of a function that has worked before is a failure. After any other exception, or a wrong output of a
+    user's function, the check is inconclusive. Cases before the exception are kept.
     """
     start = time.monotonic()
     if reason := _inapplicable_reason(check, ctx):
@@ -187,7 +186,7 @@ def _run_check(check: Check, ctx: CheckContext, failed_dependencies: list[str]) 
     except SkipCheckError as error:
         cases.append(skipped(error))
     except UserFunctionError as error:
-        cases.append(warning(f"{_COULD_NOT_RUN}: {error}"))
+        cases.append(CaseResult("inconclusive", f"{_COULD_NOT_RUN}: {error}"))
     except Exception as error:  # raised by the checked model: report it and continue with the other checks
         cases.append(_exception_result(ctx, error))
     if ctx.model.module is not None:
@@ -203,10 +202,16 @@ def _run_check(check: Check, ctx: CheckContext, failed_dependencies: list[str]) 
 
 
 def _exception_result(ctx: CheckContext, error: Exception) -> CaseResult:
-    """A failure if the exception was raised by a function of the model that has worked before, else a warning."""
+    """A failure if the exception was raised by a function of the model that has worked before, else inconclusive.
+
+    NotImplementedError skips the check.
+    """
     location, crash = locate_exception(error), ctx.calls.describe_crash(error)
+    if isinstance(error, NotImplementedError):  # the model states that it does not support this input
+        return skipped(f"the model {format_raised(error)}")
     if crash is None:
-        return warning(f"{_COULD_NOT_RUN}: the model {format_raised(error)}", location=location)
+        message = f"{_COULD_NOT_RUN}: the model {format_raised(error)}"
+        return CaseResult("inconclusive", message, location=location)
     cause = "the code path of this input was not run before, or depends on a shape, a dtype or a state of the module"
     fix = "run the model on this input, and follow the traceback; reject unsupported inputs with NotImplementedError"
     return failure(crash, location=location, cause=cause, fix=fix)

@@ -46,7 +46,8 @@ class CheckedModel:
 
     name: str = "model"
     kind: ModelKind = "decoder"
-    """A decoder attends causally, an encoder bidirectionally. For an encoder-decoder, most checks test the decoder."""
+    """A decoder attends causally, an encoder bidirectionally. For an encoder-decoder, which is the default with
+    `logits_with_source`, most checks test the decoder."""
 
     # functions
     logits: LogitsFunction | None = None
@@ -66,7 +67,7 @@ class CheckedModel:
     """tokens, mask of the cached and the new tokens, cache (None at first) → logits of these tokens, updated cache.
     The first call gets a left-padded batch."""
     generate: GenerateFunction | None = None
-    """tokens, n → (B, n) new tokens by greedy decoding."""
+    """tokens, n → (B, n) new tokens by greedy decoding; the prompt may precede them."""
     generate_padded: Callable[[Tensor, Tensor, int], Tensor] | None = None
     """tokens, mask, n → (B, n) new tokens by greedy decoding of a padded batch; see `padding_side`."""
     beam_search: Callable[[Tensor, int, int], tuple[Tensor, Tensor]] | None = None

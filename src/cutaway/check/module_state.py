@@ -252,7 +252,22 @@ def deepcopy_module(module: nn.Module) -> nn.Module:
 
 def require_uncompiled(module: nn.Module) -> None:
     """Raise SkipCheckError if the module is compiled or scripted: hooks and modes record no ops of compiled code."""
-    for submodule in module.modules():
-        compiled = getattr(submodule, "_compiled_call_impl", None) is not None or hasattr(submodule, "_orig_mod")
-        if compiled or isinstance(submodule, torch.jit.ScriptModule):
-            raise SkipCheckError("needs a module that is not compiled")
+    if is_compiled(module):
+        raise SkipCheckError("needs a module that is not compiled")
+
+
+def require_unscripted(module: nn.Module | None) -> None:
+    """Raise SkipCheckError if the module has scripted submodules, which support neither hooks nor function modes."""
+    submodules = () if module is None else module.modules()
+    if any(isinstance(submodule, torch.jit.ScriptModule) for submodule in submodules):
+        raise SkipCheckError("needs a module that is not scripted")
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether the module or one of its submodules is compiled or scripted."""
+    return any(
+        getattr(submodule, "_compiled_call_impl", None) is not None
+        or hasattr(submodule, "_orig_mod")
+        or isinstance(submodule, torch.jit.ScriptModule)
+        for submodule in module.modules()
+    )

@@ -37,6 +37,8 @@ _PERTURBED_OPS = (
     "mm", "addmm", "bmm", "baddbmm", "linear", "convolution", "mkldnn_linear", "mv", "addmv", "_softmax",
     "native_layer_norm", "_fused_rms_norm", "grouped_mm", "_grouped_mm",
 )  # fmt: skip
+_STANDS_FOR_INFINITY = 1e30
+"""Values from this one on stand for infinity, such as torch.finfo(torch.float32).min for the logits of unused ids."""
 _MAX_ULPS = 1.5
 """Largest relative perturbation of a result, in units of the dtype's eps."""
 
@@ -168,7 +170,7 @@ def output_variation(logits: Tensor) -> float:
 
 
 def max_finite_abs(x: Tensor) -> float:
-    """The largest finite absolute value in x; 0 if there is none."""
+    """The largest finite absolute value in x; 0 if there is none. Values that stand for infinity are not counted."""
     values = x.detach().float().abs()
-    values = values.masked_fill(~values.isfinite(), 0.0)
+    values = values.masked_fill(~(values < _STANDS_FOR_INFINITY), 0.0)
     return float(values.max()) if values.numel() else 0.0

@@ -132,15 +132,18 @@ def get_check(name: str) -> Check:
 def select_checks(only: Iterable[str] | None, skip: Iterable[str] | None) -> list[Check]:
     """Return the checks in `only` (all checks if it is None) that are not in `skip`, in the order in which they run.
 
-    Each item of `only` and `skip` is a name, the first part of a name (`cache` for all `cache-…`), or a pattern
-    (`causality*`).
+    Each item of `only` and `skip` is a name, the first part of a name (`cache` for all `cache-…`), the subject of a
+    group (`padding`, `attention-mask`), or a pattern (`causality*`).
     """
     checks = get_checks()
 
     def match(names: Iterable[str]) -> set[str]:
         matched = set()
         for name in [names] if isinstance(names, str) else names:
-            hits = {name} & checks.keys() or {candidate for candidate in checks if candidate.startswith(f"{name}-")}
+            words = name.lower().replace("-", " ").replace("_", " ")
+            group = {check.name for check in checks.values() if check.subject.lower() == words}
+            prefixed = {candidate for candidate in checks if candidate.startswith(f"{name}-")}
+            hits = {name} & checks.keys() or prefixed | group
             matched |= hits or set(fnmatch.filter(checks, name)) or {get_check(name).name}
         return matched
 

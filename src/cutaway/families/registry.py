@@ -61,8 +61,8 @@ def resolve_family(hf_config: Mapping[str, object]) -> Family:
         raise ConfigError(f"model_type '{name}' is not supported: {_UNSUPPORTED_FAMILIES[name]}; use another model")
     if not isinstance(name, str) or name not in known:
         matches = difflib.get_close_matches(str(name), known, n=1)
-        hint = f" (did you mean '{matches[0]}'?)" if matches else ""
-        raise ConfigError(f"model_type {name!r} is not a supported family{hint}; use one of: {', '.join(known)}")
+        hint = f"did you mean '{matches[0]}'?" if matches else f"use one of: {', '.join(known)}"
+        raise ConfigError(f"model_type {name!r} is not a supported family; {hint}")
     return known[name]
 
 

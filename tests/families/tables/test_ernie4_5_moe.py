@@ -32,7 +32,7 @@ def random_config(seed: int) -> dict[str, Any]:
     )
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("seed", range(8))
 def test_ernie4_5_moe_matches_transformers(seed: int, tmp_path: Path) -> None:
     check_family(PeerModel(transformers.Ernie4_5_MoeConfig(**random_config(seed)), long_seq_len=40), tmp_path, seed)

@@ -7,7 +7,7 @@ import transformers
 from support.family_parity import PeerModel, check_family, rng
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("seed", range(8))
 def test_gpt_bigcode_matches_transformers(seed: int, tmp_path: Path) -> None:
     r = rng(seed)

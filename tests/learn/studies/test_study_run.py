@@ -55,6 +55,7 @@ def ignore(done: int, total: int, description: str) -> None:
     pass
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_parts_are_summarized_in_order(study: Study, jobs: int, tmp_path: Path) -> None:
     results = run_study(study, ignore, jobs=jobs)

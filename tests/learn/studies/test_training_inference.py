@@ -98,6 +98,7 @@ def test_reward_model_recovers_the_sign_of_each_weight() -> None:
     assert torch.equal(preferences.fit_reward_model(first, second, prefers_first).sign(), weights.sign())
 
 
+@pytest.mark.nightly
 def test_kl_penalty_keeps_the_policy_near_the_base_model(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"NUM_PREFERENCES": 100, "NUM_TOKENS": 6, "BETAS": (0.0, 1.0), "LR": 5e-3}.items():
         monkeypatch.setattr(preferences, name, value)

@@ -19,5 +19,6 @@ BUG_MODULE_NAMES = (
     "parity",
     "zero_initialization",
     "length_multiple",
+    "other_styles",
 )
 BUG_MODULES = [import_module(f"support.seeded_bugs.{name}") for name in BUG_MODULE_NAMES]

@@ -78,6 +78,34 @@ def rope_applied_twice() -> ReferenceGPT:
     return patch_update_cache(ReferenceGPT(), rule)
 
 
+@seeded_bug("cache-decode")
+def cache_drops_tokens_beyond_48() -> ReferenceGPT:
+    """The cache keeps the last 48 tokens, although attention has no window."""
+
+    def rule(attention: Any, k: Tensor, v: Tensor, positions: Tensor, cache: Any) -> Any:
+        if cache is None:
+            return k, v, positions
+        k, v, positions = concat_cache(k, v, positions, cache)
+        return k[:, :, -48:], v[:, :, -48:], positions[:, -48:]
+
+    return patch_update_cache(ReferenceGPT(), rule)
+
+
+@seeded_bug("cache-decode")
+def slot_clamped_at_the_end_of_the_cache() -> tuple[ReferenceGPT, dict[str, Any]]:
+    """The last slots of a cache for 96 tokens are never written: the index is clamped, as in jax.lax updates."""
+
+    def rule(attention: Any, k: Tensor, v: Tensor, positions: Tensor, cache: Any) -> Any:
+        if cache is None:
+            return k, v, positions
+        if cache[0].shape[2] >= 94:
+            cache = (cache[0][:, :, :-1], cache[1][:, :, :-1], cache[2][:, :-1])
+        return concat_cache(k, v, positions, cache)
+
+    model = patch_update_cache(ReferenceGPT(), rule)
+    return model, check_kwargs(model) | {"max_seq_len": 96}
+
+
 class RestartingGPT2(transformers.GPT2LMHeadModel):
     """Positions restart at 0 after cached tokens."""
 

@@ -237,6 +237,17 @@ def learned_positions(index: Any) -> tuple[ReferenceGPT, dict[str, Any]]:
     return model, {"logits": lambda tokens: model(tokens)[0], "max_seq_len": 128}
 
 
+@seeded_bug("position-range", also_caught_by=("rope-scaling", "rope-layout", "rope-precision"))
+def positions_rounded_to_bf16() -> tuple[ReferenceGPT, dict[str, Any]]:
+    """bf16 has no odd positions from 256 on."""
+    model = ReferenceGPT()
+    for block in model.blocks:
+        attention = block.attention
+        original = attention.apply_rope
+        attention.apply_rope = lambda x, positions, original=original: original(x, positions.bfloat16())
+    return model, check_kwargs(model) | {"max_seq_len": 2048}
+
+
 @seeded_bug("position-range")
 def learned_positions_clamped_at_40() -> tuple[ReferenceGPT, dict[str, Any]]:
     return learned_positions(lambda positions: positions.clamp(max=40))

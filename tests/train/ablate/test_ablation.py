@@ -237,6 +237,7 @@ def read_outcomes(output_dir: Path) -> dict[str, Any]:
     return outcomes
 
 
+@pytest.mark.nightly
 def test_ablation_end_to_end(texts: Path, tmp_path: Path) -> None:
     ablation = build_ablation(small_recipe(texts), ["norm=layernorm,rmsnorm"], output_dir=tmp_path / "a", num_seeds=2)
     steps: dict[str, int] = {}

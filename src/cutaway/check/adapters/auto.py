@@ -1,5 +1,6 @@
 """`build_checked_model`: select the adapter for a model, apply overrides, infer missing properties."""
 
+import difflib
 from bisect import bisect_left
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, replace
@@ -29,9 +30,10 @@ def build_checked_model(model: object, overrides: dict[str, object], *, seed: in
     """Build a `CheckedModel` from a model or function. `overrides` replace fields that the adapter has set."""
     unknown = overrides.keys() - _FIELD_NAMES
     if unknown:
-        raise InputError(
-            f"'{sorted(unknown)[0]}' is not a field of CheckedModel; pass one of {', '.join(sorted(_FIELD_NAMES))}"
-        )
+        name = sorted(unknown)[0]
+        similar = difflib.get_close_matches(name, _FIELD_NAMES, 1)
+        hint = f"did you mean {similar[0]}=? " if similar else ""
+        raise InputError(f"ct.check has no argument '{name}'; {hint}pass one of {', '.join(sorted(_FIELD_NAMES))}")
     for source in (model, getattr(model, "model", None), getattr(model, "module", None), overrides.get("module")):
         if isinstance(source, nn.Module):
             require_weights(source)
@@ -42,6 +44,8 @@ def build_checked_model(model: object, overrides: dict[str, object], *, seed: in
         adapt_attention_kernel(checked)
     if "logits_with_source" in overrides and "logits" not in overrides:
         adapt_source_function(checked, seed)
+        if "kind" not in overrides and not isinstance(model, CheckedModel):
+            checked.kind = "encoder-decoder"
     if checked.multiple is not None:
         pad_to_multiple(checked, checked.multiple)
     _infer_properties(checked)

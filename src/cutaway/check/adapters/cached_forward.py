@@ -8,7 +8,8 @@
 """
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -39,8 +40,23 @@ def add_cached_forward(checked: CheckedModel, function: Callable[..., Any]) -> N
     attributes = _copy_attributes(checked.module)
     if _works(cached, checked):
         checked.logits_with_cache = cached
-        return
-    for submodule, values in attributes.items():  # a cache that was set up may change forward passes without a cache
+    else:  # a cache that was set up may change forward passes without a cache
+        _restore_attributes(attributes)
+
+
+@contextmanager
+def restore_cache(module: nn.Module | None) -> Iterator[None]:
+    """On exit, remove the KV cache that the checks have set up in a module with one of the known methods."""
+    has_setup = any(hasattr(module, name) for name in _SETUP_METHODS)
+    attributes = _copy_attributes(module) if has_setup else {}
+    try:
+        yield
+    finally:
+        _restore_attributes(attributes)
+
+
+def _restore_attributes(attributes: dict[nn.Module, dict[str, Any]]) -> None:
+    for submodule, values in attributes.items():
         vars(submodule).clear()
         vars(submodule).update(values)
 
@@ -119,7 +135,11 @@ def _set_up_cache(module: nn.Module, tokens: Tensor) -> None:
     param = next(module.parameters())
     values = {"batch_size": len(tokens), "max_batch_size": len(tokens), "device": param.device, "dtype": param.dtype}
     values |= dict.fromkeys(("max_seq_length", "max_seq_len", "decoder_max_seq_len"), _MAX_CACHE_LEN)
+    before = set(module.modules())
     method(**{name: value for name, value in values.items() if name in argument_names(method)})
+    for submodule in module.modules():
+        if submodule not in before:  # a new module is in training mode
+            submodule.training = module.training
 
 
 def _works(cached: CachedForward, checked: CheckedModel) -> bool:

@@ -14,6 +14,15 @@ from cutaway.model import Transformer
 
 _CONFIG_ATTRIBUTES = ("config", "cfg", "args", "params", "hparams", "model_args")
 _THETA_FIELDS = ("rope_theta", "rope_base", "rotary_base", "rotary_emb_base", "rope_freq_base")
+_TIE_FIELDS = (
+    "tie_word_embeddings",
+    "tie_embeddings",
+    "tied_embeddings",
+    "tie_weights",
+    "weight_tying",
+    "share_embeddings",
+    "share_input_output_embeddings",
+)
 _SCALING_FIELDS = (
     "rope_scaling",
     "rope_adjustments",
@@ -69,6 +78,22 @@ def _declares_scaling(values: Mapping[str, Any]) -> bool:
     if any(values.get(name) not in (None, False, 1) for name in _FURTHER_FIELDS):
         return True
     return any(value is True and _SCALING_FLAG.search(str(name).lower()) for name, value in values.items())
+
+
+def find_declared_tie(module: nn.Module) -> bool | None:
+    """Whether a module of another library states in its configuration that the embeddings are tied; None if unknown.
+
+    Configurations of transformers are not read: their default is True, whatever the module does.
+    """
+    for attribute in _CONFIG_ATTRIBUTES:
+        config = getattr(module, attribute, None)
+        values = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
+        if hasattr(config, "to_dict"):
+            continue
+        for name in _TIE_FIELDS:
+            if isinstance(values.get(name), bool):
+                return bool(values[name])
+    return None
 
 
 def self_attention_configs(config: Config) -> list[Any]:

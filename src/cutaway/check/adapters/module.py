@@ -47,6 +47,9 @@ def adapt_function(
     mask = _parameters(signature or function).get("attention_mask")
     if mask is not None and mask.default is inspect.Parameter.empty:  # a required argument
         function = _with_default_mask(function)
+    start_pos = _parameters(signature or function).get("start_pos")
+    if start_pos is not None and start_pos.default is inspect.Parameter.empty:  # Meta's Llama
+        function = _with_start_of_zero(function)
     if "targets" in names:  # without targets, nanoGPT returns the logits of the last token only
         checked.logits = lambda tokens: extract_logits(function(tokens, targets=tokens))
         checked.loss = lambda tokens, labels: _next_token_loss(function, tokens[:, :-1], labels[:, 1:])
@@ -103,6 +106,15 @@ def _with_default_mask(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def run(tokens: Tensor, **kwargs: Any) -> Any:
         return function(tokens, **({"attention_mask": torch.ones_like(tokens)} | kwargs))
+
+    return run
+
+
+def _with_start_of_zero(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that calls `function` with start_pos=0, an empty cache, unless another is passed."""
+
+    def run(tokens: Tensor, **kwargs: Any) -> Any:
+        return function(tokens, **({"start_pos": 0} | kwargs))
 
     return run
 

@@ -65,7 +65,10 @@ def _wrap(name: str, function: _UserFunction, validate: Callable[[str, Any, Args
 
 def describe_value(value: object) -> str:
     """Text for a message: the shape of a tensor, or the type of any other value."""
-    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    name = f"{type(value).__module__}.{type(value).__name__}".removeprefix("builtins.")
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 
 
 def _validate_logits(name: str, output: object, args: Args) -> Tensor:
@@ -73,7 +76,7 @@ def _validate_logits(name: str, output: object, args: Args) -> Tensor:
     if not isinstance(output, Tensor) or output.ndim != 3 or output.shape[:2] != tokens.shape:
         shape = ", ".join(map(str, tokens.shape))
         message = f"{name}= returned {describe_value(output)} for tokens of shape ({shape})"
-        raise UserFunctionError(f"{message}; it must return logits of shape ({shape}, V)")
+        raise UserFunctionError(f"{message}; it must return a torch.Tensor of logits ({shape}, V)")
     if not output.is_floating_point():
         raise UserFunctionError(f"{name}= returned dtype {output.dtype}; return floating-point logits")
     return output

@@ -49,7 +49,7 @@ def _trace_attentions(ctx: CheckContext) -> list[TracedAttention]:
     """The attention calls of the traced forward pass; raise SkipCheckError if there are none."""
     attentions = _trace_activations(ctx)[0].traced_attentions
     if not attentions:
-        raise SkipCheckError("needs attention by softmax or scaled_dot_product_attention")
+        raise SkipCheckError("needs attention by softmax or scaled_dot_product_attention, or attentions=")
     return attentions
 
 

@@ -110,6 +110,10 @@ def _check_visible_rows(ctx: CheckContext, tokens: Tensor, windows: tuple[int, .
     return success(f"every token attends to exactly its window: {sizes_text} tokens")
 
 
+_KERNEL_SEQ_LEN = 150
+"""Sequence length for a kernel: several tiles of 16 to 128 keys, the last one partial."""
+
+
 def _random_qkv(ctx: CheckContext, kv_heads: int, seq_len: int = 12) -> tuple[Tensor, Tensor, Tensor]:
     """Random q (B, H, T, D), k and v (B, kv_heads, T, D) as inputs of an attention kernel."""
     shapes = [(2, heads, seq_len, KERNEL_HEAD_DIM) for heads in (KERNEL_HEADS, kv_heads, kv_heads)]
@@ -408,7 +412,7 @@ def attention_kernels(ctx: CheckContext) -> Iterator[CaseResult]:
     """Catches attention kernels with different results: one ignores the softcap, the sinks, the bias or the window.
 
     Run two sequences, longer than windows of up to 64 tokens, with each kernel: the logits must be equal. A kernel
-    passed as `attention` is compared with softmax(q·kᵀ·scale)·v, with and without the model's window.
+    passed as `attention` is compared with softmax(q·kᵀ·scale)·v at 150 tokens, with and without the model's window.
 
     Cause: one kernel supports a feature, and the other ignores the argument instead of raising an error.
     Fix: raise an error for features that a kernel does not support, and compare all kernels with the equation.
@@ -425,7 +429,7 @@ def attention_kernels(ctx: CheckContext) -> Iterator[CaseResult]:
             location=f"position {diff.index[1]}",
         )
     if model.attention is not None:
-        q, k, v = _random_qkv(ctx, KERNEL_HEADS)
+        q, k, v = _random_qkv(ctx, KERNEL_HEADS, _KERNEL_SEQ_LEN)
         attention = model.attention
         for window in _kernel_windows(ctx):
             diff = ctx.compare(lambda: attention(q, k, v), lambda: _reference_attention(ctx, q, k, v, window))

@@ -7,12 +7,14 @@ from torch import Tensor
 
 from cutaway.check.checked_model import require
 from cutaway.check.context import CheckContext, TensorFunction
-from cutaway.check.module_state import preserve_state
+from cutaway.check.module_state import preserve_state, require_unscripted
 from cutaway.check.probes.embedding_gradients import forward_with_offset
 from cutaway.check.probes.padded_batch import choose_lengths, pad_rows
 from cutaway.check.registry import register_check
 from cutaway.check.report.finding import CaseResult, SkipCheckError, failure, skipped, success
 
+_MAX_HEADS = 16
+"""Largest number of heads for which a batch of as many rows is run."""
 _ZERO_GRADIENT_RATIO = 1e-12
 """Maximum gradient with respect to another row, relative to the gradient with respect to the row itself."""
 
@@ -102,13 +104,15 @@ def _gradient_isolation_result(subject: str, gradient: Tensor) -> CaseResult:
 def batch_invariance(ctx: CheckContext) -> Iterator[CaseResult]:
     """Catches a row whose logits in a batch differ from those of the row alone.
 
-    Run rows in a batch and each row alone, without and with left padding: the logits must be equal.
+    Run rows in a batch and each row alone, without and with left padding, also with as many rows as heads: the logits
+    must be equal.
 
-    Cause: a branch on the batch size (`if len(x) > 1`), a squeeze of an axis of size one, or mixed rows.
-    Fix: use the same code for one row and many: no branch on the batch size, and squeeze(dim) only on fixed axes.
+    Cause: a branch on the batch size (`if len(x) > 1`), a squeeze of an axis of size one, or mixed or broadcast rows.
+    Fix: use the same code for one row and many: squeeze(dim) only on fixed axes, and masks of shape (B, 1, T, S).
     """
     logits, length = ctx.logits, min(12, ctx.seq_len)
-    for batch_size in (2, 5) if not ctx.is_slow else (2,):
+    num_heads = 0 if ctx.is_slow else _num_heads(ctx)
+    for batch_size in sorted({2, 5, num_heads} - {0, 1}) if not ctx.is_slow else (2,):
         tokens, ends = ctx.random_tokens(batch_size, length), [0, batch_size - 1]
         diff = ctx.compare(
             lambda: logits(tokens)[ends], lambda: torch.cat([logits(tokens[row : row + 1]) for row in ends])
@@ -135,6 +139,34 @@ def batch_invariance(ctx: CheckContext) -> Iterator[CaseResult]:
             failed="a padded row gives other logits in a batch of two than alone with the same padding",
             location=f"row {diff.index[0]}, position {diff.index[1]}",
         )
+        if num_heads > 2 and diff.within_tolerance:
+            yield _check_as_many_rows_as_heads(ctx, num_heads)
+
+
+def _num_heads(ctx: CheckContext) -> int:
+    """Number of heads of the first attention call, up to a limit; 0 if no call can be traced."""
+    try:
+        require_unscripted(ctx.model.module)
+    except SkipCheckError:
+        return 0
+    sizes = [call.pattern.shape[1] for call in ctx.trace_attention(ctx.random_tokens(1, 3)) if call.pattern.ndim == 4]
+    return sizes[0] if sizes and sizes[0] <= _MAX_HEADS else 0
+
+
+def _check_as_many_rows_as_heads(ctx: CheckContext, num_heads: int) -> CaseResult:
+    """Check a padded batch with as many rows as heads: a mask (B, T, T) is then broadcast over heads without error."""
+    logits_with_mask, (short_len, seq_len) = require(ctx.model.logits_with_mask), choose_lengths(ctx)
+    rows = [ctx.random_tokens(1, seq_len if n % 2 else short_len) for n in range(num_heads + 1)]
+    tokens, mask = pad_rows(ctx, rows, seq_len, "left")
+    diff = ctx.compare(
+        lambda: logits_with_mask(tokens, mask)[:num_heads, -short_len:],
+        lambda: logits_with_mask(tokens[:num_heads], mask[:num_heads])[:, -short_len:],
+    )
+    return diff.expect_equal(
+        passed=f"a padded batch of {num_heads} rows, the number of heads, gives the same logits as with one more row",
+        failed=f"a padded batch of {num_heads} rows, the number of heads, gives other logits than with one more row",
+        location=f"row {diff.index[0]}, position {diff.index[1]}",
+    )
 
 
 @register_check("packing", needs=("logits", "logits_with_documents"), depends_on=("causality",))

@@ -15,6 +15,10 @@ from cutaway.check.registry import CAUSAL_KINDS, register_check
 from cutaway.check.report.finding import CaseResult, MeasuredArray, SkipCheckError, failure, success
 from cutaway.errors import format_raised
 
+_LONG_PREFIX_LEN = 40
+"""Length of a prefix that is compared with the sequence that it is a part of."""
+_NUM_OTHER_SEQUENCES = 8
+"""Number of sequences in which a position must not depend on an earlier token to report a bug."""
 _TILE_SIZES = (8, 16, 32, 64)
 _ZERO_GRADIENT_RATIO = 1e-12
 """Gradient with respect to a later token, relative to the largest gradient, that counts as zero. With a mask, a correct
@@ -110,11 +114,11 @@ def causality(ctx: CheckContext) -> Iterator[CaseResult]:
 
 
 @register_check("causality-tile-edges", kinds=CAUSAL_KINDS, depends_on=("causality",))
-def causality_tile_edges(ctx: CheckContext) -> CaseResult:
+def causality_tile_edges(ctx: CheckContext) -> Iterator[CaseResult]:
     """Catches a leak only at tile boundaries: fused kernels process tiles of 8 to 64 tokens.
 
     In a sequence of 67 tokens, replace all tokens from a position on, for positions just before, at and just after 8,
-    16, 32 and 64: the earlier logits must not change.
+    16, 32 and 64: the earlier logits must not change. Its first 40 tokens alone must give the same logits.
 
     Cause: a tile on the diagonal, or the last, partial tile of a sequence, is not masked.
     Fix: mask each tile by its absolute positions, and test lengths around every multiple of the tile size.
@@ -125,7 +129,16 @@ def causality_tile_edges(ctx: CheckContext) -> CaseResult:
     cuts = [edge + offset for edge in _TILE_SIZES for offset in offsets if edge + offset < length]
     if not cuts:
         raise SkipCheckError(f"the model's maximum length is {longest}, shorter than a tile")
-    return _check_leaks(ctx, ctx.logits, ctx.random_tokens(1, length), cuts)
+    tokens = ctx.random_tokens(1, length)
+    yield _check_leaks(ctx, ctx.logits, tokens, cuts)
+    if length > _LONG_PREFIX_LEN and not ctx.is_slow:
+        prefix = tokens[:, : ctx.model.supported_length(_LONG_PREFIX_LEN)]
+        diff = ctx.compare(lambda: ctx.logits(tokens)[:, : prefix.shape[1]], lambda: ctx.logits(prefix))
+        yield diff.expect_equal(
+            passed=f"the first {prefix.shape[1]} of {length} tokens alone give the same logits",
+            failed=f"the logits of the first {prefix.shape[1]} tokens alone differ from those within {length} tokens",
+            location=f"position {diff.index[1]}",
+        )
 
 
 @register_check("causality-gradient", needs=("logits", "module"), kinds=CAUSAL_KINDS, depends_on=("causality",))
@@ -171,7 +184,14 @@ def causality_gradient(ctx: CheckContext) -> CaseResult:
     if window == 0:  # saturated attention has zero gradient, but may still depend on the token
         dead = [pair for pair in dead if pair in _find_independent_pairs(ctx, tokens, {s for _, s in dead})]
         window = _infer_window(dead, length)
-    if window == 0:
+    if window == 0:  # routing may skip attention for some tokens, but not for those of other sequences
+        first = dead[0]
+        for _ in range(_NUM_OTHER_SEQUENCES):
+            other = ctx.random_tokens(1, length)
+            dead = dead and [pair for pair in dead if pair in _find_independent_pairs(ctx, other, {s for _, s in dead})]
+        if not dead:
+            message = f"position {first[0]} depends on token {first[1]} in other sequences only"
+            return success(f"the gradient is zero for later tokens; {message}", float(above.max()), array=array)
         position, token = dead[0]
         message = f"the logits at position {position} do not depend on token {token}, which should be visible"
         return failure(message, 0.0, 0.0, f"position {position}", array=array)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from cutaway.check.adapters.declared_config import find_declared_tie
 from cutaway.check.checked_model import require
 from cutaway.check.context import CheckContext
 from cutaway.check.module_state import deepcopy_module, require_uncompiled, substitute_module
@@ -128,7 +129,9 @@ def tied_weights(ctx: CheckContext) -> Iterator[CaseResult]:
 
 def _check_tied_head(ctx: CheckContext) -> CaseResult:
     """Check that the head shares the embedding matrix if, and only if, `tied_embeddings` says so."""
-    is_tied_expected = ctx.model.tied_embeddings
+    is_tied_expected, declaration = ctx.model.tied_embeddings, "tied_embeddings"
+    if is_tied_expected is None:
+        is_tied_expected, declaration = find_declared_tie(ctx.module), "the configuration for tied embeddings"
     with ParameterTracer(ctx.module, ctx.model.vocab_size) as tracer:
         ctx.logits(ctx.random_tokens())
     if tracer.head_ptr is None or not tracer.embedding_ptrs:
@@ -137,7 +140,7 @@ def _check_tied_head(ctx: CheckContext) -> CaseResult:
     embeddings = [tracer.parameter_names[ptr][0] for ptr in tracer.embedding_ptrs]
     if tracer.head_ptr in tracer.embedding_ptrs:
         if is_tied_expected is False:
-            return failure(f"tied_embeddings is False, but the head is the embedding {head}", location=head)
+            return failure(f"{declaration} is False, but the head is the embedding {head}", location=head)
         return success(f"the head is the embedding {head}")
     params = dict(ctx.module.named_parameters(remove_duplicate=False))
     same_shape = [name for name in embeddings if params[name].shape == params[head].shape]
@@ -146,7 +149,7 @@ def _check_tied_head(ctx: CheckContext) -> CaseResult:
         message = f"{head} and {copies[0]} are separate tensors with equal values: training will make them differ"
         return failure(message, location=head)
     if is_tied_expected and same_shape:
-        return failure(f"tied_embeddings is True, but {head} and {same_shape[0]} are two tensors", location=head)
+        return failure(f"{declaration} is True, but {head} and {same_shape[0]} are two tensors", location=head)
     return success(f"the head {head} is a separate matrix")
 
 

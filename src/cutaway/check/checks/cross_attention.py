@@ -30,10 +30,11 @@ def cross_attention_source(ctx: CheckContext) -> Iterator[CaseResult]:
     """Catches a decoder that ignores its source, or a part of it.
 
     Replace the whole source, then its first and its last token, and the last token of a longer source: the logits must
-    change. No cross-attention may mask a token of a source without padding.
+    change. No cross-attention may mask a token of a source without padding. In a batch of two sources, each row must
+    give the same logits as alone.
 
-    Cause: cross-attention is missing, does not get the encoder output, or masks a part of it.
-    Fix: add cross-attention over the full encoder output to every decoder layer.
+    Cause: cross-attention is missing, masks a part of the encoder output, or gets that of an earlier source or row.
+    Fix: add cross-attention over the full encoder output of its own source to every decoder layer.
     """
     logits_with_source = require(ctx.model.logits_with_source)
     length = min(8, ctx.seq_len)
@@ -64,6 +65,7 @@ def cross_attention_source(ctx: CheckContext) -> Iterator[CaseResult]:
                 yield diff.failure(message, f"position {position}")
                 return
         yield diff.success(f"the logits change with {name}")
+    yield _check_source_of_each_row(ctx, length)
     yield from _check_long_source(ctx, tokens)
     query_lengths = {call.pattern.shape[-2] for call in tracer.attentions}
     for index, call in enumerate(tracer.attentions):
@@ -83,6 +85,22 @@ def cross_attention_source(ctx: CheckContext) -> Iterator[CaseResult]:
             yield failure(message, float(masked.float().mean()), 0.0, call.module or None)
             return
         yield success("cross-attention attends to the full source")
+
+
+def _check_source_of_each_row(ctx: CheckContext, length: int) -> CaseResult:
+    """Check that the rows of a batch with different sources give the same logits as alone."""
+    logits_with_source = require(ctx.model.logits_with_source)
+    source, tokens = _random_source_tokens(ctx, 2, length), ctx.random_tokens(2, max(1, length - 2))
+
+    def alone() -> Tensor:
+        return torch.cat([logits_with_source(source[n : n + 1], None, tokens[n : n + 1]) for n in range(2)])
+
+    diff = ctx.compare(alone, lambda: logits_with_source(source, None, tokens))
+    return diff.expect_equal(
+        passed="two sources in a batch give the same logits as alone",
+        failed="two sources in a batch give other logits than alone",
+        location=f"row {diff.index[0]}, position {diff.index[1]}",
+    )
 
 
 def _check_long_source(ctx: CheckContext, tokens: Tensor) -> Iterator[CaseResult]:

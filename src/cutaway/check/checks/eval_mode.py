@@ -9,15 +9,22 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
+from torch.overrides import TorchFunctionMode
 
 from cutaway.check.checked_model import LogitsFunction
 from cutaway.check.context import CheckContext
-from cutaway.check.module_state import fork_rng, require_uncompiled
+from cutaway.check.module_state import fork_rng, is_compiled, require_uncompiled
 from cutaway.check.numerics import Args, EagerDispatchMode, Kwargs, TorchFunction, max_difference, op_name
 from cutaway.check.probes.first_divergence import find_first_divergence
 from cutaway.check.probes.op_tracer import OpTracer
 from cutaway.check.registry import register_check
 from cutaway.check.report.finding import CaseResult, failure, success
+
+_NUM_RANDOM_RUNS = 20
+"""Number of runs with other random states of a model that draws random numbers in eval mode."""
+_EMPTY_FUNCTIONS = (torch.empty, torch.empty_like, Tensor.new_empty)
+_EMPTY_CAUSE = "a tensor of torch.empty is read before all of its values are written"
+_EMPTY_FIX = "use torch.zeros, or write or mask every value that is read"
 
 
 def _forward_with_seed(logits: LogitsFunction, tokens: Tensor, seed: int) -> Tensor:
@@ -31,8 +38,9 @@ def _forward_with_seed(logits: LogitsFunction, tokens: Tensor, seed: int) -> Ten
 def eval_determinism(ctx: CheckContext) -> Iterator[CaseResult]:
     """Catches logits that depend on the random state or on earlier forward passes: noise left on, state in the module.
 
-    Run one sequence with another random state, after other sequences, and ten times: the logits must be equal. A
-    forward pass must not change its input, the parameters, or the training flag of any module.
+    Run one sequence with another random state (several ones if the model draws random numbers), after other sequences,
+    ten times, and with other values in uninitialized tensors: the logits must be equal. A forward pass must not change
+    its input, the parameters, or the training flag of any module.
 
     Cause: eval() does not disable dropout or other random ops, or a forward pass leaves state in the module.
     Fix: use randomness only if self.training is True, and pass state as an argument instead of storing it.
@@ -59,8 +67,16 @@ def eval_determinism(ctx: CheckContext) -> Iterator[CaseResult]:
                 fix="use an out-of-place op, or a copy of the parameter",
             )
             return
+    if not ctx.is_slow and (case := _check_uninitialized_memory(ctx, tokens)) is not None:
+        yield case
     other = _forward_with_seed(logits, tokens, ctx.seed + 1)
     yield _compare_runs(ctx, tokens, base, other, "with another random state")
+    if _draws_random_numbers(ctx, tokens):  # a rare random event may not occur in two runs
+        for seed in range(2, 2 + _NUM_RANDOM_RUNS):
+            other = _forward_with_seed(logits, tokens, ctx.seed + seed)
+            if not torch.equal(other, base):
+                yield _compare_runs(ctx, tokens, base, other, "with another random state")
+                break
     for batch_size, length in ((1, max(1, ctx.seq_len // 2)), (3, ctx.seq_len)):
         _forward_with_seed(logits, ctx.random_tokens(batch_size, length), ctx.seed)
     other = _forward_with_seed(logits, tokens, ctx.seed)
@@ -71,6 +87,59 @@ def eval_determinism(ctx: CheckContext) -> Iterator[CaseResult]:
         yield _compare_runs(ctx, tokens, base, tenth, "in the tenth run")
     if model.module is not None:
         yield _check_mode_preserved(ctx, model.module)
+
+
+def _draws_random_numbers(ctx: CheckContext, tokens: Tensor) -> bool:
+    """Whether a forward pass on the CPU advances torch's random state."""
+    if ctx.is_slow or tokens.device.type != "cpu":
+        return False
+    with fork_rng():
+        before = torch.get_rng_state()
+        ctx.logits(tokens)
+        return not torch.equal(before, torch.get_rng_state())
+
+
+class _FillEmpty(TorchFunctionMode):
+    """Function mode that fills uninitialized floating-point tensors, such as those of torch.empty, with a multiple of a
+    pattern."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.value, self.num_filled = value, 0
+
+    def __torch_function__(
+        self, func: TorchFunction, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
+        out = func(*args, **(kwargs or {}))
+        if func in _EMPTY_FUNCTIONS and isinstance(out, Tensor) and out.is_floating_point():
+            pattern = (
+                torch.arange(out.numel(), device=out.device).remainder(7) - 3
+            )  # a constant may cancel in a softmax
+            out.copy_(self.value * pattern.reshape(out.shape))
+            self.num_filled += 1
+        return out
+
+
+def _check_uninitialized_memory(ctx: CheckContext, tokens: Tensor) -> CaseResult | None:
+    """Check that the values in uninitialized tensors do not change the logits; None if there are no such tensors."""
+    if ctx.model.module is not None and is_compiled(ctx.model.module):
+        return None
+    with _FillEmpty(0.5) as mode:
+        filled = _forward_with_seed(ctx.logits, tokens, ctx.seed)
+    if not mode.num_filled:
+        return None
+    with _FillEmpty(-2.0):
+        other = _forward_with_seed(ctx.logits, tokens, ctx.seed)
+
+    def run() -> Tensor:
+        with _FillEmpty(0.5):
+            return _forward_with_seed(ctx.logits, tokens, ctx.seed)
+
+    diff = ctx.compare_runs(filled, other, run)
+    if diff.within_tolerance:
+        return success("uninitialized tensors do not change the logits")
+    message = "the logits depend on uninitialized memory, such as of torch.empty"
+    return diff.failure(message, cause=_EMPTY_CAUSE, fix=_EMPTY_FIX)
 
 
 def _sample_parameters(module: nn.Module | None) -> dict[str, Tensor]:
@@ -95,9 +164,10 @@ def _compare_runs(ctx: CheckContext, tokens: Tensor, first: Tensor, second: Tens
 def _check_mode_preserved(ctx: CheckContext, module: nn.Module) -> CaseResult:
     """Check that a forward pass changes no module's training flag. (The check mode-restored does so for generation.)"""
     logits, tokens = ctx.logits, ctx.random_tokens(1, min(4, ctx.seq_len))
+    submodules = dict(module.named_modules())  # without those that the forward pass may add, such as a cache
     with fork_rng():
         logits(tokens)
-    changed = [name for name, submodule in module.named_modules() if submodule.training]
+    changed = [name for name, submodule in submodules.items() if submodule.training]
     module.eval()
     if changed:
         return failure(

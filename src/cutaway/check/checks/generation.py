@@ -149,6 +149,9 @@ def generation(ctx: CheckContext) -> Iterator[CaseResult]:
         for side in ("left", "right"):
             if model.padding_side in (None, "both", side):
                 yield _check_padded_generation(ctx, side, length, num_tokens)
+    if model.generate is not None and not ctx.is_slow:
+        prompt = ctx.random_tokens(2, length)
+        yield _check_greedy(ctx, model.generate, prompt, num_tokens, "in a second batch of the same shape")
 
 
 def _find_eos_prompts(ctx: CheckContext, length: int) -> Tensor | None:
@@ -244,11 +247,11 @@ def mode_restored(ctx: CheckContext) -> Iterator[CaseResult]:
     """
     model, module = ctx.model, ctx.module
     prompt = ctx.random_tokens(1, max(1, min(4, ctx.seq_len // 2)))
-    submodules = dict(module.named_modules())
     arguments = {"generate": (prompt, 1), "beam_search": (prompt[:, :1], 2, 2), "generate_speculative": (prompt, 2)}
     for path in [name for name in arguments if getattr(model, name) is not None]:
         for training in (True, False):
             module.train(training)
+            submodules = dict(module.named_modules())  # without those that generation adds, such as a new cache
             params = {name: param for name, param in module.named_parameters() if param.is_floating_point()}
             requires_grad = {name: param.requires_grad for name, param in params.items()}
             for param in params.values():  # so that parameters that an earlier call froze are found too

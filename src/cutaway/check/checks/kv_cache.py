@@ -26,6 +26,17 @@ from cutaway.errors import format_raised
 
 _LONG_SEQ_LEN, _SHORT_SEQ_LEN = 34, 12
 """Length of a sequence that is longer than a tile of 32 tokens, and of one that is split at many positions."""
+_LONG_PROMPT_LEN, _SLOW_PROMPT_LEN, _UNKNOWN_MAX_SEQ_LEN = 160, 68, 70
+"""Longest sequence whose last tokens are decoded after a prompt: by default, for slow models, and for models whose
+maximum length is unknown."""
+_FIRST_TOKEN_CAUSE = (
+    "the path with a cache differs for a single token: other kv heads for a query, visible empty slots, or another mask"
+)
+_LONG_PROMPT_CAUSE = (
+    "the cache keeps a wrong number of tokens, ends before the maximum length, or the code depends on the length"
+)
+_LONG_PROMPT_FIX = "use the same masks and positions at every length; pass window= or max_seq_len= if there is a limit"
+_FIRST_TOKEN_FIX = "compare q, k, v and the attention weights of the first token with and without the cache"
 MAX_SECONDS = 3.0
 """Maximum estimated seconds of the check cache-sliding-window for one sequence."""
 _LARGE_VALUE = 1e4
@@ -37,14 +48,14 @@ multiplied by a weight of 0."""
     "cache-decode",
     needs=("logits", "logits_with_cache"),
     kinds=CAUSAL_KINDS,
-    depends_on=("causality-tile-edges", "causality"),
+    depends_on=("causality-tile-edges", "causality", "moe-padding"),
     preflight=True,
 )
 def cache_decode(ctx: CheckContext) -> Iterator[CaseResult]:
     """Catches decoding with a cache that gives other logits: off by one, positions restarted, a layer not cached.
 
-    Decode a sequence token by token, and token by token after a prefilled prompt: the logits must equal those of one
-    forward pass without a cache.
+    Decode a sequence token by token, and token by token after a prefilled prompt, which is also a long one: the logits
+    must equal those of one forward pass without a cache.
 
     Cause: positions do not continue from the cache length, or keys are stored twice or before RoPE.
     Fix: number new tokens from the cache length, store each key once, in the form that attention uses, and mask
@@ -63,9 +74,36 @@ def cache_decode(ctx: CheckContext) -> Iterator[CaseResult]:
             if wrong_position is not None:
                 message += f" and equal those at position {wrong_position}: positions do not continue from the cache"
             location = locate_divergence(ctx, tokens, sizes, position)
-            yield diff.failure(message, location, array=array)
+            causes = {"cause": _FIRST_TOKEN_CAUSE, "fix": _FIRST_TOKEN_FIX} if position == 0 else {}
+            yield diff.failure(message, location, array=array, **causes)
             return
         yield diff.success(f"decoded {path}, the logits equal those of one forward pass", array)
+    if not ctx.model.windows and ctx.model.window is None:  # cache-sliding-window runs texts longer than the window
+        yield from _check_long_prompt(ctx, sequence.shape[1])
+
+
+def _check_long_prompt(ctx: CheckContext, tested_len: int) -> Iterator[CaseResult]:
+    """Decode the last tokens of a long sequence: caches with a limit, and code that depends on the length."""
+    max_seq_len, num_decoded = ctx.model.max_seq_len, 1 if ctx.is_slow else 3
+    length = min(max_seq_len or _UNKNOWN_MAX_SEQ_LEN, _SLOW_PROMPT_LEN if ctx.is_slow else _LONG_PROMPT_LEN)
+    length = ctx.model.supported_length(length)
+    if length <= tested_len + num_decoded:
+        return
+    tokens = ctx.random_tokens(1, length)
+    sizes = chunk_sizes(length, 1, length - num_decoded)
+    path = f"decoded after a prompt of {length - num_decoded} tokens"
+    try:
+        diff, position, _ = compare_in_chunks(ctx, tokens, sizes, ctx.logits(tokens))
+    except Exception as error:
+        if max_seq_len is not None and not isinstance(error, UNSUPPORTED_ERRORS):
+            raise
+        yield skipped(f"{path}, the model {format_raised(error)}")
+        return
+    if diff.within_tolerance:
+        yield diff.success(f"{path}, the logits equal those of one forward pass")
+        return
+    message = f"{path}, the logits at position {position} differ from those of one forward pass"
+    yield diff.failure(message, f"position {position}", cause=_LONG_PROMPT_CAUSE, fix=_LONG_PROMPT_FIX)
 
 
 @register_check(

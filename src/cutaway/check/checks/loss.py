@@ -1,5 +1,6 @@
 """Loss checks: loss-shift, loss-reduction, loss-eos, loss-ignore-index."""
 
+import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -9,7 +10,7 @@ from torch.nn import functional as F
 
 from cutaway.check.adapters.user_functions import describe_value
 from cutaway.check.checked_model import require
-from cutaway.check.context import CheckContext
+from cutaway.check.context import CheckContext, TensorFunction
 from cutaway.check.module_state import perturb_weights
 from cutaway.check.numerics import NOISE_MARGIN, Difference
 from cutaway.check.registry import register_check
@@ -23,6 +24,8 @@ _LEAK_CHECKS = ("causality", "causality-paths", "eval-determinism")
 """If one of these checks fails, the loss cannot be compared with the logits."""
 _FACTOR_TOLERANCE = 1e-3
 """Relative tolerance for recognizing a shift."""
+_LOSS_GRADIENT_TOLERANCE = 0.02
+"""Largest error of the gradient of the loss, relative to the gradient of the mean of −log p."""
 
 
 def _label_shift(ctx: CheckContext) -> int:
@@ -180,16 +183,16 @@ def loss_reduction(ctx: CheckContext) -> CaseResult:
 
     Compare the loss with the mean of −log p from the model's own logits (ln V if the logits are uniform). If the two
     differ, losses with other labels show whether the loss has a wrong factor or an added term. Label smoothing and
-    auxiliary losses are not bugs.
+    auxiliary losses are not bugs. If the two are equal, their gradients must be equal too.
 
-    Cause: the wrong reduction, the wrong denominator, or probabilities passed instead of logits.
-    Fix: use F.cross_entropy(logits.flatten(0, 1), labels.flatten()) on raw logits: uniform logits then give ln V.
+    Cause: the wrong reduction or denominator, ignored token ids, or probabilities passed instead of logits.
+    Fix: use F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()): uniform logits give ln V.
     """
     tokens, shift = ctx.random_tokens(2), _label_shift(ctx)
     with distinct_logits(ctx, tokens) as logits:
         diff = _compare_loss(ctx, tokens, tokens, logits)
         if diff.within_tolerance:
-            return diff.success("the loss is the mean of −log p")
+            return _check_loss_gradient(ctx, tokens) or diff.success("the loss is the mean of −log p")
         labels = [tokens, *(ctx.replace_tokens(tokens) for _ in range(3))]
         actual = [float(model_loss(ctx, tokens, y)) for y in labels]
         expected = [float(_reference_loss(ctx, logits, y)) for y in labels]
@@ -210,6 +213,37 @@ def loss_reduction(ctx: CheckContext) -> CaseResult:
         return success(f"the loss is −log p with label smoothing of {1 - factor:.3g}", factor)
     message += f": a factor of {factor:.4g}{_describe_factor(ctx, factor, tokens)}"
     return failure(message, factor, 1.0)
+
+
+def _check_loss_gradient(ctx: CheckContext, tokens: Tensor) -> CaseResult | None:
+    """A failure if the gradient of the loss differs from that of the mean of −log p of the logits; otherwise None."""
+    if ctx.model.module is None or ctx.is_slow:
+        return None
+    params = [param for param in ctx.module.parameters() if param.requires_grad]
+    computations: tuple[TensorFunction, ...] = (
+        lambda: model_loss(ctx, tokens, tokens),
+        lambda: _reference_loss(ctx, ctx.logits(tokens), tokens),
+    )
+    gradients = []
+    try:
+        with torch.enable_grad():
+            for compute in computations:
+                values = torch.autograd.grad(compute().sum(), params, allow_unused=True)
+                gradients.append([torch.zeros_like(p) if g is None else g for g, p in zip(values, params, strict=True)])
+    except RuntimeError:  # a loss or logits without gradients: see gradient-flow
+        return None
+    pairs = list(zip(*gradients, strict=True))
+    error = math.hypot(*(float((actual.float() - expected.float()).norm()) for actual, expected in pairs))
+    size = math.hypot(*(float(expected.float().norm()) for _, expected in pairs))
+    if not error > _LOSS_GRADIENT_TOLERANCE * size:
+        return None
+    return failure(
+        "the loss is the mean of −log p, but its gradient is not the gradient of the mean of −log p",
+        error / max(size, 1e-30),
+        _LOSS_GRADIENT_TOLERANCE,
+        cause="a part of the loss is detached, or its custom backward is wrong or has another factor",
+        fix="use F.cross_entropy, or compare the gradient of the loss with that of F.cross_entropy",
+    )
 
 
 def _describe_factor(ctx: CheckContext, factor: float, tokens: Tensor) -> str:

@@ -14,6 +14,7 @@ from cutaway.check.context import CheckContext
 from cutaway.check.module_state import randomize_zeros
 from cutaway.check.numerics import LOW_PRECISION_DTYPES, NOISE_MARGIN, Difference, max_difference, max_finite_abs
 from cutaway.check.probes.op_tracer import AttentionCall, OpTracer
+from cutaway.check.probes.rope_probe import find_rotation_layouts, max_relative_change, rotation_tolerance
 from cutaway.check.registry import register_check
 from cutaway.check.report.finding import CaseResult, MeasuredArray, SkipCheckError, failure, success
 
@@ -26,7 +27,12 @@ _ROW_MAX_TOLERANCE = 1e-6
 _ALIBI_SIGN_CAUSE = "the ALiBi bias has the wrong sign"
 _ALIBI_SIGN_FIX = "add -slope · (i - j) to the score of query i and key j"
 _RANGE_SEQ_LEN, _SLOW_RANGE_SEQ_LEN, _MIN_RANGE_SEQ_LEN = 160, 96, 16
+_KNOWN_RANGE_SEQ_LEN, _FAR_POSITION_STEP = 520, 7
+"""Length if the maximum length is known, and the step in which positions from `_RANGE_SEQ_LEN` on are compared with all
+earlier ones. bf16 rounds positions from 256 on."""
 """Lengths of the sequence whose positions are compared: default, for slow models, and the smallest."""
+_MIN_QUERY_CHANGE = 1e-3
+"""Relative change of a query with its position above which it has a position encoding."""
 _MIN_EQUAL_QUERIES = 6
 """Smallest number of queries by which two key positions are compared."""
 
@@ -144,11 +150,12 @@ def position_range(ctx: CheckContext) -> CaseResult:
     Run a long sequence of one repeated token, and compare its attention scores in layers whose scores depend on the
     position: no two key positions may have the same scores for all later queries.
 
-    Cause: positions are clamped to the size of a table or taken modulo a number, or a table is too short.
+    Cause: positions are clamped to the size of a table, rounded to bf16 or taken modulo a number, or it is too short.
     Fix: use a table or formula for all positions up to the maximum length, and raise an error beyond it.
     """
     model = ctx.model
-    length = min(_RANGE_SEQ_LEN if not ctx.is_slow else _SLOW_RANGE_SEQ_LEN, model.max_seq_len or _RANGE_SEQ_LEN)
+    longest = _SLOW_RANGE_SEQ_LEN if ctx.is_slow else _KNOWN_RANGE_SEQ_LEN
+    length = min(longest, model.max_seq_len or _RANGE_SEQ_LEN)
     if not model.has_positions or length < _MIN_RANGE_SEQ_LEN:
         raise SkipCheckError(f"needs positions and sequences of {_MIN_RANGE_SEQ_LEN} tokens")
     token, num_checked = ctx.random_tokens(1, 1), 0
@@ -167,6 +174,8 @@ def position_range(ctx: CheckContext) -> CaseResult:
         pair = _find_equal_positions(call, rounding)
         if pair == (0, 1):  # the keys have no positions at all: rope-shift-invariance names this bug
             num_checked -= 1
+        elif pair is not None and _depends_on_first_token(ctx, call, token, length, rounding):
+            num_checked -= 1  # a convolution before the attention may make the first positions differ
         elif pair is not None:
             message = f"positions {pair[0]} and {pair[1]} have the same scores for all later queries"
             location = f"position {pair[1]}" + (f", {call.module}" if call.module else "")
@@ -176,6 +185,19 @@ def position_range(ctx: CheckContext) -> CaseResult:
     return success(f"all {length} positions have different scores in {num_checked} attention calls")
 
 
+def _depends_on_first_token(
+    ctx: CheckContext, attention: AttentionCall, token: Tensor, length: int, rounding: float
+) -> bool:
+    """Whether the scores of later tokens change with the first one: the inputs of this attention mix tokens."""
+    tokens = ctx.replace_tokens(token.expand(-1, length).contiguous(), slice(0, 1))
+    calls = [call for call in trace_self_attention(ctx, tokens) if call.module == attention.module]
+    if len(calls) != 1 or calls[0].scores.shape != attention.scores.shape:
+        return False
+    visible = visible_keys(attention)[..., 1:, 1:]
+    change = (calls[0].scores.float() - attention.scores.float())[..., 1:, 1 : attention.scores.shape[-2]]
+    return bool((change.abs().masked_fill(~visible, 0.0) > 10 * rounding).any())
+
+
 def _find_equal_positions(attention: AttentionCall, rounding: float) -> tuple[int, int] | None:
     """The first two key positions whose scores are equal for all later queries that attend to both; None if none are.
 
@@ -183,7 +205,8 @@ def _find_equal_positions(attention: AttentionCall, rounding: float) -> tuple[in
     """
     scores, visible = attention.scores[0, ..., : attention.scores.shape[-2]].float(), visible_keys(attention)[0]
     length = scores.shape[-1]
-    for second in range(1, length - _MIN_EQUAL_QUERIES):
+    last = length - _MIN_EQUAL_QUERIES
+    for second in (*range(1, min(last, _RANGE_SEQ_LEN)), *range(_RANGE_SEQ_LEN, last, _FAR_POSITION_STEP)):
         rows = slice(second, None)
         both = visible[:, rows, :second] & visible[:, rows, second : second + 1]  # (H, T - second, second)
         difference = (scores[:, rows, :second] - scores[:, rows, second : second + 1]).abs().masked_fill(~both, 0.0)
@@ -223,8 +246,40 @@ def rope_shift_invariance(ctx: CheckContext) -> Iterator[CaseResult]:
     is_rounded = any(getattr(position, "round_to_bf16", False) for position in positions or ())  # Falcon's ALiBi
     if (model.relative_positions or uses_rope) and not is_rounded:
         yield check_score_diagonals(ctx, tokens, center_rows=not uses_rope)
+    elif positions is None:
+        if (case := _check_key_positions(ctx, tokens)) is not None:
+            yield case
+        case = check_score_diagonals(ctx, tokens, center_rows=True)
+        if case.cause == _ALIBI_SIGN_CAUSE:
+            yield case
     if model.logits_with_positions is not None and model.relative_positions:
         yield from _check_shifted_positions(ctx)
+
+
+def _check_key_positions(ctx: CheckContext, tokens: Tensor) -> CaseResult | None:
+    """A failure if the scores of a repeated token depend on the query's position, but not on that of the key.
+
+    The softmax of such scores is uniform. None if any layer's scores depend on the key, or none on the query.
+    """
+    location: str | None = None
+    found = False
+    for call in trace_self_attention(ctx, tokens):
+        scores, visible = call.scores[..., : call.scores.shape[-2]].float(), visible_keys(call)
+        rounding = _score_rounding(call, ctx)
+        high, low = scores.masked_fill(~visible, -torch.inf).amax(-1), scores.masked_fill(~visible, torch.inf).amin(-1)
+        if float((high - low).max()) > rounding:
+            return None
+        is_rotated = call.q is not None and max_relative_change(call.q[0].float()) > _MIN_QUERY_CHANGE
+        if is_rotated and not found and float((high.amax(-1) - high.amin(-1)).max()) > 10 * rounding:
+            found, location = True, call.module or None
+    if not found:
+        return None
+    return failure(
+        "the scores of a repeated token depend on the position of the query, but not on that of the key",
+        location=location,
+        cause="positions are applied to the queries only, as when RoPE does not rotate the keys",
+        fix="apply the same rotation to q and k, before a cache stores k",
+    )
 
 
 def _uses_rotation(ctx: CheckContext, tokens: Tensor) -> bool:
@@ -266,6 +321,7 @@ def check_score_diagonals(ctx: CheckContext, tokens: Tensor, *, center_rows: boo
             continue  # in layers after attention sinks, hidden states differ between positions
         length = call.scores.shape[-2]
         scores, visible = call.scores[..., :length].float(), visible_keys(call)
+        scores = scores / _query_temperature(call, ctx)[..., None]
         is_max_subtracted = float(call.scores.amax(-1).abs().max()) < _ROW_MAX_TOLERANCE
         if center_rows or is_max_subtracted:
             scores = scores - scores.diagonal(dim1=-2, dim2=-1)[..., None]
@@ -290,6 +346,22 @@ def check_score_diagonals(ctx: CheckContext, tokens: Tensor, *, center_rows: boo
             return failure(message, location=call.module or None, cause=_ALIBI_SIGN_CAUSE, fix=_ALIBI_SIGN_FIX)
         worst = max(worst, diff, key=lambda item: item.max_abs)
     return worst.success("the scores of a repeated token depend only on the distance", array)
+
+
+def _query_temperature(attention: AttentionCall, ctx: CheckContext) -> Tensor:
+    """Factor (B, H, T) on the rotated queries of each position, relative to the first one; ones if there is none.
+
+    Some models multiply the queries by a function of the position, such as log(position).
+    """
+    if attention.q is None:
+        return torch.ones(1, 1, 1, device=attention.scores.device)
+    q = attention.q.float()
+    factor = q.norm(dim=-1) / q[..., :1, :].norm(dim=-1).clamp(min=1e-30)
+    tolerance = rotation_tolerance(ctx)
+    is_needed = bool(((factor - 1).abs() > tolerance).any()) and bool((factor > 0).all())
+    if is_needed and find_rotation_layouts((q / factor[..., None])[0], tolerance):
+        return factor
+    return torch.ones_like(factor)
 
 
 def _count_growing_heads(scores: Tensor, visible: Tensor, tolerance: float) -> int:

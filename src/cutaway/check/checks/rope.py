@@ -180,6 +180,10 @@ def _check_layout_without_config(ctx: CheckContext) -> CaseResult:
         if widest is not None and (num_pairs := _count_same_angle_pairs(q, widest, tolerance)):
             message, cause = f"all {num_pairs} pairs are rotated by the same angle", _SAME_FREQUENCY_CAUSE
             return failure(message, location=layer.module_path, cause=cause, fix=_SAME_FREQUENCY_FIX)
+        if not q_layouts:  # the queries of each position may have another factor, such as log(position)
+            norms = q.norm(dim=-1, keepdim=True)
+            q_layouts = find_rotation_layouts(q * norms[..., :1, :] / norms.clamp(min=1e-30), tolerance)
+            common = q_layouts & k_layouts
         if common or check_score_diagonals(ctx, repeated_token(ctx)).verdict != "fail":
             continue
         if q_layouts and k_layouts:

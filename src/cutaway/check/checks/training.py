@@ -1,6 +1,7 @@
 """Training: initial-loss, gradient-flow, overfit, update-ratio, gradient-accumulation, activation-checkpointing."""
 
 import math
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -12,7 +13,14 @@ from torch import Tensor, nn
 from cutaway.check.checked_model import require
 from cutaway.check.checks.loss import IGNORE_INDEX, compute_loss, distinct_logits, model_loss
 from cutaway.check.context import CheckContext, compute_once
-from cutaway.check.module_state import MAX_PERTURBED_PARAMS, add_noise, fork_rng, require_uncompiled, swap_tensors
+from cutaway.check.module_state import (
+    MAX_PERTURBED_PARAMS,
+    add_noise,
+    fork_rng,
+    preserve_state,
+    require_uncompiled,
+    swap_tensors,
+)
 from cutaway.check.numerics import NOISE_MARGIN
 from cutaway.check.probes.embedding_gradients import check_finite_differences
 from cutaway.check.registry import register_check
@@ -34,6 +42,19 @@ _RMS_SAMPLE_SIZE = 1 << 16
 
 _GRADIENT_SAMPLE_SIZE = 256
 """Number of sampled elements of a gradient that are compared."""
+
+
+_MIN_NORM_RATIO = 1e-7
+"""Norm of a gradient, relative to the largest one, up to which it may be a rounding error."""
+
+
+_ROUTER_NAME_PATTERN = re.compile(r"rout|gate|switch")
+_ROUTER_PERTURBATION = 1.0
+"""Perturbation of a router, relative to its RMS, that makes it select other experts."""
+
+
+_NUM_TRAINING_RUNS = 3
+"""Number of random states in which a parameter must get no gradient in training mode to report a bug."""
 
 
 _PARAMETER_PERTURBATION = 1e-2
@@ -60,6 +81,8 @@ def _run_backward(ctx: CheckContext, tokens: Tensor) -> Tensor:
     _clear_gradients(ctx)
     with torch.enable_grad():
         loss = compute_loss(ctx, tokens)
+        if not loss.requires_grad and ctx.model.loss is None:
+            raise SkipCheckError("needs logits that require a gradient; these do not, as with torch.inference_mode")
         if loss.requires_grad:
             loss.backward()  # type: ignore[no-untyped-call]
     return loss.detach()
@@ -71,6 +94,7 @@ class _GradientStats:
 
     is_finite: bool
     is_nonzero: bool
+    norm: float
     update_ratio: float | None
     """RMS of the first Adam update divided by the RMS of the parameter; None for a vector or without a gradient."""
 
@@ -88,7 +112,7 @@ def _collect_gradient_stats(ctx: CheckContext) -> tuple[Tensor, float, dict[str,
 def _gradient_stats(parameter: nn.Parameter) -> _GradientStats:
     """Statistics of a parameter's gradient. `update_ratio` is computed from a sample of the elements."""
     if parameter.grad is None:
-        return _GradientStats(True, False, None)
+        return _GradientStats(True, False, 0.0, None)
     total = float(parameter.grad.abs().sum())
     grad, weights = parameter.grad.flatten(), parameter.flatten()
     stride = max(1, grad.numel() // _RMS_SAMPLE_SIZE)
@@ -98,7 +122,7 @@ def _gradient_stats(parameter: nn.Parameter) -> _GradientStats:
     ratio = None
     if parameter.ndim >= 2 and rms > 0 and len(sample):  # the first Adam update is lr · g / (|g| + ε)
         ratio = _ADAM_LR * float((sample / (sample.abs() + 1e-8)).square().mean().sqrt()) / rms
-    return _GradientStats(math.isfinite(total), total != 0, ratio)
+    return _GradientStats(math.isfinite(total), total != 0, float(parameter.grad.float().norm()), ratio)
 
 
 def _clear_gradients(ctx: CheckContext) -> None:
@@ -172,9 +196,10 @@ def gradient_flow(ctx: CheckContext) -> Iterator[CaseResult]:
 
     Run a backward pass from the loss. Perturb each parameter without a gradient: if the loss changes, the parameter
     should have had a gradient. Unused experts, and heads that attend to one token only, correctly have no gradient.
-    Then compare the gradient with respect to the token embeddings with finite differences.
+    Parameters with a gradient in eval mode must have one in training mode too. Then compare the gradient with respect
+    to the token embeddings with finite differences.
 
-    Cause: detach(), no_grad(), .data or torch.tensor(…) cuts the graph, or reentrant checkpointing does.
+    Cause: detach(), no_grad(), .data or torch.tensor(…) cuts the graph, or the weight of a single expert is normalized.
     Fix: use the parameter itself in every op between it and the loss, with gradients enabled.
     """
     require_uncompiled(ctx.module)
@@ -193,22 +218,77 @@ def gradient_flow(ctx: CheckContext) -> Iterator[CaseResult]:
         more = f" (and {len(affecting) - 1} more)" if len(affecting) > 1 else ""
         yield failure(f"{confirmed[0]}{more} affects the loss but gets no gradient", len(affecting), 0, confirmed[0])
         return
+    least = _MIN_NORM_RATIO * max(stat.norm for stat in stats.values())
+    for name, stat in stats.items():
+        is_router = _ROUTER_NAME_PATTERN.search(name) and params[name].ndim == 2
+        is_rounding = stat.is_nonzero and stat.norm <= least
+        if is_router and is_rounding and _affects_loss(ctx, tokens, [params[name]], _ROUTER_PERTURBATION):
+            cause = "the weights of the selected experts are normalized to a sum of one, and only one is selected"
+            fix = "multiply the output of a single expert by its probability from the softmax over all experts"
+            message = f"{name} selects experts, but gets no gradient"
+            yield failure(message, stat.norm, least, name, cause=cause, fix=fix)
+            return
     num_reached = len(params) - len(without)
     yield success(f"{num_reached} of {len(params)} parameters get a gradient; the others do not affect this loss")
+    lost = None if ctx.is_slow else _lost_in_training_mode(ctx, tokens, set(params) - set(without))
+    if lost is None and not ctx.is_slow:
+        cause = (
+            "a number that depends on the training flag divides by zero, or dropout multiplies a score of -inf by zero"
+        )
+        fix = "apply dropout after the softmax, and test each op that depends on self.training"
+        yield failure("the loss is finite in eval mode, and not in training mode", cause=cause, fix=fix)
+        return
+    if lost:
+        more = f" (and {len(lost) - 1} more)" if len(lost) > 1 else ""
+        message = f"{lost[0]}{more} gets a gradient in eval mode, but none in training mode"
+        cause = "the code path of training, such as activation checkpointing, cuts the graph"
+        yield failure(message, len(lost), 0, lost[0], cause=cause)
+        return
     try:
         yield check_finite_differences(ctx)
     except SkipCheckError as error:
         yield skipped(f"the comparison with finite differences {error}")
 
 
-def _affects_loss(ctx: CheckContext, tokens: Tensor, parameters: list[nn.Parameter]) -> bool:
-    """Whether small perturbations of the parameters change the loss by more than rounding noise."""
+def _lost_in_training_mode(ctx: CheckContext, tokens: Tensor, names: set[str]) -> list[str] | None:
+    """The parameters of `names` that get no gradient in training mode, whatever the random state is.
+
+    None if the loss is not finite in training mode.
+    """
+    lost, num_finite = list(names), 0
+    try:
+        for seed in range(_NUM_TRAINING_RUNS):
+            with preserve_state(ctx.module, training=True), fork_rng():
+                torch.manual_seed(ctx.seed + seed)
+                if not math.isfinite(float(_run_backward(ctx, tokens))):
+                    _clear_gradients(ctx)
+                    continue
+                num_finite += 1
+                params = _trainable_parameters(ctx)
+                lost = [name for name in params if name in lost and not _has_gradient(params[name])]
+                _clear_gradients(ctx)
+            if not lost:
+                return []
+    except Exception:  # some models need other inputs in training mode, such as labels
+        _clear_gradients(ctx)
+        return []
+    return lost if num_finite else None
+
+
+def _has_gradient(parameter: nn.Parameter) -> bool:
+    return parameter.grad is not None and bool(parameter.grad.any())
+
+
+def _affects_loss(
+    ctx: CheckContext, tokens: Tensor, parameters: list[nn.Parameter], scale: float = _PARAMETER_PERTURBATION
+) -> bool:
+    """Whether perturbations of the parameters, relative to their RMS, change the loss by more than rounding noise."""
     generator = torch.Generator().manual_seed(ctx.seed)
     base = float(compute_loss(ctx, tokens))
     change = 0.0
     tolerance = NOISE_MARGIN * ctx.measure_noise(lambda: compute_loss(ctx, tokens).reshape(1))
     for sign in (1.0, -1.0):
-        with add_noise(parameters, sign * _PARAMETER_PERTURBATION, generator):
+        with add_noise(parameters, sign * scale, generator):
             change = max(change, abs(float(compute_loss(ctx, tokens)) - base))
     return change > tolerance
 
@@ -237,7 +317,8 @@ def overfit(ctx: CheckContext) -> CaseResult:
                 best = min(best, loss)
                 if best <= _OVERFIT_LOSS_RATIO * first:
                     _clear_gradients(ctx)
-                    message = f"the loss on one sequence falls from {first:.4g} to {best:.4g} in {step} steps"
+                    steps = f"{step} step{'s' * (step != 1)}"
+                    message = f"the loss on one sequence falls from {first:.4g} to {best:.4g} in {steps}"
                     return success(message, best, _OVERFIT_LOSS_RATIO * first)
                 optimizer.step()
         _clear_gradients(ctx)

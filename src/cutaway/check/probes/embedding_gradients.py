@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from cutaway.check.checked_model import LogitsFunction
 from cutaway.check.context import CheckContext
+from cutaway.check.module_state import require_unscripted
 from cutaway.check.numerics import NOISE_MARGIN, Args, max_finite_abs
 from cutaway.check.report.finding import CaseResult, SkipCheckError, failure, success
 
@@ -44,6 +45,7 @@ def add_embedding_offset(module: nn.Module | None, forward: LogitsFunction, toke
 
     After the forward pass, the yielded list holds that tensor, which requires a gradient.
     """
+    require_unscripted(module)
     embeddings = [] if module is None else _find_embeddings(module, forward, tokens)
     if not embeddings:
         raise SkipCheckError("needs a module with an embedding that takes the tokens")

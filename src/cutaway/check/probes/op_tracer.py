@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from cutaway.check.module_state import require_unscripted
 from cutaway.check.numerics import Args, Kwargs, TorchFunction
 
 
@@ -171,6 +172,7 @@ class OpTracer(TorchFunctionMode):
         self._hooks = ExitStack()
 
     def __enter__(self) -> Self:
+        require_unscripted(self.module)
         for name, submodule in () if self.module is None else self.module.named_modules():
             self._hooks.enter_context(submodule.register_forward_pre_hook(self._push_module(name)))
             self._hooks.enter_context(submodule.register_forward_hook(self._pop_module, always_call=True))

@@ -103,7 +103,7 @@ class Finding:
         ]
 
 
-@dataclass
+@dataclass(repr=False)
 class Report:
     """All findings on one model, in the order of the checks."""
 
@@ -139,6 +139,11 @@ class Report:
         return [finding for finding in self.findings if finding.verdict == "warn"]
 
     @property
+    def skipped(self) -> list[Finding]:
+        """The checks that did not run; the message is the reason."""
+        return [finding for finding in self.findings if finding.verdict == "skip"]
+
+    @property
     def problems(self) -> list[Finding]:
         """Failures, inconclusive checks and warnings, the most severe first. Symptoms follow the problem that names
         their cause."""
@@ -168,8 +173,13 @@ class Report:
         counts = self.counts()
         warnings = f"{counts['warn']} warning{'s' * (counts['warn'] != 1)}"
         warnings = f"{counts['inconclusive']} inconclusive, {warnings}" if counts["inconclusive"] else warnings
-        rest = f"{counts['pass']} passed, {counts['skip']} skipped, in {self.seconds:.1f} s"
+        over_budget = sum(finding.not_run and "budget" in finding.message for finding in self.skipped)
+        skipped = f"{counts['skip']} skipped{f' ({over_budget} for lack of time)' if over_budget else ''}"
+        rest = f"{counts['pass']} passed, {skipped}, in {self.seconds:.1f} s"
         return f"{counts['fail']} failed, {warnings}, {rest}"
+
+    def __repr__(self) -> str:
+        return f"<Report of {self.model_name}: {self.summary()}>"
 
     def __str__(self) -> str:
         return "\n".join([*map(str, self.problems), f"{self.model_name}: {self.summary()}"])
