@@ -10,8 +10,6 @@ import argparse
 import re
 import sys
 from collections.abc import Iterator
-from importlib import import_module
-from inspect import cleandoc
 from io import StringIO
 from pathlib import Path
 
