@@ -144,3 +144,30 @@ def test_symptoms_follow_the_problem_that_names_their_cause() -> None:
 def test_every_symptom_names_checks() -> None:
     assert SYMPTOMS.keys() <= get_checks().keys()
     assert {cause for causes in SYMPTOMS.values() for cause in causes} <= get_checks().keys()
+
+
+class GrowingTable(ReferenceGPT):
+    """Adds sinusoidal positions from a table that grows with the text; the number of rows is an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_positions = 16
+        self.register_buffer("table", self.encode(16), persistent=False)
+
+    def encode(self, length: int) -> Tensor:
+        return torch.outer(torch.arange(length), 0.7 ** torch.arange(32)).sin()
+
+    def forward(self, tokens: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if tokens.shape[1] > self.num_positions:
+            self.num_positions = tokens.shape[1]
+            self.table = self.encode(self.num_positions)
+        assert len(self.table) >= self.num_positions
+        return super().forward(tokens, *args, **kwargs)
+
+
+def test_the_size_of_a_restored_table_is_restored_too() -> None:
+    model = GrowingTable()
+    report = ct.check(model, only=["position-range", "cache-decode", "causality"], **check_kwargs(model))
+    assert report.ok, report
+    assert (model.num_positions, len(model.table)) == (16, 16)
+    model(torch.zeros(1, 30, dtype=torch.long))

@@ -191,7 +191,11 @@ def add_noise(params: Sequence[nn.Parameter], scale: float, generator: torch.Gen
 
 
 class BufferSnapshot:
-    """Copies of a module's small buffers, such as running means or RoPE frequencies that depend on the length."""
+    """Copies of a module's small buffers, such as running means or RoPE frequencies that depend on the length.
+
+    The numbers among the attributes of modules with buffers are copied too, because a module may store there for how
+    many positions it has computed a buffer.
+    """
 
     def __init__(self, module: nn.Module | None) -> None:
         self._entries = [
@@ -200,10 +204,16 @@ class BufferSnapshot:
             for name, buffer in submodule._buffers.items()
             if buffer is not None and buffer.numel() <= _MAX_RESTORED_BUFFER_NUMEL and not buffer.is_meta
         ]
+        self._numbers = {
+            submodule: {name: value for name, value in vars(submodule).items() if type(value) in (int, float)}
+            for submodule, *_ in self._entries
+        }
 
     @torch.no_grad()
     def restore(self) -> None:
         """Put the original buffers back into the module, with the values that they had when copied."""
+        for submodule, numbers in self._numbers.items():
+            vars(submodule).update(numbers)
         for submodule, name, buffer, value in self._entries:
             submodule._buffers[name] = buffer
             if not torch.equal(buffer, value.to(buffer.dtype)):

@@ -422,7 +422,8 @@ def adapt_transformers_model(model: TransformersModel, seed: int) -> CheckedMode
         checked.logits_with_mask = logits_with_mask
         if "position_ids" in forward_args:
             checked.logits_with_mask_only = lambda tokens, mask: forward(tokens, attention_mask=mask.long())
-    if "position_ids" in forward_args and not getattr(config, "alibi", False):
+    uses_position_ids = not getattr(config, "alibi", False) and getattr(config, "position_biased_input", True)
+    if "position_ids" in forward_args and uses_position_ids:
         checked.logits_with_positions = lambda tokens, positions: forward(tokens, position_ids=positions)
     if checked.kind == "decoder" and "past_key_values" in forward_args:
 
@@ -511,6 +512,15 @@ def _seq2seq_loss(model: TransformersModel, source: Tensor, labels: Tensor) -> T
         return model(input_ids=source, labels=labels[None, 1:], use_cache=False).loss
 
 
+def _starts_with_configured_token(model: TransformersModel) -> bool:
+    """Whether the decoder tokens that the model derives from labels start with `decoder_start_token_id`.
+
+    mBART moves the last label, which is the language, to the start.
+    """
+    shift = getattr(sys.modules[type(model).__module__], "shift_tokens_right", None)
+    return shift is None or "decoder_start_token_id" in argument_names(shift)
+
+
 def _adapt_encoder_decoder(
     checked: CheckedModel, model: TransformersModel, config: TransformersConfig, seed: int
 ) -> None:
@@ -533,8 +543,10 @@ def _adapt_encoder_decoder(
         out = model(encoder_outputs=memory, decoder_input_ids=tokens, past_key_values=past, use_cache=True)
         return out.logits, (memory, out.past_key_values)
 
+    shifts_labels = config.pad_token_id is not None and _starts_with_configured_token(model)
+
     def loss(tokens: Tensor, labels: Tensor) -> Tensor:
-        if config.pad_token_id is not None and torch.equal(tokens, labels):
+        if shifts_labels and torch.equal(tokens, labels):
             return torch.stack([_seq2seq_loss(model, source, row) for row in tokens]).mean()
         return forward(tokens[:, :-1], labels=labels[:, 1:].contiguous()).loss
 

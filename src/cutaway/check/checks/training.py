@@ -62,6 +62,7 @@ _PARAMETER_PERTURBATION = 1e-2
 
 
 _ADAM_LR = 3e-4
+NO_ROUTER_GRADIENT = "selects experts, but gets no gradient"
 
 
 _MIN_UPDATE_RATIO, _MAX_UPDATE_RATIO = 1e-11, 3.0
@@ -214,20 +215,20 @@ def gradient_flow(ctx: CheckContext) -> Iterator[CaseResult]:
         return
     affecting = without if without and _affects_loss(ctx, tokens, [params[name] for name in without]) else []
     confirmed = [name for name in affecting[:12] if _affects_loss(ctx, tokens, [params[name]])]
-    if confirmed:
-        more = f" (and {len(affecting) - 1} more)" if len(affecting) > 1 else ""
-        yield failure(f"{confirmed[0]}{more} affects the loss but gets no gradient", len(affecting), 0, confirmed[0])
-        return
     least = _MIN_NORM_RATIO * max(stat.norm for stat in stats.values())
-    for name, stat in stats.items():
-        is_router = _ROUTER_NAME_PATTERN.search(name) and params[name].ndim == 2
-        is_rounding = stat.is_nonzero and stat.norm <= least
-        if is_router and is_rounding and _affects_loss(ctx, tokens, [params[name]], _ROUTER_PERTURBATION):
-            cause = "the weights of the selected experts are normalized to a sum of one, and only one is selected"
-            fix = "multiply the output of a single expert by its probability from the softmax over all experts"
-            message = f"{name} selects experts, but gets no gradient"
-            yield failure(message, stat.norm, least, name, cause=cause, fix=fix)
-            return
+    routers = {name for name in params if _ROUTER_NAME_PATTERN.search(name) and params[name].ndim == 2}
+    if others := [name for name in confirmed if name not in routers]:
+        more = f" (and {len(affecting) - 1} more)" if len(affecting) > 1 else ""
+        yield failure(f"{others[0]}{more} affects the loss but gets no gradient", len(affecting), 0, others[0])
+        return
+    # With one selected expert, whose weight is normalized to one, the gradient of the router is a rounding error
+    rounding = [name for name in routers if stats[name].is_nonzero and stats[name].norm <= least]
+    rounding = [name for name in rounding if _affects_loss(ctx, tokens, [params[name]], _ROUTER_PERTURBATION)]
+    for name in sorted({*confirmed, *rounding}):
+        cause = "the weights of the selected experts are normalized to a sum of one, and only one is selected"
+        fix = "multiply the output of a single expert by its probability from the softmax over all experts"
+        yield warning(f"{name} {NO_ROUTER_GRADIENT}", stats[name].norm, least, name, cause=cause, fix=fix)
+        return
     num_reached = len(params) - len(without)
     yield success(f"{num_reached} of {len(params)} parameters get a gradient; the others do not affect this loss")
     lost = None if ctx.is_slow else _lost_in_training_mode(ctx, tokens, set(params) - set(without))
