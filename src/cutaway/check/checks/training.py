@@ -338,6 +338,9 @@ def update_ratio(ctx: CheckContext) -> CaseResult:
     """
     _, loss, stats = _collect_gradient_stats(ctx)
     ratios = {name: stat.update_ratio for name, stat in stats.items() if stat.update_ratio is not None}
+    least = _MIN_NORM_RATIO * max(stat.norm for stat in stats.values())
+    for name in [name for name in ratios if _ROUTER_NAME_PATTERN.search(name) and stats[name].norm <= least]:
+        del ratios[name]  # a rounding error, which gradient-flow reports
     if not ratios or not math.isfinite(loss):
         raise SkipCheckError("needs matrices with a gradient")
     low, high = min(ratios, key=ratios.__getitem__), max(ratios, key=ratios.__getitem__)
