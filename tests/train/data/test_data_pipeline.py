@@ -17,6 +17,7 @@ import pytest
 import torch
 from support.tiny_runs import text_source
 
+import cutaway as ct
 from cutaway.errors import InputError
 from cutaway.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer, train_bpe
 from cutaway.train.data import documents, memmap, prepare, tokenize
@@ -591,7 +592,7 @@ def test_long_pairs_are_skipped_and_counted(pairs: Path, tmp_path: Path) -> None
     messages: list[str] = []
     config = DataConfig(sources=(text_source(pairs, "de", "en"),), seq_len=11, validation_split=0.5)
     base_info: Any = SimpleNamespace(decoder_start_token_id=lambda tokenizer: 1)
-    load_training_data(config, Seq2SeqConfig(), BYTES, base_info, 0, messages.append)
+    load_training_data(config, Seq2SeqConfig(), BYTES, base_info, ct.config("tiny-gpt"), 0, messages.append)
     assert messages == ["skipped source-target pairs: 10 are longer than data.seq_len 11"]
 
 

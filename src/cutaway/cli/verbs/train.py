@@ -28,7 +28,16 @@ def train(
     world_size: Annotated[int | None, option("Number of ranks of the dry run.", metavar="N", min=1)] = None,
     texts: Annotated[
         list[Path] | None,
-        option("Train on this file or directory instead of the recipe's data; repeatable.", "--text", metavar="FILE"),
+        option(
+            "Train on this file or directory instead of the recipe's data; repeatable.",
+            "--text",
+            "--data",
+            metavar="FILE",
+        ),
+    ] = None,
+    base: Annotated[
+        str | None,
+        option("Checkpoint to fine-tune: a directory, a run, a .gguf file or a Hub id.", metavar="SOURCE"),
     ] = None,
     device: Device = None,
     as_schema: Annotated[bool, option("Print the JSON schema of recipes.", "--schema")] = False,
@@ -62,17 +71,17 @@ def train(
             sys.stdout.write("\n".join([*format_run_status(run_status), ""]))
         return
     non_parallel_overrides = [override for override in overrides or [] if not override.startswith("parallel.")]
-    if resume is not None and (out is not None or non_parallel_overrides or texts):
+    if resume is not None and (out is not None or non_parallel_overrides or texts or base):
         raise InputError(
             "a resumed run uses its own recipe and directory, and only parallel can be overridden; leave out --out,"
-            " --text and other --set"
+            " --text, --base and other --set"
         )
     if dry_run or world_size is not None:
         if world_size is None or not dry_run or recipe is None or out is not None:
             raise InputError("a dry run needs a recipe, --dry-run and --world-size N, but no --out")
         from cutaway.cli.views.dry_run_report import run_dry_run
 
-        run_dry_run(load_recipe(recipe, overrides or [], texts or []), world_size, as_json=as_json)
+        run_dry_run(load_recipe(recipe, overrides or [], texts or [], base), world_size, as_json=as_json)
         return
     from cutaway.cli.views.training_progress import TrainingProgress
     from cutaway.train.distributed.process_group import init_distributed
@@ -88,7 +97,7 @@ def train(
             if dist.is_main_process and trainer.global_step == trainer.recipe.training.max_steps:
                 progress.on_message(f"'{resume}' is finished: all {trainer.global_step:,} steps are done")
         else:
-            loaded_recipe = load_recipe(str(recipe), overrides or [], texts or [])
+            loaded_recipe = load_recipe(str(recipe), overrides or [], texts or [], base)
             run_directory = out or Path("runs") / Path(str(recipe)).stem
             trainer = prepare_trainer(loaded_recipe, run_directory, device=device, callback=callback, dist_context=dist)
         if dist.is_main_process and not as_json:

@@ -55,7 +55,14 @@ class BaseCheckpointInfo:
 
 def load_base_checkpoint(source: ModelSource) -> Checkpoint | None:
     """Load the checkpoint that is fine-tuned, in fp32. None if the run trains from scratch."""
-    return load(source.checkpoint, dtype=torch.float32) if isinstance(source, PretrainedModelConfig) else None
+    if not isinstance(source, PretrainedModelConfig):
+        return None
+    if not source.checkpoint:
+        raise InputError(
+            "model.checkpoint is empty, because the recipe fine-tunes a checkpoint of your choice; pass it with --base:"
+            " a directory, a run, a .gguf file or a Hub id"
+        )
+    return load(source.checkpoint, dtype=torch.float32)
 
 
 def reload_base_checkpoint(source: ModelSource, base_info: BaseCheckpointInfo) -> Checkpoint | None:

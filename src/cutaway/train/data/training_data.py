@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from cutaway.config import Config
 from cutaway.errors import InputError
 from cutaway.families.checkpoint import Checkpoint
 from cutaway.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer, train_bpe
@@ -13,6 +14,7 @@ from cutaway.train.data.datasets import Dataset, MixtureDataset, PackedDataset, 
 from cutaway.train.data.documents import read_documents
 from cutaway.train.data.memmap import TokenSplit
 from cutaway.train.data.prepare import prepare_data
+from cutaway.train.data.record_data import load_record_datasets, uses_records
 from cutaway.train.recipe.schema import (
     BPETokenizerConfig,
     CausalLMConfig,
@@ -48,10 +50,14 @@ def load_training_data(
     objective: ObjectiveConfig,
     tokenizer: Tokenizer,
     base_info: BaseCheckpointInfo,
+    config: Config,
     seed: int,
     log: Callable[[str], None],
 ) -> TrainingData:
     """Tokenize the sources, unless their tokens are in the cache, and open them as datasets. Log skipped documents."""
+    if uses_records(objective):
+        records, validation_records, fingerprint = load_record_datasets(data, objective, tokenizer, config, seed, log)
+        return TrainingData(records, validation_records, validation_records.num_sequences, None, fingerprint)
     directory, split, sources = user_cache_dir() / "data", data.validation_split, data.sources
     if len({source.distill for source in sources}) > 1 and not any(source.weight is not None for source in sources):
         raise InputError(

@@ -59,11 +59,22 @@ def _override_sources(data: Table, texts: Sequence[str | Path]) -> None:
     data_section["sources"] = [{"path": str(text), **columns} for text in texts]
 
 
-def load_recipe(source: RecipeSource, overrides: Sequence[str] = (), texts: Sequence[str | Path] = ()) -> Recipe:
+def _override_base(data: Table, base: str | Path) -> None:
+    """Set model.checkpoint, in place. Other keys of a pretrained model, e.g. the adapter, stay."""
+    model = data.get("model")
+    data["model"] = (model if isinstance(model, dict) and "checkpoint" in model else {}) | {"checkpoint": str(base)}
+
+
+def load_recipe(
+    source: RecipeSource,
+    overrides: Sequence[str] = (),
+    texts: Sequence[str | Path] = (),
+    base: str | Path | None = None,
+) -> Recipe:
     """Load a recipe from a preset name, a dict, or a .toml or .json file.
 
     Each override is 'key=value' with a TOML value, e.g. 'training.max_steps=100'. `texts` are files or directories that
-    replace the data sources of the recipe.
+    replace the data sources of the recipe. `base` is a checkpoint to fine-tune, which replaces the recipe's model.
     """
     if isinstance(source, Recipe):
         data = source.model_dump(mode="json", exclude_none=True)
@@ -75,6 +86,8 @@ def load_recipe(source: RecipeSource, overrides: Sequence[str] = (), texts: Sequ
         data = _read_preset(str(source))
     if texts:
         _override_sources(data, texts)
+    if base is not None:
+        _override_base(data, base)
     for override in overrides:
         apply_override(data, override)
     try:

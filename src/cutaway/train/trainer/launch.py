@@ -36,6 +36,7 @@ def train(
     *,
     overrides: Sequence[str] = (),
     texts: Sequence[str | Path] = (),
+    base: str | Path | None = None,
     device: DeviceLike = None,
     callback: Callback | None = None,
 ) -> RunDirectory:
@@ -46,11 +47,12 @@ def train(
         directory: Run directory; it must be new or empty.
         overrides: Changes of single recipe values as 'key=value' with a TOML value, e.g. 'training.max_steps=100'.
         texts: Files or directories that replace the recipe's data sources.
+        base: Checkpoint to fine-tune, which replaces the recipe's model.
         device: Device to train on. Default: the GPU if there is one.
         callback: A `Callback`: functions called after each step and evaluation, and for each message to the user.
     """
     with init_distributed(device) as dist_context:
-        loaded = load_recipe(recipe, overrides, texts)
+        loaded = load_recipe(recipe, overrides, texts, base)
         trainer = prepare_trainer(loaded, Path(directory), device=device, callback=callback, dist_context=dist_context)
         trainer.train()
     return trainer.run_directory
@@ -122,7 +124,7 @@ def prepare_trainer(
 
         # Data
         seed = recipe.training.seed
-        data = load_training_data(recipe.data, recipe.objective, tokenizer, base_info, seed, log)
+        data = load_training_data(recipe.data, recipe.objective, tokenizer, base_info, config, seed, log)
         objective_fn = build_objective_fn(recipe.objective, recipe.data, tokenizer, config.vocab_size, seed, device)
 
         # Run directory
