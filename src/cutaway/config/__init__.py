@@ -9,6 +9,7 @@ from cutaway.config.embedding import Embedding, FactorizedEmbedding
 from cutaway.config.ffn import FFN, Activation, ClampedSwiGLU, DenseFFN, ExpertGroups, Gated, Mlp, Moe, Router
 from cutaway.config.head import HeadTransform, LMHead, NoHead
 from cutaway.config.init_scheme import Init, NormalInit, SmallInit, T5Init, XavierInit
+from cutaway.config.lora import LoRA
 from cutaway.config.norms import LayerNorm, NoNorm, Norm, RMSNorm
 from cutaway.config.positions import (
     Alibi,
@@ -71,6 +72,7 @@ __all__ = [
     "LearnedPosition",
     "LinearScaling",
     "Llama3Scaling",
+    "LoRA",
     "LongRope",
     "Mlp",
     "Moe",

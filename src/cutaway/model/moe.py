@@ -94,19 +94,24 @@ class GroupedLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(num_experts, d_out)) if bias else None
 
     def forward(self, x: Float[Tensor, "n i"], offsets: Int[Tensor, " e"]) -> Float[Tensor, "n o"]:
-        weight: Tensor = self.weight
-        if not x.is_meta and torch.is_autocast_enabled(x.device.type):  # autocast does not cover custom operators
-            dtype = torch.get_autocast_dtype(x.device.type)
-            x, weight = x.to(dtype), weight.to(dtype)
-        aligned = all(width % 8 == 0 for width in weight.shape[1:])
-        if x.is_cuda and x.dtype == torch.bfloat16 and aligned:
-            y = F.grouped_mm(x, weight.mT, offs=offsets.int())
-        else:
-            y = grouped_mm(x, weight, offsets)
+        y = grouped_linear(x, self.weight, offsets)
         if self.bias is None:
             return y
         expert = torch.searchsorted(offsets, torch.arange(len(x), device=x.device), right=True)
         return y + self.bias[expert].to(y.dtype)
+
+
+def grouped_linear(
+    x: Float[Tensor, "n i"], weight: Float[Tensor, "e o i"], offsets: Int[Tensor, " e"]
+) -> Float[Tensor, "n o"]:
+    """y = x·W_eᵀ for the rows of each expert e, in the autocast dtype if autocast is enabled."""
+    if not x.is_meta and torch.is_autocast_enabled(x.device.type):  # autocast does not cover custom operators
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, weight = x.to(dtype), weight.to(dtype)
+    aligned = all(width % 8 == 0 for width in weight.shape[1:])
+    if x.is_cuda and x.dtype == torch.bfloat16 and aligned:
+        return F.grouped_mm(x, weight.mT, offs=offsets.int())
+    return grouped_mm(x, weight, offsets)
 
 
 class MixtureOfExperts(nn.Module):

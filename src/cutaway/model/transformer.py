@@ -13,6 +13,7 @@ from cutaway.argument_checks import check_dtype, check_positive_int, check_seed,
 from cutaway.errors import InputError
 from cutaway.model import inputs
 from cutaway.model.activation_checkpointing import ACTIVATION_CHECKPOINTING_MODES, ActivationCheckpointing
+from cutaway.model.adapters import AdapterMethods
 from cutaway.model.attention import LatentAttention, MultiHead
 from cutaway.model.cache import Cache
 from cutaway.model.head import LMHead, Pooler
@@ -23,7 +24,7 @@ from cutaway.model.masks import TokenPositions, number_tokens
 from cutaway.model.stack import Stack
 
 
-class Transformer(nn.Module):
+class Transformer(AdapterMethods, nn.Module):
     """Base class of DecoderOnly, EncoderOnly and EncoderDecoder. `build` selects one by the configuration."""
 
     config: cfg.Config

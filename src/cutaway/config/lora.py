@@ -1,0 +1,61 @@
+"""LoRA: configuration of a low-rank adapter, which is added to linear layers of a model."""
+
+import math
+from fnmatch import fnmatchcase
+from typing import Annotated
+
+from pydantic import Field, model_validator
+
+from cutaway.config.node import ConfigNode, PositiveFloat, PositiveInt, Probability
+
+ALL_LINEAR = "all-linear"
+"""Target that stands for all linear layers of attention and FFN."""
+ALL_LINEAR_PATTERNS = ("attn.*", "cross.*", "ffn.*")
+
+
+class LoRA(ConfigNode):
+    """y = W·x + (alpha / rank)·B·A·x with trained A and B and frozen W. https://arxiv.org/abs/2106.09685"""
+
+    rank: PositiveInt = 16
+    alpha: PositiveFloat | None = None
+    """The update is multiplied by alpha / rank, or by alpha / √rank with use_rslora. Default: 2·rank."""
+    dropout: Probability = 0.0
+    """Dropout on the input of A."""
+    targets: Annotated[tuple[str, ...], Field(min_length=1)] = (ALL_LINEAR,)
+    """Adapted layers: 'all-linear', or patterns of site names: 'attn.q', 'ffn.*', 'blocks.0.attn.v', 'experts.*',
+    'embed'."""
+    use_dora: bool = False
+    """DoRA: train the norm of each row of the weight, separately from its direction. https://arxiv.org/abs/2402.09353"""
+    use_rslora: bool = False
+    """rsLoRA: scale by alpha / √rank. https://arxiv.org/abs/2312.03732"""
+    rank_pattern: dict[str, PositiveInt] = {}
+    """Rank of the layers that match a pattern, instead of `rank`."""
+    alpha_pattern: dict[str, PositiveFloat] = {}
+    """Alpha of the layers that match a pattern, instead of `alpha`."""
+
+    @model_validator(mode="after")
+    def _check_targets(self) -> "LoRA":
+        if any(not target.strip() for target in self.targets):
+            raise ValueError("targets has an empty pattern; use 'all-linear', or site names such as 'attn.q'")
+        return self
+
+    def matches(self, site: str) -> bool:
+        """Whether the layer with this site name is adapted."""
+        patterns = [p for t in self.targets for p in (ALL_LINEAR_PATTERNS if t == ALL_LINEAR else (t,))]
+        return any(matches_site(pattern, site) for pattern in patterns)
+
+    def rank_of(self, site: str) -> int:
+        """Rank of the layer with this site name."""
+        return next((rank for pattern, rank in self.rank_pattern.items() if matches_site(pattern, site)), self.rank)
+
+    def scaling_of(self, site: str) -> float:
+        """Factor on B·A of the layer with this site name."""
+        rank = self.rank_of(site)
+        default = 2.0 * rank if self.alpha is None else self.alpha
+        alpha = next((a for pattern, a in self.alpha_pattern.items() if matches_site(pattern, site)), default)
+        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+
+def matches_site(pattern: str, site: str) -> bool:
+    """Whether a pattern matches a site name, or the end of it: 'attn.q' matches 'blocks.3.attn.q'."""
+    return fnmatchcase(site, pattern) or fnmatchcase(site, f"*.{pattern}")

@@ -1,0 +1,385 @@
+"""Read and write adapters in the directory format of PEFT: adapter_config.json and adapter_model.safetensors.
+
+The weight mappings of the family give the names of the adapted modules. If a checkpoint stores several layers as one
+matrix (GPT-2's c_attn), PEFT has one adapter for this matrix. Reading gives each layer the A of the fused matrix and
+its rows of B. Writing stacks the A of the layers, unless they are equal, and B becomes block diagonal.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from cutaway.bounded_files import read_json_object
+from cutaway.config.lora import LoRA
+from cutaway.errors import ConfigError, InputError, WeightError
+from cutaway.families.checkpoint import Checkpoint
+from cutaway.families.family import Family
+from cutaway.families.load_plan import TensorConversion, expand_mappings
+from cutaway.families.registry import families, find_family
+from cutaway.families.weight_conversion import (
+    Identity,
+    PermuteForRope,
+    Split,
+    SplitGroupedQKV,
+    SplitShardedQVK,
+    Transpose,
+)
+from cutaway.model import Transformer
+from cutaway.model.adapters import adaptable_layers, adapted_layers, read_lora_config
+from cutaway.model.lora import AdaptedLayer, LoRAEmbedding, LoRAWeights
+
+ADAPTER_CONFIG_NAME = "adapter_config.json"
+ADAPTER_WEIGHTS_NAME = "adapter_model.safetensors"
+KEY_PREFIX = "base_model.model."
+_UNSUPPORTED_FIELDS = {
+    "layer_replication": "it repeats layers of the base model",
+    "lora_bias": "it adds a bias to B",
+    "modules_to_save": "it replaces whole modules of the base model",
+    "target_parameters": "its targets are parameters instead of modules",
+    "trainable_token_indices": "it replaces rows of the embedding",
+    "alora_invocation_tokens": "it is applied only after certain tokens (activated LoRA)",
+}
+"""Fields of adapter_config.json that change what the adapter computes, and that are not supported."""
+
+
+@dataclass(frozen=True)
+class _AdaptedMatrix:
+    """A matrix of the checkpoint, the model's layers that it consists of, and the conversion between them."""
+
+    module: str
+    """Name of the module in transformers."""
+    layers: tuple[str, ...]
+    """Names of the model's modules."""
+    conversion: TensorConversion
+
+
+def load_adapter(
+    checkpoint: Checkpoint, directory: str | Path, name: str = "default", *, trainable: bool = False
+) -> Checkpoint:
+    """Add the adapter in a PEFT directory to the model of a checkpoint, select it, and return the checkpoint."""
+    path = Path(directory).expanduser()
+    if not (path / ADAPTER_CONFIG_NAME).is_file():
+        raise InputError(f"'{directory}' has no {ADAPTER_CONFIG_NAME}; pass a directory that PEFT or cutaway wrote")
+    peft_config = read_json_object(path / ADAPTER_CONFIG_NAME, ConfigError)
+    _check_peft_config(peft_config)
+    weights = _read_weights(path)
+    model = checkpoint.model
+    matrices: dict[str, _AdaptedMatrix] = {}
+    for matrix in _list_matrices(_family_of(checkpoint), model):
+        matrices.setdefault(matrix.module, matrix)
+    prefix = _family_of(checkpoint).base_model_prefix  # a base model without head has no prefix
+    by_module = {
+        module if module in matrices else f"{prefix}{module}": tensors
+        for module, tensors in _group_by_module(weights).items()
+    }
+    if unknown := sorted(module.removeprefix(prefix) for module in by_module.keys() - matrices.keys()):
+        raise WeightError(
+            f"the adapter has weights for '{unknown[0]}', which is not a layer of this {checkpoint.family or 'model'};"
+            " load it with the base model it was trained on"
+        )
+    sites = {id(layer): site for site, layer in adaptable_layers(model).items()}
+    per_layer: dict[str, tuple[Tensor, Tensor, Tensor | None, float]] = {}
+    for module, tensors in by_module.items():
+        scaling = _peft_scaling(peft_config, module, tensors)
+        per_layer |= {
+            layer: (*parts, scaling) for layer, parts in _split_adapter(matrices[module], model, tensors).items()
+        }
+    ranks = {sites[id(model.get_submodule(layer))]: len(parts[0]) for layer, parts in per_layer.items()}
+    config = _lora_config(peft_config, ranks)
+    model.add_adapter(config, name)
+    for layer_name, (lora_a, lora_b, magnitude, scaling) in per_layer.items():
+        layer = model.get_submodule(layer_name)
+        assert isinstance(layer, AdaptedLayer)
+        adapter = layer.adapters[name]
+        assert isinstance(adapter, LoRAWeights)
+        adapter.scaling = scaling
+        with torch.no_grad():
+            _copy_tensor(f"{layer_name}: lora_A", adapter.lora_a, lora_a)
+            _copy_tensor(f"{layer_name}: lora_B", adapter.lora_b, lora_b)
+            if adapter.magnitude is not None and magnitude is not None:
+                _copy_tensor(f"{layer_name}: lora_magnitude_vector", adapter.magnitude, magnitude)
+    if not trainable:
+        model.requires_grad_(False)
+    return checkpoint
+
+
+def save_adapter(
+    checkpoint: Checkpoint | Transformer,
+    directory: str | Path,
+    name: str | None = None,
+    *,
+    base: str | Path | None = None,
+) -> Path:
+    """Write an adapter (default: the active one) as a PEFT directory. The base model is not written.
+
+    `base` is the Hub id or path of the base model, which is stored in adapter_config.json.
+    """
+    checkpoint = Checkpoint(checkpoint, checkpoint.config) if isinstance(checkpoint, Transformer) else checkpoint
+    model = checkpoint.model
+    name = name or model.active_adapter
+    if name is None or name not in model.adapters:
+        raise InputError(
+            f"the model has no {'active adapter' if name is None else f'adapter {name!r}'}; use one of:"
+            f" {', '.join(model.adapters) or '(it has none: call model.add_adapter)'}"
+        )
+    config, path = model.adapters[name], Path(directory).expanduser()
+    family = _family_of(checkpoint)
+    prefix = family.base_model_prefix if model.config.head.kind == "none" else ""
+    matrices = [replace(matrix, module=matrix.module.removeprefix(prefix)) for matrix in _list_matrices(family, model)]
+    weights: dict[str, Tensor] = {}
+    modules: list[str] = []
+    ranks: dict[str, int] = {}
+    scalings: dict[str, float] = {}
+    covered: set[str] = set()
+    for matrix in matrices:
+        layers = [model.get_submodule(layer) for layer in matrix.layers]
+        adapters = [
+            layer.adapters[name] if isinstance(layer, AdaptedLayer) and name in layer.adapters else None
+            for layer in layers
+        ]
+        if not any(adapters) or covered & set(matrix.layers):
+            continue
+        covered |= set(matrix.layers)
+        tensors, rank, scaling = _join_adapters(matrix, layers, adapters)
+        weights |= {f"{KEY_PREFIX}{matrix.module}.{key}": tensor.contiguous() for key, tensor in tensors.items()}
+        modules.append(matrix.module)
+        ranks[matrix.module], scalings[matrix.module] = rank, scaling
+    adapted = {key for key, layer in adapted_layers(model).items() if name in layer.adapters}
+    if missing := sorted(adapted - covered):
+        raise WeightError(
+            f"PEFT's format has no place for the adapter of '{missing[0]}'; save the merged model with ct.save instead"
+        )
+    all_keys = (
+        key
+        for conversion in expand_mappings(family.weight_mappings, model.config, model)
+        for key in conversion.checkpoint_keys
+    )
+    all_modules = [key.removesuffix(".weight").removeprefix(prefix) for key in all_keys if key.endswith(".weight")]
+    peft_config = _to_peft_config(config, modules, all_modules, ranks, scalings)
+    peft_config["base_model_name_or_path"] = None if base is None else str(base)
+    peft_config["task_type"] = {"decoder": "CAUSAL_LM", "encoder-decoder": "SEQ_2_SEQ_LM"}.get(model.config.form)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        save_file(weights, path / ADAPTER_WEIGHTS_NAME, metadata={"format": "pt"})
+        text = json.dumps(peft_config, indent=2) + "\n"
+        (path / ADAPTER_CONFIG_NAME).write_text(text, encoding="utf-8")  # last, so that the directory is complete
+    except (OSError, SafetensorError) as error:
+        raise WeightError(f"'{path}' could not be written: {error}") from None
+    return path
+
+
+def _family_of(checkpoint: Checkpoint) -> Family:
+    name = checkpoint.family
+    return families()[name] if name is not None and name in families() else find_family(checkpoint.config)[0]
+
+
+def _list_matrices(family: Family, model: Transformer) -> Iterator[_AdaptedMatrix]:
+    """Yield the checkpoint matrices whose layers can have adapters."""
+    adaptable = {id(layer) for layer in adaptable_layers(model).values()}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    rows_only = (Identity, PermuteForRope, Split, SplitGroupedQKV, SplitShardedQVK, Transpose)
+    for conversion in expand_mappings(family.weight_mappings, model.config, model):
+        layers = tuple(key.removesuffix(".weight") for key in conversion.model_keys)
+        if not all(key.endswith(".weight") for key in conversion.model_keys) or conversion.save_only:
+            continue
+        if not all(id(modules.get(layer)) in adaptable for layer in layers) or len(conversion.checkpoint_keys) > 1:
+            continue
+        if not isinstance(conversion.op, rows_only) or getattr(conversion.op, "dim", 0) != 0:
+            continue
+        yield _AdaptedMatrix(conversion.checkpoint_keys[0].removesuffix(".weight"), layers, conversion)
+
+
+def _convert_rows(matrix: _AdaptedMatrix, tensors: list[Tensor]) -> Tensor:
+    """Convert matrices with the rows of the model's layers to one matrix with the rows of the checkpoint's matrix."""
+    op = matrix.conversion.op
+    if isinstance(op, Transpose):  # PEFT's A and B are not transposed
+        op = Identity()
+    if isinstance(op, Split):
+        op = replace(op, transposed=False)
+    return op.to_checkpoint(tensors, matrix.conversion.d_head)[0]
+
+
+def _join_adapters(
+    matrix: _AdaptedMatrix, layers: list[Any], adapters: list[Any]
+) -> tuple[dict[str, Tensor], int, float]:
+    """PEFT's tensors of a checkpoint matrix, its rank and its scaling, from the adapters of the model's layers."""
+    present = [adapter for adapter in adapters if adapter is not None]
+    scaling = present[0].scaling
+    if isinstance(layers[0], LoRAEmbedding):
+        [adapter] = present
+        tensors = {"lora_embedding_A": adapter.lora_a, "lora_embedding_B": adapter.lora_b}
+        return {key: tensor.detach().cpu() for key, tensor in tensors.items()}, adapter.rank, scaling
+    first_a = present[0].lora_a
+    is_shared = len(present) == len(layers) and all(torch.equal(adapter.lora_a, first_a) for adapter in present)
+    if is_shared:
+        lora_a, blocks = first_a, [adapter.lora_b for adapter in adapters]
+    else:
+        lora_a = torch.cat([adapter.lora_a for adapter in present])
+        blocks, column = [], 0
+        for layer, adapter in zip(layers, adapters, strict=True):
+            block = first_a.new_zeros(layer.out_features, len(lora_a))
+            if adapter is not None:
+                block[:, column : column + adapter.rank] = adapter.lora_b.detach() * (adapter.scaling / scaling)
+                column += adapter.rank
+            blocks.append(block)
+    tensors = {"lora_A.weight": lora_a, "lora_B.weight": _convert_rows(matrix, blocks)}
+    if any(adapter.magnitude is not None for adapter in present):
+        rows = [
+            (layer.weight.norm(dim=-1) if adapter is None else adapter.magnitude).unsqueeze(-1)
+            for layer, adapter in zip(layers, adapters, strict=True)
+        ]
+        tensors["lora_magnitude_vector"] = _convert_rows(matrix, rows).squeeze(-1)
+    return {key: tensor.detach().cpu().clone() for key, tensor in tensors.items()}, len(lora_a), scaling
+
+
+def _split_adapter(
+    matrix: _AdaptedMatrix, model: Transformer, tensors: Mapping[str, Tensor]
+) -> dict[str, tuple[Tensor, Tensor, Tensor | None]]:
+    """A, B and magnitude of each of the model's layers, from PEFT's tensors of a checkpoint matrix."""
+    if "lora_embedding_A" in tensors:
+        return {matrix.layers[0]: (tensors["lora_embedding_A"], tensors["lora_embedding_B"], None)}
+    lora_a, lora_b, magnitude = tensors["lora_A.weight"], tensors["lora_B.weight"], tensors.get("lora_magnitude_vector")
+    op = matrix.conversion.op
+    op = Identity() if isinstance(op, Transpose) else replace(op, transposed=False) if isinstance(op, Split) else op
+    rows = [len(model.get_submodule(layer).weight) for layer in matrix.layers]  # type: ignore[arg-type]
+
+    def split(tensor: Tensor) -> list[Tensor]:
+        if tensor.ndim != 2 or len(tensor) != sum(rows):
+            raise WeightError(
+                f"lora_B of '{matrix.module}' has shape {list(tensor.shape)}, but the layer has {sum(rows)} outputs;"
+                " load the adapter with the base model it was trained on"
+            )
+        shapes = [(count, tensor.shape[1]) for count in rows]
+        return op.to_model([tensor], shapes, matrix.conversion.d_head)
+
+    magnitudes = [None] * len(rows) if magnitude is None else [m.squeeze(-1) for m in split(magnitude.view(-1, 1))]
+    return {layer: (lora_a, b, m) for layer, b, m in zip(matrix.layers, split(lora_b), magnitudes, strict=True)}
+
+
+def _copy_tensor(name: str, target: Tensor, source: Tensor) -> None:
+    if target.shape != source.shape:
+        raise WeightError(
+            f"{name} has shape {list(source.shape)}, but the base model needs {list(target.shape)}; load the adapter"
+            " with the base model it was trained on"
+        )
+    if not source.isfinite().all():
+        raise WeightError(f"{name} has NaN or infinite values; use another copy of the adapter")
+    target.copy_(source)
+
+
+def _read_weights(directory: Path) -> dict[str, Tensor]:
+    path = directory / ADAPTER_WEIGHTS_NAME
+    if not path.is_file():
+        pickled = (directory / "adapter_model.bin").is_file()
+        reason = "; it has adapter_model.bin, a pickle, which can run code and is not opened" if pickled else ""
+        raise WeightError(f"'{directory}' has no {ADAPTER_WEIGHTS_NAME}{reason}; save the adapter as safetensors")
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise WeightError(f"'{path}' cannot be read: {error}") from None
+
+
+def _group_by_module(weights: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """PEFT's tensors by the name of their module in transformers."""
+    grouped: dict[str, dict[str, Tensor]] = {}
+    leaves = ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector", "lora_embedding_A", "lora_embedding_B")
+    for key, tensor in weights.items():
+        leaf = next((leaf for leaf in leaves if key.endswith(f".{leaf}")), None)
+        if not key.startswith(KEY_PREFIX) or leaf is None:
+            raise WeightError(f"'{key}' is not a weight of a LoRA adapter; other kinds of adapters are not supported")
+        grouped.setdefault(key.removeprefix(KEY_PREFIX).removesuffix(f".{leaf}"), {})[leaf] = tensor
+    for module, tensors in grouped.items():
+        pairs = ({"lora_A.weight", "lora_B.weight"}, {"lora_embedding_A", "lora_embedding_B"})
+        if not any(pair <= tensors.keys() for pair in pairs):
+            raise WeightError(f"the adapter of '{module}' has {', '.join(sorted(tensors))} only; A and B are needed")
+    return grouped
+
+
+def _check_peft_config(peft_config: Mapping[str, Any]) -> None:
+    kind = peft_config.get("peft_type")
+    if kind != "LORA":
+        raise ConfigError(f"adapter_config.json: peft_type is {kind!r}; only LORA (with DoRA, rsLoRA) is supported")
+    if peft_config.get("bias", "none") != "none":
+        raise ConfigError(
+            f"adapter_config.json: bias is '{peft_config['bias']}', which changes biases of the base model; only 'none'"
+            " is supported"
+        )
+    for field, reason in _UNSUPPORTED_FIELDS.items():
+        if peft_config.get(field):
+            raise ConfigError(f"adapter_config.json: {field} is not supported, because {reason}; merge it with PEFT")
+
+
+def _pattern_value(patterns: Mapping[str, Any] | None, module: str, default: Any) -> Any:
+    """Value of PEFT's rank_pattern or alpha_pattern for a module: keys are module names or ends of them."""
+    for pattern, value in (patterns or {}).items():
+        if module == pattern or module.endswith(f".{pattern.removeprefix('^')}") or module == pattern.strip("^$"):
+            return value
+    return default
+
+
+def _peft_scaling(peft_config: Mapping[str, Any], module: str, tensors: Mapping[str, Tensor]) -> float:
+    rank = len(tensors["lora_A.weight"] if "lora_A.weight" in tensors else tensors["lora_embedding_A"])
+    alpha = _pattern_value(peft_config.get("alpha_pattern"), module, peft_config.get("lora_alpha", 8))
+    if not isinstance(alpha, int | float):
+        raise ConfigError(f"adapter_config.json: lora_alpha of '{module}' is {alpha!r}; it must be a number")
+    return alpha / (math.sqrt(rank) if peft_config.get("use_rslora") else rank)
+
+
+def _lora_config(peft_config: Mapping[str, Any], ranks: Mapping[str, int]) -> LoRA:
+    """LoRA configuration whose targets are the sites of an adapter."""
+    rank = peft_config.get("r", 8)
+    return read_lora_config(
+        {
+            "rank": rank,
+            "alpha": peft_config.get("lora_alpha", 8),
+            "dropout": peft_config.get("lora_dropout", 0.0),
+            "targets": tuple(ranks),
+            "use_dora": bool(peft_config.get("use_dora")),
+            "use_rslora": bool(peft_config.get("use_rslora")),
+            "rank_pattern": {site: each for site, each in ranks.items() if each != rank},
+        }
+    )
+
+
+def _to_peft_config(
+    config: LoRA, modules: list[str], all_modules: list[str], ranks: Mapping[str, int], scalings: Mapping[str, float]
+) -> dict[str, Any]:
+    """Contents of adapter_config.json."""
+    leaves = dict.fromkeys(module.rpartition(".")[2] for module in modules)
+    is_complete = {
+        leaf: all(each in modules for each in all_modules if each.rpartition(".")[2] == leaf) for leaf in leaves
+    }
+    targets = [leaf for leaf in leaves if is_complete[leaf]]
+    targets += [module for module in modules if not is_complete[module.rpartition(".")[2]]]
+    rank = config.rank
+
+    def alpha_of(module: str) -> float:
+        factor = math.sqrt(ranks[module]) if config.use_rslora else ranks[module]
+        return round(scalings[module] * factor, 9)
+
+    alpha = 2.0 * rank if config.alpha is None else config.alpha
+    return {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": config.dropout,
+        "target_modules": targets,
+        "use_dora": config.use_dora,
+        "use_rslora": config.use_rslora,
+        "rank_pattern": {module: ranks[module] for module in modules if ranks[module] != rank},
+        "alpha_pattern": {module: alpha_of(module) for module in modules if alpha_of(module) != alpha},
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "modules_to_save": None,
+        "layers_to_transform": None,
+    }

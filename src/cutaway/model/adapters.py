@@ -1,0 +1,253 @@
+"""Adapters of a model: add, select, merge and remove LoRA adapters. `AdapterMethods` is a base class of Transformer."""
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+import cutaway.config as cfg
+from cutaway.config.node import build_config_error
+from cutaway.errors import InputError
+from cutaway.model.layers import EmbeddingTable
+from cutaway.model.lora import ADAPTED_CLASSES, AdaptedLayer, LoRAEmbedding, adapt_layer, merged_layer
+
+T = TypeVar("T", bound="AdapterMethods")
+ADAPTER_KEY = ".adapters."
+"""Part of the state dict keys of adapter weights."""
+
+
+class AdapterMethods:
+    """Methods of a model that concern its adapters. The names are those of PEFT."""
+
+    _adapters: dict[str, cfg.LoRA]
+
+    @property
+    def adapters(self) -> dict[str, cfg.LoRA]:
+        """Configuration of each adapter by name."""
+        return dict(self.__dict__.get("_adapters", {}))
+
+    @property
+    def active_adapter(self) -> str | None:
+        """Name of the adapter that the forward pass applies; None if there is none, or if adapters are disabled."""
+        return next((layer.active_adapter for layer in adapted_layers(self._module()).values()), None)
+
+    def add_adapter(
+        self: T, config: cfg.LoRA | Mapping[str, Any], name: str = "default", *, seed: int | None = None
+    ) -> T:
+        """Add a LoRA adapter and select it. All other parameters are frozen; those of the adapter are trainable.
+
+        At first the adapter does not change the output, because B is zero. `seed` determines the initial A.
+        """
+        model = self._module()
+        config = read_lora_config(config)
+        if name in self.adapters or not name.isidentifier():
+            reason = "exists already" if name in self.adapters else "is not a name of letters, digits and underscores"
+            raise InputError(f"adapter '{name}' {reason}; pass another name")
+        sites = {site: layer for site, layer in adaptable_layers(model).items() if config.matches(site)}
+        if not sites:
+            examples = ", ".join(list(dict.fromkeys(_short_site(site) for site in adaptable_layers(model)))[:12])
+            raise InputError(
+                f"adapter targets {list(config.targets)} match no layer of this model; use 'all-linear', or some of:"
+                f" {examples}"
+            )
+        _check_adaptable(model, config, sites)
+        for parameter in model.parameters():
+            parameter.requires_grad_(False)
+        replaced = {layer: adapt_layer(layer) for layer in dict.fromkeys(sites.values())}
+        _replace_modules(model, replaced)
+        with _seeded(seed):
+            for site, layer in sites.items():
+                adapted = replaced[layer]
+                if name in adapted.adapters:
+                    continue  # the layer is shared by several blocks
+                adapted.adapters[name] = _new_weights(adapted, config, site)
+        self.__dict__.setdefault("_adapters", {})[name] = config
+        self.set_adapter(name)
+        return self
+
+    def set_adapter(self: T, name: str | None) -> T:
+        """Select the adapter that the forward pass applies, and make it trainable. None: the base model."""
+        if name is not None and name not in self.adapters:
+            raise InputError(f"there is no adapter '{name}'; add it first, or use one of: {', '.join(self.adapters)}")
+        for layer in adapted_layers(self._module()).values():
+            layer.unmerge()
+            layer.active_adapter = name
+            for adapter_name, adapter in layer.adapters.items():
+                adapter.requires_grad_(adapter_name == name)
+        return self
+
+    @contextmanager
+    def use_adapter(self, name: str | None) -> Iterator[None]:
+        """Context in which the forward pass applies another adapter, or the base model (None)."""
+        if name is not None and name not in self.adapters:
+            raise InputError(f"there is no adapter '{name}'; add it first, or use one of: {', '.join(self.adapters)}")
+        layers = list(adapted_layers(self._module()).values())
+        if any(layer._base_weight is not None for layer in layers):
+            raise InputError("an adapter is merged into the weights; call unmerge_adapter() first")
+        before = [layer.active_adapter for layer in layers]
+        for layer in layers:
+            layer.active_adapter = name
+        try:
+            yield
+        finally:
+            for layer, previous in zip(layers, before, strict=True):
+                layer.active_adapter = previous
+
+    def disable_adapters(self) -> Any:
+        """Context in which the forward pass is that of the base model."""
+        return self.use_adapter(None)
+
+    def merge_adapter(self: T) -> T:
+        """Add the active adapter to the weights, in place. `unmerge_adapter` restores them bit for bit."""
+        model = self._module()
+        _check_mergeable(model)
+        for layer in adapted_layers(model).values():
+            layer.merge()
+        return self
+
+    def unmerge_adapter(self: T) -> T:
+        """Restore the weights of the base model after `merge_adapter`."""
+        for layer in adapted_layers(self._module()).values():
+            layer.unmerge()
+        return self
+
+    def delete_adapter(self: T, name: str) -> T:
+        """Remove an adapter. If it is the active one, the forward pass is that of the base model."""
+        if name not in self.adapters:
+            raise InputError(f"there is no adapter '{name}'; the model has: {', '.join(self.adapters) or 'none'}")
+        for layer in adapted_layers(self._module()).values():
+            if layer.active_adapter == name:
+                layer.unmerge()
+                layer.active_adapter = None
+            if name in layer.adapters:
+                del layer.adapters[name]
+        del self._adapters[name]
+        return self
+
+    def merge_and_unload(self: T) -> T:
+        """Return a model without adapters that computes the same as this one with its active adapter.
+
+        Layers without an adapter share their weights with this model. A quantized base is dequantized.
+        """
+        model = self._module()
+        _check_mergeable(model)
+        layers = dict.fromkeys(adapted_layers(model).values())
+        memo: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+        plain = copy.deepcopy(model, memo)
+        copies = {id(layer): memo[id(layer)] for layer in layers}
+        _replace_modules(plain, {copies[id(layer)]: merged_layer(layer) for layer in layers})
+        plain.__dict__.pop("_adapters", None)
+        return plain  # type: ignore[return-value]
+
+    def _module(self) -> nn.Module:
+        assert isinstance(self, nn.Module)
+        return self
+
+
+def read_lora_config(config: cfg.LoRA | Mapping[str, Any]) -> cfg.LoRA:
+    """Return a LoRA configuration, given as an object or a dict."""
+    from pydantic import ValidationError
+
+    if isinstance(config, cfg.LoRA):
+        return config
+    try:
+        return cfg.LoRA.model_validate(dict(config))
+    except ValidationError as error:
+        raise build_config_error(error, config, num_tags=0) from None
+
+
+def adaptable_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Layers that can have an adapter, by site name: 'blocks.0.attn.q', 'embed', or 'encoder.blocks.0.attn.q'.
+
+    The names are those of `ct.trace`. Encoder-decoders have the prefixes `encoder.` and `decoder.`.
+    """
+    stacks = [name for name in ("encoder", "decoder") if hasattr(model, name)]
+    layers: dict[str, nn.Module] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        stack, _, path = name.partition(".")
+        is_adaptable = isinstance(module, AdaptedLayer) or type(module) in ADAPTED_CLASSES
+        if stack not in stacks or not is_adaptable or ADAPTER_KEY in f"{name}.":
+            continue
+        is_position_table = path.startswith(("embed.position", "positions")) or path == "embed.token_types"
+        if is_position_table:
+            continue
+        site = "embed" if path == "embed.token" else path.replace(".f.", ".").replace("_cross.", "cross.")
+        layers[site if len(stacks) == 1 else f"{stack}.{site}"] = module
+    return layers
+
+
+def adapted_layers(model: nn.Module) -> dict[str, AdaptedLayer]:
+    """Layers with adapters by module name. A layer that several blocks share appears once."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, AdaptedLayer)}
+
+
+def adapter_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """State dict of the adapters only."""
+    return {name: tensor for name, tensor in model.state_dict().items() if ADAPTER_KEY in name}
+
+
+def _short_site(site: str) -> str:
+    parts = site.split(".")
+    return ".".join(parts[parts.index("blocks") + 2 :]) if "blocks" in parts else site
+
+
+def _check_adaptable(model: nn.Module, config: cfg.LoRA, sites: Mapping[str, nn.Module]) -> None:
+    for site, layer in sites.items():
+        weight: Tensor = layer.weight  # type: ignore[assignment]
+        if config.use_dora and (weight.ndim != 2 or isinstance(layer, EmbeddingTable)):
+            problem = f"use_dora is for linear layers, but '{site}' is not one"
+            raise InputError(f"{problem}; leave it out of targets, or set use_dora to false")
+        rank, shape = config.rank_of(site), tuple(weight.shape)
+        if rank > min(shape[-2:]):
+            raise InputError(
+                f"adapter rank {rank} is more than the smaller dimension of '{site}', whose weight is {shape}; use a"
+                f" rank of at most {min(shape[-2:])}, or rank_pattern"
+            )
+
+
+def _check_mergeable(model: nn.Module) -> None:
+    head = getattr(model, "head", None)
+    table = getattr(head, "matrix", None)
+    if isinstance(table, LoRAEmbedding) and table.active is not None:
+        raise InputError(
+            "the embedding has an adapter, but the output matrix is tied to the embedding, so merging would change it"
+            " too; use the adapter unmerged, or train one without the target 'embed'"
+        )
+
+
+def _new_weights(layer: AdaptedLayer, config: cfg.LoRA, site: str) -> nn.Module:
+    """Initialized adapter weights of a layer, on its device, in fp32 or in the dtype of the layer if that is wider."""
+    reference = next((t for t in (*layer.parameters(), *layer.buffers())), torch.empty(0))
+    weights = layer.new_weights(config.rank_of(site), config.scaling_of(site), config.dropout)
+    dtype = torch.promote_types(reference.dtype, torch.float32) if reference.is_floating_point() else torch.float32
+    weights = weights.to(dtype=dtype)
+    if isinstance(layer, LoRAEmbedding):  # as in PEFT: A is zero and B is N(0, 1)
+        nn.init.zeros_(weights.lora_a)
+        nn.init.normal_(weights.lora_b)
+    else:
+        weights.reset_parameters()
+    if config.use_dora:
+        weights.magnitude = nn.Parameter(layer.base_weight().to(dtype).norm(dim=-1).cpu())
+    return weights.to(reference.device).train(layer.training)
+
+
+def _replace_modules(model: nn.Module, replaced: Mapping[nn.Module, nn.Module]) -> None:
+    """Replace submodules wherever they occur: a module may be shared by several parents."""
+    for parent in list(model.modules()):
+        for name, child in list(parent._modules.items()):  # unlike named_children, with repeated modules
+            if child is not None and child in replaced:
+                parent._modules[name] = replaced[child]
+
+
+@contextmanager
+def _seeded(seed: int | None) -> Iterator[None]:
+    """Context in which the CPU random generator has this seed. None: the generator is used as it is."""
+    if seed is None:
+        yield
+        return
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield

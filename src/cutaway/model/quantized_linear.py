@@ -1,0 +1,182 @@
+"""Linear layers with a frozen weight in NF4 (QLoRA) or int8, as the base of adapters.
+
+| kind | values                                          | scales                                                     |
+|------|-------------------------------------------------|------------------------------------------------------------|
+| nf4  | 4 bits: index of one of 16 quantiles of N(0, 1) | one per 64 weights, stored in 8 bits (double quantization) |
+| int8 | 8 bits: round(w / scale)                        | one per row of the matrix, in fp32                         |
+
+Only the packed weight is stored. The forward and the backward pass both dequantize it, one layer at a time.
+"""
+
+import math
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, UInt8
+from torch import Tensor, nn
+
+from cutaway.errors import InputError
+from cutaway.model.layers import Linear
+
+Quantization = Literal["nf4", "int8"]
+NF4_BLOCK_SIZE = 64
+"""Number of weights per scale."""
+SCALE_BLOCK_SIZE = 256
+"""Number of scales per second-level scale."""
+NF4_VALUES = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+"""The 16 values of NF4: quantiles of N(0, 1), scaled to [−1, 1], with an exact 0. QLoRA (2023), appendix E."""
+
+
+class QuantizedLinear(nn.Module):
+    """y = x·Wᵀ + b with a frozen, quantized W."""
+
+    codes: Tensor
+    scales: Tensor
+    second_scales: Tensor | None
+    scale_mean: Tensor | None
+
+    def __init__(self, linear: nn.Linear, kind: Quantization, device: torch.device | None = None) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.kind = linear.in_features, linear.out_features, kind
+        weight = linear.weight.detach().to(device)
+        if kind == "nf4" and weight.numel() % NF4_BLOCK_SIZE:
+            raise InputError(
+                f"NF4 needs weights with a multiple of {NF4_BLOCK_SIZE} elements, but one has the shape"
+                f" {tuple(weight.shape)}; use int8, or leave the base model unquantized"
+            )
+        parts = quantize_nf4(weight.float()) if kind == "nf4" else (*quantize_int8(weight.float()), None, None)
+        for name, part in zip(("codes", "scales", "second_scales", "scale_mean"), parts, strict=True):
+            self.register_buffer(name, part)
+        self.bias = None if linear.bias is None else nn.Parameter(linear.bias.detach().to(device), requires_grad=False)
+        self.dtype = weight.dtype
+        """Dtype of the weight before quantization."""
+
+    @property
+    def weight(self) -> Float[Tensor, "o i"]:
+        """The dequantized weight, a new tensor."""
+        return self.dequantize()
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Float[Tensor, "o i"]:
+        if self.kind == "int8":
+            return (self.codes.float() * self.scales.unsqueeze(-1)).to(dtype or self.dtype)
+        assert self.second_scales is not None
+        assert self.scale_mean is not None
+        dequantize = _compiled_dequantize_nf4() if self.codes.is_cuda else dequantize_nf4
+        values = dequantize(self.codes, self.scales, self.second_scales, self.scale_mean, dtype or self.dtype)
+        return values.view(self.out_features, self.in_features)
+
+    def forward(self, x: Float[Tensor, "*batch i"]) -> Float[Tensor, "*batch o"]:
+        dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+        bias = None if self.bias is None else self.bias.to(dtype)
+        y: Tensor = _DequantizedLinear.apply(x.to(dtype), self, bias)  # type: ignore[no-untyped-call]
+        return y
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "QuantizedLinear":
+        """Keep the dtypes of the scales when the model is cast."""
+        before = dict(self._buffers)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, old in before.items():
+            new = self._buffers[name]
+            if old is not None and new is not None and old.dtype != new.dtype:
+                self._buffers[name] = old.to(new.device)
+        return self
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, {self.kind}"
+
+
+class _DequantizedLinear(torch.autograd.Function):
+    """Linear layer that saves no weight for the backward pass, which dequantizes the weight again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: QuantizedLinear, bias: Tensor | None) -> Tensor:
+        ctx.layer, ctx.dtype = layer, x.dtype
+        return F.linear(x, layer.dequantize(x.dtype), bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad @ ctx.layer.dequantize(ctx.dtype), None, None
+
+
+def quantize_int8(weight: Float[Tensor, "o i"]) -> tuple[Tensor, Tensor]:
+    """Return int8 values and the scale of each row."""
+    scales = weight.abs().amax(-1).clamp(min=1e-12) / 127
+    return (weight / scales.unsqueeze(-1)).round().clamp(-127, 127).to(torch.int8), scales
+
+
+def quantize_nf4(weight: Float[Tensor, "o i"]) -> tuple[UInt8[Tensor, " n"], Tensor, Tensor, Tensor]:
+    """Return packed codes (two per byte, the first in the high bits), 8-bit scales, second-level scales, their mean."""
+    blocks = weight.flatten().view(-1, NF4_BLOCK_SIZE)
+    absmax = blocks.abs().amax(-1)
+    # The scales themselves: their mean is subtracted, and blocks of 256 are stored as int8.
+    mean = absmax.mean()
+    padding = -len(absmax) % SCALE_BLOCK_SIZE
+    centered = F.pad(absmax - mean, (0, padding)).view(-1, SCALE_BLOCK_SIZE)
+    second_scales = centered.abs().amax(-1).clamp(min=1e-12) / 127
+    scales = (centered / second_scales.unsqueeze(-1)).round().clamp(-127, 127).to(torch.int8)
+    scales = scales.flatten()[: len(absmax)]
+    absmax = _dequantize_scales(scales, second_scales, mean)
+    values = torch.tensor(NF4_VALUES, device=weight.device)
+    borders = (values[1:] + values[:-1]) / 2
+    normalized = blocks / absmax.clamp(min=1e-12).unsqueeze(-1)
+    codes = torch.bucketize(normalized, borders).to(torch.uint8).view(-1, 2)
+    return codes[:, 0] << 4 | codes[:, 1], scales, second_scales, mean
+
+
+def _dequantize_scales(scales: Tensor, second_scales: Tensor, mean: Tensor) -> Float[Tensor, " n"]:
+    padding = -len(scales) % SCALE_BLOCK_SIZE
+    blocks = F.pad(scales, (0, padding)).view(-1, SCALE_BLOCK_SIZE)
+    return (blocks * second_scales.unsqueeze(-1)).flatten()[: len(scales)] + mean
+
+
+def dequantize_nf4(
+    codes: UInt8[Tensor, " n"], scales: Tensor, second_scales: Tensor, mean: Tensor, dtype: torch.dtype
+) -> Float[Tensor, " m"]:
+    """The weights of `quantize_nf4`, flattened."""
+    table = torch.tensor(NF4_VALUES, device=codes.device)
+    values = torch.stack((table[(codes >> 4).int()], table[(codes & 15).int()]), -1).view(-1, NF4_BLOCK_SIZE)
+    return (values * _dequantize_scales(scales, second_scales, mean).unsqueeze(-1)).to(dtype).flatten()
+
+
+_COMPILED: list[Any] = []
+
+
+def _compiled_dequantize_nf4() -> Any:
+    """`dequantize_nf4`, compiled to one kernel where Triton is installed, so that it reads and writes memory once."""
+    from cutaway.device import has_triton
+
+    if not _COMPILED:
+        _COMPILED.append(torch.compile(dequantize_nf4, dynamic=True) if has_triton() else dequantize_nf4)
+    return _COMPILED[0]
+
+
+def quantize_linears(
+    model: nn.Module, kind: Quantization, *, skip: tuple[str, ...] = ("head",), device: torch.device | None = None
+) -> int:
+    """Replace the linear layers of a model by quantized ones, in place, one at a time. Returns their number.
+
+    Submodules with names in `skip` stay as they are, as in QLoRA. `device` is the device of the quantized layers.
+    """
+    count = 0
+    for name, child in list(model.named_children()):
+        if name in skip:
+            continue
+        if type(child) is Linear:
+            setattr(model, name, QuantizedLinear(child, kind, device))
+            count += 1
+        else:
+            count += quantize_linears(child, kind, skip=(), device=device)
+    return count
+
+
+def quantized_bytes(num_weights: int, out_features: int, kind: Quantization) -> int:
+    """Bytes of a quantized weight and its scales."""
+    if kind == "int8":
+        return num_weights + 4 * out_features
+    num_scales = num_weights // NF4_BLOCK_SIZE
+    return num_weights // 2 + num_scales + 4 * math.ceil(num_scales / SCALE_BLOCK_SIZE) + 4
