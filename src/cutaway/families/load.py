@@ -3,6 +3,7 @@
 import difflib
 import re
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ from cutaway.errors import ConfigError, InputError, format_error
 from cutaway.families.checkpoint import Checkpoint
 from cutaway.families.gguf.load_save import load_gguf
 from cutaway.families.native_format import NATIVE_CONFIG_NAME, load_native_checkpoint
+from cutaway.families.peft_format import ADAPTER_CONFIG_NAME, load_adapter
 from cutaway.families.quantized import open_quantized
 from cutaway.families.registry import resolve_family
 from cutaway.families.safetensors_reader import TensorReader, check_not_pickle, open_safetensors
@@ -37,7 +39,7 @@ def load(
     check_finite: bool | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Checkpoint:
-    """Load a checkpoint: a transformers or cutaway directory, a training run, a .gguf file, or a Hub id.
+    """Load a checkpoint: a transformers or cutaway directory, a training run, a .gguf file, a PEFT adapter or a Hub id.
 
     A Hub id is 'owner/name[@revision]'. The models of `cutaway.pretrained`, such as 'tiny-english', are loaded by name.
     A preset has no weights: use `ct.build`.
@@ -62,6 +64,8 @@ def load(
         if not path.is_dir():
             hint = f"finish it with: cutaway train --resume {source}"
             raise InputError(f"'{source}' is a training run without a saved model; {hint}")
+    if (path / ADAPTER_CONFIG_NAME).is_file() and not (path / "config.json").exists():
+        return _load_with_adapter(path, options)
     if (path / NATIVE_CONFIG_NAME).exists():
         model, config, report = load_native_checkpoint(path, options)
         return Checkpoint(model, config, None, report, tokenizer_loader=partial(_load_tokenizer, path))
@@ -76,6 +80,27 @@ def load(
     generation_file = path / "generation_config.json"
     generation_config = read_json_object(generation_file, ConfigError) if generation_file.exists() else {}
     return Checkpoint(model, config, family.name, report, hf_config, generation_config, partial(_load_tokenizer, path))
+
+
+def _load_with_adapter(path: Path, options: LoadOptions) -> Checkpoint:
+    """Load the base model that an adapter directory names, add the adapter, and select it."""
+    base = read_json_object(path / ADAPTER_CONFIG_NAME, ConfigError).get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise InputError(
+            f"'{path}' is an adapter whose adapter_config.json names no base model; load the base model, and then"
+            " cutaway.families.peft_format.load_adapter(checkpoint, directory), or set base_model_name_or_path"
+        )
+    relative = path / base
+    source = relative if not Path(base).expanduser().exists() and relative.exists() else base
+    try:
+        checkpoint = load(source, **asdict(options))
+    except InputError as error:
+        raise InputError(
+            f"'{path}' is an adapter of the base model '{base}', which cannot be loaded: {error}"
+        ) from None
+    if (path / "tokenizer.json").is_file():
+        checkpoint = replace(checkpoint, tokenizer_loader=partial(_load_tokenizer, path))
+    return load_adapter(checkpoint, path)
 
 
 def _load_tokenizer(directory: Path) -> "Tokenizer | None":

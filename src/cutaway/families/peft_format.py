@@ -32,7 +32,7 @@ from cutaway.families.weight_conversion import (
     SplitShardedQVK,
     Transpose,
 )
-from cutaway.model import Transformer
+from cutaway.model import Transformer, build
 from cutaway.model.adapters import adaptable_layers, adapted_layers, read_lora_config
 from cutaway.model.lora import AdaptedLayer, LoRAEmbedding, LoRAWeights
 
@@ -157,11 +157,7 @@ def save_adapter(
         raise WeightError(
             f"PEFT's format has no place for the adapter of '{missing[0]}'; save the merged model with ct.save instead"
         )
-    all_keys = (
-        key
-        for conversion in expand_mappings(family.weight_mappings, model.config, model)
-        for key in conversion.checkpoint_keys
-    )
+    all_keys = (key for conversion in _conversions(family, model) for key in conversion.checkpoint_keys)
     all_modules = [key.removesuffix(".weight").removeprefix(prefix) for key in all_keys if key.endswith(".weight")]
     peft_config = _to_peft_config(config, modules, all_modules, ranks, scalings)
     peft_config["base_model_name_or_path"] = None if base is None else str(base)
@@ -181,12 +177,17 @@ def _family_of(checkpoint: Checkpoint) -> Family:
     return families()[name] if name is not None and name in families() else find_family(checkpoint.config)[0]
 
 
+def _conversions(family: Family, model: Transformer) -> list[TensorConversion]:
+    """Conversions of the base model's weights, by the names of a model without adapters and quantized layers."""
+    return list(expand_mappings(family.weight_mappings, model.config, build(model.config, device="meta")))
+
+
 def _list_matrices(family: Family, model: Transformer) -> Iterator[_AdaptedMatrix]:
     """Yield the checkpoint matrices whose layers can have adapters."""
     adaptable = {id(layer) for layer in adaptable_layers(model).values()}
     modules = dict(model.named_modules(remove_duplicate=False))
     rows_only = (Identity, PermuteForRope, Split, SplitGroupedQKV, SplitShardedQVK, Transpose)
-    for conversion in expand_mappings(family.weight_mappings, model.config, model):
+    for conversion in _conversions(family, model):
         layers = tuple(key.removesuffix(".weight") for key in conversion.model_keys)
         if not all(key.endswith(".weight") for key in conversion.model_keys) or conversion.save_only:
             continue

@@ -7,6 +7,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -42,9 +43,10 @@ def save(
 
     The default family is the one that the checkpoint was loaded from, or the first that can represent the model. The
     directory is written under a temporary name and renamed when complete. `progress(done, total)` is called after each
-    shard.
+    shard. If the model has an active adapter, the merged weights are saved; `save_adapter` saves the adapter alone.
     """
     checkpoint = as_checkpoint(checkpoint)
+    checkpoint = merge_adapters(checkpoint)
     target = resolve_output_path(directory)
     if isinstance(max_shard_size, bool) or not isinstance(max_shard_size, int) or max_shard_size < 1:
         raise InputError(f"max_shard_size is {max_shard_size!r}; pass the maximum number of bytes per file, at least 1")
@@ -118,6 +120,13 @@ def as_checkpoint(value: Checkpoint | Transformer) -> Checkpoint:
     if any(tensor.is_meta for tensor in checkpoint.model.state_dict().values()):
         raise InputError("the model is on the meta device, where tensors have no values; build it on another device")
     return checkpoint
+
+
+def merge_adapters(checkpoint: Checkpoint) -> Checkpoint:
+    """Return the checkpoint, or a copy whose model has the active adapter merged into the weights."""
+    if not checkpoint.model.adapters:
+        return checkpoint
+    return replace(checkpoint, model=checkpoint.model.merge_and_unload())
 
 
 def _replace_directory(staging: Path, target: Path, *, overwrite: bool) -> None:

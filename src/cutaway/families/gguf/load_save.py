@@ -16,7 +16,7 @@ from cutaway.families.family import Family
 from cutaway.families.gguf.architectures import GGUF_ARCHITECTURES
 from cutaway.families.gguf.file_format import GGML_TYPES, GGUFFile, write_gguf
 from cutaway.families.gguf.rope_fields import ROPE_TENSORS
-from cutaway.families.save import ExportedTensors, as_checkpoint, export_weights, resolve_output_path
+from cutaway.families.save import ExportedTensors, as_checkpoint, export_weights, merge_adapters, resolve_output_path
 from cutaway.families.weight_loader import LoadOptions, load_model
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def save_gguf(
     checkpoint: Checkpoint, path: str | Path, *, quantization: str | None = None, overwrite: bool = False
 ) -> Path:
     """Save a checkpoint as one GGUF file. Matrices keep their dtype unless `quantization` is set."""
-    checkpoint = as_checkpoint(checkpoint)
+    checkpoint = merge_adapters(as_checkpoint(checkpoint))
     target = resolve_output_path(path)
     if target.suffix != ".gguf":
         raise InputError(f"'{target}' does not end in .gguf; pass the path of a .gguf file")

@@ -90,7 +90,7 @@ class ModelRunner:
             raise InputError("weight_bits is 4, which only GPUs support; on the CPU use 8 or 16")
         linear_class = select_linear_class(self.model, weight_bits, single_row_compiled=single_row)
         if linear_class is not None:
-            self.decode_model = build_cpu_decode_model(self.model, linear_class).eval()
+            self.decode_model = build_cpu_decode_model(_without_adapters(self.model), linear_class).eval()
 
     def _enable_gpu_decode(self) -> None:
         from cutaway.generate.fast.cuda_graphs import CUDAGraphRunner
@@ -101,7 +101,7 @@ class ModelRunner:
 
         if can_build_gpu_decode_model(self.model, self.cache):
             bits = None if self.weight_bits == 16 else self.weight_bits
-            self.decode_model = build_gpu_decode_model(self.model, bits).eval()
+            self.decode_model = build_gpu_decode_model(_without_adapters(self.model), bits).eval()
         elif self.weight_bits is not None:
             raise InputError(
                 f"weight_bits is {self.weight_bits}, which supports at most 64 sequences and not float64; lower"
@@ -295,3 +295,8 @@ def _copy_to_pinned(tensor: Tensor) -> Tensor:
     """Return a copy in pinned host memory. It is asynchronous: complete when the CUDA stream has executed it."""
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
+
+
+def _without_adapters(model: _GenerativeModel) -> _GenerativeModel:
+    """The model, or if it has adapters, a copy with the active adapter merged into the weights."""
+    return model.merge_and_unload() if model.adapters else model

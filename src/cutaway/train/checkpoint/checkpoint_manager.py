@@ -14,6 +14,7 @@ from torch import Tensor
 
 from cutaway.errors import CutawayError, InputError
 from cutaway.model import Transformer
+from cutaway.model.adapters import adapter_state_dict
 from cutaway.train.checkpoint.atomic_directory import (
     HIDDEN_NAME_PATTERN,
     REMOVED,
@@ -280,7 +281,15 @@ def load_latest_state(
 
 
 def load_weights(model: Transformer, weights: Mapping[str, Tensor]) -> None:
-    """Load full weights into a model. If the model is sharded, each rank loads its shard."""
+    """Load full weights into a model. If the model is sharded, each rank loads its shard.
+
+    If the model has adapters, the weights are those of the adapters.
+    """
+    if model.adapters:
+        if weights.keys() != adapter_state_dict(model).keys():
+            raise InputError("the checkpoint belongs to another adapter; resume the run with its own recipe")
+        model.load_state_dict(dict(weights), strict=False)
+        return
     state_dict = model.state_dict()
     if not any(is_dtensor(tensor) for tensor in state_dict.values()):
         model.load_state_dict(dict(weights))

@@ -1,5 +1,6 @@
 """Load the base checkpoint of a fine-tuning run, and take config, family and tokenizer from it."""
 
+import hashlib
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,9 +13,14 @@ from cutaway.families.checkpoint import Checkpoint
 from cutaway.families.load import load
 from cutaway.families.registry import find_family
 from cutaway.generate.generation_config import read_generation_config
+from cutaway.model import Transformer
 from cutaway.tokenizer import Tokenizer
 from cutaway.tokenizer.formats.marian import MarianTokenizer
-from cutaway.train.recipe.schema import ModelSource, PretrainedModelConfig, read_model_config
+from cutaway.train.recipe.schema import ModelSource, Precision, PretrainedModelConfig, read_model_config
+
+BASE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Dtype of the frozen weights under an adapter, by training precision."""
+NUM_FINGERPRINT_SAMPLES = 256
 
 
 @dataclass(frozen=True)
@@ -28,9 +34,13 @@ class BaseCheckpointInfo:
     hf_config: dict[str, Any] = field(default_factory=dict)
     generation_config: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] | None = None
+    weights_fingerprint: str | None = None
+    """`weights_fingerprint` of the base model, if the run trains an adapter, which is useless with other weights."""
 
     @classmethod
-    def from_checkpoint(cls, base_checkpoint: Checkpoint | None) -> "BaseCheckpointInfo":
+    def from_checkpoint(
+        cls, base_checkpoint: Checkpoint | None, *, with_fingerprint: bool = False
+    ) -> "BaseCheckpointInfo":
         if base_checkpoint is None:
             return cls()
         return cls(
@@ -38,6 +48,7 @@ class BaseCheckpointInfo:
             base_checkpoint.hf_config,
             base_checkpoint.generation_config,
             to_dict(base_checkpoint.config),
+            weights_fingerprint(base_checkpoint.model) if with_fingerprint else None,
         )
 
     def decoder_start_token_id(self, tokenizer: Tokenizer) -> int:
@@ -53,8 +64,11 @@ class BaseCheckpointInfo:
         return token_id
 
 
-def load_base_checkpoint(source: ModelSource) -> Checkpoint | None:
-    """Load the checkpoint that is fine-tuned, in fp32. None if the run trains from scratch."""
+def load_base_checkpoint(source: ModelSource, precision: Precision = "fp32") -> Checkpoint | None:
+    """Load the checkpoint that is fine-tuned. None if the run trains from scratch.
+
+    The weights are in fp32, because they are trained. If an adapter is trained, they are in the training precision.
+    """
     if not isinstance(source, PretrainedModelConfig):
         return None
     if not source.checkpoint:
@@ -62,18 +76,34 @@ def load_base_checkpoint(source: ModelSource) -> Checkpoint | None:
             "model.checkpoint is empty, because the recipe fine-tunes a checkpoint of your choice; pass it with --base:"
             " a directory, a run, a .gguf file or a Hub id"
         )
-    return load(source.checkpoint, dtype=torch.float32)
+    dtype = BASE_DTYPES[precision] if source.adapter is not None else torch.float32
+    return load(source.checkpoint, dtype=dtype)
 
 
-def reload_base_checkpoint(source: ModelSource, base_info: BaseCheckpointInfo) -> Checkpoint | None:
-    """Load the base checkpoint of a resumed run. None if it is missing or its config has changed."""
+def reload_base_checkpoint(
+    source: ModelSource, base_info: BaseCheckpointInfo, precision: Precision = "fp32"
+) -> Checkpoint | None:
+    """Load the base checkpoint of a resumed run. None if it is missing or has changed."""
     try:
-        base_checkpoint = load_base_checkpoint(source)
+        base_checkpoint = load_base_checkpoint(source, precision)
     except CutawayError:
         return None
     if base_checkpoint is None or to_dict(base_checkpoint.config) != base_info.config:
         return None
+    expected = base_info.weights_fingerprint
+    if expected is not None and weights_fingerprint(base_checkpoint.model) != expected:
+        return None
     return base_checkpoint
+
+
+def weights_fingerprint(model: Transformer) -> str:
+    """Hash of a sample of each weight, to recognize other weights without reading all of them."""
+    digest = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        flat = tensor.detach().flatten()
+        sample = flat[:: max(1, len(flat) // NUM_FINGERPRINT_SAMPLES)].cpu().float().contiguous()
+        digest.update(f"{name} {tuple(tensor.shape)}".encode() + sample.numpy().tobytes())
+    return digest.hexdigest()
 
 
 def resolve_model_config(source: ModelSource, tokenizer: Tokenizer, base_info: BaseCheckpointInfo) -> Config:

@@ -9,11 +9,17 @@ from pathlib import Path
 
 from cutaway.errors import InputError
 from cutaway.families.checkpoint import Checkpoint
+from cutaway.families.peft_format import save_adapter
 from cutaway.model import Transformer
 from cutaway.tokenizer import Tokenizer, load_tokenizer
+from cutaway.train.checkpoint.atomic_directory import (
+    remove_hidden_directory,
+    rename_into_place,
+    temporary_directory,
+)
 from cutaway.train.checkpoint.pretrained_checkpoint import BaseCheckpointInfo
 from cutaway.train.recipe.load import load_recipe
-from cutaway.train.recipe.schema import Recipe
+from cutaway.train.recipe.schema import PretrainedModelConfig, Recipe
 
 RUN_FILE = "run.json"
 RUN_FORMAT = 1
@@ -89,6 +95,19 @@ class RunDirectory:
             generation_config=info.generation_config,
             tokenizer_loader=lambda: self.tokenizer,
         )
+
+    def export_adapter(self, checkpoint: Checkpoint) -> Path:
+        """Write the adapter of the run in PEFT's format, with the tokenizer, to the model directory."""
+        source = self.recipe.model
+        assert isinstance(source, PretrainedModelConfig)
+        base = Path(source.checkpoint).expanduser()
+        with temporary_directory(self.model_directory) as temporary:
+            save_adapter(checkpoint, temporary, base=base.resolve() if base.exists() else source.checkpoint)
+            self.tokenizer.save(temporary)
+            replaced = rename_into_place(temporary, self.model_directory)
+        if replaced is not None:
+            remove_hidden_directory(replaced)
+        return self.model_directory
 
     @property
     def checkpoint_directory(self) -> Path:

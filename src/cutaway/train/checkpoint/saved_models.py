@@ -13,10 +13,13 @@ from cutaway.errors import InputError
 from cutaway.families.checkpoint import Checkpoint
 from cutaway.families.load import load
 from cutaway.model import build
+from cutaway.model.adapters import ADAPTER_KEY
+from cutaway.train.checkpoint.checkpoint_manager import load_weights
 from cutaway.train.checkpoint.manifest import Manifest, list_checkpoints, read_checkpoint, read_manifest
 from cutaway.train.checkpoint.pretrained_checkpoint import reload_base_checkpoint, resolve_model_config
 from cutaway.train.checkpoint.run_directory import RunDirectory
 from cutaway.train.checkpoint.snapshots import list_snapshots, read_snapshot
+from cutaway.train.recipe.schema import PretrainedModelConfig
 
 
 @dataclass(frozen=True)
@@ -104,8 +107,27 @@ def _read_weights(saved: SavedModel) -> dict[str, Tensor] | str:
 
 
 def _build_checkpoint(run: RunDirectory, weights: dict[str, Tensor] | None, device: str | None) -> Checkpoint:
-    config = resolve_model_config(run.recipe.model, run.tokenizer, run.base_info)
+    source = run.recipe.model
+    if isinstance(source, PretrainedModelConfig) and source.adapter is not None:
+        return _build_adapter_checkpoint(run, source, weights, device)
+    config = resolve_model_config(source, run.tokenizer, run.base_info)
     model = build(config, device=device, seed=run.recipe.training.seed)
     if weights is not None:
         model.load_state_dict(weights)
     return run.build_checkpoint(model.eval())
+
+
+def _build_adapter_checkpoint(
+    run: RunDirectory, source: PretrainedModelConfig, weights: dict[str, Tensor] | None, device: str | None
+) -> Checkpoint:
+    """The base model with the adapter of the run. `weights` are those of the adapter, or of the base (at step 0)."""
+    base_checkpoint = reload_base_checkpoint(source, run.base_info, run.recipe.training.precision)
+    if base_checkpoint is None or source.adapter is None:
+        raise InputError(
+            f"the base checkpoint '{source.checkpoint}' of '{run.directory}' is missing or has changed, and a run with"
+            " an adapter stores the adapter only; restore the base checkpoint"
+        )
+    model = base_checkpoint.model.add_adapter(source.adapter, seed=run.recipe.training.seed)
+    if weights is not None and any(ADAPTER_KEY in name for name in weights):
+        load_weights(model, weights)
+    return run.build_checkpoint(model.to(device or "cpu").eval())

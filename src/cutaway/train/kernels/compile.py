@@ -85,16 +85,21 @@ def _find_fusible_modules(model: nn.Module) -> dict[nn.Module, dict[str, Any]]:
     """Map each module whose projections can be fused to its replacement methods, by method name."""
     replaced_methods: dict[nn.Module, dict[str, Any]] = {}
     for module in model.modules():
-        if type(module) is MultiHead and type(module.q) is Linear:  # a tensor-parallel projection has another type
+        # Projections that are tensor-parallel, or that have an adapter, are of another type and are not fused.
+        if type(module) is MultiHead and _are_plain(module.q, module.k, module.v):
             replaced_methods[module] = {"project_qkv": MethodType(_fused_qkv, module)}
         elif not has_triton():
             continue
-        elif type(module) is GatedMLP and module.act is ACTIVATIONS["silu"] and type(module.gate) is Linear:
+        elif type(module) is GatedMLP and module.act is ACTIVATIONS["silu"] and _are_plain(module.gate, module.up):
             project_gate_up = MethodType(_fused_gate_up, module)
             replaced_methods[module] = {"project_gate_up": project_gate_up, "apply_gate": _fused_swiglu}
-        elif type(module) is MLP and module.act in GELU_ACTIVATIONS and type(module.up) is Linear:
+        elif type(module) is MLP and module.act in GELU_ACTIVATIONS and _are_plain(module.up):
             replaced_methods[module] = {"forward": MethodType(_fused_gelu_mlp, module)}
     return replaced_methods
+
+
+def _are_plain(*layers: nn.Module) -> bool:
+    return all(type(layer) is Linear for layer in layers)
 
 
 def _fused_qkv(self: MultiHead, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -31,7 +31,7 @@ def has_weight_decay(name: str, parameter: Tensor) -> bool:
     relative position biases.
     """
     owner, _, leaf = name.rpartition(".")
-    is_bias = leaf != "weight" or "positions" in owner.split(".")
+    is_bias = leaf not in ("weight", "lora_a", "lora_b") or "positions" in owner.split(".")
     return parameter.ndim >= 2 and not is_bias and "norm" not in owner.rpartition(".")[-1]
 
 

@@ -3,10 +3,11 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, NonNegativeFloat, NonNegativeInt, Tag, TypeAdapter
+from pydantic import Discriminator, Field, NonNegativeFloat, NonNegativeInt, Tag, TypeAdapter, model_validator
 
 from cutaway.config import Config
 from cutaway.config import config as read_config
+from cutaway.config.lora import LoRA
 from cutaway.config.node import KIND_DISCRIMINATOR, ConfigNode, PositiveFloat, PositiveInt, Probability, default_kind
 from cutaway.errors import ConfigError
 
@@ -197,6 +198,7 @@ class ScheduleConfig(ConfigNode):
 
 
 Precision = Literal["fp32", "bf16", "fp16"]
+Quantization = Literal["none", "nf4", "int8"]
 
 
 class TrainingConfig(ConfigNode):
@@ -278,6 +280,19 @@ class PretrainedModelConfig(ConfigNode):
 
     checkpoint: str
     """A checkpoint directory, a run directory, a .gguf file or a Hugging Face Hub id."""
+    adapter: LoRA | None = None
+    """Train a LoRA adapter instead of the weights of the checkpoint. The run exports the adapter in PEFT's format."""
+    quantization: Quantization = "none"
+    """Store the frozen linear layers of the checkpoint in 4 bits (nf4) or 8 bits (int8); requires `adapter` (QLoRA)."""
+
+    @model_validator(mode="after")
+    def _check_quantization(self) -> "PretrainedModelConfig":
+        if self.quantization != "none" and self.adapter is None:
+            raise ValueError(
+                f"quantization is {self.quantization}, but quantized weights cannot be trained; set model.adapter, or"
+                " remove model.quantization"
+            )
+        return self
 
 
 def _model_source_tag(value: object) -> str:

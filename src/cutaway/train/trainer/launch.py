@@ -23,11 +23,11 @@ from cutaway.train.objectives.build import build_objective_fn, check_objective
 from cutaway.train.optim.lr_scheduler import check_schedule
 from cutaway.train.optim.optimizer import build_optimizer
 from cutaway.train.recipe.load import RecipeSource, load_recipe
-from cutaway.train.recipe.schema import Recipe
+from cutaway.train.recipe.schema import PretrainedModelConfig, Recipe
 from cutaway.train.trainer.memory_check import check_memory
 from cutaway.train.trainer.preflight import run_preflight
 from cutaway.train.trainer.trainer import Trainer
-from cutaway.train.trainer.training_module import TrainingModule, build_training_model
+from cutaway.train.trainer.training_module import TrainingModule, build_adapter_model, build_training_model
 
 
 def train(
@@ -99,6 +99,7 @@ def prepare_trainer(
     is_sharded = dist_context.mesh is not None
     callback = callback if callback is not None and dist_context.is_main_process else Callback()
     log = callback.on_message
+    has_adapter = _check_adapter(recipe, is_sharded=is_sharded)
     check_schedule(recipe.schedule, recipe.training.max_steps)
     if recipe.logging.tensorboard:
         check_tensorboard_installed()
@@ -109,18 +110,24 @@ def prepare_trainer(
             run_directory = RunDirectory.open(directory)  # the main process has created it
         if run_directory is None:
             check_new_directory(directory)
-            base_checkpoint = load_base_checkpoint(recipe.model)
-            base_info = BaseCheckpointInfo.from_checkpoint(base_checkpoint)
+            base_checkpoint = load_base_checkpoint(recipe.model, recipe.training.precision)
+            base_info = BaseCheckpointInfo.from_checkpoint(base_checkpoint, with_fingerprint=has_adapter)
             tokenizer = build_tokenizer(recipe.data, recipe.objective, base_checkpoint)
         else:
             base_info, tokenizer = run_directory.base_info, run_directory.tokenizer
-            base_checkpoint = reload_base_checkpoint(recipe.model, base_info)
+            base_checkpoint = reload_base_checkpoint(recipe.model, base_info, recipe.training.precision)
 
         # Model. A sharded model is built on the meta device, without values.
         config = resolve_model_config(recipe.model, tokenizer, base_info)
         check_objective(recipe.objective, config, recipe.training, recipe.parallel)
         check_memory(recipe, config, device, dist_context, log)
-        model = build_training_model(config, recipe.training, torch.device("meta") if is_sharded else device)
+        if has_adapter:
+            if base_checkpoint is None:
+                raise missing_base_error(directory)
+            assert isinstance(recipe.model, PretrainedModelConfig)
+            model = build_adapter_model(base_checkpoint, recipe.model, recipe.training, device)
+        else:
+            model = build_training_model(config, recipe.training, torch.device("meta") if is_sharded else device)
 
         # Data
         seed = recipe.training.seed
@@ -139,7 +146,7 @@ def prepare_trainer(
     wrapped_module = parallelize_module(training_module, dist_context)
     if is_sharded:
         init_sharded_weights(model, device, seed)
-    if base_checkpoint is not None:
+    if base_checkpoint is not None and not has_adapter:
         load_weights(model, base_checkpoint.model.state_dict())
     optimizer = build_optimizer(recipe.optimizer, model)
 
@@ -149,11 +156,32 @@ def prepare_trainer(
     )
     trainer.restore_checkpoint()
     if trainer.global_step == 0 and base_info.config is not None and base_checkpoint is None:
-        raise InputError(
-            f"'{directory}' has no checkpoint yet, and the base checkpoint it fine-tunes is missing or has changed;"
-            " start a new run"
-        )
+        raise missing_base_error(directory)
     return trainer
+
+
+def missing_base_error(directory: Path) -> InputError:
+    return InputError(
+        f"the base checkpoint that '{directory}' fine-tunes is missing or has changed, and the run cannot continue"
+        " without it; restore it, or start a new run"
+    )
+
+
+def _check_adapter(recipe: Recipe, *, is_sharded: bool) -> bool:
+    """Whether the recipe trains an adapter. Raises InputError if a setting does not support adapters."""
+    if not isinstance(recipe.model, PretrainedModelConfig) or recipe.model.adapter is None:
+        return False
+    if is_sharded:
+        raise InputError(
+            "model.adapter cannot be used with parallel.dp_shard or parallel.tp, which shard the base weights; remove"
+            " them: several processes then train the adapter data-parallel, each with a copy of the frozen base"
+        )
+    if recipe.optimizer.kind == "muon":
+        raise InputError(
+            "optimizer.kind = 'muon' orthogonalizes updates of full matrices, not of low-rank factors; use adamw for"
+            " model.adapter"
+        )
+    return True
 
 
 def resume_trainer(

@@ -11,7 +11,7 @@ from cutaway.errors import InputError
 from cutaway.size.estimate import SizeEstimate, size
 from cutaway.size.hardware import custom_hardware
 from cutaway.train.distributed.process_group import SINGLE_PROCESS, DistributedContext
-from cutaway.train.recipe.schema import Recipe, Seq2SeqConfig
+from cutaway.train.recipe.schema import PretrainedModelConfig, Recipe, Seq2SeqConfig
 
 CPU_HARDWARE = replace(custom_hardware(bandwidth=1e9, flops=1e9), kind="cpu")
 """Hardware of kind cpu, with placeholder speeds. The kind matters because a CPU and a GPU store different activations
@@ -69,6 +69,8 @@ def check_memory(
     recipe: Recipe, config: Config, device: torch.device, dist_context: DistributedContext, log: Callable[[str], None]
 ) -> None:
     """Log the estimated memory. Raise InputError if weights, gradients and optimizer state exceed the free memory."""
+    if isinstance(recipe.model, PretrainedModelConfig) and recipe.model.adapter is not None:
+        return
     estimate, lower_bound = expected_memory(recipe, config, device, dist_context)
     free = free_memory(device)
     if free is None:

@@ -19,6 +19,7 @@ from cutaway.evaluate import bits_per_byte
 from cutaway.families.checkpoint import Checkpoint
 from cutaway.families.save import save
 from cutaway.model import Transformer
+from cutaway.model.adapters import adapter_state_dict
 from cutaway.train.checkpoint.checkpoint_manager import (
     CheckpointManager,
     CheckpointWriteError,
@@ -40,7 +41,7 @@ from cutaway.train.logging.throughput import Throughput
 from cutaway.train.objectives.objective import ObjectiveFn
 from cutaway.train.optim.ema import WeightEMA
 from cutaway.train.optim.mixed_precision import GradScaler
-from cutaway.train.optim.optimizer import OptimizersContainer
+from cutaway.train.optim.optimizer import OptimizersContainer, trainable_parameters
 from cutaway.train.recipe.schema import Recipe
 from cutaway.train.trainer.bad_step_policy import BadStepPolicy
 from cutaway.train.trainer.eval_metrics import compute_eval_metrics, needs_full_model
@@ -87,7 +88,7 @@ class Trainer:
         self.recipe: Recipe = self.run_directory.recipe
         directory = self.run_directory.checkpoint_directory
         self.checkpoint_manager = CheckpointManager(directory, keep=self.recipe.checkpoint.keep)
-        num_parameters = sum(parameter.numel() for parameter in self.training_module.model.parameters())
+        num_parameters = sum(each.numel() for each in trainable_parameters(self.training_module.model).values())
         num_snapshots = resolve_num_snapshots(self.recipe.checkpoint.num_snapshots, num_parameters)
         has_snapshots = self.dist_context.mesh is None and self.dist_context.is_main_process
         steps = snapshot_steps(num_snapshots, self.recipe.training.max_steps) if has_snapshots else []
@@ -128,7 +129,11 @@ class Trainer:
     def state_tensors(self) -> dict[str, dict[str, Tensor]]:
         """State dicts of the model and of the stateful components, by name."""
         states = {name: component.state_dict() for name, component in self.stateful_components().items()}
-        return {"model": dict(self.model.state_dict()), **states}
+        return {"model": self.model_state_dict(), **states}
+
+    def model_state_dict(self) -> dict[str, Tensor]:
+        """State dict of the weights that checkpoints store: those of the adapter if there is one, else all."""
+        return adapter_state_dict(self.model) if self.model.adapters else dict(self.model.state_dict())
 
     def stateful_components(self) -> dict[str, OptimizersContainer | BadStepPolicy | WeightEMA | GradScaler]:
         """Components with a state dict other than the model, by name. EMA and loss scaling are optional."""
@@ -159,7 +164,7 @@ class Trainer:
             return
         self._log_pending_step()
         with self.averaged_weights():
-            self.snapshot_writer.save(self.global_step, self.model.state_dict())
+            self.snapshot_writer.save(self.global_step, self.model_state_dict())
         self.step_start_time = time.perf_counter()
 
     @contextmanager
@@ -338,11 +343,14 @@ class Trainer:
     def export_model(self) -> None:
         """Write the model to the run directory, in the Hugging Face format of its family.
 
-        If no family matches, cutaway's own format is used.
+        If no family matches, cutaway's own format is used. An adapter is written in PEFT's format, without the model.
         """
         self.model.eval()
         checkpoint = self.build_checkpoint(torch.device("cpu"))
         if checkpoint is not None:
             directory = self.run_directory.model_directory
+            if checkpoint.model.adapters:
+                self.run_directory.export_adapter(checkpoint)
+                return
             family = resolve_export_family(checkpoint.config, checkpoint.family)
             save(checkpoint, directory, family=family, overwrite=directory.exists())

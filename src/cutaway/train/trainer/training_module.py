@@ -8,13 +8,22 @@ from torch import nn
 
 from cutaway.argument_checks import VALUES_CHECKED
 from cutaway.config import Config
+from cutaway.errors import InputError
+from cutaway.families.checkpoint import Checkpoint
 from cutaway.model import Transformer, build
+from cutaway.model.quantized_linear import quantize_linears
 from cutaway.train.loss.chunked_cross_entropy import LossSums
 from cutaway.train.loss.cross_entropy import CrossEntropyOptions
 from cutaway.train.loss.load_balancing import load_balancing_loss, record_routing
 from cutaway.train.objectives.objective import Objective
 from cutaway.train.optim.mixed_precision import disable_onednn_without_bf16
-from cutaway.train.recipe.schema import CausalLMConfig, ObjectiveConfig, Precision, TrainingConfig
+from cutaway.train.recipe.schema import (
+    CausalLMConfig,
+    ObjectiveConfig,
+    Precision,
+    PretrainedModelConfig,
+    TrainingConfig,
+)
 
 LOSS_CHUNK_SIZE = 1024
 """Number of targets per chunk of logits."""
@@ -28,6 +37,23 @@ def build_training_model(config: Config, training: TrainingConfig, device: torch
     if pooler is not None:
         pooler.requires_grad_(False)  # no objective uses the pooler, and DDP would wait for its gradient
     return model
+
+
+def build_adapter_model(
+    base_checkpoint: Checkpoint, source: PretrainedModelConfig, training: TrainingConfig, device: torch.device
+) -> Transformer:
+    """Add a new adapter to the model of a base checkpoint, which is quantized first if the recipe says so.
+
+    The model is changed in place and moved to the device. With quantization, the layers are moved one at a time.
+    """
+    model = base_checkpoint.model
+    if source.adapter is None:
+        raise InputError("the recipe has no model.adapter; set it, e.g. model.adapter = { rank = 16 }")
+    if source.quantization != "none":
+        quantize_linears(model, source.quantization, device=device)
+    model = model.to(device)
+    model.use_activation_checkpointing(training.activation_checkpointing)
+    return model.add_adapter(source.adapter, seed=training.seed)
 
 
 class TrainingModule(nn.Module):
