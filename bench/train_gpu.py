@@ -174,6 +174,21 @@ def compare_throughput(
     return rows
 
 
+def measure_steps(step: StepFn, rounds: int, steps: int) -> float:
+    """Median seconds of a step, after a warm-up."""
+    for _ in range(4):
+        step()
+    torch.cuda.synchronize()
+    seconds = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        for _ in range(steps):
+            step()
+        torch.cuda.synchronize()
+        seconds.append((time.perf_counter() - start) / steps)
+    return median(seconds)
+
+
 def print_profile(step: StepFn) -> None:
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as record
@@ -212,4 +227,5 @@ def main() -> None:
     print(json.dumps(results))
 
 
-main()
+if __name__ == "__main__":
+    main()

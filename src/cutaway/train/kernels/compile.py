@@ -21,10 +21,19 @@ from cutaway.model.attention import LayerContext, MultiHead
 from cutaway.model.ffn import MLP, GatedMLP
 from cutaway.model.layers import Linear
 from cutaway.model.stack import Stack
+from cutaway.train.kernels.lora import FusedLoRALinear, can_fuse_lora
 
 GELU_ACTIVATIONS = (F.gelu, gelu_tanh)
 BLOCKS_PER_GRAPH = 16
 """Maximum number of blocks per compiled graph. Within a graph, a residual addition fuses with the next block's norm."""
+
+RECOMPUTE_POINTWISE = {
+    "ban_recompute_materialized_backward": False,
+    "ban_recompute_used_far_apart": False,
+    "ban_recompute_long_fusible_chains": False,
+}
+"""Settings of PyTorch's partitioner for adapters. It then recomputes norms and act(gate)·up in the backward pass, which
+are inputs of A only, instead of storing them. The matrix products with the frozen weights need no inputs."""
 
 
 def compile_for_training(
@@ -45,13 +54,19 @@ def compile_for_training(
                 block: {"_compiled_call_impl": torch.compile(block._call_impl)} for block in stack.blocks
             }
 
+    fused_lora = [methods["fused_lora"] for methods in replaced_methods.values() if "fused_lora" in methods]
+
     @contextmanager
     def compiled_context() -> Iterator[None]:
+        recompute = torch._functorch.config.patch(RECOMPUTE_POINTWISE) if fused_lora else nullcontext()
         try:
+            for fused in fused_lora:
+                fused.update_matrices()
             for module, methods in replaced_methods.items():
                 for name, method in methods.items():
                     setattr(module, name, method)
-            yield
+            with recompute:
+                yield
         finally:
             for module, methods in replaced_methods.items():
                 for name in methods:
@@ -84,9 +99,18 @@ def _run_blocks(blocks: list[nn.Module], x: Tensor, contexts: list[LayerContext]
 def _find_fusible_modules(model: nn.Module) -> dict[nn.Module, dict[str, Any]]:
     """Map each module whose projections can be fused to its replacement methods, by method name."""
     replaced_methods: dict[nn.Module, dict[str, Any]] = {}
-    for module in model.modules():
+    for name, module in model.named_modules():
         # Projections that are tensor-parallel, or that have an adapter, are of another type and are not fused.
-        if type(module) is MultiHead and _are_plain(module.q, module.k, module.v):
+        if type(module) is MultiHead and can_fuse_lora(module.q, module.k, module.v):
+            fused = FusedLoRALinear(module.q, module.k, module.v, concat=True)  # type: ignore[arg-type]  # checked above
+            replaced_methods[module] = {"fused_lora": fused, "project_qkv": MethodType(_fused_lora_qkv, module)}
+        elif isinstance(module, GatedMLP) and can_fuse_lora(module.gate, module.up):
+            fused = FusedLoRALinear(module.gate, module.up)  # type: ignore[arg-type]  # checked above
+            replaced_methods[module] = {"fused_lora": fused, "project_gate_up": MethodType(_fused_lora_gate_up, module)}
+        elif can_fuse_lora(module) and name.rpartition(".")[2] in ("o", "down"):
+            fused = FusedLoRALinear(module)  # type: ignore[arg-type]  # checked above
+            replaced_methods[module] = {"fused_lora": fused, "forward": MethodType(_fused_lora_forward, module)}
+        elif type(module) is MultiHead and _are_plain(module.q, module.k, module.v):
             replaced_methods[module] = {"project_qkv": MethodType(_fused_qkv, module)}
         elif not has_triton():
             continue
@@ -107,6 +131,24 @@ def _fused_qkv(self: MultiHead, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     sizes = [layer.out_features for layer in (self.q, self.k, self.v)]
     q, k, v = torch.split(_fused_linear(x, self.q, self.k, self.v), sizes, -1)
     return self.q_norm(self.split_heads(q)), self.k_norm(self.split_heads(k)), self.split_heads(v)
+
+
+def _fused_lora_qkv(self: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Project queries, keys and values, with their adapters, with one matrix product."""
+    q, k, v = self.fused_lora(x)
+    return self.q_norm(self.split_heads(q)), self.k_norm(self.split_heads(k)), self.split_heads(v)
+
+
+def _fused_lora_gate_up(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute the gate and up projections, with their adapters."""
+    gate, up = self.fused_lora(x)
+    return gate, up
+
+
+def _fused_lora_forward(self: Any, x: Tensor) -> Tensor:
+    """Compute a linear layer with its adapter."""
+    (y,) = self.fused_lora(x)
+    return y
 
 
 def _fused_gate_up(self: Any, x: Tensor) -> tuple[Tensor]:

@@ -1,0 +1,128 @@
+"""LoRA layers with the same input as one operation, whose low-rank terms are columns of the wide matrix products.
+
+    y_i = W_i·x + s_i·B_i·A_i·x = [W_i | 0 s_i·B_i 0]·[x; A_1·x; A_2·x …]
+
+The frozen weight and s·B are stored in one matrix, so that a layer takes one wide product, and no product with B and
+no addition of its own. In the backward pass, the product of the gradient with this matrix contains the gradient of A·x.
+"""
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from cutaway.model.lora import LoRALinear
+
+RANK_MULTIPLE = 16
+"""The number of columns of s·B is padded to a multiple, so that rows of the stored matrix stay aligned."""
+
+
+def can_fuse_lora(*layers: nn.Module) -> bool:
+    """Whether the layers have active LoRA adapters without dropout and DoRA, on a frozen base without biases."""
+    for layer in layers:
+        if type(layer) is not LoRALinear or layer.weight.requires_grad or layer.bias is not None:
+            return False
+        if layer.active is None or layer.active.magnitude is not None or layer.active.dropout:
+            return False
+    return True
+
+
+class FusedLoRALinear:
+    """The LoRA layers `layers`, which have the same input. Their frozen weights become views of the stored matrices.
+
+    With `concat`, the outputs of all layers are computed by one product (q, k and v, of which k and v are narrow).
+    """
+
+    def __init__(self, *layers: LoRALinear, concat: bool = False) -> None:
+        self.layers, self.name = layers, layers[0].active_adapter or ""
+        self.in_features: int = layers[0].in_features
+        self.sizes = [layer.out_features for layer in layers]
+        self.ranks: list[int] = [adapter.rank for adapter in self.adapters]
+        num_columns = self.in_features + -(-sum(self.ranks) // RANK_MULTIPLE) * RANK_MULTIPLE
+        groups = [tuple(layers)] if concat else [(layer,) for layer in layers]
+        self.matrices: list[Tensor] = []
+        """[W | s·B] of each product."""
+        self.lora_b_columns: list[Tensor] = []
+        """Views of the columns of s·B, one per layer."""
+        column, ranks = self.in_features, iter(self.ranks)
+        for group in groups:
+            matrix = group[0].weight.new_zeros(sum(layer.out_features for layer in group), num_columns)
+            row = 0
+            for layer in group:
+                rows = slice(row, row + layer.out_features)
+                rank = next(ranks)
+                matrix[rows, : self.in_features] = layer.weight.detach()
+                layer.weight.data = matrix[rows, : self.in_features]  # so that no weight is stored twice
+                self.lora_b_columns.append(matrix[rows, column : column + rank])
+                row, column = rows.stop, column + rank
+            self.matrices.append(matrix)
+
+    @property
+    def adapters(self) -> list[Any]:
+        return [layer.adapters[self.name] for layer in self.layers]
+
+    @torch.no_grad()
+    def update_matrices(self) -> None:
+        """Copy the current s·B into the stored matrices. This must be called after every optimizer step."""
+        for columns, adapter in zip(self.lora_b_columns, self.adapters, strict=True):
+            columns.copy_(adapter.lora_b * adapter.scaling)
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Output of each layer."""
+        device_type = x.device.type
+        dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else x.dtype
+        flat = x.to(dtype).reshape(-1, self.in_features)
+        if self.layers[0].active_adapter is None:  # adapters are disabled
+            outputs = [flat @ matrix[:, : self.in_features].to(dtype).T for matrix in self.matrices]
+        else:
+            lora_a = torch.cat([adapter.lora_a for adapter in self.adapters])
+            lora_b = [adapter.lora_b for adapter in self.adapters]
+            scalings = [adapter.scaling for adapter in self.adapters]
+            outputs = _FusedLoRA.apply(flat, lora_a, tuple(self.matrices), tuple(self.ranks), scalings, *lora_b)
+        if len(outputs) < len(self.layers):
+            outputs = outputs[0].split(self.sizes, -1)
+        return tuple(output.view(*x.shape[:-1], -1) for output in outputs)
+
+
+class _FusedLoRA(torch.autograd.Function):
+    """Products of [x | x·Aᵀ] with each matrix. The gradients of the B of a product with several layers are blocks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        lora_a: Tensor,
+        matrices: tuple[Tensor, ...],
+        ranks: tuple[int, ...],
+        scalings: list[float],
+        *lora_b: Tensor,
+    ) -> tuple[Tensor, ...]:
+        padding = matrices[0].shape[1] - x.shape[1] - len(lora_a)
+        low_rank = x @ lora_a.to(x.dtype).T  # (N, R)
+        parts = [x, low_rank, *([x.new_zeros(len(x), padding)] if padding else [])]
+        extended = torch.cat(parts, -1)  # (N, in + R)
+        ctx.save_for_backward(extended, lora_a, *lora_b)
+        ctx.matrices, ctx.ranks, ctx.scalings = matrices, ranks, scalings
+        return tuple(extended @ matrix.to(x.dtype).T for matrix in matrices)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        extended, lora_a, *lora_b = ctx.saved_tensors
+        num_inputs, rank = lora_a.shape[1], len(lora_a)
+        dtype = extended.dtype
+        # (N, in + R) per product. Sums are additions instead of addmm, because they fuse with the next operations.
+        parts = [grad @ matrix.to(dtype) for grad, matrix in zip(grads, ctx.matrices, strict=True)]
+        grad_extended = functools.reduce(torch.add, parts)
+        grad_low_rank = grad_extended[:, num_inputs : num_inputs + rank]  # (N, R): gradient of A·x
+        grad_x = grad_extended[:, :num_inputs] + grad_low_rank @ lora_a.to(dtype)
+        grad_a = (grad_low_rank.T @ extended[:, :num_inputs]).to(lora_a.dtype)
+        grads_b, column, row = [], num_inputs, 0
+        for index, b in enumerate(lora_b):
+            grad = grads[index] if len(grads) > 1 else grads[0][:, row : row + len(b)]
+            low_rank = extended[:, column : column + ctx.ranks[index]]
+            grads_b.append((grad.T @ low_rank).to(b.dtype) * ctx.scalings[index])
+            column, row = column + ctx.ranks[index], row + len(b)
+        return grad_x, grad_a, None, None, None, *grads_b
