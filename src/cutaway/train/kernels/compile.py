@@ -108,7 +108,7 @@ def _find_fusible_modules(model: nn.Module) -> dict[nn.Module, dict[str, Any]]:
             fused = FusedLoRALinear(module.gate, module.up)  # type: ignore[arg-type]  # checked above
             replaced_methods[module] = {"fused_lora": fused, "project_gate_up": MethodType(_fused_lora_gate_up, module)}
         elif can_fuse_lora(module) and name.rpartition(".")[2] in ("o", "down"):
-            fused = FusedLoRALinear(module)  # type: ignore[arg-type]  # checked above
+            fused = FusedLoRALinear(module)  # checked above
             replaced_methods[module] = {"fused_lora": fused, "forward": MethodType(_fused_lora_forward, module)}
         elif type(module) is MultiHead and _are_plain(module.q, module.k, module.v):
             replaced_methods[module] = {"project_qkv": MethodType(_fused_qkv, module)}
