@@ -150,7 +150,7 @@ class Tokenizer:
         **template_kwargs: object,
     ) -> str:
         """Render messages to a prompt. `chat_template` is a template, or the name of a template of this tokenizer."""
-        source = self._select_chat_template(chat_template, with_tools=tools is not None)
+        source = self.select_chat_template(chat_template, with_tools=tools is not None)
         values = {**self.special_tokens_map, **template_kwargs, "tools": tools}
         return render_chat_template(source, messages, {**values, "add_generation_prompt": add_generation_prompt})
 
@@ -158,7 +158,7 @@ class Tokenizer:
         """Token ids of `render_chat`. No special tokens are added, because the template includes BOS if required."""
         return self.encode(self.render_chat(messages, **render_options), add_special_tokens=False)
 
-    def _select_chat_template(self, chat_template: str | None, *, with_tools: bool) -> str:
+    def select_chat_template(self, chat_template: str | None, *, with_tools: bool) -> str:
         templates = self.chat_template
         if isinstance(templates, dict):
             if chat_template is None:
