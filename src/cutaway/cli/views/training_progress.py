@@ -11,6 +11,7 @@ from rich.progress import BarColumn, Progress, TaskID
 
 from cutaway.cli.json_output import print_json
 from cutaway.cli.views.terminal import escape_control_characters
+from cutaway.cli.views.training_examples import print_examples
 from cutaway.train.checkpoint.run_directory import RunDirectory
 from cutaway.train.logging.metrics_log import read_metrics_log, to_json_value
 
@@ -54,12 +55,14 @@ class TrainingProgress:
                 on_evaluate=_write_json,
                 on_layer_stats=_write_json,
                 on_message=self.on_message,
+                on_data=lambda row: _write_json({"data": row}),
             )
         return Callback(
             on_step_end=self.on_step_end,
             on_evaluate=self.on_evaluate,
             on_layer_stats=self.on_layer_stats,
             on_message=self.on_message,
+            on_data=lambda row: print_examples(self.console, row),
         )
 
     @contextmanager

@@ -119,6 +119,11 @@ class AssistantMaskEncoder:
             return MaskedTokens(masked.ids, [*masked.is_target[:-1], True])
         return MaskedTokens([*masked.ids, eos], [*masked.is_target, True])
 
+    @property
+    def end_tokens(self) -> list[str]:
+        """Tokens that end a turn in the chat templates used so far."""
+        return [finder.end_token for finder in self._finders.values() if finder.end_token is not None]
+
     def turn_finder(self, *, with_tools: bool) -> AssistantTurnFinder:
         """The finder of assistant turns for the tokenizer's chat template."""
         tokenizer = self.tokenizer

@@ -26,6 +26,7 @@ from cutaway.train.recipe.load import RecipeSource, load_recipe
 from cutaway.train.recipe.schema import Recipe
 from cutaway.train.trainer.memory_check import check_memory
 from cutaway.train.trainer.preflight import run_preflight
+from cutaway.train.trainer.run_length import resolve_run_length
 from cutaway.train.trainer.trainer import Trainer
 from cutaway.train.trainer.training_module import TrainingModule, build_training_model
 
@@ -99,7 +100,8 @@ def prepare_trainer(
     is_sharded = dist_context.mesh is not None
     callback = callback if callback is not None and dist_context.is_main_process else Callback()
     log = callback.on_message
-    check_schedule(recipe.schedule, recipe.training.max_steps)
+    if recipe.training.num_epochs is None:  # otherwise it is checked when the number of steps is known
+        check_schedule(recipe.schedule, recipe.training.max_steps)
     if recipe.logging.tensorboard:
         check_tensorboard_installed()
 
@@ -125,6 +127,12 @@ def prepare_trainer(
         # Data
         seed = recipe.training.seed
         data = load_training_data(recipe.data, recipe.objective, tokenizer, base_info, config, seed, log)
+        if data.summary is not None:
+            callback.on_data(data.summary)
+        if run_directory is None:
+            recipe = resolve_run_length(recipe, data, log)
+            check_schedule(recipe.schedule, recipe.training.max_steps)
+            base_info = base_info.with_eos_token_ids(tokenizer, data.end_token_ids)
         objective_fn = build_objective_fn(recipe.objective, recipe.data, tokenizer, config.vocab_size, seed, device)
 
         # Run directory
