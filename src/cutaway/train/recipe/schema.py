@@ -148,8 +148,8 @@ class SFTConfig(LossTermsConfig):
     """Target tokens: those that the assistant generates, including the token that ends its turn, and completions; or
     all tokens."""
     packing: bool = False
-    """Put several records into one sequence of up to data.seq_len tokens, which avoids padding. training.batch_size then
-    counts such sequences. With data.document_mask, the loss is the same as without packing."""
+    """Put several records into one sequence of up to data.seq_len tokens, which avoids padding. training.batch_size
+    then counts such sequences. With data.document_mask, the loss is the same as without packing."""
     truncation: Literal["right", "drop"] = "right"
     """Handling of records with more than data.seq_len + 1 tokens: 'right' removes the tokens at the end, 'drop' leaves
     out the record."""
