@@ -142,9 +142,20 @@ class AssistantTurnFinder:
         return None if match is None else match.group()
 
     def turn_end(self, text: str) -> int | None:
-        """End of the last special token of a turn's text, if only whitespace follows it."""
-        ends = [match.end() for match in self._end_pattern.finditer(text)]
-        return ends[-1] if ends and not text[ends[-1] :].strip() else None
+        """End of the token that ends a turn, if the turn's text ends with special tokens and whitespace.
+
+        It is the first one that is known to end turns, because some templates write EOS at the end of a conversation in
+        addition (Phi-3), or else the last one, because special tokens may surround tool calls.
+        """
+        trailing: list[re.Match[str]] = []
+        position = len(text)
+        for match in reversed(list(self._end_pattern.finditer(text))):
+            if text[match.end() : position].strip():
+                break
+            trailing.append(match)
+            position = match.start()
+        known = [match for match in trailing if match.group() in self._known_ends]
+        return (known[-1] if known else trailing[0]).end() if trailing else None
 
     def known_end_after(self, text: str, position: int) -> int | None:
         """End of the token that ends a turn, if it is at this position, after optional whitespace."""
@@ -236,11 +247,12 @@ class _TurnSearch:
                     continue
                 # Some generation prompts end with text, such as <think>, that the rendered turn does not have.
                 common = _common_prefix(prompt, text[: text.index(MARKER)])
-                if common < len(prompt) and common <= len(start):
+                num_before = _common_prefix(start, prompt)  # some conversations end with EOS (Phi-3)
+                if common < len(prompt) and common <= num_before:
                     continue
                 tail = self._probe_tail(text, before, after)
-                if tail is not None and prompt.startswith(start):
-                    yield text[common : text.index(MARKER)], tail, text[len(start) : common]
+                if tail is not None:
+                    yield text[common : text.index(MARKER)], tail, text[num_before:common]
 
     def _probe_tail(self, text: str, before: Sequence[Message], after: Sequence[Message]) -> str | None:
         """Text from the marker to the end of the turn. None if no token ends the turn."""

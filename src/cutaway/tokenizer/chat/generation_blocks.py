@@ -40,7 +40,8 @@ def find_generation_spans(render: Callable[[], str]) -> tuple[str, list[Span]]:
         else:
             plain.append(piece)
             position += len(piece)
-    if "".join(plain) != text or start is not None:
+    is_reserved = START_MARKER in text or END_MARKER in text
+    if is_reserved or "".join(plain) != text or start is not None:
         raise InputError(
             "the generation blocks of the chat template have no exact position in its output, because they are nested,"
             " their output is changed afterwards, or the messages contain the characters U+FDD0 or U+FDD1; write"
