@@ -39,6 +39,9 @@ def train(
         str | None,
         option("Checkpoint to fine-tune: a directory, a run, a .gguf file or a Hub id.", metavar="SOURCE"),
     ] = None,
+    show_data: Annotated[
+        bool, option("Show statistics and examples of the data, with their targets, and exit.", "--show-data")
+    ] = False,
     device: Device = None,
     as_schema: Annotated[bool, option("Print the JSON schema of recipes.", "--schema")] = False,
     as_json: Annotated[bool, json_flag("Print one JSON object per step and per evaluation.")] = False,
@@ -50,6 +53,8 @@ def train(
     Example: cutaway train python-stdlib --out runs/first --set training.max_steps=500
 
     Example: cutaway train gpt2-124m --text books/ --text more.jsonl
+
+    Example: cutaway train sft --base SmolLM2.gguf --data chat.jsonl --show-data
 
     Example: cutaway train big.toml --dry-run --world-size 1024 --set parallel.dp_shard=all --set parallel.tp=8
     """
@@ -83,6 +88,9 @@ def train(
 
         run_dry_run(load_recipe(recipe, overrides or [], texts or [], base), world_size, as_json=as_json)
         return
+    if show_data:
+        _show_data(recipe, overrides or [], texts or [], base, as_json=as_json)
+        return
     from cutaway.cli.views.training_progress import TrainingProgress
     from cutaway.train.distributed.process_group import init_distributed
     from cutaway.train.trainer.launch import prepare_trainer, resume_trainer
@@ -105,6 +113,17 @@ def train(
         with progress.track(trainer) if dist.is_main_process else nullcontext():
             trainer.train()
     _print_outcome(trainer, as_json=as_json, is_main_process=dist.is_main_process)
+
+
+def _show_data(recipe: str | None, overrides: list[str], texts: list[Path], base: str | None, *, as_json: bool) -> None:
+    """Print statistics and examples of the data of a recipe."""
+    from cutaway.cli.views.training_progress import TrainingProgress
+    from cutaway.train.recipe.load import load_recipe
+    from cutaway.train.trainer.launch import show_data
+
+    if recipe is None:
+        raise InputError("--show-data needs a recipe, for example: cutaway train sft --base SOURCE --data FILE")
+    show_data(load_recipe(recipe, overrides, texts, base), TrainingProgress(as_json=as_json).build_callback())
 
 
 def _print_outcome(trainer: "Trainer", *, as_json: bool, is_main_process: bool) -> None:

@@ -14,6 +14,7 @@ from cutaway.train.checkpoint.pretrained_checkpoint import (
     resolve_model_config,
 )
 from cutaway.train.checkpoint.run_directory import RUN_FILE, RunDirectory, check_new_directory
+from cutaway.train.data.record_data import RECORD_OBJECTIVES, uses_records
 from cutaway.train.data.training_data import build_tokenizer, load_training_data
 from cutaway.train.distributed.parallelize import init_sharded_weights, parallelize_module
 from cutaway.train.distributed.process_group import SINGLE_PROCESS, DeviceLike, DistributedContext, init_distributed
@@ -162,6 +163,25 @@ def prepare_trainer(
             " start a new run"
         )
     return trainer
+
+
+def show_data(recipe: Recipe, callback: Callback) -> None:
+    """Read the records of a recipe as for training, and pass statistics and examples to `callback`."""
+    if not uses_records(recipe.objective):
+        raise InputError(
+            f"the data of objective {recipe.objective.kind} are texts, which have no examples to show; use an objective"
+            f" that trains on records ({', '.join(sorted(RECORD_OBJECTIVES))})"
+        )
+    base_checkpoint = load_base_checkpoint(recipe.model)
+    base_info = BaseCheckpointInfo.from_checkpoint(base_checkpoint)
+    tokenizer = build_tokenizer(recipe.data, recipe.objective, base_checkpoint)
+    config = resolve_model_config(recipe.model, tokenizer, base_info)
+    check_objective(recipe.objective, config, recipe.training, recipe.parallel)
+    log, seed = callback.on_message, recipe.training.seed
+    data = load_training_data(recipe.data, recipe.objective, tokenizer, base_info, config, seed, log)
+    if data.summary is not None:
+        callback.on_data(data.summary)
+    check_schedule(recipe.schedule, resolve_run_length(recipe, data, log).training.max_steps)
 
 
 def resume_trainer(
