@@ -123,7 +123,8 @@ def _show_data(recipe: str | None, overrides: list[str], texts: list[Path], base
 
     if recipe is None:
         raise InputError("--show-data needs a recipe, for example: cutaway train sft --base SOURCE --data FILE")
-    show_data(load_recipe(recipe, overrides, texts, base), TrainingProgress(as_json=as_json).build_callback())
+    progress = TrainingProgress(as_json=as_json, stderr=False)
+    show_data(load_recipe(recipe, overrides, texts, base), progress.build_callback())
 
 
 def _print_outcome(trainer: "Trainer", *, as_json: bool, is_main_process: bool) -> None:
@@ -135,7 +136,8 @@ def _print_outcome(trainer: "Trainer", *, as_json: bool, is_main_process: bool) 
     elif is_main_process and step == max_steps:
         mask = run.tokenizer.special_tokens_map.get("mask_token")
         text = f"'a text with a {mask}'" if trainer.model.config.form == "encoder" else "TEXT"
-        sys.stderr.write(f"the model is in {run.model_directory}; try: cutaway generate {run.directory} {text}\n")
+        flag = "--message " if trainer.recipe.objective.kind == "sft" and run.tokenizer.chat_template else ""
+        sys.stderr.write(f"the model is in {run.model_directory}; try: cutaway generate {run.directory} {flag}{text}\n")
     elif is_main_process:
         command = f"cutaway train --resume {run.directory}"
         sys.stderr.write(f"stopped after {step} of {max_steps} steps; continue with: {command}\n")

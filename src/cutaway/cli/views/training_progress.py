@@ -36,9 +36,9 @@ SMOOTHING = 0.1
 class TrainingProgress:
     """Prints the progress of a training run: step, loss, tokens per second, MFU, memory and remaining time."""
 
-    def __init__(self, *, as_json: bool) -> None:
+    def __init__(self, *, as_json: bool, stderr: bool = True) -> None:
         self.as_json = as_json
-        self.console = Console(stderr=True)
+        self.console = Console(stderr=stderr)
         columns = ("{task.completed:.0f}/{task.total:.0f}", BarColumn(12), "{task.description}")
         self.progress_bar = Progress(*columns, console=self.console, disable=as_json or not self.console.is_terminal)
         self.task_id: TaskID | None = None
