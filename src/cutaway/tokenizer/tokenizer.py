@@ -79,13 +79,13 @@ class Tokenizer:
 
         The text of a special token is encoded as that token, unless `split_special_tokens` is set.
         """
-        return _wrap_errors("this text", lambda: self._encode(_validate_text(text), add_special_tokens))
+        return _wrap_errors("this text", lambda: self._encode(validate_text(text), add_special_tokens))
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
         """Encode several texts in parallel, without padding."""
         if isinstance(texts, str):
             raise InputError("encode_batch takes a list of strings; for one text use encode")
-        checked = [_validate_text(text) for text in texts]
+        checked = [validate_text(text) for text in texts]
         return _wrap_errors("one of these texts", lambda: self._encode_batch(checked, add_special_tokens))
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
@@ -198,7 +198,8 @@ class Tokenizer:
         return f"Tokenizer({type(self.backend.model).__name__}, {self.vocab_size} tokens)"
 
 
-def _validate_text(text: object) -> str:
+def validate_text(text: object) -> str:
+    """Return a text that can be encoded. Raises InputError for other types and for unpaired surrogates."""
     if not isinstance(text, str):
         raise InputError(f"text has type {type(text).__name__}, not str; use encode_batch for several texts")
     try:

@@ -234,6 +234,24 @@ def test_models_without_chat_template_get_a_shipped_one(tmp_path: Path) -> None:
     assert tokenizer.chat_template is None  # not needed
 
 
+def test_hostile_texts_are_left_out(tmp_path: Path) -> None:
+    surrogate = {"messages": [HELLO[0], {"role": "assistant", "content": "a\ud800"}]}
+    nested: Any = "x"
+    for _ in range(200):
+        nested = [nested]
+    tools = {"messages": HELLO, "tools": [{"type": nested}]}
+    rows = [
+        *(chat(n) for n in range(10)),
+        surrogate,
+        {"text": "\ud800"},
+        {"prompt": "\udfff", "completion": "a"},
+        tools,
+    ]
+    loaded, messages = load_datasets(tmp_path, rows, chat_tokenizer())
+    assert len(loaded.train.rows) + len(loaded.validation.rows) == 10
+    assert any("2 × the chat template cannot encode it" in m and "2 × the tokenizer cannot" in m for m in messages)
+
+
 def test_data_without_valid_records_is_an_error(tmp_path: Path) -> None:
     tokenizer = chat_tokenizer()
     with pytest.raises(InputError, match=r"no valid record .*its keys are question, answer"):

@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from support.chat_templates import STYLES
+from support.cli_runner import CliRunner
 from support.tiny_runs import read_metrics, run_digest, write_texts
 
 import cutaway as ct
@@ -252,3 +253,21 @@ def test_errors_of_users(llama: Path, chats: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="missing"):
         start(llama, tmp_path / "missing.jsonl")
     assert not (tmp_path / "run").exists()
+
+
+def test_show_data_prints_targets_and_does_not_train(
+    llama: Path, chats: Path, run_cli: CliRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = ("train", "sft", "--base", llama, "--data", chats, "--show-data")
+    output = run_cli(*arguments)
+    row = chat_rows(40)[1]["messages"]
+    assert f"{row[0]['content']}<|im_end|>\n<|im_start|>assistant\n⟦{row[1]['content']}<|im_end|>⟧" in output
+    assert "3 epochs of 39 sequences in batches of 8: 15 steps" in output
+    lines = [json.loads(line) for line in run_cli(*arguments, "--json").splitlines()]
+    [data] = [line["data"] for line in lines if "data" in line]
+    segments = data["examples"][0]["segments"]
+    assert next(segment["text"] for segment in segments if segment["target"]).endswith("<|im_end|>")
+    assert not (tmp_path / "runs").exists()
+    assert "are texts" in run_cli("train", "tiny-python", "--show-data", code=2)
+    assert "needs a recipe" in run_cli("train", "--resume", tmp_path, "--show-data", code=2)

@@ -12,7 +12,7 @@ from cutaway.tokenizer.chat.assistant_turns import AssistantTurnFinder
 from cutaway.tokenizer.chat.generation_blocks import Span
 from cutaway.tokenizer.chat.sandbox import TEMPLATE_TIME
 from cutaway.tokenizer.chat.template import Message
-from cutaway.tokenizer.tokenizer import Tokenizer
+from cutaway.tokenizer.tokenizer import Tokenizer, validate_text
 
 FIXED_TIME = datetime(2025, 1, 1)
 """Time of templates that write the date, so that the tokens of a conversation do not depend on the day."""
@@ -91,7 +91,7 @@ class AssistantMaskEncoder:
         The last character of an assistant turn belongs to the token that ends the turn. Special tokens that the
         tokenizer adds (`add_special_tokens`) are not targets.
         """
-        encoding = self._backend.encode(text, add_special_tokens=False)
+        encoding = self._backend.encode(validate_text(text), add_special_tokens=False)
         is_start, is_last = bytearray(len(text) + 1), bytearray(len(text) + 1)
         for start, end in spans:
             is_start[start:end] = b"\1" * (end - start)
