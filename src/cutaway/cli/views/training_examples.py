@@ -18,7 +18,11 @@ def print_examples(console: Console, row: dict[str, Any]) -> None:
     """Print the examples of a row of `Callback.on_data`. Targets are green and in brackets."""
     examples = row.get("examples", [])
     for number, example in enumerate(examples, 1):
-        console.print(f"example {number} of {len(examples)}; targets are in {BRACKETS[0]} {BRACKETS[1]}:", style="bold")
+        console.print(
+            f"example {number} of {len(examples)}; targets are in {BRACKETS[0]} {BRACKETS[1]}:",
+            style="bold",
+            highlight=False,
+        )
         text = Text()
         for segment in example["segments"]:
             content = escape_control_characters(_shorten(segment["text"]))
