@@ -185,6 +185,25 @@ def qwen3(messages: Messages, tools: Tools) -> Iterator[Piece]:
             yield from chatml([m], None)
 
 
+@style(
+    "qwen3-thinking",
+    STYLES["qwen3"]
+    .template.replace("'<|im_start|>assistant\n' }}{%- endif %}", "PROMPT }}{%- endif %}")
+    .replace("PROMPT", "'<|im_start|>assistant\n<think>\n'"),
+    STYLES["qwen3"].special_tokens,
+    eos_token="<|im_end|>",
+    supports=ALL,
+)
+def qwen3_thinking(messages: Messages, tools: Tools) -> Iterator[Piece]:
+    """The generation prompt ends with <think>, so that it is not generated."""
+    for text, is_target in qwen3(messages, tools):
+        if is_target and text.startswith("<think>\n"):
+            yield "<think>\n", False
+            yield text.removeprefix("<think>\n"), True
+        else:
+            yield text, is_target
+
+
 def split_thinking(message: dict[str, Any]) -> tuple[str, str]:
     content = message["content"] or ""
     if "reasoning_content" in message:

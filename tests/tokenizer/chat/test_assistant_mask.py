@@ -205,6 +205,11 @@ REFUSED = {
         "{{ x|length }}{% endfor %}",
         "no exact position",
     ),
+    "generation blocks without end": (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
+        "{% else %}{{ m.content }}{% endif %}{{ '\n' }}{% endfor %}",
+        "no token that ends the turn",
+    ),
     "unused generation block": (
         "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
         "{% if nothing %}{% generation %}{% endgeneration %}{% endif %}",

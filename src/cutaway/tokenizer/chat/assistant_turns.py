@@ -104,7 +104,10 @@ class AssistantTurnFinder:
             # A block that excludes the end of the turn: the model must generate it too.
             end = self.known_end_after(text, end) or end
             has_end = self.turn_end(text[start:end]) is not None
-            turns.append(AssistantTurn(owner, start, end, has_end or end < len(text.rstrip())))
+            is_last = end >= len(text.rstrip())
+            if owner is not None and not has_end and not is_last:
+                raise _no_end_error(owner)
+            turns.append(AssistantTurn(owner, start, end, has_end or not is_last))
         return text, turns
 
     def _try_render(
@@ -205,10 +208,7 @@ class _TurnSearch:
         if after is not None:
             return AssistantTurn(index, start, after)
         if self.text[end:].strip() or index < len(self.messages) - 1:
-            raise InputError(
-                f"the chat template writes no token that ends the turn of message {index}, so that a trained model"
-                f" would not stop there; {_ADVICE}"
-            )
+            raise _no_end_error(index)
         return AssistantTurn(index, start, end, has_end_token=False)
 
     def _find_by_marker(self, index: int) -> AssistantTurn | None:
@@ -245,27 +245,50 @@ class _TurnSearch:
                 text = self.render([*before, marked, *after], False)
                 if text is None or text.count(MARKER) != 1:
                     continue
-                # Some generation prompts end with text, such as <think>, that the rendered turn does not have.
-                common = _common_prefix(prompt, text[: text.index(MARKER)])
-                num_before = _common_prefix(start, prompt)  # some conversations end with EOS (Phi-3)
-                if common < len(prompt) and common <= num_before:
+                other = self.render([*before, _PROBE_ASSISTANT, *after], False)
+                if other is None or other.count(OTHER_CONTENT) != 1:
                     continue
-                tail = self._probe_tail(text, before, after)
+                num_before = _common_prefix(start, prompt)  # some conversations end with EOS (Phi-3)
+                header_end = _header_end(prompt, num_before, other)
+                position = text.index(MARKER)
+                if header_end is None or header_end > position or text[:header_end] != other[:header_end]:
+                    continue
+                tail = self._probe_tail(text, other, is_last=not after)
                 if tail is not None:
-                    yield text[common : text.index(MARKER)], tail, text[num_before:common]
+                    yield text[header_end:position], tail, text[num_before:header_end]
 
-    def _probe_tail(self, text: str, before: Sequence[Message], after: Sequence[Message]) -> str | None:
-        """Text from the marker to the end of the turn. None if no token ends the turn."""
+    def _probe_tail(self, text: str, other: str, *, is_last: bool) -> str | None:
+        """Text from the marker to the end of the turn. None if no token ends the turn.
+
+        `other` has another message instead of the marked one. What follows the message is the same in both.
+        """
         position = text.index(MARKER) + 1
-        if not after:
+        if is_last:
             end = self.finder.turn_end(text[position:])
             return None if end is None else text[position : position + end]
-        other = self.render([*before, _PROBE_ASSISTANT, *after], False)
-        if other is None:
-            return None
         suffix = _common_prefix(text[::-1], other[::-1])
         end = self.finder.known_end_after(text, len(text) - suffix)
         return None if end is None else text[position:end]
+
+
+def _header_end(prompt: str, num_before: int, other: str) -> int | None:
+    """End of the generation prompt in `other`, a conversation whose last assistant message is OTHER_CONTENT.
+
+    Some generation prompts end with text, such as <think>, that is not rendered before the message. Then the message
+    must follow directly, because text that the template adds could begin like the rest of the prompt.
+    """
+    content = other.index(OTHER_CONTENT)
+    common = _common_prefix(prompt, other[:content])
+    if common == len(prompt):
+        return common
+    return common if common == content and common > num_before else None
+
+
+def _no_end_error(index: int) -> InputError:
+    return InputError(
+        f"the chat template writes no token that ends the turn of message {index}, so that a trained model would not"
+        f" stop there; {_ADVICE}"
+    )
 
 
 def _check_nothing_dropped(messages: Sequence[Message], text: str, render: Render) -> None:
