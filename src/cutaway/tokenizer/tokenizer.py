@@ -79,13 +79,13 @@ class Tokenizer:
 
         The text of a special token is encoded as that token, unless `split_special_tokens` is set.
         """
-        return _wrap_errors("this text", lambda: self._encode(_validate_text(text), add_special_tokens))
+        return _wrap_errors("this text", lambda: self._encode(validate_text(text), add_special_tokens))
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
         """Encode several texts in parallel, without padding."""
         if isinstance(texts, str):
             raise InputError("encode_batch takes a list of strings; for one text use encode")
-        checked = [_validate_text(text) for text in texts]
+        checked = [validate_text(text) for text in texts]
         return _wrap_errors("one of these texts", lambda: self._encode_batch(checked, add_special_tokens))
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
@@ -150,7 +150,7 @@ class Tokenizer:
         **template_kwargs: object,
     ) -> str:
         """Render messages to a prompt. `chat_template` is a template, or the name of a template of this tokenizer."""
-        source = self._select_chat_template(chat_template, with_tools=tools is not None)
+        source = self.select_chat_template(chat_template, with_tools=tools is not None)
         values = {**self.special_tokens_map, **template_kwargs, "tools": tools}
         return render_chat_template(source, messages, {**values, "add_generation_prompt": add_generation_prompt})
 
@@ -158,7 +158,7 @@ class Tokenizer:
         """Token ids of `render_chat`. No special tokens are added, because the template includes BOS if required."""
         return self.encode(self.render_chat(messages, **render_options), add_special_tokens=False)
 
-    def _select_chat_template(self, chat_template: str | None, *, with_tools: bool) -> str:
+    def select_chat_template(self, chat_template: str | None, *, with_tools: bool) -> str:
         templates = self.chat_template
         if isinstance(templates, dict):
             if chat_template is None:
@@ -198,7 +198,8 @@ class Tokenizer:
         return f"Tokenizer({type(self.backend.model).__name__}, {self.vocab_size} tokens)"
 
 
-def _validate_text(text: object) -> str:
+def validate_text(text: object) -> str:
+    """Return a text that can be encoded. Raises InputError for other types and for unpaired surrogates."""
     if not isinstance(text, str):
         raise InputError(f"text has type {type(text).__name__}, not str; use encode_batch for several texts")
     try:

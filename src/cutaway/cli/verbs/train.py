@@ -39,6 +39,9 @@ def train(
         str | None,
         option("Checkpoint to fine-tune: a directory, a run, a .gguf file or a Hub id.", metavar="SOURCE"),
     ] = None,
+    show_data: Annotated[
+        bool, option("Show statistics and examples of the data, with their targets, and exit.", "--show-data")
+    ] = False,
     device: Device = None,
     as_schema: Annotated[bool, option("Print the JSON schema of recipes.", "--schema")] = False,
     as_json: Annotated[bool, json_flag("Print one JSON object per step and per evaluation.")] = False,
@@ -50,6 +53,8 @@ def train(
     Example: cutaway train python-stdlib --out runs/first --set training.max_steps=500
 
     Example: cutaway train gpt2-124m --text books/ --text more.jsonl
+
+    Example: cutaway train sft --base SmolLM2.gguf --data chat.jsonl --show-data
 
     Example: cutaway train big.toml --dry-run --world-size 1024 --set parallel.dp_shard=all --set parallel.tp=8
     """
@@ -83,6 +88,9 @@ def train(
 
         run_dry_run(load_recipe(recipe, overrides or [], texts or [], base), world_size, as_json=as_json)
         return
+    if show_data:
+        _show_data(recipe, overrides or [], texts or [], base, as_json=as_json)
+        return
     from cutaway.cli.views.training_progress import TrainingProgress
     from cutaway.train.distributed.process_group import init_distributed
     from cutaway.train.trainer.launch import prepare_trainer, resume_trainer
@@ -107,6 +115,18 @@ def train(
     _print_outcome(trainer, as_json=as_json, is_main_process=dist.is_main_process)
 
 
+def _show_data(recipe: str | None, overrides: list[str], texts: list[Path], base: str | None, *, as_json: bool) -> None:
+    """Print statistics and examples of the data of a recipe."""
+    from cutaway.cli.views.training_progress import TrainingProgress
+    from cutaway.train.recipe.load import load_recipe
+    from cutaway.train.trainer.launch import show_data
+
+    if recipe is None:
+        raise InputError("--show-data needs a recipe, for example: cutaway train sft --base SOURCE --data FILE")
+    progress = TrainingProgress(as_json=as_json, stderr=False)
+    show_data(load_recipe(recipe, overrides, texts, base), progress.build_callback())
+
+
 def _print_outcome(trainer: "Trainer", *, as_json: bool, is_main_process: bool) -> None:
     """Print the directory of the trained model. If the run is not finished, print how to continue, and exit with 1."""
     step, max_steps, run = trainer.global_step, trainer.recipe.training.max_steps, trainer.run_directory
@@ -116,7 +136,8 @@ def _print_outcome(trainer: "Trainer", *, as_json: bool, is_main_process: bool) 
     elif is_main_process and step == max_steps:
         mask = run.tokenizer.special_tokens_map.get("mask_token")
         text = f"'a text with a {mask}'" if trainer.model.config.form == "encoder" else "TEXT"
-        sys.stderr.write(f"the model is in {run.model_directory}; try: cutaway generate {run.directory} {text}\n")
+        flag = "--message " if trainer.recipe.objective.kind == "sft" and run.tokenizer.chat_template else ""
+        sys.stderr.write(f"the model is in {run.model_directory}; try: cutaway generate {run.directory} {flag}{text}\n")
     elif is_main_process:
         command = f"cutaway train --resume {run.directory}"
         sys.stderr.write(f"stopped after {step} of {max_steps} steps; continue with: {command}\n")

@@ -11,6 +11,7 @@ from rich.progress import BarColumn, Progress, TaskID
 
 from cutaway.cli.json_output import print_json
 from cutaway.cli.views.terminal import escape_control_characters
+from cutaway.cli.views.training_examples import print_examples
 from cutaway.train.checkpoint.run_directory import RunDirectory
 from cutaway.train.logging.metrics_log import read_metrics_log, to_json_value
 
@@ -35,9 +36,9 @@ SMOOTHING = 0.1
 class TrainingProgress:
     """Prints the progress of a training run: step, loss, tokens per second, MFU, memory and remaining time."""
 
-    def __init__(self, *, as_json: bool) -> None:
+    def __init__(self, *, as_json: bool, stderr: bool = True) -> None:
         self.as_json = as_json
-        self.console = Console(stderr=True)
+        self.console = Console(stderr=stderr)
         columns = ("{task.completed:.0f}/{task.total:.0f}", BarColumn(12), "{task.description}")
         self.progress_bar = Progress(*columns, console=self.console, disable=as_json or not self.console.is_terminal)
         self.task_id: TaskID | None = None
@@ -54,12 +55,14 @@ class TrainingProgress:
                 on_evaluate=_write_json,
                 on_layer_stats=_write_json,
                 on_message=self.on_message,
+                on_data=lambda row: _write_json({"data": row}),
             )
         return Callback(
             on_step_end=self.on_step_end,
             on_evaluate=self.on_evaluate,
             on_layer_stats=self.on_layer_stats,
             on_message=self.on_message,
+            on_data=lambda row: print_examples(self.console, row),
         )
 
     @contextmanager

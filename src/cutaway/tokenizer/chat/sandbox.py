@@ -6,6 +6,7 @@ is transformed: loops and macros check the deadline, and every expression that c
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
 from datetime import datetime
 from itertools import islice
 from types import BuiltinMethodType, MethodType
@@ -35,14 +36,28 @@ _MAX_TEMPLATE_NODES = 10_000
 """Maximum number of AST nodes. Compiling this many takes about half a second."""
 
 
+GENERATION_MARKERS: ContextVar[tuple[str, str] | None] = ContextVar("cutaway_generation_markers", default=None)
+"""Texts that are rendered before and after the contents of each generation block. None: no markers."""
+TEMPLATE_TIME: ContextVar[datetime | None] = ContextVar("cutaway_template_time", default=None)
+"""Time that `strftime_now` formats. None: the current time."""
+
+
 class _GenerationTag(Extension):
-    """Jinja tag `{% generation %}`, which marks assistant text for training; the text is rendered unchanged."""
+    """Jinja tag `{% generation %}`, which marks text that the assistant generates.
+
+    The text is rendered unchanged. If GENERATION_MARKERS is set, it is enclosed in the markers.
+    """
 
     tags = {"generation"}
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
-        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        markers = [
+            nodes.Output([nodes.Call(nodes.EnvironmentAttribute(name), [], [], None, None)]).set_lineno(line)
+            for name in ("generation_start", "generation_end")
+        ]
+        return nodes.Scope([markers[0], *body, markers[1]]).set_lineno(line)
 
 
 class _MeteringTransformer(NodeTransformer):
@@ -137,6 +152,16 @@ class ChatTemplateSandbox(ImmutableSandboxedEnvironment):
 
     def concatenate(self, *values: object) -> str:
         return CURRENT_METER.get().charge_value("".join([self.charge_output(value) for value in values]))
+
+    # Called by code that _GenerationTag inserts
+
+    def generation_start(self) -> str:
+        markers = GENERATION_MARKERS.get()
+        return "" if markers is None else markers[0]
+
+    def generation_end(self) -> str:
+        markers = GENERATION_MARKERS.get()
+        return "" if markers is None else markers[1]
 
     # Called by Jinja
 
@@ -253,4 +278,4 @@ def _raise_exception(message: object) -> None:
 def _strftime_now(pattern: str) -> str:
     if len(pattern) > 200:
         raise SecurityError("it uses a date format of more than 200 characters")
-    return datetime.now().strftime(pattern)
+    return (TEMPLATE_TIME.get() or datetime.now()).strftime(pattern)

@@ -1,7 +1,8 @@
 """Load the base checkpoint of a fine-tuning run, and take config, family and tokenizer from it."""
 
 import hashlib
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -50,6 +51,18 @@ class BaseCheckpointInfo:
             to_dict(base_checkpoint.config),
             weights_fingerprint(base_checkpoint.model) if with_fingerprint else None,
         )
+
+    def eos_token_ids(self, tokenizer: Tokenizer) -> tuple[int, ...]:
+        """Tokens at which generation stops."""
+        return read_generation_config(self.generation_config, self.hf_config, tokenizer).eos_token_ids
+
+    def with_eos_token_ids(self, tokenizer: Tokenizer, token_ids: Collection[int]) -> "BaseCheckpointInfo":
+        """Add tokens at which generation stops, such as the token that ends a turn in the chat template."""
+        known = self.eos_token_ids(tokenizer)
+        missing = sorted(set(token_ids) - set(known))
+        if self.config is None or not missing:
+            return self
+        return replace(self, generation_config=self.generation_config | {"eos_token_id": [*known, *missing]})
 
     def decoder_start_token_id(self, tokenizer: Tokenizer) -> int:
         """Id of the token that starts every target of an encoder-decoder. Raises InputError if there is none."""

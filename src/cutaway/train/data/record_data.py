@@ -1,34 +1,36 @@
 """Training data of the objectives that train on records (`records.py`): encoders of records and their datasets."""
 
 import hashlib
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from cutaway.config import Config
 from cutaway.errors import InputError
 from cutaway.tokenizer import Tokenizer
-from cutaway.train.data.datasets import Row
-from cutaway.train.data.records import RecordDataset, RecordSplits, encode_records, split_records
-from cutaway.train.recipe.schema import DataConfig, ObjectiveConfig
+from cutaway.train.checkpoint.pretrained_checkpoint import BaseCheckpointInfo
+from cutaway.train.data.chat_encoder import SFTEncoder
+from cutaway.train.data.record_encoder import RecordEncoder
+from cutaway.train.data.records import RecordDataset, encode_records, split_records
+from cutaway.train.logging.metrics_log import Metrics
+from cutaway.train.recipe.schema import DataConfig, ObjectiveConfig, SFTConfig
 
-RECORD_OBJECTIVES: frozenset[str] = frozenset()
+RECORD_OBJECTIVES: frozenset[str] = frozenset({"sft"})
 """Kinds of the objectives that train on records instead of documents."""
 
 
-class RecordEncoder(ABC):
-    """Converts records to rows of token ids, and builds the dataset of the rows."""
+@dataclass(frozen=True)
+class RecordDatasets:
+    """Training and validation dataset of records."""
 
-    @abstractmethod
-    def encode(self, record: Any) -> Row:
-        """Row of a record. Raises InvalidRecordError if the record is left out."""
-
-    @abstractmethod
-    def build_dataset(self, rows: Sequence[Row], seed: int, *, shuffle: bool) -> RecordDataset[Any]: ...
-
-    def describe(self, rows: Sequence[Row], splits: RecordSplits, log: Callable[[str], None]) -> None:
-        """Log statistics and examples of the training rows."""
-        log(f"data: {len(rows):,} training records, {len(splits.validation):,} validation records")
+    train: RecordDataset[Any]
+    validation: RecordDataset[Any]
+    fingerprint: str
+    """Hash of records and token ids."""
+    summary: Metrics | None
+    """Statistics and examples of the training records, for `Callback.on_data`."""
+    end_token_ids: frozenset[int]
+    """`RecordEncoder.end_token_ids`."""
 
 
 def uses_records(objective: ObjectiveConfig) -> bool:
@@ -37,9 +39,13 @@ def uses_records(objective: ObjectiveConfig) -> bool:
 
 
 def build_record_encoder(
-    objective: ObjectiveConfig, data: DataConfig, tokenizer: Tokenizer, config: Config
+    objective: ObjectiveConfig, data: DataConfig, tokenizer: Tokenizer, base_info: BaseCheckpointInfo, config: Config
 ) -> RecordEncoder:
-    """Build the encoder of the records of an objective."""
+    """Build the encoder of the records of an objective. Sequences are limited to the context of the model."""
+    max_len = data.seq_len if config.context is None else min(data.seq_len, config.context)
+    match objective:
+        case SFTConfig():
+            return SFTEncoder(objective, max_len, tokenizer, base_info.eos_token_ids(tokenizer))
     raise InputError(f"objective {objective.kind} does not train on records")
 
 
@@ -47,13 +53,14 @@ def load_record_datasets(
     data: DataConfig,
     objective: ObjectiveConfig,
     tokenizer: Tokenizer,
+    base_info: BaseCheckpointInfo,
     config: Config,
     seed: int,
     log: Callable[[str], None],
-) -> tuple[RecordDataset[Any], RecordDataset[Any], str]:
-    """Read, split and encode the records. Returns training dataset, validation dataset and fingerprint of the data."""
+) -> RecordDatasets:
+    """Read, split and encode the records, and build the datasets of both splits."""
     splits = split_records(data.sources, validation_split=data.validation_split, seed=seed)
-    encoder = build_record_encoder(objective, data, tokenizer, config)
+    encoder = build_record_encoder(objective, data, tokenizer, base_info, config)
     train_rows, validation_rows = (
         encode_records(records, encoder.encode, splits.skipped) for records in (splits.train, splits.validation)
     )
@@ -66,14 +73,13 @@ def load_record_datasets(
                 f"the {name} split has no valid record{reason}; fix the records, or change data.validation_split or"
                 " training.seed"
             )
-    encoder.describe(train_rows, splits, log)
+    summary = encoder.describe(train_rows, splits, log)
     fingerprint = hashlib.sha256(splits.fingerprint.encode())
     for row in (*train_rows, *validation_rows):
         for values in row:
             fingerprint.update(values.tobytes())
-    datasets = (
+    train, validation = (
         encoder.build_dataset(rows, seed, shuffle=shuffle)
         for rows, shuffle in ((train_rows, True), (validation_rows, False))
     )
-    train, validation = datasets
-    return train, validation, fingerprint.hexdigest()
+    return RecordDatasets(train, validation, fingerprint.hexdigest(), summary, encoder.end_token_ids)

@@ -8,6 +8,7 @@ from cutaway.config import Config
 from cutaway.errors import InputError
 from cutaway.families.checkpoint import Checkpoint
 from cutaway.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer, train_bpe
+from cutaway.tokenizer.chat.shipped_templates import load_chat_template
 from cutaway.tokenizer.train import DEFAULT_SPECIAL_TOKENS, MASK_TOKEN
 from cutaway.train.checkpoint.pretrained_checkpoint import BaseCheckpointInfo, base_tokenizer
 from cutaway.train.data.datasets import Dataset, MixtureDataset, PackedDataset, PrefixDataset, Seq2SeqDataset
@@ -15,6 +16,7 @@ from cutaway.train.data.documents import read_documents
 from cutaway.train.data.memmap import TokenSplit
 from cutaway.train.data.prepare import prepare_data
 from cutaway.train.data.record_data import load_record_datasets, uses_records
+from cutaway.train.logging.metrics_log import Metrics
 from cutaway.train.recipe.schema import (
     BPETokenizerConfig,
     CausalLMConfig,
@@ -43,6 +45,16 @@ class TrainingData:
     """UTF-8 bytes per token of the validation text. None if the objective is neither causal-lm nor distillation."""
     fingerprint: str
     """Hash of documents and token ids; see `PreparedData.fingerprint`."""
+    summary: Metrics | None = None
+    """Statistics and examples of records, for `Callback.on_data`."""
+    end_token_ids: frozenset[int] = frozenset()
+    """Tokens that end a turn of the assistant in conversations."""
+
+    @property
+    def num_sequences(self) -> int | None:
+        """Number of training sequences per epoch. None for a mixture of weighted sources, which has no epochs."""
+        num_sequences: int | None = getattr(self.train, "num_sequences", None)
+        return num_sequences
 
 
 def load_training_data(
@@ -56,8 +68,16 @@ def load_training_data(
 ) -> TrainingData:
     """Tokenize the sources, unless their tokens are in the cache, and open them as datasets. Log skipped documents."""
     if uses_records(objective):
-        records, validation_records, fingerprint = load_record_datasets(data, objective, tokenizer, config, seed, log)
-        return TrainingData(records, validation_records, validation_records.num_sequences, None, fingerprint)
+        records = load_record_datasets(data, objective, tokenizer, base_info, config, seed, log)
+        return TrainingData(
+            records.train,
+            records.validation,
+            records.validation.num_sequences,
+            None,
+            records.fingerprint,
+            records.summary,
+            records.end_token_ids,
+        )
     directory, split, sources = user_cache_dir() / "data", data.validation_split, data.sources
     if len({source.distill for source in sources}) > 1 and not any(source.weight is not None for source in sources):
         raise InputError(
@@ -108,7 +128,15 @@ def load_training_data(
 def build_tokenizer(
     data: DataConfig, objective: ObjectiveConfig, base_checkpoint: Checkpoint | None = None
 ) -> Tokenizer:
-    """Build or load the tokenizer of a recipe. A new tokenizer has a mask token if the objective is masked-lm."""
+    """Build or load the tokenizer of a recipe, with the recipe's chat template if there is one."""
+    tokenizer = _build_tokenizer(data, objective, base_checkpoint)
+    if data.chat_template is not None:
+        tokenizer.chat_template = load_chat_template(data.chat_template, tokenizer)
+    return tokenizer
+
+
+def _build_tokenizer(data: DataConfig, objective: ObjectiveConfig, base_checkpoint: Checkpoint | None) -> Tokenizer:
+    """Build or load a tokenizer. A new tokenizer has a mask token if the objective is masked-lm."""
     special_tokens: tuple[str, ...] = DEFAULT_SPECIAL_TOKENS
     if isinstance(objective, MaskedLMConfig):
         special_tokens = (*special_tokens, MASK_TOKEN)

@@ -11,6 +11,7 @@ from types import MethodType
 from typing import Any
 
 import torch
+import torch._functorch.config as functorch_config
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -58,7 +59,7 @@ def compile_for_training(
 
     @contextmanager
     def compiled_context() -> Iterator[None]:
-        recompute = torch._functorch.config.patch(RECOMPUTE_POINTWISE) if fused_lora else nullcontext()
+        recompute = functorch_config.patch(RECOMPUTE_POINTWISE) if fused_lora else nullcontext()
         try:
             for fused in fused_lora:
                 fused.update_matrices()

@@ -24,6 +24,8 @@ class Callback:
     on_evaluate: Callable[[Metrics], None] = lambda row: None
     on_layer_stats: Callable[[Metrics], None] = lambda row: None
     on_message: Callable[[str], None] = lambda text: None
+    on_data: Callable[[Metrics], None] = lambda row: None
+    """Called before the first step with statistics and examples of the training records."""
 
 
 class RunLogger:

@@ -11,7 +11,7 @@ from cutaway.families.load import load
 from cutaway.tokenizer import Tokenizer
 from cutaway.train.objectives.distillation import Teacher, distillation
 from cutaway.train.objectives.masked_lm import masked_lm
-from cutaway.train.objectives.objective import Objective, ObjectiveFn, causal_lm, prefix_lm, seq2seq
+from cutaway.train.objectives.objective import Objective, ObjectiveFn, causal_lm, prefix_lm, seq2seq, sft
 from cutaway.train.recipe.schema import (
     CausalLMConfig,
     DataConfig,
@@ -21,6 +21,7 @@ from cutaway.train.recipe.schema import (
     ParallelConfig,
     PrefixLMConfig,
     Seq2SeqConfig,
+    SFTConfig,
     TrainingConfig,
 )
 
@@ -30,6 +31,7 @@ OBJECTIVE_FORMS = {
     MaskedLMConfig: "encoder",
     Seq2SeqConfig: "encoder-decoder",
     PrefixLMConfig: "decoder",
+    SFTConfig: "decoder",
 }
 """Model form that each objective requires."""
 
@@ -83,6 +85,8 @@ def build_objective_fn(
         return lambda batch, first: prefix_lm(
             batch.tokens, None, batch.prefix_lengths, mask=batch.mask, bidirectional=objective.bidirectional_prefix
         ).to(device)
+    if isinstance(objective, SFTConfig):
+        return lambda batch, first: sft(*batch, document_mask=data.document_mask).to(device)
     mask_id = tokenizer.mask_token_id
     if mask_id is None:
         raise InputError("objective masked-lm needs a mask token, but the tokenizer has none; use another tokenizer")

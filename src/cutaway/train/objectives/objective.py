@@ -98,6 +98,22 @@ def prefix_lm(
     return Objective(objective.inputs, objective.targets, objective.weights * is_target, model_kwargs)
 
 
+def sft(
+    tokens: Int[Tensor, "B T1"],
+    is_target: Bool[Tensor, "B T1"],
+    document_ids: Int[Tensor, "B T1"] | None = None,
+    *,
+    document_mask: bool = True,
+) -> Objective:
+    """`causal_lm` in which only the tokens of `is_target` are predicted, e.g. those of the assistant.
+
+    Padding must be on the right, without targets: causal attention masks it for all tokens that have targets.
+    """
+    objective = causal_lm(tokens, document_ids)
+    model_kwargs = objective.model_kwargs if document_mask else {}
+    return Objective(objective.inputs, objective.targets, objective.weights * is_target[:, 1:], model_kwargs)
+
+
 def seq2seq(
     source: Int[Tensor, "B S"],
     source_mask: Bool[Tensor, "B S"] | None,

@@ -78,6 +78,7 @@ def load_recipe(
     """
     if isinstance(source, Recipe):
         data = source.model_dump(mode="json", exclude_none=True)
+        _drop_defaults(data, source)
     elif isinstance(source, Mapping):
         data = deepcopy(dict(source))  # overrides must not change the caller's dict
     elif Path(source).suffix in (".toml", ".json"):
@@ -94,6 +95,13 @@ def load_recipe(
         return RECIPE_ADAPTER.validate_python(data)
     except ValidationError as error:
         raise build_config_error(error, data, num_tags=0) from None
+
+
+def _drop_defaults(data: Table, recipe: Recipe) -> None:
+    """Remove step counts that the recipe does not set, in place: set ones take precedence over ratios."""
+    for section, key in (("training", "max_steps"), ("schedule", "warmup_steps")):
+        if key not in getattr(recipe, section).model_fields_set:
+            del data[section][key]
 
 
 def list_recipes() -> list[str]:

@@ -73,6 +73,10 @@ class DataConfig(ConfigNode):
     sources: Annotated[tuple[SourceConfig, ...], Field(min_length=1)] = (SourceConfig(),)
     tokenizer: TokenizerConfig | None = None
     """Default: the byte tokenizer, or the tokenizer of the checkpoint that is fine-tuned."""
+    chat_template: str | None = None
+    """Chat template for objective sft, which is saved with the model: the name of a shipped template (chatml, llama-3,
+    plain, alpaca, zephyr), the path of a file, or a Jinja template. Default: the template of the tokenizer, or the
+    first shipped one whose special tokens the tokenizer has."""
     seq_len: PositiveInt = 256
     """Number of tokens per sequence."""
     document_mask: bool = True
@@ -134,9 +138,28 @@ class PrefixLMConfig(LossTermsConfig):
     label_smoothing: Probability = 0.0
 
 
+class SFTConfig(LossTermsConfig):
+    """Supervised fine-tuning on conversations, prompts with completions, or texts.
+
+    The loss is the mean over all target tokens of a batch.
+    """
+
+    kind: Literal["sft"] = "sft"
+    train_on: Literal["assistant", "all"] = "assistant"
+    """Target tokens: those that the assistant generates, including the token that ends its turn, and completions; or
+    all tokens."""
+    packing: bool = False
+    """Put several records into one sequence of up to data.seq_len tokens, which avoids padding. training.batch_size
+    then counts such sequences. With data.document_mask, the loss is the same as without packing."""
+    truncation: Literal["right", "drop"] = "right"
+    """Handling of records with more than data.seq_len + 1 tokens: 'right' removes the tokens at the end, 'drop' leaves
+    out the record."""
+
+
 ObjectiveConfig = Annotated[
     Annotated[
-        CausalLMConfig | DistillationConfig | MaskedLMConfig | Seq2SeqConfig | PrefixLMConfig, KIND_DISCRIMINATOR
+        CausalLMConfig | DistillationConfig | MaskedLMConfig | Seq2SeqConfig | PrefixLMConfig | SFTConfig,
+        KIND_DISCRIMINATOR,
     ],
     default_kind("causal-lm"),
 ]
@@ -191,6 +214,8 @@ class ScheduleConfig(ConfigNode):
     kind: Literal["cosine", "linear", "warmup-stable-decay", "inverse-sqrt", "constant"] = "cosine"
     warmup_steps: NonNegativeInt = 20
     """Number of steps of linear warm-up to factor 1. The factor of the first step is 1 / warmup_steps."""
+    warmup_ratio: Probability | None = None
+    """Fraction of all steps that are warm-up steps. It sets warmup_steps, unless the recipe sets warmup_steps."""
     min_lr_ratio: Probability = 0.1
     """Factor at the end of the decay."""
     decay_ratio: Probability = 0.2
@@ -205,6 +230,9 @@ class TrainingConfig(ConfigNode):
     """Number of steps, batch size, precision, gradient handling."""
 
     max_steps: PositiveInt = 200
+    num_epochs: PositiveFloat | None = None
+    """Number of passes over the training data. It sets max_steps when the data has been read, unless the recipe sets
+    max_steps."""
     batch_size: PositiveInt = 16
     """Number of sequences per step, over all processes."""
     grad_accum_steps: PositiveInt = 1

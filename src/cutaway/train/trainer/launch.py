@@ -14,6 +14,7 @@ from cutaway.train.checkpoint.pretrained_checkpoint import (
     resolve_model_config,
 )
 from cutaway.train.checkpoint.run_directory import RUN_FILE, RunDirectory, check_new_directory
+from cutaway.train.data.record_data import RECORD_OBJECTIVES, uses_records
 from cutaway.train.data.training_data import build_tokenizer, load_training_data
 from cutaway.train.distributed.parallelize import init_sharded_weights, parallelize_module
 from cutaway.train.distributed.process_group import SINGLE_PROCESS, DeviceLike, DistributedContext, init_distributed
@@ -26,6 +27,7 @@ from cutaway.train.recipe.load import RecipeSource, load_recipe
 from cutaway.train.recipe.schema import PretrainedModelConfig, Recipe
 from cutaway.train.trainer.memory_check import check_memory
 from cutaway.train.trainer.preflight import run_preflight
+from cutaway.train.trainer.run_length import resolve_run_length
 from cutaway.train.trainer.trainer import Trainer
 from cutaway.train.trainer.training_module import TrainingModule, build_adapter_model, build_training_model
 
@@ -100,7 +102,8 @@ def prepare_trainer(
     callback = callback if callback is not None and dist_context.is_main_process else Callback()
     log = callback.on_message
     has_adapter = _check_adapter(recipe, is_sharded=is_sharded)
-    check_schedule(recipe.schedule, recipe.training.max_steps)
+    if recipe.training.num_epochs is None:  # otherwise it is checked when the number of steps is known
+        check_schedule(recipe.schedule, recipe.training.max_steps)
     if recipe.logging.tensorboard:
         check_tensorboard_installed()
 
@@ -132,6 +135,12 @@ def prepare_trainer(
         # Data
         seed = recipe.training.seed
         data = load_training_data(recipe.data, recipe.objective, tokenizer, base_info, config, seed, log)
+        if data.summary is not None:
+            callback.on_data(data.summary)
+        if run_directory is None:
+            recipe = resolve_run_length(recipe, data, log)
+            check_schedule(recipe.schedule, recipe.training.max_steps)
+            base_info = base_info.with_eos_token_ids(tokenizer, data.end_token_ids)
         objective_fn = build_objective_fn(recipe.objective, recipe.data, tokenizer, config.vocab_size, seed, device)
 
         # Run directory
@@ -182,6 +191,25 @@ def _check_adapter(recipe: Recipe, *, is_sharded: bool) -> bool:
             " model.adapter"
         )
     return True
+
+
+def show_data(recipe: Recipe, callback: Callback) -> None:
+    """Read the records of a recipe as for training, and pass statistics and examples to `callback`."""
+    if not uses_records(recipe.objective):
+        raise InputError(
+            f"the data of objective {recipe.objective.kind} are texts, which have no examples to show; use an objective"
+            f" that trains on records ({', '.join(sorted(RECORD_OBJECTIVES))})"
+        )
+    base_checkpoint = load_base_checkpoint(recipe.model)
+    base_info = BaseCheckpointInfo.from_checkpoint(base_checkpoint)
+    tokenizer = build_tokenizer(recipe.data, recipe.objective, base_checkpoint)
+    config = resolve_model_config(recipe.model, tokenizer, base_info)
+    check_objective(recipe.objective, config, recipe.training, recipe.parallel)
+    log, seed = callback.on_message, recipe.training.seed
+    data = load_training_data(recipe.data, recipe.objective, tokenizer, base_info, config, seed, log)
+    if data.summary is not None:
+        callback.on_data(data.summary)
+    check_schedule(recipe.schedule, resolve_run_length(recipe, data, log).training.max_steps)
 
 
 def resume_trainer(
