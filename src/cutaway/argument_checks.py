@@ -35,7 +35,8 @@ def resolve_device(device: torch.device | str | None) -> torch.device:
         target = torch.device(device) if device is not None else torch.get_default_device()
         torch.empty(0, device=target)
     except (RuntimeError, TypeError, AssertionError, ImportError) as error:
-        raise InputError(f"device {device!r} is not available: {str(error).splitlines()[0]}") from None
+        reason = str(error).splitlines()[0][:100]
+        raise InputError(f"device {device!r} is not available: {reason}; use cpu or cuda") from None
     return target
 
 

@@ -29,14 +29,15 @@ def lazy_group(import_paths: dict[str, str]) -> type[TyperGroup]:
 def load_command(verb: str, import_path: str) -> Any:
     """Build the Typer command of one verb from its function.
 
-    If the file defines VERBS, the verb with the same name as the file is a group of these sub-verbs.
+    If the file defines VERBS, the verb with the same name as the file is a group of these sub-verbs. If it defines
+    CommandClass, this is the class of its commands.
     """
     module_name, name = import_path.split(":")
     module = import_module(module_name)
     subverbs = getattr(module, "VERBS", None) if module_name.endswith(f".{name}") else None
     if subverbs is None:
         typer_app = typer.Typer(add_completion=False)
-        typer_app.command(verb)(getattr(module, name))
+        typer_app.command(verb, cls=getattr(module, "CommandClass", None))(getattr(module, name))
     else:
         typer_app = typer.Typer(add_completion=False, no_args_is_help=True, cls=lazy_group(subverbs))
         typer_app.callback()(getattr(module, name))

@@ -1,6 +1,6 @@
 """ConfigNode, the frozen base class of all configuration classes, and the text of configuration errors."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -98,28 +98,37 @@ def default_kind(kind: str) -> BeforeValidator:
     return BeforeValidator(lambda data: {"kind": kind} | data if isinstance(data, dict) else data)
 
 
-def build_config_error(error: ValidationError, data: Any, num_tags: int = 1) -> ConfigError:
+def build_config_error(
+    error: ValidationError,
+    data: Any,
+    num_tags: int = 1,
+    suggest_key: Callable[[str, str], str | None] = lambda section, key: None,
+) -> ConfigError:
     """Convert a pydantic error to a ConfigError with one sentence per problem, each starting with the key path.
 
     `data` is the validated data. `num_tags` is the number of union tags that pydantic puts before each key path.
+    `suggest_key` maps the section and the name of an unknown key, to which no key of the section is similar, to the
+    path of the key that is meant.
     """
     lines = []
     problems = error.errors(include_url=False)
     for item in problems[:5]:
         path = _format_error_path(item["loc"][num_tags:], data, missing=item["type"] == "missing")
-        message = _format_error_detail(item).removesuffix(".")
+        message = _format_error_detail(item, path, suggest_key).removesuffix(".")
         lines.append(f"{path}: {message[:1].lower() + message[1:]}" if path else message)
     lines += [f"and {len(problems) - 5} more"] if len(problems) > 5 else []
     return ConfigError("; ".join(lines))
 
 
-def _format_error_detail(item: ErrorDetails) -> str:
+def _format_error_detail(item: ErrorDetails, path: str, suggest_key: Callable[[str, str], str | None]) -> str:
     context, given = item.get("ctx", {}), item["input"]
     if item["type"] == "union_tag_invalid":
         tag = context["discriminator"].strip("'")
         return f"unknown {tag} '{context['tag']}'; allowed here: {context['expected_tags'].replace(chr(39), '')}"
     if item["type"] == "union_tag_not_found":
         return f"this table needs the key {context['discriminator']}"
+    if item["type"] == "unknown_key" and not context["hint"] and (near := suggest_key(path, context["key"])):
+        return f"unknown key '{context['key']}' (did you mean '{near}'?); allowed here: {context['allowed']}"
     if item["type"] in ("unknown_key", "value_error"):
         return item["msg"].removeprefix("Value error, ")
     if item["type"] == "missing":

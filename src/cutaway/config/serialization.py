@@ -79,7 +79,12 @@ def to_dict(config: Config) -> dict[str, Any]:
 
 def to_toml(config: Config) -> str:
     """The configuration as TOML."""
-    return "\n".join(_format_toml_table((), to_dict(config))) + "\n"
+    return format_toml(to_dict(config))
+
+
+def format_toml(table: dict[str, Any]) -> str:
+    """A table of JSON types as TOML."""
+    return "\n".join(_format_toml_table((), table)).lstrip("\n") + "\n"
 
 
 def to_json(config: Config) -> str:

@@ -21,6 +21,7 @@ from cutaway.evaluate.information import (
 
 if TYPE_CHECKING:
     from cutaway.evaluate.causal_lm import evaluate_causal_lm
+    from cutaway.evaluate.exact_match import evaluate_exact_match
     from cutaway.evaluate.masked_lm import evaluate_masked_lm
     from cutaway.evaluate.results import CausalLMResult
     from cutaway.evaluate.seq2seq import evaluate_seq2seq
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 _LAZY_MODULES = {
     "evaluate_causal_lm": "causal_lm",
+    "evaluate_exact_match": "exact_match",
     "evaluate_masked_lm": "masked_lm",
     "evaluate_seq2seq": "seq2seq",
 }
@@ -40,6 +42,7 @@ __all__ = [
     "entropy",
     "evaluate_calibration",
     "evaluate_causal_lm",
+    "evaluate_exact_match",
     "evaluate_masked_lm",
     "evaluate_seq2seq",
     "kl_divergence",

@@ -1,10 +1,10 @@
-"""Confidence intervals over seeds (Student's t), and paired differences between runs with the same seeds."""
+"""Confidence intervals over seeds (Student's t), of paired differences between runs, and of proportions (Wilson)."""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from statistics import fmean, stdev
+from statistics import NormalDist, fmean, stdev
 
 CONFIDENCE_LEVEL = 0.95
 INTEGRATION_STEPS = 2000
@@ -65,3 +65,13 @@ def _integrate_cos_power(end: float, df: int) -> float:
     step = end / INTEGRATION_STEPS
     values = [max(0.0, math.cos(step * index)) ** (df - 1) for index in range(INTEGRATION_STEPS + 1)]
     return step / 3 * (values[0] + 4 * sum(values[1::2]) + 2 * sum(values[2:-1:2]) + values[-1])
+
+
+def proportion_confidence_interval(num_successes: int, count: int) -> tuple[float, float]:
+    """95 % confidence interval of a proportion (Wilson, 1927), which is valid for small counts and near 0 and 1."""
+    z = NormalDist().inv_cdf((1 + CONFIDENCE_LEVEL) / 2)
+    share = num_successes / count
+    center = share + z * z / (2 * count)
+    half_width = z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    scale = 1 + z * z / count
+    return max(0.0, (center - half_width) / scale), min(1.0, (center + half_width) / scale)

@@ -19,6 +19,7 @@ def _train(
     *,
     overrides: Sequence[str] = (),
     texts: Sequence[str | Path] = (),
+    base: str | Path | None = None,
     device: "DeviceLike" = None,
     callback: "Callback | None" = None,
 ) -> "RunDirectory":
@@ -29,12 +30,13 @@ def _train(
         directory: Run directory; it must be new or empty.
         overrides: Changes of single recipe values as 'key=value' with a TOML value, e.g. 'training.max_steps=100'.
         texts: Files or directories that replace the recipe's data sources.
+        base: Checkpoint to fine-tune, which replaces the recipe's model.
         device: Device to train on. Default: the GPU if there is one.
         callback: A `Callback`: functions called after each step and evaluation, and for each message to the user.
     """
     from cutaway.train.trainer.launch import train
 
-    return train(recipe, directory, overrides=overrides, texts=texts, device=device, callback=callback)
+    return train(recipe, directory, overrides=overrides, texts=texts, base=base, device=device, callback=callback)
 
 
 make_callable(__name__, _train)

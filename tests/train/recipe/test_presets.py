@@ -25,8 +25,7 @@ from cutaway.train.data.datasets import PrefixDataset
 from cutaway.train.data.documents import Document, SkippedDocuments, read_documents
 from cutaway.train.data.prepare import prepare_data
 from cutaway.train.objectives import prefix_lm
-from cutaway.train.recipe.load import list_recipes, load_recipe
-from cutaway.train.recipe.schema import PretrainedModelConfig
+from cutaway.train.recipe import list_recipes, load_recipe
 from cutaway.train.trainer.launch import prepare_trainer, resume, resume_trainer, train
 
 pytestmark = pytest.mark.usefixtures("skip_preflight")
@@ -77,9 +76,12 @@ def read_evals(run: Path) -> list[dict[str, Any]]:
 
 def test_preset_models_have_the_expected_sizes_and_families() -> None:
     assert load_recipe("gpt2-124m").data.seq_len == 1024
-    models = {name: load_recipe(name).model for name in list_recipes()}
-    scratch = {name: model for name, model in models.items() if not isinstance(model, PretrainedModelConfig)}
-    built = {name: ct.build(model, device="meta") for name, model in scratch.items()}
+    recipes = {name: load_recipe(name) for name in list_recipes()}
+    built = {
+        name: ct.build(recipe.transformer_config, device="meta")
+        for name, recipe in recipes.items()
+        if recipe.purpose == "pretrain"
+    }
     counts = {name: sum(each.numel() for each in model.parameters()) for name, model in built.items()}
     assert counts["gpt2-124m"] == sum(each.numel() for each in ct.build("gpt2", device="meta").parameters())
     assert counts["llama-1b"] == sum(each.numel() for each in ct.build("llama-3.2-1b", device="meta").parameters())
@@ -153,7 +155,9 @@ def test_small_preset_trains_and_opens_in_transformers(name: str, text: Path, su
 
 
 def test_recipe_without_text_is_an_error(tmp_path: Path) -> None:
-    message = r"the recipe has no text; pass files with --text \(.tsv or .jsonl, with a source and a target"
+    message = (
+        r"no data \(.*\) \(.tsv or .jsonl, with a source and a target in each row\); .*: cutaway train RECIPE --data"
+    )
     with pytest.raises(CutawayError, match=message):
         prepare_trainer(load_recipe("translate"), tmp_path / "run", device="cpu")
 

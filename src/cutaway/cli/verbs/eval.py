@@ -1,4 +1,4 @@
-"""`cutaway eval`: loss, perplexity, bits per byte, accuracy and calibration of a model on text."""
+"""`cutaway eval`: loss, perplexity, bits per byte, accuracy and calibration on text; exact match of answers."""
 
 import sys
 from collections.abc import Iterator
@@ -6,6 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from cutaway.cli.answers import evaluate_answers
 from cutaway.cli.json_output import print_json
 from cutaway.cli.options import CheckpointSource, Device, JsonObjectFlag, WeightDType, argument, option
 from cutaway.errors import InputError
@@ -35,6 +36,15 @@ def evaluate(
     text: Annotated[
         list[Path] | None, option("Text file, .jsonl or directory; - is standard input; repeatable.", metavar="FILE")
     ] = None,
+    data: Annotated[
+        list[Path] | None,
+        option(
+            "Records with answers, for exact match: question and answer, prompt and completion, or messages, in a"
+            " .jsonl, .json, .csv or .parquet file; repeatable.",
+            metavar="FILE",
+        ),
+    ] = None,
+    max_new_tokens: Annotated[int | None, option("With --data: maximum length of an answer; default 64.")] = None,
     text_column: Annotated[str, option("Key of the text in a .jsonl row.")] = "text",
     target_column: Annotated[str | None, option("Key of the target in a .jsonl row, for encoder-decoders.")] = None,
     context: Annotated[int | None, option("Context length; default the model's, but at most 4,096.")] = None,
@@ -45,17 +55,33 @@ def evaluate(
     dtype: WeightDType = None,
     as_json: JsonObjectFlag = False,
 ) -> None:
-    """Evaluate a model on text: loss, perplexity, bits per byte or accuracy, and calibration.
+    """Evaluate a model on text: loss, perplexity, bits per byte or accuracy, and calibration. Or score its answers.
 
     Decoders are evaluated on next tokens, encoders on masked tokens, encoder-decoders on targets given sources.
 
     Example: cutaway eval ./gpt2 --text book.txt --context 1024 --stride 512
 
     Example: cutaway eval tiny-dates --text dates.jsonl --target-column iso --json
+
+    Example: cutaway eval runs/sft --data questions.jsonl
     """
     paths = [*(text or []), *(extra_files or [])]
+    if data:
+        unused = {
+            "--text": paths,
+            "--context": context,
+            "--stride": stride,
+            "--seed": seed,
+            "--target-column": target_column,
+        }
+        if given := [name for name, value in unused.items() if value]:
+            raise InputError(f"{given[0]} does not apply to --data, which compares answers; leave one of the two out")
+        evaluate_answers(source, data, max_new_tokens, batch_size, device, dtype, as_json=as_json)
+        return
+    if max_new_tokens is not None:
+        raise InputError("--max-new-tokens applies to --data only; leave it out, or pass --data FILE")
     if not paths:
-        raise InputError("there is no text to evaluate on; pass --text FILE")
+        raise InputError("there is no text to evaluate on; pass --text FILE, or --data FILE to compare answers")
     from cutaway.train.data.documents import SkippedDocuments
     from cutaway.train.recipe.schema import SourceConfig
 

@@ -13,7 +13,9 @@ from cutaway.cli.json_output import print_json
 from cutaway.cli.views.terminal import escape_control_characters
 from cutaway.cli.views.training_examples import print_examples
 from cutaway.train.checkpoint.run_directory import RunDirectory
+from cutaway.train.checkpoint.saved_models import find_exported_step
 from cutaway.train.logging.metrics_log import read_metrics_log, to_json_value
+from cutaway.train.trainer.general_loss import GeneralLossChange, general_loss_change
 
 if TYPE_CHECKING:
     from cutaway.train.logging.callbacks import Callback
@@ -26,6 +28,7 @@ EVAL_METRICS = {
     "bits_per_byte": "{:.3f} bits per byte",
     "exact_match": "{:.1%} exact match",
     "accuracy": "{:.1%} accuracy on masked tokens",
+    "general_loss": "loss on general text {:.3f}",
 }
 Row = dict[str, Any]
 """A row of the metrics log."""
@@ -170,24 +173,36 @@ def load_run_status(directory: Path) -> Row:
     rows, timings = (list(read_metrics_log(path)) if path.exists() else [] for path in logs)
     steps = [row for row in rows if "loss" in row]
     evals = [row for row in rows if row.get("eval_loss") is not None]
+    exported_step = find_exported_step(run)
+    change = general_loss_change(evals, exported_step)
     return {
         "run": str(directory),
         "recipe": run.recipe.model_dump(mode="json", exclude_none=True),
         "step": steps[-1]["step"] if steps else 0,
         "max_steps": run.recipe.training.max_steps,
+        "finished": exported_step is not None,
+        "exported_step": exported_step,
         "loss": steps[-1]["loss"] if steps else None,
         "evals": evals,
         "best_eval_loss": min((row["eval_loss"] for row in evals), default=None),
+        "general_loss": None if change is None else change._asdict() | {"percent": change.percent},
         "num_skipped_steps": sum("skipped" in row for row in steps),
         "seconds": sum(row["seconds"] for row in timings),
         "files": {name: str(directory / name) for name in RUN_FILES if (directory / name).exists()},
     }
 
 
+def _describe_model(model: str | Row) -> str:
+    """A preset name, the form of a config table, or the checkpoint that is fine-tuned."""
+    if isinstance(model, str):
+        return model
+    return f"fine-tuned {model['checkpoint']}" if "checkpoint" in model else f"custom model ({model.get('form')})"
+
+
 def format_run_status(status: Row) -> list[str]:
     """Format the status of a training run, from `load_run_status`, as lines of text."""
     recipe = status["recipe"]
-    model = recipe["model"] if isinstance(recipe["model"], str) else f"custom model ({recipe['model'].get('form')})"
+    model = _describe_model(recipe["model"])
     skipped = f", {status['num_skipped_steps']} skipped" if status["num_skipped_steps"] else ""
     seconds = format_clock(status["seconds"])
     lines = [
@@ -201,8 +216,12 @@ def format_run_status(status: Row) -> list[str]:
         bits = f" ({last['bits_per_byte']:.3f} bits per byte)" if last.get("bits_per_byte") is not None else ""
         best = f"best eval loss {status['best_eval_loss']:.3f}"
         lines.append(f"eval loss {last['eval_loss']:.3f}{bits} at step {last['step']:,}, {best}")
+    if status["general_loss"] is not None:
+        lines.append(str(GeneralLossChange(status["general_loss"]["before"], status["general_loss"]["after"])))
+    if status["finished"] and status["exported_step"] != status["max_steps"]:
+        lines.append(f"finished; the exported model is that of step {status['exported_step']:,}")
     width = max(map(len, status["files"]), default=0)
     lines += [f"  {name:<{width}}  {RUN_FILES[name]}" for name in status["files"]]
-    if status["step"] < status["max_steps"]:
+    if not status["finished"]:
         lines.append(f"continue with: cutaway train --resume {status['run']}")
     return lines

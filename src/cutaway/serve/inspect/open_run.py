@@ -49,12 +49,17 @@ class OpenRun:
         return self.directory.recipe.training.max_steps
 
     @property
+    def is_exported(self) -> bool:
+        """Whether the run has exported its model, after the last step or after early stopping."""
+        return self.directory.model_directory.is_dir()
+
+    @property
     def default_text(self) -> str | None:
-        """The sample prompt of the recipe, an example for Python code, or None."""
+        """The first sample prompt of the recipe, an example for Python code, or None."""
         recipe = self.directory.recipe
-        prompt = recipe.eval.sample_prompt
-        if prompt is not None and len(prompt) >= MIN_PROMPT_CHARACTERS:
-            return prompt
+        for prompt in recipe.eval.sample_prompts[:1]:
+            if len(prompt) >= MIN_PROMPT_CHARACTERS:
+                return prompt
         is_python = any(source.path == "python-stdlib" for source in recipe.data.sources)
         return EXAMPLE_TEXTS["tiny-python"] if is_python else None
 

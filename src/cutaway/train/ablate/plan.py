@@ -93,7 +93,7 @@ def build_plan(
     first_seed = recipe.training.seed
     # samples and snapshots are not used
     recipe = recipe.replace(
-        eval=recipe.eval.replace(sample_prompt=None), checkpoint=recipe.checkpoint.replace(num_snapshots=0)
+        eval=recipe.eval.replace(sample_prompts=()), checkpoint=recipe.checkpoint.replace(num_snapshots=0)
     )
     tokenizers = _TokenizerCache(output_dir)
     base = tokenizers.resolve_recipe(recipe)

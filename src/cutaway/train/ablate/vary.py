@@ -4,13 +4,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from cutaway.config import Config, to_dict
 from cutaway.config import config as read_config
 from cutaway.config.transformer import CONFIG_ADAPTER
 from cutaway.errors import ConfigError
 from cutaway.train.ablate.shorthands import SHORTHANDS, apply_shorthand
+from cutaway.train.recipe.dump import non_default_values
 from cutaway.train.recipe.load import Table, apply_override, load_recipe
 from cutaway.train.recipe.schema import RECIPE_ADAPTER, Recipe
 
@@ -56,10 +57,10 @@ def _split_values(text: str) -> Iterator[str]:
 
 def apply_overrides(recipe: Recipe, overrides: Sequence[Override]) -> Recipe:
     """Apply overrides to a recipe. In the result, `model` is a full config, even if it was a preset name."""
-    data: Table = _non_default_values(recipe) | {"model": _non_default_values(recipe.transformer_config)}
+    data: Table = non_default_values(recipe) | {"model": non_default_values(recipe.transformer_config)}
     for key, value in overrides:
         if key in SHORTHANDS:
-            data["model"] = _non_default_values(apply_shorthand(read_config(data["model"]), key, value))
+            data["model"] = non_default_values(apply_shorthand(read_config(data["model"]), key, value))
         elif "." not in key and key not in Recipe.model_fields:
             raise ConfigError(
                 f"'{key}' is neither a recipe key nor a shorthand; use a path such as training.batch_size, or one of"
@@ -68,26 +69,6 @@ def apply_overrides(recipe: Recipe, overrides: Sequence[Override]) -> Recipe:
         else:
             _set_everywhere(data, key, value)
     return load_recipe(data | {"model": to_dict(read_config(data["model"]))})
-
-
-def _non_default_values(node: BaseModel) -> Table:
-    """Values of a config node that differ from its defaults, and the tags `kind` and `form`.
-
-    If an override changes the kind of a node, defaults of the old kind must not be carried over.
-    """
-    tree: Table = {}
-    for name, field in type(node).model_fields.items():
-        value = getattr(node, name)
-        is_tag = name in ("kind", "form") or isinstance(value, BaseModel)
-        if is_tag or field.is_required() or value != field.default:
-            tree[name] = _to_plain(value)
-    return {name: value for name, value in tree.items() if value is not None}
-
-
-def _to_plain(value: object) -> object:
-    if isinstance(value, BaseModel):
-        return _non_default_values(value)
-    return [_to_plain(item) for item in value] if isinstance(value, tuple) else value
 
 
 def _set_everywhere(data: Table, key: str, value: str) -> None:
@@ -138,7 +119,7 @@ def describe_differences(before: Config | Recipe, after: Config | Recipe) -> lis
 
     If the kind of a node differs, the whole node is one difference.
     """
-    old, new = _non_default_values(before), _non_default_values(after)
+    old, new = non_default_values(before), non_default_values(after)
     for recipe in (old, new):
         recipe.pop("model", None)  # the model config of a recipe is compared separately
     return list(_iter_differences("", old, new))

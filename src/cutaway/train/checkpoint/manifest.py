@@ -27,6 +27,11 @@ class TrainerState(BaseModel):
     step: int
     data_fingerprint: str
     best_eval_loss: float | None = None
+    best_step: int | None = None
+    """First step with the eval_loss `best_eval_loss`."""
+    reference_loss: float | None = None
+    """eval_loss with which early stopping compares the next one."""
+    num_evals_without_improvement: int = 0
     metrics_bytes: int = 0
     """Size of metrics.jsonl at this step in bytes. A resumed run truncates the file to this size."""
     timings_bytes: int = 0

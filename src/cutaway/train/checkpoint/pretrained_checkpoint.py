@@ -3,12 +3,14 @@
 import hashlib
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from cutaway.config import Config, to_dict
 from cutaway.config import config as read_config
+from cutaway.config.presets import presets
 from cutaway.errors import ConfigError, CutawayError, InputError
 from cutaway.families.checkpoint import Checkpoint
 from cutaway.families.load import load
@@ -89,6 +91,12 @@ def load_base_checkpoint(source: ModelSource, precision: Precision = "fp32") -> 
             "model.checkpoint is empty, because the recipe fine-tunes a checkpoint of your choice; pass it with --base:"
             " a directory, a run, a .gguf file or a Hub id"
         )
+    if source.checkpoint in presets() and not Path(source.checkpoint).exists():
+        raise InputError(
+            f"model.checkpoint '{source.checkpoint}' is a preset, which has no trained weights to fine-tune; pass a"
+            f" model directory, a .gguf file, a Hub id ('owner/{source.checkpoint}') or a model of the package, such as"
+            f" tiny-english; to train the preset from scratch, set model = '{source.checkpoint}'"
+        )
     dtype = BASE_DTYPES[precision] if source.adapter is not None else torch.float32
     return load(source.checkpoint, dtype=dtype)
 
@@ -122,12 +130,12 @@ def weights_fingerprint(model: Transformer) -> str:
 def resolve_model_config(source: ModelSource, tokenizer: Tokenizer, base_info: BaseCheckpointInfo) -> Config:
     """Config of the model to train.
 
-    A fine-tuning run uses the config of the base checkpoint. A run from scratch uses the config of the recipe, with the
-    vocab_size of the tokenizer. Raises InputError if the tokenizer has more tokens than the vocab_size of the base
-    checkpoint.
+    A fine-tuning run uses the config of the base checkpoint. A run from scratch uses the config of the recipe, whose
+    vocab_size follows from the tokenizer unless it is given. Raises an error if the tokenizer has more tokens than the
+    model.
     """
     if base_info.config is None:
-        return read_model_config(source).replace(vocab_size=tokenizer.vocab_size)
+        return read_model_config(source, tokenizer.vocab_size)
     config = read_config(base_info.config)
     if tokenizer.vocab_size > config.vocab_size:
         raise InputError(

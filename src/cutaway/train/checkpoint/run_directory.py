@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from difflib import get_close_matches
 from pathlib import Path
 
 from cutaway.errors import InputError
@@ -60,7 +61,11 @@ class RunDirectory:
         try:
             metadata = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
-            raise InputError(f"'{directory}' has no {RUN_FILE}, so it is not a run directory; pass another") from None
+            runs = sorted(str(each.parent) for each in directory.parent.glob(f"*/{RUN_FILE}"))
+            near = f": {', '.join(get_close_matches(str(directory), runs, n=3, cutoff=0) or runs[:3])}" if runs else ""
+            raise InputError(
+                f"'{directory}' has no {RUN_FILE}, so it is not a run directory; pass another{near}"
+            ) from None
         except (OSError, ValueError) as error:
             raise InputError(f"cannot read '{path}': {error}; restore it, or start a new run") from None
         if not isinstance(metadata, dict) or metadata.get("format") != RUN_FORMAT:

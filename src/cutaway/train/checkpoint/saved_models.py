@@ -15,7 +15,14 @@ from cutaway.families.load import load
 from cutaway.model import build
 from cutaway.model.adapters import ADAPTER_KEY
 from cutaway.train.checkpoint.checkpoint_manager import load_weights
-from cutaway.train.checkpoint.manifest import Manifest, list_checkpoints, read_checkpoint, read_manifest
+from cutaway.train.checkpoint.manifest import (
+    STATE_FILE,
+    Manifest,
+    TrainerState,
+    list_checkpoints,
+    read_checkpoint,
+    read_manifest,
+)
 from cutaway.train.checkpoint.pretrained_checkpoint import reload_base_checkpoint, resolve_model_config
 from cutaway.train.checkpoint.run_directory import RunDirectory
 from cutaway.train.checkpoint.snapshots import list_snapshots, read_snapshot
@@ -45,9 +52,24 @@ def list_saved_models(run: RunDirectory) -> list[SavedModel]:
             _add(by_step, f"checkpoints/{path.name}", "checkpoint", manifest.step, path, num_bytes)
     for step, path in list_snapshots(run.snapshot_directory).items():
         _add(by_step, f"snapshots/{path.stem}", "snapshot", step, path, None)
-    if run.model_directory.is_dir():  # it has the final name when it is complete
-        _add(by_step, "model", "model", run.recipe.training.max_steps, run.model_directory, None)
+    exported_step = find_exported_step(run)
+    if exported_step is not None:
+        _add(by_step, "model", "model", exported_step, run.model_directory, None)
     return [by_step[step] for step in sorted(by_step)]
+
+
+def find_exported_step(run: RunDirectory) -> int | None:
+    """Step of the exported model of a run, which a run with early stopping reaches earlier. None: not exported yet."""
+    if not run.model_directory.is_dir():  # it has the final name when it is complete
+        return None
+    for path in list_checkpoints(run.checkpoint_directory):
+        try:
+            state = TrainerState.model_validate_json((path / STATE_FILE).read_bytes())
+        except (OSError, ValueError):  # damaged or removed: an earlier checkpoint has the state of an earlier step
+            break
+        is_best = run.recipe.checkpoint.export == "best" and state.best_step is not None
+        return state.best_step if is_best else state.step
+    return run.recipe.training.max_steps
 
 
 def _add(

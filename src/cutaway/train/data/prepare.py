@@ -139,7 +139,7 @@ def _write_splits(
     has_targets = any(source.target_column is not None for source, _ in source_files)
     max_token_id = max([tokenizer.vocab_size - 1, *tokenizer.all_special_ids, *tokenizer.backend.get_vocab().values()])
     num_workers = min(num_cores(), 32) if _total_size(source_files) >= MIN_PARALLEL_BYTES else 1
-    max_chars = _max_document_chars(source_files)
+    max_chars = max_document_chars(source_files)
     documents = (doc for source, file in source_files for doc in read_file(file, source, skipped, max_chars))
     with (
         SplitWriter(temporary, "train", max_token_id, has_targets) as train,
@@ -150,7 +150,7 @@ def _write_splits(
             for _ in np.flatnonzero(~has_tokens):
                 skipped.add("no tokens", "a text that the tokenizer encodes to nothing")
             keys = encoded.split_keys
-            is_validation = np.array([_is_validation_document(key, seed, validation_split) for key in keys], bool)
+            is_validation = np.array([is_validation_document(key, seed, validation_split) for key in keys], bool)
             train.append(encoded, has_tokens & ~is_validation)
             validation.append(encoded, has_tokens & is_validation)
             contents.update(b"".join(encoded.digests))
@@ -169,7 +169,7 @@ def _write_splits(
     write_file(temporary / "data.json", json.dumps(metadata, indent=1).encode())
 
 
-def _max_document_chars(source_files: SourceFiles) -> int:
+def max_document_chars(source_files: SourceFiles) -> int:
     """Maximum number of characters of a document. Longer text files are split into several documents.
 
     The maximum is lower if there are only a few text files, so that both training and validation split have documents.
@@ -184,7 +184,7 @@ def _total_size(source_files: SourceFiles) -> int:
     return sum(file.size for _, file in source_files)
 
 
-def _is_validation_document(split_key: bytes, seed: int, validation_split: float) -> bool:
+def is_validation_document(split_key: bytes, seed: int, validation_split: float) -> bool:
     """Whether a document is in the validation split. This depends on its split key, not on the other documents."""
     draw = sha256(f"{seed}:".encode() + split_key).digest()[:8]
     return int.from_bytes(draw, "big") < int(validation_split * 2**64)

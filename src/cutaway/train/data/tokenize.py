@@ -49,13 +49,13 @@ def encode_documents(tokenizer: Tokenizer, chunk: Chunk) -> EncodedDocuments:
     return EncodedDocuments(
         np.concatenate(flat) if flat else np.zeros(0, np.uint32),
         np.array([[len(text), len(target)] for text, target in rows], np.int64).reshape(-1, 2),
-        [_document_digest(document) for document in chunk],
-        [_document_digest(d) if d.split_group is None else sha256(d.split_group.encode()).digest() for d in chunk],
+        [document_digest(document) for document in chunk],
+        [document_digest(d) if d.split_group is None else sha256(d.split_group.encode()).digest() for d in chunk],
         np.array([len((d.text if d.target is None else d.target).encode()) for d in chunk], np.int64),
     )
 
 
-def _document_digest(document: Document) -> bytes:
+def document_digest(document: Document) -> bytes:
     """SHA-256 of the text of a document, or of text and target if it has a target."""
     text_digest = sha256(document.text.encode()).digest()
     if document.target is None:

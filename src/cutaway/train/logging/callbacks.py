@@ -1,17 +1,17 @@
-"""User callbacks of a run, and the logger that writes to TensorBoard and draws the loss plot."""
+"""User callbacks of a run, and the logger that writes to TensorBoard and Weights & Biases and draws the loss plot."""
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ParamSpec
+from typing import ParamSpec, Protocol
 
 from cutaway.train.checkpoint.run_directory import RunDirectory
 from cutaway.train.logging.loss_plot import plot_losses
 from cutaway.train.logging.metrics_log import Metrics, MetricsLog
 from cutaway.train.logging.tensorboard import TensorBoardLogger
+from cutaway.train.logging.wandb import WandbLogger
 
 P = ParamSpec("P")
-TENSORBOARD_FAILURE = "could not write the TensorBoard log"
 MAX_PLOT_TIME_SHARE = 0.05
 """Maximum fraction of the run time spent on drawing the loss plot. The plot is always drawn at the end of a run."""
 
@@ -28,8 +28,16 @@ class Callback:
     """Called before the first step with statistics and examples of the training records."""
 
 
+class MetricsLogger(Protocol):
+    """Logger of another tool, which writes the metrics of a step or an evaluation."""
+
+    def log(self, metrics: Metrics) -> None: ...
+    def flush(self) -> None: ...
+    def close(self) -> None: ...
+
+
 class RunLogger:
-    """Writes metrics to TensorBoard, and redraws the loss plot. If one of them fails, training continues."""
+    """Writes metrics to the loggers of the recipe, and redraws the loss plot. If one fails, training continues."""
 
     def __init__(
         self, run_directory: RunDirectory, metrics_log: MetricsLog, callback: Callback, global_step: int, enabled: bool
@@ -37,15 +45,22 @@ class RunLogger:
         """`enabled` is true on the main process only."""
         self.run_directory, self.metrics_log = run_directory, metrics_log
         self.callback, self.enabled = callback, enabled
-        self.tensorboard: TensorBoardLogger | None = None
-        if enabled and run_directory.recipe.logging.tensorboard:
-            self.tensorboard = TensorBoardLogger(run_directory.directory / "tensorboard", global_step)
+        self.loggers: dict[str, MetricsLogger] = {}
+        """Logger by the message that is shown if it fails."""
+        recipe, directory = run_directory.recipe, run_directory.directory
+        if enabled and recipe.logging.tensorboard:
+            tensorboard = TensorBoardLogger(directory / "tensorboard", global_step)
+            self.loggers["could not write the TensorBoard log"] = tensorboard
+        if enabled and recipe.logging.wandb is not None:
+            values = recipe.model_dump(mode="json", exclude_none=True)
+            wandb = WandbLogger(recipe.logging.wandb, directory, values)
+            self.loggers["could not log to Weights & Biases"] = wandb
         self.plot_seconds, self.last_plot_time = 0.5, time.perf_counter()
         self.reported_failures: set[str] = set()
 
     def log(self, metrics: Metrics) -> None:
-        if self.tensorboard is not None:
-            self._try_or_report(TENSORBOARD_FAILURE, self.tensorboard.log, metrics)
+        for failure, logger in self.loggers.items():
+            self._try_or_report(failure, logger.log, metrics)
 
     def update_loss_plot(self, *, final: bool = False) -> None:
         """Redraw loss.svg, if `final` or if plots take at most MAX_PLOT_TIME_SHARE of the run time."""
@@ -59,14 +74,14 @@ class RunLogger:
         self.plot_seconds = self.last_plot_time - start
 
     def flush(self) -> None:
-        if self.tensorboard is not None:
-            self._try_or_report(TENSORBOARD_FAILURE, self.tensorboard.flush)
+        for failure, logger in self.loggers.items():
+            self._try_or_report(failure, logger.flush)
 
     def close(self) -> None:
-        """Draw the final plot and close the TensorBoard log. Called when the run ends, also after an error."""
+        """Draw the final plot and close the loggers. Called when the run ends, also after an error."""
         self.update_loss_plot(final=True)
-        if self.tensorboard is not None:
-            self._try_or_report(TENSORBOARD_FAILURE, self.tensorboard.close)
+        for failure, logger in self.loggers.items():
+            self._try_or_report(failure, logger.close)
 
     def _try_or_report(self, message: str, function: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
         """Call a function. If it fails, report it with `message`, continue, and skip later calls with this message."""

@@ -14,13 +14,16 @@ SCALAR_TAGS = {
     "loss": "train/loss",
     "eval_loss": "eval/loss",
     "bits_per_byte": "eval/bits_per_byte",
+    "general_loss": "eval/general_loss",
+    "accuracy": "eval/accuracy",
+    "exact_match": "eval/exact_match",
     "grad_norm": "train/grad_norm",
     "lr": "train/lr",
     "tokens_per_second": "perf/tokens_per_second",
     "mfu": "perf/mfu",
     "peak_memory_bytes": "perf/peak_memory_bytes",
 }
-"""TensorBoard tag by metric key."""
+"""Tag in TensorBoard and Weights & Biases by metric key."""
 
 
 def check_tensorboard_installed() -> None:
@@ -47,7 +50,7 @@ class TensorBoardLogger:
 
             purge_step = self.global_step + 1
             self.writer = SummaryWriter(str(self.directory), purge_step=purge_step)
-        for name, value in _iter_scalars(metrics):
+        for name, value in iter_scalars(metrics):
             self.writer.add_scalar(name, value, metrics["step"])
         if "sample" in metrics:
             text = "    " + metrics["sample"].replace("\n", "\n    ")
@@ -63,8 +66,8 @@ class TensorBoardLogger:
             self.writer.close()
 
 
-def _iter_scalars(metrics: Metrics) -> Iterator[tuple[str, float]]:
-    """Iterate over (TensorBoard tag, value) of the metrics of a step. A list with one value per head is averaged."""
+def iter_scalars(metrics: Metrics) -> Iterator[tuple[str, float]]:
+    """Iterate over (tag, value) of the metrics of a step. A list with one value per head is averaged."""
     for key, name in SCALAR_TAGS.items():
         if metrics.get(key) is not None:
             yield name, metrics[key]

@@ -3,7 +3,6 @@
 import tomllib
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,10 @@ from pydantic import ValidationError
 from cutaway.config.node import build_config_error
 from cutaway.config.serialization import read_config_file
 from cutaway.errors import ConfigError
+from cutaway.train.recipe.catalog import describe_unknown_recipe, list_recipes, read_shipped_recipe
+from cutaway.train.recipe.key_hints import suggest_key
 from cutaway.train.recipe.schema import RECIPE_ADAPTER, Recipe
 
-PRESETS = files("cutaway.train.recipe.presets")
 Table = dict[str, Any]
 """A TOML table: values, lists and tables by key."""
 RecipeSource = Recipe | Mapping[str, object] | str | Path
@@ -51,11 +51,12 @@ def _list_index(items: Sequence[object], key: str, override: str) -> int:
     return int(key)
 
 
-def _override_sources(data: Table, texts: Sequence[str | Path]) -> None:
+def _override_sources(data: Table, texts: Sequence[str | Path], text_column: str | None) -> None:
     """Replace data.sources by the files or directories `texts`, in place. They have the columns of the first source."""
     data_section = data.setdefault("data", {})
     [first, *_] = data_section.get("sources") or [{}]
     columns = {key: first[key] for key in ("text_column", "target_column", "group_column") if key in first}
+    columns |= {} if text_column is None else {"text_column": text_column}
     data_section["sources"] = [{"path": str(text), **columns} for text in texts]
 
 
@@ -70,23 +71,28 @@ def load_recipe(
     overrides: Sequence[str] = (),
     texts: Sequence[str | Path] = (),
     base: str | Path | None = None,
+    *,
+    text_column: str | None = None,
 ) -> Recipe:
     """Load a recipe from a preset name, a dict, or a .toml or .json file.
 
     Each override is 'key=value' with a TOML value, e.g. 'training.max_steps=100'. `texts` are files or directories that
-    replace the data sources of the recipe. `base` is a checkpoint to fine-tune, which replaces the recipe's model.
+    replace the data sources of the recipe, with `text_column` as the column of their texts. `base` is a checkpoint to
+    fine-tune, which replaces the recipe's model.
     """
     if isinstance(source, Recipe):
         data = source.model_dump(mode="json", exclude_none=True)
         _drop_defaults(data, source)
     elif isinstance(source, Mapping):
         data = deepcopy(dict(source))  # overrides must not change the caller's dict
-    elif Path(source).suffix in (".toml", ".json"):
+    elif Path(source).suffix.lower() in (".toml", ".json"):
         data = read_config_file(Path(source))
     else:
-        data = _read_preset(str(source))
+        if str(source) not in list_recipes():
+            raise ConfigError(describe_unknown_recipe(str(source)))
+        data = read_shipped_recipe(str(source))
     if texts:
-        _override_sources(data, texts)
+        _override_sources(data, texts, text_column)
     if base is not None:
         _override_base(data, base)
     for override in overrides:
@@ -94,7 +100,7 @@ def load_recipe(
     try:
         return RECIPE_ADAPTER.validate_python(data)
     except ValidationError as error:
-        raise build_config_error(error, data, num_tags=0) from None
+        raise build_config_error(error, data, num_tags=0, suggest_key=suggest_key) from None
 
 
 def _drop_defaults(data: Table, recipe: Recipe) -> None:
@@ -102,15 +108,3 @@ def _drop_defaults(data: Table, recipe: Recipe) -> None:
     for section, key in (("training", "max_steps"), ("schedule", "warmup_steps")):
         if key not in getattr(recipe, section).model_fields_set:
             del data[section][key]
-
-
-def list_recipes() -> list[str]:
-    """Names of the preset recipes."""
-    names = [file.name for file in PRESETS.iterdir()]
-    return sorted(name.removesuffix(".toml") for name in names if name.endswith(".toml"))
-
-
-def _read_preset(name: str) -> Table:
-    if name not in list_recipes():
-        raise ConfigError(f"there is no recipe '{name}'; pass a .toml file, or one of {', '.join(list_recipes())}")
-    return tomllib.loads((PRESETS / f"{name}.toml").read_text(encoding="utf-8"))

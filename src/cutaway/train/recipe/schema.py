@@ -271,18 +271,43 @@ class ParallelConfig(ConfigNode):
     """Number of tensor-parallel processes, which split each weight matrix and process the same sequences."""
 
 
+class EarlyStoppingConfig(ConfigNode):
+    """Stop the run when eval_loss no longer improves."""
+
+    patience: PositiveInt = 3
+    """Number of consecutive evaluations without improvement after which the run stops."""
+    min_delta: NonNegativeFloat = 0.0
+    """An evaluation is an improvement if its eval_loss is lower by more than min_delta than at the last improvement."""
+
+
 class EvalConfig(ConfigNode):
-    """Evaluation during training."""
+    """Evaluation during training. A fine-tuning run is also evaluated before its first step."""
 
     interval: PositiveInt = 50
     """Number of steps between evaluations."""
     num_sequences: PositiveInt = 64
     """Number of validation sequences per evaluation."""
-    sample_prompt: str | None = None
-    """Prompt from which a sample is generated at each evaluation. A decoder continues the prompt, an encoder fills the
-    masks in the prompt, and an encoder-decoder uses the prompt as its source. None: no sample."""
+    sample_prompts: tuple[str, ...] = ()
+    """Prompts from which samples are generated at each evaluation. A decoder continues the prompt, or answers it if its
+    tokenizer has a chat template; an encoder fills the masks in the prompt; an encoder-decoder uses the prompt as its
+    source. `sample_prompt` sets a single prompt."""
     num_exact_match: NonNegativeInt = 64
     """Number of source-target pairs per evaluation for which an output is generated and compared with the target."""
+    early_stopping: EarlyStoppingConfig | None = None
+    """Stop before training.max_steps if eval_loss no longer improves. None: never."""
+    general_text: str | None = None
+    """Text file for `general_loss`, the loss on a general text before, during and after the fine-tuning of a decoder.
+    A rise shows that the model forgets what it could do before. Default: a short English text that is part of cutaway.
+    Empty: no general_loss."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_single_prompt(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or "sample_prompt" not in data:
+            return data
+        prompt = data["sample_prompt"]
+        rest = {key: value for key, value in data.items() if key != "sample_prompt"}
+        return rest | {"sample_prompts": () if prompt is None else (prompt,)}
 
 
 class CheckpointConfig(ConfigNode):
@@ -294,6 +319,17 @@ class CheckpointConfig(ConfigNode):
     """Number of snapshots: files with the weights only, at step 0 and at logarithmically spaced steps, that are kept to
     inspect them with `cutaway open RUN`. A snapshot has 4 bytes per parameter. Sharded models have none. Default: 12
     for models of up to 30 million parameters, otherwise 0."""
+    export: Literal["last", "best"] = "last"
+    """Weights that are exported at the end of the run: those of the last step, or those with the lowest eval_loss. With
+    'best', a checkpoint is also saved at each evaluation with a new lowest eval_loss."""
+
+
+class WandbConfig(ConfigNode):
+    """Weights & Biases run. Set the environment variable WANDB_MODE=offline to log without a network connection."""
+
+    project: str = "cutaway"
+    name: str | None = None
+    """Name of the run. Default: the name of the run directory."""
 
 
 class LoggingConfig(ConfigNode):
@@ -301,6 +337,8 @@ class LoggingConfig(ConfigNode):
 
     tensorboard: bool = False
     """Write metrics to TensorBoard event files too."""
+    wandb: WandbConfig | None = None
+    """Log metrics to Weights & Biases too."""
 
 
 class PretrainedModelConfig(ConfigNode):
@@ -339,12 +377,21 @@ ModelSource = Annotated[
 ]
 
 
+Purpose = Literal["pretrain", "fine-tune", "align", "classify", "embed"]
+"""What a recipe is for: training from scratch, fine-tuning a checkpoint, preference learning and reinforcement
+learning, task heads (classification, regression), sentence embeddings."""
+
+
 class Recipe(ConfigNode):
     """Description of a training run."""
 
+    description: str = ""
+    """One line for `cutaway train --list`. It has no effect on training."""
+    purpose: Purpose | None = None
+    """Group of the recipe in `cutaway train --list`. It has no effect on training."""
     model: ModelSource = "tiny-gpt"
-    """A preset name, a config table, or a checkpoint to fine-tune. vocab_size is set from the tokenizer, except for a
-    checkpoint."""
+    """A preset name, a config table, or a checkpoint to fine-tune. The vocab_size of a preset is replaced by that of
+    the tokenizer. A config table needs no vocab_size; one that is larger than the tokenizer is kept, as padding."""
     data: DataConfig = DataConfig()
     objective: ObjectiveConfig = CausalLMConfig()
     optimizer: OptimizerConfig = AdamWConfig()
@@ -357,17 +404,43 @@ class Recipe(ConfigNode):
 
     @property
     def transformer_config(self) -> Config:
-        """Config of the model, if it is trained from scratch. Raises ConfigError if it is a checkpoint to fine-tune."""
-        return read_model_config(self.model)
+        """Config of the model, if it is trained from scratch. Raises ConfigError if it is a checkpoint to fine-tune.
+
+        A BPE tokenizer is assumed to have as many tokens as the recipe says; it has fewer if the text is small.
+        """
+        return read_model_config(self.model, self._nominal_vocab_size)
+
+    @property
+    def _nominal_vocab_size(self) -> int:
+        """Number of tokens of the recipe's tokenizer before it is trained. That of a tokenizer on disk is not read."""
+        if isinstance(self.data.tokenizer, BPETokenizerConfig):
+            return self.data.tokenizer.vocab_size
+        return NUM_BYTE_TOKENS + isinstance(self.objective, MaskedLMConfig)
 
 
-def read_model_config(source: ModelSource) -> Config:
-    """Config of a model trained from scratch. Raises ConfigError if the model is a checkpoint to fine-tune."""
+NUM_BYTE_TOKENS = 256 + 3
+"""Number of tokens of the byte tokenizer: all bytes, BOS, EOS and padding."""
+
+
+def read_model_config(source: ModelSource, vocab_size: int) -> Config:
+    """Config of a model trained from scratch. Raises ConfigError if the model is a checkpoint to fine-tune.
+
+    `vocab_size` is that of the tokenizer. It replaces the vocab_size of a preset, and is the default of a config table.
+    A larger vocab_size in a table stays: the additional ids are padding.
+    """
     if isinstance(source, PretrainedModelConfig):
         raise ConfigError(
             "the recipe fine-tunes a checkpoint, so it has no model config; set model to a preset or a config table"
         )
-    return read_config(source)
+    if isinstance(source, str):
+        return read_config(source).replace(vocab_size=vocab_size)
+    config = read_config({"vocab_size": vocab_size} | source)
+    if config.vocab_size < vocab_size:
+        raise ConfigError(
+            f"model.vocab_size is {config.vocab_size:,}, but the tokenizer has {vocab_size:,} tokens; remove"
+            " model.vocab_size, so that it follows from the tokenizer, or raise it"
+        )
+    return config
 
 
 RECIPE_ADAPTER = TypeAdapter(Recipe)

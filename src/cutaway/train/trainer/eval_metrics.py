@@ -1,15 +1,20 @@
 """Evaluation metrics beyond the loss: masked-token accuracy, exact match of generated targets, a generated sample."""
 
+from collections.abc import Sequence
+
 import torch
 
+from cutaway.config import Config
 from cutaway.families.checkpoint import Checkpoint
 from cutaway.generate.api import generate
 from cutaway.generate.fill_mask import fill_mask
+from cutaway.generate.prompts import Prompt
 from cutaway.model import EncoderOnly
 from cutaway.train.data.training_data import TrainingData
 from cutaway.train.logging.metrics_log import Metrics
 from cutaway.train.objectives.objective import ObjectiveFn
 from cutaway.train.recipe.schema import MaskedLMConfig, PrefixLMConfig, Recipe, Seq2SeqConfig
+from cutaway.train.trainer.general_loss import general_loss, has_general_loss, read_general_text
 
 SAMPLE_TOKENS = 80
 """Maximum number of tokens of a generated sample."""
@@ -17,25 +22,29 @@ NUM_SHOWN = 3
 """Number of source-target pairs in a sample, or number of predictions per mask."""
 
 
-def needs_full_model(recipe: Recipe) -> bool:
-    """Whether evaluations need the gathered model: for accuracy or exact match, or to generate a sample text."""
-    return recipe.eval.sample_prompt is not None or isinstance(
-        recipe.objective, MaskedLMConfig | Seq2SeqConfig | PrefixLMConfig
+def needs_full_model(recipe: Recipe, config: Config) -> bool:
+    """Whether evaluations need the gathered model: for accuracy, exact match, samples or the general loss."""
+    return (
+        bool(recipe.eval.sample_prompts)
+        or isinstance(recipe.objective, MaskedLMConfig | Seq2SeqConfig | PrefixLMConfig)
+        or has_general_loss(recipe, config)
     )
 
 
 def compute_eval_metrics(
     checkpoint: Checkpoint, data: TrainingData, objective_fn: ObjectiveFn, recipe: Recipe, *, seed: int
 ) -> Metrics:
-    """Masked-token accuracy or exact match, depending on the objective, and a sample if `eval.sample_prompt` is set."""
+    """Masked-token accuracy or exact match, depending on the objective; general loss of a fine-tuning run; samples."""
     metrics: Metrics = {}
     match recipe.objective:
         case MaskedLMConfig():
             metrics["accuracy"] = _masked_accuracy(checkpoint, data, objective_fn, recipe)
         case Seq2SeqConfig() | PrefixLMConfig() if recipe.eval.num_exact_match:
             metrics = exact_match(checkpoint, data, recipe)
-    if (prompt := recipe.eval.sample_prompt) is not None:
-        metrics["sample"] = _generate_sample(checkpoint, prompt, max_len=recipe.data.seq_len, seed=seed)
+    if has_general_loss(recipe, checkpoint.config):
+        metrics["general_loss"] = general_loss(checkpoint, read_general_text(recipe.eval), recipe.data.seq_len)
+    if prompts := recipe.eval.sample_prompts:
+        metrics["sample"] = _generate_samples(checkpoint, prompts, max_len=recipe.data.seq_len, seed=seed)
     return metrics
 
 
@@ -75,18 +84,29 @@ def exact_match(checkpoint: Checkpoint, data: TrainingData, recipe: Recipe) -> M
     return {"exact_match": num_correct / len(rows), "sample": sample}
 
 
-def _generate_sample(checkpoint: Checkpoint, text: str, *, max_len: int, seed: int) -> str:
-    """Generate a sample: a decoder continues the text, an encoder fills its masks, an encoder-decoder transforms it."""
+def _generate_samples(checkpoint: Checkpoint, prompts: Sequence[str], *, max_len: int, seed: int) -> str:
+    """Generate a sample for each prompt: a decoder continues the text, or answers it if its tokenizer has a chat
+    template; an encoder fills its masks; an encoder-decoder transforms it."""
     model, tokenizer = checkpoint.model, checkpoint.tokenizer
     assert tokenizer is not None
     if isinstance(model, EncoderOnly):
-        [masks] = fill_mask(model, tokenizer, [text], top_k=NUM_SHOWN)
-        return "\n".join(fill.text for mask in masks for fill in mask)
+        filled = fill_mask(model, tokenizer, list(prompts), top_k=NUM_SHOWN)
+        return "\n".join(fill.text for masks in filled for mask in masks for fill in mask)
     if len(model.stacks) > 1:
-        [completion] = generate(checkpoint, text, beams=1, max_new_tokens=SAMPLE_TOKENS, seed=seed)
-        return f"{text} → {completion.text or ''}"
-    max_len = max(2, max_len)
-    [completion] = generate(
-        checkpoint, text, max_new_tokens=SAMPLE_TOKENS, max_model_len=max_len, temperature=0.8, top_k=50, seed=seed
-    )
-    return text + (completion.text or "")
+        completions = generate(checkpoint, list(prompts), beams=1, max_new_tokens=SAMPLE_TOKENS, seed=seed)
+        separator = " → "
+    else:
+        is_chat = tokenizer.chat_template is not None
+        inputs: list[Prompt] = [[{"role": "user", "content": text}] if is_chat else text for text in prompts]
+        completions = generate(
+            checkpoint,
+            inputs,
+            max_new_tokens=SAMPLE_TOKENS,
+            max_model_len=None if is_chat else max(2, max_len),
+            temperature=0.8,
+            top_k=50,
+            seed=seed,
+        )
+        separator = " → " if is_chat else ""
+    texts = [f"{text}{separator}{each.text or ''}" for text, each in zip(prompts, completions, strict=True)]
+    return "\n\n".join(texts)

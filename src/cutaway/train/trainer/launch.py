@@ -20,11 +20,14 @@ from cutaway.train.distributed.parallelize import init_sharded_weights, parallel
 from cutaway.train.distributed.process_group import SINGLE_PROCESS, DeviceLike, DistributedContext, init_distributed
 from cutaway.train.logging.callbacks import Callback
 from cutaway.train.logging.tensorboard import check_tensorboard_installed
+from cutaway.train.logging.wandb import check_wandb_installed
 from cutaway.train.objectives.build import build_objective_fn, check_objective
 from cutaway.train.optim.lr_scheduler import check_schedule
 from cutaway.train.optim.optimizer import build_optimizer
+from cutaway.train.recipe.inputs import check_recipe_inputs
 from cutaway.train.recipe.load import RecipeSource, load_recipe
 from cutaway.train.recipe.schema import PretrainedModelConfig, Recipe
+from cutaway.train.trainer.general_loss import has_general_loss, read_general_text
 from cutaway.train.trainer.memory_check import check_memory
 from cutaway.train.trainer.preflight import run_preflight
 from cutaway.train.trainer.run_length import resolve_run_length
@@ -106,12 +109,15 @@ def prepare_trainer(
         check_schedule(recipe.schedule, recipe.training.max_steps)
     if recipe.logging.tensorboard:
         check_tensorboard_installed()
+    if recipe.logging.wandb is not None:
+        check_wandb_installed()
 
     with dist_context.main_process_first():
         # Tokenizer, and the base checkpoint of a fine-tuning run
         if run_directory is None and not dist_context.is_main_process:
             run_directory = RunDirectory.open(directory)  # the main process has created it
         if run_directory is None:
+            check_recipe_inputs(recipe)
             check_new_directory(directory)
             base_checkpoint = load_base_checkpoint(recipe.model, recipe.training.precision)
             base_info = BaseCheckpointInfo.from_checkpoint(base_checkpoint, with_fingerprint=has_adapter)
@@ -123,6 +129,8 @@ def prepare_trainer(
         # Model. A sharded model is built on the meta device, without values.
         config = resolve_model_config(recipe.model, tokenizer, base_info)
         check_objective(recipe.objective, config, recipe.training, recipe.parallel)
+        if has_general_loss(recipe, config):
+            read_general_text(recipe.eval)  # an error now, not after the model is built
         check_memory(recipe, config, device, dist_context, log)
         if has_adapter:
             if base_checkpoint is None:

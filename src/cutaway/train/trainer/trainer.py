@@ -28,7 +28,7 @@ from cutaway.train.checkpoint.checkpoint_manager import (
     save_state,
 )
 from cutaway.train.checkpoint.failpoints import hit_failpoint
-from cutaway.train.checkpoint.manifest import TrainerState
+from cutaway.train.checkpoint.manifest import TrainerState, checkpoint_name, read_checkpoint
 from cutaway.train.checkpoint.pretrained_checkpoint import resolve_export_family
 from cutaway.train.checkpoint.run_directory import RunDirectory
 from cutaway.train.checkpoint.snapshots import SnapshotWriter, resolve_num_snapshots, snapshot_steps
@@ -42,8 +42,9 @@ from cutaway.train.objectives.objective import ObjectiveFn
 from cutaway.train.optim.ema import WeightEMA
 from cutaway.train.optim.mixed_precision import GradScaler
 from cutaway.train.optim.optimizer import OptimizersContainer, trainable_parameters
-from cutaway.train.recipe.schema import Recipe
+from cutaway.train.recipe.schema import PretrainedModelConfig, Recipe
 from cutaway.train.trainer.bad_step_policy import BadStepPolicy
+from cutaway.train.trainer.early_stopping import EvalTracker
 from cutaway.train.trainer.eval_metrics import compute_eval_metrics, needs_full_model
 from cutaway.train.trainer.layer_stats import LayerStats, compute_layer_stats, layer_warnings
 from cutaway.train.trainer.train_step import TrainStepRunner, build_micro_batch, metrics_to_python
@@ -96,7 +97,7 @@ class Trainer:
             self.run_directory.snapshot_directory, frozenset(steps), self.callback.on_message
         )
         self.global_step = 0
-        self.best_eval_loss: float | None = None
+        self.eval_tracker = EvalTracker(self.recipe.eval.early_stopping)
         self.metrics_log: MetricsLog
         self.timings_log: MetricsLog
         self.stop_requested = threading.Event()
@@ -151,9 +152,9 @@ class Trainer:
         state = TrainerState(
             step=self.global_step,
             data_fingerprint=self.run_directory.data_fingerprint,
-            best_eval_loss=self.best_eval_loss,
             metrics_bytes=self.metrics_log.sync(),
             timings_bytes=self.timings_log.sync(),
+            **self.eval_tracker.state_dict(),
         )
         with self._report_write_errors():
             save_state(self.checkpoint_manager, self.dist_context, self.state_tensors(), state)
@@ -191,7 +192,8 @@ class Trainer:
                     " run from its weights"
                 )
             component.load_state_dict(restored.tensor_groups[name])
-        self.global_step, self.best_eval_loss = state.step, state.best_eval_loss
+        self.global_step = state.step
+        self.eval_tracker.load_state(state)
         self._open_logs(state.metrics_bytes, state.timings_bytes)
 
     def _open_logs(self, metrics_bytes: int, timings_bytes: int) -> None:
@@ -205,17 +207,23 @@ class Trainer:
 
     # Training
 
+    @property
+    def is_finished(self) -> bool:
+        """Whether all steps are done, or the run has stopped early."""
+        return self.global_step == self.recipe.training.max_steps or self.eval_tracker.should_stop
+
     def train(self) -> None:
         """Train until `training.max_steps`, or until a stop is requested. At the end, export the model."""
         with self.run_directory.training_lock() if self.dist_context.is_main_process else nullcontext():
             self._run_steps()
-            if self.global_step == self.recipe.training.max_steps:
+            if self.is_finished:
+                if self.recipe.checkpoint.export == "best":
+                    self.load_best_weights()
                 with self.averaged_weights():
                     self.export_model()
 
     def _run_steps(self) -> None:
         recipe = self.recipe
-        steps = recipe.training.max_steps
         self.model.train()
         device = self.model.device
         cuda_devices = [device] if device.type == "cuda" else []
@@ -227,20 +235,24 @@ class Trainer:
             torch.random.fork_rng(cuda_devices),
         ):
             self.save_snapshot()
+            if self.global_step == 0 and isinstance(recipe.model, PretrainedModelConfig):
+                self.evaluate_base_model()
             self.step_start_time = time.perf_counter()
             stopping = self.dist_context.any_rank(self.stop_requested.is_set())
-            while self.global_step < steps and not stopping:
+            while not self.is_finished and not stopping:
                 metrics = self.train_step(self.global_step)
                 # Log the previous step only now, so that the GPU computes one step while the host launches the next.
                 self._log_pending_step()
                 self.global_step, self.pending_metrics = self.global_step + 1, metrics
                 should_evaluate = self.should_evaluate(self.global_step)
-                should_save = self.global_step == steps or self.global_step % recipe.checkpoint.interval == 0
+                should_save = self.global_step % recipe.checkpoint.interval == 0
                 if should_evaluate or should_save or device.type == "cpu":
                     self._log_pending_step()
                 if should_evaluate:
                     with self.averaged_weights():
-                        self.evaluate()
+                        is_best = self.evaluate()
+                    should_save |= is_best and recipe.checkpoint.export == "best"
+                should_save |= self.is_finished
                 self.save_snapshot()
                 stopping = self.dist_context.any_rank(self.stop_requested.is_set())
                 if should_save or stopping:
@@ -248,6 +260,11 @@ class Trainer:
                     self.save_checkpoint()
                     self.step_start_time = time.perf_counter()
                     hit_failpoint("after-checkpoint")
+            if self.eval_tracker.should_stop:
+                self.callback.on_message(
+                    f"stopped early at step {self.global_step:,}: eval_loss has not improved for"
+                    f" {self.eval_tracker.num_evals_without_improvement} evaluations"
+                )
 
     @contextmanager
     def _wait_for_async_save(self) -> Iterator[None]:
@@ -289,10 +306,33 @@ class Trainer:
         self.callback.on_step_end(metrics, timing)
         hit_failpoint("after-step")
 
-    @torch.no_grad()
-    def evaluate(self) -> None:
-        """Compute loss, objective-specific metrics and layer statistics on the validation split, and log them."""
+    def evaluate(self) -> bool:
+        """Evaluate on the validation split, and log metrics and layer statistics.
+
+        Returns whether the loss is the lowest so far.
+        """
         self.model.eval()
+        loss = self.validation_loss()
+        layer_stats = self.compute_layer_stats()
+        is_best = self.eval_tracker.update(self.global_step, loss)
+        self._log_evaluation(loss)
+        if layer_stats is not None:
+            layer_metrics = {"step": self.global_step, "layer_stats": layer_stats}
+            self.metrics_log.append(layer_metrics)
+            self.run_logger.log(layer_metrics)
+            self.callback.on_layer_stats(layer_metrics)
+        self.run_logger.update_loss_plot()
+        self.step_start_time = time.perf_counter()
+        return is_best
+
+    def evaluate_base_model(self) -> None:
+        """Evaluate a checkpoint before it is fine-tuned. Early stopping and the best checkpoint do not depend on it."""
+        self.model.eval()
+        self._log_evaluation(self.validation_loss())
+
+    @torch.no_grad()
+    def validation_loss(self) -> float:
+        """Mean cross-entropy over the targets of `eval.num_sequences` sequences of the validation split."""
         total = weight = 0.0
         count = min(self.recipe.eval.num_sequences, self.data.num_validation_sequences)
         # As large as the micro-batches of training, which fit in memory
@@ -301,13 +341,15 @@ class Trainer:
             micro_batch = build_micro_batch(self.objective_fn, self.data.validation, low, high - low)
             total += float(self.training_module(micro_batch).cross_entropy)
             weight += float(micro_batch.weights.sum())
-        layer_stats = self.compute_layer_stats()
-        loss = self.dist_context.sum_over_dp(total) / max(1.0, self.dist_context.sum_over_dp(weight))
-        self.best_eval_loss = loss if self.best_eval_loss is None else min(self.best_eval_loss, loss)
+        return self.dist_context.sum_over_dp(total) / max(1.0, self.dist_context.sum_over_dp(weight))
+
+    @torch.no_grad()
+    def _log_evaluation(self, loss: float) -> None:
+        """Log the loss and the other metrics of an evaluation, and set the model back to training mode."""
         metrics: Metrics = {"step": self.global_step, "eval_loss": loss}
         if self.data.bytes_per_token is not None:
             metrics["bits_per_byte"] = bits_per_byte(loss, self.data.bytes_per_token)
-        if needs_full_model(self.recipe):
+        if needs_full_model(self.recipe, self.model.config):
             checkpoint = self.build_checkpoint(self.model.device)
             if checkpoint is not None:
                 seed = self.global_step
@@ -316,14 +358,8 @@ class Trainer:
         self.metrics_log.append(metrics)
         self.run_logger.log(metrics)
         self.callback.on_evaluate(metrics)
-        if layer_stats is not None:
-            layer_metrics = {"step": self.global_step, "layer_stats": layer_stats}
-            self.metrics_log.append(layer_metrics)
-            self.run_logger.log(layer_metrics)
-            self.callback.on_layer_stats(layer_metrics)
-        self.run_logger.update_loss_plot()
-        self.step_start_time = time.perf_counter()
 
+    @torch.no_grad()
     def compute_layer_stats(self) -> LayerStats | None:
         """Statistics per layer, with warnings. None with a device mesh, where a rank has only shards of the layers."""
         if self.dist_context.mesh is not None:
@@ -339,6 +375,22 @@ class Trainer:
         if self.dist_context.mesh is not None:
             model = gather_full_model(self.model, device, keep=is_main)
         return None if model is None else self.run_directory.build_checkpoint(model)
+
+    def load_best_weights(self) -> None:
+        """Load the weights with the lowest eval_loss. If their checkpoint is damaged, the last weights are kept."""
+        step = self.eval_tracker.best_step
+        if step is None or step == self.global_step:
+            return
+        checkpoint = read_checkpoint(self.checkpoint_manager.directory / checkpoint_name(step), {"model", "ema"})
+        if self.dist_context.any_rank(isinstance(checkpoint, str)) or isinstance(checkpoint, str):
+            self.callback.on_message(
+                f"the checkpoint of step {step:,}, with the lowest eval_loss, cannot be loaded ({checkpoint}); the"
+                " weights of the last step are exported"
+            )
+            return
+        load_weights(self.model, checkpoint.tensor_groups["model"])
+        if self.ema is not None:
+            self.ema.load_state_dict(checkpoint.tensor_groups["ema"])
 
     def export_model(self) -> None:
         """Write the model to the run directory, in the Hugging Face format of its family.

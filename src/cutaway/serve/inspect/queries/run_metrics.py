@@ -50,7 +50,7 @@ class RunMetrics(Query):
         step = max((row["step"] for row in steps), default=0)
         data = {
             "num_rows": len(rows),
-            "state": find_state(step, run.max_steps, is_training),
+            "state": find_state(step, step if run.is_exported else run.max_steps, is_training),
             "step": step,
             "max_steps": run.max_steps,
             "seconds_left": _estimate_seconds_left(timings, run.max_steps - step),
@@ -64,7 +64,7 @@ class RunMetrics(Query):
             "unchanged": False,
             "name": run.name,
             "directory": str(run.directory.directory),
-            "sample_prompt": run.directory.recipe.eval.sample_prompt,
+            "sample_prompt": next(iter(run.directory.recipe.eval.sample_prompts), None),
             "samples": select_evenly([row for row in evals if row.get("sample")], MAX_SAMPLES),
             "evals": [{name: value for name, value in row.items() if name != "sample"} for row in evals],
             "layer_stats": layer_stats[-1] if layer_stats else None,
