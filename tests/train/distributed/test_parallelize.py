@@ -150,7 +150,7 @@ def config_with_sinks() -> dict[str, Any]:
     return config
 
 
-VOCAB_SIZE = {"vocab_size": 260}  # that of the byte tokenizer with a mask token; padding without one
+VOCAB_SIZE = {"vocab_size": 300}  # at least that of each tokenizer; the other ids are padding
 CUSTOM_CONFIGS = {
     "sinks": config_with_sinks() | VOCAB_SIZE,
     "albert": ct.config("tiny-albert").model_dump(mode="json")
