@@ -391,6 +391,8 @@ class Trainer:
         load_weights(self.model, checkpoint.tensor_groups["model"])
         if self.ema is not None:
             self.ema.load_state_dict(checkpoint.tensor_groups["ema"])
+        loss = self.eval_tracker.best_eval_loss
+        self.callback.on_message(f"exporting the weights of step {step:,}, whose eval loss is the lowest: {loss:.3f}")
 
     def export_model(self) -> None:
         """Write the model to the run directory, in the Hugging Face format of its family.
