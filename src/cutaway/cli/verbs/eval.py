@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cutaway.cli.answers import evaluate_answers
+from cutaway.cli.harness_tasks import TaskOptions, evaluate_tasks
 from cutaway.cli.json_output import print_json
 from cutaway.cli.options import CheckpointSource, Device, JsonObjectFlag, WeightDType, argument, option
 from cutaway.errors import InputError
@@ -17,6 +18,8 @@ if TYPE_CHECKING:  # torch is imported when it is needed
     from cutaway.train.data.documents import Document, SkippedDocuments
     from cutaway.train.recipe.schema import SourceConfig
 
+HARNESS = "lm-evaluation-harness"
+"""Panel of the options of --tasks in the help."""
 Results = dict[str, Any]
 MAX_DOCUMENT_CHARACTERS = 1 << 24
 """Maximum number of characters of a document. Longer files are split at line ends, to limit memory."""
@@ -45,6 +48,18 @@ def evaluate(
         ),
     ] = None,
     max_new_tokens: Annotated[int | None, option("With --data: maximum length of an answer; default 64.")] = None,
+    tasks: Annotated[
+        list[str] | None,
+        option("Tasks of lm-evaluation-harness, as in hellaswag,arc_easy; repeatable.", metavar="NAMES", panel=HARNESS),
+    ] = None,
+    num_fewshot: Annotated[int | None, option("Number of examples in the prompt.", min=0, panel=HARNESS)] = None,
+    limit: Annotated[int | None, option("Number of samples per task; default all.", min=1, panel=HARNESS)] = None,
+    include_path: Annotated[
+        Path | None, option("Directory with own tasks (YAML files).", metavar="DIR", panel=HARNESS)
+    ] = None,
+    apply_chat_template: Annotated[
+        bool, option("Render the prompts with the chat template.", "--apply-chat-template", panel=HARNESS)
+    ] = False,
     text_column: Annotated[str, option("Key of the text in a .jsonl row.")] = "text",
     target_column: Annotated[str | None, option("Key of the target in a .jsonl row, for encoder-decoders.")] = None,
     context: Annotated[int | None, option("Context length; default the model's, but at most 4,096.")] = None,
@@ -64,8 +79,18 @@ def evaluate(
     Example: cutaway eval tiny-dates --text dates.jsonl --target-column iso --json
 
     Example: cutaway eval runs/sft --data questions.jsonl
+
+    Example: cutaway eval ./gpt2 --tasks arc_easy,hellaswag --limit 200
     """
     paths = [*(text or []), *(extra_files or [])]
+    task_options = TaskOptions(num_fewshot, limit, include_path, apply_chat_template)
+    if tasks:
+        if paths or data:
+            raise InputError("--tasks runs tasks that have their own data; leave out --text and --data")
+        evaluate_tasks(source, tasks, task_options, batch_size, device, dtype, as_json=as_json)
+        return
+    if task_options != TaskOptions(None, None, None, False):
+        raise InputError("--num-fewshot, --limit, --include-path and --apply-chat-template apply to --tasks only")
     if data:
         unused = {
             "--text": paths,
@@ -81,7 +106,9 @@ def evaluate(
     if max_new_tokens is not None:
         raise InputError("--max-new-tokens applies to --data only; leave it out, or pass --data FILE")
     if not paths:
-        raise InputError("there is no text to evaluate on; pass --text FILE, or --data FILE to compare answers")
+        raise InputError(
+            "there is no text to evaluate on; pass --text FILE, --data FILE to compare answers, or --tasks"
+        )
     from cutaway.train.data.documents import SkippedDocuments
     from cutaway.train.recipe.schema import SourceConfig
 
