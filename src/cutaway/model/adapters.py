@@ -52,8 +52,13 @@ class AdapterMethods:
 
         At first the adapter does not change the output, because B is zero. `seed` determines the initial A.
         """
-        model = self._module()
         config = read_lora_config(config)
+        _check_ranks(self._module(), config)
+        return self.insert_adapter(config, name, seed=seed)
+
+    def insert_adapter(self: T, config: cfg.LoRA, name: str, *, seed: int | None = None) -> T:
+        """`add_adapter` for an adapter from a file, whose rank may be larger than the dimensions of a layer."""
+        model = self._module()
         if name in self.adapters or not is_adapter_name(name):
             reason = "exists already" if name in self.adapters else "is not a name of letters, digits, '_' and '-'"
             raise InputError(f"adapter '{name}' {reason}; pass another name")
@@ -64,7 +69,7 @@ class AdapterMethods:
                 f"adapter targets {list(config.targets)} match no layer of this model; use 'all-linear', or some of:"
                 f" {examples}"
             )
-        _check_adaptable(model, config, sites)
+        _check_dora(config, sites)
         for parameter in model.parameters():
             parameter.requires_grad_(False)
         replaced = {layer: adapt_layer(layer) for layer in dict.fromkeys(sites.values())}
@@ -255,14 +260,18 @@ def _short_site(site: str) -> str:
     return ".".join(parts[parts.index("blocks") + 2 :]) if "blocks" in parts else site
 
 
-def _check_adaptable(model: nn.Module, config: cfg.LoRA, sites: Mapping[str, nn.Module]) -> None:
+def _check_dora(config: cfg.LoRA, sites: Mapping[str, nn.Module]) -> None:
     for site, layer in sites.items():
         weight: Tensor = layer.weight  # type: ignore[assignment]
         if config.use_dora and (weight.ndim != 2 or isinstance(layer, EmbeddingTable)):
             problem = f"use_dora is for linear layers, but '{site}' is not one"
             raise InputError(f"{problem}; leave it out of targets, or set use_dora to false")
-        rank, shape = config.rank_of(site), tuple(weight.shape)
-        if rank > min(shape[-2:]):
+
+
+def _check_ranks(model: nn.Module, config: cfg.LoRA) -> None:
+    for site, layer in adaptable_layers(model).items():
+        rank, shape = config.rank_of(site), tuple(layer.weight.shape)  # type: ignore[union-attr, operator]
+        if config.matches(site) and rank > min(shape[-2:]):
             raise InputError(
                 f"adapter rank {rank} is more than the smaller dimension of '{site}', whose weight is {shape}; use a"
                 f" rank of at most {min(shape[-2:])}, or rank_pattern"
