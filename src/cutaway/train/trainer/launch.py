@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from cutaway.errors import ConfigError, InputError
+from cutaway.families.peft_format import check_exportable
 from cutaway.train.checkpoint.checkpoint_manager import load_weights
 from cutaway.train.checkpoint.pretrained_checkpoint import (
     BaseCheckpointInfo,
@@ -136,6 +137,8 @@ def prepare_trainer(
             if base_checkpoint is None:
                 raise missing_base_error(directory)
             assert isinstance(recipe.model, PretrainedModelConfig)
+            assert recipe.model.adapter is not None
+            check_exportable(base_checkpoint, recipe.model.adapter)
             model = build_adapter_model(base_checkpoint, recipe.model, recipe.training, device)
         else:
             model = build_training_model(config, recipe.training, torch.device("meta") if is_sharded else device)
