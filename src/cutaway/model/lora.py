@@ -47,8 +47,13 @@ class LoRAWeights(nn.Module):
 
     def forward(self, x: Float[Tensor, "*batch i"]) -> Float[Tensor, "*batch o"]:
         """scaling·B·A·dropout(x)."""
-        x = F.dropout(x, self.dropout, self.training).to(self.lora_a.dtype)
+        x = self.cast_input(F.dropout(x, self.dropout, self.training))
         return F.linear(F.linear(x, self.lora_a), self.lora_b) * self.scaling
+
+    def cast_input(self, x: Tensor) -> Tensor:
+        """x in the dtype of A. With autocast, x is not cast, so that adapters of the same x save it only once."""
+        is_autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type)
+        return x if is_autocast else x.to(self.lora_a.dtype)
 
 
 @dataclass(frozen=True)
@@ -242,7 +247,7 @@ class LoRAGroupedLinear(AdaptedLayer, GroupedLinear):
         adapter = self.active
         if adapter is None:
             return y
-        dropped = F.dropout(x, adapter.dropout, self.training).to(adapter.lora_a.dtype)
+        dropped = adapter.cast_input(F.dropout(x, adapter.dropout, self.training))
         delta = grouped_linear(grouped_linear(dropped, adapter.lora_a, offsets), adapter.lora_b, offsets)
         return y + (delta * adapter.scaling).to(y.dtype)
 
