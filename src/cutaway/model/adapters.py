@@ -266,6 +266,16 @@ def adapter_state_dict(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in model.state_dict().items() if ADAPTER_KEY in name}
 
 
+def inactive_adapter_keys(model: nn.Module) -> set[str]:
+    """State dict keys of the adapters that the forward pass does not apply."""
+    keys: set[str] = set()
+    for path, layer in adapted_layers(model).items():
+        inactive = [name for name in layer.adapters if layer.active is None or name != layer.active_adapter]
+        for name in inactive:
+            keys.update(f"{path}{ADAPTER_KEY}{name}.{leaf}" for leaf in layer.adapters[name].state_dict())
+    return keys
+
+
 def _short_site(site: str) -> str:
     parts = site.split(".")
     return ".".join(parts[parts.index("blocks") + 2 :]) if "blocks" in parts else site
