@@ -26,6 +26,7 @@ def evaluate_answers(
     dtype: DType | None,
     *,
     as_json: bool,
+    adapter: str | None = None,
 ) -> None:
     """Generate answers to the records of the files, compare them with the references, and print the result."""
     from cutaway.argument_checks import check_positive_int
@@ -40,7 +41,7 @@ def evaluate_answers(
     from cutaway.cli.views.terminal import progress_bar
     from cutaway.evaluate.exact_match import DEFAULT_MAX_NEW_TOKENS, evaluate_exact_match
 
-    checkpoint = load_checkpoint(source, device, dtype, quiet=as_json)
+    checkpoint = load_checkpoint(source, device, dtype, quiet=as_json, adapters=adapter)
     with progress_bar("answering", quiet=as_json) as progress:
         result = evaluate_exact_match(
             checkpoint,

@@ -121,16 +121,14 @@ def name_adapters(adapters: AdapterSources) -> dict[str, str | Path]:
 
 def _load_with_adapter(path: Path, options: LoadOptions) -> Checkpoint:
     """Load the base model that an adapter directory names, add the adapter, and select it."""
-    base = read_json_object(path / ADAPTER_CONFIG_NAME, ConfigError).get("base_model_name_or_path")
-    if not isinstance(base, str) or not base:
+    base = read_adapter_base(path)
+    if base is None:
         raise InputError(
             f"'{path}' is an adapter whose adapter_config.json names no base model (base_model_name_or_path); pass the"
             f" base model too: ct.load(base, adapters={str(path)!r}), or on the command line BASE --adapter {path}"
         )
-    relative = path / base
-    source = relative if not Path(base).expanduser().exists() and relative.exists() else base
     try:
-        checkpoint = load(source, **asdict(options))
+        checkpoint = load(base, **asdict(options))
     except InputError as error:
         raise InputError(
             f"'{path}' is an adapter of the base model '{base}', which cannot be loaded: {error}; if the base is at"
@@ -143,6 +141,19 @@ def _load_with_adapter(path: Path, options: LoadOptions) -> Checkpoint:
         generation_config = read_json_object(path / GENERATION_CONFIG_NAME, ConfigError)
         checkpoint = replace(checkpoint, generation_config=generation_config)
     return load_adapter(checkpoint, path)
+
+
+def read_adapter_base(source: str | Path) -> str | None:
+    """Base model that the adapter_config.json of an adapter or a run names. None if it names none.
+
+    A path that does not exist is looked up relative to the directory of the adapter."""
+    path = resolve_checkpoint_path(source)
+    path = path / "model" if (path / RUN_FILE_NAME).is_file() else path
+    base = read_json_object(path / ADAPTER_CONFIG_NAME, ConfigError).get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        return None
+    is_relative = not Path(base).expanduser().exists() and (path / base).exists()
+    return str(path / base) if is_relative else base
 
 
 def _load_tokenizer(directory: Path) -> "Tokenizer | None":

@@ -162,13 +162,39 @@ def save_adapter(
     config, path = model.adapters[name], Path(directory).expanduser()
     family = _family_of(checkpoint)
     prefix = family.base_model_prefix if model.config.head.kind == "none" else ""
-    matrices = [replace(matrix, module=matrix.module.removeprefix(prefix)) for matrix in _list_matrices(family, model)]
     weights: dict[str, Tensor] = {}
     modules: list[str] = []
     ranks: dict[str, int] = {}
     scalings: dict[str, float] = {}
+    for key, tensors, rank, scaling in export_adapter(model, family, name):
+        module = key.removeprefix(prefix)
+        weights |= {f"{KEY_PREFIX}{module}.{leaf}": tensor.contiguous() for leaf, tensor in tensors.items()}
+        modules.append(module)
+        ranks[module], scalings[module] = rank, scaling
+    all_modules = [module.removeprefix(prefix) for module in _checkpoint_modules(family, model)]
+    peft_config = _to_peft_config(config, modules, all_modules, ranks, scalings)
+    peft_config["base_model_name_or_path"] = None if base is None else str(base)
+    peft_config["task_type"] = {"decoder": "CAUSAL_LM", "encoder-decoder": "SEQ_2_SEQ_LM"}.get(model.config.form)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        save_file(weights, path / ADAPTER_WEIGHTS_NAME, metadata={"format": "pt"})
+        (path / ADAPTER_WEIGHTS_NAME).chmod(0o644)  # safetensors creates files readable only by their owner
+        text = json.dumps(peft_config, indent=2) + "\n"
+        (path / ADAPTER_CONFIG_NAME).write_text(text, encoding="utf-8")  # last, so that the directory is complete
+    except (OSError, SafetensorError) as error:
+        raise WeightError(f"'{path}' could not be written: {error}") from None
+    return path
+
+
+def export_adapter(
+    model: Transformer, family: Family, name: str
+) -> Iterator[tuple[str, dict[str, Tensor], int, float]]:
+    """Yield module, PEFT's tensors, rank and scaling of each matrix of the family's checkpoints that has this adapter.
+
+    Raise WeightError if the family's checkpoints have no matrix for a layer with the adapter.
+    """
     covered: set[tuple[str, int | None]] = set()
-    for matrix in matrices:
+    for matrix in _list_matrices(family, model):
         layers = [model.get_submodule(layer) for layer in matrix.layers]
         adapters = [
             layer.adapters[name] if isinstance(layer, AdaptedLayer) and name in layer.adapters else None
@@ -178,27 +204,13 @@ def save_adapter(
         if not any(adapters) or covered & keys:
             continue
         covered |= keys
-        tensors, rank, scaling = _join_adapters(matrix, layers, adapters)
-        weights |= {f"{KEY_PREFIX}{matrix.module}.{key}": tensor.contiguous() for key, tensor in tensors.items()}
-        modules.append(matrix.module)
-        ranks[matrix.module], scalings[matrix.module] = rank, scaling
+        yield matrix.module, *_join_adapters(matrix, layers, adapters)
     adapted = {key for key, layer in adapted_layers(model).items() if name in layer.adapters}
     if missing := sorted(adapted - {layer for layer, _ in covered}):
         raise WeightError(
-            f"PEFT's format has no place for the adapter of '{missing[0]}'; save the merged model with ct.save instead"
+            f"the adapter of '{missing[0]}' has no place in the files of a {family.name} model; save the merged model"
+            " instead (ct.save, cutaway convert)"
         )
-    all_modules = [module.removeprefix(prefix) for module in _checkpoint_modules(family, model)]
-    peft_config = _to_peft_config(config, modules, all_modules, ranks, scalings)
-    peft_config["base_model_name_or_path"] = None if base is None else str(base)
-    peft_config["task_type"] = {"decoder": "CAUSAL_LM", "encoder-decoder": "SEQ_2_SEQ_LM"}.get(model.config.form)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        save_file(weights, path / ADAPTER_WEIGHTS_NAME, metadata={"format": "pt"})
-        text = json.dumps(peft_config, indent=2) + "\n"
-        (path / ADAPTER_CONFIG_NAME).write_text(text, encoding="utf-8")  # last, so that the directory is complete
-    except (OSError, SafetensorError) as error:
-        raise WeightError(f"'{path}' could not be written: {error}") from None
-    return path
 
 
 def check_exportable(checkpoint: Checkpoint, config: LoRA) -> None:
@@ -244,6 +256,8 @@ def _list_matrices(family: Family, model: Transformer) -> Iterator[_AdaptedMatri
     for conversion in _conversions(family, model):
         layers = tuple(key.removesuffix(".weight") for key in conversion.model_keys)
         if not all(key.endswith(".weight") for key in conversion.model_keys) or conversion.save_only:
+            continue
+        if layers[0].startswith("head."):  # a tied output matrix is the embedding, whose adapter does not apply to it
             continue
         if not all(id(modules.get(layer)) in adaptable for layer in layers):
             continue

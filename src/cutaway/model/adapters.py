@@ -250,9 +250,30 @@ def adapted_layers(model: nn.Module) -> dict[str, AdaptedLayer]:
     return {name: module for name, module in model.named_modules() if isinstance(module, AdaptedLayer)}
 
 
+def describe_adapter(model: AdapterMethods) -> str | None:
+    """One line about the active adapter: name, method, rank and number of layers. None if there is none."""
+    name = model.active_adapter
+    if name is None:
+        return None
+    config = model.adapters[name]
+    method = ("DoRA" if config.use_dora else "LoRA") + (" (rsLoRA)" if config.use_rslora else "")
+    count = sum(name in layer.adapters for layer in adapted_layers(model._module()).values())
+    return f"adapter {name}: {method} of rank {config.rank} on {count} layers"
+
+
 def adapter_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """State dict of the adapters only."""
     return {name: tensor for name, tensor in model.state_dict().items() if ADAPTER_KEY in name}
+
+
+def inactive_adapter_keys(model: nn.Module) -> set[str]:
+    """State dict keys of the adapters that the forward pass does not apply."""
+    keys: set[str] = set()
+    for path, layer in adapted_layers(model).items():
+        inactive = [name for name in layer.adapters if layer.active is None or name != layer.active_adapter]
+        for name in inactive:
+            keys.update(f"{path}{ADAPTER_KEY}{name}.{leaf}" for leaf in layer.adapters[name].state_dict())
+    return keys
 
 
 def _short_site(site: str) -> str:

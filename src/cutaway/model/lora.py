@@ -252,6 +252,12 @@ class LoRAGroupedLinear(AdaptedLayer, GroupedLinear):
         return y + (delta * adapter.scaling).to(y.dtype)
 
 
+def effective_weight(layer: nn.Module) -> Tensor:
+    """Weight of a layer with its active adapter: what an analysis of the weights has to read."""
+    weight: Tensor = layer.merged_weight() if isinstance(layer, AdaptedLayer) else layer.weight  # type: ignore[assignment]
+    return weight
+
+
 ADAPTED_CLASSES: dict[type[nn.Module], type[AdaptedLayer]] = {
     Linear: LoRALinear,
     QuantizedLinear: LoRAQuantizedLinear,

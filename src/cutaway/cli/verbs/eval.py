@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cutaway.cli.answers import evaluate_answers
 from cutaway.cli.harness_tasks import TaskOptions, evaluate_tasks
 from cutaway.cli.json_output import print_json
-from cutaway.cli.options import CheckpointSource, Device, JsonObjectFlag, WeightDType, argument, option
+from cutaway.cli.options import Adapter, CheckpointSource, Device, JsonObjectFlag, WeightDType, argument, option
 from cutaway.errors import InputError
 
 if TYPE_CHECKING:  # torch is imported when it is needed
@@ -66,6 +66,7 @@ def evaluate(
     stride: Annotated[int | None, option("Stride of sliding windows, for decoders; default half the context.")] = None,
     seed: Annotated[int | None, option("Random seed for masking, for encoders.")] = None,
     batch_size: Annotated[int | None, option("Number of texts or windows per batch.")] = None,
+    adapter: Adapter = None,
     device: Device = None,
     dtype: WeightDType = None,
     as_json: JsonObjectFlag = False,
@@ -101,7 +102,7 @@ def evaluate(
         }
         if given := [name for name, value in unused.items() if value]:
             raise InputError(f"{given[0]} does not apply to --data, which compares answers; leave one of the two out")
-        evaluate_answers(source, data, max_new_tokens, batch_size, device, dtype, as_json=as_json)
+        evaluate_answers(source, data, max_new_tokens, batch_size, device, dtype, as_json=as_json, adapter=adapter)
         return
     if max_new_tokens is not None:
         raise InputError("--max-new-tokens applies to --data only; leave it out, or pass --data FILE")
@@ -120,7 +121,7 @@ def evaluate(
         raise InputError(f"{paths[0]} has no documents: {reason}; pass text files, or set --text-column")
     from cutaway.cli.model_loading import load_checkpoint
 
-    checkpoint = load_checkpoint(source, device, dtype, quiet=as_json)
+    checkpoint = load_checkpoint(source, device, dtype, quiet=as_json, adapters=adapter)
     form = checkpoint.config.form
     form_options = {"context": context, "stride": stride, "seed": seed, "target_column": target_column}
     for name, value in form_options.items():
