@@ -173,6 +173,8 @@ class AdamWConfig(ConfigNode):
     betas: tuple[Probability, Probability] = (0.9, 0.95)
     eps: PositiveFloat = 1e-8
     weight_decay: NonNegativeFloat = 0.1
+    state_dtype: Literal["fp32", "int8"] = "fp32"
+    """Dtype of the two moments. 'int8': 8-bit codes with a scale per 256 values, which take a quarter of the memory."""
 
 
 class MuonConfig(ConfigNode):
