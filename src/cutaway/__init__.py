@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from cutaway.families.load import load
     from cutaway.families.save import save
     from cutaway.generate.api import generate
+    from cutaway.generate.classify import classify
+    from cutaway.generate.embed import embed
     from cutaway.lens.edit import edit
     from cutaway.lens.trace import trace
     from cutaway.model import Cache, Transformer, build
@@ -28,7 +30,9 @@ _LAZY_EXPORTS = {
     "CutawayError": "cutaway.errors",
     "Transformer": "cutaway.model",
     "build": "cutaway.model",
+    "classify": "cutaway.generate.classify",
     "edit": "cutaway.lens.edit",
+    "embed": "cutaway.generate.embed",
     "load": "cutaway.families.load",
     "presets": "cutaway.config.presets",
     "save": "cutaway.families.save",
@@ -44,8 +48,10 @@ __all__ = [
     "Transformer",
     "build",
     "check",
+    "classify",
     "config",
     "edit",
+    "embed",
     "generate",
     "load",
     "evaluate",

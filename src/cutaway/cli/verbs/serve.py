@@ -127,14 +127,17 @@ def _print_server_info(serving: "ServingEngine", url: str, *, requires_api_key: 
         return
     from rich.console import Console
 
-    path, example, engine_info = "embeddings", '"input": "def"', ""
+    kind = serving.model.config.head.kind
+    path, example, engine_info = "/v1/embeddings", '"input": "def"', ""
+    if kind == "sequence-classification":
+        path, example = "/classify", '"input": "a text"'
     if config is not None:
-        path, example = "completions", '"prompt": "def", "max_tokens": 32'
+        path, example = "/v1/completions", '"prompt": "def", "max_tokens": 32'
         engine_info = f" · batch of up to {config.max_num_seqs} · KV cache {config.cache_bytes / 2**20:,.0f} MiB"
     auth = " -H 'Authorization: Bearer KEY'" if requires_api_key else ""
     body = f'{{"model": {json.dumps(serving.served_model_name)}, {example}}}'
     console = Console(soft_wrap=True, highlight=False, markup=False)
     console.print(f"{serving.served_model_name} is served at {url}/v1 (Ctrl-C to stop)")
     console.print(f"weights {weight_bytes / 2**20:,.0f} MiB · context {serving.max_model_len:,} tokens{engine_info}\n")
-    console.print(f"  curl {url}/v1/{path}{auth} -H 'Content-Type: application/json' -d '{body}'")
+    console.print(f"  curl {url}{path}{auth} -H 'Content-Type: application/json' -d '{body}'")
     sys.stdout.flush()
