@@ -257,23 +257,56 @@ EMBEDDING_POSITIONS = ("none", "learned", "sinusoidal")
 ATTENTION_POSITIONS = ("none", "rope", "alibi", "relative-bias", "disentangled")
 
 
+def head_transforms() -> st.SearchStrategy[c.HeadTransform]:
+    return st.builds(
+        c.HeadTransform,
+        activation=st.sampled_from(["gelu", "identity", "tanh"]),
+        norm=norms(allow_none=True),
+        bias=st.booleans(),
+    )
+
+
+def task_heads(form: str = "encoder") -> st.SearchStrategy[Any]:
+    """Heads of tasks that a model of this form can have."""
+    pooling = st.sampled_from(["first", "last", "mean"])
+    classifier = {"transform": optional(head_transforms()), "bias": st.booleans()}
+    num_labels = st.integers(1, 5)
+    projection = st.builds(
+        c.EmbeddingProjection,
+        dim=st.integers(2, 9),
+        activation=st.sampled_from(["identity", "tanh"]),
+        bias=st.booleans(),
+    )
+    heads = {
+        "sequence": st.builds(c.SequenceClassificationHead, num_labels=num_labels, pooling=pooling, **classifier),
+        "token": st.builds(c.TokenClassificationHead, num_labels=num_labels, **classifier),
+        "embedding": st.builds(
+            c.EmbeddingHead, pooling=pooling | st.just("max"), projection=optional(projection), normalize=st.booleans()
+        ),
+        "choice": st.builds(c.MultipleChoiceHead, pooling=pooling, **classifier),
+    }
+    names = {"encoder": tuple(heads), "decoder": ("sequence", "token", "embedding"), "encoder-decoder": ("sequence",)}
+    return st.one_of(heads[name] for name in names[form])
+
+
 @st.composite
 def configs(
     draw: DrawFn,
     forms: tuple[str, ...] = FORMS,
     embedding_positions: tuple[str, ...] = EMBEDDING_POSITIONS,
     attention_positions: tuple[str, ...] = ATTENTION_POSITIONS,
+    heads: tuple[str, ...] = ("lm",),
 ) -> c.Config:
-    """A random small configuration of the given forms and position kinds."""
+    """A random small configuration of the given forms, position kinds and heads ('lm' or 'task')."""
     form = draw(st.sampled_from(forms))
     d_model = draw(st.sampled_from([8, 12, 16]))
     vocab_size = draw(st.integers(7, 40))
-    transform = st.builds(
-        c.HeadTransform,
-        activation=st.sampled_from(["gelu", "identity"]),
-        norm=norms(allow_none=True),
-        bias=st.booleans(),
-    )
+    transform = head_transforms()
+    if draw(st.sampled_from(heads)) == "task":
+        config = draw(
+            configs(forms=(form,), embedding_positions=embedding_positions, attention_positions=attention_positions)
+        )
+        return config.replace(head=draw(task_heads(form)))
     head = c.LMHead(
         tied=draw(st.booleans()),
         bias=draw(st.sampled_from(["none", "learned", "fixed"])),

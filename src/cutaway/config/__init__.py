@@ -7,7 +7,18 @@ from cutaway.callable_module import make_callable
 from cutaway.config.attention import Attention, Cross, LatentAttention, MultiHead, MultiHeadBase, QKNorm
 from cutaway.config.embedding import Embedding, FactorizedEmbedding
 from cutaway.config.ffn import FFN, Activation, ClampedSwiGLU, DenseFFN, ExpertGroups, Gated, Mlp, Moe, Router
-from cutaway.config.head import HeadTransform, LMHead, NoHead
+from cutaway.config.head import (
+    EmbeddingHead,
+    EmbeddingProjection,
+    HeadTransform,
+    LMHead,
+    MultipleChoiceHead,
+    NoHead,
+    OutputHead,
+    SequenceClassificationHead,
+    TaskHead,
+    TokenClassificationHead,
+)
 from cutaway.config.init_scheme import Init, NormalInit, SmallInit, T5Init, XavierInit
 from cutaway.config.lora import LoRA
 from cutaway.config.norms import LayerNorm, NoNorm, Norm, RMSNorm
@@ -59,6 +70,8 @@ __all__ = [
     "Disentangled",
     "DynamicNTK",
     "Embedding",
+    "EmbeddingHead",
+    "EmbeddingProjection",
     "Encoder",
     "EncoderDecoder",
     "ExpertGroups",
@@ -78,12 +91,14 @@ __all__ = [
     "Moe",
     "MultiHead",
     "MultiHeadBase",
+    "MultipleChoiceHead",
     "NoHead",
     "NoNorm",
     "NoPosition",
     "NoScaling",
     "Norm",
     "NormalInit",
+    "OutputHead",
     "OutputNorm",
     "ParallelResidual",
     "PostNorm",
@@ -94,10 +109,13 @@ __all__ = [
     "Rope",
     "Router",
     "SandwichNorm",
+    "SequenceClassificationHead",
     "SinusoidalPosition",
     "SmallInit",
     "Stack",
     "T5Init",
+    "TaskHead",
+    "TokenClassificationHead",
     "XavierInit",
     "Yarn",
     "config",

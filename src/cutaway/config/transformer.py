@@ -64,6 +64,15 @@ Config = Decoder | Encoder | EncoderDecoder
 CONFIG_ADAPTER: TypeAdapter[Config] = TypeAdapter(Annotated[Config, Field(discriminator="form")])
 
 
+_DECODER_HEADS = ("lm", "sequence-classification", "token-classification", "embedding")
+_HEAD_KINDS: dict[type[TransformerConfig], tuple[str, ...]] = {
+    Decoder: _DECODER_HEADS,
+    Encoder: (*_DECODER_HEADS, "multiple-choice", "none"),
+    EncoderDecoder: ("lm", "sequence-classification"),
+}
+_PLURALS = {Decoder: "decoders", Encoder: "encoders", EncoderDecoder: "encoder-decoders"}
+
+
 def _check_nodes(config: TransformerConfig) -> None:
     """Raise ValueError('key path: problem') if nodes of the configuration contradict each other."""
     d_model, head = config.d_model, config.head
@@ -85,8 +94,9 @@ def _check_nodes(config: TransformerConfig) -> None:
         if head.tied and table_dim != d_model and head.transform is None:
             problem = f"a tied head needs inputs of the token table's dimension {table_dim}, not {d_model}"
             raise ValueError(f"head: {problem}; add head.transform or set head.tied to false")
-    elif not isinstance(config, Encoder):
-        raise ValueError("head: kind 'none' is for encoders; a decoder needs logits, so use kind 'lm'")
+    elif head.kind not in _HEAD_KINDS[type(config)]:
+        kinds = " or ".join(f"'{kind}'" for kind in _HEAD_KINDS[type(config)])
+        raise ValueError(f"head: kind '{head.kind}' is not for {_PLURALS[type(config)]}; use kind {kinds}")
     table_dims = {stack.embedding.token_table_dim(d_model) for stack in config.stacks.values()}
     if isinstance(config, EncoderDecoder) and config.source_vocab_size is None and len(table_dims) > 1:
         problem = "encoder and decoder share a token table, so both need this factorization; or set source_vocab_size"

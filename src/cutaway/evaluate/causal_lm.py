@@ -136,4 +136,4 @@ def _score_windows(model: DecoderOnly, documents: list[TokenIds], windows: list[
     scored = [x[row, w.first_target - 1 - w.start : w.end - w.start] for row, w in enumerate(windows)]
     ids = np.concatenate([documents[w.document][w.first_target : w.end + 1] for w in windows]).astype(np.int64)
     targets = torch.from_numpy(ids).to(x.device)
-    return sum_token_losses(model.head, torch.cat(scored), targets, model.config.vocab_size)
+    return sum_token_losses(model.lm_head, torch.cat(scored), targets, model.config.vocab_size)

@@ -79,7 +79,7 @@ def _score_rows(
             indices.append(index)
             vectors.append(x[batch_index, len(row.tokens) - len(requests[index].continuation) : len(row.tokens)])
     targets = torch.tensor([token for index in indices for token in requests[index].continuation], device=x.device)
-    losses = compute_token_losses(model.head, torch.cat(vectors), targets, model.config.vocab_size)
+    losses = compute_token_losses(model.lm_head, torch.cat(vectors), targets, model.config.vocab_size)
     lengths = [len(requests[index].continuation) for index in indices]
     nll, correct = (torch.split(values.cpu(), lengths) for values in (losses.nll.double(), losses.correct))
     results = [Loglikelihood(float(part.sum()), bool(hits.all())) for part, hits in zip(nll, correct, strict=True)]

@@ -102,7 +102,7 @@ def _score_pairs(model: EncoderDecoder, pairs: list[_EncodedPair]) -> EvalResult
     x = model.hidden_states(source, target, source_mask, target_mask)  # (B, T, d)
     scored = torch.cat([x[row, : len(pair.target) - 1] for row, pair in enumerate(pairs)])
     targets = torch.tensor([token for pair in pairs for token in pair.target[1:]], device=x.device)
-    return sum_token_losses(model.head, scored, targets, model.config.vocab_size)
+    return sum_token_losses(model.lm_head, scored, targets, model.config.vocab_size)
 
 
 def _count_exact_matches(checkpoint: CheckpointLike, pairs: list[_EncodedPair], batch_size: int | None) -> int:

@@ -341,7 +341,7 @@ def model_backward(model: Transformer, tokens: Int[Tensor, "B T"], targets: Int[
 
     A parameter that is used several times has the sum of its gradients: a tied embedding, or blocks that share weights.
     """
-    if not isinstance(model, DecoderOnly | EncoderOnly) or model.head is None:
+    if not isinstance(model, DecoderOnly | EncoderOnly) or not isinstance(model.head, LMHead):
         raise _not_supported("a model that is not decoder-only or encoder-only with an LM head")
     _check_supported(model)
     [(stack_name, stack)] = model.stacks.items()

@@ -3,11 +3,12 @@
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cutaway import argument_checks as checks
 from cutaway.errors import InputError
 from cutaway.model.cache import Cache, CacheShape
+from cutaway.model.head import PoolingHead
 from cutaway.model.masks import TokenPositions
 from cutaway.model.stack import Stack
 
@@ -60,6 +61,31 @@ def validate_positions(stack: Stack, name: str, token_positions: TokenPositions,
     max_positions = getattr(stack.embed.position, "max_positions", None)
     if max_positions is not None:
         checks.check_max_position(positions, max_positions, name)
+
+
+def check_head_inputs(head: nn.Module | None, cache: Cache | None, document_ids: Tensor | None = None) -> None:
+    """Raise if a head with one output per sequence gets a part of a sequence (a cache), or several in one row."""
+    if not isinstance(head, PoolingHead):
+        return
+    if cache is not None:
+        raise InputError(
+            f"a cache was passed, but a {type(head).__name__} pools all tokens of a sequence; pass the whole"
+            " sequences without a cache"
+        )
+    if document_ids is not None:
+        raise InputError(
+            f"document_ids were passed, but a {type(head).__name__} has one output per row; pass each document as"
+            " a row of its own"
+        )
+
+
+def check_choices(tokens: Tensor) -> None:
+    """Check that the tokens of a multiple-choice model have the shape (batch, choices, length)."""
+    if not isinstance(tokens, Tensor) or tokens.ndim != 3:
+        shape = tuple(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
+        raise InputError(
+            f"tokens has shape {shape}; a multiple-choice head needs (batch, choices, length), one sequence per choice"
+        )
 
 
 def check_cache(cache: Cache, cache_shapes: list[CacheShape], name: str, batch_size: int) -> None:

@@ -16,18 +16,37 @@ from cutaway.model.activation_checkpointing import ACTIVATION_CHECKPOINTING_MODE
 from cutaway.model.adapters import AdapterMethods
 from cutaway.model.attention import LatentAttention, MultiHead
 from cutaway.model.cache import Cache
-from cutaway.model.head import LMHead, Pooler
+from cutaway.model.head import (
+    Head,
+    LMHead,
+    MultipleChoiceHead,
+    Pooler,
+    PoolingHead,
+    TokenClassificationHead,
+    build_head,
+)
 from cutaway.model.init_weights import init_weights_with_seed
 from cutaway.model.inputs import StackInputs
 from cutaway.model.layers import EmbeddingTable
 from cutaway.model.masks import TokenPositions, number_tokens
 from cutaway.model.stack import Stack
 
+Tokens = Int[Tensor, "B T"]
+Mask = Bool[Tensor, "B T"] | None
+IntPerToken = Int[Tensor, "B T"] | None
+Source = Int[Tensor, "B S"]
+SourceMask = Bool[Tensor, "B S"] | None
+HiddenStates = Float[Tensor, "B T d"]
+HeadOutput = Float[Tensor, "B ..."]
+"""Output of the head: logits (B, T, V) of an LM head, logits (B, L) or (B, T, L) of L labels, scores (B, C) of C
+choices, or embeddings (B, d)."""
+
 
 class Transformer(AdapterMethods, nn.Module):
     """Base class of DecoderOnly, EncoderOnly and EncoderDecoder. `build` selects one by the configuration."""
 
     config: cfg.Config
+    head: Head | None
 
     @property
     def stacks(self) -> dict[str, Stack]:
@@ -84,6 +103,21 @@ class Transformer(AdapterMethods, nn.Module):
             chunk_size=chunk_size,
         )
 
+    @property
+    def lm_head(self) -> LMHead:
+        """The head, which must be an LM head."""
+        if self.head is None or isinstance(self.head, PoolingHead | TokenClassificationHead):
+            raise InputError(
+                f"the model has a head of kind '{self.config.head.kind}', so it computes no logits of tokens; use a"
+                " model with an LM head"
+            )
+        return self.head
+
+    def _apply_head(self, x: Float[Tensor, "B T d"], mask: Bool[Tensor, "B T"] | None) -> HeadOutput:
+        """Output of the head. Heads that pool the hidden states of a sequence leave out those of padding."""
+        assert self.head is not None
+        return self.head(x, mask) if isinstance(self.head, PoolingHead) else self.head(x)
+
     def __repr__(self) -> str:
         shape = ", ".join(f"{name}: {len(stack.blocks)} blocks" for name, stack in self.stacks.items())
         count = sum(parameter.numel() for parameter in self.parameters())
@@ -121,15 +155,6 @@ def _no_grad_if_cached(cache: Cache | None) -> torch.set_grad_enabled:
     return torch.set_grad_enabled(torch.is_grad_enabled() and cache is None)
 
 
-Tokens = Int[Tensor, "B T"]
-Mask = Bool[Tensor, "B T"] | None
-IntPerToken = Int[Tensor, "B T"] | None
-Source = Int[Tensor, "B S"]
-SourceMask = Bool[Tensor, "B S"] | None
-HiddenStates = Float[Tensor, "B T d"]
-Logits = Float[Tensor, "B T V"]
-
-
 class EncoderOptions(TypedDict, total=False):
     """Optional keyword arguments of an encoder, besides the mask: integer tensors with one value per token."""
 
@@ -152,8 +177,7 @@ class DecoderOnly(Transformer):
         self.config = config
         table = EmbeddingTable(config.vocab_size, config.decoder.embedding.token_table_dim(config.d_model))
         self.decoder = Stack(config.decoder, config.d_model, table, causal=True)
-        assert isinstance(config.head, cfg.LMHead)
-        self.head = LMHead(config.head, config.d_model, config.vocab_size, table)
+        self.head = build_head(config.head, config.d_model, config.vocab_size, table)
 
     def hidden_states(
         self, tokens: Tokens, mask: Mask = None, *, cache: Cache | None = None, **options: Unpack[DecoderOptions]
@@ -171,12 +195,13 @@ class DecoderOnly(Transformer):
         document_ids: IntPerToken = None,
         prefix_lengths: Int[Tensor, " B"] | None = None,
         cache: Cache | None = None,
-    ) -> Logits:
-        """Compute the logits of the next token at each position.
+    ) -> HeadOutput:
+        """Compute the output of the head: with an LM head, the logits of the next token at each position.
 
         `mask` is True for tokens and False for padding; `document_ids` separates the documents of a packed sequence;
         the first `prefix_lengths[b]` tokens of row b attend to each other in both directions (prefix LM).
         """
+        inputs.check_head_inputs(self.head, cache, document_ids)
         with _no_grad_if_cached(cache):
             x = self.hidden_states(
                 tokens,
@@ -187,19 +212,18 @@ class DecoderOnly(Transformer):
                 prefix_lengths=prefix_lengths,
                 cache=cache,
             )
-            return self.head(x)
+            return self._apply_head(x, mask)
 
 
 class EncoderOnly(Transformer):
-    """A bidirectional encoder (BERT): hidden states, and logits if the configuration has a head."""
+    """A bidirectional encoder (BERT): hidden states, and the output of the head if the configuration has one."""
 
     def __init__(self, config: cfg.Encoder) -> None:
         super().__init__()
         self.config = config
         table = EmbeddingTable(config.vocab_size, config.encoder.embedding.token_table_dim(config.d_model))
         self.encoder = Stack(config.encoder, config.d_model, table, causal=False)
-        head = config.head
-        self.head = LMHead(head, config.d_model, config.vocab_size, table) if isinstance(head, cfg.LMHead) else None
+        self.head = build_head(config.head, config.d_model, config.vocab_size, table)
         self.pooler = Pooler(config.d_model) if config.pooler else None
 
     def encode(
@@ -215,12 +239,33 @@ class EncoderOnly(Transformer):
         return self.pooler(*self._run_stack(self.encoder, StackInputs("tokens", tokens, mask, token_types)))
 
     def forward(
-        self, tokens: Tokens, mask: Mask = None, *, cache: Cache | None = None, **options: Unpack[EncoderOptions]
-    ) -> Logits:
-        """Compute masked-LM logits for each position. Takes the arguments of `encode`."""
+        self,
+        tokens: Int[Tensor, "B *C T"],
+        mask: Bool[Tensor, "B *C T"] | None = None,
+        *,
+        cache: Cache | None = None,
+        **options: Unpack[EncoderOptions],
+    ) -> HeadOutput:
+        """Compute the output of the head: with an LM head, masked-LM logits for each position.
+
+        Takes the arguments of `encode`. For a multiple-choice head, they have the shape (batch, choices, length).
+        """
         if self.head is None:
             raise InputError("this model has no LM head, so it has no logits; use model.encode(tokens, mask)")
-        return self.head(self.encode(tokens, mask, cache=cache, **options))
+        inputs.check_head_inputs(self.head, cache, options.get("document_ids"))
+        if isinstance(self.head, MultipleChoiceHead):
+            return self._score_choices(tokens, mask, options)
+        return self._apply_head(self.encode(tokens, mask, cache=cache, **options), mask)
+
+    def _score_choices(
+        self, tokens: Int[Tensor, "B C T"], mask: Bool[Tensor, "B C T"] | None, options: EncoderOptions
+    ) -> Float[Tensor, "B C"]:
+        """Score of each choice. The choices are encoded as B·C rows, which do not attend to each other."""
+        inputs.check_choices(tokens)
+        rows: Any = {name: value.flatten(0, 1) for name, value in options.items() if isinstance(value, Tensor)}
+        mask = None if mask is None else mask.flatten(0, 1)
+        x = self.encode(tokens.flatten(0, 1), mask, **rows)
+        return self._apply_head(x, mask).view(tokens.shape[:2])
 
 
 class EncoderDecoder(Transformer):
@@ -236,8 +281,7 @@ class EncoderDecoder(Transformer):
             source_table = EmbeddingTable(config.source_vocab_size, config.encoder.embedding.token_table_dim(d_model))
         self.encoder = Stack(config.encoder, d_model, source_table, causal=False)
         self.decoder = Stack(config.decoder, d_model, table, causal=True)
-        assert isinstance(config.head, cfg.LMHead)
-        self.head = LMHead(config.head, d_model, config.vocab_size, table)
+        self.head = build_head(config.head, d_model, config.vocab_size, table)
 
     def encode(self, source: Source, source_mask: SourceMask = None) -> Float[Tensor, "B S d"]:
         """Compute the encoder output, which cross-attention reads."""
@@ -286,10 +330,15 @@ class EncoderDecoder(Transformer):
         target_mask: Mask = None,
         *,
         cache: Cache | None = None,
-    ) -> Logits:
-        """Compute logits for the token after each target token. With a cache, later calls pass source=None."""
+    ) -> HeadOutput:
+        """Compute the output of the head: with an LM head, logits for the token after each target token.
+
+        With a cache, later calls pass source=None.
+        """
+        inputs.check_head_inputs(self.head, cache)
         with _no_grad_if_cached(cache):
-            return self.head(self.hidden_states(source, target, source_mask, target_mask, cache=cache))
+            x = self.hidden_states(source, target, source_mask, target_mask, cache=cache)
+            return self._apply_head(x, target_mask)
 
 
 def build(

@@ -222,7 +222,7 @@ class ModelRunner:
     def forward_logits(
         self, model: _GenerativeModel, tokens: Tensor, mask: Tensor | None, cache: BatchKVCache
     ) -> Tensor:
-        return model.head(self.forward_hidden(model, tokens, mask, cache))
+        return model.lm_head(self.forward_hidden(model, tokens, mask, cache))
 
     def forward_hidden(
         self, model: _GenerativeModel, tokens: Tensor, mask: Tensor | None, cache: BatchKVCache

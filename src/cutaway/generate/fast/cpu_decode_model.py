@@ -1,7 +1,7 @@
 """CPU decode model: packed linear layers, with q, k and v fused into one product and gate and up into another."""
 
 import copy
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -68,7 +68,8 @@ def build_cpu_decode_model(model: T, linear_class: type[PackedLinear]) -> T:
     assert isinstance(head, LMHead)
     weight = head.matrix.weight  # `matrix` is an Embedding or a Linear
     assert isinstance(weight, Tensor)
-    decode_model.head = PackedHead(head, linear_class(weight, head.bias))
+    packed_head: Any = PackedHead(head, linear_class(weight, head.bias))
+    decode_model.head = packed_head
     _pack_linears(decode_model.stacks["decoder"], linear_class)
     return decode_model
 

@@ -197,7 +197,7 @@ def build_gpu_decode_model(model: T, bits: int | None = None) -> T:
     if head.transform is None:
         weight = pack_weight(LinearWeight(head.matrix.weight.data, head.bias), bits)
         norm = _norm_params(stack.final_norm)
-        decode_model.head = FastHead(head, weight, norm)
+        decode_model.head = FastHead(head, weight, norm)  # type: ignore[assignment]
         if norm is not None:
             stack.final_norm = nn.Identity()
     return decode_model

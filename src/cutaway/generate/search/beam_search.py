@@ -115,7 +115,7 @@ def _search(
             x = model.hidden_states(None, token, cache=cache)
         else:
             x = model.hidden_states(token, cache=cache)
-        logits = model.head(x[:, -1])
+        logits = model.lm_head(x[:, -1])
     return [results[i] for i in range(len(prompt_tokens))]
 
 
@@ -149,12 +149,12 @@ def _prefill(
         source, mask = _left_pad(prompts, model.config.source_vocab_size or vocab_size, model.device)  # type: ignore[union-attr]
         tokens = torch.full((len(prompts), 1), start, device=model.device)
         cache = model.new_cache(len(prompts), params.max_new_tokens)
-        return tokens, cache, model.head(model.hidden_states(source, tokens, mask, cache=cache)[:, -1])
+        return tokens, cache, model.lm_head(model.hidden_states(source, tokens, mask, cache=cache)[:, -1])
     if start is not None:
         raise InputError("decoder_start_token_id is for encoder-decoders; put the first token into the prompt")
     tokens, mask = _left_pad(prompts, vocab_size, model.device)
     cache = model.new_cache(len(prompts), tokens.shape[-1] + params.max_new_tokens - 1)
-    logits = model.head(model.hidden_states(tokens, mask, cache=cache)[:, -1])
+    logits = model.lm_head(model.hidden_states(tokens, mask, cache=cache)[:, -1])
     return tokens if mask is None else tokens.masked_fill(~mask, NO_TOKEN), cache, logits
 
 

@@ -147,7 +147,7 @@ class DraftModelProposer:
         last_index = torch.tensor([max(0, len(chunk) - 1) for chunk in chunks], device=x.device)
         for row, chunk in enumerate(chunks):
             self.num_computed[row] += len(chunk)
-        return self.model_runner.model.head(x[torch.arange(len(x), device=x.device), last_index])
+        return self.model_runner.model.lm_head(x[torch.arange(len(x), device=x.device), last_index])
 
     def _decode(self, tokens: Int64[Tensor, " n"], active_rows: Sequence[bool]) -> Float[Tensor, "n V"]:
         """Run the draft model on one draft token per active row; return the logits of the next token."""
@@ -155,7 +155,7 @@ class DraftModelProposer:
         x = self._forward_hidden(tokens.clamp(max=self.max_token_id).unsqueeze(-1), mask)
         for row, active in enumerate(active_rows):
             self.num_computed[row] += active
-        return self.model_runner.model.head(x[:, -1])
+        return self.model_runner.model.lm_head(x[:, -1])
 
     def _forward_hidden(self, tokens: Int64[Tensor, "n T"], mask: Bool[Tensor, "n T"] | None) -> Float[Tensor, "n T d"]:
         runner = self.model_runner

@@ -131,7 +131,7 @@ def residual_stack(model: nn.Module, tokens: Tensor) -> ResidualStack:
     ):
         sublayers.append(lambda x, attn=block.attn, context=context: attn(x, context))  # type: ignore[misc]
         sublayers.append(block.ffn)  # type: ignore[arg-type]
-    return ResidualStack(tokens, embedded, sublayers, lambda x: model.head(decoder.final_norm(x)))  # type: ignore[operator]
+    return ResidualStack(tokens, embedded, sublayers, lambda x: model.lm_head(decoder.final_norm(x)))
 
 
 def _block(index: int) -> tuple[int, int]:

@@ -137,7 +137,7 @@ EvalOutput = tuple[float, float, Tensor]
 def _evaluate_with(model: Transformer, objective: Objective, edits: AbstractContextManager[object]) -> EvalOutput:
     with edits:
         x = objective.hidden_states(model).flatten(0, 1)[objective.weights.flatten() > 0]
-        logits = torch.as_tensor(model.head(x))  # type: ignore[operator]
+        logits = model.lm_head(x)
     targets = objective.targets.flatten()[objective.weights.flatten() > 0].to(x.device)
     loss = torch.nn.functional.cross_entropy(logits.double(), targets)
     top5 = logits.topk(min(5, logits.shape[-1])).indices

@@ -52,4 +52,4 @@ def ffn_output_weights(model: Transformer) -> Tensor:
 def logit_directions(model: Transformer) -> Tensor:
     """(V, d): direction of the residual stream that raises each token's logit, up to the scale of the final norm."""
     assert isinstance(model, DecoderOnly)
-    return apply_norm_gain(model.decoder.final_norm, unembedding(model.head))
+    return apply_norm_gain(model.decoder.final_norm, unembedding(model.lm_head))

@@ -138,7 +138,7 @@ def measure_token_directions(device: str) -> dict[str, Estimate]:
     """Tokens and dimensions of tiny-python, cosines between embeddings, and the share that decodes to its own token."""
     model = load_model(device).model
     assert isinstance(model, DecoderOnly)
-    embedding = unembedding(model.head)
+    embedding = unembedding(model.lm_head)
     cosines = torch.nn.functional.normalize(embedding, dim=-1)
     cosines = (cosines @ cosines.T).abs()
     num_tokens, num_dims = embedding.shape
