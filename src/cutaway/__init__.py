@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from cutaway.families.peft_format import save_adapter
     from cutaway.families.save import save
     from cutaway.generate.api import generate
+    from cutaway.generate.classify import classify
+    from cutaway.generate.embed import embed
     from cutaway.lens.edit import edit
     from cutaway.lens.trace import trace
     from cutaway.model import Cache, Transformer, build
@@ -29,7 +31,9 @@ _LAZY_EXPORTS = {
     "CutawayError": "cutaway.errors",
     "Transformer": "cutaway.model",
     "build": "cutaway.model",
+    "classify": "cutaway.generate.classify",
     "edit": "cutaway.lens.edit",
+    "embed": "cutaway.generate.embed",
     "load": "cutaway.families.load",
     "presets": "cutaway.config.presets",
     "save_adapter": "cutaway.families.peft_format",
@@ -46,8 +50,10 @@ __all__ = [
     "Transformer",
     "build",
     "check",
+    "classify",
     "config",
     "edit",
+    "embed",
     "generate",
     "load",
     "evaluate",

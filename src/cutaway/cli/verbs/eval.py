@@ -10,6 +10,7 @@ from cutaway.cli.answers import evaluate_answers
 from cutaway.cli.harness_tasks import TaskOptions, evaluate_tasks
 from cutaway.cli.json_output import print_json
 from cutaway.cli.options import Adapter, CheckpointSource, Device, JsonObjectFlag, WeightDType, argument, option
+from cutaway.cli.task_evaluation import TASKS, evaluate_task
 from cutaway.errors import InputError
 
 if TYPE_CHECKING:  # torch is imported when it is needed
@@ -42,8 +43,9 @@ def evaluate(
     data: Annotated[
         list[Path] | None,
         option(
-            "Records with answers, for exact match: question and answer, prompt and completion, or messages, in a"
-            " .jsonl, .json, .csv or .parquet file; repeatable.",
+            "Records in a .jsonl, .json, .csv or .parquet file; repeatable. For a model with a task head: texts with"
+            " labels, words with tags, choices, or pairs of texts. For a model that generates text, answers for exact"
+            " match: question and answer, prompt and completion, or messages.",
             metavar="FILE",
         ),
     ] = None,
@@ -60,8 +62,10 @@ def evaluate(
     apply_chat_template: Annotated[
         bool, option("Render the prompts with the chat template.", "--apply-chat-template", panel=HARNESS)
     ] = False,
-    text_column: Annotated[str, option("Key of the text in a .jsonl row.")] = "text",
-    target_column: Annotated[str | None, option("Key of the target in a .jsonl row, for encoder-decoders.")] = None,
+    text_column: Annotated[str, option("Key of the text in a row.")] = "text",
+    target_column: Annotated[
+        str | None, option("Key of the target in a row for encoder-decoders, or of the label for a classifier.")
+    ] = None,
     context: Annotated[int | None, option("Context length; default the model's, but at most 4,096.")] = None,
     stride: Annotated[int | None, option("Stride of sliding windows, for decoders; default half the context.")] = None,
     seed: Annotated[int | None, option("Random seed for masking, for encoders.")] = None,
@@ -73,13 +77,16 @@ def evaluate(
 ) -> None:
     """Evaluate a model on text: loss, perplexity, bits per byte or accuracy, and calibration. Or score its answers.
 
-    Decoders are evaluated on next tokens, encoders on masked tokens, encoder-decoders on targets given sources.
+    Decoders are evaluated on next tokens, encoders on masked tokens, encoder-decoders on targets given sources. With
+    --data, classifiers and sentence embeddings are evaluated on labeled records: accuracy, F1 or correlation.
 
     Example: cutaway eval ./gpt2 --text book.txt --context 1024 --stride 512
 
     Example: cutaway eval tiny-dates --text dates.jsonl --target-column iso --json
 
     Example: cutaway eval runs/sft --data questions.jsonl
+
+    Example: cutaway eval runs/classify --data held-out.csv --json
 
     Example: cutaway eval ./gpt2 --tasks arc_easy,hellaswag --limit 200
     """
@@ -98,11 +105,13 @@ def evaluate(
             "--context": context,
             "--stride": stride,
             "--seed": seed,
-            "--target-column": target_column,
         }
         if given := [name for name, value in unused.items() if value]:
-            raise InputError(f"{given[0]} does not apply to --data, which compares answers; leave one of the two out")
-        evaluate_answers(source, data, max_new_tokens, batch_size, device, dtype, as_json=as_json, adapter=adapter)
+            raise InputError(f"{given[0]} does not apply to --data, which has labels or answers; leave one of them out")
+        columns = {"text_column": text_column, "target_column": target_column}
+        _evaluate_records(
+            source, data, columns, max_new_tokens, batch_size, device, dtype, as_json=as_json, adapter=adapter
+        )
         return
     if max_new_tokens is not None:
         raise InputError("--max-new-tokens applies to --data only; leave it out, or pass --data FILE")
@@ -137,6 +146,39 @@ def evaluate(
         print_json(results | {"skipped_documents": skipped.counts})
     else:
         _render_results(results, skipped)
+
+
+def _evaluate_records(
+    source: str,
+    paths: list[Path],
+    columns: dict[str, Any],
+    max_new_tokens: int | None,
+    batch_size: int | None,
+    device: str | None,
+    dtype: WeightDType,
+    *,
+    as_json: bool,
+    adapter: Adapter,
+) -> None:
+    """Evaluate a task head on labeled records, or compare the answers of a model with references."""
+    from cutaway.argument_checks import check_positive_int
+    from cutaway.cli.model_loading import load_checkpoint
+
+    for name, value in (("max_new_tokens", max_new_tokens), ("batch_size", batch_size)):
+        if value is not None:
+            check_positive_int(name, value)
+    for path in paths:
+        if not path.exists():
+            raise InputError(f"'{path}' does not exist; pass a file with records")
+    checkpoint = load_checkpoint(source, device, dtype, quiet=as_json, adapters=adapter)
+    if checkpoint.config.head.kind in TASKS:
+        if max_new_tokens is not None:
+            raise InputError("--max-new-tokens does not apply to a model with a task head; leave it out")
+        evaluate_task(checkpoint, source, paths, batch_size=batch_size, as_json=as_json, **columns)
+        return
+    if columns["target_column"] is not None:
+        raise InputError("--target-column does not apply to --data, which compares answers; leave one of the two out")
+    evaluate_answers(checkpoint, source, paths, max_new_tokens, batch_size, as_json=as_json)
 
 
 def _read_documents(source: "SourceConfig", skipped: "SkippedDocuments") -> "Iterator[Document]":

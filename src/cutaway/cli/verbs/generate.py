@@ -1,4 +1,4 @@
-"""`cutaway generate`: text generation, chat and mask filling."""
+"""`cutaway generate`: text generation, chat, mask filling and classification."""
 
 import re
 from collections.abc import Callable
@@ -38,6 +38,8 @@ FILL_MASK_OPTIONS = frozenset(
     ]
 )
 """Options that apply to mask filling with an encoder. The other options are for text generation."""
+CLASSIFY_OPTIONS = FILL_MASK_OPTIONS - {"top_k", "token_ids"}
+"""Options that apply to classification with a task head."""
 NON_CHAT_OPTIONS = (
     "message", "token_ids", "beams", "length_penalty", "early_stopping", "lines", "max_num_seqs", "draft_model",
     "num_samples",
@@ -117,7 +119,7 @@ def generate(
     ] = None,
     as_json: Annotated[bool, _output("Print one JSON object per completion.", "--json")] = False,
 ) -> None:
-    """Generate text from prompts or chat messages, chat interactively, or fill masks.
+    """Generate text from prompts or chat messages, chat interactively, fill masks, or classify texts.
 
     Example: cutaway generate tiny-english "Once upon a time" --max-new-tokens 100 --temperature 0.8 --seed 1
 
@@ -126,6 +128,8 @@ def generate(
     Example: cutaway generate SmolLM2.gguf --chat --system "You are brief."
 
     Example: cutaway generate tiny-english-encoder "The [MASK] sat on the mat."
+
+    Example: cutaway generate runs/classify "Win a free prize now"
 
     Example: cat questions.txt | cutaway generate SmolLM2.gguf --message --lines --json
     """
@@ -161,8 +165,13 @@ def generate(
     output = generation_output.OutputWriter(echo=echo, show_stats=show_stats, as_json=as_json)
     if temperature is None and beams is None:
         params = _resolve_temperature(params, checkpoint)
-    if "decoder" not in checkpoint.model.stacks:
-        is_set = {name: value is not None and value is not False and value != [] for name, value in options.items()}
+    is_set = {name: value is not None and value is not False and value != [] for name, value in options.items()}
+    if checkpoint.config.head.kind != "lm":
+        from cutaway.cli.views.classification_output import print_labels
+
+        unsupported = [name for name in options if is_set[name] and name not in CLASSIFY_OPTIONS]
+        print_labels(checkpoint, inputs, unsupported, output)
+    elif "decoder" not in checkpoint.model.stacks:
         unsupported = [name for name in options if is_set[name] and name not in FILL_MASK_OPTIONS]
         generation_output.fill_masks(checkpoint, inputs, unsupported, top_k or 5, output)
     elif chat:

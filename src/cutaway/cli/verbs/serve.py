@@ -145,9 +145,12 @@ def _print_server_info(serving: "ServingEngine", url: str, *, requires_api_key: 
         return
     from rich.console import Console
 
-    path, example, engine_info = "embeddings", '"input": "def"', ""
+    kind = serving.model.config.head.kind
+    path, example, engine_info = "/v1/embeddings", '"input": "def"', ""
+    if kind == "sequence-classification":
+        path, example = "/classify", '"input": "a text"'
     if config is not None:
-        path, example = "completions", '"prompt": "def", "max_tokens": 32'
+        path, example = "/v1/completions", '"prompt": "def", "max_tokens": 32'
         engine_info = f" · batch of up to {config.max_num_seqs} · KV cache {config.cache_bytes / 2**20:,.0f} MiB"
     auth = " -H 'Authorization: Bearer KEY'" if requires_api_key else ""
     body = f'{{"model": {json.dumps(serving.served_model_name)}, {example}}}'
@@ -156,5 +159,5 @@ def _print_server_info(serving: "ServingEngine", url: str, *, requires_api_key: 
     if info["adapters"]:
         console.print(f"adapters: {', '.join(serving.adapters.keys() - {serving.served_model_name})}")
     console.print(f"weights {weight_bytes / 2**20:,.0f} MiB · context {serving.max_model_len:,} tokens{engine_info}\n")
-    console.print(f"  curl {url}/v1/{path}{auth} -H 'Content-Type: application/json' -d '{body}'")
+    console.print(f"  curl {url}{path}{auth} -H 'Content-Type: application/json' -d '{body}'")
     sys.stdout.flush()

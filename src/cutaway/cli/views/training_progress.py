@@ -15,6 +15,7 @@ from cutaway.cli.views.training_examples import print_examples
 from cutaway.train.checkpoint.run_directory import RunDirectory
 from cutaway.train.checkpoint.saved_models import find_exported_step
 from cutaway.train.logging.metrics_log import read_metrics_log, to_json_value
+from cutaway.train.recipe.task_objectives import TaskObjectiveConfig
 from cutaway.train.trainer.general_loss import GeneralLossChange, general_loss_change
 
 if TYPE_CHECKING:
@@ -27,7 +28,13 @@ LAYER_METRICS = {"gradient": "grad_norm", "update/weight": "update_ratio"}
 EVAL_METRICS = {
     "bits_per_byte": "{:.3f} bits per byte",
     "exact_match": "{:.1%} exact match",
-    "accuracy": "{:.1%} accuracy on masked tokens",
+    "accuracy": "{:.1%} accuracy",
+    "accuracy_at_1": "{:.1%} of the positives ranked first",
+    "macro_f1": "macro F1 {:.3f}",
+    "micro_f1": "micro F1 {:.3f}",
+    "entity_f1": "entity F1 {:.3f}",
+    "pearson": "Pearson {:.3f}",
+    "spearman": "Spearman {:.3f}",
     "general_loss": "loss on general text {:.3f}",
 }
 Row = dict[str, Any]
@@ -48,6 +55,7 @@ class TrainingProgress:
         self.max_steps = self.start_step = self.num_skipped_steps = 0
         self.start_time = self.last_log_time = time.monotonic()
         self.smoothed_metrics: dict[str, float] = {}
+        self.loss_unit = " nats per token"
 
     def build_callback(self) -> "Callback":
         from cutaway.train.logging.callbacks import Callback
@@ -71,6 +79,7 @@ class TrainingProgress:
     @contextmanager
     def track(self, trainer: "Trainer") -> Iterator[None]:
         self.max_steps, self.start_step = trainer.recipe.training.max_steps, trainer.global_step
+        self.loss_unit = "" if isinstance(trainer.recipe.objective, TaskObjectiveConfig) else self.loss_unit
         self.start_time = self.last_log_time = time.monotonic()
         with self.progress_bar:
             self.task_id = self.progress_bar.add_task("", total=self.max_steps, completed=trainer.global_step)
@@ -105,7 +114,7 @@ class TrainingProgress:
         return "  ".join(parts)
 
     def on_evaluate(self, row: Row) -> None:
-        parts = [f"step {row['step']}: eval loss {row['eval_loss']:.3f} nats per token"]
+        parts = [f"step {row['step']}: eval loss {row['eval_loss']:.3f}{self.loss_unit}"]
         parts += [text.format(row[name]) for name, text in EVAL_METRICS.items() if name in row]
         self.on_message(", ".join(parts))
         if "sample" in row:

@@ -1,4 +1,4 @@
-"""Routes of the OpenAI-compatible API: completions, chat, embeddings, models, tokenize, health, metrics."""
+"""Routes of the OpenAI-compatible API: completions, chat, embeddings, classify, models, tokenize, health, metrics."""
 
 import threading
 import time
@@ -16,9 +16,10 @@ from cutaway.serve.errors import APIError
 from cutaway.serve.limits import Limits
 from cutaway.serve.middleware import AccessPolicy
 from cutaway.serve.openai import protocol, request_mapping
+from cutaway.serve.openai.classification import add_classify_route
 from cutaway.serve.openai.embeddings import compute_embeddings, encode_float32_base64
 from cutaway.serve.openai.response_builder import ResponseBuilder
-from cutaway.serve.openai.serving_engine import ServingEngine, context_length_error, to_api_error
+from cutaway.serve.openai.serving_engine import ServingEngine, check_encoded_texts, to_api_error
 from cutaway.serve.openai.sse import SSEResponse, with_cancellation
 
 ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
@@ -113,7 +114,7 @@ def build_router(serving: ServingEngine) -> APIRouter:
 
     @router.post("/v1/embeddings")
     async def embeddings(request: protocol.EmbeddingRequest, raw_request: Request) -> Response:
-        """Compute one L2-normalized embedding per text."""
+        """Compute one embedding per text, with the embedding head, or as the normalized mean of the hidden states."""
         _check_request(request, serving)
         prompts = request_mapping.as_prompt_list(request.input, "input", serving.limits.max_embedding_inputs)
         encode_prompts = request_mapping.build_prompt_encoder(prompts, serving, "input")
@@ -122,12 +123,7 @@ def build_router(serving: ServingEngine) -> APIRouter:
 
         def compute() -> tuple[list[list[float]], int]:
             rows = encode_prompts()
-            for row in rows:
-                serving.check_prompt_length(len(row))
-                serving.check_token_ids(row)
-            total = sum(map(len, rows))
-            if total > serving.limits.max_embedding_tokens:
-                raise context_length_error(f"the inputs have {total} tokens", serving.limits.max_embedding_tokens)
+            total = check_encoded_texts(serving, rows)
             with serving.model.use_adapters([adapter]) if serving.model.adapters else nullcontext():
                 vectors = compute_embeddings(serving.model, rows, serving.pooling, lambda: not disconnected.is_set())
             return vectors, total
@@ -144,6 +140,8 @@ def build_router(serving: ServingEngine) -> APIRouter:
         return JSONResponse(
             {"object": "list", "data": data, "model": request.model or serving.served_model_name, "usage": usage}
         )
+
+    add_classify_route(router, serving)
 
     @router.post("/tokenize")
     async def tokenize(request: protocol.TokenizeRequest) -> dict[str, object]:

@@ -53,7 +53,7 @@ class ServingEngine:
         self.metrics = ServerMetrics()
         self.token_decoder = None if self.tokenizer is None else TokenDecoder(self.tokenizer)
         self.engine: Engine | None = None
-        if "decoder" in self.model.stacks:
+        if "decoder" in self.model.stacks and self.model.config.head.kind == "lm":
             self.engine = self._start_engine(max_num_seqs, max_model_len, weight_bits)
         self.is_encoder_decoder = "encoder" in self.model.stacks and self.engine is not None
         """If True, prompts are encoder inputs, which do not count toward the decoder's context."""
@@ -96,7 +96,7 @@ class ServingEngine:
         """Maximum number of tokens of a prompt and its completion, or of a text to embed."""
         if self.engine is not None:
             return self.engine.config.num_slots
-        stack = self.model.stacks["encoder"]
+        stack = next(iter(self.model.stacks.values()))
         max_positions = getattr(stack.embed.position, "max_positions", None)
         return min(limit for limit in (self.model.config.context, max_positions, DEFAULT_MAX_MODEL_LEN) if limit)
 
@@ -178,7 +178,10 @@ class ServingEngine:
     ) -> CompletionStream:
         """Tokenize the prompts and submit them to the engine."""
         if self.engine is None:
-            raise APIError(400, "this model is an encoder, which does not generate text; use /v1/embeddings")
+            is_classifier = self.model.config.head.kind == "sequence-classification"
+            name = "a classifier" if is_classifier else "an encoder" if "encoder" in self.model.stacks else "no LM"
+            route = "/classify" if is_classifier else "/v1/embeddings"
+            raise APIError(400, f"this model is {name}, which does not generate text; use {route}")
         self.notifier = self.notifier or EventLoopNotifier(asyncio.get_running_loop())
         start_time = asyncio.get_running_loop().time()
         stream = await self.run_in_pool(
@@ -270,6 +273,17 @@ class ServingEngine:
 
 def _has_result(future: "asyncio.Future[T]") -> bool:
     return not future.cancelled() and future.exception() is None
+
+
+def check_encoded_texts(serving: ServingEngine, rows: Sequence[Sequence[int]]) -> int:
+    """Number of tokens of texts to embed or to classify. Raises APIError if they are too long or invalid."""
+    for row in rows:
+        serving.check_prompt_length(len(row))
+        serving.check_token_ids(row)
+    total = sum(map(len, rows))
+    if total > serving.limits.max_embedding_tokens:
+        raise context_length_error(f"the inputs have {total} tokens", serving.limits.max_embedding_tokens)
+    return total
 
 
 def context_length_error(description: str, max_tokens: int) -> APIError:

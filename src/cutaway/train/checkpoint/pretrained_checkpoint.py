@@ -10,11 +10,13 @@ import torch
 
 from cutaway.config import Config, to_dict
 from cutaway.config import config as read_config
+from cutaway.config.head import TaskHead
 from cutaway.config.presets import presets
 from cutaway.errors import ConfigError, CutawayError, InputError
 from cutaway.families.checkpoint import Checkpoint
 from cutaway.families.load import load
 from cutaway.families.registry import find_family
+from cutaway.families.replace_head import replace_head
 from cutaway.families.save import merge_adapters
 from cutaway.generate.generation_config import read_generation_config
 from cutaway.model import Transformer
@@ -104,11 +106,18 @@ def load_base_checkpoint(source: ModelSource, precision: Precision = "fp32") -> 
 
 
 def reload_base_checkpoint(
-    source: ModelSource, base_info: BaseCheckpointInfo, precision: Precision = "fp32"
+    source: ModelSource, base_info: BaseCheckpointInfo, precision: Precision = "fp32", *, seed: int = 0
 ) -> Checkpoint | None:
-    """Load the base checkpoint of a resumed run. None if it is missing or has changed."""
+    """Load the base checkpoint of a resumed run. None if it is missing or has changed.
+
+    `seed` is that of the run, with which the head of a task was initialized.
+    """
     try:
         base_checkpoint = load_base_checkpoint(source, precision)
+        if base_checkpoint is not None and base_info.config is not None:
+            head = read_config(base_info.config).head
+            if isinstance(head, TaskHead) and head != base_checkpoint.config.head:
+                base_checkpoint = replace_head(base_checkpoint, head, seed=seed)
     except CutawayError:
         return None
     if base_checkpoint is None or to_dict(base_checkpoint.config) != base_info.config:

@@ -11,11 +11,13 @@ from cutaway.tokenizer import Tokenizer
 from cutaway.train.checkpoint.pretrained_checkpoint import BaseCheckpointInfo
 from cutaway.train.data.chat_encoder import SFTEncoder
 from cutaway.train.data.record_encoder import RecordEncoder
-from cutaway.train.data.records import RecordDataset, encode_records, split_records
+from cutaway.train.data.records import RecordDataset, RecordSplits, encode_records, split_records
+from cutaway.train.data.task_data import TASK_OBJECTIVES, build_task_encoder
 from cutaway.train.logging.metrics_log import Metrics
 from cutaway.train.recipe.schema import DataConfig, ObjectiveConfig, SFTConfig
+from cutaway.train.recipe.task_objectives import TaskObjectiveConfig
 
-RECORD_OBJECTIVES: frozenset[str] = frozenset({"sft"})
+RECORD_OBJECTIVES: frozenset[str] = frozenset({"sft", *TASK_OBJECTIVES})
 """Kinds of the objectives that train on records instead of documents."""
 
 
@@ -39,13 +41,20 @@ def uses_records(objective: ObjectiveConfig) -> bool:
 
 
 def build_record_encoder(
-    objective: ObjectiveConfig, data: DataConfig, tokenizer: Tokenizer, base_info: BaseCheckpointInfo, config: Config
+    objective: ObjectiveConfig,
+    data: DataConfig,
+    tokenizer: Tokenizer,
+    base_info: BaseCheckpointInfo,
+    config: Config,
+    splits: RecordSplits,
 ) -> RecordEncoder:
     """Build the encoder of the records of an objective. Sequences are limited to the context of the model."""
     max_len = data.seq_len if config.context is None else min(data.seq_len, config.context)
     match objective:
         case SFTConfig():
             return SFTEncoder(objective, max_len, tokenizer, base_info.eos_token_ids(tokenizer))
+        case TaskObjectiveConfig():
+            return build_task_encoder(objective, tokenizer, max_len, config, [*splits.train, *splits.validation])
     raise InputError(f"objective {objective.kind} does not train on records")
 
 
@@ -60,7 +69,7 @@ def load_record_datasets(
 ) -> RecordDatasets:
     """Read, split and encode the records, and build the datasets of both splits."""
     splits = split_records(data.sources, validation_split=data.validation_split, seed=seed)
-    encoder = build_record_encoder(objective, data, tokenizer, base_info, config)
+    encoder = build_record_encoder(objective, data, tokenizer, base_info, config, splits)
     train_rows, validation_rows = (
         encode_records(records, encoder.encode, splits.skipped) for records in (splits.train, splits.validation)
     )

@@ -12,6 +12,7 @@ from cutaway.tokenizer import Tokenizer
 from cutaway.train.objectives.distillation import Teacher, distillation
 from cutaway.train.objectives.masked_lm import masked_lm
 from cutaway.train.objectives.objective import Objective, ObjectiveFn, causal_lm, prefix_lm, seq2seq, sft
+from cutaway.train.objectives.task import build_task_objective
 from cutaway.train.recipe.schema import (
     CausalLMConfig,
     DataConfig,
@@ -24,27 +25,30 @@ from cutaway.train.recipe.schema import (
     SFTConfig,
     TrainingConfig,
 )
+from cutaway.train.recipe.task_objectives import MultipleChoiceConfig, RewardConfig, TaskObjectiveConfig
 
-OBJECTIVE_FORMS = {
-    CausalLMConfig: "decoder",
-    DistillationConfig: "decoder",
-    MaskedLMConfig: "encoder",
-    Seq2SeqConfig: "encoder-decoder",
-    PrefixLMConfig: "decoder",
-    SFTConfig: "decoder",
+OBJECTIVE_FORMS: dict[type[Any], tuple[str, ...]] = {
+    CausalLMConfig: ("decoder",),
+    DistillationConfig: ("decoder",),
+    MaskedLMConfig: ("encoder",),
+    Seq2SeqConfig: ("encoder-decoder",),
+    PrefixLMConfig: ("decoder",),
+    SFTConfig: ("decoder",),
+    MultipleChoiceConfig: ("encoder",),
+    RewardConfig: ("decoder",),
 }
-"""Model form that each objective requires."""
+"""Model forms that an objective requires. Other objectives train encoders and decoders."""
 
 
 def check_objective(
     objective: ObjectiveConfig, config: Config, training: TrainingConfig, parallel: ParallelConfig
 ) -> None:
     """Raise InputError if the objective cannot train a model with this config, e.g. masked-lm and a decoder."""
-    form = OBJECTIVE_FORMS[type(objective)]
-    if config.form != form:
+    forms = OBJECTIVE_FORMS.get(type(objective), ("encoder", "decoder"))
+    if config.form not in forms:
         raise InputError(
-            f"objective {objective.kind} requires a model of form {form}, but model.form is {config.form};"
-            " change one of the two"
+            f"objective {objective.kind} requires a model of form {' or '.join(forms)}, but model.form is"
+            f" {config.form}; change one of the two"
         )
     if config.head.kind == "none":
         raise InputError("the model has no output head, so it computes no logits; set model.head.kind = 'lm'")
@@ -67,9 +71,17 @@ def check_objective(
 
 
 def build_objective_fn(
-    objective: ObjectiveConfig, data: DataConfig, tokenizer: Tokenizer, vocab_size: int, seed: int, device: torch.device
+    objective: ObjectiveConfig,
+    data: DataConfig,
+    tokenizer: Tokenizer,
+    config: Config,
+    seed: int,
+    device: torch.device,
 ) -> ObjectiveFn:
     """Build the function that turns a batch, and the data position of its first sequence, into an Objective."""
+    vocab_size = config.vocab_size
+    if isinstance(objective, TaskObjectiveConfig):
+        return lambda batch, first: build_task_objective(objective, config.head, batch).to(device)
     if isinstance(objective, CausalLMConfig):
         return lambda batch, first: causal_lm(batch.tokens, batch.document_ids if data.document_mask else None).to(
             device

@@ -10,6 +10,13 @@ from cutaway.config import config as read_config
 from cutaway.config.lora import LoRA
 from cutaway.config.node import KIND_DISCRIMINATOR, ConfigNode, PositiveFloat, PositiveInt, Probability, default_kind
 from cutaway.errors import ConfigError
+from cutaway.train.recipe.task_objectives import (
+    ClassificationConfig,
+    EmbeddingConfig,
+    MultipleChoiceConfig,
+    RewardConfig,
+    TokenClassificationConfig,
+)
 
 STDLIB_PATH = "python-stdlib"
 """Value of `data.sources[].path` for the source code of Python's standard library."""
@@ -49,7 +56,7 @@ class SourceConfig(ConfigNode):
     text_column: str = "text"
     """Column with the text, in JSON Lines, Parquet or TSV files."""
     target_column: str | None = None
-    """Column with the target, for the objectives seq2seq and prefix-lm."""
+    """Column with the target, for the objectives seq2seq and prefix-lm, or with the label of a task head."""
     group_column: str | None = None
     """Column with a group name. All documents of a group are in the same split, training or validation. Without this
     column, each document is assigned to a split on its own."""
@@ -158,7 +165,17 @@ class SFTConfig(LossTermsConfig):
 
 ObjectiveConfig = Annotated[
     Annotated[
-        CausalLMConfig | DistillationConfig | MaskedLMConfig | Seq2SeqConfig | PrefixLMConfig | SFTConfig,
+        CausalLMConfig
+        | DistillationConfig
+        | MaskedLMConfig
+        | Seq2SeqConfig
+        | PrefixLMConfig
+        | SFTConfig
+        | ClassificationConfig
+        | TokenClassificationConfig
+        | MultipleChoiceConfig
+        | EmbeddingConfig
+        | RewardConfig,
         KIND_DISCRIMINATOR,
     ],
     default_kind("causal-lm"),

@@ -1,11 +1,12 @@
 """Start-up of training, in this order: recipe → devices → model → data → parallelism → optimizer → Trainer."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
 from cutaway.errors import ConfigError, InputError
+from cutaway.families.checkpoint import Checkpoint
 from cutaway.families.peft_format import check_exportable
 from cutaway.train.checkpoint.checkpoint_manager import load_weights
 from cutaway.train.checkpoint.pretrained_checkpoint import (
@@ -16,6 +17,7 @@ from cutaway.train.checkpoint.pretrained_checkpoint import (
 )
 from cutaway.train.checkpoint.run_directory import RUN_FILE, RunDirectory, check_new_directory
 from cutaway.train.data.record_data import RECORD_OBJECTIVES, uses_records
+from cutaway.train.data.task_data import add_task_head
 from cutaway.train.data.training_data import build_tokenizer, load_training_data
 from cutaway.train.distributed.parallelize import init_sharded_weights, parallelize_module
 from cutaway.train.distributed.process_group import SINGLE_PROCESS, DeviceLike, DistributedContext, init_distributed
@@ -28,6 +30,7 @@ from cutaway.train.optim.optimizer import build_optimizer
 from cutaway.train.recipe.inputs import check_recipe_inputs
 from cutaway.train.recipe.load import RecipeSource, load_recipe
 from cutaway.train.recipe.schema import PretrainedModelConfig, Recipe
+from cutaway.train.recipe.task_objectives import TaskObjectiveConfig
 from cutaway.train.trainer.general_loss import has_general_loss, read_general_text
 from cutaway.train.trainer.memory_check import check_memory
 from cutaway.train.trainer.preflight import run_preflight
@@ -120,12 +123,14 @@ def prepare_trainer(
         if run_directory is None:
             check_recipe_inputs(recipe)
             check_new_directory(directory)
-            base_checkpoint = load_base_checkpoint(recipe.model, recipe.training.precision)
+            base_checkpoint = load_model_to_train(recipe, log)
             base_info = BaseCheckpointInfo.from_checkpoint(base_checkpoint, with_fingerprint=has_adapter)
             tokenizer = build_tokenizer(recipe.data, recipe.objective, base_checkpoint)
         else:
             base_info, tokenizer = run_directory.base_info, run_directory.tokenizer
-            base_checkpoint = reload_base_checkpoint(recipe.model, base_info, recipe.training.precision)
+            base_checkpoint = reload_base_checkpoint(
+                recipe.model, base_info, recipe.training.precision, seed=recipe.training.seed
+            )
 
         # Model. A sharded model is built on the meta device, without values.
         config = resolve_model_config(recipe.model, tokenizer, base_info)
@@ -152,11 +157,12 @@ def prepare_trainer(
             recipe = resolve_run_length(recipe, data, log)
             check_schedule(recipe.schedule, recipe.training.max_steps)
             base_info = base_info.with_eos_token_ids(tokenizer, data.end_token_ids)
-        objective_fn = build_objective_fn(recipe.objective, recipe.data, tokenizer, config.vocab_size, seed, device)
+        objective_fn = build_objective_fn(recipe.objective, recipe.data, tokenizer, config, seed, device)
 
         # Run directory
         if run_directory is None:
-            if recipe.training.preflight and not is_sharded:
+            is_task = isinstance(recipe.objective, TaskObjectiveConfig)  # the checks compare logits of tokens
+            if recipe.training.preflight and not is_sharded and not is_task:
                 run_preflight(model, seed, log)
             run_directory = RunDirectory.create(directory, recipe, tokenizer, data.fingerprint, base_info)
         run_directory.check_data(data.fingerprint)
@@ -178,6 +184,19 @@ def prepare_trainer(
     if trainer.global_step == 0 and base_info.config is not None and base_checkpoint is None:
         raise missing_base_error(directory)
     return trainer
+
+
+def load_model_to_train(recipe: Recipe, log: Callable[[str], None]) -> Checkpoint | None:
+    """Load the checkpoint that is fine-tuned, with the head of the task. None if the run trains from scratch."""
+    checkpoint = load_base_checkpoint(recipe.model, recipe.training.precision)
+    if not isinstance(recipe.objective, TaskObjectiveConfig):
+        return checkpoint
+    if checkpoint is None:
+        raise InputError(
+            f"objective {recipe.objective.kind} fine-tunes a checkpoint, but model has none; pass one with --base, e.g."
+            " --base tiny-english-encoder"
+        )
+    return add_task_head(checkpoint, recipe.objective, recipe.data, recipe.training.seed, log)
 
 
 def missing_base_error(directory: Path) -> InputError:
@@ -211,7 +230,7 @@ def show_data(recipe: Recipe, callback: Callback) -> None:
             f"the data of objective {recipe.objective.kind} are texts, which have no examples to show; use an objective"
             f" that trains on records ({', '.join(sorted(RECORD_OBJECTIVES))})"
         )
-    base_checkpoint = load_base_checkpoint(recipe.model)
+    base_checkpoint = load_model_to_train(recipe, callback.on_message)
     base_info = BaseCheckpointInfo.from_checkpoint(base_checkpoint)
     tokenizer = build_tokenizer(recipe.data, recipe.objective, base_checkpoint)
     config = resolve_model_config(recipe.model, tokenizer, base_info)
