@@ -10,12 +10,14 @@ from cutaway.errors import InputError
 from cutaway.tokenizer import Tokenizer
 from cutaway.train.checkpoint.pretrained_checkpoint import BaseCheckpointInfo
 from cutaway.train.data.chat_encoder import SFTEncoder
+from cutaway.train.data.prompt_encoder import PromptEncoder
 from cutaway.train.data.record_encoder import RecordEncoder
 from cutaway.train.data.records import RecordDataset, encode_records, split_records
 from cutaway.train.logging.metrics_log import Metrics
+from cutaway.train.recipe.grpo import GRPOConfig
 from cutaway.train.recipe.schema import DataConfig, ObjectiveConfig, SFTConfig
 
-RECORD_OBJECTIVES: frozenset[str] = frozenset({"sft"})
+RECORD_OBJECTIVES: frozenset[str] = frozenset({"sft", "grpo"})
 """Kinds of the objectives that train on records instead of documents."""
 
 
@@ -46,6 +48,8 @@ def build_record_encoder(
     match objective:
         case SFTConfig():
             return SFTEncoder(objective, max_len, tokenizer, base_info.eos_token_ids(tokenizer))
+        case GRPOConfig():
+            return PromptEncoder(objective, max_len, tokenizer, base_info.eos_token_ids(tokenizer))
     raise InputError(f"objective {objective.kind} does not train on records")
 
 
