@@ -97,7 +97,6 @@ class EngineConfig:
         if memory is not None and (as_float(memory) is None or not 0 < memory < math.inf):
             raise InputError(f"kv_cache_memory_bytes is {format_value(memory)}; pass a number of bytes above 0")
         self.num_slots = self._resolve_max_model_len()
-        self.prefill_chunk_size = min(self.prefill_chunk_size, self.num_slots)
         if self.cache_implementation == "auto":
             windows = any(window is not None and window < self.num_slots for window in self.decoder.windows)
             self.cache_implementation = "ring" if windows and self.dynamic_rope_len is None else "full"

@@ -48,17 +48,22 @@ def sequence_log_probs(
 
 
 def token_log_probs(
-    head: nn.Module, x: Float[Tensor, "N d"], selected: LossTargets, *, chunk_size: int = CHUNK_SIZE
+    head: nn.Module,
+    x: Float[Tensor, "N d"],
+    selected: LossTargets,
+    *,
+    chunk_size: int = CHUNK_SIZE,
+    temperature: float = 1.0,
 ) -> Float[Tensor, " N"]:
     """Log-probability of the target token of each row of x in fp32 or wider; 0 for rows without a target.
 
     The result is differentiable with respect to x and the parameters of the head. The weights of `selected` are not
-    used.
+    used. Logits are divided by `temperature`.
     """
     rows = x if selected.indices is None else x[selected.indices]
     chunks = []
     for start in range(0, max(1, len(rows)), chunk_size):  # one chunk also if there are no targets
-        inputs = (head, rows[start : start + chunk_size], selected.targets[start : start + chunk_size])
+        inputs = (head, rows[start : start + chunk_size], selected.targets[start : start + chunk_size], temperature)
         if torch.is_grad_enabled():
             chunks.append(checkpoint(_chunk_log_probs, *inputs, use_reentrant=False, preserve_rng_state=False))
         else:
@@ -69,7 +74,11 @@ def token_log_probs(
     return log_probs.new_zeros(len(x)).index_copy(0, selected.indices, log_probs)
 
 
-def _chunk_log_probs(head: nn.Module, x: Float[Tensor, "n d"], targets: Int[Tensor, " n"]) -> Float[Tensor, " n"]:
+def _chunk_log_probs(
+    head: nn.Module, x: Float[Tensor, "n d"], targets: Int[Tensor, " n"], temperature: float
+) -> Float[Tensor, " n"]:
     logits = head(x)  # (n, V)
     dtype = torch.promote_types(logits.dtype, torch.float32)
+    if temperature != 1:
+        logits = logits.to(dtype) / temperature
     return torch.log_softmax(logits, -1, dtype=dtype).gather(-1, targets[:, None]).squeeze(-1)

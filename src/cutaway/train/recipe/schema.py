@@ -10,6 +10,7 @@ from cutaway.config import config as read_config
 from cutaway.config.lora import LoRA
 from cutaway.config.node import KIND_DISCRIMINATOR, ConfigNode, PositiveFloat, PositiveInt, Probability, default_kind
 from cutaway.errors import ConfigError
+from cutaway.train.recipe.grpo import GRPOConfig
 from cutaway.train.recipe.task_objectives import (
     ClassificationConfig,
     EmbeddingConfig,
@@ -175,7 +176,8 @@ ObjectiveConfig = Annotated[
         | TokenClassificationConfig
         | MultipleChoiceConfig
         | EmbeddingConfig
-        | RewardConfig,
+        | RewardConfig
+        | GRPOConfig,
         KIND_DISCRIMINATOR,
     ],
     default_kind("causal-lm"),

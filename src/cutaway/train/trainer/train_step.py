@@ -19,6 +19,7 @@ from cutaway.train.optim.lr_scheduler import lr_factor
 from cutaway.train.optim.mixed_precision import GradScaler
 from cutaway.train.optim.optimizer import OptimizersContainer, total_grad_norm
 from cutaway.train.recipe.schema import Recipe
+from cutaway.train.rollouts.sampler import RolloutSampler
 from cutaway.train.seeds import derive_seed
 from cutaway.train.trainer.bad_step_policy import BadStepPolicy, TrainingError, is_out_of_memory, raise_on_out_of_memory
 from cutaway.train.trainer.layer_stats import UpdateStats
@@ -54,6 +55,8 @@ class TrainStepRunner:
     wrapped_module: nn.Module | None = None
     """Module that a step calls, e.g. a DDP wrapper of `training_module`. None: `training_module` itself is called."""
     dist_context: DistributedContext = SINGLE_PROCESS
+    rollouts: RolloutSampler | None = None
+    """Samples the completions that a step trains on, for objective grpo."""
     update_stats: UpdateStats | None = field(default=None, init=False)
     """Update statistics of the last step. None if the last step did not record them."""
 
@@ -95,6 +98,7 @@ class TrainStepRunner:
             "verdict": verdict,
             **scale_metrics,
             **objective_metrics,
+            **({} if self.rollouts is None else self.rollouts.step_metrics),
         }
 
     def forward_backward_with_oom_retry(self, step: int) -> StepSums:
@@ -113,12 +117,7 @@ class TrainStepRunner:
 
     def forward_backward(self, step: int) -> StepSums:
         """Compute the gradient of the mean loss over all targets of the batch, on all ranks."""
-        batch_size = self.training.batch_size
-        first = step * batch_size
-        micro_batches = [
-            build_micro_batch(self.objective_fn, self.data.train, first + low, high - low)
-            for low, high in self.dist_context.micro_batch_ranges(batch_size, self.step_policy.grad_accum_steps)
-        ]
+        micro_batches = self.build_micro_batches(step)
         counts = torch.tensor(
             [[float(each.weights.sum()), each.num_targets] for each in micro_batches], dtype=torch.float64
         )
@@ -143,6 +142,15 @@ class TrainStepRunner:
                 losses.append(loss._replace(loss=loss.loss.detach()))
         cross_entropy = torch.stack([loss.cross_entropy.double() for loss in losses]).sum()
         return StepSums(cross_entropy, weight, num_targets, metric_means(losses, self.dist_context))
+
+    def build_micro_batches(self, step: int) -> list[Objective]:
+        """Objectives of the micro-batches of this rank."""
+        batch_size = self.training.batch_size
+        ranges = self.dist_context.micro_batch_ranges(batch_size, self.step_policy.grad_accum_steps)
+        if self.rollouts is not None:
+            return list(self.rollouts.build_micro_batches(step, ranges))
+        first = step * batch_size
+        return [build_micro_batch(self.objective_fn, self.data.train, first + low, high - low) for low, high in ranges]
 
 
 def metrics_to_python(metrics: Metrics) -> Metrics:

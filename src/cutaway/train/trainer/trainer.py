@@ -40,10 +40,13 @@ from cutaway.train.logging.metrics_log import Metrics, MetricsLog, NullMetricsLo
 from cutaway.train.logging.throughput import Throughput
 from cutaway.train.loss.chunked_cross_entropy import LossSums
 from cutaway.train.objectives.objective import ObjectiveFn
+from cutaway.train.objectives.reference_model import ReferenceModel
 from cutaway.train.optim.ema import WeightEMA
 from cutaway.train.optim.mixed_precision import GradScaler
 from cutaway.train.optim.optimizer import OptimizersContainer, trainable_parameters
+from cutaway.train.recipe.grpo import GRPOConfig
 from cutaway.train.recipe.schema import PretrainedModelConfig, Recipe
+from cutaway.train.rollouts.sampler import RolloutSampler
 from cutaway.train.trainer.bad_step_policy import BadStepPolicy
 from cutaway.train.trainer.early_stopping import EvalTracker
 from cutaway.train.trainer.eval_metrics import compute_eval_metrics, needs_full_model
@@ -86,6 +89,8 @@ class Trainer:
     objective_fn: ObjectiveFn
     callback: Callback
     dist_context: DistributedContext
+    reference: ReferenceModel | None = None
+    """Reference model of objective grpo, if objective.beta is not 0."""
 
     def __post_init__(self) -> None:
         self.recipe: Recipe = self.run_directory.recipe
@@ -113,6 +118,7 @@ class Trainer:
         self.ema = None
         if training.ema_decay is not None:
             self.ema = WeightEMA(self.model, training.ema_decay, training_module=self.training_module)
+        self.rollouts = self._build_rollouts()
         self.train_step_runner = TrainStepRunner(
             self.recipe,
             self.training_module,
@@ -123,9 +129,25 @@ class Trainer:
             self.grad_scaler,
             self.wrapped_module,
             self.dist_context,
+            self.rollouts,
         )
         self.throughput = Throughput.from_recipe(self.recipe, self.model.config, device, self.dist_context.world_size)
         self.run_logger: RunLogger
+
+    def _build_rollouts(self) -> RolloutSampler | None:
+        """Sampler of the completions that objective grpo trains on. None for other objectives."""
+        if not isinstance(self.recipe.objective, GRPOConfig):
+            return None
+        tokenizer, base_info = self.run_directory.tokenizer, self.run_directory.base_info
+        return RolloutSampler(
+            self.recipe,
+            self.model,
+            tokenizer,
+            base_info.eos_token_ids(tokenizer),
+            self.data,
+            self.reference,
+            self.dist_context,
+        )
 
     # State
 
@@ -138,13 +160,16 @@ class Trainer:
         """State dict of the weights that checkpoints store: those of the adapter if there is one, else all."""
         return adapter_state_dict(self.model) if self.model.adapters else dict(self.model.state_dict())
 
-    def stateful_components(self) -> dict[str, OptimizersContainer | BadStepPolicy | WeightEMA | GradScaler]:
-        """Components with a state dict other than the model, by name. EMA and loss scaling are optional."""
+    def stateful_components(
+        self,
+    ) -> dict[str, OptimizersContainer | BadStepPolicy | WeightEMA | GradScaler | RolloutSampler]:
+        """Components with a state dict other than the model, by name. Those after the first two are optional."""
         components = (
             ("optimizer", self.optimizer),
             ("step_policy", self.step_policy),
             ("ema", self.ema),
             ("grad_scaler", self.grad_scaler),
+            ("rollouts", self.rollouts if self.rollouts is not None and self.rollouts.has_state else None),
         )
         return {name: component for name, component in components if component is not None}
 
@@ -301,7 +326,7 @@ class Trainer:
         seconds, self.step_start_time = now - self.step_start_time, now
         self.step_policy.report_step(metrics, metrics.pop("verdict"))
         timing = {"step": metrics["step"], "seconds": seconds, "tokens_per_second": metrics["num_tokens"] / seconds}
-        timing |= self.throughput.measure(seconds)
+        timing |= self.throughput.measure(seconds) | metrics.pop("timing", {})
         self.metrics_log.append(metrics)
         self.timings_log.append(timing)
         self.run_logger.log(timing | metrics)
@@ -335,6 +360,8 @@ class Trainer:
     @torch.no_grad()
     def validate(self) -> Metrics:
         """Mean loss (cross-entropy over targets) and metrics on `eval.num_sequences` validation sequences."""
+        if self.rollouts is not None:
+            return self.rollouts.evaluate()
         count = min(self.recipe.eval.num_sequences, self.data.num_validation_sequences)
         # As large as the micro-batches of training, which fit in memory
         micro_batch_size = -(-self.recipe.training.batch_size // self.step_policy.grad_accum_steps)
