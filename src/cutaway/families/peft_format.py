@@ -24,6 +24,7 @@ from cutaway.families.checkpoint import Checkpoint
 from cutaway.families.family import Family
 from cutaway.families.load_plan import TensorConversion, expand_mappings
 from cutaway.families.registry import families, find_family
+from cutaway.families.save import has_class_with_head
 from cutaway.families.weight_conversion import (
     Identity,
     PermuteForRope,
@@ -132,7 +133,7 @@ def save_adapter(
         )
     config, path = model.adapters[name], Path(directory).expanduser()
     family = _family_of(checkpoint)
-    prefix = family.base_model_prefix if model.config.head.kind == "none" else ""
+    prefix = "" if has_class_with_head(model.config) else family.base_model_prefix
     matrices = [replace(matrix, module=matrix.module.removeprefix(prefix)) for matrix in _list_matrices(family, model)]
     weights: dict[str, Tensor] = {}
     modules: list[str] = []
@@ -179,7 +180,9 @@ def _family_of(checkpoint: Checkpoint) -> Family:
 
 def _conversions(family: Family, model: Transformer) -> list[TensorConversion]:
     """Conversions of the base model's weights, by the names of a model without adapters and quantized layers."""
-    return list(expand_mappings(family.weight_mappings, model.config, build(model.config, device="meta")))
+    return list(
+        expand_mappings(family.weight_mappings_for(model.config), model.config, build(model.config, device="meta"))
+    )
 
 
 def _list_matrices(family: Family, model: Transformer) -> Iterator[_AdaptedMatrix]:
