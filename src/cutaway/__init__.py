@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from cutaway.evaluate.causal_lm import evaluate_causal_lm as evaluate
     from cutaway.families.checkpoint import Checkpoint
     from cutaway.families.load import load
+    from cutaway.families.peft_format import save_adapter
     from cutaway.families.save import save
     from cutaway.generate.api import generate
     from cutaway.generate.classify import classify
@@ -35,6 +36,7 @@ _LAZY_EXPORTS = {
     "embed": "cutaway.generate.embed",
     "load": "cutaway.families.load",
     "presets": "cutaway.config.presets",
+    "save_adapter": "cutaway.families.peft_format",
     "save": "cutaway.families.save",
     "trace": "cutaway.lens.trace",
     "view": "cutaway.serve.notebook",
@@ -57,6 +59,7 @@ __all__ = [
     "evaluate",
     "presets",
     "save",
+    "save_adapter",
     "size",
     "trace",
     "train",

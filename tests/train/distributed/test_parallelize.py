@@ -150,9 +150,12 @@ def config_with_sinks() -> dict[str, Any]:
     return config
 
 
+VOCAB_SIZE = {"vocab_size": 300}  # at least that of each tokenizer; the other ids are padding
 CUSTOM_CONFIGS = {
-    "sinks": config_with_sinks(),
-    "albert": ct.config("tiny-albert").model_dump(mode="json") | {"head": ct.config("tiny-bert").head.model_dump()},
+    "sinks": config_with_sinks() | VOCAB_SIZE,
+    "albert": ct.config("tiny-albert").model_dump(mode="json")
+    | {"head": ct.config("tiny-bert").head.model_dump()}
+    | VOCAB_SIZE,
 }
 
 

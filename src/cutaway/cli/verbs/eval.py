@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cutaway.cli.answers import evaluate_answers
+from cutaway.cli.harness_tasks import TaskOptions, evaluate_tasks
 from cutaway.cli.json_output import print_json
-from cutaway.cli.options import CheckpointSource, Device, JsonObjectFlag, WeightDType, argument, option
+from cutaway.cli.options import Adapter, CheckpointSource, Device, JsonObjectFlag, WeightDType, argument, option
 from cutaway.cli.task_evaluation import TASKS, evaluate_task
 from cutaway.errors import InputError
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:  # torch is imported when it is needed
     from cutaway.train.data.documents import Document, SkippedDocuments
     from cutaway.train.recipe.schema import SourceConfig
 
+HARNESS = "lm-evaluation-harness"
+"""Panel of the options of --tasks in the help."""
 Results = dict[str, Any]
 MAX_DOCUMENT_CHARACTERS = 1 << 24
 """Maximum number of characters of a document. Longer files are split at line ends, to limit memory."""
@@ -47,6 +50,18 @@ def evaluate(
         ),
     ] = None,
     max_new_tokens: Annotated[int | None, option("With --data: maximum length of an answer; default 64.")] = None,
+    tasks: Annotated[
+        list[str] | None,
+        option("Tasks of lm-evaluation-harness, as in hellaswag,arc_easy; repeatable.", metavar="NAMES", panel=HARNESS),
+    ] = None,
+    num_fewshot: Annotated[int | None, option("Number of examples in the prompt.", min=0, panel=HARNESS)] = None,
+    limit: Annotated[int | None, option("Number of samples per task; default all.", min=1, panel=HARNESS)] = None,
+    include_path: Annotated[
+        Path | None, option("Directory with own tasks (YAML files).", metavar="DIR", panel=HARNESS)
+    ] = None,
+    apply_chat_template: Annotated[
+        bool, option("Render the prompts with the chat template.", "--apply-chat-template", panel=HARNESS)
+    ] = False,
     text_column: Annotated[str, option("Key of the text in a row.")] = "text",
     target_column: Annotated[
         str | None, option("Key of the target in a row for encoder-decoders, or of the label for a classifier.")
@@ -55,6 +70,7 @@ def evaluate(
     stride: Annotated[int | None, option("Stride of sliding windows, for decoders; default half the context.")] = None,
     seed: Annotated[int | None, option("Random seed for masking, for encoders.")] = None,
     batch_size: Annotated[int | None, option("Number of texts or windows per batch.")] = None,
+    adapter: Adapter = None,
     device: Device = None,
     dtype: WeightDType = None,
     as_json: JsonObjectFlag = False,
@@ -71,8 +87,18 @@ def evaluate(
     Example: cutaway eval runs/sft --data questions.jsonl
 
     Example: cutaway eval runs/classify --data held-out.csv --json
+
+    Example: cutaway eval ./gpt2 --tasks arc_easy,hellaswag --limit 200
     """
     paths = [*(text or []), *(extra_files or [])]
+    task_options = TaskOptions(num_fewshot, limit, include_path, apply_chat_template)
+    if tasks:
+        if paths or data:
+            raise InputError("--tasks runs tasks that have their own data; leave out --text and --data")
+        evaluate_tasks(source, tasks, task_options, batch_size, device, dtype, as_json=as_json)
+        return
+    if task_options != TaskOptions(None, None, None, False):
+        raise InputError("--num-fewshot, --limit, --include-path and --apply-chat-template apply to --tasks only")
     if data:
         unused = {
             "--text": paths,
@@ -83,12 +109,16 @@ def evaluate(
         if given := [name for name, value in unused.items() if value]:
             raise InputError(f"{given[0]} does not apply to --data, which has labels or answers; leave one of them out")
         columns = {"text_column": text_column, "target_column": target_column}
-        _evaluate_records(source, data, columns, max_new_tokens, batch_size, device, dtype, as_json=as_json)
+        _evaluate_records(
+            source, data, columns, max_new_tokens, batch_size, device, dtype, as_json=as_json, adapter=adapter
+        )
         return
     if max_new_tokens is not None:
         raise InputError("--max-new-tokens applies to --data only; leave it out, or pass --data FILE")
     if not paths:
-        raise InputError("there is no text to evaluate on; pass --text FILE, or --data FILE to compare answers")
+        raise InputError(
+            "there is no text to evaluate on; pass --text FILE, --data FILE to compare answers, or --tasks"
+        )
     from cutaway.train.data.documents import SkippedDocuments
     from cutaway.train.recipe.schema import SourceConfig
 
@@ -100,7 +130,7 @@ def evaluate(
         raise InputError(f"{paths[0]} has no documents: {reason}; pass text files, or set --text-column")
     from cutaway.cli.model_loading import load_checkpoint
 
-    checkpoint = load_checkpoint(source, device, dtype, quiet=as_json)
+    checkpoint = load_checkpoint(source, device, dtype, quiet=as_json, adapters=adapter)
     form = checkpoint.config.form
     form_options = {"context": context, "stride": stride, "seed": seed, "target_column": target_column}
     for name, value in form_options.items():
@@ -128,6 +158,7 @@ def _evaluate_records(
     dtype: WeightDType,
     *,
     as_json: bool,
+    adapter: Adapter,
 ) -> None:
     """Evaluate a task head on labeled records, or compare the answers of a model with references."""
     from cutaway.argument_checks import check_positive_int
@@ -139,7 +170,7 @@ def _evaluate_records(
     for path in paths:
         if not path.exists():
             raise InputError(f"'{path}' does not exist; pass a file with records")
-    checkpoint = load_checkpoint(source, device, dtype, quiet=as_json)
+    checkpoint = load_checkpoint(source, device, dtype, quiet=as_json, adapters=adapter)
     if checkpoint.config.head.kind in TASKS:
         if max_new_tokens is not None:
             raise InputError("--max-new-tokens does not apply to a model with a task head; leave it out")

@@ -22,7 +22,20 @@ CacheKind = Literal["auto", "full", "ring", "paged"]
 CacheDType = Literal["int8", "float32", "float16", "bfloat16"]
 EarlyStopping = Literal["true", "false", "never"]
 FILL_MASK_OPTIONS = frozenset(
-    ["source", "prompts", "file", "lines", "token_ids", "top_k", "device", "dtype", "echo", "show_stats", "as_json"]
+    [
+        "source",
+        "prompts",
+        "file",
+        "lines",
+        "token_ids",
+        "top_k",
+        "adapter",
+        "device",
+        "dtype",
+        "echo",
+        "show_stats",
+        "as_json",
+    ]
 )
 """Options that apply to mask filling with an encoder. The other options are for text generation."""
 CLASSIFY_OPTIONS = FILL_MASK_OPTIONS - {"top_k", "token_ids"}
@@ -89,6 +102,7 @@ def generate(
     early_stopping: Annotated[
         EarlyStopping | None, _beam_search("Stop when there are as many finished candidates as beams.")
     ] = None,
+    adapter: Annotated[str | None, _engine(opt.ADAPTER_HELP, metavar="DIR")] = None,
     device: Annotated[str | None, _engine("Device: cpu or cuda; default cuda if available.")] = None,
     dtype: Annotated[opt.DType | None, _engine("Data type of the weights; default as stored.")] = None,
     weight_bits: Annotated[int | None, _engine(opt.WEIGHT_BITS_HELP, metavar="16|8|4")] = None,
@@ -135,7 +149,7 @@ def generate(
 
     from cutaway.cli.views import generation_output
 
-    checkpoint = load_checkpoint(source, device, dtype, quiet=as_json)
+    checkpoint = load_checkpoint(source, device, dtype, quiet=as_json, adapters=adapter)
     draft: Checkpoint | str | None = draft_model
     if draft_model is not None and draft_model != "ngram":
         draft = load_checkpoint(draft_model, device, dtype, quiet=as_json)

@@ -18,8 +18,10 @@ def print_examples(console: Console, row: dict[str, Any]) -> None:
     """Print the examples of a row of `Callback.on_data`. Targets are green and in brackets."""
     examples = row.get("examples", [])
     for number, example in enumerate(examples, 1):
+        has_targets = any(segment["target"] for segment in example["segments"])
+        note = f"; targets are in {BRACKETS[0]} {BRACKETS[1]}" if has_targets else ""
         console.print(
-            f"example {number} of {len(examples)}; targets are in {BRACKETS[0]} {BRACKETS[1]}:",
+            f"example {number} of {len(examples)}{note}:",
             style="bold",
             highlight=False,
         )

@@ -12,6 +12,7 @@ from cutaway.generate import BusyError, Engine, EngineError, SamplingParams
 from cutaway.generate.engine.config import build_engine_config, reduce_num_seqs_to_fit
 from cutaway.generate.generation_config import CheckpointLike, apply_generation_config, unpack_checkpoint
 from cutaway.generate.sampling.sampling_params import completion_seeds
+from cutaway.model.adapters import BASE_ADAPTER
 from cutaway.serve.errors import APIError, overload_error
 from cutaway.serve.limits import Limits
 from cutaway.serve.metrics import ServerMetrics
@@ -37,10 +38,18 @@ class ServingEngine:
         max_model_len: int | None = None,
         pooling: str | None = None,
         weight_bits: int | None = None,
+        adapters: Sequence[str] = (),
     ) -> None:
+        """`adapters`: names of adapters of the model that are served under their names. Requests for
+        `served_model_name` use the model's active adapter if it is not one of them, else the base model."""
         self.model, self.tokenizer, self.generation_config = unpack_checkpoint(checkpoint)
         self.model.eval()
         self.served_model_name, self.limits, self.pooling = served_model_name, limits, pooling
+        active = self.model.active_adapter
+        self.adapters = {served_model_name: None if active in adapters else active} | {name: name for name in adapters}
+        """Adapter of each served name; None is the base model."""
+        if len(self.adapters) <= len(adapters):
+            raise InputError(f"the model and an adapter have the same name '{served_model_name}'; rename one of them")
         self.metrics = ServerMetrics()
         self.token_decoder = None if self.tokenizer is None else TokenDecoder(self.tokenizer)
         self.engine: Engine | None = None
@@ -76,6 +85,7 @@ class ServingEngine:
             max_num_seqs=max_num_seqs or DEFAULT_MAX_NUM_SEQS,
             max_model_len=max_model_len,
             weight_bits=weight_bits,
+            adapters=tuple(self.adapters.values()),
             max_source_len=min(context or DEFAULT_MAX_SOURCE_LEN, DEFAULT_MAX_SOURCE_LEN),
         )
         engine_config = engine_config if max_num_seqs is not None else reduce_num_seqs_to_fit(engine_config)
@@ -108,9 +118,13 @@ class ServingEngine:
         return num_tokens / (engine.config.max_num_seqs * engine.config.num_slots)
 
     def check_model_name(self, model: str | None) -> None:
-        if model is not None and model != self.served_model_name:
-            message = f"the model does not exist on this server; use {self.served_model_name}"
+        if model is not None and model not in self.adapters:
+            message = f"the model does not exist on this server; use {' or '.join(self.adapters)}"
             raise APIError(404, message, code="model_not_found")
+
+    def adapter_of(self, model: str | None) -> str | None:
+        """Adapter of a served name, which `check_model_name` has checked; None is the base model."""
+        return self.adapters[model or self.served_model_name]
 
     def get_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
@@ -159,7 +173,9 @@ class ServingEngine:
 
     # Completions
 
-    async def submit(self, encode_prompts: Callable[[], list[list[int]]], params: SamplingParams) -> CompletionStream:
+    async def submit(
+        self, encode_prompts: Callable[[], list[list[int]]], params: SamplingParams, adapter: str | None = None
+    ) -> CompletionStream:
         """Tokenize the prompts and submit them to the engine."""
         if self.engine is None:
             is_classifier = self.model.config.head.kind == "sequence-classification"
@@ -169,14 +185,16 @@ class ServingEngine:
         self.notifier = self.notifier or EventLoopNotifier(asyncio.get_running_loop())
         start_time = asyncio.get_running_loop().time()
         stream = await self.run_in_pool(
-            lambda: self._submit_prompts(encode_prompts(), params),
+            lambda: self._submit_prompts(encode_prompts(), params, adapter),
             timeout=self.limits.tokenize_timeout,
             on_abandoned=CompletionStream.abort,
         )
         stream.start_time = start_time
         return stream
 
-    def _submit_prompts(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> CompletionStream:
+    def _submit_prompts(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, adapter: str | None
+    ) -> CompletionStream:
         """Submit all completions of the request, or none if there is an error. This runs in a thread."""
         engine, requests = self.engine, []
         assert engine is not None
@@ -187,7 +205,13 @@ class ServingEngine:
             for prompt in prompts:
                 prompt_params = self._resolve_max_new_tokens(prompt, params)
                 requests += [
-                    engine.submit(prompt, prompt_params, seed=seed, output_prefix=output_prefix)
+                    engine.submit(
+                        prompt,
+                        prompt_params,
+                        seed=seed,
+                        output_prefix=output_prefix,
+                        adapter=BASE_ADAPTER if adapter is None else adapter,
+                    )
                     for seed in completion_seeds(params)
                 ]
             return CompletionStream(requests, sum(map(len, prompts)), self.notifier, self.metrics)

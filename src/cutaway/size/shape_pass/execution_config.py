@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from cutaway.size.shape_pass.adapters import FrozenBase
+
 
 @dataclass(frozen=True)
 class PassShape:
@@ -47,6 +49,8 @@ class ExecutionConfig:
     """Tensor-parallel group size."""
     resid_in_compute_dtype: bool = False
     """Whether, under autocast, the residual stream is in the compute dtype too."""
+    base: FrozenBase | None = None
+    """The frozen weights and their adapters; None if all weights are trained."""
 
     @property
     def resid_itemsize(self) -> int:

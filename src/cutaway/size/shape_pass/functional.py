@@ -63,7 +63,7 @@ def norm(tape: Tape, x: ShapeTensor, config: Norm, key: WeightKey, *, gain_shape
     gain = Weight((*key, "gain"), gain_shape or (width,))
     needs_copy = config.unit_offset or tape.execution.weight_itemsize < upcast.itemsize
     gain_copy = [tape.empty((gain.numel,), upcast.itemsize)] if needs_copy else []
-    y = tape.record_op([y], saved=[y, *gain_copy], weights=[gain])
+    y = tape.record_op([y], saved=[*([y] if tape.is_trained(gain) else []), *gain_copy], weights=[gain])
     return tape.cast(y, x.itemsize)
 
 
@@ -81,5 +81,6 @@ def _layernorm(
         return tape.record_op([x], saved=[x], extra_saved_bytes=statistics, weights=weights)
     y = tape.record_op([x], saved=[x], extra_saved_bytes=statistics)
     for weight in weights:
-        y = tape.record_op([y], saved=[y] if "gain" in weight.key else [], weights=[weight])
+        saves_input = "gain" in weight.key and tape.is_trained(weight)
+        y = tape.record_op([y], saved=[y] if saves_input else [], weights=[weight])
     return y

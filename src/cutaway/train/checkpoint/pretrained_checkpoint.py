@@ -17,6 +17,7 @@ from cutaway.families.checkpoint import Checkpoint
 from cutaway.families.load import load
 from cutaway.families.registry import find_family
 from cutaway.families.replace_head import replace_head
+from cutaway.families.save import merge_adapters
 from cutaway.generate.generation_config import read_generation_config
 from cutaway.model import Transformer
 from cutaway.tokenizer import Tokenizer
@@ -84,7 +85,8 @@ class BaseCheckpointInfo:
 def load_base_checkpoint(source: ModelSource, precision: Precision = "fp32") -> Checkpoint | None:
     """Load the checkpoint that is fine-tuned. None if the run trains from scratch.
 
-    The weights are in fp32, because they are trained. If an adapter is trained, they are in the training precision.
+    The weights are in fp32, because they are trained. If an adapter is trained, they are in the training precision. If
+    the checkpoint is an adapter, it is merged with its own base.
     """
     if not isinstance(source, PretrainedModelConfig):
         return None
@@ -100,7 +102,7 @@ def load_base_checkpoint(source: ModelSource, precision: Precision = "fp32") -> 
             f" tiny-english; to train the preset from scratch, set model = '{source.checkpoint}'"
         )
     dtype = BASE_DTYPES[precision] if source.adapter is not None else torch.float32
-    return load(source.checkpoint, dtype=dtype)
+    return merge_adapters(load(source.checkpoint, dtype=dtype))
 
 
 def reload_base_checkpoint(

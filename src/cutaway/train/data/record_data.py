@@ -10,14 +10,16 @@ from cutaway.errors import InputError
 from cutaway.tokenizer import Tokenizer
 from cutaway.train.checkpoint.pretrained_checkpoint import BaseCheckpointInfo
 from cutaway.train.data.chat_encoder import SFTEncoder
+from cutaway.train.data.prompt_encoder import PromptEncoder
 from cutaway.train.data.record_encoder import RecordEncoder
 from cutaway.train.data.records import RecordDataset, RecordSplits, encode_records, split_records
 from cutaway.train.data.task_data import TASK_OBJECTIVES, build_task_encoder
 from cutaway.train.logging.metrics_log import Metrics
+from cutaway.train.recipe.grpo import GRPOConfig
 from cutaway.train.recipe.schema import DataConfig, ObjectiveConfig, SFTConfig
 from cutaway.train.recipe.task_objectives import TaskObjectiveConfig
 
-RECORD_OBJECTIVES: frozenset[str] = frozenset({"sft", *TASK_OBJECTIVES})
+RECORD_OBJECTIVES: frozenset[str] = frozenset({"sft", "grpo", *TASK_OBJECTIVES})
 """Kinds of the objectives that train on records instead of documents."""
 
 
@@ -55,6 +57,8 @@ def build_record_encoder(
             return SFTEncoder(objective, max_len, tokenizer, base_info.eos_token_ids(tokenizer))
         case TaskObjectiveConfig():
             return build_task_encoder(objective, tokenizer, max_len, config, [*splits.train, *splits.validation])
+        case GRPOConfig():
+            return PromptEncoder(objective, max_len, tokenizer, base_info.eos_token_ids(tokenizer))
     raise InputError(f"objective {objective.kind} does not train on records")
 
 

@@ -11,6 +11,7 @@ from cutaway.errors import InputError
 from cutaway.size.estimate import size
 from cutaway.size.hardware import get_hardware
 from cutaway.size.measured_hardware import load_measured_hardware
+from cutaway.train.recipe.grpo import GRPOConfig
 from cutaway.train.recipe.schema import MaskedLMConfig, Recipe, Seq2SeqConfig
 
 
@@ -38,11 +39,11 @@ class Throughput:
 
 
 def flops_per_step(recipe: Recipe, config: Config) -> float | None:
-    """Number of FLOPs of forward and backward pass of a step. None for seq2seq, because lengths vary.
+    """Number of FLOPs of forward and backward pass of a step. None for seq2seq and grpo, because lengths vary.
 
     Attention is counted for visible query-key pairs only. Recomputation by activation checkpointing is not counted.
     """
-    if isinstance(recipe.objective, Seq2SeqConfig):
+    if isinstance(recipe.objective, Seq2SeqConfig | GRPOConfig):
         return None
     flops = dict(size(config, mode="train", context=recipe.data.seq_len).train_flops["none"].visible)
     if isinstance(recipe.objective, MaskedLMConfig):  # logits are computed for masked tokens only

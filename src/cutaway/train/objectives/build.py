@@ -13,6 +13,7 @@ from cutaway.train.objectives.distillation import Teacher, distillation
 from cutaway.train.objectives.masked_lm import masked_lm
 from cutaway.train.objectives.objective import Objective, ObjectiveFn, causal_lm, prefix_lm, seq2seq, sft
 from cutaway.train.objectives.task import build_task_objective
+from cutaway.train.recipe.grpo import GRPOConfig
 from cutaway.train.recipe.schema import (
     CausalLMConfig,
     DataConfig,
@@ -21,6 +22,8 @@ from cutaway.train.recipe.schema import (
     ObjectiveConfig,
     ParallelConfig,
     PrefixLMConfig,
+    PretrainedModelConfig,
+    Recipe,
     Seq2SeqConfig,
     SFTConfig,
     TrainingConfig,
@@ -36,6 +39,7 @@ OBJECTIVE_FORMS: dict[type[Any], tuple[str, ...]] = {
     SFTConfig: ("decoder",),
     MultipleChoiceConfig: ("encoder",),
     RewardConfig: ("decoder",),
+    GRPOConfig: ("decoder",),
 }
 """Model forms that an objective requires. Other objectives train encoders and decoders."""
 
@@ -57,6 +61,8 @@ def check_objective(
             f"objective distillation needs the full vocabulary on each rank, but parallel.tp is {parallel.tp}; set"
             " parallel.tp = 1, and use parallel.dp_shard to save memory"
         )
+    if isinstance(objective, GRPOConfig):
+        return
     blocks = [block for stack in config.stacks.values() for block in stack.blocks]
     if objective.aux_loss_coef and not any(isinstance(block.ffn, Moe) for block in blocks):
         raise InputError(
@@ -67,6 +73,33 @@ def check_objective(
         raise InputError(
             "objective.aux_loss_coef cannot be used with training.compile = true, because it needs forward hooks on the"
             " routers, which compiled blocks do not call; remove one of the two"
+        )
+
+
+def check_grpo(recipe: Recipe, dp_size: int) -> None:
+    """Raise InputError if a setting of the recipe cannot be used with objective grpo on `dp_size` processes."""
+    objective, parallel, batch_size = recipe.objective, recipe.parallel, recipe.training.batch_size
+    assert isinstance(objective, GRPOConfig)
+    if parallel.tp > 1 or parallel.dp_shard != 1:
+        raise InputError(
+            "objective grpo generates with the model in training, which needs all weights on each process; remove"
+            " parallel.tp and parallel.dp_shard: several processes then train data-parallel, and model.adapter saves"
+            " memory"
+        )
+    if batch_size < dp_size:
+        raise InputError(
+            f"training.batch_size is {batch_size} prompts, but each of the {dp_size} processes needs one or more; raise"
+            " training.batch_size, or start fewer processes"
+        )
+    if objective.num_iterations > 1 and dp_size > 1:
+        raise InputError(
+            "objective.num_iterations above 1 is supported on one process only, because checkpoints store the"
+            " completions of one process; set it to 1, or start one process"
+        )
+    if objective.beta and not isinstance(recipe.model, PretrainedModelConfig):
+        raise InputError(
+            "objective.beta is the weight of the distance from the checkpoint that is fine-tuned, but the recipe trains"
+            " from scratch; set objective.beta = 0, or pass a checkpoint with --base"
         )
 
 
@@ -99,6 +132,8 @@ def build_objective_fn(
         ).to(device)
     if isinstance(objective, SFTConfig):
         return lambda batch, first: sft(*batch, document_mask=data.document_mask).to(device)
+    if isinstance(objective, GRPOConfig):  # for layer statistics; training steps have completions too
+        return lambda batch, first: causal_lm(batch.padded_tokens()).to(device)
     mask_id = tokenizer.mask_token_id
     if mask_id is None:
         raise InputError("objective masked-lm needs a mask token, but the tokenizer has none; use another tokenizer")

@@ -10,6 +10,7 @@ from cutaway.config import config as read_config
 from cutaway.config.lora import LoRA
 from cutaway.config.node import KIND_DISCRIMINATOR, ConfigNode, PositiveFloat, PositiveInt, Probability, default_kind
 from cutaway.errors import ConfigError
+from cutaway.train.recipe.grpo import GRPOConfig
 from cutaway.train.recipe.task_objectives import (
     ClassificationConfig,
     EmbeddingConfig,
@@ -175,7 +176,8 @@ ObjectiveConfig = Annotated[
         | TokenClassificationConfig
         | MultipleChoiceConfig
         | EmbeddingConfig
-        | RewardConfig,
+        | RewardConfig
+        | GRPOConfig,
         KIND_DISCRIMINATOR,
     ],
     default_kind("causal-lm"),
@@ -190,6 +192,8 @@ class AdamWConfig(ConfigNode):
     betas: tuple[Probability, Probability] = (0.9, 0.95)
     eps: PositiveFloat = 1e-8
     weight_decay: NonNegativeFloat = 0.1
+    state_dtype: Literal["fp32", "int8"] = "fp32"
+    """Dtype of the two moments. 'int8': 8-bit codes with a scale per 256 values, which take a quarter of the memory."""
 
 
 class MuonConfig(ConfigNode):

@@ -7,6 +7,7 @@ import torch
 
 from cutaway.errors import ConfigError, InputError
 from cutaway.families.checkpoint import Checkpoint
+from cutaway.families.peft_format import check_exportable
 from cutaway.train.checkpoint.checkpoint_manager import load_weights
 from cutaway.train.checkpoint.pretrained_checkpoint import (
     BaseCheckpointInfo,
@@ -23,9 +24,11 @@ from cutaway.train.distributed.process_group import SINGLE_PROCESS, DeviceLike, 
 from cutaway.train.logging.callbacks import Callback
 from cutaway.train.logging.tensorboard import check_tensorboard_installed
 from cutaway.train.logging.wandb import check_wandb_installed
-from cutaway.train.objectives.build import build_objective_fn, check_objective
+from cutaway.train.objectives.build import build_objective_fn, check_grpo, check_objective
+from cutaway.train.objectives.reference_model import ReferenceModel
 from cutaway.train.optim.lr_scheduler import check_schedule
 from cutaway.train.optim.optimizer import build_optimizer
+from cutaway.train.recipe.grpo import GRPOConfig
 from cutaway.train.recipe.inputs import check_recipe_inputs
 from cutaway.train.recipe.load import RecipeSource, load_recipe
 from cutaway.train.recipe.schema import PretrainedModelConfig, Recipe
@@ -134,6 +137,8 @@ def prepare_trainer(
         # Model. A sharded model is built on the meta device, without values.
         config = resolve_model_config(recipe.model, tokenizer, base_info)
         check_objective(recipe.objective, config, recipe.training, recipe.parallel)
+        if isinstance(recipe.objective, GRPOConfig):
+            check_grpo(recipe, dist_context.dp_size)
         if has_general_loss(recipe, config):
             read_general_text(recipe.eval)  # an error now, not after the model is built
         check_memory(recipe, config, device, dist_context, log)
@@ -141,6 +146,8 @@ def prepare_trainer(
             if base_checkpoint is None:
                 raise missing_base_error(directory)
             assert isinstance(recipe.model, PretrainedModelConfig)
+            assert recipe.model.adapter is not None
+            check_exportable(base_checkpoint, recipe.model.adapter)
             model = build_adapter_model(base_checkpoint, recipe.model, recipe.training, device)
         else:
             model = build_training_model(config, recipe.training, torch.device("meta") if is_sharded else device)
@@ -173,9 +180,15 @@ def prepare_trainer(
         load_weights(model, base_checkpoint.model.state_dict())
     optimizer = build_optimizer(recipe.optimizer, model)
 
+    reference = None
+    if isinstance(recipe.objective, GRPOConfig) and recipe.objective.beta:
+        if base_checkpoint is None:  # a resumed run
+            raise missing_base_error(directory)
+        reference = ReferenceModel(None if has_adapter else base_checkpoint.model, recipe.training.precision)
+
     # Trainer, restored from the newest checkpoint if there is one
     trainer = Trainer(
-        run_directory, training_module, wrapped_module, optimizer, data, objective_fn, callback, dist_context
+        run_directory, training_module, wrapped_module, optimizer, data, objective_fn, callback, dist_context, reference
     )
     trainer.restore_checkpoint()
     if trainer.global_step == 0 and base_info.config is not None and base_checkpoint is None:

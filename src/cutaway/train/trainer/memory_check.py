@@ -35,7 +35,7 @@ def size_step(
     rows = max(1, *(high - low for low, high in ranges))
     return size(
         config,
-        batch_size=rows * dist_context.dp_size,
+        batch_size=rows * getattr(recipe.objective, "num_generations", 1) * dist_context.dp_size,
         context=recipe.data.seq_len,
         mode="train",
         dtype="fp32" if training.precision == "fp32" else "mixed",

@@ -21,7 +21,8 @@ def resolve_run_length(recipe: Recipe, data: TrainingData, log: Callable[[str], 
                 "training.num_epochs is set, but a mixture of sources with weights has no epochs; set"
                 " training.max_steps"
             )
-        max_steps = math.ceil(training.num_epochs * data.num_sequences / training.batch_size)
+        num_batches = math.ceil(training.num_epochs * data.num_sequences / training.batch_size)
+        max_steps = num_batches * getattr(recipe.objective, "num_iterations", 1)  # GRPO: steps per batch
         training = training.model_copy(update={"max_steps": max_steps})
         sequences = f"{data.num_sequences:,} sequences in batches of {training.batch_size:,}"
         epochs = "epoch" if training.num_epochs == 1 else "epochs"
