@@ -14,8 +14,8 @@ if TYPE_CHECKING:  # torch is imported when it is needed
 
 Results = dict[str, Any]
 MAX_CLASSES_SHOWN = 20
-TASKS = ("sequence-classification", "token-classification", "multiple-choice", "embedding")
-"""Kinds of heads that are evaluated on labeled records."""
+TASKS = ("sequence-classification", "token-classification", "multiple-choice", "embedding", "none")
+"""Kinds of heads that are evaluated on labeled records. Without a head, embeddings are means of the hidden states."""
 PERCENT_METRICS = {
     "accuracy": "accuracy",
     "accuracy_at_1": "accuracy at 1",
