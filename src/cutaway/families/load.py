@@ -11,15 +11,17 @@ from typing import TYPE_CHECKING
 import torch
 
 from cutaway.bounded_files import read_json_object
+from cutaway.config import Config
+from cutaway.config import config as read_config
 from cutaway.errors import ConfigError, InputError, format_error
 from cutaway.families.checkpoint import Checkpoint
-from cutaway.families.gguf.load_save import load_gguf
+from cutaway.families.gguf.load_save import load_gguf, load_gguf_config
 from cutaway.families.native_format import NATIVE_CONFIG_NAME, load_native_checkpoint
 from cutaway.families.peft_format import ADAPTER_CONFIG_NAME, load_adapter
 from cutaway.families.quantized import open_quantized
 from cutaway.families.registry import resolve_family
 from cutaway.families.safetensors_reader import TensorReader, check_not_pickle, open_safetensors
-from cutaway.families.weight_loader import LoadOptions, load_model
+from cutaway.families.weight_loader import LoadOptions, load_model, resolve_config
 from cutaway.pretrained import DEFAULT_MODEL, find_pretrained, list_pretrained
 
 if TYPE_CHECKING:
@@ -82,8 +84,25 @@ def load(
     return Checkpoint(model, config, family.name, report, hf_config, generation_config, partial(_load_tokenizer, path))
 
 
-def _load_with_adapter(path: Path, options: LoadOptions) -> Checkpoint:
-    """Load the base model that an adapter directory names, add the adapter, and select it."""
+def load_config(source: str | Path) -> Config:
+    """Config of a checkpoint that `load` can load. Weights are not read, except headers."""
+    path = resolve_checkpoint_path(source)
+    if path.is_file():
+        check_not_pickle(path)
+        return load_gguf_config(path)
+    if (path / RUN_FILE_NAME).is_file():
+        path = path / "model"
+    if (path / ADAPTER_CONFIG_NAME).is_file() and not (path / "config.json").exists():
+        return load_config(_find_base(path))
+    if (path / NATIVE_CONFIG_NAME).exists() or not (path / "config.json").exists():
+        return read_config(path)
+    hf_config = read_json_object(path / "config.json", ConfigError)
+    unquantized = {key: value for key, value in hf_config.items() if key != "quantization_config"}
+    return resolve_config(resolve_family(hf_config), unquantized, open_safetensors(path))[0]
+
+
+def _find_base(path: Path) -> str | Path:
+    """Source of the base model that an adapter directory names."""
     base = read_json_object(path / ADAPTER_CONFIG_NAME, ConfigError).get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise InputError(
@@ -91,12 +110,17 @@ def _load_with_adapter(path: Path, options: LoadOptions) -> Checkpoint:
             " cutaway.families.peft_format.load_adapter(checkpoint, directory), or set base_model_name_or_path"
         )
     relative = path / base
-    source = relative if not Path(base).expanduser().exists() and relative.exists() else base
+    return relative if not Path(base).expanduser().exists() and relative.exists() else base
+
+
+def _load_with_adapter(path: Path, options: LoadOptions) -> Checkpoint:
+    """Load the base model that an adapter directory names, add the adapter, and select it."""
+    source = _find_base(path)
     try:
         checkpoint = load(source, **asdict(options))
     except InputError as error:
         raise InputError(
-            f"'{path}' is an adapter of the base model '{base}', which cannot be loaded: {error}"
+            f"'{path}' is an adapter of the base model '{source}', which cannot be loaded: {error}"
         ) from None
     if (path / "tokenizer.json").is_file():
         checkpoint = replace(checkpoint, tokenizer_loader=partial(_load_tokenizer, path))
