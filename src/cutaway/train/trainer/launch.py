@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from cutaway.device import free_memory
 from cutaway.errors import ConfigError, InputError
 from cutaway.families.checkpoint import Checkpoint
 from cutaway.families.peft_format import check_exportable
@@ -12,6 +13,7 @@ from cutaway.train.checkpoint.checkpoint_manager import load_weights
 from cutaway.train.checkpoint.pretrained_checkpoint import (
     BaseCheckpointInfo,
     load_base_checkpoint,
+    load_base_config,
     reload_base_checkpoint,
     resolve_model_config,
 )
@@ -109,7 +111,7 @@ def prepare_trainer(
     dist_context.init_mesh(recipe.parallel, device)
     is_sharded = dist_context.mesh is not None
     callback = callback if callback is not None and dist_context.is_main_process else Callback()
-    log = callback.on_message
+    log, free = callback.on_message, free_memory(device)
     has_adapter = _check_adapter(recipe, is_sharded=is_sharded)
     if recipe.training.num_epochs is None:  # otherwise it is checked when the number of steps is known
         check_schedule(recipe.schedule, recipe.training.max_steps)
@@ -125,6 +127,9 @@ def prepare_trainer(
         if run_directory is None:
             check_recipe_inputs(recipe)
             check_new_directory(directory)
+            base_config = load_base_config(recipe.model)
+            if base_config is not None:  # before the weights are loaded
+                check_memory(recipe, base_config, device, dist_context, log, free)
             base_checkpoint = load_model_to_train(recipe, log)
             base_info = BaseCheckpointInfo.from_checkpoint(base_checkpoint, with_fingerprint=has_adapter)
             tokenizer = build_tokenizer(recipe.data, recipe.objective, base_checkpoint)
@@ -141,7 +146,8 @@ def prepare_trainer(
             check_grpo(recipe, dist_context.dp_size)
         if has_general_loss(recipe, config):
             read_general_text(recipe.eval)  # an error now, not after the model is built
-        check_memory(recipe, config, device, dist_context, log)
+        if base_info.config is None or run_directory is not None:
+            check_memory(recipe, config, device, dist_context, log, free)
         if has_adapter:
             if base_checkpoint is None:
                 raise missing_base_error(directory)
