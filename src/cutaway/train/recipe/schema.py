@@ -10,6 +10,7 @@ from cutaway.config import config as read_config
 from cutaway.config.lora import LoRA
 from cutaway.config.node import KIND_DISCRIMINATOR, ConfigNode, PositiveFloat, PositiveInt, Probability, default_kind
 from cutaway.errors import ConfigError
+from cutaway.train.recipe.preference_objectives import DPOConfig, KTOConfig, ORPOConfig
 
 STDLIB_PATH = "python-stdlib"
 """Value of `data.sources[].path` for the source code of Python's standard library."""
@@ -158,7 +159,15 @@ class SFTConfig(LossTermsConfig):
 
 ObjectiveConfig = Annotated[
     Annotated[
-        CausalLMConfig | DistillationConfig | MaskedLMConfig | Seq2SeqConfig | PrefixLMConfig | SFTConfig,
+        CausalLMConfig
+        | DistillationConfig
+        | MaskedLMConfig
+        | Seq2SeqConfig
+        | PrefixLMConfig
+        | SFTConfig
+        | DPOConfig
+        | KTOConfig
+        | ORPOConfig,
         KIND_DISCRIMINATOR,
     ],
     default_kind("causal-lm"),
