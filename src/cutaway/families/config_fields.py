@@ -121,6 +121,8 @@ class Choice(_OneKey):
 
     def to_hf(self, tree: ConfigTree, hf_config: dict[str, object]) -> None:
         value = _get_common_value(tree, self.path, self.key)
+        if value is MISSING:
+            return
         names = [name for name, target in self.choices.items() if _matches(target, value)]
         if not names:
             raise ConfigError(
@@ -210,7 +212,7 @@ class SameAs:
 
 @dataclass(frozen=True)
 class IfHead:
-    """Applies `field` only to models with an output head."""
+    """Applies `field` only to models with an LM head."""
 
     field: ConfigField
 
@@ -219,11 +221,11 @@ class IfHead:
         return self.field.keys
 
     def from_hf(self, hf_config: HFConfigReader, tree: ConfigTree) -> None:
-        if tree.get("head.kind") != "none":
+        if tree.get("head.kind") == "lm":
             self.field.from_hf(hf_config, tree)
 
     def to_hf(self, tree: ConfigTree, hf_config: dict[str, object]) -> None:
-        if tree.get("head.kind") != "none":
+        if tree.get("head.kind") == "lm":
             self.field.to_hf(tree, hf_config)
 
 

@@ -4,10 +4,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from cutaway.config import Config
+from cutaway.config import Config, EmbeddingHead
 from cutaway.errors import ConfigError, CutawayError
 from cutaway.families.config_fields import ConfigFields, HFConfigReader, SupportedValues
 from cutaway.families.config_tree import MISSING, ConfigTree, Node, diff_configs
+from cutaway.families.head_classes import TASK_CLASS_PATTERN, HeadClass, class_prefix
 from cutaway.families.load_report import UNKNOWN_KEY_REASON
 from cutaway.families.rope_fields import RopeField
 from cutaway.families.weight_conversion import WeightMapping
@@ -23,7 +24,7 @@ IGNORED_CONFIG_KEYS = keys_by_reason(
         "provenance of the file": "transformers_version _name_or_path name_or_path _commit_hash",
         "names the family": "model_type",
         "fixed by the family": "is_causal is_encoder_decoder",
-        "the head is determined from the tensors": "architectures",
+        "names the class, which determines the head": "architectures",
         "names remote code, which is never run": "auto_map custom_pipelines",
         "weights are loaded in their stored dtype, or in the dtype argument": "torch_dtype dtype",
         "attention kernel; does not change the result": "attn_implementation _attn_implementation_autoset",
@@ -38,7 +39,7 @@ IGNORED_CONFIG_KEYS = keys_by_reason(
         " use_return_dict keys_to_ignore_at_inference",
         "initialization; weights are loaded": "initializer_range initializer_factor",
         "coefficient of a training loss": "router_aux_loss_coef",
-        "classification head, which is not loaded": "classifier_dropout id2label label2id num_labels problem_type",
+        "for classification heads": "classifier_dropout id2label label2id num_labels problem_type",
         "name of the fine-tuning task": "finetuning_task",
         "read from the tokenizer files": "tokenizer_class",
         "for the tokenizer and generation": "bos_token_id eos_token_id",
@@ -64,6 +65,8 @@ COMMON_FIELDS: ConfigFields = (
 )
 
 
+EMBEDDING_PROJECTION = WeightMapping("dense.linear", "head.projection")
+"""Mapping of the module Dense of a sentence-transformers directory, whose tensors are in a file of their own."""
 HFConfig = Mapping[str, object]
 Parsed = tuple[Config, dict[str, object], dict[str, str]]
 """(Config, {used key of config.json: value}, {ignored key of config.json: reason})."""
@@ -93,11 +96,47 @@ class Family:
     """Aliases of config.json keys → the canonical key."""
     weight_renamings: tuple[tuple[str, str], ...] = ()
     """Legacy tensor names: (regular expression, replacement)."""
+    head_classes: tuple[HeadClass, ...] = ()
+    """transformers classes with heads for tasks."""
 
-    def config_from_hf(self, hf_config: HFConfig, *, head: bool | None = None, pooler: bool | None = None) -> Parsed:
+    def find_head_class(self, hf_config: HFConfig) -> HeadClass | None:
+        """The class with a head for a task that `architectures` names. Raises if it is not supported."""
+        architectures = hf_config.get("architectures")
+        name = architectures[0] if isinstance(architectures, list) and architectures else None
+        known = {head_class.architecture: head_class for head_class in self.head_classes}
+        if name in known:
+            return known[name]
+        if isinstance(name, str) and TASK_CLASS_PATTERN.fullmatch(name):
+            supported = ", ".join((self.architecture, *known))
+            base = self.base_architecture
+            hint = f"; to load it without its head, set 'architectures' in config.json to [\"{base}\"]" if base else ""
+            raise ConfigError(
+                f"{self.name}: the checkpoint is a {name}, whose head cutaway does not have; supported classes of this"
+                f" family: {supported}{hint}"
+            )
+        return None
+
+    def head_class_for(self, kind: str) -> HeadClass | None:
+        """The class with a head of this kind; None if transformers has none in this family."""
+        return next((head_class for head_class in self.head_classes if head_class.kind == kind), None)
+
+    def weight_mappings_for(self, config: Config) -> tuple[WeightMapping, ...]:
+        """Weight mappings of a Config: those of the body, and those of its head."""
+        if config.head.kind in ("lm", "none"):
+            return self.weight_mappings
+        body = tuple(row for row in self.weight_mappings if not row.model_keys[0].startswith("head."))
+        if isinstance(config.head, EmbeddingHead):
+            return (*body, EMBEDDING_PROJECTION)
+        head_class = self.head_class_for(config.head.kind)
+        return (*body, *(head_class.weight_mappings if head_class else ()))
+
+    def config_from_hf(
+        self, hf_config: HFConfig, *, head: bool | EmbeddingHead | None = None, pooler: bool | None = None
+    ) -> Parsed:
         """Convert a config.json to (Config, used keys, ignored keys → reason).
 
-        `head` and `pooler` say whether the tensors contain a head and a pooler. By default, `architectures` decides.
+        `head` says whether the tensors contain an LM head, or is the head of a sentence-transformers directory.
+        `pooler` says whether the tensors contain a pooler. By default, `architectures` decides.
         """
         hf_config = self._apply_attribute_map(hf_config)
         tree = ConfigTree(self.template)
@@ -108,22 +147,31 @@ class Family:
             raise ConfigError(f"{self.name}: {is_causal}, but this family has form '{form}'; correct config.json")
         architectures = hf_config.get("architectures")
         is_base_model = self.base_architecture is not None and architectures == [self.base_architecture]
+        head_class = self.find_head_class(hf_config) if head is None else None
         head = not is_base_model if head is None else head
         if pooler is None:
             pooler = is_base_model and any(mapping.model_keys == ("pooler.dense",) for mapping in self.weight_mappings)
-        if not head:
-            tree.set("head", {"kind": "none"})
+        head_fields = () if head_class is None else head_class.fields
+        head_node = head_class.head if head_class else {"kind": "none"} if not head else None
+        if isinstance(head, EmbeddingHead):
+            head_node = head.model_dump(mode="json")
+        if head_node is not None:
+            tree.set("head", head_node)
         if pooler:
             tree.set("pooler", True)
         try:
             for entry in (*COMMON_FIELDS, *self.fields):
+                entry.from_hf(reader, tree)
+            if head_node is not None:
+                tree.set("head", head_node)  # without the fields of an LM head, which entries of the family may set
+            for entry in head_fields:
                 entry.from_hf(reader, tree)
             config = tree.to_config()
         except CutawayError as error:
             raise ConfigError(f"{self.name}: {self._add_hf_key_to_error(str(error))}") from None
         except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
             raise ConfigError(f"{self.name}: config.json has a value of the wrong type: {error}") from None
-        known = {key for entry in (*COMMON_FIELDS, *self.fields) for key in entry.keys}
+        known = {key for entry in (*COMMON_FIELDS, *self.fields, *head_fields) for key in entry.keys}
         reasons = IGNORED_CONFIG_KEYS | dict(self.ignored_config_keys)
         used = {key: value for key, value in hf_config.items() if key in known}
         ignored = {key: reasons.get(key, UNKNOWN_KEY_REASON) for key in hf_config if key not in known}
@@ -151,8 +199,20 @@ class Family:
         return message
 
     def architecture_for(self, config: Config) -> str:
-        """Name of the transformers class for a Config: `base_architecture` if it has no head, else `architecture`."""
-        return self.architecture if config.head.kind != "none" else self.base_architecture or self.architecture
+        """Name of the transformers class for a Config, which depends on its head."""
+        match config.head.kind:
+            case "lm":
+                return self.architecture
+            case "none" | "embedding":
+                return self.base_architecture or f"{class_prefix(self.architecture)}Model"
+            case kind:
+                head_class = self.head_class_for(kind)
+                if head_class is None:
+                    raise ConfigError(
+                        f"transformers has no class of family '{self.name}' with a head of kind '{kind}'; save it with"
+                        " family='cutaway'"
+                    )
+                return head_class.architecture
 
     def config_to_hf(self, config: Config) -> dict[str, object]:
         """Convert a Config to the contents of config.json; raise ConfigError if the family cannot represent it."""
@@ -162,13 +222,13 @@ class Family:
         hf_config: dict[str, object] = {"architectures": [self.architecture_for(config)], "model_type": self.name}
         tree = ConfigTree.from_config(config)
         try:
-            for entry in self.fields:
+            head_class = self.head_class_for(config.head.kind)
+            for entry in (*self.fields, *(head_class.fields if head_class else ())):
                 entry.to_hf(tree, hf_config)
             for entry in self.fields:
                 if isinstance(entry, RopeField):
                     entry.write_legacy_keys(hf_config)
-            has_head = config.head.kind != "none"
-            restored = self.config_from_hf(hf_config, head=has_head, pooler=getattr(config, "pooler", False))[0]
+            restored = self.config_like(config, hf_config)
         except CutawayError as error:
             raise ConfigError(f"family '{self.name}' cannot represent this model: {error}") from None
         except (TypeError, ValueError, KeyError, AttributeError, IndexError, ArithmeticError):
@@ -179,6 +239,15 @@ class Family:
             more = f" (and {len(differences) - 3} more)" if len(differences) > 3 else ""
             raise ConfigError(f"family '{self.name}' cannot represent this model: {'; '.join(differences[:3])}{more}")
         return {key: value for key, value in hf_config.items() if value is not MISSING}
+
+    def config_like(self, config: Config, hf_config: HFConfig) -> Config:
+        """Convert a config.json to a Config with the head and pooler that `config` has."""
+        head: bool | EmbeddingHead | None = None
+        if config.head.kind in ("lm", "none"):
+            head = config.head.kind == "lm"
+        elif isinstance(config.head, EmbeddingHead):
+            head = config.head
+        return self.config_from_hf(hf_config, head=head, pooler=getattr(config, "pooler", False))[0]
 
     def reason_ignored(self, name: str, num_layers: int) -> str | None:
         """Reason why the tensor `name` is ignored in a model with `num_layers` layers; None if it is not ignored."""

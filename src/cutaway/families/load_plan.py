@@ -93,12 +93,12 @@ def build_load_plan(
     family: Family, config: Config, model: Transformer, tensor_infos: Mapping[str, TensorInfo]
 ) -> tuple[LoadPlan, dict[str, str]]:
     """Return the load plan, whose checkpoint keys are the family's, and a dict {key of the family: key in the file}."""
-    file_keys = _normalize_checkpoint_keys(family, tensor_infos)
+    file_keys = _normalize_checkpoint_keys(family, config, tensor_infos)
     plan = LoadPlan()
     canonical = canonical_keys(model)
     loaded: dict[str, TensorConversion] = {}
     expected: dict[str, TensorConversion] = {}
-    loadable = [mapping for mapping in family.weight_mappings if not mapping.save_only]
+    loadable = [mapping for mapping in family.weight_mappings_for(config) if not mapping.save_only]
     for conversion in expand_mappings(loadable, config, model):
         model_keys = tuple(canonical[name] for name in conversion.model_keys)
         conversion = replace(conversion, model_keys=model_keys)
@@ -140,11 +140,14 @@ def rename_legacy_key(family: Family, name: str) -> str:
     return name
 
 
-def _normalize_checkpoint_keys(family: Family, tensor_infos: Mapping[str, TensorInfo]) -> dict[str, str]:
+def _normalize_checkpoint_keys(
+    family: Family, config: Config, tensor_infos: Mapping[str, TensorInfo]
+) -> dict[str, str]:
     """Return {key of the family: key in the file}: legacy names are replaced and missing prefixes added."""
     prefix = family.base_model_prefix
     is_base_model = prefix and not any(name.startswith(prefix) for name in tensor_infos)
-    keys = [mapping.checkpoint_key for mapping in family.weight_mappings]
+    mappings = (*family.weight_mappings, *family.weight_mappings_for(config))
+    keys = [mapping.checkpoint_key for mapping in mappings]
     heads = {key.split(".")[0] for key in keys if not key.startswith(prefix)}
     file_keys = {}
     for file_key in tensor_infos:

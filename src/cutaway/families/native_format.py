@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from cutaway.bounded_files import read_json_object
-from cutaway.config import Config, to_dict
+from cutaway.config import Config, EmbeddingHead, to_dict
 from cutaway.config import config as read_config
 from cutaway.errors import ConfigError
 from cutaway.families.family import Family, HFConfig, Parsed
@@ -28,8 +28,13 @@ class NativeFamily(Family):
         super().__init__("cutaway", "", {"form": config.form}, (), mappings)
         object.__setattr__(self, "config", config)
 
-    def config_from_hf(self, hf_config: HFConfig, *, head: bool | None = None, pooler: bool | None = None) -> Parsed:
+    def config_from_hf(
+        self, hf_config: HFConfig, *, head: bool | EmbeddingHead | None = None, pooler: bool | None = None
+    ) -> Parsed:
         return self.config, dict(hf_config), {}
+
+    def weight_mappings_for(self, config: Config) -> tuple[WeightMapping, ...]:
+        return self.weight_mappings
 
 
 def write_native_config(config: Config, directory: Path) -> None:

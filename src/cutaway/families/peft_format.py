@@ -27,6 +27,7 @@ from cutaway.families.family import Family
 from cutaway.families.load_plan import TensorConversion, expand_mappings
 from cutaway.families.native_format import NativeFamily
 from cutaway.families.registry import families, find_family
+from cutaway.families.save import has_class_with_head
 from cutaway.families.weight_conversion import (
     Identity,
     MergeModulelist,
@@ -161,7 +162,7 @@ def save_adapter(
         )
     config, path = model.adapters[name], Path(directory).expanduser()
     family = _family_of(checkpoint)
-    prefix = family.base_model_prefix if model.config.head.kind == "none" else ""
+    prefix = "" if has_class_with_head(model.config) else family.base_model_prefix
     weights: dict[str, Tensor] = {}
     modules: list[str] = []
     ranks: dict[str, int] = {}
@@ -239,7 +240,9 @@ def _family_of(checkpoint: Checkpoint) -> Family:
 
 def _conversions(family: Family, model: Transformer) -> list[TensorConversion]:
     """Conversions of the base model's weights, by the names of a model without adapters and quantized layers."""
-    return list(expand_mappings(family.weight_mappings, model.config, build(model.config, device="meta")))
+    return list(
+        expand_mappings(family.weight_mappings_for(model.config), model.config, build(model.config, device="meta"))
+    )
 
 
 def _checkpoint_modules(family: Family, model: Transformer) -> list[str]:

@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from pkgutil import iter_modules
@@ -10,6 +11,7 @@ from cutaway.config import Config
 from cutaway.errors import ConfigError
 from cutaway.families import tables
 from cutaway.families.family import Family
+from cutaway.families.head_classes import decoder_head_classes
 
 _PREFERRED_FAMILIES = ("bert", "gpt2", "gptj", "llama", "mistral", "mixtral", "qwen2", "qwen3", "roberta", "t5")
 """Families that most tools support. They are tried first if several families can represent a model."""
@@ -42,8 +44,15 @@ _UNSUPPORTED_FAMILIES = {
 @cache
 def families() -> dict[str, Family]:
     """All families by name: the `FAMILY` of each module in `tables/`."""
-    loaded = [import_module(f"{tables.__name__}.{module.name}").FAMILY for module in iter_modules(tables.__path__)]
+    modules = [import_module(f"{tables.__name__}.{module.name}") for module in iter_modules(tables.__path__)]
+    loaded = [_add_decoder_head_classes(module.FAMILY) for module in modules]
     return {family.name: family for family in sorted(loaded, key=lambda family: family.name)}
+
+
+def _add_decoder_head_classes(family: Family) -> Family:
+    if family.template["form"] != "decoder":
+        return family
+    return replace(family, head_classes=decoder_head_classes(family.name, family.architecture))
 
 
 def resolve_family(hf_config: Mapping[str, object]) -> Family:

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from cutaway.config import Config, Encoder
+from cutaway.config import Config
 from cutaway.errors import InputError, WeightError
 from cutaway.families.checkpoint import Checkpoint
 from cutaway.families.config_tree import diff_configs
@@ -175,11 +175,13 @@ def _resolve_hf_config(checkpoint: Checkpoint, family_name: str | None) -> tuple
     hf_config = checkpoint.hf_config if family_name == checkpoint.family else {}
     family = families()[family_name] if hf_config and family_name else None
     if family is not None:
-        pooler = isinstance(config, Encoder) and config.pooler
-        loaded_config = family.config_from_hf(hf_config, head=_has_head(config), pooler=pooler)[0]
+        architectures = [family.architecture_for(config)]
+        loaded_config = family.config_like(config, {**hf_config, "architectures": architectures})
     if family is None or diff_configs(config, loaded_config):
         family, new_config = find_family(config, family_name)
-        hf_config = {**hf_config, **new_config}
+        if new_config.get("pad_token_id") is None and hf_config.get("pad_token_id") is not None:
+            new_config = {key: value for key, value in new_config.items() if key != "pad_token_id"}
+        hf_config = {key: value for key, value in hf_config.items() if key != "num_labels"} | new_config
     if not checkpoint.hf_config and checkpoint.tokenizer is not None:
         ids = {f"{name}_token_id": getattr(checkpoint.tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
         known = {key: value for key, value in ids.items() if value is None or value < config.vocab_size}
@@ -193,8 +195,9 @@ def _resolve_hf_config(checkpoint: Checkpoint, family_name: str | None) -> tuple
     return family, saved_config | {"architectures": architectures, "dtype": dtype, "torch_dtype": dtype}
 
 
-def _has_head(config: Config) -> bool:
-    return config.head.kind != "none"
+def has_class_with_head(config: Config) -> bool:
+    """Whether the transformers class has a head, so that the names of the body's tensors have the family's prefix."""
+    return config.head.kind not in ("none", "embedding")
 
 
 def _write_json(path: Path, data: Mapping[str, object]) -> None:
@@ -211,8 +214,8 @@ def export_weights(family: Family, model: Transformer) -> Iterator[ExportedTenso
     state = model.state_dict(keep_vars=True)
     canonical = canonical_keys(model)
     exported: set[str] = set()
-    prefix = "" if _has_head(model.config) else family.base_model_prefix
-    for conversion in expand_mappings(family.weight_mappings, model.config, model):
+    prefix = "" if has_class_with_head(model.config) else family.base_model_prefix
+    for conversion in expand_mappings(family.weight_mappings_for(model.config), model.config, model):
         if canonical[conversion.model_keys[0]] in exported and not conversion.save_only:
             continue
         exported.update(canonical[name] for name in conversion.model_keys)

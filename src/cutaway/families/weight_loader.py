@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from cutaway.argument_checks import resolve_device
-from cutaway.config import Config, LMHead
+from cutaway.config import Config, EmbeddingHead, LMHead
 from cutaway.errors import ConfigError, InputError, WeightError
 from cutaway.families.family import Family, HFConfig, Parsed
 from cutaway.families.load_plan import LoadPlan, TensorConversion, build_load_plan, rename_legacy_key
@@ -47,12 +47,16 @@ def load_model(
     reader: TensorReader,
     source: str,
     options: LoadOptions,
+    embedding_head: EmbeddingHead | None = None,
 ) -> tuple[Transformer, Config, LoadReport]:
-    """Build a model from config.json and a tensor reader. All keys and shapes are checked before tensors are read."""
+    """Build a model from config.json and a tensor reader. All keys and shapes are checked before tensors are read.
+
+    `embedding_head` is the head of a sentence-transformers directory.
+    """
     device, check_finite = resolve_device(options.device), options.check_finite
     if not callable(options.progress):
         raise InputError(f"progress is {options.progress!r}; pass a function of (done, total)")
-    config, used, ignored = _resolve_config(family, hf_config, reader)
+    config, used, ignored = _resolve_config(family, hf_config, reader, embedding_head)
     check_config_fits_weights(config, reader, source)
     dtype = _majority_dtype(reader) if options.dtype is None else options.dtype
     model = build(config, device="meta", dtype=dtype)
@@ -130,18 +134,26 @@ def _iter_ints(tree: object, key: str = "") -> Iterator[tuple[str, int]]:
             yield from _iter_ints(inner, name)
 
 
-def _resolve_config(family: Family, hf_config: HFConfig, reader: TensorReader) -> Parsed:
-    """Convert config.json to a Config. For an encoder, the tensors show whether there is a head and a pooler."""
+def _resolve_config(
+    family: Family, hf_config: HFConfig, reader: TensorReader, embedding_head: EmbeddingHead | None
+) -> Parsed:
+    """Convert config.json to a Config. For an encoder, the tensors show whether there are an LM head and a pooler."""
     if family.template["form"] != "encoder":
-        return family.config_from_hf(hf_config)
+        return family.config_from_hf(hf_config, head=embedding_head)
     prefix = family.base_model_prefix
     names = {rename_legacy_key(family, name).removeprefix(prefix) for name in reader.tensor_infos}
     names |= {name.rsplit(".", 1)[0] for name in names}
     stored = {m.model_keys[0] for m in family.weight_mappings if m.checkpoint_key.removeprefix(prefix) in names}
+    pooler = "pooler.dense" in stored
+    head_class = None if embedding_head else family.find_head_class(hf_config)
+    if embedding_head is not None or head_class is not None:
+        head_keys = {row.checkpoint_key for row in head_class.weight_mappings} if head_class else set()
+        pooler_keys = {row.checkpoint_key for row in family.weight_mappings if row.model_keys == ("pooler.dense",)}
+        return family.config_from_hf(hf_config, head=embedding_head, pooler=pooler and not head_keys & pooler_keys)
     # A tied head without bias is stored only as its transform, which some classification heads have, too.
     is_declared = hf_config.get("architectures") == [family.architecture]
     head = bool(stored & {"head.matrix", "head.bias"}) or (is_declared and "head.transform.dense" in stored)
-    return family.config_from_hf(hf_config, head=head, pooler="pooler.dense" in stored)
+    return family.config_from_hf(hf_config, head=head, pooler=pooler)
 
 
 def _majority_dtype(reader: TensorReader) -> torch.dtype:

@@ -31,9 +31,7 @@ def test_gpt2_matches_transformers(seed: int, tmp_path: Path) -> None:
     check_family(PeerModel(config, long_seq_len=40), tmp_path, seed)
 
 
-def test_classifier_checkpoint_loads_as_language_model(tmp_path: Path) -> None:
-    """The head is tied, so the base model is complete; `score` or a value head may be in the file, too."""
+def test_value_head_is_ignored(tmp_path: Path) -> None:
     config = transformers.GPT2Config(vocab_size=61, n_positions=40, n_embd=16, n_layer=2, n_head=2, pad_token_id=0)
-    check_extra_tensors(transformers.GPT2ForSequenceClassification(config), tmp_path / "classifier", {})
     value = {"v_head.summary.weight": torch.ones(1, 16), "v_head.summary.bias": torch.zeros(1)}
     check_extra_tensors(transformers.GPT2LMHeadModel(config), tmp_path / "value", value)

@@ -20,9 +20,8 @@ def test_llama_matches_transformers(seed: int, tmp_path: Path) -> None:
 
 
 def test_extra_tensors_are_ignored(tmp_path: Path) -> None:
-    """RoPE frequencies of the model, as in newer code; a classification head on a model with a tied head."""
+    """RoPE frequencies of the model, as in newer code."""
     settings = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
     config = transformers.LlamaConfig(**settings, num_attention_heads=2, tie_word_embeddings=True, pad_token_id=0)
     once = {"model.rotary_emb.inv_freq": torch.ones(4)}
     check_extra_tensors(transformers.LlamaForCausalLM(config), tmp_path / "once", once)
-    check_extra_tensors(transformers.LlamaForSequenceClassification(config), tmp_path / "classifier", {})

@@ -5,7 +5,10 @@ from pathlib import Path
 import pytest
 import transformers
 from support.family_configs import FEED_FORWARD_PROJS, can_peer_generate, random_t5_config, untie_lm_head
-from support.family_parity import PeerModel, check_extra_tensors, check_family
+from support.family_parity import PeerModel, check_family
+
+import cutaway as ct
+from cutaway.errors import ConfigError
 
 
 @pytest.mark.sample(2)
@@ -28,8 +31,8 @@ def test_t5_matches_transformers(seed: int, tmp_path: Path) -> None:
     assert (loaded.config.head.scale != 1.0) == scaled
 
 
-def test_classifier_checkpoint_with_transformer_prefix_loads(tmp_path: Path) -> None:
+def test_question_answering_is_rejected(tmp_path: Path) -> None:
     config = transformers.T5Config(**random_t5_config(1, num_decoder_layers=1))
-    auto = transformers.AutoModelForSeq2SeqLM
-    check_extra_tensors(transformers.T5ForSequenceClassification(config), tmp_path / "classifier", {}, auto)
-    check_extra_tensors(transformers.T5ForQuestionAnswering(config), tmp_path / "answers", {}, auto)
+    transformers.T5ForQuestionAnswering(config).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="is a T5ForQuestionAnswering, whose head cutaway does not have; supported"):
+        ct.load(tmp_path)

@@ -34,6 +34,7 @@ def _write_layers(tree: ConfigTree, hf_config: dict[str, object]) -> None:
     hf_config["num_hidden_layers"] = tree.get("encoder.layers") // size
 
 
+CLASSIFIER_DROPOUT = Key("classifier_dropout_prob", "head.dropout", 0.1)
 SIZE_FIELDS = bert.size_fields(30000, 4096, 12, 64, 16384, "gelu_new")
 
 FAMILY = bert.build_family(
@@ -70,9 +71,14 @@ FAMILY = bert.build_family(
         *bert.mlm_head_weights("predictions", "dense", "LayerNorm"),
     ),
     other_heads=("sop_classifier",),
+    head_classes=(
+        bert.pooler_head_class("Albert", "sequence-classification", "albert.pooler", CLASSIFIER_DROPOUT),
+        bert.pooler_head_class("Albert", "multiple-choice", "albert.pooler", CLASSIFIER_DROPOUT),
+        bert.token_head_class("Albert", CLASSIFIER_DROPOUT),
+    ),
     ignored_config_keys=keys_by_reason(
         {
-            "classification head, which is not loaded": "classifier_dropout_prob",
+            "for classification heads": "classifier_dropout_prob",
             "unused": "net_structure_type gap_size num_memory_blocks down_scale_factor",
         }
     ),

@@ -13,6 +13,7 @@ from cutaway.families.config_fields import (
 )
 from cutaway.families.config_tree import ConfigTree, Node
 from cutaway.families.family import Family
+from cutaway.families.head_classes import HeadClass, encoder_decoder_head_class
 from cutaway.families.tables.llama import LAYERNORM, QKVO
 from cutaway.families.weight_conversion import SqueezeLeadingDim, WeightMapping, add_prefix
 
@@ -132,7 +133,7 @@ IGNORED_CONFIG_KEYS = {
     "init_std": "initialization; weights are loaded",
     "add_bias_logits": "unused; a bias on the logits is in the file or is zero",
     "output_past": "a KV cache does not change the result",
-    "classif_dropout": "classification head, which is not loaded",
+    "classif_dropout": "unused legacy name of classifier_dropout",
 }
 
 
@@ -144,6 +145,7 @@ def build_family(
     weight_mappings: tuple[WeightMapping, ...],
     *,
     ignored_config_keys: Mapping[str, str] = IGNORED_CONFIG_KEYS,
+    head_classes: tuple[HeadClass, ...] = (),
 ) -> Family:
     """Build a family with BART's prefix of checkpoint keys, config.json aliases, ignored tensors and ignored keys."""
     return Family(
@@ -156,6 +158,7 @@ def build_family(
         attribute_map=ATTRIBUTE_MAP,
         ignored_weights=IGNORED_WEIGHTS,
         ignored_config_keys=ignored_config_keys,
+        head_classes=head_classes,
     )
 
 
@@ -181,4 +184,5 @@ FAMILY = build_family(
         *LEARNED_EMBEDDING_WEIGHTS,
         *stack_weights(pre_norm=False),
     ),
+    head_classes=(encoder_decoder_head_class("Bart", num_labels=3),),
 )

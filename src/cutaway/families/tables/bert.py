@@ -4,9 +4,19 @@ from typing import Any
 
 from cutaway.config import Config
 from cutaway.errors import ConfigError
-from cutaway.families.config_fields import ConfigFields, IfHead, Key, SameAs, SupportedValues, activation, flag
+from cutaway.families.config_fields import (
+    ConfigField,
+    ConfigFields,
+    IfHead,
+    Key,
+    SameAs,
+    SupportedValues,
+    activation,
+    flag,
+)
 from cutaway.families.config_tree import Node
 from cutaway.families.family import Family
+from cutaway.families.head_classes import HeadClass, classifier_dropout, head_class
 from cutaway.families.weight_conversion import WeightMapping, add_prefix
 
 LAYERNORM: Node = {"kind": "layernorm"}
@@ -138,6 +148,37 @@ def mlm_head_weights(prefix: str, dense: str, norm: str) -> tuple[WeightMapping,
     )
 
 
+POOLER_TRANSFORM: Node = {"activation": "tanh"}
+"""Transform of a head that contains BERT's pooler."""
+CLASSIFIER = WeightMapping("classifier", "head.classifier")
+CLASSIFIER_DROPOUT = classifier_dropout("hidden_dropout_prob", 0.1)
+HIDDEN_DROPOUT = SameAs("head.dropout", "encoder.dropout")
+
+
+def pooler_head_class(
+    class_prefix: str, kind: str, pooler: str, dropout: ConfigField, *, transform: Node = POOLER_TRANSFORM
+) -> HeadClass:
+    """Head on the first token: the module `pooler`, then `classifier`."""
+    rows = (WeightMapping(pooler, "head.transform.dense"), CLASSIFIER)
+    return head_class(class_prefix, kind, *rows, fields=(dropout,), transform=transform)
+
+
+def dense_head_class(class_prefix: str, dropout: ConfigField, *, activation: str = "tanh") -> HeadClass:
+    """RoBERTa's sequence classification: `classifier.dense` of the first token, then `classifier.out_proj`."""
+    rows = (
+        WeightMapping("classifier.dense", "head.transform.dense"),
+        WeightMapping("classifier.out_proj", "head.classifier"),
+    )
+    same = SameAs("head.transform.dropout", "head.dropout")
+    transform = {"activation": activation}
+    return head_class(class_prefix, "sequence-classification", *rows, fields=(dropout, same), transform=transform)
+
+
+def token_head_class(class_prefix: str, dropout: ConfigField = CLASSIFIER_DROPOUT) -> HeadClass:
+    """Token classification with the matrix `classifier`."""
+    return head_class(class_prefix, "token-classification", CLASSIFIER, fields=(dropout,))
+
+
 def ignored_weights(*head_prefixes: str) -> dict[str, str]:
     """Return {pattern: reason} of the tensors of published files that are ignored, such as heads of other tasks."""
     heads = "|".join(("classifier", "qa_outputs", *head_prefixes))
@@ -198,4 +239,9 @@ FAMILY = build_family(
         *mlm_head_weights("cls.predictions", "transform.dense", "transform.LayerNorm"),
     ),
     other_heads=(r"cls\.seq_relationship",),
+    head_classes=(
+        pooler_head_class("Bert", "sequence-classification", "bert.pooler.dense", CLASSIFIER_DROPOUT),
+        pooler_head_class("Bert", "multiple-choice", "bert.pooler.dense", CLASSIFIER_DROPOUT),
+        token_head_class("Bert"),
+    ),
 )

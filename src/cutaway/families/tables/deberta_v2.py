@@ -2,9 +2,10 @@
 
 from cutaway.config import Config
 from cutaway.errors import ConfigError
-from cutaway.families.config_fields import Custom, HFConfigReader, IfHead, Key, SupportedValues
+from cutaway.families.config_fields import Custom, HFConfigReader, IfHead, Key, SupportedValues, activation
 from cutaway.families.config_tree import ConfigTree, Node
 from cutaway.families.family import Family, keys_by_reason
+from cutaway.families.head_classes import classifier_dropout, head_class
 from cutaway.families.tables import bert
 from cutaway.families.tables.electra import write_embedding_size
 from cutaway.families.weight_conversion import WeightMapping, add_prefix
@@ -97,6 +98,15 @@ def _check_head_dim(hf_config: HFConfigReader, tree: ConfigTree) -> None:
         )
 
 
+def _check_pooler_size(hf_config: HFConfigReader, tree: ConfigTree) -> None:
+    d_model = tree.data["d_model"]
+    if hf_config.get("pooler_hidden_size") not in (None, d_model):
+        raise ConfigError(
+            f"config.json's 'pooler_hidden_size' is {hf_config.get('pooler_hidden_size')!r}, but the pooler's input has"
+            f" the hidden size {d_model}; correct it"
+        )
+
+
 def _read_tied(hf_config: HFConfigReader, tree: ConfigTree) -> None:
     """Read whether the head is tied. Without `legacy`, it always is."""
     tied = hf_config.get("tie_word_embeddings", True) or not hf_config.get("legacy", True)
@@ -161,6 +171,25 @@ FAMILY = Family(
         r"deberta\.embeddings\.position_embeddings\.weight": UNUSED_POSITIONS,
         r"deberta\.encoder\.(rel_embeddings|LayerNorm)\.(weight|bias)": UNUSED_POSITIONS,
     },
+    head_classes=(
+        *(
+            head_class(
+                "DebertaV2",
+                kind,
+                WeightMapping("pooler.dense", "head.transform.dense"),
+                bert.CLASSIFIER,
+                fields=(
+                    classifier_dropout("hidden_dropout_prob", 0.1, key="cls_dropout"),
+                    Key("pooler_dropout", "head.transform.dropout", 0.0),
+                    activation("pooler_hidden_act", "head.transform.activation", "gelu"),
+                    Custom(("pooler_hidden_size",), _check_pooler_size),
+                ),
+                transform={},
+            )
+            for kind in ("sequence-classification", "multiple-choice")
+        ),
+        bert.token_head_class("DebertaV2", bert.HIDDEN_DROPOUT),
+    ),
     weight_renamings=(
         *bert.WEIGHT_RENAMINGS,
         (r"^lm_predictions\.lm_head\.bias$", f"{HEAD}.bias"),
@@ -168,7 +197,7 @@ FAMILY = Family(
     ),
     ignored_config_keys=keys_by_reason(
         {
-            "classification head, which is not loaded": "pooler_dropout pooler_hidden_act pooler_hidden_size",
+            "for classification heads": "cls_dropout pooler_dropout pooler_hidden_act pooler_hidden_size",
             "the convolution is not supported": "conv_act conv_groups",
         }
     ),

@@ -39,10 +39,23 @@ FAMILY = bert.build_family(
     ),
     attribute_map={"hidden_size": "dim", "num_attention_heads": "n_heads", "num_hidden_layers": "n_layers"},
     other_heads=("pre_classifier",),
+    head_classes=(
+        *(
+            bert.pooler_head_class(
+                "DistilBert",
+                kind,
+                "pre_classifier",
+                Key("seq_classif_dropout", "head.dropout", 0.2),
+                transform={"activation": "relu"},
+            )
+            for kind in ("sequence-classification", "multiple-choice")
+        ),
+        bert.token_head_class("DistilBert", bert.HIDDEN_DROPOUT),
+    ),
     ignored_config_keys={
         "sinusoidal_pos_embds": "initialization of the position table; weights are loaded",
         "qa_dropout": "question answering head, which is not loaded",
-        "seq_classif_dropout": "classification head, which is not loaded",
+        "seq_classif_dropout": "for classification heads",
         "tie_weights_": "unused legacy key",
     },
 )

@@ -1,7 +1,8 @@
 """ELECTRA: the generator with its masked-LM head, or the encoder of the discriminator. https://arxiv.org/abs/2003.10555"""
 
-from cutaway.families.config_fields import Custom, HFConfigReader
+from cutaway.families.config_fields import Custom, HFConfigReader, Key, SupportedValues, activation
 from cutaway.families.config_tree import ConfigTree
+from cutaway.families.head_classes import head_class
 from cutaway.families.tables import bert
 from cutaway.families.tables.albert import TIED_FACTORIZED_HEAD
 from cutaway.families.weight_conversion import WeightMapping
@@ -40,8 +41,25 @@ FAMILY = bert.build_family(
         WeightMapping("generator_lm_head.bias", "head.bias"),
     ),
     other_heads=("sequence_summary", "discriminator_predictions"),
+    head_classes=(
+        bert.dense_head_class("Electra", bert.CLASSIFIER_DROPOUT, activation="gelu"),
+        head_class(
+            "Electra",
+            "multiple-choice",
+            WeightMapping("sequence_summary.summary", "head.transform.dense"),
+            bert.CLASSIFIER,
+            fields=(
+                SupportedValues("summary_type", ("first",), "the scores would be those of other tokens"),
+                SupportedValues("summary_use_proj", (True,), "the head would have no dense layer"),
+                activation("summary_activation", "head.transform.activation", "gelu"),
+                Key("summary_last_dropout", "head.dropout", 0.1),
+            ),
+            transform={},
+        ),
+        bert.token_head_class("Electra"),
+    ),
     ignored_config_keys=dict.fromkeys(
         ("summary_type", "summary_use_proj", "summary_activation", "summary_last_dropout"),
-        "multiple choice head, which is not loaded",
+        "for the multiple choice head",
     ),
 )

@@ -1,6 +1,7 @@
 """mBART and mBART-50: BART with pre-norm, for 25 or 50 languages. https://arxiv.org/abs/2001.08210"""
 
 from cutaway.families.config_fields import Key
+from cutaway.families.head_classes import encoder_decoder_head_class
 from cutaway.families.tables import bart
 
 FAMILY = bart.build_family(
@@ -19,4 +20,5 @@ FAMILY = bart.build_family(
         *bart.FINAL_NORM_WEIGHTS,
         *bart.stack_weights(pre_norm=True),
     ),
+    head_classes=(encoder_decoder_head_class("MBart"),),
 )

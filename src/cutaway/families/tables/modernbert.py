@@ -3,8 +3,9 @@
 from cutaway.families import config_fields
 from cutaway.families.config_fields import HFConfigReader, IfHead, Key, LayerTypes, SameAs, SupportedValues
 from cutaway.families.family import Family
+from cutaway.families.head_classes import TASK_SUFFIXES, head_class
 from cutaway.families.rope_fields import RopeFieldByLayerType
-from cutaway.families.tables.bert import TIE_EMBEDDINGS_FIELD, ignored_weights
+from cutaway.families.tables.bert import CLASSIFIER, TIE_EMBEDDINGS_FIELD, ignored_weights
 from cutaway.families.weight_conversion import QKV, Split, WeightMapping, add_prefix
 
 ENCODER_TEMPLATE = {
@@ -24,6 +25,18 @@ def _full_attention_first(hf_config: HFConfigReader, num_layers: int) -> list[st
     period = hf_config.get_number("global_attn_every_n_layers", 3)
     return ["sliding_attention" if i % period else "full_attention" for i in range(num_layers)]
 
+
+DENSE_AND_NORM = (
+    WeightMapping("head.dense", "head.transform.dense"),
+    WeightMapping("head.norm", "head.transform.norm"),
+)
+HEAD_FIELDS = (
+    SameAs("head.transform.norm", "encoder.norm"),
+    config_fields.flag("classifier_bias", "head.transform.bias", False),
+    config_fields.activation("classifier_activation", "head.transform.activation", "gelu"),
+    Key("classifier_dropout", "head.dropout", 0.0),
+)
+POOLING = config_fields.Choice("classifier_pooling", "head.pooling", "cls", {"cls": "first", "mean": "mean"})
 
 FAMILY = Family(
     name="modernbert",
@@ -79,16 +92,26 @@ FAMILY = Family(
             WeightMapping("mlp.Wo", "ffn.f.down"),
         ),
         WeightMapping("model.final_norm", "encoder.final_norm"),
-        WeightMapping("head.dense", "head.transform.dense"),
-        WeightMapping("head.norm", "head.transform.norm"),
+        *DENSE_AND_NORM,
         WeightMapping("decoder", "head.matrix"),
         WeightMapping("decoder.bias", "head.bias"),
     ),
     base_model_prefix="model.",
-    ignored_weights=ignored_weights() | {r"head\.(dense|norm)\..*": "classification head, which is not loaded"},
+    head_classes=tuple(
+        head_class(
+            "ModernBert",
+            kind,
+            *DENSE_AND_NORM,
+            CLASSIFIER,
+            fields=HEAD_FIELDS if kind == "token-classification" else (*HEAD_FIELDS, POOLING),
+            transform={},
+        )
+        for kind in TASK_SUFFIXES
+    ),
+    ignored_weights=ignored_weights() | {r"head\.(dense|norm)\..*": "head of another task, which is not loaded"},
     ignored_config_keys={
         "initializer_cutoff_factor": "initialization; weights are loaded",
-        "classifier_pooling": "classification head, which is not loaded",
+        "classifier_pooling": "for classification heads",
         "deterministic_flash_attn": "attention kernel; does not change the result",
         "reference_compile": "compilation setting",
         "repad_logits_with_grad": "removal of padding; does not change the result",

@@ -35,4 +35,9 @@ FAMILY = bert.build_family(
         WeightMapping("mpnet.encoder.relative_attention_bias", "encoder.positions.0.table"),
         *bert.mlm_head_weights("lm_head", "dense", "layer_norm"),
     ),
+    head_classes=(
+        bert.dense_head_class("MPNet", bert.HIDDEN_DROPOUT),
+        bert.pooler_head_class("MPNet", "multiple-choice", "mpnet.pooler.dense", bert.HIDDEN_DROPOUT),
+        bert.token_head_class("MPNet", bert.HIDDEN_DROPOUT),
+    ),
 )

@@ -40,6 +40,11 @@ def build_family(name: str, class_prefix: str, vocab_size: int) -> Family:
             *bert.mlm_head_weights("lm_head", "dense", "layer_norm"),
         ),
         base_model_prefix="roberta",
+        head_classes=(
+            bert.dense_head_class(class_prefix, bert.CLASSIFIER_DROPOUT),
+            bert.pooler_head_class(class_prefix, "multiple-choice", "roberta.pooler.dense", bert.HIDDEN_DROPOUT),
+            bert.token_head_class(class_prefix),
+        ),
     )
 
 

@@ -1,9 +1,18 @@
 """T5 1.0 and 1.1 (FLAN): relative position bias, unscaled scores. https://arxiv.org/abs/1910.10683 https://arxiv.org/abs/2002.05202"""
 
 from cutaway.config import Config
-from cutaway.families.config_fields import HF_ACTIVATIONS, ConfigFields, Custom, HFConfigReader, Key, activation
+from cutaway.families.config_fields import (
+    HF_ACTIVATIONS,
+    ConfigFields,
+    Custom,
+    HFConfigReader,
+    IfHead,
+    Key,
+    activation,
+)
 from cutaway.families.config_tree import ConfigTree
 from cutaway.families.family import Family
+from cutaway.families.head_classes import class_prefix, encoder_decoder_head_class
 from cutaway.families.tables.bart import STACKS, both_stacks
 from cutaway.families.weight_conversion import WeightMapping, add_prefix
 
@@ -140,8 +149,9 @@ def build_family(name: str, architecture: str, fields: ConfigFields) -> Family:
         ignored_weights=IGNORED_WEIGHTS,
         ignored_config_keys=IGNORED_CONFIG_KEYS,
         weight_renamings=WEIGHT_RENAMINGS,
+        head_classes=(encoder_decoder_head_class(class_prefix(architecture)),),
     )
 
 
-HEAD_FIELD = Custom(("tie_word_embeddings", "scale_decoder_outputs"), _read_head, _write_head)
+HEAD_FIELD = IfHead(Custom(("tie_word_embeddings", "scale_decoder_outputs"), _read_head, _write_head))
 FAMILY = build_family("t5", "T5ForConditionalGeneration", (*common_fields(32128, 2048, 6, 8, "relu"), HEAD_FIELD))

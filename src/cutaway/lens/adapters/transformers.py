@@ -186,6 +186,7 @@ def _find_family(model: nn.Module) -> tuple[Family | None, dict[str, object]]:
         return None, {}
     hf_config: dict[str, object] = json.loads(to_json_string(use_diff=False))
     hf_config.pop("quantization_config", None)  # quantization does not change module paths
+    hf_config.pop("architectures", None)  # the modules show which head the model has
     return families().get(str(hf_config.get("model_type"))), hf_config
 
 

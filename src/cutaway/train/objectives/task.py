@@ -56,6 +56,12 @@ class TaskObjective(Objective):
 
     loss_fn: TaskLoss = _cross_entropy
 
+    @property
+    def num_targets(self) -> float:
+        """Number of tokens that the model reads, for the throughput."""
+        tokens = self.inputs[0]
+        return 0.0 if tokens is None else float(tokens.numel())
+
     def outputs(self, model: Transformer) -> Tensor:
         """Outputs of the task head, in fp32 or wider."""
         outputs = model(*self.inputs, **self.model_kwargs)
