@@ -2,7 +2,7 @@
 
     python examples/grpo-sums/write_sums.py data/sums
 
-The sums a+b with a and b from 10 to 49 are divided at random: 400 sums with their results for a warm start, 1,000 sums
+The sums a+b with a and b from 10 to 49 are divided at random: 800 sums with their results for a warm start, 600 sums
 for GRPO, whose results are read by the reward function only, and 200 held-out sums. No sum is in two of the files.
 """
 
@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 NUMBERS = range(10, 50)
-COUNTS = {"warm-start": 400, "prompts": 1000, "held-out": 200}
+COUNTS = {"warm-start": 800, "prompts": 600, "held-out": 200}
 RESULT_KEYS = {"warm-start": "completion", "prompts": "answer", "held-out": "completion"}
 
 

@@ -11,16 +11,18 @@ from typing import TYPE_CHECKING
 import torch
 
 from cutaway.bounded_files import read_json_object
+from cutaway.config import Config
+from cutaway.config import config as read_config
 from cutaway.errors import ConfigError, InputError, format_error
 from cutaway.families.checkpoint import Checkpoint
-from cutaway.families.gguf.load_save import load_gguf
+from cutaway.families.gguf.load_save import load_gguf, load_gguf_config
 from cutaway.families.native_format import NATIVE_CONFIG_NAME, load_native_checkpoint
 from cutaway.families.peft_format import ADAPTER_CONFIG_NAME, load_adapter
 from cutaway.families.quantized import open_quantized
 from cutaway.families.registry import resolve_family
 from cutaway.families.safetensors_reader import TensorReader, check_not_pickle, open_safetensors
 from cutaway.families.save import merge_adapters
-from cutaway.families.weight_loader import LoadOptions, load_model
+from cutaway.families.weight_loader import LoadOptions, load_model, resolve_config
 from cutaway.pretrained import DEFAULT_MODEL, find_pretrained, list_pretrained
 
 if TYPE_CHECKING:
@@ -119,14 +121,37 @@ def name_adapters(adapters: AdapterSources) -> dict[str, str | Path]:
     return named
 
 
-def _load_with_adapter(path: Path, options: LoadOptions) -> Checkpoint:
-    """Load the base model that an adapter directory names, add the adapter, and select it."""
+def load_config(source: str | Path) -> Config:
+    """Config of a checkpoint that `load` can load. Weights are not read, except headers."""
+    path = resolve_checkpoint_path(source)
+    if path.is_file():
+        check_not_pickle(path)
+        return load_gguf_config(path)
+    if (path / RUN_FILE_NAME).is_file():
+        path = path / "model"
+    if (path / ADAPTER_CONFIG_NAME).is_file() and not (path / "config.json").exists():
+        return load_config(_require_base(path))
+    if (path / NATIVE_CONFIG_NAME).exists() or not (path / "config.json").exists():
+        return read_config(path)
+    hf_config = read_json_object(path / "config.json", ConfigError)
+    unquantized = {key: value for key, value in hf_config.items() if key != "quantization_config"}
+    return resolve_config(resolve_family(hf_config), unquantized, open_safetensors(path))[0]
+
+
+def _require_base(path: Path) -> str:
+    """Source of the base model that an adapter directory names. Raises InputError if it names none."""
     base = read_adapter_base(path)
     if base is None:
         raise InputError(
             f"'{path}' is an adapter whose adapter_config.json names no base model (base_model_name_or_path); pass the"
             f" base model too: ct.load(base, adapters={str(path)!r}), or on the command line BASE --adapter {path}"
         )
+    return base
+
+
+def _load_with_adapter(path: Path, options: LoadOptions) -> Checkpoint:
+    """Load the base model that an adapter directory names, add the adapter, and select it."""
+    base = _require_base(path)
     try:
         checkpoint = load(base, **asdict(options))
     except InputError as error:

@@ -15,6 +15,7 @@ from cutaway.cli.views.training_examples import print_examples
 from cutaway.train.checkpoint.run_directory import RunDirectory
 from cutaway.train.checkpoint.saved_models import find_exported_step
 from cutaway.train.logging.metrics_log import read_metrics_log, to_json_value
+from cutaway.train.recipe.preference_objectives import PreferenceConfig
 from cutaway.train.recipe.task_objectives import TaskObjectiveConfig
 from cutaway.train.trainer.general_loss import GeneralLossChange, general_loss_change
 
@@ -35,6 +36,8 @@ EVAL_METRICS = {
     "entity_f1": "entity F1 {:.3f}",
     "pearson": "Pearson {:.3f}",
     "spearman": "Spearman {:.3f}",
+    "eval_rewards/accuracies": "{:.1%} reward accuracy",
+    "eval_rewards/margins": "reward margin {:.3f}",
     "general_loss": "loss on general text {:.3f}",
     "eval_completion_length": "{:.1f} tokens per completion",
     "eval_frac_truncated": "{:.1%} truncated",
@@ -81,7 +84,8 @@ class TrainingProgress:
     @contextmanager
     def track(self, trainer: "Trainer") -> Iterator[None]:
         self.max_steps, self.start_step = trainer.recipe.training.max_steps, trainer.global_step
-        self.loss_unit = "" if isinstance(trainer.recipe.objective, TaskObjectiveConfig) else self.loss_unit
+        is_cross_entropy = not isinstance(trainer.recipe.objective, TaskObjectiveConfig | PreferenceConfig)
+        self.loss_unit = " nats per token" if is_cross_entropy else ""
         self.start_time = self.last_log_time = time.monotonic()
         with self.progress_bar:
             self.task_id = self.progress_bar.add_task("", total=self.max_steps, completed=trainer.global_step)

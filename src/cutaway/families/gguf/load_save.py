@@ -17,7 +17,7 @@ from cutaway.families.gguf.architectures import GGUF_ARCHITECTURES
 from cutaway.families.gguf.file_format import GGML_TYPES, GGUFFile, write_gguf
 from cutaway.families.gguf.rope_fields import ROPE_TENSORS
 from cutaway.families.save import ExportedTensors, as_checkpoint, export_weights, merge_adapters, resolve_output_path
-from cutaway.families.weight_loader import LoadOptions, load_model
+from cutaway.families.weight_loader import LoadOptions, load_model, resolve_config
 
 if TYPE_CHECKING:
     from cutaway.tokenizer import Tokenizer
@@ -32,6 +32,22 @@ _END_OF_TURN_TOKENS = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>")
 
 def load_gguf(path: Path, options: LoadOptions) -> Checkpoint:
     """Load a GGUF file; quantized tensors are dequantized."""
+    file, family, metadata = _open_gguf(path)
+    model, config, report = load_model(family, metadata, file, str(path), options)
+    ids = {key: file.metadata.get(_TOKEN_ID_KEY_FORMAT.format(name)) for name, key in _TOKEN_ID_NAMES.items()}
+    ids["eos_token_id"] = _eos_token_ids(file)
+    generation_config = {key: value for key, value in ids.items() if value is not None}
+    return Checkpoint(model, config, family.architecture, report, {}, generation_config, partial(_load_tokenizer, file))
+
+
+def load_gguf_config(path: Path) -> Config:
+    """Config of a GGUF file, without its weights."""
+    file, family, metadata = _open_gguf(path)
+    return resolve_config(family, metadata, file)[0]
+
+
+def _open_gguf(path: Path) -> tuple[GGUFFile, Family, dict[str, Any]]:
+    """Open a GGUF file. Returns the file, its family and the metadata that describe the model."""
     file = GGUFFile(path)
     arch = file.metadata.get("general.architecture")
     if not isinstance(arch, str) or arch not in GGUF_ARCHITECTURES:
@@ -47,11 +63,7 @@ def load_gguf(path: Path, options: LoadOptions) -> Checkpoint:
                 raise WeightError(f"tensor '{name}' has {file.tensor_infos[name].numel:,} factors; the file is damaged")
             metadata[name] = [float(f"{value:.7g}") for value in file.read_tensor(name).flatten().tolist()]
     _check_known_keys(family, metadata)
-    model, config, report = load_model(family, metadata, file, str(path), options)
-    ids = {key: file.metadata.get(_TOKEN_ID_KEY_FORMAT.format(name)) for name, key in _TOKEN_ID_NAMES.items()}
-    ids["eos_token_id"] = _eos_token_ids(file)
-    generation_config = {key: value for key, value in ids.items() if value is not None}
-    return Checkpoint(model, config, family.architecture, report, {}, generation_config, partial(_load_tokenizer, file))
+    return file, family, metadata
 
 
 def _check_known_keys(family: Family, metadata: Mapping[str, object]) -> None:

@@ -14,7 +14,7 @@ from cutaway.config.head import TaskHead
 from cutaway.config.presets import presets
 from cutaway.errors import ConfigError, CutawayError, InputError
 from cutaway.families.checkpoint import Checkpoint
-from cutaway.families.load import load
+from cutaway.families.load import load, load_config
 from cutaway.families.registry import find_family
 from cutaway.families.replace_head import replace_head
 from cutaway.families.save import merge_adapters
@@ -82,6 +82,14 @@ class BaseCheckpointInfo:
         return token_id
 
 
+def load_base_config(source: ModelSource) -> Config | None:
+    """Config of the checkpoint that is fine-tuned, without its weights. None if the run trains from scratch."""
+    if not isinstance(source, PretrainedModelConfig):
+        return None
+    _check_base_source(source)
+    return load_config(source.checkpoint)
+
+
 def load_base_checkpoint(source: ModelSource, precision: Precision = "fp32") -> Checkpoint | None:
     """Load the checkpoint that is fine-tuned. None if the run trains from scratch.
 
@@ -90,6 +98,12 @@ def load_base_checkpoint(source: ModelSource, precision: Precision = "fp32") -> 
     """
     if not isinstance(source, PretrainedModelConfig):
         return None
+    _check_base_source(source)
+    dtype = BASE_DTYPES[precision] if source.adapter is not None else torch.float32
+    return merge_adapters(load(source.checkpoint, dtype=dtype))
+
+
+def _check_base_source(source: PretrainedModelConfig) -> None:
     if not source.checkpoint:
         raise InputError(
             "model.checkpoint is empty, because the recipe fine-tunes a checkpoint of your choice; pass it with --base:"
@@ -101,8 +115,6 @@ def load_base_checkpoint(source: ModelSource, precision: Precision = "fp32") -> 
             f" model directory, a .gguf file, a Hub id ('owner/{source.checkpoint}') or a model of the package, such as"
             f" tiny-english; to train the preset from scratch, set model = '{source.checkpoint}'"
         )
-    dtype = BASE_DTYPES[precision] if source.adapter is not None else torch.float32
-    return merge_adapters(load(source.checkpoint, dtype=dtype))
 
 
 def reload_base_checkpoint(

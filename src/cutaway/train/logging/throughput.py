@@ -3,6 +3,7 @@
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -12,7 +13,7 @@ from cutaway.size.estimate import size
 from cutaway.size.hardware import get_hardware
 from cutaway.size.measured_hardware import load_measured_hardware
 from cutaway.train.recipe.grpo import GRPOConfig
-from cutaway.train.recipe.schema import MaskedLMConfig, Recipe, Seq2SeqConfig
+from cutaway.train.recipe.schema import MaskedLMConfig, PretrainedModelConfig, Recipe, Seq2SeqConfig
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,10 @@ def flops_per_step(recipe: Recipe, config: Config) -> float | None:
     """
     if isinstance(recipe.objective, Seq2SeqConfig | GRPOConfig):
         return None
-    flops = dict(size(config, mode="train", context=recipe.data.seq_len).train_flops["none"].visible)
+    options: dict[str, Any] = {"mode": "train", "context": recipe.data.seq_len}
+    if isinstance(recipe.model, PretrainedModelConfig):  # frozen weights have no gradients
+        options["adapter"] = recipe.model.adapter
+    flops = dict(size(config, **options).train_flops["none"].visible)
     if isinstance(recipe.objective, MaskedLMConfig):  # logits are computed for masked tokens only
         flops["head"] = round(recipe.objective.mlm_probability * flops["head"])
     return float(recipe.training.batch_size * sum(flops.values()))

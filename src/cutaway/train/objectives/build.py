@@ -12,8 +12,17 @@ from cutaway.tokenizer import Tokenizer
 from cutaway.train.objectives.distillation import Teacher, distillation
 from cutaway.train.objectives.masked_lm import masked_lm
 from cutaway.train.objectives.objective import Objective, ObjectiveFn, causal_lm, prefix_lm, seq2seq, sft
+from cutaway.train.objectives.preference import dpo, kto, orpo
+from cutaway.train.objectives.reference_model import ReferenceModel
 from cutaway.train.objectives.task import build_task_objective
 from cutaway.train.recipe.grpo import GRPOConfig
+from cutaway.train.recipe.preference_objectives import (
+    MIN_KTO_BATCH_SIZE,
+    DPOConfig,
+    KTOConfig,
+    ORPOConfig,
+    PreferenceConfig,
+)
 from cutaway.train.recipe.schema import (
     CausalLMConfig,
     DataConfig,
@@ -40,6 +49,9 @@ OBJECTIVE_FORMS: dict[type[Any], tuple[str, ...]] = {
     MultipleChoiceConfig: ("encoder",),
     RewardConfig: ("decoder",),
     GRPOConfig: ("decoder",),
+    DPOConfig: ("decoder",),
+    KTOConfig: ("decoder",),
+    ORPOConfig: ("decoder",),
 }
 """Model forms that an objective requires. Other objectives train encoders and decoders."""
 
@@ -68,6 +80,16 @@ def check_objective(
         )
     if isinstance(objective, GRPOConfig):
         return
+    if isinstance(objective, PreferenceConfig) and parallel.tp > 1:
+        raise InputError(
+            f"objective {objective.kind} needs the full vocabulary on each rank, but parallel.tp is {parallel.tp}; set"
+            " parallel.tp = 1; without it, several processes train data-parallel"
+        )
+    if isinstance(objective, KTOConfig) and training.batch_size < MIN_KTO_BATCH_SIZE:
+        raise InputError(
+            "training.batch_size is 1, but objective kto compares an answer with the other answers of its batch; use at"
+            " least 2, with training.grad_accum_steps to save memory"
+        )
     blocks = [block for stack in config.stacks.values() for block in stack.blocks]
     if objective.aux_loss_coef and not any(isinstance(block.ffn, Moe) for block in blocks):
         raise InputError(
@@ -108,6 +130,11 @@ def check_grpo(recipe: Recipe, dp_size: int) -> None:
         )
 
 
+def uses_reference_model(objective: ObjectiveConfig) -> bool:
+    """Whether the loss of the objective depends on the model before training."""
+    return isinstance(objective, DPOConfig | KTOConfig)
+
+
 def build_objective_fn(
     objective: ObjectiveConfig,
     data: DataConfig,
@@ -115,8 +142,12 @@ def build_objective_fn(
     config: Config,
     seed: int,
     device: torch.device,
+    reference: ReferenceModel | None = None,
 ) -> ObjectiveFn:
-    """Build the function that turns a batch, and the data position of its first sequence, into an Objective."""
+    """Build the function that turns a batch, and the data position of its first sequence, into an Objective.
+
+    `reference` is the model before training, for objectives that depend on it.
+    """
     vocab_size = config.vocab_size
     if isinstance(objective, TaskObjectiveConfig):
         return lambda batch, first: build_task_objective(objective, config.head, batch).to(device)
@@ -139,6 +170,14 @@ def build_objective_fn(
         return lambda batch, first: sft(*batch, document_mask=data.document_mask).to(device)
     if isinstance(objective, GRPOConfig):  # for layer statistics; training steps have completions too
         return lambda batch, first: causal_lm(batch.padded_tokens()).to(device)
+    if isinstance(objective, ORPOConfig):
+        return lambda batch, first: orpo(batch, objective).to(device)
+    if isinstance(objective, DPOConfig | KTOConfig):
+        if reference is None:
+            raise InputError(f"objective {objective.kind} needs a reference model; pass the model before training")
+        if isinstance(objective, DPOConfig):
+            return lambda batch, first: dpo(batch, objective, reference).to(device)
+        return lambda batch, first: kto(batch, objective, reference).to(device)
     mask_id = tokenizer.mask_token_id
     if mask_id is None:
         raise InputError("objective masked-lm needs a mask token, but the tokenizer has none; use another tokenizer")

@@ -29,7 +29,8 @@ LossType = Literal["grpo", "dr_grpo", "dapo"]
 class GRPOObjective(Objective):
     """Completions with their prompts, padded on the right. The targets are the tokens of the completions.
 
-    The loss of a step is the sum of `token_weights` · loss over all targets, divided by the sum of `weights`.
+    The loss of a step is the sum of `token_weights` · loss over all targets, divided by the sum of `weights`, which
+    has one number for the whole micro-batch.
     """
 
     token_weights: Float[Tensor, "B T"]
@@ -89,6 +90,11 @@ class GRPOObjective(Objective):
         )
 
 
+def loss_normalizer(num_tokens: Int[Tensor, " B"], loss_type: LossType) -> float:
+    """Number by which the loss of completions with these lengths is divided: of tokens ('dapo'), or of completions."""
+    return float(num_tokens.sum()) if loss_type == "dapo" else float(len(num_tokens))
+
+
 def grpo(
     tokens: Int[Tensor, "B T1"],
     prompt_lengths: Int[Tensor, " B"],
@@ -107,22 +113,18 @@ def grpo(
     have targets.
     """
     position = torch.arange(1, tokens.shape[1])
-    is_target = (position >= prompt_lengths[:, None]) & (position < lengths[:, None])
-    num_tokens = (lengths - prompt_lengths)[:, None]
-    match loss_type:
-        case "dapo":
-            token_weights = weights = is_target.double()
-        case "grpo":
-            token_weights = is_target / num_tokens.double()
-            weights = (position == prompt_lengths[:, None]).double()  # one per completion
-        case "dr_grpo":
-            token_weights = is_target / float(max_new_tokens)
-            weights = (position == prompt_lengths[:, None]).double()
+    is_target = ((position >= prompt_lengths[:, None]) & (position < lengths[:, None])).double()
+    num_tokens = lengths - prompt_lengths
+    token_weight = {
+        "dapo": torch.ones(1),
+        "grpo": 1 / num_tokens.double(),
+        "dr_grpo": torch.ones(1).double() / max_new_tokens,
+    }
     return GRPOObjective(
         (tokens[:, :-1],),
         tokens[:, 1:],
-        weights,
-        token_weights=token_weights,
+        torch.tensor([[loss_normalizer(num_tokens, loss_type)]]),
+        token_weights=is_target * token_weight[loss_type].double()[:, None],
         advantages=advantages[:, None],
         options=options,
         temperature=temperature,

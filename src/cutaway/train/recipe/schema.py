@@ -11,6 +11,7 @@ from cutaway.config.lora import LoRA
 from cutaway.config.node import KIND_DISCRIMINATOR, ConfigNode, PositiveFloat, PositiveInt, Probability, default_kind
 from cutaway.errors import ConfigError
 from cutaway.train.recipe.grpo import GRPOConfig
+from cutaway.train.recipe.preference_objectives import DPOConfig, KTOConfig, ORPOConfig
 from cutaway.train.recipe.task_objectives import (
     ClassificationConfig,
     EmbeddingConfig,
@@ -177,7 +178,10 @@ ObjectiveConfig = Annotated[
         | MultipleChoiceConfig
         | EmbeddingConfig
         | RewardConfig
-        | GRPOConfig,
+        | GRPOConfig
+        | DPOConfig
+        | KTOConfig
+        | ORPOConfig,
         KIND_DISCRIMINATOR,
     ],
     default_kind("causal-lm"),

@@ -28,7 +28,7 @@ from cutaway.train.data.training_data import TrainingData
 from cutaway.train.distributed.process_group import SINGLE_PROCESS, DistributedContext
 from cutaway.train.logging.metrics_log import Metrics
 from cutaway.train.loss.grpo import GRPOLossOptions
-from cutaway.train.objectives.grpo import GRPOObjective, grpo
+from cutaway.train.objectives.grpo import GRPOObjective, grpo, loss_normalizer
 from cutaway.train.objectives.reference_model import ReferenceModel
 from cutaway.train.recipe.grpo import GRPOConfig
 from cutaway.train.recipe.schema import Recipe
@@ -106,23 +106,26 @@ class RolloutSampler:
         ]
 
     def _build_micro_batch(self, batch: RolloutBatch, low: int, high: int, is_first: bool) -> GRPOObjective:
-        count = self.objective.num_generations
-        rows = slice(low * count, max(high, low + 1) * count) if high > low else slice(0, count)
+        loss_type, count = self.objective.loss_type, self.objective.num_generations
+        rows = torch.arange(low * count, high * count) if high > low else torch.arange(1)
+        weight = loss_normalizer(batch.lengths[rows] - batch.prompt_lengths[rows], loss_type) * (high > low)
+        if not self.objective.beta:  # completions with advantage 0 have loss 0 and gradient 0
+            rows = rows[batch.advantages[rows] != 0] if bool(batch.advantages[rows].any()) else rows[:1]
         width = int(batch.lengths[rows].max())
         objective = grpo(
             batch.tokens[rows, :width],
             batch.prompt_lengths[rows],
             batch.lengths[rows],
             batch.advantages[rows],
-            loss_type=self.objective.loss_type,
+            loss_type=loss_type,
             max_new_tokens=self.objective.max_new_tokens,
             options=self.loss_options,
             temperature=self.objective.temperature,
             reference=self.reference,
         )
+        objective = replace(objective, weights=torch.full((1, 1), weight))
         if high == low:  # this rank has fewer micro-batches than others, but takes part in their collectives
-            zeros = torch.zeros_like(objective.weights)
-            objective = replace(objective, weights=zeros, token_weights=zeros)
+            objective = replace(objective, token_weights=torch.zeros_like(objective.token_weights))
         elif self.objective.num_iterations > 1 and is_first:
             objective = replace(objective, record_log_probs=partial(_record_log_probs, batch, rows))
         elif self.objective.num_iterations > 1:
@@ -254,26 +257,31 @@ class RolloutSampler:
         if self.batch is None or self.batch.old_log_probs is None:
             return {}
         batch = self.batch
-        tensors = {
+        return {
             "index": torch.tensor(batch.index),
             "tokens": batch.tokens,
             "prompt_lengths": batch.prompt_lengths,
             "lengths": batch.lengths,
             "advantages": batch.advantages,
             "old_log_probs": batch.old_log_probs,
+            "metrics": torch.tensor([batch.metrics[name] for name in self._metric_names], dtype=torch.float64),
         }
-        metrics = {f"metrics.{name}": torch.tensor(value).double() for name, value in batch.metrics.items()}
-        return tensors | metrics
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         if not state:
             return
-        values: dict[str, Any] = {name: value for name, value in state.items() if not name.startswith("metrics.")}
-        metrics = {name.removeprefix("metrics."): float(state[name]) for name in state if name not in values}
+        values: dict[str, Any] = dict(state)
+        metrics = dict(zip(self._metric_names, values.pop("metrics").tolist(), strict=True))
         self.batch = RolloutBatch(**values | {"index": int(values["index"])}, metrics=metrics)
 
+    @property
+    def _metric_names(self) -> list[str]:
+        """Names of the metrics of a rollout batch, in their order in the log."""
+        by_function = [f"reward/{name}" for name in self.names] if len(self.names) > 1 else []
+        return ["reward", "reward_std", "frac_reward_zero_std", *by_function, "completion_length", "frac_truncated"]
 
-def _record_log_probs(batch: RolloutBatch, rows: slice, log_probs: Tensor) -> None:
+
+def _record_log_probs(batch: RolloutBatch, rows: Int[Tensor, " n"], log_probs: Tensor) -> None:
     """Store the log-probabilities of the first iteration."""
     if batch.old_log_probs is None:
         shape = (len(batch.tokens), batch.tokens.shape[1] - 1)
