@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
@@ -429,6 +430,38 @@ def test_unknown_label_in_evaluation_data_is_counted(bert: Path, tmp_path: Path,
     report = json.loads(run_cli("eval", tmp_path / "run", "--data", write_rows(tmp_path, rows), "--json"))
     assert report["num_examples"] == 1
     assert report["skipped"] == {"empty text": 1, "unknown label": 1}
+
+
+@pytest.mark.parametrize("task", ["classification", "token-classification"])
+def test_adapter_with_a_head(task: str, bert: Path, tmp_path: Path) -> None:
+    """LoRA on the body, and the head trained fully: PEFT opens the export, and a resumed run is bit-equal."""
+    adapter = {"checkpoint": str(bert), "adapter": {"rank": 4, "targets": ["attn.q", "attn.v"]}}
+    settings = recipe(bert, write_rows(tmp_path, rows_of(task)), task, model=adapter)
+    settings["training"] |= {"max_steps": 8}
+    run = train(settings, tmp_path / "whole")
+    stopped = prepare_trainer(load_recipe(settings), tmp_path / "stopped", device="cpu")
+    stopped.callback.on_step_end = stop_at(5, stopped)  # type: ignore[method-assign]
+    stopped.train()
+    resume(tmp_path / "stopped")
+    assert run_digest(tmp_path / "stopped") == run_digest(tmp_path / "whole")
+
+    loaded = ct.load(run.directory)
+    names = loaded.model.config.head.label_names  # type: ignore[union-attr]
+    assert names == tuple(LABELS[task])
+    body = {name for name, p in stopped.model.named_parameters() if p.requires_grad}
+    assert any(name.startswith("head.") for name in body)
+    base_class = HEADS[task][1]
+    base = base_class.from_pretrained(bert, num_labels=len(names))
+    opened = peft.PeftModel.from_pretrained(base, run.model_directory).eval()
+    tokens = torch.arange(5, 45).view(2, 20)
+    with torch.no_grad():
+        expected = opened(tokens).logits
+        torch.testing.assert_close(loaded.model(tokens), expected, atol=1e-5, rtol=1e-5)
+        merged = ct.load(ct.save(loaded, tmp_path / "merged"))
+        torch.testing.assert_close(merged.model(tokens), expected, atol=1e-5, rtol=1e-5)
+        opened.save_pretrained(tmp_path / "theirs")
+        again = ct.load(bert, adapters=tmp_path / "theirs")  # PEFT writes no names of labels
+        torch.testing.assert_close(again.model(tokens), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_columns_and_formats(bert: Path, tmp_path: Path) -> None:
