@@ -26,6 +26,7 @@ from cutaway.families.checkpoint import Checkpoint
 from cutaway.families.family import Family
 from cutaway.families.load_plan import TensorConversion, expand_mappings
 from cutaway.families.native_format import NativeFamily
+from cutaway.families.peft_head import TASK_TYPES, add_saved_head, export_head, load_head_weights
 from cutaway.families.registry import families, find_family
 from cutaway.families.save import has_class_with_head
 from cutaway.families.weight_conversion import (
@@ -47,7 +48,6 @@ KEY_PREFIX = "base_model.model."
 _UNSUPPORTED_FIELDS = {
     "layer_replication": "it repeats layers of the base model",
     "lora_bias": "it adds a bias to B",
-    "modules_to_save": "it replaces whole modules of the base model",
     "target_parameters": "its targets are parameters (experts as one tensor) instead of modules",
     "trainable_token_indices": "it replaces rows of the embedding",
     "alora_invocation_tokens": "it is applied only after certain tokens (activated LoRA)",
@@ -94,7 +94,11 @@ def load_adapter(
     peft_config = read_json_object(path / ADAPTER_CONFIG_NAME, ConfigError)
     _check_peft_config(peft_config)
     weights = _read_weights(path)
+    checkpoint = add_saved_head(checkpoint, path, peft_config, weights)
     model = checkpoint.model
+    head_weights = {key.removeprefix(KEY_PREFIX): weights.pop(key) for key in list(weights) if "lora_" not in key}
+    load_head_weights(model, _conversions(_family_of(checkpoint), model), head_weights)
+    _check_saved_modules(peft_config, head_weights)
     matrices: dict[str, _AdaptedMatrix] = {}
     for matrix in _list_matrices(_family_of(checkpoint), model):
         matrices.setdefault(matrix.module, matrix)
@@ -176,8 +180,12 @@ def save_adapter(
     peft_config = _to_peft_config(config, modules, all_modules, ranks, scalings)
     peft_config["base_model_name_or_path"] = None if base is None else str(base)
     peft_config["task_type"] = {"decoder": "CAUSAL_LM", "encoder-decoder": "SEQ_2_SEQ_LM"}.get(model.config.form)
+    peft_config["task_type"] = TASK_TYPES.get(model.config.head.kind, peft_config["task_type"])
     try:
         path.mkdir(parents=True, exist_ok=True)
+        saved_modules, head_weights = export_head(model, _conversions(family, model), path)
+        weights |= {f"{KEY_PREFIX}{key.removeprefix(prefix)}": tensor for key, tensor in head_weights.items()}
+        peft_config |= {"modules_to_save": saved_modules} if saved_modules else {}
         save_file(weights, path / ADAPTER_WEIGHTS_NAME, metadata={"format": "pt"})
         (path / ADAPTER_WEIGHTS_NAME).chmod(0o644)  # safetensors creates files readable only by their owner
         text = json.dumps(peft_config, indent=2) + "\n"
@@ -396,6 +404,20 @@ def _group_by_module(weights: Mapping[str, Tensor]) -> dict[str, dict[str, Tenso
         if not any(pair <= tensors.keys() for pair in pairs):
             raise WeightError(f"the adapter of '{module}' has {', '.join(sorted(tensors))} only; A and B are needed")
     return grouped
+
+
+def _check_saved_modules(peft_config: Mapping[str, Any], unused: Mapping[str, Tensor]) -> None:
+    """Raise if an adapter directory has weights of modules other than the head of a task."""
+    if not unused:
+        return
+    if peft_config.get("modules_to_save"):
+        raise ConfigError(
+            f"adapter_config.json: modules_to_save is not supported for '{next(iter(unused))}', because it replaces a"
+            " module of the base model that is not the head of a task; merge it with PEFT"
+        )
+    raise WeightError(
+        f"'{next(iter(unused))}' is not a weight of a LoRA adapter; other kinds of adapters are not supported"
+    )
 
 
 def _check_peft_config(peft_config: Mapping[str, Any]) -> None:

@@ -262,8 +262,12 @@ def describe_adapter(model: AdapterMethods) -> str | None:
 
 
 def adapter_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """State dict of the adapters only."""
-    return {name: tensor for name, tensor in model.state_dict().items() if ADAPTER_KEY in name}
+    """State dict of what is trained with an adapter: the adapters, and the head of a task, which is trained fully."""
+    has_task_head = isinstance(getattr(getattr(model, "config", None), "head", None), cfg.TaskHead)
+    prefixes = ("head.",) if has_task_head else ()
+    return {
+        name: tensor for name, tensor in model.state_dict().items() if ADAPTER_KEY in name or name.startswith(prefixes)
+    }
 
 
 def inactive_adapter_keys(model: nn.Module) -> set[str]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
@@ -81,7 +82,8 @@ def tokenizer() -> Tokenizer:
         pair="[CLS] $A [SEP] $B:1 [SEP]:1",
         special_tokens=[(token, backend.token_to_id(token)) for token in ("[CLS]", "[SEP]")],
     )
-    return Tokenizer(backend, special_tokens_map={"pad_token": "[PAD]", "mask_token": "[MASK]"}, model_max_length=64)
+    names = {"pad_token": "[PAD]", "mask_token": "[MASK]", "eos_token": "[SEP]"}
+    return Tokenizer(backend, special_tokens_map=names, model_max_length=64)
 
 
 def bert_config(tokenizer: Tokenizer, **options: Any) -> transformers.BertConfig:
@@ -430,6 +432,38 @@ def test_unknown_label_in_evaluation_data_is_counted(bert: Path, tmp_path: Path,
     assert report["skipped"] == {"empty text": 1, "unknown label": 1}
 
 
+@pytest.mark.parametrize("task", ["classification", "token-classification"])
+def test_adapter_with_a_head(task: str, bert: Path, tmp_path: Path) -> None:
+    """LoRA on the body, and the head trained fully: PEFT opens the export, and a resumed run is bit-equal."""
+    adapter = {"checkpoint": str(bert), "adapter": {"rank": 4, "targets": ["attn.q", "attn.v"]}}
+    settings = recipe(bert, write_rows(tmp_path, rows_of(task)), task, model=adapter)
+    settings["training"] |= {"max_steps": 8}
+    run = train(settings, tmp_path / "whole")
+    stopped = prepare_trainer(load_recipe(settings), tmp_path / "stopped", device="cpu")
+    stopped.callback.on_step_end = stop_at(5, stopped)  # type: ignore[method-assign]
+    stopped.train()
+    resume(tmp_path / "stopped")
+    assert run_digest(tmp_path / "stopped") == run_digest(tmp_path / "whole")
+
+    loaded = ct.load(run.directory)
+    names = loaded.model.config.head.label_names  # type: ignore[union-attr]
+    assert names == tuple(LABELS[task])
+    body = {name for name, p in stopped.model.named_parameters() if p.requires_grad}
+    assert any(name.startswith("head.") for name in body)
+    base_class = HEADS[task][1]
+    base = base_class.from_pretrained(bert, num_labels=len(names))
+    opened = peft.PeftModel.from_pretrained(base, run.model_directory).eval()
+    tokens = torch.arange(5, 45).view(2, 20)
+    with torch.no_grad():
+        expected = opened(tokens).logits
+        torch.testing.assert_close(loaded.model(tokens), expected, atol=1e-5, rtol=1e-5)
+        merged = ct.load(ct.save(loaded, tmp_path / "merged"))
+        torch.testing.assert_close(merged.model(tokens), expected, atol=1e-5, rtol=1e-5)
+        opened.save_pretrained(tmp_path / "theirs")
+        again = ct.load(bert, adapters=tmp_path / "theirs")  # PEFT writes no names of labels
+        torch.testing.assert_close(again.model(tokens), expected, atol=1e-5, rtol=1e-5)
+
+
 def test_columns_and_formats(bert: Path, tmp_path: Path) -> None:
     """CSV with other column names, and numbers as labels, in the order of the numbers."""
     rows = [f'"a {word}, film {i}",{stars}' for i in range(8) for word, stars in (("good", 10), ("bad", 2))]
@@ -440,8 +474,9 @@ def test_columns_and_formats(bert: Path, tmp_path: Path) -> None:
     assert trainer.model.config.head.label_names == ("2", "10")  # type: ignore[union-attr]
 
 
-def test_a_decoder_can_be_a_classifier(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    """The last token that is not padding is classified, as in transformers."""
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Path:
+    directory = tmp_path_factory.mktemp("llama")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=tokenizer.vocab_size,
@@ -451,10 +486,57 @@ def test_a_decoder_can_be_a_classifier(tokenizer: Tokenizer, tmp_path: Path) -> 
         num_attention_heads=4,
         max_position_embeddings=64,
         pad_token_id=tokenizer.pad_token_id,
+        initializer_range=0.1,
     )
-    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
-    tokenizer.save(tmp_path / "llama")
-    run, held_out = run_task(tmp_path / "llama", tmp_path, "classification", "classification")
+    transformers.LlamaForCausalLM(config).save_pretrained(directory)
+    tokenizer.save(directory)
+    return directory
+
+
+def test_reward_model(llama: Path, tmp_path: Path) -> None:
+    """Loss of each step equal to that of transformers with TRL's formula; the reward prefers the chosen answers."""
+    rng = random.Random(0)
+    rows = [
+        {"prompt": f"film {i}: ", "chosen": f"{rng.choice(GOOD)} {i}", "rejected": f"{rng.choice(BAD)} of the day"}
+        for i in range(80)
+    ]
+    settings = recipe(llama, write_rows(tmp_path, rows), "reward")
+    trainer = prepare_trainer(load_recipe(settings), tmp_path / "run", device="cpu")
+    ct.save(trainer.build_checkpoint(torch.device("cpu")), tmp_path / "initial")  # type: ignore[arg-type]
+    reference = transformers.LlamaForSequenceClassification.from_pretrained(tmp_path / "initial").train()
+    assert reference.num_labels == 1
+    trainer.model.train()
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in reference.parameters() if p.ndim > 1], "weight_decay": 0.01},
+            {"params": [p for p in reference.parameters() if p.ndim < 2], "weight_decay": 0.0},
+        ],
+        lr=LR,
+        betas=(0.9, 0.999),
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: lr_factor(trainer.recipe.schedule, n, STEPS))
+    for step in range(10):
+        answers = trainer.data.train.get_batch(step * 6, 6).answers
+        metrics = metrics_to_python(trainer.train_step(step))
+        rewards = reference(answers.tokens, attention_mask=answers.is_token.long()).logits[:, 0]
+        loss = -F.logsigmoid(rewards[:6] - rewards[6:]).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        assert metrics["loss"] == pytest.approx(loss.item(), abs=1e-5), step
+    settings["training"] |= {"max_steps": 40}
+    train(settings, tmp_path / "trained")
+    accuracies = [row["accuracy"] for row in read_metrics(tmp_path / "trained") if "accuracy" in row]
+    assert accuracies[-1] > 0.9
+    good, bad = ct.classify(ct.load(tmp_path / "trained"), ["film 3: good 3", "film 3: poor of the day"])
+    assert good.score > bad.score  # type: ignore[union-attr]
+
+
+def test_a_decoder_can_be_a_classifier(llama: Path, tmp_path: Path) -> None:
+    """The last token that is not padding is classified, as in transformers."""
+    run, held_out = run_task(llama, tmp_path, "classification", "classification")
     texts = [json.loads(line)["text"] for line in held_out.read_text().splitlines()]
     theirs = transformers.LlamaForSequenceClassification.from_pretrained(run / "model").eval()
     reference = transformers.AutoTokenizer.from_pretrained(run / "model")

@@ -15,13 +15,18 @@ from cutaway.train.data.record_encoder import RecordEncoder
 from cutaway.train.data.records import InvalidRecordError, Record, RecordDataset, RecordSplits
 from cutaway.train.logging.metrics_log import Metrics
 from cutaway.train.recipe.preference_objectives import PreferenceConfig
+from cutaway.train.recipe.task_objectives import RewardConfig
 
 
 class PairEncoder(RecordEncoder):
     """Encodes a chosen and a rejected answer. A row has tokens and targets of the chosen, then of the rejected one."""
 
     def __init__(
-        self, objective: PreferenceConfig, max_len: int, tokenizer: Tokenizer, stop_token_ids: Sequence[int] = ()
+        self,
+        objective: PreferenceConfig | RewardConfig,
+        max_len: int,
+        tokenizer: Tokenizer,
+        stop_token_ids: Sequence[int] = (),
     ) -> None:
         """`max_len`: maximum number of input tokens. `stop_token_ids`: tokens that end generation, besides EOS."""
         self.encoder = ConversationEncoder(tokenizer, max_len, objective.truncation, stop_token_ids)

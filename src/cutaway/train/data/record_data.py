@@ -19,7 +19,7 @@ from cutaway.train.logging.metrics_log import Metrics
 from cutaway.train.recipe.grpo import GRPOConfig
 from cutaway.train.recipe.preference_objectives import DPOConfig, KTOConfig, ORPOConfig
 from cutaway.train.recipe.schema import DataConfig, ObjectiveConfig, SFTConfig
-from cutaway.train.recipe.task_objectives import TaskObjectiveConfig
+from cutaway.train.recipe.task_objectives import RewardConfig, TaskObjectiveConfig
 
 RECORD_OBJECTIVES: frozenset[str] = frozenset({"sft", "dpo", "kto", "orpo", "grpo", *TASK_OBJECTIVES})
 """Kinds of the objectives that train on records instead of documents."""
@@ -62,6 +62,8 @@ def build_record_encoder(
     match objective:
         case SFTConfig():
             return SFTEncoder(objective, max_len, tokenizer, stop_token_ids)
+        case RewardConfig():
+            return PairEncoder(objective, max_len - 1, tokenizer, stop_token_ids)  # the last token is an input, too
         case DPOConfig() | ORPOConfig():
             return PairEncoder(objective, max_len, tokenizer, stop_token_ids)
         case KTOConfig():

@@ -68,6 +68,11 @@ def check_objective(
         )
     if config.head.kind == "none":
         raise InputError("the model has no output head, so it computes no logits; set model.head.kind = 'lm'")
+    if config.head.kind != "lm" and not isinstance(objective, TaskObjectiveConfig):
+        raise InputError(
+            f"objective {objective.kind} predicts tokens, but the model has a head for {config.head.kind}; use a"
+            " checkpoint with an LM head, or an objective for this head, such as classification"
+        )
     if isinstance(objective, DistillationConfig) and parallel.tp > 1:
         raise InputError(
             f"objective distillation needs the full vocabulary on each rank, but parallel.tp is {parallel.tp}; set"

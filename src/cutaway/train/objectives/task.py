@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cutaway.config.head import OutputHead, SequenceClassificationHead
 from cutaway.model import EncoderOnly, Transformer
+from cutaway.train.data.preference_dataset import PairBatch
 from cutaway.train.data.task_dataset import IGNORE_INDEX, TaskBatch
 from cutaway.train.loss.chunked_cross_entropy import LossSums, to_device_async
 from cutaway.train.loss.contrastive import cosent_loss, cosine_similarity_loss, multiple_negatives_ranking_loss
@@ -19,7 +20,6 @@ from cutaway.train.objectives.objective import Objective, drop_full_mask
 from cutaway.train.recipe.task_objectives import (
     EmbeddingConfig,
     MultipleChoiceConfig,
-    RewardConfig,
     TaskConfig,
     TokenClassificationConfig,
 )
@@ -46,7 +46,7 @@ def _squared_error(outputs: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
 
 
 def _bradley_terry(rewards: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-    chosen, rejected = rewards.view(-1, 2).unbind(1)
+    chosen, rejected = rewards.view(2, -1)
     return (-F.logsigmoid(chosen - rejected) * weights).sum()
 
 
@@ -55,6 +55,12 @@ class TaskObjective(Objective):
     """Texts of a batch, their labels as targets, and the loss of the task."""
 
     loss_fn: TaskLoss = _cross_entropy
+
+    @property
+    def num_targets(self) -> float:
+        """Number of tokens that the model reads, for the throughput."""
+        tokens = self.inputs[0]
+        return 0.0 if tokens is None else float(tokens.numel())
 
     def outputs(self, model: Transformer) -> Tensor:
         """Outputs of the task head, in fp32 or wider."""
@@ -82,8 +88,10 @@ class TaskObjective(Objective):
         return replace(self, inputs=inputs, model_kwargs=model_kwargs, targets=to_device_async(self.targets, device))
 
 
-def build_task_objective(objective: TaskConfig, head: OutputHead, batch: TaskBatch) -> TaskObjective:
+def build_task_objective(objective: TaskConfig, head: OutputHead, batch: TaskBatch | PairBatch) -> TaskObjective:
     """Objective of a batch for a model with this head."""
+    if isinstance(batch, PairBatch):
+        return reward(batch)
     match objective:
         case TokenClassificationConfig():
             return token_classification(batch)
@@ -91,8 +99,6 @@ def build_task_objective(objective: TaskConfig, head: OutputHead, batch: TaskBat
             return multiple_choice(batch)
         case EmbeddingConfig():
             return embedding(batch, objective)
-        case RewardConfig():
-            return reward(batch)
     assert isinstance(head, SequenceClassificationHead)
     return classification(batch, head.problem_type)
 
@@ -147,11 +153,11 @@ def embedding(batch: TaskBatch, config: EmbeddingConfig) -> TaskObjective:
     return TaskObjective(inputs, targets, torch.ones(len(targets)), model_kwargs, loss_fn=loss)
 
 
-def reward(batch: TaskBatch) -> TaskObjective:
-    """−log σ(r(chosen) − r(rejected)) of a scalar head (Bradley and Terry). The first text of a record is chosen."""
-    inputs, model_kwargs = _flat_texts(batch)
-    weights = torch.ones(len(batch.tokens))
-    return TaskObjective(inputs, batch.labels, weights, model_kwargs, loss_fn=_bradley_terry)
+def reward(batch: PairBatch) -> TaskObjective:
+    """−log σ(r(chosen) − r(rejected)) of a scalar head (Bradley and Terry)."""
+    answers, weights = batch.answers, torch.ones(batch.num_pairs)
+    inputs = (answers.tokens, drop_full_mask(answers.is_token))
+    return TaskObjective(inputs, weights, weights, loss_fn=_bradley_terry)
 
 
 ModelInputs = tuple[tuple[Tensor | None, ...], dict[str, Tensor]]

@@ -60,9 +60,15 @@ class EmbeddingConfig(TaskObjectiveConfig):
 
 
 class RewardConfig(TaskObjectiveConfig):
-    """Reward model: a scalar head on a decoder, trained with −log σ(r(chosen) − r(rejected)) (Bradley and Terry)."""
+    """Reward model: a scalar head on a decoder, trained with −log σ(r(chosen) − r(rejected)) (Bradley and Terry).
+
+    The reward is the output of the head at the last token of prompt and answer.
+    """
 
     kind: Literal["reward"] = "reward"
+    truncation: Literal["right", "drop"] = "right"
+    """Handling of answers that, with their prompt, have more than data.seq_len tokens: 'right' removes the tokens at
+    the end, 'drop' leaves out the record."""
 
 
 TaskConfig = ClassificationConfig | TokenClassificationConfig | MultipleChoiceConfig | EmbeddingConfig | RewardConfig

@@ -8,6 +8,7 @@ from torch import Tensor
 from cutaway.config.head import SequenceClassificationHead, TokenClassificationHead
 from cutaway.evaluate import task_heads
 from cutaway.model import Transformer
+from cutaway.train.data.preference_dataset import PairBatch
 from cutaway.train.data.task_dataset import TaskBatch
 from cutaway.train.data.training_data import TrainingData
 from cutaway.train.logging.metrics_log import Metrics
@@ -37,12 +38,15 @@ def task_metrics(model: Transformer, data: TrainingData, objective_fn: Objective
     outputs: list[Tensor] = []
     labels: list[Tensor] = []
     for low in range(0, count, size):
-        batch: TaskBatch = data.validation.get_batch(low, min(size, count - low))
+        batch: TaskBatch | PairBatch = data.validation.get_batch(low, min(size, count - low))
         objective = objective_fn(batch, low)
         assert isinstance(objective, TaskObjective)
         rows = objective.outputs(model).cpu()
+        if isinstance(batch, PairBatch):
+            outputs += rows.view(2, -1).T.unbind(0)
+            continue
         num_texts = batch.tokens.shape[1]
-        if recipe.objective.kind in ("embedding", "reward"):
+        if recipe.objective.kind == "embedding":
             rows = rows.unflatten(0, (-1, num_texts))
         elif recipe.objective.kind == "multiple-choice":
             rows = rows.masked_fill(torch.arange(num_texts) >= batch.num_texts[:, None], -torch.inf)
@@ -58,7 +62,7 @@ def _compute(head: Any, kind: str, outputs: list[Tensor], labels: list[Tensor]) 
     if kind == "multiple-choice":
         return task_heads.choice_metrics(outputs, [int(label[0]) for label in labels])
     if kind == "reward":
-        return task_heads.preference_metrics(torch.stack(outputs)[..., 0])
+        return task_heads.preference_metrics(torch.stack(outputs))
     if kind == "embedding":
         embeddings, scores = torch.stack(outputs), torch.stack(labels)[:, 0]
         if bool(scores.isnan().any()):

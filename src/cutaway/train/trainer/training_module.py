@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from cutaway.argument_checks import VALUES_CHECKED
-from cutaway.config import Config
+from cutaway.config import Config, TaskHead
 from cutaway.errors import InputError
 from cutaway.families.checkpoint import Checkpoint
 from cutaway.model import Transformer, build
@@ -44,6 +44,8 @@ def build_adapter_model(
 ) -> Transformer:
     """Add a new adapter to the model of a base checkpoint, which is quantized first if the recipe says so.
 
+    The head of a task is trained fully, as PEFT's modules_to_save.
+
     The model is changed in place and moved to the device. With quantization, the layers are moved one at a time.
     """
     model = base_checkpoint.model
@@ -53,7 +55,11 @@ def build_adapter_model(
         quantize_linears(model, source.quantization, device=device)
     model = model.to(device)
     model.use_activation_checkpointing(training.activation_checkpointing)
-    return model.add_adapter(source.adapter, seed=training.seed)
+    model.add_adapter(source.adapter, seed=training.seed)
+    if isinstance(model.config.head, TaskHead):  # its weights are new, so a low-rank change is not enough
+        assert model.head is not None
+        model.head.requires_grad_(True)
+    return model
 
 
 class TrainingModule(nn.Module):
