@@ -18,6 +18,8 @@ from cutaway.train.recipe.schema import AdamWConfig, PretrainedModelConfig, Reci
 CPU_HARDWARE = replace(custom_hardware(bandwidth=1e9, flops=1e9), kind="cpu")
 """Hardware of kind cpu, with placeholder speeds. The kind matters because a CPU and a GPU store different activations
 for the backward pass."""
+COMPILED_TOLERANCE = 0.1
+"""Relative error of the estimate of compiled steps."""
 MIN_SEQ_LEN = 256
 """Shortest sequence length that is proposed."""
 
@@ -51,8 +53,16 @@ def size_step(
         world_size=dist_context.world_size,
         dp_shard=dist_context.num_state_shards // dist_context.tp_size,
         tp=dist_context.tp_size,
+        compiled=_is_compiled(recipe, device, dist_context),
         **adapter_options(recipe),
     )
+
+
+def _is_compiled(recipe: Recipe, device: torch.device, dist_context: DistributedContext) -> bool:
+    """Whether the step runs compiled blocks (see TrainStepRunner)."""
+    if dist_context.tp_size > 1 or recipe.objective.aux_loss_coef:
+        return False
+    return device.type == "cuda" if recipe.training.compile is None else recipe.training.compile
 
 
 def adapter_options(recipe: Recipe) -> dict[str, Any]:
@@ -104,9 +114,8 @@ def check_memory(
     if free is None:
         log(f"estimated memory per step: {estimate / GIB:.2g} GiB")
         return
-    # Compiled blocks store fewer activations than the estimate, which is that of eager execution.
-    is_compiled = device.type == "cuda" and recipe.training.compile is not False
-    if (lower_bound if is_compiled else estimate) > free:
+    is_compiled = _is_compiled(recipe, device, dist_context)  # what the compiler stores is known less exactly
+    if max(lower_bound, estimate * (1 - COMPILED_TOLERANCE) if is_compiled else estimate) > free:
         held = "weights, gradients and optimizer state take" if lower_bound > free else "a training step takes"
         raise InputError(
             f"{held} {_gib(lower_bound if lower_bound > free else estimate)}, but {_gib(free)} are free;"
