@@ -12,6 +12,8 @@ from cutaway.errors import CutawayError, InputError
 from cutaway.size.estimate import SizeEstimate, size
 from cutaway.size.hardware import custom_hardware
 from cutaway.train.distributed.process_group import SINGLE_PROCESS, DistributedContext
+from cutaway.train.objectives.build import uses_reference_model
+from cutaway.train.recipe.preference_objectives import DPOConfig, ORPOConfig
 from cutaway.train.recipe.load import load_recipe
 from cutaway.train.recipe.schema import AdamWConfig, PretrainedModelConfig, Recipe, Seq2SeqConfig
 
@@ -39,6 +41,7 @@ def size_step(
     training = recipe.training
     ranges = dist_context.micro_batch_ranges(training.batch_size, training.grad_accum_steps)
     rows = max(1, *(high - low for low, high in ranges))
+    rows *= 2 if isinstance(recipe.objective, DPOConfig | ORPOConfig) else 1  # a pair has two sequences
     return size(
         config,
         batch_size=rows * getattr(recipe.objective, "num_generations", 1) * dist_context.dp_size,
@@ -90,11 +93,13 @@ def expected_memory(
     trained = sizes["adapters"] if "adapters" in sizes else sizes["weights"]
     gradients = sizes["gradients"]
     ema = trained if recipe.training.ema_decay is not None else 0
-    lower_bound = sizes.get("frozen weights", 0) + trained + gradients + sizes["optimizer"] + ema
+    is_copied = uses_reference_model(recipe.objective) and "adapters" not in sizes
+    reference = sizes["weights"] if is_copied else 0  # a frozen copy; with an adapter, the base is the reference
+    lower_bound = sizes.get("frozen weights", 0) + trained + gradients + sizes["optimizer"] + ema + reference
     accumulated = 0
     if recipe.training.grad_accum_steps > 1:  # the accumulated gradients are in memory during the whole micro-batch
         accumulated = gradients - memory.peak_by_component.get("gradients", 0)
-    return max(memory.total_bytes + accumulated + ema, lower_bound), lower_bound
+    return max(memory.total_bytes + accumulated + ema + reference, lower_bound), lower_bound
 
 
 def check_memory(
