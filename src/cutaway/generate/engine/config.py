@@ -306,7 +306,6 @@ class EngineOptions(TypedDict, total=False):
     prefill_chunk_size: int
     weight_bits: int | None
     compile: bool | None
-    adapters: Sequence[str | None] | None
 
 
 def build_engine_config(
@@ -317,6 +316,7 @@ def build_engine_config(
     required_len: int | None = None,
     max_model_len: int | None = None,
     max_source_len: int = 512,
+    adapters: Sequence[str | None] | None = None,
     **options: Unpack[EngineOptions],
 ) -> EngineConfig:
     """Build an engine configuration with the checkpoint's special tokens.
@@ -332,6 +332,7 @@ def build_engine_config(
         max_num_seqs,
         max_model_len,
         max_source_len=max_source_len,
+        adapters=adapters,
         eos_token_ids=generation_config.eos_token_ids,
         decoder_start_token_id=generation_config.decoder_start_token_id if has_encoder else None,
         forced_eos_token_id=forced_eos if has_encoder else None,

@@ -13,8 +13,8 @@ from cutaway.size.estimate import SizeEstimate, size
 from cutaway.size.hardware import custom_hardware
 from cutaway.train.distributed.process_group import SINGLE_PROCESS, DistributedContext
 from cutaway.train.objectives.build import uses_reference_model
-from cutaway.train.recipe.preference_objectives import DPOConfig, ORPOConfig
 from cutaway.train.recipe.load import load_recipe
+from cutaway.train.recipe.preference_objectives import DPOConfig, ORPOConfig
 from cutaway.train.recipe.schema import AdamWConfig, PretrainedModelConfig, Recipe, Seq2SeqConfig
 
 CPU_HARDWARE = replace(custom_hardware(bandwidth=1e9, flops=1e9), kind="cpu")
