@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from cutaway.bounded_files import read_json_object
+from cutaway.config.head import TaskHead
 from cutaway.config.lora import LoRA
 from cutaway.errors import ConfigError, InputError, WeightError
 from cutaway.families.checkpoint import Checkpoint
@@ -97,7 +98,17 @@ def load_adapter(
     checkpoint = add_saved_head(checkpoint, path, peft_config, weights)
     model = checkpoint.model
     head_weights = {key.removeprefix(KEY_PREFIX): weights.pop(key) for key in list(weights) if "lora_" not in key}
-    load_head_weights(model, _conversions(_family_of(checkpoint), model), head_weights)
+    if peft_config.get("modules_to_save") and not head_weights:
+        raise ConfigError(
+            "adapter_config.json: modules_to_save names modules whose weights are not in the file; save it again"
+        )
+    if head_weights and model.adapters:
+        raise InputError(
+            f"the adapter '{name}' has a head of its own, but the model has other adapters, which share one head; load"
+            " it alone, with a base model of its own"
+        )
+    if isinstance(model.config.head, TaskHead):
+        load_head_weights(model, _conversions(_family_of(checkpoint), model), head_weights)
     _check_saved_modules(peft_config, head_weights)
     matrices: dict[str, _AdaptedMatrix] = {}
     for matrix in _list_matrices(_family_of(checkpoint), model):
