@@ -38,7 +38,7 @@ from cutaway.train.recipe.task_objectives import TaskObjectiveConfig
 from cutaway.train.trainer.general_loss import has_general_loss, read_general_text
 from cutaway.train.trainer.memory_check import check_memory, check_resident_memory
 from cutaway.train.trainer.preflight import run_preflight
-from cutaway.train.trainer.run_length import resolve_run_length
+from cutaway.train.trainer.resolve_recipe import resolve_precision, resolve_run_length
 from cutaway.train.trainer.trainer import Trainer
 from cutaway.train.trainer.training_module import TrainingModule, build_adapter_model, build_training_model
 
@@ -109,6 +109,7 @@ def prepare_trainer(
     # Devices and loggers of this rank
     device = dist_context.resolve_device(device)
     dist_context.init_mesh(recipe.parallel, device)
+    recipe = resolve_precision(recipe, device)
     is_sharded = dist_context.mesh is not None
     callback = callback if callback is not None and dist_context.is_main_process else Callback()
     log, free = callback.on_message, free_memory(device)
