@@ -315,3 +315,15 @@ def test_adapter_of_the_output_matrix_is_refused(tmp_path: Path) -> None:
     adapted.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
     with pytest.raises(WeightError, match="'lm_head', which cutaway has no adapters for; merge it with PEFT"):
         load_adapter(ct.load(tmp_path / "base"), tmp_path / "adapter")
+
+
+def test_base_models_of_adapters(tmp_path: Path) -> None:
+    """The config of an adapter is that of its base. An adapter that is its own base is refused."""
+    base = ct.load("tiny-english")
+    base.model.add_adapter({"rank": 2})
+    save_adapter(base, tmp_path / "adapter", base="tiny-english")
+    assert ct.config(tmp_path / "adapter") == base.config
+    save_adapter(base, tmp_path / "loop", base=".")
+    for read in (ct.config, ct.load):
+        with pytest.raises((ConfigError, InputError), match="adapters of each other"):
+            read(tmp_path / "loop")
