@@ -52,6 +52,18 @@ def _find_config_file(directory: Path) -> Path:
                 return directory / name
         except OSError as error:
             raise ConfigError(f"'{directory}' cannot be opened: {error.strerror}") from None
+    if path_satisfies(directory / "run.json", Path.is_file) and path_satisfies(directory / "model", Path.is_dir):
+        return _find_config_file(directory / "model")
+    adapter_config = directory / "adapter_config.json"
+    if path_satisfies(adapter_config, Path.is_file):
+        base = read_json_object(adapter_config, ConfigError).get("base_model_name_or_path")
+        path = Path(base).expanduser() if isinstance(base, str) else directory
+        if path_satisfies(path, Path.is_dir) and path.resolve() != directory.resolve():
+            return _find_config_file(path)
+        raise ConfigError(
+            f"'{directory}' is an adapter, and the configuration is that of its base model, {base!r}; pass the base"
+            " model"
+        )
     raise ConfigError(
         f"'{directory}' has no config.json; pass a model directory, a configuration file or a preset name"
     )
