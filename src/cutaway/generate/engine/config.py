@@ -82,6 +82,11 @@ class EngineConfig:
             raise InputError(f"model is a {type(self.model).__name__}; pass a model, such as a checkpoint's .model")
         if "decoder" not in self.model.stacks:
             raise InputError("this model is encoder-only, so it cannot generate; use fill_mask, or model.encode")
+        if not self.model.has_lm_head:
+            raise InputError(
+                f"this model has a head of kind '{self.model.config.head.kind}', so it cannot generate; call"
+                " model(tokens, mask) for the output of its head, or load a model with an LM head"
+            )
         if self.model.device.type == "meta":
             raise InputError("this model is on the meta device, which holds shapes without values; load its weights")
         for name in ("max_num_seqs", "prefill_chunk_size", "max_source_len"):

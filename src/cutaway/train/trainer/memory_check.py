@@ -63,7 +63,7 @@ def size_step(
 
 def _is_compiled(recipe: Recipe, device: torch.device, dist_context: DistributedContext) -> bool:
     """Whether the step runs compiled blocks (see TrainStepRunner)."""
-    if dist_context.tp_size > 1 or recipe.objective.aux_loss_coef:
+    if dist_context.tp_size > 1 or bool(getattr(recipe.objective, "aux_loss_coef", 0.0)):
         return False
     return device.type == "cuda" if recipe.training.compile is None else recipe.training.compile
 
@@ -109,11 +109,16 @@ def check_memory(
     dist_context: DistributedContext,
     log: Callable[[str], None],
     free: int | None = None,
+    *,
+    max_len: int | None = None,
 ) -> None:
     """Log the estimated memory. Raise InputError, with settings that fit, if a step needs more than `free` bytes.
 
-    The default of `free` is the free memory of the device.
+    The default of `free` is the free memory of the device. `max_len` is the length of the longest sequence of the data,
+    if it is known.
     """
+    if max_len is not None and max_len < recipe.data.seq_len:
+        recipe = load_recipe(recipe, [f"data.seq_len={max_len}"])
     estimate, lower_bound = expected_memory(recipe, config, device, dist_context)
     free = free_memory(device) if free is None else free
     if free is None:
@@ -127,6 +132,15 @@ def check_memory(
             f" {propose_settings(recipe, config, device, dist_context, free)}"
         )
     log(f"estimated memory per step: {estimate / GIB:.2g} GiB of {free / GIB:.3g} GiB free")
+
+
+def check_resident_memory(
+    recipe: Recipe, config: Config, device: torch.device, dist_context: DistributedContext, free: int | None
+) -> None:
+    """Raise InputError if weights, gradients and optimizer state do not fit, whatever the lengths of the sequences."""
+    lower_bound = expected_memory(recipe, config, device, dist_context)[1]
+    if free is not None and lower_bound > free:
+        check_memory(recipe, config, device, dist_context, lambda message: None, free)
 
 
 # ------------------------------------------------------------------------------------------------- settings that fit
