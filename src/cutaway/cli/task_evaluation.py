@@ -14,8 +14,8 @@ if TYPE_CHECKING:  # torch is imported when it is needed
 
 Results = dict[str, Any]
 MAX_CLASSES_SHOWN = 20
-TASKS = ("sequence-classification", "token-classification", "multiple-choice", "embedding", "none")
-"""Kinds of heads that are evaluated on labeled records. Without a head, embeddings are means of the hidden states."""
+TASKS = ("sequence-classification", "token-classification", "multiple-choice", "embedding")
+"""Kinds of heads that are evaluated on labeled records."""
 PERCENT_METRICS = {
     "accuracy": "accuracy",
     "accuracy_at_1": "accuracy at 1",
@@ -32,6 +32,11 @@ NUMBER_METRICS = {
     "mean_absolute_error": "mean absolute error",
     "margin": "mean margin",
 }
+
+
+def has_labeled_task(checkpoint: "Checkpoint") -> bool:
+    """Whether a model is evaluated on labeled records. An encoder without such a head computes embeddings."""
+    return checkpoint.config.head.kind in TASKS or checkpoint.config.form == "encoder"
 
 
 def evaluate_task(
@@ -66,7 +71,9 @@ def evaluate_task(
             " --target-column"
         )
     if as_json:
-        print_json({"source": source, "task": checkpoint.config.head.kind} | metrics | {"skipped": skipped.counts})
+        kind = checkpoint.config.head.kind
+        task = kind if kind in TASKS else "embedding"
+        print_json({"source": source, "task": task} | metrics | {"skipped": skipped.counts})
     else:
         _render(metrics, skipped)
 
