@@ -34,9 +34,19 @@ NUMBER_METRICS = {
 }
 
 
-def has_labeled_task(checkpoint: "Checkpoint") -> bool:
-    """Whether a model is evaluated on labeled records. An encoder without such a head computes embeddings."""
-    return checkpoint.config.head.kind in TASKS or checkpoint.config.form == "encoder"
+def has_labeled_task(checkpoint: "Checkpoint", paths: Sequence[Path]) -> bool:
+    """Whether a model is evaluated on labeled records. An encoder without such a head computes embeddings of pairs."""
+    from cutaway.evaluate.exact_match import parse_example
+    from cutaway.train.data.documents import SkippedDocuments
+    from cutaway.train.data.records import read_records
+    from cutaway.train.recipe.schema import SourceConfig
+
+    if checkpoint.config.head.kind in TASKS or checkpoint.config.form != "encoder":
+        return checkpoint.config.head.kind in TASKS
+    skipped = SkippedDocuments()
+    records = (record for path in paths for record in read_records(SourceConfig(path=str(path)), skipped))
+    first = next(records, None)
+    return first is not None and isinstance(parse_example(first.fields), str)  # a string says why it is no question
 
 
 def evaluate_task(

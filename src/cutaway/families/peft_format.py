@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from cutaway.bounded_files import read_json_object
+from cutaway.config.head import TaskHead
 from cutaway.config.lora import LoRA
 from cutaway.errors import ConfigError, InputError, WeightError
 from cutaway.families.checkpoint import Checkpoint
@@ -98,7 +99,7 @@ def load_adapter(
     model = checkpoint.model
     head_weights = {key.removeprefix(KEY_PREFIX): weights.pop(key) for key in list(weights) if "lora_" not in key}
     load_head_weights(model, _conversions(_family_of(checkpoint), model), head_weights)
-    _check_saved_modules(peft_config, head_weights)
+    _check_saved_modules(peft_config, model, head_weights)
     matrices: dict[str, _AdaptedMatrix] = {}
     for matrix in _list_matrices(_family_of(checkpoint), model):
         matrices.setdefault(matrix.module, matrix)
@@ -406,18 +407,17 @@ def _group_by_module(weights: Mapping[str, Tensor]) -> dict[str, dict[str, Tenso
     return grouped
 
 
-def _check_saved_modules(peft_config: Mapping[str, Any], unused: Mapping[str, Tensor]) -> None:
+def _check_saved_modules(peft_config: Mapping[str, Any], model: Transformer, unused: Mapping[str, Tensor]) -> None:
     """Raise if an adapter directory has weights of modules other than the head of a task."""
-    if not unused:
-        return
-    if peft_config.get("modules_to_save"):
+    modules = peft_config.get("modules_to_save") or ()
+    if modules and (unused or not isinstance(model.config.head, TaskHead)):
         raise ConfigError(
-            f"adapter_config.json: modules_to_save is not supported for '{next(iter(unused))}', because it replaces a"
-            " module of the base model that is not the head of a task; merge it with PEFT"
+            f"adapter_config.json: modules_to_save is not supported for {next(iter(unused), modules[0])!r}, because it"
+            " replaces a module of the base model that is not the head of a task; merge it with PEFT"
         )
-    raise WeightError(
-        f"'{next(iter(unused))}' is not a weight of a LoRA adapter; other kinds of adapters are not supported"
-    )
+    if unused:
+        key = f"{KEY_PREFIX}{next(iter(unused))}"
+        raise WeightError(f"'{key}' is not a weight of a LoRA adapter; other kinds of adapters are not supported")
 
 
 def _check_peft_config(peft_config: Mapping[str, Any]) -> None:

@@ -171,7 +171,7 @@ def _evaluate_records(
         if not path.exists():
             raise InputError(f"'{path}' does not exist; pass a file with records")
     checkpoint = load_checkpoint(source, device, dtype, quiet=as_json, adapters=adapter)
-    if has_labeled_task(checkpoint):
+    if has_labeled_task(checkpoint, paths):
         if max_new_tokens is not None:
             raise InputError("--max-new-tokens does not apply to a model with a task head; leave it out")
         evaluate_task(checkpoint, source, paths, batch_size=batch_size, as_json=as_json, **columns)
