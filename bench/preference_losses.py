@@ -67,7 +67,7 @@ class BigramModel(nn.Module):
 
 def read_functions(path: Path, names: set[str], namespace: dict[str, Any]) -> SimpleNamespace:
     """Functions and methods of a Python file, by name, without running the rest of the file."""
-    found = [
+    found: list[Any] = [
         node
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.FunctionDef) and node.name in names

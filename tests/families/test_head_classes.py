@@ -211,3 +211,19 @@ def test_problem_type_is_read_and_written(tmp_path: Path) -> None:
     loaded = transformers.AutoModelForSequenceClassification.from_pretrained(ct.save(changed, tmp_path / "one"))
     assert (loaded.config.problem_type, loaded.config.num_labels) == ("regression", 1)
     assert loaded.config.classifier_dropout == 0.25
+
+
+def test_decoder_classifier_is_saved_with_the_padding_token_of_its_tokenizer(tmp_path: Path) -> None:
+    """transformers needs it to find the last token of each sequence of a batch."""
+    base = ct.load("tiny-english", dtype=torch.float32)
+    checkpoint = replace_head(base, "sequence-classification", num_labels=2, seed=0)
+    saved = ct.save(checkpoint, tmp_path / "model")
+    model: Any = transformers.AutoModelForSequenceClassification.from_pretrained(saved).eval()
+    tokenizer: Any = base.tokenizer
+    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    assert model.config.pad_token_id == pad
+    mask = padding_masks(3, 9)
+    tokens = torch.where(mask, torch.randint(20, 200, mask.shape), pad)
+    with torch.no_grad():
+        expected = model(input_ids=tokens, attention_mask=mask.long()).logits
+        assert_close(checkpoint.model(tokens, mask), expected, 0.0, "logits")

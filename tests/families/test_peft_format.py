@@ -218,7 +218,7 @@ def write_adapter(tmp_path: Path) -> Path:
     [
         ({"peft_type": "LOHA"}, "only LORA"),
         ({"bias": "all"}, "only 'none'"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save is not supported"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save names modules"),
         ({"init_lora_weights": "pissa_niter_4"}, "trained on changed weights"),
         ({"lora_bias": True}, "it adds a bias to B"),
         ({"target_parameters": ["experts.gate_up_proj"]}, "its targets are parameters"),
@@ -292,3 +292,26 @@ def test_adapter_of_an_adapter_and_the_generation_config(tmp_path: Path) -> None
     assert loaded.generation_config == {"eos_token_id": [3, 7]}
     tokens = torch.arange(5, 15).unsqueeze(0)
     torch.testing.assert_close(our_logits(loaded, tokens), our_logits(merged, tokens), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_saved_output_matrix_is_refused(family: str, tmp_path: Path) -> None:
+    """PEFT's modules_to_save = lm_head replaces the output matrix, which may be tied to the embedding."""
+    model = build_transformers_model(small_peer(family))
+    model.save_pretrained(tmp_path / "base")
+    targets = ["q_proj"] if family == "llama" else ["c_attn"]
+    config = peft.LoraConfig(r=2, target_modules=targets, modules_to_save=["lm_head"], fan_in_fan_out=family == "gpt2")
+    peft.get_peft_model(model, config).save_pretrained(tmp_path / "adapter")
+    before = ct.load(tmp_path / "base")
+    weights = {key: tensor.clone() for key, tensor in before.model.state_dict().items()}
+    with pytest.raises(ConfigError, match="modules_to_save is not supported for 'lm_head"):
+        load_adapter(before, tmp_path / "adapter")
+    assert all(torch.equal(tensor, weights[key]) for key, tensor in before.model.state_dict().items())
+
+
+def test_adapter_of_the_output_matrix_is_refused(tmp_path: Path) -> None:
+    model = llama_base(tmp_path)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "lm_head"]))
+    adapted.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    with pytest.raises(WeightError, match="'lm_head', which cutaway has no adapters for; merge it with PEFT"):
+        load_adapter(ct.load(tmp_path / "base"), tmp_path / "adapter")

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
-from support.config_strategies import configs
+from support.config_strategies import HEADS, configs
 
 import cutaway as ct
 from cutaway.config import Config, config, presets
@@ -59,7 +59,7 @@ def is_tensor_subclass(value: torch.Tensor) -> bool:
 # ---------------------------------------------------------------------------------------- equal to real tensors
 
 
-@given(model=configs(), dtype=st.sampled_from(["fp32", "bf16"]))
+@given(model=configs(heads=HEADS), dtype=st.sampled_from(["fp32", "bf16"]))
 def test_weight_and_gradient_bytes_match_built_model(model: Config, dtype: str) -> None:
     module = build(model, device="meta", dtype=DTYPES[dtype])
     tensors = {id(tensor): tensor for tensor in module.state_dict(keep_vars=True).values()}
@@ -79,7 +79,7 @@ def test_weight_and_gradient_bytes_match_built_model(model: Config, dtype: str) 
     ).grad_bytes + pooler * itemsize == total_bytes(trainable)
 
 
-@given(model=configs())
+@given(model=configs(heads=HEADS))
 def test_optimizer_state_bytes_match_torch(model: Config) -> None:
     module = build(model, seed=0)
     trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -340,7 +340,7 @@ def test_fsdp_shard_bytes_match_torch(name: str) -> None:
     assert size.memory.bytes_by_component["optimizer"] == local_bytes
 
 
-@given(model=configs(), kernel=st.sampled_from(["auto", "explicit"]))
+@given(model=configs(heads=HEADS), kernel=st.sampled_from(["auto", "explicit"]))
 def test_chunked_loss_has_equal_flops(model: Config, kernel: str) -> None:
     execution = ExecutionConfig(kernel=kernel)
     full, chunked = (training_pass(model, 3, 700, execution, loss=loss) for loss in ("full", "chunked"))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.config_strategies import configs, random_tokens
+from support.config_strategies import HEADS, configs, random_tokens
 from support.flop_and_memory_counters import build_model, compute_loss, count_flops, count_saved_bytes
 
 from cutaway.config import Config, config, presets
@@ -29,7 +29,7 @@ def cpu_execution(
     )
 
 
-@given(model=configs(), kernel=KERNELS, mode=st.sampled_from(MODES))
+@given(model=configs(heads=HEADS), kernel=KERNELS, mode=st.sampled_from(MODES))
 def test_training_flops_match_flop_counter(model: Config, kernel: str, mode: str) -> None:
     module = build_model(model, kernel=kernel, activation_checkpointing=mode)
     loss, forward_flops = count_flops(lambda: compute_loss(module, BATCH_SIZE, SEQ_LEN, SOURCE_LEN))
@@ -62,7 +62,7 @@ def test_decode_flops_match_flop_counter(model: Config, kernel: str) -> None:
     )
 
 
-@given(model=configs(), kernel=KERNELS)
+@given(model=configs(heads=HEADS), kernel=KERNELS)
 def test_inference_flops_equal_training_forward_flops(model: Config, kernel: str) -> None:
     inference = inference_pass(
         model, BATCH_SIZE, SEQ_LEN, cpu_execution(kernel), source_len=SOURCE_LEN
@@ -74,7 +74,7 @@ def test_inference_flops_equal_training_forward_flops(model: Config, kernel: str
 
 
 @given(
-    model=configs(),
+    model=configs(heads=HEADS),
     kernel=KERNELS,
     mode=st.sampled_from(MODES),
     precision=st.sampled_from([(torch.float32, False), (torch.bfloat16, False), (torch.float32, True)]),
@@ -112,7 +112,7 @@ def test_backward_frees_everything_but_gradients() -> None:
         assert tape.memory_tracker.current_bytes == sum(storage.nbytes for storage in tape.weight_grads.values())
 
 
-@given(model=configs(), kernel=KERNELS, mode=st.sampled_from(MODES))
+@given(model=configs(heads=HEADS), kernel=KERNELS, mode=st.sampled_from(MODES))
 def test_recomputed_flops_are_counted_in_every_mode(model: Config, kernel: str, mode: str) -> None:
     without = training_pass(model, BATCH_SIZE, SEQ_LEN, cpu_execution(kernel), source_len=SOURCE_LEN).counter
     with_mode = training_pass(model, BATCH_SIZE, SEQ_LEN, cpu_execution(kernel, mode), source_len=SOURCE_LEN).counter

@@ -254,6 +254,7 @@ def has_additive_residual(stack: c.Stack) -> bool:
 
 FORMS = ("decoder", "encoder", "encoder-decoder")
 EMBEDDING_POSITIONS = ("none", "learned", "sinusoidal")
+HEADS = ("lm", "task")
 ATTENTION_POSITIONS = ("none", "rope", "alibi", "relative-bias", "disentangled")
 
 

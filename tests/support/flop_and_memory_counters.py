@@ -57,16 +57,21 @@ def build_model(
 
 
 def compute_loss(model: Transformer, batch: int, length: int, source: int) -> torch.Tensor:
-    """Return the cross-entropy over all tokens, or the hidden states if the model has no head."""
+    """Return the cross-entropy of all outputs; hidden states, scores or embeddings if they are not classes."""
     config = model.config
     tokens = random_tokens(config, batch, length, 1)
     if config.form == "encoder-decoder":
         logits = model(random_tokens(config, batch, source, 2, "source"), tokens)
     elif getattr(model, "head", None) is None:
         return model.encode(tokens)  # type: ignore[operator]
+    elif config.head.kind == "multiple-choice":
+        return model(tokens[:, None])
     else:
         logits = model(tokens)
-    return F.cross_entropy(logits.flatten(0, 1), tokens.clone().flatten())
+    if config.head.kind == "embedding":
+        return logits
+    num_targets, num_classes = logits[..., 0].numel(), logits.shape[-1]
+    return F.cross_entropy(logits.flatten(0, -2), tokens.flatten()[:num_targets].clone() % num_classes)
 
 
 class SavedTensor:

@@ -47,7 +47,7 @@ def evaluate_masked_lm(
     index of the text and the position in the text.
     """
     model, tokenizer, _ = unpack_checkpoint(checkpoint)
-    if not isinstance(model, EncoderOnly) or model.head is None:
+    if not isinstance(model, EncoderOnly) or not model.has_lm_head:
         raise InputError("this model has no masked language modeling head; load an encoder with one (BertForMaskedLM)")
     tokenizer = require_tokenizer(tokenizer)
     mask_token_id = tokenizer.mask_token_id
@@ -75,14 +75,13 @@ def evaluate_masked_lm(
 
 def _score_chunks(model: EncoderOnly, mask_token_id: int, chunks: list[_MaskedChunk]) -> EvalResult:
     """Return the summed loss and the calibration of the masked tokens of these chunks."""
-    assert model.head is not None
     tokens, padding_mask = pad_rows([ids for ids, _ in chunks], model.device)
     rows = torch.tensor([row for row, (_, masked) in enumerate(chunks) for _ in masked], device=tokens.device)
     positions = torch.tensor([position for _, masked in chunks for position in masked], device=tokens.device)
     targets = tokens[rows, positions]
     tokens[rows, positions] = mask_token_id
     x = model.encode(tokens, padding_mask)[rows, positions]  # (N, d)
-    return sum_token_losses(model.head, x, targets, model.config.vocab_size)
+    return sum_token_losses(model.lm_head, x, targets, model.config.vocab_size)
 
 
 def _mask_chunks(

@@ -30,6 +30,8 @@ class Checkpoint:
     generation_config: dict[str, object] = field(default_factory=dict)
     """Contents of generation_config.json as loaded; `save` writes it with the model."""
     tokenizer_loader: "Callable[[], Tokenizer | None]" = field(default=_no_tokenizer, repr=False)
+    sentence_transformers_config: dict[str, object] = field(default_factory=dict)
+    """Contents of config_sentence_transformers.json as loaded (prompts); `save` writes it with the model."""
 
     @cached_property
     def tokenizer(self) -> "Tokenizer | None":

@@ -22,6 +22,7 @@ from cutaway.families.quantized import open_quantized
 from cutaway.families.registry import resolve_family
 from cutaway.families.safetensors_reader import TensorReader, check_not_pickle, open_safetensors
 from cutaway.families.save import merge_adapters
+from cutaway.families.sentence_transformers import SETTINGS_NAME, add_projection, read_modules
 from cutaway.families.weight_loader import LoadOptions, load_model, resolve_config
 from cutaway.pretrained import DEFAULT_MODEL, find_pretrained, list_pretrained
 
@@ -83,17 +84,34 @@ def load(
     if (path / NATIVE_CONFIG_NAME).exists():
         model, config, report = load_native_checkpoint(path, options)
         return Checkpoint(model, config, None, report, tokenizer_loader=partial(_load_tokenizer, path))
+    modules = read_modules(path)
+    head, body_path, dense_path = modules if modules is not None else (None, path, None)
+    root, path = path, body_path
     if not (path / "config.json").exists():
         raise ConfigError(f"'{path}' has no config.json, which describes the model; add this file")
     hf_config = read_json_object(path / "config.json", ConfigError)
     family = resolve_family(hf_config)
-    reader: TensorReader = open_safetensors(path)
+    stored = open_safetensors(path)
+    if dense_path is not None:
+        add_projection(stored, dense_path)
+    reader: TensorReader = stored
     if hf_config.get("quantization_config") is not None:
         reader = open_quantized(reader, hf_config.pop("quantization_config"))
-    model, config, report = load_model(family, hf_config, reader, str(source), options)
-    generation_file = path / GENERATION_CONFIG_NAME
-    generation_config = read_json_object(generation_file, ConfigError) if generation_file.exists() else {}
-    return Checkpoint(model, config, family.name, report, hf_config, generation_config, partial(_load_tokenizer, path))
+    model, config, report = load_model(family, hf_config, reader, str(source), options, head)
+    return Checkpoint(
+        model,
+        config,
+        family.name,
+        report,
+        hf_config,
+        _read_optional_json(path / GENERATION_CONFIG_NAME),
+        partial(_load_tokenizer, path),
+        _read_optional_json(root / SETTINGS_NAME),
+    )
+
+
+def _read_optional_json(path: Path) -> dict[str, object]:
+    return read_json_object(path, ConfigError) if path.exists() else {}
 
 
 def _load_with_adapters(source: str | Path, adapters: Mapping[str, str | Path], options: LoadOptions) -> Checkpoint:

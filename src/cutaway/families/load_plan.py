@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from cutaway.config import Config, LatentAttention
+from cutaway.config import Config, EmbeddingHead, LatentAttention
 from cutaway.families.family import Family
 from cutaway.families.safetensors_reader import TensorInfo
 from cutaway.families.weight_conversion import ConversionOp, WeightMapping
@@ -120,10 +120,13 @@ def build_load_plan(
             missing.update(dict.fromkeys(expected[name].checkpoint_keys))
         elif name not in loaded and name not in mapped:
             missing[f"(family '{family.name}' has no mapping for {name})"] = None
+    lm_head_keys = {row.checkpoint_key for row in family.weight_mappings if row.model_keys[0].startswith("head.")}
     used = {name for conversion in plan.all_conversions for name in conversion.checkpoint_keys}
     plan.missing_keys = [*missing, *sorted(used - file_keys.keys() - missing.keys())]
     for name in sorted(file_keys.keys() - used):
         reason = family.reason_ignored(name, max(stack.layers for stack in config.stacks.values()))
+        if reason is None and isinstance(config.head, EmbeddingHead) and name.rpartition(".")[0] in lm_head_keys:
+            reason = "LM head, which an embedding model does not have"
         if reason is None:
             plan.unexpected_keys.append(file_keys[name])
         else:

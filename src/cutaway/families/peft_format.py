@@ -98,8 +98,18 @@ def load_adapter(
     checkpoint = add_saved_head(checkpoint, path, peft_config, weights)
     model = checkpoint.model
     head_weights = {key.removeprefix(KEY_PREFIX): weights.pop(key) for key in list(weights) if "lora_" not in key}
-    load_head_weights(model, _conversions(_family_of(checkpoint), model), head_weights)
-    _check_saved_modules(peft_config, model, head_weights)
+    if peft_config.get("modules_to_save") and not head_weights:
+        raise ConfigError(
+            "adapter_config.json: modules_to_save names modules whose weights are not in the file; save it again"
+        )
+    if head_weights and model.adapters:
+        raise InputError(
+            f"the adapter '{name}' has a head of its own, but the model has other adapters, which share one head; load"
+            " it alone, with a base model of its own"
+        )
+    if isinstance(model.config.head, TaskHead):
+        load_head_weights(model, _conversions(_family_of(checkpoint), model), head_weights)
+    _check_saved_modules(peft_config, head_weights)
     matrices: dict[str, _AdaptedMatrix] = {}
     for matrix in _list_matrices(_family_of(checkpoint), model):
         matrices.setdefault(matrix.module, matrix)
@@ -407,17 +417,18 @@ def _group_by_module(weights: Mapping[str, Tensor]) -> dict[str, dict[str, Tenso
     return grouped
 
 
-def _check_saved_modules(peft_config: Mapping[str, Any], model: Transformer, unused: Mapping[str, Tensor]) -> None:
+def _check_saved_modules(peft_config: Mapping[str, Any], unused: Mapping[str, Tensor]) -> None:
     """Raise if an adapter directory has weights of modules other than the head of a task."""
-    modules = peft_config.get("modules_to_save") or ()
-    if modules and (unused or not isinstance(model.config.head, TaskHead)):
+    if not unused:
+        return
+    if peft_config.get("modules_to_save"):
         raise ConfigError(
-            f"adapter_config.json: modules_to_save is not supported for {next(iter(unused), modules[0])!r}, because it"
-            " replaces a module of the base model that is not the head of a task; merge it with PEFT"
+            f"adapter_config.json: modules_to_save is not supported for '{next(iter(unused))}', because it replaces a"
+            " module of the base model that is not the head of a task; merge it with PEFT"
         )
-    if unused:
-        key = f"{KEY_PREFIX}{next(iter(unused))}"
-        raise WeightError(f"'{key}' is not a weight of a LoRA adapter; other kinds of adapters are not supported")
+    raise WeightError(
+        f"'{next(iter(unused))}' is not a weight of a LoRA adapter; other kinds of adapters are not supported"
+    )
 
 
 def _check_peft_config(peft_config: Mapping[str, Any]) -> None:

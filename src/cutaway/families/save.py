@@ -15,16 +15,18 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from cutaway.config import Config
+from cutaway.config import Config, EmbeddingHead, SequenceClassificationHead
 from cutaway.errors import InputError, WeightError
 from cutaway.families.checkpoint import Checkpoint
 from cutaway.families.config_tree import diff_configs
-from cutaway.families.family import Family
+from cutaway.families.family import EMBEDDING_PROJECTION, Family
 from cutaway.families.load_plan import TensorConversion, canonical_keys, expand_mappings
 from cutaway.families.native_format import NATIVE_CONFIG_NAME, NativeFamily, write_native_config
 from cutaway.families.registry import families, find_family
 from cutaway.families.safetensors_reader import SAFE_WEIGHTS_INDEX_NAME
+from cutaway.families.sentence_transformers import write_modules
 from cutaway.model import Transformer
+from cutaway.model.head import PoolingHead
 
 _MAX_SHARD_SIZE = 5_000_000_000
 """Maximum number of bytes of weights per file. Saving needs up to this much memory in addition to the model."""
@@ -68,11 +70,12 @@ def save(
             _write_json(staging / "config.json", hf_config)
             if checkpoint.generation_config:
                 _write_json(staging / "generation_config.json", checkpoint.generation_config)
+            _write_embedding_modules(checkpoint, staging)
         if checkpoint.tokenizer is not None:
             checkpoint.tokenizer.save(staging)
         _write_shards(saved_family, checkpoint.model, staging, max_shard_size, progress)
         staging.chmod(0o755)
-        for file in staging.iterdir():  # safetensors creates files readable only by their owner
+        for file in staging.rglob("*"):  # safetensors creates files readable only by their owner
             if file.is_file():
                 file.chmod(0o644)
         _replace_directory(staging, target, overwrite=overwrite)
@@ -188,11 +191,31 @@ def _resolve_hf_config(checkpoint: Checkpoint, family_name: str | None) -> tuple
         hf_config = hf_config | known
         if config.form == "encoder-decoder":  # as `read_generation_config` does by default
             hf_config["decoder_start_token_id"] = known.get("bos_token_id")
+    if config.form == "decoder" and isinstance(config.head, SequenceClassificationHead):
+        pad = _pad_token_id(checkpoint, hf_config)
+        hf_config = hf_config if pad is None else hf_config | {"pad_token_id": pad}
     dtype = str(checkpoint.model.dtype).removeprefix("torch.")
     dropped = ("torch_dtype", "auto_map", "transformers_version")
     saved_config = {key: value for key, value in hf_config.items() if key not in dropped}
     architectures = [family.architecture_for(config)]
     return family, saved_config | {"architectures": architectures, "dtype": dtype, "torch_dtype": dtype}
+
+
+def _pad_token_id(checkpoint: Checkpoint, hf_config: dict[str, object]) -> object:
+    """Padding token, by which transformers finds the last token of a sequence: else the EOS token of the tokenizer."""
+    tokenizer = checkpoint.tokenizer
+    ids = [hf_config.get("pad_token_id")]
+    ids += [] if tokenizer is None else [tokenizer.pad_token_id, tokenizer.eos_token_id]
+    return next((i for i in ids if isinstance(i, int) and i < checkpoint.config.vocab_size), None)
+
+
+def _write_embedding_modules(checkpoint: Checkpoint, directory: Path) -> None:
+    """Write the files of sentence-transformers, if the model has a head for embeddings."""
+    head, model = checkpoint.config.head, checkpoint.model
+    if isinstance(head, EmbeddingHead):
+        assert isinstance(model.head, PoolingHead)
+        projection = model.head.get_submodule("projection").state_dict() if head.projection else {}
+        write_modules(directory, head, checkpoint.config.d_model, projection, checkpoint.sentence_transformers_config)
 
 
 def has_class_with_head(config: Config) -> bool:
@@ -238,6 +261,10 @@ def _write_shards(
     shards: list[list[ExportedTensors]] = [[]]
     shard_size = total = 0
     for exported in export_weights(family, model):
+        if isinstance(model.config.head, EmbeddingHead) and exported[0][0].startswith(
+            EMBEDDING_PROJECTION.checkpoint_key
+        ):
+            continue  # in the directory of the module Dense
         size = exported[2]
         if shard_size and shard_size + size > max_shard_size:
             shards.append([])

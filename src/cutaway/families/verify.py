@@ -12,14 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutaway.config import Encoder, EncoderDecoder
+from cutaway.config import (
+    Decoder,
+    Encoder,
+    EncoderDecoder,
+    LMHead,
+    MultipleChoiceHead,
+    SequenceClassificationHead,
+)
 from cutaway.errors import InputError, format_error
 from cutaway.families.checkpoint import Checkpoint
 from cutaway.families.load import load, resolve_checkpoint_path
 from cutaway.families.registry import families
-from cutaway.families.save import export_weights
+from cutaway.families.save import export_weights, has_class_with_head
 from cutaway.model import Transformer
-from cutaway.model.transformer import EncoderOnly
 
 BATCH_SIZE, SEQ_LEN, MAX_NEW_TOKENS = 3, 24, 12
 Peer = Any
@@ -41,7 +47,7 @@ class VerificationResult:
     max_grad_diff_parameter: str
     num_gradients_compared: int
     greedy_tokens: str
-    """Result of greedy decoding: 'equal', 'first difference at token …' or 'not applicable (encoder)'."""
+    """Result of greedy decoding: 'equal', 'first difference at token …' or 'not applicable (…)'."""
 
     @property
     def first_mismatch(self) -> str | None:
@@ -51,7 +57,7 @@ class VerificationResult:
     @property
     def ok(self) -> bool:
         same_outputs = self.first_mismatch is None and self.max_logit_diff <= self.logit_tolerance
-        same_tokens = self.greedy_tokens in ("equal", "not applicable (encoder)")
+        same_tokens = self.greedy_tokens == "equal" or self.greedy_tokens.startswith("not applicable")
         return same_outputs and same_tokens and self.max_grad_diff <= 1e-4
 
     def to_dict(self) -> dict[str, object]:
@@ -85,6 +91,7 @@ def verify(source: str | Path) -> VerificationResult:
     peer_logits, peer_layer_outputs = _forward_transformers(peer, inputs, model)
     eager_sdpa_diff = _eager_sdpa_diff(peer, inputs, model, peer_logits)
     mask = inputs.get("target_mask", inputs["mask"])
+    mask = mask if logits.ndim == 3 else torch.ones(logits.shape[:1], dtype=torch.bool)  # one output per sequence
     weight = torch.randn(peer_logits.shape, generator=torch.Generator().manual_seed(1)) * mask[..., None]
     for out in (logits, peer_logits):
         torch.autograd.backward((out * weight).sum())
@@ -111,10 +118,21 @@ def _load_transformers_model(checkpoint: Checkpoint, path: Path) -> Peer:
     except ImportError:
         raise InputError("verify needs transformers, which is not installed; pip install transformers") from None
     config = checkpoint.config
-    if isinstance(config, EncoderDecoder):
+    if isinstance(config.head, MultipleChoiceHead) or (
+        isinstance(config, EncoderDecoder) and not isinstance(config.head, LMHead)
+    ):
+        raise InputError(
+            f"verify does not compare an {config.form} with a head of kind '{config.head.kind}'; save it with ct.save,"
+            " and compare the outputs of model(...) with those of transformers"
+        )
+    if has_class_with_head(config) and not isinstance(config.head, LMHead):
+        auto = getattr(transformers, families()[str(checkpoint.family)].architecture_for(config))
+    elif not has_class_with_head(config):
+        auto = transformers.AutoModel
+    elif isinstance(config, EncoderDecoder):
         auto = transformers.AutoModelForSeq2SeqLM
     elif isinstance(config, Encoder):
-        auto = transformers.AutoModel if config.head.kind == "none" else transformers.AutoModelForMaskedLM
+        auto = transformers.AutoModelForMaskedLM
     else:
         auto = transformers.AutoModelForCausalLM
     transformers.logging.set_verbosity_error()
@@ -147,6 +165,12 @@ def _random_inputs(checkpoint: Checkpoint) -> dict[str, Tensor]:
     mask = torch.arange(length)[None] < lengths[:, None]
     low = min(5, config.vocab_size - 1)
     tokens = torch.randint(low, config.vocab_size, (BATCH_SIZE, length), generator=g)
+    pad = checkpoint.hf_config.get("pad_token_id")
+    if isinstance(config, Decoder) and isinstance(config.head, SequenceClassificationHead):
+        # transformers finds the last token of a sequence by the padding token, without which it takes one sequence.
+        if not isinstance(pad, int):
+            return {"tokens": tokens[:1], "mask": mask[:1]}
+        tokens = torch.where(mask, torch.where(tokens == pad, (pad + 1) % config.vocab_size, tokens), pad)
     if not isinstance(config, EncoderDecoder):
         return {"tokens": tokens, "mask": mask}
     source = torch.randint(low, config.source_vocab_size or config.vocab_size, (BATCH_SIZE, length), generator=g)
@@ -169,7 +193,7 @@ def _forward_cutaway(model: Transformer, inputs: dict[str, Tensor]) -> tuple[Ten
 
             hooks.append(module.register_forward_hook(record))
     try:
-        forward = model.encode if isinstance(model, EncoderOnly) and model.head is None else model
+        forward = model.per_token_output if _is_base_model(model) else model
         out = forward(*(inputs[name] for name in ("tokens", "target", "mask", "target_mask") if name in inputs))
     finally:
         for hook in hooks:
@@ -193,7 +217,7 @@ def _forward_transformers(peer: Peer, inputs: dict[str, Tensor], model: Transfor
 
 
 def _is_base_model(model: Transformer) -> bool:
-    return isinstance(model.config, Encoder) and model.config.head.kind == "none"
+    return not has_class_with_head(model.config)
 
 
 def _eager_sdpa_diff(peer: Peer, inputs: dict[str, Tensor], model: Transformer, eager_output: Tensor) -> float:
@@ -205,6 +229,7 @@ def _eager_sdpa_diff(peer: Peer, inputs: dict[str, Tensor], model: Transformer, 
         other = _forward_transformers(peer, inputs, model)[0]
     peer.set_attn_implementation("eager")
     mask = inputs.get("target_mask", inputs["mask"])
+    mask = mask if other.ndim == 3 else torch.ones(other.shape[:1], dtype=torch.bool)
     return _max_abs_diff(eager_output.detach(), other, mask)
 
 
@@ -258,6 +283,8 @@ def _compare_greedy_tokens(checkpoint: Checkpoint, peer: Peer, inputs: dict[str,
     model = checkpoint.model
     if isinstance(checkpoint.config, Encoder):
         return "not applicable (encoder)"
+    if not model.has_lm_head:
+        return "not applicable (no LM head)"
     generate = partial(
         peer.generate,
         **dict.fromkeys(("eos_token_id", "forced_bos_token_id", "forced_eos_token_id", "bad_words_ids")),

@@ -31,7 +31,7 @@ def fill_mask(
     """Predict the `top_k` most likely tokens for each mask of each text, while the other masks stay masked.
 
     Returns predictions[text index][mask index], most likely first."""
-    if not isinstance(model, EncoderOnly) or model.head is None:
+    if not isinstance(model, EncoderOnly) or not model.has_lm_head:
         raise InputError("this model has no masked-LM head; load an encoder with one, such as BertForMaskedLM")
     if isinstance(texts, str):
         raise InputError("texts is a string; pass a list of texts")
@@ -65,14 +65,13 @@ def _predict_masks(model: EncoderOnly, sequences: list[list[int]], mask_id: int,
     """Return probabilities and ids of the most likely tokens at each mask, both (masks, top_k).
 
     The masks are ordered by sequence, then by position."""
-    assert model.head is not None
     max_len = max(map(len, sequences))
     tokens = torch.tensor([row + [mask_id] * (max_len - len(row)) for row in sequences], device=model.device)
     lengths = torch.tensor([len(row) for row in sequences], device=model.device)
     mask = torch.arange(max_len, device=model.device) < lengths.unsqueeze(-1)
     with torch.no_grad(), eval_mode(model):
         x = model.encode(tokens, None if bool(mask.all()) else mask)
-        logits = model.head(x[mask & (tokens == mask_id)])  # logits at the masks only: (masks, vocab_size)
+        logits = model.lm_head(x[mask & (tokens == mask_id)])  # logits at the masks only: (masks, vocab_size)
     best = logits.float().softmax(-1).topk(top_k)
     if bool(best.values.isnan().any()):
         raise WeightError("the logits contain NaN; the weights are corrupt, or overflow their dtype: try float32")

@@ -13,7 +13,6 @@ from cutaway.generate.engine.engine import Engine
 from cutaway.generate.fast.quantized_weights import GROUP_SIZE, quantize
 from cutaway.generate.sampling.sampling_params import SamplingParams
 from cutaway.model import Transformer
-from cutaway.model.head import LMHead
 
 _NUM_SEQUENCES, _SEQ_LEN = 4, 64
 
@@ -63,8 +62,7 @@ def evaluate_quantization(model: Transformer, bits: int, *, seed: int = 0) -> Qu
 @contextmanager
 def _fake_quantized_weights(model: Transformer, bits: int) -> Iterator[None]:
     """Context manager that quantizes decoder and head weights as in decode steps, and restores them at the end."""
-    head = model.head
-    assert isinstance(head, LMHead)
+    head = model.lm_head
     linears = [module for module in model.stacks["decoder"].modules() if isinstance(module, nn.Linear)]
     original = [linear.weight.data for linear in linears]
     output_matrix = head.matrix

@@ -136,7 +136,7 @@ def _model_tags(config: Config, stack: Stack, block: Block) -> set[str]:
     conditions = {
         config.form: True,
         "causal": config.form != "encoder",
-        "head": config.head.kind != "none",
+        "head": config.head.kind == "lm",
         "tied": getattr(config.head, "tied", False),
         "final-norm": placement.final_norm,
         "pre": placement.kind in ("pre", "sandwich", "parallel"),

@@ -143,7 +143,7 @@ class AdapterMethods:
     def is_mergeable(self, name: str | None) -> bool:
         """Whether an adapter can be merged into the weights: not if it adapts an embedding that is tied to the head."""
         table = getattr(getattr(self._module(), "head", None), "matrix", None)
-        return not (isinstance(table, LoRAEmbedding) and name in table.adapters)
+        return not (isinstance(table, LoRAEmbedding) and name is not None and name in table.adapters)
 
     def check_mergeable(self, name: str | None) -> None:
         """Raise InputError if an adapter cannot be merged into the weights."""
@@ -295,7 +295,8 @@ def _check_dora(config: cfg.LoRA, sites: Mapping[str, nn.Module]) -> None:
 
 def _check_ranks(model: nn.Module, config: cfg.LoRA) -> None:
     for site, layer in adaptable_layers(model).items():
-        rank, shape = config.rank_of(site), tuple(layer.weight.shape)  # type: ignore[union-attr, operator]
+        weight: Tensor = layer.weight  # type: ignore[assignment]
+        rank, shape = config.rank_of(site), tuple(weight.shape)
         if config.matches(site) and rank > min(shape[-2:]):
             raise InputError(
                 f"adapter rank {rank} is more than the smaller dimension of '{site}', whose weight is {shape}; use a"

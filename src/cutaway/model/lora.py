@@ -178,9 +178,9 @@ def _apply_adapter(layer: AdaptedLayer, x: Tensor, y: Tensor, bias: Tensor | Non
         )
     for name, rows in selected.rows.items():
         if name in layer.adapters:
-            adapter = layer.adapters[name]
-            assert isinstance(adapter, LoRAWeights)
-            y = y.index_copy(0, rows, layer.add_update(adapter, x[rows], y[rows], bias))
+            weights = layer.adapters[name]
+            assert isinstance(weights, LoRAWeights)
+            y = y.index_copy(0, rows, layer.add_update(weights, x[rows], y[rows], bias))
     return y
 
 

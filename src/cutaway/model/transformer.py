@@ -104,6 +104,11 @@ class Transformer(AdapterMethods, nn.Module):
         )
 
     @property
+    def has_lm_head(self) -> bool:
+        """Whether the model computes logits of tokens, and not of labels, or embeddings, or hidden states only."""
+        return self.head is not None and not isinstance(self.head, PoolingHead | TokenClassificationHead)
+
+    @property
     def lm_head(self) -> LMHead:
         """The head, which must be an LM head."""
         if self.head is None or isinstance(self.head, PoolingHead | TokenClassificationHead):
@@ -112,6 +117,14 @@ class Transformer(AdapterMethods, nn.Module):
                 " model with an LM head"
             )
         return self.head
+
+    def per_token_output(self, *inputs: Tensor | None, **options: Any) -> Float[Tensor, "B T _"]:
+        """Logits of an LM head, else hidden states. Takes the arguments of `forward`."""
+        if self.has_lm_head:
+            output: Tensor = self(*inputs, **options)
+            return output
+        run: Any = self.encode if isinstance(self, EncoderOnly) else self.hidden_states
+        return run(*inputs, **options)
 
     def _apply_head(self, x: Float[Tensor, "B T d"], mask: Bool[Tensor, "B T"] | None) -> HeadOutput:
         """Output of the head. Heads that pool the hidden states of a sequence leave out those of padding."""

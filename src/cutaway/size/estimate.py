@@ -108,6 +108,7 @@ class SizeEstimate:
             device="cuda" if self.on_gpu else "cpu",
             resid_in_compute_dtype=options.loss == "chunked" and precision.autocast,
             base=options.frozen_base if options.mode == "train" else None,
+            compiled=options.compiled and options.mode == "train",
             **asdict(dims),
         )
         if not config.uses_fsdp:
@@ -344,6 +345,7 @@ def size(
     packed: bool = False,
     adapter: LoRA | Mapping[str, Any] | None = None,
     quantization: str = "none",
+    compiled: bool = False,
     world_size: int = 1,
     parallel: str = "dp",
     dp_shard: int | None = None,
@@ -358,7 +360,8 @@ def size(
     device name, 'local' (this machine, as measured by `cutaway bench`) or a `Hardware`. `tp` and `dp_shard` are the
     tensor-parallel and FSDP group sizes. `adapter` is the LoRA configuration of adapters, such as {'rank': 16}, which
     are then trained on a frozen base; `quantization` is that of the frozen base: 'none', 'nf4' (QLoRA) or 'int8'. The
-    default `loss` is 'full', or 'chunked' with an adapter. `parallel='tp'` or `parallel='fsdp'` uses all remaining
+    default `loss` is 'full', or 'chunked' with an adapter. `compiled`: blocks are compiled, as in `cutaway train` on a
+    GPU, and store fewer activations than in eager execution. `parallel='tp'` or `parallel='fsdp'` uses all remaining
     devices of `world_size` for that dimension.
     """
     check_size_is_published(source)
@@ -405,6 +408,7 @@ def size(
         packed=packed,
         adapter=lora,
         quantization=quantization,
+        compiled=compiled,
         hardware=device,
         world_size=world_size,
         parallel=parallel,

@@ -55,6 +55,8 @@ class SizeOptions:
     """Trained adapter on a frozen base; None if all weights are trained."""
     quantization: str = "none"
     """Quantization of the frozen base: 'none', 'nf4' or 'int8'."""
+    compiled: bool = False
+    """Whether the blocks of a training step are compiled, as in `cutaway train` on a GPU."""
 
     @cached_property
     def frozen_base(self) -> FrozenBase | None:

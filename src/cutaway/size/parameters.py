@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from cutaway.config.attention import Cross, LatentAttention, MultiHead, MultiHeadBase, QKNorm
 from cutaway.config.embedding import Embedding
 from cutaway.config.ffn import FFN, Mlp, Moe
-from cutaway.config.head import LMHead
+from cutaway.config.head import ClassificationHead, EmbeddingHead, LMHead, MultipleChoiceHead, NoHead
 from cutaway.config.norms import LayerNorm, NoNorm, Norm
 from cutaway.config.positions import Disentangled, LearnedPosition, RelativeBias, SinusoidalPosition
 from cutaway.config.stack import Block, CrossBlock, ParallelResidual, PreNorm, SandwichNorm, Stack
@@ -56,7 +56,7 @@ class ParameterCounts:
     """Encoder layers, then decoder layers."""
     final_norm: int
     head: int
-    """Output matrix, if it is not tied to the embedding, and its bias."""
+    """Output matrix (of tokens, if it is not tied to the embedding, or of labels), and its bias."""
     head_transform: int
     pooler: int
 
@@ -161,8 +161,17 @@ def _head_input_width(config: Config, head: LMHead) -> int:
 
 
 def _count_head(config: Config) -> int:
-    """Number of parameters of the head: vocab_size · width unless it is tied, plus vocab_size for a learned bias."""
+    """Number of parameters of the head.
+
+    LM head: vocab_size · width unless it is tied, plus vocab_size for a learned bias. Heads of tasks: d_model · labels
+    (or · dimension of the projection), plus the bias."""
     head = config.head
+    if isinstance(head, ClassificationHead):
+        return _count_linear(config.d_model, head.num_labels, bias=head.bias)
+    if isinstance(head, MultipleChoiceHead):
+        return _count_linear(config.d_model, 1, bias=head.bias)
+    if isinstance(head, EmbeddingHead) and head.projection is not None:
+        return _count_linear(config.d_model, head.projection.dim, bias=head.projection.bias)
     if not isinstance(head, LMHead):
         return 0
     matrix = 0 if head.tied else config.vocab_size * _head_input_width(config, head)
@@ -172,10 +181,11 @@ def _count_head(config: Config) -> int:
 def _count_head_transform(config: Config) -> int:
     """Number of parameters of the transform before the output matrix: d_model · width, plus its bias and its norm."""
     head = config.head
-    if not isinstance(head, LMHead) or head.transform is None:
+    transform = None if isinstance(head, EmbeddingHead | NoHead) else head.transform
+    if transform is None:
         return 0
-    width = _head_input_width(config, head)
-    return _count_linear(config.d_model, width, bias=head.transform.bias) + _count_norm(head.transform.norm, width)
+    width = _head_input_width(config, head) if isinstance(head, LMHead) else config.d_model
+    return _count_linear(config.d_model, width, bias=transform.bias) + _count_norm(transform.norm, width)
 
 
 # ---------------------------------------------------------------------------------------- layers

@@ -14,6 +14,7 @@ from support.tiny_runs import read_metrics, run_digest, state_digest
 import cutaway as ct
 from cutaway.errors import CutawayError
 from cutaway.tokenizer import Tokenizer, byte_tokenizer
+from cutaway.train.logging.tensorboard import iter_scalars
 from cutaway.train.objectives.preference import DPOObjective
 from cutaway.train.recipe.load import load_recipe
 from cutaway.train.trainer.launch import prepare_trainer, resume, train
@@ -177,6 +178,32 @@ def test_shipped_recipes_are_complete(
     assert loaded.purpose == "align"
     run = train(loaded, tmp_path / "run", device="cpu")
     assert (run.model_directory / "adapter_config.json").exists()
+
+
+def test_loggers_get_the_metrics() -> None:
+    step = {"step": 1, "loss": 0.5, "lr": 0.1, "rewards/margins": 0.2, "kl": 0.3, "verdict": 0}
+    evaluation = {"step": 1, "eval_loss": 0.4, "eval_rewards/margins": 0.1, "eval_nll_loss": 2.0}
+    assert dict(iter_scalars(step)) == {
+        "train/loss": 0.5,
+        "train/lr": 0.1,
+        "train/rewards/margins": 0.2,
+        "train/kl": 0.3,
+    }
+    assert dict(iter_scalars(evaluation)) == {
+        "eval/loss": 0.4,
+        "eval/rewards/margins": 0.1,
+        "eval/nll_loss": 2.0,
+    }
+
+
+@pytest.mark.parametrize("adapter", [None, ADAPTER], ids=["full", "lora"])
+def test_bf16_policy_equals_its_reference_at_first(
+    adapter: dict[str, Any] | None, llama: Path, pairs: Path, tmp_path: Path
+) -> None:
+    options = recipe(llama, pairs, "dpo", adapter, training={"precision": "bf16", "max_steps": 1})
+    rows = read_metrics(train(options, tmp_path / "run", device="cpu").directory)
+    assert next(row["eval_rewards/margins"] for row in rows if "eval_loss" in row) == 0
+    assert [row["rewards/margins"] for row in rows if "loss" in row] == [0]
 
 
 def test_quantized_base(llama: Path, pairs: Path, tmp_path: Path) -> None:

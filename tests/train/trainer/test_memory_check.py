@@ -1,5 +1,6 @@
 """Memory check: estimates equal measured peaks of adapter training; a refusal names settings that fit."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from cutaway.errors import InputError
 from cutaway.model.quantized_linear import quantize_linears
 from cutaway.tokenizer import byte_tokenizer
 from cutaway.train.checkpoint import pretrained_checkpoint
+from cutaway.train.logging.callbacks import Callback
 from cutaway.train.objectives import causal_lm
 from cutaway.train.optim.optimizer import build_optimizer
 from cutaway.train.recipe.load import load_recipe
@@ -169,3 +171,24 @@ def test_load_config_equals_the_config_of_the_loaded_model(base: Path, tmp_path:
     save(checkpoint, tmp_path / "native", family="cutaway")
     for source in (base, tmp_path / "model.gguf", tmp_path / "native", "tiny-english"):
         assert load_config(source) == ct.load(source).config
+
+
+def test_records_are_as_long_as_the_longest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """data.seq_len is a limit: records that are shorter need less memory."""
+    data = tmp_path / "chat.jsonl"
+    rows = [{"prompt": f"{number} and", "completion": " so on"} for number in range(20)]
+    data.write_text("\n".join(map(json.dumps, rows)))
+    recipe = {
+        "model": {"checkpoint": "tiny-english"},
+        "data": {"sources": [{"path": str(data)}], "seq_len": 512},
+        "objective": {"kind": "sft"},
+        "training": {"batch_size": 8, "max_steps": 1, "preflight": False},
+    }
+    monkeypatch.setattr(launch, "free_memory", lambda device: 250_000_000)
+    messages: list[str] = []
+    prepare_trainer(load_recipe(recipe), tmp_path / "run", device="cpu", callback=Callback(on_message=messages.append))
+    assert any(message.startswith("estimated memory per step") for message in messages)
+    long_rows = [{"prompt": f"{number}", "completion": " word" * 600} for number in range(20)]
+    data.write_text("\n".join(map(json.dumps, long_rows)))
+    with pytest.raises(InputError, match=r"a training step takes .* set training.grad_accum_steps"):
+        prepare_trainer(load_recipe(recipe), tmp_path / "long", device="cpu")

@@ -244,12 +244,12 @@ def adapt_cutaway_model(model: nn.Module, seed: int) -> CheckedModel:
     if isinstance(inner, EncoderDecoder):
         _adapt_encoder_decoder(checked, inner, seed)
     else:
-        forward = inner.encode if isinstance(inner, EncoderOnly) and inner.head is None else inner
-        checked.logits = forward if isinstance(inner, EncoderOnly) else model
+        forward = inner if inner.has_lm_head else inner.per_token_output
+        checked.logits = model if inner.has_lm_head and not isinstance(inner, EncoderOnly) else forward
         checked.logits_with_mask = forward
         checked.logits_with_positions = lambda tokens, positions: forward(tokens, positions=positions)
         checked.logits_with_documents = lambda tokens, documents: forward(tokens, document_ids=documents)
-        if not isinstance(inner, EncoderOnly):
+        if not isinstance(inner, EncoderOnly) and inner.has_lm_head:
             _add_cache_functions(checked, inner, lambda tokens, cache: inner(tokens, cache=cache))
     checked.logits_by_kernel = _build_kernel_logits(inner, require(checked.logits))
     checked.reload = lambda: _save_and_reload(inner)
@@ -284,14 +284,16 @@ def _adapt_encoder_decoder(checked: CheckedModel, model: EncoderDecoder, seed: i
     def expand_source(tokens: Tensor) -> Tensor:
         return source.expand(len(tokens), -1)
 
-    checked.logits = lambda tokens: model(expand_source(tokens), tokens)
-    checked.logits_with_mask = lambda tokens, mask: model(expand_source(tokens), tokens, None, mask)
-    checked.logits_with_source = lambda source, mask, tokens: model(source, tokens, mask)
+    forward = model.per_token_output
+    checked.logits = lambda tokens: forward(expand_source(tokens), tokens)
+    checked.logits_with_mask = lambda tokens, mask: forward(expand_source(tokens), tokens, None, mask)
+    checked.logits_with_source = lambda source, mask, tokens: forward(source, tokens, mask)
 
     def step(tokens: Tensor, cache: Cache) -> Tensor:
         return model(expand_source(tokens) if cache.memory_positions is None else None, tokens, cache=cache)
 
-    _add_cache_functions(checked, model, step, source)
+    if model.has_lm_head:
+        _add_cache_functions(checked, model, step, source)
 
 
 def _build_kernel_logits(model: Transformer, logits: LogitsFunction) -> dict[str, LogitsFunction]:

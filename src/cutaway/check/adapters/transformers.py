@@ -43,7 +43,7 @@ from cutaway.errors import CutawayError
 from cutaway.families.config_fields import SupportedValues
 from cutaway.families.load import load
 from cutaway.families.registry import families
-from cutaway.model import EncoderDecoder, EncoderOnly, Transformer
+from cutaway.model import EncoderDecoder, Transformer
 
 TransformersModel = Any
 """A PreTrainedModel."""
@@ -204,9 +204,7 @@ def _add_cutaway_reference(reloaded: ReloadedModel, model: TransformersModel, di
         source = _random_source_tokens(model, model.config, seed)
         reloaded.reference_logits = lambda tokens: reference(source.expand(len(tokens), -1), tokens)
         return
-    logits: LogitsFunction = reference
-    if isinstance(reference, EncoderOnly) and reference.head is None:
-        logits = reference.encode
+    logits: LogitsFunction = reference if reference.has_lm_head else reference.per_token_output
     reloaded.reference_logits = logits
     reloaded.find_divergent_layer = partial(_find_divergent_layer, logits, reference)
 

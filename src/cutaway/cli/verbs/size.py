@@ -42,6 +42,9 @@ def size(
     quantization: Annotated[
         OptionText, option("Quantization of the frozen weights: nf4 (the default of qlora), int8.", metavar="NAME")
     ] = None,
+    compiled: Annotated[
+        bool, option("Training with compiled blocks, as in cutaway train on a GPU, not eager.", "--compile")
+    ] = False,
     batch_size: Annotated[OptionText, option("Global batch size; default one per device.", metavar="N")] = None,
     context: Annotated[OptionText, option("Context length; 8k is 8,000 and 8Ki 8,192.", metavar="N")] = None,
     source_len: Annotated[OptionText, option("Source length, for encoder-decoders.", metavar="N")] = None,
@@ -92,7 +95,7 @@ def size(
 
     Example: cutaway size ./my-model --mode train --gpu h100 --world-size 8 --train-tokens 1T --price-per-hour 2.5
 
-    Example: cutaway size 7b --train lora --rank 16 --gpu rtx-4090 --context 4Ki
+    Example: cutaway size 7b --train lora --rank 16 --gpu rtx-4090 --compile
 
     Example: cutaway size --compare llama-3-8b qwen3-8b gemma-2-9b --plot costs.svg
 
@@ -110,6 +113,8 @@ def size(
     names = [_resolve_size_class(name) for name in names]
     mode, adapter = _resolve_training(mode, train, rank, targets, quantization)
     options: dict[str, Any] = {name: arguments[name] for name in PLAIN_OPTIONS} | {"adapter": adapter}
+    if compiled:
+        options["compiled"] = True
     if train == "qlora" and quantization is None:
         options["quantization"] = "nf4"
     for name in COUNT_OPTIONS:

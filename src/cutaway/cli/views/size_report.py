@@ -289,7 +289,7 @@ def _format_assumptions(report: Data) -> Text:
     text += f", cache in {options['kv_cache_dtype']}" if "kv_cache" in report and "infer" in modes else ""
     text += f", {options['optimizer']}, checkpointing {options['activation_checkpointing']}" if "train" in modes else ""
     adapter = options["adapter"]
-    text += "" if adapter is None else f", loss {options['loss']}"
+    text += "" if adapter is None else f", loss {options['loss']}, {'compiled' if options['compiled'] else 'eager'}"
     text += "; change with --batch-size, --context, --dtype" + ("." if "time" in report else "; --gpu adds time.")
     text += " Visible pairs: query-key pairs that are not masked."
     if "train" in modes:

@@ -82,6 +82,11 @@ class EngineConfig:
             raise InputError(f"model is a {type(self.model).__name__}; pass a model, such as a checkpoint's .model")
         if "decoder" not in self.model.stacks:
             raise InputError("this model is encoder-only, so it cannot generate; use fill_mask, or model.encode")
+        if not self.model.has_lm_head:
+            raise InputError(
+                f"this model has a head of kind '{self.model.config.head.kind}', so it cannot generate; call"
+                " model(tokens, mask) for the output of its head, or load a model with an LM head"
+            )
         if self.model.device.type == "meta":
             raise InputError("this model is on the meta device, which holds shapes without values; load its weights")
         for name in ("max_num_seqs", "prefill_chunk_size", "max_source_len"):
@@ -306,7 +311,6 @@ class EngineOptions(TypedDict, total=False):
     prefill_chunk_size: int
     weight_bits: int | None
     compile: bool | None
-    adapters: Sequence[str | None] | None
 
 
 def build_engine_config(
@@ -317,6 +321,7 @@ def build_engine_config(
     required_len: int | None = None,
     max_model_len: int | None = None,
     max_source_len: int = 512,
+    adapters: Sequence[str | None] | None = None,
     **options: Unpack[EngineOptions],
 ) -> EngineConfig:
     """Build an engine configuration with the checkpoint's special tokens.
@@ -332,6 +337,7 @@ def build_engine_config(
         max_num_seqs,
         max_model_len,
         max_source_len=max_source_len,
+        adapters=adapters,
         eos_token_ids=generation_config.eos_token_ids,
         decoder_start_token_id=generation_config.decoder_start_token_id if has_encoder else None,
         forced_eos_token_id=forced_eos if has_encoder else None,

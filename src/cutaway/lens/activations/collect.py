@@ -21,7 +21,7 @@ from cutaway.lens.adapters import ModelLike, unwrap_model
 from cutaway.lens.context_hooks import LAST, ContextHooks
 from cutaway.lens.sites import Site
 from cutaway.lens.trace import Trace
-from cutaway.model import EncoderDecoder, EncoderOnly, Transformer
+from cutaway.model import EncoderDecoder, Transformer
 
 _STORED_DTYPES = {"tokens": torch.int32, "positions": torch.int32, "sequences": torch.int64}
 
@@ -192,9 +192,8 @@ def _run_until_last_site(model: nn.Module, batch: TokenBatch) -> None:
     mask = None if bool(batch.real.all()) else batch.real.to(device)
     try:
         if isinstance(model, Transformer):
-            run = model.encode if isinstance(model, EncoderOnly) and model.head is None else model
             documents = None if batch.document_ids is None else batch.document_ids.to(device)
-            run(tokens, mask, document_ids=documents)
+            model.per_token_output(tokens, mask, document_ids=documents)
         elif mask is None:
             model(tokens)
         else:

@@ -9,7 +9,7 @@ from cutaway.lens.adapters.cutaway import cutaway_sites
 from cutaway.lens.adapters.described_model import DescribedModel
 from cutaway.lens.attached_sites import with_attached_sites
 from cutaway.lens.sites import SiteMap
-from cutaway.model import EncoderDecoder, EncoderOnly, Transformer
+from cutaway.model import EncoderDecoder, Transformer
 
 
 class HasModel(Protocol):
@@ -46,17 +46,13 @@ def require_cutaway_model(model: ModelLike) -> Transformer:
 
 
 def run_model(model: Transformer | DescribedModel, tokens: Tensor, source: Tensor | None) -> Tensor:
-    """Run the model. Return the logits, or the encoder output if it is an encoder without a head.
+    """Run the model. Return the logits, or the hidden states if it has no LM head.
 
     `source` is the encoder input of an encoder-decoder, else None.
     """
     if isinstance(model, DescribedModel):
         return model.forward(tokens, source)
-    if isinstance(model, EncoderDecoder):
-        return model(source, tokens)
-    if isinstance(model, EncoderOnly) and model.head is None:
-        return model.encode(tokens)
-    return model(tokens)
+    return model.per_token_output(*((source, tokens) if isinstance(model, EncoderDecoder) else (tokens,)))
 
 
 def sites(model: ModelLike) -> SiteMap:

@@ -19,10 +19,12 @@ def cutaway_sites(model: Transformer) -> SiteMap:
     sites: list[Site] = []
     for name, stack in stacks.items():
         sites += _stack_sites(stack, f"{name}." if len(stacks) > 1 else "", model.config.d_model)
-    head = getattr(model, "head", None)
+    head, unavailable = getattr(model, "head", None), {}
     if isinstance(head, LMHead):
         sites.append(Site("logits", "BTV", head, axis_sizes=(("V", _weight(head.matrix).shape[0]),)))
-    return SiteMap(sites)
+    elif head is not None:
+        unavailable["logits"] = f"the model has a {type(head).__name__} and no language modeling head"
+    return SiteMap(sites, unavailable)
 
 
 def _stack_sites(stack: Stack, prefix: str, d_model: int) -> Iterator[Site]:

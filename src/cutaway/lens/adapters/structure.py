@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from cutaway.families.load_plan import TensorConversion
 from cutaway.model import Transformer
+from cutaway.model.head import LMHead
 from cutaway.model.positions import SinusoidalPosition
 
 _READ_WEIGHTS = re.compile(
@@ -44,7 +45,7 @@ def share_weights(structure: Transformer, modules: dict[str, nn.Module], steps: 
 
 def _is_read(structure: Transformer, name: str) -> bool:
     head = getattr(structure, "head", None)
-    is_tied = head is not None and any(head.matrix is stack.embed.token for stack in structure.stacks.values())
+    is_tied = isinstance(head, LMHead) and any(head.matrix is stack.embed.token for stack in structure.stacks.values())
     return _READ_WEIGHTS.fullmatch(name) is not None or (is_tied and name.endswith(".embed.token.weight"))
 
 

@@ -88,9 +88,11 @@ class AnalysisInputs:
 
     def require_head(self) -> LMHead:
         """Return the language modeling head. Raise if the model has none."""
-        head: LMHead | None = getattr(self.structure, "head", None)
-        if head is None:
-            raise InputError("this model has no head, so it has no logits; load a model with a language modeling head")
+        head = getattr(self.structure, "head", None)
+        if not isinstance(head, LMHead):
+            raise InputError(
+                "this model has no language modeling head, so it has no logits of tokens; load a model with one"
+            )
         return head
 
     def require_known_head(self) -> LMHead:
@@ -129,7 +131,7 @@ class AnalysisInputs:
         return tuple(token_text(self.tokenizer, token) for token in ids)
 
     def forward(self) -> Tensor:
-        """Return the logits (1, T, V), or the encoder output if the model has no head, in the model's current mode."""
+        """Return the logits (1, T, V), or the hidden states of a model without LM head, in the model's current mode."""
         return run_model(self.model, self.tokens, self.source)
 
     @contextmanager

@@ -172,7 +172,8 @@ class Inspector:
 
     @property
     def head(self) -> LMHead | None:
-        return getattr(self.model, "head", None)
+        """The LM head; None for a model without a head or with one for another task."""
+        return self.model.lm_head if self.model.has_lm_head else None
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Apply the head to hidden states and return fp32 logits, without running hooks."""

@@ -50,8 +50,9 @@ def model_lines(inspector: Inspector) -> list[str]:
 def _model_call(inspector: Inspector) -> str:
     if isinstance(inspector.model, EncoderDecoder):
         return "model(source, tokens)"
-    has_no_head = isinstance(inspector.model, EncoderOnly) and inspector.model.head is None
-    return "model.encode(tokens)" if has_no_head else "model(tokens)"
+    if inspector.head is not None:
+        return "model(tokens)"
+    return "model.encode(tokens)" if isinstance(inspector.model, EncoderOnly) else "model.hidden_states(tokens)"
 
 
 def _direct_expression(inspector: Inspector, site_name: str, position: int | str) -> str:

@@ -30,6 +30,12 @@ class FrozenBase:
     """'nf4' or 'int8', which apply to the linear layers outside the head; None: the base is not quantized."""
     adapter_itemsize: int = 4
 
+    @property
+    def is_fusible(self) -> bool:
+        """Whether compiled steps fuse the adapters with the frozen weights (`train/kernels/lora.py`)."""
+        plain = not any(adapter.dropout or adapter.use_dora for adapter in self.adapters.values())
+        return self.quantization is None and plain
+
     def adapter_of(self, key: WeightKey) -> LayerAdapter | None:
         """Adapter of a linear layer. An output matrix that is tied to an adapted embedding table has none."""
         return self.adapters.get(key) if key[0] in ("encoder", "decoder") else None

@@ -43,12 +43,16 @@ def _dense_ffn(
 
 def _gated_activation(tape: Tape, activation: Activation, gate: ShapeTensor, up: ShapeTensor) -> ShapeTensor:
     """Record act(gate) · up, the hidden activations of a gated FFN."""
+    if tape.execution.compiled:
+        return tape.record_pointwise([gate, up])
     activated = apply_activation(tape, gate, activation)
     return tape.multiply(activated, up)
 
 
 def _clamped_swiglu(tape: Tape, gate: ShapeTensor, up: ShapeTensor) -> ShapeTensor:
     """Record gate · sigmoid(alpha · gate) · (up + 1) with gate and up clamped."""
+    if tape.execution.compiled:
+        return tape.record_pointwise([gate, up])
     gate, up = tape.record_op([gate], saved=[gate]), tape.record_op([up], saved=[up])
     scaled = tape.record_op([gate])
     sigmoid = tape.record_op([scaled], save_output=True)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from cutaway.config.transformer import Config
-from cutaway.size.shape_pass.model import run_head
+from cutaway.size.shape_pass.heads import run_head
 from cutaway.size.shape_pass.tape import Tape
 from cutaway.size.shape_pass.tensor import GradNode, ShapeTensor, Storage
 

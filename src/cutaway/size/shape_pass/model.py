@@ -5,7 +5,6 @@ from functools import partial
 
 from cutaway.config.attention import LatentAttention
 from cutaway.config.embedding import Embedding
-from cutaway.config.head import LMHead
 from cutaway.config.positions import LearnedPosition, SinusoidalPosition
 from cutaway.config.stack import Block, CrossBlock, OutputNorm, ParallelResidual, PostNorm, PreNorm, SandwichNorm, Stack
 from cutaway.config.transformer import Config, Encoder, EncoderDecoder
@@ -13,7 +12,8 @@ from cutaway.size.shape_pass.adapters import LayerAdapter
 from cutaway.size.shape_pass.attention import cross_attention, latent_attention, multi_head_attention
 from cutaway.size.shape_pass.execution_config import PassShape
 from cutaway.size.shape_pass.ffn import feed_forward
-from cutaway.size.shape_pass.functional import add, apply_activation, dropout, norm
+from cutaway.size.shape_pass.functional import add, dropout, norm
+from cutaway.size.shape_pass.heads import run_head
 from cutaway.size.shape_pass.layer_context import LayerContext, LayerContextBuilder
 from cutaway.size.shape_pass.tape import Tape
 from cutaway.size.shape_pass.tensor import ShapeTensor, Weight, WeightKey
@@ -103,9 +103,9 @@ def compute_hidden(tape: Tape, config: Config, shape: PassShape) -> ShapeTensor:
 
 
 def compute_logits(tape: Tape, x: ShapeTensor, config: Config) -> ShapeTensor:
-    """Return the logits, or the hidden states of a model without a head."""
+    """Return the output of the head, or the hidden states of a model without a head."""
     tape.component = "logits"
-    return run_head(tape, x, config) if isinstance(config.head, LMHead) else x
+    return run_head(tape, x, config)
 
 
 def _run_stack(tape: Tape, config: Config, name: str, shape: PassShape, memory: ShapeTensor | None) -> ShapeTensor:
@@ -187,26 +187,3 @@ def _add_low_rank_embedding(
     )
     delta = tape.cast(tape.record_op([delta]), x.itemsize)
     return tape.record_op([x, delta], passes_grad_through=True)
-
-
-def run_head(tape: Tape, x: ShapeTensor, config: Config) -> ShapeTensor:
-    """Apply the head's transform, if any, the output matrix, scale and softcap; return the logits."""
-    config_head = config.head
-    assert isinstance(config_head, LMHead)
-    transform = config_head.transform
-    if transform is not None:
-        *_, stack = config.stacks.values()
-        width = stack.embedding.token_table_dim(config.d_model) if config_head.tied else config.d_model
-        x = tape.linear(x, width, ("head", "transform"), bias=transform.bias, component="head")
-        x = norm(tape, apply_activation(tape, x, transform.activation), transform.norm, ("head", "norm"))
-    key: WeightKey = ("tokens",) if config_head.tied else ("head",)
-    logits = tape.linear(
-        tape.copy_to_tp_region(x), config.vocab_size, key, bias=config_head.bias == "learned", component="head"
-    )
-    if config_head.scale != 1.0:
-        logits = tape.record_op([logits])
-    if config_head.softcap is not None:
-        logits = tape.record_op([logits])
-        logits = tape.record_op([logits], save_output=True)
-        logits = tape.record_op([logits])
-    return logits

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from cutaway.config.head import LMHead
+from cutaway.config.head import ClassificationHead, LMHead
 from cutaway.config.transformer import Config
 from cutaway.size.shape_pass.cost_counter import CostCounter
 from cutaway.size.shape_pass.execution_config import ExecutionConfig, PassShape
@@ -97,7 +97,8 @@ def training_pass(
         del x
         logits_bytes = logits.nbytes
         tape.component = "loss"
-        loss_value = cross_entropy(tape, logits) if isinstance(config.head, LMHead) else logits
+        has_classes = isinstance(config.head, LMHead | ClassificationHead)
+        loss_value = cross_entropy(tape, logits) if has_classes else logits
     saved_bytes = _count_saved_bytes(tape)
     tape.autocast_copies.clear()
     if fsdp is not None:

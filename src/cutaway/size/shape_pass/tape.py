@@ -159,6 +159,20 @@ class Tape:
             if frame.num_filled == len(frame.slots):
                 raise StopRecomputationError
 
+    def record_pointwise(
+        self,
+        inputs: Sequence[ShapeTensor],
+        weights: Sequence[Weight] = (),
+        *,
+        itemsize: int | None = None,
+        extra_saved_bytes: int = 0,
+    ) -> ShapeTensor:
+        """Record an elementwise function as one compiled operation, which saves its inputs."""
+        options: dict[str, int] = {} if itemsize is None else {"itemsize": itemsize}
+        y = self.record_op(inputs, saved=inputs, weights=weights, extra_saved_bytes=extra_saved_bytes, **options)
+        y.is_recomputed = self.execution.recomputes_pointwise
+        return y
+
     def multiply(self, a: ShapeTensor, b: ShapeTensor) -> ShapeTensor:
         """Record the elementwise product a · b, with the shape of a."""
         return self.record_op([a, b], saved=saved_by_product(a, b))
@@ -256,10 +270,11 @@ class Tape:
         factors = {"lora_a": (*leading, adapter.rank, d_in), "lora_b": (*leading, d_out, adapter.rank)}
         for name, factor_shape in factors.items():
             weight = Weight((*key, name), factor_shape, in_matmul=True, itemsize=itemsize)
-            saved: list[ShapeTensor | Storage] = [x]
+            saved: list[ShapeTensor | Storage] = [] if x.is_recomputed else [x]
             if self.execution.autocast and self.execution.compute_itemsize != itemsize:
                 copy = self.autocast_copy(weight) if not leading else self.uncached_copy(weight)
-                saved += [copy] if x.node is not None else []
+                is_column = name == "lora_b" and self.execution.recomputes_pointwise  # stored with the base weight
+                saved += [copy] if x.node is not None and not is_column else []
             if leading:
                 saved.append(self.empty((leading[0],), 8))
             flops = 2 * x.numel * factor_shape[-2]

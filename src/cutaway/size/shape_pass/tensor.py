@@ -71,6 +71,8 @@ class ShapeTensor:
     itemsize: int
     storage: Storage
     node: GradNode | None
+    is_recomputed: bool = False
+    """Whether the backward pass recomputes the tensor from others, so that saving it takes no memory."""
 
     @property
     def numel(self) -> int:
@@ -81,7 +83,11 @@ class ShapeTensor:
         return self.numel * self.itemsize
 
     def view(self, *shape: int) -> "ShapeTensor":
-        return ShapeTensor(shape, self.itemsize, self.storage, self.node)
+        return ShapeTensor(shape, self.itemsize, self.storage, self.node, self.is_recomputed)
+
+    def with_node(self, node: GradNode | None) -> "ShapeTensor":
+        """This tensor with the gradient node of another one."""
+        return ShapeTensor(self.shape, self.itemsize, self.storage, node)
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,7 @@ class PairEncoder(RecordEncoder):
 
     def describe(self, rows: Sequence[Row], splits: RecordSplits, log: Callable[[str], None]) -> Metrics:
         statistics = self._count(rows, splits) | {
+            "num_tokens": sum(len(row[0]) + len(row[2]) for row in rows),
             "num_chosen_tokens": sum(int(row[1].sum()) for row in rows),
             "num_rejected_tokens": sum(int(row[3].sum()) for row in rows),
         }
@@ -79,7 +80,6 @@ class PairEncoder(RecordEncoder):
         return {
             "num_records": len(rows),
             "num_validation_records": len(splits.validation),
-            "num_tokens": sum(len(tokens) for row in rows for tokens in row[::2] if len(tokens) > 1),
             "longest_record": self.encoder.summary.longest,
             "num_too_long": self.encoder.summary.num_too_long,
         }
@@ -129,6 +129,7 @@ class LabeledEncoder(PairEncoder):
     def describe(self, rows: Sequence[Row], splits: RecordSplits, log: Callable[[str], None]) -> Metrics:
         num_desirable = sum(int(row[2][0]) for row in rows)
         statistics = self._count(rows, splits) | {
+            "num_tokens": sum(len(row[0]) for row in rows),
             "num_desirable": num_desirable,
             "num_undesirable": len(rows) - num_desirable,
         }

@@ -144,6 +144,8 @@ class RecordDataset(PositionalDataset[BatchT]):
         self.rows, self.seed, self.shuffle = rows, seed, shuffle
         self.num_sequences, self.num_skipped = len(rows), 0
         self.batch_format = type(self)
+        self.max_len = max(len(values) for row in rows for values in row)
+        """Largest number of tokens in a row."""
 
     def get_rows(self, positions: Sequence[int]) -> list[Row]:
         checked = np.array(positions, np.int64)

@@ -56,6 +56,12 @@ class TrainingData:
         num_sequences: int | None = getattr(self.train, "num_sequences", None)
         return num_sequences
 
+    @property
+    def max_len(self) -> int | None:
+        """Largest number of tokens of a training record. None if the data are documents."""
+        max_len: int | None = getattr(self.train, "max_len", None)
+        return max_len
+
 
 def load_training_data(
     data: DataConfig,

@@ -31,7 +31,6 @@ from cutaway.train.recipe.schema import (
     ObjectiveConfig,
     ParallelConfig,
     PrefixLMConfig,
-    PretrainedModelConfig,
     Recipe,
     Seq2SeqConfig,
     SFTConfig,
@@ -123,16 +122,11 @@ def check_grpo(recipe: Recipe, dp_size: int) -> None:
             "objective.num_iterations above 1 is supported on one process only, because checkpoints store the"
             " completions of one process; set it to 1, or start one process"
         )
-    if objective.beta and not isinstance(recipe.model, PretrainedModelConfig):
-        raise InputError(
-            "objective.beta is the weight of the distance from the checkpoint that is fine-tuned, but the recipe trains"
-            " from scratch; set objective.beta = 0, or pass a checkpoint with --base"
-        )
 
 
 def uses_reference_model(objective: ObjectiveConfig) -> bool:
     """Whether the loss of the objective depends on the model before training."""
-    return isinstance(objective, DPOConfig | KTOConfig)
+    return isinstance(objective, DPOConfig | KTOConfig) or (isinstance(objective, GRPOConfig) and objective.beta > 0)
 
 
 def build_objective_fn(

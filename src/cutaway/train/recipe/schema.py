@@ -247,7 +247,7 @@ class ScheduleConfig(ConfigNode):
     """For 'warmup-stable-decay': the fraction of all steps, at the end of the run, during which the factor decays."""
 
 
-Precision = Literal["fp32", "bf16", "fp16"]
+Precision = Literal["auto", "fp32", "bf16", "fp16"]
 Quantization = Literal["none", "nf4", "int8"]
 
 
@@ -266,7 +266,8 @@ class TrainingConfig(ConfigNode):
     grad_clip: PositiveFloat = 1.0
     """Maximum gradient norm. A gradient with a larger norm is scaled down to it."""
     precision: Precision = "fp32"
-    """Dtype of matrix products (autocast). Weights stay fp32. fp16 uses loss scaling and skips steps that overflow."""
+    """Dtype of matrix products (autocast). Weights stay fp32. fp16 uses loss scaling and skips steps that overflow.
+    'auto': bf16 on a GPU that computes in bf16, otherwise fp32."""
     ema_decay: Probability | None = None
     """Decay of an exponential moving average of the weights, which is evaluated and exported instead of the weights.
     None: no average."""

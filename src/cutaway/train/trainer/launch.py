@@ -36,9 +36,9 @@ from cutaway.train.recipe.load import RecipeSource, load_recipe
 from cutaway.train.recipe.schema import PretrainedModelConfig, Recipe
 from cutaway.train.recipe.task_objectives import TaskObjectiveConfig
 from cutaway.train.trainer.general_loss import has_general_loss, read_general_text
-from cutaway.train.trainer.memory_check import check_memory
+from cutaway.train.trainer.memory_check import check_memory, check_resident_memory
 from cutaway.train.trainer.preflight import run_preflight
-from cutaway.train.trainer.run_length import resolve_run_length
+from cutaway.train.trainer.resolve_recipe import resolve_precision, resolve_run_length
 from cutaway.train.trainer.trainer import Trainer
 from cutaway.train.trainer.training_module import TrainingModule, build_adapter_model, build_training_model
 
@@ -109,10 +109,11 @@ def prepare_trainer(
     # Devices and loggers of this rank
     device = dist_context.resolve_device(device)
     dist_context.init_mesh(recipe.parallel, device)
+    recipe = resolve_precision(recipe, device)
     is_sharded = dist_context.mesh is not None
     callback = callback if callback is not None and dist_context.is_main_process else Callback()
     log, free = callback.on_message, free_memory(device)
-    has_adapter = _check_adapter(recipe, is_sharded=is_sharded)
+    has_adapter, has_records = _check_adapter(recipe, is_sharded=is_sharded), uses_records(recipe.objective)
     if uses_reference_model(recipe.objective) and not isinstance(recipe.model, PretrainedModelConfig):
         raise InputError(
             f"objective {recipe.objective.kind} compares the model with itself before training, so that it needs a"
@@ -134,7 +135,10 @@ def prepare_trainer(
             check_new_directory(directory)
             base_config = load_base_config(recipe.model)
             if base_config is not None:  # before the weights are loaded
-                check_memory(recipe, base_config, device, dist_context, log, free)
+                if has_records:
+                    check_resident_memory(recipe, base_config, device, dist_context, free)
+                else:
+                    check_memory(recipe, base_config, device, dist_context, log, free)
             base_checkpoint = load_model_to_train(recipe, log)
             is_base_needed = has_adapter or uses_reference_model(recipe.objective)  # in a resumed run too
             base_info = BaseCheckpointInfo.from_checkpoint(base_checkpoint, with_fingerprint=is_base_needed)
@@ -152,7 +156,7 @@ def prepare_trainer(
             check_grpo(recipe, dist_context.dp_size)
         if has_general_loss(recipe, config):
             read_general_text(recipe.eval)  # an error now, not after the model is built
-        if base_info.config is None or run_directory is not None:
+        if not has_records and (base_info.config is None or run_directory is not None):
             check_memory(recipe, config, device, dist_context, log, free)
         if has_adapter:
             if base_checkpoint is None:
@@ -171,6 +175,9 @@ def prepare_trainer(
         )
         if data.summary is not None:
             callback.on_data(data.summary)
+        if has_records:  # the longest record may be much shorter than data.seq_len
+            max_len = None if isinstance(recipe.objective, GRPOConfig) else data.max_len
+            check_memory(recipe, config, device, dist_context, log, free, max_len=max_len)
         if run_directory is None:
             recipe = resolve_run_length(recipe, data, log)
             check_schedule(recipe.schedule, recipe.training.max_steps)
@@ -199,12 +206,6 @@ def prepare_trainer(
     if base_checkpoint is not None and not has_adapter:
         load_weights(model, base_checkpoint.model.state_dict())
     optimizer = build_optimizer(recipe.optimizer, model)
-
-    reference = None
-    if isinstance(recipe.objective, GRPOConfig) and recipe.objective.beta:
-        if base_checkpoint is None:  # a resumed run
-            raise missing_base_error(directory)
-        reference = ReferenceModel(None if has_adapter else base_checkpoint.model, recipe.training.precision)
 
     # Trainer, restored from the newest checkpoint if there is one
     trainer = Trainer(

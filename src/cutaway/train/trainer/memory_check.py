@@ -12,12 +12,16 @@ from cutaway.errors import CutawayError, InputError
 from cutaway.size.estimate import SizeEstimate, size
 from cutaway.size.hardware import custom_hardware
 from cutaway.train.distributed.process_group import SINGLE_PROCESS, DistributedContext
+from cutaway.train.objectives.build import uses_reference_model
 from cutaway.train.recipe.load import load_recipe
+from cutaway.train.recipe.preference_objectives import DPOConfig, ORPOConfig
 from cutaway.train.recipe.schema import AdamWConfig, PretrainedModelConfig, Recipe, Seq2SeqConfig
 
 CPU_HARDWARE = replace(custom_hardware(bandwidth=1e9, flops=1e9), kind="cpu")
 """Hardware of kind cpu, with placeholder speeds. The kind matters because a CPU and a GPU store different activations
 for the backward pass."""
+COMPILED_TOLERANCE = 0.1
+"""Relative error of the estimate of compiled steps."""
 MIN_SEQ_LEN = 256
 """Shortest sequence length that is proposed."""
 
@@ -37,6 +41,7 @@ def size_step(
     training = recipe.training
     ranges = dist_context.micro_batch_ranges(training.batch_size, training.grad_accum_steps)
     rows = max(1, *(high - low for low, high in ranges))
+    rows *= 2 if isinstance(recipe.objective, DPOConfig | ORPOConfig) else 1  # a pair has two sequences
     return size(
         config,
         batch_size=rows * getattr(recipe.objective, "num_generations", 1) * dist_context.dp_size,
@@ -51,8 +56,16 @@ def size_step(
         world_size=dist_context.world_size,
         dp_shard=dist_context.num_state_shards // dist_context.tp_size,
         tp=dist_context.tp_size,
+        compiled=_is_compiled(recipe, device, dist_context),
         **adapter_options(recipe),
     )
+
+
+def _is_compiled(recipe: Recipe, device: torch.device, dist_context: DistributedContext) -> bool:
+    """Whether the step runs compiled blocks (see TrainStepRunner)."""
+    if dist_context.tp_size > 1 or bool(getattr(recipe.objective, "aux_loss_coef", 0.0)):
+        return False
+    return device.type == "cuda" if recipe.training.compile is None else recipe.training.compile
 
 
 def adapter_options(recipe: Recipe) -> dict[str, Any]:
@@ -80,11 +93,13 @@ def expected_memory(
     trained = sizes["adapters"] if "adapters" in sizes else sizes["weights"]
     gradients = sizes["gradients"]
     ema = trained if recipe.training.ema_decay is not None else 0
-    lower_bound = sizes.get("frozen weights", 0) + trained + gradients + sizes["optimizer"] + ema
+    is_copied = uses_reference_model(recipe.objective) and "adapters" not in sizes
+    reference = sizes["weights"] if is_copied else 0  # a frozen copy; with an adapter, the base is the reference
+    lower_bound = sizes.get("frozen weights", 0) + trained + gradients + sizes["optimizer"] + ema + reference
     accumulated = 0
     if recipe.training.grad_accum_steps > 1:  # the accumulated gradients are in memory during the whole micro-batch
         accumulated = gradients - memory.peak_by_component.get("gradients", 0)
-    return max(memory.total_bytes + accumulated + ema, lower_bound), lower_bound
+    return max(memory.total_bytes + accumulated + ema + reference, lower_bound), lower_bound
 
 
 def check_memory(
@@ -94,25 +109,38 @@ def check_memory(
     dist_context: DistributedContext,
     log: Callable[[str], None],
     free: int | None = None,
+    *,
+    max_len: int | None = None,
 ) -> None:
     """Log the estimated memory. Raise InputError, with settings that fit, if a step needs more than `free` bytes.
 
-    The default of `free` is the free memory of the device.
+    The default of `free` is the free memory of the device. `max_len` is the length of the longest sequence of the data,
+    if it is known.
     """
+    if max_len is not None and max_len < recipe.data.seq_len:
+        recipe = load_recipe(recipe, [f"data.seq_len={max_len}"])
     estimate, lower_bound = expected_memory(recipe, config, device, dist_context)
     free = free_memory(device) if free is None else free
     if free is None:
         log(f"estimated memory per step: {estimate / GIB:.2g} GiB")
         return
-    # Compiled blocks store fewer activations than the estimate, which is that of eager execution.
-    is_compiled = device.type == "cuda" and recipe.training.compile is not False
-    if (lower_bound if is_compiled else estimate) > free:
+    is_compiled = _is_compiled(recipe, device, dist_context)  # what the compiler stores is known less exactly
+    if max(lower_bound, estimate * (1 - COMPILED_TOLERANCE) if is_compiled else estimate) > free:
         held = "weights, gradients and optimizer state take" if lower_bound > free else "a training step takes"
         raise InputError(
             f"{held} {_gib(lower_bound if lower_bound > free else estimate)}, but {_gib(free)} are free;"
             f" {propose_settings(recipe, config, device, dist_context, free)}"
         )
     log(f"estimated memory per step: {estimate / GIB:.2g} GiB of {free / GIB:.3g} GiB free")
+
+
+def check_resident_memory(
+    recipe: Recipe, config: Config, device: torch.device, dist_context: DistributedContext, free: int | None
+) -> None:
+    """Raise InputError if weights, gradients and optimizer state do not fit, whatever the lengths of the sequences."""
+    lower_bound = expected_memory(recipe, config, device, dist_context)[1]
+    if free is not None and lower_bound > free:
+        check_memory(recipe, config, device, dist_context, lambda message: None, free)
 
 
 # ------------------------------------------------------------------------------------------------- settings that fit

@@ -171,7 +171,7 @@ class FillMask(Query):
             raise InputError("this model is not an encoder, so it cannot fill masks; use text generation")
         has_mask = tokenizer is not None and tokenizer.mask_token_id is not None
         mask = tokenizer.special_tokens_map["mask_token"] if tokenizer is not None and has_mask else None
-        can_fill_mask = has_mask and model.head is not None
+        can_fill_mask = has_mask and inspector.head is not None
         if tokenizer is None or not can_fill_mask or tokenizer.mask_token_id not in tokenizer.encode(self.text):
             return QueryResult({"mask_token": mask, "can_fill_mask": can_fill_mask, "predictions": []})
         top_k = min(max(1, self.top_k), inspector.config.vocab_size)
