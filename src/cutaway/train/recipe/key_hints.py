@@ -74,6 +74,9 @@ KEYS_OF_OTHER_LIBRARIES = {
     "patience": "eval.early_stopping",
     "early_stopping": "eval.early_stopping",
     "report_to": "logging",
+    "label_column": "data.sources",
+    "label_column_name": "data.sources",
+    "temperature": "objective.scale",
     "loss": "objective.kind",
     "task": "objective.kind",
 }
