@@ -238,7 +238,8 @@ def _print_outcome(trainer: "Trainer", *, as_json: bool, is_main_process: bool) 
             sys.stderr.write(f"{change}\n")
         mask = run.tokenizer.special_tokens_map.get("mask_token")
         text = f"'a text with a {mask}'" if trainer.model.config.form == "encoder" else "TEXT"
-        flag = "--message " if trainer.recipe.objective.kind == "sft" and run.tokenizer.chat_template else ""
+        trains_answers = trainer.recipe.objective.kind in ("sft", "dpo", "kto", "orpo")
+        flag = "--message " if trains_answers and run.tokenizer.chat_template else ""
         sys.stderr.write(f"the model is in {run.model_directory}; try: cutaway generate {run.directory} {flag}{text}\n")
     elif is_main_process:
         command = f"cutaway train --resume {run.directory}"

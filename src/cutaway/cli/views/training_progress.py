@@ -28,6 +28,8 @@ EVAL_METRICS = {
     "bits_per_byte": "{:.3f} bits per byte",
     "exact_match": "{:.1%} exact match",
     "accuracy": "{:.1%} accuracy on masked tokens",
+    "eval_rewards/accuracies": "{:.1%} reward accuracy",
+    "eval_rewards/margins": "reward margin {:.3f}",
     "general_loss": "loss on general text {:.3f}",
     "eval_completion_length": "{:.1f} tokens per completion",
     "eval_frac_truncated": "{:.1%} truncated",
@@ -111,7 +113,8 @@ class TrainingProgress:
         if "eval_reward" in row:
             parts = [f"step {row['step']}: eval reward {row['eval_reward']:.3f}"]
         else:
-            parts = [f"step {row['step']}: eval loss {row['eval_loss']:.3f} nats per token"]
+            unit = "" if "eval_rewards/margins" in row else " nats per token"
+            parts = [f"step {row['step']}: eval loss {row['eval_loss']:.3f}{unit}"]
         parts += [text.format(row[name]) for name, text in EVAL_METRICS.items() if name in row]
         self.on_message(", ".join(parts))
         if "sample" in row:

@@ -12,7 +12,16 @@ from cutaway.tokenizer import Tokenizer
 from cutaway.train.objectives.distillation import Teacher, distillation
 from cutaway.train.objectives.masked_lm import masked_lm
 from cutaway.train.objectives.objective import Objective, ObjectiveFn, causal_lm, prefix_lm, seq2seq, sft
+from cutaway.train.objectives.preference import dpo, kto, orpo
+from cutaway.train.objectives.reference_model import ReferenceModel
 from cutaway.train.recipe.grpo import GRPOConfig
+from cutaway.train.recipe.preference_objectives import (
+    MIN_KTO_BATCH_SIZE,
+    DPOConfig,
+    KTOConfig,
+    ORPOConfig,
+    PreferenceConfig,
+)
 from cutaway.train.recipe.schema import (
     CausalLMConfig,
     DataConfig,
@@ -21,7 +30,6 @@ from cutaway.train.recipe.schema import (
     ObjectiveConfig,
     ParallelConfig,
     PrefixLMConfig,
-    PretrainedModelConfig,
     Recipe,
     Seq2SeqConfig,
     SFTConfig,
@@ -35,6 +43,9 @@ OBJECTIVE_FORMS = {
     Seq2SeqConfig: "encoder-decoder",
     PrefixLMConfig: "decoder",
     SFTConfig: "decoder",
+    DPOConfig: "decoder",
+    KTOConfig: "decoder",
+    ORPOConfig: "decoder",
     GRPOConfig: "decoder",
 }
 """Model form that each objective requires."""
@@ -59,6 +70,16 @@ def check_objective(
         )
     if isinstance(objective, GRPOConfig):
         return
+    if isinstance(objective, PreferenceConfig) and parallel.tp > 1:
+        raise InputError(
+            f"objective {objective.kind} needs the full vocabulary on each rank, but parallel.tp is {parallel.tp}; set"
+            " parallel.tp = 1; without it, several processes train data-parallel"
+        )
+    if isinstance(objective, KTOConfig) and training.batch_size < MIN_KTO_BATCH_SIZE:
+        raise InputError(
+            "training.batch_size is 1, but objective kto compares an answer with the other answers of its batch; use at"
+            " least 2, with training.grad_accum_steps to save memory"
+        )
     blocks = [block for stack in config.stacks.values() for block in stack.blocks]
     if objective.aux_loss_coef and not any(isinstance(block.ffn, Moe) for block in blocks):
         raise InputError(
@@ -92,17 +113,28 @@ def check_grpo(recipe: Recipe, dp_size: int) -> None:
             "objective.num_iterations above 1 is supported on one process only, because checkpoints store the"
             " completions of one process; set it to 1, or start one process"
         )
-    if objective.beta and not isinstance(recipe.model, PretrainedModelConfig):
-        raise InputError(
-            "objective.beta is the weight of the distance from the checkpoint that is fine-tuned, but the recipe trains"
-            " from scratch; set objective.beta = 0, or pass a checkpoint with --base"
-        )
+
+
+def uses_reference_model(objective: ObjectiveConfig) -> bool:
+    """Whether the loss of the objective depends on the model before training."""
+    if isinstance(objective, GRPOConfig):
+        return objective.beta > 0
+    return isinstance(objective, DPOConfig | KTOConfig)
 
 
 def build_objective_fn(
-    objective: ObjectiveConfig, data: DataConfig, tokenizer: Tokenizer, vocab_size: int, seed: int, device: torch.device
+    objective: ObjectiveConfig,
+    data: DataConfig,
+    tokenizer: Tokenizer,
+    vocab_size: int,
+    seed: int,
+    device: torch.device,
+    reference: ReferenceModel | None = None,
 ) -> ObjectiveFn:
-    """Build the function that turns a batch, and the data position of its first sequence, into an Objective."""
+    """Build the function that turns a batch, and the data position of its first sequence, into an Objective.
+
+    `reference` is the model before training, for objectives that depend on it.
+    """
     if isinstance(objective, CausalLMConfig):
         return lambda batch, first: causal_lm(batch.tokens, batch.document_ids if data.document_mask else None).to(
             device
@@ -120,6 +152,14 @@ def build_objective_fn(
         ).to(device)
     if isinstance(objective, SFTConfig):
         return lambda batch, first: sft(*batch, document_mask=data.document_mask).to(device)
+    if isinstance(objective, ORPOConfig):
+        return lambda batch, first: orpo(batch, objective).to(device)
+    if isinstance(objective, DPOConfig | KTOConfig):
+        if reference is None:
+            raise InputError(f"objective {objective.kind} needs a reference model; pass the model before training")
+        if isinstance(objective, DPOConfig):
+            return lambda batch, first: dpo(batch, objective, reference).to(device)
+        return lambda batch, first: kto(batch, objective, reference).to(device)
     if isinstance(objective, GRPOConfig):  # for layer statistics; training steps have completions too
         return lambda batch, first: causal_lm(batch.padded_tokens()).to(device)
     mask_id = tokenizer.mask_token_id

@@ -11,6 +11,7 @@ from cutaway.config.lora import LoRA
 from cutaway.config.node import KIND_DISCRIMINATOR, ConfigNode, PositiveFloat, PositiveInt, Probability, default_kind
 from cutaway.errors import ConfigError
 from cutaway.train.recipe.grpo import GRPOConfig
+from cutaway.train.recipe.preference_objectives import DPOConfig, KTOConfig, ORPOConfig
 
 STDLIB_PATH = "python-stdlib"
 """Value of `data.sources[].path` for the source code of Python's standard library."""
@@ -159,7 +160,16 @@ class SFTConfig(LossTermsConfig):
 
 ObjectiveConfig = Annotated[
     Annotated[
-        CausalLMConfig | DistillationConfig | MaskedLMConfig | Seq2SeqConfig | PrefixLMConfig | SFTConfig | GRPOConfig,
+        CausalLMConfig
+        | DistillationConfig
+        | MaskedLMConfig
+        | Seq2SeqConfig
+        | PrefixLMConfig
+        | SFTConfig
+        | DPOConfig
+        | KTOConfig
+        | ORPOConfig
+        | GRPOConfig,
         KIND_DISCRIMINATOR,
     ],
     default_kind("causal-lm"),

@@ -21,7 +21,7 @@ from cutaway.train.distributed.process_group import SINGLE_PROCESS, DeviceLike, 
 from cutaway.train.logging.callbacks import Callback
 from cutaway.train.logging.tensorboard import check_tensorboard_installed
 from cutaway.train.logging.wandb import check_wandb_installed
-from cutaway.train.objectives.build import build_objective_fn, check_grpo, check_objective
+from cutaway.train.objectives.build import build_objective_fn, check_grpo, check_objective, uses_reference_model
 from cutaway.train.objectives.reference_model import ReferenceModel
 from cutaway.train.optim.lr_scheduler import check_schedule
 from cutaway.train.optim.optimizer import build_optimizer
@@ -107,6 +107,11 @@ def prepare_trainer(
     callback = callback if callback is not None and dist_context.is_main_process else Callback()
     log = callback.on_message
     has_adapter = _check_adapter(recipe, is_sharded=is_sharded)
+    if uses_reference_model(recipe.objective) and not isinstance(recipe.model, PretrainedModelConfig):
+        raise InputError(
+            f"objective {recipe.objective.kind} compares the model with itself before training, so that it needs a"
+            " trained model; set model.checkpoint, or pass --base"
+        )
     if recipe.training.num_epochs is None:  # otherwise it is checked when the number of steps is known
         check_schedule(recipe.schedule, recipe.training.max_steps)
     if recipe.logging.tensorboard:
@@ -122,7 +127,8 @@ def prepare_trainer(
             check_recipe_inputs(recipe)
             check_new_directory(directory)
             base_checkpoint = load_base_checkpoint(recipe.model, recipe.training.precision)
-            base_info = BaseCheckpointInfo.from_checkpoint(base_checkpoint, with_fingerprint=has_adapter)
+            is_base_needed = has_adapter or uses_reference_model(recipe.objective)  # in a resumed run too
+            base_info = BaseCheckpointInfo.from_checkpoint(base_checkpoint, with_fingerprint=is_base_needed)
             tokenizer = build_tokenizer(recipe.data, recipe.objective, base_checkpoint)
         else:
             base_info, tokenizer = run_directory.base_info, run_directory.tokenizer
@@ -146,14 +152,24 @@ def prepare_trainer(
 
         # Data
         seed = recipe.training.seed
-        data = load_training_data(recipe.data, recipe.objective, tokenizer, base_info, config, seed, log)
+        data = load_training_data(
+            recipe.data, recipe.objective, tokenizer, base_info, config, seed, log, recipe.training.batch_size
+        )
         if data.summary is not None:
             callback.on_data(data.summary)
         if run_directory is None:
             recipe = resolve_run_length(recipe, data, log)
             check_schedule(recipe.schedule, recipe.training.max_steps)
             base_info = base_info.with_eos_token_ids(tokenizer, data.end_token_ids)
-        objective_fn = build_objective_fn(recipe.objective, recipe.data, tokenizer, config.vocab_size, seed, device)
+        reference = None
+        if uses_reference_model(recipe.objective):
+            if base_checkpoint is None:
+                raise missing_base_error(directory)
+            base_model = None if has_adapter else base_checkpoint.model.to(device)
+            reference = ReferenceModel(base_model, recipe.training.precision)
+        objective_fn = build_objective_fn(
+            recipe.objective, recipe.data, tokenizer, config.vocab_size, seed, device, reference
+        )
 
         # Run directory
         if run_directory is None:
@@ -170,12 +186,6 @@ def prepare_trainer(
     if base_checkpoint is not None and not has_adapter:
         load_weights(model, base_checkpoint.model.state_dict())
     optimizer = build_optimizer(recipe.optimizer, model)
-
-    reference = None
-    if isinstance(recipe.objective, GRPOConfig) and recipe.objective.beta:
-        if base_checkpoint is None:  # a resumed run
-            raise missing_base_error(directory)
-        reference = ReferenceModel(None if has_adapter else base_checkpoint.model, recipe.training.precision)
 
     # Trainer, restored from the newest checkpoint if there is one
     trainer = Trainer(
@@ -224,7 +234,8 @@ def show_data(recipe: Recipe, callback: Callback) -> None:
     config = resolve_model_config(recipe.model, tokenizer, base_info)
     check_objective(recipe.objective, config, recipe.training, recipe.parallel)
     log, seed = callback.on_message, recipe.training.seed
-    data = load_training_data(recipe.data, recipe.objective, tokenizer, base_info, config, seed, log)
+    batch_size = recipe.training.batch_size
+    data = load_training_data(recipe.data, recipe.objective, tokenizer, base_info, config, seed, log, batch_size)
     if data.summary is not None:
         callback.on_data(data.summary)
     check_schedule(recipe.schedule, resolve_run_length(recipe, data, log).training.max_steps)

@@ -11,6 +11,8 @@ from cutaway.errors import InputError
 from cutaway.size.estimate import SizeEstimate, size
 from cutaway.size.hardware import custom_hardware
 from cutaway.train.distributed.process_group import SINGLE_PROCESS, DistributedContext
+from cutaway.train.objectives.build import uses_reference_model
+from cutaway.train.recipe.preference_objectives import DPOConfig, ORPOConfig
 from cutaway.train.recipe.schema import PretrainedModelConfig, Recipe, Seq2SeqConfig
 
 CPU_HARDWARE = replace(custom_hardware(bandwidth=1e9, flops=1e9), kind="cpu")
@@ -33,6 +35,7 @@ def size_step(
     training = recipe.training
     ranges = dist_context.micro_batch_ranges(training.batch_size, training.grad_accum_steps)
     rows = max(1, *(high - low for low, high in ranges))
+    rows *= 2 if isinstance(recipe.objective, DPOConfig | ORPOConfig) else 1  # a pair has two sequences
     return size(
         config,
         batch_size=rows * getattr(recipe.objective, "num_generations", 1) * dist_context.dp_size,
@@ -58,11 +61,12 @@ def expected_memory(
     memory = size_step(recipe, config, device, dist_context, packed=packed).memory
     weights, gradients, optimizer = (memory.bytes_by_component[name] for name in ("weights", "gradients", "optimizer"))
     ema = weights if recipe.training.ema_decay is not None else 0
-    lower_bound = weights + gradients + optimizer + ema
+    reference = weights if uses_reference_model(recipe.objective) else 0  # a frozen copy
+    lower_bound = weights + gradients + optimizer + ema + reference
     accumulated = 0
     if recipe.training.grad_accum_steps > 1:  # the accumulated gradients are in memory during the whole micro-batch
         accumulated = gradients - memory.peak_by_component.get("gradients", 0)
-    return max(memory.total_bytes + accumulated + ema, lower_bound), lower_bound
+    return max(memory.total_bytes + accumulated + ema + reference, lower_bound), lower_bound
 
 
 def check_memory(
