@@ -4,11 +4,13 @@
 
 The shape of Llama-3-8B with random bf16 weights, adapters of all linear layers in fp32, bf16 autocast, AdamW, gradient
 clipping, no dropout, no activation checkpointing in PEFT's model. Prints tokens per second, peak memory and the share
-of the time of the matrix products at the peak FLOP/s. With --qlora, one step of cutaway on an NF4 base is measured, and
-its memory is compared with the prediction of cutaway.size.
+of the time of the matrix products at the peak FLOP/s. Peak memory of cutaway is compared with the prediction of
+cutaway.size. With --qlora, cutaway on an NF4 base is measured too, with full activation checkpointing, and with 8-bit
+optimizer states; with --checkpointing, LoRA with full activation checkpointing.
 """
 
 import argparse
+import functools
 import gc
 import importlib
 import itertools
@@ -45,17 +47,36 @@ LLAMA_3_8B = {
 }
 
 
-def build_cutaway_step(args: Any, checkpointing: ActivationCheckpointing, quantization: str | None = None) -> StepFn:
+def predicted_bytes(
+    args: Any, checkpointing: ActivationCheckpointing, quantization: str = "none", state_dtype: str = "fp32"
+) -> int:
+    """Peak memory of a step of cutaway as predicted by cutaway.size."""
+    estimate = ct.size(
+        config_from_hf({"model_type": "llama", "num_hidden_layers": args.layers, **LLAMA_3_8B}),
+        mode="train",
+        context=args.seq_len,
+        activation_checkpointing=checkpointing,
+        adapter={"rank": args.rank},
+        quantization=quantization,
+        optimizer="adamw" if state_dtype == "fp32" else "adamw-8bit",
+        compiled=True,
+    )
+    return estimate.memory.total_bytes
+
+
+def build_cutaway_step(
+    args: Any, checkpointing: ActivationCheckpointing, quantization: str = "none", state_dtype: str = "fp32"
+) -> StepFn:
     config = config_from_hf({"model_type": "llama", "num_hidden_layers": args.layers, **LLAMA_3_8B})
     recipe = load_recipe(
         {
             "data": {"seq_len": args.seq_len},
             "training": {"batch_size": 1, "precision": "bf16", "activation_checkpointing": checkpointing},
-            "optimizer": {"lr": 2e-4, "weight_decay": 0.0},
+            "optimizer": {"lr": 2e-4, "weight_decay": 0.0, "state_dtype": state_dtype},
         }
     )
     model = ct.build(config, device="cuda", dtype=torch.bfloat16, seed=0).train()
-    if quantization:
+    if quantization != "none":
         quantize_linears(model, quantization)  # type: ignore[arg-type]
     model.use_activation_checkpointing(checkpointing)
     model.add_adapter({"rank": args.rank}, seed=0)
@@ -103,16 +124,22 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     for name, value in (("layers", 32), ("seq-len", 4096), ("rank", 16), ("rounds", 3), ("steps", 5)):
         parser.add_argument(f"--{name}", type=int, default=value)
-    for name in ("profile", "qlora", "no-peft"):
+    for name in ("profile", "qlora", "checkpointing", "no-peft"):
         parser.add_argument(f"--{name}", action="store_true")
     args = parser.parse_args()
     torch.set_float32_matmul_precision("high")
     print(torch.__version__, torch.cuda.get_device_name(), flush=True)
-    builders: dict[str, Any] = {"cutaway": lambda: build_cutaway_step(args, "none")}
+    variants: dict[str, tuple[Any, ...]] = {"cutaway": ("none",)}
+    if args.checkpointing:
+        variants["cutaway full"] = ("full",)
+    if args.qlora:
+        variants["cutaway qlora full"] = ("full", "nf4")
+        variants["cutaway qlora full int8 states"] = ("full", "nf4", "int8")
+    builders: dict[str, Any] = {
+        name: functools.partial(build_cutaway_step, args, *variant) for name, variant in variants.items()
+    }
     if not args.no_peft:
         builders["peft compiled"] = lambda: build_peft_step(args)
-    if args.qlora:
-        builders["cutaway qlora full"] = lambda: build_cutaway_step(args, "full", "nf4")
     limit = required_flops(args) / PEAK_FLOPS
     results = {}
     for name, build in builders.items():
@@ -125,9 +152,13 @@ def main() -> None:
         peak = torch.cuda.max_memory_allocated() / 1e9
         results[name] = {"tokens_per_second": args.seq_len / seconds, "GB": peak, "share_of_limit": limit / seconds}
         print(
-            f"{name:20} {args.seq_len / seconds:9,.0f} tokens/s {peak:6.2f} GB {limit / seconds:6.1%} of peak",
+            f"{name:31} {args.seq_len / seconds:9,.0f} tokens/s {peak:6.2f} GB {limit / seconds:6.1%} of peak",
             flush=True,
         )
+        if name in variants:
+            predicted = predicted_bytes(args, *variants[name]) / 1e9
+            results[name] |= {"predicted_GB": predicted}
+            print(f"{'':31} predicted {predicted:6.2f} GB, {predicted / peak - 1:+.1%}", flush=True)
         if args.profile and name.startswith("cutaway"):
             print_profile(step)
         del step

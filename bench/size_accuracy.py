@@ -21,6 +21,7 @@ import torch.nn.functional as F
 
 import cutaway as ct
 from cutaway.config import Config
+from cutaway.model.quantized_linear import quantize_linears
 from cutaway.size import SizeEstimate
 from cutaway.size.roofline import RooflineBound
 
@@ -59,6 +60,33 @@ TRAINING_CASES: list[dict[str, Any]] = [
     ]
 ]
 
+ADAPTER_CASES: list[dict[str, Any]] = [
+    {
+        "source": name,
+        "batch_size": batch_size,
+        "context": context,
+        "dtype": "mixed",
+        "activation_checkpointing": mode,
+        "kernel": "auto",
+        "adapter": adapter,
+        "quantization": quantization,
+        "loss": "full",
+    }
+    for name, batch_size, context, mode, adapter, quantization in [
+        ("llama-3.2-1b", 4, 2048, "none", {"rank": 16}, "none"),
+        ("llama-3.2-1b", 4, 2048, "full", {"rank": 16}, "none"),
+        ("llama-3.2-1b", 4, 2048, "selective", {"rank": 16}, "none"),
+        ("llama-3.2-1b", 4, 2048, "none", {"rank": 16, "targets": ["attn.q", "attn.v"]}, "none"),
+        ("llama-3.2-1b", 4, 2048, "full", {"rank": 16, "use_dora": True, "targets": ["attn.*"]}, "none"),
+        ("llama-3.2-1b", 4, 2048, "none", {"rank": 16}, "nf4"),
+        ("llama-3.2-1b", 4, 2048, "full", {"rank": 16}, "nf4"),
+        ("llama-3.2-1b", 4, 2048, "full", {"rank": 16}, "int8"),
+        ("gpt2", 8, 1024, "none", {"rank": 16}, "none"),
+        ("qwen3-0.6b", 4, 1024, "none", {"rank": 8, "dropout": 0.1}, "none"),
+    ]
+]
+"""Eager steps of adapters in fp32 on a frozen base in bf16."""
+
 INFERENCE_CASES = [
     ("gpt2", 8, 1024),
     ("llama-3.2-1b", 1, 8192),
@@ -90,10 +118,16 @@ def build_train_step(options: dict[str, Any], *, compiled: bool = False) -> tupl
     """Return the estimate and a function that runs the training step."""
     size = ct.size(**options | {"source": load_config(options["source"])}, mode="train")
     config = size.options.config
-    dtype = {"bf16": torch.bfloat16}.get(options["dtype"], torch.float32)
-    model = ct.build(config, device="cuda", dtype=dtype, seed=0).train()
+    has_adapter = "adapter" in options
+    dtype = torch.bfloat16 if has_adapter or options["dtype"] == "bf16" else torch.float32
+    model: Any = ct.build(config, device="cuda", dtype=dtype, seed=0).train()
     model.use_kernel(options["kernel"]).use_activation_checkpointing(options["activation_checkpointing"])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    if has_adapter:
+        if options["quantization"] != "none":
+            quantize_linears(model, options["quantization"])
+        model.add_adapter(options["adapter"], seed=0)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
     tokens = torch.randint(0, config.vocab_size, (options["batch_size"], options["context"] + 1), device="cuda")
     run = torch.compile(model) if compiled else model
 
@@ -281,6 +315,7 @@ def print_row(row: dict[str, Any]) -> None:
     name = f"{row['source']} {row['batch_size']}×{row['context']} {row['dtype']}"
     if "error" in row:
         mode = f"{row['activation_checkpointing']:9} {row['kernel']:8}"
+        mode += f" {row['quantization']} {row['adapter']}" if "adapter" in row else ""
         estimated, measured = (f"{row[key] / 1e9:7.3f}" for key in ("estimated", "measured"))
         line = f"{name:32} {mode} estimated {estimated} GB, measured {measured}: {row['error']:+.2%}"
     else:
@@ -304,7 +339,7 @@ def main() -> None:
     run_all = arguments.memory == arguments.time
     rows: list[dict[str, Any]] = []
     if run_all or arguments.memory:
-        for options in TRAINING_CASES:
+        for options in [*TRAINING_CASES, *ADAPTER_CASES]:
             rows.append(measure_training_memory(options))
             print_row(rows[-1])
         for name, batch_size, context in INFERENCE_CASES:

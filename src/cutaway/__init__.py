@@ -12,8 +12,11 @@ if TYPE_CHECKING:
     from cutaway.evaluate.causal_lm import evaluate_causal_lm as evaluate
     from cutaway.families.checkpoint import Checkpoint
     from cutaway.families.load import load
+    from cutaway.families.peft_format import save_adapter
     from cutaway.families.save import save
     from cutaway.generate.api import generate
+    from cutaway.generate.classify import classify
+    from cutaway.generate.embed import embed
     from cutaway.lens.edit import edit
     from cutaway.lens.trace import trace
     from cutaway.model import Cache, Transformer, build
@@ -28,9 +31,12 @@ _LAZY_EXPORTS = {
     "CutawayError": "cutaway.errors",
     "Transformer": "cutaway.model",
     "build": "cutaway.model",
+    "classify": "cutaway.generate.classify",
     "edit": "cutaway.lens.edit",
+    "embed": "cutaway.generate.embed",
     "load": "cutaway.families.load",
     "presets": "cutaway.config.presets",
+    "save_adapter": "cutaway.families.peft_format",
     "save": "cutaway.families.save",
     "trace": "cutaway.lens.trace",
     "view": "cutaway.serve.notebook",
@@ -44,13 +50,16 @@ __all__ = [
     "Transformer",
     "build",
     "check",
+    "classify",
     "config",
     "edit",
+    "embed",
     "generate",
     "load",
     "evaluate",
     "presets",
     "save",
+    "save_adapter",
     "size",
     "trace",
     "train",

@@ -310,7 +310,7 @@ def test_errors_exit_with_code_two(run: CliRunner, arguments: list[str], message
 
 
 def test_help_has_examples(run: CliRunner) -> None:
-    assert run("--help").count("Example: cutaway size") == 4
+    assert run("--help").count("Example: cutaway size") == 5
 
 
 def test_swapped_bandwidth_and_flops_is_an_error(run: CliRunner) -> None:
@@ -346,3 +346,46 @@ def test_training_tokens_are_compared_with_chinchilla(run: CliRunner, tokens: st
     assert budget["chinchilla_tokens"] == 20 * 8_030_261_248
     assert budget["chinchilla_ratio"] == pytest.approx(budget["train_tokens"] / budget["chinchilla_tokens"])
     assert budget["tokens_per_parameter"] == pytest.approx(budget["train_tokens"] / 8_030_261_248)
+
+
+# ---------------------------------------------------------------------------------------- adapters
+
+
+def test_train_lora_equals_size(run: CliRunner) -> None:
+    command = "7b --train qlora --rank 8 --targets attn.q,attn.v --gpu rtx-4090 --context 2Ki --json"
+    data = json.loads(run(*command.split()))
+    expected = size(
+        "llama-2-7b",
+        mode="train",
+        hardware="rtx-4090",
+        context=2048,
+        adapter={"rank": 8, "targets": ["attn.q", "attn.v"]},
+        quantization="nf4",
+    )
+    assert data == {"source": "llama-2-7b"} | as_json(expected.to_dict())
+    assert data["parameters"]["trainable"] == 32 * 2 * 8 * (4096 + 4096)
+    assert "training_budget" not in data  # 20 tokens per parameter is a rule for training from scratch
+
+
+def test_report_lists_trained_and_frozen_parameters(run: CliRunner) -> None:
+    text = one_line(run("7b", "--train", "lora", "--rank", "16", "--gpu", "rtx-4090"))
+    assert "trained: 39,976,960 in adapters of rank 16 (all-linear), in fp32, 0.59%" in text
+    assert "frozen: 6,738,415,616, in bf16" in text
+    assert "does not fit NVIDIA GeForce RTX 4090" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("gpt2 --train lora --mode infer", "--mode infer and --train contradict each other"),
+        ("gpt2 --train full --rank 4", "--rank is an option of adapters, but --train is full; use --train lora"),
+        ("gpt2 --train adalora", "use one of full, lora, qlora, dora, rslora"),
+        ("gpt2 --train lora --dtype int4", "use mixed (frozen weights in bf16, adapters in fp32), or fp32"),
+        ("gpt2 --train lora --targets atn.q", "match no layer of this model; use 'all-linear', or some of: embed"),
+        ("gpt2 --train lora --rank 1000", "use a rank of at most 768, or rank_pattern"),
+        ("gpt2 --train lora --world-size 2 --parallel fsdp", "use parallel 'dp'"),
+        ("9b --train lora", "there is no preset for the size '9b'"),
+    ],
+)
+def test_adapter_errors(run: CliRunner, arguments: str, message: str) -> None:
+    assert message in one_line(run(*arguments.split(), code=2))

@@ -98,7 +98,7 @@ CASES = [
     ("train lora.toml --base tiny-english --data my.txt", "model: unknown key 'lora'"),
     ("train --text my.txt --set training.lr=1", "did you mean 'optimizer.lr'?"),
     ("train --text my.txt --set learning_rate=1", "did you mean 'optimizer.lr'?"),
-    ("train --text my.txt --set training.epochs=3", "did you mean 'training.max_steps'?"),
+    ("train --text my.txt --set training.epochs=3", "did you mean 'num_epochs'?"),
     ("train --text my.txt --set per_device_train_batch_size=8", "did you mean 'training.batch_size'?"),
     ("train --text my.txt --set training.bf16=true", "did you mean 'training.precision'?"),
     ("train --text my.txt --set max_length=8", "did you mean 'data.seq_len'?"),

@@ -16,9 +16,10 @@ from support.transformers_models import build_transformers_model, find_peers
 from torch import Tensor
 
 import cutaway as ct
+from cutaway.config.lora import LoRA
 from cutaway.errors import ConfigError, InputError, WeightError
 from cutaway.families.checkpoint import Checkpoint
-from cutaway.families.peft_format import load_adapter, save_adapter
+from cutaway.families.peft_format import check_exportable, load_adapter, save_adapter
 from cutaway.model.lora import LoRAWeights
 
 FAMILIES = [family for family in ALL_FAMILIES if family != "mpt"]  # transformers' MPT is patched in its parity test
@@ -124,6 +125,57 @@ def test_adapter_of_our_own_is_opened_by_peft(family: str, tmp_path: Path) -> No
     assert_logits_close(our_logits(again, tokens), our_logits(ours, tokens))
 
 
+MOE_FAMILIES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe"]
+
+
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_adapters_of_experts(family: str, tmp_path: Path) -> None:
+    """One adapter per expert and matrix. PEFT converts them, if all layers of the model are mixtures of experts."""
+    peer = small_peer(family)
+    model = build_transformers_model(peer).double()
+    model.save_pretrained(tmp_path / "base")
+    tokens = inputs_of(peer.config)
+    ours = ct.load(tmp_path / "base")
+    ours.model.add_adapter({"rank": 2, "alpha": 3.0})
+    randomize_adapters(ours.model)
+    base = our_logits(ct.load(tmp_path / "base"), tokens)
+    assert float((our_logits(ours, tokens) - base).abs().max()) > 1e-3
+    ct.save_adapter(ours, tmp_path / "ours")
+    again = load_adapter(ct.load(tmp_path / "base"), tmp_path / "ours")
+    torch.testing.assert_close(our_logits(again, tokens), our_logits(ours, tokens), rtol=0, atol=0)
+    merged = Checkpoint(ours.model.merge_and_unload(), ours.config)
+    assert_logits_close(our_logits(merged, tokens), our_logits(ours, tokens))
+    if family in ("mixtral", "olmoe"):
+        opened = peft.PeftModel.from_pretrained(copy.deepcopy(model), tmp_path / "ours").eval()
+        assert_logits_close(our_logits(ours, tokens), peer_logits(opened, tokens, False))
+
+
+def test_experts_of_one_tensor_are_refused_before_training(tmp_path: Path) -> None:
+    build_transformers_model(small_peer("gpt_oss")).save_pretrained(tmp_path / "base")
+    checkpoint = ct.load(tmp_path / "base")
+    with pytest.raises(InputError, match=r"leave it out of targets, e\.g\. targets = \[\"attn"):
+        check_exportable(checkpoint, LoRA(rank=2))
+    check_exportable(checkpoint, LoRA(rank=2, targets=("attn.*",)))
+
+
+def test_model_without_a_family_has_names_of_its_own(tmp_path: Path) -> None:
+    config = ct.config("tiny-llama").replace(vocab_size=64)
+    config = ct.config(
+        json.loads(config.model_dump_json()) | {"head": {"kind": "lm", "tied": False, "softcap": 5.0, "scale": 0.3}}
+    )
+    model = ct.build(config, seed=0)
+    with pytest.raises(ConfigError):
+        ct.save(model, tmp_path / "hf")
+    ct.save(model, tmp_path / "base", family="cutaway")
+    model.add_adapter({"rank": 2})
+    randomize_adapters(model)
+    save_adapter(model, tmp_path / "adapter", base=tmp_path / "base")
+    tokens = torch.arange(10).unsqueeze(0)
+    loaded = ct.load(tmp_path / "adapter")
+    with torch.no_grad():
+        torch.testing.assert_close(loaded.model(tokens), model(tokens), rtol=0, atol=0)
+
+
 def llama_base(tmp_path: Path) -> Any:
     model = build_transformers_model(small_peer("llama"))
     model.save_pretrained(tmp_path / "base")
@@ -137,7 +189,7 @@ def test_rank_and_alpha_patterns_and_embedding(tmp_path: Path) -> None:
         lora_alpha=4,
         target_modules=["q_proj", "v_proj", "down_proj", "embed_tokens"],
         rank_pattern={"v_proj": 3},
-        alpha_pattern={"down_proj": 9},
+        alpha_pattern={r"layers\.[0-1]\.mlp\.down_proj": 9, "^model.layers.1.self_attn.q_proj": 7},
         use_rslora=True,
     )
     theirs = peft.get_peft_model(model, config).eval()
@@ -166,7 +218,11 @@ def write_adapter(tmp_path: Path) -> Path:
     [
         ({"peft_type": "LOHA"}, "only LORA"),
         ({"bias": "all"}, "only 'none'"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save is not supported"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save names modules"),
+        ({"init_lora_weights": "pissa_niter_4"}, "trained on changed weights"),
+        ({"lora_bias": True}, "it adds a bias to B"),
+        ({"target_parameters": ["experts.gate_up_proj"]}, "its targets are parameters"),
+        ({"alpha_pattern": {"(": 3}}, "not a regular expression"),
         ({"r": "four"}, "r"),
     ],
 )
@@ -193,3 +249,81 @@ def test_scaling_of_rslora_and_alpha() -> None:
     model.add_adapter({"rank": 4, "alpha": 6.0, "targets": ["attn.q"], "use_rslora": True})
     scalings = {module.scaling for module in model.modules() if isinstance(module, LoRAWeights)}
     assert scalings == {6.0 / math.sqrt(4)}
+
+
+def test_several_adapters_are_loaded_by_name(tmp_path: Path) -> None:
+    """`ct.load(base, adapters=…)`: names, the active one, the other forms of the argument, and errors."""
+    adapter = write_adapter(tmp_path)
+    checkpoint = ct.load(tmp_path / "base")
+    checkpoint.model.add_adapter({"rank": 3, "targets": ["ffn.*"]})
+    randomize_adapters(checkpoint.model)
+    chat = ct.save_adapter(checkpoint, tmp_path / "chat")
+    tokens = torch.arange(5, 15).unsqueeze(0)
+    loaded = ct.load(tmp_path / "base", adapters={"sql": adapter, "chat-2": chat})
+    assert list(loaded.model.adapters) == ["sql", "chat-2"]
+    assert loaded.model.active_adapter == "sql"
+    assert not any(parameter.requires_grad for parameter in loaded.model.parameters())
+    with loaded.model.use_adapter("chat-2"):
+        torch.testing.assert_close(our_logits(loaded, tokens), our_logits(checkpoint, tokens), rtol=0, atol=0)
+    assert list(ct.load(tmp_path / "base", adapters=[adapter, chat]).model.adapters) == ["adapter", "chat"]
+    assert list(ct.load(tmp_path / "base", adapters=chat).model.adapters) == ["default"]
+    with pytest.raises(InputError, match="same name"):
+        ct.load(tmp_path / "base", adapters=[chat, chat])
+    with pytest.raises(InputError, match="adapters is a int"):
+        ct.load(tmp_path / "base", adapters=3)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="has no adapter_config"):
+        ct.load(tmp_path / "base", adapters=tmp_path / "base")
+    with pytest.raises(InputError, match=r"names no base model .* --adapter"):
+        ct.load(chat)
+
+
+def test_adapter_of_an_adapter_and_the_generation_config(tmp_path: Path) -> None:
+    """An adapter whose base is another adapter is added to the merged base. Its generation config is used."""
+    adapter = write_adapter(tmp_path)
+    first = ct.load(tmp_path / "base", adapters=adapter)
+    randomize_adapters(first.model)
+    ct.save_adapter(first, tmp_path / "first", base=tmp_path / "base")
+    merged = Checkpoint(first.model.merge_and_unload(), first.config, first.family)
+    merged.model.add_adapter({"rank": 2, "targets": ["attn.v"]})
+    randomize_adapters(merged.model, seed=1)
+    second = ct.save_adapter(merged, tmp_path / "second", base=tmp_path / "first")
+    (second / "generation_config.json").write_text('{"eos_token_id": [3, 7]}')
+    loaded = ct.load(second)
+    assert loaded.generation_config == {"eos_token_id": [3, 7]}
+    tokens = torch.arange(5, 15).unsqueeze(0)
+    torch.testing.assert_close(our_logits(loaded, tokens), our_logits(merged, tokens), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_saved_output_matrix_is_refused(family: str, tmp_path: Path) -> None:
+    """PEFT's modules_to_save = lm_head replaces the output matrix, which may be tied to the embedding."""
+    model = build_transformers_model(small_peer(family))
+    model.save_pretrained(tmp_path / "base")
+    targets = ["q_proj"] if family == "llama" else ["c_attn"]
+    config = peft.LoraConfig(r=2, target_modules=targets, modules_to_save=["lm_head"], fan_in_fan_out=family == "gpt2")
+    peft.get_peft_model(model, config).save_pretrained(tmp_path / "adapter")
+    before = ct.load(tmp_path / "base")
+    weights = {key: tensor.clone() for key, tensor in before.model.state_dict().items()}
+    with pytest.raises(ConfigError, match="modules_to_save is not supported for 'lm_head"):
+        load_adapter(before, tmp_path / "adapter")
+    assert all(torch.equal(tensor, weights[key]) for key, tensor in before.model.state_dict().items())
+
+
+def test_adapter_of_the_output_matrix_is_refused(tmp_path: Path) -> None:
+    model = llama_base(tmp_path)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "lm_head"]))
+    adapted.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    with pytest.raises(WeightError, match="'lm_head', which cutaway has no adapters for; merge it with PEFT"):
+        load_adapter(ct.load(tmp_path / "base"), tmp_path / "adapter")
+
+
+def test_base_models_of_adapters(tmp_path: Path) -> None:
+    """The config of an adapter is that of its base. An adapter that is its own base is refused."""
+    base = ct.load("tiny-english")
+    base.model.add_adapter({"rank": 2})
+    save_adapter(base, tmp_path / "adapter", base="tiny-english")
+    assert ct.config(tmp_path / "adapter") == base.config
+    save_adapter(base, tmp_path / "loop", base=".")
+    for read in (ct.config, ct.load):
+        with pytest.raises((ConfigError, InputError), match="adapters of each other"):
+            read(tmp_path / "loop")

@@ -25,6 +25,7 @@ ROUTES = [
     ("/v1/completions", "POST"),
     ("/v1/chat/completions", "POST"),
     ("/v1/embeddings", "POST"),
+    ("/classify", "POST"),
     ("/tokenize", "POST"),
     ("/detokenize", "POST"),
 ]

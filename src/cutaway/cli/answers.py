@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cutaway.cli.json_output import print_json
-from cutaway.cli.options import DType
 from cutaway.errors import InputError
 
 if TYPE_CHECKING:  # torch is imported when it is needed
     from cutaway.evaluate.exact_match import ExactMatchResult, Example
+    from cutaway.families.checkpoint import Checkpoint
     from cutaway.train.data.documents import SkippedDocuments
 
 NUM_SHOWN = 3
@@ -18,29 +18,22 @@ NUM_SHOWN = 3
 
 
 def evaluate_answers(
+    checkpoint: "Checkpoint",
     source: str,
     paths: Sequence[Path],
     max_new_tokens: int | None,
     batch_size: int | None,
-    device: str | None,
-    dtype: DType | None,
     *,
     as_json: bool,
 ) -> None:
     """Generate answers to the records of the files, compare them with the references, and print the result."""
-    from cutaway.argument_checks import check_positive_int
     from cutaway.train.data.documents import SkippedDocuments
 
-    for name, value in (("max_new_tokens", max_new_tokens), ("batch_size", batch_size)):
-        if value is not None:
-            check_positive_int(name, value)
     skipped = SkippedDocuments()
     examples = _read_examples(paths, skipped)
-    from cutaway.cli.model_loading import load_checkpoint
     from cutaway.cli.views.terminal import progress_bar
     from cutaway.evaluate.exact_match import DEFAULT_MAX_NEW_TOKENS, evaluate_exact_match
 
-    checkpoint = load_checkpoint(source, device, dtype, quiet=as_json)
     with progress_bar("answering", quiet=as_json) as progress:
         result = evaluate_exact_match(
             checkpoint,

@@ -11,6 +11,7 @@ if TYPE_CHECKING:  # torch is imported when it is needed
     import torch
 
     from cutaway.families.checkpoint import Checkpoint
+    from cutaway.families.load import AdapterSources
     from cutaway.model import Transformer
 
 
@@ -30,9 +31,15 @@ def to_torch_dtype(dtype: DType | None) -> "torch.dtype | None":
 
 
 def load_checkpoint(
-    source: str, device: str | None, dtype: DType | None, *, quiet: bool, keep_dtype: bool = False
+    source: str,
+    device: str | None,
+    dtype: DType | None,
+    *,
+    quiet: bool,
+    keep_dtype: bool = False,
+    adapters: "AdapterSources | None" = None,
 ) -> "Checkpoint":
-    """Load a checkpoint in eval mode.
+    """Load a checkpoint in eval mode. `adapters` are added to it: see `ct.load`.
 
     On a CPU without native bfloat16, the 16-bit weights of models with up to 2³⁰ parameters are converted to float32,
     unless `dtype` or `keep_dtype` is set.
@@ -43,7 +50,9 @@ def load_checkpoint(
     from cutaway.generate.fast.cpu_linear import should_upcast_on_cpu
 
     with progress_bar("loading", quiet=quiet) as progress:
-        checkpoint = load(source, device=default_device(device), dtype=to_torch_dtype(dtype), progress=progress)
+        checkpoint = load(
+            source, adapters=adapters, device=default_device(device), dtype=to_torch_dtype(dtype), progress=progress
+        )
     if dtype is None and not keep_dtype and should_upcast_on_cpu(checkpoint.model) and not has_native_bf16():
         checkpoint.model.float()
         if not quiet:
@@ -65,12 +74,24 @@ def is_config_source(source: str) -> bool:
     return is_file or source in presets() or "/" not in source.partition("@")[0]
 
 
-def build_untrained_model(source: str, device: str | None, dtype: DType | None) -> "Transformer | None":
+def check_no_adapter(source: str, adapter: str | None) -> None:
+    """Raise if there is an adapter for a model with random weights."""
+    if adapter is not None:
+        raise InputError(
+            f"'{source}' has random weights, but an adapter needs the base model it was trained on; pass a model"
+            " directory, a .gguf file or a Hub id"
+        )
+
+
+def build_untrained_model(
+    source: str, device: str | None, dtype: DType | None, adapter: str | None = None
+) -> "Transformer | None":
     """Build the model of a preset or config file with random weights. Return None if the source is a checkpoint."""
     from cutaway.config import config
 
     if not is_config_source(source):
         return None
+    check_no_adapter(source, adapter)
     model_config = config(source)  # an unknown name raises an error that suggests a preset
     import torch
 

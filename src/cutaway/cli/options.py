@@ -85,6 +85,23 @@ Port = Annotated[int, option("Port; 0 selects a free port.")]
 ApiKeyFile = Annotated[Path | None, option("File with the API key.", metavar="FILE")]
 
 
+ADAPTER_HELP = "LoRA adapter to apply: a directory in PEFT's format, a run or a hub id."
+Adapter = Annotated[str | None, option(ADAPTER_HELP, metavar="DIR")]
+
+
+def parse_adapters(values: list[str] | None) -> dict[str, str]:
+    """Parse NAME=DIR options to a dict."""
+    adapters: dict[str, str] = {}
+    for value in values or []:
+        name, separator, directory = value.partition("=")
+        if not separator or not name or not directory:
+            raise InputError(f"--adapter is '{value}', which is not NAME=DIR; write it as in --adapter sql=runs/sql")
+        if name in adapters:
+            raise InputError(f"--adapter has the name '{name}' twice; pass another name for '{directory}'")
+        adapters[name] = directory
+    return adapters
+
+
 def api_key_option(help_text: str) -> object:
     return typer.Option(envvar="CUTAWAY_API_KEY", show_envvar=True, help=help_text)
 

@@ -89,7 +89,14 @@ class TokenizedInput:
 
 
 def load_tokenized_input(
-    source: str, text: str, target: str | None, device: str | None, dtype: "DType | None", *, quiet: bool
+    source: str,
+    text: str,
+    target: str | None,
+    device: str | None,
+    dtype: "DType | None",
+    *,
+    quiet: bool,
+    adapter: str | None = None,
 ) -> TokenizedInput:
     """Load a checkpoint, or build an untrained model, and tokenize the text. `target` is the decoder's text."""
     from cutaway.cli.prompts import read_stdin, split_prompts
@@ -97,11 +104,12 @@ def load_tokenized_input(
     text = next(split_prompts(read_stdin(), False)) if text == "-" else text
     if not text:
         raise InputError("the text is empty; pass at least one character")
-    untrained_model = build_untrained_model(source, device, dtype)
+    untrained_model = build_untrained_model(source, device, dtype, adapter)
     if untrained_model is not None:
         tokenized = tokenize_bytes(untrained_model, text, target)
     else:
-        tokenized = tokenize_for_checkpoint(load_checkpoint(source, device, dtype, quiet=quiet), text, target)
+        checkpoint = load_checkpoint(source, device, dtype, quiet=quiet, adapters=adapter)
+        tokenized = tokenize_for_checkpoint(checkpoint, text, target)
     config = tokenized.model.config
     if target is not None and len(tokenized.model.stacks) == 1:
         raise InputError(

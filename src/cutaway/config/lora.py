@@ -9,8 +9,10 @@ from pydantic import Field, model_validator
 from cutaway.config.node import ConfigNode, PositiveFloat, PositiveInt, Probability
 
 ALL_LINEAR = "all-linear"
-"""Target that stands for all linear layers of attention and FFN."""
+"""Target that stands for all linear layers of attention and FFN, those of experts included."""
 ALL_LINEAR_PATTERNS = ("attn.*", "cross.*", "ffn.*")
+NOT_IN_ALL_LINEAR = "shared_gate"
+"""The gate of a shared expert has one output, like a row of the router, which has no adapter either."""
 
 
 class LoRA(ConfigNode):
@@ -41,8 +43,7 @@ class LoRA(ConfigNode):
 
     def matches(self, site: str) -> bool:
         """Whether the layer with this site name is adapted."""
-        patterns = [p for t in self.targets for p in (ALL_LINEAR_PATTERNS if t == ALL_LINEAR else (t,))]
-        return any(matches_site(pattern, site) for pattern in patterns)
+        return any(_matches_target(target, site) for target in self.targets)
 
     def rank_of(self, site: str) -> int:
         """Rank of the layer with this site name."""
@@ -54,6 +55,12 @@ class LoRA(ConfigNode):
         default = 2.0 * rank if self.alpha is None else self.alpha
         alpha = next((a for pattern, a in self.alpha_pattern.items() if matches_site(pattern, site)), default)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+
+def _matches_target(target: str, site: str) -> bool:
+    if target != ALL_LINEAR:
+        return matches_site(target, site)
+    return not site.endswith(NOT_IN_ALL_LINEAR) and any(matches_site(each, site) for each in ALL_LINEAR_PATTERNS)
 
 
 def matches_site(pattern: str, site: str) -> bool:

@@ -1,5 +1,6 @@
 """ConfigNode, the frozen base class of all configuration classes, and the text of configuration errors."""
 
+import json
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
@@ -133,6 +134,8 @@ def _format_error_detail(item: ErrorDetails, path: str, suggest_key: Callable[[s
         return item["msg"].removeprefix("Value error, ")
     if item["type"] == "missing":
         return "this key is required"
+    if item["type"] == "tuple_type":
+        return "this must be a list" + (f", such as [{json.dumps(given)}]" if isinstance(given, str) else "")
     return item["msg"] + (f", not {given!r}" if isinstance(given, str | int | float | bool | None) else "")
 
 

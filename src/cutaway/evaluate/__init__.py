@@ -25,14 +25,24 @@ if TYPE_CHECKING:
     from cutaway.evaluate.masked_lm import evaluate_masked_lm
     from cutaway.evaluate.results import CausalLMResult
     from cutaway.evaluate.seq2seq import evaluate_seq2seq
+    from cutaway.evaluate.task_evaluation import (
+        evaluate_classification,
+        evaluate_embeddings,
+        evaluate_multiple_choice,
+        evaluate_token_classification,
+    )
     from cutaway.evaluate.token_loss import ProgressFn
     from cutaway.generate.generation_config import CheckpointLike
 
 _LAZY_MODULES = {
     "evaluate_causal_lm": "causal_lm",
+    "evaluate_classification": "task_evaluation",
+    "evaluate_embeddings": "task_evaluation",
     "evaluate_exact_match": "exact_match",
     "evaluate_masked_lm": "masked_lm",
+    "evaluate_multiple_choice": "task_evaluation",
     "evaluate_seq2seq": "seq2seq",
+    "evaluate_token_classification": "task_evaluation",
 }
 
 __all__ = [
@@ -42,9 +52,13 @@ __all__ = [
     "entropy",
     "evaluate_calibration",
     "evaluate_causal_lm",
+    "evaluate_classification",
+    "evaluate_embeddings",
     "evaluate_exact_match",
     "evaluate_masked_lm",
+    "evaluate_multiple_choice",
     "evaluate_seq2seq",
+    "evaluate_token_classification",
     "kl_divergence",
     "mutual_information",
     "perplexity",

@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -11,16 +11,19 @@ from typing import TYPE_CHECKING
 import torch
 
 from cutaway.bounded_files import read_json_object
+from cutaway.config import Config
+from cutaway.config import config as read_config
 from cutaway.errors import ConfigError, InputError, format_error
 from cutaway.families.checkpoint import Checkpoint
-from cutaway.families.gguf.load_save import load_gguf
+from cutaway.families.gguf.load_save import load_gguf, load_gguf_config
 from cutaway.families.native_format import NATIVE_CONFIG_NAME, load_native_checkpoint
 from cutaway.families.peft_format import ADAPTER_CONFIG_NAME, load_adapter
 from cutaway.families.quantized import open_quantized
 from cutaway.families.registry import resolve_family
 from cutaway.families.safetensors_reader import TensorReader, check_not_pickle, open_safetensors
+from cutaway.families.save import merge_adapters
 from cutaway.families.sentence_transformers import SETTINGS_NAME, add_projection, read_modules
-from cutaway.families.weight_loader import LoadOptions, load_model
+from cutaway.families.weight_loader import LoadOptions, load_model, resolve_config
 from cutaway.pretrained import DEFAULT_MODEL, find_pretrained, list_pretrained
 
 if TYPE_CHECKING:
@@ -28,6 +31,9 @@ if TYPE_CHECKING:
 
 _HUB_ALLOW_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.spm")
 """Files downloaded from a Hub repository: no code, no pickles."""
+GENERATION_CONFIG_NAME = "generation_config.json"
+AdapterSources = str | Path | Sequence[str | Path] | Mapping[str, str | Path]
+"""Adapters of `load`: one directory, several, or directories by name."""
 RUN_FILE_NAME = "run.json"
 """The file that marks a training run directory."""
 
@@ -35,6 +41,7 @@ RUN_FILE_NAME = "run.json"
 def load(
     source: str | Path,
     *,
+    adapters: AdapterSources | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     check_finite: bool | None = None,
@@ -45,13 +52,20 @@ def load(
     A Hub id is 'owner/name[@revision]'. The models of `cutaway.pretrained`, such as 'tiny-english', are loaded by name.
     A preset has no weights: use `ct.build`.
 
+    `adapters` are LoRA adapters to add to the model: PEFT directories, runs or Hub ids by name, as in
+    `ct.load("base", adapters={"sql": "runs/sql", "chat": "runs/chat"})`; one such source has the name 'default', and a
+    list uses the names of the directories. The first one is active; `model.set_adapter` and
+    `ct.generate(…, adapter="chat")` select another.
+
     `dtype` is the dtype of the weights, by default the stored one. `check_finite` says whether all weights are checked
     for NaN and infinity. By default, all weights are checked in checkpoints of up to half a gigabyte. In larger
     checkpoints only small tensors are checked, so that memory-mapped pages are not read before their first use.
     `progress(done, total)` is called after each loaded tensor.
     """
-    path = resolve_checkpoint_path(source)
     options = LoadOptions(device, dtype, check_finite, progress)
+    if adapters is not None:
+        return _load_with_adapters(source, name_adapters(adapters), options)
+    path = resolve_checkpoint_path(source)
     if path.is_file():
         return _load_file(path, options)
     try:
@@ -90,7 +104,7 @@ def load(
         family.name,
         report,
         hf_config,
-        _read_optional_json(path / "generation_config.json"),
+        _read_optional_json(path / GENERATION_CONFIG_NAME),
         partial(_load_tokenizer, path),
         _read_optional_json(root / SETTINGS_NAME),
     )
@@ -100,25 +114,91 @@ def _read_optional_json(path: Path) -> dict[str, object]:
     return read_json_object(path, ConfigError) if path.exists() else {}
 
 
+def _load_with_adapters(source: str | Path, adapters: Mapping[str, str | Path], options: LoadOptions) -> Checkpoint:
+    """Load a checkpoint and add adapters, of which the first is active."""
+    paths = {name: resolve_checkpoint_path(directory) for name, directory in adapters.items()}
+    checkpoint = load(source, **asdict(options))
+    for name, path in paths.items():
+        checkpoint = load_adapter(checkpoint, path, name)
+    if paths:
+        checkpoint.model.set_adapter(next(iter(paths))).requires_grad_(False)
+    return checkpoint
+
+
+def name_adapters(adapters: AdapterSources) -> dict[str, str | Path]:
+    """Adapter directories by name: a single one is 'default', and those of a list have the names of the directories."""
+    if isinstance(adapters, str | Path):
+        return {"default": adapters}
+    if isinstance(adapters, Mapping):
+        return dict(adapters)
+    if not isinstance(adapters, Sequence):
+        raise InputError(f"adapters is a {type(adapters).__name__}; pass a dict of directories by name, or a list")
+    named = {Path(each).expanduser().name: each for each in adapters}
+    if len(named) < len(adapters):
+        raise InputError("adapters has directories of the same name; pass a dict, such as {'sql': 'runs/sql/model'}")
+    return named
+
+
+def load_config(source: str | Path) -> Config:
+    """Config of a checkpoint that `load` can load. Weights are not read, except headers."""
+    path = resolve_checkpoint_path(source)
+    if path.is_file():
+        check_not_pickle(path)
+        return load_gguf_config(path)
+    if (path / RUN_FILE_NAME).is_file():
+        path = path / "model"
+    if (path / ADAPTER_CONFIG_NAME).is_file() and not (path / "config.json").exists():
+        return load_config(_require_base(path))
+    if (path / NATIVE_CONFIG_NAME).exists() or not (path / "config.json").exists():
+        return read_config(path)
+    hf_config = read_json_object(path / "config.json", ConfigError)
+    unquantized = {key: value for key, value in hf_config.items() if key != "quantization_config"}
+    return resolve_config(resolve_family(hf_config), unquantized, open_safetensors(path))[0]
+
+
+def _require_base(path: Path) -> str:
+    """Source of the base model that an adapter directory names. Raises InputError if it names none."""
+    base = read_adapter_base(path)
+    if base is None:
+        raise InputError(
+            f"'{path}' is an adapter whose adapter_config.json names no base model (base_model_name_or_path); pass the"
+            f" base model too: ct.load(base, adapters={str(path)!r}), or on the command line BASE --adapter {path}"
+        )
+    return base
+
+
 def _load_with_adapter(path: Path, options: LoadOptions) -> Checkpoint:
     """Load the base model that an adapter directory names, add the adapter, and select it."""
-    base = read_json_object(path / ADAPTER_CONFIG_NAME, ConfigError).get("base_model_name_or_path")
-    if not isinstance(base, str) or not base:
-        raise InputError(
-            f"'{path}' is an adapter whose adapter_config.json names no base model; load the base model, and then"
-            " cutaway.families.peft_format.load_adapter(checkpoint, directory), or set base_model_name_or_path"
-        )
-    relative = path / base
-    source = relative if not Path(base).expanduser().exists() and relative.exists() else base
+    base = _require_base(path)
     try:
-        checkpoint = load(source, **asdict(options))
+        checkpoint = load(base, **asdict(options))
+    except RecursionError:
+        raise InputError(f"'{path}' is an adapter whose base models are adapters of each other") from None
     except InputError as error:
         raise InputError(
-            f"'{path}' is an adapter of the base model '{base}', which cannot be loaded: {error}"
+            f"'{path}' is an adapter of the base model '{base}', which cannot be loaded: {error}; if the base is at"
+            f" another place, pass it: ct.load(base, adapters={str(path)!r}), or BASE --adapter {path}"
         ) from None
+    checkpoint = merge_adapters(checkpoint)  # the base may be an adapter of another base
     if (path / "tokenizer.json").is_file():
         checkpoint = replace(checkpoint, tokenizer_loader=partial(_load_tokenizer, path))
+    if (path / GENERATION_CONFIG_NAME).is_file():  # training may have added an end-of-turn token
+        generation_config = read_json_object(path / GENERATION_CONFIG_NAME, ConfigError)
+        checkpoint = replace(checkpoint, generation_config=generation_config)
     return load_adapter(checkpoint, path)
+
+
+def read_adapter_base(source: str | Path) -> str | None:
+    """Base model that the adapter_config.json of an adapter or a run names. None if it names none.
+
+    A path that does not exist is looked up relative to the directory of the adapter."""
+    path = resolve_checkpoint_path(source)
+    path = path / "model" if (path / RUN_FILE_NAME).is_file() else path
+    base = read_json_object(path / ADAPTER_CONFIG_NAME, ConfigError).get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        return None
+    is_relative = not Path(base).expanduser().exists() and (path / base).exists()
+    return str(path / base) if is_relative else base
 
 
 def _load_tokenizer(directory: Path) -> "Tokenizer | None":

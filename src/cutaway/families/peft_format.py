@@ -2,11 +2,13 @@
 
 The weight mappings of the family give the names of the adapted modules. If a checkpoint stores several layers as one
 matrix (GPT-2's c_attn), PEFT has one adapter for this matrix. Reading gives each layer the A of the fused matrix and
-its rows of B. Writing stacks the A of the layers, unless they are equal, and B becomes block diagonal.
+its rows of B. Writing stacks the A of the layers, unless they are equal, and B becomes block diagonal. Experts, which
+are one layer here, have one adapter per expert and matrix.
 """
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,15 +20,19 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from cutaway.bounded_files import read_json_object
+from cutaway.config.head import TaskHead
 from cutaway.config.lora import LoRA
 from cutaway.errors import ConfigError, InputError, WeightError
 from cutaway.families.checkpoint import Checkpoint
 from cutaway.families.family import Family
 from cutaway.families.load_plan import TensorConversion, expand_mappings
+from cutaway.families.native_format import NativeFamily
+from cutaway.families.peft_head import TASK_TYPES, add_saved_head, export_head, load_head_weights
 from cutaway.families.registry import families, find_family
 from cutaway.families.save import has_class_with_head
 from cutaway.families.weight_conversion import (
     Identity,
+    MergeModulelist,
     PermuteForRope,
     Split,
     SplitGroupedQKV,
@@ -43,12 +49,20 @@ KEY_PREFIX = "base_model.model."
 _UNSUPPORTED_FIELDS = {
     "layer_replication": "it repeats layers of the base model",
     "lora_bias": "it adds a bias to B",
-    "modules_to_save": "it replaces whole modules of the base model",
-    "target_parameters": "its targets are parameters instead of modules",
+    "target_parameters": "its targets are parameters (experts as one tensor) instead of modules",
     "trainable_token_indices": "it replaces rows of the embedding",
     "alora_invocation_tokens": "it is applied only after certain tokens (activated LoRA)",
+    "use_qalora": "it averages groups of inputs (QA-LoRA)",
+    "use_bdlora": "its matrices are block diagonal",
+    "arrow_config": "it selects between several adapters",
+    "kasa_config": "it changes the weights of the base model",
+    "velora_config": "it compresses activations",
+    "monteclora_config": "it samples its weights",
+    "ensure_weight_tying": "it adapts the output matrix together with the embedding",
 }
 """Fields of adapter_config.json that change what the adapter computes, and that are not supported."""
+_INIT_THAT_CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Beginnings of init_lora_weights with which training starts from other base weights than those of the base model."""
 
 
 @dataclass(frozen=True)
@@ -60,42 +74,72 @@ class _AdaptedMatrix:
     layers: tuple[str, ...]
     """Names of the model's modules."""
     conversion: TensorConversion
+    expert: int | None = None
+    """Index of the expert that the matrix belongs to, if the layer has one matrix per expert."""
 
 
 def load_adapter(
     checkpoint: Checkpoint, directory: str | Path, name: str = "default", *, trainable: bool = False
 ) -> Checkpoint:
-    """Add the adapter in a PEFT directory to the model of a checkpoint, select it, and return the checkpoint."""
+    """Add the adapter in a PEFT directory to the model of a checkpoint, select it, and return the checkpoint.
+
+    `directory` may be a run that has trained an adapter. `ct.load(base, adapters=…)` calls this function.
+    """
+    if not isinstance(checkpoint, Checkpoint):
+        raise InputError(f"checkpoint is a {type(checkpoint).__name__}; pass the result of ct.load")
     path = Path(directory).expanduser()
+    if (path / "run.json").is_file():
+        path = path / "model"
     if not (path / ADAPTER_CONFIG_NAME).is_file():
         raise InputError(f"'{directory}' has no {ADAPTER_CONFIG_NAME}; pass a directory that PEFT or cutaway wrote")
     peft_config = read_json_object(path / ADAPTER_CONFIG_NAME, ConfigError)
     _check_peft_config(peft_config)
     weights = _read_weights(path)
+    checkpoint = add_saved_head(checkpoint, path, peft_config, weights)
     model = checkpoint.model
+    head_weights = {key.removeprefix(KEY_PREFIX): weights.pop(key) for key in list(weights) if "lora_" not in key}
+    if peft_config.get("modules_to_save") and not head_weights:
+        raise ConfigError(
+            "adapter_config.json: modules_to_save names modules whose weights are not in the file; save it again"
+        )
+    if head_weights and model.adapters:
+        raise InputError(
+            f"the adapter '{name}' has a head of its own, but the model has other adapters, which share one head; load"
+            " it alone, with a base model of its own"
+        )
+    if isinstance(model.config.head, TaskHead):
+        load_head_weights(model, _conversions(_family_of(checkpoint), model), head_weights)
+    _check_saved_modules(peft_config, head_weights)
     matrices: dict[str, _AdaptedMatrix] = {}
     for matrix in _list_matrices(_family_of(checkpoint), model):
         matrices.setdefault(matrix.module, matrix)
     prefix = _family_of(checkpoint).base_model_prefix  # a base model without head has no prefix
-    by_module = {
-        module if module in matrices else f"{prefix}{module}": tensors
-        for module, tensors in _group_by_module(weights).items()
-    }
+    grouped = _group_by_module(weights)
+    by_module = {module if module in matrices else f"{prefix}{module}": module for module in grouped}
     if unknown := sorted(module.removeprefix(prefix) for module in by_module.keys() - matrices.keys()):
-        raise WeightError(
-            f"the adapter has weights for '{unknown[0]}', which is not a layer of this {checkpoint.family or 'model'};"
-            " load it with the base model it was trained on"
+        head_keys = [key for key in _checkpoint_modules(_family_of(checkpoint), model) if key == unknown[0]]
+        reason = (
+            "which cutaway has no adapters for; merge it with PEFT (merge_and_unload)"
+            if head_keys
+            else f"which is not a layer of this {checkpoint.family or 'model'}; load it with the base model it was"
+            " trained on"
         )
+        raise WeightError(f"the adapter has weights for '{unknown[0]}', {reason}")
     sites = {id(layer): site for site, layer in adaptable_layers(model).items()}
     per_layer: dict[str, tuple[Tensor, Tensor, Tensor | None, float]] = {}
-    for module, tensors in by_module.items():
-        scaling = _peft_scaling(peft_config, module, tensors)
-        per_layer |= {
-            layer: (*parts, scaling) for layer, parts in _split_adapter(matrices[module], model, tensors).items()
-        }
-    ranks = {sites[id(model.get_submodule(layer))]: len(parts[0]) for layer, parts in per_layer.items()}
+    experts: dict[str, dict[int, tuple[Tensor, Tensor, float]]] = {}
+    for module, peft_name in by_module.items():
+        tensors, matrix = grouped[peft_name], matrices[module]
+        scaling = _peft_scaling(peft_config, peft_name, tensors)
+        if matrix.expert is not None:
+            expert = tensors["lora_A.weight"], tensors["lora_B.weight"], scaling
+            experts.setdefault(matrix.layers[0], {})[matrix.expert] = expert
+            continue
+        per_layer |= {layer: (*parts, scaling) for layer, parts in _split_adapter(matrix, model, tensors).items()}
+    per_layer |= {layer: _stack_experts(layer, parts, model) for layer, parts in experts.items()}
+    ranks = {sites[id(model.get_submodule(layer))]: parts[0].shape[-2] for layer, parts in per_layer.items()}
     config = _lora_config(peft_config, ranks)
-    model.add_adapter(config, name)
+    model.insert_adapter(config, name)
     for layer_name, (lora_a, lora_b, magnitude, scaling) in per_layer.items():
         layer = model.get_submodule(layer_name)
         assert isinstance(layer, AdaptedLayer)
@@ -134,38 +178,27 @@ def save_adapter(
     config, path = model.adapters[name], Path(directory).expanduser()
     family = _family_of(checkpoint)
     prefix = "" if has_class_with_head(model.config) else family.base_model_prefix
-    matrices = [replace(matrix, module=matrix.module.removeprefix(prefix)) for matrix in _list_matrices(family, model)]
     weights: dict[str, Tensor] = {}
     modules: list[str] = []
     ranks: dict[str, int] = {}
     scalings: dict[str, float] = {}
-    covered: set[str] = set()
-    for matrix in matrices:
-        layers = [model.get_submodule(layer) for layer in matrix.layers]
-        adapters = [
-            layer.adapters[name] if isinstance(layer, AdaptedLayer) and name in layer.adapters else None
-            for layer in layers
-        ]
-        if not any(adapters) or covered & set(matrix.layers):
-            continue
-        covered |= set(matrix.layers)
-        tensors, rank, scaling = _join_adapters(matrix, layers, adapters)
-        weights |= {f"{KEY_PREFIX}{matrix.module}.{key}": tensor.contiguous() for key, tensor in tensors.items()}
-        modules.append(matrix.module)
-        ranks[matrix.module], scalings[matrix.module] = rank, scaling
-    adapted = {key for key, layer in adapted_layers(model).items() if name in layer.adapters}
-    if missing := sorted(adapted - covered):
-        raise WeightError(
-            f"PEFT's format has no place for the adapter of '{missing[0]}'; save the merged model with ct.save instead"
-        )
-    all_keys = (key for conversion in _conversions(family, model) for key in conversion.checkpoint_keys)
-    all_modules = [key.removesuffix(".weight").removeprefix(prefix) for key in all_keys if key.endswith(".weight")]
+    for key, tensors, rank, scaling in export_adapter(model, family, name):
+        module = key.removeprefix(prefix)
+        weights |= {f"{KEY_PREFIX}{module}.{leaf}": tensor.contiguous() for leaf, tensor in tensors.items()}
+        modules.append(module)
+        ranks[module], scalings[module] = rank, scaling
+    all_modules = [module.removeprefix(prefix) for module in _checkpoint_modules(family, model)]
     peft_config = _to_peft_config(config, modules, all_modules, ranks, scalings)
     peft_config["base_model_name_or_path"] = None if base is None else str(base)
     peft_config["task_type"] = {"decoder": "CAUSAL_LM", "encoder-decoder": "SEQ_2_SEQ_LM"}.get(model.config.form)
+    peft_config["task_type"] = TASK_TYPES.get(model.config.head.kind, peft_config["task_type"])
     try:
         path.mkdir(parents=True, exist_ok=True)
+        saved_modules, head_weights = export_head(model, _conversions(family, model), path)
+        weights |= {f"{KEY_PREFIX}{key.removeprefix(prefix)}": tensor for key, tensor in head_weights.items()}
+        peft_config |= {"modules_to_save": saved_modules} if saved_modules else {}
         save_file(weights, path / ADAPTER_WEIGHTS_NAME, metadata={"format": "pt"})
+        (path / ADAPTER_WEIGHTS_NAME).chmod(0o644)  # safetensors creates files readable only by their owner
         text = json.dumps(peft_config, indent=2) + "\n"
         (path / ADAPTER_CONFIG_NAME).write_text(text, encoding="utf-8")  # last, so that the directory is complete
     except (OSError, SafetensorError) as error:
@@ -173,9 +206,55 @@ def save_adapter(
     return path
 
 
+def export_adapter(
+    model: Transformer, family: Family, name: str
+) -> Iterator[tuple[str, dict[str, Tensor], int, float]]:
+    """Yield module, PEFT's tensors, rank and scaling of each matrix of the family's checkpoints that has this adapter.
+
+    Raise WeightError if the family's checkpoints have no matrix for a layer with the adapter.
+    """
+    covered: set[tuple[str, int | None]] = set()
+    for matrix in _list_matrices(family, model):
+        layers = [model.get_submodule(layer) for layer in matrix.layers]
+        adapters = [
+            layer.adapters[name] if isinstance(layer, AdaptedLayer) and name in layer.adapters else None
+            for layer in layers
+        ]
+        keys = {(layer, matrix.expert) for layer in matrix.layers}
+        if not any(adapters) or covered & keys:
+            continue
+        covered |= keys
+        yield matrix.module, *_join_adapters(matrix, layers, adapters)
+    adapted = {key for key, layer in adapted_layers(model).items() if name in layer.adapters}
+    if missing := sorted(adapted - {layer for layer, _ in covered}):
+        raise WeightError(
+            f"the adapter of '{missing[0]}' has no place in the files of a {family.name} model; save the merged model"
+            " instead (ct.save, cutaway convert)"
+        )
+
+
+def check_exportable(checkpoint: Checkpoint, config: LoRA) -> None:
+    """Raise InputError if PEFT's format has no place for an adapter with this configuration. Called before training."""
+    model = checkpoint.model
+    layers = dict(model.named_modules(remove_duplicate=False))
+    exportable = {id(layers[name]) for each in _list_matrices(_family_of(checkpoint), model) for name in each.layers}
+    for site, layer in adaptable_layers(model).items():
+        if config.matches(site) and id(layer) not in exportable:
+            raise InputError(
+                f"the adapter of '{site}' could not be saved, because PEFT's format has no place for it in a"
+                f' {checkpoint.family or "cutaway"} model; leave it out of targets, e.g. targets = ["attn.*"]'
+            )
+
+
 def _family_of(checkpoint: Checkpoint) -> Family:
+    """Family of a checkpoint, which names the modules. A model that no family supports has its own names."""
     name = checkpoint.family
-    return families()[name] if name is not None and name in families() else find_family(checkpoint.config)[0]
+    if name is not None and name in families():
+        return families()[name]
+    try:
+        return find_family(checkpoint.config)[0]
+    except ConfigError:
+        return NativeFamily(checkpoint.config)
 
 
 def _conversions(family: Family, model: Transformer) -> list[TensorConversion]:
@@ -183,6 +262,12 @@ def _conversions(family: Family, model: Transformer) -> list[TensorConversion]:
     return list(
         expand_mappings(family.weight_mappings_for(model.config), model.config, build(model.config, device="meta"))
     )
+
+
+def _checkpoint_modules(family: Family, model: Transformer) -> list[str]:
+    """Names in transformers of all modules with a weight."""
+    keys = (key for conversion in _conversions(family, model) for key in conversion.checkpoint_keys)
+    return [key.removesuffix(".weight") for key in keys if key.endswith(".weight")]
 
 
 def _list_matrices(family: Family, model: Transformer) -> Iterator[_AdaptedMatrix]:
@@ -194,7 +279,15 @@ def _list_matrices(family: Family, model: Transformer) -> Iterator[_AdaptedMatri
         layers = tuple(key.removesuffix(".weight") for key in conversion.model_keys)
         if not all(key.endswith(".weight") for key in conversion.model_keys) or conversion.save_only:
             continue
-        if not all(id(modules.get(layer)) in adaptable for layer in layers) or len(conversion.checkpoint_keys) > 1:
+        if layers[0].startswith("head."):  # a tied output matrix is the embedding, whose adapter does not apply to it
+            continue
+        if not all(id(modules.get(layer)) in adaptable for layer in layers):
+            continue
+        if isinstance(conversion.op, MergeModulelist):
+            for expert, key in enumerate(conversion.checkpoint_keys):
+                yield _AdaptedMatrix(key.removesuffix(".weight"), layers, conversion, expert)
+            continue
+        if len(conversion.checkpoint_keys) > 1:
             continue
         if not isinstance(conversion.op, rows_only) or getattr(conversion.op, "dim", 0) != 0:
             continue
@@ -221,6 +314,10 @@ def _join_adapters(
         [adapter] = present
         tensors = {"lora_embedding_A": adapter.lora_a, "lora_embedding_B": adapter.lora_b}
         return {key: tensor.detach().cpu() for key, tensor in tensors.items()}, adapter.rank, scaling
+    if matrix.expert is not None:
+        [adapter] = present
+        tensors = {"lora_A.weight": adapter.lora_a[matrix.expert], "lora_B.weight": adapter.lora_b[matrix.expert]}
+        return {key: tensor.detach().cpu().clone() for key, tensor in tensors.items()}, adapter.rank, scaling
     first_a = present[0].lora_a
     is_shared = len(present) == len(layers) and all(torch.equal(adapter.lora_a, first_a) for adapter in present)
     if is_shared:
@@ -268,6 +365,19 @@ def _split_adapter(
     return {layer: (lora_a, b, m) for layer, b, m in zip(matrix.layers, split(lora_b), magnitudes, strict=True)}
 
 
+def _stack_experts(
+    layer: str, experts: Mapping[int, tuple[Tensor, Tensor, float]], model: Transformer
+) -> tuple[Tensor, Tensor, None, float]:
+    """A, B and scaling of the experts of a layer. B is zero for experts without an adapter."""
+    lora_a, lora_b, scaling = next(iter(experts.values()))
+    if any(a.shape != lora_a.shape or b.shape != lora_b.shape or s != scaling for a, b, s in experts.values()):
+        raise WeightError(f"the experts of '{layer}' have adapters of different ranks or scalings; merge it with PEFT")
+    empty = torch.zeros_like(lora_a), torch.zeros_like(lora_b), scaling
+    count = len(model.get_submodule(layer).weight)  # type: ignore[arg-type]
+    parts = [experts.get(expert, empty) for expert in range(count)]
+    return torch.stack([part[0] for part in parts]), torch.stack([part[1] for part in parts]), None, scaling
+
+
 def _copy_tensor(name: str, target: Tensor, source: Tensor) -> None:
     if target.shape != source.shape:
         raise WeightError(
@@ -307,6 +417,20 @@ def _group_by_module(weights: Mapping[str, Tensor]) -> dict[str, dict[str, Tenso
     return grouped
 
 
+def _check_saved_modules(peft_config: Mapping[str, Any], unused: Mapping[str, Tensor]) -> None:
+    """Raise if an adapter directory has weights of modules other than the head of a task."""
+    if not unused:
+        return
+    if peft_config.get("modules_to_save"):
+        raise ConfigError(
+            f"adapter_config.json: modules_to_save is not supported for '{next(iter(unused))}', because it replaces a"
+            " module of the base model that is not the head of a task; merge it with PEFT"
+        )
+    raise WeightError(
+        f"'{next(iter(unused))}' is not a weight of a LoRA adapter; other kinds of adapters are not supported"
+    )
+
+
 def _check_peft_config(peft_config: Mapping[str, Any]) -> None:
     kind = peft_config.get("peft_type")
     if kind != "LORA":
@@ -319,13 +443,24 @@ def _check_peft_config(peft_config: Mapping[str, Any]) -> None:
     for field, reason in _UNSUPPORTED_FIELDS.items():
         if peft_config.get(field):
             raise ConfigError(f"adapter_config.json: {field} is not supported, because {reason}; merge it with PEFT")
+    init = peft_config.get("init_lora_weights")
+    if isinstance(init, str) and init.startswith(_INIT_THAT_CHANGES_THE_BASE):
+        raise ConfigError(
+            f"adapter_config.json: init_lora_weights is '{init}', with which the adapter was trained on changed weights"
+            " of the base model; save it again with PEFT's path_initial_model_for_weight_conversion, or merge it"
+        )
 
 
 def _pattern_value(patterns: Mapping[str, Any] | None, module: str, default: Any) -> Any:
-    """Value of PEFT's rank_pattern or alpha_pattern for a module: keys are module names or ends of them."""
+    """Value of PEFT's alpha_pattern for a module: keys are regular expressions for the end of the name."""
     for pattern, value in (patterns or {}).items():
-        if module == pattern or module.endswith(f".{pattern.removeprefix('^')}") or module == pattern.strip("^$"):
-            return value
+        try:
+            if re.match(rf"(.*\.)?({pattern})$", module):
+                return value
+        except re.error as error:
+            raise ConfigError(
+                f"adapter_config.json: alpha_pattern has '{pattern}', which is not a regular expression: {error}"
+            ) from None
     return default
 
 

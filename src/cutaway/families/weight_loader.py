@@ -56,7 +56,7 @@ def load_model(
     device, check_finite = resolve_device(options.device), options.check_finite
     if not callable(options.progress):
         raise InputError(f"progress is {options.progress!r}; pass a function of (done, total)")
-    config, used, ignored = _resolve_config(family, hf_config, reader, embedding_head)
+    config, used, ignored = resolve_config(family, hf_config, reader, embedding_head)
     check_config_fits_weights(config, reader, source)
     dtype = _majority_dtype(reader) if options.dtype is None else options.dtype
     model = build(config, device="meta", dtype=dtype)
@@ -134,8 +134,8 @@ def _iter_ints(tree: object, key: str = "") -> Iterator[tuple[str, int]]:
             yield from _iter_ints(inner, name)
 
 
-def _resolve_config(
-    family: Family, hf_config: HFConfig, reader: TensorReader, embedding_head: EmbeddingHead | None
+def resolve_config(
+    family: Family, hf_config: HFConfig, reader: TensorReader, embedding_head: EmbeddingHead | None = None
 ) -> Parsed:
     """Convert config.json to a Config. For an encoder, the tensors show whether there are an LM head and a pooler."""
     if family.template["form"] != "encoder":

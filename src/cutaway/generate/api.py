@@ -23,6 +23,7 @@ from cutaway.generate.search.beam_generation import default_num_beams, generate_
 from cutaway.generate.speculative.ngram_draft import NgramConfig
 from cutaway.generate.speculative.speculative_decoder import SpeculativeDecoder
 from cutaway.model import Transformer
+from cutaway.model.adapters import BASE_ADAPTER
 from cutaway.tokenizer import Tokenizer
 
 DEFAULT_MAX_NUM_SEQS = 32
@@ -33,6 +34,7 @@ def generate(
     checkpoint: CheckpointLike | Transformer,
     prompts: Prompt | Sequence[Prompt],
     *,
+    adapter: str | Sequence[str | None] | None = None,
     beams: int | None = None,
     length_penalty: float | None = None,
     early_stopping: EarlyStopping | None = None,
@@ -53,6 +55,8 @@ def generate(
     A prompt is a text to continue, a chat to reply to, or the source text of an encoder-decoder. Completions do not
     depend on the other prompts of the batch.
 
+    `adapter`: name of the adapter to apply, or one name per prompt; '__base__' is the base model. Default: the active
+    adapter. Prompts with different adapters are completed in one batch.
     `sampling_params`: the fields of `SamplingParams`: max_new_tokens, temperature, top_k, top_p, min_p, seed, stop, n,
     … If top_k, top_p or min_p is set and temperature is not, temperature is 1.
     `beams`: use beam search with this many beams, instead of sampling.
@@ -71,6 +75,7 @@ def generate(
         checkpoint,
         prompts,
         params,
+        adapter=adapter,
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
         cache_implementation=cache_implementation,
@@ -117,6 +122,7 @@ def prepare_inputs(
     prompts: Prompt | Sequence[Prompt],
     sampling_params: SamplingParams,
     *,
+    adapter: str | Sequence[str | None] | None = None,
     max_num_seqs: int | None,
     max_model_len: int | None = None,
     **engine_options: Unpack[EngineOptions],
@@ -127,6 +133,7 @@ def prepare_inputs(
     if sampling_params.stop and tokenizer is None:
         raise InputError("stop strings are matched in decoded text, but there is no tokenizer; pass stop_token_ids")
     tokens = encode_prompts(prompts, tokenizer)
+    adapters = resolve_adapters(model, adapter, len(tokens))
     lengths = [len(prompt) if len(model.stacks) == 1 else 1 for prompt in tokens]
     params = [apply_generation_config(sampling_params, generation_config, length) for length in lengths]
     num_seqs = max(1, min(DEFAULT_MAX_NUM_SEQS, len(tokens) * sampling_params.n))
@@ -138,11 +145,29 @@ def prepare_inputs(
         max_model_len=max_model_len,
         max_source_len=max(map(len, tokens), default=1),
         required_len=max(total_lens, default=2),
+        adapters=tuple(dict.fromkeys(adapters)) or None,
         **engine_options,
     )
     if max_num_seqs is None:
         engine_config = reduce_num_seqs_to_fit(engine_config)
-    return GenerationInputs(engine_config, tokenizer, generation_config, tokens, params)
+    return GenerationInputs(engine_config, tokenizer, generation_config, tokens, params, adapters)
+
+
+def resolve_adapters(
+    model: Transformer, adapter: str | Sequence[str | None] | None, num_prompts: int
+) -> list[str | None]:
+    """Adapter of each prompt from the argument `adapter` of `generate`; None is the base model."""
+    if adapter is not None and not isinstance(adapter, str | list | tuple):
+        raise InputError(f"adapter is {adapter!r:.60}; pass the name of an adapter, or a list of one name per prompt")
+    names = [adapter] * num_prompts if adapter is None or isinstance(adapter, str) else list(adapter)
+    if len(names) != num_prompts:
+        raise InputError(
+            f"adapter has {len(names)} names, but there are {num_prompts} prompts; pass one name, or one per prompt"
+        )
+    resolved = [model.active_adapter if name is None else None if name == BASE_ADAPTER else name for name in names]
+    for name in resolved:
+        model.check_adapter(name)
+    return resolved
 
 
 def start_engine(
@@ -170,10 +195,14 @@ def start_engine(
     forced_bos = inputs.generation_config.forced_bos_token_id
     prefix = [] if forced_bos is None or len(config.model.stacks) == 1 else [forced_bos]
     requests: list[Request] = []
-    for i, (prompt, params) in enumerate(zip(inputs.prompts, inputs.sampling_params, strict=True)):
+    for i, (prompt, params, adapter) in enumerate(
+        zip(inputs.prompts, inputs.sampling_params, inputs.adapters, strict=True)
+    ):
         with prompt_index_in_errors(i, len(inputs.prompts)):
             for seed in completion_seeds(sampling_params):
-                requests.append(engine.submit(prompt, params, seed=seed, output_prefix=prefix))
+                requests.append(
+                    engine.submit(prompt, params, seed=seed, output_prefix=prefix, adapter=adapter or BASE_ADAPTER)
+                )
     return engine, requests
 
 

@@ -62,6 +62,8 @@ class GenerationInputs:
     generation_config: GenerationConfig
     prompts: list[list[int]]
     sampling_params: list[SamplingParams]
+    adapters: list[str | None]
+    """Adapter of each prompt; None is the base model."""
 
 
 @contextmanager

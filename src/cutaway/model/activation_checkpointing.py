@@ -36,8 +36,15 @@ def _selective_policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Checkpoin
 
 def run_block(mode: ActivationCheckpointing, block: nn.Module, x: Tensor, context: Any) -> Tensor:
     """Compute block(x, context). `mode` determines which activations are stored for the backward pass."""
-    if mode == "none" or not (block.training and torch.is_grad_enabled()):
+    if mode == "none" or not (block.training and torch.is_grad_enabled() and _needs_grad(block, x, context)):
         return block(x, context)
     run = block if torch.compiler.is_compiling() else keep_context(block)
     options: dict[str, Any] = {"context_fn": partial(create_selective_checkpoint_contexts, _selective_policy)}
     return checkpoint(run, x, context, use_reentrant=False, **(options if mode == "selective" else {}))
+
+
+def _needs_grad(block: nn.Module, x: Tensor, context: Any) -> bool:
+    """Whether a backward pass goes through the block. It does not below the first adapter on a frozen model."""
+    memory: Tensor | None = getattr(context, "memory", None)
+    has_grad = x.requires_grad or (memory is not None and memory.requires_grad)
+    return has_grad or any(parameter.requires_grad for parameter in block.parameters())

@@ -1,7 +1,8 @@
 """Adapters of a model: add, select, merge and remove LoRA adapters. `AdapterMethods` is a base class of Transformer."""
 
 import copy
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -12,11 +13,21 @@ import cutaway.config as cfg
 from cutaway.config.node import build_config_error
 from cutaway.errors import InputError
 from cutaway.model.layers import EmbeddingTable
-from cutaway.model.lora import ADAPTED_CLASSES, AdaptedLayer, LoRAEmbedding, adapt_layer, merged_layer
+from cutaway.model.lora import (
+    ADAPTED_CLASSES,
+    AdaptedLayer,
+    LoRAEmbedding,
+    LoRAGroupedLinear,
+    adapt_layer,
+    merged_layer,
+    use_row_adapters,
+)
 
 T = TypeVar("T", bound="AdapterMethods")
 ADAPTER_KEY = ".adapters."
 """Part of the state dict keys of adapter weights."""
+BASE_ADAPTER = "__base__"
+"""Name of the base model where the name of an adapter is expected, as in PEFT."""
 
 
 class AdapterMethods:
@@ -41,10 +52,15 @@ class AdapterMethods:
 
         At first the adapter does not change the output, because B is zero. `seed` determines the initial A.
         """
-        model = self._module()
         config = read_lora_config(config)
-        if name in self.adapters or not name.isidentifier():
-            reason = "exists already" if name in self.adapters else "is not a name of letters, digits and underscores"
+        _check_ranks(self._module(), config)
+        return self.insert_adapter(config, name, seed=seed)
+
+    def insert_adapter(self: T, config: cfg.LoRA, name: str, *, seed: int | None = None) -> T:
+        """`add_adapter` for an adapter from a file, whose rank may be larger than the dimensions of a layer."""
+        model = self._module()
+        if name in self.adapters or not is_adapter_name(name):
+            reason = "exists already" if name in self.adapters else "is not a name of letters, digits, '_' and '-'"
             raise InputError(f"adapter '{name}' {reason}; pass another name")
         sites = {site: layer for site, layer in adaptable_layers(model).items() if config.matches(site)}
         if not sites:
@@ -53,7 +69,7 @@ class AdapterMethods:
                 f"adapter targets {list(config.targets)} match no layer of this model; use 'all-linear', or some of:"
                 f" {examples}"
             )
-        _check_adaptable(model, config, sites)
+        _check_dora(config, sites)
         for parameter in model.parameters():
             parameter.requires_grad_(False)
         replaced = {layer: adapt_layer(layer) for layer in dict.fromkeys(sites.values())}
@@ -70,8 +86,7 @@ class AdapterMethods:
 
     def set_adapter(self: T, name: str | None) -> T:
         """Select the adapter that the forward pass applies, and make it trainable. None: the base model."""
-        if name is not None and name not in self.adapters:
-            raise InputError(f"there is no adapter '{name}'; add it first, or use one of: {', '.join(self.adapters)}")
+        self.check_adapter(name)
         for layer in adapted_layers(self._module()).values():
             layer.unmerge()
             layer.active_adapter = name
@@ -82,11 +97,9 @@ class AdapterMethods:
     @contextmanager
     def use_adapter(self, name: str | None) -> Iterator[None]:
         """Context in which the forward pass applies another adapter, or the base model (None)."""
-        if name is not None and name not in self.adapters:
-            raise InputError(f"there is no adapter '{name}'; add it first, or use one of: {', '.join(self.adapters)}")
+        self.check_adapter(name)
+        self._check_unmerged()
         layers = list(adapted_layers(self._module()).values())
-        if any(layer._base_weight is not None for layer in layers):
-            raise InputError("an adapter is merged into the weights; call unmerge_adapter() first")
         before = [layer.active_adapter for layer in layers]
         for layer in layers:
             layer.active_adapter = name
@@ -96,6 +109,50 @@ class AdapterMethods:
             for layer, previous in zip(layers, before, strict=True):
                 layer.active_adapter = previous
 
+    @contextmanager
+    def use_adapters(self, adapter_names: Sequence[str | None]) -> Iterator[None]:
+        """Context in which row i of each batch has the adapter `adapter_names[i]`; None is the base model.
+
+        It applies in the calling thread only, so that other threads can use other adapters of this model.
+        """
+        for name in adapter_names:
+            self.check_adapter(name)
+        self._check_unmerged()
+        device = next(self._module().parameters()).device
+        with use_row_adapters(adapter_names, device):
+            yield
+
+    def check_adapter(self, name: str | None) -> None:
+        """Raise InputError if the model has no adapter of this name. None is the base model."""
+        if name is None or name in self.adapters:
+            return
+        if not self.adapters:
+            raise InputError(f"there is no adapter '{name}', because the model has none; load it with adapters=")
+        raise InputError(f"there is no adapter '{name}'; add it first, or use one of: {', '.join(self.adapters)}")
+
+    @property
+    def has_expert_adapters(self) -> bool:
+        """Whether experts have adapters. All rows of a batch then need the same adapter."""
+        return any(isinstance(layer, LoRAGroupedLinear) for layer in adapted_layers(self._module()).values())
+
+    @property
+    def has_merged_adapter(self) -> bool:
+        """Whether an adapter is merged into the weights, in place."""
+        return any(layer._base_weight is not None for layer in adapted_layers(self._module()).values())
+
+    def is_mergeable(self, name: str | None) -> bool:
+        """Whether an adapter can be merged into the weights: not if it adapts an embedding that is tied to the head."""
+        table = getattr(getattr(self._module(), "head", None), "matrix", None)
+        return not (isinstance(table, LoRAEmbedding) and name is not None and name in table.adapters)
+
+    def check_mergeable(self, name: str | None) -> None:
+        """Raise InputError if an adapter cannot be merged into the weights."""
+        if not self.is_mergeable(name):
+            raise InputError(
+                "the embedding has an adapter, but the output matrix is tied to the embedding, so merging would change"
+                " it too; use the adapter unmerged, or train one without the target 'embed'"
+            )
+
     def disable_adapters(self) -> Any:
         """Context in which the forward pass is that of the base model."""
         return self.use_adapter(None)
@@ -103,7 +160,7 @@ class AdapterMethods:
     def merge_adapter(self: T) -> T:
         """Add the active adapter to the weights, in place. `unmerge_adapter` restores them bit for bit."""
         model = self._module()
-        _check_mergeable(model)
+        self.check_mergeable(self.active_adapter)
         for layer in adapted_layers(model).values():
             layer.merge()
         return self
@@ -133,7 +190,7 @@ class AdapterMethods:
         Layers without an adapter share their weights with this model. A quantized base is dequantized.
         """
         model = self._module()
-        _check_mergeable(model)
+        self.check_mergeable(self.active_adapter)
         layers = dict.fromkeys(adapted_layers(model).values())
         memo: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
         plain = copy.deepcopy(model, memo)
@@ -142,9 +199,18 @@ class AdapterMethods:
         plain.__dict__.pop("_adapters", None)
         return plain  # type: ignore[return-value]
 
+    def _check_unmerged(self) -> None:
+        if self.has_merged_adapter:
+            raise InputError("an adapter is merged into the weights; call unmerge_adapter() first")
+
     def _module(self) -> nn.Module:
         assert isinstance(self, nn.Module)
         return self
+
+
+def is_adapter_name(name: str) -> bool:
+    """Whether a name can be that of an adapter: the key of a module, without dots."""
+    return re.fullmatch(r"[\w-]+", name) is not None and not hasattr(nn.ModuleDict, name) and name != BASE_ADAPTER
 
 
 def read_lora_config(config: cfg.LoRA | Mapping[str, Any]) -> cfg.LoRA:
@@ -184,9 +250,34 @@ def adapted_layers(model: nn.Module) -> dict[str, AdaptedLayer]:
     return {name: module for name, module in model.named_modules() if isinstance(module, AdaptedLayer)}
 
 
+def describe_adapter(model: AdapterMethods) -> str | None:
+    """One line about the active adapter: name, method, rank and number of layers. None if there is none."""
+    name = model.active_adapter
+    if name is None:
+        return None
+    config = model.adapters[name]
+    method = ("DoRA" if config.use_dora else "LoRA") + (" (rsLoRA)" if config.use_rslora else "")
+    count = sum(name in layer.adapters for layer in adapted_layers(model._module()).values())
+    return f"adapter {name}: {method} of rank {config.rank} on {count} layers"
+
+
 def adapter_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """State dict of the adapters only."""
-    return {name: tensor for name, tensor in model.state_dict().items() if ADAPTER_KEY in name}
+    """State dict of what is trained with an adapter: the adapters, and the head of a task, which is trained fully."""
+    has_task_head = isinstance(getattr(getattr(model, "config", None), "head", None), cfg.TaskHead)
+    prefixes = ("head.",) if has_task_head else ()
+    return {
+        name: tensor for name, tensor in model.state_dict().items() if ADAPTER_KEY in name or name.startswith(prefixes)
+    }
+
+
+def inactive_adapter_keys(model: nn.Module) -> set[str]:
+    """State dict keys of the adapters that the forward pass does not apply."""
+    keys: set[str] = set()
+    for path, layer in adapted_layers(model).items():
+        inactive = [name for name in layer.adapters if layer.active is None or name != layer.active_adapter]
+        for name in inactive:
+            keys.update(f"{path}{ADAPTER_KEY}{name}.{leaf}" for leaf in layer.adapters[name].state_dict())
+    return keys
 
 
 def _short_site(site: str) -> str:
@@ -194,28 +285,23 @@ def _short_site(site: str) -> str:
     return ".".join(parts[parts.index("blocks") + 2 :]) if "blocks" in parts else site
 
 
-def _check_adaptable(model: nn.Module, config: cfg.LoRA, sites: Mapping[str, nn.Module]) -> None:
+def _check_dora(config: cfg.LoRA, sites: Mapping[str, nn.Module]) -> None:
     for site, layer in sites.items():
         weight: Tensor = layer.weight  # type: ignore[assignment]
         if config.use_dora and (weight.ndim != 2 or isinstance(layer, EmbeddingTable)):
             problem = f"use_dora is for linear layers, but '{site}' is not one"
             raise InputError(f"{problem}; leave it out of targets, or set use_dora to false")
+
+
+def _check_ranks(model: nn.Module, config: cfg.LoRA) -> None:
+    for site, layer in adaptable_layers(model).items():
+        weight: Tensor = layer.weight  # type: ignore[assignment]
         rank, shape = config.rank_of(site), tuple(weight.shape)
-        if rank > min(shape[-2:]):
+        if config.matches(site) and rank > min(shape[-2:]):
             raise InputError(
                 f"adapter rank {rank} is more than the smaller dimension of '{site}', whose weight is {shape}; use a"
                 f" rank of at most {min(shape[-2:])}, or rank_pattern"
             )
-
-
-def _check_mergeable(model: nn.Module) -> None:
-    head = getattr(model, "head", None)
-    table = getattr(head, "matrix", None)
-    if isinstance(table, LoRAEmbedding) and table.active is not None:
-        raise InputError(
-            "the embedding has an adapter, but the output matrix is tied to the embedding, so merging would change it"
-            " too; use the adapter unmerged, or train one without the target 'embed'"
-        )
 
 
 def _new_weights(layer: AdaptedLayer, config: cfg.LoRA, site: str) -> nn.Module:

@@ -5,6 +5,10 @@ So the state dict of the base model keeps its keys, and code that reads the weig
 """
 
 import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,8 +47,48 @@ class LoRAWeights(nn.Module):
 
     def forward(self, x: Float[Tensor, "*batch i"]) -> Float[Tensor, "*batch o"]:
         """scaling·B·A·dropout(x)."""
-        x = F.dropout(x, self.dropout, self.training).to(self.lora_a.dtype)
+        x = self.cast_input(F.dropout(x, self.dropout, self.training))
         return F.linear(F.linear(x, self.lora_a), self.lora_b) * self.scaling
+
+    def cast_input(self, x: Tensor) -> Tensor:
+        """x in the dtype of A. With autocast, x is not cast, so that adapters of the same x save it only once."""
+        is_autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type)
+        return x if is_autocast else x.to(self.lora_a.dtype)
+
+
+@dataclass(frozen=True)
+class RowAdapters:
+    """Adapter of each row of a batch. None: the base layer."""
+
+    names: tuple[str | None, ...]
+    rows: dict[str, Tensor]
+    """Indices of the rows of each adapter, if the rows have different adapters."""
+
+    @property
+    def is_mixed(self) -> bool:
+        return len(set(self.names)) > 1
+
+
+_ROW_ADAPTERS: ContextVar[RowAdapters | None] = ContextVar("cutaway_row_adapters", default=None)
+
+
+@contextmanager
+def use_row_adapters(names: Sequence[str | None], device: torch.device) -> Iterator[None]:
+    """Context in which row i of a batch has the adapter `names[i]`, in the calling thread only."""
+    rows: dict[str, Tensor] = {}
+    if len(set(names)) > 1:
+        for name in dict.fromkeys(name for name in names if name is not None):
+            rows[name] = torch.tensor([i for i, each in enumerate(names) if each == name], device=device)
+    token = _ROW_ADAPTERS.set(RowAdapters(tuple(names), rows))
+    try:
+        yield
+    finally:
+        _ROW_ADAPTERS.reset(token)
+
+
+def _row_adapters() -> RowAdapters | None:
+    # torch.compile does not trace context variables. Compiled models have one adapter, which is merged or active.
+    return None if torch.compiler.is_compiling() else _ROW_ADAPTERS.get()
 
 
 class AdaptedLayer(nn.Module):
@@ -60,9 +104,17 @@ class AdaptedLayer(nn.Module):
     @property
     def active(self) -> LoRAWeights | None:
         """Weights of the active adapter. None if there is none, or if it is merged into the weight."""
-        if self.active_adapter is None or self._base_weight is not None or self.active_adapter not in self.adapters:
+        name, selected = self.active_adapter, _row_adapters()
+        if selected is not None:
+            if selected.is_mixed:
+                raise InputError(
+                    "the rows of this batch have different adapters, which adapters of experts do not support; pass the"
+                    " prompts of each adapter in a batch of their own"
+                )
+            name = selected.names[0]
+        if name is None or self._base_weight is not None or name not in self.adapters:
             return None
-        adapter = self.adapters[self.active_adapter]
+        adapter = self.adapters[name]
         assert isinstance(adapter, LoRAWeights)
         return adapter
 
@@ -74,6 +126,18 @@ class AdaptedLayer(nn.Module):
         """The base weight as a dense tensor."""
         weight: Tensor = self.weight
         return weight
+
+    def add_update(self, adapter: LoRAWeights, x: Tensor, y: Tensor, bias: Tensor | None) -> Tensor:
+        """Output with an adapter for the input x. y is the output of the base layer."""
+        delta = adapter(x).to(y.dtype)
+        if adapter.magnitude is None:
+            return y + delta
+        # DoRA: every row of W + scaling·B·A is normalized and multiplied by its magnitude. The norm is a constant in
+        # the backward pass (section 4.3 of the paper).
+        with torch.no_grad():
+            norm = (self.base_weight().to(adapter.lora_a.dtype) + adapter.delta_weight()).norm(dim=-1)
+        ratio = (adapter.magnitude / norm).to(y.dtype)
+        return ratio * (y + delta) if bias is None else ratio * (y - bias + delta) + bias
 
     def merged_weight(self) -> Tensor:
         """Weight of a plain layer that computes the same as this layer with its active adapter."""
@@ -101,20 +165,23 @@ class AdaptedLayer(nn.Module):
             self._base_weight = None
 
 
-def _apply_adapter(layer: AdaptedLayer, x: Tensor, y: Tensor, bias: Tensor | None) -> Tensor:
-    """Output of a linear layer with its active adapter. y is the output of the base layer for x."""
-    adapter = layer.active
-    if adapter is None:
-        return y
-    delta = adapter(x).to(y.dtype)
-    if adapter.magnitude is None:
-        return y + delta
-    # DoRA: every row of W + scaling·B·A is normalized and multiplied by its magnitude. The norm is a constant in the
-    # backward pass (section 4.3 of the paper).
-    with torch.no_grad():
-        norm = (layer.base_weight().to(adapter.lora_a.dtype) + adapter.delta_weight()).norm(dim=-1)
-    ratio = (adapter.magnitude / norm).to(y.dtype)
-    return ratio * (y + delta) if bias is None else ratio * (y - bias + delta) + bias
+def _apply_adapter(layer: AdaptedLayer, x: Tensor, y: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Output of a layer with its active adapter, or with the adapter of each row. y is the output of the base layer."""
+    selected = _row_adapters()
+    if selected is None or not selected.is_mixed:
+        adapter = layer.active
+        return y if adapter is None else layer.add_update(adapter, x, y, bias)
+    if len(y) != len(selected.names):
+        raise InputError(
+            f"the batch has {len(y)} rows, but adapters of {len(selected.names)} rows are selected; pass one adapter"
+            " name per row"
+        )
+    for name, rows in selected.rows.items():
+        if name in layer.adapters:
+            weights = layer.adapters[name]
+            assert isinstance(weights, LoRAWeights)
+            y = y.index_copy(0, rows, layer.add_update(weights, x[rows], y[rows], bias))
+    return y
 
 
 class LoRALinear(AdaptedLayer, Linear):
@@ -161,11 +228,10 @@ class LoRAEmbedding(AdaptedLayer, EmbeddingTable):
             return (self.weight.to(adapter.lora_a.dtype) + adapter.delta_weight().mT).to(self.weight.dtype)
 
     def forward(self, ids: Int[Tensor, "*batch"]) -> Float[Tensor, "*batch d"]:
-        y = EmbeddingTable.forward(self, ids)
-        adapter = self.active
-        if adapter is None:
-            return y
-        delta = F.embedding(ids, adapter.lora_a.mT) @ adapter.lora_b.mT * adapter.scaling
+        return _apply_adapter(self, ids, EmbeddingTable.forward(self, ids))
+
+    def add_update(self, adapter: LoRAWeights, x: Tensor, y: Tensor, bias: Tensor | None) -> Tensor:
+        delta = F.embedding(x, adapter.lora_a.mT) @ adapter.lora_b.mT * adapter.scaling
         return y + delta.to(y.dtype)
 
 
@@ -181,9 +247,15 @@ class LoRAGroupedLinear(AdaptedLayer, GroupedLinear):
         adapter = self.active
         if adapter is None:
             return y
-        dropped = F.dropout(x, adapter.dropout, self.training).to(adapter.lora_a.dtype)
+        dropped = adapter.cast_input(F.dropout(x, adapter.dropout, self.training))
         delta = grouped_linear(grouped_linear(dropped, adapter.lora_a, offsets), adapter.lora_b, offsets)
         return y + (delta * adapter.scaling).to(y.dtype)
+
+
+def effective_weight(layer: nn.Module) -> Tensor:
+    """Weight of a layer with its active adapter: what an analysis of the weights has to read."""
+    weight: Tensor = layer.merged_weight() if isinstance(layer, AdaptedLayer) else layer.weight  # type: ignore[assignment]
+    return weight
 
 
 ADAPTED_CLASSES: dict[type[nn.Module], type[AdaptedLayer]] = {

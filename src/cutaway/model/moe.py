@@ -173,14 +173,17 @@ def _(grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
     return x.new_empty(len(offsets), grad.shape[1], x.shape[1])
 
 
-def _save_for_backward(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+def _save_for_backward(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    x, weight, offsets = inputs
+    needs_x_grad, needs_weight_grad = ctx.needs_input_grad[:2]
+    ctx.save_for_backward(x if needs_weight_grad else None, weight if needs_x_grad else None, offsets)
 
 
-def _grouped_mm_backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-    x, weight, offsets = ctx.saved_tensors  # type: ignore[attr-defined]
+def _grouped_mm_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    x, weight, offsets = ctx.saved_tensors
     grad = grad.contiguous()
-    return grouped_mm(grad, weight.mT, offsets), grouped_mm_weight_grad(grad, x, offsets), None
+    x_grad = None if weight is None else grouped_mm(grad, weight.mT, offsets)
+    return x_grad, None if x is None else grouped_mm_weight_grad(grad, x, offsets), None
 
 
 grouped_mm.register_autograd(_grouped_mm_backward, setup_context=_save_for_backward)

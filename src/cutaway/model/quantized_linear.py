@@ -8,7 +8,6 @@
 Only the packed weight is stored. The forward and the backward pass both dequantize it, one layer at a time.
 """
 
-import math
 from typing import Any, Literal
 
 import torch
@@ -172,11 +171,3 @@ def quantize_linears(
         else:
             count += quantize_linears(child, kind, skip=(), device=device)
     return count
-
-
-def quantized_bytes(num_weights: int, out_features: int, kind: Quantization) -> int:
-    """Bytes of a quantized weight and its scales."""
-    if kind == "int8":
-        return num_weights + 4 * out_features
-    num_scales = num_weights // NF4_BLOCK_SIZE
-    return num_weights // 2 + num_scales + 4 * math.ceil(num_scales / SCALE_BLOCK_SIZE) + 4

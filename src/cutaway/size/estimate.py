@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from cutaway.config import config as read_config
+from cutaway.config.lora import LoRA
 from cutaway.config.transformer import Config, Encoder
 from cutaway.errors import InputError
+from cutaway.size.adapters import QUANTIZATIONS, list_adapter_tensors, read_adapter
 from cutaway.size.flops import FlopCounts, count_flops
 from cutaway.size.hardware import Hardware
 from cutaway.size.kv_cache import KVCacheSize, kv_cache_size
@@ -28,9 +30,9 @@ from cutaway.size.options import (
     check_optional_count,
     resolve_hardware,
 )
-from cutaway.size.parallel import resolve_parallel_dims, shard_config
+from cutaway.size.parallel import ParallelDims, resolve_parallel_dims, shard_config
 from cutaway.size.parameters import ParameterCounts, count_parameters
-from cutaway.size.precision import KV_CACHE_DTYPES, get_precision
+from cutaway.size.precision import KV_CACHE_DTYPES, get_adapter_precision, get_precision
 from cutaway.size.roofline import (
     RooflineBound,
     Workload,
@@ -105,6 +107,8 @@ class SizeEstimate:
             activation_checkpointing=activation_checkpointing,
             device="cuda" if self.on_gpu else "cpu",
             resid_in_compute_dtype=options.loss == "chunked" and precision.autocast,
+            base=options.frozen_base if options.mode == "train" else None,
+            compiled=options.compiled and options.mode == "train",
             **asdict(dims),
         )
         if not config.uses_fsdp:
@@ -287,14 +291,16 @@ class SizeEstimate:
     def train_time(self) -> RooflineBound | None:
         """Bounds of the time of a training step; None if no device is set.
 
-        Memory traffic of the step: weights are read in the forward and the backward pass and written in the optimizer
-        step; gradients and optimizer state are read and written."""
+        Memory traffic of the step: weights are read in the forward and the backward pass and, unless they are frozen,
+        written in the optimizer step; gradients and optimizer state are read and written."""
         if self.options.hardware is None:
             return None
         memory, mode = self.training_memory.bytes_by_component, self.options.activation_checkpointing
         num_tokens = self.batch_size_per_device * self.options.context
         flops = count_flops(self.train_pass.counter, num_tokens, activation_checkpointing=mode).total_visible
-        nbytes = 3 * memory["weights"] + 2 * memory["gradients"] + 2 * memory["optimizer"]
+        frozen = memory.get("frozen weights", 0)
+        weights = memory["adapters"] if frozen else memory["weights"]
+        nbytes = 2 * frozen + 3 * weights + 2 * memory["gradients"] + 2 * memory["optimizer"]
         num_ops = self.train_pass.num_ops
         return self._roofline_bound(Workload("train", flops, nbytes, num_tokens * self.dp_size, num_ops, nbytes))
 
@@ -335,8 +341,11 @@ def size(
     optimizer: str = "adamw",
     activation_checkpointing: str = "none",
     kernel: str = "auto",
-    loss: str = "full",
+    loss: str | None = None,
     packed: bool = False,
+    adapter: LoRA | Mapping[str, Any] | None = None,
+    quantization: str = "none",
+    compiled: bool = False,
     world_size: int = 1,
     parallel: str = "dp",
     dp_shard: int | None = None,
@@ -349,8 +358,11 @@ def size(
     `batch_size` is the global batch size and `context` the number of tokens per sequence. `mode` is 'infer' or 'train'.
     The default `dtype` is bf16 for inference and mixed (fp32 weights, bf16 matmuls) for training. `hardware` is a
     device name, 'local' (this machine, as measured by `cutaway bench`) or a `Hardware`. `tp` and `dp_shard` are the
-    tensor-parallel and FSDP group sizes. `parallel='tp'` or `parallel='fsdp'` uses all remaining devices of
-    `world_size` for that dimension.
+    tensor-parallel and FSDP group sizes. `adapter` is the LoRA configuration of adapters, such as {'rank': 16}, which
+    are then trained on a frozen base; `quantization` is that of the frozen base: 'none', 'nf4' (QLoRA) or 'int8'. The
+    default `loss` is 'full', or 'chunked' with an adapter. `compiled`: blocks are compiled, as in `cutaway train` on a
+    GPU, and store fewer activations than in eager execution. `parallel='tp'` or `parallel='fsdp'` uses all remaining
+    devices of `world_size` for that dimension.
     """
     check_size_is_published(source)
     config = read_config(source)
@@ -358,7 +370,8 @@ def size(
         ("mode", mode, MODE_LABELS),
         ("activation_checkpointing", activation_checkpointing, ACTIVATION_CHECKPOINTING_MODES),
         ("kernel", kernel, ATTENTION_KERNELS),
-        ("loss", loss, LOSS_MODES),
+        ("loss", "full" if loss is None else loss, LOSS_MODES),
+        ("quantization", quantization, QUANTIZATIONS),
         ("optimizer", optimizer, OPTIMIZERS),
         ("kv_cache_dtype", "bf16" if kv_cache_dtype is None else kv_cache_dtype, KV_CACHE_DTYPES),
     ):
@@ -375,7 +388,11 @@ def size(
     if price_per_hour is not None and not (isinstance(price_per_hour, int | float) and 0 <= price_per_hour < 1e12):
         raise InputError(f"price_per_hour is {price_per_hour!r}; pass the cost of one device per hour, at least 0")
     length = context or min(config.context or FALLBACK_CONTEXT, MAX_DEFAULT_CONTEXT)
-    precision = get_precision(dtype or ("mixed" if mode == "train" else "bf16"))
+    lora = read_adapter(adapter)
+    dims = resolve_parallel_dims(parallel, world_size, batch_size, dp_shard, tp)
+    _check_adapter_options(lora, mode, quantization, dims)
+    find_precision = get_precision if lora is None else get_adapter_precision
+    precision = find_precision(dtype or ("mixed" if mode == "train" else "bf16"))
     options = SizeOptions(
         config=config,
         mode=mode,
@@ -387,16 +404,36 @@ def size(
         optimizer=optimizer,
         activation_checkpointing=activation_checkpointing,
         kernel=kernel,
-        loss=loss,
+        loss=loss or ("full" if lora is None else "chunked"),
         packed=packed,
+        adapter=lora,
+        quantization=quantization,
+        compiled=compiled,
         hardware=device,
         world_size=world_size,
         parallel=parallel,
-        parallel_dims=resolve_parallel_dims(parallel, world_size, batch_size, dp_shard, tp),
+        parallel_dims=dims,
         train_tokens=check_optional_count("train_tokens", train_tokens),
         price_per_hour=price_per_hour,
     )
     return SizeEstimate(options)
+
+
+def _check_adapter_options(adapter: LoRA | None, mode: str, quantization: str, dims: ParallelDims) -> None:
+    if adapter is None and quantization != "none":
+        raise InputError(
+            f"quantization is {quantization}, but quantized weights cannot be trained; pass an adapter too, such as"
+            " {'rank': 16}, or for inference a dtype such as int4"
+        )
+    if adapter is None:
+        return
+    if mode != "train":
+        raise InputError("adapter is for training; pass mode='train'. A merged adapter needs no memory in inference")
+    if dims.dp_shard > 1 or dims.tp > 1:
+        raise InputError(
+            "an adapter cannot be trained with FSDP or tensor parallelism, which shard the base weights; use parallel"
+            " 'dp': each device then has a copy of the frozen base"
+        )
 
 
 _CONVENTION = (
@@ -423,7 +460,7 @@ def estimates_to_dict(estimate: SizeEstimate, *others: SizeEstimate) -> dict[str
         },
         "options": {mode: options_to_dict(item) for mode, item in estimates.items()},
         "conventions": _CONVENTION,
-        "parameters": _parameters_to_dict(estimate.parameters),
+        "parameters": _parameters_to_dict(estimate.parameters) | _trainable_to_dict(estimate.options),
         "checkpoint": asdict(estimate.checkpoint),
         "flops": _all_flops_to_dict(estimate, (estimate, *others)[-1]),
         "memory": memory,
@@ -439,7 +476,7 @@ def estimates_to_dict(estimate: SizeEstimate, *others: SizeEstimate) -> dict[str
         result["hardware"] = asdict(estimate.options.hardware)
         result["fits"] = {mode: item.fits for mode, item in estimates.items()}
         result["time"] = {mode: _times_to_dict(item) for mode, item in estimates.items()}
-    if training is not None:
+    if training is not None and (training.options.adapter is None or training.options.train_tokens is not None):
         budget = training.training_budget
         known = {name: value for name, value in asdict(budget).items() if value is not None}
         ratios = {name: getattr(budget, name) for name in ("tokens_per_parameter", "chinchilla_ratio")}
@@ -474,11 +511,12 @@ def _all_flops_to_dict(estimate: SizeEstimate, train_estimate: SizeEstimate) -> 
 
 def options_to_dict(estimate: SizeEstimate) -> dict[str, object]:
     options = estimate.options
-    resolved = ("config", "hardware", "precision", "parallel_dims")
+    resolved = ("config", "hardware", "precision", "parallel_dims", "frozen_base")
     fields = {name: value for name, value in vars(options).items() if name not in resolved}
     fields |= asdict(options.parallel_dims) | {"parallel_dims": str(options.parallel_dims)}
     fields |= {"dtype": options.precision.name, "hardware": options.hardware.name if options.hardware else None}
     fields["batch_size_per_device"] = estimate.batch_size_per_device
+    fields["adapter"] = None if options.adapter is None else options.adapter.model_dump(mode="json")
     return fields | {"context_warning": options.context_warning or None}
 
 
@@ -490,6 +528,14 @@ def _parameters_to_dict(counts: ParameterCounts) -> dict[str, object]:
         asdict(layer) | {"total": layer.total, "active": layer.active, "num_layers": count} for layer, count in runs
     ]
     return result
+
+
+def _trainable_to_dict(options: SizeOptions) -> dict[str, int]:
+    """Numbers of trained and frozen parameters; empty if all parameters are trained."""
+    if options.frozen_base is None:
+        return {}
+    trainable = sum(tensor.numel for tensor in list_adapter_tensors(options.config, options.frozen_base))
+    return {"trainable": trainable, "frozen": count_parameters(options.config).total}
 
 
 def _flops_to_dict(flops: FlopCounts, rule_name: str, rule_flops: int) -> dict[str, object]:

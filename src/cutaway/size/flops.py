@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from cutaway.size.shape_pass import CostCounter
 
-_FLOP_COMPONENTS = ("projections", "scores", "values", "ffn", "combine", "head", "embedding")
+_FLOP_COMPONENTS = ("projections", "scores", "values", "ffn", "combine", "head", "embedding", "adapters")
 """`combine` is the weighted sum of the MoE experts, `embedding` is the projection of a factorized embedding."""
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from cutaway.config.transformer import Config
 from cutaway.errors import InputError
+from cutaway.size.adapters import frozen_bytes, list_adapter_tensors
 from cutaway.size.kv_cache import KVCacheSize
 from cutaway.size.optimizer_state import optimizer_state_bytes
 from cutaway.size.options import SizeOptions
@@ -62,9 +63,18 @@ def training_memory(options: SizeOptions, config: Config, train_pass: PassCost, 
     precision, parallel_dims = options.precision, options.parallel_dims
     if not precision.can_train:
         raise InputError(f"dtype {precision.name} is for inference only; train in fp32, bf16, fp16 or mixed")
-    tensors = [tensor.shard(parallel_dims.dp_shard) for tensor in list_tensors(config)]
-    weight_bytes = sum(tensor.nbytes(precision) for tensor in tensors)
-    state_bytes = optimizer_state_bytes(options.optimizer, tensors, precision.unquantized_bytes)
+    base = options.frozen_base
+    if base is None:
+        tensors = [tensor.shard(parallel_dims.dp_shard) for tensor in list_tensors(config)]
+        weights = {"weights": sum(tensor.nbytes(precision) for tensor in tensors)}
+        state_bytes = optimizer_state_bytes(options.optimizer, tensors, precision.unquantized_bytes)
+    else:
+        adapters = list_adapter_tensors(config, base)
+        weights = {
+            "frozen weights": frozen_bytes(config, base, precision),
+            "adapters": sum(base.adapter_itemsize * tensor.numel for tensor in adapters),
+        }
+        state_bytes = optimizer_state_bytes(options.optimizer, adapters, base.adapter_itemsize)
     grad_bytes = train_pass.grad_bytes
     transient = dict(train_pass.peak_by_component)
     phase = "start of backward" if transient.get("gradients", 0) < grad_bytes // 2 else "end of backward"
@@ -74,9 +84,9 @@ def training_memory(options: SizeOptions, config: Config, train_pass: PassCost, 
     if parallel_dims.dp_replicate > 1 and parallel_dims.dp_shard == parallel_dims.tp == 1:
         # DDP: gradients are views of the all-reduce buckets, allocated for the whole step
         transient["gradients"] = grad_bytes
-    peak = {"weights": weight_bytes, "optimizer": state_bytes, **transient}
+    peak = {**weights, "optimizer": state_bytes, **transient}
     sizes = {
-        "weights": weight_bytes,
+        **weights,
         "gradients": grad_bytes,
         "optimizer": state_bytes,
         "activations": train_pass.saved_bytes,

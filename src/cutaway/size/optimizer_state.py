@@ -17,11 +17,11 @@ def _adamw_bytes(tensor: TensorSpec, itemsize: int) -> int:
 def _adamw_8bit_bytes(tensor: TensorSpec, itemsize: int) -> int:
     """Bytes of 8-bit AdamW state of a tensor: two moments in 8 bits per weight, and an fp32 step count.
 
-    Each moment has one scale per block and a table of 256 fp32 values. Tensors that are small or not a multiple of a
-    block have the state of `_adamw_bytes`."""
+    Each moment has one scale per block. Tensors that are small or not a multiple of a block have the state of
+    `_adamw_bytes`."""
     if tensor.numel < _MIN_8BIT_NUMEL or tensor.numel % _QUANTIZATION_BLOCK:
         return _adamw_bytes(tensor, itemsize)
-    return 2 * (tensor.numel + 4 * (tensor.numel // _QUANTIZATION_BLOCK) + 4 * 256) + 4
+    return 2 * (tensor.numel + 4 * (tensor.numel // _QUANTIZATION_BLOCK)) + 4
 
 
 def _momentum_bytes(tensor: TensorSpec, itemsize: int) -> int:

@@ -1,15 +1,19 @@
 """`SizeOptions`: the validated arguments of `ct.size`, with defaults resolved."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from operator import index
 from typing import SupportsIndex
 
+from cutaway.config.lora import LoRA
 from cutaway.config.transformer import Config
 from cutaway.errors import InputError
+from cutaway.size.adapters import build_frozen_base
 from cutaway.size.hardware import Hardware, get_hardware
 from cutaway.size.measured_hardware import LOCAL_HARDWARE, local_hardware
 from cutaway.size.parallel import ParallelDims
 from cutaway.size.precision import Precision
+from cutaway.size.shape_pass.adapters import FrozenBase
 
 MODE_LABELS = {"infer": "inference", "train": "training"}
 """Modes and their names in reports."""
@@ -47,6 +51,17 @@ class SizeOptions:
     parallel_dims: ParallelDims
     train_tokens: int | None
     price_per_hour: float | None
+    adapter: LoRA | None = None
+    """Trained adapter on a frozen base; None if all weights are trained."""
+    quantization: str = "none"
+    """Quantization of the frozen base: 'none', 'nf4' or 'int8'."""
+    compiled: bool = False
+    """Whether the blocks of a training step are compiled, as in `cutaway train` on a GPU."""
+
+    @cached_property
+    def frozen_base(self) -> FrozenBase | None:
+        """The adapted layers and the quantization of the frozen base; None if all weights are trained."""
+        return build_frozen_base(self.config, self.adapter, self.quantization)
 
     @property
     def context_warning(self) -> str:

@@ -32,6 +32,9 @@ _COMPONENT_COLORS = {
 }
 """The color-blind safe palette of Okabe and Ito, for models and for memory components."""
 _COMPONENT_GROUPS = {
+    "frozen weights": "weights",
+    "adapters": "weights",
+    "dequantized weights": "autocast weight copies",
     "temporary gradients": "gradients",
     "reduce-scatter buffers": "gradients",
     "all-gathered weights": "autocast weight copies",

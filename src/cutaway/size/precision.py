@@ -68,6 +68,25 @@ def get_precision(name: str) -> Precision:
     return PRECISIONS[name]
 
 
+ADAPTER_PRECISION = Precision(
+    "mixed", 16, 2, 2, autocast=True, note="frozen weights and matmuls in bf16 (autocast), adapters in fp32"
+)
+"""The precision 'mixed' if only adapters are trained."""
+
+
+def get_adapter_precision(name: str) -> Precision:
+    """Look up the precision of training adapters on a frozen base."""
+    if name == "mixed":
+        return ADAPTER_PRECISION
+    if name == "fp32":
+        return PRECISIONS[name]
+    get_precision(name)
+    raise InputError(
+        f"dtype {name} is not a precision of adapter training; use mixed (frozen weights in bf16, adapters in fp32), or"
+        " fp32; to quantize the frozen weights, use quantization 'nf4' or 'int8'"
+    )
+
+
 KV_CACHE_DTYPES = {"fp32": (4, 0), "bf16": (2, 0), "fp16": (2, 0), "fp8": (1, 0), "int8": (1, 2), "int4": (0.5, 2)}
 """KV cache dtypes: (bytes per element, bytes of the scale that each key or value vector of a head has)."""
 

@@ -46,13 +46,18 @@ class TensorSpec:
         return 4 * self.numel if self.always_fp32 else precision.tensor_bytes(self.shape, quantizable=self.quantizable)
 
 
+@lru_cache(maxsize=64)
+def list_weights(config: Config) -> tuple[Weight, ...]:
+    """List the weights of the forward pass; tied weights are one weight."""
+    return inference_pass(config, 1, 1, ExecutionConfig()).weights
+
+
 _EMBEDDING_TABLES = ("tokens", "source_tokens", "positions", "types")
 
 
 @lru_cache(maxsize=64)
 def list_tensors(config: Config) -> tuple[TensorSpec, ...]:
     """List all tensors of the state dict: weights of the forward pass, then the pooler, frozen tables and buffers."""
-    weights = inference_pass(config, 1, 1, ExecutionConfig()).weights
     tensors = [
         TensorSpec(
             ".".join(str(part) for part in weight.key),
@@ -62,7 +67,7 @@ def list_tensors(config: Config) -> tuple[TensorSpec, ...]:
             is_lookup_table=not weight.in_matmul and weight.key[-1] in _EMBEDDING_TABLES,
             expert_routing=weight.expert_routing,
         )
-        for weight in weights
+        for weight in list_weights(config)
     ]
     d_model = config.d_model
     if isinstance(config, Encoder) and config.pooler:

@@ -22,29 +22,6 @@ TEXT = [f"{a} and {b} make {a + b}\n" for a in range(40) for b in range(12)]
 RunJob = Callable[..., list[int]]
 
 
-@pytest.fixture(scope="module")
-def runner() -> Iterator["subprocess.Popen[str]"]:
-    script = Path(__file__).parents[2] / "support" / "multiprocess_runner.py"
-    with subprocess.Popen([sys.executable, str(script)], stdin=-1, stdout=-1, text=True) as process:
-        yield process
-        assert process.stdin is not None
-        process.stdin.close()
-
-
-@pytest.fixture
-def run(runner: "subprocess.Popen[str]", tmp_path: Path) -> RunJob:
-    def run_job(world_size: int, **job: Any) -> list[int]:
-        job["environment"] = {"CUTAWAY_CACHE": str(tmp_path / "cache")} | job.get("environment", {})
-        assert runner.stdin is not None
-        assert runner.stdout is not None
-        runner.stdin.write(json.dumps({"world_size": world_size} | job) + "\n")
-        runner.stdin.flush()
-        exit_codes: list[int] = json.loads(runner.stdout.readline())
-        return exit_codes
-
-    return run_job
-
-
 @pytest.fixture
 def build_recipe(tmp_path: Path) -> Callable[..., dict[str, Any]]:
     texts = tmp_path / "texts"
@@ -150,9 +127,12 @@ def config_with_sinks() -> dict[str, Any]:
     return config
 
 
+VOCAB_SIZE = {"vocab_size": 300}  # at least that of each tokenizer; the other ids are padding
 CUSTOM_CONFIGS = {
-    "sinks": config_with_sinks(),
-    "albert": ct.config("tiny-albert").model_dump(mode="json") | {"head": ct.config("tiny-bert").head.model_dump()},
+    "sinks": config_with_sinks() | VOCAB_SIZE,
+    "albert": ct.config("tiny-albert").model_dump(mode="json")
+    | {"head": ct.config("tiny-bert").head.model_dump()}
+    | VOCAB_SIZE,
 }
 
 

@@ -56,9 +56,9 @@ def test_ema_equals_a_plain_loop(recipe: dict[str, Any], tmp_path: Path) -> None
     evaluated: list[dict[str, Tensor]] = []
     evaluate = trainer.evaluate
 
-    def record_and_evaluate() -> None:
+    def record_and_evaluate() -> bool:
         evaluated.append({name: p.detach().clone() for name, p in trainer.model.named_parameters()})
-        evaluate()
+        return evaluate()
 
     trainer.evaluate = record_and_evaluate  # type: ignore[method-assign]
     trainer.train()

@@ -135,7 +135,7 @@ def test_list_and_help_show_all_recipes_by_purpose(run_cli: CliRunner) -> None:
         ("training", "lr", "optimizer.lr"),
         ("", "seq_len", "data.seq_len"),
         ("optimizer", "learning_rate", "optimizer.lr"),
-        ("", "num_train_epochs", "training.max_steps"),
+        ("", "num_train_epochs", "training.num_epochs"),
         ("", "gradient-accumulation-steps", "training.grad_accum_steps"),
         ("eval", "tensorbord", "logging.tensorboard"),
         ("model", "base", "model.checkpoint"),

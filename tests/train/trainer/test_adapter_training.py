@@ -192,3 +192,44 @@ def test_adapter_directory_names_its_base(base: Path, tmp_path: Path) -> None:
     path.write_text(json.dumps(config | {"base_model_name_or_path": str(tmp_path / "nowhere")}))
     with pytest.raises(CutawayError, match="nowhere"):
         ct.load(run.model_directory)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides"),
+    [
+        ("lora", []),
+        ("lora", ["objective = { kind = 'causal-lm' }", "data.validation_split=0.2"]),
+        ("qlora", []),
+        ("qlora", ["model.quantization=int8"]),
+    ],
+)
+def test_shipped_recipes(recipe: str, overrides: list[str], base: Path, tmp_path: Path) -> None:
+    """`cutaway train lora|qlora --base SOURCE --data FILE`: conversations or text, base in fp32, NF4 or int8."""
+    rows = [{"prompt": f"{a} and {b}", "completion": str(a + b)} for a in range(5) for b in range(5)]
+    data = tmp_path / "chat.jsonl"
+    data.write_text("\n".join(map(json.dumps, rows)))
+    if overrides and "causal" in overrides[0]:
+        data = write_texts(tmp_path / "texts")
+    before = {file.name: file.read_bytes() for file in base.iterdir()}
+    small = ["data.seq_len=32", "training.max_steps=3", "model.adapter.rank=2", "eval.general_text=''"]
+    run = train(recipe, tmp_path / "run", base=base, texts=[data], overrides=[*small, *overrides], device="cpu")
+    assert {file.name: file.read_bytes() for file in base.iterdir()} == before
+    loaded = ct.load(tmp_path / "run")
+    config = loaded.model.adapters["default"]
+    assert (config.rank, config.alpha, config.use_dora) == (2, 32.0, False)
+    assert {name.rpartition(".")[2] for name in config.targets} == {"q", "k", "v", "o", "gate", "up", "down"}
+    tokens = torch.arange(20).unsqueeze(0)
+    with torch.no_grad():
+        assert not torch.equal(loaded.model(tokens), ct.load(base).model(tokens))
+    assert run.recipe.optimizer.lr == 2e-4
+
+
+def test_adapters_of_experts_are_trained_and_saved(tmp_path: Path) -> None:
+    """Mixtral's format has one matrix per expert, and so has the adapter."""
+    config = ct.config("tiny-moe").replace(vocab_size=259)
+    base = ct.save(ct.build(config, seed=0), tmp_path / "base", family="cutaway")
+    byte_tokenizer().save(base)
+    recipe = adapter_recipe(base, tmp_path, {"rank": 2})
+    recipe["training"]["max_steps"] = 2
+    run = train(recipe, tmp_path / "run")
+    assert any("experts" in name for name in ct.load(run.model_directory).model.adapters["default"].targets)

@@ -13,6 +13,7 @@ from cutaway.model import Transformer
 from cutaway.train.objectives.masked_lm import masked_lm
 from cutaway.train.objectives.objective import Objective, causal_lm, seq2seq
 from cutaway.train.recipe.load import load_recipe
+from cutaway.train.recipe.schema import NUM_BYTE_TOKENS
 from cutaway.train.trainer import layer_stats
 from cutaway.train.trainer.launch import prepare_trainer, train
 from cutaway.train.trainer.layer_stats import (
@@ -34,7 +35,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def config_with_dropout() -> dict[str, Any]:
     config = ct.config("tiny-gpt")
-    return config.replace(decoder=config.decoder.replace(dropout=0.1)).model_dump(mode="json")
+    table = config.replace(decoder=config.decoder.replace(dropout=0.1)).model_dump(mode="json")
+    return table | {"vocab_size": NUM_BYTE_TOKENS}
 
 
 def test_layer_stats_do_not_change_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

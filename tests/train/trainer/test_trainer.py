@@ -20,10 +20,12 @@ import cutaway as ct
 from cutaway.cli import main
 from cutaway.errors import CutawayError
 from cutaway.train.checkpoint.manifest import TrainerState
+from cutaway.train.checkpoint.run_directory import RunDirectory
 from cutaway.train.logging.callbacks import Callback
 from cutaway.train.recipe import list_recipes, load_recipe
 from cutaway.train.recipe.schema import PretrainedModelConfig
 from cutaway.train.trainer.launch import prepare_trainer, resume, resume_trainer, train
+from cutaway.train.trainer.resolve_recipe import resolve_precision
 from cutaway.train.trainer.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("skip_preflight")
@@ -399,3 +401,12 @@ def test_checkpoint_without_a_component_is_an_error(texts: Path, tmp_path: Path)
     trainer.checkpoint_manager.save(tensors, state)
     with pytest.raises(CutawayError, match="has no state for step_policy"):
         resume_trainer(tmp_path / "run", device="cpu")
+
+
+def test_precision_auto_is_resolved_when_a_run_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = load_recipe(tiny_recipe(write_texts(tmp_path / "texts"), training={"precision": "auto", "max_steps": 1}))
+    trainer = prepare_trainer(recipe, tmp_path / "run", device="cpu")
+    assert trainer.recipe.training.precision == RunDirectory.open(tmp_path / "run").recipe.training.precision == "fp32"
+    for is_supported, precision in ((True, "bf16"), (False, "fp32")):
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation, result=is_supported: result)
+        assert resolve_precision(recipe, torch.device("cuda")).training.precision == precision

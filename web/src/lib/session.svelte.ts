@@ -14,6 +14,8 @@ export interface ModelInfo {
   name: string;
   /** Number of models opened by the server before this one. */
   generation: number;
+  /** Name, method and size of the LoRA adapter that is applied; null without one. */
+  adapter: string | null;
   form: "decoder" | "encoder" | "encoder-decoder";
   num_parameters: number;
   dtype: string;

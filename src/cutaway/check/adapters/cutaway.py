@@ -50,6 +50,11 @@ def _save_and_reload(model: Transformer) -> ReloadedModel:
     return ReloadedModel(reloaded.model, report.missing_keys, report.unexpected_keys)
 
 
+def _without_adapters(model: Transformer) -> Transformer:
+    """The model, or if it has adapters, a copy with the active adapter merged into the weights."""
+    return model.merge_and_unload() if model.adapters else model
+
+
 def _load_from_meta(model: Transformer) -> nn.Module:
     """Build a copy of `model` on the meta device, allocate it with to_empty, and load the weights of `model`."""
     loaded = build(model.config, device="meta", dtype=model.dtype)
@@ -249,8 +254,8 @@ def adapt_cutaway_model(model: nn.Module, seed: int) -> CheckedModel:
             _add_cache_functions(checked, inner, lambda tokens, cache: inner(tokens, cache=cache))
     checked.logits_by_kernel = _build_kernel_logits(inner, require(checked.logits))
     checked.reload = lambda: _save_and_reload(inner)
-    checked.load_from_meta = lambda: _load_from_meta(inner)
-    checked.config_variants = lambda: _build_config_variants(inner, seed)
+    checked.load_from_meta = lambda: _load_from_meta(_without_adapters(inner))
+    checked.config_variants = lambda: _build_config_variants(_without_adapters(inner), seed)
     _add_activation_checkpointing(checked, inner)
     return checked
 

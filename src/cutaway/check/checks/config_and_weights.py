@@ -14,6 +14,7 @@ from cutaway.check.probes.parameter_tracer import ParameterTracer
 from cutaway.check.probes.reload import get_reloaded_model, tied_parameters
 from cutaway.check.registry import register_check
 from cutaway.check.report.finding import CaseResult, SkipCheckError, failure, skipped, success
+from cutaway.model.adapters import inactive_adapter_keys
 
 _OPTIONAL_MODULES = ("expert", "vision", "visual", "image", "audio", "speech", "pooler")
 """Modules that need not affect the logits: experts without tokens, vision and audio towers, poolers."""
@@ -213,7 +214,8 @@ def unused_parameters(ctx: CheckContext) -> Iterator[CaseResult]:
         )
         return
     declared = " ".join(str(getattr(submodule, "_tied_weights_keys", "") or "") for submodule in module.modules())
-    unread = [name for name in tracer.unread_parameters if name not in declared]
+    inactive = inactive_adapter_keys(module)
+    unread = [name for name in tracer.unread_parameters if name not in declared and name not in inactive]
     optional = [
         name for name in unread if any(part in name.lower().replace("shared_expert", "") for part in _OPTIONAL_MODULES)
     ]

@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from cutaway.cli.json_output import print_json
-from cutaway.cli.options import Device, DType, JsonObjectFlag, WeightDType, check_output_path, option, source_argument
+from cutaway.cli.options import (
+    Adapter,
+    Device,
+    DType,
+    JsonObjectFlag,
+    WeightDType,
+    check_output_path,
+    option,
+    source_argument,
+)
 from cutaway.errors import InputError
 
 if TYPE_CHECKING:  # torch is imported when it is needed
@@ -54,6 +63,7 @@ def check(
     budget: Annotated[str, option("Time budget, after which remaining checks are skipped.", metavar="TIME")] = "30s",
     seed: Annotated[int, option("Random seed of the inputs and of a preset's weights.", min=0)] = 0,
     library: Annotated[Library, option("Library that loads the model: cutaway or transformers.")] = "cutaway",
+    adapter: Adapter = None,
     device: Device = None,
     dtype: WeightDType = None,
     junit: Annotated[Path | None, ci_option("Also write the report as JUnit XML.", metavar="FILE")] = None,
@@ -121,7 +131,9 @@ def check(
     is_new_baseline = baseline is None or (write_baseline and not baseline.exists())
     accepted = Baseline() if baseline is None or is_new_baseline else load_baseline(baseline)
     with redirect_stdout(sys.stderr) if as_json else nullcontext():  # standard output has only JSON
-        model, overrides = _load_checked_model(source, library, device, dtype, seed, notes, quiet=as_json)
+        model, overrides = _load_checked_model(
+            source, library, device, dtype, seed, notes, quiet=as_json, adapter=adapter
+        )
         from cutaway.check import check as run_checks
         from cutaway.cli.views.terminal import progress_bar
 
@@ -227,28 +239,43 @@ def _load_checked_model(
     notes: list[str],
     *,
     quiet: bool,
+    adapter: str | None = None,
 ) -> "ModelAndOverrides":
     """Return the model to check, and arguments of `check` that its factory sets.
 
     Notes about the model, such as "random weights", are appended to `notes`.
     """
     from cutaway.check import model_sources
-    from cutaway.cli.model_loading import default_device, is_config_source, load_checkpoint, to_torch_dtype
+    from cutaway.cli.model_loading import (
+        check_no_adapter,
+        default_device,
+        is_config_source,
+        load_checkpoint,
+        to_torch_dtype,
+    )
 
     target_device, torch_dtype = default_device(device), to_torch_dtype(dtype)
     is_transformers = library == "transformers"
     if model_sources.is_factory_spec(source):
-        options = {"library transformers": is_transformers, "device": device, "dtype": dtype}
+        options = {
+            "library transformers": is_transformers,
+            "device": device,
+            "dtype": dtype,
+            "adapter": adapter,
+        }
         for name in (name for name, value in options.items() if value):
             raise InputError(f"--{name} is for checkpoints, but '{source}' is checked unchanged; leave it out")
         return model_sources.build_from_factory(source, model_sources.import_factory(source), seed=seed)
     if is_config_source(source):
+        check_no_adapter(source, adapter)
         if is_transformers:
             raise InputError(f"'{source}' is a preset; --library transformers needs a model directory or hub id")
         return _build_untrained_model(source, target_device, torch_dtype, seed, notes), {}
     if is_transformers:
+        if adapter is not None:
+            raise InputError("--adapter is for --library cutaway; merge the adapter first, with cutaway convert")
         return model_sources.load_transformers_model(source, device=target_device, dtype=torch_dtype), {}
-    return load_checkpoint(source, device, dtype, quiet=quiet, keep_dtype=True), {}
+    return load_checkpoint(source, device, dtype, quiet=quiet, keep_dtype=True, adapters=adapter), {}
 
 
 def _build_untrained_model(

@@ -1,13 +1,16 @@
 """`cutaway convert`: convert checkpoints between Hugging Face, GGUF and cutaway formats."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from cutaway.cli.json_output import print_json
-from cutaway.cli.options import JsonFlag, WeightDType, argument, option, source_argument
+from cutaway.cli.options import ADAPTER_HELP, JsonFlag, WeightDType, argument, option, source_argument
 from cutaway.errors import InputError
+
+if TYPE_CHECKING:  # torch is imported when it is needed
+    from cutaway.families.checkpoint import Checkpoint
 
 OutputFormat = Literal["hf", "gguf", "cutaway"]
 GGUFQuantization = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]
@@ -20,6 +23,10 @@ def convert(
     family: Annotated[
         str | None, option("model_type of the written config, if several families fit the model.")
     ] = None,
+    adapter: Annotated[str | None, option(f"{ADAPTER_HELP} It is merged into the weights.", metavar="DIR")] = None,
+    adapter_only: Annotated[
+        bool, option("Write the adapter without the model: in PEFT's format, or as a GGUF LoRA.", "--adapter-only")
+    ] = False,
     dtype: WeightDType = None,
     quantization: Annotated[GGUFQuantization | None, option("Quantization of the weight matrices, for gguf.")] = None,
     verify: Annotated[bool, option("Compare activations with transformers, layer by layer.", "--verify")] = False,
@@ -31,20 +38,38 @@ def convert(
     Example: cutaway convert ./SmolLM2-135M out.gguf --to gguf --quantization q8_0
 
     Example: cutaway convert ./my-llama --verify
+
+    Example: cutaway convert runs/lora merged
+
+    Example: cutaway convert runs/lora lora.gguf --to gguf --adapter-only
     """
     _check_options(out, to, family, quantization, overwrite)
+    if adapter_only and (out is None or to == "cutaway" or quantization or family):
+        raise InputError("--adapter-only writes OUT with --to hf or --to gguf, without --family and --quantization")
     from cutaway.cli.model_loading import to_torch_dtype
     from cutaway.cli.views.terminal import progress_bar
-    from cutaway.families.load import load
+    from cutaway.families.load import load, read_adapter_base
+    from cutaway.model.adapters import describe_adapter
 
     with progress_bar("loading", quiet=as_json) as progress:
-        checkpoint = load(source, dtype=to_torch_dtype(dtype), check_finite=True, progress=progress)
+        checkpoint = load(source, adapters=adapter, dtype=to_torch_dtype(dtype), check_finite=True, progress=progress)
+    has_adapter = checkpoint.model.active_adapter is not None
+    if verify and has_adapter:
+        raise InputError("--verify compares a model without adapters; verify the base model, or the merged directory")
+    if adapter_only and not has_adapter:
+        raise InputError(f"'{source}' has no adapter to write; pass one with --adapter DIR, or an adapter directory")
     assert checkpoint.load_report is not None
     data: dict[str, object] = {"report": checkpoint.load_report.to_dict()}
     lines = [str(checkpoint.load_report)]
+    if (description := describe_adapter(checkpoint.model)) is not None:
+        data["adapter"] = description
+        lines.append(f"{description}{'' if adapter_only or out is None else ', merged into the weights'}")
     if out is not None:
         with progress_bar("writing", quiet=as_json) as progress:
-            if to == "gguf":
+            if adapter_only:
+                base = read_adapter_base(source) if adapter is None else source
+                output_path = _write_adapter(checkpoint, out, to, base, overwrite)
+            elif to == "gguf":
                 from cutaway.families.gguf.load_save import save_gguf
 
                 output_path = save_gguf(checkpoint, out, quantization=quantization, overwrite=overwrite)
@@ -71,6 +96,17 @@ def convert(
         Console(soft_wrap=True, highlight=False).print("\n".join(lines), markup=False)
     if not verified:
         raise typer.Exit(1)
+
+
+def _write_adapter(checkpoint: "Checkpoint", out: Path, to: OutputFormat, base: str | None, overwrite: bool) -> Path:
+    """Write the adapter of a checkpoint alone. `base` is the source of the base model, if it is known."""
+    if to == "gguf":
+        from cutaway.families.gguf.adapter_file import save_adapter_gguf
+
+        return save_adapter_gguf(checkpoint, out, overwrite=overwrite)
+    from cutaway.families.peft_format import save_adapter
+
+    return save_adapter(checkpoint, out, base=base)
 
 
 def _check_options(

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cutaway.cli.answers import evaluate_answers
+from cutaway.cli.harness_tasks import TaskOptions, evaluate_tasks
 from cutaway.cli.json_output import print_json
-from cutaway.cli.options import CheckpointSource, Device, JsonObjectFlag, WeightDType, argument, option
+from cutaway.cli.options import Adapter, CheckpointSource, Device, JsonObjectFlag, WeightDType, argument, option
+from cutaway.cli.task_evaluation import TASKS, evaluate_task
 from cutaway.errors import InputError
 
 if TYPE_CHECKING:  # torch is imported when it is needed
@@ -17,6 +19,8 @@ if TYPE_CHECKING:  # torch is imported when it is needed
     from cutaway.train.data.documents import Document, SkippedDocuments
     from cutaway.train.recipe.schema import SourceConfig
 
+HARNESS = "lm-evaluation-harness"
+"""Panel of the options of --tasks in the help."""
 Results = dict[str, Any]
 MAX_DOCUMENT_CHARACTERS = 1 << 24
 """Maximum number of characters of a document. Longer files are split at line ends, to limit memory."""
@@ -39,49 +43,82 @@ def evaluate(
     data: Annotated[
         list[Path] | None,
         option(
-            "Records with answers, for exact match: question and answer, prompt and completion, or messages, in a"
-            " .jsonl, .json, .csv or .parquet file; repeatable.",
+            "Records in a .jsonl, .json, .csv or .parquet file; repeatable. For a model with a task head: texts with"
+            " labels, words with tags, choices, or pairs of texts. For a model that generates text, answers for exact"
+            " match: question and answer, prompt and completion, or messages.",
             metavar="FILE",
         ),
     ] = None,
     max_new_tokens: Annotated[int | None, option("With --data: maximum length of an answer; default 64.")] = None,
-    text_column: Annotated[str, option("Key of the text in a .jsonl row.")] = "text",
-    target_column: Annotated[str | None, option("Key of the target in a .jsonl row, for encoder-decoders.")] = None,
+    tasks: Annotated[
+        list[str] | None,
+        option("Tasks of lm-evaluation-harness, as in hellaswag,arc_easy; repeatable.", metavar="NAMES", panel=HARNESS),
+    ] = None,
+    num_fewshot: Annotated[int | None, option("Number of examples in the prompt.", min=0, panel=HARNESS)] = None,
+    limit: Annotated[int | None, option("Number of samples per task; default all.", min=1, panel=HARNESS)] = None,
+    include_path: Annotated[
+        Path | None, option("Directory with own tasks (YAML files).", metavar="DIR", panel=HARNESS)
+    ] = None,
+    apply_chat_template: Annotated[
+        bool, option("Render the prompts with the chat template.", "--apply-chat-template", panel=HARNESS)
+    ] = False,
+    text_column: Annotated[str, option("Key of the text in a row.")] = "text",
+    target_column: Annotated[
+        str | None, option("Key of the target in a row for encoder-decoders, or of the label for a classifier.")
+    ] = None,
     context: Annotated[int | None, option("Context length; default the model's, but at most 4,096.")] = None,
     stride: Annotated[int | None, option("Stride of sliding windows, for decoders; default half the context.")] = None,
     seed: Annotated[int | None, option("Random seed for masking, for encoders.")] = None,
     batch_size: Annotated[int | None, option("Number of texts or windows per batch.")] = None,
+    adapter: Adapter = None,
     device: Device = None,
     dtype: WeightDType = None,
     as_json: JsonObjectFlag = False,
 ) -> None:
     """Evaluate a model on text: loss, perplexity, bits per byte or accuracy, and calibration. Or score its answers.
 
-    Decoders are evaluated on next tokens, encoders on masked tokens, encoder-decoders on targets given sources.
+    Decoders are evaluated on next tokens, encoders on masked tokens, encoder-decoders on targets given sources. With
+    --data, classifiers and sentence embeddings are evaluated on labeled records: accuracy, F1 or correlation.
 
     Example: cutaway eval ./gpt2 --text book.txt --context 1024 --stride 512
 
     Example: cutaway eval tiny-dates --text dates.jsonl --target-column iso --json
 
     Example: cutaway eval runs/sft --data questions.jsonl
+
+    Example: cutaway eval runs/classify --data held-out.csv --json
+
+    Example: cutaway eval ./gpt2 --tasks arc_easy,hellaswag --limit 200
     """
     paths = [*(text or []), *(extra_files or [])]
+    task_options = TaskOptions(num_fewshot, limit, include_path, apply_chat_template)
+    if tasks:
+        if paths or data:
+            raise InputError("--tasks runs tasks that have their own data; leave out --text and --data")
+        evaluate_tasks(source, tasks, task_options, batch_size, device, dtype, as_json=as_json)
+        return
+    if task_options != TaskOptions(None, None, None, False):
+        raise InputError("--num-fewshot, --limit, --include-path and --apply-chat-template apply to --tasks only")
     if data:
         unused = {
             "--text": paths,
             "--context": context,
             "--stride": stride,
             "--seed": seed,
-            "--target-column": target_column,
         }
         if given := [name for name, value in unused.items() if value]:
-            raise InputError(f"{given[0]} does not apply to --data, which compares answers; leave one of the two out")
-        evaluate_answers(source, data, max_new_tokens, batch_size, device, dtype, as_json=as_json)
+            raise InputError(f"{given[0]} does not apply to --data, which has labels or answers; leave one of them out")
+        columns = {"text_column": text_column, "target_column": target_column}
+        _evaluate_records(
+            source, data, columns, max_new_tokens, batch_size, device, dtype, as_json=as_json, adapter=adapter
+        )
         return
     if max_new_tokens is not None:
         raise InputError("--max-new-tokens applies to --data only; leave it out, or pass --data FILE")
     if not paths:
-        raise InputError("there is no text to evaluate on; pass --text FILE, or --data FILE to compare answers")
+        raise InputError(
+            "there is no text to evaluate on; pass --text FILE, --data FILE to compare answers, or --tasks"
+        )
     from cutaway.train.data.documents import SkippedDocuments
     from cutaway.train.recipe.schema import SourceConfig
 
@@ -93,7 +130,7 @@ def evaluate(
         raise InputError(f"{paths[0]} has no documents: {reason}; pass text files, or set --text-column")
     from cutaway.cli.model_loading import load_checkpoint
 
-    checkpoint = load_checkpoint(source, device, dtype, quiet=as_json)
+    checkpoint = load_checkpoint(source, device, dtype, quiet=as_json, adapters=adapter)
     form = checkpoint.config.form
     form_options = {"context": context, "stride": stride, "seed": seed, "target_column": target_column}
     for name, value in form_options.items():
@@ -109,6 +146,39 @@ def evaluate(
         print_json(results | {"skipped_documents": skipped.counts})
     else:
         _render_results(results, skipped)
+
+
+def _evaluate_records(
+    source: str,
+    paths: list[Path],
+    columns: dict[str, Any],
+    max_new_tokens: int | None,
+    batch_size: int | None,
+    device: str | None,
+    dtype: WeightDType,
+    *,
+    as_json: bool,
+    adapter: Adapter,
+) -> None:
+    """Evaluate a task head on labeled records, or compare the answers of a model with references."""
+    from cutaway.argument_checks import check_positive_int
+    from cutaway.cli.model_loading import load_checkpoint
+
+    for name, value in (("max_new_tokens", max_new_tokens), ("batch_size", batch_size)):
+        if value is not None:
+            check_positive_int(name, value)
+    for path in paths:
+        if not path.exists():
+            raise InputError(f"'{path}' does not exist; pass a file with records")
+    checkpoint = load_checkpoint(source, device, dtype, quiet=as_json, adapters=adapter)
+    if checkpoint.config.head.kind in TASKS:
+        if max_new_tokens is not None:
+            raise InputError("--max-new-tokens does not apply to a model with a task head; leave it out")
+        evaluate_task(checkpoint, source, paths, batch_size=batch_size, as_json=as_json, **columns)
+        return
+    if columns["target_column"] is not None:
+        raise InputError("--target-column does not apply to --data, which compares answers; leave one of the two out")
+    evaluate_answers(checkpoint, source, paths, max_new_tokens, batch_size, as_json=as_json)
 
 
 def _read_documents(source: "SourceConfig", skipped: "SkippedDocuments") -> "Iterator[Document]":

@@ -1,4 +1,4 @@
-"""`cutaway generate`: text generation, chat and mask filling."""
+"""`cutaway generate`: text generation, chat, mask filling and classification."""
 
 import re
 from collections.abc import Callable
@@ -22,9 +22,24 @@ CacheKind = Literal["auto", "full", "ring", "paged"]
 CacheDType = Literal["int8", "float32", "float16", "bfloat16"]
 EarlyStopping = Literal["true", "false", "never"]
 FILL_MASK_OPTIONS = frozenset(
-    ["source", "prompts", "file", "lines", "token_ids", "top_k", "device", "dtype", "echo", "show_stats", "as_json"]
+    [
+        "source",
+        "prompts",
+        "file",
+        "lines",
+        "token_ids",
+        "top_k",
+        "adapter",
+        "device",
+        "dtype",
+        "echo",
+        "show_stats",
+        "as_json",
+    ]
 )
 """Options that apply to mask filling with an encoder. The other options are for text generation."""
+CLASSIFY_OPTIONS = FILL_MASK_OPTIONS - {"top_k", "token_ids"}
+"""Options that apply to classification with a task head."""
 NON_CHAT_OPTIONS = (
     "message", "token_ids", "beams", "length_penalty", "early_stopping", "lines", "max_num_seqs", "draft_model",
     "num_samples",
@@ -87,6 +102,7 @@ def generate(
     early_stopping: Annotated[
         EarlyStopping | None, _beam_search("Stop when there are as many finished candidates as beams.")
     ] = None,
+    adapter: Annotated[str | None, _engine(opt.ADAPTER_HELP, metavar="DIR")] = None,
     device: Annotated[str | None, _engine("Device: cpu or cuda; default cuda if available.")] = None,
     dtype: Annotated[opt.DType | None, _engine("Data type of the weights; default as stored.")] = None,
     weight_bits: Annotated[int | None, _engine(opt.WEIGHT_BITS_HELP, metavar="16|8|4")] = None,
@@ -103,7 +119,7 @@ def generate(
     ] = None,
     as_json: Annotated[bool, _output("Print one JSON object per completion.", "--json")] = False,
 ) -> None:
-    """Generate text from prompts or chat messages, chat interactively, or fill masks.
+    """Generate text from prompts or chat messages, chat interactively, fill masks, or classify texts.
 
     Example: cutaway generate tiny-english "Once upon a time" --max-new-tokens 100 --temperature 0.8 --seed 1
 
@@ -112,6 +128,8 @@ def generate(
     Example: cutaway generate SmolLM2.gguf --chat --system "You are brief."
 
     Example: cutaway generate tiny-english-encoder "The [MASK] sat on the mat."
+
+    Example: cutaway generate runs/classify "Win a free prize now"
 
     Example: cat questions.txt | cutaway generate SmolLM2.gguf --message --lines --json
     """
@@ -131,7 +149,7 @@ def generate(
 
     from cutaway.cli.views import generation_output
 
-    checkpoint = load_checkpoint(source, device, dtype, quiet=as_json)
+    checkpoint = load_checkpoint(source, device, dtype, quiet=as_json, adapters=adapter)
     draft: Checkpoint | str | None = draft_model
     if draft_model is not None and draft_model != "ngram":
         draft = load_checkpoint(draft_model, device, dtype, quiet=as_json)
@@ -147,8 +165,13 @@ def generate(
     output = generation_output.OutputWriter(echo=echo, show_stats=show_stats, as_json=as_json)
     if temperature is None and beams is None:
         params = _resolve_temperature(params, checkpoint)
-    if "decoder" not in checkpoint.model.stacks:
-        is_set = {name: value is not None and value is not False and value != [] for name, value in options.items()}
+    is_set = {name: value is not None and value is not False and value != [] for name, value in options.items()}
+    if checkpoint.config.head.kind != "lm":
+        from cutaway.cli.views.classification_output import print_labels
+
+        unsupported = [name for name in options if is_set[name] and name not in CLASSIFY_OPTIONS]
+        print_labels(checkpoint, inputs, unsupported, output)
+    elif "decoder" not in checkpoint.model.stacks:
         unsupported = [name for name in options if is_set[name] and name not in FILL_MASK_OPTIONS]
         generation_output.fill_masks(checkpoint, inputs, unsupported, top_k or 5, output)
     elif chat:

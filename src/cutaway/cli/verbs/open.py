@@ -26,6 +26,7 @@ def open_page(
     api_key: Annotated[str | None, opt.api_key_option("API key that clients must send.")] = None,
     api_key_file: opt.ApiKeyFile = None,
     browser: Annotated[bool, opt.option("Open the page in a browser.", "--browser/--no-browser")] = True,
+    adapter: opt.Adapter = None,
     device: opt.Device = None,
     dtype: Annotated[opt.DType | None, opt.option("Weight data type; default as stored, float32 on a CPU.")] = None,
     as_json: opt.ServerJsonFlag = False,
@@ -42,7 +43,7 @@ def open_page(
 
     static_files.load_static_files()  # raise if the page was not built, before loading the model
     if export is not None:
-        export_page(export, source, text, device, dtype, as_json=as_json)
+        export_page(export, source, text, device, dtype, as_json=as_json, adapter=adapter)
         return
     from cutaway.cli.model_loading import is_config_source
     from cutaway.cli.verbs.serve import load_api_key
@@ -56,7 +57,7 @@ def open_page(
     limits, key = Limits(), load_api_key(api_key, api_key_file)
     access_policy, sock = build_access_policy(host, key), bind_socket(host, port)
     exercise_access = build_exercise_access(sock)
-    catalog = load_catalog(source, text, device, dtype, quiet=as_json)
+    catalog = load_catalog(source, text, device, dtype, quiet=as_json, adapter=adapter)
     executor = routes.QueryExecutor(catalog.current, exercise_access)
     routers = [routes.build_router(executor), build_notebook_router(), static_files.build_static_router()]
     app = build_app(routers, access_policy=access_policy, limits=limits, on_shutdown=[executor.close])
@@ -80,7 +81,14 @@ def open_page(
 
 
 def export_page(
-    path: Path, source: str, text: str | None, device: str | None, dtype: opt.DType | None, *, as_json: bool
+    path: Path,
+    source: str,
+    text: str | None,
+    device: str | None,
+    dtype: opt.DType | None,
+    *,
+    as_json: bool,
+    adapter: str | None = None,
 ) -> None:
     """Export the inspector page to an HTML file, which is written atomically."""
     from cutaway.cli.verbs.trace import check_output_file
@@ -90,7 +98,7 @@ def export_page(
     from cutaway.serve.inspect.export import export_html
     from cutaway.user_files import write_text_atomically
 
-    inspector = load_inspector(source, text, device, dtype, quiet=as_json)
+    inspector = load_inspector(source, text, device, dtype, quiet=as_json, adapter=adapter)
     with progress_bar("exporting", quiet=as_json) as progress:
         html, is_complete = export_html(inspector, progress)
     write_text_atomically(path, html)
@@ -104,14 +112,24 @@ def export_page(
 
 
 def load_catalog(
-    source: str, text: str | None, device: str | None, dtype: opt.DType | None, *, quiet: bool = False
+    source: str,
+    text: str | None,
+    device: str | None,
+    dtype: opt.DType | None,
+    *,
+    quiet: bool = False,
+    adapter: str | None = None,
 ) -> "ModelCatalog":
     """Load a model and return the catalog of the models that the page can open instead of it."""
     from cutaway.serve.inspect.model_catalog import ModelCatalog
 
-    inspector = load_inspector(source, text, device, dtype, quiet=quiet)
+    inspector = load_inspector(source, text, device, dtype, quiet=quiet, adapter=adapter)
     run = inspector.run  # the function must not keep the inspector, so that its model can be released
-    return ModelCatalog(inspector, lambda: load_inspector(source, text, device, dtype, quiet=True, run=run), text)
+
+    def reload() -> "Inspector":
+        return load_inspector(source, text, device, dtype, quiet=True, run=run, adapter=adapter)
+
+    return ModelCatalog(inspector, reload, text)
 
 
 def load_inspector(
@@ -122,6 +140,7 @@ def load_inspector(
     *,
     quiet: bool = False,
     run: "OpenRun | None" = None,
+    adapter: str | None = None,
 ) -> "Inspector":
     """Return an inspector of a checkpoint, of the newest weights of a training run, or of an untrained model.
 
@@ -138,26 +157,35 @@ def load_inspector(
     if run is None and path_satisfies(path / RUN_FILE_NAME, Path.is_file):
         run = OpenRun(path)
     run_step = None
-    model: Transformer | Checkpoint | None = build_untrained_model(source, device, dtype)
+    model: Transformer | Checkpoint | None = build_untrained_model(source, device, dtype, adapter)
     if model is None:
-        checkpoint, run_step = _load_checkpoint_or_run(source, run, device, dtype, quiet=quiet)
+        checkpoint, run_step = _load_checkpoint_or_run(source, run, device, dtype, quiet=quiet, adapter=adapter)
         model = checkpoint
         if dtype is None and should_upcast_on_cpu(checkpoint.model):
             checkpoint.model.float()  # 16-bit rounding would hide errors that the consistency checks look for
     text = text if text is not None or run is None else run.default_text
-    return build_inspector(model, text, name=source, run=run, run_step=run_step)
+    return build_inspector(model, text, name=source, run=run, run_step=run_step, adapter_source=adapter)
 
 
 def _load_checkpoint_or_run(
-    source: str, run: "OpenRun | None", device: str | None, dtype: opt.DType | None, *, quiet: bool
+    source: str,
+    run: "OpenRun | None",
+    device: str | None,
+    dtype: opt.DType | None,
+    *,
+    quiet: bool,
+    adapter: str | None = None,
 ) -> "tuple[Checkpoint, int | None]":
     """Load a checkpoint, or the newest weights of a run and their step."""
     if run is None or run.directory.model_directory.is_dir():
         from cutaway.cli.model_loading import load_checkpoint
 
-        return load_checkpoint(source, device, dtype, quiet=quiet), None if run is None else run.max_steps
+        checkpoint = load_checkpoint(source, device, dtype, quiet=quiet, adapters=adapter)
+        return checkpoint, None if run is None else run.max_steps
+    from cutaway.cli.model_loading import check_no_adapter
     from cutaway.train.checkpoint.saved_models import load_newest_model
 
+    check_no_adapter(source, adapter)
     checkpoint, step = load_newest_model(run.directory, device=device)
     if not quiet:
         sys.stderr.write(f"{source} is not finished: this is the model after {step:,} steps\n")

@@ -26,6 +26,14 @@ def serve(
         list[str] | None,
         opt.option("Further host name that clients may use; repeatable.", "--allowed-host", metavar="NAME"),
     ] = None,
+    adapter: Annotated[
+        list[str] | None,
+        opt.option(
+            "LoRA adapter, which clients select as the model NAME; DIR is in PEFT's format, a run or a hub id; "
+            "repeatable.",
+            metavar="NAME=DIR",
+        ),
+    ] = None,
     served_model_name: Annotated[str | None, opt.option("Model name in the API; default the name of SOURCE.")] = None,
     max_num_seqs: Annotated[int | None, opt.option(opt.MAX_NUM_SEQS_HELP, min=1)] = None,
     max_model_len: Annotated[str | None, opt.option(opt.MAX_MODEL_LEN_HELP, metavar="N")] = None,
@@ -47,9 +55,12 @@ def serve(
 
     Example: cutaway serve SmolLM2.gguf --port 8080 --max-num-seqs 16 --max-model-len 4Ki
 
+    Example: cutaway serve ./llama --adapter sql=runs/sql --adapter chat=runs/chat
+
     Example: CUTAWAY_API_KEY=... cutaway serve ./gpt2 --host 0.0.0.0
     """
     opt.check_weight_bits(weight_bits)
+    adapters = opt.parse_adapters(adapter)
     from cutaway.serve.limits import Limits
     from cutaway.serve.server import bind_socket, build_access_policy, run_server, server_url
 
@@ -57,6 +68,7 @@ def serve(
     sock = bind_socket(host, port)
     from cutaway.cli.model_loading import load_checkpoint
     from cutaway.families.load import resolve_checkpoint_path
+    from cutaway.families.peft_format import load_adapter
     from cutaway.serve.openai.api_server import build_openai_app
     from cutaway.serve.openai.embeddings import read_pooling_mode
 
@@ -67,6 +79,10 @@ def serve(
         shutdown_timeout=shutdown_timeout,
     )
     checkpoint = load_checkpoint(source, device, dtype, quiet=as_json)
+    active = checkpoint.model.active_adapter
+    for name, directory in adapters.items():
+        checkpoint = load_adapter(checkpoint, resolve_checkpoint_path(directory), name)
+    checkpoint.model.set_adapter(active).requires_grad_(False)
     app, serving = build_openai_app(
         checkpoint,
         served_model_name or default_model_name(source),
@@ -76,6 +92,7 @@ def serve(
         max_model_len=max_len,
         pooling=read_pooling_mode(resolve_checkpoint_path(source)),
         weight_bits=weight_bits,
+        adapters=tuple(adapters),
     )
     url = server_url(sock)
     run_server(
@@ -116,6 +133,7 @@ def _print_server_info(serving: "ServingEngine", url: str, *, requires_api_key: 
     info = {
         "url": url,
         "model": serving.served_model_name,
+        "adapters": [name for name in serving.adapters if name != serving.served_model_name],
         "max_model_len": serving.max_model_len,
         "max_num_seqs": None if config is None else config.max_num_seqs,
         "weight_bytes": weight_bytes,
@@ -127,14 +145,19 @@ def _print_server_info(serving: "ServingEngine", url: str, *, requires_api_key: 
         return
     from rich.console import Console
 
-    path, example, engine_info = "embeddings", '"input": "def"', ""
+    kind = serving.model.config.head.kind
+    path, example, engine_info = "/v1/embeddings", '"input": "def"', ""
+    if kind == "sequence-classification":
+        path, example = "/classify", '"input": "a text"'
     if config is not None:
-        path, example = "completions", '"prompt": "def", "max_tokens": 32'
+        path, example = "/v1/completions", '"prompt": "def", "max_tokens": 32'
         engine_info = f" · batch of up to {config.max_num_seqs} · KV cache {config.cache_bytes / 2**20:,.0f} MiB"
     auth = " -H 'Authorization: Bearer KEY'" if requires_api_key else ""
     body = f'{{"model": {json.dumps(serving.served_model_name)}, {example}}}'
     console = Console(soft_wrap=True, highlight=False, markup=False)
     console.print(f"{serving.served_model_name} is served at {url}/v1 (Ctrl-C to stop)")
+    if info["adapters"]:
+        console.print(f"adapters: {', '.join(serving.adapters.keys() - {serving.served_model_name})}")
     console.print(f"weights {weight_bytes / 2**20:,.0f} MiB · context {serving.max_model_len:,} tokens{engine_info}\n")
-    console.print(f"  curl {url}/v1/{path}{auth} -H 'Content-Type: application/json' -d '{body}'")
+    console.print(f"  curl {url}{path}{auth} -H 'Content-Type: application/json' -d '{body}'")
     sys.stdout.flush()

@@ -19,6 +19,7 @@ Number = TypeVar("Number", int, float)
 COUNT_OPTIONS = ("batch_size", "context", "source_len", "world_size", "tp", "dp_shard", "train_tokens")
 PLAIN_OPTIONS = (
     "dtype", "kv_cache_dtype", "optimizer", "activation_checkpointing", "kernel", "loss", "parallel", "price_per_hour",
+    "quantization",
 )  # fmt: skip
 """Options that are passed unchanged to `cutaway.size`. COUNT_OPTIONS are first parsed as counts."""
 
@@ -27,12 +28,23 @@ def size(
     sources: Annotated[
         list[str] | None,
         argument(
-            "Preset name, .toml or config.json, or model directory; several SOURCEs are compared.",
+            "Preset name, size such as 7b, .toml or config.json, or model directory; several SOURCEs are compared.",
             metavar="SOURCE",
             show_default=False,
         ),
     ] = None,
     mode: Annotated[OptionText, option("Training or inference; default both.", metavar="train|infer")] = None,
+    train: Annotated[
+        OptionText, option("What is trained: all weights, or adapters.", metavar="full|lora|dora|rslora|qlora")
+    ] = None,
+    rank: Annotated[OptionText, option("Rank of the adapters; default 16.", metavar="N")] = None,
+    targets: Annotated[OptionText, option("Layers with adapters; default all-linear.", metavar="attn.q,attn.v")] = None,
+    quantization: Annotated[
+        OptionText, option("Quantization of the frozen weights: nf4 (the default of qlora), int8.", metavar="NAME")
+    ] = None,
+    compiled: Annotated[
+        bool, option("Training with compiled blocks, as in cutaway train on a GPU, not eager.", "--compile")
+    ] = False,
     batch_size: Annotated[OptionText, option("Global batch size; default one per device.", metavar="N")] = None,
     context: Annotated[OptionText, option("Context length; 8k is 8,000 and 8Ki 8,192.", metavar="N")] = None,
     source_len: Annotated[OptionText, option("Source length, for encoder-decoders.", metavar="N")] = None,
@@ -83,6 +95,8 @@ def size(
 
     Example: cutaway size ./my-model --mode train --gpu h100 --world-size 8 --train-tokens 1T --price-per-hour 2.5
 
+    Example: cutaway size 7b --train lora --rank 16 --gpu rtx-4090 --compile
+
     Example: cutaway size --compare llama-3-8b qwen3-8b gemma-2-9b --plot costs.svg
 
     Example: cutaway size llama-3-8b --fit 16GB --dtype int4
@@ -96,7 +110,13 @@ def size(
         raise InputError("SOURCE is missing; name a preset (see cutaway presets), a file or a directory, or use --fit")
     from cutaway.size.units import parse_count
 
-    options: dict[str, Any] = {name: arguments[name] for name in PLAIN_OPTIONS}
+    names = [_resolve_size_class(name) for name in names]
+    mode, adapter = _resolve_training(mode, train, rank, targets, quantization)
+    options: dict[str, Any] = {name: arguments[name] for name in PLAIN_OPTIONS} | {"adapter": adapter}
+    if compiled:
+        options["compiled"] = True
+    if train == "qlora" and quantization is None:
+        options["quantization"] = "nf4"
     for name in COUNT_OPTIONS:
         options[name] = _parse_option(parse_count, arguments[name], f"--{name.replace('_', '-')}")
     options["hardware"] = _resolve_hardware(gpu, bandwidth, flops, memory)
@@ -116,6 +136,49 @@ def size(
     _print_sizes(sizes, side_by_side=compare or len(sizes) > 1, as_json=as_json)
     if plot is not None and not as_json:
         sys.stdout.write(f"plot: {plot}{'' if 'hardware' in options else ' (memory only: time needs --gpu)'}\n")
+
+
+def _resolve_size_class(source: str) -> str:
+    """Preset of a size class such as '7b'; other sources are returned unchanged. The choice is printed to stderr."""
+    from cutaway.size.size_classes import find_size_class
+
+    preset = find_size_class(source)
+    if preset is None:
+        return source
+    sys.stderr.write(f"{source}: {preset}; for another model of this size, pass its name (cutaway presets)\n")
+    return preset
+
+
+def _resolve_training(
+    mode: str | None, train: str | None, rank: str | None, targets: str | None, quantization: str | None
+) -> tuple[str | None, dict[str, Any] | None]:
+    """Return the mode and the adapter, or None, that the options --train, --rank and --targets describe."""
+    methods: dict[str, dict[str, Any]] = {
+        "lora": {}, "qlora": {}, "dora": {"use_dora": True}, "rslora": {"use_rslora": True},
+    }  # fmt: skip
+    given = {"--rank": rank, "--targets": targets, "--quantization": quantization}
+    adapter_options = [name for name, value in given.items() if value is not None]
+    if train is None and not adapter_options:
+        return mode, None
+    train = train or "lora"
+    if train not in ("full", *methods):
+        raise InputError(f"--train {train!r} is not known; use one of full, {', '.join(methods)}")
+    if mode == "infer":
+        raise InputError(
+            f"--mode infer and {(['--train', *adapter_options])[0]} contradict each other; pass one of them"
+        )
+    if train == "full":
+        if adapter_options:
+            raise InputError(f"{adapter_options[0]} is an option of adapters, but --train is full; use --train lora")
+        return "train", None
+    from cutaway.size.units import parse_count
+
+    adapter = dict(methods[train])
+    if rank is not None:
+        adapter["rank"] = _parse_option(parse_count, rank, "--rank")
+    if targets is not None:
+        adapter["targets"] = [target.strip() for target in targets.split(",")]
+    return "train", adapter
 
 
 def _compute_sizes(sources: list[str], mode: str | None, options: dict[str, Any]) -> "list[list[SizeEstimate]]":

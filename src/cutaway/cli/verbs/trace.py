@@ -4,7 +4,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cutaway.cli.json_output import print_json
-from cutaway.cli.options import Device, ModelSource, WeightDType, argument, check_output_path, json_flag, option
+from cutaway.cli.options import (
+    Adapter,
+    Device,
+    ModelSource,
+    WeightDType,
+    argument,
+    check_output_path,
+    json_flag,
+    option,
+)
 from cutaway.errors import InputError
 from cutaway.pretrained import DEFAULT_MODEL, example_text
 
@@ -36,6 +45,7 @@ def trace(
     ] = None,
     all_blocks: Annotated[bool, option("Show all blocks, not only the first and last ones.", "--all-blocks")] = False,
     save: Annotated[Path | None, option("Save the activations as .safetensors.", metavar="FILE")] = None,
+    adapter: Adapter = None,
     device: Device = None,
     dtype: WeightDType = None,
     as_json: Annotated[bool, json_flag("Print all sites as one JSON object.")] = False,
@@ -53,7 +63,7 @@ def trace(
     from cutaway.cli.tokenized_input import load_tokenized_input
 
     tokenized = load_tokenized_input(
-        source, example_text(source) if text is None else text, target, device, dtype, quiet=as_json
+        source, example_text(source) if text is None else text, target, device, dtype, quiet=as_json, adapter=adapter
     )
     token_index = None if position is None else tokenized.resolve_position(position)
     from cutaway.cli.views import trace_table

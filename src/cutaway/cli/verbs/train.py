@@ -17,6 +17,15 @@ if TYPE_CHECKING:  # torch is imported when it is needed
     from cutaway.train.trainer.trainer import Trainer
 
 
+TASK_COMMANDS = {
+    "sequence-classification": "cutaway generate {0} TEXT, or cutaway eval {0} --data FILE",
+    "token-classification": "cutaway generate {0} TEXT, or cutaway eval {0} --data FILE",
+    "multiple-choice": "cutaway eval {0} --data FILE",
+    "embedding": "cutaway serve {0}, or cutaway eval {0} --data FILE",
+}
+"""Kind of a task head → command that uses the trained model."""
+
+
 class CommandClass(TyperCommand):
     """Command whose help ends with the list of the shipped recipes."""
 
@@ -52,7 +61,10 @@ def train(
         ),
     ] = None,
     text_column: Annotated[
-        str | None, option("Column with the text, in JSON Lines and Parquet files.", metavar="NAME")
+        str | None, option("Column with the text, in files with several columns.", metavar="NAME")
+    ] = None,
+    target_column: Annotated[
+        str | None, option("Column with the target or the label, in files with several columns.", metavar="NAME")
     ] = None,
     minutes: Annotated[
         float | None, option("Without a recipe: how long the training should take; default 5.", metavar="N")
@@ -114,7 +126,15 @@ def train(
     loaded_recipe = None
     if resume is None:
         loaded_recipe = _load_recipe(
-            recipe, overrides or [], texts or [], base, text_column, minutes, device, quiet=as_json or print_recipe
+            recipe,
+            overrides or [],
+            texts or [],
+            base,
+            text_column,
+            target_column,
+            minutes,
+            device,
+            quiet=as_json or print_recipe,
         )
         if print_recipe:
             from cutaway.train.recipe.dump import recipe_to_toml
@@ -189,6 +209,7 @@ def _load_recipe(
     texts: list[Path],
     base: str | None,
     text_column: str | None,
+    target_column: str | None,
     minutes: float | None,
     device: str | None,
     *,
@@ -198,7 +219,12 @@ def _load_recipe(
     from cutaway.train.recipe.load import load_recipe
 
     if recipe is not None:
-        return load_recipe(recipe, overrides, texts, base, text_column=text_column)
+        return load_recipe(recipe, overrides, texts, base, text_column=text_column, target_column=target_column)
+    if target_column is not None:
+        raise InputError(
+            "--target-column needs a recipe with targets or labels, as in: cutaway train classify --base SOURCE --data"
+            f" {texts[0]} --target-column {target_column}"
+        )
     if base is not None:
         raise InputError(
             "--base fine-tunes a checkpoint, which needs a recipe; `cutaway train --list` lists the recipes, as in:"
@@ -236,9 +262,15 @@ def _print_outcome(trainer: "Trainer", *, as_json: bool, is_main_process: bool) 
     elif is_main_process and trainer.is_finished:
         if change is not None:
             sys.stderr.write(f"{change}\n")
+        head_kind = trainer.model.config.head.kind
+        if head_kind in TASK_COMMANDS:
+            command = TASK_COMMANDS[head_kind].format(run.directory)
+            sys.stderr.write(f"the model is in {run.model_directory}; try: {command}\n")
+            return
         mask = run.tokenizer.special_tokens_map.get("mask_token")
         text = f"'a text with a {mask}'" if trainer.model.config.form == "encoder" else "TEXT"
-        flag = "--message " if trainer.recipe.objective.kind == "sft" and run.tokenizer.chat_template else ""
+        trains_answers = trainer.recipe.objective.kind in ("sft", "dpo", "kto", "orpo")
+        flag = "--message " if trains_answers and run.tokenizer.chat_template else ""
         sys.stderr.write(f"the model is in {run.model_directory}; try: cutaway generate {run.directory} {flag}{text}\n")
     elif is_main_process:
         command = f"cutaway train --resume {run.directory}"

@@ -97,8 +97,25 @@ def _parameters_section(report: Data, width: int) -> list[RenderableType]:
         format_heading("parameters", f"{total}, {non_embedding} without embedding and head"),
         indent(table),
         indent(_labeled_items("per layer:", layer_kinds, width - 2)),
+        *([indent(_format_trainable(report))] if "trainable" in counts else []),
         indent(Text.assemble(("checkpoint: ", "dim"), f"{elements}, {checkpoint_bytes} in {dtype}")),
     ]
+
+
+def _format_trainable(report: Data) -> Text:
+    counts, options = report["parameters"], report["options"]["train"]
+    adapter = options["adapter"]
+    targets = ", ".join(adapter["targets"])
+    trained = f"{counts['trainable']:,} in adapters of rank {adapter['rank']} ({targets}), in fp32"
+    kind = {"none": options["dtype"].replace("mixed", "bf16")}.get(options["quantization"], options["quantization"])
+    return Text.assemble(
+        ("trained: ", "dim"), f"{trained}, {counts['trainable'] / counts['total']:.2%}\n",
+        ("frozen: ", "dim"), f"{counts['frozen']:,}, in {kind}" + _unquantized_note(options["quantization"]),
+    )  # fmt: skip
+
+
+def _unquantized_note(quantization: str) -> str:
+    return "" if quantization == "none" else " (linear layers; embedding, norms and head are not quantized)"
 
 
 def _labeled_items(label: str, items: Iterable[str], width: int) -> Text:
@@ -271,6 +288,8 @@ def _format_assumptions(report: Data) -> Text:
     text += f", kernel {options['kernel']}"
     text += f", cache in {options['kv_cache_dtype']}" if "kv_cache" in report and "infer" in modes else ""
     text += f", {options['optimizer']}, checkpointing {options['activation_checkpointing']}" if "train" in modes else ""
+    adapter = options["adapter"]
+    text += "" if adapter is None else f", loss {options['loss']}, {'compiled' if options['compiled'] else 'eager'}"
     text += "; change with --batch-size, --context, --dtype" + ("." if "time" in report else "; --gpu adds time.")
     text += " Visible pairs: query-key pairs that are not masked."
     if "train" in modes:

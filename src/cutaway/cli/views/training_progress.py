@@ -15,6 +15,8 @@ from cutaway.cli.views.training_examples import print_examples
 from cutaway.train.checkpoint.run_directory import RunDirectory
 from cutaway.train.checkpoint.saved_models import find_exported_step
 from cutaway.train.logging.metrics_log import read_metrics_log, to_json_value
+from cutaway.train.recipe.preference_objectives import PreferenceConfig
+from cutaway.train.recipe.task_objectives import TaskObjectiveConfig
 from cutaway.train.trainer.general_loss import GeneralLossChange, general_loss_change
 
 if TYPE_CHECKING:
@@ -27,8 +29,18 @@ LAYER_METRICS = {"gradient": "grad_norm", "update/weight": "update_ratio"}
 EVAL_METRICS = {
     "bits_per_byte": "{:.3f} bits per byte",
     "exact_match": "{:.1%} exact match",
-    "accuracy": "{:.1%} accuracy on masked tokens",
+    "accuracy": "{:.1%} accuracy",
+    "accuracy_at_1": "{:.1%} of the positives ranked first",
+    "macro_f1": "macro F1 {:.3f}",
+    "micro_f1": "micro F1 {:.3f}",
+    "entity_f1": "entity F1 {:.3f}",
+    "pearson": "Pearson {:.3f}",
+    "spearman": "Spearman {:.3f}",
+    "eval_rewards/accuracies": "{:.1%} reward accuracy",
+    "eval_rewards/margins": "reward margin {:.3f}",
     "general_loss": "loss on general text {:.3f}",
+    "eval_completion_length": "{:.1f} tokens per completion",
+    "eval_frac_truncated": "{:.1%} truncated",
 }
 Row = dict[str, Any]
 """A row of the metrics log."""
@@ -48,6 +60,7 @@ class TrainingProgress:
         self.max_steps = self.start_step = self.num_skipped_steps = 0
         self.start_time = self.last_log_time = time.monotonic()
         self.smoothed_metrics: dict[str, float] = {}
+        self.loss_unit = " nats per token"
 
     def build_callback(self) -> "Callback":
         from cutaway.train.logging.callbacks import Callback
@@ -71,6 +84,8 @@ class TrainingProgress:
     @contextmanager
     def track(self, trainer: "Trainer") -> Iterator[None]:
         self.max_steps, self.start_step = trainer.recipe.training.max_steps, trainer.global_step
+        is_cross_entropy = not isinstance(trainer.recipe.objective, TaskObjectiveConfig | PreferenceConfig)
+        self.loss_unit = " nats per token" if is_cross_entropy else ""
         self.start_time = self.last_log_time = time.monotonic()
         with self.progress_bar:
             self.task_id = self.progress_bar.add_task("", total=self.max_steps, completed=trainer.global_step)
@@ -92,7 +107,8 @@ class TrainingProgress:
 
     def _format_step(self, row: Row, timing: Row, now: float) -> str:
         """Format the metrics of a training step in one line. Metrics that were not measured are left out."""
-        parts = [f"loss {row['loss']:.3f}", f"{self.smoothed_metrics['tokens_per_second']:,.0f} tokens/s"]
+        parts = [f"reward {row['reward']:.3f}"] if "reward" in row else [f"loss {row['loss']:.3f}"]
+        parts += [f"{self.smoothed_metrics['tokens_per_second']:,.0f} tokens/s"]
         if "mfu" in timing:
             parts.append(f"{self.smoothed_metrics['mfu']:.0%} MFU")
         if "peak_memory_bytes" in timing:
@@ -105,7 +121,10 @@ class TrainingProgress:
         return "  ".join(parts)
 
     def on_evaluate(self, row: Row) -> None:
-        parts = [f"step {row['step']}: eval loss {row['eval_loss']:.3f} nats per token"]
+        if "eval_reward" in row:
+            parts = [f"step {row['step']}: eval reward {row['eval_reward']:.3f}"]
+        else:
+            parts = [f"step {row['step']}: eval loss {row['eval_loss']:.3f}{self.loss_unit}"]
         parts += [text.format(row[name]) for name, text in EVAL_METRICS.items() if name in row]
         self.on_message(", ".join(parts))
         if "sample" in row:
@@ -209,13 +228,19 @@ def format_run_status(status: Row) -> list[str]:
         f"{status['run']}: {model}, {recipe['objective']['kind']}, {recipe['optimizer']['kind']}",
         f"step {status['step']:,} of {status['max_steps']:,}, {seconds} of training{skipped}",
     ]
-    if status["loss"] is not None:
+    is_rl = any("eval_reward" in row for row in status["evals"])
+    if status["loss"] is not None and not is_rl:  # the loss of GRPO is near 0 throughout
         lines.append(f"training loss {status['loss']:.3f} nats per token")
     if status["evals"]:
         last = status["evals"][-1]
-        bits = f" ({last['bits_per_byte']:.3f} bits per byte)" if last.get("bits_per_byte") is not None else ""
-        best = f"best eval loss {status['best_eval_loss']:.3f}"
-        lines.append(f"eval loss {last['eval_loss']:.3f}{bits} at step {last['step']:,}, {best}")
+        if "eval_reward" in last:
+            lines.append(
+                f"eval reward {last['eval_reward']:.3f} at step {last['step']:,}, best {-status['best_eval_loss']:.3f}"
+            )
+        else:
+            bits = f" ({last['bits_per_byte']:.3f} bits per byte)" if last.get("bits_per_byte") is not None else ""
+            best = f"best eval loss {status['best_eval_loss']:.3f}"
+            lines.append(f"eval loss {last['eval_loss']:.3f}{bits} at step {last['step']:,}, {best}")
     if status["general_loss"] is not None:
         lines.append(str(GeneralLossChange(status["general_loss"]["before"], status["general_loss"]["after"])))
     if status["finished"] and status["exported_step"] != status["max_steps"]:

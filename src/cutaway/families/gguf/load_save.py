@@ -17,7 +17,7 @@ from cutaway.families.gguf.architectures import GGUF_ARCHITECTURES
 from cutaway.families.gguf.file_format import GGML_TYPES, GGUFFile, write_gguf
 from cutaway.families.gguf.rope_fields import ROPE_TENSORS
 from cutaway.families.save import ExportedTensors, as_checkpoint, export_weights, merge_adapters, resolve_output_path
-from cutaway.families.weight_loader import LoadOptions, load_model
+from cutaway.families.weight_loader import LoadOptions, load_model, resolve_config
 
 if TYPE_CHECKING:
     from cutaway.tokenizer import Tokenizer
@@ -32,6 +32,22 @@ _END_OF_TURN_TOKENS = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>")
 
 def load_gguf(path: Path, options: LoadOptions) -> Checkpoint:
     """Load a GGUF file; quantized tensors are dequantized."""
+    file, family, metadata = _open_gguf(path)
+    model, config, report = load_model(family, metadata, file, str(path), options)
+    ids = {key: file.metadata.get(_TOKEN_ID_KEY_FORMAT.format(name)) for name, key in _TOKEN_ID_NAMES.items()}
+    ids["eos_token_id"] = _eos_token_ids(file)
+    generation_config = {key: value for key, value in ids.items() if value is not None}
+    return Checkpoint(model, config, family.architecture, report, {}, generation_config, partial(_load_tokenizer, file))
+
+
+def load_gguf_config(path: Path) -> Config:
+    """Config of a GGUF file, without its weights."""
+    file, family, metadata = _open_gguf(path)
+    return resolve_config(family, metadata, file)[0]
+
+
+def _open_gguf(path: Path) -> tuple[GGUFFile, Family, dict[str, Any]]:
+    """Open a GGUF file. Returns the file, its family and the metadata that describe the model."""
     file = GGUFFile(path)
     arch = file.metadata.get("general.architecture")
     if not isinstance(arch, str) or arch not in GGUF_ARCHITECTURES:
@@ -47,11 +63,7 @@ def load_gguf(path: Path, options: LoadOptions) -> Checkpoint:
                 raise WeightError(f"tensor '{name}' has {file.tensor_infos[name].numel:,} factors; the file is damaged")
             metadata[name] = [float(f"{value:.7g}") for value in file.read_tensor(name).flatten().tolist()]
     _check_known_keys(family, metadata)
-    model, config, report = load_model(family, metadata, file, str(path), options)
-    ids = {key: file.metadata.get(_TOKEN_ID_KEY_FORMAT.format(name)) for name, key in _TOKEN_ID_NAMES.items()}
-    ids["eos_token_id"] = _eos_token_ids(file)
-    generation_config = {key: value for key, value in ids.items() if value is not None}
-    return Checkpoint(model, config, family.architecture, report, {}, generation_config, partial(_load_tokenizer, file))
+    return file, family, metadata
 
 
 def _check_known_keys(family: Family, metadata: Mapping[str, object]) -> None:
@@ -80,7 +92,7 @@ def _load_tokenizer(gguf_file: GGUFFile) -> "Tokenizer | None":
     return tokenizer_from_gguf(fields) if fields else None
 
 
-def _find_architecture(config: Config, preferred: str | None = None) -> tuple[Family, dict[str, object]]:
+def find_architecture(config: Config, preferred: str | None = None) -> tuple[Family, dict[str, object]]:
     """Return a GGUF architecture that can represent a Config (the preferred one, if it can), and its metadata.
 
     Dropout is removed, because GGUF is an inference format and does not store it.
@@ -111,18 +123,10 @@ def save_gguf(
 ) -> Path:
     """Save a checkpoint as one GGUF file. Matrices keep their dtype unless `quantization` is set."""
     checkpoint = merge_adapters(as_checkpoint(checkpoint))
-    target = resolve_output_path(path)
-    if target.suffix != ".gguf":
-        raise InputError(f"'{target}' does not end in .gguf; pass the path of a .gguf file")
-    try:
-        exists, is_file = target.exists() or target.is_symlink(), target.is_file()
-    except OSError as error:
-        raise InputError(f"'{target}' cannot be accessed: {error.strerror}") from None
-    if exists and not (overwrite and is_file):
-        raise InputError(f"'{target}' exists already; pass another path{', or overwrite=True' if is_file else ''}")
+    target = check_output_file(path, overwrite=overwrite)
     if quantization is not None and (not isinstance(quantization, str) or quantization not in GGML_TYPES):
         raise InputError(f"'{quantization}' is not a supported quantization; use one of {', '.join(GGML_TYPES)}")
-    family, all_metadata = _find_architecture(checkpoint.config, checkpoint.family)
+    family, all_metadata = find_architecture(checkpoint.config, checkpoint.family)
     prefix = f"{family.name}."
     metadata = {key: value for key, value in all_metadata.items() if key.startswith(prefix) and value is not None}
     if checkpoint.tokenizer is not None:
@@ -133,12 +137,26 @@ def save_gguf(
         eos_token_ids = eos_token_ids if isinstance(eos_token_ids, list) else []
         other_ids = [i for i in eos_token_ids if i != metadata.get(_TOKEN_ID_KEY_FORMAT.format("eos"))]
         metadata |= dict(zip(map(_TOKEN_ID_KEY_FORMAT.format, _EOS_TOKEN_NAMES[1:]), other_ids, strict=False))
+    tensors = [*export_weights(family, checkpoint.model), *_rope_factor_tensors(all_metadata)]
+    write_gguf(target, family.name, metadata, tensors, quantization, overwrite=overwrite)
+    return target
+
+
+def check_output_file(path: str | Path, *, overwrite: bool) -> Path:
+    """Return the path of a .gguf file to write, in an existing directory. Raise if it exists and is not overwritten."""
+    target = resolve_output_path(path)
+    if target.suffix != ".gguf":
+        raise InputError(f"'{target}' does not end in .gguf; pass the path of a .gguf file")
+    try:
+        exists, is_file = target.exists() or target.is_symlink(), target.is_file()
+    except OSError as error:
+        raise InputError(f"'{target}' cannot be accessed: {error.strerror}") from None
+    if exists and not (overwrite and is_file):
+        raise InputError(f"'{target}' exists already; pass another path{', or overwrite=True' if is_file else ''}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise WeightError(f"'{target}' could not be written: {error}") from None
-    tensors = [*export_weights(family, checkpoint.model), *_rope_factor_tensors(all_metadata)]
-    write_gguf(target, family.name, metadata, tensors, quantization, overwrite=overwrite)
     return target
 
 

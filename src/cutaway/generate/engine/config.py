@@ -24,6 +24,7 @@ from cutaway.generate.sampling.sampling_params import (
     format_value,
 )
 from cutaway.model import Transformer
+from cutaway.model.adapters import BASE_ADAPTER
 from cutaway.model.rope import Rope
 from cutaway.model.stack import Stack
 from cutaway.tokenizer import Tokenizer
@@ -69,6 +70,12 @@ class EngineConfig:
     """Tokens that end a sequence. `generate` reads them from the checkpoint's files."""
     decoder_start_token_id: int | None = None
     forced_eos_token_id: int | None = None
+    adapters: Sequence[str | None] | None = None
+    """Names of the adapters that requests may use; None in the sequence is the base model. The first is the default.
+
+    The default is the model's active adapter. With several adapters, requests of different adapters decode in one
+    batch. Fast decode steps have the adapter merged into the weights, and adapters of experts need the same adapter in
+    all rows: requests of another adapter then wait until the running ones are finished."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, Transformer):
@@ -95,7 +102,6 @@ class EngineConfig:
         if memory is not None and (as_float(memory) is None or not 0 < memory < math.inf):
             raise InputError(f"kv_cache_memory_bytes is {format_value(memory)}; pass a number of bytes above 0")
         self.num_slots = self._resolve_max_model_len()
-        self.prefill_chunk_size = min(self.prefill_chunk_size, self.num_slots)
         if self.cache_implementation == "auto":
             windows = any(window is not None and window < self.num_slots for window in self.decoder.windows)
             self.cache_implementation = "ring" if windows and self.dynamic_rope_len is None else "full"
@@ -104,6 +110,11 @@ class EngineConfig:
                 f"cache_implementation is 'ring', but this model's RoPE scaling needs all keys of a sequence over"
                 f" {self.dynamic_rope_len} tokens; use 'full' or 'paged', or max_model_len={self.dynamic_rope_len}"
             )
+        self.adapters = (self.model.active_adapter,) if self.adapters is None else tuple(self.adapters)
+        for adapter in self.adapters:
+            self.model.check_adapter(adapter)
+            if self.model.has_merged_adapter and adapter != self.model.active_adapter:
+                raise InputError("an adapter is merged into the weights; call model.unmerge_adapter() to use another")
         self.num_pages()  # raises if kv_cache_memory_bytes is too small for one sequence
         size = self.model.config.vocab_size
         self.eos_token_ids = frozenset(
@@ -246,8 +257,11 @@ class EngineConfig:
         *,
         seed: int,
         output_prefix: Sequence[int] = (),
+        adapter: str | None = None,
     ) -> Request:
-        """Build and validate a request, whose output starts with the tokens of `output_prefix`."""
+        """Build and validate a request, whose output starts with the tokens of `output_prefix`.
+
+        `adapter`: one of `adapters`, or None for the first of them."""
         if sampling_params.stop and tokenizer is None:
             raise InputError("stop strings are matched in decoded text, but there is no tokenizer; pass stop_token_ids")
         seed = check_int("seed", seed, 0, 2**63 - 1)
@@ -257,11 +271,23 @@ class EngineConfig:
             sampling_params, max_tokens, tokenizer, self.eos_token_ids, prompt_tokens=() if source else prompt
         )
         request = Request(tokens, sampling_params, seed, output)
+        request.adapter = self.resolve_adapter(adapter)
         request.source_tokens, request.output_prefix = source, list(output_prefix)
         request.num_launched_tokens = len(output_prefix)
         for token in request.output_prefix:  # forced, so log-probability 0
             request.add_chunk(output.append_token(token, 0.0, {token: 0.0} if sampling_params.logprobs else None))
         return request
+
+    def resolve_adapter(self, adapter: str | None) -> str | None:
+        """Adapter of a request: None is the first of `adapters`, and '__base__' the base model."""
+        assert self.adapters is not None
+        if adapter is None:
+            return self.adapters[0]
+        name = None if adapter == BASE_ADAPTER else adapter
+        if name not in self.adapters:
+            names = ", ".join(BASE_ADAPTER if each is None else each for each in self.adapters)
+            raise InputError(f"adapter '{adapter}' is not one of this engine, which has {names}; use one of them")
+        return name
 
     def resolve_max_tokens(
         self, input_ids: Sequence[int], sampling_params: SamplingParams, output_prefix: Sequence[int]
@@ -295,6 +321,7 @@ def build_engine_config(
     required_len: int | None = None,
     max_model_len: int | None = None,
     max_source_len: int = 512,
+    adapters: Sequence[str | None] | None = None,
     **options: Unpack[EngineOptions],
 ) -> EngineConfig:
     """Build an engine configuration with the checkpoint's special tokens.
@@ -310,6 +337,7 @@ def build_engine_config(
         max_num_seqs,
         max_model_len,
         max_source_len=max_source_len,
+        adapters=adapters,
         eos_token_ids=generation_config.eos_token_ids,
         decoder_start_token_id=generation_config.decoder_start_token_id if has_encoder else None,
         forced_eos_token_id=forced_eos if has_encoder else None,

@@ -41,7 +41,11 @@ class Engine:
         self.config, self.tokenizer, self.max_waiting = config, tokenizer, max_waiting
         self.models = [config.model]
         self.model_runner = ModelRunner(
-            config.model, config.build_cache(), compile=config.compile, weight_bits=config.weight_bits
+            config.model,
+            config.build_cache(),
+            compile=config.compile,
+            weight_bits=config.weight_bits,
+            adapters=config.adapters,
         )
         self.rope_switch_lengths, self.dynamic_rope_len = config.rope_switch_lengths, config.dynamic_rope_len
         # With dynamic RoPE a token's key depends on the length of its sequence, so pages cannot be shared.
@@ -67,13 +71,15 @@ class Engine:
         seed: int,
         wait: bool = False,
         output_prefix: Sequence[int] = (),
+        adapter: str | None = None,
     ) -> Request:
         """Queue a request for one completion of a tokenized prompt. For an encoder-decoder, the prompt is the source.
 
         The completion starts with `output_prefix`. `n` and `seed` of `sampling_params` are ignored: `generate` submits
         one request per completion. `wait`: block while the waiting queue is full, instead of raising BusyError.
+        `adapter`: name of the adapter, '__base__' for the base model, or None for the engine's default adapter.
         """
-        request = self._build_request(prompt, sampling_params, seed, output_prefix)
+        request = self._build_request(prompt, sampling_params, seed, output_prefix, adapter)
         with self.condition:
             while wait and not self.closed and len(self.waiting) >= self.max_waiting:
                 self.condition.wait()
@@ -93,10 +99,15 @@ class Engine:
         return request
 
     def _build_request(
-        self, prompt: Sequence[int], sampling_params: SamplingParams, seed: int, output_prefix: Sequence[int]
+        self,
+        prompt: Sequence[int],
+        sampling_params: SamplingParams,
+        seed: int,
+        output_prefix: Sequence[int],
+        adapter: str | None,
     ) -> Request:
         return self.config.build_request(
-            prompt, sampling_params, self.tokenizer, seed=seed, output_prefix=output_prefix
+            prompt, sampling_params, self.tokenizer, seed=seed, output_prefix=output_prefix, adapter=adapter
         )
 
     def start(self) -> "Engine":
@@ -221,6 +232,9 @@ class Engine:
         num_decoding, num_source_tokens = self.scheduler.num_decoding, 0
         while self.waiting and not (num_decoding and num_source_tokens >= self.config.prefill_chunk_size):
             request = self.waiting[0]
+            running = self.scheduler.running
+            if running and running[0].adapter != request.adapter and not self.model_runner.can_mix_adapters:
+                return
             if not self.scheduler.allocate(request):
                 return
             with self.condition:

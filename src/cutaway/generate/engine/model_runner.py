@@ -3,7 +3,7 @@
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from itertools import repeat
 from typing import TypeAlias
 
@@ -18,6 +18,7 @@ from cutaway.generate.sampling.sampler import Sampler, SamplerOutput, swap_tenso
 from cutaway.generate.sampling.sampling_state import SamplingFeatures
 from cutaway.model import DecoderOnly, EncoderDecoder, Transformer
 from cutaway.model.kernels import shape_agnostic_sdpa
+from cutaway.model.lora import use_row_adapters
 from cutaway.model.moe import MixtureOfExperts
 
 _GenerativeModel: TypeAlias = DecoderOnly | EncoderDecoder
@@ -32,9 +33,15 @@ class ModelRunner:
 
     @torch.inference_mode(False)  # inference tensors could not be updated in place outside inference mode
     def __init__(
-        self, model: Transformer, cache: BatchKVCache, *, compile: bool | None = None, weight_bits: int | None = None
+        self,
+        model: Transformer,
+        cache: BatchKVCache,
+        *,
+        compile: bool | None = None,
+        weight_bits: int | None = None,
+        adapters: Sequence[str | None] | None = None,
     ) -> None:
-        """`compile`, `weight_bits`: see `EngineConfig`."""
+        """`compile`, `weight_bits`, `adapters`: see `EngineConfig`."""
         if weight_bits not in (None, 4, 8, 16):
             raise InputError(f"weight_bits is {weight_bits!r}; decode steps support 16, 8 or 4 bits per weight")
         assert isinstance(model, DecoderOnly | EncoderDecoder)
@@ -43,6 +50,11 @@ class ModelRunner:
         self.sampler = Sampler(cache.batch_size, model.config.vocab_size, model.device)
         self.next_tokens = torch.zeros(cache.batch_size, 1, dtype=torch.long, device=model.device)
         """(batch_size, 1): input token of each row's next decode step."""
+        self.adapters = (model.active_adapter,) if adapters is None else tuple(adapters)
+        self.row_adapters = [self.adapters[0]] * cache.batch_size
+        """Adapter of each row."""
+        self.merged_adapter = self.adapters[0]
+        """Adapter that is merged into the weights of the decode model, and that CUDA graphs apply."""
         self.active_rows = torch.zeros(cache.batch_size, dtype=torch.bool, device=model.device)
         self.weight_bits = weight_bits
         self.decode_model: _GenerativeModel = model
@@ -59,6 +71,13 @@ class ModelRunner:
             )
         # Compiling on the CPU takes most of a minute, in which Ctrl-C may have no effect.
         skip_cpu_compile = compile is None and device_type == "cpu"
+        self.is_merged = model.has_merged_adapter
+        self.has_expert_adapters = model.has_expert_adapters
+        if weight_bits is not None or compile:
+            for adapter in self.adapters:
+                model.check_mergeable(adapter)
+        elif len(set(self.adapters)) > 1 or not model.is_mergeable(self.adapters[0]):
+            supported = False  # fast decode steps have one adapter, which is merged into the weights
         self.warmup_policy = None
         if supported and compile is not False and not skip_cpu_compile:
             self.warmup_policy = WarmupPolicy(WarmupCostStore(model, cache.batch_size, weight_bits))
@@ -78,6 +97,8 @@ class ModelRunner:
         else:
             if self.decode_model is self.model:
                 self.pack_cpu_weights(None, single_row=self.cache.batch_size == 1)
+            if self.decode_model is self.model:
+                self.decode_model = self._without_adapters()
             self.compiled_decode_logits = torch.compile(self._decode_logits, fullgraph=True)
 
     def pack_cpu_weights(self, weight_bits: int | None, *, single_row: bool) -> None:
@@ -90,7 +111,35 @@ class ModelRunner:
             raise InputError("weight_bits is 4, which only GPUs support; on the CPU use 8 or 16")
         linear_class = select_linear_class(self.model, weight_bits, single_row_compiled=single_row)
         if linear_class is not None:
-            self.decode_model = build_cpu_decode_model(_without_adapters(self.model), linear_class).eval()
+            self.decode_model = build_cpu_decode_model(self._without_adapters(), linear_class).eval()
+
+    @property
+    def can_mix_adapters(self) -> bool:
+        """Whether rows with different adapters can be in one batch: not with fast decode steps or expert adapters."""
+        is_fast = self.decode_model is not self.model or self.cuda_graphs is not None
+        return not is_fast and self.compiled_decode_logits is None and not self.has_expert_adapters
+
+    def _without_adapters(self) -> _GenerativeModel:
+        """The model, or if it has adapters, a copy with `merged_adapter` merged into the weights."""
+        if not self.model.adapters:
+            return self.model
+        if self.model.has_merged_adapter:
+            return self.model.merge_and_unload()
+        with self.model.use_adapter(self.merged_adapter):
+            return self.model.merge_and_unload()
+
+    def _merge_other_adapter(self, adapter: str | None) -> None:
+        """Build the fast decode steps again, for another adapter. Do nothing if decode steps are not fast."""
+        is_packed, is_compiled = self.decode_model is not self.model, self.compiled_decode_logits is not None
+        if not (is_packed or is_compiled or self.cuda_graphs is not None):
+            return
+        is_cuda = self.model.device.type == "cuda"
+        self.merged_adapter, self.decode_model = adapter, self.model
+        self.release_compiled()
+        if is_packed and not is_cuda:
+            self.pack_cpu_weights(self.weight_bits, single_row=is_compiled and self.cache.batch_size == 1)
+        if is_cuda or is_compiled:
+            self.enable_fast_decode()
 
     def _enable_gpu_decode(self) -> None:
         from cutaway.generate.fast.cuda_graphs import CUDAGraphRunner
@@ -101,7 +150,7 @@ class ModelRunner:
 
         if can_build_gpu_decode_model(self.model, self.cache):
             bits = None if self.weight_bits == 16 else self.weight_bits
-            self.decode_model = build_gpu_decode_model(_without_adapters(self.model), bits).eval()
+            self.decode_model = build_gpu_decode_model(self._without_adapters(), bits).eval()
         elif self.weight_bits is not None:
             raise InputError(
                 f"weight_bits is {self.weight_bits}, which supports at most 64 sequences and not float64; lower"
@@ -115,6 +164,7 @@ class ModelRunner:
     def init_row(self, row: int, request: Request, eos_token_ids: Collection[int]) -> None:
         """Initialize a row of the cache and the sampler for a request, and encode the source of an encoder-decoder."""
         self.cache.assign_row(row, request.num_computed_tokens, request.page_ids)
+        self.row_adapters[row] = request.adapter
         params, prefix = request.sampling_params, request.output_prefix  # the prefix counts as output
         prompt = request.input_ids[: len(request.input_ids) - len(prefix)]
         self.sampler.set_row(row, params, prompt, request.seed, eos_token_ids=eos_token_ids, output_tokens=prefix)
@@ -154,7 +204,7 @@ class ModelRunner:
         assert isinstance(self.model, EncoderDecoder)
         source_cache = self.model.new_cache(1, len(decoder_tokens))
         source, target = (torch.tensor([list(x)], device=self.model.device) for x in (source_tokens, decoder_tokens))
-        with shape_agnostic_sdpa():
+        with shape_agnostic_sdpa(), self._use_row_adapters(self.model, row, row + 1):
             self.model.hidden_states(source, target, cache=source_cache)
         self.cache.store_cross_cache(row, source_cache)
 
@@ -165,6 +215,8 @@ class ModelRunner:
         `max_len`: upper bound of the rows' lengths. `steps_left`: upper bound of the number of remaining steps,
         from which the warm-up policy decides whether fast steps save time.
         """
+        if num_rows and not self.can_mix_adapters and self.row_adapters[0] != self.merged_adapter:
+            self._merge_other_adapter(self.row_adapters[0])
         if self.warmup_policy is None:
             return self._decode_once(num_rows, max_len)
         start = time.perf_counter()
@@ -227,10 +279,17 @@ class ModelRunner:
     def forward_hidden(
         self, model: _GenerativeModel, tokens: Tensor, mask: Tensor | None, cache: BatchKVCache
     ) -> Tensor:
-        with shape_agnostic_sdpa() if tokens.is_cuda else nullcontext():
+        rows = self._use_row_adapters(model, cache.first_row, cache.first_row + cache.batch_size)
+        with shape_agnostic_sdpa() if tokens.is_cuda else nullcontext(), rows:
             if isinstance(model, EncoderDecoder):
                 return model.hidden_states(None, tokens, None, mask, cache=cache)
             return model.hidden_states(tokens, mask, cache=cache)
+
+    def _use_row_adapters(self, model: _GenerativeModel, start: int, stop: int) -> AbstractContextManager[None]:
+        """Context in which a forward pass over rows start … stop − 1 applies the adapters of these rows."""
+        if not model.adapters or self.is_merged:
+            return nullcontext()
+        return use_row_adapters(self.row_adapters[start:stop], model.device)
 
     def swap_rows(self, a: int, b: int) -> None:
         """Exchange two rows of the cache, the sampler and the input tokens."""
@@ -238,6 +297,7 @@ class ModelRunner:
             self.cache.swap_rows(a, b)
             self.sampler.swap_rows(a, b)
             swap_tensor_rows(self.next_tokens, a, b)
+            self.row_adapters[a], self.row_adapters[b] = self.row_adapters[b], self.row_adapters[a]
 
 
 def _is_keyboard_interrupt(error: BaseException | None) -> bool:
@@ -295,8 +355,3 @@ def _copy_to_pinned(tensor: Tensor) -> Tensor:
     """Return a copy in pinned host memory. It is asynchronous: complete when the CUDA stream has executed it."""
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
-
-
-def _without_adapters(model: _GenerativeModel) -> _GenerativeModel:
-    """The model, or if it has adapters, a copy with the active adapter merged into the weights."""
-    return model.merge_and_unload() if model.adapters else model

@@ -14,12 +14,13 @@ class CachedPage:
     """A full page with known tokens, which sequences with the same prefix can share.
 
     Pages form a tree: a page is identified by its own tokens and the `key` of the page before it, because the attention
-    keys and values in the page depend on all earlier tokens.
+    keys and values in the page depend on all earlier tokens. They depend on the adapter too, so that each adapter has a
+    tree of its own.
     """
 
     page_id: int
-    parent_key: int
-    """Key of the cached page before this one, or 0 if this is the first page of a sequence."""
+    parent_key: int | str | None
+    """Key of the cached page before this one. For the first page of a sequence, the name of the adapter."""
     tokens: TokenIds
     key: int
     """Unique number, never reused: children of an evicted page can therefore not be found by mistake."""
@@ -37,8 +38,8 @@ class PagePool:
         self.free_list = list(range(num_pages - 1, NULL_PAGE, -1))
         self.ref_counts: dict[int, int] = {}
         """For each page in use, the number of sequences that use it."""
-        self.prefix_index: dict[tuple[int, TokenIds], CachedPage] = {}
-        """Cached pages by (key of the parent page, tokens)."""
+        self.prefix_index: dict[tuple[int | str | None, TokenIds], CachedPage] = {}
+        """Cached pages by (key of the parent page or the adapter, tokens)."""
         self.cached_by_page_id: dict[int, CachedPage] = {}
         self.evictable: OrderedDict[int, CachedPage] = OrderedDict()
         """Cached pages that no sequence uses, by key, least recently used first."""
@@ -51,13 +52,13 @@ class PagePool:
     def num_pages_for(self, length: int) -> int:
         return -(-length // self.page_size)
 
-    def allocate(self, tokens: Sequence[int], max_len: int) -> tuple[list[int], int] | None:
+    def allocate(self, tokens: Sequence[int], max_len: int, adapter: str | None = None) -> tuple[list[int], int] | None:
         """Allocate pages for a sequence of up to `max_len` tokens that starts with `tokens`.
 
         Return the page ids and the number of tokens already cached in them, or None if there are too few pages. The
         last of `tokens` is never taken from the cache, because the logits of the next token come from its forward pass.
         """
-        shared = self.find_cached_prefix(tokens)
+        shared = self.find_cached_prefix(tokens, adapter)
         # Shared pages that are evictable now will be in use, so they do not count as available.
         num_new = self.num_pages_for(max_len) - len(shared)
         if num_new > self.num_available - sum(cached.key in self.evictable for cached in shared):
@@ -71,10 +72,10 @@ class PagePool:
             self.ref_counts[page] = self.ref_counts.get(page, 0) + 1
         return pages, len(shared) * self.page_size
 
-    def find_cached_prefix(self, tokens: Sequence[int]) -> list[CachedPage]:
-        """Return the cached full pages that hold the longest possible prefix of `tokens`."""
+    def find_cached_prefix(self, tokens: Sequence[int], adapter: str | None = None) -> list[CachedPage]:
+        """Return the cached full pages that hold the longest possible prefix of `tokens` with this adapter."""
         prefix: list[CachedPage] = []
-        parent_key = 0
+        parent_key: int | str | None = adapter
         for start in range(0, len(tokens) - self.page_size if self.prefix_caching else 0, self.page_size):
             cached = self.prefix_index.get((parent_key, tuple(tokens[start : start + self.page_size])))
             if cached is None:
@@ -83,12 +84,12 @@ class PagePool:
             parent_key = cached.key
         return prefix
 
-    def cache_full_pages(self, page_ids: Sequence[int], tokens: Sequence[int]) -> None:
+    def cache_full_pages(self, page_ids: Sequence[int], tokens: Sequence[int], adapter: str | None = None) -> None:
         """Add a sequence's full pages to the prefix index, after the keys and values of `tokens` were written to them.
 
         If another sequence cached the same tokens first, its page stays in the index and this sequence's page is not
         added."""
-        parent_key = 0
+        parent_key: int | str | None = adapter
         for i in range(len(tokens) // self.page_size if self.prefix_caching else 0):
             page_tokens = tuple(tokens[i * self.page_size : (i + 1) * self.page_size])
             cached = self.prefix_index.get((parent_key, page_tokens))

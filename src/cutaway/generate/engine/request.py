@@ -18,6 +18,8 @@ class Request:
         self.input_ids, self.sampling_params, self.seed, self.output = list(input_ids), sampling_params, seed, output
         """`input_ids`: decoder tokens before the first sampled token."""
         self.source_tokens: list[int] | None = None
+        self.adapter: str | None = None
+        """Name of the adapter of the model. None: the base model."""
         self.output_prefix: list[int] = []
         """First tokens of the completion, which are forced and not sampled."""
         self.finished = threading.Event()

@@ -48,7 +48,7 @@ class Scheduler:
             return False
         if self.page_pool is not None:
             tokens = [] if request.source_tokens else request.input_ids
-            allocation = self.page_pool.allocate(tokens, self.config.max_slots(request))
+            allocation = self.page_pool.allocate(tokens, self.config.max_slots(request), request.adapter)
             if allocation is None:
                 return False
             request.page_ids, request.num_computed_tokens = allocation
@@ -71,7 +71,8 @@ class Scheduler:
         if request.num_computed_tokens != len(token_ids) - 1 or request.row is None:
             return
         if self.page_pool is not None and request.source_tokens is None:
-            self.page_pool.cache_full_pages(request.page_ids, token_ids[: request.num_computed_tokens])
+            computed = token_ids[: request.num_computed_tokens]
+            self.page_pool.cache_full_pages(request.page_ids, computed, request.adapter)
         self.model_runner.next_tokens[request.row] = token_ids[-1]
         self.swap_rows(request.row, self.num_decoding)
         self.num_decoding += 1
@@ -107,7 +108,8 @@ class Scheduler:
             if not cache_valid:
                 self.page_pool.invalidate(own_pages)
             elif request.source_tokens is None:
-                self.page_pool.cache_full_pages(request.page_ids, request.all_token_ids[: request.num_computed_tokens])
+                computed = request.all_token_ids[: request.num_computed_tokens]
+                self.page_pool.cache_full_pages(request.page_ids, computed, request.adapter)
             self.page_pool.release(request.page_ids)
             freed_pages = [page for page in own_pages if page not in self.page_pool.ref_counts]
         if not cache_valid:

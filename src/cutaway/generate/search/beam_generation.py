@@ -1,6 +1,7 @@
 """Beam search for `generate`: groups prompts by length limits, fits batches to the free memory, builds completions."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 from cutaway.device import GIB, free_memory
@@ -55,8 +56,8 @@ def generate_with_beams(
 ) -> list[Completion]:
     """Return the n best completions of each prompt, best first, in the order of the prompts.
 
-    Prompts with equal length limits are searched in one batch. If `length_penalty` or `early_stopping` is None, the
-    checkpoint's value is used."""
+    Prompts with equal length limits and adapters are searched in one batch. If `length_penalty` or `early_stopping` is
+    None, the checkpoint's value is used."""
     engine_config, generation_config = inputs.engine_config, inputs.generation_config
     prompts, sampling_params = inputs.prompts, inputs.sampling_params
     early_stopping = generation_config.early_stopping if early_stopping is None else early_stopping
@@ -66,15 +67,16 @@ def generate_with_beams(
     if unsupported is not None:
         raise InputError(f"{unsupported} applies to sampling, not to beam search; leave out {unsupported} or beams")
     num_beams, model = int(num_beams), engine_config.model
-    groups: dict[tuple[int, int], list[int]] = {}
+    groups: dict[tuple[int, int, str | None], list[int]] = {}
     for i, (prompt, params) in enumerate(zip(prompts, sampling_params, strict=True)):
         with prompt_index_in_errors(i, len(prompts)):
             max_new_tokens = _max_beam_len(engine_config, prompt, params)
-        groups.setdefault((max_new_tokens, min(params.min_new_tokens, max_new_tokens)), []).append(i)
+        group = (max_new_tokens, min(params.min_new_tokens, max_new_tokens), inputs.adapters[i])
+        groups.setdefault(group, []).append(i)
     has_encoder = "encoder" in model.stacks
     batch_size = _max_prompts_per_batch(engine_config, num_beams)
     beams: dict[int, list[Beam]] = {}
-    for (max_new_tokens, min_new_tokens), indices in groups.items():
+    for (max_new_tokens, min_new_tokens, adapter), indices in groups.items():
         params = sampling_params[indices[0]]
         search_params = BeamSearchParams(
             num_beams=num_beams,
@@ -95,7 +97,10 @@ def generate_with_beams(
         )
         for start in range(0, len(indices), batch_size):
             batch = indices[start : start + batch_size]
-            beams |= zip(batch, beam_search(model, [prompts[i] for i in batch], search_params), strict=True)
+            is_applied = not model.adapters or model.has_merged_adapter
+            with nullcontext() if is_applied else model.use_adapter(adapter):
+                found = beam_search(model, [prompts[i] for i in batch], search_params)
+            beams |= zip(batch, found, strict=True)
     return [
         _beam_to_completion(beam, sampling_params[i], prompt, inputs.tokenizer, engine_config)
         for i, prompt in enumerate(prompts)

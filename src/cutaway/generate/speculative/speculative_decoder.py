@@ -101,10 +101,15 @@ class SpeculativeDecoder(Engine):
         self.stats = SpeculativeStats()
 
     def _build_request(
-        self, prompt: Sequence[int], sampling_params: SamplingParams, seed: int, output_prefix: Sequence[int]
+        self,
+        prompt: Sequence[int],
+        sampling_params: SamplingParams,
+        seed: int,
+        output_prefix: Sequence[int],
+        adapter: str | None,
     ) -> Request:
         request = self.request_config.build_request(
-            prompt, sampling_params, self.tokenizer, seed=seed, output_prefix=output_prefix
+            prompt, sampling_params, self.tokenizer, seed=seed, output_prefix=output_prefix, adapter=adapter
         )
         max_len, rope_len = self.request_config.max_slots(request), self.request_config.dynamic_rope_len
         if rope_len is not None and max_len > rope_len:

@@ -107,4 +107,5 @@ def describe_model(model: nn.Module) -> str:
         total += math.prod(parameter.shape)
         values: Tensor = parameter.detach().flatten()[:_FINGERPRINT_VALUES].float().cpu()
         digest.update(name.encode() + values.numpy().tobytes())
+    digest.update(str(getattr(model, "active_adapter", None) or "").encode())
     return f"{type(model).__name__}, {total:,} parameters, {digest.hexdigest()[:16]}"

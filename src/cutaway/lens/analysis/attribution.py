@@ -22,6 +22,7 @@ from cutaway.lens.sites import attention_module
 from cutaway.lens.trace import trace
 from cutaway.model.block import Block, Branch
 from cutaway.model.head import LMHead
+from cutaway.model.lora import effective_weight
 from cutaway.model.moe import MixtureOfExperts
 from cutaway.model.norms import LayerNorm, RMSNorm
 
@@ -233,7 +234,10 @@ def _head_contributions(
     """
     f = attention_module(branch)
     z = upcast_float32(at_position[f"{site}.z"][0, 0])  # (H, E)
-    weight, bias = inputs.read_weight(f.o.weight, f"{site}.out"), None if f.o.bias is None else upcast_float32(f.o.bias)
+    weight, bias = (
+        inputs.read_weight(effective_weight(f.o), f"{site}.out"),
+        None if f.o.bias is None else upcast_float32(f.o.bias),
+    )
     g, norm_bias = _pull_back_through_norm(branch.norm_out, F.linear(z.flatten(), weight, bias), direction)
     z_direction = (g @ weight).view_as(z)  # (H, E): the direction pulled back through o, per head
     constant = norm_bias if bias is None else norm_bias + bias @ g

@@ -19,6 +19,7 @@ from cutaway.lens.analysis.inputs import (
 from cutaway.lens.labeled_tensor import LabeledTensor
 from cutaway.lens.sites import resolve_index
 from cutaway.model.ffn import MLP, GatedMLP
+from cutaway.model.lora import effective_weight
 
 
 def neuron_activations(
@@ -62,7 +63,6 @@ def _resolve_neuron(inputs: AnalysisInputs, layer: int, neuron: int) -> tuple[in
     f = inputs.blocks[layer].ffn.f
     if not isinstance(f, MLP | GatedMLP):
         raise InputError(f"block {layer} has experts, each with its own neurons; pass a layer with a dense FFN")
-    weight = f.down.weight
-    assert isinstance(weight, Tensor)
+    weight = effective_weight(f.down)
     neuron = resolve_index(neuron, weight.shape[-1], "neuron", f"the neurons of block {layer}")
     return layer, neuron, weight[:, neuron]

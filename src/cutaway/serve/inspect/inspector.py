@@ -45,10 +45,13 @@ class Inspector:
         name: str = "",
         run: OpenRun | None = None,
         run_step: int | None = None,
+        adapter_source: str | None = None,
         max_cached_bytes: int = MAX_CACHED_BYTES,
     ) -> None:
         self.model, self.tokenizer, self.name = model.eval(), tokenizer, name
         self.run, self.max_cached_bytes = run, max_cached_bytes
+        self.adapter_source = adapter_source
+        """Directory of the adapter that was added to the model, if it is not part of the source."""
         self.run_step = run_step
         """Step of the run after which the model has these weights. None if the model is not from a run."""
         self.sites = sites(model)
@@ -215,6 +218,7 @@ def build_inspector(
     name: str = "",
     run: OpenRun | None = None,
     run_step: int | None = None,
+    adapter_source: str | None = None,
 ) -> Inspector:
     """Build an inspector of a checkpoint or a model. Without a tokenizer, each byte of a text is a token.
 
@@ -227,4 +231,4 @@ def build_inspector(
     adapter = build_tokenizer_adapter(
         model, tokenizer, None if model is model_or_checkpoint else generation_config, text, name
     )
-    return Inspector(model, adapter, name=name, run=run, run_step=run_step)
+    return Inspector(model, adapter, name=name, run=run, run_step=run_step, adapter_source=adapter_source)

@@ -42,7 +42,8 @@ def model_lines(inspector: Inspector) -> list[str]:
     if inspector.tokenizer.is_untrained:
         model = f"ct.build({inspector.name!r}, seed=0)"
     else:
-        model = f"ct.load({inspector.name!r}, dtype={inspector.model.dtype}).model"
+        adapters = "" if inspector.adapter_source is None else f", adapters={inspector.adapter_source!r}"
+        model = f"ct.load({inspector.name!r}{adapters}, dtype={inspector.model.dtype}).model"
     return ["import torch", "import cutaway as ct", "", f"model = {model}"]
 
 

@@ -1,8 +1,9 @@
-"""Routes of the OpenAI-compatible API: completions, chat, embeddings, models, tokenize, health, metrics."""
+"""Routes of the OpenAI-compatible API: completions, chat, embeddings, classify, models, tokenize, health, metrics."""
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
@@ -15,9 +16,10 @@ from cutaway.serve.errors import APIError
 from cutaway.serve.limits import Limits
 from cutaway.serve.middleware import AccessPolicy
 from cutaway.serve.openai import protocol, request_mapping
+from cutaway.serve.openai.classification import add_classify_route
 from cutaway.serve.openai.embeddings import compute_embeddings, encode_float32_base64
 from cutaway.serve.openai.response_builder import ResponseBuilder
-from cutaway.serve.openai.serving_engine import ServingEngine, context_length_error, to_api_error
+from cutaway.serve.openai.serving_engine import ServingEngine, check_encoded_texts, to_api_error
 from cutaway.serve.openai.sse import SSEResponse, with_cancellation
 
 ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
@@ -42,13 +44,18 @@ STREAMING_RESPONSES: dict[int | str, dict[str, Any]] = {
 def build_router(serving: ServingEngine) -> APIRouter:
     """Build the router with the routes of the OpenAI-compatible API."""
     router = APIRouter(responses=ERROR_RESPONSES)
-    model_card = {
-        "id": serving.served_model_name,
-        "object": "model",
-        "created": int(time.time()),
-        "owned_by": "cutaway",
-        "max_model_len": serving.max_model_len,
-    }
+    created = int(time.time())
+
+    def model_card(name: str) -> dict[str, object]:
+        is_base = name == serving.served_model_name
+        parent: dict[str, object] = {} if is_base else {"parent": serving.served_model_name}
+        return {
+            "id": name,
+            "object": "model",
+            "created": created,
+            "owned_by": "cutaway",
+            "max_model_len": serving.max_model_len,
+        } | parent
 
     @router.get("/health")
     async def health() -> Response:
@@ -63,14 +70,14 @@ def build_router(serving: ServingEngine) -> APIRouter:
 
     @router.get("/v1/models")
     async def models() -> dict[str, object]:
-        """List the served model."""
-        return {"object": "list", "data": [model_card]}
+        """List the served model and its adapters."""
+        return {"object": "list", "data": [model_card(name) for name in serving.adapters]}
 
     @router.get("/v1/models/{model:path}")
     async def model(model: str) -> dict[str, object]:
-        """Describe the served model."""
+        """Describe the served model or an adapter."""
         serving.check_model_name(model)
-        return model_card
+        return model_card(model)
 
     @router.post("/v1/completions", responses=STREAMING_RESPONSES)
     async def completions(request: protocol.CompletionRequest, raw_request: Request) -> Response:
@@ -90,9 +97,10 @@ def build_router(serving: ServingEngine) -> APIRouter:
         encode_prompts: Callable[[], list[list[int]]],
         params: SamplingParams,
     ) -> Response:
-        stream = await serving.submit(encode_prompts, params)
+        stream = await serving.submit(encode_prompts, params, serving.adapter_of(request.model))
         is_chat = isinstance(request, protocol.ChatCompletionRequest)
-        builder = ResponseBuilder(serving, is_chat=is_chat, num_logprobs=params.logprobs)
+        model = request.model or serving.served_model_name
+        builder = ResponseBuilder(serving, model, is_chat=is_chat, num_logprobs=params.logprobs)
         if request.stream:
             with_usage = bool(request.stream_options and request.stream_options.include_usage)
             return SSEResponse(stream, builder.stream_response(stream, include_usage=with_usage), serving.limits)
@@ -106,21 +114,19 @@ def build_router(serving: ServingEngine) -> APIRouter:
 
     @router.post("/v1/embeddings")
     async def embeddings(request: protocol.EmbeddingRequest, raw_request: Request) -> Response:
-        """Compute one L2-normalized embedding per text."""
+        """Compute one embedding per text, with the embedding head, or as the normalized mean of the hidden states."""
         _check_request(request, serving)
         prompts = request_mapping.as_prompt_list(request.input, "input", serving.limits.max_embedding_inputs)
         encode_prompts = request_mapping.build_prompt_encoder(prompts, serving, "input")
         disconnected = threading.Event()
+        adapter = serving.adapter_of(request.model)
 
         def compute() -> tuple[list[list[float]], int]:
             rows = encode_prompts()
-            for row in rows:
-                serving.check_prompt_length(len(row))
-                serving.check_token_ids(row)
-            total = sum(map(len, rows))
-            if total > serving.limits.max_embedding_tokens:
-                raise context_length_error(f"the inputs have {total} tokens", serving.limits.max_embedding_tokens)
-            return compute_embeddings(serving.model, rows, serving.pooling, lambda: not disconnected.is_set()), total
+            total = check_encoded_texts(serving, rows)
+            with serving.model.use_adapters([adapter]) if serving.model.adapters else nullcontext():
+                vectors = compute_embeddings(serving.model, rows, serving.pooling, lambda: not disconnected.is_set())
+            return vectors, total
 
         work = serving.run_in_pool(compute, use_embedding_pool=True)
         try:
@@ -131,7 +137,11 @@ def build_router(serving: ServingEngine) -> APIRouter:
         embeddings = map(encode_float32_base64, vectors) if request.encoding_format == "base64" else vectors
         data = [{"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(embeddings)]
         usage = {"prompt_tokens": total, "total_tokens": total}
-        return JSONResponse({"object": "list", "data": data, "model": serving.served_model_name, "usage": usage})
+        return JSONResponse(
+            {"object": "list", "data": data, "model": request.model or serving.served_model_name, "usage": usage}
+        )
+
+    add_classify_route(router, serving)
 
     @router.post("/tokenize")
     async def tokenize(request: protocol.TokenizeRequest) -> dict[str, object]:
@@ -178,8 +188,12 @@ def build_openai_app(
     max_model_len: int | None = None,
     pooling: str | None = None,
     weight_bits: int | None = None,
+    adapters: Sequence[str] = (),
 ) -> tuple[FastAPI, ServingEngine]:
-    """Build the OpenAI-compatible application and its `ServingEngine`, which is closed when the server shuts down."""
+    """Build the OpenAI-compatible application and its `ServingEngine`, which is closed when the server shuts down.
+
+    `adapters` are names of adapters of the model, which clients select with the field `model`.
+    """
     limits = limits or Limits()
     serving = ServingEngine(
         checkpoint,
@@ -189,6 +203,7 @@ def build_openai_app(
         max_model_len=max_model_len,
         pooling=pooling,
         weight_bits=weight_bits,
+        adapters=adapters,
     )
     app = build_app(
         [build_router(serving)],

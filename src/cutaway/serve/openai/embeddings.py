@@ -1,6 +1,7 @@
-"""Text embeddings: the last hidden states, pooled and L2-normalized.
+"""Text embeddings: the output of the embedding head, or the last hidden states, pooled and L2-normalized.
 
-The checkpoint's sentence-transformers config sets the pooling mode. The default is the mean over tokens.
+For a model without embedding head, the checkpoint's sentence-transformers config sets the pooling mode. The default is
+the mean over tokens.
 """
 
 import base64
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from cutaway.bounded_files import read_json_object
+from cutaway.config.head import EmbeddingHead
 from cutaway.errors import ConfigError
 from cutaway.model import DecoderOnly, EncoderDecoder, EncoderOnly, Transformer
 
@@ -38,7 +40,7 @@ def read_pooling_mode(directory: Path) -> str | None:
 def compute_embeddings(
     model: Transformer, token_ids: Sequence[Sequence[int]], pooling: str | None, should_continue: Callable[[], bool]
 ) -> list[list[float]]:
-    """Compute one L2-normalized embedding per row of `token_ids`, in batches of rows of similar length.
+    """Compute one embedding per row of `token_ids`, in batches of rows of similar length.
 
     `should_continue` is called before each batch. If it returns False, the result is an empty list.
     """
@@ -54,9 +56,16 @@ def compute_embeddings(
         tokens = torch.tensor([[*token_ids[index], *[0] * (width - len(token_ids[index]))] for index in batch])
         mask = torch.tensor([[i < len(token_ids[index]) for i in range(width)] for index in batch])
         with torch.no_grad():
-            vectors = _pool_hidden_states(model, tokens.to(model.device), mask.to(model.device), pooling).float().cpu()
-        embeddings |= dict(zip(batch, torch.nn.functional.normalize(vectors, dim=-1).tolist(), strict=True))
+            vectors = _embed(model, tokens.to(model.device), mask.to(model.device), pooling).float().cpu()
+        embeddings |= dict(zip(batch, vectors.tolist(), strict=True))
     return [embeddings[index] for index in range(len(token_ids))] if len(embeddings) == len(token_ids) else []
+
+
+def _embed(model: Transformer, tokens: Tensor, mask: Tensor, pooling: str | None) -> Tensor:
+    """Output of the embedding head: (B, d). Without such a head, the pooled hidden states, divided by their norm."""
+    if isinstance(model.config.head, EmbeddingHead):
+        return model(tokens, mask)
+    return torch.nn.functional.normalize(_pool_hidden_states(model, tokens, mask, pooling), dim=-1)
 
 
 def _pool_hidden_states(model: Transformer, tokens: Tensor, mask: Tensor, pooling: str | None) -> Tensor:

@@ -113,6 +113,12 @@ class EmbeddingRequest(OpenAIBaseModel):
     encoding_format: Literal["float", "base64"] | None = None
 
 
+class ClassificationRequest(OpenAIBaseModel):
+    """Body of /classify."""
+
+    input: PromptInput
+
+
 class TokenizeRequest(OpenAIBaseModel):
     """Body of /tokenize."""
 

@@ -17,6 +17,8 @@ class ResponseBuilder:
     """Builds the response body, or the stream chunks, of one request."""
 
     serving: ServingEngine
+    model: str
+    """Name of the model in the request."""
     is_chat: bool
     num_logprobs: int | None
     """Number of alternatives per token, or None if no log-probabilities were requested."""
@@ -66,7 +68,7 @@ class ResponseBuilder:
             "id": f"chatcmpl-{self.request_id}" if self.is_chat else f"cmpl-{self.request_id}",
             "object": object_type,
             "created": self.created,
-            "model": self.serving.served_model_name,
+            "model": self.model,
             "choices": choices,
         }
 

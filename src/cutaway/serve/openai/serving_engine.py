@@ -12,6 +12,7 @@ from cutaway.generate import BusyError, Engine, EngineError, SamplingParams
 from cutaway.generate.engine.config import build_engine_config, reduce_num_seqs_to_fit
 from cutaway.generate.generation_config import CheckpointLike, apply_generation_config, unpack_checkpoint
 from cutaway.generate.sampling.sampling_params import completion_seeds
+from cutaway.model.adapters import BASE_ADAPTER
 from cutaway.serve.errors import APIError, overload_error
 from cutaway.serve.limits import Limits
 from cutaway.serve.metrics import ServerMetrics
@@ -37,14 +38,22 @@ class ServingEngine:
         max_model_len: int | None = None,
         pooling: str | None = None,
         weight_bits: int | None = None,
+        adapters: Sequence[str] = (),
     ) -> None:
+        """`adapters`: names of adapters of the model that are served under their names. Requests for
+        `served_model_name` use the model's active adapter if it is not one of them, else the base model."""
         self.model, self.tokenizer, self.generation_config = unpack_checkpoint(checkpoint)
         self.model.eval()
         self.served_model_name, self.limits, self.pooling = served_model_name, limits, pooling
+        active = self.model.active_adapter
+        self.adapters = {served_model_name: None if active in adapters else active} | {name: name for name in adapters}
+        """Adapter of each served name; None is the base model."""
+        if len(self.adapters) <= len(adapters):
+            raise InputError(f"the model and an adapter have the same name '{served_model_name}'; rename one of them")
         self.metrics = ServerMetrics()
         self.token_decoder = None if self.tokenizer is None else TokenDecoder(self.tokenizer)
         self.engine: Engine | None = None
-        if "decoder" in self.model.stacks:
+        if "decoder" in self.model.stacks and self.model.config.head.kind == "lm":
             self.engine = self._start_engine(max_num_seqs, max_model_len, weight_bits)
         self.is_encoder_decoder = "encoder" in self.model.stacks and self.engine is not None
         """If True, prompts are encoder inputs, which do not count toward the decoder's context."""
@@ -76,6 +85,7 @@ class ServingEngine:
             max_num_seqs=max_num_seqs or DEFAULT_MAX_NUM_SEQS,
             max_model_len=max_model_len,
             weight_bits=weight_bits,
+            adapters=tuple(self.adapters.values()),
             max_source_len=min(context or DEFAULT_MAX_SOURCE_LEN, DEFAULT_MAX_SOURCE_LEN),
         )
         engine_config = engine_config if max_num_seqs is not None else reduce_num_seqs_to_fit(engine_config)
@@ -86,7 +96,7 @@ class ServingEngine:
         """Maximum number of tokens of a prompt and its completion, or of a text to embed."""
         if self.engine is not None:
             return self.engine.config.num_slots
-        stack = self.model.stacks["encoder"]
+        stack = next(iter(self.model.stacks.values()))
         max_positions = getattr(stack.embed.position, "max_positions", None)
         return min(limit for limit in (self.model.config.context, max_positions, DEFAULT_MAX_MODEL_LEN) if limit)
 
@@ -108,9 +118,13 @@ class ServingEngine:
         return num_tokens / (engine.config.max_num_seqs * engine.config.num_slots)
 
     def check_model_name(self, model: str | None) -> None:
-        if model is not None and model != self.served_model_name:
-            message = f"the model does not exist on this server; use {self.served_model_name}"
+        if model is not None and model not in self.adapters:
+            message = f"the model does not exist on this server; use {' or '.join(self.adapters)}"
             raise APIError(404, message, code="model_not_found")
+
+    def adapter_of(self, model: str | None) -> str | None:
+        """Adapter of a served name, which `check_model_name` has checked; None is the base model."""
+        return self.adapters[model or self.served_model_name]
 
     def get_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
@@ -159,21 +173,28 @@ class ServingEngine:
 
     # Completions
 
-    async def submit(self, encode_prompts: Callable[[], list[list[int]]], params: SamplingParams) -> CompletionStream:
+    async def submit(
+        self, encode_prompts: Callable[[], list[list[int]]], params: SamplingParams, adapter: str | None = None
+    ) -> CompletionStream:
         """Tokenize the prompts and submit them to the engine."""
         if self.engine is None:
-            raise APIError(400, "this model is an encoder, which does not generate text; use /v1/embeddings")
+            is_classifier = self.model.config.head.kind == "sequence-classification"
+            name = "a classifier" if is_classifier else "an encoder" if "encoder" in self.model.stacks else "no LM"
+            route = "/classify" if is_classifier else "/v1/embeddings"
+            raise APIError(400, f"this model is {name}, which does not generate text; use {route}")
         self.notifier = self.notifier or EventLoopNotifier(asyncio.get_running_loop())
         start_time = asyncio.get_running_loop().time()
         stream = await self.run_in_pool(
-            lambda: self._submit_prompts(encode_prompts(), params),
+            lambda: self._submit_prompts(encode_prompts(), params, adapter),
             timeout=self.limits.tokenize_timeout,
             on_abandoned=CompletionStream.abort,
         )
         stream.start_time = start_time
         return stream
 
-    def _submit_prompts(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> CompletionStream:
+    def _submit_prompts(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, adapter: str | None
+    ) -> CompletionStream:
         """Submit all completions of the request, or none if there is an error. This runs in a thread."""
         engine, requests = self.engine, []
         assert engine is not None
@@ -184,7 +205,13 @@ class ServingEngine:
             for prompt in prompts:
                 prompt_params = self._resolve_max_new_tokens(prompt, params)
                 requests += [
-                    engine.submit(prompt, prompt_params, seed=seed, output_prefix=output_prefix)
+                    engine.submit(
+                        prompt,
+                        prompt_params,
+                        seed=seed,
+                        output_prefix=output_prefix,
+                        adapter=BASE_ADAPTER if adapter is None else adapter,
+                    )
                     for seed in completion_seeds(params)
                 ]
             return CompletionStream(requests, sum(map(len, prompts)), self.notifier, self.metrics)
@@ -246,6 +273,17 @@ class ServingEngine:
 
 def _has_result(future: "asyncio.Future[T]") -> bool:
     return not future.cancelled() and future.exception() is None
+
+
+def check_encoded_texts(serving: ServingEngine, rows: Sequence[Sequence[int]]) -> int:
+    """Number of tokens of texts to embed or to classify. Raises APIError if they are too long or invalid."""
+    for row in rows:
+        serving.check_prompt_length(len(row))
+        serving.check_token_ids(row)
+    total = sum(map(len, rows))
+    if total > serving.limits.max_embedding_tokens:
+        raise context_length_error(f"the inputs have {total} tokens", serving.limits.max_embedding_tokens)
+    return total
 
 
 def context_length_error(description: str, max_tokens: int) -> APIError:

@@ -17,6 +17,9 @@ def multi_head_attention(
     x = tape.copy_to_tp_region(x)
     q = _project_queries(tape, x, config, key, d_head)
     k, v = _project_keys_values(tape, x, config, key, d_head)
+    if tape.execution.compiled and (tape.execution.base is None or tape.execution.base.is_fusible):
+        # One matrix product computes all three, so v is a view of its output.
+        v = tape.narrow(tape.empty((q.numel + k.numel + v.numel,), v.itemsize).with_node(v.node), *v.shape)
     if context.rope_tables is not None:
         q, k = _apply_rope(tape, q, context.rope_tables), _apply_rope(tape, k, context.rope_tables)
     if context.use_cache:
@@ -111,6 +114,8 @@ def _apply_rope(tape: Tape, x: ShapeTensor, rope_tables: RopeTables) -> ShapeTen
         terms = [tape.record_op([half_x], shape=half, itemsize=x.itemsize, saved=[angle]) for half_x, angle in factors]
         return tape.record_op(terms, shape=half, itemsize=x.itemsize, passes_grad_through=True)
 
+    if tape.execution.compiled:
+        return tape.record_op([x], saved=[cos, sin])
     halves = [rotate((a, cos), (b, sin)), rotate((b, cos), (a, sin))]
     rotated = tape.record_op(halves, shape=(*half[:-1], 2 * half[-1]), itemsize=x.itemsize)
     return rotated if rotated.shape == x.shape else tape.record_op([rotated, x], shape=x.shape, itemsize=x.itemsize)

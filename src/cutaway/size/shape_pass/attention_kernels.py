@@ -6,7 +6,7 @@ from cutaway.config.positions import Disentangled
 from cutaway.size.shape_pass.cost_counter import MatmulFlops
 from cutaway.size.shape_pass.functional import dropout as drop
 from cutaway.size.shape_pass.tape import Tape
-from cutaway.size.shape_pass.tensor import Shape, ShapeTensor, Weight
+from cutaway.size.shape_pass.tensor import Shape, ShapeTensor, Weight, saved_by_product
 
 QKV = tuple[ShapeTensor, ShapeTensor, ShapeTensor]
 _AttentionFlops = tuple[MatmulFlops, MatmulFlops]
@@ -219,14 +219,15 @@ def _attention_scores(tape: Tape, q: ShapeTensor, k: ShapeTensor, score_matmul: 
 
 
 def _record_matmul(tape: Tape, shape: Shape, inputs: list[ShapeTensor], flops: MatmulFlops) -> ShapeTensor:
-    """Record a product of two activations, which saves both for backward."""
+    """Record a product of two activations."""
+    num_grads = sum(x.node is not None for x in inputs)
     return tape.record_op(
         inputs,
         shape=shape,
         itemsize=inputs[-1].itemsize,
-        saved=inputs,
+        saved=saved_by_product(*inputs),
         matmuls=[flops],
-        backward_matmuls=[_scale_matmul(flops, 2)],
+        backward_matmuls=[_scale_matmul(flops, num_grads)],
     )
 
 

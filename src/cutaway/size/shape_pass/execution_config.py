@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from cutaway.size.shape_pass.adapters import FrozenBase
+
 
 @dataclass(frozen=True)
 class PassShape:
@@ -47,6 +49,16 @@ class ExecutionConfig:
     """Tensor-parallel group size."""
     resid_in_compute_dtype: bool = False
     """Whether, under autocast, the residual stream is in the compute dtype too."""
+    compiled: bool = False
+    """Whether blocks are compiled (torch.compile): norms, activations and RoPE are one operation each, without
+    intermediate values in fp32."""
+    base: FrozenBase | None = None
+    """The frozen weights and their adapters; None if all weights are trained."""
+
+    @property
+    def recomputes_pointwise(self) -> bool:
+        """Whether the backward pass of compiled blocks recomputes norms and act(gate)·up, which fused adapters need."""
+        return self.compiled and self.base is not None and self.base.is_fusible
 
     @property
     def resid_itemsize(self) -> int:

@@ -6,7 +6,7 @@ from math import prod
 from cutaway.config.ffn import FFN, Activation, ClampedSwiGLU, DenseFFN, Mlp, Moe
 from cutaway.size.shape_pass.functional import add, apply_activation, dropout
 from cutaway.size.shape_pass.tape import AUTOCAST_COPIES, Tape
-from cutaway.size.shape_pass.tensor import ShapeTensor, Weight, WeightKey
+from cutaway.size.shape_pass.tensor import ShapeTensor, Weight, WeightKey, saved_by_product
 
 LinearFn = Callable[[ShapeTensor, int, WeightKey, bool], ShapeTensor]
 """(x, output width, weight key, bias) → y."""
@@ -43,19 +43,23 @@ def _dense_ffn(
 
 def _gated_activation(tape: Tape, activation: Activation, gate: ShapeTensor, up: ShapeTensor) -> ShapeTensor:
     """Record act(gate) · up, the hidden activations of a gated FFN."""
+    if tape.execution.compiled:
+        return tape.record_pointwise([gate, up])
     activated = apply_activation(tape, gate, activation)
-    return tape.record_op([activated, up], saved=[activated, up])
+    return tape.multiply(activated, up)
 
 
 def _clamped_swiglu(tape: Tape, gate: ShapeTensor, up: ShapeTensor) -> ShapeTensor:
     """Record gate · sigmoid(alpha · gate) · (up + 1) with gate and up clamped."""
+    if tape.execution.compiled:
+        return tape.record_pointwise([gate, up])
     gate, up = tape.record_op([gate], saved=[gate]), tape.record_op([up], saved=[up])
     scaled = tape.record_op([gate])
     sigmoid = tape.record_op([scaled], save_output=True)
     del scaled
     activated = tape.record_op([gate, sigmoid], saved=[gate, sigmoid])
     shifted = tape.record_op([up], passes_grad_through=True)
-    return tape.record_op([activated, shifted], saved=[activated, shifted])
+    return tape.multiply(activated, shifted)
 
 
 def _mixture_of_experts(tape: Tape, x: ShapeTensor, config: Moe, key: WeightKey, d_model: int) -> ShapeTensor:
@@ -90,7 +94,7 @@ def _mixture_of_experts(tape: Tape, x: ShapeTensor, config: Moe, key: WeightKey,
     if config.shared_gate:
         gate = tape.linear(x, 1, (*key, "shared_gate"), bias=False, component="ffn")
         gate = tape.record_op([gate], save_output=True)
-        shared_out = tape.record_op([shared_out, gate], saved=[shared_out, gate])
+        shared_out = tape.multiply(shared_out, gate)
     return add(tape, y, shared_out)
 
 
@@ -108,21 +112,26 @@ def _grouped_linear(tape: Tape, config: Moe, num_rows: int) -> LinearFn:
     def linear(x: ShapeTensor, width: int, key: WeightKey, bias: bool) -> ShapeTensor:
         weight = Weight(key, (config.experts, width, x.shape[-1]), in_matmul=True, expert_routing=routing)
         dtype = tape.execution.compute_itemsize if tape.execution.autocast else x.itemsize
-        x = tape.cast(x, dtype)
-        copies = [tape.empty((weight.numel,), dtype, AUTOCAST_COPIES)] if tape.execution.autocast else []
-        flops = 2 * x.numel * width
+        layer_input, x = x, tape.cast(x, dtype)
+        needs_copy = tape.execution.autocast and tape.execution.weight_itemsize != dtype
+        copies = [tape.empty((weight.numel,), dtype, AUTOCAST_COPIES)] if needs_copy else []
+        flops, is_trained = 2 * x.numel * width, tape.is_trained(weight)
+        num_grads = (x.node is not None) + is_trained
         y = tape.record_op(
             [x],
             shape=(num_rows, width),
-            saved=[x, *copies, offsets],
+            saved=[*([x] if is_trained else []), *(copies if x.node is not None else []), offsets],
             weights=[weight],
             matmuls=[("ffn", flops, flops)],
-            backward_matmuls=[("ffn", 2 * flops, 2 * flops)],
+            backward_matmuls=[("ffn", num_grads * flops, num_grads * flops)],
         )
-        if not bias:
-            return y
-        bias_weight = Weight((*key, "bias"), (config.experts, width), expert_routing=routing)
-        return tape.record_op([y], saved=[tape.empty((num_rows,), 8)], weights=[bias_weight], passes_grad_through=True)
+        del x
+        if bias:
+            bias_weight = Weight((*key, "bias"), (config.experts, width), expert_routing=routing)
+            saved = [tape.empty((num_rows,), 8)] if tape.is_trained(bias_weight) else []
+            y = tape.record_op([y], saved=saved, weights=[bias_weight], passes_grad_through=True)
+        adapter = None if tape.execution.base is None else tape.execution.base.adapters.get(key)
+        return y if adapter is None else tape.add_low_rank(layer_input, y, key, weight.shape, adapter)
 
     return linear
 
@@ -132,11 +141,11 @@ def _combine_experts(tape: Tape, weights: ShapeTensor, y: ShapeTensor) -> ShapeT
     num_tokens, top_k, d_model = y.shape
     if tape.execution.autocast:
         weights, y = tape.cast(weights, tape.execution.compute_itemsize), tape.cast(y, tape.execution.compute_itemsize)
-    flops = 2 * y.numel
+    flops, num_grads = 2 * y.numel, (weights.node is not None) + (y.node is not None)
     return tape.record_op(
         [weights, y],
         shape=(num_tokens, d_model),
-        saved=[weights, y],
+        saved=saved_by_product(weights, y),
         matmuls=[("combine", flops, flops)] if top_k > 1 else [],
-        backward_matmuls=[("combine", 2 * flops, 2 * flops)] if top_k > 1 else [],
+        backward_matmuls=[("combine", num_grads * flops, num_grads * flops)] if top_k > 1 else [],
     )

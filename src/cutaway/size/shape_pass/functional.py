@@ -1,7 +1,7 @@
 """Shape pass of norms, activations, dropout and addition, with the tensors that each operation saves for backward."""
 
 from cutaway.config.ffn import Activation
-from cutaway.config.norms import LayerNorm, NoNorm, Norm
+from cutaway.config.norms import LayerNorm, NoNorm, Norm, RMSNorm
 from cutaway.size.shape_pass.tape import Tape
 from cutaway.size.shape_pass.tensor import ShapeTensor, Weight, WeightKey
 
@@ -30,6 +30,8 @@ def apply_activation(tape: Tape, x: ShapeTensor, name: Activation) -> ShapeTenso
     saves = _SAVED_BY_ACTIVATION[name]
     if not saves:
         return x
+    if tape.execution.compiled:
+        return tape.record_pointwise([x])
     inner = [tape.record_op([x])] if "inner" in saves else []
     saved_inputs = inner + ([x] if "input" in saves else [])
     return tape.record_op([x, *inner], saved=saved_inputs, save_output="result" in saves)
@@ -52,6 +54,8 @@ def norm(tape: Tape, x: ShapeTensor, config: Norm, key: WeightKey, *, gain_shape
         return x
     width = x.shape[-1]
     rows = x.numel // width
+    if tape.execution.compiled:
+        return _compiled_norm(tape, x, config, key, rows, gain_shape)
     if isinstance(config, LayerNorm):
         return _layernorm(tape, x, config, key, rows, gain_shape)
     upcast = tape.cast(x, max(4, x.itemsize))
@@ -63,8 +67,20 @@ def norm(tape: Tape, x: ShapeTensor, config: Norm, key: WeightKey, *, gain_shape
     gain = Weight((*key, "gain"), gain_shape or (width,))
     needs_copy = config.unit_offset or tape.execution.weight_itemsize < upcast.itemsize
     gain_copy = [tape.empty((gain.numel,), upcast.itemsize)] if needs_copy else []
-    y = tape.record_op([y], saved=[y, *gain_copy], weights=[gain])
+    y = tape.record_op([y], saved=[*([y] if tape.is_trained(gain) else []), *gain_copy], weights=[gain])
     return tape.cast(y, x.itemsize)
+
+
+def _compiled_norm(
+    tape: Tape, x: ShapeTensor, config: LayerNorm | RMSNorm, key: WeightKey, num_rows: int, gain_shape: tuple[int, ...]
+) -> ShapeTensor:
+    """Record a norm as one operation, which saves its input and fp32 statistics."""
+    is_layernorm = isinstance(config, LayerNorm)
+    names = [name for name in ("gain", "bias") if name == "gain" or is_layernorm]
+    used = [name for name in names if not is_layernorm or getattr(config, name)]
+    weights = [Weight((*key, name), gain_shape or (x.shape[-1],)) for name in used]
+    itemsize = tape.execution.compute_itemsize if tape.execution.autocast else x.itemsize
+    return tape.record_pointwise([x], weights, itemsize=itemsize, extra_saved_bytes=4 * num_rows * (1 + is_layernorm))
 
 
 def _layernorm(
@@ -81,5 +97,6 @@ def _layernorm(
         return tape.record_op([x], saved=[x], extra_saved_bytes=statistics, weights=weights)
     y = tape.record_op([x], saved=[x], extra_saved_bytes=statistics)
     for weight in weights:
-        y = tape.record_op([y], saved=[y] if "gain" in weight.key else [], weights=[weight])
+        saves_input = "gain" in weight.key and tape.is_trained(weight)
+        y = tape.record_op([y], saved=[y] if saves_input else [], weights=[weight])
     return y

@@ -36,9 +36,11 @@ def chunked_cross_entropy(tape: Tape, x: ShapeTensor, config: Config) -> tuple[S
     head_tape = Tape(tape.execution)
     run_head(head_tape, head_tape.empty((1, width), x.itemsize), config)
     itemsize = max(4, tape.execution.weight_itemsize)
-    grad_sums = [tape.empty(weight.shape, itemsize) for weight in head_tape.weights.values()]
+    head_weights = [weight for weight in head_tape.weights.values() if tape.is_trained(weight)]
+    grad_sums = [tape.empty(weight.shape, itemsize) for weight in head_weights]
     chunk_logits_bytes = [_run_chunk(tape, rows, times, x, config) for rows, times in _chunk_sizes(targets)]
-    weights = [replace(weight, in_matmul=False, has_fp32_grad=True) for weight in head_tape.weights.values()]
+    tape.weights |= head_tape.weights
+    weights = [replace(weight, in_matmul=False, has_fp32_grad=True) for weight in head_weights]
     loss = tape.record_op([x], shape=(1,), itemsize=4, saved=[grad_input, *grad_sums], weights=weights)
     return loss, max(chunk_logits_bytes)
 

@@ -8,6 +8,7 @@ from cutaway.config.embedding import Embedding
 from cutaway.config.positions import LearnedPosition, SinusoidalPosition
 from cutaway.config.stack import Block, CrossBlock, OutputNorm, ParallelResidual, PostNorm, PreNorm, SandwichNorm, Stack
 from cutaway.config.transformer import Config, Encoder, EncoderDecoder
+from cutaway.size.shape_pass.adapters import LayerAdapter
 from cutaway.size.shape_pass.attention import cross_attention, latent_attention, multi_head_attention
 from cutaway.size.shape_pass.execution_config import PassShape
 from cutaway.size.shape_pass.ffn import feed_forward
@@ -132,6 +133,9 @@ def _embed(tape: Tape, config: Config, embedding: Embedding, name: str, batch_si
     tokens = tape.empty((batch_size, seq_len), 8)
     table = Weight(key, (rows, width))
     x = tape.record_op([], shape=(batch_size, seq_len, width), itemsize=dtype, saved=[tokens], weights=[table])
+    adapter = None if tape.execution.base is None else tape.execution.base.adapters.get(key)
+    if adapter is not None:
+        x = _add_low_rank_embedding(tape, x, tokens, table, adapter)
     if tape.execution.tp > 1:  # vocabulary-parallel lookup: tokens of other ranks are masked to zero, then all-reduced
         x = tape.reduce_from_tp_region(tape.record_op([x], saved=[tape.empty((batch_size, seq_len), 1)]))
     if embedding.resolve_scale(d_model) != 1.0:
@@ -157,3 +161,29 @@ def _embed(tape: Tape, config: Config, embedding: Embedding, name: str, batch_si
     if factor is not None and factor.positions == "before_projection" and not factor.norm_after_projection:
         x = tape.linear(x, d_model, (name, "project"), bias=factor.bias, component="embedding")
     return tape.cast(x, tape.execution.resid_itemsize) if tape.execution.resid_in_compute_dtype else x
+
+
+def _add_low_rank_embedding(
+    tape: Tape, x: ShapeTensor, tokens: ShapeTensor, table: Weight, adapter: LayerAdapter
+) -> ShapeTensor:
+    """Record x + s·(B·A)ᵀ[tokens], the embedding with a LoRA adapter."""
+    execution, (rows, width) = tape.execution, table.shape
+    assert execution.base is not None
+    itemsize = execution.base.adapter_itemsize
+    lora_a = Weight((*table.key, "lora_a"), (adapter.rank, rows), itemsize=itemsize)
+    lora_b = Weight((*table.key, "lora_b"), (width, adapter.rank), in_matmul=True, itemsize=itemsize)
+    shape = (*tokens.shape, adapter.rank)
+    low_rank = tape.record_op([], shape=shape, itemsize=itemsize, saved=[tokens], weights=[lora_a])
+    low_rank = tape.cast(low_rank, execution.compute_itemsize if execution.autocast else itemsize)
+    needs_copy = execution.autocast and execution.compute_itemsize != itemsize
+    flops = 2 * low_rank.numel * width
+    delta = tape.record_op(
+        [low_rank],
+        shape=x.shape,
+        saved=[low_rank, *([tape.uncached_copy(lora_b)] if needs_copy else [])],
+        weights=[lora_b],
+        matmuls=[("adapters", flops, flops)],
+        backward_matmuls=[("adapters", 2 * flops, 2 * flops)],
+    )
+    delta = tape.cast(tape.record_op([delta]), x.itemsize)
+    return tape.record_op([x, delta], passes_grad_through=True)

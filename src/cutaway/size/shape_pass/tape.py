@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from math import prod
 
+from cutaway.size.shape_pass.adapters import LayerAdapter, dequantization_bytes
 from cutaway.size.shape_pass.cost_counter import BlockMatmuls, CostCounter, MatmulFlops, MemoryTracker
 from cutaway.size.shape_pass.execution_config import ExecutionConfig
 from cutaway.size.shape_pass.fsdp import FSDPState, ParamGroup
@@ -17,10 +18,13 @@ from cutaway.size.shape_pass.tensor import (
     Weight,
     WeightKey,
     accumulate_grad,
+    saved_by_product,
 )
 
 AUTOCAST_COPIES = "autocast weight copies"
 """Memory component of the copies of weights that autocast makes."""
+ADAPTER_WEIGHTS = ("lora_a", "lora_b", "magnitude")
+"""Last part of the keys of adapter weights."""
 
 
 class Tape:
@@ -63,6 +67,7 @@ class Tape:
         backward_matmuls: Sequence[MatmulFlops] = (),
         kept_by_selective: bool = False,
         extra_saved_bytes: int = 0,
+        backward_workspace: int = 0,
     ) -> ShapeTensor:
         """Record one operation with its matmuls and the tensors that it saves for backward; return its output.
 
@@ -72,16 +77,18 @@ class Tape:
         operations with `kept_by_selective`, instead of recomputing it.
         """
         self.num_ops += 1
+        trainable = [weight for weight in weights if self.is_trained(weight)]
         kept_by_selective = kept_by_selective or bool(matmuls)
         shape = inputs[0].shape if shape is None else shape
         itemsize = inputs[0].itemsize if itemsize is None else itemsize
         nbytes = prod(shape) * itemsize
-        requires_grad = self.execution.grad and (bool(weights) or any(x.node is not None for x in inputs))
+        requires_grad = self.execution.grad and (bool(trainable) or any(x.node is not None for x in inputs))
         node = GradNode(nbytes, inputs, passes_grad_through=passes_grad_through) if requires_grad else None
         for weight in weights:
             self.weights[weight.key] = weight
         if node is not None:
-            node.weights, node.backward_matmuls = list(weights), list(backward_matmuls)
+            node.weights, node.backward_matmuls = trainable, list(backward_matmuls)
+            node.backward_workspace = backward_workspace
             for value in saved:
                 self.save_for_backward(node, value if isinstance(value, Storage) else value.storage)
         frame = self.checkpoint_frame
@@ -152,6 +159,24 @@ class Tape:
             if frame.num_filled == len(frame.slots):
                 raise StopRecomputationError
 
+    def record_pointwise(
+        self,
+        inputs: Sequence[ShapeTensor],
+        weights: Sequence[Weight] = (),
+        *,
+        itemsize: int | None = None,
+        extra_saved_bytes: int = 0,
+    ) -> ShapeTensor:
+        """Record an elementwise function as one compiled operation, which saves its inputs."""
+        options: dict[str, int] = {} if itemsize is None else {"itemsize": itemsize}
+        y = self.record_op(inputs, saved=inputs, weights=weights, extra_saved_bytes=extra_saved_bytes, **options)
+        y.is_recomputed = self.execution.recomputes_pointwise
+        return y
+
+    def multiply(self, a: ShapeTensor, b: ShapeTensor) -> ShapeTensor:
+        """Record the elementwise product a · b, with the shape of a."""
+        return self.record_op([a, b], saved=saved_by_product(a, b))
+
     def cast(self, x: ShapeTensor, itemsize: int) -> ShapeTensor:
         return x if x.itemsize == itemsize else self.record_op([x], itemsize=itemsize)
 
@@ -169,27 +194,114 @@ class Tape:
         in_fp32: bool = False,
     ) -> ShapeTensor:
         """Record x·Wᵀ + b. `min_flops`: FLOPs of an equivalent, cheaper computation (absorbed MLA), if there is one."""
-        d_in = x.shape[-1]
+        d_in, base = x.shape[-1], self.execution.base
         weight = Weight(key, (d_out, d_in), in_matmul=True)
         weights = [weight, Weight((*key, "bias"), (d_out,), in_matmul=True)] if bias else [weight]
         dtype = self.execution.compute_itemsize if self.execution.autocast else x.itemsize
         dtype = max(4, dtype) if in_fp32 else dtype
-        x = self.cast(x, dtype)
-        saved: list[ShapeTensor | Storage] = [x]
-        if in_fp32 and self.execution.weight_itemsize < dtype:
+        adapter = None if base is None else base.adapter_of(key)
+        quantization = None if base is None else base.quantization_of(key)
+        layer_input, x = x, self.cast(x, dtype)
+        saved: list[ShapeTensor | Storage] = [x] if self.is_trained(weight) else []
+        workspace, dequantized = 0, None
+        if quantization is not None:
+            workspace = weight.numel * dtype
+            self.allocate_briefly(
+                dequantization_bytes(weight.numel, quantization, dtype, self.execution.device), "dequantized weights"
+            )
+            dequantized = Storage(self.memory_tracker, workspace, "dequantized weights")
+        elif in_fp32 and self.execution.weight_itemsize < dtype:
             saved.append(Storage(self.memory_tracker, weight.numel * dtype, self.component))
-        elif self.execution.autocast and not in_fp32:
+        elif self.execution.autocast and not in_fp32 and self.execution.weight_itemsize != dtype:
             weight_copies = [self.autocast_copy(w) for w in weights]
             saved.append(weight_copies[0])
         flops = 2 * x.numel * d_out
-        return self.record_op(
+        num_grads = (x.node is not None) + self.is_trained(weight)
+        y = self.record_op(
             [x],
             shape=(*x.shape[:-1], d_out),
             saved=saved,
             weights=weights,
             matmuls=[(component, flops, flops if min_flops is None else min_flops)],
-            backward_matmuls=[(component, 2 * flops, 2 * flops)],
+            backward_matmuls=[(component, num_grads * flops, num_grads * flops)],
+            backward_workspace=workspace,
         )
+        del dequantized, x
+        return y if adapter is None else self._apply_adapter(layer_input, y, weight, adapter, bias=bias)
+
+    def _apply_adapter(
+        self, x: ShapeTensor, y: ShapeTensor, weight: Weight, adapter: LayerAdapter, *, bias: bool
+    ) -> ShapeTensor:
+        """Record y + s·B·A·dropout(x) and, for DoRA, the product with magnitude / norm of each row."""
+        y = self.add_low_rank(x, y, weight.key, weight.shape, adapter)
+        if not adapter.use_dora:
+            return y
+        assert self.execution.base is not None
+        rows, itemsize = weight.shape[0], self.execution.base.adapter_itemsize
+        # B·A, W in the adapter's dtype and their sum, which are freed after the norm of each row is known.
+        flops, component = 2 * weight.numel * adapter.rank, self.component
+        self.component = "dora norms"
+        delta_itemsize = self.execution.compute_itemsize if self.execution.autocast else itemsize
+        matmul = ("adapters", flops, flops)
+        delta = self.record_op([], shape=weight.shape, itemsize=delta_itemsize, matmuls=[matmul])
+        self.allocate_briefly((delta_itemsize + 2 * itemsize) * weight.numel, self.component)
+        del delta
+        self.component = component
+        if bias:
+            y = self.record_op([y], passes_grad_through=True)
+        magnitude = Weight((*weight.key, "magnitude"), (rows,), itemsize=itemsize)
+        norm = self.empty((rows,), itemsize)
+        ratio = self.record_op([], shape=(rows,), itemsize=itemsize, saved=[norm], weights=[magnitude])
+        ratio = self.cast(ratio, y.itemsize)
+        y = self.record_op([y, ratio], saved=[y, *([ratio] if y.node is not None else [])])
+        return self.record_op([y], passes_grad_through=True) if bias else y
+
+    def add_low_rank(
+        self, x: ShapeTensor, y: ShapeTensor, key: WeightKey, shape: Shape, adapter: LayerAdapter
+    ) -> ShapeTensor:
+        """Record y + s·B·A·dropout(x). `shape`: that of the base weight, with a leading dimension for experts."""
+        assert self.execution.base is not None
+        *leading, d_out, d_in = shape
+        itemsize = self.execution.base.adapter_itemsize
+        if adapter.dropout:
+            mask_itemsize = 1 if self.execution.device == "cuda" else x.itemsize
+            x = self.record_op([x], extra_saved_bytes=x.numel * mask_itemsize)
+        x = self.cast(x, self.execution.compute_itemsize if self.execution.autocast else itemsize)
+        factors = {"lora_a": (*leading, adapter.rank, d_in), "lora_b": (*leading, d_out, adapter.rank)}
+        for name, factor_shape in factors.items():
+            weight = Weight((*key, name), factor_shape, in_matmul=True, itemsize=itemsize)
+            saved: list[ShapeTensor | Storage] = [] if x.is_recomputed else [x]
+            if self.execution.autocast and self.execution.compute_itemsize != itemsize:
+                copy = self.autocast_copy(weight) if not leading else self.uncached_copy(weight)
+                is_column = name == "lora_b" and self.execution.recomputes_pointwise  # stored with the base weight
+                saved += [copy] if x.node is not None and not is_column else []
+            if leading:
+                saved.append(self.empty((leading[0],), 8))
+            flops = 2 * x.numel * factor_shape[-2]
+            backward_flops = flops * (1 + (x.node is not None))
+            x = self.record_op(
+                [x],
+                shape=(*x.shape[:-1], factor_shape[-2]),
+                saved=saved,
+                weights=[weight],
+                matmuls=[("adapters", flops, flops)],
+                backward_matmuls=[("adapters", backward_flops, backward_flops)],
+            )
+        delta = self.cast(self.record_op([x]), y.itemsize)
+        del x
+        return self.record_op([y, delta], passes_grad_through=True)
+
+    def uncached_copy(self, weight: Weight) -> Storage:
+        """Copy of a weight in the compute dtype that autocast does not cache: of experts, or of a transposed matrix."""
+        return Storage(self.memory_tracker, weight.numel * self.execution.compute_itemsize, AUTOCAST_COPIES)
+
+    def is_trained(self, weight: Weight) -> bool:
+        """Whether a weight has a gradient: all weights, or only those of adapters if the base is frozen."""
+        return self.execution.base is None or weight.key[-1] in ADAPTER_WEIGHTS
+
+    def allocate_briefly(self, nbytes: int, component: str) -> None:
+        """Allocate memory that is freed again before the next operation."""
+        Storage(self.memory_tracker, nbytes, component)
 
     def autocast_copy(self, weight: Weight) -> Storage:
         """Return autocast's copy of a weight: one copy per forward pass, or one per use with tensor parallelism."""
@@ -232,10 +344,12 @@ class Tape:
         input_node = GradNode(x.nbytes, [x], passes_grad_through=True)
         input_node.saved_storages.append(x.storage)
         self.nodes.append(input_node)
-        block_input = ShapeTensor(x.shape, x.itemsize, x.storage, input_node)
+        block_input = ShapeTensor(x.shape, x.itemsize, x.storage, None if x.node is None else input_node)
         self.checkpoint_frame = CheckpointFrame(lambda: block(block_input))
         out = block(block_input)
         self.checkpoint_frame = None
+        if out.node is None:  # nothing in the block is trained, so it is not checkpointed
+            self.nodes.remove(input_node)
         return out
 
     def _recompute(self, frame: CheckpointFrame) -> None:
@@ -277,6 +391,7 @@ class Tape:
         node.grad = None
         if node.all_reduce_bytes:
             self.counter.add_collective("all-reduce", node.all_reduce_bytes)
+        workspace = Storage(self.memory_tracker, node.backward_workspace, "dequantized weights")
         for weight in node.weights:
             self._accumulate_weight_grad(weight)
         for input_node, nbytes in node.inputs:
@@ -286,6 +401,7 @@ class Tape:
                 accumulate_grad(input_node, grad)
             else:
                 accumulate_grad(input_node, Storage(self.memory_tracker, nbytes, TEMPORARY_GRADS))
+        del workspace
         node.saved_storages.clear()
 
     def _accumulate_weight_grad(self, weight: Weight) -> None:
@@ -293,17 +409,19 @@ class Tape:
 
         If the weight is used twice, allocate the second gradient too and, without autocast, the sum."""
         execution, component = self.execution, TEMPORARY_GRADS
+        itemsize = weight.itemsize or execution.weight_itemsize
+        compute_itemsize = execution.compute_itemsize if execution.autocast else itemsize
         fp32_grad = compute_grad = None
         if weight.has_fp32_grad:
-            fp32_grad = Storage(self.memory_tracker, weight.numel * max(4, execution.weight_itemsize), component)
+            fp32_grad = Storage(self.memory_tracker, weight.numel * max(4, itemsize), component)
         if weight.in_matmul:
-            compute_grad = Storage(self.memory_tracker, weight.numel * execution.compute_itemsize, component)
-        grad = fp32_grad if execution.weight_itemsize >= 4 and fp32_grad is not None else compute_grad
-        if grad is None or (grad is compute_grad and execution.compute_itemsize != execution.weight_itemsize):
-            grad = Storage(self.memory_tracker, weight.numel * execution.weight_itemsize, component)
+            compute_grad = Storage(self.memory_tracker, weight.numel * compute_itemsize, component)
+        grad = fp32_grad if itemsize >= 4 and fp32_grad is not None else compute_grad
+        if grad is None or (grad is compute_grad and compute_itemsize != itemsize):
+            grad = Storage(self.memory_tracker, weight.numel * itemsize, component)
         grads = self.weight_grads if self.fsdp is None else self.fsdp.unsharded_grads
         if weight.key in grads and not execution.autocast:
-            grad = Storage(self.memory_tracker, weight.numel * execution.weight_itemsize, component)
+            grad = Storage(self.memory_tracker, weight.numel * itemsize, component)
         if self.fsdp is None:
             self.weight_grads[weight.key] = grad.reassign("gradients")
         else:

@@ -54,6 +54,8 @@ class GradNode:
     grad: Storage | None = None
     all_reduce_bytes: int = 0
     """Number of bytes of the gradient, if tensor parallelism all-reduces the gradient at this node; else 0."""
+    backward_workspace: int = 0
+    """Number of bytes that the backward pass of this node allocates temporarily, in addition to gradients."""
     hook: Callable[[], None] | None = None
     """Called when the backward pass reaches this node."""
 
@@ -69,6 +71,8 @@ class ShapeTensor:
     itemsize: int
     storage: Storage
     node: GradNode | None
+    is_recomputed: bool = False
+    """Whether the backward pass recomputes the tensor from others, so that saving it takes no memory."""
 
     @property
     def numel(self) -> int:
@@ -79,7 +83,11 @@ class ShapeTensor:
         return self.numel * self.itemsize
 
     def view(self, *shape: int) -> "ShapeTensor":
-        return ShapeTensor(shape, self.itemsize, self.storage, self.node)
+        return ShapeTensor(shape, self.itemsize, self.storage, self.node, self.is_recomputed)
+
+    def with_node(self, node: GradNode | None) -> "ShapeTensor":
+        """This tensor with the gradient node of another one."""
+        return ShapeTensor(self.shape, self.itemsize, self.storage, node)
 
 
 @dataclass(frozen=True)
@@ -94,6 +102,8 @@ class Weight:
     """(top_k, experts) for the weights of routed experts."""
     has_fp32_grad: bool = False
     """Whether the gradient is accumulated in fp32."""
+    itemsize: int = 0
+    """Bytes per element, if not those of the other weights (adapters are in fp32 on a bf16 base); else 0."""
 
     @property
     def numel(self) -> int:
@@ -125,3 +135,8 @@ def accumulate_grad(node: GradNode, grad: Storage) -> None:
         node.grad = grad
     elif node.grad.is_aliased:
         node.grad = Storage(node.grad.tracker, node.grad.nbytes, TEMPORARY_GRADS)
+
+
+def saved_by_product(a: ShapeTensor, b: ShapeTensor) -> list[ShapeTensor]:
+    """Tensors that a product of a and b saves: each one, if the other one needs a gradient."""
+    return [x for x, other in ((a, b), (b, a)) if other.node is not None]

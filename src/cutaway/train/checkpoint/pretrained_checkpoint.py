@@ -10,11 +10,14 @@ import torch
 
 from cutaway.config import Config, to_dict
 from cutaway.config import config as read_config
+from cutaway.config.head import TaskHead
 from cutaway.config.presets import presets
 from cutaway.errors import ConfigError, CutawayError, InputError
 from cutaway.families.checkpoint import Checkpoint
-from cutaway.families.load import load
+from cutaway.families.load import load, load_config
 from cutaway.families.registry import find_family
+from cutaway.families.replace_head import replace_head
+from cutaway.families.save import merge_adapters
 from cutaway.generate.generation_config import read_generation_config
 from cutaway.model import Transformer
 from cutaway.tokenizer import Tokenizer
@@ -79,13 +82,28 @@ class BaseCheckpointInfo:
         return token_id
 
 
+def load_base_config(source: ModelSource) -> Config | None:
+    """Config of the checkpoint that is fine-tuned, without its weights. None if the run trains from scratch."""
+    if not isinstance(source, PretrainedModelConfig):
+        return None
+    _check_base_source(source)
+    return load_config(source.checkpoint)
+
+
 def load_base_checkpoint(source: ModelSource, precision: Precision = "fp32") -> Checkpoint | None:
     """Load the checkpoint that is fine-tuned. None if the run trains from scratch.
 
-    The weights are in fp32, because they are trained. If an adapter is trained, they are in the training precision.
+    The weights are in fp32, because they are trained. If an adapter is trained, they are in the training precision. If
+    the checkpoint is an adapter, it is merged with its own base.
     """
     if not isinstance(source, PretrainedModelConfig):
         return None
+    _check_base_source(source)
+    dtype = BASE_DTYPES[precision] if source.adapter is not None else torch.float32
+    return merge_adapters(load(source.checkpoint, dtype=dtype))
+
+
+def _check_base_source(source: PretrainedModelConfig) -> None:
     if not source.checkpoint:
         raise InputError(
             "model.checkpoint is empty, because the recipe fine-tunes a checkpoint of your choice; pass it with --base:"
@@ -97,16 +115,21 @@ def load_base_checkpoint(source: ModelSource, precision: Precision = "fp32") -> 
             f" model directory, a .gguf file, a Hub id ('owner/{source.checkpoint}') or a model of the package, such as"
             f" tiny-english; to train the preset from scratch, set model = '{source.checkpoint}'"
         )
-    dtype = BASE_DTYPES[precision] if source.adapter is not None else torch.float32
-    return load(source.checkpoint, dtype=dtype)
 
 
 def reload_base_checkpoint(
-    source: ModelSource, base_info: BaseCheckpointInfo, precision: Precision = "fp32"
+    source: ModelSource, base_info: BaseCheckpointInfo, precision: Precision = "fp32", *, seed: int = 0
 ) -> Checkpoint | None:
-    """Load the base checkpoint of a resumed run. None if it is missing or has changed."""
+    """Load the base checkpoint of a resumed run. None if it is missing or has changed.
+
+    `seed` is that of the run, with which the head of a task was initialized.
+    """
     try:
         base_checkpoint = load_base_checkpoint(source, precision)
+        if base_checkpoint is not None and base_info.config is not None:
+            head = read_config(base_info.config).head
+            if isinstance(head, TaskHead) and head != base_checkpoint.config.head:
+                base_checkpoint = replace_head(base_checkpoint, head, seed=seed)
     except CutawayError:
         return None
     if base_checkpoint is None or to_dict(base_checkpoint.config) != base_info.config:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from cutaway.errors import InputError
 from cutaway.families.checkpoint import Checkpoint
+from cutaway.families.load import GENERATION_CONFIG_NAME
 from cutaway.families.peft_format import save_adapter
 from cutaway.model import Transformer
 from cutaway.tokenizer import Tokenizer, load_tokenizer
@@ -108,6 +109,9 @@ class RunDirectory:
         base = Path(source.checkpoint).expanduser()
         with temporary_directory(self.model_directory) as temporary:
             save_adapter(checkpoint, temporary, base=base.resolve() if base.exists() else source.checkpoint)
+            if checkpoint.generation_config:
+                text = json.dumps(checkpoint.generation_config, indent=2) + "\n"
+                (temporary / GENERATION_CONFIG_NAME).write_text(text, encoding="utf-8")
             self.tokenizer.save(temporary)
             replaced = rename_into_place(temporary, self.model_directory)
         if replaced is not None:

@@ -111,7 +111,7 @@ def load_newest_model(run: RunDirectory, *, device: str | None = None) -> tuple[
             return _build_checkpoint(run, weights, device), saved.step
     if run.base_info.config is None:
         return _build_checkpoint(run, None, device), 0
-    base_checkpoint = reload_base_checkpoint(run.recipe.model, run.base_info)
+    base_checkpoint = reload_base_checkpoint(run.recipe.model, run.base_info, seed=run.recipe.training.seed)
     if base_checkpoint is None:
         raise InputError(
             f"'{run.directory}' has no checkpoint yet, and the base checkpoint it fine-tunes is missing or has changed;"
@@ -143,7 +143,8 @@ def _build_adapter_checkpoint(
     run: RunDirectory, source: PretrainedModelConfig, weights: dict[str, Tensor] | None, device: str | None
 ) -> Checkpoint:
     """The base model with the adapter of the run. `weights` are those of the adapter, or of the base (at step 0)."""
-    base_checkpoint = reload_base_checkpoint(source, run.base_info, run.recipe.training.precision)
+    training = run.recipe.training
+    base_checkpoint = reload_base_checkpoint(source, run.base_info, training.precision, seed=training.seed)
     if base_checkpoint is None or source.adapter is None:
         raise InputError(
             f"the base checkpoint '{source.checkpoint}' of '{run.directory}' is missing or has changed, and a run with"

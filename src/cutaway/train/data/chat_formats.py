@@ -66,13 +66,13 @@ def parse_record(record: Record) -> Conversation | PlainText:
 
 
 def _parse_messages(fields: Fields) -> Conversation:
-    return _build_conversation(_read_list(fields, "messages"), fields)
+    return build_conversation(_read_list(fields, "messages"), fields)
 
 
 def _parse_sharegpt(fields: Fields) -> Conversation:
     items = _read_list(fields, "conversations")
     if items and all(isinstance(item, Mapping) and "role" in item for item in items):
-        return _build_conversation(items, fields)
+        return build_conversation(items, fields)
     messages: list[object] = []
     for index, item in enumerate(items):
         if not isinstance(item, Mapping) or not isinstance(item.get("from"), str) or "value" not in item:
@@ -86,7 +86,7 @@ def _parse_sharegpt(fields: Fields) -> Conversation:
         if source == "function_call":
             message = {"role": "assistant", "content": "", "tool_calls": _read_function_calls(item["value"], index)}
         messages.append(message | {key: item[key] for key in ("weight",) if key in item})
-    return _build_conversation(messages, fields)
+    return build_conversation(messages, fields)
 
 
 def _parse_alpaca(fields: Fields) -> Conversation:
@@ -101,7 +101,7 @@ def _parse_alpaca(fields: Fields) -> Conversation:
             raise InvalidRecordError("invalid Alpaca record", "history must be a list of pairs of user and assistant")
         messages += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
     messages += [{"role": "user", "content": user}, {"role": "assistant", "content": output}]
-    return _build_conversation(messages, fields)
+    return build_conversation(messages, fields)
 
 
 def _parse_prompt(fields: Fields) -> Conversation | PlainText:
@@ -114,7 +114,7 @@ def _parse_prompt(fields: Fields) -> Conversation | PlainText:
             raise InvalidRecordError("empty text", "the completion is empty")
         return PlainText(prompt, completion)
     before, after = (_read_list(fields, key) for key in ("prompt", "completion"))
-    conversation = _build_conversation([*before, *after], fields)
+    conversation = build_conversation([*before, *after], fields)
     offset = len(conversation.messages) - len(after)
     train_on = [flag and index >= offset for index, flag in enumerate(conversation.train_on)]
     return Conversation(conversation.messages, conversation.tools, train_on)
@@ -136,7 +136,7 @@ _PARSERS: dict[str, Callable[[Fields], Conversation | PlainText]] = {
 }
 
 
-def _build_conversation(items: Sequence[object], fields: Fields) -> Conversation:
+def build_conversation(items: Sequence[object], fields: Fields) -> Conversation:
     """Validate messages, and add a system message from the key `system`."""
     messages, train_on = [], []
     if "system" in fields and (system := _read_text(fields, "system")):

@@ -51,24 +51,33 @@ def summarize_rows(
         "num_too_long": summary.num_too_long,
         "num_sequences": num_sequences,
     }
-    if summary.default_template is not None:
-        log(
-            f"the model has no chat template; using '{summary.default_template}', which is saved with the model"
-            " (data.chat_template)"
-        )
+    log_default_template(summary, log)
     log(
         f"data: {len(rows):,} training records, {num_tokens:,} tokens, of which {num_targets:,}"
         f" ({num_targets / num_tokens:.0%}) are targets; {num_sequences:,} sequences per epoch; longest record"
         f" {summary.longest:,} tokens"
     )
+    log_truncation(summary, log, what="records")
+    examples = [{"segments": target_segments(row, tokenizer)} for row in rows[:NUM_EXAMPLES]]
+    return {"statistics": statistics, "examples": examples}
+
+
+def log_default_template(summary: ChatSummary, log: Callable[[str], None]) -> None:
+    """Log which shipped chat template is used, if the tokenizer has none."""
+    if summary.default_template is not None:
+        log(
+            f"the model has no chat template; using '{summary.default_template}', which is saved with the model"
+            " (data.chat_template)"
+        )
+
+
+def log_truncation(summary: ChatSummary, log: Callable[[str], None], *, what: str) -> None:
+    """Log how many records are too long, and what is done with them. `what`: 'records', or parts of records."""
     if summary.num_too_long:
         action = "left out" if summary.truncation == "drop" else "truncated on the right"
         log(
-            f"{summary.num_too_long:,} records have more than data.seq_len + 1 = {summary.max_tokens:,} tokens:"
-            f" {action}"
+            f"{summary.num_too_long:,} {what} have more than data.seq_len + 1 = {summary.max_tokens:,} tokens: {action}"
         )
-    examples = [{"segments": target_segments(row, tokenizer)} for row in rows[:NUM_EXAMPLES]]
-    return {"statistics": statistics, "examples": examples}
 
 
 def target_segments(row: Row, tokenizer: Tokenizer) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from cutaway.train.data.datasets import Row
-from cutaway.train.data.records import RecordDataset, RecordSplits
+from cutaway.train.data.records import Record, RecordDataset, RecordSplits
 from cutaway.train.logging.metrics_log import Metrics
 
 
@@ -16,6 +16,10 @@ class RecordEncoder(ABC):
     def end_token_ids(self) -> frozenset[int]:
         """Tokens that end a turn of the assistant in the records, at which generation should stop."""
         return frozenset()
+
+    def expand(self, records: list[Record]) -> list[Record]:
+        """Records of a split to encode, if they differ from those of the files."""
+        return records
 
     @abstractmethod
     def encode(self, record: Any) -> Row:

@@ -34,6 +34,8 @@ class Record:
     fields: dict[str, Any]
     location: str
     """'FILE line NUMBER'."""
+    source: SourceConfig | None = None
+    """Source of the record, which may name its columns."""
 
     @property
     def digest(self) -> bytes:
@@ -66,7 +68,7 @@ def read_records(source: SourceConfig, skipped: SkippedDocuments) -> Iterator[Re
         try:
             for location, row in _READERS[path.suffix](path, skipped):
                 if isinstance(row, dict):
-                    yield Record(row, location)
+                    yield Record(row, location, source)
                 else:
                     skipped.add("not an object", f"{location} is a {type(row).__name__}")
         except (OSError, ValueError, csv.Error) as error:
@@ -142,6 +144,8 @@ class RecordDataset(PositionalDataset[BatchT]):
         self.rows, self.seed, self.shuffle = rows, seed, shuffle
         self.num_sequences, self.num_skipped = len(rows), 0
         self.batch_format = type(self)
+        self.max_len = max(len(values) for row in rows for values in row)
+        """Largest number of tokens in a row."""
 
     def get_rows(self, positions: Sequence[int]) -> list[Row]:
         checked = np.array(positions, np.int64)

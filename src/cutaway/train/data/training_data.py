@@ -56,6 +56,12 @@ class TrainingData:
         num_sequences: int | None = getattr(self.train, "num_sequences", None)
         return num_sequences
 
+    @property
+    def max_len(self) -> int | None:
+        """Largest number of tokens of a training record. None if the data are documents."""
+        max_len: int | None = getattr(self.train, "max_len", None)
+        return max_len
+
 
 def load_training_data(
     data: DataConfig,
@@ -65,10 +71,14 @@ def load_training_data(
     config: Config,
     seed: int,
     log: Callable[[str], None],
+    batch_size: int | None = None,
 ) -> TrainingData:
-    """Tokenize the sources, unless their tokens are in the cache, and open them as datasets. Log skipped documents."""
+    """Tokenize the sources, unless their tokens are in the cache, and open them as datasets. Log skipped documents.
+
+    `batch_size`: number of sequences of a training step, for objectives whose rows depend on it.
+    """
     if uses_records(objective):
-        records = load_record_datasets(data, objective, tokenizer, base_info, config, seed, log)
+        records = load_record_datasets(data, objective, tokenizer, base_info, config, seed, log, batch_size)
         return TrainingData(
             records.train,
             records.validation,

@@ -1,9 +1,12 @@
 """LoRA layers with the same input as one operation, whose low-rank terms are columns of the wide matrix products.
 
-    y_i = W_i·x + s_i·B_i·A_i·x = [W_i | 0 s_i·B_i 0]·[x; A_1·x; A_2·x …]
+    y_i = W_i·x + s_i·B_i·A_i·x = [W_i | 0 B_i 0]·[x; s_1·A_1·x; s_2·A_2·x …]
 
-The frozen weight and s·B are stored in one matrix, so that a layer takes one wide product, and no product with B and
-no addition of its own. In the backward pass, the product of the gradient with this matrix contains the gradient of A·x.
+The frozen weight and B are stored in one matrix, so that a layer takes one wide product, and no product with B and no
+addition of its own. In the backward pass, the product of the gradient with this matrix contains the gradient of s·A·x.
+
+The backward pass needs x, which compiled steps recompute, and A·x. Without the factor s in [x; s·A·x], a compiled
+product would write A·x to its columns of this matrix, and the stored view A·x would keep the whole matrix in memory.
 """
 
 import functools
@@ -16,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from cutaway.model.lora import LoRALinear
 
 RANK_MULTIPLE = 16
-"""The number of columns of s·B is padded to a multiple, so that rows of the stored matrix stay aligned."""
+"""The number of columns of B is padded to a multiple, so that rows of the stored matrix stay aligned."""
 
 
 def can_fuse_lora(*layers: nn.Module) -> bool:
@@ -43,9 +46,9 @@ class FusedLoRALinear:
         num_columns = self.in_features + -(-sum(self.ranks) // RANK_MULTIPLE) * RANK_MULTIPLE
         groups = [tuple(layers)] if concat else [(layer,) for layer in layers]
         self.matrices: list[Tensor] = []
-        """[W | s·B] of each product."""
+        """[W | B] of each product."""
         self.lora_b_columns: list[Tensor] = []
-        """Views of the columns of s·B, one per layer."""
+        """Views of the columns of B, one per layer."""
         column, ranks = self.in_features, iter(self.ranks)
         for group in groups:
             matrix = group[0].weight.new_zeros(sum(layer.out_features for layer in group), num_columns)
@@ -65,9 +68,9 @@ class FusedLoRALinear:
 
     @torch.no_grad()
     def update_matrices(self) -> None:
-        """Copy the current s·B into the stored matrices. This must be called after every optimizer step."""
+        """Copy the current B into the stored matrices. This must be called after every optimizer step."""
         for columns, adapter in zip(self.lora_b_columns, self.adapters, strict=True):
-            columns.copy_(adapter.lora_b * adapter.scaling)
+            columns.copy_(adapter.lora_b)
 
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
         """Output of each layer."""
@@ -87,7 +90,7 @@ class FusedLoRALinear:
 
 
 class _FusedLoRA(torch.autograd.Function):
-    """Products of [x | x·Aᵀ] with each matrix. The gradients of the B of a product with several layers are blocks."""
+    """Products of [x | s·x·Aᵀ] with each matrix. The gradients of the B of a product with several layers are blocks."""
 
     @staticmethod
     def forward(
@@ -101,28 +104,37 @@ class _FusedLoRA(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         padding = matrices[0].shape[1] - x.shape[1] - len(lora_a)
         low_rank = x @ lora_a.to(x.dtype).T  # (N, R)
-        parts = [x, low_rank, *([x.new_zeros(len(x), padding)] if padding else [])]
+        parts = [x, _scale(low_rank, ranks, scalings), *([x.new_zeros(len(x), padding)] if padding else [])]
         extended = torch.cat(parts, -1)  # (N, in + R)
-        ctx.save_for_backward(extended, lora_a, *lora_b)
+        ctx.save_for_backward(x, low_rank, lora_a, *lora_b)
         ctx.matrices, ctx.ranks, ctx.scalings = matrices, ranks, scalings
         return tuple(extended @ matrix.to(x.dtype).T for matrix in matrices)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        extended, lora_a, *lora_b = ctx.saved_tensors
+        x, low_rank, lora_a, *lora_b = ctx.saved_tensors
         num_inputs, rank = lora_a.shape[1], len(lora_a)
-        dtype = extended.dtype
+        dtype = x.dtype
         # (N, in + R) per product. Sums are additions instead of addmm, because they fuse with the next operations.
         parts = [grad @ matrix.to(dtype) for grad, matrix in zip(grads, ctx.matrices, strict=True)]
         grad_extended = functools.reduce(torch.add, parts)
-        grad_low_rank = grad_extended[:, num_inputs : num_inputs + rank]  # (N, R): gradient of A·x
+        # (N, R): gradient of A·x
+        grad_low_rank = _scale(grad_extended[:, num_inputs : num_inputs + rank], ctx.ranks, ctx.scalings)
         grad_x = grad_extended[:, :num_inputs] + grad_low_rank @ lora_a.to(dtype)
-        grad_a = (grad_low_rank.T @ extended[:, :num_inputs]).to(lora_a.dtype)
-        grads_b, column, row = [], num_inputs, 0
+        grad_a = (grad_low_rank.T @ x).to(lora_a.dtype)
+        grads_b, column, row = [], 0, 0
         for index, b in enumerate(lora_b):
             grad = grads[index] if len(grads) > 1 else grads[0][:, row : row + len(b)]
-            low_rank = extended[:, column : column + ctx.ranks[index]]
-            grads_b.append((grad.T @ low_rank).to(b.dtype) * ctx.scalings[index])
+            columns = low_rank[:, column : column + ctx.ranks[index]]
+            grads_b.append((grad.T @ columns).to(b.dtype) * ctx.scalings[index])
             column, row = column + ctx.ranks[index], row + len(b)
         return grad_x, grad_a, None, None, None, *grads_b
+
+
+def _scale(low_rank: Tensor, ranks: tuple[int, ...], scalings: list[float]) -> Tensor:
+    """Multiply the columns of each layer by its scaling."""
+    if len(set(scalings)) == 1:
+        return low_rank * scalings[0]
+    parts = low_rank.split(ranks, -1)
+    return torch.cat([part * scaling for part, scaling in zip(parts, scalings, strict=True)], -1)

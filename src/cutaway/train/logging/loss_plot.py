@@ -1,4 +1,4 @@
-"""Plot of training loss, validation loss and learning rate, from the metrics log of a run."""
+"""Plot of training and validation loss, or reward, and of the learning rate, from the metrics log of a run."""
 
 import os
 from collections.abc import Iterable, Sequence
@@ -21,16 +21,21 @@ SMOOTHING_SHARE = 0.1
 
 
 def plot_losses(rows: Iterable[Metrics], path: Path, title: str = "") -> Path:
-    """Plot training loss, validation loss and learning rate by step. An existing file is replaced atomically."""
+    """Plot training loss, validation loss and learning rate by step. An existing file is replaced atomically.
+
+    If the log has rewards, they are plotted instead of the loss, which is near 0 in reinforcement learning.
+    """
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
+    rows = list(rows)
+    quantity = "reward" if any("reward" in row for row in rows) else "loss"
     train_rows, eval_rows = [], []
     for row in rows:
-        if row.get("loss") is not None:
-            train_rows.append((row["step"], row["loss"], row["lr"]))
-        if row.get("eval_loss") is not None:
-            eval_rows.append((row["step"], row["eval_loss"]))
+        if row.get(quantity) is not None:
+            train_rows.append((row["step"], row[quantity], row["lr"]))
+        if row.get(f"eval_{quantity}") is not None:
+            eval_rows.append((row["step"], row[f"eval_{quantity}"]))
     with rc_context(MATPLOTLIB_STYLE):
         figure = Figure(figsize=(8, 4.2))  # fixed margins: a layout engine would be slow
         axes = figure.subplots(gridspec_kw={"left": 0.08, "right": 0.91, "top": 0.93, "bottom": 0.12})
@@ -49,7 +54,7 @@ def plot_losses(rows: Iterable[Metrics], path: Path, title: str = "") -> Path:
             color, last = LINE_COLORS[1], (eval_steps[-1], eval_losses[-1])
             axes.plot(eval_steps, eval_losses, "o-", color=color, markersize=3.5, linewidth=1, label="validation")
             axes.annotate(f" {last[1]:.3f}", last, color=color, va="center", annotation_clip=False)
-        _style_axes(axes, title)
+        _style_axes(axes, title, quantity)
         temporary = path.with_name(f".{os.getpid()}.{path.name}")
         try:
             figure.savefig(temporary, dpi=160, metadata={"Date": None} if path.suffix == ".svg" else None)
@@ -100,13 +105,15 @@ def _shade_lr(axes: "Axes", steps: Sequence[float], lr: Sequence[float]) -> None
     axes.patch.set_visible(False)
 
 
-def _style_axes(axes: "Axes", title: str) -> None:
-    """Set axes, title and legend. The loss axis is logarithmic, because ratios of losses matter."""
+def _style_axes(axes: "Axes", title: str, quantity: str) -> None:
+    """Set axes, title and legend. The axis of positive losses is logarithmic, because ratios of losses matter."""
     from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, NullLocator
 
-    axes.set_yscale("log")
+    is_logarithmic = quantity == "loss" and axes.dataLim.y0 > 0
+    if is_logarithmic:
+        axes.set_yscale("log")
     low, high = axes.get_ylim()
-    spans_decade = high > 10 * low
+    spans_decade = is_logarithmic and high > 10 * low
     locator = LogLocator(subs=(1, 2, 5)) if spans_decade else MaxNLocator(6)
     ticks = [tick for tick in locator.tick_values(low, high) if low <= tick <= high]
     axes.set_yticks(ticks, [f"{tick:,.4g}" for tick in ticks])
@@ -117,7 +124,7 @@ def _style_axes(axes: "Axes", title: str) -> None:
         axes.xaxis.set_minor_formatter(NullFormatter())
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
     axes.set_xlabel("step")
-    axes.set_ylabel("loss (nats per token)")
+    axes.set_ylabel("loss (nats per token)" if quantity == "loss" else "mean reward")
     axes.set_title(title, color=TEXT_COLOR)
     axes.grid(True, which="major", color="#E5E5E5", linewidth=0.6)
     axes.set_axisbelow(True)

@@ -24,6 +24,8 @@ SCALAR_TAGS = {
     "peak_memory_bytes": "perf/peak_memory_bytes",
 }
 """Tag in TensorBoard and Weights & Biases by metric key."""
+OBJECTIVE_METRICS = ("kl", "nll_loss", "log_odds_ratio", "log_odds_chosen")
+"""Metrics of objectives without a slash in their names."""
 
 
 def check_tensorboard_installed() -> None:
@@ -71,6 +73,10 @@ def iter_scalars(metrics: Metrics) -> Iterator[tuple[str, float]]:
     for key, name in SCALAR_TAGS.items():
         if metrics.get(key) is not None:
             yield name, metrics[key]
+    for key, value in metrics.items():  # metrics of an objective, e.g. rewards/margins and eval_rewards/margins
+        if "/" in key or key.removeprefix("eval_") in OBJECTIVE_METRICS:
+            split = "eval" if key.startswith("eval_") else "train"
+            yield f"{split}/{key.removeprefix('eval_')}", value
     for stat, by_layer in metrics.get("layer_stats", {}).items():
         if isinstance(by_layer, dict):
             for layer, value in by_layer.items():

@@ -3,6 +3,7 @@
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -11,7 +12,8 @@ from cutaway.errors import InputError
 from cutaway.size.estimate import size
 from cutaway.size.hardware import get_hardware
 from cutaway.size.measured_hardware import load_measured_hardware
-from cutaway.train.recipe.schema import MaskedLMConfig, Recipe, Seq2SeqConfig
+from cutaway.train.recipe.grpo import GRPOConfig
+from cutaway.train.recipe.schema import MaskedLMConfig, PretrainedModelConfig, Recipe, Seq2SeqConfig
 
 
 @dataclass(frozen=True)
@@ -38,13 +40,16 @@ class Throughput:
 
 
 def flops_per_step(recipe: Recipe, config: Config) -> float | None:
-    """Number of FLOPs of forward and backward pass of a step. None for seq2seq, because lengths vary.
+    """Number of FLOPs of forward and backward pass of a step. None for seq2seq and grpo, because lengths vary.
 
     Attention is counted for visible query-key pairs only. Recomputation by activation checkpointing is not counted.
     """
-    if isinstance(recipe.objective, Seq2SeqConfig):
+    if isinstance(recipe.objective, Seq2SeqConfig | GRPOConfig):
         return None
-    flops = dict(size(config, mode="train", context=recipe.data.seq_len).train_flops["none"].visible)
+    options: dict[str, Any] = {"mode": "train", "context": recipe.data.seq_len}
+    if isinstance(recipe.model, PretrainedModelConfig):  # frozen weights have no gradients
+        options["adapter"] = recipe.model.adapter
+    flops = dict(size(config, **options).train_flops["none"].visible)
     if isinstance(recipe.objective, MaskedLMConfig):  # logits are computed for masked tokens only
         flops["head"] = round(recipe.objective.mlm_probability * flops["head"])
     return float(recipe.training.batch_size * sum(flops.values()))

@@ -9,6 +9,8 @@ The gradient with respect to the logits is computed by this formula. Autograd co
 parameters and inputs, so the head can be any module.
 """
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -19,6 +21,13 @@ from torch.autograd.function import once_differentiable
 from cutaway.errors import InputError
 from cutaway.train.loss import linear_cross_entropy
 from cutaway.train.loss.cross_entropy import CrossEntropyOptions, cross_entropy_with_grad
+
+
+class MetricSum(NamedTuple):
+    """Sum of a metric over a micro-batch, and the sum of the weights by which its mean is computed."""
+
+    total: Float[Tensor, ""]
+    weight: Float[Tensor, ""]
 
 
 class LossSums(NamedTuple):
@@ -32,7 +41,11 @@ class LossSums(NamedTuple):
     weight: Float[Tensor, ""]
     """Sum of the weights."""
     cross_entropy: Float[Tensor, ""]
-    """Cross-entropy without label smoothing and z-loss, for reporting."""
+    """Cross-entropy without label smoothing and z-loss, for reporting. Objectives without cross-entropy report their
+    loss."""
+    metrics: Mapping[str, MetricSum] = MappingProxyType({})
+    """Other metrics of the objective, without gradient, by their names in the metrics of a step. An evaluation adds
+    'eval_' to the names. All micro-batches of a run have the same names."""
 
 
 class LossTargets(NamedTuple):

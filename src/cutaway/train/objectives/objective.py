@@ -1,6 +1,6 @@
 """Training objectives (causal LM, prefix LM, sequence to sequence): model inputs, targets and weights of a batch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -49,6 +49,23 @@ class Objective:
     def select_targets(self) -> LossTargets:
         """Targets of the loss: those whose weight is not 0."""
         return select_targets(self.targets.flatten(), self.weights.flatten())
+
+    @property
+    def num_targets(self) -> float:
+        """Number of target tokens, for the throughput."""
+        return float(self.weights.sum())
+
+    def batch_sums(self, module: Callable[["Objective"], LossSums]) -> dict[str, Tensor]:
+        """Sums over this micro-batch of values that the loss needs from the whole batch, by name.
+
+        They are summed over micro-batches and ranks and passed to `with_batch_sums` before the first loss of a step, so
+        that the loss does not depend on the number of micro-batches. `module` computes the loss of an objective.
+        """
+        return {}
+
+    def with_batch_sums(self, sums: Mapping[str, Tensor]) -> Self:
+        """Copy of the objective that knows the sums over the whole batch."""
+        return self
 
     def to(self, device: torch.device | str) -> Self:
         """Copy the objective to a device asynchronously. Only `weights` stay on the CPU, to sum them without a sync."""

@@ -11,6 +11,7 @@ from cutaway.errors import InputError
 from cutaway.model.moe import Router
 from cutaway.train.distributed.dtensor import as_dtensor_like, is_dtensor, local_shard, num_replicas, to_local
 from cutaway.train.distributed.process_group import SINGLE_PROCESS, DistributedContext
+from cutaway.train.optim.adamw_8bit import AdamW8bit, state_shapes
 from cutaway.train.optim.mixed_precision import disable_onednn_without_bf16
 from cutaway.train.recipe.schema import AdafactorConfig, AdamWConfig, MuonConfig, OptimizerConfig, SGDConfig
 
@@ -72,8 +73,8 @@ class OptimizersContainer:
     def step(self, lr_factor: float = 1.0, *, grad_divisor: Tensor | None = None, skip: Tensor | None = None) -> None:
         """Update the parameters with `lr_factor` times the learning rate and the gradient divided by `grad_divisor`.
 
-        If `skip` is true, the parameters stay unchanged. The fused AdamW kernel divides the gradient and skips the
-        update on the device, without synchronization.
+        If `skip` is true, the parameters stay unchanged. The fused AdamW kernel and AdamW8bit divide the gradient and
+        skip the update on the device, without synchronization.
         """
         for name, local in self.local_parameters.items():
             grad = self.parameters[name].grad
@@ -158,7 +159,7 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module) -> OptimizersCont
 
     | kind      | optimizer                                                                                           |
     |-----------|-----------------------------------------------------------------------------------------------------|
-    | adamw     | AdamW, with a fused kernel where the device has one                                                 |
+    | adamw     | AdamW, with a fused kernel where the device has one; AdamW8bit with state_dtype = 'int8'            |
     | muon      | Muon for the weight matrices inside layers, AdamW for the other parameters, with the same `lr`      |
     | adafactor | Adafactor: row and column averages of the second moment, no momentum; `lr` bounds the relative step |
     | sgd       | SGD with momentum                                                                                   |
@@ -171,6 +172,11 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module) -> OptimizersCont
         raise InputError(
             f"optimizer.kind = '{config.kind}' needs full matrices, but parallel.dp_shard or parallel.tp shards them;"
             " use adamw or sgd, or set both to 1"
+        )
+    if sharded and isinstance(config, AdamWConfig) and config.state_dtype == "int8":
+        raise InputError(
+            "optimizer.state_dtype = 'int8' quantizes blocks of full parameters, but parallel.dp_shard or parallel.tp"
+            " shards them; use 'fp32', or set both to 1"
         )
     parameters |= sharded
     if not parameters:
@@ -195,20 +201,26 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module) -> OptimizersCont
             optimizers.append(SGD(groups, lr=lr, momentum=config.momentum, fused=fused))
     if isinstance(config, AdamWConfig | MuonConfig) and parameters:
         groups = param_groups(parameters, weight_decay)
-        optimizers.append(AdamW(groups, lr=lr, betas=config.betas, eps=config.eps, fused=fused))
+        if isinstance(config, AdamWConfig) and config.state_dtype == "int8":
+            optimizers.append(AdamW8bit(groups, lr=lr, betas=config.betas, eps=config.eps))
+        else:
+            optimizers.append(AdamW(groups, lr=lr, betas=config.betas, eps=config.eps, fused=fused))
     return OptimizersContainer(model, optimizers, lr, sharded)
 
 
 def _can_skip_on_device(optimizer: Optimizer) -> bool:
-    """Whether the optimizer can skip a step on the device. Only fused AdamW can.
+    """Whether the optimizer can skip a step on the device. Only fused AdamW and AdamW8bit can.
 
     If fused SGD skipped its first step, its momentum buffers would stay uninitialized.
     """
-    return isinstance(optimizer, AdamW) and bool(optimizer.defaults["fused"])
+    return isinstance(optimizer, AdamW8bit) or (isinstance(optimizer, AdamW) and bool(optimizer.defaults["fused"]))
 
 
 def _fused_step(optimizer: Optimizer, grad_divisor: Tensor | None, skip: Tensor | None) -> None:
     """Run an optimizer step, passing divisor and skip flag in the attributes that torch.amp.GradScaler sets."""
+    if isinstance(optimizer, AdamW8bit):
+        optimizer.step(grad_divisor=grad_divisor, skip=skip)
+        return
     untyped: Any = optimizer
     untyped.grad_scale = None if grad_divisor is None else grad_divisor.float()
     untyped.found_inf = None if skip is None else skip.float()
@@ -236,6 +248,8 @@ def total_grad_norm(model: nn.Module, dist_context: DistributedContext = SINGLE_
 def _state_shapes(optimizer: Optimizer, parameter: Tensor) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the state that an optimizer has for a parameter after its first step."""
     shape = tuple(parameter.shape)
+    if isinstance(optimizer, AdamW8bit):
+        return state_shapes(parameter)
     if isinstance(optimizer, AdamW):
         return {"step": (), "exp_avg": shape, "exp_avg_sq": shape}
     if isinstance(optimizer, Adafactor):

@@ -51,12 +51,12 @@ def _list_index(items: Sequence[object], key: str, override: str) -> int:
     return int(key)
 
 
-def _override_sources(data: Table, texts: Sequence[str | Path], text_column: str | None) -> None:
+def _override_sources(data: Table, texts: Sequence[str | Path], given_columns: Mapping[str, str | None]) -> None:
     """Replace data.sources by the files or directories `texts`, in place. They have the columns of the first source."""
     data_section = data.setdefault("data", {})
     [first, *_] = data_section.get("sources") or [{}]
     columns = {key: first[key] for key in ("text_column", "target_column", "group_column") if key in first}
-    columns |= {} if text_column is None else {"text_column": text_column}
+    columns |= {key: column for key, column in given_columns.items() if column is not None}
     data_section["sources"] = [{"path": str(text), **columns} for text in texts]
 
 
@@ -73,12 +73,13 @@ def load_recipe(
     base: str | Path | None = None,
     *,
     text_column: str | None = None,
+    target_column: str | None = None,
 ) -> Recipe:
     """Load a recipe from a preset name, a dict, or a .toml or .json file.
 
     Each override is 'key=value' with a TOML value, e.g. 'training.max_steps=100'. `texts` are files or directories that
-    replace the data sources of the recipe, with `text_column` as the column of their texts. `base` is a checkpoint to
-    fine-tune, which replaces the recipe's model.
+    replace the data sources of the recipe, with `text_column` as the column of their texts and `target_column` as that
+    of their targets. `base` is a checkpoint to fine-tune, which replaces the recipe's model.
     """
     if isinstance(source, Recipe):
         data = source.model_dump(mode="json", exclude_none=True)
@@ -92,7 +93,7 @@ def load_recipe(
             raise ConfigError(describe_unknown_recipe(str(source)))
         data = read_shipped_recipe(str(source))
     if texts:
-        _override_sources(data, texts, text_column)
+        _override_sources(data, texts, {"text_column": text_column, "target_column": target_column})
     if base is not None:
         _override_base(data, base)
     for override in overrides:

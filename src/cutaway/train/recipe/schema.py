@@ -10,6 +10,15 @@ from cutaway.config import config as read_config
 from cutaway.config.lora import LoRA
 from cutaway.config.node import KIND_DISCRIMINATOR, ConfigNode, PositiveFloat, PositiveInt, Probability, default_kind
 from cutaway.errors import ConfigError
+from cutaway.train.recipe.grpo import GRPOConfig
+from cutaway.train.recipe.preference_objectives import DPOConfig, KTOConfig, ORPOConfig
+from cutaway.train.recipe.task_objectives import (
+    ClassificationConfig,
+    EmbeddingConfig,
+    MultipleChoiceConfig,
+    RewardConfig,
+    TokenClassificationConfig,
+)
 
 STDLIB_PATH = "python-stdlib"
 """Value of `data.sources[].path` for the source code of Python's standard library."""
@@ -49,7 +58,7 @@ class SourceConfig(ConfigNode):
     text_column: str = "text"
     """Column with the text, in JSON Lines, Parquet or TSV files."""
     target_column: str | None = None
-    """Column with the target, for the objectives seq2seq and prefix-lm."""
+    """Column with the target, for the objectives seq2seq and prefix-lm, or with the label of a task head."""
     group_column: str | None = None
     """Column with a group name. All documents of a group are in the same split, training or validation. Without this
     column, each document is assigned to a split on its own."""
@@ -158,7 +167,21 @@ class SFTConfig(LossTermsConfig):
 
 ObjectiveConfig = Annotated[
     Annotated[
-        CausalLMConfig | DistillationConfig | MaskedLMConfig | Seq2SeqConfig | PrefixLMConfig | SFTConfig,
+        CausalLMConfig
+        | DistillationConfig
+        | MaskedLMConfig
+        | Seq2SeqConfig
+        | PrefixLMConfig
+        | SFTConfig
+        | ClassificationConfig
+        | TokenClassificationConfig
+        | MultipleChoiceConfig
+        | EmbeddingConfig
+        | RewardConfig
+        | GRPOConfig
+        | DPOConfig
+        | KTOConfig
+        | ORPOConfig,
         KIND_DISCRIMINATOR,
     ],
     default_kind("causal-lm"),
@@ -173,6 +196,8 @@ class AdamWConfig(ConfigNode):
     betas: tuple[Probability, Probability] = (0.9, 0.95)
     eps: PositiveFloat = 1e-8
     weight_decay: NonNegativeFloat = 0.1
+    state_dtype: Literal["fp32", "int8"] = "fp32"
+    """Dtype of the two moments. 'int8': 8-bit codes with a scale per 256 values, which take a quarter of the memory."""
 
 
 class MuonConfig(ConfigNode):
@@ -222,7 +247,7 @@ class ScheduleConfig(ConfigNode):
     """For 'warmup-stable-decay': the fraction of all steps, at the end of the run, during which the factor decays."""
 
 
-Precision = Literal["fp32", "bf16", "fp16"]
+Precision = Literal["auto", "fp32", "bf16", "fp16"]
 Quantization = Literal["none", "nf4", "int8"]
 
 
@@ -241,7 +266,8 @@ class TrainingConfig(ConfigNode):
     grad_clip: PositiveFloat = 1.0
     """Maximum gradient norm. A gradient with a larger norm is scaled down to it."""
     precision: Precision = "fp32"
-    """Dtype of matrix products (autocast). Weights stay fp32. fp16 uses loss scaling and skips steps that overflow."""
+    """Dtype of matrix products (autocast). Weights stay fp32. fp16 uses loss scaling and skips steps that overflow.
+    'auto': bf16 on a GPU that computes in bf16, otherwise fp32."""
     ema_decay: Probability | None = None
     """Decay of an exponential moving average of the weights, which is evaluated and exported instead of the weights.
     None: no average."""

@@ -34,6 +34,7 @@ from cutaway.train.distributed.process_group import SINGLE_PROCESS, DistributedC
 from cutaway.train.loss.chunked_cross_entropy import LossTargets
 from cutaway.train.objectives.objective import Objective
 from cutaway.train.optim.optimizer import OptimizersContainer, build_optimizer
+from cutaway.train.recipe.load import load_recipe
 from cutaway.train.recipe.schema import BPETokenizerConfig, Recipe, Seq2SeqConfig, read_model_config
 from cutaway.train.trainer.bad_step_policy import BadStepPolicy
 from cutaway.train.trainer.memory_check import size_step
@@ -194,6 +195,8 @@ def dry_run(recipe: Recipe, world_size: int) -> DryRunReport:
     """Measure memory and collectives of rank 0 in a step on `world_size` ranks. Reads no data and writes no files."""
     if world_size < 1:
         raise InputError(f"world_size is {world_size}; it is the number of processes, so pass 1 or more")
+    if recipe.training.precision == "auto":  # the simulated devices are GPUs
+        recipe = load_recipe(recipe, ["training.precision=bf16"])
     config = read_model_config(recipe.model, _vocab_size(recipe))
     with _fake_process_group(world_size) as dist_context:
         dist_context.init_mesh(recipe.parallel, CPU_DEVICE)

@@ -1,4 +1,4 @@
-"""Evaluation metrics beyond the loss: masked-token accuracy, exact match of generated targets, a generated sample."""
+"""Evaluation metrics beyond the loss: accuracy of masked tokens or of a task head, exact match of targets, a sample."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,9 @@ from cutaway.train.data.training_data import TrainingData
 from cutaway.train.logging.metrics_log import Metrics
 from cutaway.train.objectives.objective import ObjectiveFn
 from cutaway.train.recipe.schema import MaskedLMConfig, PrefixLMConfig, Recipe, Seq2SeqConfig
+from cutaway.train.recipe.task_objectives import TaskObjectiveConfig
 from cutaway.train.trainer.general_loss import general_loss, has_general_loss, read_general_text
+from cutaway.train.trainer.task_metrics import task_metrics
 
 SAMPLE_TOKENS = 80
 """Maximum number of tokens of a generated sample."""
@@ -26,7 +28,7 @@ def needs_full_model(recipe: Recipe, config: Config) -> bool:
     """Whether evaluations need the gathered model: for accuracy, exact match, samples or the general loss."""
     return (
         bool(recipe.eval.sample_prompts)
-        or isinstance(recipe.objective, MaskedLMConfig | Seq2SeqConfig | PrefixLMConfig)
+        or isinstance(recipe.objective, MaskedLMConfig | Seq2SeqConfig | PrefixLMConfig | TaskObjectiveConfig)
         or has_general_loss(recipe, config)
     )
 
@@ -34,11 +36,13 @@ def needs_full_model(recipe: Recipe, config: Config) -> bool:
 def compute_eval_metrics(
     checkpoint: Checkpoint, data: TrainingData, objective_fn: ObjectiveFn, recipe: Recipe, *, seed: int
 ) -> Metrics:
-    """Masked-token accuracy or exact match, depending on the objective; general loss of a fine-tuning run; samples."""
+    """Accuracy, exact match or metrics of a task head, depending on the objective; general loss; samples."""
     metrics: Metrics = {}
     match recipe.objective:
         case MaskedLMConfig():
             metrics["accuracy"] = _masked_accuracy(checkpoint, data, objective_fn, recipe)
+        case TaskObjectiveConfig():
+            metrics = task_metrics(checkpoint.model, data, objective_fn, recipe)
         case Seq2SeqConfig() | PrefixLMConfig() if recipe.eval.num_exact_match:
             metrics = exact_match(checkpoint, data, recipe)
     if has_general_loss(recipe, checkpoint.config):

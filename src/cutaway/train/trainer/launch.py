@@ -1,36 +1,44 @@
 """Start-up of training, in this order: recipe → devices → model → data → parallelism → optimizer → Trainer."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
+from cutaway.device import free_memory
 from cutaway.errors import ConfigError, InputError
+from cutaway.families.checkpoint import Checkpoint
+from cutaway.families.peft_format import check_exportable
 from cutaway.train.checkpoint.checkpoint_manager import load_weights
 from cutaway.train.checkpoint.pretrained_checkpoint import (
     BaseCheckpointInfo,
     load_base_checkpoint,
+    load_base_config,
     reload_base_checkpoint,
     resolve_model_config,
 )
 from cutaway.train.checkpoint.run_directory import RUN_FILE, RunDirectory, check_new_directory
 from cutaway.train.data.record_data import RECORD_OBJECTIVES, uses_records
+from cutaway.train.data.task_data import add_task_head
 from cutaway.train.data.training_data import build_tokenizer, load_training_data
 from cutaway.train.distributed.parallelize import init_sharded_weights, parallelize_module
 from cutaway.train.distributed.process_group import SINGLE_PROCESS, DeviceLike, DistributedContext, init_distributed
 from cutaway.train.logging.callbacks import Callback
 from cutaway.train.logging.tensorboard import check_tensorboard_installed
 from cutaway.train.logging.wandb import check_wandb_installed
-from cutaway.train.objectives.build import build_objective_fn, check_objective
+from cutaway.train.objectives.build import build_objective_fn, check_grpo, check_objective, uses_reference_model
+from cutaway.train.objectives.reference_model import ReferenceModel
 from cutaway.train.optim.lr_scheduler import check_schedule
 from cutaway.train.optim.optimizer import build_optimizer
+from cutaway.train.recipe.grpo import GRPOConfig
 from cutaway.train.recipe.inputs import check_recipe_inputs
 from cutaway.train.recipe.load import RecipeSource, load_recipe
 from cutaway.train.recipe.schema import PretrainedModelConfig, Recipe
+from cutaway.train.recipe.task_objectives import TaskObjectiveConfig
 from cutaway.train.trainer.general_loss import has_general_loss, read_general_text
-from cutaway.train.trainer.memory_check import check_memory
+from cutaway.train.trainer.memory_check import check_memory, check_resident_memory
 from cutaway.train.trainer.preflight import run_preflight
-from cutaway.train.trainer.run_length import resolve_run_length
+from cutaway.train.trainer.resolve_recipe import resolve_precision, resolve_run_length
 from cutaway.train.trainer.trainer import Trainer
 from cutaway.train.trainer.training_module import TrainingModule, build_adapter_model, build_training_model
 
@@ -101,10 +109,16 @@ def prepare_trainer(
     # Devices and loggers of this rank
     device = dist_context.resolve_device(device)
     dist_context.init_mesh(recipe.parallel, device)
+    recipe = resolve_precision(recipe, device)
     is_sharded = dist_context.mesh is not None
     callback = callback if callback is not None and dist_context.is_main_process else Callback()
-    log = callback.on_message
-    has_adapter = _check_adapter(recipe, is_sharded=is_sharded)
+    log, free = callback.on_message, free_memory(device)
+    has_adapter, has_records = _check_adapter(recipe, is_sharded=is_sharded), uses_records(recipe.objective)
+    if uses_reference_model(recipe.objective) and not isinstance(recipe.model, PretrainedModelConfig):
+        raise InputError(
+            f"objective {recipe.objective.kind} compares the model with itself before training, so that it needs a"
+            " trained model; set model.checkpoint, or pass --base"
+        )
     if recipe.training.num_epochs is None:  # otherwise it is checked when the number of steps is known
         check_schedule(recipe.schedule, recipe.training.max_steps)
     if recipe.logging.tensorboard:
@@ -119,41 +133,67 @@ def prepare_trainer(
         if run_directory is None:
             check_recipe_inputs(recipe)
             check_new_directory(directory)
-            base_checkpoint = load_base_checkpoint(recipe.model, recipe.training.precision)
-            base_info = BaseCheckpointInfo.from_checkpoint(base_checkpoint, with_fingerprint=has_adapter)
+            base_config = load_base_config(recipe.model)
+            if base_config is not None:  # before the weights are loaded
+                if has_records:
+                    check_resident_memory(recipe, base_config, device, dist_context, free)
+                else:
+                    check_memory(recipe, base_config, device, dist_context, log, free)
+            base_checkpoint = load_model_to_train(recipe, log)
+            is_base_needed = has_adapter or uses_reference_model(recipe.objective)  # in a resumed run too
+            base_info = BaseCheckpointInfo.from_checkpoint(base_checkpoint, with_fingerprint=is_base_needed)
             tokenizer = build_tokenizer(recipe.data, recipe.objective, base_checkpoint)
         else:
             base_info, tokenizer = run_directory.base_info, run_directory.tokenizer
-            base_checkpoint = reload_base_checkpoint(recipe.model, base_info, recipe.training.precision)
+            base_checkpoint = reload_base_checkpoint(
+                recipe.model, base_info, recipe.training.precision, seed=recipe.training.seed
+            )
 
         # Model. A sharded model is built on the meta device, without values.
         config = resolve_model_config(recipe.model, tokenizer, base_info)
         check_objective(recipe.objective, config, recipe.training, recipe.parallel)
+        if isinstance(recipe.objective, GRPOConfig):
+            check_grpo(recipe, dist_context.dp_size)
         if has_general_loss(recipe, config):
             read_general_text(recipe.eval)  # an error now, not after the model is built
-        check_memory(recipe, config, device, dist_context, log)
+        if not has_records and (base_info.config is None or run_directory is not None):
+            check_memory(recipe, config, device, dist_context, log, free)
         if has_adapter:
             if base_checkpoint is None:
                 raise missing_base_error(directory)
             assert isinstance(recipe.model, PretrainedModelConfig)
+            assert recipe.model.adapter is not None
+            check_exportable(base_checkpoint, recipe.model.adapter)
             model = build_adapter_model(base_checkpoint, recipe.model, recipe.training, device)
         else:
             model = build_training_model(config, recipe.training, torch.device("meta") if is_sharded else device)
 
         # Data
         seed = recipe.training.seed
-        data = load_training_data(recipe.data, recipe.objective, tokenizer, base_info, config, seed, log)
+        data = load_training_data(
+            recipe.data, recipe.objective, tokenizer, base_info, config, seed, log, recipe.training.batch_size
+        )
         if data.summary is not None:
             callback.on_data(data.summary)
+        if has_records:  # the longest record may be much shorter than data.seq_len
+            max_len = None if isinstance(recipe.objective, GRPOConfig) else data.max_len
+            check_memory(recipe, config, device, dist_context, log, free, max_len=max_len)
         if run_directory is None:
             recipe = resolve_run_length(recipe, data, log)
             check_schedule(recipe.schedule, recipe.training.max_steps)
             base_info = base_info.with_eos_token_ids(tokenizer, data.end_token_ids)
-        objective_fn = build_objective_fn(recipe.objective, recipe.data, tokenizer, config.vocab_size, seed, device)
+        reference = None
+        if uses_reference_model(recipe.objective):
+            if base_checkpoint is None:
+                raise missing_base_error(directory)
+            base_model = None if has_adapter else base_checkpoint.model.to(device)
+            reference = ReferenceModel(base_model, recipe.training.precision)
+        objective_fn = build_objective_fn(recipe.objective, recipe.data, tokenizer, config, seed, device, reference)
 
         # Run directory
         if run_directory is None:
-            if recipe.training.preflight and not is_sharded:
+            is_task = isinstance(recipe.objective, TaskObjectiveConfig)  # the checks compare logits of tokens
+            if recipe.training.preflight and not is_sharded and not is_task:
                 run_preflight(model, seed, log)
             run_directory = RunDirectory.create(directory, recipe, tokenizer, data.fingerprint, base_info)
         run_directory.check_data(data.fingerprint)
@@ -169,12 +209,25 @@ def prepare_trainer(
 
     # Trainer, restored from the newest checkpoint if there is one
     trainer = Trainer(
-        run_directory, training_module, wrapped_module, optimizer, data, objective_fn, callback, dist_context
+        run_directory, training_module, wrapped_module, optimizer, data, objective_fn, callback, dist_context, reference
     )
     trainer.restore_checkpoint()
     if trainer.global_step == 0 and base_info.config is not None and base_checkpoint is None:
         raise missing_base_error(directory)
     return trainer
+
+
+def load_model_to_train(recipe: Recipe, log: Callable[[str], None]) -> Checkpoint | None:
+    """Load the checkpoint that is fine-tuned, with the head of the task. None if the run trains from scratch."""
+    checkpoint = load_base_checkpoint(recipe.model, recipe.training.precision)
+    if not isinstance(recipe.objective, TaskObjectiveConfig):
+        return checkpoint
+    if checkpoint is None:
+        raise InputError(
+            f"objective {recipe.objective.kind} fine-tunes a checkpoint, but model has none; pass one with --base, e.g."
+            " --base tiny-english-encoder"
+        )
+    return add_task_head(checkpoint, recipe.objective, recipe.data, recipe.training.seed, log)
 
 
 def missing_base_error(directory: Path) -> InputError:
@@ -208,13 +261,14 @@ def show_data(recipe: Recipe, callback: Callback) -> None:
             f"the data of objective {recipe.objective.kind} are texts, which have no examples to show; use an objective"
             f" that trains on records ({', '.join(sorted(RECORD_OBJECTIVES))})"
         )
-    base_checkpoint = load_base_checkpoint(recipe.model)
+    base_checkpoint = load_model_to_train(recipe, callback.on_message)
     base_info = BaseCheckpointInfo.from_checkpoint(base_checkpoint)
     tokenizer = build_tokenizer(recipe.data, recipe.objective, base_checkpoint)
     config = resolve_model_config(recipe.model, tokenizer, base_info)
     check_objective(recipe.objective, config, recipe.training, recipe.parallel)
     log, seed = callback.on_message, recipe.training.seed
-    data = load_training_data(recipe.data, recipe.objective, tokenizer, base_info, config, seed, log)
+    batch_size = recipe.training.batch_size
+    data = load_training_data(recipe.data, recipe.objective, tokenizer, base_info, config, seed, log, batch_size)
     if data.summary is not None:
         callback.on_data(data.summary)
     check_schedule(recipe.schedule, resolve_run_length(recipe, data, log).training.max_steps)

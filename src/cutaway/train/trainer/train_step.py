@@ -1,6 +1,8 @@
 """One training step, which depends only on the weights, the optimizer state and the step number."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +19,25 @@ from cutaway.train.optim.lr_scheduler import lr_factor
 from cutaway.train.optim.mixed_precision import GradScaler
 from cutaway.train.optim.optimizer import OptimizersContainer, total_grad_norm
 from cutaway.train.recipe.schema import Recipe
+from cutaway.train.rollouts.sampler import RolloutSampler
 from cutaway.train.seeds import derive_seed
 from cutaway.train.trainer.bad_step_policy import BadStepPolicy, TrainingError, is_out_of_memory, raise_on_out_of_memory
 from cutaway.train.trainer.layer_stats import UpdateStats
+from cutaway.train.trainer.metric_means import metric_means
 from cutaway.train.trainer.training_module import TrainingModule
+
+
+class StepSums(NamedTuple):
+    """Sums over the targets of a step."""
+
+    cross_entropy: Tensor
+    """Sum of the cross-entropy on this rank."""
+    weight: float
+    """Weight of all targets, on all ranks."""
+    num_targets: float
+    """Number of target tokens, on all ranks."""
+    objective_metrics: dict[str, Tensor]
+    """Means of the metrics of the objective, over all ranks."""
 
 
 @dataclass
@@ -38,6 +55,8 @@ class TrainStepRunner:
     wrapped_module: nn.Module | None = None
     """Module that a step calls, e.g. a DDP wrapper of `training_module`. None: `training_module` itself is called."""
     dist_context: DistributedContext = SINGLE_PROCESS
+    rollouts: RolloutSampler | None = None
+    """Samples the completions that a step trains on, for objective grpo."""
     update_stats: UpdateStats | None = field(default=None, init=False)
     """Update statistics of the last step. None if the last step did not record them."""
 
@@ -57,7 +76,7 @@ class TrainStepRunner:
         A step is forward pass, backward pass, gradient clipping and update; `step_policy` may skip the update. Metrics
         may be tensors that the device has not computed yet.
         """
-        cross_entropy, weight = self.forward_backward_with_oom_retry(step)
+        cross_entropy, weight, num_targets, objective_metrics = self.forward_backward_with_oom_retry(step)
         grad_norm, scale_metrics = total_grad_norm(self.training_module, self.dist_context), {}
         if self.grad_scaler is not None:
             scale_metrics["loss_scale"] = self.grad_scaler.scale.clone()
@@ -75,12 +94,14 @@ class TrainStepRunner:
             "loss": self.dist_context.sum_over_dp(cross_entropy) / weight,
             "grad_norm": grad_norm,
             "lr": factor * self.optimizer.lr,
-            "num_tokens": int(weight),
+            "num_tokens": int(num_targets),
             "verdict": verdict,
             **scale_metrics,
+            **objective_metrics,
+            **({} if self.rollouts is None else self.rollouts.step_metrics),
         }
 
-    def forward_backward_with_oom_retry(self, step: int) -> tuple[Tensor, float]:
+    def forward_backward_with_oom_retry(self, step: int) -> StepSums:
         """Run `forward_backward`. If a single process runs out of memory, retry with more and smaller micro-batches."""
         while True:
             try:
@@ -94,26 +115,22 @@ class TrainStepRunner:
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
 
-    def forward_backward(self, step: int) -> tuple[Tensor, float]:
-        """Compute the gradient of the mean loss over all targets of the batch, on all ranks.
-
-        Returns the sum of the cross-entropy on this rank, and the weight of all targets on all ranks.
-        """
-        batch_size = self.training.batch_size
-        first = step * batch_size
-        micro_batches = [
-            build_micro_batch(self.objective_fn, self.data.train, first + low, high - low)
-            for low, high in self.dist_context.micro_batch_ranges(batch_size, self.step_policy.grad_accum_steps)
-        ]
-        weight = self.dist_context.sum_over_dp(sum(float(each.weights.sum()) for each in micro_batches))
+    def forward_backward(self, step: int) -> StepSums:
+        """Compute the gradient of the mean loss over all targets of the batch, on all ranks."""
+        micro_batches = self.build_micro_batches(step)
+        counts = torch.tensor(
+            [[float(each.weights.sum()), each.num_targets] for each in micro_batches], dtype=torch.float64
+        )
+        weight, num_targets = self.dist_context.sum_over_dp(counts.sum(0)).tolist()
         if weight == 0:
             raise TrainingError(
                 f"the batch of step {step + 1} has no target tokens; lower data.validation_split, or use longer texts"
             )
         self.optimizer.zero_grad()
-        cross_entropy = torch.zeros((), dtype=torch.float64, device=self.training_module.model.device)
+        losses: list[LossSums] = []
         module = self.training_module if self.wrapped_module is None else self.wrapped_module
         with self.compiled_context():
+            micro_batches = share_batch_sums(micro_batches, self.training_module, self.dist_context)
             for index, micro_batch in enumerate(micro_batches):
                 # Seed of the dropout masks
                 torch.manual_seed(derive_seed(self.training.seed, step, index, self.dist_context.dp_rank))
@@ -122,8 +139,18 @@ class TrainStepRunner:
                     # DDP and FSDP average gradients over ranks. Multiplying by dp_size turns the average into the sum.
                     mean = loss.loss * (self.dist_context.dp_size / weight)
                     torch.autograd.backward(mean if self.grad_scaler is None else mean * self.grad_scaler.scale)
-                cross_entropy = cross_entropy + loss.cross_entropy.double()
-        return cross_entropy, weight
+                losses.append(loss._replace(loss=loss.loss.detach()))
+        cross_entropy = torch.stack([loss.cross_entropy.double() for loss in losses]).sum()
+        return StepSums(cross_entropy, weight, num_targets, metric_means(losses, self.dist_context))
+
+    def build_micro_batches(self, step: int) -> list[Objective]:
+        """Objectives of the micro-batches of this rank."""
+        batch_size = self.training.batch_size
+        ranges = self.dist_context.micro_batch_ranges(batch_size, self.step_policy.grad_accum_steps)
+        if self.rollouts is not None:
+            return list(self.rollouts.build_micro_batches(step, ranges))
+        first = step * batch_size
+        return [build_micro_batch(self.objective_fn, self.data.train, first + low, high - low) for low, high in ranges]
 
 
 def metrics_to_python(metrics: Metrics) -> Metrics:
@@ -140,3 +167,17 @@ def build_micro_batch(objective_fn: ObjectiveFn, dataset: Dataset, first: int, c
     if count:
         return objective
     return replace(objective, weights=torch.zeros_like(objective.weights), loss_targets=None)
+
+
+@torch.no_grad()
+def share_batch_sums(
+    micro_batches: Sequence[Objective], training_module: TrainingModule, dist_context: DistributedContext
+) -> list[Objective]:
+    """Pass the sums over the whole batch, on all ranks, to each micro-batch whose loss depends on them."""
+    sums = [each.batch_sums(training_module) for each in micro_batches]
+    names = list(sums[0])
+    if not names:
+        return list(micro_batches)
+    local = torch.stack([torch.stack([each[name].double() for name in names]) for each in sums]).sum(0)
+    totals = dict(zip(names, dist_context.sum_over_dp(local).unbind(), strict=True))
+    return [each.with_batch_sums(totals) for each in micro_batches]

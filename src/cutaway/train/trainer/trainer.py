@@ -38,16 +38,21 @@ from cutaway.train.distributed.process_group import DistributedContext
 from cutaway.train.logging.callbacks import Callback, RunLogger
 from cutaway.train.logging.metrics_log import Metrics, MetricsLog, NullMetricsLog
 from cutaway.train.logging.throughput import Throughput
+from cutaway.train.loss.chunked_cross_entropy import LossSums
 from cutaway.train.objectives.objective import ObjectiveFn
+from cutaway.train.objectives.reference_model import ReferenceModel
 from cutaway.train.optim.ema import WeightEMA
 from cutaway.train.optim.mixed_precision import GradScaler
 from cutaway.train.optim.optimizer import OptimizersContainer, trainable_parameters
+from cutaway.train.recipe.grpo import GRPOConfig
 from cutaway.train.recipe.schema import PretrainedModelConfig, Recipe
+from cutaway.train.rollouts.sampler import RolloutSampler
 from cutaway.train.trainer.bad_step_policy import BadStepPolicy
 from cutaway.train.trainer.early_stopping import EvalTracker
 from cutaway.train.trainer.eval_metrics import compute_eval_metrics, needs_full_model
 from cutaway.train.trainer.layer_stats import LayerStats, compute_layer_stats, layer_warnings
-from cutaway.train.trainer.train_step import TrainStepRunner, build_micro_batch, metrics_to_python
+from cutaway.train.trainer.metric_means import metric_means
+from cutaway.train.trainer.train_step import TrainStepRunner, build_micro_batch, metrics_to_python, share_batch_sums
 from cutaway.train.trainer.training_module import TrainingModule
 
 
@@ -84,6 +89,8 @@ class Trainer:
     objective_fn: ObjectiveFn
     callback: Callback
     dist_context: DistributedContext
+    reference: ReferenceModel | None = None
+    """Reference model of objective grpo, if objective.beta is not 0."""
 
     def __post_init__(self) -> None:
         self.recipe: Recipe = self.run_directory.recipe
@@ -111,6 +118,7 @@ class Trainer:
         self.ema = None
         if training.ema_decay is not None:
             self.ema = WeightEMA(self.model, training.ema_decay, training_module=self.training_module)
+        self.rollouts = self._build_rollouts()
         self.train_step_runner = TrainStepRunner(
             self.recipe,
             self.training_module,
@@ -121,9 +129,25 @@ class Trainer:
             self.grad_scaler,
             self.wrapped_module,
             self.dist_context,
+            self.rollouts,
         )
         self.throughput = Throughput.from_recipe(self.recipe, self.model.config, device, self.dist_context.world_size)
         self.run_logger: RunLogger
+
+    def _build_rollouts(self) -> RolloutSampler | None:
+        """Sampler of the completions that objective grpo trains on. None for other objectives."""
+        if not isinstance(self.recipe.objective, GRPOConfig):
+            return None
+        tokenizer, base_info = self.run_directory.tokenizer, self.run_directory.base_info
+        return RolloutSampler(
+            self.recipe,
+            self.model,
+            tokenizer,
+            base_info.eos_token_ids(tokenizer),
+            self.data,
+            self.reference,
+            self.dist_context,
+        )
 
     # State
 
@@ -136,13 +160,16 @@ class Trainer:
         """State dict of the weights that checkpoints store: those of the adapter if there is one, else all."""
         return adapter_state_dict(self.model) if self.model.adapters else dict(self.model.state_dict())
 
-    def stateful_components(self) -> dict[str, OptimizersContainer | BadStepPolicy | WeightEMA | GradScaler]:
-        """Components with a state dict other than the model, by name. EMA and loss scaling are optional."""
+    def stateful_components(
+        self,
+    ) -> dict[str, OptimizersContainer | BadStepPolicy | WeightEMA | GradScaler | RolloutSampler]:
+        """Components with a state dict other than the model, by name. Those after the first two are optional."""
         components = (
             ("optimizer", self.optimizer),
             ("step_policy", self.step_policy),
             ("ema", self.ema),
             ("grad_scaler", self.grad_scaler),
+            ("rollouts", self.rollouts if self.rollouts is not None and self.rollouts.has_state else None),
         )
         return {name: component for name, component in components if component is not None}
 
@@ -299,7 +326,7 @@ class Trainer:
         seconds, self.step_start_time = now - self.step_start_time, now
         self.step_policy.report_step(metrics, metrics.pop("verdict"))
         timing = {"step": metrics["step"], "seconds": seconds, "tokens_per_second": metrics["num_tokens"] / seconds}
-        timing |= self.throughput.measure(seconds)
+        timing |= self.throughput.measure(seconds) | metrics.pop("timing", {})
         self.metrics_log.append(metrics)
         self.timings_log.append(timing)
         self.run_logger.log(timing | metrics)
@@ -312,10 +339,10 @@ class Trainer:
         Returns whether the loss is the lowest so far.
         """
         self.model.eval()
-        loss = self.validation_loss()
+        validation = self.validate()
         layer_stats = self.compute_layer_stats()
-        is_best = self.eval_tracker.update(self.global_step, loss)
-        self._log_evaluation(loss)
+        is_best = self.eval_tracker.update(self.global_step, validation["eval_loss"])
+        self._log_evaluation(validation)
         if layer_stats is not None:
             layer_metrics = {"step": self.global_step, "layer_stats": layer_stats}
             self.metrics_log.append(layer_metrics)
@@ -328,25 +355,32 @@ class Trainer:
     def evaluate_base_model(self) -> None:
         """Evaluate a checkpoint before it is fine-tuned. Early stopping and the best checkpoint do not depend on it."""
         self.model.eval()
-        self._log_evaluation(self.validation_loss())
+        self._log_evaluation(self.validate())
 
     @torch.no_grad()
-    def validation_loss(self) -> float:
-        """Mean cross-entropy over the targets of `eval.num_sequences` sequences of the validation split."""
-        total = weight = 0.0
+    def validate(self) -> Metrics:
+        """Mean loss (cross-entropy over targets) and metrics on `eval.num_sequences` validation sequences."""
+        if self.rollouts is not None:
+            return self.rollouts.evaluate()
         count = min(self.recipe.eval.num_sequences, self.data.num_validation_sequences)
         # As large as the micro-batches of training, which fit in memory
         micro_batch_size = -(-self.recipe.training.batch_size // self.step_policy.grad_accum_steps)
-        for low, high in self.dist_context.micro_batch_ranges(count, max(1, count // micro_batch_size)):
-            micro_batch = build_micro_batch(self.objective_fn, self.data.validation, low, high - low)
-            total += float(self.training_module(micro_batch).cross_entropy)
-            weight += float(micro_batch.weights.sum())
-        return self.dist_context.sum_over_dp(total) / max(1.0, self.dist_context.sum_over_dp(weight))
+        micro_batches = [
+            build_micro_batch(self.objective_fn, self.data.validation, low, high - low)
+            for low, high in self.dist_context.micro_batch_ranges(count, max(1, count // micro_batch_size))
+        ]
+        micro_batches = share_batch_sums(micro_batches, self.training_module, self.dist_context)
+        losses: list[LossSums] = [self.training_module(micro_batch) for micro_batch in micro_batches]
+        total = self.dist_context.sum_over_dp(sum(float(loss.cross_entropy) for loss in losses))
+        weight = self.dist_context.sum_over_dp(sum(float(each.weights.sum()) for each in micro_batches))
+        means = metrics_to_python(metric_means(losses, self.dist_context))
+        return {"eval_loss": total / max(1.0, weight)} | {f"eval_{name}": value for name, value in means.items()}
 
     @torch.no_grad()
-    def _log_evaluation(self, loss: float) -> None:
+    def _log_evaluation(self, validation: Metrics) -> None:
         """Log the loss and the other metrics of an evaluation, and set the model back to training mode."""
-        metrics: Metrics = {"step": self.global_step, "eval_loss": loss}
+        loss = validation["eval_loss"]
+        metrics: Metrics = {"step": self.global_step} | validation
         if self.data.bytes_per_token is not None:
             metrics["bits_per_byte"] = bits_per_byte(loss, self.data.bytes_per_token)
         if needs_full_model(self.recipe, self.model.config):
@@ -391,6 +425,8 @@ class Trainer:
         load_weights(self.model, checkpoint.tensor_groups["model"])
         if self.ema is not None:
             self.ema.load_state_dict(checkpoint.tensor_groups["ema"])
+        loss = self.eval_tracker.best_eval_loss
+        self.callback.on_message(f"exporting the weights of step {step:,}, whose eval loss is the lowest: {loss:.3f}")
 
     def export_model(self) -> None:
         """Write the model to the run directory, in the Hugging Face format of its family.

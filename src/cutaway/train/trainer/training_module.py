@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from cutaway.argument_checks import VALUES_CHECKED
-from cutaway.config import Config
+from cutaway.config import Config, TaskHead
 from cutaway.errors import InputError
 from cutaway.families.checkpoint import Checkpoint
 from cutaway.model import Transformer, build
@@ -44,6 +44,8 @@ def build_adapter_model(
 ) -> Transformer:
     """Add a new adapter to the model of a base checkpoint, which is quantized first if the recipe says so.
 
+    The head of a task is trained fully, as PEFT's modules_to_save.
+
     The model is changed in place and moved to the device. With quantization, the layers are moved one at a time.
     """
     model = base_checkpoint.model
@@ -53,7 +55,11 @@ def build_adapter_model(
         quantize_linears(model, source.quantization, device=device)
     model = model.to(device)
     model.use_activation_checkpointing(training.activation_checkpointing)
-    return model.add_adapter(source.adapter, seed=training.seed)
+    model.add_adapter(source.adapter, seed=training.seed)
+    if isinstance(model.config.head, TaskHead):  # its weights are new, so a low-rank change is not enough
+        assert model.head is not None
+        model.head.requires_grad_(True)
+    return model
 
 
 class TrainingModule(nn.Module):
@@ -64,10 +70,11 @@ class TrainingModule(nn.Module):
     ) -> None:
         super().__init__()
         self.model, self.precision = model, precision
-        self.aux_loss_coef = objective.aux_loss_coef
+        self.aux_loss_coef: float = getattr(objective, "aux_loss_coef", 0.0)
         label_smoothing: float = getattr(objective, "label_smoothing", 0.0)
+        z_loss_coef: float = getattr(objective, "z_loss_coef", 0.0)  # task heads and GRPO have other losses
         # The buffers of the loss are reused from step to step.
-        self.loss_options = CrossEntropyOptions(label_smoothing, objective.z_loss_coef, LOSS_CHUNK_SIZE, buffers={})
+        self.loss_options = CrossEntropyOptions(label_smoothing, z_loss_coef, LOSS_CHUNK_SIZE, buffers={})
         if precision != "fp32":
             disable_onednn_without_bf16(model.device)
 

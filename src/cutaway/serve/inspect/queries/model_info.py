@@ -10,6 +10,7 @@ from cutaway.lens.analysis.attribution import check_attributable
 from cutaway.lens.analysis.inputs import AnalysisInputs
 from cutaway.lens.structural_edits import STRUCTURAL_OPS, structural_targets, supports_structural_edit
 from cutaway.model import EncoderOnly, Transformer
+from cutaway.model.adapters import describe_adapter
 from cutaway.model.stack import Stack
 from cutaway.pretrained import load_examples
 from cutaway.serve.inspect.model_input import MAX_TOKENS
@@ -26,6 +27,7 @@ class ModelInfo(Query):
         data = {
             "name": inspector.name,
             "generation": 0 if inspector.catalog is None else inspector.catalog.generation,
+            "adapter": describe_adapter(model),
             "form": config.form,
             "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
             "dtype": str(model.dtype).removeprefix("torch."),

@@ -1,11 +1,25 @@
-"""Number of steps of a run whose length is given in epochs, and warm-up as a fraction of it."""
+"""Values of a recipe that are known only when it starts: number of steps, warm-up steps and precision."""
 
 import math
 from collections.abc import Callable
 
+import torch
+
 from cutaway.errors import InputError
 from cutaway.train.data.training_data import TrainingData
 from cutaway.train.recipe.schema import Recipe
+
+
+def resolve_precision(recipe: Recipe, device: torch.device) -> Recipe:
+    """Replace training.precision = "auto" by bf16 on a GPU that computes in bf16, and otherwise by fp32.
+
+    The recipe of a run stores the result, so that a resumed run computes the same.
+    """
+    if recipe.training.precision != "auto":
+        return recipe
+    has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    training = recipe.training.model_copy(update={"precision": "bf16" if has_bf16 else "fp32"})
+    return recipe.model_copy(update={"training": training})
 
 
 def resolve_run_length(recipe: Recipe, data: TrainingData, log: Callable[[str], None]) -> Recipe:
@@ -21,7 +35,8 @@ def resolve_run_length(recipe: Recipe, data: TrainingData, log: Callable[[str], 
                 "training.num_epochs is set, but a mixture of sources with weights has no epochs; set"
                 " training.max_steps"
             )
-        max_steps = math.ceil(training.num_epochs * data.num_sequences / training.batch_size)
+        num_batches = math.ceil(training.num_epochs * data.num_sequences / training.batch_size)
+        max_steps = num_batches * getattr(recipe.objective, "num_iterations", 1)  # GRPO: steps per batch
         training = training.model_copy(update={"max_steps": max_steps})
         sequences = f"{data.num_sequences:,} sequences in batches of {training.batch_size:,}"
         epochs = "epoch" if training.num_epochs == 1 else "epochs"
