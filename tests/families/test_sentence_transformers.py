@@ -18,6 +18,7 @@ import cutaway as ct
 from cutaway import config as c
 from cutaway.errors import ConfigError
 from cutaway.families.config_tree import diff_configs
+from cutaway.families.load import load_config
 from cutaway.families.replace_head import replace_head
 
 TEXTS = ["The weather is lovely today.", "It's so sunny outside!", "He drove to the stadium."]
@@ -89,6 +90,7 @@ def test_embeddings_match_transformers_and_round_trip(
     checkpoint = ct.load(tmp_path / "model")
     head: Any = checkpoint.config.head
     assert (head.kind, head.normalize, head.max_length) == ("embedding", normalize, 30)
+    assert load_config(tmp_path / "model") == checkpoint.config
     mask = torch.arange(9)[None] < torch.tensor([[9], [4], [6]])
     tokens = torch.randint(5, peer.config.vocab_size, (3, 9), generator=torch.Generator().manual_seed(0))
     tokens = torch.where(mask, tokens, 0)

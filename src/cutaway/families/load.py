@@ -149,11 +149,14 @@ def load_config(source: str | Path) -> Config:
         path = path / "model"
     if (path / ADAPTER_CONFIG_NAME).is_file() and not (path / "config.json").exists():
         return load_config(_require_base(path))
-    if (path / NATIVE_CONFIG_NAME).exists() or not (path / "config.json").exists():
+    if (path / NATIVE_CONFIG_NAME).exists():
+        return read_config(path)
+    head, path, _ = read_modules(path) or (None, path, None)
+    if not (path / "config.json").exists():
         return read_config(path)
     hf_config = read_json_object(path / "config.json", ConfigError)
     unquantized = {key: value for key, value in hf_config.items() if key != "quantization_config"}
-    return resolve_config(resolve_family(hf_config), unquantized, open_safetensors(path))[0]
+    return resolve_config(resolve_family(hf_config), unquantized, open_safetensors(path), head)[0]
 
 
 def _require_base(path: Path) -> str:
