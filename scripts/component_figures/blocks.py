@@ -1,4 +1,4 @@
-"""Figures: embedding, FFN, MoE, norms, placement, residual stream, head, initialization, activation checkpointing."""
+"""Figures: embedding, FFN, MoE, norms, placement, residual stream, heads, initialization, activation checkpointing."""
 
 from typing import Any
 
@@ -23,6 +23,7 @@ from component_figures.figure_style import (
 from cutaway import config as c
 from cutaway.lens.analysis import gradient_by_depth, resid_norms, update_norm_ratios
 from cutaway.model.activations import ACTIVATIONS
+from cutaway.model.head import pool
 from cutaway.model.norms import build_norm
 
 PROMPT = "The cat sat on the"
@@ -200,6 +201,23 @@ def plot_head() -> Figure:
     return figure
 
 
+def plot_task_heads() -> Figure:
+    """Plot how much each token contributes to the pooled vector: the derivative with respect to its hidden state."""
+    mask = torch.ones(3, 8, dtype=torch.bool)
+    mask[1, 5:] = mask[2, :3] = False
+    figure, axes = make_figure(4, sharey=True, height=2.0)
+    for axis, pooling, color in zip(axes, ("first", "last", "mean", "max"), COLORS, strict=False):
+        x = torch.randn(3, 8, 64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        pool(x, mask, pooling).sum().backward()
+        assert x.grad is not None
+        share = x.grad.mean(-1)
+        draw_matrix(axis, torch.where(mask, share, torch.nan), color, vmin=0, vmax=1)
+        axis.set_title(pooling)
+        label_cells(axis, [str(i) for i in range(8)], ["no padding", "on the right", "on the left"])
+    figure.suptitle("share of each token in the pooled vector", fontsize=9.5)
+    return figure
+
+
 def plot_initialization() -> Figure:
     """Plot the standard deviation of the residual stream by depth in untrained models of 24 blocks."""
     figure, (axis,) = make_figure(height=3.0)
@@ -251,6 +269,7 @@ FIGURES: dict[str, FigureFn] = {
     "norm-placement": plot_norm_placement,
     "residual-stream": plot_residual_stream,
     "head": plot_head,
+    "task-heads": plot_task_heads,
     "initialization": plot_initialization,
     "activation-checkpointing": plot_activation_checkpointing,
 }

@@ -14,8 +14,8 @@ if TYPE_CHECKING:  # torch is imported when it is needed
 
 Results = dict[str, Any]
 MAX_CLASSES_SHOWN = 20
-TASKS = ("sequence-classification", "token-classification", "multiple-choice", "embedding", "none")
-"""Kinds of heads that are evaluated on labeled records. Without a head, embeddings are means of the hidden states."""
+TASKS = ("sequence-classification", "token-classification", "multiple-choice", "embedding")
+"""Kinds of heads that are evaluated on labeled records."""
 PERCENT_METRICS = {
     "accuracy": "accuracy",
     "accuracy_at_1": "accuracy at 1",
@@ -32,6 +32,21 @@ NUMBER_METRICS = {
     "mean_absolute_error": "mean absolute error",
     "margin": "mean margin",
 }
+
+
+def has_labeled_task(checkpoint: "Checkpoint", paths: Sequence[Path]) -> bool:
+    """Whether a model is evaluated on labeled records. An encoder without such a head computes embeddings of pairs."""
+    from cutaway.evaluate.exact_match import parse_example
+    from cutaway.train.data.documents import SkippedDocuments
+    from cutaway.train.data.records import read_records
+    from cutaway.train.recipe.schema import SourceConfig
+
+    if checkpoint.config.head.kind in TASKS or checkpoint.config.form != "encoder":
+        return checkpoint.config.head.kind in TASKS
+    skipped = SkippedDocuments()
+    records = (record for path in paths for record in read_records(SourceConfig(path=str(path)), skipped))
+    first = next(records, None)
+    return first is not None and isinstance(parse_example(first.fields), str)  # a string says why it is no question
 
 
 def evaluate_task(
@@ -66,7 +81,9 @@ def evaluate_task(
             " --target-column"
         )
     if as_json:
-        print_json({"source": source, "task": checkpoint.config.head.kind} | metrics | {"skipped": skipped.counts})
+        kind = checkpoint.config.head.kind
+        task = kind if kind in TASKS else "embedding"
+        print_json({"source": source, "task": task} | metrics | {"skipped": skipped.counts})
     else:
         _render(metrics, skipped)
 

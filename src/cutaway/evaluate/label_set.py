@@ -106,7 +106,9 @@ def label_name(label: object) -> str:
 
 def label_set_of(head: SequenceClassificationHead | TokenClassificationHead, *, is_multi_hot: bool = False) -> LabelSet:
     """Labels of a head."""
-    problem_type = getattr(head, "problem_type", "single_label_classification")
+    problem_type: ProblemType = "single_label_classification"
+    if isinstance(head, SequenceClassificationHead):
+        problem_type = head.problem_type
     names = () if problem_type == "regression" else head.label_names
     return LabelSet(problem_type, names, head.num_labels, is_multi_hot)
 

@@ -170,10 +170,10 @@ def _require_base(path: Path) -> str:
 def _load_with_adapter(path: Path, options: LoadOptions) -> Checkpoint:
     """Load the base model that an adapter directory names, add the adapter, and select it."""
     base = _require_base(path)
-    if Path(base).expanduser().resolve() == path.resolve():
-        raise InputError(f"'{path}' is an adapter whose base model is itself; set base_model_name_or_path to the base")
     try:
         checkpoint = load(base, **asdict(options))
+    except RecursionError:
+        raise InputError(f"'{path}' is an adapter whose base models are adapters of each other") from None
     except InputError as error:
         raise InputError(
             f"'{path}' is an adapter of the base model '{base}', which cannot be loaded: {error}; if the base is at"

@@ -27,6 +27,7 @@ from cutaway.lens.sites import (
 )
 from cutaway.model import Transformer
 from cutaway.model.block import ParallelBlock
+from cutaway.model.head import LMHead
 from cutaway.model.stack import Stack
 
 TopTokens = tuple[tuple[int, float], ...]
@@ -197,7 +198,7 @@ def decode_residuals(
 ) -> dict[str, TopTokens]:
     """Logit lens: top tokens of the residual stream at each site, from one batched call of final norm and head."""
     head, stack = getattr(model, "head", None), [*model.stacks.values()][-1]
-    if head is None:
+    if not isinstance(head, LMHead):
         return {}
     names = [name for name in site_names if sites[name].stack is stack]
     raw = [name for name in names if is_resid_site(name) and name in recorder.vectors]

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from support.cli_runner import CliRunner
+from support.nightly import nightly_except
 from support.tiny_runs import read_metrics, run_digest
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor, nn
@@ -178,7 +179,7 @@ def reference_labels(batch: TaskBatch, task: str) -> Tensor:
     return batch.labels[:, 0]
 
 
-@pytest.mark.parametrize("task", HEADS)
+@pytest.mark.parametrize("task", nightly_except(["classification", "token-classification", "multiple-choice"], HEADS))
 def test_training_equals_transformers(task: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
     """Losses of each step within 1e-5, with the same data, order and optimizer."""
     kind, model_class, options = HEADS[task]
@@ -235,9 +236,7 @@ def loss_and_gradients(trainer: Trainer, objectives: list[TaskObjective]) -> tup
     return total, {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize(
-    "task", ["classification", "multi-label", "regression", "token-classification", "multiple-choice", "similarity"]
-)
+@pytest.mark.parametrize("task", nightly_except(["classification", "similarity"], [*HEADS, "similarity"]))
 def test_micro_batches_have_the_same_loss_and_gradient(task: str, bert: Path, tmp_path: Path) -> None:
     kind = HEADS[task][0] if task in HEADS else "embedding"
     objective = {"loss": "cosine-similarity"} if task == "similarity" else {}
@@ -271,14 +270,17 @@ def test_multiple_choice_with_different_numbers_of_choices(bert: Path, tmp_path:
         scores = trainer.model(batch.tokens, batch.mask, token_types=batch.token_types)
         expected += F.cross_entropy(scores, torch.tensor(row[3])).item()
     objective = build_micro_batch(trainer.objective_fn, trainer.data.train, 0, 6)
-    assert float(objective.loss(trainer.model).loss) == pytest.approx(expected, abs=1e-5)
+    assert objective.loss(trainer.model).loss.item() == pytest.approx(expected, abs=1e-5)
 
 
 def stop_at(step: int, trainer: Trainer) -> Callable[[Any, Any], None]:
     return lambda row, timing: trainer.stop_requested.set() if row["step"] == step else None
 
 
-@pytest.mark.parametrize("task", ["classification", "token-classification", "multiple-choice", "embedding"])
+@pytest.mark.parametrize(
+    "task",
+    nightly_except(["classification"], ["classification", "token-classification", "multiple-choice", "embedding"]),
+)
 def test_resumed_run_is_bit_equal(task: str, bert: Path, tmp_path: Path) -> None:
     settings = recipe(bert, write_rows(tmp_path, rows_of(task)), task)
     settings["training"] |= {"max_steps": 8, "ema_decay": 0.9}
@@ -307,9 +309,14 @@ def run_task(base: Path, directory: Path, task: str, kind: str, **sections: dict
     return directory / "run", held_out
 
 
-def test_run_of_a_classifier(bert: Path, tmp_path: Path, run_cli: CliRunner) -> None:
+@pytest.fixture(scope="module")
+def classifier_run(bert: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return run_task(bert, tmp_path_factory.mktemp("classifier"), "classification", "classification")
+
+
+def test_run_of_a_classifier(classifier_run: tuple[Path, Path], run_cli: CliRunner) -> None:
     """From training to export, use and evaluation. transformers opens the exported model."""
-    run, held_out = run_task(bert, tmp_path, "classification", "classification")
+    run, held_out = classifier_run
     rows = [json.loads(line) for line in held_out.read_text().splitlines()]
     evaluations = [row for row in read_metrics(run) if "accuracy" in row]
     assert evaluations[0]["step"] == 0
@@ -339,8 +346,8 @@ def test_run_of_a_classifier(bert: Path, tmp_path: Path, run_cli: CliRunner) -> 
     assert "--temperature does not apply" in run_cli("generate", run, "x", "--temperature", "1", code=2)
 
 
-def test_results_do_not_depend_on_padding_and_batch(bert: Path, tmp_path: Path) -> None:
-    run, held_out = run_task(bert, tmp_path, "classification", "classification", training={"seed": 1})
+def test_results_do_not_depend_on_padding_and_batch(classifier_run: tuple[Path, Path]) -> None:
+    run, held_out = classifier_run
     checkpoint = ct.load(run)
     texts = ["short", *(json.loads(line)["text"] for line in held_out.read_text().splitlines()[:10])]
     together = ct.classify(checkpoint, texts)
@@ -366,12 +373,12 @@ def test_run_of_token_classification(bert: Path, tmp_path: Path, run_cli: CliRun
 @pytest.mark.parametrize(
     ("task", "kind", "metric"),
     [
-        ("multi-label", "classification", "micro_f1"),
-        ("regression", "classification", "pearson"),
-        ("pairs", "classification", "accuracy"),
-        ("multiple-choice", "multiple-choice", "accuracy"),
+        pytest.param("multi-label", "classification", "micro_f1", marks=pytest.mark.nightly),
+        pytest.param("regression", "classification", "pearson", marks=pytest.mark.nightly),
+        pytest.param("pairs", "classification", "accuracy", marks=pytest.mark.nightly),
+        pytest.param("multiple-choice", "multiple-choice", "accuracy", marks=pytest.mark.nightly),
         ("embedding", "embedding", "accuracy_at_1"),
-        ("similarity", "embedding", "spearman"),
+        pytest.param("similarity", "embedding", "spearman", marks=pytest.mark.nightly),
     ],
 )
 def test_runs_of_other_tasks_learn(
@@ -422,17 +429,16 @@ def test_invalid_records_are_left_out_and_counted(bert: Path, tmp_path: Path) ->
     assert summary["examples"][0]["segments"][-1]["text"] in ("neg", "pos")
 
 
-def test_unknown_label_in_evaluation_data_is_counted(bert: Path, tmp_path: Path, run_cli: CliRunner) -> None:
-    settings = recipe(bert, write_rows(tmp_path, rows_of("classification")), "classification")
-    settings["training"] |= {"max_steps": 2}
-    train(settings, tmp_path / "run")
+def test_unknown_label_in_evaluation_data_is_counted(
+    classifier_run: tuple[Path, Path], tmp_path: Path, run_cli: CliRunner
+) -> None:
     rows = [{"text": "a good film", "label": "pos"}, {"text": "b", "label": "other"}, {"text": "", "label": "pos"}]
-    report = json.loads(run_cli("eval", tmp_path / "run", "--data", write_rows(tmp_path, rows), "--json"))
+    report = json.loads(run_cli("eval", classifier_run[0], "--data", write_rows(tmp_path, rows), "--json"))
     assert report["num_examples"] == 1
     assert report["skipped"] == {"empty text": 1, "unknown label": 1}
 
 
-@pytest.mark.parametrize("task", ["classification", "token-classification"])
+@pytest.mark.parametrize("task", nightly_except(["classification"], ["classification", "token-classification"]))
 def test_adapter_with_a_head(task: str, bert: Path, tmp_path: Path) -> None:
     """LoRA on the body, and the head trained fully: PEFT opens the export, and a resumed run is bit-equal."""
     adapter = {"checkpoint": str(bert), "adapter": {"rank": 4, "targets": ["attn.q", "attn.v"]}}
@@ -534,6 +540,7 @@ def test_reward_model(llama: Path, tmp_path: Path) -> None:
     assert good.score > bad.score  # type: ignore[union-attr]
 
 
+@pytest.mark.nightly
 def test_a_decoder_can_be_a_classifier(llama: Path, tmp_path: Path) -> None:
     """The last token that is not padding is classified, as in transformers."""
     run, held_out = run_task(llama, tmp_path, "classification", "classification")

@@ -32,6 +32,7 @@ from cutaway.generate.speculative.ngram_draft import NgramConfig
 from cutaway.generate.speculative.speculative_decoder import SpeculativeDecoder
 from cutaway.lens.adapters import unwrap_model
 from cutaway.model import Cache, EncoderDecoder, EncoderOnly, Transformer, build
+from cutaway.model.head import PoolingHead, TokenClassificationHead
 from cutaway.model.layers import ConstantBuffers
 
 
@@ -244,7 +245,7 @@ def adapt_cutaway_model(model: nn.Module, seed: int) -> CheckedModel:
     if isinstance(inner, EncoderDecoder):
         _adapt_encoder_decoder(checked, inner, seed)
     else:
-        forward = inner if inner.has_lm_head else inner.per_token_output
+        forward = inner if inner.has_lm_head else partial(_token_outputs, inner)
         checked.logits = model if inner.has_lm_head and not isinstance(inner, EncoderOnly) else forward
         checked.logits_with_mask = forward
         checked.logits_with_positions = lambda tokens, positions: forward(tokens, positions=positions)
@@ -258,6 +259,21 @@ def adapt_cutaway_model(model: nn.Module, seed: int) -> CheckedModel:
         checked.config_variants = lambda: _build_config_variants(_without_adapters(inner), seed)
     _add_activation_checkpointing(checked, inner)
     return checked
+
+
+def _token_outputs(model: Transformer, *inputs: Tensor | None, **options: Any) -> Tensor:
+    """Output of a head for a task, for each token; hidden states without a head.
+
+    A head that pools a sequence is applied to each token as a sequence of its own, so that the outputs depend on the
+    same tokens as logits of an LM head.
+    """
+    x, head = model.per_token_output(*inputs, **options), model.head
+    if isinstance(head, TokenClassificationHead):
+        return head(x)
+    if not isinstance(head, PoolingHead):
+        return x
+    outputs: Tensor = head(x.flatten(0, 1).unsqueeze(1), None)
+    return outputs.reshape(*x.shape[:2], -1)
 
 
 def _set_config_properties(checked: CheckedModel, config: Config) -> None:
@@ -285,7 +301,7 @@ def _adapt_encoder_decoder(checked: CheckedModel, model: EncoderDecoder, seed: i
     def expand_source(tokens: Tensor) -> Tensor:
         return source.expand(len(tokens), -1)
 
-    forward = model.per_token_output
+    forward = model if model.has_lm_head else partial(_token_outputs, model)
     checked.logits = lambda tokens: forward(expand_source(tokens), tokens)
     checked.logits_with_mask = lambda tokens, mask: forward(expand_source(tokens), tokens, None, mask)
     checked.logits_with_source = lambda source, mask, tokens: forward(source, tokens, mask)

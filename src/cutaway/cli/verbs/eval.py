@@ -10,7 +10,7 @@ from cutaway.cli.answers import evaluate_answers
 from cutaway.cli.harness_tasks import TaskOptions, evaluate_tasks
 from cutaway.cli.json_output import print_json
 from cutaway.cli.options import Adapter, CheckpointSource, Device, JsonObjectFlag, WeightDType, argument, option
-from cutaway.cli.task_evaluation import TASKS, evaluate_task
+from cutaway.cli.task_evaluation import evaluate_task, has_labeled_task
 from cutaway.errors import InputError
 
 if TYPE_CHECKING:  # torch is imported when it is needed
@@ -171,7 +171,7 @@ def _evaluate_records(
         if not path.exists():
             raise InputError(f"'{path}' does not exist; pass a file with records")
     checkpoint = load_checkpoint(source, device, dtype, quiet=as_json, adapters=adapter)
-    if checkpoint.config.head.kind in TASKS:
+    if has_labeled_task(checkpoint, paths):
         if max_new_tokens is not None:
             raise InputError("--max-new-tokens does not apply to a model with a task head; leave it out")
         evaluate_task(checkpoint, source, paths, batch_size=batch_size, as_json=as_json, **columns)

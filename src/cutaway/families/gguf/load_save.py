@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cutaway.config import Config, to_dict
+from cutaway.config import Config, LMHead, to_dict
 from cutaway.config import config as read_config
 from cutaway.config.serialization import map_dicts
 from cutaway.errors import ConfigError, InputError, WeightError
@@ -99,6 +99,11 @@ def find_architecture(config: Config, preferred: str | None = None) -> tuple[Fam
     """
     if config.form != "decoder":
         raise ConfigError(f"the model is of form '{config.form}', but only decoders can be saved as GGUF; use --to hf")
+    if not isinstance(config.head, LMHead):
+        raise ConfigError(
+            f"the model has a head of kind '{config.head.kind}', but only language models can be saved as GGUF; use"
+            " --to hf"
+        )
     config = read_config(map_dicts(to_dict(config), _without_dropout))
     errors = []
     for family in sorted(GGUF_ARCHITECTURES.values(), key=lambda family: family.architecture != preferred):
