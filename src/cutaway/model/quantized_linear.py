@@ -39,7 +39,13 @@ class QuantizedLinear(nn.Module):
     second_scales: Tensor | None
     scale_mean: Tensor | None
 
-    def __init__(self, linear: nn.Linear, kind: Quantization, device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        linear: nn.Linear,
+        kind: Quantization,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         self.in_features, self.out_features, self.kind = linear.in_features, linear.out_features, kind
         weight = linear.weight.detach().to(device)
@@ -52,8 +58,8 @@ class QuantizedLinear(nn.Module):
         for name, part in zip(("codes", "scales", "second_scales", "scale_mean"), parts, strict=True):
             self.register_buffer(name, part)
         self.bias = None if linear.bias is None else nn.Parameter(linear.bias.detach().to(device), requires_grad=False)
-        self.dtype = weight.dtype
-        """Dtype of the weight before quantization."""
+        self.dtype = dtype or weight.dtype
+        """Dtype of the dequantized weight. Default: the dtype before quantization."""
 
     @property
     def weight(self) -> Float[Tensor, "o i"]:
@@ -155,19 +161,25 @@ def _compiled_dequantize_nf4() -> Any:
 
 
 def quantize_linears(
-    model: nn.Module, kind: Quantization, *, skip: tuple[str, ...] = ("head",), device: torch.device | None = None
+    model: nn.Module,
+    kind: Quantization,
+    *,
+    skip: tuple[str, ...] = ("head",),
+    device: torch.device | None = None,
+    dtype: torch.dtype | None = None,
 ) -> int:
     """Replace the linear layers of a model by quantized ones, in place, one at a time. Returns their number.
 
-    Submodules with names in `skip` stay as they are, as in QLoRA. `device` is the device of the quantized layers.
+    Submodules with names in `skip` stay as they are, as in QLoRA. `device` is the device of the quantized layers, and
+    `dtype` that of their dequantized weights.
     """
     count = 0
     for name, child in list(model.named_children()):
         if name in skip:
             continue
         if type(child) is Linear:
-            setattr(model, name, QuantizedLinear(child, kind, device))
+            setattr(model, name, QuantizedLinear(child, kind, device, dtype))
             count += 1
         else:
-            count += quantize_linears(child, kind, skip=(), device=device)
+            count += quantize_linears(child, kind, skip=(), device=device, dtype=dtype)
     return count

@@ -168,8 +168,9 @@ class Tape:
         extra_saved_bytes: int = 0,
     ) -> ShapeTensor:
         """Record an elementwise function as one compiled operation, which saves its inputs."""
-        options: dict[str, int] = {} if itemsize is None else {"itemsize": itemsize}
-        y = self.record_op(inputs, saved=inputs, weights=weights, extra_saved_bytes=extra_saved_bytes, **options)
+        y = self.record_op(
+            inputs, itemsize=itemsize, saved=inputs, weights=weights, extra_saved_bytes=extra_saved_bytes
+        )
         y.is_recomputed = self.execution.recomputes_pointwise
         return y
 

@@ -94,13 +94,14 @@ def load_base_checkpoint(source: ModelSource, precision: Precision = "fp32") -> 
     """Load the checkpoint that is fine-tuned. None if the run trains from scratch.
 
     The weights are in fp32, because they are trained. If an adapter is trained, they are in the training precision. If
+    they are quantized, they stay as stored: memory-mapped, and converted one layer at a time.
     the checkpoint is an adapter, it is merged with its own base.
     """
     if not isinstance(source, PretrainedModelConfig):
         return None
     _check_base_source(source)
-    dtype = BASE_DTYPES[precision] if source.adapter is not None else torch.float32
-    return merge_adapters(load(source.checkpoint, dtype=dtype))
+    dtype: torch.dtype | None = BASE_DTYPES[precision] if source.adapter is not None else torch.float32
+    return merge_adapters(load(source.checkpoint, dtype=None if source.quantization != "none" else dtype))
 
 
 def _check_base_source(source: PretrainedModelConfig) -> None:

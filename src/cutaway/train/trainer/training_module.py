@@ -12,6 +12,7 @@ from cutaway.errors import InputError
 from cutaway.families.checkpoint import Checkpoint
 from cutaway.model import Transformer, build
 from cutaway.model.quantized_linear import quantize_linears
+from cutaway.train.checkpoint.pretrained_checkpoint import BASE_DTYPES
 from cutaway.train.loss.chunked_cross_entropy import LossSums
 from cutaway.train.loss.cross_entropy import CrossEntropyOptions
 from cutaway.train.loss.load_balancing import load_balancing_loss, record_routing
@@ -52,7 +53,9 @@ def build_adapter_model(
     if source.adapter is None:
         raise InputError("the recipe has no model.adapter; set it, e.g. model.adapter = { rank = 16 }")
     if source.quantization != "none":
-        quantize_linears(model, source.quantization, device=device)
+        dtype = BASE_DTYPES[training.precision]
+        quantize_linears(model, source.quantization, device=device, dtype=dtype)
+        model = model.to(dtype=dtype)  # embedding, norms and head
     model = model.to(device)
     model.use_activation_checkpointing(training.activation_checkpointing)
     model.add_adapter(source.adapter, seed=training.seed)
