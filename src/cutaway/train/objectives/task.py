@@ -140,7 +140,7 @@ def embedding(batch: TaskBatch, config: EmbeddingConfig) -> TaskObjective:
     has_scores = not bool(batch.labels.isnan().any())
 
     def loss(outputs: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-        embeddings = outputs.unflatten(0, (-1, num_texts))
+        embeddings = outputs.view(-1, num_texts, outputs.shape[-1])
         match config.loss or ("cosent" if has_scores else "multiple-negatives-ranking"):
             case "cosent":
                 # A loss of all pairs of the micro-batch; the weight makes the step an average over micro-batches.
