@@ -315,3 +315,19 @@ def test_adapter_of_the_output_matrix_is_refused(tmp_path: Path) -> None:
     adapted.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
     with pytest.raises(WeightError, match="'lm_head', which cutaway has no adapters for; merge it with PEFT"):
         load_adapter(ct.load(tmp_path / "base"), tmp_path / "adapter")
+
+
+def test_config_of_an_adapter_is_that_of_its_base(tmp_path: Path) -> None:
+    adapter = write_adapter(tmp_path)
+    with pytest.raises(ConfigError, match=r"names no base model .* pass the base model"):
+        ct.config(adapter)
+    ct.save_adapter(ct.load(tmp_path / "base", adapters=adapter), tmp_path / "named", base=tmp_path / "base")
+    assert ct.config(tmp_path / "named") == ct.config(tmp_path / "base")
+    ct.save_adapter(ct.load(tmp_path / "base", adapters=adapter), tmp_path / "cycle", base=tmp_path / "cycle")
+    packaged = ct.load("tiny-english")
+    packaged.model.add_adapter({"rank": 2})
+    ct.save_adapter(packaged, tmp_path / "packaged", base="tiny-english")
+    assert ct.config(tmp_path / "packaged") == packaged.config
+    for read in (ct.load, ct.config):
+        with pytest.raises((ConfigError, InputError), match="base model"):
+            read(tmp_path / "cycle")  # type: ignore[operator]

@@ -96,6 +96,16 @@ def test_checks_have_no_false_alarm() -> None:
     assert verdicts == dict.fromkeys(names, "pass")
 
 
+def test_checks_of_an_adapter_that_cannot_be_merged() -> None:
+    """An adapter of a tied embedding: checks that need a merged model are skipped."""
+    model = build_adapted("tiny-gpt", targets=["embed", "attn.q"])
+    report = ct.check(model, only=["save-load", "meta-buffers", "unused-parameters", "cache-decode", "tied-weights"])
+    assert report.ok, str(report)
+    verdicts = {finding.check: finding.verdict for finding in report.findings}
+    assert verdicts["save-load"] == verdicts["meta-buffers"] == "skip"
+    assert verdicts["cache-decode"] == verdicts["unused-parameters"] == "pass"
+
+
 def test_inspector_names_the_adapter() -> None:
     model = build_adapted()
     assert describe_adapter(model) == "adapter sql: LoRA of rank 4 on 28 layers"

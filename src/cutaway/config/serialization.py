@@ -16,7 +16,10 @@ from cutaway.pretrained import find_pretrained
 
 
 def config(source: Config | Mapping[str, Any] | str | Path) -> Config:
-    """Load a Config from a preset name, a dict, a .toml or .json file, or a model directory (its config.json)."""
+    """Load a Config from a preset name, a dict, a .toml or .json file, or a model directory (its config.json).
+
+    The configuration of a training run is that of its exported model, and that of an adapter is that of its base model.
+    """
     if isinstance(source, TransformerConfig):
         return source
     if isinstance(source, Mapping):
@@ -27,7 +30,7 @@ def config(source: Config | Mapping[str, Any] | str | Path) -> Config:
     if path.suffix in (".toml", ".json"):
         return _parse_config(read_config_file(path))
     if path_satisfies(path, Path.is_dir):
-        return _parse_config(read_config_file(_find_config_file(path)))
+        return _read_directory(path)
     if (own := find_pretrained(str(source))) is not None:
         return _parse_config(read_config_file(_find_config_file(own)))
     from cutaway.config.presets import PRESETS, build_preset
@@ -43,6 +46,22 @@ def _parse_config(data: dict[str, Any]) -> Config:
         return _validate(data["config"] if data.keys() == {"format", "config"} else data)
     read: Callable[[Mapping[str, Any]], Config] = resolve_name("cutaway.families:config_from_hf")
     return read(data)
+
+
+def _read_directory(directory: Path) -> Config:
+    """Config of a model directory, of the exported model of a training run, or of the base model of an adapter."""
+    if path_satisfies(directory / "run.json", Path.is_file):
+        directory = directory / "model"
+    adapter_config = directory / "adapter_config.json"
+    if path_satisfies(adapter_config, Path.is_file) and not path_satisfies(directory / "config.json", Path.exists):
+        base = read_json_object(adapter_config, ConfigError).get("base_model_name_or_path")
+        if not isinstance(base, str) or not base:
+            raise ConfigError(f"'{adapter_config}' names no base model (base_model_name_or_path); pass the base model")
+        try:
+            return config(directory / base if path_satisfies(directory / base, Path.exists) else base)
+        except RecursionError:
+            raise ConfigError(f"'{directory}' is an adapter whose base models are adapters of each other") from None
+    return _parse_config(read_config_file(_find_config_file(directory)))
 
 
 def _find_config_file(directory: Path) -> Path:

@@ -172,6 +172,8 @@ def _load_with_adapter(path: Path, options: LoadOptions) -> Checkpoint:
     base = _require_base(path)
     try:
         checkpoint = load(base, **asdict(options))
+    except RecursionError:
+        raise InputError(f"'{path}' is an adapter whose base models are adapters of each other") from None
     except InputError as error:
         raise InputError(
             f"'{path}' is an adapter of the base model '{base}', which cannot be loaded: {error}; if the base is at"

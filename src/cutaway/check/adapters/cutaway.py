@@ -253,9 +253,10 @@ def adapt_cutaway_model(model: nn.Module, seed: int) -> CheckedModel:
         if not isinstance(inner, EncoderOnly) and inner.has_lm_head:
             _add_cache_functions(checked, inner, lambda tokens, cache: inner(tokens, cache=cache))
     checked.logits_by_kernel = _build_kernel_logits(inner, require(checked.logits))
-    checked.reload = lambda: _save_and_reload(inner)
-    checked.load_from_meta = lambda: _load_from_meta(_without_adapters(inner))
-    checked.config_variants = lambda: _build_config_variants(_without_adapters(inner), seed)
+    if inner.is_mergeable(inner.active_adapter):  # otherwise these checks are skipped
+        checked.reload = lambda: _save_and_reload(inner)
+        checked.load_from_meta = lambda: _load_from_meta(_without_adapters(inner))
+        checked.config_variants = lambda: _build_config_variants(_without_adapters(inner), seed)
     _add_activation_checkpointing(checked, inner)
     return checked
 

@@ -106,13 +106,14 @@ def _shade_lr(axes: "Axes", steps: Sequence[float], lr: Sequence[float]) -> None
 
 
 def _style_axes(axes: "Axes", title: str, quantity: str) -> None:
-    """Set axes, title and legend. The axis of losses is logarithmic, because ratios of losses matter."""
+    """Set axes, title and legend. The axis of positive losses is logarithmic, because ratios of losses matter."""
     from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, NullLocator
 
-    if quantity == "loss":
+    is_logarithmic = quantity == "loss" and axes.dataLim.y0 > 0
+    if is_logarithmic:
         axes.set_yscale("log")
     low, high = axes.get_ylim()
-    spans_decade = quantity == "loss" and high > 10 * low
+    spans_decade = is_logarithmic and high > 10 * low
     locator = LogLocator(subs=(1, 2, 5)) if spans_decade else MaxNLocator(6)
     ticks = [tick for tick in locator.tick_values(low, high) if low <= tick <= high]
     axes.set_yticks(ticks, [f"{tick:,.4g}" for tick in ticks])

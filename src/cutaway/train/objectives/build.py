@@ -1,6 +1,6 @@
 """Check the objective of a recipe, and build the function that turns a batch into an Objective."""
 
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -63,7 +63,8 @@ def check_objective(
     if config.form not in forms:
         raise InputError(
             f"objective {objective.kind} requires a model of form {' or '.join(forms)}, but model.form is"
-            f" {config.form}; change one of the two"
+            f" {config.form}; use another model, or an objective for this one:"
+            f" {', '.join(_objectives_of_form(config.form))}"
         )
     if config.head.kind == "none":
         raise InputError("the model has no output head, so it computes no logits; set model.head.kind = 'lm'")
@@ -100,6 +101,13 @@ def check_objective(
             "objective.aux_loss_coef cannot be used with training.compile = true, because it needs forward hooks on the"
             " routers, which compiled blocks do not call; remove one of the two"
         )
+
+
+def _objectives_of_form(form: str) -> list[str]:
+    """Kinds of the objectives that train models of a form, in the order of the recipe schema."""
+    union, *_ = get_args(ObjectiveConfig)
+    classes = {each.model_fields["kind"].default: each for each in get_args(union)}
+    return [kind for kind, each in classes.items() if form in OBJECTIVE_FORMS.get(each, ("encoder", "decoder"))]
 
 
 def check_grpo(recipe: Recipe, dp_size: int) -> None:

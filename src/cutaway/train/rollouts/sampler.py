@@ -254,16 +254,17 @@ class RolloutSampler:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The last rollouts, which the remaining iterations of a resumed run use."""
-        if self.batch is None or self.batch.old_log_probs is None:
-            return {}
         batch = self.batch
+        old_log_probs = None if batch is None else batch.old_log_probs
+        if batch is None or old_log_probs is None:
+            return {}
         return {
             "index": torch.tensor(batch.index),
             "tokens": batch.tokens,
             "prompt_lengths": batch.prompt_lengths,
             "lengths": batch.lengths,
             "advantages": batch.advantages,
-            "old_log_probs": batch.old_log_probs,
+            "old_log_probs": old_log_probs,
             "metrics": torch.tensor([batch.metrics[name] for name in self._metric_names], dtype=torch.float64),
         }
 

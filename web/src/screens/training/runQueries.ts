@@ -17,6 +17,8 @@ export interface Eval {
   bits_per_byte?: number;
   accuracy?: number;
   exact_match?: number;
+  /** Mean reward on validation prompts, in reinforcement learning. */
+  eval_reward?: number;
 }
 
 export interface LayerStats {

@@ -122,11 +122,13 @@ def _mean_by_group(groups: list[list[Row]], name: str) -> Tensor:
 
 
 def downsample_curves(step_rows: list[Row]) -> dict[str, Tensor]:
-    """Return mean loss, gradient norm and learning rate, and loss range, of at most MAX_POINTS groups of steps."""
+    """Return mean loss, gradient norm, learning rate and, if there are rewards, reward, and the range of the loss, of
+    at most MAX_POINTS groups of steps."""
     if not step_rows:
         return {}
     groups = _split_into_groups(step_rows)
-    means = {name: _mean_by_group(groups, name) for name in ("step", "loss", "grad_norm", "lr")}
+    names = ["step", "loss", "grad_norm", "lr", *(["reward"] if "reward" in step_rows[-1] else [])]
+    means = {name: _mean_by_group(groups, name) for name in names}
     return means | {
         "loss_min": torch.tensor([min(row["loss"] for row in group) for group in groups]),
         "loss_max": torch.tensor([max(row["loss"] for row in group) for group in groups]),
