@@ -167,7 +167,8 @@ def choice_scores(
         return model(tokens[:, None], None if mask is None else mask[:, None], **kwargs)[:, 0]
 
     scores = run_on_texts(score, model, encoded, tokenizer.pad_token_id or 0, batch_size=batch_size, progress=progress)
-    return list(torch.stack(scores).split([len(choices) for _, choices in questions]))
+    remaining = iter(scores)
+    return [torch.stack([next(remaining) for _ in choices]) for _, choices in questions]
 
 
 def _tag(

@@ -1,6 +1,7 @@
 """`embed`: sentence embeddings of texts."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -44,8 +45,9 @@ def embed(
 
 
 def _mean_pooling(model: Transformer) -> Callable[..., Tensor]:
+    compute: Any = model.encode if isinstance(model, EncoderOnly) else model.hidden_states
+
     def run(tokens: Tensor, mask: Tensor | None, **kwargs: Tensor) -> Tensor:
-        compute = model.encode if isinstance(model, EncoderOnly) else model.hidden_states  # type: ignore[operator]
         return F.normalize(pool(compute(tokens, mask, **kwargs), mask, "mean"), dim=-1)
 
     return run

@@ -39,7 +39,8 @@ def print_labels(
     texts = [prompt for prompt in inputs if isinstance(prompt, str)]
     if len(texts) < len(inputs) or not texts:
         raise InputError("this model classifies texts; pass texts instead of token ids")
-    for text, result in zip(texts, classify(checkpoint, texts), strict=True):
+    results: Sequence[Classification | list[TaggedSpan]] = classify(checkpoint, texts)
+    for text, result in zip(texts, results, strict=True):
         if output.as_json:
             print_json({"text": text} | _to_dict(result), indent=None)
             continue

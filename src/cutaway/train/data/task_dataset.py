@@ -32,7 +32,8 @@ class TaskBatch(NamedTuple):
 def build_row(texts: Sequence[EncodedText], label: Any) -> Row:
     """Row of a record: lengths of its texts, their token ids, their token types, and the label."""
     lengths = np.array([len(text.ids) for text in texts], np.int64)
-    ids, types = (np.array([i for text in texts for i in text[part]], np.int64) for part in (0, 1))
+    ids = np.array([token for text in texts for token in text.ids], np.int64)
+    types = np.array([type_id for text in texts for type_id in text.type_ids], np.int64)
     return lengths, ids, types, label
 
 

@@ -56,11 +56,13 @@ class TaskObjective(Objective):
 
     loss_fn: TaskLoss = _cross_entropy
 
+    num_tokens: int = 0
+    """Number of tokens that the model reads, without padding."""
+
     @property
     def num_targets(self) -> float:
-        """Number of tokens that the model reads, for the throughput."""
-        tokens = self.inputs[0]
-        return 0.0 if tokens is None else float(tokens.numel())
+        """Number of tokens, for the throughput. 0 for the batch of a rank that has no sequences of its own."""
+        return float(self.num_tokens * bool(self.weights.any()))
 
     def outputs(self, model: Transformer) -> Tensor:
         """Outputs of the task head, in fp32 or wider."""
@@ -110,14 +112,16 @@ def classification(batch: TaskBatch, problem_type: str) -> TaskObjective:
     targets = batch.labels[:, 0] if is_single else batch.labels
     loss_fn = {"single_label_classification": _cross_entropy, "multi_label_classification": _binary_cross_entropy}
     weights = torch.ones(len(targets))
-    return TaskObjective(inputs, targets, weights, model_kwargs, loss_fn=loss_fn.get(problem_type, _squared_error))
+    return TaskObjective(
+        inputs, targets, weights, model_kwargs, None, loss_fn.get(problem_type, _squared_error), _count(batch)
+    )
 
 
 def token_classification(batch: TaskBatch) -> TaskObjective:
     """Token classification. Tokens with IGNORE_INDEX are not targets."""
     inputs, model_kwargs = _single_text(batch)
     weights = (batch.labels != IGNORE_INDEX).float()
-    return TaskObjective(inputs, batch.labels, weights, model_kwargs, loss_fn=_token_cross_entropy)
+    return TaskObjective(inputs, batch.labels, weights, model_kwargs, None, _token_cross_entropy, _count(batch))
 
 
 def multiple_choice(batch: TaskBatch) -> TaskObjective:
@@ -130,7 +134,9 @@ def multiple_choice(batch: TaskBatch) -> TaskObjective:
         return _cross_entropy(scores, targets, weights)
 
     inputs = (batch.tokens, drop_full_mask(batch.mask))
-    return TaskObjective(inputs, batch.labels[:, 0], torch.ones(len(batch.tokens)), model_kwargs, loss_fn=loss)
+    return TaskObjective(
+        inputs, batch.labels[:, 0], torch.ones(len(batch.tokens)), model_kwargs, None, loss, _count(batch)
+    )
 
 
 def embedding(batch: TaskBatch, config: EmbeddingConfig) -> TaskObjective:
@@ -140,7 +146,7 @@ def embedding(batch: TaskBatch, config: EmbeddingConfig) -> TaskObjective:
     has_scores = not bool(batch.labels.isnan().any())
 
     def loss(outputs: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-        embeddings = outputs.unflatten(0, (-1, num_texts))
+        embeddings = outputs.view(-1, num_texts, outputs.shape[-1])
         match config.loss or ("cosent" if has_scores else "multiple-negatives-ranking"):
             case "cosent":
                 # A loss of all pairs of the micro-batch; the weight makes the step an average over micro-batches.
@@ -150,14 +156,20 @@ def embedding(batch: TaskBatch, config: EmbeddingConfig) -> TaskObjective:
         return (multiple_negatives_ranking_loss(embeddings, config.scale) * weights).sum()
 
     targets = batch.labels[:, 0].float()
-    return TaskObjective(inputs, targets, torch.ones(len(targets)), model_kwargs, loss_fn=loss)
+    return TaskObjective(inputs, targets, torch.ones(len(targets)), model_kwargs, None, loss, _count(batch))
 
 
 def reward(batch: PairBatch) -> TaskObjective:
     """−log σ(r(chosen) − r(rejected)) of a scalar head (Bradley and Terry)."""
     answers, weights = batch.answers, torch.ones(batch.num_pairs)
     inputs = (answers.tokens, drop_full_mask(answers.is_token))
-    return TaskObjective(inputs, weights, weights, loss_fn=_bradley_terry)
+    return TaskObjective(inputs, weights, weights, {}, None, _bradley_terry, int(answers.is_token.sum()))
+
+
+def _count(batch: TaskBatch) -> int:
+    """Number of tokens of a batch, without padding."""
+    is_text = torch.arange(batch.tokens.shape[1]) < batch.num_texts[:, None]
+    return int(batch.mask[is_text].sum())
 
 
 ModelInputs = tuple[tuple[Tensor | None, ...], dict[str, Tensor]]

@@ -47,7 +47,7 @@ def task_metrics(model: Transformer, data: TrainingData, objective_fn: Objective
             continue
         num_texts = batch.tokens.shape[1]
         if recipe.objective.kind == "embedding":
-            rows = rows.unflatten(0, (-1, num_texts))
+            rows = rows.view(-1, num_texts, rows.shape[-1])
         elif recipe.objective.kind == "multiple-choice":
             rows = rows.masked_fill(torch.arange(num_texts) >= batch.num_texts[:, None], -torch.inf)
         outputs += rows.unbind(0)
