@@ -168,6 +168,7 @@ class RolloutSampler:
             torch.tensor([len(sequence) for sequence in sequences]),
             advantages,
             metrics | self._completion_metrics(completions),
+            torch.zeros(len(sequences), width - 1, dtype=torch.float64) if self.has_state else None,
         )
 
     def reward(self, prompts: PromptBatch, completions: Sequence[Completion]) -> tuple[Tensor, Tensor]:
@@ -285,7 +286,5 @@ class RolloutSampler:
 
 def _record_log_probs(batch: RolloutBatch, rows: Int[Tensor, " n"], log_probs: Tensor) -> None:
     """Store the log-probabilities of the first iteration."""
-    if batch.old_log_probs is None:
-        shape = (len(batch.tokens), batch.tokens.shape[1] - 1)
-        batch.old_log_probs = torch.zeros(shape, dtype=log_probs.dtype)
-    batch.old_log_probs[rows, : log_probs.shape[1]] = log_probs.cpu()
+    assert batch.old_log_probs is not None
+    batch.old_log_probs[rows, : log_probs.shape[1]] = log_probs.double().cpu()
