@@ -36,6 +36,22 @@ def model() -> Transformer:
     return build_randomized_model(decoder_config(), torch.float64)
 
 
+def test_short_prompts_are_prefilled_together(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the KV cache has fewer slots per sequence than `prefill_chunk_size`."""
+    engine = engine_for(model, max_num_seqs=8, max_model_len=8, prefill_chunk_size=40, cache_implementation="full")
+    prefill, batches = engine.model_runner.prefill, []
+
+    def recording_prefill(first_row: int, chunks: Any, num_computed: Any) -> None:
+        batches.append(len(chunks))
+        prefill(first_row, chunks, num_computed)
+
+    monkeypatch.setattr(engine.model_runner, "prefill", recording_prefill)
+    requests = [engine.submit([i, 3, 4, 5, 6], SamplingParams(max_new_tokens=3), seed=i) for i in range(8)]
+    engine.run()
+    assert batches == [8]
+    assert [each.result().tokens for each in requests] == [run_alone(model, each).tokens for each in requests]
+
+
 def engine_for(model: Transformer, max_waiting: int = 1024, **options: Any) -> Engine:
     return Engine(
         EngineConfig(

@@ -174,7 +174,7 @@ def test_ratio_is_one_in_the_first_iteration_and_changes_in_the_second(base: Pat
         old = sampler.batch.old_log_probs
         assert old is not None
         is_target = objective.token_weights != 0
-        ratios.append((log_probs - old).exp()[is_target])
+        ratios.append((log_probs - old.float()).exp()[is_target])
         assert sampler.batch.index == step // 2
         if step == 0:
             assert metrics["kl"] == 0.0

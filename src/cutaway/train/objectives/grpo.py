@@ -54,7 +54,8 @@ class GRPOObjective(Objective):
         if self.reference is not None:
             with self.reference.use(model) as reference:
                 reference_log_probs = self.log_probs(reference, selected)
-        old_log_probs = log_probs.detach() if self.old_log_probs is None else self.old_log_probs
+        old = self.old_log_probs
+        old_log_probs = log_probs.detach() if old is None else old.to(log_probs.dtype)
         advantages = self.advantages.to(log_probs.dtype)
         tokens = grpo_token_loss(log_probs, old_log_probs, advantages, reference_log_probs, self.options)
         weights, is_target = self.token_weights.to(log_probs.dtype), (self.token_weights != 0).to(log_probs.dtype)

@@ -109,8 +109,10 @@ class RolloutSampler:
         loss_type, count = self.objective.loss_type, self.objective.num_generations
         rows = torch.arange(low * count, high * count) if high > low else torch.arange(1)
         weight = loss_normalizer(batch.lengths[rows] - batch.prompt_lengths[rows], loss_type) * (high > low)
+        has_loss = high > low
         if not self.objective.beta:  # completions with advantage 0 have loss 0 and gradient 0
-            rows = rows[batch.advantages[rows] != 0] if bool(batch.advantages[rows].any()) else rows[:1]
+            has_loss &= bool(batch.advantages[rows].any())
+            rows = rows[batch.advantages[rows] != 0] if has_loss else rows[:1]
         width = int(batch.lengths[rows].max())
         objective = grpo(
             batch.tokens[rows, :width],
@@ -124,7 +126,7 @@ class RolloutSampler:
             reference=self.reference,
         )
         objective = replace(objective, weights=torch.full((1, 1), weight))
-        if high == low:  # this rank has fewer micro-batches than others, but takes part in their collectives
+        if not has_loss:  # one completion without weight, because all ranks take part in the collectives
             objective = replace(objective, token_weights=torch.zeros_like(objective.token_weights))
         elif self.objective.num_iterations > 1 and is_first:
             objective = replace(objective, record_log_probs=partial(_record_log_probs, batch, rows))
@@ -166,6 +168,7 @@ class RolloutSampler:
             torch.tensor([len(sequence) for sequence in sequences]),
             advantages,
             metrics | self._completion_metrics(completions),
+            torch.zeros(len(sequences), width - 1, dtype=torch.float64) if self.has_state else None,
         )
 
     def reward(self, prompts: PromptBatch, completions: Sequence[Completion]) -> tuple[Tensor, Tensor]:
@@ -284,7 +287,5 @@ class RolloutSampler:
 
 def _record_log_probs(batch: RolloutBatch, rows: Int[Tensor, " n"], log_probs: Tensor) -> None:
     """Store the log-probabilities of the first iteration."""
-    if batch.old_log_probs is None:
-        shape = (len(batch.tokens), batch.tokens.shape[1] - 1)
-        batch.old_log_probs = torch.zeros(shape, dtype=log_probs.dtype)
-    batch.old_log_probs[rows, : log_probs.shape[1]] = log_probs.cpu()
+    assert batch.old_log_probs is not None
+    batch.old_log_probs[rows, : log_probs.shape[1]] = log_probs.double().cpu()
