@@ -94,7 +94,7 @@ def load_base_checkpoint(source: ModelSource, precision: Precision = "fp32") -> 
     """Load the checkpoint that is fine-tuned. None if the run trains from scratch.
 
     The weights are in fp32, because they are trained. If an adapter is trained, they are in the training precision. If
-    they are quantized, they stay as stored: memory-mapped, and converted one layer at a time.
+    they are quantized, they stay as stored: memory-mapped, and converted one layer at a time. If
     the checkpoint is an adapter, it is merged with its own base.
     """
     if not isinstance(source, PretrainedModelConfig):
