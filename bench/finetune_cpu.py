@@ -20,7 +20,7 @@ import torch
 
 import cutaway as ct
 from cutaway.families.registry import find_family
-from cutaway.model.quantized_linear import quantize_linears
+from cutaway.model.adapters.quantized_linear import quantize_linears
 from cutaway.train.objectives.objective import causal_lm
 from cutaway.train.optim.optimizer import build_optimizer
 from cutaway.train.recipe.load import load_recipe
@@ -89,7 +89,7 @@ def build_transformers_step(args: Any, *, adapter: bool) -> Step:
         logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
         optimizer.zero_grad()
-        loss.backward()
+        torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         return loss.item()

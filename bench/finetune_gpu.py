@@ -24,7 +24,7 @@ from train_gpu import StepFn, build_torch_step, measure_steps, print_profile
 import cutaway as ct
 from cutaway.families.registry import config_from_hf
 from cutaway.model.activation_checkpointing import ActivationCheckpointing
-from cutaway.model.quantized_linear import quantize_linears
+from cutaway.model.adapters.quantized_linear import quantize_linears
 from cutaway.train.data.datasets import PackedBatch
 from cutaway.train.objectives.objective import causal_lm
 from cutaway.train.optim.optimizer import build_optimizer

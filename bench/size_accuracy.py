@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 import cutaway as ct
 from cutaway.config import Config
-from cutaway.model.quantized_linear import quantize_linears
+from cutaway.model.adapters.quantized_linear import quantize_linears
 from cutaway.size import SizeEstimate
 from cutaway.size.roofline import RooflineBound
 

@@ -148,8 +148,7 @@ def code_lines(path: Path) -> int:
 
 
 def test_model_package_is_small() -> None:
-    adapters = ("adapters.py", "lora.py", "quantized_linear.py")
-    counts = {path.name: code_lines(path) for path in (SOURCE / "model").glob("*.py") if path.name not in adapters}
+    counts = {path.name: code_lines(path) for path in (SOURCE / "model").glob("*.py")}  # without adapters/
     assert sum(counts.values()) <= MAX_MODEL_CODE_LINES, counts
 
 

@@ -20,7 +20,7 @@ from cutaway.config.lora import LoRA
 from cutaway.errors import ConfigError, InputError, WeightError
 from cutaway.families.checkpoint import Checkpoint
 from cutaway.families.peft_format import check_exportable, load_adapter, save_adapter
-from cutaway.model.lora import LoRAWeights
+from cutaway.model.adapters.lora import LoRAWeights
 
 FAMILIES = [family for family in ALL_FAMILIES if family != "mpt"]  # transformers' MPT is patched in its parity test
 LINEAR_TYPES = (torch.nn.Linear, transformers.pytorch_utils.Conv1D)

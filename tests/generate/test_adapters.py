@@ -10,7 +10,7 @@ from cutaway.errors import InputError
 from cutaway.generate import Engine, EngineConfig, SamplingParams
 from cutaway.generate.engine.page_allocator import PagePool
 from cutaway.model import Transformer
-from cutaway.model.adapters import BASE_ADAPTER
+from cutaway.model.adapters.adapter_methods import BASE_ADAPTER
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [12, 13, 14], [5, 6, 7, 8, 9, 10, 12], [20, 21, 22, 23], [12, 13, 14], [1, 2]]
 NAMES = ["sql", "chat", BASE_ADAPTER, "sql", BASE_ADAPTER, "chat"]

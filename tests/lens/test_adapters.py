@@ -14,7 +14,7 @@ from cutaway.lens import sites
 from cutaway.lens.activations.index import describe_model
 from cutaway.lens.analysis.attribution import direct_logit_attribution
 from cutaway.model import Transformer
-from cutaway.model.adapters import describe_adapter
+from cutaway.model.adapters.adapter_methods import describe_adapter
 from cutaway.serve.inspect.inspector import build_inspector
 from cutaway.serve.inspect.protocol import QueryJob
 from cutaway.serve.inspect.queries.model_info import ModelInfo

@@ -14,7 +14,7 @@ from support.server import RunningServer, byte_checkpoint, start_server
 import cutaway as ct
 from cutaway.cli.options import parse_adapters
 from cutaway.errors import InputError
-from cutaway.model.adapters import BASE_ADAPTER
+from cutaway.model.adapters.adapter_methods import BASE_ADAPTER
 
 pytestmark = pytest.mark.unchecked
 NAMES = {"tiny": BASE_ADAPTER, "sql": "sql", "chat-2": "chat-2"}

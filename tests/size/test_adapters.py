@@ -13,8 +13,8 @@ import cutaway as ct
 from cutaway.config import Config, LoRA, config, presets
 from cutaway.errors import InputError
 from cutaway.model import Transformer
-from cutaway.model.adapters import adaptable_layers
-from cutaway.model.quantized_linear import NF4_BLOCK_SIZE, QuantizedLinear, quantize_linears
+from cutaway.model.adapters.adapter_methods import adaptable_layers
+from cutaway.model.adapters.quantized_linear import NF4_BLOCK_SIZE, QuantizedLinear, quantize_linears
 from cutaway.size.adapters import build_frozen_base, frozen_bytes, list_adapter_tensors
 from cutaway.size.precision import get_adapter_precision
 from cutaway.size.shape_pass import ExecutionConfig, training_pass

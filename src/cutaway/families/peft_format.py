@@ -40,8 +40,8 @@ from cutaway.families.weight_conversion import (
     Transpose,
 )
 from cutaway.model import Transformer, build
-from cutaway.model.adapters import adaptable_layers, adapted_layers, read_lora_config
-from cutaway.model.lora import AdaptedLayer, LoRAEmbedding, LoRAWeights
+from cutaway.model.adapters.adapter_methods import adaptable_layers, adapted_layers, read_lora_config
+from cutaway.model.adapters.lora import AdaptedLayer, LoRAEmbedding, LoRAWeights
 
 ADAPTER_CONFIG_NAME = "adapter_config.json"
 ADAPTER_WEIGHTS_NAME = "adapter_model.safetensors"

@@ -23,7 +23,7 @@ from cutaway.generate.search.beam_generation import default_num_beams, generate_
 from cutaway.generate.speculative.ngram_draft import NgramConfig
 from cutaway.generate.speculative.speculative_decoder import SpeculativeDecoder
 from cutaway.model import Transformer
-from cutaway.model.adapters import BASE_ADAPTER
+from cutaway.model.adapters.adapter_methods import BASE_ADAPTER
 from cutaway.tokenizer import Tokenizer
 
 DEFAULT_MAX_NUM_SEQS = 32

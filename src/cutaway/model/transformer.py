@@ -13,7 +13,7 @@ from cutaway.argument_checks import check_dtype, check_positive_int, check_seed,
 from cutaway.errors import InputError
 from cutaway.model import inputs
 from cutaway.model.activation_checkpointing import ACTIVATION_CHECKPOINTING_MODES, ActivationCheckpointing
-from cutaway.model.adapters import AdapterMethods
+from cutaway.model.adapters.adapter_methods import AdapterMethods
 from cutaway.model.attention import LatentAttention, MultiHead
 from cutaway.model.cache import Cache
 from cutaway.model.head import (

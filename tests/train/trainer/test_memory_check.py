@@ -12,7 +12,7 @@ from support.tiny_runs import write_texts
 
 import cutaway as ct
 from cutaway.errors import InputError
-from cutaway.model.quantized_linear import quantize_linears
+from cutaway.model.adapters.quantized_linear import quantize_linears
 from cutaway.tokenizer import byte_tokenizer
 from cutaway.train.checkpoint import pretrained_checkpoint
 from cutaway.train.logging.callbacks import Callback

@@ -14,7 +14,7 @@ from cutaway.check.probes.parameter_tracer import ParameterTracer
 from cutaway.check.probes.reload import get_reloaded_model, tied_parameters
 from cutaway.check.registry import register_check
 from cutaway.check.report.finding import CaseResult, SkipCheckError, failure, skipped, success
-from cutaway.model.adapters import inactive_adapter_keys
+from cutaway.model.adapters.adapter_methods import inactive_adapter_keys
 
 _OPTIONAL_MODULES = ("expert", "vision", "visual", "image", "audio", "speech", "pooler")
 """Modules that need not affect the logits: experts without tokens, vision and audio towers, poolers."""

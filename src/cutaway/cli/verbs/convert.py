@@ -49,7 +49,7 @@ def convert(
     from cutaway.cli.model_loading import to_torch_dtype
     from cutaway.cli.views.terminal import progress_bar
     from cutaway.families.load import load, read_adapter_base
-    from cutaway.model.adapters import describe_adapter
+    from cutaway.model.adapters.adapter_methods import describe_adapter
 
     with progress_bar("loading", quiet=as_json) as progress:
         checkpoint = load(source, adapters=adapter, dtype=to_torch_dtype(dtype), check_finite=True, progress=progress)

@@ -24,7 +24,7 @@ from cutaway.generate.sampling.sampling_params import (
     format_value,
 )
 from cutaway.model import Transformer
-from cutaway.model.adapters import BASE_ADAPTER
+from cutaway.model.adapters.adapter_methods import BASE_ADAPTER
 from cutaway.model.rope import Rope
 from cutaway.model.stack import Stack
 from cutaway.tokenizer import Tokenizer

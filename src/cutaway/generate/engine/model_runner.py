@@ -17,8 +17,8 @@ from cutaway.generate.fast.warmup_policy import WarmupCostStore, WarmupPolicy
 from cutaway.generate.sampling.sampler import Sampler, SamplerOutput, swap_tensor_rows
 from cutaway.generate.sampling.sampling_state import SamplingFeatures
 from cutaway.model import DecoderOnly, EncoderDecoder, Transformer
+from cutaway.model.adapters.lora import use_row_adapters
 from cutaway.model.kernels import shape_agnostic_sdpa
-from cutaway.model.lora import use_row_adapters
 from cutaway.model.moe import MixtureOfExperts
 
 _GenerativeModel: TypeAlias = DecoderOnly | EncoderDecoder

@@ -20,9 +20,9 @@ from cutaway.lens.analysis.inputs import AnalysisInputs, TextOrTokens, TokenOrId
 from cutaway.lens.labeled_tensor import LabeledTensor, show_whitespace
 from cutaway.lens.sites import attention_module
 from cutaway.lens.trace import trace
+from cutaway.model.adapters.lora import effective_weight
 from cutaway.model.block import Block, Branch
 from cutaway.model.head import LMHead
-from cutaway.model.lora import effective_weight
 from cutaway.model.moe import MixtureOfExperts
 from cutaway.model.norms import LayerNorm, RMSNorm
 

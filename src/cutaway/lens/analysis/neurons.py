@@ -18,8 +18,8 @@ from cutaway.lens.analysis.inputs import (
 )
 from cutaway.lens.labeled_tensor import LabeledTensor
 from cutaway.lens.sites import resolve_index
+from cutaway.model.adapters.lora import effective_weight
 from cutaway.model.ffn import MLP, GatedMLP
-from cutaway.model.lora import effective_weight
 
 
 def neuron_activations(

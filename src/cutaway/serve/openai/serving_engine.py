@@ -12,7 +12,7 @@ from cutaway.generate import BusyError, Engine, EngineError, SamplingParams
 from cutaway.generate.engine.config import build_engine_config, reduce_num_seqs_to_fit
 from cutaway.generate.generation_config import CheckpointLike, apply_generation_config, unpack_checkpoint
 from cutaway.generate.sampling.sampling_params import completion_seeds
-from cutaway.model.adapters import BASE_ADAPTER
+from cutaway.model.adapters.adapter_methods import BASE_ADAPTER
 from cutaway.serve.errors import APIError, overload_error
 from cutaway.serve.limits import Limits
 from cutaway.serve.metrics import ServerMetrics

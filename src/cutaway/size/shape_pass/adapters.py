@@ -1,4 +1,4 @@
-"""Shape pass of `model/lora.py` and `model/quantized_linear.py`: adapters on a frozen, possibly quantized base."""
+"""Shape pass of `model/adapters/`: LoRA layers on a frozen, possibly quantized base."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cutaway.errors import CutawayError, InputError
 from cutaway.model import Transformer
-from cutaway.model.adapters import adapter_state_dict
+from cutaway.model.adapters.adapter_methods import adapter_state_dict
 from cutaway.train.checkpoint.atomic_directory import (
     HIDDEN_NAME_PATTERN,
     REMOVED,

@@ -13,7 +13,7 @@ from cutaway.errors import InputError
 from cutaway.families.checkpoint import Checkpoint
 from cutaway.families.load import load
 from cutaway.model import build
-from cutaway.model.adapters import ADAPTER_KEY
+from cutaway.model.adapters.adapter_methods import ADAPTER_KEY
 from cutaway.train.checkpoint.checkpoint_manager import load_weights
 from cutaway.train.checkpoint.manifest import (
     STATE_FILE,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from cutaway.model.lora import LoRALinear
+from cutaway.model.adapters.lora import LoRALinear
 
 RANK_MULTIPLE = 16
 """The number of columns of B is padded to a multiple, so that rows of the stored matrix stay aligned."""

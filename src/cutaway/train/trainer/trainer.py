@@ -19,7 +19,7 @@ from cutaway.evaluate import bits_per_byte
 from cutaway.families.checkpoint import Checkpoint
 from cutaway.families.save import save
 from cutaway.model import Transformer
-from cutaway.model.adapters import adapter_state_dict
+from cutaway.model.adapters.adapter_methods import adapter_state_dict
 from cutaway.train.checkpoint.checkpoint_manager import (
     CheckpointManager,
     CheckpointWriteError,

@@ -11,7 +11,7 @@ from cutaway.config import Config, TaskHead
 from cutaway.errors import InputError
 from cutaway.families.checkpoint import Checkpoint
 from cutaway.model import Transformer, build
-from cutaway.model.quantized_linear import quantize_linears
+from cutaway.model.adapters.quantized_linear import quantize_linears
 from cutaway.train.checkpoint.pretrained_checkpoint import BASE_DTYPES
 from cutaway.train.loss.chunked_cross_entropy import LossSums
 from cutaway.train.loss.cross_entropy import CrossEntropyOptions

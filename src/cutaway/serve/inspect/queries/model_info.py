@@ -10,7 +10,7 @@ from cutaway.lens.analysis.attribution import check_attributable
 from cutaway.lens.analysis.inputs import AnalysisInputs
 from cutaway.lens.structural_edits import STRUCTURAL_OPS, structural_targets, supports_structural_edit
 from cutaway.model import EncoderOnly, Transformer
-from cutaway.model.adapters import describe_adapter
+from cutaway.model.adapters.adapter_methods import describe_adapter
 from cutaway.model.stack import Stack
 from cutaway.pretrained import load_examples
 from cutaway.serve.inspect.model_input import MAX_TOKENS

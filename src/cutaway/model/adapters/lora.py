@@ -17,9 +17,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from cutaway.errors import InputError
+from cutaway.model.adapters.quantized_linear import QuantizedLinear
 from cutaway.model.layers import EmbeddingTable, Linear
 from cutaway.model.moe import GroupedLinear, grouped_linear
-from cutaway.model.quantized_linear import QuantizedLinear
 
 
 class LoRAWeights(nn.Module):

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 import cutaway.config as cfg
 from cutaway.config.node import build_config_error
 from cutaway.errors import InputError
-from cutaway.model.layers import EmbeddingTable
-from cutaway.model.lora import (
+from cutaway.model.adapters.lora import (
     ADAPTED_CLASSES,
     AdaptedLayer,
     LoRAEmbedding,
@@ -22,6 +21,7 @@ from cutaway.model.lora import (
     merged_layer,
     use_row_adapters,
 )
+from cutaway.model.layers import EmbeddingTable
 
 T = TypeVar("T", bound="AdapterMethods")
 ADAPTER_KEY = ".adapters."

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 import cutaway as ct
 from cutaway.errors import ConfigError, InputError
 from cutaway.model import Transformer
-from cutaway.model.adapters import adaptable_layers, adapted_layers
-from cutaway.model.quantized_linear import (
+from cutaway.model.adapters.adapter_methods import adaptable_layers, adapted_layers
+from cutaway.model.adapters.quantized_linear import (
     NF4_BLOCK_SIZE,
     NF4_VALUES,
     QuantizedLinear,

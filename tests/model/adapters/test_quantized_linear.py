@@ -4,7 +4,7 @@ import pytest
 import torch
 from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
 
-from cutaway.model.quantized_linear import dequantize_nf4, quantize_nf4
+from cutaway.model.adapters.quantized_linear import dequantize_nf4, quantize_nf4
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.02])

@@ -10,7 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 import cutaway as ct
 from cutaway.config import presets
 from cutaway.model import Transformer
-from cutaway.model.quantized_linear import quantize_linears
+from cutaway.model.adapters.quantized_linear import quantize_linears
 
 TOKENS = torch.randint(40, (2, 12), generator=torch.Generator().manual_seed(0))
 DECODERS = [name for name in presets() if name.startswith("tiny-") and ct.config(name).form == "decoder"]
