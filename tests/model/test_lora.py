@@ -17,8 +17,8 @@ from cutaway.model.quantized_linear import (
     dequantize_nf4,
     quantize_linears,
     quantize_nf4,
-    quantized_bytes,
 )
+from cutaway.size.shape_pass.adapters import quantized_bytes
 
 TOKENS = torch.arange(1, 21).view(2, 10)
 PRESETS = ["tiny-llama", "tiny-gpt", "tiny-moe", "tiny-mla", "tiny-bert", "tiny-albert", "tiny-t5", "tiny-bart"]

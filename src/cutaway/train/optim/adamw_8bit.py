@@ -136,7 +136,7 @@ def _concatenate(states: list[dict[str, Tensor]], name: str) -> Tensor:
 
 def _scatter(values: Tensor, targets: list[Tensor]) -> None:
     """Copy a flat tensor to the tensors that it was concatenated from."""
-    parts = values.split([target.numel() for target in targets])
+    parts = torch.split(values, [target.numel() for target in targets])
     torch._foreach_copy_(targets, [part.view_as(target) for part, target in zip(parts, targets, strict=True)])
 
 
