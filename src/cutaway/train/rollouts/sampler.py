@@ -257,9 +257,9 @@ class RolloutSampler:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The last rollouts, which the remaining iterations of a resumed run use."""
-        if self.batch is None or self.batch.old_log_probs is None:
-            return {}
         batch = self.batch
+        if batch is None or batch.old_log_probs is None:
+            return {}
         return {
             "index": torch.tensor(batch.index),
             "tokens": batch.tokens,
