@@ -89,7 +89,7 @@ def build_transformers_step(args: Any, *, adapter: bool) -> Step:
         logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         return loss.item()
