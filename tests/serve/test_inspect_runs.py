@@ -239,7 +239,7 @@ def test_next_save_and_default_text(run: RunDirectory, tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", ["encoder", "encoder-decoder"])
 def test_other_forms(form: str, tmp_path: Path) -> None:
     stack = {"layers": 1, "block": {"attention": {"heads": 2}}}
-    model: dict[str, Any] = {"form": form, "vocab_size": 259, "d_model": 16, "context": 16, "encoder": stack}
+    model: dict[str, Any] = {"form": form, "d_model": 16, "context": 16, "encoder": stack}
     objective: dict[str, Any] = {"kind": "masked-lm"}
     overrides: dict[str, Any] = {"eval": {"interval": 3, "num_sequences": 2}}
     if form == "encoder-decoder":

@@ -134,7 +134,7 @@ def test_every_analysis_of_every_form(name: str) -> None:
         results.append(logit_lens(model, **text, token=3, unit="rank"))
     else:
         for analysis in (logit_lens, gradient_by_depth):
-            with pytest.raises(InputError, match="no head"):
+            with pytest.raises(InputError, match="no language modeling head"):
                 analysis(model, **text)
     if config.form != "encoder-decoder":
         results.append(head_scores(model, repeat_len=8, batch_size=2))

@@ -192,7 +192,7 @@ def test_gradient_accumulation_computes_the_same_step(texts: Path, tmp_path: Pat
         (["data.sources=[{path='/nowhere/at/all'}]"], "/nowhere/at/all"),
         (["training"], "is not key=value"),
         (["training.max_steps.more=1"], "is not a table"),
-        (["data.seq_len=100000"], "use more text, or lower seq_len"),
+        (["data.seq_len=10000"], "use more text, or lower seq_len"),
     ],
 )
 def test_invalid_recipe_is_an_error_before_anything_is_written(

@@ -300,8 +300,8 @@ def _predict_usage(estimate: SizeEstimate, recipe: Recipe, dist_context: Distrib
     training = recipe.training
     repeats = len(dist_context.micro_batch_ranges(training.batch_size, training.grad_accum_steps))
     collectives = {kind: (repeats * count, repeats * size) for kind, (count, size) in estimate.collectives.items()}
-    if dist_context.world_size > 1:  # add the sums over ranks of target weights, loss and squared norm
+    if dist_context.world_size > 1:  # add the sums over ranks: weight and number of targets; loss; squared norm
         count, num_bytes = collectives.get("all-reduce", (0, 0))
-        collectives["all-reduce"] = count + 3, num_bytes + 8 + 8 + 4
+        collectives["all-reduce"] = count + 3, num_bytes + 2 * 8 + 8 + 4
     weights, gradients, state = (memory.bytes_by_component[name] for name in ("weights", "gradients", "optimizer"))
     return StepUsage(weights, gradients, state, memory.total_bytes, collectives)

@@ -261,6 +261,7 @@ def show_data(recipe: Recipe, callback: Callback) -> None:
             f"the data of objective {recipe.objective.kind} are texts, which have no examples to show; use an objective"
             f" that trains on records ({', '.join(sorted(RECORD_OBJECTIVES))})"
         )
+    recipe = resolve_precision(recipe, torch.device("cpu"))
     base_checkpoint = load_model_to_train(recipe, callback.on_message)
     base_info = BaseCheckpointInfo.from_checkpoint(base_checkpoint)
     tokenizer = build_tokenizer(recipe.data, recipe.objective, base_checkpoint)
