@@ -381,7 +381,7 @@ def test_report_lists_trained_and_frozen_parameters(run: CliRunner) -> None:
         ("gpt2 --train full --rank 4", "--rank is an option of adapters, but --train is full; use --train lora"),
         ("gpt2 --train adalora", "use one of full, lora, qlora, dora, rslora"),
         ("gpt2 --train lora --dtype int4", "use mixed (frozen weights in bf16, adapters in fp32), or fp32"),
-        ("gpt2 --train lora --targets atn.q", "match no layer of this model; use 'all-linear', or some of: embed"),
+        ("gpt2 --train lora --targets atn.q", "matches no layer of this model; use 'all-linear', or some of: embed"),
         ("gpt2 --train lora --rank 1000", "use a rank of at most 768, or rank_pattern"),
         ("gpt2 --train lora --world-size 2 --parallel fsdp", "use parallel 'dp'"),
         ("9b --train lora", "there is no preset for the size '9b'"),

@@ -1,18 +1,42 @@
 """LoRA: configuration of a low-rank adapter, which is added to linear layers of a model."""
 
 import math
+from collections.abc import Collection
 from fnmatch import fnmatchcase
 from typing import Annotated
 
 from pydantic import Field, model_validator
 
 from cutaway.config.node import ConfigNode, PositiveFloat, PositiveInt, Probability
+from cutaway.errors import InputError
 
 ALL_LINEAR = "all-linear"
 """Target that stands for all linear layers of attention and FFN, those of experts included."""
 ALL_LINEAR_PATTERNS = ("attn.*", "cross.*", "ffn.*")
 NOT_IN_ALL_LINEAR = "shared_gate"
 """The gate of a shared expert has one output, like a row of the router, which has no adapter either."""
+
+NAMES_IN_TRANSFORMERS = {
+    "q_proj": "attn.q",
+    "k_proj": "attn.k",
+    "v_proj": "attn.v",
+    "o_proj": "attn.o",
+    "out_proj": "attn.o",
+    "query": "attn.q",
+    "key": "attn.k",
+    "value": "attn.v",
+    "qkv_proj": "attn.q, attn.k and attn.v",
+    "c_attn": "attn.q, attn.k and attn.v",
+    "query_key_value": "attn.q, attn.k and attn.v",
+    "gate_proj": "ffn.gate",
+    "up_proj": "ffn.up",
+    "down_proj": "ffn.down",
+    "c_fc": "ffn.up",
+    "fc1": "ffn.up",
+    "fc2": "ffn.down",
+    "embed_tokens": "embed",
+}
+"""Names of modules of transformers, with which targets are written for PEFT, and the sites here."""
 
 
 class LoRA(ConfigNode):
@@ -44,6 +68,19 @@ class LoRA(ConfigNode):
     def matches(self, site: str) -> bool:
         """Whether the layer with this site name is adapted."""
         return any(_matches_target(target, site) for target in self.targets)
+
+    def check_targets(self, sites: Collection[str]) -> None:
+        """Raise InputError if a target matches none of the layers of a model, which have these site names."""
+        for target in self.targets:
+            if any(_matches_target(target, site) for site in sites):
+                continue
+            name = NAMES_IN_TRANSFORMERS.get(target.rpartition(".")[2])
+            hint = "" if name is None else f" ({target} in transformers is {name} here)"
+            examples = dict.fromkeys(site.partition("blocks.")[2].partition(".")[2] or site for site in sites)
+            raise InputError(
+                f"adapter target '{target}' matches no layer of this model{hint}; use '{ALL_LINEAR}', or some of:"
+                f" {', '.join(list(examples)[:12])}"
+            )
 
     def rank_of(self, site: str) -> int:
         """Rank of the layer with this site name."""

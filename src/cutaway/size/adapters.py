@@ -50,16 +50,16 @@ def build_frozen_base(config: Config, adapter: LoRA | None, quantization: str) -
 
 
 def _find_adapted_layers(config: Config, adapter: LoRA) -> dict[WeightKey, LayerAdapter]:
-    """Adapter of each weight. Raises InputError if the targets match no layer, or a rank is too large."""
+    """Adapter of each weight. Raises InputError if a target matches no layer, or a rank is too large."""
     adapters: dict[WeightKey, LayerAdapter] = {}
-    names: list[str] = []
+    sites: list[str] = []
     for weight in list_weights(config):
         is_table = weight.key in _TOKEN_TABLES
         is_layer = weight.key[0] in config.stacks and weight.in_matmul and len(weight.shape) > 1
         if not is_table and (not is_layer or weight.key[-1] == "router"):
             continue
         for site in _site_names(config, weight):
-            names.append(site.partition("blocks.")[2].partition(".")[2] or site)
+            sites.append(site)
             if weight.key in adapters or not adapter.matches(site):
                 continue
             rank, smallest = adapter.rank_of(site), min(weight.shape[-2:])
@@ -69,11 +69,7 @@ def _find_adapted_layers(config: Config, adapter: LoRA) -> dict[WeightKey, Layer
                     f" {weight.shape}; use a rank of at most {smallest}, or rank_pattern"
                 )
             adapters[weight.key] = LayerAdapter(rank, 0.0 if is_table else adapter.dropout, adapter.use_dora)
-    if not adapters:
-        raise InputError(
-            f"adapter targets {list(adapter.targets)} match no layer of this model; use 'all-linear', or some of:"
-            f" {', '.join(list(dict.fromkeys(names))[:12])}"
-        )
+    adapter.check_targets(sites)
     return adapters
 
 

@@ -161,7 +161,11 @@ def test_gradients_of_expert_adapters() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"targets": ["attn.query"]}, "match no layer"),
+        ({"targets": ["attn.query"]}, r"\(attn.query in transformers is attn.q here\)"),
+        (
+            {"targets": ["attn.q", "v_proj"]},
+            r"'v_proj' matches no layer of this model",
+        ),
         ({"targets": []}, "targets"),
         ({"rank": 100_000}, "smaller dimension"),
         ({"rank": 0}, "rank"),

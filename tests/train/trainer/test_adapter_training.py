@@ -164,7 +164,7 @@ def test_resume_needs_the_same_base(base: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model": {"adapter": {"rank": 2, "targets": ["query"]}}}, "match no layer"),
+        ({"model": {"adapter": {"rank": 2, "targets": ["query"]}}}, "matches no layer"),
         ({"model": {"adapter": None, "quantization": "nf4"}}, "set model.adapter"),
         ({"model": {"adapter": {"rank": 4096}}}, "smaller dimension"),
         ({"optimizer": {"kind": "muon"}}, "use adamw"),

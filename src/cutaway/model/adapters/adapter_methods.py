@@ -62,13 +62,9 @@ class AdapterMethods:
         if name in self.adapters or not is_adapter_name(name):
             reason = "exists already" if name in self.adapters else "is not a name of letters, digits, '_' and '-'"
             raise InputError(f"adapter '{name}' {reason}; pass another name")
-        sites = {site: layer for site, layer in adaptable_layers(model).items() if config.matches(site)}
-        if not sites:
-            examples = ", ".join(list(dict.fromkeys(_short_site(site) for site in adaptable_layers(model)))[:12])
-            raise InputError(
-                f"adapter targets {list(config.targets)} match no layer of this model; use 'all-linear', or some of:"
-                f" {examples}"
-            )
+        layers = adaptable_layers(model)
+        config.check_targets(layers)
+        sites = {site: layer for site, layer in layers.items() if config.matches(site)}
         _check_dora(config, sites)
         for parameter in model.parameters():
             parameter.requires_grad_(False)
@@ -278,11 +274,6 @@ def inactive_adapter_keys(model: nn.Module) -> set[str]:
         for name in inactive:
             keys.update(f"{path}{ADAPTER_KEY}{name}.{leaf}" for leaf in layer.adapters[name].state_dict())
     return keys
-
-
-def _short_site(site: str) -> str:
-    parts = site.split(".")
-    return ".".join(parts[parts.index("blocks") + 2 :]) if "blocks" in parts else site
 
 
 def _check_dora(config: cfg.LoRA, sites: Mapping[str, nn.Module]) -> None:
