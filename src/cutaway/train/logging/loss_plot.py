@@ -38,7 +38,7 @@ def plot_losses(rows: Iterable[Metrics], path: Path, title: str = "") -> Path:
             eval_rows.append((row["step"], row[f"eval_{quantity}"]))
     with rc_context(MATPLOTLIB_STYLE):
         figure = Figure(figsize=(8, 4.2))  # fixed margins: a layout engine would be slow
-        axes = figure.subplots(gridspec_kw={"left": 0.08, "right": 0.91, "top": 0.93, "bottom": 0.12})
+        axes = figure.subplots(gridspec_kw={"left": 0.1, "right": 0.91, "top": 0.93, "bottom": 0.12})
         if train_rows:
             steps, losses, lrs = zip(*train_rows, strict=True)
             groups = group_steps(steps)
@@ -53,7 +53,7 @@ def plot_losses(rows: Iterable[Metrics], path: Path, title: str = "") -> Path:
             eval_steps, eval_losses = zip(*eval_rows, strict=True)
             color, last = LINE_COLORS[1], (eval_steps[-1], eval_losses[-1])
             axes.plot(eval_steps, eval_losses, "o-", color=color, markersize=3.5, linewidth=1, label="validation")
-            axes.annotate(f" {last[1]:.3f}", last, color=color, va="center", annotation_clip=False)
+            axes.annotate(f" {last[1]:.3g}", last, color=color, va="center", annotation_clip=False)
         _style_axes(axes, title, quantity)
         temporary = path.with_name(f".{os.getpid()}.{path.name}")
         try:
