@@ -53,7 +53,7 @@ def plot_losses(rows: Iterable[Metrics], path: Path, title: str = "") -> Path:
             eval_steps, eval_losses = zip(*eval_rows, strict=True)
             color, last = LINE_COLORS[1], (eval_steps[-1], eval_losses[-1])
             axes.plot(eval_steps, eval_losses, "o-", color=color, markersize=3.5, linewidth=1, label="validation")
-            axes.annotate(f" {last[1]:.3g}", last, color=color, va="center", annotation_clip=False)
+            axes.annotate(f" {last[1]:.4g}", last, color=color, va="center", annotation_clip=False)
         _style_axes(axes, title, quantity)
         temporary = path.with_name(f".{os.getpid()}.{path.name}")
         try:
