@@ -8,7 +8,10 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from support.cli_runner import CliRunner
+
+import cutaway as ct
 
 TASKS = ("arc_easy", "hellaswag")
 
@@ -64,6 +67,18 @@ def test_tasks_as_json(run_cli: CliRunner, calls: list[dict[str, Any]], tmp_path
     assert calls[0]["tasks"] == ["arc_easy", "my_task"]
     assert result["tasks"]["my_task"]["acc,none"] == 0.25
     assert result["num_samples"]["arc_easy"]["effective"] == 100
+
+
+def test_tasks_apply_the_adapter(run_cli: CliRunner, calls: list[dict[str, Any]], tmp_path: Path) -> None:
+    checkpoint = ct.load("tiny-english")
+    checkpoint.model.add_adapter({"rank": 2}, seed=0)
+    for name, parameter in checkpoint.model.named_parameters():
+        if name.endswith("lora_b"):
+            torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(0))
+    ct.save_adapter(checkpoint, tmp_path)
+    for options in ((), ("--adapter", tmp_path)):
+        run_cli("eval", "tiny-english", "--tasks", "arc_easy", *options)
+    assert abs(calls[0]["score"] - calls[1]["score"]) > 0.1
 
 
 @pytest.mark.parametrize(

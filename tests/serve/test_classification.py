@@ -105,6 +105,25 @@ def test_a_decoder_with_a_classification_head_is_served() -> None:
             assert item["probs"] == pytest.approx(list(result.probabilities.values()), abs=1e-5)
 
 
+def test_adapters_are_selected_by_the_name_of_the_model() -> None:
+    checkpoint = with_head("tiny-bert", "sequence-classification", labels=("a", "b"))
+    checkpoint.model.add_adapter({"rank": 4}, "sql", seed=0)
+    for name, parameter in checkpoint.model.named_parameters():
+        if name.endswith("lora_b"):
+            torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(0))
+    checkpoint.model.set_adapter(None).requires_grad_(False)
+    with start_server(checkpoint, adapters=("sql",)) as server:
+        responses = {name: post(server, "/classify", {"model": name, "input": TEXTS})[1] for name in ("tiny", "sql")}
+    for name, adapter in (("tiny", None), ("sql", "sql")):
+        assert responses[name]["model"] == name
+        with checkpoint.model.use_adapter(adapter):
+            expected = ct.classify(checkpoint, TEXTS)
+        for item, result in zip(responses[name]["data"], expected, strict=True):
+            assert isinstance(result, Classification)
+            assert item["probs"] == pytest.approx(list(result.probabilities.values()), abs=1e-5)
+    assert responses["tiny"]["data"][0]["probs"] != pytest.approx(responses["sql"]["data"][0]["probs"], abs=1e-3)
+
+
 @pytest.mark.parametrize("normalize", [True, False])
 def test_embeddings_are_the_output_of_the_head(normalize: bool) -> None:
     checkpoint = with_head(

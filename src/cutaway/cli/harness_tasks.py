@@ -34,6 +34,7 @@ def evaluate_tasks(
     dtype: DType | None,
     *,
     as_json: bool,
+    adapter: str | None = None,
 ) -> None:
     """Run tasks of lm-evaluation-harness, and print each metric with its standard error."""
     if importlib.util.find_spec("lm_eval") is None:
@@ -43,7 +44,8 @@ def evaluate_tasks(
     from cutaway.cli.model_loading import load_checkpoint
 
     names = [name.strip() for entry in tasks for name in entry.split(",") if name.strip()]
-    results = run_tasks(load_checkpoint(source, device, dtype, quiet=as_json), names, options, batch_size)
+    checkpoint = load_checkpoint(source, device, dtype, quiet=as_json, adapters=adapter)
+    results = run_tasks(checkpoint, names, options, batch_size)
     if as_json:
         print_json({"source": source, "tasks": results["results"], "num_samples": results.get("n-samples", {})})
     else:

@@ -46,7 +46,7 @@ class LabelSet:
         if self.problem_type == "multi_label_classification":
             if not isinstance(label, list):
                 raise LabelError("invalid label", f"{label!r:.60} is not a list of labels")
-            if self.is_multi_hot and (len(label) != self.num_labels or not set(label) <= {0, 1}):
+            if self.is_multi_hot and (len(label) != self.num_labels or any(each not in (0, 1) for each in label)):
                 raise LabelError("invalid label", f"{label!r:.60} is not a list of {self.num_labels} zeros and ones")
             target = np.zeros(self.num_labels, np.float32)
             if self.is_multi_hot:
@@ -99,7 +99,7 @@ class LabelSet:
 
 def label_name(label: object) -> str:
     """Name of a class: the string, or the number as a string. A whole number has no fraction."""
-    if isinstance(label, float) and label == int(label):
+    if isinstance(label, float) and label.is_integer():
         label = int(label)
     return str(label).lower() if isinstance(label, bool) else str(label).strip()
 
@@ -130,6 +130,6 @@ def as_number(value: object) -> float | None:
         return None
     try:
         number = float(value)
-    except ValueError:
+    except (ValueError, OverflowError):
         return None
     return number if abs(number) < float("inf") else None

@@ -61,6 +61,8 @@ def run_on_texts(
         raise InputError("this model is an encoder-decoder, which computes no output per text; pass an encoder")
     outputs: dict[int, Tensor] = {}
     lengths = [len(text.ids) for text in texts]
+    if 0 in lengths:
+        raise InputError(f"text {lengths.index(0)} has no tokens, so it has no output; leave out empty texts")
     with_types = has_token_types(model.config)
     for batch in batches_by_length(lengths, batch_size):
         width = max(lengths[index] for index in batch)

@@ -107,6 +107,7 @@ def test_invalid_words_with_tags(fields: dict[str, Any], reason: str) -> None:
         {"question": "q", "choices": '["a", "b"]', "answer": "B"},
         {"question": "q", "options": ["a", "b"], "answer": "b"},
         {"question": "q", "choices": {"text": ["a", "b"], "label": ["1", "2"]}, "answerKey": "2"},
+        {"question": "q", "choices": {"text": ["a", "b"], "label": 5}, "answerKey": "B"},
     ],
 )
 def test_choices(fields: dict[str, Any]) -> None:
@@ -201,7 +202,10 @@ def test_labels_are_encoded_as_numbers() -> None:
         (LabelSet("single_label_classification", ("a", "b"), 2), "c", "unknown label"),
         (LabelSet("single_label_classification", ("a", "b"), 2), 2, "unknown label"),
         (LabelSet("single_label_classification", ("1", "2"), 2), 0, "unknown label"),
+        (LabelSet("single_label_classification", ("a", "b"), 2), float("nan"), "unknown label"),
+        (LabelSet("single_label_classification", ("a", "b"), 2), 10**400, "unknown label"),
         (LabelSet("single_label_classification", ("a", "b"), 2), ["a"], "invalid label"),
+        (LabelSet("multi_label_classification", ("a", "b"), 2, is_multi_hot=True), [[1], [0]], "invalid label"),
         (LabelSet("multi_label_classification", ("a", "b"), 2), "a", "invalid label"),
         (LabelSet("regression", (), 1), "many", "invalid label"),
         (LabelSet("regression", (), 2), 1.5, "invalid label"),

@@ -10,6 +10,7 @@ import peft
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from support.cli_runner import CliRunner
 from support.nightly import nightly_except
 from support.tiny_runs import read_metrics, run_digest
@@ -22,6 +23,7 @@ from cutaway.errors import CutawayError
 from cutaway.evaluate.confidence_interval import proportion_confidence_interval
 from cutaway.generate.classify import Classification
 from cutaway.tokenizer import Tokenizer, train_bpe
+from cutaway.train.checkpoint.saved_models import load_newest_model
 from cutaway.train.data.task_dataset import TaskBatch
 from cutaway.train.logging.callbacks import Callback
 from cutaway.train.objectives.task import TaskObjective
@@ -414,7 +416,7 @@ def test_hostile_data_is_refused(
 
 def test_invalid_records_are_left_out_and_counted(bert: Path, tmp_path: Path) -> None:
     rows = rows_of("classification")
-    rows[3]["label"], rows[5]["text"], rows[7]["text"] = None, "", "y" * 500
+    rows[3]["label"], rows[5]["text"], rows[7]["text"], rows[9]["text"] = None, "", "y" * 500, "\ud800"
     messages: list[str] = []
     data: list[dict[str, Any]] = []
     callback = Callback(on_message=messages.append, on_data=data.append)
@@ -423,6 +425,7 @@ def test_invalid_records_are_left_out_and_counted(bert: Path, tmp_path: Path) ->
     log = "\n".join(messages)
     assert "1 × no label" in log
     assert "1 × empty text" in log
+    assert "1 × the tokenizer cannot encode it" in log
     assert "1 records have more than 24 tokens" in log
     [summary] = data
     assert sum(summary["statistics"]["labels"].values()) == trainer.data.num_sequences
@@ -468,6 +471,22 @@ def test_adapter_with_a_head(task: str, bert: Path, tmp_path: Path) -> None:
         opened.save_pretrained(tmp_path / "theirs")
         again = ct.load(bert, adapters=tmp_path / "theirs")  # PEFT writes no names of labels
         torch.testing.assert_close(again.model(tokens), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("task", ["classification", "embedding"])
+def test_head_on_a_frozen_body_in_16_bits_is_trained_in_fp32(task: str, bert: Path, tmp_path: Path) -> None:
+    """The evaluations in training, the snapshots and the exported adapter have this head."""
+    adapter = {"checkpoint": str(bert), "adapter": {"rank": 4, "targets": ["attn.q"]}}
+    settings = recipe(bert, write_rows(tmp_path, rows_of(task)), task, model=adapter)
+    settings["training"] |= {"max_steps": 3, "precision": "bf16"}
+    trainer = prepare_trainer(load_recipe(settings), tmp_path / "run", device="cpu")
+    assert trainer.model.dtype == torch.bfloat16
+    assert {p.dtype for p in trainer.model.parameters() if p.requires_grad} == {torch.float32}
+    assert load_newest_model(trainer.run_directory)[1] == 0
+    trainer.train()
+    assert load_newest_model(trainer.run_directory)[1] > 0
+    weights = load_file(trainer.run_directory.model_directory / "adapter_model.safetensors")
+    assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
 
 
 def test_columns_and_formats(bert: Path, tmp_path: Path) -> None:

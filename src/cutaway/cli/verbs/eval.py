@@ -95,7 +95,7 @@ def evaluate(
     if tasks:
         if paths or data:
             raise InputError("--tasks runs tasks that have their own data; leave out --text and --data")
-        evaluate_tasks(source, tasks, task_options, batch_size, device, dtype, as_json=as_json)
+        evaluate_tasks(source, tasks, task_options, batch_size, device, dtype, as_json=as_json, adapter=adapter)
         return
     if task_options != TaskOptions(None, None, None, False):
         raise InputError("--num-fewshot, --limit, --include-path and --apply-chat-template apply to --tasks only")

@@ -3,6 +3,7 @@
 import threading
 import time
 import uuid
+from contextlib import nullcontext
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -35,6 +36,7 @@ def add_classify_route(router: APIRouter, serving: ServingEngine) -> None:
         prompts = request_mapping.as_prompt_list(request.input, "input", serving.limits.max_embedding_inputs)
         encode_prompts = request_mapping.build_prompt_encoder(prompts, serving, "input")
         disconnected = threading.Event()
+        adapter = serving.adapter_of(request.model)
 
         def compute() -> tuple[list[Tensor], int]:
             rows = encode_prompts()
@@ -47,7 +49,8 @@ def add_classify_route(router: APIRouter, serving: ServingEngine) -> None:
 
             pad_id = 0 if serving.tokenizer is None else serving.tokenizer.pad_token_id or 0
             try:
-                return run_on_texts(serving.model, serving.model, texts, pad_id, progress=check_connection), total
+                with serving.model.use_adapters([adapter]) if serving.model.adapters else nullcontext():
+                    return run_on_texts(serving.model, serving.model, texts, pad_id, progress=check_connection), total
             except _DisconnectedError:
                 return [], total
 
@@ -62,7 +65,7 @@ def add_classify_route(router: APIRouter, serving: ServingEngine) -> None:
                 "id": f"classify-{uuid.uuid4().hex}",
                 "object": "list",
                 "created": int(time.time()),
-                "model": serving.served_model_name,
+                "model": request.model or serving.served_model_name,
                 "data": [_to_item(index, row, head) for index, row in enumerate(logits)],
                 "usage": {"prompt_tokens": total, "total_tokens": total, "completion_tokens": 0},
             }

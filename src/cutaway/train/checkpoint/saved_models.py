@@ -111,7 +111,8 @@ def load_newest_model(run: RunDirectory, *, device: str | None = None) -> tuple[
             return _build_checkpoint(run, weights, device), saved.step
     if run.base_info.config is None:
         return _build_checkpoint(run, None, device), 0
-    base_checkpoint = reload_base_checkpoint(run.recipe.model, run.base_info, seed=run.recipe.training.seed)
+    training = run.recipe.training
+    base_checkpoint = reload_base_checkpoint(run.recipe.model, run.base_info, training.precision, seed=training.seed)
     if base_checkpoint is None:
         raise InputError(
             f"'{run.directory}' has no checkpoint yet, and the base checkpoint it fine-tunes is missing or has changed;"

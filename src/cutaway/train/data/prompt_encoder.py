@@ -145,7 +145,10 @@ class PromptEncoder(RecordEncoder):
 
     def _encode_prompt(self, prompt: object, record: Record) -> list[int]:
         if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt)
+            try:
+                return self.tokenizer.encode(prompt)
+            except InputError as error:
+                raise InvalidRecordError("the tokenizer cannot encode it", str(error)) from None
         if not isinstance(prompt, list) or not all(isinstance(message, Mapping) for message in prompt) or not prompt:
             raise InvalidRecordError(
                 "invalid prompt", f"prompt is a {type(prompt).__name__}; it must be a text or a list of messages"

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from cutaway.config import Config
+from cutaway.errors import InputError
 from cutaway.evaluate.label_set import LabelError, LabelSet
 from cutaway.tokenizer import Tokenizer
 from cutaway.tokenizer.text_encoder import EncodedText, TextEncoder, first_tokens
@@ -85,7 +86,10 @@ class TaskEncoder(RecordEncoder):
         ]
 
     def encode_texts(self, texts: Sequence[tuple[str, str | None]]) -> list[EncodedText]:
-        encoded = [self.text_encoder.encode(text, pair) for text, pair in texts]
+        try:
+            encoded = [self.text_encoder.encode(text, pair) for text, pair in texts]
+        except InputError as error:
+            raise InvalidRecordError("the tokenizer cannot encode it", str(error)) from None
         self.num_truncated += any(each.is_truncated for each in encoded)
         return encoded
 

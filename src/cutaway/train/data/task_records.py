@@ -150,7 +150,8 @@ def parse_choice_question(record: Record) -> ChoiceQuestion:
     else:
         value = _parse_json(fields[_find_key(fields, CHOICE_KEYS, "choices")])
         if isinstance(value, Mapping):  # ARC: {"text": [...], "label": ["A", ...]}
-            letters, value = [str(each) for each in value.get("label", letters)], value.get("text")
+            given, value = value.get("label"), value.get("text")
+            letters = [str(each) for each in given] if isinstance(given, list) else letters
         choices = list(value) if isinstance(value, list | tuple) else []
     if len(choices) < 2 or not all(isinstance(choice, str) for choice in choices):
         raise InvalidRecordError("invalid choices", "choices must be a list of two or more strings")

@@ -16,6 +16,7 @@ from cutaway.train.objectives.build import uses_reference_model
 from cutaway.train.recipe.load import load_recipe
 from cutaway.train.recipe.preference_objectives import DPOConfig, ORPOConfig
 from cutaway.train.recipe.schema import AdamWConfig, PretrainedModelConfig, Recipe, Seq2SeqConfig
+from cutaway.train.recipe.task_objectives import RewardConfig
 
 CPU_HARDWARE = replace(custom_hardware(bandwidth=1e9, flops=1e9), kind="cpu")
 """Hardware of kind cpu, with placeholder speeds. The kind matters because a CPU and a GPU store different activations
@@ -41,7 +42,7 @@ def size_step(
     training = recipe.training
     ranges = dist_context.micro_batch_ranges(training.batch_size, training.grad_accum_steps)
     rows = max(1, *(high - low for low, high in ranges))
-    rows *= 2 if isinstance(recipe.objective, DPOConfig | ORPOConfig) else 1  # a pair has two sequences
+    rows *= 2 if isinstance(recipe.objective, DPOConfig | ORPOConfig | RewardConfig) else 1  # a pair has two sequences
     return size(
         config,
         batch_size=rows * getattr(recipe.objective, "num_generations", 1) * dist_context.dp_size,

@@ -61,7 +61,8 @@ def build_adapter_model(
     model.add_adapter(source.adapter, seed=training.seed)
     if isinstance(model.config.head, TaskHead):  # its weights are new, so a low-rank change is not enough
         assert model.head is not None
-        model.head.requires_grad_(True)
+        # As the adapter, it is in fp32: updates of 16-bit weights would be rounded off.
+        model.head.to(torch.promote_types(model.dtype, torch.float32)).requires_grad_(True)
     return model
 
 
