@@ -104,7 +104,7 @@ def collect_numbers(namespace: dict[str, Any]) -> dict[str, Any]:
                 head_type: top_values(head_scores.select(head_type=head_type), 5)
                 for head_type in ("previous_token", "induction")
             },
-            "chance": float(head_scores.note.split()[-1]),
+            "chance": float(head_scores.note.split()[-2]) / 100,  # "uniform attention has score 2.1 %"
             "gains": dict(zip(namespace["names"], namespace["gains"], strict=True)),
         },
         "Activation patching and path patching": {
