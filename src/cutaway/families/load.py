@@ -55,7 +55,7 @@ def load(
     `adapters` are LoRA adapters to add to the model: PEFT directories, runs or Hub ids by name, as in
     `ct.load("base", adapters={"sql": "runs/sql", "chat": "runs/chat"})`; one such source has the name 'default', and a
     list uses the names of the directories. The first one is active; `model.set_adapter` and
-    `ct.generate(…, adapter="chat")` select another.
+    `ct.generate(…, adapter="chat")` select another. A single adapter is loaded with its own tokenizer, if it has one.
 
     `dtype` is the dtype of the weights, by default the stored one. `check_finite` says whether all weights are checked
     for NaN and infinity. By default, all weights are checked in checkpoints of up to half a gigabyte. In larger
@@ -120,6 +120,8 @@ def _load_with_adapters(source: str | Path, adapters: Mapping[str, str | Path], 
     checkpoint = load(source, **asdict(options))
     for name, path in paths.items():
         checkpoint = load_adapter(checkpoint, path, name)
+    if len(paths) == 1:
+        checkpoint = _use_adapter_tokenizer(checkpoint, *paths.values())
     if paths:
         checkpoint.model.set_adapter(next(iter(paths))).requires_grad_(False)
     return checkpoint
@@ -183,12 +185,21 @@ def _load_with_adapter(path: Path, options: LoadOptions) -> Checkpoint:
             f" another place, pass it: ct.load(base, adapters={str(path)!r}), or BASE --adapter {path}"
         ) from None
     checkpoint = merge_adapters(checkpoint)  # the base may be an adapter of another base
+    return load_adapter(_use_adapter_tokenizer(checkpoint, path), path)
+
+
+def _use_adapter_tokenizer(checkpoint: Checkpoint, path: Path) -> Checkpoint:
+    """Replace the tokenizer and the generation config by those in an adapter directory or a run, if it has them.
+
+    Training may have added a chat template, and an end-of-turn token at which generation stops.
+    """
+    path = path / "model" if (path / RUN_FILE_NAME).is_file() else path
     if (path / "tokenizer.json").is_file():
         checkpoint = replace(checkpoint, tokenizer_loader=partial(_load_tokenizer, path))
-    if (path / GENERATION_CONFIG_NAME).is_file():  # training may have added an end-of-turn token
+    if (path / GENERATION_CONFIG_NAME).is_file():
         generation_config = read_json_object(path / GENERATION_CONFIG_NAME, ConfigError)
         checkpoint = replace(checkpoint, generation_config=generation_config)
-    return load_adapter(checkpoint, path)
+    return checkpoint
 
 
 def read_adapter_base(source: str | Path) -> str | None:

@@ -129,11 +129,6 @@ class Transformer(AdapterMethods, nn.Module):
     def _apply_head(self, x: Float[Tensor, "B T d"], mask: Bool[Tensor, "B T"] | None) -> HeadOutput:
         """Output of the head. Heads that pool the hidden states of a sequence leave out those of padding."""
         assert self.head is not None
-        if isinstance(self.head, LMHead):
-            return self.head(x)
-        weight = next(self.head.parameters(), x)
-        if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
-            x = x.to(weight.dtype)  # the trained head of a task is in fp32, also on a frozen body in 16 bits
         return self.head(x, mask) if isinstance(self.head, PoolingHead) else self.head(x)
 
     def __repr__(self) -> str:

@@ -8,6 +8,7 @@ import peft
 import pytest
 import torch
 import transformers
+from support.cli_runner import CliRunner
 from support.tiny_runs import read_metrics, state_digest, write_texts
 from torch.nn import functional as F
 
@@ -222,6 +223,29 @@ def test_shipped_recipes(recipe: str, overrides: list[str], base: Path, tmp_path
     with torch.no_grad():
         assert not torch.equal(loaded.model(tokens), ct.load(base).model(tokens))
     assert run.recipe.optimizer.lr == 2e-4
+
+
+def test_an_adapter_keeps_its_chat_template(base: Path, tmp_path: Path, run_cli: CliRunner) -> None:
+    """With its base, on another base, and written alone, an adapter has the template that it was trained with."""
+    rows = [
+        {"messages": [{"role": "user", "content": f"a {i}"}, {"role": "assistant", "content": "b"}]} for i in range(9)
+    ]
+    (tmp_path / "chat.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    overrides = ["training.max_steps=1", "data.seq_len=64", "model.adapter={rank=2}"]
+    run = train("lora", tmp_path / "run", overrides=overrides, texts=[tmp_path / "chat.jsonl"], base=base)
+    run_cli("convert", run.directory, tmp_path / "alone", "--adapter-only")
+    expected = ct.load(run.directory)
+    assert expected.tokenizer is not None
+    template = expected.tokenizer.chat_template
+    assert template
+    for checkpoint in (
+        ct.load(tmp_path / "alone"),
+        ct.load(base, adapters=run.directory),
+        ct.load(base, adapters={"a": run.model_directory}),
+    ):
+        assert checkpoint.tokenizer is not None
+        assert checkpoint.tokenizer.chat_template == template
+        assert checkpoint.generation_config == expected.generation_config
 
 
 def test_adapters_of_experts_are_trained_and_saved(tmp_path: Path) -> None:

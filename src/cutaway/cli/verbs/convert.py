@@ -1,5 +1,6 @@
 """`cutaway convert`: convert checkpoints between Hugging Face, GGUF and cutaway formats."""
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -69,6 +70,8 @@ def convert(
             if adapter_only:
                 base = read_adapter_base(source) if adapter is None else source
                 output_path = _write_adapter(checkpoint, out, to, base, overwrite)
+                if adapter is None and to == "hf":
+                    _write_tokenizer(checkpoint, output_path)
             elif to == "gguf":
                 from cutaway.families.gguf.load_save import save_gguf
 
@@ -106,7 +109,19 @@ def _write_adapter(checkpoint: "Checkpoint", out: Path, to: OutputFormat, base: 
         return save_adapter_gguf(checkpoint, out, overwrite=overwrite)
     from cutaway.families.peft_format import save_adapter
 
-    return save_adapter(checkpoint, out, base=base)
+    is_path = base is not None and Path(base).expanduser().exists()
+    return save_adapter(checkpoint, out, base=Path(str(base)).expanduser().resolve() if is_path else base)
+
+
+def _write_tokenizer(checkpoint: "Checkpoint", out: Path) -> None:
+    """Write the tokenizer and the generation config beside an adapter, which may have been trained with its own."""
+    from cutaway.families.load import GENERATION_CONFIG_NAME
+    from cutaway.user_files import write_text_atomically
+
+    if checkpoint.tokenizer is not None:
+        checkpoint.tokenizer.save(out)
+    if checkpoint.generation_config:
+        write_text_atomically(out / GENERATION_CONFIG_NAME, json.dumps(checkpoint.generation_config, indent=2) + "\n")
 
 
 def _check_options(

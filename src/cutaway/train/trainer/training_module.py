@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -63,7 +64,15 @@ def build_adapter_model(
         assert model.head is not None
         # As the adapter, it is in fp32: updates of 16-bit weights would be rounded off.
         model.head.to(torch.promote_types(model.dtype, torch.float32)).requires_grad_(True)
+        model.head.register_forward_pre_hook(_cast_hidden_states)
     return model
+
+
+def _cast_hidden_states(head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Hidden states of a 16-bit body in the dtype of the head, for evaluations without autocast."""
+    x, *others = args
+    weight = next(head.parameters(), x)
+    return (x if torch.is_autocast_enabled(x.device.type) else x.to(weight.dtype), *others)
 
 
 class TrainingModule(nn.Module):
