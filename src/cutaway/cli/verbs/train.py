@@ -265,6 +265,8 @@ def _print_outcome(trainer: "Trainer", *, as_json: bool, is_main_process: bool) 
         head_kind = trainer.model.config.head.kind
         if head_kind in TASK_COMMANDS:
             command = TASK_COMMANDS[head_kind].format(run.directory)
+            if trainer.recipe.objective.kind == "reward":  # its data have no labels
+                command = f"cutaway generate {run.directory} TEXT, which prints the reward"
             sys.stderr.write(f"the model is in {run.model_directory}; try: {command}\n")
             return
         mask = run.tokenizer.special_tokens_map.get("mask_token")

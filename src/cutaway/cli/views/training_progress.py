@@ -15,8 +15,6 @@ from cutaway.cli.views.training_examples import print_examples
 from cutaway.train.checkpoint.run_directory import RunDirectory
 from cutaway.train.checkpoint.saved_models import find_exported_step
 from cutaway.train.logging.metrics_log import read_metrics_log, to_json_value
-from cutaway.train.recipe.preference_objectives import PreferenceConfig
-from cutaway.train.recipe.task_objectives import TaskObjectiveConfig
 from cutaway.train.trainer.general_loss import GeneralLossChange, general_loss_change
 
 if TYPE_CHECKING:
@@ -84,7 +82,7 @@ class TrainingProgress:
     @contextmanager
     def track(self, trainer: "Trainer") -> Iterator[None]:
         self.max_steps, self.start_step = trainer.recipe.training.max_steps, trainer.global_step
-        is_cross_entropy = not isinstance(trainer.recipe.objective, TaskObjectiveConfig | PreferenceConfig)
+        is_cross_entropy = trainer.recipe.objective.kind in CROSS_ENTROPY_OBJECTIVES
         self.loss_unit = " nats per token" if is_cross_entropy else ""
         self.start_time = self.last_log_time = time.monotonic()
         with self.progress_bar:
@@ -174,6 +172,8 @@ def format_clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
+CROSS_ENTROPY_OBJECTIVES = ("causal-lm", "distillation", "masked-lm", "seq2seq", "prefix-lm", "sft")
+"""Kinds of the objectives whose loss is a cross-entropy per token."""
 RUN_FILES = {
     "metrics.jsonl": "metrics of each step and evaluation",
     "timings.jsonl": "duration of each step",
@@ -230,7 +230,8 @@ def format_run_status(status: Row) -> list[str]:
     ]
     is_rl = any("eval_reward" in row for row in status["evals"])
     if status["loss"] is not None and not is_rl:  # the loss of GRPO is near 0 throughout
-        lines.append(f"training loss {status['loss']:.3f} nats per token")
+        unit = " nats per token" if recipe["objective"]["kind"] in CROSS_ENTROPY_OBJECTIVES else ""
+        lines.append(f"training loss {status['loss']:.3f}{unit}")
     if status["evals"]:
         last = status["evals"][-1]
         if "eval_reward" in last:
