@@ -215,3 +215,8 @@ def test_labels_that_the_head_does_not_have(label_set: LabelSet, label: Any, rea
     with pytest.raises(LabelError) as error:
         label_set.encode(label)
     assert error.value.reason == reason
+
+
+def test_endings_are_in_the_order_of_their_numbers() -> None:
+    fields = {f"ending{number}": f"choice {number}" for number in range(12)} | {"sent1": "He sat.", "label": 2}
+    assert parse_choice_question(record(**fields)).choices == [f"choice {number}" for number in range(12)]

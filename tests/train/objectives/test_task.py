@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.nn import functional as F
 import cutaway as ct
 from cutaway.errors import CutawayError
 from cutaway.evaluate.confidence_interval import proportion_confidence_interval
+from cutaway.families.replace_head import replace_head
 from cutaway.generate.classify import Classification
 from cutaway.tokenizer import Tokenizer, train_bpe
 from cutaway.train.checkpoint.saved_models import load_newest_model
@@ -572,3 +574,14 @@ def test_a_decoder_can_be_a_classifier(llama: Path, tmp_path: Path) -> None:
     for result, row in zip(ct.classify(ct.load(run), texts), logits.softmax(-1), strict=True):
         assert isinstance(result, Classification)
         assert list(result.probabilities.values()) == pytest.approx(row.tolist(), abs=1e-5)
+
+
+def test_prompts_of_sentence_transformers_are_kept(tmp_path: Path) -> None:
+    prompts = {"prompts": {"query": "query: "}, "default_prompt_name": None}
+    base = replace_head(ct.load("tiny-english-encoder"), "embedding")
+    ct.save(replace(base, sentence_transformers_config=prompts), tmp_path / "base")
+    rows = [{"anchor": f"A cat {number}.", "positive": f"Cat {number}."} for number in range(8)]
+    data = write_rows(tmp_path, rows)
+    overrides = ["training.max_steps=1", "training.batch_size=2"]
+    run = train("embed", tmp_path / "run", base=tmp_path / "base", texts=[data], overrides=overrides, device="cpu")
+    assert ct.load(run.directory).sentence_transformers_config == prompts

@@ -42,6 +42,7 @@ class BaseCheckpointInfo:
     config: dict[str, Any] | None = None
     weights_fingerprint: str | None = None
     """`weights_fingerprint` of the base model, if the run trains an adapter, which is useless with other weights."""
+    sentence_transformers_config: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def from_checkpoint(
@@ -55,6 +56,7 @@ class BaseCheckpointInfo:
             base_checkpoint.generation_config,
             to_dict(base_checkpoint.config),
             weights_fingerprint(base_checkpoint.model) if with_fingerprint else None,
+            base_checkpoint.sentence_transformers_config,
         )
 
     def eos_token_ids(self, tokenizer: Tokenizer) -> tuple[int, ...]:

@@ -100,6 +100,7 @@ class RunDirectory:
             hf_config=info.hf_config,
             generation_config=info.generation_config,
             tokenizer_loader=lambda: self.tokenizer,
+            sentence_transformers_config=info.sentence_transformers_config,
         )
 
     def export_adapter(self, checkpoint: Checkpoint) -> Path:

@@ -143,7 +143,9 @@ def parse_tagged_text(record: Record) -> TaggedText:
 def parse_choice_question(record: Record) -> ChoiceQuestion:
     """Question, choices and the index of the answer, which may also be a letter or the text of a choice."""
     fields = _present(record)
-    endings = sorted(key for key in fields if key.startswith("ending") and key[6:].isdecimal())  # SWAG
+    endings = sorted(
+        (key for key in fields if key.startswith("ending") and key[6:].isdecimal()), key=lambda key: int(key[6:])
+    )  # SWAG
     letters: Sequence[str] = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
     if endings:
         choices: list[Any] = [fields[key] for key in endings]

@@ -34,7 +34,8 @@ SHOWN_METRICS = (
 def task_metrics(model: Transformer, data: TrainingData, objective_fn: ObjectiveFn, recipe: Recipe) -> Metrics:
     """Metrics on the first `eval.num_sequences` validation records."""
     count = min(recipe.eval.num_sequences, data.num_validation_sequences)
-    size = recipe.training.batch_size
+    # As large as the micro-batches of training, which fit in memory
+    size = max(1, recipe.training.batch_size // recipe.training.grad_accum_steps)
     outputs: list[Tensor] = []
     labels: list[Tensor] = []
     for low in range(0, count, size):
