@@ -11,6 +11,7 @@ from torch import Tensor
 import cutaway as ct
 from cutaway.errors import InputError
 from cutaway.train.objectives import causal_lm
+from cutaway.train.optim import adamw_8bit
 from cutaway.train.optim.adamw_8bit import (
     BLOCK_SIZE,
     AdamW8bit,
@@ -152,3 +153,15 @@ def test_states_of_another_dtype_are_rejected() -> None:
     other = build_optimizer(AdamWConfig(state_dtype="int8"), ct.build("tiny-llama", seed=1))
     with pytest.raises(InputError, match="resume the run with the optimizer it started with"):
         other.load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_codes_equal_those_of_a_binary_search(signed: bool) -> None:
+    """On a CPU, codes are looked up by the upper bits of a value: all of them, with several lower bits; the borders."""
+    upper = torch.arange(2**16, dtype=torch.int32) << 16
+    borders = adamw_8bit._quantization_tensors(torch.device("cpu"), signed=signed)[1]
+    near_borders = torch.cat([borders, *(torch.nextafter(borders, torch.tensor(limit)) for limit in (-2.0, 2.0))])
+    x = torch.cat([*((upper | lower).view(torch.float32) for lower in (0, 1, 0x7FFF, 0x8000, 0xFFFF)), near_borders])
+    x = x[x.abs() <= 1] if signed else x[(x >= 0) & (x <= 1)]
+    expected = torch.bucketize(x, borders, out_int32=True, right=True)
+    assert torch.equal(adamw_8bit._nearest_codes(x, signed=signed), expected)
