@@ -163,5 +163,5 @@ def test_codes_equal_those_of_a_binary_search(signed: bool) -> None:
     near_borders = torch.cat([borders, *(torch.nextafter(borders, torch.tensor(limit)) for limit in (-2.0, 2.0))])
     x = torch.cat([*((upper | lower).view(torch.float32) for lower in (0, 1, 0x7FFF, 0x8000, 0xFFFF)), near_borders])
     x = x[x.abs() <= 1] if signed else x[(x >= 0) & (x <= 1)]
-    expected = torch.bucketize(x, borders, out_int32=True, right=True)
+    expected = torch.bucketize(x, borders, right=True).to(torch.uint8)
     assert torch.equal(adamw_8bit._nearest_codes(x, signed=signed), expected)

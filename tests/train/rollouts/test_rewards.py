@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cutaway.errors import CutawayError
-from cutaway.train.recipe.grpo import GRPOConfig, RewardConfig
+from cutaway.train.recipe.grpo import GRPOConfig, RewardFunctionConfig
 from cutaway.train.rollouts.rewards import RewardFunction, compute_rewards, load_reward_functions
 
 CODE = """
@@ -54,7 +54,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def load(file: Path, name: str) -> RewardFunction:
-    [function] = load_reward_functions([RewardConfig(function=f"{file}:{name}")])
+    [function] = load_reward_functions([RewardFunctionConfig(function=f"{file}:{name}")])
     return function
 
 
@@ -104,11 +104,11 @@ def test_invalid_functions(file: Path, reward: str, message: str, monkeypatch: p
     (file.parent / "model" / "run.json").write_text("{}")
     (file.parent / "model" / "rewards.py").write_text(CODE)
     with pytest.raises(CutawayError, match=message):
-        load_reward_functions([RewardConfig(function=reward.format(file.name))])
+        load_reward_functions([RewardFunctionConfig(function=reward.format(file.name))])
 
 
 def test_names_are_different(file: Path) -> None:
-    twice = [RewardConfig(function=f"{file}:length")] * 2
+    twice = [RewardFunctionConfig(function=f"{file}:length")] * 2
     with pytest.raises(CutawayError, match="two functions named 'length'"):
         load_reward_functions(twice)
 
@@ -125,5 +125,5 @@ def test_forms_of_the_recipe_key() -> None:
         GRPOConfig.model_validate({"reward": value}).reward
         for value in ("r.py:f", ["r.py:f"], {"function": "r.py:f"}, [{"function": "r.py:f", "weight": 1.0}])
     ]
-    assert rewards == [(RewardConfig(function="r.py:f"),)] * 4
+    assert rewards == [(RewardFunctionConfig(function="r.py:f"),)] * 4
     assert GRPOConfig.model_validate({"reward": ""}).reward == ()

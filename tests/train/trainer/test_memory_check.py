@@ -16,7 +16,9 @@ from cutaway.model.adapters.quantized_linear import quantize_linears
 from cutaway.tokenizer import byte_tokenizer
 from cutaway.train.checkpoint import pretrained_checkpoint
 from cutaway.train.logging.callbacks import Callback
+from cutaway.train.logging.throughput import flops_per_step
 from cutaway.train.objectives import causal_lm
+from cutaway.train.optim.adamw_8bit import quantize_8bit
 from cutaway.train.optim.optimizer import build_optimizer
 from cutaway.train.recipe.load import load_recipe
 from cutaway.train.trainer import launch
@@ -84,6 +86,8 @@ def test_peak_memory_of_adapter_training(
         optimizer={"state_dtype": state_dtype},
     )
     config = ct.config(base)
+    for signed in (True, False):  # the tables of codes are constants of the process
+        quantize_8bit(torch.zeros(256), signed=signed)
     with MemoryCommTracker() as tracker:
         model = ct.build(config, seed=0, dtype=torch.bfloat16 if precision == "bf16" else torch.float32).train()
         if quantization != "none":
@@ -192,3 +196,36 @@ def test_records_are_as_long_as_the_longest(tmp_path: Path, monkeypatch: pytest.
     data.write_text("\n".join(map(json.dumps, long_rows)))
     with pytest.raises(InputError, match=r"a training step takes .* set training.grad_accum_steps"):
         prepare_trainer(load_recipe(recipe), tmp_path / "long", device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("objective", "row", "count"),
+    [
+        ({"kind": "dpo"}, {"prompt": "a", "chosen": " b", "rejected": " c"}, 2),
+        ({"kind": "embedding"}, {"anchor": "a", "positive": "b", "negative": "c"}, 3),
+        ({"kind": "multiple-choice"}, {"question": "a", "choices": ["b", "c", "d", "e"], "answer": 0}, 4),
+        ({"kind": "grpo", "reward": "exact_match", "num_generations": 6, "max_new_tokens": 4}, {"prompt": "a"}, 6),
+    ],
+)
+def test_all_sequences_of_a_row_are_counted(
+    objective: dict[str, Any], row: dict[str, Any], count: int, tmp_path: Path
+) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_text("\n".join(json.dumps(row | {"answer": row.get("answer", str(n)), "id": n}) for n in range(8)))
+    base = "tiny-english-encoder" if objective["kind"] in ("embedding", "multiple-choice") else "tiny-english"
+    recipe = {
+        "model": {"checkpoint": base},
+        "data": {"sources": [{"path": str(data)}], "seq_len": 64},
+        "objective": objective,
+        "training": {"batch_size": 2, "max_steps": 1, "preflight": False},
+    }
+    messages: list[str] = []
+    trainer = prepare_trainer(
+        load_recipe(recipe), tmp_path / "run", device="cpu", callback=Callback(on_message=messages.append)
+    )
+    assert trainer.data.sequences_per_row == count
+    shortened = load_recipe(recipe, [f"data.seq_len={trainer.data.max_len}"])
+    estimate = expected_memory(shortened, trainer.model.config, CPU, sequences_per_row=count)[0]
+    assert estimate > expected_memory(shortened, trainer.model.config, CPU)[0]
+    assert any(message.startswith(f"estimated memory per step: {estimate / 2**30:.2g} GiB") for message in messages)
+    assert flops_per_step(trainer.recipe, trainer.model.config) is None  # the lengths of records vary

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -66,7 +67,7 @@ class RowAdapters:
 
     @property
     def is_mixed(self) -> bool:
-        return len(set(self.names)) > 1
+        return bool(self.rows)
 
 
 _ROW_ADAPTERS: ContextVar[RowAdapters | None] = ContextVar("cutaway_row_adapters", default=None)
@@ -75,15 +76,21 @@ _ROW_ADAPTERS: ContextVar[RowAdapters | None] = ContextVar("cutaway_row_adapters
 @contextmanager
 def use_row_adapters(names: Sequence[str | None], device: torch.device) -> Iterator[None]:
     """Context in which row i of a batch has the adapter `names[i]`, in the calling thread only."""
-    rows: dict[str, Tensor] = {}
-    if len(set(names)) > 1:
-        for name in dict.fromkeys(name for name in names if name is not None):
-            rows[name] = torch.tensor([i for i, each in enumerate(names) if each == name], device=device)
-    token = _ROW_ADAPTERS.set(RowAdapters(tuple(names), rows))
+    token = _ROW_ADAPTERS.set(_group_rows(tuple(names), device))
     try:
         yield
     finally:
         _ROW_ADAPTERS.reset(token)
+
+
+@lru_cache(maxsize=64)  # decode steps have the same rows until a request ends, and a copy to a GPU would synchronize
+def _group_rows(names: tuple[str | None, ...], device: torch.device) -> RowAdapters:
+    rows: dict[str, Tensor] = {}
+    if len(set(names)) > 1:
+        for name in dict.fromkeys(name for name in names if name is not None):
+            with torch.inference_mode(False):  # the tensor may be used in a training step later
+                rows[name] = torch.tensor([i for i, each in enumerate(names) if each == name], device=device)
+    return RowAdapters(names, rows)
 
 
 def _row_adapters() -> RowAdapters | None:

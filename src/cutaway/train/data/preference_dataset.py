@@ -45,7 +45,7 @@ class PairDataset(RecordDataset[PairBatch]):
 
     def __init__(self, rows: Sequence[Row], seed: int, *, pad_id: int, shuffle: bool = True) -> None:
         super().__init__(rows, seed, shuffle=shuffle)
-        self.pad_id, self.batch_format = pad_id, (type(self), pad_id)
+        self.pad_id, self.batch_format, self.sequences_per_row = pad_id, (type(self), pad_id), 2
 
     def collate(self, rows: Sequence[Row]) -> PairBatch:
         return PairBatch(pad_answers([*(row[:2] for row in rows), *(row[2:] for row in rows)], self.pad_id))

@@ -53,10 +53,19 @@ class PromptDataset(RecordDataset[PromptBatch]):
     """Prompts of records. A row has the tokens of the prompt and the index of its record."""
 
     def __init__(
-        self, rows: Sequence[Row], records: Sequence[Record], columns: Sequence[str], seed: int, *, shuffle: bool
+        self,
+        rows: Sequence[Row],
+        records: Sequence[Record],
+        columns: Sequence[str],
+        seed: int,
+        objective: GRPOConfig,
+        *,
+        shuffle: bool,
     ) -> None:
         super().__init__(rows, seed, shuffle=shuffle)
         self.records, self.columns = records, columns
+        self.max_len += objective.max_new_tokens
+        self.sequences_per_row = objective.num_generations
 
     def collate(self, rows: Sequence[Row]) -> PromptBatch:
         fields = [self.records[int(row[1][0])].fields for row in rows]
@@ -83,7 +92,8 @@ class PromptEncoder(RecordEncoder):
                 f" at most {max_len} tokens (data.seq_len, limited by the context of the model); lower it, or raise"
                 " data.seq_len"
             )
-        self.tokenizer, self.max_prompt_len = tokenizer, max_len - objective.max_new_tokens
+        self.objective, self.tokenizer = objective, tokenizer
+        self.max_prompt_len = max_len - objective.max_new_tokens
         self.reward_functions = load_reward_functions(objective.reward)
         self.mask_encoder = AssistantMaskEncoder(tokenizer, stop_token_ids=stop_token_ids)
         self.records: list[Record] = []
@@ -113,7 +123,7 @@ class PromptEncoder(RecordEncoder):
         return np.array(ids, np.int64), np.array([len(self.records) - 1], np.int64)
 
     def build_dataset(self, rows: Sequence[Row], seed: int, *, shuffle: bool) -> PromptDataset:
-        return PromptDataset(rows, self.records, list(self.columns), seed, shuffle=shuffle)
+        return PromptDataset(rows, self.records, list(self.columns), seed, self.objective, shuffle=shuffle)
 
     def describe(self, rows: Sequence[Row], splits: RecordSplits, log: Any) -> Metrics:
         for function in self.reward_functions:

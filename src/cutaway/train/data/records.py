@@ -145,7 +145,9 @@ class RecordDataset(PositionalDataset[BatchT]):
         self.num_sequences, self.num_skipped = len(rows), 0
         self.batch_format = type(self)
         self.max_len = max(len(values) for row in rows for values in row)
-        """Largest number of tokens in a row."""
+        """Largest number of tokens of a sequence."""
+        self.sequences_per_row = 1
+        """Largest number of sequences of a row."""
 
     def get_rows(self, positions: Sequence[int]) -> list[Row]:
         checked = np.array(positions, np.int64)

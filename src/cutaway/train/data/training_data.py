@@ -58,9 +58,15 @@ class TrainingData:
 
     @property
     def max_len(self) -> int | None:
-        """Largest number of tokens of a training record. None if the data are documents."""
+        """Largest number of tokens of a sequence of the training records. None if the data are documents."""
         max_len: int | None = getattr(self.train, "max_len", None)
         return max_len
+
+    @property
+    def sequences_per_row(self) -> int:
+        """Largest number of sequences of a training record, such as two for a pair of answers."""
+        sequences_per_row: int = getattr(self.train, "sequences_per_row", 1)
+        return sequences_per_row
 
 
 def load_training_data(

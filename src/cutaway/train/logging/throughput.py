@@ -12,8 +12,8 @@ from cutaway.errors import InputError
 from cutaway.size.estimate import size
 from cutaway.size.hardware import get_hardware
 from cutaway.size.measured_hardware import load_measured_hardware
-from cutaway.train.recipe.grpo import GRPOConfig
-from cutaway.train.recipe.schema import MaskedLMConfig, PretrainedModelConfig, Recipe, Seq2SeqConfig
+from cutaway.train.data.record_data import uses_records
+from cutaway.train.recipe.schema import MaskedLMConfig, PretrainedModelConfig, Recipe, Seq2SeqConfig, SFTConfig
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,12 @@ class Throughput:
 
 
 def flops_per_step(recipe: Recipe, config: Config) -> float | None:
-    """Number of FLOPs of forward and backward pass of a step. None for seq2seq and grpo, because lengths vary.
+    """Number of FLOPs of forward and backward pass of a step. None for seq2seq and records, because lengths vary.
 
     Attention is counted for visible query-key pairs only. Recomputation by activation checkpointing is not counted.
     """
-    if isinstance(recipe.objective, Seq2SeqConfig | GRPOConfig):
+    is_packed = isinstance(recipe.objective, SFTConfig) and recipe.objective.packing
+    if isinstance(recipe.objective, Seq2SeqConfig) or (uses_records(recipe.objective) and not is_packed):
         return None
     options: dict[str, Any] = {"mode": "train", "context": recipe.data.seq_len}
     if isinstance(recipe.model, PretrainedModelConfig):  # frozen weights have no gradients

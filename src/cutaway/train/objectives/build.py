@@ -78,8 +78,6 @@ def check_objective(
             f"objective distillation needs the full vocabulary on each rank, but parallel.tp is {parallel.tp}; set"
             " parallel.tp = 1, and use parallel.dp_shard to save memory"
         )
-    if isinstance(objective, GRPOConfig):
-        return
     if isinstance(objective, PreferenceConfig) and parallel.tp > 1:
         raise InputError(
             f"objective {objective.kind} needs the full vocabulary on each rank, but parallel.tp is {parallel.tp}; set"

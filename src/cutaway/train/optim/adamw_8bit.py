@@ -181,24 +181,25 @@ def _first_codes(*, signed: bool) -> Tensor:
     upper = torch.arange(2**16, dtype=torch.int32) << 16
     smallest = torch.minimum(upper.view(torch.float32), (upper | 0xFFFF).view(torch.float32))
     borders = _quantization_tensors(torch.device("cpu"), signed=signed)[1]
-    return torch.bucketize(smallest.nan_to_num(0.0), borders, out_int32=True, right=True).clamp_(max=len(borders) - 1)
+    codes = torch.bucketize(smallest.nan_to_num(0.0), borders, right=True).clamp_(max=len(borders) - 1)
+    return codes.to(torch.uint8)
 
 
 def _nearest_codes(x: Tensor, *, signed: bool) -> Tensor:
     """Codes of a flat tensor with values in [−1, 1]."""
     borders = _quantization_tensors(x.device, signed=signed)[1]
     if x.device.type != "cpu":
-        return torch.bucketize(x, borders, out_int32=True, right=True)
+        return torch.bucketize(x, borders, out_int32=True, right=True).to(torch.uint8)
     # On a CPU, a table is three times as fast as the binary search.
     first = _first_codes(signed=signed).index_select(0, x.view(torch.int32) >> 16 & 0xFFFF)
-    return first + (x >= borders.index_select(0, first))
+    return first + (x >= borders.index_select(0, first.int()))
 
 
 def quantize_8bit(x: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
     """Return the codes of a flat fp32 tensor, and the scale of each block."""
     blocks = x.view(-1, BLOCK_SIZE)
     scales = blocks.abs().amax(-1).clamp_(min=1e-12)
-    return _nearest_codes((blocks / scales.unsqueeze(-1)).flatten(), signed=signed).to(torch.uint8), scales
+    return _nearest_codes((blocks / scales.unsqueeze(-1)).flatten(), signed=signed), scales
 
 
 def dequantize_8bit(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:

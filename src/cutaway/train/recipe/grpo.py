@@ -1,14 +1,14 @@
 """Recipe schema of objective grpo: reward functions, sampling, and the terms of the loss."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, NonNegativeFloat
 
 from cutaway.config.node import ConfigNode, FiniteFloat, PositiveFloat, PositiveInt, Probability
 
 
-class RewardConfig(ConfigNode):
+class RewardFunctionConfig(ConfigNode):
     """A reward function and its weight in the sum of the rewards."""
 
     function: str
@@ -19,7 +19,7 @@ class RewardConfig(ConfigNode):
 
 def _read_rewards(value: Any) -> Any:
     """Accept one reward instead of a list, and a string instead of a table."""
-    items = [value] if isinstance(value, str | Mapping | RewardConfig) else value
+    items = [value] if isinstance(value, str | Mapping | RewardFunctionConfig) else value
     if not isinstance(items, list | tuple):
         return items
     return tuple({"function": item} if isinstance(item, str) else item for item in items if item != "")
@@ -32,8 +32,10 @@ class GRPOConfig(ConfigNode):
     them. The advantage of a completion is its reward relative to the other completions of the same prompt.
     """
 
+    aux_loss_coef: ClassVar[float] = 0.0
+    z_loss_coef: ClassVar[float] = 0.0
     kind: Literal["grpo"] = "grpo"
-    reward: Annotated[tuple[RewardConfig, ...], BeforeValidator(_read_rewards)] = ()
+    reward: Annotated[tuple[RewardFunctionConfig, ...], BeforeValidator(_read_rewards)] = ()
     """Reward functions: 'FILE.py:FUNCTION' or the name of a built-in reward, or a list of them. With weights:
     [{ function = "rewards.py:correct", weight = 1.0 }, …]. The reward of a completion is the weighted sum."""
     num_generations: Annotated[int, Field(strict=True, ge=2, lt=2**16)] = 8

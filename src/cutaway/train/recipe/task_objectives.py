@@ -1,6 +1,6 @@
 """Objectives of models with a task head: classification, token classification, multiple choice, embedding, reward."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import NonNegativeFloat
 
@@ -10,6 +10,7 @@ from cutaway.config.node import ConfigNode, PositiveFloat
 class TaskObjectiveConfig(ConfigNode):
     """Objective that trains a task head on labeled records."""
 
+    z_loss_coef: ClassVar[float] = 0.0
     aux_loss_coef: NonNegativeFloat = 0.0
     """Coefficient of the load-balancing auxiliary loss of a mixture of experts; 0.01 is usual."""
 

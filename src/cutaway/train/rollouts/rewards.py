@@ -15,7 +15,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from cutaway.errors import ConfigError, InputError
-from cutaway.train.recipe.grpo import RewardConfig
+from cutaway.train.recipe.grpo import RewardFunctionConfig
 from cutaway.train.rollouts.builtin_rewards import BUILTIN_REWARDS
 
 GIVEN_ARGUMENTS = ("prompts", "completions", "completion_ids")
@@ -98,7 +98,7 @@ class RewardFunction:
         return reward
 
 
-def load_reward_functions(rewards: Sequence[RewardConfig]) -> list[RewardFunction]:
+def load_reward_functions(rewards: Sequence[RewardFunctionConfig]) -> list[RewardFunction]:
     """Load the reward functions of a recipe. Each has a different name, which is also that of its metric."""
     loaded = [_load(reward) for reward in rewards]
     names = [each.name for each in loaded]
@@ -122,7 +122,7 @@ def compute_rewards(
     return torch.tensor(rewards, dtype=torch.float64).T.reshape(len(completions), len(functions))
 
 
-def _load(reward: RewardConfig) -> RewardFunction:
+def _load(reward: RewardFunctionConfig) -> RewardFunction:
     path, separator, name = reward.function.rpartition(":")
     function = _load_from_file(Path(path).expanduser(), name) if separator else _load_builtin(name)
     try:

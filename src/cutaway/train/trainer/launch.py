@@ -36,7 +36,7 @@ from cutaway.train.recipe.load import RecipeSource, load_recipe
 from cutaway.train.recipe.schema import PretrainedModelConfig, Recipe
 from cutaway.train.recipe.task_objectives import TaskObjectiveConfig
 from cutaway.train.trainer.general_loss import has_general_loss, read_general_text
-from cutaway.train.trainer.memory_check import check_memory, check_resident_memory
+from cutaway.train.trainer.memory_check import check_memory, check_model_states_memory
 from cutaway.train.trainer.preflight import run_preflight
 from cutaway.train.trainer.resolve_recipe import resolve_precision, resolve_run_length
 from cutaway.train.trainer.trainer import Trainer
@@ -136,7 +136,7 @@ def prepare_trainer(
             base_config = load_base_config(recipe.model)
             if base_config is not None:  # before the weights are loaded
                 if has_records:
-                    check_resident_memory(recipe, base_config, device, dist_context, free)
+                    check_model_states_memory(recipe, base_config, device, dist_context, free)
                 else:
                     check_memory(recipe, base_config, device, dist_context, log, free)
             base_checkpoint = load_model_to_train(recipe, log)
@@ -176,8 +176,7 @@ def prepare_trainer(
         if data.summary is not None:
             callback.on_data(data.summary)
         if has_records:  # the longest record may be much shorter than data.seq_len
-            max_len = None if isinstance(recipe.objective, GRPOConfig) else data.max_len
-            check_memory(recipe, config, device, dist_context, log, free, max_len=max_len)
+            check_memory(recipe, config, device, dist_context, log, free, data.max_len, data.sequences_per_row)
         if run_directory is None:
             recipe = resolve_run_length(recipe, data, log)
             check_schedule(recipe.schedule, recipe.training.max_steps)

@@ -14,9 +14,7 @@ from cutaway.size.hardware import custom_hardware
 from cutaway.train.distributed.process_group import SINGLE_PROCESS, DistributedContext
 from cutaway.train.objectives.build import uses_reference_model
 from cutaway.train.recipe.load import load_recipe
-from cutaway.train.recipe.preference_objectives import DPOConfig, ORPOConfig
 from cutaway.train.recipe.schema import AdamWConfig, PretrainedModelConfig, Recipe, Seq2SeqConfig
-from cutaway.train.recipe.task_objectives import RewardConfig
 
 CPU_HARDWARE = replace(custom_hardware(bandwidth=1e9, flops=1e9), kind="cpu")
 """Hardware of kind cpu, with placeholder speeds. The kind matters because a CPU and a GPU store different activations
@@ -34,18 +32,18 @@ def size_step(
     dist_context: DistributedContext = SINGLE_PROCESS,
     *,
     packed: bool = False,
+    sequences_per_row: int = 1,
 ) -> SizeEstimate:
     """Estimate memory, FLOPs and time of a training step, with the largest micro-batch of a rank.
 
-    `packed`: a sequence may contain several documents.
+    `packed`: a sequence may contain several documents. `sequences_per_row`: see `TrainingData`.
     """
     training = recipe.training
     ranges = dist_context.micro_batch_ranges(training.batch_size, training.grad_accum_steps)
     rows = max(1, *(high - low for low, high in ranges))
-    rows *= 2 if isinstance(recipe.objective, DPOConfig | ORPOConfig | RewardConfig) else 1  # a pair has two sequences
     return size(
         config,
-        batch_size=rows * getattr(recipe.objective, "num_generations", 1) * dist_context.dp_size,
+        batch_size=rows * sequences_per_row * dist_context.dp_size,
         context=recipe.data.seq_len,
         mode="train",
         dtype="fp32" if training.precision == "fp32" else "mixed",
@@ -64,7 +62,7 @@ def size_step(
 
 def _is_compiled(recipe: Recipe, device: torch.device, dist_context: DistributedContext) -> bool:
     """Whether the step runs compiled blocks (see TrainStepRunner)."""
-    if dist_context.tp_size > 1 or bool(getattr(recipe.objective, "aux_loss_coef", 0.0)):
+    if dist_context.tp_size > 1 or recipe.objective.aux_loss_coef:
         return False
     return device.type == "cuda" if recipe.training.compile is None else recipe.training.compile
 
@@ -85,11 +83,16 @@ def _optimizer_name(recipe: Recipe) -> str:
 
 
 def expected_memory(
-    recipe: Recipe, config: Config, device: torch.device, dist_context: DistributedContext = SINGLE_PROCESS
+    recipe: Recipe,
+    config: Config,
+    device: torch.device,
+    dist_context: DistributedContext = SINGLE_PROCESS,
+    sequences_per_row: int = 1,
 ) -> tuple[int, int]:
     """Estimated memory of a step on one rank in bytes, and a lower bound, which does not include activations."""
     packed = not isinstance(recipe.objective, Seq2SeqConfig)
-    memory = size_step(recipe, config, device, dist_context, packed=packed).memory
+    estimate = size_step(recipe, config, device, dist_context, packed=packed, sequences_per_row=sequences_per_row)
+    memory = estimate.memory
     sizes = memory.bytes_by_component
     trained = sizes["adapters"] if "adapters" in sizes else sizes["weights"]
     gradients = sizes["gradients"]
@@ -110,17 +113,17 @@ def check_memory(
     dist_context: DistributedContext,
     log: Callable[[str], None],
     free: int | None = None,
-    *,
     max_len: int | None = None,
+    sequences_per_row: int = 1,
 ) -> None:
     """Log the estimated memory. Raise InputError, with settings that fit, if a step needs more than `free` bytes.
 
     The default of `free` is the free memory of the device. `max_len` is the length of the longest sequence of the data,
-    if it is known.
+    if it is known, and `sequences_per_row` the largest number of sequences of a row.
     """
     if max_len is not None and max_len < recipe.data.seq_len:
         recipe = load_recipe(recipe, [f"data.seq_len={max_len}"])
-    estimate, lower_bound = expected_memory(recipe, config, device, dist_context)
+    estimate, lower_bound = expected_memory(recipe, config, device, dist_context, sequences_per_row)
     free = free_memory(device) if free is None else free
     if free is None:
         log(f"estimated memory per step: {estimate / GIB:.2g} GiB")
@@ -130,12 +133,12 @@ def check_memory(
         held = "weights, gradients and optimizer state take" if lower_bound > free else "a training step takes"
         raise InputError(
             f"{held} {_gib(lower_bound if lower_bound > free else estimate)}, but {_gib(free)} are free;"
-            f" {propose_settings(recipe, config, device, dist_context, free)}"
+            f" {propose_settings(recipe, config, device, dist_context, free, sequences_per_row)}"
         )
     log(f"estimated memory per step: {estimate / GIB:.2g} GiB of {free / GIB:.3g} GiB free")
 
 
-def check_resident_memory(
+def check_model_states_memory(
     recipe: Recipe, config: Config, device: torch.device, dist_context: DistributedContext, free: int | None
 ) -> None:
     """Raise InputError if weights, gradients and optimizer state do not fit, whatever the lengths of the sequences."""
@@ -151,7 +154,12 @@ Overrides = dict[str, str]
 
 
 def propose_settings(
-    recipe: Recipe, config: Config, device: torch.device, dist_context: DistributedContext, free: int
+    recipe: Recipe,
+    config: Config,
+    device: torch.device,
+    dist_context: DistributedContext,
+    free: int,
+    sequences_per_row: int = 1,
 ) -> str:
     """Text that names settings with which a step fits in `free` bytes, and the memory that it then takes.
 
@@ -162,7 +170,7 @@ def propose_settings(
     def memory_with(overrides: Overrides) -> int | None:
         try:
             changed = load_recipe(recipe, [f"{key}={value}" for key, value in overrides.items()])
-            return expected_memory(changed, config, device, dist_context)[0]
+            return expected_memory(changed, config, device, dist_context, sequences_per_row)[0]
         except CutawayError:  # this recipe does not support the change
             return None
 

@@ -83,11 +83,10 @@ class TrainingModule(nn.Module):
     ) -> None:
         super().__init__()
         self.model, self.precision = model, precision
-        self.aux_loss_coef: float = getattr(objective, "aux_loss_coef", 0.0)
+        self.aux_loss_coef: float = objective.aux_loss_coef
         label_smoothing: float = getattr(objective, "label_smoothing", 0.0)
-        z_loss_coef: float = getattr(objective, "z_loss_coef", 0.0)  # task heads and GRPO have other losses
         # The buffers of the loss are reused from step to step.
-        self.loss_options = CrossEntropyOptions(label_smoothing, z_loss_coef, LOSS_CHUNK_SIZE, buffers={})
+        self.loss_options = CrossEntropyOptions(label_smoothing, objective.z_loss_coef, LOSS_CHUNK_SIZE, buffers={})
         if precision != "fp32":
             disable_onednn_without_bf16(model.device)
 
