@@ -317,6 +317,15 @@ def test_adapter_of_the_output_matrix_is_refused(tmp_path: Path) -> None:
         load_adapter(ct.load(tmp_path / "base"), tmp_path / "adapter")
 
 
+@pytest.mark.parametrize("pattern", [r"(\w+)+x", ".*.*.*.*x", "a" * 501])
+def test_patterns_that_take_long_are_refused(pattern: str, tmp_path: Path) -> None:
+    adapter = write_adapter(tmp_path)
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps(config | {"alpha_pattern": {pattern: 4}}))
+    with pytest.raises(ConfigError, match="could take very long"):
+        load_adapter(ct.load(tmp_path / "base"), adapter)
+
+
 def test_config_of_an_adapter_is_that_of_its_base(tmp_path: Path) -> None:
     adapter = write_adapter(tmp_path)
     with pytest.raises(ConfigError, match=r"names no base model .* pass the base model"):

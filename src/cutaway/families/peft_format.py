@@ -7,8 +7,6 @@ are one layer here, have one adapter per expert and matrix.
 """
 
 import json
-import math
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +25,7 @@ from cutaway.families.checkpoint import Checkpoint
 from cutaway.families.family import Family
 from cutaway.families.load_plan import TensorConversion, expand_mappings
 from cutaway.families.native_format import NativeFamily
+from cutaway.families.peft_config import check_peft_config, peft_scaling, to_lora_config, to_peft_config
 from cutaway.families.peft_head import TASK_TYPES, add_saved_head, export_head, load_head_weights
 from cutaway.families.registry import families, find_family
 from cutaway.families.save import has_class_with_head
@@ -40,29 +39,12 @@ from cutaway.families.weight_conversion import (
     Transpose,
 )
 from cutaway.model import Transformer, build
-from cutaway.model.adapters.adapter_methods import adaptable_layers, adapted_layers, read_lora_config
+from cutaway.model.adapters.adapter_methods import adaptable_layers, adapted_layers
 from cutaway.model.adapters.lora import AdaptedLayer, LoRAEmbedding, LoRAWeights
 
 ADAPTER_CONFIG_NAME = "adapter_config.json"
 ADAPTER_WEIGHTS_NAME = "adapter_model.safetensors"
 KEY_PREFIX = "base_model.model."
-_UNSUPPORTED_FIELDS = {
-    "layer_replication": "it repeats layers of the base model",
-    "lora_bias": "it adds a bias to B",
-    "target_parameters": "its targets are parameters (experts as one tensor) instead of modules",
-    "trainable_token_indices": "it replaces rows of the embedding",
-    "alora_invocation_tokens": "it is applied only after certain tokens (activated LoRA)",
-    "use_qalora": "it averages groups of inputs (QA-LoRA)",
-    "use_bdlora": "its matrices are block diagonal",
-    "arrow_config": "it selects between several adapters",
-    "kasa_config": "it changes the weights of the base model",
-    "velora_config": "it compresses activations",
-    "monteclora_config": "it samples its weights",
-    "ensure_weight_tying": "it adapts the output matrix together with the embedding",
-}
-"""Fields of adapter_config.json that change what the adapter computes, and that are not supported."""
-_INIT_THAT_CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Beginnings of init_lora_weights with which training starts from other base weights than those of the base model."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +75,7 @@ def load_adapter(
     if not (path / ADAPTER_CONFIG_NAME).is_file():
         raise InputError(f"'{directory}' has no {ADAPTER_CONFIG_NAME}; pass a directory that PEFT or cutaway wrote")
     peft_config = read_json_object(path / ADAPTER_CONFIG_NAME, ConfigError)
-    _check_peft_config(peft_config)
+    check_peft_config(peft_config)
     weights = _read_weights(path)
     checkpoint = add_saved_head(checkpoint, path, peft_config, weights)
     model = checkpoint.model
@@ -130,7 +112,7 @@ def load_adapter(
     experts: dict[str, dict[int, tuple[Tensor, Tensor, float]]] = {}
     for module, peft_name in by_module.items():
         tensors, matrix = grouped[peft_name], matrices[module]
-        scaling = _peft_scaling(peft_config, peft_name, tensors)
+        scaling = peft_scaling(peft_config, peft_name, tensors)
         if matrix.expert is not None:
             expert = tensors["lora_A.weight"], tensors["lora_B.weight"], scaling
             experts.setdefault(matrix.layers[0], {})[matrix.expert] = expert
@@ -138,7 +120,7 @@ def load_adapter(
         per_layer |= {layer: (*parts, scaling) for layer, parts in _split_adapter(matrix, model, tensors).items()}
     per_layer |= {layer: _stack_experts(layer, parts, model) for layer, parts in experts.items()}
     ranks = {sites[id(model.get_submodule(layer))]: parts[0].shape[-2] for layer, parts in per_layer.items()}
-    config = _lora_config(peft_config, ranks)
+    config = to_lora_config(peft_config, ranks)
     model.insert_adapter(config, name)
     for layer_name, (lora_a, lora_b, magnitude, scaling) in per_layer.items():
         layer = model.get_submodule(layer_name)
@@ -188,7 +170,7 @@ def save_adapter(
         modules.append(module)
         ranks[module], scalings[module] = rank, scaling
     all_modules = [module.removeprefix(prefix) for module in _checkpoint_modules(family, model)]
-    peft_config = _to_peft_config(config, modules, all_modules, ranks, scalings)
+    peft_config = to_peft_config(config, modules, all_modules, ranks, scalings)
     peft_config["base_model_name_or_path"] = None if base is None else str(base)
     peft_config["task_type"] = {"decoder": "CAUSAL_LM", "encoder-decoder": "SEQ_2_SEQ_LM"}.get(model.config.form)
     peft_config["task_type"] = TASK_TYPES.get(model.config.head.kind, peft_config["task_type"])
@@ -429,96 +411,3 @@ def _check_saved_modules(peft_config: Mapping[str, Any], unused: Mapping[str, Te
     raise WeightError(
         f"'{next(iter(unused))}' is not a weight of a LoRA adapter; other kinds of adapters are not supported"
     )
-
-
-def _check_peft_config(peft_config: Mapping[str, Any]) -> None:
-    kind = peft_config.get("peft_type")
-    if kind != "LORA":
-        raise ConfigError(f"adapter_config.json: peft_type is {kind!r}; only LORA (with DoRA, rsLoRA) is supported")
-    if peft_config.get("bias", "none") != "none":
-        raise ConfigError(
-            f"adapter_config.json: bias is '{peft_config['bias']}', which changes biases of the base model; only 'none'"
-            " is supported"
-        )
-    for field, reason in _UNSUPPORTED_FIELDS.items():
-        if peft_config.get(field):
-            raise ConfigError(f"adapter_config.json: {field} is not supported, because {reason}; merge it with PEFT")
-    init = peft_config.get("init_lora_weights")
-    if isinstance(init, str) and init.startswith(_INIT_THAT_CHANGES_THE_BASE):
-        raise ConfigError(
-            f"adapter_config.json: init_lora_weights is '{init}', with which the adapter was trained on changed weights"
-            " of the base model; save it again with PEFT's path_initial_model_for_weight_conversion, or merge it"
-        )
-
-
-def _pattern_value(patterns: Mapping[str, Any] | None, module: str, default: Any) -> Any:
-    """Value of PEFT's alpha_pattern for a module: keys are regular expressions for the end of the name."""
-    for pattern, value in (patterns or {}).items():
-        try:
-            if re.match(rf"(.*\.)?({pattern})$", module):
-                return value
-        except re.error as error:
-            raise ConfigError(
-                f"adapter_config.json: alpha_pattern has '{pattern}', which is not a regular expression: {error}"
-            ) from None
-    return default
-
-
-def _peft_scaling(peft_config: Mapping[str, Any], module: str, tensors: Mapping[str, Tensor]) -> float:
-    rank = len(tensors["lora_A.weight"] if "lora_A.weight" in tensors else tensors["lora_embedding_A"])
-    alpha = _pattern_value(peft_config.get("alpha_pattern"), module, peft_config.get("lora_alpha", 8))
-    if not isinstance(alpha, int | float):
-        raise ConfigError(f"adapter_config.json: lora_alpha of '{module}' is {alpha!r}; it must be a number")
-    return alpha / (math.sqrt(rank) if peft_config.get("use_rslora") else rank)
-
-
-def _lora_config(peft_config: Mapping[str, Any], ranks: Mapping[str, int]) -> LoRA:
-    """LoRA configuration whose targets are the sites of an adapter."""
-    rank = peft_config.get("r", 8)
-    return read_lora_config(
-        {
-            "rank": rank,
-            "alpha": peft_config.get("lora_alpha", 8),
-            "dropout": peft_config.get("lora_dropout", 0.0),
-            "targets": tuple(ranks),
-            "use_dora": bool(peft_config.get("use_dora")),
-            "use_rslora": bool(peft_config.get("use_rslora")),
-            "rank_pattern": {site: each for site, each in ranks.items() if each != rank},
-        }
-    )
-
-
-def _to_peft_config(
-    config: LoRA, modules: list[str], all_modules: list[str], ranks: Mapping[str, int], scalings: Mapping[str, float]
-) -> dict[str, Any]:
-    """Contents of adapter_config.json."""
-    leaves = dict.fromkeys(module.rpartition(".")[2] for module in modules)
-    is_complete = {
-        leaf: all(each in modules for each in all_modules if each.rpartition(".")[2] == leaf) for leaf in leaves
-    }
-    targets = [leaf for leaf in leaves if is_complete[leaf]]
-    targets += [module for module in modules if not is_complete[module.rpartition(".")[2]]]
-    rank = config.rank
-
-    def alpha_of(module: str) -> float:
-        factor = math.sqrt(ranks[module]) if config.use_rslora else ranks[module]
-        return round(scalings[module] * factor, 9)
-
-    alpha = 2.0 * rank if config.alpha is None else config.alpha
-    return {
-        "peft_type": "LORA",
-        "r": rank,
-        "lora_alpha": alpha,
-        "lora_dropout": config.dropout,
-        "target_modules": targets,
-        "use_dora": config.use_dora,
-        "use_rslora": config.use_rslora,
-        "rank_pattern": {module: ranks[module] for module in modules if ranks[module] != rank},
-        "alpha_pattern": {module: alpha_of(module) for module in modules if alpha_of(module) != alpha},
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-        "init_lora_weights": True,
-        "modules_to_save": None,
-        "layers_to_transform": None,
-    }

@@ -6,11 +6,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from cutaway.cli.answers import evaluate_answers
-from cutaway.cli.harness_tasks import TaskOptions, evaluate_tasks
+from cutaway.cli.exact_match import evaluate_answers
 from cutaway.cli.json_output import print_json
+from cutaway.cli.lm_eval_tasks import TaskOptions, evaluate_tasks
 from cutaway.cli.options import Adapter, CheckpointSource, Device, JsonObjectFlag, WeightDType, argument, option
-from cutaway.cli.task_evaluation import evaluate_task, has_labeled_task
+from cutaway.cli.task_metrics import evaluate_task, has_labeled_task
 from cutaway.errors import InputError
 
 if TYPE_CHECKING:  # torch is imported when it is needed
