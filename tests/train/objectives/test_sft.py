@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from support.chat_templates import STYLES
 from support.cli_runner import CliRunner
+from support.tiny_llama import save_chat_llama
 from support.tiny_runs import read_metrics, run_digest, write_texts
 
 import cutaway as ct
@@ -26,35 +26,10 @@ pytestmark = pytest.mark.usefixtures("skip_preflight")
 IGNORED = -100
 
 
-def tokenizer_with_template(name: str = "chatml") -> Tokenizer:
-    style = STYLES[name]
-    backend = byte_tokenizer().backend
-    backend.add_special_tokens(style.special_tokens.split())
-    tokenizer = Tokenizer(backend, special_tokens_map={"eos_token": "<|im_end|>"}, chat_template=style.template)
-    assert len(backend.get_vocab()) <= 262
-    return tokenizer
-
-
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama with a chat template, saved by transformers."""
-    directory = tmp_path_factory.mktemp("llama")
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=264,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        initializer_range=0.2,
-        bos_token_id=0,
-        eos_token_id=1,
-    )
-    transformers.LlamaForCausalLM(config).save_pretrained(directory)
-    tokenizer_with_template().save(directory)
-    return directory
+    return save_chat_llama(tmp_path_factory.mktemp("llama"))
 
 
 def answer(a: int, b: int) -> str:

@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from support.cli_runner import CliRunner
+from support.tiny_llama import save_tiny_llama
 from support.tiny_runs import read_metrics, state_digest
 
 import cutaway as ct
 from cutaway.errors import CutawayError
 from cutaway.generate.engine.engine import Engine
-from cutaway.tokenizer import byte_tokenizer
 from cutaway.train.objectives.reference_model import ReferenceModel
 from cutaway.train.recipe.load import load_recipe
 from cutaway.train.rollouts.sampler import RolloutSampler
@@ -36,21 +35,7 @@ def digits(completions, level):
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama with a byte tokenizer, saved by transformers."""
-    directory = tmp_path_factory.mktemp("base")
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=259,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        initializer_range=0.3,
-        eos_token_id=257,
-    )
-    transformers.LlamaForCausalLM(config).save_pretrained(directory)
-    byte_tokenizer().save(directory)
+    directory = save_tiny_llama(tmp_path_factory.mktemp("base"), initializer_range=0.3, eos_token_id=257)
     (directory.parent / "code").mkdir()
     (directory.parent / "code" / "rewards.py").write_text(REWARDS)
     rows = [{"prompt": f"{'abc'[: n % 4]}{n}=", "level": n % 3} for n in range(30)]

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from support.cli_runner import CliRunner
+from support.tiny_llama import save_tiny_llama
 from support.tiny_runs import read_metrics, state_digest, write_texts
 from torch.nn import functional as F
 
@@ -34,19 +35,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
     """A random Llama with a byte tokenizer, in transformers' format."""
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=259,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-    )
-    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
-    byte_tokenizer().save(tmp_path / "base")
-    return tmp_path / "base"
+    return save_tiny_llama(tmp_path / "base", hidden_size=64, intermediate_size=96)
 
 
 def adapter_recipe(base: Path, tmp_path: Path, adapter: dict[str, Any], **model: Any) -> dict[str, Any]:
