@@ -6,7 +6,7 @@ The shape of Llama-3-8B with random bf16 weights, adapters of all linear layers 
 clipping, no dropout, no activation checkpointing in PEFT's model. Prints tokens per second, peak memory and the share
 of the time of the matrix products at the peak FLOP/s. Peak memory of cutaway is compared with the prediction of
 cutaway.size. With --qlora, cutaway on an NF4 base is measured too, with full activation checkpointing, and with 8-bit
-optimizer states; with --checkpointing, LoRA with full activation checkpointing.
+optimizer states; with --checkpointing, LoRA with full activation checkpointing of 4 layers and of all layers.
 """
 
 import argparse
@@ -48,7 +48,11 @@ LLAMA_3_8B = {
 
 
 def predicted_bytes(
-    args: Any, checkpointing: ActivationCheckpointing, quantization: str = "none", state_dtype: str = "fp32"
+    args: Any,
+    checkpointing: ActivationCheckpointing,
+    num_layers: int | None = None,
+    quantization: str = "none",
+    state_dtype: str = "fp32",
 ) -> int:
     """Peak memory of a step of cutaway as predicted by cutaway.size."""
     estimate = ct.size(
@@ -56,6 +60,7 @@ def predicted_bytes(
         mode="train",
         context=args.seq_len,
         activation_checkpointing=checkpointing,
+        activation_checkpointing_layers=num_layers,
         adapter={"rank": args.rank},
         quantization=quantization,
         optimizer="adamw" if state_dtype == "fp32" else "adamw-8bit",
@@ -65,20 +70,24 @@ def predicted_bytes(
 
 
 def build_cutaway_step(
-    args: Any, checkpointing: ActivationCheckpointing, quantization: str = "none", state_dtype: str = "fp32"
+    args: Any,
+    checkpointing: ActivationCheckpointing,
+    num_layers: int | None = None,
+    quantization: str = "none",
+    state_dtype: str = "fp32",
 ) -> StepFn:
     config = config_from_hf({"model_type": "llama", "num_hidden_layers": args.layers, **LLAMA_3_8B})
     recipe = load_recipe(
         {
             "data": {"seq_len": args.seq_len},
-            "training": {"batch_size": 1, "precision": "bf16", "activation_checkpointing": checkpointing},
+            "training": {"batch_size": 1, "precision": "bf16"},
             "optimizer": {"lr": 2e-4, "weight_decay": 0.0, "state_dtype": state_dtype},
         }
     )
     model = ct.build(config, device="cuda", dtype=torch.bfloat16, seed=0).train()
     if quantization != "none":
         quantize_linears(model, quantization)  # type: ignore[arg-type]
-    model.use_activation_checkpointing(checkpointing)
+    model.use_activation_checkpointing(checkpointing, num_layers)
     model.add_adapter({"rank": args.rank}, seed=0)
     tokens = torch.randint(config.vocab_size, (1, args.seq_len + 1))
     data: Any = SimpleNamespace(train=SimpleNamespace(get_batch=lambda first, count: PackedBatch(tokens, None)))  # type: ignore[arg-type]
@@ -131,10 +140,11 @@ def main() -> None:
     print(torch.__version__, torch.cuda.get_device_name(), flush=True)
     variants: dict[str, tuple[Any, ...]] = {"cutaway": ("none",)}
     if args.checkpointing:
+        variants["cutaway full, 4 layers"] = ("full", 4)
         variants["cutaway full"] = ("full",)
     if args.qlora:
-        variants["cutaway qlora full"] = ("full", "nf4")
-        variants["cutaway qlora full int8 states"] = ("full", "nf4", "int8")
+        variants["cutaway qlora full"] = ("full", None, "nf4")
+        variants["cutaway qlora full int8 states"] = ("full", None, "nf4", "int8")
     builders: dict[str, Any] = {
         name: functools.partial(build_cutaway_step, args, *variant) for name, variant in variants.items()
     }

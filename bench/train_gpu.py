@@ -194,10 +194,14 @@ def print_profile(step: StepFn) -> None:
     from torch.profiler import profile as record
 
     with record(activities=[ProfilerActivity.CUDA]) as profiler:
+        start = time.perf_counter()
         step()
         torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
     kernels = sorted(profiler.key_averages(), key=lambda kernel: -kernel.self_device_time_total)
-    for kernel in kernels[:20]:
+    busy = sum(kernel.self_device_time_total for kernel in kernels) / 1e3
+    print(f"  kernels {busy:.1f} ms of {seconds * 1e3:.1f} ms")
+    for kernel in kernels[:30]:
         print(f"  {kernel.self_device_time_total / 1e3:8.2f} ms × {kernel.count:4} {kernel.key[:100]}")
 
 

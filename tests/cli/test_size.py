@@ -50,7 +50,8 @@ def test_all_options_reach_size(run: CliRunner) -> None:
         " --optimizer muon"
     )
     second_options = (
-        "--activation-checkpointing full --kernel explicit --world-size 8 --parallel fsdp --train-tokens 15T"
+        "--activation-checkpointing full --activation-checkpointing-layers 3"
+        " --kernel explicit --world-size 8 --parallel fsdp --train-tokens 15T"
         " --price-per-hour 2.5 --gpu NVIDIA-A100"
     )
     data = json.loads(run("t5-small", *first_options.split(), *second_options.split(), "--json"))
@@ -64,6 +65,7 @@ def test_all_options_reach_size(run: CliRunner) -> None:
         kv_cache_dtype="int8",
         optimizer="muon",
         activation_checkpointing="full",
+        activation_checkpointing_layers=3,
         kernel="explicit",
         world_size=8,
         parallel="fsdp",
@@ -289,6 +291,7 @@ def test_plot_format_follows_the_suffix(run: CliRunner, tmp_path: Path) -> None:
         (["gpt2", "--kv-cache-dtype", "int3"], "int4"),
         (["gpt2", "--kernel", "fast"], "explicit"),
         (["gpt2", "--activation-checkpointing", "some"], "selective"),
+        (["gpt2", "--activation-checkpointing-layers", "4"], "pass 'full'"),
         (["gpt2", "--parallel", "pipeline"], "fsdp"),
         (["gpt2", "--batch-size", "many"], "--batch-size: 'many' is not a count"),
         (["gpt2", "--context", "1.5"], "--context: '1.5' is not an integer"),

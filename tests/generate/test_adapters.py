@@ -118,6 +118,22 @@ def test_compiled_steps_equal_merged_models() -> None:
     assert tokens_of(model, PROMPTS, adapter=NAMES, compile=True) == expected_tokens(model)
 
 
+@pytest.mark.gpu
+@pytest.mark.unchecked
+@pytest.mark.parametrize("cache", ["full", "paged"])
+@pytest.mark.parametrize(
+    ("preset", "config"),
+    [("tiny-llama", {}), ("tiny-llama", {"use_dora": True}), ("tiny-moe", {"targets": ["attn.*"]})],
+    ids=["llama", "dora", "moe"],
+)
+def test_cuda_graphs_equal_merged_models(preset: str, config: dict[str, Any], cache: str) -> None:
+    """Decode steps in CUDA graphs and eager ones with several adapters, against the merged model of each adapter."""
+    model = build_adapted(preset, **config).to("cuda")
+    expected = expected_tokens(model, compile=False)
+    for compile in (True, False):
+        assert tokens_of(model, PROMPTS, adapter=NAMES, compile=compile, cache_implementation=cache) == expected
+
+
 def test_encoder_decoder() -> None:
     model = build_adapted("tiny-bart", targets=["all-linear"])
     merged = merged_models(model)

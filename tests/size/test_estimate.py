@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,19 @@ from cutaway.config import Config, config, presets
 from cutaway.errors import ConfigError, InputError
 from cutaway.model import build
 from cutaway.size import count_parameters
+from cutaway.size.adapters import build_frozen_base, read_adapter
 from cutaway.size.flops import count_flops
 from cutaway.size.kv_cache import kv_cache_size
 from cutaway.size.optimizer_state import optimizer_state_bytes
 from cutaway.size.precision import get_precision
 from cutaway.size.shape_pass import ExecutionConfig, inference_pass, training_pass
+from cutaway.size.shape_pass import loss as loss_shapes
 from cutaway.size.state_dict_shapes import checkpoint_size, list_tensors
+from cutaway.train.loss import linear_cross_entropy
+from cutaway.train.loss.chunked_cross_entropy import chunked_cross_entropy, select_targets
+from cutaway.train.loss.cross_entropy import CrossEntropyOptions
 from cutaway.train.optim.adamw_8bit import AdamW8bit
+from cutaway.train.trainer.training_module import LOSS_CHUNK_SIZE
 
 REFERENCES: list[dict[str, Any]] = json.loads(
     (Path(__file__).parents[1] / "config/data/published_models.json").read_text()
@@ -350,9 +357,57 @@ def test_chunked_loss_has_equal_flops(model: Config, kernel: str) -> None:
 
 def test_chunked_loss_allocates_one_chunk_of_logits() -> None:
     options: dict[str, Any] = {"mode": "train", "batch_size": 16, "context": 1024}
-    full, chunked = (ct.size("gpt2", loss=loss, **options) for loss in ("full", "chunked"))
-    assert chunked.memory.bytes_by_component["logits"] * 16 == full.memory.bytes_by_component["logits"]
-    assert chunked.memory.total_bytes < full.memory.total_bytes
+    # With a softcap, a chunk has 1,024 targets. A plain head of GPT-2 has chunks of up to 2³⁰ logits.
+    for source, num_chunks in (("gemma-2-2b", 16), ("gpt2", 1)):
+        full, chunked = (ct.size(source, loss=loss, **options) for loss in ("full", "chunked"))
+        ratio = full.memory.bytes_by_component["logits"] / chunked.memory.bytes_by_component["logits"]
+        assert ratio == pytest.approx(num_chunks, rel=2e-3)  # the vocabulary is padded
+        assert chunked.memory.total_bytes < full.memory.total_bytes
+    frozen = ct.size("gpt2", adapter={"rank": 4}, **options).memory.bytes_by_component["logits"]
+    assert 2**25 < frozen <= 2 * loss_shapes.MAX_CHUNK_LOGITS_FROZEN
+
+
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_logits_of_the_chunked_loss_equal_the_buffers_of_a_step(
+    is_trained: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (loss_shapes, linear_cross_entropy):
+        monkeypatch.setattr(module, "MIN_CPU_LOGITS", 0)
+        monkeypatch.setitem(module.MAX_CHUNK_LOGITS, "cpu", 2**16)
+        monkeypatch.setattr(module, "MAX_CHUNK_LOGITS_FROZEN", 2**15)
+    model = ct.build("tiny-gpt", seed=0).requires_grad_(is_trained)
+    x = torch.randn(700, model.config.d_model, requires_grad=True)
+    buffers: dict[str, torch.Tensor] = {}
+    targets = select_targets(torch.zeros(700, dtype=torch.long), torch.ones(700))
+    chunked_cross_entropy(model.head, x, targets, CrossEntropyOptions(buffers=buffers))  # type: ignore[arg-type]
+    lora = None if is_trained else read_adapter({"rank": 2})
+    execution = ExecutionConfig(device="cpu", base=build_frozen_base(model.config, lora, "none"))
+    cost = training_pass(model.config, 1, 700, execution, loss="chunked")
+    assert [buffers[name].nbytes for name in ("logits", "logits_grad")] == [cost.logits_bytes] * 2
+
+
+def test_limits_of_the_chunked_loss_equal_those_of_training() -> None:
+    for name in ("MAX_CHUNK_LOGITS", "MAX_CHUNK_LOGITS_FROZEN", "MIN_CPU_LOGITS", "VOCAB_TILE"):
+        assert getattr(loss_shapes, name) == getattr(linear_cross_entropy, name)
+    assert loss_shapes.CHUNK_TOKENS == LOSS_CHUNK_SIZE
+
+
+@pytest.mark.parametrize("kind", ["none", "adapter"])
+def test_checkpointing_of_some_layers(kind: str) -> None:
+    """Memory and FLOPs lie between those of no layer and of all layers, in equal steps."""
+    options: dict[str, Any] = {"mode": "train", "context": 512, "compiled": True}
+    options |= {"adapter": {"rank": 4}} if kind == "adapter" else {}
+    full: dict[str, Any] = options | {"activation_checkpointing": "full"}
+    estimates = [
+        ct.size("llama-3.2-1b", **options),
+        *(ct.size("llama-3.2-1b", activation_checkpointing_layers=n, **full) for n in range(1, 17)),
+    ]
+    saved = [each.memory.bytes_by_component["activations"] for each in estimates]
+    flops = [each.flops.total for each in estimates]
+    assert saved[-1] == ct.size("llama-3.2-1b", **full).memory.bytes_by_component["activations"]
+    assert len({a - b for a, b in pairwise(saved[1:])}) == 1
+    assert len({b - a for a, b in pairwise(flops)}) == 1
+    assert saved[0] > 2 * saved[-1]
 
 
 @pytest.mark.parametrize(

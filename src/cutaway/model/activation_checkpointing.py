@@ -34,13 +34,20 @@ def _selective_policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Checkpoin
     return CheckpointPolicy.MUST_SAVE if op in SAVED_OPS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
+def _full_policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_RECOMPUTE
+
+
 def run_block(mode: ActivationCheckpointing, block: nn.Module, x: Tensor, context: Any) -> Tensor:
     """Compute block(x, context). `mode` determines which activations are stored for the backward pass."""
     if mode == "none" or not (block.training and torch.is_grad_enabled() and _needs_grad(block, x, context)):
         return block(x, context)
-    run = block if torch.compiler.is_compiling() else keep_context(block)
-    options: dict[str, Any] = {"context_fn": partial(create_selective_checkpoint_contexts, _selective_policy)}
-    return checkpoint(run, x, context, use_reentrant=False, **(options if mode == "selective" else {}))
+    is_compiling = torch.compiler.is_compiling()
+    options: dict[str, Any] = {}
+    if mode == "selective" or is_compiling:  # without a policy, compiled code stores what autograd functions compute
+        policy = _selective_policy if mode == "selective" else _full_policy
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
+    return checkpoint(block if is_compiling else keep_context(block), x, context, use_reentrant=False, **options)
 
 
 def _needs_grad(block: nn.Module, x: Tensor, context: Any) -> bool:

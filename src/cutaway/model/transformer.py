@@ -69,13 +69,20 @@ class Transformer(AdapterMethods, nn.Module):
             attention.kernel = kernel
         return self
 
-    def use_activation_checkpointing(self, mode: ActivationCheckpointing) -> "Transformer":
-        """Set which activations to store for backward: all ('none'), costly ('selective') or block inputs ('full')."""
+    def use_activation_checkpointing(
+        self, mode: ActivationCheckpointing, num_layers: int | None = None
+    ) -> "Transformer":
+        """Set which activations to store for backward: all ('none'), costly ('selective') or block inputs ('full').
+
+        `num_layers`: number of layers of each stack, from the first, to which the mode applies; None for all.
+        """
         if mode not in ACTIVATION_CHECKPOINTING_MODES:
             modes = ", ".join(ACTIVATION_CHECKPOINTING_MODES)
             raise InputError(f"unknown activation checkpointing mode '{mode}'; use one of {modes}")
+        if num_layers is not None:
+            check_positive_int("num_layers", num_layers)
         for stack in self.stacks.values():
-            stack.activation_checkpointing = mode
+            stack.activation_checkpointing, stack.num_checkpointed_layers = mode, num_layers
         return self
 
     def new_cache(

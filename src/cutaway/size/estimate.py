@@ -105,6 +105,7 @@ class SizeEstimate:
             precision.autocast,
             kernel=options.kernel,
             activation_checkpointing=activation_checkpointing,
+            activation_checkpointing_layers=options.activation_checkpointing_layers,
             device="cuda" if self.on_gpu else "cpu",
             resid_in_compute_dtype=options.loss == "chunked" and precision.autocast,
             base=options.frozen_base if options.mode == "train" else None,
@@ -340,6 +341,7 @@ def size(
     kv_cache_dtype: str | None = None,
     optimizer: str = "adamw",
     activation_checkpointing: str = "none",
+    activation_checkpointing_layers: int | None = None,
     kernel: str = "auto",
     loss: str | None = None,
     packed: bool = False,
@@ -358,11 +360,12 @@ def size(
     `batch_size` is the global batch size and `context` the number of tokens per sequence. `mode` is 'infer' or 'train'.
     The default `dtype` is bf16 for inference and mixed (fp32 weights, bf16 matmuls) for training. `hardware` is a
     device name, 'local' (this machine, as measured by `cutaway bench`) or a `Hardware`. `tp` and `dp_shard` are the
-    tensor-parallel and FSDP group sizes. `adapter` is the LoRA configuration of adapters, such as {'rank': 16}, which
-    are then trained on a frozen base; `quantization` is that of the frozen base: 'none', 'nf4' (QLoRA) or 'int8'. The
-    default `loss` is 'full', or 'chunked' with an adapter. `compiled`: blocks are compiled, as in `cutaway train` on a
-    GPU, and store fewer activations than in eager execution. `parallel='tp'` or `parallel='fsdp'` uses all remaining
-    devices of `world_size` for that dimension.
+    tensor-parallel and FSDP group sizes. `activation_checkpointing_layers` is the number of layers, from the first, to
+    which activation checkpointing applies; the default is all. `adapter` is the LoRA configuration of adapters, such as
+    {'rank': 16}, which are then trained on a frozen base; `quantization` is that of the frozen base: 'none', 'nf4'
+    (QLoRA) or 'int8'. The default `loss` is 'full', or 'chunked' with an adapter. `compiled`: blocks are compiled, as
+    in `cutaway train` on a GPU, and store fewer activations than in eager execution. `parallel='tp'` or
+    `parallel='fsdp'` uses all remaining devices of `world_size` for that dimension.
     """
     check_size_is_published(source)
     config = read_config(source)
@@ -378,6 +381,12 @@ def size(
         if not (isinstance(value, str) and value in choices):
             raise InputError(f"{name} {value!r} is not known; use one of {', '.join(choices)}")
     batch_size, world_size = check_count("batch_size", batch_size), check_count("world_size", world_size)
+    layers = check_optional_count("activation_checkpointing_layers", activation_checkpointing_layers)
+    if layers is not None and activation_checkpointing == "none":
+        raise InputError(
+            f"activation_checkpointing_layers is {layers}, but activation_checkpointing is 'none'; pass 'full', or"
+            " leave out activation_checkpointing_layers"
+        )
     context, source_len = check_optional_count("context", context), check_optional_count("source_len", source_len)
     dp_shard, tp = check_optional_count("dp_shard", dp_shard), check_optional_count("tp", tp)
     device = resolve_hardware(hardware)
@@ -403,6 +412,7 @@ def size(
         kv_cache_dtype=kv_cache_dtype or ("fp32" if precision.name == "fp32" else "bf16"),
         optimizer=optimizer,
         activation_checkpointing=activation_checkpointing,
+        activation_checkpointing_layers=layers,
         kernel=kernel,
         loss=loss or ("full" if lora is None else "chunked"),
         packed=packed,

@@ -41,6 +41,8 @@ class SizeOptions:
     kv_cache_dtype: str
     optimizer: str
     activation_checkpointing: str
+    activation_checkpointing_layers: int | None
+    """Number of layers of each stack, from the first, with activation checkpointing; None for all."""
     kernel: str
     loss: str
     packed: bool

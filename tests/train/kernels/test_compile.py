@@ -32,10 +32,13 @@ def gradients(model: Transformer, *, compile_blocks: bool, single_process: bool 
 @pytest.mark.parametrize(
     ("name", "blocks_per_graph", "activation_checkpointing", "single_process"),
     [
-        pytest.param("tiny-gpt", 1, "none", True, marks=pytest.mark.nightly),
-        pytest.param("tiny-llama", 16, "none", True, marks=pytest.mark.nightly),
-        pytest.param("tiny-gpt", 16, "none", False, marks=pytest.mark.nightly),
-        ("tiny-gpt", 16, "full", True),
+        pytest.param("tiny-gpt", 1, ("none",), True, marks=pytest.mark.nightly),
+        pytest.param("tiny-llama", 16, ("none",), True, marks=pytest.mark.nightly),
+        pytest.param("tiny-llama", 16, ("full",), True, marks=pytest.mark.nightly),
+        pytest.param("tiny-llama", 16, ("selective", 1), True, marks=pytest.mark.nightly),
+        pytest.param("tiny-gpt", 16, ("none",), False, marks=pytest.mark.nightly),
+        pytest.param("tiny-gpt", 16, ("full",), False, marks=pytest.mark.nightly),
+        ("tiny-gpt", 16, ("full", 1), True),
     ],
 )
 def test_compiled_equals_eager(
@@ -47,7 +50,7 @@ def test_compiled_equals_eager(
 ) -> None:
     torch._dynamo.reset()
     monkeypatch.setattr("cutaway.train.kernels.compile.BLOCKS_PER_GRAPH", blocks_per_graph)
-    model = build_model(name, 2).use_activation_checkpointing(activation_checkpointing)
+    model = build_model(name, 2).use_activation_checkpointing(*activation_checkpointing)
     before = [set(vars(module)) for module in model.modules()]
     eager = gradients(model, compile_blocks=False)
     compiled = gradients(model, compile_blocks=True, single_process=single_process)
@@ -55,3 +58,39 @@ def test_compiled_equals_eager(
     for key, value in eager.items():
         torch.testing.assert_close(compiled[key], value, rtol=1e-4, atol=1e-6)
     assert [set(vars(module)) for module in model.modules()] == before
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+def test_compiled_lora_stores_what_its_mode_says(mode: Any) -> None:
+    """Compiled blocks with adapters: equal gradients, and with mode 'full' only the inputs of blocks are stored."""
+    torch._dynamo.reset()
+    model = build_model("tiny-llama", 2).use_activation_checkpointing(mode)
+    model.add_adapter({"rank": 6}, seed=0)
+    for name, parameter in model.named_parameters():
+        if name.endswith("lora_b"):
+            torch.nn.init.constant_(parameter, 0.03)
+    eager, compiled = (gradients(model, compile_blocks=compile_blocks) for compile_blocks in (False, True))
+    for key, value in eager.items():
+        torch.testing.assert_close(compiled[key], value, rtol=1e-4, atol=1e-6)
+    stored: dict[int, int] = {}
+    tokens = torch.zeros(2, 64, dtype=torch.long)
+
+    def count(tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, torch.nn.Parameter):
+            stored[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    fixed = {each.untyped_storage().data_ptr() for each in (*model.parameters(), *model.buffers())}
+    context = compile_for_training(model, True)
+    with context(), torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        fixed |= {
+            matrix.untyped_storage().data_ptr()
+            for module in model.modules()
+            if hasattr(module, "fused_lora")
+            for matrix in module.fused_lora.matrices
+        }
+        model.hidden_states(tokens)
+    nbytes = sum(value for key, value in stored.items() if key not in fixed)
+    inputs = 2 * tokens.numel() * model.config.d_model * 4  # fp32
+    assert nbytes < 1.5 * inputs if mode == "full" else nbytes > 5 * inputs

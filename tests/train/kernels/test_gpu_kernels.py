@@ -8,6 +8,7 @@ import torch
 
 import cutaway as ct
 from cutaway.model import Transformer
+from cutaway.model.adapters.quantized_linear import quantize_linears
 from cutaway.train.kernels.compile import compile_for_training
 from cutaway.train.loss.chunked_cross_entropy import chunked_cross_entropy, select_targets
 from cutaway.train.loss.cross_entropy import CrossEntropyOptions
@@ -21,16 +22,20 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("skip_preflight")]
 
 @pytest.mark.parametrize(("label_smoothing", "z_loss_coef"), [(0.0, 0.0), (0.1, 0.0), (0.0, 1e-3), (0.1, 1e-3)])
 @pytest.mark.parametrize(("vocab", "rows"), [(257, 100), (50257, 640), (4096, 3000)])
-def test_fused_loss_equals_fp32(vocab: int, rows: int, label_smoothing: float, z_loss_coef: float) -> None:
+@pytest.mark.parametrize("frozen", [False, True])
+def test_fused_loss_equals_fp32(
+    vocab: int, rows: int, label_smoothing: float, z_loss_coef: float, frozen: bool
+) -> None:
     torch.manual_seed(0)
     config = ct.config("tiny-gpt").replace(vocab_size=vocab)
     head = ct.build(config, device="cuda", seed=0).head
     assert isinstance(head, torch.nn.Module)
+    head.requires_grad_(not frozen)
     x = torch.randn(rows, config.d_model, device="cuda") * 3
     weights = torch.rand(rows) * (torch.rand(rows) > 0.2)
     selected = select_targets(torch.randint(vocab, (rows,)), weights).to("cuda")
 
-    def loss_and_gradients(dtype: torch.dtype | None) -> tuple[float, float, torch.Tensor, torch.Tensor]:
+    def loss_and_gradients(dtype: torch.dtype | None) -> tuple[float, float, list[torch.Tensor]]:
         inputs = x.clone().requires_grad_()
         head.zero_grad()
         with torch.autocast("cuda", dtype or torch.bfloat16, enabled=dtype is not None):
@@ -38,13 +43,13 @@ def test_fused_loss_equals_fp32(vocab: int, rows: int, label_smoothing: float, z
                 head, inputs, selected, CrossEntropyOptions(label_smoothing, z_loss_coef, chunk_size=64)
             )
         (loss.loss / loss.weight).backward()
-        assert inputs.grad is not None
-        return float(loss.loss), float(loss.cross_entropy), inputs.grad, head.matrix.weight.grad.clone()  # type: ignore[union-attr, operator]
+        tensors = [inputs] if frozen else [inputs, head.matrix.weight]
+        return float(loss.loss), float(loss.cross_entropy), [each.grad.clone() for each in tensors]  # type: ignore[union-attr, operator]
 
     exact, fused = loss_and_gradients(None), loss_and_gradients(torch.bfloat16)
     assert fused[0] == pytest.approx(exact[0], rel=2e-3)
     assert fused[1] == pytest.approx(exact[1], rel=2e-3)
-    for gradient, expected in zip(fused[2:], exact[2:], strict=True):
+    for gradient, expected in zip(fused[2], exact[2], strict=True):
         assert (gradient - expected).norm() < 1e-2 * expected.norm()
 
 
@@ -84,6 +89,37 @@ def test_compiled_step_equals_eager(name: str, several_documents: bool) -> None:
     assert relative_error(compiled) < 1.5 * relative_error(eager) + 1e-4
     assert relative_error(eager) < 0.05
     assert [set(vars(module)) for module in model.modules()] == before
+
+
+@pytest.mark.parametrize(
+    ("quantization", "checkpointing", "config"),
+    [
+        ("none", "none", {}),
+        ("none", "full", {}),
+        ("none", "selective", {}),
+        ("none", "none", {"use_dora": True}),
+        ("nf4", "none", {}),
+        ("nf4", "full", {}),
+        ("int8", "full", {}),
+    ],
+)
+def test_compiled_lora_step_equals_eager(quantization: Any, checkpointing: Any, config: dict[str, Any]) -> None:
+    model = ct.build("tiny-llama", device="cuda", seed=0).train()
+    if quantization != "none":
+        quantize_linears(model, quantization)
+    model.add_adapter({"rank": 6, **config}, seed=0)
+    for name, parameter in model.named_parameters():
+        if name.endswith("lora_b"):
+            torch.nn.init.normal_(parameter, std=0.05)
+    model.use_activation_checkpointing(checkpointing)
+    objective = build_objective(model.config.vocab_size, False)
+    exact = gradients(model, objective, False, "fp32")
+    assert exact
+    for precision, bound in (("fp32", 2e-3), ("bf16", 0.05)):  # fp32 matrix products of both use TF32 at most
+        compiled = gradients(model, objective, True, precision)
+        assert compiled.keys() == exact.keys()
+        squares = [((compiled[key] - exact[key]).square().sum(), exact[key].square().sum()) for key in exact]
+        assert (sum(a for a, _ in squares) / sum(b for _, b in squares)) ** 0.5 < bound  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("tanh", [False, True])

@@ -24,7 +24,7 @@ from cutaway.train.recipe.load import load_recipe
 from cutaway.train.trainer import launch
 from cutaway.train.trainer.dry_run import MemoryCommTracker
 from cutaway.train.trainer.launch import prepare_trainer
-from cutaway.train.trainer.memory_check import expected_memory
+from cutaway.train.trainer.memory_check import LAYERS_KEY, expected_memory
 from cutaway.train.trainer.training_module import TrainingModule
 
 pytestmark = pytest.mark.usefixtures("skip_preflight")
@@ -120,7 +120,7 @@ def refusal(recipe: Any, tmp_path: Path) -> str:
     [
         (0.7, {"training.grad_accum_steps"}, {}),
         (0.15, {"training.grad_accum_steps", "training.activation_checkpointing"}, {}),
-        (0.7, {"training.activation_checkpointing"}, {"batch_size": 1, "seq_len": 2048}),
+        (0.7, {"training.activation_checkpointing", LAYERS_KEY}, {"batch_size": 1, "seq_len": 2048}),
     ],
 )
 def test_refusal_names_settings_that_fit(

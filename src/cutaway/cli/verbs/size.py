@@ -16,7 +16,10 @@ if TYPE_CHECKING:  # imported where they are used: --help needs no configs, and 
 OptionText = str | None
 MAX_NAME_LENGTH = 48
 Number = TypeVar("Number", int, float)
-COUNT_OPTIONS = ("batch_size", "context", "source_len", "world_size", "tp", "dp_shard", "train_tokens")
+COUNT_OPTIONS = (
+    "batch_size", "context", "source_len", "world_size", "tp", "dp_shard", "train_tokens",
+    "activation_checkpointing_layers",
+)  # fmt: skip
 PLAIN_OPTIONS = (
     "dtype", "kv_cache_dtype", "optimizer", "activation_checkpointing", "kernel", "loss", "parallel", "price_per_hour",
     "quantization",
@@ -57,6 +60,9 @@ def size(
     optimizer: Annotated[OptionText, option("adamw, adamw-8bit, muon, sgd, sgd-momentum.", metavar="NAME")] = None,
     activation_checkpointing: Annotated[
         OptionText, option("Activation checkpointing: none, selective, full.", metavar="NAME")
+    ] = None,
+    activation_checkpointing_layers: Annotated[
+        OptionText, option("Number of layers with activation checkpointing, from the first; default all.", metavar="N")
     ] = None,
     kernel: Annotated[OptionText, option("Attention kernel: auto, sdpa, explicit, flex.", metavar="NAME")] = None,
     loss: Annotated[

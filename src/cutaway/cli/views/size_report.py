@@ -287,7 +287,10 @@ def _format_assumptions(report: Data) -> Text:
     text += "".join(f", {mode_options['dtype']} for {MODE_LABELS[mode]}" for mode, mode_options in modes.items())
     text += f", kernel {options['kernel']}"
     text += f", cache in {options['kv_cache_dtype']}" if "kv_cache" in report and "infer" in modes else ""
-    text += f", {options['optimizer']}, checkpointing {options['activation_checkpointing']}" if "train" in modes else ""
+    if "train" in modes:
+        text += f", {options['optimizer']}, checkpointing {options['activation_checkpointing']}"
+        layers = options["activation_checkpointing_layers"]
+        text += "" if layers is None else f" of {layers:,} layers"
     adapter = options["adapter"]
     text += "" if adapter is None else f", loss {options['loss']}, {'compiled' if options['compiled'] else 'eager'}"
     text += "; change with --batch-size, --context, --dtype" + ("." if "time" in report else "; --gpu adds time.")

@@ -17,9 +17,11 @@ def multi_head_attention(
     x = tape.copy_to_tp_region(x)
     q = _project_queries(tape, x, config, key, d_head)
     k, v = _project_keys_values(tape, x, config, key, d_head)
-    if tape.execution.compiled and (tape.execution.base is None or tape.execution.base.is_fusible):
-        # One matrix product computes all three, so v is a view of its output.
-        v = tape.narrow(tape.empty((q.numel + k.numel + v.numel,), v.itemsize).with_node(v.node), *v.shape)
+    is_fused = tape.execution.compiled and (tape.execution.base is None or tape.execution.base.is_fusible)
+    if is_fused and context.rope_tables is None and config.qk_norm is None:
+        # All three are views of the output of one matrix product. With RoPE or QK-norm, v is a copy.
+        qkv = tape.empty((q.numel + k.numel + v.numel,), q.itemsize)
+        q, k, v = (tape.narrow(qkv.with_node(each.node), *each.shape) for each in (q, k, v))
     if context.rope_tables is not None:
         q, k = _apply_rope(tape, q, context.rope_tables), _apply_rope(tape, k, context.rope_tables)
     if context.use_cache:

@@ -37,6 +37,8 @@ class ExecutionConfig:
     grad: bool = True
     kernel: str = "auto"
     activation_checkpointing: str = "none"
+    activation_checkpointing_layers: int | None = None
+    """Number of layers of each stack, from the first, with activation checkpointing; None for all."""
     device: str = "cuda"
     mask_batch_size: int = 0
     """Batch size of the mask if each sequence has its own (packed documents); 0 if all sequences share one mask."""
@@ -59,6 +61,10 @@ class ExecutionConfig:
     def recomputes_pointwise(self) -> bool:
         """Whether the backward pass of compiled blocks recomputes norms and act(gate)·up, which fused adapters need."""
         return self.compiled and self.base is not None and self.base.is_fusible
+
+    def is_checkpointed(self, layer: int) -> bool:
+        """Whether activation checkpointing applies to a layer, in a mode other than 'none'."""
+        return self.activation_checkpointing_layers is None or layer < self.activation_checkpointing_layers
 
     @property
     def resid_itemsize(self) -> int:

@@ -118,7 +118,7 @@ def _run_stack(tape: Tape, config: Config, name: str, shape: PassShape, memory: 
         context = contexts.context_for(index, memory)
         key: WeightKey = (name, owner)
         run_block = partial(_run_block, tape, block, stack, context, key, d_model, owner == 0)
-        x = tape.run_block(run_block, x, key)
+        x = tape.run_block(run_block, x, key, index)
     tape.component = "norms"
     if stack.placement.final_norm:
         x = norm(tape, x, stack.norm, (name, "final_norm"))

@@ -167,11 +167,19 @@ class Tape:
         itemsize: int | None = None,
         extra_saved_bytes: int = 0,
     ) -> ShapeTensor:
-        """Record an elementwise function as one compiled operation, which saves its inputs."""
+        """Record an elementwise function as one compiled operation, which saves its inputs.
+
+        If the backward pass recomputes the output, it does so together with the gradients of the inputs."""
+        is_recomputed = self.execution.recomputes_pointwise
         y = self.record_op(
-            inputs, itemsize=itemsize, saved=inputs, weights=weights, extra_saved_bytes=extra_saved_bytes
+            inputs,
+            itemsize=itemsize,
+            saved=inputs,
+            weights=weights,
+            extra_saved_bytes=extra_saved_bytes,
+            backward_workspace=inputs[0].numel * (itemsize or inputs[0].itemsize) if is_recomputed else 0,
         )
-        y.is_recomputed = self.execution.recomputes_pointwise
+        y.is_recomputed = is_recomputed
         return y
 
     def multiply(self, a: ShapeTensor, b: ShapeTensor) -> ShapeTensor:
@@ -315,7 +323,9 @@ class Tape:
 
     # ------------------------------------------------------------------------------------ activation checkpointing
 
-    def run_block(self, block: Callable[[ShapeTensor], ShapeTensor], x: ShapeTensor, group: ParamGroup) -> ShapeTensor:
+    def run_block(
+        self, block: Callable[[ShapeTensor], ShapeTensor], x: ShapeTensor, group: ParamGroup, layer: int
+    ) -> ShapeTensor:
         """Run block(x) with the configured activation checkpointing and FSDP hooks."""
         if not self.execution.grad:
             return block(x)
@@ -324,11 +334,13 @@ class Tape:
         if fsdp is not None:
             fsdp.pre_forward(group)
             self.register_backward_hook(lambda: fsdp.post_backward(group))
-        out = self._run_checkpointed(block, x)
+        is_checkpointed = self.execution.is_checkpointed(layer)
+        out = self._run_checkpointed(block, x) if is_checkpointed else block(x)
         if fsdp is not None:
             fsdp.post_forward(group)
             self.register_backward_hook(lambda: fsdp.pre_backward(group))
-        self.counter.add_recomputation(self.block_matmuls)
+        if is_checkpointed:
+            self.counter.add_recomputation(self.block_matmuls)
         self.block_matmuls = None
         return out
 

@@ -17,12 +17,14 @@ from torch import Tensor, nn
 
 from cutaway.device import has_triton
 from cutaway.model import Transformer
+from cutaway.model.activation_checkpointing import ActivationCheckpointing, run_block
 from cutaway.model.activations import ACTIVATIONS, gelu_tanh
 from cutaway.model.attention import LayerContext, MultiHead
 from cutaway.model.ffn import MLP, GatedMLP
 from cutaway.model.layers import Linear
+from cutaway.model.rope import Rope
 from cutaway.model.stack import Stack
-from cutaway.train.kernels.lora import FusedLoRALinear, can_fuse_lora
+from cutaway.train.kernels.lora import FusedLoRALinear, can_fuse_lora, update_matrices
 
 GELU_ACTIVATIONS = (F.gelu, gelu_tanh)
 BLOCKS_PER_GRAPH = 16
@@ -48,9 +50,9 @@ def compile_for_training(
         return nullcontext
     replaced_methods = _find_fusible_modules(model)
     for stack in model.stacks.values():
-        if single_process and stack.activation_checkpointing == "none":
+        if single_process:
             replaced_methods[stack] = {"run_blocks": _compile_stack(stack)}
-        else:  # blocks are compiled one by one: ranks communicate, and activations are checkpointed, between blocks
+        else:  # blocks are compiled one by one, because ranks communicate between blocks
             replaced_methods |= {
                 block: {"_compiled_call_impl": torch.compile(block._call_impl)} for block in stack.blocks
             }
@@ -61,8 +63,8 @@ def compile_for_training(
     def compiled_context() -> Iterator[None]:
         recompute = functorch_config.patch(RECOMPUTE_POINTWISE) if fused_lora else nullcontext()
         try:
-            for fused in fused_lora:
-                fused.update_matrices()
+            if fused_lora:
+                update_matrices(fused_lora)
             for module, methods in replaced_methods.items():
                 for name, method in methods.items():
                     setattr(module, name, method)
@@ -77,34 +79,50 @@ def compile_for_training(
 
 
 def _compile_stack(stack: Stack) -> Callable[[Tensor, list[LayerContext]], Tensor]:
-    """Return a compiled `run_blocks` for a stack. Blocks are compiled in groups, and groups of equal structure once."""
-    blocks = list(stack.blocks)
-    num_groups = -(-len(blocks) // BLOCKS_PER_GRAPH)
-    ends = [len(blocks) * group // num_groups for group in range(num_groups + 1)]
+    """Return a compiled `run_blocks` for a stack. Blocks are compiled in groups, and groups of equal structure once.
+
+    Blocks with activation checkpointing are compiled one by one. Their inputs are stored in any case, and one block
+    compiles faster than a group.
+    """
+    blocks, modes = list(stack.blocks), stack.checkpointing_modes
+    num_checkpointed = sum(mode != "none" for mode in modes)
+    num_others = len(blocks) - num_checkpointed
+    num_groups = -(-num_others // BLOCKS_PER_GRAPH)
+    group_ends = [num_checkpointed + num_others * group // num_groups for group in range(1, num_groups + 1)]
+    ends = [*range(num_checkpointed + 1), *group_ends]
     compiled = torch.compile(_run_blocks)
 
     def run_blocks(x: Tensor, contexts: list[LayerContext]) -> Tensor:
         for start, end in pairwise(ends):
-            x = compiled(blocks[start:end], x, contexts[start:end], stack.final_norm if end == len(blocks) else None)
+            norm = stack.final_norm if end == len(blocks) else None
+            x = compiled(modes[start], blocks[start:end], x, contexts[start:end], norm)
         return x
 
     return run_blocks
 
 
-def _run_blocks(blocks: list[nn.Module], x: Tensor, contexts: list[LayerContext], norm: nn.Module | None) -> Tensor:
+def _run_blocks(
+    mode: ActivationCheckpointing,
+    blocks: list[nn.Module],
+    x: Tensor,
+    contexts: list[LayerContext],
+    norm: nn.Module | None,
+) -> Tensor:
     for block, context in zip(blocks, contexts, strict=True):
-        x = block(x, context)
+        x = run_block(mode, block, x, context)
     return x if norm is None else norm(x)
 
 
-def _find_fusible_modules(model: nn.Module) -> dict[nn.Module, dict[str, Any]]:
+def _find_fusible_modules(model: Transformer) -> dict[nn.Module, dict[str, Any]]:
     """Map each module whose projections can be fused to its replacement methods, by method name."""
     replaced_methods: dict[nn.Module, dict[str, Any]] = {}
+    changes_qk = _find_attention_that_changes_qk(model)
     for name, module in model.named_modules():
         # Projections that are tensor-parallel, or that have an adapter, are of another type and are not fused.
         if type(module) is MultiHead and can_fuse_lora(module.q, module.k, module.v):
             fused = FusedLoRALinear(module.q, module.k, module.v, concat=True)  # type: ignore[arg-type]  # checked above
             replaced_methods[module] = {"fused_lora": fused, "project_qkv": MethodType(_fused_lora_qkv, module)}
+            replaced_methods[module]["copy_values"] = module in changes_qk
         elif isinstance(module, GatedMLP) and can_fuse_lora(module.gate, module.up):
             fused = FusedLoRALinear(module.gate, module.up)  # type: ignore[arg-type]  # checked above
             replaced_methods[module] = {"fused_lora": fused, "project_gate_up": MethodType(_fused_lora_gate_up, module)}
@@ -113,6 +131,7 @@ def _find_fusible_modules(model: nn.Module) -> dict[nn.Module, dict[str, Any]]:
             replaced_methods[module] = {"fused_lora": fused, "forward": MethodType(_fused_lora_forward, module)}
         elif type(module) is MultiHead and _are_plain(module.q, module.k, module.v):
             replaced_methods[module] = {"project_qkv": MethodType(_fused_qkv, module)}
+            replaced_methods[module]["copy_values"] = module in changes_qk
         elif not has_triton():
             continue
         elif type(module) is GatedMLP and module.act is ACTIVATIONS["silu"] and _are_plain(module.gate, module.up):
@@ -123,6 +142,18 @@ def _find_fusible_modules(model: nn.Module) -> dict[nn.Module, dict[str, Any]]:
     return replaced_methods
 
 
+def _find_attention_that_changes_qk(model: Transformer) -> set[nn.Module]:
+    """Attention modules that compute other queries and keys, by QK-norm or RoPE, from the projected ones."""
+    modules = set()
+    for stack in model.stacks.values():
+        for block, key in zip(stack.blocks, stack.layer_position_keys, strict=True):
+            attention: Any = block.attn.f  # type: ignore[union-attr]
+            has_rope = key in stack.positions and isinstance(stack.positions[key], Rope)
+            if has_rope or not isinstance(getattr(attention, "q_norm", None), nn.Identity):
+                modules.add(attention)
+    return modules
+
+
 def _are_plain(*layers: nn.Module) -> bool:
     return all(type(layer) is Linear for layer in layers)
 
@@ -130,14 +161,23 @@ def _are_plain(*layers: nn.Module) -> bool:
 def _fused_qkv(self: MultiHead, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Project queries, keys and values with one matrix product."""
     sizes = [layer.out_features for layer in (self.q, self.k, self.v)]
-    q, k, v = torch.split(_fused_linear(x, self.q, self.k, self.v), sizes, -1)
-    return self.q_norm(self.split_heads(q)), self.k_norm(self.split_heads(k)), self.split_heads(v)
+    return _split_qkv(self, *torch.split(_fused_linear(x, self.q, self.k, self.v), sizes, -1))
 
 
 def _fused_lora_qkv(self: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Project queries, keys and values, with their adapters, with one matrix product."""
-    q, k, v = self.fused_lora(x)
-    return self.q_norm(self.split_heads(q)), self.k_norm(self.split_heads(k)), self.split_heads(v)
+    return _split_qkv(self, *self.fused_lora(x))
+
+
+def _split_qkv(self: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Split the columns of [q | k | v] into heads.
+
+    With `copy_values`, values are copied. As a view, they would keep the columns of q and k in memory for the backward
+    pass, beside the queries and keys after RoPE or QK-norm.
+    """
+    values = self.split_heads(v)
+    values = values.contiguous() if self.copy_values else values
+    return self.q_norm(self.split_heads(q)), self.k_norm(self.split_heads(k)), values
 
 
 def _fused_lora_gate_up(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ product would write A·x to its columns of this matrix, and the stored view A·x
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -66,12 +67,6 @@ class FusedLoRALinear:
     def adapters(self) -> list[Any]:
         return [layer.adapters[self.name] for layer in self.layers]
 
-    @torch.no_grad()
-    def update_matrices(self) -> None:
-        """Copy the current B into the stored matrices. This must be called after every optimizer step."""
-        for columns, adapter in zip(self.lora_b_columns, self.adapters, strict=True):
-            columns.copy_(adapter.lora_b)
-
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
         """Output of each layer."""
         device_type = x.device.type
@@ -87,6 +82,13 @@ class FusedLoRALinear:
         if len(outputs) < len(self.layers):
             outputs = outputs[0].split(self.sizes, -1)
         return tuple(output.view(*x.shape[:-1], -1) for output in outputs)
+
+
+@torch.no_grad()
+def update_matrices(fused_layers: Sequence[FusedLoRALinear]) -> None:
+    """Copy the current B of all layers into the stored matrices. This must be called after every optimizer step."""
+    columns = [columns for fused in fused_layers for columns in fused.lora_b_columns]
+    torch._foreach_copy_(columns, [adapter.lora_b for fused in fused_layers for adapter in fused.adapters])
 
 
 class _FusedLoRA(torch.autograd.Function):
@@ -124,11 +126,12 @@ class _FusedLoRA(torch.autograd.Function):
         grad_x = grad_extended[:, :num_inputs] + grad_low_rank @ lora_a.to(dtype)
         grad_a = (grad_low_rank.T @ x).to(lora_a.dtype)
         grads_b, column, row = [], 0, 0
+        joint = grads[0].T @ low_rank if len(grads) == 1 else None  # (out, R): the gradients of all B are blocks of it
         for index, b in enumerate(lora_b):
-            grad = grads[index] if len(grads) > 1 else grads[0][:, row : row + len(b)]
-            columns = low_rank[:, column : column + ctx.ranks[index]]
-            grads_b.append((grad.T @ columns).to(b.dtype) * ctx.scalings[index])
-            column, row = column + ctx.ranks[index], row + len(b)
+            columns = slice(column, column + ctx.ranks[index])
+            grad_b = grads[index].T @ low_rank[:, columns] if joint is None else joint[row : row + len(b), columns]
+            grads_b.append(grad_b.to(b.dtype) * ctx.scalings[index])
+            column, row = columns.stop, row + len(b)
         return grad_x, grad_a, None, None, None, *grads_b
 
 

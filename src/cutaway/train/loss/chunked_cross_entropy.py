@@ -139,8 +139,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         ctx.linear_output = None
         is_plain = options.vocab_shard is None and soft_targets is None
         if is_plain and linear_cross_entropy.can_use_linear_cross_entropy(head, rows, head_params):
-            _check_targets(targets, len(head_params[0]))
-            output = linear_cross_entropy.linear_cross_entropy(head_params[0], rows, targets, weights, options)
+            weight: Any = head.matrix.weight  # type: ignore[union-attr]  # an LMHead, as checked above
+            _check_targets(targets, len(weight))
+            output = linear_cross_entropy.linear_cross_entropy(weight, rows, targets, weights, options)
             ctx.linear_output = output
             loss, cross_entropy, x_grad, param_grads = output.loss, output.cross_entropy, None, []
         else:
@@ -150,6 +151,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             loss, cross_entropy = _forward_in_chunks(head, options, rows, targets, weights, grad_buffers, soft_targets)
         ctx.save_for_backward(indices, x_grad, *param_grads)
         ctx.shape, ctx.dtype, ctx.dtypes = x.shape, x.dtype, [each.dtype for each in head_params]
+        ctx.is_linear = ctx.linear_output is not None
         ctx.mark_non_differentiable(cross_entropy)
         return loss, cross_entropy
 
@@ -157,12 +159,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor | None, _: Tensor) -> tuple[Tensor | None, ...]:
         indices, row_grads, *param_grads = ctx.saved_tensors
-        if not param_grads and ctx.dtypes:  # linear_cross_entropy: scaled in place, because this gradient is large
+        if ctx.is_linear:  # gradients are scaled in place, because that of the weights is large
             if ctx.linear_output is None:
                 raise RuntimeError(
                     "the backward pass of this loss already ran, and its gradients were freed; compute the loss again"
                 )
-            (_, _, row_grads, *param_grads), ctx.linear_output = ctx.linear_output, None
+            (_, _, row_grads, weight_grad), ctx.linear_output = ctx.linear_output, None
+            param_grads = [] if weight_grad is None else [weight_grad]
             for each in (row_grads, *param_grads):
                 each.mul_(grad_output)
             grad_output = None

@@ -1,15 +1,16 @@
 """Cross-entropy of a linear head without bias, and its gradient, computed without autograd.
 
-Each chunk of targets takes three matrix products and one pass that computes the gradient of the logits (equation in
-chunked_cross_entropy.py). All chunks use the same buffers. This implementation is used for fp32 on a CPU and for bf16
-on a GPU, where one kernel overwrites the logits by their gradient (kernels/cross_entropy.py).
+Each chunk of targets takes three matrix products (two if the head is frozen) and one pass that computes the gradient of
+the logits (equation in chunked_cross_entropy.py). All chunks use the same buffers. This implementation is used for
+fp32 on a CPU and for bf16 on a GPU, where one kernel overwrites the logits by their gradient
+(kernels/cross_entropy.py).
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cutaway.device import has_triton
 from cutaway.model.head import LMHead
@@ -17,6 +18,8 @@ from cutaway.train.loss.cross_entropy import CrossEntropyOptions, cross_entropy_
 
 MAX_CHUNK_LOGITS = {"cpu": 2**26, "cuda": 2**30}
 """Maximum number of logits per chunk, by device type. Larger matrix products are faster, but need more memory."""
+MAX_CHUNK_LOGITS_FROZEN = 2**26
+"""The same for a frozen head. No chunk is added to a gradient of the weights, so that small chunks cost little."""
 MIN_CPU_LOGITS = 2**22
 """Minimum number of logits (targets · vocabulary size) on a CPU. With fewer, this implementation is not faster."""
 VOCAB_TILE = 128
@@ -29,21 +32,22 @@ class _LinearCrossEntropyOutput(NamedTuple):
     loss: Tensor
     cross_entropy: Tensor
     x_grad: Tensor
-    weight_grad: Tensor
+    weight_grad: Tensor | None
 
 
 def can_use_linear_cross_entropy(head: Any, x: Tensor, head_params: Sequence[Tensor]) -> bool:
     """Whether `linear_cross_entropy` supports the head and x.
 
-    The head must be one trainable matrix, without bias, transform, scale or softcap. The device and dtype of x must be
-    supported and, on a CPU, there must be at least MIN_CPU_LOGITS logits.
+    The head must be one matrix, trainable or frozen, without bias, transform, scale or softcap. The device and dtype of
+    x must be supported and, on a CPU, there must be at least MIN_CPU_LOGITS logits.
     """
     is_linear = isinstance(head, LMHead) and head.transform is None and head.bias is None and head.softcap is None
     if not is_linear or head.scale != 1.0 or not len(x):
         return False
-    if [each is head.matrix.weight for each in head_params] != [True]:
-        return False
-    device_type, weight = x.device.type, head_params[0]
+    weight = head.matrix.weight
+    if not isinstance(weight, nn.Parameter) or any(each is not weight for each in head_params):
+        return False  # other modules compute their weight from other parameters
+    device_type = x.device.type
     if device_type == "cpu":
         is_fp32 = x.dtype == weight.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
         return is_fp32 and len(x) * len(weight) >= MIN_CPU_LOGITS
@@ -57,22 +61,28 @@ def can_use_linear_cross_entropy(head: Any, x: Tensor, head_params: Sequence[Ten
 def linear_cross_entropy(
     head_weight: Tensor, x: Tensor, targets: Tensor, weights: Tensor, options: CrossEntropyOptions
 ) -> _LinearCrossEntropyOutput:
-    """Compute loss and gradients over all targets, in chunks. On a CPU, buffers are taken from `options.buffers`."""
+    """Compute loss and gradients over all targets, in chunks. On a CPU, buffers are taken from `options.buffers`.
+
+    If the weight does not require a gradient, none is computed for it.
+    """
     (rows, d_model), vocab, on_gpu = x.shape, len(head_weight), x.is_cuda
     columns = -(-vocab // VOCAB_TILE) * VOCAB_TILE if on_gpu else vocab
     weight = head_weight.detach()
-    if on_gpu:
+    if on_gpu and (columns != vocab or weight.dtype != torch.bfloat16):
         weight = x.new_zeros(columns, d_model, dtype=torch.bfloat16)
         weight[:vocab] = head_weight
     x = x.to(weight.dtype)
-    num_chunks = -(-rows // max(VOCAB_TILE, MAX_CHUNK_LOGITS[x.device.type] // columns))
+    is_trained = head_weight.requires_grad
+    max_logits = MAX_CHUNK_LOGITS[x.device.type] if is_trained else MAX_CHUNK_LOGITS_FROZEN
+    num_chunks = -(-rows // max(VOCAB_TILE, max_logits // columns))
     chunk_size = min(rows, -(-rows // num_chunks // VOCAB_TILE) * VOCAB_TILE)  # equal chunks, except the last
     # Only the CPU reuses buffers between calls: there, the system zeroes newly allocated memory, which takes time. On
     # a GPU, PyTorch's caching allocator reuses memory by itself.
     buffers = None if on_gpu else options.buffers
     logits = _get_buffer(buffers, "logits", x.new_empty, chunk_size, columns)
     logits_grad = logits if on_gpu else _get_buffer(buffers, "logits_grad", x.new_empty, chunk_size, columns)
-    x_grad, weight_grad = torch.empty_like(x), x.new_zeros(columns, d_model, dtype=torch.float32)
+    x_grad = torch.empty_like(x)
+    weight_grad = x.new_zeros(columns, d_model, dtype=torch.float32) if is_trained else None
     losses, cross_entropies = (x.new_empty(rows, dtype=torch.float32) for _ in range(2))
     accumulate_in_fp32: Any = {"out_dtype": torch.float32} if on_gpu else {}
     for start in range(0, rows, chunk_size):
@@ -91,8 +101,11 @@ def linear_cross_entropy(
             )
             losses[chunk], cross_entropies[chunk] = loss.squeeze(-1), cross_entropy.squeeze(-1)
         torch.mm(logits_grad[filled], weight, out=x_grad[chunk])
-        torch.addmm(weight_grad, logits_grad[filled].T, x_chunk, out=weight_grad, **accumulate_in_fp32)
-    return _LinearCrossEntropyOutput(losses.sum(), cross_entropies.sum(), x_grad, weight_grad[:vocab])
+        if weight_grad is not None:
+            torch.addmm(weight_grad, logits_grad[filled].T, x_chunk, out=weight_grad, **accumulate_in_fp32)
+    if weight_grad is not None:
+        weight_grad = weight_grad[:vocab]
+    return _LinearCrossEntropyOutput(losses.sum(), cross_entropies.sum(), x_grad, weight_grad)
 
 
 def _get_buffer(buffers: dict[str, Tensor] | None, name: str, allocate: Callable[..., Tensor], *shape: int) -> Tensor:

@@ -274,6 +274,9 @@ class TrainingConfig(ConfigNode):
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """Activations that the backward pass recomputes instead of storing them: none, those that are cheap to recompute,
     or those of whole blocks."""
+    activation_checkpointing_layers: PositiveInt | None = None
+    """Number of layers of each stack, from the first, that activation_checkpointing applies to. Each layer more takes
+    less memory and more time. Default: all."""
     compile: bool | None = None
     """Compile the blocks with torch.compile. Default: true on a GPU, unless objective.aux_loss_coef is set."""
     on_grad_spike: Literal["skip", "continue"] = "skip"
@@ -282,6 +285,15 @@ class TrainingConfig(ConfigNode):
     preflight: bool = True
     """Check the model before the first step. It is an error if the model attends to future tokens."""
     seed: NonNegativeInt = 0
+
+    @model_validator(mode="after")
+    def _check_activation_checkpointing(self) -> "TrainingConfig":
+        if self.activation_checkpointing_layers is not None and self.activation_checkpointing == "none":
+            raise ValueError(
+                f"activation_checkpointing_layers is {self.activation_checkpointing_layers}, but"
+                " activation_checkpointing is 'none'; set it to 'full', or remove activation_checkpointing_layers"
+            )
+        return self
 
 
 class ParallelConfig(ConfigNode):

@@ -1,5 +1,6 @@
 """Memory estimate of a training step, before weights are loaded. It is an error if the step does not fit in memory."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -49,6 +50,7 @@ def size_step(
         dtype="fp32" if training.precision == "fp32" else "mixed",
         optimizer=_optimizer_name(recipe),
         activation_checkpointing=training.activation_checkpointing,
+        activation_checkpointing_layers=training.activation_checkpointing_layers,
         loss="chunked",
         packed=packed,
         hardware=CPU_HARDWARE if device.type == "cpu" else None,
@@ -151,6 +153,7 @@ def check_model_states_memory(
 
 Overrides = dict[str, str]
 """Values of recipe keys, as in --set."""
+LAYERS_KEY = "training.activation_checkpointing_layers"
 
 
 def propose_settings(
@@ -180,7 +183,8 @@ def propose_settings(
 
     smallest = None
     overrides: Overrides = {}
-    for change in _changes(recipe, device, dist_context):
+    num_layers = max(stack.layers for stack in config.stacks.values())
+    for change in _changes(recipe, num_layers, device, dist_context):
         memory = memory_with(overrides | change)
         if memory is None:
             continue
@@ -200,6 +204,11 @@ def propose_settings(
         if fits(overrides | {key: str(count)}):
             overrides[key] = str(count)
             break
+    if overrides.keys() & {"training.activation_checkpointing", LAYERS_KEY}:
+        counts = range(1, num_layers)
+        index = bisect_left(counts, True, key=lambda count: fits(overrides | {LAYERS_KEY: str(count)}))
+        if index < len(counts):
+            overrides[LAYERS_KEY] = str(counts[index])
     settings = " and ".join(f"{name} = {value}".replace('"', "'") for name, value in overrides.items())
     return f"set {settings}: {_gib(memory_with(overrides) or 0)}"
 
@@ -216,7 +225,9 @@ def _accumulation_steps(recipe: Recipe, dist_context: DistributedContext) -> Ite
         yield count
 
 
-def _changes(recipe: Recipe, device: torch.device, dist_context: DistributedContext) -> Iterator[Overrides]:
+def _changes(
+    recipe: Recipe, num_layers: int, device: torch.device, dist_context: DistributedContext
+) -> Iterator[Overrides]:
     """Changes of the recipe that save memory, from the least to the most harmful."""
     training, model = recipe.training, recipe.model
     for count in _accumulation_steps(recipe, dist_context):
@@ -224,6 +235,8 @@ def _changes(recipe: Recipe, device: torch.device, dist_context: DistributedCont
     modes = ("none", "selective", "full")
     for mode in modes[modes.index(training.activation_checkpointing) + 1 :]:
         yield {"training.activation_checkpointing": f'"{mode}"'}
+    if training.activation_checkpointing_layers is not None:
+        yield {LAYERS_KEY: str(num_layers)}
     if isinstance(recipe.optimizer, AdamWConfig) and recipe.optimizer.state_dtype == "fp32":
         yield {"optimizer.state_dtype": '"int8"'}
     if training.precision == "fp32" and (device.type != "cpu" or has_native_bf16()):

@@ -34,7 +34,7 @@ LOSS_CHUNK_SIZE = 1024
 def build_training_model(config: Config, training: TrainingConfig, device: torch.device) -> Transformer:
     """Build a model with the seed and the activation checkpointing of the recipe. `device` may be the meta device."""
     model = build(config, device=device, seed=training.seed)
-    model.use_activation_checkpointing(training.activation_checkpointing)
+    model.use_activation_checkpointing(training.activation_checkpointing, training.activation_checkpointing_layers)
     pooler = getattr(model, "pooler", None)
     if pooler is not None:
         pooler.requires_grad_(False)  # no objective uses the pooler, and DDP would wait for its gradient
@@ -58,7 +58,7 @@ def build_adapter_model(
         quantize_linears(model, source.quantization, device=device, dtype=dtype)
         model = model.to(dtype=dtype)  # embedding, norms and head
     model = model.to(device)
-    model.use_activation_checkpointing(training.activation_checkpointing)
+    model.use_activation_checkpointing(training.activation_checkpointing, training.activation_checkpointing_layers)
     model.add_adapter(source.adapter, seed=training.seed)
     if isinstance(model.config.head, TaskHead):  # its weights are new, so a low-rank change is not enough
         assert model.head is not None
