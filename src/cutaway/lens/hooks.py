@@ -206,7 +206,7 @@ def _shared_block_call(site: Site) -> int | None:
     shared = [other is block for other in stack.blocks]
     if sum(shared) < 2:
         return None
-    if stack.activation_checkpointing != "none" and stack.training:
+    if stack.training and any(mode != "none" for mode in stack.activation_checkpointing):
         problem = "layers share a block, so it is not known for which layer activation checkpointing recomputes it"
         raise InputError(f"{problem}; call model.use_activation_checkpointing('none')")
     return sum(shared[:layer])

@@ -1,11 +1,12 @@
 """Activation checkpointing: recompute a block's activations in the backward pass instead of storing them."""
 
+from collections.abc import Container
 from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 import cutaway.model.moe  # noqa: F401  # registers torch.ops.cutaway.grouped_mm
 from cutaway.forward_context import keep_context
@@ -30,24 +31,20 @@ SAVED_OPS = {
 }
 
 
-def _selective_policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in SAVED_OPS else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _full_policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_RECOMPUTE
+def _policy(saved_ops: Container[Any], ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in saved_ops else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def run_block(mode: ActivationCheckpointing, block: nn.Module, x: Tensor, context: Any) -> Tensor:
     """Compute block(x, context). `mode` determines which activations are stored for the backward pass."""
     if mode == "none" or not (block.training and torch.is_grad_enabled() and _needs_grad(block, x, context)):
         return block(x, context)
-    is_compiling = torch.compiler.is_compiling()
-    options: dict[str, Any] = {}
-    if mode == "selective" or is_compiling:  # without a policy, compiled code stores what autograd functions compute
-        policy = _selective_policy if mode == "selective" else _full_policy
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
-    return checkpoint(block if is_compiling else keep_context(block), x, context, use_reentrant=False, **options)
+    compiling, context_fn = torch.compiler.is_compiling(), noop_context_fn
+    if compiling or mode == "selective":  # without a policy, compiled code stores what autograd functions compute
+        policy = partial(_policy, SAVED_OPS if mode == "selective" else ())
+        context_fn = partial(create_selective_checkpoint_contexts, policy)
+    run = block if compiling else keep_context(block)
+    return checkpoint(run, x, context, use_reentrant=False, context_fn=context_fn)
 
 
 def _needs_grad(block: nn.Module, x: Tensor, context: Any) -> bool:

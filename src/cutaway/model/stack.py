@@ -61,15 +61,8 @@ class Stack(nn.Module):
         self.windows = [block.attention.window for block in config.blocks]
         self.final_norm = build_norm(config.norm if config.placement.final_norm else cfg.NoNorm(), d_model)
         self.final_dropout = config.final_dropout
-        self.activation_checkpointing: ActivationCheckpointing = "none"
-        self.num_checkpointed_layers: int | None = None
-        """Number of layers, from the first, with activation checkpointing. None: all layers."""
-
-    @property
-    def checkpointing_modes(self) -> list[ActivationCheckpointing]:
-        """Activation checkpointing of each layer."""
-        num_layers = len(self.blocks) if self.num_checkpointed_layers is None else self.num_checkpointed_layers
-        return [self.activation_checkpointing if layer < num_layers else "none" for layer in range(len(self.blocks))]
+        self.activation_checkpointing: list[ActivationCheckpointing] = ["none"] * config.layers
+        """Mode of each layer."""
 
     @property
     def cache_shapes(self) -> list[CacheShape]:
@@ -95,7 +88,7 @@ class Stack(nn.Module):
 
     def run_blocks(self, x: Float[Tensor, "B T d"], contexts: list[LayerContext]) -> Float[Tensor, "B T d"]:
         """Apply all blocks and the final norm."""
-        for mode, block, context in zip(self.checkpointing_modes, self.blocks, contexts, strict=True):
+        for mode, block, context in zip(self.activation_checkpointing, self.blocks, contexts, strict=True):
             x = run_block(mode, block, x, context)
         return self.final_norm(x)
 

@@ -69,20 +69,19 @@ class Transformer(AdapterMethods, nn.Module):
             attention.kernel = kernel
         return self
 
-    def use_activation_checkpointing(
-        self, mode: ActivationCheckpointing, num_layers: int | None = None
-    ) -> "Transformer":
+    def use_activation_checkpointing(self, mode: ActivationCheckpointing, layers: int | None = None) -> "Transformer":
         """Set which activations to store for backward: all ('none'), costly ('selective') or block inputs ('full').
 
-        `num_layers`: number of layers of each stack, from the first, to which the mode applies; None for all.
+        `layers`: number of layers of each stack, from the first, to which the mode applies; None for all.
         """
         if mode not in ACTIVATION_CHECKPOINTING_MODES:
             modes = ", ".join(ACTIVATION_CHECKPOINTING_MODES)
             raise InputError(f"unknown activation checkpointing mode '{mode}'; use one of {modes}")
-        if num_layers is not None:
-            check_positive_int("num_layers", num_layers)
+        if layers is not None:
+            check_positive_int("layers", layers)
         for stack in self.stacks.values():
-            stack.activation_checkpointing, stack.num_checkpointed_layers = mode, num_layers
+            indices = range(len(stack.blocks))
+            stack.activation_checkpointing = [mode if layers is None or i < layers else "none" for i in indices]
         return self
 
     def new_cache(

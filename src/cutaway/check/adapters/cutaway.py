@@ -101,7 +101,7 @@ def _add_activation_checkpointing(checked: CheckedModel, model: Transformer) -> 
 
     def set_enabled(enabled: bool) -> None:
         for name, stack in model.stacks.items():
-            stack.activation_checkpointing = "full" if enabled else original[name]
+            stack.activation_checkpointing = ["full"] * len(stack.blocks) if enabled else original[name]
 
     checked.set_activation_checkpointing = set_enabled
 

@@ -24,8 +24,7 @@ def activation_checkpointing_cost(
     """Size of the saved activations (MB) and time of a forward and backward pass (ms), for each checkpointing mode."""
     inputs = prepare_inputs(model, tokens, source)
     transformer = inputs.require_cutaway_model("the cost of cutaway's activation checkpointing")
-    stacks = list(transformer.stacks.values())
-    modes = [(stack.activation_checkpointing, stack.num_checkpointed_layers) for stack in stacks]
+    modes = {stack: stack.activation_checkpointing for stack in transformer.stacks.values()}
     training = transformer.training
     rows = []
     try:
@@ -36,8 +35,8 @@ def activation_checkpointing_cost(
             rows.append(torch.tensor([_saved_activation_bytes(inputs) / 1e6, median(seconds) * 1e3]))
     finally:
         transformer.train(training)
-        for stack, (mode, num_layers) in zip(stacks, modes, strict=True):
-            stack.activation_checkpointing, stack.num_checkpointed_layers = mode, num_layers
+        for stack, layer_modes in modes.items():
+            stack.activation_checkpointing = layer_modes
     axes = ("activation_checkpointing", "metric")
     labels = (ACTIVATION_CHECKPOINTING_MODES, ("saved MB", "forward + backward ms"))
     note = f"{inputs.tokens.shape[1]} tokens"

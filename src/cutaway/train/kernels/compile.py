@@ -84,7 +84,7 @@ def _compile_stack(stack: Stack) -> Callable[[Tensor, list[LayerContext]], Tenso
     Blocks with activation checkpointing are compiled one by one. Their inputs are stored in any case, and one block
     compiles faster than a group.
     """
-    blocks, modes = list(stack.blocks), stack.checkpointing_modes
+    blocks, modes = list(stack.blocks), stack.activation_checkpointing
     num_checkpointed = sum(mode != "none" for mode in modes)
     num_others = len(blocks) - num_checkpointed
     num_groups = -(-num_others // BLOCKS_PER_GRAPH)
