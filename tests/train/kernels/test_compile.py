@@ -1,5 +1,6 @@
 """Compiled steps on a CPU: gradients equal eager ones for any group size, and the model is unchanged afterwards."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -94,3 +95,26 @@ def test_compiled_lora_stores_what_its_mode_says(mode: Any) -> None:
     nbytes = sum(value for key, value in stored.items() if key not in fixed)
     inputs = 2 * tokens.numel() * model.config.d_model * 4  # fp32
     assert nbytes < 1.5 * inputs if mode == "full" else nbytes > 5 * inputs
+
+
+@pytest.mark.nightly
+def test_compiled_lora_with_other_lengths() -> None:
+    """Batches of different lengths, as of conversations without packing, use dynamic shapes."""
+    torch._dynamo.reset()
+    model = build_model("tiny-llama", 2)
+    model.add_adapter({"rank": 6}, seed=0)
+    for name, parameter in model.named_parameters():
+        if name.endswith("lora_b"):
+            torch.nn.init.constant_(parameter, 0.03)
+    context = compile_for_training(model, True)
+    for rows, length in ((2, 17), (2, 9), (3, 30), (1, 25)):
+        tokens = torch.randint(model.config.vocab_size, (rows, length), generator=torch.Generator().manual_seed(length))
+        results = []
+        for use_context in (context, nullcontext):
+            model.zero_grad()
+            with use_context():
+                loss = TrainingModule(model)(causal_lm(tokens))
+                (loss.loss / loss.weight).backward()
+            results.append([each.grad.clone() for each in model.parameters() if each.grad is not None])
+        for compiled, eager in zip(*results, strict=True):
+            torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-6)
