@@ -67,12 +67,31 @@ def read_records(source: SourceConfig, skipped: SkippedDocuments) -> Iterator[Re
             continue
         try:
             for location, row in _READERS[path.suffix](path, skipped):
-                if isinstance(row, dict):
-                    yield Record(row, location, source)
-                else:
+                if not isinstance(row, dict):
                     skipped.add("not an object", f"{location} is a {type(row).__name__}")
+                elif (problem := _find_surrogate(row)) is not None:
+                    skipped.add("invalid UTF-8", f"{location}: unpaired surrogate {problem}")
+                else:
+                    yield Record(row, location, source)
         except (OSError, ValueError, csv.Error) as error:
             skipped.add("unreadable file", f"{path}: {error}")
+
+
+def _find_surrogate(row: dict[str, Any]) -> str | None:
+    """Where a row has an unpaired surrogate (\\ud800 in JSON), which no tokenizer can encode. None if it has none."""
+    values: list[object] = [row]
+    while values:
+        value = values.pop()
+        if isinstance(value, str):
+            try:
+                value.encode()
+            except UnicodeEncodeError as error:
+                return f"at character {error.start} of {value[max(0, error.start - 20) :][:40]!r}"
+        elif isinstance(value, dict):
+            values += [*value, *value.values()]
+        elif isinstance(value, list):
+            values += value
+    return None
 
 
 def split_records(sources: Sequence[SourceConfig], *, validation_split: float, seed: int) -> RecordSplits:
