@@ -17,15 +17,6 @@ if TYPE_CHECKING:  # torch is imported when it is needed
     from cutaway.train.trainer.trainer import Trainer
 
 
-TASK_COMMANDS = {
-    "sequence-classification": "cutaway generate {0} TEXT, or cutaway eval {0} --data FILE",
-    "token-classification": "cutaway generate {0} TEXT, or cutaway eval {0} --data FILE",
-    "multiple-choice": "cutaway eval {0} --data FILE",
-    "embedding": "cutaway serve {0}, or cutaway eval {0} --data FILE",
-}
-"""Kind of a task head → command that uses the trained model."""
-
-
 class CommandClass(TyperCommand):
     """Command whose help ends with the list of the shipped recipes."""
 
@@ -107,7 +98,7 @@ def train(
         return
     _check_mode(recipe, resume, status, texts, minutes)
     if status is not None:
-        from cutaway.cli.views.training_progress import format_run_status, load_run_status
+        from cutaway.cli.views.run_status import format_run_status, load_run_status
 
         run_status = load_run_status(status)
         if as_json:
@@ -250,6 +241,7 @@ def _load_recipe(
 
 def _print_outcome(trainer: "Trainer", *, as_json: bool, is_main_process: bool) -> None:
     """Print the directory of the trained model. If the run is not finished, print how to continue, and exit with 1."""
+    from cutaway.cli.views.run_status import command_for_model
     from cutaway.train.trainer.general_loss import general_loss_change
 
     step, max_steps, run = trainer.global_step, trainer.recipe.training.max_steps, trainer.run_directory
@@ -262,18 +254,7 @@ def _print_outcome(trainer: "Trainer", *, as_json: bool, is_main_process: bool) 
     elif is_main_process and trainer.is_finished:
         if change is not None:
             sys.stderr.write(f"{change}\n")
-        head_kind = trainer.model.config.head.kind
-        if head_kind in TASK_COMMANDS:
-            command = TASK_COMMANDS[head_kind].format(run.directory)
-            if trainer.recipe.objective.kind == "reward":  # its data have no labels
-                command = f"cutaway generate {run.directory} TEXT, which prints the reward"
-            sys.stderr.write(f"the model is in {run.model_directory}; try: {command}\n")
-            return
-        mask = run.tokenizer.special_tokens_map.get("mask_token")
-        text = f"'a text with a {mask}'" if trainer.model.config.form == "encoder" else "TEXT"
-        trains_answers = trainer.recipe.objective.kind in ("sft", "dpo", "kto", "orpo")
-        flag = "--message " if trains_answers and run.tokenizer.chat_template else ""
-        sys.stderr.write(f"the model is in {run.model_directory}; try: cutaway generate {run.directory} {flag}{text}\n")
+        sys.stderr.write(f"the model is in {run.model_directory}; try: {command_for_model(run)}\n")
     elif is_main_process:
         command = f"cutaway train --resume {run.directory}"
         sys.stderr.write(f"stopped after {step} of {max_steps} steps; continue with: {command}\n")
