@@ -39,9 +39,13 @@ def train(
     overrides: Overrides = None,
     dry_run: Annotated[
         bool,
-        option("Simulate one step of one rank and report memory and collectives; requires --world-size.", "--dry-run"),
+        option(
+            "Report memory and collectives of a simulated step of one rank; for fine-tuning, also data, parameters and"
+            " steps. Nothing is trained or written.",
+            "--dry-run",
+        ),
     ] = False,
-    world_size: Annotated[int | None, option("Number of ranks of the dry run.", metavar="N", min=1)] = None,
+    world_size: Annotated[int | None, option("Number of ranks of the dry run; default 1.", metavar="N", min=1)] = None,
     texts: Annotated[
         list[Path] | None,
         option(
@@ -83,6 +87,8 @@ def train(
 
     Example: cutaway train sft --base SmolLM2.gguf --data chat.jsonl --show-data
 
+    Example: cutaway train lora --base SmolLM2.gguf --data chat.jsonl --dry-run
+
     Example: cutaway train big.toml --dry-run --world-size 1024 --set parallel.dp_shard=all --set parallel.tp=8
     """
     from cutaway.train.recipe.inputs import check_recipe_inputs
@@ -112,8 +118,13 @@ def train(
             "a resumed run uses its own recipe and directory, and only parallel can be overridden; leave out --out,"
             " --text, --base and other --set"
         )
-    if (dry_run or world_size is not None) and (world_size is None or not dry_run or resume is not None or out):
-        raise InputError("a dry run needs a recipe, --dry-run and --world-size N, but no --out")
+    if world_size is not None and not dry_run:
+        raise InputError(
+            "--world-size is the number of ranks of a dry run; add --dry-run, or start a training on several processes"
+            " with torchrun"
+        )
+    if dry_run and (resume is not None or out):
+        raise InputError("a dry run needs a recipe and writes nothing; leave out --out and --resume")
     loaded_recipe = None
     if resume is None:
         loaded_recipe = _load_recipe(
@@ -133,10 +144,10 @@ def train(
             sys.stdout.write(recipe_to_toml(loaded_recipe))
             return
         check_recipe_inputs(loaded_recipe, recipe or "RECIPE")
-    if dry_run and loaded_recipe is not None and world_size is not None:
+    if dry_run and loaded_recipe is not None:
         from cutaway.cli.views.dry_run_report import run_dry_run
 
-        run_dry_run(loaded_recipe, world_size, as_json=as_json)
+        run_dry_run(loaded_recipe, world_size or 1, device, as_json=as_json)
         return
     if show_data:
         if loaded_recipe is None:

@@ -113,7 +113,7 @@ def prepare_trainer(
     is_sharded = dist_context.mesh is not None
     callback = callback if callback is not None and dist_context.is_main_process else Callback()
     log, free = callback.on_message, free_memory(device)
-    has_adapter, has_records = _check_adapter(recipe, is_sharded=is_sharded), uses_records(recipe.objective)
+    has_adapter, has_records = check_adapter(recipe, is_sharded=is_sharded), uses_records(recipe.objective)
     if uses_reference_model(recipe.objective) and not isinstance(recipe.model, PretrainedModelConfig):
         raise InputError(
             f"objective {recipe.objective.kind} compares the model with itself before training, so that it needs a"
@@ -216,9 +216,12 @@ def prepare_trainer(
     return trainer
 
 
-def load_model_to_train(recipe: Recipe, log: Callable[[str], None]) -> Checkpoint | None:
-    """Load the checkpoint that is fine-tuned, with the head of the task. None if the run trains from scratch."""
-    checkpoint = load_base_checkpoint(recipe.model, recipe.training.precision)
+def load_model_to_train(recipe: Recipe, log: Callable[[str], None], *, as_stored: bool = False) -> Checkpoint | None:
+    """Load the checkpoint that is fine-tuned, with the head of the task. None if the run trains from scratch.
+
+    `as_stored`: the weights stay memory-mapped, for uses that read few of them.
+    """
+    checkpoint = load_base_checkpoint(recipe.model, recipe.training.precision, as_stored=as_stored)
     if not isinstance(recipe.objective, TaskObjectiveConfig):
         return checkpoint
     if checkpoint is None:
@@ -236,7 +239,7 @@ def missing_base_error(directory: Path) -> InputError:
     )
 
 
-def _check_adapter(recipe: Recipe, *, is_sharded: bool) -> bool:
+def check_adapter(recipe: Recipe, *, is_sharded: bool) -> bool:
     """Whether the recipe trains an adapter. Raises InputError if a setting does not support adapters."""
     if not isinstance(recipe.model, PretrainedModelConfig) or recipe.model.adapter is None:
         return False
@@ -261,7 +264,7 @@ def show_data(recipe: Recipe, callback: Callback) -> None:
             f" that trains on records ({', '.join(sorted(RECORD_OBJECTIVES))})"
         )
     recipe = resolve_precision(recipe, torch.device("cpu"))
-    base_checkpoint = load_model_to_train(recipe, callback.on_message)
+    base_checkpoint = load_model_to_train(recipe, callback.on_message, as_stored=True)
     base_info = BaseCheckpointInfo.from_checkpoint(base_checkpoint)
     tokenizer = build_tokenizer(recipe.data, recipe.objective, base_checkpoint)
     config = resolve_model_config(recipe.model, tokenizer, base_info)
