@@ -298,10 +298,15 @@ def _materialize_fake_tensors(model: Transformer) -> None:
     """Replace meta tensors by fake tensors on the CPU, in place."""
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            empty = torch.empty_like(parameter, device=CPU_DEVICE)
+            empty = _empty(parameter)
             module._parameters[name] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
         for name, buffer in module.named_buffers(recurse=False):
-            module._buffers[name] = torch.empty_like(buffer, device=CPU_DEVICE)
+            module._buffers[name] = _empty(buffer)
+
+
+def _empty(tensor: Tensor) -> Tensor:
+    """Fake tensor like a meta tensor. empty_like would return a real one: the tracker runs it as its argument is."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=CPU_DEVICE)
 
 
 def _fake_objective(recipe: Recipe, count: int) -> Objective:
