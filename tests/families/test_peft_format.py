@@ -221,7 +221,7 @@ def write_adapter(tmp_path: Path) -> Path:
         ({"modules_to_save": ["lm_head"]}, "modules_to_save names modules"),
         ({"init_lora_weights": "pissa_niter_4"}, "trained on changed weights"),
         ({"lora_bias": True}, "it adds a bias to B"),
-        ({"target_parameters": ["experts.gate_up_proj"]}, "its targets are parameters"),
+        ({"target_parameters": ["experts.gate_up_proj"]}, "each expert has an adapter of its own .* pass that"),
         ({"alpha_pattern": {"(": 3}}, "not a regular expression"),
         ({"r": "four"}, "r"),
     ],

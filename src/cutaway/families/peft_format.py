@@ -25,7 +25,7 @@ from cutaway.families.checkpoint import Checkpoint
 from cutaway.families.family import Family
 from cutaway.families.load_plan import TensorConversion, expand_mappings
 from cutaway.families.native_format import NativeFamily
-from cutaway.families.peft_config import check_peft_config, peft_scaling, to_lora_config, to_peft_config
+from cutaway.families.peft_config import MERGE_ADVICE, check_peft_config, peft_scaling, to_lora_config, to_peft_config
 from cutaway.families.peft_head import TASK_TYPES, add_saved_head, export_head, load_head_weights
 from cutaway.families.registry import families, find_family
 from cutaway.families.save import has_class_with_head
@@ -101,7 +101,7 @@ def load_adapter(
     if unknown := sorted(module.removeprefix(prefix) for module in by_module.keys() - matrices.keys()):
         head_keys = [key for key in _checkpoint_modules(_family_of(checkpoint), model) if key == unknown[0]]
         reason = (
-            "which cutaway has no adapters for; merge it with PEFT (merge_and_unload)"
+            f"which cutaway has no adapters for; {MERGE_ADVICE}"
             if head_keys
             else f"which is not a layer of this {checkpoint.family or 'model'}; load it with the base model it was"
             " trained on"
@@ -353,7 +353,7 @@ def _stack_experts(
     """A, B and scaling of the experts of a layer. B is zero for experts without an adapter."""
     lora_a, lora_b, scaling = next(iter(experts.values()))
     if any(a.shape != lora_a.shape or b.shape != lora_b.shape or s != scaling for a, b, s in experts.values()):
-        raise WeightError(f"the experts of '{layer}' have adapters of different ranks or scalings; merge it with PEFT")
+        raise WeightError(f"the experts of '{layer}' have adapters of different ranks or scalings; {MERGE_ADVICE}")
     empty = torch.zeros_like(lora_a), torch.zeros_like(lora_b), scaling
     count = len(model.get_submodule(layer).weight)  # type: ignore[arg-type]
     parts = [experts.get(expert, empty) for expert in range(count)]
@@ -406,7 +406,7 @@ def _check_saved_modules(peft_config: Mapping[str, Any], unused: Mapping[str, Te
     if peft_config.get("modules_to_save"):
         raise ConfigError(
             f"adapter_config.json: modules_to_save is not supported for '{next(iter(unused))}', because it replaces a"
-            " module of the base model that is not the head of a task; merge it with PEFT"
+            f" module of the base model that is not the head of a task; {MERGE_ADVICE}"
         )
     raise WeightError(
         f"'{next(iter(unused))}' is not a weight of a LoRA adapter; other kinds of adapters are not supported"
