@@ -161,8 +161,10 @@ def _render(metrics: Results, skipped: "SkippedDocuments") -> None:
         for title, choose in (("highest", max), ("lowest", min)):
             row = choose(metrics["records"], key=lambda each: each["reward"])
             location = escape_control_characters(row["location"])
-            table.add_row(title, f"{row['reward']:.4f}", f"{location}; --json prints the reward of each record")
+            table.add_row(title, f"{row['reward']:.4f}", location)
     print_without_wrapping(table)
+    if "mean_reward" in metrics:
+        sys.stderr.write("--json prints the reward of each record\n")
     if metrics.get("num_truncated"):
         sys.stderr.write(f"{metrics['num_truncated']:,} answers are longer than the context: truncated at the end\n")
     classes = metrics.get("per_entity_type") or metrics.get("per_class") or {}

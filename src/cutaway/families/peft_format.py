@@ -73,21 +73,28 @@ def load_adapter(
     if (path / "run.json").is_file():
         path = path / "model"
     if not (path / ADAPTER_CONFIG_NAME).is_file():
+        if (path / "config.json").is_file():
+            raise InputError(f"'{directory}' is a whole model, not an adapter; pass it as the model, without a base")
         raise InputError(f"'{directory}' has no {ADAPTER_CONFIG_NAME}; pass a directory that PEFT or cutaway wrote")
+    if name in checkpoint.model.adapters:
+        raise InputError(
+            f"the model has an adapter '{name}' already, so it may be an adapter itself; pass its base model, or"
+            f" another name, as in ct.load(base, adapters={{'other': {str(directory)!r}}})"
+        )
     peft_config = read_json_object(path / ADAPTER_CONFIG_NAME, ConfigError)
     check_peft_config(peft_config)
     weights = _read_weights(path)
+    if checkpoint.model.adapters and any("lora_" not in key for key in weights):
+        raise InputError(
+            f"the adapter '{name}' has a head of its own, but the model has other adapters, which share one head; load"
+            " it alone, with a base model of its own"
+        )
     checkpoint = add_saved_head(checkpoint, path, peft_config, weights)
     model = checkpoint.model
     head_weights = {key.removeprefix(KEY_PREFIX): weights.pop(key) for key in list(weights) if "lora_" not in key}
     if peft_config.get("modules_to_save") and not head_weights:
         raise ConfigError(
             "adapter_config.json: modules_to_save names modules whose weights are not in the file; save it again"
-        )
-    if head_weights and model.adapters:
-        raise InputError(
-            f"the adapter '{name}' has a head of its own, but the model has other adapters, which share one head; load"
-            " it alone, with a base model of its own"
         )
     if isinstance(model.config.head, TaskHead):
         load_head_weights(model, _conversions(_family_of(checkpoint), model), head_weights)

@@ -9,7 +9,7 @@ from support.cli_runner import CliRunner
 from support.tiny_runs import text_source
 
 from cutaway.train.data.documents import SkippedDocuments
-from cutaway.train.data.records import read_records
+from cutaway.train.data.records import Record, encode_records, read_records
 
 pytestmark = pytest.mark.unchecked
 
@@ -37,6 +37,14 @@ def test_deep_nesting(tmp_path: Path) -> None:
     depth = 900
     (tmp_path / "data.jsonl").write_text(f'{{"text": {"[" * depth}"a"{"]" * depth}}}\n')
     assert len(list(read_records(text_source(tmp_path / "data.jsonl"), SkippedDocuments()))) == 1
+
+
+def test_progress_of_encoding_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    records = [Record({"text": str(number)}, f"line {number}") for number in range(3)]
+    messages: list[str] = []
+    monkeypatch.setattr("cutaway.train.data.records.LOG_INTERVAL", -1.0)
+    assert encode_records(records, lambda each: each.fields["text"], SkippedDocuments(), messages.append) == [*"012"]
+    assert messages[-1] == "encoding the records: 2 of 3"
 
 
 TRAINING_ROWS: dict[str, tuple[str, dict[str, Any]]] = {

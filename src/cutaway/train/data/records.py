@@ -8,6 +8,7 @@ import csv
 import hashlib
 import importlib
 import json
+import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from cutaway.train.data.sources import list_source_files
 from cutaway.train.recipe.schema import STDLIB_PATH, SourceConfig
 
 RECORD_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
+LOG_INTERVAL = 5.0
+"""Number of seconds between messages about the progress."""
 EncodedT = TypeVar("EncodedT")
 
 
@@ -134,11 +137,21 @@ def split_records(sources: Sequence[SourceConfig], *, validation_split: float, s
 
 
 def encode_records(
-    records: Sequence[Record], encode: Callable[[Record], EncodedT], skipped: SkippedDocuments
+    records: Sequence[Record],
+    encode: Callable[[Record], EncodedT],
+    skipped: SkippedDocuments,
+    log: Callable[[str], None] = lambda _: None,
 ) -> list[EncodedT]:
-    """Apply `encode` to each record. A record for which it raises `InvalidRecordError` is added to `skipped`."""
+    """Apply `encode` to each record. A record for which it raises `InvalidRecordError` is added to `skipped`.
+
+    The progress is logged every LOG_INTERVAL seconds.
+    """
     encoded = []
-    for record in records:
+    last_time = time.monotonic()
+    for number, record in enumerate(records):
+        if (now := time.monotonic()) - last_time > LOG_INTERVAL:
+            log(f"encoding the records: {number:,} of {len(records):,}")
+            last_time = now
         try:
             encoded.append(encode(record))
         except InvalidRecordError as error:

@@ -26,7 +26,13 @@ from cutaway.train.distributed.process_group import SINGLE_PROCESS, DeviceLike, 
 from cutaway.train.logging.callbacks import Callback
 from cutaway.train.logging.tensorboard import check_tensorboard_installed
 from cutaway.train.logging.wandb import check_wandb_installed
-from cutaway.train.objectives.build import build_objective_fn, check_grpo, check_objective, uses_reference_model
+from cutaway.train.objectives.build import (
+    build_objective_fn,
+    check_form,
+    check_grpo,
+    check_objective,
+    uses_reference_model,
+)
 from cutaway.train.objectives.reference_model import ReferenceModel
 from cutaway.train.optim.lr_scheduler import check_schedule
 from cutaway.train.optim.optimizer import build_optimizer
@@ -229,6 +235,7 @@ def load_model_to_train(recipe: Recipe, log: Callable[[str], None], *, as_stored
             f"objective {recipe.objective.kind} fine-tunes a checkpoint, but model has none; pass one with --base, e.g."
             " --base tiny-english-encoder"
         )
+    check_form(recipe.objective, checkpoint.config)
     return add_task_head(checkpoint, recipe.objective, recipe.data, recipe.training.seed, log)
 
 
