@@ -54,7 +54,10 @@ CASES = [
     ("generate llama --adapter t5 hi", "'t5' is a whole model"),
     ("generate adapter --adapter adapter2 hi", "the model has an adapter 'default' already"),
     ("generate one hi", "'one' is an adapter whose base models are adapters of each other; correct base_model_name"),
-    ("serve llama --adapter a=adapter --adapter b=head-adapter", "adapter 'b' has a head of its own"),
+    ("serve llama --port 0 --adapter a=adapter --adapter b=head-adapter", "adapter 'b' has a head of its own"),
+    ("serve llama --port 0 --adapter b=head-adapter --adapter a=adapter", "adapter 'a' is for a language model"),
+    ("train sft --base one --data pairs.jsonl", "are adapters of each other; correct base_model_name"),
+    ("size one", "is an adapter whose base models are adapters of each other"),
     ("open llama --adapter head text --no-browser", "is a whole model, not an adapter"),
     # Heads
     (

@@ -84,9 +84,8 @@ def evaluate_task(
             f" --target-column{advice}"
         )
     if as_json:
-        kind = checkpoint.config.head.kind
-        task = kind if kind in TASKS else "embedding"
-        task = "reward" if "num_truncated" in metrics else task
+        kind: str = checkpoint.config.head.kind
+        task = "reward" if "num_truncated" in metrics else kind if kind in TASKS else "embedding"
         print_json({"source": source, "task": task} | metrics | {"skipped": skipped.counts})
     else:
         _render(metrics, skipped)

@@ -150,6 +150,7 @@ def load_config(source: str | Path) -> Config:
     if (path / RUN_FILE_NAME).is_file():
         path = path / "model"
     if (path / ADAPTER_CONFIG_NAME).is_file() and not (path / "config.json").exists():
+        _check_base_chain(path)
         return load_config(_require_base(path))
     if (path / NATIVE_CONFIG_NAME).exists():
         return read_config(path)

@@ -89,6 +89,12 @@ def load_adapter(
             f"the adapter '{name}' has a head of its own, but the model has other adapters, which share one head; load"
             " it alone, with a base model of its own"
         )
+    head = checkpoint.config.head
+    if checkpoint.model.adapters and isinstance(head, TaskHead) and peft_config.get("task_type") == "CAUSAL_LM":
+        raise InputError(
+            f"the adapter '{name}' is for a language model, but the model has other adapters and a head for"
+            f" {head.kind}, which they share; load it alone, with a base model of its own"
+        )
     checkpoint = add_saved_head(checkpoint, path, peft_config, weights)
     model = checkpoint.model
     head_weights = {key.removeprefix(KEY_PREFIX): weights.pop(key) for key in list(weights) if "lora_" not in key}

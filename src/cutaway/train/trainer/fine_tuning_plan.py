@@ -62,7 +62,8 @@ class FineTuningPlan:
 
 def plan_fine_tuning(recipe: Recipe, device: torch.device) -> FineTuningPlan:
     """Check a recipe that fine-tunes a checkpoint, read its records, and estimate memory and number of steps."""
-    if not isinstance(recipe.model, PretrainedModelConfig):
+    source = recipe.model
+    if not isinstance(source, PretrainedModelConfig):
         raise InputError("the recipe trains from scratch; use `dry_run` to simulate a step")
     check_recipe_inputs(recipe)
     messages: list[str] = []
@@ -82,9 +83,9 @@ def plan_fine_tuning(recipe: Recipe, device: torch.device) -> FineTuningPlan:
         check_grpo(recipe, dp_size=1)
     counts = count_parameters(config)
     trained, frozen = counts.total - counts.pooler, counts.pooler  # no objective uses the pooler
-    if has_adapter and recipe.model.adapter is not None:
-        check_exportable(checkpoint, recipe.model.adapter)
-        base = build_frozen_base(config, recipe.model.adapter, recipe.model.quantization)
+    if has_adapter and source.adapter is not None:
+        check_exportable(checkpoint, source.adapter)
+        base = build_frozen_base(config, source.adapter, source.quantization)
         assert base is not None
         head = counts.head + counts.head_transform if isinstance(config.head, TaskHead) else 0
         trained = sum(tensor.numel for tensor in list_adapter_tensors(config, base)) + head
@@ -121,7 +122,7 @@ def plan_fine_tuning(recipe: Recipe, device: torch.device) -> FineTuningPlan:
         problem = str(error)
     estimate = size_step(recipe, config, device, packed=True, sequences_per_row=sequences_per_row)
     return FineTuningPlan(
-        recipe.model.checkpoint,
+        source.checkpoint,
         checkpoint.family,
         recipe.objective.kind,
         str(device),
