@@ -91,7 +91,8 @@ def plan_fine_tuning(recipe: Recipe, device: torch.device) -> FineTuningPlan:
         trained = sum(tensor.numel for tensor in list_adapter_tensors(config, base)) + head
         frozen = counts.total - head
 
-    statistics, max_steps = None, recipe.training.max_steps if recipe.training.num_epochs is None else None
+    has_steps = recipe.training.num_epochs is None or "max_steps" in recipe.training.model_fields_set
+    statistics, max_steps = None, recipe.training.max_steps if has_steps else None
     sequences_per_row = 1
     if uses_records(recipe.objective):
         data = load_training_data(
