@@ -113,6 +113,12 @@ def test_regression_with_labels_stays(model: Path, tmp_path: Path, run_cli: CliR
     data = write(tmp_path / "labels.jsonl", *({"text": f"t {i}", "label": i / 2} for i in range(6)))
     result = json.loads(run_cli("eval", model, "--data", data, "--json"))
     assert {"pearson", "spearman", "mean_squared_error"} <= result.keys()
+    unlabeled = [{"text": "t"}, *({"text": f"t {i}", "label": i / 2} for i in range(6))]
+    data = write(tmp_path / "labels.jsonl", *unlabeled)
+    result = json.loads(run_cli("eval", model, "--data", data, "--json"))
+    assert (result["num_examples"], sum(result["skipped"].values())) == (6, 1)
+    error = run_cli("eval", model, "--data", data, "--target-column", "other", code=2)
+    assert "it has no value for 'other'" in error
 
 
 def test_other_fields_are_an_error(model: Path, tmp_path: Path, run_cli: CliRunner) -> None:

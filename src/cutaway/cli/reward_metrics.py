@@ -1,9 +1,8 @@
 """Metrics of a reward model on pairs of answers, and the rewards of single answers, for `cutaway eval --data`."""
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
-
-from cutaway.errors import InputError
 
 if TYPE_CHECKING:  # torch is imported when it is needed
     from cutaway.config.head import OutputHead
@@ -26,23 +25,19 @@ def has_reward(head: "OutputHead") -> bool:
     return isinstance(head, SequenceClassificationHead) and head.num_labels == 1
 
 
-def is_reward_data(record: "Record") -> bool:
-    """Whether a record is a pair of answers, or an answer without a label."""
+def are_reward_data(records: Sequence["Record"]) -> bool:
+    """Whether records are pairs of answers, or answers without labels."""
     from cutaway.train.data.chat_formats import parse_record
-    from cutaway.train.data.records import InvalidRecordError
+    from cutaway.train.data.documents import SkippedDocuments
+    from cutaway.train.data.task_data import parse_valid
     from cutaway.train.data.task_records import parse_labeled_text
 
-    if _is_pair(record):
+    if not records or (records[0].source is not None and records[0].source.target_column is not None):
+        return False  # the user has named the column of the label
+    if _is_pair(records[0]):
         return True
-    try:
-        parse_labeled_text(record)
-    except InvalidRecordError:
-        try:
-            parse_record(record)
-        except InvalidRecordError as error:
-            return error.reason != "unknown form of data"
-        return True
-    return False
+    labeled, answers = (parse_valid(records, parse, SkippedDocuments()) for parse in (parse_labeled_text, parse_record))
+    return next(labeled, None) is None and next(answers, None) is not None
 
 
 def evaluate_rewards(
@@ -56,13 +51,12 @@ def evaluate_rewards(
 
     The first record determines the form. None if no record is valid.
     """
-    from cutaway.eval_mode import eval_mode
     from cutaway.evaluate.confidence_interval import mean_confidence_interval
+    from cutaway.evaluate.task_evaluation import compute_rewards
     from cutaway.evaluate.task_heads import preference_metrics
     from cutaway.generate.classify import require_head
     from cutaway.generate.generation_config import unpack_checkpoint
-    from cutaway.generate.text_batches import max_text_len, run_on_texts
-    from cutaway.tokenizer.text_encoder import EncodedText
+    from cutaway.generate.text_batches import max_text_len
     from cutaway.train.data.chat_formats import parse_record
     from cutaway.train.data.conversation_encoder import ConversationEncoder
     from cutaway.train.data.preference_formats import parse_pair
@@ -81,18 +75,13 @@ def evaluate_rewards(
         return [_encode(answer, encoder) for answer in (pair.chosen, pair.rejected)]
 
     encoded = list(parse_valid(records, encode, skipped))
+    if (template := encoder.summary.default_template) is not None:
+        sys.stderr.write(f"the model has no chat template; messages are rendered with '{template}'\n")
     if not encoded:
         return None
-    texts = [EncodedText(ids, [0] * len(ids), [], False) for _, answers in encoded for ids in answers]
-    with eval_mode(model):
-        outputs = run_on_texts(
-            model, model, texts, tokenizer.pad_token_id or 0, batch_size=batch_size, progress=progress
-        )
-    import torch
-
-    rewards = torch.stack(outputs).view(len(encoded), -1)  # (N, 2) for pairs, otherwise (N, 1)
-    if not bool(rewards.isfinite().all()):
-        raise InputError("some rewards are NaN or infinite; the weights are corrupt, or overflow their dtype")
+    sequences = [ids for _, answers in encoded for ids in answers]
+    scores = compute_rewards(checkpoint, sequences, batch_size=batch_size, progress=progress)
+    rewards = scores.view(len(encoded), -1)  # (N, 2) for pairs, otherwise (N, 1)
     names = ("chosen", "rejected") if are_pairs else ("reward",)
     rows = [
         {"location": record.location, **dict(zip(names, row, strict=True))}

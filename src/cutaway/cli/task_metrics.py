@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cutaway.cli.json_output import print_json
-from cutaway.cli.reward_metrics import REWARD_FORMS, evaluate_rewards, has_reward, is_reward_data
+from cutaway.cli.reward_metrics import REWARD_FORMS, are_reward_data, evaluate_rewards, has_reward
 from cutaway.errors import InputError
 
 if TYPE_CHECKING:  # torch is imported when it is needed
@@ -106,7 +106,7 @@ def _evaluate(
     head = checkpoint.config.head
     options: dict[str, Any] = {"batch_size": batch_size, "progress": progress}
     match head.kind:
-        case "sequence-classification" if has_reward(head) and records and is_reward_data(records[0]):
+        case "sequence-classification" if has_reward(head) and are_reward_data(records):
             return evaluate_rewards(checkpoint, records, skipped, batch_size, progress)
         case "sequence-classification":
             label_set, labeled = read_labeled_texts(records, head, skipped)
