@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from support.checkpoints import small_checkpoint
 from support.cli_runner import CliRunner
+from support.nightly import nightly_except
 from support.tiny_llama import save_chat_llama
 from support.tokenizer_files import write_bert_files
 
@@ -79,7 +80,7 @@ def arguments(recipe: str, base: Path, directory: Path) -> list[str]:
     return ["train", recipe, "--base", str(base), "--data", str(data), *(f"--set={each}" for each in overrides)]
 
 
-@pytest.mark.parametrize("recipe", ROWS)
+@pytest.mark.parametrize("recipe", nightly_except(("sft", "reward", "token-classify", "embed"), ROWS))
 def test_the_command_for_the_trained_model_works(
     recipe: str, decoder: Path, encoder: Path, tmp_path: Path, run_cli: CliRunner
 ) -> None:
@@ -94,7 +95,7 @@ def test_the_command_for_the_trained_model_works(
             run_cli(*words[1:])
 
 
-@pytest.mark.parametrize("recipe", ROWS)
+@pytest.mark.parametrize("recipe", nightly_except(("qlora", "dpo", "classify", "fill-mask"), ROWS))
 def test_dry_run_says_what_training_does(
     recipe: str, decoder: Path, encoder: Path, tmp_path: Path, run_cli: CliRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
