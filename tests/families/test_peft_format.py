@@ -271,7 +271,7 @@ def test_several_adapters_are_loaded_by_name(tmp_path: Path) -> None:
         ct.load(tmp_path / "base", adapters=[chat, chat])
     with pytest.raises(InputError, match="adapters is a int"):
         ct.load(tmp_path / "base", adapters=3)  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="has no adapter_config"):
+    with pytest.raises(InputError, match="is a whole model, not an adapter"):
         ct.load(tmp_path / "base", adapters=tmp_path / "base")
     with pytest.raises(InputError, match=r"names no base model .* --adapter"):
         ct.load(chat)
