@@ -126,7 +126,9 @@ CASES = [
     ("train --resume folder", "has no run.json"),
     ("train --status nowhere", "has no run.json"),
     ("train --resume folder --text my.txt", "a resumed run uses its own recipe"),
-    ("train tune.toml --dry-run", "--world-size N"),
+    ("train tune.toml --dry-run", "cutaway train tune.toml --base SOURCE --data FILE"),
+    ("train tiny-dates --world-size 2", "add --dry-run, or start a training on several processes with torchrun"),
+    ("train tiny-dates --dry-run --out x", "leave out --out"),
     # eval
     ("eval tiny-english", "pass --text FILE"),
     ("eval tiny-english --text nothing.txt", "'nothing.txt' does not exist"),

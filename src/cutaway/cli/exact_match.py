@@ -53,19 +53,21 @@ def _read_examples(paths: Sequence[Path], skipped: "SkippedDocuments") -> "list[
     from cutaway.train.data.records import read_records
     from cutaway.train.recipe.schema import SourceConfig
 
-    examples = []
+    examples, has_pairs = [], False
     for path in paths:
         for record in read_records(SourceConfig(path=str(path)), skipped):
             example = parse_example(record.fields)
+            has_pairs |= {"chosen", "rejected"} <= record.fields.keys()
             if isinstance(example, str):
                 skipped.add(example, f"{record.location} has {', '.join(record.fields) or 'no keys'}")
             else:
                 examples.append(example)
     if not examples:
         reason = str(skipped) or "it is empty"
+        advice = "; pairs of answers evaluate a reward model (cutaway train reward)" if has_pairs else ""
         raise InputError(
             f"'{paths[0]}' has no records with answers: {reason}; a record has question and answer, prompt and"
-            " completion, or messages"
+            f" completion, or messages{advice}"
         )
     return examples
 

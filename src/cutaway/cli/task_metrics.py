@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cutaway.cli.json_output import print_json
+from cutaway.cli.reward_metrics import REWARD_FORMS, are_reward_data, evaluate_rewards, has_reward
 from cutaway.errors import InputError
 
 if TYPE_CHECKING:  # torch is imported when it is needed
@@ -31,6 +32,7 @@ NUMBER_METRICS = {
     "mean_squared_error": "mean squared error",
     "mean_absolute_error": "mean absolute error",
     "margin": "mean margin",
+    "mean_reward": "mean reward",
 }
 
 
@@ -76,13 +78,14 @@ def evaluate_task(
     with progress_bar("evaluating", quiet=as_json) as progress:
         metrics = _evaluate(checkpoint, records, skipped, batch_size, progress)
     if metrics is None:
+        advice = f"; a reward model needs {REWARD_FORMS}" if has_reward(checkpoint.config.head) else ""
         raise InputError(
             f"'{paths[0]}' has no valid records: {skipped or 'it is empty'}; name the columns with --text-column and"
-            " --target-column"
+            f" --target-column{advice}"
         )
     if as_json:
-        kind = checkpoint.config.head.kind
-        task = kind if kind in TASKS else "embedding"
+        kind: str = checkpoint.config.head.kind
+        task = "reward" if "num_truncated" in metrics else kind if kind in TASKS else "embedding"
         print_json({"source": source, "task": task} | metrics | {"skipped": skipped.counts})
     else:
         _render(metrics, skipped)
@@ -103,6 +106,8 @@ def _evaluate(
     head = checkpoint.config.head
     options: dict[str, Any] = {"batch_size": batch_size, "progress": progress}
     match head.kind:
+        case "sequence-classification" if has_reward(head) and are_reward_data(records):
+            return evaluate_rewards(checkpoint, records, skipped, batch_size, progress)
         case "sequence-classification":
             label_set, labeled = read_labeled_texts(records, head, skipped)
             texts = [each.text if each.pair is None else (each.text, each.pair) for each in labeled]
@@ -148,10 +153,19 @@ def _render(metrics: Results, skipped: "SkippedDocuments") -> None:
         if interval is not None:
             low, high = (f"{bound:.1%}" if is_percent else f"{bound:.3f}" for bound in interval)
             note = f"95 % interval {low} to {high}"
-        if name in ("accuracy", "accuracy_at_1", "pearson"):
+        if name in ("accuracy", "accuracy_at_1", "pearson", "mean_reward"):
             note = f"{metrics['num_examples']:,} examples{', ' if note else ''}{note}"
         table.add_row(title, Text(value, "bold"), note)
+    if "mean_reward" in metrics:
+        for title, choose in (("highest", max), ("lowest", min)):
+            row = choose(metrics["records"], key=lambda each: each["reward"])
+            location = escape_control_characters(row["location"])
+            table.add_row(title, f"{row['reward']:.4f}", location)
     print_without_wrapping(table)
+    if "mean_reward" in metrics:
+        sys.stderr.write("--json prints the reward of each record\n")
+    if metrics.get("num_truncated"):
+        sys.stderr.write(f"{metrics['num_truncated']:,} answers are longer than the context: truncated at the end\n")
     classes = metrics.get("per_entity_type") or metrics.get("per_class") or {}
     if 1 < len(classes) <= MAX_CLASSES_SHOWN or "per_entity_type" in metrics:
         per_class = borderless_table("lrrrr")

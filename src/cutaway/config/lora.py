@@ -35,8 +35,22 @@ NAMES_IN_TRANSFORMERS = {
     "fc1": "ffn.up",
     "fc2": "ffn.down",
     "embed_tokens": "embed",
+    "wte": "embed",
 }
 """Names of modules of transformers, with which targets are written for PEFT, and the sites here."""
+WITHOUT_ADAPTERS = {
+    "the output matrix, which has no adapters: leave it out, or train all weights, as in `cutaway train sft`": (
+        "lm_head",
+        "head",
+        "embed_out",
+        "unembed",
+    ),
+    "the head of a task, which is trained fully beside the adapter: leave it out": ("score", "classifier"),
+    "the router, which has no adapters and is not trained: leave it out, or adapt the experts with 'experts.*'": (
+        "router",
+    ),
+}
+"""What a target means that matches no layer, because layers of this kind have no adapters → names of such targets."""
 
 
 class LoRA(ConfigNode):
@@ -74,8 +88,10 @@ class LoRA(ConfigNode):
         for target in self.targets:
             if any(_matches_target(target, site) for site in sites):
                 continue
-            name = NAMES_IN_TRANSFORMERS.get(target.rpartition(".")[2])
+            leaf = target.rpartition(".")[2]
+            name = NAMES_IN_TRANSFORMERS.get(leaf)
             hint = "" if name is None else f" ({target} in transformers is {name} here)"
+            hint = next((f" (it is {reason})" for reason, names in WITHOUT_ADAPTERS.items() if leaf in names), hint)
             examples = dict.fromkeys(site.partition("blocks.")[2].partition(".")[2] or site for site in sites)
             raise InputError(
                 f"adapter target '{target}' matches no layer of this model{hint}; use '{ALL_LINEAR}', or some of:"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cutaway.config.head import MultipleChoiceHead, SequenceClassificationHead, TokenClassificationHead
-from cutaway.errors import InputError
+from cutaway.errors import InputError, WeightError
 from cutaway.eval_mode import eval_mode
 from cutaway.evaluate.classification_metrics import ClassificationResult, MultiLabelResult, RegressionResult
 from cutaway.evaluate.label_set import LabelSet, label_set_of
@@ -24,7 +24,7 @@ from cutaway.generate.classify import ClassifyInput, choice_scores, require_head
 from cutaway.generate.embed import embed
 from cutaway.generate.generation_config import CheckpointLike
 from cutaway.generate.text_batches import max_text_len, run_on_texts
-from cutaway.tokenizer.text_encoder import Span, TextEncoder, first_tokens
+from cutaway.tokenizer.text_encoder import EncodedText, Span, TextEncoder, first_tokens
 
 ProgressFn = Callable[[int, int], None]
 
@@ -104,6 +104,25 @@ def evaluate_multiple_choice(
         raise InputError(f"this model has a head for {model.config.head.kind}, not for multiple choice")
     with eval_mode(model):
         return choice_metrics(choice_scores(model, tokenizer, questions, batch_size, progress), answers)
+
+
+def compute_rewards(
+    checkpoint: CheckpointLike,
+    sequences: Sequence[Sequence[int]],
+    *,
+    batch_size: int | None = None,
+    progress: ProgressFn | None = None,
+) -> Tensor:
+    """Rewards of token sequences by a model with a scalar head: (N,)."""
+    model, tokenizer = require_head(checkpoint, "evaluate")
+    texts = [EncodedText(list(ids), [0] * len(ids), [], False) for ids in sequences]
+    with eval_mode(model):
+        pad_id = tokenizer.pad_token_id or 0
+        outputs = run_on_texts(model, model, texts, pad_id, batch_size=batch_size, progress=progress)
+    rewards = torch.stack(outputs)[:, 0]
+    if not bool(rewards.isfinite().all()):
+        raise WeightError("some rewards are not finite; the weights are corrupt, or overflow their dtype: try float32")
+    return rewards
 
 
 def evaluate_embeddings(

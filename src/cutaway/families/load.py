@@ -150,6 +150,7 @@ def load_config(source: str | Path) -> Config:
     if (path / RUN_FILE_NAME).is_file():
         path = path / "model"
     if (path / ADAPTER_CONFIG_NAME).is_file() and not (path / "config.json").exists():
+        _check_base_chain(path)
         return load_config(_require_base(path))
     if (path / NATIVE_CONFIG_NAME).exists():
         return read_config(path)
@@ -175,10 +176,9 @@ def _require_base(path: Path) -> str:
 def _load_with_adapter(path: Path, options: LoadOptions) -> Checkpoint:
     """Load the base model that an adapter directory names, add the adapter, and select it."""
     base = _require_base(path)
+    _check_base_chain(path)
     try:
         checkpoint = load(base, **asdict(options))
-    except RecursionError:
-        raise InputError(f"'{path}' is an adapter whose base models are adapters of each other") from None
     except InputError as error:
         raise InputError(
             f"'{path}' is an adapter of the base model '{base}', which cannot be loaded: {error}; if the base is at"
@@ -186,6 +186,23 @@ def _load_with_adapter(path: Path, options: LoadOptions) -> Checkpoint:
         ) from None
     checkpoint = merge_adapters(checkpoint)  # the base may be an adapter of another base
     return load_adapter(_use_adapter_tokenizer(checkpoint, path), path)
+
+
+def _check_base_chain(path: Path) -> None:
+    """Raise InputError if the base of an adapter is the adapter itself, directly or by way of other adapters."""
+    seen = {path.resolve()}
+    base = read_adapter_base(path)
+    while base is not None and Path(base).expanduser().is_dir():
+        directory = Path(base).expanduser().resolve()
+        directory = directory / "model" if (directory / RUN_FILE_NAME).is_file() else directory
+        if directory in seen:
+            raise InputError(
+                f"'{path}' is an adapter whose base models are adapters of each other; correct"
+                f" base_model_name_or_path in '{path / ADAPTER_CONFIG_NAME}'"
+            )
+        seen.add(directory)
+        is_adapter = (directory / ADAPTER_CONFIG_NAME).is_file() and not (directory / "config.json").exists()
+        base = read_adapter_base(directory) if is_adapter else None
 
 
 def _use_adapter_tokenizer(checkpoint: Checkpoint, path: Path) -> Checkpoint:

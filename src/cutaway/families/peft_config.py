@@ -11,10 +11,12 @@ from cutaway.config.lora import LoRA
 from cutaway.errors import ConfigError
 from cutaway.model.adapters.adapter_methods import read_lora_config
 
+MERGE_ADVICE = "merge it with PEFT (merge_and_unload), save the merged model, and pass that"
 _UNSUPPORTED_FIELDS = {
     "layer_replication": "it repeats layers of the base model",
     "lora_bias": "it adds a bias to B",
-    "target_parameters": "its targets are parameters (experts as one tensor) instead of modules",
+    "target_parameters": "its targets are parameters (experts as one tensor) instead of modules; here, each expert has"
+    " an adapter of its own (targets 'experts.*')",
     "trainable_token_indices": "it replaces rows of the embedding",
     "alora_invocation_tokens": "it is applied only after certain tokens (activated LoRA)",
     "use_qalora": "it averages groups of inputs (QA-LoRA)",
@@ -46,7 +48,7 @@ def check_peft_config(peft_config: Mapping[str, Any]) -> None:
         )
     for field, reason in _UNSUPPORTED_FIELDS.items():
         if peft_config.get(field):
-            raise ConfigError(f"adapter_config.json: {field} is not supported, because {reason}; merge it with PEFT")
+            raise ConfigError(f"adapter_config.json: {field} is not supported, because {reason}; {MERGE_ADVICE}")
     init = peft_config.get("init_lora_weights")
     if isinstance(init, str) and init.startswith(_INIT_THAT_CHANGES_THE_BASE):
         raise ConfigError(

@@ -25,7 +25,7 @@ from cutaway.families.checkpoint import Checkpoint
 from cutaway.families.family import Family
 from cutaway.families.load_plan import TensorConversion, expand_mappings
 from cutaway.families.native_format import NativeFamily
-from cutaway.families.peft_config import check_peft_config, peft_scaling, to_lora_config, to_peft_config
+from cutaway.families.peft_config import MERGE_ADVICE, check_peft_config, peft_scaling, to_lora_config, to_peft_config
 from cutaway.families.peft_head import TASK_TYPES, add_saved_head, export_head, load_head_weights
 from cutaway.families.registry import families, find_family
 from cutaway.families.save import has_class_with_head
@@ -73,21 +73,34 @@ def load_adapter(
     if (path / "run.json").is_file():
         path = path / "model"
     if not (path / ADAPTER_CONFIG_NAME).is_file():
+        if (path / "config.json").is_file():
+            raise InputError(f"'{directory}' is a whole model, not an adapter; pass it as the model, without a base")
         raise InputError(f"'{directory}' has no {ADAPTER_CONFIG_NAME}; pass a directory that PEFT or cutaway wrote")
+    if name in checkpoint.model.adapters:
+        raise InputError(
+            f"the model has an adapter '{name}' already, so it may be an adapter itself; pass its base model, or"
+            f" another name, as in ct.load(base, adapters={{'other': {str(directory)!r}}})"
+        )
     peft_config = read_json_object(path / ADAPTER_CONFIG_NAME, ConfigError)
     check_peft_config(peft_config)
     weights = _read_weights(path)
+    if checkpoint.model.adapters and any("lora_" not in key for key in weights):
+        raise InputError(
+            f"the adapter '{name}' has a head of its own, but the model has other adapters, which share one head; load"
+            " it alone, with a base model of its own"
+        )
+    head = checkpoint.config.head
+    if checkpoint.model.adapters and isinstance(head, TaskHead) and peft_config.get("task_type") == "CAUSAL_LM":
+        raise InputError(
+            f"the adapter '{name}' is for a language model, but the model has other adapters and a head for"
+            f" {head.kind}, which they share; load it alone, with a base model of its own"
+        )
     checkpoint = add_saved_head(checkpoint, path, peft_config, weights)
     model = checkpoint.model
     head_weights = {key.removeprefix(KEY_PREFIX): weights.pop(key) for key in list(weights) if "lora_" not in key}
     if peft_config.get("modules_to_save") and not head_weights:
         raise ConfigError(
             "adapter_config.json: modules_to_save names modules whose weights are not in the file; save it again"
-        )
-    if head_weights and model.adapters:
-        raise InputError(
-            f"the adapter '{name}' has a head of its own, but the model has other adapters, which share one head; load"
-            " it alone, with a base model of its own"
         )
     if isinstance(model.config.head, TaskHead):
         load_head_weights(model, _conversions(_family_of(checkpoint), model), head_weights)
@@ -101,7 +114,7 @@ def load_adapter(
     if unknown := sorted(module.removeprefix(prefix) for module in by_module.keys() - matrices.keys()):
         head_keys = [key for key in _checkpoint_modules(_family_of(checkpoint), model) if key == unknown[0]]
         reason = (
-            "which cutaway has no adapters for; merge it with PEFT (merge_and_unload)"
+            f"which cutaway has no adapters for; {MERGE_ADVICE}"
             if head_keys
             else f"which is not a layer of this {checkpoint.family or 'model'}; load it with the base model it was"
             " trained on"
@@ -353,7 +366,7 @@ def _stack_experts(
     """A, B and scaling of the experts of a layer. B is zero for experts without an adapter."""
     lora_a, lora_b, scaling = next(iter(experts.values()))
     if any(a.shape != lora_a.shape or b.shape != lora_b.shape or s != scaling for a, b, s in experts.values()):
-        raise WeightError(f"the experts of '{layer}' have adapters of different ranks or scalings; merge it with PEFT")
+        raise WeightError(f"the experts of '{layer}' have adapters of different ranks or scalings; {MERGE_ADVICE}")
     empty = torch.zeros_like(lora_a), torch.zeros_like(lora_b), scaling
     count = len(model.get_submodule(layer).weight)  # type: ignore[arg-type]
     parts = [experts.get(expert, empty) for expert in range(count)]
@@ -406,7 +419,7 @@ def _check_saved_modules(peft_config: Mapping[str, Any], unused: Mapping[str, Te
     if peft_config.get("modules_to_save"):
         raise ConfigError(
             f"adapter_config.json: modules_to_save is not supported for '{next(iter(unused))}', because it replaces a"
-            " module of the base model that is not the head of a task; merge it with PEFT"
+            f" module of the base model that is not the head of a task; {MERGE_ADVICE}"
         )
     raise WeightError(
         f"'{next(iter(unused))}' is not a weight of a LoRA adapter; other kinds of adapters are not supported"

@@ -166,6 +166,12 @@ def test_gradients_of_expert_adapters() -> None:
             {"targets": ["attn.q", "v_proj"]},
             r"'v_proj' matches no layer of this model",
         ),
+        (
+            {"targets": ["attn.q", "lm_head"]},
+            "it is the output matrix, which has no adapters: leave it out, or train all",
+        ),
+        ({"targets": ["model.score"]}, "it is the head of a task, which is trained fully"),
+        ({"targets": ["router"]}, "adapt the experts with 'experts"),
         ({"targets": []}, "targets"),
         ({"rank": 100_000}, "smaller dimension"),
         ({"rank": 0}, "rank"),

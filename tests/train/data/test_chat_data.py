@@ -249,7 +249,7 @@ def test_hostile_texts_are_left_out(tmp_path: Path) -> None:
     ]
     loaded, messages = load_datasets(tmp_path, rows, chat_tokenizer())
     assert len(loaded.train.rows) + len(loaded.validation.rows) == 10
-    assert any("2 × the chat template cannot encode it" in m and "2 × the tokenizer cannot" in m for m in messages)
+    assert any("3 × invalid UTF-8" in m and "1 × the chat template cannot encode it" in m for m in messages)
 
 
 def test_data_without_valid_records_is_an_error(tmp_path: Path) -> None:

@@ -127,3 +127,15 @@ def test_forms_of_the_recipe_key() -> None:
     ]
     assert rewards == [(RewardFunctionConfig(function="r.py:f"),)] * 4
     assert GRPOConfig.model_validate({"reward": ""}).reward == ()
+
+
+def test_a_gguf_file_beside_the_rewards(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A downloaded .gguf file in the working directory does not make it a model directory; elsewhere it does."""
+    (file.parent / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(CutawayError, match="a model or run directory"):
+        load(file, "length")
+    monkeypatch.chdir(file.parent)
+    load(file, "length")
+    (file.parent / "model.safetensors").write_bytes(b"")
+    with pytest.raises(CutawayError, match="a model or run directory"):
+        load(file, "length")

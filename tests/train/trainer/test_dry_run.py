@@ -113,7 +113,9 @@ def test_dry_run_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert "of 4 (1 dp_replicate × 4 dp_shard × 1 tp)" in shown
     assert "reduce-scatter" in shown
     assert [each.name for each in tmp_path.iterdir()] == ["small.toml"]
-    bad = CliRunner().invoke(app, ["train", str(file), "--dry-run"])
+    single = json.loads(CliRunner().invoke(app, ["train", str(file), "--dry-run", "--json"]).stdout)
+    assert (single["world_size"], single["weights"]["ratio"], single["collectives"]) == (1, 1.0, {})
+    bad = CliRunner().invoke(app, ["train", str(file), "--world-size", "4"])
     assert isinstance(bad.exception, InputError)
 
 

@@ -10,7 +10,7 @@ from cutaway.cli.exact_match import evaluate_answers
 from cutaway.cli.json_output import print_json
 from cutaway.cli.lm_eval_tasks import TaskOptions, evaluate_tasks
 from cutaway.cli.options import Adapter, CheckpointSource, Device, JsonObjectFlag, WeightDType, argument, option
-from cutaway.cli.task_metrics import evaluate_task, has_labeled_task
+from cutaway.cli.task_metrics import TASKS, evaluate_task, has_labeled_task
 from cutaway.errors import InputError
 
 if TYPE_CHECKING:  # torch is imported when it is needed
@@ -131,7 +131,12 @@ def evaluate(
     from cutaway.cli.model_loading import load_checkpoint
 
     checkpoint = load_checkpoint(source, device, dtype, quiet=as_json, adapters=adapter)
-    form = checkpoint.config.form
+    form, head_kind = checkpoint.config.form, checkpoint.config.head.kind
+    if head_kind in TASKS:
+        raise InputError(
+            f"this model has a head for {head_kind}, so it predicts no tokens of a text; evaluate it on records with"
+            f" --data, as in: cutaway eval {source} --data FILE"
+        )
     form_options = {"context": context, "stride": stride, "seed": seed, "target_column": target_column}
     for name, value in form_options.items():
         if value is not None and name not in OPTIONS_BY_FORM[form]:

@@ -17,15 +17,6 @@ if TYPE_CHECKING:  # torch is imported when it is needed
     from cutaway.train.trainer.trainer import Trainer
 
 
-TASK_COMMANDS = {
-    "sequence-classification": "cutaway generate {0} TEXT, or cutaway eval {0} --data FILE",
-    "token-classification": "cutaway generate {0} TEXT, or cutaway eval {0} --data FILE",
-    "multiple-choice": "cutaway eval {0} --data FILE",
-    "embedding": "cutaway serve {0}, or cutaway eval {0} --data FILE",
-}
-"""Kind of a task head → command that uses the trained model."""
-
-
 class CommandClass(TyperCommand):
     """Command whose help ends with the list of the shipped recipes."""
 
@@ -48,9 +39,13 @@ def train(
     overrides: Overrides = None,
     dry_run: Annotated[
         bool,
-        option("Simulate one step of one rank and report memory and collectives; requires --world-size.", "--dry-run"),
+        option(
+            "Report memory and collectives of a simulated step of one rank; for fine-tuning, also data, parameters and"
+            " steps. Nothing is trained or written.",
+            "--dry-run",
+        ),
     ] = False,
-    world_size: Annotated[int | None, option("Number of ranks of the dry run.", metavar="N", min=1)] = None,
+    world_size: Annotated[int | None, option("Number of ranks of the dry run; default 1.", metavar="N", min=1)] = None,
     texts: Annotated[
         list[Path] | None,
         option(
@@ -92,6 +87,8 @@ def train(
 
     Example: cutaway train sft --base SmolLM2.gguf --data chat.jsonl --show-data
 
+    Example: cutaway train lora --base SmolLM2.gguf --data chat.jsonl --dry-run
+
     Example: cutaway train big.toml --dry-run --world-size 1024 --set parallel.dp_shard=all --set parallel.tp=8
     """
     from cutaway.train.recipe.inputs import check_recipe_inputs
@@ -107,7 +104,7 @@ def train(
         return
     _check_mode(recipe, resume, status, texts, minutes)
     if status is not None:
-        from cutaway.cli.views.training_progress import format_run_status, load_run_status
+        from cutaway.cli.views.run_status import format_run_status, load_run_status
 
         run_status = load_run_status(status)
         if as_json:
@@ -121,8 +118,13 @@ def train(
             "a resumed run uses its own recipe and directory, and only parallel can be overridden; leave out --out,"
             " --text, --base and other --set"
         )
-    if (dry_run or world_size is not None) and (world_size is None or not dry_run or resume is not None or out):
-        raise InputError("a dry run needs a recipe, --dry-run and --world-size N, but no --out")
+    if world_size is not None and not dry_run:
+        raise InputError(
+            "--world-size is the number of ranks of a dry run; add --dry-run, or start a training on several processes"
+            " with torchrun"
+        )
+    if dry_run and (resume is not None or out):
+        raise InputError("a dry run needs a recipe and writes nothing; leave out --out and --resume")
     loaded_recipe = None
     if resume is None:
         loaded_recipe = _load_recipe(
@@ -142,10 +144,10 @@ def train(
             sys.stdout.write(recipe_to_toml(loaded_recipe))
             return
         check_recipe_inputs(loaded_recipe, recipe or "RECIPE")
-    if dry_run and loaded_recipe is not None and world_size is not None:
+    if dry_run and loaded_recipe is not None:
         from cutaway.cli.views.dry_run_report import run_dry_run
 
-        run_dry_run(loaded_recipe, world_size, as_json=as_json)
+        run_dry_run(loaded_recipe, world_size or 1, device, as_json=as_json)
         return
     if show_data:
         if loaded_recipe is None:
@@ -250,6 +252,7 @@ def _load_recipe(
 
 def _print_outcome(trainer: "Trainer", *, as_json: bool, is_main_process: bool) -> None:
     """Print the directory of the trained model. If the run is not finished, print how to continue, and exit with 1."""
+    from cutaway.cli.views.run_status import command_for_model
     from cutaway.train.trainer.general_loss import general_loss_change
 
     step, max_steps, run = trainer.global_step, trainer.recipe.training.max_steps, trainer.run_directory
@@ -262,18 +265,7 @@ def _print_outcome(trainer: "Trainer", *, as_json: bool, is_main_process: bool) 
     elif is_main_process and trainer.is_finished:
         if change is not None:
             sys.stderr.write(f"{change}\n")
-        head_kind = trainer.model.config.head.kind
-        if head_kind in TASK_COMMANDS:
-            command = TASK_COMMANDS[head_kind].format(run.directory)
-            if trainer.recipe.objective.kind == "reward":  # its data have no labels
-                command = f"cutaway generate {run.directory} TEXT, which prints the reward"
-            sys.stderr.write(f"the model is in {run.model_directory}; try: {command}\n")
-            return
-        mask = run.tokenizer.special_tokens_map.get("mask_token")
-        text = f"'a text with a {mask}'" if trainer.model.config.form == "encoder" else "TEXT"
-        trains_answers = trainer.recipe.objective.kind in ("sft", "dpo", "kto", "orpo")
-        flag = "--message " if trains_answers and run.tokenizer.chat_template else ""
-        sys.stderr.write(f"the model is in {run.model_directory}; try: cutaway generate {run.directory} {flag}{text}\n")
+        sys.stderr.write(f"the model is in {run.model_directory}; try: {command_for_model(run)}\n")
     elif is_main_process:
         command = f"cutaway train --resume {run.directory}"
         sys.stderr.write(f"stopped after {step} of {max_steps} steps; continue with: {command}\n")

@@ -47,6 +47,8 @@ def print_labels(
         if output.echo or len(texts) > 1:
             output.stdout.write_dim(f"{text}\n")
         _render(result)
+        if not result:
+            output.write_note("no entities found")
 
 
 def _to_dict(result: Classification | list[TaggedSpan]) -> dict[str, object]:

@@ -92,18 +92,21 @@ def load_base_config(source: ModelSource) -> Config | None:
     return load_config(source.checkpoint)
 
 
-def load_base_checkpoint(source: ModelSource, precision: Precision = "fp32") -> Checkpoint | None:
+def load_base_checkpoint(
+    source: ModelSource, precision: Precision = "fp32", *, as_stored: bool = False
+) -> Checkpoint | None:
     """Load the checkpoint that is fine-tuned. None if the run trains from scratch.
 
     The weights are in fp32, because they are trained. If an adapter is trained, they are in the training precision. If
-    they are quantized, they stay as stored: memory-mapped, and converted one layer at a time. If
+    they are quantized, or with `as_stored`, they stay as stored: memory-mapped, and converted one layer at a time. If
     the checkpoint is an adapter, it is merged with its own base.
     """
     if not isinstance(source, PretrainedModelConfig):
         return None
     _check_base_source(source)
     dtype: torch.dtype | None = BASE_DTYPES[precision] if source.adapter is not None else torch.float32
-    return merge_adapters(load(source.checkpoint, dtype=None if source.quantization != "none" else dtype))
+    is_mapped = as_stored or source.quantization != "none"
+    return merge_adapters(load(source.checkpoint, dtype=None if is_mapped else dtype))
 
 
 def _check_base_source(source: PretrainedModelConfig) -> None:

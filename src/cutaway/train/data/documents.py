@@ -41,6 +41,9 @@ class SkippedDocuments:
     def total(self) -> int:
         return sum(self.counts.values())
 
+    def __bool__(self) -> bool:
+        return bool(self.counts)
+
     def __str__(self) -> str:
         return "; ".join(f"{count:,} × {reason} ({self.examples[reason]})" for reason, count in self.counts.items())
 

@@ -89,7 +89,7 @@ def load_record_datasets(
     splits = split_records(data.sources, validation_split=data.validation_split, seed=seed)
     encoder = build_record_encoder(objective, data, tokenizer, base_info, config, splits, batch_size)
     train_rows, validation_rows = (
-        encode_records(encoder.expand(records), encoder.encode, splits.skipped)
+        encode_records(encoder.expand(records), encoder.encode, splits.skipped, log)
         for records in (splits.train, splits.validation)
     )
     if splits.skipped.total:

@@ -8,6 +8,7 @@ import csv
 import hashlib
 import importlib
 import json
+import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from cutaway.train.data.sources import list_source_files
 from cutaway.train.recipe.schema import STDLIB_PATH, SourceConfig
 
 RECORD_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
+LOG_INTERVAL = 5.0
+"""Number of seconds between messages about the progress."""
 EncodedT = TypeVar("EncodedT")
 
 
@@ -67,12 +70,31 @@ def read_records(source: SourceConfig, skipped: SkippedDocuments) -> Iterator[Re
             continue
         try:
             for location, row in _READERS[path.suffix](path, skipped):
-                if isinstance(row, dict):
-                    yield Record(row, location, source)
-                else:
+                if not isinstance(row, dict):
                     skipped.add("not an object", f"{location} is a {type(row).__name__}")
+                elif (problem := _find_surrogate(row)) is not None:
+                    skipped.add("invalid UTF-8", f"{location}: unpaired surrogate {problem}")
+                else:
+                    yield Record(row, location, source)
         except (OSError, ValueError, csv.Error) as error:
             skipped.add("unreadable file", f"{path}: {error}")
+
+
+def _find_surrogate(row: dict[str, Any]) -> str | None:
+    """Where a row has an unpaired surrogate (\\ud800 in JSON), which no tokenizer can encode. None if it has none."""
+    values: list[object] = [row]
+    while values:
+        value = values.pop()
+        if isinstance(value, str):
+            try:
+                value.encode()
+            except UnicodeEncodeError as error:
+                return f"at character {error.start} of {value[max(0, error.start - 20) :][:40]!r}"
+        elif isinstance(value, dict):
+            values += [*value, *value.values()]
+        elif isinstance(value, list):
+            values += value
+    return None
 
 
 def split_records(sources: Sequence[SourceConfig], *, validation_split: float, seed: int) -> RecordSplits:
@@ -115,11 +137,21 @@ def split_records(sources: Sequence[SourceConfig], *, validation_split: float, s
 
 
 def encode_records(
-    records: Sequence[Record], encode: Callable[[Record], EncodedT], skipped: SkippedDocuments
+    records: Sequence[Record],
+    encode: Callable[[Record], EncodedT],
+    skipped: SkippedDocuments,
+    log: Callable[[str], None] = lambda _: None,
 ) -> list[EncodedT]:
-    """Apply `encode` to each record. A record for which it raises `InvalidRecordError` is added to `skipped`."""
+    """Apply `encode` to each record. A record for which it raises `InvalidRecordError` is added to `skipped`.
+
+    The progress is logged every LOG_INTERVAL seconds.
+    """
     encoded = []
-    for record in records:
+    last_time = time.monotonic()
+    for number, record in enumerate(records):
+        if (now := time.monotonic()) - last_time > LOG_INTERVAL:
+            log(f"encoding the records: {number:,} of {len(records):,}")
+            last_time = now
         try:
             encoded.append(encode(record))
         except InvalidRecordError as error:

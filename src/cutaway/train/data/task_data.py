@@ -86,7 +86,7 @@ def find_labels(objective: TaskConfig, data: DataConfig) -> LabelSet:
         tagged = parse_valid(read_all(data), parse_tagged_text, skipped)
         tags = [tag for _, each in tagged for tag in each.tags]
         if not tags:
-            raise InputError(f"no record has words and tags: {skipped}; {_KEYS_HINT}")
+            raise InputError(f"no record has words and tags: {skipped or 'the files have no rows'}; {_KEYS_HINT}")
         names = class_names(tags)
         return LabelSet("single_label_classification", names, len(names))
     assert isinstance(objective, ClassificationConfig)
@@ -94,7 +94,7 @@ def find_labels(objective: TaskConfig, data: DataConfig) -> LabelSet:
         (record.location, each.label) for record, each in parse_valid(read_all(data), parse_labeled_text, skipped)
     ]
     if not labeled:
-        raise InputError(f"no record has a text and a label: {skipped}; {_KEYS_HINT}")
+        raise InputError(f"no record has a text and a label: {skipped or 'the files have no rows'}; {_KEYS_HINT}")
     return discover_labels(labeled, objective.problem_type)
 
 

@@ -46,7 +46,7 @@ class TaskDataset(RecordDataset[TaskBatch]):
         super().__init__(rows, seed, shuffle=shuffle)
         self.pad_id, self.has_token_types = pad_id, has_token_types
         self.batch_format = (type(self), pad_id, has_token_types)
-        self.max_len, self.sequences_per_row = (max(each(row[0]) for row in rows) for each in (max, len))
+        self.max_len, self.sequences_per_row = (int(max(each(row[0]) for row in rows)) for each in (max, len))
 
     def collate(self, rows: Sequence[Row]) -> TaskBatch:
         num_texts = np.array([len(row[0]) for row in rows], np.int64)

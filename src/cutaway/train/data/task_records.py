@@ -243,8 +243,8 @@ def _find_key(fields: Fields, keys: Sequence[str], name: str) -> str:
     if key is None:
         raise InvalidRecordError(
             f"no {name}",
-            f"its keys are {', '.join(fields) or 'none'}; the {name} has one of the keys {', '.join(keys)}, or the key"
-            f" that data.sources[].{'text_column' if name == 'text' else 'target_column'} names",
+            f"its keys are {', '.join(fields) or 'none'}; the key of the {name} is one of {', '.join(keys)}, or that of"
+            f" {'--text-column' if name == 'text' else '--target-column'}",
         )
     return key
 

@@ -55,10 +55,8 @@ OBJECTIVE_FORMS: dict[type[Any], tuple[str, ...]] = {
 """Model forms that an objective requires. Other objectives train encoders and decoders."""
 
 
-def check_objective(
-    objective: ObjectiveConfig, config: Config, training: TrainingConfig, parallel: ParallelConfig
-) -> None:
-    """Raise InputError if the objective cannot train a model with this config, e.g. masked-lm and a decoder."""
+def check_form(objective: ObjectiveConfig, config: Config) -> None:
+    """Raise InputError if the objective cannot train a model of this form: encoder, decoder or encoder-decoder."""
     forms = OBJECTIVE_FORMS.get(type(objective), ("encoder", "decoder"))
     if config.form not in forms:
         raise InputError(
@@ -66,6 +64,13 @@ def check_objective(
             f" {config.form}; use another model, or an objective for this one:"
             f" {', '.join(_objectives_of_form(config.form))}"
         )
+
+
+def check_objective(
+    objective: ObjectiveConfig, config: Config, training: TrainingConfig, parallel: ParallelConfig
+) -> None:
+    """Raise InputError if the objective cannot train a model with this config, e.g. masked-lm and a decoder."""
+    check_form(objective, config)
     if config.head.kind == "none":
         raise InputError("the model has no output head, so it computes no logits; set model.head.kind = 'lm'")
     if config.head.kind != "lm" and not isinstance(objective, TaskObjectiveConfig):

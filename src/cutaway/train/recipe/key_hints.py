@@ -21,6 +21,7 @@ KEYS_OF_OTHER_LIBRARIES = {
     "lora_alpha": "model.adapter.alpha",
     "lora_dropout": "model.adapter.dropout",
     "target_modules": "model.adapter.targets",
+    "target_parameters": "model.adapter.targets",
     "base": "model.checkpoint",
     "base_model": "model.checkpoint",
     "model_name_or_path": "model.checkpoint",

@@ -156,6 +156,12 @@ def _load_builtin(name: str) -> Callable[..., Any]:
     )
 
 
+def _is_model_directory(directory: Path) -> bool:
+    """Whether a directory has files of a model. A .gguf file may also be in the directory in which the user works."""
+    is_workplace = Path.cwd().is_relative_to(directory)
+    return any(any(directory.glob(file)) for file in MODEL_FILES if not (is_workplace and file == "*.gguf"))
+
+
 def _load_from_file(path: Path, name: str) -> Callable[..., Any]:
     """Run a Python file of the user, and return a function of it."""
     where = f"objective.reward '{path}:{name}'"
@@ -163,7 +169,7 @@ def _load_from_file(path: Path, name: str) -> Callable[..., Any]:
         near = sorted(str(each) for each in path.parent.glob("*.py")) if path.parent.is_dir() else []
         hint = f" (there is {', '.join(near[:3])})" if near else ""
         raise ConfigError(f"{where}: there is no file '{path}'{hint}; pass the path of a Python file")
-    marked = [each for each in path.resolve().parents if any(any(each.glob(file)) for file in MODEL_FILES)]
+    marked = [each for each in path.resolve().parents if _is_model_directory(each)]
     if marked:
         raise ConfigError(
             f"{where}: the file is in '{marked[0]}', a model or run directory, and code is never loaded from these;"

@@ -23,24 +23,39 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+from cutaway.config import Config
 from cutaway.errors import InputError
 from cutaway.model import Transformer
 from cutaway.size.estimate import SizeEstimate
 from cutaway.size.parallel import ParallelDims
+from cutaway.train.checkpoint.pretrained_checkpoint import load_base_config
 from cutaway.train.data.training_data import build_tokenizer
 from cutaway.train.distributed.dtensor import to_local
 from cutaway.train.distributed.parallelize import parallelize_module
 from cutaway.train.distributed.process_group import SINGLE_PROCESS, DistributedContext, MultiProcessContext
 from cutaway.train.loss.chunked_cross_entropy import LossTargets
+from cutaway.train.objectives.build import check_objective
 from cutaway.train.objectives.objective import Objective
 from cutaway.train.optim.optimizer import OptimizersContainer, build_optimizer
 from cutaway.train.recipe.load import load_recipe
-from cutaway.train.recipe.schema import BPETokenizerConfig, Recipe, Seq2SeqConfig, read_model_config
+from cutaway.train.recipe.schema import (
+    BPETokenizerConfig,
+    CausalLMConfig,
+    MaskedLMConfig,
+    PrefixLMConfig,
+    Recipe,
+    Seq2SeqConfig,
+    SFTConfig,
+    read_model_config,
+)
 from cutaway.train.trainer.bad_step_policy import BadStepPolicy
+from cutaway.train.trainer.launch import check_adapter
 from cutaway.train.trainer.memory_check import size_step
 from cutaway.train.trainer.train_step import TrainStepRunner
 from cutaway.train.trainer.training_module import TrainingModule, build_training_model
 
+SIMULATED_OBJECTIVES = (CausalLMConfig, SFTConfig, MaskedLMConfig, PrefixLMConfig, Seq2SeqConfig)
+"""Objectives whose loss is a cross-entropy of tokens, and that are simulated for a checkpoint, too."""
 aten = torch.ops.aten
 CPU_DEVICE = torch.device("cpu")
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all-gather", "reduce-scatter", "all-reduce"
@@ -197,7 +212,7 @@ def dry_run(recipe: Recipe, world_size: int) -> DryRunReport:
         raise InputError(f"world_size is {world_size}; it is the number of processes, so pass 1 or more")
     if recipe.training.precision == "auto":  # the simulated devices are GPUs
         recipe = load_recipe(recipe, ["training.precision=bf16"])
-    config = read_model_config(recipe.model, _vocab_size(recipe))
+    config = _load_config(recipe)
     with _fake_process_group(world_size) as dist_context:
         dist_context.init_mesh(recipe.parallel, CPU_DEVICE)
         if dist_context.mesh is None and world_size > 1:
@@ -257,6 +272,21 @@ def _fake_process_group(world_size: int) -> Iterator[DistributedContext]:
         dist.destroy_process_group()
 
 
+def _load_config(recipe: Recipe) -> Config:
+    """Config of the model, for a checkpoint that is fine-tuned from its files. Raises InputError for some recipes."""
+    base_config = load_base_config(recipe.model)
+    if base_config is None:
+        return read_model_config(recipe.model, _vocab_size(recipe))
+    if not isinstance(recipe.objective, SIMULATED_OBJECTIVES) or check_adapter(recipe, is_sharded=False):
+        what = "an adapter" if check_adapter(recipe, is_sharded=False) else f"objective {recipe.objective.kind}"
+        raise InputError(
+            f"a dry run of several ranks does not simulate {what}; use --world-size 1, which reports data, parameters,"
+            " steps and memory"
+        )
+    check_objective(recipe.objective, base_config, recipe.training, recipe.parallel)
+    return base_config
+
+
 def _vocab_size(recipe: Recipe) -> int:
     """Vocabulary size of the recipe's tokenizer. For BPE, the size is read from the recipe, without training."""
     if isinstance(recipe.data.tokenizer, BPETokenizerConfig):
@@ -268,10 +298,15 @@ def _materialize_fake_tensors(model: Transformer) -> None:
     """Replace meta tensors by fake tensors on the CPU, in place."""
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            empty = torch.empty_like(parameter, device=CPU_DEVICE)
+            empty = _empty(parameter)
             module._parameters[name] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
         for name, buffer in module.named_buffers(recurse=False):
-            module._buffers[name] = torch.empty_like(buffer, device=CPU_DEVICE)
+            module._buffers[name] = _empty(buffer)
+
+
+def _empty(tensor: Tensor) -> Tensor:
+    """Fake tensor like a meta tensor. empty_like would return a real one: the tracker runs it as its argument is."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=CPU_DEVICE)
 
 
 def _fake_objective(recipe: Recipe, count: int) -> Objective:

@@ -26,7 +26,13 @@ from cutaway.train.distributed.process_group import SINGLE_PROCESS, DeviceLike, 
 from cutaway.train.logging.callbacks import Callback
 from cutaway.train.logging.tensorboard import check_tensorboard_installed
 from cutaway.train.logging.wandb import check_wandb_installed
-from cutaway.train.objectives.build import build_objective_fn, check_grpo, check_objective, uses_reference_model
+from cutaway.train.objectives.build import (
+    build_objective_fn,
+    check_form,
+    check_grpo,
+    check_objective,
+    uses_reference_model,
+)
 from cutaway.train.objectives.reference_model import ReferenceModel
 from cutaway.train.optim.lr_scheduler import check_schedule
 from cutaway.train.optim.optimizer import build_optimizer
@@ -113,7 +119,7 @@ def prepare_trainer(
     is_sharded = dist_context.mesh is not None
     callback = callback if callback is not None and dist_context.is_main_process else Callback()
     log, free = callback.on_message, free_memory(device)
-    has_adapter, has_records = _check_adapter(recipe, is_sharded=is_sharded), uses_records(recipe.objective)
+    has_adapter, has_records = check_adapter(recipe, is_sharded=is_sharded), uses_records(recipe.objective)
     if uses_reference_model(recipe.objective) and not isinstance(recipe.model, PretrainedModelConfig):
         raise InputError(
             f"objective {recipe.objective.kind} compares the model with itself before training, so that it needs a"
@@ -216,9 +222,12 @@ def prepare_trainer(
     return trainer
 
 
-def load_model_to_train(recipe: Recipe, log: Callable[[str], None]) -> Checkpoint | None:
-    """Load the checkpoint that is fine-tuned, with the head of the task. None if the run trains from scratch."""
-    checkpoint = load_base_checkpoint(recipe.model, recipe.training.precision)
+def load_model_to_train(recipe: Recipe, log: Callable[[str], None], *, as_stored: bool = False) -> Checkpoint | None:
+    """Load the checkpoint that is fine-tuned, with the head of the task. None if the run trains from scratch.
+
+    `as_stored`: the weights stay memory-mapped, for uses that read few of them.
+    """
+    checkpoint = load_base_checkpoint(recipe.model, recipe.training.precision, as_stored=as_stored)
     if not isinstance(recipe.objective, TaskObjectiveConfig):
         return checkpoint
     if checkpoint is None:
@@ -226,6 +235,7 @@ def load_model_to_train(recipe: Recipe, log: Callable[[str], None]) -> Checkpoin
             f"objective {recipe.objective.kind} fine-tunes a checkpoint, but model has none; pass one with --base, e.g."
             " --base tiny-english-encoder"
         )
+    check_form(recipe.objective, checkpoint.config)
     return add_task_head(checkpoint, recipe.objective, recipe.data, recipe.training.seed, log)
 
 
@@ -236,7 +246,7 @@ def missing_base_error(directory: Path) -> InputError:
     )
 
 
-def _check_adapter(recipe: Recipe, *, is_sharded: bool) -> bool:
+def check_adapter(recipe: Recipe, *, is_sharded: bool) -> bool:
     """Whether the recipe trains an adapter. Raises InputError if a setting does not support adapters."""
     if not isinstance(recipe.model, PretrainedModelConfig) or recipe.model.adapter is None:
         return False
@@ -261,7 +271,7 @@ def show_data(recipe: Recipe, callback: Callback) -> None:
             f" that trains on records ({', '.join(sorted(RECORD_OBJECTIVES))})"
         )
     recipe = resolve_precision(recipe, torch.device("cpu"))
-    base_checkpoint = load_model_to_train(recipe, callback.on_message)
+    base_checkpoint = load_model_to_train(recipe, callback.on_message, as_stored=True)
     base_info = BaseCheckpointInfo.from_checkpoint(base_checkpoint)
     tokenizer = build_tokenizer(recipe.data, recipe.objective, base_checkpoint)
     config = resolve_model_config(recipe.model, tokenizer, base_info)
