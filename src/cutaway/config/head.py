@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import model_validator
+from pydantic import NonNegativeInt, model_validator
 
 from cutaway.config.ffn import Activation
 from cutaway.config.node import (
@@ -80,6 +80,10 @@ class SequenceClassificationHead(ClassificationHead):
     problem_type: ProblemType = "single_label_classification"
     """What the logits mean: exactly one label, any number of labels, or real values (regression, reward model)."""
     pooling: Pooling = "first"
+    pad_token_id: NonNegativeInt | None = None
+    """Id of tokens that are left out of pooling in a decoder, also where the mask does not mark them as padding. With
+    pooling 'last', the last other token is pooled, as in transformers. If it is the id of EOS, this is the token before
+    EOS. None: only the mask counts."""
 
 
 class TokenClassificationHead(ClassificationHead):

@@ -137,6 +137,11 @@ _WITHOUT_CLASSES = (
 _WITHOUT_TOKEN_CLASSIFICATION = ("deepseek_v2", "gemma3_text", "gptj", "olmo", "olmo2", "olmo3", "opt")
 _WITH_TOKEN_CLASSIFIER = ("biogpt", "bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "mpt")
 """Families whose token classifier has the checkpoint key `classifier` instead of `score`."""
+_DEFAULT_PAD_TOKEN_IDS = {
+    "biogpt": 1, "gemma": 0, "gemma2": 0, "gemma3_text": 0, "glm": 151329, "glm4": 151329, "helium": 3, "olmo": 1,
+    "olmo2": 1, "olmo3": 1, "opt": 1, "phi3": 32000, "seed_oss": 1, "smollm3": 128004,
+}  # fmt: skip
+"""Padding token of the families whose configurations have one by default."""
 
 
 def decoder_head_classes(family_name: str, architecture: str) -> tuple[HeadClass, ...]:
@@ -148,7 +153,9 @@ def decoder_head_classes(family_name: str, architecture: str) -> tuple[HeadClass
         return ()
     prefix = "Gemma3Text" if family_name == "gemma3_text" else class_prefix(architecture)
     score = WeightMapping("score", "head.classifier")
-    classes = [head_class(prefix, "sequence-classification", score, pooling="last", bias=False)]
+    default = _DEFAULT_PAD_TOKEN_IDS.get(family_name)
+    pad = Key("pad_token_id", ("head.pad_token_id",), default, lambda value: None if value == -1 else value)
+    classes = [head_class(prefix, "sequence-classification", score, fields=(pad,), pooling="last", bias=False)]
     if family_name not in _WITHOUT_TOKEN_CLASSIFICATION:
         key = "classifier" if family_name in _WITH_TOKEN_CLASSIFIER else "score"
         dropout = classifier_dropout("hidden_dropout", 0.1)

@@ -51,6 +51,8 @@ def replace_head(
         fields |= {"labels": (), "num_labels": num_labels}
     if fields.get("num_labels") == 1 and head.kind == "sequence-classification":
         fields = {"problem_type": "regression"} | fields
+    if isinstance(head, cfg.SequenceClassificationHead) and old.config.form == "decoder" and head.pad_token_id is None:
+        fields = {"pad_token_id": _pad_token_id(checkpoint)} | fields
     config = _with_head(old.config, head.model_dump() | fields)
     renamed: dict[str, str] = {}
     if isinstance(config, cfg.Encoder) and _contains_pooler(config.head, family):
@@ -86,6 +88,13 @@ def _default_head(checkpoint: Checkpoint, family: Family | None, kind: str) -> c
 def _with_head(config: cfg.Config, head: dict[str, object]) -> cfg.Config:
     """The configuration with another head."""
     return cfg.config(cfg.to_dict(config) | {"head": head})
+
+
+def _pad_token_id(checkpoint: Checkpoint) -> int | None:
+    """Id of the padding token of the tokenizer, or else of EOS, by which transformers finds the last token."""
+    tokenizer = checkpoint.tokenizer
+    ids = [] if tokenizer is None else [tokenizer.pad_token_id, tokenizer.eos_token_id]
+    return next((each for each in ids if each is not None and each < checkpoint.config.vocab_size), None)
 
 
 def _find_family(checkpoint: Checkpoint) -> Family | None:

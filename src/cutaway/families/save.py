@@ -192,21 +192,12 @@ def _resolve_hf_config(checkpoint: Checkpoint, family_name: str | None) -> tuple
         if config.form == "encoder-decoder":  # as `read_generation_config` does by default
             hf_config["decoder_start_token_id"] = known.get("bos_token_id")
     if config.form == "decoder" and isinstance(config.head, SequenceClassificationHead):
-        pad = _pad_token_id(checkpoint, hf_config)
-        hf_config = hf_config if pad is None else hf_config | {"pad_token_id": pad}
+        hf_config = hf_config | {"pad_token_id": config.head.pad_token_id}
     dtype = str(checkpoint.model.dtype).removeprefix("torch.")
     dropped = ("torch_dtype", "auto_map", "transformers_version")
     saved_config = {key: value for key, value in hf_config.items() if key not in dropped}
     architectures = [family.architecture_for(config)]
     return family, saved_config | {"architectures": architectures, "dtype": dtype, "torch_dtype": dtype}
-
-
-def _pad_token_id(checkpoint: Checkpoint, hf_config: dict[str, object]) -> object:
-    """Padding token, by which transformers finds the last token of a sequence: else the EOS token of the tokenizer."""
-    tokenizer = checkpoint.tokenizer
-    ids = [hf_config.get("pad_token_id")]
-    ids += [] if tokenizer is None else [tokenizer.pad_token_id, tokenizer.eos_token_id]
-    return next((i for i in ids if isinstance(i, int) and i < checkpoint.config.vocab_size), None)
 
 
 def _write_embedding_modules(checkpoint: Checkpoint, directory: Path) -> None:

@@ -231,6 +231,9 @@ class DecoderOnly(Transformer):
                 prefix_lengths=prefix_lengths,
                 cache=cache,
             )
+            pad_token_id = getattr(self.config.head, "pad_token_id", None)
+            if pad_token_id is not None:
+                mask = tokens != pad_token_id if mask is None else mask & (tokens != pad_token_id)
             return self._apply_head(x, mask)
 
 
