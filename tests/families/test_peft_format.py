@@ -301,12 +301,37 @@ def test_saved_output_matrix_is_refused(family: str, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "base")
     targets = ["q_proj"] if family == "llama" else ["c_attn"]
     config = peft.LoraConfig(r=2, target_modules=targets, modules_to_save=["lm_head"], fan_in_fan_out=family == "gpt2")
-    peft.get_peft_model(model, config).save_pretrained(tmp_path / "adapter")
+    adapted: Any = peft.get_peft_model(model, config)
+    with torch.no_grad():
+        adapted.base_model.model.lm_head.modules_to_save["default"].weight.mul_(2)
+    adapted.save_pretrained(tmp_path / "adapter")
     before = ct.load(tmp_path / "base")
     weights = {key: tensor.clone() for key, tensor in before.model.state_dict().items()}
     with pytest.raises(ConfigError, match="modules_to_save is not supported for 'lm_head"):
         load_adapter(before, tmp_path / "adapter")
     assert all(torch.equal(tensor, weights[key]) for key, tensor in before.model.state_dict().items())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("targets", [["q_proj"], ["q_proj", "embed_tokens"]])
+def test_embeddings_saved_with_an_adapter(targets: list[str], tied: bool, tmp_path: Path) -> None:
+    """PEFT saves the embeddings of the base model with an adapter of the embedding, and after added tokens."""
+    config = small_peer("llama").config
+    config.tie_word_embeddings = tied
+    model: Any = transformers.LlamaForCausalLM(config).eval()
+    model.save_pretrained(tmp_path / "base")
+    theirs = peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(r=2, target_modules=targets)).eval()
+    randomize_adapters(theirs)
+    theirs.save_pretrained(tmp_path / "theirs", save_embedding_layers=True)
+    tokens = inputs_of(config)
+    ours = load_adapter(ct.load(tmp_path / "base"), tmp_path / "theirs")
+    assert_logits_close(our_logits(ours, tokens), peer_logits(theirs, tokens, False))
+
+    model.resize_token_embeddings(config.vocab_size + 2)
+    resized = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=targets))
+    resized.save_pretrained(tmp_path / "resized", save_embedding_layers=True)
+    with pytest.raises(WeightError, match=r"differs from the base model's, as after tokens were added .* merge it"):
+        load_adapter(ct.load(tmp_path / "base"), tmp_path / "resized")
 
 
 def test_adapter_of_the_output_matrix_is_refused(tmp_path: Path) -> None:
