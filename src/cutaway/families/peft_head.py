@@ -18,6 +18,7 @@ from cutaway.errors import ConfigError, WeightError
 from cutaway.families.checkpoint import Checkpoint
 from cutaway.families.load_plan import TensorConversion
 from cutaway.families.replace_head import replace_head
+from cutaway.families.sentence_transformers import read_modules
 from cutaway.families.weight_loader import set_module_tensor
 from cutaway.model import Transformer
 
@@ -124,6 +125,11 @@ def _read_head(directory: Path, peft_config: Mapping[str, Any], weights: Mapping
         except ValidationError as error:
             raise ConfigError(f"'{path}' is not the configuration of a head ({error}); restore the file") from None
         return head if isinstance(head, TaskHead) else None
+    if (modules := read_modules(directory)) is not None:  # written by sentence-transformers
+        embedding_head, _, dense = modules
+        if dense is not None:
+            raise ConfigError(f"'{directory}' has an adapter and a module Dense, which is not supported; merge it")
+        return embedding_head
     kinds = {task_type: kind for kind, task_type in TASK_TYPES.items() if kind != "embedding"}
     has_head = _count_outputs(peft_config, weights) is not None
     return kinds.get(str(peft_config.get("task_type"))) if has_head else None
