@@ -277,6 +277,23 @@ def test_several_adapters_are_loaded_by_name(tmp_path: Path) -> None:
         ct.load(chat)
 
 
+def test_tokenizer_of_several_adapters(tmp_path: Path) -> None:
+    """Adapters with equal tokenizers bring a chat template and stop tokens, as a single adapter does."""
+    base: Any = ct.load("tiny-english")
+    base.model.add_adapter({"rank": 2})
+    base.tokenizer.chat_template = "{{ messages[0].content }}"
+    for name in ("a", "b"):
+        ct.save_adapter(base, tmp_path / name, base="tiny-english")
+        base.tokenizer.save(tmp_path / name)
+        (tmp_path / name / "generation_config.json").write_text('{"eos_token_id": [3, 7]}')
+    loaded: Any = ct.load("tiny-english", adapters=[tmp_path / "a", tmp_path / "b"])
+    assert loaded.tokenizer.chat_template == base.tokenizer.chat_template
+    assert loaded.generation_config == {"eos_token_id": [3, 7]}
+    (tmp_path / "b" / "chat_template.jinja").write_text("other")
+    loaded = ct.load("tiny-english", adapters=[tmp_path / "a", tmp_path / "b"])
+    assert loaded.tokenizer.chat_template is None
+
+
 def test_adapter_of_an_adapter_and_the_generation_config(tmp_path: Path) -> None:
     """An adapter whose base is another adapter is added to the merged base. Its generation config is used."""
     adapter = write_adapter(tmp_path)
