@@ -117,13 +117,19 @@ def _read_optional_json(path: Path) -> dict[str, object]:
 def _load_with_adapters(source: str | Path, adapters: Mapping[str, str | Path], options: LoadOptions) -> Checkpoint:
     """Load a checkpoint and add adapters, of which the first is active."""
     paths = {name: resolve_checkpoint_path(directory) for name, directory in adapters.items()}
-    checkpoint = load(source, **asdict(options))
+    checkpoint = add_adapters(load(source, **asdict(options)), paths)
+    if paths:
+        checkpoint.model.set_adapter(next(iter(paths))).requires_grad_(False)
+    return checkpoint
+
+
+def add_adapters(checkpoint: Checkpoint, adapters: Mapping[str, str | Path]) -> Checkpoint:
+    """Add adapters by name to a checkpoint, and their tokenizer and generation config, if all have the same."""
+    paths = {name: resolve_checkpoint_path(directory) for name, directory in adapters.items()}
     for name, path in paths.items():
         checkpoint = load_adapter(checkpoint, path, name)
     if paths and _have_equal_tokenizers(list(paths.values())):
         checkpoint = _use_adapter_tokenizer(checkpoint, next(iter(paths.values())))
-    if paths:
-        checkpoint.model.set_adapter(next(iter(paths))).requires_grad_(False)
     return checkpoint
 
 
