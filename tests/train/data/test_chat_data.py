@@ -123,6 +123,11 @@ INVALID: list[tuple[dict[str, Any], str]] = [
         "message 0 has a part of type 'image_url'; only text is supported",
     ),
     ({"prompt": "Hello", "completion": ""}, "completion is empty"),
+    (
+        {"prompt": "Hello", "completion": "Hi!", "system": "Be kind."},
+        "it has system, but texts are not rendered with a chat template",
+    ),
+    ({"prompt": "Hello", "completion": "Hi!", "tools": [{"name": "add"}]}, "tools without messages"),
     ({"text": ""}, "text is empty"),
     ({"text": ["a"]}, "text is a list"),
 ]

@@ -231,7 +231,7 @@ def test_csv_file_that_is_not_utf8_is_an_error(tmp_path: Path) -> None:
     rows = ["text,label", *(f"{'a' * 100} {i},{i % 2}" for i in range(1000)), "\xa35,1", "b,0"]
     path = tmp_path / "spam.csv"
     path.write_text("\n".join(rows), encoding="latin-1")
-    with pytest.raises(InputError, match="is not UTF-8 .*0xa3.* iconv -f latin1 -t utf-8 spam.csv"):
+    with pytest.raises(InputError, match=r"is not UTF-8 .*0xa3.* iconv -f latin1 -t utf-8 spam\.csv"):
         list(read_records(SourceConfig(path=str(path)), SkippedDocuments()))
 
 

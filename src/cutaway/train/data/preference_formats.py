@@ -11,6 +11,7 @@ from cutaway.train.data.chat_formats import (
     as_messages,
     build_conversation,
     parse_messages_text,
+    plain_text,
 )
 from cutaway.train.data.records import InvalidRecordError, Record
 
@@ -49,7 +50,7 @@ def parse_pair(record: Record) -> Pair:
     if isinstance(chosen, str) and isinstance(rejected, str) and (prompt is None or isinstance(prompt, str)):
         if prompt is None:
             raise InvalidRecordError("no prompt", "chosen and rejected are texts; add the prompt, also as a text")
-        return Pair(_plain_text(prompt, chosen), _plain_text(prompt, rejected))
+        return Pair(plain_text(prompt, chosen, fields), plain_text(prompt, rejected, fields))
     before = [] if prompt is None else as_messages(prompt, "user", "prompt")
     answers = [as_messages(fields[key], "assistant", key) for key in ("chosen", "rejected")]
     start = len(before)
@@ -76,7 +77,7 @@ def parse_labeled(record: Record) -> LabeledAnswer:
     if prompt is None or completion is None:
         raise _unknown_form(record, f"objective kto needs: {LABELED_FORMS}")
     if isinstance(prompt, str) and isinstance(completion, str):
-        return LabeledAnswer(_plain_text(prompt, completion), is_desirable)
+        return LabeledAnswer(plain_text(prompt, completion, fields), is_desirable)
     before = as_messages(prompt, "user", "prompt")
     messages = before + as_messages(completion, "assistant", "completion")
     return LabeledAnswer(_conversation(messages, len(before), fields), is_desirable)
@@ -122,12 +123,6 @@ def _conversation(messages: list[Any], start: int, fields: Fields) -> Conversati
     conversation = build_conversation(messages, fields)
     first = start + len(conversation.messages) - len(messages)  # a system message may have been added
     return replace(conversation, train_on=[flag and i >= first for i, flag in enumerate(conversation.train_on)])
-
-
-def _plain_text(prompt: str, answer: str) -> PlainText:
-    if not answer:
-        raise InvalidRecordError("empty text", "an answer is empty")
-    return PlainText(prompt, answer)
 
 
 def _role(message: object) -> object:

@@ -13,7 +13,7 @@ from cutaway.errors import InputError
 from cutaway.tokenizer import Tokenizer
 from cutaway.tokenizer.chat.assistant_mask import AssistantMaskEncoder
 from cutaway.tokenizer.chat.shipped_templates import default_chat_template, load_chat_template
-from cutaway.train.data.chat_formats import parse_messages_text
+from cutaway.train.data.chat_formats import parse_messages_text, read_content, read_tools
 from cutaway.train.data.datasets import Row
 from cutaway.train.data.record_encoder import RecordEncoder
 from cutaway.train.data.records import InvalidRecordError, Record, RecordDataset, RecordSplits
@@ -112,6 +112,8 @@ class PromptEncoder(RecordEncoder):
             raise InvalidRecordError(
                 "no prompt", f"its keys are {keys}; objective grpo needs prompt, a text or messages{hint}"
             )
+        if isinstance(prompt, list) and all(isinstance(message, Mapping) for message in prompt):
+            prompt = [{**message, "content": read_content(message, i)} for i, message in enumerate(prompt)]
         ids = self._encode_prompt(prompt, record)
         if not ids:
             raise InvalidRecordError("empty prompt", "prompt has no tokens")
@@ -168,7 +170,7 @@ class PromptEncoder(RecordEncoder):
         if self.tokenizer.chat_template is None:
             self.default_template = default_chat_template(self.tokenizer)
             self.tokenizer.chat_template = load_chat_template(self.default_template, self.tokenizer)
-        tools = record.fields.get("tools")
+        tools = read_tools(record.fields)
         self.mask_encoder.turn_finder(with_tools=tools is not None)  # an invalid template ends the run
         try:
             ids = self.tokenizer.encode_chat(prompt, **({} if tools is None else {"tools": tools}))
