@@ -112,9 +112,9 @@ def _share_weights(model: Transformer, old: Transformer, kept: dict[str, str]) -
     """Assign the tensors of the old model, except those of its head that are not among the kept modules."""
     state = model.state_dict(keep_vars=True)
     for old_name, tensor in old.state_dict(keep_vars=True).items():
-        module, _, leaf = old_name.rpartition(".")
-        name = f"{kept[module]}.{leaf}" if module in kept else old_name
-        is_shared = module in kept or not old_name.startswith("head.")
+        path, _, leaf = old_name.rpartition(".")
+        name = f"{kept[path]}.{leaf}" if path in kept else old_name
+        is_shared = path in kept or not old_name.startswith("head.")
         if is_shared and name in state and state[name].shape == tensor.shape:
             set_module_tensor(model, name, tensor)
     for module in model.modules():
