@@ -10,6 +10,7 @@ import peft
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from support.family_parity import PeerModel
 from support.transformers_models import FAMILIES as ALL_FAMILIES
 from support.transformers_models import build_transformers_model, find_peers
@@ -242,6 +243,21 @@ def test_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
         load_adapter(ct.load(tmp_path / "base"), adapter)
     with pytest.raises(InputError, match="adapter_config"):
         load_adapter(ct.load(tmp_path / "base"), tmp_path)
+
+
+def test_adapter_that_cannot_be_loaded_is_removed(tmp_path: Path) -> None:
+    adapter = write_adapter(tmp_path)
+    checkpoint = ct.load(tmp_path / "base", adapters={"good": adapter})
+    randomize_adapters(checkpoint.model)
+    weights = load_file(adapter / "adapter_model.safetensors")
+    weights[list(weights)[-1]].fill_(float("nan"))
+    save_file(weights, adapter / "adapter_model.safetensors")
+    tokens = torch.arange(5, 15).unsqueeze(0)
+    before = our_logits(checkpoint, tokens)
+    with pytest.raises(WeightError, match="NaN"):
+        load_adapter(checkpoint, adapter, "bad")
+    assert list(checkpoint.model.adapters) == ["good"]
+    assert torch.equal(our_logits(checkpoint, tokens), before)
 
 
 def test_scaling_of_rslora_and_alpha() -> None:

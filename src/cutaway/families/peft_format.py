@@ -124,18 +124,14 @@ def load_adapter(
     per_layer |= {layer: _stack_experts(layer, parts, model) for layer, parts in experts.items()}
     ranks = {sites[id(model.get_submodule(layer))]: parts[0].shape[-2] for layer, parts in per_layer.items()}
     config = to_lora_config(peft_config, ranks)
+    previous = model.active_adapter
     model.insert_adapter(config, name)
-    for layer_name, (lora_a, lora_b, magnitude, scaling) in per_layer.items():
-        layer = model.get_submodule(layer_name)
-        assert isinstance(layer, AdaptedLayer)
-        adapter = layer.adapters[name]
-        assert isinstance(adapter, LoRAWeights)
-        adapter.scaling = scaling
-        with torch.no_grad():
-            _copy_tensor(f"{layer_name}: lora_A", adapter.lora_a, lora_a)
-            _copy_tensor(f"{layer_name}: lora_B", adapter.lora_b, lora_b)
-            if adapter.magnitude is not None and magnitude is not None:
-                _copy_tensor(f"{layer_name}: lora_magnitude_vector", adapter.magnitude, magnitude)
+    try:
+        for layer_name, parts in per_layer.items():
+            _copy_adapter(model, layer_name, name, *parts)
+    except WeightError:
+        model.delete_adapter(name).set_adapter(previous)
+        raise
     if not trainable:
         model.requires_grad_(False)
     return checkpoint
@@ -363,6 +359,28 @@ def _stack_experts(
     count = len(model.get_submodule(layer).weight)  # type: ignore[arg-type]
     parts = [experts.get(expert, empty) for expert in range(count)]
     return torch.stack([part[0] for part in parts]), torch.stack([part[1] for part in parts]), None, scaling
+
+
+def _copy_adapter(
+    model: Transformer,
+    layer_name: str,
+    name: str,
+    lora_a: Tensor,
+    lora_b: Tensor,
+    magnitude: Tensor | None,
+    scaling: float,
+) -> None:
+    """Copy A, B, the magnitude and the scaling to an adapter of a layer."""
+    layer = model.get_submodule(layer_name)
+    assert isinstance(layer, AdaptedLayer)
+    adapter = layer.adapters[name]
+    assert isinstance(adapter, LoRAWeights)
+    adapter.scaling = scaling
+    with torch.no_grad():
+        _copy_tensor(f"{layer_name}: lora_A", adapter.lora_a, lora_a)
+        _copy_tensor(f"{layer_name}: lora_B", adapter.lora_b, lora_b)
+        if adapter.magnitude is not None and magnitude is not None:
+            _copy_tensor(f"{layer_name}: lora_magnitude_vector", adapter.magnitude, magnitude)
 
 
 def _copy_tensor(name: str, target: Tensor, source: Tensor) -> None:
