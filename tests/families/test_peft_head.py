@@ -16,6 +16,7 @@ import cutaway as ct
 from cutaway.errors import WeightError
 from cutaway.families import families
 from cutaway.families.checkpoint import Checkpoint
+from cutaway.families.replace_head import replace_head
 
 TASK_TYPES = {"sequence-classification": "SEQ_CLS", "token-classification": "TOKEN_CLS"}
 CASES = [
@@ -133,3 +134,15 @@ def test_adapter_without_classifier_on_a_language_model_is_refused(tmp_path: Pat
     transformers.BartForConditionalGeneration(model.config).save_pretrained(tmp_path / "base")
     with pytest.raises(WeightError, match="neither it nor the base model has the weights of a classifier"):
         ct.load(tmp_path / "base", adapters=tmp_path / "theirs")
+
+
+def test_adapter_that_replaces_one_with_a_head(tmp_path: Path) -> None:
+    model = ct.build("tiny-llama", seed=0)
+    head: Any = replace_head(model, "sequence-classification", seed=0)
+    head.model.add_adapter({"rank": 2})
+    ct.save_adapter(head, tmp_path / "adapter")
+    model.add_adapter({"rank": 2})
+    ct.save_adapter(model, tmp_path / "adapter")
+    ct.save(ct.build("tiny-llama", seed=0), tmp_path / "base")
+    loaded = ct.load(tmp_path / "base", adapters=tmp_path / "adapter")
+    assert loaded.config.head.kind == "lm"

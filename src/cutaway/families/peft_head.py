@@ -42,6 +42,7 @@ def export_head(
     Both are empty for a model with an LM head or without head.
     """
     if not isinstance(model.config.head, TaskHead):
+        (directory / HEAD_CONFIG_NAME).unlink(missing_ok=True)  # of another adapter that was saved there
         return [], {}
     text = json.dumps(model.config.head.model_dump(mode="json"), indent=2, ensure_ascii=False) + "\n"
     (directory / HEAD_CONFIG_NAME).write_text(text, encoding="utf-8")
