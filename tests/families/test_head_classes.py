@@ -159,6 +159,33 @@ def test_new_head_shares_the_body_and_keeps_the_pooler() -> None:
     assert torch.equal(again.head.classifier.weight, model.head.classifier.weight)
 
 
+@pytest.mark.parametrize(
+    ("name", "old", "kept"),
+    [
+        ("modernbert", "ModernBertForMaskedLM", {"head.dense", "head.norm"}),
+        ("bert", "BertForSequenceClassification", {"bert.pooler.dense"}),
+        ("roberta", "RobertaForSequenceClassification", {"classifier.dense"}),
+        ("roberta", "RobertaForMaskedLM", set()),
+    ],
+)
+def test_new_head_keeps_the_layers_that_transformers_keeps(name: str, old: str, kept: set[str], tmp_path: Path) -> None:
+    """Layers before the classifier that the checkpoints of both classes store under the same name."""
+    config = find_peers(name, 0)[0].config
+    config.num_labels = 2
+    base = getattr(transformers, old)(config)
+    randomize_weights(base, 1, ())
+    base.save_pretrained(tmp_path / "base")
+    new = transformers.AutoModelForSequenceClassification
+    expected = new.from_pretrained(tmp_path / "base", num_labels=5, ignore_mismatched_sizes=True).state_dict()
+    checkpoint = replace_head(ct.load(tmp_path / "base"), "sequence-classification", num_labels=5, seed=0)
+    model = new.from_pretrained(ct.save(checkpoint, tmp_path / "new"))
+    state = model.state_dict()
+    head = [key for key in expected if key.startswith(("head.", "classifier.", "bert.pooler."))]
+    equal = {key for key in head if torch.equal(expected[key], state[key]) and expected[key].any()}
+    assert {key.rpartition(".")[0] for key in equal} == kept
+    assert not any(key.rpartition(".")[0] in kept for key in set(head) - equal)
+
+
 def test_new_head_from_fields() -> None:
     base = ct.build("tiny-llama", seed=0)
     reward = replace_head(base, "sequence-classification", num_labels=1).config.head

@@ -10,6 +10,7 @@ import peft
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from support.family_parity import PeerModel
 from support.transformers_models import FAMILIES as ALL_FAMILIES
 from support.transformers_models import build_transformers_model, find_peers
@@ -244,6 +245,21 @@ def test_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
         load_adapter(ct.load(tmp_path / "base"), tmp_path)
 
 
+def test_adapter_that_cannot_be_loaded_is_removed(tmp_path: Path) -> None:
+    adapter = write_adapter(tmp_path)
+    checkpoint = ct.load(tmp_path / "base", adapters={"good": adapter})
+    randomize_adapters(checkpoint.model)
+    weights = load_file(adapter / "adapter_model.safetensors")
+    weights[list(weights)[-1]].fill_(float("nan"))
+    save_file(weights, adapter / "adapter_model.safetensors")
+    tokens = torch.arange(5, 15).unsqueeze(0)
+    before = our_logits(checkpoint, tokens)
+    with pytest.raises(WeightError, match="NaN"):
+        load_adapter(checkpoint, adapter, "bad")
+    assert list(checkpoint.model.adapters) == ["good"]
+    assert torch.equal(our_logits(checkpoint, tokens), before)
+
+
 def test_scaling_of_rslora_and_alpha() -> None:
     model = ct.build("tiny-llama", seed=0)
     model.add_adapter({"rank": 4, "alpha": 6.0, "targets": ["attn.q"], "use_rslora": True})
@@ -277,6 +293,23 @@ def test_several_adapters_are_loaded_by_name(tmp_path: Path) -> None:
         ct.load(chat)
 
 
+def test_tokenizer_of_several_adapters(tmp_path: Path) -> None:
+    """Adapters with equal tokenizers bring a chat template and stop tokens, as a single adapter does."""
+    base: Any = ct.load("tiny-english")
+    base.model.add_adapter({"rank": 2})
+    base.tokenizer.chat_template = "{{ messages[0].content }}"
+    for name in ("a", "b"):
+        ct.save_adapter(base, tmp_path / name, base="tiny-english")
+        base.tokenizer.save(tmp_path / name)
+        (tmp_path / name / "generation_config.json").write_text('{"eos_token_id": [3, 7]}')
+    loaded: Any = ct.load("tiny-english", adapters=[tmp_path / "a", tmp_path / "b"])
+    assert loaded.tokenizer.chat_template == base.tokenizer.chat_template
+    assert loaded.generation_config == {"eos_token_id": [3, 7]}
+    (tmp_path / "b" / "chat_template.jinja").write_text("other")
+    loaded = ct.load("tiny-english", adapters=[tmp_path / "a", tmp_path / "b"])
+    assert loaded.tokenizer.chat_template is None
+
+
 def test_adapter_of_an_adapter_and_the_generation_config(tmp_path: Path) -> None:
     """An adapter whose base is another adapter is added to the merged base. Its generation config is used."""
     adapter = write_adapter(tmp_path)
@@ -301,12 +334,37 @@ def test_saved_output_matrix_is_refused(family: str, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "base")
     targets = ["q_proj"] if family == "llama" else ["c_attn"]
     config = peft.LoraConfig(r=2, target_modules=targets, modules_to_save=["lm_head"], fan_in_fan_out=family == "gpt2")
-    peft.get_peft_model(model, config).save_pretrained(tmp_path / "adapter")
+    adapted: Any = peft.get_peft_model(model, config)
+    with torch.no_grad():
+        adapted.base_model.model.lm_head.modules_to_save["default"].weight.mul_(2)
+    adapted.save_pretrained(tmp_path / "adapter")
     before = ct.load(tmp_path / "base")
     weights = {key: tensor.clone() for key, tensor in before.model.state_dict().items()}
     with pytest.raises(ConfigError, match="modules_to_save is not supported for 'lm_head"):
         load_adapter(before, tmp_path / "adapter")
     assert all(torch.equal(tensor, weights[key]) for key, tensor in before.model.state_dict().items())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("targets", [["q_proj"], ["q_proj", "embed_tokens"]])
+def test_embeddings_saved_with_an_adapter(targets: list[str], tied: bool, tmp_path: Path) -> None:
+    """PEFT saves the embeddings of the base model with an adapter of the embedding, and after added tokens."""
+    config = small_peer("llama").config
+    config.tie_word_embeddings = tied
+    model: Any = transformers.LlamaForCausalLM(config).eval()
+    model.save_pretrained(tmp_path / "base")
+    theirs = peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(r=2, target_modules=targets)).eval()
+    randomize_adapters(theirs)
+    theirs.save_pretrained(tmp_path / "theirs", save_embedding_layers=True)
+    tokens = inputs_of(config)
+    ours = load_adapter(ct.load(tmp_path / "base"), tmp_path / "theirs")
+    assert_logits_close(our_logits(ours, tokens), peer_logits(theirs, tokens, False))
+
+    model.resize_token_embeddings(config.vocab_size + 2)
+    resized = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=targets))
+    resized.save_pretrained(tmp_path / "resized", save_embedding_layers=True)
+    with pytest.raises(WeightError, match=r"differs from the base model's, as after tokens were added .* merge it"):
+        load_adapter(ct.load(tmp_path / "base"), tmp_path / "resized")
 
 
 def test_adapter_of_the_output_matrix_is_refused(tmp_path: Path) -> None:

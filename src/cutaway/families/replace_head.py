@@ -18,6 +18,7 @@ from cutaway.model import Transformer, build
 from cutaway.model.init_weights import init_weights_with_seed
 from cutaway.model.layers import ConstantBuffers
 
+_TRANSFORM = "head.transform."
 _LABEL_KEYS = ("id2label", "label2id", "num_labels", "problem_type")
 
 
@@ -35,7 +36,8 @@ def replace_head(
     `head` is the kind of the head ('sequence-classification', 'token-classification', 'multiple-choice', 'embedding'),
     which then has the shape that is published for the model's family, or a configuration. `labels` are the names of
     the labels; without names, `num_labels` is their number. `fields` are more fields of the head. The weights of the
-    body are shared with the given checkpoint, not copied. A pooler becomes part of a head that contains one.
+    body are shared with the given checkpoint, not copied. So are those of layers before the classifier that the
+    family's checkpoints store under the same name, as transformers does: BERT's pooler, ModernBERT's dense layer.
     """
     checkpoint = as_checkpoint(checkpoint)
     check_seed(seed)
@@ -54,12 +56,11 @@ def replace_head(
     if isinstance(head, cfg.SequenceClassificationHead) and old.config.form == "decoder" and head.pad_token_id is None:
         fields = {"pad_token_id": _pad_token_id(checkpoint)} | fields
     config = _with_head(old.config, head.model_dump() | fields)
-    renamed: dict[str, str] = {}
-    if isinstance(config, cfg.Encoder) and _contains_pooler(config.head, family):
+    kept = _kept_modules(old.config, config, family)
+    if isinstance(config, cfg.Encoder) and "pooler.dense" in kept:
         config = config.replace(pooler=False)
-        renamed = {f"pooler.dense.{leaf}": f"head.transform.dense.{leaf}" for leaf in ("weight", "bias")}
     model = build(config, device="meta", dtype=old.dtype)
-    _share_body(model, old, renamed)
+    _share_weights(model, old, kept)
     _init_head(model, old.device, seed)
     return replace(checkpoint, model=model.train(old.training), config=config)
 
@@ -106,21 +107,24 @@ def _find_family(checkpoint: Checkpoint) -> Family | None:
         return None
 
 
-def _contains_pooler(head: cfg.OutputHead, family: Family | None) -> bool:
-    """Whether the published head contains the pooler of the base model, so that its weights are pretrained."""
-    head_class = family.head_class_for(head.kind) if family is not None else None
-    if family is None or head_class is None or getattr(head, "transform", None) is None:
-        return False
-    pooler = {row.checkpoint_key for row in family.weight_mappings if row.model_keys == ("pooler.dense",)}
-    return bool(pooler & {row.checkpoint_key for row in head_class.weight_mappings})
+def _kept_modules(old: cfg.Config, new: cfg.Config, family: Family | None) -> dict[str, str]:
+    """{old name: new name} of modules before the classifier that checkpoints with either head store under one key."""
+    if family is None or getattr(new.head, "transform", None) is None:
+        return {}
+    stored = {row.checkpoint_key: row.model_keys[0] for row in family.weight_mappings_for(old)}
+    rows = family.weight_mappings_for(new)
+    new_modules = {row.checkpoint_key: row.model_keys[0] for row in rows if row.model_keys[0].startswith(_TRANSFORM)}
+    return {stored[key]: module for key, module in new_modules.items() if key in stored}
 
 
-def _share_body(model: Transformer, old: Transformer, renamed: dict[str, str]) -> None:
-    """Assign the tensors of the old model, except those of its head. `renamed` are old names → new names."""
+def _share_weights(model: Transformer, old: Transformer, kept: dict[str, str]) -> None:
+    """Assign the tensors of the old model, except those of its head that are not among the kept modules."""
     state = model.state_dict(keep_vars=True)
     for old_name, tensor in old.state_dict(keep_vars=True).items():
-        name = renamed.get(old_name, old_name)
-        if name in state and not old_name.startswith("head."):
+        path, _, leaf = old_name.rpartition(".")
+        name = f"{kept[path]}.{leaf}" if path in kept else old_name
+        is_shared = path in kept or not old_name.startswith("head.")
+        if is_shared and name in state and state[name].shape == tensor.shape:
             set_module_tensor(model, name, tensor)
     for module in model.modules():
         if isinstance(module, ConstantBuffers):

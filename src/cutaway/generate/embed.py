@@ -1,6 +1,6 @@
 """`embed`: sentence embeddings of texts."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ def embed(
 
     The embedding head of the model computes them. A model without an embedding head computes the mean of the last
     hidden states, divided by its norm. Texts that are longer than the context of the model are truncated at the end.
+    Texts follow the default prompt of a sentence-transformers directory, if it names one (default_prompt_name).
     """
     model, tokenizer, _ = unpack_checkpoint(checkpoint)
     if tokenizer is None:
@@ -37,11 +38,19 @@ def embed(
         check_positive_int("batch_size", batch_size)
     items = [texts] if isinstance(texts, str) else list(texts)
     encoder = TextEncoder(tokenizer, max_text_len(model.config, tokenizer))
-    encoded = [encoder.encode(text) for text in items]
+    prompt = _default_prompt(getattr(checkpoint, "sentence_transformers_config", {}))
+    encoded = [encoder.encode(prompt + text if prompt else text) for text in items]
     run = model if isinstance(model.config.head, EmbeddingHead) else _mean_pooling(model)
     with eval_mode(model):
         rows = run_on_texts(run, model, encoded, tokenizer.pad_token_id or 0, batch_size=batch_size, progress=progress)
     return torch.stack(rows) if rows else torch.zeros(0, 0)
+
+
+def _default_prompt(settings: Mapping[str, Any]) -> str:
+    """Text before each text, from config_sentence_transformers.json. Usually empty."""
+    prompts, name = settings.get("prompts"), settings.get("default_prompt_name")
+    prompt = prompts.get(name, "") if isinstance(prompts, Mapping) and isinstance(name, str) else ""
+    return prompt if isinstance(prompt, str) else ""
 
 
 def _mean_pooling(model: Transformer) -> Callable[..., Tensor]:

@@ -83,6 +83,20 @@ def test_merged_equals_adapter(preset: str, use_dora: bool) -> None:
     assert torch.equal(logits(model), adapted)
 
 
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_models_made_while_an_adapter_is_merged(use_dora: bool) -> None:
+    """An unloaded model does not change when the weights are unmerged. New adapters adapt the base weights."""
+    model = build_adapted(use_dora=use_dora)
+    adapted = logits(model)
+    unloaded = model.merge_adapter().merge_and_unload()
+    model.unmerge_adapter()
+    torch.testing.assert_close(logits(unloaded), adapted, atol=1e-12, rtol=1e-12)
+    model.merge_adapter().add_adapter({"rank": 2, "use_dora": use_dora}, "second")
+    with model.disable_adapters():
+        base = logits(model)
+    torch.testing.assert_close(logits(model), base, atol=1e-12, rtol=1e-12)
+
+
 def test_merged_equals_adapter_in_fp32() -> None:
     model = ct.build("tiny-llama", seed=0)
     base = logits(model)
@@ -194,6 +208,10 @@ def test_names_of_adapters_are_checked() -> None:
             call()
     with pytest.raises(InputError, match="use one of: default"):
         model.set_adapter("other")
+    with pytest.raises(InputError, match=r"the adapter is \['default'\]; pass the name of an adapter"):
+        model.set_adapter(["default"])  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="the configuration of an adapter is a str; pass a dict"):
+        model.add_adapter("all-linear", "second")  # type: ignore[arg-type]
 
 
 def test_tied_embedding_is_not_merged() -> None:

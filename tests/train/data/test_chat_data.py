@@ -41,6 +41,15 @@ def parse(fields: dict[str, Any]) -> Conversation | PlainText:
         {"instruction": "Hello", "output": "Hi!"},
         {"instruction": "Hello", "input": "", "output": "Hi!"},
         {"prompt": HELLO[:1], "completion": HELLO[1:]},
+        {"prompt": json.dumps(HELLO[:1]), "completion": json.dumps(HELLO[1:])},  # cells of a CSV file
+        {"prompt": HELLO[:1], "completion": "Hi!"},
+        {"prompt": "Hello", "completion": HELLO[1]},
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": part} for part in ("Hel", "lo")]},
+                HELLO[1],
+            ]
+        },
     ],
 )
 def test_forms_of_one_conversation(fields: dict[str, Any]) -> None:
@@ -108,8 +117,17 @@ INVALID: list[tuple[dict[str, Any], str]] = [
     ({"instruction": "a", "output": "a", "history": "x"}, "history must be a list of pairs"),
     ({"prompt": "Hello"}, "no completion"),
     ({"prompt": "Hello", "chosen": "a", "rejected": "b"}, "objective dpo"),
-    ({"prompt": "Hello", "completion": HELLO}, "prompt: Expecting value"),
+    ({"prompt": "Hello", "completion": 4}, "completion must be a text or a list of messages, not 4"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}, HELLO[1]]},
+        "message 0 has a part of type 'image_url'; only text is supported",
+    ),
     ({"prompt": "Hello", "completion": ""}, "completion is empty"),
+    (
+        {"prompt": "Hello", "completion": "Hi!", "system": "Be kind."},
+        "it has system, but texts are not rendered with a chat template",
+    ),
+    ({"prompt": "Hello", "completion": "Hi!", "tools": [{"name": "add"}]}, "tools without messages"),
     ({"text": ""}, "text is empty"),
     ({"text": ["a"]}, "text is a list"),
 ]

@@ -104,6 +104,7 @@ def test_texts_have_no_template_and_end_with_eos() -> None:
         ({"prompt": "a", "completion": "b"}, "unknown form"),
         ({"prompt": "a", "completion": "b", "label": True}, "objective kto"),
         ({"chosen": "a", "rejected": "b"}, "no prompt"),
+        ({"prompt": "p", "chosen": "a", "rejected": "b", "system": "s"}, "system without messages"),
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, "are equal"),
         ({"prompt": "a", "chosen": "b", "rejected": ""}, "empty text"),
         ({"prompt": "a", "chosen": "b", "rejected": None}, "unknown form"),

@@ -1,5 +1,6 @@
 """Records of task heads: recognized keys, labels and problem types, hostile data."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -7,8 +8,10 @@ import pytest
 
 from cutaway.errors import InputError
 from cutaway.evaluate.label_set import LabelError, LabelSet
+from cutaway.train.data.documents import SkippedDocuments
 from cutaway.train.data.label_discovery import discover_labels
-from cutaway.train.data.records import InvalidRecordError, Record
+from cutaway.train.data.records import InvalidRecordError, Record, read_records
+from cutaway.train.data.task_data import find_labels
 from cutaway.train.data.task_records import (
     ChoiceQuestion,
     TextPair,
@@ -17,7 +20,8 @@ from cutaway.train.data.task_records import (
     parse_tagged_text,
     parse_text_pair,
 )
-from cutaway.train.recipe.schema import SourceConfig
+from cutaway.train.recipe.schema import DataConfig, SourceConfig
+from cutaway.train.recipe.task_objectives import ClassificationConfig, TokenClassificationConfig
 
 
 def record(**fields: Any) -> Record:
@@ -220,3 +224,29 @@ def test_labels_that_the_head_does_not_have(label_set: LabelSet, label: Any, rea
 def test_endings_are_in_the_order_of_their_numbers() -> None:
     fields = {f"ending{number}": f"choice {number}" for number in range(12)} | {"sent1": "He sat.", "label": 2}
     assert parse_choice_question(record(**fields)).choices == [f"choice {number}" for number in range(12)]
+
+
+def test_csv_file_that_is_not_utf8_is_an_error(tmp_path: Path) -> None:
+    """Its rows before the first other character are valid, and would be the only ones that are used."""
+    rows = ["text,label", *(f"{'a' * 100} {i},{i % 2}" for i in range(1000)), "\xa35,1", "b,0"]
+    path = tmp_path / "spam.csv"
+    path.write_text("\n".join(rows), encoding="latin-1")
+    with pytest.raises(InputError, match=r"is not UTF-8 .*0xa3.* iconv -f latin1 -t utf-8 spam\.csv"):
+        list(read_records(SourceConfig(path=str(path)), SkippedDocuments()))
+
+
+def test_csv_file_with_a_long_text(tmp_path: Path) -> None:
+    path = tmp_path / "long.csv"
+    path.write_text(f"text,label\n{'a ' * 200_000},1\nb,0\n")
+    skipped = SkippedDocuments()
+    records = list(read_records(SourceConfig(path=str(path)), skipped))
+    assert [len(record.fields["text"]) for record in records] == [400_000, 1]
+    assert not skipped.total
+
+
+@pytest.mark.parametrize("objective", [ClassificationConfig(), TokenClassificationConfig()])
+def test_files_without_records_are_named(objective: Any, tmp_path: Path) -> None:
+    (tmp_path / "train.conll").write_text("EU B-ORG\n")
+    data = DataConfig(sources=(SourceConfig(path=str(tmp_path)),))
+    with pytest.raises(InputError, match=r"no record has .*: 1 × not a file with records .*train\.conll"):
+        find_labels(objective, data)

@@ -224,7 +224,9 @@ def test_reward_rises(base: Path, tmp_path: Path) -> None:
 
 
 def test_chat_prompts_and_several_rewards(base: Path, tmp_path: Path) -> None:
-    rows = [{"prompt": [{"role": "user", "content": f"{n}?"}], "level": n % 3} for n in range(12)]
+    chats: list[Any] = [[{"role": "user", "content": f"{n}?"}] for n in range(10)]
+    chats += [[{"role": "user", "content": [{"type": "text", "text": f"{n}?"}]}] for n in (10, 11)]
+    rows = [{"prompt": json.dumps(chat) if n % 2 else chat, "level": n % 3} for n, chat in enumerate(chats)]
     (tmp_path / "chat.jsonl").write_text("\n".join(map(json.dumps, [*rows, {"messages": []}, {"prompt": "x" * 90}])))
     file = base.parent / "code" / "rewards.py"
     recipe = grpo_recipe(
@@ -237,7 +239,8 @@ def test_chat_prompts_and_several_rewards(base: Path, tmp_path: Path) -> None:
     batch = trainer.data.train.get_batch(0, 1)
     tokenizer = trainer.run_directory.tokenizer
     assert tokenizer.chat_template is not None
-    assert batch.prompt_ids[0] == tokenizer.encode_chat(batch.prompts[0])
+    assert all(isinstance(prompt[0]["content"], str) for prompt in batch.prompts)
+    assert batch.prompt_ids == [tokenizer.encode_chat(prompt) for prompt in batch.prompts]
     metrics = metrics_to_python(trainer.train_step(0))
     assert metrics["reward"] == pytest.approx(metrics["reward/lowercase"] - 2 * metrics["reward/digits"])
 

@@ -58,6 +58,17 @@ def test_layer_stats_in_bf16(tmp_path: Path) -> None:
     assert stats["warnings"] == []
 
 
+def test_gradient_norms_in_fp16_have_no_loss_scale(tmp_path: Path) -> None:
+    recipe = tiny_recipe_in(tmp_path, training={"precision": "fp16", "max_steps": 2})
+    trainer = prepare_trainer(load_recipe(recipe), tmp_path / "run", device="cpu")
+    metrics = trainer.train_step(1)  # an evaluation follows the last step
+    assert float(metrics["loss_scale"]) > 1
+    update_stats = trainer.train_step_runner.update_stats
+    assert update_stats is not None
+    norms = update_stats.grad_norms()
+    assert math.hypot(*norms.values()) == pytest.approx(float(metrics["grad_norm"]), rel=1e-5)
+
+
 def test_update_stats_equal_their_definition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = prepare_trainer(load_recipe(tiny_recipe_in(tmp_path)), tmp_path / "run", device="cpu")
     trainer.train_step(0)

@@ -1,5 +1,7 @@
 """T5 1.0 and 1.1 (FLAN): relative position bias, unscaled scores. https://arxiv.org/abs/1910.10683 https://arxiv.org/abs/2002.05202"""
 
+from dataclasses import replace
+
 from cutaway.config import Config
 from cutaway.families.config_fields import (
     HF_ACTIVATIONS,
@@ -132,13 +134,15 @@ IGNORED_WEIGHTS = {
     " no position bias",
     r"(qa_outputs|classification_head)\..*": "head of another task, which is not loaded",
 }
+CLASSIFICATION_PREFIX = "transformer."
+"""In classification checkpoints, the keys of the model have this prefix."""
 WEIGHT_RENAMINGS = ((r"^transformer\.", ""),)
-"""In classification checkpoints, the keys of the model have the prefix `transformer.`."""
 IGNORED_CONFIG_KEYS = {"is_decoder": "fixed by the family", "output_past": "a KV cache does not change the result"}
 
 
 def build_family(name: str, architecture: str, fields: ConfigFields) -> Family:
     """Build the family T5 or mT5. The two differ in their defaults and heads."""
+    classification = encoder_decoder_head_class(class_prefix(architecture))
     return Family(
         name,
         architecture,
@@ -149,7 +153,7 @@ def build_family(name: str, architecture: str, fields: ConfigFields) -> Family:
         ignored_weights=IGNORED_WEIGHTS,
         ignored_config_keys=IGNORED_CONFIG_KEYS,
         weight_renamings=WEIGHT_RENAMINGS,
-        head_classes=(encoder_decoder_head_class(class_prefix(architecture)),),
+        head_classes=(replace(classification, body_prefix=CLASSIFICATION_PREFIX),),
     )
 
 

@@ -62,6 +62,7 @@ class AdapterMethods:
         if name in self.adapters or not is_adapter_name(name):
             reason = "exists already" if name in self.adapters else "is not a name of letters, digits, '_' and '-'"
             raise InputError(f"adapter '{name}' {reason}; pass another name")
+        self.unmerge_adapter()  # magnitudes of DoRA are initialized from the base weights
         layers = adaptable_layers(model)
         config.check_targets(layers)
         sites = {site: layer for site, layer in layers.items() if config.matches(site)}
@@ -120,6 +121,8 @@ class AdapterMethods:
 
     def check_adapter(self, name: str | None) -> None:
         """Raise InputError if the model has no adapter of this name. None is the base model."""
+        if name is not None and not isinstance(name, str):
+            raise InputError(f"the adapter is {name!r:.40}; pass the name of an adapter, or None for the base model")
         if name is None or name in self.adapters:
             return
         if not self.adapters:
@@ -215,6 +218,11 @@ def read_lora_config(config: cfg.LoRA | Mapping[str, Any]) -> cfg.LoRA:
 
     if isinstance(config, cfg.LoRA):
         return config
+    if not isinstance(config, Mapping):
+        raise InputError(
+            f"the configuration of an adapter is a {type(config).__name__}; pass a dict or a cutaway.config.LoRA, such"
+            " as {'rank': 8, 'targets': ['attn.q', 'attn.v']}"
+        )
     try:
         return cfg.LoRA.model_validate(dict(config))
     except ValidationError as error:

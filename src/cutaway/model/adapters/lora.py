@@ -297,6 +297,8 @@ def merged_layer(layer: AdaptedLayer) -> nn.Module:
             merged.__dict__.pop(name, None)
     if layer.active is not None or isinstance(layer, LoRAQuantizedLinear):
         merged.weight = nn.Parameter(layer.merged_weight(), requires_grad=False)
+    elif layer._base_weight is not None:  # merged in place: `unmerge` will change the weight of `layer`
+        merged.weight = nn.Parameter(layer.weight.detach().clone(), requires_grad=False)
     return merged
 
 

@@ -108,16 +108,28 @@ def _parse_prompt(fields: Fields) -> Conversation | PlainText:
     if "completion" not in fields:
         advice = "; chosen and rejected answers are data of objective dpo" if "chosen" in fields else ""
         raise InvalidRecordError("no completion", f"it has a prompt, but no completion{advice}")
-    prompt, completion = fields["prompt"], fields["completion"]
+    prompt, completion = (parse_messages_text(fields[key]) for key in ("prompt", "completion"))
     if isinstance(prompt, str) and isinstance(completion, str):
-        if not completion:
-            raise InvalidRecordError("empty text", "the completion is empty")
-        return PlainText(prompt, completion)
-    before, after = (_read_list(fields, key) for key in ("prompt", "completion"))
+        return plain_text(prompt, completion, fields)
+    before, after = as_messages(prompt, "user", "prompt"), as_messages(completion, "assistant", "completion")
     conversation = build_conversation([*before, *after], fields)
     offset = len(conversation.messages) - len(after)
     train_on = [flag and index >= offset for index, flag in enumerate(conversation.train_on)]
     return Conversation(conversation.messages, conversation.tools, train_on)
+
+
+def plain_text(prompt: str, completion: str, fields: Fields) -> PlainText:
+    """A prompt and a completion without chat template. Raises InvalidRecordError if fields are for a chat template."""
+    if not completion:
+        raise InvalidRecordError("empty text", "the completion is empty")
+    for key in ("system", "tools"):
+        if fields.get(key):
+            raise InvalidRecordError(
+                f"{key} without messages",
+                f"it has {key}, but texts are not rendered with a chat template; write prompt and answers as lists of"
+                " messages",
+            )
+    return PlainText(prompt, completion)
 
 
 def _parse_text(fields: Fields) -> PlainText:
@@ -150,7 +162,8 @@ def build_conversation(items: Sequence[object], fields: Fields) -> Conversation:
         weight = message.pop("weight", 1)
         if weight not in (0, 1):
             raise InvalidRecordError("invalid weight", f"message {index} has weight {weight!r:.20}; it must be 0 or 1")
-        _check_content(message, index)
+        content = read_content(message, index)
+        message |= {"content": content} if "content" in message else {}
         if "tool_calls" in message:
             message["tool_calls"] = _read_tool_calls(message["tool_calls"], index)
             if not message["tool_calls"]:
@@ -159,15 +172,45 @@ def build_conversation(items: Sequence[object], fields: Fields) -> Conversation:
         train_on.append(message["role"] == "assistant" and bool(weight))
     if not any(message["role"] == "assistant" for message in messages):
         raise InvalidRecordError("no message of the assistant", "there is nothing to train on; add one")
-    return Conversation(messages, _read_tools(fields), train_on)
+    return Conversation(messages, read_tools(fields), train_on)
 
 
-def _check_content(message: MessageDict, index: int) -> None:
+def read_content(message: MessageDict, index: int) -> str | None:
+    """Text of a message. Parts with text are joined, because most templates would print them as a list of objects."""
     content = message.get("content")
-    is_parts = isinstance(content, Sequence) and all(isinstance(part, Mapping) for part in content)
-    if not (isinstance(content, str) or is_parts or (content is None and "tool_calls" in message)):
+    if isinstance(content, str) or (content is None and "tool_calls" in message):
+        return content
+    if not isinstance(content, Sequence) or not all(isinstance(part, Mapping) for part in content):
         kind = "no content" if content is None else f"a {type(content).__name__} as content"
         raise InvalidRecordError("invalid message", f"message {index} has {kind}; it must be a string")
+    for part in content:
+        if not isinstance(part.get("text"), str):
+            kind = f"a part of type {part.get('type')!r:.20}"
+            raise InvalidRecordError("content that is not text", f"message {index} has {kind}; only text is supported")
+    return "".join(part["text"] for part in content)
+
+
+def as_messages(value: object, role: str, key: str) -> list[Any]:
+    """Messages of a prompt or an answer. A text is one message with this role."""
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    if isinstance(value, Mapping):
+        return [value]
+    if not isinstance(value, list | tuple) or not value:
+        raise InvalidRecordError("invalid messages", f"{key} must be a text or a list of messages, not {value!r:.40}")
+    return list(value)
+
+
+def parse_messages_text(value: object) -> object:
+    """Parse JSON text of messages, as in CSV files. Other values are returned as they are."""
+    if not isinstance(value, str) or not value.lstrip().startswith("[{"):
+        return value
+    try:
+        parsed = json.loads(value)
+    except (ValueError, RecursionError):
+        return value  # a text that starts like a list
+    is_messages = isinstance(parsed, list) and all(isinstance(item, Mapping) and "role" in item for item in parsed)
+    return parsed if is_messages else value
 
 
 def _read_tool_calls(value: object, index: int) -> list[MessageDict]:
@@ -190,7 +233,7 @@ def _read_function_calls(value: object, index: int) -> list[MessageDict]:
     return [call if "function" in call else {"type": "function", "function": call} for call in calls]
 
 
-def _read_tools(fields: Fields) -> list[MessageDict] | None:
+def read_tools(fields: Fields) -> list[MessageDict] | None:
     if not fields.get("tools"):
         return None
     tools = _as_list(_parse_json(fields["tools"], "tools"), "tools")

@@ -1,11 +1,18 @@
 """Forms of preference data: prompt with chosen and rejected answer, conversations, answers with a label."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cutaway.train.data.chat_formats import Conversation, Fields, PlainText, build_conversation
+from cutaway.train.data.chat_formats import (
+    Conversation,
+    Fields,
+    PlainText,
+    as_messages,
+    build_conversation,
+    parse_messages_text,
+    plain_text,
+)
 from cutaway.train.data.records import InvalidRecordError, Record
 
 Answer = Conversation | PlainText
@@ -43,9 +50,9 @@ def parse_pair(record: Record) -> Pair:
     if isinstance(chosen, str) and isinstance(rejected, str) and (prompt is None or isinstance(prompt, str)):
         if prompt is None:
             raise InvalidRecordError("no prompt", "chosen and rejected are texts; add the prompt, also as a text")
-        return Pair(_plain_text(prompt, chosen), _plain_text(prompt, rejected))
-    before = [] if prompt is None else _as_messages(prompt, "user", "prompt")
-    answers = [_as_messages(fields[key], "assistant", key) for key in ("chosen", "rejected")]
+        return Pair(plain_text(prompt, chosen, fields), plain_text(prompt, rejected, fields))
+    before = [] if prompt is None else as_messages(prompt, "user", "prompt")
+    answers = [as_messages(fields[key], "assistant", key) for key in ("chosen", "rejected")]
     start = len(before)
     if all(_has_prompt(answer, prompt, before) for answer in answers):
         before, start = [], _common_length(*answers) if prompt is None or isinstance(prompt, str) else start
@@ -64,15 +71,15 @@ def parse_labeled(record: Record) -> LabeledAnswer:
         return LabeledAnswer(pair.chosen if is_desirable else pair.rejected, is_desirable)
     prompt, completion = fields.get("prompt"), fields.get("completion")
     if "messages" in fields:
-        messages = _as_messages(fields["messages"], "user", "messages")
+        messages = as_messages(fields["messages"], "user", "messages")
         last = max((i for i, each in enumerate(messages) if _role(each) == "assistant"), default=0)
         return LabeledAnswer(_conversation(messages, last, fields), is_desirable)
     if prompt is None or completion is None:
         raise _unknown_form(record, f"objective kto needs: {LABELED_FORMS}")
     if isinstance(prompt, str) and isinstance(completion, str):
-        return LabeledAnswer(_plain_text(prompt, completion), is_desirable)
-    before = _as_messages(prompt, "user", "prompt")
-    messages = before + _as_messages(completion, "assistant", "completion")
+        return LabeledAnswer(plain_text(prompt, completion, fields), is_desirable)
+    before = as_messages(prompt, "user", "prompt")
+    messages = before + as_messages(completion, "assistant", "completion")
     return LabeledAnswer(_conversation(messages, len(before), fields), is_desirable)
 
 
@@ -91,28 +98,7 @@ def split_pairs(records: list[Record]) -> list[Record]:
 
 def _read_fields(record: Record) -> dict[str, Any]:
     """Values of a record without empty ones. JSON text of messages, as in CSV files, is parsed."""
-    return {key: _parse_messages_text(value) for key, value in record.fields.items() if value is not None}
-
-
-def _parse_messages_text(value: object) -> object:
-    if not isinstance(value, str) or not value.lstrip().startswith("[{"):
-        return value
-    try:
-        parsed = json.loads(value)
-    except (ValueError, RecursionError):
-        return value  # a text that starts like a list
-    is_messages = isinstance(parsed, list) and all(isinstance(item, Mapping) and "role" in item for item in parsed)
-    return parsed if is_messages else value
-
-
-def _as_messages(value: object, role: str, key: str) -> list[Any]:
-    if isinstance(value, str):
-        return [{"role": role, "content": value}]
-    if isinstance(value, Mapping):
-        return [value]
-    if not isinstance(value, list | tuple) or not value:
-        raise InvalidRecordError("invalid messages", f"{key} must be a text or a list of messages, not {value!r:.40}")
-    return list(value)
+    return {key: parse_messages_text(value) for key, value in record.fields.items() if value is not None}
 
 
 def _has_prompt(answer: list[Any], prompt: object, before: list[Any]) -> bool:
@@ -137,12 +123,6 @@ def _conversation(messages: list[Any], start: int, fields: Fields) -> Conversati
     conversation = build_conversation(messages, fields)
     first = start + len(conversation.messages) - len(messages)  # a system message may have been added
     return replace(conversation, train_on=[flag and i >= first for i, flag in enumerate(conversation.train_on)])
-
-
-def _plain_text(prompt: str, answer: str) -> PlainText:
-    if not answer:
-        raise InvalidRecordError("empty text", "an answer is empty")
-    return PlainText(prompt, answer)
 
 
 def _role(message: object) -> object:

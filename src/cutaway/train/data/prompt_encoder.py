@@ -1,6 +1,7 @@
 """Encoder of the records of objective grpo: a prompt, and columns for the reward functions."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,6 +13,7 @@ from cutaway.errors import InputError
 from cutaway.tokenizer import Tokenizer
 from cutaway.tokenizer.chat.assistant_mask import AssistantMaskEncoder
 from cutaway.tokenizer.chat.shipped_templates import default_chat_template, load_chat_template
+from cutaway.train.data.chat_formats import parse_messages_text, read_content, read_tools
 from cutaway.train.data.datasets import Row
 from cutaway.train.data.record_encoder import RecordEncoder
 from cutaway.train.data.records import InvalidRecordError, Record, RecordDataset, RecordSplits
@@ -103,13 +105,15 @@ class PromptEncoder(RecordEncoder):
         self.default_template: str | None = None
 
     def encode(self, record: Record) -> Row:
-        prompt = record.fields.get("prompt")
+        prompt = parse_messages_text(record.fields.get("prompt"))
         if prompt is None:
             keys = ", ".join(record.fields) or "none"
             hint = "; rename messages to prompt" if "messages" in record.fields else ""
             raise InvalidRecordError(
                 "no prompt", f"its keys are {keys}; objective grpo needs prompt, a text or messages{hint}"
             )
+        if isinstance(prompt, list) and all(isinstance(message, Mapping) for message in prompt):
+            prompt = [{**message, "content": read_content(message, i)} for i, message in enumerate(prompt)]
         ids = self._encode_prompt(prompt, record)
         if not ids:
             raise InvalidRecordError("empty prompt", "prompt has no tokens")
@@ -118,7 +122,7 @@ class PromptEncoder(RecordEncoder):
                 "longer than data.seq_len − objective.max_new_tokens",
                 f"the prompt has {len(ids):,} tokens, but at most {self.max_prompt_len:,} fit",
             )
-        self.records.append(record)
+        self.records.append(replace(record, fields=record.fields | {"prompt": prompt}))
         self.columns |= dict.fromkeys(name for name in record.fields if name not in RESERVED_COLUMNS)
         return np.array(ids, np.int64), np.array([len(self.records) - 1], np.int64)
 
@@ -166,7 +170,7 @@ class PromptEncoder(RecordEncoder):
         if self.tokenizer.chat_template is None:
             self.default_template = default_chat_template(self.tokenizer)
             self.tokenizer.chat_template = load_chat_template(self.default_template, self.tokenizer)
-        tools = record.fields.get("tools")
+        tools = read_tools(record.fields)
         self.mask_encoder.turn_finder(with_tools=tools is not None)  # an invalid template ends the run
         try:
             ids = self.tokenizer.encode_chat(prompt, **({} if tools is None else {"tools": tools}))

@@ -27,6 +27,8 @@ from cutaway.train.recipe.schema import STDLIB_PATH, SourceConfig
 RECORD_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 LOG_INTERVAL = 5.0
 """Number of seconds between messages about the progress."""
+MAX_CELL_CHARS = 1 << 26
+"""Maximum length of a cell of a CSV file. The default of the csv module is shorter than some documents."""
 EncodedT = TypeVar("EncodedT")
 
 
@@ -76,7 +78,13 @@ def read_records(source: SourceConfig, skipped: SkippedDocuments) -> Iterator[Re
                     skipped.add("invalid UTF-8", f"{location}: unpaired surrogate {problem}")
                 else:
                     yield Record(row, location, source)
-        except (OSError, ValueError, csv.Error) as error:
+        except UnicodeDecodeError as error:  # in the middle of a file: the rows after it would be lost
+            raise InputError(
+                f"'{path}' is not UTF-8 ({error}); convert it, e.g. with: iconv -f latin1 -t utf-8 {path.name}"
+            ) from None
+        except csv.Error as error:
+            raise InputError(f"'{path}' cannot be read to its end: {error}; correct the file") from None
+        except (OSError, ValueError) as error:
             skipped.add("unreadable file", f"{path}: {error}")
 
 
@@ -221,7 +229,14 @@ def _read_csv(path: Path, skipped: SkippedDocuments) -> Iterator[tuple[str, obje
     with path.open(encoding="utf-8-sig", newline="") as stream:
         options: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if path.suffix == ".tsv" else {}
         reader = csv.DictReader(stream, **options)
-        for row in reader:
+        while True:
+            limit = csv.field_size_limit(MAX_CELL_CHARS)
+            try:
+                row = next(reader, None)
+            finally:
+                csv.field_size_limit(limit)
+            if row is None:
+                return
             location = f"{path} line {reader.line_num}"
             if None in row or None in row.values():
                 skipped.add("number of cells differs from the header", location)

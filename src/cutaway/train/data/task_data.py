@@ -83,16 +83,15 @@ def find_labels(objective: TaskConfig, data: DataConfig) -> LabelSet:
     """Labels of all records of the data. Records without a label are left out when they are encoded."""
     skipped = SkippedDocuments()
     if isinstance(objective, TokenClassificationConfig):
-        tagged = parse_valid(read_all(data), parse_tagged_text, skipped)
+        tagged = parse_valid(read_all(data, skipped), parse_tagged_text, skipped)
         tags = [tag for _, each in tagged for tag in each.tags]
         if not tags:
             raise InputError(f"no record has words and tags: {skipped or 'the files have no rows'}; {_KEYS_HINT}")
         names = class_names(tags)
         return LabelSet("single_label_classification", names, len(names))
     assert isinstance(objective, ClassificationConfig)
-    labeled = [
-        (record.location, each.label) for record, each in parse_valid(read_all(data), parse_labeled_text, skipped)
-    ]
+    parsed = parse_valid(read_all(data, skipped), parse_labeled_text, skipped)
+    labeled = [(record.location, each.label) for record, each in parsed]
     if not labeled:
         raise InputError(f"no record has a text and a label: {skipped or 'the files have no rows'}; {_KEYS_HINT}")
     return discover_labels(labeled, objective.problem_type)
@@ -189,9 +188,9 @@ def have_scores(records: Sequence[Record]) -> bool:
     return False
 
 
-def read_all(data: DataConfig) -> Iterator[Record]:
+def read_all(data: DataConfig, skipped: SkippedDocuments) -> Iterator[Record]:
     for source in data.sources:
-        yield from read_records(source, SkippedDocuments())
+        yield from read_records(source, skipped)
 
 
 def parse_valid(

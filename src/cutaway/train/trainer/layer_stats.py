@@ -45,11 +45,13 @@ class UpdateStats:
     Create it between the backward pass and the optimizer step, and call its methods after the optimizer step.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+    def __init__(self, parameters: Mapping[str, nn.Parameter], loss_scale: Tensor | float = 1.0) -> None:
+        """`loss_scale`: factor by which the gradients are too large (fp16)."""
         self.parameters, self.layer_of_parameter = parameters, _layer_of_parameter(parameters)
         self.initial_values = {name: _sample_values(parameter).clone() for name, parameter in parameters.items()}
         grads = {name: to_local(each.grad) for name, each in parameters.items() if each.grad is not None}
-        self.parameter_grad_norms = dict(zip(grads, torch._foreach_norm(list(grads.values())), strict=True))
+        norms = torch._foreach_norm(list(grads.values()))
+        self.parameter_grad_norms = {name: norm / loss_scale for name, norm in zip(grads, norms, strict=True)}
 
     def grad_norms(self) -> dict[str, float]:
         """Gradient norm by layer; 0 for a layer without a gradient."""

@@ -84,10 +84,11 @@ class TrainStepRunner:
             grad_norm = grad_norm / scale_metrics["loss_scale"]
         factor = lr_factor(self.recipe.schedule, step, self.training.max_steps)
         skip, verdict = self.step_policy.check_grad_norm(grad_norm)
-        self.update_stats = UpdateStats(self.optimizer.parameters) if record_update_stats else None
+        loss_scale = scale_metrics.get("loss_scale", 1.0)
+        self.update_stats = UpdateStats(self.optimizer.parameters, loss_scale) if record_update_stats else None
         with raise_on_out_of_memory("the optimizer state"):
             # Clip and unscale the gradient with one division, by max(1, ‖g‖ / grad_clip) · loss_scale.
-            grad_divisor = (grad_norm / self.training.grad_clip).clamp(min=1.0) * scale_metrics.get("loss_scale", 1.0)
+            grad_divisor = (grad_norm / self.training.grad_clip).clamp(min=1.0) * loss_scale
             self.optimizer.step(factor, grad_divisor=grad_divisor, skip=skip)
         return {
             "step": step + 1,
