@@ -41,7 +41,6 @@ def chat(question: str, answer: str) -> list[dict[str, str]]:
 def their_rewards(model: Path, texts: list[str]) -> list[float]:
     """Rewards by transformers, of texts with all special tokens."""
     reference = transformers.AutoModelForSequenceClassification.from_pretrained(model).eval()
-    reference.config.pad_token_id = None  # the last token counts, also if it is the EOS token
     tokenizer = load_tokenizer(model)
     assert tokenizer is not None
     with torch.no_grad():

@@ -24,6 +24,10 @@ CASES = [
 ]
 LABELS = ("ham", "spam", "other")
 PAD, EOS = 0, 2
+SMALL = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}  # fmt: skip
 SEEDS = {"opt": 1}
 """Seed of the family's config where 0 does not work: OPT with a factorized embedding has no head for tasks."""
 
@@ -238,6 +242,31 @@ def test_problem_type_is_read_and_written(tmp_path: Path) -> None:
     loaded = transformers.AutoModelForSequenceClassification.from_pretrained(ct.save(changed, tmp_path / "one"))
     assert (loaded.config.problem_type, loaded.config.num_labels) == ("regression", 1)
     assert loaded.config.classifier_dropout == 0.25
+
+
+def test_default_padding_tokens_equal_those_of_transformers() -> None:
+    for name, family in families().items():
+        for each in family.head_classes:
+            if each.head.get("pooling") == "last" and family.template["form"] == "decoder":
+                [default] = [field.default for field in each.fields if getattr(field, "key", "") == "pad_token_id"]  # type: ignore[attr-defined]
+                assert default == transformers.AutoConfig.for_model(name).pad_token_id, name
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("pad", [7, None, -1])
+def test_padding_tokens_at_the_end_of_a_text_are_not_pooled(pad: int | None, tmp_path: Path) -> None:
+    """As in transformers, also if the mask marks them as text: EOS at the end, if it is the padding token too."""
+    config = transformers.LlamaConfig(**SMALL, pad_token_id=pad)
+    model = transformers.LlamaForSequenceClassification(config).eval()
+    model.save_pretrained(tmp_path)
+    checkpoint = ct.load(tmp_path)
+    tokens = torch.randint(10, 60, (1, 9))
+    tokens[0, 5:] = 7
+    logits = model(input_ids=tokens).logits
+    assert_close(checkpoint.model(tokens), logits, 0.0, "without mask")
+    assert_close(checkpoint.model(tokens, torch.ones(1, 9, dtype=torch.bool)), logits, 0.0, "with mask")
+    shorter = model(input_ids=tokens[:, :5]).logits
+    assert torch.allclose(logits, shorter, atol=1e-6) == (pad == 7)
 
 
 def test_decoder_classifier_is_saved_with_the_padding_token_of_its_tokenizer(tmp_path: Path) -> None:

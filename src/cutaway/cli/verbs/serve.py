@@ -67,8 +67,7 @@ def serve(
     access_policy = build_access_policy(host, load_api_key(api_key, api_key_file), tuple(allowed_hosts or ()))
     sock = bind_socket(host, port)
     from cutaway.cli.model_loading import load_checkpoint
-    from cutaway.families.load import resolve_checkpoint_path
-    from cutaway.families.peft_format import load_adapter
+    from cutaway.families.load import add_adapters, resolve_checkpoint_path
     from cutaway.serve.openai.api_server import build_openai_app
     from cutaway.serve.openai.embeddings import read_pooling_mode
 
@@ -80,8 +79,7 @@ def serve(
     )
     checkpoint = load_checkpoint(source, device, dtype, quiet=as_json)
     active = checkpoint.model.active_adapter
-    for name, directory in adapters.items():
-        checkpoint = load_adapter(checkpoint, resolve_checkpoint_path(directory), name)
+    checkpoint = add_adapters(checkpoint, adapters)
     checkpoint.model.set_adapter(active).requires_grad_(False)
     app, serving = build_openai_app(
         checkpoint,
