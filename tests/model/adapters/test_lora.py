@@ -208,6 +208,11 @@ def test_names_of_adapters_are_checked() -> None:
             call()
     with pytest.raises(InputError, match="use one of: default"):
         model.set_adapter("other")
+
+
+@pytest.mark.unchecked
+def test_arguments_of_other_types_are_refused() -> None:
+    model = build_adapted()
     with pytest.raises(InputError, match=r"the adapter is \['default'\]; pass the name of an adapter"):
         model.set_adapter(["default"])  # type: ignore[arg-type]
     with pytest.raises(InputError, match="the configuration of an adapter is a str; pass a dict"):
