@@ -14,7 +14,7 @@ from support.cli_runner import CliRunner
 
 import cutaway as ct
 from cutaway.size import get_hardware, list_hardware, size
-from cutaway.size.estimate import estimates_to_dict
+from cutaway.size.estimate_json import estimates_to_dict
 from cutaway.size.memory_fit import fit_to_memory
 
 pytestmark = pytest.mark.unchecked

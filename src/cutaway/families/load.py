@@ -116,7 +116,7 @@ def _read_optional_json(path: Path) -> dict[str, object]:
 
 def _load_with_adapters(source: str | Path, adapters: Mapping[str, str | Path], options: LoadOptions) -> Checkpoint:
     """Load a checkpoint and add adapters, of which the first is active."""
-    paths = {name: resolve_checkpoint_path(directory) for name, directory in adapters.items()}
+    paths = {name: resolve_checkpoint_path(directory) for name, directory in adapters.items()}  # before a large base
     checkpoint = add_adapters(load(source, **asdict(options)), paths)
     if paths:
         checkpoint.model.set_adapter(next(iter(paths))).requires_grad_(False)
@@ -194,13 +194,17 @@ def _load_with_adapter(path: Path, options: LoadOptions) -> Checkpoint:
     return load_adapter(_use_adapter_tokenizer(checkpoint, path), path)
 
 
+def _adapter_directory(path: Path) -> Path:
+    """The directory of an adapter: that of the model if `path` is a run, else `path` itself."""
+    return path / "model" if (path / RUN_FILE_NAME).is_file() else path
+
+
 def _check_base_chain(path: Path) -> None:
     """Raise InputError if the base of an adapter is the adapter itself, directly or by way of other adapters."""
     seen = {path.resolve()}
     base = read_adapter_base(path)
     while base is not None and Path(base).expanduser().is_dir():
-        directory = Path(base).expanduser().resolve()
-        directory = directory / "model" if (directory / RUN_FILE_NAME).is_file() else directory
+        directory = _adapter_directory(Path(base).expanduser().resolve())
         if directory in seen:
             raise InputError(
                 f"'{path}' is an adapter whose base models are adapters of each other; correct"
@@ -216,7 +220,7 @@ def _use_adapter_tokenizer(checkpoint: Checkpoint, path: Path) -> Checkpoint:
 
     Training may have added a chat template, and an end-of-turn token at which generation stops.
     """
-    path = path / "model" if (path / RUN_FILE_NAME).is_file() else path
+    path = _adapter_directory(path)
     if (path / "tokenizer.json").is_file():
         checkpoint = replace(checkpoint, tokenizer_loader=partial(_load_tokenizer, path))
     if (path / GENERATION_CONFIG_NAME).is_file():
@@ -230,7 +234,7 @@ def read_adapter_base(source: str | Path) -> str | None:
 
     A path that does not exist is looked up relative to the directory of the adapter."""
     path = resolve_checkpoint_path(source)
-    path = path / "model" if (path / RUN_FILE_NAME).is_file() else path
+    path = _adapter_directory(path)
     base = read_json_object(path / ADAPTER_CONFIG_NAME, ConfigError).get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         return None
@@ -243,7 +247,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.ji
 
 def _have_equal_tokenizers(paths: Sequence[Path]) -> bool:
     """Whether adapter directories or runs have the same tokenizer, chat template and generation config."""
-    directories = [path / "model" if (path / RUN_FILE_NAME).is_file() else path for path in paths]
+    directories = list(map(_adapter_directory, paths))
 
     def have_equal(name: str) -> bool:
         files = [path / name for path in directories]

@@ -9,7 +9,8 @@ from typing import Any
 from cutaway.config.positions import LearnedPosition, SinusoidalPosition
 from cutaway.config.transformer import Config, EncoderDecoder, TransformerConfig
 from cutaway.errors import InputError
-from cutaway.size.estimate import SizeEstimate, options_to_dict, size
+from cutaway.size.estimate import SizeEstimate, size
+from cutaway.size.estimate_json import options_to_dict
 from cutaway.size.model_scaling import SCALING_FAMILIES, ModelShape, build_family_config, list_shapes_near_budget
 from cutaway.size.options import SizeOptions
 from cutaway.size.units import parse_bytes

@@ -211,7 +211,7 @@ def _compute_sizes(sources: list[str], mode: str | None, options: dict[str, Any]
 
 
 def _print_sizes(sizes: "list[tuple[str, list[SizeEstimate]]]", *, side_by_side: bool, as_json: bool) -> None:
-    from cutaway.size.estimate import estimates_to_dict
+    from cutaway.size.estimate_json import estimates_to_dict
 
     reports = [{"source": name} | estimates_to_dict(*estimates) for name, estimates in sizes]
     if as_json:
