@@ -1,6 +1,8 @@
 """Adapters of a configuration: the layers that they adapt, their weights, and the bytes of the frozen base."""
 
 from collections.abc import Iterator, Mapping
+from itertools import product
+from math import ceil
 from typing import Any
 
 from cutaway.config.lora import LoRA
@@ -17,6 +19,9 @@ QUANTIZATIONS = ("none", "nf4", "int8")
 _NF4_BLOCK_SIZE = 64
 _QUERY_LATENT_PARTS = {"q_down": "q.0", "q": "q.2"}
 """Names of the two matrices of a query latent (MLA), which the model applies one after the other."""
+_FUSED_LAYERS = (("q", "k", "v"), ("gate", "up"), ("o",), ("down",))
+"""Layers with the same input, whose adapters compiled steps fuse (`train/kernels/lora.py`)."""
+_RANK_MULTIPLE = 16
 _TOKEN_TABLES = (("tokens",), ("source_tokens",))
 
 
@@ -130,3 +135,24 @@ def frozen_bytes(config: Config, base: FrozenBase, precision: Precision) -> int:
         kind = base.quantization_of(matrices[tensor.name]) if tensor.name in matrices else None
         total += tensor.nbytes(precision) if kind is None else quantized_bytes(tensor.numel, tensor.shape[0], kind)
     return total
+
+
+def fused_column_bytes(config: Config, base: FrozenBase, precision: Precision) -> int:
+    """Number of bytes of the columns of B that compiled steps store beside the frozen weights.
+
+    A row of a weight has a column for each rank of the layers with the same input.
+    """
+    if not base.is_fusible:
+        return 0
+    weights = {weight.key: weight for weight in list_weights(config)}
+    parents = {key[:-1] for key in base.adapters}
+    num_elements = 0
+    for parent, names in product(parents, _FUSED_LAYERS):
+        keys = [(*parent, name) for name in names]
+        is_fused = all(
+            key in base.adapters and (*key, "bias") not in weights and len(weights[key].shape) == 2 for key in keys
+        )
+        if is_fused:
+            num_columns = ceil(sum(base.adapters[key].rank for key in keys) / _RANK_MULTIPLE) * _RANK_MULTIPLE
+            num_elements += num_columns * sum(weights[key].shape[0] for key in keys)
+    return precision.tensor_bytes((num_elements,), quantizable=False)

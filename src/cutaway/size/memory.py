@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from cutaway.config.transformer import Config
 from cutaway.errors import InputError
-from cutaway.size.adapters import frozen_bytes, list_adapter_tensors
+from cutaway.size.adapters import frozen_bytes, fused_column_bytes, list_adapter_tensors
 from cutaway.size.kv_cache import KVCacheSize
 from cutaway.size.optimizer_state import optimizer_state_bytes
 from cutaway.size.options import SizeOptions
@@ -70,8 +70,9 @@ def training_memory(options: SizeOptions, config: Config, train_pass: PassCost, 
         state_bytes = optimizer_state_bytes(options.optimizer, tensors, precision.unquantized_bytes)
     else:
         adapters = list_adapter_tensors(config, base)
+        columns = fused_column_bytes(config, base, precision) if options.compiled else 0
         weights = {
-            "frozen weights": frozen_bytes(config, base, precision),
+            "frozen weights": frozen_bytes(config, base, precision) + columns,
             "adapters": sum(base.adapter_itemsize * tensor.numel for tensor in adapters),
         }
         state_bytes = optimizer_state_bytes(options.optimizer, adapters, base.adapter_itemsize)

@@ -2,20 +2,24 @@
 
 import copy
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 
 import cutaway as ct
 from cutaway.model import Transformer
+from cutaway.model.adapters.quantized_linear import quantize_linears
 from cutaway.train.kernels.compile import _find_fusible_modules, compile_for_training
 from cutaway.train.kernels.lora import FusedLoRALinear
 
 TOKENS = torch.arange(24).view(2, 12)
 
 
-def build_adapted(preset: str, **config: object) -> Transformer:
+def build_adapted(preset: str, quantization: str | None = None, **config: Any) -> Transformer:
     model = ct.build(preset, seed=0).train()
+    if quantization is not None:
+        quantize_linears(model, quantization)  # type: ignore[arg-type]  # a literal
     model.add_adapter({"rank": 6, **config}, seed=0)
     for name, parameter in model.named_parameters():
         if name.endswith("lora_b"):
@@ -25,11 +29,13 @@ def build_adapted(preset: str, **config: object) -> Transformer:
 
 @pytest.mark.parametrize(
     ("preset", "config"),
-    [*product(["tiny-llama", "tiny-gemma", "tiny-moe"], [{}]), ("tiny-llama", {"rank_pattern": {"attn.q": 3}})],
+    [
+        *product(["tiny-llama", "tiny-gemma", "tiny-moe"], [{}, {"quantization": "nf4"}, {"quantization": "int8"}]),
+        ("tiny-llama", {"rank_pattern": {"attn.q": 3}}),
+        ("tiny-llama", {"rank_pattern": {"attn.q": 3}, "quantization": "nf4"}),
+    ],
 )
-def test_fused_layers_equal_single_layers(
-    preset: str, config: dict[str, object], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fused_layers_equal_single_layers(preset: str, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     model = build_adapted(preset, **config)
     fused = copy.deepcopy(model)
@@ -62,7 +68,7 @@ def test_fused_layers_equal_single_layers(
 
 
 @pytest.mark.parametrize("config", [{"dropout": 0.1}, {"use_dora": True}, {"targets": ["attn.q"]}])
-def test_layers_that_cannot_be_fused(config: dict[str, object]) -> None:
+def test_layers_that_cannot_be_fused(config: dict[str, Any]) -> None:
     methods = _find_fusible_modules(build_adapted("tiny-llama", **config))
     attention = [each for module, each in methods.items() if "project_qkv" in each]
     assert not any("fused_lora" in each for each in attention)

@@ -15,9 +15,11 @@ import torch.nn.functional as F
 from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 
+from cutaway.device import has_triton
 from cutaway.errors import InputError
 from cutaway.model.layers import Linear
 
+HAS_TRITON = has_triton()
 Quantization = Literal["nf4", "int8"]
 NF4_BLOCK_SIZE = 64
 """Number of weights per scale."""
@@ -38,6 +40,8 @@ class QuantizedLinear(nn.Module):
     scales: Tensor
     second_scales: Tensor | None
     scale_mean: Tensor | None
+    values: Tensor | None
+    """NF4_VALUES on the device of the codes; not part of the state dict."""
 
     def __init__(
         self,
@@ -57,6 +61,8 @@ class QuantizedLinear(nn.Module):
         parts = quantize_nf4(weight.float()) if kind == "nf4" else (*quantize_int8(weight.float()), None, None)
         for name, part in zip(("codes", "scales", "second_scales", "scale_mean"), parts, strict=True):
             self.register_buffer(name, part)
+        values = torch.tensor(NF4_VALUES, device=weight.device) if kind == "nf4" else None
+        self.register_buffer("values", values, persistent=False)
         self.bias = None if linear.bias is None else nn.Parameter(linear.bias.detach().to(device), requires_grad=False)
         self.dtype = dtype or weight.dtype
         """Dtype of the dequantized weight. Default: the dtype before quantization."""
@@ -66,14 +72,27 @@ class QuantizedLinear(nn.Module):
         """The dequantized weight, a new tensor."""
         return self.dequantize()
 
-    def dequantize(self, dtype: torch.dtype | None = None) -> Float[Tensor, "o i"]:
+    def dequantize(
+        self, dtype: torch.dtype | None = None, *, columns: Tensor | None = None, after: Tensor | None = None
+    ) -> Float[Tensor, "o _"]:
+        """The dequantized weight W, or [W | columns].
+
+        Compiled code computes it after `after`. So a backward pass dequantizes the weight when it has the gradient, and
+        not together with the same weight in the forward pass, where it would take memory for longer.
+        """
+        dtype = dtype or self.dtype
+        if self.codes.is_cuda and HAS_TRITON:
+            from cutaway.model.adapters import dequantize_kernels
+
+            return dequantize_kernels.dequantize(self, dtype, columns, after)
         if self.kind == "int8":
-            return (self.codes.float() * self.scales.unsqueeze(-1)).to(dtype or self.dtype)
-        assert self.second_scales is not None
-        assert self.scale_mean is not None
-        dequantize = _compiled_dequantize_nf4() if self.codes.is_cuda else dequantize_nf4
-        values = dequantize(self.codes, self.scales, self.second_scales, self.scale_mean, dtype or self.dtype)
-        return values.view(self.out_features, self.in_features)
+            weight = (self.codes.float() * self.scales.unsqueeze(-1)).to(dtype)
+        else:
+            assert self.second_scales is not None
+            assert self.scale_mean is not None
+            weight = dequantize_nf4(self.codes, self.scales, self.second_scales, self.scale_mean, dtype)
+            weight = weight.view(self.out_features, self.in_features)
+        return weight if columns is None else torch.cat([weight, columns.to(dtype)], -1)
 
     def forward(self, x: Float[Tensor, "*batch i"]) -> Float[Tensor, "*batch o"]:
         dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
@@ -105,7 +124,7 @@ class _DequantizedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad @ ctx.layer.dequantize(ctx.dtype), None, None
+        return grad @ ctx.layer.dequantize(ctx.dtype, after=grad), None, None
 
 
 def quantize_int8(weight: Float[Tensor, "o i"]) -> tuple[Tensor, Tensor]:
@@ -146,18 +165,6 @@ def dequantize_nf4(
     table = torch.tensor(NF4_VALUES, device=codes.device)
     values = torch.stack((table[(codes >> 4).int()], table[(codes & 15).int()]), -1).view(-1, NF4_BLOCK_SIZE)
     return (values * _dequantize_scales(scales, second_scales, mean).unsqueeze(-1)).to(dtype).flatten()
-
-
-_COMPILED: list[Any] = []
-
-
-def _compiled_dequantize_nf4() -> Any:
-    """`dequantize_nf4`, compiled to one kernel where Triton is installed, so that it reads and writes memory once."""
-    from cutaway.device import has_triton
-
-    if not _COMPILED:
-        _COMPILED.append(torch.compile(dequantize_nf4, dynamic=True) if has_triton() else dequantize_nf4)
-    return _COMPILED[0]
 
 
 def quantize_linears(

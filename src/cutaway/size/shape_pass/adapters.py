@@ -33,8 +33,7 @@ class FrozenBase:
     @property
     def is_fusible(self) -> bool:
         """Whether compiled steps fuse the adapters with the frozen weights (`train/kernels/lora.py`)."""
-        plain = not any(adapter.dropout or adapter.use_dora for adapter in self.adapters.values())
-        return self.quantization is None and plain
+        return not any(adapter.dropout or adapter.use_dora for adapter in self.adapters.values())
 
     def adapter_of(self, key: WeightKey) -> LayerAdapter | None:
         """Adapter of a linear layer. An output matrix that is tied to an adapted embedding table has none."""
@@ -58,5 +57,4 @@ def dequantization_bytes(numel: int, kind: str, itemsize: int, device: str) -> i
     """Number of bytes at the peak of dequantizing a weight, including the result."""
     if device == "cpu":
         return numel * _CPU_DEQUANTIZATION_BYTES[kind]
-    # On a GPU, one kernel dequantizes NF4; int8 values are converted to fp32 first.
-    return numel * (itemsize if kind == "nf4" else 8)
+    return numel * itemsize  # one kernel

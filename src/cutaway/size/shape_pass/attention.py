@@ -17,7 +17,8 @@ def multi_head_attention(
     x = tape.copy_to_tp_region(x)
     q = _project_queries(tape, x, config, key, d_head)
     k, v = _project_keys_values(tape, x, config, key, d_head)
-    is_fused = tape.execution.compiled and (tape.execution.base is None or tape.execution.base.is_fusible)
+    base = tape.execution.base
+    is_fused = tape.execution.compiled and (base is None or (base.is_fusible and base.quantization is None))
     if is_fused and context.rope_tables is None and config.qk_norm is None:
         # All three are views of the output of one matrix product. With RoPE or QK-norm, v is a copy.
         qkv = tape.empty((q.numel + k.numel + v.numel,), q.itemsize)

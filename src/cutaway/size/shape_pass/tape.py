@@ -169,7 +169,8 @@ class Tape:
     ) -> ShapeTensor:
         """Record an elementwise function as one compiled operation, which saves its inputs.
 
-        If the backward pass recomputes the output, it does so together with the gradients of the inputs."""
+        If the backward pass recomputes the output, it does so together with the gradients of the inputs, from the two
+        parts of the output's gradient: that of the wide product of a fused adapter, and that of A."""
         is_recomputed = self.execution.recomputes_pointwise
         y = self.record_op(
             inputs,
@@ -177,7 +178,7 @@ class Tape:
             saved=inputs,
             weights=weights,
             extra_saved_bytes=extra_saved_bytes,
-            backward_workspace=inputs[0].numel * (itemsize or inputs[0].itemsize) if is_recomputed else 0,
+            backward_workspace=2 * inputs[0].numel * (itemsize or inputs[0].itemsize) if is_recomputed else 0,
         )
         y.is_recomputed = is_recomputed
         return y
@@ -280,10 +281,10 @@ class Tape:
         for name, factor_shape in factors.items():
             weight = Weight((*key, name), factor_shape, in_matmul=True, itemsize=itemsize)
             saved: list[ShapeTensor | Storage] = [] if x.is_recomputed else [x]
-            if self.execution.autocast and self.execution.compute_itemsize != itemsize:
+            is_column = name == "lora_b" and self.execution.recomputes_pointwise  # stored beside the base weight
+            if self.execution.autocast and self.execution.compute_itemsize != itemsize and not is_column:
                 copy = self.autocast_copy(weight) if not leading else self.uncached_copy(weight)
-                is_column = name == "lora_b" and self.execution.recomputes_pointwise  # stored with the base weight
-                saved += [copy] if x.node is not None and not is_column else []
+                saved += [copy] if x.node is not None else []
             if leading:
                 saved.append(self.empty((leading[0],), 8))
             flops = 2 * x.numel * factor_shape[-2]

@@ -122,7 +122,7 @@ def _find_fusible_modules(model: Transformer) -> dict[nn.Module, dict[str, Any]]
         if type(module) is MultiHead and can_fuse_lora(module.q, module.k, module.v):
             fused = FusedLoRALinear(module.q, module.k, module.v, concat=True)  # type: ignore[arg-type]  # checked above
             replaced_methods[module] = {"fused_lora": fused, "project_qkv": MethodType(_fused_lora_qkv, module)}
-            replaced_methods[module]["copy_values"] = module in changes_qk
+            replaced_methods[module]["copy_values"] = module in changes_qk and len(fused.matrices) == 1
         elif isinstance(module, GatedMLP) and can_fuse_lora(module.gate, module.up):
             fused = FusedLoRALinear(module.gate, module.up)  # type: ignore[arg-type]  # checked above
             replaced_methods[module] = {"fused_lora": fused, "project_gate_up": MethodType(_fused_lora_gate_up, module)}
