@@ -208,7 +208,7 @@ REQUESTS: dict[str, tuple[str, str, Any, dict[str, str], int]] = {
     "image content": chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///"}}]}]),
     "chat_template in the request": chat(chat_template="{{ 7*7 }}"),
     "tools": chat(tools=[{"type": "function", "function": {"name": "f"}}]),
-    "JSON response_format": chat(response_format={"type": "json_object"}),
+    "response_format without schema": chat(response_format={"type": "json_schema"}),
     "audio modality": chat(modalities=["text", "audio"]),
     "top_logprobs too large": chat(logprobs=True, top_logprobs=21),
     "top_logprobs without logprobs": chat(top_logprobs=2),

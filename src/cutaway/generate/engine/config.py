@@ -23,6 +23,7 @@ from cutaway.generate.sampling.sampling_params import (
     check_token_ids,
     format_value,
 )
+from cutaway.generate.structured_output.grammar import Grammar, get_grammar_compiler
 from cutaway.model import Transformer
 from cutaway.model.adapters.adapter_methods import BASE_ADAPTER
 from cutaway.model.rope import Rope
@@ -264,6 +265,7 @@ class EngineConfig:
         `adapter`: one of `adapters`, or None for the first of them."""
         if sampling_params.stop and tokenizer is None:
             raise InputError("stop strings are matched in decoded text, but there is no tokenizer; pass stop_token_ids")
+        grammar = self.compile_grammar(sampling_params, tokenizer)
         seed = check_int("seed", seed, 0, 2**63 - 1)
         tokens, source = self.build_model_inputs(prompt, output_prefix)
         max_tokens = self.resolve_max_tokens(tokens, sampling_params, output_prefix)
@@ -271,12 +273,25 @@ class EngineConfig:
             sampling_params, max_tokens, tokenizer, self.eos_token_ids, prompt_tokens=() if source else prompt
         )
         request = Request(tokens, sampling_params, seed, output)
-        request.adapter = self.resolve_adapter(adapter)
+        request.adapter, request.grammar = self.resolve_adapter(adapter), grammar
         request.source_tokens, request.output_prefix = source, list(output_prefix)
         request.num_launched_tokens = len(output_prefix)
         for token in request.output_prefix:  # forced, so log-probability 0
             request.add_chunk(output.append_token(token, 0.0, {token: 0.0} if sampling_params.logprobs else None))
         return request
+
+    def compile_grammar(self, sampling_params: SamplingParams, tokenizer: Tokenizer | None) -> Grammar | None:
+        """Grammar of a request's schema, regex, choice or grammar; None if there is none."""
+        constraint = sampling_params.constraint
+        if constraint is None:
+            return None
+        if tokenizer is None:
+            raise InputError(
+                f"{constraint.kind} is matched in the text of the completion, but there is no tokenizer; pass a"
+                " checkpoint with a tokenizer"
+            )
+        compiler = get_grammar_compiler(tokenizer, self.model.config.vocab_size, self.eos_token_ids)
+        return compiler.compile(constraint)
 
     def resolve_adapter(self, adapter: str | None) -> str | None:
         """Adapter of a request: None is the first of `adapters`, and '__base__' the base model."""

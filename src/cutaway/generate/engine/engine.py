@@ -11,13 +11,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import copy_context
 
-from cutaway.errors import CutawayError
+from cutaway.errors import CutawayError, InputError
 from cutaway.eval_mode import eval_mode
 from cutaway.generate.engine.config import EngineConfig
 from cutaway.generate.engine.model_runner import ModelRunner, PendingTokens
 from cutaway.generate.engine.request import Request
 from cutaway.generate.engine.scheduler import Scheduler
 from cutaway.generate.sampling.sampling_params import SamplingParams
+from cutaway.generate.structured_output.grammar import fill_bitmasks
 from cutaway.tokenizer import Tokenizer
 
 
@@ -298,7 +299,9 @@ class Engine:
             with self._isolate_failures(decoding):
                 max_len = max(request.num_computed_tokens for request in decoding)
                 steps_left = max(request.output.max_tokens - request.num_launched_tokens for request in decoding)
-                launched = PendingTokens(self.model_runner.decode(len(decoding), max_len, steps_left), decoding)
+                fill_bitmasks = self._fill_bitmasks if any(request.grammar for request in decoding) else None
+                output = self.model_runner.decode(len(decoding), max_len, steps_left, before_sampling=fill_bitmasks)
+                launched = PendingTokens(output, decoding)
                 for request in decoding:
                     request.num_computed_tokens += 1
                     request.num_launched_tokens += 1
@@ -306,6 +309,19 @@ class Engine:
         self.pending = launched
         if not self.async_scheduling:
             self._process_pending()
+
+    def _fill_bitmasks(self) -> None:
+        """Write the tokens that the grammars allow next to the sampler, while the device runs the forward pass.
+
+        With async scheduling the tokens of the previous step are still pending: the grammars accept them here."""
+        if self.pending is not None:
+            for request, token, *_ in self.pending.results():
+                if request.grammar is not None and not request.finished.is_set():
+                    request.grammar.accept(token, len(request.output.tokens) - len(request.output_prefix))
+        grammars = [request.grammar for request in self.scheduler.decoding]
+        bitmask = self.model_runner.host_bitmask[: len(grammars)]
+        fill_bitmasks(bitmask, grammars)
+        self.model_runner.sampler.set_grammar_bitmask(bitmask)
 
     def _process_pending(self) -> None:
         """Wait until the tokens of the pending decode step are on the host, and append them to their requests."""
@@ -322,20 +338,36 @@ class Engine:
         self, request: Request, token: int, invalid: bool, logprob: float | None, top_logprobs: dict[int, float] | None
     ) -> None:
         """Append a sampled token to a request; finish the request, or prefill it again at a LongRoPE switch length."""
-        if invalid:
-            reason = (
+        error: CutawayError | None = None
+        grammar = request.grammar
+        if grammar is not None:
+            if not invalid:
+                grammar.accept(token, request.num_sampled_tokens)
+            if grammar.error is not None:
+                error = InputError(f"the completion cannot follow its grammar ({grammar.error}); change or simplify it")
+        if invalid and error is None:
+            error = EngineError(
                 f"the logits for token {len(request.output.tokens)} of the completion contain NaN or +inf, or all"
                 " tokens are suppressed; check the weights (ct.load(..., check=True)), the dtype (float16 overflows in"
                 " some models) and suppress_tokens"
             )
-            request.finish(error=EngineError(reason))
-            self.scheduler.release(request, cache_valid=False)
+        if error is not None:
+            request.finish(error=error)
+            self.scheduler.release(request, cache_valid=not invalid)
             return
         forced_eos_token_id = self.config.forced_eos_token_id
         is_last = forced_eos_token_id is not None and len(request.output.tokens) + 1 >= request.output.max_tokens
         if forced_eos_token_id is not None and is_last:
             token, logprob, top_logprobs = forced_eos_token_id, 0.0, top_logprobs and {forced_eos_token_id: 0.0}
-        request.add_chunk(request.output.append_token(token, logprob, top_logprobs, forced_eos=is_last))
+        request.add_chunk(
+            request.output.append_token(
+                token,
+                logprob,
+                top_logprobs,
+                forced_eos=is_last,
+                completes_grammar=grammar is not None and grammar.is_finished,
+            )
+        )
         if request.output.finish_reason is not None:
             self.scheduler.release(request)
             request.finish()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from cutaway.errors import CutawayError
 from cutaway.generate.engine.output import Completion, CompletionChunk, OutputProcessor
 from cutaway.generate.sampling.sampling_params import SamplingParams
+from cutaway.generate.structured_output.grammar import Grammar
 
 
 class Request:
@@ -22,6 +23,8 @@ class Request:
         """Name of the adapter of the model. None: the base model."""
         self.output_prefix: list[int] = []
         """First tokens of the completion, which are forced and not sampled."""
+        self.grammar: Grammar | None = None
+        """Grammar that restricts the sampled tokens."""
         self.finished = threading.Event()
         self.error: CutawayError | None = None
         self.aborted = False

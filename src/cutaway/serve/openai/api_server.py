@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
+from cutaway.errors import InputError
 from cutaway.generate import EngineError, SamplingParams
 from cutaway.generate.generation_config import CheckpointLike
 from cutaway.serve.app import build_app
@@ -106,7 +107,7 @@ def build_router(serving: ServingEngine) -> APIRouter:
             return SSEResponse(stream, builder.stream_response(stream, include_usage=with_usage), serving.limits)
         try:
             results = await with_cancellation(raw_request, stream.wait_results(), serving.limits)
-        except EngineError as error:
+        except (EngineError, InputError) as error:
             raise to_api_error(error) from None
         finally:
             stream.abort()

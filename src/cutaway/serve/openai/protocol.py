@@ -3,7 +3,7 @@
 Unsupported fields that would change the result are rejected. Other unknown fields are ignored.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -13,7 +13,7 @@ TokenId = Annotated[int, Field(ge=0, lt=2**32)]
 PromptInput = str | list[str] | list[TokenId] | list[list[TokenId]]
 UNSUPPORTED_FIELDS = {
     "audio", "chat_template", "chat_template_kwargs", "dimensions", "documents", "echo", "function_call", "functions",
-    "grammar", "guided_json", "guided_regex", "modalities", "reasoning_effort", "response_format", "suffix",
+    "grammar", "json_schema", "modalities", "reasoning_effort", "suffix",
     "tool_choice", "tools", "verbosity", "web_search_options",
 }  # fmt: skip
 """Unsupported fields that would change the result."""
@@ -22,7 +22,6 @@ NO_OP_VALUES_BY_FIELD: dict[str, tuple[object, ...]] = {
     "function_call": ("none",),
     "modalities": (["text"],),
     "reasoning_effort": ("none",),
-    "response_format": ({"type": "text"},),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
 }
@@ -49,6 +48,33 @@ class StreamOptions(BaseModel):
     include_usage: bool | None = None
 
 
+class JSONSchemaFormat(BaseModel):
+    """Field `json_schema` of `response_format`."""
+
+    model_config = ConfigDict(strict=True)
+    name: str | None = None
+    schema_: Annotated[dict[str, Any] | bool | None, Field(alias="schema")] = None
+
+
+class ResponseFormat(BaseModel):
+    """Format of the completion: text, a JSON object, or JSON that matches a schema."""
+
+    model_config = ConfigDict(strict=True)
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JSONSchemaFormat | None = None
+
+
+class StructuredOutputs(BaseModel):
+    """Field `structured_outputs`, named as in vLLM: what the completion must match."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    json_: Annotated[dict[str, Any] | bool | str | None, Field(alias="json")] = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+
 class GenerationRequest(OpenAIBaseModel):
     """Sampling and stopping parameters shared by completions and chat completions."""
 
@@ -70,6 +96,12 @@ class GenerationRequest(OpenAIBaseModel):
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | bool | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
 
 
 class CompletionRequest(GenerationRequest):

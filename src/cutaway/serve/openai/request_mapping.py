@@ -6,6 +6,7 @@ from typing import cast
 
 from cutaway.errors import InputError
 from cutaway.generate import SamplingParams
+from cutaway.generate.structured_output.constraint import JSON_OBJECT_SCHEMA
 from cutaway.serve.errors import APIError
 from cutaway.serve.limits import Limits
 from cutaway.serve.openai.protocol import (
@@ -14,6 +15,7 @@ from cutaway.serve.openai.protocol import (
     CompletionRequest,
     GenerationRequest,
     PromptInput,
+    StructuredOutputs,
 )
 from cutaway.serve.openai.serving_engine import ServingEngine
 
@@ -47,21 +49,54 @@ def _to_sampling_params(
     if any(TOKEN_ID_PATTERN.fullmatch(key) is None for key in request.logit_bias or {}):
         message = "logit_bias has a key that is not a token id; use ids as keys, such as {'50256': -100}"
         raise APIError(400, message, param="logit_bias")
-    params = {name: getattr(request, name) for name in SAMPLING_FIELDS} | {
-        "max_new_tokens": max_new_tokens or request.max_tokens,
-        "min_new_tokens": request.min_tokens,
-        "temperature": 1.0 if request.temperature is None else request.temperature,
-        "top_p": None if request.top_p == 1 else request.top_p,
-        "logit_bias": {int(key): bias for key, bias in (request.logit_bias or {}).items()},
-        "stop": stop,
-        "seed": None if request.seed is None else request.seed % 2**63,
-        "logprobs": logprobs,
-    }
+    params = (
+        {name: getattr(request, name) for name in SAMPLING_FIELDS}
+        | {
+            "max_new_tokens": max_new_tokens or request.max_tokens,
+            "min_new_tokens": request.min_tokens,
+            "temperature": 1.0 if request.temperature is None else request.temperature,
+            "top_p": None if request.top_p == 1 else request.top_p,
+            "logit_bias": {int(key): bias for key, bias in (request.logit_bias or {}).items()},
+            "stop": stop,
+            "seed": None if request.seed is None else request.seed % 2**63,
+            "logprobs": logprobs,
+        }
+        | _constraint_params(request)
+    )
     try:
         return SamplingParams(**{name: value for name, value in params.items() if value is not None})
     except InputError as error:
         name = str(error).split(maxsplit=1)[0]
         raise APIError(400, str(error), param=name if name in params else None) from None
+
+
+def _constraint_params(request: GenerationRequest) -> dict[str, object]:
+    """Fields of `SamplingParams` for the response format and for the fields of vLLM. Raise if there are several."""
+    response_format, structured = request.response_format, request.structured_outputs or StructuredOutputs()
+    given: list[tuple[str, str, object]] = [
+        ("guided_json", "schema", request.guided_json),
+        ("guided_regex", "regex", request.guided_regex),
+        ("guided_choice", "choice", request.guided_choice),
+        ("guided_grammar", "grammar", request.guided_grammar),
+        ("structured_outputs", "schema", structured.json_),
+        ("structured_outputs", "schema", JSON_OBJECT_SCHEMA if structured.json_object else None),
+        ("structured_outputs", "regex", structured.regex),
+        ("structured_outputs", "choice", structured.choice),
+        ("structured_outputs", "grammar", structured.grammar),
+    ]
+    if response_format is not None and response_format.type == "json_object":
+        given.append(("response_format", "schema", JSON_OBJECT_SCHEMA))
+    elif response_format is not None and response_format.type == "json_schema":
+        schema = response_format.json_schema and response_format.json_schema.schema_
+        if schema is None:
+            message = "response_format has no json_schema.schema; add the JSON schema of the answer"
+            raise APIError(400, message, param="response_format")
+        given.append(("response_format", "schema", schema))
+    given = [entry for entry in given if entry[2] is not None]
+    if len(given) > 1:
+        names = " and ".join(dict.fromkeys(name for name, *_ in given))
+        raise APIError(400, f"{names} set more than one format of the completion; set one", param=given[1][0])
+    return {field: value for _, field, value in given}
 
 
 def map_completion_request(
