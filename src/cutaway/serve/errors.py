@@ -1,6 +1,7 @@
 """API errors in the format of the OpenAI API."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from starlette.responses import JSONResponse
 
@@ -40,10 +41,12 @@ def overload_error(message: str, code: str, limits: Limits) -> APIError:
     return APIError(429, message, code=code, headers={"retry-after": str(limits.retry_after_seconds)})
 
 
-def invalid_field_error(path: Sequence[object], message: str, default_name: str) -> APIError:
-    """Return the error for a field that pydantic rejects. The message does not contain the field's value.
+def validation_error(errors: Sequence[Mapping[str, Any]], default_name: str) -> APIError:
+    """Return the error for the first field that pydantic rejects. The message does not contain the field's value.
 
-    `path` is the location of the field in the request. If it is empty, the message says `default_name` instead.
+    A value of a union type has an error for each type. If one is that a list is too long, it is the most specific.
+    `default_name` is the name in the message if the whole body is invalid.
     """
-    param = ".".join(str(part)[:40] for part in path[:6]) or None
-    return APIError(400, f"{param or default_name}: {message[:300]}", param=param)
+    error = next((error for error in errors if error["type"] == "too_long"), errors[0])
+    param = ".".join(str(part)[:40] for part in error["loc"][:6]) or None
+    return APIError(400, f"{param or default_name}: {str(error['msg'])[:300]}", param=param)

@@ -59,6 +59,8 @@ class Limits:
     """Maximum number of tokens in `logit_bias`, and of ids in `stop_token_ids`."""
     max_messages: int = 1024
     """Maximum number of messages in a chat."""
+    max_content_parts: int = 4096
+    """Maximum number of content parts in all messages of a chat."""
     max_embedding_inputs: int = 256
     """Maximum number of texts in an embeddings request."""
     max_embedding_tokens: int = 65_536

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cutaway.serve.errors import APIError, overload_error
-from cutaway.serve.json_body import validate_json_body
+from cutaway.serve.json_body import JSON_VALUE, JSONBodyParser
 from cutaway.serve.limits import Limits
 
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
@@ -124,7 +124,7 @@ class SecurityMiddleware:
         self, app: ASGIApp, access_policy: AccessPolicy, limits: Limits, on_response: ResponseCallback | None = None
     ) -> None:
         self.app, self.access_policy, self.limits, self.on_response = app, access_policy, limits, on_response
-        self.num_active_requests, self.parse_lock = 0, asyncio.Lock()
+        self.num_active_requests, self.body_parser = 0, JSONBodyParser(limits)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -156,11 +156,7 @@ class SecurityMiddleware:
                 return
             incoming.buffered_body = await self.read_body(headers, incoming)
             if incoming.buffered_body:
-                # One body is parsed per iteration of the event loop, in FIFO order. Parsing takes about a millisecond,
-                # so parsing the bodies of hundreds of requests in one iteration would delay every other request.
-                async with self.parse_lock:
-                    await asyncio.sleep(0)
-                    validate_json_body(incoming.buffered_body, self.limits)
+                scope[JSON_VALUE] = await self.body_parser.parse(incoming.buffered_body)
             async with asyncio.timeout(self.limits.request_timeout + TIMEOUT_SLACK_SECONDS):
                 await self.app(scope, incoming, send_with_headers)
         except APIError as error:
