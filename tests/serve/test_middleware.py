@@ -392,12 +392,15 @@ def test_invalid_requests_do_not_block_valid_ones(server: RunningServer) -> None
 
 def test_concurrency_limits_return_429_and_503() -> None:
     with start_server(byte_checkpoint("tiny-llama"), limits=Limits(max_concurrent_requests=0)) as server:
-        status, headers, _ = server.request("GET", "/health")
+        status, headers, _ = server.request("POST", "/v1/completions", json.dumps(COMPLETION), JSON_HEADERS)
         assert status == 429
         assert headers["retry-after"] == "1"
-    with start_server(byte_checkpoint("tiny-llama"), limits=Limits(max_connections=2)) as server:
+        assert server.request("GET", "/health")[0] == 200
+    limits = Limits(max_connections=2, min_idle_time=60)
+    with start_server(byte_checkpoint("tiny-llama"), limits=limits) as server:
         connections = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(2)]
-        assert server.request("GET", "/health")[0] == 503
+        assert server.request("GET", "/v1/models")[0] == 503
+        assert server.request("GET", "/health")[0] == 200
         for connection in connections:
             connection.close()
 

@@ -41,6 +41,12 @@ def overload_error(message: str, code: str, limits: Limits) -> APIError:
     return APIError(429, message, code=code, headers={"retry-after": str(limits.retry_after_seconds)})
 
 
+def shutdown_error() -> APIError:
+    """Return the error for a request that is not finished when the server stops."""
+    message = "the server is shutting down and did not finish the request; send it again later"
+    return APIError(503, message, code="shutting_down", headers={"retry-after": "1", "connection": "close"})
+
+
 def validation_error(errors: Sequence[Mapping[str, Any]], default_name: str) -> APIError:
     """Return the error for the first field that pydantic rejects. The message does not contain the field's value.
 

@@ -15,7 +15,7 @@ from starlette.requests import cookie_parser
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cutaway.serve.errors import APIError, overload_error
+from cutaway.serve.errors import APIError, overload_error, shutdown_error
 from cutaway.serve.json_body import JSON_VALUE, JSONBodyParser
 from cutaway.serve.limits import Limits
 
@@ -145,10 +145,8 @@ class SecurityMiddleware:
                 message = {**message, "headers": _add_security_headers(message.get("headers", []))}
             await send(message)
 
-        self.num_active_requests += 1
+        is_active = False
         try:
-            if self.num_active_requests > self.limits.max_concurrent_requests:
-                raise overload_error("too many requests at once; try again later", "overloaded", self.limits)
             headers = _validate_headers(scope, self.limits)
             self.check_origin(scope, headers)
             if (redirect := self.authenticate(scope, headers)) is not None:
@@ -156,6 +154,10 @@ class SecurityMiddleware:
                 return
             incoming.buffered_body = await self.read_body(headers, incoming)
             if incoming.buffered_body:
+                if self.num_active_requests >= self.limits.max_concurrent_requests:
+                    raise overload_error("too many requests at once; try again later", "overloaded", self.limits)
+                is_active = True
+                self.num_active_requests += 1
                 scope[JSON_VALUE] = await self.body_parser.parse(incoming.buffered_body)
             async with asyncio.timeout(self.limits.request_timeout + TIMEOUT_SLACK_SECONDS):
                 await self.app(scope, incoming, send_with_headers)
@@ -172,8 +174,12 @@ class SecurityMiddleware:
             if not response_started:
                 internal_error = APIError(500, "internal server error; see the server log")
                 await self.send_error(internal_error, incoming, send_with_headers)
+        except asyncio.CancelledError:  # the server shuts down, and the time for requests in progress is over
+            if not response_started:
+                await self.send_error(shutdown_error(), incoming, send_with_headers)
+            raise
         finally:
-            self.num_active_requests -= 1
+            self.num_active_requests -= is_active
             if self.on_response is not None:
                 self.on_response(getattr(scope.get("route"), "path", "none"), status, time.monotonic() - start_time)
 
