@@ -57,6 +57,7 @@ def test_depth_and_number_of_values_are_those_of_the_value(value: Any) -> None:
         (b'[["]]"' + b"[" * 3 + b"]" * 5, "nested deeper than 4"),
         (b'["\\\\"' + b"[" * 4, "nested deeper than 4"),
         (b'["\\"' + b"[" * 9 + b'"]extra', "Extra data"),
+        (b"9" * 5000, "too many digits"),
         (b"]" * 2_000_000, "more than 40 values"),
         (b"[" * 2_000_000, "more than 40 values"),
         (b'""' * 1_000_000, "more than 40 values"),

@@ -50,9 +50,10 @@ def shutdown_error() -> APIError:
 def validation_error(errors: Sequence[Mapping[str, Any]], default_name: str) -> APIError:
     """Return the error for the first field that pydantic rejects. The message does not contain the field's value.
 
-    A value of a union type has an error for each type. If one is that a list is too long, it is the most specific.
-    `default_name` is the name in the message if the whole body is invalid.
+    A prompt, which is a string, a list of strings or of token ids, has an error for each of these types. For the token
+    ids [-1], the relevant one is that an id is negative, not that a string is expected. `default_name` is the name in
+    the message if the whole body is invalid.
     """
-    error = next((error for error in errors if error["type"] == "too_long"), errors[0])
+    error = next((error for error in errors if error["type"] not in ("string_type", "list_type")), errors[0])
     param = ".".join(str(part)[:40] for part in error["loc"][:6]) or None
     return APIError(400, f"{param or default_name}: {str(error['msg'])[:300]}", param=param)
