@@ -243,6 +243,7 @@ def main() -> int:
     parser.add_argument("--max-num-seqs", type=int, default=32)
     args = parser.parse_args()
     serve_args = ["--port", "0", "--dtype", "float32", "--json", "--max-num-seqs", str(args.max_num_seqs)]
+    serve_args += ["--max-connections-per-address", "1024"]
     server = subprocess.Popen(
         [sys.executable, "-m", "cutaway", "serve", args.source, *serve_args], stdout=subprocess.PIPE
     )

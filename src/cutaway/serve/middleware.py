@@ -15,8 +15,8 @@ from starlette.requests import cookie_parser
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cutaway.serve.errors import APIError, overload_error
-from cutaway.serve.json_body import validate_json_body
+from cutaway.serve.errors import APIError, overload_error, shutdown_error
+from cutaway.serve.json_body import JSON_VALUE, JSONBodyParser
 from cutaway.serve.limits import Limits
 
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
@@ -124,7 +124,7 @@ class SecurityMiddleware:
         self, app: ASGIApp, access_policy: AccessPolicy, limits: Limits, on_response: ResponseCallback | None = None
     ) -> None:
         self.app, self.access_policy, self.limits, self.on_response = app, access_policy, limits, on_response
-        self.num_active_requests, self.parse_lock = 0, asyncio.Lock()
+        self.num_active_requests, self.body_parser = 0, JSONBodyParser(limits)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -145,10 +145,8 @@ class SecurityMiddleware:
                 message = {**message, "headers": _add_security_headers(message.get("headers", []))}
             await send(message)
 
-        self.num_active_requests += 1
+        is_active = False
         try:
-            if self.num_active_requests > self.limits.max_concurrent_requests:
-                raise overload_error("too many requests at once; try again later", "overloaded", self.limits)
             headers = _validate_headers(scope, self.limits)
             self.check_origin(scope, headers)
             if (redirect := self.authenticate(scope, headers)) is not None:
@@ -156,11 +154,11 @@ class SecurityMiddleware:
                 return
             incoming.buffered_body = await self.read_body(headers, incoming)
             if incoming.buffered_body:
-                # One body is parsed per iteration of the event loop, in FIFO order. Parsing takes about a millisecond,
-                # so parsing the bodies of hundreds of requests in one iteration would delay every other request.
-                async with self.parse_lock:
-                    await asyncio.sleep(0)
-                    validate_json_body(incoming.buffered_body, self.limits)
+                if self.num_active_requests >= self.limits.max_concurrent_requests:
+                    raise overload_error("too many requests at once; try again later", "overloaded", self.limits)
+                is_active = True
+                self.num_active_requests += 1
+                scope[JSON_VALUE] = await self.body_parser.parse(incoming.buffered_body)
             async with asyncio.timeout(self.limits.request_timeout + TIMEOUT_SLACK_SECONDS):
                 await self.app(scope, incoming, send_with_headers)
         except APIError as error:
@@ -176,8 +174,12 @@ class SecurityMiddleware:
             if not response_started:
                 internal_error = APIError(500, "internal server error; see the server log")
                 await self.send_error(internal_error, incoming, send_with_headers)
+        except asyncio.CancelledError:  # the server shuts down, and the time for requests in progress is over
+            if not response_started:
+                await self.send_error(shutdown_error(), incoming, send_with_headers)
+            raise
         finally:
-            self.num_active_requests -= 1
+            self.num_active_requests -= is_active
             if self.on_response is not None:
                 self.on_response(getattr(scope.get("route"), "path", "none"), status, time.monotonic() - start_time)
 

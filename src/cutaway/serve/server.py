@@ -8,7 +8,9 @@ import os
 import re
 import socket
 import sys
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from types import FrameType
 
 import h11
@@ -17,6 +19,7 @@ from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from cutaway.errors import InputError
+from cutaway.serve.connections import ConnectionTable, client_network
 from cutaway.serve.limits import Limits
 from cutaway.serve.middleware import LOOPBACK_HOSTS, SECURITY_HEADERS, AccessPolicy, is_ip_address
 
@@ -26,6 +29,12 @@ _OVERLOAD_LINES = ["HTTP/1.1 503 Service Unavailable", *(f"{key}: {value}" for k
 SERVICE_UNAVAILABLE_RESPONSE = "\r\n".join([*_OVERLOAD_LINES, "", ""]).encode("ascii")
 SOCKET_BACKLOG, ACCEPT_BATCH_SIZE = 1024, 8
 """Length of the listen queue, and maximum number of connections accepted per iteration of the event loop."""
+MAX_CONNECTIONS_OVER_CAPACITY = 128
+"""Maximum number of connections that wait for status 503. Further ones are closed without a response."""
+NUM_OTHER_FILES = 128
+"""Number of open files that are not connections."""
+FINAL_ERROR_TIMEOUT = 1.0
+"""Maximum time in seconds to send errors for the requests that are canceled at shutdown."""
 WILDCARD_HOSTS = ("0.0.0.0", "::", "")
 
 
@@ -83,22 +92,42 @@ class _TimeoutProtocol(H11Protocol):
     """HTTP/1.1 connection with timeouts for receiving headers and for sending to a client that does not read."""
 
     limits = Limits()
+    table = ConnectionTable(limits)
     header_timer: asyncio.TimerHandle | None = None
     over_capacity = False
     send_timer: asyncio.TimerHandle | None = None
+    network = ""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.over_capacity = len(self.connections) > self.limits.max_connections
+        self.idle_start = time.monotonic()
+        self.network = client_network(self.client[0]) if self.client else ""
+        self.over_capacity = not self.table.add(self, self.network)
+        if len(self.connections) > self.limits.max_connections + MAX_CONNECTIONS_OVER_CAPACITY:
+            transport.abort()
         self._start_header_timer()
+
+    @property
+    def waiting_since(self) -> float | None:
+        return self.idle_start if self.conn.their_state in (h11.IDLE, h11.SEND_BODY) else None
+
+    def close_idle(self) -> None:
+        self.transport.close()
+
+    def on_response_complete(self) -> None:
+        self.idle_start = time.monotonic()
+        super().on_response_complete()
 
     def data_received(self, data: bytes) -> None:
         # Status 503 is sent when the request arrives. If sent earlier, it would be lost when the connection closes.
-        if self.over_capacity:
+        if self.over_capacity and not data.startswith(b"GET /health "):
             self.transport.write(SERVICE_UNAVAILABLE_RESPONSE)
             self.transport.close()
             return
+        was_idle = self.conn.their_state is h11.IDLE
         super().data_received(data)
+        if was_idle and self.conn.their_state is h11.SEND_BODY:
+            self.idle_start = time.monotonic()
         if self.conn.their_state is not h11.IDLE:
             _cancel_timers(self.header_timer)
             self.header_timer = None
@@ -110,6 +139,7 @@ class _TimeoutProtocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         _cancel_timers(self.header_timer, self.send_timer)
+        self.table.discard(self, self.network)
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
@@ -139,11 +169,14 @@ class Server(uvicorn.Server):
     """uvicorn server that exits with code 0 when it is stopped by a signal.
 
     The first SIGINT or SIGTERM shuts the server down when the requests in progress have finished, or after
-    `shutdown_timeout` seconds. The second signal exits at once.
+    `shutdown_timeout` seconds. The requests that remain then end with an error. The second signal exits at once.
     """
 
+    has_canceled_requests = False
+    """Whether requests were not finished within `shutdown_timeout`."""
+
     def __init__(self, app: FastAPI, limits: Limits, on_ready: Callable[[], object] | None = None) -> None:
-        protocol = type("LimitedProtocol", (_TimeoutProtocol,), {"limits": limits})
+        protocol = type("LimitedProtocol", (_TimeoutProtocol,), {"limits": limits, "table": ConnectionTable(limits)})
         config = uvicorn.Config(
             app,
             http=protocol,
@@ -170,19 +203,42 @@ class Server(uvicorn.Server):
         if self.on_ready is not None and self.started:
             self.on_ready()
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        tasks = list(self.server_state.tasks)
+        await super().shutdown(sockets)
+        if tasks and not self.force_exit:
+            await asyncio.wait(tasks, timeout=FINAL_ERROR_TIMEOUT)
+        self.has_canceled_requests = any(task.cancelling() for task in tasks)
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         # Unlike uvicorn's own handler, this does not record the signal to raise it again after the shutdown.
         self.force_exit = self.should_exit
         self.should_exit = True
 
 
+def fit_to_file_limit(limits: Limits) -> Limits:
+    """Raise the limit of open files of this process, or return limits with fewer connections if that is not enough."""
+    if sys.platform == "win32":
+        return limits
+    import resource
+
+    num_files = limits.max_connections + MAX_CONNECTIONS_OVER_CAPACITY + NUM_OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < num_files:
+        soft = num_files if hard == resource.RLIM_INFINITY else min(num_files, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        max_connections = max(soft - MAX_CONNECTIONS_OVER_CAPACITY - NUM_OTHER_FILES, soft // 4)
+        return replace(limits, max_connections=min(limits.max_connections, max_connections))
+    return limits
+
+
 def run_server(app: FastAPI, sock: socket.socket, limits: Limits, on_ready: Callable[[], object] | None = None) -> None:
     """Serve until SIGINT or SIGTERM. `on_ready` is called once the server accepts requests."""
-    server = Server(app, limits, on_ready)
+    server = Server(app, fit_to_file_limit(limits), on_ready)
     gc.collect()
     gc.freeze()  # exclude existing objects from garbage collection, which would pause all requests
     server.run(sockets=[sock])
-    if server.force_exit:  # do not wait for running threads
+    if server.force_exit or server.has_canceled_requests:  # do not wait for running threads
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os._exit(0)

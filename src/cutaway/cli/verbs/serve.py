@@ -38,6 +38,14 @@ def serve(
     max_num_seqs: Annotated[int | None, opt.option(opt.MAX_NUM_SEQS_HELP, min=1)] = None,
     max_model_len: Annotated[str | None, opt.option(opt.MAX_MODEL_LEN_HELP, metavar="N")] = None,
     max_waiting_requests: Annotated[int, opt.option("Maximum number of waiting completions.", min=1)] = 256,
+    max_connections_per_address: Annotated[
+        int,
+        opt.option(
+            "Maximum number of open connections of one client address, of 1024 in total; use 1024 behind a reverse "
+            "proxy, which is the only client.",
+            min=1,
+        ),
+    ] = 512,
     request_timeout: Annotated[float, opt.option("Maximum seconds per request.", min=1, max=86_400)] = 300.0,
     shutdown_timeout: Annotated[
         float, opt.option("Seconds that requests in progress have to finish at shutdown.", min=0, max=86_400)
@@ -74,6 +82,7 @@ def serve(
     max_len = opt.parse_length(max_model_len)
     limits = Limits(
         max_waiting_requests=max_waiting_requests,
+        max_connections_per_address=max_connections_per_address,
         request_timeout=request_timeout,
         shutdown_timeout=shutdown_timeout,
     )

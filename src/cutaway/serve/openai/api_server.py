@@ -14,6 +14,7 @@ from cutaway.generate import EngineError, SamplingParams
 from cutaway.generate.generation_config import CheckpointLike
 from cutaway.serve.app import build_app
 from cutaway.serve.errors import APIError
+from cutaway.serve.json_route import JSONRoute
 from cutaway.serve.limits import Limits
 from cutaway.serve.middleware import AccessPolicy
 from cutaway.serve.openai import protocol, request_mapping
@@ -44,7 +45,7 @@ STREAMING_RESPONSES: dict[int | str, dict[str, Any]] = {
 
 def build_router(serving: ServingEngine) -> APIRouter:
     """Build the router with the routes of the OpenAI-compatible API."""
-    router = APIRouter(responses=ERROR_RESPONSES)
+    router = APIRouter(responses=ERROR_RESPONSES, route_class=JSONRoute)
     created = int(time.time())
 
     def model_card(name: str) -> dict[str, object]:
