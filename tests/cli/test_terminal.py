@@ -2,7 +2,9 @@
 
 import os
 import pty
+import signal
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +17,7 @@ from support.cli_runner import CliRunner
 
 from cutaway.cli import VERBS
 from cutaway.cli.terminal_stream import use_safe_terminals
+from cutaway.cli.verbs.ablate import _interrupt_on_signals
 
 
 @contextmanager
@@ -69,6 +72,25 @@ def test_control_sequences_are_escaped_on_a_terminal() -> None:
     assert b"\x1b[" in output
     assert b"task" in output
     assert b"\\x1b" not in output
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_signals_stop_an_ablation_like_ctrl_c(number: signal.Signals) -> None:
+    previous_handler = signal.getsignal(number)
+
+    def wait_for_workers() -> None:
+        try:
+            os.kill(os.getpid(), number)
+            time.sleep(10)
+        finally:
+            os.kill(os.getpid(), number)  # does not interrupt the last saves
+            stopped.append(True)
+
+    stopped: list[bool] = []
+    with pytest.raises(KeyboardInterrupt), _interrupt_on_signals():
+        wait_for_workers()
+    assert stopped == [True]
+    assert signal.getsignal(number) == previous_handler
 
 
 @pytest.mark.parametrize("verb", VERBS)

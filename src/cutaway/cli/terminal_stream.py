@@ -39,7 +39,7 @@ class _TerminalFile(io.FileIO):
     So a training that was stopped by SIGHUP saves its checkpoint, and one that was started with nohup continues.
     """
 
-    def write(self, data: Any) -> int | None:
+    def write(self, data: Any, /) -> int:
         try:
             return super().write(data)
         except OSError as error:
