@@ -12,7 +12,8 @@ from typing import Annotated
 import typer
 
 from cutaway.cli.lazy_group import lazy_group
-from cutaway.errors import CutawayError
+from cutaway.cli.terminal_stream import use_safe_terminals
+from cutaway.errors import CutawayError, InputError
 
 _FUNCTIONS = {"eval": "evaluate", "open": "open_page"}  # the other functions are named like their verb
 _VERB_NAMES = (
@@ -47,6 +48,12 @@ def root_options(
     ] = False,
 ) -> None:
     """Build, train, run, inspect, size and verify Transformer models."""
+    try:
+        Path.cwd()
+    except FileNotFoundError:  # relative paths have no meaning, and MKL ends the process when torch is imported
+        raise InputError(
+            "the working directory of this shell has been deleted; change to a directory that exists, with `cd`"
+        ) from None
 
 
 ASCII_FALLBACKS = str.maketrans("−–×·█▓▒░✓✗≤…²³→━Σ⊙ᵀ⏎", "--x.#=+-yn<~23>=S*T/")
@@ -83,6 +90,7 @@ def main() -> None:
     gc.set_threshold(100_000)  # imports create many objects but no garbage; collection takes a tenth of a short run
     if sys.stdout is None:  # closed by the parent process
         sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
+    use_safe_terminals()
     for stream in (sys.stdout, sys.stderr):  # replace characters that the encoding lacks
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="cutaway-ascii")
