@@ -231,6 +231,11 @@ class EngineConfig:
             raise InputError(f"kv_cache_memory_bytes is {too_small}; pass {required} or more, or lower max_model_len")
         return min(count, needed)
 
+    @property
+    def is_limited_by_memory(self) -> bool:
+        """Whether memory, not max_num_seqs and max_model_len, limits the number of pages of a paged cache."""
+        return (self.num_pages() or 0) < self.max_num_seqs * -(-self.num_slots // self.page_size)
+
     def can_grow_cache(self, num_pages: int) -> bool:
         """Whether `num_pages` more pages fit in memory_utilization of the memory that is free now."""
         free = free_memory(self.model.device)

@@ -13,7 +13,7 @@ class RequestGroup:
     """The completions that one API request asks for. They take turns with those of other groups: see `RequestQueue`."""
 
     def __init__(self, client: str = "", max_seqs: int | None = None) -> None:
-        """`client`: name of the client, which all of its groups have. `max_seqs`: maximum number of rows; default all."""
+        """`client`: name that all groups of a client have. `max_seqs`: maximum number of rows; default all."""
         self.client, self.max_seqs = client, max_seqs
         self.prefill_turn = 0
         """Number of the prefill step in which a request of this group was last prefilled."""

@@ -70,6 +70,7 @@ class GenerationRequest(OpenAIBaseModel):
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
 
 
 class CompletionRequest(GenerationRequest):
