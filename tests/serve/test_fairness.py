@@ -61,7 +61,7 @@ def test_prefix_cache_metrics() -> None:
 def test_client_name() -> None:
     class FakeRequest:
         client = type("Address", (), {"host": "10.0.0.1"})
-        headers = {"authorization": "Bearer first-key"}  # noqa: RUF012
+        headers = {"authorization": "Bearer first-key"}
 
     request: Any = FakeRequest()
     assert client_name(request, with_key=True) == "10.0.0.1 Bearer first-key"

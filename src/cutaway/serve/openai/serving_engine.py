@@ -99,9 +99,8 @@ class ServingEngine:
             self.generation_config,
             max_num_seqs=max_num_seqs or DEFAULT_MAX_NUM_SEQS,
             max_model_len=max_model_len,
-            cache_implementation="paged",
             adapters=tuple(self.adapters.values()),
-            **options,
+            **{**options, "cache_implementation": "paged"},
             max_source_len=min(context or DEFAULT_MAX_SOURCE_LEN, DEFAULT_MAX_SOURCE_LEN),
         )
         engine_config = engine_config if max_num_seqs is not None else reduce_num_seqs_to_fit(engine_config)
