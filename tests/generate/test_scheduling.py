@@ -142,6 +142,7 @@ def test_memory_utilization_limits_the_pages(model: Transformer, monkeypatch: py
     assert EngineConfig(model, **options | {"max_num_seqs": 2}).num_pages() == 2 * 8
     with pytest.raises(InputError, match=r"memory_utilization is 0\.05 of the free memory, .* too small for"):
         EngineConfig(model, memory_utilization=0.05, **options)
+    value: Any
     for value in (0, 1.5, float("nan"), "half"):
         with pytest.raises(InputError, match="memory_utilization is"):
             EngineConfig(model, memory_utilization=value, **options)

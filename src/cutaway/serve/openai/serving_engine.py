@@ -59,6 +59,7 @@ class ServingEngine:
             self.engine = self._start_engine(
                 max_num_seqs,
                 max_model_len,
+                cache_implementation="paged",
                 memory_utilization=memory_utilization,
                 scheduling_policy=scheduling_policy,
                 weight_bits=weight_bits,
@@ -100,7 +101,7 @@ class ServingEngine:
             max_num_seqs=max_num_seqs or DEFAULT_MAX_NUM_SEQS,
             max_model_len=max_model_len,
             adapters=tuple(self.adapters.values()),
-            **{**options, "cache_implementation": "paged"},
+            **options,
             max_source_len=min(context or DEFAULT_MAX_SOURCE_LEN, DEFAULT_MAX_SOURCE_LEN),
         )
         engine_config = engine_config if max_num_seqs is not None else reduce_num_seqs_to_fit(engine_config)
