@@ -75,9 +75,10 @@ def test_sigterm_finishes_requests_in_progress() -> None:
 def test_second_sigint_exits_at_once() -> None:
     with running_server("--shutdown-timeout", "600") as process:
         assert process.stdout is not None
-        output = "".join(process.stdout.readline() for _ in range(4))
+        output = "".join(process.stdout.readline() for _ in range(5))
         match = re.search(r"http://127\.0\.0\.1:\d+", output)
         assert match is not None
+        assert re.search(r"KV cache grows as needed to at most \d+ MiB: .* \(change with --", output)
         assert "curl" in output
         streams = [post(match[0], {"prompt": "x", "max_tokens": 500, "n": 16, "stream": True}) for _ in range(3)]
         process.send_signal(signal.SIGINT)

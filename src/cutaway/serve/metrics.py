@@ -1,8 +1,10 @@
 """Prometheus metrics of one server, rendered by prometheus_client."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
 
 LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 """Histogram buckets of request duration and time to first token, in seconds."""
@@ -43,6 +45,10 @@ class ServerMetrics:
         """Add a gauge whose value is `read()` at the time when /metrics is scraped."""
         Gauge(f"cutaway_{name}", description, registry=self.registry).set_function(read)
 
+    def add_counter(self, name: str, description: str, read: Callable[[], float]) -> None:
+        """Add a counter whose value is `read()` at the time when /metrics is scraped."""
+        self.registry.register(_ReadCounter(f"cutaway_{name}", description, read))
+
     def record_response(self, route: str, status: int, seconds: float) -> None:
         self.http_requests.labels(route, status).inc()
         self.http_request_duration.observe(seconds)
@@ -50,3 +56,13 @@ class ServerMetrics:
     def render(self) -> bytes:
         """Return all metrics in the Prometheus text format."""
         return generate_latest(self.registry)
+
+
+class _ReadCounter(Collector):
+    """Counter that is kept elsewhere and read when /metrics is scraped."""
+
+    def __init__(self, name: str, description: str, read: Callable[[], float]) -> None:
+        self.name, self.description, self.read = name, description, read
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        yield CounterMetricFamily(self.name, self.description, value=self.read())

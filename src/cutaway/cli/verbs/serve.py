@@ -4,13 +4,16 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cutaway.cli import options as opt
 from cutaway.cli.json_output import print_json
 from cutaway.errors import InputError
 
+SchedulingPolicyName = Literal["round-robin", "priority"]
+
 if TYPE_CHECKING:  # torch and fastapi are imported when they are needed
+    from cutaway.generate import EngineConfig
     from cutaway.serve.openai.serving_engine import ServingEngine
 
 
@@ -37,6 +40,18 @@ def serve(
     served_model_name: Annotated[str | None, opt.option("Model name in the API; default the name of SOURCE.")] = None,
     max_num_seqs: Annotated[int | None, opt.option(opt.MAX_NUM_SEQS_HELP, min=1)] = None,
     max_model_len: Annotated[str | None, opt.option(opt.MAX_MODEL_LEN_HELP, metavar="N")] = None,
+    memory_utilization: Annotated[
+        float | None,
+        opt.option(
+            "Maximum fraction of the free memory for the KV cache; default 0.9 on a GPU, 0.5 on the CPU.",
+            min=0.01,
+            max=1,
+        ),
+    ] = None,
+    scheduling_policy: Annotated[
+        SchedulingPolicyName,
+        opt.option("Order of admission: clients take turns, or requests with a smaller `priority` first."),
+    ] = "round-robin",
     max_waiting_requests: Annotated[int, opt.option("Maximum number of waiting completions.", min=1)] = 256,
     max_connections_per_address: Annotated[
         int,
@@ -97,6 +112,8 @@ def serve(
         limits=limits,
         max_num_seqs=max_num_seqs,
         max_model_len=max_len,
+        memory_utilization=memory_utilization,
+        scheduling_policy=scheduling_policy,
         pooling=read_pooling_mode(resolve_checkpoint_path(source)),
         weight_bits=weight_bits,
         adapters=tuple(adapters),
@@ -158,13 +175,31 @@ def _print_server_info(serving: "ServingEngine", url: str, *, requires_api_key: 
         path, example = "/classify", '"input": "a text"'
     if config is not None:
         path, example = "/v1/completions", '"prompt": "def", "max_tokens": 32'
-        engine_info = f" · batch of up to {config.max_num_seqs} · KV cache {config.cache_bytes / 2**20:,.0f} MiB"
+        engine_info = f" · batch of up to {config.max_num_seqs} sequences"
     auth = " -H 'Authorization: Bearer KEY'" if requires_api_key else ""
     body = f'{{"model": {json.dumps(serving.served_model_name)}, {example}}}'
     console = Console(soft_wrap=True, highlight=False, markup=False)
     console.print(f"{serving.served_model_name} is served at {url}/v1 (Ctrl-C to stop)")
     if info["adapters"]:
         console.print(f"adapters: {', '.join(serving.adapters.keys() - {serving.served_model_name})}")
-    console.print(f"weights {weight_bytes / 2**20:,.0f} MiB · context {serving.max_model_len:,} tokens{engine_info}\n")
+    console.print(f"weights {weight_bytes / 2**20:,.0f} MiB · context {serving.max_model_len:,} tokens{engine_info}")
+    if config is not None:
+        console.print(_describe_cache(config))
+    console.print()
     console.print(f"  curl {url}{path}{auth} -H 'Content-Type: application/json' -d '{body}'")
     sys.stdout.flush()
+
+
+def _describe_cache(config: "EngineConfig") -> str:
+    """The size of the KV cache, the reason for it, and the options that change it."""
+    tokens = (config.num_pages() or 0) * config.page_size
+    reason, options = (
+        f"{config.max_num_seqs} sequences of {config.num_slots:,} tokens",
+        "--max-num-seqs, --max-model-len",
+    )
+    if config.is_limited_by_memory:
+        share = f"{config.resolved_memory_utilization:.0%} of the free memory"
+        reason, options = f"{tokens:,} tokens, {share}", "--memory-utilization, --max-model-len"
+    size = f"{config.cache_bytes / 2**20:,.0f} MiB"
+    amount = f"{size} (allocated)" if config.growth_step is None else f"grows as needed to at most {size}"
+    return f"KV cache {amount}: {reason} (change with {options})"

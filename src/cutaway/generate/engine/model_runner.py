@@ -168,12 +168,15 @@ class ModelRunner:
     @torch.inference_mode(False)
     @torch.no_grad()
     def init_row(self, row: int, request: Request, eos_token_ids: Collection[int]) -> None:
-        """Initialize a row of the cache and the sampler for a request, and encode the source of an encoder-decoder."""
+        """Initialize a row of the cache and the sampler for a request, and encode the source of an encoder-decoder.
+
+        The request may have sampled tokens before it was preempted: the sampler continues after them."""
         self.cache.assign_row(row, request.num_computed_tokens, request.page_ids)
         self.row_adapters[row] = request.adapter
         params, prefix = request.sampling_params, request.output_prefix  # the prefix counts as output
         prompt = request.input_ids[: len(request.input_ids) - len(prefix)]
-        self.sampler.set_row(row, params, prompt, request.seed, eos_token_ids=eos_token_ids, output_tokens=prefix)
+        output = request.output.tokens
+        self.sampler.set_row(row, params, prompt, request.seed, eos_token_ids=eos_token_ids, output_tokens=output)
         if request.source_tokens is not None:
             self.encode_source(row, request.source_tokens, request.input_ids)
 

@@ -97,7 +97,8 @@ class SpeculativeDecoder(Engine):
         super().__init__(extended, tokenizer=tokenizer, max_waiting=max_waiting)
         self.models += [draft_model] if isinstance(draft_model, Transformer) else []
         self.request_config, self.num_draft_tokens = config, num_draft_tokens
-        self.scheduler = Scheduler(self.model_runner, extended, prefix_caching=True)
+        # The caches of the proposers are not built again, so requests are not preempted.
+        self.scheduler = Scheduler(self.model_runner, extended, prefix_caching=True, preemption=False)
         self.scheduler.swap_functions.append(self.proposer.swap_rows)  # a request has the same row in both caches
         self.async_scheduling = False
         self.rope_switch_lengths = []  # no sequence reaches a switch length: see `_build_request`

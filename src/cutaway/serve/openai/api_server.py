@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from cutaway.errors import InputError
 from cutaway.generate import EngineError, SamplingParams
+from cutaway.generate.engine.config import SchedulingPolicy
 from cutaway.generate.generation_config import CheckpointLike
 from cutaway.serve.app import build_app
 from cutaway.serve.errors import APIError
@@ -43,7 +44,7 @@ STREAMING_RESPONSES: dict[int | str, dict[str, Any]] = {
 }
 
 
-def build_router(serving: ServingEngine) -> APIRouter:
+def build_router(serving: ServingEngine, *, requires_api_key: bool = False) -> APIRouter:
     """Build the router with the routes of the OpenAI-compatible API."""
     router = APIRouter(responses=ERROR_RESPONSES, route_class=JSONRoute)
     created = int(time.time())
@@ -99,7 +100,13 @@ def build_router(serving: ServingEngine) -> APIRouter:
         encode_prompts: Callable[[], list[list[int]]],
         params: SamplingParams,
     ) -> Response:
-        stream = await serving.submit(encode_prompts, params, serving.adapter_of(request.model))
+        stream = await serving.submit(
+            encode_prompts,
+            params,
+            serving.adapter_of(request.model),
+            client=client_name(raw_request, with_key=requires_api_key),
+            priority=request.priority or 0,
+        )
         is_chat = isinstance(request, protocol.ChatCompletionRequest)
         model = request.model or serving.served_model_name
         builder = ResponseBuilder(serving, model, is_chat=is_chat, num_logprobs=params.logprobs)
@@ -174,6 +181,14 @@ def build_router(serving: ServingEngine) -> APIRouter:
     return router
 
 
+def client_name(request: Request, *, with_key: bool) -> str:
+    """Name of the client, for requests to take turns: its address and, if the server checks them, its API key.
+
+    An unchecked key could be different in each request."""
+    address = "" if request.client is None else request.client.host
+    return f"{address} {request.headers.get('authorization', '')}" if with_key else address
+
+
 def _check_request(request: protocol.OpenAIBaseModel, serving: ServingEngine) -> None:
     """Raise if the request names another model or has an unsupported field."""
     serving.check_model_name(request.model)
@@ -188,6 +203,8 @@ def build_openai_app(
     limits: Limits | None = None,
     max_num_seqs: int | None = None,
     max_model_len: int | None = None,
+    memory_utilization: float | None = None,
+    scheduling_policy: SchedulingPolicy = "round-robin",
     pooling: str | None = None,
     weight_bits: int | None = None,
     adapters: Sequence[str] = (),
@@ -203,12 +220,14 @@ def build_openai_app(
         limits,
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
+        memory_utilization=memory_utilization,
+        scheduling_policy=scheduling_policy,
         pooling=pooling,
         weight_bits=weight_bits,
         adapters=adapters,
     )
     app = build_app(
-        [build_router(serving)],
+        [build_router(serving, requires_api_key=access_policy is not None and access_policy.api_key is not None)],
         access_policy=access_policy,
         limits=limits,
         on_shutdown=[serving.close],

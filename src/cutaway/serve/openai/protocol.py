@@ -126,6 +126,7 @@ class GenerationRequest(OpenAIBaseModel):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
 
 
 class CompletionRequest(GenerationRequest):
