@@ -264,7 +264,8 @@ class Engine:
             chunks.append(chunk)
         with self._isolate_failures(batch):
             num_computed = [request.num_computed_tokens for request in batch]
-            self.model_runner.prefill(self.scheduler.num_decoding, chunks, num_computed)
+            x = self.model_runner.prefill(self.scheduler.num_decoding, chunks, num_computed)
+            self.model_runner.add_prompt_logprobs(batch, x, chunks, num_computed)
             for request, chunk in zip(batch, chunks, strict=True):
                 request.num_computed_tokens += len(chunk)
                 if self._needs_full_prefill(request.all_token_ids):  # the first decode step repeats the last token

@@ -47,7 +47,9 @@ class Scheduler:
         if len(self.running) == self.model_runner.cache.batch_size:
             return False
         if self.page_pool is not None:
-            tokens = [] if request.source_tokens else request.input_ids
+            # Log-probabilities of the prompt need the hidden states of all its tokens, so none come from the cache.
+            needs_all_tokens = request.source_tokens or request.output.prompt_logprobs is not None
+            tokens = [] if needs_all_tokens else request.input_ids
             allocation = self.page_pool.allocate(tokens, self.config.max_slots(request), request.adapter)
             if allocation is None:
                 return False

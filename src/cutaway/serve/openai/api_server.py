@@ -100,7 +100,10 @@ def build_router(serving: ServingEngine) -> APIRouter:
         stream = await serving.submit(encode_prompts, params, serving.adapter_of(request.model))
         is_chat = isinstance(request, protocol.ChatCompletionRequest)
         model = request.model or serving.served_model_name
-        builder = ResponseBuilder(serving, model, is_chat=is_chat, num_logprobs=params.logprobs)
+        prompt_output = request_mapping.build_prompt_output(request, params, serving)
+        builder = ResponseBuilder(
+            serving, model, is_chat=is_chat, num_logprobs=params.logprobs, prompt_output=prompt_output
+        )
         if request.stream:
             with_usage = bool(request.stream_options and request.stream_options.include_usage)
             return SSEResponse(stream, builder.stream_response(stream, include_usage=with_usage), serving.limits)
@@ -110,6 +113,8 @@ def build_router(serving: ServingEngine) -> APIRouter:
             raise to_api_error(error) from None
         finally:
             stream.abort()
+        if prompt_output is not None:  # log-probabilities of a long prompt are large
+            return await serving.run_in_pool(lambda: JSONResponse(builder.build_response(stream, results)))
         return JSONResponse(builder.build_response(stream, results))
 
     @router.post("/v1/embeddings")

@@ -12,7 +12,7 @@ from cutaway.serve.errors import APIError
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
 PromptInput = str | list[str] | list[TokenId] | list[list[TokenId]]
 UNSUPPORTED_FIELDS = {
-    "audio", "chat_template", "chat_template_kwargs", "dimensions", "documents", "echo", "function_call", "functions",
+    "audio", "chat_template", "chat_template_kwargs", "dimensions", "documents", "function_call", "functions",
     "grammar", "guided_json", "guided_regex", "modalities", "reasoning_effort", "response_format", "suffix",
     "tool_choice", "tools", "verbosity", "web_search_options",
 }  # fmt: skip
@@ -68,6 +68,7 @@ class GenerationRequest(OpenAIBaseModel):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.001, le=1000)] | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
 
@@ -76,6 +77,8 @@ class CompletionRequest(GenerationRequest):
     """Body of /v1/completions."""
 
     prompt: PromptInput
+    echo: bool | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: Annotated[int, Field(ge=0)] | None = None
     best_of: Annotated[int, Field(ge=1)] | None = None
 

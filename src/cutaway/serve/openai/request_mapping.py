@@ -8,6 +8,7 @@ from cutaway.errors import InputError
 from cutaway.generate import SamplingParams
 from cutaway.serve.errors import APIError
 from cutaway.serve.limits import Limits
+from cutaway.serve.openai.prompt_output import PromptOutput
 from cutaway.serve.openai.protocol import (
     ChatCompletionRequest,
     ChatMessage,
@@ -33,13 +34,23 @@ def check_limit(name: str, value: int | None, limit: int, unit: str = "") -> Non
 
 
 def _to_sampling_params(
-    request: GenerationRequest, limits: Limits, *, logprobs: int | None, max_new_tokens: int | None = None
+    request: GenerationRequest,
+    limits: Limits,
+    *,
+    logprobs: int | None,
+    max_new_tokens: int | None = None,
+    echo: bool = False,
 ) -> SamplingParams:
     """Build SamplingParams with the defaults of the OpenAI API, which differ from the defaults of `generate`."""
     stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
     check_limit("n", request.n, limits.max_n)
     check_limit("max_tokens", request.max_tokens, limits.max_tokens)
     check_limit("min_tokens", request.min_tokens, limits.max_tokens)
+    check_limit("prompt_logprobs", request.prompt_logprobs, limits.max_top_logprobs)
+    if request.prompt_logprobs is not None and request.stream:
+        message = "prompt_logprobs is not in the events of a stream; send stream: false"
+        raise APIError(400, message, param="prompt_logprobs")
+    counts = [count for count in (request.prompt_logprobs, logprobs if echo else None) if count is not None]
     check_limit("stop", len(stop), limits.max_stop_strings, " strings")
     check_limit("stop", max(map(len, stop), default=0), limits.max_stop_characters, " characters long")
     check_limit("stop_token_ids", len(request.stop_token_ids or ()), limits.max_logit_biases, " ids")
@@ -56,6 +67,7 @@ def _to_sampling_params(
         "stop": stop,
         "seed": None if request.seed is None else request.seed % 2**63,
         "logprobs": logprobs,
+        "prompt_logprobs": max(counts, default=None),
     }
     try:
         return SamplingParams(**{name: value for name, value in params.items() if value is not None})
@@ -72,11 +84,46 @@ def map_completion_request(
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise APIError(400, "best_of other than n is not supported by this server; leave it out", param="best_of")
     check_limit("logprobs", request.logprobs, limits.max_logprobs)
-    max_tokens = DEFAULT_COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
-    params = _to_sampling_params(request, limits, logprobs=request.logprobs, max_new_tokens=max_tokens)
+    check_echo(request, serving)
+    max_tokens = DEFAULT_COMPLETION_TOKENS if request.max_tokens is None else max(1, request.max_tokens)
+    params = _to_sampling_params(
+        request, limits, logprobs=request.logprobs, max_new_tokens=max_tokens, echo=bool(request.echo)
+    )
     prompts = as_prompt_list(request.prompt, "prompt", limits.max_prompts)
     check_limit("prompt", len(prompts) * params.n, limits.max_completions, " completions (prompts × n)")
     return build_prompt_encoder(prompts, serving, "prompt"), params
+
+
+def check_echo(request: CompletionRequest, serving: ServingEngine) -> None:
+    """Raise if the request asks for its prompt in a form that the model does not have."""
+    if request.max_tokens == 0 and not request.echo and request.prompt_logprobs is None:
+        message = "max_tokens is 0, so that the response is empty; set echo or prompt_logprobs, or at least 1 token"
+        raise APIError(400, message, param="max_tokens")
+    if request.echo and serving.is_encoder_decoder:
+        message = (
+            "echo is not possible: the prompt is the source of an encoder, not the start of the text; leave it out"
+        )
+        raise APIError(400, message, param="echo")
+
+
+def build_prompt_output(
+    request: GenerationRequest, params: SamplingParams, serving: ServingEngine
+) -> PromptOutput | None:
+    """Return what the response has of its prompts: the text (echo), log-probabilities; None if neither is asked for."""
+    is_chat = not isinstance(request, CompletionRequest)
+    echo = isinstance(request, CompletionRequest) and bool(request.echo)
+    if not echo and request.prompt_logprobs is None:
+        return None
+    return PromptOutput(
+        prompts=[""] if is_chat else as_prompt_list(request.prompt, "prompt", serving.limits.max_prompts),
+        n=params.n,
+        tokenizer=serving.tokenizer,
+        token_decoder=serving.token_decoder,
+        echo=echo,
+        num_logprobs=params.logprobs,
+        num_prompt_logprobs=request.prompt_logprobs,
+        without_completion=request.max_tokens == 0,
+    )
 
 
 def map_chat_request(

@@ -4,9 +4,11 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from cutaway.generate import Completion, CompletionChunk
 from cutaway.serve.openai.completion_stream import CompletionStream
+from cutaway.serve.openai.prompt_output import PromptOutput, logprobs_by_text
 from cutaway.serve.openai.serving_engine import ServingEngine
 
 Data = dict[str, object]
@@ -22,6 +24,7 @@ class ResponseBuilder:
     is_chat: bool
     num_logprobs: int | None
     """Number of alternatives per token, or None if no log-probabilities were requested."""
+    prompt_output: PromptOutput | None = None
     request_id: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -33,8 +36,13 @@ class ResponseBuilder:
             content: Data = {"message": message} if self.is_chat else {"text": text}
             logprobs = self._build_logprobs([result], 0, drop_last=isinstance(result.stop_reason, int))
             choices.append(_build_choice(index, content, logprobs, result.finish_reason))
+            if self.prompt_output is not None and not self.is_chat:
+                self.prompt_output.add_to_choice(choices[-1], index, stream.requests[index])
         object_type = "chat.completion" if self.is_chat else "text_completion"
-        return self._build_envelope(object_type, choices) | {"usage": _build_usage(stream)}
+        response = self._build_envelope(object_type, choices) | {"usage": self._build_usage(stream)}
+        if self.prompt_output is not None and self.is_chat:
+            response["prompt_logprobs"] = self.prompt_output.build_prompt_logprobs(stream.requests[0])
+        return response
 
     async def stream_response(self, stream: CompletionStream, *, include_usage: bool) -> AsyncIterator[Data]:
         object_type = "chat.completion.chunk" if self.is_chat else "text_completion"
@@ -42,26 +50,39 @@ class ResponseBuilder:
         def chunk_of(*choices: Data, usage: Data | None = None) -> Data:
             return self._build_envelope(object_type, choices) | ({"usage": usage} if include_usage else {})
 
-        text_lengths = [0] * len(stream.requests)
+        prompts = self.prompt_output
+        text_lengths = [0 if prompts is None else len(prompts.text(index)) for index in range(len(stream.requests))]
+        is_started = [prompts is None] * len(stream.requests)
         if self.is_chat:
             for index in range(len(stream.requests)):
                 yield chunk_of(_build_choice(index, {"delta": {"role": "assistant", "content": ""}}))
         async for index, chunks, is_finished in stream.stream_chunks():
             text = "".join(chunk.text for chunk in chunks)
             result = stream.requests[index].result(0) if is_finished else None
+            if prompts is not None and not is_started[index]:
+                is_started[index] = True
+                choice = _build_choice(index, {"text": prompts.text(index)})
+                choice["logprobs"] = await self.serving.run_in_pool(
+                    partial(prompts.build_logprobs, index, stream.requests[index])
+                )
+                yield chunk_of(choice)
             has_stop_token = result is not None and isinstance(result.stop_reason, int)
             logprobs = None
             if sum(len(chunk.tokens) for chunk in chunks) > has_stop_token:
                 logprobs = self._build_logprobs(chunks, text_lengths[index], drop_last=has_stop_token)
             text_lengths[index] += len(text)
-            if text or logprobs:
+            if (text or logprobs) and not self._is_without_completion:
                 content: Data = {"delta": {"content": text}} if self.is_chat else {"text": text}
                 yield chunk_of(_build_choice(index, content, logprobs))
             if result is not None:
                 content = {"delta": {}} if self.is_chat else {"text": ""}
                 yield chunk_of(_build_choice(index, content, finish_reason=result.finish_reason))
         if include_usage:
-            yield chunk_of(usage=_build_usage(stream))
+            yield chunk_of(usage=self._build_usage(stream))
+
+    @property
+    def _is_without_completion(self) -> bool:
+        return self.prompt_output is not None and self.prompt_output.without_completion
 
     def _build_envelope(self, object_type: str, choices: Sequence[Data]) -> Data:
         return {
@@ -100,7 +121,7 @@ class ResponseBuilder:
         alternatives = None
         if self.num_logprobs:
             alternatives = [
-                {self._token_text(other): other_logprob for other, other_logprob in {**top, token: value}.items()}
+                logprobs_by_text(self._token_text, top, token, value)
                 for token, value, top in zip(tokens, logprobs, top_logprobs, strict=True)
             ]
         return {"tokens": token_strs, "token_logprobs": logprobs, "top_logprobs": alternatives, "text_offset": offsets}
@@ -114,11 +135,12 @@ class ResponseBuilder:
         decoder = self.serving.token_decoder
         return f"token_id:{token}" if decoder is None else decoder.token_text(token)
 
+    def _build_usage(self, stream: CompletionStream) -> Data:
+        num_prompt = stream.num_prompt_tokens
+        num_generated = 0 if self._is_without_completion else stream.num_generated_tokens
+        total = num_prompt + num_generated
+        return {"prompt_tokens": num_prompt, "completion_tokens": num_generated, "total_tokens": total}
+
 
 def _build_choice(index: int, content: Data, logprobs: Data | None = None, finish_reason: str | None = None) -> Data:
     return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
-
-
-def _build_usage(stream: CompletionStream) -> Data:
-    num_prompt, num_generated = stream.num_prompt_tokens, stream.num_generated_tokens
-    return {"prompt_tokens": num_prompt, "completion_tokens": num_generated, "total_tokens": num_prompt + num_generated}
