@@ -3,7 +3,7 @@
 Unsupported fields that would change the result are rejected. Other unknown fields are ignored.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -12,8 +12,8 @@ from cutaway.serve.errors import APIError
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
 PromptInput = str | list[str] | list[TokenId] | list[list[TokenId]]
 UNSUPPORTED_FIELDS = {
-    "audio", "chat_template", "chat_template_kwargs", "dimensions", "documents", "function_call", "functions",
-    "grammar", "guided_json", "guided_regex", "modalities", "reasoning_effort", "response_format", "suffix",
+    "audio", "chat_template", "dimensions", "documents", "function_call", "functions",
+    "grammar", "guided_json", "guided_regex", "modalities", "response_format", "suffix",
     "tool_choice", "tools", "verbosity", "web_search_options",
 }  # fmt: skip
 """Unsupported fields that would change the result."""
@@ -21,7 +21,6 @@ NO_OP_VALUES: tuple[object, ...] = (None, False, [], {})
 NO_OP_VALUES_BY_FIELD: dict[str, tuple[object, ...]] = {
     "function_call": ("none",),
     "modalities": (["text"],),
-    "reasoning_effort": ("none",),
     "response_format": ({"type": "text"},),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
@@ -98,6 +97,8 @@ class ChatMessage(BaseModel):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[ContentPartText] | None = None
     name: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
 
 
 class ChatCompletionRequest(GenerationRequest):
@@ -107,6 +108,8 @@ class ChatCompletionRequest(GenerationRequest):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class EmbeddingRequest(OpenAIBaseModel):

@@ -1,8 +1,8 @@
 """Map OpenAI requests to token-id prompts and SamplingParams. Limits are checked before tokenizing."""
 
 import re
-from collections.abc import Callable
-from typing import cast
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 from cutaway.errors import InputError
 from cutaway.generate import SamplingParams
@@ -16,6 +16,7 @@ from cutaway.serve.openai.protocol import (
     GenerationRequest,
     PromptInput,
 )
+from cutaway.serve.openai.reasoning import chat_template_kwargs
 from cutaway.serve.openai.serving_engine import ServingEngine
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -138,7 +139,8 @@ def map_chat_request(
         raise APIError(400, "max_tokens and max_completion_tokens differ; pass one of them", param="max_tokens")
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
     params = _to_sampling_params(request, limits, logprobs=logprobs, max_new_tokens=request.max_completion_tokens)
-    return build_chat_encoder(request.messages, serving), params
+    template_kwargs = chat_template_kwargs(request, serving.tokenizer)
+    return build_chat_encoder(request.messages, serving, template_kwargs), params
 
 
 def as_prompt_list(prompts: PromptInput, param: str, limit: int) -> list[str | list[int]]:
@@ -172,7 +174,9 @@ def build_prompt_encoder(
     return lambda: [encode(prompt) for prompt in prompts]
 
 
-def build_chat_encoder(messages: list[ChatMessage], serving: ServingEngine) -> Callable[[], list[list[int]]]:
+def build_chat_encoder(
+    messages: list[ChatMessage], serving: ServingEngine, template_kwargs: Mapping[str, Any] | None = None
+) -> Callable[[], list[list[int]]]:
     """Return a function that applies the chat template and tokenizes the result."""
     tokenizer = serving.get_tokenizer()
     if tokenizer.chat_template is None:
@@ -180,8 +184,8 @@ def build_chat_encoder(messages: list[ChatMessage], serving: ServingEngine) -> C
         raise APIError(400, message, code="no_chat_template")
     check_limit("messages", len(messages), serving.limits.max_messages)
     template_messages = [_to_template_message(message) for message in messages]
-    serving.check_text_length(["".join(message["content"] for message in template_messages)], "messages")
-    return lambda: [tokenizer.encode_chat(template_messages)]
+    serving.check_text_length(["".join("".join(message.values()) for message in template_messages)], "messages")
+    return lambda: [tokenizer.encode_chat(template_messages, **(template_kwargs or {}))]
 
 
 def _to_template_message(message: ChatMessage) -> dict[str, str]:
@@ -192,4 +196,6 @@ def _to_template_message(message: ChatMessage) -> dict[str, str]:
     if text is None and role != "assistant":
         raise APIError(400, f"a message of role {message.role} has no content; add content", param="messages")
     name_field = {} if message.name is None else {"name": message.name}
-    return {"role": role, "content": text or "", **name_field}
+    reasoning = message.reasoning_content or message.reasoning
+    reasoning_field = {} if reasoning is None else {"reasoning_content": reasoning}
+    return {"role": role, "content": text or "", **name_field, **reasoning_field}

@@ -6,9 +6,10 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from cutaway.generate import Completion, CompletionChunk
+from cutaway.generate import Completion, CompletionChunk, Request
 from cutaway.serve.openai.completion_stream import CompletionStream
 from cutaway.serve.openai.prompt_output import PromptOutput, logprobs_by_text
+from cutaway.serve.openai.reasoning import ReasoningParser, is_opened_by_prompt, marks_reasoning, reasoning_fields
 from cutaway.serve.openai.serving_engine import ServingEngine
 
 Data = dict[str, object]
@@ -32,8 +33,9 @@ class ResponseBuilder:
         choices = []
         for index, result in enumerate(results):
             text = result.text or ""
-            message = {"role": "assistant", "content": text, "refusal": None}
-            content: Data = {"message": message} if self.is_chat else {"text": text}
+            content: Data = {"text": text}
+            if self.is_chat:
+                content = {"message": self._build_message(text, stream.requests[index])}
             logprobs = self._build_logprobs([result], 0, drop_last=isinstance(result.stop_reason, int))
             choices.append(_build_choice(index, content, logprobs, result.finish_reason))
             if self.prompt_output is not None and not self.is_chat:
@@ -52,7 +54,8 @@ class ResponseBuilder:
 
         prompts = self.prompt_output
         text_lengths = [0 if prompts is None else len(prompts.text(index)) for index in range(len(stream.requests))]
-        is_started = [prompts is None] * len(stream.requests)
+        is_started, num_tokens = [prompts is None] * len(stream.requests), [0] * len(stream.requests)
+        parsers = [self.build_reasoning_parser(request) for request in stream.requests]
         if self.is_chat:
             for index in range(len(stream.requests)):
                 yield chunk_of(_build_choice(index, {"delta": {"role": "assistant", "content": ""}}))
@@ -66,16 +69,19 @@ class ResponseBuilder:
                     partial(prompts.build_logprobs, index, stream.requests[index])
                 )
                 yield chunk_of(choice)
-            has_stop_token = result is not None and isinstance(result.stop_reason, int)
+            num_tokens[index] += sum(len(chunk.tokens) for chunk in chunks)
+            output = stream.requests[index].output
+            # A stop token can arrive before the request is marked as finished.
+            has_stop_token = isinstance(output.stop_reason, int) and num_tokens[index] == len(output.tokens)
             logprobs = None
             if sum(len(chunk.tokens) for chunk in chunks) > has_stop_token:
                 logprobs = self._build_logprobs(chunks, text_lengths[index], drop_last=has_stop_token)
             text_lengths[index] += len(text)
             if (text or logprobs) and not self._is_without_completion:
-                content: Data = {"delta": {"content": text}} if self.is_chat else {"text": text}
+                content: Data = {"delta": _build_delta(parsers[index], text)} if self.is_chat else {"text": text}
                 yield chunk_of(_build_choice(index, content, logprobs))
             if result is not None:
-                content = {"delta": {}} if self.is_chat else {"text": ""}
+                content = {"delta": _build_last_delta(parsers[index])} if self.is_chat else {"text": ""}
                 yield chunk_of(_build_choice(index, content, finish_reason=result.finish_reason))
         if include_usage:
             yield chunk_of(usage=self._build_usage(stream))
@@ -83,6 +89,21 @@ class ResponseBuilder:
     @property
     def _is_without_completion(self) -> bool:
         return self.prompt_output is not None and self.prompt_output.without_completion
+
+    def _build_message(self, text: str, request: Request) -> Data:
+        parser = self.build_reasoning_parser(request)
+        if parser is None:
+            return {"role": "assistant", "content": text, "refusal": None}
+        reasoning, content = parser.split(text)
+        message: Data = {"role": "assistant", "content": None if reasoning and not content else content}
+        return message | {"refusal": None, **reasoning_fields(reasoning)}
+
+    def build_reasoning_parser(self, request: Request) -> ReasoningParser | None:
+        """Parser of a completion's text; None if its chat template does not mark reasoning."""
+        tokenizer = self.serving.tokenizer
+        if not self.is_chat or tokenizer is None or not marks_reasoning(tokenizer):
+            return None
+        return ReasoningParser(is_open=is_opened_by_prompt(tokenizer, request))
 
     def _build_envelope(self, object_type: str, choices: Sequence[Data]) -> Data:
         return {
@@ -140,6 +161,20 @@ class ResponseBuilder:
         num_generated = 0 if self._is_without_completion else stream.num_generated_tokens
         total = num_prompt + num_generated
         return {"prompt_tokens": num_prompt, "completion_tokens": num_generated, "total_tokens": total}
+
+
+def _build_delta(parser: ReasoningParser | None, text: str) -> Data:
+    if parser is None:
+        return {"content": text}
+    reasoning, content = parser.feed(text)
+    fields = reasoning_fields(reasoning)
+    return fields | ({"content": content} if content or not fields else {})
+
+
+def _build_last_delta(parser: ReasoningParser | None) -> Data:
+    """Text that the parser held back until the end of the completion."""
+    reasoning, content = ("", "") if parser is None else parser.finish()
+    return reasoning_fields(reasoning) | ({"content": content} if content else {})
 
 
 def _build_choice(index: int, content: Data, logprobs: Data | None = None, finish_reason: str | None = None) -> Data:
