@@ -207,6 +207,7 @@ class ModelRunner:
             known = request.output.prompt_logprobs
             if known is None:
                 continue
+            assert start < len(known), "tokens before this chunk have no log-probabilities"
             # A prompt that is prefilled again (LongRoPE) or with its last token (dynamic RoPE) has fewer targets.
             targets = request.input_ids[max(start + 1, len(known)) : start + 1 + len(chunk)]
             rows = x[i, len(known) - 1 - start :][: len(targets)]

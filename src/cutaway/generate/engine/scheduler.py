@@ -47,9 +47,7 @@ class Scheduler:
         if len(self.running) == self.model_runner.cache.batch_size:
             return False
         if self.page_pool is not None:
-            # Log-probabilities of the prompt need the hidden states of all its tokens, so none come from the cache.
-            needs_all_tokens = request.source_tokens or request.output.prompt_logprobs is not None
-            tokens = [] if needs_all_tokens else request.input_ids
+            tokens = request.input_ids if request.can_use_prefix_cache else []
             allocation = self.page_pool.allocate(tokens, self.config.max_slots(request), request.adapter)
             if allocation is None:
                 return False

@@ -19,6 +19,7 @@ from cutaway.serve.openai import protocol, request_mapping
 from cutaway.serve.openai.classification import add_classify_route
 from cutaway.serve.openai.embeddings import compute_embeddings, encode_float32_base64
 from cutaway.serve.openai.response_builder import ResponseBuilder
+from cutaway.serve.openai.responses import add_responses_route
 from cutaway.serve.openai.serving_engine import ServingEngine, check_encoded_texts, to_api_error
 from cutaway.serve.openai.sse import SSEResponse, with_cancellation
 
@@ -147,6 +148,7 @@ def build_router(serving: ServingEngine) -> APIRouter:
         )
 
     add_classify_route(router, serving)
+    add_responses_route(router, serving)
 
     @router.post("/tokenize")
     async def tokenize(request: protocol.TokenizeRequest) -> dict[str, object]:

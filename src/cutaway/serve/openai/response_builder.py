@@ -36,7 +36,7 @@ class ResponseBuilder:
             content: Data = {"text": text}
             if self.is_chat:
                 content = {"message": self._build_message(text, stream.requests[index])}
-            logprobs = self._build_logprobs([result], 0, drop_last=isinstance(result.stop_reason, int))
+            logprobs = self.build_logprobs([result], 0, drop_last=isinstance(result.stop_reason, int))
             choices.append(_build_choice(index, content, logprobs, result.finish_reason))
             if self.prompt_output is not None and not self.is_chat:
                 self.prompt_output.add_to_choice(choices[-1], index, stream.requests[index])
@@ -75,7 +75,7 @@ class ResponseBuilder:
             has_stop_token = isinstance(output.stop_reason, int) and num_tokens[index] == len(output.tokens)
             logprobs = None
             if sum(len(chunk.tokens) for chunk in chunks) > has_stop_token:
-                logprobs = self._build_logprobs(chunks, text_lengths[index], drop_last=has_stop_token)
+                logprobs = self.build_logprobs(chunks, text_lengths[index], drop_last=has_stop_token)
             text_lengths[index] += len(text)
             if (text or logprobs) and not self._is_without_completion:
                 content: Data = {"delta": _build_delta(parsers[index], text)} if self.is_chat else {"text": text}
@@ -114,7 +114,7 @@ class ResponseBuilder:
             "choices": choices,
         }
 
-    def _build_logprobs(
+    def build_logprobs(
         self, outputs: Sequence[Completion | CompletionChunk], offset: int, *, drop_last: bool
     ) -> Data | None:
         """Build the log-probabilities of tokens and of their alternatives, or None if they were not requested.
