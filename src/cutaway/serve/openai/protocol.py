@@ -13,7 +13,7 @@ TokenId = Annotated[int, Field(ge=0, lt=2**32)]
 PromptInput = str | list[str] | list[TokenId] | list[list[TokenId]]
 UNSUPPORTED_FIELDS = {
     "audio", "chat_template", "dimensions", "documents", "function_call", "functions",
-    "grammar", "guided_json", "guided_regex", "modalities", "response_format", "suffix",
+    "grammar", "guided_json", "guided_regex", "modalities", "response_format",
     "tool_choice", "tools", "verbosity", "web_search_options",
 }  # fmt: skip
 """Unsupported fields that would change the result."""
@@ -22,7 +22,6 @@ NO_OP_VALUES_BY_FIELD: dict[str, tuple[object, ...]] = {
     "function_call": ("none",),
     "modalities": (["text"],),
     "response_format": ({"type": "text"},),
-    "suffix": ("",),
     "tool_choice": ("none", "auto"),
 }
 """Unsupported field → values that are accepted, because they have no effect."""
@@ -76,6 +75,7 @@ class CompletionRequest(GenerationRequest):
     """Body of /v1/completions."""
 
     prompt: PromptInput
+    suffix: str | None = None
     echo: bool | None = None
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: Annotated[int, Field(ge=0)] | None = None

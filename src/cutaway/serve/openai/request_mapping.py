@@ -2,12 +2,14 @@
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 from cutaway.errors import InputError
 from cutaway.generate import SamplingParams
 from cutaway.serve.errors import APIError
 from cutaway.serve.limits import Limits
+from cutaway.serve.openai.fill_in_the_middle import build_fim_encoder, fim_stop_token_ids
 from cutaway.serve.openai.prompt_output import PromptOutput
 from cutaway.serve.openai.protocol import (
     ChatCompletionRequest,
@@ -92,7 +94,13 @@ def map_completion_request(
     )
     prompts = as_prompt_list(request.prompt, "prompt", limits.max_prompts)
     check_limit("prompt", len(prompts) * params.n, limits.max_completions, " completions (prompts × n)")
-    return build_prompt_encoder(prompts, serving, "prompt"), params
+    if not request.suffix:
+        return build_prompt_encoder(prompts, serving, "prompt"), params
+    if request.echo:
+        raise APIError(400, "echo and suffix are both set; leave one of them out", param="suffix")
+    encode_prompts = build_fim_encoder(prompts, request.suffix, serving)
+    stop_token_ids = [*params.stop_token_ids, *fim_stop_token_ids(serving.get_tokenizer())]
+    return encode_prompts, replace(params, stop_token_ids=stop_token_ids)
 
 
 def check_echo(request: CompletionRequest, serving: ServingEngine) -> None:
