@@ -10,6 +10,7 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from cutaway.generate import EngineError, SamplingParams
+from cutaway.generate.embed import default_prompt
 from cutaway.generate.generation_config import CheckpointLike
 from cutaway.serve.app import build_app
 from cutaway.serve.errors import APIError
@@ -20,6 +21,7 @@ from cutaway.serve.openai.classification import add_classify_route
 from cutaway.serve.openai.embeddings import compute_embeddings, encode_float32_base64
 from cutaway.serve.openai.response_builder import ResponseBuilder
 from cutaway.serve.openai.responses import add_responses_route
+from cutaway.serve.openai.scoring import add_scoring_routes
 from cutaway.serve.openai.serving_engine import ServingEngine, check_encoded_texts, to_api_error
 from cutaway.serve.openai.sse import SSEResponse, with_cancellation
 
@@ -123,6 +125,8 @@ def build_router(serving: ServingEngine) -> APIRouter:
         """Compute one embedding per text, with the embedding head, or as the normalized mean of the hidden states."""
         _check_request(request, serving)
         prompts = request_mapping.as_prompt_list(request.input, "input", serving.limits.max_embedding_inputs)
+        prompt = default_prompt(serving.sentence_transformers_config)
+        prompts = [prompt + text if isinstance(text, str) else text for text in prompts]
         encode_prompts = request_mapping.build_prompt_encoder(prompts, serving, "input")
         disconnected = threading.Event()
         adapter = serving.adapter_of(request.model)
@@ -149,6 +153,7 @@ def build_router(serving: ServingEngine) -> APIRouter:
 
     add_classify_route(router, serving)
     add_responses_route(router, serving)
+    add_scoring_routes(router, serving)
 
     @router.post("/tokenize")
     async def tokenize(request: protocol.TokenizeRequest) -> dict[str, object]:

@@ -119,12 +119,15 @@ def build_prompt_output(
     request: GenerationRequest, params: SamplingParams, serving: ServingEngine
 ) -> PromptOutput | None:
     """Return what the response has of its prompts: the text (echo), log-probabilities; None if neither is asked for."""
-    is_chat = not isinstance(request, CompletionRequest)
-    echo = isinstance(request, CompletionRequest) and bool(request.echo)
+    prompts: list[str | list[int]] = [""]
+    echo = False
+    if isinstance(request, CompletionRequest):
+        prompts = as_prompt_list(request.prompt, "prompt", serving.limits.max_prompts)
+        echo = bool(request.echo)
     if not echo and request.prompt_logprobs is None:
         return None
     return PromptOutput(
-        prompts=[""] if is_chat else as_prompt_list(request.prompt, "prompt", serving.limits.max_prompts),
+        prompts=prompts,
         n=params.n,
         tokenizer=serving.tokenizer,
         token_decoder=serving.token_decoder,
