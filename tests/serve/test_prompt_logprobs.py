@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 import cutaway as ct
 from cutaway.evaluate.loglikelihood import LoglikelihoodRequest, compute_loglikelihoods
 from cutaway.model import DecoderOnly
+from cutaway.serve.limits import Limits
 from cutaway.serve.openai.prompt_output import PromptOutput, logprobs_by_text
 from cutaway.serve.openai.token_decoder import TokenDecoder
 from cutaway.tokenizer import byte_tokenizer
@@ -174,6 +175,20 @@ def test_invalid_requests(server: RunningServer, body: dict[str, Any], message: 
     status, response = post(server, "/v1/completions", {"prompt": "a", **body})
     assert status == 400
     assert message in response["error"]["message"]
+
+
+def test_number_of_log_probabilities_is_limited() -> None:
+    with start_server(byte_checkpoint("tiny-llama"), limits=Limits(max_prompt_logprobs=60)) as running:
+        body = {"prompt": ["x" * 10, "y" * 10], "max_tokens": 1, "echo": True}
+        for fields, expected in (
+            ({"logprobs": 2}, 200),
+            ({"logprobs": 3}, 400),
+            ({"logprobs": 2, "n": 2}, 400),
+            ({}, 200),
+        ):
+            status, response = post(running, "/v1/completions", body | fields)
+            assert status == expected
+            assert status == 200 or "more than 60 log-probabilities" in response["error"]["message"]
 
 
 def test_encoder_decoders_echo_no_prompt() -> None:

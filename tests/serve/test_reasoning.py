@@ -1,7 +1,7 @@
 """Reasoning is separated from the answer, where the chat template marks it."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -17,6 +17,12 @@ from cutaway.tokenizer import byte_tokenizer
 
 pytestmark = pytest.mark.unchecked
 MESSAGES = [{"role": "user", "content": "2 + 2?"}]
+
+
+def split(pieces: Sequence[str], *, is_open: bool) -> tuple[str, str]:
+    parser = ReasoningParser(is_open=is_open)
+    parts = [*map(parser.feed, pieces), parser.finish()]
+    return "".join(part.reasoning for part in parts), "".join(part.content for part in parts)
 
 
 @pytest.mark.parametrize(
@@ -36,7 +42,7 @@ MESSAGES = [{"role": "user", "content": "2 + 2?"}]
     ],
 )
 def test_split(text: str, is_open: bool, reasoning: str, content: str) -> None:
-    assert ReasoningParser(is_open=is_open).split(text) == (reasoning, content)
+    assert split([text], is_open=is_open) == (reasoning, content)
 
 
 @given(
@@ -47,11 +53,9 @@ def test_split(text: str, is_open: bool, reasoning: str, content: str) -> None:
     cuts=st.lists(st.integers(0, 40), max_size=6),
 )
 def test_pieces_of_any_size_give_the_same_split(text: str, is_open: bool, cuts: list[int]) -> None:
-    parser, borders = ReasoningParser(is_open=is_open), [0, *sorted(cuts), len(text)]
-    parts = [parser.feed(text[start:end]) for start, end in pairwise(borders)]
-    parts.append(parser.finish())
-    whole = ReasoningParser(is_open=is_open).split(text)
-    assert ("".join(part.reasoning for part in parts), "".join(part.content for part in parts)) == whole
+    borders = [0, *sorted(cuts), len(text)]
+    pieces = [text[start:end] for start, end in pairwise(borders)]
+    assert split(pieces, is_open=is_open) == split([text], is_open=is_open)
 
 
 @pytest.mark.parametrize(
@@ -125,6 +129,21 @@ def test_message_has_reasoning_and_content(server: RunningServer, fields: Any, m
     joined = {name: "".join(delta.get(name) or "" for delta in deltas) for name in ("reasoning", "content")}
     assert joined == {name: message.get(name) or "" for name in joined}
     assert all(delta.get("reasoning") == delta.get("reasoning_content") for delta in deltas)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_markers_that_are_special_tokens(stream: bool) -> None:
+    """They are not in the text of a completion, but they separate the reasoning."""
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{# </think> #}go"
+    parts = ["go", "<think>", "Rea", "son", "</think>", "four"]
+    checkpoint = scripted_checkpoint([parts], chat_template=template, special_tokens=("<think>", "</think>"))
+    with start_server(checkpoint) as running:
+        _, response = post(running, {"stream": stream})
+        assert post(running, {"stream": False})[1]["choices"][0]["message"] == THINKING
+    if stream:
+        deltas = [choice["delta"] for chunk in response for choice in chunk["choices"]]
+        assert "".join(delta.get("reasoning", "") for delta in deltas) == "Reason"
+        assert "".join(delta.get("content", "") for delta in deltas) == "four"
 
 
 def test_logprobs_cover_reasoning_and_content(server: RunningServer) -> None:

@@ -14,7 +14,9 @@ from cutaway.tokenizer import Tokenizer
 END_OF_TEXT, UNKNOWN = "<eos>", "?"
 
 
-def scripted_checkpoint(scripts: Sequence[Sequence[str]], *, chat_template: str | None = None) -> Checkpoint:
+def scripted_checkpoint(
+    scripts: Sequence[Sequence[str]], *, chat_template: str | None = None, special_tokens: Sequence[str] = ()
+) -> Checkpoint:
     """A checkpoint that writes the rest of a script, and then the end of the text, after a prompt that ends with the
     first part of the script. All other tokens of prompts are unknown. The parts must be different."""
     parts = [part for script in scripts for part in script]
@@ -25,7 +27,7 @@ def scripted_checkpoint(scripts: Sequence[Sequence[str]], *, chat_template: str 
     split = tokenizers.Regex("|".join([*by_length, r"[\s\S]"]))
     backend.pre_tokenizer = pre_tokenizers.Split(split, "isolated")
     backend.decoder = decoders.Fuse()
-    backend.add_special_tokens([END_OF_TEXT])
+    backend.add_special_tokens([END_OF_TEXT, *special_tokens])
     tokenizer = Tokenizer(backend, special_tokens_map={"eos_token": END_OF_TEXT}, chat_template=chat_template)
     model = ct.build("tiny-llama", seed=0)
     with torch.no_grad():

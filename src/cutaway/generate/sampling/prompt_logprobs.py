@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
@@ -37,7 +38,7 @@ def compute_prompt_logprobs(
         chunk = slice(start, start + chunk_size)
         logprobs = head(x[chunk]).float().log_softmax(-1)  # (n, V)
         chosen = logprobs.gather(-1, targets[chunk, None])  # (n, 1)
-        ranks = (logprobs > chosen).sum(-1) + 1
+        ranks = (logprobs > chosen).sum(-1, dtype=torch.int32) + 1
         top = logprobs.topk(min(num_top, logprobs.shape[-1]))
         columns = (chosen[:, 0].tolist(), ranks.tolist(), top.indices.tolist(), top.values.tolist())
         for logprob, rank, tokens, values in zip(*columns, strict=True):

@@ -1,8 +1,9 @@
 """Reasoning of models whose chat template marks it with <think> and </think>, separated from the answer."""
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from cutaway.generate import Request
+from cutaway.generate import CompletionChunk, Request
 from cutaway.serve.errors import APIError
 from cutaway.serve.openai.protocol import ChatCompletionRequest
 from cutaway.tokenizer import Tokenizer
@@ -28,12 +29,20 @@ class ReasoningParser:
     not part of either, because chat templates write them.
     """
 
-    def __init__(self, *, is_open: bool) -> None:
-        """`is_open`: the prompt ends with START."""
+    def __init__(self, *, is_open: bool, special_tokens: Mapping[int, str] | None = None) -> None:
+        """`is_open`: the prompt ends with START. `special_tokens`: START and END by token id, if they are special
+        tokens, which are not in the text of a completion."""
+        self.special_tokens = special_tokens or {}
         self.state = "reasoning" if is_open else "start"
         self.buffer = ""
         self.is_first = True
         """Whether line breaks are skipped, because no text of this part was returned yet."""
+
+    def feed_chunk(self, chunk: CompletionChunk) -> SplitText:
+        """Add a chunk of a completion, like `feed`."""
+        if not self.special_tokens:
+            return self.feed(chunk.text)
+        return self.feed(chunk.text + "".join(self.special_tokens.get(token, "") for token in chunk.tokens))
 
     def feed(self, text: str) -> SplitText:
         """Add a piece of text and return the new text that later pieces cannot change."""
@@ -67,11 +76,6 @@ class ReasoningParser:
         rest, self.buffer = self.buffer, ""
         return SplitText(rest, "") if self.state == "reasoning" else SplitText("", rest)
 
-    def split(self, text: str) -> SplitText:
-        """Split the whole text of a completion."""
-        first, rest = self.feed(text), self.finish()
-        return SplitText(first.reasoning + rest.reasoning, first.content + rest.content)
-
     def _skip_line_breaks(self, text: str) -> str:
         if self.is_first:
             text = text.lstrip("\n")
@@ -91,6 +95,12 @@ def _num_stable_chars(text: str) -> int:
 def marks_reasoning(tokenizer: Tokenizer) -> bool:
     """Whether the chat template marks reasoning."""
     return END in _template_source(tokenizer)
+
+
+def special_marker_tokens(tokenizer: Tokenizer) -> dict[int, str]:
+    """START and END by token id, if they are special tokens."""
+    ids = {tokenizer.token_to_id(marker): marker for marker in (START, END)}
+    return {token: marker for token, marker in ids.items() if token is not None and token in tokenizer.decode_skip_ids}
 
 
 def is_opened_by_prompt(tokenizer: Tokenizer, request: Request) -> bool:

@@ -95,12 +95,13 @@ def map_completion_request(
     prompts = as_prompt_list(request.prompt, "prompt", limits.max_prompts)
     check_limit("prompt", len(prompts) * params.n, limits.max_completions, " completions (prompts × n)")
     if not request.suffix:
-        return build_prompt_encoder(prompts, serving, "prompt"), params
+        encode_prompts = build_prompt_encoder(prompts, serving, "prompt")
+        return limit_prompt_logprobs(encode_prompts, params, limits), params
     if request.echo:
         raise APIError(400, "echo and suffix are both set; leave one of them out", param="suffix")
     encode_prompts = build_fim_encoder(prompts, request.suffix, serving)
     stop_token_ids = [*params.stop_token_ids, *fim_stop_token_ids(serving.get_tokenizer())]
-    return encode_prompts, replace(params, stop_token_ids=stop_token_ids)
+    return limit_prompt_logprobs(encode_prompts, params, limits), replace(params, stop_token_ids=stop_token_ids)
 
 
 def check_echo(request: CompletionRequest, serving: ServingEngine) -> None:
@@ -151,7 +152,30 @@ def map_chat_request(
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
     params = _to_sampling_params(request, limits, logprobs=logprobs, max_new_tokens=request.max_completion_tokens)
     template_kwargs = chat_template_kwargs(request, serving.tokenizer)
-    return build_chat_encoder(request.messages, serving, template_kwargs), params
+    encode_prompts = build_chat_encoder(request.messages, serving, template_kwargs)
+    return limit_prompt_logprobs(encode_prompts, params, limits), params
+
+
+def limit_prompt_logprobs(
+    encode_prompts: Callable[[], list[list[int]]], params: SamplingParams, limits: Limits
+) -> Callable[[], list[list[int]]]:
+    """Return `encode_prompts`, which raises if the log-probabilities of the prompts take too much memory."""
+    if params.prompt_logprobs is None:
+        return encode_prompts
+    values_per_token = (1 + params.prompt_logprobs) * params.n
+
+    def encode_and_check() -> list[list[int]]:
+        rows = encode_prompts()
+        if sum(map(len, rows)) * values_per_token > limits.max_prompt_logprobs:
+            limit = limits.max_prompt_logprobs
+            message = (
+                f"the prompts have more than {limit} log-probabilities (tokens × (1 + alternatives) × n); send fewer"
+                " prompts at a time, or ask for fewer alternatives"
+            )
+            raise APIError(400, message, param="prompt")
+        return rows
+
+    return encode_and_check
 
 
 def as_prompt_list(prompts: PromptInput, param: str, limit: int) -> list[str | list[int]]:

@@ -9,7 +9,13 @@ from functools import partial
 from cutaway.generate import Completion, CompletionChunk, Request
 from cutaway.serve.openai.completion_stream import CompletionStream
 from cutaway.serve.openai.prompt_output import PromptOutput, logprobs_by_text
-from cutaway.serve.openai.reasoning import ReasoningParser, is_opened_by_prompt, marks_reasoning, reasoning_fields
+from cutaway.serve.openai.reasoning import (
+    ReasoningParser,
+    is_opened_by_prompt,
+    marks_reasoning,
+    reasoning_fields,
+    special_marker_tokens,
+)
 from cutaway.serve.openai.serving_engine import ServingEngine
 
 Data = dict[str, object]
@@ -77,12 +83,13 @@ class ResponseBuilder:
             if sum(len(chunk.tokens) for chunk in chunks) > has_stop_token:
                 logprobs = self.build_logprobs(chunks, text_lengths[index], drop_last=has_stop_token)
             text_lengths[index] += len(text)
-            if (text or logprobs) and not self._is_without_completion:
-                content: Data = {"delta": _build_delta(parsers[index], text)} if self.is_chat else {"text": text}
+            content: Data = {"delta": _build_delta(parsers[index], chunks)} if self.is_chat else {"text": text}
+            if (any(content.values()) or logprobs) and not self._is_without_completion:
                 yield chunk_of(_build_choice(index, content, logprobs))
             if result is not None:
                 content = {"delta": _build_last_delta(parsers[index])} if self.is_chat else {"text": ""}
-                yield chunk_of(_build_choice(index, content, finish_reason=result.finish_reason))
+                finish_reason = "length" if self._is_without_completion else result.finish_reason
+                yield chunk_of(_build_choice(index, content, finish_reason=finish_reason))
         if include_usage:
             yield chunk_of(usage=self._build_usage(stream))
 
@@ -94,7 +101,9 @@ class ResponseBuilder:
         parser = self.build_reasoning_parser(request)
         if parser is None:
             return {"role": "assistant", "content": text, "refusal": None}
-        reasoning, content = parser.split(text)
+        parts = [parser.feed_chunk(chunk) for chunk in request.pop_chunks()]
+        parts.append(parser.finish())
+        reasoning, content = ("".join(texts) for texts in zip(*parts, strict=True))
         message: Data = {"role": "assistant", "content": None if reasoning and not content else content}
         return message | {"refusal": None, **reasoning_fields(reasoning)}
 
@@ -103,7 +112,8 @@ class ResponseBuilder:
         tokenizer = self.serving.tokenizer
         if not self.is_chat or tokenizer is None or not marks_reasoning(tokenizer):
             return None
-        return ReasoningParser(is_open=is_opened_by_prompt(tokenizer, request))
+        is_open = is_opened_by_prompt(tokenizer, request)
+        return ReasoningParser(is_open=is_open, special_tokens=special_marker_tokens(tokenizer))
 
     def _build_envelope(self, object_type: str, choices: Sequence[Data]) -> Data:
         return {
@@ -163,12 +173,11 @@ class ResponseBuilder:
         return {"prompt_tokens": num_prompt, "completion_tokens": num_generated, "total_tokens": total}
 
 
-def _build_delta(parser: ReasoningParser | None, text: str) -> Data:
-    if parser is None:
-        return {"content": text}
-    reasoning, content = parser.feed(text)
-    fields = reasoning_fields(reasoning)
-    return fields | ({"content": content} if content or not fields else {})
+def _build_delta(parser: ReasoningParser | None, chunks: Sequence[CompletionChunk]) -> Data:
+    """Fields of a delta with new text. Empty if there is none."""
+    parts = [("", chunk.text) if parser is None else parser.feed_chunk(chunk) for chunk in chunks]
+    reasoning, content = ("".join(part[i] for part in parts) for i in range(2))
+    return reasoning_fields(reasoning) | ({"content": content} if content else {})
 
 
 def _build_last_delta(parser: ReasoningParser | None) -> Data:

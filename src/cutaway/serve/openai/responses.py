@@ -97,7 +97,7 @@ class ResponseEvents:
             for chunk in chunks:
                 num_tokens += len(chunk.tokens)
                 is_reasoning = parser is not None and parser.state == "reasoning"
-                reasoning, content = ("", chunk.text) if parser is None else parser.feed(chunk.text)
+                reasoning, content = ("", chunk.text) if parser is None else parser.feed_chunk(chunk)
                 is_reasoning |= bool(reasoning)
                 self.num_reasoning_tokens += len(chunk.tokens) if is_reasoning else 0
                 is_stop_token = isinstance(output.stop_reason, int) and num_tokens == len(output.tokens)

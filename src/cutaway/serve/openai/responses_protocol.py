@@ -85,7 +85,8 @@ class ResponsesRequest(OpenAIBaseModel):
     store: bool | None = None
     previous_response_id: str | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    metadata: dict[str, str] | None = None
+    metadata: dict[str, Any] | None = None
+    """Returned as it is."""
     reasoning: ReasoningOptions | None = None
     text: TextOptions | None = None
     parallel_tool_calls: bool | None = None
