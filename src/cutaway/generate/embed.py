@@ -38,7 +38,7 @@ def embed(
         check_positive_int("batch_size", batch_size)
     items = [texts] if isinstance(texts, str) else list(texts)
     encoder = TextEncoder(tokenizer, max_text_len(model.config, tokenizer))
-    prompt = _default_prompt(getattr(checkpoint, "sentence_transformers_config", {}))
+    prompt = default_prompt(getattr(checkpoint, "sentence_transformers_config", {}))
     encoded = [encoder.encode(prompt + text if prompt else text) for text in items]
     run = model if isinstance(model.config.head, EmbeddingHead) else _mean_pooling(model)
     with eval_mode(model):
@@ -46,9 +46,14 @@ def embed(
     return torch.stack(rows) if rows else torch.zeros(0, 0)
 
 
-def _default_prompt(settings: Mapping[str, Any]) -> str:
+def default_prompt(settings: Mapping[str, Any]) -> str:
     """Text before each text, from config_sentence_transformers.json. Usually empty."""
-    prompts, name = settings.get("prompts"), settings.get("default_prompt_name")
+    return named_prompt(settings, settings.get("default_prompt_name"))
+
+
+def named_prompt(settings: Mapping[str, Any], name: object) -> str:
+    """The prompt of this name in config_sentence_transformers.json. Empty if there is none."""
+    prompts = settings.get("prompts")
     prompt = prompts.get(name, "") if isinstance(prompts, Mapping) and isinstance(name, str) else ""
     return prompt if isinstance(prompt, str) else ""
 

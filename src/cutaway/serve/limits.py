@@ -58,6 +58,8 @@ class Limits:
     """Maximum value of `logprobs` in /v1/completions, the number of alternatives per token."""
     max_top_logprobs: int = 20
     """Maximum value of `top_logprobs` in /v1/chat/completions, the number of alternatives per token."""
+    max_prompt_logprobs: int = 1_000_000
+    """Maximum number of log-probabilities of prompts in a response: tokens × (1 + alternatives) × n."""
     max_stop_strings: int = 16
     """Maximum number of stop strings."""
     max_stop_characters: int = 256

@@ -341,6 +341,13 @@ class EngineConfig:
         output = OutputProcessor(
             sampling_params, max_tokens, tokenizer, self.eos_token_ids, prompt_tokens=() if source else prompt
         )
+        if sampling_params.prompt_logprobs is not None:
+            if source is not None:
+                raise InputError(
+                    "prompt_logprobs needs a decoder, but the prompt of this model is the source of an encoder, which"
+                    " predicts no tokens; leave it out"
+                )
+            output.prompt_logprobs = [None]
         request = Request(tokens, sampling_params, seed, output)
         request.adapter, request.grammar = self.resolve_adapter(adapter), grammar
         request.source_tokens, request.output_prefix = source, list(output_prefix)

@@ -332,9 +332,10 @@ class Engine:
         with self._isolate_failures(batch):
             num_computed = [request.num_computed_tokens for request in batch]
             start = time.perf_counter()
-            self.model_runner.prefill(first_row, chunks, num_computed)
+            x = self.model_runner.prefill(first_row, chunks, num_computed)
             seconds_per_token = (time.perf_counter() - start) / (len(batch) * max(map(len, chunks)))
             self.prefill_seconds_per_token = _moving_average(self.prefill_seconds_per_token, seconds_per_token)
+            self.model_runner.add_prompt_logprobs(batch, x, chunks, num_computed)
             for request, chunk in zip(batch, chunks, strict=True):
                 request.num_computed_tokens += len(chunk)
                 if self._needs_full_prefill(request.all_token_ids):  # the first decode step repeats the last token

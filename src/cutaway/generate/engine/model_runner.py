@@ -15,6 +15,7 @@ from cutaway.generate.engine.kv_cache import BatchKVCache
 from cutaway.generate.engine.request import Request
 from cutaway.generate.fast.cuda_graphs import CUDAGraphRunner
 from cutaway.generate.fast.warmup_policy import WarmupCostStore, WarmupPolicy
+from cutaway.generate.sampling.prompt_logprobs import compute_prompt_logprobs
 from cutaway.generate.sampling.sampler import Sampler, SamplerOutput, swap_tensor_rows
 from cutaway.generate.sampling.sampling_state import SamplingFeatures
 from cutaway.generate.structured_output.constraint import bitmask_width
@@ -190,11 +191,11 @@ class ModelRunner:
         self.cuda_graphs = self.compiled_decode_logits = None
 
     @torch.no_grad()
-    def prefill(self, first_row: int, chunks: Sequence[Sequence[int]], num_computed: Sequence[int]) -> None:
+    def prefill(self, first_row: int, chunks: Sequence[Sequence[int]], num_computed: Sequence[int]) -> Tensor:
         """Run one chunk of tokens per request and write its keys and values to cache rows first_row, first_row + 1, …
 
         `num_computed`: number of tokens already in each row. Chunks are right-padded to the length of the longest. No
-        logits are computed.
+        logits are computed; the result is the input of the LM head: (chunks, longest, d).
         """
         longest = max(map(len, chunks))
         tokens = torch.tensor([[*chunk, *[0] * (longest - len(chunk))] for chunk in chunks])
@@ -203,7 +204,30 @@ class ModelRunner:
             mask = torch.tensor([[True] * len(chunk) + [False] * (longest - len(chunk)) for chunk in chunks])
             mask = mask.to(self.model.device)
         view = self.cache.view_rows(first_row, first_row + len(chunks), max_len=max(num_computed))
-        self.forward_hidden(self.model, tokens.to(self.model.device), mask, view)
+        return self.forward_hidden(self.model, tokens.to(self.model.device), mask, view)
+
+    @torch.no_grad()
+    def add_prompt_logprobs(
+        self, requests: Sequence[Request], x: Tensor, chunks: Sequence[Sequence[int]], num_computed: Sequence[int]
+    ) -> None:
+        """Add the log-probabilities of the tokens that follow those of the prefilled chunks to the requests that ask
+        for them. `x` is the result of `prefill`."""
+        for i, (request, chunk, start) in enumerate(zip(requests, chunks, num_computed, strict=True)):
+            known = request.output.prompt_logprobs
+            if known is None:
+                continue
+            assert start < len(known), "tokens before this chunk have no log-probabilities"
+            # A prompt that is prefilled again (LongRoPE) or with its last token (dynamic RoPE) has fewer targets.
+            targets = request.input_ids[max(start + 1, len(known)) : start + 1 + len(chunk)]
+            rows = x[i, len(known) - 1 - start :][: len(targets)]
+            num_top = request.sampling_params.prompt_logprobs or 0
+            known += compute_prompt_logprobs(
+                self.model.lm_head,
+                rows,
+                torch.tensor(targets, dtype=torch.int64, device=x.device),
+                num_top,
+                self.model.config.vocab_size,
+            )
 
     @torch.no_grad()
     def encode_source(self, row: int, source_tokens: Sequence[int], decoder_tokens: Sequence[int]) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from cutaway.generate.engine.stop_strings import StopStrings
+from cutaway.generate.sampling.prompt_logprobs import PromptLogprob
 from cutaway.generate.sampling.sampling_params import SamplingParams
 from cutaway.tokenizer import DecodeStream, Tokenizer
 from cutaway.tokenizer.token_bytes import BytesDecodeStream, token_bytes
@@ -27,6 +28,8 @@ class Completion:
     """Beam search score: sum of log-probabilities / length ** length_penalty."""
     logprobs: list[float] | None = None
     top_logprobs: list[dict[int, float]] | None = None
+    prompt_logprobs: list[PromptLogprob | None] | None = None
+    """For each token of the prompt, its log-probability. None for the first token, which nothing precedes."""
 
 
 @dataclass
@@ -68,6 +71,7 @@ class OutputProcessor:
         self.text_chunks: list[str] = []
         self.logprobs: list[float] = []
         self.top_logprobs: list[dict[int, float]] = []
+        self.prompt_logprobs: list[PromptLogprob | None] | None = None
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
 
@@ -139,4 +143,5 @@ class OutputProcessor:
             seed=seed,
             logprobs=None if self.num_logprobs is None else self.logprobs,
             top_logprobs=self.top_logprobs or None,
+            prompt_logprobs=self.prompt_logprobs,
         )

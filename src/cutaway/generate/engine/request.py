@@ -98,6 +98,13 @@ class Request:
             raise self.error.with_traceback(None)  # otherwise the traceback grows with each raise
 
     @property
+    def can_use_prefix_cache(self) -> bool:
+        """Whether keys and values of the first tokens may come from the prefix cache.
+
+        Log-probabilities of the prompt need the hidden states of all its tokens."""
+        return self.source_tokens is None and self.output.prompt_logprobs is None
+
+    @property
     def all_token_ids(self) -> list[int]:
         """Decoder tokens so far: `input_ids`, then the sampled tokens of the completion."""
         return self.input_ids + self.output.tokens[len(self.output_prefix) :]

@@ -141,7 +141,7 @@ class Scheduler:
         pool, all_tokens = self.page_pool, request.all_token_ids
         assert pool is not None
         max_len = len(all_tokens) if self.preemption else self.config.max_slots(request)
-        tokens = [] if request.source_tokens is not None else all_tokens
+        tokens = all_tokens if request.can_use_prefix_cache else []
         reserved = len(self.running) if self.preemption else 0
         donor = self._find_equal_prefix(request)
         allocation = pool.allocate(tokens, max_len, request.adapter, reserved=reserved)
@@ -160,7 +160,7 @@ class Scheduler:
     def _find_equal_prefix(self, request: Request) -> Request | None:
         """A running request that has all tokens of `request` but the last in its pages, such as another completion of
         the same prompt. Its last page, which is not full, can be copied instead of computed."""
-        if self.page_pool is None or not self.page_pool.prefix_caching or request.source_tokens is not None:
+        if self.page_pool is None or not self.page_pool.prefix_caching or not request.can_use_prefix_cache:
             return None
         prefix = request.all_token_ids[:-1]
         for other in self.running:

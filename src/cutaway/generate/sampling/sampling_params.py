@@ -48,6 +48,7 @@ _INT_RANGES = {
     "top_k": (1, MAX_TOKENS),
     "seed": (0, 2**63 - 1),
     "logprobs": (0, _MAX_LOGPROBS),
+    "prompt_logprobs": (0, _MAX_LOGPROBS),
     "n": (1, _MAX_N),
 }
 _FLOAT_RANGES = {
@@ -59,7 +60,7 @@ _FLOAT_RANGES = {
     "frequency_penalty": (-2.0, 2.0, "from -2 to 2 (0 changes nothing)"),
 }
 """Smallest and largest value of each parameter, and the range in words."""
-_OPTIONAL = ("max_new_tokens", "top_k", "top_p", "min_p", "seed", "logprobs")
+_OPTIONAL = ("max_new_tokens", "top_k", "top_p", "min_p", "seed", "logprobs", "prompt_logprobs")
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,8 @@ class SamplingParams:
     seed: int | None = None
     logprobs: int | None = None
     """Number of top log-probabilities to return per token; 0 returns only that of the sampled token."""
+    prompt_logprobs: int | None = None
+    """Number of top log-probabilities to return per token of the prompt; 0 returns only that of the token itself."""
     n: int = 1
     """Number of completions per prompt."""
     schema: object = None

@@ -28,6 +28,7 @@ _SAMPLING_ONLY = [
     "frequency_penalty",
     "logit_bias",
     "logprobs",
+    "prompt_logprobs",
 ]
 """Sampling parameters that beam search does not support."""
 

@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from cutaway.errors import InputError
 from cutaway.generate import EngineError, SamplingParams
+from cutaway.generate.embed import default_prompt
 from cutaway.generate.engine.config import SchedulingPolicy
 from cutaway.generate.generation_config import CheckpointLike
 from cutaway.serve.app import build_app
@@ -22,6 +23,8 @@ from cutaway.serve.openai import protocol, request_mapping
 from cutaway.serve.openai.classification import add_classify_route
 from cutaway.serve.openai.embeddings import compute_embeddings, encode_float32_base64
 from cutaway.serve.openai.response_builder import ResponseBuilder
+from cutaway.serve.openai.responses import add_responses_route
+from cutaway.serve.openai.scoring import add_scoring_routes
 from cutaway.serve.openai.serving_engine import ServingEngine, check_encoded_texts, to_api_error
 from cutaway.serve.openai.sse import SSEResponse, with_cancellation
 
@@ -109,7 +112,10 @@ def build_router(serving: ServingEngine, *, requires_api_key: bool = False) -> A
         )
         is_chat = isinstance(request, protocol.ChatCompletionRequest)
         model = request.model or serving.served_model_name
-        builder = ResponseBuilder(serving, model, is_chat=is_chat, num_logprobs=params.logprobs)
+        prompt_output = request_mapping.build_prompt_output(request, params, serving)
+        builder = ResponseBuilder(
+            serving, model, is_chat=is_chat, num_logprobs=params.logprobs, prompt_output=prompt_output
+        )
         if request.stream:
             with_usage = bool(request.stream_options and request.stream_options.include_usage)
             return SSEResponse(stream, builder.stream_response(stream, include_usage=with_usage), serving.limits)
@@ -119,6 +125,8 @@ def build_router(serving: ServingEngine, *, requires_api_key: bool = False) -> A
             raise to_api_error(error) from None
         finally:
             stream.abort()
+        if prompt_output is not None:  # log-probabilities of a long prompt are large
+            return await serving.run_in_pool(lambda: JSONResponse(builder.build_response(stream, results)))
         return JSONResponse(builder.build_response(stream, results))
 
     @router.post("/v1/embeddings")
@@ -126,6 +134,8 @@ def build_router(serving: ServingEngine, *, requires_api_key: bool = False) -> A
         """Compute one embedding per text, with the embedding head, or as the normalized mean of the hidden states."""
         _check_request(request, serving)
         prompts = request_mapping.as_prompt_list(request.input, "input", serving.limits.max_embedding_inputs)
+        prompt = default_prompt(serving.sentence_transformers_config)
+        prompts = [prompt + text if isinstance(text, str) else text for text in prompts]
         encode_prompts = request_mapping.build_prompt_encoder(prompts, serving, "input")
         disconnected = threading.Event()
         adapter = serving.adapter_of(request.model)
@@ -151,6 +161,8 @@ def build_router(serving: ServingEngine, *, requires_api_key: bool = False) -> A
         )
 
     add_classify_route(router, serving)
+    add_responses_route(router, serving)
+    add_scoring_routes(router, serving)
 
     @router.post("/tokenize")
     async def tokenize(request: protocol.TokenizeRequest) -> dict[str, object]:

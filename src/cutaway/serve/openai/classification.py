@@ -20,7 +20,7 @@ from cutaway.serve.openai.sse import with_cancellation
 from cutaway.tokenizer.text_encoder import EncodedText
 
 
-class _DisconnectedError(Exception):
+class DisconnectedError(Exception):
     """The client is gone, so the computation stops."""
 
 
@@ -45,13 +45,13 @@ def add_classify_route(router: APIRouter, serving: ServingEngine) -> None:
 
             def check_connection(done: int, count: int) -> None:
                 if disconnected.is_set():
-                    raise _DisconnectedError
+                    raise DisconnectedError
 
             pad_id = 0 if serving.tokenizer is None else serving.tokenizer.pad_token_id or 0
             try:
                 with serving.model.use_adapters([adapter]) if serving.model.adapters else nullcontext():
                     return run_on_texts(serving.model, serving.model, texts, pad_id, progress=check_connection), total
-            except _DisconnectedError:
+            except DisconnectedError:
                 return [], total
 
         work = serving.run_in_pool(compute, use_embedding_pool=True)

@@ -36,8 +36,8 @@ LogitBias = Annotated[
     BeforeValidator(_check_logit_bias_length),
 ]
 UNSUPPORTED_FIELDS = {
-    "audio", "chat_template", "chat_template_kwargs", "dimensions", "documents", "echo", "function_call", "functions",
-    "grammar", "json_schema", "modalities", "reasoning_effort", "suffix",
+    "audio", "chat_template", "dimensions", "documents", "function_call", "functions", "grammar", "json_schema",
+    "modalities",
     "tool_choice", "tools", "verbosity", "web_search_options",
 }  # fmt: skip
 """Unsupported fields that would change the result."""
@@ -45,8 +45,6 @@ NO_OP_VALUES: tuple[object, ...] = (None, False, [], {})
 NO_OP_VALUES_BY_FIELD: dict[str, tuple[object, ...]] = {
     "function_call": ("none",),
     "modalities": (["text"],),
-    "reasoning_effort": ("none",),
-    "suffix": ("",),
     "tool_choice": ("none", "auto"),
 }
 """Unsupported field → values that are accepted, because they have no effect."""
@@ -118,6 +116,7 @@ class GenerationRequest(OpenAIBaseModel):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.001, le=1000)] | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=Limits.max_logit_biases, fail_fast=True)] | None = None
     ignore_eos: bool | None = None
     response_format: ResponseFormat | None = None
@@ -133,6 +132,9 @@ class CompletionRequest(GenerationRequest):
     """Body of /v1/completions."""
 
     prompt: PromptInput
+    suffix: str | None = None
+    echo: bool | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: Annotated[int, Field(ge=0)] | None = None
     best_of: Annotated[int, Field(ge=1)] | None = None
 
@@ -154,6 +156,8 @@ class ChatMessage(BaseModel):
         str | Annotated[list[ContentPartText], Field(max_length=Limits.max_content_parts, fail_fast=True)] | None
     ) = None
     name: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
 
 
 def _check_num_parts(value: object) -> object:
@@ -179,6 +183,8 @@ class ChatCompletionRequest(GenerationRequest):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class EmbeddingRequest(OpenAIBaseModel):

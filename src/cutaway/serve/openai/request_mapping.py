@@ -1,14 +1,17 @@
 """Map OpenAI requests to token-id prompts and SamplingParams. Limits are checked before tokenizing."""
 
 import re
-from collections.abc import Callable
-from typing import cast
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, cast
 
 from cutaway.errors import InputError
 from cutaway.generate import SamplingParams
 from cutaway.generate.structured_output.constraint import JSON_OBJECT_SCHEMA
 from cutaway.serve.errors import APIError
 from cutaway.serve.limits import Limits
+from cutaway.serve.openai.fill_in_the_middle import build_fim_encoder, fim_stop_token_ids
+from cutaway.serve.openai.prompt_output import PromptOutput
 from cutaway.serve.openai.protocol import (
     ChatCompletionRequest,
     ChatMessage,
@@ -17,6 +20,7 @@ from cutaway.serve.openai.protocol import (
     PromptInput,
     StructuredOutputs,
 )
+from cutaway.serve.openai.reasoning import chat_template_kwargs
 from cutaway.serve.openai.serving_engine import ServingEngine
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -35,13 +39,23 @@ def check_limit(name: str, value: int | None, limit: int, unit: str = "") -> Non
 
 
 def _to_sampling_params(
-    request: GenerationRequest, limits: Limits, *, logprobs: int | None, max_new_tokens: int | None = None
+    request: GenerationRequest,
+    limits: Limits,
+    *,
+    logprobs: int | None,
+    max_new_tokens: int | None = None,
+    echo: bool = False,
 ) -> SamplingParams:
     """Build SamplingParams with the defaults of the OpenAI API, which differ from the defaults of `generate`."""
     stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
     check_limit("n", request.n, limits.max_n)
     check_limit("max_tokens", request.max_tokens, limits.max_tokens)
     check_limit("min_tokens", request.min_tokens, limits.max_tokens)
+    check_limit("prompt_logprobs", request.prompt_logprobs, limits.max_top_logprobs)
+    if request.prompt_logprobs is not None and request.stream:
+        message = "prompt_logprobs is not in the events of a stream; send stream: false"
+        raise APIError(400, message, param="prompt_logprobs")
+    counts = [count for count in (request.prompt_logprobs, logprobs if echo else None) if count is not None]
     check_limit("stop", len(stop), limits.max_stop_strings, " strings")
     check_limit("stop", max(map(len, stop), default=0), limits.max_stop_characters, " characters long")
     check_limit("stop_token_ids", len(request.stop_token_ids or ()), limits.max_logit_biases, " ids")
@@ -49,20 +63,18 @@ def _to_sampling_params(
     if any(TOKEN_ID_PATTERN.fullmatch(key) is None for key in request.logit_bias or {}):
         message = "logit_bias has a key that is not a token id; use ids as keys, such as {'50256': -100}"
         raise APIError(400, message, param="logit_bias")
-    params = (
-        {name: getattr(request, name) for name in SAMPLING_FIELDS}
-        | {
-            "max_new_tokens": max_new_tokens or request.max_tokens,
-            "min_new_tokens": request.min_tokens,
-            "temperature": 1.0 if request.temperature is None else request.temperature,
-            "top_p": None if request.top_p == 1 else request.top_p,
-            "logit_bias": {int(key): bias for key, bias in (request.logit_bias or {}).items()},
-            "stop": stop,
-            "seed": None if request.seed is None else request.seed % 2**63,
-            "logprobs": logprobs,
-        }
-        | _constraint_params(request)
-    )
+    params = {name: getattr(request, name) for name in SAMPLING_FIELDS} | {
+        "max_new_tokens": max_new_tokens or request.max_tokens,
+        "min_new_tokens": request.min_tokens,
+        "temperature": 1.0 if request.temperature is None else request.temperature,
+        "top_p": None if request.top_p == 1 else request.top_p,
+        "logit_bias": {int(key): bias for key, bias in (request.logit_bias or {}).items()},
+        "stop": stop,
+        "seed": None if request.seed is None else request.seed % 2**63,
+        "logprobs": logprobs,
+        "prompt_logprobs": max(counts, default=None),
+    }
+    params |= _constraint_params(request)
     try:
         return SamplingParams(**{name: value for name, value in params.items() if value is not None})
     except InputError as error:
@@ -107,11 +119,56 @@ def map_completion_request(
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise APIError(400, "best_of other than n is not supported by this server; leave it out", param="best_of")
     check_limit("logprobs", request.logprobs, limits.max_logprobs)
-    max_tokens = DEFAULT_COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
-    params = _to_sampling_params(request, limits, logprobs=request.logprobs, max_new_tokens=max_tokens)
+    check_echo(request, serving)
+    max_tokens = DEFAULT_COMPLETION_TOKENS if request.max_tokens is None else max(1, request.max_tokens)
+    params = _to_sampling_params(
+        request, limits, logprobs=request.logprobs, max_new_tokens=max_tokens, echo=bool(request.echo)
+    )
     prompts = as_prompt_list(request.prompt, "prompt", limits.max_prompts)
     check_limit("prompt", len(prompts) * params.n, limits.max_completions, " completions (prompts × n)")
-    return build_prompt_encoder(prompts, serving, "prompt"), params
+    if not request.suffix:
+        encode_prompts = build_prompt_encoder(prompts, serving, "prompt")
+        return limit_prompt_logprobs(encode_prompts, params, limits), params
+    if request.echo:
+        raise APIError(400, "echo and suffix are both set; leave one of them out", param="suffix")
+    encode_prompts = build_fim_encoder(prompts, request.suffix, serving)
+    stop_token_ids = [*params.stop_token_ids, *fim_stop_token_ids(serving.get_tokenizer())]
+    return limit_prompt_logprobs(encode_prompts, params, limits), replace(params, stop_token_ids=stop_token_ids)
+
+
+def check_echo(request: CompletionRequest, serving: ServingEngine) -> None:
+    """Raise if the request asks for its prompt in a form that the model does not have."""
+    if request.max_tokens == 0 and not request.echo and request.prompt_logprobs is None:
+        message = "max_tokens is 0, so that the response is empty; set echo or prompt_logprobs, or at least 1 token"
+        raise APIError(400, message, param="max_tokens")
+    if request.echo and serving.is_encoder_decoder:
+        message = (
+            "echo is not possible: the prompt is the source of an encoder, not the start of the text; leave it out"
+        )
+        raise APIError(400, message, param="echo")
+
+
+def build_prompt_output(
+    request: GenerationRequest, params: SamplingParams, serving: ServingEngine
+) -> PromptOutput | None:
+    """Return what the response has of its prompts: the text (echo), log-probabilities; None if neither is asked for."""
+    prompts: list[str | list[int]] = [""]
+    echo = False
+    if isinstance(request, CompletionRequest):
+        prompts = as_prompt_list(request.prompt, "prompt", serving.limits.max_prompts)
+        echo = bool(request.echo)
+    if not echo and request.prompt_logprobs is None:
+        return None
+    return PromptOutput(
+        prompts=prompts,
+        n=params.n,
+        tokenizer=serving.tokenizer,
+        token_decoder=serving.token_decoder,
+        echo=echo,
+        num_logprobs=params.logprobs,
+        num_prompt_logprobs=request.prompt_logprobs,
+        without_completion=request.max_tokens == 0,
+    )
 
 
 def map_chat_request(
@@ -126,7 +183,31 @@ def map_chat_request(
         raise APIError(400, "max_tokens and max_completion_tokens differ; pass one of them", param="max_tokens")
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
     params = _to_sampling_params(request, limits, logprobs=logprobs, max_new_tokens=request.max_completion_tokens)
-    return build_chat_encoder(request.messages, serving), params
+    template_kwargs = chat_template_kwargs(request, serving.tokenizer)
+    encode_prompts = build_chat_encoder(request.messages, serving, template_kwargs)
+    return limit_prompt_logprobs(encode_prompts, params, limits), params
+
+
+def limit_prompt_logprobs(
+    encode_prompts: Callable[[], list[list[int]]], params: SamplingParams, limits: Limits
+) -> Callable[[], list[list[int]]]:
+    """Return `encode_prompts`, which raises if the log-probabilities of the prompts take too much memory."""
+    if params.prompt_logprobs is None:
+        return encode_prompts
+    values_per_token = (1 + params.prompt_logprobs) * params.n
+
+    def encode_and_check() -> list[list[int]]:
+        rows = encode_prompts()
+        if sum(map(len, rows)) * values_per_token > limits.max_prompt_logprobs:
+            limit = limits.max_prompt_logprobs
+            message = (
+                f"the prompts have more than {limit} log-probabilities (tokens × (1 + alternatives) × n); send fewer"
+                " prompts at a time, or ask for fewer alternatives"
+            )
+            raise APIError(400, message, param="prompt")
+        return rows
+
+    return encode_and_check
 
 
 def as_prompt_list(prompts: PromptInput, param: str, limit: int) -> list[str | list[int]]:
@@ -160,7 +241,9 @@ def build_prompt_encoder(
     return lambda: [encode(prompt) for prompt in prompts]
 
 
-def build_chat_encoder(messages: list[ChatMessage], serving: ServingEngine) -> Callable[[], list[list[int]]]:
+def build_chat_encoder(
+    messages: list[ChatMessage], serving: ServingEngine, template_kwargs: Mapping[str, Any] | None = None
+) -> Callable[[], list[list[int]]]:
     """Return a function that applies the chat template and tokenizes the result."""
     tokenizer = serving.get_tokenizer()
     if tokenizer.chat_template is None:
@@ -168,8 +251,8 @@ def build_chat_encoder(messages: list[ChatMessage], serving: ServingEngine) -> C
         raise APIError(400, message, code="no_chat_template")
     check_limit("messages", len(messages), serving.limits.max_messages)
     template_messages = [_to_template_message(message) for message in messages]
-    serving.check_text_length(["".join(message["content"] for message in template_messages)], "messages")
-    return lambda: [tokenizer.encode_chat(template_messages)]
+    serving.check_text_length(["".join("".join(message.values()) for message in template_messages)], "messages")
+    return lambda: [tokenizer.encode_chat(template_messages, **(template_kwargs or {}))]
 
 
 def _to_template_message(message: ChatMessage) -> dict[str, str]:
@@ -180,4 +263,6 @@ def _to_template_message(message: ChatMessage) -> dict[str, str]:
     if text is None and role != "assistant":
         raise APIError(400, f"a message of role {message.role} has no content; add content", param="messages")
     name_field = {} if message.name is None else {"name": message.name}
-    return {"role": role, "content": text or "", **name_field}
+    reasoning = message.reasoning_content or message.reasoning
+    reasoning_field = {} if reasoning is None else {"reasoning_content": reasoning}
+    return {"role": role, "content": text or "", **name_field, **reasoning_field}

@@ -4,9 +4,18 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
-from cutaway.generate import Completion, CompletionChunk
+from cutaway.generate import Completion, CompletionChunk, Request
 from cutaway.serve.openai.completion_stream import CompletionStream
+from cutaway.serve.openai.prompt_output import PromptOutput, logprobs_by_text
+from cutaway.serve.openai.reasoning import (
+    ReasoningParser,
+    is_opened_by_prompt,
+    marks_reasoning,
+    reasoning_fields,
+    special_marker_tokens,
+)
 from cutaway.serve.openai.serving_engine import ServingEngine
 
 Data = dict[str, object]
@@ -22,6 +31,7 @@ class ResponseBuilder:
     is_chat: bool
     num_logprobs: int | None
     """Number of alternatives per token, or None if no log-probabilities were requested."""
+    prompt_output: PromptOutput | None = None
     request_id: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -29,12 +39,18 @@ class ResponseBuilder:
         choices = []
         for index, result in enumerate(results):
             text = result.text or ""
-            message = {"role": "assistant", "content": text, "refusal": None}
-            content: Data = {"message": message} if self.is_chat else {"text": text}
-            logprobs = self._build_logprobs([result], 0, drop_last=isinstance(result.stop_reason, int))
+            content: Data = {"text": text}
+            if self.is_chat:
+                content = {"message": self._build_message(text, stream.requests[index])}
+            logprobs = self.build_logprobs([result], 0, drop_last=isinstance(result.stop_reason, int))
             choices.append(_build_choice(index, content, logprobs, result.finish_reason))
+            if self.prompt_output is not None and not self.is_chat:
+                self.prompt_output.add_to_choice(choices[-1], index, stream.requests[index])
         object_type = "chat.completion" if self.is_chat else "text_completion"
-        return self._build_envelope(object_type, choices) | {"usage": _build_usage(stream)}
+        response = self._build_envelope(object_type, choices) | {"usage": self._build_usage(stream)}
+        if self.prompt_output is not None and self.is_chat:
+            response["prompt_logprobs"] = self.prompt_output.build_prompt_logprobs(stream.requests[0])
+        return response
 
     async def stream_response(self, stream: CompletionStream, *, include_usage: bool) -> AsyncIterator[Data]:
         object_type = "chat.completion.chunk" if self.is_chat else "text_completion"
@@ -42,26 +58,62 @@ class ResponseBuilder:
         def chunk_of(*choices: Data, usage: Data | None = None) -> Data:
             return self._build_envelope(object_type, choices) | ({"usage": usage} if include_usage else {})
 
-        text_lengths = [0] * len(stream.requests)
+        prompts = self.prompt_output
+        text_lengths = [0 if prompts is None else len(prompts.text(index)) for index in range(len(stream.requests))]
+        is_started, num_tokens = [prompts is None] * len(stream.requests), [0] * len(stream.requests)
+        parsers = [self.build_reasoning_parser(request) for request in stream.requests]
         if self.is_chat:
             for index in range(len(stream.requests)):
                 yield chunk_of(_build_choice(index, {"delta": {"role": "assistant", "content": ""}}))
         async for index, chunks, is_finished in stream.stream_chunks():
             text = "".join(chunk.text for chunk in chunks)
             result = stream.requests[index].result(0) if is_finished else None
-            has_stop_token = result is not None and isinstance(result.stop_reason, int)
+            if prompts is not None and not is_started[index]:
+                is_started[index] = True
+                choice = _build_choice(index, {"text": prompts.text(index)})
+                choice["logprobs"] = await self.serving.run_in_pool(
+                    partial(prompts.build_logprobs, index, stream.requests[index])
+                )
+                yield chunk_of(choice)
+            num_tokens[index] += sum(len(chunk.tokens) for chunk in chunks)
+            output = stream.requests[index].output
+            # A stop token can arrive before the request is marked as finished.
+            has_stop_token = isinstance(output.stop_reason, int) and num_tokens[index] == len(output.tokens)
             logprobs = None
             if sum(len(chunk.tokens) for chunk in chunks) > has_stop_token:
-                logprobs = self._build_logprobs(chunks, text_lengths[index], drop_last=has_stop_token)
+                logprobs = self.build_logprobs(chunks, text_lengths[index], drop_last=has_stop_token)
             text_lengths[index] += len(text)
-            if text or logprobs:
-                content: Data = {"delta": {"content": text}} if self.is_chat else {"text": text}
+            content: Data = {"delta": _build_delta(parsers[index], chunks)} if self.is_chat else {"text": text}
+            if (any(content.values()) or logprobs) and not self._is_without_completion:
                 yield chunk_of(_build_choice(index, content, logprobs))
             if result is not None:
-                content = {"delta": {}} if self.is_chat else {"text": ""}
-                yield chunk_of(_build_choice(index, content, finish_reason=result.finish_reason))
+                content = {"delta": _build_last_delta(parsers[index])} if self.is_chat else {"text": ""}
+                finish_reason = "length" if self._is_without_completion else result.finish_reason
+                yield chunk_of(_build_choice(index, content, finish_reason=finish_reason))
         if include_usage:
-            yield chunk_of(usage=_build_usage(stream))
+            yield chunk_of(usage=self._build_usage(stream))
+
+    @property
+    def _is_without_completion(self) -> bool:
+        return self.prompt_output is not None and self.prompt_output.without_completion
+
+    def _build_message(self, text: str, request: Request) -> Data:
+        parser = self.build_reasoning_parser(request)
+        if parser is None:
+            return {"role": "assistant", "content": text, "refusal": None}
+        parts = [parser.feed_chunk(chunk) for chunk in request.pop_chunks()]
+        parts.append(parser.finish())
+        reasoning, content = ("".join(texts) for texts in zip(*parts, strict=True))
+        message: Data = {"role": "assistant", "content": None if reasoning and not content else content}
+        return message | {"refusal": None, **reasoning_fields(reasoning)}
+
+    def build_reasoning_parser(self, request: Request) -> ReasoningParser | None:
+        """Parser of a completion's text; None if its chat template does not mark reasoning."""
+        tokenizer = self.serving.tokenizer
+        if not self.is_chat or tokenizer is None or not marks_reasoning(tokenizer):
+            return None
+        is_open = is_opened_by_prompt(tokenizer, request)
+        return ReasoningParser(is_open=is_open, special_tokens=special_marker_tokens(tokenizer))
 
     def _build_envelope(self, object_type: str, choices: Sequence[Data]) -> Data:
         return {
@@ -72,7 +124,7 @@ class ResponseBuilder:
             "choices": choices,
         }
 
-    def _build_logprobs(
+    def build_logprobs(
         self, outputs: Sequence[Completion | CompletionChunk], offset: int, *, drop_last: bool
     ) -> Data | None:
         """Build the log-probabilities of tokens and of their alternatives, or None if they were not requested.
@@ -100,7 +152,7 @@ class ResponseBuilder:
         alternatives = None
         if self.num_logprobs:
             alternatives = [
-                {self._token_text(other): other_logprob for other, other_logprob in {**top, token: value}.items()}
+                logprobs_by_text(self._token_text, top, token, value)
                 for token, value, top in zip(tokens, logprobs, top_logprobs, strict=True)
             ]
         return {"tokens": token_strs, "token_logprobs": logprobs, "top_logprobs": alternatives, "text_offset": offsets}
@@ -114,11 +166,25 @@ class ResponseBuilder:
         decoder = self.serving.token_decoder
         return f"token_id:{token}" if decoder is None else decoder.token_text(token)
 
+    def _build_usage(self, stream: CompletionStream) -> Data:
+        num_prompt = stream.num_prompt_tokens
+        num_generated = 0 if self._is_without_completion else stream.num_generated_tokens
+        total = num_prompt + num_generated
+        return {"prompt_tokens": num_prompt, "completion_tokens": num_generated, "total_tokens": total}
+
+
+def _build_delta(parser: ReasoningParser | None, chunks: Sequence[CompletionChunk]) -> Data:
+    """Fields of a delta with new text. Empty if there is none."""
+    parts = [("", chunk.text) if parser is None else parser.feed_chunk(chunk) for chunk in chunks]
+    reasoning, content = ("".join(part[i] for part in parts) for i in range(2))
+    return reasoning_fields(reasoning) | ({"content": content} if content else {})
+
+
+def _build_last_delta(parser: ReasoningParser | None) -> Data:
+    """Text that the parser held back until the end of the completion."""
+    reasoning, content = ("", "") if parser is None else parser.finish()
+    return reasoning_fields(reasoning) | ({"content": content} if content else {})
+
 
 def _build_choice(index: int, content: Data, logprobs: Data | None = None, finish_reason: str | None = None) -> Data:
     return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
-
-
-def _build_usage(stream: CompletionStream) -> Data:
-    num_prompt, num_generated = stream.num_prompt_tokens, stream.num_generated_tokens
-    return {"prompt_tokens": num_prompt, "completion_tokens": num_generated, "total_tokens": num_prompt + num_generated}

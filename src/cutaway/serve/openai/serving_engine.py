@@ -2,10 +2,10 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import TypeVar, Unpack
+from typing import Any, TypeVar, Unpack
 
 from cutaway.errors import InputError
 from cutaway.generate import BusyError, Engine, EngineError, RequestGroup, SamplingParams
@@ -46,6 +46,8 @@ class ServingEngine:
         `served_model_name` use the model's active adapter if it is not one of them, else the base model."""
         self.model, self.tokenizer, self.generation_config = unpack_checkpoint(checkpoint)
         self.model.eval()
+        self.hf_config: Mapping[str, Any] = getattr(checkpoint, "hf_config", {})
+        self.sentence_transformers_config: Mapping[str, Any] = getattr(checkpoint, "sentence_transformers_config", {})
         self.served_model_name, self.limits, self.pooling = served_model_name, limits, pooling
         active = self.model.active_adapter
         self.adapters = {served_model_name: None if active in adapters else active} | {name: name for name in adapters}

@@ -34,7 +34,8 @@ async def with_cancellation(request: Request, work: Awaitable[T], limits: Limits
 
 
 def _format_sse_event(data: Mapping[str, object]) -> bytes:
-    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    event = f"event: {data['type']}\n".encode() if "type" in data else b""  # named events of /v1/responses
+    return event + b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
 class SSEResponse(Response):
