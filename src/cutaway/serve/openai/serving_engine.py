@@ -15,9 +15,10 @@ from cutaway.generate.sampling.sampling_params import completion_seeds
 from cutaway.model.adapters.adapter_methods import BASE_ADAPTER
 from cutaway.serve.errors import APIError, overload_error
 from cutaway.serve.limits import Limits
-from cutaway.serve.metrics import ServerMetrics
+from cutaway.serve.metrics import ModelMetrics, ServerMetrics
 from cutaway.serve.openai.completion_stream import CompletionStream, EventLoopNotifier
 from cutaway.serve.openai.token_decoder import TokenDecoder
+from cutaway.serve.request_context import RequestContext, current_request
 from cutaway.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -39,9 +40,11 @@ class ServingEngine:
         pooling: str | None = None,
         weight_bits: int | None = None,
         adapters: Sequence[str] = (),
+        metrics: ServerMetrics | None = None,
     ) -> None:
         """`adapters`: names of adapters of the model that are served under their names. Requests for
-        `served_model_name` use the model's active adapter if it is not one of them, else the base model."""
+        `served_model_name` use the model's active adapter if it is not one of them, else the base model.
+        `metrics`: metrics of the server, to which those of the model are added."""
         self.model, self.tokenizer, self.generation_config = unpack_checkpoint(checkpoint)
         self.model.eval()
         self.served_model_name, self.limits, self.pooling = served_model_name, limits, pooling
@@ -50,7 +53,7 @@ class ServingEngine:
         """Adapter of each served name; None is the base model."""
         if len(self.adapters) <= len(adapters):
             raise InputError(f"the model and an adapter have the same name '{served_model_name}'; rename one of them")
-        self.metrics = ServerMetrics()
+        self.metrics = ModelMetrics(metrics or ServerMetrics(), served_model_name)
         self.token_decoder = None if self.tokenizer is None else TokenDecoder(self.tokenizer)
         self.engine: Engine | None = None
         if "decoder" in self.model.stacks and self.model.config.head.kind == "lm":
@@ -117,13 +120,8 @@ class ServingEngine:
         num_tokens = sum(request.num_computed_tokens for request in list(engine.scheduler.running))
         return num_tokens / (engine.config.max_num_seqs * engine.config.num_slots)
 
-    def check_model_name(self, model: str | None) -> None:
-        if model is not None and model not in self.adapters:
-            message = f"the model does not exist on this server; use {' or '.join(self.adapters)}"
-            raise APIError(404, message, code="model_not_found")
-
     def adapter_of(self, model: str | None) -> str | None:
-        """Adapter of a served name, which `check_model_name` has checked; None is the base model."""
+        """Adapter of a served name, which `ServedModels.find` has checked; None is the base model."""
         return self.adapters[model or self.served_model_name]
 
     def get_tokenizer(self) -> Tokenizer:
@@ -183,9 +181,9 @@ class ServingEngine:
             route = "/classify" if is_classifier else "/v1/embeddings"
             raise APIError(400, f"this model is {name}, which does not generate text; use {route}")
         self.notifier = self.notifier or EventLoopNotifier(asyncio.get_running_loop())
-        start_time = asyncio.get_running_loop().time()
+        start_time, context = asyncio.get_running_loop().time(), current_request()
         stream = await self.run_in_pool(
-            lambda: self._submit_prompts(encode_prompts(), params, adapter),
+            lambda: self._submit_prompts(encode_prompts(), params, adapter, context),
             timeout=self.limits.tokenize_timeout,
             on_abandoned=CompletionStream.abort,
         )
@@ -193,7 +191,7 @@ class ServingEngine:
         return stream
 
     def _submit_prompts(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, adapter: str | None
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, adapter: str | None, context: RequestContext
     ) -> CompletionStream:
         """Submit all completions of the request, or none if there is an error. This runs in a thread."""
         engine, requests = self.engine, []
@@ -214,7 +212,7 @@ class ServingEngine:
                     )
                     for seed in completion_seeds(params)
                 ]
-            return CompletionStream(requests, sum(map(len, prompts)), self.notifier, self.metrics)
+            return CompletionStream(requests, sum(map(len, prompts)), self.notifier, self.metrics, context)
         except BaseException as error:
             for request in requests:
                 request.abort()
@@ -262,6 +260,11 @@ class ServingEngine:
         max_characters = self.limits.max_characters_per_token * self.max_prompt_len
         if any(len(text) > max_characters for text in texts):
             raise context_length_error(f"a text has more than {max_characters} characters", self.max_prompt_len)
+
+    def record_prompt_tokens(self, count: int) -> None:
+        """Add the tokens of texts that were embedded or classified to the metrics and to the HTTP request."""
+        self.metrics.prompt_tokens.inc(count)
+        current_request().add_tokens(count)
 
     def close(self) -> None:
         """Stop the engine and the thread pools. Waiting requests fail."""
