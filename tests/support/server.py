@@ -94,10 +94,12 @@ def wait_until(condition: Callable[[], bool], seconds: float = 120) -> bool:
 
 
 @contextmanager
-def serve_in_thread(app: FastAPI, sock: socket.socket, limits: Limits | None = None) -> Iterator[str]:
+def serve_in_thread(
+    app: FastAPI, sock: socket.socket, limits: Limits | None = None, **server_options: Any
+) -> Iterator[str]:
     """Run a server in a thread for the duration of the context; yields its URL."""
     ready = threading.Event()
-    server = Server(app, limits or Limits(), ready.set)
+    server = Server(app, limits or Limits(), ready.set, **server_options)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, name="cutaway server", daemon=True)
     url = server_url(sock)
     thread.start()

@@ -134,7 +134,7 @@ class KeyUsage:
 
     def headers(self) -> dict[str, str]:
         """`x-ratelimit-*` headers, as in the OpenAI API."""
-        headers = {}
+        headers: dict[str, str] = {}
         for bucket, unit in ((self.requests, "requests"), (self.tokens, "tokens")):
             if bucket is not None:
                 headers |= {
