@@ -191,7 +191,7 @@ def read_tls_options(certfile: Path | None, keyfile: Path | None, ca_certs: Path
 def warn_if_readable_by_others(path: Path) -> None:
     """Log a warning if other users of the machine can read a file with secrets."""
     mode = path.stat().st_mode & 0o777
-    if os.name == "posix" and mode & 0o044:
+    if os.name == "posix" and mode & 0o004:
         log.warning("'%s' can be read by other users (mode %03o); run: chmod 600 '%s'", path, mode, path)
 
 
