@@ -3,7 +3,7 @@
 A quantity that vLLM has too has vLLM's name, with the prefix `cutaway_`, and its label `model_name`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from prometheus_client import (
     CollectorRegistry,
@@ -14,6 +14,8 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
 
 LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 """Histogram buckets of request duration and time to first token, in seconds."""
@@ -32,6 +34,7 @@ class ServerMetrics:
         self._counters: dict[str, Counter] = {}
         self._gauges: dict[str, Gauge] = {}
         self._histograms: dict[str, Histogram] = {}
+        self._read_counters: dict[str, _ReadCounter] = {}
         ProcessCollector(registry=self.registry)  # memory, CPU time and open files of the process
         self.http_requests = self.counter("http_requests", "HTTP requests by route and status.", "route", "status")
         self.http_request_duration = self.histogram(
@@ -57,6 +60,12 @@ class ServerMetrics:
             self._histograms[name] = metric
         return self._histograms[name]
 
+    def read_counter(self, name: str, description: str) -> "_ReadCounter":
+        if name not in self._read_counters:
+            self._read_counters[name] = _ReadCounter(f"cutaway_{name}", description)
+            self.registry.register(self._read_counters[name])
+        return self._read_counters[name]
+
     def record_response(self, route: str, status: int, seconds: float) -> None:
         self.http_requests.labels(route, status).inc()
         self.http_request_duration.observe(seconds)
@@ -64,6 +73,20 @@ class ServerMetrics:
     def render(self) -> bytes:
         """Return all metrics in the Prometheus text format."""
         return generate_latest(self.registry)
+
+
+class _ReadCounter(Collector):
+    """Counter of each model whose value is read when /metrics is scraped."""
+
+    def __init__(self, name: str, description: str) -> None:
+        self.name, self.description = name, description
+        self.read_by_model: dict[str, Callable[[], float]] = {}
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        family = CounterMetricFamily(self.name, self.description, labels=["model_name"])
+        for model_name, read in self.read_by_model.items():
+            family.add_metric([model_name], read())
+        yield family
 
 
 class ModelMetrics:
@@ -104,6 +127,10 @@ class ModelMetrics:
     def add_gauge(self, name: str, description: str, read: Callable[[], float]) -> None:
         """Add a gauge whose value is `read()` at the time when /metrics is scraped."""
         self.server.gauge(name, description, "model_name").labels(self.model_name).set_function(read)
+
+    def add_counter(self, name: str, description: str, read: Callable[[], float]) -> None:
+        """Add a counter that is kept elsewhere: `read()` is its value when /metrics is scraped."""
+        self.server.read_counter(name, description).read_by_model[self.model_name] = read
 
     def record_finished(self, finish_reason: str) -> None:
         self._finished_requests.labels(self.model_name, finish_reason).inc()

@@ -214,7 +214,7 @@ class Server(uvicorn.Server):
             self.config.ssl = self.ssl_context
             # uvicorn has no option for the time that a client has for the handshake, which is 60 s in asyncio.
             create_server = partial(loop.create_server, ssl_handshake_timeout=self.limits.header_timeout)
-            loop.create_server = create_server  # type: ignore[method-assign, assignment]
+            loop.create_server = create_server  # type: ignore[method-assign]
         if self.on_reload is not None and hasattr(signal, "SIGHUP"):
             loop.add_signal_handler(signal.SIGHUP, self.on_reload)
         await super().startup(sockets)
