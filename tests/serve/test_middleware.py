@@ -428,7 +428,7 @@ def test_internal_errors_are_logged_and_not_sent(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with start_server(byte_checkpoint("tiny-llama")) as server:
-        monkeypatch.setattr(type(server.serving), "check_model_name", lambda *_: 1 / 0)
+        monkeypatch.setattr(type(server.serving), "adapter_of", lambda *_: 1 / 0)
         status, headers, data = server.request("POST", "/v1/completions", json.dumps(COMPLETION), JSON_HEADERS)
         assert status == 500
         assert not LEAK_PATTERN.search(data)

@@ -13,6 +13,7 @@ from cutaway.errors import CutawayError
 from cutaway.serve.errors import APIError, validation_error
 from cutaway.serve.limits import Limits
 from cutaway.serve.middleware import AccessPolicy, ResponseCallback, SecurityMiddleware
+from cutaway.serve.request_context import current_request
 
 HTTP_ERROR_MESSAGES = {
     404: "there is no such path on this server; check the URL",
@@ -76,4 +77,7 @@ def _handle_error(_: Request, error: Exception) -> Response:
     elif isinstance(error, HTTPException):
         message = HTTP_ERROR_MESSAGES.get(error.status_code, "the request cannot be handled")
         error = APIError(error.status_code, message, headers=error.headers)
-    return error.to_response() if isinstance(error, APIError) else APIError(400, str(error)).to_response()
+    if not isinstance(error, APIError):
+        error = APIError(400, str(error))
+    current_request().error_code = error.code
+    return error.to_response()

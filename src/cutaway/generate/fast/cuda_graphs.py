@@ -93,6 +93,7 @@ class CUDAGraphRunner:
                 fn()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
+        # thread_local: other threads may use the device meanwhile, such as the engine of another model of a server.
+        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
             output = fn()
         return graph, output

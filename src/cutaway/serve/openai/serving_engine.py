@@ -15,9 +15,10 @@ from cutaway.generate.sampling.sampling_params import completion_seeds
 from cutaway.model.adapters.adapter_methods import BASE_ADAPTER
 from cutaway.serve.errors import APIError, overload_error
 from cutaway.serve.limits import Limits
-from cutaway.serve.metrics import ServerMetrics
+from cutaway.serve.metrics import ModelMetrics, ServerMetrics
 from cutaway.serve.openai.completion_stream import CompletionStream, EventLoopNotifier
 from cutaway.serve.openai.token_decoder import TokenDecoder
+from cutaway.serve.request_context import RequestContext, current_request
 from cutaway.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -41,9 +42,11 @@ class ServingEngine:
         pooling: str | None = None,
         weight_bits: int | None = None,
         adapters: Sequence[str] = (),
+        metrics: ServerMetrics | None = None,
     ) -> None:
         """`adapters`: names of adapters of the model that are served under their names. Requests for
-        `served_model_name` use the model's active adapter if it is not one of them, else the base model."""
+        `served_model_name` use the model's active adapter if it is not one of them, else the base model.
+        `metrics`: metrics of the server, to which those of the model are added."""
         self.model, self.tokenizer, self.generation_config = unpack_checkpoint(checkpoint)
         self.model.eval()
         self.hf_config: Mapping[str, Any] = getattr(checkpoint, "hf_config", {})
@@ -54,7 +57,7 @@ class ServingEngine:
         """Adapter of each served name; None is the base model."""
         if len(self.adapters) <= len(adapters):
             raise InputError(f"the model and an adapter have the same name '{served_model_name}'; rename one of them")
-        self.metrics = ServerMetrics()
+        self.metrics = ModelMetrics(metrics or ServerMetrics(), served_model_name)
         self.token_decoder = None if self.tokenizer is None else TokenDecoder(self.tokenizer)
         self.engine: Engine | None = None
         if "decoder" in self.model.stacks and self.model.config.head.kind == "lm":
@@ -135,13 +138,8 @@ class ServingEngine:
         assert engine.scheduler.page_pool is not None
         return engine.scheduler.page_pool.usage
 
-    def check_model_name(self, model: str | None) -> None:
-        if model is not None and model not in self.adapters:
-            message = f"the model does not exist on this server; use {' or '.join(self.adapters)}"
-            raise APIError(404, message, code="model_not_found")
-
     def adapter_of(self, model: str | None) -> str | None:
-        """Adapter of a served name, which `check_model_name` has checked; None is the base model."""
+        """Adapter of a served name, which `ServedModels.find` has checked; None is the base model."""
         return self.adapters[model or self.served_model_name]
 
     def get_tokenizer(self) -> Tokenizer:
@@ -197,7 +195,6 @@ class ServingEngine:
         params: SamplingParams,
         adapter: str | None = None,
         *,
-        client: str = "",
         priority: int = 0,
     ) -> CompletionStream:
         """Tokenize the prompts and submit them to the engine. Requests of different clients take turns."""
@@ -207,9 +204,9 @@ class ServingEngine:
             route = "/classify" if is_classifier else "/v1/embeddings"
             raise APIError(400, f"this model is {name}, which does not generate text; use {route}")
         self.notifier = self.notifier or EventLoopNotifier(asyncio.get_running_loop())
-        start_time = asyncio.get_running_loop().time()
+        start_time, context = asyncio.get_running_loop().time(), current_request()
         stream = await self.run_in_pool(
-            lambda: self._submit_prompts(encode_prompts(), params, adapter, client, priority),
+            lambda: self._submit_prompts(encode_prompts(), params, adapter, priority, context),
             timeout=self.limits.tokenize_timeout,
             on_abandoned=CompletionStream.abort,
         )
@@ -221,14 +218,14 @@ class ServingEngine:
         prompts: Sequence[Sequence[int]],
         params: SamplingParams,
         adapter: str | None,
-        client: str,
         priority: int,
+        context: RequestContext,
     ) -> CompletionStream:
         """Submit all completions of the request, or none if there is an error. This runs in a thread."""
         engine, requests = self.engine, []
         assert engine is not None
         assert self.notifier is not None
-        group = RequestGroup(client, engine.config.resolved_max_seqs_per_request)
+        group = RequestGroup(context.client, engine.config.resolved_max_seqs_per_request)
         forced_bos = self.generation_config.forced_bos_token_id
         output_prefix = [forced_bos] if self.is_encoder_decoder and forced_bos is not None else []
         try:
@@ -246,7 +243,7 @@ class ServingEngine:
                     )
                     for seed in completion_seeds(params)
                 ]
-            return CompletionStream(requests, sum(map(len, prompts)), self.notifier, self.metrics)
+            return CompletionStream(requests, sum(map(len, prompts)), self.notifier, self.metrics, context)
         except BaseException as error:
             for request in requests:
                 request.abort()
@@ -294,6 +291,11 @@ class ServingEngine:
         max_characters = self.limits.max_characters_per_token * self.max_prompt_len
         if any(len(text) > max_characters for text in texts):
             raise context_length_error(f"a text has more than {max_characters} characters", self.max_prompt_len)
+
+    def record_prompt_tokens(self, count: int) -> None:
+        """Add the tokens of texts that were embedded or classified to the metrics and to the HTTP request."""
+        self.metrics.prompt_tokens.inc(count)
+        current_request().add_tokens(count)
 
     def close(self) -> None:
         """Stop the engine and the thread pools. Waiting requests fail."""
