@@ -12,16 +12,18 @@ from cutaway.serve.errors import APIError
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
 PromptInput = str | list[str] | list[TokenId] | list[list[TokenId]]
 UNSUPPORTED_FIELDS = {
-    "audio", "chat_template", "dimensions", "documents", "function_call", "functions",
-    "grammar", "guided_json", "guided_regex", "modalities", "response_format",
+    "audio", "chat_template", "chat_template_kwargs", "dimensions", "documents", "echo", "function_call", "functions",
+    "grammar", "guided_json", "guided_regex", "modalities", "reasoning_effort", "response_format", "suffix",
     "tool_choice", "tools", "verbosity", "web_search_options",
 }  # fmt: skip
-"""Unsupported fields that would change the result."""
+"""Fields that would change the result. Requests of routes that do not have them are rejected."""
 NO_OP_VALUES: tuple[object, ...] = (None, False, [], {})
 NO_OP_VALUES_BY_FIELD: dict[str, tuple[object, ...]] = {
     "function_call": ("none",),
     "modalities": (["text"],),
+    "reasoning_effort": ("none",),
     "response_format": ({"type": "text"},),
+    "suffix": ("",),
     "tool_choice": ("none", "auto"),
 }
 """Unsupported field → values that are accepted, because they have no effect."""
