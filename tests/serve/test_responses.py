@@ -170,6 +170,7 @@ def post(running: RunningServer, body: dict[str, Any]) -> tuple[int, Any]:
         ({"input": [{"type": "item_reference", "id": "a"}]}, "input.0 is an item of type 'item_reference'"),
         ({"input": [{"role": "robot", "content": "a"}]}, "input.0.role"),
         ({"temperature": -1.0}, "temperature"),
+        ({"metadata": {str(i): "a" for i in range(17)}}, "metadata"),
         ({"top_k": 0}, "top_k"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"top_logprobs": 21, "include": ["message.output_text.logprobs"]}, "top_logprobs is more than 20"),
