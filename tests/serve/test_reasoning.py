@@ -191,3 +191,18 @@ def test_templates_without_reasoning() -> None:
         status, response = post(running, {"reasoning_effort": "high"})
         assert status == 400
         assert "does not read it" in response["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": MESSAGES, "echo": True}),
+        ("/v1/chat/completions", {"messages": MESSAGES, "suffix": "a"}),
+        ("/v1/completions", {"prompt": "a", "reasoning_effort": "low"}),
+        ("/v1/completions", {"prompt": "a", "chat_template_kwargs": {"a": 1}}),
+    ],
+)
+def test_fields_of_other_routes_are_refused(server: RunningServer, path: str, body: dict[str, Any]) -> None:
+    status, _, content = server.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+    assert status == 400
+    assert json.loads(content)["error"]["code"] == "unsupported_parameter"

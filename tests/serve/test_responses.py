@@ -126,6 +126,13 @@ def test_reasoning_is_an_item_of_the_output(thinking_server: RunningServer) -> N
     assert answered.usage.input_tokens == plain.usage.input_tokens + 6
 
 
+def test_variables_of_the_chat_template(server: RunningServer) -> None:
+    plain, kwargs = respond(server, input="hi"), {"chat_template_kwargs": {"enable_thinking": False}}
+    assert respond(server, input="hi", extra_body=kwargs).output_text == plain.output_text  # the template has none
+    with pytest.raises(openai.BadRequestError, match="sets messages"):
+        respond(server, input="hi", extra_body={"chat_template_kwargs": {"messages": []}})
+
+
 def test_logprobs_equal_those_of_chat_completions(server: RunningServer) -> None:
     fields = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
     expected = chat(server, HI, logprobs=True, top_logprobs=2).choices[0].logprobs.content
@@ -163,6 +170,7 @@ def post(running: RunningServer, body: dict[str, Any]) -> tuple[int, Any]:
         ({"input": [{"type": "item_reference", "id": "a"}]}, "input.0 is an item of type 'item_reference'"),
         ({"input": [{"role": "robot", "content": "a"}]}, "input.0.role"),
         ({"temperature": -1.0}, "temperature"),
+        ({"metadata": {str(i): "a" for i in range(17)}}, "metadata"),
         ({"top_k": 0}, "top_k"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"top_logprobs": 21, "include": ["message.output_text.logprobs"]}, "top_logprobs is more than 20"),

@@ -162,6 +162,13 @@ def test_invalid_requests(reranker: RunningServer, path: str, body: dict[str, An
     assert message in response["error"]["message"]
 
 
+def test_the_limit_of_an_embedding_model_is_that_of_its_head(bi_encoder: RunningServer) -> None:
+    assert bi_encoder.serving.max_model_len == 256
+    status, response = post(bi_encoder, "/v1/embeddings", {"input": "b " * 300})
+    assert status == 400
+    assert "the maximum is 256 tokens" in response["error"]["message"]
+
+
 def test_long_texts_are_truncated_on_request(reranker: RunningServer) -> None:
     limit = reranker.serving.max_model_len
     body = {"text_1": "a", "text_2": "b " * limit, "truncate_prompt_tokens": -1}

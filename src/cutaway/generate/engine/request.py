@@ -101,8 +101,9 @@ class Request:
     def can_use_prefix_cache(self) -> bool:
         """Whether keys and values of the first tokens may come from the prefix cache.
 
-        Log-probabilities of the prompt need the hidden states of all its tokens."""
-        return self.source_tokens is None and self.output.prompt_logprobs is None
+        Log-probabilities of the prompt need the hidden states of all its tokens, until they are computed."""
+        known = self.output.prompt_logprobs
+        return self.source_tokens is None and (known is None or len(known) == len(self.input_ids))
 
     @property
     def all_token_ids(self) -> list[int]:

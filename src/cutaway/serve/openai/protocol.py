@@ -36,15 +36,19 @@ LogitBias = Annotated[
     BeforeValidator(_check_logit_bias_length),
 ]
 UNSUPPORTED_FIELDS = {
-    "audio", "chat_template", "dimensions", "documents", "function_call", "functions", "grammar", "json_schema",
-    "modalities",
+    "audio", "chat_template", "chat_template_kwargs", "dimensions", "documents", "echo", "function_call", "functions",
+    "grammar", "guided_choice", "guided_grammar", "guided_json", "guided_regex", "json_schema", "modalities",
+    "reasoning_effort", "response_format", "structured_outputs", "suffix",
     "tool_choice", "tools", "verbosity", "web_search_options",
 }  # fmt: skip
-"""Unsupported fields that would change the result."""
+"""Fields that would change the result. Requests of routes that do not have them are rejected."""
 NO_OP_VALUES: tuple[object, ...] = (None, False, [], {})
 NO_OP_VALUES_BY_FIELD: dict[str, tuple[object, ...]] = {
     "function_call": ("none",),
     "modalities": (["text"],),
+    "reasoning_effort": ("none",),
+    "response_format": ({"type": "text"},),
+    "suffix": ("",),
     "tool_choice": ("none", "auto"),
 }
 """Unsupported field → values that are accepted, because they have no effect."""

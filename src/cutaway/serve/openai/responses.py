@@ -29,7 +29,6 @@ def add_responses_route(router: APIRouter, models: ServedModels) -> None:
     async def responses(request: ResponsesRequest, raw_request: Request) -> Response:
         """Generate a response to a text or to a list of items, with the checkpoint's chat template."""
         serving = models.find(request.model)
-        request.check_unsupported_fields()
         chat_request = to_chat_request(request)
         encode_prompts, params = request_mapping.map_chat_request(chat_request, serving)
         stream = await serving.submit(encode_prompts, params, serving.adapter_of(request.model))

@@ -85,7 +85,7 @@ class ResponsesRequest(OpenAIBaseModel):
     store: bool | None = None
     previous_response_id: str | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: Annotated[dict[str, Any], Field(max_length=16)] | None = None
     """Returned as it is."""
     reasoning: ReasoningOptions | None = None
     text: TextOptions | None = None

@@ -119,7 +119,9 @@ class ServingEngine:
             return self.engine.config.num_slots
         stack = next(iter(self.model.stacks.values()))
         max_positions = getattr(stack.embed.position, "max_positions", None)
-        return min(limit for limit in (self.model.config.context, max_positions, DEFAULT_MAX_MODEL_LEN) if limit)
+        head_limit = getattr(self.model.config.head, "max_length", None)
+        limits = (self.model.config.context, max_positions, head_limit, DEFAULT_MAX_MODEL_LEN)
+        return min(limit for limit in limits if limit)
 
     @property
     def max_prompt_len(self) -> int:
