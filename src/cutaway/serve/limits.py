@@ -70,6 +70,12 @@ class Limits:
     """Maximum number of messages in a chat."""
     max_content_parts: int = 4096
     """Maximum number of content parts in all messages of a chat."""
+    max_tools: int = 128
+    """Maximum number of tools of a chat, and of tool calls in a message."""
+    max_tool_characters: int = 256 * 1024
+    """Maximum length of the JSON of all tools of a chat."""
+    max_choices: int = 10_000
+    """Maximum number of texts in `guided_choice`."""
     max_embedding_inputs: int = 256
     """Maximum number of texts in an embeddings request."""
     max_embedding_tokens: int = 65_536

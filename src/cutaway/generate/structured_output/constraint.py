@@ -11,6 +11,8 @@ ConstraintKind: TypeAlias = Literal["schema", "regex", "choice", "grammar"]
 CONSTRAINT_KINDS: tuple[ConstraintKind, ...] = ("schema", "regex", "choice", "grammar")
 MAX_CONSTRAINT_CHARS = 256 * 1024
 _MAX_CHOICES = 10_000
+JSON_WHITESPACE = r"\n? {0,12}"
+"""Whitespace between JSON tokens: at most a newline and 12 spaces, so that a completion cannot consist of spaces."""
 JSON_OBJECT_SCHEMA = {"type": "object"}
 """Schema of `response_format={"type": "json_object"}`."""
 _CHECKED_FORMATS = frozenset(

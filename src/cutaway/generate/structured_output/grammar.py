@@ -17,13 +17,11 @@ from jaxtyping import Int32
 from torch import Tensor
 
 from cutaway.errors import InputError
-from cutaway.generate.structured_output.constraint import Constraint, bitmask_width
+from cutaway.generate.structured_output.constraint import JSON_WHITESPACE, Constraint, bitmask_width
 from cutaway.tokenizer import Tokenizer
 from cutaway.tokenizer.token_bytes import token_bytes
 
 _MAX_CACHED_GRAMMARS = 64
-_JSON_WHITESPACE = r"\n? {0,12}"
-"""Whitespace between JSON tokens: at most a newline and 12 spaces, so that a completion cannot consist of spaces."""
 ALL_TOKENS = -1
 """Word of a bitmask that allows its 32 tokens."""
 
@@ -133,7 +131,7 @@ class GrammarCompiler:
         matcher_class = self._llguidance.LLMatcher
         try:
             if kind == "schema":
-                options = {"whitespace_pattern": _JSON_WHITESPACE}
+                options = {"whitespace_pattern": JSON_WHITESPACE}
                 schema = {"allOf": [json.loads(text)]} if text in ("true", "false") else text
                 grammar = matcher_class.grammar_from_json_schema(schema, defaults=options)
             else:

@@ -28,6 +28,7 @@ from cutaway.serve.openai.scoring import add_scoring_routes
 from cutaway.serve.openai.served_models import ServedModels
 from cutaway.serve.openai.serving_engine import ServingEngine, check_encoded_texts, to_api_error
 from cutaway.serve.openai.sse import SSEResponse, with_cancellation
+from cutaway.serve.openai.tools import find_tool_use
 from cutaway.serve.request_context import current_request
 from cutaway.serve.request_log import log_request
 
@@ -105,7 +106,14 @@ def build_router(models: ServedModels) -> APIRouter:
         model = request.model or serving.served_model_name
         prompt_output = request_mapping.build_prompt_output(request, params, serving)
         builder = ResponseBuilder(
-            serving, model, is_chat=is_chat, num_logprobs=params.logprobs, prompt_output=prompt_output
+            serving,
+            model,
+            is_chat=is_chat,
+            num_logprobs=params.logprobs,
+            prompt_output=prompt_output,
+            tool_use=find_tool_use(request, serving.tokenizer)
+            if isinstance(request, protocol.ChatCompletionRequest)
+            else None,
         )
         if request.stream:
             with_usage = bool(request.stream_options and request.stream_options.include_usage)

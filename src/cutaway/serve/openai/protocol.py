@@ -38,7 +38,7 @@ LogitBias = Annotated[
 UNSUPPORTED_FIELDS = {
     "audio", "chat_template", "chat_template_kwargs", "dimensions", "documents", "echo", "function_call", "functions",
     "grammar", "guided_choice", "guided_grammar", "guided_json", "guided_regex", "json_schema", "modalities",
-    "reasoning_effort", "response_format", "structured_outputs", "suffix",
+    "parallel_tool_calls", "reasoning_effort", "response_format", "structured_outputs", "suffix",
     "tool_choice", "tools", "verbosity", "web_search_options",
 }  # fmt: skip
 """Fields that would change the result. Requests of routes that do not have them are rejected."""
@@ -90,6 +90,9 @@ class ResponseFormat(BaseModel):
     json_schema: JSONSchemaFormat | None = None
 
 
+Choices = Annotated[list[str], Field(max_length=Limits.max_choices, fail_fast=True)]
+
+
 class StructuredOutputs(BaseModel):
     """Field `structured_outputs`, named as in vLLM: what the completion must match."""
 
@@ -97,7 +100,7 @@ class StructuredOutputs(BaseModel):
     json_: Annotated[dict[str, Any] | bool | str | None, Field(alias="json")] = None
     json_object: bool | None = None
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Choices | None = None
     grammar: str | None = None
 
 
@@ -127,7 +130,7 @@ class GenerationRequest(OpenAIBaseModel):
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | bool | str | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Choices | None = None
     guided_grammar: str | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
 
@@ -151,17 +154,67 @@ class ContentPartText(BaseModel):
     text: str
 
 
+class FunctionCall(BaseModel):
+    """Function of a tool call, with its arguments as JSON text."""
+
+    model_config = ConfigDict(strict=True)
+    name: str
+    arguments: str = "{}"
+
+
+class ToolCall(BaseModel):
+    """Tool call of the assistant."""
+
+    model_config = ConfigDict(strict=True)
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class FunctionDefinition(BaseModel):
+    """Function that the model may call. `parameters` is the JSON schema of its arguments."""
+
+    model_config = ConfigDict(strict=True)
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(BaseModel):
+    """Tool that the model may call. Only functions are supported."""
+
+    model_config = ConfigDict(strict=True)
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class FunctionName(BaseModel):
+    model_config = ConfigDict(strict=True)
+    name: str
+
+
+class NamedToolChoice(BaseModel):
+    """Value of `tool_choice` that names the function to call."""
+
+    model_config = ConfigDict(strict=True)
+    type: Literal["function"]
+    function: FunctionName
+
+
 class ChatMessage(BaseModel):
     """Message of a chat."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: (
         str | Annotated[list[ContentPartText], Field(max_length=Limits.max_content_parts, fail_fast=True)] | None
     ) = None
     name: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=Limits.max_tools, fail_fast=True)] | None = None
+    tool_call_id: str | None = None
 
 
 def _check_num_parts(value: object) -> object:
@@ -189,6 +242,9 @@ class ChatCompletionRequest(GenerationRequest):
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Annotated[list[Tool], Field(max_length=Limits.max_tools, fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    parallel_tool_calls: bool | None = None
 
 
 class EmbeddingRequest(OpenAIBaseModel):

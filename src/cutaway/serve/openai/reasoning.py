@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from cutaway.generate import CompletionChunk, Request
+from cutaway.generate import Request
 from cutaway.serve.errors import APIError
 from cutaway.serve.openai.protocol import ChatCompletionRequest
 from cutaway.tokenizer import Tokenizer
@@ -29,20 +29,12 @@ class ReasoningParser:
     not part of either, because chat templates write them.
     """
 
-    def __init__(self, *, is_open: bool, special_tokens: Mapping[int, str] | None = None) -> None:
-        """`is_open`: the prompt ends with START. `special_tokens`: START and END by token id, if they are special
-        tokens, which are not in the text of a completion."""
-        self.special_tokens = special_tokens or {}
+    def __init__(self, *, is_open: bool) -> None:
+        """`is_open`: the prompt ends with START."""
         self.state = "reasoning" if is_open else "start"
         self.buffer = ""
         self.is_first = True
         """Whether line breaks are skipped, because no text of this part was returned yet."""
-
-    def feed_chunk(self, chunk: CompletionChunk) -> SplitText:
-        """Add a chunk of a completion, like `feed`."""
-        if not self.special_tokens:
-            return self.feed(chunk.text)
-        return self.feed(chunk.text + "".join(self.special_tokens.get(token, "") for token in chunk.tokens))
 
     def feed(self, text: str) -> SplitText:
         """Add a piece of text and return the new text that later pieces cannot change."""
@@ -131,6 +123,12 @@ def chat_template_kwargs(request: ChatCompletionRequest, tokenizer: Tokenizer | 
         message = f"reasoning_effort is '{effort}', but the chat template of this model does not read it; leave it out"
         raise APIError(400, message, param="reasoning_effort", code="unsupported_parameter")
     return kwargs
+
+
+def without_thinking(kwargs: Mapping[str, Any], tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """Template variables of a completion that must match a format, which leaves no room for reasoning."""
+    reads = tokenizer is not None and "enable_thinking" in _template_source(tokenizer)
+    return {**({"enable_thinking": False} if reads else {}), **kwargs}
 
 
 def _template_source(tokenizer: Tokenizer) -> str:

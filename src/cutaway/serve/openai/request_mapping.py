@@ -1,5 +1,6 @@
 """Map OpenAI requests to token-id prompts and SamplingParams. Limits are checked before tokenizing."""
 
+import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -19,9 +20,11 @@ from cutaway.serve.openai.protocol import (
     GenerationRequest,
     PromptInput,
     StructuredOutputs,
+    ToolCall,
 )
-from cutaway.serve.openai.reasoning import chat_template_kwargs
+from cutaway.serve.openai.reasoning import chat_template_kwargs, without_thinking
 from cutaway.serve.openai.serving_engine import ServingEngine
+from cutaway.serve.openai.tools import ToolUse, find_tool_use, template_arguments, tool_grammar
 
 DEFAULT_COMPLETION_TOKENS = 16
 """Default max_tokens of /v1/completions, as in the OpenAI API."""
@@ -184,7 +187,16 @@ def map_chat_request(
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
     params = _to_sampling_params(request, limits, logprobs=logprobs, max_new_tokens=request.max_completion_tokens)
     template_kwargs = chat_template_kwargs(request, serving.tokenizer)
-    encode_prompts = build_chat_encoder(request.messages, serving, template_kwargs)
+    tool_use = find_tool_use(request, serving.tokenizer)
+    grammar = None if tool_use is None else tool_grammar(request, tool_use)
+    if grammar is not None:
+        if params.constraint is not None:
+            message = "tool_choice, or a strict tool, and a format of the completion exclude each other; set one"
+            raise APIError(400, message, param="tool_choice")
+        params = replace(params, grammar=grammar)
+    if params.constraint is not None:
+        template_kwargs = without_thinking(template_kwargs, serving.tokenizer)
+    encode_prompts = build_chat_encoder(request.messages, serving, template_kwargs, tool_use)
     return limit_prompt_logprobs(encode_prompts, params, limits), params
 
 
@@ -242,7 +254,10 @@ def build_prompt_encoder(
 
 
 def build_chat_encoder(
-    messages: list[ChatMessage], serving: ServingEngine, template_kwargs: Mapping[str, Any] | None = None
+    messages: list[ChatMessage],
+    serving: ServingEngine,
+    template_kwargs: Mapping[str, Any] | None = None,
+    tool_use: ToolUse | None = None,
 ) -> Callable[[], list[list[int]]]:
     """Return a function that applies the chat template and tokenizes the result."""
     tokenizer = serving.get_tokenizer()
@@ -251,11 +266,14 @@ def build_chat_encoder(
         raise APIError(400, message, code="no_chat_template")
     check_limit("messages", len(messages), serving.limits.max_messages)
     template_messages = [_to_template_message(message) for message in messages]
-    serving.check_text_length(["".join("".join(message.values()) for message in template_messages)], "messages")
-    return lambda: [tokenizer.encode_chat(template_messages, **(template_kwargs or {}))]
+    template_messages, tool_kwargs = template_arguments(template_messages, tool_use, tokenizer)
+    length_text = [str(value) for message in template_messages for value in message.values()]
+    serving.check_text_length(["".join([*length_text, str(tool_kwargs or "")])], "messages")
+    options = {**(template_kwargs or {}), **tool_kwargs}
+    return lambda: [tokenizer.encode_chat(template_messages, **options)]
 
 
-def _to_template_message(message: ChatMessage) -> dict[str, str]:
+def _to_template_message(message: ChatMessage) -> dict[str, Any]:
     """Convert a message for chat templates: text parts are joined, and the role `developer` becomes `system`."""
     content = message.content
     text = content if content is None or isinstance(content, str) else "".join(part.text for part in content)
@@ -265,4 +283,18 @@ def _to_template_message(message: ChatMessage) -> dict[str, str]:
     name_field = {} if message.name is None else {"name": message.name}
     reasoning = message.reasoning_content or message.reasoning
     reasoning_field = {} if reasoning is None else {"reasoning_content": reasoning}
-    return {"role": role, "content": text or "", **name_field, **reasoning_field}
+    tool_fields: dict[str, Any] = {} if message.tool_call_id is None else {"tool_call_id": message.tool_call_id}
+    if message.tool_calls:
+        tool_fields["tool_calls"] = [_to_template_call(call) for call in message.tool_calls]
+    return {"role": role, "content": text or "", **name_field, **reasoning_field, **tool_fields}
+
+
+def _to_template_call(call: ToolCall) -> dict[str, Any]:
+    """Convert a tool call for chat templates, which expect the arguments as an object and not as JSON text."""
+    try:
+        arguments = json.loads(call.function.arguments or "{}")
+    except (ValueError, RecursionError):
+        message = f"the arguments of a call of '{call.function.name}' are not JSON; send them as JSON text"
+        raise APIError(400, message, param="messages") from None
+    id_field = {} if call.id is None else {"id": call.id}
+    return {**id_field, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}

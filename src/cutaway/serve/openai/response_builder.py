@@ -5,9 +5,11 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from cutaway.generate import Completion, CompletionChunk, Request
 from cutaway.serve.openai.completion_stream import CompletionStream
+from cutaway.serve.openai.message_parser import MessageDelta, MessageParser, join_deltas
 from cutaway.serve.openai.prompt_output import PromptOutput, logprobs_by_text
 from cutaway.serve.openai.reasoning import (
     ReasoningParser,
@@ -17,6 +19,8 @@ from cutaway.serve.openai.reasoning import (
     special_marker_tokens,
 )
 from cutaway.serve.openai.serving_engine import ServingEngine
+from cutaway.serve.openai.tools import ToolUse, build_tool_call_delta, build_tool_calls
+from cutaway.tokenizer.chat.tool_calls import ToolCallParser
 
 Data = dict[str, object]
 
@@ -32,6 +36,7 @@ class ResponseBuilder:
     num_logprobs: int | None
     """Number of alternatives per token, or None if no log-probabilities were requested."""
     prompt_output: PromptOutput | None = None
+    tool_use: ToolUse | None = None
     request_id: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -39,11 +44,14 @@ class ResponseBuilder:
         choices = []
         for index, result in enumerate(results):
             text = result.text or ""
-            content: Data = {"text": text}
+            content: dict[str, Any] = {"text": text}
             if self.is_chat:
                 content = {"message": self._build_message(text, stream.requests[index])}
             logprobs = self.build_logprobs([result], 0, drop_last=isinstance(result.stop_reason, int))
-            choices.append(_build_choice(index, content, logprobs, result.finish_reason))
+            finish_reason = result.finish_reason
+            if self.is_chat and "tool_calls" in content["message"] and finish_reason == "stop":
+                finish_reason = "tool_calls"
+            choices.append(_build_choice(index, content, logprobs, finish_reason))
             if self.prompt_output is not None and not self.is_chat:
                 self.prompt_output.add_to_choice(choices[-1], index, stream.requests[index])
         object_type = "chat.completion" if self.is_chat else "text_completion"
@@ -61,7 +69,8 @@ class ResponseBuilder:
         prompts = self.prompt_output
         text_lengths = [0 if prompts is None else len(prompts.text(index)) for index in range(len(stream.requests))]
         is_started, num_tokens = [prompts is None] * len(stream.requests), [0] * len(stream.requests)
-        parsers = [self.build_reasoning_parser(request) for request in stream.requests]
+        parsers = [self.build_parser(request) for request in stream.requests]
+        has_tool_calls = [False] * len(parsers)
         if self.is_chat:
             for index in range(len(stream.requests)):
                 yield chunk_of(_build_choice(index, {"delta": {"role": "assistant", "content": ""}}))
@@ -83,12 +92,22 @@ class ResponseBuilder:
             if sum(len(chunk.tokens) for chunk in chunks) > has_stop_token:
                 logprobs = self.build_logprobs(chunks, text_lengths[index], drop_last=has_stop_token)
             text_lengths[index] += len(text)
-            content: Data = {"delta": _build_delta(parsers[index], chunks)} if self.is_chat else {"text": text}
+            content: Data = {"text": text}
+            if self.is_chat:
+                delta = join_deltas([parsers[index].feed_chunk(chunk) for chunk in chunks])
+                has_tool_calls[index] |= bool(delta.tool_calls)
+                content = {"delta": self._build_delta(delta)}
             if (any(content.values()) or logprobs) and not self._is_without_completion:
                 yield chunk_of(_build_choice(index, content, logprobs))
             if result is not None:
-                content = {"delta": _build_last_delta(parsers[index])} if self.is_chat else {"text": ""}
-                finish_reason = "length" if self._is_without_completion else result.finish_reason
+                content, finish_reason = {"text": ""}, result.finish_reason
+                if self.is_chat:
+                    delta = parsers[index].finish()
+                    has_tool_calls[index] |= bool(delta.tool_calls)
+                    content = {"delta": self._build_delta(delta)}
+                if has_tool_calls[index] and finish_reason == "stop":
+                    finish_reason = "tool_calls"
+                finish_reason = "length" if self._is_without_completion else finish_reason
                 yield chunk_of(_build_choice(index, content, finish_reason=finish_reason))
         if include_usage:
             yield chunk_of(usage=self._build_usage(stream))
@@ -98,22 +117,33 @@ class ResponseBuilder:
         return self.prompt_output is not None and self.prompt_output.without_completion
 
     def _build_message(self, text: str, request: Request) -> Data:
-        parser = self.build_reasoning_parser(request)
-        if parser is None:
+        parser = self.build_parser(request)
+        if parser.is_empty:
             return {"role": "assistant", "content": text, "refusal": None}
-        parts = [parser.feed_chunk(chunk) for chunk in request.pop_chunks()]
-        parts.append(parser.finish())
-        reasoning, content = ("".join(texts) for texts in zip(*parts, strict=True))
-        message: Data = {"role": "assistant", "content": None if reasoning and not content else content}
-        return message | {"refusal": None, **reasoning_fields(reasoning)}
+        chunks = [parser.feed_chunk(chunk) for chunk in request.pop_chunks()]
+        reasoning, content, calls = join_deltas([*chunks, parser.finish()])
+        message: Data = {"role": "assistant", "content": content or (None if reasoning or calls else "")}
+        message |= {"refusal": None, **reasoning_fields(reasoning)}
+        return message | ({"tool_calls": build_tool_calls(calls, self.tool_use)} if calls and self.tool_use else {})
 
-    def build_reasoning_parser(self, request: Request) -> ReasoningParser | None:
-        """Parser of a completion's text; None if its chat template does not mark reasoning."""
-        tokenizer = self.serving.tokenizer
-        if not self.is_chat or tokenizer is None or not marks_reasoning(tokenizer):
-            return None
-        is_open = is_opened_by_prompt(tokenizer, request)
-        return ReasoningParser(is_open=is_open, special_tokens=special_marker_tokens(tokenizer))
+    def _build_delta(self, delta: MessageDelta) -> Data:
+        """Fields of a delta with new text. Empty if there is none."""
+        fields = reasoning_fields(delta.reasoning) | ({"content": delta.content} if delta.content else {})
+        if delta.tool_calls and self.tool_use is not None:
+            fields["tool_calls"] = [build_tool_call_delta(call, self.tool_use) for call in delta.tool_calls]
+        return fields
+
+    def build_parser(self, request: Request) -> MessageParser:
+        """Parser of the text of a chat completion. A completion that is constrained has no reasoning."""
+        tokenizer, reasoning_parser, tool_call_parser = self.serving.tokenizer, None, None
+        special_tokens: dict[int, str] = {}
+        if self.tool_use is not None:
+            tool_call_parser = ToolCallParser(self.tool_use.call_format, self.tool_use.names)
+            special_tokens |= self.tool_use.special_tokens
+        if self.is_chat and tokenizer is not None and marks_reasoning(tokenizer) and request.grammar is None:
+            reasoning_parser = ReasoningParser(is_open=is_opened_by_prompt(tokenizer, request))
+            special_tokens |= special_marker_tokens(tokenizer)
+        return MessageParser(reasoning_parser, tool_call_parser, special_tokens)
 
     def _build_envelope(self, object_type: str, choices: Sequence[Data]) -> Data:
         return {
@@ -171,19 +201,6 @@ class ResponseBuilder:
         num_generated = 0 if self._is_without_completion else stream.num_generated_tokens
         total = num_prompt + num_generated
         return {"prompt_tokens": num_prompt, "completion_tokens": num_generated, "total_tokens": total}
-
-
-def _build_delta(parser: ReasoningParser | None, chunks: Sequence[CompletionChunk]) -> Data:
-    """Fields of a delta with new text. Empty if there is none."""
-    parts = [("", chunk.text) if parser is None else parser.feed_chunk(chunk) for chunk in chunks]
-    reasoning, content = ("".join(part[i] for part in parts) for i in range(2))
-    return reasoning_fields(reasoning) | ({"content": content} if content else {})
-
-
-def _build_last_delta(parser: ReasoningParser | None) -> Data:
-    """Text that the parser held back until the end of the completion."""
-    reasoning, content = ("", "") if parser is None else parser.finish()
-    return reasoning_fields(reasoning) | ({"content": content} if content else {})
 
 
 def _build_choice(index: int, content: Data, logprobs: Data | None = None, finish_reason: str | None = None) -> Data:

@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
+from cutaway.errors import InputError
 from cutaway.generate import CompletionChunk, EngineError
 from cutaway.serve.openai import request_mapping
 from cutaway.serve.openai.completion_stream import CompletionStream
@@ -40,7 +41,7 @@ def add_responses_route(router: APIRouter, models: ServedModels) -> None:
         try:
             await with_cancellation(raw_request, stream.wait_results(), serving.limits)
             response = await events.last_response(stream)
-        except EngineError as error:
+        except (EngineError, InputError) as error:
             raise to_api_error(error) from None
         finally:
             stream.abort()
@@ -89,15 +90,15 @@ class ResponseEvents:
         """Yield the events of the response."""
         for event_type in ("response.created", "response.in_progress"):
             yield self.event(event_type, response=self.response("in_progress", stream))
-        parser = self.builder.build_reasoning_parser(stream.requests[0])
+        parser = self.builder.build_parser(stream.requests[0])
         pending_logprobs: list[Data] = []
         num_tokens = 0
         output = stream.requests[0].output
         async for _, chunks, _ in stream.stream_chunks():
             for chunk in chunks:
                 num_tokens += len(chunk.tokens)
-                is_reasoning = parser is not None and parser.state == "reasoning"
-                reasoning, content = ("", chunk.text) if parser is None else parser.feed_chunk(chunk)
+                is_reasoning = parser.is_in_reasoning
+                reasoning, content, _ = parser.feed_chunk(chunk)
                 is_reasoning |= bool(reasoning)
                 self.num_reasoning_tokens += len(chunk.tokens) if is_reasoning else 0
                 is_stop_token = isinstance(output.stop_reason, int) and num_tokens == len(output.tokens)
@@ -109,7 +110,7 @@ class ResponseEvents:
                     yield event
                 if content:
                     pending_logprobs = []
-        reasoning, content = ("", "") if parser is None else parser.finish()
+        reasoning, content, _ = parser.finish()
         has_message = bool(content) or not (reasoning or self.item or self.output)
         for event in self.delta("reasoning", reasoning, []):
             yield event
