@@ -66,9 +66,9 @@ class GenerationRequest(OpenAIBaseModel):
     # These fields are not in the OpenAI API. They are named as in vLLM.
     top_k: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.001, le=1000)] | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
-    prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
 
