@@ -62,6 +62,16 @@ def _seeded() -> Iterator[None]:
     torch.backends.mkldnn.enabled = onednn
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _no_loss_plots() -> Iterator[None]:
+    """Do not draw loss plots, which takes as long as the training of a small model; `test_loss_plot` draws them."""
+    from cutaway.train.logging import callbacks
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(callbacks, "plot_losses", lambda rows, path, title: path.touch())
+        yield
+
+
 @pytest.fixture
 def frozen_check_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stop the clock of `ct.check`, so that its results do not depend on the load of the machine or a time budget."""

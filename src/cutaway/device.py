@@ -3,6 +3,7 @@
 import functools
 import os
 from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 
@@ -16,7 +17,9 @@ def free_memory(device: torch.device) -> int | None:
         return int(torch.cuda.mem_get_info(device)[0]) + unused
     if device.type != "cpu" or "SC_AVPHYS_PAGES" not in os.sysconf_names:
         return None
-    return _linux_available_memory() or os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free = _linux_available_memory() or os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = _cgroup_available_memory()
+    return free if limit is None else min(free, limit)
 
 
 def _linux_available_memory() -> int | None:
@@ -27,6 +30,21 @@ def _linux_available_memory() -> int | None:
     except OSError:
         return None
     return int(found["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in found else None
+
+
+def _cgroup_available_memory(root: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Bytes that this process's control group, such as that of a container, may still use; None if unlimited.
+
+    Cached file pages count as available, as in MemAvailable."""
+    try:
+        group = root / Path("/proc/self/cgroup").read_text(encoding="ascii").rpartition("::")[2].strip().lstrip("/")
+        limit = (group / "memory.max").read_text(encoding="ascii").strip()
+        used = int((group / "memory.current").read_text(encoding="ascii"))
+        statistics = dict(line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
+    except (OSError, ValueError):
+        return None
+    cached = int(statistics.get("inactive_file", 0)) + int(statistics.get("active_file", 0))
+    return None if limit == "max" else max(0, int(limit) - used + cached)
 
 
 @functools.cache

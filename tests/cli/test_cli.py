@@ -149,3 +149,11 @@ def test_markup_long_text_and_version() -> None:
     assert "at most 2048" in cutaway("demo", "tiny-llama", "--text", "x" * 5000, code=2)
     assert "seed is -1" in cutaway("demo", "tiny-gpt", "--seed", "-1", code=2)
     assert cutaway("--version").startswith("cutaway ")
+
+
+@pytest.mark.parametrize("columns", ["999999999", "²", "0"])
+def test_columns_of_the_environment_are_bounded(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    lines = cutaway("--help").splitlines()
+    assert any("Usage" in line for line in lines)
+    assert max(map(len, lines)) <= 1000

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.certificates import Certificate, make_certificate
 from support.cli_runner import CliRunner
 
-from cutaway.cli.verbs.serve import default_model_name
+from cutaway.cli.server_models import default_model_name
 
 pytestmark = pytest.mark.unchecked
 
@@ -33,6 +34,11 @@ def running_server(*arguments: str, **environment: str) -> Iterator["subprocess.
             yield process
         finally:
             process.kill()
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Certificate:
+    return make_certificate(tmp_path_factory.mktemp("certificate"))
 
 
 def post(url: str, body: Any, key: str | None = None) -> Any:
@@ -67,7 +73,9 @@ def test_sigterm_finishes_requests_in_progress() -> None:
         assert stream.read().endswith(b"data: [DONE]\n\n")
         assert process.wait(120) == 0
         assert process.stderr is not None
-        assert process.stderr.read() == ""
+        unauthorized, completion = process.stderr.read().splitlines()
+        assert "status=401 " in unauthorized
+        assert "finish_reason=length" in completion
     assert not accepts_connections(url)
 
 
@@ -75,9 +83,10 @@ def test_sigterm_finishes_requests_in_progress() -> None:
 def test_second_sigint_exits_at_once() -> None:
     with running_server("--shutdown-timeout", "600") as process:
         assert process.stdout is not None
-        output = "".join(process.stdout.readline() for _ in range(4))
+        output = "".join(process.stdout.readline() for _ in range(5))
         match = re.search(r"http://127\.0\.0\.1:\d+", output)
         assert match is not None
+        assert re.search(r"KV cache grows as needed to at most \d+ MiB: .* \(change with --", output)
         assert "curl" in output
         streams = [post(match[0], {"prompt": "x", "max_tokens": 500, "n": 16, "stream": True}) for _ in range(3)]
         process.send_signal(signal.SIGINT)
@@ -91,6 +100,49 @@ def test_second_sigint_exits_at_once() -> None:
                 assert b"[DONE]" not in stream.read()
 
 
+def test_several_models_with_tls_and_json_log(tmp_path: Path, certificate: Certificate) -> None:
+    """One process: two models, TLS, a file of API keys that SIGHUP reads again, and one JSON object per log line."""
+    keys = tmp_path / "keys.toml"
+    keys.write_text('[[keys]]\nname = "alice"\nkey = "sk-alice-1"\n')
+    keys.chmod(0o644)
+    options = ("tiny-english", "--api-keys", str(keys), "--ssl-certfile", str(certificate.certfile),
+               "--ssl-keyfile", str(certificate.keyfile), "--log-format", "json", "--json")  # fmt: skip
+    with running_server(*options) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        info = json.loads(process.stdout.readline())
+        assert info["url"].startswith("https://")
+        assert [model["model"] for model in info["models"]] == ["tiny-python", "tiny-english"]
+        assert all(model["weight_bytes"] > 1e6 and model["cache_bytes"] > 1e6 for model in info["models"])
+        warning = json.loads(process.stderr.readline())
+        assert warning["level"] == "WARNING"
+        assert "can be read by other users (mode 644)" in warning["message"]
+
+        def status(key: str) -> int:
+            request = urllib.request.Request(f"{info['url']}/v1/models", headers={"Authorization": f"Bearer {key}"})
+            try:
+                with urllib.request.urlopen(request, context=certificate.client_context(), timeout=120) as response:
+                    return response.status
+            except urllib.error.HTTPError as error:
+                return error.code
+
+        assert (status("sk-alice-1"), status("sk-alice-2")) == (200, 401)
+        assert [json.loads(process.stderr.readline()).get("key") for _ in range(2)] == ["alice", None]
+        keys.write_text('[[keys]]\nname = "alice"\nkey = "sk-alice-2"\n')
+        process.send_signal(signal.SIGHUP)
+        messages = [json.loads(process.stderr.readline())["message"] for _ in range(2)]
+        assert messages == [f"SIGHUP: '{path}' was read again" for path in (keys, certificate.certfile)]
+        assert (status("sk-alice-1"), status("sk-alice-2")) == (401, 200)
+        keys.write_text("[[keys]]")
+        process.stderr.readline()
+        process.stderr.readline()
+        process.send_signal(signal.SIGHUP)
+        assert "the previous content stays in use" in json.loads(process.stderr.readline())["message"]
+        assert status("sk-alice-2") == 200
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(120) == 0
+
+
 def test_errors_before_loading_the_model(run_cli: CliRunner, tmp_path: Path) -> None:
     assert "key" in run_cli("serve", "tiny-python", "--host", "0.0.0.0", code=2)
     assert "8 to 512" in run_cli("serve", "tiny-python", "--api-key", "short", code=2)
@@ -101,6 +153,13 @@ def test_errors_before_loading_the_model(run_cli: CliRunner, tmp_path: Path) -> 
     assert "--weight-bits" in run_cli("serve", "tiny-python", "--weight-bits", 3, code=2)
     assert "--max-num-seqs" in run_cli("serve", "tiny-python", "--max-num-seqs", 0, code=2)
     assert "does not exist" in run_cli("serve", "no-such-model", "--port", 0, code=2)
+    assert "two models have the name" in run_cli("serve", "tiny-python", "tiny-python", code=2)
+    name = "--served-model-name"
+    assert "1 times for 2 models" in run_cli("serve", "tiny-python", "tiny-english", name, "a", code=2)
+    assert "without --ssl-certfile" in run_cli("serve", "tiny-python", "--ssl-keyfile", tmp_path / "key", code=2)
+    assert "does not exist" in run_cli("serve", "tiny-python", "--ssl-certfile", tmp_path / "no.pem", code=2)
+    assert "does not exist" in run_cli("serve", "tiny-python", "--api-keys", tmp_path / "no.toml", code=2)
+    assert "clients could forge" in run_cli("serve", "tiny-python", "--forwarded-allow-ips", "*", code=2)
 
 
 def test_default_model_name(tmp_path: Path) -> None:

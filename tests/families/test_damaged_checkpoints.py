@@ -95,6 +95,23 @@ def add_remote_code(path: Path) -> None:
     (path / "modeling_evil.py").write_text("raise SystemExit('code from a checkpoint was run')")
 
 
+def write_header(path: Path, header: str, num_bytes: int = 0) -> None:
+    data = header.encode()
+    (path / WEIGHTS).write_bytes(len(data).to_bytes(8, "little") + data + bytes(num_bytes))
+
+
+def declare_empty_tensors(path: Path) -> None:
+    entry = '{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
+    write_header(path, "{" + ",".join(f'"{i}":{entry}' for i in range(700_000)) + "}")
+
+
+def declare_tensor_twice(path: Path) -> None:
+    """List a name twice, with different shapes: other programs may read the first entry."""
+    first = '{"dtype":"F32","shape":[2],"data_offsets":[0,8]}'
+    second = '{"dtype":"F32","shape":[2,1],"data_offsets":[0,8]}'
+    write_header(path, f'{{"a":{first},"b":{first.replace("[0,8]", "[8,16]")},"\\u0061":{second}}}', 16)
+
+
 def declare_terabyte(path: Path) -> None:
     """Write a header that declares a terabyte."""
     table = {"a": {"dtype": "F32", "shape": [1 << 38], "data_offsets": [0, 1 << 40]}}
@@ -159,6 +176,8 @@ CASES: dict[str, tuple[Damage, str]] = {
     "header of 200 MB declared": (edit_file(WEIGHTS, lambda raw: (200 << 20).to_bytes(8, "little") + raw[8:]), WEIGHTS),
     "header is not JSON": (edit_file(WEIGHTS, lambda raw: raw[:8] + b"x" * 50 + raw[58:]), WEIGHTS),
     "header is a deeply nested list": (nest_header, WEIGHTS),
+    "700,000 empty tensors": (declare_empty_tensors, "declares more than 131,072 tensors"),
+    "a tensor name twice": (declare_tensor_twice, "lists 'a' more than once"),
     "terabyte declared": (declare_terabyte, WEIGHTS),
     "tensors overlap": (lambda path: edit_header(path, overlap_tensors), WEIGHTS),
     "gap between tensors": (lambda path: edit_header(path, lambda t: t.pop(Q)), WEIGHTS),

@@ -180,12 +180,12 @@ def test_graphs_are_captured_once() -> None:
 
     serve()
     graphs: Any = engine.model_runner.cuda_graphs
-    recorded = {key: id(value[0]) for key, value in graphs.captured.items()}
+    recorded = {key: id(step.graphs) for key, step in graphs.steps.items()}
     torch.cuda.synchronize()
     held = torch.cuda.memory_allocated()
     for _ in range(3):
         serve()
-    assert {key: id(value[0]) for key, value in graphs.captured.items()} == recorded
+    assert {key: id(step.graphs) for key, step in graphs.steps.items()} == recorded
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() <= held + 2**20
 

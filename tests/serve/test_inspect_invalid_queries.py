@@ -11,6 +11,8 @@ import pytest
 from support.inspector import open_inspector, run_query
 from support.server import serve_in_thread, wait_until
 
+import cutaway as ct
+from cutaway.config import to_toml
 from cutaway.serve import static_files
 from cutaway.serve.app import build_app
 from cutaway.serve.inspect import routes
@@ -112,9 +114,13 @@ INVALID_QUERIES: list[tuple[str, Any, str]] = [
     ("gradients_by_placement", {"depths": [6] * 400}, "depths: Tuple should have at most 5"),
     ("model_sizes", {"models": [{"base": "gpt2", "layers": 10**18}]}, "layers: Input should be less"),
     ("memory_fit", {"model": {"base": "/etc/passwd"}}, "is not a preset"),
-    ("run_metrics", {"path": "/etc"}, "path: Extra inputs"),
     ("memory_fit", {"model": {"base": "../../secret.toml"}}, "is not a preset"),
-    ("model_sizes", {"models": [{"base": "gpt2", "path": "/etc"}]}, "path: Extra inputs"),
+    ("memory_fit", {"model": {"base": "gpt2"}, "hardware": "/etc/passwd"}, "is not a known device"),
+    ("memory_fit", {"model": {"base": "gpt2"}, "dtype": "/etc/passwd"}, "is not known; use one of"),
+    ("run_metrics", {"known_rows": -1}, "known_rows: Input should be greater"),
+    ("variant_continuation", {"name": "../../etc/passwd", "text": "a"}, "is not a trained variant"),
+    ("variant_continuation", {"name": "base/../base", "text": "a"}, "is not a trained variant"),
+    ("attention_head", {"input": TEXT, "attention": "/etc/passwd", "head": 0}, "is not an attention of this model"),
 ]
 INVALID_BODIES = [
     b"",
@@ -148,10 +154,21 @@ def test_invalid_queries_are_client_errors_with_a_message(executor_and_url: tupl
     assert {name for name, _, _ in INVALID_QUERIES} <= {*QUERIES, "nothing", "../../etc/passwd"}
 
 
+@pytest.mark.parametrize("case", range(len(INVALID_QUERIES)))
+def test_invalid_parameters_are_fields_of_the_query(case: int) -> None:
+    """A query with another parameter would be rejected for that, so it would test nothing about the value."""
+    name, params, reason = INVALID_QUERIES[case]
+    if name in QUERIES and isinstance(params, dict):
+        unknown = params.keys() - QUERIES[name].model_fields
+        assert unknown == ({"more"} if "Extra inputs" in reason else set())
+
+
 def test_sizes_of_paths_are_not_read(executor_and_url: tuple[routes.QueryExecutor, str], tmp_path: Path) -> None:
     """A model of `model_sizes` with an error does not fail the other models."""
-    (tmp_path / "secret.toml").write_text("secret")
-    for base in ("/etc/passwd", str(tmp_path / "secret.toml"), "../../secret.toml"):
+    file = tmp_path / "valid.toml"
+    file.write_text(to_toml(ct.config("gpt2")))
+    assert ct.config(file) == ct.config("gpt2")  # it would be valid, if it were read
+    for base in ("/etc/passwd", str(file), f"../../../../../../../..{file}"):
         inspector, models = executor_and_url[0].inspector, [{"base": base}, {"base": "gpt2"}]
         data, _ = run_query(inspector, "model_sizes", models=models)
         assert "is not a preset" in data["models"][0]["error"]

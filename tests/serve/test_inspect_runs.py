@@ -104,6 +104,7 @@ def test_states() -> None:
 
 def test_run_that_trains_and_stops(tmp_path: Path) -> None:
     trainer = prepare_trainer(load_recipe(build_recipe(tmp_path)), tmp_path / "run", device="cpu")
+    trainer.lock.release()
     inspector = load_inspector(str(tmp_path / "run"), None, "cpu", None)  # before the first snapshot
     data, tensors = run_query(inspector, "run_metrics")
     assert (data["state"], data["step"], data["seconds_left"], tensors) == ("stopped", 0, None, {})

@@ -12,6 +12,7 @@ from typing import Any
 import openai
 import pytest
 import torch
+from prometheus_client.parser import text_string_to_metric_families
 from support.package_files import find_package_file
 from support.server import CHAT_TEMPLATE, RunningServer, byte_checkpoint, load_tiny_python, start_server, wait_until
 
@@ -311,14 +312,19 @@ def test_tokenize_and_detokenize_round_trip(server: RunningServer) -> None:
 def test_metrics_count_requests_and_tokens(server: RunningServer) -> None:
     client(server).completions.create(**COMPLETION)
     text = server.request("GET", "/metrics")[2].decode()
-    lines = [line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#")]
-    values = {name: float(value) for name, value in lines}
-    assert values['cutaway_http_requests_total{route="/v1/completions",status="200"}'] > 0
-    assert values["cutaway_generation_tokens_total"] >= 12
-    assert values["cutaway_num_requests_running"] == 0
-    assert values["cutaway_time_to_first_token_seconds_count"] > 0
-    assert values["cutaway_request_time_per_output_token_seconds_count"] > 0
-    assert not [name for name in values if "_created" in name]
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    values = {
+        (sample.name, *sample.labels.values()): sample.value for each in families.values() for sample in each.samples
+    }
+    assert values["cutaway_http_requests_total", "/v1/completions", "200"] > 0
+    assert values["cutaway_generation_tokens_total", "tiny"] >= 12
+    assert values["cutaway_num_requests_running", "tiny"] == 0
+    for name in ("time_to_first_token", "request_time_per_output_token", "e2e_request_latency"):
+        assert families[f"cutaway_{name}_seconds"].type == "histogram"
+        assert values[f"cutaway_{name}_seconds_count", "tiny"] > 0
+    assert values["cutaway_request_success_total", "length", "tiny"] > 0
+    assert values["process_resident_memory_bytes",] > 1e6
+    assert not [name for name in values if "_created" in name[0]]
 
 
 def test_every_route_requires_the_api_key() -> None:

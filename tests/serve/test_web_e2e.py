@@ -446,6 +446,7 @@ def serve_runs(tmp_path: Path) -> Iterator[dict[str, Any]]:
     live = prepare_trainer(load_recipe(recipe), tmp_path / "live", device="cpu", callback=callback)
     overrides = ["training.max_steps=6"]
     unstarted = prepare_trainer(load_recipe(recipe, overrides), tmp_path / "unstarted", device="cpu")
+    unstarted.lock.release()
     reference = train(load_recipe(recipe), tmp_path / "reference", device="cpu")  # training is deterministic
     expected = {saved.step: measure_loss(reference, saved, "to be or not") for saved in list_saved_models(reference)}
     thread = threading.Thread(target=live.train)

@@ -33,6 +33,7 @@ class RunningServer:
     url: str
     serving: ServingEngine
     checkpoint: Checkpoint
+    access_policy: AccessPolicy | None = None
 
     @property
     def port(self) -> int:
@@ -62,7 +63,10 @@ class RunningServer:
         return wait_until(lambda: not self.engine.has_unfinished_requests and not self.serving.num_preprocessing)
 
     def metric(self, name: str) -> float:
-        return self.serving.metrics.registry.get_sample_value(f"cutaway_{name}") or 0.0
+        """Value of a metric of the server or of its model."""
+        get_value = self.serving.metrics.server.registry.get_sample_value
+        value = get_value(f"cutaway_{name}", {"model_name": self.serving.served_model_name})
+        return value or get_value(f"cutaway_{name}") or 0.0
 
     @contextmanager
     def paused_engine(self) -> Iterator[None]:
@@ -90,10 +94,12 @@ def wait_until(condition: Callable[[], bool], seconds: float = 120) -> bool:
 
 
 @contextmanager
-def serve_in_thread(app: FastAPI, sock: socket.socket, limits: Limits | None = None) -> Iterator[str]:
+def serve_in_thread(
+    app: FastAPI, sock: socket.socket, limits: Limits | None = None, **server_options: Any
+) -> Iterator[str]:
     """Run a server in a thread for the duration of the context; yields its URL."""
     ready = threading.Event()
-    server = Server(app, limits or Limits(), ready.set)
+    server = Server(app, limits or Limits(), ready.set, **server_options)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, name="cutaway server", daemon=True)
     url = server_url(sock)
     thread.start()
@@ -134,7 +140,7 @@ def start_server(
     if send_buffer_bytes:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)
     with serve_in_thread(app, sock, limits) as url:
-        yield RunningServer(url, serving, checkpoint)
+        yield RunningServer(url, serving, checkpoint, access_policy)
 
 
 def load_tiny_python() -> Checkpoint:

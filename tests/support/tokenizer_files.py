@@ -217,6 +217,23 @@ def write_bert_files(directory: Path, **config: Any) -> None:
     write_file(directory, "tokenizer_config.json", {"tokenizer_class": "BertTokenizer"} | config)
 
 
+def write_marian_files(directory: Path) -> None:
+    pieces = []
+    for name in ("source.spm", "target.spm"):
+        train_sentencepiece(directory, name, model_type="unigram", vocab_size=300)
+        processor = sentencepiece.SentencePieceProcessor(model_file=str(directory / name))
+        pieces += [processor.id_to_piece(i) for i in range(3, processor.get_piece_size())]
+    names = ["</s>", "<unk>", *dict.fromkeys(pieces[::-1]), ">>fra<<", "<pad>"]
+    # Some pieces of the source model have no id: they are unknown.
+    names = [name for n, name in enumerate(names) if n % 17 or name.startswith("<")]
+    write_file(directory, "vocab.json", {name: n for n, name in enumerate(names)})
+    write_file(
+        directory,
+        "tokenizer_config.json",
+        {"tokenizer_class": "MarianTokenizer", "source_lang": "en", "target_lang": "fr"},
+    )
+
+
 def load_both_tokenizers(directory: Path) -> tuple[Tokenizer, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -26,6 +26,7 @@ from support.tokenizer_files import (
     write_gpt2_files,
     write_llama2_files,
     write_llama3_files,
+    write_marian_files,
     write_qwen2_files,
     write_roberta_files,
     write_t5_files,
@@ -110,23 +111,6 @@ def write_mpnet_files(directory: Path) -> None:
     vocab = ["<s>", "<pad>", "</s>", "<unk>", *vocab[1:], "<mask>"]
     (directory / "vocab.txt").write_text("\n".join(vocab))
     write_file(directory, "tokenizer_config.json", {"tokenizer_class": "MPNetTokenizer"})
-
-
-def write_marian_files(directory: Path) -> None:
-    pieces = []
-    for name in ("source.spm", "target.spm"):
-        train_sentencepiece(directory, name, model_type="unigram", vocab_size=300)
-        processor = sentencepiece.SentencePieceProcessor(model_file=str(directory / name))
-        pieces += [processor.id_to_piece(i) for i in range(3, processor.get_piece_size())]
-    names = ["</s>", "<unk>", *dict.fromkeys(pieces[::-1]), ">>fra<<", "<pad>"]
-    # Some pieces of the source model have no id: they are unknown.
-    names = [name for n, name in enumerate(names) if n % 17 or name.startswith("<")]
-    write_file(directory, "vocab.json", {name: n for n, name in enumerate(names)})
-    write_file(
-        directory,
-        "tokenizer_config.json",
-        {"tokenizer_class": "MarianTokenizer", "source_lang": "en", "target_lang": "fr"},
-    )
 
 
 def write_legacy_special_token_files(directory: Path) -> None:

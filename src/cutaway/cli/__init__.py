@@ -4,6 +4,7 @@ import codecs
 import gc
 import io
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +12,8 @@ from typing import Annotated
 import typer
 
 from cutaway.cli.lazy_group import lazy_group
-from cutaway.errors import CutawayError
+from cutaway.cli.terminal_stream import use_safe_terminals
+from cutaway.errors import CutawayError, InputError
 
 _FUNCTIONS = {"eval": "evaluate", "open": "open_page"}  # the other functions are named like their verb
 _VERB_NAMES = (
@@ -46,6 +48,12 @@ def root_options(
     ] = False,
 ) -> None:
     """Build, train, run, inspect, size and verify Transformer models."""
+    try:
+        Path.cwd()
+    except FileNotFoundError:  # relative paths have no meaning, and MKL ends the process when torch is imported
+        raise InputError(
+            "the working directory of this shell has been deleted; change to a directory that exists, with `cd`"
+        ) from None
 
 
 ASCII_FALLBACKS = str.maketrans("−–×·█▓▒░✓✗≤…²³→━Σ⊙ᵀ⏎", "--x.#=+-yn<~23>=S*T/")
@@ -61,11 +69,28 @@ def ascii_fallback(error: UnicodeError) -> tuple[str, int]:
 codecs.register_error("cutaway-ascii", ascii_fallback)
 
 
+MAX_TERMINAL_SIZE = 1000
+"""Maximum number of columns and lines of the output."""
+
+
+def bound_terminal_size() -> None:
+    """Bound COLUMNS and LINES, for which rich allocates cells: 999,999,999 columns take minutes and gigabytes."""
+    for name in ("COLUMNS", "LINES", "TERMINAL_WIDTH"):
+        value = os.environ.get(name)
+        if value is not None and not re.fullmatch("[1-9][0-9]{0,2}", value):
+            if re.fullmatch("[0-9]{4,}", value):
+                os.environ[name] = str(MAX_TERMINAL_SIZE)
+            else:  # not a number of columns or lines
+                del os.environ[name]
+
+
 def main() -> None:
     """Run the CLI. A CutawayError, OSError or MemoryError prints one message and exits with code 2."""
+    bound_terminal_size()
     gc.set_threshold(100_000)  # imports create many objects but no garbage; collection takes a tenth of a short run
     if sys.stdout is None:  # closed by the parent process
         sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
+    use_safe_terminals()
     for stream in (sys.stdout, sys.stderr):  # replace characters that the encoding lacks
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="cutaway-ascii")

@@ -65,6 +65,13 @@ def check_not_text(context: typer.Context, source: str | None) -> str | None:
     raise InputError(f"'{source}' does not exist; the first argument is the model, as in {command}")
 
 
+def check_none_is_text(context: typer.Context, sources: list[str]) -> list[str]:
+    """Raise if one of the models is a text instead."""
+    for source in sources:
+        check_not_text(context, source)
+    return sources
+
+
 def json_flag(help_text: str) -> object:
     return option(help_text, "--json")
 
@@ -72,6 +79,12 @@ def json_flag(help_text: str) -> object:
 JsonFlag = Annotated[bool, json_flag("Print JSON.")]
 JsonObjectFlag = Annotated[bool, json_flag("Print one JSON object.")]
 ServerJsonFlag = Annotated[bool, json_flag("Print one JSON object when the server is ready.")]
+CheckpointSources = Annotated[
+    list[str],
+    typer.Argument(
+        help="Model or run directories, .gguf files or hub ids.", metavar="SOURCE", callback=check_none_is_text
+    ),
+]
 CheckpointSource = Annotated[str, source_argument("Model or run directory, .gguf file or hub id.")]
 ModelSource = Annotated[str, source_argument("Model or run directory, .gguf file, hub id or preset name.")]
 Device = Annotated[str | None, option("Device: cpu or cuda; default cuda if available.")]

@@ -31,7 +31,7 @@ def collect_prompts(
     for text in ("-",) if from_stdin else texts:
         prompts += split_prompts(read_stdin(), split_lines) if text == "-" else [text]
     for file in files:
-        prompts += split_prompts(_read_text_file(file), split_lines)
+        prompts += split_prompts(read_text_file(file), split_lines)
     prompts += [parse_token_ids("--token-ids", token_list) for token_list in tokens]
     if not prompts:
         raise InputError("there is no prompt: the input has only empty lines; write one prompt per line")
@@ -56,7 +56,8 @@ def read_stdin() -> str:
     return decode_utf8("standard input", sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1))
 
 
-def _read_text_file(path: Path) -> str:
+def read_text_file(path: Path) -> str:
+    """Text of a file; raise an InputError if it cannot be read."""
     try:
         with path.open("rb") as file:
             return decode_utf8(f"'{path}'", file.read(MAX_PROMPT_BYTES + 1))

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from cutaway.bounded_files import read_json_object
@@ -28,6 +28,7 @@ from cutaway.families.native_format import NativeFamily
 from cutaway.families.peft_config import MERGE_ADVICE, check_peft_config, peft_scaling, to_lora_config, to_peft_config
 from cutaway.families.peft_head import CLASSIFIER_MODULES, TASK_TYPES, add_saved_head, export_head, load_head_weights
 from cutaway.families.registry import families, find_family
+from cutaway.families.safetensors_reader import load_safetensors
 from cutaway.families.save import has_class_with_head
 from cutaway.families.weight_conversion import (
     Identity,
@@ -413,10 +414,7 @@ def _read_weights(directory: Path) -> dict[str, Tensor]:
         pickled = (directory / "adapter_model.bin").is_file()
         reason = "; it has adapter_model.bin, a pickle, which can run code and is not opened" if pickled else ""
         raise WeightError(f"'{directory}' has no {ADAPTER_WEIGHTS_NAME}{reason}; save the adapter as safetensors")
-    try:
-        return load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise WeightError(f"'{path}' cannot be read: {error}") from None
+    return load_safetensors(path)
 
 
 def _group_by_module(weights: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:

@@ -4,13 +4,16 @@ import json
 import math
 import mmap
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 
 from cutaway.bounded_files import read_json_object
@@ -22,6 +25,10 @@ _SAFETENSORS_DTYPES = {
     "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+MAX_TENSORS_PER_FILE = 1 << 17
+"""Maximum number of tensors in one file. The largest published shards have a few thousand."""
+MAX_HEADER_BYTES = 100_000_000
+"""Maximum length of a header, as in the safetensors library."""
 SAFE_WEIGHTS_INDEX_NAME = "model.safetensors.index.json"
 
 
@@ -108,11 +115,10 @@ def _read_safetensors_header(path: Path) -> tuple[dict[str, tuple[TensorInfo, in
     try:
         if path.exists() and not path.is_file():
             raise WeightError(f"'{path.name}' is not a regular file, so it cannot be read; replace it with a file")
+        header_bytes = _read_header_bytes(path)
         with safe_open(path, framework="np"):
             pass
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(length))
+        header = json.loads(header_bytes, object_pairs_hook=partial(_reject_repeated_name, path.name))
     except (SafetensorError, OSError, ValueError, RecursionError, MemoryError) as error:
         if isinstance(error, WeightError):
             raise
@@ -126,7 +132,39 @@ def _read_safetensors_header(path: Path) -> tuple[dict[str, tuple[TensorInfo, in
         if dtype not in _SAFETENSORS_DTYPES:
             raise WeightError(f"tensor '{name}' has the unsupported dtype {dtype}; convert it to bfloat16 or float32")
         tensors[name] = TensorInfo(tuple(entry["shape"]), _SAFETENSORS_DTYPES[dtype]), entry["data_offsets"][0]
-    return tensors, 8 + length
+    return tensors, 8 + len(header_bytes)
+
+
+def _read_header_bytes(path: Path) -> bytes:
+    """Read the header. Raise WeightError if it declares too many tensors, before an object is built for each."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = file.read(min(length, MAX_HEADER_BYTES))
+    if header.count(b"{") > MAX_TENSORS_PER_FILE + 2:  # the header, its metadata and each entry are objects
+        raise WeightError(
+            f"'{path.name}' declares more than {MAX_TENSORS_PER_FILE:,} tensors, the maximum for one file; split it"
+            " into several files with an index"
+        )
+    return header
+
+
+def _reject_repeated_name(file_name: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the pairs as a dict. Raise if a name is repeated: the safetensors library takes the last entry."""
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        name = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        message = f"'{file_name}' lists {name[:100]!r} more than once, so it is ambiguous which entry counts"
+        raise WeightError(f"{message}; save the file again")
+    return value
+
+
+def load_safetensors(path: Path) -> dict[str, Tensor]:
+    """Load all tensors of a small file, such as an adapter, with the checks of `SafetensorsReader`."""
+    _read_safetensors_header(path)
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise WeightError(f"'{path}' cannot be read: {error}") from None
 
 
 def open_safetensors(directory: Path) -> SafetensorsReader:

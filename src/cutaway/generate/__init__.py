@@ -5,7 +5,7 @@ from cutaway.generate.api import generate
 from cutaway.generate.engine.config import EngineConfig
 from cutaway.generate.engine.engine import BusyError, Engine, EngineError
 from cutaway.generate.engine.output import Completion, CompletionChunk
-from cutaway.generate.engine.request import Request
+from cutaway.generate.engine.request import Request, RequestGroup
 from cutaway.generate.sampling.sampling_params import SamplingParams
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "EngineConfig",
     "EngineError",
     "Request",
+    "RequestGroup",
     "SamplingParams",
     "generate",
 ]

@@ -10,9 +10,10 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from cutaway.errors import CutawayError
-from cutaway.serve.errors import APIError, invalid_field_error
+from cutaway.serve.errors import APIError, validation_error
 from cutaway.serve.limits import Limits
 from cutaway.serve.middleware import AccessPolicy, ResponseCallback, SecurityMiddleware
+from cutaway.serve.request_context import current_request
 
 HTTP_ERROR_MESSAGES = {
     404: "there is no such path on this server; check the URL",
@@ -71,10 +72,12 @@ def _handle_error(_: Request, error: Exception) -> Response:
     The response to an invalid request names the first invalid field, without the field's value.
     """
     if isinstance(error, RequestValidationError):
-        first = error.errors()[0]
-        path = [part for part in first["loc"] if part not in ("body", "query", "path")]
-        error = invalid_field_error(path, str(first["msg"]), "the body")
+        errors = [{**item, "loc": item["loc"][1:]} for item in error.errors()]  # without "body", "query" or "path"
+        error = validation_error(errors, "the body")
     elif isinstance(error, HTTPException):
         message = HTTP_ERROR_MESSAGES.get(error.status_code, "the request cannot be handled")
         error = APIError(error.status_code, message, headers=error.headers)
-    return error.to_response() if isinstance(error, APIError) else APIError(400, str(error)).to_response()
+    if not isinstance(error, APIError):
+        error = APIError(400, str(error))
+    current_request().error_code = error.code
+    return error.to_response()

@@ -1,6 +1,7 @@
 """API errors in the format of the OpenAI API."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from starlette.responses import JSONResponse
 
@@ -40,10 +41,19 @@ def overload_error(message: str, code: str, limits: Limits) -> APIError:
     return APIError(429, message, code=code, headers={"retry-after": str(limits.retry_after_seconds)})
 
 
-def invalid_field_error(path: Sequence[object], message: str, default_name: str) -> APIError:
-    """Return the error for a field that pydantic rejects. The message does not contain the field's value.
+def shutdown_error() -> APIError:
+    """Return the error for a request that is not finished when the server stops."""
+    message = "the server is shutting down and did not finish the request; send it again later"
+    return APIError(503, message, code="shutting_down", headers={"retry-after": "1", "connection": "close"})
 
-    `path` is the location of the field in the request. If it is empty, the message says `default_name` instead.
+
+def validation_error(errors: Sequence[Mapping[str, Any]], default_name: str) -> APIError:
+    """Return the error for the first field that pydantic rejects. The message does not contain the field's value.
+
+    A prompt, which is a string, a list of strings or of token ids, has an error for each of these types. For the token
+    ids [-1], the relevant one is that an id is negative, not that a string is expected. `default_name` is the name in
+    the message if the whole body is invalid.
     """
-    param = ".".join(str(part)[:40] for part in path[:6]) or None
-    return APIError(400, f"{param or default_name}: {message[:300]}", param=param)
+    error = next((error for error in errors if error["type"] not in ("string_type", "list_type")), errors[0])
+    param = ".".join(str(part)[:40] for part in error["loc"][:6]) or None
+    return APIError(400, f"{param or default_name}: {str(error['msg'])[:300]}", param=param)

@@ -31,8 +31,15 @@ class Limits:
     """Maximum number of values in JSON, at all depths."""
     max_connections: int = 1024
     """Maximum number of open connections."""
+    max_connections_per_address: int = 512
+    """Maximum number of open connections of one client address, or of one IPv6 network of 64 bits.
+
+    All clients behind a reverse proxy have the address of the proxy.
+    """
+    min_idle_time: float = 1.0
+    """At the maximum number of connections, one that has waited this long for a request is closed for a new one."""
     max_concurrent_requests: int = 768
-    """Maximum number of requests in progress, including those that are still being received."""
+    """Maximum number of requests with a body that are in progress after their body has arrived."""
     max_prompt_characters: int = 1_000_000
     """Maximum number of characters in all prompts of a request."""
     max_characters_per_token: int = 64
@@ -61,6 +68,8 @@ class Limits:
     """Maximum number of tokens in `logit_bias`, and of ids in `stop_token_ids`."""
     max_messages: int = 1024
     """Maximum number of messages in a chat."""
+    max_content_parts: int = 4096
+    """Maximum number of content parts in all messages of a chat."""
     max_embedding_inputs: int = 256
     """Maximum number of texts in an embeddings request."""
     max_embedding_tokens: int = 65_536

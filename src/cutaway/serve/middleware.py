@@ -15,9 +15,11 @@ from starlette.requests import cookie_parser
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cutaway.serve.errors import APIError, overload_error
-from cutaway.serve.json_body import validate_json_body
+from cutaway.serve.api_keys import ApiKeys, KeyUsage
+from cutaway.serve.errors import APIError, overload_error, shutdown_error
+from cutaway.serve.json_body import JSON_VALUE, JSONBodyParser
 from cutaway.serve.limits import Limits
+from cutaway.serve.request_context import RequestContext, choose_request_id, set_current_request
 
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
 SINGLETON_HEADERS = frozenset(b"host content-length content-type transfer-encoding authorization origin cookie".split())
@@ -46,7 +48,7 @@ log = logging.getLogger("cutaway.serve")
 
 @dataclass(frozen=True)
 class AccessPolicy:
-    """Allowed host names and the API key of a server."""
+    """Allowed host names and API keys of a server."""
 
     allowed_hosts: frozenset[str] = frozenset(LOOPBACK_HOSTS)
     """Names accepted in the Host header, without ports. Other names are rejected, to prevent DNS rebinding attacks."""
@@ -56,6 +58,11 @@ class AccessPolicy:
     This is safe, because DNS rebinding requires a name.
     """
     api_key: str | None = field(default=None, repr=False)
+    """API key without limits."""
+    api_keys: ApiKeys | None = field(default=None, repr=False)
+    """API keys of several clients, with limits."""
+    public_paths: frozenset[str] = frozenset()
+    """Paths that need no API key, with the method GET."""
     navigable_paths: frozenset[str] = frozenset({"/"})
     """Paths to which links on other sites may navigate."""
     session_token: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
@@ -70,9 +77,17 @@ class AccessPolicy:
         name = _parse_host_header(host)
         return name in self.allowed_hosts or (self.allow_any_ip_address and is_ip_address(name))
 
-    def accepts_key(self, key: str | None) -> bool:
-        """Whether `key` equals the API key, compared in constant time. Always True if the server has no API key."""
-        return self.api_key is None or (key is not None and _constant_time_equal(key, self.api_key))
+    @property
+    def requires_key(self) -> bool:
+        return self.api_key is not None or self.api_keys is not None
+
+    def accepts_key(self, key: str) -> bool:
+        """Whether `key` equals the API key without limits, compared in constant time. True if no key is required."""
+        return not self.requires_key or (self.api_key is not None and _constant_time_equal(key, self.api_key))
+
+    def find_key(self, key: str) -> KeyUsage | None:
+        """The use of `key` if it is one of the API keys with limits."""
+        return None if self.api_keys is None else self.api_keys.find(key)
 
 
 def _constant_time_equal(actual: str, expected: str) -> bool:
@@ -124,7 +139,7 @@ class SecurityMiddleware:
         self, app: ASGIApp, access_policy: AccessPolicy, limits: Limits, on_response: ResponseCallback | None = None
     ) -> None:
         self.app, self.access_policy, self.limits, self.on_response = app, access_policy, limits, on_response
-        self.num_active_requests, self.parse_lock = 0, asyncio.Lock()
+        self.num_active_requests, self.body_parser = 0, JSONBodyParser(limits)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -136,34 +151,38 @@ class SecurityMiddleware:
 
     async def handle_request(self, scope: Scope, receive: Receive, send: Send) -> None:
         response_started, status, incoming = False, 500, _ReplayableReceive(scope, receive)
-        start_time = time.monotonic()
+        context = _build_context(scope)
+        set_current_request(context)
+        is_counted = False
 
         async def send_with_headers(message: Message) -> None:
             nonlocal response_started, status
             if message["type"] == "http.response.start":
                 response_started, status = True, message["status"]
-                message = {**message, "headers": _add_security_headers(message.get("headers", []))}
+                message = {**message, "headers": _add_response_headers(message.get("headers", []), context)}
             await send(message)
 
-        self.num_active_requests += 1
+        is_active = False
         try:
-            if self.num_active_requests > self.limits.max_concurrent_requests:
-                raise overload_error("too many requests at once; try again later", "overloaded", self.limits)
             headers = _validate_headers(scope, self.limits)
             self.check_origin(scope, headers)
-            if (redirect := self.authenticate(scope, headers)) is not None:
+            if (redirect := self.authenticate(scope, headers, context)) is not None:
                 await redirect(scope, incoming, send_with_headers)
                 return
+            if context.usage is not None and scope["method"] == "POST":
+                context.usage.start_request()
+                is_counted = True
             incoming.buffered_body = await self.read_body(headers, incoming)
             if incoming.buffered_body:
-                # One body is parsed per iteration of the event loop, in FIFO order. Parsing takes about a millisecond,
-                # so parsing the bodies of hundreds of requests in one iteration would delay every other request.
-                async with self.parse_lock:
-                    await asyncio.sleep(0)
-                    validate_json_body(incoming.buffered_body, self.limits)
+                if self.num_active_requests >= self.limits.max_concurrent_requests:
+                    raise overload_error("too many requests at once; try again later", "overloaded", self.limits)
+                is_active = True
+                self.num_active_requests += 1
+                scope[JSON_VALUE] = await self.body_parser.parse(incoming.buffered_body)
             async with asyncio.timeout(self.limits.request_timeout + TIMEOUT_SLACK_SECONDS):
                 await self.app(scope, incoming, send_with_headers)
         except APIError as error:
+            context.error_code = error.code
             if response_started:
                 raise
             await self.send_error(error, incoming, send_with_headers)
@@ -172,14 +191,22 @@ class SecurityMiddleware:
                 message = f"the request took longer than {self.limits.request_timeout:g} seconds; send a smaller one"
                 await self.send_error(APIError(408, message, code="timeout"), incoming, send_with_headers)
         except Exception:
-            log.exception("request to %s failed", scope["path"][:80].encode("ascii", "backslashreplace").decode())
+            path = scope["path"][:80].encode("ascii", "backslashreplace").decode()
+            log.exception("request %s to %s failed", context.request_id, path)
             if not response_started:
                 internal_error = APIError(500, "internal server error; see the server log")
                 await self.send_error(internal_error, incoming, send_with_headers)
+        except asyncio.CancelledError:  # the server shuts down, and the time for requests in progress is over
+            if not response_started:
+                await self.send_error(shutdown_error(), incoming, send_with_headers)
+            raise
         finally:
-            self.num_active_requests -= 1
+            self.num_active_requests -= is_active
+            if is_counted and context.usage is not None:
+                context.usage.end_request()
             if self.on_response is not None:
-                self.on_response(getattr(scope.get("route"), "path", "none"), status, time.monotonic() - start_time)
+                route = getattr(scope.get("route"), "path", "none")
+                self.on_response(route, status, time.monotonic() - context.start_time)
 
     def check_origin(self, scope: Scope, headers: dict[bytes, str]) -> None:
         """Raise if the Host header is not allowed, or if a web page of another origin sent the request."""
@@ -198,8 +225,8 @@ class SecurityMiddleware:
     def _is_page(self, scope: Scope) -> bool:
         return scope["method"] == "GET" and scope["path"] in self.access_policy.navigable_paths
 
-    def authenticate(self, scope: Scope, headers: dict[bytes, str]) -> Response | None:
-        """Raise if the server has an API key and the request has neither this key nor a session cookie.
+    def authenticate(self, scope: Scope, headers: dict[bytes, str], context: RequestContext) -> Response | None:
+        """Raise if the server has API keys and the request has neither one of them nor a session cookie.
 
         If the key is in the query string of a page, return a redirect that sets a session cookie and removes the key
         from the URL.
@@ -218,11 +245,13 @@ class SecurityMiddleware:
             if policy.api_key is not None:
                 redirect.set_cookie(cookie_name, policy.session_token, httponly=True, samesite="strict")
             return redirect
-        if policy.api_key is None:
+        if not policy.requires_key or (scope["method"] == "GET" and scope["path"] in policy.public_paths):
             return None
         scheme, _, bearer = headers.get(b"authorization", "").partition(" ")
-        if scheme.lower() == "bearer" and policy.accepts_key(bearer.strip()):
-            return None
+        if scheme.lower() == "bearer":
+            context.usage = policy.find_key(bearer.strip())
+            if context.usage is not None or policy.accepts_key(bearer.strip()):
+                return None
         if _constant_time_equal(cookie_parser(headers.get(b"cookie", "")).get(cookie_name, ""), policy.session_token):
             return None
         message = "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'"
@@ -306,9 +335,21 @@ def _validate_headers(scope: Scope, limits: Limits) -> dict[bytes, str]:
     return headers
 
 
-def _add_security_headers(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """Add the security headers, and `Cache-Control: no-store` unless the response sets Cache-Control."""
+def _build_context(scope: Scope) -> RequestContext:
+    client_ids = [value.decode("latin-1") for name, value in scope["headers"] if name == b"x-request-id"]
+    address = (scope.get("client") or ("unknown", 0))[0]
+    request_id = choose_request_id(client_ids[0] if client_ids else None)
+    return RequestContext(request_id, address, scope["method"], scope["path"])
+
+
+def _add_response_headers(headers: list[tuple[bytes, bytes]], context: RequestContext) -> list[tuple[bytes, bytes]]:
+    """Add the request id, the rate limits of the API key and the security headers.
+
+    `Cache-Control: no-store` is added unless the response sets Cache-Control.
+    """
     response_headers = MutableHeaders(raw=list(headers))
-    for name, value in (SECURITY_HEADERS | {"cache-control": "no-store"}).items():
+    rate_limits = {} if context.usage is None else context.usage.headers()
+    defaults = SECURITY_HEADERS | {"cache-control": "no-store", "x-request-id": context.request_id} | rate_limits
+    for name, value in defaults.items():
         response_headers.setdefault(name, value)
     return response_headers.raw

@@ -192,6 +192,7 @@ def _load_tokenizer_json(path: Path, model_config: JsonObject) -> Tokenizer:
     pipeline = _resolve_pipeline(cfg, model_config, content)
     vocabulary = json_format.parse_vocabulary(content, path)
     json_format.check_text_expansion(content, path)
+    json_format.check_regular_expressions(content, path)
     if pipeline is None:
         backend = json_format.parse_tokenizer_json(text, path)
         return _assemble_tokenizer(backend, cfg, from_tokenizer_json=True)

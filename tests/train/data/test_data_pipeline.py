@@ -439,6 +439,14 @@ def test_damaged_data_is_prepared_again(texts: Path, tmp_path: Path) -> None:
     for name, size in [("train.tokens.npy", 300), ("validation.offsets.npy", 10), ("data.json", 20)]:
         os.truncate(first.directory / name, size)
         assert np.array_equal(prepare_texts(texts, tmp_path / "data").train.tokens, expected)
+    for name in ("train.tokens.npy", "validation.tokens.npy", "train.offsets.npy"):
+        path = first.directory / name
+        data = bytearray(path.read_bytes())
+        data[-7] ^= 8  # another token, or another document boundary
+        path.write_bytes(data)
+        again = prepare_texts(texts, tmp_path / "data")
+        assert np.array_equal(again.train.tokens, expected)
+        assert (again.fingerprint, path.read_bytes() != data) == (first.fingerprint, True)
     (first.directory / "train.offsets.npy").unlink()
     assert np.array_equal(prepare_texts(texts, tmp_path / "data").train.tokens, expected)
 

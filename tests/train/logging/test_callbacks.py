@@ -163,6 +163,7 @@ def test_mfu_is_left_out_if_the_peak_is_unknown(tmp_path: Path) -> None:
 
 
 def test_loss_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(callbacks, "plot_losses", plot_losses)
     run = train(tiny_recipe_in(tmp_path), tmp_path / "run", device="cpu").directory
     svg = (run / "loss.svg").read_text()
     for text in ("validation", "training, smoothed", "learning rate", f"{read_metrics(run)[-2]['eval_loss']:.3f}"):
@@ -175,6 +176,8 @@ def test_loss_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         )
     ]
     assert all(path.stat().st_size for path in paths)
+    rewards = [{"step": 1, "loss": 0.0, "reward": 0.5, "lr": 0.1}, {"step": 1, "eval_reward": 0.625}]
+    assert all(text in plot_losses(rewards, tmp_path / "grpo.svg").read_text() for text in ("reward", "0.625"))
 
 
 def test_plot_of_a_long_run_has_a_bounded_number_of_points() -> None:

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 import cutaway as ct
 from cutaway.train.optim.ema import WeightEMA
 from cutaway.train.recipe.load import load_recipe
-from cutaway.train.trainer.launch import prepare_trainer, resume, resume_trainer, train
+from cutaway.train.trainer.launch import prepare_trainer, resume_trainer, train
 from cutaway.train.trainer.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("skip_preflight")
@@ -95,7 +95,7 @@ def test_resumed_run_has_the_same_averages(recipe: dict[str, Any], tmp_path: Pat
     resumed = resume_trainer(tmp_path / "run", device="cpu")
     assert resumed.ema is not None
     assert all(torch.equal(resumed.ema.averages[name], average) for name, average in trainer.ema.averages.items())
-    resume(tmp_path / "run", device="cpu")
+    resumed.train()
     assert run_digest(tmp_path / "run") == run_digest(uninterrupted.directory)
 
 

@@ -14,12 +14,12 @@ import pytest
 import torch
 import transformers
 from support.nightly import nightly_except
-from support.tiny_runs import TEXT, run_digest, tiny_recipe, write_texts
+from support.tiny_runs import TEXT, newest_checkpoint, run_digest, tiny_recipe, write_texts
 
 import cutaway as ct
 from cutaway.cli import main
 from cutaway.errors import CutawayError
-from cutaway.train.checkpoint.manifest import TrainerState
+from cutaway.train.checkpoint.manifest import TrainerState, checkpoint_name
 from cutaway.train.checkpoint.run_directory import RunDirectory
 from cutaway.train.logging.callbacks import Callback
 from cutaway.train.recipe import list_recipes, load_recipe
@@ -156,6 +156,23 @@ def test_sigterm_saves_a_checkpoint_and_exits_with_1(texts: Path, tmp_path: Path
     assert "--resume" in output
     trainer = resume_trainer(tmp_path / "run", device="cpu")
     assert 0 < trainer.global_step < 5000
+
+
+def test_closing_the_terminal_saves_a_checkpoint(texts: Path, tmp_path: Path) -> None:
+    """SIGHUP stops the run after the step. If the process ignores SIGHUP (nohup), training continues."""
+    recipe = tiny_recipe(texts, training={"max_steps": 6}, eval={"interval": 6, "num_sequences": 2})
+    hang_up = Callback(on_step_end=lambda row, _: os.kill(os.getpid(), signal.SIGHUP) if row["step"] == 3 else None)
+    previous_handler = signal.getsignal(signal.SIGHUP)
+    stopped = train(recipe, tmp_path / "stopped", device="cpu", callback=hang_up).directory
+    assert newest_checkpoint(stopped).name == checkpoint_name(3)
+    assert signal.getsignal(signal.SIGHUP) == previous_handler
+    resume(stopped, device="cpu")
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        uninterrupted = train(recipe, tmp_path / "nohup", device="cpu", callback=hang_up).directory
+    finally:
+        signal.signal(signal.SIGHUP, previous_handler)
+    assert run_digest(stopped) == run_digest(uninterrupted)
 
 
 def first_step_gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -399,6 +416,7 @@ def test_checkpoint_without_a_component_is_an_error(texts: Path, tmp_path: Path)
     tensors = {name: group for name, group in trainer.state_tensors().items() if name != "step_policy"}
     state = TrainerState(step=1, data_fingerprint=trainer.run_directory.data_fingerprint)
     trainer.checkpoint_manager.save(tensors, state)
+    trainer.lock.release()
     with pytest.raises(CutawayError, match="has no state for step_policy"):
         resume_trainer(tmp_path / "run", device="cpu")
 

@@ -1,6 +1,9 @@
 """`cutaway ablate`: ablation studies, which train variants of a recipe at equal budget and compare them."""
 
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -63,7 +66,7 @@ def ablate(
         num_runs = len(plan.variants) * len(plan.seeds)
         sys.stderr.write(f"{plan.name}{description}\n{num_runs} runs in {ablation.output_dir}\n")
     try:
-        with progress_bar("steps", quiet=as_json) as progress:
+        with _interrupt_on_signals(), progress_bar("steps", quiet=as_json) as progress:
 
             def on_progress(run_name: str, steps: int) -> None:
                 steps_by_run[run_name] = steps
@@ -81,3 +84,21 @@ def ablate(
     from cutaway.cli.views.ablation_report import render_ablation
 
     render_ablation(results, ablation)
+
+
+@contextmanager
+def _interrupt_on_signals() -> Iterator[None]:
+    """Context in which SIGTERM and SIGHUP stop the ablation like Ctrl-C: the running workers save checkpoints."""
+
+    def interrupt(number: int, frame: object) -> None:
+        for each in numbers:  # a closed terminal may cause several signals
+            signal.signal(each, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    numbers = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) != signal.SIG_IGN]
+    previous_handlers = {number: signal.signal(number, interrupt) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in previous_handlers.items():
+            signal.signal(number, handler)

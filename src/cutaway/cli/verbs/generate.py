@@ -54,6 +54,7 @@ def _panel(title: str) -> Callable[..., object]:
 
 _prompt, _sampling, _stopping = _panel("Prompts"), _panel("Sampling"), _panel("Stopping")
 _beam_search, _engine, _output = _panel("Beam search"), _panel("Engine"), _panel("Output")
+_structured = _panel("Structured output")
 
 
 def generate(
@@ -95,6 +96,14 @@ def generate(
     suppress_tokens: Annotated[list[str] | None, _sampling("Token ids that are not generated.", metavar="1,2")] = None,
     seed: Annotated[int | None, _sampling("Random seed of sampling.")] = None,
     num_samples: Annotated[int | None, _sampling("Number of completions per prompt.")] = None,
+    schema: Annotated[
+        str | None, _structured("JSON schema that the output must match: a file or JSON text.", metavar="FILE")
+    ] = None,
+    regex: Annotated[str | None, _structured("Regular expression that the output must match.")] = None,
+    choice: Annotated[list[str] | None, _structured("Text that the output may be; repeatable.")] = None,
+    grammar: Annotated[
+        str | None, _structured("Grammar of the output, Lark or GBNF: a file or the text.", metavar="FILE")
+    ] = None,
     beams: Annotated[int | None, _beam_search("Beam search with this number of beams.")] = None,
     length_penalty: Annotated[
         float | None, _beam_search("Exponent of the length in beam scores; above 1 favors longer outputs.")
@@ -126,6 +135,8 @@ def generate(
     Example: cutaway generate SmolLM2.gguf --message "What is the capital of Italy"
 
     Example: cutaway generate SmolLM2.gguf --chat --system "You are brief."
+
+    Example: cutaway generate SmolLM2.gguf --message "Name a city in Italy" --schema '{"type": "object"}'
 
     Example: cutaway generate tiny-english-encoder "The [MASK] sat on the mat."
 
@@ -201,13 +212,16 @@ def _check_options(options: dict[str, Any]) -> None:
 
 def _parse_sampling_params(options: dict[str, Any]) -> "SamplingParams":
     """Build SamplingParams from the options. A field has the name of its option, except n, which is --num-samples."""
-    from cutaway.cli.prompts import parse_logit_bias, parse_token_ids
+    from cutaway.cli.prompts import parse_logit_bias, parse_token_ids, read_text_file
     from cutaway.generate.sampling.sampling_params import SamplingParams, resolve_temperature
 
     fields = {name: options.get(name) for name in SamplingParams.__dataclass_fields__} | {"n": options["num_samples"]}
     given = {name: value for name, value in fields.items() if value is not None and value != []}
     if "logit_bias" in given:
         given["logit_bias"] = parse_logit_bias(given["logit_bias"])
+    for name, marks in (("schema", ("{",)), ("grammar", ("start:", "::="))):  # marks of a text; else it is a file
+        if name in given and not any(mark in given[name] for mark in marks):
+            given[name] = read_text_file(Path(given[name]))
     for name, flag in (("suppress_tokens", "--suppress-tokens"), ("stop_token_ids", "--stop-token-ids")):
         if name in given:
             given[name] = [number for token_list in given[name] for number in parse_token_ids(flag, token_list)]

@@ -12,6 +12,7 @@ from cutaway.device import GIB, free_memory
 from cutaway.errors import InputError
 from cutaway.generate.engine.kv_cache import CACHE_IMPLEMENTATIONS, PAGE_SIZE, BatchKVCache, CacheImplementation
 from cutaway.generate.engine.output import OutputProcessor
+from cutaway.generate.engine.page_allocator import PagePool
 from cutaway.generate.engine.request import Request
 from cutaway.generate.generation_config import GenerationConfig
 from cutaway.generate.sampling.sampling_params import (
@@ -23,6 +24,7 @@ from cutaway.generate.sampling.sampling_params import (
     check_token_ids,
     format_value,
 )
+from cutaway.generate.structured_output.grammar import Grammar, get_grammar_compiler
 from cutaway.model import Transformer
 from cutaway.model.adapters.adapter_methods import BASE_ADAPTER
 from cutaway.model.rope import Rope
@@ -31,6 +33,12 @@ from cutaway.tokenizer import Tokenizer
 
 DEFAULT_MAX_MODEL_LEN = 4096
 """max_model_len of a model whose config has no context length."""
+GPU_MEMORY_UTILIZATION, CPU_MEMORY_UTILIZATION = 0.9, 0.5
+"""Default values of memory_utilization. Other programs share the memory of the CPU."""
+GROWTH_STEP_BYTES = 256 * 2**20
+"""Number of bytes by which a paged cache on the CPU grows."""
+SchedulingPolicy = Literal["round-robin", "priority"]
+SCHEDULING_POLICIES: tuple[SchedulingPolicy, ...] = ("round-robin", "priority")
 
 
 @dataclass
@@ -52,9 +60,21 @@ class EngineConfig:
     prefill_chunk_size: int = 512
     """Maximum number of prompt tokens per prefill step (chunked prefill). Decode steps run between prefill steps."""
     kv_cache_memory_bytes: float | None = None
-    """Number of bytes for the pages of a paged cache.
+    """Maximum number of bytes for the pages of a paged cache.
 
-    The default is enough for max_num_seqs sequences of max_model_len tokens."""
+    The default is enough for max_num_seqs sequences of max_model_len tokens, but at most `memory_utilization`."""
+    memory_utilization: float | None = None
+    """Fraction of the free memory that the pages of a paged cache may take. Default: 0.9 on a GPU, 0.5 on the CPU.
+
+    On a GPU the pages are allocated at once, on the CPU they grow with the number of tokens of the running requests."""
+    scheduling_policy: SchedulingPolicy = "round-robin"
+    """Order of admission: 'round-robin' alternates between clients, 'priority' admits smaller `priority` first.
+
+    Requests of equal priority, too, are admitted round-robin."""
+    max_seqs_per_request: int | None = None
+    """Maximum number of rows that the completions of one API request (`RequestGroup`) take at the same time.
+
+    The default is three quarters of max_num_seqs, which leaves rows to other requests."""
     max_source_len: int = 512
     """Maximum number of source tokens of an encoder-decoder."""
     weight_bits: int | None = None
@@ -101,6 +121,16 @@ class EngineConfig:
         memory = self.kv_cache_memory_bytes
         if memory is not None and (as_float(memory) is None or not 0 < memory < math.inf):
             raise InputError(f"kv_cache_memory_bytes is {format_value(memory)}; pass a number of bytes above 0")
+        share = self.memory_utilization
+        if share is not None and not 0 < (as_float(share) or 0) <= 1:
+            raise InputError(f"memory_utilization is {format_value(share)}; pass a fraction above 0, at most 1")
+        if self.scheduling_policy not in SCHEDULING_POLICIES:
+            policies = ", ".join(SCHEDULING_POLICIES)
+            raise InputError(f"scheduling_policy is {format_value(self.scheduling_policy)}; use {policies}")
+        if self.max_seqs_per_request is not None:
+            check_int("max_seqs_per_request", self.max_seqs_per_request, 1, MAX_TOKENS)
+        self.free_bytes = free_memory(self.model.device)
+        """Free memory when the configuration was built, from which the number of pages is computed; None: unknown."""
         self.num_slots = self._resolve_max_model_len()
         if self.cache_implementation == "auto":
             windows = any(window is not None and window < self.num_slots for window in self.decoder.windows)
@@ -165,22 +195,62 @@ class EngineConfig:
         """Number of tokens per page of a paged KV cache."""
         return min(PAGE_SIZE, self.num_slots)
 
-    def num_pages(self) -> int | None:
-        """Number of pages that fit in kv_cache_memory_bytes, but at most the number that max_num_seqs sequences need.
+    @property
+    def resolved_max_seqs_per_request(self) -> int:
+        """`max_seqs_per_request`, or its default."""
+        return self.max_seqs_per_request or max(1, self.max_num_seqs * 3 // 4)
 
-        The null page is not counted. None if the cache is not paged or kv_cache_memory_bytes is not set:
-        `BatchKVCache` then chooses the number."""
-        if self.cache_implementation != "paged" or self.kv_cache_memory_bytes is None:
+    @property
+    def resolved_memory_utilization(self) -> float:
+        """`memory_utilization`, or its default for the device of the model."""
+        default = CPU_MEMORY_UTILIZATION if self.model.device.type == "cpu" else GPU_MEMORY_UTILIZATION
+        return default if self.memory_utilization is None else self.memory_utilization
+
+    def num_pages(self) -> int | None:
+        """Maximum number of pages that fit in memory, but at most the number that max_num_seqs sequences need.
+
+        The memory is kv_cache_memory_bytes, or else memory_utilization of the free memory. The null page is not
+        counted. None if the cache is not paged."""
+        if self.cache_implementation != "paged":
             return None
         page_bytes, pages_per_seq = self.bytes_for_slots(self.page_size), -(-self.num_slots // self.page_size)
-        count = int(self.kv_cache_memory_bytes // max(1, page_bytes)) - 1
+        needed, available = self.max_num_seqs * pages_per_seq, self.kv_cache_memory_bytes
+        if available is None and self.free_bytes is not None:
+            available = self.resolved_memory_utilization * self.free_bytes
+        if available is None:
+            return needed
+        count = int(available // max(1, page_bytes)) - 1
         if count < pages_per_seq:
-            raise InputError(
-                f"kv_cache_memory_bytes is {self.kv_cache_memory_bytes / GIB:.3g} GiB, too small for a sequence of"
-                f" {self.num_slots} tokens; pass {(pages_per_seq + 1) * page_bytes / GIB:.3g} GiB or more, or lower"
-                " max_model_len"
-            )
-        return min(count, self.max_num_seqs * pages_per_seq)
+            required = f"{(pages_per_seq + 1) * page_bytes / GIB:.3g} GiB"
+            too_small = f"{available / GIB:.3g} GiB, too small for a sequence of {self.num_slots} tokens"
+            if self.kv_cache_memory_bytes is None:
+                raise InputError(
+                    f"memory_utilization is {self.resolved_memory_utilization:g} of the free memory, {too_small}, which"
+                    f" takes {required}; increase memory_utilization, lower max_model_len, or set"
+                    " kv_cache_dtype=torch.int8"
+                )
+            raise InputError(f"kv_cache_memory_bytes is {too_small}; pass {required} or more, or lower max_model_len")
+        return min(count, needed)
+
+    @property
+    def is_limited_by_memory(self) -> bool:
+        """Whether memory, not max_num_seqs and max_model_len, limits the number of pages of a paged cache."""
+        return (self.num_pages() or 0) < self.max_num_seqs * -(-self.num_slots // self.page_size)
+
+    def can_grow_cache(self, num_pages: int) -> bool:
+        """Whether `num_pages` more pages fit in memory_utilization of the memory that is free now."""
+        free = free_memory(self.model.device)
+        num_bytes = num_pages * self.bytes_for_slots(self.page_size)
+        return free is None or num_bytes <= self.resolved_memory_utilization * free
+
+    @property
+    def growth_step(self) -> int | None:
+        """Number of pages by which a paged cache grows; None: all pages at once.
+
+        CUDA graphs hold the addresses of the pages, and GPU memory is not provided on first use."""
+        if self.model.device.type != "cpu":
+            return None
+        return max(1, GROWTH_STEP_BYTES // max(1, self.bytes_for_slots(self.page_size)))
 
     def bytes_for_slots(self, num_slots: int) -> int:
         """Number of bytes that `num_slots` cache slots of one sequence take in all layers."""
@@ -264,6 +334,7 @@ class EngineConfig:
         `adapter`: one of `adapters`, or None for the first of them."""
         if sampling_params.stop and tokenizer is None:
             raise InputError("stop strings are matched in decoded text, but there is no tokenizer; pass stop_token_ids")
+        grammar = self.compile_grammar(sampling_params, tokenizer)
         seed = check_int("seed", seed, 0, 2**63 - 1)
         tokens, source = self.build_model_inputs(prompt, output_prefix)
         max_tokens = self.resolve_max_tokens(tokens, sampling_params, output_prefix)
@@ -278,12 +349,25 @@ class EngineConfig:
                 )
             output.prompt_logprobs = [None]
         request = Request(tokens, sampling_params, seed, output)
-        request.adapter = self.resolve_adapter(adapter)
+        request.adapter, request.grammar = self.resolve_adapter(adapter), grammar
         request.source_tokens, request.output_prefix = source, list(output_prefix)
         request.num_launched_tokens = len(output_prefix)
         for token in request.output_prefix:  # forced, so log-probability 0
             request.add_chunk(output.append_token(token, 0.0, {token: 0.0} if sampling_params.logprobs else None))
         return request
+
+    def compile_grammar(self, sampling_params: SamplingParams, tokenizer: Tokenizer | None) -> Grammar | None:
+        """Grammar of a request's schema, regex, choice or grammar; None if there is none."""
+        constraint = sampling_params.constraint
+        if constraint is None:
+            return None
+        if tokenizer is None:
+            raise InputError(
+                f"{constraint.kind} is matched in the text of the completion, but there is no tokenizer; pass a"
+                " checkpoint with a tokenizer"
+            )
+        compiler = get_grammar_compiler(tokenizer, self.model.config.vocab_size, self.eos_token_ids)
+        return compiler.compile(constraint)
 
     def resolve_adapter(self, adapter: str | None) -> str | None:
         """Adapter of a request: None is the first of `adapters`, and '__base__' the base model."""
@@ -304,6 +388,16 @@ class EngineConfig:
         available = self.num_slots - len(input_ids) + len(output_prefix)
         return max(1, min(sampling_params.max_new_tokens or available, available))
 
+    def build_page_pool(self, num_pages: int, *, prefix_caching: bool) -> PagePool:
+        """Build the allocator of a paged cache of `num_pages` pages, including the null page."""
+        return PagePool(
+            num_pages,
+            self.page_size,
+            prefix_caching=prefix_caching,
+            growth_step=self.growth_step,
+            can_grow=self.can_grow_cache,
+        )
+
     def max_slots(self, request: Request) -> int:
         """Maximum number of KV cache slots that a request uses. Its last sampled token is never written to them."""
         return len(request.input_ids) + request.output.max_tokens - len(request.output_prefix) - 1
@@ -315,6 +409,8 @@ class EngineOptions(TypedDict, total=False):
     cache_implementation: CacheImplementation | Literal["auto"]
     kv_cache_dtype: torch.dtype | None
     kv_cache_memory_bytes: float | None
+    memory_utilization: float | None
+    scheduling_policy: SchedulingPolicy
     prefill_chunk_size: int
     weight_bits: int | None
     compile: bool | None

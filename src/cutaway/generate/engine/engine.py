@@ -6,19 +6,29 @@ or finished. Prompts are prefilled in chunks between decode steps, so that a lon
 
 import atexit
 import threading
-from collections import deque
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import copy_context
 
-from cutaway.errors import CutawayError
+from cutaway.errors import CutawayError, InputError
 from cutaway.eval_mode import eval_mode
 from cutaway.generate.engine.config import EngineConfig
 from cutaway.generate.engine.model_runner import ModelRunner, PendingTokens
-from cutaway.generate.engine.request import Request
-from cutaway.generate.engine.scheduler import Scheduler
+from cutaway.generate.engine.request import Request, RequestGroup
+from cutaway.generate.engine.request_queue import RequestQueue
+from cutaway.generate.engine.scheduler import RowCounts, Scheduler
 from cutaway.generate.sampling.sampling_params import SamplingParams
+from cutaway.generate.structured_output.grammar import fill_bitmasks
 from cutaway.tokenizer import Tokenizer
+
+PREFILL_SECONDS = 0.1
+"""On the CPU, a prefill step between decode steps takes about as long as a decode step, but at least this time."""
+NO_MEMORY_MESSAGE = (
+    "there is too little free memory for the KV cache of this request; shorten it, or stop other programs"
+)
+MIN_PREFILL_TOKENS = 32
+"""Minimum number of tokens of such a prefill step: with fewer, reading the weights takes most of the time."""
 
 
 class EngineError(CutawayError):
@@ -48,9 +58,15 @@ class Engine:
             adapters=config.adapters,
         )
         self.rope_switch_lengths, self.dynamic_rope_len = config.rope_switch_lengths, config.dynamic_rope_len
-        # With dynamic RoPE a token's key depends on the length of its sequence, so pages cannot be shared.
-        self.scheduler = Scheduler(self.model_runner, config, prefix_caching=self.dynamic_rope_len is None)
-        self.waiting: deque[Request] = deque()
+        # With dynamic RoPE a token's key depends on the length of its sequence when it was computed, so that pages
+        # cannot be shared and keys cannot be computed again.
+        is_static = self.dynamic_rope_len is None
+        self.scheduler = Scheduler(self.model_runner, config, prefix_caching=is_static, preemption=is_static)
+        self.waiting = RequestQueue()
+        self.default_group = RequestGroup()
+        """Group of requests that are submitted without a group. They are admitted in the order of their arrival."""
+        self.decode_seconds = self.prefill_seconds_per_token = 0.0
+        """Moving averages of the time of a decode step and of a prefill step per token, on the CPU."""
         self.pending: PendingTokens | None = None
         self.async_scheduling = config.model.device.type == "cuda" and not self.rope_switch_lengths
         """Launch the next decode step before the previous step's tokens are on the host, so that the GPU never idles.
@@ -72,14 +88,24 @@ class Engine:
         wait: bool = False,
         output_prefix: Sequence[int] = (),
         adapter: str | None = None,
+        group: RequestGroup | None = None,
+        priority: int = 0,
     ) -> Request:
         """Queue a request for one completion of a tokenized prompt. For an encoder-decoder, the prompt is the source.
 
         The completion starts with `output_prefix`. `n` and `seed` of `sampling_params` are ignored: `generate` submits
         one request per completion. `wait`: block while the waiting queue is full, instead of raising BusyError.
         `adapter`: name of the adapter, '__base__' for the base model, or None for the engine's default adapter.
+        `group`: the completions of one API request; groups and their clients take turns. `priority`: smaller values are
+        admitted earlier, if scheduling_policy is 'priority'.
         """
+        if priority and self.config.scheduling_policy != "priority":
+            raise InputError(
+                f"priority is {priority}, but scheduling_policy is '{self.config.scheduling_policy}'; leave out"
+                " priority, or set scheduling_policy='priority'"
+            )
         request = self._build_request(prompt, sampling_params, seed, output_prefix, adapter)
+        request.group, request.priority = group or self.default_group, priority
         with self.condition:
             while wait and not self.closed and len(self.waiting) >= self.max_waiting:
                 self.condition.wait()
@@ -223,48 +249,92 @@ class Engine:
             request.finish("abort")
 
     def _admit_waiting(self) -> None:
-        """Allocate rows and pages to waiting requests, first come, first served.
+        """Allocate rows and pages to waiting requests in the order of `RequestQueue`.
 
-        The first request that does not fit blocks those behind it, so that large requests are not starved. Sources of
-        an encoder-decoder are encoded here, each in one pass. While other requests decode, admission stops after
-        `prefill_chunk_size` source tokens per step, to bound the latency of those requests.
+        The next request blocks those behind it if it does not fit, so that large requests are not starved. If its
+        client or group has no row, requests of others are preempted for it. Sources of an encoder-decoder are encoded
+        here, each in one pass. While other requests decode, admission stops after `prefill_chunk_size` source tokens
+        per step, to bound the latency of those requests.
         """
         num_decoding, num_source_tokens = self.scheduler.num_decoding, 0
         while self.waiting and not (num_decoding and num_source_tokens >= self.config.prefill_chunk_size):
-            request = self.waiting[0]
-            running = self.scheduler.running
-            if running and running[0].adapter != request.adapter and not self.model_runner.can_mix_adapters:
-                return
-            if not self.scheduler.allocate(request):
+            request = self._allocate_next()
+            if request is None:
                 return
             with self.condition:
-                self.waiting.popleft()
+                self.waiting.pop(request)
                 self.condition.notify_all()
             num_source_tokens += len(request.source_tokens or ())
             with self._isolate_failures([request]):
                 self.scheduler.start_prefill(request)
 
+    def _allocate_next(self) -> Request | None:
+        """Assign a row and pages to the next waiting request and return it; None if it has to wait."""
+        scheduler, counts = self.scheduler, RowCounts(self.scheduler.running)
+
+        def is_eligible(request: Request) -> bool:
+            return not counts.is_at_limit(request) and not scheduler.prefix_is_being_computed(request)
+
+        request = self._select_waiting(is_eligible) if scheduler.has_free_row else None
+        if request is not None and self._can_batch(request) and scheduler.allocate(request):
+            return request
+        if not scheduler.preemption or (request is None and scheduler.has_free_row):
+            return None
+        request = self._select_waiting(lambda each: counts.victim_for(each) is not None and is_eligible(each))
+        if request is None or not self._can_batch(request):
+            return None
+        while not scheduler.allocate(request):
+            victim = RowCounts(scheduler.running).victim_for(request)
+            if victim is None:
+                return None
+            self._preempt(victim)
+        return request
+
+    def _select_waiting(self, is_eligible: Callable[[Request], bool]) -> Request | None:
+        with self.condition:
+            return self.waiting.select(is_eligible, by_priority=self.config.scheduling_policy == "priority")
+
+    def _can_batch(self, request: Request) -> bool:
+        """Whether the request's adapter can run in one batch with the running requests."""
+        running = self.scheduler.running
+        return not running or running[0].adapter == request.adapter or self.model_runner.can_mix_adapters
+
+    def _preempt(self, request: Request) -> None:
+        """Move a running request back to the waiting queue, unless the tokens of the pending step finish it."""
+        self._process_pending()
+        if request.row is not None:
+            self.scheduler.preempt(request)
+            with self.condition:
+                self.waiting.append(request)
+
     def _prefill_step(self) -> None:
-        """Prefill the next chunk of one or more prompts, at most `prefill_chunk_size` tokens in total with padding."""
-        prefilling = self.scheduler.prefilling()
-        if not prefilling:
-            return
+        """Prefill the next chunk of one or more prompts, at most `_prefill_budget` tokens in total with padding."""
         batch: list[Request] = []
         chunks: list[list[int]] = []
-        for request in prefilling:
-            chunk = self._next_prefill_chunk(request)
+        first_row, budget = self.scheduler.num_decoding, self._prefill_budget()
+        while (request := self.scheduler.next_prefill(first_row + len(batch))) is not None:
+            chunk = self._next_prefill_chunk(request, budget)
             longest = max(map(len, [*chunks, chunk]))
             max_computed = max(each.num_computed_tokens for each in [*batch, request])
             # The padded batch is (requests, longest chunk). Padding is written to slots as well, so the row with the
             # most computed tokens must have `longest` free slots.
-            too_many_tokens = longest * (len(batch) + 1) > self.config.prefill_chunk_size
+            too_many_tokens = longest * (len(batch) + 1) > budget
             if batch and (too_many_tokens or max_computed + longest > self.model_runner.cache.num_slots):
                 break
             batch.append(request)
             chunks.append(chunk)
+        if not batch:
+            return
+        self.scheduler.num_prefill_steps += 1
+        for request in batch:
+            if request.group is not self.default_group:
+                request.group.prefill_turn = self.scheduler.num_prefill_steps
         with self._isolate_failures(batch):
             num_computed = [request.num_computed_tokens for request in batch]
-            x = self.model_runner.prefill(self.scheduler.num_decoding, chunks, num_computed)
+            start = time.perf_counter()
+            x = self.model_runner.prefill(first_row, chunks, num_computed)
+            seconds_per_token = (time.perf_counter() - start) / (len(batch) * max(map(len, chunks)))
+            self.prefill_seconds_per_token = _moving_average(self.prefill_seconds_per_token, seconds_per_token)
             self.model_runner.add_prompt_logprobs(batch, x, chunks, num_computed)
             for request, chunk in zip(batch, chunks, strict=True):
                 request.num_computed_tokens += len(chunk)
@@ -274,14 +344,25 @@ class Engine:
             for request in batch:
                 self.scheduler.maybe_start_decode(request)
 
-    def _next_prefill_chunk(self, request: Request) -> list[int]:
-        """Return the next tokens of `request` to prefill.
+    def _prefill_budget(self) -> int:
+        """Maximum number of tokens of a prefill step, with padding.
+
+        On the CPU, a chunk of `prefill_chunk_size` tokens takes many times as long as a decode step. While requests
+        decode, the chunk is limited to about the time of a decode step."""
+        chunk_size, seconds = self.config.prefill_chunk_size, self.prefill_seconds_per_token
+        if not self.num_decoding or not seconds or self.config.model.device.type != "cpu":
+            return chunk_size
+        num_tokens = int(max(PREFILL_SECONDS, self.decode_seconds) / seconds)
+        return min(chunk_size, max(MIN_PREFILL_TOKENS, num_tokens))
+
+    def _next_prefill_chunk(self, request: Request, max_tokens: int) -> list[int]:
+        """Return the next tokens of `request` to prefill, at most `max_tokens`.
 
         The last token is left to the first decode step, which needs its logits. A full prefill includes it."""
         token_ids = request.all_token_ids
         if self._needs_full_prefill(token_ids):
             return token_ids[request.num_computed_tokens :]
-        end = min(len(token_ids) - 1, request.num_computed_tokens + self.config.prefill_chunk_size)
+        end = min(len(token_ids) - 1, request.num_computed_tokens + max_tokens)
         return token_ids[request.num_computed_tokens : end]
 
     def _needs_full_prefill(self, token_ids: Sequence[int]) -> bool:
@@ -293,20 +374,49 @@ class Engine:
 
         Without async scheduling, this step's tokens are processed too.
         """
+        self._allocate_decode_pages()
         decoding = self.scheduler.decoding
         launched = None
+        start = time.perf_counter()
         if decoding:
             with self._isolate_failures(decoding):
                 max_len = max(request.num_computed_tokens for request in decoding)
                 steps_left = max(request.output.max_tokens - request.num_launched_tokens for request in decoding)
-                launched = PendingTokens(self.model_runner.decode(len(decoding), max_len, steps_left), decoding)
+                has_grammar = any(request.grammar is not None for request in decoding)
+                before_sampling = self._fill_bitmasks if has_grammar else None
+                output = self.model_runner.decode(len(decoding), max_len, steps_left, before_sampling=before_sampling)
+                launched = PendingTokens(output, decoding)
                 for request in decoding:
                     request.num_computed_tokens += 1
                     request.num_launched_tokens += 1
+            self.decode_seconds = _moving_average(self.decode_seconds, time.perf_counter() - start)
         self._process_pending()
         self.pending = launched
         if not self.async_scheduling:
             self._process_pending()
+
+    def _fill_bitmasks(self) -> None:
+        """Write the tokens that the grammars allow next to the sampler, while the device runs the forward pass.
+
+        With async scheduling the tokens of the previous step are still pending: the grammars accept them here."""
+        if self.pending is not None:
+            for request, token, *_ in self.pending.results():
+                if request.grammar is not None and not request.finished.is_set():
+                    request.grammar.accept(token, len(request.output.tokens) - len(request.output_prefix))
+        grammars = [request.grammar for request in self.scheduler.decoding]
+        bitmask = self.model_runner.host_bitmask[: len(grammars)]
+        fill_bitmasks(bitmask, grammars)
+        self.model_runner.sampler.set_grammar_bitmask(bitmask)
+
+    def _allocate_decode_pages(self) -> None:
+        """Allocate the page that each decoding request writes to. If there is none, preempt requests."""
+        for request in sorted(self.scheduler.decoding, key=lambda each: (each.priority, each.arrival_index)):
+            while request.row is not None and not self.scheduler.append_page(request):
+                if len(self.scheduler.running) > 1:
+                    self._preempt(self.scheduler.preemption_victim())
+                    continue
+                request.finish(error=EngineError(NO_MEMORY_MESSAGE))
+                self.scheduler.release(request)
 
     def _process_pending(self) -> None:
         """Wait until the tokens of the pending decode step are on the host, and append them to their requests."""
@@ -323,20 +433,36 @@ class Engine:
         self, request: Request, token: int, invalid: bool, logprob: float | None, top_logprobs: dict[int, float] | None
     ) -> None:
         """Append a sampled token to a request; finish the request, or prefill it again at a LongRoPE switch length."""
-        if invalid:
-            reason = (
+        error: CutawayError | None = None
+        grammar = request.grammar
+        if grammar is not None:
+            if not invalid:
+                grammar.accept(token, request.num_sampled_tokens)
+            if grammar.error is not None:
+                error = InputError(f"the completion cannot follow its grammar ({grammar.error}); change or simplify it")
+        if invalid and error is None:
+            error = EngineError(
                 f"the logits for token {len(request.output.tokens)} of the completion contain NaN or +inf, or all"
                 " tokens are suppressed; check the weights (ct.load(..., check=True)), the dtype (float16 overflows in"
                 " some models) and suppress_tokens"
             )
-            request.finish(error=EngineError(reason))
-            self.scheduler.release(request, cache_valid=False)
+        if error is not None:
+            request.finish(error=error)
+            self.scheduler.release(request, cache_valid=not invalid)
             return
         forced_eos_token_id = self.config.forced_eos_token_id
         is_last = forced_eos_token_id is not None and len(request.output.tokens) + 1 >= request.output.max_tokens
         if forced_eos_token_id is not None and is_last:
             token, logprob, top_logprobs = forced_eos_token_id, 0.0, top_logprobs and {forced_eos_token_id: 0.0}
-        request.add_chunk(request.output.append_token(token, logprob, top_logprobs, forced_eos=is_last))
+        request.add_chunk(
+            request.output.append_token(
+                token,
+                logprob,
+                top_logprobs,
+                forced_eos=is_last,
+                completes_grammar=grammar is not None and grammar.is_finished,
+            )
+        )
         if request.output.finish_reason is not None:
             self.scheduler.release(request)
             request.finish()
@@ -351,3 +477,7 @@ class Engine:
         self.scheduler.running, self.scheduler.num_decoding, self.pending = [], 0, None
         for request in requests:
             request.finish(error=EngineError(reason))
+
+
+def _moving_average(average: float, value: float) -> float:
+    return 0.7 * average + 0.3 * value if average else value

@@ -7,15 +7,18 @@ A flat slot is page_id · page_size + offset: an index into the buffers with the
 """
 
 import copy
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Literal, cast
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from cutaway.config import CrossBlock
+from cutaway.device import GIB
 from cutaway.errors import InputError
 from cutaway.generate.engine.page_allocator import NULL_PAGE
 from cutaway.generate.sampling.sampler import swap_tensor_rows
@@ -38,10 +41,10 @@ class KVBuffer:
     def __init__(
         self, num_pages: int, page_size: int, head_shape: tuple[int, int], device: torch.device, dtype: torch.dtype
     ) -> None:
-        self.values = torch.zeros(num_pages, page_size, *head_shape, device=device, dtype=dtype)
+        self.values = _zeros((num_pages, page_size, *head_shape), device, dtype)
         self.scale = None
         if dtype == torch.int8:
-            self.scale = torch.zeros(num_pages, page_size, head_shape[0], device=device, dtype=torch.float16)
+            self.scale = _zeros((num_pages, page_size, head_shape[0]), device, torch.float16)
 
     def write(self, slots: Int[Tensor, "B T"], x: Float[Tensor, "B T G D"]) -> None:
         """Write the keys or values x to flat slots. In an int8 buffer, x is quantized first."""
@@ -222,6 +225,16 @@ class BatchKVCache(Cache):
             page_row[: len(page_ids)] = torch.tensor(list(page_ids), dtype=torch.long)
             self.page_table[row] = page_row.to(self.page_table.device)
 
+    def append_page(self, row: int, index: int, page_id: int) -> None:
+        """Add a page to the sequence in `row`, as its page number `index`."""
+        assert self.page_table is not None
+        self.page_table[row, index] = page_id
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Copy the keys and values of a page in all layers."""
+        for tensor in self.kv_tensors():
+            tensor[target] = tensor[source]
+
     def clear_row(self, row: int) -> None:
         """Reset a released row to the null page.
 
@@ -271,3 +284,20 @@ class BatchKVCache(Cache):
     def num_bytes(self) -> int:
         """Number of bytes of all keys, values and int8 scales, including the keys and values of cross-attention."""
         return sum(x.nbytes for x in [*self.kv_tensors(), *self.cross_tensors()])
+
+
+def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Tensor of zeros. On the CPU, the operating system provides its memory when it is first written to.
+
+    torch.zeros writes all of it. NumPy allocates with calloc, so that the unused part of a buffer takes no memory and
+    a paged cache can grow without being moved."""
+    if device.type != "cpu":
+        return torch.zeros(shape, device=device, dtype=dtype)
+    num_bytes = dtype.itemsize * math.prod(shape)
+    try:
+        return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)
+    except MemoryError:
+        raise InputError(
+            f"the operating system refused {num_bytes / GIB:.3g} GiB for the KV cache; lower kv_cache_memory_bytes,"
+            " max_num_seqs or max_model_len"
+        ) from None

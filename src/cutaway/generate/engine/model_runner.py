@@ -13,10 +13,12 @@ from torch import Tensor
 from cutaway.errors import InputError
 from cutaway.generate.engine.kv_cache import BatchKVCache
 from cutaway.generate.engine.request import Request
+from cutaway.generate.fast.cuda_graphs import CUDAGraphRunner
 from cutaway.generate.fast.warmup_policy import WarmupCostStore, WarmupPolicy
 from cutaway.generate.sampling.prompt_logprobs import compute_prompt_logprobs
 from cutaway.generate.sampling.sampler import Sampler, SamplerOutput, swap_tensor_rows
 from cutaway.generate.sampling.sampling_state import SamplingFeatures
+from cutaway.generate.structured_output.constraint import bitmask_width
 from cutaway.model import DecoderOnly, EncoderDecoder, Transformer
 from cutaway.model.adapters.lora import use_row_adapters
 from cutaway.model.kernels import shape_agnostic_sdpa
@@ -51,6 +53,11 @@ class ModelRunner:
         self.sampler = Sampler(cache.batch_size, model.config.vocab_size, model.device)
         self.next_tokens = torch.zeros(cache.batch_size, 1, dtype=torch.long, device=model.device)
         """(batch_size, 1): input token of each row's next decode step."""
+        width = bitmask_width(model.config.vocab_size)
+        self.host_bitmask = torch.zeros(
+            cache.batch_size, width, dtype=torch.int32, pin_memory=model.device.type == "cuda"
+        )
+        """(batch_size, width): tokens that the grammars allow next, before they are copied to the device."""
         self.adapters = (model.active_adapter,) if adapters is None else tuple(adapters)
         self.row_adapters = [self.adapters[0]] * cache.batch_size
         """Adapter of each row."""
@@ -60,7 +67,7 @@ class ModelRunner:
         self.weight_bits = weight_bits
         self.decode_model: _GenerativeModel = model
         """Model of the decode steps: the model itself, or a copy with packed weights or fused kernels."""
-        self.cuda_graphs: Callable[[int, SamplingFeatures], SamplerOutput] | None = None
+        self.cuda_graphs: CUDAGraphRunner | None = None
         self.compiled_decode_logits: Callable[[Tensor, BatchKVCache, Tensor], Tensor] | None = None
         """`_decode_logits` after torch.compile."""
         device_type = model.device.type
@@ -143,7 +150,6 @@ class ModelRunner:
             self.enable_fast_decode()
 
     def _enable_gpu_decode(self) -> None:
-        from cutaway.generate.fast.cuda_graphs import CUDAGraphRunner
         from cutaway.generate.fast.gpu_decode_model import (  # imports Triton, which is not installed everywhere
             build_gpu_decode_model,
             can_build_gpu_decode_model,
@@ -158,17 +164,20 @@ class ModelRunner:
                 " max_num_seqs, or leave weight_bits out"
             )
         if _can_capture_cuda_graph(self.model):
-            self.cuda_graphs = CUDAGraphRunner(self._decode_fixed_shape, self.active_rows)
+            self.cuda_graphs = CUDAGraphRunner(self._forward_fixed_shape, self._sample_fixed_shape, self.active_rows)
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def init_row(self, row: int, request: Request, eos_token_ids: Collection[int]) -> None:
-        """Initialize a row of the cache and the sampler for a request, and encode the source of an encoder-decoder."""
+        """Initialize a row of the cache and the sampler for a request, and encode the source of an encoder-decoder.
+
+        The request may have sampled tokens before it was preempted: the sampler continues after them."""
         self.cache.assign_row(row, request.num_computed_tokens, request.page_ids)
         self.row_adapters[row] = request.adapter
         params, prefix = request.sampling_params, request.output_prefix  # the prefix counts as output
         prompt = request.input_ids[: len(request.input_ids) - len(prefix)]
-        self.sampler.set_row(row, params, prompt, request.seed, eos_token_ids=eos_token_ids, output_tokens=prefix)
+        output = request.output.tokens
+        self.sampler.set_row(row, params, prompt, request.seed, eos_token_ids=eos_token_ids, output_tokens=output)
         if request.source_tokens is not None:
             self.encode_source(row, request.source_tokens, request.input_ids)
 
@@ -233,21 +242,29 @@ class ModelRunner:
         self.cache.store_cross_cache(row, source_cache)
 
     @torch.no_grad()
-    def decode(self, num_rows: int, max_len: int, steps_left: int = 1) -> SamplerOutput:
+    def decode(
+        self,
+        num_rows: int,
+        max_len: int,
+        steps_left: int = 1,
+        *,
+        before_sampling: Callable[[], object] | None = None,
+    ) -> SamplerOutput:
         """Decode one token for each of the first `num_rows` rows.
 
         `max_len`: upper bound of the rows' lengths. `steps_left`: upper bound of the number of remaining steps,
-        from which the warm-up policy decides whether fast steps save time.
+        from which the warm-up policy decides whether fast steps save time. `before_sampling` is called between the
+        forward pass and sampling, which a GPU may still be executing.
         """
         if num_rows and not self.can_mix_adapters and self.row_adapters[0] != self.merged_adapter:
             self._merge_other_adapter(self.row_adapters[0])
         if self.warmup_policy is None:
-            return self._decode_once(num_rows, max_len)
+            return self._decode_once(num_rows, max_len, before_sampling)
         start = time.perf_counter()
         try:
             if self.warmup_policy.should_warm_up(steps_left):
                 self.enable_fast_decode()
-            output = self._decode_once(num_rows, max_len)
+            output = self._decode_once(num_rows, max_len, before_sampling)
         except (RuntimeError, ImportError, OSError) as error:  # compiler missing or failing; no token was emitted yet
             if _is_keyboard_interrupt(error):
                 raise KeyboardInterrupt from error
@@ -256,16 +273,18 @@ class ModelRunner:
             warnings.warn(f"fast decode steps are disabled because compiling them failed: {error}", stacklevel=2)
             self.warmup_policy, self.decode_model = None, self.model
             self.release_compiled()
-            return self._decode_once(num_rows, max_len)
+            return self._decode_once(num_rows, max_len, before_sampling)
         output.tokens.cpu()  # wait for the device, so that the whole step is measured
         if self.warmup_policy.record_step(time.perf_counter() - start):
             self.warmup_policy = None
         return output
 
-    def _decode_once(self, num_rows: int, max_len: int) -> SamplerOutput:
+    def _decode_once(
+        self, num_rows: int, max_len: int, before_sampling: Callable[[], object] | None = None
+    ) -> SamplerOutput:
         features = self.sampler.features(num_rows)
         if self.cuda_graphs is not None:
-            return self.cuda_graphs(num_rows, features)
+            return self.cuda_graphs(num_rows, features, before_sampling)
         # max_len changes in every step. Passed as a Python int, it would recompile the step each time. Passed as the
         # size of a tensor, it is a dynamic dimension, except for the sizes 0 and 1, which torch.compile specializes.
         length_carrier = torch.empty(max(2, max_len + 1), dtype=torch.bool)
@@ -274,6 +293,8 @@ class ModelRunner:
         logits = (self.compiled_decode_logits or self._decode_logits)(
             self.next_tokens[:num_rows], self.cache.view_rows(0, num_rows, max_len=max_len), length_carrier
         )
+        if before_sampling is not None:
+            before_sampling()
         output = self.sampler.sample(logits, features)
         self.next_tokens[:num_rows, 0] = output.tokens
         return output
@@ -282,16 +303,21 @@ class ModelRunner:
         cache_view.max_len = length_carrier.shape[0] - 1
         return self.forward_logits(self.decode_model, tokens, None, cache_view)[:, -1]
 
-    def _decode_fixed_shape(self, num_rows: int, features: SamplingFeatures) -> SamplerOutput:
-        """Decode one token per row, for CUDA graphs: shapes depend only on `num_rows`, attention runs over all slots.
+    def _forward_fixed_shape(self, num_rows: int) -> Tensor:
+        """Logits of each row's next token, for CUDA graphs: attention runs over all slots.
 
         Inactive rows are padding: their cache length, sampler state and next token do not change.
         """
         view = self.cache.view_rows(0, num_rows, max_len=0)
         view.static_shapes = True
         active = self.active_rows[:num_rows]
-        logits = self.forward_logits(self.decode_model, self.next_tokens[:num_rows], active.unsqueeze(-1), view)
-        output = self.sampler.sample(logits[:, -1], features, active)
+        return self.forward_logits(self.decode_model, self.next_tokens[:num_rows], active.unsqueeze(-1), view)[:, -1]
+
+    def _sample_fixed_shape(self, logits: Tensor, features: SamplingFeatures) -> SamplerOutput:
+        """Sample a token per active row, for CUDA graphs."""
+        num_rows = len(logits)
+        active = self.active_rows[:num_rows]
+        output = self.sampler.sample(logits, features, active)
         self.next_tokens[:num_rows, 0] = torch.where(active, output.tokens, self.next_tokens[:num_rows, 0])
         return output
 

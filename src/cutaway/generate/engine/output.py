@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from cutaway.generate.engine.stop_strings import StopStrings
 from cutaway.generate.sampling.prompt_logprobs import PromptLogprob
 from cutaway.generate.sampling.sampling_params import SamplingParams
-from cutaway.tokenizer import Tokenizer
+from cutaway.tokenizer import DecodeStream, Tokenizer
+from cutaway.tokenizer.token_bytes import BytesDecodeStream, token_bytes
 
 
 @dataclass
@@ -58,7 +59,11 @@ class OutputProcessor:
         `prompt_tokens`: tokens before the completion, on which the text of its first tokens may depend."""
         self.max_tokens = max_tokens
         self.stop_token_ids = sampling_params.all_stop_token_ids(eos_token_ids)
-        self.detokenizer = None if tokenizer is None else tokenizer.decode_stream(prefix_ids=prompt_tokens)
+        self.detokenizer: DecodeStream | BytesDecodeStream | None = None
+        if tokenizer is not None and sampling_params.constraint is not None:
+            self.detokenizer = BytesDecodeStream(token_bytes(tokenizer))
+        elif tokenizer is not None:
+            self.detokenizer = tokenizer.decode_stream(prefix_ids=prompt_tokens)
         has_stop_strings = sampling_params.stop and tokenizer is not None
         self.stop_strings = StopStrings(sampling_params.stop) if has_stop_strings else None
         self.num_logprobs = sampling_params.logprobs
@@ -77,10 +82,12 @@ class OutputProcessor:
         top_logprobs: dict[int, float] | None = None,
         *,
         forced_eos: bool = False,
+        completes_grammar: bool = False,
     ) -> CompletionChunk:
         """Append a token and return it with the text that can be shown now. Sets the finish reason at a stop condition.
 
-        `forced_eos`: the token was not sampled but forced, because the completion reached its maximum length."""
+        `forced_eos`: the token was not sampled but forced, because the completion reached its maximum length.
+        `completes_grammar`: with this token the completion matches its grammar, which allows no further text."""
         self.tokens.append(token)
         chunk = CompletionChunk(tokens=[token])
         if self.num_logprobs is not None and logprob is not None:
@@ -95,6 +102,8 @@ class OutputProcessor:
             self.set_finish_reason("stop", token)
         elif self.detokenizer is not None:
             chunk.text = self._check_stop_strings(self.detokenizer.push(token))
+        if completes_grammar:
+            self.set_finish_reason("stop")
         if self.finish_reason is None and len(self.tokens) >= self.max_tokens:
             self.set_finish_reason("length")
         if self.finish_reason is not None:

@@ -7,6 +7,17 @@ from collections.abc import Callable, Iterator, Sequence
 from cutaway.errors import CutawayError
 from cutaway.generate.engine.output import Completion, CompletionChunk, OutputProcessor
 from cutaway.generate.sampling.sampling_params import SamplingParams
+from cutaway.generate.structured_output.grammar import Grammar
+
+
+class RequestGroup:
+    """The completions that one API request asks for. They take turns with those of other groups: see `RequestQueue`."""
+
+    def __init__(self, client: str = "", max_seqs: int | None = None) -> None:
+        """`client`: name that all groups of a client have. `max_seqs`: maximum number of rows; default all."""
+        self.client, self.max_seqs = client, max_seqs
+        self.prefill_turn = 0
+        """Number of the prefill step in which a request of this group was last prefilled."""
 
 
 class Request:
@@ -22,20 +33,24 @@ class Request:
         """Name of the adapter of the model. None: the base model."""
         self.output_prefix: list[int] = []
         """First tokens of the completion, which are forced and not sampled."""
+        self.grammar: Grammar | None = None
+        """Grammar that restricts the sampled tokens."""
         self.finished = threading.Event()
         self.error: CutawayError | None = None
         self.aborted = False
         self.on_update: Callable[[], object] | None = None
         """Called in the engine's thread after each new chunk and at the end; it must return fast and not raise."""
         self._chunks: queue.SimpleQueue[CompletionChunk | None] = queue.SimpleQueue()
+        self.group = RequestGroup()
+        self.priority = 0
+        """Smaller values are admitted earlier, with the scheduling policy 'priority'."""
         # State of the engine and the scheduler.
         self.arrival_index = 0
         """Position in the order of arrival."""
+        self.num_preemptions = 0
         self.row: int | None = None
         """Row of the KV cache; None while the request waits and after it has finished."""
         self.page_ids: list[int] = []
-        self.num_shared_pages = 0
-        """Number of leading pages that were cached by other requests."""
         self.num_computed_tokens = 0
         """Number of tokens in the KV cache."""
         self.num_launched_tokens = 0

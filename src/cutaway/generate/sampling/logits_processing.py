@@ -2,8 +2,8 @@
 
 The features that a batch uses are known on the host (`SamplingFeatures`), and no tensor value is read on the host, so
 that a step can be captured in a CUDA graph or compiled as one graph. The order is that of transformers: repetition
-penalty, presence and frequency penalties, logit bias and suppressed tokens, minimum length, temperature, top-k, top-p,
-min-p.
+penalty, presence and frequency penalties, logit bias and suppressed tokens, minimum length, grammar, temperature,
+top-k, top-p, min-p.
 
 Top-k and top-p compare tokens by sort key: the bits of (max logit − logit) / temperature, read as an int32. A more
 likely token has a smaller sort key. A filter is a threshold, the largest sort key that it keeps.
@@ -12,7 +12,7 @@ likely token has a smaller sort key. A filter is a threshold, the largest sort k
 import math
 
 import torch
-from jaxtyping import Bool, Float, Float32, Float64, Int, Int64
+from jaxtyping import Bool, Float, Float32, Float64, Int, Int32, Int64
 from torch import Tensor
 
 from cutaway.generate.sampling.sampling_state import SamplingFeatures, SamplingState
@@ -42,7 +42,16 @@ def apply_logits_processors(
     if features.min_new_tokens and state.stop_token_mask is not None:
         too_short = (state.output_len < state.int_params[:, 2]).unsqueeze(-1)
         x = x + torch.zeros_like(x).masked_fill(state.stop_token_mask & too_short, -math.inf)
+    if features.grammar and state.grammar_bitmask is not None:
+        x = mask_by_grammar(x, state.grammar_bitmask)
     return x
+
+
+def mask_by_grammar(x: Float[Tensor, "*n V"], bitmask: Int32[Tensor, "*n W"]) -> Float[Tensor, "*n V"]:
+    """Add −inf to the logits of the tokens whose bit is 0."""
+    shifts = torch.arange(32, dtype=torch.int32, device=bitmask.device)
+    is_allowed = ((bitmask.unsqueeze(-1) >> shifts) & 1).flatten(-2)[..., : x.shape[-1]].bool()
+    return x + torch.zeros_like(x).masked_fill(~is_allowed, -math.inf)
 
 
 def unnormalized_probs(

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Bool, Float, Int32, Int64
 from torch import Tensor
 
 from cutaway.device import has_triton
@@ -14,6 +14,7 @@ from cutaway.generate.sampling.logits_processing import apply_logits_processors,
 from cutaway.generate.sampling.rng import uniform
 from cutaway.generate.sampling.sampling_params import SamplingParams
 from cutaway.generate.sampling.sampling_state import SamplingFeatures, SamplingState, required_features
+from cutaway.generate.structured_output.constraint import bitmask_width
 
 _MIN_TEMPERATURE, _MAX_TEMPERATURE = 1.2e-38, 1e38
 """Temperatures above 0 are clamped to this range, so that they are neither 0 nor infinite in float32."""
@@ -103,6 +104,11 @@ class Sampler:
             self.combined_features[num_rows] = combined
         return self.combined_features[num_rows]
 
+    def set_grammar_bitmask(self, bitmask: Int32[Tensor, "n W"]) -> None:
+        """Set the tokens that the grammars of the first rows allow in the next step. `bitmask` is on the CPU."""
+        assert self.sampling_state.grammar_bitmask is not None
+        self.sampling_state.grammar_bitmask[: len(bitmask)].copy_(bitmask, non_blocking=True)
+
     def first_rows(self, num_rows: int) -> SamplingState:
         """View of the state of the first `num_rows` rows, for `apply_logits_processors` and `logits_to_probs`."""
         return self.sampling_state.first_rows(num_rows)
@@ -135,10 +141,11 @@ class Sampler:
             ("output_counts", features.count_penalties, torch.int32),
             ("logit_bias", features.logit_bias, torch.float32),
             ("stop_token_mask", features.min_new_tokens, torch.bool),
+            ("grammar_bitmask", features.grammar, torch.int32),
         ):
             if needed and getattr(state, name) is None:
-                shape = len(self.row_features), self.vocab_size
-                setattr(state, name, torch.zeros(shape, dtype=dtype, device=self.device))
+                width = bitmask_width(self.vocab_size) if name == "grammar_bitmask" else self.vocab_size
+                setattr(state, name, torch.zeros(len(self.row_features), width, dtype=dtype, device=self.device))
 
 
 def swap_tensor_rows(tensor: Tensor, a: int, b: int) -> None:

@@ -1,6 +1,7 @@
 """Sampling parameters of a request, validated on construction."""
 
 import difflib
+import json
 import math
 import operator
 import secrets
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field
 from numbers import Real
 
 from cutaway.errors import InputError
+from cutaway.generate.structured_output.constraint import CONSTRAINT_KINDS, Constraint, normalize_constraint
 
 _ARGUMENT_ALIASES = {
     "assistant_model": "draft_model",
@@ -18,12 +20,19 @@ _ARGUMENT_ALIASES = {
     "cache_dtype": "kv_cache_dtype",
     "do_sample": "temperature",
     "eos_token_id": "stop_token_ids",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "guided_json": "schema",
+    "guided_regex": "regex",
+    "json_schema": "schema",
     "max_batch_size": "max_num_seqs",
     "max_length": "max_new_tokens",
     "max_tokens": "max_new_tokens",
     "num_beams": "beams",
     "num_return_sequences": "n",
     "prompt_lookup_num_tokens": "num_draft_tokens",
+    "response_format": "schema",
+    "structured_outputs": "schema",
     "streamer": "on_chunk",
 }
 """Argument names of other libraries, for suggestions in error messages."""
@@ -89,6 +98,14 @@ class SamplingParams:
     """Number of top log-probabilities to return per token of the prompt; 0 returns only that of the token itself."""
     n: int = 1
     """Number of completions per prompt."""
+    schema: object = None
+    """JSON schema that the completion must match: a dict, JSON text, or a pydantic model class."""
+    regex: str | None = None
+    """Regular expression that the whole completion must match."""
+    choice: Sequence[str] | str | None = None
+    """Texts, one of which the completion must be."""
+    grammar: str | None = None
+    """Context-free grammar, in Lark or GBNF notation, that the completion must match."""
 
     def __post_init__(self) -> None:
         values: dict[str, object] = {
@@ -103,6 +120,9 @@ class SamplingParams:
         for name, float_range in _FLOAT_RANGES.items():
             if getattr(self, name) is not None or name not in _OPTIONAL:
                 values[name] = _check_float(name, getattr(self, name), *float_range)
+        for kind in CONSTRAINT_KINDS:
+            if getattr(self, kind) is not None:
+                values[kind] = normalize_constraint(kind, getattr(self, kind))
         for name, value in values.items():
             object.__setattr__(self, name, value)
         if not isinstance(self.ignore_eos, bool):
@@ -112,6 +132,19 @@ class SamplingParams:
             raise InputError(
                 f"min_new_tokens is {self.min_new_tokens}, but max_new_tokens is {limit}; lower min_new_tokens"
             )
+
+        given = [kind for kind in CONSTRAINT_KINDS if getattr(self, kind) is not None]
+        if len(given) > 1:
+            raise InputError(f"{' and '.join(given)} are both set, but a completion can match only one; pass one")
+
+    @property
+    def constraint(self) -> Constraint | None:
+        """What the completion must match; None if nothing is given."""
+        for kind in CONSTRAINT_KINDS:
+            value = getattr(self, kind)
+            if value is not None:
+                return Constraint(kind, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+        return None
 
     def all_stop_token_ids(self, eos_token_ids: Iterable[int]) -> set[int]:
         """Tokens that end a completion: `stop_token_ids`, and EOS tokens unless `ignore_eos`."""

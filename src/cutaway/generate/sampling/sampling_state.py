@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from jaxtyping import Bool, Float32, Float64, Int, Int64
+from jaxtyping import Bool, Float32, Float64, Int, Int32, Int64
 from torch import Tensor
 
 from cutaway.generate.sampling.sampling_params import SamplingParams
@@ -28,6 +28,8 @@ class SamplingFeatures:
     count_penalties: bool = False
     logit_bias: bool = False
     min_new_tokens: bool = False
+    grammar: bool = False
+    """Whether the tokens are restricted by `SamplingState.grammar_bitmask`."""
     num_logprobs: int = -1
     """Number of top log-probabilities; 0 for only that of the sampled token, −1 for no log-probabilities."""
 
@@ -37,7 +39,7 @@ class SamplingFeatures:
     @property
     def modifies_logits(self) -> bool:
         """Whether any sampling parameter changes the logits before they are divided by the temperature."""
-        return self.repetition_penalty or self.count_penalties or self.logit_bias or self.min_new_tokens
+        return self.repetition_penalty or self.count_penalties or self.logit_bias or self.min_new_tokens or self.grammar
 
 
 def required_features(params: SamplingParams, vocab_size: int, stop_token_ids: Iterable[int]) -> SamplingFeatures:
@@ -56,6 +58,7 @@ def required_features(params: SamplingParams, vocab_size: int, stop_token_ids: I
         count_penalties=params.presence_penalty != 0 or params.frequency_penalty != 0,
         logit_bias=bool(params.logit_bias or params.suppress_tokens),
         min_new_tokens=params.min_new_tokens > 0 and bool(set(stop_token_ids)),
+        grammar=params.constraint is not None,
         num_logprobs=-1 if params.logprobs is None else params.logprobs,
     )
 
@@ -77,6 +80,8 @@ class SamplingState:
     logit_bias: Float32[Tensor, "n V"] | None = None
     stop_token_mask: Bool[Tensor, "n V"] | None = None
     """True for EOS and stop tokens."""
+    grammar_bitmask: Int32[Tensor, "n W"] | None = None
+    """One bit per token, 1 if the row's grammar allows the token next. Rows without a grammar allow all tokens."""
 
     @property
     def is_sampled(self) -> Bool[Tensor, " n"]:

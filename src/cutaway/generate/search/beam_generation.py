@@ -13,6 +13,7 @@ from cutaway.generate.prompts import GenerationInputs, prompt_index_in_errors
 from cutaway.generate.sampling.sampling_params import SamplingParams, as_int, format_value
 from cutaway.generate.search.beam_logits_processors import BeamSearchParams
 from cutaway.generate.search.beam_search import Beam, beam_search
+from cutaway.generate.structured_output.grammar import Grammar
 from cutaway.model import Transformer
 from cutaway.tokenizer import Tokenizer
 
@@ -68,6 +69,7 @@ def generate_with_beams(
     if unsupported is not None:
         raise InputError(f"{unsupported} applies to sampling, not to beam search; leave out {unsupported} or beams")
     num_beams, model = int(num_beams), engine_config.model
+    grammar = engine_config.compile_grammar(sampling_params[0], inputs.tokenizer) if sampling_params else None
     groups: dict[tuple[int, int, str | None], list[int]] = {}
     for i, (prompt, params) in enumerate(zip(prompts, sampling_params, strict=True)):
         with prompt_index_in_errors(i, len(prompts)):
@@ -75,6 +77,7 @@ def generate_with_beams(
         group = (max_new_tokens, min(params.min_new_tokens, max_new_tokens), inputs.adapters[i])
         groups.setdefault(group, []).append(i)
     has_encoder = "encoder" in model.stacks
+    has_forced_bos = has_encoder and generation_config.forced_bos_token_id is not None
     batch_size = _max_prompts_per_batch(engine_config, num_beams)
     beams: dict[int, list[Beam]] = {}
     for (max_new_tokens, min_new_tokens, adapter), indices in groups.items():
@@ -95,6 +98,7 @@ def generate_with_beams(
             begin_suppress_tokens=generation_config.begin_suppress_tokens,
             no_repeat_ngram_size=generation_config.no_repeat_ngram_size,
             repetition_penalty=params.repetition_penalty,
+            grammar=grammar,
         )
         for start in range(0, len(indices), batch_size):
             batch = indices[start : start + batch_size]
@@ -103,7 +107,7 @@ def generate_with_beams(
                 found = beam_search(model, [prompts[i] for i in batch], search_params)
             beams |= zip(batch, found, strict=True)
     return [
-        _beam_to_completion(beam, sampling_params[i], prompt, inputs.tokenizer, engine_config)
+        _beam_to_completion(beam, sampling_params[i], prompt, inputs.tokenizer, engine_config, grammar, has_forced_bos)
         for i, prompt in enumerate(prompts)
         for beam in beams[i]
     ]
@@ -143,6 +147,8 @@ def _beam_to_completion(
     prompt: Sequence[int],
     tokenizer: Tokenizer | None,
     engine_config: EngineConfig,
+    grammar: Grammar | None,
+    forced_bos: bool,
 ) -> Completion:
     """Convert a beam to a completion, cut at the first stop string."""
     context_tokens = () if len(engine_config.model.stacks) == 2 else prompt
@@ -151,8 +157,13 @@ def _beam_to_completion(
     )
     # A forced EOS is the last token of a beam that reaches the maximum length. It is not part of the text.
     forced_eos = engine_config.forced_eos_token_id is not None and beam.finish_reason == "length"
+    grammar = None if grammar is None else grammar.copy()
+    num_forced = int(forced_bos)
     for length, token in enumerate(beam.tokens, 1):
-        output.append_token(token, forced_eos=forced_eos and length == len(beam.tokens))
+        if grammar is not None and length > num_forced:
+            grammar.accept(token, length - 1 - num_forced)
+        is_complete = grammar is not None and grammar.is_finished
+        output.append_token(token, forced_eos=forced_eos and length == len(beam.tokens), completes_grammar=is_complete)
         if output.finish_reason is not None:
             break
     return replace(output.to_completion(prompt_tokens=len(prompt), seed=None), score=beam.score)

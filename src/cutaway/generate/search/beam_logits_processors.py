@@ -10,6 +10,7 @@ from torch import Tensor
 from cutaway.argument_checks import check_positive_int
 from cutaway.errors import InputError
 from cutaway.generate.generation_config import MAX_PENALTY, EarlyStopping
+from cutaway.generate.structured_output.grammar import Grammar
 
 NO_TOKEN = -1
 """Padding in a token history."""
@@ -39,6 +40,8 @@ class BeamSearchParams:
     begin_suppress_tokens: Sequence[int] = ()
     no_repeat_ngram_size: int = 0
     repetition_penalty: float = 1.0
+    grammar: Grammar | None = None
+    """Grammar at the start of a completion, which all completions must match."""
 
     def __post_init__(self) -> None:
         for name in ("num_beams", "max_new_tokens", "n"):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cutaway.errors import InputError, WeightError
 from cutaway.generate.sampling.sampling_params import check_ids_in_vocab
+from cutaway.generate.search.beam_grammars import BeamGrammars
 from cutaway.generate.search.beam_logits_processors import NO_TOKEN, BeamLogitsProcessor, BeamSearchParams
 from cutaway.model import Cache, DecoderOnly, EncoderDecoder, Transformer
 
@@ -71,9 +72,16 @@ def _search(
     finished_tokens = torch.full((len(prompt_tokens), num_beams, params.max_new_tokens), NO_TOKEN, device=device)
     # Enough candidates for num_beams running beams, even if each EOS token of every beam is among the candidates.
     num_candidates = max(2, 1 + len(logits_processor.eos_token_ids)) * num_beams
+    num_forced = int(params.forced_bos_token_id is not None)
+    grammars = (
+        None if params.grammar is None else BeamGrammars(params.grammar, len(prompt_tokens), vocab_size, num_forced)
+    )
     for num_new in range(params.max_new_tokens):
         num_parents = score.shape[-1]  # beams per prompt: 1 in the first step
         log_p = logits_processor(logits.float().log_softmax(-1), history.flatten(0, 1), num_new)
+        is_eos_forced = num_new + 1 == params.max_new_tokens and len(params.forced_eos_token_ids) > 0
+        if grammars is not None and not is_eos_forced:
+            log_p = grammars.mask(log_p, num_new)
         # (P, R·V): scores of all one-token extensions of all beams of a prompt
         total = (score.unsqueeze(-1) + log_p.view(*score.shape, vocab_size)).flatten(1)
         best, flat = total.topk(min(num_candidates, total.shape[-1]))
@@ -81,6 +89,8 @@ def _search(
         candidates = torch.cat([_gather_beams(history, parent), token.unsqueeze(-1)], -1)
         is_finished = (token.unsqueeze(-1) == logits_processor.eos_token_ids).any(-1)
         is_finished |= num_new + 1 == params.max_new_tokens
+        if grammars is not None:  # a beam is also finished when its grammar allows no more text
+            is_finished |= grammars.extend(parent, token, best, num_new)
         # As in transformers, only the best num_beams candidates may finish; the others can only continue.
         new_scores = (best / (num_new + 1) ** params.length_penalty).masked_fill(~is_finished, -torch.inf)
         new_tokens = candidates[:, :num_beams, prompt_tokens.shape[-1] :]
@@ -89,6 +99,8 @@ def _search(
         finished_tokens = _gather_beams(torch.cat([finished_tokens, new_tokens], 1), order)
         score, order = best.masked_fill(is_finished, -torch.inf).topk(min(num_beams, best.shape[-1]))
         history, token, parent = _gather_beams(candidates, order), token.gather(1, order), parent.gather(1, order)
+        if grammars is not None:
+            grammars.select(order)
         improvable = _can_improve(params, score, finished_scores, num_new + 1)
         state = torch.where(best[:, 0].isnan(), _INVALID_LOGITS, improvable.long()).tolist()
         if _INVALID_LOGITS in state:  # topk sorts NaN first
@@ -107,6 +119,8 @@ def _search(
         if len(remaining) < len(active):
             rows = torch.tensor(remaining, device=device)
             active = [active[row] for row in remaining]
+            if grammars is not None:
+                grammars.select_prompts(remaining)
             history, token, parent = history[rows], token[rows], parent[rows]
             score, finished_scores, finished_tokens = score[rows], finished_scores[rows], finished_tokens[rows]
         cache.select_rows((rows.unsqueeze(-1) * num_parents + parent).flatten())

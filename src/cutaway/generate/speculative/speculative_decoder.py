@@ -8,7 +8,7 @@ q.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from cutaway.generate.engine.config import EngineConfig
 from cutaway.generate.engine.engine import Engine
 from cutaway.generate.engine.request import Request
 from cutaway.generate.engine.scheduler import Scheduler
+from cutaway.generate.sampling.logits_processing import mask_by_grammar
 from cutaway.generate.sampling.sampler import gather_logprobs
 from cutaway.generate.sampling.sampling_params import SamplingParams
 from cutaway.generate.sampling.sampling_state import SamplingFeatures
@@ -33,6 +34,8 @@ from cutaway.generate.speculative.draft_model import (
 )
 from cutaway.generate.speculative.ngram_draft import NgramConfig, NgramProposer
 from cutaway.generate.speculative.rejection_sampler import RejectionSamplerOutput, rejection_sample
+from cutaway.generate.structured_output.constraint import bitmask_width
+from cutaway.generate.structured_output.grammar import ALL_TOKENS
 from cutaway.model import Transformer
 from cutaway.tokenizer import Tokenizer
 
@@ -94,7 +97,8 @@ class SpeculativeDecoder(Engine):
         super().__init__(extended, tokenizer=tokenizer, max_waiting=max_waiting)
         self.models += [draft_model] if isinstance(draft_model, Transformer) else []
         self.request_config, self.num_draft_tokens = config, num_draft_tokens
-        self.scheduler = Scheduler(self.model_runner, extended, prefix_caching=True)
+        # The caches of the proposers are not built again, so requests are not preempted.
+        self.scheduler = Scheduler(self.model_runner, extended, prefix_caching=True, preemption=False)
         self.scheduler.swap_functions.append(self.proposer.swap_rows)  # a request has the same row in both caches
         self.async_scheduling = False
         self.rope_switch_lengths = []  # no sequence reaches a switch length: see `_build_request`
@@ -138,9 +142,11 @@ class SpeculativeDecoder(Engine):
         features, state = sampler.features(len(requests)), sampler.first_rows(len(requests))
         tokens_left = [request.output.max_tokens - len(request.output.tokens) for request in requests]
         max_drafts = [min(self.num_draft_tokens, left - 1) for left in tokens_left]
-        proposal = self.proposer.propose(requests, max_drafts, state.copy(), features)
+        without_grammar = replace(features, grammar=False)  # grammars apply to the target model's logits
+        proposal = self.proposer.propose(requests, max_drafts, state.copy(), without_grammar)
         logits = self._score_draft_tokens(requests, proposal)
-        verified = rejection_sample(logits, proposal, state, features)
+        allowed = self._mask_by_grammars(logits, requests, proposal) if features.grammar else logits
+        verified = rejection_sample(allowed, proposal, state, without_grammar)
         for request, count in zip(requests, verified.num_accepted.tolist(), strict=True):
             request.num_computed_tokens += 1 + count
         lengths = [request.num_computed_tokens for request in requests]
@@ -160,6 +166,21 @@ class SpeculativeDecoder(Engine):
         max_len = max(request.num_computed_tokens for request in requests)
         view = self.model_runner.cache.view_rows(0, len(requests), max_len=max_len)
         return self.model_runner.forward_logits(self.model_runner.model, tokens, mask, view)
+
+    def _mask_by_grammars(
+        self, logits: Float[Tensor, "n T V"], requests: Sequence[Request], proposal: Proposal
+    ) -> Float[Tensor, "n T V"]:
+        """Logits of the tokens that the requests' grammars allow after each draft token, and −inf elsewhere.
+
+        The bitmasks are computed while the device runs the forward pass."""
+        shape = *logits.shape[:2], bitmask_width(logits.shape[-1])
+        bitmask = torch.full(shape, ALL_TOKENS, dtype=torch.int32, pin_memory=logits.is_cuda)
+        for rows, request, draft, count in zip(
+            bitmask, requests, proposal.tokens.tolist(), proposal.lengths, strict=True
+        ):
+            if request.grammar is not None:
+                request.grammar.fill_draft_bitmasks(rows[: count + 1], draft[:count])
+        return mask_by_grammar(logits, bitmask.to(logits.device, non_blocking=True))
 
     def _process_tokens(
         self,

@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from cutaway.bounded_files import read_json_object
 from cutaway.errors import InputError, WeightError
+from cutaway.families.safetensors_reader import load_safetensors
 from cutaway.lens.sae.autoencoder import Architecture, SAEConfig, SparseAutoencoder
 
 CONFIG_FILE, SAELENS_FILE, SPARSIFY_FILE, GEMMA_SCOPE_FILE = (
@@ -170,9 +170,9 @@ def _config(
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
     try:
-        return load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise InputError(f"cannot read '{path}': {error}; download the file again") from None
+        return load_safetensors(path)
+    except WeightError as error:
+        raise InputError(f"cannot read '{path}': {error}") from None
 
 
 def _build(

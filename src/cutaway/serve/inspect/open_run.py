@@ -69,7 +69,7 @@ class OpenRun:
         if is_locked is not None:
             return is_locked
         path = self.metrics.path
-        return path.exists() and time.time() - path.stat().st_mtime < IDLE_SECONDS
+        return path.exists() and abs(time.time() - path.stat().st_mtime) < IDLE_SECONDS  # the clock may be reset
 
     def list_saved_models(self) -> list[SavedModel]:
         return list_saved_models(self.directory)

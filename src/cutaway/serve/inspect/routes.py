@@ -15,12 +15,13 @@ from pydantic import ValidationError
 
 from cutaway.errors import CutawayError
 from cutaway.serve.disconnect import run_until_disconnect
-from cutaway.serve.errors import APIError, invalid_field_error
+from cutaway.serve.errors import APIError, validation_error
 from cutaway.serve.inspect.exercise_access import ExerciseAccess
 from cutaway.serve.inspect.inspector import Inspector
 from cutaway.serve.inspect.protocol import ERROR, QueryCancelled, QueryJob, encode_json_frame
 from cutaway.serve.inspect.queries import QUERIES
 from cutaway.serve.inspect.queries.base import Query
+from cutaway.serve.json_body import INLINE_BODY_BYTES
 
 NUM_WORKERS = 4
 """Number of queries that run at the same time. The inspector's lock allows only one forward pass at a time."""
@@ -109,8 +110,7 @@ def parse_query(name: str, params: bytes | object) -> Query:
     try:
         return query_class.model_validate_json(params if isinstance(params, bytes) else json.dumps(params))
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        raise invalid_field_error(first["loc"], first["msg"], "the query") from None
+        raise validation_error(error.errors(include_url=False, include_input=False), "the query") from None
 
 
 def check_generation(executor: QueryExecutor, generation: str | None) -> None:
@@ -127,7 +127,10 @@ def build_router(executor: QueryExecutor) -> APIRouter:
     async def query(name: str, request: Request) -> StreamingResponse:
         body = await request.body()
         check_generation(executor, request.headers.get(GENERATION_HEADER))
-        frames = executor.stream(parse_query(name, body))
+        is_large = len(body) > INLINE_BODY_BYTES
+        frames = executor.stream(
+            await asyncio.to_thread(parse_query, name, body) if is_large else parse_query(name, body)
+        )
         try:
             first = await run_until_disconnect(anext(frames, None), request.receive)
             if first is None:

@@ -1,7 +1,6 @@
 """Routes of the OpenAI-compatible API: completions, chat, embeddings, classify, models, tokenize, health, metrics."""
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -9,12 +8,16 @@ from typing import Any
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
+from cutaway.errors import InputError
 from cutaway.generate import EngineError, SamplingParams
 from cutaway.generate.embed import default_prompt
+from cutaway.generate.engine.config import SchedulingPolicy
 from cutaway.generate.generation_config import CheckpointLike
 from cutaway.serve.app import build_app
 from cutaway.serve.errors import APIError
+from cutaway.serve.json_route import JSONRoute
 from cutaway.serve.limits import Limits
+from cutaway.serve.metrics import ServerMetrics
 from cutaway.serve.middleware import AccessPolicy
 from cutaway.serve.openai import protocol, request_mapping
 from cutaway.serve.openai.classification import add_classify_route
@@ -22,8 +25,11 @@ from cutaway.serve.openai.embeddings import compute_embeddings, encode_float32_b
 from cutaway.serve.openai.response_builder import ResponseBuilder
 from cutaway.serve.openai.responses import add_responses_route
 from cutaway.serve.openai.scoring import add_scoring_routes
+from cutaway.serve.openai.served_models import ServedModels
 from cutaway.serve.openai.serving_engine import ServingEngine, check_encoded_texts, to_api_error
 from cutaway.serve.openai.sse import SSEResponse, with_cancellation
+from cutaway.serve.request_context import current_request
+from cutaway.serve.request_log import log_request
 
 ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
     400: {"description": "invalid request"},
@@ -44,63 +50,57 @@ STREAMING_RESPONSES: dict[int | str, dict[str, Any]] = {
 }
 
 
-def build_router(serving: ServingEngine) -> APIRouter:
+def build_router(models: ServedModels) -> APIRouter:
     """Build the router with the routes of the OpenAI-compatible API."""
-    router = APIRouter(responses=ERROR_RESPONSES)
-    created = int(time.time())
-
-    def model_card(name: str) -> dict[str, object]:
-        is_base = name == serving.served_model_name
-        parent: dict[str, object] = {} if is_base else {"parent": serving.served_model_name}
-        return {
-            "id": name,
-            "object": "model",
-            "created": created,
-            "owned_by": "cutaway",
-            "max_model_len": serving.max_model_len,
-        } | parent
+    router = APIRouter(responses=ERROR_RESPONSES, route_class=JSONRoute)
 
     @router.get("/health")
     async def health() -> Response:
-        """Health check: 200 while the engine is running, else 503."""
-        status = {"status": "ok"} if serving.is_healthy else {"status": "the engine failed; restart the server"}
-        return JSONResponse(status, 200 if serving.is_healthy else 503)
+        """Health check: 200 while the engines of all models are running, else 503."""
+        status = {"status": "ok"} if models.is_healthy else {"status": "the engine failed; restart the server"}
+        return JSONResponse(status, 200 if models.is_healthy else 503)
 
     @router.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Metrics in the Prometheus text format."""
-        return PlainTextResponse(serving.metrics.render(), media_type="text/plain; version=0.0.4")
+        return PlainTextResponse(models.metrics.render(), media_type="text/plain; version=0.0.4")
 
     @router.get("/v1/models")
-    async def models() -> dict[str, object]:
-        """List the served model and its adapters."""
-        return {"object": "list", "data": [model_card(name) for name in serving.adapters]}
+    async def list_models() -> dict[str, object]:
+        """List the served models and their adapters."""
+        return {"object": "list", "data": models.cards()}
 
     @router.get("/v1/models/{model:path}")
     async def model(model: str) -> dict[str, object]:
-        """Describe the served model or an adapter."""
-        serving.check_model_name(model)
-        return model_card(model)
+        """Describe a served model or an adapter."""
+        models.find(model)
+        return models.card(model)
 
     @router.post("/v1/completions", responses=STREAMING_RESPONSES)
     async def completions(request: protocol.CompletionRequest, raw_request: Request) -> Response:
         """Generate completions for prompts. For an encoder-decoder, the prompt is the source."""
-        _check_request(request, serving)
-        return await generate(request, raw_request, *request_mapping.map_completion_request(request, serving))
+        serving = _check_request(request, models)
+        return await generate(serving, request, raw_request, *request_mapping.map_completion_request(request, serving))
 
     @router.post("/v1/chat/completions", responses=STREAMING_RESPONSES)
     async def chat(request: protocol.ChatCompletionRequest, raw_request: Request) -> Response:
         """Generate a chat completion with the checkpoint's chat template."""
-        _check_request(request, serving)
-        return await generate(request, raw_request, *request_mapping.map_chat_request(request, serving))
+        serving = _check_request(request, models)
+        return await generate(serving, request, raw_request, *request_mapping.map_chat_request(request, serving))
 
     async def generate(
+        serving: ServingEngine,
         request: protocol.GenerationRequest,
         raw_request: Request,
         encode_prompts: Callable[[], list[list[int]]],
         params: SamplingParams,
     ) -> Response:
-        stream = await serving.submit(encode_prompts, params, serving.adapter_of(request.model))
+        stream = await serving.submit(
+            encode_prompts,
+            params,
+            serving.adapter_of(request.model),
+            priority=request.priority or 0,
+        )
         is_chat = isinstance(request, protocol.ChatCompletionRequest)
         model = request.model or serving.served_model_name
         prompt_output = request_mapping.build_prompt_output(request, params, serving)
@@ -112,7 +112,7 @@ def build_router(serving: ServingEngine) -> APIRouter:
             return SSEResponse(stream, builder.stream_response(stream, include_usage=with_usage), serving.limits)
         try:
             results = await with_cancellation(raw_request, stream.wait_results(), serving.limits)
-        except EngineError as error:
+        except (EngineError, InputError) as error:
             raise to_api_error(error) from None
         finally:
             stream.abort()
@@ -123,7 +123,7 @@ def build_router(serving: ServingEngine) -> APIRouter:
     @router.post("/v1/embeddings")
     async def embeddings(request: protocol.EmbeddingRequest, raw_request: Request) -> Response:
         """Compute one embedding per text, with the embedding head, or as the normalized mean of the hidden states."""
-        _check_request(request, serving)
+        serving = _check_request(request, models)
         prompts = request_mapping.as_prompt_list(request.input, "input", serving.limits.max_embedding_inputs)
         prompt = default_prompt(serving.sentence_transformers_config)
         prompts = [prompt + text if isinstance(text, str) else text for text in prompts]
@@ -143,7 +143,7 @@ def build_router(serving: ServingEngine) -> APIRouter:
             vectors, total = await with_cancellation(raw_request, work, serving.limits)
         finally:
             disconnected.set()
-        serving.metrics.prompt_tokens.inc(total)
+        serving.record_prompt_tokens(total)
         embeddings = map(encode_float32_base64, vectors) if request.encoding_format == "base64" else vectors
         data = [{"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(embeddings)]
         usage = {"prompt_tokens": total, "total_tokens": total}
@@ -151,14 +151,14 @@ def build_router(serving: ServingEngine) -> APIRouter:
             {"object": "list", "data": data, "model": request.model or serving.served_model_name, "usage": usage}
         )
 
-    add_classify_route(router, serving)
-    add_responses_route(router, serving)
-    add_scoring_routes(router, serving)
+    add_classify_route(router, models)
+    add_responses_route(router, models)
+    add_scoring_routes(router, models)
 
     @router.post("/tokenize")
     async def tokenize(request: protocol.TokenizeRequest) -> dict[str, object]:
         """Tokenize a text or a chat."""
-        _check_request(request, serving)
+        serving = _check_request(request, models)
         if (request.prompt is None) == (request.messages is None):
             raise APIError(400, "prompt and messages are both set or both missing; pass one of them", param="prompt")
         tokenizer = serving.get_tokenizer()
@@ -176,7 +176,7 @@ def build_router(serving: ServingEngine) -> APIRouter:
     @router.post("/detokenize")
     async def detokenize(request: protocol.DetokenizeRequest) -> dict[str, str]:
         """Decode token ids to text."""
-        _check_request(request, serving)
+        serving = _check_request(request, models)
         tokenizer = serving.get_tokenizer()
         request_mapping.check_limit("tokens", len(request.tokens), serving.limits.max_prompt_tokens)
         return {"prompt": await serving.run_in_pool(lambda: tokenizer.decode(request.tokens))}
@@ -184,10 +184,11 @@ def build_router(serving: ServingEngine) -> APIRouter:
     return router
 
 
-def _check_request(request: protocol.OpenAIBaseModel, serving: ServingEngine) -> None:
-    """Raise if the request names another model or has an unsupported field."""
-    serving.check_model_name(request.model)
+def _check_request(request: protocol.OpenAIBaseModel, models: ServedModels) -> ServingEngine:
+    """Return the engine of the requested model. Raise if there is none, or if the request has an unsupported field."""
+    serving = models.find(request.model)
     request.check_unsupported_fields()
+    return serving
 
 
 def build_openai_app(
@@ -198,6 +199,8 @@ def build_openai_app(
     limits: Limits | None = None,
     max_num_seqs: int | None = None,
     max_model_len: int | None = None,
+    memory_utilization: float | None = None,
+    scheduling_policy: SchedulingPolicy = "round-robin",
     pooling: str | None = None,
     weight_bits: int | None = None,
     adapters: Sequence[str] = (),
@@ -213,15 +216,36 @@ def build_openai_app(
         limits,
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
+        memory_utilization=memory_utilization,
+        scheduling_policy=scheduling_policy,
         pooling=pooling,
         weight_bits=weight_bits,
         adapters=adapters,
     )
-    app = build_app(
-        [build_router(serving)],
+    return build_models_app([serving], serving.metrics.server, access_policy=access_policy, limits=limits), serving
+
+
+def build_models_app(
+    engines: Sequence[ServingEngine],
+    metrics: ServerMetrics,
+    *,
+    access_policy: AccessPolicy | None = None,
+    limits: Limits | None = None,
+) -> FastAPI:
+    """Build the OpenAI-compatible application of several models. `metrics` are those of the engines.
+
+    Requests without a model name go to the first one.
+    """
+    models = ServedModels(engines, metrics)
+
+    def on_response(route: str, status: int, seconds: float) -> None:
+        metrics.record_response(route, status, seconds)
+        log_request(current_request(), route, status, seconds)
+
+    return build_app(
+        [build_router(models)],
         access_policy=access_policy,
         limits=limits,
-        on_shutdown=[serving.close],
-        on_response=serving.metrics.record_response,
+        on_shutdown=[models.close],
+        on_response=on_response,
     )
-    return app, serving

@@ -15,6 +15,7 @@ from cutaway.generate.classify import label_probabilities
 from cutaway.generate.text_batches import run_on_texts
 from cutaway.serve.errors import APIError
 from cutaway.serve.openai import protocol, request_mapping
+from cutaway.serve.openai.served_models import ServedModels
 from cutaway.serve.openai.serving_engine import ServingEngine, check_encoded_texts
 from cutaway.serve.openai.sse import with_cancellation
 from cutaway.tokenizer.text_encoder import EncodedText
@@ -24,13 +25,13 @@ class DisconnectedError(Exception):
     """The client is gone, so the computation stops."""
 
 
-def add_classify_route(router: APIRouter, serving: ServingEngine) -> None:
+def add_classify_route(router: APIRouter, models: ServedModels) -> None:
     """Add the route /classify."""
 
     @router.post("/classify")
     async def classify(request: protocol.ClassificationRequest, raw_request: Request) -> Response:
         """Classify texts with the classification head of the model."""
-        serving.check_model_name(request.model)
+        serving = models.find(request.model)
         request.check_unsupported_fields()
         head = require_classification_head(serving)
         prompts = request_mapping.as_prompt_list(request.input, "input", serving.limits.max_embedding_inputs)
@@ -59,7 +60,7 @@ def add_classify_route(router: APIRouter, serving: ServingEngine) -> None:
             logits, total = await with_cancellation(raw_request, work, serving.limits)
         finally:
             disconnected.set()
-        serving.metrics.prompt_tokens.inc(total)
+        serving.record_prompt_tokens(total)
         return JSONResponse(
             {
                 "id": f"classify-{uuid.uuid4().hex}",

@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator, Sequence
 from functools import partial
 
 from cutaway.generate import Completion, CompletionChunk, Request
-from cutaway.serve.metrics import ServerMetrics
+from cutaway.serve.metrics import ModelMetrics
+from cutaway.serve.request_context import RequestContext
 
 
 class EventLoopNotifier:
@@ -36,9 +37,15 @@ class CompletionStream:
     """The completions of one HTTP request, ordered by prompt, with n completions per prompt."""
 
     def __init__(
-        self, requests: Sequence[Request], num_prompt_tokens: int, notifier: EventLoopNotifier, metrics: ServerMetrics
+        self,
+        requests: Sequence[Request],
+        num_prompt_tokens: int,
+        notifier: EventLoopNotifier,
+        metrics: ModelMetrics,
+        context: RequestContext,
     ) -> None:
-        self.requests, self.num_prompt_tokens, self.metrics = list(requests), num_prompt_tokens, metrics
+        self.requests, self.num_prompt_tokens = list(requests), num_prompt_tokens
+        self.metrics, self.context = metrics, context
         self.notifier, self.new_output, self.is_streaming = notifier, asyncio.Event(), False
         self.start_time = time.monotonic()
         self.token_times: list[list[float]] = [[] for _ in self.requests]
@@ -96,16 +103,30 @@ class CompletionStream:
         self.record_metrics()
 
     def record_metrics(self) -> None:
-        """Add token counts and latencies to the server metrics. Only the first call has an effect."""
+        """Add token counts and latencies to the metrics and to the HTTP request. Only the first call has an effect."""
         if self.metrics_recorded:
             return
         self.metrics_recorded = True
-        self.metrics.prompt_tokens.inc(self.num_prompt_tokens)
-        self.metrics.generation_tokens.inc(self.num_generated_tokens)
-        self.metrics.aborted_requests.inc(sum(not request.finished.is_set() for request in self.requests))
+        metrics, context = self.metrics, self.context
+        metrics.prompt_tokens.inc(self.num_prompt_tokens)
+        metrics.generation_tokens.inc(self.num_generated_tokens)
+        context.add_tokens(self.num_prompt_tokens, self.num_generated_tokens)
+        first_token_times = [times[0] for times in self.token_times if times]
+        if first_token_times:
+            context.time_to_first_token = min(first_token_times) - context.start_time
         for request, times in zip(self.requests, self.token_times, strict=True):
+            if not request.finished.is_set():
+                metrics.aborted_requests.inc()
+                context.finish_reasons.append("abort")
+                continue
+            finish_reason = "error" if request.error is not None else request.output.finish_reason or "abort"
+            metrics.record_finished(finish_reason)
+            context.finish_reasons.append(finish_reason)
+            num_generated = len(request.output.tokens)
+            metrics.request_prompt_tokens.observe(len(request.source_tokens or request.input_ids))
+            metrics.request_generation_tokens.observe(num_generated)
             if times:
-                self.metrics.time_to_first_token.observe(times[0] - self.start_time)
-                num_intervals = len(request.output.tokens) - 1
-                if num_intervals > 0:
-                    self.metrics.time_per_output_token.observe((times[-1] - times[0]) / num_intervals)
+                metrics.time_to_first_token.observe(times[0] - self.start_time)
+                metrics.e2e_request_latency.observe(times[-1] - self.start_time)
+                if num_generated > 1:
+                    metrics.time_per_output_token.observe((times[-1] - times[0]) / (num_generated - 1))

@@ -5,15 +5,40 @@ Unsupported fields that would change the result are rejected. Other unknown fiel
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from cutaway.serve.errors import APIError
+from cutaway.serve.limits import Limits
 
+# Lists are bounded by the default limits, and validation stops at the first invalid item. Otherwise, validating a list
+# of 100,000 invalid items and formatting as many errors would take seconds.
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
-PromptInput = str | list[str] | list[TokenId] | list[list[TokenId]]
+TokenIds = Annotated[list[TokenId], Field(max_length=Limits.max_prompt_tokens, fail_fast=True)]
+MAX_INPUTS = max(Limits.max_prompts, Limits.max_embedding_inputs)
+PromptInput = (
+    str
+    | Annotated[list[str], Field(max_length=MAX_INPUTS, fail_fast=True)]
+    | TokenIds
+    | Annotated[list[TokenIds], Field(max_length=MAX_INPUTS, fail_fast=True)]
+)
+
+
+def _check_logit_bias_length(value: object) -> object:
+    """Raise if there are too many entries. `max_length` alone is checked after the entries."""
+    if isinstance(value, dict) and len(value) > Limits.max_logit_biases:
+        raise ValueError(f"there are more than {Limits.max_logit_biases} tokens; send fewer")
+    return value
+
+
+LogitBias = Annotated[
+    dict[str, Annotated[float, Field(ge=-100, le=100)]],
+    Field(max_length=Limits.max_logit_biases),
+    BeforeValidator(_check_logit_bias_length),
+]
 UNSUPPORTED_FIELDS = {
     "audio", "chat_template", "chat_template_kwargs", "dimensions", "documents", "echo", "function_call", "functions",
-    "grammar", "guided_json", "guided_regex", "modalities", "reasoning_effort", "response_format", "suffix",
+    "grammar", "guided_choice", "guided_grammar", "guided_json", "guided_regex", "json_schema", "modalities",
+    "reasoning_effort", "response_format", "structured_outputs", "suffix",
     "tool_choice", "tools", "verbosity", "web_search_options",
 }  # fmt: skip
 """Fields that would change the result. Requests of routes that do not have them are rejected."""
@@ -37,9 +62,9 @@ class OpenAIBaseModel(BaseModel):
 
     def check_unsupported_fields(self) -> None:
         """Raise if an unsupported field would change the result."""
-        for name, value in (self.model_extra or {}).items():
-            no_op_values = (*NO_OP_VALUES, *NO_OP_VALUES_BY_FIELD.get(name, ()))
-            if name in UNSUPPORTED_FIELDS and value not in no_op_values:
+        extra = self.model_extra or {}
+        for name in sorted(UNSUPPORTED_FIELDS & extra.keys()):
+            if extra[name] not in (*NO_OP_VALUES, *NO_OP_VALUES_BY_FIELD.get(name, ())):
                 message = f"{name} is not supported by this server; leave it out"
                 raise APIError(400, message, param=name, code="unsupported_parameter")
 
@@ -47,6 +72,33 @@ class OpenAIBaseModel(BaseModel):
 class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True)
     include_usage: bool | None = None
+
+
+class JSONSchemaFormat(BaseModel):
+    """Field `json_schema` of `response_format`."""
+
+    model_config = ConfigDict(strict=True)
+    name: str | None = None
+    schema_: Annotated[dict[str, Any] | bool | None, Field(alias="schema")] = None
+
+
+class ResponseFormat(BaseModel):
+    """Format of the completion: text, a JSON object, or JSON that matches a schema."""
+
+    model_config = ConfigDict(strict=True)
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JSONSchemaFormat | None = None
+
+
+class StructuredOutputs(BaseModel):
+    """Field `structured_outputs`, named as in vLLM: what the completion must match."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    json_: Annotated[dict[str, Any] | bool | str | None, Field(alias="json")] = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
 
 
 class GenerationRequest(OpenAIBaseModel):
@@ -60,17 +112,24 @@ class GenerationRequest(OpenAIBaseModel):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
-    stop: str | list[str] | None = None
+    logit_bias: LogitBias | None = None
+    stop: str | Annotated[list[str], Field(max_length=Limits.max_stop_strings, fail_fast=True)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     # These fields are not in the OpenAI API. They are named as in vLLM.
     top_k: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.001, le=1000)] | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
-    stop_token_ids: list[TokenId] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=Limits.max_logit_biases, fail_fast=True)] | None = None
     ignore_eos: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | bool | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
 
 
 class CompletionRequest(GenerationRequest):
@@ -97,16 +156,34 @@ class ChatMessage(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="ignore")
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[ContentPartText] | None = None
+    content: (
+        str | Annotated[list[ContentPartText], Field(max_length=Limits.max_content_parts, fail_fast=True)] | None
+    ) = None
     name: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
 
 
+def _check_num_parts(value: object) -> object:
+    """Raise if the messages have too many content parts in total, before creating an object for each."""
+    messages = value if isinstance(value, list) else []
+    contents = (message.get("content") for message in messages if isinstance(message, dict))
+    if sum(len(content) for content in contents if isinstance(content, list)) > Limits.max_content_parts:
+        raise ValueError(f"there are more than {Limits.max_content_parts} content parts; join them")
+    return value
+
+
+ChatMessages = Annotated[
+    list[ChatMessage],
+    Field(min_length=1, max_length=Limits.max_messages, fail_fast=True),
+    BeforeValidator(_check_num_parts),
+]
+
+
 class ChatCompletionRequest(GenerationRequest):
     """Body of /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: ChatMessages
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
@@ -131,11 +208,11 @@ class TokenizeRequest(OpenAIBaseModel):
     """Body of /tokenize."""
 
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    messages: ChatMessages | None = None
     add_special_tokens: bool = True
 
 
 class DetokenizeRequest(OpenAIBaseModel):
     """Body of /detokenize."""
 
-    tokens: list[TokenId]
+    tokens: TokenIds

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 from cutaway.errors import InputError
 from cutaway.generate import SamplingParams
+from cutaway.generate.structured_output.constraint import JSON_OBJECT_SCHEMA
 from cutaway.serve.errors import APIError
 from cutaway.serve.limits import Limits
 from cutaway.serve.openai.fill_in_the_middle import build_fim_encoder, fim_stop_token_ids
@@ -17,6 +18,7 @@ from cutaway.serve.openai.protocol import (
     CompletionRequest,
     GenerationRequest,
     PromptInput,
+    StructuredOutputs,
 )
 from cutaway.serve.openai.reasoning import chat_template_kwargs
 from cutaway.serve.openai.serving_engine import ServingEngine
@@ -72,11 +74,41 @@ def _to_sampling_params(
         "logprobs": logprobs,
         "prompt_logprobs": max(counts, default=None),
     }
+    params |= _constraint_params(request)
     try:
         return SamplingParams(**{name: value for name, value in params.items() if value is not None})
     except InputError as error:
         name = str(error).split(maxsplit=1)[0]
         raise APIError(400, str(error), param=name if name in params else None) from None
+
+
+def _constraint_params(request: GenerationRequest) -> dict[str, object]:
+    """Fields of `SamplingParams` for the response format and for the fields of vLLM. Raise if there are several."""
+    response_format, structured = request.response_format, request.structured_outputs or StructuredOutputs()
+    given: list[tuple[str, str, object]] = [
+        ("guided_json", "schema", request.guided_json),
+        ("guided_regex", "regex", request.guided_regex),
+        ("guided_choice", "choice", request.guided_choice),
+        ("guided_grammar", "grammar", request.guided_grammar),
+        ("structured_outputs", "schema", structured.json_),
+        ("structured_outputs", "schema", JSON_OBJECT_SCHEMA if structured.json_object else None),
+        ("structured_outputs", "regex", structured.regex),
+        ("structured_outputs", "choice", structured.choice),
+        ("structured_outputs", "grammar", structured.grammar),
+    ]
+    if response_format is not None and response_format.type == "json_object":
+        given.append(("response_format", "schema", JSON_OBJECT_SCHEMA))
+    elif response_format is not None and response_format.type == "json_schema":
+        schema = response_format.json_schema and response_format.json_schema.schema_
+        if schema is None:
+            message = "response_format has no json_schema.schema; add the JSON schema of the answer"
+            raise APIError(400, message, param="response_format")
+        given.append(("response_format", "schema", schema))
+    given = [entry for entry in given if entry[2] is not None]
+    if len(given) > 1:
+        names = " and ".join(dict.fromkeys(name for name, *_ in given))
+        raise APIError(400, f"{names} set more than one format of the completion; set one", param=given[1][0])
+    return {field: value for _, field, value in given}
 
 
 def map_completion_request(

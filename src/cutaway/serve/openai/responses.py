@@ -15,22 +15,25 @@ from cutaway.serve.openai import request_mapping
 from cutaway.serve.openai.completion_stream import CompletionStream
 from cutaway.serve.openai.response_builder import ResponseBuilder
 from cutaway.serve.openai.responses_protocol import ResponsesRequest, to_chat_request
-from cutaway.serve.openai.serving_engine import ServingEngine, to_api_error
+from cutaway.serve.openai.served_models import ServedModels
+from cutaway.serve.openai.serving_engine import to_api_error
 from cutaway.serve.openai.sse import SSEResponse, with_cancellation
 
 Data = dict[str, Any]
 
 
-def add_responses_route(router: APIRouter, serving: ServingEngine) -> None:
+def add_responses_route(router: APIRouter, models: ServedModels) -> None:
     """Add the route /v1/responses."""
 
     @router.post("/v1/responses", responses={200: {"content": {"application/json": {}, "text/event-stream": {}}}})
     async def responses(request: ResponsesRequest, raw_request: Request) -> Response:
         """Generate a response to a text or to a list of items, with the checkpoint's chat template."""
-        serving.check_model_name(request.model)
+        serving = models.find(request.model)
         chat_request = to_chat_request(request)
         encode_prompts, params = request_mapping.map_chat_request(chat_request, serving)
-        stream = await serving.submit(encode_prompts, params, serving.adapter_of(request.model))
+        stream = await serving.submit(
+            encode_prompts, params, serving.adapter_of(request.model), priority=chat_request.priority or 0
+        )
         model = request.model or serving.served_model_name
         chat_builder = ResponseBuilder(serving, model, is_chat=True, num_logprobs=params.logprobs)
         events = ResponseEvents(request, chat_builder)

@@ -25,6 +25,7 @@ from cutaway.serve.openai import request_mapping
 from cutaway.serve.openai.classification import DisconnectedError
 from cutaway.serve.openai.embeddings import compute_embeddings
 from cutaway.serve.openai.protocol import OpenAIBaseModel
+from cutaway.serve.openai.served_models import ServedModels
 from cutaway.serve.openai.serving_engine import ServingEngine, check_encoded_texts, context_length_error
 from cutaway.serve.openai.sse import with_cancellation
 from cutaway.tokenizer.text_encoder import TextEncoder
@@ -64,7 +65,7 @@ class RerankRequest(OpenAIBaseModel):
     truncate_prompt_tokens: Literal[-1] | None = None
 
 
-def add_scoring_routes(router: APIRouter, serving: ServingEngine) -> None:
+def add_scoring_routes(router: APIRouter, models: ServedModels) -> None:
     """Add the routes /v1/score and /v1/rerank, also under the other paths that vLLM has."""
     encoders: dict[ServingEngine, TextEncoder] = {}
 
@@ -79,7 +80,7 @@ def add_scoring_routes(router: APIRouter, serving: ServingEngine) -> None:
     @router.post("/v1/score")
     async def score(request: ScoreRequest, raw_request: Request) -> Response:
         """Score pairs of texts: with a cross-encoder, or as the cosine similarity of their embeddings."""
-        serving.check_model_name(request.model)
+        serving = models.find(request.model)
         request.check_unsupported_fields()
         firsts, seconds = _as_list(request.text_1), _as_list(request.text_2)
         if 1 not in (len(firsts), len(seconds)) and len(firsts) != len(seconds):
@@ -107,7 +108,7 @@ def add_scoring_routes(router: APIRouter, serving: ServingEngine) -> None:
     @router.post("/v2/rerank", include_in_schema=False)
     async def rerank(request: RerankRequest, raw_request: Request) -> Response:
         """Sort documents by their relevance to a query, the most relevant one first."""
-        serving.check_model_name(request.model)
+        serving = models.find(request.model)
         request.check_unsupported_fields()
         documents = [document if isinstance(document, str) else document.text for document in request.documents]
         settings = serving.sentence_transformers_config
@@ -154,7 +155,7 @@ def add_scoring_routes(router: APIRouter, serving: ServingEngine) -> None:
             scores, total = await with_cancellation(raw_request, future, serving.limits)
         finally:
             disconnected.set()
-        serving.metrics.prompt_tokens.inc(total)
+        serving.record_prompt_tokens(total)
         return scores, total
 
 

@@ -5,19 +5,20 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 from cutaway.errors import InputError
-from cutaway.generate import BusyError, Engine, EngineError, SamplingParams
-from cutaway.generate.engine.config import build_engine_config, reduce_num_seqs_to_fit
+from cutaway.generate import BusyError, Engine, EngineError, RequestGroup, SamplingParams
+from cutaway.generate.engine.config import EngineOptions, SchedulingPolicy, build_engine_config, reduce_num_seqs_to_fit
 from cutaway.generate.generation_config import CheckpointLike, apply_generation_config, unpack_checkpoint
 from cutaway.generate.sampling.sampling_params import completion_seeds
 from cutaway.model.adapters.adapter_methods import BASE_ADAPTER
 from cutaway.serve.errors import APIError, overload_error
 from cutaway.serve.limits import Limits
-from cutaway.serve.metrics import ServerMetrics
+from cutaway.serve.metrics import ModelMetrics, ServerMetrics
 from cutaway.serve.openai.completion_stream import CompletionStream, EventLoopNotifier
 from cutaway.serve.openai.token_decoder import TokenDecoder
+from cutaway.serve.request_context import RequestContext, current_request
 from cutaway.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -36,12 +37,16 @@ class ServingEngine:
         *,
         max_num_seqs: int | None = None,
         max_model_len: int | None = None,
+        memory_utilization: float | None = None,
+        scheduling_policy: SchedulingPolicy = "round-robin",
         pooling: str | None = None,
         weight_bits: int | None = None,
         adapters: Sequence[str] = (),
+        metrics: ServerMetrics | None = None,
     ) -> None:
         """`adapters`: names of adapters of the model that are served under their names. Requests for
-        `served_model_name` use the model's active adapter if it is not one of them, else the base model."""
+        `served_model_name` use the model's active adapter if it is not one of them, else the base model.
+        `metrics`: metrics of the server, to which those of the model are added."""
         self.model, self.tokenizer, self.generation_config = unpack_checkpoint(checkpoint)
         self.model.eval()
         self.hf_config: Mapping[str, Any] = getattr(checkpoint, "hf_config", {})
@@ -52,11 +57,18 @@ class ServingEngine:
         """Adapter of each served name; None is the base model."""
         if len(self.adapters) <= len(adapters):
             raise InputError(f"the model and an adapter have the same name '{served_model_name}'; rename one of them")
-        self.metrics = ServerMetrics()
+        self.metrics = ModelMetrics(metrics or ServerMetrics(), served_model_name)
         self.token_decoder = None if self.tokenizer is None else TokenDecoder(self.tokenizer)
         self.engine: Engine | None = None
         if "decoder" in self.model.stacks and self.model.config.head.kind == "lm":
-            self.engine = self._start_engine(max_num_seqs, max_model_len, weight_bits)
+            self.engine = self._start_engine(
+                max_num_seqs,
+                max_model_len,
+                cache_implementation="paged",
+                memory_utilization=memory_utilization,
+                scheduling_policy=scheduling_policy,
+                weight_bits=weight_bits,
+            )
         self.is_encoder_decoder = "encoder" in self.model.stacks and self.engine is not None
         """If True, prompts are encoder inputs, which do not count toward the decoder's context."""
         self.notifier: EventLoopNotifier | None = None
@@ -74,10 +86,17 @@ class ServingEngine:
             max_num_seqs = engine.config.max_num_seqs
             add_gauge("max_num_seqs", "Maximum number of completions in progress.", lambda: max_num_seqs)
             add_gauge("kv_cache_usage_ratio", "Fraction of the KV cache in use.", self.kv_cache_usage)
+            stats, add_counter = engine.scheduler.stats, self.metrics.add_counter
+            queries, hits = "Prompt tokens looked up in the prefix cache.", "Prompt tokens found in the prefix cache."
+            add_counter("prefix_cache_queries", queries, lambda: stats.prefix_cache_queries)
+            add_counter("prefix_cache_hits", hits, lambda: stats.prefix_cache_hits)
+            add_counter("num_preemptions", "Completions that were preempted.", lambda: stats.num_preemptions)
         description = "Requests waiting for tokenization or embedding."
         add_gauge("num_requests_preprocessing", description, lambda: self.num_preprocessing)
 
-    def _start_engine(self, max_num_seqs: int | None, max_model_len: int | None, weight_bits: int | None) -> Engine:
+    def _start_engine(
+        self, max_num_seqs: int | None, max_model_len: int | None, **options: Unpack[EngineOptions]
+    ) -> Engine:
         context = self.model.config.context
         if max_model_len is None:
             max_model_len = min(context or DEFAULT_MAX_MODEL_LEN, DEFAULT_MAX_MODEL_LEN)
@@ -86,8 +105,8 @@ class ServingEngine:
             self.generation_config,
             max_num_seqs=max_num_seqs or DEFAULT_MAX_NUM_SEQS,
             max_model_len=max_model_len,
-            weight_bits=weight_bits,
             adapters=tuple(self.adapters.values()),
+            **options,
             max_source_len=min(context or DEFAULT_MAX_SOURCE_LEN, DEFAULT_MAX_SOURCE_LEN),
         )
         engine_config = engine_config if max_num_seqs is not None else reduce_num_seqs_to_fit(engine_config)
@@ -118,16 +137,11 @@ class ServingEngine:
     def kv_cache_usage(self) -> float:
         engine = self.engine
         assert engine is not None
-        num_tokens = sum(request.num_computed_tokens for request in list(engine.scheduler.running))
-        return num_tokens / (engine.config.max_num_seqs * engine.config.num_slots)
-
-    def check_model_name(self, model: str | None) -> None:
-        if model is not None and model not in self.adapters:
-            message = f"the model does not exist on this server; use {' or '.join(self.adapters)}"
-            raise APIError(404, message, code="model_not_found")
+        assert engine.scheduler.page_pool is not None
+        return engine.scheduler.page_pool.usage
 
     def adapter_of(self, model: str | None) -> str | None:
-        """Adapter of a served name, which `check_model_name` has checked; None is the base model."""
+        """Adapter of a served name, which `ServedModels.find` has checked; None is the base model."""
         return self.adapters[model or self.served_model_name]
 
     def get_tokenizer(self) -> Tokenizer:
@@ -178,18 +192,23 @@ class ServingEngine:
     # Completions
 
     async def submit(
-        self, encode_prompts: Callable[[], list[list[int]]], params: SamplingParams, adapter: str | None = None
+        self,
+        encode_prompts: Callable[[], list[list[int]]],
+        params: SamplingParams,
+        adapter: str | None = None,
+        *,
+        priority: int = 0,
     ) -> CompletionStream:
-        """Tokenize the prompts and submit them to the engine."""
+        """Tokenize the prompts and submit them to the engine. Requests of different clients take turns."""
         if self.engine is None:
             is_classifier = self.model.config.head.kind == "sequence-classification"
             name = "a classifier" if is_classifier else "an encoder" if "encoder" in self.model.stacks else "no LM"
             route = "/classify" if is_classifier else "/v1/embeddings"
             raise APIError(400, f"this model is {name}, which does not generate text; use {route}")
         self.notifier = self.notifier or EventLoopNotifier(asyncio.get_running_loop())
-        start_time = asyncio.get_running_loop().time()
+        start_time, context = asyncio.get_running_loop().time(), current_request()
         stream = await self.run_in_pool(
-            lambda: self._submit_prompts(encode_prompts(), params, adapter),
+            lambda: self._submit_prompts(encode_prompts(), params, adapter, priority, context),
             timeout=self.limits.tokenize_timeout,
             on_abandoned=CompletionStream.abort,
         )
@@ -197,12 +216,18 @@ class ServingEngine:
         return stream
 
     def _submit_prompts(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, adapter: str | None
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        adapter: str | None,
+        priority: int,
+        context: RequestContext,
     ) -> CompletionStream:
         """Submit all completions of the request, or none if there is an error. This runs in a thread."""
         engine, requests = self.engine, []
         assert engine is not None
         assert self.notifier is not None
+        group = RequestGroup(context.client, engine.config.resolved_max_seqs_per_request)
         forced_bos = self.generation_config.forced_bos_token_id
         output_prefix = [forced_bos] if self.is_encoder_decoder and forced_bos is not None else []
         try:
@@ -215,10 +240,12 @@ class ServingEngine:
                         seed=seed,
                         output_prefix=output_prefix,
                         adapter=BASE_ADAPTER if adapter is None else adapter,
+                        group=group,
+                        priority=priority,
                     )
                     for seed in completion_seeds(params)
                 ]
-            return CompletionStream(requests, sum(map(len, prompts)), self.notifier, self.metrics)
+            return CompletionStream(requests, sum(map(len, prompts)), self.notifier, self.metrics, context)
         except BaseException as error:
             for request in requests:
                 request.abort()
@@ -266,6 +293,11 @@ class ServingEngine:
         max_characters = self.limits.max_characters_per_token * self.max_prompt_len
         if any(len(text) > max_characters for text in texts):
             raise context_length_error(f"a text has more than {max_characters} characters", self.max_prompt_len)
+
+    def record_prompt_tokens(self, count: int) -> None:
+        """Add the tokens of texts that were embedded or classified to the metrics and to the HTTP request."""
+        self.metrics.prompt_tokens.inc(count)
+        current_request().add_tokens(count)
 
     def close(self) -> None:
         """Stop the engine and the thread pools. Waiting requests fail."""

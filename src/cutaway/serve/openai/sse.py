@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import TypeVar
 
@@ -11,7 +11,7 @@ from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from cutaway.serve.disconnect import ClientDisconnectedError, run_until_disconnect
-from cutaway.serve.errors import APIError
+from cutaway.serve.errors import APIError, shutdown_error
 from cutaway.serve.limits import Limits
 from cutaway.serve.openai.completion_stream import CompletionStream
 from cutaway.serve.openai.serving_engine import to_api_error
@@ -47,20 +47,30 @@ class SSEResponse(Response):
         super().__init__(headers={"x-accel-buffering": "no"})
         del self.headers["content-length"]
         self.stream, self.chunks, self.limits = stream, chunks, limits
+        self.is_open = False
+        """Whether the response has started and its last event has not been sent."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            with suppress(ClientDisconnectedError):
-                await run_until_disconnect(self._send_events(send), receive)
-        finally:
-            self.stream.abort()
-
-    async def _send_events(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-
         async def write(data: bytes, *, more: bool = True) -> None:
             await send({"type": "http.response.body", "body": data, "more_body": more})
 
+        async def send_events() -> None:
+            self.is_open = True
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await self._write_events(write)
+
+        try:
+            with suppress(ClientDisconnectedError):
+                await run_until_disconnect(send_events(), receive)
+        except asyncio.CancelledError:  # the server shuts down
+            if self.is_open:
+                await write(_format_sse_event(shutdown_error().to_dict()))
+                await write(b"data: [DONE]\n\n", more=False)
+            raise
+        finally:
+            self.stream.abort()
+
+    async def _write_events(self, write: Callable[..., Awaitable[None]]) -> None:
         try:
             async with asyncio.timeout(self.limits.request_timeout):
                 async for chunk in self.chunks:
@@ -69,4 +79,5 @@ class SSEResponse(Response):
             await write(_format_sse_event(_timeout_error(self.limits).to_dict()))
         except Exception as error:  # the status line is already sent, so the error is an event of the stream
             await write(_format_sse_event(to_api_error(error).to_dict()))
+        self.is_open = False
         await write(b"data: [DONE]\n\n", more=False)

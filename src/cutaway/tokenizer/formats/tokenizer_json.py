@@ -13,6 +13,7 @@ from tokenizers.models import BPE
 from cutaway.errors import InputError
 from cutaway.tokenizer.file_io import MAX_VOCAB_SIZE, JsonObject, wrap_tokenizers_errors
 from cutaway.tokenizer.formats.sentencepiece import validate_charsmap
+from cutaway.tokenizer.regex_ambiguity import is_slow
 from cutaway.tokenizer.vocabulary import Vocabulary, validate_vocab
 
 _MAX_TEXT_EXPANSION = 256
@@ -31,6 +32,17 @@ def check_text_expansion(content: Mapping[str, object], path: Path) -> None:
         factor *= _expansion_factor(step)
     if not factor <= _MAX_TEXT_EXPANSION or _num_inserted_tokens(content.get("post_processor")) > _MAX_TEXT_EXPANSION:
         raise InputError(f"{path} could lengthen texts more than {_MAX_TEXT_EXPANSION} times; download the file again")
+
+
+def check_regular_expressions(content: Mapping[str, object], path: Path) -> None:
+    """Raise if a regular expression of an untrusted file takes too long on some texts."""
+    for step in flatten_steps([content.get("normalizer"), content.get("pre_tokenizer"), content.get("decoder")]):
+        match step:
+            case {"pattern": {"Regex": str(pattern)}} if is_slow(pattern):
+                raise InputError(
+                    f"{path} has the regular expression {pattern!r:.80} in a step of type {step.get('type')!r:.40}, for"
+                    " which some texts take exponential time; replace it by one without nested quantifiers"
+                )
 
 
 def flatten_steps(steps: list[object]) -> list[JsonObject]:

@@ -3,11 +3,13 @@
 import json
 import multiprocessing
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
-from multiprocessing import connection
+from multiprocessing import connection, forkserver
 from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -80,6 +82,8 @@ def run_jobs(
     if sys.platform == "linux":
         context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["cutaway.train.ablate.worker", "cutaway.train.ablate.measurements"])
+    if sys.platform == "linux":
+        _start_fork_server()
     try:
         while pending or running:
             while pending and len(running) < num_parallel:
@@ -107,6 +111,18 @@ def run_jobs(
         _terminate_jobs(running)
         raise
     return {key: json.loads((directory / OUTCOME_FILE).read_text("utf-8")) for key, directory in directories.items()}
+
+
+def _start_fork_server() -> None:
+    """Start the fork server without SIGHUP: if a terminal is closed, the server must outlive the workers' last save."""
+    if threading.current_thread() is not threading.main_thread():
+        forkserver.ensure_running()
+        return
+    previous_handler = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.signal(signal.SIGHUP, previous_handler)
 
 
 def _max_parallel_runs(plan: AblationPlan, device: torch.device) -> int:

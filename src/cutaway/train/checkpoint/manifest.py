@@ -36,6 +36,8 @@ class TrainerState(BaseModel):
     """Size of metrics.jsonl at this step in bytes. A resumed run truncates the file to this size."""
     timings_bytes: int = 0
     """Size of timings.jsonl at this step in bytes."""
+    num_threads: int | None = None
+    """Number of CPU threads, which determines the order of sums. None on a GPU."""
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ConfigDict
 
 from cutaway.config import Config, to_dict
 from cutaway.config import config as read_config
@@ -36,6 +37,7 @@ class BaseCheckpointInfo:
     All fields are empty if the run trains from scratch.
     """
 
+    __pydantic_config__ = ConfigDict(extra="forbid")  # when run.json is read
     family: str | None = None
     hf_config: dict[str, Any] = field(default_factory=dict)
     generation_config: dict[str, Any] = field(default_factory=dict)

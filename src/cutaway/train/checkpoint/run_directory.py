@@ -1,30 +1,45 @@
 """Run directory: recipe, tokenizer, logs, checkpoints, snapshots and the exported model of a training run."""
 
-import fcntl
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any, Literal
 
-from cutaway.errors import InputError
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from cutaway.config.node import build_config_error
+from cutaway.errors import ConfigError, InputError
 from cutaway.families.checkpoint import Checkpoint
 from cutaway.families.load import GENERATION_CONFIG_NAME
 from cutaway.families.peft_format import save_adapter
 from cutaway.model import Transformer
 from cutaway.tokenizer import Tokenizer, load_tokenizer
 from cutaway.train.checkpoint.atomic_directory import (
+    list_directory,
     remove_hidden_directory,
     rename_into_place,
     temporary_directory,
 )
 from cutaway.train.checkpoint.pretrained_checkpoint import BaseCheckpointInfo
+from cutaway.train.checkpoint.run_lock import LOCK_FILE, RunLock, is_locked
+from cutaway.train.logging.metrics_log import read_metrics_log
 from cutaway.train.recipe.load import load_recipe
 from cutaway.train.recipe.schema import PretrainedModelConfig, Recipe
 
-RUN_FILE = "run.json"
-RUN_FORMAT = 1
+RUN_FILE, CHECKPOINTS = "run.json", "checkpoints"
+RUN_FORMAT: Literal[1] = 1
+
+
+class RunMetadata(BaseModel):
+    """Contents of run.json."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    format: Literal[1] = RUN_FORMAT
+    data_fingerprint: str
+    recipe: dict[str, Any]
+    base_checkpoint: BaseCheckpointInfo = BaseCheckpointInfo()
 
 
 @dataclass(frozen=True)
@@ -38,12 +53,21 @@ class RunDirectory:
 
     @classmethod
     def create(
-        cls, directory: Path, recipe: Recipe, tokenizer: Tokenizer, data_fingerprint: str, base_info: BaseCheckpointInfo
+        cls,
+        directory: Path,
+        recipe: Recipe,
+        tokenizer: Tokenizer,
+        data_fingerprint: str,
+        base_info: BaseCheckpointInfo,
+        lock: RunLock,
     ) -> "RunDirectory":
-        """Create a run directory with the recipe and the tokenizer. If the directory exists, it must be empty."""
+        """Create a run directory with the recipe and the tokenizer, and lock it. If it exists, it must be empty."""
         check_new_directory(directory)
         directory.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+        check_new_directory(directory)  # another process may have created the same run before it had the lock
         tokenizer.save(directory / "tokenizer")
+        (directory / CHECKPOINTS).mkdir(exist_ok=True)  # a run without this directory has lost its checkpoints
         metadata = {
             "format": RUN_FORMAT,
             "data_fingerprint": data_fingerprint,
@@ -59,20 +83,32 @@ class RunDirectory:
     def open(cls, directory: Path) -> "RunDirectory":
         """Read the recipe and the metadata of a run directory. Raises InputError if it is not a run directory."""
         path = directory / RUN_FILE
+        data: Any = None
         try:
-            metadata = json.loads(path.read_text(encoding="utf-8"))
+            data = json.loads(path.read_text(encoding="utf-8"))
+            if isinstance(data, dict) and data.get("format") != RUN_FORMAT:
+                raise InputError(
+                    f"'{path}' does not have the supported format ('format': {RUN_FORMAT}); update cutaway"
+                )
+            metadata = RunMetadata.model_validate(data)
+            recipe = load_recipe(metadata.recipe)
         except FileNotFoundError:
             runs = sorted(str(each.parent) for each in directory.parent.glob(f"*/{RUN_FILE}"))
             near = f": {', '.join(get_close_matches(str(directory), runs, n=3, cutoff=0) or runs[:3])}" if runs else ""
             raise InputError(
                 f"'{directory}' has no {RUN_FILE}, so it is not a run directory; pass another{near}"
             ) from None
+        except ValidationError as error:
+            raise _damaged_error(path, build_config_error(error, data, num_tags=0)) from None
+        except ConfigError as error:
+            raise _damaged_error(path, f"recipe: {error}") from None
+        except InputError:
+            raise
+        except RecursionError:
+            raise _damaged_error(path, "its values are nested too deeply") from None
         except (OSError, ValueError) as error:
-            raise InputError(f"cannot read '{path}': {error}; restore it, or start a new run") from None
-        if not isinstance(metadata, dict) or metadata.get("format") != RUN_FORMAT:
-            raise InputError(f"'{path}' does not have the supported format ('format': {RUN_FORMAT}); update cutaway")
-        base_info = BaseCheckpointInfo(**metadata.get("base_checkpoint", {}))
-        return cls(directory, load_recipe(metadata["recipe"]), str(metadata["data_fingerprint"]), base_info)
+            raise _damaged_error(path, error) from None
+        return cls(directory, recipe, metadata.data_fingerprint, metadata.base_checkpoint)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -81,6 +117,30 @@ class RunDirectory:
         if tokenizer is None:
             raise InputError(f"'{path}' has no tokenizer; restore it, or start a new run")
         return tokenizer
+
+    def check_restart(self, log: Callable[[str], None]) -> None:
+        """Check a run that has no checkpoint, before it starts at step 0 again.
+
+        Raises InputError if it must have had one, because its logs and its model would be lost.
+        """
+        num_steps, interval = self._count_logged_steps(), self.recipe.checkpoint.interval
+        # A process may be killed while it writes its first checkpoint, which takes at most until the second is due.
+        num_unsaved = 2 * interval if self.checkpoint_directory.is_dir() else 0
+        if num_steps >= num_unsaved + interval or self.model_directory.exists():
+            raise InputError(
+                f"'{self.checkpoint_directory}' has no checkpoint, but the run has logged {num_steps:,} steps and saves"
+                f" one every {interval:,} steps: they were removed, or could not be written; restore them, or start a"
+                " new run in another directory"
+            )
+        if num_steps:
+            log(f"the run had no checkpoint yet; it starts at step 0 again, and {num_steps:,} logged steps are removed")
+
+    def _count_logged_steps(self) -> int:
+        """Number of the last step in the log. 0 if there is none, or if the log is damaged."""
+        try:
+            return max((int(row["step"]) for row in read_metrics_log(self.directory / "metrics.jsonl")), default=0)
+        except (OSError, ValueError, TypeError, KeyError):
+            return 0
 
     def check_data(self, fingerprint: str) -> None:
         """Raise InputError if the data has changed since the run started, i.e. if the fingerprint differs."""
@@ -121,7 +181,7 @@ class RunDirectory:
 
     @property
     def checkpoint_directory(self) -> Path:
-        return self.directory / "checkpoints"
+        return self.directory / CHECKPOINTS
 
     @property
     def snapshot_directory(self) -> Path:
@@ -131,33 +191,21 @@ class RunDirectory:
     def model_directory(self) -> Path:
         return self.directory / "model"
 
-    @contextmanager
-    def training_lock(self) -> Iterator[None]:
-        """Context in which `is_training` is true for other processes. A killed process releases the lock."""
-        with (self.directory / RUN_FILE).open("rb") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH)
-            except OSError:  # the file system has no locks
-                yield
-                return
-            yield
-
     def is_training(self) -> bool | None:
         """Whether a process trains this run. None if the file system has no locks."""
-        with (self.directory / RUN_FILE).open("rb") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return True
-            except OSError:
-                return None
-            return False
+        return is_locked(self.directory)
+
+
+def _damaged_error(path: Path, problem: object) -> InputError:
+    return InputError(f"cannot read '{path}': {problem}; restore it, or start a new run")
 
 
 def check_new_directory(directory: Path) -> None:
     """Raise InputError if the directory has files, except those of a run that was killed during start-up."""
-    startup_files = {"tokenizer", f".{RUN_FILE}"}
     if directory.exists() and not directory.is_dir():
         raise InputError(f"'{directory}' is a file, but a run needs a directory; pass another path")
-    if directory.exists() and {path.name for path in directory.iterdir()} - startup_files:
+    startup_files = {"tokenizer", f".{RUN_FILE}", LOCK_FILE}
+    if not list_directory(directory / CHECKPOINTS):
+        startup_files.add(CHECKPOINTS)
+    if {path.name for path in list_directory(directory)} - startup_files:
         raise InputError(f"'{directory}' is not empty; resume the run with --resume, or pass another directory")

@@ -1,6 +1,7 @@
 """Memory-mapped token files: .npy files that are written in chunks and memory-mapped for reading."""
 
 import os
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cutaway.train.data.tokenize import EncodedDocuments
+
+MAX_VERIFIED_BYTES = 1 << 30
+"""Maximum size in bytes of a file whose checksum is verified when it is opened, which takes about a second."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +36,12 @@ class TokenSplit:
     def open(cls, directory: Path, name: str, metadata: dict[str, Any], has_targets: bool) -> "TokenSplit":
         """Memory-map the files of the split `name`. `metadata` has the counts that `SplitWriter.finalize` returned.
 
-        Raises OSError if a file is missing, and ValueError if a file does not match the counts.
+        Raises OSError if a file is missing, and ValueError if a file does not match the counts and checksums.
         """
-        tokens, offsets = (_open_memmap(directory / f"{name}.{kind}.npy") for kind in ("tokens", "offsets"))
-        targets = _open_memmap(directory / f"{name}.targets.npy") if has_targets else None
+        checksums = metadata["crc32"]
+        kinds = ("tokens", "offsets", *(["targets"] if has_targets else []))
+        arrays = {kind: _open_memmap(directory / f"{name}.{kind}.npy", checksums[kind]) for kind in kinds}
+        tokens, offsets, targets = arrays["tokens"], arrays["offsets"], arrays.get("targets")
         split = cls(tokens, offsets, targets, int(metadata["num_bytes"]))
         is_complete = (
             len(tokens) == metadata["num_tokens"] == offsets[-1] and split.num_documents == metadata["num_documents"]
@@ -45,9 +51,12 @@ class TokenSplit:
         return split
 
 
-def _open_memmap(path: Path) -> NDArray[Any]:
+def _open_memmap(path: Path, checksum: int) -> NDArray[Any]:
     """Memory-map a file and return it as a plain array, because slices of numpy.memmap are slow."""
-    return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
+    array = np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
+    if array.nbytes <= MAX_VERIFIED_BYTES and zlib.crc32(array.data) != checksum:
+        raise ValueError(f"the checksum of {path} does not match")
+    return array
 
 
 class NpyAppender:
@@ -55,7 +64,7 @@ class NpyAppender:
 
     def __init__(self, path: Path, dtype: str) -> None:
         self.dtype = np.dtype(dtype)
-        self.length = 0
+        self.length = self.checksum = 0
         self.file = path.open("wb")
         self._write_header()
 
@@ -65,7 +74,9 @@ class NpyAppender:
         np.lib.format.write_array_header_1_0(self.file, header)
 
     def append(self, values: NDArray[Any]) -> None:
-        self.file.write(values.astype(self.dtype).tobytes())
+        data = values.astype(self.dtype).tobytes()
+        self.file.write(data)
+        self.checksum = zlib.crc32(data, self.checksum)
         self.length += len(values)
 
     def finalize(self) -> None:
@@ -83,7 +94,8 @@ class SplitWriter:
         self.tokens = NpyAppender(directory / f"{name}.tokens.npy", "<u2" if max_token_id < 1 << 16 else "<u4")
         self.offsets = NpyAppender(directory / f"{name}.offsets.npy", "<i8")
         self.targets = NpyAppender(directory / f"{name}.targets.npy", "<i8") if has_targets else None
-        self.arrays = [self.tokens, self.offsets, *([self.targets] if self.targets else [])]
+        self.arrays = {"tokens": self.tokens, "offsets": self.offsets}
+        self.arrays |= {"targets": self.targets} if self.targets else {}
         self.offsets.append(np.zeros(1, np.int64))
         self.num_bytes = 0
 
@@ -99,15 +111,20 @@ class SplitWriter:
             self.targets.append(ends - encoded.lengths[selected, 1])
         self.num_bytes += int(encoded.num_bytes[selected].sum())
 
-    def finalize(self) -> dict[str, int]:
-        """Flush the files to disk, and return the numbers of tokens, documents and UTF-8 bytes for data.json."""
-        for array in self.arrays:
+    def finalize(self) -> dict[str, object]:
+        """Flush the files to disk. Return the numbers of tokens, documents and bytes, and checksums, for data.json."""
+        for array in self.arrays.values():
             array.finalize()
-        return {"num_tokens": self.tokens.length, "num_documents": self.offsets.length - 1, "num_bytes": self.num_bytes}
+        return {
+            "num_tokens": self.tokens.length,
+            "num_documents": self.offsets.length - 1,
+            "num_bytes": self.num_bytes,
+            "crc32": {kind: array.checksum for kind, array in self.arrays.items()},
+        }
 
     def __enter__(self) -> "SplitWriter":
         return self
 
     def __exit__(self, *error: object) -> None:
-        for array in self.arrays:
+        for array in self.arrays.values():
             array.file.close()

@@ -18,6 +18,7 @@ from cutaway.train.checkpoint.pretrained_checkpoint import (
     resolve_model_config,
 )
 from cutaway.train.checkpoint.run_directory import RUN_FILE, RunDirectory, check_new_directory
+from cutaway.train.checkpoint.run_lock import RunLock
 from cutaway.train.data.record_data import RECORD_OBJECTIVES, uses_records
 from cutaway.train.data.task_data import add_task_head
 from cutaway.train.data.training_data import build_tokenizer, load_training_data
@@ -112,12 +113,30 @@ def prepare_trainer(
     """
     if run_directory is None and dist_context.is_restart and (directory / RUN_FILE).exists():
         return resume_trainer(directory, device=device, callback=callback, dist_context=dist_context)
+    callback = callback if callback is not None and dist_context.is_main_process else Callback()
+    lock = RunLock(directory, callback.on_message)
+    try:
+        return _build_trainer(recipe, directory, run_directory, lock, device, callback, dist_context)
+    except BaseException:
+        lock.release()
+        raise
+
+
+def _build_trainer(
+    recipe: Recipe,
+    directory: Path,
+    run_directory: RunDirectory | None,
+    lock: RunLock,
+    device: DeviceLike,
+    callback: Callback,
+    dist_context: DistributedContext,
+) -> Trainer:
+    """Build the Trainer of a run, whose main process has the lock when this returns."""
     # Devices and loggers of this rank
     device = dist_context.resolve_device(device)
     dist_context.init_mesh(recipe.parallel, device)
     recipe = resolve_precision(recipe, device)
     is_sharded = dist_context.mesh is not None
-    callback = callback if callback is not None and dist_context.is_main_process else Callback()
     log, free = callback.on_message, free_memory(device)
     has_adapter, has_records = check_adapter(recipe, is_sharded=is_sharded), uses_records(recipe.objective)
     if uses_reference_model(recipe.objective) and not isinstance(recipe.model, PretrainedModelConfig):
@@ -150,6 +169,8 @@ def prepare_trainer(
             base_info = BaseCheckpointInfo.from_checkpoint(base_checkpoint, with_fingerprint=is_base_needed)
             tokenizer = build_tokenizer(recipe.data, recipe.objective, base_checkpoint)
         else:
+            if dist_context.is_main_process:
+                lock.acquire()
             base_info, tokenizer = run_directory.base_info, run_directory.tokenizer
             base_checkpoint = reload_base_checkpoint(
                 recipe.model, base_info, recipe.training.precision, seed=recipe.training.seed
@@ -200,7 +221,7 @@ def prepare_trainer(
             is_task = isinstance(recipe.objective, TaskObjectiveConfig)  # the checks compare logits of tokens
             if recipe.training.preflight and not is_sharded and not is_task:
                 run_preflight(model, seed, log)
-            run_directory = RunDirectory.create(directory, recipe, tokenizer, data.fingerprint, base_info)
+            run_directory = RunDirectory.create(directory, recipe, tokenizer, data.fingerprint, base_info, lock)
         run_directory.check_data(data.fingerprint)
 
     # Parallelism, weights, optimizer
@@ -214,7 +235,16 @@ def prepare_trainer(
 
     # Trainer, restored from the newest checkpoint if there is one
     trainer = Trainer(
-        run_directory, training_module, wrapped_module, optimizer, data, objective_fn, callback, dist_context, reference
+        run_directory,
+        training_module,
+        wrapped_module,
+        optimizer,
+        data,
+        objective_fn,
+        callback,
+        dist_context,
+        lock,
+        reference,
     )
     trainer.restore_checkpoint()
     if trainer.global_step == 0 and base_info.config is not None and base_checkpoint is None:

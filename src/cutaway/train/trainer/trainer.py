@@ -31,6 +31,7 @@ from cutaway.train.checkpoint.failpoints import hit_failpoint
 from cutaway.train.checkpoint.manifest import TrainerState, checkpoint_name, read_checkpoint
 from cutaway.train.checkpoint.pretrained_checkpoint import resolve_export_family
 from cutaway.train.checkpoint.run_directory import RunDirectory
+from cutaway.train.checkpoint.run_lock import RunLock
 from cutaway.train.checkpoint.snapshots import SnapshotWriter, resolve_num_snapshots, snapshot_steps
 from cutaway.train.data.training_data import TrainingData
 from cutaway.train.distributed.parallelize import gather_full_model
@@ -58,7 +59,7 @@ from cutaway.train.trainer.training_module import TrainingModule
 
 @contextmanager
 def _stop_on_signals(stop_requested: threading.Event) -> Iterator[None]:
-    """On SIGTERM or Ctrl-C, request a stop after the current step. On a second Ctrl-C, stop immediately."""
+    """On SIGTERM, SIGHUP or Ctrl-C, request a stop after the current step. On a second Ctrl-C, stop immediately."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -68,7 +69,10 @@ def _stop_on_signals(stop_requested: threading.Event) -> Iterator[None]:
             raise KeyboardInterrupt
         stop_requested.set()
 
-    previous_handlers = {number: signal.signal(number, request_stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    numbers = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup: training continues without the terminal
+        numbers.append(signal.SIGHUP)
+    previous_handlers = {number: signal.signal(number, request_stop) for number in numbers}
     try:
         yield
     finally:
@@ -89,6 +93,8 @@ class Trainer:
     objective_fn: ObjectiveFn
     callback: Callback
     dist_context: DistributedContext
+    lock: RunLock
+    """Lock of the run directory, which the main process has until the end of `train`."""
     reference: ReferenceModel | None = None
     """Reference model of objective grpo, if objective.beta is not 0."""
 
@@ -173,6 +179,11 @@ class Trainer:
         )
         return {name: component for name, component in components if component is not None}
 
+    @property
+    def num_threads(self) -> int | None:
+        """Number of CPU threads, which changes the results by rounding. None on a GPU."""
+        return torch.get_num_threads() if self.model.device.type == "cpu" else None
+
     def save_checkpoint(self) -> None:
         """Save everything that the next step depends on. If writing fails, report it and continue training."""
         self.run_logger.flush()
@@ -181,6 +192,7 @@ class Trainer:
             data_fingerprint=self.run_directory.data_fingerprint,
             metrics_bytes=self.metrics_log.sync(),
             timings_bytes=self.timings_log.sync(),
+            num_threads=self.num_threads,
             **self.eval_tracker.state_dict(),
         )
         with self._report_write_errors():
@@ -206,6 +218,8 @@ class Trainer:
         """Restore the newest valid checkpoint, or start at step 0 if there is none."""
         restored = load_latest_state(self.checkpoint_manager, self.dist_context, self.callback.on_message)
         if restored is None:
+            if self.dist_context.is_main_process:
+                self.run_directory.check_restart(self.callback.on_message)
             self._open_logs(0, 0)
             return
         state = restored.state
@@ -219,6 +233,11 @@ class Trainer:
                     " run from its weights"
                 )
             component.load_state_dict(restored.tensor_groups[name])
+        if None not in (state.num_threads, self.num_threads) and state.num_threads != self.num_threads:
+            self.callback.on_message(
+                f"the run continues with {self.num_threads} CPU threads instead of {state.num_threads}, so that its"
+                f" results may differ by rounding; set OMP_NUM_THREADS={state.num_threads} for identical results"
+            )
         self.global_step = state.step
         self.eval_tracker.load_state(state)
         self._open_logs(state.metrics_bytes, state.timings_bytes)
@@ -241,7 +260,7 @@ class Trainer:
 
     def train(self) -> None:
         """Train until `training.max_steps`, or until a stop is requested. At the end, export the model."""
-        with self.run_directory.training_lock() if self.dist_context.is_main_process else nullcontext():
+        with self.lock if self.dist_context.is_main_process else nullcontext():
             self._run_steps()
             if self.is_finished:
                 if self.recipe.checkpoint.export == "best":

@@ -1,0 +1,1 @@
+"""Structured output: completions that match a JSON schema, a regular expression, a list of choices or a grammar."""
