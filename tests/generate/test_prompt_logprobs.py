@@ -65,7 +65,7 @@ def test_requests_with_a_common_prefix_do_not_wait_for_each_other() -> None:
     """Others wait for keys and values that a request in prefill computes; these compute their own."""
     model = build_randomized_model(decoder_config())
     [prompt] = random_prompts(2 * PAGE_SIZE + 9)
-    options: Any = {"max_model_len": len(prompt) + 1, "max_num_seqs": 2, "cache_implementation": "paged"}
+    options: Any = {"max_model_len": 6 * PAGE_SIZE, "max_num_seqs": 2, "cache_implementation": "paged"}
     for num_top, num_running in ((None, 1), (0, 2)):
         engine = Engine(EngineConfig(model, prefill_chunk_size=16, **options))
         for _ in range(2):
