@@ -61,6 +61,20 @@ def test_cached_prefixes_are_not_used() -> None:
             check(model, prompt, request.result(), num_top)
 
 
+def test_requests_with_a_common_prefix_do_not_wait_for_each_other() -> None:
+    """Others wait for keys and values that a request in prefill computes; these compute their own."""
+    model = build_randomized_model(decoder_config())
+    [prompt] = random_prompts(2 * PAGE_SIZE + 9)
+    options: Any = {"max_model_len": 6 * PAGE_SIZE, "max_num_seqs": 2, "cache_implementation": "paged"}
+    for num_top, num_running in ((None, 1), (0, 2)):
+        engine = Engine(EngineConfig(model, prefill_chunk_size=16, **options))
+        for _ in range(2):
+            engine.submit(prompt, SamplingParams(max_new_tokens=1, prompt_logprobs=num_top), seed=0)
+        engine.step()
+        assert len(engine.scheduler.running) == num_running
+        engine.run()
+
+
 @pytest.mark.parametrize(
     "scaling",
     [

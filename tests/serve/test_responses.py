@@ -112,6 +112,15 @@ def test_events_have_the_order_of_the_api(thinking_server: RunningServer) -> Non
     assert events[0].response.output == []
 
 
+def test_stream_helper_of_the_client_collects_the_response(thinking_server: RunningServer) -> None:
+    """It checks the order of the events and builds the response from the deltas."""
+    with client(thinking_server).responses.stream(model="tiny", input="hi", temperature=0) as stream:
+        snapshots = [event.snapshot for event in stream if event.type == "response.output_text.delta"]
+        final = stream.get_final_response()
+    assert snapshots[-1] == final.output_text == "four"
+    assert final.output[0].type == "reasoning"
+
+
 def test_reasoning_is_an_item_of_the_output(thinking_server: RunningServer) -> None:
     response = respond(thinking_server, input="hi")
     assert [item.type for item in response.output] == ["reasoning", "message"]

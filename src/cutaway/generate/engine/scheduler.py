@@ -108,7 +108,7 @@ class Scheduler:
 
         If they are only a few tokens, computing them again takes less time than waiting for a step."""
         pool = self.page_pool
-        if pool is None or not pool.prefix_caching or request.source_tokens is not None:
+        if pool is None or not pool.prefix_caching or not request.can_use_prefix_cache:
             return False
         for other in self.running[self.num_decoding :]:
             if other.adapter != request.adapter or other.input_ids[0] != request.input_ids[0]:

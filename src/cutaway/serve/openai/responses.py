@@ -32,7 +32,9 @@ def add_responses_route(router: APIRouter, models: ServedModels) -> None:
         serving = models.find(request.model)
         chat_request = to_chat_request(request)
         encode_prompts, params = request_mapping.map_chat_request(chat_request, serving)
-        stream = await serving.submit(encode_prompts, params, serving.adapter_of(request.model))
+        stream = await serving.submit(
+            encode_prompts, params, serving.adapter_of(request.model), priority=chat_request.priority or 0
+        )
         model = request.model or serving.served_model_name
         chat_builder = ResponseBuilder(serving, model, is_chat=True, num_logprobs=params.logprobs)
         events = ResponseEvents(request, chat_builder)
