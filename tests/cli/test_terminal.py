@@ -74,6 +74,10 @@ def test_control_sequences_are_escaped_on_a_terminal() -> None:
     assert b"\\x1b" not in output
 
 
+def test_impossible_terminal_width_is_ignored(run_cli: CliRunner) -> None:
+    assert len(run_cli("--help", columns=999_999_999)) < 20_000
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_signals_stop_an_ablation_like_ctrl_c(number: signal.Signals) -> None:
     previous_handler = signal.getsignal(number)
