@@ -88,6 +88,8 @@ def main() -> None:
     """Run the CLI. A CutawayError, OSError or MemoryError prints one message and exits with code 2."""
     bound_terminal_size()
     gc.set_threshold(100_000)  # imports create many objects but no garbage; collection takes a tenth of a short run
+    if len(os.environ.get("COLUMNS", "")) > 4:  # lines padded to such a width would fill the memory
+        del os.environ["COLUMNS"]
     if sys.stdout is None:  # closed by the parent process
         sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
     use_safe_terminals()

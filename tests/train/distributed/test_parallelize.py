@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from safetensors.torch import load_file
 
 import cutaway as ct
 from cutaway.tokenizer import train_bpe
+from cutaway.train.checkpoint.run_lock import RunLock
 from cutaway.train.trainer.launch import resume
 
 TEXT = [f"{a} and {b} make {a + b}\n" for a in range(40) for b in range(12)]
@@ -201,7 +203,7 @@ def test_world_size_can_change_on_resume(kind: str, run: RunJob, build_recipe: A
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("kind", "rank"), [("ddp", 1), ("fsdp", 0), ("tp", 1)])
 def test_killed_rank_stops_the_others(kind: str, rank: int, run: RunJob, build_recipe: Any, tmp_path: Path) -> None:
-    """The other rank fails with a message; the resumed run equals an uninterrupted one."""
+    """The other rank fails with a message; the resumed run equals an uninterrupted one, and only one may resume it."""
     recipe = build_recipe(**PARALLELISM[kind][1])
     expected = tmp_path / "expected"
     assert run(2, recipe=recipe, run=str(expected)) == [0, 0], output(expected)
@@ -210,6 +212,9 @@ def test_killed_rank_stops_the_others(kind: str, rank: int, run: RunJob, build_r
     assert exit_codes[rank] == -signal.SIGKILL
     assert exit_codes[1 - rank] == 2, output(tmp_path / "run")
     assert "another process failed" in output(tmp_path / "run")
+    with RunLock(tmp_path / "run"):  # the main process is refused, and the other one ends without a message of its own
+        assert run(2, **job, resume=True) == [2, 1], output(tmp_path / "run")
+    assert f"is being trained by process {os.getpid()}, " in output(tmp_path / "run")
     assert run(2, **job, resume=True) == [0, 0], output(tmp_path / "run")
     assert digest(tmp_path / "run") == digest(expected)
 
