@@ -26,6 +26,8 @@ PREFILL_SECONDS = 0.1
 NO_MEMORY_MESSAGE = (
     "there is too little free memory for the KV cache of this request; shorten it, or stop other programs"
 )
+FAIR_SHARE_STEPS = 8
+"""Number of steps that a request, whose client or group has no row, waits for one before others are preempted."""
 MIN_PREFILL_TOKENS = 32
 """Minimum number of tokens of such a prefill step: with fewer, reading the weights takes most of the time."""
 
@@ -72,7 +74,7 @@ class Engine:
 
         Disabled with LongRoPE, where the host needs each token to decide whether to prefill again."""
         self.condition = threading.Condition()
-        self.num_submitted = 0
+        self.num_submitted = self.num_steps = 0
         self.thread: threading.Thread | None = None
         self.closed = False
 
@@ -118,7 +120,7 @@ class Engine:
                     f"{len(self.waiting)} requests are waiting, which is the maximum (max_waiting); try again later"
                 )
             self.num_submitted += 1
-            request.arrival_index = self.num_submitted
+            request.arrival_index, request.arrival_step = self.num_submitted, self.num_steps
             self.waiting.append(request)
             self.condition.notify_all()
         return request
@@ -181,6 +183,7 @@ class Engine:
 
     def step(self) -> bool:
         """Admit waiting requests, run a prefill step and a decode step. Return whether unfinished requests remain."""
+        self.num_steps += 1
         training = any(model.training for model in self.models)
         try:
             with eval_mode(*self.models) if training else nullcontext():
@@ -279,7 +282,12 @@ class Engine:
             return request
         if not scheduler.preemption or (request is None and scheduler.has_free_row):
             return None
-        request = self._select_waiting(lambda each: counts.victim_for(each) is not None and is_eligible(each))
+
+        def may_preempt(request: Request) -> bool:
+            has_waited = self.num_steps - request.arrival_step >= FAIR_SHARE_STEPS
+            return has_waited and counts.victim_for(request) is not None and is_eligible(request)
+
+        request = self._select_waiting(may_preempt)
         if request is None or not self._can_batch(request):
             return None
         while not scheduler.allocate(request):
