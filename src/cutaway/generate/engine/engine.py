@@ -73,6 +73,9 @@ class Engine:
         """Launch the next decode step before the previous step's tokens are on the host, so that the GPU never idles.
 
         Disabled with LongRoPE, where the host needs each token to decide whether to prefill again."""
+        self.can_pause = config.model.device.type == "cpu"
+        self.paused_group: RequestGroup | None = None
+        """Group whose rows are left out of the current step."""
         self.condition = threading.Condition()
         self.num_submitted = self.num_steps = 0
         self.thread: threading.Thread | None = None
@@ -190,6 +193,7 @@ class Engine:
                 self._process_pending_if_finishing()
                 self._remove_aborted()
                 self._admit_waiting()
+                self.paused_group = self.scheduler.dominant_group() if self._may_pause() else None
                 self._prefill_step()
                 self._decode_step()
             return self.has_unfinished_requests
@@ -200,6 +204,13 @@ class Engine:
             reason = f"the engine failed ({type(error).__name__}: {error}); build a new one"
             self._fail_all(reason)
             raise EngineError(reason) from error
+
+    def _may_pause(self) -> bool:
+        """Whether the dominant group pauses in this step: on the CPU, in every second step.
+
+        There, the time of a step grows with the number of rows. Steps without the rows of a large request keep the
+        latency of small requests beside it below about twice their latency alone."""
+        return self.can_pause and self.num_steps % 2 == 0
 
     def _run_loop(self) -> None:
         while True:
@@ -319,7 +330,7 @@ class Engine:
         batch: list[Request] = []
         chunks: list[list[int]] = []
         first_row, budget = self.scheduler.num_decoding, self._prefill_budget()
-        while (request := self.scheduler.next_prefill(first_row + len(batch))) is not None:
+        while request := self.scheduler.next_prefill(first_row + len(batch), self.paused_group):
             chunk = self._next_prefill_chunk(request, budget)
             longest = max(map(len, [*chunks, chunk]))
             max_computed = max(each.num_computed_tokens for each in [*batch, request])
@@ -381,7 +392,8 @@ class Engine:
         Without async scheduling, this step's tokens are processed too.
         """
         self._allocate_decode_pages()
-        decoding = self.scheduler.decoding
+        paused = self.paused_group
+        decoding = self.scheduler.decoding if paused is None else self.scheduler.decoding_without(paused)
         launched = None
         start = time.perf_counter()
         if decoding:
@@ -392,7 +404,8 @@ class Engine:
                 for request in decoding:
                     request.num_computed_tokens += 1
                     request.num_launched_tokens += 1
-            self.decode_seconds = _moving_average(self.decode_seconds, time.perf_counter() - start)
+            if paused is None:
+                self.decode_seconds = _moving_average(self.decode_seconds, time.perf_counter() - start)
         self._process_pending()
         self.pending = launched
         if not self.async_scheduling:
