@@ -368,3 +368,25 @@ def test_long_prompt_does_not_delay_the_prefill_of_another_request(model: Transf
     assert not long.output.tokens
     engine.run()
     assert len(long.result().tokens) == 2
+
+
+@pytest.mark.parametrize("kind", ["paged", "full"])
+def test_large_request_pauses_in_every_second_step_beside_a_small_one(model: Transformer, kind: str) -> None:
+    config = EngineConfig(model, max_num_seqs=16, max_model_len=64, cache_implementation=kind)  # type: ignore[arg-type]
+    engine = Engine(config)
+    large = submit_group(engine, RequestGroup("a", 12), 14, 40)
+    for _ in range(4):
+        engine.step()
+    small = submit_group(engine, RequestGroup("b"), 2, 8)
+    while not small[0].output.tokens:
+        engine.step()
+    small_len, large_len = len(small[0].output.tokens), len(large[0].output.tokens)
+    for _ in range(6):
+        engine.step()
+    assert len(small[0].output.tokens) == small_len + 6
+    assert len(large[0].output.tokens) == large_len + 3
+    engine.run()
+    expected = build_engine(model)
+    requests = [([i + 1], SamplingParams(max_new_tokens=40)) for i in range(14)]
+    assert_equal_outputs(large, run(expected, requests))
+    assert_equal_outputs(small, run(expected, [([i + 1], SamplingParams(max_new_tokens=8)) for i in range(2)]))

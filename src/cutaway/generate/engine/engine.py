@@ -27,6 +27,8 @@ PREFILL_SECONDS = 0.1
 NO_MEMORY_MESSAGE = (
     "there is too little free memory for the KV cache of this request; shorten it, or stop other programs"
 )
+FAIR_SHARE_STEPS = 8
+"""Number of steps that a request, whose client or group has no row, waits for one before others are preempted."""
 MIN_PREFILL_TOKENS = 32
 """Minimum number of tokens of such a prefill step: with fewer, reading the weights takes most of the time."""
 
@@ -72,8 +74,11 @@ class Engine:
         """Launch the next decode step before the previous step's tokens are on the host, so that the GPU never idles.
 
         Disabled with LongRoPE, where the host needs each token to decide whether to prefill again."""
+        self.can_pause = config.model.device.type == "cpu"
+        self.paused_group: RequestGroup | None = None
+        """Group whose rows are left out of the current step."""
         self.condition = threading.Condition()
-        self.num_submitted = 0
+        self.num_submitted = self.num_steps = 0
         self.thread: threading.Thread | None = None
         self.closed = False
 
@@ -119,7 +124,7 @@ class Engine:
                     f"{len(self.waiting)} requests are waiting, which is the maximum (max_waiting); try again later"
                 )
             self.num_submitted += 1
-            request.arrival_index = self.num_submitted
+            request.arrival_index, request.arrival_step = self.num_submitted, self.num_steps
             self.waiting.append(request)
             self.condition.notify_all()
         return request
@@ -182,12 +187,14 @@ class Engine:
 
     def step(self) -> bool:
         """Admit waiting requests, run a prefill step and a decode step. Return whether unfinished requests remain."""
+        self.num_steps += 1
         training = any(model.training for model in self.models)
         try:
             with eval_mode(*self.models) if training else nullcontext():
                 self._process_pending_if_finishing()
                 self._remove_aborted()
                 self._admit_waiting()
+                self.paused_group = self.scheduler.dominant_group() if self._may_pause() else None
                 self._prefill_step()
                 self._decode_step()
             return self.has_unfinished_requests
@@ -198,6 +205,13 @@ class Engine:
             reason = f"the engine failed ({type(error).__name__}: {error}); build a new one"
             self._fail_all(reason)
             raise EngineError(reason) from error
+
+    def _may_pause(self) -> bool:
+        """Whether the dominant group pauses in this step: on the CPU, in every second step.
+
+        There, the time of a step grows with the number of rows. Steps without the rows of a large request keep the
+        latency of small requests beside it below about twice their latency alone."""
+        return self.can_pause and self.num_steps % 2 == 0
 
     def _run_loop(self) -> None:
         while True:
@@ -280,7 +294,12 @@ class Engine:
             return request
         if not scheduler.preemption or (request is None and scheduler.has_free_row):
             return None
-        request = self._select_waiting(lambda each: counts.victim_for(each) is not None and is_eligible(each))
+
+        def may_preempt(request: Request) -> bool:
+            has_waited = self.num_steps - request.arrival_step >= FAIR_SHARE_STEPS
+            return has_waited and counts.victim_for(request) is not None and is_eligible(request)
+
+        request = self._select_waiting(may_preempt)
         if request is None or not self._can_batch(request):
             return None
         while not scheduler.allocate(request):
@@ -312,7 +331,7 @@ class Engine:
         batch: list[Request] = []
         chunks: list[list[int]] = []
         first_row, budget = self.scheduler.num_decoding, self._prefill_budget()
-        while (request := self.scheduler.next_prefill(first_row + len(batch))) is not None:
+        while request := self.scheduler.next_prefill(first_row + len(batch), self.paused_group):
             chunk = self._next_prefill_chunk(request, budget)
             longest = max(map(len, [*chunks, chunk]))
             max_computed = max(each.num_computed_tokens for each in [*batch, request])
@@ -375,7 +394,8 @@ class Engine:
         Without async scheduling, this step's tokens are processed too.
         """
         self._allocate_decode_pages()
-        decoding = self.scheduler.decoding
+        paused = self.paused_group
+        decoding = self.scheduler.decoding if paused is None else self.scheduler.decoding_without(paused)
         launched = None
         start = time.perf_counter()
         if decoding:
@@ -389,7 +409,8 @@ class Engine:
                 for request in decoding:
                     request.num_computed_tokens += 1
                     request.num_launched_tokens += 1
-            self.decode_seconds = _moving_average(self.decode_seconds, time.perf_counter() - start)
+            if paused is None:
+                self.decode_seconds = _moving_average(self.decode_seconds, time.perf_counter() - start)
         self._process_pending()
         self.pending = launched
         if not self.async_scheduling:

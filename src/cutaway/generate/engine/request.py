@@ -47,6 +47,8 @@ class Request:
         # State of the engine and the scheduler.
         self.arrival_index = 0
         """Position in the order of arrival."""
+        self.arrival_step = 0
+        """Number of the engine's step at the arrival."""
         self.num_preemptions = 0
         self.row: int | None = None
         """Row of the KV cache; None while the request waits and after it has finished."""

@@ -6,7 +6,10 @@ from dataclasses import dataclass
 
 from cutaway.generate.engine.config import EngineConfig
 from cutaway.generate.engine.model_runner import ModelRunner
-from cutaway.generate.engine.request import Request
+from cutaway.generate.engine.request import Request, RequestGroup
+
+DOMINANT_ROWS = 8
+"""Minimum number of rows of a group that pauses in every second step: see `Scheduler.dominant_group`."""
 
 
 @dataclass
@@ -88,13 +91,30 @@ class Scheduler:
     def decoding(self) -> list[Request]:
         return self.running[: self.num_decoding]
 
-    def next_prefill(self, position: int) -> Request | None:
+    def dominant_group(self) -> RequestGroup | None:
+        """The group that has at least eight rows and twice as many as all others together; None if others have none."""
+        if len(self.running) < DOMINANT_ROWS:
+            return None
+        group, count = Counter(request.group for request in self.running).most_common(1)[0]
+        others = len(self.running) - count
+        return group if count >= max(DOMINANT_ROWS, 2 * others) and others else None
+
+    def decoding_without(self, group: RequestGroup) -> list[Request]:
+        """Move the decoding requests of all other groups to the first rows; return them, in row order."""
+        others = [request for request in self.decoding if request.group is not group]
+        for position, request in enumerate(others):
+            assert request.row is not None
+            self.swap_rows(request.row, position)
+        return others
+
+    def next_prefill(self, position: int, excluded_group: RequestGroup | None) -> Request | None:
         """Swap the next request in prefill to row `position` and return it; None if there are no more.
 
         Groups take turns. Within a group the oldest request is first."""
-        if position >= len(self.running):
+        candidates = [request for request in self.running[position:] if request.group is not excluded_group]
+        if not candidates:
             return None
-        request = min(self.running[position:], key=lambda each: (each.group.prefill_turn, each.arrival_index))
+        request = min(candidates, key=lambda each: (each.group.prefill_turn, each.arrival_index))
         assert request.row is not None
         self.swap_rows(request.row, position)
         return request
