@@ -7,6 +7,7 @@ tokenizer is supported whose tokens have bytes of their own (`cutaway.tokenizer.
 import importlib
 import json
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -104,8 +105,10 @@ class GrammarCompiler:
         self._end_id = None if self.eos_token_ids else vocab_size
         """Without an EOS token, this id after the vocabulary stands for the end. It is never sampled."""
         eos = sorted(self.eos_token_ids) or [vocab_size]
-        self._special_token_ids = sorted({*(i for i in range(vocab_size) if i not in self.bytes_of_token), *eos})
-        vocabulary = _Vocabulary(self.bytes_of_token, max(vocab_size, eos[-1] + 1), eos[0], self._special_token_ids)
+        special_token_ids = sorted({*(i for i in range(vocab_size) if i not in self.bytes_of_token), *eos})
+        vocabulary = _Vocabulary(
+            tokenizer, self.bytes_of_token, max(vocab_size, eos[-1] + 1), eos[0], special_token_ids
+        )
         self._tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(vocabulary), eos_token=eos)
         self._limits = llguidance.LLParserLimits(verbose_errors=False)
         self._llguidance = llguidance
@@ -154,18 +157,42 @@ class _Vocabulary:
     """Vocabulary in the form that llguidance reads."""
 
     def __init__(
-        self, bytes_of_token: dict[int, bytes], size: int, eos_token_id: int, special_token_ids: Sequence[int]
+        self,
+        tokenizer: Tokenizer,
+        bytes_of_token: dict[int, bytes],
+        size: int,
+        eos_token_id: int,
+        special_token_ids: Sequence[int],
     ) -> None:
         special = set(special_token_ids)
         self.tokens = [b"<special_%d>" % i if i in special else bytes_of_token[i] for i in range(size)]
         self.eos_token_id, self.bos_token_id = eos_token_id, None
         self.special_token_ids = list(special_token_ids)
-        self._id_of_byte = {text[0]: i for i, text in bytes_of_token.items() if len(text) == 1 and i not in special}
+        self._tokenizer, self._bytes_of_token = weakref.proxy(tokenizer), bytes_of_token
+        self._token_of_bytes = {text: i for i, text in reversed(bytes_of_token.items()) if text}
+        self._max_length = max(map(len, self._token_of_bytes), default=1)
 
-    def __call__(self, text: bytes | str) -> list[int]:
-        """Token ids of a text. Only grammars that name tokens by text use them, and any tokenization is valid."""
-        data = text.encode() if isinstance(text, str) else text
-        return [self._id_of_byte[byte] for byte in data if byte in self._id_of_byte]
+    def __call__(self, data: bytes | str) -> list[int]:
+        """Token ids of a text that the grammar requires next. Where all text is required, only these are allowed.
+
+        They are those of the tokenizer if it changes nothing, such as a space at the beginning. Otherwise, each token
+        is the longest that matches. A text that the vocabulary cannot write ends early."""
+        data = data.encode() if isinstance(data, str) else data
+        try:
+            ids = self._tokenizer.encode(data.decode(), add_special_tokens=False)
+        except (UnicodeDecodeError, InputError):
+            ids = []
+        if b"".join(self._bytes_of_token.get(i, b"") for i in ids) == data:
+            return ids
+        ids, start = [], 0
+        while start < len(data):
+            ends = range(min(len(data), start + self._max_length), start, -1)
+            end = next((end for end in ends if data[start:end] in self._token_of_bytes), None)
+            if end is None:
+                break
+            ids.append(self._token_of_bytes[data[start:end]])
+            start = end
+        return ids
 
 
 _compilers: "WeakKeyDictionary[Tokenizer, dict[tuple[int, frozenset[int]], GrammarCompiler]]" = WeakKeyDictionary()
