@@ -141,11 +141,16 @@ async def expected_responses(port: int, requests: list[dict[str, Any]]) -> list[
 
 
 async def run_client(
-    port: int, requests: list[dict[str, Any]], expected: list[Any], deadline: float, seed: int, result: LoadResult
+    port: int,
+    requests: list[dict[str, Any]],
+    expected: list[Any],
+    is_done: Callable[[], bool],
+    seed: int,
+    result: LoadResult,
 ) -> None:
-    """Run one client, which sends requests until the deadline and disconnects during one request in ten."""
+    """Run one client, which sends requests until `is_done()` and disconnects during one request in ten."""
     rng = random.Random(seed)
-    while time.monotonic() < deadline:
+    while not is_done():
         index = rng.randrange(len(requests))
         disconnect_after = rng.randrange(1, 600) if rng.random() < 0.1 else None
         start = time.monotonic()
@@ -176,7 +181,11 @@ async def run_clients(
     port: int, num_clients: int, seconds: float, requests: list[dict[str, Any]], expected: list[Any]
 ) -> LoadResult:
     result, deadline = LoadResult(), time.monotonic() + seconds
-    await asyncio.gather(*(run_client(port, requests, expected, deadline, seed, result) for seed in range(num_clients)))
+    clients = (
+        run_client(port, requests, expected, lambda: time.monotonic() >= deadline, seed, result)
+        for seed in range(num_clients)
+    )
+    await asyncio.gather(*clients)
     return result
 
 
@@ -402,15 +411,15 @@ def measure_mixed(source: str, args: argparse.Namespace) -> dict[str, Any]:
         expected = await expected_responses(server.port, requests)
         rss["start"] = server.rss
 
-        async def client(seed: int) -> None:
-            while (done := sum(result.outcomes.values())) < args.requests:
-                for name, share in (("10 %", 0.1), ("50 %", 0.5)):
-                    if done >= share * args.requests:
-                        rss.setdefault(name, server.rss)
-                deadline = time.monotonic() + 1e-9  # one request
-                await run_client(server.port, requests, expected, deadline, seed + done * 64, result)
+        def is_done() -> bool:
+            done = sum(result.outcomes.values())
+            for name, share in (("10 %", 0.1), ("50 %", 0.5)):
+                if done >= share * args.requests:
+                    rss.setdefault(name, server.rss)
+            return done >= args.requests
 
-        await asyncio.gather(*(client(seed) for seed in range(32)))
+        clients = (run_client(server.port, requests, expected, is_done, seed, result) for seed in range(32))
+        await asyncio.gather(*clients)
         rss["end"] = server.rss
 
     with running_server(source) as server:
