@@ -13,6 +13,7 @@ from cutaway.generate import EngineError, SamplingParams
 from cutaway.generate.generation_config import CheckpointLike
 from cutaway.serve.app import build_app
 from cutaway.serve.errors import APIError
+from cutaway.serve.json_response import json_response
 from cutaway.serve.json_route import JSONRoute
 from cutaway.serve.limits import Limits
 from cutaway.serve.middleware import AccessPolicy
@@ -111,7 +112,8 @@ def build_router(serving: ServingEngine) -> APIRouter:
             raise to_api_error(error) from None
         finally:
             stream.abort()
-        return JSONResponse(builder.build_response(stream, results))
+        num_values = 0 if params.logprobs is None else stream.num_generated_tokens * (params.logprobs + 1)
+        return await json_response(lambda: builder.build_response(stream, results), num_values)
 
     @router.post("/v1/embeddings")
     async def embeddings(request: protocol.EmbeddingRequest, raw_request: Request) -> Response:
@@ -135,17 +137,20 @@ def build_router(serving: ServingEngine) -> APIRouter:
         finally:
             disconnected.set()
         serving.metrics.prompt_tokens.inc(total)
-        embeddings = map(encode_float32_base64, vectors) if request.encoding_format == "base64" else vectors
-        data = [{"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(embeddings)]
-        usage = {"prompt_tokens": total, "total_tokens": total}
-        return JSONResponse(
-            {"object": "list", "data": data, "model": request.model or serving.served_model_name, "usage": usage}
-        )
+
+        def build() -> dict[str, object]:
+            embeddings = map(encode_float32_base64, vectors) if request.encoding_format == "base64" else vectors
+            data = [{"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(embeddings)]
+            usage = {"prompt_tokens": total, "total_tokens": total}
+            model = request.model or serving.served_model_name
+            return {"object": "list", "data": data, "model": model, "usage": usage}
+
+        return await json_response(build, sum(map(len, vectors)))
 
     add_classify_route(router, serving)
 
     @router.post("/tokenize")
-    async def tokenize(request: protocol.TokenizeRequest) -> dict[str, object]:
+    async def tokenize(request: protocol.TokenizeRequest) -> Response:
         """Tokenize a text or a chat."""
         _check_request(request, serving)
         if (request.prompt is None) == (request.messages is None):
@@ -159,8 +164,14 @@ def build_router(serving: ServingEngine) -> APIRouter:
             serving.check_text_length([text], "prompt")
             special = request.add_special_tokens
             tokens = await serving.run_in_pool(lambda: tokenizer.encode(text, add_special_tokens=special))
-        strings = [] if serving.token_decoder is None else [serving.token_decoder.token_text(token) for token in tokens]
-        return {"count": len(tokens), "max_model_len": serving.max_model_len, "tokens": tokens, "token_strs": strings}
+        decoder = serving.token_decoder
+
+        def build() -> dict[str, object]:
+            strings = [] if decoder is None else [decoder.token_text(token) for token in tokens]
+            length = serving.max_model_len
+            return {"count": len(tokens), "max_model_len": length, "tokens": tokens, "token_strs": strings}
+
+        return await json_response(build, len(tokens))
 
     @router.post("/detokenize")
     async def detokenize(request: protocol.DetokenizeRequest) -> dict[str, str]:
