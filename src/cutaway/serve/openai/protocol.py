@@ -5,21 +5,21 @@ Unsupported fields that would change the result are rejected. Other unknown fiel
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler
+from pydantic_core import CoreSchema
 
 from cutaway.serve.errors import APIError
 from cutaway.serve.limits import Limits
 
-# Lists are bounded by the default limits, and validation stops at the first invalid item. Otherwise, validating a list
-# of 100,000 invalid items and formatting as many errors would take seconds.
+# Lists are bounded by the default limits.
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
-TokenIds = Annotated[list[TokenId], Field(max_length=Limits.max_prompt_tokens, fail_fast=True)]
+TokenIds = Annotated[list[TokenId], Field(max_length=Limits.max_prompt_tokens)]
 MAX_INPUTS = max(Limits.max_prompts, Limits.max_embedding_inputs)
 PromptInput = (
     str
-    | Annotated[list[str], Field(max_length=MAX_INPUTS, fail_fast=True)]
+    | Annotated[list[str], Field(max_length=MAX_INPUTS)]
     | TokenIds
-    | Annotated[list[TokenIds], Field(max_length=MAX_INPUTS, fail_fast=True)]
+    | Annotated[list[TokenIds], Field(max_length=MAX_INPUTS)]
 )
 
 
@@ -53,7 +53,32 @@ NO_OP_VALUES_BY_FIELD: dict[str, tuple[object, ...]] = {
 """Unsupported field → values that are accepted, because they have no effect."""
 
 
-class OpenAIBaseModel(BaseModel):
+def _set_fail_fast(schema: object) -> None:
+    """Set `fail_fast` in all schemas of lists and tuples that are part of a schema."""
+    if isinstance(schema, dict):
+        if schema.get("type") in ("list", "tuple"):
+            schema["fail_fast"] = True
+        for part in schema.values():
+            _set_fail_fast(part)
+    elif isinstance(schema, list | tuple):
+        for part in schema:
+            _set_fail_fast(part)
+
+
+class FailFastModel(BaseModel):
+    """Base class of requests and their parts: the validation of a list stops at the first invalid item.
+
+    Formatting an error for each of 100,000 items would take seconds.
+    """
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: type[BaseModel], handler: GetCoreSchemaHandler) -> CoreSchema:
+        schema = handler(source)
+        _set_fail_fast(schema)
+        return schema
+
+
+class OpenAIBaseModel(FailFastModel):
     """Base class of all requests. Unknown fields are collected in `model_extra`, to be rejected or ignored."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
@@ -68,7 +93,7 @@ class OpenAIBaseModel(BaseModel):
                 raise APIError(400, message, param=name, code="unsupported_parameter")
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(FailFastModel):
     model_config = ConfigDict(strict=True)
     include_usage: bool | None = None
 
@@ -85,14 +110,14 @@ class GenerationRequest(OpenAIBaseModel):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     logit_bias: LogitBias | None = None
-    stop: str | Annotated[list[str], Field(max_length=Limits.max_stop_strings, fail_fast=True)] | None = None
+    stop: str | Annotated[list[str], Field(max_length=Limits.max_stop_strings)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     # These fields are not in the OpenAI API. They are named as in vLLM.
     top_k: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.001, le=1000)] | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=Limits.max_logit_biases, fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=Limits.max_logit_biases)] | None = None
     ignore_eos: bool | None = None
 
 
@@ -104,7 +129,7 @@ class CompletionRequest(GenerationRequest):
     best_of: Annotated[int, Field(ge=1)] | None = None
 
 
-class ContentPartText(BaseModel):
+class ContentPartText(FailFastModel):
     """Content part of a message. Only text is supported."""
 
     model_config = ConfigDict(strict=True)
@@ -112,14 +137,12 @@ class ContentPartText(BaseModel):
     text: str
 
 
-class ChatMessage(BaseModel):
+class ChatMessage(FailFastModel):
     """Message of a chat."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
     role: Literal["system", "developer", "user", "assistant"]
-    content: (
-        str | Annotated[list[ContentPartText], Field(max_length=Limits.max_content_parts, fail_fast=True)] | None
-    ) = None
+    content: str | Annotated[list[ContentPartText], Field(max_length=Limits.max_content_parts)] | None = None
     name: str | None = None
 
 
@@ -134,7 +157,7 @@ def _check_num_parts(value: object) -> object:
 
 ChatMessages = Annotated[
     list[ChatMessage],
-    Field(min_length=1, max_length=Limits.max_messages, fail_fast=True),
+    Field(min_length=1, max_length=Limits.max_messages),
     BeforeValidator(_check_num_parts),
 ]
 
