@@ -109,6 +109,22 @@ def test_validation_of_long_lists_stops_at_the_first_error(name: str) -> None:
     assert {error["loc"][0] for error in caught.value.errors()} == {field}
 
 
+def test_validation_of_all_lists_stops_at_the_first_error() -> None:
+    """Also those of nested models and of fields without a maximum length."""
+
+    class Item(protocol.FailFastModel):
+        names: list[str]
+
+    class Request(protocol.OpenAIBaseModel):
+        items: dict[str, list[Item]] | None = None
+        names: tuple[list[int], ...] | list[list[int]] = []
+
+    for value in ({"items": {"a": [{"names": [1] * 99}] * 9}}, {"names": [["a"] * 99] * 9}):
+        with pytest.raises(ValidationError) as caught:
+            Request.model_validate(value)
+        assert caught.value.error_count() <= 2
+
+
 def test_values_within_the_limits_are_valid() -> None:
     protocol.CompletionRequest.model_validate(COMPLETION | {"logit_bias": {str(i): 1 for i in range(1024)}})
     protocol.CompletionRequest.model_validate({"prompt": [[1] * 1500] * 64, "stop": ["a"] * 16})

@@ -26,6 +26,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from cutaway.errors import InputError
 from cutaway.serve.api_keys import KEY_PATTERN, ApiKeys
 from cutaway.serve.connections import ConnectionTable, client_network
+from cutaway.serve.http_connection import LimitedConnection
 from cutaway.serve.limits import Limits
 from cutaway.serve.middleware import LOOPBACK_HOSTS, SECURITY_HEADERS, AccessPolicy, is_ip_address
 
@@ -131,6 +132,7 @@ class _TimeoutProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.conn = LimitedConnection(self.limits)
         self.idle_start = time.monotonic()
         self.network = client_network(self.client[0]) if self.client else ""
         self.over_capacity = not self.table.add(self, self.network)
@@ -236,7 +238,6 @@ class Server(uvicorn.Server):
             forwarded_allow_ips=forwarded_allow_ips,
             timeout_keep_alive=limits.keep_alive_timeout,
             timeout_graceful_shutdown=math.ceil(limits.shutdown_timeout),
-            h11_max_incomplete_event_size=limits.max_header_bytes + limits.max_url_bytes,
         )
         super().__init__(config)
         self.limits, self.on_ready, self.ssl_context, self.on_reload = limits, on_ready, ssl_context, on_reload

@@ -15,6 +15,7 @@ from cutaway.generate.engine.config import SchedulingPolicy
 from cutaway.generate.generation_config import CheckpointLike
 from cutaway.serve.app import build_app
 from cutaway.serve.errors import APIError
+from cutaway.serve.json_response import json_response
 from cutaway.serve.json_route import JSONRoute
 from cutaway.serve.limits import Limits
 from cutaway.serve.metrics import ServerMetrics
@@ -124,9 +125,10 @@ def build_router(models: ServedModels) -> APIRouter:
             raise to_api_error(error) from None
         finally:
             stream.abort()
-        if prompt_output is not None:  # log-probabilities of a long prompt are large
-            return await serving.run_in_pool(lambda: JSONResponse(builder.build_response(stream, results)))
-        return JSONResponse(builder.build_response(stream, results))
+        num_values = 0 if params.logprobs is None else stream.num_generated_tokens * (params.logprobs + 1)
+        if prompt_output is not None:
+            num_values += stream.num_prompt_tokens * (1 + (params.prompt_logprobs or 0)) * params.n
+        return await json_response(lambda: builder.build_response(stream, results), num_values)
 
     @router.post("/v1/embeddings")
     async def embeddings(request: protocol.EmbeddingRequest, raw_request: Request) -> Response:
@@ -152,19 +154,22 @@ def build_router(models: ServedModels) -> APIRouter:
         finally:
             disconnected.set()
         serving.record_prompt_tokens(total)
-        embeddings = map(encode_float32_base64, vectors) if request.encoding_format == "base64" else vectors
-        data = [{"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(embeddings)]
-        usage = {"prompt_tokens": total, "total_tokens": total}
-        return JSONResponse(
-            {"object": "list", "data": data, "model": request.model or serving.served_model_name, "usage": usage}
-        )
+
+        def build() -> dict[str, object]:
+            embeddings = map(encode_float32_base64, vectors) if request.encoding_format == "base64" else vectors
+            data = [{"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(embeddings)]
+            usage = {"prompt_tokens": total, "total_tokens": total}
+            model = request.model or serving.served_model_name
+            return {"object": "list", "data": data, "model": model, "usage": usage}
+
+        return await json_response(build, sum(map(len, vectors)))
 
     add_classify_route(router, models)
     add_responses_route(router, models)
     add_scoring_routes(router, models)
 
     @router.post("/tokenize")
-    async def tokenize(request: protocol.TokenizeRequest) -> dict[str, object]:
+    async def tokenize(request: protocol.TokenizeRequest) -> Response:
         """Tokenize a text or a chat."""
         serving = _check_request(request, models)
         if (request.prompt is None) == (request.messages is None):
@@ -178,8 +183,14 @@ def build_router(models: ServedModels) -> APIRouter:
             serving.check_text_length([text], "prompt")
             special = request.add_special_tokens
             tokens = await serving.run_in_pool(lambda: tokenizer.encode(text, add_special_tokens=special))
-        strings = [] if serving.token_decoder is None else [serving.token_decoder.token_text(token) for token in tokens]
-        return {"count": len(tokens), "max_model_len": serving.max_model_len, "tokens": tokens, "token_strs": strings}
+        decoder = serving.token_decoder
+
+        def build() -> dict[str, object]:
+            strings = [] if decoder is None else [decoder.token_text(token) for token in tokens]
+            length = serving.max_model_len
+            return {"count": len(tokens), "max_model_len": length, "tokens": tokens, "token_strs": strings}
+
+        return await json_response(build, len(tokens))
 
     @router.post("/detokenize")
     async def detokenize(request: protocol.DetokenizeRequest) -> dict[str, str]:

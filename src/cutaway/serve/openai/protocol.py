@@ -5,21 +5,21 @@ Unsupported fields that would change the result are rejected. Other unknown fiel
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler
+from pydantic_core import CoreSchema
 
 from cutaway.serve.errors import APIError
 from cutaway.serve.limits import Limits
 
-# Lists are bounded by the default limits, and validation stops at the first invalid item. Otherwise, validating a list
-# of 100,000 invalid items and formatting as many errors would take seconds.
+# Lists are bounded by the default limits.
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
-TokenIds = Annotated[list[TokenId], Field(max_length=Limits.max_prompt_tokens, fail_fast=True)]
+TokenIds = Annotated[list[TokenId], Field(max_length=Limits.max_prompt_tokens)]
 MAX_INPUTS = max(Limits.max_prompts, Limits.max_embedding_inputs)
 PromptInput = (
     str
-    | Annotated[list[str], Field(max_length=MAX_INPUTS, fail_fast=True)]
+    | Annotated[list[str], Field(max_length=MAX_INPUTS)]
     | TokenIds
-    | Annotated[list[TokenIds], Field(max_length=MAX_INPUTS, fail_fast=True)]
+    | Annotated[list[TokenIds], Field(max_length=MAX_INPUTS)]
 )
 
 
@@ -54,7 +54,32 @@ NO_OP_VALUES_BY_FIELD: dict[str, tuple[object, ...]] = {
 """Unsupported field → values that are accepted, because they have no effect."""
 
 
-class OpenAIBaseModel(BaseModel):
+def _set_fail_fast(schema: object) -> None:
+    """Set `fail_fast` in all schemas of lists and tuples that are part of a schema."""
+    if isinstance(schema, dict):
+        if schema.get("type") in ("list", "tuple"):
+            schema["fail_fast"] = True
+        for part in schema.values():
+            _set_fail_fast(part)
+    elif isinstance(schema, list | tuple):
+        for part in schema:
+            _set_fail_fast(part)
+
+
+class FailFastModel(BaseModel):
+    """Base class of requests and their parts: the validation of a list stops at the first invalid item.
+
+    Formatting an error for each of 100,000 items would take seconds.
+    """
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: type[BaseModel], handler: GetCoreSchemaHandler) -> CoreSchema:
+        schema = handler(source)
+        _set_fail_fast(schema)
+        return schema
+
+
+class OpenAIBaseModel(FailFastModel):
     """Base class of all requests. Unknown fields are collected in `model_extra`, to be rejected or ignored."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
@@ -69,12 +94,12 @@ class OpenAIBaseModel(BaseModel):
                 raise APIError(400, message, param=name, code="unsupported_parameter")
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(FailFastModel):
     model_config = ConfigDict(strict=True)
     include_usage: bool | None = None
 
 
-class JSONSchemaFormat(BaseModel):
+class JSONSchemaFormat(FailFastModel):
     """Field `json_schema` of `response_format`."""
 
     model_config = ConfigDict(strict=True)
@@ -82,7 +107,7 @@ class JSONSchemaFormat(BaseModel):
     schema_: Annotated[dict[str, Any] | bool | None, Field(alias="schema")] = None
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(FailFastModel):
     """Format of the completion: text, a JSON object, or JSON that matches a schema."""
 
     model_config = ConfigDict(strict=True)
@@ -90,10 +115,10 @@ class ResponseFormat(BaseModel):
     json_schema: JSONSchemaFormat | None = None
 
 
-Choices = Annotated[list[str], Field(max_length=Limits.max_choices, fail_fast=True)]
+Choices = Annotated[list[str], Field(max_length=Limits.max_choices)]
 
 
-class StructuredOutputs(BaseModel):
+class StructuredOutputs(FailFastModel):
     """Field `structured_outputs`, named as in vLLM: what the completion must match."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
@@ -116,7 +141,7 @@ class GenerationRequest(OpenAIBaseModel):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     logit_bias: LogitBias | None = None
-    stop: str | Annotated[list[str], Field(max_length=Limits.max_stop_strings, fail_fast=True)] | None = None
+    stop: str | Annotated[list[str], Field(max_length=Limits.max_stop_strings)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     # These fields are not in the OpenAI API. They are named as in vLLM.
     top_k: Annotated[int, Field(ge=1, lt=2**31)] | None = None
@@ -124,7 +149,7 @@ class GenerationRequest(OpenAIBaseModel):
     repetition_penalty: Annotated[float, Field(ge=0.001, le=1000)] | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=Limits.max_logit_biases, fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=Limits.max_logit_biases)] | None = None
     ignore_eos: bool | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -146,7 +171,7 @@ class CompletionRequest(GenerationRequest):
     best_of: Annotated[int, Field(ge=1)] | None = None
 
 
-class ContentPartText(BaseModel):
+class ContentPartText(FailFastModel):
     """Content part of a message. Only text is supported."""
 
     model_config = ConfigDict(strict=True)
@@ -154,7 +179,7 @@ class ContentPartText(BaseModel):
     text: str
 
 
-class FunctionCall(BaseModel):
+class FunctionCall(FailFastModel):
     """Function of a tool call, with its arguments as JSON text."""
 
     model_config = ConfigDict(strict=True)
@@ -162,7 +187,7 @@ class FunctionCall(BaseModel):
     arguments: str = "{}"
 
 
-class ToolCall(BaseModel):
+class ToolCall(FailFastModel):
     """Tool call of the assistant."""
 
     model_config = ConfigDict(strict=True)
@@ -171,7 +196,7 @@ class ToolCall(BaseModel):
     function: FunctionCall
 
 
-class FunctionDefinition(BaseModel):
+class FunctionDefinition(FailFastModel):
     """Function that the model may call. `parameters` is the JSON schema of its arguments."""
 
     model_config = ConfigDict(strict=True)
@@ -181,7 +206,7 @@ class FunctionDefinition(BaseModel):
     strict: bool | None = None
 
 
-class Tool(BaseModel):
+class Tool(FailFastModel):
     """Tool that the model may call. Only functions are supported."""
 
     model_config = ConfigDict(strict=True)
@@ -189,12 +214,12 @@ class Tool(BaseModel):
     function: FunctionDefinition
 
 
-class FunctionName(BaseModel):
+class FunctionName(FailFastModel):
     model_config = ConfigDict(strict=True)
     name: str
 
 
-class NamedToolChoice(BaseModel):
+class NamedToolChoice(FailFastModel):
     """Value of `tool_choice` that names the function to call."""
 
     model_config = ConfigDict(strict=True)
@@ -202,18 +227,16 @@ class NamedToolChoice(BaseModel):
     function: FunctionName
 
 
-class ChatMessage(BaseModel):
+class ChatMessage(FailFastModel):
     """Message of a chat."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: (
-        str | Annotated[list[ContentPartText], Field(max_length=Limits.max_content_parts, fail_fast=True)] | None
-    ) = None
+    content: str | Annotated[list[ContentPartText], Field(max_length=Limits.max_content_parts)] | None = None
     name: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=Limits.max_tools, fail_fast=True)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=Limits.max_tools)] | None = None
     tool_call_id: str | None = None
 
 
@@ -228,7 +251,7 @@ def _check_num_parts(value: object) -> object:
 
 ChatMessages = Annotated[
     list[ChatMessage],
-    Field(min_length=1, max_length=Limits.max_messages, fail_fast=True),
+    Field(min_length=1, max_length=Limits.max_messages),
     BeforeValidator(_check_num_parts),
 ]
 
@@ -242,7 +265,7 @@ class ChatCompletionRequest(GenerationRequest):
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: Annotated[list[Tool], Field(max_length=Limits.max_tools, fail_fast=True)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=Limits.max_tools)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
 
