@@ -45,6 +45,7 @@ def load(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     check_finite: bool | None = None,
+    tensor_parallel_size: int = 1,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Checkpoint:
     """Load a checkpoint: a transformers or cutaway directory, a training run, a .gguf file, a PEFT adapter or a Hub id.
@@ -60,9 +61,11 @@ def load(
     `dtype` is the dtype of the weights, by default the stored one. `check_finite` says whether all weights are checked
     for NaN and infinity. By default, all weights are checked in checkpoints of up to half a gigabyte. In larger
     checkpoints only small tensors are checked, so that memory-mapped pages are not read before their first use.
+    `tensor_parallel_size`: number of processes, started by torchrun, over which the model is split for inference. Each
+    process reads its own part of the weights, and all of them call the model or `ct.generate` with the same arguments.
     `progress(done, total)` is called after each loaded tensor.
     """
-    options = LoadOptions(device, dtype, check_finite, progress)
+    options = LoadOptions(device, dtype, check_finite, progress, tensor_parallel_size)
     if adapters is not None:
         return _load_with_adapters(source, name_adapters(adapters), options)
     path = resolve_checkpoint_path(source)

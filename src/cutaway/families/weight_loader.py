@@ -1,14 +1,15 @@
 """Load weights into a model: build and check the load plan, then read, convert and assign each tensor."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from cutaway.argument_checks import resolve_device
+from cutaway.argument_checks import check_positive_int, resolve_device
 from cutaway.config import Config, EmbeddingHead, LMHead
 from cutaway.errors import ConfigError, InputError, WeightError
 from cutaway.families.family import Family, HFConfig, Parsed
@@ -18,6 +19,10 @@ from cutaway.families.safetensors_reader import TensorReader
 from cutaway.families.weight_conversion import Identity
 from cutaway.model import Transformer, build
 from cutaway.model.layers import ConstantBuffers
+from cutaway.model.parallel.process_group import get_tensor_parallel, rank_device
+
+if TYPE_CHECKING:
+    from cutaway.model.parallel.tensor_parallel import TensorSlice
 
 _NUM_READER_THREADS = 4
 """Number of reader threads. Each holds one tensor in memory, in addition to the model."""
@@ -39,6 +44,7 @@ class LoadOptions:
     dtype: torch.dtype | None
     check_finite: bool | None
     progress: Callable[[int, int], None]
+    tensor_parallel_size: int = 1
 
 
 def load_model(
@@ -54,6 +60,9 @@ def load_model(
     `embedding_head` is the head of a sentence-transformers directory.
     """
     device, check_finite = resolve_device(options.device), options.check_finite
+    check_positive_int("tensor_parallel_size", options.tensor_parallel_size)
+    if options.tensor_parallel_size > 1:
+        device = rank_device(device)
     if not callable(options.progress):
         raise InputError(f"progress is {options.progress!r}; pass a function of (done, total)")
     config, used, ignored = resolve_config(family, hf_config, reader, embedding_head)
@@ -101,7 +110,15 @@ def load_model(
         finite_check="all tensors" if check_all else "small tensors",
     )
     check = _check_finite if check_all else _check_finite_if_small
-    _load_weights(model, plan, reader, file_keys, device, check, options.progress)
+    shapes = {name: tensor.shape for name, tensor in state.items()}
+    slices: dict[str, TensorSlice] = {}
+    if options.tensor_parallel_size > 1:
+        from cutaway.model.parallel.tensor_parallel import apply_tensor_parallel
+
+        slices = apply_tensor_parallel(model, get_tensor_parallel(options.tensor_parallel_size, device))
+    _load_weights(model, plan, reader, file_keys, shapes, slices, device, check, options.progress)
+    if slices:
+        model.requires_grad_(False)
     return model.eval(), config, report
 
 
@@ -209,22 +226,30 @@ def _load_weights(
     plan: LoadPlan,
     reader: TensorReader,
     file_keys: dict[str, str],
+    shapes: Mapping[str, torch.Size],
+    slices: "Mapping[str, TensorSlice]",
     device: torch.device,
     check_finite: TensorCheck,
     progress: Callable[[int, int], None],
 ) -> None:
-    """Read the tensors of the plan, convert them and assign them to the model."""
+    """Read the tensors of the plan, convert them and assign them to the model.
+
+    `shapes` are those of the full model. A tensor in `slices` is cut to its slice: the pages of the file outside of the
+    slice are not read, if the conversion is a view."""
     state = model.state_dict(keep_vars=True)
 
     def load_conversion(conversion: TensorConversion) -> list[tuple[str, Tensor]]:
         model_keys, keys = conversion.model_keys, [file_keys[name] for name in conversion.checkpoint_keys]
         dtype = state[model_keys[0]].dtype
-        if isinstance(conversion.op, Identity) and reader.tensor_infos[keys[0]].dtype != dtype:
+        is_sliced = any(name in slices for name in model_keys)
+        if isinstance(conversion.op, Identity) and reader.tensor_infos[keys[0]].dtype != dtype and not is_sliced:
             return [(model_keys[0], _load_converted(reader, keys[0], dtype, device, check_finite))]
-        stored = [check_finite(key, reader.read_tensor(key)) for key in keys]
-        converted = conversion.op.to_model(stored, [state[name].shape for name in model_keys], conversion.d_head)
+        stored = [reader.read_tensor(key) if is_sliced else check_finite(key, reader.read_tensor(key)) for key in keys]
+        converted = conversion.op.to_model(stored, [shapes[name] for name in model_keys], conversion.d_head)
         loaded = []
         for name, source in zip(model_keys, converted, strict=True):
+            if is_sliced:
+                source = check_finite(keys[0], slices[name].of(source) if name in slices else source)
             tensor = source.to(device, state[name].dtype).contiguous()
             loaded.append((name, _check_float16_overflow(name, tensor, source)))
         loaded_storages = {tensor.untyped_storage().data_ptr() for _, tensor in loaded}
@@ -244,7 +269,8 @@ def _load_weights(
         if isinstance(module, ConstantBuffers):
             module.register_constants(device)
     for name in plan.computed_weights:
-        set_module_tensor(model, name, torch.zeros_like(state[name], device=device))
+        zeros = torch.zeros_like(state[name], device=device)
+        set_module_tensor(model, name, slices[name].of(zeros) if name in slices else zeros)
         init_table = getattr(model.get_submodule(name.rpartition(".")[0]), "init_table", None)
         if name.endswith(".table") and init_table is not None:
             init_table()

@@ -15,7 +15,6 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from cutaway.config import CrossBlock
 from cutaway.errors import InputError
 from cutaway.generate.engine.page_allocator import NULL_PAGE
 from cutaway.generate.sampling.sampler import swap_tensor_rows
@@ -157,9 +156,8 @@ class BatchKVCache(Cache):
         if self.cross_layers is not None:
             empty = torch.full((batch_size, max_source_len), EMPTY_POSITION, device=device)
             self.memory_positions = TokenPositions(empty)
-            for cross_layer, block in zip(self.cross_layers, model.config.stacks["decoder"].blocks, strict=True):
-                assert isinstance(block, CrossBlock)
-                heads, width = block.cross.num_kv_heads, block.cross.head_dim(model.config.d_model)
+            for cross_layer, block in zip(self.cross_layers, stack.blocks, strict=True):
+                (heads, width), _ = block.cross.f.cache_shape  # type: ignore[union-attr]  # of this rank's heads
                 shape4 = batch_size, max_source_len, heads, width
                 cross_layer.k = torch.zeros(shape4, device=device, dtype=model.dtype)
                 cross_layer.v = torch.zeros_like(cross_layer.k)

@@ -64,6 +64,11 @@ class ModelRunner:
         """`_decode_logits` after torch.compile."""
         device_type = model.device.type
         supported = not _has_hooks(model) and device_type in ("cuda", "cpu")
+        if model.tensor_parallel is not None:
+            supported = False  # the kernels and packed weights of fast decode steps have no collectives
+            if weight_bits is not None or compile:
+                option = "weight_bits" if weight_bits is not None else "compile"
+                raise InputError(f"a model on several processes does not support {option}; leave it out")
         if weight_bits is not None and not supported:
             raise InputError(
                 "weight_bits needs fast decode steps, which support CUDA and CPU models without hooks; leave out"
@@ -250,9 +255,16 @@ class ModelRunner:
         logits = (self.compiled_decode_logits or self._decode_logits)(
             self.next_tokens[:num_rows], self.cache.view_rows(0, num_rows, max_len=max_len), length_carrier
         )
-        output = self.sampler.sample(logits, features)
+        output = self._use_tokens_of_rank_0(self.sampler.sample(logits, features))
         self.next_tokens[:num_rows, 0] = output.tokens
         return output
+
+    def _use_tokens_of_rank_0(self, output: SamplerOutput) -> SamplerOutput:
+        """Broadcast the tokens to all ranks of the model, so that rounding cannot make their requests differ."""
+        if self.model.tensor_parallel is None:
+            return output
+        tokens, invalid = self.model.tensor_parallel.broadcast(torch.stack((output.tokens, output.invalid.long())))
+        return output._replace(tokens=tokens, invalid=invalid.bool())
 
     def _decode_logits(self, tokens: Tensor, cache_view: BatchKVCache, length_carrier: Tensor) -> Tensor:
         cache_view.max_len = length_carrier.shape[0] - 1

@@ -1,0 +1,67 @@
+"""Runs tensor-parallel models on several processes, as torchrun starts them. The processes are forks: torch is imported
+once. Arguments: world size, output directory, model directories. Each rank writes its logits and generated tokens.
+"""
+
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+import cutaway as ct
+from cutaway.errors import CutawayError
+from cutaway.model.parallel.process_group import join_processes
+
+PROMPTS = [[1, 2, 3], [5, 6, 7, 8, 9, 10, 11], [12]]
+SAMPLING: list[dict[str, Any]] = [{}, {"temperature": 1.0, "seed": 3, "logprobs": 2, "repetition_penalty": 1.2}]
+
+
+def compute_outputs(directory: Path, size: int) -> dict[str, torch.Tensor]:
+    """Logits of a batch with padding, and the tokens of greedy and of sampled completions."""
+    checkpoint = ct.load(directory, tensor_parallel_size=size, dtype=torch.float32)
+    model: Any = checkpoint.model
+    tokens = torch.randint(0, 200, (2, 9), generator=torch.Generator().manual_seed(0))
+    mask = torch.arange(9) < torch.tensor([[9], [5]])
+    with torch.no_grad():
+        logits = model(tokens, tokens, mask) if len(model.stacks) == 2 else model(tokens, mask)
+    outputs = {"logits": logits[mask]}
+    for i, params in enumerate(SAMPLING if "decoder" in model.stacks else []):
+        completions = ct.generate(checkpoint, PROMPTS, max_new_tokens=4, ignore_eos=True, max_num_seqs=2, **params)
+        outputs[f"tokens.{i}"] = torch.tensor([completion.tokens for completion in completions])
+    return outputs
+
+
+def run_rank(rank: int, size: int, output: Path, directories: list[Path]) -> None:
+    if size > 1:
+        torch.set_num_threads(1)
+        store = dist.FileStore(str(output / "store"), size)  # type: ignore[attr-defined]
+        join_processes(torch.device("cpu"), store=store, rank=rank, world_size=size)
+    for directory in directories:
+        try:
+            save_file(compute_outputs(directory, size), output / f"{directory.name}.{size}.{rank}.safetensors")
+        except CutawayError as error:
+            (output / f"{directory.name}.{size}.{rank}.json").write_text(json.dumps(str(error)))
+
+
+def main() -> int:
+    size, output, directories = int(sys.argv[1]), Path(sys.argv[2]), [Path(path) for path in sys.argv[3:]]
+    pids = []
+    for rank in range(size):
+        pids.append(os.fork())
+        if pids[-1] == 0:
+            try:
+                run_rank(rank, size, output, directories)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+    return max(os.waitpid(pid, 0)[1] for pid in pids) and 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
