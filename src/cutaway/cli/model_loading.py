@@ -38,8 +38,9 @@ def load_checkpoint(
     quiet: bool,
     keep_dtype: bool = False,
     adapters: "AdapterSources | None" = None,
+    tensor_parallel_size: int = 1,
 ) -> "Checkpoint":
-    """Load a checkpoint in eval mode. `adapters` are added to it: see `ct.load`.
+    """Load a checkpoint in eval mode. For `adapters` and `tensor_parallel_size`, see `ct.load`.
 
     On a CPU without native bfloat16, the 16-bit weights of models with up to 2³⁰ parameters are converted to float32,
     unless `dtype` or `keep_dtype` is set.
@@ -51,7 +52,12 @@ def load_checkpoint(
 
     with progress_bar("loading", quiet=quiet) as progress:
         checkpoint = load(
-            source, adapters=adapters, device=default_device(device), dtype=to_torch_dtype(dtype), progress=progress
+            source,
+            adapters=adapters,
+            device=default_device(device),
+            dtype=to_torch_dtype(dtype),
+            tensor_parallel_size=tensor_parallel_size,
+            progress=progress,
         )
     if dtype is None and not keep_dtype and should_upcast_on_cpu(checkpoint.model) and not has_native_bf16():
         checkpoint.model.float()

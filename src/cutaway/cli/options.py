@@ -75,6 +75,7 @@ ServerJsonFlag = Annotated[bool, json_flag("Print one JSON object when the serve
 CheckpointSource = Annotated[str, source_argument("Model or run directory, .gguf file or hub id.")]
 ModelSource = Annotated[str, source_argument("Model or run directory, .gguf file, hub id or preset name.")]
 Device = Annotated[str | None, option("Device: cpu or cuda; default cuda if available.")]
+DEVICES_HELP = "Number of GPUs, or processes on the CPU, over which the model is split; default 1, or as torchrun."
 WeightDType = Annotated[DType | None, option("Data type of the weights; default as stored.")]
 WEIGHT_BITS_HELP = "Number of bits per weight during decode; 4 requires a GPU."
 MAX_MODEL_LEN_HELP = "Maximum number of tokens of prompt plus output; 8Ki is 8,192."

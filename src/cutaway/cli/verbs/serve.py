@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cutaway.cli import options as opt
 from cutaway.cli.json_output import print_json
+from cutaway.cli.parallel_processes import start_processes
 from cutaway.errors import InputError
 
 if TYPE_CHECKING:  # torch and fastapi are imported when they are needed
@@ -43,6 +44,7 @@ def serve(
         float, opt.option("Seconds that requests in progress have to finish at shutdown.", min=0, max=86_400)
     ] = 5.0,
     device: opt.Device = None,
+    devices: Annotated[int | None, opt.option(opt.DEVICES_HELP, min=1)] = None,
     dtype: opt.WeightDType = None,
     weight_bits: Annotated[int | None, opt.option(opt.WEIGHT_BITS_HELP, metavar="16|8|4")] = None,
     as_json: opt.ServerJsonFlag = False,
@@ -61,6 +63,7 @@ def serve(
     """
     opt.check_weight_bits(weight_bits)
     adapters = opt.parse_adapters(adapter)
+    num_processes = start_processes(devices, source, device, dtype)
     from cutaway.serve.limits import Limits
     from cutaway.serve.server import bind_socket, build_access_policy, run_server, server_url
 
@@ -77,7 +80,7 @@ def serve(
         request_timeout=request_timeout,
         shutdown_timeout=shutdown_timeout,
     )
-    checkpoint = load_checkpoint(source, device, dtype, quiet=as_json)
+    checkpoint = load_checkpoint(source, device, dtype, quiet=as_json, tensor_parallel_size=num_processes)
     active = checkpoint.model.active_adapter
     checkpoint = add_adapters(checkpoint, adapters)
     checkpoint.model.set_adapter(active).requires_grad_(False)
