@@ -19,6 +19,7 @@ from cutaway.families.safetensors_reader import TensorReader
 from cutaway.families.weight_conversion import Identity
 from cutaway.model import Transformer, build
 from cutaway.model.layers import ConstantBuffers
+from cutaway.model.parallel.offload import MaxMemory, Placement, offload_blocks, plan_placement
 from cutaway.model.parallel.process_group import get_tensor_parallel, rank_device
 
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ class LoadOptions:
     check_finite: bool | None
     progress: Callable[[int, int], None]
     tensor_parallel_size: int = 1
+    device_map: str | None = None
+    max_memory: MaxMemory | None = None
 
 
 def load_model(
@@ -61,6 +64,7 @@ def load_model(
     """
     device, check_finite = resolve_device(options.device), options.check_finite
     check_positive_int("tensor_parallel_size", options.tensor_parallel_size)
+    _check_device_options(options)
     if options.tensor_parallel_size > 1:
         device = rank_device(device)
     if not callable(options.progress):
@@ -116,10 +120,33 @@ def load_model(
         from cutaway.model.parallel.tensor_parallel import apply_tensor_parallel
 
         slices = apply_tensor_parallel(model, get_tensor_parallel(options.tensor_parallel_size, device))
-    _load_weights(model, plan, reader, file_keys, shapes, slices, device, check, options.progress)
+    placement = Placement(device)
+    if options.device_map is not None:
+        placement = plan_placement(model, options.max_memory)
+    _load_weights(model, plan, reader, file_keys, shapes, slices, placement, check, options.progress)
     if slices:
         model.requires_grad_(False)
+    streamer = offload_blocks(model, placement)
+    if streamer is not None:
+        report.device = str(placement.device)
+        report.offloaded_modules = list(placement.offloaded)
+        report.offloaded_bytes, report.offload_bandwidth = streamer.bytes_per_pass, streamer.bytes_per_second
     return model.eval(), config, report
+
+
+def _check_device_options(options: LoadOptions) -> None:
+    if options.device_map not in (None, "auto"):
+        raise InputError(f"device_map is {options.device_map!r:.60}; pass 'auto', or use device='cuda' or 'cpu'")
+    if options.device_map is None:
+        if options.max_memory is not None:
+            raise InputError("max_memory applies to device_map='auto', which is not set; pass both")
+        return
+    for name, value, default in (
+        ("device", options.device, None),
+        ("tensor_parallel_size", options.tensor_parallel_size, 1),
+    ):
+        if value != default:
+            raise InputError(f"device_map and {name} are both set; leave one of them out")
 
 
 _DIMENSION_FIELDS = (
@@ -228,7 +255,7 @@ def _load_weights(
     file_keys: dict[str, str],
     shapes: Mapping[str, torch.Size],
     slices: "Mapping[str, TensorSlice]",
-    device: torch.device,
+    placement: Placement,
     check_finite: TensorCheck,
     progress: Callable[[int, int], None],
 ) -> None:
@@ -240,7 +267,7 @@ def _load_weights(
 
     def load_conversion(conversion: TensorConversion) -> list[tuple[str, Tensor]]:
         model_keys, keys = conversion.model_keys, [file_keys[name] for name in conversion.checkpoint_keys]
-        dtype = state[model_keys[0]].dtype
+        dtype, device = state[model_keys[0]].dtype, placement.device_of(model_keys[0])
         is_sliced = any(name in slices for name in model_keys)
         if isinstance(conversion.op, Identity) and reader.tensor_infos[keys[0]].dtype != dtype and not is_sliced:
             return [(model_keys[0], _load_converted(reader, keys[0], dtype, device, check_finite))]
@@ -267,9 +294,9 @@ def _load_weights(
             progress(done, len(plan.conversions))
     for module in model.modules():
         if isinstance(module, ConstantBuffers):
-            module.register_constants(device)
+            module.register_constants(placement.device)
     for name in plan.computed_weights:
-        zeros = torch.zeros_like(state[name], device=device)
+        zeros = torch.zeros_like(state[name], device=placement.device_of(name))
         set_module_tensor(model, name, slices[name].of(zeros) if name in slices else zeros)
         init_table = getattr(model.get_submodule(name.rpartition(".")[0]), "init_table", None)
         if name.endswith(".table") and init_table is not None:

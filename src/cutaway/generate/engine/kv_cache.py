@@ -9,7 +9,7 @@ A flat slot is page_id · page_size + offset: an index into the buffers with the
 import copy
 from collections.abc import Sequence
 from functools import partial
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -157,8 +157,8 @@ class BatchKVCache(Cache):
             empty = torch.full((batch_size, max_source_len), EMPTY_POSITION, device=device)
             self.memory_positions = TokenPositions(empty)
             for cross_layer, block in zip(self.cross_layers, stack.blocks, strict=True):
-                (heads, width), _ = block.cross.f.cache_shape  # type: ignore[union-attr]  # of this rank's heads
-                shape4 = batch_size, max_source_len, heads, width
+                cross_attention: Any = block.cross.f  # type: ignore[union-attr]
+                shape4 = batch_size, max_source_len, *cross_attention.cache_shape[0]  # of this rank's heads
                 cross_layer.k = torch.zeros(shape4, device=device, dtype=model.dtype)
                 cross_layer.v = torch.zeros_like(cross_layer.k)
 

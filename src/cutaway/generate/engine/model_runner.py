@@ -71,8 +71,8 @@ class ModelRunner:
                 raise InputError(f"a model on several processes does not support {option}; leave it out")
         if weight_bits is not None and not supported:
             raise InputError(
-                "weight_bits needs fast decode steps, which support CUDA and CPU models without hooks; leave out"
-                " weight_bits, or remove the hooks"
+                "weight_bits needs fast decode steps, which support CUDA and CPU models without hooks and offloaded"
+                " weights; leave out weight_bits, or remove the hooks"
             )
         # Compiling on the CPU takes most of a minute, in which Ctrl-C may have no effect.
         skip_cpu_compile = compile is None and device_type == "cpu"

@@ -61,6 +61,11 @@ class AdapterMethods:
         """`add_adapter` for an adapter from a file, whose rank may be larger than the dimensions of a layer."""
         model = self._module()
         check_not_split(model, "an adapter")
+        if getattr(model, "offloaded_modules", ()):
+            raise InputError(
+                "an adapter cannot be added to offloaded weights; load the model on one device, or save it with the"
+                " adapter merged into the weights, with ct.save"
+            )
         if name in self.adapters or not is_adapter_name(name):
             reason = "exists already" if name in self.adapters else "is not a name of letters, digits, '_' and '-'"
             raise InputError(f"adapter '{name}' {reason}; pass another name")

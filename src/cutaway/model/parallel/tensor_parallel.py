@@ -78,7 +78,7 @@ class VocabParallelHead(_Sharded, LMHead):
         logits = self.ranks.all_gather(F.pad(logits, (0, longest - logits.shape[-1])), -1)
         if self.vocab_size % size == 0:
             return logits
-        parts = logits.unflatten(-1, (size, longest)).unbind(-2)  # parts that are one token shorter are padded
+        parts = torch.split(logits, longest, -1)  # parts that are one token shorter are padded
         bounds = [self.vocab_size * rank // size for rank in range(size + 1)]
         return torch.cat([part[..., : bounds[i + 1] - bounds[i]] for i, part in enumerate(parts)], -1)
 
@@ -102,7 +102,7 @@ class ExpertParallelMoE(_Sharded, MixtureOfExperts):
         if len(entries):
             offsets = torch.searchsorted(sorted_experts, torch.arange(self.num_experts, device=x.device), right=True)
             y[entries] = self.experts(x[entries // selected.shape[-1]], offsets)
-        return torch.einsum("nk,nkd->nd", weights.to(y.dtype), y.unflatten(0, selected.shape))
+        return torch.einsum("nk,nkd->nd", weights.to(y.dtype), y.view(*selected.shape, -1))
 
 
 class GatheredQueryKeyNorm(_Sharded, QueryKeyNorm):
@@ -114,9 +114,8 @@ class GatheredQueryKeyNorm(_Sharded, QueryKeyNorm):
 
     def forward(self, x: Float[Tensor, "B T H D"]) -> Float[Tensor, "B T H D"]:
         heads = x.shape[-2]
-        parts = self.ranks.all_gather(x, -2).unflatten(-2, (self.ranks.size, heads))
-        full = super().forward(parts[..., :: self.replicas, :, :].flatten(-3, -2))
-        return full.narrow(-2, self.first_head, heads)
+        parts = torch.split(self.ranks.all_gather(x, -2), heads, -2)[:: self.replicas]
+        return super().forward(torch.cat(parts, -2)).narrow(-2, self.first_head, heads)
 
 
 class ShardedScoreBias(ScoreBias):
@@ -207,7 +206,7 @@ class _Sharding:
         for matrix in (module.up, module.gate) if isinstance(module, GatedMLP) else (module.up,):
             self._column_parallel(matrix, hidden)
         if module in self.shared_experts:
-            self._slice(module.down.weight, 1, hidden)
+            self._slice(module.down.weight, 1, hidden)  # type: ignore[arg-type]
         else:
             self._row_parallel(module.down, hidden)
 
