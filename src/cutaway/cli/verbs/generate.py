@@ -32,6 +32,7 @@ FILL_MASK_OPTIONS = frozenset(
         "top_k",
         "adapter",
         "device",
+        "device_map",
         "dtype",
         "echo",
         "show_stats",
@@ -106,6 +107,7 @@ def generate(
     adapter: Annotated[str | None, _engine(opt.ADAPTER_HELP, metavar="DIR")] = None,
     device: Annotated[str | None, _engine("Device: cpu or cuda; default cuda if available.")] = None,
     devices: Annotated[int | None, _engine(opt.DEVICES_HELP, min=1)] = None,
+    device_map: Annotated[opt.DeviceMap | None, _engine(opt.DEVICE_MAP_HELP)] = None,
     dtype: Annotated[opt.DType | None, _engine("Data type of the weights; default as stored.")] = None,
     weight_bits: Annotated[int | None, _engine(opt.WEIGHT_BITS_HELP, metavar="16|8|4")] = None,
     compile_model: Annotated[bool, _engine("Compile CPU decode steps; faster for long outputs.", "--compile")] = False,
@@ -153,7 +155,13 @@ def generate(
 
     num_processes = start_processes(devices, source, device, dtype)
     checkpoint = load_checkpoint(
-        source, device, dtype, quiet=as_json, adapters=adapter, tensor_parallel_size=num_processes
+        source,
+        device,
+        dtype,
+        quiet=as_json,
+        adapters=adapter,
+        device_map=device_map,
+        tensor_parallel_size=num_processes,
     )
     draft: Checkpoint | str | None = draft_model
     if draft_model is not None and draft_model != "ngram":

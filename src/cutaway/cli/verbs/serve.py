@@ -45,6 +45,7 @@ def serve(
     ] = 5.0,
     device: opt.Device = None,
     devices: Annotated[int | None, opt.option(opt.DEVICES_HELP, min=1)] = None,
+    device_map: Annotated[opt.DeviceMap | None, opt.option(opt.DEVICE_MAP_HELP)] = None,
     dtype: opt.WeightDType = None,
     weight_bits: Annotated[int | None, opt.option(opt.WEIGHT_BITS_HELP, metavar="16|8|4")] = None,
     as_json: opt.ServerJsonFlag = False,
@@ -80,7 +81,9 @@ def serve(
         request_timeout=request_timeout,
         shutdown_timeout=shutdown_timeout,
     )
-    checkpoint = load_checkpoint(source, device, dtype, quiet=as_json, tensor_parallel_size=num_processes)
+    checkpoint = load_checkpoint(
+        source, device, dtype, quiet=as_json, device_map=device_map, tensor_parallel_size=num_processes
+    )
     active = checkpoint.model.active_adapter
     checkpoint = add_adapters(checkpoint, adapters)
     checkpoint.model.set_adapter(active).requires_grad_(False)
