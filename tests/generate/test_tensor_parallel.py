@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.checkpoints import small_checkpoint
-from support.tensor_parallel_ranks import run_rank
+from support.tensor_parallel_ranks import MEASURED, run_rank
 
 import cutaway as ct
 from cutaway.errors import InputError
@@ -80,6 +80,21 @@ def test_two_processes_equal_one(name: str, outputs: Path) -> None:
         assert float((two["logits"] - one["logits"]).abs().max()) <= 1e-5 * scale
         for key in one.keys() - {"logits"}:
             assert torch.equal(one[key], two[key]), key
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_rank_has_the_predicted_size(name: str, outputs: Path) -> None:
+    """Bytes of weights and KV cache, and number and bytes of the all-reduces of a decode step."""
+    checkpoint = ct.load(outputs / name)
+    options: dict[str, Any] = {"dtype": "fp32", "kv_cache_dtype": "fp32", "context": 9}
+    estimate = ct.size(checkpoint.config, world_size=2, tp=2, **options)
+    counter = estimate.decode_pass.counter
+    for rank in range(2):
+        measured = load_file(outputs / f"{name}.measured.{rank}.safetensors")
+        assert int(measured["weight_bytes"]) == estimate.inference_memory.bytes_by_component["weights"]
+        assert int(measured["kv_bytes"]) == estimate.kv_cache.total_bytes
+        assert len(measured["all_reduce_bytes"]) == counter.num_collectives["all-reduce"]
+        assert int(measured["all_reduce_bytes"].sum()) == counter.collective_bytes["all-reduce"]
 
 
 def test_heads_that_cannot_be_split_are_refused(outputs: Path) -> None:

@@ -18,6 +18,8 @@ from cutaway.errors import CutawayError
 from cutaway.model.parallel.process_group import join_processes
 
 PROMPTS = [[1, 2, 3], [5, 6, 7, 8, 9, 10, 11], [12]]
+MEASURED = ("dense", "gqa", "moe", "mla")
+"""Models that are compared with their size estimate."""
 SAMPLING: list[dict[str, Any]] = [{}, {"temperature": 1.0, "seed": 3, "logprobs": 2, "repetition_penalty": 1.2}]
 
 
@@ -36,6 +38,27 @@ def compute_outputs(directory: Path, size: int) -> dict[str, torch.Tensor]:
     return outputs
 
 
+def measure_rank(directory: Path, size: int) -> dict[str, torch.Tensor]:
+    """Bytes of this rank's weights and cache slots, and the all-reduces of a decode step of one sequence."""
+    model: Any = ct.load(directory, tensor_parallel_size=size, dtype=torch.float32).model
+    ranks, traffic = model.tensor_parallel, []
+    all_reduce = ranks.all_reduce
+    ranks.all_reduce = lambda x: (traffic.append(x.nbytes), all_reduce(x))[1]
+    cache = model.new_cache(1, 9)
+    with torch.no_grad():
+        model(torch.arange(8)[None], cache=cache)
+        traffic.clear()
+        model(torch.tensor([[1]]), cache=cache)
+    ranks.all_reduce = all_reduce
+    weights = {id(tensor): tensor.nbytes for tensor in model.state_dict(keep_vars=True).values()}
+    kv_bytes = sum(layer.k.nbytes + layer.v.nbytes for layer in cache.layers)
+    return {
+        "weight_bytes": torch.tensor(sum(weights.values())),
+        "kv_bytes": torch.tensor(kv_bytes),
+        "all_reduce_bytes": torch.tensor(traffic),
+    }
+
+
 def run_rank(rank: int, size: int, output: Path, directories: list[Path]) -> None:
     if size > 1:
         torch.set_num_threads(1)
@@ -44,6 +67,8 @@ def run_rank(rank: int, size: int, output: Path, directories: list[Path]) -> Non
     for directory in directories:
         try:
             save_file(compute_outputs(directory, size), output / f"{directory.name}.{size}.{rank}.safetensors")
+            if size > 1 and directory.name in MEASURED:
+                save_file(measure_rank(directory, size), output / f"{directory.name}.measured.{rank}.safetensors")
         except CutawayError as error:
             (output / f"{directory.name}.{size}.{rank}.json").write_text(json.dumps(str(error)))
 
