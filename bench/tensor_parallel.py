@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -91,7 +92,7 @@ def main() -> None:
                 mp.spawn(run_rank, job, nprocs=count)  # type: ignore[no-untyped-call, attr-defined]
                 for name, seconds in json.loads(Path(output).read_text()).items():
                     best[name] = min(seconds, best.get(name, seconds))
-    options = {"dtype": "fp32", "kv_cache_dtype": "fp32", "context": CONTEXT}
+    options: dict[str, Any] = {"dtype": "fp32", "kv_cache_dtype": "fp32", "context": CONTEXT}
     one, many = (ct.size(config, world_size=count, tp=count, **options) for count in (1, size))
     share = many.decode_workload(1).min_bytes / one.decode_workload(1).min_bytes
     num_all_reduces = many.decode_pass.counter.num_collectives["all-reduce"]

@@ -7,6 +7,7 @@ become followers.
 import atexit
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -89,6 +90,7 @@ class Followers:
         self.size, self.closing = size, False
         self.directory = tempfile.TemporaryDirectory(prefix="cutaway-")
         self.store_path = str(Path(self.directory.name) / "store")
+        _use_loopback()
         self.num_threads = max(1, (os.cpu_count() or 1) // size)
         self.processes = [self._start(rank, source, device, dtype) for rank in range(1, size)]
         for rank, process in enumerate(self.processes, 1):
@@ -153,6 +155,14 @@ class Followers:
                 process.kill()
                 process.wait()
         self.directory.cleanup()
+
+
+def _use_loopback() -> None:
+    """Let the processes communicate over the loopback interface, which other machines cannot reach."""
+    for _, name in socket.if_nameindex():
+        if name in ("lo", "lo0"):
+            for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+                os.environ.setdefault(variable, name)
 
 
 def _exit_with_parent() -> None:

@@ -42,8 +42,9 @@ class Engine:
         self.ranks = config.model.tensor_parallel
         """The processes that the model is split over, each of which runs this engine; None if there is one."""
         config = broadcast_config(config)
-        is_followed = self.ranks is not None and self.ranks.has_followers and self.ranks.rank == 0
-        self.follower_requests = FollowerRequests() if is_followed else None
+        self.follower_requests = None
+        if self.ranks is not None and self.ranks.has_followers and self.ranks.rank == 0:
+            self.follower_requests = FollowerRequests(self.ranks)
         self.config, self.tokenizer, self.max_waiting = config, tokenizer, max_waiting
         self.models = [config.model]
         self.model_runner = ModelRunner(

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from cutaway.errors import CutawayError
+from cutaway.errors import CutawayError, InputError
 from cutaway.generate.engine.config import EngineConfig
 from cutaway.generate.engine.request import Request
 from cutaway.generate.generation_config import CheckpointLike, unpack_checkpoint
 from cutaway.generate.sampling.sampling_params import SamplingParams
+from cutaway.model.parallel.process_group import TensorParallel
 
 if TYPE_CHECKING:
     from cutaway.generate.engine.engine import Engine
@@ -42,6 +43,7 @@ def broadcast_config(config: EngineConfig) -> EngineConfig:
     ranks = config.model.tensor_parallel
     if ranks is None or (ranks.has_followers and ranks.rank > 0):  # a follower has the options of rank 0 already
         return config
+    ranks.num_engines += 1
     options = {field.name: getattr(config, field.name) for field in fields(config) if field.name != "model"}
     return replace(config, **ranks.broadcast_object(options))
 
@@ -49,20 +51,22 @@ def broadcast_config(config: EngineConfig) -> EngineConfig:
 class FollowerRequests:
     """Requests of an engine on rank 0 that its followers do not know yet."""
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: TensorParallel) -> None:
+        self.ranks, self.engine_number = ranks, ranks.num_engines
         self.unsent: list[tuple[Request, Submission]] = []
         self.aborted: frozenset[int] = frozenset()
         """Arrival indices of the requests whose abortion the followers know."""
 
     def broadcast(self, engine: "Engine") -> None:
         """Send the requests that were submitted or aborted since the last step, and let the engine wait with them."""
+        if self.engine_number != self.ranks.num_engines:
+            raise InputError("the followers of this process run a newer engine; use one engine at a time")
         with engine.condition:
             unsent, self.unsent = self.unsent, []
             engine.waiting.extend(request for request, _ in unsent)
             requests = [*engine.waiting, *engine.scheduler.running]
         self.aborted = frozenset(request.arrival_index for request in requests if request.aborted)
-        assert engine.ranks is not None
-        engine.ranks.broadcast_object(StepRequests([submission for _, submission in unsent], self.aborted))
+        self.ranks.broadcast_object(StepRequests([submission for _, submission in unsent], self.aborted))
 
 
 def follow(checkpoint: CheckpointLike) -> None:

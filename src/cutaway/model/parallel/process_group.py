@@ -38,6 +38,8 @@ class TensorParallel:
 
         self.rank, self.size, self.device, self.has_followers = rank, size, device, has_followers
         self.is_running = not has_followers
+        self.num_engines = 0
+        """Number of engines that were built so far. The followers run the last one."""
         self.group = dist.group.WORLD
         self.object_group = dist.new_group(backend="gloo", timeout=IDLE_TIMEOUT)
 
@@ -144,10 +146,9 @@ def join_processes(
             "tensor parallelism needs several processes, but this is the only one; start the script with torchrun"
             " --nproc-per-node N, or use cutaway generate --devices N"
         )
-    timeout = timedelta(seconds=float(os.environ.get(TIMEOUT_ENV, "600")))
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if not dist.is_initialized():
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=collective_timeout())
     _tensor_parallel = TensorParallel(rank, world_size, device, has_followers=has_followers)
     return _tensor_parallel
 
@@ -176,10 +177,16 @@ def check_not_split(model: nn.Module, action: str) -> None:
         )
 
 
+def collective_timeout() -> timedelta:
+    """Time after which a collective fails, if another process does not respond."""
+    return timedelta(seconds=float(os.environ.get(TIMEOUT_ENV, "600")))
+
+
 def rank_failed_error(error: Exception) -> RankFailedError:
-    # First sentence of the message of the communication backend, without the source location.
-    reason = re.sub(r"^\[.*?\] ", "", str(error).split("\n")[0]).split(". ")[0]
-    return RankFailedError(f"another process failed, or did not respond ({reason}); restart all processes")
+    return RankFailedError(
+        f"another process failed, or did not respond for {collective_timeout().total_seconds():.0f} s"
+        f" ({backend_message(error)}); restart all processes"
+    )
 
 
 def is_collective_error(error: Exception) -> bool:
@@ -189,3 +196,8 @@ def is_collective_error(error: Exception) -> bool:
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and any(word in str(error) for word in ("gloo", "NCCL", "ncclUnhandled"))
     )
+
+
+def backend_message(error: Exception) -> str:
+    """First sentence of the error message of the communication backend, without the source location."""
+    return re.sub(r"^\[.*?\] ", "", str(error).split("\n")[0]).split(". ")[0]
