@@ -90,17 +90,17 @@ def test_followers_of_a_server(server: DevicesServer, model: Path) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("torchrun", [False, True])
 def test_generate(model: Path, *, torchrun: bool) -> None:
-    """Only rank 0 prints. A draft model is refused once, in a sentence."""
+    """Only rank 0 prints. Options that are not supported are refused once, in a sentence."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "cutaway"]
     command = [*(launcher if torchrun else COMMAND), "generate", str(model), "--token-ids", "1,2,3", "--device", "cpu"]
     options = [] if torchrun else ["--devices", "2"]
     result = subprocess.run([*command, "-n", "8", "--json", *options], capture_output=True, text=True, check=True)
     [expected] = ct.generate(ct.load(model), [[1, 2, 3]], max_new_tokens=8)
     assert [json.loads(line)["tokens"] for line in result.stdout.splitlines()] == [expected.tokens]
-    refused = [*command, "--draft-model", "ngram", *options]
+    refused = [*command, "--weight-bits", "8", *options]
     result = subprocess.run(refused, capture_output=True, text=True, check=False)
     assert result.returncode == (1 if torchrun else 2)
-    assert result.stderr.count("a model on several processes does not support speculative decoding") == 1
+    assert result.stderr.count("a model on several processes does not support weight_bits") == 1
 
 
 @pytest.mark.nightly

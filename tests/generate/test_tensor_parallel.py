@@ -103,6 +103,12 @@ def test_heads_that_cannot_be_split_are_refused(outputs: Path) -> None:
         assert message == "3 query heads cannot be split over 2 processes; use a divisor of 3: 3"
 
 
+def test_error_of_the_engine_is_raised_on_all_ranks(outputs: Path) -> None:
+    for rank in range(2):
+        message = json.loads((outputs / f"gqa.2.{rank}.json").read_text())
+        assert message == "a model on several processes does not support weight_bits; leave it out"
+
+
 def test_one_process_cannot_hold_two_parts(tmp_path: Path) -> None:
     ct.save(small_checkpoint(), tmp_path / "model")
     with pytest.raises(InputError, match="start the script with torchrun"):

@@ -20,7 +20,12 @@ from cutaway.model.parallel.process_group import join_processes
 PROMPTS = [[1, 2, 3], [5, 6, 7, 8, 9, 10, 11], [12]]
 MEASURED = ("dense", "gqa", "moe", "mla")
 """Models that are compared with their size estimate."""
-SAMPLING: list[dict[str, Any]] = [{}, {"temperature": 1.0, "seed": 3, "logprobs": 2, "repetition_penalty": 1.2}]
+SAMPLING: list[dict[str, Any]] = [
+    {},
+    {"temperature": 1.0, "seed": 3, "logprobs": 2, "repetition_penalty": 1.2, "cache_implementation": "paged"},
+]
+MORE_SAMPLING: list[dict[str, Any]] = [{"draft_model": "ngram"}, {"beams": 2}, {"kv_cache_dtype": torch.int8}]
+"""Further ways to generate, for one model."""
 
 
 def compute_outputs(directory: Path, size: int) -> dict[str, torch.Tensor]:
@@ -32,7 +37,8 @@ def compute_outputs(directory: Path, size: int) -> dict[str, torch.Tensor]:
     with torch.no_grad():
         logits = model(tokens, tokens, mask) if len(model.stacks) == 2 else model(tokens, mask)
     outputs = {"logits": logits[mask]}
-    for i, params in enumerate(SAMPLING if "decoder" in model.stacks else []):
+    sampling = SAMPLING + (MORE_SAMPLING if directory.name == "gqa" else [])
+    for i, params in enumerate(sampling if "decoder" in model.stacks else []):
         completions = ct.generate(checkpoint, PROMPTS, max_new_tokens=4, ignore_eos=True, max_num_seqs=2, **params)
         outputs[f"tokens.{i}"] = torch.tensor([completion.tokens for completion in completions])
     return outputs
@@ -69,6 +75,8 @@ def run_rank(rank: int, size: int, output: Path, directories: list[Path]) -> Non
             save_file(compute_outputs(directory, size), output / f"{directory.name}.{size}.{rank}.safetensors")
             if size > 1 and directory.name in MEASURED:
                 save_file(measure_rank(directory, size), output / f"{directory.name}.measured.{rank}.safetensors")
+            if size > 1 and directory.name == "gqa":  # an error of rank 0 is raised on all ranks
+                ct.generate(ct.load(directory, tensor_parallel_size=size), [[1]], max_new_tokens=2, weight_bits=8)
         except CutawayError as error:
             (output / f"{directory.name}.{size}.{rank}.json").write_text(json.dumps(str(error)))
 

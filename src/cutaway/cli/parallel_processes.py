@@ -1,4 +1,4 @@
-"""Processes of `--devices N`: rank 0 runs the command, and its followers repeat the steps of its engine.
+"""Processes of `--devices N`: rank 0 runs the command, and its followers repeat the forward passes of its engine.
 
 `--devices N` starts the followers as child processes. Under torchrun, all ranks run the command, and those above 0
 become followers.
@@ -46,10 +46,11 @@ def start_processes(devices: int | None, source: str, device: str | None, dtype:
         sys.exit(0)
     if num_started > 1:
         from cutaway.cli.model_loading import default_device
+        from cutaway.generate.engine.followers import Result
         from cutaway.model.parallel.process_group import join_processes, rank_device
 
         ranks = join_processes(rank_device(default_device(device)), has_followers=True)
-        atexit.register(lambda: ranks.broadcast_object(None))
+        atexit.register(lambda: None if ranks.has_failed else ranks.broadcast_object(Result(None, None)))
         return size
     followers = Followers(size, source, device, dtype)
     atexit.register(followers.close)
@@ -66,7 +67,7 @@ def follow_rank_0(
     rank: int | None = None,
     store_path: str | None = None,
 ) -> None:
-    """Load this rank's part of the model, and run the steps of rank 0's engines until rank 0 ends."""
+    """Load this rank's part of the model, and repeat the forward passes of rank 0 until it ends."""
     import signal
 
     import torch.distributed as dist
@@ -80,7 +81,7 @@ def follow_rank_0(
     store = None if store_path is None else dist.FileStore(store_path, size)  # type: ignore[attr-defined]
     target = rank_device(default_device(device))
     join_processes(target, store=store, rank=rank, world_size=size, has_followers=True)
-    follow(load_checkpoint(source, device, dtype, quiet=True, tensor_parallel_size=size))
+    follow(load_checkpoint(source, device, dtype, quiet=True, tensor_parallel_size=size).model)
 
 
 class Followers:

@@ -14,7 +14,6 @@ from contextvars import copy_context
 from cutaway.errors import CutawayError
 from cutaway.eval_mode import eval_mode
 from cutaway.generate.engine.config import EngineConfig
-from cutaway.generate.engine.followers import FollowerRequests, Submission, broadcast_config
 from cutaway.generate.engine.model_runner import ModelRunner, PendingTokens
 from cutaway.generate.engine.request import Request
 from cutaway.generate.engine.scheduler import Scheduler
@@ -39,12 +38,6 @@ class Engine:
 
     def __init__(self, config: EngineConfig, *, tokenizer: Tokenizer | None = None, max_waiting: int = 1024) -> None:
         """`max_waiting`: maximum length of the waiting queue; `submit` raises BusyError when the queue is full."""
-        self.ranks = config.model.tensor_parallel
-        """The processes that the model is split over, each of which runs this engine; None if there is one."""
-        config = broadcast_config(config)
-        self.follower_requests = None
-        if self.ranks is not None and self.ranks.has_followers and self.ranks.rank == 0:
-            self.follower_requests = FollowerRequests(self.ranks)
         self.config, self.tokenizer, self.max_waiting = config, tokenizer, max_waiting
         self.models = [config.model]
         self.model_runner = ModelRunner(
@@ -88,24 +81,20 @@ class Engine:
         """
         request = self._build_request(prompt, sampling_params, seed, output_prefix, adapter)
         with self.condition:
-            while wait and not self.closed and self.num_waiting >= self.max_waiting:
+            while wait and not self.closed and len(self.waiting) >= self.max_waiting:
                 self.condition.wait()
             if self.closed:
                 raise EngineError("the engine is closed; build a new one")
             if request.output.finish_reason is not None:  # output_prefix already reaches a limit or a stop token
                 request.finish()
                 return request
-            if self.num_waiting >= self.max_waiting:
+            if len(self.waiting) >= self.max_waiting:
                 raise BusyError(
-                    f"{self.num_waiting} requests are waiting, which is the maximum (max_waiting); try again later"
+                    f"{len(self.waiting)} requests are waiting, which is the maximum (max_waiting); try again later"
                 )
             self.num_submitted += 1
             request.arrival_index = self.num_submitted
-            if self.follower_requests is None:
-                self.waiting.append(request)
-            else:
-                submission = Submission(prompt, sampling_params, seed, output_prefix, adapter)
-                self.follower_requests.unsent.append((request, submission))
+            self.waiting.append(request)
             self.condition.notify_all()
         return request
 
@@ -162,22 +151,14 @@ class Engine:
         return self.scheduler.num_decoding
 
     @property
-    def num_waiting(self) -> int:
-        """Number of requests without a row, including those that the followers do not know yet."""
-        return len(self.waiting) + (0 if self.follower_requests is None else len(self.follower_requests.unsent))
-
-    @property
     def has_unfinished_requests(self) -> bool:
-        return bool(self.num_waiting or self.scheduler.running or self.pending)
+        return bool(self.waiting or self.scheduler.running or self.pending)
 
     def step(self) -> bool:
         """Admit waiting requests, run a prefill step and a decode step. Return whether unfinished requests remain."""
         training = any(model.training for model in self.models)
         try:
-            ranks = nullcontext() if self.ranks is None else self.ranks.running()
-            with eval_mode(*self.models) if training else nullcontext(), ranks:
-                if self.follower_requests is not None:
-                    self.follower_requests.broadcast(self)
+            with eval_mode(*self.models) if training else nullcontext():
                 self._process_pending_if_finishing()
                 self._remove_aborted()
                 self._admit_waiting()
@@ -210,8 +191,8 @@ class Engine:
         try:
             yield
         except Exception as error:
-            if self.ranks is not None:
-                raise  # the other ranks do not know that these requests failed
+            if self.config.model.tensor_parallel is not None:
+                raise  # the other processes of the model cannot continue
             reason = f"a step failed ({type(error).__name__}: {error}); submit the request again"
             for request in requests:
                 request.finish(error=EngineError(reason))
@@ -229,24 +210,19 @@ class Engine:
     def _remove_aborted(self) -> None:
         """Finish aborted requests with the finish reason "abort" and free their KV cache rows."""
         with self.condition:
-            aborted = [request for request in self.waiting if self._is_aborted(request)]
+            aborted = [request for request in self.waiting if request.aborted]
             for request in aborted:
                 self.waiting.remove(request)
             if aborted:
                 self.condition.notify_all()
         for request in aborted:
             request.finish("abort")
-        aborted = [request for request in self.scheduler.running if self._is_aborted(request)]
+        aborted = [request for request in self.scheduler.running if request.aborted]
         if aborted:
             self._process_pending()
         for request in aborted:
             self.scheduler.release(request, cache_valid=request.num_sampled_tokens > 0)
             request.finish("abort")
-
-    def _is_aborted(self, request: Request) -> bool:
-        """Whether a request was aborted before this step, so that the followers know it."""
-        known = self.follower_requests
-        return request.aborted if known is None else request.arrival_index in known.aborted
 
     def _admit_waiting(self) -> None:
         """Allocate rows and pages to waiting requests, first come, first served.
@@ -372,9 +348,6 @@ class Engine:
         """Finish all running, waiting and pending requests with an EngineError that has the message `reason`."""
         pending = [] if self.pending is None else self.pending.requests
         requests = [*self.scheduler.running, *self.waiting, *pending]
-        if self.follower_requests is not None:
-            requests += [request for request, _ in self.follower_requests.unsent]
-            self.follower_requests.unsent = []
         self.waiting.clear()
         self.scheduler.running, self.scheduler.num_decoding, self.pending = [], 0, None
         for request in requests:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cutaway.errors import InputError
+from cutaway.generate.engine.followers import get_followers
 from cutaway.generate.engine.kv_cache import BatchKVCache
 from cutaway.generate.engine.request import Request
 from cutaway.generate.fast.warmup_policy import WarmupCostStore, WarmupPolicy
@@ -64,6 +65,8 @@ class ModelRunner:
         """`_decode_logits` after torch.compile."""
         device_type = model.device.type
         supported = not _has_hooks(model) and device_type in ("cuda", "cpu")
+        self.followers = get_followers(model, cache)
+        """The processes that repeat the forward passes, if the model is split over several."""
         if model.tensor_parallel is not None:
             supported = False  # the kernels and packed weights of fast decode steps have no collectives
             if weight_bits is not None or compile:
@@ -209,7 +212,9 @@ class ModelRunner:
         assert isinstance(self.model, EncoderDecoder)
         source_cache = self.model.new_cache(1, len(decoder_tokens))
         source, target = (torch.tensor([list(x)], device=self.model.device) for x in (source_tokens, decoder_tokens))
-        with shape_agnostic_sdpa(), self._use_row_adapters(self.model, row, row + 1):
+        followers = self.followers
+        shared = nullcontext() if followers is None else followers.encode_source(row, source_tokens, decoder_tokens)
+        with shared, shape_agnostic_sdpa(), self._use_row_adapters(self.model, row, row + 1):
             self.model.hidden_states(source, target, cache=source_cache)
         self.cache.store_cross_cache(row, source_cache)
 
@@ -255,16 +260,9 @@ class ModelRunner:
         logits = (self.compiled_decode_logits or self._decode_logits)(
             self.next_tokens[:num_rows], self.cache.view_rows(0, num_rows, max_len=max_len), length_carrier
         )
-        output = self._use_tokens_of_rank_0(self.sampler.sample(logits, features))
+        output = self.sampler.sample(logits, features)
         self.next_tokens[:num_rows, 0] = output.tokens
         return output
-
-    def _use_tokens_of_rank_0(self, output: SamplerOutput) -> SamplerOutput:
-        """Broadcast the tokens to all ranks of the model, so that rounding cannot make their requests differ."""
-        if self.model.tensor_parallel is None:
-            return output
-        tokens, invalid = self.model.tensor_parallel.broadcast(torch.stack((output.tokens, output.invalid.long())))
-        return output._replace(tokens=tokens, invalid=invalid.bool())
 
     def _decode_logits(self, tokens: Tensor, cache_view: BatchKVCache, length_carrier: Tensor) -> Tensor:
         cache_view.max_len = length_carrier.shape[0] - 1
@@ -286,11 +284,22 @@ class ModelRunner:
     def forward_logits(
         self, model: _GenerativeModel, tokens: Tensor, mask: Tensor | None, cache: BatchKVCache
     ) -> Tensor:
-        return model.lm_head(self.forward_hidden(model, tokens, mask, cache))
+        with self._followed(tokens, mask, cache, logits=True):
+            return model.lm_head(self._forward(model, tokens, mask, cache))
 
     def forward_hidden(
         self, model: _GenerativeModel, tokens: Tensor, mask: Tensor | None, cache: BatchKVCache
     ) -> Tensor:
+        with self._followed(tokens, mask, cache, logits=False):
+            return self._forward(model, tokens, mask, cache)
+
+    def _followed(
+        self, tokens: Tensor, mask: Tensor | None, cache: BatchKVCache, *, logits: bool
+    ) -> AbstractContextManager[None]:
+        """Context of a forward pass that the followers repeat, if there are any."""
+        return nullcontext() if self.followers is None else self.followers.forward(cache, tokens, mask, logits=logits)
+
+    def _forward(self, model: _GenerativeModel, tokens: Tensor, mask: Tensor | None, cache: BatchKVCache) -> Tensor:
         rows = self._use_row_adapters(model, cache.first_row, cache.first_row + cache.batch_size)
         with shape_agnostic_sdpa() if tokens.is_cuda else nullcontext(), rows:
             if isinstance(model, EncoderDecoder):

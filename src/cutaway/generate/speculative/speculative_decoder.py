@@ -81,9 +81,6 @@ class SpeculativeDecoder(Engine):
         if config.weight_bits is not None or config.compile:
             name = "compile" if config.weight_bits is None else "weight_bits"
             raise InputError(f"speculative decoding does not support {name}; leave out {name} or draft_model")
-        if config.model.tensor_parallel is not None:
-            problem = "a model on several processes does not support speculative decoding"
-            raise InputError(f"{problem}; leave out draft_model")
         self.proposer: Proposer
         if isinstance(draft_model, Transformer):
             check_draft_compatibility(config.model, tokenizer, draft_model, draft_tokenizer)

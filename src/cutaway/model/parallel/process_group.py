@@ -2,6 +2,7 @@
 
 import os
 import re
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -29,17 +30,23 @@ class RankFailedError(CutawayError):
 class TensorParallel:
     """The ranks that hold one model, and their collectives.
 
-    With `has_followers`, only rank 0 runs the program, and the other ranks repeat its engine steps. Collectives are
-    then allowed in `running` only, because elsewhere no other rank takes part in them.
+    Processes of one script call the model together. With `has_followers`, this is rank 0, which alone runs the
+    program, and the other ranks repeat the forward passes of its engines. Collectives are then allowed in `running`
+    only, because elsewhere no other rank takes part in them.
     """
 
-    def __init__(self, rank: int, size: int, device: torch.device, *, has_followers: bool) -> None:
+    def __init__(self, rank: int, size: int, *, has_followers: bool) -> None:
         import torch.distributed as dist
 
-        self.rank, self.size, self.device, self.has_followers = rank, size, device, has_followers
-        self.is_running = not has_followers
-        self.num_engines = 0
-        """Number of engines that were built so far. The followers run the last one."""
+        self.rank, self.size, self.has_followers = rank, size, has_followers
+        self.is_following = False
+        """Whether this rank repeats the forward passes of rank 0."""
+        self.num_caches = 0
+        self.freed_caches: list[int] = []
+        """Number of KV caches that rank 0 has built, and the numbers of those it has released since the last pass."""
+        self.lock = threading.RLock()
+        self.running_thread: int | None = None
+        self.has_failed = False
         self.group = dist.group.WORLD
         self.object_group = dist.new_group(backend="gloo", timeout=IDLE_TIMEOUT)
 
@@ -48,19 +55,23 @@ class TensorParallel:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Context in which all ranks run the same computation. Errors of collectives become a RankFailedError."""
-        before, self.is_running = self.is_running, True
-        try:
-            yield
-        except Exception as error:
-            if is_collective_error(error):
-                raise rank_failed_error(error) from error
-            raise
-        finally:
-            self.is_running = before
+        """Context in which all ranks run the same computation. One thread at a time can enter it."""
+        with self.lock:
+            if self.has_failed:
+                raise RankFailedError("an earlier step failed on one of the processes; restart all processes")
+            before, self.running_thread = self.running_thread, threading.get_ident()
+            try:
+                yield
+            except Exception as error:
+                self.has_failed = True
+                if is_collective_error(error):
+                    raise rank_failed_error(error) from error
+                raise
+            finally:
+                self.running_thread = before
 
     def _check_running(self) -> None:
-        if not self.is_running:
+        if self.has_followers and self.running_thread != threading.get_ident():
             raise InputError(
                 f"the model is split over {self.size} processes, which run the steps of text generation only; load it"
                 " on one device for anything else"
@@ -149,7 +160,7 @@ def join_processes(
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if not dist.is_initialized():
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=collective_timeout())
-    _tensor_parallel = TensorParallel(rank, world_size, device, has_followers=has_followers)
+    _tensor_parallel = TensorParallel(rank, world_size, has_followers=has_followers and rank == 0)
     return _tensor_parallel
 
 
