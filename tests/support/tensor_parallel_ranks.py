@@ -15,6 +15,8 @@ from safetensors.torch import save_file
 
 import cutaway as ct
 from cutaway.errors import CutawayError
+from cutaway.generate import Engine, EngineConfig
+from cutaway.generate.engine.followers import run_on_rank_0
 from cutaway.model.parallel.process_group import join_processes
 
 PROMPTS = [[1, 2, 3], [5, 6, 7, 8, 9, 10, 11], [12]]
@@ -37,6 +39,8 @@ def compute_outputs(directory: Path, size: int) -> dict[str, torch.Tensor]:
     with torch.no_grad():
         logits = model(tokens, tokens, mask) if len(model.stacks) == 2 else model(tokens, mask)
     outputs = {"logits": logits[mask]}
+    if directory.name == "gqa":
+        outputs["logits.of_hidden_states"] = compute_logits(directory, size)
     sampling = SAMPLING + (MORE_SAMPLING if directory.name == "gqa" else [])
     for i, params in enumerate(sampling if "decoder" in model.stacks else []):
         completions = ct.generate(checkpoint, PROMPTS, max_new_tokens=4, ignore_eos=True, max_num_seqs=2, **params)
@@ -63,6 +67,19 @@ def measure_rank(directory: Path, size: int) -> dict[str, torch.Tensor]:
         "kv_bytes": torch.tensor(kv_bytes),
         "all_reduce_bytes": torch.tensor(traffic),
     }
+
+
+def compute_logits(directory: Path, size: int) -> torch.Tensor:
+    """Logits of hidden states that only rank 0 has."""
+    model: Any = ct.load(directory, tensor_parallel_size=size, dtype=torch.float32).model
+    x = torch.randn(3, model.config.d_model, generator=torch.Generator().manual_seed(0))
+
+    def run() -> torch.Tensor:
+        engine = Engine(EngineConfig(model, max_num_seqs=1, max_model_len=8))
+        with torch.no_grad():
+            return engine.model_runner.compute_logits(x)
+
+    return run_on_rank_0(model, run)
 
 
 def run_rank(rank: int, size: int, output: Path, directories: list[Path]) -> None:

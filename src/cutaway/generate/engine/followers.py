@@ -57,6 +57,12 @@ class SourceEncoding(NamedTuple):
     decoder_tokens: list[int]
 
 
+class HeadPass(NamedTuple):
+    """Logits of hidden states, which follow as a tensor."""
+
+    shape: tuple[int, ...]
+
+
 class Result(NamedTuple):
     """The end of the work that ranks have followed: its return value or its error."""
 
@@ -108,6 +114,14 @@ class Followers:
         with self.ranks.running():
             message = SourceEncoding(self._update(), row, list(source_tokens), list(decoder_tokens))
             self.ranks.broadcast_object(message)
+            yield
+
+    @contextmanager
+    def compute_logits(self, x: Tensor) -> Iterator[None]:
+        """Context in which logits of hidden states are computed, which the followers repeat."""
+        with self.ranks.running():
+            self.ranks.broadcast_object(HeadPass(tuple(x.shape)))
+            self.ranks.broadcast(x.contiguous())
             yield
 
     def _update(self) -> CacheUpdate:
@@ -197,6 +211,10 @@ def follow(model: Transformer) -> Result:
 def _repeat(message: Any, model: Transformer, ranks: TensorParallel, runners: dict[int, Any]) -> None:
     from cutaway.generate.engine.model_runner import ModelRunner
 
+    if isinstance(message, HeadPass):
+        x = torch.empty(message.shape, dtype=model.dtype, device=model.device)
+        model.lm_head(ranks.broadcast(x))
+        return
     update: CacheUpdate = message.cache
     for cache_id in update.freed:
         runners.pop(cache_id, None)

@@ -293,6 +293,11 @@ class ModelRunner:
         with self._followed(tokens, mask, cache, logits=False):
             return self._forward(model, tokens, mask, cache)
 
+    def compute_logits(self, x: Tensor) -> Tensor:
+        """Logits of hidden states, on all processes of the model."""
+        with nullcontext() if self.followers is None else self.followers.compute_logits(x):
+            return self.model.lm_head(x)
+
     def _followed(
         self, tokens: Tensor, mask: Tensor | None, cache: BatchKVCache, *, logits: bool
     ) -> AbstractContextManager[None]:
