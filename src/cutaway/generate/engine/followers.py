@@ -180,6 +180,8 @@ def run_on_rank_0(model: Transformer, run: Callable[[], T]) -> T:
         except RankFailedError:
             raise
         except Exception as error:
+            if ranks.has_failed:  # the other ranks wait in the forward pass that failed here
+                raise
             result = Result(None, error)
         finally:
             ranks.has_followers = False
