@@ -38,8 +38,10 @@ def load_checkpoint(
     quiet: bool,
     keep_dtype: bool = False,
     adapters: "AdapterSources | None" = None,
+    device_map: str | None = None,
+    tensor_parallel_size: int = 1,
 ) -> "Checkpoint":
-    """Load a checkpoint in eval mode. `adapters` are added to it: see `ct.load`.
+    """Load a checkpoint in eval mode. For `adapters`, `device_map` and `tensor_parallel_size`, see `ct.load`.
 
     On a CPU without native bfloat16, the 16-bit weights of models with up to 2³⁰ parameters are converted to float32,
     unless `dtype` or `keep_dtype` is set.
@@ -51,7 +53,13 @@ def load_checkpoint(
 
     with progress_bar("loading", quiet=quiet) as progress:
         checkpoint = load(
-            source, adapters=adapters, device=default_device(device), dtype=to_torch_dtype(dtype), progress=progress
+            source,
+            adapters=adapters,
+            device=default_device(device) if device_map is None else device,
+            dtype=to_torch_dtype(dtype),
+            device_map=device_map,
+            tensor_parallel_size=tensor_parallel_size,
+            progress=progress,
         )
     if dtype is None and not keep_dtype and should_upcast_on_cpu(checkpoint.model) and not has_native_bf16():
         checkpoint.model.float()
@@ -59,6 +67,8 @@ def load_checkpoint(
             sys.stderr.write(
                 "this CPU has no native bfloat16, so weights are converted to float32; --dtype bfloat16 prevents it\n"
             )
+    if checkpoint.load_report is not None and checkpoint.load_report.offload_summary and not quiet:
+        sys.stderr.write(f"{checkpoint.load_report.offload_summary}\n")
     checkpoint.model.eval()
     return checkpoint
 

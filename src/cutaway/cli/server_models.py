@@ -80,6 +80,8 @@ def load_engines(
     *,
     device: str | None,
     dtype: DType | None,
+    device_map: str | None,
+    tensor_parallel_size: int,
     limits: "Limits",
     metrics: "ServerMetrics",
     max_num_seqs: int | None,
@@ -100,7 +102,9 @@ def load_engines(
 
     checkpoints = []
     for source, model_adapters in zip(sources, adapters, strict=True):
-        checkpoint = load_checkpoint(source, device, dtype, quiet=quiet)
+        checkpoint = load_checkpoint(
+            source, device, dtype, quiet=quiet, device_map=device_map, tensor_parallel_size=tensor_parallel_size
+        )
         active = checkpoint.model.active_adapter
         checkpoint = add_adapters(checkpoint, model_adapters)
         checkpoint.model.set_adapter(active).requires_grad_(False)

@@ -24,6 +24,7 @@ from cutaway.families.safetensors_reader import TensorReader, check_not_pickle, 
 from cutaway.families.save import merge_adapters
 from cutaway.families.sentence_transformers import SETTINGS_NAME, add_projection, read_modules
 from cutaway.families.weight_loader import LoadOptions, load_model, resolve_config
+from cutaway.model.parallel.offload import MaxMemory
 from cutaway.pretrained import DEFAULT_MODEL, find_pretrained, list_pretrained
 
 if TYPE_CHECKING:
@@ -45,6 +46,9 @@ def load(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     check_finite: bool | None = None,
+    device_map: str | None = None,
+    max_memory: MaxMemory | None = None,
+    tensor_parallel_size: int = 1,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Checkpoint:
     """Load a checkpoint: a transformers or cutaway directory, a training run, a .gguf file, a PEFT adapter or a Hub id.
@@ -60,9 +64,14 @@ def load(
     `dtype` is the dtype of the weights, by default the stored one. `check_finite` says whether all weights are checked
     for NaN and infinity. By default, all weights are checked in checkpoints of up to half a gigabyte. In larger
     checkpoints only small tensors are checked, so that memory-mapped pages are not read before their first use.
+    `device_map='auto'` places the weights on the GPU as far as they fit into 90 % of its free memory, or into
+    `max_memory`, as in {0: '10GiB', 'cpu': '30GiB'}. The other blocks are in CPU memory, and each forward pass copies
+    them to the GPU; `load_report` says how many bytes and how fast. Without a GPU, all weights are in CPU memory.
+    `tensor_parallel_size`: number of processes, started by torchrun, over which the model is split for inference. Each
+    process reads its own part of the weights, and all of them call the model or `ct.generate` with the same arguments.
     `progress(done, total)` is called after each loaded tensor.
     """
-    options = LoadOptions(device, dtype, check_finite, progress)
+    options = LoadOptions(device, dtype, check_finite, progress, tensor_parallel_size, device_map, max_memory)
     if adapters is not None:
         return _load_with_adapters(source, name_adapters(adapters), options)
     path = resolve_checkpoint_path(source)

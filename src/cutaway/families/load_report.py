@@ -24,6 +24,13 @@ class LoadReport:
     """Checkpoint tensors that are copies of another tensor. Loading has checked that they are equal."""
     finite_check: str = ""
     """Tensors checked for NaN and infinity: 'all tensors', or in large models 'small tensors'."""
+    device: str = ""
+    """Device that computes, if blocks are offloaded to CPU memory."""
+    offloaded_modules: list[str] = field(default_factory=list)
+    """Modules whose weights are in CPU memory, and are copied to `device` in each forward pass."""
+    offloaded_bytes: int = 0
+    offload_bandwidth: float | None = None
+    """Measured bytes per second of a copy from CPU memory to `device`."""
     computed_weights: list[str] = field(default_factory=list)
     """Model keys not in the file, computed from the configuration."""
     ignored_weights: dict[str, str] = field(default_factory=dict)
@@ -35,6 +42,22 @@ class LoadReport:
     @property
     def ok(self) -> bool:
         return not self.missing_keys and not self.unexpected_keys
+
+    @property
+    def offload_summary(self) -> str:
+        """What is offloaded, and the speed that follows from it; empty if all weights are on the device."""
+        if not self.offloaded_modules:
+            return ""
+        first, last = self.offloaded_modules[0], self.offloaded_modules[-1]
+        names = f"{first} to {last}" if first != last else first
+        text = f"offloaded to CPU memory: {names} ({self.offloaded_bytes / 1e9:,.3g} GB)"
+        if self.offload_bandwidth is None:
+            return text
+        seconds = self.offloaded_bytes / self.offload_bandwidth
+        return (
+            f"{text}; each step copies them to {self.device} at {self.offload_bandwidth / 1e9:,.3g} GB/s, which takes"
+            f" {seconds:,.3g} s: at most {1 / seconds:,.3g} tokens/s per sequence"
+        )
 
     def to_dict(self) -> dict[str, object]:
         return asdict(self)
@@ -49,6 +72,7 @@ class LoadReport:
         ]
         lines += [f"checked for NaN and infinity: {self.finite_check}"] if self.finite_check else []
         lines += [f"tied: {' = '.join(names)}" for names in self.tied_weights]
+        lines += [self.offload_summary] if self.offload_summary else []
         lines += [f"computed, not stored: {', '.join(self.computed_weights)}"] if self.computed_weights else []
         lines += [f"missing: {name}" for name in self.missing_keys]
         lines += [f"unexpected: {name}" for name in self.unexpected_keys]

@@ -27,6 +27,7 @@ from cutaway.families.safetensors_reader import SAFE_WEIGHTS_INDEX_NAME
 from cutaway.families.sentence_transformers import write_modules
 from cutaway.model import Transformer
 from cutaway.model.head import PoolingHead
+from cutaway.model.parallel.process_group import check_not_split
 
 _MAX_SHARD_SIZE = 5_000_000_000
 """Maximum number of bytes of weights per file. Saving needs up to this much memory in addition to the model."""
@@ -48,6 +49,7 @@ def save(
     shard. If the model has an active adapter, the merged weights are saved; `save_adapter` saves the adapter alone.
     """
     checkpoint = as_checkpoint(checkpoint)
+    check_not_split(checkpoint.model, "saving")
     checkpoint = merge_adapters(checkpoint)
     target = resolve_output_path(directory)
     if isinstance(max_shard_size, bool) or not isinstance(max_shard_size, int) or max_shard_size < 1:

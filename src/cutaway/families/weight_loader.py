@@ -1,14 +1,15 @@
 """Load weights into a model: build and check the load plan, then read, convert and assign each tensor."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from cutaway.argument_checks import resolve_device
+from cutaway.argument_checks import check_positive_int, resolve_device
 from cutaway.config import Config, EmbeddingHead, LMHead
 from cutaway.errors import ConfigError, InputError, WeightError
 from cutaway.families.family import Family, HFConfig, Parsed
@@ -18,6 +19,11 @@ from cutaway.families.safetensors_reader import TensorReader
 from cutaway.families.weight_conversion import Identity
 from cutaway.model import Transformer, build
 from cutaway.model.layers import ConstantBuffers
+from cutaway.model.parallel.offload import MaxMemory, Placement, offload_blocks, plan_placement
+from cutaway.model.parallel.process_group import get_tensor_parallel, rank_device
+
+if TYPE_CHECKING:
+    from cutaway.model.parallel.tensor_parallel import TensorSlice
 
 _NUM_READER_THREADS = 4
 """Number of reader threads. Each holds one tensor in memory, in addition to the model."""
@@ -39,6 +45,9 @@ class LoadOptions:
     dtype: torch.dtype | None
     check_finite: bool | None
     progress: Callable[[int, int], None]
+    tensor_parallel_size: int = 1
+    device_map: str | None = None
+    max_memory: MaxMemory | None = None
 
 
 def load_model(
@@ -54,6 +63,10 @@ def load_model(
     `embedding_head` is the head of a sentence-transformers directory.
     """
     device, check_finite = resolve_device(options.device), options.check_finite
+    check_positive_int("tensor_parallel_size", options.tensor_parallel_size)
+    _check_device_options(options)
+    if options.tensor_parallel_size > 1:
+        device = rank_device(device)
     if not callable(options.progress):
         raise InputError(f"progress is {options.progress!r}; pass a function of (done, total)")
     config, used, ignored = resolve_config(family, hf_config, reader, embedding_head)
@@ -101,8 +114,39 @@ def load_model(
         finite_check="all tensors" if check_all else "small tensors",
     )
     check = _check_finite if check_all else _check_finite_if_small
-    _load_weights(model, plan, reader, file_keys, device, check, options.progress)
+    shapes = {name: tensor.shape for name, tensor in state.items()}
+    slices: dict[str, TensorSlice] = {}
+    if options.tensor_parallel_size > 1:
+        from cutaway.model.parallel.tensor_parallel import apply_tensor_parallel
+
+        slices = apply_tensor_parallel(model, get_tensor_parallel(options.tensor_parallel_size, device))
+    placement = Placement(device)
+    if options.device_map is not None:
+        placement = plan_placement(model, options.max_memory)
+    _load_weights(model, plan, reader, file_keys, shapes, slices, placement, check, options.progress)
+    if slices:
+        model.requires_grad_(False)
+    streamer = offload_blocks(model, placement)
+    if streamer is not None:
+        report.device = str(placement.device)
+        report.offloaded_modules = list(placement.offloaded)
+        report.offloaded_bytes, report.offload_bandwidth = streamer.bytes_per_pass, streamer.bytes_per_second
     return model.eval(), config, report
+
+
+def _check_device_options(options: LoadOptions) -> None:
+    if options.device_map not in (None, "auto"):
+        raise InputError(f"device_map is {options.device_map!r:.60}; pass 'auto', or use device='cuda' or 'cpu'")
+    if options.device_map is None:
+        if options.max_memory is not None:
+            raise InputError("max_memory applies to device_map='auto', which is not set; pass both")
+        return
+    for name, value, default in (
+        ("device", options.device, None),
+        ("tensor_parallel_size", options.tensor_parallel_size, 1),
+    ):
+        if value != default:
+            raise InputError(f"device_map and {name} are both set; leave one of them out")
 
 
 _DIMENSION_FIELDS = (
@@ -209,22 +253,30 @@ def _load_weights(
     plan: LoadPlan,
     reader: TensorReader,
     file_keys: dict[str, str],
-    device: torch.device,
+    shapes: Mapping[str, torch.Size],
+    slices: "Mapping[str, TensorSlice]",
+    placement: Placement,
     check_finite: TensorCheck,
     progress: Callable[[int, int], None],
 ) -> None:
-    """Read the tensors of the plan, convert them and assign them to the model."""
+    """Read the tensors of the plan, convert them and assign them to the model.
+
+    `shapes` are those of the full model. A tensor in `slices` is cut to its slice: the pages of the file outside of the
+    slice are not read, if the conversion is a view."""
     state = model.state_dict(keep_vars=True)
 
     def load_conversion(conversion: TensorConversion) -> list[tuple[str, Tensor]]:
         model_keys, keys = conversion.model_keys, [file_keys[name] for name in conversion.checkpoint_keys]
-        dtype = state[model_keys[0]].dtype
-        if isinstance(conversion.op, Identity) and reader.tensor_infos[keys[0]].dtype != dtype:
+        dtype, device = state[model_keys[0]].dtype, placement.device_of(model_keys[0])
+        is_sliced = any(name in slices for name in model_keys)
+        if isinstance(conversion.op, Identity) and reader.tensor_infos[keys[0]].dtype != dtype and not is_sliced:
             return [(model_keys[0], _load_converted(reader, keys[0], dtype, device, check_finite))]
-        stored = [check_finite(key, reader.read_tensor(key)) for key in keys]
-        converted = conversion.op.to_model(stored, [state[name].shape for name in model_keys], conversion.d_head)
+        stored = [reader.read_tensor(key) if is_sliced else check_finite(key, reader.read_tensor(key)) for key in keys]
+        converted = conversion.op.to_model(stored, [shapes[name] for name in model_keys], conversion.d_head)
         loaded = []
         for name, source in zip(model_keys, converted, strict=True):
+            if is_sliced:
+                source = check_finite(keys[0], slices[name].of(source) if name in slices else source)
             tensor = source.to(device, state[name].dtype).contiguous()
             loaded.append((name, _check_float16_overflow(name, tensor, source)))
         loaded_storages = {tensor.untyped_storage().data_ptr() for _, tensor in loaded}
@@ -242,9 +294,10 @@ def _load_weights(
             progress(done, len(plan.conversions))
     for module in model.modules():
         if isinstance(module, ConstantBuffers):
-            module.register_constants(device)
+            module.register_constants(placement.device)
     for name in plan.computed_weights:
-        set_module_tensor(model, name, torch.zeros_like(state[name], device=device))
+        zeros = torch.zeros_like(state[name], device=placement.device_of(name))
+        set_module_tensor(model, name, slices[name].of(zeros) if name in slices else zeros)
         init_table = getattr(model.get_submodule(name.rpartition(".")[0]), "init_table", None)
         if name.endswith(".table") and init_table is not None:
             init_table()

@@ -9,6 +9,7 @@ from cutaway.errors import InputError
 from cutaway.eval_mode import eval_mode
 from cutaway.generate.engine.config import EngineOptions, build_engine_config, reduce_num_seqs_to_fit
 from cutaway.generate.engine.engine import Engine
+from cutaway.generate.engine.followers import run_on_rank_0
 from cutaway.generate.engine.output import Completion, CompletionChunk
 from cutaway.generate.engine.request import Request
 from cutaway.generate.generation_config import CheckpointLike, EarlyStopping, apply_generation_config, unpack_checkpoint
@@ -102,9 +103,24 @@ def generate(
         return completions
     if length_penalty is not None or early_stopping is not None:
         raise InputError("length_penalty and early_stopping apply to beam search, but beams is not set; pass beams=4")
-    engine, requests = start_engine(inputs, params, draft_model=draft_model, num_draft_tokens=num_draft_tokens)
+
+    def run() -> list[Completion]:
+        engine, requests = start_engine(inputs, params, draft_model=draft_model, num_draft_tokens=num_draft_tokens)
+        return _run_engine(engine, requests, inputs, params, on_chunk)
+
+    return run_on_rank_0(model, run)
+
+
+def _run_engine(
+    engine: Engine,
+    requests: Sequence[Request],
+    inputs: GenerationInputs,
+    params: SamplingParams,
+    on_chunk: Callable[[int, CompletionChunk], None] | None,
+) -> list[Completion]:
+    """Run an engine until its requests are finished, and return their completions."""
     try:
-        with eval_mode(model):
+        with eval_mode(inputs.engine_config.model):
             while engine.step():
                 _emit_chunks(requests, on_chunk)
     finally:

@@ -128,15 +128,19 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
         flat = x.flatten(0, -2)  # (n, d): one row per token
         weights, selected = self.router(flat)  # (n, k): one entry per token and selected expert
-        sorted_experts, order = selected.flatten().sort(stable=True)
-        offsets = torch.searchsorted(sorted_experts, torch.arange(self.num_experts, device=x.device), right=True)
-        y = self.experts(flat[order // selected.shape[-1]], offsets)  # (n·k, d), sorted by expert
-        y = y[order.argsort()].unflatten(0, selected.shape)  # (n, k, d)
-        y = torch.einsum("nk,nkd->nd", weights.to(y.dtype), y).view_as(x)
+        y = self.apply_experts(flat, weights, selected).view_as(x)
         if self.shared is None:
             return y
         shared = self.shared(x)
         return y + (shared if self.shared_gate is None else shared * torch.sigmoid(self.shared_gate(x)))
+
+    def apply_experts(self, x: Tensor, weights: Float[Tensor, "n k"], selected: Int[Tensor, "n k"]) -> Tensor:
+        """Σ over the selected experts of weight · expert(x)."""
+        sorted_experts, order = selected.flatten().sort(stable=True)
+        offsets = torch.searchsorted(sorted_experts, torch.arange(self.num_experts, device=x.device), right=True)
+        y = self.experts(x[order // selected.shape[-1]], offsets)  # (n·k, d), sorted by expert
+        y = y[order.argsort()].unflatten(0, selected.shape)  # (n, k, d)
+        return torch.einsum("nk,nkd->nd", weights.to(y.dtype), y)
 
 
 @torch.library.custom_op("cutaway::grouped_mm", mutates_args=())

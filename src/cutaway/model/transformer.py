@@ -29,6 +29,7 @@ from cutaway.model.init_weights import init_weights_with_seed
 from cutaway.model.inputs import StackInputs
 from cutaway.model.layers import EmbeddingTable
 from cutaway.model.masks import TokenPositions, number_tokens
+from cutaway.model.parallel.process_group import TensorParallel
 from cutaway.model.stack import Stack
 
 Tokens = Int[Tensor, "B T"]
@@ -47,6 +48,8 @@ class Transformer(AdapterMethods, nn.Module):
 
     config: cfg.Config
     head: Head | None
+    tensor_parallel: TensorParallel | None = None
+    """The processes that the model is split over; None if this process has the whole model."""
 
     @property
     def stacks(self) -> dict[str, Stack]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cutaway.cli import options as opt
 from cutaway.cli.model_loading import load_checkpoint
+from cutaway.cli.parallel_processes import start_processes
 from cutaway.errors import InputError
 from cutaway.pretrained import DEFAULT_MODEL, EXAMPLE_TEXTS
 
@@ -31,6 +32,7 @@ FILL_MASK_OPTIONS = frozenset(
         "top_k",
         "adapter",
         "device",
+        "device_map",
         "dtype",
         "echo",
         "show_stats",
@@ -113,6 +115,8 @@ def generate(
     ] = None,
     adapter: Annotated[str | None, _engine(opt.ADAPTER_HELP, metavar="DIR")] = None,
     device: Annotated[str | None, _engine("Device: cpu or cuda; default cuda if available.")] = None,
+    devices: Annotated[int | None, _engine(opt.DEVICES_HELP, min=1)] = None,
+    device_map: Annotated[opt.DeviceMap | None, _engine(opt.DEVICE_MAP_HELP)] = None,
     dtype: Annotated[opt.DType | None, _engine("Data type of the weights; default as stored.")] = None,
     weight_bits: Annotated[int | None, _engine(opt.WEIGHT_BITS_HELP, metavar="16|8|4")] = None,
     compile_model: Annotated[bool, _engine("Compile CPU decode steps; faster for long outputs.", "--compile")] = False,
@@ -160,7 +164,16 @@ def generate(
 
     from cutaway.cli.views import generation_output
 
-    checkpoint = load_checkpoint(source, device, dtype, quiet=as_json, adapters=adapter)
+    num_processes = start_processes(devices, source, device, dtype)
+    checkpoint = load_checkpoint(
+        source,
+        device,
+        dtype,
+        quiet=as_json,
+        adapters=adapter,
+        device_map=device_map,
+        tensor_parallel_size=num_processes,
+    )
     draft: Checkpoint | str | None = draft_model
     if draft_model is not None and draft_model != "ngram":
         draft = load_checkpoint(draft_model, device, dtype, quiet=as_json)

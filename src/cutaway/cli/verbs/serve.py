@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cutaway.cli import options as opt
 from cutaway.cli.json_output import print_json
+from cutaway.cli.parallel_processes import start_processes
 from cutaway.cli.server_models import assign_adapters, load_engines, resolve_model_names
 from cutaway.errors import CutawayError, InputError
 
@@ -99,6 +100,8 @@ def serve(
         float, opt.option("Seconds that requests in progress have to finish at shutdown.", min=0, max=86_400)
     ] = 5.0,
     device: opt.Device = None,
+    devices: Annotated[int | None, opt.option(opt.DEVICES_HELP, min=1)] = None,
+    device_map: Annotated[opt.DeviceMap | None, opt.option(opt.DEVICE_MAP_HELP)] = None,
     dtype: opt.WeightDType = None,
     weight_bits: Annotated[int | None, opt.option(opt.WEIGHT_BITS_HELP, metavar="16|8|4")] = None,
     as_json: opt.ServerJsonFlag = False,
@@ -148,6 +151,8 @@ def serve(
         public_paths=frozenset({"/health"}),
     )
     max_len = opt.parse_length(max_model_len)
+    # Before the port is bound, because the ranks above 0 of torchrun become followers here.
+    num_processes = start_processes(devices, sources[0], device, dtype, num_models=len(sources))
     sock = bind_socket(host, port)
     adapters_by_model = assign_adapters(adapters, sources)
     configure_logging(log_format)
@@ -174,6 +179,8 @@ def serve(
         adapters_by_model,
         device=device,
         dtype=dtype,
+        device_map=device_map,
+        tensor_parallel_size=num_processes,
         limits=limits,
         metrics=metrics,
         max_num_seqs=max_num_seqs,

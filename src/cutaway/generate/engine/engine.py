@@ -231,6 +231,9 @@ class Engine:
         try:
             yield
         except Exception as error:
+            ranks = self.config.model.tensor_parallel
+            if ranks is not None and ranks.has_failed:
+                raise  # the other processes of the model cannot continue
             reason = f"a step failed ({type(error).__name__}: {error}); submit the request again"
             for request in requests:
                 request.finish(error=EngineError(reason))

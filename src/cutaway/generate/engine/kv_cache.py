@@ -10,14 +10,13 @@ import copy
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from cutaway.config import CrossBlock
 from cutaway.device import GIB
 from cutaway.errors import InputError
 from cutaway.generate.engine.page_allocator import NULL_PAGE
@@ -160,10 +159,9 @@ class BatchKVCache(Cache):
         if self.cross_layers is not None:
             empty = torch.full((batch_size, max_source_len), EMPTY_POSITION, device=device)
             self.memory_positions = TokenPositions(empty)
-            for cross_layer, block in zip(self.cross_layers, model.config.stacks["decoder"].blocks, strict=True):
-                assert isinstance(block, CrossBlock)
-                heads, width = block.cross.num_kv_heads, block.cross.head_dim(model.config.d_model)
-                shape4 = batch_size, max_source_len, heads, width
+            for cross_layer, block in zip(self.cross_layers, stack.blocks, strict=True):
+                cross_attention: Any = block.cross.f  # type: ignore[union-attr]
+                shape4 = batch_size, max_source_len, *cross_attention.cache_shape[0]  # of this rank's heads
                 cross_layer.k = torch.zeros(shape4, device=device, dtype=model.dtype)
                 cross_layer.v = torch.zeros_like(cross_layer.k)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cutaway.errors import InputError
+from cutaway.generate.engine.followers import get_followers
 from cutaway.generate.engine.kv_cache import BatchKVCache
 from cutaway.generate.engine.request import Request
 from cutaway.generate.fast.cuda_graphs import CUDAGraphRunner
@@ -72,10 +73,17 @@ class ModelRunner:
         """`_decode_logits` after torch.compile."""
         device_type = model.device.type
         supported = not _has_hooks(model) and device_type in ("cuda", "cpu")
+        self.followers = get_followers(model, cache)
+        """The processes that repeat the forward passes, if the model is split over several."""
+        if model.tensor_parallel is not None:
+            supported = False  # the kernels and packed weights of fast decode steps have no collectives
+            if weight_bits is not None or compile:
+                option = "weight_bits" if weight_bits is not None else "compile"
+                raise InputError(f"a model on several processes does not support {option}; leave it out")
         if weight_bits is not None and not supported:
             raise InputError(
-                "weight_bits needs fast decode steps, which support CUDA and CPU models without hooks; leave out"
-                " weight_bits, or remove the hooks"
+                "weight_bits needs fast decode steps, which support CUDA and CPU models without hooks and offloaded"
+                " weights; leave out weight_bits, or remove the hooks"
             )
         # Compiling on the CPU takes most of a minute, in which Ctrl-C may have no effect.
         skip_cpu_compile = compile is None and device_type == "cpu"
@@ -222,7 +230,7 @@ class ModelRunner:
             rows = x[i, len(known) - 1 - start :][: len(targets)]
             num_top = request.sampling_params.prompt_logprobs or 0
             known += compute_prompt_logprobs(
-                self.model.lm_head,
+                self.compute_logits,
                 rows,
                 torch.tensor(targets, dtype=torch.int64, device=x.device),
                 num_top,
@@ -237,7 +245,9 @@ class ModelRunner:
         assert isinstance(self.model, EncoderDecoder)
         source_cache = self.model.new_cache(1, len(decoder_tokens))
         source, target = (torch.tensor([list(x)], device=self.model.device) for x in (source_tokens, decoder_tokens))
-        with shape_agnostic_sdpa(), self._use_row_adapters(self.model, row, row + 1):
+        followers = self.followers
+        shared = nullcontext() if followers is None else followers.encode_source(row, source_tokens, decoder_tokens)
+        with shared, shape_agnostic_sdpa(), self._use_row_adapters(self.model, row, row + 1):
             self.model.hidden_states(source, target, cache=source_cache)
         self.cache.store_cross_cache(row, source_cache)
 
@@ -324,11 +334,27 @@ class ModelRunner:
     def forward_logits(
         self, model: _GenerativeModel, tokens: Tensor, mask: Tensor | None, cache: BatchKVCache
     ) -> Tensor:
-        return model.lm_head(self.forward_hidden(model, tokens, mask, cache))
+        with self._followed(tokens, mask, cache, logits=True):
+            return model.lm_head(self._forward(model, tokens, mask, cache))
 
     def forward_hidden(
         self, model: _GenerativeModel, tokens: Tensor, mask: Tensor | None, cache: BatchKVCache
     ) -> Tensor:
+        with self._followed(tokens, mask, cache, logits=False):
+            return self._forward(model, tokens, mask, cache)
+
+    def compute_logits(self, x: Tensor) -> Tensor:
+        """Logits of hidden states, on all processes of the model."""
+        with nullcontext() if self.followers is None else self.followers.compute_logits(x):
+            return self.model.lm_head(x)
+
+    def _followed(
+        self, tokens: Tensor, mask: Tensor | None, cache: BatchKVCache, *, logits: bool
+    ) -> AbstractContextManager[None]:
+        """Context of a forward pass that the followers repeat, if there are any."""
+        return nullcontext() if self.followers is None else self.followers.forward(cache, tokens, mask, logits=logits)
+
+    def _forward(self, model: _GenerativeModel, tokens: Tensor, mask: Tensor | None, cache: BatchKVCache) -> Tensor:
         rows = self._use_row_adapters(model, cache.first_row, cache.first_row + cache.batch_size)
         with shape_agnostic_sdpa() if tokens.is_cuda else nullcontext(), rows:
             if isinstance(model, EncoderDecoder):

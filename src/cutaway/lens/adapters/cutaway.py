@@ -11,10 +11,12 @@ from cutaway.model.attention import MultiHead
 from cutaway.model.block import Block, Branch
 from cutaway.model.head import LMHead
 from cutaway.model.moe import MixtureOfExperts
+from cutaway.model.parallel.process_group import check_not_split
 from cutaway.model.stack import Stack
 
 
 def cutaway_sites(model: Transformer) -> SiteMap:
+    check_not_split(model, "a trace or an edit")
     stacks = model.stacks
     sites: list[Site] = []
     for name, stack in stacks.items():

@@ -22,6 +22,7 @@ from cutaway.model.adapters.lora import (
     use_row_adapters,
 )
 from cutaway.model.layers import EmbeddingTable
+from cutaway.model.parallel.process_group import check_not_split
 
 T = TypeVar("T", bound="AdapterMethods")
 ADAPTER_KEY = ".adapters."
@@ -59,6 +60,12 @@ class AdapterMethods:
     def insert_adapter(self: T, config: cfg.LoRA, name: str, *, seed: int | None = None) -> T:
         """`add_adapter` for an adapter from a file, whose rank may be larger than the dimensions of a layer."""
         model = self._module()
+        check_not_split(model, "an adapter")
+        if getattr(model, "offloaded_modules", ()):
+            raise InputError(
+                "an adapter cannot be added to offloaded weights; load the model on one device, or save it with the"
+                " adapter merged into the weights, with ct.save"
+            )
         if name in self.adapters or not is_adapter_name(name):
             reason = "exists already" if name in self.adapters else "is not a name of letters, digits, '_' and '-'"
             raise InputError(f"adapter '{name}' {reason}; pass another name")

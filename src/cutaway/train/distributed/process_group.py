@@ -1,13 +1,11 @@
 """Process groups and device mesh: DistributedContext for a single process, MultiProcessContext under torchrun."""
 
 import os
-import re
 import signal
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from datetime import timedelta
 from itertools import pairwise
 from typing import TYPE_CHECKING, TypeVar
 
@@ -18,6 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from cutaway.argument_checks import resolve_device
 from cutaway.errors import CutawayError, InputError
+from cutaway.model.parallel.process_group import (
+    RankFailedError,
+    backend_message,
+    collective_timeout,
+    is_collective_error,
+)
 from cutaway.train.recipe.schema import ParallelConfig
 
 if TYPE_CHECKING:  # PyTorch built without distributed has no Store
@@ -26,8 +30,6 @@ if TYPE_CHECKING:  # PyTorch built without distributed has no Store
 NumberT = TypeVar("NumberT", float, Tensor)
 DeviceLike = torch.device | str | None
 
-TIMEOUT_ENV = "CUTAWAY_DIST_TIMEOUT"
-"""Environment variable with the timeout of collectives in seconds. Default: 600."""
 RESTART_COUNT_ENV = "TORCHELASTIC_RESTART_COUNT"
 FAILED_KEY = "failed"
 POLL_SECONDS = 0.05
@@ -103,10 +105,6 @@ SINGLE_PROCESS = DistributedContext()
 def rank_positions(first: int, count: int, rank: int, world_size: int) -> range:
     """Data positions that a rank processes, of the `count` positions of a batch that start at `first`."""
     return range(first + count * rank // world_size, first + count * (rank + 1) // world_size)
-
-
-class RankFailedError(CutawayError):
-    """Another process of the process group has failed, or did not respond before the timeout."""
 
 
 class MultiProcessContext(DistributedContext):
@@ -221,8 +219,7 @@ def _join_process_group(device: DeviceLike) -> Iterator[MultiProcessContext]:
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
     from torch.distributed.rendezvous import rendezvous
 
-    seconds = float(os.environ.get(TIMEOUT_ENV, "600"))
-    timeout = timedelta(seconds=seconds)
+    timeout = collective_timeout()
     on_gpu = SINGLE_PROCESS.resolve_device(device).type == "cuda"
     if on_gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -241,24 +238,12 @@ def _join_process_group(device: DeviceLike) -> Iterator[MultiProcessContext]:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if not dist_context.is_first_failure():
             raise SystemExit(1) from None
-        if _is_collective_error(error):
+        if is_collective_error(error):
             raise RankFailedError(
-                f"another process failed, or did not respond for {seconds:.0f} s ({_backend_message(error)}); restart"
-                " all processes with --resume"
+                f"another process failed, or did not respond for {timeout.total_seconds():.0f} s"
+                f" ({backend_message(error)}); restart all processes with --resume"
             ) from error
         if isinstance(error, CutawayError) and rank > 0:
             error.args = (f"process {rank}: {error}",)
         raise
     dist.destroy_process_group()
-
-
-def _is_collective_error(error: Exception) -> bool:
-    """Whether the error comes from a collective. Collectives fail on the remaining ranks after another rank failed."""
-    return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and any(word in str(error) for word in ("gloo", "NCCL", "ncclUnhandled"))
-    )
-
-
-def _backend_message(error: Exception) -> str:
-    """First sentence of the error message of the communication backend, without the source location."""
-    return re.sub(r"^\[.*?\] ", "", str(error).split("\n")[0]).split(". ")[0]

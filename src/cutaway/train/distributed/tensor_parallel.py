@@ -27,6 +27,7 @@ from cutaway.model.ffn import MLP, GatedMLP
 from cutaway.model.head import LMHead
 from cutaway.model.layers import EmbeddingTable
 from cutaway.model.moe import MixtureOfExperts
+from cutaway.model.parallel.tensor_parallel import ShardedScoreBias
 from cutaway.model.positions import Disentangled, RelativeBias, ScoreBias
 from cutaway.train.loss.cross_entropy import VocabShard
 
@@ -157,22 +158,6 @@ class _ShardedLogits(_ShardedModule):
         return fixed_bias[start : start + len(self.matrix.weight)]  # type: ignore[arg-type]
 
 
-class _ShardedScoreBias(ScoreBias):
-    """Mixin for the attention score bias of this rank's heads, which start at `first_head`."""
-
-    first_head: int
-    num_heads: int
-
-    def dense_bias(self, q: Tensor, k: Tensor) -> Tensor:
-        if isinstance(self, RelativeBias):
-            return super().dense_bias(q, k)[:, self.first_head : self.first_head + self.num_heads]
-        head = torch.arange(self.num_heads, device=q.device)[:, None, None]
-        return self.elementwise_bias(q[:, None, :, None], k[:, None, None, :], head).expand(-1, -1, q.shape[-1], -1)
-
-    def elementwise_bias(self, q: Tensor, k: Tensor, head: Tensor) -> Tensor:
-        return super().elementwise_bias(q, k, head + self.first_head)
-
-
 def apply_tensor_parallel(model: Transformer, tp_mesh: DeviceMesh) -> VocabShard:
     """Shard the matrices of a model in place, and return this rank's shard of the vocabulary."""
     for module in list(model.modules()):
@@ -244,7 +229,7 @@ def _parallelize_ffn(module: MLP | GatedMLP, tp_mesh: DeviceMesh) -> None:
 def _parallelize_score_bias(module: ScoreBias, tp_mesh: DeviceMesh) -> None:
     _check_divisible("heads", module.heads, tp_mesh)
     count = module.heads // tp_mesh.size()
-    _swap_class(module, _ShardedScoreBias, tp_mesh, first_head=count * tp_mesh.get_local_rank(), num_heads=count)
+    _swap_class(module, ShardedScoreBias, tp_mesh, first_head=count * tp_mesh.get_local_rank(), num_heads=count)
     if isinstance(module, RelativeBias):
         _swap_class(module.table, _ReplicatedWeights, tp_mesh)
 

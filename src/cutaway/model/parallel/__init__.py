@@ -1,0 +1,1 @@
+"""Models on several devices: tensor parallelism over processes, and CPU offload of weights."""
