@@ -407,7 +407,7 @@ class Engine:
                 steps_left = max(request.output.max_tokens - request.num_launched_tokens for request in decoding)
                 has_grammar = any(request.grammar is not None for request in decoding)
                 before_sampling = self._fill_bitmasks if has_grammar else None
-                output = self.model_runner.decode(len(decoding), max_len, steps_left, before_sampling=before_sampling)
+                output = self.model_runner.decode(len(decoding), max_len, steps_left, before_sampling)
                 launched = PendingTokens(output, decoding)
                 for request in decoding:
                     request.num_computed_tokens += 1

@@ -257,7 +257,6 @@ class ModelRunner:
         num_rows: int,
         max_len: int,
         steps_left: int = 1,
-        *,
         before_sampling: Callable[[], object] | None = None,
     ) -> SamplerOutput:
         """Decode one token for each of the first `num_rows` rows.
