@@ -117,7 +117,7 @@ class GenerationRequest(OpenAIBaseModel):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.001, le=1000)] | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=Limits.max_logit_biases, fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=Limits.max_logit_biases)] | None = None
     ignore_eos: bool | None = None
 
 
