@@ -4,7 +4,9 @@
 
 For each attack, 4 clients send it in a loop, and an honest client measures 4-token completions and /health. The
 attacks come from 127.0.0.2, the honest requests from 127.0.0.1. Median latencies are compared with those measured
-directly before the attack. At the end, SIGTERM is sent while completions are in progress.
+directly before the attack. The ratio must be at most 2 for bodies that are rejected. The attacks after "no attack",
+which shows the cost of as many ordinary requests, are for information: they cost the work of the requests or of new
+connections. At the end, SIGTERM is sent while completions are in progress.
 """
 
 import argparse
@@ -25,6 +27,7 @@ from typing import Any
 NUM_ATTACKERS = 4
 HOST_HEADER = "Host: localhost\r\n"
 FLOATS = [1.5] * 99_000
+CONTROL = "no attack: GET /health"
 MESSAGE = {"role": "user", "content": "a"}
 
 
@@ -66,7 +69,7 @@ def build_attacks() -> dict[str, bytes]:
             "/v1/completions", b'{"prompt": [' + b",".join([b"1.234567890123456e-300"] * 80_000) + b"]}"
         ),
         "1,000 empty objects, nested": http_request("/v1/completions", b'{"a":' * 1000),
-        "no attack: GET /health": f"GET /health HTTP/1.1\r\n{HOST_HEADER}\r\n".encode(),
+        CONTROL: f"GET /health HTTP/1.1\r\n{HOST_HEADER}\r\n".encode(),
         "2,000 headers": f"GET /health HTTP/1.1\r\n{HOST_HEADER}{many_headers}\r\n".encode(),
         "200,000 chunks of 1 byte": one_byte_chunks(200_000),
         "100 pipelined requests": http_request("/tokenize", b'{"prompt": "a"}') * 100,
@@ -204,7 +207,7 @@ def main() -> int:
     args = parser.parse_args()
     command = [sys.executable, "-m", "cutaway", "serve", args.source, "--port", "0", "--dtype", "float32", "--json"]
     server = subprocess.Popen([*command, "--shutdown-timeout", "1"], stdout=subprocess.PIPE)
-    ratios = []
+    ratios: dict[str, float] = {}
     try:
         assert server.stdout is not None
         port = int(json.loads(server.stdout.readline())["url"].rsplit(":", 1)[1])
@@ -225,15 +228,18 @@ def main() -> int:
             alone, _ = asyncio.run(measure(port, args.seconds / 2))
             outcomes, attacked, healths = measure_under_attack(port, args.seconds, start)
             before, after = statistics.median(alone), statistics.median(attacked)
-            ratios.append(after / before)
+            ratios[name] = after / before
             health = sorted(healths)[int(len(healths) * 0.99)]
             line = f"{name:40} {before * 1e3:6.0f}ms {after * 1e3:7.0f}ms {after / before:6.2f} {health * 1e3:10.0f}ms"
             print(f"{line}  {outcomes}", flush=True)
         print(f"SIGTERM beyond --shutdown-timeout: {measure_shutdown(server, port)}")
     finally:
         server.kill()
-    print(f"largest ratio {max(ratios):.2f}; load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
-    return 0 if max(ratios) <= 2 else 1
+    rejected = [ratio for name, ratio in ratios.items() if name in list(attacks)[: list(attacks).index(CONTROL)]]
+    largest = max(rejected, default=0.0)
+    load = f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
+    print(f"largest ratio of rejected bodies {largest:.2f}; {load}")
+    return 0 if largest <= 2 else 1
 
 
 if __name__ == "__main__":

@@ -288,6 +288,9 @@ RAW_REQUESTS: dict[str, tuple[str, tuple[int, ...]]] = {
     "chunked body too large": (
         f"POST /tokenize HTTP/1.1\r\n{HEAD}Transfer-Encoding: chunked\r\n\r\n" + ("400\r\n" + "a" * 1024 + "\r\n") * 6,
         (413,)),
+    "body in many chunks of one byte": (
+        f"POST /tokenize HTTP/1.1\r\n{HEAD}Transfer-Encoding: chunked\r\n\r\n" + "1\r\n \r\n" * 300, (400,)),
+    "many short headers": (f"GET /health HTTP/1.1\r\n{HEAD}" + "a:\r\n" * 200 + "\r\n", (400,)),
     "Expect with a body too large": (
         f"POST /tokenize HTTP/1.1\r\n{HEAD}Expect: 100-continue\r\nContent-Length: 900000\r\n\r\n", (413,)),
     "two Host headers": (f"GET /health HTTP/1.1\r\n{HEAD}Host: evil.example\r\n\r\n", (400,)),

@@ -57,7 +57,7 @@ def test_requests_that_outlast_the_shutdown_timeout_end_with_an_error(monkeypatc
         else:
             *chunks, last, done = body.removesuffix(b"\n\n").split(b"\n\n")
             assert status == 200
-            assert len(chunks) > 2
+            assert chunks
             assert done == b"data: [DONE]"
             error = json.loads(last.removeprefix(b"data: "))["error"]
         assert error["code"] == "shutting_down"
