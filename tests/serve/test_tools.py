@@ -66,7 +66,7 @@ def client(running: RunningServer) -> openai.OpenAI:
 
 @pytest.fixture(scope="module")
 def scripted() -> Iterator[RunningServer]:
-    checkpoint = scripted_checkpoint([SCRIPT, ["sunny</tool_response>", "Sun!"]], chat_template=HERMES_TEMPLATE)
+    checkpoint = scripted_checkpoint([SCRIPT, ["sunny\n</tool_response>", "Sun!"]], chat_template=HERMES_TEMPLATE)
     with start_server(checkpoint, max_model_len=1024) as running:
         yield running
 
@@ -94,6 +94,29 @@ def test_a_call_is_parsed_and_streamed_and_its_result_is_used(scripted: RunningS
         .choices[0]
         .message.to_dict()
     )
+
+
+def test_responses_have_function_calls(scripted: RunningServer) -> None:
+    tools: list[Any] = [{"type": "function", **tool["function"], "strict": None} for tool in TOOLS]
+    request: dict[str, Any] = {"model": "tiny", "temperature": 0, "tools": tools, "store": False}
+    response = client(scripted).responses.create(**request, input="Rome?")
+    message, call = response.output
+    assert (response.output_text, message.type) == ("I look.", "message")
+    assert call.type == "function_call"
+    assert (call.name, call.arguments, call.status) == ("get_weather", ROME, "completed")
+    with client(scripted).responses.stream(**request, input="Rome?") as stream:
+        events = list(stream)
+        final = stream.get_final_response()
+    assert "".join(e.delta for e in events if e.type == "response.function_call_arguments.delta") == ROME
+    streamed = final.output[1]
+    assert streamed.type == "function_call"
+    assert (final.output_text, streamed.name, streamed.arguments) == ("I look.", call.name, call.arguments)
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
+    items: list[Any] = [{"role": "user", "content": "Rome?"}, *(item.to_dict() for item in response.output), result]
+    answer = client(scripted).responses.create(**request, input=items)
+    assert answer.output_text == "Sun!"
+    with pytest.raises(openai.BadRequestError, match="not in tools"):
+        client(scripted).responses.create(**request, input="x", tool_choice={"type": "function", "name": "rm"})
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

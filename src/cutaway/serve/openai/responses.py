@@ -1,7 +1,7 @@
 """Route /v1/responses: the Responses API of OpenAI for text and reasoning. The server keeps no state."""
 
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from secrets import token_hex
@@ -9,6 +9,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel
 
 from cutaway.errors import InputError
 from cutaway.generate import CompletionChunk, EngineError
@@ -19,6 +20,8 @@ from cutaway.serve.openai.responses_protocol import ResponsesRequest, to_chat_re
 from cutaway.serve.openai.served_models import ServedModels
 from cutaway.serve.openai.serving_engine import to_api_error
 from cutaway.serve.openai.sse import SSEResponse, with_cancellation
+from cutaway.serve.openai.tools import find_tool_use
+from cutaway.tokenizer.chat.tool_calls import ToolCallDelta
 
 Data = dict[str, Any]
 
@@ -36,7 +39,8 @@ def add_responses_route(router: APIRouter, models: ServedModels) -> None:
             encode_prompts, params, serving.adapter_of(request.model), priority=chat_request.priority or 0
         )
         model = request.model or serving.served_model_name
-        chat_builder = ResponseBuilder(serving, model, is_chat=True, num_logprobs=params.logprobs)
+        tool_use = find_tool_use(chat_request, serving.tokenizer)
+        chat_builder = ResponseBuilder(serving, model, is_chat=True, num_logprobs=params.logprobs, tool_use=tool_use)
         events = ResponseEvents(request, chat_builder)
         if request.stream:
             return SSEResponse(stream, events.stream(stream), serving.limits)
@@ -52,14 +56,16 @@ def add_responses_route(router: APIRouter, models: ServedModels) -> None:
 
 @dataclass
 class OutputItem:
-    """Item of the output that is being generated: reasoning, or a message."""
+    """Item of the output that is being generated: reasoning, a message, or a function call."""
 
     type: str
-    """'reasoning' or 'message'."""
+    """'reasoning', 'message' or 'function_call'."""
     index: int
     text: str = ""
     logprobs: list[Data] = field(default_factory=list)
     id: str = field(default_factory=lambda: token_hex(24))
+    call_id: str = ""
+    name: str = ""
 
     def part(self) -> Data:
         """The content of the item, which has one part."""
@@ -68,11 +74,13 @@ class OutputItem:
         return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": self.logprobs}
 
     def to_dict(self, status: str) -> Data:
+        if self.type == "function_call":
+            fields = {"call_id": self.call_id, "name": self.name, "arguments": self.text, "status": status}
+            return {"type": "function_call", "id": f"fc_{self.id}", **fields}
         content = [] if status == "in_progress" else [self.part()]
         if self.type == "reasoning":
             return {"type": "reasoning", "id": f"rs_{self.id}", "summary": [], "content": content, "status": status}
-        fields = {"role": "assistant", "content": content, "status": status}
-        return {"type": "message", "id": f"msg_{self.id}", **fields}
+        return {"type": "message", "id": f"msg_{self.id}", "role": "assistant", "content": content, "status": status}
 
 
 class ResponseEvents:
@@ -100,7 +108,7 @@ class ResponseEvents:
             for chunk in chunks:
                 num_tokens += len(chunk.tokens)
                 is_reasoning = parser.is_in_reasoning
-                reasoning, content, _ = parser.feed_chunk(chunk)
+                reasoning, content, calls = parser.feed_chunk(chunk)
                 is_reasoning |= bool(reasoning)
                 self.num_reasoning_tokens += len(chunk.tokens) if is_reasoning else 0
                 is_stop_token = isinstance(output.stop_reason, int) and num_tokens == len(output.tokens)
@@ -112,11 +120,15 @@ class ResponseEvents:
                     yield event
                 if content:
                     pending_logprobs = []
-        reasoning, content, _ = parser.finish()
-        has_message = bool(content) or not (reasoning or self.item or self.output)
+                for event in self.call_deltas(calls):
+                    yield event
+        reasoning, content, calls = parser.finish()
+        has_message = bool(content) or not (reasoning or calls or self.item or self.output)
         for event in self.delta("reasoning", reasoning, []):
             yield event
         for event in self.delta("message", content, pending_logprobs, always=has_message):
+            yield event
+        for event in self.call_deltas(calls):
             yield event
         status = "incomplete" if output.finish_reason == "length" else "completed"
         for event in self.close_item(status):
@@ -151,16 +163,34 @@ class ResponseEvents:
         else:
             yield self.part_event("response.output_text.delta", delta=text, logprobs=logprobs)
 
+    def call_deltas(self, deltas: Sequence[ToolCallDelta]) -> Iterator[Data]:
+        """Events of new text of tool calls. The first one of a call starts an item."""
+        for delta in deltas:
+            if delta.name is not None:
+                assert self.builder.tool_use is not None
+                yield from self.close_item("completed")
+                call_id = self.builder.tool_use.new_call_id()
+                self.item = OutputItem("function_call", len(self.output), call_id=call_id, name=delta.name)
+                yield self.event(
+                    "response.output_item.added", output_index=self.item.index, item=self.item.to_dict("in_progress")
+                )
+            if delta.arguments and self.item is not None:
+                self.item.text += delta.arguments
+                yield self.item_event("response.function_call_arguments.delta", delta=delta.arguments)
+
     def close_item(self, status: str) -> Iterator[Data]:
         """Events of the end of the current item."""
         item = self.item
         if item is None:
             return
-        if item.type == "reasoning":
+        if item.type == "function_call":
+            yield self.item_event("response.function_call_arguments.done", name=item.name, arguments=item.text)
+        elif item.type == "reasoning":
             yield self.part_event("response.reasoning_text.done", text=item.text)
         else:
             yield self.part_event("response.output_text.done", text=item.text, logprobs=item.logprobs)
-        yield self.part_event("response.content_part.done", part=item.part())
+        if item.type != "function_call":
+            yield self.part_event("response.content_part.done", part=item.part())
         self.output.append(item.to_dict(status))
         yield self.event("response.output_item.done", output_index=item.index, item=self.output[-1])
         self.item = None
@@ -168,10 +198,13 @@ class ResponseEvents:
     def event(self, event_type: str, **fields: Any) -> Data:
         return {"type": event_type, "sequence_number": next(self.sequence_numbers), **fields}
 
-    def part_event(self, event_type: str, **fields: Any) -> Data:
+    def item_event(self, event_type: str, **fields: Any) -> Data:
         assert self.item is not None
-        position = {"item_id": self.item.to_dict("in_progress")["id"], "output_index": self.item.index}
-        return self.event(event_type, **position, content_index=0, **fields)
+        item_id = self.item.to_dict("in_progress")["id"]
+        return self.event(event_type, item_id=item_id, output_index=self.item.index, **fields)
+
+    def part_event(self, event_type: str, **fields: Any) -> Data:
+        return self.item_event(event_type, content_index=0, **fields)
 
     def logprobs(self, chunk: CompletionChunk, *, drop_last: bool) -> list[Data]:
         entries = self.builder.build_logprobs([chunk], 0, drop_last=drop_last)
@@ -201,8 +234,8 @@ class ResponseEvents:
             "store": False,
             "temperature": 1.0 if request.temperature is None else request.temperature,
             "text": {"format": text_format or {"type": "text"}},
-            "tool_choice": "auto",
-            "tools": [],
+            "tool_choice": _to_json(request.tool_choice) or "auto",
+            "tools": [_to_json(tool) for tool in request.tools or ()],
             "top_logprobs": request.top_logprobs or 0,
             "top_p": 1.0 if request.top_p is None else request.top_p,
             "truncation": "disabled",
@@ -218,3 +251,8 @@ class ResponseEvents:
             "output_tokens_details": {"reasoning_tokens": self.num_reasoning_tokens},
             "total_tokens": num_input + num_output,
         }
+
+
+def _to_json(value: object) -> object:
+    """A part of the request as it was sent."""
+    return value.model_dump() if isinstance(value, BaseModel) else value

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from cutaway.serve.errors import APIError
 from cutaway.serve.limits import Limits
-from cutaway.serve.openai.protocol import ChatCompletionRequest, OpenAIBaseModel
+from cutaway.serve.openai.protocol import ChatCompletionRequest, FunctionDefinition, OpenAIBaseModel
 
 Model = TypeVar("Model", bound=BaseModel)
 LOGPROBS_INCLUDE = "message.output_text.logprobs"
@@ -57,6 +57,37 @@ class ReasoningItem(BaseModel):
     content: Annotated[list[ReasoningText], Field(max_length=Limits.max_messages, fail_fast=True)] | None = None
 
 
+class FunctionCallItem(BaseModel):
+    """Call of a tool in an earlier response."""
+
+    model_config = ConfigDict(strict=True)
+    call_id: str
+    name: str
+    arguments: str = "{}"
+
+
+class FunctionCallOutput(BaseModel):
+    """Result of a tool call."""
+
+    model_config = ConfigDict(strict=True)
+    call_id: str
+    output: str | Annotated[list[InputText], Field(max_length=Limits.max_messages, fail_fast=True)]
+
+
+class FunctionTool(FunctionDefinition):
+    """Tool that the model may call: a function, whose fields are not nested as in chat completions."""
+
+    type: Literal["function"]
+
+
+class FunctionChoice(BaseModel):
+    """Value of `tool_choice` that names the function to call."""
+
+    model_config = ConfigDict(strict=True)
+    type: Literal["function"]
+    name: str
+
+
 class ReasoningOptions(BaseModel):
     """Field `reasoning`."""
 
@@ -89,6 +120,8 @@ class ResponsesRequest(OpenAIBaseModel):
     """Returned as it is."""
     reasoning: ReasoningOptions | None = None
     text: TextOptions | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=Limits.max_tools, fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
     parallel_tool_calls: bool | None = None
 
     @property
@@ -119,6 +152,9 @@ def to_chat_request(request: ResponsesRequest) -> ChatCompletionRequest:
         "top_logprobs": (request.top_logprobs or 0) if request.includes_logprobs else None,
         "reasoning_effort": None if request.reasoning is None else request.reasoning.effort,
         "response_format": to_response_format(request.text),
+        "tools": [to_chat_tool(tool) for tool in request.tools or ()] or None,
+        "tool_choice": to_chat_tool_choice(request.tool_choice),
+        "parallel_tool_calls": request.parallel_tool_calls,
     }
     chat = _validate(ChatCompletionRequest, body, ())
     chat.check_unsupported_fields()
@@ -131,6 +167,16 @@ def to_response_format(text: TextOptions | None) -> dict[str, Any] | None:
         return None if text is None else text.format
     schema = {name: value for name, value in text.format.items() if name != "type"}
     return {"type": "json_schema", "json_schema": schema}
+
+
+def to_chat_tool(tool: FunctionTool) -> dict[str, Any]:
+    return {"type": "function", "function": tool.model_dump(exclude_none=True, exclude={"type"})}
+
+
+def to_chat_tool_choice(choice: str | FunctionChoice | None) -> str | dict[str, Any] | None:
+    if isinstance(choice, FunctionChoice):
+        return {"type": "function", "function": {"name": choice.name}}
+    return choice
 
 
 def to_messages(request: ResponsesRequest) -> list[dict[str, Any]]:
@@ -155,8 +201,23 @@ def to_messages(request: ResponsesRequest) -> list[dict[str, Any]]:
             if reasoning and message.role == "assistant":
                 messages[-1]["reasoning_content"] = reasoning
             reasoning = None
+        elif kind == "function_call":
+            call = _validate(FunctionCallItem, item, path)
+            function = {"name": call.name, "arguments": call.arguments}
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": None})
+                if reasoning:
+                    messages[-1]["reasoning_content"] = reasoning
+                reasoning = None
+            messages[-1].setdefault("tool_calls", []).append(
+                {"id": call.call_id, "type": "function", "function": function}
+            )
+        elif kind == "function_call_output":
+            result = _validate(FunctionCallOutput, item, path)
+            text = result.output if isinstance(result.output, str) else "".join(part.text for part in result.output)
+            messages.append({"role": "tool", "tool_call_id": result.call_id, "content": text})
         else:
-            advice = "send messages and reasoning; item references need a server that keeps responses"
+            advice = "send messages, reasoning and function calls; item references need a server that keeps responses"
             raise APIError(400, f"input.{index} is an item of type '{str(kind)[:40]}'; {advice}", param="input")
     if len(messages) == (request.instructions is not None):
         raise APIError(400, "input has no message; send at least one", param="input")
