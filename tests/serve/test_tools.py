@@ -66,7 +66,7 @@ def client(running: RunningServer) -> openai.OpenAI:
 
 @pytest.fixture(scope="module")
 def scripted() -> Iterator[RunningServer]:
-    checkpoint = scripted_checkpoint([SCRIPT, ["sunny\n</tool_response>", "Sun!"]], chat_template=HERMES_TEMPLATE)
+    checkpoint = scripted_checkpoint([SCRIPT, ["<|im_end|>\n", "Sun!"]], chat_template=HERMES_TEMPLATE)
     with start_server(checkpoint, max_model_len=1024) as running:
         yield running
 
