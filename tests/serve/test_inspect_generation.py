@@ -136,6 +136,42 @@ def test_slot_positions_equal_the_cache() -> None:
         )
 
 
+def test_regular_expression_shows_the_allowed_tokens(python: Inspector) -> None:
+    """One query ≡ several, and the recorded tokens are those with a sampling probability."""
+    tokenizer = python.tokenizer.tokenizer
+    assert tokenizer is not None
+    regex, text = r" ?x = [0-9]{3}\n", "def f():\n   "
+    expected = ct.generate(ct.load("tiny-python", dtype=torch.float32), text, max_new_tokens=12, regex=regex)[0]
+    prompt, generated, steps = tokenizer.encode(text), [], []
+    while len(generated) < len(expected.tokens):
+        _, _, partials = run_query_with_partials(
+            python,
+            "generate",
+            input={"tokens": prompt + generated},
+            num_prompt_tokens=len(prompt),
+            num_tokens=2,
+            max_new_tokens=12,
+            regex=regex,
+        )
+        steps += [partial["step"] for partial in partials]
+        generated = [step["token"] for step in steps]
+    assert generated == expected.tokens
+    assert "".join(step["text"] for step in steps) == expected.text
+    assert steps[-1]["finish_reason"] == "stop"
+    for step in steps:
+        stats = step["grammar"]
+        assert 1 <= stats["num_allowed"] < stats["vocab_size"]
+        assert all(token["allowed"] for token in stats["top_tokens"])
+        assert step["token"] == max(stats["top_tokens"], key=lambda token: token["probability"])["token"]
+        assert stats["probability"] <= 1
+        for token in step["top_tokens"]:
+            assert token["allowed"] or token["sampling_probability"] == 0
+    with pytest.raises(InputError, match="regex cannot be used"):
+        run_query_with_partials(
+            python, "generate", input={"tokens": prompt}, num_prompt_tokens=len(prompt), regex="(", num_tokens=1
+        )
+
+
 def test_encoder_decoder_generates_from_its_source() -> None:
     inspector = open_inspector("tiny-t5")
     source = inspector.tokenizer.encode_source("a text")

@@ -352,6 +352,10 @@ class EngineConfig:
         request.adapter, request.grammar = self.resolve_adapter(adapter), grammar
         request.source_tokens, request.output_prefix = source, list(output_prefix)
         request.num_launched_tokens = len(output_prefix)
+        if grammar is not None:
+            grammar.skip(request.output_prefix)
+            if grammar.error is not None:
+                raise InputError(f"output_prefix does not match the grammar ({grammar.error}); pass a prefix that does")
         for token in request.output_prefix:  # forced, so log-probability 0
             request.add_chunk(output.append_token(token, 0.0, {token: 0.0} if sampling_params.logprobs else None))
         return request

@@ -9,7 +9,7 @@ import json
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -28,19 +28,25 @@ ALL_TOKENS = -1
 
 
 class Grammar:
-    """Position of one completion in a compiled grammar. Positions count tokens from the start of the completion."""
+    """Position of one completion in a compiled grammar. Positions count the sampled tokens of the completion."""
 
-    def __init__(self, matcher: Any, end_id: int | None) -> None:
+    def __init__(self, matcher: Any, end_id: int | None, bytes_of_token: Mapping[int, bytes]) -> None:
         """`end_id`: see `GrammarCompiler`."""
-        self._matcher, self._end_id = matcher, end_id
+        self._matcher, self._end_id, self._bytes_of_token = matcher, end_id, bytes_of_token
         self.num_tokens = 0
         """Number of tokens accepted so far."""
 
     def copy(self) -> "Grammar":
         """Copy with its own position, for a beam or another completion."""
-        copy = Grammar(self._matcher.deep_copy(), self._end_id)
+        copy = Grammar(self._matcher.deep_copy(), self._end_id, self._bytes_of_token)
         copy.num_tokens = self.num_tokens
         return copy
+
+    def skip(self, prefix: Iterable[int]) -> None:
+        """Advance by the first tokens of a completion that are given and not sampled. Special tokens have no text."""
+        for token in prefix:
+            if token in self._bytes_of_token and not self.is_finished:
+                self._matcher.consume_token(token)
 
     def accept(self, token: int, position: int) -> None:
         """Advance by the token at `position` of the completion. Tokens before the current position were accepted."""
@@ -127,7 +133,7 @@ class GrammarCompiler:
                 self._compiled[constraint] = matcher
                 if len(self._compiled) > _MAX_CACHED_GRAMMARS:
                     self._compiled.popitem(last=False)
-        return Grammar(matcher.deep_copy(), self._end_id)
+        return Grammar(matcher.deep_copy(), self._end_id, self.bytes_of_token)
 
     def _build_matcher(self, constraint: Constraint) -> Any:
         kind, text = constraint

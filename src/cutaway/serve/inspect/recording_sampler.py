@@ -10,7 +10,7 @@ from torch import Tensor
 from cutaway.evaluate import functional
 from cutaway.generate.engine.kv_cache import BatchKVCache
 from cutaway.generate.engine.model_runner import ModelRunner
-from cutaway.generate.sampling.logits_processing import logits_to_probs
+from cutaway.generate.sampling.logits_processing import logits_to_probs, mask_by_grammar
 from cutaway.generate.sampling.sampler import Sampler, SamplerOutput
 from cutaway.generate.sampling.sampling_state import SamplingFeatures
 from cutaway.model.cache import Cache
@@ -26,11 +26,12 @@ LOGIT_CHUNK_SIZE = 64
 
 @dataclass(frozen=True)
 class SamplingStep:
-    """One decode step: the model's logits, the sampling distribution and the KV cache state."""
+    """One decode step: the model's logits, the sampling distribution, the KV cache state and the allowed tokens."""
 
     logits: Tensor  # (V,), fp32
     sampling_probs: Tensor  # (V,), after temperature, top-k, top-p
     cache_state: dict[str, object]
+    is_allowed: Tensor | None = None  # (V,) bool: tokens that the grammar allows; None without a grammar
 
     def token_stats(self, token: int) -> dict[str, float]:
         """Return the probability, sampling probability and rank of a token, and statistics of this step.
@@ -49,11 +50,30 @@ class SamplingStep:
     def top_tokens(self, tokenizer: TokenizerAdapter) -> list[dict[str, Any]]:
         """Return the most likely tokens, most likely first, with model probability and sampling probability."""
         probabilities = self.logits.softmax(-1)
-        top = probabilities.topk(min(NUM_TOP_TOKENS, len(probabilities)))
-        sampling_probs = self.sampling_probs[top.indices].tolist()
+        return self._describe(probabilities.topk(min(NUM_TOP_TOKENS, len(probabilities))).indices, tokenizer)
+
+    def grammar_stats(self, tokenizer: TokenizerAdapter) -> dict[str, object] | None:
+        """Return the number of tokens that the grammar allows, their total model probability, and the most likely ones.
+
+        None without a grammar."""
+        if self.is_allowed is None:
+            return None
+        probabilities = self.logits.softmax(-1)
+        num_allowed = int(self.is_allowed.sum())
+        allowed = probabilities.masked_fill(~self.is_allowed, -1)
+        return {
+            "num_allowed": num_allowed,
+            "vocab_size": len(probabilities),
+            "probability": float(probabilities[self.is_allowed].sum()),
+            "top_tokens": self._describe(allowed.topk(min(NUM_TOP_TOKENS, num_allowed)).indices, tokenizer),
+        }
+
+    def _describe(self, tokens: Tensor, tokenizer: TokenizerAdapter) -> list[dict[str, Any]]:
+        columns = tokens, self.logits.softmax(-1)[tokens], self.sampling_probs[tokens]
+        is_allowed = torch.ones_like(tokens, dtype=torch.bool) if self.is_allowed is None else self.is_allowed[tokens]
         return [
-            {"token": t, "text": tokenizer.decode_token(t), "probability": p, "sampling_probability": q}
-            for t, p, q in zip(top.indices.tolist(), top.values.tolist(), sampling_probs, strict=True)
+            {"token": t, "text": tokenizer.decode_token(t), "probability": p, "sampling_probability": q, "allowed": ok}
+            for t, p, q, ok in zip(*(column.tolist() for column in (*columns, is_allowed)), strict=True)
         ]
 
 
@@ -67,7 +87,11 @@ class RecordingSampler(Sampler):
 
     def sample(self, logits: Tensor, features: SamplingFeatures, active_rows: Tensor | None = None) -> SamplerOutput:
         sampling_probs = logits_to_probs(logits, self.first_rows(1), features)[0]
-        self.recorded_steps.append(SamplingStep(logits[0].detach().float().clone(), sampling_probs, self.cache_state()))
+        bitmask, is_allowed = self.sampling_state.grammar_bitmask, None
+        if features.grammar and bitmask is not None:
+            is_allowed = mask_by_grammar(torch.zeros_like(sampling_probs), bitmask[0]) == 0
+        step = SamplingStep(logits[0].detach().float().clone(), sampling_probs, self.cache_state(), is_allowed)
+        self.recorded_steps.append(step)
         return super().sample(logits, features, active_rows)
 
     def cache_state(self) -> dict[str, object]:

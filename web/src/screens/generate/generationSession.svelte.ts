@@ -7,6 +7,18 @@ export interface TokenProbability {
   text: string;
   probability: number;
   sampling_probability: number;
+  /** Whether the regular expression allows the token; true without one. */
+  allowed: boolean;
+}
+
+/** The tokens that the regular expression allows in one step. */
+export interface GrammarStats {
+  num_allowed: number;
+  vocab_size: number;
+  /** Total model probability of the allowed tokens. */
+  probability: number;
+  /** The most likely allowed tokens. */
+  top_tokens: TokenProbability[];
 }
 
 export interface CacheState {
@@ -28,6 +40,7 @@ export interface SamplingStep {
   entropy: number;
   num_candidates: number;
   top_tokens: TokenProbability[];
+  grammar: GrammarStats | null;
   latency_ms: number;
   cache: CacheState;
   finish_reason: string | null;
@@ -52,6 +65,7 @@ export interface GenerationParams {
   top_k: number | null;
   top_p: number | null;
   seed: number;
+  regex: string | null;
   forced: Record<number, number>;
 }
 
@@ -119,8 +133,8 @@ export class GenerationSession {
   #appendStep(step: SamplingStep): void {
     const forcedToken = this.params.forced[this.steps.length];
     const rank = step.top_tokens.findIndex(({ token }) => token === forcedToken);
-    const forced = step.top_tokens[rank];
-    const newStep = forced && forcedToken !== step.token ? { ...step, token: forced.token, token_str: forced.text, probability: forced.probability, sampling_probability: forced.sampling_probability, rank: rank + 1, finish_reason: null, forced: true } : step;
+    const forced = step.top_tokens[rank] ?? step.grammar?.top_tokens.find(({ token }) => token === forcedToken);
+    const newStep = forced && forcedToken !== step.token ? { ...step, token: forced.token, token_str: forced.text, probability: forced.probability, sampling_probability: forced.sampling_probability, rank: rank >= 0 ? rank + 1 : step.rank, finish_reason: null, forced: true } : step;
     this.steps = [...this.steps, newStep];
   }
 

@@ -41,6 +41,8 @@ class Generate(InputQuery):
     top_k: Annotated[int, Field(strict=True, ge=1)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: Annotated[int, Field(strict=True, ge=0, lt=2**53)] = 0
+    regex: Annotated[str, Field(min_length=1, max_length=2000)] | None = None
+    """Regular expression that the completion must match."""
 
     def run(self, inspector: Inspector, job: QueryJob) -> QueryResult:
         inspector.validate_input(self.input)
@@ -83,8 +85,9 @@ class GenerationSession:
 
     def _build_sampling_params(self) -> SamplingParams:
         query = self.query
-        options = {"temperature": query.temperature, "top_k": query.top_k, "top_p": query.top_p, "seed": query.seed}
-        params = build_sampling_params(resolve_temperature({**options, "max_new_tokens": query.max_new_tokens}))
+        names = ("temperature", "top_k", "top_p", "seed", "max_new_tokens", "regex")
+        options = {name: getattr(query, name) for name in names}
+        params = build_sampling_params(resolve_temperature(options))
         params.check_vocab(self.inspector.config.vocab_size)
         return apply_generation_config(params, self.generation_config, query.num_prompt_tokens)
 
@@ -129,6 +132,7 @@ class GenerationSession:
             "text": text,
             **step.token_stats(token),
             "top_tokens": step.top_tokens(tokenizer),
+            "grammar": step.grammar_stats(tokenizer),
             "latency_ms": latency_ms,
             "cache": step.cache_state,
             "finish_reason": self.finish_reason,
