@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import jsonschema
+import jsonschema  # type: ignore[import-untyped]
 import torch
 
 import cutaway as ct
@@ -53,6 +53,7 @@ def measure_suite(args: argparse.Namespace) -> dict[str, Any]:
     checkpoint = ct.load(args.source)
     compiler = build_compiler(checkpoint)
     tokenizer, width = checkpoint.tokenizer, bitmask_width(checkpoint.config.vocab_size)
+    assert tokenizer is not None
     counts: Counter[str] = Counter()
     compile_times, mask_times = [], []
     mask = torch.zeros(width, dtype=torch.int32)
@@ -148,7 +149,8 @@ def measure_overhead(args: argparse.Namespace) -> dict[str, Any]:
     checkpoint = ct.load(args.source)
     compiler = build_compiler(checkpoint)
     prompt = "Describe a person and a city as JSON.\n"
-    ratios, times = [], []
+    ratios: list[float] = []
+    times: list[float] = []
     schemas = supported_schemas(args, compiler)
     ct.generate(checkpoint, prompt, max_new_tokens=8)
     while len(ratios) < args.repeats:
