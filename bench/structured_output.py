@@ -35,7 +35,11 @@ def read_suite(directories: Sequence[Path], limit: int | None, seed: int) -> lis
     random.Random(seed).shuffle(files)
     entries: list[dict[str, Any]] = []
     for file in files[:limit]:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        try:
+            content = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            print(f"{file} is left out: {error}")
+            continue
         for entry in content if isinstance(content, list) else [content]:
             if isinstance(entry, dict):
                 entries.append(entry if "schema" in entry else {"schema": entry})
