@@ -8,7 +8,6 @@ import pytest
 from support.server import RunningServer, load_tiny_python, start_server, wait_until
 
 from cutaway.serve.limits import Limits
-from cutaway.serve.openai.api_server import client_name
 
 pytestmark = pytest.mark.unchecked
 
@@ -56,13 +55,3 @@ def test_prefix_cache_metrics() -> None:
         assert server.metric("prefix_cache_hits_total") == 192  # three pages of 64 tokens
         assert server.metric("num_preemptions_total") == 0
         assert server.metric("kv_cache_usage_ratio") == 0
-
-
-def test_client_name() -> None:
-    class FakeRequest:
-        client = type("Address", (), {"host": "10.0.0.1"})
-        headers = {"authorization": "Bearer first-key"}
-
-    request: Any = FakeRequest()
-    assert client_name(request, with_key=True) == "10.0.0.1 Bearer first-key"
-    assert client_name(request, with_key=False) == "10.0.0.1"

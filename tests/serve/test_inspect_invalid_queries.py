@@ -163,12 +163,15 @@ def test_invalid_parameters_are_fields_of_the_query(case: int) -> None:
         assert unknown == ({"more"} if "Extra inputs" in reason else set())
 
 
-def test_sizes_of_paths_are_not_read(executor_and_url: tuple[routes.QueryExecutor, str], tmp_path: Path) -> None:
+def test_sizes_of_paths_are_not_read(
+    executor_and_url: tuple[routes.QueryExecutor, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A model of `model_sizes` with an error does not fail the other models."""
     file = tmp_path / "valid.toml"
     file.write_text(to_toml(ct.config("gpt2")))
     assert ct.config(file) == ct.config("gpt2")  # it would be valid, if it were read
-    for base in ("/etc/passwd", str(file), f"../../../../../../../..{file}"):
+    monkeypatch.chdir(tmp_path)
+    for base in ("/etc/passwd", "valid.toml", "./valid.toml", "../" + tmp_path.name + "/valid.toml"):
         inspector, models = executor_and_url[0].inspector, [{"base": base}, {"base": "gpt2"}]
         data, _ = run_query(inspector, "model_sizes", models=models)
         assert "is not a preset" in data["models"][0]["error"]
