@@ -24,6 +24,8 @@ _SCHEMA_KEYS = frozenset(
 ) | frozenset(["propertyNames", "not", "if", "then", "else", "contentSchema"])
 _SCHEMA_LIST_KEYS = frozenset(["allOf", "anyOf", "oneOf", "prefixItems", "items"])
 _SCHEMA_DICT_KEYS = frozenset(["properties", "patternProperties", "$defs", "definitions", "dependentSchemas"])
+_ENGINE_OPTIONS = "x-guidance"
+"""Options of llguidance in a schema. They could make it ignore unsupported keywords, so they are dropped."""
 _COUNT_KEYS = frozenset(
     ["minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties", "minContains", "maxContains"]
 )
@@ -80,7 +82,7 @@ def _normalize_keywords(schema: object) -> object:
             result[key] = int(value)
         elif key == "pattern" and isinstance(value, str):
             result[key] = _use_ascii_classes(value)
-        elif key != "format" or value in _CHECKED_FORMATS:
+        elif key != _ENGINE_OPTIONS and (key != "format" or value in _CHECKED_FORMATS):
             result[key] = value
     return result
 

@@ -174,7 +174,8 @@ class _Vocabulary:
         self.tokens = [b"<special_%d>" % i if i in special else bytes_of_token[i] for i in range(size)]
         self.eos_token_id, self.bos_token_id = eos_token_id, None
         self.special_token_ids = list(special_token_ids)
-        self._tokenizer, self._bytes_of_token = weakref.proxy(tokenizer), bytes_of_token
+        # A strong reference would keep the tokenizer, which is a key of `_compilers`, forever.
+        self._tokenizer, self._bytes_of_token = weakref.ref(tokenizer), bytes_of_token
         self._token_of_bytes = {text: i for i, text in reversed(bytes_of_token.items()) if text}
         self._max_length = max(map(len, self._token_of_bytes), default=1)
 
@@ -184,8 +185,9 @@ class _Vocabulary:
         They are those of the tokenizer if it changes nothing, such as a space at the beginning. Otherwise, each token
         is the longest that matches. A text that the vocabulary cannot write ends early."""
         data = data.encode() if isinstance(data, str) else data
+        tokenizer = self._tokenizer()
         try:
-            ids = self._tokenizer.encode(data.decode(), add_special_tokens=False)
+            ids = [] if tokenizer is None else tokenizer.encode(data.decode(), add_special_tokens=False)
         except (UnicodeDecodeError, InputError):
             ids = []
         if b"".join(self._bytes_of_token.get(i, b"") for i in ids) == data:
