@@ -226,7 +226,7 @@ def test_a_vocabulary_that_cannot_write_the_grammar_is_an_error() -> None:
         ({"schema": {"$ref": "http://example.com/x"}}, "schema cannot be used .*does not fetch"),
         ({"schema": {"type": "string", "pattern": "(?=a)b"}}, "schema cannot be used"),
         ({"schema": {"uniqueItems": True, "x-guidance": {"lenient": True}}}, "schema cannot be used .*uniqueItems"),
-        ({"regex": "("}, "regex cannot be used"),
+        ({"regex": "a("}, "regex cannot be used .unclosed group.; change it"),
         ({"regex": "(" * 5000 + "a" + ")" * 5000}, "regex cannot be used"),
         ({"regex": ""}, "regex is ''; pass a string that is not empty"),
         ({"choice": []}, "choice has 0 strings"),

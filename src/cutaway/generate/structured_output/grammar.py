@@ -228,10 +228,13 @@ def _import_llguidance() -> Any:
 
 
 def _reason(message: str) -> str:
-    """First line of an error message of llguidance."""
+    """The line of an error message of llguidance that says what is wrong."""
     if message.startswith("NoExtension"):
         return "no token of the vocabulary can come next"
-    return message.strip().splitlines()[0].strip().rstrip(".") if message.strip() else "unknown error"
+    lines = [line.strip() for line in message.splitlines() if line.strip()] or ["unknown error"]
+    # The message of a regular expression shows it with a mark below the error, and names the error in the last line.
+    detail = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[0])
+    return detail.rstrip(".")
 
 
 def _cannot_compile(kind: str, message: str) -> str:
