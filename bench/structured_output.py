@@ -12,6 +12,7 @@ import argparse
 import json
 import random
 import statistics
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -125,9 +126,11 @@ def measure_generations(args: argparse.Namespace) -> dict[str, Any]:
         if counts["finished"] >= args.count:
             break
         counts["schemas"] += 1
+        if counts["schemas"] % 10 == 0:
+            print(f"\r{dict(counts)}", end="", file=sys.stderr)
         try:
             completions = ct.generate(
-                checkpoint, "Answer:", schema=schema, temperature=1.0, seed=counts["schemas"], n=args.n,
+                checkpoint, args.prompt, schema=schema, temperature=1.0, seed=counts["schemas"], n=args.n,
                 max_new_tokens=args.max_new_tokens,
             )  # fmt: skip
         except CutawayError as error:
@@ -186,6 +189,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=2000, help="number of finished completions")
     parser.add_argument("--n", type=int, default=8, help="completions per schema")
+    parser.add_argument("--prompt", default="Answer:")
     parser.add_argument("--max-new-tokens", type=int, default=200)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--show-wrong", action="store_true", help="suite: print instances with wrong decisions")

@@ -171,7 +171,7 @@ def post(running: RunningServer, body: dict[str, Any]) -> tuple[int, Any]:
         ({"truncation": "auto"}, "truncation 'auto' is not supported"),
         ({"n": 2}, "n is not a field of /v1/responses"),
         ({"text": {"format": {"type": "xml"}}}, "response_format"),
-        ({"tools": [{"type": "function", "name": "f"}]}, "tools"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"reasoning": {"effort": "high"}}, "does not read it"),
         ({"input": []}, "input"),
         ({"input": [{"type": "reasoning"}]}, "input has no message"),
