@@ -31,7 +31,9 @@ PAGES_WITH_CODE = [
     if path.relative_to(ROOT).as_posix() not in TESTED_ELSEWHERE
     and any(block.language != "console" for block in parse_blocks(path.read_text(encoding="utf-8")))
 ]
-SLOW_PAGES = {ROOT / "docs" / "howto" / f"{name}.md" for name in ("deploy", "serve", "size", "train")}
+SLOW_PAGES = {
+    ROOT / "docs" / "howto" / f"{name}.md" for name in ("align", "deploy", "fine-tune-lora", "serve", "size", "train")
+}
 """Pages that run only nightly."""
 PAGES_WITH_SLOW_CODE = [path for path in PAGES_WITH_CODE if "<!-- at night -->" in path.read_text()]
 
