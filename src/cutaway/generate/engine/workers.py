@@ -1,7 +1,7 @@
 """Engines of a model on several processes: rank 0 runs the engine, and the others repeat its forward passes.
 
 Requests, scheduling, sampling and the allocation of pages are on rank 0 only. Before each forward pass, rank 0 sends
-its inputs to the other ranks, its followers: tokens, mask, and the lengths and pages of the rows. A follower has a KV
+its inputs to the other ranks, its workers: tokens, mask, and the lengths and pages of the rows. A worker has a KV
 cache of the same layout for its own heads. Operations that change keys and values outside of a forward pass are
 recorded and sent with the next one.
 """
@@ -71,7 +71,7 @@ class Result(NamedTuple):
 
 
 class _RecordedKVCache(BatchKVCache):
-    """KV cache of rank 0, which records the calls that its followers must repeat."""
+    """KV cache of rank 0, which records the calls that its workers must repeat."""
 
     recorded_calls: list[RecordedCall]
 
@@ -88,8 +88,8 @@ class _RecordedKVCache(BatchKVCache):
         super().copy_page(source, target)
 
 
-class Followers:
-    """The followers of one engine, on rank 0."""
+class Workers:
+    """The workers of one engine, on rank 0."""
 
     def __init__(self, ranks: TensorParallel, cache: BatchKVCache) -> None:
         self.ranks = ranks
@@ -102,7 +102,7 @@ class Followers:
 
     @contextmanager
     def forward(self, view: BatchKVCache, tokens: Tensor, mask: Tensor | None, *, logits: bool) -> Iterator[None]:
-        """Context of a forward pass over rows of the cache, which the followers repeat."""
+        """Context of a forward pass over rows of the cache, which the workers repeat."""
         with self.ranks.running():
             num_rows, num_tokens = tokens.shape
             has_mask = mask is not None
@@ -114,7 +114,7 @@ class Followers:
 
     @contextmanager
     def encode_source(self, row: int, source_tokens: Sequence[int], decoder_tokens: Sequence[int]) -> Iterator[None]:
-        """Context in which a source is encoded, which the followers repeat."""
+        """Context in which a source is encoded, which the workers repeat."""
         with self.ranks.running():
             message = SourceEncoding(self._update(), row, list(source_tokens), list(decoder_tokens))
             self.ranks.broadcast_object(message)
@@ -122,7 +122,7 @@ class Followers:
 
     @contextmanager
     def compute_logits(self, x: Tensor) -> Iterator[None]:
-        """Context in which logits of hidden states are computed, which the followers repeat."""
+        """Context in which logits of hidden states are computed, which the workers repeat."""
         with self.ranks.running():
             self.ranks.broadcast_object(HeadPass(tuple(x.shape)))
             self.ranks.broadcast(x.contiguous())
@@ -155,17 +155,17 @@ def _cache_options(cache: BatchKVCache) -> dict[str, Any]:
     }
 
 
-def get_followers(model: Transformer, cache: BatchKVCache) -> Followers | None:
-    """The followers of an engine; None if the model is in one process, or if this process is a follower."""
+def get_workers(model: Transformer, cache: BatchKVCache) -> Workers | None:
+    """The workers of an engine; None if the model is in one process, or if this process is a worker."""
     ranks = model.tensor_parallel
-    if ranks is None or ranks.is_following:
+    if ranks is None or ranks.is_worker:
         return None
-    if not ranks.has_followers:
+    if not ranks.has_workers:
         raise InputError(
-            f"the model is split over {ranks.size} processes, of which only rank 0 can run an engine, and the others"
-            " must follow it; call ct.generate on all of them"
+            f"the model is split over {ranks.size} processes, of which only rank 0 can run an engine, and the"
+            " others are its workers; call ct.generate on all of them"
         )
-    return Followers(ranks, cache)
+    return Workers(ranks, cache)
 
 
 def run_on_rank_0(model: Transformer, run: Callable[[], T]) -> T:
@@ -173,12 +173,12 @@ def run_on_rank_0(model: Transformer, run: Callable[[], T]) -> T:
 
     The other ranks repeat its forward passes, and return the same result or raise the same error."""
     ranks = model.tensor_parallel
-    if ranks is None or ranks.has_followers:
+    if ranks is None or ranks.has_workers:
         return run()
     if ranks.rank > 0:
-        result = follow(model)
+        result = run_worker_loop(model)
     else:
-        ranks.has_followers = True
+        ranks.has_workers = True
         try:
             result = Result(run(), None)
         except RankFailedError:
@@ -188,7 +188,7 @@ def run_on_rank_0(model: Transformer, run: Callable[[], T]) -> T:
                 raise
             result = Result(None, error)
         finally:
-            ranks.has_followers = False
+            ranks.has_workers = False
         ranks.broadcast_object(result)
     if result.error is not None:
         raise result.error
@@ -197,20 +197,20 @@ def run_on_rank_0(model: Transformer, run: Callable[[], T]) -> T:
 
 
 @torch.no_grad()
-def follow(model: Transformer) -> Result:
+def run_worker_loop(model: Transformer) -> Result:
     """Repeat the forward passes of rank 0's engines until it sends a result."""
     from cutaway.generate.engine.model_runner import ModelRunner
 
     ranks = model.tensor_parallel
     assert ranks is not None
     runners: dict[int, ModelRunner] = {}
-    ranks.is_following = True
+    ranks.is_worker = True
     try:
         while not isinstance(message := ranks.broadcast_object(None), Result):
             with ranks.running():
                 _repeat(message, model, ranks, runners)
     finally:
-        ranks.is_following = False
+        ranks.is_worker = False
     return message
 
 
