@@ -1,4 +1,4 @@
-"""`--devices N`: rank 0 serves requests, its followers run the same steps, and all of them end together."""
+"""`--devices N`: rank 0 serves requests, its workers run the same steps, and all of them end together."""
 
 import json
 import os
@@ -20,7 +20,7 @@ COMMAND = [sys.executable, "-m", "cutaway"]
 
 
 class DevicesServer:
-    """A server process with a follower."""
+    """A server process with a worker."""
 
     def __init__(self, model: Path) -> None:
         self.process = subprocess.Popen(
@@ -69,8 +69,8 @@ def server(model: Path) -> Iterator[DevicesServer]:
     server.process.communicate()
 
 
-def test_followers_of_a_server(server: DevicesServer, model: Path) -> None:
-    """Answers are those of one process, also after aborted streams. If the follower is killed, the server ends."""
+def test_workers_of_a_server(server: DevicesServer, model: Path) -> None:
+    """Answers are those of one process, also after aborted streams. If the worker is killed, the server ends."""
     checkpoint = ct.load(model)
     prompts = [[5, 6, 7], [9], [*range(20, 60)]]
     expected = [completion.text for completion in ct.generate(checkpoint, prompts, max_new_tokens=12, ignore_eos=True)]
@@ -86,8 +86,8 @@ def test_followers_of_a_server(server: DevicesServer, model: Path) -> None:
     error = server.request("/v1/embeddings", model="model", input="text")["error"]
     assert "the model is split over 2 processes" in error["message"]
     assert server.tokens(prompts[0], 12) == expected[0]
-    [follower] = server.child_pids()
-    os.kill(follower, signal.SIGKILL)
+    [worker] = server.child_pids()
+    os.kill(worker, signal.SIGKILL)
     assert server.process.wait(60) == 2
     assert server.process.stderr is not None
     assert "process 1 of 2: was killed by signal 9; all processes were stopped" in server.process.stderr.read()

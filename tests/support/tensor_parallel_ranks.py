@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 import cutaway as ct
 from cutaway.errors import CutawayError
 from cutaway.generate import Engine, EngineConfig
-from cutaway.generate.engine.followers import run_on_rank_0
+from cutaway.generate.engine.workers import run_on_rank_0
 from cutaway.model.parallel.process_group import join_processes
 
 PROMPTS = [[1, 2, 3], [5, 6, 7, 8, 9, 10, 11], [12]]

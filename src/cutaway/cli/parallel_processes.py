@@ -1,7 +1,7 @@
-"""Processes of `--devices N`: rank 0 runs the command, and its followers repeat the forward passes of its engine.
+"""Processes of `--devices N`: rank 0 runs the command, and its workers repeat the forward passes of its engine.
 
-`--devices N` starts the followers as child processes. Under torchrun, all ranks run the command, and those above 0
-become followers.
+`--devices N` starts the workers as child processes. Under torchrun, all ranks run the command, and those above 0
+become workers.
 """
 
 import atexit
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from cutaway.cli.options import DType
 
 _REPORT_DELAY = 2.0
-"""Seconds in which rank 0 can end with the same error as a follower, before that of the follower is reported."""
+"""Seconds in which rank 0 can end with the same error as a worker, before that of the worker is reported."""
 _EXIT_TIMEOUT = 5.0
-"""Seconds that followers have to end after rank 0, before they are killed."""
+"""Seconds that workers have to end after rank 0, before they are killed."""
 
 
 def start_processes(
     devices: int | None, source: str, device: str | None, dtype: "DType | None", *, num_models: int = 1
 ) -> int:
-    """Start the followers of `--devices` and return the number of processes. A follower does not return.
+    """Start the workers of `--devices` and return the number of processes. A worker does not return.
 
     Without `--devices`, it is the number of processes that torchrun has started.
     """
@@ -48,23 +48,23 @@ def start_processes(
             f"--devices splits one model over processes, but there are {num_models} models; start a server for each"
         )
     if num_started > 1 and os.environ["RANK"] != "0":
-        follow_rank_0(source, device, dtype, size)
+        run_worker_process(source, device, dtype, size)
         sys.exit(0)
     if num_started > 1:
         from cutaway.cli.model_loading import default_device
-        from cutaway.generate.engine.followers import Result
+        from cutaway.generate.engine.workers import Result
         from cutaway.model.parallel.process_group import join_processes, rank_device
 
-        ranks = join_processes(rank_device(default_device(device)), has_followers=True)
+        ranks = join_processes(rank_device(default_device(device)), has_workers=True)
         atexit.register(lambda: None if ranks.has_failed else ranks.broadcast_object(Result(None, None)))
         return size
-    followers = Followers(size, source, device, dtype)
-    atexit.register(followers.close)
-    followers.join_as_rank_0(device)
+    workers = Workers(size, source, device, dtype)
+    atexit.register(workers.close)
+    workers.join_as_rank_0(device)
     return size
 
 
-def follow_rank_0(
+def run_worker_process(
     source: str,
     device: str | None,
     dtype: "DType | None",
@@ -79,18 +79,18 @@ def follow_rank_0(
     import torch.distributed as dist
 
     from cutaway.cli.model_loading import default_device, load_checkpoint
-    from cutaway.generate.engine.followers import follow
+    from cutaway.generate.engine.workers import run_worker_loop
     from cutaway.model.parallel.process_group import join_processes, rank_device
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C and a stop of the service are for rank 0, which then ends all
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     store = None if store_path is None else dist.FileStore(store_path, size)  # type: ignore[attr-defined]
     target = rank_device(default_device(device))
-    join_processes(target, store=store, rank=rank, world_size=size, has_followers=True)
-    follow(load_checkpoint(source, device, dtype, quiet=True, tensor_parallel_size=size).model)
+    join_processes(target, store=store, rank=rank, world_size=size, has_workers=True)
+    run_worker_loop(load_checkpoint(source, device, dtype, quiet=True, tensor_parallel_size=size).model)
 
 
-class Followers:
+class Workers:
     """Child processes with the ranks 1 … size − 1. If one of them ends early, this process ends too."""
 
     def __init__(self, size: int, source: str, device: str | None, dtype: "DType | None") -> None:
@@ -115,13 +115,13 @@ class Followers:
         }
         command = [sys.executable, "-P", "-m", "cutaway.cli.parallel_processes", json.dumps(job)]
         # The standard input is a pipe that ends when this process ends, for whatever reason. A session of their own
-        # keeps the terminal's Ctrl-C from the followers.
+        # keeps the terminal's Ctrl-C from the workers.
         return subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True
         )
 
     def join_as_rank_0(self, device: str | None) -> None:
-        """Join the process group. This waits until all followers have started."""
+        """Join the process group. This waits until all workers have started."""
         import torch
         import torch.distributed as dist
 
@@ -132,10 +132,10 @@ class Followers:
         if target.type == "cpu":
             torch.set_num_threads(min(torch.get_num_threads(), self.num_threads))
         store = dist.FileStore(self.store_path, self.size)  # type: ignore[attr-defined]
-        join_processes(target, store=store, rank=0, world_size=self.size, has_followers=True)
+        join_processes(target, store=store, rank=0, world_size=self.size, has_workers=True)
 
     def _watch(self, rank: int, process: "subprocess.Popen[str]") -> None:
-        """End this process with a message if a follower ends first. Its output is the error, if it could report one."""
+        """End this process with a message if a worker ends first. Its output is the error, if it could report one."""
         assert process.stdout is not None
         reason = process.stdout.read().strip()
         code = process.wait()
@@ -149,7 +149,7 @@ class Followers:
         os._exit(2)
 
     def close(self) -> None:
-        """End the followers."""
+        """End the workers."""
         self.closing = True
         for process in self.processes:
             assert process.stdin is not None
@@ -178,10 +178,10 @@ def _exit_with_parent() -> None:
 
 
 def main() -> None:
-    """Run a follower, whose arguments are a JSON object."""
+    """Run a worker, whose arguments are a JSON object."""
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     try:
-        follow_rank_0(**json.loads(sys.argv[1]))
+        run_worker_process(**json.loads(sys.argv[1]))
     except (CutawayError, OSError, MemoryError) as error:
         sys.stdout.write(str(error) or type(error).__name__)
         sys.exit(2)

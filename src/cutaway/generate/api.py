@@ -9,9 +9,9 @@ from cutaway.errors import InputError
 from cutaway.eval_mode import eval_mode
 from cutaway.generate.engine.config import EngineOptions, build_engine_config, reduce_num_seqs_to_fit
 from cutaway.generate.engine.engine import Engine
-from cutaway.generate.engine.followers import run_on_rank_0
 from cutaway.generate.engine.output import Completion, CompletionChunk
 from cutaway.generate.engine.request import Request
+from cutaway.generate.engine.workers import run_on_rank_0
 from cutaway.generate.generation_config import CheckpointLike, EarlyStopping, apply_generation_config, unpack_checkpoint
 from cutaway.generate.prompts import GenerationInputs, Prompt, encode_prompts, prompt_index_in_errors
 from cutaway.generate.sampling.sampling_params import (

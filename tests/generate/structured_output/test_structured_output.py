@@ -18,7 +18,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
 from cutaway.errors import InputError
-from cutaway.generate import generate
+from cutaway.generate import RequestGroup, generate
 from cutaway.generate.engine.engine import Engine
 from cutaway.generate.generation_config import GenerationConfig
 from cutaway.generate.sampling.sampling_params import SamplingParams, build_sampling_params
@@ -302,3 +302,28 @@ def test_required_text_has_the_tokens_of_the_tokenizer() -> None:
     (completion,) = generate(CHECKPOINT, "x", choice=[text], max_new_tokens=100)
     assert completion.text == text
     assert completion.tokens == TOKENIZER.encode(text, add_special_tokens=False)
+
+
+def test_rows_of_a_paused_group_keep_their_grammars() -> None:
+    """Requests of a group with most of the rows skip steps, in which only the other rows have bitmasks."""
+    from cutaway.generate.engine.config import build_engine_config
+
+    generation_config = GenerationConfig(eos_token_id=(TOKENIZER.eos_token_id,))
+    config = build_engine_config(CHECKPOINT.model, generation_config, max_num_seqs=11, max_model_len=200)
+    constraints: list[dict[str, Any]] = [{"schema": SCHEMA}, {"regex": REGEX}, {"choice": CHOICE}, {}]
+
+    def run(indices: range) -> list[Any]:
+        engine, groups = Engine(config, tokenizer=TOKENIZER), [RequestGroup("a"), RequestGroup("b")]
+        requests = [
+            engine.submit(
+                TOKENIZER.encode("Hello"),
+                build_sampling_params({"max_new_tokens": 40, "temperature": 1.0, **constraints[i % 4]}),
+                seed=i,
+                group=groups[i >= 9],
+            )
+            for i in indices
+        ]
+        engine.run()
+        return [request.result().tokens for request in requests]
+
+    assert run(range(11)) == [tokens for i in range(11) for tokens in run(range(i, i + 1))]

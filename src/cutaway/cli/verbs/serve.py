@@ -151,7 +151,7 @@ def serve(
         public_paths=frozenset({"/health"}),
     )
     max_len = opt.parse_length(max_model_len)
-    # Before the port is bound, because the ranks above 0 of torchrun become followers here.
+    # Before the port is bound, because the ranks above 0 of torchrun become workers here.
     num_processes = start_processes(devices, sources[0], device, dtype, num_models=len(sources))
     sock = bind_socket(host, port)
     adapters_by_model = assign_adapters(adapters, sources)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import copy_context
+from functools import partial
 
 from cutaway.errors import CutawayError, InputError
 from cutaway.eval_mode import eval_mode
@@ -406,7 +407,7 @@ class Engine:
                 max_len = max(request.num_computed_tokens for request in decoding)
                 steps_left = max(request.output.max_tokens - request.num_launched_tokens for request in decoding)
                 has_grammar = any(request.grammar is not None for request in decoding)
-                before_sampling = self._fill_bitmasks if has_grammar else None
+                before_sampling = partial(self._fill_bitmasks, decoding) if has_grammar else None
                 output = self.model_runner.decode(len(decoding), max_len, steps_left, before_sampling)
                 launched = PendingTokens(output, decoding)
                 for request in decoding:
@@ -419,15 +420,15 @@ class Engine:
         if not self.async_scheduling:
             self._process_pending()
 
-    def _fill_bitmasks(self) -> None:
+    def _fill_bitmasks(self, requests: Sequence[Request]) -> None:
         """Write the tokens that the grammars allow next to the sampler, while the device runs the forward pass.
 
         With async scheduling the tokens of the previous step are still pending: the grammars accept them here."""
         if self.pending is not None:
-            for request, token, *_ in self.pending.results():
-                if request.grammar is not None and not request.finished.is_set():
-                    request.grammar.accept(token, len(request.output.tokens) - len(request.output_prefix))
-        grammars = [request.grammar for request in self.scheduler.decoding]
+            for request, token, invalid, *_ in self.pending.results():
+                if request.grammar is not None and not invalid and not request.finished.is_set():
+                    request.grammar.accept(token, request.num_sampled_tokens)
+        grammars = [request.grammar for request in requests]
         bitmask = self.model_runner.host_bitmask[: len(grammars)]
         fill_bitmasks(bitmask, grammars)
         self.model_runner.sampler.set_grammar_bitmask(bitmask)

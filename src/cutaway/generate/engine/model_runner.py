@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from cutaway.errors import InputError
-from cutaway.generate.engine.followers import get_followers
 from cutaway.generate.engine.kv_cache import BatchKVCache
 from cutaway.generate.engine.request import Request
+from cutaway.generate.engine.workers import get_workers
 from cutaway.generate.fast.cuda_graphs import CUDAGraphRunner
 from cutaway.generate.fast.warmup_policy import WarmupCostStore, WarmupPolicy
 from cutaway.generate.sampling.prompt_logprobs import compute_prompt_logprobs
@@ -73,7 +73,7 @@ class ModelRunner:
         """`_decode_logits` after torch.compile."""
         device_type = model.device.type
         supported = not _has_hooks(model) and device_type in ("cuda", "cpu")
-        self.followers = get_followers(model, cache)
+        self.workers = get_workers(model, cache)
         """The processes that repeat the forward passes, if the model is split over several."""
         if model.tensor_parallel is not None:
             supported = False  # the kernels and packed weights of fast decode steps have no collectives
@@ -245,8 +245,8 @@ class ModelRunner:
         assert isinstance(self.model, EncoderDecoder)
         source_cache = self.model.new_cache(1, len(decoder_tokens))
         source, target = (torch.tensor([list(x)], device=self.model.device) for x in (source_tokens, decoder_tokens))
-        followers = self.followers
-        shared = nullcontext() if followers is None else followers.encode_source(row, source_tokens, decoder_tokens)
+        workers = self.workers
+        shared = nullcontext() if workers is None else workers.encode_source(row, source_tokens, decoder_tokens)
         with shared, shape_agnostic_sdpa(), self._use_row_adapters(self.model, row, row + 1):
             self.model.hidden_states(source, target, cache=source_cache)
         self.cache.store_cross_cache(row, source_cache)
@@ -344,14 +344,14 @@ class ModelRunner:
 
     def compute_logits(self, x: Tensor) -> Tensor:
         """Logits of hidden states, on all processes of the model."""
-        with nullcontext() if self.followers is None else self.followers.compute_logits(x):
+        with nullcontext() if self.workers is None else self.workers.compute_logits(x):
             return self.model.lm_head(x)
 
     def _followed(
         self, tokens: Tensor, mask: Tensor | None, cache: BatchKVCache, *, logits: bool
     ) -> AbstractContextManager[None]:
-        """Context of a forward pass that the followers repeat, if there are any."""
-        return nullcontext() if self.followers is None else self.followers.forward(cache, tokens, mask, logits=logits)
+        """Context of a forward pass that the workers repeat, if there are any."""
+        return nullcontext() if self.workers is None else self.workers.forward(cache, tokens, mask, logits=logits)
 
     def _forward(self, model: _GenerativeModel, tokens: Tensor, mask: Tensor | None, cache: BatchKVCache) -> Tensor:
         rows = self._use_row_adapters(model, cache.first_row, cache.first_row + cache.batch_size)

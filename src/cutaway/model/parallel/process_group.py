@@ -20,7 +20,7 @@ T = TypeVar("T")
 TIMEOUT_ENV = "CUTAWAY_DIST_TIMEOUT"
 """Environment variable with the timeout of collectives in seconds. Default: 600."""
 IDLE_TIMEOUT = timedelta(days=365)
-"""Timeout of a follower that waits for the next message of rank 0. If rank 0 ends, the wait ends at once."""
+"""Timeout of a worker that waits for the next message of rank 0. If rank 0 ends, the wait ends at once."""
 
 
 class RankFailedError(CutawayError):
@@ -30,16 +30,16 @@ class RankFailedError(CutawayError):
 class TensorParallel:
     """The ranks that hold one model, and their collectives.
 
-    Processes of one script call the model together. With `has_followers`, this is rank 0, which alone runs the
+    Processes of one script call the model together. With `has_workers`, this is rank 0, which alone runs the
     program, and the other ranks repeat the forward passes of its engines. Collectives are then allowed in `running`
     only, because elsewhere no other rank takes part in them.
     """
 
-    def __init__(self, rank: int, size: int, *, has_followers: bool) -> None:
+    def __init__(self, rank: int, size: int, *, has_workers: bool) -> None:
         import torch.distributed as dist
 
-        self.rank, self.size, self.has_followers = rank, size, has_followers
-        self.is_following = False
+        self.rank, self.size, self.has_workers = rank, size, has_workers
+        self.is_worker = False
         """Whether this rank repeats the forward passes of rank 0."""
         self.num_caches = 0
         self.freed_caches: list[int] = []
@@ -71,7 +71,7 @@ class TensorParallel:
                 self.running_thread = before
 
     def _check_running(self) -> None:
-        if self.has_followers and self.running_thread != threading.get_ident():
+        if self.has_workers and self.running_thread != threading.get_ident():
             raise InputError(
                 f"the model is split over {self.size} processes, which run the steps of text generation only; load it"
                 " on one device for anything else"
@@ -144,7 +144,7 @@ def join_processes(
     store: "Store | None" = None,
     rank: int | None = None,
     world_size: int | None = None,
-    has_followers: bool = False,
+    has_workers: bool = False,
 ) -> TensorParallel:
     """Initialize the process group, from torchrun's environment variables where arguments are None."""
     global _tensor_parallel
@@ -160,7 +160,7 @@ def join_processes(
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if not dist.is_initialized():
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=collective_timeout())
-    _tensor_parallel = TensorParallel(rank, world_size, has_followers=has_followers and rank == 0)
+    _tensor_parallel = TensorParallel(rank, world_size, has_workers=has_workers and rank == 0)
     return _tensor_parallel
 
 

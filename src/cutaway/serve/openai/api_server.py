@@ -29,7 +29,7 @@ from cutaway.serve.openai.scoring import add_scoring_routes
 from cutaway.serve.openai.served_models import ServedModels
 from cutaway.serve.openai.serving_engine import ServingEngine, check_encoded_texts, to_api_error
 from cutaway.serve.openai.sse import SSEResponse, with_cancellation
-from cutaway.serve.openai.tools import find_tool_use
+from cutaway.serve.openai.tools import ToolUse
 from cutaway.serve.request_context import current_request
 from cutaway.serve.request_log import log_request
 
@@ -96,6 +96,7 @@ def build_router(models: ServedModels) -> APIRouter:
         raw_request: Request,
         encode_prompts: Callable[[], list[list[int]]],
         params: SamplingParams,
+        tool_use: ToolUse | None = None,
     ) -> Response:
         stream = await serving.submit(
             encode_prompts,
@@ -112,9 +113,7 @@ def build_router(models: ServedModels) -> APIRouter:
             is_chat=is_chat,
             num_logprobs=params.logprobs,
             prompt_output=prompt_output,
-            tool_use=find_tool_use(request, serving.tokenizer)
-            if isinstance(request, protocol.ChatCompletionRequest)
-            else None,
+            tool_use=tool_use,
         )
         if request.stream:
             with_usage = bool(request.stream_options and request.stream_options.include_usage)

@@ -176,7 +176,8 @@ def build_prompt_output(
 
 def map_chat_request(
     request: ChatCompletionRequest, serving: ServingEngine
-) -> tuple[Callable[[], list[list[int]]], SamplingParams]:
+) -> tuple[Callable[[], list[list[int]]], SamplingParams, ToolUse | None]:
+    """Return a function that tokenizes the chat (to be run in a thread), the sampling parameters and the tools."""
     limits = serving.limits
     if request.top_logprobs is not None and not request.logprobs:
         raise APIError(400, "top_logprobs requires logprobs: true; set it, or leave both out", param="top_logprobs")
@@ -197,7 +198,7 @@ def map_chat_request(
     if params.constraint is not None:
         template_kwargs = without_thinking(template_kwargs, serving.tokenizer)
     encode_prompts = build_chat_encoder(request.messages, serving, template_kwargs, tool_use)
-    return limit_prompt_logprobs(encode_prompts, params, limits), params
+    return limit_prompt_logprobs(encode_prompts, params, limits), params, tool_use
 
 
 def limit_prompt_logprobs(

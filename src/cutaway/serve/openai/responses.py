@@ -20,7 +20,6 @@ from cutaway.serve.openai.responses_protocol import ResponsesRequest, to_chat_re
 from cutaway.serve.openai.served_models import ServedModels
 from cutaway.serve.openai.serving_engine import to_api_error
 from cutaway.serve.openai.sse import SSEResponse, with_cancellation
-from cutaway.serve.openai.tools import find_tool_use
 from cutaway.tokenizer.chat.tool_calls import ToolCallDelta
 
 Data = dict[str, Any]
@@ -34,12 +33,11 @@ def add_responses_route(router: APIRouter, models: ServedModels) -> None:
         """Generate a response to a text or to a list of items, with the checkpoint's chat template."""
         serving = models.find(request.model)
         chat_request = to_chat_request(request)
-        encode_prompts, params = request_mapping.map_chat_request(chat_request, serving)
+        encode_prompts, params, tool_use = request_mapping.map_chat_request(chat_request, serving)
         stream = await serving.submit(
             encode_prompts, params, serving.adapter_of(request.model), priority=chat_request.priority or 0
         )
         model = request.model or serving.served_model_name
-        tool_use = find_tool_use(chat_request, serving.tokenizer)
         chat_builder = ResponseBuilder(serving, model, is_chat=True, num_logprobs=params.logprobs, tool_use=tool_use)
         events = ResponseEvents(request, chat_builder)
         if request.stream:
