@@ -5,7 +5,7 @@ A suite is a directory of JSON files, each with an object or a list of objects {
 
     python bench/structured_output.py suite DIRECTORY...
     python bench/structured_output.py generate DIRECTORY... --count 2000
-    python bench/structured_output.py overhead DIRECTORY... --source MODEL
+    python bench/structured_output.py overhead DIRECTORY... --source MODEL [--preset llama-3-8b --device cuda --rows 16]
 """
 
 import argparse
@@ -24,10 +24,13 @@ import torch
 
 import cutaway as ct
 from cutaway.errors import CutawayError, InputError
-from cutaway.generate.generation_config import unpack_checkpoint
+from cutaway.generate import Engine, EngineConfig
+from cutaway.generate.generation_config import GenerationConfig, unpack_checkpoint
 from cutaway.generate.sampling.sampling_params import SamplingParams
 from cutaway.generate.structured_output.constraint import bitmask_width
 from cutaway.generate.structured_output.grammar import GrammarCompiler, get_grammar_compiler
+from cutaway.model import Transformer
+from cutaway.tokenizer import Tokenizer
 
 
 def read_suite(directories: Sequence[Path], limit: int | None, seed: int) -> list[dict[str, Any]]:
@@ -151,31 +154,65 @@ def measure_generations(args: argparse.Namespace) -> dict[str, Any]:
     return {**counts, "examples": violations[:5]}
 
 
+def load_for_overhead(args: argparse.Namespace) -> tuple[Transformer, Tokenizer, GenerationConfig]:
+    """The model and tokenizer of `--source`. With `--preset`, the model has that shape and random weights."""
+    model, tokenizer, generation_config = unpack_checkpoint(ct.load(args.source))
+    assert tokenizer is not None
+    dtype = torch.bfloat16 if args.device == "cuda" else None
+    if args.preset is None:
+        return model.to(args.device, dtype), tokenizer, generation_config
+    config = ct.config(args.preset).model_copy(update={"vocab_size": model.config.vocab_size})
+    return ct.build(config, device=args.device, dtype=dtype, seed=0), tokenizer, generation_config
+
+
 def measure_overhead(args: argparse.Namespace) -> dict[str, Any]:
-    """Time per token with a schema, as a ratio to the same number of tokens without, in alternating runs."""
-    checkpoint = ct.load(args.source)
-    compiler = build_compiler(checkpoint)
-    prompt = "Describe a person and a city as JSON.\n"
-    ratios: list[float] = []
-    times: list[float] = []
+    """Time per step with a schema, as a ratio to the same number of steps without, in alternating runs."""
+    model, tokenizer, generation_config = load_for_overhead(args)
+    compiler = get_grammar_compiler(tokenizer, model.config.vocab_size, generation_config.eos_token_ids)
+    prompt = tokenizer.encode("Describe a person and a city as JSON.\n")
     schemas = supported_schemas(args, compiler)
-    ct.generate(checkpoint, prompt, max_new_tokens=8)
+    options: dict[str, Any] = {"compile": True} if args.device == "cuda" else {}
+    engine = Engine(
+        EngineConfig(model, max_num_seqs=args.rows, max_model_len=len(prompt) + args.max_new_tokens, **options),
+        tokenizer=tokenizer,
+    )
+
+    def seconds_per_step(**params: Any) -> float | None:
+        sampling_params = SamplingParams(temperature=1.0, max_new_tokens=args.max_new_tokens, **params)
+        for row in range(args.rows):
+            engine.submit(prompt, sampling_params, seed=row)
+        while engine.num_decoding < args.rows and engine.step():  # until all rows decode
+            pass
+        start, steps = time.perf_counter(), 0
+        while engine.num_decoding == args.rows and engine.step():  # until the first completion ends
+            steps += 1
+        if model.device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds = (time.perf_counter() - start) / max(steps, 1)
+        engine.run()
+        return seconds if steps >= args.max_new_tokens // 2 else None  # a shorter run is too short to measure
+
+    seconds_per_step(ignore_eos=True)
+    constrained: list[float] = []
+    free: list[float] = []
+    ratios: list[float] = []
     while len(ratios) < args.repeats:
-        schema = next(schemas)
-        start = time.perf_counter()
-        (constrained,) = ct.generate(checkpoint, prompt, schema=schema, max_new_tokens=args.max_new_tokens)
-        constrained_time = time.perf_counter() - start
-        count = len(constrained.tokens)
-        if count < args.max_new_tokens // 2:  # too short to measure
+        seconds = seconds_per_step(schema=next(schemas))
+        if seconds is None:
             continue
-        start = time.perf_counter()
-        ct.generate(checkpoint, prompt, max_new_tokens=count, ignore_eos=True)
-        free_time = time.perf_counter() - start
-        ratios.append(constrained_time / free_time)
-        times.append((constrained_time - free_time) / count)
+        free_seconds = seconds_per_step(ignore_eos=True)
+        assert free_seconds is not None
+        constrained.append(seconds)
+        free.append(free_seconds)
+        ratios.append(seconds / free_seconds)
+    engine.close()
     return {
+        "model": args.preset or args.source,
+        "rows": args.rows,
+        "vocabulary": model.config.vocab_size,
         "ratio": {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)},
-        "ms per token": statistics.median(times) * 1e3,
+        "ms per step, constrained": statistics.median(constrained) * 1e3,
+        "ms per step, unconstrained": statistics.median(free) * 1e3,
         "runs": len(ratios),
     }
 
@@ -192,6 +229,9 @@ def main() -> None:
     parser.add_argument("--prompt", default="Answer:")
     parser.add_argument("--max-new-tokens", type=int, default=200)
     parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--preset", help="overhead: random weights in the shape of this preset")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="overhead: device of the model")
+    parser.add_argument("--rows", type=int, default=1, help="overhead: number of requests in the batch")
     parser.add_argument("--show-wrong", action="store_true", help="suite: print instances with wrong decisions")
     parser.add_argument("--json", type=Path, help="write the result to this file")
     args = parser.parse_args()
