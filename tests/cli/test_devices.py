@@ -69,6 +69,7 @@ def server(model: Path) -> Iterator[DevicesServer]:
     server.process.communicate()
 
 
+@pytest.mark.nightly
 def test_workers_of_a_server(server: DevicesServer, model: Path) -> None:
     """Answers are those of one process, also after aborted streams. If the worker is killed, the server ends."""
     checkpoint = ct.load(model)

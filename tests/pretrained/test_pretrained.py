@@ -115,6 +115,7 @@ def test_directory_of_the_same_name_takes_precedence(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.unchecked
+@pytest.mark.nightly
 def test_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """`cutaway demo` with two training steps."""
     source = tmp_path / "lib"

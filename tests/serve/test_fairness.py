@@ -18,6 +18,7 @@ def complete(server: RunningServer, **fields: Any) -> tuple[int, Any]:
     return status, json.loads(answer)
 
 
+@pytest.mark.nightly
 def test_small_request_is_finished_before_a_large_one() -> None:
     """As many completions as fit in the queue, of one client; the small request has the same client."""
     with start_server(load_tiny_python(), max_num_seqs=8, limits=Limits(max_waiting_requests=160)) as server:

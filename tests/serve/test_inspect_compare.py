@@ -202,6 +202,7 @@ def untrained(preset: str, *, has_same_answers: bool = False) -> tuple[Inspector
     raise AssertionError("no pair of random texts has such answers")
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("has_same_answers", [False, True])
 @pytest.mark.parametrize("preset", FORMS)
 def test_patching_everything_restores_the_clean_metric_and_nothing_leaves_it(

@@ -128,6 +128,7 @@ def test_edit_experiment_equals_forward_passes_on_sampled_texts() -> None:
     assert data["continuations"][0][0] == " floor"
 
 
+@pytest.mark.nightly
 def test_removing_the_mask_raises_the_loss_on_sampled_texts() -> None:
     """On one short text the loss may fall, because the target is visible; over sampled texts it rises."""
     inspector = open_inspector("tiny-english")

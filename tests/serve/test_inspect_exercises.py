@@ -259,6 +259,7 @@ RUN_QUERIES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", RUN_QUERIES)
 @pytest.mark.parametrize(
     ("headers", "status"),

@@ -24,6 +24,7 @@ def export(inspector: Inspector) -> str:
     return page
 
 
+@pytest.mark.nightly
 def test_a_page_of_64_tokens_has_at_most_4_megabytes() -> None:
     tokenizer = open_inspector("tiny-english").tokenizer
     assert tokenizer.tokenizer is not None
@@ -33,6 +34,7 @@ def test_a_page_of_64_tokens_has_at_most_4_megabytes() -> None:
     assert len(export(inspector).encode()) <= MAX_BYTES
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "name",
     nightly_except(

@@ -53,6 +53,7 @@ def test_schema_has_every_route(schema: schemathesis.BaseSchema) -> None:
     assert running == {(path, method.lower()) for path, method in ROUTES}
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(
     ("path", "method", "mode"),
     [(*route, GenerationMode.POSITIVE) for route in ROUTES]

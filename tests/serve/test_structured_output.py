@@ -59,6 +59,7 @@ def client(running: RunningServer) -> openai.OpenAI:
         ({"response_format": {"type": "text"}}, {}),
     ],
 )
+@pytest.mark.sample(5)
 def test_completions_equal_generate(server: RunningServer, fields: dict[str, Any], options: dict[str, Any]) -> None:
     (expected,) = ct.generate(server.checkpoint, "def f(", max_new_tokens=60, **options)
     fields = {"model": "tiny", "prompt": "def f(", "max_tokens": 60, "temperature": 0, "extra_body": fields}

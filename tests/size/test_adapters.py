@@ -97,6 +97,7 @@ def test_adapted_layers_equal_those_of_the_model(model: Config, adapter: LoRA) -
     assert sorted(tensor.shape for tensor in list_adapter_tensors(model, base)) == trained
 
 
+@pytest.mark.nightly
 @given(model=configs(), adapter=adapters(), kernel=st.sampled_from(["auto", "explicit"]), mode=st.sampled_from(MODES))
 def test_flops_match_flop_counter(model: Config, adapter: LoRA, kernel: str, mode: str) -> None:
     module = build_model(model, kernel=kernel, activation_checkpointing=mode)

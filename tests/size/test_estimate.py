@@ -487,6 +487,7 @@ def test_compute_bound_batch_size() -> None:
     assert after.decode_time.bottleneck == "compute"
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", ["gemma-2-2b", "flan-t5-base", "bart-base", "modernbert-base", "deepseek-v2-lite"])
 @pytest.mark.parametrize("batch", [1, 3, 16])
 def test_memory_does_not_decrease_with_context(name: str, batch: int) -> None:

@@ -29,6 +29,7 @@ def cpu_execution(
     )
 
 
+@pytest.mark.nightly
 @given(model=configs(heads=HEADS), kernel=KERNELS, mode=st.sampled_from(MODES))
 def test_training_flops_match_flop_counter(model: Config, kernel: str, mode: str) -> None:
     module = build_model(model, kernel=kernel, activation_checkpointing=mode)

@@ -76,6 +76,7 @@ def assert_matches(text: str, constraint: dict[str, Any]) -> None:
             raise AssertionError(constraint)
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("constraint", [{"schema": SCHEMA}, {"regex": REGEX}, {"choice": CHOICE}, {"grammar": GRAMMAR}])
 def test_completions_match(way: str, constraint: dict[str, Any]) -> None:

@@ -111,6 +111,7 @@ def test_best_members_are_the_seeds_of_one_learning_rate() -> None:
     assert trained.best_members() == [0, 1]
 
 
+@pytest.mark.nightly
 def test_transformer_learns_to_copy() -> None:
     grid = replace(COPY_GRID, lrs=(1e-2,), warmups=(20,), num_seeds=1, steps=150, batch_size=16)
     assert measure_task(CopyTask(1), "transformer", grid=grid)["accuracy/copy/1/transformer"].mean > 0.9

@@ -211,6 +211,7 @@ def test_copying_loss_is_that_of_each_token_at_its_own_position() -> None:
     assert copy_by_depth.copy_loss(logits, tokens) < 1e-6 < copy_by_depth.copy_loss(logits.roll(1, 1), tokens)
 
 
+@pytest.mark.nightly
 def test_one_block_learns_to_copy_and_eight_without_residual_connections_do_not() -> None:
     grid = TrainingGrid(lrs=(1e-2,), warmups=(0,), num_seeds=2, steps=50)
     shallow, deep = (copy_by_depth.measure_copying(depth, False, grid=grid) for depth in (1, 8))

@@ -267,6 +267,7 @@ class AdapterLinear(nn.Module):
         return self.base_layer(x) + self.adapter(x)
 
 
+@pytest.mark.nightly
 def test_adapter_modules_are_traced() -> None:
     hf_model = copy.deepcopy(build_pair("llama")[0])
     attention = hf_model.model.layers[0].self_attn

@@ -339,6 +339,7 @@ HOSTILE = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_template_is_stopped(name: str) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -210,6 +210,7 @@ def test_smollm2_gguf(smollm2: dict[str, Any]) -> None:
         )
 
 
+@pytest.mark.nightly
 def test_smollm2_gguf_saved_matches_transformers(smollm2: dict[str, Any], tmp_path: Path) -> None:
     tokenizer = tokenizer_from_gguf(smollm2)
     tokenizer.save(tmp_path)

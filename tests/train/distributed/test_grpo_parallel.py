@@ -21,12 +21,13 @@ def read_rows(run: Path) -> list[dict[str, Any]]:
     return [{name: row[name] for name in row if name != "sample"} for row in rows if "layer_stats" not in row]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "objective",
     [
         {"scale_rewards": "batch", "loss_type": "grpo"},
-        pytest.param({"beta": 0.1}, marks=pytest.mark.nightly),
-        pytest.param({"loss_type": "dr_grpo", "scale_rewards": "none"}, marks=pytest.mark.nightly),
+        {"beta": 0.1},
+        {"loss_type": "dr_grpo", "scale_rewards": "none"},
     ],
 )
 def test_two_ranks_equal_a_single_process(objective: dict[str, Any], run: RunJob, tmp_path: Path) -> None:

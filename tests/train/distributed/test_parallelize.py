@@ -200,6 +200,7 @@ def test_world_size_can_change_on_resume(kind: str, run: RunJob, build_recipe: A
     assert_equal_rows(tmp_path / "one", tmp_path / "run")
 
 
+@pytest.mark.nightly
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("kind", "rank"), [("ddp", 1), ("fsdp", 0), ("tp", 1)])
 def test_killed_rank_stops_the_others(kind: str, rank: int, run: RunJob, build_recipe: Any, tmp_path: Path) -> None:

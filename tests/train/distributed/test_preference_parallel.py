@@ -29,6 +29,7 @@ def read_rows(run: Path) -> list[dict[str, Any]]:
     return [row for row in rows if "layer_stats" not in row]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("kind", "adapter", "dp_shard"),
     [

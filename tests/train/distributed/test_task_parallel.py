@@ -22,8 +22,9 @@ def read_rows(run: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     ("adapter", "dp_shard"),
-    [(False, 1), pytest.param(True, 1, marks=pytest.mark.nightly), pytest.param(False, 2, marks=pytest.mark.nightly)],
+    [(False, 1), (True, 1), (False, 2)],
 )
+@pytest.mark.nightly
 def test_two_ranks_equal_a_single_process(adapter: bool, dp_shard: int, run: RunJob, tmp_path: Path) -> None:
     """Uneven batches: ranks have two and three texts of different lengths."""
     tokenizer = byte_tokenizer()

@@ -27,6 +27,7 @@ def build_adapted(preset: str, quantization: str | None = None, **config: Any) -
     return model
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("preset", "config"),
     [

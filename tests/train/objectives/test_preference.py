@@ -64,6 +64,7 @@ def recipe(llama: Path, pairs: Path, kind: str, adapter: dict[str, Any] | None, 
     return {name: base.get(name, {}) | sections.get(name, {}) for name in base | sections}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("kind", "adapter"),
     [

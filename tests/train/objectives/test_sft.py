@@ -132,6 +132,7 @@ def test_packed_equals_separate(train_on: str, llama: Path, chats: Path, tmp_pat
     assert abs(loss_and_gradients(module, [mixed])[0] - results["alone"][0]) > 1e-4
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("packing", [False, True])
 def test_run_resumes_bit_exactly_and_learns(packing: bool, llama: Path, chats: Path, tmp_path: Path) -> None:
     options = recipe(llama, chats, objective={"packing": packing}, training={"num_epochs": 6, "batch_size": 4})

@@ -147,6 +147,7 @@ def test_adamw_equals_torch_adamw() -> None:
         torch.testing.assert_close(parameter, expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("name", ["tiny-gpt", "tiny-moe", "tiny-gemma"])
 def test_loss_on_one_batch_decreases(kind: str, name: str) -> None:

@@ -125,6 +125,7 @@ def test_run_stores_the_adapter_only(base: Path, tmp_path: Path) -> None:
         assert first_text(texts[0]) == first_text(texts[1])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("quantization", ["none", "nf4", "int8"])
 def test_resumed_run_is_bit_equal(quantization: str, base: Path, tmp_path: Path) -> None:
     recipe = adapter_recipe(base, tmp_path, {"rank": 2, "dropout": 0.1}, quantization=quantization)

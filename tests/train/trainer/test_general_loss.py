@@ -57,6 +57,7 @@ def mean_loss(source: Path, text: str, seq_len: int) -> float:
     return total / (len(tokens) - 1)
 
 
+@pytest.mark.nightly
 def test_general_loss_before_and_after_fine_tuning(base: Path, tmp_path: Path, run_cli: CliRunner) -> None:
     recipe = fine_tuning_recipe(base, tmp_path, training={"max_steps": 25})
     (tmp_path / "recipe.json").write_text(json.dumps(recipe))

@@ -65,6 +65,7 @@ def build_recipe(base: Path, *, batch_size: int = 8, seq_len: int = 256, **secti
     return load_recipe(recipe)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("quantization", "precision", "checkpointing", "state_dtype", "adapter"),
     [
