@@ -16,6 +16,11 @@ _NUM_ACCUMULATORS = 4
 """Number of independent sums in a GEMV, to hide the latency of a floating-point addition (several cycles)."""
 
 
+_ZERO_POINT = 128
+"""Number that stands for 0 in a quantized x. VNNI multiplies unsigned by signed integers; for a signed x, oneDNN uses a
+reference implementation, which is a hundred times slower than fp32."""
+
+
 class PackedLinear(nn.Module):
     """y = x·Wᵀ + b, (…, d_in) → (…, d_out), with weights in a layout that `pack` sets. y has the dtype of x.
 
@@ -97,11 +102,12 @@ class Int8DynamicLinear(PackedLinear):
     def forward(self, x: Tensor) -> Tensor:
         x_fp32 = x.float()
         x_scale = x_fp32.abs().amax(-1, keepdim=True).div(127).clamp(min=1e-30)
-        x_int8 = x_fp32.div(x_scale).round().to(torch.int8)
+        integers = x_fp32.div(x_scale).round()
         if self.use_onednn:
-            y = _onednn_int8_linear(x_int8, self.weight, self.scale, self.zero_points)
+            x_uint8 = (integers + _ZERO_POINT).to(torch.uint8)
+            y = _onednn_int8_linear(x_uint8, self.weight, self.scale, self.zero_points)
         else:
-            y = F.linear(x_int8.float(), self.weight.float()) * self.scale
+            y = F.linear(integers, self.weight.float()) * self.scale
         y = y * x_scale if self.bias is None else torch.addcmul(self.bias, y, x_scale)
         return y.to(x.dtype)
 
@@ -192,9 +198,9 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None, d_out: int) -> Tensor:
 
 @torch.library.custom_op("cutaway::onednn_int8_linear", mutates_args=())
 def _onednn_int8_linear(x: Tensor, weight: Tensor, scale: Tensor, zero_points: Tensor) -> Tensor:
-    """oneDNN int8 product with exact integer sums, times the scale of each weight row."""
+    """oneDNN product of uint8 x, minus the zero point, and int8 weights: exact integer sums, times the rows' scales."""
     return torch.ops.onednn.qlinear_pointwise(
-        x, 1.0, 0, weight, scale, zero_points, None, 1.0, 0, torch.float32, "none", [], ""
+        x, 1.0, _ZERO_POINT, weight, scale, zero_points, None, 1.0, 0, torch.float32, "none", [], ""
     )
 
 
