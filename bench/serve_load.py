@@ -203,7 +203,7 @@ async def run_burst(port: int, count: int, requests: list[dict[str, Any]], expec
                 status == 200
                 and parse_completions(body, requests[request_index]["stream"])[0] == expected[request_index]
             )
-            result.outcomes["correct" if is_correct else f"wrong or {status}"] += 1
+            result.outcomes["correct" if is_correct else "wrong" if status == 200 else f"status {status}"] += 1
 
     await asyncio.gather(*(send_once(index) for index in range(count)))
     return result
@@ -441,7 +441,7 @@ def measure_load(source: str, args: argparse.Namespace) -> dict[str, Any]:
             outcomes[f"lost ({type(error).__name__})"] += 1
             return
         is_correct = response.status == 200 and response.completions == expected[index]
-        outcomes["correct" if is_correct else f"wrong or {response.status}"] += 1
+        outcomes["correct" if is_correct else "wrong" if response.status == 200 else f"status {response.status}"] += 1
         latencies.append(response.seconds)
         if requests[index]["stream"]:
             first_tokens.append(response.first_token_seconds)

@@ -29,7 +29,7 @@ async def complete(client: AsyncOpenAI, model: str, index: int, args: argparse.N
         max_tokens=args.max_tokens,
         temperature=0,
         stream=True,
-        extra_body={"ignore_eos": True},
+        extra_body={} if args.may_stop else {"ignore_eos": True},
     )
     async for chunk in stream:
         if chunk.choices and (chunk.choices[0].text or count):
@@ -40,13 +40,14 @@ async def complete(client: AsyncOpenAI, model: str, index: int, args: argparse.N
 
 async def measure(url: str, num_clients: int, args: argparse.Namespace) -> dict[str, float]:
     async with AsyncOpenAI(base_url=url, api_key="any", max_retries=0, timeout=1200) as client:
-        model = (await client.models.list()).data[0].id
+        models = (await client.models.list()).data
+        model = models[0].id if models else args.model
         start = time.perf_counter()
         seed = int(start * 1000) % 1_000_000
         results = await asyncio.gather(*(complete(client, model, seed + i, args) for i in range(num_clients)))
         seconds = time.perf_counter() - start
     return {
-        "tokens_per_second": num_clients * args.max_tokens / seconds,
+        "tokens_per_second": sum(count for _, _, count in results) / seconds,
         "time_to_first_token": statistics.median(first for first, _, _ in results),
         "chunks": sum(count for _, _, count in results),
     }
@@ -55,6 +56,8 @@ async def measure(url: str, num_clients: int, args: argparse.Namespace) -> dict[
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("servers", nargs="+", metavar="NAME=URL")
+    parser.add_argument("--model", default="", help="name of the model for servers that list none")
+    parser.add_argument("--may-stop", action="store_true", help="for servers without the parameter ignore_eos")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--prompt-repeats", type=int, default=8)

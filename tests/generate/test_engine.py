@@ -17,7 +17,16 @@ from support.generation import build_translator, decoder_config
 from support.nightly import nightly_except
 
 from cutaway.errors import CutawayError, InputError
-from cutaway.generate import BusyError, Completion, Engine, EngineConfig, EngineError, Request, SamplingParams
+from cutaway.generate import (
+    BusyError,
+    Completion,
+    Engine,
+    EngineConfig,
+    EngineError,
+    Request,
+    RequestGroup,
+    SamplingParams,
+)
 from cutaway.generate.engine.kv_cache import CACHE_IMPLEMENTATIONS
 from cutaway.model import Transformer
 
@@ -41,9 +50,9 @@ def test_short_prompts_are_prefilled_together(model: Transformer, monkeypatch: p
     engine = engine_for(model, max_num_seqs=8, max_model_len=8, prefill_chunk_size=40, cache_implementation="full")
     prefill, batches = engine.model_runner.prefill, []
 
-    def recording_prefill(first_row: int, chunks: Any, num_computed: Any) -> None:
+    def recording_prefill(first_row: int, chunks: Any, num_computed: Any) -> Any:
         batches.append(len(chunks))
-        prefill(first_row, chunks, num_computed)
+        return prefill(first_row, chunks, num_computed)
 
     monkeypatch.setattr(engine.model_runner, "prefill", recording_prefill)
     requests = [engine.submit([i, 3, 4, 5, 6], SamplingParams(max_new_tokens=3), seed=i) for i in range(8)]
@@ -339,9 +348,10 @@ def test_failing_decode_step_fails_only_its_requests(
     engine = engine_for(model, cache_implementation=kind, max_num_seqs=3)
     engine.async_scheduling = async_scheduling
     params = SamplingParams(max_new_tokens=6)
-    decoding = [engine.submit([i, i], params, seed=0) for i in range(2)]
-    prefilling = engine.submit([9] * 40, params, seed=0)
-    waiting = engine.submit([8] * 40, params, seed=0)
+    groups = [RequestGroup() for _ in range(2)]  # of different groups, so that decode does not wait for prefill
+    decoding = [engine.submit([i, i], params, seed=0, group=groups[0]) for i in range(2)]
+    prefilling = engine.submit([9] * 40, params, seed=0, group=groups[1])
+    waiting = engine.submit([8] * 40, params, seed=0, group=groups[1])
     engine.step()
     engine.step()
     assert engine.num_decoding == 2
@@ -455,9 +465,9 @@ def count_prefill_tokens(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> lis
     counts: list[int] = []
     prefill = engine.model_runner.prefill
 
-    def counting_prefill(start: int, chunks: Any, num_computed: Any) -> None:
+    def counting_prefill(start: int, chunks: Any, num_computed: Any) -> Any:
         counts.append(sum(map(len, chunks)))
-        prefill(start, chunks, num_computed)
+        return prefill(start, chunks, num_computed)
 
     monkeypatch.setattr(engine.model_runner, "prefill", counting_prefill)
     return counts
@@ -470,18 +480,18 @@ def test_cached_prefix_is_not_prefilled_again(model: Transformer, monkeypatch: p
     prefix = [(5 * i) % 53 for i in range(50)]
     first = engine.submit(prefix, params, seed=1)
     engine.run()
-    assert sum(counts) == 49
+    assert sum(counts) == 50
     counts.clear()
     second = engine.submit([*prefix, 4, 5, 6], params, seed=2)
     same = engine.submit(prefix, params, seed=1)
     engine.run()
-    assert sum(counts) == (53 - 48 - 1) + (50 - 48 - 1)
+    assert sum(counts) == (53 - 48) + (50 - 48)
     assert output_fields(same.result()) == output_fields(first.result())
     assert output_fields(second.result()) == output_fields(run_alone(model, second))
     counts.clear()
     continued = engine.submit([*prefix, *first.result().tokens, 8], params, seed=3)  # the next turn of a conversation
     engine.run()
-    assert sum(counts) == 70 - 64
+    assert sum(counts) == 71 - 64
     assert output_fields(continued.result()) == output_fields(run_alone(model, continued))
     check_empty(engine)
 
@@ -496,7 +506,7 @@ def test_unused_cached_pages_are_evicted(model: Transformer, monkeypatch: pytest
     for token in (1, 2, 3, 1):
         requests.append(engine.submit([token] * 40, params, seed=0))
         engine.run()
-    assert counts.count(7) == 4  # the first was evicted for the third, and prefilled again
+    assert counts.count(8) == 4  # the first was evicted for the third, and prefilled again
     assert output_fields(requests[0].result()) == output_fields(requests[3].result())
     check_empty(engine)
 
@@ -528,9 +538,9 @@ def test_long_prompt_is_prefilled_between_decode_steps(
         events.append(("decode", rows))
         return decode(rows, *rest)
 
-    def record_prefill(start: int, chunks: Any, num_computed: Any) -> None:
+    def record_prefill(start: int, chunks: Any, num_computed: Any) -> Any:
         events.append(("prefill", len(chunks) * max(map(len, chunks))))
-        prefill(start, chunks, num_computed)
+        return prefill(start, chunks, num_computed)
 
     short = engine.submit([1], SamplingParams(max_new_tokens=60), seed=0)
     engine.step()

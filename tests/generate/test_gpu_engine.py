@@ -26,7 +26,7 @@ def run_requests(
 ) -> list[Completion]:
     checkpoint = ct.load("tiny-python")
     assert checkpoint.tokenizer is not None
-    config = EngineConfig(checkpoint.model.to(device), max_model_len=96, **options)
+    config = EngineConfig(checkpoint.model.to(device, torch.float32), max_model_len=96, **options)
     if num_pages is not None:
         config = replace(config, kv_cache_memory_bytes=num_pages * config.bytes_for_slots(config.page_size))
     engine = Engine(config, tokenizer=checkpoint.tokenizer)
@@ -69,7 +69,7 @@ def test_prompt_logprobs_equal_the_cpu() -> None:
         assert cpu.prompt_logprobs is not None
         assert gpu.prompt_logprobs is not None
         a, b = ([each.logprob for each in c.prompt_logprobs[1:]] for c in (cpu, gpu))  # type: ignore[union-attr, index]
-        assert torch.allclose(torch.tensor(a), torch.tensor(b), atol=1e-4)
+        assert torch.allclose(torch.tensor(a), torch.tensor(b), atol=1e-3)
 
 
 def test_preempted_requests_equal_others() -> None:

@@ -43,7 +43,7 @@ def generate(
     max_model_len: int | None = None,
     cache_implementation: Literal["auto", "full", "ring", "paged"] = "auto",
     kv_cache_dtype: torch.dtype | None = None,
-    prefill_chunk_size: int = 512,
+    prefill_chunk_size: int | None = None,
     draft_model: CheckpointLike | Transformer | NgramConfig | str | None = None,
     num_draft_tokens: int = 4,
     weight_bits: int | None = None,

@@ -33,7 +33,7 @@ def _encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
     content = prompt if isinstance(prompt, str) else _as_list(prompt)
     if content is None:
         raise InputError(f"the prompt is a {type(prompt).__name__}; pass a text, a list of token ids, or chat messages")
-    if not isinstance(content, str) and not any(isinstance(part, Mapping) for part in content):
+    if not isinstance(content, str) and not any(issubclass(kind, Mapping) for kind in set(map(type, content))):
         return content
     if tokenizer is None:
         raise InputError("this model has no tokenizer, so text cannot be encoded; pass lists of token ids")

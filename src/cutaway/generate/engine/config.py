@@ -38,6 +38,8 @@ GPU_MEMORY_UTILIZATION, CPU_MEMORY_UTILIZATION = 0.9, 0.5
 GROWTH_STEP_BYTES = 256 * 2**20
 """Number of bytes by which a paged cache on the CPU grows."""
 SchedulingPolicy = Literal["round-robin", "priority"]
+MAX_PADDED_PREFILL_TOKENS = 2048
+"""On a GPU, default maximum number of tokens of a prefill step with padding, or with a ring cache."""
 SCHEDULING_POLICIES: tuple[SchedulingPolicy, ...] = ("round-robin", "priority")
 
 
@@ -57,8 +59,10 @@ class EngineConfig:
     """
     kv_cache_dtype: torch.dtype | None = None
     """dtype of keys and values; default: the model dtype. torch.int8 takes about half the memory of a 16-bit dtype."""
-    prefill_chunk_size: int = 512
-    """Maximum number of prompt tokens per prefill step (chunked prefill). Decode steps run between prefill steps."""
+    prefill_chunk_size: int | None = None
+    """Maximum number of prompt tokens per prefill step (chunked prefill). Decode steps run between prefill steps.
+
+    Default: 512 on the CPU; on a GPU 8192, or 2048 with a ring cache and while requests decode."""
     kv_cache_memory_bytes: float | None = None
     """Maximum number of bytes for the pages of a paged cache.
 
@@ -110,7 +114,8 @@ class EngineConfig:
         if self.model.device.type == "meta":
             raise InputError("this model is on the meta device, which holds shapes without values; load its weights")
         for name in ("max_num_seqs", "prefill_chunk_size", "max_source_len"):
-            setattr(self, name, check_int(name, getattr(self, name), 1, MAX_TOKENS))
+            if name != "prefill_chunk_size" or self.prefill_chunk_size is not None:
+                setattr(self, name, check_int(name, getattr(self, name), 1, MAX_TOKENS))
         if self.compile is not None and not isinstance(self.compile, bool):
             raise InputError(f"compile is {format_value(self.compile)}; pass True, False or None (automatic)")
         layouts, layout, dtype = ("auto", *CACHE_IMPLEMENTATIONS), self.cache_implementation, self.kv_cache_dtype
@@ -196,6 +201,15 @@ class EngineConfig:
         return min(PAGE_SIZE, self.num_slots)
 
     @property
+    def resolved_prefill_chunk_size(self) -> int:
+        """`prefill_chunk_size`, or its default for the device of the model and the cache."""
+        if self.prefill_chunk_size is not None:
+            return self.prefill_chunk_size
+        if self.model.device.type == "cpu":
+            return 512
+        return MAX_PADDED_PREFILL_TOKENS if self.cache_implementation == "ring" else 8192
+
+    @property
     def resolved_max_seqs_per_request(self) -> int:
         """`max_seqs_per_request`, or its default."""
         return self.max_seqs_per_request or max(1, self.max_num_seqs * 3 // 4)
@@ -262,14 +276,18 @@ class EngineConfig:
             layer_slots = num_slots
             if window is not None and self.cache_implementation == "ring":
                 # A ring holds the window and the chunk that is being written: see model.cache.Cache.
-                layer_slots = min(num_slots, window + self.prefill_chunk_size - 1)
+                layer_slots = min(num_slots, window + self.resolved_prefill_chunk_size - 1)
             total += layer_slots * sum(heads * (width * dtype.itemsize + scale_bytes) for heads, width in cache_shape)
         return total
 
     @property
     def cache_bytes(self) -> int:
         """Number of bytes of the KV cache, including the keys and values of cross-attention."""
-        return self._allocate_cache(torch.device("meta")).num_bytes
+        if "encoder" in self.model.stacks:
+            return self._allocate_cache(torch.device("meta")).num_bytes
+        if self.cache_implementation == "paged":
+            return (1 + (self.num_pages() or 0)) * self.bytes_for_slots(self.page_size)
+        return self.max_num_seqs * self.bytes_for_slots(self.num_slots)
 
     def build_cache(self) -> BatchKVCache:
         """Allocate the KV cache; raise if it exceeds the free memory."""
@@ -292,7 +310,7 @@ class EngineConfig:
             device=device,
             implementation=self.cache_implementation,
             dtype=self.kv_cache_dtype,
-            chunk_size=self.prefill_chunk_size,
+            chunk_size=self.resolved_prefill_chunk_size,
             num_pages=self.num_pages(),
             max_source_len=self.max_source_len,
         )
@@ -415,7 +433,7 @@ class EngineOptions(TypedDict, total=False):
     kv_cache_memory_bytes: float | None
     memory_utilization: float | None
     scheduling_policy: SchedulingPolicy
-    prefill_chunk_size: int
+    prefill_chunk_size: int | None
     weight_bits: int | None
     compile: bool | None
 

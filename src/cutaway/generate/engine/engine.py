@@ -12,9 +12,12 @@ from contextlib import contextmanager, nullcontext
 from contextvars import copy_context
 from functools import partial
 
+import torch
+from torch import Tensor
+
 from cutaway.errors import CutawayError, InputError
 from cutaway.eval_mode import eval_mode
-from cutaway.generate.engine.config import EngineConfig
+from cutaway.generate.engine.config import MAX_PADDED_PREFILL_TOKENS, EngineConfig
 from cutaway.generate.engine.model_runner import ModelRunner, PendingTokens
 from cutaway.generate.engine.request import Request, RequestGroup
 from cutaway.generate.engine.request_queue import RequestQueue
@@ -25,6 +28,8 @@ from cutaway.tokenizer import Tokenizer
 
 PREFILL_SECONDS = 0.1
 """On the CPU, a prefill step between decode steps takes about as long as a decode step, but at least this time."""
+MAX_PREFILL_SECONDS = 1.0
+"""On the CPU, maximum time of a prefill step between decode steps."""
 NO_MEMORY_MESSAGE = (
     "there is too little free memory for the KV cache of this request; shorten it, or stop other programs"
 )
@@ -32,6 +37,8 @@ FAIR_SHARE_STEPS = 8
 """Number of steps that a request, whose client or group has no row, waits for one before others are preempted."""
 MIN_PREFILL_TOKENS = 32
 """Minimum number of tokens of such a prefill step: with fewer, reading the weights takes most of the time."""
+GPU_MIXED_PREFILL_TOKENS = 2048
+"""On a GPU, default maximum number of tokens of a prefill step between decode steps."""
 
 
 class EngineError(CutawayError):
@@ -61,6 +68,9 @@ class Engine:
             adapters=config.adapters,
         )
         self.rope_switch_lengths, self.dynamic_rope_len = config.rope_switch_lengths, config.dynamic_rope_len
+        self.samples_after_prefill = not self.rope_switch_lengths and self.dynamic_rope_len is None
+        """Whether the last prefill step of a request also samples its first token. Otherwise its last token is left to
+        the first decode step, which lets that step repeat the token with other RoPE frequencies."""
         # With dynamic RoPE a token's key depends on the length of its sequence when it was computed, so that pages
         # cannot be shared and keys cannot be computed again.
         is_static = self.dynamic_rope_len is None
@@ -70,7 +80,8 @@ class Engine:
         """Group of requests that are submitted without a group. They are admitted in the order of their arrival."""
         self.decode_seconds = self.prefill_seconds_per_token = 0.0
         """Moving averages of the time of a decode step and of a prefill step per token, on the CPU."""
-        self.pending: PendingTokens | None = None
+        self.pending: list[PendingTokens] = []
+        """Sampled tokens that are being copied to the host, in the order of their steps."""
         self.async_scheduling = config.model.device.type == "cuda" and not self.rope_switch_lengths
         """Launch the next decode step before the previous step's tokens are on the host, so that the GPU never idles.
 
@@ -192,12 +203,18 @@ class Engine:
         training = any(model.training for model in self.models)
         try:
             with eval_mode(*self.models) if training else nullcontext():
-                self._process_pending_if_finishing()
+                if self.waiting:
+                    self._process_pending_if_finishing()  # which frees rows for them
                 self._remove_aborted()
                 self._admit_waiting()
                 self.paused_group = self.scheduler.dominant_group() if self._may_pause() else None
-                self._prefill_step()
-                self._decode_step()
+                has_decoding = self.num_decoding > 0
+                has_first_tokens = self._prefill_step()
+                # First tokens are returned before they are decoded further, unless others wait for a decode step.
+                if not self._prefills_first and (has_decoding or not has_first_tokens):
+                    self._decode_step()
+                elif not self.async_scheduling:
+                    self._process_pending()
             return self.has_unfinished_requests
         except Exception as error:  # not specific to a request: device lost, or inconsistent bookkeeping
             with self.condition:
@@ -206,6 +223,18 @@ class Engine:
             reason = f"the engine failed ({type(error).__name__}: {error}); build a new one"
             self._fail_all(reason)
             raise EngineError(reason) from error
+
+    @property
+    def _prefills_first(self) -> bool:
+        """Whether decode steps wait until all admitted requests are prefilled: on a GPU, in one `generate` call.
+
+        Then all of them decode in one batch. Requests of a server have a group each, and decode without such waits."""
+        running = self.scheduler.running
+        return (
+            self.async_scheduling
+            and len(running) > self.num_decoding
+            and all(request.group is self.default_group for request in running)
+        )
 
     def _may_pause(self) -> bool:
         """Whether the dominant group pauses in this step: on the CPU, in every second step.
@@ -245,8 +274,11 @@ class Engine:
         """Process the tokens of the previous decode step now if a request reaches its max_tokens with them.
 
         Otherwise the next decode step would be launched with a row that is already finished."""
-        requests = [] if self.pending is None else self.pending.requests
-        if any(request.num_launched_tokens >= request.output.max_tokens for request in requests):
+        if any(
+            request.num_launched_tokens >= request.output.max_tokens
+            for pending in self.pending
+            for request in pending.requests
+        ):
             self._process_pending()
 
     def _remove_aborted(self) -> None:
@@ -275,7 +307,8 @@ class Engine:
         per step, to bound the latency of those requests.
         """
         num_decoding, num_source_tokens = self.scheduler.num_decoding, 0
-        while self.waiting and not (num_decoding and num_source_tokens >= self.config.prefill_chunk_size):
+        chunk_size = self.config.resolved_prefill_chunk_size
+        while self.waiting and not (num_decoding and num_source_tokens >= chunk_size):
             request = self._allocate_next()
             if request is None:
                 return
@@ -330,10 +363,13 @@ class Engine:
             with self.condition:
                 self.waiting.append(request)
 
-    def _prefill_step(self) -> None:
-        """Prefill the next chunk of one or more prompts, at most `_prefill_budget` tokens in total with padding."""
+    def _prefill_step(self) -> bool:
+        """Prefill the next chunk of one or more prompts, at most `_prefill_budget` tokens in total with padding.
+
+        Return whether first tokens of requests were sampled."""
         batch: list[Request] = []
         chunks: list[list[int]] = []
+        num_tokens = 0
         first_row, budget = self.scheduler.num_decoding, self._prefill_budget()
         while request := self.scheduler.next_prefill(first_row + len(batch), self.paused_group):
             chunk = self._next_prefill_chunk(request, budget)
@@ -341,13 +377,20 @@ class Engine:
             max_computed = max(each.num_computed_tokens for each in [*batch, request])
             # The padded batch is (requests, longest chunk). Padding is written to slots as well, so the row with the
             # most computed tokens must have `longest` free slots.
-            too_many_tokens = longest * (len(batch) + 1) > budget
-            if batch and (too_many_tokens or max_computed + longest > self.model_runner.cache.num_slots):
+            if self.model_runner.packs_prefill:
+                chunk = chunk[: budget - num_tokens]
+                if not chunk:
+                    break
+            elif batch and (
+                longest * (len(batch) + 1) > budget or max_computed + longest > self.model_runner.cache.num_slots
+            ):
                 break
             batch.append(request)
             chunks.append(chunk)
+            num_tokens += len(chunk)
+        completed: list[Request] = []
         if not batch:
-            return
+            return False
         self.scheduler.num_prefill_steps += 1
         for request in batch:
             if request.group is not self.default_group:
@@ -356,60 +399,100 @@ class Engine:
             num_computed = [request.num_computed_tokens for request in batch]
             start = time.perf_counter()
             x = self.model_runner.prefill(first_row, chunks, num_computed)
-            seconds_per_token = (time.perf_counter() - start) / (len(batch) * max(map(len, chunks)))
+            seconds_per_token = (time.perf_counter() - start) / num_tokens
             self.prefill_seconds_per_token = _moving_average(self.prefill_seconds_per_token, seconds_per_token)
             self.model_runner.add_prompt_logprobs(batch, x, chunks, num_computed)
-            for request, chunk in zip(batch, chunks, strict=True):
+            last_hidden_states = []
+            for i, (request, chunk) in enumerate(zip(batch, chunks, strict=True)):
                 request.num_computed_tokens += len(chunk)
-                if self._needs_full_prefill(request.all_token_ids):  # the first decode step repeats the last token
+                if request.num_computed_tokens == len(request.all_token_ids) and self.samples_after_prefill:
+                    completed.append(request)
+                    last_hidden_states.append(x[i][-1])
+                elif self._needs_full_prefill(request.all_token_ids):  # the first decode step repeats the last token
                     request.num_computed_tokens -= 1
                     self.model_runner.cache.seq_lens[request.row] = request.num_computed_tokens
-            for request in batch:
+            for request in [*completed, *(request for request in batch if request not in completed)]:
                 self.scheduler.maybe_start_decode(request)
+            if completed:
+                self._sample_first_tokens(completed, last_hidden_states)
+        return bool(completed)
 
     def _prefill_budget(self) -> int:
         """Maximum number of tokens of a prefill step, with padding.
 
-        On the CPU, a chunk of `prefill_chunk_size` tokens takes many times as long as a decode step. While requests
-        decode, the chunk is limited to about the time of a decode step."""
-        chunk_size, seconds = self.config.prefill_chunk_size, self.prefill_seconds_per_token
-        if not self.num_decoding or not seconds or self.config.model.device.type != "cpu":
+        A chunk of the maximum size takes many times as long as a decode step. While requests decode, the chunk is
+        limited: on the CPU to about the time of a decode step, or longer if more API requests wait for their first
+        token than decode; on a GPU to GPU_MIXED_PREFILL_TOKENS."""
+        chunk_size, seconds = self.config.resolved_prefill_chunk_size, self.prefill_seconds_per_token
+        if self.config.model.device.type != "cpu":
+            if self.config.prefill_chunk_size is not None:
+                return chunk_size
+            is_mixed = self.num_decoding > 0 and not self._prefills_first
+            chunk_size = min(chunk_size, GPU_MIXED_PREFILL_TOKENS) if is_mixed else chunk_size
+            return chunk_size if self.model_runner.packs_prefill else min(chunk_size, MAX_PADDED_PREFILL_TOKENS)
+        if not self.num_decoding or not seconds:
             return chunk_size
-        num_tokens = int(max(PREFILL_SECONDS, self.decode_seconds) / seconds)
+        share = max(1.0, self._num_groups_before_decode() / self._num_decoding_groups())
+        num_tokens = int(min(MAX_PREFILL_SECONDS, max(PREFILL_SECONDS, self.decode_seconds) * share) / seconds)
         return min(chunk_size, max(MIN_PREFILL_TOKENS, num_tokens))
 
-    def _next_prefill_chunk(self, request: Request, max_tokens: int) -> list[int]:
-        """Return the next tokens of `request` to prefill, at most `max_tokens`.
+    def _num_decoding_groups(self) -> int:
+        return len({request.group for request in self.scheduler.decoding})
 
-        The last token is left to the first decode step, which needs its logits. A full prefill includes it."""
+    def _num_groups_before_decode(self) -> int:
+        """Number of API requests without a decoding completion, which are in prefill or waiting for a free row."""
+        groups = {request.group for request in self.scheduler.running[self.num_decoding :]}
+        if self.scheduler.has_free_row:
+            with self.condition:
+                groups |= {request.group for request in self.waiting}
+        return len(groups - {request.group for request in self.scheduler.decoding})
+
+    def _next_prefill_chunk(self, request: Request, max_tokens: int) -> list[int]:
+        """Return the next tokens of `request` to prefill, at most `max_tokens`."""
         token_ids = request.all_token_ids
         if self._needs_full_prefill(token_ids):
             return token_ids[request.num_computed_tokens :]
-        end = min(len(token_ids) - 1, request.num_computed_tokens + max_tokens)
+        last = len(token_ids) if self.samples_after_prefill else len(token_ids) - 1
+        end = min(last, request.num_computed_tokens + max_tokens)
         return token_ids[request.num_computed_tokens : end]
 
     def _needs_full_prefill(self, token_ids: Sequence[int]) -> bool:
         """Whether all tokens must be prefilled in one pass, because their RoPE frequencies depend on the length."""
         return self.dynamic_rope_len is not None and len(token_ids) > self.dynamic_rope_len
 
+    def _sample_first_tokens(self, requests: Sequence[Request], hidden_states: Sequence[Tensor]) -> None:
+        """Sample the first tokens of requests in consecutive rows, from the hidden states of their last tokens."""
+        first_row = requests[0].row
+        assert first_row is not None
+        assert [request.row for request in requests] == list(range(first_row, first_row + len(requests)))
+        before_sampling = self._before_sampling(requests, first_row)
+        x = torch.stack(list(hidden_states))
+        output = self.model_runner.sample_after_prefill(x, first_row, before_sampling)
+        for request in requests:
+            request.num_launched_tokens += 1
+        self.pending.append(PendingTokens(output, requests))
+
     def _decode_step(self) -> None:
-        """Launch a decode step of all decoding rows, then process the previous step's tokens.
+        """Launch a decode step of all decoding rows, then process the tokens of earlier steps.
 
         Without async scheduling, this step's tokens are processed too.
         """
+        if self.async_scheduling:
+            self._process_pending_if_finishing()  # of requests whose first token was sampled in this step's prefill
+        else:
+            self._process_pending()
         self._allocate_decode_pages()
         paused = self.paused_group
         decoding = self.scheduler.decoding if paused is None else self.scheduler.decoding_without(paused)
-        launched = None
+        launched: list[PendingTokens] = []
         start = time.perf_counter()
         if decoding:
             with self._isolate_failures(decoding):
                 max_len = max(request.num_computed_tokens for request in decoding)
                 steps_left = max(request.output.max_tokens - request.num_launched_tokens for request in decoding)
-                has_grammar = any(request.grammar is not None for request in decoding)
-                before_sampling = partial(self._fill_bitmasks, decoding) if has_grammar else None
+                before_sampling = self._before_sampling(decoding, 0)
                 output = self.model_runner.decode(len(decoding), max_len, steps_left, before_sampling)
-                launched = PendingTokens(output, decoding)
+                launched.append(PendingTokens(output, decoding))
                 for request in decoding:
                     request.num_computed_tokens += 1
                     request.num_launched_tokens += 1
@@ -420,18 +503,24 @@ class Engine:
         if not self.async_scheduling:
             self._process_pending()
 
-    def _fill_bitmasks(self, requests: Sequence[Request]) -> None:
+    def _before_sampling(self, requests: Sequence[Request], first_row: int) -> Callable[[], object] | None:
+        """What to call between forward pass and sampling: `_fill_bitmasks` if any request has a grammar."""
+        has_grammar = any(request.grammar is not None for request in requests)
+        return partial(self._fill_bitmasks, requests, first_row) if has_grammar else None
+
+    def _fill_bitmasks(self, requests: Sequence[Request], first_row: int) -> None:
         """Write the tokens that the grammars allow next to the sampler, while the device runs the forward pass.
 
-        With async scheduling the tokens of the previous step are still pending: the grammars accept them here."""
-        if self.pending is not None:
-            for request, token, invalid, *_ in self.pending.results():
+        `requests` are in rows first_row, … With async scheduling, tokens of earlier steps are still pending: the
+        grammars accept them here."""
+        for pending in self.pending:
+            for request, token, invalid, *_ in pending.results():
                 if request.grammar is not None and not invalid and not request.finished.is_set():
                     request.grammar.accept(token, request.num_sampled_tokens)
         grammars = [request.grammar for request in requests]
         bitmask = self.model_runner.host_bitmask[: len(grammars)]
         fill_bitmasks(bitmask, grammars)
-        self.model_runner.sampler.set_grammar_bitmask(bitmask)
+        self.model_runner.sampler.set_grammar_bitmask(bitmask, first_row)
 
     def _allocate_decode_pages(self) -> None:
         """Allocate the page that each decoding request writes to. If there is none, preempt requests."""
@@ -444,15 +533,15 @@ class Engine:
                 self.scheduler.release(request)
 
     def _process_pending(self) -> None:
-        """Wait until the tokens of the pending decode step are on the host, and append them to their requests."""
-        pending, self.pending = self.pending, None
-        if pending is None:
-            return
-        with self._isolate_failures(pending.requests):
-            for request, token, invalid, logprob, top in pending.results():
-                if not request.finished.is_set():
-                    with self._isolate_failures([request]):
-                        self._process_token(request, token, invalid, logprob, top)
+        """Wait until the tokens of the pending steps are on the host, and append them to their requests."""
+        steps, self.pending = self.pending, []
+        # Each request is in one of the steps. In reverse, because releasing the last rows first moves no other row.
+        for pending in reversed(steps):
+            with self._isolate_failures(pending.requests):
+                for request, token, invalid, logprob, top in reversed(list(pending.results())):
+                    if not request.finished.is_set():
+                        with self._isolate_failures([request]):
+                            self._process_token(request, token, invalid, logprob, top)
 
     def _process_token(
         self, request: Request, token: int, invalid: bool, logprob: float | None, top_logprobs: dict[int, float] | None
@@ -496,10 +585,10 @@ class Engine:
 
     def _fail_all(self, reason: str) -> None:
         """Finish all running, waiting and pending requests with an EngineError that has the message `reason`."""
-        pending = [] if self.pending is None else self.pending.requests
+        pending = [request for step in self.pending for request in step.requests]
         requests = [*self.scheduler.running, *self.waiting, *pending]
         self.waiting.clear()
-        self.scheduler.running, self.scheduler.num_decoding, self.pending = [], 0, None
+        self.scheduler.running, self.scheduler.num_decoding, self.pending = [], 0, []
         for request in requests:
             request.finish(error=EngineError(reason))
 

@@ -94,6 +94,10 @@ class PagedLayerCache(LayerCache):
         self.page_index: Int[Tensor, "B P"] | slice = slice(0, batch_size)
         self.page_table = torch.arange(batch_size).to(device).unsqueeze(-1)  # arange on meta imports SymPy
         """Page ids of each row. If a row has one page, the page id is the row number."""
+        self.query_tiles: Int[Tensor, "n 4"] | None = None
+        """Tiles of the queries in a batch of chunks: see `PackedCacheView`."""
+        self.has_padding = False
+        """Whether such a batch has rows that are in no tile."""
 
     def update(
         self, k: Float[Tensor, "B T G D"], v: Float[Tensor, "B T G E"], slot_mapping: SlotMapping
@@ -214,6 +218,30 @@ class BatchKVCache(Cache):
                 view.cross_layers.append(cross_view)
         return view
 
+    def view_chunks(
+        self,
+        positions: Int[Tensor, " N"],
+        rows: Int[Tensor, " N"],
+        query_tiles: Int[Tensor, "n 4"],
+        *,
+        max_len: int,
+        has_padding: bool = False,
+    ) -> "PackedCacheView":
+        """Return a cache view for a batch of N tokens, which are chunks of the sequences in several rows.
+
+        `positions`, `rows`: of each token. `query_tiles`: see `fast.prefill_attention.query_tiles`. With `has_padding`,
+        tokens at EMPTY_POSITION are padding; their keys and values are written to the null page (paged cache only)."""
+        view = PackedCacheView.__new__(PackedCacheView)
+        vars(view).update(vars(self))
+        view.batch_size, view.max_len, view.min_len = len(positions), max_len, self.num_slots
+        view.positions, view.rows, view.has_padding = positions, rows, has_padding
+        view.layers = []
+        for layer in self.paged_layers:
+            layer_view = copy.copy(layer)
+            layer_view.query_tiles, layer_view.has_padding = query_tiles, has_padding
+            view.layers.append(layer_view)
+        return view
+
     def assign_row(self, row: int, length: int = 0, page_ids: Sequence[int] = ()) -> None:
         """Assign a row to a new sequence, of which the first `length` tokens are already in its pages."""
         self.seq_lens[row] = length
@@ -282,6 +310,38 @@ class BatchKVCache(Cache):
     def num_bytes(self) -> int:
         """Number of bytes of all keys, values and int8 scales, including the keys and values of cross-attention."""
         return sum(x.nbytes for x in [*self.kv_tensors(), *self.cross_tensors()])
+
+
+class PackedCacheView(BatchKVCache):
+    """View of a cache for a forward pass over tokens of several sequences without padding, each a batch row of its own.
+
+    Only the attention of the GPU decode model supports it. The caller updates `seq_lens` of the cache."""
+
+    positions: Int[Tensor, " N"]
+    rows: Int[Tensor, " N"]
+    has_padding: bool
+
+    def assign_slots(
+        self, num_tokens: int, mask: Bool[Tensor, "B T"] | None
+    ) -> tuple[TokenPositions, dict[int, SlotMapping]]:
+        assert num_tokens == 1
+        assert mask is None
+        new = TokenPositions(self.positions.unsqueeze(-1), limit=self.max_len)
+        slot_mappings = {}
+        for num_slots in {layer.num_slots for layer in self.layers}:
+            slots = self.positions % num_slots
+            if self.page_table is None:
+                flat_slots = self.rows * num_slots + slots
+            else:
+                flat_slots = self.page_table[self.rows, slots // self.page_size] * self.page_size
+                flat_slots += slots % self.page_size
+            if self.has_padding:
+                flat_slots = torch.where(self.positions < 0, NULL_PAGE * self.page_size, flat_slots)
+            slot_mappings[num_slots] = SlotMapping(flat_slots.unsqueeze(-1), new, 0)
+        return new, slot_mappings
+
+    def commit(self, new_positions: TokenPositions, *, has_padding: bool) -> None:
+        return
 
 
 def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:

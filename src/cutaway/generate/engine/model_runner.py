@@ -5,16 +5,17 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import repeat
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from jaxtyping import Float, Int
+from torch import Tensor, nn
 
 from cutaway.errors import InputError
 from cutaway.generate.engine.kv_cache import BatchKVCache
 from cutaway.generate.engine.request import Request
 from cutaway.generate.engine.workers import get_workers
-from cutaway.generate.fast.cuda_graphs import CUDAGraphRunner
+from cutaway.generate.fast.cuda_graphs import CUDAGraphRunner, PrefillGraphRunner
 from cutaway.generate.fast.warmup_policy import WarmupCostStore, WarmupPolicy
 from cutaway.generate.sampling.prompt_logprobs import compute_prompt_logprobs
 from cutaway.generate.sampling.sampler import Sampler, SamplerOutput, swap_tensor_rows
@@ -32,7 +33,8 @@ class ModelRunner:
     """Runs the prefill and decode steps of a model, with its KV cache and its sampler on one device.
 
     Decode runs in one of four ways: eager; eager with packed CPU weights; torch.compile (CPU); CUDA graphs, with Triton
-    kernels where they support the model (GPU). Prefill is always eager, with the original model.
+    kernels where they support the model (GPU). Prefill runs with the original model and padded chunks, or on a GPU with
+    the fused kernels, without padding.
     """
 
     @torch.inference_mode(False)  # inference tensors could not be updated in place outside inference mode
@@ -99,6 +101,11 @@ class ModelRunner:
             self.warmup_policy = WarmupPolicy(WarmupCostStore(model, cache.batch_size, weight_bits))
         """Measures the time of decode steps, to decide when fast steps save time and to record the cost of their
         warm-up. None when there is nothing to decide."""
+        self.packs_prefill = supported and compile is not False and self._can_pack_prefill()
+        """Whether prefill steps have no padding: see `_prefill_packed`."""
+        self.prefill_model: _GenerativeModel | None = None
+        """Model of packed prefill steps, which shares the weights; built in the first one."""
+        self.prefill_graphs: PrefillGraphRunner | None = None
         if weight_bits is not None and device_type == "cpu":
             self.pack_cpu_weights(weight_bits, single_row=compile is True and cache.batch_size == 1)
         if self.warmup_policy is not None and (compile or (weight_bits is not None and device_type == "cuda")):
@@ -161,17 +168,23 @@ class ModelRunner:
         from cutaway.generate.fast.gpu_decode_model import (  # imports Triton, which is not installed everywhere
             build_gpu_decode_model,
             can_build_gpu_decode_model,
+            loops_over_experts,
         )
 
+        can_capture = _can_capture_cuda_graph(self.model)
         if can_build_gpu_decode_model(self.model, self.cache):
             bits = None if self.weight_bits == 16 else self.weight_bits
-            self.decode_model = build_gpu_decode_model(self._without_adapters(), bits).eval()
+            if bits is None and self.packs_prefill:
+                self.decode_model = self._get_prefill_model()
+            else:
+                self.decode_model = build_gpu_decode_model(self._without_adapters(), bits)
+            can_capture = can_capture or not loops_over_experts(self.decode_model)
         elif self.weight_bits is not None:
             raise InputError(
                 f"weight_bits is {self.weight_bits}, which supports at most 64 sequences and not float64; lower"
                 " max_num_seqs, or leave weight_bits out"
             )
-        if _can_capture_cuda_graph(self.model):
+        if can_capture:
             self.cuda_graphs = CUDAGraphRunner(self._forward_fixed_shape, self._sample_fixed_shape, self.active_rows)
 
     @torch.inference_mode(False)
@@ -196,15 +209,32 @@ class ModelRunner:
     def release_compiled(self) -> None:
         """Drop CUDA graphs and compiled functions. They hold a reference to this runner, and the cycle would keep the
         KV cache allocated until the garbage collector runs."""
-        self.cuda_graphs = self.compiled_decode_logits = None
+        self.cuda_graphs = self.prefill_graphs = self.compiled_decode_logits = None
+
+    def _can_pack_prefill(self) -> bool:
+        """Whether the Triton kernels support prefill steps of this model: a GPU, and attention that they implement."""
+        if self.model.device.type != "cuda" or not isinstance(self.model, DecoderOnly) or self.model.adapters:
+            return False
+        from cutaway.generate.fast.gpu_decode_model import can_pack_prefill
+
+        return can_pack_prefill(self.model)
+
+    def _get_prefill_model(self) -> _GenerativeModel:
+        if self.prefill_model is None:
+            from cutaway.generate.fast.gpu_decode_model import build_gpu_decode_model
+
+            self.prefill_model = build_gpu_decode_model(self.model)
+        return self.prefill_model
 
     @torch.no_grad()
-    def prefill(self, first_row: int, chunks: Sequence[Sequence[int]], num_computed: Sequence[int]) -> Tensor:
+    def prefill(self, first_row: int, chunks: Sequence[Sequence[int]], num_computed: Sequence[int]) -> Sequence[Tensor]:
         """Run one chunk of tokens per request and write its keys and values to cache rows first_row, first_row + 1, …
 
-        `num_computed`: number of tokens already in each row. Chunks are right-padded to the length of the longest. No
-        logits are computed; the result is the input of the LM head: (chunks, longest, d).
+        `num_computed`: number of tokens already in each row. No logits are computed; the result is the input of the LM
+        head for each chunk: (length, d).
         """
+        if self.packs_prefill:
+            return self._prefill_packed(first_row, chunks, num_computed)
         longest = max(map(len, chunks))
         tokens = torch.tensor([[*chunk, *[0] * (longest - len(chunk))] for chunk in chunks])
         mask = None
@@ -212,11 +242,56 @@ class ModelRunner:
             mask = torch.tensor([[True] * len(chunk) + [False] * (longest - len(chunk)) for chunk in chunks])
             mask = mask.to(self.model.device)
         view = self.cache.view_rows(first_row, first_row + len(chunks), max_len=max(num_computed))
-        return self.forward_hidden(self.model, tokens.to(self.model.device), mask, view)
+        x = self.forward_hidden(self.model, tokens.to(self.model.device), mask, view)
+        return [row[: len(chunk)] for row, chunk in zip(x, chunks, strict=True)]
+
+    def _prefill_packed(
+        self, first_row: int, chunks: Sequence[Sequence[int]], num_computed: Sequence[int]
+    ) -> Sequence[Tensor]:
+        """Run the chunks as one batch of tokens without padding: see `PackedCacheView`."""
+        from cutaway.generate.fast.prefill_attention import Chunk, PrefillBatch
+
+        cache, lengths = self.cache, list(map(len, chunks))
+        rows = range(first_row, first_row + len(chunks))
+        packed = list(map(Chunk, rows, num_computed, lengths))
+        batch = PrefillBatch.build(packed, chunks)
+        if self.prefill_graphs is None and cache.page_table is not None:
+            self.prefill_graphs = PrefillGraphRunner(self._forward_packed, self.model.device)
+        x = None if self.prefill_graphs is None else self.prefill_graphs(batch)
+        if x is None:
+            tiles = self._to_device(batch.tiles, torch.int32)
+            x = self._forward_packed(self._to_device(batch[:3], torch.long), tiles)
+        seq_lens = self._to_device([chunk.start + chunk.length for chunk in packed], torch.long)
+        cache.seq_lens[rows.start : rows.stop] = seq_lens
+        write_end = cache.write_end[rows.start : rows.stop]
+        torch.maximum(write_end, seq_lens, out=write_end)
+        return torch.split(x[: len(batch.tokens)], lengths)
+
+    def _forward_packed(
+        self, columns: Int[Tensor, "3 N"], tiles: Int[Tensor, "n 4"], *, has_padding: bool = False
+    ) -> Float[Tensor, "N d"]:
+        """Hidden states of a batch of chunks. `columns` are tokens, positions and cache rows: see `PrefillBatch`."""
+        tokens, positions, rows = columns
+        cache = self.cache
+        view = cache.view_chunks(positions, rows, tiles, max_len=cache.num_slots, has_padding=has_padding)
+        stack = self._get_prefill_model().stacks["decoder"]
+        token_positions, slot_mappings = view.assign_slots(1, None)
+        x = stack(tokens.unsqueeze(-1), token_positions, cache=view, slot_mappings=slot_mappings)
+        if isinstance(stack.final_norm, nn.Identity):  # a part of the head of the decode model
+            x = self.model.stacks["decoder"].final_norm(x)
+        return x.squeeze(1)
+
+    def _to_device(self, data: Sequence[Any], dtype: torch.dtype) -> Tensor:
+        """Tensor on the GPU. The copy is asynchronous, so that the host does not wait for steps that are running."""
+        return torch.tensor(data, dtype=dtype, pin_memory=True).to(self.model.device, non_blocking=True)
 
     @torch.no_grad()
     def add_prompt_logprobs(
-        self, requests: Sequence[Request], x: Tensor, chunks: Sequence[Sequence[int]], num_computed: Sequence[int]
+        self,
+        requests: Sequence[Request],
+        x: Sequence[Tensor],
+        chunks: Sequence[Sequence[int]],
+        num_computed: Sequence[int],
     ) -> None:
         """Add the log-probabilities of the tokens that follow those of the prefilled chunks to the requests that ask
         for them. `x` is the result of `prefill`."""
@@ -227,15 +302,30 @@ class ModelRunner:
             assert start < len(known), "tokens before this chunk have no log-probabilities"
             # A prompt that is prefilled again (LongRoPE) or with its last token (dynamic RoPE) has fewer targets.
             targets = request.input_ids[max(start + 1, len(known)) : start + 1 + len(chunk)]
-            rows = x[i, len(known) - 1 - start :][: len(targets)]
+            rows = x[i][len(known) - 1 - start :][: len(targets)]
             num_top = request.sampling_params.prompt_logprobs or 0
             known += compute_prompt_logprobs(
                 self.compute_logits,
                 rows,
-                torch.tensor(targets, dtype=torch.int64, device=x.device),
+                torch.tensor(targets, dtype=torch.int64, device=rows.device),
                 num_top,
                 self.model.config.vocab_size,
             )
+
+    @torch.no_grad()
+    def sample_after_prefill(
+        self, x: Tensor, first_row: int, before_sampling: Callable[[], object] | None
+    ) -> SamplerOutput:
+        """Sample the token after a prompt for the rows first_row, … from the hidden states x of its last token: (n, d).
+
+        `before_sampling`: see `decode`."""
+        logits = self.compute_logits(x.unsqueeze(1))[:, 0]
+        if before_sampling is not None:
+            before_sampling()
+        stop = first_row + len(x)
+        output = self.sampler.sample(logits, self.sampler.features(stop, first_row), first_row=first_row)
+        self.next_tokens[first_row:stop, 0] = output.tokens
+        return output
 
     @torch.no_grad()
     def encode_source(self, row: int, source_tokens: Sequence[int], decoder_tokens: Sequence[int]) -> None:

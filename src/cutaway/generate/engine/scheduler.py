@@ -226,16 +226,19 @@ class Scheduler:
         self.maybe_start_decode(request)
 
     def maybe_start_decode(self, request: Request) -> None:
-        """Move a request to decode if all but its last token are in the cache. Share its full pages."""
+        """Move a request to decode if all tokens, or all but the last, are in the cache. Share its full pages.
+
+        The first decode step computes the last token, or if it is in the cache, the token that is sampled next."""
         token_ids = request.all_token_ids
         if request.row is None:
             return
         if self.page_pool is not None and request.source_tokens is None:
             computed = token_ids[: request.num_computed_tokens]
             self.page_pool.cache_full_pages(request.page_ids, computed, request.adapter)
-        if request.num_computed_tokens != len(token_ids) - 1:
+        if request.num_computed_tokens < len(token_ids) - 1:
             return
-        self.model_runner.next_tokens[request.row] = token_ids[-1]
+        if request.num_computed_tokens < len(token_ids):
+            self.model_runner.next_tokens[request.row] = token_ids[-1]
         self.swap_rows(request.row, self.num_decoding)
         self.num_decoding += 1
 

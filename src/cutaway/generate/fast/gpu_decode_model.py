@@ -1,5 +1,8 @@
 """GPU decode model: Transformer blocks for one token per row, in seven Triton kernels per block.
 
+In prefill steps the rows are all tokens of the batch, cuBLAS computes the products, and attention is that of
+prefill_attention.py. A mixture of experts takes five kernels: see gpu_moe.py.
+
 A block computes x + o(attention(norm(x))), then x + down(act(up(norm(x)))). Kernels: norm + qkv; RoPE + cache write;
 attention over splits of the slots; combination of the splits; o; norm + up (with gate and activation); down. With
 several rows, the output projections are split along K, and one more kernel adds the splits and the residual and
@@ -22,6 +25,7 @@ from cutaway.generate.fast.gpu_linear import (
     fused_linear,
     split_k_linear,
 )
+from cutaway.generate.fast.gpu_moe import FastMoE, is_fast_moe
 from cutaway.generate.fast.paged_attention import AttentionParams, paged_attention
 from cutaway.generate.fast.quantized_weights import LinearWeight, concat_linears, pack_weight
 from cutaway.model import Transformer
@@ -31,12 +35,14 @@ from cutaway.model.block import ParallelBlock
 from cutaway.model.ffn import MLP, GatedMLP
 from cutaway.model.kernels import Kernel
 from cutaway.model.masks import MaskSpec
+from cutaway.model.moe import MixtureOfExperts
 from cutaway.model.norms import LayerNorm, RMSNorm
 from cutaway.model.positions import Alibi, ScoreBias
 from cutaway.model.rope import Rope
 from cutaway.model.stack import Stack
 
 T = TypeVar("T", bound=Transformer)
+M = TypeVar("M", bound=nn.Module)
 ACTIVATION_NAMES = {function: name for name, function in ACTIVATIONS.items()}
 
 
@@ -113,15 +119,34 @@ class PrecomputedNorm:
         return entry[2] if entry is not None and entry[0] is x and entry[1] is norm else None
 
 
+class _FastBranch(nn.Module):
+    """What `Stack` reads of an attention branch: its kernel and the shape of its cache."""
+
+    f: Any
+
+    def __init__(self, attention: MultiHead) -> None:
+        super().__init__()
+        kernel = attention.kernel
+        self.f = nn.Module()
+        self.f.kernel = PagedAttentionKernel(kernel.scale, kernel.softcap, sink=kernel.sink)
+        self.f.cache_shape = attention.cache_shape
+
+
 class FastBlock(nn.Module):
     """Transformer block that uses the fast sublayers where they support the configuration."""
 
     def __init__(
-        self, block: Any, attention: FastAttention | None, ffn: FastFFN | None, precomputed_norm: PrecomputedNorm
+        self,
+        block: Any,
+        attention: FastAttention | None,
+        ffn: FastFFN | FastMoE | None,
+        precomputed_norm: PrecomputedNorm,
     ) -> None:
         super().__init__()
         self.block, self.fast_attention, self.fast_ffn, self.precomputed_norm = block, attention, ffn, precomputed_norm
         self.attn, self.cross = block.attn, getattr(block, "cross", None)
+        if attention is not None:  # `Stack` takes the kernel of a layer from here
+            self.attn = _FastBranch(block.attn.f)
         self.next_attention: FastAttention | None = None
         """Attention of the next block, whose norm this block's last kernel can compute."""
 
@@ -148,24 +173,32 @@ class FastBlock(nn.Module):
         residual: Tensor,
         x: Tensor,
         branch: Any,
-        fast: FastAttention | FastFFN | None,
-        next_sublayer: FastAttention | FastFFN | None,
+        fast: FastAttention | FastFFN | FastMoE | None,
+        next_sublayer: FastAttention | FastFFN | FastMoE | None,
         *args: Any,
     ) -> Tensor:
         """Return residual + branch(x).
 
         `fast`: the fast sublayer that computes branch(x), or None to call `branch`.
         `next_sublayer`: the sublayer that reads this sum, and whose norm the kernel of the sum also computes."""
-        if fast is None:
+        if fast is None or (isinstance(fast, FastMoE) and len(x) > MAX_ROWS):
             return residual + branch(x, *args)
         h = self.precomputed_norm.pop(x, fast.norm)
-        z = fast.forward_before_out_proj(*((x[:, 0], fast.norm) if h is None else (h, None)), *args)
-        if not _is_identity(branch.norm_out) or branch.scale != 1.0:
-            return residual + branch.norm_out(fused_linear(z, fast.out_weight).unsqueeze(1)) * branch.scale
-        if len(x) == 1:  # the norm is fused into the next GEMV; with packed weights it is a cheap kernel of its own
-            return fused_linear(z, fast.out_weight, residual=residual[:, 0].contiguous()).unsqueeze(1)
+        inputs = (x[:, 0], fast.norm) if h is None else (h, None)
+        has_norm_out = not _is_identity(branch.norm_out) or branch.scale != 1.0
+        if isinstance(fast, FastMoE):
+            terms = fast.partial_sums(*inputs)
+            if has_norm_out:
+                return residual + branch.norm_out(terms.sum(0).to(x.dtype).unsqueeze(1)) * branch.scale
+        else:
+            z = fast.forward_before_out_proj(*inputs, *args)
+            if has_norm_out:
+                return residual + branch.norm_out(fused_linear(z, fast.out_weight).unsqueeze(1)) * branch.scale
+            if len(x) == 1:  # the norm is fused into the next GEMV; with packed weights it is a cheap kernel of its own
+                return fused_linear(z, fast.out_weight, residual=residual[:, 0].contiguous()).unsqueeze(1)
+            terms = split_k_linear(z, fast.out_weight)
         norm, next_weight = (None, None) if next_sublayer is None else (next_sublayer.norm, next_sublayer.in_weight)
-        total, h = fused_add_norm(residual[:, 0].contiguous(), split_k_linear(z, fast.out_weight), norm, next_weight)
+        total, h = fused_add_norm(residual[:, 0].contiguous(), terms, norm, next_weight)
         total = total.unsqueeze(1)
         if norm is not None:
             self.precomputed_norm.entry = total, norm, h
@@ -177,13 +210,13 @@ def _is_identity(norm: nn.Module) -> bool:
 
 
 def build_gpu_decode_model(model: T, bits: int | None = None) -> T:
-    """Build a copy of the model for decode steps of up to MAX_ROWS rows. The copy shares the model's weights.
+    """Build a variant of the model for decode steps of up to MAX_ROWS rows, which shares the model's weights.
 
     `bits`: 8 or 4 to quantize the linear layers and the head. The original weights stay in memory.
     """
-    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    decode_model = copy.deepcopy(model, shared)
-    stack = decode_model.stacks["decoder"]
+    decode_model = _shallow_copy(model)
+    stack = decode_model.decoder = _shallow_copy(model.stacks["decoder"])
+    stack.blocks = nn.ModuleList(stack.blocks)
     fast_blocks: dict[int, FastBlock] = {}
     precomputed_norm = PrecomputedNorm()
     for layer, block in enumerate(stack.blocks):
@@ -203,6 +236,13 @@ def build_gpu_decode_model(model: T, bits: int | None = None) -> T:
     return decode_model
 
 
+def _shallow_copy(module: M) -> M:
+    """Copy of a module, in evaluation mode, with the same parameters and submodules. Others can be assigned to it."""
+    new = copy.copy(module)
+    vars(new).update(_modules=dict(module._modules), training=False)
+    return new
+
+
 class FastHead(nn.Module):
     """logits = softcap(scale · (norm(x)·Eᵀ + b)) in fp32, with the final norm fused into the product."""
 
@@ -220,23 +260,33 @@ def _build_fast_block(
     stack: Stack, layer: int, block: Any, bits: int | None, precomputed_norm: PrecomputedNorm
 ) -> FastBlock:
     parallel = isinstance(block, ParallelBlock)
-    shared_norm = block.norm if parallel and not isinstance(block.norm, nn.Identity) else None
+    shared_norm = block.norm if _has_shared_norm(block) else None
     params = _attention_params(stack, layer, block.attn.f)
-    attention = ffn = None
+    attention: FastAttention | None = None
+    ffn: FastFFN | FastMoE | None = None
     if params is not None and _is_supported_norm(shared_norm or block.attn.norm_in):
         attention = FastAttention(block.attn.f, shared_norm or block.attn.norm_in, params, bits=bits)
-        kernel = block.attn.f.kernel
-        block.attn.f.kernel = PagedAttentionKernel(kernel.scale, kernel.softcap, sink=kernel.sink)
-    if (
-        type(block.ffn.f) in (MLP, GatedMLP)
-        and ACTIVATION_NAMES.get(block.ffn.f.act) in ACTIVATION_IDS
-        and isinstance(block.ffn.f.up, nn.Linear)
-        and _is_supported_norm(shared_norm or block.ffn.norm_in)
-    ):
+    if _is_fast_ffn(block.ffn, shared_norm or block.ffn.norm_in):
         ffn = FastFFN(block.ffn.f, shared_norm or block.ffn.norm_in, bits=bits)
+    elif is_fast_moe(block.ffn.f) and _is_supported_norm(block.ffn.norm_in) and not parallel:
+        ffn = FastMoE(block.ffn.f, _norm_params(block.ffn.norm_in))
     if parallel and (attention is None or ffn is None):
         attention = ffn = None
     return FastBlock(block, attention, ffn, precomputed_norm)
+
+
+def _has_shared_norm(block: Any) -> bool:
+    return isinstance(block, ParallelBlock) and not isinstance(block.norm, nn.Identity)
+
+
+def _is_fast_ffn(branch: Any, norm: nn.Module) -> bool:
+    """Whether `FastFFN` supports the FFN of a branch and the norm before it."""
+    return (
+        type(branch.f) in (MLP, GatedMLP)
+        and ACTIVATION_NAMES.get(branch.f.act) in ACTIVATION_IDS
+        and isinstance(branch.f.up, nn.Linear)
+        and _is_supported_norm(norm)
+    )
 
 
 def _attention_params(stack: Stack, layer: int, attention: nn.Module) -> AttentionParams | None:
@@ -254,7 +304,8 @@ def _attention_params(stack: Stack, layer: int, attention: nn.Module) -> Attenti
         and norm.norm.weight.ndim == 1
         for norm in norms
     )
-    if not (no_norm or rms_norm) or attention.q.weight.dtype == torch.float64:
+    is_plain = all(isinstance(linear, nn.Linear) for linear in (attention.q, attention.k, attention.v, attention.o))
+    if not (no_norm or rms_norm) or not is_plain or attention.q.weight.dtype == torch.float64:
         return None
     rotary_pairs, interleaved, alibi_slope = 0, False, None
     if isinstance(position, Rope):
@@ -278,6 +329,32 @@ def _norm_params(norm: nn.Module) -> NormParams | None:
     if isinstance(norm, LayerNorm) and norm.weight is not None:
         return NormParams(norm.weight, norm.bias, norm.eps, centered=True)
     return None
+
+
+def can_pack_prefill(model: Transformer) -> bool:
+    """Whether the attention of all layers runs in the Triton kernels, as prefill steps without padding need it.
+
+    RoPE frequencies that depend on the length of the sequence need its keys in one pass."""
+    stack = model.stacks["decoder"]
+    ropes = [position for position in stack.positions.values() if isinstance(position, Rope)]
+    if any(rope.switch_length is not None for rope in ropes):
+        return False
+    return all(_has_fast_attention(stack, layer, block) for layer, block in enumerate(stack.blocks))
+
+
+def loops_over_experts(model: Transformer) -> bool:
+    """Whether a decode model has mixture-of-experts layers without `FastMoE`, which may read counts on the host."""
+    blocks = [block for block in model.stacks["decoder"].blocks if isinstance(block, FastBlock)]
+    return any(isinstance(block.block.ffn.f, MixtureOfExperts) and block.fast_ffn is None for block in blocks)
+
+
+def _has_fast_attention(stack: Stack, layer: int, block: Any) -> bool:
+    """Whether `_build_fast_block` builds the attention of a block."""
+    shared_norm = block.norm if _has_shared_norm(block) else None
+    is_supported = _is_supported_norm(shared_norm or block.attn.norm_in)
+    if isinstance(block, ParallelBlock):
+        is_supported = is_supported and _is_fast_ffn(block.ffn, shared_norm or block.ffn.norm_in)
+    return is_supported and _attention_params(stack, layer, block.attn.f) is not None
 
 
 def can_build_gpu_decode_model(model: Transformer, cache: BatchKVCache) -> bool:

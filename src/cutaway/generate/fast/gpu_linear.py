@@ -1,12 +1,23 @@
-"""GPU linear layers for decode: y = act(norm(x)·Wᵀ + b) + residual for few rows of x, in one or two Triton kernels."""
+"""GPU linear layers with fused norm, bias, activation, gate and residual: y = act(norm(x)·Wᵀ + b) + residual.
+
+Up to MAX_ROWS rows (decode steps) take one or two Triton kernels; with more (prefill), cuBLAS computes the product.
+"""
 
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from cutaway.generate.fast.linear_kernels import PDL, add_norm_kernel, gemv_kernel, pdl_options, small_batch_gemm_kernel
+from cutaway.generate.fast.linear_kernels import (
+    PDL,
+    activation_kernel,
+    add_norm_kernel,
+    gemv_kernel,
+    pdl_options,
+    small_batch_gemm_kernel,
+)
 from cutaway.generate.fast.quantized_kernels import packed_gemv_kernel, packed_small_batch_gemm_kernel
 from cutaway.generate.fast.quantized_weights import GROUP_SIZE, LinearWeight
 
@@ -85,6 +96,10 @@ def fused_linear(
     """
     rows = x.shape[-2]
     x = _prepare_input(x, weight, norm)
+    if rows > MAX_ROWS:
+        assert residual is None
+        y = _apply_activation(F.linear(x, weight.values, weight.bias), act, gated=gated)
+        return y if dtype is None else y.to(dtype)
     norm = norm if rows == 1 and weight.scale is None else None
     out_features = weight.out_features // 2 if gated else weight.out_features
     y, layout = alloc_activation(x, rows, out_features, dtype or _output_dtype(x, weight), next_weight)
@@ -117,13 +132,30 @@ def fused_linear(
 def split_k_linear(x: Tensor, weight: LinearWeight) -> Tensor:
     """Return x·Wᵀ + b as partial sums over splits of K, (splits, M, N) in fp32. The first split includes b.
 
-    The splits let a W with few rows occupy all SMs. With packed weights, x must have more than one row.
+    The splits let a W with few rows occupy all SMs. With packed weights, x must have more than one row. Above MAX_ROWS
+    rows there is one split, in the dtype of x.
     """
     rows = x.shape[-2]
     x = _prepare_input(x, weight, None)
+    if rows > MAX_ROWS:
+        return F.linear(x, weight.values, weight.bias).unsqueeze(0)
     splits = _num_splits(weight)
     y = torch.empty(splits, rows, weight.out_features, dtype=torch.float32, device=x.device)
     _launch_small_batch(x, weight, y, rows, weight.out_features, splits, {"ACT": 0, "GATED": False, "LAYOUT": 1})
+    return y
+
+
+def _apply_activation(x: Tensor, act: str, *, gated: bool) -> Tensor:
+    """Return act(x), or act(gate) · up for x = (gate, up) along the last dimension."""
+    if act == "none" and not gated:
+        return x
+    rows, width = len(x), x.shape[-1] // (2 if gated else 1)
+    y = x.new_empty(rows, width)
+    block = min(2048, triton.next_power_of_2(width))
+    activation_kernel[(rows, triton.cdiv(width, block))](
+        x, y, width, ACT=ACTIVATION_IDS[act], GATED=gated, BN=block, PDL=PDL, num_warps=8 if block > 1024 else 4,
+        **pdl_options(),
+    )  # fmt: skip
     return y
 
 

@@ -207,6 +207,20 @@ def small_batch_gemm_kernel(
 
 
 @triton.jit
+def activation_kernel(x_ptr, y_ptr, N, ACT: tl.constexpr, GATED: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr):
+    """y = act(x), or act(gate) · up for rows of x that hold gate, then up. One row and BN columns of y per program."""
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    mask = n < N
+    pdl_wait(PDL)
+    x_row = x_ptr + row * N * (2 if GATED else 1)
+    y = apply_activation(tl.load(x_row + n, mask=mask, other=0.0).to(tl.float32), ACT)
+    if GATED:
+        y *= tl.load(x_row + N + n, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y_ptr + row * N + n, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def add_norm_kernel(
     partial_sums_ptr, residual_ptr, x_ptr, h_ptr, norm_weight_ptr, norm_bias_ptr, eps, M, N: tl.constexpr,
     SPLITS: tl.constexpr, HAS_PARTIAL_SUMS: tl.constexpr, NORM: tl.constexpr, CENTERED: tl.constexpr,

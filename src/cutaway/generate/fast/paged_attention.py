@@ -14,8 +14,9 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from cutaway.generate.engine.kv_cache import PagedLayerCache
-from cutaway.generate.fast.gpu_linear import alloc_activation
+from cutaway.generate.fast.gpu_linear import MAX_ROWS, alloc_activation
 from cutaway.generate.fast.linear_kernels import PDL, activation_offset, pdl_options, pdl_wait, store_fixed_point
+from cutaway.generate.fast.prefill_attention import prefill_attention
 from cutaway.generate.fast.quantized_weights import LinearWeight
 from cutaway.model.attention import MultiHead
 from cutaway.model.norms import RMSNorm
@@ -40,19 +41,21 @@ class AttentionParams:
 
 @triton.jit
 def rope_and_cache_kernel(
-    qkv_ptr, q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, slot_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, eps,
+    qkv_ptr, q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, slot_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, eps, M,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, ROTARY_PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
-    NORM: tl.constexpr, UNIT_OFFSET: tl.constexpr, INT8: tl.constexpr, BD: tl.constexpr, PDL: tl.constexpr,
+    NORM: tl.constexpr, UNIT_OFFSET: tl.constexpr, INT8: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Apply QK-norm and RoPE to one row and head of qkv (M, (H + 2G)·D); write q to (M, H, D), k and v to the cache.
+    """Apply QK-norm and RoPE to one head of BM rows of qkv (M, (H + 2G)·D); write q to (M, H, D), k and v to the cache.
 
     Heads 0 … H − 1 are queries, the next G are keys, the last G are values, which are neither normalized nor rotated.
     """
-    row, head = tl.program_id(0), tl.program_id(1)
-    d = tl.arange(0, BD)
-    d_mask = d < D
+    row, head = tl.program_id(0) * BM + tl.arange(0, BM)[:, None], tl.program_id(1)
+    d = tl.arange(0, BD)[None, :]
+    row_mask = row < M
+    d_mask = row_mask & (d < D)
     pdl_wait(PDL)
-    base = qkv_ptr + row * (H + 2 * G) * D + head * D
+    base = qkv_ptr + row.to(tl.int64) * ((H + 2 * G) * D) + head * D
     x = tl.load(base + d, mask=d_mask, other=0.0).to(tl.float32)
     if head < H + G:
         partner = d  # the other dimension of d's pair
@@ -65,31 +68,31 @@ def rope_and_cache_kernel(
                 )
         partner_x = tl.load(base + partner, mask=d_mask, other=0.0).to(tl.float32)
         if NORM:
-            factor = tl.rsqrt(tl.sum(x * x, 0) / D + eps)
+            factor = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
             gain_ptr = q_norm_ptr if head < H else k_norm_ptr
             offset = 1.0 if UNIT_OFFSET else 0.0
-            x *= factor * (tl.load(gain_ptr + d, mask=d_mask, other=0.0).to(tl.float32) + offset)
-            partner_x *= factor * (tl.load(gain_ptr + partner, mask=d_mask, other=0.0).to(tl.float32) + offset)
+            x *= factor * (tl.load(gain_ptr + d, mask=d < D, other=0.0).to(tl.float32) + offset)
+            partner_x *= factor * (tl.load(gain_ptr + partner, mask=d < D, other=0.0).to(tl.float32) + offset)
         if ROTARY_PAIRS > 0:
-            is_rotary = d < 2 * ROTARY_PAIRS
+            is_rotary = row_mask & (d < 2 * ROTARY_PAIRS)
             pair = d // 2 if INTERLEAVED else d % ROTARY_PAIRS
             is_first = d % 2 == 0 if INTERLEAVED else d < ROTARY_PAIRS
             cos = tl.load(cos_ptr + row * ROTARY_PAIRS + pair, mask=is_rotary, other=1.0).to(tl.float32)
             sin = tl.load(sin_ptr + row * ROTARY_PAIRS + pair, mask=is_rotary, other=0.0).to(tl.float32)
             x = tl.where(is_rotary, x * cos + tl.where(is_first, -partner_x, partner_x) * sin, x)
     if head < H:
-        tl.store(q_ptr + (row * H + head) * D + d, x.to(q_ptr.dtype.element_ty), mask=d_mask)
+        tl.store(q_ptr + (row.to(tl.int64) * H + head) * D + d, x.to(q_ptr.dtype.element_ty), mask=d_mask)
     else:
-        slot = tl.load(slot_ptr + row)
+        slot = tl.load(slot_ptr + row, mask=row_mask, other=0)
         kv_head = tl.where(head < H + G, head - H, head - H - G)
         kv_index = slot * G + kv_head
         if INT8:
-            scale = tl.maximum(tl.max(tl.abs(x), 0) / 127.0, 1e-7).to(tl.float16)
+            scale = tl.maximum(tl.max(tl.abs(x), 1) / 127.0, 1e-7).to(tl.float16)[:, None]
             x = libdevice.rint(x / scale.to(tl.float32))
             if head < H + G:
-                tl.store(k_scale_ptr + kv_index, scale)
+                tl.store(k_scale_ptr + kv_index, scale, mask=row_mask)
             else:
-                tl.store(v_scale_ptr + kv_index, scale)
+                tl.store(v_scale_ptr + kv_index, scale, mask=row_mask)
         if head < H + G:
             tl.store(k_ptr + kv_index * D + d, x.to(k_ptr.dtype.element_ty), mask=d_mask)
         else:
@@ -205,6 +208,7 @@ def paged_attention(
 
     qkv: (M, (H + 2G)·D). position, slot: (M,), the new token's position and flat cache slot. cos, sin: (M, rotary
     pairs). Returns z: (M, H·D); if D is a multiple of 4, in the layout that a product with `next_weight` reads.
+    With `layer.query_tiles` the M tokens are chunks of sequences: see `prefill_attention`.
     """
     rows, attention, q_norm, k_norm = len(qkv), params.attention, params.q_norm, params.k_norm
     num_heads, kv_heads, d_head = attention.heads, attention.kv_heads, attention.d_head
@@ -219,14 +223,18 @@ def paged_attention(
         return position if tensor is None else tensor
 
     key_scale, value_scale = pointer(key_buffer.scale), pointer(value_buffer.scale)
-    rope_and_cache_kernel[(rows, num_heads + 2 * kv_heads)](
+    block_rows = 1 if rows <= MAX_ROWS else max(1, 1024 // block_d)
+    rope_and_cache_kernel[(triton.cdiv(rows, block_rows), num_heads + 2 * kv_heads)](
         qkv, q, key_buffer.values, value_buffer.values, key_scale, value_scale, slot, pointer(cos), pointer(sin),
         pointer(None if q_norm is None else q_norm.weight), pointer(None if k_norm is None else k_norm.weight),
-        0.0 if q_norm is None else q_norm.eps,
+        0.0 if q_norm is None else q_norm.eps, rows,
         H=num_heads, G=kv_heads, D=d_head, ROTARY_PAIRS=params.rotary_pairs, INTERLEAVED=params.interleaved,
-        NORM=q_norm is not None, UNIT_OFFSET=q_norm is not None and q_norm.unit_offset, INT8=is_int8, BD=block_d,
-        PDL=PDL, num_warps=1 if block_d <= 128 else 2, **pdl_options(),
+        NORM=q_norm is not None, UNIT_OFFSET=q_norm is not None and q_norm.unit_offset, INT8=is_int8, BM=block_rows,
+        BD=block_d, PDL=PDL, num_warps=4 if block_rows > 1 else 1 if block_d <= 128 else 2, **pdl_options(),
     )  # fmt: skip
+    if layer.query_tiles is not None:
+        window, tiles = params.window, layer.query_tiles
+        return prefill_attention(q, attention, layer, tiles, window=window, alibi_slope=params.alibi_slope)
     splits = _num_splits(rows * kv_heads, num_slots)
     page_size, block_slots = key_buffer.values.shape[1], BLOCK_SLOTS
     # A tile of positions must not cross a page, nor the end of the ring buffer.

@@ -1,6 +1,8 @@
 """Weights of the GPU decode kernels: concatenated linear layers, int8 and int4 quantization, 32-bit packing."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from jaxtyping import Float
@@ -45,6 +47,9 @@ def concat_linears(*layers: nn.Linear) -> LinearWeight:
     with torch.no_grad():
         if len(layers) == 1:
             values = layers[0].weight.data
+        elif _are_concatenated(layers):
+            values = layers[0].weight.data
+            values = values.as_strided((sum(layer.out_features for layer in layers), values.shape[1]), values.stride())
         else:
             values = torch.cat([layer.weight for layer in layers])
             start = 0
@@ -57,6 +62,17 @@ def concat_linears(*layers: nn.Linear) -> LinearWeight:
             values.new_zeros(layer.out_features) if layer.bias is None else layer.bias for layer in layers
         ]
         return LinearWeight(values, torch.cat(biases))
+
+
+def _are_concatenated(layers: Sequence[nn.Linear]) -> bool:
+    """Whether the layers' weights are already views of one matrix, one after the other."""
+    return all(
+        first.weight.untyped_storage().data_ptr() == second.weight.untyped_storage().data_ptr()
+        and first.weight.is_contiguous()
+        and second.weight.is_contiguous()
+        and first.weight.data_ptr() + first.weight.nbytes == second.weight.data_ptr()
+        for first, second in pairwise(layers)
+    )
 
 
 def pack_weight(weight: LinearWeight, bits: int | None) -> LinearWeight:

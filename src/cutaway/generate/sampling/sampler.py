@@ -42,7 +42,7 @@ class Sampler:
         output_len = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self.sampling_state = SamplingState(float_params, int_params, output_len)
         self.row_features = [SamplingFeatures()] * max_num_seqs
-        self.combined_features: dict[int, SamplingFeatures] = {}
+        self.combined_features: dict[tuple[int, int], SamplingFeatures] = {}
         float_params[:, [1, 3]], int_params[:, 1] = 1.0, vocab_size  # an unused row is greedy
 
     def set_row(
@@ -95,29 +95,37 @@ class Sampler:
         self._set_features(a, second)
         self._set_features(b, first)
 
-    def features(self, num_rows: int) -> SamplingFeatures:
-        """Union of the sampling features that the requests in rows 0 … num_rows − 1 use."""
-        if num_rows not in self.combined_features:
+    def features(self, stop: int, start: int = 0) -> SamplingFeatures:
+        """Union of the sampling features that the requests in rows start … stop − 1 use."""
+        if (start, stop) not in self.combined_features:
             combined = SamplingFeatures()
-            for features in self.row_features[:num_rows]:
+            for features in self.row_features[start:stop]:
                 combined |= features
-            self.combined_features[num_rows] = combined
-        return self.combined_features[num_rows]
+            self.combined_features[start, stop] = combined
+        return self.combined_features[start, stop]
 
-    def set_grammar_bitmask(self, bitmask: Int32[Tensor, "n W"]) -> None:
-        """Set the tokens that the grammars of the first rows allow in the next step. `bitmask` is on the CPU."""
+    def set_grammar_bitmask(self, bitmask: Int32[Tensor, "n W"], first_row: int = 0) -> None:
+        """Set the tokens that the grammars of rows first_row, … allow in the next step. `bitmask` is on the CPU."""
         assert self.sampling_state.grammar_bitmask is not None
-        self.sampling_state.grammar_bitmask[: len(bitmask)].copy_(bitmask, non_blocking=True)
+        rows = slice(first_row, first_row + len(bitmask))
+        self.sampling_state.grammar_bitmask[rows].copy_(bitmask, non_blocking=True)
 
     def first_rows(self, num_rows: int) -> SamplingState:
         """View of the state of the first `num_rows` rows, for `apply_logits_processors` and `logits_to_probs`."""
-        return self.sampling_state.first_rows(num_rows)
+        return self.sampling_state.view_rows(0, num_rows)
 
     def sample(
-        self, logits: Float[Tensor, "n V"], features: SamplingFeatures, active_rows: Bool[Tensor, " n"] | None = None
+        self,
+        logits: Float[Tensor, "n V"],
+        features: SamplingFeatures,
+        active_rows: Bool[Tensor, " n"] | None = None,
+        *,
+        first_row: int = 0,
     ) -> SamplerOutput:
-        """Sample the next token of each row and append it to the token history of the active rows (default: all)."""
-        state = self.sampling_state.first_rows(len(logits))
+        """Sample the next token of rows first_row, … and append it to the token history of the active rows.
+
+        The default of `active_rows` is all of them."""
+        state = self.sampling_state.view_rows(first_row, first_row + len(logits))
         x = apply_logits_processors(logits, state, features)
         max_logits, tokens = max_and_argmax(x, _num_argmax_splits(x))
         if features.sampled:

@@ -240,6 +240,9 @@ def _check_token_id(name: str, value: object) -> int:
 
 def check_ids_in_vocab(name: str, tokens: Iterable[object], vocab_size: int) -> list[int]:
     """Return the token ids as ints; raise if one is not in the vocabulary."""
+    tokens = list(tokens)
+    if set(map(type, tokens)) == {int} and min(tokens) >= 0 and max(tokens) < vocab_size:  # type: ignore[type-var, operator]
+        return tokens  # type: ignore[return-value]
     ids = []
     for token in tokens:
         token_id = token if type(token) is int else as_int(token)

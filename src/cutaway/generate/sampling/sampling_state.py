@@ -93,9 +93,9 @@ class SamplingState:
     def tensors(self) -> list[Tensor]:
         return [tensor for tensor in vars(self).values() if tensor is not None]
 
-    def first_rows(self, num_rows: int) -> "SamplingState":
-        """Return a state whose tensors are views of the first `num_rows` rows."""
-        return SamplingState(**{name: tensor[:num_rows] for name, tensor in vars(self).items() if tensor is not None})
+    def view_rows(self, start: int, stop: int) -> "SamplingState":
+        """Return a state whose tensors are views of rows start … stop − 1."""
+        return SamplingState(**{name: tensor[start:stop] for name, tensor in vars(self).items() if tensor is not None})
 
     def copy(self) -> "SamplingState":
         """Copy with its own token history, for draft tokens that may be rejected; parameters are shared."""

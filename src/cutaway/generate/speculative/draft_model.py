@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Float32, Int64
 from torch import Tensor
 
 from cutaway.errors import InputError
-from cutaway.generate.engine.config import EngineConfig
+from cutaway.generate.engine.config import MAX_PADDED_PREFILL_TOKENS, EngineConfig
 from cutaway.generate.engine.model_runner import ModelRunner
 from cutaway.generate.engine.request import Request
 from cutaway.generate.sampling.logits_processing import inverse_cdf_sample, logits_to_probs
@@ -74,7 +74,7 @@ class DraftModelProposer:
         # One more slot: a row without drafts is padded while other rows process up to two newly accepted tokens.
         config = reserve_draft_slots(config, num_draft_tokens + 1)
         self.model_runner = ModelRunner(model, config.build_cache(), compile=False)
-        self.prefill_chunk_size = config.prefill_chunk_size
+        self.prefill_chunk_size = config.resolved_prefill_chunk_size
         self.num_computed = [0] * target_config.max_num_seqs
 
     def add_requests(self, requests: Sequence[Request]) -> None:
@@ -199,7 +199,8 @@ def reserve_draft_slots(config: EngineConfig, num_draft_tokens: int) -> EngineCo
     Ring buffers get room for a chunk of all draft tokens and the token before them."""
     config = copy.copy(config)
     config.num_slots += num_draft_tokens
-    config.prefill_chunk_size = max(config.prefill_chunk_size, num_draft_tokens + 1)
+    chunk_size = config.prefill_chunk_size or min(config.resolved_prefill_chunk_size, MAX_PADDED_PREFILL_TOKENS)
+    config.prefill_chunk_size = max(chunk_size, num_draft_tokens + 1)
     return config
 
 

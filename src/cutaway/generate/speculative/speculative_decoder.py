@@ -100,7 +100,7 @@ class SpeculativeDecoder(Engine):
         # The caches of the proposers are not built again, so requests are not preempted.
         self.scheduler = Scheduler(self.model_runner, extended, prefix_caching=True, preemption=False)
         self.scheduler.swap_functions.append(self.proposer.swap_rows)  # a request has the same row in both caches
-        self.async_scheduling = self.can_pause = False
+        self.async_scheduling = self.can_pause = self.samples_after_prefill = False
         self.rope_switch_lengths = []  # no sequence reaches a switch length: see `_build_request`
         self.stats = SpeculativeStats()
 

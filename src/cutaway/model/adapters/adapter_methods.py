@@ -44,6 +44,8 @@ class AdapterMethods:
     @property
     def active_adapter(self) -> str | None:
         """Name of the adapter that the forward pass applies; None if there is none, or if adapters are disabled."""
+        if not self.adapters:
+            return None
         return next((layer.active_adapter for layer in adapted_layers(self._module()).values()), None)
 
     def add_adapter(
@@ -139,11 +141,15 @@ class AdapterMethods:
     @property
     def has_expert_adapters(self) -> bool:
         """Whether experts have adapters. All rows of a batch then need the same adapter."""
+        if not self.adapters:
+            return False
         return any(isinstance(layer, LoRAGroupedLinear) for layer in adapted_layers(self._module()).values())
 
     @property
     def has_merged_adapter(self) -> bool:
         """Whether an adapter is merged into the weights, in place."""
+        if not self.adapters:
+            return False
         return any(layer._base_weight is not None for layer in adapted_layers(self._module()).values())
 
     def is_mergeable(self, name: str | None) -> bool:

@@ -85,14 +85,21 @@ class RecordingSampler(Sampler):
         self.cache: BatchKVCache = runner.cache
         self.recorded_steps: deque[SamplingStep] = deque()
 
-    def sample(self, logits: Tensor, features: SamplingFeatures, active_rows: Tensor | None = None) -> SamplerOutput:
+    def sample(
+        self,
+        logits: Tensor,
+        features: SamplingFeatures,
+        active_rows: Tensor | None = None,
+        *,
+        first_row: int = 0,
+    ) -> SamplerOutput:
         sampling_probs = logits_to_probs(logits, self.first_rows(1), features)[0]
         bitmask, is_allowed = self.sampling_state.grammar_bitmask, None
         if features.grammar and bitmask is not None:
             is_allowed = mask_by_grammar(torch.zeros_like(sampling_probs), bitmask[0]) == 0
         step = SamplingStep(logits[0].detach().float().clone(), sampling_probs, self.cache_state(), is_allowed)
         self.recorded_steps.append(step)
-        return super().sample(logits, features, active_rows)
+        return super().sample(logits, features, active_rows, first_row=first_row)
 
     def cache_state(self) -> dict[str, object]:
         """Return the number of cached tokens, and the number of slots, filled slots and bytes of each layer.

@@ -1,0 +1,136 @@
+"""Mixture-of-experts layers in decode steps on a GPU: only the weights of the selected experts are read."""
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor, nn
+
+from cutaway.generate.fast.expert_kernels import expert_gemm_kernel, expert_gemv_kernel, routing_kernel
+from cutaway.generate.fast.gpu_linear import ACTIVATION_IDS, NormParams, fused_add_norm, fused_linear, split_k_linear
+from cutaway.generate.fast.linear_kernels import PDL, pdl_options
+from cutaway.generate.fast.quantized_weights import LinearWeight, concat_linears
+from cutaway.model.activations import ACTIVATIONS
+from cutaway.model.ffn import MLP, ClampedSwiGLUMLP, GatedMLP
+from cutaway.model.moe import GroupedLinear, MixtureOfExperts, Router
+
+ACTIVATION_NAMES = {function: name for name, function in ACTIVATIONS.items()}
+
+
+class FastMoE:
+    """Mixture of experts for few rows: norm, router logits, routing, first and second product of the experts."""
+
+    def __init__(self, moe: MixtureOfExperts, norm: NormParams | None) -> None:
+        self.moe, self.norm = moe, norm
+        self.in_weight: LinearWeight | None = None
+        """`norm` is never fused into a product: the router and the experts read the same normalized rows."""
+        self.router_weight = LinearWeight(moe.router.weight.data, moe.router.bias)
+        self.shared: Any = moe.shared
+        if self.shared is not None:
+            self.shared_in, self.shared_out = _concat_ffn(self.shared)
+
+    def partial_sums(self, x: Tensor, norm: NormParams | None) -> Tensor:
+        """Terms of the layer's output, (terms, M, d) in fp32. If `norm` is None, x (M, d) is already normalized."""
+        h = x if norm is None else fused_add_norm(x.contiguous(), None, norm)[1]
+        weights, experts = route(self.moe.router, fused_linear(h, self.router_weight, dtype=torch.float32))
+        terms = expert_ffn(self.moe.experts, h, weights, experts)
+        if self.shared is None:
+            return terms
+        name = ACTIVATION_NAMES[self.shared.act]
+        z = fused_linear(h, self.shared_in, act=name, gated=isinstance(self.shared, GatedMLP))
+        if self.moe.shared_gate is not None:  # down(z) · g = down(z · g), because `down` has no bias
+            z = z * torch.sigmoid(self.moe.shared_gate(h))
+        return torch.cat((terms, split_k_linear(z, self.shared_out)))
+
+
+def _concat_ffn(ffn: Any) -> tuple[LinearWeight, LinearWeight]:
+    """Weights of the first and the second product of a dense FFN."""
+    ins = [ffn.gate, ffn.up] if hasattr(ffn, "gate") else [ffn.up]
+    return concat_linears(*ins), concat_linears(ffn.down)
+
+
+def route(router: Router, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Routing weights in fp32 and indices of the selected experts, both (M, k), from the router logits (M, E)."""
+    rows, num_experts = logits.shape
+    weights = torch.empty(rows, router.top_k, dtype=torch.float32, device=logits.device)
+    experts = torch.empty(rows, router.top_k, dtype=torch.int32, device=logits.device)
+    groups = router.groups
+    num_groups = 0 if groups is None else groups.num_groups
+    routing_kernel[(rows,)](
+        logits, logits if router.selection_bias is None else router.selection_bias, weights, experts, router.scale,
+        E=num_experts, TOP_K=router.top_k, SOFTMAX=router.use_softmax, SELECTION_BIAS=router.selection_bias is not None,
+        RENORMALIZE=router.renormalize, NUM_GROUPS=num_groups, TOP_GROUPS=0 if groups is None else groups.top_k,
+        GROUP_TOP2=groups is not None and groups.score == "top2", BE=triton.next_power_of_2(num_experts),
+        BK=triton.next_power_of_2(router.top_k), BG=triton.next_power_of_2(max(1, num_groups)), PDL=PDL, num_warps=4,
+        **pdl_options(),
+    )  # fmt: skip
+    return weights, experts
+
+
+def expert_ffn(ffn: Any, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+    """Outputs of the selected experts times their routing weights: (k, M, d) in fp32, for x: (M, d)."""
+    rows, top_k = experts.shape
+    gated = isinstance(ffn, GatedMLP)
+    first = ffn.gate if gated else ffn.up
+    hidden, width = first.weight.shape[1:]
+    h = torch.empty(rows * top_k, hidden, dtype=x.dtype, device=x.device)
+    y = torch.empty(top_k, rows, width, dtype=torch.float32, device=x.device)
+    clamped = isinstance(ffn, ClampedSwiGLUMLP)
+    act = {"ACT": 0 if clamped else ACTIVATION_IDS[ACTIVATION_NAMES[ffn.act]], "CLAMPED": clamped}
+    limits = (ffn.limit, ffn.alpha) if isinstance(ffn, ClampedSwiGLUMLP) else (0.0, 0.0)
+    _launch_expert_product(
+        x, first, ffn.up if gated else None, h, weights, experts, limits, {"FIRST": True, "GATED": gated, **act}
+    )
+    second = {"FIRST": False, "GATED": False, "ACT": 0, "CLAMPED": False}
+    _launch_expert_product(h, ffn.down, None, y, weights, experts, (0.0, 0.0), second)
+    return y
+
+
+def _launch_expert_product(
+    x: Tensor,
+    linear: GroupedLinear,
+    up: GroupedLinear | None,
+    y: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    limits: tuple[float, float],
+    options: dict[str, int],
+) -> None:
+    num_experts, out_features, in_features = linear.weight.shape
+    rows, top_k = experts.shape
+    bias, up_weight = (x if linear.bias is None else linear.bias), (linear.weight if up is None else up.weight)
+    up_bias = x if up is None or up.bias is None else up.bias
+    options = options | {"BIAS": linear.bias is not None, "PDL": PDL} | pdl_options()
+    if rows == 1:
+        block_n = 4
+        expert_gemv_kernel[(triton.cdiv(out_features, block_n), top_k)](
+            x, linear.weight, up_weight, y, bias, up_bias, experts, weights, limits[0], limits[1], out_features,
+            in_features, BN=block_n, BK=min(1024, triton.next_power_of_2(in_features)),
+            num_warps=4, **options,
+        )  # fmt: skip
+        return
+    exact = x.dtype == torch.float32
+    expert_gemm_kernel[(triton.cdiv(out_features, 64), num_experts)](
+        x, linear.weight, up_weight, y, bias, up_bias, experts, weights, limits[0], limits[1], rows, out_features,
+        in_features, TOP_K=top_k, BP=triton.next_power_of_2(rows * top_k), BM=16, BN=64,
+        BK=min(32 if exact else 128, max(16, triton.next_power_of_2(in_features))), STAGES=3, EXACT=exact, num_warps=4,
+        **options,
+    )  # fmt: skip
+
+
+def is_fast_moe(moe: nn.Module) -> bool:
+    """Whether `FastMoE` supports a layer: plain weights, and activations that the kernels implement."""
+    if type(moe) is not MixtureOfExperts:
+        return False
+    experts: Any = moe.experts
+    linears = [experts.up, experts.down, *([experts.gate] if isinstance(experts, GatedMLP) else [])]
+    if not all(type(linear) is GroupedLinear for linear in linears) or moe.router.weight.dtype == torch.float64:
+        return False
+    has_activation = type(experts) in (MLP, GatedMLP) and ACTIVATION_NAMES[experts.act] in ACTIVATION_IDS
+    if not has_activation and type(experts) is not ClampedSwiGLUMLP:
+        return False
+    shared: Any = moe.shared
+    if shared is None:
+        return True
+    is_plain = type(shared) in (MLP, GatedMLP) and ACTIVATION_NAMES[shared.act] in ACTIVATION_IDS
+    return is_plain and isinstance(shared.up, nn.Linear) and (moe.shared_gate is None or shared.down.bias is None)
