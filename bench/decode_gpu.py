@@ -10,17 +10,16 @@ same run.
 import argparse
 import gc
 import importlib
-import json
 import random
 import statistics
 import sys
 import time
 import types
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
+from report import print_row, save_rows
 
 import cutaway as ct
 from cutaway.bench.hardware import measure_copy_bandwidth
@@ -35,12 +34,6 @@ NUM_STEPS = 128
 def free_gpu_memory() -> None:
     gc.collect()
     torch.cuda.empty_cache()
-
-
-def print_row(row: dict[str, Any]) -> dict[str, Any]:
-    sys.stdout.write("  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()) + "\n")
-    sys.stdout.flush()
-    return row
 
 
 def median_step_ms(run: Callable[[int], None], repeats: int = 3) -> float:
@@ -276,8 +269,7 @@ def main() -> None:
             rows.append(bench_gpt_fast_steps(arguments.gpt_fast, batch_size, context))
             torch._dynamo.reset()
             free_gpu_memory()
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    save_rows(arguments.json, rows, bandwidth=bandwidth)
 
 
 if __name__ == "__main__":

@@ -9,15 +9,14 @@ counts.
 
 import argparse
 import gc
-import json
 import random
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from report import print_row, save_rows
 
 import cutaway as ct
 from cutaway.bench.hardware import measure_copy_bandwidth
@@ -97,15 +96,12 @@ def main() -> None:
     for name in args.model or ["qwen3-30b-a3b", "gpt-oss-20b"]:
         model = ct.build(name, device="cuda", dtype=torch.bfloat16, seed=0)
         for batch_size in args.batch or [1, 32]:
-            row = {"model": name, **measure_steps(model, batch_size, bandwidth, profile=args.profile)}
-            print("  ".join(f"{key} {v:.3f}" if isinstance(v, float) else f"{key} {v}" for key, v in row.items()))
-            sys.stdout.flush()
-            rows.append(row)
+            result = measure_steps(model, batch_size, bandwidth, profile=args.profile)
+            rows.append(print_row({"model": name, **result}))
         del model
         gc.collect()
         torch.cuda.empty_cache()
-    if args.json is not None:
-        args.json.write_text(json.dumps({"bandwidth": bandwidth, "rows": rows}, indent=2) + "\n", encoding="utf-8")
+    save_rows(args.json, rows, bandwidth=bandwidth)
 
 
 if __name__ == "__main__":

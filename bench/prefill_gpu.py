@@ -10,17 +10,16 @@ import argparse
 import cProfile
 import gc
 import itertools
-import json
 import pstats
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from report import print_row, save_rows
 
 import cutaway as ct
 from cutaway.generate import Engine, EngineConfig, SamplingParams
@@ -74,7 +73,7 @@ def build_peer(config: Any) -> Any:
     )
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda"):
-        peer: Any = LlamaForCausalLM(hf_config)  # type: ignore[no-untyped-call]
+        peer: Any = LlamaForCausalLM(hf_config)  # type: ignore[no-untyped-call]  # transformers has no types
     torch.set_default_dtype(torch.float32)
     return peer.eval()
 
@@ -101,13 +100,7 @@ def measure_case(model: Any, peer: Any, case: str, repeats: int, flops: float) -
             row["transformers ms"] = median_ms(lambda: peer.generate(batch, **options), repeats)
         row["ratio to transformers"] = row["cutaway ms"] / row["transformers ms"]
     row["share of the limit"] = row["limit ms"] / row["cutaway ms"]
-    print(
-        "  ".join(
-            f"{name} {value:.3f}" if isinstance(value, float) else f"{name} {value}" for name, value in row.items()
-        )
-    )
-    sys.stdout.flush()
-    return row
+    return print_row(row)
 
 
 def measure_engine(model: Any, batches: list[list[list[int]]]) -> float:
@@ -163,8 +156,7 @@ def main() -> None:
             print_profile(model, case)
         gc.collect()
         torch.cuda.empty_cache()
-    if args.json is not None:
-        args.json.write_text(json.dumps({"flops": flops, "rows": rows}, indent=2) + "\n", encoding="utf-8")
+    save_rows(args.json, rows, flops=flops)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ def check_completions(model: Any, max_error: float, **options: Any) -> None:
     """Check the log-probabilities of prompts and completions against one full forward pass of each sequence."""
     prompts = [[(7 * i + 3 * j * j) % 256 for j in range(n)] for i, n in enumerate(PROMPT_LENGTHS)]
     engine = Engine(EngineConfig(model, max_model_len=768, **options))
-    assert engine.model_runner.packs_prefill
+    assert engine.model_runner.packed_prefill is not None
     params = SamplingParams(max_new_tokens=4, temperature=0, logprobs=0, prompt_logprobs=0)
     requests = [engine.submit(prompt, params, seed=0) for prompt in prompts]
     engine.run()
@@ -136,5 +136,6 @@ def test_cuda_graphs_of_short_prompts() -> None:
             for token in request.result().tokens:
                 assert int(model(torch.tensor([tokens], device="cuda"))[0, -1].argmax()) == token
                 tokens.append(token)
-    assert engine.model_runner.prefill_graphs is not None
-    assert set(engine.model_runner.prefill_graphs.steps) == {16, 256}
+    assert engine.model_runner.packed_prefill is not None
+    assert engine.model_runner.packed_prefill.graphs is not None
+    assert set(engine.model_runner.packed_prefill.graphs.steps) == {16, 256}

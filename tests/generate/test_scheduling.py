@@ -401,6 +401,6 @@ def test_prefill_share_grows_with_the_requests_that_wait_for_it(model: Transform
         engine.step()
         for group in groups:
             engine.submit([3] * 40, SamplingParams(max_new_tokens=2), seed=0, group=group)
-        engine.decode_seconds, engine.prefill_seconds_per_token = 0.1, 0.002
-        budgets.append(engine._prefill_budget())
+        engine.prefill_budget.decode_seconds, engine.prefill_budget.prefill_seconds_per_token = 0.1, 0.002
+        budgets.append(engine._max_prefill_tokens())
     assert budgets == [50, 200]

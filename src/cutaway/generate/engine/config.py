@@ -38,8 +38,6 @@ GPU_MEMORY_UTILIZATION, CPU_MEMORY_UTILIZATION = 0.9, 0.5
 GROWTH_STEP_BYTES = 256 * 2**20
 """Number of bytes by which a paged cache on the CPU grows."""
 SchedulingPolicy = Literal["round-robin", "priority"]
-MAX_PADDED_PREFILL_TOKENS = 2048
-"""On a GPU, default maximum number of tokens of a prefill step with padding, or with a ring cache."""
 SCHEDULING_POLICIES: tuple[SchedulingPolicy, ...] = ("round-robin", "priority")
 
 
@@ -113,8 +111,10 @@ class EngineConfig:
             )
         if self.model.device.type == "meta":
             raise InputError("this model is on the meta device, which holds shapes without values; load its weights")
-        for name in ("max_num_seqs", "prefill_chunk_size", "max_source_len"):
-            if name != "prefill_chunk_size" or self.prefill_chunk_size is not None:
+        for name in ("max_num_seqs", "max_source_len"):
+            setattr(self, name, check_int(name, getattr(self, name), 1, MAX_TOKENS))
+        for name in ("prefill_chunk_size", "max_seqs_per_request"):
+            if getattr(self, name) is not None:
                 setattr(self, name, check_int(name, getattr(self, name), 1, MAX_TOKENS))
         if self.compile is not None and not isinstance(self.compile, bool):
             raise InputError(f"compile is {format_value(self.compile)}; pass True, False or None (automatic)")
@@ -132,8 +132,6 @@ class EngineConfig:
         if self.scheduling_policy not in SCHEDULING_POLICIES:
             policies = ", ".join(SCHEDULING_POLICIES)
             raise InputError(f"scheduling_policy is {format_value(self.scheduling_policy)}; use {policies}")
-        if self.max_seqs_per_request is not None:
-            check_int("max_seqs_per_request", self.max_seqs_per_request, 1, MAX_TOKENS)
         self.free_bytes = free_memory(self.model.device)
         """Free memory when the configuration was built, from which the number of pages is computed; None: unknown."""
         self.num_slots = self._resolve_max_model_len()
@@ -207,7 +205,7 @@ class EngineConfig:
             return self.prefill_chunk_size
         if self.model.device.type == "cpu":
             return 512
-        return MAX_PADDED_PREFILL_TOKENS if self.cache_implementation == "ring" else 8192
+        return 2048 if self.cache_implementation == "ring" else 8192  # a ring has slots for the chunk
 
     @property
     def resolved_max_seqs_per_request(self) -> int:

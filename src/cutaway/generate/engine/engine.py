@@ -17,8 +17,9 @@ from torch import Tensor
 
 from cutaway.errors import CutawayError, InputError
 from cutaway.eval_mode import eval_mode
-from cutaway.generate.engine.config import MAX_PADDED_PREFILL_TOKENS, EngineConfig
+from cutaway.generate.engine.config import EngineConfig
 from cutaway.generate.engine.model_runner import ModelRunner, PendingTokens
+from cutaway.generate.engine.prefill_budget import PrefillBudget
 from cutaway.generate.engine.request import Request, RequestGroup
 from cutaway.generate.engine.request_queue import RequestQueue
 from cutaway.generate.engine.scheduler import RowCounts, Scheduler
@@ -26,19 +27,11 @@ from cutaway.generate.sampling.sampling_params import SamplingParams
 from cutaway.generate.structured_output.grammar import fill_bitmasks
 from cutaway.tokenizer import Tokenizer
 
-PREFILL_SECONDS = 0.1
-"""On the CPU, a prefill step between decode steps takes about as long as a decode step, but at least this time."""
-MAX_PREFILL_SECONDS = 1.0
-"""On the CPU, maximum time of a prefill step between decode steps."""
 NO_MEMORY_MESSAGE = (
     "there is too little free memory for the KV cache of this request; shorten it, or stop other programs"
 )
 FAIR_SHARE_STEPS = 8
 """Number of steps that a request, whose client or group has no row, waits for one before others are preempted."""
-MIN_PREFILL_TOKENS = 32
-"""Minimum number of tokens of such a prefill step: with fewer, reading the weights takes most of the time."""
-GPU_MIXED_PREFILL_TOKENS = 2048
-"""On a GPU, default maximum number of tokens of a prefill step between decode steps."""
 
 
 class EngineError(CutawayError):
@@ -78,8 +71,7 @@ class Engine:
         self.waiting = RequestQueue()
         self.default_group = RequestGroup()
         """Group of requests that are submitted without a group. They are admitted in the order of their arrival."""
-        self.decode_seconds = self.prefill_seconds_per_token = 0.0
-        """Moving averages of the time of a decode step and of a prefill step per token, on the CPU."""
+        self.prefill_budget = PrefillBudget(config, has_padding=self.model_runner.packed_prefill is None)
         self.pending: list[PendingTokens] = []
         """Sampled tokens that are being copied to the host, in the order of their steps."""
         self.async_scheduling = config.model.device.type == "cuda" and not self.rope_switch_lengths
@@ -364,88 +356,72 @@ class Engine:
                 self.waiting.append(request)
 
     def _prefill_step(self) -> bool:
-        """Prefill the next chunk of one or more prompts, at most `_prefill_budget` tokens in total with padding.
-
-        Return whether first tokens of requests were sampled."""
-        batch: list[Request] = []
-        chunks: list[list[int]] = []
-        num_tokens = 0
-        first_row, budget = self.scheduler.num_decoding, self._prefill_budget()
-        while request := self.scheduler.next_prefill(first_row + len(batch), self.paused_group):
-            chunk = self._next_prefill_chunk(request, budget)
-            longest = max(map(len, [*chunks, chunk]))
-            max_computed = max(each.num_computed_tokens for each in [*batch, request])
-            # The padded batch is (requests, longest chunk). Padding is written to slots as well, so the row with the
-            # most computed tokens must have `longest` free slots.
-            if self.model_runner.packs_prefill:
-                chunk = chunk[: budget - num_tokens]
-                if not chunk:
-                    break
-            elif batch and (
-                longest * (len(batch) + 1) > budget or max_computed + longest > self.model_runner.cache.num_slots
-            ):
-                break
-            batch.append(request)
-            chunks.append(chunk)
-            num_tokens += len(chunk)
-        completed: list[Request] = []
+        """Prefill the next chunk of one or more prompts. Return whether first tokens of requests were sampled."""
+        first_row = self.scheduler.num_decoding
+        batch, chunks = self._next_prefill_batch(first_row)
         if not batch:
             return False
         self.scheduler.num_prefill_steps += 1
         for request in batch:
             if request.group is not self.default_group:
                 request.group.prefill_turn = self.scheduler.num_prefill_steps
+        completed: list[Request] = []
+        incomplete: list[Request] = []
         with self._isolate_failures(batch):
             num_computed = [request.num_computed_tokens for request in batch]
             start = time.perf_counter()
             x = self.model_runner.prefill(first_row, chunks, num_computed)
-            seconds_per_token = (time.perf_counter() - start) / num_tokens
-            self.prefill_seconds_per_token = _moving_average(self.prefill_seconds_per_token, seconds_per_token)
+            self.prefill_budget.record_prefill(time.perf_counter() - start, sum(map(len, chunks)))
             self.model_runner.add_prompt_logprobs(batch, x, chunks, num_computed)
             last_hidden_states = []
-            for i, (request, chunk) in enumerate(zip(batch, chunks, strict=True)):
+            for request, chunk, hidden_states in zip(batch, chunks, x, strict=True):
                 request.num_computed_tokens += len(chunk)
                 if request.num_computed_tokens == len(request.all_token_ids) and self.samples_after_prefill:
                     completed.append(request)
-                    last_hidden_states.append(x[i][-1])
-                elif self._needs_full_prefill(request.all_token_ids):  # the first decode step repeats the last token
+                    last_hidden_states.append(hidden_states[-1])
+                    continue
+                incomplete.append(request)
+                if self._needs_full_prefill(request.all_token_ids):  # the first decode step repeats the last token
                     request.num_computed_tokens -= 1
                     self.model_runner.cache.seq_lens[request.row] = request.num_computed_tokens
-            for request in [*completed, *(request for request in batch if request not in completed)]:
+            for request in [*completed, *incomplete]:  # completed ones first, so that they are in consecutive rows
                 self.scheduler.maybe_start_decode(request)
             if completed:
                 self._sample_first_tokens(completed, last_hidden_states)
         return bool(completed)
 
-    def _prefill_budget(self) -> int:
-        """Maximum number of tokens of a prefill step, with padding.
+    def _next_prefill_batch(self, first_row: int) -> tuple[list[Request], list[list[int]]]:
+        """Move requests to rows first_row, … for a prefill step. Return them and the tokens of each."""
+        batch: list[Request] = []
+        chunks: list[list[int]] = []
+        if len(self.scheduler.running) == first_row:
+            return batch, chunks
+        budget = self._max_prefill_tokens()
+        has_padding = self.model_runner.packed_prefill is None
+        num_tokens = longest = max_computed = 0
+        while request := self.scheduler.next_prefill(first_row + len(batch), self.paused_group):
+            chunk = self._next_prefill_chunk(request, budget if has_padding else budget - num_tokens)
+            num_tokens += len(chunk)
+            longest = max(longest, len(chunk))
+            max_computed = max(max_computed, request.num_computed_tokens)
+            # A padded batch is (requests, longest chunk). Padding is written to slots as well, so the row with the
+            # most computed tokens must have `longest` free slots.
+            is_full = longest * (len(batch) + 1) > budget or max_computed + longest > self.model_runner.cache.num_slots
+            if not chunk or (has_padding and batch and is_full):
+                break
+            batch.append(request)
+            chunks.append(chunk)
+        return batch, chunks
 
-        A chunk of the maximum size takes many times as long as a decode step. While requests decode, the chunk is
-        limited: on the CPU to about the time of a decode step, or longer if more API requests wait for their first
-        token than decode; on a GPU to GPU_MIXED_PREFILL_TOKENS."""
-        chunk_size, seconds = self.config.resolved_prefill_chunk_size, self.prefill_seconds_per_token
-        if self.config.model.device.type != "cpu":
-            if self.config.prefill_chunk_size is not None:
-                return chunk_size
-            is_mixed = self.num_decoding > 0 and not self._prefills_first
-            chunk_size = min(chunk_size, GPU_MIXED_PREFILL_TOKENS) if is_mixed else chunk_size
-            return chunk_size if self.model_runner.packs_prefill else min(chunk_size, MAX_PADDED_PREFILL_TOKENS)
-        if not self.num_decoding or not seconds:
-            return chunk_size
-        share = max(1.0, self._num_groups_before_decode() / self._num_decoding_groups())
-        num_tokens = int(min(MAX_PREFILL_SECONDS, max(PREFILL_SECONDS, self.decode_seconds) * share) / seconds)
-        return min(chunk_size, max(MIN_PREFILL_TOKENS, num_tokens))
-
-    def _num_decoding_groups(self) -> int:
-        return len({request.group for request in self.scheduler.decoding})
-
-    def _num_groups_before_decode(self) -> int:
-        """Number of API requests without a decoding completion, which are in prefill or waiting for a free row."""
-        groups = {request.group for request in self.scheduler.running[self.num_decoding :]}
+    def _max_prefill_tokens(self) -> int:
+        """Maximum number of tokens of the next prefill step: see `PrefillBudget`."""
+        decoding = {request.group for request in self.scheduler.decoding}
+        before_decode = {request.group for request in self.scheduler.running[self.num_decoding :]}
         if self.scheduler.has_free_row:
             with self.condition:
-                groups |= {request.group for request in self.waiting}
-        return len(groups - {request.group for request in self.scheduler.decoding})
+                before_decode |= {request.group for request in self.waiting}
+        num_decoding = 0 if self._prefills_first else len(decoding)
+        return self.prefill_budget.max_tokens(num_decoding, len(before_decode - decoding))
 
     def _next_prefill_chunk(self, request: Request, max_tokens: int) -> list[int]:
         """Return the next tokens of `request` to prefill, at most `max_tokens`."""
@@ -497,7 +473,7 @@ class Engine:
                     request.num_computed_tokens += 1
                     request.num_launched_tokens += 1
             if paused is None:
-                self.decode_seconds = _moving_average(self.decode_seconds, time.perf_counter() - start)
+                self.prefill_budget.record_decode(time.perf_counter() - start)
         self._process_pending()
         self.pending = launched
         if not self.async_scheduling:
@@ -591,7 +567,3 @@ class Engine:
         self.scheduler.running, self.scheduler.num_decoding, self.pending = [], 0, []
         for request in requests:
             request.finish(error=EngineError(reason))
-
-
-def _moving_average(average: float, value: float) -> float:
-    return 0.7 * average + 0.3 * value if average else value

@@ -229,7 +229,7 @@ class BatchKVCache(Cache):
     ) -> "PackedCacheView":
         """Return a cache view for a batch of N tokens, which are chunks of the sequences in several rows.
 
-        `positions`, `rows`: of each token. `query_tiles`: see `fast.prefill_attention.query_tiles`. With `has_padding`,
+        `positions`, `rows`: of each token. `query_tiles`: see `fast.packed_prefill.query_tiles`. With `has_padding`,
         tokens at EMPTY_POSITION are padding; their keys and values are written to the null page (paged cache only)."""
         view = PackedCacheView.__new__(PackedCacheView)
         vars(view).update(vars(self))

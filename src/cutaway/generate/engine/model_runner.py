@@ -5,17 +5,16 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import repeat
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
-from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from cutaway.errors import InputError
 from cutaway.generate.engine.kv_cache import BatchKVCache
 from cutaway.generate.engine.request import Request
 from cutaway.generate.engine.workers import get_workers
-from cutaway.generate.fast.cuda_graphs import CUDAGraphRunner, PrefillGraphRunner
+from cutaway.generate.fast.cuda_graphs import CUDAGraphRunner
 from cutaway.generate.fast.warmup_policy import WarmupCostStore, WarmupPolicy
 from cutaway.generate.sampling.prompt_logprobs import compute_prompt_logprobs
 from cutaway.generate.sampling.sampler import Sampler, SamplerOutput, swap_tensor_rows
@@ -25,6 +24,9 @@ from cutaway.model import DecoderOnly, EncoderDecoder, Transformer
 from cutaway.model.adapters.lora import use_row_adapters
 from cutaway.model.kernels import shape_agnostic_sdpa
 from cutaway.model.moe import MixtureOfExperts
+
+if TYPE_CHECKING:
+    from cutaway.generate.fast.packed_prefill import PackedPrefill
 
 _GenerativeModel: TypeAlias = DecoderOnly | EncoderDecoder
 
@@ -101,11 +103,8 @@ class ModelRunner:
             self.warmup_policy = WarmupPolicy(WarmupCostStore(model, cache.batch_size, weight_bits))
         """Measures the time of decode steps, to decide when fast steps save time and to record the cost of their
         warm-up. None when there is nothing to decide."""
-        self.packs_prefill = supported and compile is not False and self._can_pack_prefill()
-        """Whether prefill steps have no padding: see `_prefill_packed`."""
-        self.prefill_model: _GenerativeModel | None = None
-        """Model of packed prefill steps, which shares the weights; built in the first one."""
-        self.prefill_graphs: PrefillGraphRunner | None = None
+        self.packed_prefill = self._build_packed_prefill() if supported and compile is not False else None
+        """Prefill steps without padding, on a GPU."""
         if weight_bits is not None and device_type == "cpu":
             self.pack_cpu_weights(weight_bits, single_row=compile is True and cache.batch_size == 1)
         if self.warmup_policy is not None and (compile or (weight_bits is not None and device_type == "cuda")):
@@ -174,8 +173,8 @@ class ModelRunner:
         can_capture = _can_capture_cuda_graph(self.model)
         if can_build_gpu_decode_model(self.model, self.cache):
             bits = None if self.weight_bits == 16 else self.weight_bits
-            if bits is None and self.packs_prefill:
-                self.decode_model = self._get_prefill_model()
+            if bits is None and self.packed_prefill is not None:
+                self.decode_model = self.packed_prefill.decode_model
             else:
                 self.decode_model = build_gpu_decode_model(self._without_adapters(), bits)
             can_capture = can_capture or not loops_over_experts(self.decode_model)
@@ -209,22 +208,18 @@ class ModelRunner:
     def release_compiled(self) -> None:
         """Drop CUDA graphs and compiled functions. They hold a reference to this runner, and the cycle would keep the
         KV cache allocated until the garbage collector runs."""
-        self.cuda_graphs = self.prefill_graphs = self.compiled_decode_logits = None
+        self.cuda_graphs = self.compiled_decode_logits = None
+        if self.packed_prefill is not None:
+            self.packed_prefill.graphs = None
 
-    def _can_pack_prefill(self) -> bool:
-        """Whether the Triton kernels support prefill steps of this model: a GPU, and attention that they implement."""
+    def _build_packed_prefill(self) -> "PackedPrefill | None":
+        """Build the prefill without padding, if the Triton kernels implement the attention of this model."""
         if self.model.device.type != "cuda" or not isinstance(self.model, DecoderOnly) or self.model.adapters:
-            return False
-        from cutaway.generate.fast.gpu_decode_model import can_pack_prefill
+            return None
+        from cutaway.generate.fast.gpu_decode_model import can_pack_prefill  # imports Triton
+        from cutaway.generate.fast.packed_prefill import PackedPrefill
 
-        return can_pack_prefill(self.model)
-
-    def _get_prefill_model(self) -> _GenerativeModel:
-        if self.prefill_model is None:
-            from cutaway.generate.fast.gpu_decode_model import build_gpu_decode_model
-
-            self.prefill_model = build_gpu_decode_model(self.model)
-        return self.prefill_model
+        return PackedPrefill(self.model, self.cache) if can_pack_prefill(self.model) else None
 
     @torch.no_grad()
     def prefill(self, first_row: int, chunks: Sequence[Sequence[int]], num_computed: Sequence[int]) -> Sequence[Tensor]:
@@ -233,8 +228,8 @@ class ModelRunner:
         `num_computed`: number of tokens already in each row. No logits are computed; the result is the input of the LM
         head for each chunk: (length, d).
         """
-        if self.packs_prefill:
-            return self._prefill_packed(first_row, chunks, num_computed)
+        if self.packed_prefill is not None:
+            return self.packed_prefill(first_row, chunks, num_computed)
         longest = max(map(len, chunks))
         tokens = torch.tensor([[*chunk, *[0] * (longest - len(chunk))] for chunk in chunks])
         mask = None
@@ -244,46 +239,6 @@ class ModelRunner:
         view = self.cache.view_rows(first_row, first_row + len(chunks), max_len=max(num_computed))
         x = self.forward_hidden(self.model, tokens.to(self.model.device), mask, view)
         return [row[: len(chunk)] for row, chunk in zip(x, chunks, strict=True)]
-
-    def _prefill_packed(
-        self, first_row: int, chunks: Sequence[Sequence[int]], num_computed: Sequence[int]
-    ) -> Sequence[Tensor]:
-        """Run the chunks as one batch of tokens without padding: see `PackedCacheView`."""
-        from cutaway.generate.fast.prefill_attention import Chunk, PrefillBatch
-
-        cache, lengths = self.cache, list(map(len, chunks))
-        rows = range(first_row, first_row + len(chunks))
-        packed = list(map(Chunk, rows, num_computed, lengths))
-        batch = PrefillBatch.build(packed, chunks)
-        if self.prefill_graphs is None and cache.page_table is not None:
-            self.prefill_graphs = PrefillGraphRunner(self._forward_packed, self.model.device)
-        x = None if self.prefill_graphs is None else self.prefill_graphs(batch)
-        if x is None:
-            tiles = self._to_device(batch.tiles, torch.int32)
-            x = self._forward_packed(self._to_device(batch[:3], torch.long), tiles)
-        seq_lens = self._to_device([chunk.start + chunk.length for chunk in packed], torch.long)
-        cache.seq_lens[rows.start : rows.stop] = seq_lens
-        write_end = cache.write_end[rows.start : rows.stop]
-        torch.maximum(write_end, seq_lens, out=write_end)
-        return torch.split(x[: len(batch.tokens)], lengths)
-
-    def _forward_packed(
-        self, columns: Int[Tensor, "3 N"], tiles: Int[Tensor, "n 4"], *, has_padding: bool = False
-    ) -> Float[Tensor, "N d"]:
-        """Hidden states of a batch of chunks. `columns` are tokens, positions and cache rows: see `PrefillBatch`."""
-        tokens, positions, rows = columns
-        cache = self.cache
-        view = cache.view_chunks(positions, rows, tiles, max_len=cache.num_slots, has_padding=has_padding)
-        stack = self._get_prefill_model().stacks["decoder"]
-        token_positions, slot_mappings = view.assign_slots(1, None)
-        x = stack(tokens.unsqueeze(-1), token_positions, cache=view, slot_mappings=slot_mappings)
-        if isinstance(stack.final_norm, nn.Identity):  # a part of the head of the decode model
-            x = self.model.stacks["decoder"].final_norm(x)
-        return x.squeeze(1)
-
-    def _to_device(self, data: Sequence[Any], dtype: torch.dtype) -> Tensor:
-        """Tensor on the GPU. The copy is asynchronous, so that the host does not wait for steps that are running."""
-        return torch.tensor(data, dtype=dtype, pin_memory=True).to(self.model.device, non_blocking=True)
 
     @torch.no_grad()
     def add_prompt_logprobs(

@@ -14,7 +14,7 @@ from cutaway.generate.sampling.sampling_state import SamplingFeatures
 from cutaway.model.masks import EMPTY_POSITION
 
 if TYPE_CHECKING:
-    from cutaway.generate.fast.prefill_attention import PrefillBatch
+    from cutaway.generate.fast.packed_prefill import PrefillBatch
 
 _CAPTURE_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Batch sizes of the graphs. A batch runs in the smallest graph that holds it, and the remaining rows are inactive."""
@@ -108,7 +108,7 @@ class PrefillGraphRunner:
     """
 
     def __init__(self, forward_fn: Callable[..., Tensor], device: torch.device) -> None:
-        """`forward_fn(columns, tiles, has_padding=True)`: see `ModelRunner._forward_packed`."""
+        """`forward_fn(columns, tiles, has_padding=True)`: see `PackedPrefill.forward`."""
         self.forward_fn, self.device = forward_fn, device
         self.steps: dict[int, _CapturedPrefill] = {}
         self.num_uses: Counter[int] = Counter()

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from cutaway.generate.engine.kv_cache import BatchKVCache, PagedLayerCache
 from cutaway.generate.fast.gpu_linear import (
     ACTIVATION_IDS,
+    ACTIVATION_NAMES,
     MAX_ROWS,
     NormParams,
     fused_add_norm,
@@ -29,7 +30,6 @@ from cutaway.generate.fast.gpu_moe import FastMoE, is_fast_moe
 from cutaway.generate.fast.paged_attention import AttentionParams, paged_attention
 from cutaway.generate.fast.quantized_weights import LinearWeight, concat_linears, pack_weight
 from cutaway.model import Transformer
-from cutaway.model.activations import ACTIVATIONS
 from cutaway.model.attention import LayerContext, MultiHead, QueryKeyNorm
 from cutaway.model.block import ParallelBlock
 from cutaway.model.ffn import MLP, GatedMLP
@@ -43,7 +43,6 @@ from cutaway.model.stack import Stack
 
 T = TypeVar("T", bound=Transformer)
 M = TypeVar("M", bound=nn.Module)
-ACTIVATION_NAMES = {function: name for name, function in ACTIVATIONS.items()}
 
 
 class PagedAttentionKernel(Kernel):

@@ -20,7 +20,9 @@ from cutaway.generate.fast.linear_kernels import (
 )
 from cutaway.generate.fast.quantized_kernels import packed_gemv_kernel, packed_small_batch_gemm_kernel
 from cutaway.generate.fast.quantized_weights import GROUP_SIZE, LinearWeight
+from cutaway.model.activations import ACTIVATIONS
 
+ACTIVATION_NAMES = {function: name for name, function in ACTIVATIONS.items()}
 ACTIVATION_IDS = {"none": 0, "silu": 1, "gelu_tanh": 2, "gelu": 3, "relu": 4, "relu2": 5}
 MAX_ROWS = 64
 """Above this number of rows cuBLAS is faster."""

@@ -7,14 +7,18 @@ import triton
 from torch import Tensor, nn
 
 from cutaway.generate.fast.expert_kernels import expert_gemm_kernel, expert_gemv_kernel, routing_kernel
-from cutaway.generate.fast.gpu_linear import ACTIVATION_IDS, NormParams, fused_add_norm, fused_linear, split_k_linear
+from cutaway.generate.fast.gpu_linear import (
+    ACTIVATION_IDS,
+    ACTIVATION_NAMES,
+    NormParams,
+    fused_add_norm,
+    fused_linear,
+    split_k_linear,
+)
 from cutaway.generate.fast.linear_kernels import PDL, pdl_options
 from cutaway.generate.fast.quantized_weights import LinearWeight, concat_linears
-from cutaway.model.activations import ACTIVATIONS
 from cutaway.model.ffn import MLP, ClampedSwiGLUMLP, GatedMLP
 from cutaway.model.moe import GroupedLinear, MixtureOfExperts, Router
-
-ACTIVATION_NAMES = {function: name for name, function in ACTIVATIONS.items()}
 
 
 class FastMoE:

@@ -16,7 +16,7 @@ from triton.language.extra import libdevice
 from cutaway.generate.engine.kv_cache import PagedLayerCache
 from cutaway.generate.fast.gpu_linear import MAX_ROWS, alloc_activation
 from cutaway.generate.fast.linear_kernels import PDL, activation_offset, pdl_options, pdl_wait, store_fixed_point
-from cutaway.generate.fast.prefill_attention import prefill_attention
+from cutaway.generate.fast.prefill_attention import has_whole_tiles, prefill_attention
 from cutaway.generate.fast.quantized_weights import LinearWeight
 from cutaway.model.attention import MultiHead
 from cutaway.model.norms import RMSNorm
@@ -237,10 +237,7 @@ def paged_attention(
         return prefill_attention(q, attention, layer, tiles, window=window, alibi_slope=params.alibi_slope)
     splits = _num_splits(rows * kv_heads, num_slots)
     page_size, block_slots = key_buffer.values.shape[1], BLOCK_SLOTS
-    # A tile of positions must not cross a page, nor the end of the ring buffer.
-    tile_in_page = (page_size % block_slots == 0 and num_slots % block_slots == 0) or (
-        page_size == num_slots and params.window is None
-    )
+    tile_in_page = has_whole_tiles(layer, block_slots, params.window)
     split_z = torch.empty(rows, num_heads, splits, d_head, dtype=torch.float32, device=q.device)
     split_max = torch.empty(rows, num_heads, splits, dtype=torch.float32, device=q.device)
     split_sum = torch.empty_like(split_max)

@@ -5,10 +5,6 @@ are those of the first chunk, then those of the second …; each chunk attends t
 sequence, which are in the cache. The queries of a chunk are divided into tiles of TILE_SIZE.
 """
 
-from collections.abc import Sequence
-from itertools import chain
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -16,61 +12,9 @@ from torch import Tensor
 
 from cutaway.generate.engine.kv_cache import PagedLayerCache
 from cutaway.model.attention import MultiHead
-from cutaway.model.masks import EMPTY_POSITION
 
 TILE_SIZE = 128
 """Number of queries per tile."""
-
-
-class Chunk(NamedTuple):
-    """Consecutive tokens of one sequence in a batch."""
-
-    row: int
-    """Row of the KV cache."""
-    start: int
-    """Position of the first token."""
-    length: int
-
-
-def query_tiles(chunks: Sequence[Chunk]) -> list[tuple[int, int, int, int]]:
-    """(index of the first token in the batch, number of queries, position of the first, cache row) of each tile.
-
-    Tiles with the most keys are first, so that the last programs to run are short."""
-    tiles, first = [], 0
-    for chunk in chunks:
-        for start in range(0, chunk.length, TILE_SIZE):
-            tiles.append((first + start, min(TILE_SIZE, chunk.length - start), chunk.start + start, chunk.row))
-        first += chunk.length
-    return sorted(tiles, key=lambda tile: -tile[2])
-
-
-class PrefillBatch(NamedTuple):
-    """A batch of chunks, as lists with one entry per token, and its query tiles."""
-
-    tokens: list[int]
-    positions: list[int]
-    rows: list[int]
-    """Row of the KV cache of each token."""
-    tiles: list[tuple[int, int, int, int]]
-
-    @staticmethod
-    def build(chunks: Sequence[Chunk], tokens: Sequence[Sequence[int]]) -> "PrefillBatch":
-        return PrefillBatch(
-            list(chain.from_iterable(tokens)),
-            [position for chunk in chunks for position in range(chunk.start, chunk.start + chunk.length)],
-            [chunk.row for chunk in chunks for _ in range(chunk.length)],
-            query_tiles(chunks),
-        )
-
-    def pad(self, size: int, num_tiles: int) -> "PrefillBatch":
-        """Add padding tokens up to `size`, and tiles without queries up to `num_tiles`."""
-        count = size - len(self.tokens)
-        return PrefillBatch(
-            self.tokens + [0] * count,
-            self.positions + [EMPTY_POSITION] * count,
-            self.rows + [0] * count,
-            self.tiles + [(0, 0, 0, 0)] * (num_tiles - len(self.tiles)),
-        )
 
 
 @triton.jit
@@ -200,7 +144,7 @@ def prefill_attention(
 ) -> Tensor:
     """Attention of the queries of a batch of chunks, whose keys and values are already in the cache.
 
-    q: (N, H, D), rotated. tiles: (tiles, 4), the result of `query_tiles`. Returns z: (N, H·D)."""
+    q: (N, H, D), rotated. tiles: (tiles, 4), see `packed_prefill.query_tiles`. Returns z: (N, H·D)."""
     num_heads, kv_heads, d_head = attention.heads, attention.kv_heads, attention.d_head
     softcap, sink = attention.kernel.softcap, attention.sink
     key_buffer, value_buffer, num_slots, page_table = layer.keys, layer.values, layer.num_slots, layer.page_table
@@ -210,10 +154,6 @@ def prefill_attention(
     block_d = max(16, triton.next_power_of_2(d_head))
     exact = q.dtype == torch.float32
     block_m, block_slots, stages, num_warps = _tile_shape(block_d, exact=exact)
-    # A tile of positions must not cross a page, nor the end of the ring buffer.
-    tile_in_page = (page_size % block_slots == 0 and num_slots % block_slots == 0) or (
-        page_size == num_slots and window is None
-    )
     # Rows in no tile must not be NaN: they are written to the null page.
     z = torch.zeros_like(q) if layer.has_padding else torch.empty_like(q)
     prefill_attention_kernel[(num_heads, len(tiles) * (TILE_SIZE // block_m))](
@@ -221,10 +161,17 @@ def prefill_attention(
         q if alibi_slope is None else alibi_slope, q if sink is None else sink, z, attention.kernel.scale,
         softcap or 0.0, num_slots, page_table.shape[1], PAGE=page_size, H=num_heads, G=kv_heads, D=d_head,
         WINDOW=window or 0, SOFTCAP=softcap is not None, ALIBI=alibi_slope is not None, SINK=sink is not None,
-        INT8=key_buffer.scale is not None, TILE_IN_PAGE=tile_in_page, TILE=TILE_SIZE, BM=block_m, BD=block_d,
-        BS=block_slots, EXACT=exact, STAGES=stages, num_warps=num_warps,
+        INT8=key_buffer.scale is not None, TILE_IN_PAGE=has_whole_tiles(layer, block_slots, window), TILE=TILE_SIZE,
+        BM=block_m, BD=block_d, BS=block_slots, EXACT=exact, STAGES=stages, num_warps=num_warps,
     )  # fmt: skip
     return z.flatten(1)
+
+
+def has_whole_tiles(layer: PagedLayerCache, tile_size: int, window: int | None) -> bool:
+    """Whether no tile of `tile_size` positions crosses a page, nor the end of the ring buffer."""
+    page_size, num_slots = layer.keys.values.shape[1], layer.num_slots
+    is_single_page = page_size == num_slots and window is None
+    return is_single_page or (page_size % tile_size == 0 and num_slots % tile_size == 0)
 
 
 def _tile_shape(block_d: int, *, exact: bool) -> tuple[int, int, int, int]:

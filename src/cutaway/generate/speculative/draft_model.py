@@ -9,8 +9,9 @@ from jaxtyping import Bool, Float, Float32, Int64
 from torch import Tensor
 
 from cutaway.errors import InputError
-from cutaway.generate.engine.config import MAX_PADDED_PREFILL_TOKENS, EngineConfig
+from cutaway.generate.engine.config import EngineConfig
 from cutaway.generate.engine.model_runner import ModelRunner
+from cutaway.generate.engine.prefill_budget import MAX_PADDED_PREFILL_TOKENS
 from cutaway.generate.engine.request import Request
 from cutaway.generate.sampling.logits_processing import inverse_cdf_sample, logits_to_probs
 from cutaway.generate.sampling.rng import uniform
