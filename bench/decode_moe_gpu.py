@@ -1,6 +1,9 @@
 """Decode steps of mixtures of experts on one GPU: random weights in bf16, `Engine.step`, share of the bandwidth limit.
 
-    python bench/decode_moe_gpu.py [--model qwen3-30b-a3b]… [--batch 1]… [--profile] [--json FILE]
+    python bench/decode_moe_gpu.py [--model qwen3-30b-a3b]… [--batch 1]… [--compile] [--profile] [--json FILE]
+
+By default the engine has its default options, and the steps after the first 64 tokens of a request of 512 are measured.
+`--compile` measures fast decode steps from the first step on.
 
 The limit is the number of bytes that a step reads (weights of the selected experts, other weights, cached keys and
 values) divided by the bandwidth of a copy in the same run. With several rows, the expected number of different experts
@@ -43,22 +46,24 @@ def bytes_per_step(model: Any, batch_size: int) -> float:
     return 2 * count
 
 
-def measure_steps(model: Any, batch_size: int, bandwidth: float, *, profile: bool) -> dict[str, Any]:
+def measure_steps(
+    model: Any, batch_size: int, bandwidth: float, *, compile: bool | None, profile: bool
+) -> dict[str, Any]:
     start = time.perf_counter()
-    engine = Engine(EngineConfig(model, max_num_seqs=batch_size, max_model_len=CONTEXT + 512, compile=True))
+    engine = Engine(EngineConfig(model, max_num_seqs=batch_size, max_model_len=CONTEXT + 512, compile=compile))
     seconds = []
     for repeat in range(3):
         prompts = [[random.randrange(model.config.vocab_size) for _ in range(CONTEXT)] for _ in range(batch_size)]
-        params = SamplingParams(max_new_tokens=2 * NUM_STEPS, temperature=0.8, top_k=200)
+        params = SamplingParams(max_new_tokens=512, temperature=0.8, top_k=200)
         for row, prompt in enumerate(prompts):
             engine.submit(prompt, params, seed=row)
         while engine.num_decoding < batch_size:
             engine.step()
-        for _ in range(4):
+        for _ in range(64 if repeat == 0 else 4):
             engine.step()
         torch.cuda.synchronize()
         if repeat == 0:
-            warmup_seconds = time.perf_counter() - start
+            seconds_before = time.perf_counter() - start
         start = time.perf_counter()
         for _ in range(NUM_STEPS):
             engine.step()
@@ -70,16 +75,18 @@ def measure_steps(model: Any, batch_size: int, bandwidth: float, *, profile: boo
                     engine.step()
                 torch.cuda.synchronize()
             print(profiler.key_averages().table(sort_by="self_cuda_time_total", row_limit=16, max_name_column_width=50))
+        for request in list(engine.scheduler.running):
+            request.abort()
         engine.run()
     engine.close()
-    step_ms = statistics.median(seconds[1:]) * 1e3
+    step_ms = statistics.median(seconds) * 1e3
     limit_ms = bytes_per_step(model, batch_size) / bandwidth * 1e3
     return {
         "batch": batch_size,
         "ms": step_ms,
         "limit_ms": limit_ms,
         "share": limit_ms / step_ms,
-        "warmup_s": warmup_seconds,
+        "seconds of the first 64 tokens": seconds_before,
     }
 
 
@@ -87,6 +94,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", action="append", help="preset; default qwen3-30b-a3b and gpt-oss-20b")
     parser.add_argument("--batch", action="append", type=int, help="number of rows; default 1 and 32")
+    parser.add_argument("--compile", action="store_true", help="fast decode steps from the first step on")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     args = parser.parse_args()
@@ -96,7 +104,7 @@ def main() -> None:
     for name in args.model or ["qwen3-30b-a3b", "gpt-oss-20b"]:
         model = ct.build(name, device="cuda", dtype=torch.bfloat16, seed=0)
         for batch_size in args.batch or [1, 32]:
-            result = measure_steps(model, batch_size, bandwidth, profile=args.profile)
+            result = measure_steps(model, batch_size, bandwidth, compile=args.compile or None, profile=args.profile)
             rows.append(print_row({"model": name, **result}))
         del model
         gc.collect()

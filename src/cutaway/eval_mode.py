@@ -10,8 +10,8 @@ from torch import nn
 def eval_mode(*models: nn.Module) -> Iterator[None]:
     """Context manager that sets models to eval mode, and restores the training flag of each module at the end."""
     training = [module for model in models for module in model.modules() if module.training]
-    for model in models:
-        model.eval()
+    for module in training:  # model.eval() takes several times as long
+        module.training = False
     try:
         yield
     finally:

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from support.config_strategies import build_randomized_model
 
 import cutaway as ct
@@ -35,17 +36,21 @@ def build_layer(options: dict[str, Any], dtype: torch.dtype) -> Any:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows", [1, 2, 17, 64])
+@pytest.mark.parametrize(("rows", "has_norm"), [(1, False), (1, True), (2, True), (17, False), (64, False)])
 @pytest.mark.parametrize("name", LAYERS)
 @torch.no_grad()
-def test_fast_moe_equals_layer(name: str, rows: int, dtype: torch.dtype) -> None:
+def test_fast_moe_equals_layer(name: str, rows: int, has_norm: bool, dtype: torch.dtype) -> None:
+    from cutaway.generate.fast.gpu_linear import NormParams
     from cutaway.generate.fast.gpu_moe import FastMoE, is_fast_moe
 
     moe = build_layer(LAYERS[name], dtype)
     assert is_fast_moe(moe)
     x = torch.randn(rows, moe.router.weight.shape[1], device="cuda", dtype=dtype)
-    y = FastMoE(moe, None).partial_sums(x, None).sum(0)
-    expected = moe.float()(x.float())
+    gain = torch.randn(x.shape[1], device="cuda", dtype=dtype)
+    norm = NormParams(gain, None, 1e-5, centered=False) if has_norm else None
+    y = FastMoE(moe, norm).partial_sums(x, norm).sum(0)
+    expected_input = F.rms_norm(x.float(), x.shape[1:], gain.float(), 1e-5) if has_norm else x.float()
+    expected = moe.float()(expected_input)
     max_error = 1e-4 if dtype == torch.float32 else 0.1
     close = (y - expected).abs().amax(-1) <= max_error * max(1.0, float(expected.abs().max()))
     assert close.float().mean() >= (1 if dtype == torch.float32 else 0.9)  # rounding may select another expert

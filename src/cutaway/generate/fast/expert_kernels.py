@@ -79,14 +79,15 @@ def _apply_gate(gate, up, limit, alpha, ACT: tl.constexpr, CLAMPED: tl.constexpr
 
 @triton.jit
 def expert_gemv_kernel(
-    x_ptr, w_ptr, up_ptr, y_ptr, bias_ptr, up_bias_ptr, expert_ptr, weight_ptr, limit, alpha, N, K: tl.constexpr,
-    FIRST: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, CLAMPED: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, w_ptr, up_ptr, y_ptr, bias_ptr, up_bias_ptr, expert_ptr, weight_ptr, norm_weight_ptr, eps, limit, alpha, N,
+    K: tl.constexpr, FIRST: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr,
+    UNIT_OFFSET: tl.constexpr, ACT: tl.constexpr, CLAMPED: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One row of x: BN outputs of one selected expert per program.
 
-    FIRST: the first product, whose input is x for all experts. Otherwise the second: x is h, (pairs, K), and the result
-    is multiplied by the routing weight."""
+    FIRST: the first product, whose input is x for all experts, or its RMSNorm (NORM). Otherwise the second: x is h,
+    (pairs, K), and the result is multiplied by the routing weight."""
     pair = tl.program_id(1)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
@@ -96,21 +97,29 @@ def expert_gemv_kernel(
     offset = (expert * N + n)[:, None] * K + k[None, :]
     x_row = x_ptr if FIRST else x_ptr + pair * K
     acc = tl.zeros((BN, BK), tl.float32)
+    sum_sq = tl.zeros((BK,), tl.float32)
     if GATED:
         acc_up = tl.zeros((BN, BK), tl.float32)
     for k0 in tl.range(0, K, BK, num_stages=3):
         mask = n_mask[:, None] & (k0 + k < K)[None, :]
-        x = tl.load(x_row + k0 + k, mask=k0 + k < K, other=0.0).to(tl.float32)[None, :]
-        acc += tl.load(w_ptr + offset + k0, mask=mask, other=0, eviction_policy="evict_first").to(tl.float32) * x
+        x = tl.load(x_row + k0 + k, mask=k0 + k < K, other=0.0).to(tl.float32)
+        if NORM:  # 1/rms is a common factor of the sum and is applied at the end
+            sum_sq += x * x
+            gain = tl.load(norm_weight_ptr + k0 + k, mask=k0 + k < K, other=0.0).to(tl.float32)
+            x *= gain + 1.0 if UNIT_OFFSET else gain
+        w = tl.load(w_ptr + offset + k0, mask=mask, other=0, eviction_policy="evict_first")
+        acc += w.to(tl.float32) * x[None, :]
         if GATED:
-            acc_up += (
-                tl.load(up_ptr + offset + k0, mask=mask, other=0, eviction_policy="evict_first").to(tl.float32) * x
-            )
-    y = tl.sum(acc, 1)
+            w_up = tl.load(up_ptr + offset + k0, mask=mask, other=0, eviction_policy="evict_first")
+            acc_up += w_up.to(tl.float32) * x[None, :]
+    rstd = 1.0
+    if NORM:
+        rstd = tl.rsqrt(tl.sum(sum_sq, 0) / K + eps)
+    y = tl.sum(acc, 1) * rstd
     if BIAS:
         y += tl.load(bias_ptr + expert * N + n, mask=n_mask, other=0.0).to(tl.float32)
     if GATED:
-        y_up = tl.sum(acc_up, 1)
+        y_up = tl.sum(acc_up, 1) * rstd
         if BIAS:
             y_up += tl.load(up_bias_ptr + expert * N + n, mask=n_mask, other=0.0).to(tl.float32)
         y = _apply_gate(y, y_up, limit, alpha, ACT, CLAMPED)

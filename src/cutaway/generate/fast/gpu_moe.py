@@ -27,7 +27,7 @@ class FastMoE:
     def __init__(self, moe: MixtureOfExperts, norm: NormParams | None) -> None:
         self.moe, self.norm = moe, norm
         self.in_weight: LinearWeight | None = None
-        """`norm` is never fused into a product: the router and the experts read the same normalized rows."""
+        """None: the router and the experts read the same normalized rows, in the usual layout."""
         self.router_weight = LinearWeight(moe.router.weight.data, moe.router.bias)
         self.shared: Any = moe.shared
         if self.shared is not None:
@@ -35,15 +35,18 @@ class FastMoE:
 
     def partial_sums(self, x: Tensor, norm: NormParams | None) -> Tensor:
         """Terms of the layer's output, (terms, M, d) in fp32. If `norm` is None, x (M, d) is already normalized."""
-        h = x if norm is None else fused_add_norm(x.contiguous(), None, norm)[1]
-        weights, experts = route(self.moe.router, fused_linear(h, self.router_weight, dtype=torch.float32))
-        terms = expert_ffn(self.moe.experts, h, weights, experts)
+        # With one row, all products that read x compute its RMSNorm themselves, which takes less time than a kernel.
+        if norm is not None and (len(x) > 1 or norm.centered or self.moe.shared_gate is not None):
+            x, norm = fused_add_norm(x.contiguous(), None, norm)[1], None
+        logits = fused_linear(x, self.router_weight, norm=norm, dtype=torch.float32)
+        weights, experts = route(self.moe.router, logits)
+        terms = expert_ffn(self.moe.experts, x, norm, weights, experts)
         if self.shared is None:
             return terms
         name = ACTIVATION_NAMES[self.shared.act]
-        z = fused_linear(h, self.shared_in, act=name, gated=isinstance(self.shared, GatedMLP))
+        z = fused_linear(x, self.shared_in, norm=norm, act=name, gated=isinstance(self.shared, GatedMLP))
         if self.moe.shared_gate is not None:  # down(z) · g = down(z · g), because `down` has no bias
-            z = z * torch.sigmoid(self.moe.shared_gate(h))
+            z = z * torch.sigmoid(self.moe.shared_gate(x))
         return torch.cat((terms, split_k_linear(z, self.shared_out)))
 
 
@@ -65,14 +68,17 @@ def route(router: Router, logits: Tensor) -> tuple[Tensor, Tensor]:
         E=num_experts, TOP_K=router.top_k, SOFTMAX=router.use_softmax, SELECTION_BIAS=router.selection_bias is not None,
         RENORMALIZE=router.renormalize, NUM_GROUPS=num_groups, TOP_GROUPS=0 if groups is None else groups.top_k,
         GROUP_TOP2=groups is not None and groups.score == "top2", BE=triton.next_power_of_2(num_experts),
-        BK=triton.next_power_of_2(router.top_k), BG=triton.next_power_of_2(max(1, num_groups)), PDL=PDL, num_warps=4,
+        BK=triton.next_power_of_2(router.top_k), BG=triton.next_power_of_2(max(1, num_groups)), PDL=PDL,
+        num_warps=1 if num_experts <= 256 else 4,
         **pdl_options(),
     )  # fmt: skip
     return weights, experts
 
 
-def expert_ffn(ffn: Any, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-    """Outputs of the selected experts times their routing weights: (k, M, d) in fp32, for x: (M, d)."""
+def expert_ffn(ffn: Any, x: Tensor, norm: NormParams | None, weights: Tensor, experts: Tensor) -> Tensor:
+    """Outputs of the selected experts times their routing weights: (k, M, d) in fp32, for x: (M, d).
+
+    An RMSNorm `norm` of x is supported for one row only."""
     rows, top_k = experts.shape
     gated = isinstance(ffn, GatedMLP)
     first = ffn.gate if gated else ffn.up
@@ -83,15 +89,16 @@ def expert_ffn(ffn: Any, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
     act = {"ACT": 0 if clamped else ACTIVATION_IDS[ACTIVATION_NAMES[ffn.act]], "CLAMPED": clamped}
     limits = (ffn.limit, ffn.alpha) if isinstance(ffn, ClampedSwiGLUMLP) else (0.0, 0.0)
     _launch_expert_product(
-        x, first, ffn.up if gated else None, h, weights, experts, limits, {"FIRST": True, "GATED": gated, **act}
+        x, norm, first, ffn.up if gated else None, h, weights, experts, limits, {"FIRST": True, "GATED": gated, **act}
     )
     second = {"FIRST": False, "GATED": False, "ACT": 0, "CLAMPED": False}
-    _launch_expert_product(h, ffn.down, None, y, weights, experts, (0.0, 0.0), second)
+    _launch_expert_product(h, None, ffn.down, None, y, weights, experts, (0.0, 0.0), second)
     return y
 
 
 def _launch_expert_product(
     x: Tensor,
+    norm: NormParams | None,
     linear: GroupedLinear,
     up: GroupedLinear | None,
     y: Tensor,
@@ -108,11 +115,13 @@ def _launch_expert_product(
     if rows == 1:
         block_n = 4
         expert_gemv_kernel[(triton.cdiv(out_features, block_n), top_k)](
-            x, linear.weight, up_weight, y, bias, up_bias, experts, weights, limits[0], limits[1], out_features,
-            in_features, BN=block_n, BK=min(1024, triton.next_power_of_2(in_features)),
-            num_warps=4, **options,
+            x, linear.weight, up_weight, y, bias, up_bias, experts, weights, x if norm is None else norm.weight,
+            0.0 if norm is None else norm.eps, limits[0], limits[1], out_features, in_features, NORM=norm is not None,
+            UNIT_OFFSET=norm is not None and norm.unit_offset, BN=block_n,
+            BK=min(1024, triton.next_power_of_2(in_features)), num_warps=4, **options,
         )  # fmt: skip
         return
+    assert norm is None
     exact = x.dtype == torch.float32
     expert_gemm_kernel[(triton.cdiv(out_features, 64), num_experts)](
         x, linear.weight, up_weight, y, bias, up_bias, experts, weights, limits[0], limits[1], rows, out_features,
