@@ -54,7 +54,7 @@ def measure_steps(
     seconds = []
     for repeat in range(3):
         prompts = [[random.randrange(model.config.vocab_size) for _ in range(CONTEXT)] for _ in range(batch_size)]
-        params = SamplingParams(max_new_tokens=512, temperature=0.8, top_k=200)
+        params = SamplingParams(max_new_tokens=512)
         for row, prompt in enumerate(prompts):
             engine.submit(prompt, params, seed=row)
         while engine.num_decoding < batch_size:
@@ -92,7 +92,7 @@ def measure_steps(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", action="append", help="preset; default qwen3-30b-a3b and gpt-oss-20b")
+    parser.add_argument("--model", action="append", help="preset; by default three mixtures of experts")
     parser.add_argument("--batch", action="append", type=int, help="number of rows; default 1 and 32")
     parser.add_argument("--compile", action="store_true", help="fast decode steps from the first step on")
     parser.add_argument("--profile", action="store_true")
@@ -101,7 +101,7 @@ def main() -> None:
     bandwidth = measure_copy_bandwidth(torch.device("cuda"))
     print(f"{torch.cuda.get_device_name()}, {bandwidth / 1e12:.2f} TB/s")
     rows = []
-    for name in args.model or ["qwen3-30b-a3b", "gpt-oss-20b"]:
+    for name in args.model or ["qwen3-30b-a3b", "gpt-oss-20b", "deepseek-v2-lite"]:
         model = ct.build(name, device="cuda", dtype=torch.bfloat16, seed=0)
         for batch_size in args.batch or [1, 32]:
             result = measure_steps(model, batch_size, bandwidth, compile=args.compile or None, profile=args.profile)

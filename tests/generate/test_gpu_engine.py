@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.config_strategies import build_randomized_model
 
 import cutaway as ct
 from cutaway.generate import Completion, Engine, EngineConfig, SamplingParams
@@ -104,3 +105,36 @@ def test_two_engines_in_threads() -> None:
     for engine in engines:
         engine.close()
     assert [results[0], results[1]] == expected
+
+
+@pytest.mark.parametrize("bias", [(), ("q", "k", "v", "o"), ("q",)])
+def test_changed_and_replaced_weights_are_used(bias: tuple[str, ...]) -> None:
+    """The variant of a model with kernels is kept for the next call, in which weights and modules may be others."""
+    config = ct.config("tiny-llama").replace({"decoder.block.attention.bias": bias})
+    model, other = (build_randomized_model(config, seed=seed).cuda() for seed in (0, 1))
+    first = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    prompts = [[1, 2, 3, 4, 5]]
+
+    def generate(model: Any) -> list[int]:
+        return ct.generate(model, prompts, max_new_tokens=6, temperature=0)[0].tokens
+
+    before, expected = generate(model), generate(other)
+    assert before != expected
+    assert generate(model) == before
+    model.load_state_dict(other.state_dict())
+    assert generate(model) == expected
+    for name, parameter in model.named_parameters():
+        parameter.data = first[name].clone()
+    assert generate(model) == before
+    for parameter, source in zip(model.parameters(), other.parameters(), strict=True):
+        parameter.data.copy_(source)
+    assert generate(model) == expected
+    model.load_state_dict(first)
+    assert generate(model) == before
+    model.decoder.blocks = other.decoder.blocks
+    model.decoder.final_norm, model.decoder.embed, model.head = (
+        other.decoder.final_norm,
+        other.decoder.embed,
+        other.head,
+    )
+    assert generate(model) == expected

@@ -23,6 +23,14 @@ LAYERS: dict[str, dict[str, Any]] = {
     "MLP experts": {"expert": {"kind": "mlp", "hidden": 40, "activation": "gelu_tanh", "bias": True}},
     "clamped SwiGLU": {"expert": {"kind": "clamped-swiglu", "hidden": 48, "bias": True}},
     "shared expert": {"shared": {"kind": "gated", "hidden": 40}},
+    "shared expert like the others": {"shared": {"kind": "gated", "hidden": 64}},
+    "shared expert like two others": {"expert": {"hidden": 40}, "shared": {"kind": "gated", "hidden": 80}},
+    "shared expert like three MLP experts": {
+        "expert": {"kind": "mlp", "hidden": 24, "activation": "relu2", "bias": False},
+        "shared": {"kind": "mlp", "hidden": 72, "activation": "relu2", "bias": False},
+    },
+    "shared expert with another activation": {"shared": {"kind": "gated", "hidden": 64, "activation": "gelu"}},
+    "shared expert with biases": {"shared": {"kind": "gated", "hidden": 64, "bias": True}},
     "shared expert with a gate": {"shared": {"kind": "gated", "hidden": 40}, "shared_gate": True},
 }
 
@@ -36,7 +44,7 @@ def build_layer(options: dict[str, Any], dtype: torch.dtype) -> Any:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("rows", "has_norm"), [(1, False), (1, True), (2, True), (17, False), (64, False)])
+@pytest.mark.parametrize(("rows", "has_norm"), [(1, False), (1, True), (2, False), (2, True), (17, False), (64, False)])
 @pytest.mark.parametrize("name", LAYERS)
 @torch.no_grad()
 def test_fast_moe_equals_layer(name: str, rows: int, has_norm: bool, dtype: torch.dtype) -> None:

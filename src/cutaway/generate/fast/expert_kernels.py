@@ -3,6 +3,9 @@
 Dimensions: M rows, E experts, TOP_K selected experts per row, M · TOP_K pairs (row, selected expert). Expert weights
 are (E, N, K) for N outputs and K inputs. The first product of an expert computes h (pairs, N), the second one the
 partial sums (TOP_K, M, N) of the layer's output, each multiplied by its routing weight.
+
+A shared expert with SHARED times the hidden size of the others equals SHARED more experts with routing weight 1: with
+one row they are the pairs from TOP_K on. In its second weight, (N, SHARED · K), their columns follow each other.
 """
 
 import triton
@@ -79,12 +82,12 @@ def _apply_gate(gate, up, limit, alpha, ACT: tl.constexpr, CLAMPED: tl.constexpr
 
 @triton.jit
 def expert_gemv_kernel(
-    x_ptr, w_ptr, up_ptr, y_ptr, bias_ptr, up_bias_ptr, expert_ptr, weight_ptr, norm_weight_ptr, eps, limit, alpha, N,
-    K: tl.constexpr, FIRST: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr,
-    UNIT_OFFSET: tl.constexpr, ACT: tl.constexpr, CLAMPED: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    PDL: tl.constexpr,
+    x_ptr, w_ptr, up_ptr, shared_ptr, shared_up_ptr, y_ptr, bias_ptr, up_bias_ptr, expert_ptr, weight_ptr,
+    norm_weight_ptr, eps, limit, alpha, N, K: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr,
+    FIRST: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, UNIT_OFFSET: tl.constexpr,
+    ACT: tl.constexpr, CLAMPED: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One row of x: BN outputs of one selected expert per program.
+    """One row of x: BN outputs of one selected expert, or of a part of the shared expert, per program.
 
     FIRST: the first product, whose input is x for all experts, or its RMSNorm (NORM). Otherwise the second: x is h,
     (pairs, K), and the result is multiplied by the routing weight."""
@@ -93,8 +96,14 @@ def expert_gemv_kernel(
     k = tl.arange(0, BK)
     n_mask = n < N
     pdl_wait(PDL)
-    expert = tl.load(expert_ptr + pair).to(tl.int64)
-    offset = (expert * N + n)[:, None] * K + k[None, :]
+    expert = (pair - TOP_K).to(tl.int64)
+    if pair < TOP_K:
+        expert = tl.load(expert_ptr + pair).to(tl.int64)
+        row = expert * N + n
+    else:
+        w_ptr, up_ptr = shared_ptr, shared_up_ptr
+        row = expert * N + n if FIRST else n.to(tl.int64) * SHARED + expert
+    offset = row[:, None] * K + k[None, :]
     x_row = x_ptr if FIRST else x_ptr + pair * K
     acc = tl.zeros((BN, BK), tl.float32)
     sum_sq = tl.zeros((BK,), tl.float32)
@@ -126,7 +135,7 @@ def expert_gemv_kernel(
     elif FIRST:
         y = apply_activation(y, ACT)
     if not FIRST:
-        y *= tl.load(weight_ptr + pair)
+        y *= tl.load(weight_ptr + pair, mask=pair < TOP_K, other=1.0)
     tl.store(y_ptr + pair * N + n, y.to(y_ptr.dtype.element_ty), mask=n_mask)
 
 

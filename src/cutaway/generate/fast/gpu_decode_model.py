@@ -1,7 +1,8 @@
 """GPU decode model: Transformer blocks for one token per row, in seven Triton kernels per block.
 
 In prefill steps the rows are all tokens of the batch, cuBLAS computes the products, and attention is that of
-prefill_attention.py. A mixture of experts takes five kernels: see gpu_moe.py.
+prefill_attention.py. A mixture of experts takes five kernels: see gpu_moe.py. Latent attention takes six, or five with
+one row of up to 2,048 slots, and decode steps only: see latent_attention.py.
 
 A block computes x + o(attention(norm(x))), then x + down(act(up(norm(x)))). Kernels: norm + qkv; RoPE + cache write;
 attention over splits of the slots; combination of the splits; o; norm + up (with gate and activation); down. With
@@ -11,7 +12,8 @@ computes the next norm.
 
 import copy
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -27,10 +29,11 @@ from cutaway.generate.fast.gpu_linear import (
     split_k_linear,
 )
 from cutaway.generate.fast.gpu_moe import FastMoE, is_fast_moe
+from cutaway.generate.fast.latent_attention import LatentAttentionParams, latent_attention
 from cutaway.generate.fast.paged_attention import AttentionParams, paged_attention
 from cutaway.generate.fast.quantized_weights import LinearWeight, concat_linears, pack_weight
 from cutaway.model import Transformer
-from cutaway.model.attention import LayerContext, MultiHead, QueryKeyNorm
+from cutaway.model.attention import LatentAttention, LayerContext, MultiHead, QueryKeyNorm
 from cutaway.model.block import ParallelBlock
 from cutaway.model.ffn import MLP, GatedMLP
 from cutaway.model.kernels import Kernel
@@ -62,8 +65,9 @@ class PagedAttentionKernel(Kernel):
 class FastAttention:
     """Attention sublayer for one token per row: norm + qkv, RoPE + cache write, paged attention, output projection."""
 
-    def __init__(self, attention: MultiHead, norm: nn.Module, params: AttentionParams, *, bits: int | None) -> None:
+    def __init__(self, norm: nn.Module, params: AttentionParams, *, bits: int | None) -> None:
         self.norm, self.params = _norm_params(norm), params
+        attention = params.attention
         self.in_weight = pack_weight(concat_linears(attention.q, attention.k, attention.v), bits)
         self.out_weight = pack_weight(concat_linears(attention.o), bits)
 
@@ -72,14 +76,49 @@ class FastAttention:
 
         x: (M, d). If `norm` is None, x is not normalized here, and may be in the layout that a product with `in_weight`
         reads."""
-        layer, slot_mapping, position = context.cache, context.slot_mapping, context.prepared_mask
-        assert isinstance(layer, PagedLayerCache)
-        assert slot_mapping is not None
+        layer, slots = _cache_slots(context)
         cos = sin = None
         if context.rotate is not None:
             cos, sin = context.rotate.cos.contiguous(), context.rotate.sin.contiguous()
         qkv = fused_linear(x, self.in_weight, norm=norm)
-        return paged_attention(qkv, self.params, layer, slot_mapping.slots, position, cos, sin, self.out_weight)
+        return paged_attention(qkv, self.params, layer, slots, context.prepared_mask, cos, sin, self.out_weight)
+
+
+class FastLatentAttention:
+    """Latent attention sublayer for one token per row: norm + first products of q and kv, `latent_attention`, output
+    projection. A query latent has its norm and second product in between."""
+
+    def __init__(self, norm: nn.Module, params: LatentAttentionParams, *, bits: int | None) -> None:
+        self.norm, self.params = _norm_params(norm), params
+        attention = params.attention
+        q_in: Any = attention.q
+        self.q_norm: NormParams | None = None
+        self.q_up: LinearWeight | None = None
+        """Norm and second product of the query latent, if there is one."""
+        if not isinstance(q_in, nn.Linear):
+            q_in, q_norm, q_up = q_in
+            self.q_norm, self.q_up = _norm_params(q_norm), pack_weight(concat_linears(q_up), bits)
+        self.in_weight = pack_weight(concat_linears(q_in, attention.kv_down), bits)
+        self.out_weight = pack_weight(concat_linears(attention.o), bits)
+        self.kv_width = attention.kv_down.out_features
+
+    def forward_before_out_proj(self, x: Tensor, norm: NormParams | None, context: LayerContext) -> Tensor:
+        """Return z, the input of the output projection: see `FastAttention`."""
+        layer, slots = _cache_slots(context)
+        assert context.rotate is not None
+        cos, sin = context.rotate.cos.contiguous(), context.rotate.sin.contiguous()
+        y = fused_linear(x, self.in_weight, norm=norm)
+        q, kv = y[:, : -self.kv_width], y[:, -self.kv_width :]
+        if self.q_up is not None:
+            q = fused_linear(q, self.q_up, norm=self.q_norm)
+        return latent_attention(q, kv, self.params, layer, slots, context.prepared_mask, cos, sin, self.out_weight)
+
+
+def _cache_slots(context: LayerContext) -> tuple[PagedLayerCache, Tensor]:
+    """Cache of a layer, and the flat slots of the new tokens."""
+    assert isinstance(context.cache, PagedLayerCache)
+    assert context.slot_mapping is not None
+    return context.cache, context.slot_mapping.slots
 
 
 class FastFFN:
@@ -123,7 +162,7 @@ class _FastBranch(nn.Module):
 
     f: Any
 
-    def __init__(self, attention: MultiHead) -> None:
+    def __init__(self, attention: MultiHead | LatentAttention) -> None:
         super().__init__()
         kernel = attention.kernel
         self.f = nn.Module()
@@ -137,7 +176,7 @@ class FastBlock(nn.Module):
     def __init__(
         self,
         block: Any,
-        attention: FastAttention | None,
+        attention: FastAttention | FastLatentAttention | None,
         ffn: FastFFN | FastMoE | None,
         precomputed_norm: PrecomputedNorm,
     ) -> None:
@@ -146,7 +185,7 @@ class FastBlock(nn.Module):
         self.attn, self.cross = block.attn, getattr(block, "cross", None)
         if attention is not None:  # `Stack` takes the kernel of a layer from here
             self.attn = _FastBranch(block.attn.f)
-        self.next_attention: FastAttention | None = None
+        self.next_attention: FastAttention | FastLatentAttention | None = None
         """Attention of the next block, whose norm this block's last kernel can compute."""
 
     def forward(self, x: Tensor, context: LayerContext) -> Tensor:
@@ -172,8 +211,8 @@ class FastBlock(nn.Module):
         residual: Tensor,
         x: Tensor,
         branch: Any,
-        fast: FastAttention | FastFFN | FastMoE | None,
-        next_sublayer: FastAttention | FastFFN | FastMoE | None,
+        fast: FastAttention | FastLatentAttention | FastFFN | FastMoE | None,
+        next_sublayer: FastAttention | FastLatentAttention | FastFFN | FastMoE | None,
         *args: Any,
     ) -> Tensor:
         """Return residual + branch(x).
@@ -235,6 +274,23 @@ def build_gpu_decode_model(model: T, bits: int | None = None) -> T:
     return decode_model
 
 
+_decode_models: WeakKeyDictionary[Transformer, tuple[object, Transformer]] = WeakKeyDictionary()
+"""Variants without quantization of models, and the fingerprints of the models from which they were built."""
+
+
+def get_gpu_decode_model(model: T) -> T:
+    """The variant of `build_gpu_decode_model`, built again only if modules or weights of the model were replaced."""
+    modules = [(id(module), getattr(module, "eps", None)) for module in model.modules()]
+    fingerprint = modules, [parameter.data_ptr() for parameter in model.parameters()]
+    known, decode_model = _decode_models.get(model, (None, model))
+    if known != fingerprint:
+        decode_model = build_gpu_decode_model(model)
+        # Building it moves weights that are concatenated.
+        fingerprint = modules, [parameter.data_ptr() for parameter in model.parameters()]
+        _decode_models[model] = fingerprint, decode_model
+    return cast(T, decode_model)
+
+
 def _shallow_copy(module: M) -> M:
     """Copy of a module, in evaluation mode, with the same parameters and submodules. Others can be assigned to it."""
     new = copy.copy(module)
@@ -261,10 +317,11 @@ def _build_fast_block(
     parallel = isinstance(block, ParallelBlock)
     shared_norm = block.norm if _has_shared_norm(block) else None
     params = _attention_params(stack, layer, block.attn.f)
-    attention: FastAttention | None = None
+    attention: FastAttention | FastLatentAttention | None = None
     ffn: FastFFN | FastMoE | None = None
     if params is not None and _is_supported_norm(shared_norm or block.attn.norm_in):
-        attention = FastAttention(block.attn.f, shared_norm or block.attn.norm_in, params, bits=bits)
+        fast_class: Any = FastAttention if isinstance(params, AttentionParams) else FastLatentAttention
+        attention = fast_class(shared_norm or block.attn.norm_in, params, bits=bits)
     if _is_fast_ffn(block.ffn, shared_norm or block.ffn.norm_in):
         ffn = FastFFN(block.ffn.f, shared_norm or block.ffn.norm_in, bits=bits)
     elif is_fast_moe(block.ffn.f) and _is_supported_norm(block.ffn.norm_in) and not parallel:
@@ -288,8 +345,10 @@ def _is_fast_ffn(branch: Any, norm: nn.Module) -> bool:
     )
 
 
-def _attention_params(stack: Stack, layer: int, attention: nn.Module) -> AttentionParams | None:
+def _attention_params(stack: Stack, layer: int, attention: nn.Module) -> AttentionParams | LatentAttentionParams | None:
     """Parameters of the attention kernels for a layer, or None if the kernels do not support this layer."""
+    if type(attention) is LatentAttention:
+        return _latent_attention_params(stack, layer, attention)
     if type(attention) is not MultiHead or attention.clip_qkv is not None:
         return None
     name = stack.layer_position_keys[layer]
@@ -317,6 +376,18 @@ def _attention_params(stack: Stack, layer: int, attention: nn.Module) -> Attenti
     return AttentionParams(attention, q_norm, k_norm, stack.windows[layer], rotary_pairs, interleaved, alibi_slope)
 
 
+def _latent_attention_params(stack: Stack, layer: int, attention: LatentAttention) -> LatentAttentionParams | None:
+    """See `_attention_params`."""
+    q = attention.q
+    q_linears = [q[0], q[2]] if isinstance(q, nn.Sequential) else [q]
+    linears = [*q_linears, attention.kv_down, attention.kv_up, attention.o]
+    is_plain = all(isinstance(linear, nn.Linear) for linear in linears)
+    position = stack.positions[stack.layer_position_keys[layer]]
+    if not is_plain or attention.kv_up.weight.dtype == torch.float64 or not isinstance(position, Rope):
+        return None
+    return LatentAttentionParams(attention, stack.windows[layer], position.interleaved)
+
+
 def _is_supported_norm(norm: nn.Module) -> bool:
     has_weight = isinstance(norm, RMSNorm) or (isinstance(norm, LayerNorm) and norm.weight is not None)
     return has_weight or isinstance(norm, nn.Identity)
@@ -333,12 +404,13 @@ def _norm_params(norm: nn.Module) -> NormParams | None:
 def can_pack_prefill(model: Transformer) -> bool:
     """Whether the attention of all layers runs in the Triton kernels, as prefill steps without padding need it.
 
-    RoPE frequencies that depend on the length of the sequence need its keys in one pass."""
+    The kernels of latent attention are for decode steps only. RoPE frequencies that depend on the length of the
+    sequence need its keys in one pass."""
     stack = model.stacks["decoder"]
     ropes = [position for position in stack.positions.values() if isinstance(position, Rope)]
     if any(rope.switch_length is not None for rope in ropes):
         return False
-    return all(_has_fast_attention(stack, layer, block) for layer, block in enumerate(stack.blocks))
+    return all(_can_pack_attention(stack, layer, block) for layer, block in enumerate(stack.blocks))
 
 
 def loops_over_experts(model: Transformer) -> bool:
@@ -347,13 +419,13 @@ def loops_over_experts(model: Transformer) -> bool:
     return any(isinstance(block.block.ffn.f, MixtureOfExperts) and block.fast_ffn is None for block in blocks)
 
 
-def _has_fast_attention(stack: Stack, layer: int, block: Any) -> bool:
-    """Whether `_build_fast_block` builds the attention of a block."""
+def _can_pack_attention(stack: Stack, layer: int, block: Any) -> bool:
+    """Whether `_build_fast_block` builds the attention of a block as `FastAttention`."""
     shared_norm = block.norm if _has_shared_norm(block) else None
     is_supported = _is_supported_norm(shared_norm or block.attn.norm_in)
     if isinstance(block, ParallelBlock):
         is_supported = is_supported and _is_fast_ffn(block.ffn, shared_norm or block.ffn.norm_in)
-    return is_supported and _attention_params(stack, layer, block.attn.f) is not None
+    return is_supported and isinstance(_attention_params(stack, layer, block.attn.f), AttentionParams)
 
 
 def can_build_gpu_decode_model(model: Transformer, cache: BatchKVCache) -> bool:

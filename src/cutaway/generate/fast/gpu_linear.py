@@ -131,20 +131,21 @@ def fused_linear(
     return y
 
 
-def split_k_linear(x: Tensor, weight: LinearWeight) -> Tensor:
+def split_k_linear(x: Tensor, weight: LinearWeight, out: Tensor | None = None) -> Tensor:
     """Return x·Wᵀ + b as partial sums over splits of K, (splits, M, N) in fp32. The first split includes b.
 
     The splits let a W with few rows occupy all SMs. With packed weights, x must have more than one row. Above MAX_ROWS
-    rows there is one split, in the dtype of x.
+    rows there is one split, in the dtype of x. `out`: where up to MAX_ROWS rows are written, for `num_k_splits` splits.
     """
     rows = x.shape[-2]
     x = _prepare_input(x, weight, None)
     if rows > MAX_ROWS:
         return F.linear(x, weight.values, weight.bias).unsqueeze(0)
-    splits = _num_splits(weight)
-    y = torch.empty(splits, rows, weight.out_features, dtype=torch.float32, device=x.device)
-    _launch_small_batch(x, weight, y, rows, weight.out_features, splits, {"ACT": 0, "GATED": False, "LAYOUT": 1})
-    return y
+    splits = num_k_splits(weight)
+    if out is None:
+        out = torch.empty(splits, rows, weight.out_features, dtype=torch.float32, device=x.device)
+    _launch_small_batch(x, weight, out, rows, weight.out_features, splits, {"ACT": 0, "GATED": False, "LAYOUT": 1})
+    return out
 
 
 def _apply_activation(x: Tensor, act: str, *, gated: bool) -> Tensor:
@@ -213,7 +214,7 @@ def _words_per_group(weight: LinearWeight) -> int:
     return 0 if weight.scale.ndim == 1 else GROUP_SIZE * weight.bits // 32
 
 
-def _num_splits(weight: LinearWeight) -> int:
+def num_k_splits(weight: LinearWeight) -> int:
     """Number of splits of K, at most 4: doubled until there are enough programs for all SMs."""
     splits, columns = 1, weight.values.shape[1]
     while splits < 4 and weight.out_features // 64 * splits < 200 and columns % (256 * splits) == 0:

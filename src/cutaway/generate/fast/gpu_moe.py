@@ -13,6 +13,7 @@ from cutaway.generate.fast.gpu_linear import (
     NormParams,
     fused_add_norm,
     fused_linear,
+    num_k_splits,
     split_k_linear,
 )
 from cutaway.generate.fast.linear_kernels import PDL, pdl_options
@@ -31,7 +32,9 @@ class FastMoE:
         self.router_weight = LinearWeight(moe.router.weight.data, moe.router.bias)
         self.shared: Any = moe.shared
         if self.shared is not None:
-            self.shared_in, self.shared_out = _concat_ffn(self.shared)
+            self.shared_in = concat_linears(*_first_linears(self.shared))
+            self.shared_out = concat_linears(self.shared.down)  # type: ignore[arg-type]
+        self.shared_equals_experts = _shared_equals_experts(moe)
 
     def partial_sums(self, x: Tensor, norm: NormParams | None) -> Tensor:
         """Terms of the layer's output, (terms, M, d) in fp32. If `norm` is None, x (M, d) is already normalized."""
@@ -40,20 +43,32 @@ class FastMoE:
             x, norm = fused_add_norm(x.contiguous(), None, norm)[1], None
         logits = fused_linear(x, self.router_weight, norm=norm, dtype=torch.float32)
         weights, experts = route(self.moe.router, logits)
-        terms = expert_ffn(self.moe.experts, x, norm, weights, experts)
-        if self.shared is None:
-            return terms
+        if self.shared is None or (len(x) == 1 and self.shared_equals_experts):
+            return expert_ffn(self.moe.experts, x, norm, weights, experts, self.shared)
+        top_k, splits = self.moe.router.top_k, num_k_splits(self.shared_out)
+        terms = torch.empty(top_k + splits, *x.shape, dtype=torch.float32, device=x.device)
+        expert_ffn(self.moe.experts, x, norm, weights, experts, out=terms[:top_k])
         name = ACTIVATION_NAMES[self.shared.act]
         z = fused_linear(x, self.shared_in, norm=norm, act=name, gated=isinstance(self.shared, GatedMLP))
         if self.moe.shared_gate is not None:  # down(z) · g = down(z · g), because `down` has no bias
             z = z * torch.sigmoid(self.moe.shared_gate(x))
-        return torch.cat((terms, split_k_linear(z, self.shared_out)))
+        split_k_linear(z, self.shared_out, terms[top_k:])
+        return terms
 
 
-def _concat_ffn(ffn: Any) -> tuple[LinearWeight, LinearWeight]:
-    """Weights of the first and the second product of a dense FFN."""
-    ins = [ffn.gate, ffn.up] if hasattr(ffn, "gate") else [ffn.up]
-    return concat_linears(*ins), concat_linears(ffn.down)
+def _first_linears(ffn: Any) -> list[Any]:
+    """Linear layers of an FFN's first product."""
+    return [ffn.gate, ffn.up] if isinstance(ffn, GatedMLP) else [ffn.up]
+
+
+def _shared_equals_experts(moe: MixtureOfExperts) -> bool:
+    """Whether the shared expert equals one or more experts, without biases, whose routing weight is 1."""
+    experts: Any = moe.experts
+    shared: Any = moe.shared
+    if type(shared) is not type(experts) or shared.act is not experts.act or moe.shared_gate is not None:
+        return False
+    has_bias = any(ffn.up.bias is not None or ffn.down.bias is not None for ffn in (experts, shared))
+    return not has_bias and shared.down.weight.shape[1] % experts.down.weight.shape[2] == 0
 
 
 def route(router: Router, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -75,48 +90,61 @@ def route(router: Router, logits: Tensor) -> tuple[Tensor, Tensor]:
     return weights, experts
 
 
-def expert_ffn(ffn: Any, x: Tensor, norm: NormParams | None, weights: Tensor, experts: Tensor) -> Tensor:
+def expert_ffn(
+    ffn: Any,
+    x: Tensor,
+    norm: NormParams | None,
+    weights: Tensor,
+    experts: Tensor,
+    shared: Any = None,
+    out: Tensor | None = None,
+) -> Tensor:
     """Outputs of the selected experts times their routing weights: (k, M, d) in fp32, for x: (M, d).
 
-    An RMSNorm `norm` of x is supported for one row only."""
+    `norm`, an RMSNorm of x, and `shared` are supported for one row only. `shared` is a shared expert with a multiple of
+    the experts' hidden size; the parts of its output follow those of the selected experts. `out`: the result."""
     rows, top_k = experts.shape
-    gated = isinstance(ffn, GatedMLP)
-    first = ffn.gate if gated else ffn.up
-    hidden, width = first.weight.shape[1:]
-    h = torch.empty(rows * top_k, hidden, dtype=x.dtype, device=x.device)
-    y = torch.empty(top_k, rows, width, dtype=torch.float32, device=x.device)
+    first = _first_linears(ffn)
+    hidden, width = first[0].weight.shape[1:]
+    num_shared = 0 if shared is None else len(shared.up.weight) // hidden
+    h = torch.empty(rows * top_k + num_shared, hidden, dtype=x.dtype, device=x.device)
+    if out is None:
+        out = torch.empty(top_k + num_shared, rows, width, dtype=torch.float32, device=x.device)
+    shared_first, shared_second = (first, ffn.down) if shared is None else (_first_linears(shared), shared.down)
     clamped = isinstance(ffn, ClampedSwiGLUMLP)
     act = {"ACT": 0 if clamped else ACTIVATION_IDS[ACTIVATION_NAMES[ffn.act]], "CLAMPED": clamped}
     limits = (ffn.limit, ffn.alpha) if isinstance(ffn, ClampedSwiGLUMLP) else (0.0, 0.0)
-    _launch_expert_product(
-        x, norm, first, ffn.up if gated else None, h, weights, experts, limits, {"FIRST": True, "GATED": gated, **act}
-    )
-    second = {"FIRST": False, "GATED": False, "ACT": 0, "CLAMPED": False}
-    _launch_expert_product(h, None, ffn.down, None, y, weights, experts, (0.0, 0.0), second)
-    return y
+    options = {"FIRST": True, "GATED": isinstance(ffn, GatedMLP), **act}
+    _launch_expert_product(x, norm, first, shared_first, h, weights, experts, limits, options)
+    options = {"FIRST": False, "GATED": False, "ACT": 0, "CLAMPED": False}
+    _launch_expert_product(h, None, [ffn.down], [shared_second], out, weights, experts, (0.0, 0.0), options)
+    return out
 
 
 def _launch_expert_product(
     x: Tensor,
     norm: NormParams | None,
-    linear: GroupedLinear,
-    up: GroupedLinear | None,
+    linears: list[GroupedLinear],
+    shared_linears: list[Any],
     y: Tensor,
     weights: Tensor,
     experts: Tensor,
     limits: tuple[float, float],
     options: dict[str, int],
 ) -> None:
+    """`linears`: gate and up of a gated first product, otherwise one layer. `shared_linears`: those of the shared
+    expert, which the kernel reads if y has more than k rows."""
+    linear, up = linears[0], linears[-1]
     num_experts, out_features, in_features = linear.weight.shape
     rows, top_k = experts.shape
-    bias, up_weight = (x if linear.bias is None else linear.bias), (linear.weight if up is None else up.weight)
-    up_bias = x if up is None or up.bias is None else up.bias
+    bias, up_bias = (x if layer.bias is None else layer.bias for layer in (linear, up))
     options = options | {"BIAS": linear.bias is not None, "PDL": PDL} | pdl_options()
     if rows == 1:
-        block_n = 4
-        expert_gemv_kernel[(triton.cdiv(out_features, block_n), top_k)](
-            x, linear.weight, up_weight, y, bias, up_bias, experts, weights, x if norm is None else norm.weight,
-            0.0 if norm is None else norm.eps, limits[0], limits[1], out_features, in_features, NORM=norm is not None,
+        block_n, num_pairs = 4, len(y)
+        expert_gemv_kernel[(triton.cdiv(out_features, block_n), num_pairs)](
+            x, linear.weight, up.weight, shared_linears[0].weight, shared_linears[-1].weight, y, bias, up_bias, experts,
+            weights, x if norm is None else norm.weight, 0.0 if norm is None else norm.eps, limits[0], limits[1],
+            out_features, in_features, TOP_K=top_k, SHARED=num_pairs - top_k, NORM=norm is not None,
             UNIT_OFFSET=norm is not None and norm.unit_offset, BN=block_n,
             BK=min(1024, triton.next_power_of_2(in_features)), num_warps=4, **options,
         )  # fmt: skip
@@ -124,7 +152,7 @@ def _launch_expert_product(
     assert norm is None
     exact = x.dtype == torch.float32
     expert_gemm_kernel[(triton.cdiv(out_features, 64), num_experts)](
-        x, linear.weight, up_weight, y, bias, up_bias, experts, weights, limits[0], limits[1], rows, out_features,
+        x, linear.weight, up.weight, y, bias, up_bias, experts, weights, limits[0], limits[1], rows, out_features,
         in_features, TOP_K=top_k, BP=triton.next_power_of_2(rows * top_k), BM=16, BN=64,
         BK=min(32 if exact else 128, max(16, triton.next_power_of_2(in_features))), STAGES=3, EXACT=exact, num_warps=4,
         **options,

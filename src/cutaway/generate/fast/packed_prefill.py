@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from cutaway.generate.engine.kv_cache import BatchKVCache
 from cutaway.generate.fast.cuda_graphs import PrefillGraphRunner
-from cutaway.generate.fast.gpu_decode_model import build_gpu_decode_model
+from cutaway.generate.fast.gpu_decode_model import get_gpu_decode_model
 from cutaway.generate.fast.prefill_attention import TILE_SIZE
 from cutaway.model import DecoderOnly
 from cutaway.model.masks import EMPTY_POSITION
@@ -80,7 +80,7 @@ class PackedPrefill:
 
     @cached_property
     def decode_model(self) -> DecoderOnly:
-        return build_gpu_decode_model(self.model)
+        return get_gpu_decode_model(self.model)
 
     def __call__(
         self, first_row: int, chunks: Sequence[Sequence[int]], num_computed: Sequence[int]

@@ -235,7 +235,7 @@ def paged_attention(
     if layer.query_tiles is not None:
         window, tiles = params.window, layer.query_tiles
         return prefill_attention(q, attention, layer, tiles, window=window, alibi_slope=params.alibi_slope)
-    splits = _num_splits(rows * kv_heads, num_slots)
+    splits = num_splits(rows * kv_heads, num_slots)
     page_size, block_slots = key_buffer.values.shape[1], BLOCK_SLOTS
     tile_in_page = has_whole_tiles(layer, block_slots, params.window)
     split_z = torch.empty(rows, num_heads, splits, d_head, dtype=torch.float32, device=q.device)
@@ -259,7 +259,7 @@ def paged_attention(
     return z
 
 
-def _num_splits(num_programs: int, num_slots: int) -> int:
+def num_splits(num_programs: int, num_slots: int) -> int:
     """Number of splits of a row's slots, for about 264 programs (two per SM of an H200) of about 128 slots or more."""
     max_splits = triton.next_power_of_2(-(-num_slots // 128))
     return max(1, min(64, triton.next_power_of_2(-(-264 // num_programs)), max_splits))

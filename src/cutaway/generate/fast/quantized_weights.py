@@ -40,38 +40,40 @@ class LinearWeight:
 
 
 def concat_linears(*layers: nn.Linear) -> LinearWeight:
-    """Concatenate the layers' weights along the output dimension.
+    """Concatenate the layers' weights and biases along the output dimension.
 
-    The layers' own weights become views of the result, so that no weight is stored twice.
+    The layers' own weights and biases become views of the result, so that nothing is stored twice and later changes of
+    their values apply to both.
     """
-    with torch.no_grad():
-        if len(layers) == 1:
-            values = layers[0].weight.data
-        elif _are_concatenated(layers):
-            values = layers[0].weight.data
-            values = values.as_strided((sum(layer.out_features for layer in layers), values.shape[1]), values.stride())
-        else:
-            values = torch.cat([layer.weight for layer in layers])
-            start = 0
-            for layer in layers:
-                layer.weight.data = values[start : start + layer.out_features]
-                start += layer.out_features
-        if all(layer.bias is None for layer in layers):
-            return LinearWeight(values)
-        biases: list[Tensor] = [
-            values.new_zeros(layer.out_features) if layer.bias is None else layer.bias for layer in layers
-        ]
-        return LinearWeight(values, torch.cat(biases))
+    if len(layers) == 1:
+        return LinearWeight(layers[0].weight.data, None if layers[0].bias is None else layers[0].bias.data)
+    weight = _concat([layer.weight for layer in layers])
+    if all(layer.bias is None for layer in layers):
+        return LinearWeight(weight)
+    biases = [layer.bias if layer.bias is not None else weight.new_zeros(layer.out_features) for layer in layers]
+    return LinearWeight(weight, _concat(biases))
 
 
-def _are_concatenated(layers: Sequence[nn.Linear]) -> bool:
-    """Whether the layers' weights are already views of one matrix, one after the other."""
+@torch.no_grad()
+def _concat(tensors: Sequence[Tensor]) -> Tensor:
+    """Concatenate tensors along dim 0, and make them views of the result, unless they already are."""
+    first = tensors[0].data
+    if _are_concatenated(tensors):
+        return first.as_strided((sum(map(len, tensors)), *first.shape[1:]), first.stride())
+    result = torch.cat([tensor.data for tensor in tensors])
+    for tensor, part in zip(tensors, result.split(list(map(len, tensors))), strict=True):
+        tensor.data = part
+    return result
+
+
+def _are_concatenated(tensors: Sequence[Tensor]) -> bool:
+    """Whether the tensors are already views of one tensor, one after the other."""
     return all(
-        first.weight.untyped_storage().data_ptr() == second.weight.untyped_storage().data_ptr()
-        and first.weight.is_contiguous()
-        and second.weight.is_contiguous()
-        and first.weight.data_ptr() + first.weight.nbytes == second.weight.data_ptr()
-        for first, second in pairwise(layers)
+        first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+        and first.is_contiguous()
+        and second.is_contiguous()
+        and first.data_ptr() + first.nbytes == second.data_ptr()
+        for first, second in pairwise(tensors)
     )
 
 
