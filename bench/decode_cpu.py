@@ -9,15 +9,14 @@ bytes of the weights divided by the measured read bandwidth.
 
 import argparse
 import importlib
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
+from report import save_rows
 
 import cutaway as ct
 from cutaway.generate import Engine, EngineConfig, SamplingParams
@@ -71,11 +70,12 @@ def main() -> None:
     model: Any = ct.build("gpt2", seed=0)
     runners = {
         "transformers fp32": build_transformers_runner(),
-        "fp32": build_cutaway_runner(model, compile=False),
+        "fp32": build_cutaway_runner(model),
+        "fp32, without kernels": build_cutaway_runner(model, compile=False),
         "fp32, compiled": build_cutaway_runner(model, compile=True),
-        "16 bits": build_cutaway_runner(model, weight_bits=16, compile=False),
-        "8 bits": build_cutaway_runner(model, weight_bits=8, compile=False),
-        "8 bits, compiled": build_cutaway_runner(model, weight_bits=8, compile=True),
+        "16 bits": build_cutaway_runner(model, weight_bits=16),
+        "8 bits": build_cutaway_runner(model, weight_bits=8),
+        "4 bits": build_cutaway_runner(model, weight_bits=4),
     }
     for name, runner in runners.items():
         start = time.perf_counter()
@@ -111,8 +111,7 @@ def main() -> None:
     sys.stdout.write(
         f"fp32 limit by read bandwidth: {limit:.2f} ms per token; transformers reaches {limit / baseline:.0%} of it\n"
     )
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    save_rows(arguments.json, rows, limit_ms=limit)
 
 
 if __name__ == "__main__":

@@ -15,8 +15,9 @@ ALLOWED_IMPORTS = {
     "size": {"config"},
     "model": {"config"},
     "tokenizer": set(),
-    "families": {"config", "model", "tokenizer"},
-    "generate": {"config", "size", "model", "tokenizer"},
+    "cpu_kernels": set(),
+    "families": {"config", "model", "tokenizer", "cpu_kernels"},
+    "generate": {"config", "size", "model", "tokenizer", "cpu_kernels"},
     "evaluate": {"config", "size", "model", "tokenizer", "generate"},
     # Family tables map module names of transformers models, which lens uses to trace them.
     "lens": {"config", "size", "model", "families", "evaluate"},

@@ -40,8 +40,9 @@ def load_checkpoint(
     adapters: "AdapterSources | None" = None,
     device_map: str | None = None,
     tensor_parallel_size: int = 1,
+    dequantize: bool = True,
 ) -> "Checkpoint":
-    """Load a checkpoint in eval mode. For `adapters`, `device_map` and `tensor_parallel_size`, see `ct.load`.
+    """Load a checkpoint in eval mode. For `adapters` and the arguments after it, see `ct.load`.
 
     On a CPU without native bfloat16, the 16-bit weights of models with up to 2³⁰ parameters are converted to float32,
     unless `dtype` or `keep_dtype` is set.
@@ -59,6 +60,7 @@ def load_checkpoint(
             dtype=to_torch_dtype(dtype),
             device_map=device_map,
             tensor_parallel_size=tensor_parallel_size,
+            dequantize=dequantize,
             progress=progress,
         )
     if dtype is None and not keep_dtype and should_upcast_on_cpu(checkpoint.model) and not has_native_bf16():

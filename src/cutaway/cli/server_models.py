@@ -103,7 +103,13 @@ def load_engines(
     checkpoints = []
     for source, model_adapters in zip(sources, adapters, strict=True):
         checkpoint = load_checkpoint(
-            source, device, dtype, quiet=quiet, device_map=device_map, tensor_parallel_size=tensor_parallel_size
+            source,
+            device,
+            dtype,
+            quiet=quiet,
+            device_map=device_map,
+            tensor_parallel_size=tensor_parallel_size,
+            dequantize=weight_bits is not None,
         )
         active = checkpoint.model.active_adapter
         checkpoint = add_adapters(checkpoint, model_adapters)

@@ -49,6 +49,7 @@ def load(
     device_map: str | None = None,
     max_memory: MaxMemory | None = None,
     tensor_parallel_size: int = 1,
+    dequantize: bool = True,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Checkpoint:
     """Load a checkpoint: a transformers or cutaway directory, a training run, a .gguf file, a PEFT adapter or a Hub id.
@@ -69,9 +70,13 @@ def load(
     them to the GPU; `load_report` says how many bytes and how fast. Without a GPU, all weights are in CPU memory.
     `tensor_parallel_size`: number of processes, started by torchrun, over which the model is split for inference. Each
     process reads its own part of the weights, and all of them call the model or `ct.generate` with the same arguments.
+    `dequantize=False` keeps the matrices of a quantized GGUF file packed, if the device is the CPU: the model takes as
+    much memory as the file, and generates faster. Packed weights cannot be changed, so that this is for inference.
     `progress(done, total)` is called after each loaded tensor.
     """
-    options = LoadOptions(device, dtype, check_finite, progress, tensor_parallel_size, device_map, max_memory)
+    options = LoadOptions(
+        device, dtype, check_finite, progress, tensor_parallel_size, device_map, max_memory, dequantize
+    )
     if adapters is not None:
         return _load_with_adapters(source, name_adapters(adapters), options)
     path = resolve_checkpoint_path(source)

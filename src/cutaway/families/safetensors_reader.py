@@ -40,6 +40,8 @@ class TensorInfo:
     dtype: torch.dtype
     quantization: str = ""
     """Quantization type, or '' if the tensor is not quantized."""
+    is_packed: bool = False
+    """Whether the tensor is read as a `QuantizedTensor`, not dequantized."""
 
     @property
     def storage_type(self) -> str:

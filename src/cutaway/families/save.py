@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from cutaway.config import Config, EmbeddingHead, SequenceClassificationHead
+from cutaway.cpu_kernels.quantized_tensor import QuantizedTensor
 from cutaway.errors import InputError, WeightError
 from cutaway.families.checkpoint import Checkpoint
 from cutaway.families.config_tree import diff_configs
@@ -238,6 +239,7 @@ def export_weights(family: Family, model: Transformer) -> Iterator[ExportedTenso
 
         def convert(conversion: TensorConversion = conversion) -> list[Tensor]:
             tensors = [state[name].detach() for name in conversion.model_keys]
+            tensors = [tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor for tensor in tensors]
             return [tensor.contiguous().cpu() for tensor in conversion.op.to_checkpoint(tensors, conversion.d_head)]
 
         size = sum(state[name].numel() * state[name].itemsize for name in conversion.model_keys)

@@ -21,6 +21,11 @@ QKV = ("attn.f.q", "attn.f.k", "attn.f.v")
 class ConversionOp(ABC):
     """Invertible conversion between checkpoint tensors and model tensors."""
 
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether `to_model` only selects and reorders rows of one matrix, so that it applies to packed rows, too."""
+        return False
+
     @abstractmethod
     def to_model(self, tensors: "Tensors", model_shapes: Shapes, d_head: int) -> "list[Tensor]":
         """Convert checkpoint tensors to model tensors of `model_shapes`. `d_head` is the layer's head dimension."""
@@ -33,6 +38,8 @@ class ConversionOp(ABC):
 @dataclass(frozen=True)
 class Identity(ConversionOp):
     """No conversion: the checkpoint stores the model tensors unchanged."""
+
+    keeps_rows = True
 
     def to_model(self, tensors: "Tensors", model_shapes: Shapes, d_head: int) -> "list[Tensor]":
         return list(tensors)
@@ -57,6 +64,10 @@ class Split(ConversionOp):
 
     transposed: bool = False
     dim: int = 0
+
+    @property
+    def keeps_rows(self) -> bool:
+        return not self.transposed and self.dim == 0
 
     def to_model(self, tensors: "Tensors", model_shapes: Shapes, d_head: int) -> "list[Tensor]":
         import torch
@@ -169,6 +180,8 @@ class SubtractOffset(ConversionOp):
 
 class PermuteForRope(ConversionOp):
     """The checkpoint has RoPE pairs (0, 1), (2, 3) … in the rows of a head; the model has (0, d/2), (1, d/2 + 1) …"""
+
+    keeps_rows = True
 
     def to_model(self, tensors: "Tensors", model_shapes: Shapes, d_head: int) -> "list[Tensor]":
         return [_unflatten_first_dim(t, -1, d_head // 2, 2).transpose(1, 2).flatten(0, 2) for t in tensors]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from cutaway.argument_checks import check_positive_int, resolve_device
 from cutaway.config import Config, EmbeddingHead, LMHead
+from cutaway.cpu_kernels.quantized_tensor import QuantizedTensor, convert_rows, dequantize_rows
 from cutaway.errors import ConfigError, InputError, WeightError
 from cutaway.families.family import Family, HFConfig, Parsed
 from cutaway.families.load_plan import LoadPlan, TensorConversion, build_load_plan, rename_legacy_key
@@ -48,6 +49,7 @@ class LoadOptions:
     tensor_parallel_size: int = 1
     device_map: str | None = None
     max_memory: MaxMemory | None = None
+    dequantize: bool = True
 
 
 def load_model(
@@ -269,9 +271,18 @@ def _load_weights(
         model_keys, keys = conversion.model_keys, [file_keys[name] for name in conversion.checkpoint_keys]
         dtype, device = state[model_keys[0]].dtype, placement.device_of(model_keys[0])
         is_sliced = any(name in slices for name in model_keys)
-        if isinstance(conversion.op, Identity) and reader.tensor_infos[keys[0]].dtype != dtype and not is_sliced:
+        info = reader.tensor_infos[keys[0]]
+        if isinstance(conversion.op, Identity) and info.dtype != dtype and not info.is_packed and not is_sliced:
             return [(model_keys[0], _load_converted(reader, keys[0], dtype, device, check_finite))]
         stored = [reader.read_tensor(key) if is_sliced else check_finite(key, reader.read_tensor(key)) for key in keys]
+        packed = stored[0]
+        if isinstance(packed, QuantizedTensor) and conversion.op.keeps_rows and device.type == "cpu" and not is_sliced:
+            shapes_of_parts = [shapes[name] for name in model_keys]
+            parts = convert_rows(
+                packed, lambda rows: conversion.op.to_model([rows], shapes_of_parts, conversion.d_head)
+            )
+            return [(name, part.to(dtype)) for name, part in zip(model_keys, parts, strict=True)]
+        stored = [tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor for tensor in stored]
         converted = conversion.op.to_model(stored, [shapes[name] for name in model_keys], conversion.d_head)
         loaded = []
         for name, source in zip(model_keys, converted, strict=True):
@@ -330,7 +341,8 @@ def set_module_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
     module = model.get_submodule(path)
     old = module._parameters.get(leaf)
     if old is not None:
-        module._parameters[leaf] = nn.Parameter(tensor, requires_grad=old.requires_grad)
+        requires_grad = old.requires_grad and not isinstance(tensor, QuantizedTensor)
+        module._parameters[leaf] = nn.Parameter(tensor, requires_grad=requires_grad)
     else:
         module._buffers[leaf] = tensor
 
@@ -349,7 +361,10 @@ def _check_finite(name: str, tensor: Tensor) -> Tensor:
     For speed, only the sum of the elements is checked first. The sum of finite elements can overflow, so a sum that is
     not finite is followed by a check of each element.
     """
-    if tensor.itemsize == 1 and tensor.is_floating_point():
+    if isinstance(tensor, QuantizedTensor):
+        for rows in torch.split(tensor.blocks, max(1, _CONVERSION_CHUNK_NUMEL // tensor.shape[1])):
+            _check_finite(name, dequantize_rows(rows, tensor.format))
+    elif tensor.itemsize == 1 and tensor.is_floating_point():
         _check_finite(name, tensor.float())  # torch has no sum for fp8
     elif tensor.is_floating_point() and not torch.isfinite(tensor.sum()):
         num_bad = int((~torch.isfinite(tensor)).sum())

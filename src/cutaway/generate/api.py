@@ -63,7 +63,7 @@ def generate(
     `beams`: use beam search with this many beams, instead of sampling.
     `draft_model`: use speculative decoding. This smaller model, or n-gram lookup for 'ngram', proposes up to
     `num_draft_tokens` tokens per step, and the model verifies them in one forward pass.
-    `weight_bits`: 16, 8 or 4 bits per weight in decode steps; 4 needs a GPU. The default is the model's dtype.
+    `weight_bits`: 16, 8 or 4 bits per weight in decode steps. The default is the model's dtype.
     `compile`: whether to use fast decode steps (CUDA graphs on a GPU, torch.compile on the CPU). True: from the first
     step on. False: never. None: on a GPU, as soon as they are expected to save more time than their warm-up takes; on
     the CPU, never.

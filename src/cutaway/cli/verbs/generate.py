@@ -173,10 +173,11 @@ def generate(
         adapters=adapter,
         device_map=device_map,
         tensor_parallel_size=num_processes,
+        dequantize=weight_bits is not None or bool(compile),
     )
     draft: Checkpoint | str | None = draft_model
     if draft_model is not None and draft_model != "ngram":
-        draft = load_checkpoint(draft_model, device, dtype, quiet=as_json)
+        draft = load_checkpoint(draft_model, device, dtype, quiet=as_json, dequantize=False)
     engine_options: GenerateOptions = {
         "max_model_len": max_len,
         "max_num_seqs": max_num_seqs,

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cutaway.cpu_kernels.quantized_tensor import BLOCK_FORMATS, QuantizedTensor, quantize_blocks
 from cutaway.errors import InputError, WeightError
 from cutaway.families.safetensors_reader import TensorInfo
 from cutaway.families.save import ExportedTensors
@@ -78,10 +79,13 @@ class _HeaderReader:
 
 
 class GGUFFile:
-    """A GGUF file: metadata, and tensors that are dequantized on reading (a `TensorReader`)."""
+    """A GGUF file: metadata, and tensors (a `TensorReader`).
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    Quantized tensors are dequantized on reading, or with dequantize=False, matrices in the formats of `BLOCK_FORMATS`
+    are memory-mapped as `QuantizedTensor`."""
+
+    def __init__(self, path: Path, *, dequantize: bool = True) -> None:
+        self.path, self.dequantize = path, dequantize
         self.metadata: dict[str, Any] = {}
         self.tensor_infos: dict[str, TensorInfo] = {}
         self.locations: dict[str, tuple[int, int, int]] = {}
@@ -143,13 +147,18 @@ class GGUFFile:
         if start + length > size:
             raise WeightError(f"tensor '{name}' extends past the end of the file")
         type_name = "" if ggml_type in _UNQUANTIZED_DTYPES else quantization.name
-        self.tensor_infos[name] = TensorInfo(shape, _UNQUANTIZED_DTYPES.get(ggml_type, torch.float32), type_name)
+        is_packed = not self.dequantize and type_name in BLOCK_FORMATS and len(shape) == 2
+        dtype = _UNQUANTIZED_DTYPES.get(ggml_type, torch.float32)
+        self.tensor_infos[name] = TensorInfo(shape, dtype, type_name, is_packed)
         self.locations[name] = start, length, ggml_type
 
     def read_tensor(self, name: str) -> Tensor:
-        """Read one tensor, dequantized in chunks of rows."""
+        """Read one tensor. Unless it stays packed, it is dequantized in chunks of rows."""
         start, length, ggml_type = self.locations[name]
         info = self.tensor_infos[name]
+        if info.is_packed:  # copy-on-write, because PyTorch warns of arrays that are not writable
+            mapped = np.memmap(self.path, np.uint8, "c", start, (info.shape[0], length // info.shape[0]))
+            return QuantizedTensor(torch.from_numpy(mapped), BLOCK_FORMATS[info.quantization])
         packed = np.fromfile(self.path, np.uint8, length, offset=start)
         if len(packed) != length:
             raise WeightError(f"'{self.path.name}' was truncated within tensor '{name}'; load it again")
@@ -168,7 +177,9 @@ class GGUFFile:
         """Do nothing, because tensors that were read are not cached."""
 
 
-GGML_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q5_1": 7, "q5_0": 6, "q4_1": 3, "q4_0": 2}
+GGML_TYPES = {
+    "f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q6_k": 14, "q5_1": 7, "q5_0": 6, "q4_k": 12, "q4_1": 3, "q4_0": 2,
+}  # fmt: skip
 """Name of a quantization type that can be written → its number in GGUF."""
 
 
@@ -216,13 +227,24 @@ def write_gguf(
 def _add_tensor(gguf: Any, writer: Any, name: str, tensor: Tensor, quantization: str | None) -> None:
     stored_type = {torch.float16: "f16", torch.bfloat16: "bf16"}.get(tensor.dtype, "f32")
     ggml_type = gguf.GGMLQuantizationType(GGML_TYPES[quantization or stored_type])
+    if ggml_type.name.endswith("_K") and tensor.shape[-1] % gguf.GGML_QUANT_SIZES[ggml_type][0]:  # as llama.cpp
+        ggml_type = gguf.GGMLQuantizationType(GGML_TYPES["q8_0" if quantization == "q6_k" else "q5_0"])
     if tensor.ndim < 2 or tensor.shape[-1] % gguf.GGML_QUANT_SIZES[ggml_type][0]:
         ggml_type = gguf.GGMLQuantizationType(0)
     values = tensor.float().numpy()
     if not np.isfinite(values).all():
         raise WeightError(f"'{name}' has NaN or infinite values, which cannot be loaded; nothing is saved")
     with np.errstate(over="ignore"):
-        packed = values if ggml_type == 0 else gguf.quants.quantize(values, ggml_type)
+        packed = values if ggml_type == 0 else _quantize(gguf, values, ggml_type)
     if ggml_type == 1 and not np.isfinite(packed).all():
         raise WeightError(f"'{name}' has values outside of the range of f16; nothing is saved; use bf16 or f32")
     writer.add_tensor(name, packed, raw_shape=packed.shape, raw_dtype=ggml_type)
+
+
+def _quantize(gguf: Any, values: np.ndarray[Any, Any], ggml_type: Any) -> np.ndarray[Any, Any]:
+    """Packed rows of a tensor. The gguf package does not write k-quants."""
+    if not ggml_type.name.endswith("_K"):
+        packed: np.ndarray[Any, Any] = gguf.quants.quantize(values, ggml_type)
+        return packed
+    blocks = quantize_blocks(torch.from_numpy(values).flatten(0, -2), BLOCK_FORMATS[ggml_type.name]).blocks
+    return blocks.numpy().reshape(*values.shape[:-1], -1)

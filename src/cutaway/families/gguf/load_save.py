@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from cutaway.argument_checks import resolve_device
 from cutaway.config import Config, LMHead, to_dict
 from cutaway.config import config as read_config
 from cutaway.config.serialization import map_dicts
+from cutaway.cpu_kernels.quantized_tensor import has_block_kernels
 from cutaway.errors import ConfigError, InputError, WeightError
 from cutaway.families.checkpoint import Checkpoint
 from cutaway.families.family import Family
@@ -31,8 +33,10 @@ _END_OF_TURN_TOKENS = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>")
 
 
 def load_gguf(path: Path, options: LoadOptions) -> Checkpoint:
-    """Load a GGUF file; quantized tensors are dequantized."""
-    file, family, metadata = _open_gguf(path)
+    """Load a GGUF file. Quantized tensors are dequantized, unless options.dequantize is False and this is a CPU."""
+    is_cpu = resolve_device(options.device).type == "cpu" and options.device_map is None
+    is_packed = not options.dequantize and is_cpu and options.tensor_parallel_size == 1 and has_block_kernels()
+    file, family, metadata = _open_gguf(path, dequantize=not is_packed)
     model, config, report = load_model(family, metadata, file, str(path), options)
     ids = {key: file.metadata.get(_TOKEN_ID_KEY_FORMAT.format(name)) for name, key in _TOKEN_ID_NAMES.items()}
     ids["eos_token_id"] = _eos_token_ids(file)
@@ -46,9 +50,9 @@ def load_gguf_config(path: Path) -> Config:
     return resolve_config(family, metadata, file)[0]
 
 
-def _open_gguf(path: Path) -> tuple[GGUFFile, Family, dict[str, Any]]:
+def _open_gguf(path: Path, *, dequantize: bool = True) -> tuple[GGUFFile, Family, dict[str, Any]]:
     """Open a GGUF file. Returns the file, its family and the metadata that describe the model."""
-    file = GGUFFile(path)
+    file = GGUFFile(path, dequantize=dequantize)
     arch = file.metadata.get("general.architecture")
     if not isinstance(arch, str) or arch not in GGUF_ARCHITECTURES:
         known = ", ".join(GGUF_ARCHITECTURES)

@@ -80,14 +80,14 @@ class EngineConfig:
     max_source_len: int = 512
     """Maximum number of source tokens of an encoder-decoder."""
     weight_bits: int | None = None
-    """16, 8 or 4 bits per weight in decode steps; 4 needs a GPU. The default is the model's dtype.
+    """16, 8 or 4 bits per weight in decode steps. The default is the model's dtype.
 
     With fewer bits a step reads fewer bytes, but the weights have a larger rounding error."""
     compile: bool | None = None
     """Whether to use fast decode steps: CUDA graphs on a GPU, torch.compile on the CPU.
 
-    True: from the first step on. False: never. None: on a GPU, as soon as they are expected to save more time than
-    their warm-up takes; on the CPU, never."""
+    True: from the first step on. False: never, only the kernels of the model. None: on a GPU, as soon as they are
+    expected to save more time than their warm-up takes; on the CPU, C kernels, and never torch.compile."""
     eos_token_ids: Collection[int] = field(default_factory=frozenset)
     """Tokens that end a sequence. `generate` reads them from the checkpoint's files."""
     decoder_start_token_id: int | None = None

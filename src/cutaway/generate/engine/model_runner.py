@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from torch import Tensor
 
+from cutaway.cpu_kernels.quantized_tensor import QuantizedTensor
 from cutaway.errors import InputError
 from cutaway.generate.engine.kv_cache import BatchKVCache
 from cutaway.generate.engine.request import Request
@@ -34,9 +35,9 @@ _GenerativeModel: TypeAlias = DecoderOnly | EncoderDecoder
 class ModelRunner:
     """Runs the prefill and decode steps of a model, with its KV cache and its sampler on one device.
 
-    Decode runs in one of four ways: eager; eager with packed CPU weights; torch.compile (CPU); CUDA graphs, with Triton
-    kernels where they support the model (GPU). Prefill runs with the original model and padded chunks, or on a GPU with
-    the fused kernels, without padding.
+    Decode runs in one of four ways: eager; C kernels, with packed weights if asked for (CPU); torch.compile (CPU); CUDA
+    graphs, with Triton kernels where they support the model (GPU). Prefill runs with the original model and padded
+    chunks, or on a GPU with the fused kernels, without padding.
     """
 
     @torch.inference_mode(False)  # inference tensors could not be updated in place outside inference mode
@@ -71,7 +72,7 @@ class ModelRunner:
         self.active_rows = torch.zeros(cache.batch_size, dtype=torch.bool, device=model.device)
         self.weight_bits = weight_bits
         self.decode_model: _GenerativeModel = model
-        """Model of the decode steps: the model itself, or a copy with packed weights or fused kernels."""
+        """Model of the decode steps: the model itself, or a variant with packed weights or fused kernels."""
         self.cuda_graphs: CUDAGraphRunner | None = None
         self.compiled_decode_logits: Callable[[Tensor, BatchKVCache, Tensor], Tensor] | None = None
         """`_decode_logits` after torch.compile."""
@@ -89,6 +90,12 @@ class ModelRunner:
                 "weight_bits needs fast decode steps, which support CUDA and CPU models without hooks and offloaded"
                 " weights; leave out weight_bits, or remove the hooks"
             )
+        if (weight_bits is not None or compile) and any(isinstance(w, QuantizedTensor) for w in model.parameters()):
+            option = "weight_bits" if weight_bits is not None else "compile"
+            raise InputError(
+                f"the weights are packed in the format of their file, which {option} does not support; leave it out, or"
+                " load the checkpoint with dequantize=True"
+            )
         # Compiling on the CPU takes most of a minute, in which Ctrl-C may have no effect.
         skip_cpu_compile = compile is None and device_type == "cpu"
         self.is_merged = model.has_merged_adapter
@@ -105,8 +112,8 @@ class ModelRunner:
         warm-up. None when there is nothing to decide."""
         self.packed_prefill = self._build_packed_prefill() if supported and compile is not False else None
         """Prefill steps without padding, on a GPU."""
-        if weight_bits is not None and device_type == "cpu":
-            self.pack_cpu_weights(weight_bits, single_row=compile is True and cache.batch_size == 1)
+        if device_type == "cpu" and (weight_bits is not None or (supported and compile is None)):
+            self.build_cpu_decode_model(weight_bits, compiled=compile is True)
         if self.warmup_policy is not None and (compile or (weight_bits is not None and device_type == "cuda")):
             start = time.perf_counter()
             self.enable_fast_decode()
@@ -118,22 +125,34 @@ class ModelRunner:
             self._enable_gpu_decode()
         else:
             if self.decode_model is self.model:
-                self.pack_cpu_weights(None, single_row=self.cache.batch_size == 1)
+                self.build_cpu_decode_model(None, compiled=True)
             if self.decode_model is self.model:
                 self.decode_model = self._without_adapters()
             self.compiled_decode_logits = torch.compile(self._decode_logits, fullgraph=True)
 
-    def pack_cpu_weights(self, weight_bits: int | None, *, single_row: bool) -> None:
-        """Use a copy of the model with packed weights in CPU decode steps. Raise if `weight_bits` is 4.
+    def build_cpu_decode_model(self, weight_bits: int | None, *, compiled: bool) -> None:
+        """Use a variant of the model in CPU decode steps: with C kernels, or for torch.compile with packed weights.
 
-        `single_row`: decode steps are compiled and decode one sequence."""
+        Raise if `weight_bits` is 4 and there are no kernels."""
+        from cutaway.generate.fast.cpu_decode_block import can_use_decode_blocks
         from cutaway.generate.fast.cpu_decode_model import build_cpu_decode_model, select_linear_class
 
+        if weight_bits is None and self.model.adapters and not compiled:
+            return  # rows may have different adapters
+        model = self._without_adapters()
+        if not compiled and weight_bits != 16 and can_use_decode_blocks(model, self.cache):
+            self.decode_model = build_cpu_decode_model(model, weight_bits=weight_bits, use_kernels=True)
+            return
         if weight_bits == 4:
-            raise InputError("weight_bits is 4, which only GPUs support; on the CPU use 8 or 16")
-        linear_class = select_linear_class(self.model, weight_bits, single_row_compiled=single_row)
-        if linear_class is not None:
-            self.decode_model = build_cpu_decode_model(self._without_adapters(), linear_class).eval()
+            raise InputError(
+                "weight_bits is 4, which needs a GPU, or on a CPU a C compiler (gcc or clang), a model in float32 and"
+                " compile=None; otherwise use 8 or 16"
+            )
+        if compiled or weight_bits is not None:
+            is_single_row = compiled and self.cache.batch_size == 1
+            linear_class = select_linear_class(self.model, weight_bits, single_row_compiled=is_single_row)
+            if linear_class is not None:
+                self.decode_model = build_cpu_decode_model(model, linear_class)
 
     @property
     def can_mix_adapters(self) -> bool:
@@ -159,7 +178,7 @@ class ModelRunner:
         self.merged_adapter, self.decode_model = adapter, self.model
         self.release_compiled()
         if is_packed and not is_cuda:
-            self.pack_cpu_weights(self.weight_bits, single_row=is_compiled and self.cache.batch_size == 1)
+            self.build_cpu_decode_model(self.weight_bits, compiled=is_compiled)
         if is_cuda or is_compiled:
             self.enable_fast_decode()
 

@@ -1,11 +1,13 @@
-"""CPU decode model: packed linear layers, with q, k and v fused into one product and gate and up into another."""
+"""CPU decode model: C kernels for what is between the products, or packed linear layers with fused products."""
 
 import copy
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
+from cutaway.cpu_kernels.quantized_tensor import BLOCK_FORMATS, BlockFormat, QuantizedTensor, quantize_blocks
+from cutaway.generate.fast.cpu_decode_block import use_decode_blocks
 from cutaway.generate.fast.cpu_linear import (
     Bf16Linear,
     FusedLinear,
@@ -60,18 +62,58 @@ class PackedHead(nn.Module):
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
 
-def build_cpu_decode_model(model: T, linear_class: type[PackedLinear]) -> T:
-    """Build a copy of the model for decode steps, with packed decoder and head. Other parameters are shared."""
-    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    decode_model = copy.deepcopy(model, shared)
-    head = decode_model.head
-    assert isinstance(head, LMHead)
-    weight = head.matrix.weight  # `matrix` is an Embedding or a Linear
-    assert isinstance(weight, Tensor)
-    packed_head: Any = PackedHead(head, linear_class(weight, head.bias))
-    decode_model.head = packed_head
-    _pack_linears(decode_model.stacks["decoder"], linear_class)
+def build_cpu_decode_model(
+    model: T,
+    linear_class: type[PackedLinear] | None = None,
+    *,
+    weight_bits: int | None = None,
+    use_kernels: bool = False,
+) -> T:
+    """Build a variant of the model for decode steps, which shares the model's other parameters.
+
+    `linear_class`: class of the linear layers of decoder and head; None keeps those of the model. `use_kernels`: with
+    the C kernels of `cpu_decode_block`, which torch.compile cannot trace. `weight_bits`: with matrices in a format
+    of 8 or 4 bits."""
+    decode_model = _copy_modules(model, {})
+    if weight_bits is not None:
+        _quantize_matrices(decode_model, BLOCK_FORMATS["Q8_0" if weight_bits == 8 else "Q4_1"])
+    if use_kernels:
+        decode_model.decoder = use_decode_blocks(decode_model.stacks["decoder"])
+    if linear_class is not None:
+        head = decode_model.head
+        assert isinstance(head, LMHead)
+        weight = head.matrix.weight  # `matrix` is an Embedding or a Linear
+        assert isinstance(weight, Tensor)
+        packed_head: Any = PackedHead(head, linear_class(weight, head.bias))
+        decode_model.head = packed_head
+        _pack_linears(decode_model.stacks["decoder"], linear_class)
     return decode_model
+
+
+def _copy_modules(module: M, copies: dict[int, nn.Module]) -> M:
+    """Copy a module and its submodules, but not their parameters. Shared modules stay shared."""
+    if id(module) not in copies:
+        new = copies[id(module)] = copy.copy(module)
+        children = {
+            name: None if child is None else _copy_modules(child, copies) for name, child in module._modules.items()
+        }
+        vars(new).update(_modules=children, _parameters=dict(module._parameters), training=False)
+    return cast(M, copies[id(module)])
+
+
+def _quantize_matrices(model: Transformer, block_format: BlockFormat) -> None:
+    """Replace the matrices of the linear layers of decoder and head that are a whole number of blocks, in place."""
+    head = model.head
+    assert isinstance(head, LMHead)
+    head.matrix = copy.copy(head.matrix)  # if tied, the embedding keeps its weights
+    vars(head.matrix).update(_parameters=dict(head.matrix._parameters))
+    linears = [each for each in (*model.stacks["decoder"].modules(), *head.modules()) if isinstance(each, nn.Linear)]
+    for module in {*linears, head.matrix}:
+        weight = module._parameters["weight"]
+        assert weight is not None
+        if weight.shape[1] % block_format.block_size == 0 and not isinstance(weight, QuantizedTensor):
+            packed = quantize_blocks(weight.detach(), block_format)
+            module._parameters["weight"] = nn.Parameter(packed, requires_grad=False)
 
 
 def _pack_linears(module: nn.Module, linear_class: type[PackedLinear]) -> None:

@@ -1,0 +1,443 @@
+/* Products with matrices in the block formats of GGUF or in fp32, and conversion of these formats to fp32.
+
+   A row of a matrix is a sequence of blocks of 32 or 256 weights. The weights of a group of 32 are scale · integer +
+   offset. A format has two functions: `read_scales_<format>` reads the scales and offsets of the groups of a block, and
+   `integers_<format>` returns the integers of a group.
+
+   For few rows, x is rounded to 16 bits with a scale per 32 numbers, so that products of integers, of which processors
+   compute more at a time, replace the conversion of each weight. The rounding error is at most 2⁻¹⁶ of the largest of the
+   32 numbers. */
+
+#include "vectors.h"
+
+typedef uint8_t Bytes __attribute__((vector_size(16)));
+typedef uint8_t UnalignedBytes __attribute__((vector_size(16), aligned(1)));
+typedef uint64_t Words __attribute__((vector_size(16)));
+
+/* 32 integers of 16 bits. */
+#if defined(__AVX512BW__)
+typedef struct {
+    __m512i part;
+} Integers;
+
+INLINE Integers widen(Bytes low, Bytes high, int is_signed) {
+    const __m256i bytes = _mm256_inserti128_si256(_mm256_castsi128_si256((__m128i)low), (__m128i)high, 1);
+    return (Integers){is_signed ? _mm512_cvtepi8_epi16(bytes) : _mm512_cvtepu8_epi16(bytes)};
+}
+
+INLINE Integers scale_halves(Integers x, int16_t low, int16_t high) {
+    const __m512i factors = _mm512_inserti64x4(_mm512_set1_epi16(low), _mm256_set1_epi16(high), 1);
+    return (Integers){_mm512_mullo_epi16(x.part, factors)};
+}
+
+/* Sums of products in LANES parts. */
+INLINE Vector dot_integers(Integers w, const int16_t *x) {
+    const __m512i values = _mm512_loadu_si512(x);
+#if defined(__AVX512VNNI__)
+    return (Vector)_mm512_cvtepi32_ps(_mm512_dpwssd_epi32(_mm512_setzero_si512(), w.part, values));
+#else
+    return (Vector)_mm512_cvtepi32_ps(_mm512_madd_epi16(w.part, values));
+#endif
+}
+#elif defined(__AVX2__)
+typedef struct {
+    __m256i part[2];
+} Integers;
+
+INLINE Integers widen(Bytes low, Bytes high, int is_signed) {
+    const __m128i a = (__m128i)low, b = (__m128i)high;
+    if (is_signed) return (Integers){{_mm256_cvtepi8_epi16(a), _mm256_cvtepi8_epi16(b)}};
+    return (Integers){{_mm256_cvtepu8_epi16(a), _mm256_cvtepu8_epi16(b)}};
+}
+
+INLINE Integers scale_halves(Integers x, int16_t low, int16_t high) {
+    return (Integers){{_mm256_mullo_epi16(x.part[0], _mm256_set1_epi16(low)),
+                       _mm256_mullo_epi16(x.part[1], _mm256_set1_epi16(high))}};
+}
+
+INLINE Vector dot_integers(Integers w, const int16_t *x) {
+    const __m256i low = _mm256_madd_epi16(w.part[0], _mm256_loadu_si256((const __m256i *)x));
+    const __m256i high = _mm256_madd_epi16(w.part[1], _mm256_loadu_si256((const __m256i *)(x + 16)));
+#if defined(__AVX512F__)
+    return (Vector)_mm512_cvtepi32_ps(_mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1));
+#else
+    return (Vector)_mm256_cvtepi32_ps(_mm256_add_epi32(low, high));
+#endif
+}
+#elif defined(__ARM_NEON)
+typedef struct {
+    int16x8_t part[4];
+} Integers;
+
+INLINE Integers widen(Bytes low, Bytes high, int is_signed) {
+    Integers x;
+    for (int i = 0; i < 2; i++) {
+        const uint8x16_t bytes = (uint8x16_t)(i ? high : low);
+        const int8x16_t signed_bytes = vreinterpretq_s8_u8(bytes);
+        x.part[2 * i] = is_signed ? vmovl_s8(vget_low_s8(signed_bytes))
+                                  : vreinterpretq_s16_u16(vmovl_u8(vget_low_u8(bytes)));
+        x.part[2 * i + 1] = is_signed ? vmovl_s8(vget_high_s8(signed_bytes))
+                                      : vreinterpretq_s16_u16(vmovl_u8(vget_high_u8(bytes)));
+    }
+    return x;
+}
+
+INLINE Integers scale_halves(Integers x, int16_t low, int16_t high) {
+    for (int i = 0; i < 4; i++) x.part[i] = vmulq_n_s16(x.part[i], i < 2 ? low : high);
+    return x;
+}
+
+INLINE Vector dot_integers(Integers w, const int16_t *x) {
+    int32x4_t sum = vdupq_n_s32(0);
+    for (int i = 0; i < 4; i++) {
+        const int16x8_t values = vld1q_s16(x + 8 * i);
+        sum = vmlal_s16(sum, vget_low_s16(w.part[i]), vget_low_s16(values));
+        sum = vmlal_s16(sum, vget_high_s16(w.part[i]), vget_high_s16(values));
+    }
+    return (Vector)vcvtq_f32_s32(sum);
+}
+#else
+typedef struct {
+    int16_t part[32];
+} Integers;
+
+INLINE Integers widen(Bytes low, Bytes high, int is_signed) {
+    Integers x;
+    for (int i = 0; i < 32; i++) {
+        const uint8_t byte = i < 16 ? low[i] : high[i - 16];
+        x.part[i] = is_signed ? (int16_t)(int8_t)byte : (int16_t)byte;
+    }
+    return x;
+}
+
+INLINE Integers scale_halves(Integers x, int16_t low, int16_t high) {
+    for (int i = 0; i < 32; i++) x.part[i] = (int16_t)(x.part[i] * (i < 16 ? low : high));
+    return x;
+}
+
+INLINE Vector dot_integers(Integers w, const int16_t *x) {
+    int32_t sums[LANES] = {0};
+    for (int i = 0; i < 32; i++) sums[i % LANES] += w.part[i] * x[i];
+    Vector result;
+    for (int i = 0; i < LANES; i++) result[i] = (float)sums[i];
+    return result;
+}
+#endif
+
+typedef struct {
+    float scale[8], offset[8]; /* per group */
+    uint32_t high_bits;
+} Scales;
+
+/* All numbers of 16 bits as fp32: a load takes less time than a conversion. */
+static float half_values[1 << 16];
+
+__attribute__((constructor)) static void fill_half_values(void) {
+    for (uint32_t half = 0; half < 1 << 16; half++) {
+        /* Sign, exponent and mantissa at their place in fp32. The product corrects the bias of the exponent. */
+        const uint32_t bits = (half & 0x8000) << 16 | (half & 0x7fff) << 13;
+        float value;
+        memcpy(&value, &bits, 4);
+        half_values[half] = (half & 0x7c00) == 0x7c00 ? value * INFINITY : value * 0x1p112f; /* infinity or NaN */
+    }
+}
+
+INLINE float half_to_float(const uint8_t *data) {
+    uint16_t half;
+    memcpy(&half, data, 2);
+    return half_values[half];
+}
+
+INLINE Bytes load_bytes(const uint8_t *data) { return *(const UnalignedBytes *)data; }
+
+/* Integers 0–15 of a group are in the low four bits of 16 bytes, integers 16–31 in the high ones. */
+INLINE Integers nibbles(const uint8_t *data) {
+    const Bytes q = load_bytes(data);
+    return widen(q & 15, q >> 4, 0);
+}
+
+INLINE void read_scales_q8_0(const uint8_t *block, Scales *s) {
+    s->scale[0] = half_to_float(block);
+    s->offset[0] = 0;
+}
+INLINE Integers integers_q8_0(const uint8_t *block, const Scales *s, int group) {
+    (void)s, (void)group;
+    return widen(load_bytes(block + 2), load_bytes(block + 18), 1);
+}
+
+INLINE void read_scales_q4_0(const uint8_t *block, Scales *s) {
+    s->scale[0] = half_to_float(block);
+    s->offset[0] = -8 * s->scale[0];
+}
+INLINE Integers integers_q4_0(const uint8_t *block, const Scales *s, int group) {
+    (void)s, (void)group;
+    return nibbles(block + 2);
+}
+
+INLINE void read_scales_q4_1(const uint8_t *block, Scales *s) {
+    s->scale[0] = half_to_float(block);
+    s->offset[0] = half_to_float(block + 2);
+}
+INLINE Integers integers_q4_1(const uint8_t *block, const Scales *s, int group) {
+    (void)s, (void)group;
+    return nibbles(block + 4);
+}
+
+/* The fifth bits of 32 integers are in four bytes, in their order. */
+INLINE Bytes fifth_bits(uint32_t bits) { /* of 16 integers, at their place */
+    const Bytes bit = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
+    const uint64_t repeat = 0x0101010101010101;
+    const Words words = {(bits & 255) * repeat, (bits >> 8 & 255) * repeat};
+    return (Bytes)(((Bytes)words & bit) != 0) & 16;
+}
+INLINE Integers five_bits(const uint8_t *data, const Scales *s) {
+    const Bytes q = load_bytes(data);
+    return widen((q & 15) | fifth_bits(s->high_bits), q >> 4 | fifth_bits(s->high_bits >> 16), 0);
+}
+
+INLINE void read_scales_q5_0(const uint8_t *block, Scales *s) {
+    s->scale[0] = half_to_float(block);
+    s->offset[0] = -16 * s->scale[0];
+    memcpy(&s->high_bits, block + 2, 4);
+}
+INLINE Integers integers_q5_0(const uint8_t *block, const Scales *s, int group) {
+    (void)group;
+    return five_bits(block + 6, s);
+}
+
+INLINE void read_scales_q5_1(const uint8_t *block, Scales *s) {
+    s->scale[0] = half_to_float(block);
+    s->offset[0] = half_to_float(block + 2);
+    memcpy(&s->high_bits, block + 4, 4);
+}
+INLINE Integers integers_q5_1(const uint8_t *block, const Scales *s, int group) {
+    (void)group;
+    return five_bits(block + 8, s);
+}
+
+/* Scales and minima of 8 groups have 6 bits: those of groups 0–3 in bytes 0–3 and 4–7, those of groups 4–7 in the halves
+   of bytes 8–11 and the high two bits of bytes 0–7. */
+INLINE void read_scales_q4_k(const uint8_t *block, Scales *s) {
+    const float scale = half_to_float(block), min_scale = half_to_float(block + 2);
+    const uint8_t *packed = block + 4;
+    for (int i = 0; i < 4; i++) {
+        s->scale[i] = scale * (packed[i] & 63);
+        s->offset[i] = -min_scale * (packed[i + 4] & 63);
+        s->scale[i + 4] = scale * ((packed[i + 8] & 15) | packed[i] >> 6 << 4);
+        s->offset[i + 4] = -min_scale * (packed[i + 8] >> 4 | packed[i + 4] >> 6 << 4);
+    }
+}
+/* Two groups share 32 bytes: the first has their low four bits, the second the high ones. */
+INLINE Bytes group_nibbles(const uint8_t *data, int group, int half) {
+    const Bytes q = load_bytes(data + group / 2 * 32 + half * 16);
+    return group % 2 ? q >> 4 : q & 15;
+}
+INLINE Integers integers_q4_k(const uint8_t *block, const Scales *s, int group) {
+    (void)s;
+    return widen(group_nibbles(block + 16, group, 0), group_nibbles(block + 16, group, 1), 0);
+}
+
+#define read_scales_q5_k read_scales_q4_k
+INLINE Integers integers_q5_k(const uint8_t *block, const Scales *s, int group) {
+    (void)s;
+    const Bytes low = (load_bytes(block + 16) >> group & 1) << 4, high = (load_bytes(block + 32) >> group & 1) << 4;
+    return widen(group_nibbles(block + 48, group, 0) | low, group_nibbles(block + 48, group, 1) | high, 0);
+}
+
+INLINE void read_scales_q6_k(const uint8_t *block, Scales *s) {
+    const float scale = half_to_float(block + 208);
+    for (int i = 0; i < 8; i++) s->scale[i] = scale, s->offset[i] = 0;
+}
+/* Per 128 weights: four bits each in 64 bytes, and the two high bits in 32 bytes. Each 16 weights have a scale of 8 bits,
+   which is a factor of the integers here. */
+INLINE Bytes six_bits(const uint8_t *block, int group, int half) {
+    const int quarter = group % 4;
+    const Bytes q = load_bytes(block + group / 4 * 64 + quarter % 2 * 32 + half * 16);
+    const Bytes high = load_bytes(block + 128 + group / 4 * 32 + half * 16) >> 2 * quarter & 3;
+    return ((quarter < 2 ? q & 15 : q >> 4) | high << 4) - 32;
+}
+INLINE Integers integers_q6_k(const uint8_t *block, const Scales *s, int group) {
+    (void)s;
+    const int8_t *factors = (const int8_t *)block + 192 + 2 * group;
+    return scale_halves(widen(six_bits(block, group, 0), six_bits(block, group, 1), 1), factors[0], factors[1]);
+}
+
+/* `product_<format>`: rows of y for up to 4 rows of x, where `count` is a constant. `dequantize_<format>`: conversion of
+   consecutive blocks. */
+#define DEFINE_FORMAT(FORMAT, BLOCK, BYTES)                                                                            \
+    INLINE void product_##FORMAT(const Linear *w, int64_t first, int64_t last, const Rows *x, int64_t first_x,         \
+                                 const int count, float *y) {                                                          \
+        const int64_t columns = w->columns, num_blocks = columns / BLOCK, num_groups = columns / 32;                   \
+        const int16_t *integers = x->integers + first_x * columns;                                                     \
+        const float *scales_x = x->scales + first_x * num_groups, *sums_x = x->sums + first_x * num_groups;            \
+        const uint8_t *block = w->data + first * num_blocks * BYTES;                                                   \
+        y += first_x * w->rows;                                                                                        \
+        for (int64_t row = first; row < last; row++) {                                                                 \
+            Vector sums[4];                                                                                            \
+            float offsets[4] = {0};                                                                                    \
+            UNROLL for (int m = 0; m < count; m++) sums[m] = (Vector){0};                                              \
+            for (int64_t b = 0; b < num_blocks; b++, block += BYTES) {                                                 \
+                Scales s;                                                                                              \
+                read_scales_##FORMAT(block, &s);                                                                       \
+                UNROLL for (int g = 0; g < BLOCK / 32; g++) {                                                          \
+                    const Integers weights = integers_##FORMAT(block, &s, g);                                          \
+                    const int64_t group = b * (BLOCK / 32) + g;                                                        \
+                    UNROLL for (int m = 0; m < count; m++) {                                                           \
+                        const int64_t i = m * num_groups + group;                                                      \
+                        sums[m] += dot_integers(weights, integers + i * 32) * scales_x[i] * s.scale[g];                \
+                        offsets[m] += s.offset[g] * sums_x[i];                                                         \
+                    }                                                                                                  \
+                }                                                                                                      \
+            }                                                                                                          \
+            UNROLL for (int m = 0; m < count; m++)                                                                     \
+                y[m * w->rows + row] = sum_lanes(sums[m]) + offsets[m] + (w->bias ? w->bias[row] : 0);                 \
+        }                                                                                                              \
+    }                                                                                                                  \
+    static void product_1_##FORMAT(const Linear *w, int64_t a, int64_t b, const Rows *x, int64_t first_x, float *y) {  \
+        product_##FORMAT(w, a, b, x, first_x, 1, y);                                                                   \
+    }                                                                                                                  \
+    static void product_4_##FORMAT(const Linear *w, int64_t a, int64_t b, const Rows *x, int64_t first_x, float *y) {  \
+        product_##FORMAT(w, a, b, x, first_x, 4, y);                                                                   \
+    }                                                                                                                  \
+    static void dequantize_##FORMAT(const uint8_t *data, int64_t num_blocks, float *w) {                               \
+        for (int64_t b = 0; b < num_blocks; b++, data += BYTES) {                                                      \
+            Scales s;                                                                                                  \
+            read_scales_##FORMAT(data, &s);                                                                            \
+            for (int g = 0; g < BLOCK / 32; g++, w += 32) {                                                            \
+                const Integers weights = integers_##FORMAT(data, &s, g);                                               \
+                int16_t integers[32];                                                                                  \
+                memcpy(integers, &weights, sizeof integers);                                                           \
+                for (int i = 0; i < 32; i++) w[i] = integers[i] * s.scale[g] + s.offset[g];                            \
+            }                                                                                                          \
+        }                                                                                                              \
+    }
+
+DEFINE_FORMAT(q4_0, 32, 18)
+DEFINE_FORMAT(q4_1, 32, 20)
+DEFINE_FORMAT(q5_0, 32, 22)
+DEFINE_FORMAT(q5_1, 32, 24)
+DEFINE_FORMAT(q8_0, 32, 34)
+DEFINE_FORMAT(q4_k, 256, 144)
+DEFINE_FORMAT(q5_k, 256, 176)
+DEFINE_FORMAT(q6_k, 256, 210)
+
+typedef void Product(const Linear *, int64_t, int64_t, const Rows *, int64_t, float *);
+static const struct {
+    int block_size, num_bytes;
+    Product *product_1, *product_4;
+    void (*dequantize)(const uint8_t *, int64_t, float *);
+} FORMATS[] = {
+#define FORMAT(NAME, BLOCK, BYTES) {BLOCK, BYTES, product_1_##NAME, product_4_##NAME, dequantize_##NAME}
+    FORMAT(q4_0, 32, 18), FORMAT(q4_1, 32, 20),   FORMAT(q5_0, 32, 22),   FORMAT(q5_1, 32, 24),
+    FORMAT(q8_0, 32, 34), FORMAT(q4_k, 256, 144), FORMAT(q5_k, 256, 176), FORMAT(q6_k, 256, 210),
+};
+enum {
+    FP32 = sizeof FORMATS / sizeof FORMATS[0], /* Linear.format of plain matrices */
+    MAX_INTEGER_ROWS = 8,                      /* with more rows of x, the weights are converted to fp32 */
+};
+
+int is_packed(const Linear *w) { return w->format != FP32; }
+
+Rows make_rows(const float *x, int64_t count, int64_t columns, int quantize) {
+    Rows rows = {x, count, columns, NULL, NULL, NULL};
+    if (!quantize || count > MAX_INTEGER_ROWS) return rows;
+    const size_t num_groups = (size_t)(count * columns / 32);
+    rows.integers = malloc(num_groups * (32 * sizeof(int16_t) + 2 * sizeof(float)));
+    rows.scales = (float *)(rows.integers + num_groups * 32);
+    rows.sums = rows.scales + num_groups;
+    for (size_t group = 0; group < num_groups; group++) {
+        const float *values = x + group * 32;
+        int16_t *integers = rows.integers + group * 32;
+        float max = 0, sum = 0;
+        for (int i = 0; i < 32; i++) {
+            max = !(fabsf(values[i]) <= max) ? fabsf(values[i]) : max; /* also NaN */
+            sum += values[i];
+        }
+        const float inverse = max > 0 ? 32767 / max : 0;
+        for (int i = 0; i < 32; i++) integers[i] = (int16_t)lrintf(values[i] * inverse);
+        rows.scales[group] = max / 32767;
+        rows.sums[group] = sum;
+    }
+    return rows;
+}
+
+void free_rows(Rows *x) { free(x->integers); }
+
+/* `num_w` × `num_x` dot products of rows of w and x, which are fp32, for constants up to 4. */
+INLINE void dot_tile(const float *w, const float *x, int64_t columns, const int num_w, const int num_x, const float *bias,
+                     float *y, int64_t stride) {
+    Vector sums[4][4];
+    UNROLL for (int n = 0; n < num_w; n++)
+        UNROLL for (int m = 0; m < num_x; m++) sums[n][m] = (Vector){0};
+    int64_t i = 0;
+    for (; i + LANES <= columns; i += LANES)
+        UNROLL for (int n = 0; n < num_w; n++) {
+            const Vector weights = load(w + n * columns + i);
+            UNROLL for (int m = 0; m < num_x; m++) sums[n][m] += weights * load(x + m * columns + i);
+        }
+    UNROLL for (int n = 0; n < num_w; n++)
+        UNROLL for (int m = 0; m < num_x; m++) {
+            float sum = sum_lanes(sums[n][m]) + (bias ? bias[n] : 0);
+            for (int64_t j = i; j < columns; j++) sum += w[n * columns + j] * x[m * columns + j];
+            y[m * stride + n] = sum;
+        }
+}
+
+static void dot_rows(const float *w, int64_t num_w, const Rows *x, const float *bias, float *y, int64_t stride) {
+    const int64_t columns = x->columns;
+    for (int64_t n = 0; n < num_w;) {
+        const int64_t step = num_w - n >= 4 ? 4 : 1;
+        const float *row = w + n * columns, *row_bias = bias ? bias + n : NULL;
+        int64_t m = 0;
+        for (; m + 4 <= x->count; m += 4)
+            if (step == 4) dot_tile(row, x->values + m * columns, columns, 4, 4, row_bias, y + m * stride + n, stride);
+            else dot_tile(row, x->values + m * columns, columns, 1, 4, row_bias, y + m * stride + n, stride);
+        for (; m < x->count; m++)
+            if (step == 4) dot_tile(row, x->values + m * columns, columns, 4, 1, row_bias, y + m * stride + n, stride);
+            else dot_tile(row, x->values + m * columns, columns, 1, 1, row_bias, y + m * stride + n, stride);
+        n += step;
+    }
+}
+
+void linear_rows(const Linear *w, int64_t first, int64_t last, const Rows *x, float *y) {
+    const int64_t columns = w->columns;
+    if (!is_packed(w)) {
+        const float *bias = w->bias ? w->bias + first : NULL;
+        dot_rows((const float *)w->data + first * columns, last - first, x, bias, y + first, w->rows);
+    } else if (x->integers) {
+        int64_t m = 0;
+        for (; m + 4 <= x->count; m += 4) FORMATS[w->format].product_4(w, first, last, x, m, y);
+        for (; m < x->count; m++) FORMATS[w->format].product_1(w, first, last, x, m, y);
+    } else { /* four rows of W at a time are converted to a buffer that stays in the cache */
+        const int64_t num_blocks = columns / FORMATS[w->format].block_size;
+        const int64_t row_bytes = num_blocks * FORMATS[w->format].num_bytes;
+        float *buffer = malloc(sizeof(float) * (size_t)(4 * columns));
+        for (int64_t row = first; row < last; row += 4) {
+            const int64_t num = last - row < 4 ? last - row : 4;
+            FORMATS[w->format].dequantize(w->data + row * row_bytes, num * num_blocks, buffer);
+            dot_rows(buffer, num, x, w->bias ? w->bias + row : NULL, y + row, w->rows);
+        }
+        free(buffer);
+    }
+}
+
+/* y (count, rows) = x (count, columns) · Wᵀ + bias. */
+void linear(const Linear *w, const float *x, int64_t count, float *y, int num_threads) {
+    const int64_t chunk = 16, num_chunks = (w->rows + chunk - 1) / chunk;
+    Rows rows = make_rows(x, count, w->columns, is_packed(w));
+#pragma omp parallel for num_threads(num_threads) schedule(static)
+    for (int64_t c = 0; c < num_chunks; c++)
+        linear_rows(w, c * chunk, (c + 1) * chunk < w->rows ? (c + 1) * chunk : w->rows, &rows, y);
+    free_rows(&rows);
+}
+
+/* w = the weights of num_blocks blocks. */
+void dequantize(int64_t format, const uint8_t *data, int64_t num_blocks, float *w, int num_threads) {
+    const int64_t block_size = FORMATS[format].block_size, num_bytes = FORMATS[format].num_bytes;
+    const int64_t chunk = 8192 / block_size, num_chunks = (num_blocks + chunk - 1) / chunk;
+#pragma omp parallel for num_threads(num_threads) schedule(static)
+    for (int64_t c = 0; c < num_chunks; c++) {
+        const int64_t first = c * chunk, count = num_blocks - first < chunk ? num_blocks - first : chunk;
+        FORMATS[format].dequantize(data + first * num_bytes, count, w + first * block_size);
+    }
+}
