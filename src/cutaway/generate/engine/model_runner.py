@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cutaway.cpu_kernels.quantized_tensor import QuantizedTensor
 from cutaway.errors import InputError
+from cutaway.eval_mode import iter_modules
 from cutaway.generate.engine.kv_cache import BatchKVCache
 from cutaway.generate.engine.request import Request
 from cutaway.generate.engine.workers import get_workers
@@ -450,7 +451,7 @@ def _is_keyboard_interrupt(error: BaseException | None) -> bool:
 
 def _has_hooks(model: Transformer) -> bool:
     """Whether any module of the model has forward hooks, which fast decode steps would skip."""
-    return any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    return any(module._forward_hooks or module._forward_pre_hooks for module in iter_modules(model))
 
 
 def _can_capture_cuda_graph(model: Transformer) -> bool:

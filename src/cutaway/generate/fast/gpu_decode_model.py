@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from cutaway.eval_mode import iter_modules
 from cutaway.generate.engine.kv_cache import BatchKVCache, PagedLayerCache
 from cutaway.generate.fast.gpu_linear import (
     ACTIVATION_IDS,
@@ -280,15 +281,20 @@ _decode_models: WeakKeyDictionary[Transformer, tuple[object, Transformer]] = Wea
 
 def get_gpu_decode_model(model: T) -> T:
     """The variant of `build_gpu_decode_model`, built again only if modules or weights of the model were replaced."""
-    modules = [(id(module), getattr(module, "eps", None)) for module in model.modules()]
-    fingerprint = modules, [parameter.data_ptr() for parameter in model.parameters()]
     known, decode_model = _decode_models.get(model, (None, model))
-    if known != fingerprint:
+    if known != _fingerprint(model):
         decode_model = build_gpu_decode_model(model)
-        # Building it moves weights that are concatenated.
-        fingerprint = modules, [parameter.data_ptr() for parameter in model.parameters()]
-        _decode_models[model] = fingerprint, decode_model
+        _decode_models[model] = _fingerprint(model), decode_model  # building it moved weights that are concatenated
     return cast(T, decode_model)
+
+
+def _fingerprint(model: nn.Module) -> list[object]:
+    """What changes if modules or weights of a model are replaced."""
+    fingerprint: list[object] = []
+    for module in iter_modules(model):
+        fingerprint += [id(module), vars(module).get("eps")]
+        fingerprint += [None if each is None else each.data_ptr() for each in module._parameters.values()]
+    return fingerprint
 
 
 def _shallow_copy(module: M) -> M:
