@@ -56,7 +56,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _seeded() -> Iterator[None]:
     """Set the seed and restore oneDNN, which a bf16 test may switch off on CPUs without bf16."""
-    torch.manual_seed(0)
+    if torch.cuda.is_available():
+        torch.manual_seed(0)
+    else:  # `torch.manual_seed` would store a stack trace for the moment in which CUDA is initialized
+        torch.default_generator.manual_seed(0)
     onednn = torch.backends.mkldnn.enabled
     yield
     torch.backends.mkldnn.enabled = onednn
