@@ -23,7 +23,7 @@ TESTS = Path(__file__).parent
 NO_HEALTH_CHECKS = {"deadline": None, "suppress_health_check": list(hypothesis.HealthCheck)}
 # No shrinking: it takes longer than reading the failing configuration.
 PHASES = [hypothesis.Phase.explicit, hypothesis.Phase.reuse, hypothesis.Phase.generate]
-hypothesis.settings.register_profile("default", max_examples=12, derandomize=True, phases=PHASES, **NO_HEALTH_CHECKS)
+hypothesis.settings.register_profile("default", max_examples=8, derandomize=True, phases=PHASES, **NO_HEALTH_CHECKS)
 hypothesis.settings.register_profile("nightly", max_examples=400, phases=PHASES, **NO_HEALTH_CHECKS)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
