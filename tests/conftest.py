@@ -87,7 +87,7 @@ def frozen_check_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 def run_cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CliRunner:
     from cutaway.cli import main
 
-    def run(*arguments: object, code: int = 0, stdin: str | bytes | None = None, columns: int = 80) -> str:
+    def run(*arguments: object, code: int = 0, stdin: str | bytes | None = None, columns: int | str = 80) -> str:
         data = stdin.encode() if isinstance(stdin, str) else stdin or b""
         monkeypatch.setenv("COLUMNS", str(columns))
         monkeypatch.setattr(sys, "argv", ["cutaway", *map(str, arguments)])
