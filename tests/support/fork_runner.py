@@ -11,7 +11,7 @@ import traceback
 from importlib import import_module
 from typing import Any
 
-for module in ("pytest", "torch", "cutaway.cli", "cutaway.train.checkpoint.checkpoint_manager", *sys.argv[1:]):
+for module in ("pytest", "torch", "cutaway.cli", "cutaway.train.trainer.launch"):
     import_module(module)  # once, before the forks
 
 
