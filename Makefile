@@ -2,6 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 2
+# The processes of a test run share compiled modules and pytest's rewritten assertions, whatever the environment sets.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test page docs lint nightly coverage gpu bench release clean
 .DEFAULT_GOAL := demo

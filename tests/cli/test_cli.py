@@ -7,22 +7,20 @@ from pathlib import Path
 from pkgutil import resolve_name
 
 import pytest
-from support.nightly import nightly_except
+from support.cli_runner import CliRunner
 
 from cutaway import config as c
 from cutaway.cli import VERBS
 
-COMMAND = [sys.executable, "-c", "from cutaway.cli import main; main()"]
 pytestmark = pytest.mark.unchecked
 
 
-def cutaway(*arguments: str, code: int = 0) -> str:
-    process = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, encoding="utf-8", check=False)
-    assert process.returncode == code, process.stderr
-    return process.stdout if code == 0 else process.stderr
+@pytest.fixture
+def cutaway(run_cli: CliRunner) -> CliRunner:
+    return run_cli
 
 
-def test_presets_as_table_and_json() -> None:
+def test_presets_as_table_and_json(cutaway: CliRunner) -> None:
     assert "llama-3-8b" in cutaway("presets")
     rows = {row["name"]: row for row in json.loads(cutaway("presets", "--json"))}
     assert rows.keys() == set(c.presets())
@@ -33,7 +31,7 @@ def test_presets_as_table_and_json() -> None:
 
 
 @pytest.mark.nightly
-def test_printed_preset_loads_as_config(tmp_path: Path) -> None:
+def test_printed_preset_loads_as_config(cutaway: CliRunner, tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(cutaway("presets", "tiny-moe"))
     assert c.config(path) == c.config("tiny-moe")
@@ -42,10 +40,8 @@ def test_printed_preset_loads_as_config(tmp_path: Path) -> None:
     assert json.loads(cutaway("presets", "--schema"))["$defs"]["Rope"]
 
 
-@pytest.mark.parametrize(
-    "name", nightly_except(("tiny-gpt",), ("tiny-gpt", "tiny-mla", "tiny-bert", "tiny-albert", "tiny-t5"))
-)
-def test_demo_journey_is_consistent(name: str) -> None:
+@pytest.mark.parametrize("name", ["tiny-gpt", "tiny-mla", "tiny-bert", "tiny-albert", "tiny-t5"])
+def test_demo_journey_is_consistent(cutaway: CliRunner, name: str) -> None:
     journey = json.loads(cutaway("demo", name, "--json", "--text", "naïve"))
     sites = [stage["site"] for stage in journey["stages"]]
     is_encoder_decoder = c.config(name).form == "encoder-decoder"
@@ -60,7 +56,6 @@ def test_demo_journey_is_consistent(name: str) -> None:
         assert journey[error] is None or journey[error] < 1e-5
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -73,13 +68,12 @@ def test_demo_journey_is_consistent(name: str) -> None:
         (["demo", "--text", "x" * 100], "positions 0 to 63 only"),
     ],
 )
-def test_errors_exit_with_code_two(arguments: list[str], message: str) -> None:
+def test_errors_exit_with_code_two(cutaway: CliRunner, arguments: list[str], message: str) -> None:
     error = cutaway(*arguments, code=2)
     assert message in error
     assert "Traceback" not in error
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("arguments", "command"),
     [
@@ -93,25 +87,25 @@ def test_errors_exit_with_code_two(arguments: list[str], message: str) -> None:
         (["eval", "The cat", "--text", "text.txt"], "as in cutaway eval tiny-english"),
     ],
 )
-def test_text_in_place_of_the_model_prints_the_command(arguments: list[str], command: str) -> None:
+def test_text_in_place_of_the_model_prints_the_command(cutaway: CliRunner, arguments: list[str], command: str) -> None:
     error = cutaway(*arguments, code=2)
     assert f"'{arguments[1]}' does not exist; the first argument is the model" in error
     assert error.endswith(f"{command}\n")
 
 
-def test_model_path_may_contain_spaces(tmp_path: Path) -> None:
+def test_model_path_may_contain_spaces(cutaway: CliRunner, tmp_path: Path) -> None:
     path = tmp_path / "my models" / "config.json"
     path.parent.mkdir()
     path.write_text(json.dumps({"model_type": "llama"}))
     assert "first argument" not in cutaway("generate", str(path.parent), "The cat", code=2)
 
 
-def test_help_has_an_example() -> None:
+def test_help_has_an_example(cutaway: CliRunner) -> None:
     for verb in ("demo", "presets"):
         assert "Example: cutaway" in cutaway(verb, "--help")
 
 
-def test_help_lists_every_verb_with_its_summary() -> None:
+def test_help_lists_every_verb_with_its_summary(cutaway: CliRunner) -> None:
     help_text = " ".join(cutaway("--help").replace("│", " ").split())
     for verb, import_path in VERBS.items():
         summary = resolve_name(import_path).__doc__.split("\n")[0]
@@ -143,8 +137,7 @@ def test_verbs_import_only_what_they_need(tmp_path: Path) -> None:
     assert not modules_of_help & (heavy | {"pydantic"})
 
 
-@pytest.mark.nightly
-def test_markup_long_text_and_version() -> None:
+def test_markup_long_text_and_version(cutaway: CliRunner) -> None:
     assert '"[/]"' in cutaway("demo", "--text", "[/]")
     assert "at most 2048" in cutaway("demo", "tiny-llama", "--text", "x" * 5000, code=2)
     assert "seed is -1" in cutaway("demo", "tiny-gpt", "--seed", "-1", code=2)
@@ -152,8 +145,7 @@ def test_markup_long_text_and_version() -> None:
 
 
 @pytest.mark.parametrize("columns", ["999999999", "²", "0"])
-def test_columns_of_the_environment_are_bounded(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", columns)
-    lines = cutaway("--help").splitlines()
+def test_columns_of_the_environment_are_bounded(cutaway: CliRunner, columns: str) -> None:
+    lines = cutaway("--help", columns=columns).splitlines()
     assert any("Usage" in line for line in lines)
     assert max(map(len, lines)) <= 1000

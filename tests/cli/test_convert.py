@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from support.cli_runner import CliRunner
 
 import cutaway as ct
 from cutaway.cli.verbs.convert import GGUFQuantization
@@ -62,7 +63,6 @@ def test_json_report_and_verification(llama: Path) -> None:
     assert data["verification"]["first_mismatch"] is None
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -75,12 +75,11 @@ def test_json_report_and_verification(llama: Path) -> None:
     ],
 )
 def test_errors_have_one_message_and_write_nothing(
-    args: tuple[str, ...], message: str, llama: Path, tmp_path: Path
+    args: tuple[str, ...], message: str, llama: Path, tmp_path: Path, run_cli: CliRunner
 ) -> None:
-    process = run_command("convert", *(arg.format(dir=llama, tmp=tmp_path) for arg in args))
-    assert process.returncode == 2
-    assert message in process.stderr
-    assert process.stderr.count("\n") == 1
+    error = run_cli("convert", *(arg.format(dir=llama, tmp=tmp_path) for arg in args), code=2)
+    assert message in error
+    assert error.count("\n") == 1
     assert not list(tmp_path.iterdir())
 
 

@@ -67,7 +67,9 @@ def test_sigterm_finishes_requests_in_progress() -> None:
         url = info["url"]
         with pytest.raises(urllib.error.HTTPError, match="401"):
             post(url, {})
-        stream = post(url, {"prompt": "def", "max_tokens": 60, "stream": True}, "from-the-environment")
+        stream = post(
+            url, {"prompt": "def", "max_tokens": 60, "ignore_eos": True, "stream": True}, "from-the-environment"
+        )
         stream.readline()
         process.send_signal(signal.SIGTERM)
         assert stream.read().endswith(b"data: [DONE]\n\n")

@@ -252,6 +252,7 @@ def test_plot_has_titles_and_axis_labels(run: CliRunner, tmp_path: Path) -> None
     assert f"compute-bound from {batch_size:,}" in text
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("options", [["--mode", "train"], ["--mode", "infer", "--dtype", "int8"], []])
 def test_plot_of_every_form(run: CliRunner, options: list[str], tmp_path: Path) -> None:
     path = tmp_path / "several.svg"

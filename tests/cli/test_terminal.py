@@ -84,10 +84,10 @@ def test_signals_stop_an_ablation_like_ctrl_c(number: signal.Signals) -> None:
 
     def wait_for_workers() -> None:
         try:
-            os.kill(os.getpid(), number)
+            signal.raise_signal(number)  # in this thread: a sleep is not interrupted by a signal to another thread
             time.sleep(10)
         finally:
-            os.kill(os.getpid(), number)  # does not interrupt the last saves
+            signal.raise_signal(number)  # does not interrupt the last saves
             stopped.append(True)
 
     stopped: list[bool] = []

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.cli_runner import CliRunner
 
 import cutaway as ct
 from cutaway.errors import CutawayError
@@ -418,20 +419,13 @@ def test_full_disk_keeps_old_checkpoint(valid_checkpoint: Path, tmp_path: Path) 
     ct.load(out)
 
 
-def test_remote_code_is_never_run(valid_checkpoint: Path, tmp_path: Path) -> None:
+def test_remote_code_is_never_run(valid_checkpoint: Path, tmp_path: Path, run_cli: CliRunner) -> None:
     """Neither by cutaway nor by transformers in --verify."""
     out = ct.save(ct.load(valid_checkpoint), tmp_path / "x")
     edit_config(out, model_type="gone", auto_map={"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"})
     (out / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()")
-    done = subprocess.run(
-        [str(Path(sys.executable).parent / "cutaway"), "convert", str(out), "--verify"],
-        input="y\n" * 5,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert "Traceback" not in done.stderr
+    error = run_cli("convert", out, "--verify", code=2, stdin="y\n" * 5)
+    assert "Traceback" not in error
     assert not (tmp_path / "ran").exists()
 
 

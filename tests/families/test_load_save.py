@@ -179,7 +179,7 @@ else:  # the allocator has overhead: compare with the peak of allocating the sam
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_peak_memory_of_loading(dtype: str, llama: Path, tmp_path: Path) -> None:
     config = ct.config("tiny-llama")
-    config = config.replace(d_model=1024, vocab_size=20_000, decoder=config.decoder.replace(layers=12))
+    config = config.replace(d_model=1024, vocab_size=20_000, decoder=config.decoder.replace(layers=6))
     out = ct.save(ct.build(config, dtype=torch.bfloat16, seed=0), tmp_path / "x")
     command = [sys.executable, "-c", MEASURE, str(out), dtype, str(llama)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -236,7 +236,7 @@ def test_sampled_tokens_have_the_target_distribution(name: str, drafts: str) -> 
     """Joint distribution of the first three tokens over many seeds, against the exact probabilities."""
     model = decoder(1)
     draft = {"bad": decoder(2), "good": perturbed_copy(model), "ngram": NgramConfig(2, 1)}[drafts]
-    depth, seeds, prompt = 3, 2500, [3, 1, 3] if drafts == "ngram" else [3]
+    depth, seeds, prompt = 3, 1500, [3, 1, 3] if drafts == "ngram" else [3]
     params = SamplingParams(max_new_tokens=depth + 1, ignore_eos=True, **SAMPLING_CASES[name])
     engine_config = EngineConfig(model, max_num_seqs=seeds, max_model_len=64)
     completions, stats = generate_speculative(

@@ -28,7 +28,7 @@ ENCODER_DECODERS = ["bart", "m2m_100", "marian", "mbart", "mt5", "pegasus", "t5"
 GENERATIVE = [*DECODERS, *ENCODER_DECODERS]
 EVERY_RUN = ("bloom", "llama", "qwen3_moe", "t5")
 """Families tested in every run: ALiBi, GQA, experts, encoder-decoder."""
-STEPS = 256
+STEPS, STEPS_OF_EVERY_RUN = 256, 80
 POSITIONS = 384
 """Minimum number of learned positions; random configs may have fewer."""
 
@@ -93,6 +93,7 @@ def compare(
     monkeypatch: pytest.MonkeyPatch,
     lengths: tuple[int, ...] = (11, 30),
     kinds: tuple[str, ...] = KINDS,
+    steps: int = STEPS,
 ) -> None:
     peer = random_peer_model(name, seed, tmp_path, monkeypatch)
     model, checkpoint = build_and_load(peer, tmp_path / "reference", seed)
@@ -111,7 +112,7 @@ def compare(
                 .generate(
                     torch.tensor([prompt]),
                     attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-                    max_new_tokens=STEPS,
+                    max_new_tokens=steps,
                     do_sample=False,
                     num_beams=1,
                     eos_token_id=None,
@@ -120,7 +121,7 @@ def compare(
                 )[0]
                 .tolist()
             )
-        expected.append(tokens[-STEPS:])
+        expected.append(tokens[-steps:])
     stack = checkpoint.model.stacks["decoder"]
     dynamic = any(getattr(position, "switch_length", None) for position in stack.positions.values())
     for kind in ["full"] if dynamic and kinds == ("ring",) else kinds:
@@ -129,7 +130,7 @@ def compare(
         completions = ct.generate(
             checkpoint,
             prompts,
-            max_new_tokens=STEPS,
+            max_new_tokens=steps,
             ignore_eos=True,
             cache_implementation=kind,
             max_model_len=POSITIONS,
@@ -144,9 +145,10 @@ def compare(
 @pytest.mark.unchecked
 @pytest.mark.parametrize("name", nightly_except(EVERY_RUN, GENERATIVE))
 def test_greedy_tokens_equal_transformers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One cache implementation per family; all of them nightly."""
+    """One cache implementation per family; all of them and longer completions nightly."""
     index = GENERATIVE.index(name)
-    compare(name, 1 if name == "phi3" else index % 8, tmp_path, monkeypatch, kinds=(KINDS[index % 3],))
+    seed = 1 if name == "phi3" else index % 8
+    compare(name, seed, tmp_path, monkeypatch, kinds=(KINDS[index % 3],), steps=STEPS_OF_EVERY_RUN)
 
 
 @pytest.mark.unchecked

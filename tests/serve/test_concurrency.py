@@ -33,19 +33,19 @@ def poll_health(server: RunningServer, stop: threading.Event, statuses: list[int
 
 def test_concurrent_responses_equal_single_responses(bench: ModuleType) -> None:
     with start_server(load_tiny_python(), max_num_seqs=8, limits=Limits(max_waiting_requests=24)) as server:
-        requests = [request | {"max_tokens": min(request["max_tokens"], 12)} for request in bench.build_requests()[:16]]
+        requests = [request | {"max_tokens": min(request["max_tokens"], 8)} for request in bench.build_requests()[:12]]
         expected = asyncio.run(bench.expected_responses(server.port, requests))
         stop, statuses = threading.Event(), list[int]()
         health_thread = threading.Thread(target=poll_health, args=(server, stop, statuses))
         health_thread.start()
-        result = asyncio.run(bench.run_clients(server.port, 24, 3, requests, expected))
+        result = asyncio.run(bench.run_clients(server.port, 16, 2, requests, expected))
         stop.set()
         health_thread.join()
         assert set(result.outcomes) <= {"correct", "disconnected", "rejected"}, (result.outcomes, result.mismatches)
         assert result.outcomes["correct"] >= 10
         assert set(statuses) == {200}
         assert server.wait_until_idle()
-        burst = asyncio.run(bench.run_burst(server.port, 64, requests, expected))
+        burst = asyncio.run(bench.run_burst(server.port, 48, requests, expected))
         assert set(burst.outcomes) == {"correct", "rejected"}, burst.outcomes
         assert server.wait_until_idle()
         engine = server.serving.engine

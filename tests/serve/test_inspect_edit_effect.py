@@ -14,6 +14,7 @@ from cutaway.pretrained import ABLATIONS_FILE
 from cutaway.serve.inspect.inspector import Inspector
 from cutaway.serve.inspect.model_input import ModelInput, TokenizerAdapter
 from cutaway.serve.inspect.protocol import QueryJob
+from cutaway.serve.inspect.queries import edit_experiment
 from cutaway.serve.inspect.queries.ablation_results import AblationResults, load_ablation_results
 from cutaway.serve.inspect.queries.edit_effect import EditEffect
 from cutaway.serve.inspect.queries.edit_experiment import EditExperiment, sample_texts
@@ -103,13 +104,14 @@ def test_ablated_and_retrained_losses_have_intervals_over_seeds() -> None:
 
 
 @torch.no_grad()
-def test_edit_experiment_equals_forward_passes_on_sampled_texts() -> None:
+def test_edit_experiment_equals_forward_passes_on_sampled_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(edit_experiment, "TEXT_LEN", 16)
     inspector = open_inspector("tiny-english")
     tokens = tuple(inspector.tokenizer.encode("The cat sat on the"))
     edits = {"blocks.3": "skip"}
     data = EditExperiment(input=ModelInput(tokens=tokens, edits=edits)).run(inspector, QueryJob()).data
     texts = sample_texts(inspector)
-    assert texts.shape == (16, 48)
+    assert texts.shape == (16, 16)
 
     def losses() -> list[float]:
         logits = inspector.model(texts)[:, :-1]

@@ -46,9 +46,16 @@ def build_recipe(tmp_path: Path, **overrides: Any) -> dict[str, Any]:
     return RECIPE | {"data": data} | overrides
 
 
+@pytest.fixture(scope="module")
+def trained_run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    directory = tmp_path_factory.mktemp("trained")
+    return ct.train(build_recipe(directory), directory / "run")
+
+
 @pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
-    return ct.train(build_recipe(tmp_path), tmp_path / "run")
+def run(trained_run: RunDirectory, tmp_path: Path) -> RunDirectory:
+    """A copy of the run, which a test may change."""
+    return RunDirectory.open(Path(shutil.copytree(trained_run.directory, tmp_path / "run")))
 
 
 def open_run(run: RunDirectory) -> Inspector:

@@ -170,10 +170,11 @@ def test_chat_logprobs_have_bytes(chat_server: RunningServer) -> None:
     ]
 
 
-def test_chat_without_max_tokens_fills_the_context(chat_server: RunningServer) -> None:
-    response = client(chat_server).chat.completions.create(**CHAT | {"max_tokens": None, "temperature": 0})
+def test_chat_without_max_tokens_fills_the_context() -> None:
+    with start_server(byte_checkpoint("tiny-llama", chat_template=CHAT_TEMPLATE), max_model_len=40) as server:
+        response = client(server).chat.completions.create(**CHAT | {"max_tokens": None, "temperature": 0})
     assert response.usage is not None
-    assert response.usage.total_tokens == chat_server.serving.max_model_len
+    assert response.usage.total_tokens == server.serving.max_model_len == 40
     assert response.choices[0].finish_reason == "length"
 
 

@@ -14,7 +14,7 @@ from support.server import CHAT_TEMPLATE, RunningServer, byte_checkpoint, start_
 from cutaway.serve.limits import Limits
 
 pytestmark = pytest.mark.unchecked
-EXAMPLES = 500 if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else 10
+EXAMPLES = 500 if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else 6
 """Examples per route and generation mode."""
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance]
 ROUTES = [

@@ -61,8 +61,8 @@ def client(running: RunningServer) -> openai.OpenAI:
 )
 @pytest.mark.sample(5)
 def test_completions_equal_generate(server: RunningServer, fields: dict[str, Any], options: dict[str, Any]) -> None:
-    (expected,) = ct.generate(server.checkpoint, "def f(", max_new_tokens=60, **options)
-    fields = {"model": "tiny", "prompt": "def f(", "max_tokens": 60, "temperature": 0, "extra_body": fields}
+    (expected,) = ct.generate(server.checkpoint, "def f(", max_new_tokens=32, **options)
+    fields = {"model": "tiny", "prompt": "def f(", "max_tokens": 32, "temperature": 0, "extra_body": fields}
     response = client(server).completions.create(**fields)
     assert (response.choices[0].text, response.choices[0].finish_reason) == (expected.text, expected.finish_reason)
     streamed = [chunk.choices[0].text for chunk in client(server).completions.create(**fields, stream=True)]

@@ -119,7 +119,7 @@ def test_responses_have_function_calls(scripted: RunningServer) -> None:
         client(scripted).responses.create(**request, input="x", tool_choice={"type": "function", "name": "rm"})
 
 
-@pytest.mark.sample(9)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("markers_are_special", [False, True])
 @pytest.mark.parametrize("choice", ["required", "named", "strict"])

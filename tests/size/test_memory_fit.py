@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import cutaway as ct
 from cutaway.errors import InputError
-from cutaway.size import count_parameters, size
+from cutaway.size import count_parameters, memory_fit, size
 from cutaway.size.estimate import SizeEstimate
 from cutaway.size.memory_fit import SEARCH_LIMIT, MemoryFit, compare_models, find_max_fitting, fit_to_memory
 from cutaway.size.model_scaling import (
@@ -25,6 +25,12 @@ KINDS = [
     "bart-base", "opus-mt-en-fr", "tiny-mla",
 ]  # fmt: skip
 """One preset per kind of attention, FFN, position and form."""
+
+
+@pytest.fixture
+def without_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Do not list model shapes, which takes most of the time."""
+    monkeypatch.setattr(memory_fit, "list_shapes_near_budget", lambda *_: ((), ""))
 
 
 def total_bytes(fit: MemoryFit, **changes: Any) -> int:
@@ -107,6 +113,7 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.usefixtures("without_shapes")
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(("name", "memory", "options"), CASES)
 def test_maxima_fit_and_one_more_does_not(name: str, memory: str, options: dict[str, Any]) -> None:
@@ -130,12 +137,14 @@ def test_maxima_fit_and_one_more_does_not(name: str, memory: str, options: dict[
     assert fit.fits == (max_batch_size is not None and max_batch_size >= fit.options.batch_size)
 
 
+@pytest.mark.usefixtures("without_shapes")
 def test_model_that_does_not_fit_has_no_maxima() -> None:
     fit = fit_to_memory("16GB", "llama-3-70b")
     assert (fit.fits, fit.max_context, fit.max_batch_size) == (False, None, None)
     assert not fit.exceeds_model_context
 
 
+@pytest.mark.usefixtures("without_shapes")
 def test_position_table_limits_the_context() -> None:
     fit = fit_to_memory("2GB", "gpt2")
     assert fit.max_context == fit.max_position_embeddings == 1024
@@ -148,6 +157,7 @@ def test_position_table_limits_the_context() -> None:
         fit_to_memory("2GB", "bart-base", context=10, source_len=4000)
 
 
+@pytest.mark.usefixtures("without_shapes")
 def test_rope_has_no_limit_but_reports_exceeding_the_model_context() -> None:
     fit = fit_to_memory("40GB", "llama-3-8b")
     assert fit.max_position_embeddings is None
@@ -157,6 +167,7 @@ def test_rope_has_no_limit_but_reports_exceeding_the_model_context() -> None:
     assert not fit_to_memory("17GB", "llama-3-8b", context=100).exceeds_model_context
 
 
+@pytest.mark.usefixtures("without_shapes")
 def test_sliding_windows_can_bound_the_memory() -> None:
     fit = fit_to_memory("24GB", "mistral-7b-v0.1", kernel="flex")
     assert fit.unbounded_context
@@ -184,6 +195,7 @@ def test_classic_6b_fits_16_gb_in_fp16_and_13b_does_not() -> None:
     assert not any(shape.fits for (layers, width), shape in listed.items() if layers >= 40 and width >= 5120)
 
 
+@pytest.mark.usefixtures("without_shapes")
 @pytest.mark.parametrize(("dtype", "fits"), [("bf16", False), ("int8", True), ("int4", True)])
 def test_llama_3_8b_in_16_gb(dtype: str, fits: bool) -> None:
     assert fit_to_memory("16GB", "llama-3-8b", dtype=dtype).fits is fits

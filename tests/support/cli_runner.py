@@ -7,5 +7,5 @@ class CliRunner(Protocol):
     """Runs a verb and checks the exit code; returns standard output, or the error message for code 2."""
 
     def __call__(
-        self, *arguments: object, code: int = 0, stdin: str | bytes | None = None, columns: int = 80
+        self, *arguments: object, code: int = 0, stdin: str | bytes | None = None, columns: int | str = 80
     ) -> str: ...

@@ -22,6 +22,8 @@ from cutaway.model.parallel.process_group import join_processes
 PROMPTS = [[1, 2, 3], [5, 6, 7, 8, 9, 10, 11], [12]]
 MEASURED = ("dense", "gqa", "moe", "mla")
 """Models that are compared with their size estimate."""
+SAMPLED = ("dense", "gqa", "moe", "mla", "encoder-decoder")
+"""Models with sampled completions; the others differ from these in layers only, which greedy completions compare."""
 SAMPLING: list[dict[str, Any]] = [
     {},
     {"temperature": 1.0, "seed": 3, "logprobs": 2, "repetition_penalty": 1.2, "cache_implementation": "paged"},
@@ -41,7 +43,7 @@ def compute_outputs(directory: Path, size: int) -> dict[str, torch.Tensor]:
     outputs = {"logits": logits[mask]}
     if directory.name == "gqa":
         outputs["logits.of_hidden_states"] = compute_logits(directory, size)
-    sampling = SAMPLING + (MORE_SAMPLING if directory.name == "gqa" else [])
+    sampling = SAMPLING[: 2 if directory.name in SAMPLED else 1] + (MORE_SAMPLING if directory.name == "gqa" else [])
     for i, params in enumerate(sampling if "decoder" in model.stacks else []):
         completions = ct.generate(checkpoint, PROMPTS, max_new_tokens=4, ignore_eos=True, max_num_seqs=2, **params)
         outputs[f"tokens.{i}"] = torch.tensor([completion.tokens for completion in completions])

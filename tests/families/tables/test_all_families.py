@@ -67,7 +67,7 @@ PRESETS_WITHOUT_FAMILY = {"transformer-base", "transformer-big"}
 """The 2017 Transformer, which no library stores."""
 
 
-@pytest.mark.sample(40)
+@pytest.mark.sample(20)
 @pytest.mark.parametrize("preset", [name for name in ct.presets() if not name.startswith("tiny-")])
 def test_every_published_preset_has_a_family(preset: str) -> None:
     config = ct.config(preset)

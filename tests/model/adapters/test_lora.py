@@ -60,6 +60,7 @@ def test_new_adapter_changes_nothing_and_only_it_is_trainable(preset: str) -> No
     assert all(".adapters.default." in name for name in trainable)
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("use_dora", [False, True])
 @pytest.mark.parametrize("preset", PRESETS)
 def test_merged_equals_adapter(preset: str, use_dora: bool) -> None:

@@ -34,6 +34,7 @@ def gradients(model: Transformer) -> dict[str, Tensor]:
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("mode", ["selective", "full"])
 @pytest.mark.parametrize("adapter", [{}, {"use_dora": True, "targets": ["attn.*"]}, {"targets": ["blocks.1.*"]}])
 @pytest.mark.parametrize("quantization", ["none", "int8"])
@@ -45,6 +46,7 @@ def test_checkpointing_is_bit_equal(mode: str, adapter: dict[str, Any], quantiza
     assert any(grad.count_nonzero() for grad in expected.values())
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
 @pytest.mark.parametrize("name", DECODERS)
 def test_blocks_below_the_first_adapter_build_no_graph(name: str, mode: str) -> None:

@@ -24,6 +24,7 @@ from cutaway.train.checkpoint.checkpoint_manager import CheckpointManager, Check
 from cutaway.train.checkpoint.manifest import LoadedCheckpoint, TrainerState
 
 TensorGroups = dict[str, dict[str, Tensor]]
+RunForked = Callable[..., tuple[int, str]]
 
 
 def build_tensors(seed: int) -> TensorGroups:
@@ -343,7 +344,9 @@ checkpoint_manager.wait_for_async_save()
 """
 
 
-def save_in_killed_child(directory: Path, steps: list[int], failpoint: str, *, is_async: bool = False) -> None:
+def save_in_killed_child(
+    run_forked: RunForked, directory: Path, steps: list[int], failpoint: str, *, is_async: bool = False
+) -> None:
     save = (
         "checkpoint_manager.async_save(build_tensors(step), build_state(step))"
         if is_async
@@ -351,9 +354,8 @@ def save_in_killed_child(directory: Path, steps: list[int], failpoint: str, *, i
     )
     tests = str(Path(__file__).parents[2])
     code = CHILD_CODE.format(tests=tests, directory=str(directory), steps=steps, save=save)
-    environment = os.environ | {"CUTAWAY_FAILPOINT": failpoint, "OMP_NUM_THREADS": "1"}
-    result = subprocess.run([sys.executable, "-c", code], env=environment, check=False, capture_output=True)
-    assert result.returncode == -signal.SIGKILL, result.stderr.decode()
+    exit_code, output = run_forked(code, CUTAWAY_FAILPOINT=failpoint)
+    assert exit_code == -signal.SIGKILL, output
 
 
 @pytest.mark.sample(3)
@@ -373,11 +375,11 @@ def save_in_killed_child(directory: Path, steps: list[int], failpoint: str, *, i
         ("async, after-rename", 3),
     ],
 )
-def test_kill_leaves_valid_checkpoints(tmp_path: Path, failpoint: str, expected: int) -> None:
+def test_kill_leaves_valid_checkpoints(tmp_path: Path, failpoint: str, expected: int, run_forked: RunForked) -> None:
     save_step(CheckpointManager(tmp_path), 1)
     save_step(CheckpointManager(tmp_path), 2)
     is_async = failpoint.startswith("async, ")
-    save_in_killed_child(tmp_path, [3], failpoint.removeprefix("async, "), is_async=is_async)
+    save_in_killed_child(run_forked, tmp_path, [3], failpoint.removeprefix("async, "), is_async=is_async)
     assert equals_saved(CheckpointManager(tmp_path).load_latest(log=fail_on_message), expected)
     assert not any(name.startswith(".") for name in list_names(tmp_path))
     checkpoint_manager = CheckpointManager(tmp_path)
@@ -388,9 +390,11 @@ def test_kill_leaves_valid_checkpoints(tmp_path: Path, failpoint: str, expected:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("failpoint", ["before-manifest", "before-rename", "between-renames", "after-rename"])
-def test_kill_during_replacement_leaves_the_old_or_the_new(tmp_path: Path, failpoint: str) -> None:
+def test_kill_during_replacement_leaves_the_old_or_the_new(
+    tmp_path: Path, failpoint: str, run_forked: RunForked
+) -> None:
     CheckpointManager(tmp_path).save(build_tensors(9), build_state(3, 9))
-    save_in_killed_child(tmp_path, [3], failpoint)
+    save_in_killed_child(run_forked, tmp_path, [3], failpoint)
     before = sorted(tmp_path.iterdir())
     checkpoint = CheckpointManager(tmp_path).load_latest(log=fail_on_message)
     assert checkpoint is not None
@@ -430,8 +434,8 @@ def test_kills_at_random_times_leave_valid_checkpoints(tmp_path: Path) -> None:
         assert not any(name.startswith(".") for name in list_names(tmp_path))
 
 
-def test_next_save_removes_partial_saves(tmp_path: Path) -> None:
-    save_in_killed_child(tmp_path, [1, 2, 3], "after-file-write:8")
+def test_next_save_removes_partial_saves(tmp_path: Path, run_forked: RunForked) -> None:
+    save_in_killed_child(run_forked, tmp_path, [1, 2, 3], "after-file-write:8")
     assert any(name.startswith(".") for name in list_names(tmp_path))
     save_step(CheckpointManager(tmp_path), 4)
     assert list_names(tmp_path) == ["step-000000002", "step-000000004"]
@@ -490,10 +494,9 @@ print("finished")
 """
 
 
-def test_full_disk_keeps_old_checkpoints_and_later_saves_succeed(tmp_path: Path) -> None:
+def test_full_disk_keeps_old_checkpoints_and_later_saves_succeed(tmp_path: Path, run_forked: RunForked) -> None:
     code = FULL_DISK_CODE.format(tests=str(Path(__file__).parents[2]), directory=str(tmp_path))
-    result = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
-    assert result.stdout == "finished\n", result.stderr
+    assert run_forked(code) == (0, "finished\n")
 
 
 @pytest.mark.parametrize("function", ["write_file", "fsync_directory", "rename_into_place"])

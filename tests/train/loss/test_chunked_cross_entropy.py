@@ -58,6 +58,7 @@ def reference_loss(logits: Tensor, targets: Tensor, weights: Tensor, smoothing: 
     return (weights * (losses + z * logits.logsumexp(-1).square())).sum()
 
 
+@pytest.mark.sample(40)  # each chunk size and each kind of loss for each head
 @pytest.mark.parametrize("chunk_size", [1, 5, 100])
 @pytest.mark.parametrize(("smoothing", "z"), [(0.0, 0.0), (0.1, 0.0), (0.0, 0.02), (0.2, 0.01)])
 @pytest.mark.parametrize("head", HEADS)

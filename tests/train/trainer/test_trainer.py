@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +25,19 @@ from cutaway.train.checkpoint.run_directory import RunDirectory
 from cutaway.train.logging.callbacks import Callback
 from cutaway.train.recipe import list_recipes, load_recipe
 from cutaway.train.recipe.schema import PretrainedModelConfig
+from cutaway.train.trainer import eval_metrics
 from cutaway.train.trainer.launch import prepare_trainer, resume, resume_trainer, train
 from cutaway.train.trainer.resolve_recipe import resolve_precision
 from cutaway.train.trainer.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("skip_preflight")
+RunForked = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUTAWAY_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(eval_metrics, "SAMPLE_TOKENS", 4)
 
 
 @pytest.fixture
@@ -128,13 +132,20 @@ def test_ct_train_shows_its_signature() -> None:
     "failpoint",
     nightly_except(("after-step:7",), ["after-step:7", "before-snapshot-rename:4", "after-checkpoint:2"]),
 )
-def test_killed_run_resumes_bit_exactly(failpoint: str, texts: Path, tmp_path: Path) -> None:
+def test_killed_run_resumes_bit_exactly(failpoint: str, texts: Path, tmp_path: Path, run_forked: RunForked) -> None:
     uninterrupted = train(sampling_recipe(texts), tmp_path / "uninterrupted", device="cpu")
     (tmp_path / "recipe.json").write_text(json.dumps(sampling_recipe(texts)))
-    arguments = [str(tmp_path / "recipe.json"), "--out", str(tmp_path / "run")]
-    process = start_train_command(arguments, CUTAWAY_FAILPOINT=failpoint)
-    output = process.communicate(timeout=240)[0]
-    assert process.returncode == -signal.SIGKILL, output
+    arguments = ["cutaway", "train", "--device", "cpu", str(tmp_path / "recipe.json"), "--out", str(tmp_path / "run")]
+    code = f"""
+import sys
+from cutaway.cli import main
+from cutaway.train.trainer import eval_metrics
+eval_metrics.SAMPLE_TOKENS = {eval_metrics.SAMPLE_TOKENS}
+sys.argv = {arguments}
+main()
+"""
+    exit_code, output = run_forked(code, CUTAWAY_FAILPOINT=failpoint, CUTAWAY_CACHE=os.environ["CUTAWAY_CACHE"])
+    assert exit_code == -signal.SIGKILL, output
     resume(tmp_path / "run", device="cpu")
     assert run_digest(tmp_path / "run") == run_digest(uninterrupted.directory)
 
