@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # torch is imported when it is needed
     from cutaway.families.checkpoint import Checkpoint
 
 OutputFormat = Literal["hf", "gguf", "cutaway"]
-GGUFQuantization = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]
+GGUFQuantization = Literal["f32", "f16", "bf16", "q8_0", "q6_k", "q5_1", "q5_0", "q4_k", "q4_1", "q4_0"]
 
 
 def convert(
