@@ -163,7 +163,7 @@ static void attention(const Attention *a, const float *q, const float *k, const 
 #pragma omp parallel num_threads(num_threads)
     {
         float *buffer = malloc(sizeof(float) * (size_t)(longest + LANES + d_head));
-#pragma omp for schedule(static)
+#pragma omp for schedule(dynamic, 2)
         for (int64_t i = 0; i < rows * a->heads; i++)
             attend(a, i / a->heads, i % a->heads, q + i * d_head, z + i * d_head, buffer, buffer + d_head);
         free(buffer);
@@ -199,7 +199,7 @@ static void linears(const Linear *const *w, const int num, const float *x, int64
         any_packed |= is_packed(w[i]);
     }
     Rows rows = make_rows(x, count, w[0]->columns, any_packed);
-#pragma omp parallel for num_threads(num_threads) schedule(static)
+#pragma omp parallel for num_threads(num_threads) schedule(dynamic, 2)
     for (int64_t c = 0; c < total; c++) {
         int i = 0;
         while (c >= ends[i]) i++;

@@ -10,9 +10,26 @@
 
 #include "vectors.h"
 
+enum { PREFETCH_BYTES = 2048 }; /* how far ahead weights are loaded into the cache */
 typedef uint8_t Bytes __attribute__((vector_size(16)));
 typedef uint8_t UnalignedBytes __attribute__((vector_size(16), aligned(1)));
 typedef uint64_t Words __attribute__((vector_size(16)));
+typedef uint8_t Group __attribute__((vector_size(32))); /* integers of 8 bits */
+typedef uint8_t UnalignedGroup __attribute__((vector_size(32), aligned(1)));
+
+INLINE Bytes load_bytes(const uint8_t *data) { return *(const UnalignedBytes *)data; }
+INLINE Group load_group(const uint8_t *data) { return *(const UnalignedGroup *)data; }
+
+INLINE Group join(Bytes low, Bytes high) {
+#if defined(__AVX2__)
+    return (Group)_mm256_inserti128_si256(_mm256_castsi128_si256((__m128i)low), (__m128i)high, 1);
+#else
+    Group group;
+    memcpy(&group, &low, 16);
+    memcpy((uint8_t *)&group + 16, &high, 16);
+    return group;
+#endif
+}
 
 /* 32 integers of 16 bits. */
 #if defined(__AVX512BW__)
@@ -20,9 +37,8 @@ typedef struct {
     __m512i part;
 } Integers;
 
-INLINE Integers widen(Bytes low, Bytes high, int is_signed) {
-    const __m256i bytes = _mm256_inserti128_si256(_mm256_castsi128_si256((__m128i)low), (__m128i)high, 1);
-    return (Integers){is_signed ? _mm512_cvtepi8_epi16(bytes) : _mm512_cvtepu8_epi16(bytes)};
+INLINE Integers widen(Group group, int is_signed) {
+    return (Integers){is_signed ? _mm512_cvtepi8_epi16((__m256i)group) : _mm512_cvtepu8_epi16((__m256i)group)};
 }
 
 INLINE Integers scale_halves(Integers x, int16_t low, int16_t high) {
@@ -44,8 +60,8 @@ typedef struct {
     __m256i part[2];
 } Integers;
 
-INLINE Integers widen(Bytes low, Bytes high, int is_signed) {
-    const __m128i a = (__m128i)low, b = (__m128i)high;
+INLINE Integers widen(Group group, int is_signed) {
+    const __m128i a = _mm256_castsi256_si128((__m256i)group), b = _mm256_extracti128_si256((__m256i)group, 1);
     if (is_signed) return (Integers){{_mm256_cvtepi8_epi16(a), _mm256_cvtepi8_epi16(b)}};
     return (Integers){{_mm256_cvtepu8_epi16(a), _mm256_cvtepu8_epi16(b)}};
 }
@@ -69,10 +85,12 @@ typedef struct {
     int16x8_t part[4];
 } Integers;
 
-INLINE Integers widen(Bytes low, Bytes high, int is_signed) {
+INLINE Integers widen(Group group, int is_signed) {
     Integers x;
+    uint8x16_t halves[2];
+    memcpy(halves, &group, 32);
     for (int i = 0; i < 2; i++) {
-        const uint8x16_t bytes = (uint8x16_t)(i ? high : low);
+        const uint8x16_t bytes = halves[i];
         const int8x16_t signed_bytes = vreinterpretq_s8_u8(bytes);
         x.part[2 * i] = is_signed ? vmovl_s8(vget_low_s8(signed_bytes))
                                   : vreinterpretq_s16_u16(vmovl_u8(vget_low_u8(bytes)));
@@ -101,12 +119,9 @@ typedef struct {
     int16_t part[32];
 } Integers;
 
-INLINE Integers widen(Bytes low, Bytes high, int is_signed) {
+INLINE Integers widen(Group group, int is_signed) {
     Integers x;
-    for (int i = 0; i < 32; i++) {
-        const uint8_t byte = i < 16 ? low[i] : high[i - 16];
-        x.part[i] = is_signed ? (int16_t)(int8_t)byte : (int16_t)byte;
-    }
+    for (int i = 0; i < 32; i++) x.part[i] = is_signed ? (int16_t)(int8_t)group[i] : (int16_t)group[i];
     return x;
 }
 
@@ -123,6 +138,38 @@ INLINE Vector dot_integers(Integers w, const int16_t *x) {
     return result;
 }
 #endif
+
+/* Sums of products of a group of signed or unsigned integers and x. With VNNI, unsigned integers are multiplied by the
+   high and by the low bytes of x, in eight parts. */
+INLINE Vector dot_signed(Integers w, const int16_t *x, const int8_t *bytes) {
+    (void)bytes;
+    return dot_integers(w, x);
+}
+typedef Vector SignedSum;
+INLINE float sum_signed(SignedSum x) { return sum_lanes(x); }
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+typedef float UnsignedSum __attribute__((vector_size(32)));
+INLINE UnsignedSum dot_unsigned(Group w, const int16_t *x, const int8_t *bytes) {
+    (void)x;
+    const __m256i high = _mm256_loadu_si256((const __m256i *)bytes), low = _mm256_loadu_si256((const __m256i *)bytes + 1);
+    const __m256i sums = _mm256_slli_epi32(_mm256_dpbusd_epi32(_mm256_setzero_si256(), (__m256i)w, high), 8);
+    return (UnsignedSum)_mm256_cvtepi32_ps(_mm256_dpbusd_epi32(sums, (__m256i)w, low));
+}
+INLINE float sum_unsigned(UnsignedSum x) {
+    float sum = 0;
+    for (int i = 0; i < 4; i++) sum += x[i] + x[i + 4];
+    return sum;
+}
+#else
+typedef Vector UnsignedSum;
+INLINE UnsignedSum dot_unsigned(Group w, const int16_t *x, const int8_t *bytes) {
+    (void)bytes;
+    return dot_integers(widen(w, 0), x);
+}
+INLINE float sum_unsigned(UnsignedSum x) { return sum_lanes(x); }
+#endif
+INLINE Integers as_integers_signed(Integers w) { return w; }
+INLINE Integers as_integers_unsigned(Group w) { return widen(w, 0); }
 
 typedef struct {
     float scale[8], offset[8]; /* per group */
@@ -148,12 +195,10 @@ INLINE float half_to_float(const uint8_t *data) {
     return half_values[half];
 }
 
-INLINE Bytes load_bytes(const uint8_t *data) { return *(const UnalignedBytes *)data; }
-
 /* Integers 0–15 of a group are in the low four bits of 16 bytes, integers 16–31 in the high ones. */
-INLINE Integers nibbles(const uint8_t *data) {
+INLINE Group nibbles(const uint8_t *data) {
     const Bytes q = load_bytes(data);
-    return widen(q & 15, q >> 4, 0);
+    return join(q & 15, q >> 4);
 }
 
 INLINE void read_scales_q8_0(const uint8_t *block, Scales *s) {
@@ -162,14 +207,14 @@ INLINE void read_scales_q8_0(const uint8_t *block, Scales *s) {
 }
 INLINE Integers integers_q8_0(const uint8_t *block, const Scales *s, int group) {
     (void)s, (void)group;
-    return widen(load_bytes(block + 2), load_bytes(block + 18), 1);
+    return widen(load_group(block + 2), 1);
 }
 
 INLINE void read_scales_q4_0(const uint8_t *block, Scales *s) {
     s->scale[0] = half_to_float(block);
     s->offset[0] = -8 * s->scale[0];
 }
-INLINE Integers integers_q4_0(const uint8_t *block, const Scales *s, int group) {
+INLINE Group integers_q4_0(const uint8_t *block, const Scales *s, int group) {
     (void)s, (void)group;
     return nibbles(block + 2);
 }
@@ -178,21 +223,22 @@ INLINE void read_scales_q4_1(const uint8_t *block, Scales *s) {
     s->scale[0] = half_to_float(block);
     s->offset[0] = half_to_float(block + 2);
 }
-INLINE Integers integers_q4_1(const uint8_t *block, const Scales *s, int group) {
+INLINE Group integers_q4_1(const uint8_t *block, const Scales *s, int group) {
     (void)s, (void)group;
     return nibbles(block + 4);
 }
 
 /* The fifth bits of 32 integers are in four bytes, in their order. */
-INLINE Bytes fifth_bits(uint32_t bits) { /* of 16 integers, at their place */
+INLINE Group fifth_bits(uint32_t bits) {
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+    return (Group)_mm256_maskz_mov_epi8((__mmask32)bits, _mm256_set1_epi8(16));
+#else
     const Bytes bit = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
     const uint64_t repeat = 0x0101010101010101;
-    const Words words = {(bits & 255) * repeat, (bits >> 8 & 255) * repeat};
-    return (Bytes)(((Bytes)words & bit) != 0) & 16;
-}
-INLINE Integers five_bits(const uint8_t *data, const Scales *s) {
-    const Bytes q = load_bytes(data);
-    return widen((q & 15) | fifth_bits(s->high_bits), q >> 4 | fifth_bits(s->high_bits >> 16), 0);
+    const Words low = {(bits & 255) * repeat, (bits >> 8 & 255) * repeat};
+    const Words high = {(bits >> 16 & 255) * repeat, (bits >> 24) * repeat};
+    return join((Bytes)(((Bytes)low & bit) != 0) & 16, (Bytes)(((Bytes)high & bit) != 0) & 16);
+#endif
 }
 
 INLINE void read_scales_q5_0(const uint8_t *block, Scales *s) {
@@ -200,9 +246,9 @@ INLINE void read_scales_q5_0(const uint8_t *block, Scales *s) {
     s->offset[0] = -16 * s->scale[0];
     memcpy(&s->high_bits, block + 2, 4);
 }
-INLINE Integers integers_q5_0(const uint8_t *block, const Scales *s, int group) {
+INLINE Group integers_q5_0(const uint8_t *block, const Scales *s, int group) {
     (void)group;
-    return five_bits(block + 6, s);
+    return nibbles(block + 6) | fifth_bits(s->high_bits);
 }
 
 INLINE void read_scales_q5_1(const uint8_t *block, Scales *s) {
@@ -210,38 +256,39 @@ INLINE void read_scales_q5_1(const uint8_t *block, Scales *s) {
     s->offset[0] = half_to_float(block + 2);
     memcpy(&s->high_bits, block + 4, 4);
 }
-INLINE Integers integers_q5_1(const uint8_t *block, const Scales *s, int group) {
+INLINE Group integers_q5_1(const uint8_t *block, const Scales *s, int group) {
     (void)group;
-    return five_bits(block + 8, s);
+    return nibbles(block + 8) | fifth_bits(s->high_bits);
 }
 
 /* Scales and minima of 8 groups have 6 bits: those of groups 0–3 in bytes 0–3 and 4–7, those of groups 4–7 in the halves
    of bytes 8–11 and the high two bits of bytes 0–7. */
 INLINE void read_scales_q4_k(const uint8_t *block, Scales *s) {
     const float scale = half_to_float(block), min_scale = half_to_float(block + 2);
-    const uint8_t *packed = block + 4;
-    for (int i = 0; i < 4; i++) {
-        s->scale[i] = scale * (packed[i] & 63);
-        s->offset[i] = -min_scale * (packed[i + 4] & 63);
-        s->scale[i + 4] = scale * ((packed[i + 8] & 15) | packed[i] >> 6 << 4);
-        s->offset[i + 4] = -min_scale * (packed[i + 8] >> 4 | packed[i + 4] >> 6 << 4);
-    }
+    uint32_t words[3]; /* four numbers at a time */
+    memcpy(words, block + 4, 12);
+    const uint32_t integers[4] = {
+        words[0] & 0x3f3f3f3f, (words[2] & 0x0f0f0f0f) | (words[0] >> 6 & 0x03030303) << 4,
+        words[1] & 0x3f3f3f3f, (words[2] >> 4 & 0x0f0f0f0f) | (words[1] >> 6 & 0x03030303) << 4};
+    uint8_t bytes[16];
+    memcpy(bytes, integers, 16);
+    for (int i = 0; i < 8; i++) s->scale[i] = scale * bytes[i];
+    for (int i = 0; i < 8; i++) s->offset[i] = -min_scale * bytes[i + 8];
 }
 /* Two groups share 32 bytes: the first has their low four bits, the second the high ones. */
-INLINE Bytes group_nibbles(const uint8_t *data, int group, int half) {
-    const Bytes q = load_bytes(data + group / 2 * 32 + half * 16);
+INLINE Group group_nibbles(const uint8_t *data, int group) {
+    const Group q = load_group(data + group / 2 * 32);
     return group % 2 ? q >> 4 : q & 15;
 }
-INLINE Integers integers_q4_k(const uint8_t *block, const Scales *s, int group) {
+INLINE Group integers_q4_k(const uint8_t *block, const Scales *s, int group) {
     (void)s;
-    return widen(group_nibbles(block + 16, group, 0), group_nibbles(block + 16, group, 1), 0);
+    return group_nibbles(block + 16, group);
 }
 
 #define read_scales_q5_k read_scales_q4_k
-INLINE Integers integers_q5_k(const uint8_t *block, const Scales *s, int group) {
+INLINE Group integers_q5_k(const uint8_t *block, const Scales *s, int group) {
     (void)s;
-    const Bytes low = (load_bytes(block + 16) >> group & 1) << 4, high = (load_bytes(block + 32) >> group & 1) << 4;
-    return widen(group_nibbles(block + 48, group, 0) | low, group_nibbles(block + 48, group, 1) | high, 0);
+    return group_nibbles(block + 48, group) | (load_group(block + 16) >> group & 1) << 4;
 }
 
 INLINE void read_scales_q6_k(const uint8_t *block, Scales *s) {
@@ -250,47 +297,45 @@ INLINE void read_scales_q6_k(const uint8_t *block, Scales *s) {
 }
 /* Per 128 weights: four bits each in 64 bytes, and the two high bits in 32 bytes. Each 16 weights have a scale of 8 bits,
    which is a factor of the integers here. */
-INLINE Bytes six_bits(const uint8_t *block, int group, int half) {
-    const int quarter = group % 4;
-    const Bytes q = load_bytes(block + group / 4 * 64 + quarter % 2 * 32 + half * 16);
-    const Bytes high = load_bytes(block + 128 + group / 4 * 32 + half * 16) >> 2 * quarter & 3;
-    return ((quarter < 2 ? q & 15 : q >> 4) | high << 4) - 32;
-}
 INLINE Integers integers_q6_k(const uint8_t *block, const Scales *s, int group) {
     (void)s;
+    const int quarter = group % 4;
+    const Group q = load_group(block + group / 4 * 64 + quarter % 2 * 32);
+    const Group high = load_group(block + 128 + group / 4 * 32) >> 2 * quarter & 3;
     const int8_t *factors = (const int8_t *)block + 192 + 2 * group;
-    return scale_halves(widen(six_bits(block, group, 0), six_bits(block, group, 1), 1), factors[0], factors[1]);
+    return scale_halves(widen(((quarter < 2 ? q & 15 : q >> 4) | high << 4) - 32, 1), factors[0], factors[1]);
 }
 
 /* `product_<format>`: rows of y for up to 4 rows of x, where `count` is a constant. `dequantize_<format>`: conversion of
    consecutive blocks. */
-#define DEFINE_FORMAT(FORMAT, BLOCK, BYTES)                                                                            \
+#define DEFINE_FORMAT(FORMAT, BLOCK, BYTES, KIND, Sum)                                                                 \
     INLINE void product_##FORMAT(const Linear *w, int64_t first, int64_t last, const Rows *x, int64_t first_x,         \
                                  const int count, float *y) {                                                          \
         const int64_t columns = w->columns, num_blocks = columns / BLOCK, num_groups = columns / 32;                   \
-        const int16_t *integers = x->integers + first_x * columns;                                                     \
+        const int16_t *integers = x->integers + first_x * columns; const int8_t *bytes = x->bytes + first_x * columns * 2;\
         const float *scales_x = x->scales + first_x * num_groups, *sums_x = x->sums + first_x * num_groups;            \
         const uint8_t *block = w->data + first * num_blocks * BYTES;                                                   \
         y += first_x * w->rows;                                                                                        \
         for (int64_t row = first; row < last; row++) {                                                                 \
-            Vector sums[4];                                                                                            \
+            Sum sums[4];                                                                                               \
             float offsets[4] = {0};                                                                                    \
-            UNROLL for (int m = 0; m < count; m++) sums[m] = (Vector){0};                                              \
+            UNROLL for (int m = 0; m < count; m++) sums[m] = (Sum){0};                                                 \
             for (int64_t b = 0; b < num_blocks; b++, block += BYTES) {                                                 \
+                UNROLL for (int i = 0; i < BYTES; i += 64) __builtin_prefetch(block + PREFETCH_BYTES + i);             \
                 Scales s;                                                                                              \
                 read_scales_##FORMAT(block, &s);                                                                       \
                 UNROLL for (int g = 0; g < BLOCK / 32; g++) {                                                          \
-                    const Integers weights = integers_##FORMAT(block, &s, g);                                          \
+                    const __auto_type weights = integers_##FORMAT(block, &s, g);                                          \
                     const int64_t group = b * (BLOCK / 32) + g;                                                        \
                     UNROLL for (int m = 0; m < count; m++) {                                                           \
                         const int64_t i = m * num_groups + group;                                                      \
-                        sums[m] += dot_integers(weights, integers + i * 32) * scales_x[i] * s.scale[g];                \
+                        sums[m] += dot_##KIND(weights, integers + i * 32, bytes + i * 64) * scales_x[i] * s.scale[g];  \
                         offsets[m] += s.offset[g] * sums_x[i];                                                         \
                     }                                                                                                  \
                 }                                                                                                      \
             }                                                                                                          \
             UNROLL for (int m = 0; m < count; m++)                                                                     \
-                y[m * w->rows + row] = sum_lanes(sums[m]) + offsets[m] + (w->bias ? w->bias[row] : 0);                 \
+                y[m * w->rows + row] = sum_##KIND(sums[m]) + offsets[m] + (w->bias ? w->bias[row] : 0);                \
         }                                                                                                              \
     }                                                                                                                  \
     static void product_1_##FORMAT(const Linear *w, int64_t a, int64_t b, const Rows *x, int64_t first_x, float *y) {  \
@@ -304,7 +349,7 @@ INLINE Integers integers_q6_k(const uint8_t *block, const Scales *s, int group) 
             Scales s;                                                                                                  \
             read_scales_##FORMAT(data, &s);                                                                            \
             for (int g = 0; g < BLOCK / 32; g++, w += 32) {                                                            \
-                const Integers weights = integers_##FORMAT(data, &s, g);                                               \
+                const Integers weights = as_integers_##KIND(integers_##FORMAT(data, &s, g));                           \
                 int16_t integers[32];                                                                                  \
                 memcpy(integers, &weights, sizeof integers);                                                           \
                 for (int i = 0; i < 32; i++) w[i] = integers[i] * s.scale[g] + s.offset[g];                            \
@@ -312,14 +357,14 @@ INLINE Integers integers_q6_k(const uint8_t *block, const Scales *s, int group) 
         }                                                                                                              \
     }
 
-DEFINE_FORMAT(q4_0, 32, 18)
-DEFINE_FORMAT(q4_1, 32, 20)
-DEFINE_FORMAT(q5_0, 32, 22)
-DEFINE_FORMAT(q5_1, 32, 24)
-DEFINE_FORMAT(q8_0, 32, 34)
-DEFINE_FORMAT(q4_k, 256, 144)
-DEFINE_FORMAT(q5_k, 256, 176)
-DEFINE_FORMAT(q6_k, 256, 210)
+DEFINE_FORMAT(q4_0, 32, 18, unsigned, UnsignedSum)
+DEFINE_FORMAT(q4_1, 32, 20, unsigned, UnsignedSum)
+DEFINE_FORMAT(q5_0, 32, 22, unsigned, UnsignedSum)
+DEFINE_FORMAT(q5_1, 32, 24, unsigned, UnsignedSum)
+DEFINE_FORMAT(q8_0, 32, 34, signed, SignedSum)
+DEFINE_FORMAT(q4_k, 256, 144, unsigned, UnsignedSum)
+DEFINE_FORMAT(q5_k, 256, 176, unsigned, UnsignedSum)
+DEFINE_FORMAT(q6_k, 256, 210, signed, SignedSum)
 
 typedef void Product(const Linear *, int64_t, int64_t, const Rows *, int64_t, float *);
 static const struct {
@@ -333,17 +378,19 @@ static const struct {
 };
 enum {
     FP32 = sizeof FORMATS / sizeof FORMATS[0], /* Linear.format of plain matrices */
+    MAX_INTEGER = 32639,                       /* of x: 127 · 256 + 127 */
     MAX_INTEGER_ROWS = 8,                      /* with more rows of x, the weights are converted to fp32 */
 };
 
 int is_packed(const Linear *w) { return w->format != FP32; }
 
 Rows make_rows(const float *x, int64_t count, int64_t columns, int quantize) {
-    Rows rows = {x, count, columns, NULL, NULL, NULL};
+    Rows rows = {x, count, columns, NULL, NULL, NULL, NULL};
     if (!quantize || count > MAX_INTEGER_ROWS) return rows;
     const size_t num_groups = (size_t)(count * columns / 32);
-    rows.integers = malloc(num_groups * (32 * sizeof(int16_t) + 2 * sizeof(float)));
-    rows.scales = (float *)(rows.integers + num_groups * 32);
+    rows.integers = malloc(num_groups * (32 * sizeof(int16_t) + 64 + 2 * sizeof(float)));
+    rows.bytes = (int8_t *)(rows.integers + num_groups * 32);
+    rows.scales = (float *)(rows.bytes + num_groups * 64);
     rows.sums = rows.scales + num_groups;
     for (size_t group = 0; group < num_groups; group++) {
         const float *values = x + group * 32;
@@ -353,9 +400,14 @@ Rows make_rows(const float *x, int64_t count, int64_t columns, int quantize) {
             max = !(fabsf(values[i]) <= max) ? fabsf(values[i]) : max; /* also NaN */
             sum += values[i];
         }
-        const float inverse = max > 0 ? 32767 / max : 0;
-        for (int i = 0; i < 32; i++) integers[i] = (int16_t)lrintf(values[i] * inverse);
-        rows.scales[group] = max / 32767;
+        const float inverse = max > 0 ? MAX_INTEGER / max : 0;
+        for (int i = 0; i < 32; i++) {
+            integers[i] = (int16_t)lrintf(values[i] * inverse);
+            const int8_t low = (int8_t)integers[i];
+            rows.bytes[group * 64 + 32 + i] = low;
+            rows.bytes[group * 64 + i] = (int8_t)((integers[i] - low) / 256);
+        }
+        rows.scales[group] = max / MAX_INTEGER;
         rows.sums[group] = sum;
     }
     return rows;
@@ -425,7 +477,7 @@ void linear_rows(const Linear *w, int64_t first, int64_t last, const Rows *x, fl
 void linear(const Linear *w, const float *x, int64_t count, float *y, int num_threads) {
     const int64_t chunk = 16, num_chunks = (w->rows + chunk - 1) / chunk;
     Rows rows = make_rows(x, count, w->columns, is_packed(w));
-#pragma omp parallel for num_threads(num_threads) schedule(static)
+#pragma omp parallel for num_threads(num_threads) schedule(dynamic, 2)
     for (int64_t c = 0; c < num_chunks; c++)
         linear_rows(w, c * chunk, (c + 1) * chunk < w->rows ? (c + 1) * chunk : w->rows, &rows, y);
     free_rows(&rows);
@@ -435,7 +487,7 @@ void linear(const Linear *w, const float *x, int64_t count, float *y, int num_th
 void dequantize(int64_t format, const uint8_t *data, int64_t num_blocks, float *w, int num_threads) {
     const int64_t block_size = FORMATS[format].block_size, num_bytes = FORMATS[format].num_bytes;
     const int64_t chunk = 8192 / block_size, num_chunks = (num_blocks + chunk - 1) / chunk;
-#pragma omp parallel for num_threads(num_threads) schedule(static)
+#pragma omp parallel for num_threads(num_threads) schedule(dynamic, 2)
     for (int64_t c = 0; c < num_chunks; c++) {
         const int64_t first = c * chunk, count = num_blocks - first < chunk ? num_blocks - first : chunk;
         FORMATS[format].dequantize(data + first * num_bytes, count, w + first * block_size);

@@ -50,6 +50,7 @@ typedef struct {
     const float *values;
     int64_t count, columns;
     int16_t *integers; /* (count, columns), or NULL */
+    int8_t *bytes;     /* (count, columns / 32, 2, 32): integers = 256 · the first 32 + the others */
     float *scales;     /* (count, columns / 32) */
     float *sums;       /* of the 32 numbers */
 } Rows;
