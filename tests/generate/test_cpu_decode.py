@@ -76,6 +76,22 @@ def test_compile_false_runs_the_model_itself() -> None:
     assert count_fast_blocks(engine) == 0
 
 
+def test_weights_that_move_in_memory() -> None:
+    """Another engine may move the weights of the model to other memory."""
+    model = ct.build("tiny-gpt", seed=0)
+    engine = Engine(EngineConfig(model, max_num_seqs=1, max_model_len=40))
+    params = SamplingParams(max_new_tokens=20)
+    expected = engine.submit([1, 2, 3], params, seed=0)
+    engine.run()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    garbage = [torch.full_like(parameter, 1e9) for parameter in model.parameters() for _ in range(3)]
+    request = engine.submit([1, 2, 3], params, seed=0)
+    engine.run()
+    assert request.result().tokens == expected.result().tokens
+    del garbage
+
+
 def quantize(shape: tuple[int, int], name: str, seed: int) -> QuantizedTensor:
     """Random weights in a block format. k-quants, which the gguf package does not write, are random bytes."""
     torch.manual_seed(seed)

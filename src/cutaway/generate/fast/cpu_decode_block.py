@@ -202,8 +202,13 @@ def _block_arguments(stack: Stack, layer: int, block: Any, tensors: list[Tensor]
     arguments.attention = attention_arguments
     arguments.is_gated, arguments.is_parallel = type(ffn) is GatedMLP, is_parallel
     for name, linear in linears.items():
-        tensors += [linear.weight] if linear.bias is None else [linear.weight, linear.bias]
-        setattr(arguments, name, linear_argument(linear.weight, linear.bias))
+        # Detached tensors keep the memory if the parameter is moved to other memory, as by `concat_linears`.
+        weight: Tensor = linear.weight.detach()
+        bias: Tensor | None = None if linear.bias is None else linear.bias.detach()
+        if not weight.is_contiguous():
+            return None
+        tensors += [weight] if bias is None else [weight, bias]
+        setattr(arguments, name, linear_argument(weight, bias))
     for name, (norm_in, norm_out) in norms.items():
         branch = getattr(arguments, name)
         norm_after = None if is_parallel else getattr(block, f"norm_after_{name}")
