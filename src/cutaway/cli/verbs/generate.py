@@ -173,7 +173,7 @@ def generate(
         adapters=adapter,
         device_map=device_map,
         tensor_parallel_size=num_processes,
-        dequantize=weight_bits is not None or bool(compile),
+        dequantize=weight_bits is not None or compile_model,
     )
     draft: Checkpoint | str | None = draft_model
     if draft_model is not None and draft_model != "ngram":
