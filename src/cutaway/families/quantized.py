@@ -7,9 +7,8 @@ from torch import Tensor
 
 from cutaway.errors import ConfigError, WeightError
 from cutaway.families.safetensors_reader import TensorInfo, TensorReader
+from cutaway.quantization.block_formats import FP4_VALUES
 
-# Values of FP4 E2M1 (1 sign, 2 exponent, 1 mantissa bit) by their 4-bit code.
-_FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 MXFP4_BLOCKS_SUFFIX, MXFP4_SCALES_SUFFIX, FP8_SCALES_SUFFIX = "_blocks", "_scales", "_scale_inv"
 
 
@@ -56,7 +55,7 @@ class MXFP4Reader:
         blocks = self.reader.read_tensor(name + MXFP4_BLOCKS_SUFFIX)
         scales = self.reader.read_tensor(name + MXFP4_SCALES_SUFFIX)
         tensor = torch.empty(self.tensor_infos[name].shape, dtype=torch.bfloat16)
-        values = torch.tensor(_FP4_VALUES, dtype=torch.bfloat16)
+        values = torch.tensor(FP4_VALUES, dtype=torch.bfloat16)
         if tensor.ndim > 2:
             parts = tensor.flatten(0, -3), blocks.flatten(0, -4), scales.flatten(0, -3)
         else:

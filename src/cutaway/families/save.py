@@ -16,7 +16,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from cutaway.config import Config, EmbeddingHead, SequenceClassificationHead
-from cutaway.cpu_kernels.quantized_tensor import QuantizedTensor
 from cutaway.errors import InputError, WeightError
 from cutaway.families.checkpoint import Checkpoint
 from cutaway.families.config_tree import diff_configs
@@ -29,6 +28,7 @@ from cutaway.families.sentence_transformers import write_modules
 from cutaway.model import Transformer
 from cutaway.model.head import PoolingHead
 from cutaway.model.parallel.process_group import check_not_split
+from cutaway.quantization.quantized_tensor import QuantizedTensor
 
 _MAX_SHARD_SIZE = 5_000_000_000
 """Maximum number of bytes of weights per file. Saving needs up to this much memory in addition to the model."""

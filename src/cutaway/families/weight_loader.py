@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from cutaway.argument_checks import check_positive_int, resolve_device
 from cutaway.config import Config, EmbeddingHead, LMHead
-from cutaway.cpu_kernels.quantized_tensor import QuantizedTensor, convert_rows, dequantize_rows
 from cutaway.errors import ConfigError, InputError, WeightError
 from cutaway.families.family import Family, HFConfig, Parsed
 from cutaway.families.load_plan import LoadPlan, TensorConversion, build_load_plan, rename_legacy_key
@@ -22,6 +21,7 @@ from cutaway.model import Transformer, build
 from cutaway.model.layers import ConstantBuffers
 from cutaway.model.parallel.offload import MaxMemory, Placement, offload_blocks, plan_placement
 from cutaway.model.parallel.process_group import get_tensor_parallel, rank_device
+from cutaway.quantization.quantized_tensor import QuantizedTensor, convert_rows, dequantize_rows
 
 if TYPE_CHECKING:
     from cutaway.model.parallel.tensor_parallel import TensorSlice

@@ -12,10 +12,10 @@ from families.gguf.test_load_save import save_random_model
 
 import cutaway as ct
 from cutaway.cpu_kernels.library import load_cpu_kernels
-from cutaway.cpu_kernels.quantized_tensor import QuantizedTensor
 from cutaway.errors import InputError, WeightError
 from cutaway.families.gguf.architectures import GGUF_ARCHITECTURES
 from cutaway.families.gguf.load_save import save_gguf
+from cutaway.quantization.quantized_tensor import QuantizedTensor
 
 pytestmark = pytest.mark.skipif(load_cpu_kernels() is None, reason="there is no C compiler")
 

@@ -259,7 +259,7 @@ def _model_info(serving: "ServingEngine") -> dict[str, Any]:
         "adapters": [name for name in serving.adapters if name != serving.served_model_name],
         "max_model_len": serving.max_model_len,
         "max_num_seqs": None if config is None else config.max_num_seqs,
-        "weight_bytes": sum(parameter.numel() * parameter.element_size() for parameter in serving.model.parameters()),
+        "weight_bytes": sum(parameter.nbytes for parameter in serving.model.parameters()),
         "cache_bytes": None if config is None else config.cache_bytes,
     }
 

@@ -12,10 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cutaway.cpu_kernels.quantized_tensor import BLOCK_FORMATS, QuantizedTensor, quantize_blocks
 from cutaway.errors import InputError, WeightError
 from cutaway.families.safetensors_reader import TensorInfo
 from cutaway.families.save import ExportedTensors
+from cutaway.quantization.block_formats import BLOCK_FORMATS
+from cutaway.quantization.quantized_tensor import QuantizedTensor, quantize_blocks
 
 # GGUF value type → (struct format, number of bytes).
 _SCALAR_TYPES = {

@@ -11,7 +11,6 @@ from cutaway.argument_checks import resolve_device
 from cutaway.config import Config, LMHead, to_dict
 from cutaway.config import config as read_config
 from cutaway.config.serialization import map_dicts
-from cutaway.cpu_kernels.quantized_tensor import has_block_kernels
 from cutaway.errors import ConfigError, InputError, WeightError
 from cutaway.families.checkpoint import Checkpoint
 from cutaway.families.family import Family
@@ -20,6 +19,7 @@ from cutaway.families.gguf.file_format import GGML_TYPES, GGUFFile, write_gguf
 from cutaway.families.gguf.rope_fields import ROPE_TENSORS
 from cutaway.families.save import ExportedTensors, as_checkpoint, export_weights, merge_adapters, resolve_output_path
 from cutaway.families.weight_loader import LoadOptions, load_model, resolve_config
+from cutaway.quantization.quantized_tensor import has_block_kernels
 
 if TYPE_CHECKING:
     from cutaway.tokenizer import Tokenizer

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from torch import Tensor
 
-from cutaway.cpu_kernels.quantized_tensor import QuantizedTensor
 from cutaway.errors import InputError
 from cutaway.eval_mode import iter_modules
 from cutaway.generate.engine.kv_cache import BatchKVCache
@@ -26,6 +25,7 @@ from cutaway.model import DecoderOnly, EncoderDecoder, Transformer
 from cutaway.model.adapters.lora import use_row_adapters
 from cutaway.model.kernels import shape_agnostic_sdpa
 from cutaway.model.moe import MixtureOfExperts
+from cutaway.quantization.quantized_tensor import QuantizedTensor
 
 if TYPE_CHECKING:
     from cutaway.generate.fast.packed_prefill import PackedPrefill

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from cutaway.cpu_kernels.library import Linear, load_cpu_kernels
-from cutaway.cpu_kernels.quantized_tensor import linear_argument
 from cutaway.generate.engine.kv_cache import BatchKVCache, PagedLayerCache
 from cutaway.model import Transformer
 from cutaway.model.activations import ACTIVATIONS
@@ -25,6 +24,7 @@ from cutaway.model.norms import LayerNorm, RMSNorm
 from cutaway.model.positions import Alibi, ScoreBias
 from cutaway.model.rope import Rope
 from cutaway.model.stack import Stack
+from cutaway.quantization.quantized_tensor import linear_argument
 
 _ACTIVATION_IDS = {
     ACTIVATIONS[name]: index for index, name in enumerate(("silu", "gelu_tanh", "gelu", "relu", "relu2"), 1)

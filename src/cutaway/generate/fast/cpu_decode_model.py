@@ -6,7 +6,6 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from cutaway.cpu_kernels.quantized_tensor import BLOCK_FORMATS, BlockFormat, QuantizedTensor, quantize_blocks
 from cutaway.generate.fast.cpu_decode_block import use_decode_blocks
 from cutaway.generate.fast.cpu_linear import (
     Bf16Linear,
@@ -23,6 +22,8 @@ from cutaway.model import Transformer
 from cutaway.model.attention import MultiHead
 from cutaway.model.ffn import GatedMLP
 from cutaway.model.head import LMHead
+from cutaway.quantization.block_formats import BLOCK_FORMATS, BlockFormat
+from cutaway.quantization.quantized_tensor import QuantizedTensor, quantize_blocks
 
 T = TypeVar("T", bound=Transformer)
 M = TypeVar("M", bound=nn.Module)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from cutaway.device import has_triton
 from cutaway.errors import InputError
 from cutaway.model.layers import Linear
+from cutaway.quantization.block_formats import NF4_VALUES
 
 HAS_TRITON = has_triton()
 Quantization = Literal["nf4", "int8"]
@@ -25,12 +26,6 @@ NF4_BLOCK_SIZE = 64
 """Number of weights per scale."""
 SCALE_BLOCK_SIZE = 256
 """Number of scales per second-level scale."""
-NF4_VALUES = (
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
-    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
-)  # fmt: skip
-"""The 16 values of NF4: quantiles of N(0, 1), scaled to [−1, 1], with an exact 0. QLoRA (2023), appendix E."""
 
 
 class QuantizedLinear(nn.Module):

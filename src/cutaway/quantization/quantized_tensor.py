@@ -1,4 +1,4 @@
-"""Weight matrices in the block formats of GGUF: they stay packed in memory, and products read them packed.
+"""Weight matrices in block formats (block_formats.py): they stay packed in memory, and products read them packed.
 
 `QuantizedTensor` is a tensor subclass. `F.linear` and `F.embedding`, which are all that a model calls with its
 matrices, read the packed blocks; every other operation converts the matrix to a plain tensor first.
@@ -6,7 +6,6 @@ matrices, read the packed blocks; every other operation converts the matrix to a
 
 import ctypes
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,42 +15,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from cutaway.cpu_kernels.library import Linear, load_cpu_kernels
+from cutaway.quantization.block_formats import NUM_KERNEL_FORMATS, BlockFormat, pack_weights, unpack_blocks
 
 _MAX_PACKED_ROWS = 16
 """Up to this number of rows of x, a product reads packed weights. With more, parts of the matrix are converted first,
 and the conversion takes a small share of the time."""
 _PART_NUMEL = 1 << 20
 """Number of weights that are converted at once, so that they stay in the cache of the processor."""
-
-
-@dataclass(frozen=True)
-class BlockFormat:
-    """Storage of a matrix row as blocks of `block_size` weights in `num_bytes` bytes each."""
-
-    name: str
-    block_size: int
-    num_bytes: int
-
-    index: int
-    """Number of the format in cpu_kernels/linear.c."""
-
-
-BLOCK_FORMATS = {
-    name: BlockFormat(name, block_size, num_bytes, index)
-    for index, (name, block_size, num_bytes) in enumerate(
-        (
-            ("Q4_0", 32, 18),
-            ("Q4_1", 32, 20),
-            ("Q5_0", 32, 22),
-            ("Q5_1", 32, 24),
-            ("Q8_0", 32, 34),
-            ("Q4_K", 256, 144),
-            ("Q5_K", 256, 176),
-            ("Q6_K", 256, 210),
-        )
-    )
-}
-"""Formats that cpu_kernels/linear.c implements, by their name in GGUF, in the order of its table FORMATS."""
 
 
 def has_block_kernels() -> bool:
@@ -76,6 +46,11 @@ class QuantizedTensor(Tensor):
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"QuantizedTensor({self.format.name}, {tuple(self.shape)}, {self.dtype})"
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        """Bytes of the packed blocks."""
+        return self.blocks.nbytes
 
     def dequantize(self) -> Tensor:
         """The matrix as a plain tensor."""
@@ -120,79 +95,20 @@ class QuantizedTensor(Tensor):
 def dequantize_rows(blocks: Tensor, format: BlockFormat, dtype: torch.dtype = torch.float32) -> Tensor:
     """Convert rows of blocks, (…, bytes), to a plain tensor, (…, columns)."""
     columns = blocks.shape[-1] // format.num_bytes * format.block_size
-    library = load_cpu_kernels()
-    values = torch.empty(*blocks.shape[:-1], columns)
+    library = load_cpu_kernels() if format.index is not None and blocks.device.type == "cpu" else None
     if library is not None:
+        values = torch.empty(*blocks.shape[:-1], columns)
         blocks = blocks.contiguous()
         num_blocks = blocks.numel() // format.num_bytes
         library.dequantize(format.index, blocks.data_ptr(), num_blocks, values.data_ptr(), torch.get_num_threads())
     else:
-        import gguf
-
-        quantization = getattr(gguf.GGMLQuantizationType, format.name)
-        values.copy_(torch.from_numpy(gguf.quants.dequantize(blocks.numpy(), quantization)))
+        values = unpack_blocks(blocks, format).dequantize()
     return values.to(dtype)
 
 
 def quantize_blocks(weight: Tensor, format: BlockFormat) -> QuantizedTensor:
     """Pack a matrix in the format Q8_0, Q4_1, Q4_K or Q6_K, with rounding to nearest."""
-    groups = torch.unflatten(weight.float(), -1, (-1, 32))
-    parts = {"Q8_0": _pack_q8_0, "Q4_1": _pack_q4_1, "Q4_K": _pack_q4_k, "Q6_K": _pack_q6_k}[format.name](groups)
-    return QuantizedTensor(torch.cat(parts, -1).flatten(1), format, weight.dtype)
-
-
-def _round(x: Tensor, low: int, high: int) -> Tensor:
-    return x.round().clamp(low, high).to(torch.int16)
-
-
-def _divide(x: Tensor, scale: Tensor) -> Tensor:
-    """x / scale, and 0 where the scale is 0."""
-    return torch.where(scale == 0, 0, x / torch.where(scale == 0, 1, scale))
-
-
-def _pack_q8_0(groups: Tensor) -> list[Tensor]:
-    scale = (groups.abs().amax(-1, keepdim=True) / 127).half()
-    return [scale.view(torch.uint8), _round(_divide(groups, scale.float()), -127, 127).to(torch.int8).view(torch.uint8)]
-
-
-def _pack_q4_1(groups: Tensor) -> list[Tensor]:
-    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
-    scale, minimum = ((high - low) / 15).half(), low.half()
-    q = _round(_divide(groups - minimum.float(), scale.float()), 0, 15).to(torch.uint8)
-    return [scale.view(torch.uint8), minimum.view(torch.uint8), q[..., :16] | q[..., 16:] << 4]
-
-
-def _pack_q4_k(groups: Tensor) -> list[Tensor]:
-    """Blocks of 8 groups with a scale and a minimum of 6 bits each: see `read_scales_q4_k` in linear.c."""
-    groups = torch.unflatten(groups, 1, (-1, 8))  # (rows, blocks, 8, 32)
-    low = groups.amin(-1).clamp(max=0)
-    scales, minima = (groups.amax(-1).clamp(min=0) - low) / 15, -low
-    d, d_min = ((each.amax(-1, keepdim=True) / 63).half() for each in (scales, minima))
-    s, m = (_round(_divide(each, unit.float()), 0, 63) for each, unit in ((scales, d), (minima, d_min)))
-    offset = (d_min.float() * m).unsqueeze(-1)
-    q = _round(_divide(groups + offset, (d.float() * s).unsqueeze(-1)), 0, 15)
-    packed = [
-        s[..., :4] | s[..., 4:] >> 4 << 6,
-        m[..., :4] | m[..., 4:] >> 4 << 6,
-        s[..., 4:] & 15 | (m[..., 4:] & 15) << 4,
-    ]
-    nibbles = (q[..., 0::2, :] | q[..., 1::2, :] << 4).flatten(-2)
-    return [d.view(torch.uint8), d_min.view(torch.uint8), *(each.to(torch.uint8) for each in (*packed, nibbles))]
-
-
-def _pack_q6_k(groups: Tensor) -> list[Tensor]:
-    """Blocks of 16 groups of 16 weights with a scale of 8 bits each: see `six_bits` in linear.c."""
-    groups = torch.unflatten(groups.flatten(1), 1, (-1, 16, 16))  # (rows, blocks, 16, 16)
-    extreme = groups.gather(-1, groups.abs().argmax(-1, keepdim=True)).squeeze(-1)
-    scales = extreme / -32  # the integer of the extreme is −32
-    d = (scales.abs().amax(-1, keepdim=True) / 127).half()
-    s = _round(_divide(scales, d.float()), -128, 127)
-    q = _round(_divide(groups, (d.float() * s).unsqueeze(-1)), -32, 31) + 32
-    q = torch.unflatten(q.flatten(-2), -1, (2, 4, 32))  # two halves of four quarters of 32 weights
-    low = (q[..., 0:2, :] & 15 | (q[..., 2:4, :] & 15) << 4).flatten(-3)
-    high = (q[..., 0, :] >> 4 | q[..., 1, :] >> 4 << 2 | q[..., 2, :] >> 4 << 4 | q[..., 3, :] >> 4 << 6).flatten(-2)
-    parts = [low.to(torch.uint8), high.to(torch.uint8), s.to(torch.int8).view(torch.uint8)]
-    return [*parts, d.view(torch.uint8)]
+    return QuantizedTensor(pack_weights(weight, format), format, weight.dtype)
 
 
 def _linear(x: Tensor, weight: QuantizedTensor, bias: Tensor | None = None) -> Tensor:
@@ -207,7 +123,8 @@ def _product(x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:
     rows, columns = weight.shape
     flat = x.reshape(-1, columns).float().contiguous()
     y = flat.new_empty(len(flat), rows)
-    library = load_cpu_kernels() if len(flat) <= _MAX_PACKED_ROWS else None
+    has_kernel = len(flat) <= _MAX_PACKED_ROWS and weight.format.index is not None
+    library = load_cpu_kernels() if has_kernel else None
     if library is not None:
         bias = None if bias is None else bias.float().contiguous()
         linear = linear_argument(weight, bias)
@@ -246,6 +163,6 @@ def linear_argument(weight: Tensor, bias: Tensor | None) -> Linear:
     """Argument of the C kernels for an fp32 or quantized matrix. The caller keeps both tensors."""
     values = weight.blocks if isinstance(weight, QuantizedTensor) else weight
     assert values.is_contiguous()
-    index = weight.format.index if isinstance(weight, QuantizedTensor) else len(BLOCK_FORMATS)
+    index = weight.format.index if isinstance(weight, QuantizedTensor) else NUM_KERNEL_FORMATS
     rows, columns = weight.shape
     return Linear(values.data_ptr(), None if bias is None else bias.data_ptr(), rows, columns, index)
