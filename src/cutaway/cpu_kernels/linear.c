@@ -1,8 +1,8 @@
-/* Products with matrices in the block formats of GGUF or in fp32, and conversion of these formats to fp32.
+/* Products with matrices in block formats or in fp32, and conversion of these formats to fp32.
 
-   A row of a matrix is a sequence of blocks of 32 or 256 weights. The weights of a group of 32 are scale · integer +
-   offset. A format has two functions: `read_scales_<format>` reads the scales and offsets of the groups of a block, and
-   `integers_<format>` returns the integers of a group.
+   A row of a matrix is a sequence of blocks of 32 to 256 weights. The weights of a group of 32 are scale · code + offset.
+   A format has two functions: `read_scales_<format>` reads the scales and offsets of the groups of a block, and
+   `codes_<format>` returns the codes of a group: integers, or for NF4 and FP8 numbers in fp32.
 
    For few rows, x is rounded to 16 bits with a scale per 32 numbers, so that products of integers, of which processors
    compute more at a time, replace the conversion of each weight. The rounding error is at most 2⁻¹⁶ of the largest of the
@@ -139,37 +139,52 @@ INLINE Vector dot_integers(Integers w, const int16_t *x) {
 }
 #endif
 
-/* Sums of products of a group of signed or unsigned integers and x. With VNNI, unsigned integers are multiplied by the
-   high and by the low bytes of x, in eight parts. */
-INLINE Vector dot_signed(Integers w, const int16_t *x, const int8_t *bytes) {
-    (void)bytes;
-    return dot_integers(w, x);
+/* 32 codes in fp32. */
+typedef struct {
+    Vector part[32 / LANES];
+} Floats;
+
+/* Sums of products of the codes of a group, of one of three kinds, and group i of x. With VNNI, unsigned integers are
+   multiplied by the high and by the low bytes of x, in eight parts. `to_floats_<kind>` converts codes. */
+typedef Vector Sum_signed;
+INLINE Sum_signed dot_signed(Integers w, const Rows *x, int64_t i) {
+    return dot_integers(w, x->integers + 32 * i) * x->scales[i];
 }
-typedef Vector SignedSum;
-INLINE float sum_signed(SignedSum x) { return sum_lanes(x); }
+INLINE float sum_signed(Sum_signed x) { return sum_lanes(x); }
+INLINE void to_floats_signed(Integers w, float *values) {
+    int16_t integers[32];
+    memcpy(integers, &w, sizeof integers);
+    for (int i = 0; i < 32; i++) values[i] = integers[i];
+}
+
 #if defined(__AVX512VNNI__) && defined(__AVX512VL__)
-typedef float UnsignedSum __attribute__((vector_size(32)));
-INLINE UnsignedSum dot_unsigned(Group w, const int16_t *x, const int8_t *bytes) {
-    (void)x;
-    const __m256i high = _mm256_loadu_si256((const __m256i *)bytes), low = _mm256_loadu_si256((const __m256i *)bytes + 1);
+typedef float Sum_unsigned __attribute__((vector_size(32)));
+INLINE Sum_unsigned dot_unsigned(Group w, const Rows *x, int64_t i) {
+    const __m256i *bytes = (const __m256i *)(x->bytes + 64 * i);
+    const __m256i high = _mm256_loadu_si256(bytes), low = _mm256_loadu_si256(bytes + 1);
     const __m256i sums = _mm256_slli_epi32(_mm256_dpbusd_epi32(_mm256_setzero_si256(), (__m256i)w, high), 8);
-    return (UnsignedSum)_mm256_cvtepi32_ps(_mm256_dpbusd_epi32(sums, (__m256i)w, low));
+    return (Sum_unsigned)_mm256_cvtepi32_ps(_mm256_dpbusd_epi32(sums, (__m256i)w, low)) * x->scales[i];
 }
-INLINE float sum_unsigned(UnsignedSum x) {
+INLINE float sum_unsigned(Sum_unsigned x) {
     float sum = 0;
     for (int i = 0; i < 4; i++) sum += x[i] + x[i + 4];
     return sum;
 }
 #else
-typedef Vector UnsignedSum;
-INLINE UnsignedSum dot_unsigned(Group w, const int16_t *x, const int8_t *bytes) {
-    (void)bytes;
-    return dot_integers(widen(w, 0), x);
-}
-INLINE float sum_unsigned(UnsignedSum x) { return sum_lanes(x); }
+typedef Vector Sum_unsigned;
+INLINE Sum_unsigned dot_unsigned(Group w, const Rows *x, int64_t i) { return dot_signed(widen(w, 0), x, i); }
+INLINE float sum_unsigned(Sum_unsigned x) { return sum_lanes(x); }
 #endif
-INLINE Integers as_integers_signed(Integers w) { return w; }
-INLINE Integers as_integers_unsigned(Group w) { return widen(w, 0); }
+INLINE void to_floats_unsigned(Group w, float *values) { to_floats_signed(widen(w, 0), values); }
+
+typedef Vector Sum_float;
+INLINE Sum_float dot_float(Floats w, const Rows *x, int64_t i) {
+    Vector sum = {0};
+    UNROLL for (int j = 0; j < 32 / LANES; j++) sum += w.part[j] * load(x->values + 32 * i + LANES * j);
+    return sum;
+}
+INLINE float sum_float(Sum_float x) { return sum_lanes(x); }
+INLINE void to_floats_float(Floats w, float *values) { memcpy(values, &w, sizeof w); }
 
 typedef struct {
     float scale[8], offset[8]; /* per group */
@@ -205,7 +220,7 @@ INLINE void read_scales_q8_0(const uint8_t *block, Scales *s) {
     s->scale[0] = half_to_float(block);
     s->offset[0] = 0;
 }
-INLINE Integers integers_q8_0(const uint8_t *block, const Scales *s, int group) {
+INLINE Integers codes_q8_0(const uint8_t *block, const Scales *s, int group) {
     (void)s, (void)group;
     return widen(load_group(block + 2), 1);
 }
@@ -214,7 +229,7 @@ INLINE void read_scales_q4_0(const uint8_t *block, Scales *s) {
     s->scale[0] = half_to_float(block);
     s->offset[0] = -8 * s->scale[0];
 }
-INLINE Group integers_q4_0(const uint8_t *block, const Scales *s, int group) {
+INLINE Group codes_q4_0(const uint8_t *block, const Scales *s, int group) {
     (void)s, (void)group;
     return nibbles(block + 2);
 }
@@ -223,7 +238,7 @@ INLINE void read_scales_q4_1(const uint8_t *block, Scales *s) {
     s->scale[0] = half_to_float(block);
     s->offset[0] = half_to_float(block + 2);
 }
-INLINE Group integers_q4_1(const uint8_t *block, const Scales *s, int group) {
+INLINE Group codes_q4_1(const uint8_t *block, const Scales *s, int group) {
     (void)s, (void)group;
     return nibbles(block + 4);
 }
@@ -246,7 +261,7 @@ INLINE void read_scales_q5_0(const uint8_t *block, Scales *s) {
     s->offset[0] = -16 * s->scale[0];
     memcpy(&s->high_bits, block + 2, 4);
 }
-INLINE Group integers_q5_0(const uint8_t *block, const Scales *s, int group) {
+INLINE Group codes_q5_0(const uint8_t *block, const Scales *s, int group) {
     (void)group;
     return nibbles(block + 6) | fifth_bits(s->high_bits);
 }
@@ -256,7 +271,7 @@ INLINE void read_scales_q5_1(const uint8_t *block, Scales *s) {
     s->offset[0] = half_to_float(block + 2);
     memcpy(&s->high_bits, block + 4, 4);
 }
-INLINE Group integers_q5_1(const uint8_t *block, const Scales *s, int group) {
+INLINE Group codes_q5_1(const uint8_t *block, const Scales *s, int group) {
     (void)group;
     return nibbles(block + 8) | fifth_bits(s->high_bits);
 }
@@ -280,13 +295,13 @@ INLINE Group group_nibbles(const uint8_t *data, int group) {
     const Group q = load_group(data + group / 2 * 32);
     return group % 2 ? q >> 4 : q & 15;
 }
-INLINE Group integers_q4_k(const uint8_t *block, const Scales *s, int group) {
+INLINE Group codes_q4_k(const uint8_t *block, const Scales *s, int group) {
     (void)s;
     return group_nibbles(block + 16, group);
 }
 
 #define read_scales_q5_k read_scales_q4_k
-INLINE Group integers_q5_k(const uint8_t *block, const Scales *s, int group) {
+INLINE Group codes_q5_k(const uint8_t *block, const Scales *s, int group) {
     (void)s;
     return group_nibbles(block + 48, group) | (load_group(block + 16) >> group & 1) << 4;
 }
@@ -297,7 +312,7 @@ INLINE void read_scales_q6_k(const uint8_t *block, Scales *s) {
 }
 /* Per 128 weights: four bits each in 64 bytes, and the two high bits in 32 bytes. Each 16 weights have a scale of 8 bits,
    which is a factor of the integers here. */
-INLINE Integers integers_q6_k(const uint8_t *block, const Scales *s, int group) {
+INLINE Integers codes_q6_k(const uint8_t *block, const Scales *s, int group) {
     (void)s;
     const int quarter = group % 4;
     const Group q = load_group(block + group / 4 * 64 + quarter % 2 * 32);
@@ -306,31 +321,126 @@ INLINE Integers integers_q6_k(const uint8_t *block, const Scales *s, int group) 
     return scale_halves(widen(((quarter < 2 ? q & 15 : q >> 4) | high << 4) - 32, 1), factors[0], factors[1]);
 }
 
+/* The number of each 4-bit code in a table. */
+INLINE Group look_up(Group codes, const int8_t *table) {
+#if defined(__AVX2__)
+    const __m256i values = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)table));
+    return (Group)_mm256_shuffle_epi8(values, (__m256i)codes);
+#else
+    Group values;
+    for (int i = 0; i < 32; i++) values[i] = (uint8_t)table[codes[i]];
+    return values;
+#endif
+}
+
+/* FP4 E2M1: twice the numbers are integers. The scale is 2^(byte − 127), half of which is used here. */
+INLINE void read_scales_mxfp4(const uint8_t *block, Scales *s) {
+    const uint32_t bits = block[0] ? (uint32_t)block[0] << 23 : 1 << 22; /* 2⁻¹²⁷ has no exponent bits */
+    memcpy(s->scale, &bits, 4);
+    s->scale[0] *= 0.5f;
+    s->offset[0] = 0;
+}
+INLINE Integers codes_mxfp4(const uint8_t *block, const Scales *s, int group) {
+    static const int8_t doubled[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+    (void)s, (void)group;
+    return widen(look_up(nibbles(block + 1), doubled), 1);
+}
+
+INLINE void read_scales_int4_g128(const uint8_t *block, Scales *s) {
+    for (int i = 0; i < 4; i++) s->scale[i] = half_to_float(block), s->offset[i] = half_to_float(block + 2);
+}
+INLINE Group codes_int4_g128(const uint8_t *block, const Scales *s, int group) {
+    (void)s;
+    return group_nibbles(block + 4, group);
+}
+
+/* LANES bytes as integers of 32 bits. */
+INLINE Ints widen_bytes(const uint8_t *data) {
+#if defined(__AVX512F__)
+    return (Ints)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)data));
+#elif defined(__AVX2__)
+    return (Ints)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)data));
+#else
+    Ints values;
+    for (int i = 0; i < LANES; i++) values[i] = data[i];
+    return values;
+#endif
+}
+
+/* The number of each 4-bit code in a table in fp32. */
+INLINE Vector look_up_floats(Ints codes, const float *table) {
+#if defined(__AVX512F__)
+    return (Vector)_mm512_permutexvar_ps((__m512i)codes, _mm512_loadu_ps(table));
+#elif defined(__AVX2__)
+    const __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), (__m256i)codes); /* reads three bits of a code */
+    const __m256 high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table + 8), (__m256i)codes);
+    return (Vector)_mm256_blendv_ps(low, high, (__m256)(codes << 28)); /* by the sign bit, here the fourth bit */
+#else
+    Vector values;
+    for (int i = 0; i < LANES; i++) values[i] = table[codes[i]];
+    return values;
+#endif
+}
+
+INLINE void read_scales_nf4(const uint8_t *block, Scales *s) {
+    for (int i = 0; i < 2; i++) s->scale[i] = half_to_float(block), s->offset[i] = 0;
+}
+INLINE Floats codes_nf4(const uint8_t *block, const Scales *s, int group) {
+    static const float table[16] = {
+        -1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f, -0.28444138169288635f,
+        -0.18477343022823334f, -0.09105003625154495f, 0.0f, 0.07958029955625534f, 0.16093020141124725f,
+        0.24611230194568634f, 0.33791524171829224f, 0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, 1.0f};
+    Floats values;
+    (void)s;
+    UNROLL for (int i = 0; i < 32 / LANES; i++) {
+        const Ints codes = widen_bytes(block + 2 + LANES * i);
+        values.part[i] = look_up_floats(group ? codes >> 4 : codes & 15, table);
+    }
+    return values;
+}
+
+INLINE void read_scales_fp8_g128(const uint8_t *block, Scales *s) {
+    memcpy(s->scale, block, 4);
+    for (int i = 0; i < 4; i++) s->scale[i] = s->scale[0], s->offset[i] = 0;
+}
+INLINE Floats codes_fp8_g128(const uint8_t *block, const Scales *s, int group) {
+    const uint8_t *data = block + 4 + 32 * group;
+    Floats values;
+    (void)s;
+    UNROLL for (int i = 0; i < 32 / LANES; i++) {
+        /* Exponent and mantissa at their place in fp32, with the difference of the exponents' biases, 120. An exponent
+           of 0 means m · 2⁻⁹ for the mantissa m, here (1 + m / 8) · 2⁻⁶ − 2⁻⁶. */
+        const Ints code = widen_bytes(data + LANES * i), magnitude = code & 0x7f;
+        const Ints is_small = magnitude < 8, is_nan = magnitude == 0x7f;
+        const Ints bits = (magnitude << 20) + (120 << 23) + (is_small & 1 << 23);
+        const Vector number = (Vector)bits - (Vector)(is_small & 121 << 23);
+        values.part[i] = (Vector)((Ints)number | code >> 7 << 31 | (is_nan & 0x7fc00000));
+    }
+    return values;
+}
+
 /* `product_<format>`: rows of y for up to 4 rows of x, where `count` is a constant. `dequantize_<format>`: conversion of
    consecutive blocks. */
-#define DEFINE_FORMAT(FORMAT, BLOCK, BYTES, KIND, Sum)                                                                 \
+#define DEFINE_FORMAT(FORMAT, BLOCK, BYTES, KIND)                                                                      \
     INLINE void product_##FORMAT(const Linear *w, int64_t first, int64_t last, const Rows *x, int64_t first_x,         \
                                  const int count, float *y) {                                                          \
-        const int64_t columns = w->columns, num_blocks = columns / BLOCK, num_groups = columns / 32;                   \
-        const int16_t *integers = x->integers + first_x * columns; const int8_t *bytes = x->bytes + first_x * columns * 2;\
-        const float *scales_x = x->scales + first_x * num_groups, *sums_x = x->sums + first_x * num_groups;            \
+        const int64_t num_blocks = w->columns / BLOCK, num_groups = w->columns / 32;                                   \
         const uint8_t *block = w->data + first * num_blocks * BYTES;                                                   \
         y += first_x * w->rows;                                                                                        \
         for (int64_t row = first; row < last; row++) {                                                                 \
-            Sum sums[4];                                                                                               \
+            Sum_##KIND sums[4];                                                                                        \
             float offsets[4] = {0};                                                                                    \
-            UNROLL for (int m = 0; m < count; m++) sums[m] = (Sum){0};                                                 \
+            UNROLL for (int m = 0; m < count; m++) sums[m] = (Sum_##KIND){0};                                          \
             for (int64_t b = 0; b < num_blocks; b++, block += BYTES) {                                                 \
                 UNROLL for (int i = 0; i < BYTES; i += 64) __builtin_prefetch(block + PREFETCH_BYTES + i);             \
                 Scales s;                                                                                              \
                 read_scales_##FORMAT(block, &s);                                                                       \
                 UNROLL for (int g = 0; g < BLOCK / 32; g++) {                                                          \
-                    const __auto_type weights = integers_##FORMAT(block, &s, g);                                          \
-                    const int64_t group = b * (BLOCK / 32) + g;                                                        \
+                    const __auto_type codes = codes_##FORMAT(block, &s, g);                                            \
                     UNROLL for (int m = 0; m < count; m++) {                                                           \
-                        const int64_t i = m * num_groups + group;                                                      \
-                        sums[m] += dot_##KIND(weights, integers + i * 32, bytes + i * 64) * scales_x[i] * s.scale[g];  \
-                        offsets[m] += s.offset[g] * sums_x[i];                                                         \
+                        const int64_t i = (first_x + m) * num_groups + b * (BLOCK / 32) + g;                           \
+                        sums[m] += dot_##KIND(codes, x, i) * s.scale[g];                                               \
+                        offsets[m] += s.offset[g] * x->sums[i];                                                        \
                     }                                                                                                  \
                 }                                                                                                      \
             }                                                                                                          \
@@ -349,22 +459,24 @@ INLINE Integers integers_q6_k(const uint8_t *block, const Scales *s, int group) 
             Scales s;                                                                                                  \
             read_scales_##FORMAT(data, &s);                                                                            \
             for (int g = 0; g < BLOCK / 32; g++, w += 32) {                                                            \
-                const Integers weights = as_integers_##KIND(integers_##FORMAT(data, &s, g));                           \
-                int16_t integers[32];                                                                                  \
-                memcpy(integers, &weights, sizeof integers);                                                           \
-                for (int i = 0; i < 32; i++) w[i] = integers[i] * s.scale[g] + s.offset[g];                            \
+                to_floats_##KIND(codes_##FORMAT(data, &s, g), w);                                                      \
+                for (int i = 0; i < 32; i++) w[i] = w[i] * s.scale[g] + s.offset[g];                                   \
             }                                                                                                          \
         }                                                                                                              \
     }
 
-DEFINE_FORMAT(q4_0, 32, 18, unsigned, UnsignedSum)
-DEFINE_FORMAT(q4_1, 32, 20, unsigned, UnsignedSum)
-DEFINE_FORMAT(q5_0, 32, 22, unsigned, UnsignedSum)
-DEFINE_FORMAT(q5_1, 32, 24, unsigned, UnsignedSum)
-DEFINE_FORMAT(q8_0, 32, 34, signed, SignedSum)
-DEFINE_FORMAT(q4_k, 256, 144, unsigned, UnsignedSum)
-DEFINE_FORMAT(q5_k, 256, 176, unsigned, UnsignedSum)
-DEFINE_FORMAT(q6_k, 256, 210, signed, SignedSum)
+DEFINE_FORMAT(q4_0, 32, 18, unsigned)
+DEFINE_FORMAT(q4_1, 32, 20, unsigned)
+DEFINE_FORMAT(q5_0, 32, 22, unsigned)
+DEFINE_FORMAT(q5_1, 32, 24, unsigned)
+DEFINE_FORMAT(q8_0, 32, 34, signed)
+DEFINE_FORMAT(q4_k, 256, 144, unsigned)
+DEFINE_FORMAT(q5_k, 256, 176, unsigned)
+DEFINE_FORMAT(q6_k, 256, 210, signed)
+DEFINE_FORMAT(mxfp4, 32, 17, signed)
+DEFINE_FORMAT(int4_g128, 128, 68, unsigned)
+DEFINE_FORMAT(nf4, 64, 34, float)
+DEFINE_FORMAT(fp8_g128, 128, 132, float)
 
 typedef void Product(const Linear *, int64_t, int64_t, const Rows *, int64_t, float *);
 static const struct {
@@ -375,6 +487,7 @@ static const struct {
 #define FORMAT(NAME, BLOCK, BYTES) {BLOCK, BYTES, product_1_##NAME, product_4_##NAME, dequantize_##NAME}
     FORMAT(q4_0, 32, 18), FORMAT(q4_1, 32, 20),   FORMAT(q5_0, 32, 22),   FORMAT(q5_1, 32, 24),
     FORMAT(q8_0, 32, 34), FORMAT(q4_k, 256, 144), FORMAT(q5_k, 256, 176), FORMAT(q6_k, 256, 210),
+    FORMAT(mxfp4, 32, 17), FORMAT(int4_g128, 128, 68), FORMAT(nf4, 64, 34), FORMAT(fp8_g128, 128, 132),
 };
 enum {
     FP32 = sizeof FORMATS / sizeof FORMATS[0], /* Linear.format of plain matrices */
