@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from cutaway.cpu_kernels.library import Linear, load_cpu_kernels
-from cutaway.quantization.block_formats import NUM_KERNEL_FORMATS, BlockFormat, pack_weights, unpack_blocks
+from cutaway.quantization.block_formats import BLOCK_FORMATS, BlockFormat, pack_weights, unpack_blocks
 
 _MAX_PACKED_ROWS = 16
 """Up to this number of rows of x, a product reads packed weights. With more, parts of the matrix are converted first,
@@ -95,7 +95,7 @@ class QuantizedTensor(Tensor):
 def dequantize_rows(blocks: Tensor, format: BlockFormat, dtype: torch.dtype = torch.float32) -> Tensor:
     """Convert rows of blocks, (…, bytes), to a plain tensor, (…, columns)."""
     columns = blocks.shape[-1] // format.num_bytes * format.block_size
-    library = load_cpu_kernels() if format.index is not None and blocks.device.type == "cpu" else None
+    library = load_cpu_kernels() if blocks.device.type == "cpu" else None
     if library is not None:
         values = torch.empty(*blocks.shape[:-1], columns)
         blocks = blocks.contiguous()
@@ -123,8 +123,7 @@ def _product(x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:
     rows, columns = weight.shape
     flat = x.reshape(-1, columns).float().contiguous()
     y = flat.new_empty(len(flat), rows)
-    has_kernel = len(flat) <= _MAX_PACKED_ROWS and weight.format.index is not None
-    library = load_cpu_kernels() if has_kernel else None
+    library = load_cpu_kernels() if len(flat) <= _MAX_PACKED_ROWS else None
     if library is not None:
         bias = None if bias is None else bias.float().contiguous()
         linear = linear_argument(weight, bias)
@@ -163,6 +162,6 @@ def linear_argument(weight: Tensor, bias: Tensor | None) -> Linear:
     """Argument of the C kernels for an fp32 or quantized matrix. The caller keeps both tensors."""
     values = weight.blocks if isinstance(weight, QuantizedTensor) else weight
     assert values.is_contiguous()
-    index = weight.format.index if isinstance(weight, QuantizedTensor) else NUM_KERNEL_FORMATS
+    index = weight.format.index if isinstance(weight, QuantizedTensor) else len(BLOCK_FORMATS)  # FP32 in linear.c
     rows, columns = weight.shape
     return Linear(values.data_ptr(), None if bias is None else bias.data_ptr(), rows, columns, index)
