@@ -5,6 +5,14 @@
 | gptq               | `gptq.py`               | 2, 3 and 4 bits; groups, zero points, gptq and gptq_v2 | int4 groups |
 |                    |                         | 8 bits                                                 | Q8_0        |
 | awq                | `awq.py`                | 4 bits, version gemm                                   | int4 groups |
+| bitsandbytes       | `bitsandbytes.py`       | nf4, also with double quantization                     | NF4         |
+|                    |                         | fp4                                                    | dequantized |
+|                    |                         | int8                                                   | Q8_0        |
+| compressed-tensors | `compressed_tensors.py` | integers of 1 to 4 bits                                | int4 groups |
+|                    |                         | integers of 5 to 8 bits                                | Q8_0        |
+|                    |                         | fp8 with scales per tensor, row, group or block        | FP8_G128    |
+|                    |                         | mxfp4                                                  | MXFP4       |
+|                    |                         | nvfp4, mxfp8                                           | dequantized |
 | fp8, fbgemm_fp8    | `fp8.py`                | fp8 with scales per tensor, row or block               | FP8_G128    |
 | mxfp4              | `mxfp4.py`              | experts of gpt-oss                                     | dequantized |
 
