@@ -1,13 +1,22 @@
-"""Quantized checkpoints: MXFP4 (gpt-oss) and FP8 (DeepSeek), against dequantization in transformers."""
+"""FP8 and MXFP4 (gpt-oss) checkpoints, against dequantization in transformers."""
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from support.family_parity import randomize_weights
+from support.quantized_checkpoints import (
+    Quantize,
+    QuantizedMatrix,
+    check_checkpoints,
+    edit_tensors,
+    save_checkpoints,
+)
+from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import cutaway as ct
@@ -16,6 +25,9 @@ from cutaway.families.quantized.fp8 import FP8Reader
 from cutaway.families.quantized.mxfp4 import MXFP4Reader
 from cutaway.families.quantized.reader import ReadOptions
 from cutaway.families.safetensors_reader import SafetensorsReader
+from cutaway.families.verify import verify
+
+Q_PROJ = "model.layers.0.self_attn.q_proj"
 
 
 def test_mxfp4_matches_transformers(tmp_path: Path) -> None:
@@ -97,3 +109,106 @@ def test_unsupported_quantization_is_an_error(tmp_path: Path) -> None:
     (out / "config.json").write_text(json.dumps(hf_config | {"quantization_config": {"quant_method": "aqlm"}}))
     with pytest.raises(CutawayError, match="aqlm"):
         ct.load(out)
+
+
+def fp8(scales_shape: str, suffix: str, scales_dtype: torch.dtype = torch.float32) -> Quantize:
+    def quantize(weight: Tensor) -> QuantizedMatrix:
+        rows, columns = weight.shape
+        tile = {"tensor": (rows, columns), "row": (1, columns), "block": (32, 64), "large block": (128, 128)}[
+            scales_shape
+        ]
+        scales = torch.rand(-(-rows // tile[0]), -(-columns // tile[1])).to(scales_dtype) * 0.01
+        full = scales.float().repeat_interleave(tile[0], 0)[:rows].repeat_interleave(tile[1], 1)[:, :columns]
+        codes = (weight.float() / full).clamp(-448, 448).to(torch.float8_e4m3fn)
+        stored = scales.view(()) if scales_shape == "tensor" else scales
+        return QuantizedMatrix({"weight": codes, f"weight{suffix}": stored}, codes.float() * full)
+
+    return quantize
+
+
+@pytest.mark.parametrize(
+    ("quantize", "config", "formats"),
+    [
+        (fp8("large block", "_scale_inv"), {"weight_block_size": [128, 128]}, {"FP8_G128"}),
+        (fp8("block", "_scale_inv"), {"weight_block_size": [32, 64]}, set()),
+        (fp8("tensor", "_scale_inv", torch.bfloat16), {"weight_block_size": None}, {"FP8_G128"}),
+        (fp8("tensor", "_scale"), {"activation_scheme": "static"}, {"FP8_G128"}),
+        (fp8("row", "_scale"), {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, {"FP8_G128"}),
+    ],
+)
+def test_fp8_checkpoints(quantize: Quantize, config: dict[str, Any], formats: set[str], tmp_path: Path) -> None:
+    saved = save_checkpoints(tmp_path, quantize, {"quant_method": "fp8"} | config, dtype=torch.bfloat16)
+    check_checkpoints(saved, formats, tmp_path)
+
+
+@pytest.mark.parametrize("scales_shape", ["large block", "tensor"])
+def test_fp8_matches_transformers(scales_shape: str, tmp_path: Path) -> None:
+    block_size = None if scales_shape == "tensor" else [128, 128]
+    config = {"quant_method": "fp8", "weight_block_size": block_size, "modules_to_not_convert": ["lm_head"]}
+    saved = save_checkpoints(tmp_path, fp8(scales_shape, "_scale_inv"), config, dtype=torch.bfloat16)
+    peer = transformers.AutoModelForCausalLM.from_pretrained(
+        saved.quantized,
+        quantization_config=transformers.FineGrainedFP8Config(weight_block_size=block_size, dequantize=True),
+        dtype=torch.bfloat16,
+    )
+    expected = peer.state_dict()["model.layers.0.mlp.down_proj.weight"]
+    model = ct.load(saved.quantized).model
+    assert torch.equal(model.state_dict()["decoder.blocks.0.ffn.f.down.weight"], expected)
+
+
+def test_scales_of_activations_are_ignored(tmp_path: Path) -> None:
+    def quantize(weight: Tensor) -> QuantizedMatrix:
+        matrix = fp8("tensor", "_scale")(weight)
+        matrix.tensors["input_scale"] = torch.ones(())
+        return matrix
+
+    saved = save_checkpoints(
+        tmp_path, quantize, {"quant_method": "fp8", "activation_scheme": "static"}, dtype=torch.bfloat16
+    )
+    check_checkpoints(saved, {"FP8_G128"}, tmp_path)
+    assert "activations are not quantized" in str(ct.load(saved.quantized).load_report)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda tensors: tensors.pop(f"{Q_PROJ}.weight_scale_inv"), "scales of tensor .* are missing"),
+        (lambda tensors: tensors.update({f"{Q_PROJ}.weight_scale_inv": torch.ones(2, 2)}), "do not match its shape"),
+        (lambda tensors: tensors.update({f"{Q_PROJ}.weight_scale_inv": torch.ones(0)}), "is empty"),
+        (lambda tensors: tensors.update({f"{Q_PROJ}.weight_scale_inv": torch.ones(1, 1).long()}), "dtype int64"),
+        (lambda tensors: tensors[f"{Q_PROJ}.weight_scale_inv"].fill_(float("inf")), "infinite"),
+    ],
+)
+def test_damaged_scales_are_refused(edit: Any, message: str, tmp_path: Path) -> None:
+    config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    saved = save_checkpoints(tmp_path, fp8("large block", "_scale_inv"), config, dtype=torch.bfloat16)
+    edit_tensors(saved.quantized, edit)
+    for dequantize in (True, False):
+        with pytest.raises(CutawayError, match=message):
+            ct.load(saved.quantized, dequantize=dequantize)
+
+
+def test_fp8_experts(tmp_path: Path) -> None:
+    """Experts of one tensor (experts, out, in), with one scale per tile."""
+    weight = torch.randn(3, 256, 128).to(torch.float8_e4m3fn)
+    scales = torch.rand(3, 2, 1)
+    save_file({"x": weight, "x_scale_inv": scales}, tmp_path / "a.safetensors")
+    reader = FP8Reader(SafetensorsReader([tmp_path / "a.safetensors"]), {}, ReadOptions(packed=True))
+    expected = (weight.float() * scales.repeat_interleave(128, 1)).bfloat16()
+    assert torch.equal(reader.read_tensor("x", packed=True), expected)
+
+
+def test_exponents_as_scales(tmp_path: Path) -> None:
+    """Scales in E8M0 are powers of 2."""
+    weight, exponents = torch.randn(128, 128).to(torch.float8_e4m3fn), torch.tensor([[120]], dtype=torch.uint8)
+    for scales in (exponents, exponents.view(torch.float8_e8m0fnu)):
+        save_file({"x": weight, "x_scale_inv": scales}, tmp_path / "a.safetensors")
+        reader = FP8Reader(SafetensorsReader([tmp_path / "a.safetensors"]), {}, ReadOptions())
+        assert torch.equal(reader.read_tensor("x"), (weight.float() / 128).bfloat16())
+
+
+def test_verify(tmp_path: Path) -> None:
+    """transformers opens a dequantized copy of a checkpoint for whose format it needs another package."""
+    config = {"quant_method": "fbgemm_fp8"}
+    saved = save_checkpoints(tmp_path, fp8("row", "_scale"), config, dtype=torch.bfloat16)
+    assert verify(saved.quantized).ok
