@@ -70,9 +70,9 @@ def load(
     them to the GPU; `load_report` says how many bytes and how fast. Without a GPU, all weights are in CPU memory.
     `tensor_parallel_size`: number of processes, started by torchrun, over which the model is split for inference. Each
     process reads its own part of the weights, and all of them call the model or `ct.generate` with the same arguments.
-    `dequantize=False` keeps the matrices of a quantized checkpoint packed, if the device is the CPU: the model takes as
-    much memory as the file. Matrices that no block format represents are dequantized, and `load_report` counts them.
-    Packed weights cannot be changed, so that this is for inference.
+    `dequantize=False` keeps the matrices of a quantized checkpoint packed, on the CPU or an NVIDIA GPU: the model takes
+    about as much memory as the file. Matrices that no block format represents are dequantized, and `load_report` counts
+    them. Packed weights cannot be changed, so that this is for inference.
     `progress(done, total)` is called after each loaded tensor.
     """
     options = LoadOptions(

@@ -21,7 +21,7 @@ from cutaway.model import Transformer, build
 from cutaway.model.layers import ConstantBuffers
 from cutaway.model.parallel.offload import MaxMemory, Placement, offload_blocks, plan_placement
 from cutaway.model.parallel.process_group import get_tensor_parallel, rank_device
-from cutaway.quantization.quantized_tensor import QuantizedTensor, convert_rows, dequantize_rows, has_block_kernels
+from cutaway.quantization.quantized_tensor import QuantizedTensor, convert_rows, dequantize_rows, has_packed_products
 
 if TYPE_CHECKING:
     from cutaway.model.parallel.tensor_parallel import TensorSlice
@@ -53,9 +53,10 @@ class LoadOptions:
 
     @property
     def keeps_packed(self) -> bool:
-        """Whether quantized matrices stay packed: only on a CPU with kernels, and in one process."""
-        is_cpu = self.device_map is None and resolve_device(self.device).type == "cpu"
-        return not self.dequantize and is_cpu and self.tensor_parallel_size == 1 and has_block_kernels()
+        """Whether quantized matrices stay packed: only on one device that has kernels for them."""
+        if self.dequantize or self.device_map is not None or self.tensor_parallel_size > 1:
+            return False
+        return has_packed_products(resolve_device(self.device))
 
 
 def load_model(
@@ -280,7 +281,7 @@ def _load_weights(
         info = reader.tensor_infos[keys[0]]
         if isinstance(conversion.op, Identity) and info.dtype != dtype and not info.is_packed and not is_sliced:
             return [(model_keys[0], _load_converted(reader, keys[0], dtype, device, check_finite))]
-        may_be_packed = conversion.op.keeps_rows and device.type == "cpu" and not is_sliced
+        may_be_packed = conversion.op.keeps_rows and not is_sliced
         stored = [reader.read_tensor(key, packed=may_be_packed) for key in keys]
         if not is_sliced:
             stored = [check_finite(key, tensor) for key, tensor in zip(keys, stored, strict=True)]
@@ -290,7 +291,7 @@ def _load_weights(
             parts = convert_rows(
                 packed, lambda rows: conversion.op.to_model([rows], shapes_of_parts, conversion.d_head)
             )
-            return [(name, part.to(dtype)) for name, part in zip(model_keys, parts, strict=True)]
+            return [(name, part.to(device, dtype)) for name, part in zip(model_keys, parts, strict=True)]
         converted = conversion.op.to_model(stored, [shapes[name] for name in model_keys], conversion.d_head)
         loaded = []
         for name, source in zip(model_keys, converted, strict=True):

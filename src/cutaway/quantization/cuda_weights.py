@@ -1,6 +1,7 @@
 """Packed weights on a GPU: the layout that cuda_kernels/packed_linear.cu reads, and products with it."""
 
 import ctypes
+import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from cutaway.quantization.block_formats import BlockFormat, UnpackedWeights, unp
 _SOURCE = Path(cutaway.cuda_kernels.__file__).parent / "packed_linear.cu"
 MAX_PACKED_ROWS = 64
 """Up to this number of rows of x, a product reads packed weights. With more, parts of the matrix are dequantized."""
+_PART_NUMEL = 1 << 26
+"""Number of weights that are dequantized at once."""
 _CHUNK, _TILE = 64, 16
 _MAX_SHARED_BYTES = 220_000
 """Shared memory of a program, of 227 KiB on sm_90."""
@@ -78,6 +81,28 @@ class CUDAWeight:
         parts = (self.codes, self.high, *((self.scales, self.offsets) if self.group_size else ()))
         return sum(part.nbytes // len(self.codes) for part in parts if part is not None) // self.num_chunks
 
+    def clone(self) -> "CUDAWeight":
+        tensors = (self.codes, self.scales, self.high, self.offsets)
+        codes, scales, high, offsets = (None if tensor is None else tensor.clone() for tensor in tensors)
+        assert codes is not None
+        assert scales is not None
+        return dataclasses.replace(self, codes=codes, scales=scales, high=high, offsets=offsets)
+
+    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x·Wᵀ + b for x: (M, columns). With many rows, parts of the matrix are dequantized."""
+        y = torch.empty(len(x), self.rows, dtype=x.dtype, device=x.device)
+        if len(x) <= MAX_PACKED_ROWS and x.dtype in _TYPES:
+            packed_linear(x, self, y, bias)
+            return y
+        dtype = x.dtype if x.dtype in _TYPES else torch.float32
+        step = max(_TILE, _PART_NUMEL // self.columns // _TILE * _TILE)
+        for first in range(0, self.rows, step):
+            count = min(step, self.rows - first)
+            part = self.dequantize(dtype, first, count).to(x.dtype)
+            part_bias = None if bias is None else bias[first : first + count].to(x.dtype)
+            y[:, first : first + count] = torch.nn.functional.linear(x, part, part_bias)
+        return y
+
     def split_rows(self, sizes: Sequence[int]) -> "list[CUDAWeight]":
         """Parts with `sizes` rows each, which are multiples of 16, except the last. The parts are views."""
         parts, first = [], 0
@@ -134,14 +159,20 @@ _DEFAULTS = {"ROWS": 1, "TILES": 1, "WARPS": 1, "NORM": 0, "ACT": 0, "GATED": 0,
 
 
 def pack_for_cuda(blocks: Tensor, format: BlockFormat) -> CUDAWeight:
-    """Convert rows of blocks, on a GPU, in parts, so that temporary tensors stay small."""
+    """Convert rows of blocks, on a GPU. It takes parts, so that temporary tensors stay small."""
     step = max(_TILE, (1 << 24) // (blocks.shape[1] * 2) // _TILE * _TILE)
     parts = [_pack(unpack_blocks(part, format), format.name) for part in torch.split(blocks, step)]
     return concat_weights(parts)
 
 
+def can_concat(parts: Sequence[CUDAWeight]) -> bool:
+    """Whether weights have the same layout, and all but the last one whole tiles."""
+    same = len({part.layout for part in parts}) == 1
+    return same and all(part.rows % _TILE == 0 for part in parts[:-1])
+
+
 def concat_weights(parts: Sequence[CUDAWeight]) -> CUDAWeight:
-    """Concatenate the rows of weights of the same layout. All but the last one have whole tiles."""
+    """Concatenate rows: see `can_concat`."""
     first = parts[0]
 
     def cat(name: str) -> Tensor | None:

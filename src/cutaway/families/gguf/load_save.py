@@ -31,7 +31,7 @@ _END_OF_TURN_TOKENS = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>")
 
 
 def load_gguf(path: Path, options: LoadOptions) -> Checkpoint:
-    """Load a GGUF file. Quantized tensors are dequantized, unless options.dequantize is False and this is a CPU."""
+    """Load a GGUF file. Quantized tensors are dequantized, unless they stay packed (`LoadOptions.keeps_packed`)."""
     file, family, metadata = _open_gguf(path, dequantize=not options.keeps_packed)
     model, config, report = load_model(family, metadata, file, str(path), options)
     ids = {key: file.metadata.get(_TOKEN_ID_KEY_FORMAT.format(name)) for name, key in _TOKEN_ID_NAMES.items()}
