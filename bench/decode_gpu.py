@@ -1,6 +1,6 @@
 """Decode compared with gpt-fast and transformers on one GPU, in one run: Llama-3-8B with random weights, bf16.
 
-    python bench/decode_gpu.py [--gpt-fast DIR] [--part steps|gpt-fast|transformers|engine]… [--json FILE]
+    python bench/decode_gpu.py [--gpt-fast DIR] [--part steps|packed|gpt-fast|transformers|engine]… [--json FILE]
 
 DIR contains gpt-fast's model.py and generate.py, which run unchanged. Times are host times of whole steps including
 sampling, averaged over many steps; the limit is the bytes that a step reads divided by the copy bandwidth of the
@@ -24,6 +24,9 @@ from report import print_row, save_rows
 import cutaway as ct
 from cutaway.bench.hardware import measure_copy_bandwidth
 from cutaway.generate import Engine, EngineConfig, SamplingParams
+from cutaway.quantization.block_formats import BLOCK_FORMATS, pack_weights
+from cutaway.quantization.cuda_weights import pack_for_cuda
+from cutaway.quantization.quantized_tensor import CUDAQuantizedTensor
 
 MODEL_NAME = "llama-3-8b"
 SAMPLING: dict[str, Any] = {"temperature": 0.8, "top_k": 200}
@@ -50,7 +53,7 @@ def median_step_ms(run: Callable[[int], None], repeats: int = 3) -> float:
 
 
 def bench_cutaway_steps(
-    model: Any, batch_size: int, context: int, weight_bits: int | None, bandwidth: float
+    model: Any, batch_size: int, context: int, weight_bits: int | None, bandwidth: float, block_format: str = ""
 ) -> dict[str, Any]:
     """Time Engine.step, with asynchronous scheduling. Each repeat starts with new requests of `context` tokens."""
     config = model.config
@@ -83,19 +86,48 @@ def bench_cutaway_steps(
             request.abort()
         engine.run()
     step_ms = statistics.median(seconds[1:]) * 1e3
-    embedding_params = config.vocab_size * config.d_model
-    weight_bytes = (sum(p.numel() for p in model.parameters()) - embedding_params) * (weight_bits or 16) / 8
+    embedding_bytes = model.decoder.embed.token.weight.nbytes
+    weight_bytes = (sum(p.nbytes for p in model.parameters()) - embedding_bytes) * (weight_bits or 16) / 16
     cache_bytes = batch_size * (context + NUM_STEPS / 2) * 32 * 2 * 8 * 128 * 2
     limit_ms = (weight_bytes + cache_bytes) / bandwidth * 1e3
     engine.close()
     row = {
         "cutaway": f"{batch_size} × {context}",
-        "weight_bits": weight_bits or 16,
+        "weights": block_format or f"{weight_bits or 16} bits",
         "ms": step_ms,
         "limit_ms": limit_ms,
         "fraction_of_limit": limit_ms / step_ms,
     }
     return print_row(row)
+
+
+def pack_model(model: Any, block_format: str) -> None:
+    """Quantize all matrices of a model, as those of a quantized checkpoint that stay packed."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear | torch.nn.Embedding):
+            blocks = pack_weights(module.weight.data, BLOCK_FORMATS[block_format])
+            weight = pack_for_cuda(blocks, BLOCK_FORMATS[block_format])
+            packed = CUDAQuantizedTensor(weight, BLOCK_FORMATS[block_format], module.weight.dtype)
+            module.weight = torch.nn.Parameter(packed, requires_grad=False)
+    free_gpu_memory()
+
+
+def bench_packed_steps(block_format: str, bandwidth: float) -> list[dict[str, Any]]:
+    """Decode with packed weights of a block format, and the memory that they take beside 16 bits."""
+    free_gpu_memory()
+    before = torch.cuda.memory_allocated()
+    model = ct.build(MODEL_NAME, device="cuda", dtype=torch.bfloat16, seed=0)
+    plain_bytes = torch.cuda.memory_allocated() - before
+    pack_model(model, block_format)
+    memory = {
+        "memory": f"{block_format}",
+        "GB": (torch.cuda.memory_allocated() - before) / 1e9,
+        "bf16 GB": plain_bytes / 1e9,
+    }
+    rows = [print_row(memory)]
+    for batch_size in (1, 16):
+        rows.append(bench_cutaway_steps(model, batch_size, 128, None, bandwidth, block_format))
+    return rows
 
 
 def bench_gpt_fast_steps(folder: str, batch_size: int, context: int) -> dict[str, Any]:
@@ -224,7 +256,7 @@ def bench_transformers_steps(model: Any, batch_size: int, context: int) -> dict[
 
 
 def main() -> None:
-    parts = ("steps", "gpt-fast", "transformers", "engine")
+    parts = ("steps", "packed", "gpt-fast", "transformers", "engine")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpt-fast", metavar="DIR")
     parser.add_argument("--part", action="append", choices=parts)
@@ -253,6 +285,9 @@ def main() -> None:
         rows.append(bench_cutaway_throughput(model, request_specs))
     model = None
     free_gpu_memory()
+    if "packed" in selected:
+        for block_format in ("Q8_0", "Q4_1", "Q4_K", "Q6_K"):
+            rows += bench_packed_steps(block_format, bandwidth)
     if "transformers" in selected or "engine" in selected:
         transformers_model = build_transformers_model(ct.config(MODEL_NAME))
         if "engine" in selected:
