@@ -260,6 +260,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpt-fast", metavar="DIR")
     parser.add_argument("--part", action="append", choices=parts)
+    parser.add_argument(
+        "--format", action="append", choices=("Q8_0", "Q4_1", "Q4_K", "Q6_K"), help="of the part packed"
+    )
     parser.add_argument("--json", metavar="FILE")
     arguments = parser.parse_args()
     selected = arguments.part or parts
@@ -286,7 +289,7 @@ def main() -> None:
     model = None
     free_gpu_memory()
     if "packed" in selected:
-        for block_format in ("Q8_0", "Q4_1", "Q4_K", "Q6_K"):
+        for block_format in arguments.format or ("Q8_0", "Q4_1", "Q4_K", "Q6_K"):
             rows += bench_packed_steps(block_format, bandwidth)
     if "transformers" in selected or "engine" in selected:
         transformers_model = build_transformers_model(ct.config(MODEL_NAME))

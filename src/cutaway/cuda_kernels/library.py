@@ -42,7 +42,8 @@ class CUDAKernel:
     def __init__(self, module: ctypes.c_void_p, name: str) -> None:
         self.function = ctypes.c_void_p()
         _check(_driver().cuModuleGetFunction(ctypes.byref(self.function), module, name.encode()))
-        self.max_shared_bytes = 48 * 1024
+        self.max_shared_bytes = 32 * 1024
+        """Above this size, the maximum is set. Without it, it is 48 KiB together with the variables of the kernel."""
 
     def __call__(
         self,
