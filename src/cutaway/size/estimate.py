@@ -8,6 +8,7 @@ from typing import Any
 
 from cutaway.config import config as read_config
 from cutaway.config.lora import LoRA
+from cutaway.config.positions import Disentangled
 from cutaway.config.transformer import Config, Encoder
 from cutaway.errors import InputError
 from cutaway.size.adapters import QUANTIZATIONS, read_adapter
@@ -41,6 +42,7 @@ from cutaway.size.roofline import (
     weight_bytes_read,
 )
 from cutaway.size.shape_pass import ExecutionConfig, PassCost, inference_pass, training_pass
+from cutaway.size.shape_pass.attention_kernels import resolve_kernel
 from cutaway.size.state_dict_shapes import CheckpointSize, checkpoint_size
 from cutaway.size.training_budget import TrainingBudget, compute_training_budget
 from cutaway.size.unpublished_sizes import check_size_is_published
@@ -116,6 +118,22 @@ class SizeEstimate:
             return config
         sizes = precision.compute_bytes, precision.unquantized_bytes
         return replace(config, weight_itemsize=sizes[0], autocast=False, grad_itemsize=sizes[1])
+
+    @property
+    def stores_attention_scores(self) -> bool:
+        """Whether a layer uses the explicit kernel: it was selected, or it is that of 'auto' with soft-cap or sinks."""
+        execution = replace(self.execution_config(), grad=self.options.mode == "train")
+        return any(
+            resolve_kernel(
+                execution,
+                softcap=getattr(block.attention, "softcap", None) is not None,
+                sink=getattr(block.attention, "sink", False),
+                has_position_scores=isinstance(block.attention.position, Disentangled),
+            )
+            == "explicit"
+            for stack in self.options.config.stacks.values()
+            for block in stack.blocks
+        )
 
     # ------------------------------------------------------------------------------------ FLOPs
 

@@ -95,6 +95,7 @@ def options_to_dict(estimate: "SizeEstimate") -> dict[str, object]:
     fields |= asdict(options.parallel_dims) | {"parallel_dims": str(options.parallel_dims)}
     fields |= {"dtype": options.precision.name, "hardware": options.hardware.name if options.hardware else None}
     fields["batch_size_per_device"] = estimate.batch_size_per_device
+    fields["stores_attention_scores"] = estimate.stores_attention_scores
     fields["adapter"] = None if options.adapter is None else options.adapter.model_dump(mode="json")
     return fields | {"context_warning": options.context_warning or None}
 

@@ -48,8 +48,10 @@ class TensorSpec:
 
 @lru_cache(maxsize=64)
 def list_weights(config: Config) -> tuple[Weight, ...]:
-    """List the weights of the forward pass; tied weights are one weight."""
-    return inference_pass(config, 1, 1, ExecutionConfig()).weights
+    """List the weights of the forward pass; tied weights are one weight.
+
+    The explicit kernel is used because it supports every configuration and records the tables of position biases."""
+    return inference_pass(config, 1, 1, ExecutionConfig(kernel="explicit")).weights
 
 
 _EMBEDDING_TABLES = ("tokens", "source_tokens", "positions", "types")

@@ -286,6 +286,9 @@ def _format_assumptions(report: Data) -> Text:
     text += f", source {options['source_len']:,}" if len(report["model"]["layers"]) > 1 else ""
     text += "".join(f", {mode_options['dtype']} for {MODE_LABELS[mode]}" for mode, mode_options in modes.items())
     text += f", kernel {options['kernel']}"
+    stored = [MODE_LABELS[mode] for mode, mode_options in modes.items() if mode_options["stores_attention_scores"]]
+    if stored and options["kernel"] == "auto":
+        text += f" (explicit for {' and '.join(stored)}, which stores the scores; --kernel flex does not)"
     text += f", cache in {options['kv_cache_dtype']}" if "kv_cache" in report and "infer" in modes else ""
     if "train" in modes:
         text += f", {options['optimizer']}, checkpointing {options['activation_checkpointing']}"
