@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from cutaway.config import config as read_config
+from cutaway.config.ffn import Moe
 from cutaway.config.lora import LoRA
 from cutaway.config.positions import Disentangled
 from cutaway.config.transformer import Config, Encoder
 from cutaway.errors import InputError
 from cutaway.size.adapters import QUANTIZATIONS, read_adapter
+from cutaway.size.engine_kernels import MAX_DECODE_ROWS, has_engine_decode, has_engine_prefill
 from cutaway.size.estimate_json import estimates_to_dict
 from cutaway.size.flops import FlopCounts, count_flops
 from cutaway.size.hardware import Hardware
@@ -37,6 +39,7 @@ from cutaway.size.precision import KV_CACHE_DTYPES, get_adapter_precision, get_p
 from cutaway.size.roofline import (
     RooflineBound,
     Workload,
+    engine_seconds,
     find_compute_bound_batch_size,
     roofline_bound,
     weight_bytes_read,
@@ -261,7 +264,25 @@ class SizeEstimate:
         hardware, precision = self.options.hardware, self.options.precision
         assert hardware is not None
         efficiency = expected_efficiency(workload.name, hardware, precision.name)
-        return roofline_bound(workload, hardware, precision, efficiency)
+        bound = roofline_bound(workload, hardware, precision, efficiency)
+        if not self._runs_in_engine_kernels(workload.name):
+            return bound
+        num_layers = self.options.config.stacks["decoder"].layers
+        return replace(bound, engine_seconds=engine_seconds(workload, hardware, precision, num_layers))
+
+    def _runs_in_engine_kernels(self, workload: str) -> bool:
+        """Whether the engine runs prefill or decode steps in its own kernels, which support Nvidia GPUs."""
+        options = self.options
+        if workload == "train" or options.hardware is None or "nvidia" not in options.hardware.title.lower():
+            return False
+        has_experts = any(
+            isinstance(block.ffn, Moe) for stack in options.config.stacks.values() for block in stack.blocks
+        )
+        if options.parallel_dims.tp > 1 or (has_experts and options.precision.is_quantized):
+            return False  # the engine's weight_bits leave experts in bf16
+        if workload == "prefill":
+            return has_engine_prefill(options.config)
+        return has_engine_decode(options.config) and self.batch_size_per_device <= MAX_DECODE_ROWS
 
     def _inference_workload(self, name: str, flops: int, num_tokens: int, other_bytes: int, num_ops: int) -> Workload:
         """Workload of a pass over `num_tokens` tokens. `other_bytes`: bytes read or written besides the weights."""

@@ -160,6 +160,7 @@ def _bound_to_dict(bound: RooflineBound | None) -> dict[str, object]:
     return _pick(bound, *names, "num_tokens", "max_tokens_per_second") | {
         "expected_seconds": [low, high],
         "eager_seconds_high": bound.eager_seconds_high,
+        "engine_seconds": None if bound.engine_seconds is None else list(bound.engine_seconds),
         "expected_tokens_per_second": [bound.num_tokens / high, bound.num_tokens / low],
         "efficiency": asdict(bound.efficiency),
     }

@@ -26,8 +26,13 @@ class Precision:
     note: str = ""
 
     @property
+    def is_quantized(self) -> bool:
+        """Whether layer matrices take fewer bits than other weights."""
+        return self.weight_bits < 8 * self.unquantized_bytes
+
+    @property
     def can_train(self) -> bool:
-        return self.weight_bits == 8 * self.unquantized_bytes
+        return not self.is_quantized
 
     def tensor_bytes(self, shape: tuple[int, ...], *, quantizable: bool) -> int:
         """Number of bytes of a weight of this shape; if it is quantized, including its quantization scales."""

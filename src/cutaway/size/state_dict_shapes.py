@@ -33,6 +33,11 @@ class TensorSpec:
     """(top_k, experts) for the weights of routed experts."""
 
     @property
+    def is_output_matrix(self) -> bool:
+        """Whether the tensor is the matrix of the LM head, which may be the embedding table too."""
+        return self.name == "head" or (self.name == "tokens" and not self.is_lookup_table)
+
+    @property
     def numel(self) -> int:
         return prod(self.shape)
 

@@ -239,7 +239,11 @@ def _time_section(report: Data) -> list[RenderableType]:
             note_text += f"; decode is compute-bound from a batch of {batch:,} per device"
     source = next(iter(bounds.values()))["efficiency"]["source"]
     note = Text(f"{note_text}. Expected: {source}.", "dim")
-    return [format_heading("time", f"on {device['title']}"), indent(table), indent(note)]
+    rows: list[RenderableType] = [format_heading("time", f"on {device['title']}"), indent(table)]
+    engine = {PHASE_NAMES[name]: bound.get("engine_seconds") for name, bound in bounds.items()}
+    items = [f"{name} {'–'.join(map(format_duration, seconds))}" for name, seconds in engine.items() if seconds]
+    rows += [indent(Text.assemble(("expected in the engine: ", "dim"), ", ".join(items)))] if items else []
+    return [*rows, indent(note)]
 
 
 PHASE_NAMES = {"prefill": "prefill", "decode": "decode", "train_step": "training step"}
