@@ -35,7 +35,7 @@ from cutaway.size.options import (
 )
 from cutaway.size.parallel import ParallelDims, resolve_parallel_dims, shard_config
 from cutaway.size.parameters import ParameterCounts, count_parameters
-from cutaway.size.precision import KV_CACHE_DTYPES, get_adapter_precision, get_precision
+from cutaway.size.precision import KV_CACHE_DTYPES, Precision, get_adapter_precision, get_precision
 from cutaway.size.roofline import (
     RooflineBound,
     Workload,
@@ -47,6 +47,7 @@ from cutaway.size.roofline import (
 from cutaway.size.shape_pass import ExecutionConfig, PassCost, inference_pass, training_pass
 from cutaway.size.shape_pass.attention_kernels import resolve_kernel
 from cutaway.size.state_dict_shapes import CheckpointSize, checkpoint_size
+from cutaway.size.stored_precision import stored_precision
 from cutaway.size.training_budget import TrainingBudget, compute_training_budget
 from cutaway.size.unpublished_sizes import check_size_is_published
 
@@ -278,8 +279,11 @@ class SizeEstimate:
         has_experts = any(
             isinstance(block.ffn, Moe) for stack in options.config.stacks.values() for block in stack.blocks
         )
-        if options.parallel_dims.tp > 1 or (has_experts and options.precision.is_quantized):
+        is_quantized = options.precision.is_quantized
+        if options.parallel_dims.tp > 1 or (has_experts and is_quantized):
             return False  # the engine's weight_bits leave experts in bf16
+        if is_quantized and options.precision.name not in ("int8", "int4"):
+            return False  # its times have not been measured
         if workload == "prefill":
             return has_engine_prefill(options.config)
         return has_engine_decode(options.config) and self.batch_size_per_device <= MAX_DECODE_ROWS
@@ -373,7 +377,7 @@ def size(
     *,
     batch_size: int = 1,
     context: int | None = None,
-    dtype: str | None = None,
+    dtype: str | Precision | None = None,
     mode: str = "infer",
     hardware: Hardware | str | None = None,
     source_len: int | None = None,
@@ -397,7 +401,8 @@ def size(
     """Estimate the parameters, FLOPs, memory and time of a model from its configuration.
 
     `batch_size` is the global batch size and `context` the number of tokens per sequence. `mode` is 'infer' or 'train'.
-    The default `dtype` is bf16 for inference and mixed (fp32 weights, bf16 matmuls) for training. `hardware` is a
+    The default `dtype` is for inference that of the file if the source is a .gguf file or has quantized weights, else
+    bf16, and for training mixed (fp32 weights, bf16 matmuls). `hardware` is a
     device name, 'local' (this machine, as measured by `cutaway bench`) or a `Hardware`. `tp` and `dp_shard` are the
     tensor-parallel and FSDP group sizes. `activation_checkpointing_layers` is the number of layers, from the first, to
     which activation checkpointing applies; the default is all. `adapter` is the LoRA configuration of adapters, such as
@@ -440,7 +445,11 @@ def size(
     dims = resolve_parallel_dims(parallel, world_size, batch_size, dp_shard, tp)
     _check_adapter_options(lora, mode, quantization, dims)
     find_precision = get_precision if lora is None else get_adapter_precision
-    precision = find_precision(dtype or ("mixed" if mode == "train" else "bf16"))
+    if dtype is None and mode == "infer":
+        dtype = stored_precision(source)
+    if not isinstance(dtype, Precision):
+        dtype = find_precision(dtype or ("mixed" if mode == "train" else "bf16"))
+    precision = dtype
     options = SizeOptions(
         config=config,
         mode=mode,

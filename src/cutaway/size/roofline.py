@@ -84,7 +84,7 @@ class RooflineBound:
 def roofline_bound(
     workload: Workload, hardware: Hardware, precision: Precision, efficiency: EfficiencyRange
 ) -> RooflineBound:
-    peak_flops = hardware.peak_flops(precision.name)
+    peak_flops = hardware.peak_flops(precision.rate_dtype)
     compute, bandwidth = workload.flops / peak_flops, workload.min_bytes / hardware.bandwidth
     expected = max(compute, workload.expected_bytes / hardware.bandwidth)
     slow = expected / efficiency.low
@@ -107,7 +107,7 @@ def engine_seconds(
 ) -> tuple[float, float]:
     """Range of the time of a prefill or decode pass in the engine's kernels on a GPU."""
     high, low = ENGINE_EFFICIENCY[workload.name]
-    compute = workload.flops / hardware.peak_flops(precision.name)
+    compute = workload.flops / hardware.peak_flops(precision.rate_dtype)
     expected = max(compute, workload.expected_bytes / hardware.bandwidth)
     return expected / high, expected / low + num_layers * ENGINE_KERNELS_PER_LAYER * ENGINE_LAUNCH_SECONDS
 
@@ -126,7 +126,7 @@ def weight_bytes_read(config: Config, precision: Precision, num_tokens: int, *, 
             continue
         nbytes = tensor.nbytes(precision)
         if tensor.is_output_matrix and precision.name in ("int8", "int4"):
-            nbytes = precision.tensor_bytes(tensor.shape, quantizable=True)
+            nbytes = precision.tensor_bytes(tensor.shape, "layer")
         if tensor.is_lookup_table:
             nbytes = nbytes * min(num_tokens, tensor.shape[0]) // tensor.shape[0]
         if tensor.expert_routing is not None:

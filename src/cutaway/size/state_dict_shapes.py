@@ -8,7 +8,7 @@ from cutaway.config.ffn import Moe
 from cutaway.config.head import LMHead
 from cutaway.config.positions import SinusoidalPosition
 from cutaway.config.transformer import Config, Encoder
-from cutaway.size.precision import Precision
+from cutaway.size.precision import MatrixKind, Precision
 from cutaway.size.shape_pass import ExecutionConfig, Weight, inference_pass
 
 
@@ -38,6 +38,13 @@ class TensorSpec:
         return self.name == "head" or (self.name == "tokens" and not self.is_lookup_table)
 
     @property
+    def matrix_kind(self) -> MatrixKind | None:
+        """The kind of matrix for quantization; None for vectors."""
+        if self.quantizable:
+            return "layer" if self.expert_routing is None else "experts"
+        return "output" if self.is_output_matrix else "embedding" if self.is_lookup_table else None
+
+    @property
     def numel(self) -> int:
         return prod(self.shape)
 
@@ -48,7 +55,7 @@ class TensorSpec:
         return self if not self.requires_grad else replace(self, shape=(-(-self.shape[0] // dp_shard), *self.shape[1:]))
 
     def nbytes(self, precision: Precision) -> int:
-        return 4 * self.numel if self.always_fp32 else precision.tensor_bytes(self.shape, quantizable=self.quantizable)
+        return 4 * self.numel if self.always_fp32 else precision.tensor_bytes(self.shape, self.matrix_kind)
 
 
 @lru_cache(maxsize=64)

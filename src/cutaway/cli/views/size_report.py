@@ -304,8 +304,10 @@ def _format_assumptions(report: Data) -> Text:
     text += " Visible pairs: query-key pairs that are not masked."
     if "train" in modes:
         text += " *: activations."
-    elif options["dtype"] in ("fp8", "int8", "int4"):
+    elif options["dtype"] not in ("fp32", "bf16", "fp16", "mixed"):
         text += f" {options['dtype']} is for inference only; training needs fp32, bf16, fp16 or mixed."
+    if options["stored_as"]:
+        text += f" The file has weights quantized {options['stored_as']}; --dtype bf16 for dequantized weights."
     return Text(text, "dim")
 
 
