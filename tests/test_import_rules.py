@@ -14,7 +14,8 @@ ALLOWED_IMPORTS = {
     "pretrained": set(),
     "size": {"config", "quantization"},  # format_table.py, which imports no torch
     "cpu_kernels": set(),
-    "quantization": {"cpu_kernels"},
+    "cuda_kernels": set(),
+    "quantization": {"cpu_kernels", "cuda_kernels"},
     "model": {"config", "quantization"},
     "tokenizer": set(),
     "families": {"config", "model", "tokenizer", "quantization"},

@@ -212,7 +212,7 @@ CASES: dict[str, tuple[Damage, str]] = {
     "unknown rope_type": (lambda path: edit_config(path, rope_parameters={"rope_type": "spiral"}), "spiral"),
     "unknown activation": (lambda path: edit_config(path, hidden_act="softsign"), "softsign"),
     "unsupported quantization": (
-        lambda path: edit_config(path, quantization_config={"quant_method": "awq"}),
+        lambda path: edit_config(path, quantization_config={"quant_method": "aqlm"}),
         "quantization_config",
     ),
     "unknown family": (lambda path: edit_config(path, model_type="lama"), "did you mean 'llama'"),

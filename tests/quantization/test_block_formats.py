@@ -44,6 +44,18 @@ def test_kernels_equal_the_definition(name: str) -> None:
     assert torch.allclose(dequantize_rows(blocks, BLOCK_FORMATS[name]), expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.skipif(load_cpu_kernels() is None, reason="there is no C compiler")
+def test_kernels_equal_the_definition_for_all_fp8_codes_and_fp4_scales() -> None:
+    codes, scales = torch.arange(256, dtype=torch.uint8).view(2, 128), torch.tensor([[1.0], [3.0e-30]])
+    scales_of_4_bits = torch.arange(255, dtype=torch.uint8).view(-1, 1)
+    for name, blocks in (
+        ("FP8_G128", pack_codes(codes, scales, None, BLOCK_FORMATS["FP8_G128"])),
+        ("MXFP4", pack_codes(codes[:1, :32].expand(255, -1) % 16, scales_of_4_bits, None, BLOCK_FORMATS["MXFP4"])),
+    ):
+        expected = unpack_blocks(blocks, BLOCK_FORMATS[name]).dequantize()
+        assert torch.equal(dequantize_rows(blocks, BLOCK_FORMATS[name]).nan_to_num(nan=9), expected.nan_to_num(nan=9))
+
+
 @pytest.mark.parametrize("name", ["Q4_1", "Q8_0", "MXFP4", "INT4_G128", "NF4", "FP8_G128"])
 def test_packing_codes_is_the_inverse(name: str) -> None:
     block_format, columns = BLOCK_FORMATS[name], 256
@@ -56,8 +68,7 @@ def test_packing_codes_is_the_inverse(name: str) -> None:
     blocks = pack_codes(codes, stored, offsets, block_format)
     assert blocks.shape == (5, columns // block_format.block_size * block_format.num_bytes)
     unpacked = unpack_blocks(blocks, block_format)
-    if name not in ("MXFP4", "NF4", "FP8_G128"):
-        assert torch.equal(unpacked.codes.view(torch.uint8), codes)
+    assert torch.equal(unpacked.codes.view(torch.uint8), codes)
     if name == "MXFP4":
         scales = torch.exp2(stored.float() - 127)
     repeated = scales.repeat_interleave(unpacked.scales.shape[-1] // 2, -1)

@@ -1,8 +1,8 @@
-/* Products with matrices in the block formats of GGUF or in fp32, and conversion of these formats to fp32.
+/* Products with matrices in block formats or in fp32, and conversion of these formats to fp32.
 
-   A row of a matrix is a sequence of blocks of 32 or 256 weights. The weights of a group of 32 are scale · integer +
-   offset. A format has two functions: `read_scales_<format>` reads the scales and offsets of the groups of a block, and
-   `integers_<format>` returns the integers of a group.
+   A row of a matrix is a sequence of blocks of 32 to 256 weights. The weights of a group of 32 are scale · code + offset.
+   A format has two functions: `read_scales_<format>` reads the scales and offsets of the groups of a block, and
+   `codes_<format>` returns the codes of a group: integers, or for NF4 and FP8 numbers in fp32.
 
    For few rows, x is rounded to 16 bits with a scale per 32 numbers, so that products of integers, of which processors
    compute more at a time, replace the conversion of each weight. The rounding error is at most 2⁻¹⁶ of the largest of the
@@ -14,12 +14,29 @@ enum { PREFETCH_BYTES = 2048 }; /* how far ahead weights are loaded into the cac
 typedef uint8_t Bytes __attribute__((vector_size(16)));
 typedef uint8_t UnalignedBytes __attribute__((vector_size(16), aligned(1)));
 typedef uint64_t Words __attribute__((vector_size(16)));
-typedef uint8_t Group __attribute__((vector_size(32))); /* integers of 8 bits */
+typedef uint8_t Group __attribute__((vector_size(32))); /* 32 integers of 8 bits */
 typedef uint8_t UnalignedGroup __attribute__((vector_size(32), aligned(1)));
 
-INLINE Bytes load_bytes(const uint8_t *data) { return *(const UnalignedBytes *)data; }
 INLINE Group load_group(const uint8_t *data) { return *(const UnalignedGroup *)data; }
 
+/* Unsigned integers of a group. With VNNI, they are multiplied by the high and by the low bytes of x at once, and a vector
+   contains them twice. Integers of 4 bits: 0–15 are in the low halves of 16 bytes, 16–31 in the high ones. */
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+typedef uint8_t Codes __attribute__((vector_size(64)));
+
+INLINE Codes load_codes(const uint8_t *data) {
+    return (Codes)_mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)data));
+}
+INLINE Group first_copy(Codes codes) { return (Group)_mm512_castsi512_si256((__m512i)codes); }
+INLINE Codes nibbles(const uint8_t *data) {
+    const __m512i q = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)data));
+    return (Codes)_mm512_srlv_epi64(q, _mm512_setr_epi64(0, 0, 4, 4, 0, 0, 4, 4)) & 15;
+}
+#else
+typedef Group Codes;
+
+INLINE Codes load_codes(const uint8_t *data) { return load_group(data); }
+INLINE Group first_copy(Codes codes) { return codes; }
 INLINE Group join(Bytes low, Bytes high) {
 #if defined(__AVX2__)
     return (Group)_mm256_inserti128_si256(_mm256_castsi128_si256((__m128i)low), (__m128i)high, 1);
@@ -30,6 +47,11 @@ INLINE Group join(Bytes low, Bytes high) {
     return group;
 #endif
 }
+INLINE Codes nibbles(const uint8_t *data) {
+    const Bytes q = *(const UnalignedBytes *)data;
+    return join(q & 15, q >> 4);
+}
+#endif
 
 /* 32 integers of 16 bits. */
 #if defined(__AVX512BW__)
@@ -139,42 +161,71 @@ INLINE Vector dot_integers(Integers w, const int16_t *x) {
 }
 #endif
 
-/* Sums of products of a group of signed or unsigned integers and x. With VNNI, unsigned integers are multiplied by the
-   high and by the low bytes of x, in eight parts. */
-INLINE Vector dot_signed(Integers w, const int16_t *x, const int8_t *bytes) {
-    (void)bytes;
-    return dot_integers(w, x);
+/* 32 codes in fp32. */
+typedef struct {
+    Vector part[32 / LANES];
+} Floats;
+
+/* Sums of products of the codes of a group, of one of three kinds, and group i of x, in LANES parts; `scale_of_x_<kind>` is
+   a factor of the result. With VNNI, parts 0–7 are products of unsigned integers and the high bytes of x, the others those
+   with the low bytes. `sum_<kind>` adds the parts. `to_floats_<kind>` converts codes. */
+INLINE Vector dot_signed(Integers w, const Rows *x, int64_t i) { return dot_integers(w, x->integers + 32 * i); }
+INLINE float scale_of_x_signed(const Rows *x, int64_t i) { return x->scales[i]; }
+INLINE float sum_signed(Vector x) { return sum_lanes(x); }
+INLINE void to_floats_signed(Integers w, float *values) {
+    int16_t integers[32];
+    memcpy(integers, &w, sizeof integers);
+    for (int i = 0; i < 32; i++) values[i] = integers[i];
 }
-typedef Vector SignedSum;
-INLINE float sum_signed(SignedSum x) { return sum_lanes(x); }
-#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
-typedef float UnsignedSum __attribute__((vector_size(32)));
-INLINE UnsignedSum dot_unsigned(Group w, const int16_t *x, const int8_t *bytes) {
-    (void)x;
-    const __m256i high = _mm256_loadu_si256((const __m256i *)bytes), low = _mm256_loadu_si256((const __m256i *)bytes + 1);
-    const __m256i sums = _mm256_slli_epi32(_mm256_dpbusd_epi32(_mm256_setzero_si256(), (__m256i)w, high), 8);
-    return (UnsignedSum)_mm256_cvtepi32_ps(_mm256_dpbusd_epi32(sums, (__m256i)w, low));
+
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+INLINE Vector dot_unsigned(Codes w, const Rows *x, int64_t i) {
+    const __m512i bytes = _mm512_loadu_si512(x->bytes + 64 * i);
+    return (Vector)_mm512_cvtepi32_ps(_mm512_dpbusd_epi32(_mm512_setzero_si512(), (__m512i)w, bytes));
 }
-INLINE float sum_unsigned(UnsignedSum x) {
-    float sum = 0;
-    for (int i = 0; i < 4; i++) sum += x[i] + x[i + 4];
-    return sum;
+INLINE float sum_unsigned(Vector x) {
+    const Vector factors = {256, 256, 256, 256, 256, 256, 256, 256, 1, 1, 1, 1, 1, 1, 1, 1};
+    return sum_lanes(x * factors);
 }
 #else
-typedef Vector UnsignedSum;
-INLINE UnsignedSum dot_unsigned(Group w, const int16_t *x, const int8_t *bytes) {
-    (void)bytes;
-    return dot_integers(widen(w, 0), x);
-}
-INLINE float sum_unsigned(UnsignedSum x) { return sum_lanes(x); }
+INLINE Vector dot_unsigned(Codes w, const Rows *x, int64_t i) { return dot_signed(widen(w, 0), x, i); }
+INLINE float sum_unsigned(Vector x) { return sum_lanes(x); }
 #endif
-INLINE Integers as_integers_signed(Integers w) { return w; }
-INLINE Integers as_integers_unsigned(Group w) { return widen(w, 0); }
+#define scale_of_x_unsigned scale_of_x_signed
+INLINE void to_floats_unsigned(Codes w, float *values) { to_floats_signed(widen(first_copy(w), 0), values); }
 
+INLINE Vector dot_float(Floats w, const Rows *x, int64_t i) {
+    Vector sum = {0};
+    UNROLL for (int j = 0; j < 32 / LANES; j++) sum += w.part[j] * load(x->values + 32 * i + LANES * j);
+    return sum;
+}
+INLINE float scale_of_x_float(const Rows *x, int64_t i) {
+    (void)x, (void)i;
+    return 1;
+}
+INLINE float sum_float(Vector x) { return sum_lanes(x); }
+INLINE void to_floats_float(Floats w, float *values) { memcpy(values, &w, sizeof w); }
+
+typedef float Eight __attribute__((vector_size(32)));
+typedef float UnalignedEight __attribute__((vector_size(32), aligned(4)));
 typedef struct {
-    float scale[8], offset[8]; /* per group */
+    Eight scale, offset; /* per group */
     uint32_t high_bits;
 } Scales;
+
+INLINE Eight load_eight(const float *x) { return *(const UnalignedEight *)x; }
+INLINE float sum_eight(Eight x) {
+    return ((x[0] + x[4]) + (x[2] + x[6])) + ((x[1] + x[5]) + (x[3] + x[7]));
+}
+INLINE Eight to_eight(uint64_t bytes) {
+#if defined(__AVX2__)
+    return (Eight)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_cvtsi64_si128((int64_t)bytes)));
+#else
+    Eight values;
+    for (int i = 0; i < 8; i++) values[i] = (float)(bytes >> 8 * i & 255);
+    return values;
+#endif
+}
 
 /* All numbers of 16 bits as fp32: a load takes less time than a conversion. */
 static float half_values[1 << 16];
@@ -195,17 +246,10 @@ INLINE float half_to_float(const uint8_t *data) {
     return half_values[half];
 }
 
-/* Integers 0–15 of a group are in the low four bits of 16 bytes, integers 16–31 in the high ones. */
-INLINE Group nibbles(const uint8_t *data) {
-    const Bytes q = load_bytes(data);
-    return join(q & 15, q >> 4);
-}
-
 INLINE void read_scales_q8_0(const uint8_t *block, Scales *s) {
     s->scale[0] = half_to_float(block);
-    s->offset[0] = 0;
 }
-INLINE Integers integers_q8_0(const uint8_t *block, const Scales *s, int group) {
+INLINE Integers codes_q8_0(const uint8_t *block, const Scales *s, int group) {
     (void)s, (void)group;
     return widen(load_group(block + 2), 1);
 }
@@ -214,7 +258,7 @@ INLINE void read_scales_q4_0(const uint8_t *block, Scales *s) {
     s->scale[0] = half_to_float(block);
     s->offset[0] = -8 * s->scale[0];
 }
-INLINE Group integers_q4_0(const uint8_t *block, const Scales *s, int group) {
+INLINE Codes codes_q4_0(const uint8_t *block, const Scales *s, int group) {
     (void)s, (void)group;
     return nibbles(block + 2);
 }
@@ -223,15 +267,15 @@ INLINE void read_scales_q4_1(const uint8_t *block, Scales *s) {
     s->scale[0] = half_to_float(block);
     s->offset[0] = half_to_float(block + 2);
 }
-INLINE Group integers_q4_1(const uint8_t *block, const Scales *s, int group) {
+INLINE Codes codes_q4_1(const uint8_t *block, const Scales *s, int group) {
     (void)s, (void)group;
     return nibbles(block + 4);
 }
 
 /* The fifth bits of 32 integers are in four bytes, in their order. */
-INLINE Group fifth_bits(uint32_t bits) {
-#if defined(__AVX512BW__) && defined(__AVX512VL__)
-    return (Group)_mm256_maskz_mov_epi8((__mmask32)bits, _mm256_set1_epi8(16));
+INLINE Codes fifth_bits(uint32_t bits) {
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+    return (Codes)_mm512_maskz_mov_epi8(bits | (uint64_t)bits << 32, _mm512_set1_epi8(16));
 #else
     const Bytes bit = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
     const uint64_t repeat = 0x0101010101010101;
@@ -246,7 +290,7 @@ INLINE void read_scales_q5_0(const uint8_t *block, Scales *s) {
     s->offset[0] = -16 * s->scale[0];
     memcpy(&s->high_bits, block + 2, 4);
 }
-INLINE Group integers_q5_0(const uint8_t *block, const Scales *s, int group) {
+INLINE Codes codes_q5_0(const uint8_t *block, const Scales *s, int group) {
     (void)group;
     return nibbles(block + 6) | fifth_bits(s->high_bits);
 }
@@ -256,7 +300,7 @@ INLINE void read_scales_q5_1(const uint8_t *block, Scales *s) {
     s->offset[0] = half_to_float(block + 2);
     memcpy(&s->high_bits, block + 4, 4);
 }
-INLINE Group integers_q5_1(const uint8_t *block, const Scales *s, int group) {
+INLINE Codes codes_q5_1(const uint8_t *block, const Scales *s, int group) {
     (void)group;
     return nibbles(block + 8) | fifth_bits(s->high_bits);
 }
@@ -264,40 +308,37 @@ INLINE Group integers_q5_1(const uint8_t *block, const Scales *s, int group) {
 /* Scales and minima of 8 groups have 6 bits: those of groups 0–3 in bytes 0–3 and 4–7, those of groups 4–7 in the halves
    of bytes 8–11 and the high two bits of bytes 0–7. */
 INLINE void read_scales_q4_k(const uint8_t *block, Scales *s) {
-    const float scale = half_to_float(block), min_scale = half_to_float(block + 2);
-    uint32_t words[3]; /* four numbers at a time */
-    memcpy(words, block + 4, 12);
-    const uint32_t integers[4] = {
-        words[0] & 0x3f3f3f3f, (words[2] & 0x0f0f0f0f) | (words[0] >> 6 & 0x03030303) << 4,
-        words[1] & 0x3f3f3f3f, (words[2] >> 4 & 0x0f0f0f0f) | (words[1] >> 6 & 0x03030303) << 4};
-    uint8_t bytes[16];
-    memcpy(bytes, integers, 16);
-    for (int i = 0; i < 8; i++) s->scale[i] = scale * bytes[i];
-    for (int i = 0; i < 8; i++) s->offset[i] = -min_scale * bytes[i + 8];
+    uint64_t low, last = 0;
+    memcpy(&low, block + 4, 8);
+    memcpy(&last, block + 12, 4);
+    const uint64_t high = ((last | last << 28) & 0x0f0f0f0f0f0f0f0f) | (low >> 2 & 0x3030303030303030);
+    low &= 0x3f3f3f3f3f3f3f3f; /* scales 0–3 and minima 0–3; `high` has scales 4–7 and minima 4–7 */
+    const uint64_t scales = (uint32_t)low | high << 32, minima = low >> 32 | (high >> 32) << 32;
+    s->scale = half_to_float(block) * to_eight(scales);
+    s->offset = -half_to_float(block + 2) * to_eight(minima);
 }
 /* Two groups share 32 bytes: the first has their low four bits, the second the high ones. */
-INLINE Group group_nibbles(const uint8_t *data, int group) {
-    const Group q = load_group(data + group / 2 * 32);
+INLINE Codes group_nibbles(const uint8_t *data, int group) {
+    const Codes q = load_codes(data + group / 2 * 32);
     return group % 2 ? q >> 4 : q & 15;
 }
-INLINE Group integers_q4_k(const uint8_t *block, const Scales *s, int group) {
+INLINE Codes codes_q4_k(const uint8_t *block, const Scales *s, int group) {
     (void)s;
     return group_nibbles(block + 16, group);
 }
 
 #define read_scales_q5_k read_scales_q4_k
-INLINE Group integers_q5_k(const uint8_t *block, const Scales *s, int group) {
+INLINE Codes codes_q5_k(const uint8_t *block, const Scales *s, int group) {
     (void)s;
-    return group_nibbles(block + 48, group) | (load_group(block + 16) >> group & 1) << 4;
+    return group_nibbles(block + 48, group) | (load_codes(block + 16) >> group & 1) << 4;
 }
 
 INLINE void read_scales_q6_k(const uint8_t *block, Scales *s) {
-    const float scale = half_to_float(block + 208);
-    for (int i = 0; i < 8; i++) s->scale[i] = scale, s->offset[i] = 0;
+    s->scale = (Eight){0} + half_to_float(block + 208);
 }
 /* Per 128 weights: four bits each in 64 bytes, and the two high bits in 32 bytes. Each 16 weights have a scale of 8 bits,
    which is a factor of the integers here. */
-INLINE Integers integers_q6_k(const uint8_t *block, const Scales *s, int group) {
+INLINE Integers codes_q6_k(const uint8_t *block, const Scales *s, int group) {
     (void)s;
     const int quarter = group % 4;
     const Group q = load_group(block + group / 4 * 64 + quarter % 2 * 32);
@@ -306,36 +347,155 @@ INLINE Integers integers_q6_k(const uint8_t *block, const Scales *s, int group) 
     return scale_halves(widen(((quarter < 2 ? q & 15 : q >> 4) | high << 4) - 32, 1), factors[0], factors[1]);
 }
 
-/* `product_<format>`: rows of y for up to 4 rows of x, where `count` is a constant. `dequantize_<format>`: conversion of
-   consecutive blocks. */
-#define DEFINE_FORMAT(FORMAT, BLOCK, BYTES, KIND, Sum)                                                                 \
+/* The number of each 4-bit code in a table. */
+INLINE Group look_up(Group codes, const int8_t *table) {
+#if defined(__AVX2__)
+    const __m256i values = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)table));
+    return (Group)_mm256_shuffle_epi8(values, (__m256i)codes);
+#else
+    Group values;
+    for (int i = 0; i < 32; i++) values[i] = (uint8_t)table[codes[i]];
+    return values;
+#endif
+}
+
+/* FP4 E2M1: twice the numbers are integers. The scale is 2^(byte − 127), half of which is used here. */
+INLINE void read_scales_mxfp4(const uint8_t *block, Scales *s) {
+    const uint32_t bits = block[0] ? (uint32_t)block[0] << 23 : 1 << 22; /* 2⁻¹²⁷ has no exponent bits */
+    float scale;
+    memcpy(&scale, &bits, 4);
+    s->scale[0] = scale * 0.5f;
+}
+INLINE Integers codes_mxfp4(const uint8_t *block, const Scales *s, int group) {
+    static const int8_t doubled[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+    (void)s, (void)group;
+    return widen(look_up(first_copy(nibbles(block + 1)), doubled), 1);
+}
+
+INLINE void read_scales_int4_g128(const uint8_t *block, Scales *s) {
+    for (int i = 0; i < 4; i++) s->scale[i] = half_to_float(block), s->offset[i] = half_to_float(block + 2);
+}
+INLINE Codes codes_int4_g128(const uint8_t *block, const Scales *s, int group) {
+    (void)s;
+    return group_nibbles(block + 4, group);
+}
+
+/* LANES bytes as integers of 32 bits. */
+INLINE Ints widen_bytes(const uint8_t *data) {
+#if defined(__AVX512F__)
+    return (Ints)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)data));
+#elif defined(__AVX2__)
+    return (Ints)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)data));
+#else
+    Ints values;
+    for (int i = 0; i < LANES; i++) values[i] = data[i];
+    return values;
+#endif
+}
+
+/* The number of each 4-bit code in a table in fp32. */
+INLINE Vector look_up_floats(Ints codes, const float *table) {
+#if defined(__AVX512F__)
+    return (Vector)_mm512_permutexvar_ps((__m512i)codes, _mm512_loadu_ps(table));
+#elif defined(__AVX2__)
+    const __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), (__m256i)codes); /* reads three bits of a code */
+    const __m256 high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table + 8), (__m256i)codes);
+    return (Vector)_mm256_blendv_ps(low, high, (__m256)(codes << 28)); /* by the sign bit, here the fourth bit */
+#else
+    Vector values;
+    for (int i = 0; i < LANES; i++) values[i] = table[codes[i]];
+    return values;
+#endif
+}
+
+INLINE void read_scales_nf4(const uint8_t *block, Scales *s) {
+    for (int i = 0; i < 2; i++) s->scale[i] = half_to_float(block);
+}
+INLINE Floats codes_nf4(const uint8_t *block, const Scales *s, int group) {
+    static const float table[16] = {
+        -1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f, -0.28444138169288635f,
+        -0.18477343022823334f, -0.09105003625154495f, 0.0f, 0.07958029955625534f, 0.16093020141124725f,
+        0.24611230194568634f, 0.33791524171829224f, 0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, 1.0f};
+    Floats values;
+    (void)s;
+    UNROLL for (int i = 0; i < 32 / LANES; i++) {
+        const Ints codes = widen_bytes(block + 2 + LANES * i);
+        values.part[i] = look_up_floats(group ? codes >> 4 : codes & 15, table);
+    }
+    return values;
+}
+
+INLINE void read_scales_fp8_g128(const uint8_t *block, Scales *s) {
+    float scale;
+    memcpy(&scale, block, 4);
+    for (int i = 0; i < 4; i++) s->scale[i] = scale;
+}
+INLINE Floats codes_fp8_g128(const uint8_t *block, const Scales *s, int group) {
+    const uint8_t *data = block + 4 + 32 * group;
+    Floats values;
+    (void)s;
+    UNROLL for (int i = 0; i < 32 / LANES; i++) {
+        /* Exponent and mantissa at their place in fp32, with the difference of the exponents' biases, 120. An exponent
+           of 0 means m · 2⁻⁹ for the mantissa m, here (1 + m / 8) · 2⁻⁶ − 2⁻⁶. */
+        const Ints code = widen_bytes(data + LANES * i), magnitude = code & 0x7f;
+        const Ints is_small = magnitude < 8, is_nan = magnitude == 0x7f;
+        const Ints bits = (magnitude << 20) + (120 << 23) + (is_small & 1 << 23);
+        const Vector number = (Vector)bits - (Vector)(is_small & 121 << 23);
+        values.part[i] = (Vector)((Ints)number | code >> 7 << 31 | (is_nan & 0x7fc00000));
+    }
+    return values;
+}
+
+/* Only unsigned integers have offsets. */
+enum { HAS_OFFSETS_signed = 0, HAS_OFFSETS_unsigned = 1, HAS_OFFSETS_float = 0 };
+/* Instructions read single numbers of a vector in memory without the shuffles that those in a register need. */
+#define IN_MEMORY(vector) __asm__("" : "+m"(vector))
+
+/* `product_<format>`: rows of y for up to 4 rows of x, where `count` is a constant. Blocks of 256 weights multiply and add
+   scales and offsets of eight groups at a time. `dequantize_<format>`: conversion of consecutive blocks. */
+#define DEFINE_FORMAT(FORMAT, BLOCK, BYTES, KIND)                                                                      \
     INLINE void product_##FORMAT(const Linear *w, int64_t first, int64_t last, const Rows *x, int64_t first_x,         \
                                  const int count, float *y) {                                                          \
-        const int64_t columns = w->columns, num_blocks = columns / BLOCK, num_groups = columns / 32;                   \
-        const int16_t *integers = x->integers + first_x * columns; const int8_t *bytes = x->bytes + first_x * columns * 2;\
-        const float *scales_x = x->scales + first_x * num_groups, *sums_x = x->sums + first_x * num_groups;            \
+        const int64_t num_blocks = w->columns / BLOCK, num_groups = w->columns / 32;                                   \
         const uint8_t *block = w->data + first * num_blocks * BYTES;                                                   \
         y += first_x * w->rows;                                                                                        \
         for (int64_t row = first; row < last; row++) {                                                                 \
-            Sum sums[4];                                                                                               \
-            float offsets[4] = {0};                                                                                    \
-            UNROLL for (int m = 0; m < count; m++) sums[m] = (Sum){0};                                                 \
-            for (int64_t b = 0; b < num_blocks; b++, block += BYTES) {                                                 \
+            Vector sums[4][2];                                                                                         \
+            float offsets[4];                                                                                          \
+            Eight offsets_of_8[4];                                                                                     \
+            UNROLL for (int m = 0; m < count; m++) {                                                                   \
+                sums[m][0] = sums[m][1] = (Vector){0};                                                                 \
+                offsets[m] = 0;                                                                                        \
+                offsets_of_8[m] = (Eight){0};                                                                          \
+            }                                                                                                          \
+            _Pragma("GCC unroll 2") for (int64_t b = 0; b < num_blocks; b++, block += BYTES) {                         \
                 UNROLL for (int i = 0; i < BYTES; i += 64) __builtin_prefetch(block + PREFETCH_BYTES + i);             \
                 Scales s;                                                                                              \
                 read_scales_##FORMAT(block, &s);                                                                       \
+                Eight factors[4];                                                                                      \
+                UNROLL for (int m = 0; BLOCK == 256 && m < count; m++) {                                               \
+                    const int64_t i = (first_x + m) * num_groups + b * 8;                                              \
+                    factors[m] = s.scale * load_eight(x->scales + i);                                                  \
+                    if (HAS_OFFSETS_##KIND) offsets_of_8[m] += s.offset * load_eight(x->sums + i);                     \
+                    IN_MEMORY(factors[m]);                                                                             \
+                }                                                                                                      \
                 UNROLL for (int g = 0; g < BLOCK / 32; g++) {                                                          \
-                    const __auto_type weights = integers_##FORMAT(block, &s, g);                                          \
-                    const int64_t group = b * (BLOCK / 32) + g;                                                        \
+                    const __auto_type codes = codes_##FORMAT(block, &s, g);                                            \
                     UNROLL for (int m = 0; m < count; m++) {                                                           \
-                        const int64_t i = m * num_groups + group;                                                      \
-                        sums[m] += dot_##KIND(weights, integers + i * 32, bytes + i * 64) * scales_x[i] * s.scale[g];  \
-                        offsets[m] += s.offset[g] * sums_x[i];                                                         \
+                        const int64_t i = (first_x + m) * num_groups + b * (BLOCK / 32) + g;                           \
+                        if (BLOCK == 256) {                                                                            \
+                            sums[m][g % 2] += dot_##KIND(codes, x, i) * ((const float *)(factors + m))[g];             \
+                        } else {                                                                                       \
+                            sums[m][g % 2] += dot_##KIND(codes, x, i) * scale_of_x_##KIND(x, i) * s.scale[g];          \
+                            if (HAS_OFFSETS_##KIND) offsets[m] += s.offset[g] * x->sums[i];                            \
+                        }                                                                                              \
                     }                                                                                                  \
                 }                                                                                                      \
             }                                                                                                          \
-            UNROLL for (int m = 0; m < count; m++)                                                                     \
-                y[m * w->rows + row] = sum_##KIND(sums[m]) + offsets[m] + (w->bias ? w->bias[row] : 0);                \
+            UNROLL for (int m = 0; m < count; m++) {                                                                   \
+                const float offset = offsets[m] + (BLOCK == 256 ? sum_eight(offsets_of_8[m]) : 0);                     \
+                y[m * w->rows + row] = sum_##KIND(sums[m][0] + sums[m][1]) + offset + (w->bias ? w->bias[row] : 0);    \
+            }                                                                                                          \
         }                                                                                                              \
     }                                                                                                                  \
     static void product_1_##FORMAT(const Linear *w, int64_t a, int64_t b, const Rows *x, int64_t first_x, float *y) {  \
@@ -349,22 +509,24 @@ INLINE Integers integers_q6_k(const uint8_t *block, const Scales *s, int group) 
             Scales s;                                                                                                  \
             read_scales_##FORMAT(data, &s);                                                                            \
             for (int g = 0; g < BLOCK / 32; g++, w += 32) {                                                            \
-                const Integers weights = as_integers_##KIND(integers_##FORMAT(data, &s, g));                           \
-                int16_t integers[32];                                                                                  \
-                memcpy(integers, &weights, sizeof integers);                                                           \
-                for (int i = 0; i < 32; i++) w[i] = integers[i] * s.scale[g] + s.offset[g];                            \
+                to_floats_##KIND(codes_##FORMAT(data, &s, g), w);                                                      \
+                for (int i = 0; i < 32; i++) w[i] = w[i] * s.scale[g] + (HAS_OFFSETS_##KIND ? s.offset[g] : 0);                                  \
             }                                                                                                          \
         }                                                                                                              \
     }
 
-DEFINE_FORMAT(q4_0, 32, 18, unsigned, UnsignedSum)
-DEFINE_FORMAT(q4_1, 32, 20, unsigned, UnsignedSum)
-DEFINE_FORMAT(q5_0, 32, 22, unsigned, UnsignedSum)
-DEFINE_FORMAT(q5_1, 32, 24, unsigned, UnsignedSum)
-DEFINE_FORMAT(q8_0, 32, 34, signed, SignedSum)
-DEFINE_FORMAT(q4_k, 256, 144, unsigned, UnsignedSum)
-DEFINE_FORMAT(q5_k, 256, 176, unsigned, UnsignedSum)
-DEFINE_FORMAT(q6_k, 256, 210, signed, SignedSum)
+DEFINE_FORMAT(q4_0, 32, 18, unsigned)
+DEFINE_FORMAT(q4_1, 32, 20, unsigned)
+DEFINE_FORMAT(q5_0, 32, 22, unsigned)
+DEFINE_FORMAT(q5_1, 32, 24, unsigned)
+DEFINE_FORMAT(q8_0, 32, 34, signed)
+DEFINE_FORMAT(q4_k, 256, 144, unsigned)
+DEFINE_FORMAT(q5_k, 256, 176, unsigned)
+DEFINE_FORMAT(q6_k, 256, 210, signed)
+DEFINE_FORMAT(mxfp4, 32, 17, signed)
+DEFINE_FORMAT(int4_g128, 128, 68, unsigned)
+DEFINE_FORMAT(nf4, 64, 34, float)
+DEFINE_FORMAT(fp8_g128, 128, 132, float)
 
 typedef void Product(const Linear *, int64_t, int64_t, const Rows *, int64_t, float *);
 static const struct {
@@ -375,6 +537,7 @@ static const struct {
 #define FORMAT(NAME, BLOCK, BYTES) {BLOCK, BYTES, product_1_##NAME, product_4_##NAME, dequantize_##NAME}
     FORMAT(q4_0, 32, 18), FORMAT(q4_1, 32, 20),   FORMAT(q5_0, 32, 22),   FORMAT(q5_1, 32, 24),
     FORMAT(q8_0, 32, 34), FORMAT(q4_k, 256, 144), FORMAT(q5_k, 256, 176), FORMAT(q6_k, 256, 210),
+    FORMAT(mxfp4, 32, 17), FORMAT(int4_g128, 128, 68), FORMAT(nf4, 64, 34), FORMAT(fp8_g128, 128, 132),
 };
 enum {
     FP32 = sizeof FORMATS / sizeof FORMATS[0], /* Linear.format of plain matrices */
@@ -384,32 +547,49 @@ enum {
 
 int is_packed(const Linear *w) { return w->format != FP32; }
 
+typedef int16_t Shorts __attribute__((vector_size(2 * LANES)));
+typedef int8_t Chars __attribute__((vector_size(LANES)));
+
+/* 32 numbers as integers · scale. */
+INLINE void quantize_group(const float *values, int16_t *integers, int8_t *high_bytes, int8_t *low_bytes, float *scale,
+                           float *sum) {
+    Ints largest = {0}, sums = {0};
+    for (int i = 0; i < 32; i += LANES) { /* without their signs, floats are ordered as integers, and NaN is the largest */
+        const Ints bits = (Ints)load(values + i) & 0x7fffffff, is_larger = bits > largest;
+        largest = (bits & is_larger) | (largest & ~is_larger);
+    }
+    int32_t lanes[LANES], max_bits = 0, total = 0;
+    memcpy(lanes, &largest, sizeof lanes);
+    for (int i = 0; i < LANES; i++) max_bits = lanes[i] > max_bits ? lanes[i] : max_bits;
+    float max;
+    memcpy(&max, &max_bits, 4);
+    const float inverse = max > 0 ? MAX_INTEGER / max : 0;
+    for (int i = 0; i < 32; i += LANES) {
+        const Ints rounded = (Ints)(load(values + i) * inverse + 12582912.0f) - 0x4b400000; /* 1.5 · 2²³: see exp_vector */
+        const Ints low = rounded << 24 >> 24, high = (rounded - low) >> 8;
+        *(Shorts *)(integers + i) = __builtin_convertvector(rounded, Shorts);
+        *(Chars *)(high_bytes + i) = __builtin_convertvector(high, Chars);
+        *(Chars *)(low_bytes + i) = __builtin_convertvector(low, Chars);
+        sums += rounded;
+    }
+    memcpy(lanes, &sums, sizeof lanes);
+    for (int i = 0; i < LANES; i++) total += lanes[i];
+    *scale = max * (1.0f / MAX_INTEGER);
+    *sum = *scale * (float)total;
+}
+
 Rows make_rows(const float *x, int64_t count, int64_t columns, int quantize) {
     Rows rows = {x, count, columns, NULL, NULL, NULL, NULL};
     if (!quantize || count > MAX_INTEGER_ROWS) return rows;
     const size_t num_groups = (size_t)(count * columns / 32);
-    rows.integers = malloc(num_groups * (32 * sizeof(int16_t) + 64 + 2 * sizeof(float)));
+    const size_t size = num_groups * (32 * sizeof(int16_t) + 64 + 2 * sizeof(float));
+    rows.integers = aligned_alloc(64, (size + 63) / 64 * 64); /* loads of 64 bytes from one cache line take less time */
     rows.bytes = (int8_t *)(rows.integers + num_groups * 32);
     rows.scales = (float *)(rows.bytes + num_groups * 64);
     rows.sums = rows.scales + num_groups;
-    for (size_t group = 0; group < num_groups; group++) {
-        const float *values = x + group * 32;
-        int16_t *integers = rows.integers + group * 32;
-        float max = 0, sum = 0;
-        for (int i = 0; i < 32; i++) {
-            max = !(fabsf(values[i]) <= max) ? fabsf(values[i]) : max; /* also NaN */
-            sum += values[i];
-        }
-        const float inverse = max > 0 ? MAX_INTEGER / max : 0;
-        for (int i = 0; i < 32; i++) {
-            integers[i] = (int16_t)lrintf(values[i] * inverse);
-            const int8_t low = (int8_t)integers[i];
-            rows.bytes[group * 64 + 32 + i] = low;
-            rows.bytes[group * 64 + i] = (int8_t)((integers[i] - low) / 256);
-        }
-        rows.scales[group] = max / MAX_INTEGER;
-        rows.sums[group] = sum;
-    }
+    for (size_t i = 0; i < num_groups; i++)
+        quantize_group(x + i * 32, rows.integers + i * 32, rows.bytes + i * 64, rows.bytes + i * 64 + 32, rows.scales + i,
+                       rows.sums + i);
     return rows;
 }
 

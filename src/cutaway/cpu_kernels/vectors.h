@@ -52,7 +52,7 @@ typedef struct {
     int16_t *integers; /* (count, columns), or NULL */
     int8_t *bytes;     /* (count, columns / 32, 2, 32): integers = 256 · the first 32 + the others */
     float *scales;     /* (count, columns / 32) */
-    float *sums;       /* of the 32 numbers */
+    float *sums;       /* scale · sum of the 32 integers */
 } Rows;
 
 /* `quantize` says whether a packed matrix is among those that are multiplied by x. */

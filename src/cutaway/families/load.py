@@ -70,8 +70,9 @@ def load(
     them to the GPU; `load_report` says how many bytes and how fast. Without a GPU, all weights are in CPU memory.
     `tensor_parallel_size`: number of processes, started by torchrun, over which the model is split for inference. Each
     process reads its own part of the weights, and all of them call the model or `ct.generate` with the same arguments.
-    `dequantize=False` keeps the matrices of a quantized GGUF file packed, if the device is the CPU: the model takes as
-    much memory as the file, and generates faster. Packed weights cannot be changed, so that this is for inference.
+    `dequantize=False` keeps the matrices of a quantized checkpoint packed, on the CPU or an NVIDIA GPU: the model takes
+    about as much memory as the file. Matrices that no block format represents are dequantized, and `load_report` counts
+    them. Packed weights cannot be changed, so that this is for inference.
     `progress(done, total)` is called after each loaded tensor.
     """
     options = LoadOptions(
@@ -109,9 +110,13 @@ def load(
     if dense_path is not None:
         add_projection(stored, dense_path)
     reader: TensorReader = stored
+    quantized = None
     if hf_config.get("quantization_config") is not None:
-        reader = open_quantized(reader, hf_config.pop("quantization_config"))
+        dtype = hf_config.get("dtype") or hf_config.get("torch_dtype")
+        quantization_config = hf_config.pop("quantization_config")
+        reader = quantized = open_quantized(stored, quantization_config, dtype, packed=options.keeps_packed)
     model, config, report = load_model(family, hf_config, reader, str(source), options, head)
+    report.quantization = [] if quantized is None else quantized.describe()
     return Checkpoint(
         model,
         config,

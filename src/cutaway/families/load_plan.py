@@ -125,6 +125,7 @@ def build_load_plan(
     plan.missing_keys = [*missing, *sorted(used - file_keys.keys() - missing.keys())]
     for name in sorted(file_keys.keys() - used):
         reason = family.reason_ignored(name, max(stack.layers for stack in config.stacks.values()))
+        reason = reason or tensor_infos[file_keys[name]].reason_ignored or None
         if reason is None and isinstance(config.head, EmbeddingHead) and name.rpartition(".")[0] in lm_head_keys:
             reason = "LM head, which an embedding model does not have"
         if reason is None:

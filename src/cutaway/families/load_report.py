@@ -24,6 +24,8 @@ class LoadReport:
     """Checkpoint tensors that are copies of another tensor. Loading has checked that they are equal."""
     finite_check: str = ""
     """Tensors checked for NaN and infinity: 'all tensors', or in large models 'small tensors'."""
+    quantization: list[str] = field(default_factory=list)
+    """Lines on the quantization of a checkpoint: method, packed and dequantized matrices, and what is not applied."""
     device: str = ""
     """Device that computes, if blocks are offloaded to CPU memory."""
     offloaded_modules: list[str] = field(default_factory=list)
@@ -70,6 +72,7 @@ class LoadReport:
             f"tensors: {len(used)} used, {len(self.duplicate_weights)} duplicate, {len(self.ignored_weights)} ignored,"
             f" {len(self.missing_keys)} missing, {len(self.unexpected_keys)} unexpected (stored: {stored})",
         ]
+        lines += self.quantization
         lines += [f"checked for NaN and infinity: {self.finite_check}"] if self.finite_check else []
         lines += [f"tied: {' = '.join(names)}" for names in self.tied_weights]
         lines += [self.offload_summary] if self.offload_summary else []

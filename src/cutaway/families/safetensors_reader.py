@@ -21,8 +21,8 @@ from cutaway.errors import WeightError
 
 _SAFETENSORS_DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32,
-    "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 MAX_TENSORS_PER_FILE = 1 << 17
@@ -41,7 +41,9 @@ class TensorInfo:
     quantization: str = ""
     """Quantization type, or '' if the tensor is not quantized."""
     is_packed: bool = False
-    """Whether the tensor is read as a `QuantizedTensor`, not dequantized."""
+    """Whether the tensor can be read as a `QuantizedTensor`."""
+    reason_ignored: str = ""
+    """Why a model may leave the tensor unused; '' if that is an error."""
 
     @property
     def storage_type(self) -> str:
@@ -59,8 +61,8 @@ class TensorReader(Protocol):
     def tensor_infos(self) -> Mapping[str, TensorInfo]:
         """Tensor name → shape, dtype and quantization."""
 
-    def read_tensor(self, name: str) -> Tensor:
-        """Read one tensor; quantized tensors are dequantized."""
+    def read_tensor(self, name: str, *, packed: bool = False) -> Tensor:
+        """Read one tensor. A quantized tensor is dequantized, unless `packed` is set and its info has `is_packed`."""
 
     def release_tensor(self, name: str, start: int = 0, stop: int | None = None) -> None:
         """Free the memory of a tensor that has been copied: its bytes from `start` to `stop`, by default all."""
@@ -84,7 +86,7 @@ class SafetensorsReader:
                     raise WeightError(f"tensor '{name}' is in '{path.name}' and in another file; remove one of them")
                 self.tensor_infos[name], self.locations[name] = info, (mapping, start + offset)
 
-    def read_tensor(self, name: str) -> Tensor:
+    def read_tensor(self, name: str, *, packed: bool = False) -> Tensor:
         mapping, start = self.locations[name]
         info = self.tensor_infos[name]
         if info.numel == 0:

@@ -7,11 +7,13 @@ from functools import partial
 from importlib import import_module
 from io import StringIO
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from cutaway.bounded_files import read_json_object
 from cutaway.config import (
     Decoder,
     Encoder,
@@ -20,11 +22,11 @@ from cutaway.config import (
     MultipleChoiceHead,
     SequenceClassificationHead,
 )
-from cutaway.errors import InputError, format_error
+from cutaway.errors import ConfigError, InputError, format_error
 from cutaway.families.checkpoint import Checkpoint
 from cutaway.families.load import load, resolve_checkpoint_path
 from cutaway.families.registry import families
-from cutaway.families.save import export_weights, has_class_with_head
+from cutaway.families.save import export_weights, has_class_with_head, save
 from cutaway.model import Transformer
 
 BATCH_SIZE, SEQ_LEN, MAX_NEW_TOKENS = 3, 24, 12
@@ -80,9 +82,15 @@ class VerificationResult:
 
 
 def verify(source: str | Path) -> VerificationResult:
-    """Compare a checkpoint loaded by cutaway with the same checkpoint loaded by transformers, in fp32."""
+    """Compare a checkpoint loaded by cutaway with the same checkpoint loaded by transformers, in fp32.
+
+    transformers opens a dequantized copy of a checkpoint that is quantized, except in mxfp4 or fp8."""
     checkpoint = load(source, dtype=torch.float32)
-    peer = _load_transformers_model(checkpoint, resolve_checkpoint_path(source))
+    with TemporaryDirectory(ignore_cleanup_errors=True) as directory:
+        path = resolve_checkpoint_path(source)
+        if _is_compared_dequantized(path):
+            path = save(checkpoint, Path(directory) / "dequantized")
+        peer = _load_transformers_model(checkpoint, path)
     model = checkpoint.model
     inputs = _random_inputs(checkpoint)
     for parameter in model.parameters():
@@ -110,6 +118,15 @@ def verify(source: str | Path) -> VerificationResult:
         num_gradients_compared=compared,
         greedy_tokens=_compare_greedy_tokens(checkpoint, peer, inputs),
     )
+
+
+def _is_compared_dequantized(path: Path) -> bool:
+    """Whether transformers opens a dequantized copy of a checkpoint: its own products with quantized weights need other
+    packages, and are not those of fp32. It dequantizes mxfp4 and fp8 checkpoints itself."""
+    if not (path / "config.json").is_file():
+        return False
+    config = read_json_object(path / "config.json", ConfigError).get("quantization_config")
+    return isinstance(config, dict) and config.get("quant_method") not in ("mxfp4", "fp8")
 
 
 def _load_transformers_model(checkpoint: Checkpoint, path: Path) -> Peer:

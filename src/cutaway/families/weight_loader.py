@@ -21,7 +21,7 @@ from cutaway.model import Transformer, build
 from cutaway.model.layers import ConstantBuffers
 from cutaway.model.parallel.offload import MaxMemory, Placement, offload_blocks, plan_placement
 from cutaway.model.parallel.process_group import get_tensor_parallel, rank_device
-from cutaway.quantization.quantized_tensor import QuantizedTensor, convert_rows, dequantize_rows
+from cutaway.quantization.quantized_tensor import QuantizedTensor, convert_rows, dequantize_rows, has_packed_products
 
 if TYPE_CHECKING:
     from cutaway.model.parallel.tensor_parallel import TensorSlice
@@ -50,6 +50,13 @@ class LoadOptions:
     device_map: str | None = None
     max_memory: MaxMemory | None = None
     dequantize: bool = True
+
+    @property
+    def keeps_packed(self) -> bool:
+        """Whether quantized matrices stay packed: only on one device that has kernels for them."""
+        if self.dequantize or self.device_map is not None or self.tensor_parallel_size > 1:
+            return False
+        return has_packed_products(resolve_device(self.device))
 
 
 def load_model(
@@ -274,15 +281,17 @@ def _load_weights(
         info = reader.tensor_infos[keys[0]]
         if isinstance(conversion.op, Identity) and info.dtype != dtype and not info.is_packed and not is_sliced:
             return [(model_keys[0], _load_converted(reader, keys[0], dtype, device, check_finite))]
-        stored = [reader.read_tensor(key) if is_sliced else check_finite(key, reader.read_tensor(key)) for key in keys]
+        may_be_packed = conversion.op.keeps_rows and not is_sliced
+        stored = [reader.read_tensor(key, packed=may_be_packed) for key in keys]
+        if not is_sliced:
+            stored = [check_finite(key, tensor) for key, tensor in zip(keys, stored, strict=True)]
         packed = stored[0]
-        if isinstance(packed, QuantizedTensor) and conversion.op.keeps_rows and device.type == "cpu" and not is_sliced:
+        if isinstance(packed, QuantizedTensor):
             shapes_of_parts = [shapes[name] for name in model_keys]
             parts = convert_rows(
                 packed, lambda rows: conversion.op.to_model([rows], shapes_of_parts, conversion.d_head)
             )
-            return [(name, part.to(dtype)) for name, part in zip(model_keys, parts, strict=True)]
-        stored = [tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor for tensor in stored]
+            return [(name, part.to(device, dtype)) for name, part in zip(model_keys, parts, strict=True)]
         converted = conversion.op.to_model(stored, [shapes[name] for name in model_keys], conversion.d_head)
         loaded = []
         for name, source in zip(model_keys, converted, strict=True):

@@ -28,13 +28,12 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
-from cutaway.quantization.format_table import BLOCK_FORMATS, NUM_KERNEL_FORMATS, BlockFormat
+from cutaway.quantization.format_table import BLOCK_FORMATS, BlockFormat
 
 __all__ = [
     "BLOCK_FORMATS",
     "FP4_VALUES",
     "NF4_VALUES",
-    "NUM_KERNEL_FORMATS",
     "BlockFormat",
     "UnpackedWeights",
     "pack_codes",
@@ -54,20 +53,23 @@ FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2
 
 @dataclass(frozen=True)
 class UnpackedWeights:
-    """Codes of weights as numbers, and the scale and offset of each group: weight = scale · code + offset."""
+    """Codes of weights, and the scale and offset of each group: weight = scale · value(code) + offset."""
 
     codes: Tensor
-    """(…, columns): integers, or the values in fp32 that the codes stand for."""
+    """(…, columns): integers."""
 
     scales: Float[Tensor, "*rows groups"]
     offsets: Float[Tensor, "*rows groups"] | None = None
+    values: Float[Tensor, " codes"] | None = None
+    """The value of each code; None if it is the code itself."""
 
     @property
     def group_size(self) -> int:
         return self.codes.shape[-1] // self.scales.shape[-1]
 
     def dequantize(self) -> Float[Tensor, "*rows columns"]:
-        groups = torch.unflatten(self.codes.float(), -1, (-1, self.group_size)) * self.scales.unsqueeze(-1)
+        values = self.codes.float() if self.values is None else self.values[self.codes.int()]
+        groups = torch.unflatten(values, -1, (-1, self.group_size)) * self.scales.unsqueeze(-1)
         return (groups if self.offsets is None else groups + self.offsets.unsqueeze(-1)).flatten(-2)
 
 
@@ -75,8 +77,15 @@ def unpack_blocks(blocks: UInt8[Tensor, "*rows bytes"], format: BlockFormat) -> 
     """Unpack rows of blocks, on any device. This is the definition of the formats; the kernels equal it."""
     parts = torch.unflatten(blocks, -1, (-1, format.num_bytes))
     codes, scales, offsets = _UNPACK[format.name](parts)
-    flat = codes.flatten(-2)
-    return UnpackedWeights(flat, scales.flatten(-2), None if offsets is None else offsets.flatten(-2))
+    flat_offsets = None if offsets is None else offsets.flatten(-2)
+    return UnpackedWeights(codes.flatten(-2), scales.flatten(-2), flat_offsets, _values(format, blocks.device))
+
+
+def _values(format: BlockFormat, device: torch.device) -> Tensor | None:
+    if format.name == "FP8_G128":
+        return torch.arange(256, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn).float()
+    table = {"MXFP4": FP4_VALUES, "NF4": NF4_VALUES}.get(format.name)
+    return None if table is None else torch.tensor(table, device=device)
 
 
 _Unpacked = tuple[Tensor, Tensor, Tensor | None]
@@ -97,10 +106,6 @@ def _nibbles(data: Tensor, size: int) -> Tensor:
 def _bits(data: Tensor) -> Tensor:
     """The bits of bytes, from the lowest to the highest."""
     return (data.unsqueeze(-1) >> torch.arange(8, device=data.device, dtype=torch.uint8) & 1).flatten(-2)
-
-
-def _look_up(codes: Tensor, values: tuple[float, ...]) -> Tensor:
-    return torch.tensor(values, device=codes.device)[codes.int()]
 
 
 def _unpack_q4_0(p: Tensor) -> _Unpacked:
@@ -150,7 +155,7 @@ def _unpack_q6_k(p: Tensor) -> _Unpacked:
 
 def _unpack_mxfp4(p: Tensor) -> _Unpacked:
     scales = torch.exp2(p[..., :1].float() - 127)
-    return _look_up(_nibbles(p[..., 1:], 16), FP4_VALUES), scales, None
+    return _nibbles(p[..., 1:], 16), scales, None
 
 
 def _unpack_int4_g128(p: Tensor) -> _Unpacked:
@@ -158,12 +163,12 @@ def _unpack_int4_g128(p: Tensor) -> _Unpacked:
 
 
 def _unpack_nf4(p: Tensor) -> _Unpacked:
-    return _look_up(_nibbles(p[..., 2:], 32), NF4_VALUES), _half(p, 0), None
+    return _nibbles(p[..., 2:], 32), _half(p, 0), None
 
 
 def _unpack_fp8_g128(p: Tensor) -> _Unpacked:
     scales = p[..., :4].contiguous().view(torch.float32)
-    return p[..., 4:].contiguous().view(torch.float8_e4m3fn).float(), scales, None
+    return p[..., 4:], scales, None
 
 
 _UNPACK = {

@@ -11,8 +11,8 @@ class BlockFormat:
     block_size: int
     num_bytes: int
 
-    index: int | None = None
-    """Number of the format in cpu_kernels/linear.c; None if the kernels do not implement it."""
+    index: int
+    """Number of the format in the table FORMATS of cpu_kernels/linear.c."""
 
     @property
     def bits_per_weight(self) -> float:
@@ -34,10 +34,7 @@ _SIZES = (
     ("NF4", 64, 34),
     ("FP8_G128", 128, 132),
 )
-NUM_KERNEL_FORMATS = 8
-"""Number of formats in the table FORMATS of cpu_kernels/linear.c, which has the order of `BLOCK_FORMATS`."""
 BLOCK_FORMATS = {
-    name: BlockFormat(name, size, num_bytes, index if index < NUM_KERNEL_FORMATS else None)
-    for index, (name, size, num_bytes) in enumerate(_SIZES)
+    name: BlockFormat(name, size, num_bytes, index) for index, (name, size, num_bytes) in enumerate(_SIZES)
 }
-"""All formats by name."""
+"""All formats by name, in the order of the table FORMATS of cpu_kernels/linear.c."""

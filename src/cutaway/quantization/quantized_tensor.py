@@ -1,12 +1,13 @@
 """Weight matrices in block formats (block_formats.py): they stay packed in memory, and products read them packed.
 
-`QuantizedTensor` is a tensor subclass. `F.linear` and `F.embedding`, which are all that a model calls with its
-matrices, read the packed blocks; every other operation converts the matrix to a plain tensor first.
+`QuantizedTensor` is a tensor subclass, and `CUDAQuantizedTensor` is its form on a GPU. `F.linear` and `F.embedding`,
+which are all that a model calls with its matrices, read the packed weights; every other operation converts the matrix
+to a plain tensor first.
 """
 
 import ctypes
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -15,18 +16,16 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from cutaway.cpu_kernels.library import Linear, load_cpu_kernels
-from cutaway.quantization.block_formats import NUM_KERNEL_FORMATS, BlockFormat, pack_weights, unpack_blocks
+from cutaway.quantization.block_formats import BLOCK_FORMATS, BlockFormat, pack_weights, unpack_blocks
+
+if TYPE_CHECKING:
+    from cutaway.quantization.cuda_weights import CUDAWeight
 
 _MAX_PACKED_ROWS = 16
 """Up to this number of rows of x, a product reads packed weights. With more, parts of the matrix are converted first,
 and the conversion takes a small share of the time."""
 _PART_NUMEL = 1 << 20
 """Number of weights that are converted at once, so that they stay in the cache of the processor."""
-
-
-def has_block_kernels() -> bool:
-    """Whether products with packed weights are possible: there is a C compiler, or there was one before."""
-    return load_cpu_kernels() is not None
 
 
 class QuantizedTensor(Tensor):
@@ -56,6 +55,43 @@ class QuantizedTensor(Tensor):
         """The matrix as a plain tensor."""
         return dequantize_rows(self.blocks, self.format, self.dtype)
 
+    def dequantize_rows(self, rows: Tensor) -> Tensor:
+        """The rows with the numbers `rows`, (…), as a plain tensor, (…, columns)."""
+        return dequantize_rows(self.blocks[rows], self.format, self.dtype)
+
+    def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x·Wᵀ + b for x: (M, columns)."""
+        rows, columns = self.shape
+        dtype, x = x.dtype, x.float().contiguous()
+        y = x.new_empty(len(x), rows)
+        library = load_cpu_kernels() if len(x) <= _MAX_PACKED_ROWS else None
+        if library is not None:
+            bias = None if bias is None else bias.float().contiguous()
+            linear = linear_argument(self, bias)
+            library.linear(ctypes.byref(linear), x.data_ptr(), len(x), y.data_ptr(), torch.get_num_threads())
+        else:
+            step = max(1, _PART_NUMEL // columns)
+            for first in range(0, rows, step):
+                part = dequantize_rows(self.blocks[first : first + step], self.format)
+                y[:, first : first + step] = x @ part.T
+            y = y if bias is None else y.add_(bias)
+        return y.to(dtype)
+
+    def copy_packed(self, *, clone: bool = False, dtype: torch.dtype | None = None) -> "QuantizedTensor":
+        """A tensor with the same packed weights, or a copy of them."""
+        return QuantizedTensor(self.blocks.clone() if clone else self.blocks, self.format, dtype or self.dtype)
+
+    def to_device(self, device: torch.device, dtype: torch.dtype | None = None) -> "QuantizedTensor | None":
+        """The matrix packed for another device. None if it cannot be packed there."""
+        if device.type == self.device.type:
+            return self.copy_packed(dtype=dtype)
+        if device.type == "cuda" and has_packed_products(device):
+            from cutaway.quantization.cuda_weights import pack_for_cuda
+
+            weight = pack_for_cuda(self.blocks.to(device), self.format)
+            return CUDAQuantizedTensor(weight, self.format, dtype or self.dtype)
+        return None
+
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return ["blocks"], (self.format, self.dtype)
 
@@ -78,11 +114,14 @@ class QuantizedTensor(Tensor):
         source = args[0] if args else None
         if isinstance(source, QuantizedTensor):
             if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
-                return QuantizedTensor(source.blocks, source.format, source.dtype)
+                return source.copy_packed()
             if func is torch.ops.aten.clone.default:
-                return QuantizedTensor(source.blocks.clone(), source.format, source.dtype)
-            if func is torch.ops.aten._to_copy.default and torch.device(kwargs.get("device") or "cpu").type == "cpu":
-                return QuantizedTensor(source.blocks, source.format, kwargs.get("dtype") or source.dtype)
+                return source.copy_packed(clone=True)
+            if func is torch.ops.aten._to_copy.default:
+                device = torch.device(kwargs.get("device") or source.device)
+                moved = source.to_device(device, kwargs.get("dtype"))
+                if moved is not None:
+                    return moved
             if func._schema.is_mutable:
                 raise TypeError(
                     f"{func} changes a matrix in the format {source.format.name}, which is read-only; load the"
@@ -92,10 +131,57 @@ class QuantizedTensor(Tensor):
         return func(*args, **kwargs)
 
 
+class CUDAQuantizedTensor(QuantizedTensor):
+    """Matrix (rows, columns) on a GPU, in the layout of cuda_weights.py."""
+
+    packed: "CUDAWeight"
+
+    @staticmethod
+    def __new__(
+        cls, packed: "CUDAWeight", format: BlockFormat, dtype: torch.dtype = torch.float32
+    ) -> "CUDAQuantizedTensor":
+        shape, device = (packed.rows, packed.columns), packed.codes.device
+        tensor: CUDAQuantizedTensor = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        return tensor
+
+    def __init__(self, packed: "CUDAWeight", format: BlockFormat, dtype: torch.dtype = torch.float32) -> None:
+        self.packed, self.format = packed, format
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        return self.packed.nbytes
+
+    def dequantize(self) -> Tensor:
+        return self.packed.dequantize(self.dtype)
+
+    def dequantize_rows(self, rows: Tensor) -> Tensor:
+        flat = self.packed.dequantize(self.dtype, rows=rows.flatten().long())
+        return flat.view(*rows.shape, self.shape[1])
+
+    def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return self.packed.linear(x.contiguous(), bias)
+
+    def copy_packed(self, *, clone: bool = False, dtype: torch.dtype | None = None) -> "CUDAQuantizedTensor":
+        return CUDAQuantizedTensor(self.packed.clone() if clone else self.packed, self.format, dtype or self.dtype)
+
+    def to_device(self, device: torch.device, dtype: torch.dtype | None = None) -> "CUDAQuantizedTensor | None":
+        same = device.type == "cuda" and device.index in (None, self.packed.codes.device.index)
+        return self.copy_packed(dtype=dtype) if same else None
+
+
+def has_packed_products(device: torch.device) -> bool:
+    """Whether products with packed weights are possible on a device: with a C compiler, or an NVIDIA GPU."""
+    if device.type == "cuda":
+        from cutaway.cuda_kernels.library import has_cuda_kernels
+
+        return has_cuda_kernels()
+    return device.type == "cpu" and load_cpu_kernels() is not None
+
+
 def dequantize_rows(blocks: Tensor, format: BlockFormat, dtype: torch.dtype = torch.float32) -> Tensor:
     """Convert rows of blocks, (…, bytes), to a plain tensor, (…, columns)."""
     columns = blocks.shape[-1] // format.num_bytes * format.block_size
-    library = load_cpu_kernels() if format.index is not None and blocks.device.type == "cpu" else None
+    library = load_cpu_kernels() if blocks.device.type == "cpu" else None
     if library is not None:
         values = torch.empty(*blocks.shape[:-1], columns)
         blocks = blocks.contiguous()
@@ -121,21 +207,7 @@ def _linear(x: Tensor, weight: QuantizedTensor, bias: Tensor | None = None) -> T
 
 def _product(x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:
     rows, columns = weight.shape
-    flat = x.reshape(-1, columns).float().contiguous()
-    y = flat.new_empty(len(flat), rows)
-    has_kernel = len(flat) <= _MAX_PACKED_ROWS and weight.format.index is not None
-    library = load_cpu_kernels() if has_kernel else None
-    if library is not None:
-        bias = None if bias is None else bias.float().contiguous()
-        linear = linear_argument(weight, bias)
-        library.linear(ctypes.byref(linear), flat.data_ptr(), len(flat), y.data_ptr(), torch.get_num_threads())
-    else:
-        step = max(1, _PART_NUMEL // columns)
-        for first in range(0, rows, step):
-            part = dequantize_rows(weight.blocks[first : first + step], weight.format)
-            y[:, first : first + step] = flat @ part.T
-        y = y if bias is None else y.add_(bias)
-    return y.view(*x.shape[:-1], rows).to(x.dtype)
+    return weight.linear(x.reshape(-1, columns), bias).view(*x.shape[:-1], rows)
 
 
 class _DifferentiableLinear(torch.autograd.Function):
@@ -151,7 +223,7 @@ class _DifferentiableLinear(torch.autograd.Function):
 
 def _embedding(ids: Tensor, weight: QuantizedTensor, *_: object, **__: object) -> Tensor:
     """Rows of the matrix. The other arguments of `F.embedding` concern gradients and norms, which do not apply."""
-    return dequantize_rows(weight.blocks[ids], weight.format, weight.dtype)
+    return weight.dequantize_rows(ids)
 
 
 def convert_rows(tensor: QuantizedTensor, convert: Callable[[Tensor], Iterable[Tensor]]) -> list[Tensor]:
@@ -163,6 +235,6 @@ def linear_argument(weight: Tensor, bias: Tensor | None) -> Linear:
     """Argument of the C kernels for an fp32 or quantized matrix. The caller keeps both tensors."""
     values = weight.blocks if isinstance(weight, QuantizedTensor) else weight
     assert values.is_contiguous()
-    index = weight.format.index if isinstance(weight, QuantizedTensor) else NUM_KERNEL_FORMATS
+    index = weight.format.index if isinstance(weight, QuantizedTensor) else len(BLOCK_FORMATS)  # FP32 in linear.c
     rows, columns = weight.shape
     return Linear(values.data_ptr(), None if bias is None else bias.data_ptr(), rows, columns, index)

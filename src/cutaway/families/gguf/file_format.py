@@ -82,8 +82,8 @@ class _HeaderReader:
 class GGUFFile:
     """A GGUF file: metadata, and tensors (a `TensorReader`).
 
-    Quantized tensors are dequantized on reading, or with dequantize=False, matrices in the formats of `BLOCK_FORMATS`
-    are memory-mapped as `QuantizedTensor`."""
+    Quantized tensors are dequantized on reading. With dequantize=False, matrices in the formats of `BLOCK_FORMATS` can
+    also be memory-mapped as `QuantizedTensor`."""
 
     def __init__(self, path: Path, *, dequantize: bool = True) -> None:
         self.path, self.dequantize = path, dequantize
@@ -153,20 +153,20 @@ class GGUFFile:
         self.tensor_infos[name] = TensorInfo(shape, dtype, type_name, is_packed)
         self.locations[name] = start, length, ggml_type
 
-    def read_tensor(self, name: str) -> Tensor:
+    def read_tensor(self, name: str, *, packed: bool = False) -> Tensor:
         """Read one tensor. Unless it stays packed, it is dequantized in chunks of rows."""
         start, length, ggml_type = self.locations[name]
         info = self.tensor_infos[name]
-        if info.is_packed:  # copy-on-write, because PyTorch warns of arrays that are not writable
+        if packed and info.is_packed:  # copy-on-write, because PyTorch warns of arrays that are not writable
             mapped = np.memmap(self.path, np.uint8, "c", start, (info.shape[0], length // info.shape[0]))
             return QuantizedTensor(torch.from_numpy(mapped), BLOCK_FORMATS[info.quantization])
-        packed = np.fromfile(self.path, np.uint8, length, offset=start)
-        if len(packed) != length:
+        data = np.fromfile(self.path, np.uint8, length, offset=start)
+        if len(data) != length:
             raise WeightError(f"'{self.path.name}' was truncated within tensor '{name}'; load it again")
         if ggml_type in _UNQUANTIZED_DTYPES:
-            return torch.from_numpy(packed).view(info.dtype).view(info.shape)
+            return torch.from_numpy(data).view(info.dtype).view(info.shape)
         gguf = _import_gguf()
-        rows = packed.reshape(math.prod(info.shape[:-1]), -1)
+        rows = data.reshape(math.prod(info.shape[:-1]), -1)
         tensor = torch.empty(len(rows), info.shape[-1], dtype=torch.float32)
         step = max(1, _DEQUANTIZE_CHUNK_NUMEL // info.shape[-1])
         for first in range(0, len(rows), step):

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cutaway.argument_checks import resolve_device
 from cutaway.config import Config, LMHead, to_dict
 from cutaway.config import config as read_config
 from cutaway.config.serialization import map_dicts
@@ -19,7 +18,6 @@ from cutaway.families.gguf.file_format import GGML_TYPES, GGUFFile, write_gguf
 from cutaway.families.gguf.rope_fields import ROPE_TENSORS
 from cutaway.families.save import ExportedTensors, as_checkpoint, export_weights, merge_adapters, resolve_output_path
 from cutaway.families.weight_loader import LoadOptions, load_model, resolve_config
-from cutaway.quantization.quantized_tensor import has_block_kernels
 
 if TYPE_CHECKING:
     from cutaway.tokenizer import Tokenizer
@@ -33,10 +31,8 @@ _END_OF_TURN_TOKENS = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>")
 
 
 def load_gguf(path: Path, options: LoadOptions) -> Checkpoint:
-    """Load a GGUF file. Quantized tensors are dequantized, unless options.dequantize is False and this is a CPU."""
-    is_cpu = resolve_device(options.device).type == "cpu" and options.device_map is None
-    is_packed = not options.dequantize and is_cpu and options.tensor_parallel_size == 1 and has_block_kernels()
-    file, family, metadata = _open_gguf(path, dequantize=not is_packed)
+    """Load a GGUF file. Quantized tensors are dequantized, unless they stay packed (`LoadOptions.keeps_packed`)."""
+    file, family, metadata = _open_gguf(path, dequantize=not options.keeps_packed)
     model, config, report = load_model(family, metadata, file, str(path), options)
     ids = {key: file.metadata.get(_TOKEN_ID_KEY_FORMAT.format(name)) for name, key in _TOKEN_ID_NAMES.items()}
     ids["eos_token_id"] = _eos_token_ids(file)

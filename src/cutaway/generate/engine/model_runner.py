@@ -91,7 +91,8 @@ class ModelRunner:
                 "weight_bits needs fast decode steps, which support CUDA and CPU models without hooks and offloaded"
                 " weights; leave out weight_bits, or remove the hooks"
             )
-        if (weight_bits is not None or compile) and any(isinstance(w, QuantizedTensor) for w in model.parameters()):
+        is_packed = any(isinstance(weight, QuantizedTensor) for weight in model.parameters())
+        if is_packed and (weight_bits is not None or (compile and device_type == "cpu")):
             option = "weight_bits" if weight_bits is not None else "compile"
             raise InputError(
                 f"the weights are packed in the format of their file, which {option} does not support; leave it out, or"

@@ -17,7 +17,7 @@ from cutaway.generate.fast.cpu_linear import (
     WeightOnlyBf16Linear,
     WeightOnlyInt8Linear,
 )
-from cutaway.generate.fast.quantized_weights import concat_linears
+from cutaway.generate.fast.quantized_weights import LinearWeight, concat_linears
 from cutaway.model import Transformer
 from cutaway.model.attention import MultiHead
 from cutaway.model.ffn import GatedMLP
@@ -141,6 +141,7 @@ def _pack_linears(module: nn.Module, linear_class: type[PackedLinear]) -> None:
 def fuse_linears(linear_class: type[PackedLinear], *layers: nn.Linear) -> FusedLinear:
     """Fuse linear layers with the same input: q, k and v, or gate and up."""
     weight = concat_linears(*layers)
+    assert isinstance(weight, LinearWeight)
     return FusedLinear(linear_class(weight.values, weight.bias), [layer.out_features for layer in layers])
 
 

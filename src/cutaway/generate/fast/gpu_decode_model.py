@@ -32,7 +32,7 @@ from cutaway.generate.fast.gpu_linear import (
 from cutaway.generate.fast.gpu_moe import FastMoE, is_fast_moe
 from cutaway.generate.fast.latent_attention import LatentAttentionParams, latent_attention
 from cutaway.generate.fast.paged_attention import AttentionParams, paged_attention
-from cutaway.generate.fast.quantized_weights import LinearWeight, concat_linears, pack_weight
+from cutaway.generate.fast.quantized_weights import AnyLinearWeight, concat_linears, linear_weight, pack_weight
 from cutaway.model import Transformer
 from cutaway.model.attention import LatentAttention, LayerContext, MultiHead, QueryKeyNorm
 from cutaway.model.block import ParallelBlock
@@ -44,6 +44,7 @@ from cutaway.model.norms import LayerNorm, RMSNorm
 from cutaway.model.positions import Alibi, ScoreBias
 from cutaway.model.rope import Rope
 from cutaway.model.stack import Stack
+from cutaway.quantization.quantized_tensor import CUDAQuantizedTensor, QuantizedTensor
 
 T = TypeVar("T", bound=Transformer)
 M = TypeVar("M", bound=nn.Module)
@@ -94,7 +95,7 @@ class FastLatentAttention:
         attention = params.attention
         q_in: Any = attention.q
         self.q_norm: NormParams | None = None
-        self.q_up: LinearWeight | None = None
+        self.q_up: AnyLinearWeight | None = None
         """Norm and second product of the query latent, if there is one."""
         if not isinstance(q_in, nn.Linear):
             q_in, q_norm, q_up = q_in
@@ -267,7 +268,7 @@ def build_gpu_decode_model(model: T, bits: int | None = None) -> T:
             block.next_attention = next_block.fast_attention
     head: Any = decode_model.head
     if head.transform is None:
-        weight = pack_weight(LinearWeight(head.matrix.weight.data, head.bias), bits)
+        weight = pack_weight(linear_weight(head.matrix.weight, head.bias), bits)
         norm = _norm_params(stack.final_norm)
         decode_model.head = FastHead(head, weight, norm)  # type: ignore[assignment]
         if norm is not None:
@@ -293,7 +294,9 @@ def _fingerprint(model: nn.Module) -> list[object]:
     fingerprint: list[object] = []
     for module in iter_modules(model):
         fingerprint += [id(module), vars(module).get("eps")]
-        fingerprint += [None if each is None else each.data_ptr() for each in module._parameters.values()]
+        for each in module._parameters.values():
+            packed = each.packed.codes if isinstance(each, CUDAQuantizedTensor) else each
+            fingerprint.append(None if packed is None else packed.data_ptr())
     return fingerprint
 
 
@@ -307,7 +310,7 @@ def _shallow_copy(module: M) -> M:
 class FastHead(nn.Module):
     """logits = softcap(scale · (norm(x)·Eᵀ + b)) in fp32, with the final norm fused into the product."""
 
-    def __init__(self, head: Any, weight: LinearWeight, norm: NormParams | None) -> None:
+    def __init__(self, head: Any, weight: AnyLinearWeight, norm: NormParams | None) -> None:
         super().__init__()
         self.weight, self.norm, self.scale, self.softcap = weight, norm, head.scale, head.softcap
 
@@ -391,6 +394,8 @@ def _latent_attention_params(stack: Stack, layer: int, attention: LatentAttentio
     position = stack.positions[stack.layer_position_keys[layer]]
     if not is_plain or attention.kv_up.weight.dtype == torch.float64 or not isinstance(position, Rope):
         return None
+    if isinstance(attention.kv_up.weight, QuantizedTensor):  # the kernels read parts of it, for each head
+        attention.kv_up.weight = nn.Parameter(attention.kv_up.weight.dequantize(), requires_grad=False)
     return LatentAttentionParams(attention, stack.windows[layer], position.interleaved)
 
 

@@ -19,8 +19,9 @@ from cutaway.generate.fast.linear_kernels import (
     small_batch_gemm_kernel,
 )
 from cutaway.generate.fast.quantized_kernels import packed_gemv_kernel, packed_small_batch_gemm_kernel
-from cutaway.generate.fast.quantized_weights import GROUP_SIZE, LinearWeight
+from cutaway.generate.fast.quantized_weights import GROUP_SIZE, AnyLinearWeight, LinearWeight, PackedLinearWeight
 from cutaway.model.activations import ACTIVATIONS
+from cutaway.quantization.cuda_weights import CUDAWeight, packed_linear
 
 ACTIVATION_NAMES = {function: name for name, function in ACTIVATIONS.items()}
 ACTIVATION_IDS = {"none": 0, "silu": 1, "gelu_tanh": 2, "gelu": 3, "relu": 4, "relu2": 5}
@@ -41,7 +42,7 @@ class NormParams:
 
 
 def alloc_activation(
-    x: Tensor, rows: int, width: int, dtype: torch.dtype, next_weight: LinearWeight | None
+    x: Tensor, rows: int, width: int, dtype: torch.dtype, next_weight: AnyLinearWeight | None
 ) -> tuple[Tensor, int]:
     """Allocate an activation in the layout that a product with `next_weight` reads; return it and its LAYOUT.
 
@@ -58,7 +59,10 @@ def alloc_activation(
 
 
 def fused_add_norm(
-    x: Tensor, partial_sums: Tensor | None, norm: NormParams | None, next_weight: LinearWeight | None = None
+    x: Tensor,
+    partial_sums: Tensor | None,
+    norm: NormParams | None,
+    next_weight: AnyLinearWeight | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the sum x + Σ partial_sums and the normalized sum, for x: (M, d) and partial_sums: (splits, M, d).
 
@@ -81,14 +85,14 @@ def fused_add_norm(
 
 def fused_linear(
     x: Tensor,
-    weight: LinearWeight,
+    weight: AnyLinearWeight,
     *,
     norm: NormParams | None = None,
     act: str = "none",
     gated: bool = False,
     residual: Tensor | None = None,
     dtype: torch.dtype | None = None,
-    next_weight: LinearWeight | None = None,
+    next_weight: AnyLinearWeight | None = None,
 ) -> Tensor:
     """Compute y = act(norm(x)·Wᵀ + b) + residual.
 
@@ -97,6 +101,8 @@ def fused_linear(
     `residual` is supported for one row only.
     """
     rows = x.shape[-2]
+    if isinstance(weight, PackedLinearWeight):
+        return _packed_linear(x, weight, norm, act, residual, dtype, gated=gated)
     x = _prepare_input(x, weight, norm)
     if rows > MAX_ROWS:
         assert residual is None
@@ -131,13 +137,20 @@ def fused_linear(
     return y
 
 
-def split_k_linear(x: Tensor, weight: LinearWeight, out: Tensor | None = None) -> Tensor:
+def split_k_linear(x: Tensor, weight: AnyLinearWeight, out: Tensor | None = None) -> Tensor:
     """Return x·Wᵀ + b as partial sums over splits of K, (splits, M, N) in fp32. The first split includes b.
 
     The splits let a W with few rows occupy all SMs. With packed weights, x must have more than one row. Above MAX_ROWS
     rows there is one split, in the dtype of x. `out`: where up to MAX_ROWS rows are written, for `num_k_splits` splits.
     """
     rows = x.shape[-2]
+    if isinstance(weight, PackedLinearWeight):
+        splits = num_k_splits(weight) if rows <= MAX_ROWS else 1
+        if out is None:
+            partial_dtype = torch.float32 if rows <= MAX_ROWS else x.dtype
+            out = torch.empty(splits, rows, weight.out_features, dtype=partial_dtype, device=x.device)
+        _multiply_parts(x.contiguous(), weight, out)
+        return out
     x = _prepare_input(x, weight, None)
     if rows > MAX_ROWS:
         return F.linear(x, weight.values, weight.bias).unsqueeze(0)
@@ -146,6 +159,50 @@ def split_k_linear(x: Tensor, weight: LinearWeight, out: Tensor | None = None) -
         out = torch.empty(splits, rows, weight.out_features, dtype=torch.float32, device=x.device)
     _launch_small_batch(x, weight, out, rows, weight.out_features, splits, {"ACT": 0, "GATED": False, "LAYOUT": 1})
     return out
+
+
+def _packed_linear(
+    x: Tensor,
+    weight: PackedLinearWeight,
+    norm: NormParams | None,
+    act: str,
+    residual: Tensor | None,
+    dtype: torch.dtype | None,
+    *,
+    gated: bool,
+) -> Tensor:
+    """See `fused_linear`. The activation and the gate are fused if W is one matrix in one format."""
+    if norm is not None and len(x) > 1:
+        x, norm = fused_add_norm(x.contiguous(), None, norm)[1], None
+    x = x.contiguous()
+    part, count = weight.parts[0], weight.out_features // (2 if gated else 1)
+    is_fused = len(x) <= MAX_ROWS and len(weight.parts) == 1 and isinstance(part, CUDAWeight) and count % 16 == 0
+    if not is_fused:
+        y = torch.empty(1, len(x), weight.out_features, dtype=x.dtype if dtype is None else dtype, device=x.device)
+        _multiply_parts(x, weight, y, norm)
+        y = _apply_activation(y[0], act, gated=gated)
+        return y if residual is None else y + residual
+    assert isinstance(part, CUDAWeight)
+    y = torch.empty(len(x), count, dtype=dtype or x.dtype, device=x.device)
+    packed_linear(
+        x, part, y, weight.bias, act=ACTIVATION_IDS[act], gated=gated, norm=norm, residual=residual, overlap=PDL
+    )
+    return y
+
+
+def _multiply_parts(x: Tensor, weight: PackedLinearWeight, y: Tensor, norm: NormParams | None = None) -> None:
+    """Write norm(x)·Wᵀ + b to y: (splits, M, N). A norm needs one row."""
+    first = 0
+    for part, size in zip(weight.parts, weight.sizes, strict=True):
+        bias = None if weight.bias is None else weight.bias[first : first + size]
+        target = y[:, :, first : first + size]
+        if isinstance(part, CUDAWeight) and len(x) <= MAX_ROWS:
+            packed_linear(x, part, target, bias, norm=norm, overlap=PDL)
+        else:
+            h = x if norm is None else fused_add_norm(x, None, norm)[1]
+            target.zero_()
+            target[0] = part.linear(h, bias) if isinstance(part, CUDAWeight) else F.linear(h, part, bias)
+        first += size
 
 
 def _apply_activation(x: Tensor, act: str, *, gated: bool) -> Tensor:
@@ -214,9 +271,10 @@ def _words_per_group(weight: LinearWeight) -> int:
     return 0 if weight.scale.ndim == 1 else GROUP_SIZE * weight.bits // 32
 
 
-def num_k_splits(weight: LinearWeight) -> int:
+def num_k_splits(weight: AnyLinearWeight) -> int:
     """Number of splits of K, at most 4: doubled until there are enough programs for all SMs."""
-    splits, columns = 1, weight.values.shape[1]
+    part = weight.parts[0] if isinstance(weight, PackedLinearWeight) else weight.values
+    splits, columns = 1, part.columns if isinstance(part, CUDAWeight) else part.shape[1]
     while splits < 4 and weight.out_features // 64 * splits < 200 and columns % (256 * splits) == 0:
         splits *= 2
     return splits

@@ -20,6 +20,7 @@ from cutaway.generate.fast.linear_kernels import PDL, pdl_options
 from cutaway.generate.fast.quantized_weights import LinearWeight, concat_linears
 from cutaway.model.ffn import MLP, ClampedSwiGLUMLP, GatedMLP
 from cutaway.model.moe import GroupedLinear, MixtureOfExperts, Router
+from cutaway.quantization.quantized_tensor import QuantizedTensor
 
 
 class FastMoE:
@@ -66,6 +67,8 @@ def _shared_equals_experts(moe: MixtureOfExperts) -> bool:
     experts: Any = moe.experts
     shared: Any = moe.shared
     if type(shared) is not type(experts) or shared.act is not experts.act or moe.shared_gate is not None:
+        return False
+    if any(isinstance(layer.weight, QuantizedTensor) for layer in (shared.up, shared.down)):
         return False
     has_bias = any(ffn.up.bias is not None or ffn.down.bias is not None for ffn in (experts, shared))
     return not has_bias and shared.down.weight.shape[1] % experts.down.weight.shape[2] == 0

@@ -22,7 +22,7 @@ from cutaway.generate.fast.gpu_linear import alloc_activation
 from cutaway.generate.fast.linear_kernels import PDL, activation_offset, pdl_options, pdl_wait, store_fixed_point
 from cutaway.generate.fast.paged_attention import combine_splits_kernel, num_splits
 from cutaway.generate.fast.prefill_attention import has_whole_tiles
-from cutaway.generate.fast.quantized_weights import LinearWeight
+from cutaway.generate.fast.quantized_weights import AnyLinearWeight
 from cutaway.model.attention import LatentAttention
 from cutaway.model.norms import RMSNorm
 
@@ -255,7 +255,7 @@ def latent_attention(
     position: Tensor,
     cos: Tensor,
     sin: Tensor,
-    next_weight: LinearWeight | None = None,
+    next_weight: AnyLinearWeight | None = None,
 ) -> Tensor:
     """Write the latent and the rotary key of one new token per row to the cache; attend to it and to earlier tokens.
 

@@ -17,7 +17,7 @@ from cutaway.generate.engine.kv_cache import PagedLayerCache
 from cutaway.generate.fast.gpu_linear import MAX_ROWS, alloc_activation
 from cutaway.generate.fast.linear_kernels import PDL, activation_offset, pdl_options, pdl_wait, store_fixed_point
 from cutaway.generate.fast.prefill_attention import has_whole_tiles, prefill_attention
-from cutaway.generate.fast.quantized_weights import LinearWeight
+from cutaway.generate.fast.quantized_weights import AnyLinearWeight
 from cutaway.model.attention import MultiHead
 from cutaway.model.norms import RMSNorm
 
@@ -202,7 +202,7 @@ def paged_attention(
     position: Tensor,
     cos: Tensor | None,
     sin: Tensor | None,
-    next_weight: LinearWeight | None = None,
+    next_weight: AnyLinearWeight | None = None,
 ) -> Tensor:
     """Write k and v of one new token per row to the cache; attend to it and to earlier tokens in the layer's window.
 

@@ -2,13 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
+from typing import TypeAlias
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from cutaway.errors import InputError, WeightError
+from cutaway.quantization.cuda_weights import CUDAWeight, can_concat, concat_weights
+from cutaway.quantization.quantized_tensor import CUDAQuantizedTensor
 
 GROUP_SIZE = 128
 """Number of weights per scale in int4."""
@@ -39,19 +42,79 @@ class LinearWeight:
         return 1 if self.scale is None else 32 // self.bits
 
 
-def concat_linears(*layers: nn.Linear) -> LinearWeight:
+@dataclass(frozen=True)
+class PackedLinearWeight:
+    """Weight matrix of a quantized checkpoint: parts of rows, which have different formats or are plain."""
+
+    parts: tuple[CUDAWeight | Tensor, ...]
+    bias: Tensor | None
+    scale = None
+    values_per_word = 1
+    """As of an unpacked `LinearWeight`: the products read plain activations."""
+
+    @property
+    def sizes(self) -> list[int]:
+        """Number of rows of each part."""
+        return [part.rows if isinstance(part, CUDAWeight) else len(part) for part in self.parts]
+
+    @property
+    def out_features(self) -> int:
+        return sum(self.sizes)
+
+
+AnyLinearWeight: TypeAlias = LinearWeight | PackedLinearWeight
+
+
+def linear_weight(weight: Tensor, bias: Tensor | None) -> AnyLinearWeight:
+    """Weight of one layer."""
+    if isinstance(weight, CUDAQuantizedTensor):
+        return PackedLinearWeight((weight.packed,), bias)
+    return LinearWeight(weight.data, None if bias is None else bias.data)
+
+
+def concat_linears(*layers: nn.Linear) -> AnyLinearWeight:
     """Concatenate the layers' weights and biases along the output dimension.
 
     The layers' own weights and biases become views of the result, so that nothing is stored twice and later changes of
     their values apply to both.
     """
     if len(layers) == 1:
-        return LinearWeight(layers[0].weight.data, None if layers[0].bias is None else layers[0].bias.data)
+        return linear_weight(layers[0].weight, layers[0].bias)
+    if any(isinstance(layer.weight, CUDAQuantizedTensor) for layer in layers):
+        return _concat_packed(layers)
     weight = _concat([layer.weight for layer in layers])
     if all(layer.bias is None for layer in layers):
         return LinearWeight(weight)
     biases = [layer.bias if layer.bias is not None else weight.new_zeros(layer.out_features) for layer in layers]
     return LinearWeight(weight, _concat(biases))
+
+
+@torch.no_grad()
+def _concat_packed(layers: Sequence[nn.Linear]) -> PackedLinearWeight:
+    """Concatenate packed weights. Neighbors of the same layout become one part."""
+    parts: list[CUDAWeight | Tensor] = []
+    for _, group in groupby(layers, key=lambda layer: _layout(layer.weight)):
+        same = list(group)
+        tensors = [layer.weight for layer in same]
+        packed = [tensor.packed for tensor in tensors if isinstance(tensor, CUDAQuantizedTensor)]
+        if len(packed) < len(tensors) or not can_concat(packed):
+            parts += packed or [tensor.data for tensor in tensors]
+            continue
+        whole = concat_weights(packed)
+        parts.append(whole)
+        for layer, part in zip(same, whole.split_rows([len(each) for each in tensors]), strict=True):
+            old = layer.weight
+            assert isinstance(old, CUDAQuantizedTensor)
+            layer.weight = nn.Parameter(CUDAQuantizedTensor(part, old.format, old.dtype), requires_grad=False)
+    if all(layer.bias is None for layer in layers):
+        return PackedLinearWeight(tuple(parts), None)
+    first = next(layer.bias for layer in layers if layer.bias is not None)
+    biases = [first.new_zeros(layer.out_features) if layer.bias is None else layer.bias for layer in layers]
+    return PackedLinearWeight(tuple(parts), _concat(biases))
+
+
+def _layout(weight: Tensor) -> object:
+    return weight.packed.layout if isinstance(weight, CUDAQuantizedTensor) else None
 
 
 @torch.no_grad()
@@ -77,13 +140,13 @@ def _are_concatenated(tensors: Sequence[Tensor]) -> bool:
     )
 
 
-def pack_weight(weight: LinearWeight, bits: int | None) -> LinearWeight:
+def pack_weight(weight: AnyLinearWeight, bits: int | None) -> AnyLinearWeight:
     """Quantize and pack a matrix: int8 with one scale per row, or int4 with one scale per GROUP_SIZE weights of a row.
 
     A matrix is returned unchanged if its in_features is not a multiple of 4 (int8) or GROUP_SIZE (int4), or if `bits`
     is None.
     """
-    if bits is None:
+    if bits is None or isinstance(weight, PackedLinearWeight):
         return weight
     if bits not in (4, 8):
         raise InputError(f"bits is {bits!r}; use 8 or 4")

@@ -21,6 +21,7 @@ from cutaway.errors import InputError
 from cutaway.model.adapters.quantized_linear import QuantizedLinear
 from cutaway.model.layers import EmbeddingTable, Linear
 from cutaway.model.moe import GroupedLinear, grouped_linear
+from cutaway.quantization.quantized_tensor import QuantizedTensor
 
 
 class LoRAWeights(nn.Module):
@@ -162,6 +163,11 @@ class AdaptedLayer(nn.Module):
         """Add the active adapter to the weight. `unmerge` restores the base weight bit for bit."""
         if self.active is None:
             return
+        if isinstance(self, QuantizedLinear) or isinstance(self.weight, QuantizedTensor):
+            raise InputError(
+                "an adapter cannot be merged in place into a quantized base, because the sum would be rounded again;"
+                " use merge_and_unload(), which returns a model with dense weights"
+            )
         merged = self.merged_weight()
         self._base_weight = self.weight.detach().clone()
         self.weight.data.copy_(merged)
@@ -209,13 +215,6 @@ class LoRAQuantizedLinear(AdaptedLayer, QuantizedLinear):
 
     def base_weight(self) -> Tensor:
         return self.dequantize()
-
-    def merge(self) -> None:
-        if self.active is not None:
-            raise InputError(
-                "an adapter cannot be merged in place into a quantized base, because the sum would be rounded again;"
-                " use merge_and_unload(), which returns a model with dense weights"
-            )
 
     def forward(self, x: Float[Tensor, "*batch i"]) -> Float[Tensor, "*batch o"]:
         return _apply_adapter(self, x, QuantizedLinear.forward(self, x), self.bias)

@@ -1,0 +1,1 @@
+"""CUDA C kernels for NVIDIA GPUs, compiled on first use."""
