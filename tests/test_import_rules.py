@@ -12,7 +12,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "cutaway"
 ALLOWED_IMPORTS = {
     "config": set(),
     "pretrained": set(),
-    "size": {"config"},
+    "size": {"config", "quantization"},  # format_table.py, which imports no torch
     "cpu_kernels": set(),
     "cuda_kernels": set(),
     "quantization": {"cpu_kernels", "cuda_kernels"},
@@ -66,7 +66,7 @@ IMPORTABLE_ANYWHERE = {
     "pretrained",
     "user_files",
 }
-MAX_MODEL_CODE_LINES = 1935
+MAX_MODEL_CODE_LINES = 1965
 
 
 def imported_packages(path: Path) -> set[str]:
@@ -170,6 +170,7 @@ def test_model_does_not_branch_on_model_names() -> None:
         "import cutaway",
         "import cutaway as ct; ct.config('llama-3-8b'); ct.presets()",
         "import cutaway as ct; from cutaway.size import count_parameters; count_parameters(ct.config('gpt2'))",
+        "import cutaway as ct; ct.size('llama-3-8b', dtype='q4_k').to_dict()",
         "from cutaway.families import families, config_from_hf; config_from_hf({'model_type': 'llama'})",
         "from cutaway.tokenizer import byte_tokenizer",
         "import cutaway as ct; ct.evaluate.entropy([0.5, 0.5]); ct.evaluate.evaluate_calibration([0.5], [1])",

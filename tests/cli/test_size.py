@@ -13,6 +13,7 @@ import pytest
 from support.cli_runner import CliRunner
 
 import cutaway as ct
+from cutaway.families.gguf.load_save import save_gguf
 from cutaway.size import get_hardware, list_hardware, size
 from cutaway.size.estimate_json import estimates_to_dict
 from cutaway.size.memory_fit import fit_to_memory
@@ -331,8 +332,23 @@ def test_ascii_terminal() -> None:
 
 
 def test_file_that_is_not_a_config_is_an_error(run: CliRunner, tmp_path: Path) -> None:
+    (tmp_path / "model.bin").write_bytes(b"GGUF")
+    assert "is not a configuration" in run(str(tmp_path / "model.bin"), code=2)
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    assert "is not a configuration" in run(str(tmp_path / "model.gguf"), code=2)
+    assert "is not a complete GGUF file" in run(str(tmp_path / "model.gguf"), code=2)
+
+
+def test_gguf_file_and_packed_formats(run: CliRunner, tmp_path: Path) -> None:
+    path = save_gguf(ct.build("tiny-llama", seed=0), tmp_path / "model.gguf", quantization="q8_0")  # type: ignore[arg-type]
+    text = one_line(run(str(path), "--gpu", "rtx-4090"))
+    assert "in q8_0" in text
+    assert "The file has weights quantized in q8_0; --dtype bf16 for dequantized weights." in text
+    data = json.loads(run(str(path), "--json"))
+    assert data["options"]["infer"]["dtype"] == "q8_0"
+    assert data["options"]["train"]["dtype"] == "mixed"
+    compared = json.loads(run(str(path), "tiny-llama", "--json"))
+    assert [each["options"]["infer"]["dtype"] for each in compared] == ["q8_0", "bf16"]
+    assert json.loads(run("llama-3-8b", "--dtype", "Q4_K", "--fit", "8GB", "--json"))["fits"]
 
 
 @pytest.mark.parametrize(

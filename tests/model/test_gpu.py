@@ -89,6 +89,24 @@ def test_flex_with_packed_documents_and_prefixes() -> None:
 
 
 @pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(("feature", "value"), [("softcap", 30.0), ("sink", True)])
+@torch.no_grad()
+def test_auto_needs_no_memory_for_scores(feature: str, value: object, *, padded: bool) -> None:
+    """For long sequences, `auto` uses flex attention where SDPA has no soft-cap and no sinks."""
+    config = c.config("tiny-llama").replace({"context": 4096, f"decoder.block.attention.{feature}": value})
+    model = build_randomized_model(config).cuda()
+    tokens = random_tokens(config, 2, 4096, 0).cuda()
+    mask = torch.arange(4096, device="cuda")[None] >= torch.tensor([[0], [100]], device="cuda") if padded else None
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    x = model.hidden_states(tokens, mask)
+    assert torch.cuda.max_memory_allocated() - before < 2 * config.decoder.blocks[0].attention.heads * 4096**2
+    reference = model.use_kernel("explicit").hidden_states(tokens, mask)
+    is_real = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask
+    assert (x - reference)[is_real].abs().max() <= tolerance(torch.float32, reference)
+
+
+@pytest.mark.parametrize("padded", [False, True])
 @torch.no_grad()
 def test_flex_memory_is_linear_in_the_sequence_length(padded: bool) -> None:
     """A mask of all query-key pairs would have 32768² entries, 1 GiB."""

@@ -121,6 +121,64 @@ def test_flex_builds_the_block_mask_of_a_shape_once(monkeypatch: pytest.MonkeyPa
     assert len(calls) == 1
 
 
+@given(config=configs(), dtype=DTYPES, seed=SEEDS)
+@settings(max_examples=settings.default.max_examples // 3)
+@torch.no_grad()
+def test_auto_equals_explicit_where_it_uses_flex(config: c.Config, dtype: torch.dtype, seed: int) -> None:
+    """With thresholds of the size and the device that hold for these inputs on the CPU."""
+    torch._dynamo.reset()
+    model = build_randomized_model(config, dtype, seed)
+    tokens = random_tokens(config, 3, SEQ_LEN, seed)
+    mask = (None, ragged_padding_mask(3, SEQ_LEN, "left"), ragged_padding_mask(3, SEQ_LEN, "right"))[seed % 3]
+    is_real = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask
+    reference = compute_logits(model.use_kernel("explicit"), config, tokens, mask)
+    with pytest.MonkeyPatch.context() as patch:
+        use_flex_for_any_size(patch)
+        auto = compute_logits(model.use_kernel("auto"), config, tokens, mask)
+    assert (auto - reference)[is_real].abs().max() <= tolerance(dtype, reference)
+
+
+def use_flex_for_any_size(patch: pytest.MonkeyPatch) -> None:
+    for name in ("MAX_EXPLICIT_PAIRS", "MIN_FLEX_QUERIES", "MIN_FLEX_HEAD_DIM"):
+        patch.setattr(kernels, name, 0)
+    patch.setattr(kernels, "_can_compile", lambda device: True)
+
+
+@pytest.mark.parametrize(("feature", "value"), [("softcap", 30.0), ("sink", True)])
+def test_auto_uses_flex_for_long_sequences_without_gradients(
+    feature: str, value: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With soft-cap or sinks, and only on a GPU. Scores are then not materialized."""
+    calls = []
+
+    def count(*args: object, **kwargs: object) -> object:
+        calls.append(args)
+        return create_block_mask(*args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(kernels, "create_block_mask", count)
+    kernels._sequential_block_mask.cache_clear()
+    model = build(c.config("tiny-llama").replace({f"decoder.block.attention.{feature}": value}))
+    tokens = torch.zeros(1, 24, dtype=torch.long)
+
+    def uses_flex() -> bool:
+        calls.clear()
+        model(tokens)
+        return bool(calls)
+
+    with torch.no_grad():
+        assert not uses_flex()
+    monkeypatch.setattr(kernels, "_can_compile", lambda device: True)
+    monkeypatch.setattr(kernels, "MIN_FLEX_QUERIES", 24)
+    with torch.no_grad():
+        assert not uses_flex()  # short
+        monkeypatch.setattr(kernels, "MAX_EXPLICIT_PAIRS", 24 * 24 - 1)
+        assert uses_flex()
+        tokens = tokens[:, :23]
+        assert not uses_flex()  # few queries, as in a decode step
+        tokens = torch.zeros(1, 24, dtype=torch.long)
+    assert not uses_flex()  # gradients
+
+
 def test_flex_has_no_backward_on_the_cpu() -> None:
     model = build("tiny-llama", seed=0).use_kernel("flex")
     with pytest.raises(KernelError, match="no backward pass on the CPU"):

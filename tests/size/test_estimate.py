@@ -287,6 +287,19 @@ def test_activation_checkpointing_trades_memory_for_flops() -> None:
     assert explicit.memory.total_bytes > sizes[0].memory.total_bytes + 16 * 32 * 8192**2 * 4
 
 
+@pytest.mark.parametrize("name", ["gpt-oss-20b", "gemma-2-9b"])
+def test_auto_kernel_of_soft_cap_and_sinks(name: str) -> None:
+    """In inference on a GPU the scores are not materialized; on a CPU and in training they are."""
+    options: dict[str, Any] = {"context": 32768}
+    auto, flex, explicit = (ct.size(name, kernel=kernel, **options).memory for kernel in ("auto", "flex", "explicit"))
+    assert auto == flex
+    assert auto.total_bytes < explicit.total_bytes / 2
+    on_cpu = [ct.size(name, kernel=k, hardware="epyc-9654", **options).memory for k in ("auto", "explicit")]
+    assert on_cpu[0] == on_cpu[1]
+    training = [ct.size(name, mode="train", kernel=k, context=1024).memory for k in ("auto", "explicit")]
+    assert training[0] == training[1]
+
+
 def test_memory_by_activation_checkpointing_equals_separate_estimates() -> None:
     size = ct.size("llama-3.2-1b", mode="train", context=1024)
     by_mode = size.to_dict()["memory"]["train"]["by_activation_checkpointing"]

@@ -16,7 +16,7 @@ from cutaway.pretrained import find_pretrained
 
 
 def config(source: Config | Mapping[str, Any] | str | Path) -> Config:
-    """Load a Config from a preset name, a dict, a .toml or .json file, or a model directory (its config.json).
+    """Load a Config from a preset name, a dict, a .toml, .json or .gguf file, or a model directory (its config.json).
 
     The configuration of a training run is that of its exported model, and that of an adapter is that of its base model.
     """
@@ -31,12 +31,15 @@ def config(source: Config | Mapping[str, Any] | str | Path) -> Config:
         return _parse_config(read_config_file(path))
     if path_satisfies(path, Path.is_dir):
         return _read_directory(path)
+    if path.suffix == ".gguf" and path_satisfies(path, Path.is_file):
+        read_gguf: Callable[[Path], Config] = resolve_name("cutaway.families.gguf.load_save:load_gguf_config")
+        return read_gguf(path)
     if (own := find_pretrained(str(source))) is not None:
         return _parse_config(read_config_file(_find_config_file(own)))
     from cutaway.config.presets import PRESETS, build_preset
 
     if str(source) not in PRESETS and path_satisfies(path, Path.exists):
-        raise ConfigError(f"'{source}' is not a configuration; pass a .toml or .json file, or a model directory")
+        raise ConfigError(f"'{source}' is not a configuration; pass a .toml, .json or .gguf file, or a model directory")
     return build_preset(str(source))
 
 

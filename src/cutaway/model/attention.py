@@ -86,6 +86,7 @@ class MultiHead(nn.Module):
             softcap=config.softcap,
             dropout=config.dropout,
             sink=has_sink,
+            d_head=self.d_head,
             position_scores=isinstance(position, cfg.Disentangled),
         )
         self.kernel = self.build_kernel("auto")

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cache, lru_cache
+from importlib.util import find_spec
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -194,6 +195,10 @@ def shape_agnostic_sdpa() -> AbstractContextManager[None]:
     return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
+MIN_FLEX_HEAD_DIM = 16
+"""Smallest head dimension of flex attention on a GPU."""
+
+
 class FlexMask(NamedTuple):
     """Prepared mask of flex: block mask, and score bias as a function of (batch, head, query index, key index)."""
 
@@ -227,8 +232,10 @@ class Flex(Kernel):
         if q.device.type == "cpu" and needs_grad:
             raise KernelError("kernel 'flex' has no backward pass on the CPU; use 'sdpa', or torch.no_grad()")
         d_head = min(q.shape[-1], v.shape[-1])
-        if q.device.type != "cpu" and d_head < 16:
-            raise KernelError(f"kernel 'flex' needs a head dimension of at least 16, not {d_head}; use 'sdpa'")
+        if q.device.type != "cpu" and d_head < MIN_FLEX_HEAD_DIM:
+            raise KernelError(
+                f"kernel 'flex' needs a head dimension of at least {MIN_FLEX_HEAD_DIM}, not {d_head}; use 'sdpa'"
+            )
         cap, add = self.softcap, prepared_mask.score_bias
 
         def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -293,13 +300,56 @@ def _compile_once(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function)
 
 
+class ExplicitOrFlex(Explicit):
+    """Explicit attention, and on a GPU without gradients flex attention where the scores would need much memory.
+
+    'auto' builds it for models with a soft-cap or sinks. For short sequences, explicit attention needs no compilation.
+    """
+
+    name = "auto"
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.flex = Flex(*args, **options)
+
+    def prepare_mask(self, mask_spec: MaskSpec, bias: ScoreBias | None, dtype: torch.dtype) -> Any:
+        if self._uses_flex(mask_spec.q.position, mask_spec.k.position):
+            return self.flex.prepare_mask(mask_spec, bias, dtype)
+        return super().prepare_mask(mask_spec, bias, dtype)
+
+    def _uses_flex(self, q_position: Int[Tensor, "#B T"], k_position: Int[Tensor, "#B S"]) -> bool:
+        num_queries, has_dropout = q_position.shape[-1], self.training and self.dropout > 0
+        num_pairs = max(len(q_position), len(k_position)) * num_queries * k_position.shape[-1]
+        is_large = num_queries >= MIN_FLEX_QUERIES and num_pairs > MAX_EXPLICIT_PAIRS
+        return is_large and _can_compile(q_position.device) and not torch.is_grad_enabled() and not has_dropout
+
+    def forward(self, q: Queries, k: Keys, v: Values, prepared_mask: Any, sink: Sink = None) -> HeadOutputs:
+        if isinstance(prepared_mask, FlexMask):
+            return self.flex(q, k, v, prepared_mask, sink)
+        return super().forward(q, k, v, prepared_mask, sink)
+
+
+MAX_EXPLICIT_PAIRS, MIN_FLEX_QUERIES = 2**22, 128
+"""Limit of the number of query-key pairs of a batch above which `ExplicitOrFlex` uses flex attention. The tensors of
+explicit attention need about 10 bytes per pair and head in bf16. A tile of flex attention has 128 queries, so that
+decode steps, which also have few pairs per row, do not use it."""
+
+
+def _can_compile(device: torch.device) -> bool:
+    return device.type == "cuda" and find_spec("triton") is not None
+
+
 KERNELS: dict[str, type[Kernel]] = {kernel.name: kernel for kernel in (Sdpa, Explicit, Flex)}
 
 
-def build_kernel(name: str, *, softcap: float | None = None, sink: bool = False, **options: Any) -> Kernel:
-    """Build a kernel by name. 'auto' is sdpa, or explicit where softcap or a sink is needed."""
-    if name == "auto":
-        name = "sdpa" if softcap is None and not sink else "explicit"
+def build_kernel(
+    name: str, *, softcap: float | None = None, sink: bool = False, d_head: int = 0, **options: Any
+) -> Kernel:
+    """Build a kernel by name. 'auto' is sdpa, or where softcap or a sink is needed, explicit or flex (by size)."""
+    if name == "auto" and (softcap is not None or sink):
+        has_flex = d_head >= MIN_FLEX_HEAD_DIM and not options.get("position_scores")
+        return (ExplicitOrFlex if has_flex else Explicit)(softcap=softcap, sink=sink, **options)
+    name = "sdpa" if name == "auto" else name
     if not isinstance(name, str) or name not in KERNELS:
         raise KernelError(f"unknown kernel {name!r}; use one of auto, {', '.join(KERNELS)}")
     return KERNELS[name](softcap=softcap, sink=sink, **options)

@@ -65,7 +65,7 @@ class Transformer(AdapterMethods, nn.Module):
         return next(self.parameters()).dtype
 
     def use_kernel(self, name: str) -> "Transformer":
-        """Set the attention kernel: 'sdpa', 'explicit', 'flex' or 'auto' (explicit for softcap or sinks, else sdpa)."""
+        """Set the attention kernel: 'sdpa', 'explicit', 'flex' or 'auto' (see `build_kernel`)."""
         attentions = [module for module in self.modules() if isinstance(module, MultiHead | LatentAttention)]
         kernels = [attention.build_kernel(name).train(self.training) for attention in attentions]
         for attention, kernel in zip(attentions, kernels, strict=True):

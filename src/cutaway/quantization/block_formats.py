@@ -28,6 +28,19 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
+from cutaway.quantization.format_table import BLOCK_FORMATS, BlockFormat
+
+__all__ = [
+    "BLOCK_FORMATS",
+    "FP4_VALUES",
+    "NF4_VALUES",
+    "BlockFormat",
+    "UnpackedWeights",
+    "pack_codes",
+    "pack_weights",
+    "unpack_blocks",
+]
+
 NF4_VALUES = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
@@ -36,38 +49,6 @@ NF4_VALUES = (
 """The 16 values of NF4: quantiles of N(0, 1), scaled to [−1, 1], with an exact 0. QLoRA (2023), appendix E."""
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """Values of FP4 E2M1 (1 sign, 2 exponent, 1 mantissa bit) by their code."""
-
-
-@dataclass(frozen=True)
-class BlockFormat:
-    """Storage of a matrix row as blocks of `block_size` weights in `num_bytes` bytes each."""
-
-    name: str
-    block_size: int
-    num_bytes: int
-
-    index: int
-    """Number of the format in the table FORMATS of cpu_kernels/linear.c."""
-
-
-_SIZES = (
-    ("Q4_0", 32, 18),
-    ("Q4_1", 32, 20),
-    ("Q5_0", 32, 22),
-    ("Q5_1", 32, 24),
-    ("Q8_0", 32, 34),
-    ("Q4_K", 256, 144),
-    ("Q5_K", 256, 176),
-    ("Q6_K", 256, 210),
-    ("MXFP4", 32, 17),
-    ("INT4_G128", 128, 68),
-    ("NF4", 64, 34),
-    ("FP8_G128", 128, 132),
-)
-BLOCK_FORMATS = {
-    name: BlockFormat(name, size, num_bytes, index) for index, (name, size, num_bytes) in enumerate(_SIZES)
-}
-"""All formats by name, in the order of the table FORMATS of cpu_kernels/linear.c."""
 
 
 @dataclass(frozen=True)

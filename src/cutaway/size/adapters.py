@@ -155,4 +155,4 @@ def fused_column_bytes(config: Config, base: FrozenBase, precision: Precision) -
         if is_fused:
             num_columns = ceil(sum(base.adapters[key].rank for key in keys) / _RANK_MULTIPLE) * _RANK_MULTIPLE
             num_elements += num_columns * sum(weights[key].shape[0] for key in keys)
-    return precision.tensor_bytes((num_elements,), quantizable=False)
+    return precision.tensor_bytes((num_elements,))

@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from cutaway.config import config as read_config
+from cutaway.config.ffn import Moe
 from cutaway.config.lora import LoRA
+from cutaway.config.positions import Disentangled
 from cutaway.config.transformer import Config, Encoder
 from cutaway.errors import InputError
 from cutaway.size.adapters import QUANTIZATIONS, read_adapter
+from cutaway.size.engine_kernels import MAX_DECODE_ROWS, has_engine_decode, has_engine_prefill
 from cutaway.size.estimate_json import estimates_to_dict
 from cutaway.size.flops import FlopCounts, count_flops
 from cutaway.size.hardware import Hardware
@@ -32,16 +35,19 @@ from cutaway.size.options import (
 )
 from cutaway.size.parallel import ParallelDims, resolve_parallel_dims, shard_config
 from cutaway.size.parameters import ParameterCounts, count_parameters
-from cutaway.size.precision import KV_CACHE_DTYPES, get_adapter_precision, get_precision
+from cutaway.size.precision import KV_CACHE_DTYPES, Precision, get_adapter_precision, get_precision
 from cutaway.size.roofline import (
     RooflineBound,
     Workload,
+    engine_seconds,
     find_compute_bound_batch_size,
     roofline_bound,
     weight_bytes_read,
 )
 from cutaway.size.shape_pass import ExecutionConfig, PassCost, inference_pass, training_pass
+from cutaway.size.shape_pass.attention_kernels import resolve_kernel
 from cutaway.size.state_dict_shapes import CheckpointSize, checkpoint_size
+from cutaway.size.stored_precision import stored_precision
 from cutaway.size.training_budget import TrainingBudget, compute_training_budget
 from cutaway.size.unpublished_sizes import check_size_is_published
 
@@ -116,6 +122,22 @@ class SizeEstimate:
             return config
         sizes = precision.compute_bytes, precision.unquantized_bytes
         return replace(config, weight_itemsize=sizes[0], autocast=False, grad_itemsize=sizes[1])
+
+    @property
+    def stores_attention_scores(self) -> bool:
+        """Whether a layer uses the explicit kernel: it was selected, or it is that of 'auto' with soft-cap or sinks."""
+        execution = replace(self.execution_config(), grad=self.options.mode == "train")
+        return any(
+            resolve_kernel(
+                execution,
+                softcap=getattr(block.attention, "softcap", None) is not None,
+                sink=getattr(block.attention, "sink", False),
+                has_position_scores=isinstance(block.attention.position, Disentangled),
+            )
+            == "explicit"
+            for stack in self.options.config.stacks.values()
+            for block in stack.blocks
+        )
 
     # ------------------------------------------------------------------------------------ FLOPs
 
@@ -243,7 +265,28 @@ class SizeEstimate:
         hardware, precision = self.options.hardware, self.options.precision
         assert hardware is not None
         efficiency = expected_efficiency(workload.name, hardware, precision.name)
-        return roofline_bound(workload, hardware, precision, efficiency)
+        bound = roofline_bound(workload, hardware, precision, efficiency)
+        if not self._runs_in_engine_kernels(workload.name):
+            return bound
+        num_layers = self.options.config.stacks["decoder"].layers
+        return replace(bound, engine_seconds=engine_seconds(workload, hardware, precision, num_layers))
+
+    def _runs_in_engine_kernels(self, workload: str) -> bool:
+        """Whether the engine runs prefill or decode steps in its own kernels, which support Nvidia GPUs."""
+        options = self.options
+        if workload == "train" or options.hardware is None or "nvidia" not in options.hardware.title.lower():
+            return False
+        has_experts = any(
+            isinstance(block.ffn, Moe) for stack in options.config.stacks.values() for block in stack.blocks
+        )
+        is_quantized = options.precision.is_quantized
+        if options.parallel_dims.tp > 1 or (has_experts and is_quantized):
+            return False  # the engine's weight_bits leave experts in bf16
+        if is_quantized and options.precision.name not in ("int8", "int4"):
+            return False  # its times have not been measured
+        if workload == "prefill":
+            return has_engine_prefill(options.config)
+        return has_engine_decode(options.config) and self.batch_size_per_device <= MAX_DECODE_ROWS
 
     def _inference_workload(self, name: str, flops: int, num_tokens: int, other_bytes: int, num_ops: int) -> Workload:
         """Workload of a pass over `num_tokens` tokens. `other_bytes`: bytes read or written besides the weights."""
@@ -334,7 +377,7 @@ def size(
     *,
     batch_size: int = 1,
     context: int | None = None,
-    dtype: str | None = None,
+    dtype: str | Precision | None = None,
     mode: str = "infer",
     hardware: Hardware | str | None = None,
     source_len: int | None = None,
@@ -358,7 +401,8 @@ def size(
     """Estimate the parameters, FLOPs, memory and time of a model from its configuration.
 
     `batch_size` is the global batch size and `context` the number of tokens per sequence. `mode` is 'infer' or 'train'.
-    The default `dtype` is bf16 for inference and mixed (fp32 weights, bf16 matmuls) for training. `hardware` is a
+    The default `dtype` is for inference that of the file if the source is a .gguf file or has quantized weights, else
+    bf16, and for training mixed (fp32 weights, bf16 matmuls). `hardware` is a
     device name, 'local' (this machine, as measured by `cutaway bench`) or a `Hardware`. `tp` and `dp_shard` are the
     tensor-parallel and FSDP group sizes. `activation_checkpointing_layers` is the number of layers, from the first, to
     which activation checkpointing applies; the default is all. `adapter` is the LoRA configuration of adapters, such as
@@ -401,7 +445,11 @@ def size(
     dims = resolve_parallel_dims(parallel, world_size, batch_size, dp_shard, tp)
     _check_adapter_options(lora, mode, quantization, dims)
     find_precision = get_precision if lora is None else get_adapter_precision
-    precision = find_precision(dtype or ("mixed" if mode == "train" else "bf16"))
+    if dtype is None and mode == "infer":
+        dtype = stored_precision(source)
+    if not isinstance(dtype, Precision):
+        dtype = find_precision(dtype or ("mixed" if mode == "train" else "bf16"))
+    precision = dtype
     options = SizeOptions(
         config=config,
         mode=mode,

@@ -93,8 +93,13 @@ def options_to_dict(estimate: "SizeEstimate") -> dict[str, object]:
     resolved = ("config", "hardware", "precision", "parallel_dims", "frozen_base")
     fields = {name: value for name, value in vars(options).items() if name not in resolved}
     fields |= asdict(options.parallel_dims) | {"parallel_dims": str(options.parallel_dims)}
-    fields |= {"dtype": options.precision.name, "hardware": options.hardware.name if options.hardware else None}
+    fields |= {
+        "dtype": options.precision.name,
+        "stored_as": options.precision.stored_as or None,
+        "hardware": options.hardware.name if options.hardware else None,
+    }
     fields["batch_size_per_device"] = estimate.batch_size_per_device
+    fields["stores_attention_scores"] = estimate.stores_attention_scores
     fields["adapter"] = None if options.adapter is None else options.adapter.model_dump(mode="json")
     return fields | {"context_warning": options.context_warning or None}
 
@@ -159,6 +164,7 @@ def _bound_to_dict(bound: RooflineBound | None) -> dict[str, object]:
     return _pick(bound, *names, "num_tokens", "max_tokens_per_second") | {
         "expected_seconds": [low, high],
         "eager_seconds_high": bound.eager_seconds_high,
+        "engine_seconds": None if bound.engine_seconds is None else list(bound.engine_seconds),
         "expected_tokens_per_second": [bound.num_tokens / high, bound.num_tokens / low],
         "efficiency": asdict(bound.efficiency),
     }

@@ -103,7 +103,10 @@ def compare_models(sources: Iterable[_ConfigSource], **options: object) -> list[
     if not estimates:
         raise InputError("sources is an empty list; pass at least one model to compare")
     options["context"] = min(estimate.options.context for estimate in estimates)
-    return [size(estimate.options.config, **options) for estimate in estimates]  # type: ignore[arg-type]
+    return [
+        size(estimate.options.config, **options | {"dtype": estimate.options.precision})  # type: ignore[arg-type]
+        for estimate in estimates
+    ]
 
 
 # ---------------------------------------------------------------------------------------- context length and batch size

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cutaway.config.transformer import Config
+from cutaway.size.engine_kernels import ENGINE_EFFICIENCY, ENGINE_KERNELS_PER_LAYER, ENGINE_LAUNCH_SECONDS
 from cutaway.size.hardware import Hardware
 from cutaway.size.precision import Precision
 from cutaway.size.state_dict_shapes import list_tensors
@@ -64,6 +65,8 @@ class RooflineBound:
     eager_seconds_high: float
     """Upper end of the expected range in eager mode."""
     efficiency: EfficiencyRange
+    engine_seconds: tuple[float, float] | None = None
+    """Range of the time in the engine of cutaway on a GPU; None if the model does not run in its kernels there."""
 
     @property
     def min_seconds(self) -> float:
@@ -81,7 +84,7 @@ class RooflineBound:
 def roofline_bound(
     workload: Workload, hardware: Hardware, precision: Precision, efficiency: EfficiencyRange
 ) -> RooflineBound:
-    peak_flops = hardware.peak_flops(precision.name)
+    peak_flops = hardware.peak_flops(precision.rate_dtype)
     compute, bandwidth = workload.flops / peak_flops, workload.min_bytes / hardware.bandwidth
     expected = max(compute, workload.expected_bytes / hardware.bandwidth)
     slow = expected / efficiency.low
@@ -99,18 +102,31 @@ def roofline_bound(
     )
 
 
+def engine_seconds(
+    workload: Workload, hardware: Hardware, precision: Precision, num_layers: int
+) -> tuple[float, float]:
+    """Range of the time of a prefill or decode pass in the engine's kernels on a GPU."""
+    high, low = ENGINE_EFFICIENCY[workload.name]
+    compute = workload.flops / hardware.peak_flops(precision.rate_dtype)
+    expected = max(compute, workload.expected_bytes / hardware.bandwidth)
+    return expected / high, expected / low + num_layers * ENGINE_KERNELS_PER_LAYER * ENGINE_LAUNCH_SECONDS
+
+
 def weight_bytes_read(config: Config, precision: Precision, num_tokens: int, *, is_decode: bool, expected: bool) -> int:
     """Number of bytes of weights that a pass over `num_tokens` tokens reads.
 
     Only the rows of an embedding table that are looked up are counted. Of the MoE experts, top_k are counted (the
     minimum), or, with `expected`, the expected number of distinct experts under uniform routing. A decode step reads no
-    weights for which `_is_encoder_side` holds.
+    weights for which `_is_encoder_side` holds. In int8 and int4, the output matrix is quantized too, as with
+    `weight_bits`; in memory there is also its unquantized copy.
     """
     total = 0.0
     for tensor in list_tensors(config):
         if is_decode and len(config.stacks) == 2 and _is_encoder_side(tensor.name):
             continue
         nbytes = tensor.nbytes(precision)
+        if tensor.is_output_matrix and precision.name in ("int8", "int4"):
+            nbytes = precision.tensor_bytes(tensor.shape, "layer")
         if tensor.is_lookup_table:
             nbytes = nbytes * min(num_tokens, tensor.shape[0]) // tensor.shape[0]
         if tensor.expert_routing is not None:

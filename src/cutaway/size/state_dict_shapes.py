@@ -8,7 +8,7 @@ from cutaway.config.ffn import Moe
 from cutaway.config.head import LMHead
 from cutaway.config.positions import SinusoidalPosition
 from cutaway.config.transformer import Config, Encoder
-from cutaway.size.precision import Precision
+from cutaway.size.precision import MatrixKind, Precision
 from cutaway.size.shape_pass import ExecutionConfig, Weight, inference_pass
 
 
@@ -33,6 +33,18 @@ class TensorSpec:
     """(top_k, experts) for the weights of routed experts."""
 
     @property
+    def is_output_matrix(self) -> bool:
+        """Whether the tensor is the matrix of the LM head, which may be the embedding table too."""
+        return self.name == "head" or (self.name == "tokens" and not self.is_lookup_table)
+
+    @property
+    def matrix_kind(self) -> MatrixKind | None:
+        """The kind of matrix for quantization; None for vectors."""
+        if self.quantizable:
+            return "layer" if self.expert_routing is None else "experts"
+        return "output" if self.is_output_matrix else "embedding" if self.is_lookup_table else None
+
+    @property
     def numel(self) -> int:
         return prod(self.shape)
 
@@ -43,13 +55,15 @@ class TensorSpec:
         return self if not self.requires_grad else replace(self, shape=(-(-self.shape[0] // dp_shard), *self.shape[1:]))
 
     def nbytes(self, precision: Precision) -> int:
-        return 4 * self.numel if self.always_fp32 else precision.tensor_bytes(self.shape, quantizable=self.quantizable)
+        return 4 * self.numel if self.always_fp32 else precision.tensor_bytes(self.shape, self.matrix_kind)
 
 
 @lru_cache(maxsize=64)
 def list_weights(config: Config) -> tuple[Weight, ...]:
-    """List the weights of the forward pass; tied weights are one weight."""
-    return inference_pass(config, 1, 1, ExecutionConfig()).weights
+    """List the weights of the forward pass; tied weights are one weight.
+
+    The explicit kernel is used because it supports every configuration and records the tables of position biases."""
+    return inference_pass(config, 1, 1, ExecutionConfig(kernel="explicit")).weights
 
 
 _EMBEDDING_TABLES = ("tokens", "source_tokens", "positions", "types")

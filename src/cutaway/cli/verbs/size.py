@@ -31,7 +31,7 @@ def size(
     sources: Annotated[
         list[str] | None,
         argument(
-            "Preset name, size such as 7b, .toml or config.json, or model directory; several SOURCEs are compared.",
+            "Preset name, size such as 7b, .toml, config.json or .gguf file, or model directory; several are compared.",
             metavar="SOURCE",
             show_default=False,
         ),
@@ -52,7 +52,12 @@ def size(
     context: Annotated[OptionText, option("Context length; 8k is 8,000 and 8Ki 8,192.", metavar="N")] = None,
     source_len: Annotated[OptionText, option("Source length, for encoder-decoders.", metavar="N")] = None,
     dtype: Annotated[
-        OptionText, option("Data type: fp32, bf16, fp16, mixed; for inference also fp8, int8, int4.", metavar="NAME")
+        OptionText,
+        option(
+            "Data type: fp32, bf16, fp16, mixed; for inference also fp8, int8, int4, and block formats: q8_0, q4_k,"
+            " q6_k, mxfp4, int4_g128, nf4, fp8_g128, ... Default for inference: that of quantized weights, or bf16.",
+            metavar="NAME",
+        ),
     ] = None,
     kv_cache_dtype: Annotated[
         OptionText, option("Data type of the KV cache: fp32, bf16, fp16, fp8, int8, int4.", metavar="NAME")
@@ -192,7 +197,6 @@ def _compute_sizes(sources: list[str], mode: str | None, options: dict[str, Any]
 
     If `mode` is None, the modes are inference and training, or only inference if the dtype cannot be used for training.
     """
-    from cutaway.config import config
     from cutaway.size import size as estimate_size
     from cutaway.size.precision import get_precision
     from cutaway.size.unpublished_sizes import check_size_is_published
@@ -201,12 +205,11 @@ def _compute_sizes(sources: list[str], mode: str | None, options: dict[str, Any]
     modes = [mode] if mode is not None else ["infer", "train"] if can_train else ["infer"]
     for source in sources:
         check_size_is_published(source)
-    models = [config(source) for source in sources]
-    if len(models) == 1:
-        return [[estimate_size(models[0], mode=name, **options) for name in modes]]
+    if len(sources) == 1:
+        return [[estimate_size(sources[0], mode=name, **options) for name in modes]]
     from cutaway.size.memory_fit import compare_models
 
-    by_mode = [compare_models(models, mode=name, **options) for name in modes]
+    by_mode = [compare_models(sources, mode=name, **options) for name in modes]
     return [list(estimates) for estimates in zip(*by_mode, strict=True)]
 
 

@@ -239,7 +239,11 @@ def _time_section(report: Data) -> list[RenderableType]:
             note_text += f"; decode is compute-bound from a batch of {batch:,} per device"
     source = next(iter(bounds.values()))["efficiency"]["source"]
     note = Text(f"{note_text}. Expected: {source}.", "dim")
-    return [format_heading("time", f"on {device['title']}"), indent(table), indent(note)]
+    rows: list[RenderableType] = [format_heading("time", f"on {device['title']}"), indent(table)]
+    engine = {PHASE_NAMES[name]: bound.get("engine_seconds") for name, bound in bounds.items()}
+    items = [f"{name} {'–'.join(map(format_duration, seconds))}" for name, seconds in engine.items() if seconds]
+    rows += [indent(Text.assemble(("expected in the engine: ", "dim"), ", ".join(items)))] if items else []
+    return [*rows, indent(note)]
 
 
 PHASE_NAMES = {"prefill": "prefill", "decode": "decode", "train_step": "training step"}
@@ -286,6 +290,9 @@ def _format_assumptions(report: Data) -> Text:
     text += f", source {options['source_len']:,}" if len(report["model"]["layers"]) > 1 else ""
     text += "".join(f", {mode_options['dtype']} for {MODE_LABELS[mode]}" for mode, mode_options in modes.items())
     text += f", kernel {options['kernel']}"
+    stored = [MODE_LABELS[mode] for mode, mode_options in modes.items() if mode_options["stores_attention_scores"]]
+    if stored and options["kernel"] == "auto":
+        text += f" (explicit for {' and '.join(stored)}, which stores the scores; --kernel flex does not)"
     text += f", cache in {options['kv_cache_dtype']}" if "kv_cache" in report and "infer" in modes else ""
     if "train" in modes:
         text += f", {options['optimizer']}, checkpointing {options['activation_checkpointing']}"
@@ -297,8 +304,10 @@ def _format_assumptions(report: Data) -> Text:
     text += " Visible pairs: query-key pairs that are not masked."
     if "train" in modes:
         text += " *: activations."
-    elif options["dtype"] in ("fp8", "int8", "int4"):
+    elif options["dtype"] not in ("fp32", "bf16", "fp16", "mixed"):
         text += f" {options['dtype']} is for inference only; training needs fp32, bf16, fp16 or mixed."
+    if options["stored_as"]:
+        text += f" The file has weights quantized {options['stored_as']}; --dtype bf16 for dequantized weights."
     return Text(text, "dim")
 
 

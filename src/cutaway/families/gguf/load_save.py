@@ -41,9 +41,27 @@ def load_gguf(path: Path, options: LoadOptions) -> Checkpoint:
 
 
 def load_gguf_config(path: Path) -> Config:
-    """Config of a GGUF file, without its weights."""
+    """Config of a GGUF file, without its weights. The head is tied unless the file has a matrix of its own for it."""
     file, family, metadata = _open_gguf(path)
-    return resolve_config(family, metadata, file)[0]
+    config = resolve_config(family, metadata, file)[0]
+    return config.replace({"head.tied": False}) if "output.weight" in file.tensor_infos else config
+
+
+def gguf_format_sizes(path: Path) -> dict[str, dict[str, tuple[int, int]]]:
+    """{kind: {format: (number of weights, number of bytes)}} of the matrices of a GGUF file.
+
+    The kinds are 'layer', 'embedding' and, if the LM head has a matrix of its own, 'output'."""
+    file = GGUFFile(path)
+    sizes: dict[str, dict[str, tuple[int, int]]] = {}
+    for name, info in file.tensor_infos.items():
+        if len(info.shape) < 2:
+            continue
+        kind = {"token_embd.weight": "embedding", "output.weight": "output"}.get(name, "layer")
+        formats = sizes.setdefault(kind, {})
+        format_name = info.quantization or str(info.dtype).removeprefix("torch.")
+        num_weights, num_bytes = formats.get(format_name, (0, 0))
+        formats[format_name] = num_weights + info.numel, num_bytes + file.locations[name][1]
+    return sizes
 
 
 def _open_gguf(path: Path, *, dequantize: bool = True) -> tuple[GGUFFile, Family, dict[str, Any]]:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 from cutaway.config.positions import Disentangled
 from cutaway.size.shape_pass.cost_counter import MatmulFlops
+from cutaway.size.shape_pass.execution_config import ExecutionConfig
 from cutaway.size.shape_pass.functional import dropout as drop
 from cutaway.size.shape_pass.tape import Tape
 from cutaway.size.shape_pass.tensor import Shape, ShapeTensor, Weight, saved_by_product
@@ -43,9 +44,17 @@ class RelativePositions:
     """(P, H, D), for position to content."""
 
 
-def resolve_kernel(kernel: str, *, softcap: bool, sink: bool) -> str:
-    """Resolve 'auto' as the model does: to 'explicit' with a softcap or a sink, else to 'sdpa'."""
-    return kernel if kernel != "auto" else "explicit" if softcap or sink else "sdpa"
+def resolve_kernel(execution: ExecutionConfig, *, softcap: bool, sink: bool, has_position_scores: bool = False) -> str:
+    """Resolve 'auto': to 'sdpa', or with a softcap or a sink to 'explicit', or 'flex' in inference on a GPU.
+
+    There the engine's prefill kernel, like flex attention, does not materialize the scores; the plain forward pass uses
+    flex attention for long sequences."""
+    if execution.kernel != "auto":
+        return execution.kernel
+    if not softcap and not sink:
+        return "sdpa"
+    is_gpu_inference = execution.device == "cuda" and not execution.grad
+    return "flex" if is_gpu_inference and not has_position_scores else "explicit"
 
 
 def scaled_dot_product_attention(
@@ -70,7 +79,7 @@ def scaled_dot_product_attention(
     values = ("values", flops_per_width * v.shape[3] * num_pairs, flops_per_width * v_width * mask.num_visible_pairs)
     flops, has_softcap = (scores, values), softcap is not None
     rate = dropout if tape.execution.grad else 0.0
-    kernel = resolve_kernel(mask.kernel, softcap=has_softcap, sink=sink is not None)
+    kernel = mask.kernel
     if mask.relative_positions is not None and kernel == "sdpa":
         s = _position_scores(tape, q, k, mask.relative_positions)
         assert mask.mask_tensor is not None

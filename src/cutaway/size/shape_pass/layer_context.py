@@ -99,7 +99,9 @@ class LayerContextBuilder:
         disentangled = position if isinstance(position, Disentangled) else None
         unshared_layer = layer_index if isinstance(position, RelativeBias) and not position.shared else None
         softcap, sink = getattr(attention, "softcap", None), getattr(attention, "sink", False)
-        kernel = resolve_kernel(tape.execution.kernel, softcap=softcap is not None, sink=sink)
+        kernel = resolve_kernel(
+            tape.execution, softcap=softcap is not None, sink=sink, has_position_scores=disentangled is not None
+        )
         if disentangled is not None and kernel == "flex":
             raise KernelError("kernel 'flex' does not support position scores; use one of: sdpa, explicit")
         bias_key = None if bias_position is None else (position, attention.heads, unshared_layer)
@@ -155,7 +157,7 @@ class LayerContextBuilder:
 
     def cross_attention_mask(self, block: CrossBlock, memory: ShapeTensor) -> MaskShape:
         cross = block.cross
-        kernel = resolve_kernel(self.tape.execution.kernel, softcap=cross.softcap is not None, sink=False)
+        kernel = resolve_kernel(self.tape.execution, softcap=cross.softcap is not None, sink=False)
         num_keys = memory.shape[1]
         mask_key = ("memory", kernel)
         if mask_key not in self.mask_shapes:

@@ -81,7 +81,7 @@ def training_pass(
     tape = Tape(replace(execution, grad=True, mask_batch_size=batch_size if packed else 0))
     fsdp = None
     if tape.execution.uses_fsdp:
-        weights = inference_pass(config, 1, 1, ExecutionConfig()).weights
+        weights = inference_pass(config, 1, 1, ExecutionConfig(kernel="explicit")).weights
         shared_stacks = [name for name, stack in config.stacks.items() if stack.layer_groups is not None]
         fsdp = FSDPState(tape.memory_tracker, tape.counter, tape.execution, weights, shared_stacks)
         tape.fsdp = fsdp
