@@ -17,7 +17,6 @@ from torch import Tensor
 
 import cutaway as ct
 from cutaway.cpu_kernels.library import load_cpu_kernels
-from cutaway.families.safetensors_reader import SafetensorsReader
 from cutaway.quantization.quantized_tensor import QuantizedTensor
 
 HIDDEN, INTERMEDIATE, VOCAB = 128, 256, 97
@@ -184,7 +183,3 @@ def quantize_groups(weight: Tensor, bits: int, groups: Tensor, *, symmetric: boo
 def offset_error(scales: Tensor, zeros: Tensor) -> float:
     """Rounding error of the offsets −zero · scale in fp16."""
     return float((scales.float() * zeros).abs().max()) * 2**-11
-
-
-def stored_dtype(path: Path, name: str) -> torch.dtype:
-    return SafetensorsReader([path / WEIGHTS]).tensor_infos[name].dtype

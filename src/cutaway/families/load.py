@@ -18,7 +18,7 @@ from cutaway.families.checkpoint import Checkpoint
 from cutaway.families.gguf.load_save import load_gguf, load_gguf_config
 from cutaway.families.native_format import NATIVE_CONFIG_NAME, load_native_checkpoint
 from cutaway.families.peft_format import ADAPTER_CONFIG_NAME, load_adapter
-from cutaway.families.quantized import open_quantized
+from cutaway.families.quantized import open_quantized, read_dtype
 from cutaway.families.registry import resolve_family
 from cutaway.families.safetensors_reader import TensorReader, check_not_pickle, open_safetensors
 from cutaway.families.save import merge_adapters
@@ -112,8 +112,7 @@ def load(
     reader: TensorReader = stored
     quantized = None
     if hf_config.get("quantization_config") is not None:
-        dtype = hf_config.get("dtype") or hf_config.get("torch_dtype")
-        quantization_config = hf_config.pop("quantization_config")
+        quantization_config, dtype = hf_config.pop("quantization_config"), options.dtype or read_dtype(hf_config)
         reader = quantized = open_quantized(stored, quantization_config, dtype, packed=options.keeps_packed)
     model, config, report = load_model(family, hf_config, reader, str(source), options, head)
     report.quantization = [] if quantized is None else quantized.describe()

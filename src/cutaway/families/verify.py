@@ -84,11 +84,11 @@ class VerificationResult:
 def verify(source: str | Path) -> VerificationResult:
     """Compare a checkpoint loaded by cutaway with the same checkpoint loaded by transformers, in fp32.
 
-    transformers opens a dequantized copy of a checkpoint that is quantized, except in mxfp4 or fp8."""
+    transformers opens a dequantized copy of a quantized checkpoint."""
     checkpoint = load(source, dtype=torch.float32)
     with TemporaryDirectory(ignore_cleanup_errors=True) as directory:
         path = resolve_checkpoint_path(source)
-        if _is_compared_dequantized(path):
+        if _is_quantized(path):
             path = save(checkpoint, Path(directory) / "dequantized")
         peer = _load_transformers_model(checkpoint, path)
     model = checkpoint.model
@@ -120,13 +120,12 @@ def verify(source: str | Path) -> VerificationResult:
     )
 
 
-def _is_compared_dequantized(path: Path) -> bool:
-    """Whether transformers opens a dequantized copy of a checkpoint: its own products with quantized weights need other
-    packages, and are not those of fp32. It dequantizes mxfp4 and fp8 checkpoints itself."""
+def _is_quantized(path: Path) -> bool:
+    """Whether the weights of a directory are quantized. transformers needs other packages for most methods, and its
+    products with quantized weights are not those of fp32, so that it opens a dequantized copy."""
     if not (path / "config.json").is_file():
         return False
-    config = read_json_object(path / "config.json", ConfigError).get("quantization_config")
-    return isinstance(config, dict) and config.get("quant_method") not in ("mxfp4", "fp8")
+    return read_json_object(path / "config.json", ConfigError).get("quantization_config") is not None
 
 
 def _load_transformers_model(checkpoint: Checkpoint, path: Path) -> Peer:

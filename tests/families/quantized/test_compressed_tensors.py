@@ -156,6 +156,18 @@ def test_fp4(kind: str, formats: set[str], tmp_path: Path) -> None:
     check_checkpoints(saved, formats, tmp_path)
 
 
+def test_int8_in_blocks(tmp_path: Path) -> None:
+    def quantize(weight: Tensor) -> QuantizedMatrix:
+        rows, columns = weight.shape
+        scales = torch.rand(-(-rows // 96), columns // 64).bfloat16() * 0.01
+        full = scales.repeat_interleave(96, 0)[:rows].repeat_interleave(64, 1)
+        codes = (weight / full).round().clamp(-128, 127).to(torch.int8)
+        return QuantizedMatrix({"weight": codes, "weight_scale": scales}, codes.bfloat16() * full)
+
+    method = config("int-quantized", 8, strategy="block", block_structure=[96, 64])
+    check_checkpoints(save_checkpoints(tmp_path, quantize, method, dtype=BF16), {"Q8_0"}, tmp_path)
+
+
 def test_mixed_precision(tmp_path: Path) -> None:
     def quantize(weight: Tensor) -> QuantizedMatrix:
         return integers()(weight) if weight.shape[1] == 256 else fp8("channel")(weight)

@@ -207,8 +207,16 @@ def test_exponents_as_scales(tmp_path: Path) -> None:
         assert torch.equal(reader.read_tensor("x"), (weight.float() / 128).bfloat16())
 
 
+def test_huge_block_size(tmp_path: Path) -> None:
+    config = {"quant_method": "fp8", "weight_block_size": [10**30, 10**30]}
+    saved = save_checkpoints(tmp_path, fp8("tensor", "_scale_inv"), config, dtype=torch.bfloat16)
+    check_checkpoints(saved, {"FP8_G128"}, tmp_path)
+
+
 def test_verify(tmp_path: Path) -> None:
-    """transformers opens a dequantized copy of a checkpoint for whose format it needs another package."""
-    config = {"quant_method": "fbgemm_fp8"}
-    saved = save_checkpoints(tmp_path, fp8("row", "_scale"), config, dtype=torch.bfloat16)
-    assert verify(saved.quantized).ok
+    """transformers opens a dequantized copy."""
+    for method in ("fbgemm_fp8", "fp8"):
+        saved = save_checkpoints(
+            tmp_path / method, fp8("row", "_scale"), {"quant_method": method}, dtype=torch.bfloat16
+        )
+        assert verify(saved.quantized).ok

@@ -22,6 +22,6 @@ have blocks of 128 columns, NF4 of 64, the others of 32. The matrices of experts
 (GPTQ's desc_act) and 8-bit codes minus zero points outside of int8 are dequantized.
 """
 
-from cutaway.families.quantized.open import open_quantized
+from cutaway.families.quantized.open import open_quantized, read_dtype
 
-__all__ = ["open_quantized"]
+__all__ = ["open_quantized", "read_dtype"]

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from cutaway.errors import WeightError
-from cutaway.families.quantized.matrix import QuantizedMatrix, contiguous_groups, unpack_bits
+from cutaway.families.quantized.matrix import QuantizedMatrix, contiguous_groups
 from cutaway.families.quantized.reader import FLOAT_DTYPES, QuantizedReader, get_choice, get_int
 
-_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
+_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 """Place of each of 8 numbers in a word."""
 
 
@@ -47,15 +47,17 @@ class AWQReader(QuantizedReader):
         columns = self.tensor_infos[name].shape[1]
         scales = self.read_part(name, "scales")
         return QuantizedMatrix(
-            codes=_unpack(self.read_part(name, "qweight")).T.contiguous(),
+            codes=_unpack(self.read_part(name, "qweight")),
             scales=scales.T,
             groups=contiguous_groups(columns, columns // len(scales)),
-            zero_points=_unpack(self.read_part(name, "qzeros")).T.to(torch.int16),
+            zero_points=_unpack(self.read_part(name, "qzeros")).to(torch.int16),
             compute_dtype=scales.dtype,
             num_bits=4,
         )
 
 
 def _unpack(words: Tensor) -> Tensor:
-    """(rows, words) → (rows, 8 · words)."""
-    return torch.unflatten(unpack_bits(words, 4), -1, (-1, 8))[..., _PLACES].flatten(-2)
+    """(rows, words) in int32 → the transposed numbers, (8 · words, rows), in uint8."""
+    transposed = words.T.contiguous()
+    numbers = [(transposed >> 4 * place & 15).to(torch.uint8) for place in _PLACES]
+    return torch.stack(numbers, 1).flatten(0, 1)

@@ -51,7 +51,7 @@ class CompressedTensorsReader(QuantizedReader):
     def find_matrices(self) -> None:
         schemes = _read_weight_schemes(self.config)
         self.bits = sorted({bits for scheme in schemes if isinstance(bits := scheme.get("num_bits"), int)})
-        blocks = tuple(
+        self.blocks = tuple(
             parse_block_size(b, "block_structure") for scheme in schemes if (b := scheme.get("block_structure"))
         )
         self.method = f"compressed-tensors, {get_choice(self.config, 'format', 'dense', _FORMATS)}"
@@ -62,7 +62,7 @@ class CompressedTensorsReader(QuantizedReader):
             if stored.endswith(".weight_packed"):
                 self._add_packed(stored.removesuffix("_packed"))
             elif stored.endswith(".weight_scale") and f"{stored.removesuffix('_scale')}_packed" not in infos:
-                self._add_scaled(stored.removesuffix("_scale"), blocks)
+                self._add_scaled(stored.removesuffix("_scale"))
         ignore_activation_scales(self)
         check_no_unscaled_fp8(self)
         if any(scheme.get("input_activations") for scheme in _read_groups(self.config)):
@@ -96,7 +96,7 @@ class CompressedTensorsReader(QuantizedReader):
         """Check the scales, and add zero points and group indices, if there are any."""
         infos = self.reader.tensor_infos
         scales_shape = self.check_part(parts["scales"], name, None, *FLOAT_DTYPES).shape
-        self.tiles[name] = tile = find_tile_size(name, shape, scales_shape, ())
+        self.tiles[name] = find_tile_size(name, shape, scales_shape, self.blocks)
         if (zero_points := f"{name}_zero_point") in infos:
             parts["zero_points"] = zero_points
             if infos[zero_points].dtype == torch.int32:
@@ -107,7 +107,6 @@ class CompressedTensorsReader(QuantizedReader):
         if (groups_name := f"{name}_g_idx") in infos:
             parts["g_idx"] = groups_name
             self.check_part(groups_name, name, (shape[1],), torch.int32, torch.int64)
-            assert tile[0] >= 1
 
     def _add_fp4(self, name: str, parts: dict[str, str], shape: tuple[int, int]) -> None:
         size = 32
@@ -123,7 +122,7 @@ class CompressedTensorsReader(QuantizedReader):
         self.kinds[name] = "fp4"
         self.add_matrix(name, parts, shape, "nvfp4" if size == 16 else "mxfp4")
 
-    def _add_scaled(self, name: str, blocks: tuple[TileSize, ...]) -> None:
+    def _add_scaled(self, name: str) -> None:
         parts = {"codes": name, "scales": f"{name}_scale"}
         info = self.check_part(name, name, None, torch.int8, *FP8_DTYPES, dims=2)
         shape = (info.shape[0], info.shape[1])
@@ -133,7 +132,7 @@ class CompressedTensorsReader(QuantizedReader):
             self.kinds[name] = "signed"
         else:
             scales_shape = self.check_part(parts["scales"], name, None, *SCALE_DTYPES).shape
-            self.tiles[name] = find_tile_size(name, shape, scales_shape, blocks)
+            self.tiles[name] = find_tile_size(name, shape, scales_shape, self.blocks)
             self.kinds[name] = "fp8"
             if f"{name}_zero_point" in self.reader.tensor_infos:
                 parts["zero_points"] = f"{name}_zero_point"
@@ -169,8 +168,7 @@ class CompressedTensorsReader(QuantizedReader):
     def _read_integers(self, name: str) -> QuantizedMatrix:
         rows, columns = self.tensor_infos[name].shape
         bits = 8 if self.kinds[name] == "signed" else int(self.kinds[name].removeprefix("int"))
-        middle = 1 << bits - 1
-        """The stored codes of packed integers: the integer plus `middle`."""
+        middle = 1 << bits - 1  # codes and zero points of packed integers are stored plus `middle`
         if self.kinds[name] == "signed":
             codes = self.read_part(name, "codes").view(torch.uint8) ^ 0x80
         else:

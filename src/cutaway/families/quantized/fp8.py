@@ -77,7 +77,7 @@ def find_tile_size(
         return rows, columns
     for block in blocks:
         if scales_shape == tuple(-(-size // side) for size, side in zip(shape, block, strict=True)):
-            return block
+            return min(block[0], rows), min(block[1], columns)
     if scales_shape in ((rows,), (rows, 1)):
         return 1, columns
     if len(scales_shape) == 2 and scales_shape[0] == rows and columns % scales_shape[1] == 0:

@@ -38,8 +38,6 @@ class GPTQReader(QuantizedReader):
         for name in self.reader.tensor_infos:
             if name.endswith(".qweight"):
                 self._add(name.removesuffix(".qweight"))
-        if config.get("desc_act"):
-            self.notes.append("desc_act: the columns of a group are not adjacent, which no block format represents")
 
     def _add(self, stem: str) -> None:
         name = f"{stem}.weight"

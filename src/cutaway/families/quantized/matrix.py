@@ -37,18 +37,27 @@ class QuantizedMatrix:
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         weight = torch.empty(self.codes.shape, dtype=dtype)
+        rows, columns = weight.shape
         values = None if self.values is None else torch.tensor(self.values)
-        rows_per_chunk = max(1, _CHUNK_NUMEL // self.codes.shape[1])
-        for first in range(0, len(weight), rows_per_chunk):
-            rows = slice(first, first + rows_per_chunk)
-            codes = self.codes[rows]
+        scales = self.scales.float().contiguous()
+        zeros = self.zero_points if isinstance(self.zero_points, int) else self.zero_points.float().contiguous()
+        num_groups = scales.shape[1]
+        is_adjacent = columns % num_groups == 0 and torch.equal(
+            self.groups, contiguous_groups(columns, columns // num_groups)
+        )
+        rows_per_chunk = max(1, _CHUNK_NUMEL // columns)
+        for first in range(0, rows, rows_per_chunk):
+            chunk = slice(first, first + rows_per_chunk)
+            codes = self.codes[chunk]
             numbers = codes.float() if values is None else values[codes.int()]
-            if isinstance(self.zero_points, int):
-                numbers -= self.zero_points
+            if is_adjacent:  # (rows, groups, columns of a group)
+                numbers = torch.unflatten(numbers, -1, (num_groups, -1))
+                numbers -= zeros if isinstance(zeros, int) else zeros[chunk].unsqueeze(-1)
+                numbers = numbers.mul_(scales[chunk].unsqueeze(-1)).flatten(-2)
             else:
-                numbers -= self.zero_points[rows].float()[:, self.groups]
-            numbers *= self.scales[rows].float()[:, self.groups]
-            weight[rows] = (numbers if self.factor == 1 else numbers.mul_(self.factor)).to(self.compute_dtype)
+                numbers -= zeros if isinstance(zeros, int) else zeros[chunk][:, self.groups]
+                numbers *= scales[chunk][:, self.groups]
+            weight[chunk] = (numbers if self.factor == 1 else numbers.mul_(self.factor)).to(self.compute_dtype)
         return weight
 
     def pack(self, dtype: torch.dtype) -> QuantizedTensor | None:

@@ -33,7 +33,8 @@ class MXFP4Reader(QuantizedReader):
             parts = {"blocks": stored, "scales": name + SCALES_SUFFIX}
             self.check_part(parts["scales"], name, (*leading, rows, groups), torch.uint8)
             self.add_matrix(name, parts, (*leading, groups * num_bytes * 2, rows), "mxfp4")
-        self.notes.append("experts are dequantized, because packed matrices have two dimensions")
+        if self.options.packed:
+            self.notes.append("experts are dequantized, because packed matrices have two dimensions")
 
     def read_matrix(self, name: str) -> Tensor:
         weight = torch.empty(self.tensor_infos[name].shape, dtype=self.dtype)

@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 
+import torch
+
 from cutaway.errors import ConfigError
 from cutaway.families.quantized.awq import AWQReader
 from cutaway.families.quantized.bitsandbytes import BitsAndBytesReader
@@ -25,11 +27,11 @@ READERS: dict[str, type[QuantizedReader]] = {
 
 
 def open_quantized(
-    reader: TensorReader, quantization_config: object, dtype: object = None, *, packed: bool = False
+    reader: TensorReader, quantization_config: object, dtype: torch.dtype | None = None, *, packed: bool = False
 ) -> QuantizedReader:
     """Wrap a reader so that quantized matrices are dequantized, or stay packed; raise for unsupported methods.
 
-    `dtype` is the dtype of the model in config.json."""
+    `dtype` is the dtype of dequantized weights."""
     if not isinstance(quantization_config, Mapping):
         value = f"{quantization_config!r:.60}"
         raise ConfigError(f"config.json's 'quantization_config' is {value}, not a JSON object; correct it")
@@ -39,6 +41,10 @@ def open_quantized(
     if not isinstance(method, str) or method not in READERS:
         supported = f"cutaway supports {', '.join(READERS)}; load the unquantized checkpoint"
         raise ConfigError(f"config.json's 'quantization_config' has quant_method {method!r:.60}; {supported}")
-    dtypes = {str(each).removeprefix("torch."): each for each in FLOAT_DTYPES}
-    name = dtype.removeprefix("torch.") if isinstance(dtype, str) else ""
-    return READERS[method](reader, quantization_config, ReadOptions(dtypes.get(name), packed))
+    return READERS[method](reader, quantization_config, ReadOptions(dtype if dtype in FLOAT_DTYPES else None, packed))
+
+
+def read_dtype(hf_config: Mapping[str, object]) -> torch.dtype | None:
+    """dtype of the model in config.json; None if there is none for weights."""
+    name = hf_config.get("dtype") or hf_config.get("torch_dtype")
+    return next((dtype for dtype in FLOAT_DTYPES if name in (str(dtype), str(dtype).removeprefix("torch."))), None)

@@ -22,7 +22,7 @@ class ReadOptions:
     """How quantized matrices are read."""
 
     dtype: torch.dtype | None = None
-    """dtype of dequantized weights, as in config.json; None if config.json does not say."""
+    """dtype of dequantized weights; None for the default of the format."""
     packed: bool = False
     """Whether matrices stay packed, if a block format represents them."""
 
@@ -44,7 +44,7 @@ class QuantizedReader(ABC):
         self.notes: list[str] = []
         """Sentences for the load report."""
         self.read_formats: dict[str, str] = {}
-        """Name of a matrix that was read → its block format, or '' if it was dequantized."""
+        """Name of a matrix that was read → its block format, or why it was dequantized."""
         self.find_matrices()
         if not self.parts:
             self.notes.append("no tensor of the checkpoint is quantized")
@@ -95,18 +95,21 @@ class QuantizedReader(ABC):
         if name not in self.parts:
             return self.reader.read_tensor(name)
         matrix = self.read_matrix(name)
-        tensor = None
+        tensor: Tensor | None = None
+        result = _NO_FORMAT if self.options.packed else _DEQUANTIZED
         if isinstance(matrix, Tensor):
-            plain = matrix
-        else:
-            if packed and self.tensor_infos[name].is_packed:
-                tensor = matrix.pack(self.dtype)
-            if tensor is None:
-                plain = matrix.dequantize(self.dtype)
+            tensor = matrix
+        elif not packed:
+            result = _NO_ROWS if self.options.packed else _DEQUANTIZED
+        elif self.tensor_infos[name].is_packed and (quantized := matrix.pack(self.dtype)) is not None:
+            tensor, result = quantized, quantized.format.name
+        if tensor is None:
+            assert not isinstance(matrix, Tensor)
+            tensor = matrix.dequantize(self.dtype)
         for stored in self.parts[name].values():
             self.reader.release_tensor(stored)
-        self.read_formats[name] = "" if tensor is None else tensor.format.name
-        return plain if tensor is None else tensor
+        self.read_formats[name] = result
+        return tensor
 
     def release_tensor(self, name: str, start: int = 0, stop: int | None = None) -> None:
         if name not in self.parts:  # the parts of a matrix are released when it is read
@@ -115,13 +118,17 @@ class QuantizedReader(ABC):
     def describe(self) -> list[str]:
         """Lines of the load report: the method, and how many matrices are packed and dequantized."""
         counts = Counter(self.read_formats.values())
-        num_dequantized = counts.pop("", 0)
+        reasons = {reason: counts.pop(reason) for reason in (_DEQUANTIZED, _NO_FORMAT, _NO_ROWS) if reason in counts}
+        dtype = str(self.dtype).removeprefix("torch.")
         lines = [f"{count} in {name}" for name, count in sorted(counts.items())]
-        if num_dequantized:
-            dtype = str(self.dtype).removeprefix("torch.")
-            reason = ", since no block format represents them" if self.options.packed else ""
-            lines.append(f"{num_dequantized} dequantized to {dtype}{reason}")
+        lines += [f"{count} dequantized to {dtype}{reason}" for reason, count in reasons.items()]
         return [f"quantization: {self.method}; matrices: {', '.join(lines) or 'none'}", *self.notes]
+
+
+_DEQUANTIZED = ""
+_NO_FORMAT = " (no block format represents them)"
+_NO_ROWS = " (experts, and matrices whose rows are not those of the model)"
+"""Why matrices were dequantized."""
 
 
 def get_int(config: QuantizationConfig, key: str, default: int | None, *, choices: tuple[int, ...] = ()) -> int:
