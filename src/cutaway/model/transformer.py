@@ -200,6 +200,7 @@ class DecoderOnly(Transformer):
         table = EmbeddingTable(config.vocab_size, config.decoder.embedding.token_table_dim(config.d_model))
         self.decoder = Stack(config.decoder, config.d_model, table, causal=True)
         self.head = build_head(config.head, config.d_model, config.vocab_size, table)
+        self.pad_token_id: int | None = getattr(config.head, "pad_token_id", None)  # torch.compile traces no getattr
 
     def hidden_states(
         self, tokens: Tokens, mask: Mask = None, *, cache: Cache | None = None, **options: Unpack[DecoderOptions]
@@ -234,9 +235,9 @@ class DecoderOnly(Transformer):
                 prefix_lengths=prefix_lengths,
                 cache=cache,
             )
-            pad_token_id = getattr(self.config.head, "pad_token_id", None)
-            if pad_token_id is not None:
-                mask = tokens != pad_token_id if mask is None else mask & (tokens != pad_token_id)
+            if self.pad_token_id is not None:
+                is_token = tokens != self.pad_token_id
+                mask = is_token if mask is None else mask & is_token
             return self._apply_head(x, mask)
 
 
