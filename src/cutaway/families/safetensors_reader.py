@@ -42,6 +42,8 @@ class TensorInfo:
     """Quantization type, or '' if the tensor is not quantized."""
     is_packed: bool = False
     """Whether the tensor can be read as a `QuantizedTensor`."""
+    is_transposed: bool = False
+    """Whether that is the transposed tensor: the packed rows are columns of the tensor."""
     reason_ignored: str = ""
     """Why a model may leave the tensor unused; '' if that is an error."""
 

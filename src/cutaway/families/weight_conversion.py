@@ -23,7 +23,12 @@ class ConversionOp(ABC):
 
     @property
     def keeps_rows(self) -> bool:
-        """Whether `to_model` only selects and reorders rows of one matrix, so that it applies to packed rows, too."""
+        """Whether `to_model` only selects, reorders and stacks rows, so that it applies to packed rows, too."""
+        return False
+
+    @property
+    def transposes(self) -> bool:
+        """Whether `to_model` transposes matrices, and otherwise only selects and reorders their columns."""
         return False
 
     @abstractmethod
@@ -50,6 +55,8 @@ class Identity(ConversionOp):
 
 class Transpose(ConversionOp):
     """The checkpoint stores matrices as (in, out) instead of (out, in); vectors are unchanged."""
+
+    transposes = True
 
     def to_model(self, tensors: "Tensors", model_shapes: Shapes, d_head: int) -> "list[Tensor]":
         return [_transpose(t) for t in tensors]
@@ -117,6 +124,8 @@ class SplitShardedQVK(ConversionOp):
 class MergeModulelist(ConversionOp):
     """Checkpoint tensors numbered {e} are stacked along dim 0 of one model tensor (experts)."""
 
+    keeps_rows = True
+
     def to_model(self, tensors: "Tensors", model_shapes: Shapes, d_head: int) -> "list[Tensor]":
         import torch
 
@@ -143,6 +152,8 @@ class SplitExperts(ConversionOp):
 
 class Deinterleave(ConversionOp):
     """One checkpoint tensor interleaves two model tensors along its last dim. Its matrices are (in, out)."""
+
+    transposes = True
 
     def to_model(self, tensors: "Tensors", model_shapes: Shapes, d_head: int) -> "list[Tensor]":
         parts = tensors[0][..., 0::2], tensors[0][..., 1::2]

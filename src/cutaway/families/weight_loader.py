@@ -21,7 +21,7 @@ from cutaway.model import Transformer, build
 from cutaway.model.layers import ConstantBuffers
 from cutaway.model.parallel.offload import MaxMemory, Placement, offload_blocks, plan_placement
 from cutaway.model.parallel.process_group import get_tensor_parallel, rank_device
-from cutaway.quantization.quantized_tensor import QuantizedTensor, convert_rows, dequantize_rows, has_packed_products
+from cutaway.quantization.quantized_tensor import QuantizedTensor, dequantize_rows, has_packed_products
 
 if TYPE_CHECKING:
     from cutaway.model.parallel.tensor_parallel import TensorSlice
@@ -281,18 +281,21 @@ def _load_weights(
         info = reader.tensor_infos[keys[0]]
         if isinstance(conversion.op, Identity) and info.dtype != dtype and not info.is_packed and not is_sliced:
             return [(model_keys[0], _load_converted(reader, keys[0], dtype, device, check_finite))]
-        may_be_packed = conversion.op.keeps_rows and not is_sliced
+        keeps_rows = conversion.op.transposes if info.is_transposed else conversion.op.keeps_rows
+        is_matrix = all(len(shapes[name]) == 2 for name in model_keys)  # experts are packed on the CPU only
+        may_be_packed = keeps_rows and not is_sliced and (is_matrix or device.type == "cpu")
         stored = [reader.read_tensor(key, packed=may_be_packed) for key in keys]
         if not is_sliced:
             stored = [check_finite(key, tensor) for key, tensor in zip(keys, stored, strict=True)]
-        packed = stored[0]
-        if isinstance(packed, QuantizedTensor):
-            shapes_of_parts = [shapes[name] for name in model_keys]
-            parts = convert_rows(
-                packed, lambda rows: conversion.op.to_model([rows], shapes_of_parts, conversion.d_head)
-            )
-            return [(name, part.to(device, dtype)) for name, part in zip(model_keys, parts, strict=True)]
-        converted = conversion.op.to_model(stored, [shapes[name] for name in model_keys], conversion.d_head)
+        shapes_of_parts = [shapes[name] for name in model_keys]
+        packed = [tensor for tensor in stored if isinstance(tensor, QuantizedTensor)]
+        if len(packed) == len(stored) and len({tensor.format for tensor in packed}) == 1:
+            blocks = [tensor.blocks.mT if info.is_transposed else tensor.blocks for tensor in packed]
+            parts = conversion.op.to_model(blocks, shapes_of_parts, conversion.d_head)
+            matrices = [QuantizedTensor(part.contiguous(), packed[0].format) for part in parts]
+            return [(name, matrix.to(device, dtype)) for name, matrix in zip(model_keys, matrices, strict=True)]
+        stored = [tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor for tensor in stored]
+        converted = conversion.op.to_model(stored, shapes_of_parts, conversion.d_head)
         loaded = []
         for name, source in zip(model_keys, converted, strict=True):
             if is_sliced:
@@ -371,7 +374,7 @@ def _check_finite(name: str, tensor: Tensor) -> Tensor:
     not finite is followed by a check of each element.
     """
     if isinstance(tensor, QuantizedTensor):
-        for rows in torch.split(tensor.blocks, max(1, _CONVERSION_CHUNK_NUMEL // tensor.shape[1])):
+        for rows in torch.split(tensor.blocks.flatten(0, -2), max(1, _CONVERSION_CHUNK_NUMEL // tensor.shape[-1])):
             _check_finite(name, dequantize_rows(rows, tensor.format))
     elif tensor.itemsize == 1 and tensor.is_floating_point():
         _check_finite(name, tensor.float())  # torch has no sum for fp8

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import cutaway.config as cfg
 from cutaway.model.ffn import build_dense_ffn
 from cutaway.model.layers import Linear
+from cutaway.quantization.quantized_tensor import QuantizedTensor
 
 
 class Router(nn.Module):
@@ -105,6 +106,8 @@ def grouped_linear(
     x: Float[Tensor, "n i"], weight: Float[Tensor, "e o i"], offsets: Int[Tensor, " e"]
 ) -> Float[Tensor, "n o"]:
     """y = x·W_eᵀ for the rows of each expert e, in the autocast dtype if autocast is enabled."""
+    if isinstance(weight, QuantizedTensor):
+        return weight.grouped_linear(x, offsets)
     if not x.is_meta and torch.is_autocast_enabled(x.device.type):  # autocast does not cover custom operators
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight = x.to(dtype), weight.to(dtype)

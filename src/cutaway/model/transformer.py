@@ -236,8 +236,7 @@ class DecoderOnly(Transformer):
                 cache=cache,
             )
             if self.pad_token_id is not None:
-                is_token = tokens != self.pad_token_id
-                mask = is_token if mask is None else mask & is_token
+                mask = (tokens != self.pad_token_id) & (True if mask is None else mask)
             return self._apply_head(x, mask)
 
 

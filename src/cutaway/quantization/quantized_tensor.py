@@ -6,7 +6,7 @@ to a plain tensor first.
 """
 
 import ctypes
-from collections.abc import Callable, Iterable
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,14 +29,16 @@ _PART_NUMEL = 1 << 20
 
 
 class QuantizedTensor(Tensor):
-    """Matrix (rows, columns) in a block format. Its dtype is that of the dequantized values. It cannot be changed."""
+    """Matrix (rows, columns), or matrices (…, rows, columns) of experts, in a block format.
 
-    blocks: UInt8[Tensor, "rows bytes"]
+    Its dtype is that of the dequantized values. It cannot be changed."""
+
+    blocks: UInt8[Tensor, "*experts rows bytes"]
     format: BlockFormat
 
     @staticmethod
     def __new__(cls, blocks: Tensor, format: BlockFormat, dtype: torch.dtype = torch.float32) -> "QuantizedTensor":
-        shape = (len(blocks), blocks.shape[1] // format.num_bytes * format.block_size)
+        shape = (*blocks.shape[:-1], blocks.shape[-1] // format.num_bytes * format.block_size)
         tensor: QuantizedTensor = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=blocks.device)
         return tensor
 
@@ -59,8 +61,17 @@ class QuantizedTensor(Tensor):
         """The rows with the numbers `rows`, (…), as a plain tensor, (…, columns)."""
         return dequantize_rows(self.blocks[rows], self.format, self.dtype)
 
+    def grouped_linear(self, x: Tensor, offsets: Tensor) -> Tensor:
+        """y = x·W_eᵀ for the rows of each expert e, which end at offsets[e]."""
+        y = x.new_empty(len(x), self.shape[1])
+        for expert, (start, end) in enumerate(pairwise([0, *offsets.tolist()])):
+            if end > start:
+                matrix = QuantizedTensor(self.blocks[expert], self.format, self.dtype)
+                y[start:end] = F.linear(x[start:end], matrix)
+        return y
+
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x·Wᵀ + b for x: (M, columns)."""
+        """x·Wᵀ + b for x: (M, columns), if this is one matrix."""
         rows, columns = self.shape
         dtype, x = x.dtype, x.float().contiguous()
         y = x.new_empty(len(x), rows)
@@ -85,7 +96,7 @@ class QuantizedTensor(Tensor):
         """The matrix packed for another device. None if it cannot be packed there."""
         if device.type == self.device.type:
             return self.copy_packed(dtype=dtype)
-        if device.type == "cuda" and has_packed_products(device):
+        if device.type == "cuda" and self.ndim == 2 and has_packed_products(device):
             from cutaway.quantization.cuda_weights import pack_for_cuda
 
             weight = pack_for_cuda(self.blocks.to(device), self.format)
@@ -224,11 +235,6 @@ class _DifferentiableLinear(torch.autograd.Function):
 def _embedding(ids: Tensor, weight: QuantizedTensor, *_: object, **__: object) -> Tensor:
     """Rows of the matrix. The other arguments of `F.embedding` concern gradients and norms, which do not apply."""
     return weight.dequantize_rows(ids)
-
-
-def convert_rows(tensor: QuantizedTensor, convert: Callable[[Tensor], Iterable[Tensor]]) -> list[Tensor]:
-    """Apply a function that selects or reorders rows to the packed rows."""
-    return [QuantizedTensor(part.contiguous(), tensor.format, tensor.dtype) for part in convert(tensor.blocks)]
 
 
 def linear_argument(weight: Tensor, bias: Tensor | None) -> Linear:

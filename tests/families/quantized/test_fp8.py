@@ -20,12 +20,14 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import cutaway as ct
+from cutaway.cpu_kernels.library import load_cpu_kernels
 from cutaway.errors import CutawayError
 from cutaway.families.quantized.fp8 import FP8Reader
 from cutaway.families.quantized.mxfp4 import MXFP4Reader
 from cutaway.families.quantized.reader import ReadOptions
 from cutaway.families.safetensors_reader import SafetensorsReader
 from cutaway.families.verify import verify
+from cutaway.quantization.quantized_tensor import QuantizedTensor
 
 Q_PROJ = "model.layers.0.self_attn.q_proj"
 
@@ -98,6 +100,18 @@ def test_mxfp4_gpt_oss_matches_transformers(tmp_path: Path) -> None:
     with torch.no_grad():
         logits, peer_logits = ct.load(tmp_path, dtype=torch.float32).model(tokens), peer.float()(tokens).logits
     torch.testing.assert_close(logits, peer_logits, atol=1e-5 * float(peer_logits.abs().max()), rtol=0)
+    if load_cpu_kernels() is not None:
+        packed = ct.load(tmp_path, dtype=torch.float32, dequantize=False)
+        experts: Any = packed.model.get_submodule("decoder.blocks.1.ffn.f.experts")
+        for each in (experts.gate, experts.up, experts.down):
+            assert isinstance(each.weight, QuantizedTensor)
+            assert each.weight.nbytes * 32 == each.weight.numel() * 17
+        with torch.no_grad():
+            torch.testing.assert_close(packed.model(tokens), logits, atol=1e-4 * float(logits.abs().max()), rtol=0)
+        options: Any = {"max_new_tokens": 8, "temperature": 0.0}
+        plain = ct.load(tmp_path, dtype=torch.float32)
+        (expected,), (result,) = (ct.generate(each, [[1, 2, 3]], **options) for each in (plain, packed))
+        assert result.tokens == expected.tokens
     resaved = ct.load(ct.save(checkpoint, tmp_path / "bf16"))
     for name, tensor in checkpoint.model.state_dict().items():
         assert torch.equal(tensor, resaved.model.state_dict()[name]), name

@@ -26,6 +26,7 @@ import cutaway as ct
 from cutaway.cpu_kernels.library import load_cpu_kernels
 from cutaway.errors import CutawayError
 from cutaway.families.load import load_config
+from cutaway.quantization.quantized_tensor import QuantizedTensor
 
 Q_PROJ = "model.layers.0.self_attn.q_proj"
 
@@ -145,7 +146,7 @@ def test_biases_are_loaded(tmp_path: Path) -> None:
     check_checkpoints(saved, {"INT4_G128"}, tmp_path)
 
 
-def test_experts_are_dequantized(tmp_path: Path) -> None:
+def test_experts_stay_packed(tmp_path: Path) -> None:
     config = transformers.MixtralConfig(**LLAMA, num_local_experts=4, num_experts_per_tok=2)
     saved = save_checkpoints(tmp_path, gptq(), gptq_config(), model_config=config)
     restored: dict[str, Tensor] = {}
@@ -161,6 +162,9 @@ def test_experts_are_dequantized(tmp_path: Path) -> None:
     assert restored
     edit_tensors(saved.plain, lambda tensors: tensors.update(restored))
     check_checkpoints(saved, {"INT4_G128"}, tmp_path)
+    if load_cpu_kernels() is not None:
+        experts: Any = ct.load(saved.quantized, dequantize=False).model.get_submodule("decoder.blocks.0.ffn.f.experts")
+        assert all(isinstance(each.weight, QuantizedTensor) for each in (experts.gate, experts.up, experts.down))
 
 
 def test_packed_matrices_take_the_memory_of_the_file(tmp_path: Path) -> None:

@@ -1,12 +1,15 @@
 """MXFP4 (gpt-oss): FP4 values in groups of 32, whose scale is a power of 2."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from cutaway.errors import WeightError
 from cutaway.families.quantized.matrix import QuantizedMatrix, contiguous_groups, unpack_bits
 from cutaway.families.quantized.reader import QuantizedReader
-from cutaway.quantization.block_formats import FP4_VALUES
+from cutaway.quantization.block_formats import BLOCK_FORMATS, FP4_VALUES
+from cutaway.quantization.quantized_tensor import QuantizedTensor
 
 BLOCKS_SUFFIX, SCALES_SUFFIX = "_blocks", "_scales"
 
@@ -33,8 +36,20 @@ class MXFP4Reader(QuantizedReader):
             parts = {"blocks": stored, "scales": name + SCALES_SUFFIX}
             self.check_part(parts["scales"], name, (*leading, rows, groups), torch.uint8)
             self.add_matrix(name, parts, (*leading, groups * num_bytes * 2, rows), "mxfp4")
-        if self.options.packed:
-            self.notes.append("experts are dequantized, because packed matrices have two dimensions")
+            self.tensor_infos[name] = replace(
+                self.tensor_infos[name], is_packed=self.options.packed and num_bytes == 16, is_transposed=True
+            )
+
+    def read_tensor(self, name: str, *, packed: bool = False) -> Tensor:
+        if not packed or name not in self.parts or not self.tensor_infos[name].is_packed:
+            return super().read_tensor(name)
+        leading = self.tensor_infos[name].shape[:-2]
+        experts = [matrix.pack(self.dtype) for matrix in self.read_rows(name)]
+        blocks = torch.stack([expert.blocks for expert in experts if expert is not None])
+        for stored in self.parts[name].values():
+            self.reader.release_tensor(stored)
+        self.read_formats[name] = "MXFP4"
+        return QuantizedTensor(blocks.view(*leading, *blocks.shape[1:]), BLOCK_FORMATS["MXFP4"], self.dtype)
 
     def read_matrix(self, name: str) -> Tensor:
         weight = torch.empty(self.tensor_infos[name].shape, dtype=self.dtype)
@@ -44,7 +59,7 @@ class MXFP4Reader(QuantizedReader):
         return weight
 
     def read_rows(self, name: str) -> list[QuantizedMatrix]:
-        """The matrices of all experts with their rows as in the file, (out, in): those that could stay packed."""
+        """The matrices of all experts with their rows as in the file, (out, in)."""
         blocks, scales = self.read_part(name, "blocks"), self.read_part(name, "scales")
         columns = self.tensor_infos[name].shape[-2]
         return [

@@ -127,7 +127,7 @@ class QuantizedReader(ABC):
 
 _DEQUANTIZED = ""
 _NO_FORMAT = " (no block format represents them)"
-_NO_ROWS = " (experts, and matrices whose rows are not those of the model)"
+_NO_ROWS = " (matrices whose rows are not those of the model, and experts on a GPU)"
 """Why matrices were dequantized."""
 
 
