@@ -1,18 +1,20 @@
-"""Decode on the CPU compared with transformers, in one run: GPT-2 124M, batch size 1, equal numbers of tokens.
+"""Decode on the CPU beside transformers and CTranslate2, in one run: GPT-2 124M, batch size 1, equal numbers of tokens.
 
-    python bench/decode_cpu.py [--rounds 6] [--json FILE]
+    python bench/decode_cpu.py [--rounds 6] [--only NAME ...] [--json FILE]
 
-cutaway generates with `Engine`, transformers with `generate`. A measurement is the time of a long completion minus the
-time of a short one, so that prefill and setup cancel. The order of the implementations alternates. The limit is the
-bytes of the weights divided by the measured read bandwidth.
+cutaway generates with `Engine`, transformers with `generate`. CTranslate2 is measured if it is installed. A measurement
+is the time of a long completion minus the time of a short one, so that prefill and setup cancel. The order of the
+implementations alternates. The limit is the bytes of the weights divided by the measured read bandwidth.
 """
 
 import argparse
 import importlib
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -34,6 +36,31 @@ def build_transformers_runner() -> Callable[[int], float]:
     def run(count: int) -> float:
         start = time.perf_counter()
         model.generate(tokens, max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0)
+        return time.perf_counter() - start
+
+    return run
+
+
+def build_ctranslate2_runner() -> Callable[[int], float]:
+    ctranslate2: Any = importlib.import_module("ctranslate2")
+    transformers: Any = importlib.import_module("transformers")
+    from tokenizers import Tokenizer, models
+
+    with tempfile.TemporaryDirectory() as source, tempfile.TemporaryDirectory() as target:
+        transformers.GPT2LMHeadModel(transformers.GPT2Config()).save_pretrained(source)
+        vocabulary = {f"t{i}": i for i in range(50257)}  # the converter needs the name of each token
+        tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="t0"))
+        names = {"bos_token": "t50256", "eos_token": "t50256", "unk_token": "t0"}
+        transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(source)
+        ctranslate2.converters.TransformersConverter(source).convert(target, force=True)
+        generator = ctranslate2.Generator(target, "cpu", compute_type="float32", intra_threads=torch.get_num_threads())
+    prompt = [[f"t{i}" for i in PROMPT]]
+
+    def run(count: int) -> float:
+        start = time.perf_counter()
+        options = {"max_length": count, "min_length": count, "include_prompt_in_result": False}
+        (result,) = generator.generate_batch(prompt, beam_size=1, sampling_topk=1, **options)
+        assert len(result.sequences_ids[0]) == count
         return time.perf_counter() - start
 
     return run
@@ -65,18 +92,23 @@ def measure_read_bandwidth() -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--only", action="append", metavar="NAME", help="an implementation beside transformers")
     parser.add_argument("--json", metavar="FILE")
     arguments = parser.parse_args()
     model: Any = ct.build("gpt2", seed=0)
-    runners = {
-        "transformers fp32": build_transformers_runner(),
-        "fp32": build_cutaway_runner(model),
-        "fp32, without kernels": build_cutaway_runner(model, compile=False),
-        "fp32, compiled": build_cutaway_runner(model, compile=True),
-        "16 bits": build_cutaway_runner(model, weight_bits=16),
-        "8 bits": build_cutaway_runner(model, weight_bits=8),
-        "4 bits": build_cutaway_runner(model, weight_bits=4),
+    builders: dict[str, Callable[[], Callable[[int], float]]] = {
+        "CTranslate2 fp32": build_ctranslate2_runner,
+        "fp32": lambda: build_cutaway_runner(model),
+        "fp32, without kernels": lambda: build_cutaway_runner(model, compile=False),
+        "fp32, compiled": lambda: build_cutaway_runner(model, compile=True),
+        "16 bits": lambda: build_cutaway_runner(model, weight_bits=16),
+        "8 bits": lambda: build_cutaway_runner(model, weight_bits=8),
+        "4 bits": lambda: build_cutaway_runner(model, weight_bits=4),
     }
+    if find_spec("ctranslate2") is None:
+        del builders["CTranslate2 fp32"]
+    names = arguments.only or list(builders)
+    runners = {"transformers fp32": build_transformers_runner(), **{name: builders[name]() for name in names}}
     for name, runner in runners.items():
         start = time.perf_counter()
         runner(SHORT_TOKENS)

@@ -107,15 +107,20 @@ static void rotate(const Attention *a, const float *x, const Norm *norm, int64_t
     }
 }
 
-INLINE int64_t cache_offset(const Attention *a, int64_t row, int64_t position, int64_t kv_head) {
-    const int64_t slot = position % a->num_slots;
+/* Consecutive positions of a row that follow each other in a page, from `position` on: their number, at most `count`.
+   `offset` is that of the first key or value in the cache. Divisions per position take longer than a short product. */
+INLINE int64_t cache_run(const Attention *a, int64_t row, int64_t position, int64_t count, int64_t kv_head, int64_t *offset) {
+    const int64_t slot = position % a->num_slots, in_page = slot % a->page_size;
     const int64_t page = a->page_table[row * a->pages_per_row + slot / a->page_size];
-    return ((page * a->page_size + slot % a->page_size) * a->kv_heads + kv_head) * a->d_head;
+    *offset = ((page * a->page_size + in_page) * a->kv_heads + kv_head) * a->d_head;
+    const int64_t limit = a->page_size - in_page < a->num_slots - slot ? a->page_size - in_page : a->num_slots - slot;
+    return count < limit ? count : limit;
 }
 
 /* z of one row and head. `rotated` and `scores` are buffers. */
 static void attend(const Attention *a, int64_t row, int64_t head, const float *q, float *z, float *rotated, float *scores) {
     const int64_t d_head = a->d_head, kv_head = head / (a->heads / a->kv_heads), position = a->positions[row];
+    const int64_t stride = a->kv_heads * d_head;
     int64_t first = a->window && position >= a->window ? position - a->window + 1 : 0;
     if (position - first >= a->num_slots) first = position - a->num_slots + 1;
     const int64_t count = position - first + 1;
@@ -123,12 +128,16 @@ static void attend(const Attention *a, int64_t row, int64_t head, const float *q
     if (count <= 0) return; /* a row of padding */
     rotate(a, q, &a->q_norm, row, rotated);
     float max = a->sinks ? a->sinks[head] : -INFINITY;
-    for (int64_t j = 0; j < count; j++) {
-        float score = dot(rotated, a->keys + cache_offset(a, row, first + j, kv_head), d_head) * a->scale;
-        if (a->softcap > 0) score = a->softcap * tanhf(score / a->softcap);
-        if (a->slopes) score -= a->slopes[head] * (float)(position - first - j);
-        scores[j] = score;
-        if (!(score <= max)) max = score; /* also NaN, which must not be lost */
+    int64_t offset;
+    for (int64_t j = 0; j < count;) {
+        const int64_t end = j + cache_run(a, row, first + j, count - j, kv_head, &offset);
+        for (const float *key = a->keys + offset; j < end; j++, key += stride) {
+            float score = dot(rotated, key, d_head) * a->scale;
+            if (a->softcap > 0) score = a->softcap * tanhf(score / a->softcap);
+            if (a->slopes) score -= a->slopes[head] * (float)(position - first - j);
+            scores[j] = score;
+            if (!(score <= max)) max = score; /* also NaN, which must not be lost */
+        }
     }
     for (int64_t j = count; j % LANES; j++) scores[j] = -INFINITY;
     Vector sums = {0};
@@ -139,11 +148,13 @@ static void attend(const Attention *a, int64_t row, int64_t head, const float *q
     }
     float sum = sum_lanes(sums) + (a->sinks ? expf(a->sinks[head] - max) : 0);
     for (int64_t j = count / LANES * LANES; j < count; j++) sum += scores[j];
-    for (int64_t j = 0; j < count; j++) {
-        const float *value = a->values + cache_offset(a, row, first + j, kv_head);
-        int64_t i = 0;
-        for (; i + LANES <= d_head; i += LANES) store(z + i, load(z + i) + scores[j] * load(value + i));
-        for (; i < d_head; i++) z[i] += scores[j] * value[i];
+    for (int64_t j = 0; j < count;) {
+        const int64_t end = j + cache_run(a, row, first + j, count - j, kv_head, &offset);
+        for (const float *value = a->values + offset; j < end; j++, value += stride) {
+            int64_t i = 0;
+            for (; i + LANES <= d_head; i += LANES) store(z + i, load(z + i) + scores[j] * load(value + i));
+            for (; i < d_head; i++) z[i] += scores[j] * value[i];
+        }
     }
     for (int64_t i = 0; i < d_head; i++) z[i] /= sum;
 }

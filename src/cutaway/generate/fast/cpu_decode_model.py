@@ -12,6 +12,7 @@ from cutaway.generate.fast.cpu_linear import (
     FusedLinear,
     GemvLinear,
     Int8DynamicLinear,
+    KernelLinear,
     PackedLinear,
     UnpackedLinear,
     WeightOnlyBf16Linear,
@@ -80,15 +81,25 @@ def build_cpu_decode_model(
         _quantize_matrices(decode_model, BLOCK_FORMATS["Q8_0" if weight_bits == 8 else "Q4_1"])
     if use_kernels:
         decode_model.decoder = use_decode_blocks(decode_model.stacks["decoder"])
+        if not isinstance(_head_weight(decode_model), QuantizedTensor):
+            _pack_head(decode_model, KernelLinear)
     if linear_class is not None:
-        head = decode_model.head
-        assert isinstance(head, LMHead)
-        weight = head.matrix.weight  # `matrix` is an Embedding or a Linear
-        assert isinstance(weight, Tensor)
-        packed_head: Any = PackedHead(head, linear_class(weight, head.bias))
-        decode_model.head = packed_head
+        _pack_head(decode_model, linear_class)
         _pack_linears(decode_model.stacks["decoder"], linear_class)
     return decode_model
+
+
+def _head_weight(model: Transformer) -> Tensor:
+    assert isinstance(model.head, LMHead)
+    weight = model.head.matrix.weight  # `matrix` is an Embedding or a Linear
+    assert isinstance(weight, Tensor)
+    return weight
+
+
+def _pack_head(model: Transformer, linear_class: type[PackedLinear]) -> None:
+    assert isinstance(model.head, LMHead)
+    packed_head: Any = PackedHead(model.head, linear_class(_head_weight(model), model.head.bias))
+    model.head = packed_head
 
 
 def _copy_modules(module: M, copies: dict[int, nn.Module]) -> M:

@@ -1,16 +1,19 @@
-"""CPU linear layers for decode steps: bf16, int8 and compiled matrix-vector (GEMV) variants with packed weights.
+"""CPU linear layers for decode steps: fp32, bf16, int8 and compiled matrix-vector (GEMV) variants with packed weights.
 
 With few rows of x, a product is memory-bound: it takes as long as reading the weights, so fewer bytes take less time.
 """
 
+import ctypes
 from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cutaway.cpu_kernels.library import load_cpu_kernels
 from cutaway.device import has_native_bf16, has_onednn
 from cutaway.generate.fast.quantized_weights import quantize
+from cutaway.quantization.quantized_tensor import linear_argument
 
 _NUM_ACCUMULATORS = 4
 """Number of independent sums in a GEMV, to hide the latency of a floating-point addition (several cycles)."""
@@ -57,6 +60,26 @@ class UnpackedLinear(PackedLinear):
     def forward(self, x: Tensor) -> Tensor:
         y = F.linear(x.to(self.weight.dtype), self.weight, self.bias)
         return y.to(x.dtype)
+
+
+class KernelLinear(PackedLinear):
+    """Linear layer in fp32 with the C kernel, which reads the weights faster than F.linear for few rows of x."""
+
+    max_rows = 8
+
+    def pack(self, weight: Tensor) -> None:
+        self.weight = weight.contiguous()
+
+    def forward(self, x: Tensor) -> Tensor:
+        num_rows = x.numel() // self.d_in
+        if num_rows > self.max_rows:
+            return F.linear(x, self.weight, self.bias)
+        library = load_cpu_kernels()
+        assert library is not None
+        x, y = x.contiguous(), x.new_empty(*x.shape[:-1], self.d_out)
+        linear = linear_argument(self.weight, self.bias)
+        library.linear(ctypes.byref(linear), x.data_ptr(), num_rows, y.data_ptr(), torch.get_num_threads())
+        return y
 
 
 class Bf16Linear(PackedLinear):
