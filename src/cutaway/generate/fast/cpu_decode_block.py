@@ -24,7 +24,7 @@ from cutaway.model.norms import LayerNorm, RMSNorm
 from cutaway.model.positions import Alibi, ScoreBias
 from cutaway.model.rope import Rope
 from cutaway.model.stack import Stack
-from cutaway.quantization.quantized_tensor import QuantizedTensor, linear_argument
+from cutaway.quantization.quantized_tensor import linear_argument
 
 _ACTIVATION_IDS = {
     ACTIVATIONS[name]: index for index, name in enumerate(("silu", "gelu_tanh", "gelu", "relu", "relu2"), 1)
@@ -205,7 +205,7 @@ def _block_arguments(stack: Stack, layer: int, block: Any, tensors: list[Tensor]
         # Detached tensors keep the memory if the parameter is moved to other memory, as by `concat_linears`.
         weight: Tensor = linear.weight.detach()
         bias: Tensor | None = None if linear.bias is None else linear.bias.detach()
-        if not weight.is_contiguous() or (isinstance(weight, QuantizedTensor) and weight.format.index is None):
+        if not weight.is_contiguous():
             return None
         tensors += [weight] if bias is None else [weight, bias]
         setattr(arguments, name, linear_argument(weight, bias))
