@@ -1,7 +1,7 @@
 """CPU decode model: C kernels for what is between the products, or packed linear layers with fused products."""
 
 import copy
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -50,11 +50,11 @@ class FusedGatedMLP(GatedMLP):
         return gate, up
 
 
-class PackedHead(nn.Module):
+class PackedHead(LMHead):
     """logits = softcap(scale · (transform(x)·Eᵀ + b)) with packed output weights E."""
 
     def __init__(self, head: LMHead, linear: PackedLinear) -> None:
-        super().__init__()
+        nn.Module.__init__(self)  # without the output matrix of an `LMHead`
         self.transform, self.scale, self.softcap, self.linear = head.transform, head.scale, head.softcap, linear
 
     def forward(self, x: Tensor) -> Tensor:
@@ -98,8 +98,7 @@ def _head_weight(model: Transformer) -> Tensor:
 
 def _pack_head(model: Transformer, linear_class: type[PackedLinear]) -> None:
     assert isinstance(model.head, LMHead)
-    packed_head: Any = PackedHead(model.head, linear_class(_head_weight(model), model.head.bias))
-    model.head = packed_head
+    model.head = PackedHead(model.head, linear_class(_head_weight(model), model.head.bias))
 
 
 def _copy_modules(module: M, copies: dict[int, nn.Module]) -> M:
