@@ -352,9 +352,10 @@ def set_module_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path)
     old = module._parameters.get(leaf)
-    if old is not None:
-        requires_grad = old.requires_grad and not isinstance(tensor, QuantizedTensor)
-        module._parameters[leaf] = nn.Parameter(tensor, requires_grad=requires_grad)
+    if old is not None and isinstance(tensor, QuantizedTensor):
+        module._parameters[leaf] = tensor.as_parameter()  # type: ignore[assignment]
+    elif old is not None:
+        module._parameters[leaf] = nn.Parameter(tensor, requires_grad=old.requires_grad)
     else:
         module._buffers[leaf] = tensor
 

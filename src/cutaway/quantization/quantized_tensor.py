@@ -92,6 +92,13 @@ class QuantizedTensor(Tensor):
         """A tensor with the same packed weights, or a copy of them."""
         return QuantizedTensor(self.blocks.clone() if clone else self.blocks, self.format, dtype or self.dtype)
 
+    def as_parameter(self) -> "QuantizedTensor":
+        """A parameter with the same packed weights. `nn.Parameter(…)` imports the distributed tensors of PyTorch, which
+        take 100 MB of memory."""
+        parameter = self.copy_packed()
+        parameter._is_param = True  # what nn.Parameter sets
+        return parameter
+
     def to_device(self, device: torch.device, dtype: torch.dtype | None = None) -> "QuantizedTensor | None":
         """The matrix packed for another device. None if it cannot be packed there."""
         if device.type == self.device.type:

@@ -24,7 +24,7 @@ from cutaway.model.norms import LayerNorm, RMSNorm
 from cutaway.model.positions import Alibi, ScoreBias
 from cutaway.model.rope import Rope
 from cutaway.model.stack import Stack
-from cutaway.quantization.quantized_tensor import linear_argument
+from cutaway.quantization.quantized_tensor import QuantizedTensor, linear_argument
 
 _ACTIVATION_IDS = {
     ACTIVATIONS[name]: index for index, name in enumerate(("silu", "gelu_tanh", "gelu", "relu", "relu2"), 1)
@@ -203,7 +203,8 @@ def _block_arguments(stack: Stack, layer: int, block: Any, tensors: list[Tensor]
     arguments.is_gated, arguments.is_parallel = type(ffn) is GatedMLP, is_parallel
     for name, linear in linears.items():
         # Detached tensors keep the memory if the parameter is moved to other memory, as by `concat_linears`.
-        weight: Tensor = linear.weight.detach()
+        weight: Tensor = linear.weight
+        weight = weight.copy_packed() if isinstance(weight, QuantizedTensor) else weight.detach()
         bias: Tensor | None = None if linear.bias is None else linear.bias.detach()
         if not weight.is_contiguous():
             return None
