@@ -113,9 +113,9 @@ def test_range_of_the_engine_is_given_for_its_kernels(
     assert {name for name in ("prefill", "decode") if bound_of(size, name).engine_seconds is not None} == workloads
 
 
+@pytest.mark.gpu  # imports Triton
 @pytest.mark.parametrize("name", [name for name in ct.presets() if ct.config(name).form == "decoder"])
 def test_models_with_engine_kernels_equal_those_of_the_engine(name: str) -> None:
-    pytest.importorskip("triton")
     from cutaway.generate.fast.gpu_decode_model import FastBlock, build_gpu_decode_model, can_pack_prefill
 
     config = ct.config(name)
