@@ -56,7 +56,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--format", action="append", choices=list(BLOCK_FORMATS))
     parser.add_argument("--rows", type=int, action="append")
-    parser.add_argument("--tune", action="store_true", help="try several numbers of tiles, warps and splits")
+    parser.add_argument("--tune", action="store_true", help="try several numbers of tiles, warps and stages")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     bandwidth, rows_out = measure_copy_bandwidth(torch.device("cuda")), []

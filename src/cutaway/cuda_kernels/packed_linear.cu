@@ -34,9 +34,6 @@ typedef unsigned char u8;
 #define GROUPS_PER_CHUNK (GROUP == 0 || GROUP >= CHUNK ? 1 : CHUNK / GROUP)
 #define STEPS_PER_GROUP (4 / GROUPS_PER_CHUNK)
 #define USED(j) (ROWS * PARTS > 1 || (j) % 2 == 0) /* with one column of x, the second column of a lane is unused */
-#ifndef MIN_BLOCKS
-#define MIN_BLOCKS 1
-#endif
 
 struct Weight {
     const uint4 *codes; /* (tiles, chunks, CHUNK_VECTORS, 32) */
@@ -333,7 +330,7 @@ INLINE float stage_x(const Input &in, int k, int padded, uint4 *target) {
 
 /* Grid: (programs of TILES tiles, splits of the columns). y: (splits, rows, N). With GATED, W has the rows of gate, then
    those of up, n is the number of each, and a program has a tile of both. */
-extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS)
+extern "C" __global__ void __launch_bounds__(WARPS * 32)
     packed_linear(const Weight w, const Input in, void *y, const void *residual) {
     extern __shared__ uint4 shared[];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, c = lane % 4;
