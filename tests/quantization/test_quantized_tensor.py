@@ -4,7 +4,8 @@ import pytest
 import torch
 from quantization.test_block_formats import random_blocks
 
-from cutaway.quantization.block_formats import BLOCK_FORMATS
+from cutaway.quantization.block_formats import BLOCK_FORMATS, pack_codes
+from cutaway.quantization.cuda_weights import pack_for_cuda
 from cutaway.quantization.quantized_tensor import QuantizedTensor, quantize_blocks
 
 
@@ -58,6 +59,14 @@ def test_gradients_of_inputs() -> None:
 def test_packed_weights_cannot_be_changed() -> None:
     with pytest.raises(TypeError, match="read-only"):
         random_quantized("Q8_0", 32, 64).mul_(2)
+
+
+@pytest.mark.parametrize(("scale", "fits"), [(1e-3, True), (1e-7, False), (1e-12, False), (1e6, False)])
+def test_scales_outside_of_fp16_do_not_fit_the_layout_of_gpus(scale: float, fits: bool) -> None:
+    """Such a matrix, which FP8 with scales in fp32 can have, is dequantized when it is moved to a GPU."""
+    codes = torch.randint(0, 120, (16, 256), dtype=torch.uint8)
+    blocks = pack_codes(codes, torch.full((16, 1), scale), None, BLOCK_FORMATS["FP8_G128"])
+    assert pack_for_cuda(blocks, BLOCK_FORMATS["FP8_G128"]).scales_fit == fits
 
 
 def test_nbytes_are_those_of_the_blocks() -> None:

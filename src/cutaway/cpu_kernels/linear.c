@@ -510,7 +510,8 @@ enum { HAS_OFFSETS_signed = 0, HAS_OFFSETS_unsigned = 1, HAS_OFFSETS_float = 0 }
             read_scales_##FORMAT(data, &s);                                                                            \
             for (int g = 0; g < BLOCK / 32; g++, w += 32) {                                                            \
                 to_floats_##KIND(codes_##FORMAT(data, &s, g), w);                                                      \
-                for (int i = 0; i < 32; i++) w[i] = w[i] * s.scale[g] + (HAS_OFFSETS_##KIND ? s.offset[g] : 0);                                  \
+                for (int i = 0; i < 32; i++)                                                                           \
+                    w[i] = w[i] * s.scale[g] + (HAS_OFFSETS_##KIND ? s.offset[g] : 0);                                 \
             }                                                                                                          \
         }                                                                                                              \
     }

@@ -81,6 +81,15 @@ class CUDAWeight:
         parts = (self.codes, self.high, *((self.scales, self.offsets) if self.group_size else ()))
         return sum(part.nbytes // len(self.codes) for part in parts if part is not None) // self.num_chunks
 
+    @property
+    def scales_fit(self) -> bool:
+        """Whether fp16 represents the scales and offsets: the largest scale is a normal number, and all are finite.
+
+        Scales that are much smaller than the largest lose at most 2⁻¹¹ of the largest."""
+        largest = float(self.scales.abs().max())
+        is_finite = self.offsets is None or bool(self.offsets.isfinite().all())
+        return is_finite and torch.finfo(torch.float16).smallest_normal <= largest < float("inf")
+
     def clone(self) -> "CUDAWeight":
         tensors = (self.codes, self.scales, self.high, self.offsets)
         codes, scales, high, offsets = (None if tensor is None else tensor.clone() for tensor in tensors)

@@ -107,7 +107,7 @@ class QuantizedTensor(Tensor):
             from cutaway.quantization.cuda_weights import pack_for_cuda
 
             weight = pack_for_cuda(self.blocks.to(device), self.format)
-            return CUDAQuantizedTensor(weight, self.format, dtype or self.dtype)
+            return CUDAQuantizedTensor(weight, self.format, dtype or self.dtype) if weight.scales_fit else None
         return None
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:

@@ -200,7 +200,7 @@ def _multiply_parts(x: Tensor, weight: PackedLinearWeight, y: Tensor, norm: Norm
             packed_linear(x, part, target, bias, norm=norm, overlap=PDL)
         else:
             h = x if norm is None else fused_add_norm(x, None, norm)[1]
-            target.zero_()
+            target[1:].zero_()  # the other splits of K
             target[0] = part.linear(h, bias) if isinstance(part, CUDAWeight) else F.linear(h, part, bias)
         first += size
 
