@@ -139,3 +139,15 @@ def test_a_gguf_file_beside_the_rewards(file: Path, monkeypatch: pytest.MonkeyPa
     (file.parent / "model.safetensors").write_bytes(b"")
     with pytest.raises(CutawayError, match="a model or run directory"):
         load(file, "length")
+
+
+def test_weights_in_a_directory_above_the_rewards(file: Path) -> None:
+    """Weights in a home directory exclude no project below it; a model directory excludes its subdirectories."""
+    (file.parent / "project").mkdir()
+    rewards = file.rename(file.parent / "project" / "rewards.py")
+    for name in ("model.gguf", "model.safetensors"):
+        (file.parent / name).write_bytes(b"")
+    load(rewards, "length")
+    (file.parent / "config.json").write_text("{}")
+    with pytest.raises(CutawayError, match="a model or run directory"):
+        load(rewards, "length")

@@ -20,7 +20,8 @@ from cutaway.train.rollouts.builtin_rewards import BUILTIN_REWARDS
 
 GIVEN_ARGUMENTS = ("prompts", "completions", "completion_ids")
 """Arguments of a reward function besides the columns of the records."""
-MODEL_FILES = ("*.safetensors", "*.gguf", "cutaway.json", "adapter_config.json", "run.json")
+CONFIG_FILES = ("cutaway.json", "adapter_config.json", "run.json")
+WEIGHT_FILES = ("*.safetensors", "*.gguf")
 """Files of a model or run directory, from which no code is loaded."""
 
 
@@ -156,10 +157,19 @@ def _load_builtin(name: str) -> Callable[..., Any]:
     )
 
 
-def _is_model_directory(directory: Path) -> bool:
-    """Whether a directory has files of a model. A .gguf file may also be in the directory in which the user works."""
+def _is_model_directory(directory: Path, file: Path) -> bool:
+    """Whether a directory above a file is the directory of a model or a run.
+
+    Weights without a configuration, as a download leaves them in a home directory, say this of the directory
+    that has both the weights and the file, and not of all directories below. A .gguf file may also be in the
+    directory in which the user works.
+    """
+    if any((directory / name).exists() for name in CONFIG_FILES):
+        return True
+    if directory != file.parent and not (directory / "config.json").exists():
+        return False
     is_workplace = Path.cwd().is_relative_to(directory)
-    return any(any(directory.glob(file)) for file in MODEL_FILES if not (is_workplace and file == "*.gguf"))
+    return any(any(directory.glob(weights)) for weights in WEIGHT_FILES if not (is_workplace and weights == "*.gguf"))
 
 
 def _load_from_file(path: Path, name: str) -> Callable[..., Any]:
@@ -169,7 +179,8 @@ def _load_from_file(path: Path, name: str) -> Callable[..., Any]:
         near = sorted(str(each) for each in path.parent.glob("*.py")) if path.parent.is_dir() else []
         hint = f" (there is {', '.join(near[:3])})" if near else ""
         raise ConfigError(f"{where}: there is no file '{path}'{hint}; pass the path of a Python file")
-    marked = [each for each in path.resolve().parents if _is_model_directory(each)]
+    file = path.resolve()
+    marked = [each for each in file.parents if _is_model_directory(each, file)]
     if marked:
         raise ConfigError(
             f"{where}: the file is in '{marked[0]}', a model or run directory, and code is never loaded from these;"
