@@ -1,6 +1,6 @@
 """Matrix products of decode steps with packed weights, in the shapes of Llama-3-8B: time and share of the bandwidth.
 
-    python bench/packed_linear_gpu.py [--format Q4_0 --format Q8_0 …] [--rows 1 --rows 16] [--json FILE]
+    python bench/packed_linear_gpu.py [--format Q4_0 --format Q8_0 …] [--rows 1 --rows 16] [--int8] [--json FILE]
 
 Each product is captured in a CUDA graph with as many weight matrices as exceed the cache of the GPU.
 """
@@ -14,6 +14,7 @@ import torch
 from report import print_row, save_rows
 
 from cutaway.bench.hardware import measure_copy_bandwidth
+from cutaway.quantization import cuda_weights, int8_linear
 from cutaway.quantization.block_formats import BLOCK_FORMATS
 from cutaway.quantization.cuda_weights import CUDAWeight, pack_for_cuda, packed_linear
 
@@ -52,13 +53,33 @@ def measure(weights: list[CUDAWeight], rows: int, *, gated: bool, tile: dict[str
     return statistics.median(seconds)
 
 
+def tile_choices(weight: CUDAWeight, rows: int, *, gated: bool) -> list[dict[str, int]]:
+    """Tiles, warps and stages to try."""
+    if not weight.records:
+        grid = itertools.product([2] if gated else [1, 2], (4, 8), (2, 3), (2, 4))
+        return [dict(zip(("TILES", "WARPS", "RING", "STAGE"), choice, strict=True)) for choice in grid]
+    default = int8_linear.choose_tile(weight, rows, 1, gated=gated)
+    tiles = [2] if gated else [1, 2] if rows == 1 else [1, 2, 4]
+    grid = itertools.product(tiles, (1, 2), (1, 2, 3, 4), (1, 2, 4))
+    names = ("TILES", "STAGE", "RING", "scale")
+    choices = []
+    for choice in grid:
+        tile = dict(zip(names, choice, strict=True))
+        scale = tile.pop("scale")  # fewer warps, more programs
+        warps = -(-default["WARPS"] // scale)
+        choices.append(default | tile | {"WARPS": warps, "PROGRAMS": default["PROGRAMS"] * scale})
+    return choices
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--format", action="append", choices=list(BLOCK_FORMATS))
     parser.add_argument("--rows", type=int, action="append")
     parser.add_argument("--tune", action="store_true", help="try several numbers of tiles, warps and stages")
+    parser.add_argument("--int8", action="store_true", help="use int8_linear.cu in place of packed_linear.cu")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    cuda_weights.INT8_PRODUCTS = args.int8
     bandwidth, rows_out = measure_copy_bandwidth(torch.device("cuda")), []
     for name in args.format or ["Q4_0", "INT4_G128", "Q8_0"]:
         for product, (rows, columns) in SHAPES.items():
@@ -66,13 +87,9 @@ def main() -> None:
             weights = [first] + [random_weight(name, rows, columns) for _ in range(int(CACHE_BYTES / first.nbytes) + 3)]
             gated = product == "gate and up"
             for num_rows in args.rows or [1, 16]:
-                choices: list[dict[str, int] | None] = [None]
-                if args.tune:
-                    tiles = [2] if gated else [1, 2]
-                    grid = itertools.product(tiles, (4, 8), (2, 3), (2, 4))
-                    choices = [dict(zip(("TILES", "WARPS", "RING", "STAGE"), choice, strict=True)) for choice in grid]
+                choices = tile_choices(first, num_rows, gated=gated) if args.tune else []
                 results = []
-                for choice in choices:
+                for choice in [None, *choices]:
                     try:
                         results.append((measure(weights, num_rows, gated=gated, tile=choice), choice))
                     except RuntimeError as error:

@@ -1,30 +1,76 @@
-"""Packed weights on a GPU: products and dequantized rows equal those of the definition of the formats."""
+"""Packed weights on a GPU: products and dequantized rows equal those of the definition of the formats.
+
+The kernels of int8_linear.cu are also run by an emulator on the CPU."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from quantization import emulator
 from quantization.test_block_formats import random_blocks
 
+from cutaway.quantization import cuda_weights, int8_linear
 from cutaway.quantization.block_formats import BLOCK_FORMATS, unpack_blocks
+from cutaway.quantization.cuda_weights import pack_for_cuda, packed_linear
 
-pytestmark = [pytest.mark.gpu, pytest.mark.unchecked]
+pytestmark = pytest.mark.unchecked
+QUICK = {("Q4_K", 1), ("Q6_K", 9), ("Q4_K", 72), ("Q6_K", 72), ("MXFP4", 72), ("Q8_0", 72)}
+"""Format and number of rows of the emulated cases that are not nightly."""
+INT8_FORMATS = [name for name in BLOCK_FORMATS if not name.startswith(("NF4", "FP8"))]
 
 
-@pytest.mark.parametrize("name", BLOCK_FORMATS)
-@pytest.mark.parametrize(("rows", "columns"), [(16, 256), (72, 768), (160, 2304)])
-def test_dequantized_rows_equal_the_definition(name: str, rows: int, columns: int) -> None:
-    from cutaway.quantization.cuda_weights import pack_for_cuda
+@dataclasses.dataclass
+class Norm:
+    """As `cutaway.generate.fast.gpu_linear.NormParams`, which needs Triton."""
 
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    centered: bool
+    unit_offset: bool
+    eps: float = 1e-5
+
+
+def with_kernels(cases: list[tuple[Any, ...]]) -> list[Any]:
+    """Cases, which begin with the name of a format, with the kernels for it: on a GPU, and emulated on the CPU."""
+    params = []
+    for case in cases:
+        for kernel in ("packed", "int8", "emulated") if case[0] in INT8_FORMATS else ("packed",):
+            is_slow = kernel == "emulated" and case[:2] not in QUICK  # compiles for seconds
+            marks = [] if kernel == "emulated" else [pytest.mark.gpu]
+            params.append(pytest.param(*case, kernel, marks=marks + [pytest.mark.nightly] * is_slow))
+    return params
+
+
+@pytest.fixture
+def device(kernel: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Choose the kernel for weights that are packed; return the device on which it runs."""
+    monkeypatch.setattr(cuda_weights, "INT8_PRODUCTS", kernel != "packed")
+    if kernel != "emulated":
+        return "cuda"
+    monkeypatch.setattr(int8_linear, "load_kernel", emulator.load_kernel)
+    monkeypatch.setattr(int8_linear, "_num_sms", lambda _: 3)
+    return "cpu"
+
+
+SILU, GELU = 1, 3
+"""Values of `cutaway.generate.fast.gpu_linear.ACTIVATION_IDS`."""
+SHAPES = [(16, 256), (72, 768), (160, 2304)]
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "columns", "kernel"), with_kernels([(name, *shape) for name in BLOCK_FORMATS for shape in SHAPES])
+)
+def test_dequantized_rows_equal_the_definition(name: str, rows: int, columns: int, device: str) -> None:
     torch.manual_seed(0)
     block_format = BLOCK_FORMATS[name]
-    blocks = random_blocks(name, rows, columns // block_format.block_size).cuda()
+    blocks = random_blocks(name, rows, columns // block_format.block_size).to(device)
     expected = unpack_blocks(blocks, block_format).dequantize()
     weight = pack_for_cuda(blocks, block_format)
     # Scales and offsets are rounded to fp16, and the values of NF4 to bf16.
     assert_near(weight.dequantize(torch.float32), expected, 4e-3 if name == "NF4" else 1e-3)
-    picked = torch.randint(0, rows, (37,), device="cuda")
+    picked = torch.randint(0, rows, (37,), device=device)
     assert torch.equal(weight.dequantize(torch.float32, rows=picked), weight.dequantize(torch.float32)[picked])
     assert torch.equal(weight.dequantize(torch.float32, 5, 9), weight.dequantize(torch.float32)[5:14])
 
@@ -34,56 +80,55 @@ CASES += [("Q8_0", 1, torch.float32), ("INT4_G128", 1, torch.float16), ("Q4_K", 
 CASES += [("Q4_0", 2, torch.float16), ("INT4_G128", 64, torch.bfloat16), ("Q8_0", 16, torch.bfloat16)]
 
 
-@pytest.mark.parametrize(("name", "rows", "dtype"), CASES)  # each case compiles kernels
-def test_products_equal_those_with_dequantized_weights(name: str, rows: int, dtype: torch.dtype) -> None:
-    from cutaway.generate.fast.gpu_linear import ACTIVATION_IDS, NormParams
-    from cutaway.quantization.cuda_weights import pack_for_cuda, packed_linear
-
+@pytest.mark.parametrize(("name", "rows", "dtype", "kernel"), with_kernels(CASES))  # each case compiles kernels
+def test_products_equal_those_with_dequantized_weights(name: str, rows: int, dtype: torch.dtype, device: str) -> None:
     torch.manual_seed(0)
     block_format = BLOCK_FORMATS[name]
     count, width = 208, 1280 if block_format.block_size <= 128 else 1536
-    weight = pack_for_cuda(random_blocks(name, 2 * count, width // block_format.block_size).cuda(), block_format)
-    scale = float(weight.dequantize(torch.float32).abs().max())
-    weight = dataclasses.replace(weight, scales=weight.scales / scale)  # in the range of fp16
-    if weight.offsets is not None:
-        weight = dataclasses.replace(weight, offsets=weight.offsets / scale)
+    blocks = random_blocks(name, 2 * count, width // block_format.block_size).to(device)
+    scale = float(pack_for_cuda(blocks, block_format).dequantize(torch.float32).abs().max())
+    parts = unpack_blocks(blocks, block_format)
+    offsets = None if parts.offsets is None else parts.offsets / scale
+    parts = dataclasses.replace(parts, scales=parts.scales / scale, offsets=offsets)  # in the range of fp16
+    weight = cuda_weights._pack(parts, name)
     w = weight.dequantize(torch.float32).double()
-    x = torch.randn(rows, width, device="cuda").to(dtype)
-    bias = torch.randn(2 * count, device="cuda").to(dtype)
+    x = torch.randn(rows, width, device=device).to(dtype)
+    bias = torch.randn(2 * count, device=device).to(dtype)
     within = {torch.float32: 2e-5, torch.float16: 1e-3, torch.bfloat16: 5e-3}[dtype]  # rounding of y
     expected = x.double() @ w.T + bias.double()
     for splits in (1, 3):
-        y = torch.full((splits, rows, 2 * count), float("nan"), device="cuda")
+        y = torch.full((splits, rows, 2 * count), float("nan"), device=device)
         packed_linear(x, weight, y, bias)
         assert_near(y.sum(0), expected, 2e-5)
-    y = torch.empty(rows, 2 * count, device="cuda", dtype=dtype)
-    packed_linear(x, weight, y, bias, act=ACTIVATION_IDS["gelu"])
+    y = torch.empty(rows, 2 * count, device=device, dtype=dtype)
+    packed_linear(x, weight, y, bias, act=GELU)
     assert_near(y, F.gelu(expected), within)
-    y = torch.empty(rows, count, device="cuda", dtype=dtype)
-    packed_linear(x, weight, y, bias, act=ACTIVATION_IDS["silu"], gated=True)
+    y = torch.empty(rows, count, device=device, dtype=dtype)
+    packed_linear(x, weight, y, bias, act=SILU, gated=True)
     gate, up = expected.chunk(2, -1)
     assert_near(y, F.silu(gate) * up, within)
     if rows > 1:
         return
-    gain, shift = (torch.randn(width, device="cuda").to(dtype) for _ in range(2))
-    for norm in (NormParams(gain, None, 1e-5, False, True), NormParams(gain, shift, 1e-5, True)):
+    gain, shift = (torch.randn(width, device=device).to(dtype) for _ in range(2))
+    for norm in (
+        Norm(gain, None, centered=False, unit_offset=True),
+        Norm(gain, shift, centered=True, unit_offset=False),
+    ):
         h = F.layer_norm(x.double(), (width,)) if norm.centered else F.rms_norm(x.double(), (width,), eps=1e-5)
         h = h * (gain.double() + norm.unit_offset) + (0 if norm.bias is None else shift.double())
         y, stream = (
-            torch.empty(1, 2 * count, device="cuda", dtype=dtype),
-            torch.randn(1, 2 * count, device="cuda").to(dtype),
+            torch.empty(1, 2 * count, device=device, dtype=dtype),
+            torch.randn(1, 2 * count, device=device).to(dtype),
         )
         packed_linear(x, weight, y, bias, norm=norm, residual=stream)
         assert_near(y, stream.double() + h @ w.T + bias.double(), 1e-4 if dtype == torch.float32 else 1e-2)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_products_propagate_nonfinite_values(bad: float) -> None:
-    from cutaway.quantization.cuda_weights import pack_for_cuda, packed_linear
-
-    weight = pack_for_cuda(random_blocks("Q4_0", 64, 8).cuda(), BLOCK_FORMATS["Q4_0"])
+@pytest.mark.parametrize(("name", "bad", "kernel"), with_kernels([("Q4_0", float("nan")), ("Q4_0", float("inf"))]))
+def test_products_propagate_nonfinite_values(name: str, bad: float, device: str) -> None:
+    weight = pack_for_cuda(random_blocks(name, 64, 8).to(device), BLOCK_FORMATS[name])
     for rows in (1, 3):
-        x, y = torch.ones(rows, 256, device="cuda"), torch.zeros(rows, 64, device="cuda")
+        x, y = torch.ones(rows, 256, device=device), torch.zeros(rows, 64, device=device)
         x[0, 5] = bad
         packed_linear(x, weight, y)
         assert not y[0].isfinite().any()

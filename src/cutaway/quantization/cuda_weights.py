@@ -13,6 +13,7 @@ from torch import Tensor
 
 import cutaway.cuda_kernels
 from cutaway.cuda_kernels.library import load_kernel
+from cutaway.quantization import int8_linear
 from cutaway.quantization.block_formats import BlockFormat, UnpackedWeights, unpack_blocks
 
 _SOURCE = Path(cutaway.cuda_kernels.__file__).parent / "packed_linear.cu"
@@ -27,6 +28,8 @@ _MAX_COLUMNS = 64
 """Maximum number of columns of a product on tensor cores. A row of x takes one (bf16), two (fp16) or three (fp32)."""
 _TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 INTEGER, FP4, NF4, FP8 = range(4)
+INT8_PRODUCTS = False
+"""Whether integers and FP4 are packed for int8_linear.cu. It has not been measured on a GPU yet."""
 
 
 class _Weight(ctypes.Structure):
@@ -66,6 +69,13 @@ class CUDAWeight:
     scales: Tensor
     high: Tensor | None = None
     offsets: Tensor | None = None
+    has_offset: bool = False
+    records: bool = False
+    """Whether `codes` are the records of int8_linear.cu, which include all but the scales of whole rows."""
+    scales_fit: bool = True
+    """Whether fp16 represents the scales and offsets: the largest scale is a normal number, and all are finite.
+
+    Scales that are much smaller than the largest lose at most 2⁻¹¹ of the largest."""
 
     @property
     def nbytes(self) -> int:
@@ -80,15 +90,6 @@ class CUDAWeight:
         """Bytes of a chunk of a tile that a kernel copies to shared memory."""
         parts = (self.codes, self.high, *((self.scales, self.offsets) if self.group_size else ()))
         return sum(part.nbytes // len(self.codes) for part in parts if part is not None) // self.num_chunks
-
-    @property
-    def scales_fit(self) -> bool:
-        """Whether fp16 represents the scales and offsets: the largest scale is a normal number, and all are finite.
-
-        Scales that are much smaller than the largest lose at most 2⁻¹¹ of the largest."""
-        largest = float(self.scales.abs().max())
-        is_finite = self.offsets is None or bool(self.offsets.isfinite().all())
-        return is_finite and torch.finfo(torch.float16).smallest_normal <= largest < float("inf")
 
     def clone(self) -> "CUDAWeight":
         tensors = (self.codes, self.scales, self.high, self.offsets)
@@ -122,19 +123,22 @@ class CUDAWeight:
             assert codes is not None
             assert scales is not None
             rest = (self.columns, self.bits, self.code, self.zero, self.group_size)
-            parts.append(CUDAWeight(size, *rest, codes, scales, high, offsets))
+            parts.append(CUDAWeight(size, *rest, codes, scales, high, offsets, *self._kind))
             first += size
         return parts
 
     @property
+    def _kind(self) -> tuple[bool, bool, bool]:
+        return (self.has_offset, self.records, self.scales_fit)
+
+    @property
     def layout(self) -> tuple[object, ...]:
         """Weights of the same layout can be concatenated."""
-        return (self.columns, self.bits, self.code, self.zero, self.group_size, self.offsets is None)
+        return (self.columns, self.bits, self.code, self.zero, self.group_size, self.has_offset, self.records)
 
     @functools.cached_property
     def macros(self) -> dict[str, int]:
-        has_offset = self.offsets is not None
-        return {"BITS": self.bits, "CODE": self.code, "GROUP": self.group_size, "OFFSET": has_offset}
+        return {"BITS": self.bits, "CODE": self.code, "GROUP": self.group_size, "OFFSET": self.has_offset}
 
     def struct(self, bias: Tensor | None = None, *, num_halves: int = 1) -> _Weight:
         groups = self.scales.shape[1]
@@ -149,6 +153,9 @@ class CUDAWeight:
         count = len(rows) if rows is not None else self.rows - first if count is None else count
         y = torch.empty(count, self.columns, dtype=dtype, device=self.codes.device)
         if not count:
+            return y
+        if self.records:
+            int8_linear.dequantize_rows(self, y, first, rows)
             return y
         macros = self.macros | {"X_TYPE": 0, "Y_TYPE": _TYPES[dtype], "PARAM_TYPE": 0} | _DEFAULTS
         kernel = load_kernel(_SOURCE, "dequantize_rows", macros)
@@ -193,7 +200,10 @@ def concat_weights(parts: Sequence[CUDAWeight]) -> CUDAWeight:
     assert codes is not None
     rows = sum(part.rows for part in parts)
     rest = (first.bits, first.code, first.zero, first.group_size)
-    return CUDAWeight(rows, first.columns, *rest, codes, scales, cat("high"), cat("offsets"))
+    fits = all(part.scales_fit for part in parts)
+    return CUDAWeight(
+        rows, first.columns, *rest, codes, scales, cat("high"), cat("offsets"), first.has_offset, first.records, fits
+    )
 
 
 _LAYOUTS = {  # bits, code, zero
@@ -216,6 +226,18 @@ def pack_codes_for_cuda(
     """Pack codes (rows, columns) as uint8, with scales and offsets (rows, groups), or scales (rows,) of whole rows."""
     rows, columns = codes.shape
     group_size = 0 if scales.ndim == 1 else columns // scales.shape[1]
+    half_scales = _pack_scales(scales, group_size)
+    half_offsets = None if offsets is None else _pack_scales(offsets, group_size)
+    fits = _scales_fit(half_scales, half_offsets)
+    if INT8_PRODUCTS and code in (INTEGER, FP4) and int8_linear.has_records(group_size, columns):
+        records = int8_linear.pack_records(
+            codes, scales, offsets, bits=bits, zero=int(zero), group_size=group_size, is_fp4=code == FP4
+        )
+        row_scales = half_scales.new_empty(len(records), 0) if group_size else half_scales
+        return CUDAWeight(
+            rows, columns, bits, code, zero, group_size, records, row_scales,
+            has_offset=offsets is not None, records=True, scales_fit=fits,
+        )  # fmt: skip
     padded = torch.nn.functional.pad(codes, (0, -columns % _CHUNK, 0, -rows % _TILE))
     # Dimensions: tile, half of the rows, row, chunk, step, c, half of the columns, element of a pair.
     parts = padded.view(len(padded) // _TILE, 2, 8, padded.shape[1] // _CHUNK, 4, 4, 2, 2)
@@ -234,9 +256,15 @@ def pack_codes_for_cuda(
             pairs = torch.unflatten(fields >> 4, 4, (2, 2)).transpose(5, 6).flatten(-2)  # element, (step, field)
             high = _join(pairs, 2).contiguous()
     return CUDAWeight(
-        rows, columns, bits, code, zero, group_size, words.contiguous(), _pack_scales(scales, group_size), high,
-        None if offsets is None else _pack_scales(offsets, group_size),
+        rows, columns, bits, code, zero, group_size, words.contiguous(), half_scales, high, half_offsets,
+        has_offset=offsets is not None, scales_fit=fits,
     )  # fmt: skip
+
+
+def _scales_fit(scales: Tensor, offsets: Tensor | None) -> bool:
+    largest = float(scales.abs().max())
+    is_finite = offsets is None or bool(offsets.isfinite().all())
+    return is_finite and torch.finfo(torch.float16).smallest_normal <= largest < float("inf")
 
 
 def _join(fields: Tensor, width: int) -> Tensor:
@@ -278,8 +306,9 @@ def packed_linear(
     step = _MAX_COLUMNS // (1 + _TYPES[x.dtype])
     for first in range(0, len(x), step):
         rows = x[first : first + step]
-        tile = tile or _choose_tile(weight, len(rows), len(y), gated=gated)
-        _launch(rows, weight, y, first, bias, act, norm, residual, tile, gated=gated, overlap=overlap)
+        launch, choose = (int8_linear.launch, int8_linear.choose_tile) if weight.records else (_launch, _choose_tile)
+        tile = tile or choose(weight, len(rows), len(y), gated=gated)
+        launch(rows, weight, y, first, bias, act, norm, residual, tile, gated=gated, overlap=overlap)
 
 
 def _choose_tile(weight: CUDAWeight, rows: int, splits: int, *, gated: bool) -> dict[str, int]:
