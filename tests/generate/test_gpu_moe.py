@@ -1,13 +1,18 @@
 """Mixture-of-experts kernels of decode steps equal the layer, for all routers, FFNs and shared experts."""
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from quantization.test_block_formats import random_blocks
 from support.config_strategies import build_randomized_model
 
 import cutaway as ct
+from cutaway.quantization import cuda_weights
+from cutaway.quantization.block_formats import BLOCK_FORMATS
+from cutaway.quantization.quantized_tensor import CUDAQuantizedTensor, QuantizedTensor
 
 pytestmark = [pytest.mark.gpu, pytest.mark.unchecked]
 
@@ -62,3 +67,36 @@ def test_fast_moe_equals_layer(name: str, rows: int, has_norm: bool, dtype: torc
     max_error = 1e-4 if dtype == torch.float32 else 0.1
     close = (y - expected).abs().amax(-1) <= max_error * max(1.0, float(expected.abs().max()))
     assert close.float().mean() >= (1 if dtype == torch.float32 else 0.9)  # rounding may select another expert
+
+
+@pytest.mark.parametrize("format_name", ["Q8_0", "MXFP4"])
+@pytest.mark.parametrize("rows", [1, 3, 40])
+@pytest.mark.parametrize("kind", ["gated", "clamped-swiglu", "mlp"])
+@torch.no_grad()
+def test_packed_experts_equal_dequantized(
+    kind: str, rows: int, format_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cutaway.generate.fast.gpu_linear import NormParams
+    from cutaway.generate.fast.gpu_moe import FastMoE, is_fast_moe
+
+    monkeypatch.setattr(cuda_weights, "INT8_PRODUCTS", True)
+    moe = build_layer({"expert": {"kind": kind, "hidden": 64, "bias": True}}, torch.bfloat16)
+    packed = copy.deepcopy(moe)
+    block_format = BLOCK_FORMATS[format_name]
+    for name in ("gate", "up", "down"):
+        layer, plain = getattr(packed.experts, name, None), getattr(moe.experts, name, None)
+        if layer is None or plain is None:
+            continue
+        shape = layer.weight.shape
+        blocks = random_blocks(format_name, shape[0] * shape[1], shape[2] // block_format.block_size)
+        tensor = QuantizedTensor(blocks.view(*shape[:2], -1), block_format, torch.bfloat16)
+        moved = tensor.to("cuda")
+        assert isinstance(moved, CUDAQuantizedTensor)
+        layer._parameters["weight"], plain.weight.data = moved.as_parameter(), tensor.dequantize().cuda()
+        assert torch.equal(moved.dequantize(), plain.weight)
+    assert is_fast_moe(packed)
+    x = torch.randn(rows, moe.router.weight.shape[1], device="cuda", dtype=torch.bfloat16)
+    norm = NormParams(torch.randn(x.shape[1], device="cuda", dtype=x.dtype), None, 1e-5, centered=False)
+    y, expected = (FastMoE(each, norm).partial_sums(x, norm).sum(0) for each in (packed, moe))
+    assert (y - expected).abs().max() <= 2e-2 * expected.abs().max()
+    assert torch.allclose(packed(x), moe(x), atol=2e-2 * float(moe(x).abs().max()))

@@ -3,6 +3,7 @@
 The kernels of int8_linear.cu are also run by an emulator on the CPU."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,13 +12,13 @@ import torch.nn.functional as F
 from quantization import emulator
 from quantization.test_block_formats import random_blocks
 
+from cutaway.model.moe import grouped_linear
 from cutaway.quantization import cuda_weights, int8_linear
 from cutaway.quantization.block_formats import BLOCK_FORMATS, unpack_blocks
 from cutaway.quantization.cuda_weights import pack_for_cuda, packed_linear
+from cutaway.quantization.quantized_tensor import CUDAQuantizedTensor, QuantizedTensor
 
 pytestmark = pytest.mark.unchecked
-QUICK = {("Q4_K", 1), ("Q6_K", 9), ("Q4_K", 72), ("Q6_K", 72), ("MXFP4", 72), ("Q8_0", 72)}
-"""Format and number of rows of the emulated cases that are not nightly."""
 INT8_FORMATS = [name for name in BLOCK_FORMATS if not name.startswith(("NF4", "FP8"))]
 
 
@@ -32,12 +33,13 @@ class Norm:
     eps: float = 1e-5
 
 
-def with_kernels(cases: list[tuple[Any, ...]]) -> list[Any]:
-    """Cases, which begin with the name of a format, with the kernels for it: on a GPU, and emulated on the CPU."""
+def with_kernels(cases: Sequence[tuple[Any, ...]], quick: Sequence[tuple[str, int]] = ()) -> list[Any]:
+    """Cases, which begin with the name of a format and a number, with the kernels for it: on a GPU, and emulated on the
+    CPU. An emulated case compiles for seconds: those that are not in `quick` are nightly tests."""
     params = []
     for case in cases:
         for kernel in ("packed", "int8", "emulated") if case[0] in INT8_FORMATS else ("packed",):
-            is_slow = kernel == "emulated" and case[:2] not in QUICK  # compiles for seconds
+            is_slow = kernel == "emulated" and case[:2] not in quick
             marks = [] if kernel == "emulated" else [pytest.mark.gpu]
             params.append(pytest.param(*case, kernel, marks=marks + [pytest.mark.nightly] * is_slow))
     return params
@@ -54,13 +56,14 @@ def device(kernel: str, monkeypatch: pytest.MonkeyPatch) -> str:
     return "cpu"
 
 
-SILU, GELU = 1, 3
-"""Values of `cutaway.generate.fast.gpu_linear.ACTIVATION_IDS`."""
+SILU, GELU, CLAMPED_SWIGLU = 1, 3, 6
+"""Values of `cutaway.generate.fast.gpu_linear.ACTIVATION_IDS`, and one of int8_linear.cu."""
 SHAPES = [(16, 256), (72, 768), (160, 2304)]
 
 
 @pytest.mark.parametrize(
-    ("name", "rows", "columns", "kernel"), with_kernels([(name, *shape) for name in BLOCK_FORMATS for shape in SHAPES])
+    ("name", "rows", "columns", "kernel"),
+    with_kernels([(name, *shape) for name in BLOCK_FORMATS for shape in SHAPES], [("MXFP4", 72)]),
 )
 def test_dequantized_rows_equal_the_definition(name: str, rows: int, columns: int, device: str) -> None:
     torch.manual_seed(0)
@@ -132,6 +135,68 @@ def test_products_propagate_nonfinite_values(name: str, bad: float, device: str)
         x[0, 5] = bad
         packed_linear(x, weight, y)
         assert not y[0].isfinite().any()
+
+
+QUICK = [("MXFP4", 1), ("Q4_K", 5)]
+EXPERT_CASES = [("MXFP4", 1, torch.bfloat16), ("Q4_K", 5, torch.float32), ("Q8_0", 33, torch.bfloat16)]
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "dtype", "kernel"),
+    [case for case in with_kernels(EXPERT_CASES, QUICK) if "packed" not in case.values],
+)
+def test_expert_products_equal_those_of_each_expert(name: str, rows: int, dtype: torch.dtype, device: str) -> None:
+    torch.manual_seed(0)
+    num_experts, top_k, hidden, width = 7, 3, 48, 512
+    block_format = BLOCK_FORMATS[name]
+
+    def random_weight(count: int, columns: int) -> tuple[cuda_weights.CUDAWeight, torch.Tensor]:
+        blocks = random_blocks(name, num_experts * count, columns // block_format.block_size).to(device)
+        scale = float(pack_for_cuda(blocks, block_format).dequantize(torch.float32).abs().max())
+        parts = unpack_blocks(blocks, block_format)
+        offsets = None if parts.offsets is None else parts.offsets / scale
+        weight = cuda_weights._pack(dataclasses.replace(parts, scales=parts.scales / scale, offsets=offsets), name)
+        return weight, weight.dequantize(torch.float32).double().view(num_experts, count, columns)
+
+    (gate, w_gate), (up, w_up) = random_weight(hidden, width), random_weight(hidden, width)
+    down, w_down = random_weight(width, 256)
+    x = torch.randn(rows, width, device=device).to(dtype)
+    experts = torch.rand(rows, num_experts, device=device).argsort(-1)[:, :top_k].int().contiguous()
+    weights = torch.rand(rows, top_k, device=device)
+    biases = [torch.randn(num_experts, hidden, device=device).to(dtype) for _ in range(2)]
+    limit, alpha = 3.0, 1.7
+    y = torch.empty(rows * top_k, hidden, device=device)
+    act = {"act": CLAMPED_SWIGLU, "limit": limit, "alpha": alpha}
+    int8_linear.expert_linear(x, [gate, up], y, experts, None, biases, num_experts=num_experts, **act)
+    pairs = x.double().repeat_interleave(top_k, 0).unsqueeze(-1)
+    chosen = experts.flatten().long()
+    g = (w_gate[chosen] @ pairs).squeeze(-1) + biases[0][chosen].double()
+    u = (w_up[chosen] @ pairs).squeeze(-1) + biases[1][chosen].double()
+    g, u = g.clamp(max=limit), u.clamp(-limit, limit)
+    assert_near(y, g * torch.sigmoid(alpha * g) * (u + 1), 2e-5)
+    h = torch.randn(rows * top_k, 256, device=device).to(dtype)
+    out = torch.empty(top_k, rows, width, device=device)
+    int8_linear.expert_linear(h, [down], out, experts, weights, num_experts=num_experts)
+    expected = (w_down[chosen] @ h.double().unsqueeze(-1)).view(rows, top_k, width) * weights.unsqueeze(-1)
+    assert_near(out, expected.transpose(0, 1), 2e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "kernel"),
+    [case for case in with_kernels([("Q8_0", 72)], [("Q8_0", 72)]) if "packed" not in case.values],
+)
+def test_packed_experts_are_a_tensor_of_all_matrices(name: str, count: int, device: str) -> None:
+    block_format = BLOCK_FORMATS[name]
+    blocks = random_blocks(name, 3 * count, 4)
+    weight = pack_for_cuda(blocks.to(device), block_format)
+    tensor = CUDAQuantizedTensor(weight, block_format, torch.float32, (3, count, 128))
+    plain = QuantizedTensor(blocks.view(3, count, -1), block_format).dequantize().to(device)
+    for each in (tensor, tensor.detach(), tensor.clone(), tensor.as_parameter()):
+        assert isinstance(each, CUDAQuantizedTensor)
+        assert each.shape == plain.shape
+        assert_near(each.dequantize(), plain, 1e-3)
+    x, offsets = torch.randn(9, 128, device=device), torch.tensor([4, 4, 9], device=device)
+    assert_near(tensor.grouped_linear(x, offsets), grouped_linear(x, plain, offsets), 1e-3)
 
 
 def assert_near(y: torch.Tensor, reference: torch.Tensor, within: float) -> None:

@@ -25,7 +25,12 @@
    scale per row; OFFSET: whether groups have an offset; X_TYPE, Y_TYPE, PARAM_TYPE (0: bf16, 1: fp16, 2: fp32); ROWS:
    maximum number of rows of x; TILES; WARPS; STAGE: 1 or 2 records that are copied together; RING: stages of a warp in shared
    memory; PARTIAL: whether the last stage of a tile can have one record; FLUSH: units whose sums are kept until
-   the warps meet; NORM (0: none, 1: RMSNorm, 2: LayerNorm), for one row; ACT; GATED; PDL. */
+   the warps meet; NORM (0: none, 1: RMSNorm, 2: LayerNorm), for one row; ACT; GATED; PDL.
+
+   EXPERTS: matrices of experts, one after the other, of which a row of x uses those that it selected. A pair is a row and
+   one of its experts. 1: first product, y is (pairs, N). 2: second product, whose input x is (pairs, K); the result is
+   multiplied by the weight of the pair, and y is (experts of a row, rows, N). With one row, a program multiplies for one pair,
+   otherwise for one expert and all pairs that selected it, ROWS at a time. */
 
 typedef unsigned int u32;
 typedef unsigned short u16;
@@ -37,7 +42,6 @@ typedef unsigned short u16;
 #define DIGITS (X_TYPE == 2 ? 4 : 2)
 #define PAIRS (DIGITS / 2) /* of digits, per row of x */
 #define COLS ((ROWS * DIGITS + 7) / 8)
-#define NUM_PAIRS (COLS * 4)
 #define STAGED (ROWS == 1) /* x is quantized by the warp that reads it, in shared memory */
 #define CODE_VECTORS (BITS == 8 ? 2 : 1) /* of 16 bytes per lane and chunk */
 #define GROUPS (GROUP ? 128 / GROUP : 1) /* of a record */
@@ -49,21 +53,26 @@ typedef unsigned short u16;
 #define UNIT (CODE == 1 ? 0.5f : BITS == 4 && SIGNED ? 0.0625f : BITS == 6 ? 0.25f : 1.0f)
 
 struct Weight {
-    const char *codes;     /* (tiles, records) */
-    const u32 *row_scales; /* (tiles, 8), without groups */
-    const void *bias;      /* (N,) or NULL */
+    const char *codes[2];     /* (tiles, records); with GATED those of gate and up */
+    const u32 *row_scales[2]; /* (tiles, 8), without groups */
+    const void *bias[2];      /* (N,) or NULL */
     int n, k, records;
 };
 
 struct Input {
     const void *x, *norm_weight, *norm_bias;
-    /* With several rows: the digits (chunks, COLS, 32) of 16 bytes, the scales (blocks, NUM_PAIRS), and the sums of digit
-       pairs (records, NUM_PAIRS, GROUPS), as integers for FP4 and as fp32 for offsets. */
+    /* With several rows: the digits (chunks, x_columns, 4) of 16 bytes, the scales (blocks, x_columns / 2), and the sums of
+       two digits (records, x_columns / 2, GROUPS), as integers for FP4 and as fp32 for offsets. */
     const uint4 *digits;
     const float *x_scales;
     const u32 *x_sums;
     float eps, norm_offset;
     int rows, y_rows, y_columns; /* y has y_rows · y_columns numbers per split, of which this launch computes a part */
+    int x_columns;               /* columns of digits, a multiple of 8 */
+    const int *experts;          /* (rows, top_k): the selected experts */
+    const float *pair_weights;   /* (rows, top_k) */
+    int num_pairs, top_k;
+    float limit, alpha; /* of the clamped SwiGLU */
 };
 
 #ifndef EMULATED
@@ -365,12 +374,13 @@ KERNEL(32) quantize_rows(const Input in, uint4 *digits, float *scales, u32 *sums
     float v[8] = {};
     const int column = block * BLOCK_COLUMNS + lane * 8;
     if (column < k) load_vector<X_TYPE>(in.x, (long long)row * k + column, v);
-    quantize(v, lane, digits + (long long)block * 2 * BLOCK * COLS * 32 + row * DIGITS * 4, COLS * 32,
-             scales + block * NUM_PAIRS + row * PAIRS, sums + (block * BLOCK * NUM_PAIRS + row * PAIRS) * GROUPS, NUM_PAIRS);
+    const int num_pairs = in.x_columns / 2;
+    quantize(v, lane, digits + ((long long)block * 2 * BLOCK * in.x_columns + row * DIGITS) * 4, in.x_columns * 4,
+             scales + block * num_pairs + row * PAIRS, sums + (block * BLOCK * num_pairs + row * PAIRS) * GROUPS, num_pairs);
 }
 
-/* Grid: (programs, splits of the columns). y: (splits, rows, N). With GATED, W has the rows of gate, then those of up, n is
-   the number of each, and a unit has a tile of both. */
+/* Grid: (programs, splits of the columns), y: (splits, rows, N); for experts (programs, pairs) with one row, otherwise
+   (programs, experts). With GATED, a unit has a tile of gate and one of up. */
 KERNEL(WARPS * 32) int8_linear(const Weight w, const Input in, void *y, const void *residual) {
     SHARED_MEMORY;
     __shared__ unsigned long long barriers[WARPS * RING];
@@ -378,8 +388,9 @@ KERNEL(WARPS * 32) int8_linear(const Weight w, const Input in, void *y, const vo
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, c = lane % 4;
     const int row_tiles = (w.n + 15) / 16, units = GATED ? row_tiles : (row_tiles + TILES - 1) / TILES;
     /* The blocks of this warp: those of the split are divided among the warps. */
-    const int blocks = (w.records + BLOCK - 1) / BLOCK, per_split = (blocks + (int)gridDim.y - 1) / (int)gridDim.y;
-    const int split_start = min(blocks, per_split * (int)blockIdx.y), split_end = min(blocks, split_start + per_split);
+    const int splits = EXPERTS ? 1 : (int)gridDim.y, split = EXPERTS ? 0 : (int)blockIdx.y;
+    const int blocks = (w.records + BLOCK - 1) / BLOCK, per_split = (blocks + splits - 1) / splits;
+    const int split_start = min(blocks, per_split * split), split_end = min(blocks, split_start + per_split);
     const int per_warp = (split_end - split_start + WARPS - 1) / WARPS;
     const int first_block = min(split_end, split_start + warp * per_warp), last_block = min(split_end, first_block + per_warp);
     const int start = first_block * (BLOCK / STAGE), end = min(last_block * (BLOCK / STAGE), (w.records + STAGE - 1) / STAGE);
@@ -392,16 +403,19 @@ KERNEL(WARPS * 32) int8_linear(const Weight w, const Input in, void *y, const vo
     float *const sums = (float *)(rings + WARPS * RING * TILES * STAGE_BYTES); /* (FLUSH, WARPS, TILES, 16, ROWS · PAIRS) */
     unsigned long long *const barrier = barriers + warp * RING;
 
-    auto tile_of = [&](int unit, int t) { return GATED ? unit + t * row_tiles : min(unit * TILES + t, row_tiles - 1); };
+    int expert = 0;
+    auto tile_of = [&](int unit, int t) {
+        return expert * row_tiles + (GATED ? unit : min(unit * TILES + t, row_tiles - 1));
+    };
     int copy_unit = blockIdx.x, copied_stage = start, copy_slot = 0;
     auto copy_next = [&]() {
         if (copy_unit < units && start < end) {
-            const int first = copied_stage * STAGE, count = PARTIAL ? min(STAGE, w.records - first) : STAGE;
-            expect_bytes(barrier + copy_slot, TILES * count * RECORD_BYTES, lane);
+            const int first = copied_stage * STAGE, num_records = PARTIAL ? min(STAGE, w.records - first) : STAGE;
+            expect_bytes(barrier + copy_slot, TILES * num_records * RECORD_BYTES, lane);
             for (int t = 0; t < TILES; t++)
                 copy_async(ring + (copy_slot * TILES + t) * STAGE_BYTES,
-                           w.codes + ((long long)tile_of(copy_unit, t) * w.records + first) * RECORD_BYTES,
-                           count * RECORD_BYTES, lane, barrier + copy_slot);
+                           w.codes[GATED * t] + ((long long)tile_of(copy_unit, t) * w.records + first) * RECORD_BYTES,
+                           num_records * RECORD_BYTES, lane, barrier + copy_slot);
             if (++copied_stage == end) copied_stage = start, copy_unit += gridDim.x;
             if (++copy_slot == RING) copy_slot = 0;
         }
@@ -410,11 +424,32 @@ KERNEL(WARPS * 32) int8_linear(const Weight w, const Input in, void *y, const vo
     if (lane < RING) init_barrier(barrier + lane);
     fence_barriers();
     __syncwarp();
-    for (int i = 0; i < RING; i++) copy_next();
+    if (!EXPERTS)
+        for (int i = 0; i < RING; i++) copy_next();
 #if PDL
     start_next_kernel();
     wait_for_previous_kernel();
 #endif
+
+    /* The pairs of the expert. */
+    int count = in.rows;
+    int *const pairs = (int *)(sums + FLUSH * WARPS * TILES * 16 * ROWS * PAIRS);
+    if (EXPERTS && STAGED) expert = in.experts[blockIdx.y];
+    if (EXPERTS && !STAGED) {
+        expert = blockIdx.y;
+        count = 0;
+        for (int first = 0; first < in.num_pairs; first += 32) {
+            const bool selected = first + lane < in.num_pairs && in.experts[first + lane] == expert;
+            const u32 lanes = __ballot_sync(~0u, selected);
+            if (warp == 0 && selected) pairs[count + __popc(lanes & ((1u << lane) - 1))] = first + lane;
+            count += __popc(lanes);
+        }
+        if (count == 0) return;
+        __syncthreads();
+    }
+    if (EXPERTS && STAGED)
+        for (int i = 0; i < RING; i++) copy_next();
+    const long long x_row = EXPERTS == 2 ? (int)blockIdx.y : 0; /* with one row */
 
     /* Each warp quantizes the columns of x that it reads. */
     float norm_factor = 1;
@@ -423,7 +458,7 @@ KERNEL(WARPS * 32) int8_linear(const Weight w, const Input in, void *y, const vo
         for (int pass = 0; NORM == 2 && pass < 2; pass++) {
             sum = 0;
             for (int i = threadIdx.x * 8; i < w.k; i += WARPS * 256) {
-                load_vector<X_TYPE>(in.x, i, v);
+                load_vector<X_TYPE>(in.x, x_row * w.k + i, v);
                 for (int j = 0; j < 8; j++) sum += pass ? (v[j] - mean) * (v[j] - mean) : v[j];
             }
             sum = block_sum(sum, warp_sums) / w.k;
@@ -432,7 +467,7 @@ KERNEL(WARPS * 32) int8_linear(const Weight w, const Input in, void *y, const vo
         }
         sum = 0;
         for (int block = first_block; block < last_block; block++) {
-            load_normalized(in, 0, block * BLOCK_COLUMNS + lane * 8, w.k, mean, factor, v, sum);
+            load_normalized(in, x_row, block * BLOCK_COLUMNS + lane * 8, w.k, mean, factor, v, sum);
             quantize(v, lane, digits + block * 2 * BLOCK * DIGITS * 4, DIGITS * 4, x_scales + block * PAIRS,
                      x_sums + block * GROUPS_PER_BLOCK * PAIRS, PAIRS);
         }
@@ -440,141 +475,171 @@ KERNEL(WARPS * 32) int8_linear(const Weight w, const Input in, void *y, const vo
         if (NORM == 1) norm_factor = rsqrtf(block_sum(sum, warp_sums) / w.k + in.eps);
     }
 
-    /* Where this lane's columns of x are. Columns that no row uses repeat others, and their sums are not used. */
-    const int digit_index = STAGED ? (lane / 4 & (DIGITS - 1)) * 4 + c : lane;
-    const int pair_index = STAGED ? c & (PAIRS - 1) : c;
-    const int pair_stride = STAGED ? PAIRS : NUM_PAIRS;
+    const int chunk_stride = STAGED ? DIGITS * 4 : EXPERTS ? in.x_columns * 4 : COLS * 32;
+    const int pair_stride = STAGED ? PAIRS : EXPERTS ? in.x_columns / 2 : COLS * 4;
     const uint4 *const x_digits = STAGED ? digits : in.digits;
     const float *const scales_of_x = STAGED ? x_scales : in.x_scales;
     const u32 *const sums_of_x = STAGED ? x_sums : in.x_sums;
 
     int slot = 0, kept = 0;
     u32 parity = 0;
-    for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
-        float total[TILES][COLS][2] = {};
-        for (int stage = start; stage < end; stage++) {
-            wait_for_copies(barrier + slot, parity);
-            const char *const base = ring + slot * TILES * STAGE_BYTES;
-            const int count = PARTIAL ? min(STAGE, w.records - stage * STAGE) : STAGE;
-            float part[TILES][COLS][2] = {};
+    for (int first_row = 0; first_row < (EXPERTS && !STAGED ? count : 1); first_row += ROWS) {
+        if (EXPERTS && !STAGED) {
+            copy_unit = blockIdx.x;
+            for (int i = 0; i < RING; i++) copy_next();
+        }
+        /* Where this lane's columns of x are. Columns that no row uses repeat others, and their sums are not used. */
+        auto row_of = [&](int i) {
+            if (!EXPERTS) return i;
+            const int pair = pairs[min(first_row + i, count - 1)];
+            return EXPERTS == 1 ? pair / in.top_k : pair;
+        };
+        int digits_at[COLS], pair_at[COLS];
 #pragma unroll
-            for (int r = 0; r < STAGE; r++) {
-                if (r >= count) break;
-                const int record = stage * STAGE + r;
-                Words<GROUPS> x_sum[COLS], scales[TILES], offsets[TILES];
-                int acc[TILES][COLS][4];
+        for (int col = 0; col < COLS; col++) {
+            const int n = lane / 4;
+            digits_at[col] = STAGED ? (n & (DIGITS - 1)) * 4 + c : (row_of((col * 8 + n) / DIGITS) * DIGITS + n % DIGITS) * 4 + c;
+            pair_at[col] = STAGED ? c & (PAIRS - 1) : row_of((col * 4 + c) / PAIRS) * PAIRS + c % PAIRS;
+        }
+        for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
+            float total[TILES][COLS][2] = {};
+            for (int stage = start; stage < end; stage++) {
+                wait_for_copies(barrier + slot, parity);
+                const char *const base = ring + slot * TILES * STAGE_BYTES;
+                const int num_records = PARTIAL ? min(STAGE, w.records - stage * STAGE) : STAGE;
+                float part[TILES][COLS][2] = {};
 #pragma unroll
-                for (int col = 0; HAS_SUMS && col < COLS; col++)
-                    x_sum[col] = load_words<GROUPS>(sums_of_x + (record * pair_stride + col * 4 * !STAGED + pair_index) * GROUPS);
+                for (int r = 0; r < STAGE; r++) {
+                    if (r >= num_records) break;
+                    const int record = stage * STAGE + r;
+                    Words<GROUPS> x_sum[COLS], scales[TILES], offsets[TILES];
+                    int acc[TILES][COLS][4];
 #pragma unroll
-                for (int t = 0; t < TILES; t++) {
-                    const char *const at = base + t * STAGE_BYTES + r * RECORD_BYTES;
-                    if (GROUP) scales[t] = load_words<GROUPS>((const u32 *)(at + SCALES_AT) + lane / 4 * GROUPS);
-                    if (OFFSET) offsets[t] = load_words<GROUPS>((const u32 *)(at + OFFSETS_AT) + lane / 4 * GROUPS);
-                }
-                /* Multiply the integer sums of a group of the record by its scale. */
-                auto add_group = [&](int t, int group) {
-                    const u32 s = scales[t].words[group], o = offsets[t].words[group];
-                    const float scale[2] = {half_to_float((u16)s), half_to_float((u16)(s >> 16))};
-                    const float offset[2] = {half_to_float((u16)o), half_to_float((u16)(o >> 16))};
-#pragma unroll
-                    for (int col = 0; col < COLS; col++) {
-#pragma unroll
-                        for (int half = 0; half < 2; half++) {
-                            int value = acc[t][col][2 * half] * 256 + acc[t][col][2 * half + 1];
-                            if (CODE == 1) value += FP4_BIAS * (int)x_sum[col].words[group];
-                            if (GROUP) part[t][col][half] += scale[half] * (float)value;
-                            else part[t][col][half] += (float)value;
-                            if (OFFSET) part[t][col][half] += offset[half] * __uint_as_float(x_sum[col].words[group]);
-                        }
-                    }
-                };
-#pragma unroll
-                for (int chunk = 0; chunk < 2; chunk++) {
-                    uint4 x[COLS];
-#pragma unroll
-                    for (int col = 0; col < COLS; col++)
-                        x[col] = x_digits[((record * 2 + chunk) * (STAGED ? 1 : COLS) + col) * (STAGED ? DIGITS * 4 : 32) + digit_index];
+                    for (int col = 0; HAS_SUMS && col < COLS; col++)
+                        x_sum[col] = load_words<GROUPS>(sums_of_x + (record * pair_stride + pair_at[col]) * GROUPS);
 #pragma unroll
                     for (int t = 0; t < TILES; t++) {
-                        const Codes codes = load_codes(base + t * STAGE_BYTES + r * RECORD_BYTES, chunk, lane);
+                        const char *const at = base + t * STAGE_BYTES + r * RECORD_BYTES;
+                        if (GROUP) scales[t] = load_words<GROUPS>((const u32 *)(at + SCALES_AT) + lane / 4 * GROUPS);
+                        if (OFFSET) offsets[t] = load_words<GROUPS>((const u32 *)(at + OFFSETS_AT) + lane / 4 * GROUPS);
+                    }
+                    /* Multiply the integer sums of a group of the record by its scale. */
+                    auto add_group = [&](int t, int group) {
+                        const u32 s = scales[t].words[group], o = offsets[t].words[group];
+                        const float scale[2] = {half_to_float((u16)s), half_to_float((u16)(s >> 16))};
+                        const float offset[2] = {half_to_float((u16)o), half_to_float((u16)(o >> 16))};
 #pragma unroll
-                        for (int s = 0; s < 2; s++) {
-                            u32 a[4];
-                            unpack(codes, s, a);
-                            const int column = chunk * CHUNK + s * 32;
+                        for (int col = 0; col < COLS; col++) {
 #pragma unroll
-                            for (int half = 0; GROUP == 16 && half < 2; half++) {
+                            for (int half = 0; half < 2; half++) {
+                                int value = acc[t][col][2 * half] * 256 + acc[t][col][2 * half + 1];
+                                if (CODE == 1) value += FP4_BIAS * (int)x_sum[col].words[group];
+                                if (GROUP) part[t][col][half] += scale[half] * (float)value;
+                                else part[t][col][half] += (float)value;
+                                if (OFFSET) part[t][col][half] += offset[half] * __uint_as_float(x_sum[col].words[group]);
+                            }
+                        }
+                    };
+#pragma unroll
+                    for (int chunk = 0; chunk < 2; chunk++) {
+                        uint4 x[COLS];
+#pragma unroll
+                        for (int col = 0; col < COLS; col++)
+                            x[col] = x_digits[(record * 2 + chunk) * chunk_stride + digits_at[col]];
+#pragma unroll
+                        for (int t = 0; t < TILES; t++) {
+                            const Codes codes = load_codes(base + t * STAGE_BYTES + r * RECORD_BYTES, chunk, lane);
+#pragma unroll
+                            for (int s = 0; s < 2; s++) {
+                                u32 a[4];
+                                unpack(codes, s, a);
+                                const int column = chunk * CHUNK + s * 32;
+#pragma unroll
+                                for (int half = 0; GROUP == 16 && half < 2; half++) {
+#pragma unroll
+                                    for (int col = 0; col < COLS; col++)
+                                        mma_16(acc[t][col], a + 2 * half, word_of(x[col], 2 * s + half));
+                                    add_group(t, column / 16 + half);
+                                }
+                                if (GROUP == 16) continue;
 #pragma unroll
                                 for (int col = 0; col < COLS; col++)
-                                    mma_16(acc[t][col], a + 2 * half, word_of(x[col], 2 * s + half));
-                                add_group(t, column / 16 + half);
+                                    mma(acc[t][col], a, word_of(x[col], 2 * s), word_of(x[col], 2 * s + 1), column % GROUP_COLUMNS == 0);
+                                if ((column + 32) % GROUP_COLUMNS == 0) add_group(t, column / GROUP_COLUMNS);
                             }
-                            if (GROUP == 16) continue;
-#pragma unroll
-                            for (int col = 0; col < COLS; col++)
-                                mma(acc[t][col], a, word_of(x[col], 2 * s), word_of(x[col], 2 * s + 1), column % GROUP_COLUMNS == 0);
-                            if ((column + 32) % GROUP_COLUMNS == 0) add_group(t, column / GROUP_COLUMNS);
                         }
                     }
                 }
-            }
 #pragma unroll
-            for (int col = 0; col < COLS; col++) {
-                const float scale = scales_of_x[stage * STAGE / BLOCK * pair_stride + col * 4 * !STAGED + pair_index];
+                for (int col = 0; col < COLS; col++) {
+                    const float scale = scales_of_x[stage * STAGE / BLOCK * pair_stride + pair_at[col]];
 #pragma unroll
-                for (int t = 0; t < TILES; t++)
-                    total[t][col][0] += scale * part[t][col][0], total[t][col][1] += scale * part[t][col][1];
+                    for (int t = 0; t < TILES; t++)
+                        total[t][col][0] += scale * part[t][col][0], total[t][col][1] += scale * part[t][col][1];
+                }
+                __syncwarp();
+                copy_next();
+                if (++slot == RING) slot = 0, parity ^= 1;
             }
-            __syncwarp();
-            copy_next();
-            if (++slot == RING) slot = 0, parity ^= 1;
-        }
 
-        /* Sums of this warp: of the rows g and g + 8, and a pair of digits of a row of x per lane and column. */
-        float *const target = sums + (kept * WARPS + warp) * TILES * 16 * ROWS * PAIRS;
-        for (int t = 0; t < TILES; t++) {
-            float scale[2] = {1, 1};
-            if (GROUP == 0) {
-                const u32 s = w.row_scales[(long long)tile_of(unit, t) * 8 + lane / 4];
-                scale[0] = half_to_float((u16)s), scale[1] = half_to_float((u16)(s >> 16));
+            /* Sums of this warp: of the rows g and g + 8, and a pair of digits of a row of x per lane and column. */
+            float *const target = sums + (kept * WARPS + warp) * TILES * 16 * ROWS * PAIRS;
+            for (int t = 0; t < TILES; t++) {
+                float scale[2] = {1, 1};
+                if (GROUP == 0) {
+                    const u32 s = w.row_scales[GATED * t][(long long)tile_of(unit, t) * 8 + lane / 4];
+                    scale[0] = half_to_float((u16)s), scale[1] = half_to_float((u16)(s >> 16));
+                }
+                for (int col = 0; col < COLS; col++) {
+                    if (col * 4 + c >= ROWS * PAIRS) continue;
+                    for (int half = 0; half < 2; half++)
+                        target[(t * 16 + lane / 4 + half * 8) * ROWS * PAIRS + col * 4 + c] = total[t][col][half] * scale[half];
+                }
             }
-            for (int col = 0; col < COLS; col++) {
-                if (col * 4 + c >= ROWS * PAIRS) continue;
-                for (int half = 0; half < 2; half++)
-                    target[(t * 16 + lane / 4 + half * 8) * ROWS * PAIRS + col * 4 + c] = total[t][col][half] * scale[half];
-            }
-        }
-        kept++;
-        if (kept < FLUSH && unit + (int)gridDim.x < units) continue;
+            kept++;
+            if (kept < FLUSH && unit + (int)gridDim.x < units) continue;
 
-        /* Sums over the warps and over the pairs of a row of x. */
-        __syncthreads();
-        const int tile_count = GATED ? 1 : TILES, outputs = kept * tile_count * 16;
-        const int used_warps = per_warp ? (split_end - split_start + per_warp - 1) / per_warp : 0;
-        const int first_unit = unit - (kept - 1) * (int)gridDim.x;
-        for (int i = threadIdx.x; i < outputs * in.rows; i += WARPS * 32) {
-            const int r = i % 16, t = i / 16 % tile_count, each = i / 16 / tile_count % kept, row = i / outputs;
-            const int this_unit = first_unit + each * (int)gridDim.x;
-            const int n = (GATED ? this_unit : this_unit * TILES + t) * 16 + r;
-            if (n >= w.n) continue;
-            float results[GATED ? 2 : 1];
-            for (int g = 0; g < (GATED ? 2 : 1); g++) {
-                float sum = 0;
-                for (int from = 0; from < used_warps; from++)
-                    for (int pair = 0; pair < PAIRS; pair++)
-                        sum += sums[(((each * WARPS + from) * TILES + (GATED ? g : t)) * 16 + r) * ROWS * PAIRS + row * PAIRS + pair];
-                sum *= norm_factor;
-                if (w.bias && blockIdx.y == 0) sum += load_number<PARAM_TYPE>(w.bias, n + g * w.n);
-                results[g] = sum;
+            /* Sums over the warps and over the pairs of a row of x. */
+            __syncthreads();
+            const int tile_count = GATED ? 1 : TILES, outputs = kept * tile_count * 16;
+            const int used_warps = per_warp ? (split_end - split_start + per_warp - 1) / per_warp : 0;
+            const int first_unit = unit - (kept - 1) * (int)gridDim.x;
+            const int rows = STAGED ? 1 : min(ROWS, count - first_row);
+            for (int i = threadIdx.x; i < outputs * rows; i += WARPS * 32) {
+                const int r = i % 16, t = i / 16 % tile_count, each = i / 16 / tile_count % kept, row = i / outputs;
+                const int this_unit = first_unit + each * (int)gridDim.x;
+                const int n = (GATED ? this_unit : this_unit * TILES + t) * 16 + r;
+                if (n >= w.n) continue;
+                float results[GATED ? 2 : 1];
+                for (int g = 0; g < (GATED ? 2 : 1); g++) {
+                    float sum = 0;
+                    for (int from = 0; from < used_warps; from++)
+                        for (int pair = 0; pair < PAIRS; pair++)
+                            sum += sums[(((each * WARPS + from) * TILES + (GATED ? g : t)) * 16 + r) * ROWS * PAIRS + row * PAIRS + pair];
+                    sum *= norm_factor;
+                    if (w.bias[g] && split == 0) sum += load_number<PARAM_TYPE>(w.bias[g], (long long)expert * w.n + n);
+                    results[g] = sum;
+                }
+                float result = apply_activation(results[0]);
+                if (ACT == 6) {
+                    const float gate = fminf(result, in.limit), up = fminf(fmaxf(results[GATED], -in.limit), in.limit);
+                    result = gate / (1 + __expf(-in.alpha * gate)) * (up + 1);
+                    if (results[0] != results[0] || results[GATED] != results[GATED]) result = results[0] + results[GATED]; /* NaN */
+                } else if (GATED) {
+                    result *= results[GATED];
+                }
+                if (residual) result += load_number<X_TYPE>(residual, n);
+                long long y_row = (long long)split * in.y_rows + row;
+                if (EXPERTS) {
+                    const int pair = STAGED ? (int)blockIdx.y : pairs[first_row + row];
+                    if (EXPERTS == 2) result *= in.pair_weights[pair];
+                    y_row = EXPERTS == 2 ? pair % in.top_k * in.rows + pair / in.top_k : pair;
+                }
+                store_y(y, y_row * in.y_columns + n, result);
             }
-            float result = apply_activation(results[0]);
-            if (GATED) result *= results[GATED];
-            if (residual) result += load_number<X_TYPE>(residual, n);
-            store_y(y, ((long long)blockIdx.y * in.y_rows + row) * in.y_columns + n, result);
+            __syncthreads();
+            kept = 0;
         }
-        __syncthreads();
-        kept = 0;
     }
 }
 
@@ -587,7 +652,7 @@ KERNEL(32) dequantize_rows(const Weight w, const long long *rows, int first, int
         if (i >= count) continue;
         const long long row = rows ? rows[i] : first + i;
         const int r = row % 16;
-        const char *const record = w.codes + (row / 16 * w.records + blockIdx.x) * RECORD_BYTES;
+        const char *const record = w.codes[0] + (row / 16 * w.records + blockIdx.x) * RECORD_BYTES;
         for (int chunk = 0; chunk < 2; chunk++) {
             const Codes codes = load_codes(record, chunk, r % 8 * 4 + c);
             for (int t = 0; t < 4; t++) {
@@ -597,7 +662,7 @@ KERNEL(32) dequantize_rows(const Weight w, const long long *rows, int first, int
                 const int at = r % 8 * GROUPS + (chunk * CHUNK + t * 16) / GROUP_COLUMNS;
                 const int column = blockIdx.x * RECORD_COLUMNS + chunk * CHUNK + t * 16 + 4 * c;
                 if (column >= w.k) continue;
-                const u32 scales = GROUP ? ((const u32 *)(record + SCALES_AT))[at] : w.row_scales[row / 16 * 8 + r % 8];
+                const u32 scales = GROUP ? ((const u32 *)(record + SCALES_AT))[at] : w.row_scales[0][row / 16 * 8 + r % 8];
                 const float scale = half_to_float((u16)(scales >> (r / 8 * 16)));
                 for (int j = 0; j < 4; j++) {
                     const u32 byte = bytes >> (8 * j) & 255;

@@ -21,7 +21,12 @@ from cutaway.model import Transformer, build
 from cutaway.model.layers import ConstantBuffers
 from cutaway.model.parallel.offload import MaxMemory, Placement, offload_blocks, plan_placement
 from cutaway.model.parallel.process_group import get_tensor_parallel, rank_device
-from cutaway.quantization.quantized_tensor import QuantizedTensor, dequantize_rows, has_packed_products
+from cutaway.quantization.quantized_tensor import (
+    QuantizedTensor,
+    dequantize_rows,
+    has_packed_experts,
+    has_packed_products,
+)
 
 if TYPE_CHECKING:
     from cutaway.model.parallel.tensor_parallel import TensorSlice
@@ -282,8 +287,9 @@ def _load_weights(
         if isinstance(conversion.op, Identity) and info.dtype != dtype and not info.is_packed and not is_sliced:
             return [(model_keys[0], _load_converted(reader, keys[0], dtype, device, check_finite))]
         keeps_rows = conversion.op.transposes if info.is_transposed else conversion.op.keeps_rows
-        is_matrix = all(len(shapes[name]) == 2 for name in model_keys)  # experts are packed on the CPU only
-        may_be_packed = keeps_rows and not is_sliced and (is_matrix or device.type == "cpu")
+        is_matrix = all(len(shapes[name]) == 2 for name in model_keys)
+        has_products = is_matrix or device.type == "cpu" or has_packed_experts(device)
+        may_be_packed = keeps_rows and not is_sliced and has_products
         stored = [reader.read_tensor(key, packed=may_be_packed) for key in keys]
         if not is_sliced:
             stored = [check_finite(key, tensor) for key, tensor in zip(keys, stored, strict=True)]

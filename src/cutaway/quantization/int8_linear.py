@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,7 @@ class _Weight(ctypes.Structure):
     """The struct Weight of int8_linear.cu."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("codes", "row_scales", "bias")),
+        *((name, ctypes.c_void_p * 2) for name in ("codes", "row_scales", "bias")),
         *((name, ctypes.c_int) for name in ("n", "k", "records")),
     )
 
@@ -39,7 +40,10 @@ class _Input(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "norm_weight", "norm_bias", "digits", "x_scales", "x_sums")),
         *((name, ctypes.c_float) for name in ("eps", "norm_offset")),
-        *((name, ctypes.c_int) for name in ("rows", "y_rows", "y_columns")),
+        *((name, ctypes.c_int) for name in ("rows", "y_rows", "y_columns", "x_columns")),
+        *((name, ctypes.c_void_p) for name in ("experts", "pair_weights")),
+        *((name, ctypes.c_int) for name in ("num_pairs", "top_k")),
+        *((name, ctypes.c_float) for name in ("limit", "alpha")),
     )
 
 
@@ -92,11 +96,17 @@ def _pack_scales(scales: Tensor, group_size: int, num_records: int) -> Tensor:
     return parts.contiguous().view(torch.uint8).flatten(2)
 
 
-def _weight_struct(weight: "CUDAWeight", bias: Tensor | None = None, *, num_halves: int = 1) -> _Weight:
-    row_scales = None if weight.group_size else weight.scales.data_ptr()
-    address = None if bias is None else bias.data_ptr()
-    num_records = weight.codes.shape[1]
-    return _Weight(weight.codes.data_ptr(), row_scales, address, weight.rows // num_halves, weight.columns, num_records)
+def _weight_struct(
+    weights: "Sequence[CUDAWeight]", biases: Sequence[Tensor | None] = (None, None), num_matrices: int = 1
+) -> _Weight:
+    """The argument for one matrix, or for those of gate and up; each of them is that of `num_matrices` experts."""
+    first = weights[0]
+    result = _Weight(n=first.rows // num_matrices, k=first.columns, records=first.codes.shape[1])
+    for i, (weight, bias) in enumerate(zip(weights, biases, strict=False)):
+        result.codes[i] = weight.codes.data_ptr()
+        result.row_scales[i] = None if weight.group_size else weight.scales.data_ptr()
+        result.bias[i] = None if bias is None else bias.data_ptr()
+    return result
 
 
 def _weight_macros(weight: "CUDAWeight") -> dict[str, int]:
@@ -111,20 +121,20 @@ def _weight_macros(weight: "CUDAWeight") -> dict[str, int]:
 
 _DEFAULTS = {
     "X_TYPE": 0, "PARAM_TYPE": 0, "ROWS": 1, "TILES": 1, "WARPS": 1, "STAGE": 1, "RING": 1, "PARTIAL": 0, "FLUSH": 1,
-    "NORM": 0, "ACT": 0, "GATED": 0, "PDL": 0,
+    "NORM": 0, "ACT": 0, "GATED": 0, "PDL": 0, "EXPERTS": 0,
 }  # fmt: skip
 
 
 def dequantize_rows(weight: "CUDAWeight", y: Tensor, first: int, rows: Tensor | None) -> None:
     """Write rows `first`, first + 1, …, or those with the numbers `rows`, to y: (count, columns)."""
     arguments = (
-        _weight_struct(weight),
+        _weight_struct([weight]),
         ctypes.c_void_p(None if rows is None else rows.data_ptr()),
         ctypes.c_int(first),
         ctypes.c_int(len(y)),
         ctypes.c_void_p(y.data_ptr()),
     )
-    kernel = load_kernel(_SOURCE, "dequantize_rows", _weight_macros(weight) | {"Y_TYPE": _TYPES[y.dtype]} | _DEFAULTS)
+    kernel = load_kernel(_SOURCE, "dequantize_rows", _DEFAULTS | _weight_macros(weight) | {"Y_TYPE": _TYPES[y.dtype]})
     kernel((weight.codes.shape[1], -(-len(y) // _TILE)), 32, arguments)
 
 
@@ -159,58 +169,124 @@ def launch(
     overlap: bool,
 ) -> None:
     """See `cutaway.quantization.cuda_weights.packed_linear`."""
-    rows, digits = len(x), 4 if x.dtype == torch.float32 else 2
-    columns = -(-rows * digits // 8) * 8
-    pairs = digits // 2 if rows == 1 else columns // 2
-    num_records, record_bytes = weight.codes.shape[1:]
-    blocks = -(-num_records * RECORD_COLUMNS // _BLOCK_COLUMNS)
-    param = next((p for p in (None if norm is None else norm.weight, bias) if p is not None), x)
-    halves = 2 if gated else 1
-    units = -(-(weight.rows // halves) // (_TILE if gated else _TILE * tile["TILES"]))
+    halves = [weight.rows // 2] * 2 if gated else [weight.rows]
+    biases = [None] * len(halves) if bias is None else torch.split(bias, halves)
+    weights = weight.split_rows(halves)
+    units = -(-halves[0] // (_TILE if gated else _TILE * tile["TILES"]))
     programs = min(units, max(1, _num_sms(x.device) * tile["PROGRAMS"] // len(y)))
-    macros = _weight_macros(weight) | {key: tile[key] for key in ("TILES", "WARPS", "STAGE")} | {
-        "X_TYPE": _TYPES[x.dtype], "Y_TYPE": _TYPES[y.dtype], "PARAM_TYPE": _TYPES[param.dtype],
-        "ROWS": 1 if rows == 1 else columns // digits, "PARTIAL": num_records % tile["STAGE"] != 0,
-        "FLUSH": min(tile["FLUSH"], -(-units // programs)), "NORM": 0 if norm is None else 1 + norm.centered,
-        "ACT": act, "GATED": gated, "PDL": overlap,
+    source = _Input(rows=len(x), y_rows=y.shape[1], y_columns=y.stride(1))
+    target = y.data_ptr() + first_row * y.stride(1) * y.itemsize
+    macros = tile | {
+        "ROWS": len(x), "FLUSH": min(tile["FLUSH"], -(-units // programs)), "ACT": act, "GATED": gated, "PDL": overlap,
+        "EXPERTS": 0,
     }  # fmt: skip
-    groups = RECORD_COLUMNS // (record_group_size(weight.group_size) or RECORD_COLUMNS)
-    sums = blocks * 2 * groups if weight.has_offset or weight.code == 1 else 0  # per pair
-    parts = (blocks * _BLOCK_COLUMNS * (digits if rows == 1 else columns), blocks * pairs * 4, sums * pairs * 4)
-    sizes = [-(-part // 16) * 16 for part in parts]  # digits, scales and sums of x
-    x_bytes = sum(sizes) if rows == 1 else 0
-    sum_bytes = macros["FLUSH"] * tile["WARPS"] * tile["TILES"] * _TILE * macros["ROWS"] * (digits // 2) * 4
-    ring_bytes = tile["WARPS"] * tile["TILES"] * tile["STAGE"] * record_bytes
-    macros["RING"] = max(1, min(tile["RING"], (_MAX_SHARED_BYTES - x_bytes - sum_bytes) // ring_bytes))
-    addresses: tuple[int | None, ...] = (None, None, None)
-    if rows > 1:
-        workspace = torch.empty(sum(sizes), dtype=torch.uint8, device=x.device)
-        base = workspace.data_ptr()
-        addresses = (base, base + sizes[0], base + sizes[0] + sizes[1])
-        arguments = (_Input(x.data_ptr()), *map(ctypes.c_void_p, addresses), ctypes.c_int(weight.columns))
-        load_kernel(_SOURCE, "quantize_rows", macros)((blocks, rows), 32, arguments, overlap=overlap)
+    _launch(x, weights, biases, target, y.dtype, norm, residual, source, macros, (programs, len(y)))
+
+
+def choose_expert_tile(weight: "CUDAWeight", rows: int, pairs_per_expert: float, *, gated: bool) -> dict[str, int]:
+    """As `choose_tile`. ROWS: the number of pairs of an expert that are multiplied together."""
+    tile = choose_tile(weight, rows, 1, gated=gated)
+    return tile | {"ROWS": 1 if rows == 1 else 8 if pairs_per_expert <= 4 else 16}
+
+
+def expert_linear(
+    x: Tensor,
+    weights: "Sequence[CUDAWeight]",
+    y: Tensor,
+    experts: Tensor,
+    pair_weights: Tensor | None,
+    biases: Sequence[Tensor | None] = (None, None),
+    *,
+    num_experts: int,
+    act: int = 0,
+    limit: float = 0.0,
+    alpha: float = 0.0,
+    norm: Any = None,
+    overlap: bool = False,
+    tile: dict[str, int] | None = None,
+) -> None:
+    """Multiply rows of x by the matrices of the experts that they selected, `experts`: (M, k).
+
+    `weights`: those of all experts, one after the other, of one matrix or of gate and up. Their rows per expert must be
+    a multiple of 16. Without `pair_weights`, x is (M, K) and y (M · k, N). With them, it is the second product: x is
+    (M · k, K), and y (k, M, N) is multiplied by the weights (M, k). A norm needs M = 1."""
+    first, gated, (rows, top_k) = weights[0], len(weights) == 2, experts.shape
+    n = first.rows // num_experts
+    assert n % _TILE == 0
+    tile = tile or choose_expert_tile(first, rows, rows * top_k / num_experts, gated=gated)
+    units = -(-n // (_TILE if gated else _TILE * tile["TILES"]))
+    planes = top_k if rows == 1 else num_experts
+    programs = min(units, -(-_num_sms(x.device) * tile["PROGRAMS"] // min(planes, rows * top_k)))
     source = _Input(
-        x.data_ptr(),
-        None if norm is None else norm.weight.data_ptr(),
-        None if norm is None or norm.bias is None else norm.bias.data_ptr(),
-        *addresses,
-        0.0 if norm is None else norm.eps,
-        0.0 if norm is None else float(norm.unit_offset),
-        rows,
-        y.shape[1],
-        y.stride(1),
-    )
+        rows=rows, y_rows=rows, y_columns=n, experts=experts.data_ptr(), num_pairs=rows * top_k, top_k=top_k,
+        pair_weights=None if pair_weights is None else pair_weights.data_ptr(), limit=limit, alpha=alpha,
+    )  # fmt: skip
+    macros = tile | {
+        "FLUSH": min(tile["FLUSH"], -(-units // programs)), "ACT": act, "GATED": gated, "PDL": overlap,
+        "EXPERTS": 1 if pair_weights is None else 2,
+    }  # fmt: skip
+    _launch(x, weights, biases, y.data_ptr(), y.dtype, norm, None, source, macros, (programs, planes), num_experts)
+
+
+def _launch(
+    x: Tensor,
+    weights: "Sequence[CUDAWeight]",
+    biases: Sequence[Tensor | None],
+    target: int,
+    dtype: torch.dtype,
+    norm: Any,
+    residual: Tensor | None,
+    source: _Input,
+    macros: dict[str, int],
+    grid: tuple[int, int],
+    num_matrices: int = 1,
+) -> None:
+    """Quantize x, unless the kernel for one row does, and multiply. `source` and `macros` are completed."""
+    weight, digits, is_one = weights[0], 4 if x.dtype == torch.float32 else 2, source.rows == 1
+    num_records, record_bytes = weight.codes.shape[1:]
+    columns = -(-len(x) * digits // 8) * 8
+    param = next((p for p in (None if norm is None else norm.weight, *biases) if p is not None), x)
+    macros = _DEFAULTS | _weight_macros(weight) | macros | {
+        "X_TYPE": _TYPES[x.dtype], "Y_TYPE": _TYPES[dtype], "PARAM_TYPE": _TYPES[param.dtype],
+        "ROWS": 1 if is_one else -(-macros["ROWS"] * digits // 8) * 8 // digits,
+        "PARTIAL": num_records % macros["STAGE"] != 0, "NORM": 0 if norm is None else 1 + norm.centered,
+    }  # fmt: skip
+    del macros["PROGRAMS"]
+    blocks = -(-num_records * RECORD_COLUMNS // _BLOCK_COLUMNS)
+    groups = RECORD_COLUMNS // (macros["GROUP"] or RECORD_COLUMNS)
+    sums = blocks * 2 * groups if weight.has_offset or macros["CODE"] == 1 else 0  # per two digits
+    kept_columns = digits if is_one else columns
+    parts = (blocks * _BLOCK_COLUMNS * kept_columns, blocks * kept_columns * 2, sums * kept_columns * 2)
+    sizes = [-(-part // 16) * 16 for part in parts]  # digits, scales and sums of x
+    warps_and_tiles = macros["WARPS"] * macros["TILES"]
+    fixed_bytes = macros["FLUSH"] * warps_and_tiles * _TILE * macros["ROWS"] * (digits // 2) * 4
+    fixed_bytes += sum(sizes) if is_one else source.num_pairs * 4
+    ring_bytes = warps_and_tiles * macros["STAGE"] * record_bytes
+    macros["RING"] = max(1, min(macros["RING"], (_MAX_SHARED_BYTES - fixed_bytes) // ring_bytes))
+    source.x, source.x_columns = x.data_ptr(), columns
+    if norm is not None:
+        source.norm_weight = norm.weight.data_ptr()
+        source.norm_bias = None if norm.bias is None else norm.bias.data_ptr()
+        source.eps, source.norm_offset = norm.eps, float(norm.unit_offset)
+    if not is_one:
+        workspace = torch.empty(sum(sizes), dtype=torch.uint8, device=x.device)
+        source.digits = workspace.data_ptr()
+        source.x_scales = source.digits + sizes[0]
+        source.x_sums = source.x_scales + sizes[1]
+        parts = (source.digits, source.x_scales, source.x_sums)
+        arguments = (source, *map(ctypes.c_void_p, parts), ctypes.c_int(weight.columns))
+        load_kernel(_SOURCE, "quantize_rows", macros)((blocks, len(x)), 32, arguments, overlap=bool(macros["PDL"]))
     load_kernel(_SOURCE, "int8_linear", macros)(
-        (programs, len(y)),
-        32 * tile["WARPS"],
+        grid,
+        32 * macros["WARPS"],
         (
-            _weight_struct(weight, bias, num_halves=halves),
+            _weight_struct(weights, biases, num_matrices),
             source,
-            ctypes.c_void_p(y.data_ptr() + first_row * y.stride(1) * y.itemsize),
+            ctypes.c_void_p(target),
             ctypes.c_void_p(None if residual is None else residual.data_ptr()),
         ),
-        shared_bytes=x_bytes + macros["RING"] * ring_bytes + sum_bytes,
-        overlap=overlap,
+        shared_bytes=fixed_bytes + macros["RING"] * ring_bytes,
+        overlap=bool(macros["PDL"]),
     )
 
 

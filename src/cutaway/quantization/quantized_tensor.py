@@ -6,6 +6,7 @@ to a plain tensor first.
 """
 
 import ctypes
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -103,11 +104,13 @@ class QuantizedTensor(Tensor):
         """The matrix packed for another device. None if it cannot be packed there."""
         if device.type == self.device.type:
             return self.copy_packed(dtype=dtype)
-        if device.type == "cuda" and self.ndim == 2 and has_packed_products(device):
+        if device.type == "cuda" and (has_packed_products(device) if self.ndim == 2 else has_packed_experts(device)):
             from cutaway.quantization.cuda_weights import pack_for_cuda
 
-            weight = pack_for_cuda(self.blocks.to(device), self.format)
-            return CUDAQuantizedTensor(weight, self.format, dtype or self.dtype) if weight.scales_fit else None
+            weight = pack_for_cuda(self.blocks.to(device).flatten(0, -2), self.format)
+            has_kernel = self.ndim == 2 or (weight.records and self.shape[-2] % 16 == 0)
+            if has_kernel and weight.scales_fit:
+                return CUDAQuantizedTensor(weight, self.format, dtype or self.dtype, self.shape)
         return None
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
@@ -150,19 +153,29 @@ class QuantizedTensor(Tensor):
 
 
 class CUDAQuantizedTensor(QuantizedTensor):
-    """Matrix (rows, columns) on a GPU, in the layout of cuda_weights.py."""
+    """Matrix (rows, columns), or matrices of experts, on a GPU, in the layout of cuda_weights.py."""
 
     packed: "CUDAWeight"
 
     @staticmethod
     def __new__(
-        cls, packed: "CUDAWeight", format: BlockFormat, dtype: torch.dtype = torch.float32
+        cls,
+        packed: "CUDAWeight",
+        format: BlockFormat,
+        dtype: torch.dtype = torch.float32,
+        shape: Sequence[int] | None = None,
     ) -> "CUDAQuantizedTensor":
-        shape, device = (packed.rows, packed.columns), packed.codes.device
+        shape, device = shape or (packed.rows, packed.columns), packed.codes.device
         tensor: CUDAQuantizedTensor = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
         return tensor
 
-    def __init__(self, packed: "CUDAWeight", format: BlockFormat, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        packed: "CUDAWeight",
+        format: BlockFormat,
+        dtype: torch.dtype = torch.float32,
+        shape: Sequence[int] | None = None,
+    ) -> None:
         self.packed, self.format = packed, format
 
     @property
@@ -170,7 +183,12 @@ class CUDAQuantizedTensor(QuantizedTensor):
         return self.packed.nbytes
 
     def dequantize(self) -> Tensor:
-        return self.packed.dequantize(self.dtype)
+        return self.packed.dequantize(self.dtype).view(self.shape)
+
+    def grouped_linear(self, x: Tensor, offsets: Tensor) -> Tensor:
+        from cutaway.model.moe import grouped_linear
+
+        return grouped_linear(x, self.dequantize().to(x.dtype), offsets)
 
     def dequantize_rows(self, rows: Tensor) -> Tensor:
         flat = self.packed.dequantize(self.dtype, rows=rows.flatten().long())
@@ -180,7 +198,8 @@ class CUDAQuantizedTensor(QuantizedTensor):
         return self.packed.linear(x.contiguous(), bias)
 
     def copy_packed(self, *, clone: bool = False, dtype: torch.dtype | None = None) -> "CUDAQuantizedTensor":
-        return CUDAQuantizedTensor(self.packed.clone() if clone else self.packed, self.format, dtype or self.dtype)
+        packed = self.packed.clone() if clone else self.packed
+        return CUDAQuantizedTensor(packed, self.format, dtype or self.dtype, self.shape)
 
     def to_device(self, device: torch.device, dtype: torch.dtype | None = None) -> "CUDAQuantizedTensor | None":
         same = device.type == "cuda" and device.index in (None, self.packed.codes.device.index)
@@ -194,6 +213,15 @@ def has_packed_products(device: torch.device) -> bool:
 
         return has_cuda_kernels()
     return device.type == "cpu" and load_cpu_kernels() is not None
+
+
+def has_packed_experts(device: torch.device) -> bool:
+    """Whether products with packed matrices of experts are possible on a device."""
+    if device.type == "cuda":
+        from cutaway.quantization import cuda_weights
+
+        return cuda_weights.INT8_PRODUCTS and has_packed_products(device)
+    return has_packed_products(device)
 
 
 def dequantize_rows(blocks: Tensor, format: BlockFormat, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -88,6 +88,15 @@ inline bool __all_sync(unsigned, bool value) {
     emulator::meet_warp();
     return result;
 }
+inline unsigned __ballot_sync(unsigned, bool value) {
+    emulator::operands[emulator::current].c[0] = value;
+    emulator::meet_warp();
+    unsigned result = 0;
+    for (int i = 0; i < 32; i++) result |= (unsigned)emulator::lanes()[i].c[0] << i;
+    emulator::meet_warp();
+    return result;
+}
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline float __uint_as_float(unsigned x) { float y; memcpy(&y, &x, 4); return y; }
 inline unsigned __float_as_uint(float x) { unsigned y; memcpy(&y, &x, 4); return y; }
 inline float __expf(float x) { return expf(x); }

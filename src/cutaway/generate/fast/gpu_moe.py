@@ -20,7 +20,8 @@ from cutaway.generate.fast.linear_kernels import PDL, pdl_options
 from cutaway.generate.fast.quantized_weights import LinearWeight, concat_linears
 from cutaway.model.ffn import MLP, ClampedSwiGLUMLP, GatedMLP
 from cutaway.model.moe import GroupedLinear, MixtureOfExperts, Router
-from cutaway.quantization.quantized_tensor import QuantizedTensor
+from cutaway.quantization import int8_linear
+from cutaway.quantization.quantized_tensor import CUDAQuantizedTensor, QuantizedTensor
 
 
 class FastMoE:
@@ -68,7 +69,7 @@ def _shared_equals_experts(moe: MixtureOfExperts) -> bool:
     shared: Any = moe.shared
     if type(shared) is not type(experts) or shared.act is not experts.act or moe.shared_gate is not None:
         return False
-    if any(isinstance(layer.weight, QuantizedTensor) for layer in (shared.up, shared.down)):
+    if any(isinstance(layer.weight, QuantizedTensor) for ffn in (experts, shared) for layer in (ffn.up, ffn.down)):
         return False
     has_bias = any(ffn.up.bias is not None or ffn.down.bias is not None for ffn in (experts, shared))
     return not has_bias and shared.down.weight.shape[1] % experts.down.weight.shape[2] == 0
@@ -140,6 +141,15 @@ def _launch_expert_product(
     linear, up = linears[0], linears[-1]
     num_experts, out_features, in_features = linear.weight.shape
     rows, top_k = experts.shape
+    packed = [layer.weight.packed for layer in linears if isinstance(layer.weight, CUDAQuantizedTensor)]
+    if packed:
+        assert len(y) == rows * top_k or not options["FIRST"]
+        int8_linear.expert_linear(
+            x, packed, y, experts, None if options["FIRST"] else weights,
+            [each.bias for each in linears], num_experts=num_experts, act=6 if options["CLAMPED"] else options["ACT"],
+            limit=limits[0], alpha=limits[1], norm=norm, overlap=PDL,
+        )  # fmt: skip
+        return
     bias, up_bias = (x if layer.bias is None else layer.bias for layer in (linear, up))
     options = options | {"BIAS": linear.bias is not None, "PDL": PDL} | pdl_options()
     if rows == 1:
@@ -163,13 +173,16 @@ def _launch_expert_product(
 
 
 def is_fast_moe(moe: nn.Module) -> bool:
-    """Whether `FastMoE` supports a layer: plain weights, and activations that the kernels implement."""
+    """Whether `FastMoE` supports a layer: plain or packed weights, and activations that the kernels implement."""
     if type(moe) is not MixtureOfExperts:
         return False
     experts: Any = moe.experts
     linears = [experts.up, experts.down, *([experts.gate] if isinstance(experts, GatedMLP) else [])]
     if not all(type(linear) is GroupedLinear for linear in linears) or moe.router.weight.dtype == torch.float64:
         return False
+    packed = [each.weight.packed for each in linears if isinstance(each.weight, CUDAQuantizedTensor)]
+    if len(packed) not in (0, len(linears)) or not all(each.layout == packed[0].layout for each in packed[::2]):
+        return False  # gate and up are in one product
     has_activation = type(experts) in (MLP, GatedMLP) and ACTIVATION_NAMES[experts.act] in ACTIVATION_IDS
     if not has_activation and type(experts) is not ClampedSwiGLUMLP:
         return False
