@@ -59,12 +59,10 @@ def device(kernel: str, monkeypatch: pytest.MonkeyPatch) -> str:
 SILU, GELU, CLAMPED_SWIGLU = 1, 3, 6
 """Values of `cutaway.generate.fast.gpu_linear.ACTIVATION_IDS`, and one of int8_linear.cu."""
 SHAPES = [(16, 256), (72, 768), (160, 2304)]
+DEQUANTIZED = [(name, *shape) for name in BLOCK_FORMATS for shape in SHAPES]
 
 
-@pytest.mark.parametrize(
-    ("name", "rows", "columns", "kernel"),
-    with_kernels([(name, *shape) for name in BLOCK_FORMATS for shape in SHAPES], [("MXFP4", 72)]),
-)
+@pytest.mark.parametrize(("name", "rows", "columns", "kernel"), with_kernels(DEQUANTIZED, [("MXFP4", 72)]))
 def test_dequantized_rows_equal_the_definition(name: str, rows: int, columns: int, device: str) -> None:
     torch.manual_seed(0)
     block_format = BLOCK_FORMATS[name]
@@ -181,10 +179,10 @@ def test_expert_products_equal_those_of_each_expert(name: str, rows: int, dtype:
     assert_near(out, expected.transpose(0, 1), 2e-5)
 
 
-@pytest.mark.parametrize(
-    ("name", "count", "kernel"),
-    [case for case in with_kernels([("Q8_0", 72)], [("Q8_0", 72)]) if "packed" not in case.values],
-)
+PACKED_EXPERTS = [case for case in with_kernels([("Q8_0", 72)], [("Q8_0", 72)]) if "packed" not in case.values]
+
+
+@pytest.mark.parametrize(("name", "count", "kernel"), PACKED_EXPERTS)
 def test_packed_experts_are_a_tensor_of_all_matrices(name: str, count: int, device: str) -> None:
     block_format = BLOCK_FORMATS[name]
     blocks = random_blocks(name, 3 * count, 4)
